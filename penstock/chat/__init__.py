@@ -1,0 +1,1 @@
+"""Talking to a model: `terminal` in a terminal or a script."""

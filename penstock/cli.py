@@ -1,0 +1,446 @@
+"""The command tree. Only this module (and `chat`) prints, and only this module exits.
+
+Verbs import what they need when they run: `penstock --help` imports argparse and the error family.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from penstock import __version__
+from penstock.errors import EXIT_OURS, PenstockError, UserError
+
+if TYPE_CHECKING:
+    from penstock.runs import Run, State
+    from penstock.spec import Deployment
+
+_EPILOG = "Documentation: docs/ in the repository. Errors exit with 2 when you can mend them, 1 when the fault is ours."
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The console script: run one verb and exit."""
+    sys.exit(run(sys.argv[1:] if argv is None else argv))
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run one verb; the exit code."""
+    options = parser().parse_args(argv)
+    if not hasattr(options, "verb"):
+        parser().print_help()
+        return 0
+    try:
+        code = options.verb(options)
+        sys.stdout.flush()
+        return int(code or 0)
+    except PenstockError as error:
+        return _show_error(error, getattr(options, "json", False))
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # `penstock logs | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:  # noqa: BLE001 - the last line of defence: a user never sees a traceback
+        return _show_bug(error, getattr(options, "json", False))
+
+
+def _show_error(error: PenstockError, as_json: bool) -> int:
+    if as_json:
+        print(json.dumps(error.facts()), flush=True)
+        return error.exit_code
+    bold, plain = ("\033[1;31m", "\033[0m") if _has_colour(sys.stderr) else ("", "")
+    print(f"{bold}error:{plain} {error.message}", file=sys.stderr)
+    if error.detail:
+        print(_indented("detail", error.detail), file=sys.stderr)
+    if error.hint:
+        print(_indented("hint", error.hint), file=sys.stderr)
+    return error.exit_code
+
+
+def _show_bug(error: Exception, as_json: bool) -> int:
+    if os.environ.get("PENSTOCK_TRACEBACK"):
+        raise error
+    bug = PenstockError(
+        f"penstock failed: {type(error).__name__}: {error}",
+        detail="This is a fault of penstock, not yours.",
+        hint="Set PENSTOCK_TRACEBACK=1, run it again, and report what it prints.",
+    )
+    _show_error(bug, as_json)
+    return EXIT_OURS
+
+
+def _indented(word: str, text: str) -> str:
+    lines = text.splitlines()
+    if len(lines) == 1:
+        return f"  {word}: {text}"
+    return f"  {word}:\n" + "\n".join(f"    {line}" for line in lines)
+
+
+def _has_colour(stream: Any) -> bool:
+    return bool(stream.isatty()) and "NO_COLOR" not in os.environ
+
+
+def parser() -> argparse.ArgumentParser:
+    """The whole command tree; docs/cli.md is generated from it."""
+    root = argparse.ArgumentParser(
+        prog="penstock",
+        description="One file and one command take any open LLM from a laptop to a cluster, on vLLM and Ray.",
+        epilog=_EPILOG,
+    )
+    root.add_argument("--version", action="version", version=f"penstock {__version__}")
+    verbs = root.add_subparsers(title="verbs", metavar="VERB")
+
+    def verb(name: str, action: Callable[[argparse.Namespace], int | None], text: str) -> argparse.ArgumentParser:
+        sub = verbs.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+        sub.set_defaults(verb=action)
+        return sub
+
+    up = verb("up", _up, "start a deployment and wait until it answers; without FILE, the bundled demo")
+    _add_deployment(up)
+    up.add_argument(
+        "--replace", action="store_true", help="end a deployment of that name that runs with other settings"
+    )
+    up.add_argument("--dry-run", action="store_true", help="print exactly what would be sent, and send nothing")
+    up.add_argument("--no-wait", action="store_true", help="return when everything is submitted")
+    up.add_argument("--timeout", type=float, metavar="SECONDS", help="stop waiting after this time (it goes on)")
+    _add_json(up, "print one JSON event a line")
+    render = verb("render", _render, "print exactly what `up` would send, and send nothing")
+    _add_deployment(render)
+    _add_json(render)
+    ls = verb("ls", _ls, "list deployments")
+    ls.add_argument("-a", "--all", action="store_true", help="ended and failed ones too")
+    _add_json(ls)
+    status = verb("status", _status, "show a deployment: its parts, replicas, restarts and their reasons")
+    _add_name(status)
+    _add_json(status)
+    _add_logs(verb("logs", _logs, "print the log of a deployment's replicas, gateway or controller"))
+    _add_chat(verb("chat", _chat, "talk to a deployment in the terminal"))
+    scale = verb("scale", _scale, "change the number of replicas; those that go finish their requests first")
+    scale.add_argument("words", nargs="+", metavar="[NAME] N", help="the deployment, and how many replicas")
+    scale.add_argument("--no-wait", action="store_true", help="return at once")
+    _add_json(scale)
+    down = verb("down", _down, "end a deployment; requests in flight finish first")
+    _add_name(down)
+    down.add_argument("--now", action="store_true", help="do not wait for requests in flight")
+    down.add_argument("-a", "--all", action="store_true", help="every deployment")
+    _add_json(down)
+    clean = verb("clean", _clean, "find what ended deployments left behind; removes nothing without --yes")
+    clean.add_argument("--yes", action="store_true", help="remove what was found")
+    clean.add_argument("--runs", action="store_true", help="the folders (logs, plans) of ended deployments too")
+    _add_json(clean)
+    doctor = verb("doctor", _doctor, "check this machine: why a deployment would not start, all reasons at once")
+    doctor.add_argument("source", nargs="?", metavar="FILE|MODEL", help="check for this deployment too")
+    doctor.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a field of the file")
+    _add_json(doctor)
+    return root
+
+
+def _add_json(sub: argparse.ArgumentParser, text: str = "print JSON") -> None:
+    sub.add_argument("--json", action="store_true", help=text)
+
+
+def _add_name(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("name", nargs="?", metavar="NAME", help="the deployment; may be left out when only one runs")
+
+
+def _add_deployment(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("source", nargs="?", metavar="FILE|MODEL", help="a YAML file, a model folder or a hub id")
+    sub.add_argument("--name", help="the deployment's name (default: from the model)")
+    sub.add_argument("--engine", choices=("auto", "vllm", "llamacpp"), help="same as --set engine.kind=...")
+    sub.add_argument("--replicas", type=int, metavar="N", help="same as --set replicas=N")
+    sub.add_argument("--port", type=int, help="same as --set gateway.port=...; 0 takes any free port")
+    sub.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a field of the file")
+
+
+def _add_logs(sub: argparse.ArgumentParser) -> None:
+    _add_name(sub)
+    sub.add_argument("-f", "--follow", action="store_true", help="go on as lines come")
+    sub.add_argument("-n", "--lines", type=int, metavar="N", help="only the last N lines of each")
+    sub.add_argument("--replica", metavar="N", help="one replica (default: all)")
+    sub.add_argument("--part", choices=("replicas", "gateway", "controller", "events"), default="replicas")
+
+
+def _add_chat(sub: argparse.ArgumentParser) -> None:
+    _add_name(sub)
+    sub.add_argument("-m", "--message", metavar="TEXT", help="send one message, print the answer, leave")
+    sub.add_argument("--system", metavar="TEXT", help="a system message")
+    sub.add_argument("--model", help="a model name, when the address serves several")
+    sub.add_argument("--url", help="any OpenAI-compatible address instead of a deployment ($OPENAI_BASE_URL)")
+    sub.add_argument("--max-tokens", type=int, metavar="N")
+    sub.add_argument("--temperature", type=float, metavar="T")
+    sub.add_argument("--completion", action="store_true", help="send plain prompts to /v1/completions")
+    _add_json(sub, "print one JSON an answer")
+
+
+def _deployment(options: argparse.Namespace) -> Deployment:
+    """The deployment that FILE|MODEL and the flags describe; the bundled demo when there is none."""
+    from penstock import spec
+
+    settings = [f"{key}={value}" for key, value in _flag_settings(options) if value is not None] + options.set
+    source = options.source
+    if source is None:
+        return _demo(settings)
+    path = Path(source)
+    if path.suffix in (".yaml", ".yml") or (path.is_file() and path.suffix != ".gguf"):
+        return spec.load(path, settings)
+    return spec.from_mapping({"model": source}, f'model "{source}"', settings)
+
+
+def _flag_settings(options: argparse.Namespace) -> list[tuple[str, object]]:
+    fields = {"name": "name", "engine": "engine.kind", "replicas": "replicas", "port": "gateway.port"}
+    return [(field, getattr(options, flag, None)) for flag, field in fields.items()]
+
+
+def _demo(settings: list[str]) -> Deployment:
+    """The bundled demo. Nobody chose its port, so a taken one is no error: any free one will do."""
+    from penstock import preflight, runs, spec
+
+    deployment = spec.from_mapping({"model": spec.DEMO_MODEL}, "the demo", settings)
+    if any(setting.startswith("gateway.port=") for setting in settings):
+        return deployment
+    existing = runs.Run(runs.home() / "runs" / deployment.name)
+    if existing.exists() and existing.desired().state == "up":
+        port = existing.deployment().gateway.port
+    else:
+        try:
+            preflight.check_port(deployment.gateway.host, deployment.gateway.port)
+            return deployment
+        except UserError:
+            port = 0
+    return spec.from_mapping({"model": spec.DEMO_MODEL}, "the demo", [*settings, f"gateway.port={port}"])
+
+
+def _choose(name: str | None) -> Run:
+    """The run of that name, or the only one that is not ended."""
+    from penstock import runs
+
+    if name is not None:
+        return runs.find(name)
+    live = [run for run in runs.every() if run.desired().state == "up"]
+    if len(live) == 1:
+        return live[0]
+    names = ", ".join(run.name for run in live)
+    if not live:
+        raise UserError(
+            "cannot choose a deployment: none runs", hint="Start one: penstock up. Ended ones: penstock ls -a."
+        )
+    raise UserError(f"cannot choose a deployment: {len(live)} run", hint=f"Name one of: {names}.")
+
+
+def _emit(value: dict[str, Any]) -> None:
+    print(json.dumps(value), flush=True)
+
+
+def _up(options: argparse.Namespace) -> int:
+    from penstock import deploy, runs, screen
+
+    deployment = _deployment(options)
+    if options.dry_run:
+        return _print_prepared(deploy.prepare(deployment), options.json)
+    try:
+        started = deploy.up(deployment, options.replace)
+        found = runs.find(started.name)
+        if options.json:
+            _emit({"event": "submitted", "name": started.name, "url": started.url, "was_running": started.was_running})
+        if options.no_wait:
+            if not options.json:
+                print(f"{started.name} is starting; watch it with: penstock status {started.name}")
+            return 0
+        with screen.StartDisplay(sys.stdout, options.json) as display:
+            state = deploy.wait_ready(found, display.show, options.timeout)
+    except KeyboardInterrupt:
+        _undo(deployment.name)
+        raise
+    if options.json:
+        _emit({"event": "ready", "name": started.name, "url": started.url, "key": started.key})
+    else:
+        print(screen.ready_text(found, state, started))
+    return 0
+
+
+def _undo(name: str) -> None:
+    from penstock import deploy, runs
+
+    run = runs.Run(runs.home() / "runs" / name)
+    if run.exists() and run.desired().state == "up":
+        print(f"\nending {name} ...", file=sys.stderr)
+        deploy.down(run, now=True)
+
+
+def _render(options: argparse.Namespace) -> int:
+    from penstock import deploy
+
+    return _print_prepared(deploy.prepare(_deployment(options)), options.json)
+
+
+def _print_prepared(prepared: Any, as_json: bool) -> int:
+    import msgspec
+
+    from penstock import screen
+
+    if as_json:
+        _emit(msgspec.to_builtins(prepared))
+    else:
+        print(screen.prepared_text(prepared))
+    return 0
+
+
+def _ls(options: argparse.Namespace) -> int:
+    import time
+
+    from penstock import observe, runs, screen
+
+    rows = [(run, observe.now_state(run, time.time())) for run in runs.every()]
+    shown = [(run, state) for run, state in rows if options.all or run.desired().state == "up"]
+    if options.json:
+        print(json.dumps([_facts(run, state) for run, state in shown]))
+    elif shown:
+        print(screen.list_text(shown))
+    else:
+        hidden = f" ({len(rows)} ended: penstock ls -a)" if rows else ""
+        print(f"no deployment runs{hidden}; start one: penstock up")
+    return 0
+
+
+def _facts(run: Run, state: State) -> dict[str, Any]:
+    import msgspec
+
+    deployment, plan = run.deployment(), run.plan()
+    return {
+        "name": run.name,
+        "url": run.url,
+        "model": deployment.model,
+        "target": deployment.target,
+        "engine": plan.engine,
+        "engine_version": plan.engine_version,
+        "folder": str(run.path),
+        **msgspec.to_builtins(state),
+    }
+
+
+def _status(options: argparse.Namespace) -> int:
+    import time
+
+    from penstock import observe, screen
+
+    found = _choose(options.name)
+    state = observe.now_state(found, time.time())
+    if options.json:
+        _emit(_facts(found, state))
+    else:
+        print(screen.status_text(found, state, time.time()))
+    return 0
+
+
+def _logs(options: argparse.Namespace) -> int:
+    from penstock import logs
+
+    for line in logs.lines(_choose(options.name), options.part, options.replica, options.lines, options.follow):
+        print(line, flush=options.follow)
+    return 0
+
+
+def _chat(options: argparse.Namespace) -> int:
+    from penstock import runs
+    from penstock.chat import terminal
+    from penstock.client import Client
+
+    url = options.url or (None if options.name else os.environ.get("OPENAI_BASE_URL"))
+    if url is None:
+        url = _choose(options.name).url
+    client = Client(url.removesuffix("/").removesuffix("/v1"), api_key=os.environ.get("OPENAI_API_KEY"))
+    settings = terminal.ChatSettings(
+        model=options.model,
+        system=options.system,
+        max_tokens=options.max_tokens,
+        temperature=options.temperature,
+        completion=options.completion,
+        as_json=options.json,
+        history_file=runs.home() / "chat-history",
+    )
+    return terminal.chat(client, settings, once=options.message)
+
+
+def _scale(options: argparse.Namespace) -> int:
+    from penstock import deploy, screen
+
+    *names, number = options.words
+    if len(names) > 1 or not number.isdigit():
+        raise UserError(f'cannot scale to "{number}"', hint="penstock scale [NAME] N, with N a number of replicas")
+    found, n_replicas = _choose(names[0] if names else None), int(number)
+    deploy.scale(found, n_replicas)
+    if not options.no_wait:
+        with screen.StartDisplay(sys.stdout, options.json) as display:
+            state = deploy.watch(found, display.show, lambda state: deploy.is_scaled(state, n_replicas))
+        failed = next((replica for replica in state.replicas if replica.state == "failed"), None)
+        if failed is not None:
+            raise PenstockError(f"could not start replica {failed.replica}: {failed.reason}")
+    if options.json:
+        _emit({"event": "scaled", "name": found.name, "replicas": n_replicas})
+    else:
+        print(f"{found.name} has {n_replicas} replica{'s' if n_replicas != 1 else ''}")
+    return 0
+
+
+def _down(options: argparse.Namespace) -> int:
+    from penstock import deploy, runs
+
+    if options.all:
+        chosen = [run for run in runs.every() if run.desired().state == "up"]
+    else:
+        chosen = [_choose(options.name)]
+    for found in chosen:
+        on_step = None if options.json else lambda step, name=found.name: print(f"{name}: {step}", flush=True)
+        swept = deploy.down(found, options.now, on_step)
+        if options.json:
+            _emit({"event": "down", "name": found.name, "swept": [process.pid for process in swept]})
+        else:
+            print(f"{found.name} is down")
+    return 0
+
+
+def _clean(options: argparse.Namespace) -> int:
+    import msgspec
+
+    from penstock import deploy
+
+    found = deploy.leftovers(options.runs)
+    stuck = deploy.clean(found) if options.yes else []
+    if options.json:
+        _emit({"found": msgspec.to_builtins(found), "removed": options.yes, "stuck": msgspec.to_builtins(stuck)})
+    elif not found:
+        print("nothing is left behind")
+    else:
+        for item in found:
+            print(f"{item.kind:8} {item.name}  {item.what}")
+        print("removed" if options.yes and not stuck else "" if stuck else "run `penstock clean --yes` to remove these")
+    if stuck:
+        raise PenstockError("could not remove everything", detail="\n".join(item.name for item in stuck))
+    return 0
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    import msgspec
+
+    from penstock import deploy, preflight, screen
+
+    deployment = _deployment(options) if options.source or options.set else None
+    findings = preflight.doctor(deployment)
+    if deployment is not None:
+        findings.append(deploy.check_deployment(deployment))
+    is_bad = any(finding.state == "bad" for finding in findings)
+    if options.json:
+        _emit({"ok": not is_bad, "findings": msgspec.to_builtins(findings)})
+    else:
+        print(screen.doctor_text(findings))
+    return EXIT_OURS if is_bad else 0
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,305 @@
+"""Keeps a deployment as it was asked for: observe -> decide -> act, once a tick, until `down`.
+
+    python -m penstock.controller RUN_FOLDER
+
+One detached process per deployment; it outlives the command line and finds everything again from the run folder, so
+killing it loses nothing: its warden starts another. `decide` is pure. What blocks (a target) runs in one worker
+thread, so that the state on disk stays fresh meanwhile.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TextIO
+
+import msgspec
+
+from penstock import processes, targets
+from penstock.announce import Process, Restart
+from penstock.errors import PenstockError
+from penstock.observe import History, Observation, admin_client, look, summarise
+from penstock.runs import Desired, Part, ReplicaStatus, Run, State
+
+_TICK_S = 0.4
+_WRITE_EVERY_S = 1.0
+_KEPT_RESTARTS = 10
+_MAX_PAUSE_S = 30.0
+
+
+class Decision(msgspec.Struct, frozen=True):
+    """What to do now. `place` is the whole set of replicas that shall be placed, None when it is right already."""
+
+    start_gateway: bool = False
+    place: tuple[str, ...] | None = None
+    drain: tuple[str, ...] = ()
+    undrain: tuple[str, ...] = ()
+    again: tuple[str, ...] = ()
+
+
+def decide(desired: Desired, seen: Observation, failed: frozenset[str], drain_over: Callable[[str], bool]) -> Decision:
+    """The next step towards what is desired. `drain_over(replica)`: it has had its time to drain. Pure.
+
+    Replicas beyond the number are drained first (the highest numbers), and ended when nothing runs on them.
+    """
+    current = sorted(seen.placements, key=_number)
+    wanted = _wanted(current, desired.replicas)
+    extra = [name for name in current if name not in wanted]
+    rows = {row.announcement.replica: row for row in (seen.view.replicas if seen.view else ())}
+    in_flight = {name: row.in_flight for name, row in rows.items()}
+    drained = [
+        name
+        for name in extra
+        if drain_over(name)
+        or (seen.view is not None and (name not in rows or rows[name].is_draining) and not in_flight.get(name))
+    ]
+    again = [name for name in wanted if name not in failed and _is_gone(seen, name) and name in current]
+    absent = [name for name in wanted if name not in current]
+    place = None
+    if again or absent or drained:
+        place = tuple(name for name in [*wanted, *extra] if name not in drained and name not in failed)
+    undrain = tuple(name for name in wanted if name in rows and rows[name].is_draining)
+    return Decision(not seen.gateway_is_alive, place, tuple(extra), undrain, tuple(again))
+
+
+def _wanted(current: Sequence[str], n_replicas: int) -> list[str]:
+    kept = list(current[:n_replicas])
+    number = 0
+    while len(kept) < n_replicas:
+        if str(number) not in kept:
+            kept.append(str(number))
+        number += 1
+    return sorted(kept, key=_number)
+
+
+def _number(name: str) -> tuple[int, str]:
+    return len(name), name
+
+
+def _is_gone(seen: Observation, name: str) -> bool:
+    placement = seen.placements.get(name)
+    return placement is not None and placement.state == "gone"
+
+
+class Controller:
+    """The thin part that acts."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.target = targets.load(run.record().target)
+        self.handle = run.handle()
+        self.stop = threading.Event()
+        last = run.state()
+        self.history = History(
+            controller=self._own_part(last),
+            gateway=last.gateway if last else Part("gone"),
+            replicas={row.replica: _seen_by_controller(row) for row in last.replicas} if last else {},
+            failed={row.replica: row for row in last.replicas if row.state == "failed"} if last else {},
+        )
+        self._drain_since: dict[str, float] = {}
+        self._gateway_starts: list[float] = []
+        self._place_times: dict[str, list[float]] = {}
+        self._worker: threading.Thread | None = None
+        self._warden: Process | None = None
+        self._written: tuple[float, State] | None = None
+
+    def run_until_stopped(self) -> None:
+        while not self.stop.is_set() and self.run.exists():
+            self._tend_warden()
+            desired = self.run.desired()
+            if desired.state == "down":
+                return
+            seen = look(self.run, self.handle, self.history.gateway)
+            self._note_failures(seen)
+            self._act(desired, seen)
+            self._write(summarise(desired, seen, self.history, time.time()))
+            self.stop.wait(_TICK_S)
+
+    def end_warden(self) -> None:
+        if self._warden is not None:
+            processes.end([self._warden], 1.0)
+
+    def _own_part(self, last: State | None) -> Part:
+        part = Part("running", processes.identify(os.getpid(), "controller"))
+        if last is None or last.controller.process is None:
+            return part
+        reason = f"its process {last.controller.process.pid} was gone"
+        self.run.add_event("controller restarted", reason)
+        return _with_restart(msgspec.structs.replace(part, **_counts(last.controller)), reason)
+
+    def _tend_warden(self) -> None:
+        if self._warden is not None and processes.is_alive(self._warden):
+            return
+        if self._warden is not None:
+            self.run.add_event("warden restarted", f"its process {self._warden.pid} was gone")
+        argv = [sys.executable, "-m", "penstock.warden", str(self.run.path), str(os.getpid())]
+        self._warden = processes.start_detached(argv, self._marks("warden"), self.run.log("controller"))
+
+    def _marks(self, role: str) -> dict[str, str]:
+        return {
+            processes.MARK_RUN: str(self.run.path),
+            processes.MARK_RUN_ID: self.run.record().id,
+            processes.MARK_ROLE: role,
+        }
+
+    def _note_failures(self, seen: Observation) -> None:
+        for row in seen.view.replicas if seen.view else ():
+            told = row.announcement
+            if told.state == "failed" and told.replica in seen.placements and told.replica not in self.history.failed:
+                status = ReplicaStatus(
+                    told.replica, "failed", "gone", told, n_restarts=told.n_restarts, restarts=told.restarts,
+                    reason=told.reason,
+                )  # fmt: skip
+                self.history = msgspec.structs.replace(
+                    self.history, failed={**self.history.failed, told.replica: status}
+                )
+                self.run.add_event("replica failed", told.reason or "", replica=told.replica)
+
+    def _act(self, desired: Desired, seen: Observation) -> None:
+        now = time.monotonic()
+        drain_s = self.run.plan().drain_s
+        failed = frozenset(self.history.failed)
+        choice = decide(desired, seen, failed, lambda name: now - self._drain_since.get(name, now) > drain_s)
+        if choice.start_gateway:
+            self._start_gateway(now)
+        for name in choice.drain:
+            self._drain_since.setdefault(name, now)
+            self._tell_gateway("/admin/drain", name)
+        for name in choice.undrain:
+            self._drain_since.pop(name, None)
+            self._tell_gateway("/admin/undrain", name)
+        if choice.place is None or (self._worker is not None and self._worker.is_alive()):
+            return
+        again = [name for name in choice.again if self._may_place(name, now)]
+        if choice.again and not again and set(choice.place) == set(self.handle.replicas):
+            return
+        for name in again:
+            reason = seen.placements[name].reason or "it was gone"
+            self._remember_restart(name, reason, seen)
+            self._place_times.setdefault(name, []).append(now)
+        self._worker = threading.Thread(target=self._place, args=(choice.place,), name="place", daemon=True)
+        self._worker.start()
+
+    def _may_place(self, name: str, now: float) -> bool:
+        times = self._place_times.get(name, [])[-5:]
+        return not times or now - times[-1] > min(_MAX_PAUSE_S, 2.0 ** len(times) - 1)
+
+    def _place(self, names: Sequence[str]) -> None:
+        before = set(self.handle.replicas)
+        try:
+            self.handle = self.target.resize(self.run, self.handle, names)
+            self.run.write_handle(self.handle)
+        except PenstockError as exc:
+            self.run.add_event("place failed", exc.message)
+            return
+        for name in sorted(before - set(names)):
+            self._drain_since.pop(name, None)
+            self._tell_gateway("/admin/forget", name)
+            self.run.add_event("replica ended", f"replica {name} drained and ended", replica=name)
+        for name in sorted(set(names) - before):
+            self.run.add_event("replica placed", f"replica {name} placed", replica=name)
+
+    def _tell_gateway(self, path: str, replica: str) -> None:
+        try:
+            admin_client(self.run).post_json(path, {"replica": replica})
+        except PenstockError as exc:
+            print(f"penstock: {path} {replica}: {exc.message}", flush=True)
+
+    def _remember_restart(self, name: str, reason: str, seen: Observation) -> None:
+        told = [
+            restart
+            for row in (seen.view.replicas if seen.view else ())
+            if row.announcement.replica == name
+            for restart in row.announcement.restarts
+        ]
+        earlier = [*self.history.replicas.get(name, ()), *told, Restart(round(time.time(), 2), reason)]
+        self.history = msgspec.structs.replace(
+            self.history, replicas={**self.history.replicas, name: tuple(earlier[-_KEPT_RESTARTS:])}
+        )
+        self.run.add_event("replica restarted", reason, replica=name)
+
+    def _start_gateway(self, now: float) -> None:
+        recent = [at for at in self._gateway_starts if now - at < 60]
+        if recent and now - recent[-1] < min(_MAX_PAUSE_S, 2.0 ** (len(recent) - 1)):
+            return
+        self._gateway_starts = [*recent, now]
+        part, old = self.history.gateway, self.history.gateway.process
+        if old is not None:
+            reason = f"its process {old.pid} was gone{_last_words(self.run.log('gateway'))}"
+            self.run.add_event("gateway restarted", reason)
+            part = _with_restart(part, reason)
+        argv = [sys.executable, "-m", "penstock.gateway", str(self.run.gateway_config)]
+        process = processes.start_detached(argv, self._marks("gateway"), self.run.log("gateway"))
+        part = msgspec.structs.replace(part, state="running", process=process)
+        self.history = msgspec.structs.replace(self.history, gateway=part)
+
+    def _write(self, state: State) -> None:
+        now = time.monotonic()
+        if self._written is not None:
+            at, before = self._written
+            same = msgspec.structs.replace(before, observed_at=0.0) == msgspec.structs.replace(state, observed_at=0.0)
+            if same and now - at < _WRITE_EVERY_S:
+                return
+        self._written = (now, state)
+        self.run.write_state(state)
+
+
+def _seen_by_controller(row: ReplicaStatus) -> tuple[Restart, ...]:
+    """A replica's restarts less those that its node tells by itself."""
+    told = row.announcement.restarts if row.announcement else ()
+    return tuple(restart for restart in row.restarts if restart not in told)
+
+
+def _counts(part: Part) -> dict[str, object]:
+    return {"n_restarts": part.n_restarts, "restarts": part.restarts}
+
+
+def _with_restart(part: Part, reason: str) -> Part:
+    restarts = (*part.restarts, Restart(round(time.time(), 2), reason))[-_KEPT_RESTARTS:]
+    return msgspec.structs.replace(part, n_restarts=part.n_restarts + 1, restarts=restarts)
+
+
+def _last_words(log: Path) -> str:
+    try:
+        lines = log.read_text("utf-8", "replace").strip().splitlines()
+    except OSError:
+        return ""
+    return f"; its last line: {lines[-1][:200]}" if lines and "error" in lines[-1].lower() else ""
+
+
+def _hold(run: Run) -> TextIO | None:
+    """The lock that makes us the only controller of a run; None when another has it."""
+    stream = (run.path / "controller.lock").open("w")
+    try:
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        stream.close()
+        return None
+    return stream
+
+
+def main(argv: Sequence[str]) -> int:
+    """Control the run in a folder until it is to go down; the exit code of the process."""
+    run = Run(Path(argv[0]))
+    lock = _hold(run)
+    if lock is None:
+        return 0
+    controller = Controller(run)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: controller.stop.set())
+    try:
+        controller.run_until_stopped()
+    finally:
+        controller.end_warden()
+        lock.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,375 @@
+"""The verbs: up, status, scale, down, clean. The only place that orders effects.
+
+`prepare` collects everything that is wrong and changes nothing; `up` writes the run folder, then submits, then starts
+the controller. Whatever fails after the folder is written is taken down again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import secrets
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+
+from penstock import engines, models, observe, plan, preflight, processes, runs, spec, targets
+from penstock.engine_process import free_port
+from penstock.errors import EngineError, PenstockError, SpecError, UserError
+from penstock.plan import Machine, Plan
+from penstock.preflight import Finding
+from penstock.processes import Marked
+from penstock.runs import Artifact, Desired, Draft, Run, State
+from penstock.spec import Deployment
+from penstock.targets import Launch, Target
+from penstock.units import show_bytes
+
+_POLL_S = 0.15
+_CONTROLLER_GRACE_S = 3.0
+_GATEWAY_STARTS = 3  # a gateway that died this often during `up` will not come
+_NOW_GRACE_S = 1.0
+_ENDED = ("down", "failed")
+
+OnState = Callable[[State], None]
+OnStep = Callable[[str], None]
+
+
+class Prepared(msgspec.Struct, frozen=True):
+    """A deployment that was found good: what `up` will write and send. `render` shows it and sends nothing."""
+
+    deployment: Deployment
+    machine: Machine
+    plan: Plan
+    artifact: Artifact
+
+
+class Started(msgspec.Struct, frozen=True):
+    """What `up` did. `key` is the client's key, shown this once; `was_running` says that nothing had to be started."""
+
+    name: str
+    url: str
+    key: str | None = None
+    was_running: bool = False
+
+
+def prepare(deployment: Deployment, admin_port: int = 0, existing: Run | None = None) -> Prepared:
+    """Check, gather facts, plan and render. Changes nothing (but a hub model is downloaded to its cache).
+
+    `existing` is a running deployment that this one would replace: its port and memory count as free.
+    Raises SpecError with all problems of the file, then UserError or PlanError.
+    """
+    target = targets.load(deployment.target)
+    problems = [*preflight.unsupported(deployment), *target.check(deployment)]
+    if deployment.engine.kind != "auto":
+        problems += engines.load(deployment.engine.kind).problems(deployment.engine.args)
+    if problems:
+        raise SpecError(f'deployment "{deployment.name}"', problems)
+    if existing is None or not _holds(existing, deployment):
+        preflight.check_port(deployment.gateway.host, deployment.gateway.port)
+    machine = _machine(target, deployment, existing)
+    made = make_plan(deployment, machine, deployment.replicas.min)
+    run_path = runs.home() / "runs" / deployment.name
+    launch = Launch(
+        deployment=deployment.name,
+        plan=made,
+        announce_url=f"http://127.0.0.1:{admin_port}",
+        token_file=str(Run(run_path).admin_token_file),
+    )
+    return Prepared(deployment, machine, made, target.render(launch, sys.executable))
+
+
+def make_plan(deployment: Deployment, machine: Machine, n_replicas: int) -> Plan:
+    """The plan for this many new replicas on a machine.  Raises UserError or PlanError."""
+    path = models.locate(deployment)
+    name = preflight.choose_engine(deployment.engine.kind, bool(machine.gpus), models.forms_of(path))
+    engine = engines.load(name)
+    missing = engine.missing()
+    if missing is not None:
+        raise UserError(f"cannot start engine {name}: {missing.reason}", hint=f"Install it: {missing.install}")
+    problems = engine.problems(deployment.engine.args)
+    if problems:
+        raise SpecError(f'deployment "{deployment.name}"', problems)
+    facts = models.read_facts(deployment.model, path, _form(engine.forms, path))
+    return plan.make(deployment, facts, machine, name, engine.version(), n_replicas)
+
+
+def _form(loads: tuple[str, ...], path: Path) -> str:
+    present = models.forms_of(path)
+    return next((form for form in loads if form in present), loads[0])
+
+
+def _machine(target: Target, deployment: Deployment, existing: Run | None) -> Machine:
+    machine = target.machines(deployment)[0]
+    if existing is None:
+        return machine
+    held = existing.plan().need.total_bytes * existing.desired().replicas
+    return msgspec.structs.replace(
+        machine, memory_free_bytes=min(machine.memory_bytes, machine.memory_free_bytes + held)
+    )
+
+
+def _holds(existing: Run, deployment: Deployment) -> bool:
+    wanted = f"{deployment.gateway.host}:{deployment.gateway.port}"
+    return bool(existing.gateway_settings()["listen"] == wanted)
+
+
+def up(deployment: Deployment, replace: bool = False) -> Started:
+    """Start a deployment, or find that it runs already. Returns when everything is submitted; see `wait_ready`.
+
+    Idempotent. Raises UserError when it runs with other settings and `replace` is false.
+    """
+    with runs.locked(deployment.name):
+        existing = _running(deployment.name)
+        if existing is not None:
+            changes = spec.differences(existing.deployment(), deployment)
+            if not changes:
+                _revive(existing)
+                return Started(existing.name, existing.url, was_running=True)
+            if not replace:
+                raise UserError(
+                    f'deployment "{deployment.name}" runs with other settings',
+                    detail="\n".join(changes),
+                    hint="Add --replace to end it and start the new one, or give another --name.",
+                )
+        admin_port = free_port("127.0.0.1")
+        prepared = prepare(deployment, admin_port, existing)
+        old = runs.Run(runs.home() / "runs" / deployment.name)
+        if old.exists():
+            _end_run(old, now=False, on_step=None)
+        return _start(prepared, admin_port)
+
+
+def _running(name: str) -> Run | None:
+    run = Run(runs.home() / "runs" / name)
+    if not run.exists() or run.desired().state == "down":
+        return None
+    return None if observe.now_state(run, time.time()).phase in _ENDED else run
+
+
+def _revive(run: Run) -> None:
+    """Start a controller for a run whose controller and warden are both gone."""
+    roles = {process.role for process in processes.find_marked(str(run.path))}
+    if not roles & {"controller", "warden"}:
+        start_controller(run)
+
+
+def _start(prepared: Prepared, admin_port: int) -> Started:
+    deployment = prepared.deployment
+    key = f"sk-{secrets.token_urlsafe(24)}" if deployment.gateway.auth == "keys" else None
+    token = secrets.token_urlsafe(24)
+    run_path = runs.home() / "runs" / deployment.name
+    settings = {
+        "listen": f"{deployment.gateway.host}:{deployment.gateway.port or free_port(deployment.gateway.host)}",
+        "admin": f"127.0.0.1:{admin_port}",
+        "admin_token_file": str(Run(run_path).admin_token_file),
+        "models": [{"name": prepared.plan.served_names[0], "aliases": list(prepared.plan.served_names[1:])}],
+        "auth": deployment.gateway.auth,
+        "key_hashes": [hashlib.sha256(key.encode()).hexdigest()] if key else [],
+        "hold_s": deployment.gateway.hold_s,
+        "drain_s": deployment.gateway.drain_s,
+    }
+    run = runs.create(Draft(deployment, prepared.plan, prepared.artifact, settings, token), time.time())
+    run.add_event("up", f"penstock up {deployment.name}", model=deployment.model, target=deployment.target)
+    try:
+        replicas = [str(number) for number in range(deployment.replicas.min)]
+        run.write_handle(targets.load(deployment.target).submit(run, replicas))
+        start_controller(run)
+    except BaseException:
+        _end_run(run, now=True, on_step=None)
+        raise
+    return Started(run.name, run.url, key)
+
+
+def start_controller(run: Run) -> None:
+    """Start the controller of a run, detached. A second one leaves at once."""
+    marks = {
+        processes.MARK_RUN: str(run.path),
+        processes.MARK_RUN_ID: run.record().id,
+        processes.MARK_ROLE: "controller",
+    }
+    argv = [sys.executable, "-m", "penstock.controller", str(run.path)]
+    processes.start_detached(argv, marks, run.log("controller"))
+
+
+def watch(run: Run, on_state: OnState, is_done: Callable[[State], bool], timeout_s: float | None = None) -> State:
+    """Call `on_state` with every new state until one is done.  Raises PenstockError when the time is over."""
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    before: State | None = None
+    while True:
+        state = observe.now_state(run, time.time())
+        if state != before:
+            on_state(state)
+            before = state
+        if is_done(state):
+            return state
+        if deadline is not None and time.monotonic() > deadline:
+            raise PenstockError(
+                f'deployment "{run.name}" is {state.phase} after {timeout_s:.0f} s',
+                detail=state.reason,
+                hint=f"It goes on in the background: penstock status {run.name}",
+                is_retryable=True,
+            )
+        time.sleep(_POLL_S)
+
+
+def wait_ready(run: Run, on_state: OnState, timeout_s: float | None = None) -> State:
+    """Block until every replica is ready. A start that failed is taken down, and raised as EngineError."""
+
+    def is_over(state: State) -> bool:
+        gateway_failed = state.gateway.n_restarts >= _GATEWAY_STARTS and state.requests_total == 0
+        return state.phase in ("ready", *_ENDED) or any(r.state == "failed" for r in state.replicas) or gateway_failed
+
+    state = watch(run, on_state, is_over, timeout_s)
+    if state.phase == "ready":
+        return state
+    with runs.locked(run.name):
+        _end_run(run, now=True, on_step=None, failure=state)
+    raise _start_error(run, state)
+
+
+def _start_error(run: Run, state: State) -> PenstockError:
+    failed = next((replica for replica in state.replicas if replica.state == "failed"), None)
+    if failed is None or failed.announcement is None:
+        last = state.gateway.restarts[-1].reason if state.gateway.restarts else "somebody took it down meanwhile"
+        return PenstockError(f'could not start deployment "{run.name}": its gateway is gone', detail=last)
+    reason, _, hint = (failed.reason or "").partition(" | ")
+    log = run.log(f"replica-{failed.replica}")
+    return EngineError(
+        f'could not start replica {failed.replica} of "{run.name}": {reason}',
+        detail="its last lines:\n" + "\n".join(f"  {line}" for line in failed.announcement.log_tail),
+        hint=hint or f"The whole log: penstock logs {run.name} ({log})",
+    )
+
+
+def scale(run: Run, n_replicas: int) -> None:
+    """Ask for this many replicas; the controller places and drains. Raises PlanError when the machine is too small."""
+    with runs.locked(run.name):
+        desired = run.desired()
+        if desired.state == "down":
+            raise UserError(f'cannot scale deployment "{run.name}": it is down', hint=f"penstock up {run.name}")
+        more = n_replicas - desired.replicas
+        deployment = run.deployment()
+        target = targets.load(deployment.target)
+        if "resize" not in target.features:
+            raise UserError(f'cannot scale on target "{deployment.target}"', hint="Change replicas and use --replace.")
+        if more > 0:
+            make_plan(deployment, target.machines(deployment)[0], more)
+        run.write_desired(Desired("up", n_replicas))
+        run.add_event("scale", f"{desired.replicas} -> {n_replicas} replicas")
+        _revive(run)
+
+
+def is_scaled(state: State, n_replicas: int) -> bool:
+    """Whether exactly this many replicas are placed and ready, or one of them failed."""
+    settled = len(state.replicas) == n_replicas and all(r.state in ("ready", "failed") for r in state.replicas)
+    return settled and state.desired_replicas == n_replicas
+
+
+def down(run: Run, now: bool = False, on_step: OnStep | None = None) -> list[Marked]:
+    """End everything of a run: requests in flight finish first, unless `now`. Blocks; safe to repeat.
+
+    Needs nothing alive: a crash of ours leaves a folder from which this still works. Returns what had to be ended by
+    force at the last.
+    """
+    with runs.locked(run.name):
+        return _end_run(run, now, on_step)
+
+
+def _end_run(run: Run, now: bool, on_step: OnStep | None, failure: State | None = None) -> list[Marked]:
+    say = on_step or (lambda _: None)
+    last = failure or run.state()
+    run.write_desired(Desired("down", 0))
+    say("ending the controller")
+    processes.end(
+        [p for p in processes.find_marked(str(run.path)) if p.role in ("warden", "controller")], _CONTROLLER_GRACE_S
+    )
+    handle = run.handle()
+    gateways = [p for p in processes.find_marked(str(run.path)) if p.role == "gateway"]
+    if gateways:
+        drain_s = run.deployment().gateway.drain_s
+        say("ending the gateway" if now else f"draining the gateway (at most {drain_s:.0f} s)")
+        processes.end(gateways, _NOW_GRACE_S if now else drain_s + 2.0)
+    say("ending the replicas")
+    # The gateway has drained, so the engines are idle; the grace is for their own tidy end.
+    targets.load(handle.target).cancel(run, handle, _NOW_GRACE_S if now else run.plan().drain_s + 10.0)
+    swept = processes.sweep(str(run.path))
+    for path in _private_folders(run.record().id):
+        shutil.rmtree(path, ignore_errors=True)
+    _write_end(run, last, failure)
+    run.add_event("failed" if failure else "down", (failure.reason or "") if failure else "everything ended")
+    return swept
+
+
+def _write_end(run: Run, last: State | None, failure: State | None) -> None:
+    state = State(time.time(), "failed" if failure else "down", 0)
+    if failure is not None and last is not None:
+        state = msgspec.structs.replace(state, replicas=last.replicas, reason=failure.reason)
+    run.write_state(state)
+
+
+def _private_folders(run_id: str) -> Iterator[Path]:
+    return Path(tempfile.gettempdir()).glob(f"penstock-{run_id}-*")
+
+
+def check_deployment(deployment: Deployment) -> Finding:
+    """`doctor`'s last line: whether `up` would accept this deployment now, and if not, why."""
+    try:
+        prepared = prepare(deployment)
+    except PenstockError as error:
+        found = error.message + (f": {error.detail}" if error.detail else "")
+        return Finding("deployment", "bad", found, error.hint)
+    need = show_bytes(prepared.plan.need.total_bytes)
+    return Finding("deployment", "ok", f"{deployment.name}: {prepared.plan.engine}, needs about {need} a replica")
+
+
+class Leftover(msgspec.Struct, frozen=True):
+    """Something of ours that no living deployment owns."""
+
+    kind: str  # "process", "folder" (temporary), "run" (an ended deployment's folder)
+    name: str
+    what: str
+    process: Marked | None = None
+
+
+def leftovers(with_ended_runs: bool = False) -> list[Leftover]:
+    """Processes and temporary folders whose deployment is gone or ended; ended run folders when asked."""
+    owned = {}
+    ended = []
+    for run in runs.every():
+        is_up = run.desired().state == "up"
+        if is_up:
+            owned[str(run.path)] = run.record().id
+        else:
+            ended.append(run)
+    found = [
+        Leftover("process", str(process.pid), f"{process.role} of {process.run}: {process.command}", process)
+        for process in processes.find_marked()
+        if owned.get(process.run) != process.run_id
+    ]
+    for path in sorted(Path(tempfile.gettempdir()).glob("penstock-*-*")):
+        if path.is_dir() and path.name.split("-")[1] not in owned.values():
+            found.append(Leftover("folder", str(path), "temporary folder of an engine"))
+    if with_ended_runs:
+        found += [Leftover("run", str(run.path), f'folder of the ended deployment "{run.name}"') for run in ended]
+    return found
+
+
+def clean(found: list[Leftover]) -> list[Leftover]:
+    """Remove leftovers. Returns those that could not be removed."""
+    marked = [item.process for item in found if item.process is not None]
+    segments = processes.shared_memory(marked)
+    stuck = {process.pid for process in processes.end(marked, 3.0)}
+    processes.unlink_shared_memory(segments)
+    left = [item for item in found if item.process is not None and item.process.pid in stuck]
+    for item in found:
+        if item.process is None:
+            with contextlib.suppress(OSError):
+                shutil.rmtree(item.name)
+            if Path(item.name).exists():
+                left.append(item)
+    return left

@@ -1,0 +1,132 @@
+"""One engine process as its node holds it: started in its own session, its output read, ended with all it forked."""
+
+from __future__ import annotations
+
+import collections
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import psutil
+
+from penstock import processes
+from penstock.announce import Process
+from penstock.engines import Command
+
+_TAIL_LINES = 400  # enough to reach from "see root cause above" back to the cause in vLLM's tracebacks
+_MAX_LINE_BYTES = 64 * 1024
+
+
+def private_folder(run_id: str, replica: str) -> Path:
+    """The engine's own temporary folder: short, since Unix sockets go in it, and known beforehand, so that it is
+    removed also after a crash."""
+    return Path(tempfile.gettempdir()) / f"penstock-{run_id}-{replica}"
+
+
+def free_port(host: str) -> int:
+    """A port that is free now. Somebody may take it before the engine does: that start is repeated."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+class EngineProcess:
+    """A running engine. `on_line` is called for every line of its output, from a thread of ours."""
+
+    def __init__(self, command: Command, folder: Path, run: str, replica: str, on_line: Callable[[str], None]) -> None:
+        self.folder = folder
+        self.tail: collections.deque[str] = collections.deque(maxlen=_TAIL_LINES)
+        self._run, self._replica, self._on_line = run, replica, on_line
+        shutil.rmtree(folder, ignore_errors=True)
+        (folder / "tmp").mkdir(parents=True, mode=0o700)
+        for name, text in command.files.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(text, "utf-8")
+        self._child = subprocess.Popen(
+            command.argv,
+            env=_environment(command.env, folder),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        self._reader = threading.Thread(target=self._read, name="engine-output", daemon=True)
+        self._reader.start()
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
+
+    def exit_code(self) -> int | None:
+        """None while it runs; negative for a signal."""
+        return self._child.poll()
+
+    def processes(self) -> tuple[Process, ...]:
+        """The engine and all it forked, the engine's own process first."""
+        found = []
+        try:
+            root = psutil.Process(self.pid)
+            for entry in [root, *root.children(recursive=True)]:
+                role = "engine" if entry.pid == self.pid else _role(entry)
+                found.append(Process(entry.pid, round(entry.create_time(), 2), role))
+        except psutil.Error:
+            pass
+        return tuple(found)
+
+    def end(self, grace_s: float) -> None:
+        """SIGTERM, wait `grace_s`, then kill all that it started. Blocks; safe to repeat; its folder goes too."""
+        segments = processes.shared_memory(self.processes())
+        if self.exit_code() is None and grace_s > 0:
+            self._child.send_signal(signal.SIGTERM)
+            try:
+                self._child.wait(grace_s)
+            except subprocess.TimeoutExpired:
+                pass
+        # An engine's children outlive a killed parent (vLLM's EngineCore does), so the mark finds them, not the pid.
+        processes.sweep(self._run, self._replica)
+        self._child.wait(10)
+        self._reader.join(5)
+        processes.unlink_shared_memory(segments)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _read(self) -> None:
+        assert self._child.stdout is not None
+        descriptor = self._child.stdout.fileno()
+        rest = b""
+        while chunk := os.read(descriptor, 65536):
+            *lines, rest = (rest + chunk).replace(b"\r", b"\n").split(b"\n")
+            if len(rest) > _MAX_LINE_BYTES:
+                lines, rest = [*lines, rest], b""
+            for line in lines:
+                self._take(line)
+        self._take(rest)
+
+    def _take(self, line: bytes) -> None:
+        text = line.decode("utf-8", "replace").rstrip()
+        if text:
+            print(text, flush=True, file=sys.stdout)
+            self.tail.append(text)
+            self._on_line(text)
+
+
+def _environment(extra: Mapping[str, str], folder: Path) -> dict[str, str]:
+    # SPT_NOENV keeps setproctitle (vLLM uses it) from overwriting the environment that our mark is read from.
+    env = {**os.environ, "TMPDIR": str(folder / "tmp"), "SPT_NOENV": "1", "PYTHONUNBUFFERED": "1"}
+    env[processes.MARK_ROLE] = "engine"
+    path = extra.get("PYTHONPATH"), os.environ.get("PYTHONPATH")
+    joined = os.pathsep.join(part for part in path if part)
+    return {**env, **extra, **({"PYTHONPATH": joined} if joined else {})}
+
+
+def _role(entry: psutil.Process) -> str:
+    title = " ".join(entry.cmdline())[:80]
+    if "resource_tracker" in title:
+        return "resource tracker"
+    return title.split("::")[-1].strip() if title.startswith("VLLM::") else title or entry.name()

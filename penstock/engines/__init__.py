@@ -1,0 +1,125 @@
+"""Engines: what runs a model. One file each; this module holds the seam and the name table.
+
+An engine is small and mostly pure: it says whether it is installed, makes its command line from a plan, reads its
+own log into progress, names its metrics and reads its own death. It starts nothing; `node` does.
+"""
+
+from __future__ import annotations
+
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import msgspec
+
+from penstock.announce import Progress
+from penstock.errors import Problem
+from penstock.plan import Plan
+from penstock.spec import Scalar
+
+# name -> "module:Class". "fake" is for tests: it speaks vLLM's HTTP and answers without a model.
+TABLE = {
+    "vllm": "penstock.engines.vllm:Vllm",
+    "llamacpp": "penstock.engines.llamacpp:LlamaCpp",
+    "fake": "penstock.engines.fake:Fake",
+}
+
+
+class Missing(msgspec.Struct, frozen=True):
+    """Why an engine cannot run here, and the line that installs it."""
+
+    reason: str
+    install: str
+
+
+class Place(msgspec.Struct, frozen=True):
+    """What only the node knows: where to listen, a private folder (short path, removed afterwards), the Python."""
+
+    host: str
+    port: int
+    folder: str
+    python: str
+
+
+class Command(msgspec.Struct, frozen=True):
+    """A process to start. `env` is added to the node's own; `files` (relative to the private folder) come first."""
+
+    argv: tuple[str, ...]
+    env: dict[str, str] = {}
+    files: dict[str, str] = {}
+
+
+class Seen(msgspec.Struct, frozen=True):
+    """What the log has said so far. `measured` holds the engine's own numbers, in the units of their names."""
+
+    progress: Progress
+    measured: dict[str, float] = {}
+
+
+class Diagnosis(msgspec.Struct, frozen=True):
+    """Our reading of a death. `is_final`: starting again unchanged would fail the same way."""
+
+    reason: str
+    hint: str | None = None
+    is_final: bool = False
+
+
+class Metrics(msgspec.Struct, frozen=True):
+    """Names of series in the engine's /metrics. `iterations` are counters that move whenever work is done."""
+
+    running: str
+    waiting: str
+    iterations: tuple[str, ...]
+
+
+class Engine(ABC):
+    """The seam. Everything but `missing` and `version` is pure."""
+
+    name: str
+    forms: tuple[str, ...]  # the forms of weights it loads, best first
+    metrics: Metrics
+
+    @abstractmethod
+    def missing(self) -> Missing | None:
+        """None when it can start here; never imports the engine."""
+
+    @abstractmethod
+    def version(self) -> str:
+        """The installed version, from package metadata, without importing it."""
+
+    @abstractmethod
+    def problems(self, args: dict[str, Scalar | list[Scalar]]) -> list[Problem]:
+        """What is wrong with pass-through arguments: flags that are gone, or that penstock sets itself."""
+
+    @abstractmethod
+    def command(self, plan: Plan, place: Place) -> Command:
+        """The process that serves `plan` at `place`."""
+
+    @abstractmethod
+    def read(self, line: str, seen: Seen, plan: Plan) -> Seen:
+        """`seen` after one more line of log; the same object when the line says nothing."""
+
+    @abstractmethod
+    def diagnose(self, exit_code: int, tail: Sequence[str]) -> Diagnosis:
+        """Our reading of an engine that ended, from its exit code (negative: signal) and last lines."""
+
+
+def load(name: str) -> Engine:
+    """The engine of that name; `name` is a key of TABLE."""
+    module, _, attribute = TABLE[name].partition(":")
+    engine = getattr(importlib.import_module(module), attribute)()
+    assert isinstance(engine, Engine)
+    return engine
+
+
+def how_it_ended(exit_code: int) -> str:
+    """An exit code in words: -9 -> "was killed by signal 9 (SIGKILL: ...)", 2 -> "exited with code 2"."""
+    if exit_code >= 0:
+        return f"exited with code {exit_code}"
+    words = {
+        -9: " (SIGKILL: the kernel out of memory, or somebody)",
+        -11: " (SIGSEGV)",
+        -6: " (SIGABRT)",
+        -4: " (SIGILL)",
+    }
+    return f"was killed by signal {-exit_code}{words.get(exit_code, '')}"

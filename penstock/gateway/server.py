@@ -1,0 +1,358 @@
+"""Client connections: requests off the wire to a handler, and responses back.
+
+A connection works on one request at a time; pipelined ones wait in its reader. It never stops reading while a
+request is worked on (up to a bound), because an end of file is how it learns that the client has left. A client
+that closes only its sending half counts as gone: the two cannot be told apart.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import re
+import socket
+import struct
+import time
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
+
+import msgspec
+
+from penstock.gateway.answer import Answer, error_answer
+from penstock.gateway.http1 import (
+    CONTINUE,
+    END,
+    Headers,
+    ProtocolError,
+    Reader,
+    RequestHead,
+    parse_request,
+    write_response_head,
+)
+from penstock.units import KIB, MIB
+
+if TYPE_CHECKING:
+    from penstock.gateway.listener import Listener
+
+MAX_BODY_BYTES = 32 * MIB
+MAX_PIPELINED_BYTES = 64 * KIB
+WRITE_BUFFER_BYTES = 256 * KIB
+
+IDLE_S = 120.0  # between requests
+HEAD_S = 20.0  # from a request's first byte to the end of its head
+BODY_S = 30.0  # between two pieces of a request's body
+STALL_S = 300.0  # a client that reads nothing of a response that is there
+LINGER_S = 2.0  # reading on after a refusal, so that the client can read it before a reset
+
+_RESET_ON_CLOSE = struct.pack("ii", 1, 0)
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:\-]{1,128}")
+
+Phase = Literal["idle", "head", "body", "busy", "lingering", "closed"]
+
+Work = Callable[[], Coroutine[Any, Any, None]]
+
+log = logging.getLogger(__name__)
+
+
+class Request(msgspec.Struct, frozen=True):
+    """A whole request. `received_at` (monotonic): when its last byte came."""
+
+    head: RequestHead
+    body: bytes
+    request_id: bytes
+    received_at: float
+
+
+class Source(Protocol):
+    """What a response comes from, for flow control. Both may be called at any time and more than once."""
+
+    def pause(self) -> None: ...
+    def resume(self) -> None: ...
+
+
+class Handler(Protocol):
+    """What a listener serves. None of the three blocks."""
+
+    def refuse(self, head: RequestHead) -> Answer | None:
+        """An answer that needs no body, before the body is read; None when `handle` shall have the request."""
+
+    def handle(self, request: Request, client: ClientConnection) -> Answer | Work:
+        """The answer, or what writes a response to `client`; it is cancelled when the client leaves."""
+
+    def origin_headers(self, head: RequestHead) -> Headers:
+        """Headers for every answer to this request."""
+
+
+class ClientConnection(asyncio.Protocol):
+    """One client. A handler's work calls `respond`, or `write` as often as it likes and `finish` or `fail`."""
+
+    def __init__(self, listener: Listener) -> None:
+        self._listener = listener
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport
+        self._reader = Reader(parse_request)
+        self._phase: Phase = "idle"
+        self._phase_at = self._data_at = time.monotonic()
+        self._head: RequestHead | None = None
+        self._body: list[bytes] = []
+        self._n_body_bytes = 0
+        self._early: Answer | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._source: Source | None = None
+        self._stalled_at: float | None = None
+        self._is_advancing = False
+        self._has_begun = False  # the present request's response
+        self._has_served = False  # any request
+        self.request_id = b""
+        self.is_gone = False
+
+    # The transport's side.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # A cast, because uvloop's transports are not subclasses of asyncio's.
+        self._transport = cast(asyncio.Transport, transport)
+        self._transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
+        self._listener.add(self)
+
+    def data_received(self, data: bytes) -> None:
+        if self._phase in ("lingering", "closed"):
+            return
+        self._data_at = time.monotonic()
+        self._reader.feed(data)
+        if self._phase == "idle":
+            self._enter("head")
+        if self._phase != "busy":
+            self._advance()
+        elif self._reader.n_buffered > MAX_PIPELINED_BYTES:
+            self._transport.pause_reading()
+
+    def eof_received(self) -> bool:
+        self._leave()
+        return False
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._leave()
+        self._listener.remove(self)
+
+    def pause_writing(self) -> None:
+        self._stalled_at = time.monotonic()
+        if self._source is not None:
+            self._source.pause()
+
+    def resume_writing(self) -> None:
+        self._stalled_at = None
+        if self._source is not None:
+            self._source.resume()
+
+    # The handler's side.
+
+    @property
+    def keeps_alive(self) -> bool:
+        """Whether the connection may serve another request after this one."""
+        return self._head is not None and self._head.keeps_alive and not self._listener.is_draining
+
+    @property
+    def source(self) -> Source | None:
+        """What is paused while this client reads slower than the response comes."""
+        return self._source
+
+    @source.setter
+    def source(self, source: Source | None) -> None:
+        self._source = source
+        if source is not None and self._stalled_at is not None:
+            source.pause()
+
+    def write(self, data: bytes) -> None:
+        """Response bytes, framed already. Never blocks; `source` is paused when the client falls behind."""
+        if not self._transport.is_closing():
+            self._has_begun = True
+            self._transport.write(data)
+
+    def respond(self, answer: Answer) -> None:
+        """A whole response."""
+        self._write_answer(answer, self.keeps_alive)
+        self.finish()
+
+    def finish(self) -> None:
+        """The response is whole: the next request's turn, or the end."""
+        was_kept_alive = self.keeps_alive
+        self._task, self._head, self._early = None, None, None
+        self._has_served = True
+        if not was_kept_alive:
+            self._close()
+            return
+        self._enter("idle")
+        if not self._transport.is_closing():
+            self._transport.resume_reading()
+            self._advance()
+
+    def fail(self, *, is_framed: bool) -> None:
+        """The response cannot be completed: closes so that the client sees a broken one, not a short one.
+
+        `is_framed`: its length or chunks show that it is incomplete; else only a reset does.
+        """
+        self._task = None
+        if is_framed:
+            self._close()
+        else:
+            self._phase = "closed"
+            sock = self._transport.get_extra_info("socket")
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
+            self._transport.abort()
+
+    # The listener's side.
+
+    @property
+    def is_busy(self) -> bool:
+        return self._phase == "busy"
+
+    def close_if_idle(self, *, is_fresh_spared: bool) -> None:
+        """Closes a connection without a request, for a drain."""
+        if self._phase == "idle" and not (is_fresh_spared and not self._has_served):
+            self._close()
+
+    def cut(self) -> None:
+        """Time is over: the handler's work is cancelled and ends its response as honestly as it can."""
+        if self._task is not None:
+            self._task.cancel()
+        elif self._phase != "lingering":
+            self._close()
+
+    def abort(self) -> None:
+        self._transport.abort()
+
+    def close_if_stale(self, now: float) -> None:
+        """Closes a connection that has used up the time its phase may take."""
+        spent_s = now - self._phase_at
+        silent_s = now - self._data_at
+        is_stalled = self._stalled_at is not None and now - self._stalled_at > STALL_S
+        if is_stalled or (self._phase == "closed" and spent_s > STALL_S):
+            self._transport.abort()
+        elif self._phase == "idle" and spent_s > IDLE_S:
+            self._close()
+        elif (self._phase == "head" and spent_s > HEAD_S) or (self._phase == "body" and silent_s > BODY_S):
+            self._refuse(error_answer(408, "the request did not come in time", "request_timeout"))
+
+    # Ours.
+
+    def _enter(self, phase: Phase) -> None:
+        self._phase = phase
+        self._phase_at = time.monotonic()
+
+    def _advance(self) -> None:
+        """Takes what the reader has until a request is being worked on or bytes are missing."""
+        if self._is_advancing:
+            return
+        self._is_advancing = True
+        try:
+            while self._phase in ("idle", "head", "body"):
+                event = self._reader.next_event()
+                if event is None:
+                    break
+                if isinstance(event, RequestHead):
+                    self._on_head(event)
+                elif event is END:
+                    self._on_request()
+                else:
+                    self._on_body(event)
+            if self._phase == "idle" and not self._reader.is_between_messages:
+                self._enter("head")
+        except ProtocolError as error:
+            self._refuse(error_answer(error.status, str(error), "bad_request"))
+        finally:
+            self._is_advancing = False
+
+    def _on_head(self, head: RequestHead) -> None:
+        self._head = head
+        self._enter("body")
+        given = head.get(b"x-request-id") or b""
+        self.request_id = given if _REQUEST_ID.fullmatch(given) else os.urandom(16).hex().encode()
+        self._early = self._listener.handler.refuse(head)
+        has_body = head.is_chunked or bool(head.length)
+        if self._early is None and head.length is not None and head.length > MAX_BODY_BYTES:
+            self._early = _too_large()
+        if self._early is not None and has_body:
+            self._refuse(self._early)
+        elif head.expects_continue and has_body and not self._reader.n_buffered:
+            self._transport.write(CONTINUE)
+
+    def _on_body(self, data: bytes) -> None:
+        self._n_body_bytes += len(data)
+        if self._n_body_bytes > MAX_BODY_BYTES:
+            self._refuse(_too_large())
+            return
+        self._body.append(data)
+
+    def _on_request(self) -> None:
+        assert self._head is not None
+        self._enter("busy")
+        self._has_begun = False
+        body = b"".join(self._body)
+        self._body, self._n_body_bytes = [], 0
+        if self._early is not None:
+            self.respond(self._early)
+            return
+        request = Request(self._head, body, self.request_id, self._data_at)
+        outcome = self._listener.handler.handle(request, self)
+        if isinstance(outcome, Answer):
+            self.respond(outcome)
+        else:
+            self._task = self._loop.create_task(self._run(outcome))
+
+    async def _run(self, work: Work) -> None:
+        try:
+            await work()
+        except Exception:
+            log.exception("request %s: a bug in the gateway", self.request_id.decode())
+            if self._task is not asyncio.current_task():
+                return
+            if self._has_begun:
+                self.fail(is_framed=False)
+            else:
+                self.respond(error_answer(500, "the gateway failed", "internal_error"))
+
+    def _write_answer(self, answer: Answer, keeps_alive: bool) -> None:
+        headers: list[tuple[bytes, bytes]] = []
+        if answer.status != 204:
+            headers.append((b"content-type", answer.content_type))
+            headers.append((b"content-length", b"%d" % len(answer.body)))
+        headers += answer.headers
+        if self._head is not None:
+            headers.append((b"x-request-id", self.request_id))
+            headers += self._listener.handler.origin_headers(self._head)
+        if not keeps_alive:
+            headers.append((b"connection", b"close"))
+        is_head = self._head is not None and self._head.method == b"HEAD"
+        self.write(write_response_head(answer.status, headers) + (b"" if is_head else answer.body))
+
+    def _refuse(self, answer: Answer) -> None:
+        """Answers before the whole request was read, and closes.
+
+        Closing at once would reset a client that still sends, and the reset may overtake the answer.
+        """
+        self._write_answer(answer, keeps_alive=False)
+        self._phase = "lingering"
+        self._body = []
+        if self._transport.can_write_eof():
+            self._transport.write_eof()
+        self._loop.call_later(LINGER_S, self._transport.abort)
+
+    def _close(self) -> None:
+        self._enter("closed")
+        self._transport.close()
+
+    def _leave(self) -> None:
+        """The client is gone: so is every reason to go on."""
+        self.is_gone = True
+        if self._task is not None:
+            self._task.cancel()
+            self._task = None
+        if self._phase == "busy":
+            # What is still buffered has no reader; close() would wait for it to be read.
+            self._transport.abort()
+        self._phase = "closed"
+
+
+def _too_large() -> Answer:
+    return error_answer(413, f"request body of more than {MAX_BODY_BYTES // MIB} MiB", "body_too_large")

@@ -1,0 +1,59 @@
+"""This machine as it is now: CPUs, memory that a new process could get, NVIDIA GPUs."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+from pathlib import Path
+
+import psutil
+
+from penstock.plan import Gpu, Machine
+from penstock.units import MIB
+
+# https://docs.kernel.org/admin-guide/cgroup-v2.html#memory-interface-files: what a container may use.
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def this_machine() -> Machine:
+    """This machine's CPUs, memory and GPUs as they are now."""
+    memory = psutil.virtual_memory()
+    total, free = memory.total, memory.available
+    limit, used = _cgroup_bytes("memory.max"), _cgroup_bytes("memory.current")
+    if limit is not None and limit < total:
+        total, free = limit, max(0, min(free, limit - (used or 0)))
+    return Machine(
+        host=socket.gethostname(),
+        n_cpus=len(psutil.Process().cpu_affinity() or [1]),
+        memory_bytes=total,
+        memory_free_bytes=free,
+        gpus=tuple(gpus()),
+    )
+
+
+def _cgroup_bytes(name: str) -> int | None:
+    """A number of this process's own cgroup as a container sees it (its root); None without a limit."""
+    try:
+        text = (_CGROUP / name).read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def gpus() -> list[Gpu]:
+    """NVIDIA GPUs as nvidia-smi lists them; none where it is absent or fails."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    fields = "index,name,memory.total,memory.free"
+    argv = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    found = []
+    for line in done.stdout.splitlines():
+        index, name, total, free = (word.strip() for word in line.split(","))
+        if total.isdigit() and free.isdigit():
+            found.append(Gpu(int(index), name, int(total) * MIB, int(free) * MIB))
+    return found

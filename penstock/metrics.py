@@ -1,0 +1,24 @@
+"""Prometheus text, read. Series are summed over their labels: the totals of one process are what we compare."""
+
+from __future__ import annotations
+
+
+def parse(text: str) -> dict[str, float]:
+    """Sample name -> sum over all its label sets. Lines that are not samples are skipped.
+
+    parse('a{x="1"} 2\\na{x="2"} 3\\n# HELP b\\n') == {"a": 5.0}
+    """
+    sums: dict[str, float] = {}
+    for line in text.splitlines():
+        if not line or line[0] == "#":
+            continue
+        name, brace, rest = line.partition("{")
+        if brace:
+            value = rest.rpartition("}")[2]
+        else:
+            name, _, value = line.partition(" ")
+        try:
+            sums[name] = sums.get(name, 0.0) + float(value.split()[0])
+        except (ValueError, IndexError):
+            continue
+    return sums

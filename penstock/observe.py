@@ -1,0 +1,131 @@
+"""A run as it is now: what its target places, what its gateway knows, which of its processes live. Changes nothing."""
+
+from __future__ import annotations
+
+import msgspec
+
+from penstock import processes, targets
+from penstock.announce import GatewayView, Restart
+from penstock.client import Client
+from penstock.errors import PenstockError
+from penstock.runs import Desired, Handle, Part, Phase, ReplicaStatus, Run, State
+from penstock.targets import Placement
+
+_TIMEOUT_S = 2.0
+_FRESH_S = 5.0
+
+
+class History(msgspec.Struct, frozen=True):
+    """What an observation alone cannot know: restarts of parts, and nodes that were placed again."""
+
+    controller: Part = Part("gone")
+    gateway: Part = Part("gone")
+    replicas: dict[str, tuple[Restart, ...]] = {}
+    failed: dict[str, ReplicaStatus] = {}
+
+
+class Observation(msgspec.Struct, frozen=True):
+    """One look: placements by replica, the gateway's view (None when it does not answer)."""
+
+    placements: dict[str, Placement]
+    view: GatewayView | None
+    gateway_is_alive: bool
+
+
+def look(run: Run, handle: Handle, gateway: Part) -> Observation:
+    """Ask the target and the gateway. Blocks for at most a few seconds."""
+    placements = targets.load(handle.target).status(run, handle) if handle.replicas else {}
+    alive = gateway.process is not None and processes.is_alive(gateway.process)
+    return Observation(placements, admin_view(run) if alive else None, alive)
+
+
+def admin_client(run: Run) -> Client:
+    """The gateway's admin address, with its token."""
+    return Client(run.admin_url, api_key=run.admin_token(), timeout_s=_TIMEOUT_S)
+
+
+def admin_view(run: Run) -> GatewayView | None:
+    """The gateway's replica table; None when it does not answer."""
+    try:
+        return msgspec.convert(admin_client(run).get_json("/admin/replicas"), GatewayView)
+    except (PenstockError, OSError, msgspec.ValidationError):
+        return None
+
+
+def summarise(desired: Desired, seen: Observation, history: History, now: float) -> State:
+    """The state of a deployment from one look. Pure; `now` in Unix seconds."""
+    rows = {row.announcement.replica: row for row in (seen.view.replicas if seen.view else ())}
+    names = sorted({*seen.placements, *history.failed}, key=lambda name: (len(name), name))
+    replicas = []
+    for name in names:
+        placement = seen.placements.get(name, Placement("gone"))
+        row, earlier = rows.get(name), history.replicas.get(name, ())
+        if name in history.failed:
+            replicas.append(history.failed[name])
+            continue
+        told = row.announcement if row else None
+        state = _replica_state(placement, told.state if row and told and row.is_alive else None)
+        restarts = (*earlier, *(told.restarts if told else ()))
+        replicas.append(
+            ReplicaStatus(
+                replica=name,
+                state="draining" if row and row.is_draining and state == "ready" else state,
+                placement=placement.state,
+                announcement=told,
+                in_flight=row.in_flight if row else 0,
+                is_draining=row.is_draining if row else False,
+                n_restarts=len(earlier) + (told.n_restarts if told else 0),
+                restarts=restarts[-10:],
+                reason=placement.reason or (told.reason if told else None),
+            )
+        )
+    gateway = msgspec.structs.replace(history.gateway, state="running" if seen.gateway_is_alive else "gone")
+    return State(
+        observed_at=round(now, 3),
+        phase=_phase(desired, replicas, seen),
+        desired_replicas=desired.replicas,
+        replicas=tuple(replicas),
+        controller=history.controller,
+        gateway=gateway,
+        requests_total=seen.view.requests_total if seen.view else 0,
+        reason=next((replica.reason for replica in replicas if replica.state == "failed"), None),
+    )
+
+
+def _replica_state(placement: Placement, told: str | None) -> str:
+    if placement.state != "placed":
+        return placement.state
+    return told or "starting"
+
+
+def _phase(desired: Desired, replicas: list[ReplicaStatus], seen: Observation) -> Phase:
+    if desired.state == "down":
+        return "stopping" if replicas or seen.gateway_is_alive else "down"
+    n_ready = sum(replica.state == "ready" for replica in replicas)
+    if n_ready >= desired.replicas and seen.view is not None:
+        return "ready"
+    if any(replica.state == "failed" for replica in replicas):
+        return "degraded" if n_ready else "failed"
+    was_ready = any(replica.n_restarts or _has_been_ready(replica) for replica in replicas)
+    return "degraded" if n_ready or was_ready else "starting"
+
+
+def _has_been_ready(replica: ReplicaStatus) -> bool:
+    return bool(replica.announcement and replica.announcement.ready_after_s is not None)
+
+
+def now_state(run: Run, now: float) -> State:
+    """The truth about a run: the controller's last word when it is alive and fresh, else a look of our own."""
+    last, desired = run.state(), run.desired()
+    controller = last.controller if last else Part("gone")
+    alive = controller.process is not None and processes.is_alive(controller.process)
+    if last is not None and alive and now - last.observed_at < _FRESH_S:
+        return last
+    if last is not None and last.phase in ("down", "failed") and not alive:
+        return last
+    history = History(
+        controller=msgspec.structs.replace(controller, state="running" if alive else "gone"),
+        gateway=last.gateway if last else Part("gone"),
+        failed={replica.replica: replica for replica in (last.replicas if last else ()) if replica.state == "failed"},
+    )
+    return summarise(desired, look(run, run.handle(), history.gateway), history, now)

@@ -1,0 +1,167 @@
+"""Processes that stay recognisable: started detached and marked, found again, ended by id, with what they leave.
+
+Every process we start carries PENSTOCK_RUN (its run folder) and PENSTOCK_RUN_ID in its environment, and so do the
+children that an engine forks. A pid alone is never trusted: it is compared with the process's start time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import psutil
+
+from penstock.announce import Process
+
+MARK_RUN = "PENSTOCK_RUN"
+MARK_RUN_ID = "PENSTOCK_RUN_ID"
+MARK_ROLE = "PENSTOCK_ROLE"
+MARK_REPLICA = "PENSTOCK_REPLICA"
+
+_SHARED_MEMORY = re.compile(r"(/dev/shm/\S+)")
+# Python's own helper that unlinks shared memory of dead processes; it ends by itself when nobody holds its pipe.
+_TRACKER = "multiprocessing.resource_tracker"
+
+
+class Marked(Process, frozen=True, omit_defaults=True):
+    """A process of a run, found by its environment."""
+
+    run: str = ""
+    run_id: str = ""
+    replica: str = ""
+    command: str = ""
+
+
+def identify(pid: int, role: str = "") -> Process:
+    """The identity of a living process.  Raises psutil.NoSuchProcess."""
+    return Process(pid, round(psutil.Process(pid).create_time(), 2), role)
+
+
+def start_detached(
+    argv: Sequence[str], marks: Mapping[str, str], log: Path, environment: Mapping[str, str] | None = None
+) -> Process:
+    """Start a process in a session of its own, output appended to `log`, and say who it is. It outlives us."""
+    env = {**(os.environ if environment is None else environment), **marks}
+    with log.open("ab") as output:
+        child = subprocess.Popen(
+            argv, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True, cwd="/"
+        )
+    child.returncode = 0  # `is_alive` reaps it; without this, the garbage collector warns
+    return identify(child.pid, marks.get(MARK_ROLE, ""))
+
+
+def is_alive(process: Process) -> bool:
+    """Whether that very process still runs; a zombie does not. Reaps it when it is our child."""
+    with contextlib.suppress(ChildProcessError, OSError):
+        os.waitpid(process.pid, os.WNOHANG)
+    try:
+        found = psutil.Process(process.pid)
+        same = abs(found.create_time() - process.started_at) < 0.05
+        return same and found.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+def find_marked(run: str | None = None, replica: str | None = None) -> list[Marked]:
+    """Living processes that carry our mark, of one run folder (and one replica), or of all. Never ourselves."""
+    found = []
+    for entry in psutil.process_iter():
+        if entry.pid == os.getpid():
+            continue
+        with contextlib.suppress(psutil.Error, OSError):
+            env = entry.environ()
+            if MARK_RUN not in env or entry.status() == psutil.STATUS_ZOMBIE:
+                continue
+            if (run is None or env[MARK_RUN] == run) and (replica is None or env.get(MARK_REPLICA) == replica):
+                found.append(_marked(entry, env))
+    return found
+
+
+def _marked(entry: psutil.Process, env: Mapping[str, str]) -> Marked:
+    return Marked(
+        entry.pid,
+        round(entry.create_time(), 2),
+        env.get(MARK_ROLE, ""),
+        env[MARK_RUN],
+        env.get(MARK_RUN_ID, ""),
+        env.get(MARK_REPLICA, ""),
+        " ".join(entry.cmdline())[:200],
+    )
+
+
+def signal_process(process: Process, number: signal.Signals) -> None:
+    """Send a signal to that very process; nothing when it is gone."""
+    if is_alive(process):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, number)
+
+
+def wait_gone(processes: Iterable[Process], timeout_s: float) -> list[Process]:
+    """Wait until they are gone, at most `timeout_s`; those that still live are returned."""
+    deadline = time.monotonic() + timeout_s
+    left = [process for process in processes if is_alive(process)]
+    while left and time.monotonic() < deadline:
+        time.sleep(0.05)
+        left = [process for process in left if is_alive(process)]
+    return left
+
+
+def end(processes: Sequence[Process], grace_s: float) -> list[Process]:
+    """SIGTERM, wait `grace_s`, SIGKILL, wait. Returns what could not be ended. Idempotent; blocks."""
+    for process in processes:
+        signal_process(process, signal.SIGTERM)
+    left = wait_gone(processes, grace_s)
+    for process in left:
+        signal_process(process, signal.SIGKILL)
+    return wait_gone(left, 5.0)
+
+
+def sweep(run: str, replica: str | None = None, keep: Iterable[int] = ()) -> list[Marked]:
+    """Kill whatever still carries the mark of a run (or one replica of it), and unlink the shared memory it mapped.
+
+    Used after the polite end. Returns what it found. Python's resource trackers get two seconds to tidy up after
+    the others, since killing them is what leaks segments.
+    """
+    kept = set(keep)
+    swept: list[Marked] = []
+    for _ in range(10):  # a process may fork while we look
+        found = [process for process in find_marked(run, replica) if process.pid not in kept]
+        if not found:
+            break
+        swept += found
+        segments = shared_memory(found)
+        trackers = [process for process in found if _TRACKER in process.command]
+        others = [process for process in found if process not in trackers]
+        for process in others:
+            signal_process(process, signal.SIGKILL)
+        wait_gone(others, 5.0)
+        for tracker in wait_gone(trackers, 2.0):
+            signal_process(tracker, signal.SIGKILL)
+        unlink_shared_memory(segments)
+    return swept
+
+
+def shared_memory(processes: Iterable[Process]) -> list[str]:
+    """Files under /dev/shm that these processes map."""
+    segments: set[str] = set()
+    for process in processes:
+        with contextlib.suppress(OSError):
+            segments.update(_SHARED_MEMORY.findall(Path(f"/proc/{process.pid}/maps").read_text()))
+    return sorted(segments)
+
+
+def unlink_shared_memory(segments: Iterable[str]) -> None:
+    """Remove segments that no living process maps any more."""
+    wanted = [segment for segment in segments if Path(segment).exists()]
+    if not wanted:
+        return
+    mapped = set(shared_memory(Process(pid, 0.0) for pid in psutil.pids()))
+    for segment in wanted:
+        if segment not in mapped:
+            Path(segment).unlink(missing_ok=True)

@@ -1,0 +1,333 @@
+"""One readable folder per deployment: what was asked, what was planned, what was sent, what lives, what happened.
+
+    ~/.penstock/runs/NAME/         (PENSTOCK_HOME moves ~/.penstock)
+      run.json                     id, time, version, target
+      spec.yaml  plan.json         the resolved file and the plan
+      artifact/                    exactly what was sent to the target
+      gateway.json secrets/        the gateway's settings; the admin token, mode 0600
+      handle.json                  what the target needs to find its work again
+      desired.json state.json      what should be, and what the controller last saw
+      events.jsonl logs/           what happened, one JSON a line; the output of every part
+
+A folder appears whole, by one rename, before anything is sent. Every file is replaced by rename, so a reader never
+sees half of one and a crash leaves the last whole version.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import secrets
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from penstock import __version__, spec
+from penstock.announce import Announcement, Process, Restart
+from penstock.errors import UserError, nearest
+from penstock.plan import Plan
+from penstock.spec import Deployment
+
+Phase = Literal["starting", "ready", "degraded", "failed", "stopping", "down"]
+T = TypeVar("T")
+
+
+class Record(msgspec.Struct, frozen=True):
+    """run.json: which launch this folder is of."""
+
+    id: str
+    name: str
+    target: str
+    created_at: float
+    penstock_version: str
+
+
+class Artifact(msgspec.Struct, frozen=True):
+    """What a target sends for each replica: files (relative to the run's artifact folder), and the command.
+
+    In `argv` and in file texts "{run}" is the run folder and "{replica}" the replica's number.
+    """
+
+    argv: tuple[str, ...]
+    files: dict[str, str]
+
+
+class Handle(msgspec.Struct, frozen=True):
+    """handle.json: per replica, what its target needs to find it again (a process, a job id, ...)."""
+
+    target: str
+    replicas: dict[str, dict[str, Any]] = {}
+
+
+class Desired(msgspec.Struct, frozen=True):
+    """desired.json: what the user last asked for."""
+
+    state: Literal["up", "down"]
+    replicas: int
+
+
+class Part(msgspec.Struct, frozen=True):
+    """The controller or the gateway, as last seen."""
+
+    state: Literal["running", "gone"]
+    process: Process | None = None
+    n_restarts: int = 0
+    restarts: tuple[Restart, ...] = ()
+
+
+class ReplicaStatus(msgspec.Struct, frozen=True):
+    """One replica as last seen: the node's own word, its place, and what the gateway adds.
+
+    `restarts` joins the engine's (told by the node) and the node's own (seen by the controller), newest last.
+    """
+
+    replica: str
+    state: str
+    placement: str
+    announcement: Announcement | None = None
+    in_flight: int = 0
+    is_draining: bool = False
+    n_restarts: int = 0
+    restarts: tuple[Restart, ...] = ()
+    reason: str | None = None
+
+
+class State(msgspec.Struct, frozen=True):
+    """state.json: the controller's last observation (`observed_at` in Unix seconds)."""
+
+    observed_at: float
+    phase: Phase
+    desired_replicas: int
+    replicas: tuple[ReplicaStatus, ...] = ()
+    controller: Part = Part("gone")
+    gateway: Part = Part("gone")
+    requests_total: int = 0
+    reason: str | None = None
+
+
+def home() -> Path:
+    """Where penstock keeps its things: $PENSTOCK_HOME, or ~/.penstock."""
+    return Path(os.environ.get("PENSTOCK_HOME") or "~/.penstock").expanduser().absolute()
+
+
+class Run:
+    """A run folder, with typed access to its files. Methods block on the disk; writes are atomic."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def artifact_path(self) -> Path:
+        return self.path / "artifact"
+
+    @property
+    def gateway_config(self) -> Path:
+        return self.path / "gateway.json"
+
+    @property
+    def admin_token_file(self) -> Path:
+        return self.path / "secrets" / "admin-token"
+
+    def log(self, part: str) -> Path:
+        return self.path / "logs" / f"{part}.log"
+
+    def exists(self) -> bool:
+        return (self.path / "run.json").is_file()
+
+    def record(self) -> Record:
+        return self._read("run.json", Record)
+
+    def deployment(self) -> Deployment:
+        return spec.load(self.path / "spec.yaml")
+
+    def plan(self) -> Plan:
+        return self._read("plan.json", Plan)
+
+    def artifact(self) -> Artifact:
+        return self._read("artifact.json", Artifact)
+
+    def handle(self) -> Handle:
+        return self._read("handle.json", Handle)
+
+    def write_handle(self, handle: Handle) -> None:
+        self._write("handle.json", handle)
+
+    def desired(self) -> Desired:
+        return self._read("desired.json", Desired)
+
+    def write_desired(self, desired: Desired) -> None:
+        self._write("desired.json", desired)
+
+    def state(self) -> State | None:
+        """The controller's last observation; None before the first."""
+        try:
+            return self._read("state.json", State)
+        except FileNotFoundError:
+            return None
+
+    def write_state(self, state: State) -> None:
+        self._write("state.json", state)
+
+    def gateway_settings(self) -> dict[str, Any]:
+        settings = json.loads(self.gateway_config.read_text("utf-8"))
+        assert isinstance(settings, dict)
+        return settings
+
+    @property
+    def url(self) -> str:
+        """Where clients connect."""
+        return "http://" + reachable(self.gateway_settings()["listen"])
+
+    @property
+    def admin_url(self) -> str:
+        return "http://" + str(self.gateway_settings()["admin"])
+
+    def admin_token(self) -> str:
+        return self.admin_token_file.read_text("utf-8").strip()
+
+    def add_event(self, kind: str, text: str, **facts: object) -> None:
+        """Append one line to events.jsonl."""
+        line = json.dumps({"at": round(time.time(), 3), "event": kind, "text": text, **facts})
+        with (self.path / "events.jsonl").open("a", encoding="utf-8") as stream:
+            stream.write(line + "\n")
+
+    def events(self) -> list[dict[str, Any]]:
+        path = self.path / "events.jsonl"
+        if not path.exists():
+            return []
+        with path.open(encoding="utf-8") as stream:
+            return [json.loads(line) for line in stream if line.endswith("\n")]
+
+    def _read(self, name: str, kind: type[T]) -> T:
+        return msgspec.json.decode((self.path / name).read_bytes(), type=kind)
+
+    def _write(self, name: str, value: object) -> None:
+        write_atomically(self.path / name, msgspec.json.format(msgspec.json.encode(value), indent=2))
+
+
+def reachable(listen: str) -> str:
+    """An address that a client on this machine can use for a listen address: 0.0.0.0 becomes 127.0.0.1."""
+    host, _, port = listen.rpartition(":")
+    return f"{'127.0.0.1' if host in ('0.0.0.0', '::', '[::]') else host}:{port}"
+
+
+def write_atomically(path: Path, data: bytes, mode: int = 0o644) -> None:
+    """Replace a file by rename: a reader sees the old or the new one, whole."""
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        os.fchmod(descriptor, mode)
+        with os.fdopen(descriptor, "wb") as stream:
+            stream.write(data)
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def folder() -> Path:
+    """The folder of run folders, made when absent.  Raises UserError when it cannot be written."""
+    path = home() / "runs"
+    try:
+        path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.NamedTemporaryFile(dir=path, prefix=".probe."):
+            pass
+    except OSError as exc:
+        raise UserError(
+            f'cannot write run folder "{path}": {exc.strerror}',
+            hint="Set PENSTOCK_HOME to a folder you may write.",
+        ) from exc
+    return path
+
+
+@contextlib.contextmanager
+def locked(name: str) -> Iterator[None]:
+    """Hold a deployment's name against another `up`, `down` or `scale` of ours.  Raises UserError when it is held."""
+    with (folder() / f".{name}.lock").open("w") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as exc:
+            raise UserError(
+                f'cannot change deployment "{name}": another penstock command is changing it',
+                hint="Wait until that command ends.",
+            ) from exc
+        yield
+
+
+class Draft(msgspec.Struct, frozen=True):
+    """All that a new run folder holds at first."""
+
+    deployment: Deployment
+    plan: Plan
+    artifact: Artifact
+    gateway: dict[str, Any]
+    admin_token: str
+
+
+def create(draft: Draft, now: float) -> Run:
+    """A new folder, whole, in place of an ended one of the same name. The caller made sure that it has ended."""
+    parent = folder()
+    name = draft.deployment.name
+    new = Path(tempfile.mkdtemp(dir=parent, prefix=f".{name}.new."))
+    try:
+        _fill(Run(new), draft, now)
+        final = parent / name
+        if final.exists():
+            old = parent / f".{name}.old.{secrets.token_hex(4)}"
+            final.rename(old)
+            shutil.rmtree(old, ignore_errors=True)
+        new.rename(final)
+    except OSError as exc:
+        shutil.rmtree(new, ignore_errors=True)
+        raise UserError(f'cannot write run folder "{parent / name}": {exc.strerror}') from exc
+    return Run(final)
+
+
+def _fill(run: Run, draft: Draft, now: float) -> None:
+    run.path.chmod(0o755)
+    for sub in ("artifact", "logs"):
+        (run.path / sub).mkdir()
+    (run.path / "secrets").mkdir(mode=0o700)
+    write_atomically(run.admin_token_file, draft.admin_token.encode(), mode=0o600)
+    deployment = draft.deployment
+    record = Record(secrets.token_hex(6), deployment.name, deployment.target, now, __version__)
+    run._write("run.json", record)
+    write_atomically(run.path / "spec.yaml", spec.to_yaml(deployment).encode())
+    run._write("plan.json", draft.plan)
+    run._write("artifact.json", draft.artifact)
+    for name, text in draft.artifact.files.items():
+        write_atomically(run.artifact_path / name, text.encode())
+    write_atomically(run.gateway_config, json.dumps(draft.gateway, indent=2).encode(), mode=0o600)
+    run.write_desired(Desired("up", deployment.replicas.min))
+    run.write_handle(Handle(deployment.target))
+    (run.path / "events.jsonl").touch()
+
+
+def find(name: str) -> Run:
+    """The run of that name.  Raises UserError with the nearest name."""
+    run = Run(home() / "runs" / name)
+    if not run.exists():
+        names = [other.name for other in every()]
+        close = nearest(name, names)
+        known = f"Known: {', '.join(names)}." if names else "There is none on this machine yet; start one: penstock up"
+        raise UserError(f'cannot find deployment "{name}"', hint=f'Did you mean "{close}"?' if close else known)
+    return run
+
+
+def every() -> list[Run]:
+    """All run folders, by name."""
+    parent = home() / "runs"
+    if not parent.is_dir():
+        return []
+    runs = [Run(path) for path in sorted(parent.iterdir()) if not path.name.startswith(".")]
+    return [run for run in runs if run.exists()]

@@ -1,0 +1,250 @@
+"""What the commands show, as text, and the progress display of a start. Formats only; `cli` prints."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from penstock.announce import Progress
+from penstock.runs import Part, ReplicaStatus, Run, State
+from penstock.units import show_bytes, show_seconds
+
+if TYPE_CHECKING:
+    from penstock.deploy import Prepared, Started
+    from penstock.preflight import Finding
+
+
+def command_name() -> str:
+    """How the user starts penstock: by name when that is on the PATH, else by the path to it."""
+    here = Path(sys.executable).with_name("penstock")
+    found = shutil.which("penstock")
+    if found and Path(found).resolve() == here.resolve():
+        return "penstock"
+    try:
+        return str(here.relative_to(Path.cwd()))
+    except ValueError:
+        return str(here) if here.exists() else "penstock"
+
+
+def progress_text(replica: ReplicaStatus) -> str:
+    """One replica's way to ready in words: "weights, shard 17/30, 2.1 GB/s, about 40.0 s left"."""
+    progress = replica.announcement.progress if replica.announcement else None
+    if replica.state in ("ready", "failed", "draining", "queued") or progress is None:
+        return replica.reason or "" if replica.state != "ready" else ""
+    words = [progress.stage]
+    if progress.shards_total:
+        words.append(f"shard {progress.shards_done}/{progress.shards_total}")
+    if progress.bytes_per_s:
+        words.append(f"{show_bytes(progress.bytes_per_s)}/s")
+    if progress.eta_s is not None:
+        words.append(f"about {show_seconds(progress.eta_s)} left")
+    return ", ".join(words)
+
+
+def ready_text(run: Run, state: State, started: Started) -> str:
+    """The last words of a successful `up`."""
+    plan, me = run.plan(), command_name()
+    slowest = max((r.announcement.ready_after_s or 0.0 for r in state.replicas if r.announcement), default=0.0)
+    was = "runs already" if started.was_running else f"is ready (its engine took {show_seconds(slowest)})"
+    lines = [
+        f"{run.name} {was}: {plan.model.reference} on {plan.engine} {plan.engine_version}, "
+        f"{len(state.replicas)} replica{'s' if len(state.replicas) != 1 else ''}",
+        f"  address  {run.url}/v1   model {plan.served_names[0]}",
+    ]
+    if started.key:
+        lines.append(f"  key      {started.key}   (shown this once: export OPENAI_API_KEY={started.key})")
+    only = f" {run.name}" if run.name != "penstock-demo" else ""
+    lines.append(f"  next     {me} chat{only}   {me} status{only}   {me} down{only}")
+    return "\n".join(lines)
+
+
+def prepared_text(prepared: Prepared) -> str:
+    """What `up` would send, as files and a command a reader can follow."""
+    from penstock import spec
+
+    need, plan = prepared.plan.need, prepared.plan
+    parts = [
+        "# the deployment, all defaults filled in",
+        spec.to_yaml(prepared.deployment).rstrip(),
+        "",
+        f"# the plan: {plan.engine} {plan.engine_version} on {plan.device}, "
+        f"{plan.layout.n_ranks} rank(s) a replica, {plan.max_model_len} tokens a request",
+        f"# memory a replica: {show_bytes(need.total_bytes)} = weights {show_bytes(need.weights_bytes)} + KV cache "
+        f"{show_bytes(need.kv_cache_bytes)} + engine {show_bytes(need.overhead_bytes)} (estimate); "
+        f"{prepared.machine.host} has {show_bytes(prepared.machine.memory_free_bytes)} free",
+        "",
+    ]
+    for name, text in prepared.artifact.files.items():
+        parts += [f"# file artifact/{name}", text.rstrip(), ""]
+    parts += ["# started for each replica", shlex.join(prepared.artifact.argv)]
+    return "\n".join(parts)
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Columns aligned by width, two spaces between; the last column is left as it is."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
+    lines = []
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
+        lines.append("  ".join([*cells, row[-1]]).rstrip())
+    return "\n".join(lines)
+
+
+def list_text(rows: Sequence[tuple[Run, State]]) -> str:
+    shown = [("NAME", "STATE", "REPLICAS", "ENGINE", "ADDRESS", "MODEL")]
+    for run, state in rows:
+        n_ready = sum(replica.state == "ready" for replica in state.replicas)
+        count = f"{n_ready}/{state.desired_replicas}"
+        shown.append((run.name, state.phase, count, run.plan().engine, run.url, run.plan().model.reference))
+    return table(shown)
+
+
+def status_text(run: Run, state: State, now: float) -> str:
+    """A deployment at a glance: what is wrong is in words, with the last reasons of restarts."""
+    plan = run.plan()
+    age = now - run.record().created_at
+    lines = [
+        f"{run.name} is {state.phase}" + (f": {state.reason}" if state.reason else ""),
+        f"  model    {plan.model.reference} on {plan.engine} {plan.engine_version} ({plan.device})",
+        f"  address  {run.url}/v1   {state.requests_total} requests since its gateway started",
+        f"  folder   {run.path}   started {show_seconds(age)} ago",
+        "",
+    ]
+    rows = [("PART", "STATE", "PID", "RESTARTS", "")]
+    rows += [_part_row("controller", state.controller), _part_row("gateway", state.gateway)]
+    rows += [_replica_row(replica) for replica in state.replicas]
+    lines.append(table(rows))
+    reasons = _reasons(state, now)
+    if reasons:
+        lines += ["", "restarts, newest first:", *reasons]
+    if state.controller.state == "gone" and state.phase not in ("down", "failed", "stopping"):
+        lines += ["", f"the controller is gone: nothing is brought back until `{command_name()} up` starts it again"]
+    return "\n".join(lines)
+
+
+def _part_row(name: str, part: Part) -> tuple[str, str, str, str, str]:
+    pid = str(part.process.pid) if part.process and part.state == "running" else "-"
+    return name, part.state, pid, str(part.n_restarts), ""
+
+
+def _replica_row(replica: ReplicaStatus) -> tuple[str, str, str, str, str]:
+    told = replica.announcement
+    pid = str(told.processes[0].pid) if told and told.processes else "-"
+    words = [progress_text(replica)] if replica.state != "ready" else []
+    if replica.in_flight:
+        words.append(f"{replica.in_flight} in flight")
+    if replica.state == "ready" and told and told.url:
+        words.append(told.url)
+    if told and told.ready_after_s is not None and replica.state == "ready":
+        words.append(f"ready in {show_seconds(told.ready_after_s)}")
+    return f"replica {replica.replica}", replica.state, pid, str(replica.n_restarts), ", ".join(filter(None, words))
+
+
+def _reasons(state: State, now: float) -> list[str]:
+    found = [(restart.at, part, restart.reason) for part, restarts in _all_restarts(state) for restart in restarts]
+    newest = sorted(found, reverse=True)[:8]
+    return [f"  {show_seconds(max(0.0, now - at))} ago  {part}: {reason}" for at, part, reason in newest]
+
+
+def _all_restarts(state: State) -> list[tuple[str, Sequence[Any]]]:
+    parts: list[tuple[str, Sequence[Any]]] = [
+        ("controller", state.controller.restarts),
+        ("gateway", state.gateway.restarts),
+    ]
+    return parts + [(f"replica {replica.replica}", replica.restarts) for replica in state.replicas]
+
+
+def doctor_text(findings: Sequence[Finding]) -> str:
+    signs = {"ok": "ok", "warning": "!!", "bad": "XX"}
+    lines = []
+    for finding in findings:
+        lines.append(f"{signs[finding.state]:3} {finding.check:16} {finding.found}")
+        if finding.cure and finding.state != "ok":
+            lines.append(f"    {'':16} cure: {finding.cure}")
+    n_bad = sum(finding.state == "bad" for finding in findings)
+    lines.append("nothing stands in the way" if not n_bad else f"{n_bad} problem(s) to mend before `up`")
+    return "\n".join(lines)
+
+
+class StartDisplay:
+    """Shows a start: a live bar per replica on a terminal, a line per change elsewhere, events with `as_json`."""
+
+    def __init__(self, stream: IO[str], as_json: bool) -> None:
+        self._stream, self._as_json = stream, as_json
+        self._live = stream.isatty() and not as_json and os.environ.get("TERM") != "dumb"
+        self._began = time.monotonic()
+        self._last: dict[str, str] = {}
+        self._bars: Any = None
+        self._tasks: dict[str, Any] = {}
+
+    def __enter__(self) -> StartDisplay:
+        if self._live:
+            from rich.console import Console
+            from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+            self._bars = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(bar_width=24),
+                TimeElapsedColumn(),
+                TextColumn("{task.fields[state]}  {task.fields[words]}"),
+                console=Console(file=self._stream),
+                transient=True,
+            )
+            self._bars.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bars is not None:
+            self._bars.stop()
+
+    def show(self, state: State) -> None:
+        """Show a state; called for every change."""
+        for replica in state.replicas:
+            if self._bars is not None:
+                self._show_bar(replica)
+            elif self._as_json:
+                self._show_event(replica)
+            else:
+                self._show_line(replica)
+
+    def _show_bar(self, replica: ReplicaStatus) -> None:
+        progress = _progress(replica)
+        fields = {"state": replica.state, "words": progress_text(replica)[:80]}
+        if replica.replica not in self._tasks:
+            self._tasks[replica.replica] = self._bars.add_task(f"replica {replica.replica}", total=1.0, **fields)
+        done = 1.0 if replica.state == "ready" else progress.fraction or 0.0 if progress else 0.0
+        self._bars.update(self._tasks[replica.replica], completed=done, **fields)
+
+    def _show_event(self, replica: ReplicaStatus) -> None:
+        import msgspec
+
+        progress = _progress(replica)
+        event = {
+            "event": "progress",
+            "replica": replica.replica,
+            "state": replica.state,
+            "progress": msgspec.to_builtins(progress) if progress else None,
+            "reason": replica.reason,
+        }
+        text = json.dumps(event)
+        if self._last.get(replica.replica) != text:
+            self._last[replica.replica] = text
+            print(text, file=self._stream, flush=True)
+
+    def _show_line(self, replica: ReplicaStatus) -> None:
+        text = f"{replica.state} {progress_text(replica)}".strip()
+        if self._last.get(replica.replica) != text:
+            self._last[replica.replica] = text
+            elapsed = time.monotonic() - self._began
+            print(f"[{elapsed:5.1f} s] replica {replica.replica}: {text}", file=self._stream, flush=True)
+
+
+def _progress(replica: ReplicaStatus) -> Progress | None:
+    return replica.announcement.progress if replica.announcement else None

@@ -1,0 +1,398 @@
+"""The deployment file as frozen types. Every default lives here; unknown keys are refused with the nearest legal name.
+
+`parse` reports all problems together, each with its path. Inside the program a `Deployment` is trusted.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import types
+import typing
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from penstock.errors import Problem, SpecError, nearest
+
+TARGETS = ("local", "ssh", "ray", "slurm", "kubernetes", "cloudera", "vessl")
+DEMO_MODEL = "penstock-demo"
+
+Scalar = str | int | float | bool | None
+TargetName = Literal["local", "ssh", "ray", "slurm", "kubernetes", "cloudera", "vessl"]
+EngineKind = Literal["auto", "vllm", "llamacpp", "fake"]
+
+
+class Hardware(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The machines, when they cannot be asked; absent fields are asked of the target."""
+
+    gpu: str | None = None
+    gpus_per_node: int | None = None
+    nodes: int = 1
+    network: str | None = None
+
+
+class Parallel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How one replica is cut: tensor * pipeline * data ranks; `expert` spreads MoE experts over them."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    data: int = 1
+    expert: bool = False
+
+    @property
+    def n_ranks(self) -> int:
+        return self.tensor * self.pipeline * self.data
+
+
+class EngineSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The engine and its own settings. `args` are engine flags without dashes in front, passed through as they are."""
+
+    kind: EngineKind = "auto"
+    max_model_len: int | None = None
+    gpu_memory_utilization: float = 0.92
+    executor: Literal["auto", "ray", "mp"] = "auto"
+    args: dict[str, Scalar | list[Scalar]] = {}
+    env: dict[str, str] = {}
+    start_timeout_s: float = 3600.0
+    stall_s: float = 60.0
+    drain_s: float = 120.0
+
+
+class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the deployment must serve: tokens per request, requests at once, and the latency promised (milliseconds)."""
+
+    input_tokens: int = 1000
+    output_tokens: int = 200
+    concurrency: int = 8
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+
+
+class Replicas(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How many engines. A bare number in the file means min = max = that number."""
+
+    min: int = 1
+    max: int = 1
+    metric: str = "waiting"
+    target: float = 10.0
+
+
+class GatewaySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where clients connect. `port: 0` takes any free port. Beyond loopback `auth: keys` is required."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    auth: Literal["none", "keys"] = "none"
+    aliases: tuple[str, ...] = ()
+    hold_s: float = 60.0
+    drain_s: float = 120.0
+
+
+class Observe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    prometheus: bool = False
+    grafana: bool = False
+
+
+class Cache(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`weights`: the folder where models from a hub are kept (the hub's own cache when absent)."""
+
+    weights: str | None = None
+
+
+class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One file: what to run, where, and what it must do. `name` is filled from the model when absent."""
+
+    model: str
+    name: str = ""
+    target: TargetName = "local"
+    hardware: Hardware = Hardware()
+    parallel: Literal["auto"] | Parallel = "auto"
+    engine: EngineSpec = EngineSpec()
+    workload: Workload = Workload()
+    replicas: Replicas = Replicas()
+    gateway: GatewaySpec = GatewaySpec()
+    ui: bool = False
+    observe: Observe = Observe()
+    cache: Cache = Cache()
+    ssh: dict[str, Any] | None = None
+    ray: dict[str, Any] | None = None
+    slurm: dict[str, Any] | None = None
+    kubernetes: dict[str, Any] | None = None
+    cloudera: dict[str, Any] | None = None
+    vessl: dict[str, Any] | None = None
+
+
+_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?\Z")
+
+# Lower bounds (inclusive) by path; checked after the types.
+_AT_LEAST: dict[str, float] = {
+    "hardware.nodes": 1,
+    "hardware.gpus_per_node": 0,
+    "parallel.tensor": 1,
+    "parallel.pipeline": 1,
+    "parallel.data": 1,
+    "engine.max_model_len": 1,
+    "engine.start_timeout_s": 1,
+    "engine.stall_s": 1,
+    "engine.drain_s": 0,
+    "workload.input_tokens": 1,
+    "workload.output_tokens": 1,
+    "workload.concurrency": 1,
+    "replicas.min": 0,
+    "replicas.max": 1,
+    "gateway.port": 0,
+    "gateway.hold_s": 0,
+    "gateway.drain_s": 0,
+}
+
+
+def default_name(model: str) -> str:
+    """A legal deployment name from a model: "meta-llama/Llama-3.1-8B" -> "llama-3-1-8b"."""
+    words = re.sub(r"[^a-z0-9]+", "-", Path(model.rstrip("/")).name.lower()).strip("-")
+    return words[:40].strip("-") or "model"
+
+
+def load(path: Path, settings: Sequence[str] = ()) -> Deployment:
+    """The deployment in a YAML file, with `key=value` settings applied over it.  Raises SpecError with all problems."""
+    try:
+        text = path.read_text("utf-8")
+    except OSError as exc:
+        raise SpecError(f'file "{path}"', [Problem("", f"could not read it: {exc.strerror}")]) from exc
+    except UnicodeDecodeError as exc:
+        raise SpecError(f'file "{path}"', [Problem("", "it is not UTF-8 text")]) from exc
+    return parse(text, source=f'file "{path}"', settings=settings)
+
+
+def parse(text: str, source: str = "the file", settings: Sequence[str] = ()) -> Deployment:
+    """The deployment in YAML text.  Raises SpecError with all problems."""
+    import yaml
+
+    try:
+        raw = yaml.safe_load(text)
+    except yaml.YAMLError as exc:
+        raise SpecError(source, [Problem("", "it is not YAML: " + " ".join(str(exc).split()))]) from exc
+    return from_mapping({} if raw is None else raw, source, settings)
+
+
+def from_mapping(raw: object, source: str = "the settings", settings: Sequence[str] = ()) -> Deployment:
+    """The deployment in plain data (what YAML gives).  Raises SpecError with all problems."""
+    if not isinstance(raw, Mapping):
+        raise SpecError(
+            source, [Problem("", f"expected key: value lines, got {_kind(raw)}", "try: model: penstock-demo")]
+        )
+    merged, problems = _apply_settings(raw, settings)
+    replicas = merged.get("replicas")
+    if isinstance(replicas, int) and not isinstance(replicas, bool):
+        merged["replicas"] = {"min": replicas, "max": max(1, replicas)}
+    problems += list(_problems(merged, Deployment, ""))
+    if problems:
+        raise SpecError(source, problems)
+    deployment = msgspec.convert(merged, Deployment)
+    if not deployment.name:
+        deployment = msgspec.structs.replace(deployment, name=default_name(deployment.model))
+    problems = list(_rules(deployment))
+    if problems:
+        raise SpecError(source, problems)
+    return deployment
+
+
+def to_yaml(deployment: Deployment) -> str:
+    """The resolved file: what `render` shows and a run folder keeps. Absent values are left out."""
+    import yaml
+
+    plain = _without_absent(msgspec.to_builtins(deployment))
+    return str(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True))
+
+
+def differences(before: Deployment, after: Deployment) -> list[str]:
+    """The changes from one deployment to another, one "path: old -> new" line each."""
+    old, new = (dict(_leaves(msgspec.to_builtins(side), "")) for side in (before, after))
+    paths = [*old, *(path for path in new if path not in old)]
+    return [
+        f"{path}: {_shown(old.get(path))} -> {_shown(new.get(path))}"
+        for path in paths
+        if old.get(path) != new.get(path)
+    ]
+
+
+def _leaves(value: object, path: str) -> Iterator[tuple[str, object]]:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _leaves(item, f"{path}.{key}" if path else str(key))
+    else:
+        yield path, value
+
+
+def _shown(value: object) -> str:
+    return "(not set)" if value is None else str(value)
+
+
+def _without_absent(value: Any) -> Any:
+    if isinstance(value, dict):
+        kept = {key: _without_absent(item) for key, item in value.items()}
+        return {key: item for key, item in kept.items() if item is not None and item != {} and item != []}
+    return value
+
+
+def _apply_settings(raw: Mapping[Any, Any], settings: Sequence[str]) -> tuple[dict[str, Any], list[Problem]]:
+    import yaml
+
+    merged: dict[str, Any] = _copied(raw)
+    problems = []
+    for setting in settings:
+        path, equals, text = setting.partition("=")
+        if not equals or not path:
+            problems.append(Problem("--set", f"{setting!r} is not key=value", "example: --set gateway.port=9000"))
+            continue
+        try:
+            value = yaml.safe_load(text)
+        except yaml.YAMLError:
+            value = text
+        where = merged
+        *parents, last = path.split(".")
+        for parent in parents:
+            child = where.get(parent)
+            if not isinstance(child, dict):
+                child = {}
+            where[parent] = child
+            where = child
+        where[last] = value
+    return merged, problems
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _copied(item) for key, item in value.items()}
+    return value
+
+
+def _problems(value: Mapping[str, Any], struct: type[msgspec.Struct], path: str) -> Iterator[Problem]:
+    """All type problems of a mapping against a struct; msgspec itself stops at the first."""
+    hints = typing.get_type_hints(struct)
+    for key in value:
+        if key not in hints:
+            close = nearest(str(key), hints)
+            yield Problem(_join(path, key), "unknown key", f'did you mean "{close}"?' if close else _legal(hints))
+    required = [field.name for field in msgspec.structs.fields(struct) if field.required]
+    for name in required:
+        if value.get(name) is None:
+            yield Problem(
+                _join(path, name), "is missing", f"example: {name}: {DEMO_MODEL}" if name == "model" else None
+            )
+    for key, hint in hints.items():
+        if key in value and not (key in required and value[key] is None):
+            yield from _field_problems(value[key], hint, _join(path, key))
+
+
+def _field_problems(value: Any, hint: Any, path: str) -> Iterator[Problem]:
+    struct = _struct_in(hint)
+    if struct is not None and isinstance(value, Mapping):
+        yield from _problems(value, struct, path)
+        return
+    if typing.get_origin(hint) is dict and isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _field_problems(item, typing.get_args(hint)[1], _join(path, key))
+        return
+    try:
+        msgspec.convert(value, hint)
+    except msgspec.ValidationError:
+        also = "a whole number or " if path == "replicas" else ""
+        yield Problem(path, f"expected {also}{_expected(hint)}, got {_kind(value)}", _choice_hint(value, hint))
+
+
+def _struct_in(hint: Any) -> type[msgspec.Struct] | None:
+    options = typing.get_args(hint) if isinstance(hint, types.UnionType) or typing.get_origin(hint) else (hint,)
+    for option in options or (hint,):
+        if isinstance(option, type) and issubclass(option, msgspec.Struct):
+            return option
+    return None
+
+
+_WORDS = {str: "text", int: "a whole number", float: "a number", bool: "true or false", type(None): "nothing"}
+
+
+def _expected(hint: Any) -> str:
+    if hint in _WORDS:
+        return _WORDS[hint]
+    origin, options = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        return " or ".join(str(option) for option in options)
+    if origin is typing.Union or isinstance(hint, types.UnionType):
+        return " or ".join(dict.fromkeys(_expected(option) for option in options if option is not type(None)))
+    if origin in (dict, Mapping) or _struct_in(hint):
+        return "key: value lines"
+    return "a list" if origin in (list, tuple) else str(hint)
+
+
+def _choice_hint(value: Any, hint: Any) -> str | None:
+    close = nearest(value, [str(choice) for choice in _choices(hint)]) if isinstance(value, str) else None
+    return f'did you mean "{close}"?' if close else None
+
+
+def _choices(hint: Any) -> Iterable[object]:
+    if typing.get_origin(hint) is Literal:
+        yield from typing.get_args(hint)
+    for option in typing.get_args(hint):
+        yield from _choices(option)
+
+
+def _kind(value: object) -> str:
+    if value is None:
+        return "nothing"
+    if isinstance(value, Mapping):
+        return "key: value lines"
+    if isinstance(value, (list, tuple)):
+        return "a list"
+    return f'"{value}"' if isinstance(value, str) else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _legal(names: Iterable[str]) -> str:
+    return "legal: " + ", ".join(names)
+
+
+def _join(path: str, key: object) -> str:
+    return f"{path}.{key}" if path else str(key)
+
+
+def _rules(deployment: Deployment) -> Iterator[Problem]:
+    """Problems that types cannot say: ranges, and fields that contradict each other."""
+    if not _NAME.match(deployment.name):
+        yield Problem(
+            "name",
+            f'"{deployment.name}" is not a legal name',
+            "lower-case letters, digits and dashes, at most 40, letter or digit at both ends",
+        )
+    if not deployment.model.strip():
+        yield Problem("model", "is empty", f"example: model: {DEMO_MODEL}")
+    values = dict(_leaves(msgspec.to_builtins(deployment), ""))
+    for path, bound in _AT_LEAST.items():
+        value = values.get(path)
+        if isinstance(value, int | float) and value < bound:
+            yield Problem(path, f"{value} is below {bound:g}")
+    if not 0 < deployment.engine.gpu_memory_utilization <= 1:
+        yield Problem("engine.gpu_memory_utilization", f"{deployment.engine.gpu_memory_utilization} is not in (0, 1]")
+    if deployment.replicas.min > deployment.replicas.max:
+        yield Problem("replicas", f"min {deployment.replicas.min} is above max {deployment.replicas.max}")
+    if deployment.gateway.port > 65535:
+        yield Problem("gateway.port", f"{deployment.gateway.port} is above 65535")
+    if deployment.gateway.auth == "none" and not is_loopback(deployment.gateway.host):
+        yield Problem(
+            "gateway.auth",
+            f'"none" on host {deployment.gateway.host}',
+            "set gateway.auth: keys, or host: 127.0.0.1",
+        )
+    for kind in TARGETS:
+        if kind != deployment.target and getattr(deployment, kind, None) is not None:
+            yield Problem(kind, f"block given, but target is {deployment.target}", f"set target: {kind}, or remove it")
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,108 @@
+"""Target "local": replicas are processes on this machine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from penstock import processes
+from penstock.announce import Process
+from penstock.errors import Problem
+from penstock.machine import this_machine
+from penstock.plan import Machine
+from penstock.runs import Artifact, Handle, Run
+from penstock.spec import Deployment
+from penstock.targets import Launch, Placement, Target
+
+
+class Local(Target):
+    name = "local"
+    features = frozenset({"resize", "logs-follow"})
+
+    def check(self, deployment: Deployment) -> list[Problem]:
+        if deployment.hardware.nodes > 1:
+            hint = "Set hardware.nodes: 1, or another target."
+            return [
+                Problem("hardware.nodes", f"{deployment.hardware.nodes} nodes, but target local is one machine", hint)
+            ]
+        return []
+
+    def machines(self, deployment: Deployment) -> list[Machine]:
+        return [this_machine()]
+
+    def render(self, launch: Launch, python: str) -> Artifact:
+        text = msgspec.json.format(msgspec.json.encode(launch), indent=2).decode()
+        argv = (python, "-m", "penstock.node", "{run}/artifact/launch.json", "--replica", "{replica}")
+        return Artifact(argv, {"launch.json": text + "\n"})
+
+    def submit(self, run: Run, replicas: Sequence[str]) -> Handle:
+        try:
+            return self.resize(run, Handle(self.name), replicas)
+        except BaseException:
+            processes.sweep(str(run.path))
+            raise
+
+    def status(self, run: Run, handle: Handle) -> dict[str, Placement]:
+        return {replica: _placement(entry) for replica, entry in handle.replicas.items()}
+
+    def logs(self, run: Run, handle: Handle, replica: str, follow: bool) -> Iterator[str]:
+        path = run.log(f"replica-{replica}")
+        if not path.exists():
+            return
+        with path.open(encoding="utf-8", errors="replace") as stream:
+            while True:
+                line = stream.readline()
+                if line:
+                    yield line.rstrip("\n")
+                elif not follow:
+                    return
+                else:
+                    time.sleep(0.2)
+
+    def resize(self, run: Run, handle: Handle, replicas: Sequence[str]) -> Handle:
+        entries = dict(handle.replicas)
+        for replica in [replica for replica in entries if replica not in replicas]:
+            # The node drains its engine by itself after SIGTERM; the plan says for how long at most.
+            _end(run, replica, entries.pop(replica), grace_s=run.plan().drain_s + 15)
+        for replica in replicas:
+            if replica in entries and _placement(entries[replica]).state == "placed":
+                continue
+            processes.sweep(str(run.path), replica)
+            entries[replica] = msgspec.to_builtins(_start(run, replica))
+        return Handle(self.name, entries)
+
+    def cancel(self, run: Run, handle: Handle, grace_s: float) -> None:
+        nodes = [_process(entry) for entry in handle.replicas.values()]
+        processes.end(nodes, grace_s)
+        for replica in handle.replicas:
+            processes.sweep(str(run.path), replica)
+
+
+def _placement(entry: dict[str, object]) -> Placement:
+    process = _process(entry)
+    if processes.is_alive(process):
+        return Placement("placed")
+    return Placement("gone", f"its node process {process.pid} is gone")
+
+
+def _process(entry: dict[str, object]) -> Process:
+    return msgspec.convert(entry, Process)
+
+
+def _start(run: Run, replica: str) -> Process:
+    artifact = run.artifact()
+    argv = [word.replace("{run}", str(run.path)).replace("{replica}", replica) for word in artifact.argv]
+    marks = {
+        processes.MARK_RUN: str(run.path),
+        processes.MARK_RUN_ID: run.record().id,
+        processes.MARK_ROLE: "node",
+        processes.MARK_REPLICA: replica,
+    }
+    return processes.start_detached(argv, marks, run.log(f"replica-{replica}"))
+
+
+def _end(run: Run, replica: str, entry: dict[str, object], grace_s: float) -> None:
+    processes.end([_process(entry)], grace_s)
+    processes.sweep(str(run.path), replica)

@@ -1,0 +1,381 @@
+"""The fake engine's connections and generations: the only file with sockets and a clock.
+
+One `Engine` holds what the process knows; each `Connection` parses requests and hands generations to the engine as
+tasks. A client that leaves cancels its task, as vLLM aborts its request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from http import HTTPStatus
+from pathlib import Path
+
+from penstock.testing.fake_engine import asks, http1, replies
+from penstock.testing.fake_engine.asks import Ask, Refusal
+from penstock.testing.fake_engine.http1 import BadRequest, Request
+from penstock.testing.fake_engine.metrics import Metrics
+from penstock.testing.fake_engine.milestones import Line, died
+from penstock.testing.fake_engine.options import Options
+
+JSON = "application/json"
+_METRICS_TYPE = "text/plain; version=1.0.0; charset=utf-8"
+_METHODS = {
+    "/health": ("GET",),
+    "/ping": ("GET", "POST"),
+    "/version": ("GET",),
+    "/load": ("GET",),
+    "/metrics": ("GET",),
+    "/v1/models": ("GET",),
+    "/tokenize": ("POST",),
+    "/v1/chat/completions": ("POST",),
+    "/v1/completions": ("POST",),
+}
+_BATCH_TOKENS = 64  # with --tokens-per-s inf: tokens in one write, so that streams take turns
+
+
+def is_armed(options: Options) -> bool:
+    """False once --fault-once's file exists."""
+    return options.fault_once is None or not Path(options.fault_once).exists()
+
+
+def disarm(options: Options) -> None:
+    """A fault happens now."""
+    if options.fault_once is not None:
+        Path(options.fault_once).touch()
+
+
+class Generation:
+    """One answer in the making: `n_sent` of its tokens are out."""
+
+    def __init__(self, ask: Ask, connection: Connection, reply_id: str, model: str) -> None:
+        self.ask = ask
+        self.connection = connection
+        self.created = int(time.time())
+        self.reply_id = reply_id
+        self.model = model
+        self.events = replies.Events(ask, reply_id, model, self.created)
+        self.n_sent = 0
+
+
+class Engine:
+    """What one engine knows. `die` ends the process at once; `keeps` is how many requests `seen` remembers."""
+
+    def __init__(self, options: Options, log: Callable[[Line], None], die: Callable[[], None], keeps: int = 0) -> None:
+        self.options = options
+        self.log = log
+        self.metrics = Metrics(options)
+        self.seen: deque[Request] = deque(maxlen=keeps)
+        self.connections: set[Connection] = set()
+        self.is_dead = False
+        self.is_draining = False
+        self._die = die
+        self._created = int(time.time())
+        self._failure: str | None = None
+        self._is_hung = False
+        self._n_generations = 0
+        self._slots = asyncio.Semaphore(options.max_num_seqs)
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def answer(self, request: Request) -> tuple[int, bytes, str | None]:
+        """Status, body and content type of everything but a generation."""
+        match request.path:
+            case "/health" | "/ping":
+                return 503 if self.is_dead else 200, b"", None
+            case "/metrics":
+                return 200, self.metrics.page().encode(), _METRICS_TYPE
+            case "/version":
+                payload: dict[str, object] = {"version": replies.VERSION}
+            case "/load":
+                payload = {"server_load": self.metrics.n_running + self.metrics.n_waiting}
+            case "/v1/models":
+                payload = replies.models(self.options, self._created)
+            case _:
+                tokens = asks.read_tokenize(request.body, request.headers, self.options)
+                limit = self.options.max_model_len
+                payload = {"count": len(tokens), "max_model_len": limit, "tokens": tokens, "token_strs": None}
+        return 200, replies.dump(payload).encode(), JSON
+
+    def generate(self, request: Request, connection: Connection) -> asyncio.Task[None]:
+        """Starts an answer. Raises Refusal; may end the process (--crash-after-requests)."""
+        is_chat = request.path == "/v1/chat/completions"
+        ask = asks.read_generation(request.body, request.headers, is_chat, self.options)
+        if self.is_dead or self.is_draining:
+            message = replies.ENGINE_DIED if self.is_dead else replies.STOPPING
+            raise Refusal(500, asks.error(message, "InternalServerError", None, 500))
+        self._n_generations += 1
+        self._count_faults()
+        name = request.headers.get("x-request-id") or f"{self._n_generations:016x}"
+        reply_id = f"{'chatcmpl' if is_chat else 'cmpl'}-{name}"
+        generation = Generation(ask, connection, reply_id, self.options.names[0])
+        task = asyncio.get_running_loop().create_task(self._run(generation))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def stop(self, timeout_s: float) -> None:
+        """Takes no more generations, lets those in flight end within `timeout_s`, fails the rest."""
+        self.is_draining = True
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=timeout_s)
+        await self._fail_all()
+
+    async def lose_core(self) -> None:
+        """What vLLM does when its EngineCore process is gone, short of the exit."""
+        self.is_dead = True
+        for line in died():
+            self.log(line)
+        await self._fail_all()
+
+    def hang_up(self) -> None:
+        """Drops every connection at once, as the end of the process does."""
+        self.is_dead = True
+        for connection in tuple(self.connections):
+            connection.abort()
+
+    async def _fail_all(self) -> None:
+        self._failure = replies.ENGINE_DIED
+        tasks = tuple(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _count_faults(self) -> None:
+        after, hang_after = self.options.crash_after_requests, self.options.hang_after_requests
+        if after is not None and self._n_generations > after and is_armed(self.options):
+            self._crash()
+        if hang_after is not None and self._n_generations > hang_after and is_armed(self.options):
+            self._is_hung = True
+            disarm(self.options)
+
+    def _crash(self) -> None:
+        disarm(self.options)
+        for line in died():
+            self.log(line)
+        self._die()
+
+    async def _run(self, generation: Generation) -> None:
+        """One generation from queue to end. A cancel without a failure means: the client left."""
+        connection, ask = generation.connection, generation.ask
+        if ask.streams:
+            connection.begin_stream()
+        try:
+            await self._run_in_slot(generation)
+            self._finish(generation)
+        except asyncio.CancelledError:
+            if self._failure is None or connection.is_gone:
+                return
+            if ask.streams:
+                connection.send(replies.error_event(self._failure) + replies.DONE)
+            else:
+                connection.refuse(500, asks.error(self._failure, "InternalServerError", None, 500))
+        if ask.streams:
+            connection.end_stream()
+        connection.next()
+
+    async def _run_in_slot(self, generation: Generation) -> None:
+        now = asyncio.get_running_loop().time
+        ask, arrived_at = generation.ask, now()
+        self.metrics.n_waiting += 1
+        try:
+            await self._slots.acquire()
+        finally:
+            self.metrics.n_waiting -= 1
+        self.metrics.started(ask.n_prompt_tokens, now() - arrived_at)
+        reason = "abort"
+        try:
+            if self._is_hung:
+                await asyncio.Event().wait()
+            await self._pace(generation, arrived_at)
+            reason = ask.finish_reason
+        finally:
+            if reason == "abort" and self._failure is not None:
+                reason = "error"
+            self._slots.release()
+            self.metrics.ended(ask.n_prompt_tokens, generation.n_sent, now() - arrived_at, reason)
+
+    async def _pace(self, generation: Generation, arrived_at: float) -> None:
+        """Sends tokens when they are due: the first `ttft_s` after the start, then `tokens_per_s`."""
+        now = asyncio.get_running_loop().time
+        ask, rate = generation.ask, self.options.tokens_per_s
+        await asyncio.sleep(self.options.ttft_s)
+        first_at = last_at = now()
+        self.metrics.prefilled(ask.n_prompt_tokens, first_at - arrived_at)
+        if ask.streams:
+            generation.connection.send(generation.events.first())
+        while generation.n_sent < ask.n_tokens:
+            due = generation.n_sent + _BATCH_TOKENS
+            if rate != float("inf"):
+                due = min(due, 1 + int((now() - first_at) * rate))
+            if due <= generation.n_sent:
+                await asyncio.sleep(first_at + generation.n_sent / rate - now())
+                continue
+            gap_s = now() - last_at if generation.n_sent else None
+            self._send_tokens(generation, min(due, ask.n_tokens), gap_s)
+            last_at = now()
+            await generation.connection.drained()
+
+    def _send_tokens(self, generation: Generation, upto: int, gap_s: float | None) -> None:
+        """Counts and sends tokens up to number `upto`, or up to --crash-mid-stream's."""
+        first, limit = generation.n_sent, self.options.crash_mid_stream
+        crashes = limit is not None and upto >= limit and is_armed(self.options)
+        if crashes and limit is not None:
+            upto = max(limit, first)
+        if upto > first:
+            self.metrics.decoded(upto - first, gap_s)
+        generation.n_sent = upto
+        if generation.ask.streams:
+            per_chunk = self.options.tokens_per_chunk
+            generation.connection.send(generation.events.tokens(first, upto, per_chunk))
+        if crashes:
+            self._crash()
+            raise asyncio.CancelledError  # only where dying returns: inside a test's process
+
+    def _finish(self, generation: Generation) -> None:
+        if generation.ask.streams:
+            generation.connection.send(generation.events.end())
+        else:
+            body = replies.whole(generation.ask, generation.reply_id, generation.model, generation.created)
+            generation.connection.respond(200, body, JSON)
+
+
+class Connection(asyncio.Protocol):
+    """One client. Requests are answered in order; what it sends meanwhile waits in the buffer."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.is_gone = False
+        self._buffer = bytearray()
+        self._request: Request | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._continued = False
+        self._may_write = asyncio.Event()
+        self._may_write.set()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self.engine.connections.add(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.is_gone = True
+        self.engine.connections.discard(self)
+        self._may_write.set()
+        if self._task is not None:
+            self._task.cancel()
+
+    def pause_writing(self) -> None:
+        self._may_write.clear()
+
+    def resume_writing(self) -> None:
+        self._may_write.set()
+
+    def data_received(self, data: bytes) -> None:
+        self._buffer += data
+        if self._request is None:
+            self._advance()
+        elif len(self._buffer) > http1.BODY_BYTES_MAX:
+            self.abort()  # a client that pipelines this much waits for nothing
+
+    def next(self) -> None:
+        """The generation is over: on to the request behind it."""
+        self._task = None
+        self._end_request()
+        self._advance()
+
+    async def drained(self) -> None:
+        """Waits while the client reads too slowly, and lets other streams have their turn."""
+        await self._may_write.wait()
+        await asyncio.sleep(0)
+
+    def respond(self, status: int, body: bytes, content_type: str | None, allow: str | None = None) -> None:
+        """Sends a whole response."""
+        is_last = self._request is None or not self._request.keeps_alive
+        self._log(status)
+        if not self.is_gone:
+            self._transport.write(http1.response(status, body, content_type, _date(), allow, is_last))
+
+    def refuse(self, status: int, payload: dict[str, object], allow: str | None = None) -> None:
+        self.respond(status, replies.dump(payload).encode(), JSON, allow)
+
+    def begin_stream(self) -> None:
+        self._log(200)
+        self._transport.write(http1.stream_head(_date(), self._is_chunked))
+
+    def send(self, piece: bytes) -> None:
+        """Sends a piece of an event stream."""
+        if piece and not self.is_gone:
+            self._transport.write(http1.chunk(piece) if self._is_chunked else piece)
+
+    def end_stream(self) -> None:
+        if not self.is_gone and self._is_chunked:
+            self._transport.write(http1.chunk(b""))
+
+    def close(self) -> None:
+        """Ends the connection after what was sent."""
+        self._transport.close()
+
+    def abort(self) -> None:
+        """Ends the connection at once."""
+        self._transport.abort()
+
+    @property
+    def _is_chunked(self) -> bool:
+        return self._request is not None and not self._request.is_http10
+
+    def _advance(self) -> None:
+        """Answers whole requests in the buffer until one takes time or none is left."""
+        while not self._transport.is_closing():
+            try:
+                request = http1.parse(self._buffer)
+            except BadRequest:
+                self._transport.write(http1.response(400, b"Invalid HTTP request received.", None, _date(), None, True))
+                self._transport.close()
+                return
+            if request is None:
+                self._say_continue()
+                return
+            del self._buffer[: request.n_bytes]
+            self._continued = False
+            self._request = request
+            self.engine.seen.append(request)
+            self._answer(request)
+            if self._task is not None:
+                return
+            self._end_request()
+
+    def _end_request(self) -> None:
+        if self._request is not None and not self._request.keeps_alive:
+            self._transport.close()
+        self._request = None
+
+    def _say_continue(self) -> None:
+        if not self._continued and http1.waits_for_continue(self._buffer):
+            self._continued = True
+            self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    def _answer(self, request: Request) -> None:
+        methods = _METHODS.get(request.path)
+        try:
+            if methods is None:
+                self.refuse(404, {"detail": "Not Found"})
+            elif request.method not in methods:
+                self.refuse(405, {"detail": "Method Not Allowed"}, ", ".join(methods))
+            elif request.path.endswith("/completions"):
+                self._task = self.engine.generate(request, self)
+            else:
+                self.respond(*self.engine.answer(request))
+        except Refusal as refusal:
+            self.refuse(refusal.status, refusal.payload)
+
+    def _log(self, status: int) -> None:
+        if self._request is not None:
+            host, port = (self._transport.get_extra_info("peername") or ("?", 0))[:2]
+            what = f'"{self._request.method} {self._request.path} HTTP/1.1" {status} {HTTPStatus(status).phrase}'
+            self.engine.log(Line(f"INFO:     {host}:{port} - {what}"))
+
+
+def _date() -> str:
+    return time.strftime("%a, %d %b %Y %H:%M:%S GMT", time.gmtime())

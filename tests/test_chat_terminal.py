@@ -1,0 +1,307 @@
+"""The terminal chat, driven by scripts: lines in, text out, against the fake engine."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from penstock.chat.terminal import ChatSettings, ReadLine, chat, read_message, stats
+from penstock.client import Chunk, Client, Message, Reply, Stream
+from penstock.errors import PenstockError
+from penstock.testing.fake_engine.asks import expected_text
+from penstock.testing.fake_engine.options import Options
+from penstock.testing.fake_engine.running import InThread, in_thread
+
+SHORT = ChatSettings(max_tokens=3)
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[InThread]:
+    options = Options(model="m", served_model_name=("m", "other"), ttft_s=0.0, tokens_per_s=float("inf"))
+    with in_thread(options) as running:
+        yield running
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def typing(*lines: str | type[BaseException]) -> ReadLine:
+    """Somebody at the keyboard: lines, then Ctrl-D; an exception is a key that raises it."""
+    script = iter(lines)
+
+    def read_line(_: str) -> str:
+        line = next(script, EOFError)
+        if isinstance(line, str):
+            return line
+        raise line
+
+    return read_line
+
+
+def talk(engine: InThread, *lines: str | type[BaseException], settings: ChatSettings = SHORT, tty: bool = False) -> str:
+    out = Terminal() if tty else io.StringIO()
+    chat(Client(engine.url, timeout_s=5), settings, stdout=out, read_line=typing(*lines))
+    return out.getvalue()
+
+
+def pipe(engine: InThread, text: str, settings: ChatSettings = SHORT) -> str:
+    out = io.StringIO()
+    chat(Client(engine.url, timeout_s=5), settings, stdin=io.StringIO(text), stdout=out)
+    return out.getvalue()
+
+
+def sent(engine: InThread, back: int = 1) -> list[Message]:
+    """The messages of the last request, or of one before."""
+    bodies = [json.loads(request.body) for request in engine.seen if request.path == "/v1/chat/completions"]
+    messages: list[Message] = bodies[-back]["messages"]
+    return messages
+
+
+class Scripted(Client):
+    """A client whose answers are given; a function among the items is called when its turn comes."""
+
+    def __init__(self, *items: Chunk | Reply | Callable[[], None]) -> None:
+        super().__init__("http://127.0.0.1:9")
+        self.items = items
+        self.is_closed = False
+
+    def stream_chat(self, *_: object, **__: object) -> Stream:
+        try:
+            for item in self.items:
+                if callable(item):
+                    item()
+                else:
+                    yield item
+        finally:
+            self.is_closed = True
+
+
+def reply(text: str, n_tokens: int | None = None) -> Reply:
+    return Reply(text, "stop", 1, n_tokens, 0.012, 0.5, 310.4, None, None)
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def test_one_question_is_answered_and_nothing_else_is_printed(engine: InThread) -> None:
+    out = io.StringIO()
+    chat(Client(engine.url), ChatSettings(once="hello there", max_tokens=3), stdout=out)
+    assert out.getvalue() == "1:hello 2:there 3:hello\n"
+
+
+def test_lines_from_a_pipe_give_answers_only(engine: InThread) -> None:
+    assert pipe(engine, "a b\n\n  \nc\n") == "1:a 2:b 3:a\n1:c 2:c 3:c\n"
+
+
+def test_a_conversation_is_remembered_and_reset_forgets_it(engine: InThread) -> None:
+    pipe(engine, "a b\nc\n")
+    assert sent(engine) == [
+        {"role": "user", "content": "a b"},
+        {"role": "assistant", "content": "1:a 2:b 3:a"},
+        {"role": "user", "content": "c"},
+    ]
+    pipe(engine, "a b\n/reset\nc\n")
+    assert sent(engine) == [{"role": "user", "content": "c"}]
+
+
+def test_the_system_message_comes_first_and_can_be_changed(engine: InThread) -> None:
+    pipe(engine, "a\n/system shout\nb\n", ChatSettings(system="whisper", max_tokens=1))
+    assert sent(engine, back=2)[0] == {"role": "system", "content": "whisper"}
+    assert sent(engine)[0] == {"role": "system", "content": "shout"}
+    assert len(sent(engine)) == 4
+
+
+def test_completion_sends_raw_prompts_without_a_conversation(engine: InThread) -> None:
+    settings = ChatSettings(completes=True, max_tokens=2)
+    assert pipe(engine, "Singapore is a\nFrance is a\n", settings) == "1:Singapore 2:is\n1:France 2:is\n"
+    assert json.loads(engine.seen[-1].body)["prompt"] == "France is a"
+
+
+def test_json_gives_one_line_for_each_answer(engine: InThread) -> None:
+    lines = pipe(engine, "/stats\na b\nc\n", ChatSettings(prints_json=True, max_tokens=3)).splitlines()
+    first, second = map(json.loads, lines)
+    assert (first["text"], second["text"]) == ("1:a 2:b 3:a", "1:c 2:c 3:c")
+    assert (first["output_tokens"], first["finish_reason"], first["model"]) == (3, "length", "m")
+    assert first["ttft_s"] > 0
+
+
+def test_a_failure_in_a_script_is_raised(engine: InThread) -> None:
+    with pytest.raises(PenstockError, match="does not exist"):
+        pipe(engine, "a\nb\n", ChatSettings(model="nope"))
+    with pytest.raises(PenstockError, match="unknown command /nope"):
+        pipe(engine, "/nope\n")
+
+
+def test_a_person_sees_a_failure_and_goes_on_without_the_failed_question(engine: InThread) -> None:
+    shown = talk(engine, "a", "b", settings=ChatSettings(max_tokens=100_000))
+    assert shown.count("error: ") == 2
+    assert "max_tokens=100000 cannot be greater" in shown
+    assert sent(engine) == [{"role": "user", "content": "b"}]
+
+
+def test_a_person_is_greeted_and_may_leave_with_quit_or_ctrl_d(engine: InThread) -> None:
+    shown = talk(engine, "/quit", "never sent")
+    assert shown.startswith(f"m at {engine.url} (/help lists commands, Ctrl-D leaves)\n")
+    assert "never" not in shown
+    assert talk(engine).endswith("leaves)\n\n")
+
+
+def test_ctrl_c_at_the_prompt_does_not_leave(engine: InThread) -> None:
+    shown = talk(engine, KeyboardInterrupt, "a")
+    assert "(/quit or Ctrl-D leaves)" in shown
+    assert "1:a 2:a 3:a" in shown
+
+
+def test_ctrl_c_stops_the_answer_closes_the_stream_and_keeps_what_was_said() -> None:
+    client = Scripted(Chunk("half", 0.1), interrupt, Chunk(" never", 0.2))
+    out = io.StringIO()
+    asked: list[list[Message]] = []
+    original = client.stream_chat
+
+    def remember(messages: list[Message], *rest: object) -> Stream:
+        asked.append(list(messages))
+        return original(messages, *rest)
+
+    client.stream_chat = remember  # type: ignore[method-assign, assignment]
+    client.models = lambda: ()  # type: ignore[method-assign]
+    chat(client, ChatSettings(), stdout=out, read_line=typing("one", "two"))
+    assert client.is_closed
+    assert "half\n(stopped)\n" in out.getvalue()
+    assert "never" not in out.getvalue()
+    assert asked[1][:2] == [{"role": "user", "content": "one"}, {"role": "assistant", "content": "half"}]
+
+
+def test_ctrl_c_in_a_script_ends_the_script() -> None:
+    client = Scripted(Chunk("half", 0.1), interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        chat(client, ChatSettings(once="x"), stdout=io.StringIO())
+    assert client.is_closed
+
+
+def test_stopping_a_real_stream_stops_the_engine() -> None:
+    class Impatient(Terminal):
+        def write(self, text: str) -> int:
+            if "3:" in text:
+                raise KeyboardInterrupt
+            return super().write(text)
+
+    with in_thread(Options(model="m", ttft_s=0.0, tokens_per_s=500.0)) as engine:
+        client = Client(engine.url, timeout_s=5)
+        chat(client, ChatSettings(max_tokens=1000), stdout=Impatient(), read_line=typing("a"))
+        for _ in range(200):
+            if engine.metrics.finished["abort"]:
+                break
+            client.models()
+        assert engine.metrics.finished["abort"] == 1
+
+
+def test_models_are_listed_and_changed(engine: InThread) -> None:
+    shown = talk(engine, "/model", "/model nope", "/model other", "a")
+    assert "* m\n  other\n" in shown
+    assert 'error: no model "nope"\nhint: There are: m, other.\n' in shown
+    assert json.loads(engine.seen[-1].body)["model"] == "other"
+
+
+def test_help_names_every_command(engine: InThread) -> None:
+    shown = talk(engine, "/help")
+    for command in ("/reset", "/system", "/model", "/stats", "/quit", "Ctrl-C"):
+        assert command in shown
+
+
+def test_stats_show_after_each_answer_when_asked(engine: InThread) -> None:
+    shown = talk(engine, "/stats", "a", "/stats", "b")
+    assert shown.count("3 tokens") == 1
+    assert "(stats on)" in shown
+    assert "(stats off)" in shown
+
+
+def test_stats_say_what_is_known() -> None:
+    assert stats(reply("x", 34)) == "(TTFT 12 ms, 34 tokens, 310 tokens/s)"
+    assert stats(Reply("x", None, None, 1, None, 1.0, None, None, None)) == "(1 token)"
+    assert stats(Reply("x", None, None, 9, 2.0, 1.0, 4.567, None, None)) == "(TTFT 2.0 s, 9 tokens, 4.57 tokens/s)"
+
+
+def test_only_a_terminal_gets_colour_and_no_color_takes_it_away(
+    engine: InThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = ChatSettings(max_tokens=3, shows_stats=True)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert "\x1b[2m(TTFT" in talk(engine, "a", settings=settings, tty=True)
+    assert "\x1b" not in talk(engine, "a", settings=settings)
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b" not in talk(engine, "a", settings=settings, tty=True)
+
+
+def test_a_model_cannot_drive_the_terminal_but_a_pipe_gets_its_bytes() -> None:
+    text = "a\x1b]0;owned\x07\tb\x9b2J\n"
+    client = Scripted(Chunk(text, 0.1), reply(text))
+    for out, expected in ((Terminal(), "a]0;owned\tb2J\n"), (io.StringIO(), text)):
+        chat(client, ChatSettings(once="x"), stdout=out)
+        assert out.getvalue() == expected
+
+
+def test_reasoning_shows_on_a_terminal_and_stays_out_of_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    client = Scripted(Chunk("hm ", 0.1, is_reasoning=True), Chunk("yes", 0.2), reply("yes"))
+    for out, expected in ((Terminal(), "hm yes\n"), (io.StringIO(), "yes\n")):
+        chat(client, ChatSettings(once="x"), stdout=out)
+        assert out.getvalue() == expected
+
+
+def test_a_message_may_span_lines() -> None:
+    assert read_message(typing("a\\", "b\\", "c")) == "a\nb\nc"
+    assert read_message(typing('"""a', "", 'b"""')) == "a\n\nb"
+    assert read_message(typing('"""', "a", '"""')) == "\na\n"
+    assert read_message(typing('"""one line"""')) == "one line"
+    assert read_message(typing("a\\")) == "a"
+    with pytest.raises(EOFError):
+        read_message(typing())
+
+
+def test_a_space_before_a_slash_sends_it(engine: InThread) -> None:
+    pipe(engine, " /etc/passwd\n")
+    assert sent(engine) == [{"role": "user", "content": "/etc/passwd"}]
+
+
+def test_an_answer_that_breaks_off_ends_its_line_before_the_error() -> None:
+    def fail() -> None:
+        raise PenstockError("the answer broke off: gone", hint="Look at the log.")
+
+    client = Scripted(Chunk("half", 0.1), fail)
+    client.models = lambda: ()  # type: ignore[method-assign]
+    out = io.StringIO()
+    chat(client, ChatSettings(), stdout=out, read_line=typing("x"))
+    assert "half\nerror: the answer broke off: gone\nhint: Look at the log.\n" in out.getvalue()
+
+
+def test_history_is_kept_in_the_file_it_is_given(
+    tmp_path: Path, engine: InThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readline = pytest.importorskip("readline")
+    history = tmp_path / "deep" / "history"
+    remembered = []
+
+    def type_once(_: str) -> str:
+        remembered.append(readline.get_history_item(1))
+        readline.add_history("a typed line")
+        return "/quit"
+
+    monkeypatch.setattr("builtins.input", type_once)
+    for _ in range(2):
+        readline.clear_history()
+        chat(Client(engine.url), ChatSettings(history_file=history), stdin=Terminal(), stdout=io.StringIO())
+    assert remembered == [None, "a typed line"]
+    readline.clear_history()
+
+
+def test_the_expected_text_is_what_is_shown(engine: InThread) -> None:
+    assert pipe(engine, "tell me\n", ChatSettings(max_tokens=20)) == expected_text("tell me", 20) + "\n"

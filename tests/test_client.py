@@ -1,0 +1,322 @@
+"""The client against the fake engine, and against servers that misbehave byte by byte."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+
+from penstock.client import Chunk, Client, HttpError, Reply
+from penstock.errors import PenstockError
+from penstock.testing.fake_engine import http1
+from penstock.testing.fake_engine.asks import expected_text
+from penstock.testing.fake_engine.options import Options
+from penstock.testing.fake_engine.running import InThread, in_thread
+
+FAST = Options(model="m", served_model_name=("m", "alias"), ttft_s=0.0, tokens_per_s=float("inf"))
+HI = [{"role": "user", "content": "tell me a story"}]
+STREAM = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nx-penstock-replica: 3\r\nx-request-id: abc\r\n"
+CHUNKED = STREAM + b"transfer-encoding: chunked\r\n\r\n"
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[InThread]:
+    with in_thread(FAST) as running:
+        yield running
+
+
+@pytest.fixture
+def client(engine: InThread) -> Client:
+    return Client(engine.url, timeout_s=5)
+
+
+@contextlib.contextmanager
+def answering(*pieces: bytes, closes: bool = True) -> Iterator[str]:
+    """A server that reads one request and sends `pieces`, each as its own packet."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        done = threading.Event()
+
+        def serve() -> None:
+            peer, _ = listener.accept()
+            with peer:
+                peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                received = b""
+                while http1.parse(received) is None:  # closing with bytes unread would reset the connection
+                    received += peer.recv(65536)
+                for piece in pieces:
+                    peer.sendall(piece)
+                if not closes:
+                    done.wait(5)
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            done.set()
+            thread.join(5)
+
+
+def chunked(*pieces: bytes) -> bytes:
+    return b"".join(b"%x\r\n%b\r\n" % (len(piece), piece) for piece in (*pieces, b""))
+
+
+def delta(text: str, finish: str | None = None) -> bytes:
+    choice = {"index": 0, "delta": {"content": text}, "finish_reason": finish}
+    return b"data: " + msgspec.json.encode({"model": "m", "choices": [choice]}) + b"\n\n"
+
+
+def stream_of(url: str) -> tuple[list[Chunk], Reply | None]:
+    items = list(Client(url, timeout_s=5).stream_chat(HI))
+    chunks = [item for item in items if isinstance(item, Chunk)]
+    last = items[-1]
+    return chunks, last if isinstance(last, Reply) else None
+
+
+def test_models_are_listed_with_state_and_aliases_when_the_server_tells_them(client: Client) -> None:
+    assert [card.name for card in client.models()] == ["m", "alias"]
+    body = b'{"data":[{"id":"a","state":"loading","aliases":["b"]}]}'
+    with answering(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(body) + body) as url:
+        (card,) = Client(url).models()
+    assert (card.name, card.state, card.aliases) == ("a", "loading", ("b",))
+
+
+def test_a_chat_is_answered_whole_with_its_counts(client: Client) -> None:
+    reply = client.chat(HI, max_tokens=5)
+    assert reply.text == expected_text("tell me a story", 5)
+    assert (reply.finish_reason, reply.prompt_tokens, reply.output_tokens) == ("length", 8, 5)
+    assert reply.ttft_s is None
+    assert reply.model == "m"
+
+
+def test_a_completion_continues_a_raw_prompt(client: Client) -> None:
+    assert client.complete("Singapore is a", max_tokens=2).text == "1:Singapore 2:is"
+
+
+def test_a_stream_gives_every_piece_once_and_then_the_reply(client: Client) -> None:
+    items = list(client.stream_chat(HI, max_tokens=40, model="alias"))
+    *chunks, reply = items
+    assert isinstance(reply, Reply)
+    texts = [chunk.text for chunk in chunks if isinstance(chunk, Chunk)]
+    assert "".join(texts) == reply.text == expected_text("tell me a story", 40)
+    assert len(texts) == reply.output_tokens == 40
+
+
+def test_a_streamed_completion_gives_the_same_text_as_a_whole_one(client: Client) -> None:
+    *_, reply = client.stream_complete("a b c", max_tokens=9)
+    assert isinstance(reply, Reply)
+    assert reply.text == client.complete("a b c", max_tokens=9).text
+
+
+def test_what_is_not_given_is_left_to_the_server_and_extra_goes_through(engine: InThread, client: Client) -> None:
+    client.chat(HI, extra={"ignore_eos": True, "max_tokens": 1})
+    sent = msgspec.json.decode(engine.seen[-1].body)
+    assert sent == {"messages": HI, "ignore_eos": True, "max_tokens": 1}
+
+
+def test_the_key_travels_in_the_authorization_header_only(engine: InThread) -> None:
+    Client(engine.url, api_key="sk-1").models()
+    assert engine.seen[-1].headers["authorization"] == "Bearer sk-1"
+    Client(engine.url).models()
+    assert "authorization" not in engine.seen[-1].headers
+
+
+def test_times_count_from_the_request_and_speed_from_the_first_piece() -> None:
+    ticks = iter([10.0, 10.5, 10.75, 11.0, 12.0])  # sent, three pieces, end
+    usage = b'data: {"choices":[],"usage":{"prompt_tokens":4,"completion_tokens":11}}\n\n'
+    body = chunked(delta("a"), delta("b"), delta("c", "stop"), usage, b"data: [DONE]\n\n")
+    with answering(CHUNKED + body) as url:
+        *chunks, reply = Client(url, clock=lambda: next(ticks)).stream_chat(HI)
+    assert [chunk.at_s for chunk in chunks if isinstance(chunk, Chunk)] == [0.5, 0.75, 1.0]
+    assert isinstance(reply, Reply)
+    assert (reply.ttft_s, reply.duration_s, reply.tokens_per_s) == (0.5, 2.0, 20.0)
+    assert (reply.output_tokens, reply.replica, reply.request_id) == (11, "3", "abc")
+
+
+def test_one_piece_has_no_speed() -> None:
+    usage = b'data: {"choices":[],"usage":{"prompt_tokens":4,"completion_tokens":64}}\n\n'
+    with answering(CHUNKED + chunked(delta("all", "stop"), usage)) as url:
+        _, reply = stream_of(url)
+    assert reply is not None
+    assert (reply.output_tokens, reply.tokens_per_s) == (64, None)
+
+
+def test_without_usage_the_counts_are_unknown_and_not_guessed() -> None:
+    with answering(CHUNKED + chunked(delta("a"), delta("b", "stop"))) as url:
+        _, reply = stream_of(url)
+    assert reply is not None
+    assert (reply.text, reply.output_tokens, reply.tokens_per_s) == ("ab", None, None)
+
+
+def test_a_stream_cut_into_single_bytes_reads_the_same() -> None:
+    body = b": keep-alive\n\n" + delta("日本", None) + delta(" 🚰", "stop") + b"data: [DONE]\n\n"
+    pieces = [chunked(body[i : i + 1])[:-5] for i in range(len(body))]
+    with answering(CHUNKED, *pieces, b"0\r\n\r\n") as url:
+        chunks, reply = stream_of(url)
+    assert [chunk.text for chunk in chunks] == ["日本", " 🚰"]
+    assert reply is not None
+    assert reply.text == "日本 🚰"
+
+
+def test_a_stream_without_done_ends_well_when_it_gave_its_reason() -> None:
+    with answering(STREAM + b"\r\n", delta("a", "stop")) as url:  # ends with the connection
+        _, reply = stream_of(url)
+    assert reply is not None
+    assert reply.text == "a"
+
+
+def test_a_stream_that_ends_without_a_reason_is_a_failure() -> None:
+    with (
+        answering(CHUNKED + chunked(delta("half"))) as url,
+        pytest.raises(PenstockError, match="ended the stream") as seen,
+    ):
+        stream_of(url)
+    assert seen.value.is_retryable
+    assert "after 4 characters" in str(seen.value.detail)
+
+
+def test_a_connection_lost_in_the_middle_is_a_failure() -> None:
+    with (
+        answering(CHUNKED + chunked(delta("half"))[:-5]) as url,
+        pytest.raises(PenstockError, match="was closed") as seen,
+    ):
+        stream_of(url)
+    assert seen.value.is_retryable
+
+
+def test_an_error_event_carries_the_words_of_the_server() -> None:
+    event = b'data: {"error":{"message":"EngineCore encountered an issue.","code":500,"source":"gateway"}}\n\n'
+    body = chunked(delta("half"), event, b"data: [DONE]\n\n")
+    with (
+        answering(CHUNKED + body) as url,
+        pytest.raises(PenstockError, match="broke off: EngineCore encountered an issue"),
+    ):
+        stream_of(url)
+
+
+def test_reasoning_comes_apart_from_the_answer_and_starts_the_clock() -> None:
+    thought = b'data: {"choices":[{"delta":{"reasoning":"hm"}}]}\n\n'
+    thought += b'data: {"choices":[{"delta":{"reasoning_content":"!"}}]}\n\n'
+    with answering(CHUNKED + chunked(thought, delta("yes", "stop"))) as url:
+        chunks, reply = stream_of(url)
+    assert [(chunk.text, chunk.is_reasoning) for chunk in chunks] == [("hm", True), ("!", True), ("yes", False)]
+    assert reply is not None
+    assert reply.text == "yes"
+    assert reply.ttft_s == chunks[0].at_s
+
+
+def test_closing_a_stream_early_stops_the_engine() -> None:
+    with in_thread(Options(model="m", ttft_s=0.0, tokens_per_s=500.0)) as engine:
+        stream = Client(engine.url, timeout_s=5).stream_chat(HI, max_tokens=1000)
+        next(stream)
+        assert engine.metrics.n_running == 1
+        stream.close()
+        for _ in range(100):
+            if not engine.metrics.n_running:
+                break
+            threading.Event().wait(0.001)
+        assert engine.metrics.finished["abort"] == 1
+
+
+def test_nobody_listening_is_said_plainly_and_may_be_retried() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    with pytest.raises(PenstockError, match="connection refused") as seen:
+        Client(f"http://127.0.0.1:{port}").models()
+    assert seen.value.is_retryable
+    assert seen.value.hint
+
+
+def test_a_server_that_never_answers_times_out() -> None:
+    with answering(closes=False) as url, pytest.raises(PenstockError, match="within 20 ms") as seen:
+        Client(url, timeout_s=0.02).models()
+    assert seen.value.is_retryable
+
+
+def test_a_stream_that_stalls_times_out() -> None:
+    with answering(CHUNKED + chunked(delta("a"))[:-5], closes=False) as url:
+        stream = Client(url, timeout_s=0.02).stream_chat(HI)
+        next(stream)
+        with pytest.raises(PenstockError, match="no answer"):
+            next(stream)
+
+
+def test_a_server_that_hangs_up_without_a_word_is_said_plainly() -> None:
+    with answering() as url, pytest.raises(PenstockError, match="lost the connection") as seen:
+        Client(url).models()
+    assert seen.value.is_retryable
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "message", "is_retryable"),
+    [
+        (
+            404,
+            b'{"error":{"message":"The model `x` does not exist.","code":404}}',
+            "answered 404: The model `x`",
+            False,
+        ),
+        (401, b'{"error":"Unauthorized"}', "answered 401: Unauthorized", False),
+        (404, b'{"detail":"Not Found"}', "answered 404: Not Found", False),
+        (502, b"<html>Bad\n gateway</html>", "answered 502: <html>Bad gateway</html>", True),
+        (500, b"", "answered 500: Because", False),
+        (429, b'{"error":{"message":"slow down"}}', "answered 429: slow down", True),
+        (503, b'{"error":{"message":"no replica"}}', "answered 503: no replica", True),
+    ],
+)
+def test_an_error_status_carries_the_words_of_the_server(
+    status: int, body: bytes, message: str, is_retryable: bool
+) -> None:
+    head = b"HTTP/1.1 %d Because\r\nretry-after: 7\r\ncontent-length: %d\r\n\r\n" % (status, len(body))
+    with answering(head + body) as url, pytest.raises(HttpError) as seen:
+        list(Client(url).stream_chat(HI))
+    assert message in seen.value.message
+    assert (seen.value.status, seen.value.is_retryable, seen.value.retry_after_s) == (status, is_retryable, 7.0)
+
+
+def test_an_answer_that_is_not_json_is_shown_in_the_detail() -> None:
+    with answering(b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nhello") as url, pytest.raises(PenstockError) as seen:
+        Client(url).get_json("/x")
+    assert seen.value.detail == "hello"
+
+
+def test_chunks_with_parts_missing_or_null_are_read_past() -> None:
+    odd = b'data: {"choices":null,"usage":null}\n\ndata: {"choices":[{"delta":null}]}\n\ndata: {}\n\n'
+    with answering(CHUNKED + chunked(odd, delta("a", "stop"))) as url:
+        chunks, _ = stream_of(url)
+    assert [chunk.text for chunk in chunks] == ["a"]
+
+
+@pytest.mark.parametrize("end", ["", "/", "/v1", "/v1/"])
+def test_a_base_url_works_with_and_without_v1(engine: InThread, end: str) -> None:
+    client = Client(engine.url + end)
+    assert client.base_url == engine.url
+    assert client.models()[0].name == "m"
+
+
+def test_a_base_url_may_have_a_path_and_no_scheme() -> None:
+    assert Client("gpu1:8000/team/v1").base_url == "http://gpu1:8000/team"
+    assert Client("https://user:secret@api.example.org/v1").base_url == "https://api.example.org"
+
+
+@pytest.mark.parametrize("url", ["", "ftp://x", "http://", "http://h:port", "http://h:99999"])
+def test_a_base_url_that_is_none_is_refused(url: str) -> None:
+    with pytest.raises(PenstockError, match="cannot use base URL"):
+        Client(url)
+
+
+class Note(msgspec.Struct):
+    text: str
+    age_s: float | None = None
+
+
+def test_our_own_structs_can_be_posted_with_headers(engine: InThread) -> None:
+    with pytest.raises(HttpError, match="404"):
+        Client(engine.url).post_json("/admin/announce", Note("hi"), {"authorization": "Bearer t"})
+    assert engine.seen[-1].body == b'{"text":"hi","age_s":null}'
+    assert engine.seen[-1].headers["authorization"] == "Bearer t"
+    assert engine.seen[-1].headers["content-type"] == "application/json"

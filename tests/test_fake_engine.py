@@ -1,0 +1,541 @@
+"""The fake engine against recordings of the real one, and its faults. No process, no model, no sleep."""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import json
+import re
+import socket
+import urllib.parse
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.client import Chunk, Client, HttpError, Message, Reply
+from penstock.errors import PenstockError
+from penstock.sse import Parser
+from penstock.testing.fake_engine import asks, http1, milestones, replies
+from penstock.testing.fake_engine.asks import expected_text
+from penstock.testing.fake_engine.metrics import Histogram, Metrics
+from penstock.testing.fake_engine.options import Options, parse
+from penstock.testing.fake_engine.running import InThread, in_thread
+
+GOLDEN = Path(__file__).parent / "golden" / "vllm-0.32.0"
+JSON = {"content-type": "application/json"}
+INSTANT = Options(model="/models/demo", ttft_s=0.0, tokens_per_s=float("inf"), max_model_len=512)
+HI = [{"role": "user", "content": "tell me a story"}]
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[InThread]:
+    with in_thread(replace(INSTANT, served_model_name=("demo", "d2"))) as running:
+        yield running
+
+
+def exchange(engine: InThread, method: str, path: str, body: str | bytes | None = None) -> tuple[int, bytes]:
+    parts = urllib.parse.urlsplit(engine.url)
+    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=5)
+    connection.request(method, path, body, JSON if body is not None else {})
+    response = connection.getresponse()
+    answer = response.status, response.read()
+    connection.close()
+    return answer
+
+
+def raw(engine: InThread, request: bytes, until: bytes) -> bytes:
+    """What comes back on a bare socket, up to `until` or the end."""
+    parts = urllib.parse.urlsplit(engine.url)
+    received = b""
+    with socket.create_connection((parts.hostname or "", parts.port or 0), timeout=5) as peer:
+        peer.sendall(request)
+        while not received.endswith(until):
+            piece = peer.recv(65536)
+            if not piece:
+                break
+            received += piece
+    return received
+
+
+def post(path: str, body: object, *, headers: str = "") -> bytes:
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n"
+    return (head + headers + "\r\n").encode() + data
+
+
+def shape(value: Any) -> Any:
+    """Keys in their order and the kinds of their values."""
+    if isinstance(value, dict):
+        return [(key, shape(part)) for key, part in value.items()]
+    if isinstance(value, list):
+        return [shape(part) for part in value]
+    return type(value).__name__
+
+
+def shapes_of(stream: bytes) -> list[Any]:
+    """The shape of each event; the same several times in a row is one, for a chunk holds any number of tokens."""
+    events = [event.data for event in Parser().feed(stream)]
+    shapes = [data if data == "[DONE]" else shape(json.loads(data)) for data in events]
+    return [each for each, _ in groupby(shapes)]
+
+
+STREAMS: dict[str, tuple[str, dict[str, object]]] = {
+    "chat_stream.sse": ("/v1/chat/completions", {"stream": True, "max_tokens": 4}),
+    "chat_stream_usage.sse": (
+        "/v1/chat/completions",
+        {"stream": True, "max_tokens": 4, "stream_options": {"include_usage": True}},
+    ),
+    "chat_stream_continuous.sse": (
+        "/v1/chat/completions",
+        {"stream": True, "max_tokens": 4, "stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+    ),
+    "completion_stream.sse": ("/v1/completions", {"stream": True, "max_tokens": 4}),
+    "completion_stream_usage.sse": (
+        "/v1/completions",
+        {"stream": True, "max_tokens": 4, "stream_options": {"include_usage": True}},
+    ),
+    "completion_stream_continuous.sse": (
+        "/v1/completions",
+        {"stream": True, "max_tokens": 4, "stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+    ),
+}
+
+
+def prompt_of(path: str) -> dict[str, object]:
+    return {"messages": HI} if "chat" in path else {"prompt": "Singapore is a"}
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_a_stream_has_the_chunks_of_recorded_vllm_key_by_key(engine: InThread, name: str) -> None:
+    path, options = STREAMS[name]
+    status, body = exchange(engine, "POST", path, json.dumps(prompt_of(path) | options))
+    assert status == 200
+    assert shapes_of(body) == shapes_of((GOLDEN / name).read_bytes())
+
+
+def test_a_chat_that_ends_itself_ends_like_recorded_vllm(engine: InThread) -> None:
+    _, body = exchange(engine, "POST", "/v1/chat/completions", json.dumps({"messages": HI, "stream": True}))
+    recorded = shapes_of((GOLDEN / "chat_stream_stop.sse").read_bytes())
+    assert shapes_of(body)[-2:] == recorded[-2:]
+    last = json.loads(Parser().feed(body)[-2].data)["choices"][0]
+    assert (last["delta"], last["finish_reason"]) == ({"content": ""}, "stop")
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "options"),
+    [
+        ("chat.json", "/v1/chat/completions", {}),
+        ("chat_length.json", "/v1/chat/completions", {"max_tokens": 3}),
+        ("completion.json", "/v1/completions", {"max_tokens": 4}),
+        ("tokenize.json", "/tokenize", {}),
+    ],
+)
+def test_a_whole_answer_has_the_keys_of_recorded_vllm(
+    engine: InThread, name: str, path: str, options: dict[str, object]
+) -> None:
+    recorded = json.loads((GOLDEN / name).read_bytes())
+    status, body = exchange(engine, "POST", path, json.dumps(prompt_of(path) | options))
+    answer = json.loads(body)
+    assert status == 200
+    if "tokens" in answer:
+        assert len(answer["tokens"]) == answer["count"] == 3
+        answer["tokens"] = recorded["tokens"]
+    assert shape(answer) == shape(recorded)
+
+
+def test_models_and_version_are_those_of_recorded_vllm(engine: InThread) -> None:
+    models = json.loads(exchange(engine, "GET", "/v1/models")[1])
+    recorded = json.loads((GOLDEN / "models.json").read_bytes())
+    assert shape(models) == shape(recorded)
+    assert [card["id"] for card in models["data"]] == ["demo", "d2"]
+    assert exchange(engine, "GET", "/version") == (200, (GOLDEN / "version.json").read_bytes())
+
+
+ERRORS: dict[str, Any] = json.loads((GOLDEN / "errors.json").read_bytes())
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_a_refusal_has_the_status_and_words_of_recorded_vllm(engine: InThread, name: str) -> None:
+    method, path, body, text = ERRORS[name]["request"]
+    status, answer = exchange(engine, method, path, text or (json.dumps(body) if body is not None else None))
+    assert (status, json.loads(answer)) == (ERRORS[name]["status"], ERRORS[name]["body"])
+
+
+def test_health_is_empty_and_ok(engine: InThread) -> None:
+    assert exchange(engine, "GET", "/health") == (200, b"")
+    assert exchange(engine, "POST", "/ping", b"") == (200, b"")
+
+
+def test_the_first_served_name_signs_every_answer(engine: InThread) -> None:
+    assert Client(engine.url).chat(HI, model="d2", max_tokens=1).model == "demo"
+
+
+def test_a_request_id_of_the_client_names_the_answer(engine: InThread) -> None:
+    request = post("/v1/completions", {"prompt": "a", "max_tokens": 1}, headers="x-request-id: mine\r\n")
+    assert b'"id":"cmpl-mine"' in raw(engine, request, b"}")
+
+
+def test_the_text_numbers_the_words_of_the_prompt_round_and_round() -> None:
+    assert expected_text("tell me", 5) == "1:tell 2:me 3:tell 4:me 5:tell"
+    assert expected_text("", 2) == "1:_ 2:_"
+
+
+def test_a_chat_echoes_its_last_message_and_counts_all_of_them(engine: InThread) -> None:
+    messages: list[Message] = [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": [{"text": "a b"}, {"text": "日本"}]},
+    ]
+    reply = Client(engine.url).chat(messages, max_tokens=3)
+    assert reply.text == "1:a 2:b 3:日本"
+    assert reply.prompt_tokens == 2 + 3 + 2 * asks.TOKENS_PER_MESSAGE
+
+
+def test_without_max_tokens_a_chat_ends_itself_and_counts_its_last_token(engine: InThread) -> None:
+    reply = Client(engine.url).chat(HI)
+    assert reply.text == expected_text("tell me a story", 32)
+    assert (reply.finish_reason, reply.output_tokens) == ("stop", 33)
+
+
+def test_without_max_tokens_a_completion_has_sixteen(engine: InThread) -> None:
+    reply = Client(engine.url).complete("a b")
+    assert (reply.finish_reason, reply.output_tokens) == ("length", 16)
+
+
+def test_an_answer_stops_where_the_context_is_full(engine: InThread) -> None:
+    reply = Client(engine.url).chat(HI, extra={"ignore_eos": True})
+    assert (reply.prompt_tokens, reply.output_tokens) == (8, 512 - 8)
+    reply = Client(engine.url).complete("a " * 510, max_tokens=512)
+    assert (reply.output_tokens, reply.finish_reason) == (2, "length")
+
+
+def test_token_ids_are_a_prompt_too(engine: InThread) -> None:
+    body = json.dumps({"prompt": [5, 6], "max_tokens": 2})
+    assert json.loads(exchange(engine, "POST", "/v1/completions", body)[1])["choices"][0]["text"] == "1:#5 2:#6"
+
+
+def test_what_the_fake_cannot_do_is_refused_and_not_made_up(engine: InThread) -> None:
+    for extra in ({"n": 2}, {"prompt": ["a", "b"]}, {"stream_options": {"include_usage": True}}):
+        with pytest.raises(HttpError, match="answered 400"):
+            Client(engine.url).complete("a", extra=extra)
+
+
+def test_echo_body_answers_with_the_hash_of_the_bytes_that_arrived() -> None:
+    with in_thread(replace(INSTANT, echo_body=True)) as engine:
+        body = '{"messages": [ {"role":"user","content":"caf\\u00e9"} ],   "stream": true}'
+        _, answer = exchange(engine, "POST", "/v1/chat/completions", body)
+    events = [json.loads(event.data) for event in Parser().feed(answer)[:-1]]
+    text = "".join(event["choices"][0]["delta"]["content"] for event in events)
+    assert text == hashlib.sha256(body.encode()).hexdigest()
+
+
+def test_one_chunk_may_hold_many_tokens() -> None:
+    with in_thread(replace(INSTANT, tokens_per_chunk=5)) as engine:
+        *chunks, reply = Client(engine.url).stream_chat(HI, max_tokens=12)
+    assert isinstance(reply, Reply)
+    assert len(chunks) == 3
+    assert (reply.text, reply.output_tokens) == (expected_text("tell me a story", 12), 12)
+
+
+def test_tokens_never_come_before_they_are_due() -> None:
+    with in_thread(Options(model="m", ttft_s=0.02, tokens_per_s=500)) as engine:
+        *chunks, _ = Client(engine.url).stream_chat(HI, max_tokens=11)
+    assert len(chunks) == 11
+    for i, chunk in enumerate(chunks):
+        assert isinstance(chunk, Chunk)
+        assert chunk.at_s >= 0.02 + i / 500
+
+
+# --- HTTP ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_request_is_parsed_the_same_whole_and_one_byte_at_a_time() -> None:
+    request = post("/v1/completions?x=1", {"prompt": "a"})
+    parsed = http1.parse(request)
+    assert parsed is not None
+    assert (parsed.method, parsed.path, parsed.n_bytes) == ("POST", "/v1/completions", len(request))
+    buffer = bytearray()
+    for i, byte in enumerate(request):
+        assert http1.parse(buffer) is None, i
+        buffer.append(byte)
+    assert http1.parse(buffer) == parsed
+
+
+def test_a_chunked_request_body_is_put_together() -> None:
+    request = b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n3;x=y\r\nabc\r\n2\r\nde\r\n0\r\n\r\n"
+    for end in range(len(request)):
+        assert http1.parse(request[:end]) is None
+    parsed = http1.parse(request + b"GET")
+    assert parsed is not None
+    assert (parsed.body, parsed.n_bytes) == (b"abcde", len(request))
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        b"hello\r\n\r\n",
+        b"GET / HTTP/2.0\r\n\r\n",
+        b"POST / HTTP/1.1\r\ncontent-length: x\r\n\r\n",
+        b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
+        b"x" * (http1.HEAD_BYTES_MAX + 1),
+    ],
+)
+def test_bytes_that_are_no_request_are_refused_and_the_connection_closed(
+    engine: InThread, request_bytes: bytes
+) -> None:
+    with pytest.raises(http1.BadRequest):
+        http1.parse(request_bytes)
+    assert raw(engine, request_bytes, b"never").startswith(b"HTTP/1.1 400 ")
+
+
+def test_one_connection_carries_many_requests_even_sent_at_once(engine: InThread) -> None:
+    ask = post("/v1/completions", {"prompt": "a", "max_tokens": 1})
+    last = b"GET /version HTTP/1.1\r\nconnection: close\r\n\r\n"
+    answers = raw(engine, (ask + b"GET /health HTTP/1.1\r\n\r\n") * 3 + last, b"never")
+    assert answers.count(b"HTTP/1.1 200 OK") == 7
+    assert answers.count(b"1:a") == 3
+    assert answers.endswith(b'{"version":"0.32.0"}')
+
+
+def test_http10_gets_a_stream_without_chunks_that_ends_with_the_connection(engine: InThread) -> None:
+    ask = post("/v1/completions", {"prompt": "a", "max_tokens": 2, "stream": True}).replace(b"HTTP/1.1", b"HTTP/1.0")
+    head, _, body = raw(engine, ask, b"never").partition(b"\r\n\r\n")
+    assert b"chunked" not in head
+    assert body.startswith(b"data: ")
+    assert body.endswith(b"data: [DONE]\n\n")
+
+
+def test_a_client_that_waits_for_continue_is_told_to(engine: InThread) -> None:
+    ask = post("/v1/completions", {"prompt": "a"}, headers="expect: 100-continue\r\n")
+    head, _, _ = ask.partition(b"\r\n\r\n")
+    assert raw(engine, head + b"\r\n\r\n", b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+
+
+# --- Metrics ------------------------------------------------------------------------------------------------------
+
+
+def series(page: str) -> dict[str, float]:
+    rows = (line.rsplit(" ", 1) for line in page.splitlines() if not line.startswith("#"))
+    return {name: float(value) for name, value in rows}
+
+
+def family(name: str) -> str:
+    return re.sub(r"_(bucket|count|sum)$", "", name.partition("{")[0])
+
+
+def test_every_metric_is_one_of_recorded_vllm_with_its_type_and_labels() -> None:
+    recorded = (GOLDEN / "metrics.txt").read_text()
+    page = Metrics(Options(model="demo")).page()
+    assert {line for line in page.splitlines() if "# TYPE" in line} <= set(recorded.splitlines())
+    for name in series(page):
+        if "cache_config_info" not in name and "_bucket" not in name:
+            labels = sorted(re.findall(r"(\w+)=", name))
+            assert any(
+                family(name) == family(other) and labels == sorted(re.findall(r"(\w+)=", other))
+                for other in series(recorded)
+            ), name
+
+
+def test_the_buckets_of_time_to_first_token_are_those_of_recorded_vllm() -> None:
+    def edges(page: str) -> list[str]:
+        return re.findall(r'time_to_first_token_seconds_bucket{.*le="([^"]+)"', page)
+
+    assert edges(Metrics(Options()).page()) == edges((GOLDEN / "metrics.txt").read_text())
+
+
+def test_a_histogram_counts_upward() -> None:
+    histogram = Histogram((1, 8))
+    for value in (1, 2, 8, 9):
+        histogram.add(value)
+    assert (histogram.counts, histogram.total) == ([1, 2, 1], 20)
+
+
+def test_tokens_and_finish_reasons_are_counted() -> None:
+    with in_thread(INSTANT) as engine:
+        client = Client(engine.url)
+        client.chat(HI, max_tokens=5)
+        client.chat(HI)
+        page = series(exchange(engine, "GET", "/metrics")[1].decode())
+    labels = 'engine="0",model_name="/models/demo"'
+    assert page[f"vllm:prompt_tokens_total{{{labels}}}"] == 16
+    assert page[f"vllm:generation_tokens_total{{{labels}}}"] == 5 + 33
+    assert page[f'vllm:request_success_total{{{labels},finished_reason="length"}}'] == 1
+    assert page[f'vllm:request_success_total{{{labels},finished_reason="stop"}}'] == 1
+    assert page[f"vllm:iteration_tokens_total_sum{{{labels}}}"] == 16 + 38
+    assert page[f"vllm:time_to_first_token_seconds_count{{{labels}}}"] == 2
+    assert page[f"vllm:num_requests_running{{{labels}}}"] == 0
+    assert page[f"vllm:kv_cache_usage_perc{{{labels}}}"] == 0
+
+
+def eventually(engine: InThread, is_so: Callable[[], bool]) -> bool:
+    """Gives the engine's loop up to 200 turns until `is_so`; reads no clock."""
+    for _ in range(200):
+        if is_so():
+            return True
+        exchange(engine, "GET", "/health")
+    return False
+
+
+def test_requests_beyond_max_num_seqs_wait_and_then_run() -> None:
+    with in_thread(Options(model="m", max_num_seqs=1, ttft_s=0.0, tokens_per_s=100.0)) as engine:
+        first = Client(engine.url).stream_chat(HI, max_tokens=1000)
+        next(first)
+        with ThreadPoolExecutor(1) as pool:
+            second = pool.submit(Client(engine.url).chat, HI, max_tokens=1)
+            assert eventually(engine, lambda: engine.metrics.n_waiting == 1)
+            assert engine.metrics.n_running == 1
+            first.close()
+            assert second.result(5).text == "1:tell"
+        assert engine.metrics.n_waiting == 0
+
+
+def test_a_client_that_leaves_aborts_its_generation_at_once() -> None:
+    with in_thread(Options(model="m", ttft_s=0.0, tokens_per_s=100.0)) as engine:
+        stream = Client(engine.url).stream_chat(HI, max_tokens=1000)
+        next(stream)
+        assert engine.metrics.n_running == 1
+        assert engine.metrics.kv_tokens > 8
+        stream.close()
+        assert eventually(engine, lambda: engine.metrics.finished["abort"] == 1)
+        assert (engine.metrics.n_running, engine.metrics.kv_tokens) == (0, 0)
+
+
+# --- Faults -------------------------------------------------------------------------------------------------------
+
+
+def test_a_hung_engine_stays_healthy_counts_running_and_makes_no_token() -> None:
+    with in_thread(replace(INSTANT, hang_after_requests=1)) as engine:
+        client = Client(engine.url, timeout_s=0.03)
+        assert client.chat(HI, max_tokens=1).text == "1:tell"
+        with pytest.raises(PenstockError, match="no answer"):
+            next(client.stream_chat(HI))
+        assert engine.metrics.generation_tokens == 1
+        assert eventually(engine, lambda: engine.metrics.finished["abort"] == 1)
+        assert exchange(engine, "GET", "/health") == (200, b"")
+
+
+def test_a_crash_mid_stream_comes_after_exactly_that_many_tokens() -> None:
+    with in_thread(replace(INSTANT, crash_mid_stream=3)) as engine:
+        stream = Client(engine.url).stream_chat(HI, max_tokens=100)
+        texts = []
+        with pytest.raises(PenstockError, match="lost the connection"):
+            for item in stream:
+                assert isinstance(item, Chunk)
+                texts.append(item.text)
+        with pytest.raises(PenstockError, match="connection refused"):
+            Client(engine.url).models()
+        assert engine.has_crashed
+    assert "".join(texts) == expected_text("tell me a story", 3)
+
+
+def test_a_crash_after_requests_gives_the_next_one_no_byte() -> None:
+    with in_thread(replace(INSTANT, crash_after_requests=1)) as engine:
+        client = Client(engine.url)
+        client.chat(HI, max_tokens=1)
+        client.models()  # only generations count
+        with pytest.raises(PenstockError, match="lost the connection"):
+            client.chat(HI)
+
+
+def test_a_fault_that_happens_once_leaves_the_next_engine_healthy(tmp_path: Path) -> None:
+    options = replace(INSTANT, crash_after_requests=0, fault_once=str(tmp_path / "done"))
+    with in_thread(options) as engine, pytest.raises(PenstockError):
+        Client(engine.url).chat(HI)
+    with in_thread(options) as engine:
+        assert Client(engine.url).chat(HI, max_tokens=1).text == "1:tell"
+
+
+def test_a_test_can_crash_its_engine_at_any_moment() -> None:
+    with in_thread(Options(model="m", tokens_per_s=100.0)) as engine:
+        stream = Client(engine.url).stream_chat(HI, max_tokens=1000)
+        next(stream)
+        engine.crash()
+        with pytest.raises(PenstockError, match="lost the connection"):
+            list(stream)
+
+
+def test_an_engine_that_died_says_so_in_the_words_of_recorded_vllm() -> None:
+    assert replies.error_event(replies.ENGINE_DIED) + replies.DONE == (GOLDEN / "engine_died.sse").read_bytes()
+
+
+# --- Log and flags ------------------------------------------------------------------------------------------------
+
+
+def worn(line: str) -> str:
+    """A log line without what differs between two runs: numbers, names, and what follows the milestone."""
+    line = re.sub(r"(args|config): .*", r"\1", line)
+    line = re.sub(r"version .*|\S*ForCausalLM|file:\S+|http:\S+|/\S+\.\.\.|\[\d+:\S+ \S*it\]", "", line)
+    line = re.sub(r"(model) \S+\.\.\.", r"\1", line)
+    return re.sub(r"[\d.,:]+", "#", line).strip("\r\n█▄▀ ")
+
+
+def test_the_start_log_is_a_thinned_recording_in_the_same_order() -> None:
+    recorded = [worn(line) for line in (GOLDEN / "start.log").read_text().splitlines()]
+    options = Options(model="/models/demo", served_model_name=("demo",), shards=1)
+    lines = [line.render(7, "11-20 12:00:00") for line in milestones.start(options, 8000)]
+    lines += [line.render(7, "11-20 12:00:00") for line in milestones.ready(7)]
+    at = 0
+    for line in lines:
+        if "[" in line and "checkpoint shards" in line:
+            line = line.partition("[")[0]
+            matches = [i for i, other in enumerate(recorded) if other.startswith(worn(line))]
+        else:
+            matches = [i for i, other in enumerate(recorded) if other == worn(line)]
+        later = [i for i in matches if i >= at]
+        assert later, line
+        at = later[0]
+
+
+@pytest.mark.parametrize(("oom", "name"), [("no-blocks", "no_blocks"), ("memory", "memory")])
+def test_a_refused_start_gives_the_cause_of_recorded_vllm_and_hides_it_last(oom: Any, name: str) -> None:
+    recorded = (GOLDEN / f"start_refused_{name}.log").read_text()
+    lines = [line.render(7, "11-20 12:00:00") for line in milestones.refuse(Options(oom=oom), 8000)]
+    causes = [line for line in lines if "ValueError: " in line]
+    assert len(causes) == 2
+    for cause in causes:
+        assert worn(cause) in {worn(line) for line in recorded.splitlines()}
+    assert worn(lines[-1]).startswith("RuntimeError# Engine core initialization failed")
+
+
+def test_a_refused_start_for_the_kv_cache_names_a_length_that_fits() -> None:
+    text = "\n".join(line.text for line in milestones.refuse(Options(oom="kv-cache", max_model_len=8192), 1))
+    assert "max seq len (8192)" in text
+    assert "the estimated maximum model length is 2048." in text
+
+
+def test_a_crash_at_the_start_says_what_it_was_told() -> None:
+    text = "\n".join(line.text for line in milestones.refuse(Options(crash_at_start="OSError: no such model"), 1))
+    assert text.count("OSError: no such model") == 2
+    text = "\n".join(line.text for line in milestones.refuse(Options(crash_at_start="boom"), 1))
+    assert "RuntimeError: boom" in text
+
+
+def test_shards_take_the_whole_loading_time_and_show_tqdms_clock() -> None:
+    lines = [line for line in milestones.start(Options(load_s=4.08, shards=4), 1) if "shards" in line.text]
+    assert [line.wait_s for line in lines] == [0.0, 1.02, 1.02, 1.02, 1.02]
+    bar = "\rLoading safetensors checkpoint shards:  25% Completed | 1/4 [00:01<00:03,  1.02s/it]"
+    assert lines[1].text == bar
+    assert lines[0].text.endswith("0% Completed | 0/4 [00:00<?, ?it/s]")
+    assert milestones.shards(1, 3, 0.5).endswith("33% Completed | 1/3 [00:00<00:01,  2.00it/s]")
+    assert milestones.shards(1, 2, 4000).endswith("[1:06:40<1:06:40, 4000.00s/it]")
+
+
+def test_every_flag_is_an_option_and_a_wrong_one_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = "--host 127.0.0.1 --port 1 --model m --served-model-name a b --tokens-per-s inf --oom --child"
+    options = parse([*argv.split(), "--shutdown-timeout", "3"])
+    assert options.names == ("a", "b")
+    assert (options.tokens_per_s, options.oom, options.child, options.shutdown_timeout) == (
+        float("inf"),
+        "kv-cache",
+        True,
+        3,
+    )
+    assert parse(["--model", "m"]) == Options(model="m")
+    with pytest.raises(SystemExit) as seen:
+        parse(["--model", "m", "--crash-mid-steam", "3"])
+    assert seen.value.code == 2
+    assert "unrecognized arguments: --crash-mid-steam" in capsys.readouterr().err

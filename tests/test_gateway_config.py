@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import hashlib
+import json
+import socket
+from pathlib import Path
+
+import pytest
+
+from penstock.errors import SpecError, UserError
+from penstock.gateway.__main__ import main
+from penstock.gateway.access import has_key, has_token, origin_headers
+from penstock.gateway.config import is_loopback, parse_address, parse_config, read_token
+
+GOOD = {
+    "listen": "127.0.0.1:8000",
+    "admin": "127.0.0.1:41000",
+    "admin_token_file": "/nowhere",
+    "models": [{"name": "penstock-demo", "aliases": ["demo"]}],
+    "auth": "none",
+}
+KEY_HASH = hashlib.sha256(b"sk-1").hexdigest()
+
+
+def parse(**changes: object) -> object:
+    return parse_config(json.dumps(GOOD | changes).encode(), "x.json")
+
+
+def test_good_config_is_taken_with_its_defaults() -> None:
+    config = parse_config(json.dumps(GOOD).encode(), "x.json")
+    assert (config.hold_s, config.drain_s, config.models[0].aliases) == (60.0, 30.0, ("demo",))
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.1", "[::]", "gateway.example"])
+def test_no_auth_is_refused_beyond_loopback(host: str) -> None:
+    with pytest.raises(SpecError, match="1 problem") as caught:
+        parse(listen=f"{host}:8000")
+    assert caught.value.problems[0].path == "auth"
+    parse(listen=f"{host}:8000", auth="keys", key_hashes=[KEY_HASH])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"listen": "8000"},
+        {"admin": "127.0.0.1:99999"},
+        {"auth": "keys"},
+        {"auth": "keys", "key_hashes": ["sk-1"]},
+        {"auth": "some"},
+        {"models": []},
+        {"models": [{"name": "a"}, {"name": "b", "aliases": ["a"]}]},
+        {"hold_s": -1},
+    ],
+)
+def test_wrong_values_are_refused(changes: dict[str, object]) -> None:
+    with pytest.raises(SpecError):
+        parse(**changes)
+
+
+def test_unknown_key_is_refused_with_the_nearest_legal_one() -> None:
+    with pytest.raises(SpecError) as caught:
+        parse(key_hash=[])
+    assert caught.value.problems[0].hint == "did you mean key_hashes?"
+
+
+def test_addresses_are_parsed() -> None:
+    assert parse_address("[::1]:80") == ("::1", 80)
+    assert parse_address(":80") is None
+    assert is_loopback("localhost:1")
+    assert is_loopback("127.8.8.8:1")
+    assert not is_loopback("example.com:1")
+
+
+def test_token_file_must_be_private_and_filled(tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    path.write_text(" secret\n")
+    path.chmod(0o644)
+    with pytest.raises(UserError, match="read by others"):
+        read_token(path)
+    path.chmod(0o600)
+    assert read_token(path) == "secret"
+    path.write_text("\n")
+    with pytest.raises(UserError, match="empty"):
+        read_token(path)
+
+
+def test_taken_port_ends_the_process_with_code_2(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    token, config = tmp_path / "token", tmp_path / "gateway.json"
+    token.touch(0o600)
+    token.write_text("secret")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        changes = {"listen": "127.0.0.1:0", "admin": f"127.0.0.1:{port}", "admin_token_file": str(token)}
+        config.write_text(json.dumps(GOOD | changes))
+        assert main([str(config)]) == 2
+    assert caplog.messages[-1].startswith(f"cannot listen on 127.0.0.1:{port}: the port is taken")
+
+
+def test_unreadable_config_ends_the_process_with_code_2(tmp_path: Path) -> None:
+    assert main([str(tmp_path / "absent.json")]) == 2
+
+
+def test_keys_are_compared_by_hash() -> None:
+    assert has_key(b"Bearer sk-1", [KEY_HASH])
+    assert has_key(b"bearer sk-1", ["0" * 64, KEY_HASH])
+    for wrong in (None, b"", b"sk-1", b"Basic sk-1", b"Bearer sk-2", b"Bearer ", KEY_HASH.encode()):
+        assert not has_key(wrong, [KEY_HASH])
+    assert has_token(b"Bearer t", "t")
+    assert not has_token(None, "t")
+
+
+def test_pages_of_other_machines_need_a_key() -> None:
+    assert origin_headers(None, needs_key=False) == ()
+    assert origin_headers(b"http://localhost:3000", needs_key=False)[0][1] == b"http://localhost:3000"
+    for origin in (b"https://evil.example", b"http://localhost.evil.example", b"null", b"http://[", b""):
+        assert origin_headers(origin, needs_key=False) == ()
+    assert origin_headers(b"https://page.example", needs_key=True)[0][1] == b"*"

@@ -1,0 +1,243 @@
+"""Bytes in, events out: whole and one byte at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+
+from penstock.gateway import http1
+from penstock.gateway.http1 import END, ProtocolError, Reader, RequestHead, ResponseHead
+
+
+def read_all(reader: Reader[Any], pieces: Iterable[bytes]) -> list[Any]:
+    """Heads, whole bodies and ENDs; neighbouring body pieces are joined."""
+    events: list[Any] = []
+    for piece in pieces:
+        reader.feed(piece)
+        while (event := reader.next_event()) is not None:
+            if isinstance(event, bytes) and events and isinstance(events[-1], bytes):
+                events[-1] += event
+            else:
+                events.append(event)
+    return events
+
+
+def whole(data: bytes) -> list[bytes]:
+    return [data]
+
+
+def one_byte_at_a_time(data: bytes) -> list[bytes]:
+    return [data[index : index + 1] for index in range(len(data))]
+
+
+cuts = pytest.mark.parametrize("cut", [whole, one_byte_at_a_time])
+Cut = Callable[[bytes], list[bytes]]
+
+HOST = b"Host: a\r\n"
+GOOD_BODIES = {
+    b"POST /v1/x HTTP/1.1\r\nHost: a\r\nContent-Length: 5\r\n\r\nhello": b"hello",
+    b"POST /v1/x HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n": b"hello",
+    b"POST /v1/x HTTP/1.1\r\nhost:a\r\nTRANSFER-ENCODING:  Chunked \r\n\r\n"
+    b"3;name=value\r\nhel\r\n2\r\nlo\r\n00\r\nTrailer: x\r\n\r\n": b"hello",
+    b"POST /v1/x HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
+    b"4\r\n\r\n\r\n\r\nA\r\n0123456789\r\n0\r\n\r\n": b"\r\n\r\n0123456789",
+}
+
+
+@cuts
+@pytest.mark.parametrize(("data", "body"), GOOD_BODIES.items())
+def test_request_bodies_come_out_whole(cut: Cut, data: bytes, body: bytes) -> None:
+    head, got, end = read_all(Reader(http1.parse_request), cut(data))
+    assert (head.method, head.path, got, end) == (b"POST", b"/v1/x", body, END)
+
+
+@cuts
+def test_request_head_keeps_order_values_and_query(cut: Cut) -> None:
+    data = b"GET /v1/models?a=b HTTP/1.1\r\nHost: a:1\r\nX-Two: \t1 \r\nx-two: 2\r\nEmpty:\r\n\r\n"
+    head, end = read_all(Reader(http1.parse_request), cut(data))
+    assert head.headers == ((b"host", b"a:1"), (b"x-two", b"1"), (b"x-two", b"2"), (b"empty", b""))
+    assert (head.target, head.path, head.keeps_alive, head.length) == (b"/v1/models?a=b", b"/v1/models", True, 0)
+    assert end is END
+
+
+@cuts
+def test_pipelined_requests_come_one_after_the_other(cut: Cut) -> None:
+    data = b"".join(GOOD_BODIES) * 2
+    events = read_all(Reader(http1.parse_request), cut(data))
+    assert [event for event in events if isinstance(event, bytes)] == list(GOOD_BODIES.values()) * 2
+    assert events.count(END) == 2 * len(GOOD_BODIES)
+
+
+MALFORMED: dict[str, tuple[int, bytes]] = {
+    "repeated content-length": (400, b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 1\r\nContent-Length: 1\r\n\r\nx"),
+    "conflicting content-length": (
+        400,
+        b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\nxx",
+    ),
+    "list in content-length": (400, b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 1, 1\r\n\r\nx"),
+    "signed content-length": (400, b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: +1\r\n\r\nx"),
+    "negative content-length": (400, b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: -1\r\n\r\nx"),
+    "hex content-length": (400, b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 0x1\r\n\r\nx"),
+    "underscored content-length": (400, b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 1_0\r\n\r\nx"),
+    "empty content-length": (400, b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length:\r\n\r\n"),
+    "huge content-length": (400, b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: " + b"9" * 30 + b"\r\n\r\n"),
+    "length and coding": (
+        400,
+        b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+    ),
+    "two codings": (
+        400,
+        b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+    ),
+    "coding list": (501, b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n"),
+    "identity coding": (501, b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: identity\r\n\r\n"),
+    "vertical tab in coding": (400, b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: \x0bchunked\r\n\r\n"),
+    "coding in 1.0": (400, b"POST / HTTP/1.0\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"),
+    "bare LF": (400, b"GET / HTTP/1.1\nHost: a\n\n"),
+    "bare LF after a header": (400, b"GET / HTTP/1.1\r\nHost: a\nX: y\r\n\r\n"),
+    "bare CR": (400, b"GET / HTTP/1.1\r\nHost: a\rX: y\r\n\r\n"),
+    "CR CR LF": (400, b"GET / HTTP/1.1\r\nHost: a\r\r\n\r\n"),
+    "NUL in a value": (400, b"GET / HTTP/1.1\r\nHost: a\r\nX: \x00\r\n\r\n"),
+    "folded line": (400, b"GET / HTTP/1.1\r\nHost: a\r\nX: y\r\n z\r\n\r\n"),
+    "folded first line": (400, b"GET / HTTP/1.1\r\n Host: a\r\n\r\n"),
+    "space before colon": (400, b"GET / HTTP/1.1\r\nHost: a\r\nX : y\r\n\r\n"),
+    "no colon": (400, b"GET / HTTP/1.1\r\nHost: a\r\nX\r\n\r\n"),
+    "empty name": (400, b"GET / HTTP/1.1\r\nHost: a\r\n: y\r\n\r\n"),
+    "blank line first": (400, b"\r\nGET / HTTP/1.1\r\nHost: a\r\n\r\n"),
+    "absolute form": (400, b"GET http://a/ HTTP/1.1\r\nHost: a\r\n\r\n"),
+    "asterisk form": (400, b"OPTIONS * HTTP/1.1\r\nHost: a\r\n\r\n"),
+    "connect": (400, b"CONNECT a:443 HTTP/1.1\r\nHost: a\r\n\r\n"),
+    "two spaces": (400, b"GET  / HTTP/1.1\r\nHost: a\r\n\r\n"),
+    "tab": (400, b"GET\t/ HTTP/1.1\r\nHost: a\r\n\r\n"),
+    "no version": (400, b"GET /\r\nHost: a\r\n\r\n"),
+    "lower-case version": (400, b"GET / http/1.1\r\nHost: a\r\n\r\n"),
+    "raw UTF-8 in the target": (400, "GET /ü HTTP/1.1\r\nHost: a\r\n\r\n".encode()),
+    "HTTP/2 preface": (505, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"),
+    "no host": (400, b"GET / HTTP/1.1\r\n\r\n"),
+    "two hosts": (400, b"GET / HTTP/1.1\r\nHost: a\r\nHost: a\r\n\r\n"),
+    "bad host": (400, b"GET / HTTP/1.1\r\nHost: a/b\r\n\r\n"),
+    "unknown expectation": (417, b"GET / HTTP/1.1\r\nHost: a\r\nExpect: more\r\n\r\n"),
+    "head too large": (431, b"GET / HTTP/1.1\r\nHost: a\r\nX: " + b"x" * http1.MAX_HEAD_BYTES + b"\r\n\r\n"),
+    "too many headers": (431, b"GET / HTTP/1.1\r\n" + HOST + b"X: y\r\n" * http1.MAX_HEADERS + b"\r\n"),
+}
+CHUNKED = b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
+MALFORMED_CHUNKS: dict[str, tuple[int, bytes]] = {
+    "not hex": (400, b"g\r\nx\r\n0\r\n\r\n"),
+    "empty size": (400, b"\r\nx\r\n0\r\n\r\n"),
+    "signed size": (400, b"+1\r\nx\r\n0\r\n\r\n"),
+    "prefixed size": (400, b"0x1\r\nx\r\n0\r\n\r\n"),
+    "space after size": (400, b"1 \r\nx\r\n0\r\n\r\n"),
+    "space before size": (400, b" 1\r\nx\r\n0\r\n\r\n"),
+    "huge size": (400, b"123456789\r\nx"),
+    "bare LF after size": (400, b"1\nx\r\n0\r\n\r\n"),
+    "bare CR after size": (400, b"1\rx\r\n0\r\n\r\n"),
+    "bare LF in extension": (400, b"1;a\nb\r\nx\r\n0\r\n\r\n"),
+    "endless extension": (400, b"1;" + b"a" * 300 + b"\r\nx\r\n0\r\n\r\n"),
+    "more data than said": (400, b"1\r\nxy\r\n0\r\n\r\n"),
+    "bare LF after data": (400, b"1\r\nx\n0\r\n\r\n"),
+    "bad trailer": (400, b"0\r\nno colon\r\n\r\n"),
+    "endless trailer": (431, b"0\r\n" + b"X: %s\r\n" % (b"y" * 200) * 200 + b"\r\n"),
+}
+
+
+@cuts
+@pytest.mark.parametrize(
+    ("status", "data"),
+    [*MALFORMED.values(), *((status, CHUNKED + data) for status, data in MALFORMED_CHUNKS.values())],
+    ids=[*MALFORMED, *MALFORMED_CHUNKS],
+)
+def test_malformed_requests_are_refused(cut: Cut, status: int, data: bytes) -> None:
+    with pytest.raises(ProtocolError) as caught:
+        read_all(Reader(http1.parse_request), cut(data))
+    assert caught.value.status == status
+
+
+@cuts
+def test_largest_allowed_head_is_taken(cut: Cut) -> None:
+    start = b"GET / HTTP/1.1\r\nHost: a\r\nX: "
+    data = start + b"x" * (http1.MAX_HEAD_BYTES - len(start)) + b"\r\n\r\n"
+    assert read_all(Reader(http1.parse_request), cut(data))[1] is END
+
+
+def test_bare_line_ends_are_refused_before_the_head_is_whole() -> None:
+    reader = Reader(http1.parse_request)
+    reader.feed(b"GET / HTTP/1.1\n")
+    with pytest.raises(ProtocolError):
+        reader.next_event()
+
+
+@pytest.mark.parametrize(
+    ("head", "keeps_alive"),
+    [
+        (b"GET / HTTP/1.1\r\nHost: a", True),
+        (b"GET / HTTP/1.1\r\nHost: a\r\nConnection: foo, CLOSE", False),
+        (b"GET / HTTP/1.0", False),
+        (b"GET / HTTP/1.0\r\nConnection: keep-alive", False),
+    ],
+)
+def test_connections_are_kept_alive_unless_told_otherwise(head: bytes, keeps_alive: bool) -> None:
+    assert http1.parse_request(head).keeps_alive is keeps_alive
+
+
+def test_expectation_is_seen_only_in_http_11() -> None:
+    assert http1.parse_request(b"POST / HTTP/1.1\r\nHost: a\r\nExpect: 100-Continue").expects_continue
+    assert not http1.parse_request(b"POST / HTTP/1.0\r\nExpect: 100-continue").expects_continue
+
+
+@cuts
+def test_response_bodies_are_framed_by_length_chunks_or_the_end(cut: Cut) -> None:
+    reader = Reader(http1.parse_response)
+    data = (
+        b"HTTP/1.1 100 Continue\r\n\r\n"
+        b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nhi"
+        b"HTTP/1.1 204 No Content\r\n\r\n"
+        b"HTTP/1.1 299 \r\nTransfer-Encoding: chunked\r\n\r\n2\r\nyo\r\n0\r\n\r\n"
+        b"HTTP/1.1 500\r\n\r\nuntil the end"
+    )
+    events = read_all(reader, cut(data))
+    assert [event.status for event in events if isinstance(event, ResponseHead)] == [100, 200, 204, 299, 500]
+    assert [event for event in events if isinstance(event, bytes)] == [b"hi", b"yo", b"until the end"]
+    assert events.count(END) == 4
+    assert reader.may_end_here
+
+
+@pytest.mark.parametrize(
+    ("head", "keeps_alive"),
+    [
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 2", True),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked", True),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nConnection: close", False),
+        (b"HTTP/1.0 200 OK\r\nContent-Length: 2", False),
+        (b"HTTP/1.1 200 OK", False),
+    ],
+)
+def test_upstream_connections_are_reused_only_when_that_is_safe(head: bytes, keeps_alive: bool) -> None:
+    assert http1.parse_response(head).keeps_alive is keeps_alive
+
+
+@pytest.mark.parametrize(
+    "head",
+    [b"HTTP/2 200 OK", b"HTTP/1.1 20 OK", b"200 OK", b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\nContent-Length: 2"],
+)
+def test_malformed_responses_are_refused(head: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        http1.parse_response(head)
+
+
+def test_written_heads_and_chunks_read_back_the_same() -> None:
+    head = http1.write_request_head(b"POST", b"/x", [(b"host", b"a"), (b"transfer-encoding", b"chunked")])
+    data = head + http1.write_chunk(b"x" * 300) + http1.LAST_CHUNK
+    request, body, end = read_all(Reader(http1.parse_request), [data])
+    assert isinstance(request, RequestHead)
+    assert (request.target, body, end) == (b"/x", b"x" * 300, END)
+    assert http1.write_response_head(503, [(b"retry-after", b"5")]) == (
+        b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 5\r\n\r\n"
+    )
+    assert http1.write_response_head(299, []) == b"HTTP/1.1 299 \r\n\r\n"
+
+
+def test_hop_by_hop_headers_stay_behind() -> None:
+    headers = ((b"connection", b"close, X-Private"), (b"x-private", b"1"), (b"te", b"trailers"), (b"accept", b"*/*"))
+    assert http1.keep_end_to_end(headers) == [(b"accept", b"*/*")]
