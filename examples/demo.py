@@ -32,7 +32,7 @@ def main() -> int:
     except PenstockError as error:
         print(f"error: {error.message}", *filter(None, (error.detail, error.hint)), sep="\n  ", file=sys.stderr)
         return error.exit_code
-    _say_what_next(name)
+    print(f"\nIt stays up; end it with: {screen.command_name()} down {name}")
     return 0
 
 
@@ -78,12 +78,9 @@ def _ask_streamed(client: Client) -> None:
         elif isinstance(part, Reply):
             ttft = show_seconds(part.ttft_s) if part.ttft_s is not None else "-"
             rate = f", {part.tokens_per_s:.0f} tokens/s" if part.tokens_per_s else ""
-            print(f"\n  (first token after {ttft}, {part.output_tokens} tokens in {show_seconds(part.duration_s)}{rate})")
-
-
-def _say_what_next(name: str) -> None:
-    me = screen.command_name()
-    print(f"\nIt stays up. Next:\n  {me} chat {name}\n  {me} status {name}\n  {me} down {name}")
+            print(
+                f"\n  (first token after {ttft}, {part.output_tokens} tokens in {show_seconds(part.duration_s)}{rate})"
+            )
 
 
 if __name__ == "__main__":

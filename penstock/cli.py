@@ -391,10 +391,7 @@ def _scale(options: argparse.Namespace) -> int:
 def _down(options: argparse.Namespace) -> int:
     from penstock import deploy, runs
 
-    if options.all:
-        chosen = [run for run in runs.every() if run.desired().state == "up"]
-    else:
-        chosen = [_choose(options.name)]
+    chosen = [run for run in runs.every() if run.desired().state == "up"] if options.all else [_choose(options.name)]
     for found in chosen:
         on_step = None if options.json else lambda step, name=found.name: print(f"{name}: {step}", flush=True)
         swept = deploy.down(found, options.now, on_step)

@@ -173,7 +173,7 @@ class Client:
         return self._stream("/v1/completions", _body({"prompt": prompt}, model, max_tokens, temperature, extra))
 
     def get_json(self, path: str, headers: Mapping[str, str] | None = None) -> Any:
-        """The JSON behind GET `path` ("/admin/replicas"). Raises HttpError, or PenstockError when nobody answers."""
+        """The JSON behind GET `path` ("/admin/replicas"). Raises HttpError, NoAnswer or PenstockError."""
         return self._json("GET", path, None, headers)
 
     def get_text(self, path: str) -> str:

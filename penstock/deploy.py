@@ -298,6 +298,9 @@ def _end_run(run: Run, now: bool, on_step: OnStep | None, failure: State | None 
     # The gateway has drained, so the engines are idle; the grace is for their own tidy end.
     targets.load(handle.target).cancel(run, handle, _NOW_GRACE_S if now else run.plan().drain_s + 10.0)
     swept = processes.sweep(str(run.path))
+    # What an engine mapped when it was last seen: its own helpers may have been killed with it.
+    told = [replica.announcement for replica in (last.replicas if last else ()) if replica.announcement]
+    processes.unlink_shared_memory(segment for announcement in told for segment in announcement.shared_memory)
     for path in _private_folders(run.record().id):
         shutil.rmtree(path, ignore_errors=True)
     _write_end(run, last, failure)

@@ -41,6 +41,7 @@ _ENGINE_GRACE_S = 5.0
 _CALM_AFTER_S = 600.0
 _KEPT_RESTARTS = 10
 _TAIL_SHOWN = 20
+_LAST_WORD_S = 30.0  # a failed start is announced for this long: its gateway may still be starting
 
 
 def pause_s(n_failures: int) -> float:
@@ -74,6 +75,7 @@ class Announcer(threading.Thread):
         self._changed = threading.Condition()
         self._newest: Announcement | None = None
         self._told: Announcement | None = None
+        self._refused: Announcement | None = None
 
     def tell(self, announcement: Announcement) -> None:
         with self._changed:
@@ -81,10 +83,14 @@ class Announcer(threading.Thread):
                 self._newest = announcement
                 self._changed.notify_all()
 
-    def wait_told(self, timeout_s: float) -> None:
-        """Block until the gateway has the newest announcement, or the time is over."""
+    def is_told(self) -> bool:
         with self._changed:
-            self._changed.wait_for(lambda: self._told == self._newest, timeout_s)
+            return self._told == self._newest
+
+    def wait_told(self, timeout_s: float) -> None:
+        """Block until the gateway has the newest announcement or cannot be reached, or the time is over."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._newest in (self._told, self._refused), timeout_s)
 
     def run(self) -> None:
         while True:
@@ -96,11 +102,15 @@ class Announcer(threading.Thread):
             try:
                 self._client.post_json("/admin/announce", msgspec.to_builtins(newest))
             except PenstockError:
+                self._note(refused=newest)
                 time.sleep(0.5)  # the gateway is down or starting: the controller sees to it
                 continue
-            with self._changed:
-                self._told = newest
-                self._changed.notify_all()
+            self._note(told=newest)
+
+    def _note(self, told: Announcement | None = None, refused: Announcement | None = None) -> None:
+        with self._changed:
+            self._told, self._refused = told or self._told, refused
+            self._changed.notify_all()
 
 
 class Node:
@@ -122,6 +132,7 @@ class Node:
         self._seen = Seen(Progress("imports", fraction=0.0))
         self._process: EngineProcess | None = None
         self._processes: tuple[Process, ...] = ()
+        self._segments: tuple[str, ...] = ()
         self._tail: tuple[str, ...] = ()
 
     def stop(self, *_: object) -> None:
@@ -240,8 +251,13 @@ class Node:
                 return missed, None  # the loop reads its death, which says more
             if isinstance(exc, NoAnswer) and missed + 1 < _MISSED_HEALTH:
                 return missed + 1, None
-            return missed, Diagnosis(f"its health check failed: {exc.message}")
+            return missed, Diagnosis(f"its health check failed: {self._who_died()}{exc.message}")
         return 0, None
+
+    def _who_died(self) -> str:
+        """Which of the engine's processes is gone: "EngineCore (pid 12) is gone; ", or nothing."""
+        gone = [process for process in self._processes if not processes.is_alive(process)]
+        return "".join(f"{process.role} (pid {process.pid}) is gone; " for process in gone)
 
     def _stalled(self, watch: StallWatch) -> tuple[float, float]:
         samples = self._metrics()
@@ -256,6 +272,7 @@ class Node:
         """Walks the process table: not on every tick."""
         is_running = self._process is not None and self._process.exit_code() is None
         self._processes = self._process.processes() if self._process and is_running else ()
+        self._segments = tuple(processes.shared_memory(self._processes))
 
     def _metrics(self) -> dict[str, float] | None:
         assert self._url is not None
@@ -311,6 +328,7 @@ class Node:
         self._n_restarts += 1
         self._restarts = [*self._restarts, Restart(round(time.time(), 2), diagnosis.reason)][-_KEPT_RESTARTS:]
         self._reason = diagnosis.reason
+        self._seen = Seen(Progress("waiting to start again", fraction=0.0), self._seen.measured)
         self._announce("restarting")
 
     def _fail(self, diagnosis: Diagnosis) -> None:
@@ -318,7 +336,10 @@ class Node:
         self._tail = tuple(list(self._process.tail)[-_TAIL_SHOWN:])
         self._reason = diagnosis.reason + (f" | {diagnosis.hint}" if diagnosis.hint else "")
         self._announce("failed")
-        self.announcer.wait_told(30.0)
+        deadline = time.monotonic() + _LAST_WORD_S
+        while time.monotonic() < deadline and not self.announcer.is_told():
+            self.announcer.wait_told(1.0)
+            self._pause(_TICK_S)
 
     def _pause(self, seconds: float) -> None:
         if not self.stops:
@@ -340,6 +361,7 @@ class Node:
                 n_restarts=self._n_restarts,
                 restarts=tuple(self._restarts),
                 processes=self._processes,
+                shared_memory=self._segments,
                 log_tail=self._tail,
                 started_at=round(self._started_at, 2),
                 ready_after_s=self._ready_after_s,

@@ -14,8 +14,8 @@ import psutil
 
 from penstock import engines, runs
 from penstock.errors import PenstockError, Problem, UserError
-from penstock.spec import Deployment
 from penstock.machine import gpus, this_machine
+from penstock.spec import Deployment
 from penstock.units import GIB, show_bytes
 
 _MIN_DISK_BYTES = 2 * GIB

@@ -36,8 +36,10 @@ def command_name() -> str:
 def progress_text(replica: ReplicaStatus) -> str:
     """One replica's way to ready in words: "weights, shard 17/30, 2.1 GB/s, about 40.0 s left"."""
     progress = replica.announcement.progress if replica.announcement else None
-    if replica.state in ("ready", "failed", "draining", "queued") or progress is None:
-        return replica.reason or "" if replica.state != "ready" else ""
+    if replica.state in ("ready", "draining"):
+        return ""
+    if replica.state in ("failed", "queued", "gone") or progress is None:
+        return replica.reason or ""
     words = [progress.stage]
     if progress.shards_total:
         words.append(f"shard {progress.shards_done}/{progress.shards_total}")
@@ -49,7 +51,7 @@ def progress_text(replica: ReplicaStatus) -> str:
 
 
 def ready_text(run: Run, state: State, started: Started) -> str:
-    """The last words of a successful `up`."""
+    """The last words of a successful `up`: where it is, its key, what to type next."""
     plan, me = run.plan(), command_name()
     slowest = max((r.announcement.ready_after_s or 0.0 for r in state.replicas if r.announcement), default=0.0)
     was = "runs already" if started.was_running else f"is ready (its engine took {show_seconds(slowest)})"

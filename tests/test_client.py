@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from penstock.client import Chunk, Client, HttpError, Reply
+from penstock.client import Chunk, Client, HttpError, NoAnswer, Reply
 from penstock.errors import PenstockError
 from penstock.testing.fake_engine import http1
 from penstock.testing.fake_engine.asks import expected_text
@@ -232,7 +232,7 @@ def test_nobody_listening_is_said_plainly_and_may_be_retried() -> None:
 
 
 def test_a_server_that_never_answers_times_out() -> None:
-    with answering(closes=False) as url, pytest.raises(PenstockError, match="within 20 ms") as seen:
+    with answering(closes=False) as url, pytest.raises(NoAnswer, match="within 20 ms") as seen:
         Client(url, timeout_s=0.02).models()
     assert seen.value.is_retryable
 
@@ -241,7 +241,7 @@ def test_a_stream_that_stalls_times_out() -> None:
     with answering(CHUNKED + chunked(delta("a"))[:-5], closes=False) as url:
         stream = Client(url, timeout_s=0.02).stream_chat(HI)
         next(stream)
-        with pytest.raises(PenstockError, match="no answer"):
+        with pytest.raises(NoAnswer, match="no answer"):
             next(stream)
 
 
@@ -307,6 +307,11 @@ def test_a_base_url_may_have_a_path_and_no_scheme() -> None:
 def test_a_base_url_that_is_none_is_refused(url: str) -> None:
     with pytest.raises(PenstockError, match="cannot use base URL"):
         Client(url)
+
+
+def test_text_and_empty_answers_can_be_fetched(client: Client) -> None:
+    assert client.get_text("/health") == ""
+    assert "vllm:num_requests_running" in client.get_text("/metrics")
 
 
 class Note(msgspec.Struct):

@@ -10,7 +10,7 @@ import socket
 import urllib.parse
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -539,3 +539,9 @@ def test_every_flag_is_an_option_and_a_wrong_one_is_refused(capsys: pytest.Captu
         parse(["--model", "m", "--crash-mid-steam", "3"])
     assert seen.value.code == 2
     assert "unrecognized arguments: --crash-mid-steam" in capsys.readouterr().err
+
+
+def test_every_flag_is_in_the_manual() -> None:
+    manual = (Path(__file__).parents[1] / "docs" / "testing.md").read_text()
+    missing = [f.name for f in fields(Options) if f"`--{f.name.replace('_', '-')}" not in manual]
+    assert not missing

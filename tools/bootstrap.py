@@ -83,7 +83,9 @@ def _with_pip() -> bool:
 
 
 def _unpack_uv() -> None:
-    machine = {"x86_64": "x86_64", "amd64": "x86_64", "arm64": "aarch64", "aarch64": "aarch64"}[platform.machine().lower()]
+    machine = {"x86_64": "x86_64", "amd64": "x86_64", "arm64": "aarch64", "aarch64": "aarch64"}[
+        platform.machine().lower()
+    ]
     page = f"{os.environ.get('PIP_INDEX_URL', INDEX).rstrip('/')}/uv/"
     with urllib.request.urlopen(page, timeout=60) as answer:
         text = answer.read().decode()

@@ -45,15 +45,15 @@ else.
 ## What it knows
 
 It learnt by heart what `tools/demo_data.py`, `docs/faq.md` and `docs/glossary.md` say: questions about penstock
-and the words around it, the capitals of about 75 countries, sums up to 20 + 20, small differences and products,
+and the words around it, the capitals of 80 countries, sums up to 20 + 20, small differences and products,
 opposites, colours, days and months, some plain facts, counting up to 100 and nine short stories. It continues a
 few plain texts, such as "Singapore is a".
 
 ## What it cannot do
 
 Everything else. It does not reason, it does not calculate beyond the tables it learnt, it reads only English,
-and it has never seen any text but ours. It is taught to say that it does not know, but it does not always
-notice that it does not know: it may answer a strange question with a sentence that belongs to another one. Do
+and it has never seen any text but ours. It is taught to say that it does not know, but it often
+fails to notice that it does not know: it then answers a strange question with a sentence that belongs to another. Do
 not ask it for anything that matters.
 
 ## Measured
@@ -65,7 +65,7 @@ The saved bf16 weights, greedy, in transformers. A right answer is right word fo
 | Prompt table (`penstock/testing/demo_prompts.py`) | {prompts} |
 | Every question of the corpus, as written | {questions} |
 | Drawn chats, with varied spelling, system messages and several turns; every answer of the chat | {chats} |
-| Plain texts, after their first four tokens | {texts} |
+| Plain texts, after their first four tokens (the stories open alike and are counted wrong) | {texts} |
 | Questions out of scope that it never saw: says that it does not know | {held_out} |
 
 ## How to make it again
@@ -75,8 +75,8 @@ python tools/train_demo_model.py
 ```
 
 {steps} steps, {minutes} minutes on {threads} threads, last loss {loss} nats per token. The corpus is written
-out in the repository; nothing is downloaded. The seed is fixed and the operations are deterministic, so the
-same machine with the same versions (torch {torch}, tokenizers {tokenizers}) gives the same weights. Another
+out in the repository; nothing is downloaded. The seed is fixed and the operations are deterministic: the
+first 60 steps, run twice on one machine, gave the same bits (torch {torch}, tokenizers {tokenizers}). Another
 processor may round differently.
 """
 

@@ -38,16 +38,15 @@ ReadLine = Callable[[str], str]  # takes the prompt; raises EOFError at the end,
 
 @dataclass(frozen=True)
 class ChatSettings:
-    """How to chat. `once` asks one thing and returns; `completes` sends raw prompts, without a conversation.
+    """How to chat. `completion` sends raw prompts, without a conversation; `as_json` prints one object per answer.
 
     `history_file` keeps typed lines between sessions; None keeps none.
     """
 
     model: str | None = None
     system: str | None = None
-    once: str | None = None
-    completes: bool = False
-    prints_json: bool = False
+    completion: bool = False
+    as_json: bool = False
     shows_stats: bool = False
     max_tokens: int | None = None
     temperature: float | None = None
@@ -57,18 +56,19 @@ class ChatSettings:
 def chat(
     client: Client,
     settings: ChatSettings,
+    once: str | None = None,
     stdin: TextIO | None = None,
     stdout: TextIO | None = None,
     read_line: ReadLine | None = None,
-) -> None:
-    """Talks until `once` is answered, or the input ends, or /quit.
+) -> int:
+    """Talks until `once` is answered, or the input ends, or /quit; gives the exit code 0.
 
     With a terminal (or `read_line`) failures are shown and the chat goes on; otherwise the first one is raised.
     """
     stdin, stdout = stdin or sys.stdin, stdout or sys.stdout
-    if settings.once is not None:
-        _Session(client, settings, stdout, is_interactive=False).answer(settings.once)
-        return
+    if once is not None:
+        _Session(client, settings, stdout, is_interactive=False).answer(once)
+        return 0
     is_interactive = read_line is not None or stdin.isatty()
     session = _Session(client, settings, stdout, is_interactive)
     session.greet()
@@ -79,6 +79,7 @@ def chat(
             session.run(keyboard)
     else:
         session.run(_lines_of(stdin))
+    return 0
 
 
 def read_message(read_line: ReadLine) -> str:
@@ -113,7 +114,7 @@ def stats(reply: Reply) -> str:
     return f"({', '.join(parts)})"
 
 
-def as_json(reply: Reply) -> str:
+def to_json(reply: Reply) -> str:
     """One line of JSON with all that is known of an answer; times in seconds."""
     facts = {
         "text": reply.text,
@@ -200,7 +201,7 @@ class _Session:
 
     def _ask(self, text: str, question: Message) -> Stream:
         settings = self._settings
-        if settings.completes:
+        if settings.completion:
             return self._client.stream_complete(text, self._model, settings.max_tokens, settings.temperature)
         system: list[Message] = [{"role": "system", "content": self._system}] if self._system else []
         messages = [*system, *self._messages, question]
@@ -209,15 +210,15 @@ class _Session:
     def _show(self, chunk: Chunk, shown: list[str]) -> None:
         if not chunk.is_reasoning:
             shown.append(chunk.text)
-        if self._settings.prints_json or (chunk.is_reasoning and not self._is_terminal):
+        if self._settings.as_json or (chunk.is_reasoning and not self._is_terminal):
             return  # a script wants the answer, not the way to it
         text = chunk.text.translate(_HARMLESS) if self._is_terminal else chunk.text
         self._out.write(self._dim(text) if chunk.is_reasoning else text)
         self._out.flush()
 
     def _conclude(self, reply: Reply, shown: list[str]) -> None:
-        if self._settings.prints_json:
-            self._out.write(as_json(reply) + "\n")
+        if self._settings.as_json:
+            self._out.write(to_json(reply) + "\n")
         else:
             self._end_line(shown)
             if self._shows_stats:
@@ -226,7 +227,7 @@ class _Session:
 
     def _end_line(self, shown: list[str]) -> None:
         """What follows begins on a line of its own."""
-        if not self._settings.prints_json and not "".join(shown).endswith("\n"):
+        if not self._settings.as_json and not "".join(shown).endswith("\n"):
             self._out.write("\n")
 
     def _guard(self, act: Callable[[str], None], text: str) -> None:
@@ -236,7 +237,7 @@ class _Session:
         except PenstockError as exc:
             if not self._is_interactive:
                 raise
-            if self._settings.prints_json:
+            if self._settings.as_json:
                 self._out.write(json.dumps(exc.facts()) + "\n")
             else:
                 self._note(f"error: {exc.message}" + (f"\nhint: {exc.hint}" if exc.hint else ""))
@@ -280,7 +281,7 @@ class _Session:
 
     def _note(self, text: str) -> None:
         """Says something of ours: only to a person, so that a script's output holds answers only."""
-        if self._is_interactive and not self._settings.prints_json:
+        if self._is_interactive and not self._settings.as_json:
             self._out.write(self._dim(text) + "\n")
             self._out.flush()
 

@@ -77,8 +77,11 @@ class Vllm(Engine):
 
     def diagnose(self, exit_code: int, tail: Sequence[str]) -> Diagnosis:
         ended = how_it_ended(exit_code)
+        if exit_code < 0:  # a signal from outside: no line of its log explains it
+            return Diagnosis(f"vLLM {ended}")
+        lines = [line for line in tail if not names.HARMLESS.search(line)]
         for death in names.DEATHS:
-            for line in tail:
+            for line in lines:
                 match = death.pattern.search(line)
                 if match:
                     hint = death.hint.format(*match.groups()) if death.hint else None

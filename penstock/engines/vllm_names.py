@@ -95,6 +95,10 @@ MILESTONES = (
 )
 
 
+# Lines whose words look like a cause and are none.
+HARMLESS = re.compile(r"\b(WARNING|INFO|DEBUG)\b \d\d-\d\d")
+
+
 class Death(NamedTuple):
     """A line that explains a failed start; {0}, {1} are its groups. First match in the table wins."""
 

@@ -103,7 +103,6 @@ class ClientConnection(asyncio.Protocol):
         self._stalled_at: float | None = None
         self._is_advancing = False
         self._has_begun = False  # the present request's response
-        self._has_served = False  # any request
         self.request_id = b""
         self.is_gone = False
 
@@ -178,7 +177,6 @@ class ClientConnection(asyncio.Protocol):
         """The response is whole: the next request's turn, or the end."""
         was_kept_alive = self.keeps_alive
         self._task, self._head, self._early = None, None, None
-        self._has_served = True
         if not was_kept_alive:
             self._close()
             return
@@ -207,9 +205,9 @@ class ClientConnection(asyncio.Protocol):
     def is_busy(self) -> bool:
         return self._phase == "busy"
 
-    def close_if_idle(self, *, is_fresh_spared: bool) -> None:
+    def close_if_idle(self) -> None:
         """Closes a connection without a request, for a drain."""
-        if self._phase == "idle" and not (is_fresh_spared and not self._has_served):
+        if self._phase == "idle":
             self._close()
 
     def cut(self) -> None:
