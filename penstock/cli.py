@@ -242,26 +242,36 @@ def _up(options: argparse.Namespace) -> int:
 
     deployment = _deployment(options)
     if options.dry_run:
-        return _print_prepared(deploy.prepare(deployment), options.json)
+        return _print_prepared(deploy.rehearse(deployment), options.json)
+    before = _launch_id(deployment.name)
     try:
         started = deploy.up(deployment, options.replace)
         found = runs.find(started.name)
         if options.json:
-            _emit({"event": "submitted", "name": started.name, "url": started.url, "was_running": started.was_running})
+            facts = {"name": started.name, "url": started.url, "was_running": started.was_running, "key": started.key}
+            _emit({"event": "submitted", **facts})
+        elif options.no_wait or options.timeout is not None:
+            print(screen.submitted_text(started))
         if options.no_wait:
-            if not options.json:
-                print(f"{started.name} is starting; watch it with: penstock status {started.name}")
             return 0
         with screen.StartDisplay(sys.stdout, options.json) as display:
-            state = deploy.wait_ready(found, display.show, options.timeout)
+            state = deploy.wait_ready(found, display.show, options.timeout, is_ours=not started.was_running)
     except KeyboardInterrupt:
-        _undo(deployment.name)
+        if _launch_id(deployment.name) != before:  # a second `up` does not end what ran before it
+            _undo(deployment.name)
         raise
     if options.json:
         _emit({"event": "ready", "name": started.name, "url": started.url, "key": started.key})
     else:
         print(screen.ready_text(found, state, started))
     return 0
+
+
+def _launch_id(name: str) -> str | None:
+    from penstock import runs
+
+    run = runs.Run(runs.home() / "runs" / name)
+    return run.record().id if run.exists() else None
 
 
 def _undo(name: str) -> None:
@@ -276,7 +286,7 @@ def _undo(name: str) -> None:
 def _render(options: argparse.Namespace) -> int:
     from penstock import deploy
 
-    return _print_prepared(deploy.prepare(_deployment(options)), options.json)
+    return _print_prepared(deploy.rehearse(_deployment(options)), options.json)
 
 
 def _print_prepared(prepared: Any, as_json: bool) -> int:

@@ -34,22 +34,27 @@ _MAX_PAUSE_S = 30.0
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """What to do now. `place` is the whole set of replicas that shall be placed, None when it is right already."""
+    """What to do now. `place` is the whole set of replicas that shall be placed, None when it is right already.
+
+    `forget` names failed replicas that nobody asks for any more.
+    """
 
     start_gateway: bool = False
     place: tuple[str, ...] | None = None
     drain: tuple[str, ...] = ()
     undrain: tuple[str, ...] = ()
     again: tuple[str, ...] = ()
+    forget: tuple[str, ...] = ()
 
 
 def decide(desired: Desired, seen: Observation, failed: frozenset[str], drain_over: Callable[[str], bool]) -> Decision:
     """The next step towards what is desired. `drain_over(replica)`: it has had its time to drain. Pure.
 
-    Replicas beyond the number are drained first (the highest numbers), and ended when nothing runs on them.
+    Replicas beyond the number (failed ones first, then the highest numbers) are drained first, and ended when nothing
+    runs on them.
     """
     current = sorted(seen.placements, key=_number)
-    wanted = _wanted(current, desired.replicas)
+    wanted = _wanted(current, desired.replicas, failed)
     extra = [name for name in current if name not in wanted]
     rows = {row.announcement.replica: row for row in (seen.view.replicas if seen.view else ())}
     in_flight = {name: row.in_flight for name, row in rows.items()}
@@ -60,16 +65,18 @@ def decide(desired: Desired, seen: Observation, failed: frozenset[str], drain_ov
         or (seen.view is not None and (name not in rows or rows[name].is_draining) and not in_flight.get(name))
     ]
     again = [name for name in wanted if name not in failed and _is_gone(seen, name) and name in current]
-    absent = [name for name in wanted if name not in current]
+    absent = [name for name in wanted if name not in failed and name not in current]
     place = None
     if again or absent or drained:
         place = tuple(name for name in [*wanted, *extra] if name not in drained and name not in failed)
     undrain = tuple(name for name in wanted if name in rows and rows[name].is_draining)
-    return Decision(not seen.gateway_is_alive, place, tuple(extra), undrain, tuple(again))
+    forget = tuple(sorted(failed - {*wanted, *current}, key=_number))
+    return Decision(not seen.gateway_is_alive, place, tuple(extra), undrain, tuple(again), forget)
 
 
-def _wanted(current: Sequence[str], n_replicas: int) -> list[str]:
-    kept = list(current[:n_replicas])
+def _wanted(current: Sequence[str], n_replicas: int, failed: frozenset[str]) -> list[str]:
+    """The replicas to keep: of `current` those that did not fail, lowest numbers first, then the free numbers."""
+    kept = sorted(current, key=lambda name: (name in failed, _number(name)))[:n_replicas]
     number = 0
     while len(kept) < n_replicas:
         if str(number) not in kept:
@@ -166,6 +173,9 @@ class Controller:
         drain_s = self.run.plan().drain_s
         failed = frozenset(self.history.failed)
         choice = decide(desired, seen, failed, lambda name: now - self._drain_since.get(name, now) > drain_s)
+        if choice.forget:
+            kept = {name: row for name, row in self.history.failed.items() if name not in choice.forget}
+            self.history = msgspec.structs.replace(self.history, failed=kept)
         if choice.start_gateway:
             self._start_gateway(now)
         for name in choice.drain:
@@ -183,14 +193,19 @@ class Controller:
             reason = seen.placements[name].reason or "it was gone"
             self._remember_restart(name, reason, seen)
             self._place_times.setdefault(name, []).append(now)
-        self._worker = threading.Thread(target=self._place, args=(choice.place,), name="place", daemon=True)
+        # What an engine mapped when it was last seen: it may have been killed together with its node.
+        rows = seen.view.replicas if seen.view else ()
+        segments = [
+            path for row in rows if row.announcement.replica in again for path in row.announcement.shared_memory
+        ]
+        self._worker = threading.Thread(target=self._place, args=(choice.place, segments), name="place", daemon=True)
         self._worker.start()
 
     def _may_place(self, name: str, now: float) -> bool:
         times = self._place_times.get(name, [])[-5:]
         return not times or now - times[-1] > min(_MAX_PAUSE_S, 2.0 ** len(times) - 1)
 
-    def _place(self, names: Sequence[str]) -> None:
+    def _place(self, names: Sequence[str], segments: Sequence[str]) -> None:
         before = set(self.handle.replicas)
         try:
             self.handle = self.target.resize(self.run, self.handle, names)
@@ -198,6 +213,7 @@ class Controller:
         except PenstockError as exc:
             self.run.add_event("place failed", exc.message)
             return
+        processes.unlink_shared_memory(segments)
         for name in sorted(before - set(names)):
             self._drain_since.pop(name, None)
             self._tell_gateway("/admin/forget", name)
@@ -270,7 +286,8 @@ def _last_words(log: Path) -> str:
         lines = log.read_text("utf-8", "replace").strip().splitlines()
     except OSError:
         return ""
-    return f"; its last line: {lines[-1][:200]}" if lines and "error" in lines[-1].lower() else ""
+    explains = lines and any(word in lines[-1].lower() for word in ("error", "cannot "))
+    return f"; its last line: {lines[-1][:200]}" if explains else ""
 
 
 def _hold(run: Run) -> TextIO | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import re
 import secrets
 import shutil
 import sys
@@ -34,6 +35,7 @@ _CONTROLLER_GRACE_S = 3.0
 _GATEWAY_STARTS = 3  # a gateway that died this often during `up` will not come
 _NOW_GRACE_S = 1.0
 _ENDED = ("down", "failed")
+_PRIVATE_FOLDER = re.compile(r"penstock-([0-9a-f]+)-[0-9]+\Z")  # see engine_process.private_folder
 
 OnState = Callable[[State], None]
 OnStep = Callable[[str], None]
@@ -83,6 +85,11 @@ def prepare(deployment: Deployment, admin_port: int = 0, existing: Run | None = 
     return Prepared(deployment, machine, made, target.render(launch, sys.executable))
 
 
+def rehearse(deployment: Deployment) -> Prepared:
+    """What `up` with these settings would send now, beside or in place of what runs.  Raises as `prepare` does."""
+    return prepare(deployment, existing=_not_ended(deployment.name))
+
+
 def make_plan(deployment: Deployment, machine: Machine, n_replicas: int) -> Plan:
     """The plan for this many new replicas on a machine.  Raises UserError or PlanError."""
     path = models.locate(deployment)
@@ -95,6 +102,11 @@ def make_plan(deployment: Deployment, machine: Machine, n_replicas: int) -> Plan
     if problems:
         raise SpecError(f'deployment "{deployment.name}"', problems)
     facts = models.read_facts(deployment.model, path, _form(engine.forms, path))
+    if facts.form not in engine.forms:
+        raise UserError(
+            f'cannot serve model "{deployment.model}" on engine {name}: no *.{engine.forms[0]} in "{path}"',
+            hint=f"Engine {name} loads {' or '.join(engine.forms)}.",
+        )
     return plan.make(deployment, facts, machine, name, engine.version(), n_replicas)
 
 
@@ -137,18 +149,22 @@ def up(deployment: Deployment, replace: bool = False) -> Started:
                     hint="Add --replace to end it and start the new one, or give another --name.",
                 )
         admin_port = free_port("127.0.0.1")
-        prepared = prepare(deployment, admin_port, existing)
-        old = runs.Run(runs.home() / "runs" / deployment.name)
+        prepared = prepare(deployment, admin_port, _not_ended(deployment.name))
+        old = Run(runs.home() / "runs" / deployment.name)
         if old.exists():
             _end_run(old, now=False, on_step=None)
         return _start(prepared, admin_port)
 
 
-def _running(name: str) -> Run | None:
+def _not_ended(name: str) -> Run | None:
+    """The run of that name that nobody took down: it holds its port and memory, also when it failed by itself."""
     run = Run(runs.home() / "runs" / name)
-    if not run.exists() or run.desired().state == "down":
-        return None
-    return None if observe.now_state(run, time.time()).phase in _ENDED else run
+    return run if run.exists() and run.desired().state == "up" else None
+
+
+def _running(name: str) -> Run | None:
+    run = _not_ended(name)
+    return None if run is None or observe.now_state(run, time.time()).phase in _ENDED else run
 
 
 def _revive(run: Run) -> None:
@@ -217,8 +233,8 @@ def watch(run: Run, on_state: OnState, is_done: Callable[[State], bool], timeout
         time.sleep(_POLL_S)
 
 
-def wait_ready(run: Run, on_state: OnState, timeout_s: float | None = None) -> State:
-    """Block until every replica is ready. A start that failed is taken down, and raised as EngineError."""
+def wait_ready(run: Run, on_state: OnState, timeout_s: float | None = None, is_ours: bool = True) -> State:
+    """Block until every replica is ready. A start that failed is raised as EngineError, and taken down if `is_ours`."""
 
     def is_over(state: State) -> bool:
         gateway_failed = state.gateway.n_restarts >= _GATEWAY_STARTS and state.requests_total == 0
@@ -227,15 +243,20 @@ def wait_ready(run: Run, on_state: OnState, timeout_s: float | None = None) -> S
     state = watch(run, on_state, is_over, timeout_s)
     if state.phase == "ready":
         return state
-    with runs.locked(run.name):
-        _end_run(run, now=True, on_step=None, failure=state)
-    raise _start_error(run, state)
+    error = _start_error(run, state)
+    if is_ours and state.phase != "down":
+        failure = msgspec.structs.replace(state, reason=state.reason or error.detail)
+        with runs.locked(run.name):
+            _end_run(run, now=True, on_step=None, failure=failure)
+    raise error
 
 
 def _start_error(run: Run, state: State) -> PenstockError:
     failed = next((replica for replica in state.replicas if replica.state == "failed"), None)
     if failed is None or failed.announcement is None:
-        last = state.gateway.restarts[-1].reason if state.gateway.restarts else "somebody took it down meanwhile"
+        if state.phase == "down":
+            return PenstockError(f'could not start deployment "{run.name}": somebody took it down meanwhile')
+        last = state.gateway.restarts[-1].reason if state.gateway.restarts else None
         return PenstockError(f'could not start deployment "{run.name}": its gateway is gone', detail=last)
     reason, _, hint = (failed.reason or "").partition(" | ")
     log = run.log(f"replica-{failed.replica}")
@@ -258,7 +279,7 @@ def scale(run: Run, n_replicas: int) -> None:
         if "resize" not in target.features:
             raise UserError(f'cannot scale on target "{deployment.target}"', hint="Change replicas and use --replace.")
         if more > 0:
-            make_plan(deployment, target.machines(deployment)[0], more)
+            plan.check_room(deployment, run.plan(), target.machines(deployment)[0], desired.replicas, more)
         run.write_desired(Desired("up", n_replicas))
         run.add_event("scale", f"{desired.replicas} -> {n_replicas} replicas")
         _revive(run)
@@ -322,7 +343,7 @@ def _private_folders(run_id: str) -> Iterator[Path]:
 def check_deployment(deployment: Deployment) -> Finding:
     """`doctor`'s last line: whether `up` would accept this deployment now, and if not, why."""
     try:
-        prepared = prepare(deployment)
+        prepared = rehearse(deployment)
     except PenstockError as error:
         found = error.message + (f": {error.detail}" if error.detail else "")
         return Finding("deployment", "bad", found, error.hint)
@@ -341,21 +362,19 @@ class Leftover(msgspec.Struct, frozen=True):
 
 def leftovers(with_ended_runs: bool = False) -> list[Leftover]:
     """Processes and temporary folders whose deployment is gone or ended; ended run folders when asked."""
-    owned = {}
-    ended = []
-    for run in runs.every():
-        is_up = run.desired().state == "up"
-        if is_up:
-            owned[str(run.path)] = run.record().id
-        else:
-            ended.append(run)
+    marked = processes.find_marked()
+    ended = [run for run in runs.every() if run.desired().state == "down"]
+    # A process tells its run folder, so that deployments of another PENSTOCK_HOME are left alone.
+    known = {run.path: run for run in [*runs.every(), *(Run(Path(process.run)) for process in marked)] if run.exists()}
+    owned = {run.record().id for run in known.values() if run.desired().state == "up"}
     found = [
         Leftover("process", str(process.pid), f"{process.role} of {process.run}: {process.command}", process)
-        for process in processes.find_marked()
-        if owned.get(process.run) != process.run_id
+        for process in marked
+        if process.run_id not in owned
     ]
     for path in sorted(Path(tempfile.gettempdir()).glob("penstock-*-*")):
-        if path.is_dir() and path.name.split("-")[1] not in owned.values():
+        match = _PRIVATE_FOLDER.match(path.name)
+        if match and path.is_dir() and match.group(1) not in owned:
             found.append(Leftover("folder", str(path), "temporary folder of an engine"))
     if with_ended_runs:
         found += [Leftover("run", str(run.path), f'folder of the ended deployment "{run.name}"') for run in ended]

@@ -88,7 +88,6 @@ class EngineError(PenstockError):
 
 def nearest(word: str, legal: Iterable[str]) -> str | None:
     """The legal name closest to `word`, or None when nothing is close."""
-    found = difflib.get_close_matches(word.replace("_", "-"), [name.replace("_", "-") for name in legal], 1, 0.6)
-    if not found:
-        return None
-    return next(name for name in legal if name.replace("_", "-") == found[0])
+    names = {name.replace("_", "-"): name for name in legal}
+    found = difflib.get_close_matches(word.replace("_", "-"), names, 1, 0.6)
+    return names[found[0]] if found else None

@@ -12,6 +12,7 @@ from typing import Any, BinaryIO
 from penstock.errors import UserError
 from penstock.plan import ModelFacts
 from penstock.spec import DEMO_MODEL, Deployment
+from penstock.units import MIB
 
 BUNDLED = Path(__file__).parent / "demo_model"
 
@@ -60,7 +61,7 @@ def _from_hub(deployment: Deployment) -> Path:
                 deployment.model, allow_patterns=patterns, cache_dir=deployment.cache.weights
             )
         )
-    except (OSError, ValueError, huggingface_hub.errors.HfHubHTTPError) as exc:
+    except Exception as exc:  # its HTTP library, and so the family of a lost connection, changes by version
         raise _hub_error(deployment.model, exc) from exc
 
 
@@ -101,6 +102,11 @@ def read_facts(reference: str, path: Path, form: str) -> ModelFacts:
     """What the files of one form say.  Raises UserError for a folder that holds no such model."""
     if form == "gguf":
         return _gguf_facts(reference, path)
+    if path.is_file():
+        raise UserError(
+            f'cannot use model file "{path}": not a folder with config.json and *.safetensors',
+            hint="Use --engine llamacpp for a GGUF file.",
+        )
     config_path = path / "config.json"
     if not config_path.is_file():
         raise UserError(
@@ -149,14 +155,15 @@ def _listing(path: Path) -> str:
 
 
 def _gguf_facts(reference: str, path: Path) -> ModelFacts:
-    files = [path] if path.is_file() else sorted(path.glob("*.gguf"))
+    files = [path]
+    if path.is_dir():
+        files = [path / name for name in choose_gguf([file.name for file in path.glob("*.gguf")])]
     if not files:
         raise UserError(
             f'cannot use model folder "{path}": no *.gguf in it',
             detail=f"It holds {_listing(path)}. The embedded engine (llamacpp) loads GGUF files only.",
             hint="Use --engine vllm, or a folder with a GGUF file.",
         )
-    files = [path / name for name in choose_gguf([file.name for file in files])] if path.is_dir() else files
     try:
         with files[0].open("rb") as stream:
             keys = read_gguf_keys(stream)
@@ -189,6 +196,7 @@ def _gguf_facts(reference: str, path: Path) -> ModelFacts:
 # https://github.com/ggml-org/ggml/blob/master/docs/gguf.md: value types of the key-value header.
 _GGUF_SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 _GGUF_STRING, _GGUF_ARRAY = 8, 9
+_MAX_GGUF_TEXT_BYTES = 16 * MIB  # chat templates are the longest, some 10 KB; a damaged length must not fill the memory
 
 
 def read_gguf_keys(stream: BinaryIO) -> dict[str, object]:
@@ -208,6 +216,8 @@ def read_gguf_keys(stream: BinaryIO) -> dict[str, object]:
 
 def _gguf_text(stream: BinaryIO) -> str:
     (length,) = struct.unpack("<Q", stream.read(8))
+    if length > _MAX_GGUF_TEXT_BYTES:
+        raise ValueError(f"a text of {length} bytes in its header")
     return stream.read(length).decode("utf-8", "replace")
 
 

@@ -151,7 +151,8 @@ class Node:
             calm = self._ready_after_s is not None and time.monotonic() - began > _CALM_AFTER_S
             failures = 1 if calm else failures + 1
             print(f"penstock: {diagnosis.reason}", flush=True)
-            if not self._was_ready and (diagnosis.is_final or failures >= _STARTS_BEFORE_FAILED):
+            is_same = diagnosis.line is not None and diagnosis.reason == self._reason
+            if not self._was_ready and (diagnosis.is_final or is_same or failures >= _STARTS_BEFORE_FAILED):
                 self._fail(diagnosis)
                 return 1
             self._note_restart(diagnosis)
@@ -174,6 +175,8 @@ class Node:
         finally:
             # An engine that is still loading ignores SIGTERM (vLLM) and has nothing to lose.
             self._process.end(_ENGINE_GRACE_S if self._state == "stopping" and self._ready_after_s else 0.0)
+            # What it mapped when it was last seen: it may have been killed together with its children.
+            processes.unlink_shared_memory(self._segments)
             self._url = None
 
     def _start(self) -> None:
@@ -333,7 +336,7 @@ class Node:
 
     def _fail(self, diagnosis: Diagnosis) -> None:
         assert self._process is not None
-        self._tail = tuple(list(self._process.tail)[-_TAIL_SHOWN:])
+        self._tail = tuple(engines.telling_lines(self._process.tail, diagnosis.line, _TAIL_SHOWN))
         self._reason = diagnosis.reason + (f" | {diagnosis.hint}" if diagnosis.hint else "")
         self._announce("failed")
         deadline = time.monotonic() + _LAST_WORD_S

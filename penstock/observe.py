@@ -64,6 +64,8 @@ def summarise(desired: Desired, seen: Observation, history: History, now: float)
             replicas.append(history.failed[name])
             continue
         told = row.announcement if row else None
+        # A node that was placed again is remembered with what it had told: until the new one speaks, both say it.
+        earlier = tuple(restart for restart in earlier if told is None or restart not in told.restarts)
         state = _replica_state(placement, told.state if row and told and row.is_alive else None)
         restarts = (*earlier, *(told.restarts if told else ()))
         replicas.append(
@@ -121,11 +123,15 @@ def now_state(run: Run, now: float) -> State:
     alive = controller.process is not None and processes.is_alive(controller.process)
     if last is not None and alive and now - last.observed_at < _FRESH_S:
         return last
-    if last is not None and last.phase in ("down", "failed") and not alive:
+    if last is not None and desired.state == "down" and last.phase in ("down", "failed") and not alive:
         return last
     history = History(
         controller=msgspec.structs.replace(controller, state="running" if alive else "gone"),
         gateway=last.gateway if last else Part("gone"),
+        replicas={replica.replica: replica.restarts for replica in (last.replicas if last else ())},
         failed={replica.replica: replica for replica in (last.replicas if last else ()) if replica.state == "failed"},
     )
-    return summarise(desired, look(run, run.handle(), history.gateway), history, now)
+    state = summarise(desired, look(run, run.handle(), history.gateway), history, now)
+    if last is not None and last.phase in ("ready", "degraded") and state.phase == "starting":
+        return msgspec.structs.replace(state, phase="degraded")
+    return state

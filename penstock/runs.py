@@ -217,9 +217,12 @@ class Run:
 
 
 def reachable(listen: str) -> str:
-    """An address that a client on this machine can use for a listen address: 0.0.0.0 becomes 127.0.0.1."""
+    """An address that a client on this machine can use: 0.0.0.0:80 becomes 127.0.0.1:80, ::1:80 becomes [::1]:80."""
     host, _, port = listen.rpartition(":")
-    return f"{'127.0.0.1' if host in ('0.0.0.0', '::', '[::]') else host}:{port}"
+    host = host.strip("[]")
+    if host in ("0.0.0.0", "::"):
+        host = "127.0.0.1" if host == "0.0.0.0" else "::1"
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def write_atomically(path: Path, data: bytes, mode: int = 0o644) -> None:
@@ -287,9 +290,11 @@ def create(draft: Draft, now: float) -> Run:
             final.rename(old)
             shutil.rmtree(old, ignore_errors=True)
         new.rename(final)
-    except OSError as exc:
+    except BaseException as exc:
         shutil.rmtree(new, ignore_errors=True)
-        raise UserError(f'cannot write run folder "{parent / name}": {exc.strerror}') from exc
+        if isinstance(exc, OSError):
+            raise UserError(f'cannot write run folder "{parent / name}": {exc.strerror}') from exc
+        raise
     return Run(final)
 
 

@@ -61,10 +61,20 @@ def ready_text(run: Run, state: State, started: Started) -> str:
         f"  address  {run.url}/v1   model {plan.served_names[0]}",
     ]
     if started.key:
-        lines.append(f"  key      {started.key}   (shown this once: export OPENAI_API_KEY={started.key})")
+        lines.append(_key_line(started.key))
     only = f" {run.name}" if run.name != "penstock-demo" else ""
     lines.append(f"  next     {me} chat{only}   {me} status{only}   {me} down{only}")
     return "\n".join(lines)
+
+
+def submitted_text(started: Started) -> str:
+    """What an `up` says that may not be there any more when the deployment is ready."""
+    lines = [f"{started.name} is starting; watch it with: {command_name()} status {started.name}"]
+    return "\n".join([*lines, _key_line(started.key)] if started.key else lines)
+
+
+def _key_line(key: str) -> str:
+    return f"  key      {key}   (shown this once: export OPENAI_API_KEY={key})"
 
 
 def prepared_text(prepared: Prepared) -> str:

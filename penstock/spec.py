@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ipaddress
+import math
 import re
 import types
 import typing
@@ -125,6 +126,7 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     vessl: dict[str, Any] | None = None
 
 
+_FREE = ("args", "env", *TARGETS)
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?\Z")
 
 # Lower bounds (inclusive) by path; checked after the types.
@@ -232,8 +234,9 @@ def _shown(value: object) -> str:
 
 def _without_absent(value: Any) -> Any:
     if isinstance(value, dict):
-        kept = {key: _without_absent(item) for key, item in value.items()}
-        return {key: item for key, item in kept.items() if item is not None and item != {} and item != []}
+        # What is inside a block of the user's own words is kept as it is: there a bare `key:` has a meaning.
+        kept = {key: item if key in _FREE else _without_absent(item) for key, item in value.items()}
+        return {key: item for key, item in kept.items() if item not in (None, {}, ())}
     return value
 
 
@@ -324,7 +327,9 @@ def _expected(hint: Any) -> str:
         return " or ".join(dict.fromkeys(_expected(option) for option in options if option is not type(None)))
     if origin in (dict, Mapping) or _struct_in(hint):
         return "key: value lines"
-    return "a list" if origin in (list, tuple) else str(hint)
+    if origin in (list, tuple):
+        return f"a list of {_WORDS[options[0]]}" if options[0] in _WORDS else "a list"
+    return str(hint)
 
 
 def _choice_hint(value: Any, hint: Any) -> str | None:
@@ -372,6 +377,9 @@ def _rules(deployment: Deployment) -> Iterator[Problem]:
         value = values.get(path)
         if isinstance(value, int | float) and value < bound:
             yield Problem(path, f"{value} is below {bound:g}")
+    for path, value in values.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            yield Problem(path, f"{value} is not a finite number")
     if not 0 < deployment.engine.gpu_memory_utilization <= 1:
         yield Problem("engine.gpu_memory_utilization", f"{deployment.engine.gpu_memory_utilization} is not in (0, 1]")
     if deployment.replicas.min > deployment.replicas.max:

@@ -38,7 +38,7 @@ def _parse(text: str, table: dict[str, float] | dict[str, int], what: str) -> fl
 
 
 def show_bytes(n_bytes: float) -> str:
-    """Binary units with three figures at most: 1536 -> "1.5 KiB", 7 -> "7 B"."""
+    """Binary units, one decimal below 100: 1536 -> "1.5 KiB", 7 -> "7 B"."""
     for unit, size in (("TiB", 2**40), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
         if abs(n_bytes) >= size:
             value = n_bytes / size
@@ -48,11 +48,11 @@ def show_bytes(n_bytes: float) -> str:
 
 def show_seconds(seconds: float) -> str:
     """0.0123 -> "12 ms", 3.21 -> "3.2 s", 75 -> "1m15s", 7500 -> "2h05m", 200000 -> "2d07h"."""
-    if seconds < 1:
+    if seconds < 0.9995:  # what would be shown as 1000 ms, or below as 60.0 s, goes to the next unit
         return f"{seconds * 1000:.0f} ms"
-    if seconds < 60:
+    if seconds < 59.95:
         return f"{seconds:.1f} s"
-    whole = int(seconds)
+    whole = max(60, int(seconds))
     if whole < 3600:
         return f"{whole // 60}m{whole % 60:02d}s"
     if whole < 86400:

@@ -57,11 +57,12 @@ class Seen(msgspec.Struct, frozen=True):
 
 
 class Diagnosis(msgspec.Struct, frozen=True):
-    """Our reading of a death. `is_final`: starting again unchanged would fail the same way."""
+    """Our reading of a death. `is_final`: starting again unchanged would fail the same way. `line`: what told us."""
 
     reason: str
     hint: str | None = None
     is_final: bool = False
+    line: str | None = None
 
 
 class Metrics(msgspec.Struct, frozen=True):
@@ -110,6 +111,19 @@ def load(name: str) -> Engine:
     engine = getattr(importlib.import_module(module), attribute)()
     assert isinstance(engine, Engine)
     return engine
+
+
+def telling_lines(tail: Sequence[str], cause: str | None, count: int) -> list[str]:
+    """The last `count` lines, or where the cause stands further up, the lines that lead to it and then the last.
+
+    vLLM's parent process prints a long traceback of its own after the one of the process that failed.
+    """
+    lines = list(tail)
+    if cause is None or cause in lines[-count:] or cause not in lines:
+        return lines[-count:]
+    at = len(lines) - 1 - lines[::-1].index(cause)
+    before = count * 2 // 3
+    return [*lines[max(0, at + 1 - before) : at + 1], "...", *lines[-(count - before - 1) :]]
 
 
 def how_it_ended(exit_code: int) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 
 from penstock.engines import Command, Missing, Place
+from penstock.engines import vllm_names as names
 from penstock.engines.vllm import Vllm, pass_through
 from penstock.errors import Problem
 from penstock.plan import Plan
@@ -30,5 +31,5 @@ class Fake(Vllm):
 
     def command(self, plan: Plan, place: Place) -> Command:
         argv = [place.python, "-m", "penstock.testing.fake_engine", "--host", place.host, "--port", str(place.port)]
-        argv += ["--model", plan.deployment, "--served-model-name", *plan.served_names, *pass_through(plan.args)]
+        argv += ["--model", plan.deployment, names.FLAGS["served_names"], *plan.served_names, *pass_through(plan.args)]
         return Command(tuple(argv), plan.env)

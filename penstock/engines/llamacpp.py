@@ -112,7 +112,7 @@ class LlamaCpp(Engine):
         for pattern, reason, hint, is_final in _DEATHS:
             found = [line for line in tail if pattern.search(line)]
             if found:
-                return Diagnosis(f"llama.cpp {ended}: {reason} ({found[0].strip()[:200]})", hint, is_final)
+                return Diagnosis(f"llama.cpp {ended}: {reason} ({found[0].strip()[:200]})", hint, is_final, found[0])
         return Diagnosis(f"llama.cpp {ended}")
 
 

@@ -69,10 +69,10 @@ class Vllm(Engine):
         shards = names.SHARDS.search(line)
         if shards:
             return msgspec.structs.replace(seen, progress=_shard_progress(shards.groups(), plan))
-        for milestone in names.MILESTONES:
+        for milestone in names.MILESTONES:  # one line may say two: "... KV cache size ..., Maximum concurrency ..."
             match = milestone.pattern.search(line)
             if match:
-                return _after(seen, milestone, match.group(1) if milestone.measured else None)
+                seen = _after(seen, milestone, match.group(1) if milestone.measured else None)
         return seen
 
     def diagnose(self, exit_code: int, tail: Sequence[str]) -> Diagnosis:
@@ -86,7 +86,7 @@ class Vllm(Engine):
                 if match:
                     hint = death.hint.format(*match.groups()) if death.hint else None
                     reason = death.reason.format(*(group.strip() for group in match.groups()))
-                    return Diagnosis(f"vLLM {ended}: {reason}", hint, death.is_final)
+                    return Diagnosis(f"vLLM {ended}: {reason}", hint, death.is_final, line)
         return Diagnosis(f"vLLM {ended}")
 
 
@@ -124,7 +124,9 @@ def _device_flags(plan: Plan) -> list[str]:
     # Without an explicit size vLLM asks for 92% of the machine's memory and refuses when less is free. Compiling
     # costs 20-40 s of start for 10% of speed on small models; PP needs it (its warm-up is skipped when eager).
     eager = [names.FLAGS["eager"]] if plan.layout.pipeline == 1 else ["-cc.mode=2", "-cc.backend=eager"]
-    kv = [names.FLAGS["kv_cache_bytes"], str(plan.need.kv_cache_bytes)]
+    # vLLM's number is for each rank; KV heads that are fewer than the tensor ranks are kept on several.
+    kv_shares = min(plan.layout.tensor, plan.model.n_kv_heads or 1) * plan.layout.pipeline
+    kv = [names.FLAGS["kv_cache_bytes"], str(-(-plan.need.kv_cache_bytes // kv_shares))]
     return [*kv, names.FLAGS["max_num_seqs"], str(plan.max_num_seqs), *eager]
 
 

@@ -81,7 +81,7 @@ class Milestone(NamedTuple):
 MILESTONES = (
     Milestone(re.compile(r"non-default args:"), "config", 0.1),
     Milestone(re.compile(r"Initializing a V1 LLM engine"), "engine", 0.3),
-    Milestone(re.compile(r"Starting to load model"), "weights", 0.5),
+    Milestone(re.compile(r"Starting to load model|Loading model from scratch"), "weights", 0.5),
     Milestone(re.compile(r"Loading weights took ([\d.]+) seconds"), "weights", 0.7, "load_s"),
     Milestone(re.compile(r"Model loading took ([\d.]+) GiB"), "weights", 0.7, "weights_gib"),
     Milestone(re.compile(r"Available KV cache memory: ([\d.]+) GiB"), "kv cache", 0.8, "kv_cache_gib"),
@@ -121,7 +121,7 @@ DEATHS = (
         "Lower engine.max_model_len, or raise engine.gpu_memory_utilization.",
     ),
     Death(
-        re.compile(r"((?:Free|Available) memory on (?:device|node).*? is less than desired[^.]*)"),
+        re.compile(r"((?:Free|Available) memory on (?:device|node).*? is less than desired[^(]*(?:\([^)]*\))?)"),
         "the memory it asks for is not free: {0}",
         "Lower engine.gpu_memory_utilization, or end what holds the memory.",
     ),
@@ -162,5 +162,7 @@ DEATHS = (
     ),
     Death(re.compile(r"(SafetensorError: .*)"), "a weights file cannot be read: {0}", "Download the model again."),
     Death(re.compile(r"(No space left on device)"), "the disk is full", "Free space, or move the cache."),
-    Death(re.compile(r"((?:Value|Key|Type|Assertion|Runtime|OS|Import|ModuleNotFound)Error: .*)"), "{0}", None, False),
+    Death(re.compile(r"((?:ModuleNotFound|Import)Error: .*)"), "a package is missing or does not fit: {0}", None),
+    Death(re.compile(r"((?:Value|Key|Type|Attribute|NotImplemented|Assertion)Error: .*)"), "{0}", None),
+    Death(re.compile(r"((?:Runtime|OS|Connection|Timeout)Error: (?!Engine core init).*)"), "{0}", None, False),
 )

@@ -117,7 +117,7 @@ def make(
     max_model_len = _max_model_len(deployment, model)
     layout = _layout(deployment, model, machine, device, n_replicas)
     overhead = _OVERHEAD_BYTES[engine, device] * (layout.n_ranks if device == "cuda" else 1)
-    kv_bytes = _kv_cache_bytes(deployment, model, machine, max_model_len)
+    kv_bytes = _kv_cache_bytes(deployment, model, machine.memory_free_bytes // max(1, n_replicas), max_model_len)
     need = Need(model.weights_bytes, kv_bytes, overhead)
     _refuse_what_does_not_fit(deployment, machine, device, layout, need, n_replicas, max_model_len)
     names = tuple(dict.fromkeys((deployment.name, deployment.model, *deployment.gateway.aliases)))
@@ -143,12 +143,18 @@ def make(
     )
 
 
+def check_room(deployment: Deployment, made: Plan, machine: Machine, n_running: int, n_more: int) -> None:
+    """Nothing when `n_more` replicas of a plan fit beside those that run.  Raises PlanError with the numbers."""
+    _refuse_too_few_gpus(machine, made.device, made.layout, n_running + n_more)
+    _refuse_what_does_not_fit(deployment, machine, made.device, made.layout, made.need, n_more, made.max_model_len)
+
+
 def _max_model_len(deployment: Deployment, model: ModelFacts) -> int:
     asked = deployment.engine.max_model_len
     if asked is not None and asked > model.max_position:
         raise PlanError(
             f'cannot serve model "{deployment.model}" with max_model_len {asked}',
-            detail=f"Its config.json says max_position_embeddings {model.max_position}.",
+            detail=f"Its own files allow {model.max_position} tokens (max_position_embeddings or context_length).",
             hint=f"Set engine.max_model_len to {model.max_position} or less.",
         )
     return asked or model.max_position
@@ -168,13 +174,17 @@ def _layout(deployment: Deployment, model: ModelFacts, machine: Machine, device:
             detail=f"Its {model.n_heads} attention heads do not divide by {layout.tensor}.",
             hint=f"Set parallel.tensor to one of {', '.join(map(str, legal))}.",
         )
+    _refuse_too_few_gpus(machine, device, layout, n_replicas)
+    return layout
+
+
+def _refuse_too_few_gpus(machine: Machine, device: Device, layout: Parallel, n_replicas: int) -> None:
     if device == "cuda" and layout.n_ranks * n_replicas > len(machine.gpus):
         raise PlanError(
             f"cannot place {n_replicas} x {layout.n_ranks} ranks on {machine.host}: it has {len(machine.gpus)} GPUs",
             detail=f"parallel: tensor {layout.tensor}, pipeline {layout.pipeline}, data {layout.data}.",
             hint="Set a smaller parallel or fewer replicas.",
         )
-    return layout
 
 
 def _smallest_tensor(deployment: Deployment, model: ModelFacts, machine: Machine) -> int:
@@ -187,13 +197,13 @@ def _smallest_tensor(deployment: Deployment, model: ModelFacts, machine: Machine
     return max(n for n in range(1, len(machine.gpus) + 1) if model.n_heads % n == 0)
 
 
-def _kv_cache_bytes(deployment: Deployment, model: ModelFacts, machine: Machine, max_model_len: int) -> int:
-    """Room for the workload's concurrency at full length, at most half of what the weights leave, at least one
-    request of max_model_len."""
+def _kv_cache_bytes(deployment: Deployment, model: ModelFacts, share_bytes: int, max_model_len: int) -> int:
+    """Room for the workload's concurrency at full length, at most half of what the weights leave of one replica's
+    share of the free memory, at least one request of max_model_len."""
     per_token = kv_bytes_per_token(model)
     one_request = per_token * max_model_len
     asked = one_request * deployment.workload.concurrency
-    left = max(0, machine.memory_free_bytes - model.weights_bytes)
+    left = max(0, share_bytes - model.weights_bytes)
     return max(_MIN_KV_BYTES, one_request, min(asked, int(left * _MAX_KV_SHARE)))
 
 

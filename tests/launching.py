@@ -1,0 +1,298 @@
+"""What the tests with real processes share: a home of its own, the CLI, and a way out that leaves nothing behind.
+
+    @pytest.fixture
+    def place(tmp_path: Path) -> Iterator[Place]:
+        with a_place(tmp_path) as found:
+            yield found
+
+    def test_x(place: Place) -> None:
+        run = place.up(place.write("one"))
+        ask(run)
+
+The engine is the fake one. When a test ends, the place takes down what it started and asserts that nothing is left: no
+process, no temporary folder, no taken port, no shared memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+from penstock import cli, observe, processes, runs
+from penstock.announce import Process
+from penstock.client import Client, Reply
+from penstock.errors import PenstockError
+from penstock.runs import ReplicaStatus, Run, State
+from penstock.testing.fake_engine.asks import expected_text
+
+DEADLINE_S = 30.0
+SOON_S = 10.0  # by then `status` tells what happened
+PROMPT = "tell me a story"
+_SHM = Path("/dev/shm")
+
+
+def wait_until(is_so: Callable[[], bool], what: str, timeout_s: float = SOON_S) -> None:
+    """Block until it is so; AssertionError with `what` when the time is over."""
+    deadline = time.monotonic() + timeout_s
+    while not is_so():
+        assert time.monotonic() < deadline, f"expected within {timeout_s:.0f} s: {what}"
+        time.sleep(0.05)
+
+
+@dataclass(frozen=True)
+class Done:
+    """A command that has ended."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.out.splitlines()]
+
+
+def call(*words: object) -> Done:
+    """Run a command of the CLI in this process."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = cli.run([str(word) for word in words])
+    return Done(code, out.getvalue(), err.getvalue())
+
+
+@contextlib.contextmanager
+def started(*words: object) -> Iterator[subprocess.Popen[str]]:
+    """A command of the CLI as a process of its own; killed on the way out when it still runs."""
+    child = subprocess.Popen(
+        [sys.executable, "-m", "penstock.cli", *map(str, words)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield child
+    finally:
+        child.kill()
+        child.communicate()
+
+
+def interrupt(*words: object, when: Callable[[], bool]) -> Done:
+    """Start a command, press Ctrl-C as soon as it is so, and wait for its end."""
+    with started(*words) as child:
+        wait_until(lambda: when() or child.poll() is not None, "the moment to interrupt")
+        child.send_signal(signal.SIGINT)
+        out, err = child.communicate(timeout=DEADLINE_S)
+        return Done(child.returncode, out, err)
+
+
+def port_is_free(address: str) -> bool:
+    """Whether "host:port" (a URL will do) refuses connections."""
+    host, _, port = address.removeprefix("http://").rpartition(":")
+    with socket.socket() as probe:
+        probe.settimeout(1.0)
+        return probe.connect_ex((host, int(port))) != 0
+
+
+def kill(*pids: int) -> None:
+    """kill -9, all of them before any can react."""
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+
+
+def private_folders(run_id: str) -> list[Path]:
+    return list(Path(tempfile.gettempdir()).glob(f"penstock-{run_id}-*"))
+
+
+class Asking:
+    """One streamed request in a thread: its text, or the error that ended it."""
+
+    def __init__(self, url: str, n_tokens: int, prompt: str = PROMPT) -> None:
+        self.prompt, self.n_tokens = prompt, n_tokens
+        self.text = ""
+        self.reply: Reply | None = None
+        self.error: PenstockError | None = None
+        self._client = Client(url, timeout_s=DEADLINE_S)
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def end(self) -> Asking:
+        """Wait for its end, of whatever kind."""
+        self._thread.join(DEADLINE_S)
+        assert not self._thread.is_alive(), "the request never ended"
+        return self
+
+    def check_is_whole(self) -> None:
+        self.end()
+        assert self.error is None, f"{self.error} after {self.text!r}"
+        assert self.text == expected_text(self.prompt, self.n_tokens)
+
+    def _run(self) -> None:
+        try:
+            for piece in self._client.stream_chat([{"role": "user", "content": self.prompt}], max_tokens=self.n_tokens):
+                if isinstance(piece, Reply):
+                    self.reply = piece
+                else:
+                    self.text += piece.text
+        except PenstockError as error:
+            self.error = error
+
+
+@dataclass
+class Place:
+    """A PENSTOCK_HOME of its own, what was started in it, and its end."""
+
+    folder: Path
+    addresses: set[str] = field(default_factory=set)  # that must be free in the end
+    run_paths: dict[str, str] = field(default_factory=dict)  # path -> id of every run seen
+
+    def write(self, name: str = "one", args: dict[str, Any] | None = None, **fields: Any) -> Path:
+        """A deployment file with the fake engine. `fields` are those of the file; `engine` and `gateway` are merged."""
+        engine = {"kind": "fake", "args": args or {}, "drain_s": 10, **fields.pop("engine", {})}
+        gateway = {"port": 0, "hold_s": 20, "drain_s": 10, **fields.pop("gateway", {})}
+        facts = {"name": name, "model": "penstock-demo", "engine": engine, "gateway": gateway, **fields}
+        path = self.folder / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(facts), "utf-8")
+        return path
+
+    def up(self, file: Path, *flags: object) -> Run:
+        """`penstock up` that must go well."""
+        done = call("up", file, "--json", *flags)
+        assert done.code == 0, done
+        return self.note(runs.find(str(done.events[0]["name"])))
+
+    def run(self, name: str = "one") -> Run:
+        return self.note(runs.find(name))
+
+    def note(self, run: Run) -> Run:
+        """Remember what must be gone in the end."""
+        with contextlib.suppress(OSError):  # half removed
+            self.run_paths[str(run.path)] = run.record().id
+            self.addresses |= {run.url, run.admin_url}
+            self.addresses |= {
+                replica.announcement.url
+                for replica in observe.now_state(run, time.time()).replicas
+                if replica.announcement is not None and replica.announcement.url is not None
+            }
+        return run
+
+    def assert_nothing_left(self) -> None:
+        """No process, temporary folder or taken port of any run of this place."""
+        for path in self.run_paths:
+            self.assert_nothing_left_of(path)
+        assert [address for address in self.addresses if not port_is_free(address)] == []
+
+    def assert_nothing_left_of(self, run_path: str) -> None:
+        assert processes.find_marked(run_path) == []
+        assert private_folders(self.run_paths[run_path]) == []
+
+    def end(self) -> None:
+        """Take everything down, and whatever survives that by force; then say what survived."""
+        living = [self.note(run) for run in runs.every()]
+        failures = []
+        for run in living:
+            if run.desired().state == "up":
+                done = call("down", run.name, "--now")
+                failures += [done] if done.code else []
+        try:
+            assert not failures
+            self.assert_nothing_left()
+        finally:
+            for path, run_id in self.run_paths.items():
+                processes.sweep(path)
+                for folder in private_folders(run_id):
+                    shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def a_place(folder: Path) -> Iterator[Place]:
+    """A place to start deployments in, with a home of its own and a deadline, and checked to leave nothing."""
+    home = folder / "home"
+    shared_before = set(_SHM.iterdir())
+    found = Place(folder)
+    with pytest.MonkeyPatch.context() as patch, _bounded():
+        patch.setenv("PENSTOCK_HOME", str(home))
+        try:
+            yield found
+        finally:
+            found.end()
+            assert [process for process in processes.find_marked() if process.run.startswith(str(home))] == []
+            assert not _nobodys(set(_SHM.iterdir()) - shared_before)
+
+
+@contextlib.contextmanager
+def _bounded() -> Iterator[None]:
+    """Ends a test that hangs: after the deadline, and with as much time again for its way out."""
+
+    def on_alarm(*_: object) -> None:
+        signal.alarm(int(DEADLINE_S))
+        pytest.fail(f"not done after {DEADLINE_S:.0f} s")
+
+    before = signal.signal(signal.SIGALRM, on_alarm)
+    signal.alarm(int(DEADLINE_S))
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _nobodys(segments: set[Path]) -> set[str]:
+    """Shared memory that no living process maps: other programs on this machine may make theirs meanwhile."""
+    mapped = set(processes.shared_memory(Process(pid, 0.0) for pid in psutil.pids()))
+    return {str(segment) for segment in segments} - mapped
+
+
+def now(run: Run) -> State:
+    """What `status` would tell now."""
+    return observe.now_state(run, time.time())
+
+
+def replica_of(run: Run, name: str = "0") -> ReplicaStatus:
+    return next(replica for replica in now(run).replicas if replica.replica == name)
+
+
+def engine_pid(run: Run, name: str = "0") -> int:
+    told = replica_of(run, name).announcement
+    assert told is not None and told.processes, "the replica runs"
+    return told.processes[0].pid
+
+
+def pids(run: Run, role: str, replica: str | None = None) -> list[int]:
+    """Living processes of a run by role: "controller", "warden", "gateway", "node", "engine"."""
+    return [process.pid for process in processes.find_marked(str(run.path), replica) if process.role == role]
+
+
+def pid_of(run: Run, role: str) -> int:
+    (pid,) = pids(run, role)
+    return pid
+
+
+def ask(run: Run, n_tokens: int = 8, key: str | None = None) -> Reply:
+    """A request through the gateway that must be answered right."""
+    reply = Client(run.url, api_key=key, timeout_s=DEADLINE_S).chat(
+        [{"role": "user", "content": PROMPT}], max_tokens=n_tokens
+    )
+    assert reply.text == expected_text(PROMPT, n_tokens)
+    return reply

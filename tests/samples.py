@@ -1,0 +1,91 @@
+"""Values that many tests start from: model facts, machines, a plan, a run folder. Nothing here runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from penstock import plan, runs, spec
+from penstock.announce import Announcement, GatewayView, Process, ReplicaView
+from penstock.plan import Gpu, Machine, ModelFacts, Plan
+from penstock.runs import Artifact, Draft, Run
+from penstock.spec import Deployment
+from penstock.units import GIB, MIB
+
+NOW = 1_800_000_000.0
+
+LLAMA_70B = ModelFacts(
+    reference="meta-llama/Llama-3.1-70B-Instruct",
+    path="/models/llama70",
+    form="safetensors",
+    architecture="LlamaForCausalLM",
+    weights_bytes=141_107_412_992,
+    n_shards=30,
+    n_layers=80,
+    hidden=8192,
+    n_heads=64,
+    n_kv_heads=8,
+    head_dim=128,
+    vocab=128_256,
+    max_position=131_072,
+)
+DEMO = ModelFacts(
+    reference="penstock-demo",
+    path="/models/demo",
+    form="safetensors",
+    architecture="LlamaForCausalLM",
+    weights_bytes=6 * MIB,
+    n_shards=3,
+    n_layers=4,
+    hidden=256,
+    n_heads=8,
+    n_kv_heads=4,
+    head_dim=32,
+    vocab=2048,
+    max_position=1024,
+)
+
+
+def cpu_machine(free_gib: float = 16, n_cpus: int = 8, memory_gib: float = 32) -> Machine:
+    return Machine("desk", n_cpus, int(memory_gib * GIB), int(free_gib * GIB))
+
+
+def gpu_machine(n_gpus: int, gpu_gib: float = 80) -> Machine:
+    gpus = tuple(Gpu(i, "NVIDIA H100 80GB HBM3", int(gpu_gib * GIB), int(gpu_gib * GIB)) for i in range(n_gpus))
+    return Machine("box", 64, 1024 * GIB, 1000 * GIB, gpus)
+
+
+def deployment(model: str = "penstock-demo", **fields: Any) -> Deployment:
+    return spec.from_mapping({"model": model, **fields})
+
+
+def demo_plan(engine: str = "llamacpp", **changes: Any) -> Plan:
+    made = plan.make(deployment(), DEMO, cpu_machine(), engine, "1.0", 1)
+    return msgspec.structs.replace(made, **changes)
+
+
+def draft(wanted: Deployment | None = None) -> Draft:
+    return Draft(
+        wanted or deployment(),
+        demo_plan(),
+        Artifact(("python", "-m", "penstock.node"), {"launch.json": "{}\n"}),
+        {"listen": "127.0.0.1:8000", "admin": "127.0.0.1:8001"},
+        "secret-token",
+    )
+
+
+def run_folder(wanted: Deployment | None = None, now: float = NOW) -> Run:
+    """A run folder under PENSTOCK_HOME, as `up` writes it before anything is started."""
+    return runs.create(draft(wanted), now)
+
+
+def told(replica: str, state: Any = "ready", **facts: Any) -> Announcement:
+    facts.setdefault("processes", (Process(100 + int(replica), 1.0, "engine"),))
+    return Announcement(replica=replica, model="penstock-demo", state=state, lease_s=6.0, **facts)
+
+
+def view(*rows: Announcement | ReplicaView, requests_total: int = 0) -> GatewayView:
+    """The gateway's table: an announcement stands for a living row without requests."""
+    whole = tuple(row if isinstance(row, ReplicaView) else ReplicaView(row, 0.1, True, False, 0) for row in rows)
+    return GatewayView(whole, sum(row.in_flight for row in whole), 0, requests_total)

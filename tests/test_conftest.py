@@ -1,0 +1,85 @@
+"""The suite's own promises: a home for every test; a skip is said aloud, and fails where nothing may be skipped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock import runs
+
+SKIPPED = ("test_x.py", 3, "Skipped: no such machine")
+
+
+@pytest.fixture
+def conftest(pytestconfig: pytest.Config) -> Any:
+    return pytestconfig.pluginmanager.get_plugin(str(Path(__file__).with_name("conftest.py")))
+
+
+def report(outcome: Any = "skipped") -> pytest.TestReport:
+    return pytest.TestReport("test_x.py::test_y", SKIPPED, {}, outcome, SKIPPED, "call")
+
+
+class Terminal:
+    """What pytest's terminal reporter is asked to write."""
+
+    def __init__(self, *reports: pytest.TestReport) -> None:
+        self.stats = {"skipped": list(reports)} if reports else {}
+        self.text = ""
+
+    def section(self, title: str, **_: object) -> None:
+        self.text += title + "\n"
+
+    def write_line(self, line: str) -> None:
+        self.text += line + "\n"
+
+
+def test_skipped_tests_are_listed_with_their_reasons(conftest: Any) -> None:
+    terminal = Terminal(report())
+    conftest.pytest_terminal_summary(terminal)
+    assert "NOT TESTED: 1 skipped\ntest_x.py::test_y: no such machine\n" in terminal.text
+
+
+def test_nothing_is_listed_when_nothing_was_skipped(conftest: Any) -> None:
+    terminal = Terminal()
+    conftest.pytest_terminal_summary(terminal)
+    assert terminal.text == ""
+
+
+def test_where_all_is_required_a_skip_is_a_failure(conftest: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_REQUIRE_ALL", "1")
+    judged = conftest._judge(report())
+    assert judged.outcome == "failed"
+    assert judged.longrepr == "skipped, and PENSTOCK_REQUIRE_ALL=1 allows no skip: no such machine"
+
+
+def test_where_all_is_required_an_expected_failure_stays_one(conftest: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_REQUIRE_ALL", "1")
+    expected = report()
+    expected.wasxfail = "known"
+    assert conftest._judge(expected).outcome == "skipped"
+
+
+def test_elsewhere_a_skip_stays_a_skip(conftest: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PENSTOCK_REQUIRE_ALL", raising=False)
+    assert conftest._judge(report()).outcome == "skipped"
+
+
+@pytest.mark.parametrize(("marker", "package"), [("vllm", "vllm"), ("llamacpp", "xllamacpp")])
+def test_a_test_that_needs_an_absent_engine_is_skipped(
+    conftest: Any, monkeypatch: pytest.MonkeyPatch, marker: str, package: str
+) -> None:
+    class Item:
+        def get_closest_marker(self, name: str) -> bool:
+            return name == marker
+
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(pytest.skip.Exception, match=f"the package {package} is not installed"):
+        conftest.pytest_runtest_setup(Item())
+
+
+def test_every_test_has_a_home_of_its_own(home: Path, tmp_path: Path) -> None:
+    assert runs.home() == home
+    assert home.is_relative_to(tmp_path)
+    assert not home.exists()

@@ -1,0 +1,100 @@
+"""The embedded engine behind the seam. What needs the wheel is in test_real_llamacpp."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from samples import DEMO, demo_plan
+
+from penstock.announce import Progress
+from penstock.engines import Diagnosis, Place, Seen
+from penstock.engines.llamacpp import LlamaCpp, main
+from penstock.errors import Problem
+from penstock.plan import Plan
+from penstock.spec import Scalar
+
+ENGINE = LlamaCpp()
+PLACE = Place("127.0.0.1", 41000, "/tmp/x", "/venv/bin/python")
+LEGAL = "legal: n-batch, n-ubatch, threads, parallel, verbosity"
+
+
+def gguf_plan(args: dict[str, Scalar | list[Scalar]] | None = None) -> Plan:
+    model = msgspec.structs.replace(DEMO, path="/models/demo.gguf", form="gguf")
+    return demo_plan(model=model, args=args or {}, env={"A": "1"})
+
+
+def test_the_command_starts_the_program_in_the_engines_file() -> None:
+    command = ENGINE.command(gguf_plan(), PLACE)
+    assert " ".join(command.argv) == (
+        "/venv/bin/python -m penstock.engines.llamacpp --model /models/demo.gguf --alias penstock-demo "
+        "--host 127.0.0.1 --port 41000 --max-model-len 1024 --parallel 8 --threads 7"
+    )
+    assert command.env == {"A": "1"}
+
+
+def test_arguments_of_the_file_replace_the_plans() -> None:
+    argv = ENGINE.command(gguf_plan({"n_batch": 64, "threads": 2}), PLACE).argv
+    assert argv[-4:] == ("--threads", "2", "--n-batch", "64")
+
+
+@pytest.mark.parametrize(
+    ("flag", "problem"),
+    [
+        ("model", Problem("engine.args.model", "penstock sets this", "use model")),
+        ("--port", Problem("engine.args.--port", "penstock sets this", "use gateway.port")),
+        ("n_ctx", Problem("engine.args.n_ctx", "penstock sets this", "use engine.max_model_len")),
+        ("flash", Problem("engine.args.flash", "unknown to llamacpp", LEGAL)),
+    ],
+)
+def test_arguments_it_does_not_take_are_refused(flag: str, problem: Problem) -> None:
+    assert ENGINE.problems({flag: 1, "n_batch": 1}) == [problem]
+
+
+def test_its_log_is_read_stage_by_stage_and_never_backwards() -> None:
+    lines = [
+        "srv    load_model: loading model '/models/demo.gguf'",
+        "load_tensors:   CPU_Mapped model buffer size =     6.00 MiB",
+        "llama_context: n_ctx = 8192",
+        "llama_model_load: again",
+        "penstock: listening on http://127.0.0.1:41000",
+    ]
+    seen, stages = Seen(Progress("imports", fraction=0.0)), []
+    for line in lines:
+        seen = ENGINE.read(line, seen, gguf_plan())
+        stages.append((seen.progress.stage, seen.progress.fraction))
+    assert stages == [("weights", 0.2), ("weights", 0.5), ("kv cache", 0.8), ("kv cache", 0.8), ("probe", 0.99)]
+
+
+@pytest.mark.parametrize(
+    ("line", "reason", "is_final"),
+    [
+        ("couldn't bind HTTP server socket", "its port was taken by another process", False),
+        ("llama_model_load: error loading model: bad file", "the GGUF cannot be read", True),
+        ("terminate called: std::bad_alloc", "out of memory", True),
+        ("x: error: unrecognized arguments: --y", "it refused its command line", True),
+    ],
+)
+def test_a_death_is_explained_with_its_line(line: str, reason: str, is_final: bool) -> None:
+    found = ENGINE.diagnose(1, ["x", line])
+    assert found.reason == f"llama.cpp exited with code 1: {reason} ({line})"
+    assert found.is_final is is_final
+
+
+def test_an_end_without_an_explanation_says_how_it_ended() -> None:
+    assert ENGINE.diagnose(-11, ["x"]) == Diagnosis("llama.cpp was killed by signal 11 (SIGSEGV)")
+
+
+def test_an_absent_wheel_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    missing = ENGINE.missing()
+    assert missing is not None
+    assert missing.reason == "the package xllamacpp is not installed in this Python"
+    assert missing.install == "pip install 'penstock[llamacpp]'"
+
+
+def test_its_program_refuses_what_it_does_not_know(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--model", "m", "--alias", "a", "--port", "1", "--max-model-len", "1", "--frobnicate"])
+    assert caught.value.code == 2
+    # The very line that `diagnose` looks for.
+    assert ENGINE.diagnose(2, capsys.readouterr().err.splitlines()).is_final

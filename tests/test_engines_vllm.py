@@ -1,0 +1,311 @@
+"""vLLM behind the seam: its command line (golden), its log read, its deaths read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+from samples import DEMO, LLAMA_70B, cpu_machine, demo_plan, deployment, gpu_machine
+
+from penstock import engines, plan
+from penstock.announce import Progress
+from penstock.engines import Command, Place, Seen, vllm_names
+from penstock.engines.vllm import Vllm, pass_through
+from penstock.errors import Problem
+from penstock.plan import Plan
+from penstock.spec import Scalar
+
+GOLDEN = Path(__file__).parent / "golden"
+RECORDED = GOLDEN / "vllm-0.32.0"
+PLACE = Place("127.0.0.1", 41000, "/tmp/penstock-0a1b2c-0", "/venv/bin/python")
+START = Seen(Progress("imports", fraction=0.0))
+VLLM = Vllm()
+
+
+def cpu_plan(**fields: object) -> Plan:
+    wanted = deployment(name="demo", gateway={"aliases": ["d2"]}, **fields)
+    return plan.make(wanted, DEMO, cpu_machine(), "vllm", "0.32.0+cpu", 1)
+
+
+PLANS = {
+    "cpu": cpu_plan(engine={"args": {"seed": 7}, "env": {"OMP_NUM_THREADS": "3"}}),
+    "cpu-tp2": cpu_plan(parallel={"tensor": 2}),
+    "cpu-pp2": cpu_plan(parallel={"pipeline": 2}),
+    "cuda-tp4": plan.make(
+        deployment(
+            "meta-llama/Llama-3.1-70B-Instruct",
+            parallel={"tensor": 4, "expert": True},
+            engine={"max_model_len": 32768, "args": {"enable_prefix_caching": True, "chunked-prefill": False}},
+        ),
+        LLAMA_70B,
+        gpu_machine(4),
+        "vllm",
+        "0.33.0",
+        1,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_the_command_is_the_golden_one(name: str) -> None:
+    """Written anew by deleting the file and running the test twice; read the difference before you keep it."""
+    path = GOLDEN / "vllm-command" / f"{name}.json"
+    command = VLLM.command(PLANS[name], PLACE)
+    if not path.exists():
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps(msgspec.to_builtins(command), indent=2) + "\n")
+        pytest.fail(f"{path} was absent and is written: read it, then run again")
+    assert command == msgspec.json.decode(path.read_bytes(), type=Command)
+
+
+def test_the_files_own_environment_wins() -> None:
+    assert VLLM.command(PLANS["cpu"], PLACE).env["OMP_NUM_THREADS"] == "3"
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        ({"enable-x": True}, ["--enable-x"]),
+        ({"enable_x": None}, ["--enable-x"]),
+        ({"enable-x": False}, ["--no-enable-x"]),
+        ({"--max-num-seqs": 4, "dtype": "auto"}, ["--max-num-seqs", "4", "--dtype", "auto"]),
+        ({"middleware": ["a", "b"]}, ["--middleware", "a", "b"]),
+        ({"compilation-config": '{"mode": 3}'}, ["--compilation-config", '{"mode": 3}']),
+        ({}, []),
+    ],
+)
+def test_arguments_pass_through(args: dict[str, Scalar | list[Scalar]], expected: list[str]) -> None:
+    assert pass_through(args) == expected
+
+
+@pytest.mark.parametrize("flag", vllm_names.GONE)
+def test_flags_that_are_gone_are_refused_with_what_to_do(flag: str) -> None:
+    assert VLLM.problems({flag.replace("-", "_"): 1}) == [
+        Problem(f"engine.args.{flag.replace('-', '_')}", "vLLM no longer has this flag", vllm_names.GONE[flag])
+    ]
+
+
+@pytest.mark.parametrize("flag", vllm_names.OURS)
+def test_flags_that_penstock_sets_are_refused_with_their_field(flag: str) -> None:
+    assert VLLM.problems({f"--{flag}": 1}) == [
+        Problem(f"engine.args.--{flag}", "penstock sets this flag", f"use {vllm_names.OURS[flag]}")
+    ]
+
+
+def test_other_flags_are_left_to_vllm() -> None:
+    assert VLLM.problems({"seed": 1, "max-num-seqs": 2}) == []
+
+
+def read(lines: list[str], made: Plan | None = None) -> list[Seen]:
+    """What is seen after each line that says something."""
+    seen, found = START, []
+    for line in lines:
+        after = VLLM.read(line, seen, made or demo_plan("vllm"))
+        if after is not seen:
+            found.append(after)
+        seen = after
+    return found
+
+
+def test_a_recorded_start_is_read_stage_by_stage() -> None:
+    # As engine_process cuts it: a carriage return ends a line too.
+    found = read((RECORDED / "start.log").read_text().replace("\r", "\n").splitlines())
+    stages = list(dict.fromkeys(seen.progress.stage for seen in found))
+    assert stages == ["config", "engine", "weights", "kv cache", "server", "probe"]
+    fractions = [seen.progress.fraction for seen in found if seen.progress.fraction is not None]
+    assert fractions == sorted(fractions)
+    assert len(fractions) == len(found)
+    assert found[-1].measured == {
+        "load_s": 0.02,
+        "kv_cache_tokens": 32768.0,
+        "concurrency": 64.0,
+        "init_s": 0.19,
+    }
+
+
+def test_shards_are_counted_with_speed_and_time_left() -> None:
+    made = msgspec.structs.replace(demo_plan("vllm"), model=LLAMA_70B)
+    line = "Loading safetensors checkpoint shards:  50% Completed | 15/30 [00:40<01:20,  2.1s/it]"
+    (seen,) = read([line], made)
+    assert seen.progress == Progress("weights", 15, 30, 141_107_412_992 / 2 / 40, 80.0, 0.6)
+
+
+def test_a_slow_load_counts_hours() -> None:
+    line = "Loading safetensors checkpoint shards:  10% Completed | 3/30 [1:00:10<9:01:30, 1203.3s/it]"
+    (seen,) = read([line])
+    assert seen.progress.eta_s == 9 * 3600 + 90
+    assert seen.progress.bytes_per_s == DEMO.weights_bytes * 0.1 / 3610
+
+
+@pytest.mark.parametrize("clock", ["[00:00<?, ?it/s]", ""])
+def test_the_first_shard_line_promises_no_time(clock: str) -> None:
+    (seen,) = read([f"Loading safetensors checkpoint shards:   0% Completed | 0/4 {clock}"])
+    assert seen.progress == Progress("weights", 0, 4, fraction=0.5)
+
+
+def test_a_start_on_gpus_is_read_with_its_numbers() -> None:
+    lines = [
+        "(Worker_TP0 pid=9) INFO 11-20 13:14:39 [gpu_model_runner.py:4000] Model loading took 32.8571 GiB memory and 9 s",
+        "(EngineCore pid=9) INFO 11-20 13:14:39 [gpu_worker.py:300] Available KV cache memory: 35.20 GiB",
+        "(EngineCore pid=9) INFO 11-20 13:14:39 [kv_cache_utils.py:1] GPU KV cache size: 461,376 tokens",
+        "(Worker_TP0 pid=9) INFO 11-20 13:14:39 [monitor.py:1] torch.compile takes 41.20 s in total",
+        "(EngineCore pid=9) INFO 11-20 13:14:39 [x.py:1] Graph capturing finished in 21 secs, took 1.0 GiB",
+    ]
+    assert read(lines)[-1].measured == {
+        "weights_gib": 32.8571,
+        "kv_cache_gib": 35.2,
+        "kv_cache_tokens": 461376.0,
+        "compile_s": 41.2,
+        "graphs_s": 21.0,
+    }
+
+
+def test_lines_that_say_nothing_change_nothing() -> None:
+    assert read(["", "hello", "INFO:     127.0.0.1:1 - GET /health 200 OK"]) == []
+
+
+# For each row of DEATHS: a line as vLLM prints it, what we say, the hint's beginning, whether it is final.
+DEATHS = [
+    ("OSError: [Errno 98] Address already in use", "its port was taken by another process", None, False),
+    (
+        "ValueError: To serve at least one request with the models's max seq len (131072), 16.0 GiB KV cache is needed, "
+        "which is larger than the available KV cache memory (2.0 GiB). Based on the available memory, the estimated "
+        "maximum model length is 16384. Try increasing `gpu_memory_utilization`.",
+        "the KV cache for one request of max_model_len does not fit",
+        "Set engine.max_model_len to 16384 or less",
+        True,
+    ),
+    (
+        "ValueError: To serve one request, (16.0 GiB KV cache is needed, which is larger than the available (2.0 GiB)",
+        "the KV cache for one request of max_model_len does not fit: (16.0 GiB KV cache is needed, which is larger "
+        "than the available (2.0 GiB)",
+        "Lower engine.max_model_len",
+        True,
+    ),
+    (
+        "ValueError: Free memory on device cuda:0 (10.0/79.1 GiB) on startup is less than desired GPU memory "
+        "utilization (0.92, 72.8 GiB). Decrease it.",
+        "the memory it asks for is not free: Free memory on device cuda:0 (10.0/79.1 GiB) on startup is less than "
+        "desired GPU memory utilization (0.92, 72.8 GiB)",
+        "Lower engine.gpu_memory_utilization",
+        True,
+    ),
+    (
+        "ValueError: No available memory for the cache blocks. Try increasing",
+        "no memory is left for the KV cache after the weights",
+        "Raise engine.gpu_memory_utilization",
+        True,
+    ),
+    (
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB",
+        "out of memory (OutOfMemoryError)",
+        "Lower engine.gpu_memory_utilization",
+        True,
+    ),
+    (
+        "ValueError: Total number of attention heads (8) must be divisible by tensor parallel size (3).",
+        "Total number of attention heads (8) must be divisible by tensor parallel size (3)",
+        "Set parallel.tensor",
+        True,
+    ),
+    (
+        "  Value error, User-specified max_model_len (99999) is greater than the derived max_model_len (max=1024)",
+        "User-specified max_model_len (99999) is greater than the derived max_model_len",
+        "Lower engine.max_model_len.",
+        True,
+    ),
+    (
+        "api_server.py: error: unrecognized arguments: --frobnicate 3",
+        "vLLM refused its command line: unrecognized arguments: --frobnicate 3",
+        "Check engine.args",
+        True,
+    ),
+    (
+        "  Value error, Model architectures ['FooForCausalLM'] are not supported for now.",
+        "this vLLM does not know the model: Model architectures ['FooForCausalLM'] are not supported",
+        "Use a newer vLLM",
+        True,
+    ),
+    (
+        "huggingface_hub.errors.GatedRepoError: 401 Client Error. Cannot access gated repo",
+        "the hub refused the download (GatedRepoError)",
+        "Accept the model's licence",
+        True,
+    ),
+    (
+        "safetensors_rust.SafetensorError: Error while deserializing header: HeaderTooLarge",
+        "a weights file cannot be read: SafetensorError: Error while deserializing header: HeaderTooLarge",
+        "Download the model again.",
+        True,
+    ),
+    ("OSError: [Errno 28] No space left on device", "the disk is full", "Free space", True),
+    ("RuntimeError: something new", "RuntimeError: something new", None, False),
+]
+
+
+@pytest.mark.parametrize(("line", "reason", "hint", "is_final"), DEATHS)
+def test_a_death_is_explained(line: str, reason: str, hint: str | None, is_final: bool) -> None:
+    found = VLLM.diagnose(1, ["INFO 11-20 13:14:31 [x.py:1] a ValueError: of no matter", "x", line, "RuntimeError: z"])
+    assert found.reason == f"vLLM exited with code 1: {reason}"
+    assert found.is_final is is_final
+    assert (found.hint or "").startswith(hint or "")
+    assert (found.hint is None) == (hint is None)
+
+
+def test_every_row_of_deaths_is_tried() -> None:
+    tried = {next(death for death in vllm_names.DEATHS if death.pattern.search(row[0])) for row in DEATHS}
+    assert tried == set(vllm_names.DEATHS)
+
+
+@pytest.mark.parametrize(
+    ("log", "reason"),
+    [
+        ("start_refused_memory.log", "less than desired CPU memory utilization (0.999, 6.58 GiB)"),
+        ("start_refused_no_blocks.log", "no memory is left for the KV cache after the weights"),
+    ],
+)
+def test_recorded_refusals_are_explained(log: str, reason: str) -> None:
+    found = VLLM.diagnose(1, (RECORDED / log).read_text().splitlines())
+    assert reason in found.reason
+    assert found.is_final
+    assert found.hint
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (-9, "vLLM was killed by signal 9 (SIGKILL: the kernel out of memory, or somebody)"),
+        (-11, "vLLM was killed by signal 11 (SIGSEGV)"),
+        (-15, "vLLM was killed by signal 15"),
+        (3, "vLLM exited with code 3"),
+    ],
+)
+def test_an_end_without_an_explanation_says_how_it_ended(code: int, words: str) -> None:
+    assert VLLM.diagnose(code, ["nothing to see"]) == engines.Diagnosis(words)
+
+
+def test_no_line_explains_a_signal() -> None:
+    assert VLLM.diagnose(-9, ["ValueError: old news"]).reason.startswith("vLLM was killed by signal 9")
+    assert "old news" not in VLLM.diagnose(-9, ["ValueError: old news"]).reason
+
+
+def test_an_absent_vllm_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    missing = VLLM.missing()
+    assert missing is not None
+    assert missing.reason == "the package vllm is not installed in this Python"
+    assert "pip install 'penstock[vllm]'" in missing.install
+
+
+def test_engines_are_loaded_by_name() -> None:
+    assert {name: engines.load(name).name for name in engines.TABLE} == {name: name for name in engines.TABLE}
+
+
+def test_the_fake_engine_takes_every_argument() -> None:
+    fake = engines.load("fake")
+    assert fake.problems({"model": 1, "swap-space": 1}) == []
+    argv = fake.command(demo_plan("fake", args={"ttft-s": 0}), PLACE).argv
+    assert argv[1:3] == ("-m", "penstock.testing.fake_engine")
+    assert argv[-2:] == ("--ttft-s", "0")

@@ -1,0 +1,465 @@
+"""What penstock does when its parts die, hang or never come up: real processes, the fake engine, signals from outside.
+
+Each time: status tells the truth, the part comes back or the refusal says why, and `down` leaves nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launching import (
+    PROMPT,
+    SOON_S,
+    Asking,
+    Place,
+    a_place,
+    ask,
+    call,
+    engine_pid,
+    kill,
+    now,
+    pid_of,
+    pids,
+    replica_of,
+    started,
+    wait_until,
+)
+
+from penstock import deploy, preflight, processes, runs
+from penstock.announce import Restart
+from penstock.client import HttpError
+from penstock.runs import Run
+from penstock.testing.fake_engine.asks import expected_text
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Place]:
+    with a_place(tmp_path) as found:
+        yield found
+
+
+def restarts(run: Run, part: str) -> list[Restart]:
+    """What `status` tells about the restarts of a part."""
+    facts = call("status", run.name, "--json").json
+    told = facts["replicas"][0] if part == "replica" else facts[part]
+    assert told["n_restarts"] >= len(told["restarts"]) or part != "replica"
+    return [Restart(**restart) for restart in told["restarts"]]
+
+
+def wait_restarted(run: Run, part: str, n_before: int, words: str) -> None:
+    """Status names the part with a reason, and everything is ready again."""
+
+    def is_told() -> bool:
+        told = restarts(run, part)
+        return len(told) > n_before and words in told[-1].reason
+
+    wait_until(is_told, f'status tells a restart of the {part} for "{words}"')
+    wait_until(lambda: now(run).phase == "ready", "everything is ready again")
+
+
+def child_pid(run: Run) -> int:
+    (pid,) = [pid for pid in pids(run, "engine") if pid != engine_pid(run)]
+    return pid
+
+
+def check_killed(place: Place, run: Run, part: str, victim: int, words: str, is_answered: bool = True) -> None:
+    """Kill one process: a request of that moment is held and answered, status tells, the part is back."""
+    n_before = len(restarts(run, part))
+    kill(victim)
+    if is_answered:
+        ask(run)
+    wait_restarted(run, part, n_before, words)
+    place.note(run)
+    assert victim not in [process.pid for process in processes.find_marked(str(run.path))]
+    ask(run)
+
+
+def test_killed_gateway_node_engine_and_engine_child_come_back(place: Place) -> None:
+    run = place.up(place.write("one", args={"child": True}))
+    gateway = pid_of(run, "gateway")
+    check_killed(place, run, "gateway", gateway, f"its process {gateway} was gone", is_answered=False)
+
+    orphans, node = pids(run, "engine"), pid_of(run, "node")
+    check_killed(place, run, "replica", node, f"its node process {node} is gone")
+    assert not set(orphans) & set(pids(run, "engine")), "the killed node's engine and its child are ended"
+
+    orphan = child_pid(run)
+    check_killed(place, run, "replica", engine_pid(run), "was killed by signal 9")
+    assert orphan not in pids(run, "engine"), "the killed engine's child is ended"
+
+    # Its server lives on for a moment and answers 500: an answer that the gateway passes on.
+    check_killed(place, run, "replica", child_pid(run), "EngineCore", is_answered=False)
+    text = call("status").out
+    assert "restarts, newest first:" in text
+    assert "its node process" in text
+    assert len(restarts(run, "replica")) == 3
+    assert call("down").code == 0
+    place.assert_nothing_left()
+
+
+def test_killed_controller_and_warden_come_back(place: Place) -> None:
+    run = place.up(place.write("one"))
+    parts = {role: pid_of(run, role) for role in ("gateway", "node", "engine")}
+    warden = pid_of(run, "warden")
+    kill(warden)
+    wait_until(lambda: bool({*pids(run, "warden")} - {warden}), "another warden")
+    assert f"warden restarted: its process {warden} was gone" in call("logs", "--part", "events").out
+
+    controller = pid_of(run, "controller")
+    kill(controller)
+    wait_until(lambda: now(run).controller.state == "gone", "status tells that the controller is gone")
+    assert now(run).phase == "ready", "what it looked after goes on"
+    ask(run)
+    wait_restarted(run, "controller", 0, f"its process {controller} was gone")
+    assert now(run).controller.state == "running"
+    wait_until(lambda: len(pids(run, "warden")) == 1, "one warden")
+    assert {role: pid_of(run, role) for role in parts} == parts, "nothing else was touched"
+
+
+def test_killed_controller_and_warden_at_once_are_revived_by_up(place: Place) -> None:
+    file = place.write("one")
+    run = place.up(file)
+
+    def kill_both() -> None:
+        kill(pid_of(run, "warden"), pid_of(run, "controller"))
+        wait_until(lambda: not pids(run, "controller") and not pids(run, "warden"), "both are gone")
+
+    kill_both()
+    status = call("status")
+    assert "the controller is gone: nothing is brought back until" in status.out
+    assert now(run).phase == "ready"
+    ask(run)
+    kill(engine := engine_pid(run), pid_of(run, "gateway"))
+    wait_until(lambda: now(run).gateway.state == "gone", "status sees by itself that the gateway is gone")
+    again = call("up", file, "--json")
+    assert (again.code, again.events[0]["was_running"]) == (0, True)
+    wait_restarted(run, "controller", 0, "was gone")
+    wait_restarted(run, "gateway", 0, "was gone")
+    place.note(run)
+    assert engine_pid(run) != engine
+    ask(run)
+    kill_both()
+    assert call("down").code == 0, "down needs nothing alive"
+    place.assert_nothing_left()
+
+
+def kill_all(run: Run) -> None:
+    kill(*(process.pid for process in processes.find_marked(str(run.path))))
+    wait_until(lambda: not processes.find_marked(str(run.path)), "all of it is gone")
+
+
+def test_everything_killed_at_once_comes_back_with_up(place: Place) -> None:
+    file = place.write("one", args={"child": True})
+    run = place.up(file)
+    kill_all(run)
+    state = now(run)
+    assert state.phase == "degraded"
+    assert (state.controller.state, state.gateway.state, state.replicas[0].state) == ("gone", "gone", "gone")
+    assert "the controller is gone" in call("status").out
+    assert call("up", file).code == 0
+    place.note(run)
+    ask(run)
+
+
+def test_shared_memory_of_killed_processes_is_removed(place: Place) -> None:
+    """As vLLM's does, the engine maps a segment that only its polite end would unlink."""
+    hook, tag = place.folder / "hook", f"{tag}-{os.getpid()}"
+    hook.mkdir()
+    (hook / "sitecustomize.py").write_text(
+        "import mmap, os, sys\n"
+        "if 'penstock.testing.fake_engine' in sys.orig_argv:\n"
+        f"    descriptor = os.open(f'/dev/shm/{tag}-{{os.getpid()}}', os.O_CREAT | os.O_RDWR)\n"
+        "    os.ftruncate(descriptor, 4096)\n"
+        "    kept = mmap.mmap(descriptor, 4096)\n"
+    )
+    run = place.up(place.write("one", engine={"env": {"PYTHONPATH": str(hook)}}))
+
+    def segments() -> set[str]:
+        return {path.name for path in Path("/dev/shm").glob(f"{tag}-*")}
+
+    def is_told() -> bool:
+        told = replica_of(run).announcement
+        return told is not None and told.shared_memory == (f"/dev/shm/{tag}-{engine_pid(run)}",)
+
+    first = engine_pid(run)
+    assert segments() == {f"{tag}-{first}"}
+    kill(pid_of(run, "node"))
+    wait_restarted(run, "replica", 0, "node process")
+    second = engine_pid(run)
+    assert segments() == {f"{tag}-{second}"}, "the orphan's segment went with it"
+    wait_until(is_told, "status knows the segment")
+    kill(pid_of(run, "node"), second)
+    wait_restarted(run, "replica", 1, "node process")
+    third = engine_pid(run)
+    assert segments() == {f"{tag}-{third}"}, "nobody mapped it any more, but its node had told of it"
+    wait_until(is_told, "status knows the segment")
+    kill(third)
+    wait_restarted(run, "replica", 2, "was killed by signal 9")
+    assert segments() == {f"{tag}-{engine_pid(run)}"}
+    wait_until(is_told, "status knows the segment")
+    kill_all(run)
+    assert call("down").code == 0
+    assert segments() == set()
+
+
+def test_hanging_engine_is_found_stalled_and_its_request_is_answered_after_all(place: Place) -> None:
+    faults = {
+        "hang-after-requests": 1,
+        "fault-once": str(place.folder / "hung"),
+    }  # the first request is the node's probe
+    run = place.up(place.write("one", args=faults, engine={"stall_s": 3}))
+    ask(run)
+    wait_restarted(run, "replica", 0, "stalled: 1 request(s) running")
+    place.note(run)
+    ask(run)
+
+
+def test_engine_that_dies_in_a_stream_ends_it_with_an_error_event(place: Place) -> None:
+    faults = {"crash-mid-stream": 5, "fault-once": str(place.folder / "crashed")}
+    run = place.up(place.write("one", args=faults))
+    stream = Asking(run.url, 40).end()
+    assert stream.error is not None
+    assert stream.error.is_retryable
+    assert "the answer broke off" in stream.error.message
+    assert stream.text
+    assert expected_text(PROMPT, 40).startswith(stream.text)
+    Asking(run.url, 40).check_is_whole()
+    wait_restarted(run, "replica", 0, "exited with code 1")
+    place.note(run)
+
+
+def test_engine_that_crashes_again_and_again_is_kept_trying_and_tells_why(place: Place) -> None:
+    run = place.up(place.write("one", args={"crash-after-requests": 1}))
+    with pytest.raises(HttpError) as failed:
+        ask(run)
+    assert failed.value.status == 502
+    wait_until(lambda: replica_of(run).n_restarts == 2, "status counts both")
+    assert [restart.reason for restart in restarts(run, "replica")] == ["vLLM exited with code 1"] * 2
+    wait_until(lambda: now(run).phase == "ready", "it is ready again")
+    place.note(run)
+
+
+def wait_failed(run: Run) -> None:
+    wait_until(lambda: now(run).phase == "failed", "the start has failed")
+
+
+FAILING_STARTS: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
+    # what the engine does, its settings, the reading of it, and the hint
+    "no room for the KV cache": (
+        {"oom": "kv-cache"},
+        {},
+        "the KV cache for one request of max_model_len does not fit",
+        "Set engine.max_model_len to",
+    ),
+    "not enough memory": ({"oom": "memory"}, {}, "the memory it asks for is not free", "engine.gpu_memory_utilization"),
+    "an error nobody knows": ({"crash-at-start": "ValueError: no such thing"}, {}, "ValueError: no such thing", "logs"),
+    "a flag that it does not know": ({"no-such-flag": 1}, {}, "refused its command line", "engine.args"),
+    "too slow": ({"load-s": 30}, {"start_timeout_s": 1}, "it was not ready after", "penstock logs one"),
+}
+
+
+@pytest.mark.parametrize("case", FAILING_STARTS)
+def test_failed_start_says_why_and_leaves_nothing(place: Place, case: str) -> None:
+    args, engine, reading, hint = FAILING_STARTS[case]
+    done = call("up", place.write("one", args=args, engine=engine))
+    place.run()
+    assert done.code == 1, done
+    assert 'error: could not start replica 0 of "one"' in done.err
+    assert reading in done.err
+    assert hint in done.err
+    assert "its last lines:" in done.err
+    place.assert_nothing_left()
+    facts = call("status", "one", "--json").json
+    assert facts["phase"] == "failed"
+    assert reading in facts["reason"]
+    assert 0 < len(facts["replicas"][0]["announcement"]["log_tail"]) <= 20
+    assert reading in call("status", "one").out
+    last = facts["replicas"][0]["announcement"]["log_tail"][-1]
+    assert last in call("logs", "one").out
+    assert call("ls", "--json").json == []
+    assert "failed" in call("ls", "--all").out
+
+
+def test_failed_start_can_be_tried_again_on_the_same_port(place: Place) -> None:
+    gateway = {"port": deploy.free_port("127.0.0.1")}
+    assert call("up", place.write("one", args={"oom": "kv-cache"}, gateway=gateway), "--no-wait").code == 0
+    run = place.run()
+    wait_failed(run)
+    assert call("up", place.write("one", gateway=gateway)).code == 0
+    place.note(run)
+    ask(run)
+
+
+def test_failed_replica_beside_a_ready_one_does_not_end_it(place: Place) -> None:
+    """The second replica finds the file that the first made, and fails at its start."""
+    run = place.up(place.write("one"))
+    broken = json.loads((run.artifact_path / "launch.json").read_text())
+    broken["plan"]["args"] = {"oom": "kv-cache"}
+    (run.artifact_path / "launch.json").write_text(json.dumps(broken))
+    scaled = call("scale", "2")
+    assert scaled.code == 1
+    assert "could not start replica 1" in scaled.err
+    assert now(run).phase == "degraded"
+    ask(run)
+    again = call("up", place.folder / "one.yaml")
+    assert again.code == 1
+    assert "could not start replica 1" in again.err
+    ask(run)
+    assert call("scale", "1").code == 0
+    assert now(run).phase == "ready"
+    ask(run)
+
+
+def test_down_ends_an_engine_that_ignores_sigterm(place: Place) -> None:
+    loading = {"load-s": 25, "ignore-sigterm-while-loading": True, "child": True}
+    assert call("up", place.write("one", args=loading), "--no-wait").code == 0
+    run = place.run()
+    wait_until(lambda: replica_of(run).state == "loading", "the engine loads")
+    place.note(run)
+    two = place.up(place.write("two", args={"ignore-sigterm": True, "child": True}))
+    ask(two)
+    for name in ("one", "two"):
+        with started("down", name) as ending:
+            assert ending.wait(SOON_S) == 0, "within seconds, although the engine has to be killed"
+    place.assert_nothing_left()
+
+
+@contextlib.contextmanager
+def taken_port() -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener.getsockname()[1]
+
+
+def test_taken_port_is_refused_before_the_start(place: Place) -> None:
+    with taken_port() as port:
+        done = call("up", place.write("one", gateway={"port": port}))
+    assert done.code == 2
+    assert f"cannot listen on 127.0.0.1:{port}" in done.err
+    assert not (runs.home() / "runs" / "one").exists()
+
+
+def test_port_taken_between_check_and_start_is_told_and_leaves_nothing(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "check_port", lambda host, port: None)
+    with taken_port() as port:
+        done = call("up", place.write("one", gateway={"port": port}))
+    run = place.run()
+    assert done.code == 1, done
+    assert "its gateway" in done.err
+    assert f"cannot listen on 127.0.0.1:{port}: the port is taken" in done.err
+    place.assert_nothing_left()
+    assert now(run).phase == "failed"
+    assert f"cannot listen on 127.0.0.1:{port}" in call("status", "one").out
+
+
+def test_orphans_of_a_deleted_run_folder_are_found_and_cleaned(place: Place) -> None:
+    run, other = place.up(place.write("one")), place.up(place.write("two"))
+    path, run_id = str(run.path), run.record().id
+    wait_until(lambda: remove(run.path), "the folder is gone")
+    wait_until(lambda: not pids(run, "controller") and not pids(run, "warden"), "the controller ends by itself")
+    assert call("status", "one").code == 2
+    dry = call("clean")
+    assert dry.code == 0
+    assert "node of" in dry.out
+    assert f"penstock-{run_id}-0" in dry.out
+    assert str(other.path) not in dry.out
+    assert processes.find_marked(path), "a dry run removes nothing"
+    assert call("clean", "--yes").code == 0
+    place.assert_nothing_left_of(path)
+    ask(other)
+    assert not [item for item in call("clean", "--json").json["found"] if run_id in json.dumps(item)]
+
+
+def remove(path: Path) -> bool:
+    """As `rm -rf`, again while somebody writes into it."""
+    shutil.rmtree(path, ignore_errors=True)
+    return not path.exists()
+
+
+def test_clean_of_another_home_leaves_a_living_deployment_alone(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = place.up(place.write("one"))
+    with monkeypatch.context() as patch:
+        patch.setenv("PENSTOCK_HOME", str(place.folder / "elsewhere"))
+        found = call("clean", "--json").json["found"]
+    assert not [item for item in found if run.record().id in json.dumps(item)]
+
+
+def test_unwritable_home_is_refused(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = place.write("one")
+    with monkeypatch.context() as patch:
+        patch.setenv("PENSTOCK_HOME", "/proc/penstock")
+        done = call("up", file)
+        assert call("ls").code == 0
+    assert done.code == 2
+    assert 'cannot write run folder "/proc/penstock/runs"' in done.err
+    assert "PENSTOCK_HOME" in done.err
+
+
+def test_model_folder_without_config_is_refused(place: Place) -> None:
+    model = place.folder / "model"
+    model.mkdir()
+    (model / "readme.txt").write_text("nothing here")
+    done = call("up", place.write("one", model=str(model)))
+    assert done.code == 2
+    assert "no config.json" in done.err
+    assert "readme.txt" in done.err
+    assert runs.every() == []
+
+
+def test_model_too_large_is_refused_with_numbers(place: Place) -> None:
+    model = place.folder / "model"
+    model.mkdir()
+    facts = {
+        "architectures": ["LlamaForCausalLM"],
+        "num_hidden_layers": 80,
+        "hidden_size": 8192,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "max_position_embeddings": 8192,
+    }
+    (model / "config.json").write_text(json.dumps(facts))
+    with (model / "model.safetensors").open("wb") as weights:
+        weights.truncate(2**40)
+    done = call("up", place.write("one", model=str(model)))
+    assert done.code == 2
+    assert f'cannot place model "{model}"' in done.err
+    assert "Weights 1.0 TiB" in done.err
+    assert "KV cache" in done.err
+    assert runs.every() == []
+
+
+def test_two_ups_at_once_start_one_deployment(place: Place) -> None:
+    file = place.write("one", args={"load-s": 0.5})
+    with started("up", file) as first, started("up", file) as second:
+        codes = sorted(child.wait(SOON_S) for child in (first, second))
+        refused = [child for child in (first, second) if child.returncode == 2]
+        words = [child.stderr.read() for child in refused if child.stderr is not None]
+    run = place.run()
+    assert codes in ([0, 0], [0, 2])
+    assert all("another penstock command is changing it" in text for text in words)
+    assert len(pids(run, "controller")) == len(pids(run, "node")) == 1
+    ask(run)
+
+
+def test_down_while_up_waits_ends_both(place: Place) -> None:
+    file = place.write("one", args={"load-s": 20})
+    with started("up", file) as waiting:
+        wait_until(lambda: (runs.home() / "runs" / "one" / "state.json").exists(), "it has begun")
+        run = place.run()
+        assert call("down", "one", "--now").code == 0
+        assert waiting.wait(SOON_S) == 1
+        assert waiting.stderr is not None
+        assert 'could not start deployment "one": somebody took it down meanwhile' in waiting.stderr.read()
+    assert now(run).phase == "down"

@@ -1,0 +1,294 @@
+"""The life of a deployment with real processes and the fake engine: up, talk, look, scale, down; nothing is left."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from launching import (
+    DEADLINE_S,
+    PROMPT,
+    Asking,
+    Done,
+    Place,
+    a_place,
+    ask,
+    call,
+    engine_pid,
+    interrupt,
+    now,
+    pid_of,
+    pids,
+    replica_of,
+    started,
+    wait_until,
+)
+
+from penstock import deploy, processes, runs
+from penstock.client import Client, HttpError
+from penstock.runs import Run
+from penstock.testing.fake_engine.asks import expected_text
+
+pytestmark = pytest.mark.processes
+
+SLOW = {"tokens-per-s": 20}  # 40 tokens take 2 s: time to scale under them
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Place]:
+    with a_place(tmp_path) as found:
+        yield found
+
+
+def test_up_talks_is_seen_and_leaves_nothing_after_down(place: Place) -> None:
+    run = place.up(place.write("one"))
+    reply = ask(run)
+    assert reply.replica == "0"
+    assert [card.name for card in Client(run.url).models()] == ["one"]
+    wait_until(lambda: now(run).requests_total == 1, "the request is counted")
+    facts = call("status", "one", "--json").json
+    assert (facts["name"], facts["phase"], facts["requests_total"]) == ("one", "ready", 1)
+    assert facts["replicas"][0]["state"] == "ready"
+    assert facts["controller"]["process"]["pid"] == pid_of(run, "controller")
+    assert facts["gateway"]["process"]["pid"] == pid_of(run, "gateway")
+    text = call("status").out
+    assert text.startswith("one is ready")
+    assert run.url in text
+    assert call("down").code == 0
+    place.assert_nothing_left()
+    assert call("status", "one", "--json").json["phase"] == "down"
+    assert call("down", "one").code == 0, "a second down finds nothing to do"
+
+
+def test_up_twice_starts_nothing_the_second_time(place: Place) -> None:
+    file = place.write("one")
+    run = place.up(file)
+    before = {role: pid_of(run, role) for role in ("controller", "warden", "gateway", "node", "engine")}
+    again = call("up", file, "--json")
+    assert again.code == 0
+    assert again.events[0]["was_running"] is True
+    assert {role: pid_of(run, role) for role in before} == before
+
+
+def test_changed_file_is_refused_with_the_change_and_replaced_when_asked(place: Place) -> None:
+    old = place.up(place.write("one"))
+    controller, run_id = pid_of(old, "controller"), old.record().id
+    changed = place.write("one", args={"reply-tokens": 5})
+    refused = call("up", changed)
+    assert refused.code == 2
+    assert "engine.args.reply-tokens: (not set) -> 5" in refused.err
+    assert "--replace" in refused.err
+    assert pid_of(old, "controller") == controller, "the refusal changed nothing"
+    new = place.up(changed, "--replace")
+    assert new.record().id != run_id
+    assert {process.run_id for process in processes.find_marked(str(new.path))} == {new.record().id}
+    reply = Client(new.url).chat([{"role": "user", "content": PROMPT}])
+    assert reply.text == expected_text(PROMPT, 5)
+
+
+def test_replace_keeps_a_fixed_port(place: Place) -> None:
+    port = deploy.free_port("127.0.0.1")
+    place.up(place.write("one", gateway={"port": port}))
+    run = place.up(place.write("one", args={"reply-tokens": 5}, gateway={"port": port}), "--replace")
+    assert run.url == f"http://127.0.0.1:{port}"
+    ask(run)
+
+
+def busy(run: Run, n_replicas: int) -> bool:
+    return sum(replica.in_flight > 0 for replica in now(run).replicas) == n_replicas
+
+
+def test_scale_lets_every_stream_end_whole(place: Place) -> None:
+    run = place.up(place.write("one", args=SLOW, replicas=2))
+    streams = [Asking(run.url, 40) for _ in range(4)]
+    wait_until(lambda: busy(run, 2), "streams run on both replicas")
+    assert call("scale", "1").code == 0
+    assert [replica.replica for replica in now(run).replicas] == ["0"]
+    assert pids(run, "engine", "1") == []
+    for stream in streams:
+        stream.check_is_whole()
+    assert {stream.reply.replica for stream in streams if stream.reply} == {"0", "1"}
+    ask(run)
+
+    assert call("scale", "one", "2", "--json").events[-1]["replicas"] == 2
+    place.note(run)
+    assert {ask(run, 1).replica for _ in range(4)} == {"0", "1"}
+
+    streams = [Asking(run.url, 40) for _ in range(4)]
+    wait_until(lambda: busy(run, 2), "streams run on both replicas")
+    before = engine_pid(run, "1")
+    assert call("scale", "1", "--no-wait").code == 0
+    wait_until(lambda: replica_of(run, "1").is_draining, "replica 1 drains")
+    assert call("scale", "2").code == 0
+    assert engine_pid(run, "1") == before, "a replica that was only draining is kept"
+    for stream in streams:
+        stream.check_is_whole()
+    assert {ask(run, 1).replica for _ in range(4)} == {"0", "1"}
+
+
+def test_scale_to_zero_holds_requests_until_there_is_a_replica_again(place: Place) -> None:
+    run = place.up(place.write("one"))
+    assert call("scale", "0").code == 0
+    assert pids(run, "node") == []
+    held = Asking(run.url, 8)
+    assert call("scale", "1").code == 0
+    held.check_is_whole()
+
+
+def test_down_lets_a_stream_end_whole(place: Place) -> None:
+    run = place.up(place.write("one", args=SLOW))
+    stream = Asking(run.url, 30)
+    wait_until(lambda: bool(stream.text), "the stream runs")
+    assert call("down").code == 0
+    stream.check_is_whole()
+    place.assert_nothing_left()
+
+
+def test_up_without_waiting_returns_while_the_engine_loads(place: Place) -> None:
+    done = call("up", place.write("one", args={"load-s": 1}), "--no-wait")
+    assert done.code == 0
+    assert "penstock status one" in done.out
+    run = place.run()
+    assert now(run).phase == "starting"
+    wait_until(lambda: now(run).phase == "ready", "it becomes ready by itself")
+    place.note(run)
+    ask(run)
+
+
+def test_up_with_a_timeout_leaves_it_going_on(place: Place) -> None:
+    done = call("up", place.write("one", args={"load-s": 1.5}, gateway={"auth": "keys"}), "--timeout", "0.5")
+    assert done.code == 1
+    assert "penstock status one" in done.err
+    assert "sk-" in done.out, "the key is shown although `up` did not wait for the end"
+    run = place.run()
+    wait_until(lambda: now(run).phase == "ready", "it becomes ready by itself")
+    place.note(run)
+
+
+def test_up_tells_its_events_as_json(place: Place) -> None:
+    done = call("up", place.write("one", args={"load-s": 1, "shards": 4}), "--json")
+    first, *progress, last = done.events
+    run = place.run()
+    assert first == {"event": "submitted", "name": "one", "url": run.url, "was_running": False, "key": None}
+    assert last == {"event": "ready", "name": "one", "url": run.url, "key": None}
+    assert {event["event"] for event in progress} == {"progress"}
+    stages = [event["progress"]["stage"] for event in progress if event["progress"]]
+    assert "weights" in stages
+    assert stages[-1] == "ready"
+
+
+def test_logs_tell_each_part(place: Place) -> None:
+    run = place.up(place.write("one", replicas=2))
+    assert "[1] INFO:     Application startup complete." in call("logs").out.splitlines()
+    one = call("logs", "one", "--replica", "0").out
+    assert "Starting to load model" in one
+    assert call("logs", "--replica", "0", "-n", "1").out.count("\n") == 1
+    assert f"serving on {run.url.removeprefix('http://')}" in call("logs", "--part", "gateway").out
+    assert "up: penstock up one" in call("logs", "--part", "events").out
+    assert call("logs", "--part", "controller").code == 0
+    unknown = call("logs", "--replica", "7")
+    assert unknown.code == 2
+    assert "0, 1" in unknown.err
+
+
+def test_followed_logs_go_on_as_lines_come_and_end_by_ctrl_c(place: Place) -> None:
+    run = place.up(place.write("one"))
+    with started("logs", "-f") as following:
+        assert following.stdout is not None
+        lines = iter(following.stdout.readline, "")
+        assert any("Application startup complete" in line for line in lines), "what is there already"
+        ask(run)
+        assert any("POST /v1/chat/completions" in line for line in lines), "what came later"
+        following.send_signal(signal.SIGINT)
+        assert following.wait(DEADLINE_S) == 130
+
+
+def test_two_deployments_live_side_by_side_and_go_together(place: Place) -> None:
+    one, two = place.up(place.write("one")), place.up(place.write("two"))
+    assert one.url != two.url
+    assert Client(two.url).chat([{"role": "user", "content": PROMPT}], max_tokens=3).model == "two"
+    assert {row["name"] for row in call("ls", "--json").json} == {"one", "two"}
+    unnamed = call("status")
+    assert unnamed.code == 2
+    assert "one, two" in unnamed.err
+    assert call("down", "one").code == 0
+    ask(two)
+    place.up(place.write("one"))
+    assert call("down", "--all").code == 0
+    place.assert_nothing_left()
+    assert call("ls", "--json").json == []
+    assert {row["phase"] for row in call("ls", "--all", "--json").json} == {"down"}
+
+
+def test_key_is_shown_once_and_kept_as_a_hash_only(place: Place) -> None:
+    file = place.write("one", gateway={"auth": "keys"})
+    done = call("up", file, "--json")
+    key = done.events[-1]["key"]
+    assert key.startswith("sk-")
+    run = place.run()
+    with pytest.raises(HttpError) as refused:
+        ask(run)
+    assert refused.value.status == 401
+    with pytest.raises(HttpError):
+        ask(run, key="sk-wrong")
+    ask(run, key=key)
+    assert call("up", file, "--json").events[-1]["key"] is None
+    assert call("status", "--json").code == 0
+    kept = [path for path in runs.home().rglob("*") if path.is_file() and key.encode() in path.read_bytes()]
+    assert kept == []
+
+
+def test_key_is_shown_when_up_does_not_wait(place: Place) -> None:
+    text = call("up", place.write("one", gateway={"auth": "keys"}), "--no-wait").out
+    assert "sk-" in text
+    done = call("up", place.write("two", gateway={"auth": "keys"}), "--no-wait", "--json")
+    wait_until(lambda: now(place.run("two")).phase == "ready", "it is ready")
+    ask(place.run("two"), key=done.events[0]["key"])
+
+
+def test_ctrl_c_while_the_engine_loads_leaves_nothing(place: Place) -> None:
+    file = place.write("one", args={"load-s": 20, "ignore-sigterm-while-loading": True})
+
+    def is_loading() -> bool:
+        run = Run(runs.home() / "runs" / "one")
+        return run.exists() and any(replica.state == "loading" for replica in place.note(run) and now(run).replicas)
+
+    done = interrupt("up", file, when=is_loading)
+    assert done.code == 130, done
+    place.run()
+    place.assert_nothing_left()
+    assert now(place.run()).phase == "down"
+
+
+@pytest.mark.parametrize("after_s", [0.03, 0.08, 0.15, 0.2, 0.25, 0.3, 0.4, 0.6])
+def test_ctrl_c_at_any_moment_of_a_start_leaves_nothing(place: Place, after_s: float) -> None:
+    began = time.monotonic()
+    done = interrupt("up", place.write("one", args={"load-s": 20}), when=lambda: time.monotonic() - began > after_s)
+    assert done.code in (130, -signal.SIGINT), done
+    for run in runs.every():
+        place.note(run)
+        assert run.desired().state == "down"
+    place.assert_nothing_left()
+    assert hidden(runs.home() / "runs") == []
+
+
+def hidden(folder: Path) -> list[Path]:
+    """Half-made run folders."""
+    return [path for path in folder.glob(".*") if path.is_dir()]
+
+
+@pytest.mark.parametrize("after_s", [0.15, 0.3])
+def test_ctrl_c_in_a_second_up_does_not_end_what_runs(place: Place, after_s: float) -> None:
+    file = place.write("one", args={"load-s": 20})
+    assert call("up", file, "--no-wait").code == 0
+    run = place.run()
+    wait_until(lambda: replica_of(run).state == "loading", "the engine loads")
+    before = engine_pid(run)
+    began = time.monotonic()
+    done: Done = interrupt("up", file, when=lambda: time.monotonic() - began > after_s)
+    assert done.code in (130, -signal.SIGINT), done
+    assert run.desired().state == "up"
+    assert engine_pid(run) == before

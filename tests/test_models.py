@@ -1,0 +1,313 @@
+"""Where a model's files are and what they say. GGUF headers are written here byte by byte; no hub is asked."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from samples import deployment
+
+from penstock import models
+from penstock.errors import UserError
+from penstock.plan import kv_bytes_per_token
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "vocab_size": 100,
+    "max_position_embeddings": 512,
+}
+
+
+def refused(call: Callable[[], object]) -> UserError:
+    with pytest.raises(UserError) as caught:
+        call()
+    assert caught.value.exit_code == 2
+    return caught.value
+
+
+def folder(path: Path, config: object = CONFIG, shards: int = 2) -> Path:
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
+    for number in range(shards):
+        (path / f"model-{number}.safetensors").write_bytes(b"x" * 100)
+    return path
+
+
+def test_a_folder_says_what_planning_needs(tmp_path: Path) -> None:
+    facts = models.read_facts("me/m", folder(tmp_path / "m"), "safetensors")
+    assert (facts.reference, facts.path, facts.form) == ("me/m", str(tmp_path / "m"), "safetensors")
+    assert (facts.architecture, facts.weights_bytes, facts.n_shards) == ("LlamaForCausalLM", 200, 2)
+    assert (facts.n_layers, facts.hidden, facts.n_heads, facts.n_kv_heads, facts.head_dim) == (2, 64, 8, 2, 8)
+    assert (facts.vocab, facts.max_position) == (100, 512)
+
+
+def test_a_multimodal_config_keeps_its_numbers_one_level_down(tmp_path: Path) -> None:
+    facts = models.read_facts("m", folder(tmp_path, {"architectures": ["X"], "text_config": CONFIG}), "safetensors")
+    assert (facts.architecture, facts.n_layers, facts.n_kv_heads) == ("X", 2, 2)
+
+
+def test_what_a_config_leaves_out_has_its_usual_value(tmp_path: Path) -> None:
+    config = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1}
+    facts = models.read_facts("m", folder(tmp_path, config, shards=0), "safetensors")
+    assert (facts.n_kv_heads, facts.head_dim, facts.max_position, facts.architecture) == (4, 16, 4096, "unknown")
+    assert facts.form == "none"
+
+
+def test_a_folder_without_config_says_what_it_holds(tmp_path: Path) -> None:
+    error = refused(lambda: models.read_facts("m", tmp_path, "safetensors"))
+    assert error.message == f'cannot use model folder "{tmp_path}": no config.json'
+    assert error.detail == "It holds nothing."
+    for number in range(8):
+        (tmp_path / f"{number}.bin").touch()
+    error = refused(lambda: models.read_facts("m", tmp_path, "safetensors"))
+    assert error.detail == "It holds 0.bin, 1.bin, 2.bin, 3.bin, 4.bin, 5.bin and 2 more."
+    assert "Give the folder that has config.json" in str(error.hint)
+
+
+@pytest.mark.parametrize(
+    ("config", "problem"), [("{", "config.json is not JSON"), ("[]", "config.json is not an object")]
+)
+def test_a_broken_config_is_refused(tmp_path: Path, config: str, problem: str) -> None:
+    error = refused(lambda: models.read_facts("m", folder(tmp_path, config), "safetensors"))
+    assert error.message == f'cannot use model folder "{tmp_path}": {problem}'
+
+
+def test_a_gguf_file_is_not_read_as_a_folder(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    path.touch()
+    error = refused(lambda: models.read_facts("m", path, "safetensors"))
+    assert error.message == f'cannot use model file "{path}": not a folder with config.json and *.safetensors'
+    assert error.hint == "Use --engine llamacpp for a GGUF file."
+
+
+def text(value: str) -> bytes:
+    return struct.pack("<Q", len(value)) + value.encode()
+
+
+def gguf(*pairs: bytes, version: int = 3) -> bytes:
+    return b"GGUF" + struct.pack("<IQQ", version, 0, len(pairs)) + b"".join(pairs)
+
+
+def pair(key: str, kind: int, value: bytes) -> bytes:
+    return text(key) + struct.pack("<I", kind) + value
+
+
+GGUF = gguf(
+    pair("general.architecture", 8, text("llama")),
+    pair("tokenizer.tokens", 9, struct.pack("<IQ", 8, 2) + text("a") + text("bc")),
+    pair("tokenizer.scores", 9, struct.pack("<IQ", 6, 3) + bytes(12)),
+    pair("llama.rope.freq", 6, struct.pack("<f", float("nan"))),
+    pair("general.flag", 7, b"\x01"),
+    pair("llama.block_count", 4, struct.pack("<I", 2)),
+    pair("llama.embedding_length", 4, struct.pack("<I", 64)),
+    pair("llama.attention.head_count", 4, struct.pack("<I", 8)),
+    pair("llama.attention.head_count_kv", 4, struct.pack("<I", 2)),
+    pair("llama.context_length", 10, struct.pack("<Q", 512)),
+)
+
+
+def test_a_gguf_header_says_the_same(tmp_path: Path) -> None:
+    (tmp_path / "m-Q8_0.gguf").write_bytes(GGUF)
+    facts = models.read_facts("m", tmp_path, "gguf")
+    assert facts.path == str(tmp_path / "m-Q8_0.gguf")
+    assert (facts.form, facts.architecture, facts.weights_bytes, facts.n_shards) == ("gguf", "llama", len(GGUF), 1)
+    assert (facts.n_layers, facts.hidden, facts.n_heads, facts.n_kv_heads, facts.head_dim) == (2, 64, 8, 2, 8)
+    assert (facts.max_position, facts.vocab) == (512, 0)
+    assert models.read_facts("m", tmp_path / "m-Q8_0.gguf", "gguf") == facts
+
+
+@pytest.mark.parametrize(
+    ("data", "problem"),
+    [
+        (b"", "it does not begin with GGUF"),
+        (b"PK\x03\x04", "it does not begin with GGUF"),
+        (gguf(version=1), "GGUF version 1 is too old"),
+        (gguf(pair("a", 99, b"")), "unknown GGUF value type 99"),
+        (gguf(struct.pack("<Q", 2**62)), f"a text of {2**62} bytes in its header"),
+        (GGUF[:60], "requires a buffer"),
+    ],
+)
+def test_what_is_no_gguf_is_refused(tmp_path: Path, data: bytes, problem: str) -> None:
+    path = tmp_path / "m.gguf"
+    path.write_bytes(data)
+    error = refused(lambda: models.read_facts("m", path, "gguf"))
+    assert error.message == f'cannot read "{path}": it is not a GGUF file'
+    assert problem in str(error.detail)
+
+
+@pytest.mark.parametrize("names", [["config.json"], ["mmproj-m.gguf"]])
+def test_a_folder_without_a_language_model_in_gguf_is_refused(tmp_path: Path, names: list[str]) -> None:
+    for name in names:
+        (tmp_path / name).touch()
+    error = refused(lambda: models.read_facts("m", tmp_path, "gguf"))
+    assert error.message == f'cannot use model folder "{tmp_path}": no *.gguf in it'
+    assert f"It holds {names[0]}." in str(error.detail)
+    assert error.hint == "Use --engine vllm, or a folder with a GGUF file."
+
+
+@pytest.mark.parametrize(
+    ("names", "chosen"),
+    [
+        (["m-Q8_0.gguf", "m-Q4_K_M.gguf", "README.md"], ["m-Q4_K_M.gguf"]),
+        (["m-F16.gguf", "m-Q8_0.gguf"], ["m-Q8_0.gguf"]),
+        (["b.gguf", "a.gguf", "mmproj-a.gguf"], ["a.gguf"]),
+        (
+            ["q/m-q4_k_m-00002-of-00002.gguf", "q/m-q4_k_m-00001-of-00002.gguf", "m-q8_0.gguf"],
+            ["q/m-q4_k_m-00001-of-00002.gguf", "q/m-q4_k_m-00002-of-00002.gguf"],
+        ),
+        (["config.json", "mmproj.gguf"], []),
+    ],
+)
+def test_one_quantisation_is_chosen_with_all_its_parts(names: list[str], chosen: list[str]) -> None:
+    assert models.choose_gguf(names) == chosen
+
+
+def test_all_parts_of_a_split_gguf_are_counted(tmp_path: Path) -> None:
+    for number in (1, 2):
+        (tmp_path / f"m-Q8_0-0000{number}-of-00002.gguf").write_bytes(GGUF)
+    facts = models.read_facts("m", tmp_path, "gguf")
+    assert (facts.weights_bytes, facts.n_shards) == (2 * len(GGUF), 2)
+    assert facts.path.endswith("00001-of-00002.gguf")
+
+
+def test_forms_are_those_of_the_files(tmp_path: Path) -> None:
+    assert models.forms_of(tmp_path) == ()
+    (tmp_path / "a.gguf").touch()
+    assert models.forms_of(tmp_path) == ("gguf",)
+    assert models.forms_of(tmp_path / "a.gguf") == ("gguf",)
+    (tmp_path / "a.safetensors").touch()
+    assert models.forms_of(tmp_path) == ("safetensors", "gguf")
+
+
+@pytest.mark.parametrize("form", ["safetensors", "gguf"])
+def test_the_bundled_model_is_what_its_config_says(form: str) -> None:
+    path = models.locate(deployment("penstock-demo"))
+    facts = models.read_facts("penstock-demo", path, form)
+    assert models.forms_of(path) == ("safetensors", "gguf")
+    assert (facts.n_layers, facts.hidden, facts.n_heads, facts.n_kv_heads, facts.head_dim) == (4, 256, 8, 4, 32)
+    assert facts.max_position == 1024
+    assert kv_bytes_per_token(facts) == 2048
+    assert facts.weights_bytes > 6_000_000
+    assert facts.n_shards == (3 if form == "safetensors" else 1)
+
+
+def test_a_local_path_is_taken_before_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = folder(tmp_path / "org").joinpath("name")
+    path.mkdir()
+    assert models.locate(deployment("org/name")) == path
+    (tmp_path / "m.gguf").touch()
+    assert models.locate(deployment("./m.gguf")) == tmp_path / "m.gguf"
+
+
+@pytest.mark.parametrize("model", ["/nowhere/m", "./m", "~/no-such-model", "penstock-dem", "a/b/c"])
+def test_a_path_that_is_not_there_is_refused(model: str) -> None:
+    error = refused(lambda: models.locate(deployment(model)))
+    assert error.message == f'cannot use model "{model}": no such folder'
+    assert error.hint == "Check the path, or give a hub id such as Qwen/Qwen3-0.6B."
+
+
+class Hub(ModuleType):
+    """The hub's package: what was asked of it, and how it answers."""
+
+    def __init__(self, answer: Path | Exception) -> None:
+        super().__init__("huggingface_hub")
+        self.asked: list[Any] = []
+        self.answer = answer
+
+    def list_repo_files(self, model: str) -> list[str]:
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return ["m-Q8_0.gguf", "m-Q4_K_M.gguf", "config.json"]
+
+    def snapshot_download(self, model: str, allow_patterns: list[str], cache_dir: str | None) -> str:
+        self.asked.append((model, allow_patterns, cache_dir))
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return os.fspath(self.answer)
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path | Exception], Hub]:
+    def install(answer: Path | Exception) -> Hub:
+        stub = Hub(answer)
+        monkeypatch.setitem(sys.modules, "huggingface_hub", stub)
+        return stub
+
+    return install
+
+
+def test_only_safetensors_and_texts_are_fetched(tmp_path: Path, hub: Callable[[Path], Hub]) -> None:
+    stub = hub(tmp_path)
+    assert models.locate(deployment("org/name", cache={"weights": "/shared"})) == tmp_path
+    ((model, patterns, cache),) = stub.asked
+    assert (model, cache) == ("org/name", "/shared")
+    assert "*.safetensors" in patterns
+    assert not {pattern for pattern in patterns if pattern in ("*.bin", "*.py", "*.gguf", "*")}
+
+
+@pytest.mark.parametrize("model", ["org/name-GGUF", "org/name"])
+def test_of_gguf_files_only_one_quantisation_is_fetched(tmp_path: Path, hub: Callable[[Path], Hub], model: str) -> None:
+    stub = hub(tmp_path)
+    models.locate(deployment(model, engine={"kind": "llamacpp"}))
+    assert stub.asked == [(model, ["*.json", "*.jinja", "m-Q4_K_M.gguf"], None)]
+
+
+def hub_error(name: str, words: str) -> Exception:
+    errors = pytest.importorskip("huggingface_hub.errors")
+    kind = getattr(errors, name)
+    if issubclass(kind, errors.HfHubHTTPError):
+        answer = SimpleNamespace(headers={}, request=None, status_code=403)
+        return kind(words, response=answer)  # type: ignore[no-any-return]
+    return kind(words)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("GatedRepoError", "Accept the model's licence on its hub page, then set HF_TOKEN."),
+        ("RepositoryNotFoundError", "Check the name; a private model needs HF_TOKEN."),
+        (
+            "LocalEntryNotFoundError",
+            "This machine does not reach the hub: copy the model's folder here, give its path.",
+        ),
+        ("HFValidationError", "Check the network, or give a local folder."),
+        ("OfflineModeIsEnabled", "Check the network, or give a local folder."),
+    ],
+)
+def test_an_error_of_the_hub_is_explained(hub: Callable[[Exception], Hub], name: str, hint: str) -> None:
+    error = hub_error(name, "the hub's\n  own words")
+    hub(error)
+    found = refused(lambda: models.locate(deployment("org/name")))
+    assert found.message == f'could not fetch model "org/name" from the hub: {name}'
+    assert found.detail == "the hub's own words"
+    assert found.hint == hint
+    assert found.__cause__ is error
+
+
+def test_a_lost_connection_is_explained_whatever_its_family(hub: Callable[[Exception], Hub]) -> None:
+    class ConnectError(Exception):
+        """As httpx has it: no OSError."""
+
+    hub(ConnectError("no route"))
+    found = refused(lambda: models.locate(deployment("org/name-gguf")))
+    assert found.message == 'could not fetch model "org/name-gguf" from the hub: ConnectError'
+    assert found.hint == "Check the network, or give a local folder."
+
+
+def test_without_the_hubs_package_the_line_that_installs_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    found = refused(lambda: models.locate(deployment("org/name")))
+    assert found.message == 'cannot fetch model "org/name": the package huggingface_hub is not installed'
+    assert found.hint == "pip install 'penstock[hub]'"
