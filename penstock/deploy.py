@@ -102,7 +102,7 @@ def make_plan(deployment: Deployment, machine: Machine, n_replicas: int) -> Plan
     if problems:
         raise SpecError(f'deployment "{deployment.name}"', problems)
     facts = models.read_facts(deployment.model, path, _form(engine.forms, path))
-    if facts.form not in engine.forms:
+    if not engine.loads(facts.form, deployment.engine.args):
         raise UserError(
             f'cannot serve model "{deployment.model}" on engine {name}: no *.{engine.forms[0]} in "{path}"',
             hint=f"Engine {name} loads {' or '.join(engine.forms)}.",

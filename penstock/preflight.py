@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import shutil
 import socket
@@ -13,7 +14,7 @@ import msgspec
 import psutil
 
 from penstock import engines, runs
-from penstock.errors import PenstockError, Problem, UserError
+from penstock.errors import Problem, UserError
 from penstock.machine import gpus, this_machine
 from penstock.spec import Deployment
 from penstock.units import GIB, show_bytes
@@ -112,11 +113,12 @@ def _memory() -> Finding:
 
 
 def _disk() -> Finding:
-    try:
-        folder = runs.folder()
-    except PenstockError as exc:
-        return Finding("disk", "bad", exc.message, exc.hint)
-    free = shutil.disk_usage(folder).free
+    folder = runs.home() / "runs"
+    place = next(path for path in (folder, *folder.parents) if path.exists())  # `up` makes what is absent below it
+    if not place.is_dir() or not os.access(place, os.W_OK):
+        found = f'cannot write run folder "{folder}"'
+        return Finding("disk", "bad", found, "Set PENSTOCK_HOME to a folder you may write.")
+    free = shutil.disk_usage(place).free
     found = f"{show_bytes(free)} free at {folder}"
     if free < _MIN_DISK_BYTES:
         return Finding("disk", "warning", found, "free space, or set PENSTOCK_HOME to a larger disk")

@@ -162,7 +162,8 @@ def load(path: Path, settings: Sequence[str] = ()) -> Deployment:
     try:
         text = path.read_text("utf-8")
     except OSError as exc:
-        raise SpecError(f'file "{path}"', [Problem("", f"could not read it: {exc.strerror}")]) from exc
+        problem = Problem("", f"could not read it: {exc.strerror}", "check the path")
+        raise SpecError(f'file "{path}"', [problem]) from exc
     except UnicodeDecodeError as exc:
         raise SpecError(f'file "{path}"', [Problem("", "it is not UTF-8 text")]) from exc
     return parse(text, source=f'file "{path}"', settings=settings)

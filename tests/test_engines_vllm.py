@@ -147,7 +147,7 @@ def test_the_first_shard_line_promises_no_time(clock: str) -> None:
 
 def test_a_start_on_gpus_is_read_with_its_numbers() -> None:
     lines = [
-        "(Worker_TP0 pid=9) INFO 11-20 13:14:39 [gpu_model_runner.py:4000] Model loading took 32.8571 GiB memory and 9 s",
+        "(Worker_TP0 pid=9) INFO 11-20 13:14:39 [x.py:4000] Model loading took 32.8571 GiB memory and 9 s",
         "(EngineCore pid=9) INFO 11-20 13:14:39 [gpu_worker.py:300] Available KV cache memory: 35.20 GiB",
         "(EngineCore pid=9) INFO 11-20 13:14:39 [kv_cache_utils.py:1] GPU KV cache size: 461,376 tokens",
         "(Worker_TP0 pid=9) INFO 11-20 13:14:39 [monitor.py:1] torch.compile takes 41.20 s in total",
@@ -170,8 +170,8 @@ def test_lines_that_say_nothing_change_nothing() -> None:
 DEATHS = [
     ("OSError: [Errno 98] Address already in use", "its port was taken by another process", None, False),
     (
-        "ValueError: To serve at least one request with the models's max seq len (131072), 16.0 GiB KV cache is needed, "
-        "which is larger than the available KV cache memory (2.0 GiB). Based on the available memory, the estimated "
+        "ValueError: To serve at least one request with the models's max seq len (131072), 16.0 GiB KV cache is "
+        "needed, which is larger than the available KV cache memory (2.0 GiB). Based on the available memory, the estimated "
         "maximum model length is 16384. Try increasing `gpu_memory_utilization`.",
         "the KV cache for one request of max_model_len does not fit",
         "Set engine.max_model_len to 16384 or less",
@@ -241,15 +241,24 @@ DEATHS = [
         True,
     ),
     ("OSError: [Errno 28] No space left on device", "the disk is full", "Free space", True),
+    (
+        "ModuleNotFoundError: No module named 'x'",
+        "a package is missing or does not fit: ModuleNotFoundError: No module named 'x'",
+        None,
+        True,
+    ),
+    ("ValueError: no such thing", "ValueError: no such thing", None, True),
     ("RuntimeError: something new", "RuntimeError: something new", None, False),
+    ("vllm.v1.engine.exceptions.EngineDeadError: see above", "its EngineCore process died", None, False),
 ]
 
 
 @pytest.mark.parametrize(("line", "reason", "hint", "is_final"), DEATHS)
 def test_a_death_is_explained(line: str, reason: str, hint: str | None, is_final: bool) -> None:
-    found = VLLM.diagnose(1, ["INFO 11-20 13:14:31 [x.py:1] a ValueError: of no matter", "x", line, "RuntimeError: z"])
+    harmless, parent = "INFO 11-20 13:14:31 [x.py:1] a ValueError: no matter", "RuntimeError: Engine core init failed"
+    found = VLLM.diagnose(1, [harmless, "x", line, parent])
     assert found.reason == f"vLLM exited with code 1: {reason}"
-    assert found.is_final is is_final
+    assert (found.is_final, found.line) == (is_final, line)
     assert (found.hint or "").startswith(hint or "")
     assert (found.hint is None) == (hint is None)
 
@@ -284,6 +293,16 @@ def test_recorded_refusals_are_explained(log: str, reason: str) -> None:
 )
 def test_an_end_without_an_explanation_says_how_it_ended(code: int, words: str) -> None:
     assert VLLM.diagnose(code, ["nothing to see"]) == engines.Diagnosis(words)
+
+
+def test_the_lines_shown_of_a_death_hold_its_cause() -> None:
+    tail = [*(f"a{number}" for number in range(50)), "the cause", *(f"b{number}" for number in range(50))]
+    shown = engines.telling_lines(tail, "the cause", 10)
+    assert shown == ["a45", "a46", "a47", "a48", "a49", "the cause", "...", "b47", "b48", "b49"]
+    assert engines.telling_lines(tail, "b49", 3) == ["b47", "b48", "b49"]
+    assert engines.telling_lines(tail, None, 2) == ["b48", "b49"]
+    assert engines.telling_lines(tail, "not there", 1) == ["b49"]
+    assert engines.telling_lines([], None, 5) == []
 
 
 def test_no_line_explains_a_signal() -> None:

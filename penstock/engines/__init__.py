@@ -88,6 +88,10 @@ class Engine(ABC):
     def version(self) -> str:
         """The installed version, from package metadata, without importing it."""
 
+    def loads(self, form: str, args: dict[str, Scalar | list[Scalar]]) -> bool:
+        """Whether it can serve weights of this form ("none": the folder holds no weights)."""
+        return form in self.forms
+
     @abstractmethod
     def problems(self, args: dict[str, Scalar | list[Scalar]]) -> list[Problem]:
         """What is wrong with pass-through arguments: flags that are gone, or that penstock sets itself."""

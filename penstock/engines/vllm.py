@@ -40,6 +40,10 @@ class Vllm(Engine):
                 continue
         return "unknown"
 
+    def loads(self, form: str, args: dict[str, Scalar | list[Scalar]]) -> bool:
+        is_dummy = any(args.get(key) == "dummy" for key in ("load-format", "load_format"))
+        return form in self.forms or (form == "none" and is_dummy)
+
     def problems(self, args: dict[str, Scalar | list[Scalar]]) -> list[Problem]:
         found = []
         for key in args:

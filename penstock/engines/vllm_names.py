@@ -87,7 +87,8 @@ MILESTONES = (
     Milestone(re.compile(r"Available KV cache memory: ([\d.]+) GiB"), "kv cache", 0.8, "kv_cache_gib"),
     Milestone(re.compile(r"[GC]PU KV cache size: ([\d,]+) tokens"), "kv cache", 0.8, "kv_cache_tokens"),
     Milestone(re.compile(r"Maximum concurrency for [\d,]+ tokens per request: ([\d.]+)x"), None, None, "concurrency"),
-    Milestone(re.compile(r"torch\.compile takes ([\d.]+) s"), "compile", 0.75, "compile_s"),
+    Milestone(re.compile(r"Starting torch\.compile"), "compile", 0.72),
+    Milestone(re.compile(r"torch\.compile (?:takes|took) ([\d.]+) s"), "compile", 0.75, "compile_s"),
     Milestone(re.compile(r"Capturing CUDA graphs"), "graphs", 0.85),
     Milestone(re.compile(r"Graph capturing finished in ([\d.]+) secs"), "graphs", 0.9, "graphs_s"),
     Milestone(re.compile(r"init engine .* took ([\d.]+) s"), "server", 0.95, "init_s"),
@@ -165,4 +166,6 @@ DEATHS = (
     Death(re.compile(r"((?:ModuleNotFound|Import)Error: .*)"), "a package is missing or does not fit: {0}", None),
     Death(re.compile(r"((?:Value|Key|Type|Attribute|NotImplemented|Assertion)Error: .*)"), "{0}", None),
     Death(re.compile(r"((?:Runtime|OS|Connection|Timeout)Error: (?!Engine core init).*)"), "{0}", None, False),
+    # Last: the server says it after any death of its EngineCore; the cause, if it is told, stands above.
+    Death(re.compile(r"EngineDeadError: "), "its EngineCore process died", None, False),
 )

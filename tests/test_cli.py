@@ -1,0 +1,443 @@
+"""The command line: every mistake is explained, ends with 2 and changes nothing. Nothing is started here."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from samples import cpu_machine, deployment, gpu_machine, run_folder
+
+from penstock import cli, deploy
+from penstock.engines.llamacpp import LlamaCpp
+from penstock.engines.vllm import Vllm
+from penstock.errors import PenstockError
+from penstock.runs import Desired
+from penstock.targets import local
+
+VERBS = ["up", "render", "ls", "status", "logs", "chat", "scale", "down", "clean", "doctor"]
+MISSING = Vllm.missing
+
+
+@pytest.fixture(autouse=True)
+def known_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine of 16 GiB with both engines installed, and no setting of the developer's own."""
+    monkeypatch.setattr(local, "this_machine", cpu_machine)
+    for engine in (LlamaCpp, Vllm):
+        monkeypatch.setattr(engine, "missing", lambda self: None)
+        monkeypatch.setattr(engine, "version", lambda self: "1.0")
+    for name in ("OPENAI_BASE_URL", "OPENAI_API_KEY", "PENSTOCK_TRACEBACK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+class Shell:
+    """Runs a command in this process: its exit code, output and errors."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self.capsys = capsys
+
+    def __call__(self, *words: str) -> tuple[int, str, str]:
+        try:
+            code = cli.run(words)
+        except SystemExit as exit_of_argparse:
+            code = int(exit_of_argparse.code or 0)
+        output, errors = self.capsys.readouterr()
+        return code, output, errors
+
+
+@pytest.fixture
+def shell(capsys: pytest.CaptureFixture[str]) -> Shell:
+    return Shell(capsys)
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(1)
+        yield listener.getsockname()[1]
+
+
+DEPLOYING = ["render", "up", "up --dry-run", "up --no-wait --replace"]
+
+# What is typed after `up` or `render`; the message; the detail or its beginning; the hint or its beginning.
+MISTAKES = [
+    (
+        "--set gateway.prot=1",
+        "cannot use the demo: 1 problem",
+        'gateway.prot: unknown key (did you mean "port"?)',
+        None,
+    ),
+    ("--replicas -1", "cannot use the demo: 1 problem", "replicas.min: -1 is below 0", "docs/spec.md lists"),
+    ("--name Big", "cannot use the demo: 1 problem", 'name: "Big" is not a legal name', None),
+    (
+        "nowhere.yaml",
+        'cannot use file "nowhere.yaml": 1 problem',
+        "could not read it: No such file or directory (check the path)",
+        None,
+    ),
+    ("./nowhere", 'cannot use model "./nowhere": no such folder', "A model is a hub id", "Check the path"),
+    ("penstock-dem", 'cannot use model "penstock-dem": no such folder', "A model is a hub id", "Check the path"),
+    ("--set target=slurm", 'cannot use target "slurm": this version', None, "Targets here: local."),
+    (
+        "--set hardware.nodes=2",
+        'cannot use deployment "penstock-demo": 1 problem',
+        "hardware.nodes: 2 nodes, but target local is one machine",
+        None,
+    ),
+    ("--set ui=true", 'cannot use deployment "penstock-demo": 1 problem', "ui: this version has no", None),
+    (
+        "--engine llamacpp --set engine.args.frob=1",
+        'cannot use deployment "penstock-demo": 1 problem',
+        "engine.args.frob: unknown to llamacpp",
+        None,
+    ),
+    (
+        "--engine vllm --set engine.args.swap-space=4",
+        'cannot use deployment "penstock-demo": 1 problem',
+        "engine.args.swap-space: vLLM no longer has this flag",
+        None,
+    ),
+    (
+        "--set engine.max_model_len=4096",
+        'cannot serve model "penstock-demo" with max_model_len 4096',
+        "Its own files allow 1024 tokens",
+        "Set engine.max_model_len to 1024 or less.",
+    ),
+    (
+        "--engine vllm --set parallel.tensor=3",
+        'cannot cut model "penstock-demo" over tensor: 3',
+        "Its 8 attention heads do not divide by 3.",
+        "Set parallel.tensor to one of 1, 2, 4, 8.",
+    ),
+    (
+        "--replicas 100",
+        'cannot place model "penstock-demo" on desk: needs 19.',
+        "100 replicas x (Weights 6.",
+        "Use a smaller",
+    ),
+    ("--set gateway.host=0.0.0.0", "cannot use the demo: 1 problem", 'gateway.auth: "none" on host 0.0.0.0', None),
+]
+
+
+def check_error(shell: Shell, words: list[str], message: str, detail: str | None, hint: str | None) -> None:
+    code, output, errors = shell(*words)
+    assert (code, output) == (2, "")
+    assert errors.startswith(f"error: {message}"), errors
+    assert "Traceback" not in errors
+    if detail:
+        assert f"\n  detail: {detail}" in errors or f"\n    {detail}" in errors, errors
+    if hint:
+        assert f"\n  hint: {hint}" in errors, errors
+
+
+@pytest.mark.parametrize("verb", DEPLOYING)
+@pytest.mark.parametrize(("words", "message", "detail", "hint"), MISTAKES, ids=[row[0] for row in MISTAKES])
+def test_a_mistake_is_explained_and_changes_nothing(
+    shell: Shell, home: Path, verb: str, words: str, message: str, detail: str | None, hint: str | None
+) -> None:
+    free = [] if "nowhere.yaml" in words else ["--port", "0"]
+    check_error(shell, [*verb.split(), *words.split(), *free], message, detail, hint)
+    # `up` takes its lock before it looks at the machine; nothing else may be there.
+    left = [path.name for path in home.rglob("*") if path.is_file()]
+    assert left in ([], [".penstock-demo.lock"], [".penstock-dem.lock"], [".nowhere.lock"])
+
+
+@pytest.mark.parametrize("verb", DEPLOYING)
+def test_a_port_in_use_is_explained(shell: Shell, home: Path, taken: int, verb: str) -> None:
+    words = [*verb.split(), "--port", str(taken)]
+    check_error(shell, words, f"cannot listen on 127.0.0.1:{taken}: address already in use", "Process ", "End that")
+    assert not (home / "runs" / "penstock-demo").exists()
+
+
+def test_an_absent_engine_is_explained(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Vllm, "missing", MISSING)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    check_error(
+        shell,
+        ["render", "--port", "0", "--engine", "vllm"],
+        "cannot start engine vllm: the package vllm is not installed in this Python",
+        None,
+        "Install it: pip install 'penstock[vllm]'",
+    )
+
+
+def test_a_model_in_a_form_the_engine_does_not_load_is_explained(shell: Shell, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"num_attention_heads": 4, "hidden_size": 64, "num_hidden_layers": 1}')
+    (tmp_path / "pytorch_model.bin").touch()
+    message = f'cannot serve model "{tmp_path}" on engine vllm: no *.safetensors in "{tmp_path}"'
+    words = ["render", str(tmp_path), "--engine", "vllm", "--port", "0", "--name", "m"]
+    check_error(shell, words, message, None, "Engine vllm loads safetensors.")
+
+
+def test_a_gguf_file_on_vllm_is_explained(shell: Shell, tmp_path: Path) -> None:
+    """It used to end as a fault of ours: the folder's listing was asked of a file."""
+    path = tmp_path / "m.gguf"
+    path.touch()
+    words = ["render", str(path), "--engine", "vllm", "--port", "0"]
+    check_error(shell, words, f'cannot use model file "{path}": not a folder', None, "Use --engine llamacpp")
+
+
+@pytest.mark.parametrize("verb", ["status", "logs", "down", "chat", "scale"])
+def test_an_unknown_deployment_gets_the_nearest_name(shell: Shell, verb: str) -> None:
+    run_folder(deployment(name="llama70"))
+    words = [verb, "lama70", *(["2"] if verb == "scale" else [])]
+    check_error(shell, words, 'cannot find deployment "lama70"', None, 'Did you mean "llama70"?')
+
+
+@pytest.mark.parametrize("verb", ["status", "logs", "down", "chat"])
+def test_without_a_name_the_only_one_is_meant_or_none(shell: Shell, home: Path, verb: str) -> None:
+    check_error(shell, [verb], "cannot choose a deployment: none runs", None, "Start one: penstock up.")
+    assert not home.exists()
+    for name in ("a", "b"):
+        run_folder(deployment(name=name))
+    check_error(shell, [verb], "cannot choose a deployment: 2 run", None, "Name one of: a, b.")
+
+
+@pytest.mark.parametrize("words", [["x"], ["a", "b", "2"], ["1.5"], ["-1"]])
+def test_scaling_needs_a_number(shell: Shell, words: list[str]) -> None:
+    code, _, errors = shell("scale", *words)
+    assert code == 2
+    assert "cannot scale to" in errors or "unrecognized" in errors or "required" in errors
+
+
+def test_scaling_what_is_down_is_refused(shell: Shell) -> None:
+    run_folder().write_desired(Desired("down", 0))
+    words = ["scale", "penstock-demo", "2"]
+    check_error(shell, words, 'cannot scale deployment "penstock-demo": it is down', None, "penstock up penstock-demo")
+
+
+def test_an_unknown_replica_is_explained(shell: Shell) -> None:
+    run = run_folder()
+    run.log("replica-0").write_text("hello\n")
+    words = ["logs", "--replica", "7"]
+    check_error(shell, words, 'cannot find replica "7" of "penstock-demo"', None, "It has: 0.")
+
+
+def test_a_home_that_cannot_be_written_is_explained(
+    shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path / "file"))
+    message = f'cannot write run folder "{tmp_path / "file" / "runs"}": Not a directory'
+    check_error(shell, ["up", "--port", "0"], message, None, "Set PENSTOCK_HOME to a folder you may write.")
+
+
+@pytest.mark.parametrize("words", [["frobnicate"], ["up", "--frobnicate"], ["up", "--timeout", "soon"]])
+def test_what_argparse_refuses_ends_with_2_too(shell: Shell, words: list[str]) -> None:
+    code, output, errors = shell(*words)
+    assert (code, output) == (2, "")
+    assert "penstock" in errors
+    assert "error:" in errors
+
+
+def test_an_error_as_json_goes_to_the_output_whole(shell: Shell) -> None:
+    code, output, errors = shell("render", "--json", "--set", "engine.kidn=1")
+    assert (code, errors) == (2, "")
+    facts = json.loads(output)
+    assert facts["error"]["message"] == "cannot use the demo: 1 problem"
+    assert facts["error"]["exit_code"] == 2
+    assert facts["problems"] == [{"path": "engine.kidn", "message": "unknown key", "hint": 'did you mean "kind"?'}]
+
+
+def test_a_fault_of_ours_is_no_traceback(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(deployment: object) -> None:
+        raise ZeroDivisionError("division by zero")
+
+    monkeypatch.setattr(deploy, "rehearse", fail)
+    code, _, errors = shell("render", "--port", "0")
+    assert code == 1
+    assert errors.startswith("error: penstock failed: ZeroDivisionError: division by zero\n")
+    assert "PENSTOCK_TRACEBACK=1" in errors
+    monkeypatch.setenv("PENSTOCK_TRACEBACK", "1")
+    with pytest.raises(ZeroDivisionError):
+        cli.run(["render", "--port", "0"])
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(PenstockError("could not"), 1), (KeyboardInterrupt(), 130), (BrokenPipeError(), 0)]
+)
+def test_every_other_end_has_its_code(
+    shell: Shell, monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int
+) -> None:
+    def fail(deployment: object) -> None:
+        raise error
+
+    monkeypatch.setattr(deploy, "rehearse", fail)
+    monkeypatch.setattr(cli.os, "dup2", lambda *_: None)  # a broken pipe closes the real standard output
+    monkeypatch.setattr(cli.sys.stdout, "fileno", lambda: 1)
+    assert shell("render", "--port", "0")[0] == code
+
+
+def test_the_bundled_model_renders_without_sending_anything(shell: Shell, home: Path) -> None:
+    code, output, errors = shell("render", "--port", "0")
+    assert (code, errors) == (0, "")
+    head, _, rest = output.partition("# file artifact/launch.json\n")
+    launch = json.loads(rest.partition("\n\n#")[0])
+    assert "model: penstock-demo" in head
+    assert "# the plan: llamacpp 1.0 on cpu, 1 rank(s) a replica, 1024 tokens a request" in head
+    assert launch["plan"]["model"]["form"] == "gguf"
+    assert launch["token_file"] == str(home / "runs" / "penstock-demo" / "secrets" / "admin-token")
+    assert output.endswith("-m penstock.node '{run}/artifact/launch.json' --replica '{replica}'\n")
+    assert not home.exists()
+
+
+@pytest.mark.parametrize("words", [["render"], ["up", "--dry-run"]])
+def test_a_dry_run_as_json_is_one_object(shell: Shell, words: list[str]) -> None:
+    code, output, _ = shell(*words, "--json", "--port", "0", "--engine", "vllm", "--name", "x", "--replicas", "2")
+    facts = json.loads(output)
+    assert code == 0
+    assert facts["deployment"]["replicas"] == {"min": 2, "max": 2, "metric": "waiting", "target": 10.0}
+    assert (facts["plan"]["engine"], facts["plan"]["deployment"]) == ("vllm", "x")
+    assert facts["plan"]["model"]["form"] == "safetensors"
+
+
+def test_what_runs_renders_although_it_holds_its_own_port(shell: Shell, taken: int) -> None:
+    run = run_folder(deployment(gateway={"port": taken}))
+    run.gateway_config.write_text(json.dumps({"listen": f"127.0.0.1:{taken}", "admin": "127.0.0.1:1"}))
+    code, output, errors = shell("render")
+    assert (code, errors) == (0, "")
+    assert f"port: {taken}" in output
+
+
+def test_on_gpus_the_engine_is_vllm(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "this_machine", lambda: gpu_machine(2))
+    facts = json.loads(shell("render", "--json", "--port", "0")[1])
+    assert (facts["plan"]["engine"], facts["plan"]["device"]) == ("vllm", "cuda")
+
+
+@pytest.mark.parametrize("suffix", [".yaml", ".yml", ".txt"])
+def test_a_file_is_read_and_flags_go_over_it(shell: Shell, tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"deployment{suffix}"
+    path.write_text("model: penstock-demo\nname: from-file\nreplicas: 2\ngateway: {port: 0}\n")
+    facts = json.loads(shell("render", str(path), "--json", "--replicas", "3", "--set", "name=other")[1])
+    assert (facts["deployment"]["name"], facts["deployment"]["replicas"]["min"]) == ("other", 3)
+
+
+def test_the_demo_takes_another_port_when_the_usual_one_is_taken(
+    shell: Shell, taken: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(host: str, port: int) -> None:
+        if port:
+            raise cli.UserError("taken")
+
+    monkeypatch.setattr("penstock.preflight.check_port", refuse)
+    facts = json.loads(shell("render", "--json")[1])
+    assert facts["deployment"]["gateway"]["port"] == 0
+
+
+def test_lists_say_when_there_is_nothing(shell: Shell) -> None:
+    assert shell("ls") == (0, "no deployment runs; start one: penstock up\n", "")
+    assert shell("ls", "--json") == (0, "[]\n", "")
+    run_folder().write_desired(Desired("down", 0))
+    assert shell("ls")[1] == "no deployment runs (1 ended: penstock ls -a); start one: penstock up\n"
+    assert shell("ls", "-a")[1].splitlines()[1].startswith("penstock-demo")
+
+
+@pytest.mark.parametrize("words", [["status"], ["ls"]])
+def test_facts_of_a_deployment_are_given_as_json(shell: Shell, words: list[str]) -> None:
+    run = run_folder()
+    facts: Any = json.loads(shell(*words, "--json")[1])
+    row = facts[0] if isinstance(facts, list) else facts
+    assert (row["name"], row["url"], row["phase"]) == ("penstock-demo", "http://127.0.0.1:8000", "starting")
+    assert (row["engine"], row["folder"]) == ("llamacpp", str(run.path))
+
+
+def test_logs_and_events_are_printed_as_lines(shell: Shell) -> None:
+    run = run_folder()
+    for name in ("0", "1"):
+        run.log(f"replica-{name}").write_text(f"first of {name}\nlast of {name}\n")
+    run.log("gateway").write_text("hello\n")
+    run.add_event("scale", "1 -> 2 replicas", replica="1")
+    assert shell("logs", "--replica", "1")[1] == "first of 1\nlast of 1\n"
+    assert shell("logs", "-n", "1")[1] == "[0] last of 0\n[1] last of 1\n"
+    assert shell("logs", "--part", "gateway")[1] == "hello\n"
+    assert shell("logs", "--part", "controller")[1] == ""
+    assert shell("logs", "--part", "events")[1].endswith(" scale [replica 1]: 1 -> 2 replicas\n")
+
+
+def test_doctor_ends_with_1_when_something_is_bad(shell: Shell, home: Path) -> None:
+    code, output, _ = shell("doctor", "penstock-demo", "--set", "engine.max_model_len=4096", "--json")
+    facts = json.loads(output)
+    (last,) = [row for row in facts["findings"] if row["check"] == "deployment"]
+    assert (code, facts["ok"], last["state"]) == (1, False, "bad")
+    assert last["found"].startswith('cannot serve model "penstock-demo" with max_model_len 4096')
+    assert not home.exists()
+
+
+@pytest.fixture
+def without_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.processes.find_marked", lambda *_: [])
+
+
+@pytest.mark.usefixtures("without_processes")
+def test_clean_finds_nothing_or_shows_first(shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert shell("clean") == (0, "nothing is left behind\n", "")
+    (tmp_path / "penstock-0a1b2c-0").mkdir()
+    code, output, _ = shell("clean")
+    assert (code, output.splitlines()[-1]) == (0, "run `penstock clean --yes` to remove these")
+    assert (tmp_path / "penstock-0a1b2c-0").is_dir()
+    assert shell("clean", "--yes")[1].splitlines()[-1] == "removed"
+    assert not (tmp_path / "penstock-0a1b2c-0").exists()
+
+
+def test_help_lists_every_verb(shell: Shell) -> None:
+    code, output, _ = shell("--help")
+    assert code == 0
+    listed = [line.split()[0] for line in output.splitlines() if line.startswith("    ") and line.strip()]
+    assert [word for word in listed if word in VERBS] == VERBS
+    assert shell() == (0, output, "")
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_explains_itself(shell: Shell, verb: str) -> None:
+    code, output, _ = shell(verb, "--help")
+    assert code == 0
+    assert output.startswith(f"usage: penstock {verb}")
+
+
+def test_the_version_is_printed(shell: Shell) -> None:
+    assert shell("--version") == (0, f"penstock {cli.__version__}\n", "")
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = "import sys; from penstock import cli; cli.parser().format_help(); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = {name.partition(".")[0] for name in done.stdout.split()}
+    heavy = {"msgspec", "psutil", "yaml", "rich", "uvloop", "asyncio", "ray", "vllm", "torch", "xllamacpp", "numpy"}
+    assert not loaded & heavy
+    assert {name for name in done.stdout.split() if name.startswith("penstock")} == {
+        "penstock",
+        "penstock.cli",
+        "penstock.errors",
+    }
+
+
+def test_main_exits_with_the_verbs_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["status", "nobody"])
+    assert caught.value.code == 2
+
+
+def check_shown(show: Callable[[], int], capsys: pytest.CaptureFixture[str]) -> str:
+    show()
+    return capsys.readouterr().err
+
+
+def test_colour_is_for_terminals_that_want_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = PenstockError("could not", detail="a\nb", hint="h")
+    shown = check_shown(lambda: cli._show_error(error, as_json=False), capsys)
+    assert shown == "error: could not\n  detail:\n    a\n    b\n  hint: h\n"
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert "\033[1;31merror:\033[0m" in check_shown(lambda: cli._show_error(error, as_json=False), capsys)
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\033" not in check_shown(lambda: cli._show_error(error, as_json=False), capsys)

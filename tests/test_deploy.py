@@ -1,0 +1,122 @@
+"""What deploy decides without starting anything: what is left behind, and when a change of size is done."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from samples import NOW, deployment, run_folder
+
+from penstock import deploy, processes, runs
+from penstock.errors import UserError
+from penstock.processes import Marked
+from penstock.runs import Desired, ReplicaStatus, Run, State
+
+
+@pytest.fixture
+def marked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Marked]:
+    """The marked processes of this machine, as the test says; temporary folders are under tmp_path."""
+    found: list[Marked] = []
+    monkeypatch.setattr(processes, "find_marked", lambda *_: found)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    return found
+
+
+def process_of(run: Run, run_id: str | None = None, pid: int = 7) -> Marked:
+    return Marked(pid, 1.0, "node", str(run.path), run_id or run.record().id, "0", "python -m penstock.node")
+
+
+def private_folder(tmp_path: Path, run_id: str) -> Path:
+    path = tmp_path / f"penstock-{run_id}-0"
+    path.mkdir()
+    return path
+
+
+def test_what_a_running_deployment_owns_is_not_left_behind(tmp_path: Path, marked: list[Marked]) -> None:
+    run = run_folder()
+    marked.append(process_of(run))
+    private_folder(tmp_path, run.record().id)
+    assert deploy.leftovers(with_ended_runs=True) == []
+
+
+def test_what_an_ended_deployment_left_is_found(tmp_path: Path, marked: list[Marked]) -> None:
+    run = run_folder()
+    run.write_desired(Desired("down", 0))
+    marked.append(process_of(run))
+    folder = private_folder(tmp_path, run.record().id)
+    found = deploy.leftovers()
+    assert [(item.kind, item.name) for item in found] == [("process", "7"), ("folder", str(folder))]
+    assert found[0].what == f"node of {run.path}: python -m penstock.node"
+    assert [item.kind for item in deploy.leftovers(with_ended_runs=True)] == ["process", "folder", "run"]
+
+
+def test_a_process_of_an_earlier_launch_of_the_same_name_is_left_behind(marked: list[Marked]) -> None:
+    run = run_folder()
+    marked.append(process_of(run, run_id="0a1b2c"))
+    assert [item.name for item in deploy.leftovers()] == ["7"]
+
+
+def test_a_process_whose_run_folder_is_gone_is_left_behind(tmp_path: Path, marked: list[Marked]) -> None:
+    marked.append(process_of(Run(tmp_path / "gone"), run_id="0a1b2c"))
+    assert [item.name for item in deploy.leftovers()] == ["7"]
+
+
+def test_a_deployment_of_another_home_is_left_alone(
+    tmp_path: Path, marked: list[Marked], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`clean --yes` used to kill what ran under another PENSTOCK_HOME."""
+    monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path / "other"))
+    run = run_folder()
+    marked.append(process_of(run))
+    private_folder(tmp_path, run.record().id)
+    monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path / "mine"))
+    assert runs.every() == []
+    assert deploy.leftovers() == []
+
+
+@pytest.mark.parametrize("name", ["penstock-home-abc", "penstock-notes-2024", "penstock-0a1b-0-x", "penstock-0a1b"])
+def test_a_folder_that_is_not_an_engines_is_left_alone(tmp_path: Path, marked: list[Marked], name: str) -> None:
+    (tmp_path / name).mkdir()
+    assert deploy.leftovers() == []
+
+
+def test_clean_removes_folders_and_says_what_stayed(tmp_path: Path, marked: list[Marked]) -> None:
+    folder = private_folder(tmp_path, "0a1b2c")
+    assert deploy.clean(deploy.leftovers()) == []
+    assert not folder.exists()
+
+
+def rows(*states: str) -> tuple[ReplicaStatus, ...]:
+    return tuple(ReplicaStatus(str(number), state, "placed") for number, state in enumerate(states))
+
+
+@pytest.mark.parametrize(
+    ("states", "n_replicas", "expected"),
+    [
+        (("ready", "ready"), 2, True),
+        (("ready", "failed"), 2, True),
+        (("ready", "loading"), 2, False),
+        (("ready", "draining"), 1, False),
+        (("ready",), 2, False),
+        ((), 0, True),
+    ],
+)
+def test_a_change_of_size_is_done_when_every_replica_is_settled(
+    states: tuple[str, ...], n_replicas: int, expected: bool
+) -> None:
+    state = State(NOW, "ready", n_replicas, rows(*states))
+    assert deploy.is_scaled(state, n_replicas) is expected
+
+
+def test_an_old_observation_does_not_end_a_change_of_size() -> None:
+    assert not deploy.is_scaled(State(NOW, "ready", 2, rows("ready")), 1)
+
+
+@pytest.mark.usefixtures("marked")
+def test_other_settings_do_not_replace_what_runs_unasked() -> None:
+    run_folder(deployment(name="d"))
+    with pytest.raises(UserError) as caught:
+        deploy.up(deployment(name="d", workload={"concurrency": 9}))
+    assert caught.value.message == 'deployment "d" runs with other settings'
+    assert caught.value.detail == "workload.concurrency: 8 -> 9"
+    assert caught.value.hint == "Add --replace to end it and start the new one, or give another --name."

@@ -1,0 +1,144 @@
+"""The state of a deployment from one look."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from samples import NOW, run_folder, told, view
+
+from penstock import observe, processes
+from penstock.announce import GatewayView, Process, ReplicaView, Restart
+from penstock.observe import History, Observation, summarise
+from penstock.runs import Desired, Part, ReplicaStatus, State
+from penstock.targets import Placement
+
+PLACED, GONE, QUEUED = Placement("placed"), Placement("gone", "its node process 7 is gone"), Placement("queued")
+READY = told("0", ready_after_s=2.0)
+UP = Desired("up", 1)
+FAILED = ReplicaStatus("0", "failed", "gone", reason="out of memory | Use less.")
+
+
+def look(rows: GatewayView | None, gateway: bool = True, **placements: Placement) -> Observation:
+    return Observation({name.removeprefix("r"): place for name, place in placements.items()}, rows, gateway)
+
+
+@pytest.mark.parametrize(
+    ("desired", "seen", "phase"),
+    [
+        (UP, look(view(READY), r0=PLACED), "ready"),
+        (UP, look(view(told("0", "loading")), r0=PLACED), "starting"),
+        (UP, look(view(), r0=PLACED), "starting"),
+        (UP, look(None, gateway=False, r0=QUEUED), "starting"),
+        (UP, look(None, gateway=False, r0=PLACED), "starting"),
+        (UP, look(view(READY), r0=GONE), "degraded"),
+        (UP, look(view(told("0", "restarting", n_restarts=1)), r0=PLACED), "degraded"),
+        (Desired("up", 2), look(view(READY, told("1", "loading")), r0=PLACED, r1=PLACED), "degraded"),
+        (Desired("up", 0), look(view()), "ready"),
+        (Desired("down", 0), look(view(READY), r0=PLACED), "stopping"),
+        (Desired("down", 0), look(None, gateway=True), "stopping"),
+        (Desired("down", 0), look(None, gateway=False), "down"),
+    ],
+)
+def test_the_phase_says_what_matters(desired: Desired, seen: Observation, phase: str) -> None:
+    assert summarise(desired, seen, History(), NOW).phase == phase
+
+
+def test_a_lost_gateway_is_not_ready_even_when_the_engine_is() -> None:
+    state = summarise(UP, look(None, gateway=False, r0=PLACED), History(gateway=Part("running")), NOW)
+    assert state.phase != "ready"
+    assert state.gateway.state == "gone"
+
+
+def test_a_failed_replica_fails_the_deployment_or_degrades_it() -> None:
+    history = History(failed={"0": FAILED})
+    alone = summarise(UP, look(view()), history, NOW)
+    assert (alone.phase, alone.reason, alone.replicas) == ("failed", "out of memory | Use less.", (FAILED,))
+    beside = summarise(Desired("up", 2), look(view(told("1")), r1=PLACED), history, NOW)
+    assert beside.phase == "degraded"
+
+
+def test_a_replica_without_a_lease_is_not_called_ready() -> None:
+    late = ReplicaView(READY, 9.0, False, False, 0)
+    (replica,) = summarise(UP, look(view(late), r0=PLACED), History(), NOW).replicas
+    assert replica.state == "starting"
+
+
+def test_a_replica_whose_node_is_gone_says_so() -> None:
+    (replica,) = summarise(UP, look(view(READY), r0=GONE), History(), NOW).replicas
+    assert (replica.state, replica.placement, replica.reason) == ("gone", "gone", "its node process 7 is gone")
+
+
+def test_a_draining_replica_is_shown_as_such_with_its_requests() -> None:
+    row = ReplicaView(READY, 0.1, True, True, 3)
+    state = summarise(UP, look(view(row, requests_total=9), r0=PLACED), History(), NOW)
+    (replica,) = state.replicas
+    assert (replica.state, replica.in_flight, replica.is_draining) == ("draining", 3, True)
+    assert state.requests_total == 9
+
+
+def test_replicas_are_in_the_order_of_their_numbers() -> None:
+    state = summarise(UP, look(view(), r10=PLACED, r2=PLACED), History(), NOW)
+    assert [replica.replica for replica in state.replicas] == ["2", "10"]
+
+
+def test_restarts_of_node_and_engine_are_joined_newest_last() -> None:
+    engine = told("0", n_restarts=7, restarts=(Restart(20.0, "stalled"),))
+    history = History(replicas={"0": (Restart(10.0, "its node was gone"),)})
+    (replica,) = summarise(UP, look(view(engine), r0=PLACED), history, NOW).replicas
+    assert [restart.reason for restart in replica.restarts] == ["its node was gone", "stalled"]
+    assert replica.n_restarts == 8
+
+
+def test_a_restart_that_node_and_controller_both_tell_is_counted_once() -> None:
+    """A node placed again is remembered with its engine's restarts, which the gateway still shows for a moment."""
+    stalled, gone = Restart(20.0, "stalled"), Restart(30.0, "its node was gone")
+    history = History(replicas={"0": (stalled, gone)})
+    before = told("0", n_restarts=1, restarts=(stalled,))
+    (replica,) = summarise(UP, look(view(before), r0=PLACED), history, NOW).replicas
+    assert replica.n_restarts == 2
+    assert sorted(restart.at for restart in replica.restarts) == [20.0, 30.0]
+
+
+def test_only_the_last_ten_restarts_are_kept() -> None:
+    history = History(replicas={"0": tuple(Restart(float(at), "x") for at in range(9))})
+    engine = told("0", n_restarts=4, restarts=tuple(Restart(100.0 + at, "y") for at in range(4)))
+    (replica,) = summarise(UP, look(view(engine), r0=PLACED), history, NOW).replicas
+    assert (len(replica.restarts), replica.n_restarts, replica.restarts[-1].at) == (10, 13, 103.0)
+
+
+def me() -> Process:
+    return processes.identify(os.getpid(), "controller")
+
+
+def test_a_fresh_word_of_a_living_controller_is_taken() -> None:
+    run = run_folder()
+    last = State(NOW, "degraded", 1, controller=Part("running", me()), requests_total=4)
+    run.write_state(last)
+    assert observe.now_state(run, NOW + 1) == last
+
+
+def test_an_old_word_is_looked_at_again_and_what_was_ready_is_not_called_starting() -> None:
+    run = run_folder()
+    run.write_state(State(NOW, "ready", 1, controller=Part("running", me()), gateway=Part("running")))
+    state = observe.now_state(run, NOW + 60)
+    assert (state.phase, state.controller.state, state.gateway.state) == ("degraded", "running", "gone")
+
+
+def test_a_dead_controller_is_told() -> None:
+    run = run_folder()
+    dead = Process(me().pid, 1.0, "controller")
+    run.write_state(State(NOW, "ready", 1, replicas=(FAILED,), controller=Part("running", dead)))
+    state = observe.now_state(run, NOW)
+    assert (state.phase, state.controller.state, state.replicas) == ("failed", "gone", (FAILED,))
+
+
+def test_an_ended_deployment_stays_as_it_ended() -> None:
+    run = run_folder()
+    run.write_desired(Desired("down", 0))
+    run.write_state(State(NOW, "failed", 0, replicas=(FAILED,), reason="out of memory"))
+    assert observe.now_state(run, NOW + 10_000).reason == "out of memory"
+
+
+def test_a_run_that_nobody_has_looked_at_yet_is_starting() -> None:
+    assert observe.now_state(run_folder(), NOW).phase == "starting"

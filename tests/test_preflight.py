@@ -1,0 +1,165 @@
+"""Checks before anything is sent: the port, the engine, what this version cannot do, doctor's list."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from samples import cpu_machine, deployment, gpu_machine
+
+from penstock import engines, preflight
+from penstock.engines.llamacpp import LlamaCpp
+from penstock.errors import UserError
+from penstock.units import GIB
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    """A port that this very process listens on."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(1)
+        yield listener.getsockname()[1]
+
+
+def test_a_port_in_use_names_who_holds_it(taken: int) -> None:
+    with pytest.raises(UserError) as caught:
+        preflight.check_port("127.0.0.1", taken)
+    error = caught.value
+    assert error.message == f"cannot listen on 127.0.0.1:{taken}: address already in use"
+    assert error.detail is not None
+    assert error.detail.startswith(f"Process {os.getpid()} listens there: {sys.executable}"[:60])
+    assert error.hint == "End that process, or choose another port: --set gateway.port=PORT (0 takes any free one)."
+
+
+def test_without_the_right_to_look_the_holder_stays_unnamed(taken: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def deny(kind: str) -> list[object]:
+        raise preflight.psutil.AccessDenied
+
+    monkeypatch.setattr(preflight.psutil, "net_connections", deny)
+    with pytest.raises(UserError) as caught:
+        preflight.check_port("127.0.0.1", taken)
+    assert caught.value.detail is None
+
+
+def test_any_free_port_needs_no_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "socket", None)
+    preflight.check_port("127.0.0.1", 0)
+
+
+def test_a_free_port_is_left_free() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    preflight.check_port("127.0.0.1", port)
+    preflight.check_port("127.0.0.1", port)
+
+
+def test_an_address_of_another_machine_is_refused() -> None:
+    with pytest.raises(UserError, match=r"cannot listen on 192\.0\.2\.1:8000: cannot assign requested address"):
+        preflight.check_port("192.0.2.1", 8000)
+
+
+@pytest.mark.parametrize(
+    ("kind", "has_gpus", "forms", "expected"),
+    [
+        ("auto", False, ("gguf",), "llamacpp"),
+        ("auto", False, ("safetensors", "gguf"), "llamacpp"),
+        ("auto", False, ("safetensors",), "vllm"),
+        ("auto", False, (), "llamacpp"),
+        ("auto", True, ("safetensors", "gguf"), "vllm"),
+        ("vllm", False, ("gguf",), "vllm"),
+        ("fake", True, (), "fake"),
+    ],
+)
+def test_the_engine_follows_machine_and_model(kind: str, has_gpus: bool, forms: tuple[str, ...], expected: str) -> None:
+    assert preflight.choose_engine(kind, has_gpus, forms) == expected
+
+
+def test_what_this_version_does_not_do_is_refused_together() -> None:
+    wanted = deployment(
+        ui=True,
+        observe={"prometheus": True, "grafana": True},
+        engine={"executor": "ray"},
+        replicas={"min": 1, "max": 3},
+    )
+    assert [str(problem) for problem in preflight.unsupported(wanted)] == [
+        "ui: this version has no browser chat yet (use: penstock chat)",
+        "observe.prometheus: this version does not set it up yet (scrape the gateway's /metrics yourself)",
+        "observe.grafana: this version does not set it up yet (scrape the gateway's /metrics yourself)",
+        "engine.executor: ray is not available on one machine in this version (use mp or auto)",
+        "replicas.max: this version does not scale by itself yet "
+        "(set replicas to a number, and change it with `penstock scale`)",
+    ]
+
+
+@pytest.mark.parametrize("replicas", [0, 1, 3, {"min": 0, "max": 1}])
+def test_a_fixed_number_of_replicas_is_supported(replicas: object) -> None:
+    assert preflight.unsupported(deployment(replicas=replicas)) == []
+
+
+def found(monkeypatch: pytest.MonkeyPatch, **values: object) -> dict[str, preflight.Finding]:
+    """What doctor finds on a machine made of these values."""
+    machine = values.get("machine", cpu_machine())
+    monkeypatch.setattr(preflight, "this_machine", lambda: machine)
+    monkeypatch.setattr(preflight, "gpus", lambda: list(getattr(machine, "gpus", ())))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=values.get("disk", 100 * GIB)))
+    monkeypatch.setattr(preflight, "check_port", values.get("check_port", lambda host, port: None))
+    return {finding.check: finding for finding in preflight.doctor(deployment())}
+
+
+def test_doctor_makes_every_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    findings = found(monkeypatch)
+    names = ["python", "memory", "disk", "/dev/shm", "open files", "gpu", "engine llamacpp", "engine vllm", "port"]
+    assert list(findings) == names
+    assert findings["memory"].found == "16.0 GiB free of 32.0 GiB, 8 CPUs"
+    assert findings["port"].found == "127.0.0.1:8000 is free"
+    assert "none found" in findings["gpu"].found
+
+
+def test_doctor_says_what_is_wrong_and_the_cure(monkeypatch: pytest.MonkeyPatch) -> None:
+    findings = found(monkeypatch, machine=cpu_machine(0.5), disk=GIB // 2)
+    assert (findings["memory"].state, findings["memory"].cure) == ("bad", "end what holds the memory")
+    assert (findings["disk"].state, findings["/dev/shm"].state) == ("warning", "warning")
+    assert findings["/dev/shm"].cure == "start the container with --shm-size 8g"
+
+
+def test_doctor_shows_a_home_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path / "file"))
+    disk = found(monkeypatch)["disk"]
+    assert (disk.state, disk.cure) == ("bad", "Set PENSTOCK_HOME to a folder you may write.")
+
+
+def test_doctor_leaves_a_home_that_is_not_there_alone(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert found(monkeypatch)["disk"].state == "ok"
+    assert not home.exists()
+
+
+def test_doctor_shows_who_holds_the_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(host: str, port: int) -> None:
+        raise UserError("cannot listen", detail="Process 7 listens there", hint="End it.") from OSError(
+            errno.EADDRINUSE, "in use"
+        )
+
+    port = found(monkeypatch, check_port=refuse)["port"]
+    assert (port.state, port.found, port.cure) == ("warning", "cannot listen (Process 7 listens there)", "End it.")
+
+
+@pytest.mark.parametrize(("n_gpus", "llamacpp", "vllm"), [(0, "bad", "warning"), (2, "warning", "bad")])
+def test_an_absent_engine_is_bad_where_it_would_be_chosen(
+    monkeypatch: pytest.MonkeyPatch, n_gpus: int, llamacpp: str, vllm: str
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    findings = found(monkeypatch, machine=gpu_machine(n_gpus))
+    assert (findings["engine llamacpp"].state, findings["engine vllm"].state) == (llamacpp, vllm)
+    missing = LlamaCpp().missing()
+    assert isinstance(missing, engines.Missing)
+    assert findings["engine llamacpp"].cure == missing.install

@@ -1,0 +1,182 @@
+"""Run folders: whole from the start, private where they must be, found again by name."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+import pytest
+from samples import NOW, demo_plan, deployment, draft, run_folder
+
+from penstock import runs
+from penstock.errors import UserError
+from penstock.runs import Artifact, Desired, Handle, Run, State
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def visible(home: Path) -> list[str]:
+    return sorted(path.name for path in (home / "runs").iterdir() if not path.name.startswith("."))
+
+
+def test_a_new_folder_holds_everything(home: Path) -> None:
+    wanted = deployment(name="d", replicas=2)
+    run = run_folder(wanted)
+    assert run.path == home / "runs" / "d"
+    assert (run.name, run.exists()) == ("d", True)
+    assert (run.record().name, run.record().target, run.record().created_at) == ("d", "local", NOW)
+    assert (run.deployment(), run.plan()) == (wanted, demo_plan())
+    assert run.artifact() == Artifact(("python", "-m", "penstock.node"), {"launch.json": "{}\n"})
+    assert (run.artifact_path / "launch.json").read_text() == "{}\n"
+    assert (run.desired(), run.handle(), run.state()) == (Desired("up", 2), Handle("local"), None)
+    assert (run.url, run.admin_url) == ("http://127.0.0.1:8000", "http://127.0.0.1:8001")
+    assert run.events() == []
+    assert run.log("replica-0").parent.is_dir()
+
+
+def test_secrets_are_for_the_owner_only() -> None:
+    run = run_folder()
+    assert run.admin_token() == "secret-token"
+    assert mode(run.admin_token_file) == 0o600
+    assert mode(run.admin_token_file.parent) == 0o700
+    assert mode(run.gateway_config) == 0o600
+    texts = [path.read_text() for path in run.path.rglob("*") if path.is_file() and path != run.admin_token_file]
+    assert not any("secret-token" in text for text in texts)
+
+
+def test_a_new_folder_replaces_an_ended_one(home: Path) -> None:
+    old = run_folder()
+    old.add_event("up", "the first")
+    first = old.record().id
+    new = run_folder()
+    assert new.record().id != first
+    assert new.events() == []
+    assert visible(home) == ["penstock-demo"]
+    assert [path.name for path in (home / "runs").iterdir() if path.name != "penstock-demo"] == []
+
+
+def test_a_folder_that_could_not_be_filled_leaves_nothing(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(path: Path, data: bytes, mode: int = 0) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(runs, "write_atomically", fail)
+    with pytest.raises(UserError) as caught:
+        run_folder()
+    assert caught.value.message == (
+        f'cannot write run folder "{home / "runs" / "penstock-demo"}": No space left on device'
+    )
+    assert list((home / "runs").iterdir()) == []
+
+
+def test_a_home_that_cannot_be_written_is_the_users_to_mend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path / "file"))
+    with pytest.raises(UserError) as caught:
+        runs.folder()
+    assert caught.value.message == f'cannot write run folder "{tmp_path / "file" / "runs"}": Not a directory'
+    assert caught.value.hint == "Set PENSTOCK_HOME to a folder you may write."
+    assert caught.value.exit_code == 2
+
+
+def test_the_folder_of_runs_is_private() -> None:
+    assert mode(runs.folder()) == 0o700
+
+
+def test_home_is_in_the_users_folder_unless_said_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_HOME", "")
+    monkeypatch.setenv("HOME", "/home/somebody")
+    assert runs.home() == Path("/home/somebody/.penstock")
+
+
+def test_a_name_is_changed_by_one_command_at_a_time() -> None:
+    with runs.locked("d"), pytest.raises(UserError) as caught, runs.locked("d"):
+        pass
+    assert caught.value.message == 'cannot change deployment "d": another penstock command is changing it'
+    with runs.locked("d"), runs.locked("e"):
+        pass
+
+
+def test_files_are_replaced_whole(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    runs.write_atomically(path, b"one")
+    runs.write_atomically(path, b"two", mode=0o600)
+    assert (path.read_bytes(), mode(path)) == (b"two", 0o600)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_what_changes_is_written_and_read_again() -> None:
+    run = run_folder()
+    run.write_desired(Desired("down", 0))
+    run.write_handle(Handle("local", {"0": {"pid": 1, "started_at": 2.0}}))
+    run.write_state(State(NOW, "ready", 1))
+    again = Run(run.path)
+    assert again.desired() == Desired("down", 0)
+    assert again.handle().replicas == {"0": {"pid": 1, "started_at": 2.0}}
+    assert again.state() == State(NOW, "ready", 1)
+
+
+def test_events_are_lines_and_half_a_line_is_not_read() -> None:
+    run = run_folder()
+    run.add_event("up", "it starts", model="m")
+    with (run.path / "events.jsonl").open("a") as stream:
+        stream.write('{"at": 1, "eve')
+    (event,) = run.events()
+    assert (event["event"], event["text"], event["model"]) == ("up", "it starts", "m")
+
+
+def test_runs_are_found_by_name() -> None:
+    for name in ("b", "a"):
+        run_folder(deployment(name=name))
+    assert runs.find("a").record().name == "a"
+    assert [run.name for run in runs.every()] == ["a", "b"]
+
+
+def test_a_wrong_name_gets_the_nearest_one() -> None:
+    run_folder(deployment(name="llama70"))
+    with pytest.raises(UserError) as caught:
+        runs.find("lama70")
+    assert (caught.value.message, caught.value.hint) == (
+        'cannot find deployment "lama70"',
+        'Did you mean "llama70"?',
+    )
+    with pytest.raises(UserError) as caught:
+        runs.find("zzz")
+    assert caught.value.hint == "Known: llama70."
+
+
+@pytest.mark.parametrize("name", ["x", "", "..", "../runs"])
+def test_without_runs_no_name_is_found(name: str) -> None:
+    assert runs.every() == []
+    with pytest.raises(UserError) as caught:
+        runs.find(name)
+    assert caught.value.hint == "There is none on this machine yet; start one: penstock up"
+
+
+def test_a_half_made_folder_is_no_run(home: Path) -> None:
+    (home / "runs" / ".d.new.x").mkdir(parents=True)
+    (home / "runs" / "d").mkdir()
+    assert runs.every() == []
+
+
+@pytest.mark.parametrize(
+    ("listen", "expected"),
+    [
+        ("127.0.0.1:80", "127.0.0.1:80"),
+        ("0.0.0.0:80", "127.0.0.1:80"),
+        ("host:80", "host:80"),
+        ("::1:80", "[::1]:80"),
+        ("[::1]:80", "[::1]:80"),
+        (":::80", "[::1]:80"),
+        ("[::]:80", "[::1]:80"),
+    ],
+)
+def test_an_address_to_listen_on_becomes_one_to_connect_to(listen: str, expected: str) -> None:
+    assert runs.reachable(listen) == expected
+
+
+def test_a_draft_is_not_changed_by_a_run() -> None:
+    before = draft()
+    runs.create(before, NOW)
+    assert before == draft()
