@@ -37,7 +37,7 @@ class Restart(msgspec.Struct, frozen=True):
 
 
 class Process(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A process that stays recognisable after its pid is reused: pid and start time (Unix seconds) together."""
+    """A process that stays recognisable after its pid is reused: pid and start (seconds since boot) together."""
 
     pid: int
     started_at: float

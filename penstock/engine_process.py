@@ -75,7 +75,7 @@ class EngineProcess:
             root = psutil.Process(self.pid)
             for entry in [root, *root.children(recursive=True)]:
                 role = "engine" if entry.pid == self.pid else _role(entry)
-                found.append(Process(entry.pid, round(entry.create_time(), 2), role))
+                found.append(processes.identify(entry.pid, role))
         except psutil.Error:
             pass
         return tuple(found)

@@ -40,7 +40,21 @@ class Marked(Process, frozen=True, omit_defaults=True):
 
 def identify(pid: int, role: str = "") -> Process:
     """The identity of a living process.  Raises psutil.NoSuchProcess."""
-    return Process(pid, round(psutil.Process(pid).create_time(), 2), role)
+    return Process(pid, started_at(pid), role)
+
+
+def started_at(pid: int) -> float:
+    """When a process started, in seconds since boot.  Raises psutil.NoSuchProcess.
+
+    psutil's create_time adds the boot time as the wall clock has it now: after a step of the clock (NTP, a virtual
+    machine that was moved) every process would be taken for a stranger, and started again.
+    """
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError as exc:
+        raise psutil.NoSuchProcess(pid) from exc
+    # proc(5): starttime is field 22, in clock ticks; field 3 is the first after the name in brackets.
+    return round(int(stat.rpartition(b")")[2].split()[19]) / os.sysconf("SC_CLK_TCK"), 2)
 
 
 def start_detached(
@@ -61,9 +75,8 @@ def is_alive(process: Process) -> bool:
     with contextlib.suppress(ChildProcessError, OSError):
         os.waitpid(process.pid, os.WNOHANG)
     try:
-        found = psutil.Process(process.pid)
-        same = abs(found.create_time() - process.started_at) < 0.05
-        return same and found.status() != psutil.STATUS_ZOMBIE
+        same = started_at(process.pid) == process.started_at
+        return same and psutil.Process(process.pid).status() != psutil.STATUS_ZOMBIE
     except psutil.Error:
         return False
 
@@ -86,7 +99,7 @@ def find_marked(run: str | None = None, replica: str | None = None) -> list[Mark
 def _marked(entry: psutil.Process, env: Mapping[str, str]) -> Marked:
     return Marked(
         entry.pid,
-        round(entry.create_time(), 2),
+        started_at(entry.pid),
         env.get(MARK_ROLE, ""),
         env[MARK_RUN],
         env.get(MARK_RUN_ID, ""),

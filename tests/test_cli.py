@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -13,10 +14,10 @@ from typing import Any
 import pytest
 from samples import cpu_machine, deployment, gpu_machine, run_folder
 
-from penstock import cli, deploy
+from penstock import __version__, cli, deploy
 from penstock.engines.llamacpp import LlamaCpp
 from penstock.engines.vllm import Vllm
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, UserError
 from penstock.runs import Desired
 from penstock.targets import local
 
@@ -269,8 +270,8 @@ def test_every_other_end_has_its_code(
         raise error
 
     monkeypatch.setattr(deploy, "rehearse", fail)
-    monkeypatch.setattr(cli.os, "dup2", lambda *_: None)  # a broken pipe closes the real standard output
-    monkeypatch.setattr(cli.sys.stdout, "fileno", lambda: 1)
+    monkeypatch.setattr(os, "dup2", lambda *_: None)  # a broken pipe closes the real standard output
+    monkeypatch.setattr(sys.stdout, "fileno", lambda: 1)
     assert shell("render", "--port", "0")[0] == code
 
 
@@ -324,7 +325,7 @@ def test_the_demo_takes_another_port_when_the_usual_one_is_taken(
 ) -> None:
     def refuse(host: str, port: int) -> None:
         if port:
-            raise cli.UserError("taken")
+            raise UserError("taken")
 
     monkeypatch.setattr("penstock.preflight.check_port", refuse)
     facts = json.loads(shell("render", "--json")[1])
@@ -403,7 +404,7 @@ def test_every_verb_explains_itself(shell: Shell, verb: str) -> None:
 
 
 def test_the_version_is_printed(shell: Shell) -> None:
-    assert shell("--version") == (0, f"penstock {cli.__version__}\n", "")
+    assert shell("--version") == (0, f"penstock {__version__}\n", "")
 
 
 def test_help_imports_nothing_heavy() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -24,7 +25,7 @@ START = Seen(Progress("imports", fraction=0.0))
 VLLM = Vllm()
 
 
-def cpu_plan(**fields: object) -> Plan:
+def cpu_plan(**fields: Any) -> Plan:
     wanted = deployment(name="demo", gateway={"aliases": ["d2"]}, **fields)
     return plan.make(wanted, DEMO, cpu_machine(), "vllm", "0.32.0+cpu", 1)
 
@@ -171,8 +172,8 @@ DEATHS = [
     ("OSError: [Errno 98] Address already in use", "its port was taken by another process", None, False),
     (
         "ValueError: To serve at least one request with the models's max seq len (131072), 16.0 GiB KV cache is "
-        "needed, which is larger than the available KV cache memory (2.0 GiB). Based on the available memory, the estimated "
-        "maximum model length is 16384. Try increasing `gpu_memory_utilization`.",
+        "needed, which is larger than the available KV cache memory (2.0 GiB). Based on the available memory, the "
+        "estimated maximum model length is 16384. Try increasing `gpu_memory_utilization`.",
         "the KV cache for one request of max_model_len does not fit",
         "Set engine.max_model_len to 16384 or less",
         True,

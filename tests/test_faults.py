@@ -33,9 +33,10 @@ from launching import (
     wait_until,
 )
 
-from penstock import deploy, preflight, processes, runs
+from penstock import preflight, processes, runs
 from penstock.announce import Restart
 from penstock.client import HttpError
+from penstock.engine_process import free_port
 from penstock.runs import Run
 from penstock.testing.fake_engine.asks import expected_text
 
@@ -293,7 +294,7 @@ def test_failed_start_says_why_and_leaves_nothing(place: Place, case: str) -> No
 
 
 def test_failed_start_can_be_tried_again_on_the_same_port(place: Place) -> None:
-    gateway = {"port": deploy.free_port("127.0.0.1")}
+    gateway = {"port": free_port("127.0.0.1")}
     assert call("up", place.write("one", args={"oom": "kv-cache"}, gateway=gateway), "--no-wait").code == 0
     run = place.run()
     wait_failed(run)

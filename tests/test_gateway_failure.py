@@ -116,6 +116,25 @@ def test_request_waits_for_its_only_replica_to_come_back(loop_factory: LoopFacto
     run(loop_factory, test())
 
 
+def test_request_lost_by_a_dying_replica_is_not_lost_to_it_again(loop_factory: LoopFactory) -> None:
+    """A killed engine still accepts for a moment after its connections broke: the second send waits for that to end."""
+
+    async def test() -> None:
+        async def die(seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+            asyncio.get_running_loop().call_later(forward.AGAIN_S / 4, engine.server.close)  # type: ignore[union-attr]
+            return False
+
+        async with rig_with(die) as (rig, engine, client):
+            client.post(CHAT)
+            await rig.until(lambda view: view["waiting"] == 1)
+            assert len(engine.seen) == 1
+            revived = await rig.engine(echo, "0")
+            assert (await client.response())[1] == CHAT
+            assert len(revived.seen) == 1
+
+    run(loop_factory, test())
+
+
 @pytest.mark.parametrize(
     ("sent", "gap"),
     [(EVENTS[0], b""), (b'data: {"n"', b"\n\n"), (b"", b""), (b": ping\r\n\r\n", b"")],

@@ -27,8 +27,9 @@ from launching import (
     wait_until,
 )
 
-from penstock import deploy, processes, runs
+from penstock import processes, runs
 from penstock.client import Client, HttpError
+from penstock.engine_process import free_port
 from penstock.runs import Run
 from penstock.testing.fake_engine.asks import expected_text
 
@@ -90,7 +91,7 @@ def test_changed_file_is_refused_with_the_change_and_replaced_when_asked(place: 
 
 
 def test_replace_keeps_a_fixed_port(place: Place) -> None:
-    port = deploy.free_port("127.0.0.1")
+    port = free_port("127.0.0.1")
     place.up(place.write("one", gateway={"port": port}))
     run = place.up(place.write("one", args={"reply-tokens": 5}, gateway={"port": port}), "--replace")
     assert run.url == f"http://127.0.0.1:{port}"
@@ -254,7 +255,7 @@ def test_ctrl_c_while_the_engine_loads_leaves_nothing(place: Place) -> None:
 
     def is_loading() -> bool:
         run = Run(runs.home() / "runs" / "one")
-        return run.exists() and any(replica.state == "loading" for replica in place.note(run) and now(run).replicas)
+        return run.exists() and any(replica.state == "loading" for replica in now(place.note(run)).replicas)
 
     done = interrupt("up", file, when=is_loading)
     assert done.code == 130, done

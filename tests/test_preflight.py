@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 from samples import cpu_machine, deployment, gpu_machine
 
@@ -41,9 +42,9 @@ def test_a_port_in_use_names_who_holds_it(taken: int) -> None:
 
 def test_without_the_right_to_look_the_holder_stays_unnamed(taken: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def deny(kind: str) -> list[object]:
-        raise preflight.psutil.AccessDenied
+        raise psutil.AccessDenied
 
-    monkeypatch.setattr(preflight.psutil, "net_connections", deny)
+    monkeypatch.setattr(psutil, "net_connections", deny)
     with pytest.raises(UserError) as caught:
         preflight.check_port("127.0.0.1", taken)
     assert caught.value.detail is None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "penstock"
 FILES = sorted(PACKAGE.rglob("*.py"))
 OURS = [*FILES, *sorted((ROOT / "tools").glob("*.py")), *sorted((ROOT / "tests").glob("*.py"))]
+TREES = {path: ast.parse(path.read_text("utf-8")) for path in OURS}
 
 # A unit (a module of the package, or a whole sub-package) imports only units of a lower level, and itself.
 LEVELS = {
@@ -84,9 +84,8 @@ def where(path: Path) -> str:
     return path.relative_to(PACKAGE if path.is_relative_to(PACKAGE) else ROOT).as_posix()
 
 
-@cache
 def tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text("utf-8"))
+    return TREES[path]
 
 
 def unit_of(module: str) -> str:

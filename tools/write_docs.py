@@ -9,7 +9,7 @@ import argparse
 import inspect
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,8 +32,8 @@ replicas: 2
 gateway: {port: 9000}
 ```
 
-`--set KEY=VALUE` on the command line changes one field: `--set gateway.port=9000`, `--set engine.args.seed=7`. The value
-is read as YAML.
+`--set KEY=VALUE` on the command line changes one field: `--set gateway.port=9000`, `--set engine.args.seed=7`. The
+value is read as YAML.
 
 The file may hold more than this version does: `penstock doctor FILE` says what it refuses.
 """
@@ -166,7 +166,7 @@ def _least(path: str) -> str:
     return "" if bound is None else f"{bound:g}"
 
 
-def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     """A Markdown table; a bar inside a cell would end it."""
     if not rows:
         return ""
