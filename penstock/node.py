@@ -132,6 +132,7 @@ class Node:
         self._seen = Seen(Progress("imports", fraction=0.0))
         self._process: EngineProcess | None = None
         self._processes: tuple[Process, ...] = ()
+        self._vital: tuple[Process, ...] = ()
         self._segments: tuple[str, ...] = ()
         self._tail: tuple[str, ...] = ()
 
@@ -223,6 +224,7 @@ class Node:
 
     def _while_ready(self) -> Diagnosis | None:
         assert self._process is not None
+        self._vital = tuple(p for p in self._processes if p.role.startswith(self.engine.vital_roles))
         missed, watch, next_health, next_metrics = 0, StallWatch(), 0.0, 0.0
         while not self.stops:
             code = self._process.exit_code()
@@ -237,6 +239,9 @@ class Node:
             if now >= next_metrics:
                 next_metrics = now + _METRICS_EVERY_S
                 self._look_at_processes()
+                lost = self._lost_process()
+                if lost:
+                    return lost
                 stalled_s, running = self._stalled(watch)
                 if stalled_s >= self.plan.stall_s:
                     waited = show_seconds(stalled_s)
@@ -254,13 +259,18 @@ class Node:
                 return missed, None  # the loop reads its death, which says more
             if isinstance(exc, NoAnswer) and missed + 1 < _MISSED_HEALTH:
                 return missed + 1, None
-            return missed, Diagnosis(f"its health check failed: {self._who_died()}{exc.message}")
+            return missed, self._lost_process() or Diagnosis(f"its health check failed: {exc.message}")
         return 0, None
 
-    def _who_died(self) -> str:
-        """Which of the engine's processes is gone: "EngineCore (pid 12) is gone; ", or nothing."""
-        gone = [process for process in self._processes if not processes.is_alive(process)]
-        return "".join(f"{process.role} (pid {process.pid}) is gone; " for process in gone)
+    def _lost_process(self) -> Diagnosis | None:
+        """A process that the engine cannot live without is gone, often seconds before the engine notices."""
+        assert self._process is not None
+        gone = [process for process in self._vital if not processes.is_alive(process)]
+        if not gone:
+            return None
+        told = self.engine.diagnose(1, list(self._process.tail)[-_TAIL_SHOWN * 3 :])
+        why = f": {told.reason.partition(': ')[2]}" if told.line else ""
+        return Diagnosis(f"its process {gone[0].role} (pid {gone[0].pid}) is gone{why}", told.hint)
 
     def _stalled(self, watch: StallWatch) -> tuple[float, float]:
         samples = self._metrics()

@@ -32,12 +32,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import yaml
 
 from penstock import cli, observe, processes, runs
-from penstock.announce import Process
 from penstock.client import Client, Reply
 from penstock.errors import PenstockError
 from penstock.runs import ReplicaStatus, Run, State
@@ -46,7 +44,6 @@ from penstock.testing.fake_engine.asks import expected_text
 DEADLINE_S = 30.0
 SOON_S = 10.0  # by then `status` tells what happened
 PROMPT = "tell me a story"
-_SHM = Path("/dev/shm")
 
 
 def wait_until(is_so: Callable[[], bool], what: str, timeout_s: float = SOON_S) -> None:
@@ -166,6 +163,7 @@ class Place:
     folder: Path
     addresses: set[str] = field(default_factory=set)  # that must be free in the end
     run_paths: dict[str, str] = field(default_factory=dict)  # path -> id of every run seen
+    segments: set[str] = field(default_factory=set)  # shared memory that a run's processes mapped
 
     def write(self, name: str = "one", args: dict[str, Any] | None = None, **fields: Any) -> Path:
         """A deployment file with the fake engine. `fields` are those of the file; `engine` and `gateway` are merged."""
@@ -190,11 +188,11 @@ class Place:
         with contextlib.suppress(OSError):  # half removed
             self.run_paths[str(run.path)] = run.record().id
             self.addresses |= {run.url, run.admin_url}
-            self.addresses |= {
-                replica.announcement.url
-                for replica in observe.now_state(run, time.time()).replicas
-                if replica.announcement is not None and replica.announcement.url is not None
-            }
+            self.segments.update(processes.shared_memory(processes.find_marked(str(run.path))))
+            for replica in now(run).replicas:
+                if (told := replica.announcement) is not None:
+                    self.addresses |= {told.url} if told.url is not None else set()
+                    self.segments.update(told.shared_memory)
         return run
 
     def assert_nothing_left(self) -> None:
@@ -202,6 +200,7 @@ class Place:
         for path in self.run_paths:
             self.assert_nothing_left_of(path)
         assert [address for address in self.addresses if not port_is_free(address)] == []
+        assert [segment for segment in self.segments if Path(segment).exists()] == []
 
     def assert_nothing_left_of(self, run_path: str) -> None:
         assert processes.find_marked(run_path) == []
@@ -229,7 +228,6 @@ class Place:
 def a_place(folder: Path) -> Iterator[Place]:
     """A place to start deployments in, with a home of its own and a deadline, and checked to leave nothing."""
     home = folder / "home"
-    shared_before = set(_SHM.iterdir())
     found = Place(folder)
     with pytest.MonkeyPatch.context() as patch, _bounded():
         patch.setenv("PENSTOCK_HOME", str(home))
@@ -238,7 +236,6 @@ def a_place(folder: Path) -> Iterator[Place]:
         finally:
             found.end()
             assert [process for process in processes.find_marked() if process.run.startswith(str(home))] == []
-            assert not _nobodys(set(_SHM.iterdir()) - shared_before)
 
 
 @contextlib.contextmanager
@@ -256,12 +253,6 @@ def _bounded() -> Iterator[None]:
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
-
-
-def _nobodys(segments: set[Path]) -> set[str]:
-    """Shared memory that no living process maps: other programs on this machine may make theirs meanwhile."""
-    mapped = set(processes.shared_memory(Process(pid, 0.0) for pid in psutil.pids()))
-    return {str(segment) for segment in segments} - mapped
 
 
 def now(run: Run) -> State:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from launching import (
     PROMPT,
@@ -33,7 +34,7 @@ from launching import (
     wait_until,
 )
 
-from penstock import preflight, processes, runs
+from penstock import preflight, processes, runs, targets
 from penstock.announce import Restart
 from penstock.client import HttpError
 from penstock.engine_process import free_port
@@ -170,6 +171,15 @@ def test_everything_killed_at_once_comes_back_with_up(place: Place) -> None:
     assert call("up", file).code == 0
     place.note(run)
     ask(run)
+
+
+def test_step_of_the_clock_makes_no_process_a_stranger(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = place.up(place.write("one"))
+    parts = processes.find_marked(str(run.path))
+    boot_time = psutil.boot_time()
+    monkeypatch.setattr("psutil._pslinux.boot_time", lambda: boot_time + 3600)
+    assert all(processes.is_alive(part) for part in parts)
+    assert targets.load("local").status(run, run.handle())["0"].state == "placed"
 
 
 def test_shared_memory_of_killed_processes_is_removed(place: Place) -> None:

@@ -79,6 +79,7 @@ class Engine(ABC):
     name: str
     forms: tuple[str, ...]  # the forms of weights it loads, best first
     metrics: Metrics
+    vital_roles: tuple[str, ...] = ()  # how the titles of forked processes begin that it cannot live without
 
     @abstractmethod
     def missing(self) -> Missing | None:

@@ -22,6 +22,7 @@ class Vllm(Engine):
     name = "vllm"
     forms: tuple[str, ...] = ("safetensors",)
     metrics = Metrics(names.RUNNING, names.WAITING, names.ITERATIONS)
+    vital_roles = names.VITAL
 
     def missing(self) -> Missing | None:
         if importlib.util.find_spec("vllm") is not None:

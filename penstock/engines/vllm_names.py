@@ -53,6 +53,9 @@ GONE = {
     "max-seq-len-to-capture": "use cudagraph-capture-sizes",
 }
 
+# How the process titles of what it forks begin, after "VLLM::".
+VITAL = ("EngineCore", "Worker", "DPCoordinator")
+
 RUNNING = "vllm:num_requests_running"
 WAITING = "vllm:num_requests_waiting"
 # Counters that move with every engine step, whatever the step did.
