@@ -49,7 +49,7 @@ class Announcement(msgspec.Struct, frozen=True, omit_defaults=True):
 
     `url` is the engine's base URL, once it listens. `lease_s`: without a newer announcement in that time the
     replica gets no traffic. `restarts` holds the last ten; `n_restarts` counts all. `reason` says why the state
-    is not what was asked for; `log_tail` is given with "failed".
+    is not what was asked for, `hint` what to do about it; `log_tail` is given with "failed".
     """
 
     replica: str
@@ -59,6 +59,7 @@ class Announcement(msgspec.Struct, frozen=True, omit_defaults=True):
     url: str | None = None
     progress: Progress | None = None
     reason: str | None = None
+    hint: str | None = None
     n_restarts: int = 0
     restarts: tuple[Restart, ...] = ()
     processes: tuple[Process, ...] = ()

@@ -402,14 +402,21 @@ def _down(options: argparse.Namespace) -> int:
     from penstock import deploy, runs
 
     chosen = [run for run in runs.every() if run.desired().state == "up"] if options.all else [_choose(options.name)]
+    code = 0
     for found in chosen:
         on_step = None if options.json else lambda step, name=found.name: print(f"{name}: {step}", flush=True)
-        swept = deploy.down(found, options.now, on_step)
+        try:
+            swept = deploy.down(found, options.now, on_step)
+        except PenstockError as error:
+            if not options.all:
+                raise
+            code = _show_error(error, options.json)  # the others are still to be ended
+            continue
         if options.json:
             _emit({"event": "down", "name": found.name, "swept": [process.pid for process in swept]})
         else:
             print(f"{found.name} is down")
-    return 0
+    return code
 
 
 def _clean(options: argparse.Namespace) -> int:

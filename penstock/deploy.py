@@ -119,9 +119,16 @@ def _machine(target: Target, deployment: Deployment, existing: Run | None) -> Ma
     machine = target.machines(deployment)[0]
     if existing is None:
         return machine
-    held = existing.plan().need.total_bytes * existing.desired().replicas
+    if existing.plan().device == "cuda":
+        held = {index for entry in existing.handle().replicas.values() for index in entry.get("gpus", ())}
+        freed = [
+            msgspec.structs.replace(gpu, memory_free_bytes=gpu.memory_bytes) if gpu.index in held else gpu
+            for gpu in machine.gpus
+        ]
+        return msgspec.structs.replace(machine, gpus=tuple(freed))
+    held_bytes = existing.plan().need.total_bytes * existing.desired().replicas
     return msgspec.structs.replace(
-        machine, memory_free_bytes=min(machine.memory_bytes, machine.memory_free_bytes + held)
+        machine, memory_free_bytes=min(machine.memory_bytes, machine.memory_free_bytes + held_bytes)
     )
 
 
@@ -258,12 +265,11 @@ def _start_error(run: Run, state: State) -> PenstockError:
             return PenstockError(f'could not start deployment "{run.name}": somebody took it down meanwhile')
         last = state.gateway.restarts[-1].reason if state.gateway.restarts else None
         return PenstockError(f'could not start deployment "{run.name}": its gateway is gone', detail=last)
-    reason, _, hint = (failed.reason or "").partition(" | ")
     log = run.log(f"replica-{failed.replica}")
     return EngineError(
-        f'could not start replica {failed.replica} of "{run.name}": {reason}',
+        f'could not start replica {failed.replica} of "{run.name}": {failed.reason}',
         detail="its last lines:\n" + "\n".join(f"  {line}" for line in failed.announcement.log_tail),
-        hint=hint or f"The whole log: penstock logs {run.name} ({log})",
+        hint=failed.announcement.hint or f"The whole log: penstock logs {run.name} ({log})",
     )
 
 
@@ -279,7 +285,7 @@ def scale(run: Run, n_replicas: int) -> None:
         if "resize" not in target.features:
             raise UserError(f'cannot scale on target "{deployment.target}"', hint="Change replicas and use --replace.")
         if more > 0:
-            plan.check_room(deployment, run.plan(), target.machines(deployment)[0], desired.replicas, more)
+            plan.check_room(deployment, run.plan(), target.machines(deployment)[0], more)
         run.write_desired(Desired("up", n_replicas))
         run.add_event("scale", f"{desired.replicas} -> {n_replicas} replicas")
         _revive(run)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import socket
 import subprocess
@@ -42,18 +43,27 @@ def _cgroup_bytes(name: str) -> int | None:
 
 
 def gpus() -> list[Gpu]:
-    """NVIDIA GPUs as nvidia-smi lists them; none where it is absent or fails."""
+    """NVIDIA GPUs as nvidia-smi lists them; of those in CUDA_VISIBLE_DEVICES where it is set. None when it fails."""
     if shutil.which("nvidia-smi") is None:
         return []
-    fields = "index,name,memory.total,memory.free"
-    argv = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
+    argv = ["nvidia-smi", "--query-gpu=index,uuid,name,memory.total,memory.free", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(argv, capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError):
         return []
+    return parse_gpus(done.stdout, os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def parse_gpus(text: str, visible: str | None) -> list[Gpu]:
+    """The rows of nvidia-smi ("0, GPU-4f1c..., NVIDIA H200, 143771, 143000": MiB) that `visible` names, all when None.
+
+    `visible` is CUDA_VISIBLE_DEVICES: indices or (beginnings of) UUIDs, separated by commas.
+    """
+    asked = None if visible is None else [word.strip() for word in visible.split(",") if word.strip()]
     found = []
-    for line in done.stdout.splitlines():
-        index, name, total, free = (word.strip() for word in line.split(","))
-        if total.isdigit() and free.isdigit():
+    for line in text.splitlines():
+        index, uuid, name, total, free = (word.strip() for word in line.split(","))
+        is_asked = asked is None or any(word == index or uuid.startswith(word) for word in asked)
+        if total.isdigit() and free.isdigit() and is_asked:
             found.append(Gpu(int(index), name, int(total) * MIB, int(free) * MIB))
     return found

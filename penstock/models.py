@@ -94,8 +94,9 @@ def forms_of(path: Path) -> tuple[str, ...]:
     """The forms of weights in a model's folder: "safetensors", "gguf", both, or none."""
     if path.is_file():
         return ("gguf",)
-    forms = [form for form in ("safetensors", "gguf") if any(path.glob(f"*.{form}"))]
-    return tuple(forms)
+    # Hub repositories keep large quantisations of a GGUF in folders of their own.
+    patterns = {"safetensors": path.glob("*.safetensors"), "gguf": path.rglob("*.gguf")}
+    return tuple(form for form, found in patterns.items() if any(found))
 
 
 def read_facts(reference: str, path: Path, form: str) -> ModelFacts:
@@ -157,7 +158,8 @@ def _listing(path: Path) -> str:
 def _gguf_facts(reference: str, path: Path) -> ModelFacts:
     files = [path]
     if path.is_dir():
-        files = [path / name for name in choose_gguf([file.name for file in path.glob("*.gguf")])]
+        names = [str(file.relative_to(path)) for file in path.rglob("*.gguf")]
+        files = [path / name for name in choose_gguf(names)]
     if not files:
         raise UserError(
             f'cannot use model folder "{path}": no *.gguf in it',

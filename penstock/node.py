@@ -123,6 +123,7 @@ class Node:
         self._wake = threading.Event()
         self._state: ReplicaState = "starting"
         self._reason: str | None = None
+        self._hint: str | None = None
         self._restarts: list[Restart] = []
         self._n_restarts = 0
         self._was_ready = False
@@ -347,7 +348,7 @@ class Node:
     def _fail(self, diagnosis: Diagnosis) -> None:
         assert self._process is not None
         self._tail = tuple(engines.telling_lines(self._process.tail, diagnosis.line, _TAIL_SHOWN))
-        self._reason = diagnosis.reason + (f" | {diagnosis.hint}" if diagnosis.hint else "")
+        self._reason, self._hint = diagnosis.reason, diagnosis.hint
         self._announce("failed")
         deadline = time.monotonic() + _LAST_WORD_S
         while time.monotonic() < deadline and not self.announcer.is_told():
@@ -371,6 +372,7 @@ class Node:
                 url=self._url,
                 progress=self._seen.progress,
                 reason=self._reason,
+                hint=self._hint,
                 n_restarts=self._n_restarts,
                 restarts=tuple(self._restarts),
                 processes=self._processes,

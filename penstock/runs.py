@@ -114,7 +114,7 @@ class State(msgspec.Struct, frozen=True):
 
 def home() -> Path:
     """Where penstock keeps its things: $PENSTOCK_HOME, or ~/.penstock."""
-    return Path(os.environ.get("PENSTOCK_HOME") or "~/.penstock").expanduser().absolute()
+    return Path(os.environ.get("PENSTOCK_HOME") or "~/.penstock").expanduser().resolve()
 
 
 class Run:
@@ -158,13 +158,19 @@ class Run:
         return self._read("artifact.json", Artifact)
 
     def handle(self) -> Handle:
-        return self._read("handle.json", Handle)
+        try:
+            return self._read("handle.json", Handle)
+        except FileNotFoundError:  # a damaged folder: `down` must still work
+            return Handle(self.record().target)
 
     def write_handle(self, handle: Handle) -> None:
         self._write("handle.json", handle)
 
     def desired(self) -> Desired:
-        return self._read("desired.json", Desired)
+        try:
+            return self._read("desired.json", Desired)
+        except FileNotFoundError:  # a damaged folder: not ended, for all we know
+            return Desired("up", 0)
 
     def write_desired(self, desired: Desired) -> None:
         self._write("desired.json", desired)

@@ -174,10 +174,30 @@ def parse(text: str, source: str = "the file", settings: Sequence[str] = ()) -> 
     import yaml
 
     try:
+        twice = sorted(_repeated_keys(yaml.compose(text, Loader=yaml.SafeLoader), ""))
         raw = yaml.safe_load(text)
     except yaml.YAMLError as exc:
         raise SpecError(source, [Problem("", "it is not YAML: " + " ".join(str(exc).split()))]) from exc
+    if twice:
+        raise SpecError(source, [Problem(path, "is given twice", "keep one") for path in twice])
     return from_mapping({} if raw is None else raw, source, settings)
+
+
+def _repeated_keys(node: Any, path: str) -> Iterator[str]:
+    """Paths of keys that stand twice in one mapping; YAML itself silently takes the last."""
+    if not isinstance(getattr(node, "value", None), list):
+        return
+    seen: set[str] = set()
+    for item in node.value:
+        if not isinstance(item, tuple):
+            yield from _repeated_keys(item, path)
+            continue
+        key, value = item
+        where = _join(path, key.value)
+        if str(key.value) in seen:
+            yield where
+        seen.add(str(key.value))
+        yield from _repeated_keys(value, where)
 
 
 def from_mapping(raw: object, source: str = "the settings", settings: Sequence[str] = ()) -> Deployment:
@@ -187,9 +207,13 @@ def from_mapping(raw: object, source: str = "the settings", settings: Sequence[s
             source, [Problem("", f"expected key: value lines, got {_kind(raw)}", "try: model: penstock-demo")]
         )
     merged, problems = _apply_settings(raw, settings)
+    # "engine:" with nothing under it means that nobody said anything.
+    merged = {key: value for key, value in merged.items() if value is not None or key == "model"}
     replicas = merged.get("replicas")
     if isinstance(replicas, int) and not isinstance(replicas, bool):
         merged["replicas"] = {"min": replicas, "max": max(1, replicas)}
+    elif isinstance(replicas, Mapping) and isinstance(replicas.get("min"), int) and "max" not in replicas:
+        merged["replicas"] = {**replicas, "max": max(1, replicas["min"])}
     problems += list(_problems(merged, Deployment, ""))
     if problems:
         raise SpecError(source, problems)

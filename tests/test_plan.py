@@ -50,7 +50,8 @@ def test_a_plan_carries_what_the_engine_needs_of_the_file() -> None:
 
 
 def test_kv_cache_covers_the_concurrency_up_to_half_of_what_the_weights_leave() -> None:
-    asked = planned(SMALL_LLAMA, 1, engine={"max_model_len": 2048}, workload={"concurrency": 4})
+    few = deployment(LLAMA, engine={"max_model_len": 2048}, workload={"concurrency": 4})
+    asked = plan.make(few, SMALL_LLAMA, cpu_machine(64), "vllm", "1", 1)
     assert asked.need.kv_cache_bytes == 4 * 2048 * 131_072
     made = plan.make(deployment(LLAMA), SMALL_LLAMA, cpu_machine(55), "vllm", "1", 1)
     assert made.need.kv_cache_bytes == 20 * GIB
@@ -148,21 +149,49 @@ def test_heads_that_do_not_divide_are_refused_with_what_would() -> None:
     assert hint == "Set parallel.tensor to one of 1, 2, 4, 8."
 
 
+def test_on_gpus_the_kv_cache_is_what_weights_and_engine_leave() -> None:
+    made = planned(SMALL_LLAMA, 2, parallel={"tensor": 2}, engine={"gpu_memory_utilization": 0.5})
+    assert made.need.total_bytes == 80 * GIB  # half of two cards of 80 GiB
+    assert made.need.kv_cache_bytes == 80 * GIB - made.need.weights_bytes - 2 * int(2.5 * GIB)
+
+
 def test_more_ranks_than_gpus_are_refused() -> None:
     message, detail, _ = refused(planned, SMALL_LLAMA, 4, 2, parallel={"tensor": 2, "pipeline": 2})
-    assert message == "cannot place 2 x 4 ranks on box: it has 4 GPUs"
-    assert detail == "parallel: tensor 2, pipeline 2, data 1."
+    assert message == "cannot place 2 x 4 ranks on box: it has 4 GPUs, 4 with 92% of the memory free"
+    assert detail is not None
+    assert detail.startswith("parallel: tensor 2, pipeline 2, data 1; free: GPU 0 80.0 GiB, GPU 1")
+
+
+def test_a_gpu_that_somebody_else_fills_does_not_count() -> None:
+    box = gpu_machine(2)
+    full = msgspec.structs.replace(box.gpus[0], memory_free_bytes=20 * GIB)
+    busy = msgspec.structs.replace(box, gpus=(full, box.gpus[1]))
+    assert [gpu.index for gpu in plan.usable_gpus(busy, 0.92)] == [1]
+    assert plan.make(deployment(LLAMA), SMALL_LLAMA, busy, "vllm", "1", 1).layout == Parallel()
+    message, _, hint = refused(plan.make, deployment(LLAMA), SMALL_LLAMA, busy, "vllm", "1", 2)
+    assert message == "cannot place 2 x 1 ranks on box: it has 2 GPUs, 1 with 92% of the memory free"
+    assert hint is not None
+    assert "nvidia-smi" in hint
+
+
+def test_ranks_on_a_cpu_cost_a_worker_process_each() -> None:
+    cut = deployment(LLAMA, parallel={"tensor": 2}, engine={"max_model_len": 1024})
+    made = plan.make(cut, SMALL_LLAMA, cpu_machine(64), "vllm", "1", 1)
+    assert made.need.overhead_bytes == (1200 + 850) * MIB
 
 
 def test_more_replicas_are_checked_with_the_memory_that_each_takes() -> None:
     wanted, made = deployment(), demo_plan("vllm")  # 1270 MiB each
-    plan.check_room(wanted, made, cpu_machine(3), n_running=1, n_more=2)
-    message, _, _ = refused(plan.check_room, wanted, made, cpu_machine(3), n_running=1, n_more=3)
+    plan.check_room(wanted, made, cpu_machine(3), n_more=2)
+    message, _, _ = refused(plan.check_room, wanted, made, cpu_machine(3), n_more=3)
     assert message == 'cannot place model "penstock-demo" on desk: needs 3.7 GiB, has free 3.0 GiB'
 
 
-def test_more_replicas_count_the_gpus_in_use() -> None:
+def test_more_replicas_need_free_gpus() -> None:
     made = planned(SMALL_LLAMA, 2)
-    plan.check_room(deployment(LLAMA), made, gpu_machine(2), n_running=1, n_more=1)
-    message, _, _ = refused(plan.check_room, deployment(LLAMA), made, gpu_machine(2), n_running=2, n_more=1)
-    assert message == "cannot place 3 x 1 ranks on box: it has 2 GPUs"
+    box = gpu_machine(2)
+    in_use = msgspec.structs.replace(box.gpus[0], memory_free_bytes=5 * GIB)
+    left = msgspec.structs.replace(box, gpus=(in_use, box.gpus[1]))
+    plan.check_room(deployment(LLAMA), made, left, n_more=1)
+    message, _, _ = refused(plan.check_room, deployment(LLAMA), made, left, n_more=2)
+    assert message == "cannot place 2 x 1 ranks on box: it has 2 GPUs, 1 with 92% of the memory free"

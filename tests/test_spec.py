@@ -111,7 +111,7 @@ def test_a_name_comes_from_the_model(model: str, name: str) -> None:
         ),
         ("model: m\ncache: {zzz: 1}", "cache.zzz: unknown key (legal: weights)"),
         ("model: m\nengine: 5", "engine: expected key: value lines, got 5"),
-        ("model: m\nengine:", "engine: expected key: value lines, got nothing"),
+        ("model: m\nengine: {kind: vllm, kind: fake}", "engine.kind: is given twice (keep one)"),
         (
             "model: m\nengine: {kind: vlm}",
             'engine.kind: expected auto or vllm or llamacpp or fake, got "vlm" (did you mean "vllm"?)',
@@ -262,3 +262,11 @@ def test_loopback_is_recognised(host: str, expected: bool) -> None:
 
 def test_beyond_loopback_keys_are_accepted() -> None:
     assert spec.parse("model: m\ngateway: {host: 0.0.0.0, auth: keys}").gateway.auth == "keys"
+
+
+def test_a_section_with_nothing_under_it_is_as_if_absent() -> None:
+    assert spec.parse("model: m\nengine:\ngateway:\n") == spec.parse("model: m")
+
+
+def test_a_least_number_of_replicas_is_also_the_most_unless_said() -> None:
+    assert spec.parse("model: m\nreplicas: {min: 3}").replicas.max == 3

