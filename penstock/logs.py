@@ -8,13 +8,10 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 from penstock import targets
 from penstock.errors import UserError
-from penstock.runs import Run
-
-_POLL_S = 0.2
+from penstock.runs import Run, file_lines
 
 
 def lines(run: Run, part: str, replica: str | None, last: int | None, follow: bool) -> Iterator[str]:
@@ -25,9 +22,9 @@ def lines(run: Run, part: str, replica: str | None, last: int | None, follow: bo
     if part == "replicas":
         yield from _replica_lines(run, replica, last, follow)
     elif part == "events":
-        yield from map(_event_text, _tail(_file_lines(run.path / "events.jsonl", follow), last, follow))
+        yield from map(_event_text, _tail(file_lines(run.path / "events.jsonl", follow), last, follow))
     else:
-        yield from _tail(_file_lines(run.log(part), follow), last, follow)
+        yield from _tail(file_lines(run.log(part), follow), last, follow)
 
 
 def _replica_lines(run: Run, replica: str | None, last: int | None, follow: bool) -> Iterator[str]:
@@ -67,22 +64,6 @@ def _merged(sources: dict[str, Callable[[], Iterator[str]]]) -> Iterator[str]:
         threading.Thread(target=pump, args=(name, source), daemon=True).start()
     while True:
         yield arrived.get()
-
-
-def _file_lines(path: Path, follow: bool) -> Iterator[str]:
-    if not path.exists() and not follow:
-        return
-    while not path.exists():
-        time.sleep(_POLL_S)
-    with path.open(encoding="utf-8", errors="replace") as stream:
-        while True:
-            line = stream.readline()
-            if line:
-                yield line.rstrip("\n")
-            elif not follow:
-                return
-            else:
-                time.sleep(_POLL_S)
 
 
 def _tail(source: Iterator[str], last: int | None, follow: bool) -> Iterator[str]:

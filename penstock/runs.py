@@ -37,6 +37,7 @@ from penstock.spec import Deployment
 
 Phase = Literal["starting", "ready", "degraded", "failed", "stopping", "down"]
 T = TypeVar("T")
+_POLL_S = 0.2
 
 
 class Record(msgspec.Struct, frozen=True):
@@ -220,6 +221,23 @@ class Run:
 
     def _write(self, name: str, value: object) -> None:
         write_atomically(self.path / name, msgspec.json.format(msgspec.json.encode(value), indent=2))
+
+
+def file_lines(path: Path, follow: bool) -> Iterator[str]:
+    """Lines of a log from its beginning. With `follow` it waits for the file and for more, until the caller stops."""
+    while not path.exists():
+        if not follow:
+            return
+        time.sleep(_POLL_S)
+    with path.open(encoding="utf-8", errors="replace") as stream:
+        while True:
+            line = stream.readline()
+            if line:
+                yield line.rstrip("\n")
+            elif not follow:
+                return
+            else:
+                time.sleep(_POLL_S)
 
 
 def reachable(listen: str) -> str:

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import openai
-import psutil
 
 from penstock import processes
 from penstock.client import Chunk, Client, Reply
@@ -74,25 +73,37 @@ class Live:
 
 
 @contextlib.contextmanager
+def a_home() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="penstock-home-") as folder:
+        yield Path(folder)
+
+
+@contextlib.contextmanager
 def deployed(engine: str, name: str, *flags: str) -> Iterator[Live]:
     """`penstock up` of the bundled model; at the end `penstock down`, and nothing of it may be left."""
-    with tempfile.TemporaryDirectory(prefix="penstock-home-") as folder:
-        live = Live(Path(folder), name)
-        segments = set(Path("/dev/shm").iterdir())
+    with a_home() as home:
+        live = Live(home, name)
         done = live.command("up", "--name", name, "--engine", engine, "--port", "0", *flags)
+        segments: set[str] = set()
         try:
             assert done.returncode == 0, done.stdout + done.stderr
             ports = ports_of(live)
             yield live
+            segments = set(processes.shared_memory(processes.find_marked(str(live.run.path))))
+            ports += ports_of(live)
         finally:
             ended = live.command("down", name)
         assert ended.returncode == 0, ended.stderr
-        assert not processes.find_marked(str(live.run.path)), "a process is left"
-        assert not list(Path(tempfile.gettempdir()).glob(f"penstock-{live.run.record().id}-*")), "a folder is left"
-        assert set(Path("/dev/shm").iterdir()) <= segments, "a shared-memory segment is left"
+        assert_nothing_left(live, segments)
         for port in ports:
             with socket.socket() as probe:
                 assert probe.connect_ex(("127.0.0.1", port)) != 0, f"port {port} is still open"
+
+
+def assert_nothing_left(live: Live, segments: set[str]) -> None:
+    assert not processes.find_marked(str(live.run.path)), "a process is left"
+    assert not list(Path(tempfile.gettempdir()).glob(f"penstock-{live.run.record().id}-*")), "a folder is left"
+    assert not [segment for segment in segments if Path(segment).exists()], "a shared-memory segment is left"
 
 
 def ports_of(live: Live) -> list[int]:
@@ -215,7 +226,3 @@ def _rows(facts: dict[str, Any], part: str) -> dict[str, Any]:
 
 def _restarts(facts: dict[str, Any], part: str) -> int:
     return int(_rows(facts, part)["n_restarts"])
-
-
-def is_running(pid: int) -> bool:
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -13,11 +12,9 @@ from penstock.announce import Process
 from penstock.errors import PenstockError, Problem
 from penstock.machine import this_machine
 from penstock.plan import Machine, usable_gpus
-from penstock.runs import Artifact, Handle, Run
+from penstock.runs import Artifact, Handle, Run, file_lines
 from penstock.spec import Deployment
 from penstock.targets import Launch, Placement, Target
-
-_POLL_S = 0.2
 
 
 class Local(Target):
@@ -51,20 +48,7 @@ class Local(Target):
         return {replica: _placement(entry) for replica, entry in handle.replicas.items()}
 
     def logs(self, run: Run, handle: Handle, replica: str, follow: bool) -> Iterator[str]:
-        path = run.log(f"replica-{replica}")
-        while not path.exists():
-            if not follow:
-                return
-            time.sleep(_POLL_S)
-        with path.open(encoding="utf-8", errors="replace") as stream:
-            while True:
-                line = stream.readline()
-                if line:
-                    yield line.rstrip("\n")
-                elif not follow:
-                    return
-                else:
-                    time.sleep(_POLL_S)
+        return file_lines(run.log(f"replica-{replica}"), follow)
 
     def resize(self, run: Run, handle: Handle, replicas: Sequence[str]) -> Handle:
         entries = dict(handle.replicas)

@@ -1,0 +1,84 @@
+"""The bundled model on the embedded engine and on real vLLM, behind the real gateway. One model load an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import real_engine
+from real_engine import Live
+
+from penstock.testing.demo_prompts import DEMO_PROMPTS
+
+ENGINES = [pytest.param("llamacpp", marks=pytest.mark.llamacpp), pytest.param("vllm", marks=pytest.mark.vllm)]
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def live(request: pytest.FixtureRequest) -> Iterator[Live]:
+    with real_engine.deployed(request.param, f"real-{request.param}") as running:
+        yield running
+
+
+def test_greedy_answers_are_the_reference_texts(live: Live) -> None:
+    real_engine.check_prompts(live)
+
+
+def test_a_streamed_answer_is_the_same_text_in_pieces(live: Live) -> None:
+    river = next(row for row in DEMO_PROMPTS if "river" in row.prompt)
+    real_engine.check_stream(live, river.prompt, river.text)
+
+
+def test_the_openai_client_works(live: Live) -> None:
+    real_engine.check_openai_client(live)
+
+
+def test_what_cannot_be_answered_is_refused_in_openai_shape(live: Live) -> None:
+    real_engine.check_refusals(live)
+
+
+def test_a_json_schema_reaches_the_engine(live: Live) -> None:
+    real_engine.check_json_schema(live)
+
+
+def test_chat_prints_one_answer(live: Live) -> None:
+    done = live.command("chat", live.name, "-m", "What is the capital of South Korea?")
+    assert done.returncode == 0, done.stderr
+    assert "Seoul" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("role", "part"), [("controller", "controller"), ("gateway", "gateway"), ("engine", "replica")]
+)
+def test_a_killed_part_comes_back(live: Live, role: str, part: str) -> None:
+    real_engine.check_killed(live, role, part)
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("live", ENGINES[1:], indirect=True)
+def test_a_killed_engine_core_takes_the_engine_with_it_and_comes_back(live: Live) -> None:
+    real_engine.check_killed(live, "EngineCore", "replica")
+
+
+@pytest.mark.llamacpp
+@pytest.mark.parametrize("live", ENGINES[:1], indirect=True)
+def test_a_second_replica_serves_and_goes_again(live: Live) -> None:
+    assert live.command("scale", live.name, "2").returncode == 0
+    assert [replica["state"] for replica in live.status()["replicas"]] == ["ready", "ready"]
+    assert live.command("scale", live.name, "1").returncode == 0
+    assert [replica["state"] for replica in live.status()["replicas"]] == ["ready"]
+    real_engine.check_openai_client(live)
+
+
+@pytest.mark.vllm
+def test_vllm_that_refuses_its_settings_says_why() -> None:
+    """A start that cannot work: exit code 1, our reading, vLLM's last lines, and nothing left."""
+    with real_engine.a_home() as home:
+        live = Live(home, "refused")
+        flags = ("--port", "0", "--set", "engine.args.dtype=float99")
+        done = live.command("up", "--name", "refused", "--engine", "vllm", *flags)
+        assert done.returncode == 1
+        assert 'could not start replica 0 of "refused": vLLM exited with code 2: vLLM refused' in done.stderr
+        assert "float99" in done.stderr
+        assert "hint: Check engine.args" in done.stderr
+        assert live.status()["phase"] == "failed"
+        real_engine.assert_nothing_left(live, set())
