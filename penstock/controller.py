@@ -109,6 +109,7 @@ class Controller:
             replicas={row.replica: _seen_by_controller(row) for row in last.replicas} if last else {},
             failed={row.replica: row for row in last.replicas if row.state == "failed"} if last else {},
         )
+        self._drain_s = run.plan().drain_s
         self._drain_since: dict[str, float] = {}
         self._gateway_starts: list[float] = []
         self._place_times: dict[str, list[float]] = {}
@@ -170,9 +171,8 @@ class Controller:
 
     def _act(self, desired: Desired, seen: Observation) -> None:
         now = time.monotonic()
-        drain_s = self.run.plan().drain_s
         failed = frozenset(self.history.failed)
-        choice = decide(desired, seen, failed, lambda name: now - self._drain_since.get(name, now) > drain_s)
+        choice = decide(desired, seen, failed, lambda name: now - self._drain_since.get(name, now) > self._drain_s)
         if choice.forget:
             kept = {name: row for name, row in self.history.failed.items() if name not in choice.forget}
             self.history = msgspec.structs.replace(self.history, failed=kept)

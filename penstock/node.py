@@ -23,7 +23,7 @@ import msgspec
 
 from penstock import engines, metrics, processes
 from penstock.announce import Announcement, Process, Progress, ReplicaState, Restart
-from penstock.client import Client, NoAnswer
+from penstock.client import Client, HttpError, NoAnswer
 from penstock.engine_process import EngineProcess, free_port, private_folder
 from penstock.engines import Diagnosis, Engine, Place, Seen
 from penstock.errors import PenstockError
@@ -35,6 +35,7 @@ _HEALTH_EVERY_S = 1.0
 _METRICS_EVERY_S = 2.0
 _HEALTH_TIMEOUT_S = 5.0
 _PROBE_TIMEOUT_S = 120.0
+_NO_SUCH_ROUTE = (404, 405, 501)  # an embedding or reranking model has no /v1/completions
 _MISSED_HEALTH = 3  # timeouts in a row; an error answer or a refused connection counts at once
 _STARTS_BEFORE_FAILED = 3
 _ENGINE_GRACE_S = 5.0
@@ -312,6 +313,9 @@ class Node:
         try:
             answer = Client(self._url, timeout_s=_PROBE_TIMEOUT_S).post_json("/v1/completions", body)
         except PenstockError as exc:
+            if isinstance(exc, HttpError) and exc.status in _NO_SUCH_ROUTE:
+                print("penstock: this model generates no text, so its health alone makes it ready", flush=True)
+                return True
             print(f"penstock: the probe request failed: {exc.message}", flush=True)
             return False
         return bool(answer.get("choices"))

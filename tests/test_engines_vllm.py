@@ -329,3 +329,25 @@ def test_the_fake_engine_takes_every_argument() -> None:
     argv = fake.command(demo_plan("fake", args={"ttft-s": 0}), PLACE).argv
     assert argv[1:3] == ("-m", "penstock.testing.fake_engine")
     assert argv[-2:] == ("--ttft-s", "0")
+
+
+def test_a_whole_start_on_a_gpu_is_read_from_its_log() -> None:
+    """The log of an 8B model of dummy weights on one H200, vLLM 0.33.0: each stage in order, each number."""
+    engine, made = Vllm(), demo_plan("vllm")
+    seen, stages = Seen(Progress("imports", fraction=0.0)), ["imports"]
+    for line in (GOLDEN / "vllm-0.33.0" / "h200-start.log").read_text("utf-8").splitlines():
+        seen = engine.read(line, seen, made)
+        if seen.progress.stage != stages[-1]:
+            stages.append(seen.progress.stage)
+    assert stages == [
+        "imports", "config", "engine", "weights", "compile", "graphs", "kv cache", "graphs", "server", "probe",
+    ]  # fmt: skip
+    assert seen.measured == {
+        "weights_gib": 15.0,
+        "compile_s": 17.1,
+        "kv_cache_gib": 110.98,
+        "kv_cache_tokens": 909_136.0,
+        "concurrency": 110.98,
+        "graphs_s": 5.0,
+        "init_s": 47.23,
+    }

@@ -60,6 +60,7 @@ class Vllm(Engine):
         argv += [names.FLAGS["served_names"], *plan.served_names]
         argv += [names.FLAGS["host"], place.host, names.FLAGS["port"], str(place.port)]
         argv += [names.FLAGS["max_model_len"], str(plan.max_model_len)]
+        argv += [names.FLAGS["unlogged_routes"], names.UNLOGGED_ROUTES]
         argv += _layout_flags(plan)
         argv += _device_flags(plan)
         argv += pass_through(plan.args)

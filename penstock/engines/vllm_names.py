@@ -23,7 +23,11 @@ FLAGS = {
     "kv_cache_bytes": "--kv-cache-memory-bytes",
     "max_num_seqs": "--max-num-seqs",
     "eager": "--enforce-eager",
+    "unlogged_routes": "--disable-access-log-for-endpoints",
 }
+
+# Asked every second by the node: two lines a second would fill the log.
+UNLOGGED_ROUTES = "/health,/metrics"
 
 # Set by penstock from other fields of the file: giving them twice would say two things.
 OURS = {
