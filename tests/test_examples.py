@@ -1,0 +1,45 @@
+"""The examples work: every file is a good deployment, and the demo does what `make demo` promises."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from penstock import spec
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+@pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*.yaml")), ids=lambda file: file.stem)
+def test_every_file_is_a_good_deployment(file: Path) -> None:
+    deployment = spec.load(file)
+    assert spec.parse(spec.to_yaml(deployment)) == deployment
+
+
+@pytest.mark.llamacpp
+def test_the_demo_answers_twice_and_leaves_the_model_running(home: Path) -> None:
+    env = {**os.environ, "PENSTOCK_HOME": str(home)}
+    penstock = [sys.executable, "-m", "penstock.cli"]
+    try:
+        done = subprocess.run(
+            [sys.executable, str(EXAMPLES / "demo.py")], env=env, capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 0, done.stderr
+        assert "It stands on vLLM and Ray." in done.stdout
+        assert "welcome home." in done.stdout
+        assert "first token after" in done.stdout
+        for verb in ("chat", "status", "down"):
+            assert f"penstock {verb}" in done.stdout
+        status = subprocess.run([*penstock, "status"], env=env, capture_output=True, text=True, timeout=30)
+        assert status.stdout.startswith("penstock-demo is ready")
+        again = subprocess.run(
+            [sys.executable, str(EXAMPLES / "demo.py")], env=env, capture_output=True, text=True, timeout=60
+        )
+        assert "runs already" in again.stdout
+    finally:
+        ended = subprocess.run([*penstock, "down"], env=env, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0, ended.stderr
