@@ -22,6 +22,7 @@ from penstock.engines import Command
 
 _TAIL_LINES = 400  # enough to reach from "see root cause above" back to the cause in vLLM's tracebacks
 _MAX_LINE_BYTES = 64 * 1024
+_SEARCH_PATHS = ("PYTHONPATH", "LD_LIBRARY_PATH")  # an engine's come before the user's, and do not replace them
 
 
 def private_folder(run_id: str, replica: str) -> Path:
@@ -120,9 +121,12 @@ def _environment(extra: Mapping[str, str], folder: Path) -> dict[str, str]:
     # SPT_NOENV keeps setproctitle (vLLM uses it) from overwriting the environment that our mark is read from.
     env = {**os.environ, "TMPDIR": str(folder / "tmp"), "SPT_NOENV": "1", "PYTHONUNBUFFERED": "1"}
     env[processes.MARK_ROLE] = "engine"
-    path = extra.get("PYTHONPATH"), os.environ.get("PYTHONPATH")
-    joined = os.pathsep.join(part for part in path if part)
-    return {**env, **extra, **({"PYTHONPATH": joined} if joined else {})}
+    env |= extra
+    for name in _SEARCH_PATHS:
+        parts = (extra.get(name), os.environ.get(name))
+        if any(parts):
+            env[name] = os.pathsep.join(part for part in parts if part)
+    return env
 
 
 def _role(entry: psutil.Process) -> str:

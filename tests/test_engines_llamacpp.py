@@ -29,7 +29,7 @@ def test_the_command_starts_the_program_in_the_engines_file() -> None:
         "/venv/bin/python -m penstock.engines.llamacpp --model /models/demo.gguf --alias penstock-demo "
         "--host 127.0.0.1 --port 41000 --max-model-len 1024 --parallel 8 --threads 7"
     )
-    assert command.env == {"A": "1"}
+    assert command.env == {"A": "1", "LD_LIBRARY_PATH": "/venv/lib/openmp"}
 
 
 def test_arguments_of_the_file_replace_the_plans() -> None:
@@ -98,3 +98,16 @@ def test_its_program_refuses_what_it_does_not_know(capsys: pytest.CaptureFixture
     assert caught.value.code == 2
     # The very line that `diagnose` looks for.
     assert ENGINE.diagnose(2, capsys.readouterr().err.splitlines()).is_final
+
+
+def test_a_missing_openmp_runtime_is_told_with_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    def cannot_load(name: str) -> None:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr("ctypes.CDLL", cannot_load)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    monkeypatch.setattr("sys.executable", "/nowhere/bin/python")
+    missing = LlamaCpp().missing()
+    assert missing is not None
+    assert missing.reason.startswith("libgomp.so.1, the OpenMP runtime")
+    assert missing.install.startswith("apt-get install libgomp1")

