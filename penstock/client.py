@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from penstock import __version__
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, UserError
 from penstock.sse import DONE, Parser
 from penstock.units import show_seconds
 
@@ -98,13 +98,18 @@ class Client:
         timeout_s: float = 300.0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        parts = urllib.parse.urlsplit(base_url if "://" in base_url else f"http://{base_url}")
         try:
+            parts = urllib.parse.urlsplit(base_url if "://" in base_url else f"http://{base_url}")
+            is_usable = parts.scheme in ("http", "https") and bool(parts.hostname)
             port = parts.port
         except ValueError:
-            port = -1
-        if parts.scheme not in ("http", "https") or not parts.hostname or port == -1:
-            raise PenstockError(f'cannot use base URL "{base_url}"', hint="Give http://HOST:PORT or https://HOST.")
+            is_usable = False
+        if not is_usable or parts.hostname is None:
+            raise UserError(f'cannot use base URL "{base_url}"', hint="Give http://HOST:PORT or https://HOST.")
+        if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
+            raise UserError(
+                "cannot use the API key: it holds characters that no header may", hint="Check OPENAI_API_KEY."
+            )
         self.base_url = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{_root(parts.path)}"
         self.api_key = api_key
         self.timeout_s = timeout_s

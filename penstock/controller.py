@@ -22,15 +22,18 @@ from typing import TextIO
 import msgspec
 
 from penstock import processes, targets
-from penstock.announce import Process, Restart
+from penstock.announce import Announcement, Process, Restart
 from penstock.errors import PenstockError
 from penstock.observe import History, Observation, admin_client, look, summarise
-from penstock.runs import Desired, Part, ReplicaStatus, Run, State
+from penstock.runs import Desired, Part, ReplicaStatus, Run, State, file_lines
 
 _TICK_S = 0.4
 _WRITE_EVERY_S = 1.0
 _KEPT_RESTARTS = 10
 _MAX_PAUSE_S = 30.0
+_GATEWAY_SILENCE_S = 8.0
+_SILENT_NODES = 3  # a node that died this often before it said anything will not come
+_TAIL_LINES = 20
 
 
 class Decision(msgspec.Struct, frozen=True):
@@ -108,10 +111,13 @@ class Controller:
             gateway=last.gateway if last else Part("gone"),
             replicas={row.replica: _seen_by_controller(row) for row in last.replicas} if last else {},
             failed={row.replica: row for row in last.replicas if row.state == "failed"} if last else {},
+            was_ready=last is not None and last.phase in ("ready", "degraded"),
         )
         self._drain_s = run.plan().drain_s
         self._drain_since: dict[str, float] = {}
         self._gateway_starts: list[float] = []
+        self._gateway_silent_since: float | None = None
+        self._spoke: set[str] = set()
         self._place_times: dict[str, list[float]] = {}
         self._worker: threading.Thread | None = None
         self._warden: Process | None = None
@@ -125,8 +131,13 @@ class Controller:
                 return
             seen = look(self.run, self.handle, self.history.gateway)
             self._note_failures(seen)
+            self._end_hung_gateway(seen)
             self._act(desired, seen)
-            self._write(summarise(desired, seen, self.history, time.time()))
+            state = summarise(desired, seen, self.history, time.time())
+            self.history = msgspec.structs.replace(
+                self.history, was_ready=self.history.was_ready or state.phase == "ready"
+            )
+            self._write(state)
             self.stop.wait(_TICK_S)
 
     def end_warden(self) -> None:
@@ -156,9 +167,21 @@ class Controller:
             processes.MARK_ROLE: role,
         }
 
+    def _end_hung_gateway(self, seen: Observation) -> None:
+        """A gateway that lives and does not answer is killed; the next tick starts another."""
+        now = time.monotonic()
+        if seen.view is not None or not seen.gateway_is_alive:
+            self._gateway_silent_since = None
+            return
+        self._gateway_silent_since = self._gateway_silent_since or now
+        if now - self._gateway_silent_since > _GATEWAY_SILENCE_S and self.history.gateway.process is not None:
+            self.run.add_event("gateway hung", f"it did not answer for {_GATEWAY_SILENCE_S:.0f} s")
+            processes.signal_process(self.history.gateway.process, signal.SIGKILL)
+
     def _note_failures(self, seen: Observation) -> None:
         for row in seen.view.replicas if seen.view else ():
             told = row.announcement
+            self._spoke.add(told.replica)
             if told.state == "failed" and told.replica in seen.placements and told.replica not in self.history.failed:
                 status = ReplicaStatus(
                     told.replica, "failed", "gone", told, n_restarts=told.n_restarts, restarts=told.restarts,
@@ -190,6 +213,9 @@ class Controller:
         if choice.again and not again and set(choice.place) == set(self.handle.replicas):
             return
         for name in again:
+            if len(self._place_times.get(name, ())) >= _SILENT_NODES - 1 and seen.view and name not in self._spoke:
+                self._fail_silent_node(name)
+                return
             reason = seen.placements[name].reason or "it was gone"
             self._remember_restart(name, reason, seen)
             self._place_times.setdefault(name, []).append(now)
@@ -200,6 +226,21 @@ class Controller:
         ]
         self._worker = threading.Thread(target=self._place, args=(choice.place, segments), name="place", daemon=True)
         self._worker.start()
+
+    def _fail_silent_node(self, name: str) -> None:
+        """A node that cannot even say that it fails: its log is all there is."""
+        made = self.run.plan()
+        told = Announcement(
+            replica=name,
+            model=made.served_names[0],
+            state="failed",
+            lease_s=0.0,
+            reason=f"its node died {_SILENT_NODES} times before it said anything",
+            log_tail=tuple(file_lines(self.run.log(f"replica-{name}"), follow=False, last=_TAIL_LINES)),
+        )
+        status = ReplicaStatus(name, "failed", "gone", told, reason=told.reason)
+        self.history = msgspec.structs.replace(self.history, failed={**self.history.failed, name: status})
+        self.run.add_event("replica failed", told.reason or "", replica=name)
 
     def _may_place(self, name: str, now: float) -> bool:
         times = self._place_times.get(name, [])[-5:]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import os
 import shutil
 import signal
@@ -72,13 +73,11 @@ class EngineProcess:
     def processes(self) -> tuple[Process, ...]:
         """The engine and all it forked, the engine's own process first."""
         found = []
-        try:
+        with contextlib.suppress(psutil.Error):
             root = psutil.Process(self.pid)
             for entry in [root, *root.children(recursive=True)]:
                 role = "engine" if entry.pid == self.pid else _role(entry)
                 found.append(processes.identify(entry.pid, role))
-        except psutil.Error:
-            pass
         return tuple(found)
 
     def end(self, grace_s: float) -> None:
@@ -86,10 +85,8 @@ class EngineProcess:
         segments = processes.shared_memory(self.processes())
         if self.exit_code() is None and grace_s > 0:
             self._child.send_signal(signal.SIGTERM)
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 self._child.wait(grace_s)
-            except subprocess.TimeoutExpired:
-                pass
         # An engine's children outlive a killed parent (vLLM's EngineCore does), so the mark finds them, not the pid.
         processes.sweep(self._run, self._replica)
         self._child.wait(10)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import json
 import queue
 import threading
@@ -15,16 +14,18 @@ from penstock.runs import Run, file_lines
 
 
 def lines(run: Run, part: str, replica: str | None, last: int | None, follow: bool) -> Iterator[str]:
-    """Lines of one part: "replicas" (all, or one), "gateway", "controller" or "events". With `follow` it never ends.
+    """Lines of one part: "replicas" (all, or one), "gateway", "controller" or "events". With `follow` it does not
+    end while the deployment is up.
 
     Raises UserError for a replica that the run does not have.
     """
+    follow = follow and run.desired().state == "up"  # nothing more comes from what has ended
     if part == "replicas":
         yield from _replica_lines(run, replica, last, follow)
     elif part == "events":
-        yield from map(_event_text, _tail(file_lines(run.path / "events.jsonl", follow), last, follow))
+        yield from map(_event_text, file_lines(run.path / "events.jsonl", follow, last))
     else:
-        yield from _tail(file_lines(run.log(part), follow), last, follow)
+        yield from file_lines(run.log(part), follow, last)
 
 
 def _replica_lines(run: Run, replica: str | None, last: int | None, follow: bool) -> Iterator[str]:
@@ -35,7 +36,7 @@ def _replica_lines(run: Run, replica: str | None, last: int | None, follow: bool
     target = targets.load(handle.target)
 
     def of_one(name: str) -> Iterator[str]:
-        return _tail(target.logs(run, handle, name, follow), last, follow)
+        return target.logs(run, handle, name, follow, last)
 
     chosen = [replica] if replica is not None else names
     if len(chosen) == 1:
@@ -64,13 +65,6 @@ def _merged(sources: dict[str, Callable[[], Iterator[str]]]) -> Iterator[str]:
         threading.Thread(target=pump, args=(name, source), daemon=True).start()
     while True:
         yield arrived.get()
-
-
-def _tail(source: Iterator[str], last: int | None, follow: bool) -> Iterator[str]:
-    """The last lines of what is there. A followed source never ends, so there it starts at the beginning."""
-    if last is None or follow:
-        return source
-    return iter(collections.deque(source, maxlen=last))
 
 
 def _event_text(line: str) -> str:

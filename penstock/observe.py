@@ -22,6 +22,7 @@ class History(msgspec.Struct, frozen=True):
     gateway: Part = Part("gone")
     replicas: dict[str, tuple[Restart, ...]] = {}
     failed: dict[str, ReplicaStatus] = {}
+    was_ready: bool = False
 
 
 class Observation(msgspec.Struct, frozen=True):
@@ -84,7 +85,7 @@ def summarise(desired: Desired, seen: Observation, history: History, now: float)
     gateway = msgspec.structs.replace(history.gateway, state="running" if seen.gateway_is_alive else "gone")
     return State(
         observed_at=round(now, 3),
-        phase=_phase(desired, replicas, seen),
+        phase=_phase(desired, replicas, seen, history.was_ready),
         desired_replicas=desired.replicas,
         replicas=tuple(replicas),
         controller=history.controller,
@@ -100,7 +101,7 @@ def _replica_state(placement: Placement, told: str | None) -> str:
     return told or "starting"
 
 
-def _phase(desired: Desired, replicas: list[ReplicaStatus], seen: Observation) -> Phase:
+def _phase(desired: Desired, replicas: list[ReplicaStatus], seen: Observation, has_been_ready: bool) -> Phase:
     if desired.state == "down":
         return "stopping" if replicas or seen.gateway_is_alive else "down"
     n_ready = sum(replica.state == "ready" for replica in replicas)
@@ -108,7 +109,7 @@ def _phase(desired: Desired, replicas: list[ReplicaStatus], seen: Observation) -
         return "ready"
     if any(replica.state == "failed" for replica in replicas):
         return "degraded" if n_ready else "failed"
-    was_ready = any(replica.n_restarts or _has_been_ready(replica) for replica in replicas)
+    was_ready = has_been_ready or any(replica.n_restarts or _has_been_ready(replica) for replica in replicas)
     return "degraded" if n_ready or was_ready else "starting"
 
 
@@ -130,8 +131,6 @@ def now_state(run: Run, now: float) -> State:
         gateway=last.gateway if last else Part("gone"),
         replicas={replica.replica: replica.restarts for replica in (last.replicas if last else ())},
         failed={replica.replica: replica for replica in (last.replicas if last else ()) if replica.state == "failed"},
+        was_ready=last is not None and last.phase in ("ready", "degraded"),
     )
-    state = summarise(desired, look(run, run.handle(), history.gateway), history, now)
-    if last is not None and last.phase in ("ready", "degraded") and state.phase == "starting":
-        return msgspec.structs.replace(state, phase="degraded")
-    return state
+    return summarise(desired, look(run, run.handle(), history.gateway), history, now)

@@ -15,6 +15,7 @@ sees half of one and a crash leaves the last whole version.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import fcntl
 import json
@@ -114,8 +115,14 @@ class State(msgspec.Struct, frozen=True):
 
 
 def home() -> Path:
-    """Where penstock keeps its things: $PENSTOCK_HOME, or ~/.penstock."""
-    return Path(os.environ.get("PENSTOCK_HOME") or "~/.penstock").expanduser().resolve()
+    """Where penstock keeps its things: $PENSTOCK_HOME, or ~/.penstock.  Raises UserError when there is none such."""
+    place = os.environ.get("PENSTOCK_HOME") or "~/.penstock"
+    try:
+        return Path(place).expanduser().resolve()
+    except (RuntimeError, OSError) as exc:
+        raise UserError(
+            f'cannot use "{place}" as the home of penstock: {exc}', hint="Set PENSTOCK_HOME to a folder you may write."
+        ) from exc
 
 
 class Run:
@@ -223,21 +230,29 @@ class Run:
         write_atomically(self.path / name, msgspec.json.format(msgspec.json.encode(value), indent=2))
 
 
-def file_lines(path: Path, follow: bool) -> Iterator[str]:
-    """Lines of a log from its beginning. With `follow` it waits for the file and for more, until the caller stops."""
+def file_lines(path: Path, follow: bool, last: int | None = None) -> Iterator[str]:
+    """Lines of a log, whole ones: all, or the `last` that are there. With `follow` it then waits for more (and first
+    for the file) until the caller stops."""
     while not path.exists():
         if not follow:
             return
         time.sleep(_POLL_S)
     with path.open(encoding="utf-8", errors="replace") as stream:
-        while True:
-            line = stream.readline()
-            if line:
+        there = stream if last is None else collections.deque(stream, maxlen=last)
+        begun = ""
+        for line in there:
+            begun = "" if line.endswith("\n") else line
+            if not begun:
                 yield line.rstrip("\n")
-            elif not follow:
-                return
+        while follow:
+            begun += stream.readline()
+            if begun.endswith("\n"):
+                yield begun.rstrip("\n")
+                begun = ""
             else:
                 time.sleep(_POLL_S)
+        if begun:
+            yield begun
 
 
 def reachable(listen: str) -> str:

@@ -176,8 +176,8 @@ def parse(text: str, source: str = "the file", settings: Sequence[str] = ()) -> 
     try:
         twice = sorted(_repeated_keys(yaml.compose(text, Loader=yaml.SafeLoader), ""))
         raw = yaml.safe_load(text)
-    except yaml.YAMLError as exc:
-        raise SpecError(source, [Problem("", "it is not YAML: " + " ".join(str(exc).split()))]) from exc
+    except (yaml.YAMLError, ValueError, RecursionError) as exc:  # an impossible date is a ValueError
+        raise SpecError(source, [Problem("", "it is not YAML: " + " ".join(str(exc).split())[:300])]) from exc
     if twice:
         raise SpecError(source, [Problem(path, "is given twice", "keep one") for path in twice])
     return from_mapping({} if raw is None else raw, source, settings)
@@ -277,7 +277,7 @@ def _apply_settings(raw: Mapping[Any, Any], settings: Sequence[str]) -> tuple[di
             continue
         try:
             value = yaml.safe_load(text)
-        except yaml.YAMLError:
+        except (yaml.YAMLError, ValueError, RecursionError):
             value = text
         where = merged
         *parents, last = path.split(".")
@@ -409,6 +409,9 @@ def _rules(deployment: Deployment) -> Iterator[Problem]:
         yield Problem("engine.gpu_memory_utilization", f"{deployment.engine.gpu_memory_utilization} is not in (0, 1]")
     if deployment.replicas.min > deployment.replicas.max:
         yield Problem("replicas", f"min {deployment.replicas.min} is above max {deployment.replicas.max}")
+    for name in deployment.engine.env:
+        if not name or "=" in name or "\0" in name:
+            yield Problem("engine.env", f'"{name}" is not a name of an environment variable')
     if deployment.gateway.port > 65535:
         yield Problem("gateway.port", f"{deployment.gateway.port} is above 65535")
     if deployment.gateway.auth == "none" and not is_loopback(deployment.gateway.host):

@@ -248,6 +248,19 @@ DEATHS = [
         None,
         True,
     ),
+    (
+        "Failed to import from vllm._C: ImportError('libnuma.so.1: cannot open shared object file: No such file')",
+        "its native part cannot be loaded: libnuma.so.1: cannot open shared object file: No such file",
+        "Install that library",
+        True,
+    ),
+    (
+        "CUDA error (/x/flash_fwd_launch_template.h:200): no kernel image is available for execution on the device",
+        "this build of vLLM has no kernel for this GPU and model (no kernel image is available for execution on the "
+        "device)",
+        "Try engine.args attention-backend",
+        True,
+    ),
     ("ValueError: no such thing", "ValueError: no such thing", None, True),
     ("RuntimeError: something new", "RuntimeError: something new", None, False),
     ("vllm.v1.engine.exceptions.EngineDeadError: see above", "its EngineCore process died", None, False),

@@ -195,3 +195,9 @@ def test_more_replicas_need_free_gpus() -> None:
     plan.check_room(deployment(LLAMA), made, left, n_more=1)
     message, _, _ = refused(plan.check_room, deployment(LLAMA), made, left, n_more=2)
     assert message == "cannot place 2 x 1 ranks on box: it has 2 GPUs, 1 with 92% of the memory free"
+
+
+def test_llamacpp_refuses_to_be_cut() -> None:
+    message, _, hint = refused(plan.make, deployment(parallel={"tensor": 4}), DEMO, cpu_machine(), "llamacpp", "1", 1)
+    assert message == "cannot cut a model over 4 ranks on engine llamacpp: it runs in one process"
+    assert hint == "Remove parallel, or use --engine vllm."

@@ -180,3 +180,21 @@ def test_a_draft_is_not_changed_by_a_run() -> None:
     before = draft()
     runs.create(before, NOW)
     assert before == draft()
+
+
+def test_a_log_is_read_in_whole_lines(tmp_path: Path) -> None:
+    log = tmp_path / "x.log"
+    log.write_text("one\ntwo\nthr")
+    assert list(runs.file_lines(log, follow=False)) == ["one", "two", "thr"]
+    assert list(runs.file_lines(log, follow=False, last=2)) == ["two", "thr"]
+    followed = runs.file_lines(log, follow=True, last=2)
+    assert next(followed) == "two"
+    with log.open("a") as stream:
+        stream.write("ee\n")
+    assert next(followed) == "three"
+
+
+def test_a_home_that_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_HOME", "~nobody-of-that-name/x")
+    with pytest.raises(UserError, match=r"cannot use .* as the home of penstock"):
+        runs.home()

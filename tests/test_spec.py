@@ -270,3 +270,16 @@ def test_a_section_with_nothing_under_it_is_as_if_absent() -> None:
 
 def test_a_least_number_of_replicas_is_also_the_most_unless_said() -> None:
     assert spec.parse("model: m\nreplicas: {min: 3}").replicas.max == 3
+
+
+@pytest.mark.parametrize("text", ["model: m\nname: 2024-13-45", "a: &a [*a]", "[" * 5000])
+def test_yaml_that_cannot_be_read_is_the_users_mistake(text: str) -> None:
+    assert refused(text).exit_code == 2
+
+
+def test_names_of_environment_variables_are_checked() -> None:
+    problems = [str(problem) for problem in refused('model: m\nengine: {env: {"A=B": x, "": y}}').problems]
+    assert problems == [
+        'engine.env: "A=B" is not a name of an environment variable',
+        'engine.env: "" is not a name of an environment variable',
+    ]

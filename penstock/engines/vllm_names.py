@@ -178,6 +178,11 @@ DEATHS = (
     ),
     Death(re.compile(r"(SafetensorError: .*)"), "a weights file cannot be read: {0}", "Download the model again."),
     Death(re.compile(r"(No space left on device)"), "the disk is full", "Free space, or move the cache."),
+    Death(
+        re.compile(r"CUDA error .*(no kernel image is available for execution on the device)"),
+        "this build of vLLM has no kernel for this GPU and model ({0})",
+        "Try engine.args attention-backend: TRITON_ATTN, or another build of vLLM.",
+    ),
     Death(re.compile(r"((?:ModuleNotFound|Import)Error: .*)"), "a package is missing or does not fit: {0}", None),
     Death(re.compile(r"((?:Value|Key|Type|Attribute|NotImplemented|Assertion)Error: .*)"), "{0}", None),
     Death(re.compile(r"((?:Runtime|OS|Connection|Timeout)Error: (?!Engine core init).*)"), "{0}", None, False),

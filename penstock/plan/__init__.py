@@ -118,6 +118,11 @@ def make(
     device: Device = "cuda" if machine.gpus and engine == "vllm" else "cpu"
     max_model_len = _max_model_len(deployment, model)
     layout = _layout(deployment, model, machine, device, n_replicas)
+    if engine == "llamacpp" and layout.n_ranks > 1:
+        raise PlanError(
+            f"cannot cut a model over {layout.n_ranks} ranks on engine llamacpp: it runs in one process",
+            hint="Remove parallel, or use --engine vllm.",
+        )
     overhead = _overhead_bytes(engine, device, layout.n_ranks)
     if device == "cuda":
         kv_bytes = max(0, _gpu_budget_bytes(deployment, machine, layout) - model.weights_bytes - overhead)

@@ -74,8 +74,9 @@ class Target(ABC):
         """The placement of every replica in the handle."""
 
     @abstractmethod
-    def logs(self, run: Run, handle: Handle, replica: str, follow: bool) -> Iterator[str]:
-        """Lines of a replica's log from its beginning; with `follow` it waits for more until the caller stops."""
+    def logs(self, run: Run, handle: Handle, replica: str, follow: bool, last: int | None = None) -> Iterator[str]:
+        """Lines of a replica's log: all, or the `last` that are there; with `follow` it then waits for more until the
+        caller stops."""
 
     @abstractmethod
     def resize(self, run: Run, handle: Handle, replicas: Sequence[str]) -> Handle:

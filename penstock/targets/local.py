@@ -47,8 +47,8 @@ class Local(Target):
     def status(self, run: Run, handle: Handle) -> dict[str, Placement]:
         return {replica: _placement(entry) for replica, entry in handle.replicas.items()}
 
-    def logs(self, run: Run, handle: Handle, replica: str, follow: bool) -> Iterator[str]:
-        return file_lines(run.log(f"replica-{replica}"), follow)
+    def logs(self, run: Run, handle: Handle, replica: str, follow: bool, last: int | None = None) -> Iterator[str]:
+        return file_lines(run.log(f"replica-{replica}"), follow, last)
 
     def resize(self, run: Run, handle: Handle, replicas: Sequence[str]) -> Handle:
         entries = dict(handle.replicas)
