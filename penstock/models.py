@@ -46,7 +46,7 @@ def _from_hub(deployment: Deployment) -> Path:
     except ImportError as exc:
         raise UserError(
             f'cannot fetch model "{deployment.model}": the package huggingface_hub is not installed',
-            hint="pip install 'penstock[hub]'",
+            hint="pip install huggingface_hub",
         ) from exc
     form = (
         "gguf" if deployment.engine.kind == "llamacpp" or deployment.model.lower().endswith("gguf") else "safetensors"

@@ -29,7 +29,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def pytest_configure() -> None:
-    """A shell starts background jobs with SIGINT ignored, and children inherit that: then no test could press Ctrl-C."""
+    """A shell starts background jobs with SIGINT ignored, children inherit that, and no test could press Ctrl-C."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -164,7 +164,7 @@ def test_an_absent_engine_is_explained(shell: Shell, monkeypatch: pytest.MonkeyP
         ["render", "--port", "0", "--engine", "vllm"],
         "cannot start engine vllm: the package vllm is not installed in this Python",
         None,
-        "Install it: pip install 'penstock[vllm]'",
+        "Install it: pip install vllm",
     )
 
 

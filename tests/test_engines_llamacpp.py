@@ -89,7 +89,7 @@ def test_an_absent_wheel_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> 
     missing = ENGINE.missing()
     assert missing is not None
     assert missing.reason == "the package xllamacpp is not installed in this Python"
-    assert missing.install == "pip install 'penstock[llamacpp]'"
+    assert missing.install == "pip install xllamacpp"
 
 
 def test_its_program_refuses_what_it_does_not_know(capsys: pytest.CaptureFixture[str]) -> None:

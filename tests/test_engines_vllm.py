@@ -329,7 +329,7 @@ def test_an_absent_vllm_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> N
     missing = VLLM.missing()
     assert missing is not None
     assert missing.reason == "the package vllm is not installed in this Python"
-    assert "pip install 'penstock[vllm]'" in missing.install
+    assert "pip install vllm" in missing.install
 
 
 def test_engines_are_loaded_by_name() -> None:

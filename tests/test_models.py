@@ -310,4 +310,4 @@ def test_without_the_hubs_package_the_line_that_installs_it_is_given(monkeypatch
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     found = refused(lambda: models.locate(deployment("org/name")))
     assert found.message == 'cannot fetch model "org/name": the package huggingface_hub is not installed'
-    assert found.hint == "pip install 'penstock[hub]'"
+    assert found.hint == "pip install huggingface_hub"

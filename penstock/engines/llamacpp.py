@@ -77,7 +77,7 @@ class LlamaCpp(Engine):
 
     def missing(self) -> Missing | None:
         if importlib.util.find_spec("xllamacpp") is None:
-            return Missing("the package xllamacpp is not installed in this Python", "pip install 'penstock[llamacpp]'")
+            return Missing("the package xllamacpp is not installed in this Python", "pip install xllamacpp")
         if not _finds_openmp():
             reason = f"{_OPENMP}, the OpenMP runtime that it needs, is not on this machine"
             return Missing(reason, "apt-get install libgomp1 (`make demo` in a clone brings its own)")
