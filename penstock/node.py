@@ -232,6 +232,10 @@ class Node:
             code = self._process.exit_code()
             if code is not None:
                 return self._death(code)
+            # Every tick (0.1 ms): its server lives on for a moment, and answers every request with an error.
+            lost = self._lost_process()
+            if lost:
+                return lost
             now = time.monotonic()
             if now >= next_health:
                 next_health = now + _HEALTH_EVERY_S
@@ -241,9 +245,6 @@ class Node:
             if now >= next_metrics:
                 next_metrics = now + _METRICS_EVERY_S
                 self._look_at_processes()
-                lost = self._lost_process()
-                if lost:
-                    return lost
                 stalled_s, running = self._stalled(watch)
                 if stalled_s >= self.plan.stall_s:
                     waited = show_seconds(stalled_s)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import time
 import warnings
+from collections.abc import Awaitable, Callable
 
 import pytest
 from gateway_rig import (
@@ -13,6 +15,7 @@ from gateway_rig import (
     ENGINE_DOWN,
     EVENTS,
     SSE_HEAD,
+    Client,
     Gate,
     LoopFactory,
     Rig,
@@ -30,6 +33,8 @@ from penstock.gateway import forward, listener
 from penstock.gateway.http1 import END
 
 pytestmark = factories
+
+FAILURE = b'{"error": {"message": "EngineCore encountered an issue"}}'
 
 
 # When an engine fails.
@@ -131,6 +136,175 @@ def test_request_lost_by_a_dying_replica_is_not_lost_to_it_again(loop_factory: L
             revived = await rig.engine(echo, "0")
             assert (await client.response())[1] == CHAT
             assert len(revived.seen) == 1
+
+    run(loop_factory, test())
+
+
+# When an engine answers that it failed: its inner process may be gone, or the request may be what it cannot do.
+
+
+def failing(status: int = 500, body: bytes = FAILURE) -> Callable[..., Awaitable[bool]]:
+    return say(b"HTTP/1.1 %d No\r\nContent-Length: %d\r\nRetry-After: 7\r\n\r\n%s" % (status, len(body), body))
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forward, "FAILED_AGAIN_S", 0.0)
+
+
+async def metrics_of(client: Client) -> str:
+    client.get("/metrics")
+    return (await client.response())[1].decode()
+
+
+@pytest.mark.parametrize("status", sorted(forward.FAILED_STATUSES))
+def test_failed_answer_is_retried_elsewhere_and_ends_traffic_until_the_next_announcement(
+    loop_factory: LoopFactory, status: int
+) -> None:
+    async def test() -> None:
+        async with Rig() as rig:
+            bad, good = await rig.engine(failing(status), "bad"), await rig.engine(echo, "good")
+            client = await rig.client()
+
+            async def ask(n_requests: int) -> None:
+                for _ in range(n_requests):
+                    client.post(CHAT)
+                    head, body, _ = await client.response()
+                    assert (head.status, body, head.get(b"x-penstock-replica")) == (200, CHAT, b"good")
+
+            await ask(6)
+            assert (len(bad.seen), len(good.seen)) == (1, 6)
+            await rig.announce("bad", bad.url)
+            await ask(6)
+            assert (len(bad.seen), len(good.seen), bad.n_connections) == (2, 12, 2)
+            metrics = await metrics_of(client)
+            assert "penstock_retries_total 2\n" in metrics
+            assert 'penstock_responses_total{model="demo",code="200"} 12\n' in metrics
+            assert f'code="{status}"' not in metrics
+            assert (await rig.view())["in_flight_total"] == 0
+
+    run(loop_factory, test())
+
+
+@pytest.mark.parametrize("status", sorted(forward.FAILED_STATUSES))
+def test_last_failed_answer_is_the_clients(loop_factory: LoopFactory, impatient: None, status: int) -> None:
+    """A request that no engine can do is told so in the engine's words, and its last replica keeps its traffic."""
+
+    async def test() -> None:
+        async with rig_with(failing(status)) as (rig, engine, client):
+            client.post(CHAT)
+            await rig.until(lambda view: view["waiting"] == 1)
+            assert len(engine.seen) == 1
+            await rig.announce("0", engine.url)
+            head, body, is_whole = await client.response()
+            assert (head.status, body, head.get(b"retry-after"), is_whole) == (status, FAILURE, b"7", True)
+            engine.reply = echo
+            client.post(CHAT)
+            assert (await client.response())[1] == CHAT
+            assert len(engine.seen) == 3
+            assert "penstock_retries_total 1\n" in await metrics_of(client)
+
+    run(loop_factory, test())
+
+
+def test_request_that_fails_everywhere_leaves_a_replica_with_traffic(loop_factory: LoopFactory) -> None:
+    async def test() -> None:
+        async with Rig() as rig:
+            engines = [await rig.engine(failing(), name) for name in ("a", "b")]
+            client = await rig.client()
+            client.post(CHAT)
+            assert (await client.response())[1] == FAILURE
+            assert [len(engine.seen) for engine in engines] == [1, 1]
+            for engine in engines:
+                engine.reply = echo
+            client.post(CHAT)
+            assert (await client.response())[1] == CHAT
+
+    run(loop_factory, test())
+
+
+def test_failed_answer_after_a_lost_send_is_the_clients(loop_factory: LoopFactory) -> None:
+    async def test() -> None:
+        async def lose_the_first(seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+            return len(engine.seen) > 1 and await failing()(seen, reader, writer)
+
+        async with rig_with(lose_the_first) as (_, engine, client):
+            client.post(CHAT)
+            head, body, _ = await client.response()
+            assert (head.status, body, len(engine.seen)) == (500, FAILURE, 2)
+
+    run(loop_factory, test())
+
+
+@pytest.mark.parametrize("status", [400, 404, 429, 499, 501])
+def test_refusal_of_an_engine_is_never_retried(loop_factory: LoopFactory, status: int) -> None:
+    async def test() -> None:
+        async with Rig() as rig:
+            engines = [await rig.engine(failing(status), name) for name in ("a", "b")]
+            client = await rig.client()
+            for _ in range(4):
+                client.post(CHAT)
+                head, body, _ = await client.response()
+                assert (head.status, body) == (status, FAILURE)
+            assert [len(engine.seen) for engine in engines] == [2, 2]
+            assert "penstock_retries_total 0\n" in await metrics_of(client)
+
+    run(loop_factory, test())
+
+
+def test_long_failed_answer_is_not_read_to_its_end(loop_factory: LoopFactory, impatient: None) -> None:
+    async def test() -> None:
+        gate = Gate(b"HTTP/1.1 500 No\r\nContent-Length: 100000\r\n\r\nsome", b"")
+        async with Rig() as rig:
+            bad = await rig.engine(gate.reply, "bad")
+            client = await rig.client()
+            client.post(CHAT)
+            await gate.peer_left.wait()
+            await rig.engine(echo, "good")
+            assert (await client.response())[1] == CHAT
+            assert len(bad.seen) == 1
+
+    run(loop_factory, test())
+
+
+def test_client_that_leaves_after_a_failed_answer_is_not_sent_again(loop_factory: LoopFactory) -> None:
+    async def test() -> None:
+        async with rig_with(failing()) as (rig, engine, client):
+            client.post(CHAT)
+            while not engine.seen:
+                await asyncio.sleep(0.001)
+            client.writer.close()
+            other = await rig.client()
+            while 'outcome="client_gone"} 1\n' not in await metrics_of(other):
+                await asyncio.sleep(0.001)
+            engine.reply = echo
+            await rig.announce("0", engine.url)
+            other.post(CHAT)
+            assert (await other.response())[1] == CHAT
+            assert len(engine.seen) == 2
+            assert (await rig.view())["in_flight_total"] == 0
+
+    run(loop_factory, test())
+
+
+def test_time_with_a_failed_replica_is_not_the_gateways_own(
+    loop_factory: LoopFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forward, "FAILED_AGAIN_S", 0.05)
+
+    async def test() -> None:
+        async with rig_with(failing()) as (rig, engine, client):
+            began = time.monotonic()
+            client.post(CHAT)
+            while not engine.seen:
+                await asyncio.sleep(0.001)
+            revived = await rig.engine(echo, "0")
+            head, body, _ = await client.response()
+            assert (body, len(revived.seen)) == (CHAT, 1)
+            timing = head.get(b"server-timing")
+            assert timing is not None
+            # However slow this machine is: what the gateway calls its own and what it waited fit into the whole.
+            assert float(timing.partition(b"dur=")[2]) <= (time.monotonic() - began - 0.045) * 1000
 
     run(loop_factory, test())
 

@@ -25,8 +25,8 @@ _COMING_STATES = frozenset(("queued", "starting", "loading", "warming", "restart
 
 @dataclass
 class Replica:
-    """One row. `address` is None until the engine listens. `is_suspect`: it refused a connection since the last
-    announcement. `is_lapsed`: its lease ran out, and that was told."""
+    """One row. `address` is None until the engine listens. `is_suspect`: it refused a connection or answered
+    that it failed since the last announcement. `is_lapsed`: its lease ran out, and that was told."""
 
     announcement: Announcement
     address: Address | None
@@ -95,7 +95,9 @@ class Fleet:
         self._draining.discard(name)
 
     def suspect(self, replica: Replica, address: Address) -> bool:
-        """No new requests after a refused connection, until the next announcement; returns whether that is news.
+        """No new requests until the next announcement, after a refused connection or a failed answer.
+
+        Returns whether that is news.
 
         None of it when the replica has announced another address in the meantime.
         """

@@ -1,8 +1,12 @@
 """One request from a client to an engine and its response back.
 
 Until the first response byte nothing is lost for the client: a replica that refuses the connection is passed over,
-one that dies with the request gets it sent once more elsewhere, and without any replica the request is held. After
-the first byte the only honest thing left is to end the stream with an error event.
+one that dies with the request or answers that it failed gets it sent once more elsewhere, and without any replica the
+request is held. Sending again is right: generating text has no side effects. After the first byte the only honest
+thing left is to end the stream with an error event.
+
+An engine whose inner process was killed answers 500 at once until its node ends it, so by least in flight it would get
+every request: of two replicas, the broken one turned 1728 of 1968 requests into errors.
 """
 
 from __future__ import annotations
@@ -27,12 +31,17 @@ from penstock.gateway.http1 import (
     write_response_head,
 )
 from penstock.gateway.server import ClientConnection, Request
-from penstock.gateway.upstream import Pool, UpstreamConnection, UpstreamError
+from penstock.gateway.upstream import Pool, RejectedError, UpstreamConnection, UpstreamError
 
 MAX_SENDS = 2
 # Before the second send to the same replica, when there is no other: a killed engine's listening socket outlives its
 # connections for a moment. Without it, 1 of 4 requests during a kill -9 was lost twice within 1 ms.
 AGAIN_S = 0.1
+# The same after an answer of FAILED_STATUSES. An announcement may lift the suspicion before the replica's node has seen
+# that an inner process is gone (it looks every 0.25 s), and the last send's answer is the client's.
+FAILED_AGAIN_S = 0.5
+# With these an engine says that it failed, not that the request is wrong. Not 501: that is for ever.
+FAILED_STATUSES = frozenset((500, 502, 503, 504))
 
 _DONE_EVENT = b"data: [DONE]\n\n"
 _TAIL_BYTES = len(_DONE_EVENT)
@@ -59,6 +68,7 @@ class _Attempt(enum.Enum):
     ANSWERED = enum.auto()
     BROKEN = enum.auto()  # after the first byte
     LOST = enum.auto()  # sent, and no byte came back
+    FAILED = enum.auto()  # sent, and answered with one of FAILED_STATUSES, which is kept from the client
     UNREACHED = enum.auto()  # never sent
 
 
@@ -77,7 +87,9 @@ class Passage:
         self._elsewhere_s = 0.0
         self._own_s = 0.0
         self._sent_at = 0.0
+        self._lost: list[str] = []  # replicas that had this request in vain
         self._replica: Replica | None = None
+        self._connection: UpstreamConnection | None = None
         self._response: ResponseHead | None = None
         self._is_chunked = False
         self._has_finished = False
@@ -101,38 +113,44 @@ class Passage:
             self._desk.counters.outcomes[self._model, outcome] += 1
 
     async def _pass(self) -> Outcome:
-        lost: list[str] = []
         deadline = time.monotonic() + self._desk.hold_s
         while True:
-            replica = await self._find_replica(lost, deadline)
+            replica = await self._find_replica(deadline)
             if replica is None:
                 self._refuse_for_now()
                 return "no_replica"
             try:
-                attempt = await self._attempt(replica, is_fresh=bool(lost))
+                attempt = await self._attempt(replica)
             finally:
                 self._desk.fleet.end(replica)
             if attempt is _Attempt.ANSWERED:
                 return "complete"
             if attempt is _Attempt.BROKEN:
                 return "broken"
-            if attempt is _Attempt.LOST:
-                lost.append(replica.name)
-                if len(lost) == MAX_SENDS:
-                    self._end_early(f"the engine closed the connection without an answer, {MAX_SENDS} times")
+            if attempt is not _Attempt.UNREACHED:
+                self._lost.append(replica.name)
+                if len(self._lost) == MAX_SENDS:
+                    self._end_early(
+                        f"sent {MAX_SENDS} times, and the last engine closed the connection without an answer"
+                    )
                     return "broken"
                 self._desk.counters.n_retries += 1
-                if all(row.name in lost for row in self._desk.fleet.ready(self._model, time.monotonic())):
-                    await asyncio.sleep(AGAIN_S)
-                    self._elsewhere_s += AGAIN_S
+                await self._let_it_die(AGAIN_S if attempt is _Attempt.LOST else FAILED_AGAIN_S)
                 deadline = time.monotonic() + self._desk.hold_s
 
-    async def _find_replica(self, lost: list[str], deadline: float) -> Replica | None:
+    async def _let_it_die(self, pause_s: float) -> None:
+        """Waits before another send when only replicas that lost this request could get it."""
+        started_at = time.monotonic()
+        if all(row.name in self._lost for row in self._desk.fleet.ready(self._model, started_at)):
+            await asyncio.sleep(pause_s)
+            self._elsewhere_s += time.monotonic() - started_at
+
+    async def _find_replica(self, deadline: float) -> Replica | None:
         """A replica with this request counted on it; waits for one until `deadline`."""
         desk = self._desk
         while True:
             now = time.monotonic()
-            replica = desk.fleet.begin(self._model, now, lost)
+            replica = desk.fleet.begin(self._model, now, self._lost)
             if replica is not None:
                 return replica
             if now >= deadline or not desk.hold.has_room(len(self._body)):
@@ -140,10 +158,10 @@ class Passage:
             await desk.hold.wait(self._model, deadline - now, len(self._body))
             self._elsewhere_s += time.monotonic() - now
 
-    async def _attempt(self, replica: Replica, is_fresh: bool) -> _Attempt:
-        """Sends the request to `replica`; `is_fresh` asks for a new connection, whose state is beyond doubt."""
+    async def _attempt(self, replica: Replica) -> _Attempt:
+        """Sends the request to `replica`."""
         self._replica = replica
-        connection = await self._connect(replica, is_fresh)
+        connection = self._connection = await self._connect(replica)
         if connection is None:
             return _Attempt.UNREACHED
         self._client.source = connection
@@ -154,7 +172,11 @@ class Passage:
             log.warning("request %s: replica %s: %s", self._request_id.decode(), replica.name, error)
             if self._response is None:
                 self._elsewhere_s += time.monotonic() - self._sent_at
-                return _Attempt.LOST
+                if not isinstance(error, RejectedError):
+                    return _Attempt.LOST
+                if self._desk.fleet.suspect(replica, connection.address):
+                    log.warning("replica %s: no traffic until it announces", replica.name)
+                return _Attempt.FAILED
             self._end_early(str(error))
             return _Attempt.BROKEN
         finally:
@@ -162,10 +184,11 @@ class Passage:
                 self._client.source = None
             connection.release()
 
-    async def _connect(self, replica: Replica, is_fresh: bool) -> UpstreamConnection | None:
+    async def _connect(self, replica: Replica) -> UpstreamConnection | None:
+        """A connection to `replica`; a new one, whose state is beyond doubt, for a request that was lost before."""
         assert replica.address is not None
         address = replica.address
-        if not is_fresh:
+        if not self._lost:
             pooled = self._desk.pool.take(address)
             if pooled is not None:
                 return pooled
@@ -201,6 +224,10 @@ class Passage:
     def receive(self, head: ResponseHead | None, data: bytes, is_end: bool) -> None:
         """Passes on what came, in one write."""
         if self._client.is_gone:
+            return
+        if head is not None and head.status in FAILED_STATUSES and len(self._lost) + 1 < MAX_SENDS:
+            assert self._connection is not None
+            self._connection.reject(f"the engine answered {head.status}")
             return
         out = self._begin_response(head) if head is not None else b""
         if data:

@@ -20,6 +20,10 @@ class UpstreamError(Exception):
     """The engine's connection ended, or broke HTTP, before its response was whole."""
 
 
+class RejectedError(UpstreamError):
+    """The sink did not want the response."""
+
+
 class Sink(Protocol):
     def receive(self, head: ResponseHead | None, data: bytes, is_end: bool) -> None:
         """What one read brought: the head if it was in there, body bytes, and whether the body is whole."""
@@ -54,6 +58,12 @@ class UpstreamConnection(asyncio.Protocol):
         del request
         await self._whole
 
+    def reject(self, message: str) -> None:
+        """From within the sink: ends the exchange with RejectedError, and the connection; the sink gets no more."""
+        self._sink, self._is_reusable = None, False
+        self._fail(RejectedError(message))
+        self._transport.abort()
+
     def release(self) -> None:
         """Gives the connection back: to the pool after a whole exchange, else it is closed at once."""
         self._sink = self._whole = None
@@ -87,7 +97,7 @@ class UpstreamConnection(asyncio.Protocol):
         try:
             head, body, is_end = self._read()
         except ProtocolError as error:
-            self._fail(f"the engine broke HTTP: {error}")
+            self._fail(UpstreamError(f"the engine broke HTTP: {error}"))
             self._transport.abort()
             return
         if is_end:
@@ -123,15 +133,15 @@ class UpstreamConnection(asyncio.Protocol):
             self._sink.receive(None, b"", True)
             self._succeed()
         else:
-            self._fail(f"the engine closed the connection{f': {exc}' if exc else ''}")
+            self._fail(UpstreamError(f"the engine closed the connection{f': {exc}' if exc else ''}"))
 
     def _succeed(self) -> None:
         if self._whole is not None and not self._whole.done():
             self._whole.set_result(None)
 
-    def _fail(self, message: str) -> None:
+    def _fail(self, error: UpstreamError) -> None:
         if self._whole is not None and not self._whole.done():
-            self._whole.set_exception(UpstreamError(message))
+            self._whole.set_exception(error)
 
 
 class Pool:
