@@ -38,7 +38,7 @@ def main() -> int:
 
 def _start(name: str, engine: str) -> Client:
     existing = runs.Run(runs.home() / "runs" / name)
-    if existing.exists() and existing.desired().state == "up":
+    if existing.exists() and not existing.is_ended():
         port = existing.deployment().gateway.port
     else:
         port = 8000 if _is_free(8000) else 0

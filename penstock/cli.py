@@ -6,12 +6,14 @@ Verbs import what they need when they run: `penstock --help` imports argparse an
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from penstock import __version__
 from penstock.errors import EXIT_OURS, PenstockError, UserError
@@ -23,6 +25,21 @@ if TYPE_CHECKING:
 _EPILOG = "Documentation: docs/ in the repository. Errors exit with 2 when you can mend them, 1 when the fault is ours."
 
 
+class _UsageError(UserError):
+    """What argparse refuses, with its line of usage."""
+
+    def __init__(self, message: str, usage: str) -> None:
+        super().__init__(message)
+        self.usage = usage
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises where argparse would print and exit: with --json, a program reads why."""
+
+    def error(self, message: str) -> NoReturn:
+        raise _UsageError(message, self.format_usage())
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """The console script: run one verb and exit."""
     sys.exit(run(sys.argv[1:] if argv is None else argv))
@@ -30,37 +47,59 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def run(argv: Sequence[str]) -> int:
     """Run one verb; the exit code."""
-    options = parser().parse_args(argv)
-    if not hasattr(options, "verb"):
-        parser().print_help()
-        return 0
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by who started us: penstock status >&-
+            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115 - for as long as we live
+    as_json = "--json" in argv
     try:
+        options = parser().parse_args(argv)
+        if not hasattr(options, "verb"):
+            parser().print_help()
+            return 0
         code = options.verb(options)
         sys.stdout.flush()
         return int(code or 0)
+    except _UsageError as error:
+        if not as_json:
+            print(error.usage, end="", file=sys.stderr)
+        return _show_error(error, as_json)
     except PenstockError as error:
-        return _show_error(error, getattr(options, "json", False))
+        return _show_error(error, as_json)
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:  # `penstock logs | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:  # noqa: BLE001 - the last line of defence: a user never sees a traceback
-        return _show_bug(error, getattr(options, "json", False))
+        return _show_bug(error, as_json)
+    finally:
+        _let_go_of_output()
+
+
+def _let_go_of_output() -> None:
+    """Drop what cannot be written (a closed pipe, a full disk): Python would try it again at its end, and complain."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _show_error(error: PenstockError, as_json: bool) -> int:
+    with contextlib.suppress(OSError):  # nobody can be told
+        _print_error(error, as_json)
+    return error.exit_code
+
+
+def _print_error(error: PenstockError, as_json: bool) -> None:
     if as_json:
         print(json.dumps(error.facts()), flush=True)
-        return error.exit_code
+        return
     bold, plain = ("\033[1;31m", "\033[0m") if _has_colour(sys.stderr) else ("", "")
     print(f"{bold}error:{plain} {error.message}", file=sys.stderr)
     if error.detail:
         print(_indented("detail", error.detail), file=sys.stderr)
     if error.hint:
         print(_indented("hint", error.hint), file=sys.stderr)
-    return error.exit_code
 
 
 def _show_bug(error: Exception, as_json: bool) -> int:
@@ -88,7 +127,7 @@ def _has_colour(stream: Any) -> bool:
 
 def parser() -> argparse.ArgumentParser:
     """The whole command tree; docs/cli.md is generated from it."""
-    root = argparse.ArgumentParser(
+    root = _Parser(
         prog="penstock",
         description="One file and one command take any open LLM from a laptop to a cluster, on vLLM and Ray.",
         epilog=_EPILOG,
@@ -108,7 +147,7 @@ def parser() -> argparse.ArgumentParser:
     )
     up.add_argument("--dry-run", action="store_true", help="print exactly what would be sent, and send nothing")
     up.add_argument("--no-wait", action="store_true", help="return when everything is submitted")
-    up.add_argument("--timeout", type=float, metavar="SECONDS", help="stop waiting after this time (it goes on)")
+    up.add_argument("--timeout", type=_seconds, metavar="SECONDS", help="stop waiting after this time (it goes on)")
     _add_json(up, "print one JSON event a line")
     render = verb("render", _render, "print exactly what `up` would send, and send nothing")
     _add_deployment(render)
@@ -141,6 +180,39 @@ def parser() -> argparse.ArgumentParser:
     return root
 
 
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f'"{text[:20]}" is not a number of seconds above 0')
+    return value
+
+
+def _whole_number(text: str) -> int:
+    if not _is_whole_number(text.removeprefix("-"), 9):
+        raise argparse.ArgumentTypeError(f'"{text[:20]}" is not a whole number of at most 9 digits')
+    return int(text)
+
+
+def _count(text: str) -> int:
+    if not _is_whole_number(text, 9):
+        raise argparse.ArgumentTypeError(f'"{text[:20]}" is not a whole number from 0 to 999999999')
+    return int(text)
+
+
+def _is_whole_number(text: str, n_digits_max: int) -> bool:
+    """Whether `int` reads it, and nobody has to compute with thousands of digits."""
+    return text.isascii() and text.isdigit() and len(text) <= n_digits_max
+
+
+def _not_empty(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("it is empty")
+    return text
+
+
 def _add_json(sub: argparse.ArgumentParser, text: str = "print JSON") -> None:
     sub.add_argument("--json", action="store_true", help=text)
 
@@ -151,17 +223,19 @@ def _add_name(sub: argparse.ArgumentParser) -> None:
 
 def _add_deployment(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("source", nargs="?", metavar="FILE|MODEL", help="a YAML file, a model folder or a hub id")
-    sub.add_argument("--name", help="the deployment's name (default: from the model)")
+    sub.add_argument("--name", type=_not_empty, help="the deployment's name (default: from the model)")
     sub.add_argument("--engine", choices=("auto", "vllm", "llamacpp"), help="same as --set engine.kind=...")
-    sub.add_argument("--replicas", type=int, metavar="N", help="same as --set replicas=N")
-    sub.add_argument("--port", type=int, help="same as --set gateway.port=...; 0 takes any free port")
+    sub.add_argument("--replicas", type=_whole_number, metavar="N", help="same as --set replicas=N")
+    sub.add_argument(
+        "--port", type=_whole_number, metavar="PORT", help="same as --set gateway.port=...; 0 takes any free port"
+    )
     sub.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a field of the file")
 
 
 def _add_logs(sub: argparse.ArgumentParser) -> None:
     _add_name(sub)
     sub.add_argument("-f", "--follow", action="store_true", help="go on as lines come")
-    sub.add_argument("-n", "--lines", type=int, metavar="N", help="only the last N lines of each")
+    sub.add_argument("-n", "--lines", type=_count, metavar="N", help="only the last N lines of each")
     sub.add_argument("--replica", metavar="N", help="one replica (default: all)")
     sub.add_argument("--part", choices=("replicas", "gateway", "controller", "events"), default="replicas")
 
@@ -182,14 +256,28 @@ def _deployment(options: argparse.Namespace) -> Deployment:
     """The deployment that FILE|MODEL and the flags describe; the bundled demo when there is none."""
     from penstock import spec
 
-    settings = [f"{key}={value}" for key, value in _flag_settings(options) if value is not None] + options.set
+    # As JSON, which YAML reads the same way: a name such as 123 stays text.
+    settings = [f"{key}={json.dumps(value)}" for key, value in _flag_settings(options) if value is not None]
+    settings += options.set
     source = options.source
     if source is None:
         return _demo(settings)
     path = Path(source)
-    if path.suffix in (".yaml", ".yml") or (path.is_file() and path.suffix != ".gguf"):
+    try:
+        is_yaml = path.suffix in (".yaml", ".yml") or (path.is_file() and path.suffix != ".gguf")
+    except (OSError, ValueError) as exc:
+        why = getattr(exc, "strerror", None) or str(exc)
+        raise UserError(f'could not look at "{_shortened(source)}": {why}', hint="Check the path.") from exc
+    if is_yaml:
         return spec.load(path, settings)
-    return spec.from_mapping({"model": source}, f'model "{source}"', settings)
+    # A path is the same model from everywhere: `up` compares files by their values.
+    is_path = source != spec.DEMO_MODEL and (path.is_dir() or path.is_file())
+    model = str(path.resolve()) if is_path else source
+    return spec.from_mapping({"model": model}, f'model "{source}"', settings)
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def _flag_settings(options: argparse.Namespace) -> list[tuple[str, object]]:
@@ -205,7 +293,7 @@ def _demo(settings: list[str]) -> Deployment:
     if any(setting.startswith("gateway.port=") for setting in settings):
         return deployment
     existing = runs.Run(runs.home() / "runs" / deployment.name)
-    if existing.exists() and existing.desired().state == "up":
+    if existing.exists() and not existing.is_ended():
         port = existing.deployment().gateway.port
     else:
         try:
@@ -222,7 +310,7 @@ def _choose(name: str | None) -> Run:
 
     if name is not None:
         return runs.find(name)
-    live = [run for run in runs.every() if run.desired().state == "up"]
+    live = [run for run in runs.every() if not run.is_ended()]
     if len(live) == 1:
         return live[0]
     names = ", ".join(run.name for run in live)
@@ -245,7 +333,7 @@ def _up(options: argparse.Namespace) -> int:
         return _print_prepared(deploy.rehearse(deployment), options.json)
     before = _launch_id(deployment.name)
     try:
-        started = deploy.up(deployment, options.replace)
+        started = deploy.up(deployment, options.replace, lambda step: print(f"\n{step}", file=sys.stderr))
         found = runs.find(started.name)
         if options.json:
             facts = {"name": started.name, "url": started.url, "was_running": started.was_running, "key": started.key}
@@ -257,8 +345,9 @@ def _up(options: argparse.Namespace) -> int:
         with screen.StartDisplay(sys.stdout, options.json) as display:
             state = deploy.wait_ready(found, display.show, options.timeout, is_ours=not started.was_running)
     except KeyboardInterrupt:
-        if _launch_id(deployment.name) != before:  # a second `up` does not end what ran before it
-            _undo(deployment.name)
+        with deploy.ctrl_c_ignored():
+            if _launch_id(deployment.name) != before:  # a second `up` does not end what ran before it
+                _undo(deployment.name)
         raise
     if options.json:
         _emit({"event": "ready", "name": started.name, "url": started.url, "key": started.key})
@@ -271,14 +360,17 @@ def _launch_id(name: str) -> str | None:
     from penstock import runs
 
     run = runs.Run(runs.home() / "runs" / name)
-    return run.record().id if run.exists() else None
+    try:
+        return run.record().id
+    except PenstockError:  # there is none, or its folder is damaged: `up` tells
+        return None
 
 
 def _undo(name: str) -> None:
     from penstock import deploy, runs
 
     run = runs.Run(runs.home() / "runs" / name)
-    if run.exists() and run.desired().state == "up":
+    if run.exists() and not run.is_ended():
         print(f"\nending {name} ...", file=sys.stderr)
         deploy.down(run, now=True)
 
@@ -307,15 +399,29 @@ def _ls(options: argparse.Namespace) -> int:
     from penstock import observe, runs, screen
 
     rows = [(run, observe.now_state(run, time.time())) for run in runs.every()]
-    shown = [(run, state) for run, state in rows if options.all or run.desired().state == "up"]
+    shown = [(run, state) for run, state in rows if options.all or not run.is_ended()]
+    damage = {run.path: found for run, state in shown if (found := _damage(run, state)) is not None}
     if options.json:
-        print(json.dumps([_facts(run, state) for run, state in shown]))
+        print(json.dumps([damage.get(run.path) or _facts(run, state) for run, state in shown]))
     elif shown:
-        print(screen.list_text(shown))
+        whole = [(run, state) for run, state in shown if run.path not in damage]
+        parts = [screen.list_text(whole)] if whole else []
+        if damage:
+            parts.append(screen.table([(facts["name"], facts["phase"], facts["reason"]) for facts in damage.values()]))
+        print("\n".join(parts))
     else:
         hidden = f" ({len(rows)} ended: penstock ls -a)" if rows else ""
         print(f"no deployment runs{hidden}; start one: penstock up")
     return 0
+
+
+def _damage(run: Run, state: State) -> dict[str, Any] | None:
+    """What `ls` tells of a run whose folder cannot be read; None when it can."""
+    try:
+        _facts(run, state)
+    except PenstockError as error:
+        return {"name": run.name, "phase": "damaged", "reason": error.message, "folder": str(run.path)}
+    return None
 
 
 def _facts(run: Run, state: State) -> dict[str, Any]:
@@ -381,8 +487,10 @@ def _scale(options: argparse.Namespace) -> int:
     from penstock import deploy, screen
 
     *names, number = options.words
-    if len(names) > 1 or not number.isdigit():
-        raise UserError(f'cannot scale to "{number}"', hint="penstock scale [NAME] N, with N a number of replicas")
+    if len(names) > 1 or not _is_whole_number(number, 4):
+        raise UserError(
+            f'cannot scale to "{_shortened(number)}"', hint="penstock scale [NAME] N, with N a number of replicas"
+        )
     found, n_replicas = _choose(names[0] if names else None), int(number)
     deploy.scale(found, n_replicas)
     if not options.no_wait:
@@ -401,7 +509,13 @@ def _scale(options: argparse.Namespace) -> int:
 def _down(options: argparse.Namespace) -> int:
     from penstock import deploy, runs
 
-    chosen = [run for run in runs.every() if run.desired().state == "up"] if options.all else [_choose(options.name)]
+    if options.all and options.name is not None:
+        raise UserError(
+            f'cannot end "{_shortened(options.name)}" and every deployment at once', hint="Give a name, or --all."
+        )
+    chosen = [run for run in runs.every() if not run.is_ended()] if options.all else [_choose(options.name)]
+    if not chosen:
+        print("[]" if options.json else "nothing runs")
     code = 0
     for found in chosen:
         on_step = None if options.json else lambda step, name=found.name: print(f"{name}: {step}", flush=True)

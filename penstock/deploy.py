@@ -11,8 +11,10 @@ import hashlib
 import re
 import secrets
 import shutil
+import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -134,13 +136,14 @@ def _machine(target: Target, deployment: Deployment, existing: Run | None) -> Ma
 
 def _holds(existing: Run, deployment: Deployment) -> bool:
     wanted = f"{deployment.gateway.host}:{deployment.gateway.port}"
-    return bool(existing.gateway_settings()["listen"] == wanted)
+    return existing.listen == wanted
 
 
-def up(deployment: Deployment, replace: bool = False) -> Started:
+def up(deployment: Deployment, replace: bool = False, on_step: OnStep | None = None) -> Started:
     """Start a deployment, or find that it runs already. Returns when everything is submitted; see `wait_ready`.
 
-    Idempotent. Raises UserError when it runs with other settings and `replace` is false.
+    Idempotent. Raises UserError when it runs with other settings and `replace` is false. `on_step` hears that a start
+    which failed or was interrupted is being ended.
     """
     with runs.locked(deployment.name):
         existing = _running(deployment.name)
@@ -160,18 +163,18 @@ def up(deployment: Deployment, replace: bool = False) -> Started:
         old = Run(runs.home() / "runs" / deployment.name)
         if old.exists():
             _end_run(old, now=False, on_step=None)
-        return _start(prepared, admin_port)
+        return _start(prepared, admin_port, on_step)
 
 
 def _not_ended(name: str) -> Run | None:
-    """The run of that name that nobody took down: it holds its port and memory, also when it failed by itself."""
+    """The run of that name that was not taken down whole: it holds its port and memory, also when it failed."""
     run = Run(runs.home() / "runs" / name)
-    return run if run.exists() and run.desired().state == "up" else None
+    return run if run.exists() and not run.is_ended() else None
 
 
 def _running(name: str) -> Run | None:
     run = _not_ended(name)
-    return None if run is None or observe.now_state(run, time.time()).phase in _ENDED else run
+    return None if run is None or observe.now_state(run, time.time()).phase in (*_ENDED, "stopping") else run
 
 
 def _revive(run: Run) -> None:
@@ -181,7 +184,20 @@ def _revive(run: Run) -> None:
         start_controller(run)
 
 
-def _start(prepared: Prepared, admin_port: int) -> Started:
+@contextlib.contextmanager
+def ctrl_c_ignored() -> Iterator[None]:
+    """Ctrl-C does nothing meanwhile: who presses it twice does not leave half a deployment."""
+    if threading.current_thread() is not threading.main_thread():  # there it never interrupts
+        yield
+        return
+    before = signal.signal(signal.SIGINT, lambda *_: None)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_DFL if before is None else before)
+
+
+def _start(prepared: Prepared, admin_port: int, on_step: OnStep | None) -> Started:
     deployment = prepared.deployment
     key = f"sk-{secrets.token_urlsafe(24)}" if deployment.gateway.auth == "keys" else None
     token = secrets.token_urlsafe(24)
@@ -203,7 +219,10 @@ def _start(prepared: Prepared, admin_port: int) -> Started:
         run.write_handle(targets.load(deployment.target).submit(run, replicas))
         start_controller(run)
     except BaseException:
-        _end_run(run, now=True, on_step=None)
+        with ctrl_c_ignored():
+            if on_step is not None:
+                on_step(f"ending {run.name} ...")
+            _end_run(run, now=True, on_step=None)
         raise
     return Started(run.name, run.url, key)
 
@@ -253,7 +272,8 @@ def wait_ready(run: Run, on_state: OnState, timeout_s: float | None = None, is_o
     error = _start_error(run, state)
     if is_ours and state.phase != "down":
         failure = msgspec.structs.replace(state, reason=state.reason or error.detail)
-        with runs.locked(run.name):
+        # Who holds the lock is ending it, most likely; the reason of the failure must be told all the same.
+        with contextlib.suppress(UserError), runs.locked(run.name):
             _end_run(run, now=True, on_step=None, failure=failure)
     raise error
 
@@ -318,21 +338,36 @@ def _end_run(run: Run, now: bool, on_step: OnStep | None, failure: State | None 
     handle = run.handle()
     gateways = [p for p in processes.find_marked(str(run.path)) if p.role == "gateway"]
     if gateways:
-        drain_s = run.deployment().gateway.drain_s
+        drain_s = _gateway_drain_s(run)
         say("ending the gateway" if now else f"draining the gateway (at most {drain_s:.0f} s)")
         processes.end(gateways, _NOW_GRACE_S if now else drain_s + 2.0)
     say("ending the replicas")
     # The gateway has drained, so the engines are idle; the grace is for their own tidy end.
-    targets.load(handle.target).cancel(run, handle, _NOW_GRACE_S if now else run.plan().drain_s + 10.0)
+    targets.load(handle.target).cancel(run, handle, _NOW_GRACE_S if now else _engine_drain_s(run) + 10.0)
     swept = processes.sweep(str(run.path))
     # What an engine mapped when it was last seen: its own helpers may have been killed with it.
     told = [replica.announcement for replica in (last.replicas if last else ()) if replica.announcement]
     processes.unlink_shared_memory(segment for announcement in told for segment in announcement.shared_memory)
-    for path in _private_folders(run.record().id):
-        shutil.rmtree(path, ignore_errors=True)
+    with contextlib.suppress(PenstockError):  # without its id, its temporary folders are for `clean` to find
+        for path in _private_folders(run.record().id):
+            shutil.rmtree(path, ignore_errors=True)
     _write_end(run, last, failure)
     run.add_event("failed" if failure else "down", (failure.reason or "") if failure else "everything ended")
     return swept
+
+
+def _gateway_drain_s(run: Run) -> float:
+    try:
+        return run.deployment().gateway.drain_s
+    except PenstockError:  # a damaged folder ends too
+        return spec.GatewaySpec().drain_s
+
+
+def _engine_drain_s(run: Run) -> float:
+    try:
+        return run.plan().drain_s
+    except PenstockError:
+        return spec.EngineSpec().drain_s
 
 
 def _write_end(run: Run, last: State | None, failure: State | None) -> None:
@@ -369,10 +404,8 @@ class Leftover(msgspec.Struct, frozen=True):
 def leftovers(with_ended_runs: bool = False) -> list[Leftover]:
     """Processes and temporary folders whose deployment is gone or ended; ended run folders when asked."""
     marked = processes.find_marked()
-    ended = [run for run in runs.every() if run.desired().state == "down"]
-    # A process tells its run folder, so that deployments of another PENSTOCK_HOME are left alone.
-    known = {run.path: run for run in [*runs.every(), *(Run(Path(process.run)) for process in marked)] if run.exists()}
-    owned = {run.record().id for run in known.values() if run.desired().state == "up"}
+    ended = [run for run in runs.every() if run.is_ended() and not runs.is_locked(run)]
+    owned = _owned_ids(marked)
     found = [
         Leftover("process", str(process.pid), f"{process.role} of {process.run}: {process.command}", process)
         for process in marked
@@ -385,6 +418,20 @@ def leftovers(with_ended_runs: bool = False) -> list[Leftover]:
     if with_ended_runs:
         found += [Leftover("run", str(run.path), f'folder of the ended deployment "{run.name}"') for run in ended]
     return found
+
+
+def _owned_ids(marked: list[Marked]) -> set[str]:
+    """Ids of the launches that are not ended, or that a command is changing now: a `down` may drain for minutes."""
+    # A process tells its run folder, so that deployments of another PENSTOCK_HOME are left alone.
+    known = {run.path: run for run in [*runs.every(), *(Run(Path(process.run)) for process in marked)]}
+    owned = set()
+    for run in known.values():
+        if runs.is_locked(run) or (run.exists() and not run.is_ended()):
+            try:
+                owned.add(run.record().id)
+            except PenstockError:  # a damaged folder: its processes know their id
+                owned |= {process.run_id for process in marked if process.run == str(run.path)}
+    return owned
 
 
 def clean(found: list[Leftover]) -> list[Leftover]:

@@ -95,8 +95,13 @@ def forms_of(path: Path) -> tuple[str, ...]:
     if path.is_file():
         return ("gguf",)
     # Hub repositories keep large quantisations of a GGUF in folders of their own.
-    patterns = {"safetensors": path.glob("*.safetensors"), "gguf": path.rglob("*.gguf")}
-    return tuple(form for form, found in patterns.items() if any(found))
+    found = {"safetensors": any(path.glob("*.safetensors")), "gguf": bool(_gguf_files(path))}
+    return tuple(form for form, is_there in found.items() if is_there)
+
+
+def _gguf_files(path: Path) -> list[Path]:
+    """GGUF files of a folder and of the folders in it; no deeper, since a path may be given by mistake ("/")."""
+    return [*path.glob("*.gguf"), *path.glob("*/*.gguf")]
 
 
 def read_facts(reference: str, path: Path, form: str) -> ModelFacts:
@@ -158,7 +163,7 @@ def _listing(path: Path) -> str:
 def _gguf_facts(reference: str, path: Path) -> ModelFacts:
     files = [path]
     if path.is_dir():
-        names = [str(file.relative_to(path)) for file in path.rglob("*.gguf")]
+        names = [str(file.relative_to(path)) for file in _gguf_files(path)]
         files = [path / name for name in choose_gguf(names)]
     if not files:
         raise UserError(

@@ -120,12 +120,12 @@ def _has_been_ready(replica: ReplicaStatus) -> bool:
 def now_state(run: Run, now: float) -> State:
     """The truth about a run: the controller's last word when it is alive and fresh, else a look of our own."""
     last, desired = run.state(), run.desired()
+    if last is not None and run.is_ended():
+        return last
     controller = last.controller if last else Part("gone")
     alive = controller.process is not None and processes.is_alive(controller.process)
     if last is not None and alive and now - last.observed_at < _FRESH_S:
-        return last
-    if last is not None and desired.state == "down" and last.phase in ("down", "failed") and not alive:
-        return last
+        return last if desired.state == "up" else msgspec.structs.replace(last, phase="stopping")
     history = History(
         controller=msgspec.structs.replace(controller, state="running" if alive else "gone"),
         gateway=last.gateway if last else Part("gone"),
@@ -133,4 +133,7 @@ def now_state(run: Run, now: float) -> State:
         failed={replica.replica: replica for replica in (last.replicas if last else ()) if replica.state == "failed"},
         was_ready=last is not None and last.phase in ("ready", "degraded"),
     )
-    return summarise(desired, look(run, run.handle(), history.gateway), history, now)
+    state = summarise(desired, look(run, run.handle(), history.gateway), history, now)
+    if desired.state == "down":  # also when nothing of it lives any more: a `down` that broke off wrote no end
+        return msgspec.structs.replace(state, phase="stopping")
+    return state

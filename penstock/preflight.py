@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import platform
 import shutil
@@ -32,6 +33,17 @@ def unsupported(deployment: Deployment) -> list[Problem]:
         if getattr(deployment.observe, field):
             hint = "scrape the gateway's /metrics yourself"
             found.append(Problem(f"observe.{field}", "this version does not set it up yet", hint))
+    for path, value in {
+        "hardware.gpu": deployment.hardware.gpu,
+        "hardware.gpus_per_node": deployment.hardware.gpus_per_node,
+        "hardware.network": deployment.hardware.network,
+        "workload.ttft_ms": deployment.workload.ttft_ms,
+        "workload.tpot_ms": deployment.workload.tpot_ms,
+    }.items():
+        if value is not None:
+            found.append(
+                Problem(path, "this version does not plan by it yet", "remove it: the machine is asked itself")
+            )
     if deployment.engine.executor == "ray":
         found.append(
             Problem("engine.executor", "ray is not available on one machine in this version", "use mp or auto")
@@ -52,17 +64,22 @@ def choose_engine(kind: str, has_gpus: bool, forms: Sequence[str]) -> str:
 
 
 def check_port(host: str, port: int) -> None:
-    """Nothing when the port can be listened on; 0 always can.  Raises UserError that names who holds it."""
-    if port == 0:
-        return
+    """Nothing when the port of that host can be listened on; 0 is any free one.
+
+    Raises UserError that names who holds the port, or the host when it is none of this machine.
+    """
     try:
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((host, port))
             probe.listen(1)
-    except OSError as exc:
+    except (OSError, ValueError) as exc:  # a host that is no name at all is a ValueError
+        message = f"cannot listen on {host}:{port}: {(getattr(exc, 'strerror', None) or str(exc)).lower()}"
+        if not isinstance(exc, OSError) or isinstance(exc, socket.gaierror) or exc.errno == errno.EADDRNOTAVAIL:
+            hint = "Set gateway.host to an address of this machine: 127.0.0.1, or 0.0.0.0 for all it has."
+            raise UserError(message, hint=hint) from exc
         raise UserError(
-            f"cannot listen on {host}:{port}: {(exc.strerror or str(exc)).lower()}",
+            message,
             detail=_holder(port),
             hint="End that process, or choose another port: --set gateway.port=PORT (0 takes any free one).",
         ) from exc

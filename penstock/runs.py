@@ -32,7 +32,7 @@ import msgspec
 
 from penstock import __version__, spec
 from penstock.announce import Announcement, Process, Restart
-from penstock.errors import UserError, nearest
+from penstock.errors import PenstockError, UserError, nearest
 from penstock.plan import Plan
 from penstock.spec import Deployment
 
@@ -126,7 +126,11 @@ def home() -> Path:
 
 
 class Run:
-    """A run folder, with typed access to its files. Methods block on the disk; writes are atomic."""
+    """A run folder, with typed access to its files. Methods block on the disk; writes are atomic.
+
+    A file that is absent or damaged is a PenstockError, except for those that `down` needs: `handle`, `desired` and
+    `state` then say what is safe to believe.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -157,7 +161,10 @@ class Run:
         return self._read("run.json", Record)
 
     def deployment(self) -> Deployment:
-        return spec.load(self.path / "spec.yaml")
+        try:
+            return spec.load(self.path / "spec.yaml")
+        except UserError as exc:
+            raise self._unreadable("spec.yaml", exc.detail) from exc
 
     def plan(self) -> Plan:
         return self._read("plan.json", Plan)
@@ -166,10 +173,11 @@ class Run:
         return self._read("artifact.json", Artifact)
 
     def handle(self) -> Handle:
-        try:
+        with contextlib.suppress(PenstockError):
             return self._read("handle.json", Handle)
-        except FileNotFoundError:  # a damaged folder: `down` must still work
+        with contextlib.suppress(PenstockError):  # a damaged folder: `down` must still work
             return Handle(self.record().target)
+        return Handle(Deployment("").target)
 
     def write_handle(self, handle: Handle) -> None:
         self._write("handle.json", handle)
@@ -177,38 +185,51 @@ class Run:
     def desired(self) -> Desired:
         try:
             return self._read("desired.json", Desired)
-        except FileNotFoundError:  # a damaged folder: not ended, for all we know
-            return Desired("up", 0)
+        except PenstockError:  # a damaged folder: not ended, for all we know, and as many as are placed
+            return Desired("up", len(self.handle().replicas))
 
     def write_desired(self, desired: Desired) -> None:
         self._write("desired.json", desired)
 
     def state(self) -> State | None:
-        """The controller's last observation; None before the first."""
+        """The controller's last observation; None before the first, or when it cannot be read."""
         try:
             return self._read("state.json", State)
-        except FileNotFoundError:
+        except PenstockError:
             return None
+
+    def is_ended(self) -> bool:
+        """Whether its end was asked for and is complete. A `down` that broke off leaves a run that is not."""
+        state = self.state()
+        # "failed" is also what a living controller says of replicas that would not start: that is no end.
+        is_over = state is not None and state.phase in ("down", "failed") and state.controller.process is None
+        return is_over and self.desired().state == "down"
 
     def write_state(self, state: State) -> None:
         self._write("state.json", state)
 
     def gateway_settings(self) -> dict[str, Any]:
-        settings = json.loads(self.gateway_config.read_text("utf-8"))
-        assert isinstance(settings, dict)
-        return settings
+        return self._read("gateway.json", dict[str, Any])
+
+    @property
+    def listen(self) -> str:
+        """The gateway's own address, "host:port"."""
+        return self._gateway_setting("listen")
 
     @property
     def url(self) -> str:
         """Where clients connect."""
-        return "http://" + reachable(self.gateway_settings()["listen"])
+        return "http://" + reachable(self.listen)
 
     @property
     def admin_url(self) -> str:
-        return "http://" + str(self.gateway_settings()["admin"])
+        return "http://" + self._gateway_setting("admin")
 
     def admin_token(self) -> str:
-        return self.admin_token_file.read_text("utf-8").strip()
+        try:
+            return self.admin_token_file.read_text("utf-8").strip()
+        except (OSError, ValueError) as exc:
+            raise self._unreadable("secrets/admin-token", str(exc)) from exc
 
     def add_event(self, kind: str, text: str, **facts: object) -> None:
         """Append one line to events.jsonl."""
@@ -223,8 +244,21 @@ class Run:
         with path.open(encoding="utf-8") as stream:
             return [json.loads(line) for line in stream if line.endswith("\n")]
 
+    def _gateway_setting(self, name: str) -> str:
+        value = self.gateway_settings().get(name)
+        if not isinstance(value, str):
+            raise self._unreadable("gateway.json", f'it has no "{name}"')
+        return value
+
     def _read(self, name: str, kind: type[T]) -> T:
-        return msgspec.json.decode((self.path / name).read_bytes(), type=kind)
+        try:
+            return msgspec.json.decode((self.path / name).read_bytes(), type=kind)
+        except (OSError, ValueError, msgspec.MsgspecError) as exc:
+            raise self._unreadable(name, str(exc)) from exc
+
+    def _unreadable(self, name: str, why: str | None) -> PenstockError:
+        hint = f"The run folder is damaged; what is left of the deployment ends with: penstock down {self.name}"
+        return PenstockError(f'could not read "{self.path / name}"', detail=why, hint=hint)
 
     def _write(self, name: str, value: object) -> None:
         write_atomically(self.path / name, msgspec.json.format(msgspec.json.encode(value), indent=2))
@@ -306,6 +340,18 @@ def locked(name: str) -> Iterator[None]:
         yield
 
 
+def is_locked(run: Run) -> bool:
+    """Whether some command is changing that run now, also one of another PENSTOCK_HOME."""
+    try:
+        with (run.path.parent / f".{run.name}.lock").open() as stream:
+            fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # there is no such lock, or it is not ours to look at
+        return False
+    return False
+
+
 class Draft(msgspec.Struct, frozen=True):
     """All that a new run folder holds at first."""
 
@@ -360,7 +406,8 @@ def _fill(run: Run, draft: Draft, now: float) -> None:
 def find(name: str) -> Run:
     """The run of that name.  Raises UserError with the nearest name."""
     run = Run(home() / "runs" / name)
-    if not run.exists():
+    # "b/../b" is a path to the folder of "b", but its processes do not carry that path: half of it would be found.
+    if not spec.is_legal_name(name) or not run.exists():
         names = [other.name for other in every()]
         close = nearest(name, names)
         known = f"Known: {', '.join(names)}." if names else "There is none on this machine yet; start one: penstock up"
@@ -373,5 +420,5 @@ def every() -> list[Run]:
     parent = home() / "runs"
     if not parent.is_dir():
         return []
-    runs = [Run(path) for path in sorted(parent.iterdir()) if not path.name.startswith(".")]
+    runs = [Run(path) for path in sorted(parent.iterdir()) if spec.is_legal_name(path.name)]
     return [run for run in runs if run.exists()]

@@ -157,6 +157,11 @@ def default_name(model: str) -> str:
     return words[:40].strip("-") or "model"
 
 
+def is_legal_name(name: str) -> bool:
+    """Whether a deployment may have that name; such a name is also a file name of its own."""
+    return _NAME.match(name) is not None
+
+
 def load(path: Path, settings: Sequence[str] = ()) -> Deployment:
     """The deployment in a YAML file, with `key=value` settings applied over it.  Raises SpecError with all problems."""
     try:
@@ -389,7 +394,7 @@ def _join(path: str, key: object) -> str:
 
 def _rules(deployment: Deployment) -> Iterator[Problem]:
     """Problems that types cannot say: ranges, and fields that contradict each other."""
-    if not _NAME.match(deployment.name):
+    if not is_legal_name(deployment.name):
         yield Problem(
             "name",
             f'"{deployment.name}" is not a legal name',

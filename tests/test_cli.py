@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -12,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from samples import cpu_machine, deployment, gpu_machine, run_folder
+from samples import NOW, cpu_machine, deployment, draft, gpu_machine, run_folder
 
-from penstock import __version__, cli, deploy
+from penstock import __version__, cli, deploy, runs
 from penstock.engines.llamacpp import LlamaCpp
 from penstock.engines.vllm import Vllm
 from penstock.errors import PenstockError, UserError
-from penstock.runs import Desired
+from penstock.runs import Desired, Run, State
 from penstock.targets import local
 
 VERBS = ["up", "render", "ls", "status", "logs", "chat", "scale", "down", "clean", "doctor"]
@@ -54,6 +55,12 @@ class Shell:
 @pytest.fixture
 def shell(capsys: pytest.CaptureFixture[str]) -> Shell:
     return Shell(capsys)
+
+
+def end(run: Run) -> None:
+    """As the end of `down` leaves it."""
+    run.write_desired(Desired("down", 0))
+    run.write_state(State(NOW, "down", 0))
 
 
 @pytest.fixture
@@ -335,7 +342,7 @@ def test_the_demo_takes_another_port_when_the_usual_one_is_taken(
 def test_lists_say_when_there_is_nothing(shell: Shell) -> None:
     assert shell("ls") == (0, "no deployment runs; start one: penstock up\n", "")
     assert shell("ls", "--json") == (0, "[]\n", "")
-    run_folder().write_desired(Desired("down", 0))
+    end(run_folder())
     assert shell("ls")[1] == "no deployment runs (1 ended: penstock ls -a); start one: penstock up\n"
     assert shell("ls", "-a")[1].splitlines()[1].startswith("penstock-demo")
 
@@ -442,3 +449,149 @@ def test_colour_is_for_terminals_that_want_it(
     assert "\033[1;31merror:\033[0m" in check_shown(lambda: cli._show_error(error, as_json=False), capsys)
     monkeypatch.setenv("NO_COLOR", "1")
     assert "\033" not in check_shown(lambda: cli._show_error(error, as_json=False), capsys)
+
+
+def test_a_down_that_broke_off_is_seen_and_chosen(shell: Shell) -> None:
+    """It used to be hidden, and `status` and `down` without a name chose another deployment."""
+    run_folder(deployment(name="one")).write_desired(Desired("down", 0))
+    end(run_folder(deployment(name="two")))
+    assert [(row["name"], row["phase"]) for row in json.loads(shell("ls", "--json")[1])] == [("one", "stopping")]
+    assert shell("status")[1].startswith("one is stopping")
+
+
+@pytest.mark.parametrize("broken", ["plan.json", "run.json", "gateway.json", "spec.yaml", "state.json"])
+@pytest.mark.usefixtures("without_processes")
+def test_a_damaged_folder_breaks_no_command_and_down_frees_its_name(shell: Shell, broken: str) -> None:
+    run_folder(deployment(name="whole"))
+    run = run_folder(deployment(name="old"))
+    (run.path / broken).write_text("")
+    code, output, errors = shell("ls")
+    assert (code, errors) == (0, "")
+    assert "whole " in output
+    rows = {row["name"]: row["phase"] for row in json.loads(shell("ls", "--json")[1])}
+    assert rows["whole"] == "starting"
+    if broken in ("plan.json", "gateway.json", "spec.yaml"):
+        assert rows["old"] == "damaged"
+        assert f'old  damaged  could not read "{run.path / broken}"' in output
+        code, _, errors = shell("status", "old", "--json")
+        assert (code, errors) == (1, "")
+        code, _, errors = shell("logs", "old")
+        assert code == 0, "logs need none of these"
+    if broken == "plan.json":
+        code, _, errors = shell("status", "old")
+        assert code == 1
+        assert f'error: could not read "{run.path / broken}"' in errors
+        assert "ends with: penstock down old" in errors
+    assert shell("down", "-a")[0] == 0
+    assert run.is_ended()
+    assert json.loads(shell("ls", "--json")[1]) == []
+    assert runs.create(draft(deployment(name="old")), NOW).record().name == "old"
+
+
+@pytest.mark.usefixtures("without_processes")
+def test_the_whole_folder_damaged_still_goes_down(shell: Shell) -> None:
+    run = run_folder(deployment(name="old"))
+    for path in run.path.glob("*.*"):
+        path.write_text("{")
+    assert shell("ls")[0] == 0
+    assert shell("down", "old") == (0, "old: ending the controller\nold: ending the replicas\nold is down\n", "")
+    assert run.is_ended()
+    assert shell("up", "--name", "old", "--port", "0", "--dry-run")[0] == 0
+
+
+def test_a_name_and_every_deployment_contradict_each_other(shell: Shell) -> None:
+    run = run_folder(deployment(name="one"))
+    check_error(shell, ["down", "-a", "one"], 'cannot end "one" and every deployment at once', None, "Give a name")
+    assert run.desired().state == "up"
+
+
+def test_down_of_all_says_when_nothing_runs(shell: Shell) -> None:
+    assert shell("down", "-a") == (0, "nothing runs\n", "")
+    assert shell("down", "-a", "--json") == (0, "[]\n", "")
+
+
+BAD_VALUES = [
+    ("up --name=", "argument --name: it is empty"),
+    *((f"up --timeout={text}", f'argument --timeout: "{text}" is not a number') for text in ("0", "-1", "inf", "nan")),
+    ("up --timeout=soon", 'argument --timeout: "soon" is not a number of seconds above 0'),
+    *((f"logs -n{text}", f'argument -n/--lines: "{text[:20]}" is not') for text in ("-1", "x", "²", "9" * 5000)),
+    ("scale b ²", 'cannot scale to "²"'),
+    ("scale b " + "9" * 5000, 'cannot scale to "9999'),
+    ("status " + "a" * 5000, 'cannot find deployment "aaaa'),
+    ("down b/../b", 'cannot find deployment "b/../b"'),
+    ("render " + "a" * 5000, 'could not look at "aaaa'),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), BAD_VALUES, ids=[row[0][:20] for row in BAD_VALUES])
+def test_a_value_out_of_range_is_explained(shell: Shell, words: str, message: str) -> None:
+    run_folder(deployment(name="b"))
+    code, output, errors = shell(*words.split(" "))
+    assert (code, output) == (2, "")
+    assert f"error: {message}" in errors
+    assert len(errors) < 6000
+
+
+@pytest.mark.parametrize("words", ["frobnicate --json", "up --json --timeout soon", "logs x y --json", "scale --json"])
+def test_a_usage_error_with_json_is_an_object(shell: Shell, words: str) -> None:
+    code, output, errors = shell(*words.split())
+    assert (code, errors) == (2, "")
+    assert json.loads(output)["error"]["exit_code"] == 2
+
+
+def test_a_model_that_may_not_be_looked_at_is_explained(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    def deny(path: Path) -> bool:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "is_file", deny)
+    check_error(shell, ["render", "secret/m"], 'could not look at "secret/m": Permission denied', None, "Check the")
+
+
+def run_shell(words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["sh", "-c", f'"{sys.executable}" -m penstock.cli {words}'], capture_output=True, text=True, check=False
+    )
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        ("ls >&-", 0),
+        ("ls --json >&-", 0),
+        ("ls >&- 2>&-", 0),
+        ("status x 2>&-", 2),
+        ("ls >/dev/full", 1),
+        ("ls --json >/dev/full", 1),
+        ("status x --json >/dev/full", 2),
+        ("status x 2>/dev/full", 2),
+        ("--help >/dev/full", 0),
+    ],
+)
+def test_an_output_that_cannot_be_written_ends_without_a_traceback(words: str, code: int) -> None:
+    done = run_shell(words)
+    assert done.returncode == code, done
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
+
+
+def test_ctrl_c_at_a_clean_up_says_so_and_is_not_heard(
+    shell: Shell, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = run_folder(deployment(name="one"))
+    ended = []
+
+    def end_slowly(found: Run, now: bool) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        ended.append(found.name)
+
+    monkeypatch.setattr(deploy, "down", end_slowly)
+    before = signal.getsignal(signal.SIGINT)
+    with deploy.ctrl_c_ignored():
+        cli._undo("one")
+    assert ended == ["one"]
+    assert capsys.readouterr().err == "\nending one ...\n"
+    assert signal.getsignal(signal.SIGINT) is before
+    end(run)
+    cli._undo("one")
+    assert ended == ["one"], "what has ended is left alone"

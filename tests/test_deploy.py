@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from pathlib import Path
 
+import msgspec
 import pytest
-from samples import NOW, deployment, run_folder
+from samples import NOW, cpu_machine, demo_plan, deployment, draft, run_folder, told
 
 from penstock import deploy, processes, runs
-from penstock.errors import UserError
+from penstock.announce import Process
+from penstock.errors import EngineError, UserError
 from penstock.processes import Marked
-from penstock.runs import Desired, ReplicaStatus, Run, State
+from penstock.runs import Artifact, Desired, Part, ReplicaStatus, Run, State
+from penstock.targets import local
 
 
 @pytest.fixture
@@ -39,9 +45,15 @@ def test_what_a_running_deployment_owns_is_not_left_behind(tmp_path: Path, marke
     assert deploy.leftovers(with_ended_runs=True) == []
 
 
+def end(run: Run) -> None:
+    """As the end of `down` leaves it."""
+    run.write_desired(Desired("down", 0))
+    run.write_state(State(NOW, "down", 0))
+
+
 def test_what_an_ended_deployment_left_is_found(tmp_path: Path, marked: list[Marked]) -> None:
     run = run_folder()
-    run.write_desired(Desired("down", 0))
+    end(run)
     marked.append(process_of(run))
     folder = private_folder(tmp_path, run.record().id)
     found = deploy.leftovers()
@@ -120,3 +132,93 @@ def test_other_settings_do_not_replace_what_runs_unasked() -> None:
     assert caught.value.message == 'deployment "d" runs with other settings'
     assert caught.value.detail == "workload.concurrency: 8 -> 9"
     assert caught.value.hint == "Add --replace to end it and start the new one, or give another --name."
+
+
+def test_what_a_down_that_broke_off_left_is_for_down_not_clean(tmp_path: Path, marked: list[Marked]) -> None:
+    run = run_folder()
+    run.write_desired(Desired("down", 0))
+    marked.append(process_of(run))
+    private_folder(tmp_path, run.record().id)
+    assert deploy.leftovers(with_ended_runs=True) == []
+
+
+@pytest.mark.parametrize("home", ["mine", "other"])
+def test_what_a_command_is_changing_is_not_left_behind(
+    tmp_path: Path, marked: list[Marked], monkeypatch: pytest.MonkeyPatch, home: str
+) -> None:
+    """`clean --yes` used to kill what a `down` was draining, of any PENSTOCK_HOME."""
+    monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path / home))
+    run = run_folder(deployment(name="d"))
+    end(run)
+    marked.append(process_of(run))
+    private_folder(tmp_path, run.record().id)
+    with runs.locked("d"):
+        monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path / "mine"))
+        assert deploy.leftovers(with_ended_runs=True) == []
+    assert {item.kind for item in deploy.leftovers()} == {"process", "folder"}
+
+
+def test_what_a_damaged_deployment_owns_is_not_left_behind(tmp_path: Path, marked: list[Marked]) -> None:
+    run = run_folder()
+    marked.append(process_of(run))
+    private_folder(tmp_path, run.record().id)
+    (run.path / "run.json").write_text("")
+    assert deploy.leftovers() == []
+
+
+def test_a_failed_start_is_told_also_when_somebody_else_is_ending_it(marked: list[Marked]) -> None:
+    """The lock's own refusal used to hide why the engine did not start."""
+    run = run_folder(deployment(name="d"))
+    row = ReplicaStatus("0", "failed", "gone", told("0", "failed"), reason="out of memory")
+    me = processes.identify(os.getpid(), "controller")
+    run.write_state(State(time.time(), "failed", 1, (row,), controller=Part("running", me)))
+    with runs.locked("d"), pytest.raises(EngineError, match='could not start replica 0 of "d": out of memory'):
+        deploy.wait_ready(run, lambda state: None, timeout_s=1)
+
+
+def test_a_run_that_is_stopping_is_not_taken_for_a_running_one(marked: list[Marked]) -> None:
+    run = run_folder(deployment(name="d"))
+    run.write_desired(Desired("down", 0))
+    assert deploy._running("d") is None
+    found = deploy._not_ended("d")
+    assert found is not None
+    assert found.path == run.path
+
+
+def test_a_start_that_broke_off_is_ended_although_ctrl_c_comes_again(
+    marked: list[Marked], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt_again(*_: object) -> list[Marked]:
+        os.kill(os.getpid(), signal.SIGINT)
+        return []
+
+    def press(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(deploy, "start_controller", press)
+    monkeypatch.setattr(processes, "sweep", interrupt_again)
+    wanted = deployment(name="d", replicas=0, gateway={"port": 0})
+    prepared = deploy.Prepared(wanted, cpu_machine(), demo_plan(), Artifact(("true",), {}))
+    monkeypatch.setattr(deploy, "prepare", lambda *_: prepared)
+    said: list[str] = []
+    with pytest.raises(KeyboardInterrupt):
+        deploy.up(wanted, on_step=said.append)
+    assert said == ["ending d ..."]
+    assert runs.find("d").is_ended()
+
+
+def test_a_home_with_a_placeholder_in_its_name_is_kept_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[list[str]] = []
+
+    def start(argv: list[str], *_: object) -> Process:
+        started.append(argv)
+        return Process(7, 1.0)
+
+    monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path / "{replica}"))
+    monkeypatch.setattr(processes, "start_detached", start)
+    template = Artifact(("node", "{run}/launch.json", "--replica", "{replica}"), {})
+    run = runs.create(msgspec.structs.replace(draft(), artifact=template), NOW)
+    local._start(run, "3", ())
+    assert started == [["node", f"{run.path}/launch.json", "--replica", "3"]]

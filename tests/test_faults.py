@@ -10,7 +10,9 @@ import json
 import os
 import shutil
 import socket
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ from launching import (
     now,
     pid_of,
     pids,
+    private_folders,
     replica_of,
     started,
     wait_until,
@@ -69,8 +72,8 @@ def wait_restarted(run: Run, part: str, n_before: int, words: str) -> None:
     wait_until(lambda: now(run).phase == "ready", "everything is ready again")
 
 
-def child_pid(run: Run) -> int:
-    (pid,) = [pid for pid in pids(run, "engine") if pid != engine_pid(run)]
+def child_pid(run: Run, replica: str = "0") -> int:
+    (pid,) = [pid for pid in pids(run, "engine", replica) if pid != engine_pid(run, replica)]
     return pid
 
 
@@ -99,14 +102,39 @@ def test_killed_gateway_node_engine_and_engine_child_come_back(place: Place) -> 
     check_killed(place, run, "replica", engine_pid(run), "was killed by signal 9")
     assert orphan not in pids(run, "engine"), "the killed engine's child is ended"
 
-    # Its server lives on for a moment and answers 500: an answer that the gateway passes on.
-    check_killed(place, run, "replica", child_pid(run), "EngineCore", is_answered=False)
+    # Its server lives on for a moment and answers 500.
+    check_killed(place, run, "replica", child_pid(run), "EngineCore")
     text = call("status").out
     assert "restarts, newest first:" in text
     assert "its node process" in text
     assert len(restarts(run, "replica")) == 3
     assert call("down").code == 0
     place.assert_nothing_left()
+
+
+def test_killed_engine_child_costs_no_request_beside_a_healthy_replica(place: Place) -> None:
+    """Its server answers 500 at once, so by least in flight it got nearly every request: 1728 of 1968 were errors."""
+    args = {"child": True, "tokens-per-s": 50, "load-s": 0.2}
+    run = place.up(place.write("one", args=args, replicas=2))
+    is_over = threading.Event()
+
+    def ask_on() -> int:
+        n_asked = 0
+        while not is_over.is_set():
+            ask(run)  # raises when the answer is an error, or wrong
+            n_asked += 1
+        return n_asked
+
+    with ThreadPoolExecutor(8) as clients:
+        asking = [clients.submit(ask_on) for _ in range(8)]
+        try:
+            wait_until(lambda: sum(replica.in_flight for replica in now(run).replicas) >= 4, "requests run")
+            kill(child_pid(run, "0"))
+            wait_restarted(run, "replica", 0, "EngineCore")
+            place.note(run)
+        finally:
+            is_over.set()
+    assert sum(client.result() for client in asking) > 8
 
 
 def test_killed_controller_and_warden_come_back(place: Place) -> None:
@@ -481,3 +509,20 @@ def test_down_while_up_waits_ends_both(place: Place) -> None:
         assert waiting.stderr is not None
         assert 'could not start deployment "one": somebody took it down meanwhile' in waiting.stderr.read()
     assert now(run).phase == "down"
+
+
+@pytest.mark.parametrize("broken", ["plan.json", "spec.yaml", "run.json", "handle.json", "state.json", "desired.json"])
+def test_down_ends_a_deployment_whose_folder_is_damaged(place: Place, broken: str) -> None:
+    run = place.up(place.write("one"))
+    run_id = run.record().id
+    kill(pid_of(run, "warden"), pid_of(run, "controller"))  # a living controller would write some of them anew
+    (run.path / broken).write_text("")
+    assert call("ls").code == 0
+    assert call("down", "one", "--now").code == 0
+    assert run.is_ended()
+    assert processes.find_marked(str(run.path)) == []
+    for folder in private_folders(run_id):
+        assert broken == "run.json", "its id is not known any more: for `clean` to find"
+        shutil.rmtree(folder)
+    again = place.up(place.write("one"))
+    ask(again)

@@ -293,3 +293,82 @@ def test_ctrl_c_in_a_second_up_does_not_end_what_runs(place: Place, after_s: flo
     assert done.code in (130, -signal.SIGINT), done
     assert run.desired().state == "up"
     assert engine_pid(run) == before
+
+
+def draining(place: Place, name: str = "one") -> tuple[Run, Asking]:
+    """A deployment in the middle of a long answer: its `down` drains for as long."""
+    run = place.up(place.write(name, args=SLOW))
+    stream = Asking(run.url, 60)
+    wait_until(lambda: bool(stream.text), "the stream runs")
+    return run, stream
+
+
+def test_clean_leaves_a_deployment_alone_that_is_draining(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its end is written down first, so `clean --yes` took what still answered for a leftover, and killed it."""
+    run, stream = draining(place)
+    with started("down", "one") as ending:
+        wait_until(lambda: not pids(run, "controller") and run.desired().state == "down", "it drains")
+        assert call("clean", "--yes", "--runs").code == 0
+        with monkeypatch.context() as patch:
+            patch.setenv("PENSTOCK_HOME", str(place.folder / "elsewhere"))
+            assert call("clean", "--yes", "--runs").code == 0
+        stream.check_is_whole()
+        assert ending.wait(DEADLINE_S) == 0
+    assert run.exists()
+    place.assert_nothing_left()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_down_that_broke_off_stays_visible_and_is_finished_by_another(place: Place, number: signal.Signals) -> None:
+    """It used to be hidden by `ls`, and a bare `down` ended another deployment."""
+    run, _ = draining(place)
+    with started("down", "one") as ending:
+        wait_until(lambda: not pids(run, "controller") and run.desired().state == "down", "it drains")
+        assert now(run).phase == "stopping"
+        ending.send_signal(number)
+        assert ending.wait(DEADLINE_S) != 0
+    assert pids(run, "engine")
+    assert [(row["name"], row["phase"]) for row in call("ls", "--json").json] == [("one", "stopping")]
+    assert call("clean", "--yes").code == 0
+    assert pids(run, "engine"), "it is for `down` to end"
+    assert call("down", "--now").code == 0
+    place.assert_nothing_left()
+    assert call("ls", "--json").json == []
+
+
+def test_up_finishes_a_down_that_broke_off_and_starts_anew(place: Place) -> None:
+    run, _ = draining(place)
+    before = run.record().id
+    with started("down", "one") as ending:
+        wait_until(lambda: not pids(run, "controller") and run.desired().state == "down", "it drains")
+        ending.kill()
+    assert call("up", place.folder / "one.yaml", "--json").events[0]["was_running"] is False
+    again = place.note(place.run())
+    assert again.record().id != before
+    ask(again, 1)
+    assert {process.run_id for process in processes.find_marked(str(again.path))} == {again.record().id}
+
+
+@pytest.mark.parametrize("after_s", [0.15, 0.4, 0.8])
+@pytest.mark.parametrize("pause_s", [0.05, 0.1])
+def test_ctrl_c_twice_leaves_nothing(place: Place, after_s: float, pause_s: float) -> None:
+    with started("up", place.write("one", args={"load-s": 20})) as child:
+        time.sleep(after_s)
+        for _ in range(3):
+            child.send_signal(signal.SIGINT)
+            time.sleep(pause_s)
+        out, err = child.communicate(timeout=DEADLINE_S)
+    assert child.returncode in (130, -signal.SIGINT), (out, err)
+    for run in runs.every():
+        place.note(run)
+        assert run.is_ended()
+        assert "ending one ..." in err
+    place.assert_nothing_left()
+
+
+def test_replace_on_a_host_that_nobody_knows_ends_nothing(place: Place) -> None:
+    run = place.up(place.write("one"))
+    refused = call("up", place.write("one", gateway={"host": "192.0.2.1", "auth": "keys"}), "--replace")
+    assert refused.code == 2
+    assert "Set gateway.host" in refused.err
+    ask(run)

@@ -50,8 +50,7 @@ def test_without_the_right_to_look_the_holder_stays_unnamed(taken: int, monkeypa
     assert caught.value.detail is None
 
 
-def test_any_free_port_needs_no_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "socket", None)
+def test_any_free_port_is_free() -> None:
     preflight.check_port("127.0.0.1", 0)
 
 
@@ -164,3 +163,32 @@ def test_an_absent_engine_is_bad_where_it_would_be_chosen(
     missing = LlamaCpp().missing()
     assert isinstance(missing, engines.Missing)
     assert findings["engine llamacpp"].cure == missing.install
+
+
+class NoSuchHost(socket.socket):
+    """A socket on a machine whose name service does not know the host."""
+
+    def bind(self, address: object) -> None:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+
+@pytest.mark.parametrize("port", [0, 8000])
+def test_a_host_that_nobody_knows_is_refused_and_the_host_is_to_blame(
+    monkeypatch: pytest.MonkeyPatch, port: int
+) -> None:
+    """With port 0 it was not looked at: `up --replace` ended the old deployment, and then failed."""
+    monkeypatch.setattr(socket, "socket", NoSuchHost)
+    with pytest.raises(UserError) as caught:
+        preflight.check_port("no.such.invalid", port)
+    assert caught.value.message == f"cannot listen on no.such.invalid:{port}: name or service not known"
+    assert caught.value.hint is not None
+    assert caught.value.hint.startswith("Set gateway.host")
+    assert caught.value.detail is None
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "a" * 70])
+def test_a_host_that_is_not_this_machine_is_told_by_its_field(host: str) -> None:
+    with pytest.raises(UserError) as caught:
+        preflight.check_port(host, 0)
+    assert caught.value.hint is not None
+    assert caught.value.hint.startswith("Set gateway.host")

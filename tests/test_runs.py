@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
 import stat
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from samples import NOW, demo_plan, deployment, draft, run_folder
 
 from penstock import runs
-from penstock.errors import UserError
-from penstock.runs import Artifact, Desired, Handle, Run, State
+from penstock.announce import Process
+from penstock.errors import PenstockError, UserError
+from penstock.runs import Artifact, Desired, Handle, Part, Run, State
 
 
 def mode(path: Path) -> int:
@@ -198,3 +201,69 @@ def test_a_home_that_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("PENSTOCK_HOME", "~nobody-of-that-name/x")
     with pytest.raises(UserError, match=r"cannot use .* as the home of penstock"):
         runs.home()
+
+
+ENDED = State(NOW, "down", 0)
+
+
+@pytest.mark.parametrize(
+    ("desired", "state", "expected"),
+    [
+        ("down", ENDED, True),
+        ("down", State(NOW, "failed", 0), True),
+        ("up", ENDED, False),
+        ("down", None, False),
+        ("down", State(NOW, "stopping", 0), False),
+        # A controller says "failed" of replicas that would not start: a `down` that broke off has not ended those.
+        ("down", State(NOW, "failed", 1, controller=Part("gone", Process(7, 1.0, "controller"))), False),
+    ],
+)
+def test_a_run_is_ended_when_its_end_was_asked_for_and_written(
+    desired: Literal["up", "down"], state: State | None, expected: bool
+) -> None:
+    run = run_folder()
+    run.write_desired(Desired(desired, 0))
+    if state is not None:
+        run.write_state(state)
+    assert run.is_ended() is expected
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[", '{"phase": 1}'])
+def test_what_down_needs_is_read_also_from_a_damaged_folder(text: str) -> None:
+    run = run_folder()
+    for name in ("state.json", "desired.json", "handle.json", "run.json"):
+        (run.path / name).write_text(text)
+    assert (run.state(), run.desired(), run.handle()) == (None, Desired("up", 0), Handle("local"))
+
+
+@pytest.mark.parametrize("name", ["plan.json", "run.json", "spec.yaml", "gateway.json", "secrets/admin-token"])
+def test_a_file_that_cannot_be_read_is_named(name: str) -> None:
+    run = run_folder()
+    (run.path / name).unlink()
+    with pytest.raises(PenstockError) as caught:
+        print(run.plan(), run.record(), run.deployment(), run.url, run.admin_url, run.admin_token())
+    assert caught.value.message == f'could not read "{run.path / name}"'
+    assert caught.value.hint is not None
+    assert caught.value.hint.endswith("penstock down penstock-demo")
+
+
+@pytest.mark.parametrize("name", ["b/../b", "b/", "./b", "B", "b.old", "", "a" * 5000])
+def test_a_name_that_no_deployment_may_have_is_not_found(home: Path, name: str) -> None:
+    run_folder(deployment(name="b"))
+    with pytest.raises(UserError, match="cannot find deployment"):
+        runs.find(name)
+
+
+def test_a_copy_of_a_folder_is_no_run(home: Path) -> None:
+    """Its handle names the processes of the one it was copied from: `down -a` would end those."""
+    run = run_folder(deployment(name="b"))
+    shutil.copytree(run.path, home / "runs" / "b.old")
+    assert [run.name for run in runs.every()] == ["b"]
+
+
+def test_a_held_lock_is_seen_without_taking_it() -> None:
+    run = run_folder(deployment(name="d"))
+    assert not runs.is_locked(run)
+    with runs.locked("d"):
+        assert runs.is_locked(run)
+    assert not runs.is_locked(run)

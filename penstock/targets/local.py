@@ -101,7 +101,8 @@ def _choose_gpus(run: Run, entries: dict[str, dict[str, Any]]) -> list[int]:
 
 def _start(run: Run, replica: str, gpus: Sequence[int]) -> Process:
     artifact = run.artifact()
-    argv = [word.replace("{run}", str(run.path)).replace("{replica}", replica) for word in artifact.argv]
+    # The replica first: a run's own path may have "{replica}" in it.
+    argv = [word.replace("{replica}", replica).replace("{run}", str(run.path)) for word in artifact.argv]
     marks = {
         processes.MARK_RUN: str(run.path),
         processes.MARK_RUN_ID: run.record().id,
