@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from penstock import __version__
+from penstock import __version__, cli_plan
 from penstock.errors import EXIT_OURS, PenstockError, UserError
 
 if TYPE_CHECKING:
@@ -149,6 +149,8 @@ def parser() -> argparse.ArgumentParser:
     up.add_argument("--no-wait", action="store_true", help="return when everything is submitted")
     up.add_argument("--timeout", type=_seconds, metavar="SECONDS", help="stop waiting after this time (it goes on)")
     _add_json(up, "print one JSON event a line")
+    plan = verb("plan", _plan, "say before the launch what fits, how to cut it and how fast it will be")
+    cli_plan.add_arguments(plan)
     render = verb("render", _render, "print exactly what `up` would send, and send nothing")
     _add_deployment(render)
     _add_json(render)
@@ -373,6 +375,10 @@ def _undo(name: str) -> None:
     if run.exists() and not run.is_ended():
         print(f"\nending {name} ...", file=sys.stderr)
         deploy.down(run, now=True)
+
+
+def _plan(options: argparse.Namespace) -> int:
+    return cli_plan.run(options)
 
 
 def _render(options: argparse.Namespace) -> int:

@@ -423,6 +423,7 @@ def test_help_imports_nothing_heavy() -> None:
     assert {name for name in done.stdout.split() if name.startswith("penstock")} == {
         "penstock",
         "penstock.cli",
+        "penstock.cli_plan",
         "penstock.errors",
     }
 

@@ -33,14 +33,19 @@ LEVELS = {
     "processes": 2,
     "engines": 3,
     "machine": 3,
+    "hub": 3,
     "models": 3,
+    "plan_view": 3,
     "runs": 3,
     "engine_process": 4,
+    "facts": 4,
+    "plan_plot": 4,
     "targets": 4,
     "logs": 5,
     "observe": 5,
     "preflight": 5,
     "chat": 6,
+    "cli_plan": 6,
     "deploy": 6,
     "gateway": 6,
     "node": 6,
@@ -55,7 +60,10 @@ ALONE = {
     "chat": {"penstock", "errors", "units", "client", "chat"},
     "warden": set[str](),
 }
-PURE = ("plan/__init__.py", "gateway/http1.py", "gateway/route.py", "sse.py", "metrics.py", "units.py", "errors.py")
+PURE = (
+    *sorted(path.relative_to(PACKAGE).as_posix() for path in (PACKAGE / "plan").glob("*.py")),
+    *("plan_view.py", "gateway/http1.py", "gateway/route.py", "sse.py", "metrics.py", "units.py", "errors.py"),
+)
 EFFECTS = {
     *("asyncio", "logging", "os", "pathlib", "psutil", "random", "secrets", "select", "shutil", "signal", "socket"),
     *("subprocess", "sys", "tempfile", "threading", "time", "urllib", "uuid", "datetime", "http.client"),
@@ -70,6 +78,7 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS = 600, 70, 8
 # Only the command line prints, and the programs whose standard output is a log file.
 MAY_PRINT = {
     "cli.py": "the command line",
+    "cli_plan.py": "the command line",
     "chat": "the terminal chat",
     "screen.py": "StartDisplay writes to the stream that the command line gives it",
     "node.py": "a program of its own: its output is the replica's log",

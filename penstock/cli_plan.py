@@ -1,0 +1,295 @@
+"""`penstock plan`: its arguments, and what it prints. `solve` decides, `facts` reads, `plan_view` formats.
+
+Exit codes: 0 it fits, 3 it does not (with the whole answer all the same), 2 bad input, 4 not modelled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from penstock.errors import UserError
+
+if TYPE_CHECKING:
+    from penstock.plan.sizing import Sizing, SizingRequest
+
+EXIT_FITS, EXIT_DOES_NOT_FIT = 0, 3
+
+# What `engine/arg_utils.py` of vLLM reads in --max-model-len: small letters are decimal, large ones binary.
+_FACTORS = {"k": 10**3, "m": 10**6, "K": 2**10, "M": 2**20}
+_DTYPES = ("auto", "bfloat16", "half", "float16", "float", "float32")
+
+
+def _count(text: str) -> int:
+    """A whole number of at least 1: "131072", "128K" (131,072), "128k" (128,000)."""
+    factor = _FACTORS.get(text[-1:], 1)
+    digits = text[:-1] if factor != 1 else text
+    if not digits.isascii() or not digits.isdigit() or int(digits) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(digits) * factor
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return value
+
+
+def _share(text: str) -> float:
+    value = _positive(text)
+    if value > 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a share in (0, 1]")
+    return value
+
+
+def _numbers(text: str) -> tuple[float, ...]:
+    """One number above 0, or several with commas between them."""
+    return tuple(_positive(word) for word in text.split(","))
+
+
+class _Option(NamedTuple):
+    """A flag with a value: the field of SizingRequest that it fills (its own name with dashes for underscores)."""
+
+    field: str
+    kind: Any
+    word: str
+    text: str
+
+
+_MACHINES = (
+    _Option("gpu", str, "ID", "the GPU, a catalogue id (h100-sxm) or its driver's name; default: this machine's"),
+    _Option("gpus_per_node", _count, "N", "GPUs in each node (default 1)"),
+    _Option("nodes", _count, "M", "how many nodes (default 1)"),
+    _Option("network", str, "ID", "what joins the nodes, a catalogue id"),
+    _Option("gpu_memory_gib", _positive, "GIB", "memory of one GPU as the CUDA runtime reports it"),
+)
+_LAYOUT = (
+    _Option("tensor", _count, "T", "tensor-parallel size"),
+    _Option("pipeline", _count, "P", "pipeline-parallel size"),
+    _Option("data", _count, "D", "data-parallel size"),
+)
+_ENGINE = (
+    _Option("max_model_len", _count, "L", "tokens of one request, 128K is 131,072 (default: what the model allows)"),
+    _Option("max_num_seqs", _count, "S", "requests in one step"),
+    _Option("max_num_batched_tokens", _count, "B", "tokens in one step"),
+    _Option("kv_cache_dtype", str, "DTYPE", "auto, bfloat16, fp8, fp8_e4m3, fp8_e5m2, nvfp4, ..."),
+    _Option("quantization", str, "Q", "quantise on loading, or a checkpoint of that kind: fp8, awq, ..."),
+    _Option("gpu_memory_utilization", _share, "SHARE", "the engine's share of a GPU's memory"),
+    _Option("block_size", _count, "K", "tokens of one KV-cache block"),
+    _Option("engine_version", str, "V", "vLLM's version, 0.6 to 0.33 (default: the newest)"),
+)
+_WORKLOAD = (
+    _Option("input_tokens", _count, "I", "tokens of a prompt (default 1000)"),
+    _Option("output_tokens", _count, "O", "tokens of a reply (default 200)"),
+    _Option("concurrency", _count, "C", "requests at once (default 8)"),
+    _Option("ttft_ms", _positive, "MS", "time to the first token that must be kept"),
+    _Option("tpot_ms", _positive, "MS", "time per further token that must be kept"),
+    _Option("context_per_user", _count, "N", "tokens that one person's conversation holds, for the number of users"),
+    _Option("think_time_s", _positive, "S", "seconds a person thinks between a reply and the next prompt"),
+)
+_GROUPS = (
+    ("machines", _MACHINES),
+    ("layout (any of these evaluates that one alone)", _LAYOUT),
+    ("engine", _ENGINE),
+    ("workload", _WORKLOAD),
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `penstock plan`; `run` takes what they parse to."""
+    parser.add_argument("model", metavar="MODEL", help="a folder with a config.json, a catalogue name, or a hub id")
+    groups = {}
+    for title, options in _GROUPS:
+        groups[options] = parser.add_argument_group(title)
+        for option in options:
+            groups[options].add_argument(_flag(option.field), type=option.kind, metavar=option.word, help=option.text)
+    groups[_LAYOUT].add_argument("--expert", action="store_true", help="whole experts on each rank of a MoE model")
+    engine = groups[_ENGINE]
+    engine.add_argument("--dtype", choices=_DTYPES, help="dtype of weights and activations")
+    engine.add_argument("--no-prefix-caching", action="store_true", help="without the reuse of equal beginnings")
+    engine.add_argument(_flag("enforce_eager"), action="store_true", help="without CUDA graphs")
+    engine.add_argument(
+        "--available-kv-gib",
+        type=_numbers,
+        nargs="+",
+        default=[],
+        metavar="GIB",
+        help="KV cache of a GPU, one value or one per pipeline stage: no estimate of memory, KV arithmetic alone",
+    )
+    out = parser.add_argument_group("output")
+    out.add_argument("--json", action="store_true", help="print JSON")
+    out.add_argument("--plot", type=Path, metavar="FILE", help="draw the answer into a .png or .svg (needs matplotlib)")
+    out.add_argument("--write", type=Path, metavar="FILE", help="write a file for `penstock up`, when it fits")
+    out.add_argument("--force", action="store_true", help="let --write replace a file")
+
+
+def _flag(field: str) -> str:
+    return "--" + field.replace("_", "-")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Answer on standard output; the exit code.  Raises UserError (2) and NotModelled (4)."""
+    _check_outputs(options)
+    request = request_of(options)
+    sizing = solve(request)
+    if options.plot:
+        from penstock import plan_plot
+
+        plan_plot.save(request, sizing, options.plot)
+    is_written = bool(options.write) and sizing.fits
+    if is_written:
+        _write(options.write, deployment_text(request, sizing), options.force)
+    if options.json:
+        from penstock.plan.sizing import contract
+
+        print(json.dumps(contract(sizing)))
+    else:
+        from penstock import plan_view
+
+        print(plan_view.text(request, sizing, sys.stdout.isatty() and "NO_COLOR" not in os.environ))
+        for path, is_there in ((options.plot, True), (options.write, is_written)):
+            if path:
+                print(f"\nwrote {path}" if is_there else f"\ndid not write {path}: it does not fit")
+    return EXIT_FITS if sizing.fits else EXIT_DOES_NOT_FIT
+
+
+def solve(request: SizingRequest) -> Sizing:
+    """The planner's answer, with what the facts want said among its warnings."""
+    import msgspec
+
+    from penstock import catalog
+    from penstock.plan.solve import sizing_of
+
+    network = catalog.link(request.network) if request.network else None
+    sizing = sizing_of(request, catalog.gpu(request.gpu), network)
+    more = tuple(note for note in request.facts.notes if note not in sizing.warnings)
+    return msgspec.structs.replace(sizing, warnings=(*more, *sizing.warnings)) if more else sizing
+
+
+def request_of(options: argparse.Namespace) -> SizingRequest:
+    """What was asked, with the model's facts read. Reads files, and the hub for a hub id.  Raises UserError."""
+    from penstock import facts
+    from penstock.plan.sizing import SizingRequest
+
+    given = {
+        option.field: value
+        for _, group in _GROUPS
+        for option in group
+        if (value := getattr(options, option.field)) is not None
+    }
+    if "gpu" not in given:
+        given = {**_this_machine(), **given}
+    return SizingRequest(
+        facts=facts.read(options.model),
+        **given,
+        expert=options.expert,
+        dtype=options.dtype,
+        prefix_caching=not options.no_prefix_caching,
+        enforce_eager=options.enforce_eager,
+        available_kv_gib=tuple(value for values in options.available_kv_gib for value in values),
+    )
+
+
+def _this_machine() -> dict[str, Any]:
+    """The GPUs of this machine, where all are alike.  Raises UserError."""
+    from penstock import catalog, machine
+
+    found = machine.gpus()
+    names = sorted({gpu.name for gpu in found})
+    if len(names) != 1:
+        raise UserError(
+            f"cannot plan for this machine: it has {'no GPU' if not found else 'GPUs of several kinds'}",
+            detail=", ".join(names) or "nvidia-smi lists none, or is not there.",
+            hint=f"Name the GPU: --gpu h100-sxm --gpus-per-node 8. Known: {', '.join(catalog.gpu_ids())}.",
+        )
+    return {"gpu": names[0], "gpus_per_node": len(found)}
+
+
+def _check_outputs(options: argparse.Namespace) -> None:
+    """Refuse a file that could not be written before the work, not after it."""
+    if options.plot:
+        from penstock import plan_plot
+
+        plan_plot.check(options.plot)
+    if options.write and not options.force and options.write.exists():
+        raise UserError(f'cannot write "{options.write}": it is there already', hint="Add --force to replace it.")
+
+
+def _write(path: Path, text: str, force: bool) -> None:
+    try:
+        with path.open("w" if force else "x", encoding="utf-8") as stream:
+            stream.write(text)
+    except FileExistsError as exc:
+        raise UserError(f'cannot write "{path}": it is there already', hint="Add --force to replace it.") from exc
+    except OSError as exc:
+        raise UserError(f'could not write "{path}": {exc.strerror}') from exc
+
+
+def deployment_text(request: SizingRequest, sizing: Sizing) -> str:
+    """A file for `penstock up` with the chosen layout: only what is not a default, checked as `up` checks it."""
+    import yaml
+
+    from penstock import spec
+    from penstock.engines import vllm_names
+
+    layout, settings = sizing.layout, sizing.settings
+    assert layout is not None, "what fits has a layout"
+    folder = Path(request.facts.reference).expanduser()
+    model = request.facts.hub_id or (str(folder.resolve()) if folder.exists() else request.facts.reference)
+    utilization = settings.gpu_memory_utilization if settings else request.gpu_memory_utilization
+    length = settings.max_model_len if settings else request.max_model_len
+    args = {name: value for name, value in _args(sizing.engine_args).items() if name not in vllm_names.OURS}
+    workload = {
+        "input_tokens": request.input_tokens,
+        "output_tokens": request.output_tokens,
+        "concurrency": request.concurrency,
+        "ttft_ms": request.ttft_ms,
+        "tpot_ms": request.tpot_ms,
+    }
+    hardware = {
+        "gpu": request.gpu,
+        "gpus_per_node": request.gpus_per_node,
+        "nodes": request.nodes,
+        "network": request.network,
+    }
+    cut = {"tensor": layout.tensor, "pipeline": layout.pipeline, "data": layout.data, "expert": layout.expert}
+    engine = {"kind": "vllm", "max_model_len": length, "gpu_memory_utilization": utilization, "args": args or None}
+    plain = {"model": model, "hardware": hardware, "parallel": cut, "engine": engine, "workload": workload}
+    known = {
+        key: {name: item for name, item in value.items() if item is not None} if isinstance(value, dict) else value
+        for key, value in plain.items()
+    }
+    spec.from_mapping(known, "the file to write")
+    return f"# Made by `penstock plan`: {' '.join(sizing.reason.split())}\n" + str(
+        yaml.safe_dump(known, sort_keys=False, width=120)
+    )
+
+
+def _args(engine_args: tuple[str, ...]) -> dict[str, Any]:
+    """Flags as `engine.args` has them: --block-size 32 --enforce-eager -> {"block-size": 32, "enforce-eager": True}."""
+    args: dict[str, Any] = {}
+    name = ""
+    for word in engine_args:
+        if word.startswith("--"):
+            name, equals, value = word.removeprefix("--").partition("=")
+            args[name] = _scalar(value) if equals else True
+        elif name:
+            args[name] = _scalar(word)
+    return args
+
+
+def _scalar(word: str) -> int | float | str:
+    for kind in (int, float):
+        try:
+            return kind(word)
+        except ValueError:
+            continue
+    return word

@@ -1,0 +1,175 @@
+"""What a model is made of, as planning sees it: a stack of layers with their attention, state and MLP. Types only.
+
+`families` fills these from a config.json; `tensors` turns them into an inventory of weights, `cache` into bytes of KV
+cache, `speed` into bytes and FLOPs a step. Sizes are counts (heads, channels), never bytes.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+AttentionKind = Literal["full", "sliding", "chunked", "mla"]
+StateKind = Literal["mamba1", "mamba2", "gdn", "kda"]
+QkNorm = Literal["head", "heads", "full"]
+Cut = Literal["column", "row", "vocab", "kv", "expert", "replicated"]
+QuantKind = Literal["fp8", "fp8-block", "int8", "awq", "gptq", "int4", "mxfp4", "nvfp4", "bnb-nf4", "bnb-int8"]
+
+
+class Attention(msgspec.Struct, frozen=True):
+    """One attention layer. For MLA `n_kv_heads` is 1 and the cache holds kv_lora_rank + rope_dim numbers a token.
+
+    `window` is the sliding window or the chunk, in tokens. `shares_kv_with` is the index of the earlier layer whose
+    cache this one reads (it has none of its own). `qk_norm` "head" has one weight a channel of a head, "heads" one for
+    each head's channels, "full" one norm over all heads together. `has_output_gate` doubles the query projection.
+    `has_v_weight` False: values are the keys' projection (Gemma 4), once on disk, twice in vLLM. `n_index_heads` and
+    `index_dim` are DeepSeek sparse attention's indexer.
+    """
+
+    kind: AttentionKind
+    n_heads: int
+    n_kv_heads: int
+    head_dim_k: int
+    head_dim_v: int
+    window: int | None = None
+    q_lora_rank: int | None = None
+    kv_lora_rank: int | None = None
+    rope_dim: int | None = None
+    shares_kv_with: int | None = None
+    has_qkv_bias: bool = False
+    has_output_bias: bool = False
+    qk_norm: QkNorm | None = None
+    has_output_gate: bool = False
+    has_sinks: bool = False
+    has_v_weight: bool = True
+    n_index_heads: int = 0
+    index_dim: int = 0
+
+
+class State(msgspec.Struct, frozen=True):
+    """One recurrent layer: a fixed state a request. conv: channels x (kernel - 1); ssm: heads x d_v x d_k.
+
+    The inner width is n_heads x head_dim_v; what conv_channels has beyond it is twice groups x head_dim_k (GDN: twice
+    key heads x head_dim_k). Mamba-1 has one channel a head (head_dim_v 1), and `dt_rank`.
+    """
+
+    kind: StateKind
+    conv_channels: int
+    conv_kernel: int
+    n_heads: int
+    head_dim_v: int
+    head_dim_k: int
+    state_dtype: str = "float32"
+    dt_rank: int = 0
+    has_conv_bias: bool = True
+
+
+class Mlp(msgspec.Struct, frozen=True):
+    """A dense MLP (`n_experts` 0) or a mixture of experts. `is_gated`: three matrices, else two.
+
+    `intermediate` is the width of one expert in a mixture. `shared_intermediate` is the width of what every token
+    passes beside the routed experts. `has_correction_bias`: the router's own bias for each expert, in fp32.
+    """
+
+    intermediate: int
+    is_gated: bool = True
+    n_experts: int = 0
+    top_k: int = 0
+    shared_intermediate: int = 0
+    has_bias: bool = False
+    has_router_bias: bool = False
+    has_correction_bias: bool = False
+    has_shared_gate: bool = False
+    router_dtype: str | None = None
+
+
+class Layer(msgspec.Struct, frozen=True):
+    """What stands in one layer; hybrids leave parts out. `norm_params`: numbers in its norms and lone scales."""
+
+    attention: Attention | None = None
+    state: State | None = None
+    mlp: Mlp | None = None
+    norm_params: int = 0
+
+
+class RopeTable(msgspec.Struct, frozen=True):
+    """One cos/sin table that vLLM makes at start: n_positions x rotary_dim numbers, on every rank with attention."""
+
+    n_positions: int
+    rotary_dim: int
+    dtype: str | None = None
+
+
+class Quantization(msgspec.Struct, frozen=True):
+    """How the weights are stored. `excluded`: names, globs or "re:" patterns of modules that keep the model's dtype.
+
+    `group_size` counts inputs a scale, `block` (outputs, inputs) a scale; `is_per_channel`: one fp32 scale an output.
+    `bits` is for "gptq", "awq" and "int4". `included` (same patterns): only these modules, all when empty; `also` are
+    further formats of a mixed checkpoint, tried in order. `is_online`: vLLM quantises while it loads a 16-bit file.
+    """
+
+    kind: QuantKind
+    group_size: int | None = None
+    block: tuple[int, int] | None = None
+    excluded: tuple[str, ...] = ()
+    is_symmetric: bool = True
+    bits: int = 4
+    is_per_channel: bool = False
+    included: tuple[str, ...] = ()
+    also: tuple[Quantization, ...] = ()
+    quantizes_head: bool = False
+    is_online: bool = False
+
+
+class Tensor(msgspec.Struct, frozen=True):
+    """`count` equal weight tensors of one shape, and how vLLM cuts them.
+
+    `cut`: "column" and "row" are divided by TP along their output or input; "vocab" along the (padded) vocabulary; "kv"
+    along the KV heads (replicated once TP exceeds them); "expert" by EP or by TP x DP; "replicated" stands on every
+    TP rank. `layer` is the layer's index, or "embed", "head", "norm" (after the last layer), "vision", "mtp".
+    `n_groups`: KV heads (or Mamba groups) in the first dimension of a "kv" tensor. `cuts_inputs`: an "expert"
+    tensor that tensor parallelism divides along its input (down), not its output (gate, up). `dtype` None is the
+    model's. `quant` names the format when `is_quantized`. `is_derived`: made by vLLM after loading, not on disk.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    cut: Cut
+    layer: int | str
+    count: int = 1
+    is_quantized: bool = False
+    n_groups: int = 0
+    cuts_inputs: bool = False
+    dtype: str | None = None
+    quant: Quantization | None = None
+    is_derived: bool = False
+
+
+class Architecture(msgspec.Struct, frozen=True):
+    """A whole model, dtype as torch writes it ("bfloat16").
+
+    `norm_params`: numbers in the norms outside the layers. `learned_positions`: rows of a position
+    embedding. `towers`: vision (audio) encoders and their projectors.
+    """
+
+    name: str
+    family: str
+    hidden: int
+    vocab: int
+    layers: tuple[Layer, ...]
+    max_position: int
+    dtype: str
+    ties_embeddings: bool
+    quantization: Quantization | None = None
+    supports_pipeline: bool = True
+    is_multimodal: bool = False
+    ropes: tuple[RopeTable, ...] = ()
+    norm_params: int = 0
+    has_head_bias: bool = False
+    learned_positions: int = 0
+    towers: tuple[Tensor, ...] = ()
+
+    @property
+    def n_layers(self) -> int:
+        return len(self.layers)

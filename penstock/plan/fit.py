@@ -1,0 +1,158 @@
+"""Whether one layout fits one machine: weights, overhead and KV cache put together, for `solve`. Pure.
+
+A `Case` is everything but the layout. Weights, overhead and KV cache are kept by the sizes that move them, so a plan
+over a thousand GPUs works each out once.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from penstock.catalog import GpuFacts
+from penstock.errors import UserError
+from penstock.plan import overhead as overhead_
+from penstock.plan.architecture import Architecture
+from penstock.plan.cache import CacheSettings, KvPlan, kv_plan
+from penstock.plan.overhead import Overhead, RunSettings
+from penstock.plan.profiles import EngineProfile
+from penstock.plan.ranges import Range
+from penstock.plan.refusals import NotModelled
+from penstock.plan.weights import Capability, Ledger, RankWeights, rank_weights
+from penstock.spec import Parallel
+from penstock.units import GIB
+
+_BF16_SINCE = (8, 0)
+
+
+class Case(msgspec.Struct, frozen=True):
+    """A model on a card with an engine's settings. `available_kv_bytes`: given instead of the estimate (else empty)."""
+
+    arch: Architecture
+    gpu: GpuFacts
+    rules: EngineProfile
+    cache: CacheSettings
+    run: RunSettings
+    total_bytes: int
+    utilization: float
+    available_kv_bytes: tuple[int, ...] = ()
+
+    @property
+    def budget_bytes(self) -> int:
+        return overhead_.budget_bytes(self.total_bytes, self.utilization)
+
+
+class Fit(msgspec.Struct, frozen=True):
+    """One layout's memory. By stage: the fullest rank's weights, its overhead, the bytes left for KV cache.
+
+    `refusal` None: the engine would start. `available` is empty when the bytes were given. `margin_bytes`: what is left
+    for KV cache beyond one request of the longest length, below zero when it does not fit.
+    """
+
+    layout: Parallel
+    ranks: tuple[RankWeights, ...]
+    weights: tuple[int, ...]
+    overheads: tuple[Overhead, ...]
+    available: tuple[Range, ...]
+    kv: KvPlan | None
+    refusal: str | None
+    margin_bytes: float
+
+    @property
+    def fits(self) -> bool:
+        return self.refusal is None
+
+    @property
+    def tightest(self) -> int:
+        """The stage with the least likely KV cache."""
+        return min(range(len(self.available)), key=lambda stage: self.available[stage].likely)
+
+
+def capability(gpu: GpuFacts) -> Capability | None:
+    """ "9.0" -> (9, 0); None for cards that have none (AMD)."""
+    if gpu.compute_capability is None:
+        return None
+    major, minor = gpu.compute_capability.split(".")
+    return int(major), int(minor)
+
+
+class Memory:
+    """`fit` of every layout of one case, remembered."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self._ledger = Ledger(case.arch)
+        self._weights: dict[tuple[int, int, int, bool], tuple[RankWeights, ...]] = {}
+        self._overheads: dict[Parallel, tuple[Overhead, ...]] = {}
+        self._fits: dict[Parallel, Fit] = {}
+        mlps = [layer.mlp for layer in case.arch.layers if layer.mlp is not None]
+        self._has_experts = any(mlp.n_experts for mlp in mlps)
+
+    def weights(self, layout: Parallel) -> tuple[RankWeights, ...]:
+        """One entry a rank class. Data ranks of a dense model are copies: the numbers of ranks are then put right."""
+        data = layout.data if self._has_experts else 1
+        key = (layout.tensor, layout.pipeline, data, layout.expert)
+        if key not in self._weights:
+            alike = Parallel(layout.tensor, layout.pipeline, data, layout.expert)
+            found = rank_weights(
+                self.case.arch, alike, capability=capability(self.case.gpu) or (0, 0), ledger=self._ledger
+            )
+            self._weights[key] = found
+        copies = layout.data // data
+        return tuple(
+            msgspec.structs.replace(rank, n_ranks=rank.n_ranks * copies) if copies > 1 else rank
+            for rank in self._weights[key]
+        )
+
+    def fit(self, layout: Parallel) -> Fit:
+        if layout not in self._fits:
+            self._fits[layout] = self._fit(layout)
+        return self._fits[layout]
+
+    def _stage_overheads(self, layout: Parallel) -> tuple[Overhead, ...]:
+        key = layout if self._has_experts else Parallel(layout.tensor, layout.pipeline)
+        if key not in self._overheads:
+            arch, rules, run = self.case.arch, self.case.rules, self.case.run
+            stages = range(layout.pipeline)
+            self._overheads[key] = tuple(overhead_.overhead(arch, key, rules, run, stage) for stage in stages)
+        return self._overheads[key]
+
+    def _fit(self, layout: Parallel) -> Fit:
+        case, ranks = self.case, self.weights(layout)
+        stages = range(layout.pipeline)
+        weights = tuple(max(rank.total_bytes for rank in ranks if rank.stage == stage) for stage in stages)
+        if case.available_kv_bytes:
+            return self._with_cache(Fit(layout, ranks, weights, (), (), None, None, 0.0), case.available_kv_bytes)
+        overheads = self._stage_overheads(layout)
+        left = tuple(
+            estimate.in_budget.left_of(case.budget_bytes - own)
+            for own, estimate in zip(weights, overheads, strict=True)
+        )
+        known = Fit(layout, ranks, weights, overheads, left, None, None, 0.0)
+        lacking = min(stages, key=lambda stage: left[stage].likely)
+        if left[lacking].likely <= 0:
+            refusal = self._weights_refusal(weights[lacking], overheads[lacking])
+            return self._with_cache(known, tuple(max(0, int(one.likely)) for one in left), refusal)
+        return self._with_cache(known, tuple(int(one.likely) for one in left))
+
+    def _with_cache(self, known: Fit, available: tuple[int, ...], refusal: str | None = None) -> Fit:
+        case = self.case
+        try:
+            kv = kv_plan(case.arch, known.layout, case.rules, case.cache, available)
+        except NotModelled:
+            raise
+        except UserError as error:
+            return msgspec.structs.replace(known, refusal=error.message, margin_bytes=float("-inf"))
+        left = [one.likely for one in known.available] or [float(n_bytes) for n_bytes in available]
+        margin = min(left) - kv.request_bytes
+        return msgspec.structs.replace(known, kv=kv, refusal=refusal or kv.refusal, margin_bytes=margin)
+
+    def _weights_refusal(self, weights: int, estimate: Overhead) -> str:
+        case = self.case
+        budget, rest = case.budget_bytes / GIB, estimate.in_budget.likely / GIB
+        room = f"{budget:.2f} GiB ({case.utilization:g} of {case.total_bytes / GIB:.2f})"
+        if weights >= case.budget_bytes:
+            return f"weights take {weights / GIB:.2f} GiB of a GPU, the engine may use {room}"
+        return (
+            f"weights take {weights / GIB:.2f} GiB of a GPU and the engine's own needs about {rest:.2f}; "
+            f"it may use {room}, nothing is left for KV cache"
+        )

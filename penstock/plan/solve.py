@@ -1,0 +1,437 @@
+"""The planner: a request with its facts in, a `Sizing` out. Puts the parts of this package together. Pure.
+
+Layouts that cannot be are refused by arithmetic alone (`layouts`), the rest by memory (`fit`); of those that fit the
+workload's targets choose (`layouts.choose`). A layout that was asked for is judged alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import msgspec
+
+from penstock.catalog import GpuFacts, LinkFacts
+from penstock.errors import UserError
+from penstock.plan import families, layouts, users
+from penstock.plan.architecture import Architecture
+from penstock.plan.cache import CacheSettings
+from penstock.plan.comm import Fabric
+from penstock.plan.fit import Case, Fit, Memory, capability
+from penstock.plan.layouts import Layouts, Refused, Shape
+from penstock.plan.overhead import RunSettings
+from penstock.plan.pages import model_bytes_per_token
+from penstock.plan.profiles import profile
+from penstock.plan.quantization import with_choice
+from penstock.plan.ranges import Range, exact
+from penstock.plan.settings import engine_args, settings_of, total_bytes
+from penstock.plan.sizing import (
+    KvAnswer,
+    Lever,
+    MemoryAnswer,
+    RankMemory,
+    RejectedLayout,
+    Settings,
+    Sizing,
+    SizingRequest,
+    SpeedAnswer,
+    WeightsAnswer,
+)
+from penstock.plan.speed import Engine, Speed, estimate
+from penstock.plan.tensors import n_params
+from penstock.plan.weights import bytes_on_disk, rank_weights
+from penstock.plan.work import Work, with_weight_bytes, work_of
+from penstock.spec import Parallel, Workload
+from penstock.units import GIB
+
+# A checkpoint's own bytes and what the config says may differ by this share before it is said (the issue's 1%).
+_MOST_DIFFERENCE = 0.01
+_CACHE_BYTES = {"fp8": 1.0, "fp8_e4m3": 1.0, "fp8_e5m2": 1.0, "nvfp4": 0.5625, "float32": 4.0}
+_SHORT_CONTEXT = 8192
+_THINK_TIME_S = 30.0
+
+
+class _Question(msgspec.Struct, frozen=True):
+    """A request with everything that follows from it alone."""
+
+    request: SizingRequest
+    arch: Architecture
+    fabric: Fabric
+    settings: Settings
+    case: Case
+    shape: Shape
+    work: Work
+
+
+def sizing_of(request: SizingRequest, gpu: GpuFacts, network: LinkFacts | None = None) -> Sizing:
+    """The answer to `request` on these machines.  Raises NotModelled (exit 4) and UserError (exit 2), never guesses."""
+    question = _question(request, gpu, network)
+    memory = Memory(question.case)
+    sizing = _fixed(question, memory) if request.has_fixed_layout else _chosen(question, memory)
+    return msgspec.structs.replace(sizing, warnings=(*sizing.warnings, *_warnings(question, sizing, memory)))
+
+
+def _question(request: SizingRequest, gpu: GpuFacts, network: LinkFacts | None) -> _Question:
+    arch = with_choice(families.read(request.facts.config), request.quantization, request.dtype)
+    rules = profile(request.engine_version)
+    settings = settings_of(request, gpu, arch, rules)
+    cut = capability(gpu)
+    cache = CacheSettings(
+        max_model_len=settings.max_model_len,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        kv_cache_dtype=settings.kv_cache_dtype,
+        block_size=request.block_size,
+        prefix_caching=request.prefix_caching,
+        compute_capability=cut,
+    )
+    run = RunSettings(
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_num_seqs=settings.max_num_seqs,
+        enforce_eager=request.enforce_eager,
+        # GeForce drivers switch it off (vllm#7553); an NVLink bridge gives it back.
+        has_peer_to_peer=gpu.nvlink is not None or not any("geforce" in name.lower() for name in gpu.names),
+        is_blackwell=gpu.generation == "blackwell",
+    )
+    given = tuple(int(gib * GIB) for gib in request.available_kv_gib)
+    utilization = settings.gpu_memory_utilization
+    case = Case(arch, gpu, rules, cache, run, total_bytes(request, gpu), utilization, given)
+    fabric = Fabric(gpu, request.gpus_per_node, request.nodes, network)
+    return _Question(request, arch, fabric, settings, case, layouts.shape_of(arch, rules.version), _work(arch))
+
+
+def _work(arch: Architecture) -> Work:
+    """Bytes a step reads, by the exact inventory where the model has no towers (those are read once a picture)."""
+    work = work_of(arch)
+    if arch.towers:
+        return work
+    (whole,) = rank_weights(arch, Parallel())
+    tables = 1 if arch.ties_embeddings else 2
+    return with_weight_bytes(work, whole.weight_bytes - whole.embedding_bytes * (tables - 1) / tables)
+
+
+# ---- choosing --------------------------------------------------------------------------------------------------------
+
+
+def _fixed(question: _Question, memory: Memory) -> Sizing:
+    layout = question.request.fixed_layout
+    assert layout is not None, "asked only when there is one"
+    refusal = layouts.refusal(question.shape, layout, question.fabric.n_gpus)
+    if refusal:
+        return Sizing(False, refusal, rejected=(_rejected(layout, refusal),), settings=question.settings)
+    _check_given(question.request, layout.pipeline)
+    fit = memory.fit(layout)
+    reason = fit.refusal or _why_it_fits(fit)
+    crosses = layouts.crossing(layout, question.fabric)
+    return _answer(question, fit, reason, (), (crosses,) if crosses else ())
+
+
+def _check_given(request: SizingRequest, pipeline: int) -> None:
+    n_given = len(request.available_kv_gib)
+    if n_given not in (0, 1, pipeline):
+        raise UserError(
+            f"cannot use {n_given} values of --available-kv-gib for {pipeline} pipeline stage(s)",
+            hint="Give one value, or one for each stage, with --pipeline.",
+        )
+
+
+def _chosen(question: _Question, memory: Memory) -> Sizing:
+    request, fabric = question.request, question.fabric
+    n_given = len(request.available_kv_gib)
+    found = layouts.enumerate_layouts(question.shape, fabric, pipeline=n_given if n_given > 1 else None)
+    if request.expert:
+        found = Layouts(tuple(one for one in found.legal if one.expert), found.refused, found.n_checks)
+    choice = layouts.choose(
+        found,
+        fabric,
+        _workload(request),
+        lambda layout: memory.fit(layout).refusal,
+        lambda layout: _speed(question, memory.fit(layout)),
+    )
+    if choice.chosen is not None:
+        inside = [one.tensor for one in found.legal if layouts.crossing(one, fabric) is None]
+        widest = max(inside, default=1)
+        best, *rest = sorted(
+            choice.ranked, key=lambda one: (one.misses, _is_pipeline_early(one.layout, widest, fabric))
+        )
+        fit = memory.fit(best.layout)
+        others = [Refused(one.layout, _why_not(one, best, request)) for one in rest]
+        refused = (*choice.refused, *others)
+        return _answer(question, fit, _why_it_fits(fit), refused, (choice.price,) if choice.price else ())
+    if not found.legal:
+        reason = _all_refused(choice.refused, fabric.n_gpus)
+        return Sizing(False, reason, rejected=tuple(map(_of_refused, choice.refused)), settings=question.settings)
+    nearest = max((memory.fit(layout) for layout in found.legal), key=lambda fit: fit.margin_bytes)
+    refused = tuple(one for one in choice.refused if one.layout != nearest.layout)
+    gpus = f"{fabric.n_gpus} GPU{'' if fabric.n_gpus == 1 else 's'}"
+    reason = f"no layout fits {gpus}; the nearest: {nearest.refusal}"
+    return _answer(question, nearest, reason, refused, ())
+
+
+def _is_pipeline_early(layout: Parallel, widest: int, fabric: Fabric) -> bool:
+    """A pipeline of tensor groups smaller than fast links allow: taken only when no other layout fits.
+
+    vLLM's guide: tensor parallel up to the machine, pipeline over machines. Stages work one after another, so a token
+    waits for all of them: Llama-3.1-70B on H100, TP1 x PP3 57 ms, TP4 21. Without NVLink a pipeline may well be better.
+    """
+    return fabric.gpu.nvlink is not None and layout.pipeline > 1 and layout.tensor < widest
+
+
+def _all_refused(refused: Iterable[Refused], n_gpus: int) -> str:
+    reasons = list(dict.fromkeys(one.reason for one in refused))
+    return f"no layout of {n_gpus} GPUs is legal: {'; '.join(reasons[:3]) or 'none has whole experts on its ranks'}"
+
+
+def _why_it_fits(fit: Fit) -> str:
+    assert fit.kv is not None, "what fits has a KV cache"
+    layout = fit.layout
+    n = layout.n_ranks
+    each = max(fit.weights) / GIB
+    return (
+        f"{n} GPU{'s hold' if n > 1 else ' holds'} {each:.2f} GiB of weights{' each' * (n > 1)} and KV cache for "
+        f"{fit.kv.max_concurrency:.2f} requests of the longest length"
+    )
+
+
+def _why_not(one: layouts.Candidate, best: layouts.Candidate, request: SizingRequest) -> str:
+    """Why a layout that fits was not taken, with the numbers."""
+    if one.misses > best.misses:
+        ttft, tpot = one.speed.ttft_ms.likely, one.speed.tpot_ms.likely
+        targets = (("TTFT", request.ttft_ms), ("TPOT", request.tpot_ms))
+        asked = [f"{what} {value:g} ms" for what, value in targets if value]
+        return f"fits, but misses {' and '.join(asked)}: TTFT {ttft:.0f} ms, TPOT {tpot:.1f} ms"
+    if one.layout.n_ranks > best.layout.n_ranks:
+        return f"fits, but takes {one.layout.n_ranks} GPUs where {best.layout.n_ranks} are enough"
+    if one.layout.n_ranks < best.layout.n_ranks:
+        waits, ours = one.speed.tpot_ms.likely, best.speed.tpot_ms.likely
+        return f"fits, but a pipeline of narrow stages waits {waits:.1f} ms a token, the chosen layout {ours:.1f}"
+    ours, theirs = (each.speed.output_tokens_per_s.likely for each in (best, one))
+    return f"fits, but not faster: {theirs:.0f} tokens a second, the chosen one {ours:.0f}"
+
+
+def _rejected(layout: Parallel, reason: str) -> RejectedLayout:
+    return RejectedLayout(layout.tensor, layout.pipeline, layout.data, layout.expert, reason)
+
+
+def _of_refused(one: Refused) -> RejectedLayout:
+    return _rejected(one.layout, one.reason)
+
+
+# ---- the answer ------------------------------------------------------------------------------------------------------
+
+
+def _answer(
+    question: _Question,
+    fit: Fit,
+    reason: str,
+    refused: tuple[Refused, ...],
+    warnings: tuple[str, ...],
+) -> Sizing:
+    layout, request = fit.layout, question.request
+    sizes = {"tensor": layout.tensor, "pipeline": layout.pipeline, "data": layout.data}
+    kv = _kv(question, fit)
+    return Sizing(
+        fits=fit.fits,
+        reason=reason,
+        layout=layout,
+        weights=_weights(question, fit),
+        kv=kv,
+        memory=_memory(question.case, fit) if fit.available else None,
+        speed=_speed_answer(_speed(question, fit)) if fit.fits else None,
+        rejected=tuple(map(_of_refused, refused)),
+        warnings=warnings,
+        engine_args=engine_args(request, sizes, layout.expert),
+        settings=question.settings,
+        ranks=_ranks(question.case, fit) if fit.available else (),
+        levers=_levers(question, fit) if fit.available else (),
+        users=_users(question, fit) if fit.fits else None,
+    )
+
+
+def _weights(question: _Question, fit: Fit) -> WeightsAnswer:
+    per_gpu = tuple(rank.total_bytes / GIB for rank in fit.ranks)
+    return WeightsAnswer(bytes_on_disk(question.arch), n_params(question.arch), per_gpu)
+
+
+def _kv(question: _Question, fit: Fit) -> KvAnswer | None:
+    if fit.kv is None:
+        return None
+    kv = fit.kv
+    return KvAnswer(
+        bytes_per_token=model_bytes_per_token(question.arch, question.settings.kv_cache_dtype),
+        block_size=kv.block_size,
+        num_blocks=kv.num_blocks,
+        tokens=kv.tokens,
+        max_concurrency=kv.max_concurrency,
+        largest_max_model_len=kv.largest_max_model_len,
+        per_gpu_gib_one_request=kv.request_bytes / GIB,
+    )
+
+
+def _memory(case: Case, fit: Fit) -> MemoryAnswer:
+    """Of the tightest stage. What a version pays beside its budget (graphs, NCCL) is shown all the same."""
+    known, left = fit.overheads[fit.tightest], fit.available[fit.tightest]
+    return MemoryAnswer(
+        total_gib=exact(case.total_bytes / GIB),
+        budget_gib=exact(case.budget_bytes / GIB),
+        activation_gib=(known.activation + known.workspace) * (1 / GIB),
+        cuda_graph_gib=known.graphs * (1 / GIB),
+        non_torch_gib=(known.non_torch + known.nccl) * (1 / GIB),
+        kv_cache_gib=Range(left.low / GIB, left.likely / GIB, left.high / GIB),
+    )
+
+
+def _ranks(case: Case, fit: Fit) -> tuple[RankMemory, ...]:
+    """A bar for each rank class: every stage's cache has as many blocks as the fullest stage can hold."""
+    if fit.kv is None:
+        return ()
+    found = []
+    several = len({rank.stage for rank in fit.ranks}) > 1
+    for rank in fit.ranks:
+        known, left = fit.overheads[rank.stage], fit.available[rank.stage]
+        own = case.budget_bytes - rank.total_bytes - known.in_budget.likely
+        used = fit.kv.num_blocks * fit.kv.bytes_per_block[rank.stage] if left.likely > 0 else own
+        name = f"stage {_letter(rank.stage)}" if several else "every GPU"
+        alike = sum(other.stage == rank.stage for other in fit.ranks)
+        found.append(
+            RankMemory(
+                name=f"{name}, {rank.n_experts} experts" if alike > 1 else name,
+                n_gpus=rank.n_ranks,
+                weights_gib=rank.total_bytes / GIB,
+                kv_cache_gib=used / GIB,
+                activation_gib=(known.activation.likely + known.workspace.likely) / GIB,
+                cuda_graph_gib=known.graphs.likely / GIB,
+                non_torch_gib=(known.non_torch.likely + known.nccl.likely) / GIB,
+                unused_gib=max(0.0, (own - used) / GIB),
+            )
+        )
+    return tuple(found)
+
+
+def _letter(stage: int) -> str:
+    high, low = divmod(stage, 26)
+    return (_letter(high - 1) if high else "") + chr(ord("A") + low)
+
+
+# ---- speed and users -------------------------------------------------------------------------------------------------
+
+
+def _workload(request: SizingRequest) -> Workload:
+    return Workload(request.input_tokens, request.output_tokens, request.concurrency, request.ttft_ms, request.tpot_ms)
+
+
+def _speed(question: _Question, fit: Fit, workload: Workload | None = None) -> Speed:
+    asked, settings = workload or _workload(question.request), question.settings
+    room = fit.kv.tokens // (asked.input_tokens + asked.output_tokens) if fit.kv else 1
+    model_bytes = 4.0 if question.arch.dtype == "float32" else 2.0
+    engine = Engine(
+        version=settings.engine_version,
+        is_eager=question.request.enforce_eager,
+        cache_dtype_bytes=_CACHE_BYTES.get(settings.kv_cache_dtype, model_bytes),
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_running=max(1, min(settings.max_num_seqs, room)),
+    )
+    return estimate(question.work, fit.layout, question.fabric, asked, engine)
+
+
+def _speed_answer(speed: Speed) -> SpeedAnswer:
+    return SpeedAnswer(speed.ttft_ms, speed.tpot_ms, speed.output_tokens_per_s, speed.requests_per_s)
+
+
+def _users(question: _Question, fit: Fit) -> users.Users | None:
+    request = question.request
+    if fit.kv is None:
+        return None
+    person = users.Person(
+        context_tokens=request.context_per_user or request.input_tokens + request.output_tokens,
+        reply_tokens=request.output_tokens,
+        think_time_s=request.think_time_s or _THINK_TIME_S,
+    )
+    data = fit.layout.data
+    capacity = users.Capacity(fit.kv.tokens * data, question.settings.max_num_seqs * data)
+    return users.users(person, capacity, _workload(request), lambda workload: _speed(question, fit, workload))
+
+
+# ---- levers ----------------------------------------------------------------------------------------------------------
+
+
+def _levers(question: _Question, fit: Fit) -> tuple[Lever, ...]:
+    """What else could be done with the same layout, and with twice the GPUs."""
+    case, layout = question.case, fit.layout
+    found = []
+    shorter = min(_SHORT_CONTEXT, case.cache.max_model_len // 2)
+    if shorter >= question.request.input_tokens + question.request.output_tokens:
+        cache = msgspec.structs.replace(case.cache, max_model_len=shorter)
+        changed = msgspec.structs.replace(case, cache=cache)
+        found.append(_lever("shorter context", {"max_model_len": f"{shorter}"}, changed, layout))
+    if case.cache.kv_cache_dtype == "auto":
+        cache = msgspec.structs.replace(case.cache, kv_cache_dtype="fp8")
+        changed = msgspec.structs.replace(case, cache=cache)
+        found.append(_lever("fp8 KV cache", {"kv_cache_dtype": "fp8"}, changed, layout, "costs some accuracy"))
+    if case.arch.quantization is None:
+        changed = msgspec.structs.replace(case, arch=with_choice(case.arch, "fp8"))
+        found.append(_lever("fp8 weights", {"quantization": "fp8"}, changed, layout, "costs some accuracy"))
+    wider = Parallel(layout.tensor * 2, layout.pipeline, layout.data, layout.expert)
+    if layouts.refusal(question.shape, wider) is None:
+        flags = {"tensor": f"{wider.tensor}"}
+        found.append(_lever("twice the GPUs", flags, case, wider, f"{wider.n_ranks} GPUs"))
+    return tuple(lever for lever in found if lever is not None)
+
+
+def _lever(name: str, flags: Mapping[str, str], case: Case, layout: Parallel, note: str = "") -> Lever | None:
+    """None where what it would give is not modelled."""
+    try:
+        kv = (fit := Memory(case).fit(layout)).kv
+    except UserError:
+        return None
+    if kv is None:
+        return None
+    words = tuple(word for field, value in flags.items() for word in ("--" + field.replace("_", "-"), value))
+    return Lever(name, words, fit.fits, kv.tokens, kv.max_concurrency, note)
+
+
+# ---- warnings --------------------------------------------------------------------------------------------------------
+
+
+def _warnings(question: _Question, sizing: Sizing, memory: Memory) -> tuple[str, ...]:
+    request, arch, gpu = question.request, question.arch, question.fabric.gpu
+    found = [*_differs(question)]
+    if question.settings.max_model_len > arch.max_position > 0:
+        found.append(
+            f"max_model_len {question.settings.max_model_len:,} is over the model's {arch.max_position:,}: vLLM "
+            "refuses it unless VLLM_ALLOW_LONG_MAX_MODEL_LEN=1"
+        )
+    if arch.dtype == "bfloat16" and not gpu.native.bf16:
+        found.append(f"{gpu.id} has no bfloat16: vLLM takes float16 with dtype auto, and refuses bfloat16 when asked")
+    if request.nodes > 1 and request.network is None:
+        found.append("the network was not said: ten-gigabit Ethernet is assumed for speed; give --network")
+    if gpu.vendor.lower() != "nvidia":
+        found.append(f"memory and speed on {gpu.vendor} cards are estimated with NVIDIA's constants, not measured")
+    fit = memory.fit(sizing.layout) if sizing.layout is not None else None
+    if fit is not None and fit.available and fit.fits:
+        outside = max(known.beside_budget.likely for known in fit.overheads)
+        room = question.case.total_bytes - question.case.budget_bytes
+        if outside > room:
+            found.append(
+                f"{outside / GIB:.2f} GiB stand beside the engine's budget (graphs, NCCL), {room / GIB:.2f} GiB are "
+                "left for them: lower --gpu-memory-utilization"
+            )
+        if fit.kv is not None and (low := fit.available[fit.tightest].low) < fit.kv.request_bytes:
+            found.append(
+                f"it fits by the likely estimate alone: at worst {max(0.0, low) / GIB:.2f} GiB of KV cache are left"
+            )
+    return tuple(found)
+
+
+def _differs(question: _Question) -> tuple[str, ...]:
+    """The checkpoint's bytes against the config's. Prediction layers are on disk and not loaded."""
+    stated = question.request.facts.index_bytes
+    if not stated:
+        return ()
+    arch = families.read(question.request.facts.config)
+    counted = bytes_on_disk(arch)
+    share = stated / counted - 1
+    if abs(share) <= _MOST_DIFFERENCE:
+        return ()
+    return (
+        f"the checkpoint has {stated / 1e9:.2f} GB, its config says {counted / 1e9:.2f} GB ({share:+.1%}): the weights "
+        "shown are the config's (prediction layers are not loaded, and not counted)",
+    )

@@ -1,0 +1,376 @@
+"""How fast: time to first token, time per token, throughput, each low / likely / high. From bytes, FLOPs and messages.
+
+One step:
+    step = max(bytes / (me x bandwidth), flops / (fe x peak)) + collectives + layers x overhead + a fixed part
+Closed loop at concurrency C over dp data ranks: B = C / dp requests run. Most steps only decode; in B of `output` steps
+a prompt is read in as well, and everyone waits for it:
+    TPOT = (1 - B / output) x step(B) + B / output x step(B and a prompt)
+    TTFT = c + prefill(input) x (a + b x C)
+The form and its constants were fitted on 1,328 measured vLLM points (sizing.md section 5: TPOT median error 17%, TTFT
+30%; there with the prompt's tokens spread evenly over the steps, which reads too many experts: gpt-oss-120b with 8k
+prompts came out 40% slow). Constants moved where measured forward passes said so; each carries where it is from.
+Without calibration all ranges are wide on purpose.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import msgspec
+
+from penstock.catalog import GpuFacts
+from penstock.plan import work as work_
+from penstock.plan.comm import COMM_EFFICIENCY as COMM_EFFICIENCY  # one place to import every constant from
+from penstock.plan.comm import Fabric, all_to_all_us, allreduce_us, n_boundaries_between_nodes, send_us
+from penstock.plan.ranges import Range
+from penstock.plan.work import Step, Work
+from penstock.spec import Parallel, Workload
+
+
+class Constants(msgspec.Struct, frozen=True):
+    """What a GPU generation and an engine version add to bytes and FLOPs. Replaced whole or in part by calibration.
+
+    memory_efficiency, compute_efficiency: shares of nominal bandwidth and dense peak. dense_layer_us, moe_layer_us:
+    kernel starts and tails of one layer at `full_width` hidden and over; below it shrinks to `narrow_share` of it.
+    long_*_us: the same in a step of more tokens than CUDA graphs are captured for (512): the CPU starts each kernel.
+    step_us: scheduler and sampler, once a step. ttft_*: c, a and b of the formula above. spread: low and high as
+    factors of the likely time. `source` says where they come from.
+    """
+
+    source: str
+    memory_efficiency: float = 0.86
+    compute_efficiency: float = 0.51
+    dense_layer_us: float = 54.0
+    moe_layer_us: float = 62.0
+    full_width: int = 8192
+    narrow_share: float = 0.2
+    long_dense_layer_us: float = 100.0
+    long_moe_layer_us: float = 180.0
+    long_state_us: float = 600.0
+    step_us: float = 300.0
+    ttft_fixed_ms: float = 37.0
+    ttft_prefill: float = 2.0
+    ttft_per_request: float = 0.07
+    spread: tuple[float, float] = (0.75, 1.3)
+
+
+class Calibration(msgspec.Struct, frozen=True):
+    """What a benchmark of this very deployment measured; None where it did not. From `penstock bench`."""
+
+    memory_efficiency: float | None = None
+    compute_efficiency: float | None = None
+    dense_layer_us: float | None = None
+    moe_layer_us: float | None = None
+    step_us: float | None = None
+    ttft_fixed_ms: float | None = None
+    ttft_prefill: float | None = None
+    ttft_per_request: float | None = None
+    source: str = "penstock bench"
+
+
+class Engine(msgspec.Struct, frozen=True):
+    """How the engine runs, as far as speed knows. `max_running`: what KV cache and max_num_seqs let run at once on one
+    data rank (None: the workload's concurrency fits)."""
+
+    version: str = "0.33"
+    is_eager: bool = False
+    cache_dtype_bytes: float = 2.0
+    max_num_batched_tokens: int = 8192
+    max_running: int | None = None
+
+
+class Speed(msgspec.Struct, frozen=True):
+    """At the asked prompt, output and concurrency, over all data ranks. `n_running` on one data rank.
+
+    `step_parts_ms` is the likely decode step by where the time goes: memory, compute, communication, overhead (of
+    memory and compute only the larger counts), and "prompts": what others' prompts add to the mean step.
+    """
+
+    ttft_ms: Range
+    tpot_ms: Range
+    output_tokens_per_s: Range
+    requests_per_s: Range
+    n_running: float
+    step_parts_ms: dict[str, float]
+
+
+_FIT = "fit on 1,328 vLLM points, sizing.md section 5"
+# By GPU generation. The fit itself is Hopper and Blackwell together.
+_GENERATION: Mapping[str, Constants] = {
+    "hopper": Constants(_FIT),
+    # Qwen3-32B bf16 at TP 1, 2 and 8 on one Blackwell host, vLLM 0.20.1 (aiconfigurator fpm_golden_runs; the card is
+    # not named, but 4.8 TB/s at TP 1 and 1,330 TFLOPS leave only a B200's like): the slope over TP gives 0.75 of
+    # 7.7 TB/s and 30 us a layer 5120 wide; prefill of 1024 and 4096 tokens 0.6 of the peak.
+    "blackwell": Constants(
+        _FIT + "; memory, compute and dense layers from forward passes of Qwen3-32B, vLLM 0.20.1",
+        memory_efficiency=0.75,
+        compute_efficiency=0.6,
+        dense_layer_us=42.0,
+    ),
+    # Estimates: no measured points. Older memory systems reach less of their nominal rate, older tensor cores more of
+    # theirs (A100: 0.8 of 2,039 GB/s in copies).
+    "ampere": Constants("estimate from the Hopper fit", memory_efficiency=0.82, compute_efficiency=0.55),
+    "ada": Constants("estimate from the Hopper fit", memory_efficiency=0.85, compute_efficiency=0.5),
+    "volta": Constants("estimate from the Hopper fit", memory_efficiency=0.8, compute_efficiency=0.5),
+    "turing": Constants("estimate from the Hopper fit", memory_efficiency=0.8, compute_efficiency=0.45),
+}
+_UNKNOWN = Constants(
+    "estimate: an unknown generation", memory_efficiency=0.7, compute_efficiency=0.4, spread=(0.65, 1.6)
+)
+
+# Without CUDA graphs every kernel is started by the CPU. s2-20: 13B at TP 1 took 35.5 ms a step where bytes need 20.4:
+# 15 ms / 40 layers = 375 us; with 350 the TP 2 and TP 4 rows of the same table come out too.
+_EAGER_LAYER_US = 350.0
+# The largest batch that has a CUDA graph: config/vllm.py, min(2 x max_num_seqs, 512).
+_CAPTURED_TOKENS = 512
+# vLLM had no CUDA graphs before 0.2.6 (release notes).
+_FIRST_WITH_GRAPHS = (0, 2, 6)
+# The fixed part by engine generation: V0's scheduler ran between the steps (to 0.7), V1 runs it in another process, and
+# async scheduling (default since 0.14) overlaps it. Estimates; the fit is on versions with async scheduling.
+_STEP_US: tuple[tuple[tuple[int, int], float], ...] = (((0, 8), 2500.0), ((0, 14), 900.0))
+
+_PEAK_BY_WEIGHTS: Mapping[str, tuple[str, ...]] = {
+    "fp8": ("fp8", "bf16", "fp16"),
+    "fp8-block": ("fp8", "bf16", "fp16"),
+    "int8": ("int8", "bf16", "fp16"),
+    "nvfp4": ("fp4", "bf16", "fp16"),
+}
+
+
+def constants(gpu: GpuFacts, engine: Engine, calibration: Calibration | None = None) -> Constants:
+    """The constants for this card and engine; measured ones win, and make the ranges narrow."""
+    found = _GENERATION.get(gpu.generation, _UNKNOWN)
+    version = _version(engine.version)
+    step_us = next((us for before, us in _STEP_US if version < before), found.step_us)
+    found = msgspec.structs.replace(found, step_us=step_us)
+    if engine.is_eager or version < _FIRST_WITH_GRAPHS:
+        found = msgspec.structs.replace(
+            found,
+            dense_layer_us=_EAGER_LAYER_US,
+            moe_layer_us=_EAGER_LAYER_US * 1.5,
+            long_dense_layer_us=_EAGER_LAYER_US,
+            long_moe_layer_us=_EAGER_LAYER_US * 1.5,
+            narrow_share=1.0,
+            source=found.source + "; without CUDA graphs",
+        )
+    if calibration is None:
+        return found
+    measured = {
+        name: value
+        for name in calibration.__struct_fields__
+        if name != "source" and (value := getattr(calibration, name)) is not None
+    }
+    narrow = {"spread": (0.9, 1.12), "source": calibration.source} if measured else {}
+    return msgspec.structs.replace(found, **measured, **narrow)
+
+
+def layer_us(known: Constants, hidden: int, *, is_moe: bool) -> float:
+    """Overhead of one layer: in full at 8192 hidden, narrower models start the same kernels but finish them sooner.
+
+    Hopper, dense: 54 us at 8192, 38 at 5120, 32 at 4096, 16 at 1024. A mixture's kernels are many and small at any
+    width: 62 us (Qwen3.6-35B-A3B, 2048 wide, on one Blackwell: 65 measured).
+    """
+    if is_moe:
+        return known.moe_layer_us
+    share = known.narrow_share + (1 - known.narrow_share) * hidden / known.full_width
+    return known.dense_layer_us * min(1.0, share)
+
+
+def overhead_us(known: Constants, work: Work, n_tokens: float) -> float:
+    """All layers' overhead and the fixed part of a step. Beyond the captured sizes it pays the CPU's kernel starts.
+
+    Measured on Blackwell: Qwen3-32B 6 ms of 64 layers at 1024 tokens whatever TP, Qwen3.6-35B-A3B (30 of 40 layers with
+    GDN states) 28 ms.
+    """
+    n_moe = work.n_moe_layers
+    n_dense = work.n_layers - n_moe
+    if n_tokens <= _CAPTURED_TOKENS:
+        dense, moe, state = layer_us(known, work.hidden, is_moe=False), layer_us(known, work.hidden, is_moe=True), 0.0
+    else:
+        dense, moe, state = known.long_dense_layer_us, known.long_moe_layer_us, known.long_state_us
+    return n_dense * dense + n_moe * moe + work.n_state_layers * state + known.step_us
+
+
+def peak_tflops(gpu: GpuFacts, weight_kind: str | None) -> float:
+    """Dense TFLOPS at which the weight matrices are multiplied. Weight-only formats (AWQ, GPTQ, MXFP4) use bf16."""
+    rates = gpu.dense_tflops
+    for name in _PEAK_BY_WEIGHTS.get(weight_kind or "", ("bf16", "fp16")):
+        rate: float | None = getattr(rates, name)
+        if rate:
+            return rate
+    return rates.fp16
+
+
+class StepTime(msgspec.Struct, frozen=True):
+    """Milliseconds of one pass through all layers (all pipeline stages one after the other)."""
+
+    memory_ms: float
+    compute_ms: float
+    comm_ms: Range
+    overhead_ms: float
+
+    @property
+    def likely_ms(self) -> float:
+        return max(self.memory_ms, self.compute_ms) + self.comm_ms.likely + self.overhead_ms
+
+    def spread(self, factors: tuple[float, float]) -> Range:
+        """The step as a range: the machine's own part times `factors`, communication by its own bounds."""
+        own = max(self.memory_ms, self.compute_ms) + self.overhead_ms
+        return Range(own * factors[0] + self.comm_ms.low, self.likely_ms, own * factors[1] + self.comm_ms.high)
+
+
+def step_time(work: Work, layout: Parallel, fabric: Fabric, step: Step, engine: Engine, known: Constants) -> StepTime:
+    """One step on one data rank through every stage. With pp stages `step` is one of the pp batches in flight."""
+    gpu = fabric.gpu
+    read = work_.weight_bytes_read(work, layout, step.n_tokens)
+    read += work_.cache_bytes_read(work, layout, step, engine.cache_dtype_bytes)
+    bf16 = peak_tflops(gpu, None)
+    linear = work_.linear_flops(work, layout, step) / peak_tflops(gpu, work.weight_kind)
+    attention = work_.attention_flops(work, layout, step) / bf16
+    # Uneven stages: all wait for the fullest one.
+    uneven = math.ceil(work.n_layers / layout.pipeline) * layout.pipeline / work.n_layers
+    return StepTime(
+        memory_ms=uneven * read / (known.memory_efficiency * gpu.mem_bw_gbs * 1e9) * 1e3,
+        compute_ms=uneven * (linear + attention) / (known.compute_efficiency * 1e12) * 1e3,
+        comm_ms=comm_ms(work, layout, fabric, step.n_tokens),
+        overhead_ms=overhead_us(known, work, step.n_tokens) / 1e3,
+    )
+
+
+def comm_ms(work: Work, layout: Parallel, fabric: Fabric, n_tokens: float) -> Range:
+    """Collectives of one step, in milliseconds: TP all-reduces, expert dispatch and combine, pipeline sends."""
+    message = n_tokens * work.hidden * work.dtype_bytes
+    low = likely = high = 0.0
+    if layout.tensor > 1:
+        one = allreduce_us(fabric, layout.tensor, message, layout.pipeline * layout.data)
+        low, likely, high = (us * work.n_allreduces for us in (one.low, one.likely, one.high))
+    group = layout.tensor * layout.data
+    if work.n_moe_layers and group > 1 and layout.data > 1:
+        # Dispatch and combine: every token goes to the ranks of its experts, at most one copy a rank.
+        copies = min(max(layer.top_k for layer, _ in work.layers), group)
+        one = all_to_all_us(fabric, group, message * copies / layout.tensor)
+        count = 2 * work.n_moe_layers
+        low, likely, high = low + one.low * count, likely + one.likely * count, high + one.high * count
+    between = n_boundaries_between_nodes(fabric, layout.tensor, layout.pipeline)
+    for count, crosses in ((between, True), (layout.pipeline - 1 - between, False)):
+        if count:
+            one = send_us(fabric, message / layout.tensor, is_between_nodes=crosses)
+            low, likely, high = low + one.low * count, likely + one.likely * count, high + one.high * count
+    return Range(low / 1e3, likely / 1e3, high / 1e3)
+
+
+def prefill_time(
+    work: Work, layout: Parallel, fabric: Fabric, n_tokens: int, engine: Engine, known: Constants
+) -> Range:
+    """One prompt alone, in milliseconds, in chunks of max_num_batched_tokens."""
+    total = [0.0, 0.0, 0.0]
+    for done, chunk in _chunks(n_tokens, engine.max_num_batched_tokens):
+        one = step_time(work, layout, fabric, Step(0, chunk, 0, done + chunk / 2), engine, known)
+        total = [have + more for have, more in zip(total, _values(one.spread(known.spread)), strict=True)]
+    return Range(*total)
+
+
+def estimate(
+    work: Work,
+    layout: Parallel,
+    fabric: Fabric,
+    workload: Workload,
+    engine: Engine | None = None,
+    calibration: Calibration | None = None,
+) -> Speed:
+    """TTFT, TPOT and throughput of a closed loop with `workload.concurrency` requests always asked for.
+
+    When fewer can run at once than are asked for, the rest waits: TTFT grows by the wait, TPOT does not.
+    """
+    engine = engine or Engine()
+    known = constants(fabric.gpu, engine, calibration)
+    asked = max(1.0, workload.concurrency / layout.data)
+    running = asked if engine.max_running is None else max(1.0, min(asked, float(engine.max_running)))
+    decode, tpot = _tpot(work, layout, fabric, workload, running, engine, known)
+    prefill = prefill_time(work, layout, fabric, workload.input_tokens, engine, known)
+    ttft = _ttft(prefill, running, layout.pipeline, known)
+    last = max(0, workload.output_tokens - 1)
+    served = Range(*(t + last * p for t, p in zip(_values(ttft), _values(tpot), strict=True)))
+    waiting = asked / running - 1
+    if waiting > 0:
+        ttft = Range(*(t + waiting * s for t, s in zip(_values(ttft), _values(served), strict=True)))
+    per_s = Range(*(1e3 * running * layout.data / ms for ms in reversed(_values(served))))
+    return Speed(
+        ttft_ms=ttft,
+        tpot_ms=tpot,
+        output_tokens_per_s=Range(*(rate * workload.output_tokens for rate in _values(per_s))),
+        requests_per_s=per_s,
+        n_running=running,
+        step_parts_ms={
+            "memory": decode.memory_ms,
+            "compute": decode.compute_ms,
+            "communication": decode.comm_ms.likely,
+            "overhead": decode.overhead_ms,
+            "prompts": tpot.likely - decode.likely_ms,
+        },
+    )
+
+
+def _tpot(
+    work: Work,
+    layout: Parallel,
+    fabric: Fabric,
+    workload: Workload,
+    running: float,
+    engine: Engine,
+    known: Constants,
+) -> tuple[StepTime, Range]:
+    """(a step that only decodes, the mean step). With pp stages pp batches are in flight, each with its share of the
+    requests: a token passes all stages, and no stage idles when there are at least pp requests."""
+    n_decodes = max(1.0, running / layout.pipeline)
+    context = workload.input_tokens + workload.output_tokens / 2
+    decode = step_time(work, layout, fabric, Step(n_decodes, 0, context, 0), engine, known)
+    share, tokens = _mixing(n_decodes, workload, engine.max_num_batched_tokens)
+    step = Step(n_decodes, tokens, context, workload.input_tokens / 2)
+    mixed = step_time(work, layout, fabric, step, engine, known).spread(known.spread)
+    alone = decode.spread(known.spread)
+    mean = (max(0.0, 1 - share) * a + share * m for a, m in zip(_values(alone), _values(mixed), strict=True))
+    return decode, Range(*mean)
+
+
+def _mixing(n_decodes: float, workload: Workload, most: int) -> tuple[float, float]:
+    """(share of the steps that read prompts too, prompt tokens in each of them).
+
+    16 decoding, 1000 in, 200 out: 16 / 200 = 0.08 of the steps, 1000 tokens each. Prompts that come faster than steps
+    share them: 512 decoding, 10 in, 100 out: every step, 51 tokens. Over 1: more steps than tokens are needed.
+    """
+    prompts = n_decodes / max(1, workload.output_tokens)
+    tokens = prompts * workload.input_tokens
+    share = max(min(1.0, prompts * len(_chunks(workload.input_tokens, most))), tokens / most)
+    return share, tokens / share
+
+
+def _chunks(n_tokens: int, most: int) -> list[tuple[int, int]]:
+    """(tokens before it, tokens in it) of each chunk of a prompt: 10_000 by 8192 -> (0, 8192), (8192, 1808)."""
+    return [(done, min(most, n_tokens - done)) for done in range(0, n_tokens, most)]
+
+
+def _ttft(prefill: Range, running: float, pipeline: int, known: Constants) -> Range:
+    """c + prefill x (a + b x C). The fit has 4 and more requests at once; alone there is nobody to wait for, so a falls
+    to 1 and c to a third of itself at one request. Stages of a pipeline take turns: the queue is pp times shorter."""
+    crowd = 1 - 1 / running**2
+    times = 1 + (known.ttft_prefill - 1) * crowd + known.ttft_per_request * running / pipeline * crowd
+    fixed = known.ttft_fixed_ms * (1 / 3 + 2 / 3 * crowd)
+    low, high = known.spread
+    return Range(fixed * low + prefill.low * times, fixed + prefill.likely * times, fixed * high + prefill.high * times)
+
+
+def _values(value: Range) -> tuple[float, float, float]:
+    return value.low, value.likely, value.high
+
+
+def _version(text: str) -> tuple[int, ...]:
+    """ "0.33.0rc1" -> (0, 33, 0)."""
+    parts = []
+    for word in text.lstrip("v").split(".")[:3]:
+        digits = "".join(ch for ch in word if ch.isdigit()) if word[:1].isdigit() else ""
+        if not digits:
+            break
+        parts.append(int(digits))
+    return tuple(parts) or (0, 33)

@@ -1,0 +1,98 @@
+"""The catalogue: every row reads, every name answers, unknown names are refused with the nearest one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from penstock import catalog
+from penstock.errors import UserError
+
+DATA = Path(catalog.__file__).parent / "data"
+
+
+def test_every_gpu_row_has_what_planning_needs() -> None:
+    rows = [catalog.gpu(name) for name in catalog.gpu_ids()]
+    assert len(rows) == 25
+    for row in rows:
+        assert row.sources and row.mem_bw_gbs > 100 and row.memory.torch_total_gib > 10
+        assert row.memory.torch_total_gib < row.memory.marketing_gb * 1e9 / 2**30 * 1.08
+        assert row.allreduce is not None and row.generation != "unknown"
+
+
+@pytest.mark.parametrize(
+    ("name", "own"),
+    [
+        ("h100-sxm", "h100-sxm"),
+        ("NVIDIA H100 80GB HBM3", "h100-sxm"),
+        ("NVIDIA-H100-80GB-HBM3", "h100-sxm"),
+        ("nvidia-l4", "l4"),
+        ("Tesla T4", "t4"),
+        ("nvidia-tesla-t4", "t4"),
+        ("h200", "h200-sxm"),
+        ("B200", "b200-sxm"),
+        ("NVIDIA GeForce RTX 4090", "rtx-4090"),
+        ("AMD Instinct MI300X", "mi300x"),
+    ],
+)
+def test_a_gpu_answers_to_the_names_people_have_for_it(name: str, own: str) -> None:
+    assert catalog.gpu(name).id == own
+
+
+def test_an_unknown_gpu_is_refused_with_the_nearest() -> None:
+    with pytest.raises(UserError, match='the nearest is "h100-sxm"') as refused:
+        catalog.gpu("h100-smx")
+    assert refused.value.exit_code == 2
+    with pytest.raises(UserError, match="cannot tell which GPU") as unclear:
+        catalog.gpu("h100")
+    assert "h100-pcie, h100-sxm" in str(unclear.value.hint)
+
+
+def test_links_know_their_transport() -> None:
+    known = {name: catalog.link(name).transport for name in catalog.link_ids()}
+    assert known["ib-ndr-400"] == known["roce-100g"] == known["gcp-a3-ultra-roce"] == "rdma"
+    assert known["pod-network-tcp"] == known["gcp-tcp-fallback"] == known["eth-25g"] == "tcp"
+    assert known["aws-efa-3200"] == known["gcp-tcpxo-a3-mega"] == "efa"
+    assert catalog.link("ib-ndr").id == "ib-ndr-400"
+    assert catalog.link("pod-network-tcp").step_latency_us == (370, 580)
+    assert all(catalog.link(name).source for name in catalog.link_ids())
+    with pytest.raises(UserError, match='the nearest is "ib-ndr-400"'):
+        catalog.link("ib-ndr400")
+
+
+def test_a_card_without_a_measured_all_reduce_borrows_from_its_like() -> None:
+    small = catalog.gpu("a100-sxm4-40").allreduce
+    assert small is not None and small.borrowed_from == "a100-sxm4-80" and small.bus_gbs_large[8] == 228
+    volta, ampere = catalog.gpu("v100-sxm2-32").allreduce, catalog.gpu("a100-sxm4-80").allreduce
+    assert volta is not None and ampere is not None and ampere.borrowed_from is None
+    assert volta.bus_gbs_large[8] == pytest.approx(ampere.bus_gbs_large[8] / 2)
+    pro = catalog.gpu("h100-pcie").allreduce
+    assert pro is not None and pro.borrowed_from == "rtx-pro-6000-blackwell"
+
+
+def test_every_model_has_a_config_and_every_config_a_row() -> None:
+    folders = {path.parent.name for path in (DATA / "models").glob("*/config.json")}
+    assert folders == set(catalog.model_names()) and len(folders) == 77
+    for name in folders:
+        assert json.loads((DATA / "models" / name / "config.json").read_text("utf-8"))["architectures"]
+        assert catalog.model(name).source
+
+
+def test_a_model_answers_to_its_hub_id_too() -> None:
+    assert catalog.model("llama-3.1-405b").hf_id == catalog.model(catalog.model("llama-3.1-405b").hf_id).hf_id
+    assert catalog.model_config("lmsys/vicuna-13b-v1.3") == catalog.model_config("vicuna-13b-v1.3")
+    assert catalog.has_model("vicuna-13b-v1.3") and not catalog.has_model("nobody/nothing")
+    with pytest.raises(UserError, match='the nearest is "qwen3-32b"'):
+        catalog.model_config("qwen3-32bb")
+
+
+def test_a_config_is_the_callers_own_copy() -> None:
+    catalog.model_config("qwen3-32b")["hidden_size"] = 1
+    assert catalog.model_config("qwen3-32b")["hidden_size"] == 5120
+
+
+@pytest.mark.parametrize(("mib", "gib"), [(24576, 23.55), (46068, 44.44), (81559, 79.10), (143771, 139.80)])
+def test_the_total_of_an_unknown_card_follows_the_rule(mib: int, gib: float) -> None:
+    assert catalog.default_total_gib(mib) == pytest.approx(gib, abs=0.01)

@@ -1,0 +1,261 @@
+"""`penstock plan` with a solver that answers what the test says: arguments in, text, JSON, files and exit codes out."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import sizing_samples as samples
+
+from penstock import cli_plan, machine, spec
+from penstock.errors import UserError
+from penstock.plan import Gpu
+from penstock.plan.sizing import Sizing, SizingRequest
+from penstock.spec import Parallel
+
+replace = msgspec.structs.replace
+BASE = ("llama-3.1-70b", "--gpu", "h100-sxm", "--gpus-per-node", "8")
+
+Asked = list[SizingRequest]
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[Asked]:
+    """What the solver was asked; it answers that it fits unless the test sets another answer."""
+    requests: Asked = []
+
+    def solve(request: SizingRequest) -> Sizing:
+        requests.append(request)
+        return samples.FITS
+
+    monkeypatch.setattr(cli_plan, "solve", solve)
+    yield requests
+
+
+def run(*argv: str) -> int:
+    parser = argparse.ArgumentParser(prog="penstock plan")
+    cli_plan.add_arguments(parser)
+    return cli_plan.run(parser.parse_args(argv))
+
+
+def answer(monkeypatch: pytest.MonkeyPatch, sizing: Sizing) -> None:
+    monkeypatch.setattr(cli_plan, "solve", lambda request: sizing)
+
+
+def test_what_is_not_said_is_left_to_the_solver(asked: Asked) -> None:
+    assert run(*BASE) == 0
+    (request,) = asked
+    assert request == SizingRequest(request.facts, gpu="h100-sxm", gpus_per_node=8)
+    assert request.facts.config["num_hidden_layers"] == 80
+    assert request.fixed_layout is None
+
+
+def test_every_flag_of_the_contract_reaches_the_solver(asked: Asked) -> None:
+    words = (
+        "--nodes 2 --network ib-ndr-400 --gpu-memory-gib 79.1 --tensor 4 --pipeline 2 --data 1 --expert "
+        "--max-model-len 128K --max-num-seqs 256 --max-num-batched-tokens 8192 --kv-cache-dtype fp8 --quantization fp8 "
+        "--dtype bfloat16 --gpu-memory-utilization 0.9 --block-size 32 --no-prefix-caching --enforce-eager "
+        "--engine-version 0.20 --available-kv-gib 10.5 12 --input-tokens 500 --output-tokens 50 --concurrency 3 "
+        "--ttft-ms 400 --tpot-ms 20 --context-per-user 9000 --think-time-s 12.5 --json"
+    )
+    run(*BASE, *words.split())
+    (request,) = asked
+    expected = SizingRequest(
+        facts=request.facts,
+        gpu="h100-sxm",
+        gpus_per_node=8,
+        nodes=2,
+        network="ib-ndr-400",
+        gpu_memory_gib=79.1,
+        tensor=4,
+        pipeline=2,
+        data=1,
+        expert=True,
+        max_model_len=131_072,
+        max_num_seqs=256,
+        max_num_batched_tokens=8192,
+        kv_cache_dtype="fp8",
+        quantization="fp8",
+        dtype="bfloat16",
+        gpu_memory_utilization=0.9,
+        block_size=32,
+        prefix_caching=False,
+        enforce_eager=True,
+        engine_version="0.20",
+        available_kv_gib=(10.5, 12.0),
+        input_tokens=500,
+        output_tokens=50,
+        concurrency=3,
+        ttft_ms=400,
+        tpot_ms=20,
+        context_per_user=9000,
+        think_time_s=12.5,
+    )
+    assert request == expected
+    assert request.fixed_layout == Parallel(4, 2, 1, True)
+
+
+@pytest.mark.parametrize("words", [["7", "8"], ["7,8"], ["7, 8"]])
+def test_memory_per_stage_may_be_words_or_a_list(words: list[str], asked: Asked) -> None:
+    run(*BASE, "--available-kv-gib", *words)
+    assert asked[0].available_kv_gib == (7.0, 8.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "n_tokens"), [("131072", 131_072), ("128K", 131_072), ("128k", 128_000), ("1M", 2**20)]
+)
+def test_lengths_are_read_as_vllm_reads_them(text: str, n_tokens: int, asked: Asked) -> None:
+    run(*BASE, "--max-model-len", text)
+    assert asked[0].max_model_len == n_tokens
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--tensor 0",
+        "--tensor two",
+        "--tensor ²",
+        "--max-model-len -1",
+        "--gpu-memory-utilization 1.1",
+        "--gpu-memory-utilization nan",
+        "--available-kv-gib inf",
+        "--available-kv-gib 5,",
+        "--ttft-ms 0",
+        "--dtype int4",
+        "--no-such-flag",
+    ],
+)
+def test_bad_values_exit_with_2(words: str, asked: Asked) -> None:
+    with pytest.raises(SystemExit) as caught:
+        run(*BASE, *words.split())
+    assert caught.value.code == 2
+    assert asked == []
+
+
+def test_json_is_the_contract_and_nothing_else(asked: Asked, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*BASE, "--json") == 0
+    plain = json.loads(capsys.readouterr().out)
+    assert plain["layout"] == {"tensor": 4, "pipeline": 1, "data": 1, "expert": False}
+    assert plain["kv"]["num_blocks"] == 30_105
+    assert plain["memory"]["activation_gib"] == {"low": 1.7, "likely": 2.12, "high": 2.6}
+    assert not {"settings", "ranks", "levers", "users"} & plain.keys()
+
+
+def test_what_does_not_fit_exits_with_3_and_says_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer(monkeypatch, samples.SHORT)
+    assert run(*BASE, "--json") == 3
+    plain = json.loads(capsys.readouterr().out)
+    assert plain["fits"] is False and plain["weights"]["params"] == 70_553_706_496
+    assert run(*BASE) == 3
+    assert "DOES NOT FIT" in capsys.readouterr().out
+
+
+def test_text_has_no_colour_where_nobody_looks(asked: Asked, capsys: pytest.CaptureFixture[str]) -> None:
+    run(*BASE)
+    assert "\033[" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("no_colour", [False, True])
+def test_a_terminal_has_colour_unless_no_color_is_set(
+    no_colour: bool, asked: Asked, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    if no_colour:
+        monkeypatch.setenv("NO_COLOR", "1")
+    run(*BASE)
+    assert ("\033[" in capsys.readouterr().out) is not no_colour
+
+
+def test_what_the_facts_note_becomes_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Solver:
+        @staticmethod
+        def sizing_of(request: SizingRequest, gpu: object, network: object) -> Sizing:
+            return samples.FITS
+
+    monkeypatch.setitem(sys.modules, "penstock.plan.solve", Solver)
+    noted = replace(samples.REQUEST, facts=replace(samples.FACTS, notes=("read from a copy", samples.FITS.warnings[0])))
+    assert cli_plan.solve(noted).warnings == ("read from a copy", *samples.FITS.warnings)
+
+
+def test_without_a_gpu_named_this_machines_are_taken(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "gpus", lambda: [Gpu(at, "NVIDIA L4", 1, 1) for at in range(2)])
+    run("llama-3.1-70b")
+    run("llama-3.1-70b", "--gpus-per-node", "1")
+    assert [(request.gpu, request.gpus_per_node) for request in asked] == [("NVIDIA L4", 2), ("NVIDIA L4", 1)]
+
+
+@pytest.mark.parametrize(("names", "word"), [([], "no GPU"), (["NVIDIA L4", "NVIDIA A10"], "several kinds")])
+def test_a_machine_that_says_nothing_needs_a_gpu_named(
+    names: list[str], word: str, asked: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "gpus", lambda: [Gpu(at, name, 1, 1) for at, name in enumerate(names)])
+    with pytest.raises(UserError, match=word) as caught:
+        run("llama-3.1-70b")
+    assert "--gpu h100-sxm" in str(caught.value.hint)
+
+
+def test_write_makes_a_file_that_up_takes(asked: Asked, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "penstock.yaml"
+    assert run(*BASE, "--write", str(path), "--ttft-ms", "500") == 0
+    made = spec.load(path)
+    assert (made.model, made.parallel) == (asked[0].facts.hub_id, Parallel(tensor=4))
+    assert made.engine.max_model_len == 131_072
+    assert made.workload.ttft_ms == 500
+    assert (made.hardware.gpu, made.hardware.gpus_per_node) == ("h100-sxm", 8)
+    assert f"wrote {path}" in capsys.readouterr().out
+
+
+def test_write_replaces_a_file_only_by_force(asked: Asked, tmp_path: Path) -> None:
+    path = tmp_path / "penstock.yaml"
+    path.write_text("mine", "utf-8")
+    with pytest.raises(UserError, match="it is there already"):
+        run(*BASE, "--write", str(path))
+    assert path.read_text("utf-8") == "mine" and asked == []
+    assert run(*BASE, "--write", str(path), "--force") == 0
+    assert spec.load(path).engine.kind == "vllm"
+
+
+def test_write_leaves_no_file_for_what_does_not_fit(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer(monkeypatch, samples.SHORT)
+    assert run(*BASE, "--write", str(tmp_path / "penstock.yaml")) == 3
+    assert not (tmp_path / "penstock.yaml").exists()
+    assert "did not write" in capsys.readouterr().out
+
+
+def test_the_file_names_a_folder_by_its_full_path_and_keeps_the_engines_flags(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "m").mkdir()
+    request = replace(samples.REQUEST, facts=replace(samples.FACTS, reference="m", hub_id=None))
+    flags = ("--tensor-parallel-size", "4", "--max-num-seqs", "64", "--enforce-eager", "--kv-cache-dtype=fp8")
+    made = spec.parse(cli_plan.deployment_text(request, replace(samples.FITS, engine_args=flags)))
+    assert made.model == str(tmp_path / "m")
+    assert made.engine.args == {"max-num-seqs": 64, "enforce-eager": True, "kv-cache-dtype": "fp8"}
+
+
+def test_a_picture_that_cannot_be_made_is_refused_before_the_work(asked: Asked, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="not a kind of picture"):
+        run(*BASE, "--plot", str(tmp_path / "plan.pdf"))
+    assert asked == []
+
+
+def test_the_help_names_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        run("--help")
+    assert caught.value.code == 0
+    shown = capsys.readouterr().out
+    fields: tuple[Any, ...] = SizingRequest.__struct_fields__
+    flags = {"--" + field.replace("_", "-") for field in fields} - {"--facts", "--prefix-caching"}
+    assert [flag for flag in flags | {"--no-prefix-caching", "--plot", "--write", "--json"} if flag not in shown] == []

@@ -1,0 +1,388 @@
+"""Facts of a model from a folder, the catalogue, and a hub on loopback that serves ranges, redirects and refusals."""
+
+from __future__ import annotations
+
+import json
+import struct
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock import catalog, facts, hub
+from penstock.errors import UserError
+from penstock.plan.sizing import StoredTensor
+
+CONFIG = {"architectures": ["LlamaForCausalLM"], "hidden_size": 64}
+NAME = "someone/tiny"
+CATALOGUED = catalog.model("llama-3.1-70b").hf_id
+
+
+def shard(*tensors: tuple[str, str, tuple[int, ...], int]) -> bytes:
+    """A safetensors file: (name, dtype, shape, bytes) of each tensor, without the data."""
+    rows: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name, dtype, shape, n_bytes in tensors:
+        rows[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + n_bytes]}
+        at += n_bytes
+    header = json.dumps(rows).encode()
+    return struct.pack("<Q", len(header)) + header
+
+
+ONE = shard(("embed", "BF16", (100, 64), 12_800), ("norm", "F32", (64,), 256))
+TWO = shard(("head", "BF16", (100, 64), 12_800))
+INDEX = {
+    "metadata": {"total_size": 25_856},
+    "weight_map": {"embed": "a.safetensors", "norm": "a.safetensors", "head": "b.safetensors"},
+}
+
+
+class Hub(ThreadingHTTPServer):
+    """A hub: files by path ("name/resolve/main/x"), what was asked, and how it misbehaves."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.files: dict[str, bytes] = {}
+        self.moved: dict[str, str] = {}
+        self.refused: dict[str, tuple[int, str]] = {}
+        self.token: str | None = None
+        self.ranges = True
+        self.n_broken = 0
+        self.asked: list[tuple[str, str | None, str | None]] = []
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def add(self, name: str, **files: bytes) -> None:
+        self.files |= {f"{name}/resolve/main/{path.replace('__', '.')}": body for path, body in files.items()}
+
+    @property
+    def paths(self) -> list[str]:
+        return [path.rpartition("/")[2] for path, _, _ in self.asked]
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Hub
+
+    def do_GET(self) -> None:
+        hub, path = self.server, self.path.lstrip("/")
+        token, wanted = self.headers.get("Authorization"), self.headers.get("Range")
+        hub.asked.append((path, token, wanted))
+        if hub.n_broken:
+            hub.n_broken -= 1
+            return self._answer(500, b"")
+        if path in hub.moved:
+            return self._answer(302, b"", ("Location", hub.moved[path]))
+        if path in hub.refused or (hub.token and token != f"Bearer {hub.token}"):
+            status, code = hub.refused.get(path, (401, "GatedRepo"))
+            return self._answer(status, b"", ("X-Error-Code", code), ("X-Error-Message", "ask first"))
+        if path not in hub.files:
+            return self._answer(404, b"", ("X-Error-Code", "EntryNotFound"))
+        body, commit = hub.files[path], ("X-Repo-Commit", "c0ffee")
+        if wanted and hub.ranges:
+            end = int(wanted.removeprefix("bytes=0-")) + 1
+            return self._answer(206, body[:end], commit)
+        return self._answer(200, body, commit)
+
+    def _answer(self, status: int, body: bytes, *headers: tuple[str, str]) -> None:
+        self.send_response(status)
+        for name, value in headers:
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Connection", "close")
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
+    """A hub that HF_ENDPOINT points to, with a cache of its own, no token, not offline."""
+    server = Hub()
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    monkeypatch.setenv("HF_ENDPOINT", server.url)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hf"))
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    for name in ("HF_TOKEN", "HF_HUB_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def folder(path: Path, **files: bytes) -> Path:
+    path.mkdir(parents=True, exist_ok=True)
+    for name, body in files.items():
+        (path / name.replace("__", ".")).write_bytes(body)
+    return path
+
+
+def as_json(value: object) -> bytes:
+    return json.dumps(value).encode()
+
+
+def test_a_folder_with_only_a_config_is_enough(tmp_path: Path) -> None:
+    found = facts.read(str(folder(tmp_path / "m", config__json=as_json(CONFIG))))
+    assert (found.config, found.tensors, found.index_bytes, found.notes) == (CONFIG, None, None, ())
+    assert found.source == f"{tmp_path / 'm'}: config.json alone"
+    assert facts.read(str(tmp_path / "m" / "config.json")).config == CONFIG
+
+
+def test_a_folder_tells_every_tensor_of_every_shard(tmp_path: Path) -> None:
+    path = folder(tmp_path / "m", config__json=as_json(CONFIG), a__safetensors=ONE, b__safetensors=TWO)
+    found = facts.read(str(path))
+    assert found.tensors == (
+        StoredTensor("embed", "BF16", (100, 64)),
+        StoredTensor("norm", "F32", (64,)),
+        StoredTensor("head", "BF16", (100, 64)),
+    )
+    assert found.index_bytes == 25_856
+    assert found.source.endswith(": 2 safetensors headers")
+
+
+def test_an_index_says_which_files_count(tmp_path: Path) -> None:
+    index = as_json({**INDEX, "weight_map": {"embed": "a.safetensors"}})
+    path = folder(tmp_path / "m", config__json=as_json(CONFIG), a__safetensors=ONE, b__safetensors=TWO)
+    (path / facts.INDEX).write_bytes(index)
+    assert [tensor.name for tensor in facts.read(str(path)).tensors or ()] == ["embed", "norm"]
+
+
+def test_mistrals_second_copy_of_the_weights_is_not_counted(tmp_path: Path) -> None:
+    path = folder(tmp_path / "m", config__json=as_json(CONFIG), a__safetensors=ONE, consolidated__safetensors=ONE)
+    assert facts.read(str(path)).index_bytes == 13_056
+    (path / "a.safetensors").unlink()
+    assert facts.read(str(path)).index_bytes == 13_056
+
+
+@pytest.mark.parametrize(
+    ("files", "n_notes"), [({}, 0), ({"a__safetensors": ONE}, 1)], ids=["no shard", "one of two shards"]
+)
+def test_an_index_without_all_its_shards_gives_the_bytes(files: dict[str, bytes], n_notes: int, tmp_path: Path) -> None:
+    path = folder(tmp_path / "m", config__json=as_json(CONFIG), **files)
+    (path / facts.INDEX).write_bytes(as_json(INDEX))
+    found = facts.read(str(path))
+    assert (found.tensors, found.index_bytes, len(found.notes)) == (None, 25_856, n_notes)
+
+
+@pytest.mark.parametrize(
+    "body", [b"version https://git-lfs.github.com/spec/v1\n", b"", b"\x09" + b"\0" * 7 + b"not json!"]
+)
+def test_a_shard_that_is_none_is_told_and_not_counted(body: bytes, tmp_path: Path) -> None:
+    found = facts.read(str(folder(tmp_path / "m", config__json=as_json(CONFIG), a__safetensors=body)))
+    assert found.tensors is None
+    assert "could not be read" in found.notes[0] and "Git LFS" in found.notes[0]
+
+
+@pytest.mark.parametrize("header", [b"[]", b'{"a": 1}', b'{"a": {"dtype": "F32", "shape": [1]}}', b"{"])
+def test_a_header_that_is_none_is_refused(header: bytes) -> None:
+    with pytest.raises(ValueError):
+        hub.parse_header(header)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"), [(None, "no config.json"), (b"{", "it is not JSON"), (b"[]", "it is not a JSON object")]
+)
+def test_a_folder_without_a_config_is_refused(body: bytes | None, message: str, tmp_path: Path) -> None:
+    path = folder(tmp_path / "m", **({} if body is None else {"config__json": body}))
+    with pytest.raises(UserError, match=message) as caught:
+        facts.read(str(path))
+    assert caught.value.exit_code == 2
+
+
+def test_a_catalogue_name_needs_no_network() -> None:
+    found = facts.read("llama-3.1-70b")
+    assert found.config["num_hidden_layers"] == 80
+    assert (found.index_bytes, found.hub_id) == (141_107_412_992, catalog.model("llama-3.1-70b").hf_id)
+
+
+def test_the_bundled_model_is_known_by_its_name() -> None:
+    found = facts.read("penstock-demo")
+    assert found.config["architectures"] == ["LlamaForCausalLM"]
+    assert found.tensors and found.index_bytes and found.index_bytes < 10_000_000
+
+
+@pytest.mark.parametrize(
+    ("reference", "hint"),
+    [("llama-3.1-70", 'Did you mean "llama-3.1-70b"?'), ("./nowhere", "Check the path"), ("a/b/c", "Check the path")],
+)
+def test_an_unknown_name_is_refused_with_the_nearest(reference: str, hint: str) -> None:
+    with pytest.raises(UserError) as caught:
+        facts.read(reference)
+    assert caught.value.hint is not None and hint in caught.value.hint
+
+
+def test_a_gguf_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "m.gguf").write_bytes(b"GGUF")
+    with pytest.raises(UserError, match="cannot plan model file"):
+        facts.read(str(tmp_path / "m.gguf"))
+
+
+def sharded(served: Hub, name: str = NAME) -> None:
+    served.add(name, config__json=as_json(CONFIG), a__safetensors=ONE, b__safetensors=TWO)
+    served.files[f"{name}/resolve/main/{facts.INDEX}"] = as_json(INDEX)
+
+
+@pytest.mark.parametrize("ranges", [True, False])
+def test_a_hub_repository_is_read_by_its_headers(served: Hub, ranges: bool) -> None:
+    sharded(served)
+    served.ranges = ranges
+    found = facts.read(NAME)
+    assert (found.config, found.index_bytes, found.hub_id, found.notes) == (CONFIG, 25_856, NAME, ())
+    assert [tensor.name for tensor in found.tensors or ()] == ["embed", "norm", "head"]
+    assert all(wanted for _, _, wanted in served.asked)  # never a whole shard
+
+
+def test_a_second_read_asks_for_the_config_alone(served: Hub) -> None:
+    sharded(served)
+    first = facts.read(NAME)
+    served.asked.clear()
+    assert facts.read(NAME) == first
+    assert served.paths == ["config.json"]
+
+
+def test_a_header_longer_than_the_first_range_takes_a_second_request(
+    served: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub, "_FIRST_BYTES", 32)
+    served.add(NAME, config__json=as_json(CONFIG), model__safetensors=ONE + b"\0" * 1000)
+    assert facts.read(NAME).index_bytes == 13_056
+    assert [wanted for path, _, wanted in served.asked if path.endswith("model.safetensors")] == [
+        "bytes=0-31",
+        f"bytes=0-{len(ONE) - 1}",
+    ]
+
+
+def test_weights_in_the_old_format_give_their_bytes(served: Hub) -> None:
+    served.add(NAME, config__json=as_json(CONFIG))
+    served.files[f"{NAME}/resolve/main/pytorch_model.bin.index.json"] = as_json(INDEX)
+    found = facts.read(NAME)
+    assert (found.tensors, found.index_bytes, found.notes) == (None, 25_856, ())
+
+
+def test_headers_that_could_not_be_read_are_told_and_asked_again(served: Hub) -> None:
+    sharded(served)
+    served.refused[f"{NAME}/resolve/main/b.safetensors"] = (429, "")
+    found = facts.read(NAME)
+    assert (found.tensors, found.index_bytes) == (None, 25_856)
+    assert "too many requests" in found.notes[0]
+    served.refused.clear()
+    assert facts.read(NAME).tensors
+
+
+def test_the_token_goes_to_the_hub_and_to_no_other_host(served: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    served.token = "hf_secret"
+    served.add(NAME, model__safetensors=ONE)
+    served.files["renamed/config.json"] = as_json(CONFIG)
+    served.moved[f"{NAME}/resolve/main/config.json"] = "/renamed/config.json"
+    other = Hub()
+    other.files["blob"] = ONE
+    served.moved[f"{NAME}/resolve/main/model.safetensors"] = f"{other.url}/blob"
+    thread = threading.Thread(target=other.serve_forever, args=(0.01,))
+    thread.start()
+    try:
+        assert facts.read(NAME).index_bytes == 13_056
+    finally:
+        other.shutdown()
+        thread.join()
+        other.server_close()
+    assert {token for _, token, _ in served.asked} == {"Bearer hf_secret"}
+    assert [token for _, token, _ in other.asked] == [None]
+    assert other.asked[0][2] is not None  # the range goes along
+
+
+def test_a_gated_model_is_explained(served: Hub) -> None:
+    served.token = "another"
+    with pytest.raises(UserError, match="it is gated") as caught:
+        facts.read(NAME)
+    assert caught.value.exit_code == 2
+    assert caught.value.hint == "Accept the licence on its hub page, then set HF_TOKEN."
+    assert "ask first" in str(caught.value.detail)
+
+
+def test_a_model_that_is_not_there_is_explained(served: Hub) -> None:
+    with pytest.raises(UserError, match="no such repository or file"):
+        facts.read(NAME)
+
+
+def test_a_hub_that_breaks_once_is_asked_again(served: Hub) -> None:
+    served.add(NAME, config__json=as_json(CONFIG), model__safetensors=ONE)
+    served.n_broken = 1
+    assert facts.read(NAME).tensors
+    assert served.paths[:2] == ["config.json", "config.json"]
+
+
+def test_a_hub_that_stays_broken_falls_back_to_what_was_kept(served: Hub) -> None:
+    sharded(served)
+    kept = facts.read(NAME)
+    served.n_broken = 2
+    found = facts.read(NAME)
+    assert found.tensors == kept.tensors
+    assert "HTTP 500; using what an earlier plan read" in found.notes[0]
+
+
+def test_a_gated_model_of_the_catalogue_is_taken_from_there_and_told(served: Hub) -> None:
+    served.token = "another"
+    found = facts.read(CATALOGUED)
+    assert (found.reference, found.config["num_hidden_layers"]) == (CATALOGUED, 80)
+    assert "it is gated; using the catalogue's copy" in found.notes[0]
+
+
+def test_offline_nothing_is_asked(served: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    sharded(served)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert facts.read(CATALOGUED).notes[0].startswith("HF_HUB_OFFLINE is set; using the catalogue's copy")
+    with pytest.raises(UserError, match="nothing of it is kept"):
+        facts.read(NAME)
+    assert served.asked == []
+    with pytest.raises(UserError) as caught:
+        facts.read("meta-llama/Llama-3.1-70B-Instruct")
+    assert 'The nearest in the catalogue is "llama-3.1-70b' in str(caught.value.hint)
+
+
+def test_offline_the_hubs_own_cache_is_used(tmp_path: Path, served: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "true")
+    cache = tmp_path / "hf" / "models--someone--tiny"
+    folder(cache / "refs", main=b"abc123\n")
+    folder(cache / "snapshots" / "abc123", config__json=as_json(CONFIG), model__safetensors=ONE)
+    found = facts.read(NAME)
+    assert (found.index_bytes, found.hub_id) == (13_056, NAME)
+    assert "using the hub's cache" in found.notes[0]
+
+
+def test_no_network_is_explained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # discard: nobody listens
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hf"))
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    with pytest.raises(UserError, match="could not reach the hub") as caught:
+        facts.read(NAME)
+    assert caught.value.is_retryable
+    assert facts.read(CATALOGUED).config["num_hidden_layers"] == 80
+
+
+def test_a_damaged_cache_is_read_anew(served: Hub, home: Path) -> None:
+    served.add(NAME, config__json=as_json(CONFIG), model__safetensors=ONE)
+    facts.read(NAME)
+    (kept,) = (home / "cache" / "facts").iterdir()
+    kept.write_bytes(b"{")
+    assert facts.read(NAME).tensors
+
+
+def test_an_index_cannot_lead_out_of_the_folder(served: Hub) -> None:
+    served.add(NAME, config__json=as_json(CONFIG))
+    index = {"weight_map": {"a": "../../x.safetensors", "b": "/etc/y.safetensors", "c": 5}}
+    served.files[f"{NAME}/resolve/main/{facts.INDEX}"] = as_json(index)
+    assert facts.read(NAME).tensors is None
+    assert not [path for path in served.paths if path in ("x.safetensors", "y.safetensors")]

@@ -1,0 +1,345 @@
+"""KV cache to the block: published numbers, logs, and what vLLM's own code gave for the same specs.
+
+The rows of FROM_VLLM were computed with `get_kv_cache_configs` of vLLM 0.33.0, from specs made of its own classes.
+Compared in the same way with 0.32.0 and 0.33.0 on 4,313 random cases over all models of `plan_shapes` (3,031 of them
+starts, the others refusals by both), no block, token or verdict differed but for caches shared over pipeline stages.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import plan_shapes as shapes
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.errors import UserError
+from penstock.plan.architecture import Architecture, Attention, Layer, State
+from penstock.plan.cache import CacheSettings, KvPlan, kv_plan
+from penstock.plan.pages import dtype_bytes, kv_heads_on_rank, model_bytes_per_token, state_bytes
+from penstock.plan.profiles import profile
+from penstock.plan.refusals import NotModelled
+from penstock.plan.stages import split_layers
+from penstock.spec import Parallel
+from penstock.units import GIB
+
+GOLDEN = Path(__file__).parent / "golden" / "vllm-0.33.0" / "h200-start.log"
+
+
+def planned(
+    arch: Architecture,
+    gib: float | tuple[float, ...],
+    max_model_len: int,
+    layout: Parallel = Parallel(),  # noqa: B008 - frozen
+    version: str = "0.33",
+    **fields: Any,
+) -> KvPlan:
+    amounts = gib if isinstance(gib, tuple) else (gib,)
+    asked = {"max_num_batched_tokens": 8192, **fields}
+    cache = msgspec.convert({"max_model_len": max_model_len, **asked}, CacheSettings)
+    return kv_plan(arch, layout, profile(version), cache, [int(amount * GIB) for amount in amounts])
+
+
+def test_published_sizes() -> None:
+    assert model_bytes_per_token(shapes.LLAMA_70B) == 327_680
+    assert model_bytes_per_token(shapes.LLAMA_70B) * 128_000 / GIB == pytest.approx(39.06, abs=0.005)
+    assert model_bytes_per_token(shapes.LLAMA_405B) * 128_000 / GIB == pytest.approx(61.52, abs=0.005)
+    assert model_bytes_per_token(shapes.LLAMA_405B_FIRST) * 128_000 / GIB == pytest.approx(123.05, abs=0.005)
+    assert model_bytes_per_token(shapes.LLAMA_2_7B) == 524_288
+    assert model_bytes_per_token(shapes.DEEPSEEK_V3) == 70_272
+    assert model_bytes_per_token(shapes.LLAMA_8B, "fp8") == 65_536
+
+
+def test_one_request_of_131072_tokens_takes_20_gib_a_gpu_at_tensor_2() -> None:
+    found = planned(shapes.LLAMA_70B, 40.0, 131_072, Parallel(2))
+    assert found.bytes_per_token == 163_840
+    assert found.request_bytes == 20 * GIB
+    assert found.max_concurrency == 2.0
+
+
+def test_our_h200_start_is_met_to_the_token() -> None:
+    """The log shows GiB with two decimals; between 110.975 and 110.985 the printed line must be one we can make."""
+    log = GOLDEN.read_text("utf-8")
+    line = re.search(
+        r"GPU KV cache size: ([\d,]+) tokens, Maximum concurrency for 8,192 tokens per request: ([\d.]+)x", log
+    )
+    gib = re.search(r"Available KV cache memory: ([\d.]+) GiB", log)
+    assert line is not None and gib is not None
+    tokens = int(line[1].replace(",", ""))
+    assert tokens == 909_136
+    low, high = (planned(shapes.LLAMA_8B, float(gib[1]) + step, 8192) for step in (-0.005, 0.005))
+    assert low.tokens <= tokens <= high.tokens
+    exactly = kv_plan(shapes.LLAMA_8B, Parallel(), profile(), CacheSettings(8192, 8192), [56_821 * 16 * 131_072])
+    assert (exactly.tokens, exactly.num_blocks, f"{exactly.max_concurrency:.2f}") == (tokens, 56_821, line[2])
+
+
+@pytest.mark.parametrize(
+    ("version", "gib", "max_model_len", "tokens", "concurrency"),
+    [
+        # H100, vLLM of 2026-10: file 70682754770 of the public index.
+        ("0.31", 460_496 * 131_072 / GIB, 131_072, 460_496, "3.51"),
+        # RTX 3090, vllm#10517: 1952 blocks of 16.
+        ("0.6.4", 1952 * 16 * 131_072 / GIB, 20_000, 31_232, "1.56"),
+    ],
+)
+def test_llama_8b_in_public_logs(version: str, gib: float, max_model_len: int, tokens: int, concurrency: str) -> None:
+    found = planned(shapes.LLAMA_8B, gib, max_model_len, version=version)
+    assert (found.tokens, f"{found.max_concurrency:.2f}") == (tokens, concurrency)
+
+
+def test_v0_refuses_a_context_over_its_blocks() -> None:
+    found = planned(shapes.LLAMA_8B, 1478 * 16 * 131_072 / GIB, 29_000, version="0.6.4")  # vllm#10517
+    assert found.tokens == found.largest_max_model_len == 23_648
+    assert not found.fits
+
+
+def test_hybrid_of_vllm_0_19_prints_blocks_by_group() -> None:
+    """vllm#40691: Qwen3.5-27B, 32,768 tokens: "290,864 tokens" and "33.04x", from 1,487 blocks of 784 tokens."""
+    state = State("gdn", 10_240, 4, 48, 128, 128, state_dtype="float32")
+    full = Layer(shapes.attention("full", 24, 4, 256))
+    arch = shapes.model("qwen3.5-27b", 5120, 248_320, [full if i % 4 == 3 else Layer(None, state) for i in range(64)])
+    found = planned(arch, 1487 * 16 * 784 * 4096 / GIB, 32_768, version="0.19.0", max_num_batched_tokens=16_384)
+    assert (found.block_size, found.num_blocks, found.n_groups) == (784, 1487, 4)
+    assert (found.tokens, f"{found.max_concurrency:.2f}") == (290_864, "33.04")
+
+
+@pytest.mark.parametrize(("version", "gib"), [("0.25.1", "45.79"), ("0.26.0", "70.79")])
+def test_gemma_4_is_charged_for_batches_in_flight_since_0_26(version: str, gib: str) -> None:
+    """vllm#49878: pages of 256 KiB, ten layers a group, five sliding groups and one full one of 32 tokens a block."""
+    found = planned(shapes.GEMMA_4_31B, 10.0, 262_144, version=version, max_num_batched_tokens=32_768)
+    assert found.bytes_per_block == (10 * 256 * 1024,)
+    assert found.refusal is not None
+    assert f"needs {gib} GiB of KV cache on a GPU, 10.00 GiB are available" in found.refusal
+
+
+# model, layout, GiB, max_model_len, changed settings, then what vLLM gave: blocks, tokens, concurrency.
+FROM_VLLM: list[tuple[Architecture, Parallel, float, int, dict[str, Any], tuple[int, int, str]]] = [
+    (shapes.LLAMA_8B, Parallel(1), 40.0, 131_072, {}, (20_480, 327_680, "2.500")),
+    (shapes.LLAMA_2_7B, Parallel(4), 20.0, 4_096, {}, (10_240, 163_840, "40.000")),
+    (shapes.LLAMA_405B, Parallel(16), 12.5, 131_072, {}, (13_003, 208_048, "1.587")),
+    (shapes.LLAMA_70B, Parallel(4, 2), 30.0, 65_536, {"kv_cache_dtype": "fp8"}, (98_304, 1_572_864, "24.000")),
+    (shapes.DEEPSEEK_V3, Parallel(8), 25.0, 163_840, {}, (23_874, 381_984, "2.331")),
+    (shapes.DEEPSEEK_V32, Parallel(8), 25.0, 65_536, {"kv_cache_dtype": "fp8"}, (8_725, 558_400, "8.521")),
+    (shapes.GPT_OSS_20B, Parallel(1), 50.28, 131_072, {}, (137_297, 1_950_763, "14.883")),
+    (
+        shapes.GPT_OSS_20B,
+        Parallel(2, 2),
+        10.0,
+        32_768,
+        {"max_num_batched_tokens": 2048},
+        (109_226, 1_466_250, "44.746"),
+    ),
+    (shapes.GEMMA_3_27B, Parallel(2), 30.0, 131_072, {}, (49_152, 437_488, "3.338")),
+    (shapes.GEMMA_4_31B, Parallel(1), 50.0, 262_144, {"max_num_batched_tokens": 2048}, (20_480, 547_995, "2.090")),
+    (shapes.LLAMA_4_SCOUT, Parallel(8), 60.0, 1_000_000, {}, (655_360, 9_765_750, "9.766")),
+    (shapes.MISTRAL_7B, Parallel(1), 10.0, 32_768, {}, (5_120, 130_969, "3.997")),
+    (shapes.MIXED_HEADS, Parallel(1), 5.0, 32_768, {"block_size": 32}, (5_461, 174_752, "5.333")),
+    (shapes.QWEN3_NEXT, Parallel(2), 60.0, 262_144, {}, (9_102, 5_131_257, "19.574")),
+    (shapes.QWEN3_NEXT, Parallel(4, 2), 30.0, 32_768, {"prefix_caching": False}, (19_275, 5_093_574, "155.444")),
+    (shapes.GRANITE_4, Parallel(1), 20.0, 131_072, {}, (2_482, 1_178_698, "8.993")),
+    (shapes.GRANITE_4, Parallel(4), 20.0, 131_072, {"kv_cache_dtype": "fp8"}, (9_929, 8_561_933, "65.322")),
+    (shapes.JAMBA, Parallel(1), 20.0, 131_072, {}, (16_384, 1_299_143, "9.912")),
+    (shapes.NEMOTRON_H, Parallel(8), 40.0, 8_192, {}, (2_032, 832_307, "101.600")),
+    (shapes.NEMOTRON_H, Parallel(4, 2), 40.0, 131_072, {"prefix_caching": False}, (2_032, 7_008_902, "53.474")),
+    (shapes.SHARING, Parallel(2), 3.0, 16_384, {}, (9_830, 157_280, "9.600")),
+]
+
+
+@pytest.mark.parametrize(("arch", "layout", "gib", "max_model_len", "fields", "expected"), FROM_VLLM)
+def test_same_as_vllm(
+    arch: Architecture,
+    layout: Parallel,
+    gib: float,
+    max_model_len: int,
+    fields: dict[str, Any],
+    expected: tuple[int, int, str],
+) -> None:
+    found = planned(arch, gib, max_model_len, layout, **fields)
+    assert (found.num_blocks, found.tokens, f"{found.max_concurrency:.3f}") == expected
+
+
+def test_layers_that_share_a_cache_cost_nothing() -> None:
+    assert model_bytes_per_token(shapes.SHARING) == 10 * 4096
+    with pytest.raises(UserError, match="layer 10 reads the KV cache of layer 0, which stands on another stage"):
+        planned(shapes.SHARING, 10.0, 4096, Parallel(1, 2))
+
+
+def test_mla_is_not_divided_by_tensor_parallelism() -> None:
+    one, eight = (planned(shapes.DEEPSEEK_V3, 20.0, 8192, Parallel(tensor)) for tensor in (1, 8))
+    assert one.bytes_per_token == eight.bytes_per_token == 61 * 1152
+    assert planned(shapes.DEEPSEEK_V3, 20.0, 8192, kv_cache_dtype="fp8").bytes_per_token == 61 * 576
+
+
+def test_sparse_attention_has_an_indexer_beside_its_latent() -> None:
+    found = planned(shapes.DEEPSEEK_V32, 20.0, 8192)
+    assert (found.block_size, found.bytes_per_token) == (64, 61 * (1152 + 132))
+    fp8 = planned(shapes.DEEPSEEK_V32, 20.0, 8192, kv_cache_dtype="fp8")
+    assert fp8.bytes_per_token == 61 * (656 + 132)
+    on_blackwell = planned(shapes.DEEPSEEK_V32, 20.0, 8192, kv_cache_dtype="fp8", compute_capability=(10, 0))
+    assert on_blackwell.bytes_per_token == 61 * (576 + 132)
+
+
+@pytest.mark.parametrize(
+    ("version", "capability", "dtype", "expected"),
+    [
+        ("0.33", (9, 0), "auto", 16),
+        ("0.33", (9, 0), "fp8", 64),
+        ("0.33", (10, 0), "auto", 32),
+        ("0.33", (8, 0), "auto", 16),
+        ("0.10", (9, 0), "auto", 64),
+        ("0.10", (10, 0), "auto", 128),
+    ],
+)
+def test_mla_block_size_is_its_back_ends(version: str, capability: tuple[int, int], dtype: str, expected: int) -> None:
+    found = planned(
+        shapes.DEEPSEEK_V3, 20.0, 8192, version=version, compute_capability=capability, kv_cache_dtype=dtype
+    )
+    assert found.block_size == expected
+
+
+def test_states_are_aligned_with_attention() -> None:
+    """Qwen3-Next: 1,097,728 bytes of state, blocks of 544 tokens x 2,048 bytes; 576 where FlashInfer exports states."""
+    assert state_bytes(shapes.GDN, "bfloat16", 1) == 49_152 + 1_048_576
+    plain = planned(shapes.QWEN3_NEXT, 10.0, 32_768, prefix_caching=False)
+    assert (plain.block_size, plain.n_groups, plain.request_blocks) == (544, 4, 61 + 3)
+    cached = planned(shapes.QWEN3_NEXT, 10.0, 32_768)
+    assert (cached.block_size, cached.request_blocks) == (576, 57 + 3 * 3)
+    on_ampere = planned(shapes.QWEN3_NEXT, 10.0, 32_768, compute_capability=(8, 0))
+    assert (on_ampere.block_size, on_ampere.request_blocks) == (544, 61 + 3 * 2)
+    assert (
+        planned(shapes.GRANITE_4, 10.0, 8192).request_blocks
+        == planned(shapes.GRANITE_4, 10.0, 8192, prefix_caching=False).request_blocks + 2 * 9
+    )
+
+
+def test_fewer_mamba_groups_than_ranks_are_copied() -> None:
+    state = shapes.GRANITE_STATE
+    assert state_bytes(state, "bfloat16", 4) == (8192 + 2 * 4 * 128) // 4 * 3 * 2 + 32 * 64 * 128 * 2
+
+
+def test_window_everywhere_is_charged_as_a_window_except_in_v0() -> None:
+    new = planned(shapes.MISTRAL_7B, 10.0, 32_768, version="0.25")
+    assert new.request_blocks == (4095 + 8192 + 15) // 16 + 1
+    assert planned(shapes.MISTRAL_7B, 10.0, 32_768, version="0.7").request_blocks == 2048
+    assert planned(shapes.GPT_OSS_20B, 10.0, 32_768, has_hybrid_manager=False).n_groups == 1
+
+
+def test_chunked_attention_is_charged_as_full_before_0_12() -> None:
+    assert planned(shapes.LLAMA_4_SCOUT, 40.0, 131_072, version="0.11").n_groups == 1
+    assert planned(shapes.LLAMA_4_SCOUT, 40.0, 131_072, version="0.12").n_groups == 4
+
+
+def test_nvfp4_and_fp8_pages() -> None:
+    assert planned(shapes.LLAMA_8B, 10.0, 8192, kv_cache_dtype="nvfp4").bytes_per_token == 32 * 2 * 8 * (64 + 8)
+    assert planned(shapes.LLAMA_8B, 10.0, 8192, kv_cache_dtype="fp8_e5m2").bytes_per_token == 65_536
+
+
+def test_smallest_stage_decides() -> None:
+    both = planned(shapes.LLAMA_8B, (10.0, 4.0), 8192, Parallel(1, 2))
+    assert both.num_blocks == planned(shapes.LLAMA_8B, 4.0, 8192, Parallel(1, 2)).num_blocks
+    assert both.bytes_per_block == (16 * 16 * 4096, 16 * 16 * 4096)
+
+
+def test_a_stage_without_cache_is_refused() -> None:
+    arch = shapes.model("sparse", 64, 64, [Layer(shapes.attention("full", 4, 4, 64)), Layer()])
+    found = planned(arch, 1.0, 4096, Parallel(1, 2))
+    assert found.refusal == "pipeline stage 1 would have no layer with a KV cache"
+
+
+@pytest.mark.parametrize(
+    ("n_layers", "pipeline", "expected"), [(61, 4, (15, 15, 16, 15)), (61, 2, (31, 30)), (80, 8, (10,) * 8)]
+)
+def test_layers_over_stages(n_layers: int, pipeline: int, expected: tuple[int, ...]) -> None:
+    stages = split_layers(n_layers, pipeline)
+    assert tuple(map(len, stages)) == expected
+    assert [index for stage in stages for index in stage] == list(range(n_layers))
+
+
+def test_one_block_is_held_back() -> None:
+    """Exactly one request's blocks are not enough: the null block is one of them (since 0.26)."""
+    exactly = 512 * 16 * 131_072 / GIB
+    assert not planned(shapes.LLAMA_8B, exactly, 8192).fits
+    assert planned(shapes.LLAMA_8B, exactly, 8192).largest_max_model_len == 8176
+    assert planned(shapes.LLAMA_8B, exactly + 0.01, 8192).fits
+    assert planned(shapes.LLAMA_8B, exactly, 8192, version="0.25").fits
+
+
+def test_no_memory_is_refused_with_zero() -> None:
+    found = planned(shapes.LLAMA_8B, -1.0, 8192)
+    assert (found.num_blocks, found.tokens, found.largest_max_model_len) == (0, 0, 0)
+    assert found.refusal == "one request of 8,192 tokens needs 1.00 GiB of KV cache on a GPU, 0.00 GiB are available"
+
+
+@pytest.mark.parametrize(
+    ("arch", "version", "fields", "match"),
+    [
+        (shapes.LLAMA_8B, "0.33", {"kv_cache_dtype": "turboquant_k8v4"}, "KV cache dtype"),
+        (shapes.QWEN3_NEXT, "0.9.2", {}, "states are modelled since vLLM 0.10"),
+        (shapes.QWEN3_NEXT, "0.33", {"has_hybrid_manager": False}, "need the manager"),
+        (shapes.DEEPSEEK_V3, "0.6", {}, "MLA is modelled since"),
+        (shapes.DEEPSEEK_V32, "0.12", {}, "sparse attention is modelled since"),
+    ],
+)
+def test_what_is_not_modelled_says_so(arch: Architecture, version: str, fields: dict[str, Any], match: str) -> None:
+    with pytest.raises(NotModelled, match=match):
+        planned(arch, 10.0, 8192, version=version, **fields)
+
+
+def test_other_refusals() -> None:
+    with pytest.raises(UserError, match="cannot cut 8 KV heads over 3"):
+        kv_heads_on_rank(8, 3)
+    with pytest.raises(NotModelled, match='dtype "int3"'):
+        dtype_bytes("int3")
+    with pytest.raises(NotModelled, match="kda"):
+        kda = State("kda", 12_288, 4, 32, 128, 128)
+        planned(shapes.model("kda", 64, 64, [Layer(shapes.mla()), Layer(None, kda)]), 1.0, 8192)
+    with pytest.raises(NotModelled, match="different head sizes"):
+        odd = shapes.model("odd", 64, 64, [Layer(Attention("full", 8, 8, 128, 64))])
+        planned(odd, 1.0, 8192, kv_cache_dtype="nvfp4")
+    with pytest.raises(ValueError, match="2 amounts of memory for 3 pipeline stages"):
+        planned(shapes.LLAMA_8B, (1.0, 2.0), 8192, Parallel(1, 3))
+
+
+MODELS = st.sampled_from([arch for arch in shapes.EVERY if arch is not shapes.SHARING])
+LAYOUTS = st.builds(Parallel, st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4]))
+
+
+@settings(max_examples=40, deadline=None)
+@given(MODELS, LAYOUTS, st.integers(1, 200_000), st.integers(0, 80 * GIB), st.integers(0, 40 * GIB), st.booleans())
+def test_more_memory_never_means_fewer_tokens(
+    arch: Architecture, layout: Parallel, length: int, memory: int, more: int, is_caching: bool
+) -> None:
+    asked = CacheSettings(length, 8192, prefix_caching=is_caching)
+    less, plenty = (kv_plan(arch, layout, profile(), asked, [amount]) for amount in (memory, memory + more))
+    assert less.num_blocks <= plenty.num_blocks
+    assert less.tokens <= plenty.tokens
+    assert less.max_concurrency <= plenty.max_concurrency
+    assert less.largest_max_model_len <= plenty.largest_max_model_len
+    assert plenty.fits or not less.fits
+
+
+@settings(max_examples=40, deadline=None)
+@given(MODELS, LAYOUTS, st.integers(1, 200_000), st.integers(0, 80 * GIB))
+def test_what_fits_is_what_the_largest_length_says(
+    arch: Architecture, layout: Parallel, length: int, memory: int
+) -> None:
+    found = kv_plan(arch, layout, profile(), CacheSettings(length, 8192), [memory])
+    assert found.fits == (found.largest_max_model_len >= length)
+    assert all(found.num_blocks * block <= memory for block in found.bytes_per_block)
+    assert not found.fits or found.max_concurrency >= 1
+
+
+@settings(max_examples=20, deadline=None)
+@given(MODELS, st.integers(1, 200_000), st.integers(2, 3), st.sampled_from(["0.11", "0.20", "0.33"]))
+def test_a_longer_context_never_takes_fewer_blocks(arch: Architecture, length: int, factor: int, version: str) -> None:
+    if arch is shapes.DEEPSEEK_V32 and version != "0.33":
+        return
+    short, long = (
+        kv_plan(arch, Parallel(), profile(version), CacheSettings(n, 8192), [20 * GIB])
+        for n in (length, length * factor)
+    )
+    assert short.request_blocks <= long.request_blocks

@@ -1,0 +1,254 @@
+"""Layouts: what is legal, with the number that refuses the rest; which one is taken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock import catalog
+from penstock.plan import layouts, speed, work
+from penstock.plan.architecture import Architecture, Attention, Layer, Mlp, Quantization, State
+from penstock.plan.comm import Fabric
+from penstock.plan.speed import Speed
+from penstock.spec import Parallel, Workload
+
+
+def model(layer: Layer, n_layers: int = 32, hidden: int = 8192, vocab: int = 128256, **more: object) -> Architecture:
+    known: dict[str, object] = {"dtype": "bfloat16", "ties_embeddings": False, **more}
+    return Architecture("a model", "llama", hidden, vocab, (layer,) * n_layers, 131072, **known)  # type: ignore[arg-type]
+
+
+LLAMA_70B = model(Layer(Attention("full", 64, 8, 128, 128), mlp=Mlp(28672)), 80)
+LLAMA_405B = model(Layer(Attention("full", 128, 8, 128, 128), mlp=Mlp(53248)), 126, 16384)
+LLAMA_8B = model(Layer(Attention("full", 32, 8, 128, 128), mlp=Mlp(14336)), 32, 4096)
+VICUNA_13B = model(Layer(Attention("full", 40, 40, 128, 128), mlp=Mlp(13824)), 40, 5120, 32000)
+QWEN_235B_FP8 = model(
+    Layer(Attention("full", 64, 4, 128, 128), mlp=Mlp(1536, n_experts=128, top_k=8)),
+    94,
+    4096,
+    151936,
+    quantization=Quantization("fp8-block", block=(128, 128)),
+)
+QWEN_72B_AWQ = model(
+    Layer(Attention("full", 64, 8, 128, 128), mlp=Mlp(29568)), 80, quantization=Quantization("awq", group_size=128)
+)
+
+
+def fabric(gpu: str = "h100-sxm", gpus_per_node: int = 8, n_nodes: int = 1, network: str = "ib-ndr-400") -> Fabric:
+    return Fabric(catalog.gpu(gpu), gpus_per_node, n_nodes, catalog.link(network))
+
+
+def refusal(arch: Architecture, layout: Parallel, n_gpus: int | None = None, version: str = "0.33") -> str | None:
+    return layouts.refusal(layouts.shape_of(arch, version), layout, n_gpus)
+
+
+def estimator(arch: Architecture, machines: Fabric, load: Workload) -> Callable[[Parallel], Speed]:
+    counted = work.work_of(arch)
+    return lambda layout: speed.estimate(counted, layout, machines, load)
+
+
+# ---- legality --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("arch", "heads"), [(LLAMA_70B, 64), (LLAMA_405B, 128)])
+@pytest.mark.parametrize("tensor", [3, 11, 12])
+def test_3_11_and_12_gpus_are_no_layouts(arch: Architecture, heads: int, tensor: int) -> None:
+    assert refusal(arch, Parallel(tensor)) == f"{heads} attention heads do not divide by tensor {tensor}"
+
+
+@pytest.mark.parametrize("arch", [LLAMA_70B, LLAMA_405B])
+def test_16_gpus_are_tensor_8_times_pipeline_2(arch: Architecture) -> None:
+    assert refusal(arch, Parallel(8, 2), 16) is None
+
+
+def test_too_few_gpus_are_told_with_both_numbers() -> None:
+    assert refusal(LLAMA_70B, Parallel(8, 2), 8) == "tensor 8 x pipeline 2 x data 1 needs 16 GPUs, there are 8"
+
+
+def test_kv_heads_divide_or_are_divided() -> None:
+    odd = model(Layer(Attention("full", 48, 6, 128, 128), mlp=Mlp(12288)))
+    assert refusal(odd, Parallel(4)) == "6 KV heads neither divide by tensor 4 nor divide it"
+    assert refusal(odd, Parallel(12)) is None
+    assert refusal(LLAMA_70B, Parallel(16)) is None  # 16 % 8: each head twice
+    falcon = model(Layer(Attention("full", 71, 1, 64, 64), mlp=Mlp(18176)))
+    assert refusal(falcon, Parallel(2)) == "71 attention heads do not divide by tensor 2"
+
+
+def test_mla_has_no_kv_heads_to_divide() -> None:
+    mla = Attention("mla", 128, 1, 192, 128, kv_lora_rank=512, rope_dim=64)
+    assert refusal(model(Layer(mla, mlp=Mlp(18432))), Parallel(16)) is None
+
+
+def test_vocabulary_and_widths_must_divide() -> None:
+    width = model(Layer(Attention("full", 64, 8, 128, 128), mlp=Mlp(28673)))
+    assert refusal(width, Parallel(2)) == "MLP width 28673 does not divide by tensor 2"
+    vocab = model(Layer(Attention("full", 36, 36, 128, 128), mlp=Mlp(9216)), vocab=50277)
+    assert refusal(vocab, Parallel(9)) == "vocabulary of 50304 (padded) does not divide by tensor 9"
+
+
+def test_states_divide_by_their_heads_and_key_heads() -> None:
+    gdn = model(Layer(state=State("gdn", 8192, 4, 32, 128, 128), mlp=Mlp(5120)))
+    assert refusal(gdn, Parallel(16)) is None
+    assert refusal(gdn, Parallel(32)) == "16 state heads do not divide by tensor 32"
+
+
+def test_pipeline_needs_support_and_layers() -> None:
+    single = model(Layer(Attention("full", 64, 8, 128, 128), mlp=Mlp(28672)), supports_pipeline=False)
+    assert "cannot be cut into pipeline stages" in str(refusal(single, Parallel(1, 2)))
+    assert refusal(LLAMA_8B, Parallel(1, 33)) == "32 layers are fewer than pipeline 33"
+
+
+def test_experts_are_cut_whole_or_in_slices() -> None:
+    moe = model(Layer(Attention("full", 64, 8, 128, 128), mlp=Mlp(1536, n_experts=8, top_k=2)))
+    assert refusal(moe, Parallel(8, expert=True)) is None
+    assert refusal(moe, Parallel(8, data=2, expert=True)) == "8 experts are fewer than tensor x data = 16"
+    assert refusal(moe, Parallel(1, data=5)) == "expert width 1536 does not divide by tensor x data = 5"
+    assert refusal(LLAMA_70B, Parallel(2, expert=True)) == "expert parallelism needs experts, this model has 0"
+
+
+def test_block_fp8_experts_were_refused_until_scales_were_refined() -> None:
+    reason = "expert width 1536 / (tensor x data = 8) = 192 is not a multiple of the weights' block of 128"
+    assert refusal(QWEN_235B_FP8, Parallel(8), version="0.9.2") == reason
+    assert refusal(QWEN_235B_FP8, Parallel(8), version="0.33.0") is None
+    assert refusal(QWEN_235B_FP8, Parallel(8, expert=True), version="0.9.2") is None
+    assert refusal(QWEN_235B_FP8, Parallel(4), version="0.9.2") is None
+
+
+def test_int4_groups_stay_whole() -> None:
+    """vllm#13640: Qwen2.5-72B AWQ at TP 2."""
+    reason = "MLP width 29568 / tensor 2 = 14784 is not a multiple of the weights' group of 128"
+    assert refusal(QWEN_72B_AWQ, Parallel(2)) == reason and refusal(QWEN_72B_AWQ, Parallel(1)) is None
+    assert refusal(QWEN_72B_AWQ, Parallel(2), version="0.7.2") == reason
+
+
+# ---- enumeration -----------------------------------------------------------------------------------------------------
+
+
+def test_a_thousand_gpus_are_few_checks() -> None:
+    for machines in (fabric("h100-sxm", 8, 128), fabric("gb200", 4, 256, "ib-xdr-800")):
+        found = layouts.enumerate_layouts(layouts.shape_of(QWEN_235B_FP8), machines)
+        assert found.n_checks < 2_000 and 100 < len(found.legal) < 1_000
+        assert len(found.legal) == len(set(found.legal)) and len(found.refused) <= found.n_checks
+
+
+def test_each_refused_size_is_told_once_with_its_number() -> None:
+    found = layouts.enumerate_layouts(layouts.shape_of(LLAMA_70B), fabric(n_nodes=2))
+    by_tensor = {row.layout.tensor: row.reason for row in found.refused}
+    assert {3, 11, 12} <= by_tensor.keys() and not {1, 2, 4, 8, 16} & by_tensor.keys()
+    assert by_tensor[11] == "64 attention heads do not divide by tensor 11"
+    assert Parallel(8, 2) in found.legal
+
+
+def test_fixed_sizes_are_kept() -> None:
+    found = layouts.enumerate_layouts(layouts.shape_of(LLAMA_70B), fabric(), tensor=4, pipeline=2, data=1)
+    assert found.legal == (Parallel(4, 2),)
+    none = layouts.enumerate_layouts(layouts.shape_of(LLAMA_70B), fabric(), tensor=16)
+    assert none.legal == () and "there are 8" in none.refused[0].reason
+
+
+# ---- choice ----------------------------------------------------------------------------------------------------------
+
+
+def choose(
+    arch: Architecture, machines: Fabric, fits: Callable[[Parallel], str | None], load: Workload | None = None
+) -> layouts.Choice:
+    load = load or Workload(1000, 200, 8)
+    found = layouts.enumerate_layouts(layouts.shape_of(arch), machines)
+    return layouts.choose(found, machines, load, fits, estimator(arch, machines, load))
+
+
+def at_least(n_gpus: int) -> Callable[[Parallel], str | None]:
+    """What fits when one copy of the model must be cut over at least `n_gpus`."""
+    return lambda one: None if one.tensor * one.pipeline >= n_gpus else f"weights over {one.tensor * one.pipeline} GPUs"
+
+
+def test_one_gpu_pods_get_tensor_1() -> None:
+    pods = fabric("a100-sxm4-40", 1, 4, "pod-network-tcp")
+    choice = choose(VICUNA_13B, pods, at_least(1))
+    assert choice.chosen is not None and choice.chosen.layout == Parallel() and choice.price is None
+    two = next(row for row in choice.refused if row.layout == Parallel(2))
+    assert two.reason == (
+        "tensor 2 leaves the fast links of 1 GPU(s): every layer waits for pod-network-tcp between 2 machines"
+    )
+
+
+def test_the_fewest_gpus_that_hold_the_model_inside_one_machine() -> None:
+    choice = choose(LLAMA_70B, fabric(n_nodes=4), at_least(2))
+    assert choice.chosen is not None and choice.chosen.layout == Parallel(2)
+    assert any(row.reason == "weights over 1 GPUs" for row in choice.refused)
+
+
+def test_a_group_stays_inside_a_machine_that_it_does_not_fill() -> None:
+    six = fabric("h100-sxm", 6, 2)
+    assert layouts.crossing(Parallel(4), six) is None
+    assert "between 2 machines" in str(layouts.crossing(Parallel(4, 2), six))
+    assert layouts.crossing(Parallel(2, 3), six) is None
+
+
+def test_two_machines_are_a_pipeline_of_tensor_groups() -> None:
+    choice = choose(LLAMA_405B, fabric(n_nodes=2), at_least(16))
+    assert choice.chosen is not None and choice.chosen.layout == Parallel(8, 2)
+
+
+def test_slow_links_are_crossed_only_when_nothing_else_fits_and_the_price_is_told() -> None:
+    pods = fabric("a100-sxm4-80", 1, 2, "pod-network-tcp")
+    single = model(Layer(Attention("full", 64, 8, 128, 128), mlp=Mlp(28672)), 80, supports_pipeline=False)
+    choice = choose(single, pods, at_least(2))
+    assert choice.chosen is not None and choice.chosen.layout == Parallel(2) and choice.chosen.crosses
+    assert choice.price is not None and "ms a token" in choice.price and "pod-network-tcp" in choice.price
+
+
+def test_targets_come_before_the_number_of_gpus() -> None:
+    plain = choose(LLAMA_70B, fabric(), at_least(2))
+    fast = choose(LLAMA_70B, fabric(), at_least(2), Workload(1000, 200, 8, tpot_ms=20))
+    assert plain.chosen is not None and fast.chosen is not None
+    assert plain.chosen.layout.n_ranks == 2 < fast.chosen.layout.n_ranks
+    assert fast.chosen.misses == 0 and fast.chosen.speed.tpot_ms.likely <= 20
+
+
+def test_targets_that_nothing_meets_get_the_nearest() -> None:
+    choice = choose(LLAMA_70B, fabric(), at_least(2), Workload(1000, 200, 8, tpot_ms=1))
+    assert choice.chosen is not None and choice.chosen.misses > 0
+    assert choice.chosen.misses == min(one.misses for one in choice.ranked)
+
+
+def test_nothing_fits() -> None:
+    choice = choose(LLAMA_405B, fabric(), at_least(1000))
+    assert choice.chosen is None and choice.ranked == () and choice.refused
+
+
+KV_HEADS = st.sampled_from([1, 2, 4, 6, 8, 10, 40])
+ARCHITECTURES = st.builds(
+    lambda group, kv, width, layers, experts, has_stages: model(
+        Layer(
+            Attention("full", group * kv, kv, 128, 128),
+            mlp=Mlp(width * 128, n_experts=experts, top_k=min(2, experts)),
+        ),
+        layers,
+        supports_pipeline=has_stages,
+    ),
+    *(st.sampled_from([1, 4, 5, 8, 9]), KV_HEADS, st.integers(1, 120), st.integers(1, 100)),
+    *(st.sampled_from([0, 8, 60, 128]), st.booleans()),
+)
+MACHINES = st.builds(fabric, st.sampled_from(["h100-sxm", "l40s"]), st.integers(1, 8), st.integers(1, 4))
+
+
+@settings(max_examples=60, deadline=None)
+@given(ARCHITECTURES, MACHINES, st.integers(1, 9), st.sampled_from([None, 5.0, 50.0]))
+def test_the_chosen_layout_is_always_legal_and_fits(
+    arch: Architecture, machines: Fabric, least: int, tpot_ms: float | None
+) -> None:
+    load = Workload(500, 100, 16, tpot_ms=tpot_ms)
+    choice = choose(arch, machines, at_least(least), load)
+    if choice.chosen is None:
+        return
+    layout = choice.chosen.layout
+    assert layouts.refusal(layouts.shape_of(arch), layout, machines.n_gpus) is None
+    assert at_least(least)(layout) is None
+    for layer in arch.layers:
+        assert layer.attention is not None and layer.attention.n_heads % layout.tensor == 0
+    assert arch.supports_pipeline or layout.pipeline == 1
+    assert layout not in {row.layout for row in choice.refused}

@@ -1,0 +1,226 @@
+"""Memory beside weights and KV cache, against what start-up logs said: each row names its log."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import msgspec
+import plan_shapes as shapes
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.plan.architecture import Architecture
+from penstock.plan.overhead import (
+    Measured,
+    Overhead,
+    RunSettings,
+    available_kv,
+    budget_bytes,
+    overhead,
+    with_measured,
+)
+from penstock.plan.profiles import profile
+from penstock.plan.ranges import ZERO, Range, exact, gib, highest, total
+from penstock.spec import Parallel
+from penstock.units import GIB
+
+GOLDEN = Path(__file__).parent / "golden" / "vllm-0.33.0" / "h200-start.log"
+ONE = Parallel()
+
+
+def estimated(
+    arch: Architecture, version: str, tokens: int, rows: int, layout: Parallel = ONE, **fields: bool
+) -> Overhead:
+    return overhead(arch, layout, profile(version), RunSettings(tokens, rows, **fields), layout.pipeline - 1)
+
+
+@pytest.mark.parametrize(
+    ("arch", "version", "tokens", "rows", "layout", "logged_gib"),
+    [
+        # llm-d's capacity planner on H100 (figures.md E.5), a sort in the sampler; 5.65 is what its KV figure leaves.
+        (shapes.LLAMA_8B, "0.11", 8192, 1024, ONE, 4.76),
+        (shapes.GPT_OSS_20B, "0.11", 8192, 1024, ONE, 7.38),
+        (shapes.QWEN3_32B, "0.11", 8192, 1024, ONE, 5.65),
+        # Our H200 (golden log: 1.96 with 0.92 of graphs) and an H100 of 2026-10 (1.44 with about 0.40).
+        (shapes.LLAMA_8B, "0.33", 8192, 1024, ONE, 1.04),
+        # V0, chunks of 2048: DeepSeek-R1-Distill-Qwen-32B at TP2 (public file 21130996930), Qwen3-8B (70933724306).
+        (shapes.QWEN2_5_32B, "0.7.3", 2048, 256, Parallel(2), 1.41),
+        (shapes.QWEN3_8B, "0.8.5", 2048, 256, ONE, 1.40),
+        # V0 without chunks: vllm#10517 (RTX 3090, Llama-3.1-8B) and Qwen3-4B with one sequence (40791855483).
+        (shapes.LLAMA_8B, "0.6.4", 20_000, 1, ONE, 2.07),
+        (shapes.LLAMA_8B, "0.6.4", 29_000, 1, ONE, 2.99),
+        (shapes.QWEN3_4B, "0.7.3", 10_000, 1, ONE, 0.74),
+    ],
+)
+def test_activation_peak_of_public_logs(
+    arch: Architecture, version: str, tokens: int, rows: int, layout: Parallel, logged_gib: float
+) -> None:
+    found = estimated(arch, version, tokens, rows, layout)
+    assert found.activation.likely / GIB == pytest.approx(logged_gib, rel=0.08)  # but for the last, 1%
+    assert found.activation.low <= logged_gib * GIB <= found.activation.high
+
+
+@pytest.mark.parametrize(
+    ("arch", "version", "total_gib", "utilization", "weights_gib", "layout", "logged_gib"),
+    [
+        (shapes.LLAMA_8B, "0.33", 139.8, 0.92, 14.99, ONE, 110.98),  # golden log
+        (shapes.LLAMA_8B, "0.31", 79.25, 0.92, 14.99, ONE, 56.21),  # public file 70682754770
+        (shapes.QWEN3_8B, "0.19.1", 79.19, 0.90, 15.27, ONE, 53.54),  # public file 70933724306, card assumed
+        # llm-d's table, H100 (79.18 GiB, 0.9).
+        (shapes.LLAMA_8B, "0.11", 79.18, 0.90, 14.99, ONE, 51.38),
+        (shapes.LLAMA_70B, "0.11", 79.18, 0.90, 33.88, Parallel(2), 32.0),
+        (shapes.QWEN3_32B, "0.11", 79.18, 0.90, 61.03, ONE, 4.45),
+        (shapes.GPT_OSS_20B, "0.11", 79.18, 0.90, 13.47, ONE, 50.28),
+        (shapes.QWEN3_0_6B, "0.11", 79.18, 0.90, 1.12, ONE, 64.45),
+    ],
+)
+def test_available_kv_of_public_logs(
+    arch: Architecture,
+    version: str,
+    total_gib: float,
+    utilization: float,
+    weights_gib: float,
+    layout: Parallel,
+    logged_gib: float,
+) -> None:
+    found = available_kv(
+        int(total_gib * GIB), utilization, int(weights_gib * GIB), estimated(arch, version, 8192, 1024, layout)
+    )
+    assert found.likely / GIB == pytest.approx(logged_gib, rel=0.02)
+    assert found.low <= logged_gib * GIB <= found.high
+
+
+def test_our_h200_start_end_to_end() -> None:
+    """Graphs as vLLM estimated them, non-torch as it measured: the budget's parts of the golden log add up."""
+    log = GOLDEN.read_text("utf-8")
+    available, consumed, peak, estimate = (
+        float(found[1])
+        for pattern in (
+            r"Available KV cache memory: ([\d.]+)",
+            r"Actual usage is ([\d.]+)",
+            r"([\d.]+) GiB for peak activation",
+            r"([\d.]+) GiB \(estimated\)",
+        )
+        if (found := re.search(pattern, log))
+    )
+    guess = estimated(shapes.LLAMA_8B, "0.33", 8192, 1024)
+    for logged, part in (
+        (peak - estimate, guess.activation),
+        (estimate, guess.graphs),
+        (consumed - 14.99, guess.non_torch),
+    ):
+        assert part.low <= logged * GIB <= part.high
+    measured = Measured(int((peak - estimate) * GIB), int((consumed - 14.99) * GIB), int(estimate * GIB))
+    left = available_kv(int(139.8 * GIB), 0.92, int(14.99 * GIB), with_measured(guess, measured))
+    assert left.is_exact
+    assert left.likely / GIB == pytest.approx(available, abs=0.02)
+
+
+def test_budget_is_rounded_up() -> None:
+    assert budget_bytes(1001, 0.92) == 921
+    assert budget_bytes(int(139.8 * GIB), 0.92) / GIB == pytest.approx(128.62, abs=0.01)
+
+
+def test_graphs_are_beside_the_budget_before_0_21() -> None:
+    old, new = (estimated(shapes.LLAMA_8B, version, 8192, 1024) for version in ("0.20", "0.21"))
+    assert (old.graphs_in_budget, new.graphs_in_budget) == (False, True)
+    assert old.beside_budget == old.graphs
+    assert old.in_budget == old.activation + old.workspace + old.non_torch
+    assert new.beside_budget == ZERO
+    assert new.in_budget == new.activation + new.workspace + new.non_torch + new.graphs
+    assert old.graphs.low / GIB <= 0.67 <= old.graphs.high / GIB  # V1 log of 2025-09, 67 sizes
+
+
+def test_eager_has_no_graphs() -> None:
+    assert estimated(shapes.LLAMA_8B, "0.33", 8192, 1024, enforce_eager=True).graphs == ZERO
+
+
+def test_graphs_are_large_without_peer_to_peer() -> None:
+    found = estimated(shapes.QWEN2_5_32B, "0.5.4", 4096, 256, Parallel(4), has_peer_to_peer=False)
+    assert found.graphs.likely > 2.4 * GIB
+    assert found.graphs.high > 6.6 * GIB
+    alone = estimated(shapes.QWEN2_5_32B, "0.5.4", 4096, 256, ONE, has_peer_to_peer=False)
+    assert alone.graphs.likely < 1 * GIB
+
+
+@pytest.mark.parametrize(("tensor", "logged_gib"), [(2, 0.74), (8, 2.10)])
+def test_nccl_is_in_the_budget_of_old_versions(tensor: int, logged_gib: float) -> None:
+    """Non-torch memory of 0.7 logs (files 21130996930 and 3706561278)."""
+    found = estimated(shapes.QWEN2_5_32B, "0.7.3", 2048, 256, Parallel(tensor))
+    inside = found.non_torch + found.nccl
+    assert inside.low <= logged_gib * GIB <= inside.high
+    assert inside.likely / GIB == pytest.approx(logged_gib, rel=0.2)
+    assert found.nccl_in_budget
+    new = estimated(shapes.QWEN2_5_32B, "0.33", 8192, 1024, Parallel(tensor))
+    assert new.beside_budget == new.nccl
+    assert estimated(shapes.LLAMA_8B, "0.7.3", 2048, 256).nccl == ZERO
+
+
+def test_only_the_last_stage_samples() -> None:
+    run = RunSettings(2048, 1024)
+    first, last = (overhead(shapes.LLAMA_8B, Parallel(1, 2), profile("0.11"), run, stage) for stage in (0, 1))
+    assert last.activation.likely > 10 * first.activation.likely
+
+
+def test_moe_workspace_stays_since_0_15_and_is_transient_before() -> None:
+    """Qwen3-Next: 8192 tokens x 10 experts x 2048 numbers x 2 bytes x 2 buffers = 0.625 GiB."""
+    new = estimated(shapes.QWEN3_NEXT, "0.33", 8192, 1024)
+    assert new.workspace.likely / GIB == pytest.approx(0.625)
+    old = estimated(shapes.QWEN3_NEXT, "0.11", 8192, 1)
+    assert old.workspace == ZERO
+    assert old.activation.likely > new.workspace.likely
+    spread = estimated(shapes.QWEN3_NEXT, "0.33", 8192, 1024, Parallel(1, 1, 8, expert=True))
+    assert spread.workspace.likely == 4 * new.workspace.likely  # 32,768 tokens of eight ranks at once
+    assert estimated(shapes.LLAMA_8B, "0.33", 8192, 1024).workspace == ZERO
+
+
+def test_vision_adds_to_the_first_stage() -> None:
+    seeing = msgspec.structs.replace(shapes.LLAMA_8B, is_multimodal=True)
+    run = RunSettings(8192, 1024)
+    first, last = (overhead(seeing, Parallel(1, 2), profile(), run, stage) for stage in (0, 1))
+    plain = overhead(shapes.LLAMA_8B, Parallel(1, 2), profile(), run, 0)
+    assert first.activation.likely - plain.activation.likely == 0.5 * GIB
+    assert last.activation == overhead(shapes.LLAMA_8B, Parallel(1, 2), profile(), run, 1).activation
+
+
+def test_measured_values_replace_what_they_measure() -> None:
+    guess = estimated(shapes.LLAMA_70B, "0.11", 8192, 1024, Parallel(2))
+    found = with_measured(guess, Measured(non_torch_bytes=GIB))
+    assert (found.non_torch, found.nccl) == (exact(GIB), ZERO)
+    assert found.activation == guess.activation
+    assert with_measured(guess, Measured()) == guess
+
+
+def test_available_memory_is_never_negative() -> None:
+    assert available_kv(80 * GIB, 0.9, 140 * GIB, estimated(shapes.LLAMA_70B, "0.33", 8192, 1024)) == ZERO
+
+
+def test_ranges_rise_and_add() -> None:
+    with pytest.raises(ValueError, match="must rise"):
+        Range(2, 1, 3)
+    assert Range(1, 2, 5).left_of(100) == Range(95, 98, 99)
+    assert Range(1, 2, 5) + exact(1) == Range(2, 3, 6)
+    assert Range(1, 2, 5) * 2 == Range(2, 4, 10)
+    assert highest([Range(1, 2, 9), Range(2, 3, 4)]) == Range(2, 3, 9)
+    assert highest([]) == total([]) == ZERO
+    assert total([gib(1, 1, 2), exact(GIB)]) == gib(2, 2, 3)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from(shapes.EVERY),
+    st.sampled_from(["0.6.3", "0.9.2", "0.20", "0.33"]),
+    st.sampled_from([1, 2, 4, 8]),
+    st.integers(1, 32_768),
+    st.integers(1, 1024),
+    st.integers(1, 4),
+)
+def test_more_tokens_or_rows_never_take_less(
+    arch: Architecture, version: str, tensor: int, tokens: int, rows: int, factor: int
+) -> None:
+    few = estimated(arch, version, tokens, rows, Parallel(tensor))
+    many = estimated(arch, version, tokens * factor, rows * factor, Parallel(tensor))
+    assert few.in_budget.likely <= many.in_budget.likely
+    assert few.beside_budget.likely <= many.beside_budget.likely

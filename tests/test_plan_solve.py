@@ -1,0 +1,246 @@
+"""`penstock plan --json` end to end: catalogue, facts, solver and exit codes together."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock import catalog, cli
+from penstock.plan import families, layouts
+from penstock.plan.ranges import Range
+from penstock.plan.sizing import Facts, Sizing, SizingRequest
+from penstock.plan.solve import sizing_of
+from penstock.spec import Parallel
+from penstock.units import GIB
+
+Plan = Callable[..., tuple[int, dict[str, Any]]]
+H100 = ("--gpu", "h100-sxm")
+H100X8 = (*H100, "--gpus-per-node", "8")
+
+
+@pytest.fixture
+def plan(capsys: pytest.CaptureFixture[str]) -> Plan:
+    def ask(*words: str) -> tuple[int, dict[str, Any]]:
+        code = cli.run(["plan", *words, "--json"])
+        answer: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return code, answer
+
+    return ask
+
+
+def solved(model: str, gpu: str, **asked: Any) -> Sizing:
+    facts = Facts(model, catalog.model_config(model), "the catalogue")
+    return sizing_of(SizingRequest(facts=facts, gpu=gpu, **asked), catalog.gpu(gpu))
+
+
+def test_8b_on_one_h200_as_vllm_0_33_logged_it(plan: Plan) -> None:
+    """Start-up log: weights 14.99 GiB, 110.98 GiB of KV cache, 909,136 tokens."""
+    engine = ("--engine-version", "0.33", "--gpu-memory-utilization", "0.92", "--max-model-len", "8192")
+    code, answer = plan("llama-3.1-8b", "--gpu", "h200", *engine)
+    assert code == 0 and answer["fits"]
+    assert answer["weights"]["per_gpu_gib"] == [pytest.approx(14.99, abs=0.005)]
+    assert answer["weights"]["params"] == 8_030_261_248
+    assert answer["memory"]["kv_cache_gib"]["likely"] == pytest.approx(110.98, rel=0.05)
+    assert answer["kv"]["tokens"] == pytest.approx(909_136, rel=0.05)
+    assert answer["kv"]["bytes_per_token"] == 131_072
+    assert answer["engine_args"] == ["--max-model-len", "8192", "--gpu-memory-utilization", "0.92"]
+
+
+def test_the_json_has_the_fields_of_the_contract(plan: Plan) -> None:
+    _, answer = plan("llama-3.1-8b", "--gpu", "h200")
+    spread = {"low", "likely", "high"}
+    assert set(answer["layout"]) == {"tensor", "pipeline", "data", "expert"}
+    assert set(answer["weights"]) == {"total_bytes", "params", "per_gpu_gib"}
+    parts = {"total_gib", "budget_gib", "activation_gib", "cuda_graph_gib", "non_torch_gib", "kv_cache_gib"}
+    assert set(answer["memory"]) == parts
+    assert set(answer["speed"]) == {"ttft_ms", "tpot_ms", "output_tokens_per_s", "requests_per_s"}
+    assert all(set(value) == spread for part in ("memory", "speed") for value in answer[part].values())
+    assert {"reason", "rejected", "warnings", "engine_args"} <= set(answer)
+
+
+def test_the_given_memory_is_counted_to_the_block(plan: Plan) -> None:
+    words = ("--max-model-len", "8192", "--available-kv-gib", "110.98")
+    code, answer = plan("llama-3.1-8b", "--gpu", "h200", *words)
+    assert code == 0 and answer["memory"] is None
+    assert (answer["kv"]["num_blocks"], answer["kv"]["tokens"]) == (56_821, 909_136)
+
+
+def test_given_memory_for_each_stage(plan: Plan) -> None:
+    words = ("--pipeline", "2", "--max-model-len", "8192", "--gpus-per-node", "2")
+    _, even = plan("llama-3.1-8b", "--gpu", "h200", *words, "--available-kv-gib", "20")
+    _, uneven = plan("llama-3.1-8b", "--gpu", "h200", *words, "--available-kv-gib", "20", "10")
+    assert uneven["kv"]["num_blocks"] * 2 == even["kv"]["num_blocks"]
+    code, error = plan("llama-3.1-8b", "--gpu", "h200", *words, "--available-kv-gib", "1", "2", "3")
+    assert code == 2 and "3 values" in str(error)
+
+
+def test_70b_does_not_fit_one_h100(plan: Plan) -> None:
+    code, answer = plan("llama-3.1-70b", *H100, "--tensor", "1")
+    assert code == 3 and not answer["fits"]
+    assert "131.4" in answer["reason"]
+    assert answer["weights"]["total_bytes"] == 141_107_412_992
+
+
+def test_70b_on_eight_h100_takes_four_of_them(plan: Plan) -> None:
+    code, answer = plan("llama-3.1-70b", *H100X8)
+    assert code == 0
+    assert answer["layout"] == {"tensor": 4, "pipeline": 1, "data": 1, "expert": False}
+    refused = {(row["tensor"], row["pipeline"], row["data"]): row["reason"] for row in answer["rejected"]}
+    assert "64 attention heads do not divide by tensor 3" in refused[3, 1, 1]
+    assert "20.00 GiB of KV cache" in refused[2, 1, 1]
+    assert "takes 8 GPUs where 4 are enough" in refused[8, 1, 1]
+    assert all(any(letter.isdigit() for letter in reason) for reason in refused.values())
+
+
+@pytest.mark.parametrize("tensor", [3, 6])
+def test_an_illegal_layout_is_refused_with_the_heads(plan: Plan, tensor: int) -> None:
+    code, answer = plan("llama-3.1-70b", *H100X8, "--tensor", str(tensor))
+    assert code == 3 and answer["layout"] is None
+    assert answer["reason"] == f"64 attention heads do not divide by tensor {tensor}"
+
+
+@pytest.mark.parametrize(("n_gpus", "pipeline"), [(3, 1), (11, 1), (12, 1)])
+def test_405b_has_no_such_tensor_size(plan: Plan, n_gpus: int, pipeline: int) -> None:
+    code, answer = plan("llama-3.1-405b", *H100X8, "--nodes", "2", "--tensor", str(n_gpus))
+    assert code == 3 and f"128 attention heads do not divide by tensor {n_gpus}" in answer["reason"]
+
+
+def test_405b_on_sixteen_is_tensor_8_and_pipeline_2(plan: Plan) -> None:
+    words = ("--nodes", "2", "--network", "ib-ndr", "--max-model-len", "8192")
+    code, answer = plan("llama-3.1-405b", *H100X8, *words)
+    assert code == 0
+    assert (answer["layout"]["tensor"], answer["layout"]["pipeline"]) == (8, 2)
+
+
+def test_405b_in_fp8_fits_eight_h100(plan: Plan) -> None:
+    code, answer = plan("llama-3.1-405b", *H100X8, "--quantization", "fp8", "--max-model-len", "8192")
+    assert code == 0 and answer["layout"]["tensor"] == 8
+    assert 47 < answer["weights"]["per_gpu_gib"][0] < 50
+
+
+def test_modelopts_own_file_is_read_and_its_cache_is_fp8(plan: Plan) -> None:
+    code, answer = plan("llama-3.1-70b-instruct-fp8-modelopt", *H100X8)
+    assert code == 0
+    assert answer["weights"]["total_bytes"] == pytest.approx(72.7e9, rel=0.01)
+    assert answer["kv"]["bytes_per_token"] == 163_840
+
+
+def test_what_is_not_modelled_is_exit_4(plan: Plan) -> None:
+    code, answer = plan("deepseek-v4-flash", *H100X8)
+    assert code == 4 and "DeepseekV4ForCausalLM" in json.dumps(answer)
+
+
+def test_an_unknown_gpu_is_refused_with_the_nearest(plan: Plan) -> None:
+    code, answer = plan("llama-3.1-8b", "--gpu", "h101-sxm")
+    assert code == 2 and "h100-sxm" in json.dumps(answer)
+
+
+def test_an_unknown_network_is_refused(plan: Plan) -> None:
+    code, answer = plan("llama-3.1-8b", *H100X8, "--nodes", "2", "--network", "ib-ndx")
+    assert code == 2 and "ib-nd" in json.dumps(answer)
+
+
+def test_a_folder_with_only_a_config(plan: Plan, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(catalog.model_config("qwen3-32b")))
+    code, answer = plan(str(tmp_path), *H100)
+    assert code == 3  # 40,960 tokens of context beside 61 GiB of weights
+    code, answer = plan(str(tmp_path), *H100, "--max-model-len", "8192")
+    assert code == 0 and answer["layout"]["tensor"] == 1
+
+
+def test_a_checkpoint_of_another_size_is_said(plan: Plan, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(catalog.model_config("llama-3.1-8b")))
+    index = {"metadata": {"total_size": 20_000_000_000}, "weight_map": {}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    _, answer = plan(str(tmp_path), *H100)
+    assert any("20.00 GB" in warning and "16.06 GB" in warning for warning in answer["warnings"])
+
+
+def test_text_has_every_part(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["plan", "llama-3.1-70b", *H100X8]) == 0
+    text = capsys.readouterr().out
+    assert all(word in text for word in ("FITS", "weights", "KV cache", "users", "levers", "not chosen", "vllm serve"))
+
+
+def test_the_bars_add_up_to_the_card() -> None:
+    sizing = solved("llama-3.1-70b", "h100-sxm", gpus_per_node=8, pipeline=4, max_model_len=8192)
+    total = sizing.memory.budget_gib.likely if sizing.memory else 0.0
+    for rank in sizing.ranks:
+        parts = (rank.weights_gib, rank.kv_cache_gib, rank.activation_gib, rank.cuda_graph_gib, rank.non_torch_gib)
+        assert sum(parts) + rank.unused_gib == pytest.approx(total, abs=0.01)
+    assert [rank.n_gpus for rank in sizing.ranks] == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("model", ["llama-3.1-405b", "deepseek-v3", "qwen3-235b-a22b"])
+def test_a_thousand_gpus_take_under_a_second(model: str) -> None:
+    catalog.gpu("h100-sxm")
+    since = time.process_time()
+    facts = Facts(model, catalog.model_config(model), "the catalogue")
+    request = SizingRequest(facts=facts, gpu="h100-sxm", gpus_per_node=8, nodes=128)
+    sizing = sizing_of(request, catalog.gpu("h100-sxm"), catalog.link("ib-ndr"))
+    assert sizing.fits
+    assert time.process_time() - since < 1
+
+
+def test_planning_imports_neither_torch_nor_vllm() -> None:
+    script = (
+        "import sys; from penstock import cli; cli.run(['plan', 'llama-3.1-8b', '--gpu', 'h200', '--json']); "
+        "sys.exit(bool({'torch', 'vllm', 'transformers', 'matplotlib'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("model", [name for name in catalog.model_names() if name != "deepseek-v4-flash"])
+def test_every_model_of_the_catalogue_gets_an_answer(plan: Plan, model: str) -> None:
+    code, answer = plan(model, "--gpu", "h200", "--gpus-per-node", "8", "--max-model-len", "4096")
+    assert code in (0, 3), answer
+    assert answer["reason"]
+    if code == 0:
+        arch = families.read(catalog.model_config(model))
+        assert layouts.refusal(layouts.shape_of(arch), Parallel(**answer["layout"]), 8) is None
+        assert answer["kv"]["tokens"] > 0 and answer["speed"]["tpot_ms"]["likely"] > 0
+
+
+@settings(max_examples=25, deadline=None)
+@given(gib=st.floats(30, 200), more=st.floats(0, 50))
+def test_more_memory_never_means_fewer_tokens(gib: float, more: float) -> None:
+    def tokens(memory: float) -> int:
+        sizing = solved(
+            "llama-3.1-8b",
+            "h100-sxm",
+            tensor=1,
+            max_model_len=2048,
+            gpu_memory_gib=memory,
+            max_num_batched_tokens=2048,
+            max_num_seqs=256,
+        )
+        return sizing.kv.tokens if sizing.kv else 0
+
+    assert tokens(gib + more) >= tokens(gib)
+
+
+@settings(max_examples=25, deadline=None)
+@given(tensor=st.sampled_from([1, 2, 4, 8]), pipeline=st.integers(1, 4))
+def test_shards_are_the_whole_and_what_is_copied(tensor: int, pipeline: int) -> None:
+    sizing = solved("llama-3.1-8b", "h100-sxm", gpus_per_node=32, tensor=tensor, pipeline=pipeline, max_model_len=2048)
+    assert sizing.weights is not None
+    held = sum(sizing.weights.per_gpu_gib) * tensor * GIB
+    assert held >= sizing.weights.total_bytes
+    # Copies: norms, and the rope table of 32 MiB.
+    assert held < sizing.weights.total_bytes + tensor * pipeline * 40 * 2**20
+
+
+def test_a_range_is_told_around_the_likely_value() -> None:
+    memory = solved("llama-3.1-8b", "a100-sxm4-80", max_model_len=8192).memory
+    assert memory is not None
+    assert isinstance(memory.kv_cache_gib, Range) and memory.kv_cache_gib.low < memory.kv_cache_gib.high

@@ -1,0 +1,99 @@
+"""How many people: the response time law, and the first limit they hit."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock import catalog
+from penstock.plan import speed, users, work
+from penstock.plan.architecture import Architecture, Attention, Layer, Mlp
+from penstock.plan.comm import Fabric
+from penstock.plan.ranges import Range
+from penstock.plan.speed import Speed
+from penstock.plan.users import Capacity, Person
+from penstock.spec import Parallel, Workload
+
+LAYERS = (Layer(Attention("full", 32, 8, 128, 128), mlp=Mlp(14336)),) * 32
+LLAMA_8B = work.work_of(Architecture("8b", "llama", 4096, 128256, LAYERS, 131072, "bfloat16", False))
+H100 = Fabric(catalog.gpu("h100-sxm"), 1)
+
+
+def at_h100(load: Workload) -> Speed:
+    return speed.estimate(LLAMA_8B, Parallel(), H100, load)
+
+
+def steady(ttft_ms: float, tpot_ms: float) -> Speed:
+    def around(value: float) -> Range:
+        return Range(value / 2, value, value * 2)
+
+    return Speed(around(ttft_ms), around(tpot_ms), around(1), around(1), 1, {})
+
+
+def test_people_follow_the_response_time_law() -> None:
+    # 16 at once; 100 ms + 59 x 100 ms = 6 s an answer, 30 s to think: 16 x 36 / 6 = 96.
+    person = Person(context_tokens=4000, reply_tokens=60, think_time_s=30)
+    found = users.users(person, Capacity(65_536, 256), Workload(), lambda load: steady(100, 100))
+    assert found.n_users == Range(56, 96, 176) and found.n_at_once == 16
+    assert found.response_s.likely == pytest.approx(6)
+    assert found.first_limit == "KV cache: 65536 tokens / 4000 a person = 16 at once"
+    assert found.assumed == "4000 tokens of context, 60 a reply, 30 s to think"
+
+
+def test_the_engines_own_limit_comes_first_when_it_is_lower() -> None:
+    found = users.users(Person(), Capacity(10**9, 8), Workload(), lambda load: steady(1, 1))
+    assert found.n_at_once == 8 and found.first_limit == "max_num_seqs 8 at once"
+
+
+def test_a_target_can_be_the_first_limit() -> None:
+    def slower(load: Workload) -> Speed:
+        return steady(10.0 * load.concurrency, 5.0 * load.concurrency)
+
+    by_tpot = users.users(Person(), Capacity(10**9, 1000), Workload(tpot_ms=50), slower)
+    assert by_tpot.n_at_once == 10 and by_tpot.first_limit == "time per token: 55 ms, at most 50"
+    by_ttft = users.users(Person(), Capacity(10**9, 1000), Workload(ttft_ms=50, tpot_ms=50), slower)
+    assert by_ttft.n_at_once == 5 and by_ttft.first_limit == "time to first token: 60 ms, at most 50"
+
+
+def test_nobody_when_one_context_does_not_fit_or_one_request_is_too_slow() -> None:
+    none = users.users(Person(context_tokens=8000), Capacity(7999, 256), Workload(), lambda load: steady(1, 1))
+    assert none.n_users == Range(0, 0, 0) and none.first_limit.startswith("KV cache: 7999 tokens / 8000")
+    slow = users.users(Person(), Capacity(10**6, 256), Workload(tpot_ms=1), lambda load: steady(1, 2))
+    assert slow.n_at_once == 0 and slow.first_limit == "time per token: 2 ms, at most 1"
+
+
+def test_a_prefix_cache_spares_reading_the_conversation_again() -> None:
+    anew, cached = (
+        users.users(Person(8000, 300, 30, new_tokens=new), Capacity(400_000, 256), Workload(ttft_ms=2000), at_h100)
+        for new in (None, 200)
+    )
+    assert cached.n_users.likely > anew.n_users.likely and cached.first_limit.startswith("KV cache")
+
+
+def test_an_8b_on_one_h100_serves_hundreds() -> None:
+    found = users.users(Person(), Capacity(430_000, 1024), Workload(ttft_ms=2000, tpot_ms=60), at_h100)
+    assert 200 < found.n_users.likely < 2000
+    assert found.n_users.low <= found.n_users.likely <= found.n_users.high
+
+
+def test_few_estimates_are_enough() -> None:
+    asked: list[int] = []
+
+    def counted(load: Workload) -> Speed:
+        asked.append(load.concurrency)
+        return at_h100(load)
+
+    users.users(Person(), Capacity(10**8, 4096), Workload(tpot_ms=30), counted)
+    assert len(asked) < 20
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(500, 100_000), st.integers(1, 400), st.integers(1000, 2_000_000), st.integers(1, 512))
+def test_more_cache_never_serves_fewer_people(context: int, reply: int, kv_tokens: int, seqs: int) -> None:
+    person = Person(context, reply, 20)
+    few, many = (
+        users.users(person, Capacity(tokens, seqs), Workload(tpot_ms=80), at_h100).n_at_once
+        for tokens in (kv_tokens, 2 * kv_tokens)
+    )
+    assert few <= many
