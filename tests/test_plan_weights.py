@@ -14,8 +14,9 @@ from penstock.plan import quantization
 from penstock.plan.architecture import Architecture, Quantization, Tensor
 from penstock.plan.families import read
 from penstock.plan.refusals import NotModelled
+from penstock.plan.stages import stage_layers
 from penstock.plan.tensors import inventory, tensor_bytes
-from penstock.plan.weights import RankWeights, bytes_on_disk, expert_counts, rank_weights, rope_bytes, stage_layers
+from penstock.plan.weights import RankWeights, bytes_on_disk, expert_counts, rank_weights, rope_bytes
 from penstock.spec import Parallel
 
 MODELS = Path(__file__).parent.parent / "penstock" / "catalog" / "data" / "models"

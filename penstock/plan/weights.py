@@ -22,6 +22,7 @@ from collections.abc import Iterable
 import msgspec
 
 from penstock.plan.architecture import Architecture, Tensor
+from penstock.plan.stages import stage_layers
 from penstock.plan.tensors import dtype_bytes, inventory, tensor_bytes
 from penstock.spec import Parallel
 
@@ -50,17 +51,6 @@ class RankWeights(msgspec.Struct, frozen=True):
     @property
     def total_bytes(self) -> int:
         return self.weight_bytes + self.rope_bytes
-
-
-def stage_layers(n_layers: int, n_stages: int) -> tuple[int, ...]:
-    """Layers of each pipeline stage. A remainder goes to the stages before the last, from the second-last backwards.
-
-    61 layers over 4: (15, 15, 16, 15); 10 over 4: (2, 3, 3, 2).
-    """
-    counts = [n_layers // n_stages] * n_stages
-    for index in range(2, n_layers % n_stages + 2):
-        counts[-index] += 1
-    return tuple(counts)
 
 
 def expert_counts(n_experts: int, n_ranks: int) -> tuple[tuple[int, int], ...]:
