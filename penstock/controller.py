@@ -161,11 +161,7 @@ class Controller:
         self._warden = processes.start_detached(argv, self._marks("warden"), self.run.log("controller"))
 
     def _marks(self, role: str) -> dict[str, str]:
-        return {
-            processes.MARK_RUN: str(self.run.path),
-            processes.MARK_RUN_ID: self.run.record().id,
-            processes.MARK_ROLE: role,
-        }
+        return processes.marks(str(self.run.path), self.run.record().id, role)
 
     def _end_hung_gateway(self, seen: Observation) -> None:
         """A gateway that lives and does not answer is killed; the next tick starts another."""

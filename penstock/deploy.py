@@ -229,11 +229,7 @@ def _start(prepared: Prepared, admin_port: int, on_step: OnStep | None) -> Start
 
 def start_controller(run: Run) -> None:
     """Start the controller of a run, detached. A second one leaves at once."""
-    marks = {
-        processes.MARK_RUN: str(run.path),
-        processes.MARK_RUN_ID: run.record().id,
-        processes.MARK_ROLE: "controller",
-    }
+    marks = processes.marks(str(run.path), run.record().id, "controller")
     argv = [sys.executable, "-m", "penstock.controller", str(run.path)]
     processes.start_detached(argv, marks, run.log("controller"))
 

@@ -38,6 +38,11 @@ class Marked(Process, frozen=True, omit_defaults=True):
     command: str = ""
 
 
+def marks(run: str, run_id: str, role: str) -> dict[str, str]:
+    """The environment that makes a process of a run findable."""
+    return {MARK_RUN: run, MARK_RUN_ID: run_id, MARK_ROLE: role}
+
+
 def identify(pid: int, role: str = "") -> Process:
     """The identity of a living process.  Raises psutil.NoSuchProcess."""
     return Process(pid, started_at(pid), role)

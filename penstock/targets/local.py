@@ -103,12 +103,7 @@ def _start(run: Run, replica: str, gpus: Sequence[int]) -> Process:
     artifact = run.artifact()
     # The replica first: a run's own path may have "{replica}" in it.
     argv = [word.replace("{replica}", replica).replace("{run}", str(run.path)) for word in artifact.argv]
-    marks = {
-        processes.MARK_RUN: str(run.path),
-        processes.MARK_RUN_ID: run.record().id,
-        processes.MARK_ROLE: "node",
-        processes.MARK_REPLICA: replica,
-    }
+    marks = processes.marks(str(run.path), run.record().id, "node") | {processes.MARK_REPLICA: replica}
     if gpus:
         marks["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
     return processes.start_detached(argv, marks, run.log(f"replica-{replica}"))
