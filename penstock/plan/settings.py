@@ -61,6 +61,7 @@ def settings_of(request: SizingRequest, gpu: GpuFacts, arch: Architecture, rules
         dtype=arch.dtype,
         kv_cache_dtype=cache_dtype,
         quantization=request.quantization or (arch.quantization.kind if arch.quantization else None),
+        longest_model_len=arch.max_position,
     )
 
 
@@ -81,7 +82,7 @@ def engine_args(request: SizingRequest, sizes: Mapping[str, int], is_expert: boo
         "enforce_eager": request.enforce_eager,
     }
     words = [word for name, value in given.items() for word in (_flag(name), f"{value}")]
-    return (*words, *(_flag(name) for name, is_on in switches.items() if is_on))
+    return (*words, *(_flag(name) for name, is_on in switches.items() if is_on), *request.more_args)
 
 
 def _flag(name: str) -> str:
