@@ -78,8 +78,12 @@ def prepare(
         raise SpecError(f'deployment "{deployment.name}"', problems)
     if existing is None or not _holds(existing, deployment):
         preflight.check_port(deployment.gateway.host, deployment.gateway.port)
-    machine = preflight.as_named(deployment, _machine(target, deployment, existing), is_rehearsal)
+    found = _machine(target, deployment, existing)
+    machine = preflight.as_named(deployment, found, is_rehearsal)
     made = make_plan(deployment, machine, deployment.replicas.min)
+    if machine.gpus and not found.gpus:
+        warning = f"{found.host} has no GPU: this is for {len(machine.gpus)} x {machine.gpus[0].name}, as the file says"
+        made = msgspec.structs.replace(made, warnings=(*made.warnings, warning))
     run_path = runs.home() / "runs" / deployment.name
     told = Launch(
         deployment=deployment.name,

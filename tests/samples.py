@@ -73,6 +73,12 @@ def demo_plan(engine: str = "llamacpp", **changes: Any) -> Plan:
     return msgspec.structs.replace(made, **changes)
 
 
+def gpu_plan() -> Plan:
+    """Llama-3.1-8B on one H100 with vLLM 0.33.0."""
+    wanted, box = deployment("meta-llama/Llama-3.1-8B"), gpu_machine(1)
+    return launch.make_on_gpus(wanted, LLAMA_70B, box, "0.33.0", 1, sized(wanted, box, "llama-3.1-8b"))
+
+
 def draft(wanted: Deployment | None = None) -> Draft:
     return Draft(
         wanted or deployment(),

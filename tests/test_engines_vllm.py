@@ -159,6 +159,18 @@ def test_a_start_on_gpus_is_read_with_its_numbers() -> None:
     }
 
 
+def test_of_several_ranks_the_fullest_counts() -> None:
+    usage = "Actual usage is {} GiB for consumed memory (weights + non-torch), {} GiB for peak activation, and 0.4 GiB"
+    lines = [
+        "(Worker_TP0 pid=9) INFO [gpu_worker.py:1] Available KV cache memory: 35.2 GiB",
+        "(Worker_TP1 pid=9) INFO [gpu_worker.py:1] Available KV cache memory: 34.9 GiB",
+        "(Worker_TP2 pid=9) INFO [gpu_worker.py:1] Available KV cache memory: 35.0 GiB",
+        f"(Worker_TP0 pid=9) INFO [gpu_worker.py:1] {usage.format(33.9, 2.0)}",
+        f"(Worker_TP1 pid=9) INFO [gpu_worker.py:1] {usage.format(33.5, 2.4)}",
+    ]
+    assert read(lines)[-1].measured == {"kv_cache_gib": 34.9, "consumed_gib": 33.9, "peak_gib": 2.4}
+
+
 def test_lines_that_say_nothing_change_nothing() -> None:
     assert read(["", "hello", "INFO:     127.0.0.1:1 - GET /health 200 OK"]) == []
 

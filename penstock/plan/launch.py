@@ -225,7 +225,8 @@ def _refuse_too_little_memory(
 
 def _as_sized(deployment: Deployment, machine: Machine, sizing: Sizing, key: Key | None) -> _Chosen:
     settings = sizing.settings
-    if settings is not None and _LONG_LENGTHS_ALLOWED not in deployment.engine.env:
+    is_told_to_take_it = deployment.engine.env.get(_LONG_LENGTHS_ALLOWED, "").lower() in ("1", "true")
+    if settings is not None and not is_told_to_take_it:
         _refuse_longer_than(settings.longest_model_len, settings.max_model_len, deployment)
     if not sizing.fits:
         raise does_not_fit(deployment, machine, sizing)
