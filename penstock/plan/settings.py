@@ -40,7 +40,9 @@ def settings_of(request: SizingRequest, gpu: GpuFacts, arch: Architecture, rules
     """
     max_model_len = request.max_model_len or arch.max_position
     if not max_model_len:
-        raise UserError("cannot tell the context length: the config has none", hint="Add --max-model-len.")
+        raise UserError(
+            "cannot tell the context length: the config has none", hint="Add --max-model-len (engine.max_model_len)."
+        )
     name = gpu.names[0] if gpu.names else gpu.id
     tokens, seqs = batch_defaults(rules, total_bytes(request, gpu), name, max_model_len)
     if request.max_num_batched_tokens:
