@@ -136,7 +136,10 @@ def test_a_model_too_large_is_refused_in_the_planners_words_with_the_length_that
     message, detail, hint = refused(on_gpus, machine)
     assert message == f'cannot place model "{LLAMA}" on box: {said.reason}'
     assert "one request of 131,072 tokens needs 20.00 GiB" in message
-    assert detail == "2 x NVIDIA H100 80GB HBM3 in box, vLLM 0.33.0, 131072 tokens a request, 0.92 of the memory."
+    assert (
+        detail
+        == "2 x NVIDIA H100 80GB HBM3 in box for a replica, vLLM 0.33.0, 131072 tokens a request, 0.92 of the memory."
+    )
     longest = said.kv.largest_max_model_len
     assert hint == f"Set engine.max_model_len: {longest} (the largest that fits), or use more GPUs."
     assert on_gpus(machine, engine={"max_model_len": longest}).max_model_len == longest
@@ -171,6 +174,12 @@ def test_replicas_share_the_gpus_of_a_machine() -> None:
     assert message == "cannot place 2 x 4 ranks on box: it has 4 GPUs, 4 with 92% of the memory free"
     assert detail is not None
     assert detail.startswith("parallel: tensor 2, pipeline 2, data 1; free: GPU 0 80.0 GiB, GPU 1")
+
+
+def test_a_refusal_says_how_many_gpus_a_replica_could_have() -> None:
+    message, detail, _ = refused(on_gpus, gpu_machine(4), 2)
+    assert "no layout fits 2 GPUs; the nearest: " in message
+    assert detail is not None and detail.startswith("2 of 4 x NVIDIA H100 80GB HBM3 in box for a replica, ")
 
 
 def test_no_more_gpus_are_taken_than_the_file_allows() -> None:

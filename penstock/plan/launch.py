@@ -11,7 +11,7 @@ import msgspec
 from penstock.errors import PlanError
 from penstock.plan import Device, Forecast, Gpu, Machine, ModelFacts, Need, Plan, kv_bytes_per_token
 from penstock.plan.measurement import Key
-from penstock.plan.sizing import Sizing
+from penstock.plan.sizing import Settings, Sizing
 from penstock.spec import Deployment, Parallel
 from penstock.units import GIB, MIB, show_bytes
 
@@ -83,25 +83,9 @@ def make_on_gpus(
     if sized.sizing is None:
         chosen = _not_modelled(deployment, model, machine, n_replicas, sized.not_modelled)
     else:
-        chosen = _as_sized(deployment, machine, sized.sizing, sized.key)
+        chosen = _as_sized(deployment, machine, n_replicas, sized.sizing, sized.key)
     _refuse_too_few_gpus(deployment, machine, chosen.layout, n_replicas)
     return _plan(deployment, model, machine, ("vllm", engine_version), n_replicas, chosen)
-
-
-def does_not_fit(deployment: Deployment, machine: Machine, sizing: Sizing) -> PlanError:
-    """The planner's refusal as an error, with the largest length that fits when a shorter one would do."""
-    settings = sizing.settings
-    detail = f"{len(machine.gpus)} GPUs of {machine.host}"
-    if settings is not None:
-        detail = f"{len(machine.gpus)} x {settings.gpu_name} in {machine.host}, vLLM {settings.engine_version}, "
-        detail += f"{settings.max_model_len} tokens a request, {settings.gpu_memory_utilization:g} of the memory."
-    hint = "Use more GPUs, a smaller or quantised model, or another parallel; `penstock plan` tells of every layout."
-    longest = sizing.kv.largest_max_model_len if sizing.kv is not None else 0
-    if settings is not None and 0 < longest < settings.max_model_len:
-        hint = f"Set engine.max_model_len: {longest} (the largest that fits), or use more GPUs."
-    return PlanError(
-        f'cannot place model "{deployment.model}" on {machine.host}: {sizing.reason}', detail=detail, hint=hint
-    )
 
 
 def check_room(deployment: Deployment, made: Plan, machine: Machine, n_more: int) -> None:
@@ -223,19 +207,39 @@ def _refuse_too_little_memory(
 # ---- GPUs ------------------------------------------------------------------------------------------------------------
 
 
-def _as_sized(deployment: Deployment, machine: Machine, sizing: Sizing, key: Key | None) -> _Chosen:
+def _as_sized(deployment: Deployment, machine: Machine, n_replicas: int, sizing: Sizing, key: Key | None) -> _Chosen:
     settings = sizing.settings
+    assert settings is not None, "the solver always tells them"
     is_told_to_take_it = deployment.engine.env.get(_LONG_LENGTHS_ALLOWED, "").lower() in ("1", "true")
-    if settings is not None and not is_told_to_take_it:
+    if not is_told_to_take_it:
         _refuse_longer_than(settings.longest_model_len, settings.max_model_len, deployment)
     if not sizing.fits:
-        raise does_not_fit(deployment, machine, sizing)
-    assert sizing.layout is not None and settings is not None, "what fits has a layout and settings"
+        raise _does_not_fit(deployment, machine, n_replicas, sizing, settings)
+    assert sizing.layout is not None, "what fits has a layout"
     forecast = None
     if key is not None and sizing.memory is not None:
         forecast = Forecast(key, sizing.memory.kv_cache_gib.likely)
     warnings = (*sizing.warnings, *_missed_targets(deployment, sizing))
     return _Chosen("cuda", sizing.layout, settings.max_model_len, _need_of(sizing), forecast, warnings)
+
+
+def _does_not_fit(
+    deployment: Deployment, machine: Machine, n_replicas: int, sizing: Sizing, settings: Settings
+) -> PlanError:
+    """The planner's refusal as an error, with the largest length that fits when a shorter one would do."""
+    n_each, n_all = gpus_for_each(deployment, machine, n_replicas), len(machine.gpus)
+    detail = (
+        f"{n_each if n_each == n_all else f'{n_each} of {n_all}'} x {settings.gpu_name} in {machine.host} "
+        f"for a replica, vLLM {settings.engine_version}, {settings.max_model_len} tokens a request, "
+        f"{settings.gpu_memory_utilization:g} of the memory."
+    )
+    hint = "Use more GPUs, a smaller or quantised model, or another parallel; `penstock plan` tells of every layout."
+    longest = sizing.kv.largest_max_model_len if sizing.kv is not None else 0
+    if 0 < longest < settings.max_model_len:
+        hint = f"Set engine.max_model_len: {longest} (the largest that fits), or use more GPUs."
+    return PlanError(
+        f'cannot place model "{deployment.model}" on {machine.host}: {sizing.reason}', detail=detail, hint=hint
+    )
 
 
 def _not_modelled(
