@@ -86,4 +86,4 @@ def difference(planned_kv_gib: float, reported: Mapping[str, float]) -> Differen
     found = reported.get("kv_cache_gib")
     if found is None or planned_kv_gib <= 0:
         return None
-    return Difference(round(planned_kv_gib, 2), found, round(found / planned_kv_gib - 1, 4))
+    return Difference(planned_kv_gib, found, found / planned_kv_gib - 1)
