@@ -288,7 +288,7 @@ def _missed_targets(deployment: Deployment, sizing: Sizing) -> list[str]:
         return []
     targets = (("ttft_ms", workload.ttft_ms, speed.ttft_ms), ("tpot_ms", workload.tpot_ms, speed.tpot_ms))
     return [
-        f"workload.{name} {target:g} is missed: likely {found.likely:.0f} ms (an estimate)"
+        f"workload.{name} {target:g} is missed: likely {found.likely:.1f} ms (an estimate)"
         for name, target, found in targets
         if target and found.likely > target
     ]

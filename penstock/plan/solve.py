@@ -23,7 +23,7 @@ from penstock.plan.layouts import Layouts, Refused, Shape
 from penstock.plan.measurement import Key, Measurement
 from penstock.plan.overhead import RunSettings
 from penstock.plan.pages import model_bytes_per_token
-from penstock.plan.profiles import parse_version, profile
+from penstock.plan.profiles import EngineProfile, parse_version, profile
 from penstock.plan.quantization import with_choice
 from penstock.plan.ranges import Range, exact
 from penstock.plan.settings import engine_args, settings_of, total_bytes
@@ -85,9 +85,7 @@ def sizing_of(
 
 def key_of(request: SizingRequest, gpu: GpuFacts) -> Key:
     """What measured values of this engine are kept under.  Raises as `sizing_of` does."""
-    arch = with_choice(families.read(request.facts.config), request.quantization, request.dtype)
-    rules = profile(request.engine_version)
-    settings = settings_of(request, gpu, arch, rules)
+    _, rules, settings = _engine(request, gpu)
     config = {name: value for name, value in request.facts.config.items() if name not in _NOT_OF_THE_MODEL}
     return Key(
         model=hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest(),
@@ -105,12 +103,17 @@ def key_of(request: SizingRequest, gpu: GpuFacts) -> Key:
     )
 
 
+def _engine(request: SizingRequest, gpu: GpuFacts) -> tuple[Architecture, EngineProfile, Settings]:
+    """The model as it is loaded, the rules of the engine's version, and its settings."""
+    arch = with_choice(families.read(request.facts.config), request.quantization, request.dtype)
+    rules = profile(request.engine_version)
+    return arch, rules, settings_of(request, gpu, arch, rules)
+
+
 def _question(
     request: SizingRequest, gpu: GpuFacts, network: LinkFacts | None, measured: Mapping[Parallel, Measurement]
 ) -> _Question:
-    arch = with_choice(families.read(request.facts.config), request.quantization, request.dtype)
-    rules = profile(request.engine_version)
-    settings = settings_of(request, gpu, arch, rules)
+    arch, rules, settings = _engine(request, gpu)
     cut = capability(gpu)
     cache = CacheSettings(
         max_model_len=settings.max_model_len,
