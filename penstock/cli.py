@@ -339,9 +339,12 @@ def _up(options: argparse.Namespace) -> int:
         found = runs.find(started.name)
         if options.json:
             facts = {"name": started.name, "url": started.url, "was_running": started.was_running, "key": started.key}
-            _emit({"event": "submitted", **facts})
+            _emit({"event": "submitted", **facts, "warnings": found.plan().warnings})
         elif options.no_wait or options.timeout is not None:
             print(screen.submitted_text(started))
+        if not options.json and not started.was_running:
+            for warning in found.plan().warnings:
+                print(f"warning: {warning}", file=sys.stderr)
         if options.no_wait:
             return 0
         with screen.StartDisplay(sys.stdout, options.json) as display:
@@ -433,6 +436,8 @@ def _damage(run: Run, state: State) -> dict[str, Any] | None:
 def _facts(run: Run, state: State) -> dict[str, Any]:
     import msgspec
 
+    from penstock import observe
+
     deployment, plan = run.deployment(), run.plan()
     return {
         "name": run.name,
@@ -442,6 +447,7 @@ def _facts(run: Run, state: State) -> dict[str, Any]:
         "engine": plan.engine,
         "engine_version": plan.engine_version,
         "folder": str(run.path),
+        "kv_cache": msgspec.to_builtins(observe.kv_cache_differences(plan, state)),
         **msgspec.to_builtins(state),
     }
 

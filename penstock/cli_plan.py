@@ -1,4 +1,4 @@
-"""`penstock plan`: its arguments, and what it prints. `solve` decides, `facts` reads, `plan_view` formats.
+"""`penstock plan`: its arguments, and what it prints. `planning` answers, `facts` reads, `plan_view` formats.
 
 Exit codes: 0 it fits, 3 it does not (with the whole answer all the same), 2 bad input, 4 not modelled.
 """
@@ -9,12 +9,14 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from penstock.errors import UserError
 
 if TYPE_CHECKING:
+    from penstock.catalog import GpuFacts
     from penstock.plan.sizing import Sizing, SizingRequest
 
 EXIT_FITS, EXIT_DOES_NOT_FIT = 0, 3
@@ -105,7 +107,11 @@ _GROUPS = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `penstock plan`; `run` takes what they parse to."""
-    parser.add_argument("model", metavar="MODEL", help="a folder with a config.json, a catalogue name, or a hub id")
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="a folder with a config.json, a catalogue name, a hub id, or a deployment file (.yaml; flags go over it)",
+    )
     groups = {}
     for title, options in _GROUPS:
         groups[options] = parser.add_argument_group(title)
@@ -124,6 +130,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="GIB",
         help="KV cache of a GPU, one value or one per pipeline stage: no estimate of memory, KV arithmetic alone",
     )
+    engine.add_argument(
+        "--no-measured", action="store_true", help="estimate also what an earlier start of this engine has measured"
+    )
     out = parser.add_argument_group("output")
     out.add_argument("--json", action="store_true", help="print JSON")
     out.add_argument("--plot", type=Path, metavar="FILE", help="draw the answer into a .png or .svg (needs matplotlib)")
@@ -137,16 +146,19 @@ def _flag(field: str) -> str:
 
 def run(options: argparse.Namespace) -> int:
     """Answer on standard output; the exit code.  Raises UserError (2) and NotModelled (4)."""
+    from penstock import planning
+
     _check_outputs(options)
-    request = request_of(options)
-    sizing = solve(request)
+    request, card = request_of(options)
+    sizing = planning.solve(request, card, with_measured=not options.no_measured)
     if options.plot:
         from penstock import plan_plot
 
         plan_plot.save(request, sizing, options.plot)
     is_written = bool(options.write) and sizing.fits
     if is_written:
-        _write(options.write, deployment_text(request, sizing), options.force)
+        base = _file_mapping(Path(options.model)) if _is_file(options.model) else {}
+        _write(options.write, deployment_text(request, sizing, base), options.force)
     if options.json:
         from penstock.plan.sizing import contract
 
@@ -161,21 +173,11 @@ def run(options: argparse.Namespace) -> int:
     return EXIT_FITS if sizing.fits else EXIT_DOES_NOT_FIT
 
 
-def solve(request: SizingRequest) -> Sizing:
-    """The planner's answer, with what the facts want said among its warnings."""
-    import msgspec
+def request_of(options: argparse.Namespace) -> tuple[SizingRequest, GpuFacts | None]:
+    """What was asked, with the model's facts read, and the card when it is this machine's.
 
-    from penstock import catalog
-    from penstock.plan.solve import sizing_of
-
-    network = catalog.link(request.network) if request.network else None
-    sizing = sizing_of(request, catalog.gpu(request.gpu), network)
-    more = tuple(note for note in request.facts.notes if note not in sizing.warnings)
-    return msgspec.structs.replace(sizing, warnings=(*more, *sizing.warnings)) if more else sizing
-
-
-def request_of(options: argparse.Namespace) -> SizingRequest:
-    """What was asked, with the model's facts read. Reads files, and the hub for a hub id.  Raises UserError."""
+    Reads files, and the hub for a hub id. Flags go over what a deployment file says.  Raises UserError.
+    """
     from penstock import facts
     from penstock.plan.sizing import SizingRequest
 
@@ -185,22 +187,56 @@ def request_of(options: argparse.Namespace) -> SizingRequest:
         for option in group
         if (value := getattr(options, option.field)) is not None
     }
+    if given.keys() & {option.field for option in _LAYOUT}:  # a layout that flags ask for stands alone
+        given = {"tensor": None, "pipeline": None, "data": None, "expert": False, **given}
+    switches = {
+        "expert": options.expert or None,
+        "dtype": options.dtype,
+        "prefix_caching": False if options.no_prefix_caching else None,
+        "enforce_eager": options.enforce_eager or None,
+        "available_kv_gib": tuple(value for values in options.available_kv_gib for value in values) or None,
+    }
+    given |= {field: value for field, value in switches.items() if value is not None}
+    if _is_file(options.model):
+        return _request_of_file(Path(options.model), given)
+    card = None
     if "gpu" not in given:
-        given = {**_this_machine(), **given}
-    return SizingRequest(
-        facts=facts.read(options.model),
-        **given,
-        expert=options.expert,
-        dtype=options.dtype,
-        prefix_caching=not options.no_prefix_caching,
-        enforce_eager=options.enforce_eager,
-        available_kv_gib=tuple(value for values in options.available_kv_gib for value in values),
-    )
+        card, n_gpus = _this_machine()
+        given = {"gpu": card.id, "gpus_per_node": n_gpus, **given}
+    return SizingRequest(facts=facts.read(options.model), **given), card
 
 
-def _this_machine() -> dict[str, Any]:
-    """The GPUs of this machine, where all are alike.  Raises UserError."""
-    from penstock import catalog, machine
+def _is_file(model: str) -> bool:
+    return model.endswith((".yaml", ".yml"))
+
+
+def _request_of_file(path: Path, given: dict[str, Any]) -> tuple[SizingRequest, GpuFacts | None]:
+    """What a deployment file asks; on this machine's GPUs where it names none. Replicas share the GPUs, as in `up`."""
+    import msgspec
+
+    from penstock import facts, planning, spec
+
+    deployment = spec.load(path)
+    if deployment.engine.kind not in ("auto", "vllm"):
+        raise UserError(
+            f'cannot plan file "{path}": its engine is {deployment.engine.kind}',
+            hint="Planning is for vLLM on GPUs: set engine.kind: vllm.",
+        )
+    card, n_gpus = None, 1
+    gpu = given.get("gpu") or deployment.hardware.gpu
+    if gpu is None:
+        card, n_gpus = _this_machine()
+        gpu = card.id
+    n_gpus = deployment.hardware.gpus_per_node or n_gpus
+    request = planning.request_of(deployment, facts.read(deployment.model), gpu)
+    if deployment.parallel == "auto":
+        n_gpus = max(1, n_gpus // max(1, deployment.replicas.min))
+    return msgspec.structs.replace(request, **{"gpus_per_node": n_gpus, **given}), card
+
+
+def _this_machine() -> tuple[GpuFacts, int]:
+    """The card of this machine's GPUs and their number, where all are alike.  Raises UserError."""
+    from penstock import catalog, machine, planning
 
     found = machine.gpus()
     names = sorted({gpu.name for gpu in found})
@@ -210,7 +246,7 @@ def _this_machine() -> dict[str, Any]:
             detail=", ".join(names) or "nvidia-smi lists none, or is not there.",
             hint=f"Name the GPU: --gpu h100-sxm --gpus-per-node 8. Known: {', '.join(catalog.gpu_ids())}.",
         )
-    return {"gpu": names[0], "gpus_per_node": len(found)}
+    return planning.card_of(found), len(found)
 
 
 def _check_outputs(options: argparse.Namespace) -> None:
@@ -233,8 +269,11 @@ def _write(path: Path, text: str, force: bool) -> None:
         raise UserError(f'could not write "{path}": {exc.strerror}') from exc
 
 
-def deployment_text(request: SizingRequest, sizing: Sizing) -> str:
-    """A file for `penstock up` with the chosen layout: only what is not a default, checked as `up` checks it."""
+def deployment_text(request: SizingRequest, sizing: Sizing, base: Mapping[str, Any] | None = None) -> str:
+    """A file for `penstock up` with the chosen layout: only what is not a default, checked as `up` checks it.
+
+    `base` is the file that was planned: what planning does not know of stays as it is there.
+    """
     import yaml
 
     from penstock import spec
@@ -262,7 +301,18 @@ def deployment_text(request: SizingRequest, sizing: Sizing) -> str:
     }
     cut = {"tensor": layout.tensor, "pipeline": layout.pipeline, "data": layout.data, "expert": layout.expert}
     engine = {"kind": "vllm", "max_model_len": length, "gpu_memory_utilization": utilization, "args": args or None}
-    plain = {"model": model, "hardware": hardware, "parallel": cut, "engine": engine, "workload": workload}
+    own = dict(base or {})
+    own_hardware = own.get("hardware") or {}
+    # In a file it is for all replicas, in a request for one.
+    hardware["gpus_per_node"] = max(request.gpus_per_node, own_hardware.get("gpus_per_node") or 0)
+    plain = {
+        **own,
+        "model": own.get("model", model),
+        "hardware": {**own_hardware, **hardware},
+        "parallel": cut,
+        "engine": {**(own.get("engine") or {}), **engine},
+        "workload": workload,
+    }
     known = {
         key: {name: item for name, item in value.items() if item is not None} if isinstance(value, dict) else value
         for key, value in plain.items()
@@ -273,8 +323,19 @@ def deployment_text(request: SizingRequest, sizing: Sizing) -> str:
     )
 
 
+def _file_mapping(path: Path) -> dict[str, Any]:
+    """A deployment file that was read before, as it stands there."""
+    import yaml
+
+    mapping: dict[str, Any] = yaml.safe_load(path.read_text("utf-8"))
+    return mapping
+
+
 def _args(engine_args: tuple[str, ...]) -> dict[str, Any]:
-    """Flags as `engine.args` has them: --block-size 32 --enforce-eager -> {"block-size": 32, "enforce-eager": True}."""
+    """Flags as `engine.args` has them: --block-size 32 --enforce-eager -> {"block-size": 32, "enforce-eager": True}.
+
+    Several words after a flag become a list.
+    """
     args: dict[str, Any] = {}
     name = ""
     for word in engine_args:
@@ -282,8 +343,12 @@ def _args(engine_args: tuple[str, ...]) -> dict[str, Any]:
             name, equals, value = word.removeprefix("--").partition("=")
             args[name] = _scalar(value) if equals else True
         elif name:
-            args[name] = _scalar(word)
+            args[name] = _scalar(word) if args[name] is True else [*_listed(args[name]), _scalar(word)]
     return args
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
 def _scalar(word: str) -> int | float | str:

@@ -21,7 +21,7 @@ from typing import TextIO
 
 import msgspec
 
-from penstock import processes, targets
+from penstock import measured, processes, targets
 from penstock.announce import Announcement, Process, Restart
 from penstock.errors import PenstockError
 from penstock.observe import History, Observation, admin_client, look, summarise
@@ -113,7 +113,8 @@ class Controller:
             failed={row.replica: row for row in last.replicas if row.state == "failed"} if last else {},
             was_ready=last is not None and last.phase in ("ready", "degraded"),
         )
-        self._drain_s = run.plan().drain_s
+        self._plan = run.plan()
+        self._measured: set[tuple[str, float | None]] = set()
         self._drain_since: dict[str, float] = {}
         self._gateway_starts: list[float] = []
         self._gateway_silent_since: float | None = None
@@ -131,6 +132,7 @@ class Controller:
                 return
             seen = look(self.run, self.handle, self.history.gateway)
             self._note_failures(seen)
+            self._keep_measured(seen)
             self._end_hung_gateway(seen)
             self._act(desired, seen)
             state = summarise(desired, seen, self.history, time.time())
@@ -188,10 +190,26 @@ class Controller:
                 )
                 self.run.add_event("replica failed", told.reason or "", replica=told.replica)
 
+    def _keep_measured(self, seen: Observation) -> None:
+        """What each start of an engine reported, once, for the next plan."""
+        for row in seen.view.replicas if seen.view else ():
+            told = row.announcement
+            start = (told.replica, told.started_at)
+            if told.state != "ready" or start in self._measured:
+                continue
+            self._measured.add(start)
+            try:
+                path = measured.keep(self._plan, told.measured, time.time())
+            except OSError as exc:  # the next plan then estimates, as this one did
+                self.run.add_event("measured values lost", str(exc), replica=told.replica)
+                continue
+            if path is not None:
+                self.run.add_event("measured values kept", str(path), replica=told.replica)
+
     def _act(self, desired: Desired, seen: Observation) -> None:
         now = time.monotonic()
         failed = frozenset(self.history.failed)
-        choice = decide(desired, seen, failed, lambda name: now - self._drain_since.get(name, now) > self._drain_s)
+        choice = decide(desired, seen, failed, lambda name: now - self._drain_since.get(name, now) > self._plan.drain_s)
         if choice.forget:
             kept = {name: row for name, row in self.history.failed.items() if name not in choice.forget}
             self.history = msgspec.structs.replace(self.history, failed=kept)
@@ -225,10 +243,9 @@ class Controller:
 
     def _fail_silent_node(self, name: str) -> None:
         """A node that cannot even say that it fails: its log is all there is."""
-        made = self.run.plan()
         told = Announcement(
             replica=name,
-            model=made.served_names[0],
+            model=self._plan.served_names[0],
             state="failed",
             lease_s=0.0,
             reason=f"its node died {_SILENT_NODES} times before it said anything",

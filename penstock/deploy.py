@@ -21,10 +21,10 @@ from pathlib import Path
 
 import msgspec
 
-from penstock import engines, models, observe, plan, preflight, processes, runs, spec, targets
+from penstock import engines, facts, models, observe, planning, preflight, processes, runs, spec, targets
 from penstock.engine_process import free_port
 from penstock.errors import EngineError, PenstockError, SpecError, UserError
-from penstock.plan import Machine, Plan
+from penstock.plan import Machine, Plan, launch
 from penstock.preflight import Finding
 from penstock.processes import Marked
 from penstock.runs import Artifact, Desired, Draft, Run, State
@@ -61,10 +61,13 @@ class Started(msgspec.Struct, frozen=True):
     was_running: bool = False
 
 
-def prepare(deployment: Deployment, admin_port: int = 0, existing: Run | None = None) -> Prepared:
+def prepare(
+    deployment: Deployment, admin_port: int = 0, existing: Run | None = None, is_rehearsal: bool = False
+) -> Prepared:
     """Check, gather facts, plan and render. Changes nothing (but a hub model is downloaded to its cache).
 
-    `existing` is a running deployment that this one would replace: its port and memory count as free.
+    `existing` is a running deployment that this one would replace: its port and memory count as free. A rehearsal on a
+    machine without GPUs takes those that the file names.
     Raises SpecError with all problems of the file, then UserError or PlanError.
     """
     target = targets.load(deployment.target)
@@ -75,21 +78,25 @@ def prepare(deployment: Deployment, admin_port: int = 0, existing: Run | None = 
         raise SpecError(f'deployment "{deployment.name}"', problems)
     if existing is None or not _holds(existing, deployment):
         preflight.check_port(deployment.gateway.host, deployment.gateway.port)
-    machine = _machine(target, deployment, existing)
+    found = _machine(target, deployment, existing)
+    machine = preflight.as_named(deployment, found, is_rehearsal)
     made = make_plan(deployment, machine, deployment.replicas.min)
+    if machine.gpus and not found.gpus:
+        warning = f"{found.host} has no GPU: this is for {len(machine.gpus)} x {machine.gpus[0].name}, as the file says"
+        made = msgspec.structs.replace(made, warnings=(*made.warnings, warning))
     run_path = runs.home() / "runs" / deployment.name
-    launch = Launch(
+    told = Launch(
         deployment=deployment.name,
         plan=made,
         announce_url=f"http://127.0.0.1:{admin_port}",
         token_file=str(Run(run_path).admin_token_file),
     )
-    return Prepared(deployment, machine, made, target.render(launch, sys.executable))
+    return Prepared(deployment, machine, made, target.render(told, sys.executable))
 
 
 def rehearse(deployment: Deployment) -> Prepared:
-    """What `up` with these settings would send now, beside or in place of what runs.  Raises as `prepare` does."""
-    return prepare(deployment, existing=_not_ended(deployment.name))
+    """What `up` with these settings would send, beside or in place of what runs.  Raises as `prepare` does."""
+    return prepare(deployment, existing=_not_ended(deployment.name), is_rehearsal=True)
 
 
 def make_plan(deployment: Deployment, machine: Machine, n_replicas: int) -> Plan:
@@ -103,13 +110,17 @@ def make_plan(deployment: Deployment, machine: Machine, n_replicas: int) -> Plan
     problems = engine.problems(deployment.engine.args)
     if problems:
         raise SpecError(f'deployment "{deployment.name}"', problems)
-    facts = models.read_facts(deployment.model, path, _form(engine.forms, path))
-    if not engine.loads(facts.form, deployment.engine.args):
+    model = models.read_facts(deployment.model, path, _form(engine.forms, path))
+    if not engine.loads(model.form, deployment.engine.args):
         raise UserError(
             f'cannot serve model "{deployment.model}" on engine {name}: no *.{engine.forms[0]} in "{path}"',
             hint=f"Engine {name} loads {' or '.join(engine.forms)}.",
         )
-    return plan.make(deployment, facts, machine, name, engine.version(), n_replicas)
+    if launch.device_of(machine, name) == "cpu":
+        return launch.make(deployment, model, machine, name, engine.version(), n_replicas)
+    whole = facts.read_folder(path, deployment.model)
+    sized = planning.size(deployment, whole, machine, engine.version(), n_replicas)
+    return launch.make_on_gpus(deployment, model, machine, engine.version(), n_replicas, sized)
 
 
 def _form(loads: tuple[str, ...], path: Path) -> str:
@@ -301,7 +312,7 @@ def scale(run: Run, n_replicas: int) -> None:
         if "resize" not in target.features:
             raise UserError(f'cannot scale on target "{deployment.target}"', hint="Change replicas and use --replace.")
         if more > 0:
-            plan.check_room(deployment, run.plan(), target.machines(deployment)[0], more)
+            launch.check_room(deployment, run.plan(), target.machines(deployment)[0], more)
         run.write_desired(Desired("up", n_replicas))
         run.add_event("scale", f"{desired.replicas} -> {n_replicas} replicas")
         _revive(run)
@@ -380,7 +391,7 @@ def _private_folders(run_id: str) -> Iterator[Path]:
 def check_deployment(deployment: Deployment) -> Finding:
     """`doctor`'s last line: whether `up` would accept this deployment now, and if not, why."""
     try:
-        prepared = rehearse(deployment)
+        prepared = prepare(deployment, existing=_not_ended(deployment.name))
     except PenstockError as error:
         found = error.message + (f": {error.detail}" if error.detail else "")
         return Finding("deployment", "bad", found, error.hint)

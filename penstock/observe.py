@@ -8,6 +8,8 @@ from penstock import processes, targets
 from penstock.announce import GatewayView, Restart
 from penstock.client import Client
 from penstock.errors import PenstockError
+from penstock.plan import Plan
+from penstock.plan.measurement import Difference, difference
 from penstock.runs import Desired, Handle, Part, Phase, ReplicaStatus, Run, State
 from penstock.targets import Placement
 
@@ -115,6 +117,18 @@ def _phase(desired: Desired, replicas: list[ReplicaStatus], seen: Observation, h
 
 def _has_been_ready(replica: ReplicaStatus) -> bool:
     return bool(replica.announcement and replica.announcement.ready_after_s is not None)
+
+
+def kv_cache_differences(plan: Plan, state: State) -> dict[str, Difference]:
+    """By replica, the KV cache of one GPU that its engine reported, against the plan's; pure. Empty without a plan."""
+    if plan.forecast is None:
+        return {}
+    found = {
+        replica.replica: difference(plan.forecast.kv_cache_gib, replica.announcement.measured)
+        for replica in state.replicas
+        if replica.announcement is not None
+    }
+    return {name: one for name, one in found.items() if one is not None}
 
 
 def now_state(run: Run, now: float) -> State:

@@ -236,7 +236,8 @@ def _bars(sizing: Sizing, paint: Paint) -> list[str]:
     made = bars(sizing)
     if not made:
         return []
-    title = paint("memory of one GPU, GiB", "1") + " (activations, graphs and other are estimates: the likely ones)"
+    how = f"measured on {sizing.measured_on}" if sizing.measured_on else "estimates: the likely ones"
+    title = paint("memory of one GPU, GiB", "1") + f" (activations, graphs and other are {how})"
     name_width = max(len(bar.name) for bar in made)
     lines = [title]
     shown = made if len(made) <= _MAX_BARS else made[: _MAX_BARS - 1] + made[-1:]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import platform
 import shutil
@@ -14,9 +15,10 @@ from typing import Literal
 import msgspec
 import psutil
 
-from penstock import engines, runs
-from penstock.errors import Problem, UserError
+from penstock import catalog, engines, runs
+from penstock.errors import Problem, SpecError, UserError
 from penstock.machine import gpus, this_machine
+from penstock.plan import Gpu, Machine
 from penstock.spec import Deployment
 from penstock.units import GIB, show_bytes
 
@@ -33,17 +35,6 @@ def unsupported(deployment: Deployment) -> list[Problem]:
         if getattr(deployment.observe, field):
             hint = "scrape the gateway's /metrics yourself"
             found.append(Problem(f"observe.{field}", "this version does not set it up yet", hint))
-    for path, value in {
-        "hardware.gpu": deployment.hardware.gpu,
-        "hardware.gpus_per_node": deployment.hardware.gpus_per_node,
-        "hardware.network": deployment.hardware.network,
-        "workload.ttft_ms": deployment.workload.ttft_ms,
-        "workload.tpot_ms": deployment.workload.tpot_ms,
-    }.items():
-        if value is not None:
-            found.append(
-                Problem(path, "this version does not plan by it yet", "remove it: the machine is asked itself")
-            )
     if deployment.engine.executor == "ray":
         found.append(
             Problem("engine.executor", "ray is not available on one machine in this version", "use mp or auto")
@@ -52,6 +43,35 @@ def unsupported(deployment: Deployment) -> list[Problem]:
         hint = "set replicas to a number, and change it with `penstock scale`"
         found.append(Problem("replicas.max", "this version does not scale by itself yet", hint))
     return found
+
+
+def as_named(deployment: Deployment, machine: Machine, is_rehearsal: bool) -> Machine:
+    """The machine, when it has what `hardware` says, else SpecError; without its GPUs where the file says 0 of them.
+
+    A rehearsal on a machine without GPUs gets those of the file, of the catalogue's size and free.
+    """
+    hardware = deployment.hardware
+    n_said, gpus = hardware.gpus_per_node, machine.gpus
+    if is_rehearsal and not gpus and hardware.gpu is not None:
+        card = catalog.gpu(hardware.gpu)
+        n_bytes = math.ceil(card.memory.torch_total_gib * GIB)
+        name = card.names[0] if card.names else card.id
+        gpus = tuple(Gpu(index, name, n_bytes, n_bytes) for index in range(1 if n_said is None else n_said))
+    problems = []
+    others = sorted({gpu.name for gpu in gpus if hardware.gpu and not _is_card(gpu, hardware.gpu)})
+    if hardware.gpu and n_said != 0 and (others or not gpus):
+        found = ", ".join(others) or "no GPU"
+        problems.append(Problem("hardware.gpu", f'"{hardware.gpu}", but {machine.host} has {found}', "remove it"))
+    if n_said is not None and n_said > len(gpus):
+        problems.append(Problem("hardware.gpus_per_node", f"{n_said}, but {machine.host} has {len(gpus)}", "remove it"))
+    if problems:
+        raise SpecError(f'deployment "{deployment.name}"', problems)
+    return msgspec.structs.replace(machine, gpus=() if n_said == 0 else gpus)
+
+
+def _is_card(gpu: Gpu, name: str) -> bool:
+    """Whether a driver's GPU is the card of that name, in the driver's or the catalogue's words."""
+    return gpu.name == name or catalog.gpu_of_machine(gpu.name, gpu.memory_bytes).id == catalog.gpu(name).id
 
 
 def choose_engine(kind: str, has_gpus: bool, forms: Sequence[str]) -> str:

@@ -12,7 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from penstock import observe
 from penstock.announce import Progress
+from penstock.plan import Device, Machine, Plan
 from penstock.runs import Part, ReplicaStatus, Run, State
 from penstock.units import show_bytes, show_seconds
 
@@ -62,6 +64,7 @@ def ready_text(run: Run, state: State, started: Started) -> str:
     ]
     if started.key:
         lines.append(_key_line(started.key))
+    lines += _kv_cache_lines(plan, state)
     only = f" {run.name}" if run.name != "penstock-demo" else ""
     lines.append(f"  next     {me} chat{only}   {me} status{only}   {me} down{only}")
     return "\n".join(lines)
@@ -81,22 +84,38 @@ def prepared_text(prepared: Prepared) -> str:
     """What `up` would send, as files and a command a reader can follow."""
     from penstock import spec
 
-    need, plan = prepared.plan.need, prepared.plan
+    plan = prepared.plan
     parts = [
         "# the deployment, all defaults filled in",
         spec.to_yaml(prepared.deployment).rstrip(),
         "",
         f"# the plan: {plan.engine} {plan.engine_version} on {plan.device}, "
         f"{plan.layout.n_ranks} rank(s) a replica, {plan.max_model_len} tokens a request",
-        f"# memory a replica: {show_bytes(need.total_bytes)} = weights {show_bytes(need.weights_bytes)} + KV cache "
-        f"{show_bytes(need.kv_cache_bytes)} + engine {show_bytes(need.overhead_bytes)} (estimate); "
-        f"{prepared.machine.host} has {show_bytes(prepared.machine.memory_free_bytes)} free",
+        f"# memory a replica: {_need_text(plan)}; {_memory_text(prepared.machine, plan.device)}",
+        *(f"# warning: {warning}" for warning in plan.warnings),
         "",
     ]
     for name, text in prepared.artifact.files.items():
         parts += [f"# file artifact/{name}", text.rstrip(), ""]
     parts += ["# started for each replica", shlex.join(prepared.artifact.argv)]
     return "\n".join(parts)
+
+
+def _need_text(plan: Plan) -> str:
+    need = plan.need
+    if plan.device == "cuda" and not need.kv_cache_bytes:  # its model is not modelled
+        return f"weights {show_bytes(need.weights_bytes)}, the rest is not planned"
+    return (
+        f"{show_bytes(need.total_bytes)} = weights {show_bytes(need.weights_bytes)} + KV cache "
+        f"{show_bytes(need.kv_cache_bytes)} + engine {show_bytes(need.overhead_bytes)} (estimate)"
+    )
+
+
+def _memory_text(machine: Machine, device: Device) -> str:
+    if device == "cpu":
+        return f"{machine.host} has {show_bytes(machine.memory_free_bytes)} free"
+    free = sum(gpu.memory_free_bytes for gpu in machine.gpus)
+    return f"{len(machine.gpus)} x {machine.gpus[0].name} in {machine.host} have {show_bytes(free)} free"
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
@@ -127,6 +146,7 @@ def status_text(run: Run, state: State, now: float) -> str:
         f"  model    {plan.model.reference} on {plan.engine} {plan.engine_version} ({plan.device})",
         f"  address  {run.url}/v1   {state.requests_total} requests since its gateway started",
         f"  folder   {run.path}   started {show_seconds(age)} ago",
+        *_kv_cache_lines(plan, state),
         "",
     ]
     rows = [("PART", "STATE", "PID", "RESTARTS", "")]
@@ -139,6 +159,18 @@ def status_text(run: Run, state: State, now: float) -> str:
     if state.controller.state == "gone" and state.phase not in ("down", "failed", "stopping"):
         lines += ["", f"the controller is gone: nothing is brought back until `{command_name()} up` starts it again"]
     return "\n".join(lines)
+
+
+def _kv_cache_lines(plan: Plan, state: State) -> list[str]:
+    """One line for the replica whose engine is furthest from the plan, when that is worth saying."""
+    found = [one for one in observe.kv_cache_differences(plan, state).values() if one.is_worth_saying]
+    if not found:
+        return []
+    worst = max(found, key=lambda one: abs(one.share))
+    return [
+        f"  memory   {worst.measured_kv_gib:.2f} GiB of KV cache a GPU, the plan said {worst.planned_kv_gib:.2f} "
+        f"({worst.share:+.1%})"
+    ]
 
 
 def _part_row(name: str, part: Part) -> tuple[str, str, str, str, str]:

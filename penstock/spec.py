@@ -27,7 +27,10 @@ EngineKind = Literal["auto", "vllm", "llamacpp", "fake"]
 
 
 class Hardware(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The machines, when they cannot be asked; absent fields are asked of the target."""
+    """What the machines have: `up` refuses one that has not, and `plan` and `render` take it where there is none.
+
+    Absent fields are asked of the target.
+    """
 
     gpu: str | None = None
     gpus_per_node: int | None = None

@@ -6,9 +6,11 @@ from typing import Any
 
 import msgspec
 
-from penstock import plan, runs, spec
+from penstock import catalog, planning, runs, spec
 from penstock.announce import Announcement, GatewayView, Process, ReplicaView
-from penstock.plan import Gpu, Machine, ModelFacts, Plan
+from penstock.plan import Gpu, Machine, ModelFacts, Plan, launch
+from penstock.plan.launch import Sized
+from penstock.plan.sizing import Facts
 from penstock.runs import Artifact, Draft, Run
 from penstock.spec import Deployment
 from penstock.units import GIB, MIB
@@ -60,9 +62,21 @@ def deployment(model: str = "penstock-demo", **fields: Any) -> Deployment:
     return spec.from_mapping({"model": model, **fields})
 
 
+def sized(wanted: Deployment, machine: Machine, model: str = "llama-3.1-70b", n_replicas: int = 1) -> Sized:
+    """What the planner says of a deployment, the catalogue's `model` in it, with vLLM 0.33.0."""
+    facts = Facts(wanted.model, catalog.model_config(model), "the catalogue")
+    return planning.size(wanted, facts, machine, "0.33.0", n_replicas)
+
+
 def demo_plan(engine: str = "llamacpp", **changes: Any) -> Plan:
-    made = plan.make(deployment(), DEMO, cpu_machine(), engine, "1.0", 1)
+    made = launch.make(deployment(), DEMO, cpu_machine(), engine, "1.0", 1)
     return msgspec.structs.replace(made, **changes)
+
+
+def gpu_plan() -> Plan:
+    """Llama-3.1-8B on one H100 with vLLM 0.33.0."""
+    wanted, box = deployment("meta-llama/Llama-3.1-8B"), gpu_machine(1)
+    return launch.make_on_gpus(wanted, LLAMA_70B, box, "0.33.0", 1, sized(wanted, box, "llama-3.1-8b"))
 
 
 def draft(wanted: Deployment | None = None) -> Draft:

@@ -13,11 +13,12 @@ import msgspec
 import pytest
 import sizing_samples as samples
 
-from penstock import cli_plan, machine, spec
+from penstock import cli_plan, machine, planning, spec
 from penstock.errors import UserError
 from penstock.plan import Gpu
 from penstock.plan.sizing import Sizing, SizingRequest
 from penstock.spec import Parallel
+from penstock.units import GIB
 
 replace = msgspec.structs.replace
 BASE = ("llama-3.1-70b", "--gpu", "h100-sxm", "--gpus-per-node", "8")
@@ -30,11 +31,11 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[Asked]:
     """What the solver was asked; it answers that it fits unless the test sets another answer."""
     requests: Asked = []
 
-    def solve(request: SizingRequest) -> Sizing:
+    def solve(request: SizingRequest, card: object, with_measured: bool) -> Sizing:
         requests.append(request)
         return samples.FITS
 
-    monkeypatch.setattr(cli_plan, "solve", solve)
+    monkeypatch.setattr(planning, "solve", solve)
     yield requests
 
 
@@ -45,7 +46,7 @@ def run(*argv: str) -> int:
 
 
 def answer(monkeypatch: pytest.MonkeyPatch, sizing: Sizing) -> None:
-    monkeypatch.setattr(cli_plan, "solve", lambda request: sizing)
+    monkeypatch.setattr(planning, "solve", lambda *_, **__: sizing)
 
 
 def test_what_is_not_said_is_left_to_the_solver(asked: Asked) -> None:
@@ -175,22 +176,11 @@ def test_a_terminal_has_colour_unless_no_color_is_set(
     assert ("\033[" in capsys.readouterr().out) is not no_colour
 
 
-def test_what_the_facts_note_becomes_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Solver:
-        @staticmethod
-        def sizing_of(request: SizingRequest, gpu: object, network: object) -> Sizing:
-            return samples.FITS
-
-    monkeypatch.setitem(sys.modules, "penstock.plan.solve", Solver)
-    noted = replace(samples.REQUEST, facts=replace(samples.FACTS, notes=("read from a copy", samples.FITS.warnings[0])))
-    assert cli_plan.solve(noted).warnings == ("read from a copy", *samples.FITS.warnings)
-
-
 def test_without_a_gpu_named_this_machines_are_taken(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "gpus", lambda: [Gpu(at, "NVIDIA L4", 1, 1) for at in range(2)])
+    monkeypatch.setattr(machine, "gpus", lambda: [Gpu(at, "NVIDIA L4", 23 * GIB, 23 * GIB) for at in range(2)])
     run("llama-3.1-70b")
     run("llama-3.1-70b", "--gpus-per-node", "1")
-    assert [(request.gpu, request.gpus_per_node) for request in asked] == [("NVIDIA L4", 2), ("NVIDIA L4", 1)]
+    assert [(request.gpu, request.gpus_per_node) for request in asked] == [("l4", 2), ("l4", 1)]
 
 
 @pytest.mark.parametrize(("names", "word"), [([], "no GPU"), (["NVIDIA L4", "NVIDIA A10"], "several kinds")])
@@ -257,5 +247,10 @@ def test_the_help_names_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
     assert caught.value.code == 0
     shown = capsys.readouterr().out
     fields: tuple[Any, ...] = SizingRequest.__struct_fields__
-    flags = {"--" + field.replace("_", "-") for field in fields} - {"--facts", "--prefix-caching"}
+    flags = {"--" + field.replace("_", "-") for field in fields} - {
+        "--facts",
+        "--prefix-caching",
+        "--more-args",
+        "--environment",
+    }
     assert [flag for flag in flags | {"--no-prefix-caching", "--plot", "--write", "--json"} if flag not in shown] == []

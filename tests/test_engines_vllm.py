@@ -10,12 +10,13 @@ import msgspec
 import pytest
 from samples import DEMO, LLAMA_70B, cpu_machine, demo_plan, deployment, gpu_machine
 
-from penstock import engines, plan
+from penstock import engines
 from penstock.announce import Progress
 from penstock.engines import Command, Place, Seen, vllm_names
 from penstock.engines.vllm import Vllm, pass_through
 from penstock.errors import Problem
-from penstock.plan import Plan
+from penstock.plan import Plan, launch
+from penstock.plan.launch import Sized
 from penstock.spec import Scalar
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -27,25 +28,20 @@ VLLM = Vllm()
 
 def cpu_plan(**fields: Any) -> Plan:
     wanted = deployment(name="demo", gateway={"aliases": ["d2"]}, **fields)
-    return plan.make(wanted, DEMO, cpu_machine(), "vllm", "0.32.0+cpu", 1)
+    return launch.make(wanted, DEMO, cpu_machine(), "vllm", "0.32.0+cpu", 1)
 
 
+# An expert layout of a dense model cannot be planned, but its command line can be made.
+TP4 = deployment(
+    "meta-llama/Llama-3.1-70B-Instruct",
+    parallel={"tensor": 4, "expert": True},
+    engine={"max_model_len": 32768, "args": {"enable_prefix_caching": True, "chunked-prefill": False}},
+)
 PLANS = {
     "cpu": cpu_plan(engine={"args": {"seed": 7}, "env": {"OMP_NUM_THREADS": "3"}}),
     "cpu-tp2": cpu_plan(parallel={"tensor": 2}),
     "cpu-pp2": cpu_plan(parallel={"pipeline": 2}),
-    "cuda-tp4": plan.make(
-        deployment(
-            "meta-llama/Llama-3.1-70B-Instruct",
-            parallel={"tensor": 4, "expert": True},
-            engine={"max_model_len": 32768, "args": {"enable_prefix_caching": True, "chunked-prefill": False}},
-        ),
-        LLAMA_70B,
-        gpu_machine(4),
-        "vllm",
-        "0.33.0",
-        1,
-    ),
+    "cuda-tp4": launch.make_on_gpus(TP4, LLAMA_70B, gpu_machine(4), "0.33.0", 1, Sized(not_modelled="it is dense")),
 }
 
 
@@ -161,6 +157,18 @@ def test_a_start_on_gpus_is_read_with_its_numbers() -> None:
         "compile_s": 41.2,
         "graphs_s": 21.0,
     }
+
+
+def test_of_several_ranks_the_fullest_counts() -> None:
+    usage = "Actual usage is {} GiB for consumed memory (weights + non-torch), {} GiB for peak activation, and 0.4 GiB"
+    lines = [
+        "(Worker_TP0 pid=9) INFO [gpu_worker.py:1] Available KV cache memory: 35.2 GiB",
+        "(Worker_TP1 pid=9) INFO [gpu_worker.py:1] Available KV cache memory: 34.9 GiB",
+        "(Worker_TP2 pid=9) INFO [gpu_worker.py:1] Available KV cache memory: 35.0 GiB",
+        f"(Worker_TP0 pid=9) INFO [gpu_worker.py:1] {usage.format(33.9, 2.0)}",
+        f"(Worker_TP1 pid=9) INFO [gpu_worker.py:1] {usage.format(33.5, 2.4)}",
+    ]
+    assert read(lines)[-1].measured == {"kv_cache_gib": 34.9, "consumed_gib": 33.9, "peak_gib": 2.4}
 
 
 def test_lines_that_say_nothing_change_nothing() -> None:
@@ -362,5 +370,8 @@ def test_a_whole_start_on_a_gpu_is_read_from_its_log() -> None:
         "kv_cache_tokens": 909_136.0,
         "concurrency": 110.98,
         "graphs_s": 5.0,
+        "graphs_gib": 0.92,
+        "consumed_gib": 15.68,
+        "peak_gib": 1.96,
         "init_s": 47.23,
     }

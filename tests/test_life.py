@@ -173,7 +173,8 @@ def test_up_tells_its_events_as_json(place: Place) -> None:
     done = call("up", place.write("one", args={"load-s": 1, "shards": 4}), "--json")
     first, *progress, last = done.events
     run = place.run()
-    assert first == {"event": "submitted", "name": "one", "url": run.url, "was_running": False, "key": None}
+    facts = {"name": "one", "url": run.url, "was_running": False, "key": None, "warnings": []}
+    assert first == {"event": "submitted", **facts}
     assert last == {"event": "ready", "name": "one", "url": run.url, "key": None}
     assert {event["event"] for event in progress} == {"progress"}
     stages = [event["progress"]["stage"] for event in progress if event["progress"]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
-from samples import NOW, run_folder, told, view
+from samples import NOW, demo_plan, gpu_plan, run_folder, told, view
 
 from penstock import observe, processes
 from penstock.announce import GatewayView, Process, ReplicaView, Restart
@@ -42,6 +42,23 @@ def look(rows: GatewayView | None, gateway: bool = True, **placements: Placement
 )
 def test_the_phase_says_what_matters(desired: Desired, seen: Observation, phase: str) -> None:
     assert summarise(desired, seen, History(), NOW).phase == phase
+
+
+def test_the_engines_kv_cache_is_compared_with_the_plans() -> None:
+    made = gpu_plan()
+    assert made.forecast is not None
+    planned = made.forecast.kv_cache_gib
+    rows = [
+        told("0", measured={"kv_cache_gib": planned * 0.94}),
+        told("1", measured={"kv_cache_gib": planned}),
+        told("2"),
+    ]
+    seen = look(view(*rows), r0=PLACED, r1=PLACED, r2=PLACED)
+    found = observe.kv_cache_differences(made, summarise(Desired("up", 3), seen, History(), NOW))
+    assert sorted(found) == ["0", "1"]
+    assert found["0"].share == pytest.approx(-0.06, abs=0.001)
+    assert [found[name].is_worth_saying for name in ("0", "1")] == [True, False]
+    assert observe.kv_cache_differences(demo_plan(), summarise(UP, seen, History(), NOW)) == {}
 
 
 def test_a_lost_gateway_is_not_ready_even_when_the_engine_is() -> None:

@@ -127,6 +127,7 @@ def test_json_has_exactly_the_contract() -> None:
     plain = contract(samples.FITS)
     assert list(plain) == [
         *("fits", "reason", "layout", "weights", "kv", "memory", "speed", "rejected", "warnings", "engine_args"),
+        "measured_on",
     ]
     assert list(plain["layout"]) == ["tensor", "pipeline", "data", "expert"]
     assert list(plain["weights"]) == ["total_bytes", "params", "per_gpu_gib"]

@@ -11,13 +11,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import psutil
 import pytest
 from samples import cpu_machine, deployment, gpu_machine
 
-from penstock import engines, preflight
+from penstock import catalog, engines, planning, preflight
 from penstock.engines.llamacpp import LlamaCpp
-from penstock.errors import UserError
+from penstock.errors import SpecError, UserError
+from penstock.plan import Gpu, Machine
 from penstock.units import GIB
 
 
@@ -103,6 +105,54 @@ def test_what_this_version_does_not_do_is_refused_together() -> None:
 @pytest.mark.parametrize("replicas", [0, 1, 3, {"min": 0, "max": 1}])
 def test_a_fixed_number_of_replicas_is_supported(replicas: object) -> None:
     assert preflight.unsupported(deployment(replicas=replicas)) == []
+
+
+H100X2 = gpu_machine(2)
+
+
+@pytest.mark.parametrize(
+    "hardware",
+    [{}, {"gpu": "h100-sxm"}, {"gpu": "NVIDIA H100 80GB HBM3", "gpus_per_node": 2}, {"gpus_per_node": 1}],
+    ids=str,
+)
+def test_a_machine_that_has_what_the_file_says_is_taken(hardware: dict[str, object]) -> None:
+    assert preflight.as_named(deployment(hardware=hardware), H100X2, is_rehearsal=False) == H100X2
+
+
+@pytest.mark.parametrize(
+    ("hardware", "machine", "problems"),
+    [
+        ({"gpu": "l4"}, H100X2, ['hardware.gpu: "l4", but box has NVIDIA H100 80GB HBM3']),
+        ({"gpus_per_node": 8}, H100X2, ["hardware.gpus_per_node: 8, but box has 2"]),
+        (
+            {"gpu": "h100-sxm", "gpus_per_node": 2},
+            cpu_machine(),
+            ['hardware.gpu: "h100-sxm", but desk has no GPU', "hardware.gpus_per_node: 2, but desk has 0"],
+        ),
+    ],
+)
+def test_a_machine_that_has_not_is_refused(hardware: dict[str, object], machine: Machine, problems: list[str]) -> None:
+    with pytest.raises(SpecError) as caught:
+        preflight.as_named(deployment(hardware=hardware), machine, is_rehearsal=False)
+    assert [f"{problem.path}: {problem.message}" for problem in caught.value.problems] == problems
+
+
+def test_a_file_may_leave_the_gpus_alone() -> None:
+    assert preflight.as_named(deployment(hardware={"gpus_per_node": 0}), H100X2, is_rehearsal=False).gpus == ()
+
+
+def test_a_rehearsal_without_gpus_takes_those_of_the_file() -> None:
+    wanted = deployment(hardware={"gpu": "l4", "gpus_per_node": 4})
+    machine = preflight.as_named(wanted, cpu_machine(), is_rehearsal=True)
+    assert [gpu.index for gpu in machine.gpus] == [0, 1, 2, 3]
+    assert planning.card_of(machine.gpus) == catalog.gpu("l4")
+
+
+def test_a_card_that_nobody_knows_is_taken_by_its_drivers_name() -> None:
+    odd = msgspec.structs.replace(H100X2, gpus=(Gpu(0, "NVIDIA X900", 48 * GIB, 48 * GIB),))
+    assert preflight.as_named(deployment(hardware={"gpu": "NVIDIA X900"}), odd, is_rehearsal=False) == odd
+    with pytest.raises(UserError, match='no GPU "h1000" in the catalogue'):
+        preflight.as_named(deployment(hardware={"gpu": "h1000"}), odd, is_rehearsal=False)
 
 
 def found(monkeypatch: pytest.MonkeyPatch, **values: object) -> dict[str, preflight.Finding]:

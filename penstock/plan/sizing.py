@@ -1,6 +1,6 @@
 """The question and the answer of `penstock plan`, as frozen types. No arithmetic: `solve` fills them.
 
-`Sizing` up to `engine_args` is the JSON contract, field for field: what scripts read. The fields after it are for the
+`Sizing` up to `measured_on` is the JSON contract, field for field: what scripts read. The fields after it are for the
 reader's eye (bars, levers, users) and never leave as JSON; `contract` cuts them off.
 """
 
@@ -46,7 +46,8 @@ class SizingRequest(msgspec.Struct, frozen=True):
 
     `gpu` is a catalogue id or a driver's name for it, `network` a catalogue id. `layout` fixes the cut (evaluated
     alone); `tensor`, `pipeline`, `data` are the single sizes that were fixed, `expert` is True when asked for.
-    `available_kv_gib` (one value, or one per pipeline stage) replaces the memory estimate.
+    `available_kv_gib` (one value, or one per pipeline stage) replaces the memory estimate. `more_args` (words of the
+    engine's command line) and `environment` ("NAME=value") are handed on: planning does not know what they do.
     """
 
     facts: Facts
@@ -78,6 +79,8 @@ class SizingRequest(msgspec.Struct, frozen=True):
     tpot_ms: float | None = None
     context_per_user: int | None = None
     think_time_s: float | None = None
+    more_args: tuple[str, ...] = ()
+    environment: tuple[str, ...] = ()
 
     @property
     def has_fixed_layout(self) -> bool:
@@ -181,7 +184,10 @@ class Lever(msgspec.Struct, frozen=True):
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """What the engine would run with: the request with every default filled in."""
+    """What the engine would run with: the request with every default filled in.
+
+    `longest_model_len` is what the model's own config allows (0: it does not say).
+    """
 
     engine_version: str
     gpu_name: str
@@ -192,13 +198,15 @@ class Settings(msgspec.Struct, frozen=True):
     dtype: str
     kv_cache_dtype: str
     quantization: str | None = None
+    longest_model_len: int = 0
 
 
 class Sizing(msgspec.Struct, frozen=True):
     """The answer. `layout` and what follows from it are None only when no layout is legal at all.
 
     When a layout is legal but does not fit, the nearest one is told with its numbers and `fits` is False. `memory` is
-    None when --available-kv-gib replaced the estimate, `speed` when it cannot be told.
+    None when --available-kv-gib replaced the estimate, `speed` when it cannot be told. `measured_on` is the day of the
+    earlier start whose values replace the estimates of `memory`; None: they are estimates.
     """
 
     fits: bool
@@ -211,6 +219,7 @@ class Sizing(msgspec.Struct, frozen=True):
     rejected: tuple[RejectedLayout, ...] = ()
     warnings: tuple[str, ...] = ()
     engine_args: tuple[str, ...] = ()
+    measured_on: str | None = None
     # Below: for the terminal view and the picture.
     settings: Settings | None = None
     ranks: tuple[RankMemory, ...] = ()

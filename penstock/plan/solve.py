@@ -6,6 +6,8 @@ workload's targets choose (`layouts.choose`). A layout that was asked for is jud
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterable, Mapping
 
 import msgspec
@@ -18,9 +20,10 @@ from penstock.plan.cache import CacheSettings
 from penstock.plan.comm import Fabric
 from penstock.plan.fit import Case, Fit, Memory, capability
 from penstock.plan.layouts import Layouts, Refused, Shape
+from penstock.plan.measurement import Key, Measurement
 from penstock.plan.overhead import RunSettings
 from penstock.plan.pages import model_bytes_per_token
-from penstock.plan.profiles import profile
+from penstock.plan.profiles import EngineProfile, parse_version, profile
 from penstock.plan.quantization import with_choice
 from penstock.plan.ranges import Range, exact
 from penstock.plan.settings import engine_args, settings_of, total_bytes
@@ -47,6 +50,8 @@ from penstock.units import GIB
 _MOST_DIFFERENCE = 0.01
 _CACHE_BYTES = {"fp8": 1.0, "fp8_e4m3": 1.0, "fp8_e5m2": 1.0, "nvfp4": 0.5625, "float32": 4.0}
 _SHORT_CONTEXT = 8192
+# Fields of a config.json that differ between copies of one model and mean nothing to its size.
+_NOT_OF_THE_MODEL = {"_name_or_path", "transformers_version"}
 _THINK_TIME_S = 30.0
 
 
@@ -62,18 +67,53 @@ class _Question(msgspec.Struct, frozen=True):
     work: Work
 
 
-def sizing_of(request: SizingRequest, gpu: GpuFacts, network: LinkFacts | None = None) -> Sizing:
-    """The answer to `request` on these machines.  Raises NotModelled (exit 4) and UserError (exit 2), never guesses."""
-    question = _question(request, gpu, network)
+def sizing_of(
+    request: SizingRequest,
+    gpu: GpuFacts,
+    network: LinkFacts | None = None,
+    measured: Mapping[Parallel, Measurement] | None = None,
+) -> Sizing:
+    """The answer to `request` on these machines.  Raises NotModelled (exit 4) and UserError (exit 2), never guesses.
+
+    `measured` are the starts that are kept under `key_of` the request, by layout: they replace the estimates.
+    """
+    question = _question(request, gpu, network, measured or {})
     memory = Memory(question.case)
     sizing = _fixed(question, memory) if request.has_fixed_layout else _chosen(question, memory)
     return msgspec.structs.replace(sizing, warnings=(*sizing.warnings, *_warnings(question, sizing, memory)))
 
 
-def _question(request: SizingRequest, gpu: GpuFacts, network: LinkFacts | None) -> _Question:
+def key_of(request: SizingRequest, gpu: GpuFacts) -> Key:
+    """What measured values of this engine are kept under.  Raises as `sizing_of` does."""
+    _, rules, settings = _engine(request, gpu)
+    config = {name: value for name, value in request.facts.config.items() if name not in _NOT_OF_THE_MODEL}
+    return Key(
+        model=hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest(),
+        gpu=gpu.id,
+        engine_version=".".join(map(str, parse_version(rules.version))),
+        dtype=settings.dtype,
+        quantization=settings.quantization,
+        kv_cache_dtype=settings.kv_cache_dtype,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_num_seqs=settings.max_num_seqs,
+        block_size=request.block_size,
+        prefix_caching=request.prefix_caching,
+        enforce_eager=request.enforce_eager,
+        more=(*request.more_args, *request.environment),
+    )
+
+
+def _engine(request: SizingRequest, gpu: GpuFacts) -> tuple[Architecture, EngineProfile, Settings]:
+    """The model as it is loaded, the rules of the engine's version, and its settings."""
     arch = with_choice(families.read(request.facts.config), request.quantization, request.dtype)
     rules = profile(request.engine_version)
-    settings = settings_of(request, gpu, arch, rules)
+    return arch, rules, settings_of(request, gpu, arch, rules)
+
+
+def _question(
+    request: SizingRequest, gpu: GpuFacts, network: LinkFacts | None, measured: Mapping[Parallel, Measurement]
+) -> _Question:
+    arch, rules, settings = _engine(request, gpu)
     cut = capability(gpu)
     cache = CacheSettings(
         max_model_len=settings.max_model_len,
@@ -93,7 +133,7 @@ def _question(request: SizingRequest, gpu: GpuFacts, network: LinkFacts | None) 
     )
     given = tuple(int(gib * GIB) for gib in request.available_kv_gib)
     utilization = settings.gpu_memory_utilization
-    case = Case(arch, gpu, rules, cache, run, total_bytes(request, gpu), utilization, given)
+    case = Case(arch, gpu, rules, cache, run, total_bytes(request, gpu), utilization, given, measured)
     fabric = Fabric(gpu, request.gpus_per_node, request.nodes, network)
     return _Question(request, arch, fabric, settings, case, layouts.shape_of(arch, rules.version), _work(arch))
 
@@ -239,6 +279,7 @@ def _answer(
         rejected=tuple(map(_of_refused, refused)),
         warnings=warnings,
         engine_args=engine_args(request, sizes, layout.expert),
+        measured_on=fit.measured_on,
         settings=question.settings,
         ranks=_ranks(question.case, fit) if fit.available else (),
         levers=_levers(question, fit) if fit.available else (),
@@ -403,9 +444,16 @@ def _warnings(question: _Question, sizing: Sizing, memory: Memory) -> tuple[str,
         found.append(f"{gpu.id} has no bfloat16: vLLM takes float16 with dtype auto, and refuses bfloat16 when asked")
     if request.nodes > 1 and request.network is None:
         found.append("the network was not said: ten-gigabit Ethernet is assumed for speed; give --network")
+    if gpu.stands_in is not None:
+        found.append(
+            f"{gpu.id} is not in the catalogue: {question.case.total_bytes / GIB:.2f} GiB of memory by its driver, "
+            f"speed and formats as of {gpu.stands_in}"
+        )
     if gpu.vendor.lower() != "nvidia":
         found.append(f"memory and speed on {gpu.vendor} cards are estimated with NVIDIA's constants, not measured")
     fit = memory.fit(sizing.layout) if sizing.layout is not None else None
+    if sizing.measured_on is not None:
+        found.append(f"memory beside the weights was measured at an earlier start on {sizing.measured_on}")
     if fit is not None and fit.available and fit.fits:
         outside = max(known.beside_budget.likely for known in fit.overheads)
         room = question.case.total_bytes - question.case.budget_bytes

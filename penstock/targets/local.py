@@ -11,7 +11,8 @@ from penstock import processes
 from penstock.announce import Process
 from penstock.errors import PenstockError, Problem
 from penstock.machine import this_machine
-from penstock.plan import Machine, usable_gpus
+from penstock.plan import Machine
+from penstock.plan.launch import usable_gpus
 from penstock.runs import Artifact, Handle, Run, file_lines
 from penstock.spec import Deployment
 from penstock.targets import Launch, Placement, Target

@@ -1,0 +1,121 @@
+"""The planner with what it must read: the catalogue, this machine's cards, values kept from earlier starts.
+
+`penstock plan` and `penstock up` ask here, so both give the same answer in the same words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from penstock import catalog, measured
+from penstock.catalog import GpuFacts
+from penstock.engines import vllm_names
+from penstock.engines.vllm import pass_through
+from penstock.plan import Gpu, Machine
+from penstock.plan.launch import Sized, gpus_for_each
+from penstock.plan.refusals import NotModelled
+from penstock.plan.sizing import Facts, Sizing, SizingRequest
+from penstock.plan.solve import key_of, sizing_of
+from penstock.spec import Deployment, Parallel, Scalar
+
+_Value = Scalar | list[Scalar]
+
+
+def solve(request: SizingRequest, card: GpuFacts | None = None, with_measured: bool = True) -> Sizing:
+    """The planner's answer, with what facts and kept values want said among its warnings.
+
+    `card` is the GPU where the catalogue may not have it.  Raises NotModelled and UserError.
+    """
+    gpu = card or catalog.gpu(request.gpu)
+    network = catalog.link(request.network) if request.network else None
+    kept, damage = measured.read(key_of(request, gpu)) if with_measured else ({}, ())
+    sizing = sizing_of(request, gpu, network, kept)
+    notes = (*request.facts.notes, *damage, *_uncounted(request.more_args))
+    more = tuple(note for note in notes if note not in sizing.warnings)
+    return msgspec.structs.replace(sizing, warnings=(*more, *sizing.warnings)) if more else sizing
+
+
+def size(deployment: Deployment, of_model: Facts, machine: Machine, engine_version: str, n_replicas: int) -> Sized:
+    """What the planner says of `n_replicas` of a deployment on the GPUs of a machine.
+
+    What is not modelled is no error here. Raises UserError for what cannot be understood.
+    """
+    card = card_of(machine.gpus)
+    request = request_of(deployment, of_model, card.id)
+    request = msgspec.structs.replace(
+        request,
+        gpus_per_node=gpus_for_each(deployment, machine, n_replicas),
+        engine_version=engine_version,
+    )
+    try:
+        sizing = solve(request, card)
+    except NotModelled as error:
+        return Sized(not_modelled=error.message)
+    return Sized(sizing, key_of(request, card))
+
+
+def card_of(gpus: Sequence[Gpu]) -> GpuFacts:
+    """The card of a machine's GPUs: the smallest decides where they differ."""
+    smallest = min(gpus, key=lambda gpu: gpu.memory_bytes)
+    return catalog.gpu_of_machine(smallest.name, smallest.memory_bytes)
+
+
+def request_of(deployment: Deployment, of_model: Facts, gpu: str) -> SizingRequest:
+    """What a deployment asks of the planner, on these cards; how many there are is its file's word, or 1."""
+    hardware, workload = deployment.hardware, deployment.workload
+    known, more = _planned(deployment.engine.args)
+    cut = deployment.parallel if isinstance(deployment.parallel, Parallel) else None
+    return SizingRequest(
+        facts=of_model,
+        gpu=gpu,
+        gpus_per_node=hardware.gpus_per_node or 1,
+        nodes=hardware.nodes,
+        network=hardware.network,
+        tensor=cut.tensor if cut else None,
+        pipeline=cut.pipeline if cut else None,
+        data=cut.data if cut else None,
+        expert=cut.expert if cut else False,
+        max_model_len=deployment.engine.max_model_len,
+        gpu_memory_utilization=deployment.engine.gpu_memory_utilization,
+        input_tokens=workload.input_tokens,
+        output_tokens=workload.output_tokens,
+        concurrency=workload.concurrency,
+        ttft_ms=workload.ttft_ms,
+        tpot_ms=workload.tpot_ms,
+        more_args=tuple(pass_through(more)),
+        environment=tuple(f"{name}={value}" for name, value in sorted(deployment.engine.env.items())),
+        **known,
+    )
+
+
+def _planned(args: Mapping[str, _Value]) -> tuple[dict[str, Any], dict[str, _Value]]:
+    """`engine.args` in two: fields of a request, and what planning does not know."""
+    known: dict[str, Any] = {}
+    more: dict[str, _Value] = {}
+    kinds = {field.name: field.type for field in msgspec.structs.fields(SizingRequest)}
+    for key, value in args.items():
+        flag = _flag(key)
+        given: object = True if value is None else value
+        if flag.startswith("no-") and flag.removeprefix("no-") in vllm_names.PLANNED:
+            flag, given = flag.removeprefix("no-"), not given
+        field = vllm_names.PLANNED.get(flag)
+        if field is None:
+            more[key] = value
+            continue
+        try:
+            known[field] = msgspec.convert(given, kinds[field], strict=False)
+        except msgspec.ValidationError:  # not a number as we write it: vLLM may understand it
+            more[key] = value
+    return known, more
+
+
+def _flag(key: str) -> str:
+    return key.lstrip("-").replace("_", "-")
+
+
+def _uncounted(words: Sequence[str]) -> tuple[str, ...]:
+    flags = [word for word in words if word.startswith("--") and _flag(word) in vllm_names.UNCOUNTED]
+    return (f"the memory of {', '.join(flags)} is not modelled, and not counted",) if flags else ()

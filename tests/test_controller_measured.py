@@ -1,0 +1,72 @@
+"""The controller keeps what an engine reported of its memory, once a start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from samples import NOW, deployment, draft, gpu_plan, told, view
+
+from penstock import measured, runs
+from penstock.controller import Controller
+from penstock.observe import Observation
+from penstock.plan import Plan
+from penstock.runs import Run
+
+REPORTED = {"kv_cache_gib": 50.0, "consumed_gib": 20.0, "peak_gib": 2.0, "weights_gib": 15.0}
+
+
+@pytest.fixture
+def run() -> Run:
+    return runs.create(msgspec.structs.replace(draft(deployment(name="d")), plan=gpu_plan()), NOW)
+
+
+def look(state: str = "ready", started_at: float = 1.0, **facts: Any) -> Observation:
+    return Observation({}, view(told("0", state, started_at=started_at, **facts)), True)
+
+
+def kept(run: Run) -> list[dict[str, Any]]:
+    return [event for event in run.events() if event["event"].startswith("measured values")]
+
+
+def test_values_are_kept_when_a_replica_is_ready(run: Run, home: Path) -> None:
+    controller = Controller(run)
+    for state in ("starting", "loading", "warming"):
+        controller._keep_measured(look(state, measured=REPORTED))
+    assert not (home / "measured").exists()
+    for _ in range(3):
+        controller._keep_measured(look(measured=REPORTED))
+    (event,) = kept(run)
+    forecast = run.plan().forecast
+    assert forecast is not None
+    found, warnings = measured.read(forecast.key)
+    assert warnings == ()
+    (measurement,) = found.values()
+    assert (measurement.kv_cache_gib, measurement.planned_kv_gib) == (50.0, forecast.kv_cache_gib)
+    assert event["text"] == str(next((home / "measured").rglob("*.json")))
+
+
+def test_another_start_is_kept_anew(run: Run) -> None:
+    controller = Controller(run)
+    controller._keep_measured(look(measured=REPORTED))
+    controller._keep_measured(look(started_at=2.0, measured=REPORTED | {"kv_cache_gib": 49.0}))
+    assert len(kept(run)) == 2
+
+
+def test_what_was_not_planned_is_not_kept(home: Path) -> None:
+    run = runs.create(draft(deployment(name="d")), NOW)
+    Controller(run)._keep_measured(look(measured=REPORTED))
+    assert kept(run) == []
+    assert not (home / "measured").exists()
+
+
+def test_values_that_cannot_be_written_are_lost_and_no_more(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def deny(plan: Plan, reported: object, now: float) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(measured, "keep", deny)
+    Controller(run)._keep_measured(look(measured=REPORTED))
+    (event,) = kept(run)
+    assert (event["event"], event["text"]) == ("measured values lost", "[Errno 13] Permission denied")

@@ -1,0 +1,269 @@
+"""What the planner is asked and what it reads: deployments as requests, cards, values of earlier starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from samples import DEMO, LLAMA_70B, NOW, cpu_machine, deployment, gpu_machine, sized
+
+from penstock import catalog, measured, planning
+from penstock.errors import PlanError, UserError
+from penstock.plan import Gpu, Machine, Plan, launch
+from penstock.plan.refusals import NotModelled
+from penstock.plan.sizing import Facts, Sizing, SizingRequest
+from penstock.plan.solve import key_of
+from penstock.spec import Parallel
+from penstock.units import GIB, MIB
+
+LLAMA = "meta-llama/Llama-3.1-8B"
+FACTS = Facts("llama-3.1-8b", catalog.model_config("llama-3.1-8b"), "the catalogue")
+# What `h200-start.log` (golden) says of Llama-3.1-8B on one H200 with vLLM 0.33.0.
+H200_START = {
+    "weights_gib": 15.0,
+    "kv_cache_gib": 110.98,
+    "kv_cache_tokens": 909_136.0,
+    "concurrency": 110.98,
+    "graphs_gib": 0.92,
+    "consumed_gib": 15.68,
+    "peak_gib": 1.96,
+}
+H200 = SizingRequest(FACTS, gpu="h200", max_model_len=8192, engine_version="0.33.0")
+BOX = Machine("box", 64, 1024 * GIB, 1000 * GIB, (Gpu(0, "NVIDIA H200", 143_771 * MIB, 143_771 * MIB),))
+WANTED = deployment(LLAMA, engine={"max_model_len": 8192})
+
+
+def up(machine: Machine = BOX, **fields: Any) -> Plan:
+    wanted = deployment(LLAMA, **{"engine": {"max_model_len": 8192}, **fields})
+    return launch.make_on_gpus(wanted, LLAMA_70B, machine, "0.33.0", 1, sized(wanted, machine, "llama-3.1-8b"))
+
+
+def kept(made: Plan, **changed: float) -> Path:
+    path = measured.keep(made, H200_START | changed, NOW)
+    assert path is not None
+    return path
+
+
+# ---- earlier starts --------------------------------------------------------------------------------------------------
+
+
+def test_the_next_plan_has_the_kv_cache_that_the_engine_reported() -> None:
+    before = planning.solve(H200)
+    assert before.memory is not None and before.measured_on is None
+    assert before.memory.kv_cache_gib.likely == pytest.approx(111.5, abs=0.5)
+    kept(up())
+    after = planning.solve(H200)
+    assert after.memory is not None and after.kv is not None
+    assert after.measured_on == "2027-01-15"
+    assert "memory beside the weights was measured at an earlier start on 2027-01-15" in after.warnings
+    assert after.memory.kv_cache_gib.is_exact
+    assert after.memory.kv_cache_gib.likely == pytest.approx(110.98, abs=0.02)
+    assert after.kv.tokens == pytest.approx(909_136, rel=0.0002)
+    assert after.memory.activation_gib.likely == pytest.approx(1.04, abs=0.001)
+    assert after.memory.cuda_graph_gib.likely == pytest.approx(0.92, abs=0.001)
+
+
+def test_up_knows_what_plan_knows() -> None:
+    kept(up())
+    made = up()
+    assert made.forecast is not None
+    assert made.forecast.kv_cache_gib == pytest.approx(110.98, abs=0.02)
+    assert any("2027-01-15" in warning for warning in made.warnings)
+
+
+def test_another_length_and_share_of_the_same_engine_use_it_too() -> None:
+    kept(up())
+    other = planning.solve(msgspec.structs.replace(H200, max_model_len=16_384, gpu_memory_utilization=0.8))
+    assert other.measured_on is not None and other.memory is not None
+    assert other.memory.activation_gib.likely == pytest.approx(1.04, abs=0.001)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"max_num_seqs": 64},
+        {"max_num_batched_tokens": 4096},
+        {"enforce_eager": True},
+        {"kv_cache_dtype": "fp8"},
+        {"quantization": "fp8"},
+        {"engine_version": "0.32.0"},
+        {"gpu": "h100-sxm"},
+        {"tensor": 2, "gpus_per_node": 2},
+        {"more_args": ("--attention-backend", "TRITON_ATTN")},
+        {"environment": ("VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS=0",)},
+    ],
+    ids=str,
+)
+def test_what_moves_memory_is_another_start(changed: dict[str, Any]) -> None:
+    kept(up())
+    assert planning.solve(msgspec.structs.replace(H200, **changed)).measured_on is None
+
+
+def test_copies_of_a_config_that_differ_in_nothing_that_matters_are_one_model() -> None:
+    copy = Facts("./mine", {**FACTS.config, "transformers_version": "9.9", "_name_or_path": "x"}, "a folder")
+    card = catalog.gpu("h200")
+    assert key_of(msgspec.structs.replace(H200, facts=copy), card) == key_of(H200, card)
+    other = Facts("./mine", {**FACTS.config, "num_hidden_layers": 31}, "a folder")
+    assert key_of(msgspec.structs.replace(H200, facts=other), card) != key_of(H200, card)
+
+
+def test_versions_that_are_written_differently_are_one() -> None:
+    card = catalog.gpu("h200")
+    short = msgspec.structs.replace(H200, engine_version="0.33")
+    assert key_of(short, card) == key_of(H200, card)
+
+
+def test_measured_values_can_be_left_out() -> None:
+    kept(up())
+    assert planning.solve(H200, with_measured=False).measured_on is None
+
+
+def test_a_later_start_replaces_an_earlier_one() -> None:
+    assert kept(up()) == kept(up(), kv_cache_gib=100.0, consumed_gib=26.66)
+    sizing = planning.solve(H200)
+    assert sizing.memory is not None
+    assert sizing.memory.kv_cache_gib.likely == pytest.approx(100.0, abs=0.02)
+
+
+@pytest.mark.parametrize("text", [b"", b"{", b"[]", b'{"key": 1}', b"\xff\xfe"])
+def test_a_damaged_file_is_left_out_with_a_warning(text: bytes) -> None:
+    path = kept(up())
+    path.write_bytes(text)
+    sizing = planning.solve(H200)
+    assert sizing.fits and sizing.measured_on is None
+    (warning,) = [warning for warning in sizing.warnings if "measured values" in warning]
+    assert warning.startswith(f"measured values in {path} cannot be read and were left out: ")
+
+
+def test_a_file_of_another_key_is_left_alone() -> None:
+    path = kept(up())
+    path.write_bytes(path.read_bytes().replace(b'"h200-sxm"', b'"h100-sxm"'))
+    assert planning.solve(H200).measured_on is None
+
+
+def test_nothing_is_kept_of_what_was_not_planned_or_did_not_report() -> None:
+    on_cpu = launch.make(deployment(), DEMO, cpu_machine(), "vllm", "0.32.0", 1)
+    assert measured.keep(on_cpu, H200_START, NOW) is None
+    assert measured.keep(up(), {"load_s": 1.0}, NOW) is None
+
+
+def test_a_start_without_all_its_numbers_is_kept_but_replaces_nothing() -> None:
+    path = measured.keep(up(), {"kv_cache_gib": 110.98}, NOW)
+    assert path is not None and path.name == "TP1-PP1-DP1.json"
+    assert planning.solve(H200).measured_on is None
+
+
+def test_the_stages_of_a_pipeline_are_not_told_apart_and_stay_estimates() -> None:
+    two = msgspec.structs.replace(BOX, gpus=(BOX.gpus[0], msgspec.structs.replace(BOX.gpus[0], index=1)))
+    kept(up(two, parallel={"pipeline": 2}))
+    asked = msgspec.structs.replace(H200, pipeline=2, gpus_per_node=2)
+    assert planning.solve(asked).measured_on is None
+
+
+# ---- deployments as requests -----------------------------------------------------------------------------------------
+
+
+def request(**fields: Any) -> SizingRequest:
+    return planning.request_of(deployment(LLAMA, **fields), FACTS, "h200")
+
+
+def test_flags_that_planning_knows_are_read_from_the_engines_arguments() -> None:
+    args = {"max-num-seqs": 64, "kv_cache_dtype": "fp8", "--enforce-eager": True, "enable-prefix-caching": False}
+    asked = request(engine={"args": {**args, "seed": 7, "middleware": ["a", "b"]}, "env": {"B": "2", "A": "1"}})
+    assert (asked.max_num_seqs, asked.kv_cache_dtype, asked.enforce_eager) == (64, "fp8", True)
+    assert asked.prefix_caching is False
+    assert asked.more_args == ("--seed", "7", "--middleware", "a", "b")
+    assert asked.environment == ("A=1", "B=2")
+
+
+@pytest.mark.parametrize(
+    ("args", "has_caching"),
+    [({}, True), ({"no-enable-prefix-caching": True}, False), ({"no-enable-prefix-caching": None}, False)],
+)
+def test_a_switch_may_be_given_by_its_opposite(args: dict[str, Any], has_caching: bool) -> None:
+    assert request(engine={"args": args}).prefix_caching is has_caching
+
+
+def test_a_value_that_only_vllm_understands_is_handed_on() -> None:
+    asked = request(engine={"args": {"max-num-batched-tokens": "8k"}})
+    assert (asked.max_num_batched_tokens, asked.more_args) == (None, ("--max-num-batched-tokens", "8k"))
+
+
+def test_the_workload_and_the_layout_reach_the_planner() -> None:
+    workload = {"input_tokens": 5, "output_tokens": 6, "concurrency": 7, "ttft_ms": 80, "tpot_ms": 9}
+    asked = request(workload=workload, parallel={"tensor": 2, "expert": True}, hardware={"gpus_per_node": 4})
+    assert [getattr(asked, name) for name in workload] == [5, 6, 7, 80, 9]
+    assert (asked.fixed_layout, asked.gpus_per_node) == (Parallel(2, expert=True), 4)
+    assert request().fixed_layout is None
+
+
+def test_flags_whose_memory_is_not_counted_are_told() -> None:
+    sizing = planning.solve(request(engine={"args": {"speculative-config": "{}", "seed": 1}}))
+    assert "the memory of --speculative-config is not modelled, and not counted" in sizing.warnings
+
+
+def test_notes_of_the_facts_become_warnings_once() -> None:
+    noted = msgspec.structs.replace(FACTS, notes=("read from a copy",))
+    assert planning.solve(msgspec.structs.replace(H200, facts=noted)).warnings[0] == "read from a copy"
+
+
+# ---- cards -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_card_that_the_catalogue_knows_has_its_facts() -> None:
+    assert planning.card_of(BOX.gpus) == catalog.gpu("h200")
+
+
+def test_an_unknown_card_is_planned_by_its_drivers_memory() -> None:
+    unknown = msgspec.structs.replace(BOX, gpus=(Gpu(0, "NVIDIA X900", 49_140 * MIB, 49_140 * MIB),))
+    card = planning.card_of(unknown.gpus)
+    assert card.memory.torch_total_gib == pytest.approx(49_140 / 1024 - 0.55)
+    assert (card.id, card.names, card.stands_in is None) == ("NVIDIA X900", ("NVIDIA X900",), False)
+    made = up(unknown)
+    assert made.need.total_bytes <= 49_140 * MIB
+    assert any(warning.startswith("NVIDIA X900 is not in the catalogue: 47.44 GiB") for warning in made.warnings)
+
+
+def test_a_part_of_a_card_has_its_own_memory() -> None:
+    slice_of_it = catalog.gpu_of_machine("NVIDIA H200", 71_000 * MIB)
+    assert slice_of_it.id == "h200-sxm"
+    assert slice_of_it.memory.torch_total_gib < 70
+
+
+def test_of_different_cards_the_smallest_decides() -> None:
+    mixed = (*BOX.gpus, *gpu_machine(1).gpus)
+    assert planning.card_of(mixed).id == "h100-sxm"
+
+
+# ---- what is not modelled --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("version", "config"), [("1.0", {}), ("0.33.0", {"architectures": ["NobodyForCausalLM"]})], ids=["engine", "model"]
+)
+def test_what_is_not_modelled_stops_plan_and_not_up(version: str, config: dict[str, Any]) -> None:
+    facts = Facts(LLAMA, {**FACTS.config, **config}, "a folder")
+    with pytest.raises(NotModelled):
+        planning.solve(SizingRequest(facts, gpu="h200", engine_version=version))
+    said = planning.size(WANTED, facts, BOX, version, 1)
+    assert said.sizing is None and said.not_modelled is not None
+    made = launch.make_on_gpus(WANTED, LLAMA_70B, BOX, version, 1, said)
+    assert made.warnings == (f"not planned, started all the same: {said.not_modelled}; whether it fits is for vLLM to "
+                             "find out",)  # fmt: skip
+
+
+def test_plan_and_up_refuse_with_the_same_words() -> None:
+    machine = gpu_machine(1)
+    asked = SizingRequest(FACTS, gpu="h100-sxm", max_model_len=131_072, gpu_memory_utilization=0.3)
+    said: Sizing = planning.solve(asked)
+    assert not said.fits
+    with pytest.raises(PlanError) as caught:
+        up(machine, engine={"max_model_len": 131_072, "gpu_memory_utilization": 0.3})
+    assert caught.value.message.endswith(f"on box: {said.reason}")
+
+
+def test_an_unknown_network_is_the_users_mistake() -> None:
+    with pytest.raises(UserError, match="no network"):
+        up(hardware={"network": "carrier-pigeon"})
