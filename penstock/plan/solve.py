@@ -89,7 +89,8 @@ def _question(request: SizingRequest, gpu: GpuFacts, network: LinkFacts | None) 
         enforce_eager=request.enforce_eager,
         # GeForce drivers switch it off (vllm#7553); an NVLink bridge gives it back.
         has_peer_to_peer=gpu.nvlink is not None or not any("geforce" in name.lower() for name in gpu.names),
-        is_blackwell=gpu.generation == "blackwell",
+        has_nvlink=gpu.nvlink is not None or gpu.xgmi is not None,
+        is_blackwell=cut is not None and cut[0] == 10,
     )
     given = tuple(int(gib * GIB) for gib in request.available_kv_gib)
     utilization = settings.gpu_memory_utilization
