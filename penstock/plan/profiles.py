@@ -83,8 +83,8 @@ class EngineProfile(msgspec.Struct, frozen=True):
         return self.runner_v2 == "all" or (self.runner_v2 == "dense" and not is_moe_or_hybrid)
 
     def sampler_bytes_of(self, is_moe_or_hybrid: bool) -> float:
-        """8 with the second runner: two fp32 copies of the logits. Start of Llama-3.1-8B: 1.04 GiB in profile."""
-        return 8.0 if self.uses_runner_v2(is_moe_or_hybrid) else self.sampler_bytes
+        """6.1 with the second runner: logits in the model's dtype and one copy in fp32. 0.89 GiB for Qwen3-0.6B (0.33)."""
+        return 6.1 if self.uses_runner_v2(is_moe_or_hybrid) else self.sampler_bytes
 
 
 _V1_SMALL = BatchDefaults(0, 2048, 256)
@@ -187,6 +187,22 @@ def profile(version: str | None = None) -> EngineProfile:
         if since <= asked:
             fields.update(changed)
     return EngineProfile(version=text.strip().removeprefix("v"), **fields)
+
+
+def on_card(rules: EngineProfile, capability: tuple[int, int] | None) -> EngineProfile:
+    """The rules on a card of this compute capability: before Ampere, 0.8 to 0.10 fall back to V0 (0.11 has no V0).
+
+    `_is_v1_supported_oracle` of `engine/arg_utils.py`: "Compute Capability < 8.0". None (AMD) keeps the rules.
+    """
+    version = parse_version(rules.version)
+    if capability is None or capability >= (8, 0) or not (0, 8, 0) <= version < (0, 11, 0):
+        return rules
+    last = profile("0.7.3")
+    fields = (
+        *("generation", "batch_defaults", "batch_defaults_by_name", "chunks_above", "chunk_tokens", "graph_sizes"),
+        *("hybrid_manager", "chunked_windows", "size_print", "has_states", "has_expert_group"),
+    )
+    return msgspec.structs.replace(rules, **{name: getattr(last, name) for name in fields})
 
 
 def batch_defaults(rules: EngineProfile, gpu_memory_bytes: int, gpu_name: str, max_model_len: int) -> tuple[int, int]:

@@ -20,7 +20,7 @@ from penstock.plan.fit import Case, Fit, Memory, capability
 from penstock.plan.layouts import Layouts, Refused, Shape
 from penstock.plan.overhead import RunSettings
 from penstock.plan.pages import model_bytes_per_token
-from penstock.plan.profiles import profile
+from penstock.plan.profiles import on_card, profile
 from penstock.plan.quantization import with_choice
 from penstock.plan.ranges import Range, exact
 from penstock.plan.settings import engine_args, settings_of, total_bytes
@@ -72,9 +72,9 @@ def sizing_of(request: SizingRequest, gpu: GpuFacts, network: LinkFacts | None =
 
 def _question(request: SizingRequest, gpu: GpuFacts, network: LinkFacts | None) -> _Question:
     arch = with_choice(families.read(request.facts.config), request.quantization, request.dtype)
-    rules = profile(request.engine_version)
-    settings = settings_of(request, gpu, arch, rules)
     cut = capability(gpu)
+    rules = on_card(profile(request.engine_version), cut)
+    settings = settings_of(request, gpu, arch, rules)
     cache = CacheSettings(
         max_model_len=settings.max_model_len,
         max_num_batched_tokens=settings.max_num_batched_tokens,
