@@ -1,11 +1,11 @@
 """The planner's memory against what vLLM printed when it started: weights, KV cache, blocks, verdicts.
 
-    python -m benchmarks.plan_memory [--write-docs] [--only held-out] [--case ID]
+    python benchmarks/plan_memory.py [--write-docs] [--case ID]
 
 Reads benchmarks/data/startup_logs.yaml, asks the planner what each start's user would have asked, and prints the worst
-first. `--write-docs` writes docs/plan-accuracy.md, which a test compares. Bars: weights within 0.5% (3% of
-a quantised checkpoint without its index; or half of the last printed digit), KV cache within 5% on cards from 40 GB and 10% on smaller ones, tokens exact once the memory is given,
-every verdict right.
+first. `--write-docs` writes docs/plan-accuracy.md, which a test compares. Bars: weights within 0.5% (3% for a quantised
+checkpoint without its index; or half of the last printed digit), KV cache within 5% on cards from 40 GB and 10% on
+smaller ones, tokens exact once the memory is given, every verdict right.
 """
 
 from __future__ import annotations
@@ -33,7 +33,23 @@ WEIGHTS_BAR, QUANTISED_WEIGHTS_BAR = 0.005, 0.03
 KV_BAR, SMALL_CARD_KV_BAR = 0.05, 0.10
 SMALL_CARD_GIB = 39.0
 # Starts that miss a bar, and why. The test asserts that these are all, and that each still misses.
-KNOWN_MISSES: Mapping[str, str] = {}
+KNOWN_MISSES: Mapping[str, str] = {
+    "llama2-70b-a100-tp4-0.2.5": "13 GiB a GPU are neither weights nor cache: Ray's workers and NCCL, measured with "
+    "the allocator's cache still full. One log gives no rule, and 0.2.4 beside it is met",
+    "llama31-8b-24gb-0.6.3": "a context that fits with 30 MiB to spare (1.01x); the card is not named",
+    "r1-distill-qwen-14b-4090-tp2-0.7.2-refused": "V0 prints the peak while loading, 0.15 GiB over what stays",
+    "deepseek-r1-h200-tp8-0.7.3": "V0 with MLA: 4.4 GiB of weights and 5 GiB of non-torch memory more "
+    "than the tensors and communicators account for",
+    "qwen3-4b-12gb-0.8.5": "V0 prints the peak while loading, 0.06 GiB over what stays",
+    "gpt-oss-120b-h100-0.11": "the table's 120b leaves half the activation of its own 20b, and of two issues with the "
+    "same flags: its flags are not given",
+    "gpt-oss-120b-h100-0.11-util95-refused": "1.6 GiB more of weights: Marlin's padding, where Triton's MXFP4 kernels "
+    "are not installed",
+    "qwen25-7b-48gb-0.22.0": "0.07 GiB of buffers are counted with the weights, 0.5% of them",
+    "qwen3-32b-pro6000-tp2-0.27.1": "1.66 GiB beside the weights, where one GPU alone takes 3.86 and a stage of half "
+    "the layers 3.03: not understood",
+    "qwen3-32b-pro6000-pp2-0.27.1": "the graphs of the last stage are estimated 0.5 GiB too large",
+}
 
 
 class Said(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -131,7 +147,7 @@ def judge(start: Start) -> Judged:
         weights_bar,
         bar,
         answer.fits == said.fits,
-        _is_exact(start, block_gib),
+        _is_exact(start),
     )
 
 
@@ -143,7 +159,11 @@ def _request(start: Start, **more: Any) -> SizingRequest:
     sizes = [asked.get(name) or 1 for name in ("tensor", "pipeline", "data")]
     n_gpus = sizes[0] * sizes[1] * sizes[2]
     request = SizingRequest(
-        facts=facts, gpu=start.gpu, gpus_per_node=min(8, n_gpus), nodes=max(1, n_gpus // 8), engine_version=start.version
+        facts=facts,
+        gpu=start.gpu,
+        gpus_per_node=min(8, n_gpus),
+        nodes=max(1, n_gpus // 8),
+        engine_version=start.version,
     )
     return msgspec.structs.replace(request, **asked)
 
@@ -172,7 +192,7 @@ def _block_gib(start: Start) -> float:
     return 64.0 / answer.kv.num_blocks
 
 
-def _is_exact(start: Start, block_gib: float) -> bool | None:
+def _is_exact(start: Start) -> bool | None:
     """Whether the printed tokens, blocks and concurrency follow from the printed memory (rounded to 0.01 GiB)."""
     said = start.said
     if said.kv_gib is None or said.kv_gib <= 0 or not (said.tokens or said.blocks):
@@ -216,7 +236,7 @@ def page(sections: Mapping[str, Sequence[Judged]]) -> str:
     held, tuned = ([one for one in every if one.start.is_held_out is flag] for flag in (True, False))
     parts = [
         "# How near the plan is: memory",
-        "<!-- Written by `python -m benchmarks.plan_memory --write-docs`. -->",
+        "<!-- Written by `python benchmarks/plan_memory.py --write-docs`. -->",
         _HEAD,
         "\n".join(
             [
@@ -242,10 +262,10 @@ _HEAD = """
 What `penstock plan` says for starts of vLLM whose log is public, or that were our own: the flags go in, nothing of the
 log does. Worst first. *Held out* logs were not used to set any constant or rule of the planner; *tuned* ones were.
 
-The bars: weights of a GPU within 0.5% (3% for a quantised checkpoint without its index); KV cache within 5% on cards from 40 GB and 10% on smaller ones; blocks, tokens
-and concurrency exactly those of the log once the memory for the cache is given (`--available-kv-gib`); every verdict
-right. KV cache in GiB of one GPU; where a log prints blocks only, the GiB are theirs. A start that misses a bar is
-listed under [known misses](#known-misses), with the reason.
+The bars: weights of a GPU within 0.5% (3% for a quantised checkpoint without its index); KV cache within 5% on cards
+from 40 GB and 10% on smaller ones; blocks, tokens and concurrency exactly those of the log once the memory for the
+cache is given (`--available-kv-gib`); every verdict right. KV cache in GiB of one GPU; where a log prints blocks only,
+the GiB are theirs. A start that misses a bar is listed under [known misses](#known-misses), with the reason.
 """.strip()
 
 

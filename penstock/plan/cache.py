@@ -138,10 +138,10 @@ class _Pool(msgspec.Struct, frozen=True):
             return None
         needed, available = blocks * self.per_block[short], max(0, self.available[short])
         more = f" and one block more ({self.per_block[short] / MIB:.3g} MiB)" if needed <= available else ""
-        shown = "{:.%df}" % _digits_that_differ(needed / GIB, available / GIB)
+        digits = _digits_that_differ(needed / GIB, available / GIB)
         return (
-            f"one request of {self.settings.max_model_len:,} tokens needs {shown.format(needed / GIB)} GiB of KV cache "
-            f"on a GPU{more}, {shown.format(available / GIB)} GiB are available"
+            f"one request of {self.settings.max_model_len:,} tokens needs {needed / GIB:.{digits}f} GiB of KV cache "
+            f"on a GPU{more}, {available / GIB:.{digits}f} GiB are available"
         )
 
 

@@ -32,10 +32,11 @@ _ENCODER_TOKENS, _PATCHES_A_TOKEN = 16_384, 4
 _NON_TORCH_RUNNER_V2 = gib(0.1, 0.18, 0.3)
 # More than one rank: buffers of the custom all-reduce and symmetric memory. 0.72 to 0.76 GiB at TP2 and TP4 (our H200s,
 # 0.33), 0.95 in all at TP4 (B200, 0.26); without NVLink they are not made.
-_NON_TORCH_RANKS, _NON_TORCH_RANKS_OVER_PCIE = gib(0.4, 0.75, 1.0), gib(0.0, 0.1, 0.6)
-# NCCL of a group, and more for each rank, where NVLink joins the GPUs: non-torch memory of 0.74 GiB at TP2, 1.39 at TP4, 2.10 at TP8 (0.7
-# and 0.8 logs), 1.8-3.6 in vllm#10511. Over PCIe it hardly grows: 0.25 at TP2 (RTX 4090), 0.20 at TP16 (RTX 3090), 0.21
-# at TP8 (L40S), all in.
+_NON_TORCH_RANKS = gib(0.4, 0.75, 1.0)
+_NON_TORCH_RANKS_OVER_PCIE = gib(0.0, 0.1, 0.6)
+# NCCL of a group, and more for each rank, where NVLink joins the GPUs: non-torch memory of 0.74 GiB at TP2, 1.39 at TP4
+# and 2.10 at TP8 (0.7 and 0.8 logs), 1.8-3.6 in vllm#10511. Over PCIe it hardly grows: 0.25 at TP2 (RTX 4090), 0.20 at
+# TP16 (RTX 3090), 0.21 at TP8 (L40S), all in.
 _NCCL_A_GROUP, _NCCL_A_RANK = gib(0.1, 0.25, 0.5), gib(0.1, 0.23, 0.45)
 _NCCL_OVER_PCIE = gib(0.05, 0.12, 0.3)
 # Estimated graphs (counted since 0.21): a part for each layer and size, and a pool that the largest graph and its
@@ -170,8 +171,8 @@ def _forward_bytes(
     """tokens x bytes x (3 H + the widest of a layer): residual, input and output, and what stands between.
 
     A gated MLP holds 3 I / tensor (gate, up, product), a plain one 2 I; attention its projections and its output.
-    Llama-3.1-8B, 20,000 tokens, bf16: 20,000 x 2 x (3 x 4096 + 3 x 14336) = 2.06 GiB; vLLM 0.6.4 logged 2.07. The second
-    runner keeps the embedded inputs of the first stage too: 0.90 GiB for 8192 tokens, 1.04 on our H200.
+    Llama-3.1-8B, 20,000 tokens, bf16: 20,000 x 2 x (3 x 4096 + 3 x 14336) = 2.06 GiB; vLLM 0.6.4 logged 2.07. The
+    second runner keeps the embedded inputs of the first stage too: 0.90 GiB for 8192 tokens, 1.04 on our H200.
     """
     widest = max((_width(layer, layout.tensor) for layer in layers), default=0.0)
     hidden = (4 if keeps_inputs else 3) * arch.hidden

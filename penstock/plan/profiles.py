@@ -83,7 +83,7 @@ class EngineProfile(msgspec.Struct, frozen=True):
         return self.runner_v2 == "all" or (self.runner_v2 == "dense" and not is_moe_or_hybrid)
 
     def sampler_bytes_of(self, is_moe_or_hybrid: bool) -> float:
-        """6.1 with the second runner: logits in the model's dtype and one copy in fp32. 0.89 GiB for Qwen3-0.6B (0.33)."""
+        """6.1 with the second runner: logits in the model's dtype and in fp32. 0.89 GiB for Qwen3-0.6B in 0.33."""
         return 6.1 if self.uses_runner_v2(is_moe_or_hybrid) else self.sampler_bytes
 
 
@@ -101,7 +101,7 @@ CHANGES: tuple[tuple[tuple[int, int, int], dict[str, Any]], ...] = (
     ((0, 6, 4), {"non_torch_gib": (0.2, 0.3, 0.45)}),
     # vllm#10544: 2048 instead of 512.
     ((0, 6, 5), {"chunk_tokens": 2048}),
-    # vllm#10511, #12126: against a snapshot taken after CUDA's start. 0.01 to 0.11 GiB in fourteen logs of 0.6.6 to 0.10.
+    # vllm#10511, #12126: against a snapshot taken after CUDA's start. 0.01 to 0.11 GiB in 14 logs of 0.6.6 to 0.10.
     ((0, 6, 6), {"non_torch_gib": (0.01, 0.07, 0.3)}),
     # MLA caches the latent vector since 0.7.1; before it, whole heads.
     ((0, 7, 1), {"has_mla": True}),
