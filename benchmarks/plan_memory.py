@@ -46,8 +46,8 @@ KNOWN_MISSES: Mapping[str, str] = {
     "gpt-oss-120b-h100-0.11-util95-refused": "1.6 GiB more of weights: Marlin's padding, where Triton's MXFP4 kernels "
     "are not installed",
     "qwen25-7b-48gb-0.22.0": "0.07 GiB of buffers are counted with the weights, 0.5% of them",
-    "gpt-oss-20b-h200-0.33.0": "0.41 GiB less than with both matrices of an expert padded, as logs of 0.10 and 0.11 have "
-    "them; not found why",
+    "gpt-oss-20b-h200-0.33.0": "0.41 GiB less than with both matrices of an expert padded, as in the logs of 0.10 and "
+    "0.11; not found why",
     "qwen3-32b-pro6000-tp2-0.27.1": "1.66 GiB beside the weights, where one GPU alone takes 3.86 and a stage of half "
     "the layers 3.03: not understood",
     "qwen3-32b-pro6000-pp2-0.27.1": "the graphs of the last stage are estimated 0.5 GiB too large",

@@ -7,6 +7,7 @@ Where a change is known only to lie between two releases, the later one is writt
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Any, Literal
 
@@ -243,5 +244,10 @@ def graph_sizes(rules: EngineProfile, max_num_seqs: int, is_blackwell: bool = Fa
     else:
         limit = 1024 if is_blackwell and rules.runner_v2 != "none" else 512
         top, by_eight, by_sixteen = min(2 * max_num_seqs, limit), 256, limit
+    return _sizes_to(max(top, 1), by_eight, by_sixteen)
+
+
+@functools.cache
+def _sizes_to(top: int, by_eight: int, by_sixteen: int) -> tuple[int, ...]:
     sizes = [1, 2, 4, *range(8, by_eight + 1, 8), *range(by_eight + 16, by_sixteen + 1, 16)]
-    return tuple(size for size in sizes if size <= max(top, 1))
+    return tuple(size for size in sizes if size <= top)
