@@ -107,6 +107,16 @@ def test_hybrid_of_vllm_0_19_prints_blocks_by_group() -> None:
     assert (found.tokens, f"{found.max_concurrency:.2f}") == (290_864, "33.04")
 
 
+def test_a_refusal_that_hangs_on_the_null_block_says_so() -> None:
+    """20 GiB hold exactly one request of 131,072 tokens at tensor 2; since 0.26 the engine keeps a block more."""
+    found = planned(shapes.LLAMA_70B, 20.0, 131_072, Parallel(2))
+    assert found.refusal is not None
+    assert "needs 20.00 GiB of KV cache on a GPU and one block more (2.5 MiB), 20.00 GiB are available" in found.refusal
+    assert planned(shapes.LLAMA_70B, 20.0, 131_072, Parallel(2), version="0.25").fits
+    barely = planned(shapes.LLAMA_70B, 20.0 - 1e-4, 131_072, Parallel(2), version="0.25").refusal
+    assert barely is not None and "needs 20.0000 GiB of KV cache on a GPU, 19.9999 GiB are available" in barely
+
+
 @pytest.mark.parametrize(("version", "gib"), [("0.25.1", "45.79"), ("0.26.0", "70.79")])
 def test_gemma_4_is_charged_for_batches_in_flight_since_0_26(version: str, gib: str) -> None:
     """vllm#49878: pages of 256 KiB, ten layers a group, five sliding groups and one full one of 32 tokens a block."""

@@ -43,8 +43,10 @@ def estimated(
         (shapes.LLAMA_8B, "0.11", 8192, 1024, ONE, 4.76),
         (shapes.GPT_OSS_20B, "0.11", 8192, 1024, ONE, 7.38),
         (shapes.QWEN3_32B, "0.11", 8192, 1024, ONE, 5.65),
-        # Our H200 (golden log: 1.96 with 0.92 of graphs) and an H100 of 2026-10 (1.44 with about 0.40).
-        (shapes.LLAMA_8B, "0.33", 8192, 1024, ONE, 1.04),
+        # Our H200s: 2.14 with 1.23 of graphs, 3.72 with 2.20, 2.05 with 1.17.
+        (shapes.QWEN3_0_6B, "0.33", 8192, 1024, ONE, 0.89),
+        (shapes.QWEN3_32B, "0.33", 8192, 1024, ONE, 1.52),
+        (shapes.LLAMA_70B, "0.33", 8192, 1024, Parallel(4), 0.88),
         # V0, chunks of 2048: DeepSeek-R1-Distill-Qwen-32B at TP2 (public file 21130996930), Qwen3-8B (70933724306).
         (shapes.QWEN2_5_32B, "0.7.3", 2048, 256, Parallel(2), 1.41),
         (shapes.QWEN3_8B, "0.8.5", 2048, 256, ONE, 1.40),
@@ -66,7 +68,6 @@ def test_activation_peak_of_public_logs(
     ("arch", "version", "total_gib", "utilization", "weights_gib", "layout", "logged_gib"),
     [
         (shapes.LLAMA_8B, "0.33", 139.8, 0.92, 14.99, ONE, 110.98),  # golden log
-        (shapes.LLAMA_8B, "0.31", 79.25, 0.92, 14.99, ONE, 56.21),  # public file 70682754770
         (shapes.QWEN3_8B, "0.19.1", 79.19, 0.90, 15.27, ONE, 53.54),  # public file 70933724306, card assumed
         # llm-d's table, H100 (79.18 GiB, 0.9).
         (shapes.LLAMA_8B, "0.11", 79.18, 0.90, 14.99, ONE, 51.38),
@@ -89,6 +90,60 @@ def test_available_kv_of_public_logs(
         int(total_gib * GIB), utilization, int(weights_gib * GIB), estimated(arch, version, 8192, 1024, layout)
     )
     assert found.likely / GIB == pytest.approx(logged_gib, rel=0.02)
+    assert found.low <= logged_gib * GIB <= found.high
+
+
+def test_an_a100_has_the_small_defaults() -> None:
+    """Public file 70682754770, vLLM 0.31 on an A100 of 80 GB: 56.21 GiB with 2048 tokens and 256 rows."""
+    estimate = estimated(shapes.LLAMA_8B, "0.31", 2048, 256)
+    found = available_kv(int(79.25 * GIB), 0.92, int(15.0 * GIB), estimate)
+    assert found.likely / GIB == pytest.approx(56.21, rel=0.01)
+    assert found.low <= 56.21 * GIB <= found.high
+    assert estimate.non_torch.likely / GIB == pytest.approx(0.26, abs=0.06)  # 15.26 consumed, weights 15.0
+
+
+@pytest.mark.parametrize(
+    ("arch", "tensor", "logged_gib"),
+    [
+        (shapes.LLAMA_8B, 1, 0.68),
+        (shapes.QWEN3_32B, 1, 0.79),
+        (shapes.QWEN3_0_6B, 1, 0.86),
+        (shapes.LLAMA_70B, 2, 1.43),
+        (shapes.LLAMA_70B, 4, 1.41),
+    ],
+)
+def test_the_second_runner_keeps_counts_for_its_penalties(arch: Architecture, tensor: int, logged_gib: float) -> None:
+    """Consumed memory beside the weights on our H200s, vLLM 0.33: rows x vocabulary x 4.125 bytes are most of it."""
+    found = estimated(arch, "0.33", 8192, 1024, Parallel(tensor)).non_torch
+    assert found.likely / GIB == pytest.approx(logged_gib, abs=0.1)
+    few = estimated(arch, "0.33", 8192, 16, Parallel(tensor)).non_torch
+    assert found.likely - few.likely == pytest.approx(1008 * arch.vocab * 4.125)
+    assert estimated(arch, "0.24", 8192, 1024).non_torch == estimated(arch, "0.24", 8192, 16).non_torch
+
+
+def test_communicators_take_little_without_nvlink_and_twice_for_a_mixture() -> None:
+    """0.21 GiB at TP8 on L40S and 1.38 at TP2 on H200, both mixtures with vLLM 0.10.2."""
+    on_pcie = estimated(shapes.QWEN3_NEXT, "0.10.2", 2048, 256, Parallel(8), has_nvlink=False)
+    assert (on_pcie.non_torch + on_pcie.nccl).likely / GIB == pytest.approx(0.21, abs=0.05)
+    joined = estimated(shapes.QWEN3_NEXT, "0.10.2", 8192, 1024, Parallel(2))
+    assert (joined.non_torch + joined.nccl).likely / GIB == pytest.approx(1.38, rel=0.2)
+    assert joined.nccl == estimated(shapes.QWEN2_5_32B, "0.10.2", 8192, 1024, Parallel(2)).nccl * 2
+
+
+@pytest.mark.parametrize(
+    ("arch", "layout", "logged_gib"),
+    [
+        (shapes.LLAMA_8B, ONE, 0.92),
+        (shapes.LLAMA_8B, Parallel(1, 2), 0.81),
+        (shapes.QWEN3_0_6B, ONE, 0.57),
+        (shapes.QWEN3_32B, ONE, 2.20),
+        (shapes.LLAMA_70B, Parallel(2), 1.56),
+        (shapes.LLAMA_70B, Parallel(4), 1.17),
+    ],
+)
+def test_estimated_graphs_of_our_h200s(arch: Architecture, layout: Parallel, logged_gib: float) -> None:
+    found = estimated(arch, "0.33", 8192, 1024, layout).graphs
+    assert found.likely / GIB == pytest.approx(logged_gib, rel=0.2)
     assert found.low <= logged_gib * GIB <= found.high
 
 

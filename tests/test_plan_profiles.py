@@ -10,6 +10,7 @@ from penstock.plan.profiles import (
     EngineProfile,
     batch_defaults,
     graph_sizes,
+    on_card,
     parse_version,
     profile,
 )
@@ -59,6 +60,9 @@ def test_changes_are_in_order_and_name_real_fields() -> None:
         ("default_utilization", "0.21.9", 0.90, "0.22", 0.92),
         ("graphs_in_budget", "0.20", False, "0.21", True),
         ("nccl_in_budget", "0.11.2", True, "0.12", False),
+        ("nccl_in_budget", "0.2.4", False, "0.2.5", True),
+        ("has_expert_group", "0.8.4", False, "0.8.5", True),
+        ("non_torch_gib", "0.6.5", (0.2, 0.3, 0.45), "0.6.6", (0.01, 0.07, 0.3)),
         ("size_print", "0.20.0", "blocks-by-group", "0.21.0", "concurrency"),
         ("size_print", "0.8.5", "blocks", "0.9.1", "blocks-by-group"),
         ("generation", "0.7.3", "V0", "0.8.0", "V1"),
@@ -95,6 +99,17 @@ def test_a_rule_changes_at_its_version(field: str, before: str, old: object, sin
 )
 def test_batch_defaults(version: str, memory: int, name: str, max_model_len: int, expected: tuple[int, int]) -> None:
     assert batch_defaults(profile(version), memory, name, max_model_len) == expected
+
+
+def test_cards_before_ampere_stay_on_v0_until_it_is_gone() -> None:
+    for version in ("0.8.0", "0.10.2"):
+        old, new = (on_card(profile(version), capability) for capability in ((7, 5), (8, 0)))
+        assert (old.generation, new.generation) == ("V0", "V1")
+        assert batch_defaults(old, 14 * GIB, "Tesla T4", 8192) == (8192, 256)
+        assert len(graph_sizes(old, 256)) == 35
+    for version in ("0.7.3", "0.11.0", "0.33"):
+        assert on_card(profile(version), (7, 5)) == profile(version)
+    assert on_card(profile("0.10.2"), None).generation == "V1"
 
 
 def test_number_of_graph_sizes_is_what_logs_show() -> None:

@@ -21,7 +21,7 @@ from penstock.plan.profiles import EngineProfile
 from penstock.plan.refusals import not_modelled
 from penstock.plan.stages import split_layers
 from penstock.spec import Parallel
-from penstock.units import GIB
+from penstock.units import GIB, MIB
 
 __all__ = ["CacheSettings", "Group", "KvPlan", "groups_of", "kv_plan", "request_blocks"]
 
@@ -136,11 +136,18 @@ class _Pool(msgspec.Struct, frozen=True):
         short = self.lacks(self.settings.max_model_len)
         if short is None:
             return None
-        needed, available = blocks * self.per_block[short] / GIB, max(0, self.available[short]) / GIB
+        needed, available = blocks * self.per_block[short], max(0, self.available[short])
+        more = f" and one block more ({self.per_block[short] / MIB:.3g} MiB)" if needed <= available else ""
+        digits = _digits_that_differ(needed / GIB, available / GIB)
         return (
-            f"one request of {self.settings.max_model_len:,} tokens needs {needed:.2f} GiB of KV cache on a GPU, "
-            f"{available:.2f} GiB are available"
+            f"one request of {self.settings.max_model_len:,} tokens needs {needed / GIB:.{digits}f} GiB of KV cache "
+            f"on a GPU{more}, {available / GIB:.{digits}f} GiB are available"
         )
+
+
+def _digits_that_differ(one: float, other: float) -> int:
+    """2, or as many decimals (6 at most) as tell two sizes apart that are not the same."""
+    return next((digits for digits in range(2, 6) if one == other or f"{one:.{digits}f}" != f"{other:.{digits}f}"), 6)
 
 
 def _per_stage(available: Sequence[int], pipeline: int) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ Where a change is known only to lie between two releases, the later one is writt
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import Any, Literal
 
@@ -49,7 +50,9 @@ class EngineProfile(msgspec.Struct, frozen=True):
     generation: Generation = "V0"
     default_utilization: float = 0.90
     graphs_in_budget: bool = False
-    nccl_in_budget: bool = True
+    nccl_in_budget: bool = False
+    non_torch_gib: tuple[float, float, float] = (0.0, 0.05, 0.13)
+    has_expert_group: bool = False
     size_print: SizePrint = "blocks"
     sampler_bytes: float = 38.4
     runner_v2: Literal["none", "dense", "all"] = "none"
@@ -81,8 +84,8 @@ class EngineProfile(msgspec.Struct, frozen=True):
         return self.runner_v2 == "all" or (self.runner_v2 == "dense" and not is_moe_or_hybrid)
 
     def sampler_bytes_of(self, is_moe_or_hybrid: bool) -> float:
-        """8 with the second runner: two fp32 copies of the logits. Start of Llama-3.1-8B: 1.04 GiB in profile."""
-        return 8.0 if self.uses_runner_v2(is_moe_or_hybrid) else self.sampler_bytes
+        """6.1 with the second runner: logits in the model's dtype and in fp32. 0.89 GiB for Qwen3-0.6B in 0.33."""
+        return 6.1 if self.uses_runner_v2(is_moe_or_hybrid) else self.sampler_bytes
 
 
 _V1_SMALL = BatchDefaults(0, 2048, 256)
@@ -90,10 +93,17 @@ _V1_LARGE = BatchDefaults(70 * GIB, 8192, 1024)
 _V1_LARGEST = BatchDefaults(160 * GIB, 16384, 1024)
 
 CHANGES: tuple[tuple[tuple[int, int, int], dict[str, Any]], ...] = (
+    # vllm#2031: the profile reads the whole card's use, with the CUDA context, NCCL and the allocator's cache: 0.8 GiB
+    # more on one A100, and far more with Ray's workers.
+    ((0, 2, 5), {"nccl_in_budget": True, "non_torch_gib": (0.1, 0.4, 1.0)}),
     # Chunked prefill by itself for contexts over 32k, 512 tokens a batch: `EngineArgs` of 0.5.1.
     ((0, 5, 1), {"chunks_above": 32768}),
+    # vllm#9352: non-torch memory is told apart: 0.26 GiB (A100, 0.6.5), 0.28 and 0.35 (RTX 3090, 0.6.4).
+    ((0, 6, 4), {"non_torch_gib": (0.2, 0.3, 0.45)}),
     # vllm#10544: 2048 instead of 512.
     ((0, 6, 5), {"chunk_tokens": 2048}),
+    # vllm#10511, #12126: against a snapshot taken after CUDA's start. 0.01 to 0.11 GiB in 14 logs of 0.6.6 to 0.10.
+    ((0, 6, 6), {"non_torch_gib": (0.01, 0.07, 0.3)}),
     # MLA caches the latent vector since 0.7.1; before it, whole heads.
     ((0, 7, 1), {"has_mla": True}),
     # V1 by default. vllm#12369: larger batches for H100 and H200 by name. FlashMLA on Hopper asks for blocks of 64.
@@ -108,8 +118,8 @@ CHANGES: tuple[tuple[tuple[int, int, int], dict[str, Any]], ...] = (
             "graph_sizes": "by-8-to-512",
         },
     ),
-    # vllm#17073: by memory, not by name.
-    ((0, 8, 5), {"batch_defaults_by_name": ()}),
+    # vllm#17073: by memory, not by name. Mixtures get an expert-parallel group, with communicators of its own.
+    ((0, 8, 5), {"batch_defaults_by_name": (), "has_expert_group": True}),
     # vllm#17885: A100 keeps the small ones. CUTLASS MLA on Blackwell asks for 128 tokens a block.
     ((0, 9, 0), {"spares_a100": True, "mla_block_blackwell": 128}),
     # vllm#13296: hybrid KV cache manager; the printed size is then divided over the groups.
@@ -127,8 +137,16 @@ CHANGES: tuple[tuple[tuple[int, int, int], dict[str, Any]], ...] = (
     # The back end's preferred block size: FlashAttention MLA on Hopper (16), FlashInfer MLA on Blackwell (32).
     ((0, 18, 0), {"mla_block_hopper": 16, "mla_block_blackwell": 32}),
     # vllm#30515 on by default; vllm#40694, #43308: the printed size follows the concurrency. Consumption is measured
-    # by free memory, with what the allocator keeps.
-    ((0, 21, 0), {"graphs_in_budget": True, "size_print": "concurrency", "measures_consumed": True}),
+    # by free memory, with what the allocator keeps: 0.27 to 0.7 GiB.
+    (
+        (0, 21, 0),
+        {
+            "graphs_in_budget": True,
+            "size_print": "concurrency",
+            "measures_consumed": True,
+            "non_torch_gib": (0.2, 0.45, 0.9),
+        },
+    ),
     ((0, 22, 0), {"default_utilization": 0.92}),
     # vllm#44443, merged 2026-07-02: the second model runner for dense models.
     ((0, 25, 0), {"runner_v2": "dense", "group_slack": 1.5}),
@@ -172,6 +190,22 @@ def profile(version: str | None = None) -> EngineProfile:
     return EngineProfile(version=text.strip().removeprefix("v"), **fields)
 
 
+def on_card(rules: EngineProfile, capability: tuple[int, int] | None) -> EngineProfile:
+    """The rules on a card of this compute capability: before Ampere, 0.8 to 0.10 fall back to V0 (0.11 has no V0).
+
+    `_is_v1_supported_oracle` of `engine/arg_utils.py`: "Compute Capability < 8.0". None (AMD) keeps the rules.
+    """
+    version = parse_version(rules.version)
+    if capability is None or capability >= (8, 0) or not (0, 8, 0) <= version < (0, 11, 0):
+        return rules
+    last = profile("0.7.3")
+    fields = (
+        *("generation", "batch_defaults", "batch_defaults_by_name", "chunks_above", "chunk_tokens", "graph_sizes"),
+        *("hybrid_manager", "chunked_windows", "size_print", "has_states", "has_expert_group"),
+    )
+    return msgspec.structs.replace(rules, **{name: getattr(last, name) for name in fields})
+
+
 def batch_defaults(rules: EngineProfile, gpu_memory_bytes: int, gpu_name: str, max_model_len: int) -> tuple[int, int]:
     """(max_num_batched_tokens, max_num_seqs) of the API server when nobody sets them (`engine/arg_utils.py`).
 
@@ -210,5 +244,10 @@ def graph_sizes(rules: EngineProfile, max_num_seqs: int, is_blackwell: bool = Fa
     else:
         limit = 1024 if is_blackwell and rules.runner_v2 != "none" else 512
         top, by_eight, by_sixteen = min(2 * max_num_seqs, limit), 256, limit
+    return _sizes_to(max(top, 1), by_eight, by_sixteen)
+
+
+@functools.cache
+def _sizes_to(top: int, by_eight: int, by_sixteen: int) -> tuple[int, ...]:
     sizes = [1, 2, 4, *range(8, by_eight + 1, 8), *range(by_eight + 16, by_sixteen + 1, 16)]
-    return tuple(size for size in sizes if size <= max(top, 1))
+    return tuple(size for size in sizes if size <= top)

@@ -23,7 +23,7 @@ from penstock.plan.layouts import Layouts, Refused, Shape
 from penstock.plan.measurement import Key, Measurement
 from penstock.plan.overhead import RunSettings
 from penstock.plan.pages import model_bytes_per_token
-from penstock.plan.profiles import EngineProfile, parse_version, profile
+from penstock.plan.profiles import EngineProfile, on_card, parse_version, profile
 from penstock.plan.quantization import with_choice
 from penstock.plan.ranges import Range, exact
 from penstock.plan.settings import engine_args, settings_of, total_bytes
@@ -106,7 +106,7 @@ def key_of(request: SizingRequest, gpu: GpuFacts) -> Key:
 def _engine(request: SizingRequest, gpu: GpuFacts) -> tuple[Architecture, EngineProfile, Settings]:
     """The model as it is loaded, the rules of the engine's version, and its settings."""
     arch = with_choice(families.read(request.facts.config), request.quantization, request.dtype)
-    rules = profile(request.engine_version)
+    rules = on_card(profile(request.engine_version), capability(gpu))
     return arch, rules, settings_of(request, gpu, arch, rules)
 
 
@@ -129,7 +129,8 @@ def _question(
         enforce_eager=request.enforce_eager,
         # GeForce drivers switch it off (vllm#7553); an NVLink bridge gives it back.
         has_peer_to_peer=gpu.nvlink is not None or not any("geforce" in name.lower() for name in gpu.names),
-        is_blackwell=gpu.generation == "blackwell",
+        has_nvlink=gpu.nvlink is not None or gpu.xgmi is not None,
+        is_blackwell=cut is not None and cut[0] == 10,
     )
     given = tuple(int(gib * GIB) for gib in request.available_kv_gib)
     utilization = settings.gpu_memory_utilization
