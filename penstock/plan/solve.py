@@ -95,10 +95,10 @@ def _question(request: SizingRequest, gpu: GpuFacts, network: LinkFacts | None) 
     utilization = settings.gpu_memory_utilization
     case = Case(arch, gpu, rules, cache, run, total_bytes(request, gpu), utilization, given)
     fabric = Fabric(gpu, request.gpus_per_node, request.nodes, network)
-    return _Question(request, arch, fabric, settings, case, layouts.shape_of(arch, rules.version), _work(arch))
+    return _Question(request, arch, fabric, settings, case, layouts.shape_of(arch, rules.version), work_of_model(arch))
 
 
-def _work(arch: Architecture) -> Work:
+def work_of_model(arch: Architecture) -> Work:
     """Bytes a step reads, by the exact inventory where the model has no towers (those are read once a picture)."""
     work = work_of(arch)
     if arch.towers:
