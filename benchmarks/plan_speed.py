@@ -48,6 +48,7 @@ class Point(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     data: int = 1
     expert: bool = False
     format: str | None = None
+    lengths: str = "varied"
     cache_bytes: float = 2.0
     max_num_batched_tokens: int = 8192
     gpus_per_node: int = 8
@@ -112,9 +113,17 @@ def rows_of(points: Iterable[Point], formats: Mapping[str, Any]) -> list[Row]:
     for point in points:
         speed, counted = predicted(point, formats)
         group = f"{'moe' if counted.n_moe_layers else 'dense'} {counted.weight_kind or 'bf16'} {point.gpu}"
-        both = (("TTFT", point.ttft, speed.ttft_ms.likely), ("TPOT", point.tpot, speed.tpot_ms.likely))
+        both = (("TTFT", point.ttft, ttft_of(point, speed)), ("TPOT", point.tpot, speed.tpot_ms.likely))
         rows += [Row(point, what, measured, likely, group) for what, measured, likely in both if measured]
     return sorted(rows, key=lambda row: -abs(row.error))
+
+
+def ttft_of(point: Point, speed: Speed) -> float:
+    """The prediction of what was measured: with equal lengths all requests end and come at once, over and over; with
+    varied ones the median request came alone, and the mean has the first wave in it."""
+    if point.lengths == "fixed":
+        return speed.ttft_wave_ms.likely
+    return (speed.ttft_steady_ms if point.statistic == "median" else speed.ttft_ms).likely
 
 
 def median(rows: Iterable[Row]) -> float:

@@ -144,7 +144,7 @@ def test_between_machines_the_shorter_of_ring_and_tree_counts(n: int, hops: int)
 def test_rdma_is_far_faster_than_tcp_and_racks_are_one_domain() -> None:
     message = 8 * 8192 * 2
     over = {net: comm.allreduce_us(fabric("h100-sxm", 8, 2, net), 16, message).likely for net in catalog.link_ids()}
-    assert over["ib-ndr-400"] < 60 < 400 < over["eth-10g"] < over["pod-network-tcp"]
+    assert over["ib-ndr-400"] < 60 < 400 < over["eth-100g"] < over["pod-network-tcp"]
     rack = fabric("gb200", 4, 18, "ib-xdr-800")
     assert rack.domain_gpus == 72 and rack.n_domains(72) == 1 and comm.allreduce_us(rack, 16, message).likely < 20
     assert fabric("gb200", 8, 2).domain_gpus == 8
@@ -168,11 +168,11 @@ def test_pipeline_boundaries_between_machines() -> None:
 # ---- published and measured ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("version", ["0.33", "0.6.0"])
+@pytest.mark.parametrize("version", ["0.33", "0.6.0", "0.2.0"])
 def test_13b_over_one_gpu_pods_slows_as_published(version: str) -> None:
     """s2-20: 4.545, 14.087, 23.705 s at TP 1, 2, 4: 1 : 3.1 : 5.2."""
     one, two, four = (over_pods(tensor, version) for tensor in (1, 2, 4))
-    assert two / one == pytest.approx(3.1, rel=0.27) and four / one == pytest.approx(5.2, rel=0.27)
+    assert two / one == pytest.approx(3.1, rel=0.12) and four / one == pytest.approx(5.2, rel=0.12)
 
 
 def test_13b_over_one_gpu_pods_in_seconds_with_the_engine_of_its_day() -> None:
@@ -266,7 +266,7 @@ def test_overhead_of_a_layer_shrinks_with_width() -> None:
 def test_constants_follow_generation_version_and_calibration() -> None:
     hopper, engine = catalog.gpu("h200"), speed.Engine()
     plain = speed.constants(hopper, engine)
-    assert (plain.memory_efficiency, plain.compute_efficiency, plain.spread) == (0.86, 0.51, (0.75, 1.3))
+    assert (plain.memory_efficiency, plain.compute_efficiency, plain.spread) == (0.86, 0.58, (0.75, 1.3))
     assert speed.constants(hopper, speed.Engine("0.6.3")).step_us > plain.step_us
     assert speed.constants(hopper, speed.Engine(is_eager=True)).dense_layer_us == 350
     measured = speed.constants(hopper, engine, speed.Calibration(memory_efficiency=0.9))

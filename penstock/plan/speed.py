@@ -40,7 +40,7 @@ class Constants(msgspec.Struct, frozen=True):
 
     source: str
     memory_efficiency: float = 0.86
-    compute_efficiency: float = 0.51
+    compute_efficiency: float = 0.58
     dense_layer_us: float = 54.0
     moe_layer_us: float = 62.0
     full_width: int = 8192
@@ -48,11 +48,14 @@ class Constants(msgspec.Struct, frozen=True):
     long_dense_layer_us: float = 100.0
     long_moe_layer_us: float = 180.0
     long_state_us: float = 600.0
+    mla_layer_us: float = 0.0
     step_us: float = 300.0
-    expert_compute: float = 0.5
+    expert_compute: float = 0.45
     ttft_fixed_ms: float = 37.0
-    ttft_prefill: float = 2.0
-    ttft_per_request: float = 0.07
+    ttft_prefill: float = 1.0
+    wave_share: float = 0.14
+    wait_steps: float = 2.5
+    is_captured: bool = True
     spread: tuple[float, float] = (0.75, 1.3)
 
 
@@ -66,7 +69,7 @@ class Calibration(msgspec.Struct, frozen=True):
     step_us: float | None = None
     ttft_fixed_ms: float | None = None
     ttft_prefill: float | None = None
-    ttft_per_request: float | None = None
+    wave_share: float | None = None
     source: str = "penstock bench"
 
 
@@ -89,6 +92,8 @@ class Speed(msgspec.Struct, frozen=True):
     """
 
     ttft_ms: Range
+    ttft_steady_ms: Range
+    ttft_wave_ms: Range
     tpot_ms: Range
     output_tokens_per_s: Range
     requests_per_s: Range
@@ -99,7 +104,9 @@ class Speed(msgspec.Struct, frozen=True):
 _FIT = "fit on 1,328 vLLM points, sizing.md section 5"
 # By GPU generation. The fit itself is Hopper and Blackwell together.
 _GENERATION: Mapping[str, Constants] = {
-    "hopper": Constants(_FIT),
+    # Compute: the fit's 0.51 is dense layers and experts together. Qwen2.5-72B bf16 at TP 2 on H100 reads 1024 tokens in
+    # 121 ms less the fixed part, 0.6 of the peak (tt-inference-server issue 143); experts are what is slower, 0.26.
+    "hopper": Constants(_FIT + "; dense compute from Qwen2.5-72B on H100, vLLM 0.8"),
     # Qwen3-32B bf16 at TP 1, 2 and 8 on one Blackwell host, vLLM 0.20.1 (aiconfigurator fpm_golden_runs; the card is
     # not named, but 4.8 TB/s at TP 1 and 1,330 TFLOPS leave only a B200's like): the slope over TP gives 0.75 of
     # 7.7 TB/s and 30 us a layer 5120 wide; prefill of 1024 and 4096 tokens 0.6 of the peak.
@@ -131,9 +138,24 @@ _FIRST_WITH_GRAPHS = (0, 2, 6)
 # async scheduling (default since 0.14) overlaps it. Estimates; the fit is on versions with async scheduling.
 _STEP_US: tuple[tuple[tuple[int, int], float], ...] = (((0, 8), 2500.0), ((0, 14), 900.0))
 
+# Before mixtures' small kernels were fused: DeepSeek-R1 on eight H200 with vLLM 0.10 took 15.9 ms a step alone, where
+# Kimi-K2.5, as deep, takes 11 with four times the tokens on 0.20. How it divides between experts and MLA is an estimate.
+_FIRST_FUSED = (0, 12)
+_UNFUSED_MOE_US, _UNFUSED_MLA_US = 105.0, 75.0
+
 # What kernels that unpack four bits reach of the others' bandwidth, reading the few experts that a step chose. Kimi-K2.5
 # with int4 experts at TP 8 on B200 and H200, InferenceX, vLLM 0.17 to 0.20.
 _EXPERT_MEMORY: Mapping[str, float] = {"int4": 0.6, "awq": 0.6, "gptq": 0.6}
+
+# c of a lone request is 8 ms of 37: Llama-3.1-8B on H100 14.0 ms to the first of its 6.5 ms tokens (yobitelcomm/bench).
+_ALONE = 0.78
+# The longest queue of prompts that is believed, in prompts: beyond it requests wait for each other and not at random.
+_MOST_QUEUE = 1.0
+
+# Steps that a first token waits for beside its own: half of the one under way and the one that is scheduled already;
+# with async scheduling (default since 0.14) also the one during which its token is handed out.
+_FIRST_ASYNC = (0, 14)
+_WAIT_STEPS_BEFORE = 1.5
 
 _PEAK_BY_WEIGHTS: Mapping[str, tuple[str, ...]] = {
     "fp8": ("fp8", "bf16", "fp16"),
@@ -148,7 +170,12 @@ def constants(gpu: GpuFacts, engine: Engine, calibration: Calibration | None = N
     found = _GENERATION.get(gpu.generation, _UNKNOWN)
     version = _version(engine.version)
     step_us = next((us for before, us in _STEP_US if version < before), found.step_us)
-    found = msgspec.structs.replace(found, step_us=step_us)
+    wait_steps = found.wait_steps if version >= _FIRST_ASYNC else _WAIT_STEPS_BEFORE
+    found = msgspec.structs.replace(found, step_us=step_us, wait_steps=wait_steps)
+    if version < _FIRST_FUSED:
+        found = msgspec.structs.replace(
+            found, moe_layer_us=max(found.moe_layer_us, _UNFUSED_MOE_US), mla_layer_us=_UNFUSED_MLA_US
+        )
     if engine.is_eager or version < _FIRST_WITH_GRAPHS:
         found = msgspec.structs.replace(
             found,
@@ -157,6 +184,7 @@ def constants(gpu: GpuFacts, engine: Engine, calibration: Calibration | None = N
             long_dense_layer_us=_EAGER_LAYER_US,
             long_moe_layer_us=_EAGER_LAYER_US * 1.5,
             narrow_share=1.0,
+            is_captured=False,
             source=found.source + "; without CUDA graphs",
         )
     if calibration is None:
@@ -194,7 +222,8 @@ def overhead_us(known: Constants, work: Work, n_tokens: float) -> float:
         dense, moe, state = layer_us(known, work.hidden, is_moe=False), layer_us(known, work.hidden, is_moe=True), 0.0
     else:
         dense, moe, state = known.long_dense_layer_us, known.long_moe_layer_us, known.long_state_us
-    return n_dense * dense + n_moe * moe + work.n_state_layers * state + known.step_us
+    every = work.n_state_layers * state + work.n_mla_layers * known.mla_layer_us
+    return n_dense * dense + n_moe * moe + every + known.step_us
 
 
 def peak_tflops(gpu: GpuFacts, weight_kind: str | None) -> float:
@@ -241,23 +270,23 @@ def step_time(work: Work, layout: Parallel, fabric: Fabric, step: Step, engine: 
     return StepTime(
         memory_ms=uneven * read / (known.memory_efficiency * gpu.mem_bw_gbs * 1e9) * 1e3,
         compute_ms=uneven * (linear + attention) / (known.compute_efficiency * 1e12) * 1e3,
-        comm_ms=comm_ms(work, layout, fabric, step.n_tokens),
+        comm_ms=comm_ms(work, layout, fabric, step.n_tokens, is_captured=known.is_captured and step.n_tokens <= _CAPTURED_TOKENS),
         overhead_ms=overhead_us(known, work, step.n_tokens) / 1e3,
     )
 
 
-def comm_ms(work: Work, layout: Parallel, fabric: Fabric, n_tokens: float) -> Range:
+def comm_ms(work: Work, layout: Parallel, fabric: Fabric, n_tokens: float, *, is_captured: bool = True) -> Range:
     """Collectives of one step, in milliseconds: TP all-reduces, expert dispatch and combine, pipeline sends."""
     message = n_tokens * work.hidden * work.dtype_bytes
     low = likely = high = 0.0
     if layout.tensor > 1:
-        one = allreduce_us(fabric, layout.tensor, message, layout.pipeline * layout.data)
+        one = allreduce_us(fabric, layout.tensor, message, layout.pipeline * layout.data, is_captured=is_captured)
         low, likely, high = (us * work.n_allreduces for us in (one.low, one.likely, one.high))
     group = layout.tensor * layout.data
     if work.n_moe_layers and group > 1 and layout.data > 1:
         # Dispatch and combine: every token goes to the ranks of its experts, at most one copy a rank.
         copies = min(max(layer.top_k for layer, _ in work.layers), group)
-        one = all_to_all_us(fabric, group, message * copies / layout.tensor)
+        one = all_to_all_us(fabric, group, message * copies / layout.tensor, is_captured=is_captured)
         count = 2 * work.n_moe_layers
         low, likely, high = low + one.low * count, likely + one.likely * count, high + one.high * count
     between = n_boundaries_between_nodes(fabric, layout.tensor, layout.pipeline)
@@ -296,8 +325,8 @@ def estimate(
     asked = max(1.0, workload.concurrency / layout.data)
     running = asked if engine.max_running is None else max(1.0, min(asked, float(engine.max_running)))
     decode, tpot = _tpot(work, layout, fabric, workload, running, engine, known)
-    prefill = prefill_time(work, layout, fabric, workload.input_tokens, engine, known)
-    ttft = _ttft(prefill, running, layout.pipeline, known)
+    busy = 1 - decode.likely_ms / tpot.likely
+    ttft, steady, wave = _ttft(work, layout, fabric, workload, running, engine, known, decode.likely_ms, busy)
     last = max(0, workload.output_tokens - 1)
     served = Range(*(t + last * p for t, p in zip(_values(ttft), _values(tpot), strict=True)))
     waiting = asked / running - 1
@@ -306,6 +335,8 @@ def estimate(
     per_s = Range(*(1e3 * running * layout.data / ms for ms in reversed(_values(served))))
     return Speed(
         ttft_ms=ttft,
+        ttft_steady_ms=steady,
+        ttft_wave_ms=wave,
         tpot_ms=tpot,
         output_tokens_per_s=Range(*(rate * workload.output_tokens for rate in _values(per_s))),
         requests_per_s=per_s,
@@ -363,14 +394,41 @@ def _chunks(n_tokens: int, most: int) -> list[tuple[int, int]]:
     return [(done, min(most, n_tokens - done)) for done in range(0, n_tokens, most)]
 
 
-def _ttft(prefill: Range, running: float, pipeline: int, known: Constants) -> Range:
-    """c + prefill x (a + b x C). The fit has 4 and more requests at once; alone there is nobody to wait for, so a falls
-    to 1 and c to a third of itself at one request. Stages of a pipeline take turns: the queue is pp times shorter."""
+def _ttft(
+    work: Work,
+    layout: Parallel,
+    fabric: Fabric,
+    workload: Workload,
+    running: float,
+    engine: Engine,
+    known: Constants,
+    decode_ms: float,
+    busy: float,
+) -> tuple[Range, Range, Range]:
+    """(mean of a benchmark, median when requests come by themselves, mean when all come at once).
+
+    By itself: c, the prompt, other prompts before it (a queue that is busy a share p of the time: p / 2(1 - p) of a
+    prompt), and the steps under way: on the average half of one, and the one that is already scheduled. All at once: on
+    the average half of the others' prompts are read first, as many in a step as fit. A benchmark has both, see
+    `wave_share`.
+    """
     crowd = 1 - 1 / running**2
-    times = 1 + (known.ttft_prefill - 1) * crowd + known.ttft_per_request * running / pipeline * crowd
-    fixed = known.ttft_fixed_ms * (1 / 3 + 2 / 3 * crowd)
+    prefill = prefill_time(work, layout, fabric, workload.input_tokens, engine, known)
+    fixed = known.ttft_fixed_ms * (1 - _ALONE / math.sqrt(running)) + known.wait_steps * decode_ms * crowd
+    queue = known.ttft_prefill * (1 + min(_MOST_QUEUE, busy / (2 * (1 - min(busy, 0.99)))))
+    n_each = max(1.0, min(running, engine.max_num_batched_tokens / workload.input_tokens))
+    together = prefill_time(work, layout, fabric, round(n_each * workload.input_tokens), engine, known)
+    # A prompt that fits a step several times pays the step's fixed part once for all of them.
+    half = (running / layout.pipeline - 1) / 2 / n_each
     low, high = known.spread
-    return Range(fixed * low + prefill.low * times, fixed + prefill.likely * times, fixed * high + prefill.high * times)
+    values = [_values(prefill), _values(together), (low, 1.0, high)]
+    steady, wave = [], []
+    for one, many, factor in zip(*values, strict=True):
+        steady.append(fixed * factor + one * queue)
+        wave.append(max(steady[-1], fixed * factor + known.ttft_prefill * (one + many * half)))
+    mean = [known.wave_share * w + (1 - known.wave_share) * s for s, w in zip(steady, wave, strict=True)]
+    # The low end: nobody comes at the same time as another.
+    return Range(steady[0], mean[1], mean[2]), Range(*steady), Range(*wave)
 
 
 def _values(value: Range) -> tuple[float, float, float]:

@@ -97,6 +97,10 @@ class Work(msgspec.Struct, frozen=True):
         return sum(count for layer, count in self.layers if layer.is_moe)
 
     @property
+    def n_mla_layers(self) -> int:
+        return sum(count for layer, count in self.layers if layer.is_mla)
+
+    @property
     def n_state_layers(self) -> int:
         return sum(count for layer, count in self.layers if layer.state_bytes)
 
