@@ -180,9 +180,7 @@ def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
 def page(rows: list[Row]) -> str:
     """docs/plan-speed.md."""
     sources = {row.point.source: row.point for row in rows}
-    by_name = (
-        (what, name, str(n), f"{size:.0%}", f"{signed:+.0%}") for what, name, n, size, signed in medians(rows)
-    )
+    by_name = ((what, name, str(n), f"{size:.0%}", f"{signed:+.0%}") for what, name, n, size, signed in medians(rows))
     lines = (
         "# Predicted and measured speed",
         "<!-- Made by benchmarks/plan_speed.py --write-docs from benchmarks/data/speed_points.yaml: do not edit. -->",
@@ -194,9 +192,13 @@ def page(rows: list[Row]) -> str:
         "## Every number",
         _table(_HEAD, map(_cells, rows)),
         "## Sources",
-        "\n".join(f"- {name} ({one.date}, vLLM {one.engine}, {one.statistic}): <{one.url}>"
-                  if one.url != "own" else f"- {name} ({one.date}, vLLM {one.engine}, {one.statistic}): our own runs"
-                  for name, one in sources.items()) + "\n",
+        "\n".join(
+            f"- {name} ({one.date}, vLLM {one.engine}, {one.statistic}): <{one.url}>"
+            if one.url != "own"
+            else f"- {name} ({one.date}, vLLM {one.engine}, {one.statistic}): our own runs"
+            for name, one in sources.items()
+        )
+        + "\n",
     )
     return "\n\n".join(line.rstrip("\n") for line in lines) + "\n"
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from penstock.errors import UserError
 
 if TYPE_CHECKING:
+    from penstock.plan.calibration import Calibrated
     from penstock.plan.sizing import Sizing, SizingRequest
 
 EXIT_FITS, EXIT_DOES_NOT_FIT = 0, 3
@@ -124,6 +125,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="GIB",
         help="KV cache of a GPU, one value or one per pipeline stage: no estimate of memory, KV arithmetic alone",
     )
+    groups[_WORKLOAD].add_argument(
+        "--calibration",
+        type=Path,
+        metavar="FILE",
+        help="constants of speed that a benchmark of this deployment measured",
+    )
     out = parser.add_argument_group("output")
     out.add_argument("--json", action="store_true", help="print JSON")
     out.add_argument("--plot", type=Path, metavar="FILE", help="draw the answer into a .png or .svg (needs matplotlib)")
@@ -195,7 +202,20 @@ def request_of(options: argparse.Namespace) -> SizingRequest:
         prefix_caching=not options.no_prefix_caching,
         enforce_eager=options.enforce_eager,
         available_kv_gib=tuple(value for values in options.available_kv_gib for value in values),
+        calibration=_calibration(options.calibration) if options.calibration else None,
     )
+
+
+def _calibration(path: Path) -> Calibrated:
+    """The file's calibration.  Raises UserError."""
+    from penstock.plan import calibration
+
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as exc:
+        why = exc.strerror if isinstance(exc, OSError) else "it is not text"
+        raise UserError(f'cannot read calibration "{path}": {why}', hint="Give a file of `--calibrate`.") from exc
+    return calibration.read(text, str(path))
 
 
 def _this_machine() -> dict[str, Any]:

@@ -19,8 +19,8 @@ from penstock.plan.ranges import Range
 
 # One hop of a collective between machines, by how NCCL drives the link; for links whose row has no measured value.
 # rdma: NCCL's own tuning model, src/graph/tuning.cc hwLat for NET: 2.7-5 (LL), 4-8.5 (LL128), 14-28 (Simple).
-# efa: an estimate, RDMA-like verbs with a longer path. tcp: an estimate: 370 us were measured over pods (next constant),
-# of which an overlay's encapsulation is a few tens; no public measurement of vLLM over plain TCP was found.
+# efa: an estimate, RDMA-like verbs with a longer path. tcp: an estimate: 370 us were measured over pods (see below), of
+# which an overlay's encapsulation is a few tens; no public measurement of vLLM over plain TCP was found.
 _HOP_US: Mapping[str, Range] = {
     "nvlink": Range(1, 2, 4),
     "pcie": Range(2, 4, 8),
@@ -112,9 +112,7 @@ def node_gbs(fabric: Fabric) -> float:
     return (link.gbs_per_dir or _UNKNOWN_GBS) * (per_node if has_card_each else 1) * COMM_EFFICIENCY
 
 
-def allreduce_us(
-    fabric: Fabric, n_ranks: int, n_bytes: float, n_groups: int = 1, *, is_captured: bool = True
-) -> Range:
+def allreduce_us(fabric: Fabric, n_ranks: int, n_bytes: float, n_groups: int = 1, *, is_captured: bool = True) -> Range:
     """An all-reduce of `n_bytes` over neighbouring ranks, in microseconds; 0 for one rank. `n_groups` do so at once.
 
     Over several machines: inside each, then between them, each machine passing 2(m-1)/m of the message.

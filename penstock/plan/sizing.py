@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from penstock.plan.calibration import Calibrated
 from penstock.plan.ranges import Range
 from penstock.plan.users import Users
 from penstock.spec import Parallel
@@ -78,6 +79,7 @@ class SizingRequest(msgspec.Struct, frozen=True):
     tpot_ms: float | None = None
     context_per_user: int | None = None
     think_time_s: float | None = None
+    calibration: Calibrated | None = None
 
     @property
     def has_fixed_layout(self) -> bool:

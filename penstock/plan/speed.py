@@ -2,14 +2,14 @@
 
 One step:
     step = max(bytes / (me x bandwidth), flops / (fe x peak)) + collectives + layers x overhead + a fixed part
-Closed loop at concurrency C over dp data ranks: B = C / dp requests run. Most steps only decode; in B of `output` steps
-a prompt is read in as well, and everyone waits for it:
-    TPOT = (1 - B / output) x step(B) + B / output x step(B and a prompt)
-    TTFT = c + prefill(input) x (a + b x C)
+Closed loop at concurrency C over dp data ranks: B = C / dp requests run. Most steps only decode; in `output` steps
+B - 1 prompts of others are read in, and everyone waits for them; of p a step on average, 1 - exp(-p) steps have one:
+    TPOT = (1 - share) x step(B) + share x step(B and prompts)
+    TTFT = c + steps waited for + prefill(input) x (1 + queue), and with all others at once + half of their prefills
 The form and its constants were fitted on 1,328 measured vLLM points (sizing.md section 5: TPOT median error 17%, TTFT
-30%; there with the prompt's tokens spread evenly over the steps, which reads too many experts: gpt-oss-120b with 8k
-prompts came out 40% slow). Constants moved where measured forward passes said so; each carries where it is from.
-Without calibration all ranges are wide on purpose.
+30%, with TTFT = 37 ms + prefill x (2 + 0.07 C), of which 0.07 C is the benchmark's first wave: all C prompts at once, a
+tenth of all). Constants moved where measured steps said so; each carries where it is from. docs/plan-speed.md compares
+with every published point we have. Without calibration all ranges are wide on purpose.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from penstock.catalog import GpuFacts
 from penstock.plan import work as work_
 from penstock.plan.comm import COMM_EFFICIENCY as COMM_EFFICIENCY  # one place to import every constant from
 from penstock.plan.comm import Fabric, all_to_all_us, allreduce_us, n_boundaries_between_nodes, send_us
-from penstock.plan.ranges import Range
+from penstock.plan.ranges import ZERO, Range
 from penstock.plan.work import Step, Work
 from penstock.spec import Parallel, Workload
 
@@ -33,9 +33,12 @@ class Constants(msgspec.Struct, frozen=True):
 
     memory_efficiency, compute_efficiency: shares of nominal bandwidth and dense peak. dense_layer_us, moe_layer_us:
     kernel starts and tails of one layer at `full_width` hidden and over; below it shrinks to `narrow_share` of it.
+    mla_layer_us comes on top where attention is MLA. expert_compute: experts' rate against dense matrices'.
     long_*_us: the same in a step of more tokens than CUDA graphs are captured for (512): the CPU starts each kernel.
-    step_us: scheduler and sampler, once a step. ttft_*: c, a and b of the formula above. spread: low and high as
-    factors of the likely time. `source` says where they come from.
+    step_us: scheduler and sampler, once a step. ttft_fixed_ms: c; ttft_prefill: a factor of prefill; wait_steps: steps
+    waited for; wave_share: how much of a benchmark comes at once (the first of ten prompts a client, and what stays
+    together after it). is_captured: decode runs in CUDA graphs. spread: low and high as factors of the likely time.
+    `source` says where they come from.
     """
 
     source: str
@@ -59,8 +62,8 @@ class Constants(msgspec.Struct, frozen=True):
     spread: tuple[float, float] = (0.75, 1.3)
 
 
-class Calibration(msgspec.Struct, frozen=True):
-    """What a benchmark of this very deployment measured; None where it did not. From `penstock bench`."""
+class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a benchmark of this very deployment measured; None where it did not. `calibration.fit` makes it."""
 
     memory_efficiency: float | None = None
     compute_efficiency: float | None = None
@@ -70,6 +73,7 @@ class Calibration(msgspec.Struct, frozen=True):
     ttft_fixed_ms: float | None = None
     ttft_prefill: float | None = None
     wave_share: float | None = None
+    spread: tuple[float, float] | None = None
     source: str = "penstock bench"
 
 
@@ -88,24 +92,26 @@ class Speed(msgspec.Struct, frozen=True):
     """At the asked prompt, output and concurrency, over all data ranks. `n_running` on one data rank.
 
     `step_parts_ms` is the likely decode step by where the time goes: memory, compute, communication, overhead (of
-    memory and compute only the larger counts), and "prompts": what others' prompts add to the mean step.
+    memory and compute only the larger counts), and "prompts": what others' prompts add to the mean step. `ttft_ms` is
+    a benchmark's mean, `ttft_steady_ms` of a request that comes by itself (the median where lengths vary),
+    `ttft_wave_ms` the mean where all come together every time (equal lengths); neither with waiting for a free place.
     """
 
     ttft_ms: Range
-    ttft_steady_ms: Range
-    ttft_wave_ms: Range
     tpot_ms: Range
     output_tokens_per_s: Range
     requests_per_s: Range
     n_running: float
     step_parts_ms: dict[str, float]
+    ttft_steady_ms: Range = ZERO
+    ttft_wave_ms: Range = ZERO
 
 
 _FIT = "fit on 1,328 vLLM points, sizing.md section 5"
 # By GPU generation. The fit itself is Hopper and Blackwell together.
 _GENERATION: Mapping[str, Constants] = {
-    # Compute: the fit's 0.51 is dense layers and experts together. Qwen2.5-72B bf16 at TP 2 on H100 reads 1024 tokens in
-    # 121 ms less the fixed part, 0.6 of the peak (tt-inference-server issue 143); experts are what is slower, 0.26.
+    # Compute: the fit's 0.51 is dense layers and experts together. Qwen2.5-72B bf16 at TP 2 on H100 reads 1024 tokens
+    # in 121 ms and a fixed part, 0.6 of the peak (tt-inference-server issue 143); experts are what is slower, 0.26.
     "hopper": Constants(_FIT + "; dense compute from Qwen2.5-72B on H100, vLLM 0.8"),
     # Qwen3-32B bf16 at TP 1, 2 and 8 on one Blackwell host, vLLM 0.20.1 (aiconfigurator fpm_golden_runs; the card is
     # not named, but 4.8 TB/s at TP 1 and 1,330 TFLOPS leave only a B200's like): the slope over TP gives 0.75 of
@@ -139,12 +145,12 @@ _FIRST_WITH_GRAPHS = (0, 2, 6)
 _STEP_US: tuple[tuple[tuple[int, int], float], ...] = (((0, 8), 2500.0), ((0, 14), 900.0))
 
 # Before mixtures' small kernels were fused: DeepSeek-R1 on eight H200 with vLLM 0.10 took 15.9 ms a step alone, where
-# Kimi-K2.5, as deep, takes 11 with four times the tokens on 0.20. How it divides between experts and MLA is an estimate.
+# Kimi-K2.5, as deep, takes 11 with four times the tokens on 0.20. How it divides into experts and MLA is an estimate.
 _FIRST_FUSED = (0, 12)
 _UNFUSED_MOE_US, _UNFUSED_MLA_US = 105.0, 75.0
 
-# What kernels that unpack four bits reach of the others' bandwidth, reading the few experts that a step chose. Kimi-K2.5
-# with int4 experts at TP 8 on B200 and H200, InferenceX, vLLM 0.17 to 0.20.
+# What kernels that unpack four bits reach of the others' bandwidth, reading the few experts that a step chose.
+# Kimi-K2.5 with int4 experts at TP 8 on B200 and H200, InferenceX, vLLM 0.17 to 0.20.
 _EXPERT_MEMORY: Mapping[str, float] = {"int4": 0.6, "awq": 0.6, "gptq": 0.6}
 
 # c of a lone request is 8 ms of 37: Llama-3.1-8B on H100 14.0 ms to the first of its 6.5 ms tokens (yobitelcomm/bench).
@@ -195,7 +201,7 @@ def constants(gpu: GpuFacts, engine: Engine, calibration: Calibration | None = N
         if name != "source" and (value := getattr(calibration, name)) is not None
     }
     narrow = {"spread": (0.9, 1.12), "source": calibration.source} if measured else {}
-    return msgspec.structs.replace(found, **measured, **narrow)
+    return msgspec.structs.replace(found, **{**narrow, **measured})
 
 
 def layer_us(known: Constants, hidden: int, *, is_moe: bool) -> float:
@@ -270,7 +276,9 @@ def step_time(work: Work, layout: Parallel, fabric: Fabric, step: Step, engine: 
     return StepTime(
         memory_ms=uneven * read / (known.memory_efficiency * gpu.mem_bw_gbs * 1e9) * 1e3,
         compute_ms=uneven * (linear + attention) / (known.compute_efficiency * 1e12) * 1e3,
-        comm_ms=comm_ms(work, layout, fabric, step.n_tokens, is_captured=known.is_captured and step.n_tokens <= _CAPTURED_TOKENS),
+        comm_ms=comm_ms(
+            work, layout, fabric, step.n_tokens, is_captured=known.is_captured and step.n_tokens <= _CAPTURED_TOKENS
+        ),
         overhead_ms=overhead_us(known, work, step.n_tokens) / 1e3,
     )
 
@@ -324,9 +332,10 @@ def estimate(
     known = constants(fabric.gpu, engine, calibration)
     asked = max(1.0, workload.concurrency / layout.data)
     running = asked if engine.max_running is None else max(1.0, min(asked, float(engine.max_running)))
-    decode, tpot = _tpot(work, layout, fabric, workload, running, engine, known)
+    loop = _Loop(work, layout, fabric, workload, engine, known, running)
+    decode, tpot = _tpot(loop)
     busy = 1 - decode.likely_ms / tpot.likely
-    ttft, steady, wave = _ttft(work, layout, fabric, workload, running, engine, known, decode.likely_ms, busy)
+    ttft, steady, wave = _ttft(loop, decode.likely_ms, busy)
     last = max(0, workload.output_tokens - 1)
     served = Range(*(t + last * p for t, p in zip(_values(ttft), _values(tpot), strict=True)))
     waiting = asked / running - 1
@@ -335,8 +344,6 @@ def estimate(
     per_s = Range(*(1e3 * running * layout.data / ms for ms in reversed(_values(served))))
     return Speed(
         ttft_ms=ttft,
-        ttft_steady_ms=steady,
-        ttft_wave_ms=wave,
         tpot_ms=tpot,
         output_tokens_per_s=Range(*(rate * workload.output_tokens for rate in _values(per_s))),
         requests_per_s=per_s,
@@ -348,28 +355,40 @@ def estimate(
             "overhead": decode.overhead_ms,
             "prompts": tpot.likely - decode.likely_ms,
         },
+        ttft_steady_ms=steady,
+        ttft_wave_ms=wave,
     )
 
 
-def _tpot(
-    work: Work,
-    layout: Parallel,
-    fabric: Fabric,
-    workload: Workload,
-    running: float,
-    engine: Engine,
-    known: Constants,
-) -> tuple[StepTime, Range]:
+class _Loop(msgspec.Struct, frozen=True):
+    """A closed loop with everything that times depend on; `running` requests at once on one data rank."""
+
+    work: Work
+    layout: Parallel
+    fabric: Fabric
+    workload: Workload
+    engine: Engine
+    known: Constants
+    running: float
+
+    def step(self, step: Step) -> StepTime:
+        return step_time(self.work, self.layout, self.fabric, step, self.engine, self.known)
+
+    def prefill(self, n_tokens: int) -> tuple[float, float, float]:
+        return _values(prefill_time(self.work, self.layout, self.fabric, n_tokens, self.engine, self.known))
+
+
+def _tpot(loop: _Loop) -> tuple[StepTime, Range]:
     """(a step that only decodes, the mean step). With pp stages pp batches are in flight, each with its share of the
     requests: a token passes all stages, and no stage idles when there are at least pp requests."""
-    n_decodes = max(1.0, running / layout.pipeline)
+    workload, pipeline, spread = loop.workload, loop.layout.pipeline, loop.known.spread
+    n_decodes = max(1.0, loop.running / pipeline)
     context = workload.input_tokens + workload.output_tokens / 2
-    decode = step_time(work, layout, fabric, Step(n_decodes, 0, context, 0), engine, known)
-    others = (running - 1) / layout.pipeline
-    share, tokens = _mixing(others, workload, engine.max_num_batched_tokens)
-    step = Step(n_decodes, tokens, context, workload.input_tokens / 2)
-    mixed = step_time(work, layout, fabric, step, engine, known).spread(known.spread)
-    alone = decode.spread(known.spread)
+    decode = loop.step(Step(n_decodes, 0, context, 0))
+    others = (loop.running - 1) / pipeline
+    share, tokens = _mixing(others, workload, loop.engine.max_num_batched_tokens)
+    mixed = loop.step(Step(n_decodes, tokens, context, workload.input_tokens / 2)).spread(spread)
+    alone = decode.spread(spread)
     mean = (max(0.0, 1 - share) * a + share * m for a, m in zip(_values(alone), _values(mixed), strict=True))
     return decode, Range(*mean)
 
@@ -394,17 +413,7 @@ def _chunks(n_tokens: int, most: int) -> list[tuple[int, int]]:
     return [(done, min(most, n_tokens - done)) for done in range(0, n_tokens, most)]
 
 
-def _ttft(
-    work: Work,
-    layout: Parallel,
-    fabric: Fabric,
-    workload: Workload,
-    running: float,
-    engine: Engine,
-    known: Constants,
-    decode_ms: float,
-    busy: float,
-) -> tuple[Range, Range, Range]:
+def _ttft(loop: _Loop, decode_ms: float, busy: float) -> tuple[Range, Range, Range]:
     """(mean of a benchmark, median when requests come by themselves, mean when all come at once).
 
     By itself: c, the prompt, other prompts before it (a queue that is busy a share p of the time: p / 2(1 - p) of a
@@ -412,20 +421,18 @@ def _ttft(
     the average half of the others' prompts are read first, as many in a step as fit. A benchmark has both, see
     `wave_share`.
     """
+    running, known, n_tokens = loop.running, loop.known, loop.workload.input_tokens
     crowd = 1 - 1 / running**2
-    prefill = prefill_time(work, layout, fabric, workload.input_tokens, engine, known)
     fixed = known.ttft_fixed_ms * (1 - _ALONE / math.sqrt(running)) + known.wait_steps * decode_ms * crowd
     queue = known.ttft_prefill * (1 + min(_MOST_QUEUE, busy / (2 * (1 - min(busy, 0.99)))))
-    n_each = max(1.0, min(running, engine.max_num_batched_tokens / workload.input_tokens))
-    together = prefill_time(work, layout, fabric, round(n_each * workload.input_tokens), engine, known)
-    # A prompt that fits a step several times pays the step's fixed part once for all of them.
-    half = (running / layout.pipeline - 1) / 2 / n_each
-    low, high = known.spread
-    values = [_values(prefill), _values(together), (low, 1.0, high)]
+    # Prompts that share a step share its fixed part.
+    n_each = max(1.0, min(running, loop.engine.max_num_batched_tokens / n_tokens))
+    n_before = (running / loop.layout.pipeline - 1) / 2 / n_each
     steady, wave = [], []
-    for one, many, factor in zip(*values, strict=True):
+    both = zip(loop.prefill(n_tokens), loop.prefill(round(n_each * n_tokens)), strict=True)
+    for (one, many), factor in zip(both, (known.spread[0], 1.0, known.spread[1]), strict=True):
         steady.append(fixed * factor + one * queue)
-        wave.append(max(steady[-1], fixed * factor + known.ttft_prefill * (one + many * half)))
+        wave.append(max(steady[-1], fixed * factor + known.ttft_prefill * (one + many * n_before)))
     mean = [known.wave_share * w + (1 - known.wave_share) * s for s, w in zip(steady, wave, strict=True)]
     # The low end: nobody comes at the same time as another.
     return Range(steady[0], mean[1], mean[2]), Range(*steady), Range(*wave)

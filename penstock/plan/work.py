@@ -224,9 +224,7 @@ def weight_bytes_read(work: Work, layout: Parallel, n_tokens: float) -> float:
     tp = layout.tensor
     total = work.head_bytes / tp + expert_bytes_read(work, layout, n_tokens)
     for layer, count in work.layers:
-        total += count * (
-            layer.cut_bytes / tp + layer.kv_bytes / min(tp, layer.n_kv_heads) + layer.copied_bytes
-        )
+        total += count * (layer.cut_bytes / tp + layer.kv_bytes / min(tp, layer.n_kv_heads) + layer.copied_bytes)
     return total
 
 
