@@ -184,9 +184,12 @@ def page(rows: list[Row]) -> str:
     lines = (
         "# Predicted and measured speed",
         "<!-- Made by benchmarks/plan_speed.py --write-docs from benchmarks/data/speed_points.yaml: do not edit. -->",
-        "What `penstock plan` predicts without calibration against latencies that others published. Points marked "
-        "`tuned` were looked at\nwhile the model was made, `held_out` ones never moved a constant; the split was set "
-        "by source, before. Worst first.",
+        "What `penstock plan` predicts without calibration against latencies that others published. `tuned` points "
+        "moved\nconstants, `held_out` ones did not; the split was set by source, before (two sources moved to `tuned` "
+        "later and say so\nin the data). We did see the held-out errors while the form of the model was made, so "
+        "they are not blind. A TTFT is held\nagainst the kind that was measured: the mean of a benchmark, the median "
+        "of requests that come by themselves, or the mean\nwhere all requests are equally long and come at once. "
+        "Worst first.",
         "## Medians",
         _table(("", "points", "count", "median error", "median, signed"), by_name),
         "## Every number",

@@ -53,7 +53,7 @@ class Constants(msgspec.Struct, frozen=True):
     long_state_us: float = 600.0
     mla_layer_us: float = 0.0
     step_us: float = 300.0
-    expert_compute: float = 0.45
+    expert_compute: float = 0.4
     ttft_fixed_ms: float = 37.0
     ttft_prefill: float = 1.0
     wave_share: float = 0.14
@@ -111,7 +111,7 @@ _FIT = "fit on 1,328 vLLM points, sizing.md section 5"
 # By GPU generation. The fit itself is Hopper and Blackwell together.
 _GENERATION: Mapping[str, Constants] = {
     # Compute: the fit's 0.51 is dense layers and experts together. Qwen2.5-72B bf16 at TP 2 on H100 reads 1024 tokens
-    # in 121 ms and a fixed part, 0.6 of the peak (tt-inference-server issue 143); experts are what is slower, 0.26.
+    # in 121 ms and a fixed part, 0.6 of the peak (tt-inference-server issue 143); experts are slower, 0.23 (Kimi-K2.5).
     "hopper": Constants(_FIT + "; dense compute from Qwen2.5-72B on H100, vLLM 0.8"),
     # Qwen3-32B bf16 at TP 1, 2 and 8 on one Blackwell host, vLLM 0.20.1 (aiconfigurator fpm_golden_runs; the card is
     # not named, but 4.8 TB/s at TP 1 and 1,330 TFLOPS leave only a B200's like): the slope over TP gives 0.75 of
