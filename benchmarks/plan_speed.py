@@ -51,6 +51,7 @@ class Point(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lengths: str = "varied"
     cache_bytes: float = 2.0
     max_num_batched_tokens: int = 8192
+    max_running: int | None = None
     gpus_per_node: int = 8
     nodes: int = 1
     network: str | None = None
@@ -102,7 +103,7 @@ def predicted(point: Point, formats: Mapping[str, Any]) -> tuple[Speed, work.Wor
         Parallel(point.tensor, point.pipeline, point.data, point.expert),
         Fabric(catalog.gpu(point.gpu), point.gpus_per_node, point.nodes, network),
         Workload(point.input, point.output, point.concurrency),
-        Engine(point.engine, False, point.cache_bytes, point.max_num_batched_tokens),
+        Engine(point.engine, False, point.cache_bytes, point.max_num_batched_tokens, point.max_running),
     )
     return speed, counted
 
