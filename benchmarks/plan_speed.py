@@ -190,7 +190,8 @@ def page(rows: list[Row]) -> str:
         "later and say so\nin the data). We did see the held-out errors while the form of the model was made, so "
         "they are not blind. A TTFT is held\nagainst the kind that was measured: the mean of a benchmark, the median "
         "of requests that come by themselves, or the mean\nwhere all requests are equally long and come at once. "
-        "Worst first.",
+        "`penstock plan` prints the first of the three, with the second as its\nlow end: at concurrency 64 and long "
+        "prompts the median of a benchmark is two to four times lower than its mean.\nWorst first.",
         "## Medians",
         _table(("", "points", "count", "median error", "median, signed"), by_name),
         "## Every number",
