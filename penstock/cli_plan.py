@@ -17,6 +17,7 @@ from penstock.errors import UserError
 
 if TYPE_CHECKING:
     from penstock.catalog import GpuFacts
+    from penstock.plan.calibration import Calibrated
     from penstock.plan.sizing import Sizing, SizingRequest
 
 EXIT_FITS, EXIT_DOES_NOT_FIT = 0, 3
@@ -133,6 +134,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     engine.add_argument(
         "--no-measured", action="store_true", help="estimate also what an earlier start of this engine has measured"
     )
+    groups[_WORKLOAD].add_argument(
+        "--calibration",
+        type=Path,
+        metavar="FILE",
+        help="constants of speed that a benchmark of this deployment measured",
+    )
     out = parser.add_argument_group("output")
     out.add_argument("--json", action="store_true", help="print JSON")
     out.add_argument("--plot", type=Path, metavar="FILE", help="draw the answer into a .png or .svg (needs matplotlib)")
@@ -195,6 +202,7 @@ def request_of(options: argparse.Namespace) -> tuple[SizingRequest, GpuFacts | N
         "prefix_caching": False if options.no_prefix_caching else None,
         "enforce_eager": options.enforce_eager or None,
         "available_kv_gib": tuple(value for values in options.available_kv_gib for value in values) or None,
+        "calibration": _calibration(options.calibration) if options.calibration else None,
     }
     given |= {field: value for field, value in switches.items() if value is not None}
     if _is_file(options.model):
@@ -232,6 +240,18 @@ def _request_of_file(path: Path, given: dict[str, Any]) -> tuple[SizingRequest, 
     if deployment.parallel == "auto":
         n_gpus = max(1, n_gpus // max(1, deployment.replicas.min))
     return msgspec.structs.replace(request, **{"gpus_per_node": n_gpus, **given}), card
+
+
+def _calibration(path: Path) -> Calibrated:
+    """The file's calibration.  Raises UserError."""
+    from penstock.plan import calibration
+
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as exc:
+        why = exc.strerror if isinstance(exc, OSError) else "it is not text"
+        raise UserError(f'cannot read calibration "{path}": {why}', hint="Give a file of `--calibrate`.") from exc
+    return calibration.read(text, str(path))
 
 
 def _this_machine() -> tuple[GpuFacts, int]:

@@ -4,7 +4,7 @@ Inside a fast link domain (a host, or an NVLink rack) all-reduce times come from
 16 KiB, 1 MiB and 1 GiB, interpolated on a logarithmic scale. Between machines NCCL goes round a ring (2(n-1) hops) or
 up and down a tree (2 log2 n hops), whichever has fewer; each hop has a latency of the network's kind, and 2(n-1)/n of
 the message passes the machine's network cards. At decode messages are small and latency is all: 13B over one-GPU pods
-spends 81 all-reduces x 2 hops x 0.42 ms = 68 ms of every step waiting at TP 2, and 137 ms at TP 4.
+spends 81 all-reduces x 2 hops x 0.37 ms = 60 ms of every step waiting at TP 2, and 120 ms at TP 4.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from penstock.plan.ranges import Range
 
 # One hop of a collective between machines, by how NCCL drives the link; for links whose row has no measured value.
 # rdma: NCCL's own tuning model, src/graph/tuning.cc hwLat for NET: 2.7-5 (LL), 4-8.5 (LL128), 14-28 (Simple).
-# efa: an estimate, RDMA-like verbs with a longer path. tcp: an estimate between NCCL's best over sockets and what the
-# two Kubernetes seeds show with an overlay (next constant); no public measurement of vLLM over plain TCP was found.
+# efa: an estimate, RDMA-like verbs with a longer path. tcp: an estimate: 370 us were measured over pods (see below), of
+# which an overlay's encapsulation is a few tens; no public measurement of vLLM over plain TCP was found.
 _HOP_US: Mapping[str, Range] = {
     "nvlink": Range(1, 2, 4),
     "pcie": Range(2, 4, 8),
     "rdma": Range(4, 8.5, 28),
     "efa": Range(10, 25, 60),
-    "tcp": Range(60, 250, 580),
+    "tcp": Range(60, 330, 580),
 }
-# Where in the measured interval of a row the likely value lies: 370-580 us over pods -> 422. Seed 001 (13B, s2-20) asks
-# for 510 us when its engine without CUDA graphs is modelled, seed 000 (70B, s1-18, card not told) for 560 on an A100;
-# today's engine, faster at TP 1, would need 350-370 to give the published ratios 1 : 3.1 : 5.2. A quarter keeps those
-# ratios within 25% and is a compromise, not a measurement.
-_LIKELY_SHARE = 0.25
+# Where in the measured interval of a row the likely value lies, by who starts the collective. The two seeds that
+# measured 370-580 us over pods ran engines without CUDA graphs: each collective is enqueued by Python and the CPU while
+# the network waits, and 0.65 (506 us) gives s2-20's seconds at TP 1, 2 and 4. In a captured graph the GPU starts the
+# next one itself, so what was measured is an upper bound and the low end is likely.
+_EAGER_SHARE, _CAPTURED_SHARE = 0.65, 0.0
 # A measured hop was measured with a message of this size (8 x 5120 x 2 bytes): only what is beyond it costs bandwidth.
 _MEASURED_BYTES = 80 * 1024
 # A network that nobody named: ten-gigabit Ethernet over TCP.
@@ -80,14 +80,14 @@ class Fabric(msgspec.Struct, frozen=True):
         return 2 if straddles else 1
 
 
-def hop_us(fabric: Fabric) -> Range:
-    """One hop between machines, microseconds.  pod-network-tcp: 370-580 measured, 422 likely."""
+def hop_us(fabric: Fabric, *, is_captured: bool = True) -> Range:
+    """One hop between machines, microseconds.  pod-network-tcp: 370-580 measured, in a CUDA graph 370 likely."""
     link = fabric.network
     if link is None:
         return _HOP_US["tcp"]
     if link.step_latency_us is not None:
         low, high = link.step_latency_us
-        return Range(low, low + (high - low) * _LIKELY_SHARE, high)
+        return Range(low, low + (high - low) * (_CAPTURED_SHARE if is_captured else _EAGER_SHARE), high)
     return _HOP_US[link.transport]
 
 
@@ -112,11 +112,11 @@ def node_gbs(fabric: Fabric) -> float:
     return (link.gbs_per_dir or _UNKNOWN_GBS) * (per_node if has_card_each else 1) * COMM_EFFICIENCY
 
 
-def allreduce_us(fabric: Fabric, n_ranks: int, n_bytes: float, n_groups: int = 1) -> Range:
+def allreduce_us(fabric: Fabric, n_ranks: int, n_bytes: float, n_groups: int = 1, *, is_captured: bool = True) -> Range:
     """An all-reduce of `n_bytes` over neighbouring ranks, in microseconds; 0 for one rank. `n_groups` do so at once.
 
     Over several machines: inside each, then between them, each machine passing 2(m-1)/m of the message.
-    H100, 8 ranks, 16 KiB: 5.2 + 1.5 = 6.7 us likely. Two one-GPU pods, 80 KiB: 2 hops x 422 = 845 us.
+    H100, 8 ranks, 16 KiB: 5.2 + 1.5 = 6.7 us likely. Two one-GPU pods, 80 KiB: 2 hops x 370 = 740 us.
     """
     if n_ranks == 1:
         return Range(0, 0, 0)
@@ -124,7 +124,7 @@ def allreduce_us(fabric: Fabric, n_ranks: int, n_bytes: float, n_groups: int = 1
     inside = _inside_us(fabric.gpu, math.ceil(n_ranks / n_domains), n_bytes)
     if n_domains == 1:
         return inside
-    hop, n_hops = hop_us(fabric), collective_hops(n_domains)
+    hop, n_hops = hop_us(fabric, is_captured=is_captured), collective_hops(n_domains)
     is_measured = fabric.network is not None and fabric.network.step_latency_us is not None
     beyond = max(0.0, n_bytes - _MEASURED_BYTES) if is_measured else n_bytes
     passing = beyond * 2 * (n_domains - 1) / n_domains / (node_gbs(fabric) * 1e3)
@@ -143,7 +143,7 @@ def collective_hops(n: int) -> int:
     return 0 if n < 2 else min(2 * (n - 1), 2 * math.ceil(math.log2(n)))
 
 
-def all_to_all_us(fabric: Fabric, n_ranks: int, n_bytes: float) -> Range:
+def all_to_all_us(fabric: Fabric, n_ranks: int, n_bytes: float, *, is_captured: bool = True) -> Range:
     """Every rank sends `n_bytes` in all, spread evenly over the others (expert dispatch or combine). Microseconds."""
     if n_ranks == 1:
         return Range(0, 0, 0)
@@ -154,7 +154,7 @@ def all_to_all_us(fabric: Fabric, n_ranks: int, n_bytes: float) -> Range:
     if n_domains == 1:
         return Range(0.7 * start + inside, start + inside, 2 * start + inside)
     leaving = n_bytes * fabric.domain_gpus * (n_domains - 1) / n_domains / (node_gbs(fabric) * 1e3)
-    hop = hop_us(fabric)
+    hop = hop_us(fabric, is_captured=is_captured)
     return Range(
         start + inside + leaving + hop.low,
         start + inside + leaving + 2 * hop.likely,

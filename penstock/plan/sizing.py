@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from penstock.plan.calibration import Calibrated
 from penstock.plan.ranges import Range
 from penstock.plan.users import Users
 from penstock.spec import Parallel
@@ -81,6 +82,7 @@ class SizingRequest(msgspec.Struct, frozen=True):
     think_time_s: float | None = None
     more_args: tuple[str, ...] = ()
     environment: tuple[str, ...] = ()
+    calibration: Calibrated | None = None
 
     @property
     def has_fixed_layout(self) -> bool:

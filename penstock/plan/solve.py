@@ -14,7 +14,7 @@ import msgspec
 
 from penstock.catalog import GpuFacts, LinkFacts
 from penstock.errors import UserError
-from penstock.plan import families, layouts, users
+from penstock.plan import calibration, families, layouts, users
 from penstock.plan.architecture import Architecture
 from penstock.plan.cache import CacheSettings
 from penstock.plan.comm import Fabric
@@ -113,6 +113,9 @@ def _engine(request: SizingRequest, gpu: GpuFacts) -> tuple[Architecture, Engine
 def _question(
     request: SizingRequest, gpu: GpuFacts, network: LinkFacts | None, measured: Mapping[Parallel, Measurement]
 ) -> _Question:
+    if request.calibration is not None:
+        names = (request.facts.reference, *filter(None, (request.facts.hub_id,)))
+        calibration.check(request.calibration, names, (gpu.id, *gpu.names))
     arch, rules, settings = _engine(request, gpu)
     cut = capability(gpu)
     cache = CacheSettings(
@@ -136,10 +139,10 @@ def _question(
     utilization = settings.gpu_memory_utilization
     case = Case(arch, gpu, rules, cache, run, total_bytes(request, gpu), utilization, given, measured)
     fabric = Fabric(gpu, request.gpus_per_node, request.nodes, network)
-    return _Question(request, arch, fabric, settings, case, layouts.shape_of(arch, rules.version), _work(arch))
+    return _Question(request, arch, fabric, settings, case, layouts.shape_of(arch, rules.version), work_of_model(arch))
 
 
-def _work(arch: Architecture) -> Work:
+def work_of_model(arch: Architecture) -> Work:
     """Bytes a step reads, by the exact inventory where the model has no towers (those are read once a picture)."""
     work = work_of(arch)
     if arch.towers:
@@ -371,7 +374,9 @@ def _speed(question: _Question, fit: Fit, workload: Workload | None = None) -> S
         max_num_batched_tokens=settings.max_num_batched_tokens,
         max_running=max(1, min(settings.max_num_seqs, room)),
     )
-    return estimate(question.work, fit.layout, question.fabric, asked, engine)
+    known = question.request.calibration
+    measured = calibration.constants_for(known, fit.layout, settings.engine_version) if known else None
+    return estimate(question.work, fit.layout, question.fabric, asked, engine, measured)
 
 
 def _speed_answer(speed: Speed) -> SpeedAnswer:
@@ -436,6 +441,10 @@ def _lever(name: str, flags: Mapping[str, str], case: Case, layout: Parallel, no
 def _warnings(question: _Question, sizing: Sizing, memory: Memory) -> tuple[str, ...]:
     request, arch, gpu = question.request, question.arch, question.fabric.gpu
     found = [*_differs(question)]
+    if request.calibration is not None and sizing.layout is not None:
+        what = calibration.differs(request.calibration, sizing.layout, question.settings.engine_version)
+        if what:
+            found.append(f"the calibration was measured with {what}: its constants are used, the ranges stay wide")
     if question.settings.max_model_len > arch.max_position > 0:
         found.append(
             f"max_model_len {question.settings.max_model_len:,} is over the model's {arch.max_position:,}: vLLM "

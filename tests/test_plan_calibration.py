@@ -1,0 +1,157 @@
+"""Calibration: a fit finds the constants that made its points, stays sane on bad ones, and its file is checked."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from penstock import catalog, cli_plan, facts, planning
+from penstock.errors import UserError
+from penstock.plan import calibration, speed
+from penstock.plan.calibration import Calibrated, Measured
+from penstock.plan.comm import Fabric
+from penstock.plan.families import read
+from penstock.plan.sizing import SizingRequest
+from penstock.plan.speed import Calibration
+from penstock.plan.work import Work, work_of
+from penstock.spec import Parallel, Workload
+
+H100 = Fabric(catalog.gpu("h100-sxm"), 8)
+ENGINE, ONE = speed.Engine(), Parallel()
+LOADS = [(1, 1000, 200), (8, 1000, 200), (32, 1000, 200), (128, 1000, 200), (1, 8000, 50), (16, 8000, 400)]
+
+
+def llama_8b() -> Work:
+    return work_of(read(facts.read("llama-3.1-8b").config))
+
+
+def points(truth: Calibration, noise: float = 0.0) -> list[Measured]:
+    """What a deployment with these constants would be measured at."""
+    rng, found = random.Random(1), []
+    for concurrency, n_in, n_out in LOADS:
+        told = speed.estimate(llama_8b(), ONE, H100, Workload(n_in, n_out, concurrency), ENGINE, truth)
+        ttft, tpot = (value * (1 + rng.uniform(-noise, noise)) for value in (told.ttft_ms.likely, told.tpot_ms.likely))
+        found.append(Measured(concurrency, n_in, n_out, ttft, tpot))
+    return found
+
+
+TRUTH = Calibration(
+    memory_efficiency=0.7, compute_efficiency=0.45, dense_layer_us=90.0, step_us=500.0, ttft_fixed_ms=60.0
+)
+
+
+def test_a_fit_finds_the_constants_that_made_its_points() -> None:
+    found, error = calibration.fit(llama_8b(), ONE, H100, ENGINE, points(TRUTH))
+    assert error < 0.005
+    assert found.memory_efficiency == pytest.approx(0.7, rel=0.03)
+    assert found.compute_efficiency == pytest.approx(0.45, rel=0.05)
+    assert found.dense_layer_us == pytest.approx(90, rel=0.05)
+    assert found.ttft_fixed_ms == pytest.approx(60, rel=0.1)
+
+
+def test_one_wild_point_hardly_moves_it() -> None:
+    measured = points(TRUTH, noise=0.03)
+    measured[2] = msgspec.structs.replace(measured[2], tpot_ms=10 * (measured[2].tpot_ms or 1))
+    found, error = calibration.fit(llama_8b(), ONE, H100, ENGINE, measured)
+    assert error < 0.1 and found.memory_efficiency == pytest.approx(0.7, rel=0.12)
+
+
+def test_a_calibrated_range_is_narrower_and_holds_the_truth() -> None:
+    found, _ = calibration.fit(llama_8b(), ONE, H100, ENGINE, points(TRUTH))
+    load = Workload(2000, 300, 24)
+    truth, before, after = (
+        speed.estimate(llama_8b(), ONE, H100, load, ENGINE, known).tpot_ms for known in (TRUTH, None, found)
+    )
+    assert after.low <= truth.likely <= after.high
+    assert after.high - after.low < 0.4 * (before.high - before.low)
+
+
+@pytest.mark.parametrize("factor", [0.05, 30.0])
+def test_absurd_points_are_refused_or_kept_in_bounds(factor: float) -> None:
+    measured = [
+        msgspec.structs.replace(one, ttft_ms=factor * (one.ttft_ms or 0), tpot_ms=factor * (one.tpot_ms or 0))
+        for one in points(Calibration())
+    ]
+    try:
+        found, _ = calibration.fit(llama_8b(), ONE, H100, ENGINE, measured)
+    except UserError as exc:
+        assert "off by" in exc.message
+    else:
+        assert 0.2 <= (found.memory_efficiency or 0) <= 1 and (found.spread or (0, 0))[0] >= 0.75
+
+
+def test_what_no_point_speaks_about_stays() -> None:
+    found, _ = calibration.fit(llama_8b(), ONE, H100, ENGINE, [Measured(1, 100, 100, None, t) for t in (6.6, 6.7)])
+    assert found.ttft_fixed_ms == pytest.approx(37, rel=0.01) and found.wave_share == pytest.approx(0.14, rel=0.01)
+
+
+@pytest.mark.parametrize("numbers", [[], [5.0], [5.0, 0.0], [5.0, float("nan")], [5.0, float("inf")]])
+def test_too_little_is_refused(numbers: list[float]) -> None:
+    with pytest.raises(UserError):
+        calibration.fit(llama_8b(), ONE, H100, ENGINE, [Measured(1, 10, 10, None, number) for number in numbers])
+
+
+# ---- the file --------------------------------------------------------------------------------------------------------
+
+KNOWN = Calibrated("meta-llama/Llama-3.1-8B", "h100-sxm", ONE, "0.33", Calibration(memory_efficiency=0.8), 6, 0.03)
+
+
+def test_a_file_reads_as_it_was_written() -> None:
+    text = calibration.write(KNOWN)
+    assert json.loads(text)["schema"] == 1 and "dense_layer_us" not in text
+    assert calibration.read(text, "one.json") == KNOWN
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        '{"schema": 2}',
+        '{"schema": 1}',
+        calibration.write(KNOWN).replace("0.8", "7"),
+        calibration.write(KNOWN).replace("0.8", '"fast"'),
+        calibration.write(KNOWN).replace("memory_eff", "memroy_eff"),
+    ],
+)
+def test_a_damaged_file_is_refused_with_a_hint(text: str) -> None:
+    with pytest.raises(UserError, match=r'calibration "one\.json"') as caught:
+        calibration.read(text, "one.json")
+    assert caught.value.exit_code == 2 and caught.value.hint
+
+
+def test_another_model_or_card_is_refused() -> None:
+    calibration.check(KNOWN, ("llama-3.1-8b",), ("h100-sxm",))
+    with pytest.raises(UserError, match="measured on model"):
+        calibration.check(KNOWN, ("llama-3.1-70b",), ("h100-sxm",))
+    with pytest.raises(UserError, match="measured on GPU h100-sxm"):
+        calibration.check(KNOWN, ("llama-3.1-8b",), ("b200-sxm",))
+
+
+def request(**more: object) -> SizingRequest:
+    base = SizingRequest(facts.read("llama-3.1-8b"), "h100-sxm", tensor=1, engine_version="0.33", calibration=KNOWN)
+    return msgspec.structs.replace(base, **more)
+
+
+def width(sizing_request: SizingRequest) -> float:
+    answer = planning.solve(sizing_request)
+    assert answer.speed is not None
+    return answer.speed.tpot_ms.high / answer.speed.tpot_ms.low
+
+
+def test_a_plan_is_narrower_with_it_and_wide_with_another_layouts() -> None:
+    assert width(request()) < 1.3 < width(request(calibration=None))
+    two = request(tensor=2, gpus_per_node=2)
+    assert width(two) > 1.6
+    assert any("measured with layout TP 1" in warning for warning in planning.solve(two).warnings)
+    assert not any("calibration" in warning for warning in planning.solve(request()).warnings)
+
+
+def test_the_command_refuses_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot read calibration"):
+        cli_plan._calibration(tmp_path / "none.json")
