@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,15 +22,17 @@ EXIT_FITS, EXIT_DOES_NOT_FIT = 0, 3
 
 # What `engine/arg_utils.py` of vLLM reads in --max-model-len: small letters are decimal, large ones binary.
 _FACTORS = {"k": 10**3, "m": 10**6, "K": 2**10, "M": 2**20}
+_MOST = 2**31
 _DTYPES = ("auto", "bfloat16", "half", "float16", "float", "float32")
 
 
 def _count(text: str) -> int:
-    """A whole number of at least 1: "131072", "128K" (131,072), "128k" (128,000)."""
+    """A whole number from 1 to 2**31: "131072", "128K" (131,072), "128k" (128,000)."""
     factor = _FACTORS.get(text[-1:], 1)
     digits = text[:-1] if factor != 1 else text
-    if not digits.isascii() or not digits.isdigit() or int(digits) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    is_number = digits.isascii() and digits.isdigit() and len(digits) < 12
+    if not is_number or not 1 <= int(digits) * factor <= _MOST:
+        raise argparse.ArgumentTypeError(f"{text[:20]!r} is not a whole number from 1 to {_MOST:,}")
     return int(digits) * factor
 
 
@@ -38,8 +41,8 @@ def _positive(text: str) -> float:
         value = float(text)
     except ValueError:
         value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    if not 0 < value <= _MOST:
+        raise argparse.ArgumentTypeError(f"{text[:20]!r} is not a number above 0 and at most {_MOST:,}")
     return value
 
 
@@ -154,7 +157,9 @@ def run(options: argparse.Namespace) -> int:
     else:
         from penstock import plan_view
 
-        print(plan_view.text(request, sizing, sys.stdout.isatty() and "NO_COLOR" not in os.environ))
+        is_seen = sys.stdout.isatty()
+        width = shutil.get_terminal_size((plan_view.WIDTH, 24)).columns if is_seen else plan_view.WIDTH
+        print(plan_view.text(request, sizing, is_seen and "NO_COLOR" not in os.environ, width))
         for path, is_there in ((options.plot, True), (options.write, is_written)):
             if path:
                 print(f"\nwrote {path}" if is_there else f"\ndid not write {path}: it does not fit")

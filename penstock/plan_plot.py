@@ -11,7 +11,18 @@ from typing import Any
 
 from penstock.errors import UserError
 from penstock.plan import sizing as types
-from penstock.plan_view import KINDS, Bar, bars, cell_text, layout_text, placement, stage_letter, subject_text
+from penstock.plan_view import (
+    KINDS,
+    Bar,
+    bars,
+    by_reason,
+    cell_text,
+    layout_text,
+    placement,
+    stage_letter,
+    subject_text,
+    verdict_text,
+)
 
 SUFFIXES = (".png", ".svg")
 _WIDTH_IN, _DPI = 11.0, 150
@@ -72,7 +83,7 @@ def _blank(axes: Any) -> Any:
 
 def _draw_title(axes: Any, request: types.SizingRequest, sizing: types.Sizing) -> None:
     _blank(axes)
-    word, colour = ("fits", _GREEN) if sizing.fits else ("does not fit", _RED)
+    word, colour = verdict_text(sizing).lower(), _GREEN if sizing.fits else _RED
     if sizing.layout is not None:
         word += f" as {layout_text(sizing.layout)}" if sizing.fits else f": {layout_text(sizing.layout)}"
     axes.text(0, 1, subject_text(request, sizing), va="top", fontsize=12, weight="bold", transform=axes.transAxes)
@@ -162,9 +173,10 @@ def notes(sizing: types.Sizing) -> str:
     for at, lever in enumerate(sizing.levers[:_MAX_ROWS]):
         gain = f"{lever.tokens:,} tokens, {lever.max_concurrency:.2f} at once" if lever.fits else "does not fit"
         lines.append(f"{'levers' if not at else '':11}{lever.name}: {gain}")
-    for at, layout in enumerate(sizing.rejected[:_MAX_ROWS]):
-        words = textwrap.shorten(f"{layout_text(layout)}: {layout.reason}", 118, placeholder=" ...")
+    groups = by_reason(sizing.rejected)
+    for at, (names, reason) in enumerate(groups[:_MAX_ROWS]):
+        words = textwrap.shorten(f"{names}: {reason}", 118, placeholder=" ...")
         lines.append(f"{'not chosen' if not at else '':11}{words}")
-    if len(sizing.rejected) > _MAX_ROWS:
-        lines.append(f"{'':11}... and {len(sizing.rejected) - _MAX_ROWS} more")
+    if len(groups) > _MAX_ROWS:
+        lines.append(f"{'':11}... and {len(groups) - _MAX_ROWS} more reasons")
     return "\n".join(lines) + "\n"

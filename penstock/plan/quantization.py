@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 
+from penstock.errors import UserError
 from penstock.plan.architecture import Architecture, Quantization
 from penstock.plan.refusals import not_modelled
 
@@ -120,6 +121,8 @@ def read(config: Mapping[str, Any]) -> Quantization | None:
     for holder in (config, nested):
         for key in ("quantization_config", "compression_config"):
             found = holder.get(key)
+            if found and not isinstance(found, Mapping):
+                raise UserError(f"cannot read config.json: {key} is not an object")
             if isinstance(found, Mapping) and found:
                 return from_config(found)
     return None

@@ -33,12 +33,14 @@ def checkpoint_cache_dtype(config: Mapping[str, Any]) -> str:
     return _CACHE_FORMATS.get(str(scheme or "").lower(), "auto")
 
 
-def settings_of(request: SizingRequest, gpu: GpuFacts, arch: Architecture, rules: EngineProfile) -> Settings:
-    """What the engine would run with.  Raises UserError for what cannot go together.
+def settings_of(
+    request: SizingRequest, gpu: GpuFacts, arch: Architecture, rules: EngineProfile, default_len: int
+) -> Settings:
+    """What the engine would run with; `default_len` is its own max_model_len.  Raises UserError when there is none.
 
     `engine/arg_utils.py`: tokens in a step are at most sequences x max_model_len, sequences at most the tokens.
     """
-    max_model_len = request.max_model_len or arch.max_position
+    max_model_len = request.max_model_len or default_len
     if not max_model_len:
         raise UserError("cannot tell the context length: the config has none", hint="Add --max-model-len.")
     name = gpu.names[0] if gpu.names else gpu.id

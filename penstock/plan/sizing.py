@@ -216,9 +216,10 @@ class Sizing(msgspec.Struct, frozen=True):
     ranks: tuple[RankMemory, ...] = ()
     levers: tuple[Lever, ...] = ()
     users: Users | None = None
+    is_refused: bool = False  # the engine would not start, whatever the memory
 
 
-_FOR_THE_EYE = ("settings", "ranks", "levers", "users")
+_FOR_THE_EYE = ("settings", "ranks", "levers", "users", "is_refused")
 
 
 def contract(sizing: Sizing) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import msgspec
 
 from penstock.catalog import GpuFacts, LinkFacts
 from penstock.errors import UserError
-from penstock.plan import families, layouts, users
+from penstock.plan import families, layouts, startup, users
 from penstock.plan.architecture import Architecture
 from penstock.plan.cache import CacheSettings
 from penstock.plan.comm import Fabric
@@ -37,6 +37,7 @@ from penstock.plan.sizing import (
     WeightsAnswer,
 )
 from penstock.plan.speed import Engine, Speed, estimate
+from penstock.plan.startup import Context
 from penstock.plan.tensors import n_params
 from penstock.plan.weights import bytes_on_disk, rank_weights
 from penstock.plan.work import Work, with_weight_bytes, work_of
@@ -51,7 +52,7 @@ _THINK_TIME_S = 30.0
 
 
 class _Question(msgspec.Struct, frozen=True):
-    """A request with everything that follows from it alone."""
+    """A request with everything that follows from it alone. `stops`: why the engine would not start at all."""
 
     request: SizingRequest
     arch: Architecture
@@ -60,6 +61,8 @@ class _Question(msgspec.Struct, frozen=True):
     case: Case
     shape: Shape
     work: Work
+    context: Context
+    stops: tuple[str, ...]
 
 
 def sizing_of(request: SizingRequest, gpu: GpuFacts, network: LinkFacts | None = None) -> Sizing:
@@ -67,13 +70,23 @@ def sizing_of(request: SizingRequest, gpu: GpuFacts, network: LinkFacts | None =
     question = _question(request, gpu, network)
     memory = Memory(question.case)
     sizing = _fixed(question, memory) if request.has_fixed_layout else _chosen(question, memory)
-    return msgspec.structs.replace(sizing, warnings=(*sizing.warnings, *_warnings(question, sizing, memory)))
+    warned = (*sizing.warnings, *_warnings(question, sizing, memory))
+    if not question.stops:
+        return msgspec.structs.replace(sizing, warnings=warned)
+    # What the memory says is told all the same; speed, users and levers of an engine that does not start are not.
+    first, *others = question.stops
+    reason = f"vLLM would not start: {first}"
+    warned = (*others, *warned) if sizing.fits else (*others, f"memory: {sizing.reason}", *warned)
+    return msgspec.structs.replace(
+        sizing, fits=False, is_refused=True, reason=reason, speed=None, users=None, levers=(), warnings=warned
+    )
 
 
 def _question(request: SizingRequest, gpu: GpuFacts, network: LinkFacts | None) -> _Question:
     arch = with_choice(families.read(request.facts.config), request.quantization, request.dtype)
-    rules = profile(request.engine_version)
-    settings = settings_of(request, gpu, arch, rules)
+    arch = msgspec.structs.replace(arch, dtype=startup.loaded_dtype(request, arch, gpu))
+    rules, context = profile(request.engine_version), startup.context_of(request.facts.config, arch)
+    settings = settings_of(request, gpu, arch, rules, context.default)
     cut = capability(gpu)
     cache = CacheSettings(
         max_model_len=settings.max_model_len,
@@ -95,7 +108,10 @@ def _question(request: SizingRequest, gpu: GpuFacts, network: LinkFacts | None) 
     utilization = settings.gpu_memory_utilization
     case = Case(arch, gpu, rules, cache, run, total_bytes(request, gpu), utilization, given)
     fabric = Fabric(gpu, request.gpus_per_node, request.nodes, network)
-    return _Question(request, arch, fabric, settings, case, layouts.shape_of(arch, rules.version), _work(arch))
+    return _Question(
+        *(request, arch, fabric, settings, case, layouts.shape_of(arch, rules.version), _work(arch), context),
+        stops=startup.refusals(request, arch, gpu, settings, context),
+    )
 
 
 def _work(arch: Architecture) -> Work:
@@ -142,7 +158,7 @@ def _chosen(question: _Question, memory: Memory) -> Sizing:
     choice = layouts.choose(
         found,
         fabric,
-        _workload(request),
+        _workload(question),
         lambda layout: memory.fit(layout).refusal,
         lambda layout: _speed(question, memory.fit(layout)),
     )
@@ -235,14 +251,14 @@ def _answer(
         weights=_weights(question, fit),
         kv=kv,
         memory=_memory(question.case, fit) if fit.available else None,
-        speed=_speed_answer(_speed(question, fit)) if fit.fits else None,
+        speed=_speed_answer(_speed(question, fit)) if fit.fits and not _is_too_long(question) else None,
         rejected=tuple(map(_of_refused, refused)),
         warnings=warnings,
         engine_args=engine_args(request, sizes, layout.expert),
         settings=question.settings,
         ranks=_ranks(question.case, fit) if fit.available else (),
         levers=_levers(question, fit) if fit.available else (),
-        users=_users(question, fit) if fit.fits else None,
+        users=_users(question, fit) if fit.fits and not _is_too_long(question) else None,
     )
 
 
@@ -314,12 +330,22 @@ def _letter(stage: int) -> str:
 # ---- speed and users -------------------------------------------------------------------------------------------------
 
 
-def _workload(request: SizingRequest) -> Workload:
-    return Workload(request.input_tokens, request.output_tokens, request.concurrency, request.ttft_ms, request.tpot_ms)
+def _workload(question: _Question) -> Workload:
+    """What was asked; requests that the engine would refuse are cut to its context, so that layouts can be ranked."""
+    request, longest = question.request, question.settings.max_model_len
+    output = min(request.output_tokens, max(1, longest // 2))
+    prompt = min(request.input_tokens, max(1, longest - output))
+    return Workload(prompt, output, request.concurrency, request.ttft_ms, request.tpot_ms)
+
+
+def _is_too_long(question: _Question) -> bool:
+    request = question.request
+    longest = max(request.input_tokens + request.output_tokens, request.context_per_user or 0)
+    return longest > question.settings.max_model_len
 
 
 def _speed(question: _Question, fit: Fit, workload: Workload | None = None) -> Speed:
-    asked, settings = workload or _workload(question.request), question.settings
+    asked, settings = workload or _workload(question), question.settings
     room = fit.kv.tokens // (asked.input_tokens + asked.output_tokens) if fit.kv else 1
     model_bytes = 4.0 if question.arch.dtype == "float32" else 2.0
     engine = Engine(
@@ -347,7 +373,7 @@ def _users(question: _Question, fit: Fit) -> users.Users | None:
     )
     data = fit.layout.data
     capacity = users.Capacity(fit.kv.tokens * data, question.settings.max_num_seqs * data)
-    return users.users(person, capacity, _workload(request), lambda workload: _speed(question, fit, workload))
+    return users.users(person, capacity, _workload(question), lambda workload: _speed(question, fit, workload))
 
 
 # ---- levers ----------------------------------------------------------------------------------------------------------
@@ -392,15 +418,15 @@ def _lever(name: str, flags: Mapping[str, str], case: Case, layout: Parallel, no
 
 
 def _warnings(question: _Question, sizing: Sizing, memory: Memory) -> tuple[str, ...]:
-    request, arch, gpu = question.request, question.arch, question.fabric.gpu
+    request, gpu = question.request, question.fabric.gpu
     found = [*_differs(question)]
-    if question.settings.max_model_len > arch.max_position > 0:
+    found += startup.warnings(request, gpu, question.settings, question.context)
+    if _is_too_long(question):
+        longest = max(request.input_tokens + request.output_tokens, request.context_per_user or 0)
         found.append(
-            f"max_model_len {question.settings.max_model_len:,} is over the model's {arch.max_position:,}: vLLM "
-            "refuses it unless VLLM_ALLOW_LONG_MAX_MODEL_LEN=1"
+            f"requests of {longest:,} tokens are over max_model_len {question.settings.max_model_len:,}: the engine "
+            "would refuse each, so speed and users are not told"
         )
-    if arch.dtype == "bfloat16" and not gpu.native.bf16:
-        found.append(f"{gpu.id} has no bfloat16: vLLM takes float16 with dtype auto, and refuses bfloat16 when asked")
     if request.nodes > 1 and request.network is None:
         found.append("the network was not said: ten-gigabit Ethernet is assumed for speed; give --network")
     if gpu.vendor.lower() != "nvidia":
