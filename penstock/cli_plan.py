@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from penstock.errors import UserError
+from penstock.units import MIB
 
 if TYPE_CHECKING:
     from penstock.plan.sizing import Sizing, SizingRequest
@@ -23,6 +24,8 @@ EXIT_FITS, EXIT_DOES_NOT_FIT = 0, 3
 # What `engine/arg_utils.py` of vLLM reads in --max-model-len: small letters are decimal, large ones binary.
 _FACTORS = {"k": 10**3, "m": 10**6, "K": 2**10, "M": 2**20}
 _MOST = 2**31
+# The driver's total and the catalogue's differ by firmware reserves; more than this is another card, or a part of one.
+_SAME_MEMORY = 0.01
 _DTYPES = ("auto", "bfloat16", "half", "float16", "float", "float32")
 
 
@@ -181,6 +184,8 @@ def solve(request: SizingRequest) -> Sizing:
 
 def request_of(options: argparse.Namespace) -> SizingRequest:
     """What was asked, with the model's facts read. Reads files, and the hub for a hub id.  Raises UserError."""
+    import msgspec
+
     from penstock import facts
     from penstock.plan.sizing import SizingRequest
 
@@ -190,10 +195,13 @@ def request_of(options: argparse.Namespace) -> SizingRequest:
         for option in group
         if (value := getattr(options, option.field)) is not None
     }
+    notes: tuple[str, ...] = ()
     if "gpu" not in given:
-        given = {**_this_machine(), **given}
+        here, notes = _this_machine(given.get("gpus_per_node"))
+        given = {**here, **given}
+    read = facts.read(options.model)
     return SizingRequest(
-        facts=facts.read(options.model),
+        facts=msgspec.structs.replace(read, notes=(*read.notes, *notes)) if notes else read,
         **given,
         expert=options.expert,
         dtype=options.dtype,
@@ -203,11 +211,11 @@ def request_of(options: argparse.Namespace) -> SizingRequest:
     )
 
 
-def _this_machine() -> dict[str, Any]:
-    """The GPUs of this machine, where all are alike.  Raises UserError."""
+def _this_machine(n_wanted: int | None) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The GPUs of this machine (the first `n_wanted`), where all are alike, and what to know.  Raises UserError."""
     from penstock import catalog, machine
 
-    found = machine.gpus()
+    found = machine.gpus()[:n_wanted]
     names = sorted({gpu.name for gpu in found})
     if len(names) != 1:
         raise UserError(
@@ -215,7 +223,19 @@ def _this_machine() -> dict[str, Any]:
             detail=", ".join(names) or "nvidia-smi lists none, or is not there.",
             hint=f"Name the GPU: --gpu h100-sxm --gpus-per-node 8. Known: {', '.join(catalog.gpu_ids())}.",
         )
-    return {"gpu": names[0], "gpus_per_node": len(found)}
+    given: dict[str, Any] = {"gpu": names[0], "gpus_per_node": len(found)}
+    notes = []
+    links = machine.links([gpu.index for gpu in found])
+    if links is None:
+        notes.append("nvidia-smi did not tell how this machine's GPUs are joined: the catalogue's links are taken")
+    else:
+        given["links"] = links
+    told = min(gpu.memory_bytes for gpu in found) // MIB
+    known = catalog.gpu(names[0]).memory.nvidia_smi_mib
+    if known is None or abs(told / known - 1) > _SAME_MEMORY:
+        given["gpu_memory_gib"] = catalog.default_total_gib(told)
+        notes.append(f"the driver says {told:,} MiB a GPU, the catalogue {known or 0:,}: the driver's is taken")
+    return given, tuple(notes)
 
 
 def _check_outputs(options: argparse.Namespace) -> None:

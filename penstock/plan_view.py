@@ -300,6 +300,8 @@ def _nodes(layout: Parallel, request: SizingRequest, page: Page) -> list[str]:
     meaning += ["numbers data-parallel ranks"] if layout.data > 1 else []
     meaning += ["a dot is an idle GPU"] if any(place is None for row in rows for place in row) else []
     lines = _wrapped(f"nodes  {', '.join(meaning)}", "", "  ", page, has_bold=True)
+    if request.links is not None:
+        lines += _wrapped(f"this machine: {request.links.words}", "  ", "  ", page)
     groups: list[tuple[int, int, str]] = []
     for number, row in enumerate(drawn, 1):
         if groups and groups[-1][2] == row:

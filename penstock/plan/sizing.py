@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from penstock.plan.links import Links
 from penstock.plan.ranges import Range
 from penstock.plan.users import Users
 from penstock.spec import Parallel
@@ -46,7 +47,8 @@ class SizingRequest(msgspec.Struct, frozen=True):
 
     `gpu` is a catalogue id or a driver's name for it, `network` a catalogue id. `layout` fixes the cut (evaluated
     alone); `tensor`, `pipeline`, `data` are the single sizes that were fixed, `expert` is True when asked for.
-    `available_kv_gib` (one value, or one per pipeline stage) replaces the memory estimate.
+    `available_kv_gib` (one value, or one per pipeline stage) replaces the memory estimate. `links` is how this machine
+    joins its GPUs, when it was asked; None: as the catalogue's card.
     """
 
     facts: Facts
@@ -78,6 +80,7 @@ class SizingRequest(msgspec.Struct, frozen=True):
     tpot_ms: float | None = None
     context_per_user: int | None = None
     think_time_s: float | None = None
+    links: Links | None = None
 
     @property
     def has_fixed_layout(self) -> bool:

@@ -18,6 +18,7 @@ from penstock.plan.cache import CacheSettings
 from penstock.plan.comm import Fabric
 from penstock.plan.fit import Case, Fit, Memory, capability
 from penstock.plan.layouts import Layouts, Refused, Shape
+from penstock.plan.links import rewired
 from penstock.plan.overhead import RunSettings
 from penstock.plan.pages import model_bytes_per_token
 from penstock.plan.profiles import profile
@@ -67,7 +68,7 @@ class _Question(msgspec.Struct, frozen=True):
 
 def sizing_of(request: SizingRequest, gpu: GpuFacts, network: LinkFacts | None = None) -> Sizing:
     """The answer to `request` on these machines.  Raises NotModelled (exit 4) and UserError (exit 2), never guesses."""
-    question = _question(request, gpu, network)
+    question = _question(request, gpu if request.links is None else rewired(gpu, request.links), network)
     memory = Memory(question.case)
     sizing = _fixed(question, memory) if request.has_fixed_layout else _chosen(question, memory)
     warned = (*sizing.warnings, *_warnings(question, sizing, memory))
@@ -100,8 +101,7 @@ def _question(request: SizingRequest, gpu: GpuFacts, network: LinkFacts | None) 
         max_num_batched_tokens=settings.max_num_batched_tokens,
         max_num_seqs=settings.max_num_seqs,
         enforce_eager=request.enforce_eager,
-        # GeForce drivers switch it off (vllm#7553); an NVLink bridge gives it back.
-        has_peer_to_peer=gpu.nvlink is not None or not any("geforce" in name.lower() for name in gpu.names),
+        has_peer_to_peer=_has_peer_to_peer(request, gpu),
         is_blackwell=gpu.generation == "blackwell",
     )
     given = tuple(int(gib * GIB) for gib in request.available_kv_gib)
@@ -112,6 +112,13 @@ def _question(request: SizingRequest, gpu: GpuFacts, network: LinkFacts | None) 
         *(request, arch, fabric, settings, case, layouts.shape_of(arch, rules.version), _work(arch), context),
         stops=startup.refusals(request, arch, gpu, settings, context),
     )
+
+
+def _has_peer_to_peer(request: SizingRequest, gpu: GpuFacts) -> bool:
+    """As the machine told; else GeForce drivers switch it off (vllm#7553), and NVLink gives it back."""
+    if request.links is not None and request.links.has_peer_to_peer is not None:
+        return request.links.has_peer_to_peer
+    return gpu.nvlink is not None or not any("geforce" in name.lower() for name in gpu.names)
 
 
 def _work(arch: Architecture) -> Work:
@@ -429,6 +436,14 @@ def _warnings(question: _Question, sizing: Sizing, memory: Memory) -> tuple[str,
         )
     if request.nodes > 1 and request.network is None:
         found.append("the network was not said: ten-gigabit Ethernet is assumed for speed; give --network")
+    if (
+        request.links is not None
+        and request.links.has_peer_to_peer is False
+        and (sizing.layout or Parallel()).tensor > 1
+    ):
+        found.append(
+            "the GPUs cannot reach each other's memory (no peer-to-peer): tensor parallelism may be slower still"
+        )
     if gpu.vendor.lower() != "nvidia":
         found.append(f"memory and speed on {gpu.vendor} cards are estimated with NVIDIA's constants, not measured")
     fit = memory.fit(sizing.layout) if sizing.layout is not None else None
