@@ -17,6 +17,7 @@ from penstock.errors import UserError
 from penstock.units import MIB
 
 if TYPE_CHECKING:
+    from penstock.plan.explain import Formula
     from penstock.plan.sizing import Sizing, SizingRequest
 
 EXIT_FITS, EXIT_DOES_NOT_FIT = 0, 3
@@ -132,6 +133,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     out = parser.add_argument_group("output")
     out.add_argument("--json", action="store_true", help="print JSON")
+    out.add_argument("--explain", action="store_true", help="show each formula with its numbers")
     out.add_argument("--plot", type=Path, metavar="FILE", help="draw the answer into a .png or .svg (needs matplotlib)")
     out.add_argument("--write", type=Path, metavar="FILE", help="write a file for `penstock up`, when it fits")
     out.add_argument("--force", action="store_true", help="let --write replace a file")
@@ -156,17 +158,27 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         from penstock.plan.sizing import contract
 
-        print(json.dumps(contract(sizing)))
+        told = {formula.name: formula.lines for formula in _explained(request, sizing)} if options.explain else {}
+        print(json.dumps(contract(sizing) | ({"explanation": told} if options.explain else {})))
     else:
         from penstock import plan_view
 
         is_seen = sys.stdout.isatty()
+        has_colour = is_seen and "NO_COLOR" not in os.environ
         width = shutil.get_terminal_size((plan_view.WIDTH, 24)).columns if is_seen else plan_view.WIDTH
-        print(plan_view.text(request, sizing, is_seen and "NO_COLOR" not in os.environ, width))
+        print(plan_view.text(request, sizing, has_colour, width))
+        if options.explain:
+            print(f"\n{plan_view.explained(_explained(request, sizing), has_colour, width)}")
         for path, is_there in ((options.plot, True), (options.write, is_written)):
             if path:
                 print(f"\nwrote {path}" if is_there else f"\ndid not write {path}: it does not fit")
     return EXIT_FITS if sizing.fits else EXIT_DOES_NOT_FIT
+
+
+def _explained(request: SizingRequest, sizing: Sizing) -> tuple[Formula, ...]:
+    from penstock.plan.explain import explanation
+
+    return explanation(request, sizing)
 
 
 def solve(request: SizingRequest) -> Sizing:

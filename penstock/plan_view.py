@@ -11,6 +11,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from penstock.plan.explain import Formula
 from penstock.plan.ranges import Range
 from penstock.plan.sizing import (
     KvAnswer,
@@ -106,6 +107,18 @@ def text(request: SizingRequest, sizing: Sizing, has_colour: bool = False, width
     if sizing.fits:
         parts.append(_command(request, sizing, page))
     return "\n\n".join("\n".join(part) for part in parts if part)
+
+
+def explained(formulas: Sequence[Formula], has_colour: bool = False, width: int = WIDTH) -> str:
+    """The formulas of `--explain`, a paragraph each."""
+    page = Page(has_colour, width)
+    shown = [
+        "\n".join(
+            [page(formula.name, "1"), *(row for line in formula.lines for row in _wrapped(line, "  ", "    ", page))]
+        )
+        for formula in formulas
+    ]
+    return "\n".join(["how it was counted", *shown]) if shown else "nothing was counted: no layout can be"
 
 
 def layout_text(layout: Parallel | RejectedLayout) -> str:

@@ -1,7 +1,7 @@
 """How this machine's GPUs are joined, read from nvidia-smi's words; how that moves the plan.
 
-Texts as drivers 550 to 580 print them: the H100 and the GeForce ones from public issues (NVIDIA/nccl#1617,
-aikitoria/open-gpu-kernel-modules#1 and #13, noonghunna/club-3090#1124), shortened; the others put together likewise.
+RECORDED is what one host of four H200s printed; GEFORCE stands in a public issue (noonghunna/club-3090#1124). Others
+are put together in the same form, as NVIDIA/nccl#1617 and aikitoria/open-gpu-kernel-modules#13 show it.
 """
 
 from __future__ import annotations
@@ -78,6 +78,15 @@ CUBE = table(
         ["SYS", "NV2", "NV1", "X"],
     ]
 )
+RECORDED = (
+    "\t\x1b[4mGPU0\tGPU1\tGPU2\tGPU3\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m\n"
+    "GPU0\t X \tNV18\tNV18\tNV18\t0-63\t0\t\tN/A\nGPU1\tNV18\t X \tNV18\tNV18\t0-63\t0\t\tN/A\n"
+    "GPU2\tNV18\tNV18\t X \tNV18\t0-63\t0\t\tN/A\nGPU3\tNV18\tNV18\tNV18\t X \t0-63\t0\t\tN/A\n" + LEGEND
+)
+RECORDED_PEERS = (
+    " \t\x1b[4mGPU0\tGPU1\tGPU2\tGPU3\t\x1b[0m\n GPU0\tX\tOK\tOK\tOK\t\n GPU1\tOK\tX\tOK\tOK\t\n"
+    " GPU2\tOK\tOK\tX\tOK\t\n GPU3\tOK\tOK\tOK\tX\t\n\nLegend:\n\n  X    = Self\n  OK   = Status Ok\n"
+)
 # As pasted, with blanks for tabs: two GeForce RTX 5090.
 GEFORCE = """
         GPU0    GPU1    CPU Affinity    NUMA Affinity   GPU NUMA ID
@@ -96,6 +105,11 @@ def test_eight_h100_stand_in_one_nvlink_group() -> None:
     links = found(H100X8, peers(8, "OK"), status(8, 18, "26.562"))
     assert links == Links(8, 8, 18 * 26.562, None, True)
     assert links.words == "NVLink joins all 8 GPUs, peer-to-peer works"
+
+
+def test_four_h200_as_recorded() -> None:
+    links = found(RECORDED, RECORDED_PEERS, status(4, 18, "26.562"))
+    assert links == Links(4, 4, 18 * 26.562, None, True)
 
 
 def test_four_pcie_cards_tell_their_longest_way() -> None:
