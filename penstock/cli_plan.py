@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from penstock.errors import UserError
-from penstock.units import MIB
 
 if TYPE_CHECKING:
     from penstock.plan.explain import Formula
@@ -226,6 +225,7 @@ def request_of(options: argparse.Namespace) -> SizingRequest:
 def _this_machine(n_wanted: int | None) -> tuple[dict[str, Any], tuple[str, ...]]:
     """The GPUs of this machine (the first `n_wanted`), where all are alike, and what to know.  Raises UserError."""
     from penstock import catalog, machine
+    from penstock.units import MIB
 
     found = machine.gpus()[:n_wanted]
     names = sorted({gpu.name for gpu in found})

@@ -434,7 +434,8 @@ def by_reason(rejected: Sequence[RejectedLayout]) -> list[list[str]]:
         if alike[0].reason != reason:
             reason += " by tensor " + ", ".join(str(layout.tensor) for layout in alike)
         rows.append([name, reason])
-    return rows
+    # What fits and lost says most; the many sizes that memory refuses come last.
+    return sorted(rows, key=lambda row: 0 if " by tensor " in row[1] else 1 if row[1].startswith("fits") else 2)
 
 
 def _command(request: SizingRequest, sizing: Sizing, page: Page) -> list[str]:

@@ -6,13 +6,13 @@ workload's targets choose (`layouts.choose`). A layout that was asked for is jud
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import msgspec
 
 from penstock.catalog import GpuFacts, LinkFacts
 from penstock.errors import UserError
-from penstock.plan import families, layouts, startup, users
+from penstock.plan import families, layouts, levers, startup, users
 from penstock.plan.architecture import Architecture
 from penstock.plan.cache import CacheSettings
 from penstock.plan.comm import Fabric
@@ -27,7 +27,6 @@ from penstock.plan.ranges import Range, exact
 from penstock.plan.settings import engine_args, settings_of, total_bytes
 from penstock.plan.sizing import (
     KvAnswer,
-    Lever,
     MemoryAnswer,
     RankMemory,
     RejectedLayout,
@@ -48,7 +47,6 @@ from penstock.units import GIB
 # A checkpoint's own bytes and what the config says may differ by this share before it is said (the issue's 1%).
 _MOST_DIFFERENCE = 0.01
 _CACHE_BYTES = {"fp8": 1.0, "fp8_e4m3": 1.0, "fp8_e5m2": 1.0, "nvfp4": 0.5625, "float32": 4.0}
-_SHORT_CONTEXT = 8192
 _THINK_TIME_S = 30.0
 
 
@@ -264,8 +262,16 @@ def _answer(
         engine_args=engine_args(request, sizes, layout.expert),
         settings=question.settings,
         ranks=_ranks(question.case, fit) if fit.available else (),
-        levers=_levers(question, fit) if fit.available else (),
+        levers=levers.levers(question.case, fit, _room(question)) if fit.available else (),
         users=_users(question, fit) if fit.fits and not _is_too_long(question) else None,
+    )
+
+
+def _room(question: _Question) -> levers.Room:
+    request = question.request
+    return levers.Room(
+        *(question.shape, request.gpus_per_node, request.nodes, question.settings.engine_version),
+        least_tokens=request.input_tokens + request.output_tokens,
     )
 
 
@@ -381,44 +387,6 @@ def _users(question: _Question, fit: Fit) -> users.Users | None:
     data = fit.layout.data
     capacity = users.Capacity(fit.kv.tokens * data, question.settings.max_num_seqs * data)
     return users.users(person, capacity, _workload(question), lambda workload: _speed(question, fit, workload))
-
-
-# ---- levers ----------------------------------------------------------------------------------------------------------
-
-
-def _levers(question: _Question, fit: Fit) -> tuple[Lever, ...]:
-    """What else could be done with the same layout, and with twice the GPUs."""
-    case, layout = question.case, fit.layout
-    found = []
-    shorter = min(_SHORT_CONTEXT, case.cache.max_model_len // 2)
-    if shorter >= question.request.input_tokens + question.request.output_tokens:
-        cache = msgspec.structs.replace(case.cache, max_model_len=shorter)
-        changed = msgspec.structs.replace(case, cache=cache)
-        found.append(_lever("shorter context", {"max_model_len": f"{shorter}"}, changed, layout))
-    if case.cache.kv_cache_dtype == "auto":
-        cache = msgspec.structs.replace(case.cache, kv_cache_dtype="fp8")
-        changed = msgspec.structs.replace(case, cache=cache)
-        found.append(_lever("fp8 KV cache", {"kv_cache_dtype": "fp8"}, changed, layout, "costs some accuracy"))
-    if case.arch.quantization is None:
-        changed = msgspec.structs.replace(case, arch=with_choice(case.arch, "fp8"))
-        found.append(_lever("fp8 weights", {"quantization": "fp8"}, changed, layout, "costs some accuracy"))
-    wider = Parallel(layout.tensor * 2, layout.pipeline, layout.data, layout.expert)
-    if layouts.refusal(question.shape, wider) is None:
-        flags = {"tensor": f"{wider.tensor}"}
-        found.append(_lever("twice the GPUs", flags, case, wider, f"{wider.n_ranks} GPUs"))
-    return tuple(lever for lever in found if lever is not None)
-
-
-def _lever(name: str, flags: Mapping[str, str], case: Case, layout: Parallel, note: str = "") -> Lever | None:
-    """None where what it would give is not modelled."""
-    try:
-        kv = (fit := Memory(case).fit(layout)).kv
-    except UserError:
-        return None
-    if kv is None:
-        return None
-    words = tuple(word for field, value in flags.items() for word in ("--" + field.replace("_", "-"), value))
-    return Lever(name, words, fit.fits, kv.tokens, kv.max_concurrency, note)
 
 
 # ---- warnings --------------------------------------------------------------------------------------------------------

@@ -83,10 +83,10 @@ def refusals(
     request: SizingRequest, arch: Architecture, gpu: GpuFacts, settings: Settings, context: Context
 ) -> tuple[str, ...]:
     """Why this engine would not start on this card, each with its number; empty when nothing is known against it."""
-    version = _version(settings.engine_version)
-    found = [_too_long(settings, context), _dtype(request, arch, gpu), _cache(arch, gpu, settings, version)]
-    found.append(_block(request, gpu, version))
-    found.append(_format(request, arch.quantization, gpu, version))
+    engine = settings.engine_version
+    found = [_too_long(settings, context), _dtype(request, arch, gpu), _block(request, gpu, engine)]
+    found.append(cache_refusal(arch, gpu, settings.kv_cache_dtype, engine))
+    found.append(format_refusal(arch.quantization, gpu, engine, _method(request)))
     return tuple(reason for reason in found if reason)
 
 
@@ -125,14 +125,14 @@ def _dtype(request: SizingRequest, arch: Architecture, gpu: GpuFacts) -> str | N
     return None
 
 
-def _cache(arch: Architecture, gpu: GpuFacts, settings: Settings, version: tuple[int, ...]) -> str | None:
-    kind = settings.kv_cache_dtype
+def cache_refusal(arch: Architecture, gpu: GpuFacts, kind: str, engine_version: str) -> str | None:
+    """Why no attention kernel reads a KV cache of this kind on this card."""
     is_fp8, is_fp4 = kind.startswith("fp8"), kind.startswith("nvfp4")
     if not is_fp8 and not is_fp4:
         return None
     attentions = [layer.attention for layer in arch.layers if layer.attention is not None]
     is_mla = any(attention.kind == "mla" for attention in attentions)
-    least = _FLASHINFER if version >= _FLASHINFER_SINCE else _FLASHINFER_BEFORE
+    least = _FLASHINFER if _version(engine_version) >= _FLASHINFER_SINCE else _FLASHINFER_BEFORE
     least = _NATIVE_FP8 if is_mla else least if is_fp8 else _FLASHINFER
     if _lacks(gpu, least):
         return f"a KV cache in {kind} needs compute capability {_shown(least)}, {gpu.id} has {gpu.compute_capability}"
@@ -142,19 +142,21 @@ def _cache(arch: Architecture, gpu: GpuFacts, settings: Settings, version: tuple
     return None
 
 
-def _block(request: SizingRequest, gpu: GpuFacts, version: tuple[int, ...]) -> str | None:
+def _block(request: SizingRequest, gpu: GpuFacts, engine_version: str) -> str | None:
     """FlashAttention, FlashInfer and Triton take multiples of 16 (`get_supported_kernel_block_sizes`)."""
     size = request.block_size
-    if size is None or size % 16 == 0 or version < _ANY_BLOCK_SINCE or capability(gpu) is None:
+    if size is None or size % 16 == 0 or _version(engine_version) < _ANY_BLOCK_SINCE or capability(gpu) is None:
         return None
     return f"block size {size} is not a multiple of 16, which every attention kernel wants"
 
 
-def _format(request: SizingRequest, quant: Quantization | None, gpu: GpuFacts, version: tuple[int, ...]) -> str | None:
+def format_refusal(quant: Quantization | None, gpu: GpuFacts, engine_version: str, method: str = "") -> str | None:
+    """Why no kernel multiplies weights of this format on this card; `method` is the checkpoint's quant_method."""
+    version = _version(engine_version)
     for one in () if quant is None else (quant, *quant.also):
         now, before = _LEAST.get(one.kind, ((0, 0), (0, 0)))
         least = now if version >= _MARLIN_ON_TURING else before
-        if one.kind == "fp8" and _method(request) == "modelopt":
+        if one.kind == "fp8" and method == "modelopt":
             least = max(least, _MODELOPT_FP8)
         if _lacks(gpu, least):
             return (
