@@ -111,6 +111,7 @@ _GROUPS = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `penstock plan`; `run` takes what they parse to."""
+    parser.usage = "penstock plan MODEL [--gpu ID] [--gpus-per-node N] [...]  (penstock plan --help lists all)"
     parser.add_argument("model", metavar="MODEL", help="a folder with a config.json, a catalogue name, or a hub id")
     groups = {}
     for title, options in _GROUPS:

@@ -31,6 +31,11 @@ def test_70b_as_published() -> None:
     assert "note" not in told
 
 
+def test_405b_is_810_gb() -> None:
+    told = explained("llama-3.1-405b", gpus_per_node=16, max_model_len=8192)
+    assert "405,853,388,800 parameters x 2 B (bfloat16) = 811,706,777,600 B = 811.71 GB" in told["weights"]
+
+
 @pytest.mark.parametrize(("heads", "shown"), [(8, "61.52"), (16, "123.05")])
 def test_405b_tells_both_figures_whatever_its_config_has(heads: int, shown: str) -> None:
     config = {**catalog.model_config("llama-3.1-405b"), "num_key_value_heads": heads}

@@ -190,13 +190,19 @@ def test_parameters_of_families_outside_the_catalogue(name: str) -> None:
 def test_qwen3_vl_moe_is_counted_as_published() -> None:
     """Qwen3-VL-30B-A3B: 31,070,754,032 parameters, also by transformers' count on the meta device. No catalogue row."""
     text = {
-        **{"hidden_size": 2048, "num_hidden_layers": 48, "intermediate_size": 6144, "moe_intermediate_size": 768},
-        **{"num_experts": 128, "num_experts_per_tok": 8, "num_attention_heads": 32, "num_key_value_heads": 4},
-        **{"head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 262144, "dtype": "bfloat16"},
+        "hidden_size": 2048,
+        "num_hidden_layers": 48,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "max_position_embeddings": 262144,
+        "dtype": "bfloat16",
     }
-    vision = {
-        **{"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "out_hidden_size": 2048, "patch_size": 16},
-        **{"deepstack_visual_indexes": [8, 16, 24], "spatial_merge_size": 2, "temporal_patch_size": 2},
-    }
+    vision = {"depth": 27, "out_hidden_size": 2048, "deepstack_visual_indexes": [8, 16, 24]}
     config = {"architectures": ["Qwen3VLMoeForConditionalGeneration"], "tie_word_embeddings": False}
     assert n_params(read({**config, "text_config": text, "vision_config": vision})) == 31_070_754_032

@@ -103,6 +103,13 @@ def test_requests_over_the_context_have_no_speed() -> None:
 # ---- configs that no model has ---------------------------------------------------------------------------------------
 
 
+def test_a_vision_part_of_nonsense_is_refused() -> None:
+    config = catalog.model_config("qwen3-vl-8b")
+    config["vision_config"]["hidden_size"] = -5
+    with pytest.raises(UserError, match="hidden_size of vision_config is -5, not a count"):
+        solved("qwen3-vl-8b", "h100-sxm", config)
+
+
 def changed(model: str = "llama-3.1-8b", **fields: Any) -> dict[str, Any]:
     return {**catalog.model_config(model), **fields}
 
