@@ -33,6 +33,7 @@ def solved(model: str, gpu: str, config: dict[str, Any] | None = None, **asked: 
         ("deepseek-v2-lite", "a100-sxm4-80", {"kv_cache_dtype": "fp8"}, "needs compute capability 8.9"),
         ("gpt-oss-20b", "t4", {"gpus_per_node": 4}, "weights in mxfp4 need compute capability 8.0, t4 has 7.5"),
         ("qwen3-32b-fp8", "v100-sxm2-32", {"gpus_per_node": 4}, "weights in fp8-block need compute capability 7.5"),
+        ("llama-3.1-8b", "h100-sxm", {"quantization": "bitsandbytes"}, "no bitsandbytes any more"),
         ("llama-3.1-8b", "h100-sxm", {"block_size": 17}, "block size 17 is not a multiple of 16"),
     ],
 )
@@ -51,6 +52,7 @@ def test_what_does_not_start_says_why(model: str, gpu: str, asked: dict[str, Any
         ("qwen3-0.6b", "t4", {"max_model_len": 4096, "kv_cache_dtype": "fp8", "engine_version": "0.22"}),
         ("llama-3.1-8b", "a100-sxm4-80", {"kv_cache_dtype": "fp8"}),
         ("gpt-oss-20b", "a100-sxm4-40", {}),
+        ("llama-3.1-8b", "h100-sxm", {"quantization": "bitsandbytes", "engine_version": "0.19"}),
         ("internlm2.5-7b", "h100-sxm", {"max_model_len": 65_536}),  # 32,768 x dynamic 2
         ("llama-3.1-8b", "mi300x", {"kv_cache_dtype": "fp8"}),  # no compute capability: not judged
     ],
@@ -72,6 +74,26 @@ def test_a_card_without_bfloat16_loads_float16_or_float32() -> None:
     assert whole.settings is not None and whole.settings.dtype == "float32"
     assert whole.weights is not None and whole.weights.per_gpu_gib[0] > 34
     assert any("no bfloat16" in warning for warning in half.warnings)
+
+
+def test_formats_without_units_save_memory_alone() -> None:
+    def warned(model: str, gpu: str) -> bool:
+        sizing = solved(model, gpu, gpus_per_node=8, max_model_len=4096)
+        return any("it saves memory, not arithmetic" in warning for warning in sizing.warnings)
+
+    assert warned("gpt-oss-20b", "h100-sxm") and not warned("gpt-oss-20b", "b200-sxm")
+    assert warned("qwen3-32b-fp8", "a100-sxm4-80") and not warned("qwen3-32b-fp8", "h100-sxm")
+
+
+def test_an_unknown_quantization_is_told_the_nearest() -> None:
+    with pytest.raises(PenstockError) as caught:
+        solved("llama-3.1-8b", "h100-sxm", quantization="fp8_per_chanel")
+    assert caught.value.exit_code == 4 and caught.value.hint == "did you mean fp8_per_channel?"
+
+
+def test_experts_of_a_dense_model_are_refused_with_their_number() -> None:
+    sizing = solved("llama-3.1-8b", "h100-sxm", expert=True)
+    assert not sizing.fits and sizing.reason == "expert parallelism needs experts, this model has 0"
 
 
 def test_longrope_starts_with_its_original_length() -> None:

@@ -101,7 +101,7 @@ def _qwen3_vl(f: Fields, v: _Sizes) -> Iterator[Tensor]:
     yield _one("merger.norm", (2 * hidden + 2 * merged * len(deep),))
 
 
-def _qwen2_5_vl(f: Fields, v: _Sizes) -> Iterator[Tensor]:
+def _qwen2_5_vl(_: Fields, v: _Sizes) -> Iterator[Tensor]:
     """Qwen2.5-VL (models/qwen2_5_vl.py): gated with biases, RMS norms, one merger over 2 x 2 patches."""
     hidden, width, n = v("hidden_size"), v("intermediate_size"), v("depth")
     merged = hidden * v("spatial_merge_size") ** 2

@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.errors import UserError
+from penstock.errors import UserError, nearest
 from penstock.plan.architecture import Architecture, Quantization
 from penstock.plan.refusals import not_modelled
 
@@ -313,6 +313,11 @@ def with_choice(arch: Architecture, choice: str | None, dtype: str | None = None
         arch = msgspec.structs.replace(arch, dtype={"half": "float16", "float": "float32"}.get(str(dtype), str(dtype)))
     if choice is None:
         return arch
+    if choice not in ONLINE and choice not in _SAME:
+        close = nearest(choice, {*ONLINE, *_SAME})
+        raise not_modelled(
+            "quantization", choice, "it is not modelled", hint=f"did you mean {close}?" if close else None
+        )
     if arch.quantization is not None:
         if arch.quantization.kind in _SAME.get(choice, frozenset()):
             return arch

@@ -178,7 +178,7 @@ def _chosen(question: _Question, memory: Memory) -> Sizing:
         refused = (*choice.refused, *others)
         return _answer(question, fit, _why_it_fits(fit), refused, (choice.price,) if choice.price else ())
     if not found.legal:
-        reason = _all_refused(choice.refused, fabric.n_gpus)
+        reason = _all_refused(question, choice.refused)
         return Sizing(False, reason, rejected=tuple(map(_of_refused, choice.refused)), settings=question.settings)
     nearest = max((memory.fit(layout) for layout in found.legal), key=lambda fit: fit.margin_bytes)
     refused = tuple(one for one in choice.refused if one.layout != nearest.layout)
@@ -196,9 +196,14 @@ def _is_pipeline_early(layout: Parallel, widest: int, fabric: Fabric) -> bool:
     return fabric.gpu.nvlink is not None and layout.pipeline > 1 and layout.tensor < widest
 
 
-def _all_refused(refused: Iterable[Refused], n_gpus: int) -> str:
+def _all_refused(question: _Question, refused: Iterable[Refused]) -> str:
+    if question.request.expert and not question.shape.n_experts:
+        return "expert parallelism needs experts, this model has 0"
     reasons = list(dict.fromkeys(one.reason for one in refused))
-    return f"no layout of {n_gpus} GPUs is legal: {'; '.join(reasons[:3]) or 'none has whole experts on its ranks'}"
+    n_gpus = question.fabric.n_gpus
+    of = "1 GPU" if n_gpus == 1 else f"{n_gpus} GPUs"
+    told = "; ".join(reasons[:3]) or "whole experts on each rank need 2 GPUs or more"
+    return f"no layout of {of} is legal: {told}"
 
 
 def _why_it_fits(fit: Fit) -> str:
@@ -395,7 +400,7 @@ def _users(question: _Question, fit: Fit) -> users.Users | None:
 def _warnings(question: _Question, sizing: Sizing, memory: Memory) -> tuple[str, ...]:
     request, gpu = question.request, question.fabric.gpu
     found = [*_differs(question)]
-    found += startup.warnings(request, gpu, question.settings, question.context)
+    found += startup.warnings(request, question.arch, gpu, question.settings, question.context)
     if _is_too_long(question):
         longest = max(request.input_tokens + request.output_tokens, request.context_per_user or 0)
         found.append(

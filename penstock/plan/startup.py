@@ -36,6 +36,7 @@ _LEAST: Mapping[str, tuple[Capability, Capability]] = {
     "nvfp4": ((7, 5), (8, 0)),
 }
 _MARLIN_ON_TURING = (0, 14)
+_NO_BITSANDBYTES_SINCE = (0, 32)  # not among QuantizationMethods; the last version that had it is not known to us
 # modelopt's own fp8 keeps 8.0 (quantization/modelopt.py, ModelOptFp8Config).
 _MODELOPT_FP8: Capability = (8, 0)
 # vllm#45375: FlashInfer, which alone read fp8 caches below 8.9, starts at 8.0 since 0.24; before at 7.5.
@@ -90,9 +91,17 @@ def refusals(
     return tuple(reason for reason in found if reason)
 
 
-def warnings(request: SizingRequest, gpu: GpuFacts, settings: Settings, context: Context) -> tuple[str, ...]:
+def warnings(
+    request: SizingRequest, arch: Architecture, gpu: GpuFacts, settings: Settings, context: Context
+) -> tuple[str, ...]:
     """What starts, and is not what one would think."""
     found = []
+    kind = arch.quantization.kind if arch.quantization is not None else ""
+    has_unit = gpu.native.fp8 if kind.startswith("fp8") else gpu.native.fp4 if kind in ("nvfp4", "mxfp4") else True
+    if not has_unit:
+        found.append(
+            f"{gpu.id} cannot multiply {kind}: weights are unpacked to 16 bits; it saves memory, not arithmetic"
+        )
     if request.max_model_len is None and context.default < context.limit:
         found.append(
             f"vLLM takes {context.default:,} tokens of context for this model (LongRoPE) unless --max-model-len asks "
@@ -154,6 +163,8 @@ def format_refusal(quant: Quantization | None, gpu: GpuFacts, engine_version: st
     """Why no kernel multiplies weights of this format on this card; `method` is the checkpoint's quant_method."""
     version = _version(engine_version)
     for one in () if quant is None else (quant, *quant.also):
+        if one.kind.startswith("bnb") and version >= _NO_BITSANDBYTES_SINCE:
+            return "vLLM has no bitsandbytes any more (vllm#39583; gone in 0.32)"
         now, before = _LEAST.get(one.kind, ((0, 0), (0, 0)))
         least = now if version >= _MARLIN_ON_TURING else before
         if one.kind == "fp8" and method == "modelopt":
