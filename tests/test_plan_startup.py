@@ -148,6 +148,7 @@ def changed(model: str = "llama-3.1-8b", **fields: Any) -> dict[str, Any]:
         ({"architectures": []}, "does not say its architecture"),
         ({"architectures": 7}, "architectures is 7, not a list"),
         ({"quantization_config": "fp8"}, "quantization_config is not an object"),
+        ({"quantization_config": {"quant_method": "fp8", "ignored_layers": ["re:("]}}, "no regular expression"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": {}}}, "a value of the wrong kind"),
     ],
 )

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from penstock import plan_plot, plan_view
 from penstock.errors import UserError
+from penstock.plan.links import Links
 from penstock.plan.sizing import RejectedLayout, Sizing, SizingRequest, WeightsAnswer, contract
 from penstock.spec import Parallel
 
@@ -133,6 +134,12 @@ def test_refused_layouts_with_one_reason_stand_on_one_line() -> None:
 def test_a_narrow_terminal_gets_narrow_lines(name: str, width: int) -> None:
     lines = plan_view.text(*CASES[name], False, width).splitlines()
     assert [line for line in lines if len(line) > width or line != line.rstrip()] == []
+
+
+def test_what_joins_this_machines_gpus_is_told() -> None:
+    here = replace(samples.REQUEST, links=Links(8, 2, 56.0, "SYS", False))
+    words = "this machine: NVLink joins groups of 2, PCIe (SYS) the rest, no peer-to-peer"
+    assert words in plan_view.text(here, samples.FITS) and "this machine" not in plan_view.text(*CASES["fits"])
 
 
 def test_an_engine_that_does_not_start_is_said_so() -> None:

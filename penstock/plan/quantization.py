@@ -76,7 +76,12 @@ def _compiled(patterns: tuple[str, ...]) -> _Patterns:
             wild.append(fnmatch.translate(_canonical(pattern) + ".*"))
         else:
             plain.add(_canonical(pattern))
-    return _Patterns(frozenset(plain), re.compile("|".join(wild)) if wild else None)
+    try:
+        return _Patterns(frozenset(plain), re.compile("|".join(wild)) if wild else None)
+    except re.error as exc:
+        raise UserError(
+            "cannot read config.json: a pattern of quantization_config is no regular expression", detail=str(exc)
+        ) from exc
 
 
 def _canonical(name: str) -> str:
