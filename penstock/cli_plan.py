@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,21 +19,25 @@ from penstock.errors import UserError
 if TYPE_CHECKING:
     from penstock.catalog import GpuFacts
     from penstock.plan.calibration import Calibrated
-    from penstock.plan.sizing import Sizing, SizingRequest
+    from penstock.plan.explain import Formula
+    from penstock.plan.links import Links
+    from penstock.plan.sizing import Facts, Sizing, SizingRequest
 
 EXIT_FITS, EXIT_DOES_NOT_FIT = 0, 3
 
 # What `engine/arg_utils.py` of vLLM reads in --max-model-len: small letters are decimal, large ones binary.
 _FACTORS = {"k": 10**3, "m": 10**6, "K": 2**10, "M": 2**20}
+_MOST = 2**31
 _DTYPES = ("auto", "bfloat16", "half", "float16", "float", "float32")
 
 
 def _count(text: str) -> int:
-    """A whole number of at least 1: "131072", "128K" (131,072), "128k" (128,000)."""
+    """A whole number from 1 to 2**31: "131072", "128K" (131,072), "128k" (128,000)."""
     factor = _FACTORS.get(text[-1:], 1)
     digits = text[:-1] if factor != 1 else text
-    if not digits.isascii() or not digits.isdigit() or int(digits) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    is_number = digits.isascii() and digits.isdigit() and len(digits) < 12
+    if not is_number or not 1 <= int(digits) * factor <= _MOST:
+        raise argparse.ArgumentTypeError(f"{text[:20]!r} is not a whole number from 1 to {_MOST:,}")
     return int(digits) * factor
 
 
@@ -41,8 +46,8 @@ def _positive(text: str) -> float:
         value = float(text)
     except ValueError:
         value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    if not 0 < value <= _MOST:
+        raise argparse.ArgumentTypeError(f"{text[:20]!r} is not a number above 0 and at most {_MOST:,}")
     return value
 
 
@@ -108,6 +113,7 @@ _GROUPS = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `penstock plan`; `run` takes what they parse to."""
+    parser.usage = "penstock plan MODEL [--gpu ID] [--gpus-per-node N] [...]  (penstock plan --help lists all)"
     parser.add_argument(
         "model",
         metavar="MODEL",
@@ -142,6 +148,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     out = parser.add_argument_group("output")
     out.add_argument("--json", action="store_true", help="print JSON")
+    out.add_argument("--explain", action="store_true", help="show each formula with its numbers")
     out.add_argument("--plot", type=Path, metavar="FILE", help="draw the answer into a .png or .svg (needs matplotlib)")
     out.add_argument("--write", type=Path, metavar="FILE", help="write a file for `penstock up`, when it fits")
     out.add_argument("--force", action="store_true", help="let --write replace a file")
@@ -169,15 +176,27 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         from penstock.plan.sizing import contract
 
-        print(json.dumps(contract(sizing)))
+        told = {formula.name: formula.lines for formula in _explained(request, sizing)} if options.explain else {}
+        print(json.dumps(contract(sizing) | ({"explanation": told} if options.explain else {})))
     else:
         from penstock import plan_view
 
-        print(plan_view.text(request, sizing, sys.stdout.isatty() and "NO_COLOR" not in os.environ))
+        is_seen = sys.stdout.isatty()
+        has_colour = is_seen and "NO_COLOR" not in os.environ
+        width = shutil.get_terminal_size((plan_view.WIDTH, 24)).columns if is_seen else plan_view.WIDTH
+        print(plan_view.text(request, sizing, has_colour, width))
+        if options.explain:
+            print(f"\n{plan_view.explained(_explained(request, sizing), has_colour, width)}")
         for path, is_there in ((options.plot, True), (options.write, is_written)):
             if path:
                 print(f"\nwrote {path}" if is_there else f"\ndid not write {path}: it does not fit")
     return EXIT_FITS if sizing.fits else EXIT_DOES_NOT_FIT
+
+
+def _explained(request: SizingRequest, sizing: Sizing) -> tuple[Formula, ...]:
+    from penstock.plan.explain import explanation
+
+    return explanation(request, sizing)
 
 
 def request_of(options: argparse.Namespace) -> tuple[SizingRequest, GpuFacts | None]:
@@ -207,11 +226,11 @@ def request_of(options: argparse.Namespace) -> tuple[SizingRequest, GpuFacts | N
     given |= {field: value for field, value in switches.items() if value is not None}
     if _is_file(options.model):
         return _request_of_file(Path(options.model), given)
-    card = None
-    if "gpu" not in given:
-        card, n_gpus = _this_machine()
-        given = {"gpu": card.id, "gpus_per_node": n_gpus, **given}
-    return SizingRequest(facts=facts.read(options.model), **given), card
+    if "gpu" in given:
+        return SizingRequest(facts=facts.read(options.model), **given), None
+    here = _this_machine(given.get("gpus_per_node"))
+    given = {"gpu": here.card.id, "gpus_per_node": here.n_gpus, "links": here.links, **given}
+    return SizingRequest(facts=here.noted(facts.read(options.model)), **given), here.card
 
 
 def _is_file(model: str) -> bool:
@@ -230,16 +249,20 @@ def _request_of_file(path: Path, given: dict[str, Any]) -> tuple[SizingRequest, 
             f'cannot plan file "{path}": its engine is {deployment.engine.kind}',
             hint="Planning is for vLLM on GPUs: set engine.kind: vllm.",
         )
-    card, n_gpus = None, 1
-    gpu = given.get("gpu") or deployment.hardware.gpu
+    gpu, n_gpus = given.get("gpu") or deployment.hardware.gpu, deployment.hardware.gpus_per_node
+    of_model = facts.read(deployment.model)
+    here = None
     if gpu is None:
-        card, n_gpus = _this_machine()
-        gpu = card.id
-    n_gpus = deployment.hardware.gpus_per_node or n_gpus
-    request = planning.request_of(deployment, facts.read(deployment.model), gpu)
+        here = _this_machine(n_gpus)
+        gpu, n_gpus, of_model = here.card.id, here.n_gpus, here.noted(of_model)
+        given = {"links": here.links, **given}
+    n_gpus = n_gpus or 1
     if deployment.parallel == "auto":
         n_gpus = max(1, n_gpus // max(1, deployment.replicas.min))
-    return msgspec.structs.replace(request, **{"gpus_per_node": n_gpus, **given}), card
+    request = msgspec.structs.replace(
+        planning.request_of(deployment, of_model, gpu), **{"gpus_per_node": n_gpus, **given}
+    )
+    return request, here.card if here else None
 
 
 def _calibration(path: Path) -> Calibrated:
@@ -254,11 +277,25 @@ def _calibration(path: Path) -> Calibrated:
     return calibration.read(text, str(path))
 
 
-def _this_machine() -> tuple[GpuFacts, int]:
-    """The card of this machine's GPUs and their number, where all are alike.  Raises UserError."""
+class _Here(NamedTuple):
+    """The GPUs of this machine, all alike, and what is to be known of them."""
+
+    card: GpuFacts
+    n_gpus: int
+    links: Links | None
+    notes: tuple[str, ...]
+
+    def noted(self, of_model: Facts) -> Facts:
+        import msgspec
+
+        return msgspec.structs.replace(of_model, notes=(*of_model.notes, *self.notes))
+
+
+def _this_machine(n_wanted: int | None) -> _Here:
+    """This machine's first `n_wanted` GPUs, or all.  Raises UserError when there are none, or several kinds."""
     from penstock import catalog, machine, planning
 
-    found = machine.gpus()
+    found = machine.gpus()[:n_wanted]
     names = sorted({gpu.name for gpu in found})
     if len(names) != 1:
         raise UserError(
@@ -266,7 +303,11 @@ def _this_machine() -> tuple[GpuFacts, int]:
             detail=", ".join(names) or "nvidia-smi lists none, or is not there.",
             hint=f"Name the GPU: --gpu h100-sxm --gpus-per-node 8. Known: {', '.join(catalog.gpu_ids())}.",
         )
-    return planning.card_of(found), len(found)
+    card, links = planning.card_of(found), machine.links([gpu.index for gpu in found])
+    notes = planning.notes_of(card)
+    if links is None:
+        notes += ("nvidia-smi did not tell how this machine's GPUs are joined: the catalogue's links are taken",)
+    return _Here(card, len(found), links, notes)
 
 
 def _check_outputs(options: argparse.Namespace) -> None:

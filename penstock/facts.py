@@ -116,7 +116,7 @@ def _json_object(path: Path) -> dict[str, Any]:
         ) from exc
     except OSError as exc:
         raise UserError(f'could not read "{path}": {exc.strerror}') from exc
-    except ValueError as exc:
+    except (ValueError, RecursionError) as exc:
         raise UserError(f'cannot use "{path}": it is not JSON', detail=str(exc)) from exc
     if not isinstance(value, dict):
         raise UserError(f'cannot use "{path}": it is not a JSON object')

@@ -6,11 +6,13 @@ import os
 import shutil
 import socket
 import subprocess
+from collections.abc import Collection
 from pathlib import Path
 
 import psutil
 
 from penstock.plan import Gpu, Machine
+from penstock.plan.links import Links, links_of, parse_matrix, parse_rate
 from penstock.units import MIB
 
 # https://docs.kernel.org/admin-guide/cgroup-v2.html#memory-interface-files: what a container may use.
@@ -24,12 +26,14 @@ def this_machine() -> Machine:
     limit, used = _cgroup_bytes("memory.max"), _cgroup_bytes("memory.current")
     if limit is not None and limit < total:
         total, free = limit, max(0, min(free, limit - (used or 0)))
+    found = tuple(gpus())
     return Machine(
         host=socket.gethostname(),
         n_cpus=len(psutil.Process().cpu_affinity() or [1]),
         memory_bytes=total,
         memory_free_bytes=free,
-        gpus=tuple(gpus()),
+        gpus=found,
+        links=links([gpu.index for gpu in found]) if found else None,
     )
 
 
@@ -43,15 +47,30 @@ def _cgroup_bytes(name: str) -> int | None:
 
 
 def gpus() -> list[Gpu]:
-    """NVIDIA GPUs as nvidia-smi lists them; of those in CUDA_VISIBLE_DEVICES where it is set. None when it fails."""
+    """NVIDIA GPUs as nvidia-smi lists them; of those in CUDA_VISIBLE_DEVICES where it is set; none when it fails."""
+    text = _nvidia_smi("--query-gpu=index,uuid,name,memory.total,memory.free", "--format=csv,noheader,nounits")
+    return parse_gpus(text, os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def links(indices: Collection[int]) -> Links | None:
+    """How these GPUs are joined, as the driver tells it. None when it does not tell. Blocks a second or two."""
+    if len(indices) == 1:
+        return Links(1, 1)
+    topology, peers = (parse_matrix(_nvidia_smi("topo", *words)) for words in (("-m",), ("-p2p", "r")))
+    return links_of(topology, peers, parse_rate(_nvidia_smi("nvlink", "--status")), indices)
+
+
+def _nvidia_smi(*words: str) -> str:
+    """What it prints; nothing when it is not there, fails or hangs."""
     if shutil.which("nvidia-smi") is None:
-        return []
-    argv = ["nvidia-smi", "--query-gpu=index,uuid,name,memory.total,memory.free", "--format=csv,noheader,nounits"]
+        return ""
     try:
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=30, check=True)
+        done = subprocess.run(
+            ["nvidia-smi", *words], capture_output=True, text=True, errors="replace", timeout=30, check=True
+        )
     except (OSError, subprocess.SubprocessError):
-        return []
-    return parse_gpus(done.stdout, os.environ.get("CUDA_VISIBLE_DEVICES"))
+        return ""
+    return done.stdout
 
 
 def parse_gpus(text: str, visible: str | None) -> list[Gpu]:
@@ -62,7 +81,10 @@ def parse_gpus(text: str, visible: str | None) -> list[Gpu]:
     asked = None if visible is None else [word.strip() for word in visible.split(",") if word.strip()]
     found = []
     for line in text.splitlines():
-        index, uuid, name, total, free = (word.strip() for word in line.split(","))
+        words = [word.strip() for word in line.split(",")]
+        if len(words) != 5 or not words[0].isdigit():
+            continue  # a message of the driver between the rows
+        index, uuid, name, total, free = words
         is_asked = asked is None or any(word == index or uuid.startswith(word) for word in asked)
         if total.isdigit() and free.isdigit() and is_asked:
             found.append(Gpu(int(index), name, int(total) * MIB, int(free) * MIB))

@@ -11,7 +11,18 @@ from typing import Any
 
 from penstock.errors import UserError
 from penstock.plan import sizing as types
-from penstock.plan_view import KINDS, Bar, bars, cell_text, layout_text, placement, stage_letter, subject_text
+from penstock.plan_view import (
+    KINDS,
+    Bar,
+    bars,
+    by_reason,
+    cell_text,
+    layout_text,
+    placement,
+    stage_letter,
+    subject_text,
+    verdict_text,
+)
 
 SUFFIXES = (".png", ".svg")
 _WIDTH_IN, _DPI = 11.0, 150
@@ -72,7 +83,7 @@ def _blank(axes: Any) -> Any:
 
 def _draw_title(axes: Any, request: types.SizingRequest, sizing: types.Sizing) -> None:
     _blank(axes)
-    word, colour = ("fits", _GREEN) if sizing.fits else ("does not fit", _RED)
+    word, colour = verdict_text(sizing).lower(), _GREEN if sizing.fits else _RED
     if sizing.layout is not None:
         word += f" as {layout_text(sizing.layout)}" if sizing.fits else f": {layout_text(sizing.layout)}"
     axes.text(0, 1, subject_text(request, sizing), va="top", fontsize=12, weight="bold", transform=axes.transAxes)
@@ -106,6 +117,8 @@ def _draw_bars(axes: Any, shown: list[Bar]) -> None:
     axes.set_xlim(0, longest * (1.12 if any(bar.over_gib for bar in shown) else 1.0))
     ends = "; the black line is where the engine's budget ends"
     ends += ", the red one the card" if any(bar.over_gib for bar in shown) else ""
+    is_beside = any(not bar.over_gib and sum(bar.parts[:-1]) > bar.budget_gib + 0.05 for bar in shown)
+    ends += "; what goes over it (NCCL) stands beside the budget" if is_beside else ""
     axes.set_xlabel(f"GiB of one GPU{ends}", fontsize=8, color=_GREY)
     axes.tick_params(axis="x", labelsize=8)
     axes.spines[["top", "right", "left"]].set_visible(False)
@@ -162,9 +175,10 @@ def notes(sizing: types.Sizing) -> str:
     for at, lever in enumerate(sizing.levers[:_MAX_ROWS]):
         gain = f"{lever.tokens:,} tokens, {lever.max_concurrency:.2f} at once" if lever.fits else "does not fit"
         lines.append(f"{'levers' if not at else '':11}{lever.name}: {gain}")
-    for at, layout in enumerate(sizing.rejected[:_MAX_ROWS]):
-        words = textwrap.shorten(f"{layout_text(layout)}: {layout.reason}", 118, placeholder=" ...")
+    groups = by_reason(sizing.rejected)
+    for at, (names, reason) in enumerate(groups[:_MAX_ROWS]):
+        words = textwrap.shorten(f"{names}: {reason}", 118, placeholder=" ...")
         lines.append(f"{'not chosen' if not at else '':11}{words}")
-    if len(sizing.rejected) > _MAX_ROWS:
-        lines.append(f"{'':11}... and {len(sizing.rejected) - _MAX_ROWS} more")
+    if len(groups) > _MAX_ROWS:
+        lines.append(f"{'':11}... and {len(groups) - _MAX_ROWS} more reasons")
     return "\n".join(lines) + "\n"

@@ -1,4 +1,4 @@
-"""What `penstock plan` shows: a `Sizing` as plain text of 100 columns. Formats only; `cli_plan` prints.
+"""What `penstock plan` shows: a `Sizing` as plain text of at most 100 columns. Formats only; `cli_plan` prints.
 
 Top to bottom: the verdict, a bar per rank class whose parts add up to the card, the layout over the nodes, the KV
 cache, speed, users, levers, refused layouts, warnings, and the command. `bars` and `placement` serve the picture too.
@@ -11,6 +11,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from penstock.plan.explain import Formula
 from penstock.plan.ranges import Range
 from penstock.plan.sizing import (
     KvAnswer,
@@ -27,6 +28,7 @@ from penstock.spec import Parallel
 from penstock.units import show_bytes, show_seconds
 
 WIDTH = 100
+_MIN_WIDTH = 72
 _BAR_CELLS = 76
 _MAX_NODES = 8
 _MAX_BARS = 8
@@ -74,34 +76,49 @@ class Bar(NamedTuple):
     over_gib: float = 0.0
 
 
-class Paint:
-    """Puts SGR colours around text, or nothing."""
+class Page:
+    """Puts SGR colours around text, or nothing; `width` columns wide."""
 
-    def __init__(self, has_colour: bool) -> None:
+    def __init__(self, has_colour: bool, width: int = WIDTH) -> None:
         self.has_colour = has_colour
+        self.width = max(_MIN_WIDTH, min(WIDTH, width))
 
     def __call__(self, text: str, sgr: str) -> str:
         return f"\033[{sgr}m{text}\033[0m" if self.has_colour and text else text
 
 
-def text(request: SizingRequest, sizing: Sizing, has_colour: bool = False) -> str:
-    """The whole view, without a newline at the end. No line is over 100 columns, but for words longer than that."""
-    paint = Paint(has_colour)
-    parts: list[list[str]] = [_verdict(request, sizing, paint), _bars(sizing, paint)]
+def text(request: SizingRequest, sizing: Sizing, has_colour: bool = False, width: int = WIDTH) -> str:
+    """The whole view, without a newline at the end. No line is over `width` columns (72 to 100) but for long words."""
+    page = Page(has_colour, width)
+    parts: list[list[str]] = [_verdict(request, sizing, page), _bars(sizing, page)]
     if sizing.layout is not None:
-        parts.append(_nodes(sizing.layout, request, paint))
+        parts.append(_nodes(sizing.layout, request, page))
     if sizing.kv is not None:
-        parts.append(_kv(sizing.kv, sizing.settings, paint))
+        parts.append(_kv(sizing.kv, sizing.settings, page))
     if sizing.speed is not None:
-        parts.append(_speed(sizing.speed, request, paint))
+        parts.append(_speed(sizing.speed, request, page))
     if sizing.users is not None:
-        parts.append(_users(sizing.users, paint))
-    parts.append(_levers(sizing.levers, sizing, paint))
-    parts.append(_rejected(sizing.rejected, paint))
-    parts.append([line for warning in sizing.warnings for line in _wrapped(f"warning: {warning}", "", "  ", paint)])
+        parts.append(_users(sizing.users, page))
+    parts.append(_levers(sizing.levers, sizing, page))
+    parts.append(_rejected(sizing.rejected, page))
+    parts.append(
+        [line for warning in sizing.warnings for line in _wrapped(f"warning: {warning}", "", "  ", page, has_bold=True)]
+    )
     if sizing.fits:
-        parts.append(_command(request, sizing, paint))
+        parts.append(_command(request, sizing, page))
     return "\n\n".join("\n".join(part) for part in parts if part)
+
+
+def explained(formulas: Sequence[Formula], has_colour: bool = False, width: int = WIDTH) -> str:
+    """The formulas of `--explain`, a paragraph each."""
+    page = Page(has_colour, width)
+    shown = [
+        "\n".join(
+            [page(formula.name, "1"), *(row for line in formula.lines for row in _wrapped(line, "  ", "    ", page))]
+        )
+        for formula in formulas
+    ]
+    return "\n".join(["how it was counted", *shown]) if shown else "nothing was counted: no layout can be"
 
 
 def layout_text(layout: Parallel | RejectedLayout) -> str:
@@ -223,60 +240,82 @@ def cell_text(place: tuple[int, int] | None, layout: Parallel) -> str:
     return stage_letter(place[0]) + (str(place[1] + 1) if layout.data > 1 else "")
 
 
-def _verdict(request: SizingRequest, sizing: Sizing, paint: Paint) -> list[str]:
-    word = paint("FITS", "1;32") if sizing.fits else paint("DOES NOT FIT", "1;31")
-    lines = _wrapped(subject_text(request, sizing), "", "  ")
+def verdict_text(sizing: Sizing) -> str:
+    if sizing.fits:
+        return "FITS"
+    return "DOES NOT START" if sizing.is_refused else "DOES NOT FIT"
+
+
+def _verdict(request: SizingRequest, sizing: Sizing, page: Page) -> list[str]:
+    word = page("FITS", "1;32") if sizing.fits else page(verdict_text(sizing), "1;31")
+    lines = _wrapped(subject_text(request, sizing), "", "  ", page)
     if sizing.layout is not None:
         n_all = request.nodes * request.gpus_per_node
         word += f"  {layout_text(sizing.layout)}: {sizing.layout.n_ranks} of {_count(n_all, 'GPU')}"
-    return [*lines, word, *_wrapped(sizing.reason, "  ", "  ")]
+    return [*lines, word, *_wrapped(sizing.reason, "  ", "  ", page)]
 
 
-def _bars(sizing: Sizing, paint: Paint) -> list[str]:
+def _bars(sizing: Sizing, page: Page) -> list[str]:
     made = bars(sizing)
     if not made:
         return []
     how = f"measured on {sizing.measured_on}" if sizing.measured_on else "estimates: the likely ones"
-    title = paint("memory of one GPU, GiB", "1") + f" (activations, graphs and other are {how})"
+    title = "memory of one GPU, GiB"
+    lines = _wrapped(f"{title} (activations, graphs and other are {how})", "", "  ", page)
+    lines[0] = lines[0].replace(title, page(title, "1"))
     name_width = max(len(bar.name) for bar in made)
-    lines = [title]
     shown = made if len(made) <= _MAX_BARS else made[: _MAX_BARS - 1] + made[-1:]
-    n_cells = min(_BAR_CELLS, WIDTH - 4 - name_width)
+    n_cells = min(_BAR_CELLS, page.width - 4 - name_width)
     for bar in shown:
-        lines.append(f"  {bar.name.ljust(name_width)}  {_drawn(bar, n_cells, paint)}")
+        lines.append(f"  {bar.name.ljust(name_width)}  {_drawn(bar, n_cells, page)}")
         if bar.over_gib:
-            lines.append(" " * (4 + name_width) + _budget_mark(bar, n_cells, paint))
+            lines.append(" " * (4 + name_width) + _budget_mark(bar, n_cells, page))
     if len(shown) < len(made):
         lines.append(f"  ({len(made) - len(shown)} more classes between the last two)")
     used = [index for index in range(len(KINDS)) if any(bar.parts[index] for bar in made)]
-    rows = [["", *(f"{KINDS[i].block} {KINDS[i].name}" for i in used), "total"]]
-    rows += [[bar.name, *(f"{bar.parts[i]:.2f}" for i in used), f"{bar.total_gib:.2f}"] for bar in shown]
-    lines += [f"  {line}" for line in _aligned(rows)]
+    lines += _figures(shown, used, page)
     notes = [_MEANINGS[KINDS[index].name] for index in used if KINDS[index].name in _MEANINGS]
-    lines += _wrapped("; ".join(notes), "  ", "  ")
+    lines += _wrapped("; ".join(notes), "  ", "  ", page)
     return lines
 
 
-def _drawn(bar: Bar, n_cells: int, paint: Paint) -> str:
+def _figures(shown: Sequence[Bar], used: Sequence[int], page: Page) -> list[str]:
+    """The bars in numbers: a table, or lines of "name number" where the page is too narrow for one."""
+    rows = [["", *(f"{KINDS[i].block} {KINDS[i].name}" for i in used), "total"]]
+    rows += [[bar.name, *(f"{bar.parts[i]:.2f}" for i in used), f"{bar.total_gib:.2f}"] for bar in shown]
+    table = [f"  {line}" for line in _aligned(rows)]
+    if max(map(len, table)) <= page.width:
+        return table
+    lines = []
+    for bar in shown:
+        words = [f"{KINDS[i].block} {KINDS[i].name} {bar.parts[i]:.2f}".replace(" ", "\0") for i in used]
+        told = _wrapped(f"{bar.name}: {' + '.join(words)} of {bar.total_gib:.2f}", "  ", "    ", page)
+        lines += [line.replace("\0", " ") for line in told]
+    return lines
+
+
+def _drawn(bar: Bar, n_cells: int, page: Page) -> str:
     counts = cells(bar.parts, bar.total_gib, n_cells)
-    return "".join(paint(kind.block * count, kind.sgr) for kind, count in zip(KINDS, counts, strict=True))
+    return "".join(page(kind.block * count, kind.sgr) for kind, count in zip(KINDS, counts, strict=True))
 
 
-def _budget_mark(bar: Bar, n_cells: int, paint: Paint) -> str:
+def _budget_mark(bar: Bar, n_cells: int, page: Page) -> str:
     """A pointer under an overdrawn bar at the place where the budget ends."""
     at = round(bar.budget_gib / max(bar.total_gib, sum(bar.parts)) * n_cells)
     words = f"the budget ends here: {bar.budget_gib:.2f}, it is {bar.over_gib:.2f} too little"
     fits_right = at + 2 + len(words) <= n_cells
-    return paint(" " * at + f"^ {words}" if fits_right else f"{words} ^".rjust(at + 1), "31")
+    return page(" " * at + f"^ {words}" if fits_right else f"{words} ^".rjust(at + 1), "31")
 
 
-def _nodes(layout: Parallel, request: SizingRequest, paint: Paint) -> list[str]:
+def _nodes(layout: Parallel, request: SizingRequest, page: Page) -> list[str]:
     rows = placement(layout, request.gpus_per_node, request.nodes)
-    drawn = [_row_text([cell_text(place, layout) for place in row]) for row in rows]
+    drawn = [_row_text([cell_text(place, layout) for place in row], page) for row in rows]
     meaning = ["letters are pipeline stages" if layout.pipeline > 1 else "A is a GPU in use"]
     meaning += ["numbers data-parallel ranks"] if layout.data > 1 else []
     meaning += ["a dot is an idle GPU"] if any(place is None for row in rows for place in row) else []
-    lines = [f"{paint('nodes', '1')}  {', '.join(meaning)}"]
+    lines = _wrapped(f"nodes  {', '.join(meaning)}", "", "  ", page, has_bold=True)
+    if request.links is not None:
+        lines += _wrapped(f"this machine: {request.links.words}", "  ", "  ", page)
     groups: list[tuple[int, int, str]] = []
     for number, row in enumerate(drawn, 1):
         if groups and groups[-1][2] == row:
@@ -296,11 +335,11 @@ def _nodes(layout: Parallel, request: SizingRequest, paint: Paint) -> list[str]:
     return lines
 
 
-def _row_text(words: Sequence[str]) -> str:
+def _row_text(words: Sequence[str], page: Page) -> str:
     """The GPUs of a node side by side; a long row as runs ("A1 x36, B1 x36")."""
     width = max(len(word) for word in words)
     row = " ".join(word.ljust(width) for word in words).rstrip()
-    if len(row) <= WIDTH - 20:
+    if len(row) <= page.width - 20:
         return row
     runs: list[tuple[str, int]] = []
     for word in words:
@@ -308,26 +347,26 @@ def _row_text(words: Sequence[str]) -> str:
             runs[-1] = (word, runs[-1][1] + 1)
         else:
             runs.append((word, 1))
-    return textwrap.shorten(", ".join(f"{word} x{count}" for word, count in runs), WIDTH - 20, placeholder=" ...")
+    return textwrap.shorten(", ".join(f"{word} x{count}" for word, count in runs), page.width - 20, placeholder=" ...")
 
 
-def _kv(kv: KvAnswer, settings: Settings | None, paint: Paint) -> list[str]:
+def _kv(kv: KvAnswer, settings: Settings | None, page: Page) -> list[str]:
     length = f" of {settings.max_model_len:,} tokens" if settings else " of max_model_len"
     if not kv.num_blocks:
-        return [
-            paint("KV cache", "1") + "  no room",
-            f"  one request{length} takes {kv.per_gpu_gib_one_request:.2f} GiB a GPU; "
-            f"one token of the whole model: {show_bytes(kv.bytes_per_token)}",
-        ]
+        first, told = "no room", [f"one request{length} takes {kv.per_gpu_gib_one_request:.2f} GiB a GPU; "]
+    else:
+        first = f"{kv.tokens:,} tokens in {kv.num_blocks:,} blocks of {kv.block_size}"
+        one = f"one takes {kv.per_gpu_gib_one_request:.2f} GiB a GPU"
+        told = [f"requests{length} at once: {kv.max_concurrency:.2f}; {one}"]
+        told += [f"longest request that fits: {kv.largest_max_model_len:,} tokens; "]
+    told[-1] += f"one token of the whole model: {show_bytes(kv.bytes_per_token)}"
     return [
-        paint("KV cache", "1") + f"  {kv.tokens:,} tokens in {kv.num_blocks:,} blocks of {kv.block_size}",
-        f"  requests{length} at once: {kv.max_concurrency:.2f}; one takes {kv.per_gpu_gib_one_request:.2f} GiB a GPU",
-        f"  longest request that fits: {kv.largest_max_model_len:,} tokens; "
-        f"one token of the whole model: {show_bytes(kv.bytes_per_token)}",
+        page("KV cache", "1") + f"  {first}",
+        *(line for words in told for line in _wrapped(words, "  ", "    ", page)),
     ]
 
 
-def _speed(speed: SpeedAnswer, request: SizingRequest, paint: Paint) -> list[str]:
+def _speed(speed: SpeedAnswer, request: SizingRequest, page: Page) -> list[str]:
     asked = f"{request.input_tokens:,} tokens in, {request.output_tokens:,} out, {request.concurrency:,} at once"
     rows = [
         ["", "low", "likely", "high", ""],
@@ -336,7 +375,8 @@ def _speed(speed: SpeedAnswer, request: SizingRequest, paint: Paint) -> list[str
         _speed_row("output tokens a second", speed.output_tokens_per_s, None),
         _speed_row("requests a second", speed.requests_per_s, None),
     ]
-    return [paint("speed", "1") + f"  {asked} (estimates)", *(f"  {line}" for line in _aligned(rows))]
+    title = _wrapped(f"speed  {asked} (estimates)", "", "  ", page, has_bold=True)
+    return [*title, *(f"  {line}" for line in _aligned(rows))]
 
 
 def _speed_row(name: str, spread: Range, limit: float | None) -> list[str]:
@@ -345,18 +385,18 @@ def _speed_row(name: str, spread: Range, limit: float | None) -> list[str]:
     return [name, *values, word]
 
 
-def _users(users: Users, paint: Paint) -> list[str]:
+def _users(users: Users, page: Page) -> list[str]:
     people = users.n_users
     counts = f"about {people.likely:,.0f} people ({people.low:,.0f} to {people.high:,.0f})"
     wait = f"{users.n_at_once:,} of them wait for a reply at any time"
     whole = f"a whole reply takes {show_seconds(users.response_s.likely)}"
     return [
-        *_wrapped(f"users  {counts}; the first limit: {users.first_limit}", "", "  ", paint),
-        *_wrapped(f"{wait}, {whole}; assumed: {users.assumed}", "  ", "  "),
+        *_wrapped(f"users  {counts}; the first limit: {users.first_limit}", "", "  ", page, has_bold=True),
+        *_wrapped(f"{wait}, {whole}; assumed: {users.assumed}", "  ", "  ", page),
     ]
 
 
-def _levers(levers: Sequence[Lever], sizing: Sizing, paint: Paint) -> list[str]:
+def _levers(levers: Sequence[Lever], sizing: Sizing, page: Page) -> list[str]:
     if not levers:
         return []
     now = sizing.kv.max_concurrency if sizing.kv is not None and sizing.fits else 0.0
@@ -367,21 +407,39 @@ def _levers(levers: Sequence[Lever], sizing: Sizing, paint: Paint) -> list[str]:
         rows.append([lever.name, f"{lever.tokens:,}" if lever.fits else "no fit", at_once, " ".join(lever.flags)])
         if lever.note:
             rows[-1][-1] += f"  ({lever.note})" if lever.flags else lever.note
-    return [paint("levers", "1"), *_last_wrapped(rows)]
+    return [page("levers", "1"), *_last_wrapped(rows, page)]
 
 
-def _rejected(rejected: Sequence[RejectedLayout], paint: Paint) -> list[str]:
+def _rejected(rejected: Sequence[RejectedLayout], page: Page) -> list[str]:
     if not rejected:
         return []
-    shown = rejected[:_MAX_REJECTED]
-    rows = [[layout_text(layout), layout.reason] for layout in shown]
-    lines = [paint("not chosen", "1"), *_last_wrapped(rows)]
-    if len(shown) < len(rejected):
-        lines.append(f"  ... and {len(rejected) - len(shown):,} more: --json has them all")
+    groups = by_reason(rejected)
+    shown = groups[:_MAX_REJECTED]
+    lines = [page("not chosen", "1"), *_last_wrapped(shown, page)]
+    if len(shown) < len(groups):
+        lines.append(f"  ... and {len(groups) - len(shown):,} more reasons: --json has all {len(rejected):,} layouts")
     return lines
 
 
-def _command(request: SizingRequest, sizing: Sizing, paint: Paint) -> list[str]:
+def by_reason(rejected: Sequence[RejectedLayout]) -> list[list[str]]:
+    """[layouts, reason] of the refused ones, those with the same reason on one line.
+
+    ["TP1 and 3 more", "weights take ..."]; sizes that do not divide are listed: "... by tensor 3, 5, 6, 7".
+    """
+    groups: dict[str, list[RejectedLayout]] = {}
+    for layout in rejected:
+        groups.setdefault(layout.reason.removesuffix(f" by tensor {layout.tensor}"), []).append(layout)
+    rows = []
+    for reason, alike in groups.items():
+        name = layout_text(alike[0]) + (f" and {len(alike) - 1} more" if len(alike) > 1 else "")
+        if alike[0].reason != reason:
+            reason += " by tensor " + ", ".join(str(layout.tensor) for layout in alike)
+        rows.append([name, reason])
+    # What fits and lost says most; the many sizes that memory refuses come last.
+    return sorted(rows, key=lambda row: 0 if " by tensor " in row[1] else 1 if row[1].startswith("fits") else 2)
+
+
+def _command(request: SizingRequest, sizing: Sizing, page: Page) -> list[str]:
     """The engine's command line, a flag with its value never torn apart."""
     model = request.facts.hub_id or request.facts.reference
     words: list[str] = []
@@ -392,12 +450,12 @@ def _command(request: SizingRequest, sizing: Sizing, paint: Paint) -> list[str]:
             words.append(arg)
     lines, line = [], f"  vllm serve {shlex.quote(model)}"
     for word in words:
-        if len(line) + 1 + len(word) + 2 > WIDTH:
+        if len(line) + 1 + len(word) + 2 > page.width:
             lines.append(f"{line} \\")
             line = f"    {word}"
         else:
             line += f" {word}"
-    return [paint("start it", "1"), *lines, line]
+    return [page("start it", "1"), *lines, line]
 
 
 def _figure(value: float) -> str:
@@ -425,22 +483,22 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     return lines
 
 
-def _last_wrapped(rows: Sequence[Sequence[str]]) -> list[str]:
+def _last_wrapped(rows: Sequence[Sequence[str]], page: Page) -> list[str]:
     """Columns aligned to the left, the last one wrapped inside the width under itself."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
     lines = []
     for row in rows:
         head = "  " + "  ".join(cell.ljust(width) for cell, width in zip(row[:-1], widths, strict=True)) + "  "
-        lines += _wrapped(row[-1], head, " " * len(head)) if row[-1] else [head.rstrip()]
+        lines += _wrapped(row[-1], head, " " * len(head), page) if row[-1] else [head.rstrip()]
     return lines
 
 
-def _wrapped(words: str, first: str, rest: str, paint: Paint | None = None) -> list[str]:
-    """`words` in lines of the view's width; with `paint` the first word is bold."""
+def _wrapped(words: str, first: str, rest: str, page: Page, *, has_bold: bool = False) -> list[str]:
+    """`words` in lines of the page's width; with `has_bold` the first word is bold."""
     lines: list[str] = textwrap.wrap(
-        words, WIDTH, initial_indent=first, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False
+        words, page.width, initial_indent=first, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False
     )
-    if paint is not None and lines:
+    if has_bold and lines:
         word, _, others = lines[0].partition(" ")
-        lines[0] = f"{paint(word, '1')} {others}"
+        lines[0] = f"{page(word, '1')} {others}"
     return lines

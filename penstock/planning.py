@@ -44,11 +44,13 @@ def size(deployment: Deployment, of_model: Facts, machine: Machine, engine_versi
     What is not modelled is no error here. Raises UserError for what cannot be understood.
     """
     card = card_of(machine.gpus)
+    of_model = msgspec.structs.replace(of_model, notes=(*of_model.notes, *notes_of(card)))
     request = request_of(deployment, of_model, card.id)
     request = msgspec.structs.replace(
         request,
         gpus_per_node=gpus_for_each(deployment, machine, n_replicas),
         engine_version=engine_version,
+        links=machine.links,
     )
     try:
         sizing = solve(request, card)
@@ -61,6 +63,15 @@ def card_of(gpus: Sequence[Gpu]) -> GpuFacts:
     """The card of a machine's GPUs: the smallest decides where they differ."""
     smallest = min(gpus, key=lambda gpu: gpu.memory_bytes)
     return catalog.gpu_of_machine(smallest.name, smallest.memory_bytes)
+
+
+def notes_of(card: GpuFacts) -> tuple[str, ...]:
+    """What is to be known of a card that was asked: where the driver's word stands against the catalogue's."""
+    known = card.memory if card.stands_in is not None else catalog.gpu(card.id).memory
+    if known == card.memory:
+        return ()
+    told = f"the driver says {card.memory.nvidia_smi_mib or 0:,} MiB a GPU, the catalogue {known.nvidia_smi_mib or 0:,}"
+    return (f"{told}: the driver's is taken",)
 
 
 def request_of(deployment: Deployment, of_model: Facts, gpu: str) -> SizingRequest:

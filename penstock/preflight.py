@@ -20,7 +20,7 @@ from penstock.errors import Problem, SpecError, UserError
 from penstock.machine import gpus, this_machine
 from penstock.plan import Gpu, Machine
 from penstock.spec import Deployment
-from penstock.units import GIB, show_bytes
+from penstock.units import GIB, MIB, show_bytes
 
 _MIN_DISK_BYTES = 2 * GIB
 _MIN_MEMORY_BYTES = GIB
@@ -54,7 +54,7 @@ def as_named(deployment: Deployment, machine: Machine, is_rehearsal: bool) -> Ma
     n_said, gpus = hardware.gpus_per_node, machine.gpus
     if is_rehearsal and not gpus and hardware.gpu is not None:
         card = catalog.gpu(hardware.gpu)
-        n_bytes = math.ceil(card.memory.torch_total_gib * GIB)
+        n_bytes = (card.memory.nvidia_smi_mib or math.ceil(card.memory.torch_total_gib * 1024)) * MIB
         name = card.names[0] if card.names else card.id
         gpus = tuple(Gpu(index, name, n_bytes, n_bytes) for index in range(1 if n_said is None else n_said))
     problems = []

@@ -16,9 +16,10 @@ import sizing_samples as samples
 from penstock import cli_plan, machine, planning, spec
 from penstock.errors import UserError
 from penstock.plan import Gpu
+from penstock.plan.links import Links
 from penstock.plan.sizing import Sizing, SizingRequest
 from penstock.spec import Parallel
-from penstock.units import GIB
+from penstock.units import MIB
 
 replace = msgspec.structs.replace
 BASE = ("llama-3.1-70b", "--gpu", "h100-sxm", "--gpus-per-node", "8")
@@ -177,10 +178,25 @@ def test_a_terminal_has_colour_unless_no_color_is_set(
 
 
 def test_without_a_gpu_named_this_machines_are_taken(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "gpus", lambda: [Gpu(at, "NVIDIA L4", 23 * GIB, 23 * GIB) for at in range(2)])
+    monkeypatch.setattr(machine, "gpus", lambda: [Gpu(at, "NVIDIA L4", 23034 * MIB, 1) for at in range(2)])
+    monkeypatch.setattr(machine, "links", lambda indices: Links(len(indices), 1, None, "PHB", False))
     run("llama-3.1-70b")
     run("llama-3.1-70b", "--gpus-per-node", "1")
     assert [(request.gpu, request.gpus_per_node) for request in asked] == [("l4", 2), ("l4", 1)]
+    assert [request.links and request.links.n_gpus for request in asked] == [2, 1]
+    assert all(request.gpu_memory_gib is None for request in asked)
+
+
+def test_what_the_driver_does_not_tell_is_the_catalogues_with_a_warning(
+    asked: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "gpus", lambda: [Gpu(0, "NVIDIA L4", 11_000 * MIB, 1)])
+    monkeypatch.setattr(machine, "links", lambda indices: None)
+    run("llama-3.1-70b")
+    (request,) = asked
+    assert request.links is None
+    told = " ".join(request.facts.notes)
+    assert "the catalogue's links are taken" in told and "11,000 MiB a GPU, the catalogue 23,034" in told
 
 
 @pytest.mark.parametrize(("names", "word"), [([], "no GPU"), (["NVIDIA L4", "NVIDIA A10"], "several kinds")])
@@ -252,5 +268,6 @@ def test_the_help_names_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
         "--prefix-caching",
         "--more-args",
         "--environment",
+        "--links",
     }
     assert [flag for flag in flags | {"--no-prefix-caching", "--plot", "--write", "--json"} if flag not in shown] == []

@@ -386,3 +386,20 @@ def test_an_index_cannot_lead_out_of_the_folder(served: Hub) -> None:
     served.files[f"{NAME}/resolve/main/{facts.INDEX}"] = as_json(index)
     assert facts.read(NAME).tensors is None
     assert not [path for path in served.paths if path in ("x.safetensors", "y.safetensors")]
+
+
+@pytest.mark.parametrize("content", ["{", "[" * 100_000, "\x00", '{"a": ' + "1" * 5000 + "}", "[1, 2]", "7"])
+def test_a_config_that_is_no_json_object_is_refused(tmp_path: Path, content: str) -> None:
+    (tmp_path / "config.json").write_text(content, "utf-8")
+    with pytest.raises(UserError, match="it is not"):
+        facts.read_folder(tmp_path, "m")
+
+
+def test_a_config_that_is_a_folder_or_no_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UserError, match="it is not JSON"):
+        facts.read_folder(tmp_path, "m")
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").mkdir()
+    with pytest.raises(UserError, match="could not read"):
+        facts.read_folder(tmp_path, "m")

@@ -37,8 +37,8 @@ def test_people_follow_the_response_time_law() -> None:
     found = users.users(person, Capacity(65_536, 256), Workload(), lambda load: steady(100, 100))
     assert found.n_users == Range(56, 96, 176) and found.n_at_once == 16
     assert found.response_s.likely == pytest.approx(6)
-    assert found.first_limit == "KV cache: 65536 tokens / 4000 a person = 16 at once"
-    assert found.assumed == "4000 tokens of context, 60 a reply, 30 s to think"
+    assert found.first_limit == "KV cache: 65,536 tokens / 4,000 a person = 16 at once"
+    assert found.assumed == "4,000 tokens of context, 60 a reply, 30 s to think"
 
 
 def test_the_engines_own_limit_comes_first_when_it_is_lower() -> None:
@@ -58,7 +58,7 @@ def test_a_target_can_be_the_first_limit() -> None:
 
 def test_nobody_when_one_context_does_not_fit_or_one_request_is_too_slow() -> None:
     none = users.users(Person(context_tokens=8000), Capacity(7999, 256), Workload(), lambda load: steady(1, 1))
-    assert none.n_users == Range(0, 0, 0) and none.first_limit.startswith("KV cache: 7999 tokens / 8000")
+    assert none.n_users == Range(0, 0, 0) and none.first_limit.startswith("KV cache: 7,999 tokens / 8,000")
     slow = users.users(Person(), Capacity(10**6, 256), Workload(tpot_ms=1), lambda load: steady(1, 2))
     assert slow.n_at_once == 0 and slow.first_limit == "time per token: 2 ms, at most 1"
 

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from penstock import plan_plot, plan_view
 from penstock.errors import UserError
+from penstock.plan.links import Links
 from penstock.plan.sizing import RejectedLayout, Sizing, SizingRequest, WeightsAnswer, contract
 from penstock.spec import Parallel
 
@@ -116,7 +117,34 @@ def test_a_replica_stays_on_a_node_where_it_fits() -> None:
 def test_many_refused_layouts_are_cut_short() -> None:
     many = tuple(RejectedLayout(1, 1, n, False, f"needs {n} GPUs") for n in range(2, 40))
     shown = plan_view.text(samples.REQUEST, replace(samples.ILLEGAL, rejected=many))
-    assert "... and 26 more: --json has them all" in shown
+    assert "... and 26 more reasons: --json has all 38 layouts" in shown
+
+
+def test_refused_layouts_with_one_reason_stand_on_one_line() -> None:
+    heads = tuple(RejectedLayout(n, 1, 1, False, f"64 attention heads do not divide by tensor {n}") for n in (3, 5, 6))
+    wide = tuple(RejectedLayout(1, 1, n, False, "weights take 131 GiB") for n in (1, 2))
+    assert plan_view.by_reason((*heads, *wide)) == [
+        ["TP3 and 2 more", "64 attention heads do not divide by tensor 3, 5, 6"],
+        ["TP1 and 1 more", "weights take 131 GiB"],
+    ]
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("width", [72, 80])
+def test_a_narrow_terminal_gets_narrow_lines(name: str, width: int) -> None:
+    lines = plan_view.text(*CASES[name], False, width).splitlines()
+    assert [line for line in lines if len(line) > width or line != line.rstrip()] == []
+
+
+def test_what_joins_this_machines_gpus_is_told() -> None:
+    here = replace(samples.REQUEST, links=Links(8, 2, 56.0, "SYS", False))
+    words = "this machine: NVLink joins groups of 2, PCIe (SYS) the rest, no peer-to-peer"
+    assert words in plan_view.text(here, samples.FITS) and "this machine" not in plan_view.text(*CASES["fits"])
+
+
+def test_an_engine_that_does_not_start_is_said_so() -> None:
+    refused = replace(samples.SHORT, is_refused=True)
+    assert "DOES NOT START" in plan_view.text(samples.REQUEST, refused)
 
 
 def test_stages_beyond_z_go_on_in_two_letters() -> None:

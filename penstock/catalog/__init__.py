@@ -180,7 +180,10 @@ _TRANSPORTS: Mapping[str, Transport] = {
 
 # Whose measured all-reduce stands in for a card without its own: the one with the same kind of link. The L40S host is
 # the only measured PCIe 4 one, and a bad one (its own note); the RTX PRO 6000 host stands for PCIe 5 and later.
+# The driver's total and the catalogue's differ by firmware reserves; by more, it is another card, or a part of one.
+_SAME_MEMORY = 0.01
 _NVLINK_LIKE = {2: "a100-sxm4-80", 3: "a100-sxm4-80", 4: "h100-sxm", 5: "b200-sxm"}
+_NVLINK_GENERATION = {"volta": 2, "turing": 2, "ampere": 3, "ada": 3, "hopper": 4, "blackwell": 5}
 _PCIE_LIKE = {3: "l40s", 4: "l40s", 5: "rtx-pro-6000-blackwell", 6: "rtx-pro-6000-blackwell"}
 
 
@@ -221,10 +224,12 @@ def gpu_of_machine(name: str, memory_bytes: int) -> GpuFacts:
         like = min(_gpus().values(), key=lambda row: abs(row.memory.torch_total_gib - total_gib))
         memory = msgspec.structs.replace(like.memory, torch_total_gib=total_gib, nvidia_smi_mib=memory_bytes // 2**20)
         return msgspec.structs.replace(like, id=name, names=(name,), memory=memory, stands_in=like.id)
-    if row.memory.torch_total_gib * 2**30 <= memory_bytes:
+    known_mib = row.memory.nvidia_smi_mib or row.memory.torch_total_gib * 1024
+    if abs(memory_bytes / 2**20 / known_mib - 1) <= _SAME_MEMORY:
         return row
-    # A part of the card (a MIG slice, a virtual GPU) has its name and less memory.
-    return msgspec.structs.replace(row, memory=msgspec.structs.replace(row.memory, torch_total_gib=total_gib))
+    # Another size under the same name, or a part of the card (a MIG slice, a virtual GPU).
+    told = msgspec.structs.replace(row.memory, torch_total_gib=total_gib, nvidia_smi_mib=memory_bytes // 2**20)
+    return msgspec.structs.replace(row, memory=told)
 
 
 def link(name: str) -> LinkFacts:
@@ -257,6 +262,40 @@ def model_quantization(name: str) -> dict[str, Any] | None:
 def has_model(name: str) -> bool:
     rows = _model_rows()
     return name in rows or name.lower() in {row.hf_id.lower() for row in rows.values()}
+
+
+def over_pcie(card: GpuFacts) -> GpuFacts:
+    """The card as it is in a machine that joins it by PCIe alone."""
+    if card.nvlink is None:
+        return card
+    return _with_borrowed(msgspec.structs.replace(card, nvlink=None, allreduce=None), _gpus())
+
+
+def bridged(card: GpuFacts, n_joined: int, gbs_per_dir: float | None) -> GpuFacts:
+    """A PCIe card of which NVLink joins groups of `n_joined`: up to so many, all-reduce times are NVLink's.
+
+    `gbs_per_dir` None: the nominal rate of a card with that NVLink. Borrowed from one with the same generation.
+    """
+    like = _gpus()[_NVLINK_LIKE[_NVLINK_GENERATION.get(card.generation, 3)]]
+    table, own = like.allreduce, card.allreduce
+    assert table is not None and own is not None, "every card of the catalogue has an all-reduce table"
+    scale = (gbs_per_dir or like.peer_gbs) / like.peer_gbs
+    sizes = {n: n if n in table.us_16KiB else max(table.us_16KiB) for n in own.us_16KiB if n <= n_joined}
+    merged = msgspec.structs.replace(
+        own,
+        us_16KiB={n: table.us_16KiB[sizes[n]] if n in sizes else us for n, us in own.us_16KiB.items()},
+        us_1MiB={
+            n: table.us_16KiB[sizes[n]] + (table.us_1MiB[sizes[n]] - table.us_16KiB[sizes[n]]) / scale
+            if n in sizes
+            else us
+            for n, us in own.us_1MiB.items()
+        },
+        bus_gbs_large={
+            n: table.bus_gbs_large[sizes[n]] * scale if n in sizes else rate for n, rate in own.bus_gbs_large.items()
+        },
+        borrowed_from=f"{like.id} to {n_joined} GPUs, {own.borrowed_from or card.id} beyond",
+    )
+    return msgspec.structs.replace(card, allreduce=merged)
 
 
 def default_total_gib(nvidia_smi_mib: int) -> float:

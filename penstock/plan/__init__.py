@@ -9,6 +9,7 @@ from typing import Literal
 
 import msgspec
 
+from penstock.plan.links import Links
 from penstock.plan.measurement import Key
 from penstock.spec import Parallel, Scalar
 
@@ -48,6 +49,7 @@ class Machine(msgspec.Struct, frozen=True):
     memory_bytes: int
     memory_free_bytes: int
     gpus: tuple[Gpu, ...] = ()
+    links: Links | None = None
 
 
 class Need(msgspec.Struct, frozen=True):

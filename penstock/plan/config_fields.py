@@ -12,6 +12,9 @@ from penstock.plan.refusals import not_modelled
 
 # Where multimodal configs keep the language model (transformers' `get_text_config`, and what older files call it).
 TEXT_KEYS = ("text_config", "llm_config", "language_config")
+# No model is near these; a file that says so is broken, and would take minutes to count.
+_MOST, _MOST_LAYERS = 2**31, 4096
+_LAYERS = {"num_hidden_layers", "n_layer", "depth"}
 
 
 class Fields(msgspec.Struct, frozen=True):
@@ -32,7 +35,9 @@ class Fields(msgspec.Struct, frozen=True):
             if value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise UserError(f"cannot read config.json: {name} is {value!r}, not a count")
+                raise UserError(f"cannot read config.json: {name} is {_short(value)}, not a count")
+            if value > (_MOST_LAYERS if name in _LAYERS else _MOST):
+                raise UserError(f"cannot read config.json: {name} is {value}, more than any model has")
             return value
         return None
 
@@ -72,12 +77,15 @@ class Fields(msgspec.Struct, frozen=True):
     @property
     def architecture(self) -> str:
         names = self.outer.get("architectures") or self.text.get("architectures") or ()
+        if not isinstance(names, list | tuple):
+            raise UserError(f"cannot read config.json: architectures is {_short(names)}, not a list")
         return str(names[0]) if names else ""
 
     @property
     def head_dim(self) -> int:
         """hidden / heads unless the config says otherwise."""
-        return self.maybe_n("head_dim", "attention_head_dim") or self.n("hidden_size") // self.n("num_attention_heads")
+        found = self.maybe_n("head_dim", "attention_head_dim")
+        return found or self.n("hidden_size") // max(1, self.n("num_attention_heads"))
 
     @property
     def dtype(self) -> str:
@@ -93,6 +101,11 @@ class Fields(msgspec.Struct, frozen=True):
         """NotModelled when a field has a value whose memory we do not know."""
         if not holds:
             raise not_modelled("architecture", self.architecture, why)
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:40]}..."
 
 
 def fields(config: Mapping[str, Any]) -> Fields:

@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from penstock.errors import nearest
-from penstock.plan import families_hybrid, families_moe, families_vision, quantization
+from penstock.errors import UserError, nearest
+from penstock.plan import families_hybrid, families_moe, families_vision, quantization, soundness
 from penstock.plan.architecture import Architecture, Attention, Layer, Mlp, QkNorm
 from penstock.plan.config_fields import Fields, fields
 from penstock.plan.refusals import not_modelled
@@ -145,7 +145,7 @@ def _falcon(f: Fields) -> Architecture:
         f.n("num_kv_heads", "n_head_kv", default=n_heads) if is_new else 1 if f.flag("multi_query", True) else n_heads
     )
     n_norms = f.n("num_ln_in_parallel_attn", default=2) if is_new else 1 if f.flag("parallel_attn", True) else 2
-    head_dim = hidden // n_heads
+    head_dim = hidden // max(1, n_heads)
     layer = Layer(
         Attention("full", n_heads, n_kv, head_dim, head_dim, has_qkv_bias=has_bias, has_output_bias=has_bias),
         mlp=Mlp(f.n("ffn_hidden_size", default=4 * hidden), is_gated=False, has_bias=has_bias),
@@ -168,7 +168,7 @@ def _falcon(f: Fields) -> Architecture:
 def _gpt_neox(f: Fields) -> Architecture:
     """GPT-NeoX and Pythia: everything has a bias, two LayerNorms, no gate; vLLM runs transformers' own code."""
     hidden, n_heads, has_bias = f.n("hidden_size"), f.n("num_attention_heads"), f.flag("attention_bias", True)
-    head_dim = hidden // n_heads
+    head_dim = hidden // max(1, n_heads)
     layer = Layer(
         Attention("full", n_heads, n_heads, head_dim, head_dim, has_qkv_bias=has_bias, has_output_bias=has_bias),
         mlp=Mlp(f.n("intermediate_size"), is_gated=False, has_bias=True),
@@ -192,7 +192,7 @@ def _opt(f: Fields) -> Architecture:
     hidden, n_heads, has_bias = f.n("hidden_size"), f.n("num_attention_heads"), f.flag("enable_bias", True)
     f.refuse_unless(f.n("word_embed_proj_dim", default=hidden) == hidden, "embeddings narrower than the model")
     f.refuse_unless(f.flag("layer_norm_elementwise_affine", True), "norms without weights are not modelled")
-    head_dim, positions = hidden // n_heads, f.n("max_position_embeddings")
+    head_dim, positions = hidden // max(1, n_heads), f.n("max_position_embeddings")
     layer = Layer(
         Attention("full", n_heads, n_heads, head_dim, head_dim, has_qkv_bias=has_bias, has_output_bias=has_bias),
         mlp=Mlp(f.n("ffn_dim"), is_gated=False, has_bias=has_bias),
@@ -231,20 +231,33 @@ def read(config: Mapping[str, Any]) -> Architecture:
     """The architecture of a config.json, quantisation and vision tower included.
 
     NotModelled for an `architectures[0]` without a row, or a field whose meaning is not known; UserError for a config
-    without the numbers its family needs.
+    without the numbers its family needs, or with ones that no model has.
     """
     f = fields(config)
     name = f.architecture
-    if name in DENSE:
-        arch = _dense(f, DENSE[name])
-    elif name in READERS:
-        arch = READERS[name](f)
-    else:
+    if not name:
+        raise UserError(
+            "cannot use config.json: it does not say its architecture",
+            detail=f"model_type: {config.get('model_type')}",
+            hint='A model that vLLM serves has "architectures": ["..."] in its config.json.',
+        )
+    if name not in DENSE and name not in READERS:
         close = nearest(name, names())
         raise not_modelled("architecture", name, "it is not modelled", hint=f"did you mean {close}?" if close else None)
-    return msgspec.structs.replace(
-        arch,
-        quantization=quantization.read(config),
-        towers=families_vision.towers(f),
-        is_multimodal=families_vision.is_multimodal(name),
-    )
+    try:
+        arch = _dense(f, DENSE[name]) if name in DENSE else READERS[name](f)
+        arch = msgspec.structs.replace(
+            arch,
+            quantization=quantization.read(config),
+            towers=families_vision.towers(f),
+            is_multimodal=families_vision.is_multimodal(name),
+        )
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as exc:
+        # The file is foreign: a value of a kind that no reader foresaw is its mistake, not ours.
+        raise UserError(
+            "cannot use config.json: a field has a value of the wrong kind",
+            detail=f"architecture: {name}; {type(exc).__name__}: {exc}",
+            hint="Is the file whole? Compare it with the one on the model's page.",
+        ) from exc
+    soundness.check(arch)
+    return arch

@@ -2,37 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
 
-from penstock.plan.architecture import Architecture, Attention, Layer, Mlp, RopeTable, State
+from penstock.plan.architecture import Architecture, Attention, Layer, Mlp, State
 from penstock.plan.config_fields import Fields
 from penstock.plan.rope import ropes
-
-Reader = Callable[[Fields], Architecture]
-
-
-def _attention(f: Fields, **extra: Any) -> Attention:
-    n_heads, head_dim = f.n("num_attention_heads"), f.head_dim
-    return Attention("full", n_heads, f.n("num_key_value_heads", default=n_heads), head_dim, head_dim, **extra)
-
-
-def _whole(
-    f: Fields, family: str, layers: Sequence[Layer], tables: tuple[RopeTable, ...], *, ties: bool = False
-) -> Architecture:
-    hidden = f.n("hidden_size")
-    return Architecture(
-        name=f.architecture,
-        family=family,
-        hidden=hidden,
-        vocab=f.n("vocab_size"),
-        layers=tuple(layers),
-        max_position=f.n("max_position_embeddings"),
-        dtype=f.dtype,
-        ties_embeddings=f.flag("tie_word_embeddings", ties),
-        ropes=tables,
-        norm_params=hidden,
-    )
+from penstock.plan.stack import Reader, attention_of, stack
 
 
 def _state_dtype(f: Fields, *names: str) -> str:
@@ -62,7 +37,7 @@ def _qwen3_next(f: Fields) -> Architecture:
         state_dtype=_state_dtype(f, "mamba_ssm_dtype", "mamba_ssm_cache_dtype"),
         has_conv_bias=False,
     )
-    attention = _attention(
+    attention = attention_of(
         f,
         has_qkv_bias=f.flag("attention_bias"),
         has_output_bias=f.flag("attention_bias"),
@@ -80,7 +55,7 @@ def _qwen3_next(f: Fields) -> Architecture:
         )
         for index, kind in enumerate(types)
     ]
-    return _whole(f, "qwen3_next", layers, ropes(f, f.head_dim))
+    return stack(f, "qwen3_next", layers, ropes(f, f.head_dim))
 
 
 def _qwen_mlp(f: Fields, *, is_sparse: bool) -> Mlp:
@@ -126,7 +101,7 @@ def _nemotron_h(f: Fields) -> Architecture:
     f.refuse_unless(bool(blocks) and not unknown, f"layer kinds {unknown} are not modelled")
     f.refuse_unless(not f.maybe_n("moe_latent_size"), "experts in a latent space are not modelled")
     state = _mamba2(f, f.n("mamba_num_heads"), f.n("mamba_head_dim"), f.n("ssm_state_size"), f.n("conv_kernel"))
-    attention = _attention(f, has_qkv_bias=f.flag("attention_bias"), has_output_bias=f.flag("attention_bias"))
+    attention = attention_of(f, has_qkv_bias=f.flag("attention_bias"), has_output_bias=f.flag("attention_bias"))
     mlp = Mlp(f.n("intermediate_size"), is_gated=False, has_bias=f.flag("mlp_bias"))
     n_shared = f.n("n_shared_experts", default=0)
     moe = Mlp(
@@ -144,7 +119,7 @@ def _nemotron_h(f: Fields) -> Architecture:
         "moe": Layer(mlp=moe, norm_params=hidden),
     }
     # No rope: attention in these models has no positions.
-    return _whole(f, "nemotron_h", [kinds[block] for block in blocks], ())
+    return stack(f, "nemotron_h", [kinds[block] for block in blocks], ())
 
 
 def _jamba(f: Fields) -> Architecture:
@@ -161,7 +136,7 @@ def _jamba(f: Fields) -> Architecture:
         dt_rank=f.n("mamba_dt_rank", default=-(-hidden // 16)),
         has_conv_bias=f.flag("mamba_conv_bias", True),
     )
-    attention = _attention(f)
+    attention = attention_of(f)
     width, n_experts = f.n("intermediate_size"), f.n("num_experts")
     dense, sparse = Mlp(width), Mlp(width, n_experts=n_experts, top_k=f.n("num_experts_per_tok"))
     layers = []
@@ -178,7 +153,7 @@ def _jamba(f: Fields) -> Architecture:
                 norm_params=2 * hidden,
             )
         )
-    return _whole(f, "jamba", layers, ())
+    return stack(f, "jamba", layers, ())
 
 
 def _granite_hybrid(f: Fields) -> Architecture:
@@ -194,7 +169,7 @@ def _granite_hybrid(f: Fields) -> Architecture:
         f.n("mamba_d_state"),
         f.n("mamba_d_conv"),
     )
-    attention = _attention(f, has_qkv_bias=f.flag("attention_bias"), has_output_bias=f.flag("attention_bias"))
+    attention = attention_of(f, has_qkv_bias=f.flag("attention_bias"), has_output_bias=f.flag("attention_bias"))
     n_experts, shared = f.n("num_local_experts", default=0), f.n("shared_intermediate_size")
     mlp = (
         Mlp(f.n("intermediate_size"), n_experts=n_experts, top_k=f.n("num_experts_per_tok"), shared_intermediate=shared)
@@ -211,7 +186,7 @@ def _granite_hybrid(f: Fields) -> Architecture:
         for kind in types
     ]
     tables = ropes(f, f.head_dim) if f.get("position_embedding_type") == "rope" else ()
-    return _whole(f, "granite_hybrid", layers, tables)
+    return stack(f, "granite_hybrid", layers, tables)
 
 
 def _decilm(f: Fields) -> Architecture:
@@ -241,7 +216,7 @@ def _decilm(f: Fields) -> Architecture:
             )
         )
     f.refuse_unless(len(layers) == f.n("num_hidden_layers"), "it has no block_configs")
-    return _whole(f, "decilm", layers, ropes(f, head_dim))
+    return stack(f, "decilm", layers, ropes(f, head_dim))
 
 
 READERS: Mapping[str, Reader] = {

@@ -1,62 +1,28 @@
 """Mixture-of-experts and multi-head-latent-attention families: config.json to `Architecture`.
 
-Each reader names vLLM's own file. Two kinds of attention (plain and MLA) and one `_stack` that puts layers together;
+Each reader names vLLM's own file. Two kinds of attention (plain and MLA) and the `stack` that puts layers together;
 what tells the families apart is which layers have experts, how wide, and the router's extras.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 
-from penstock.plan.architecture import Architecture, Attention, Layer, Mlp, QkNorm, RopeTable
+from penstock.plan.architecture import Architecture, Attention, Layer, Mlp, RopeTable
 from penstock.plan.config_fields import Fields
 from penstock.plan.rope import ropes, ropes_gemma4
+from penstock.plan.stack import Reader, attention_of, stack
 from penstock.plan.windows import layer_windows
-
-Reader = Callable[[Fields], Architecture]
-
-
-def _attention(f: Fields, window: int | None = None, *, bias: bool = False, qk_norm: QkNorm | None = None) -> Attention:
-    """Grouped-query attention of one layer; `bias` is the QKV one."""
-    n_heads, head_dim = f.n("num_attention_heads"), f.head_dim
-    return Attention(
-        "full" if window is None else "sliding",
-        n_heads=n_heads,
-        n_kv_heads=f.n("num_key_value_heads", default=n_heads),
-        head_dim_k=head_dim,
-        head_dim_v=head_dim,
-        window=window,
-        has_qkv_bias=bias,
-        qk_norm=qk_norm,
-    )
-
-
-def _stack(
-    f: Fields, family: str, layers: Sequence[Layer], tables: tuple[RopeTable, ...], *, ties: bool = False
-) -> Architecture:
-    """The whole model around its layers: one final norm of `hidden` weights."""
-    hidden = f.n("hidden_size")
-    return Architecture(
-        name=f.architecture,
-        family=family,
-        hidden=hidden,
-        vocab=f.n("vocab_size"),
-        layers=tuple(layers),
-        max_position=f.n("max_position_embeddings"),
-        dtype=f.dtype,
-        ties_embeddings=f.flag("tie_word_embeddings", ties),
-        ropes=tables,
-        norm_params=hidden,
-    )
 
 
 def _mixtral(f: Fields) -> Architecture:
     """models/mixtral.py, granitemoe.py: every layer has num_local_experts gated experts."""
     mlp = Mlp(f.n("intermediate_size"), n_experts=f.n("num_local_experts"), top_k=f.n("num_experts_per_tok"))
     layers = [
-        Layer(_attention(f, w), mlp=mlp, norm_params=2 * f.n("hidden_size")) for w in layer_windows(f, "layer_types")
+        Layer(attention_of(f, window=w), mlp=mlp, norm_params=2 * f.n("hidden_size"))
+        for w in layer_windows(f, "layer_types")
     ]
-    return _stack(f, "mixtral", layers, ropes(f, f.head_dim), ties=f.architecture.startswith("Granite"))
+    return stack(f, "mixtral", layers, ropes(f, f.head_dim), ties=f.architecture.startswith("Granite"))
 
 
 def _qwen3_moe(f: Fields) -> Architecture:
@@ -76,7 +42,7 @@ def _qwen3_moe(f: Fields) -> Architecture:
     dense = Mlp(f.n("intermediate_size"))
     only, step = f.get("mlp_only_layers") or (), f.n("decoder_sparse_step", default=1)
     bias = f.flag("qkv_bias", True) if is_second else f.flag("attention_bias")
-    attention = _attention(f, bias=bias, qk_norm=None if is_second else "head")
+    attention = attention_of(f, has_qkv_bias=bias, qk_norm=None if is_second else "head")
     layers = [
         Layer(
             attention,
@@ -85,7 +51,7 @@ def _qwen3_moe(f: Fields) -> Architecture:
         )
         for index in range(f.n("num_hidden_layers"))
     ]
-    return _stack(f, "qwen3_moe", layers, ropes(f, f.head_dim))
+    return stack(f, "qwen3_moe", layers, ropes(f, f.head_dim))
 
 
 def _glm4_moe(f: Fields) -> Architecture:
@@ -100,12 +66,14 @@ def _glm4_moe(f: Fields) -> Architecture:
         router_dtype="float32",
     )
     dense, n_dense = Mlp(f.n("intermediate_size")), f.n("first_k_dense_replace", default=1)
-    attention = _attention(f, bias=f.flag("attention_bias"), qk_norm="head" if f.flag("use_qk_norm") else None)
+    attention = attention_of(
+        f, has_qkv_bias=f.flag("attention_bias"), qk_norm="head" if f.flag("use_qk_norm") else None
+    )
     layers = [
         Layer(attention, mlp=dense if index < n_dense else sparse, norm_params=2 * hidden)
         for index in range(f.n("num_hidden_layers"))
     ]
-    return _stack(f, "glm4_moe", layers, ropes(f, f.head_dim))
+    return stack(f, "glm4_moe", layers, ropes(f, f.head_dim))
 
 
 def _minimax_m2(f: Fields) -> Architecture:
@@ -118,9 +86,9 @@ def _minimax_m2(f: Fields) -> Architecture:
         has_correction_bias=f.flag("use_routing_bias"),
         router_dtype="float32",
     )
-    attention = _attention(f, bias=f.flag("attention_bias"), qk_norm="full")
+    attention = attention_of(f, has_qkv_bias=f.flag("attention_bias"), qk_norm="full")
     layer = Layer(attention, mlp=mlp, norm_params=2 * f.n("hidden_size"))
-    return _stack(f, "minimax_m2", [layer] * f.n("num_hidden_layers"), ropes(f, f.head_dim))
+    return stack(f, "minimax_m2", [layer] * f.n("num_hidden_layers"), ropes(f, f.head_dim))
 
 
 def _gpt_oss(f: Fields) -> Architecture:
@@ -152,7 +120,7 @@ def _gpt_oss(f: Fields) -> Architecture:
         for index in range(f.n("num_hidden_layers"))
     ]
     tables = tuple(RopeTable(table.n_positions, table.rotary_dim, "float32") for table in ropes(f, f.head_dim))
-    return _stack(f, "gpt_oss", layers, tables)
+    return stack(f, "gpt_oss", layers, tables)
 
 
 def _llama4(f: Fields) -> Architecture:
@@ -177,7 +145,7 @@ def _llama4(f: Fields) -> Architecture:
     layers = []
     for index in range(f.n("num_hidden_layers")):
         turns = bool(no_rope[index]) if no_rope else (index + 1) % 4 != 0
-        plain = _attention(f, bias=f.flag("attention_bias"))
+        plain = attention_of(f, has_qkv_bias=f.flag("attention_bias"))
         attention = Attention(
             *("chunked" if turns and chunk else "full", plain.n_heads, plain.n_kv_heads, plain.head_dim_k),
             plain.head_dim_v,
@@ -187,7 +155,7 @@ def _llama4(f: Fields) -> Architecture:
         )
         is_sparse = index in moe_layers if moe_layers else (index + 1) % step == 0
         layers.append(Layer(attention, mlp=sparse if is_sparse else dense, norm_params=2 * hidden))
-    return _stack(f, "llama4", layers, ropes(f, f.head_dim))
+    return stack(f, "llama4", layers, ropes(f, f.head_dim))
 
 
 def _gemma4(f: Fields) -> Architecture:
@@ -229,7 +197,7 @@ def _gemma4(f: Fields) -> Architecture:
             has_v_weight=not k_is_v,
         )
         layers.append(Layer(attention, mlp=mlp, norm_params=norm_params))
-    return _stack(f, "gemma4", layers, ropes_gemma4(f), ties=True)
+    return stack(f, "gemma4", layers, ropes_gemma4(f), ties=True)
 
 
 def _mla_attention(f: Fields) -> Attention:
@@ -277,7 +245,7 @@ def _deepseek(f: Fields) -> Architecture:
     tables = ropes(f, f.n("qk_rope_head_dim", default=64), is_partial=False)
     if attention.n_index_heads and not f.flag("indexer_rope_interleave"):
         tables *= 2
-    return _stack(f, "deepseek", layers, tables)
+    return stack(f, "deepseek", layers, tables)
 
 
 READERS: Mapping[str, Reader] = {

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from penstock.errors import UserError
 from penstock.plan.architecture import Cut, Tensor
 from penstock.plan.config_fields import Fields
 
@@ -16,15 +17,21 @@ from penstock.plan.config_fields import Fields
 class _Sizes:
     """A vision config's counts with transformers' defaults behind."""
 
-    def __init__(self, found: Mapping[str, Any], **defaults: int) -> None:
+    def __init__(self, found: Mapping[str, Any], defaults: Mapping[str, int]) -> None:
         self.found, self.defaults = found, defaults
 
     def __call__(self, *names: str) -> int:
         for name in names:
             value = self.found.get(name)
-            if isinstance(value, int) and not isinstance(value, bool):
-                return value
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**31:
+                raise UserError(f"cannot read config.json: {name} of vision_config is {value!r:.40}, not a count")
+            return value
         return self.defaults[names[0]]
+
+
+_Builder = Callable[[Fields, _Sizes], Iterator[Tensor]]
 
 
 def _one(name: str, shape: tuple[int, ...], cut: Cut = "replicated", count: int = 1) -> Tensor:
@@ -46,16 +53,8 @@ def _encoder(
         yield _one("o_down.bias", (2 * hidden,), "replicated", n_layers)
 
 
-def _siglip(f: Fields) -> Iterator[Tensor]:
+def _siglip(f: Fields, v: _Sizes) -> Iterator[Tensor]:
     """Gemma 3 (models/siglip.py, gemma3_mm.py). The pooling head of transformers' class is not loaded."""
-    v = _Sizes(
-        f.table("vision_config"),
-        hidden_size=768,
-        intermediate_size=3072,
-        num_hidden_layers=12,
-        image_size=224,
-        patch_size=16,
-    )
     hidden, patch = v("hidden_size"), v("patch_size")
     yield from _encoder(
         v("num_hidden_layers"), hidden, v("intermediate_size"), is_gated=False, norm_params=4 * hidden, has_bias=True
@@ -66,9 +65,8 @@ def _siglip(f: Fields) -> Iterator[Tensor]:
     yield _one("projector", (hidden, f.n("hidden_size") + 1))
 
 
-def _pixtral(f: Fields) -> Iterator[Tensor]:
+def _pixtral(f: Fields, v: _Sizes) -> Iterator[Tensor]:
     """Mistral 3 (models/pixtral.py, mistral3.py): gated, no biases; a patch merger and a two-layer projector."""
-    v = _Sizes(f.table("vision_config"), hidden_size=1024, intermediate_size=4096, num_hidden_layers=24, patch_size=14)
     hidden, patch, merge, text = (
         v("hidden_size"),
         v("patch_size"),
@@ -85,20 +83,8 @@ def _pixtral(f: Fields) -> Iterator[Tensor]:
     yield _one("linear_2", (text, text), "row")
 
 
-def _qwen3_vl(f: Fields) -> Iterator[Tensor]:
+def _qwen3_vl(f: Fields, v: _Sizes) -> Iterator[Tensor]:
     """Qwen3-VL and Qwen3.5 (models/qwen3_vl.py): biases everywhere, a merger and one for each deep-stack layer."""
-    v = _Sizes(
-        f.table("vision_config"),
-        depth=27,
-        hidden_size=1152,
-        intermediate_size=4304,
-        in_channels=3,
-        patch_size=16,
-        temporal_patch_size=2,
-        spatial_merge_size=2,
-        num_position_embeddings=2304,
-        out_hidden_size=3584,
-    )
     hidden, merged, text = v("hidden_size"), v("hidden_size") * v("spatial_merge_size") ** 2, v("out_hidden_size")
     yield from _encoder(
         v("depth"), hidden, v("intermediate_size"), is_gated=False, norm_params=4 * hidden, has_bias=True
@@ -115,19 +101,8 @@ def _qwen3_vl(f: Fields) -> Iterator[Tensor]:
     yield _one("merger.norm", (2 * hidden + 2 * merged * len(deep),))
 
 
-def _qwen2_5_vl(f: Fields) -> Iterator[Tensor]:
+def _qwen2_5_vl(_: Fields, v: _Sizes) -> Iterator[Tensor]:
     """Qwen2.5-VL (models/qwen2_5_vl.py): gated with biases, RMS norms, one merger over 2 x 2 patches."""
-    v = _Sizes(
-        f.table("vision_config"),
-        depth=32,
-        hidden_size=3584,
-        intermediate_size=3420,
-        in_channels=3,
-        patch_size=14,
-        temporal_patch_size=2,
-        spatial_merge_size=2,
-        out_hidden_size=3584,
-    )
     hidden, width, n = v("hidden_size"), v("intermediate_size"), v("depth")
     merged = hidden * v("spatial_merge_size") ** 2
     yield from _encoder(n, hidden, width, is_gated=True, norm_params=2 * hidden, has_bias=True)
@@ -139,21 +114,12 @@ def _qwen2_5_vl(f: Fields) -> Iterator[Tensor]:
     yield _one("merger.outside", (hidden + v("out_hidden_size"),))
 
 
-def _gemma4(f: Fields) -> Iterator[Tensor]:
+def _gemma4(f: Fields, v: _Sizes) -> Iterator[Tensor]:
     """Gemma 4 (models/gemma4_mm.py): gated, four norms and q/k norms of a head, two position tables.
 
     vLLM builds transformers' own tower, which tensor parallelism does not cut.
     """
     f.refuse_unless(not f.table("audio_config"), "the audio encoder is not modelled")
-    v = _Sizes(
-        f.table("vision_config"),
-        hidden_size=768,
-        intermediate_size=3072,
-        num_hidden_layers=16,
-        patch_size=16,
-        head_dim=64,
-        position_embedding_size=10240,
-    )
     hidden, width, n = v("hidden_size"), v("intermediate_size"), v("num_hidden_layers")
     yield _one("attention", (4 * hidden, hidden), "replicated", n)
     yield _one("mlp", (3 * width, hidden), "replicated", n)
@@ -163,19 +129,8 @@ def _gemma4(f: Fields) -> Iterator[Tensor]:
     yield _one("projection", (f.n("hidden_size"), hidden))
 
 
-def _llama4(f: Fields) -> Iterator[Tensor]:
+def _llama4(f: Fields, v: _Sizes) -> Iterator[Tensor]:
     """Llama 4 (models/mllama4.py): biases, class embedding, positions, an adapter after pixel shuffle."""
-    v = _Sizes(
-        f.table("vision_config"),
-        hidden_size=768,
-        intermediate_size=5632,
-        num_hidden_layers=34,
-        image_size=448,
-        patch_size=14,
-        projector_input_dim=4096,
-        projector_output_dim=4096,
-        vision_output_dim=7680,
-    )
     hidden, width, patch = v("hidden_size"), v("intermediate_size"), v("patch_size")
     yield from _encoder(v("num_hidden_layers"), hidden, width, is_gated=False, norm_params=4 * hidden, has_bias=True)
     yield _one("patch_embedding", (hidden, 3 * patch * patch), "column")
@@ -186,7 +141,57 @@ def _llama4(f: Fields) -> Iterator[Tensor]:
     yield _one("projector", (f.n("hidden_size"), v("vision_output_dim")), "column")
 
 
-_TOWERS: Mapping[str, Callable[[Fields], Iterator[Tensor]]] = {
+# What transformers' config classes put where a file has nothing, by builder.
+_DEFAULTS: Mapping[_Builder, Mapping[str, int]] = {
+    _siglip: {
+        "hidden_size": 768,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 12,
+        "image_size": 224,
+        "patch_size": 16,
+    },
+    _pixtral: {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "patch_size": 14},
+    _qwen3_vl: {
+        "depth": 27,
+        "hidden_size": 1152,
+        "intermediate_size": 4304,
+        "in_channels": 3,
+        "patch_size": 16,
+        "temporal_patch_size": 2,
+        "spatial_merge_size": 2,
+        "num_position_embeddings": 2304,
+        "out_hidden_size": 3584,
+    },
+    _qwen2_5_vl: {
+        "depth": 32,
+        "hidden_size": 3584,
+        "intermediate_size": 3420,
+        "in_channels": 3,
+        "patch_size": 14,
+        "temporal_patch_size": 2,
+        "spatial_merge_size": 2,
+        "out_hidden_size": 3584,
+    },
+    _gemma4: {
+        "hidden_size": 768,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 16,
+        "patch_size": 16,
+        "head_dim": 64,
+        "position_embedding_size": 10240,
+    },
+    _llama4: {
+        "hidden_size": 768,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 34,
+        "image_size": 448,
+        "patch_size": 14,
+        "projector_input_dim": 4096,
+        "projector_output_dim": 4096,
+        "vision_output_dim": 7680,
+    },
+}
+_TOWERS: Mapping[str, _Builder] = {
     "Gemma3ForConditionalGeneration": _siglip,
     "Mistral3ForConditionalGeneration": _pixtral,
     "Qwen2_5_VLForConditionalGeneration": _qwen2_5_vl,
@@ -201,8 +206,8 @@ _TOWERS: Mapping[str, Callable[[Fields], Iterator[Tensor]]] = {
 
 def towers(f: Fields) -> tuple[Tensor, ...]:
     """The vision part of an architecture; empty for a language model."""
-    make = _TOWERS.get(f.architecture)
-    return tuple(make(f)) if make else ()
+    build = _TOWERS.get(f.architecture)
+    return tuple(build(f, _Sizes(f.table("vision_config"), _DEFAULTS[build]))) if build else ()
 
 
 def is_multimodal(architecture: str) -> bool:

@@ -235,7 +235,9 @@ def _does_not_fit(
     )
     hint = "Use more GPUs, a smaller or quantised model, or another parallel; `penstock plan` tells of every layout."
     longest = sizing.kv.largest_max_model_len if sizing.kv is not None else 0
-    if 0 < longest < settings.max_model_len:
+    if sizing.is_refused:
+        hint = "No other layout changes that: another card, checkpoint format, or engine.args."
+    elif 0 < longest < settings.max_model_len:
         hint = f"Set engine.max_model_len: {longest} (the largest that fits), or use more GPUs."
     return PlanError(
         f'cannot place model "{deployment.model}" on {machine.host}: {sizing.reason}', detail=detail, hint=hint

@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 
+from penstock.errors import UserError, nearest
 from penstock.plan.architecture import Architecture, Quantization
 from penstock.plan.refusals import not_modelled
 
@@ -75,7 +76,12 @@ def _compiled(patterns: tuple[str, ...]) -> _Patterns:
             wild.append(fnmatch.translate(_canonical(pattern) + ".*"))
         else:
             plain.add(_canonical(pattern))
-    return _Patterns(frozenset(plain), re.compile("|".join(wild)) if wild else None)
+    try:
+        return _Patterns(frozenset(plain), re.compile("|".join(wild)) if wild else None)
+    except re.error as exc:
+        raise UserError(
+            "cannot read config.json: a pattern of quantization_config is no regular expression", detail=str(exc)
+        ) from exc
 
 
 def _canonical(name: str) -> str:
@@ -120,6 +126,8 @@ def read(config: Mapping[str, Any]) -> Quantization | None:
     for holder in (config, nested):
         for key in ("quantization_config", "compression_config"):
             found = holder.get(key)
+            if found and not isinstance(found, Mapping):
+                raise UserError(f"cannot read config.json: {key} is not an object")
             if isinstance(found, Mapping) and found:
                 return from_config(found)
     return None
@@ -310,6 +318,11 @@ def with_choice(arch: Architecture, choice: str | None, dtype: str | None = None
         arch = msgspec.structs.replace(arch, dtype={"half": "float16", "float": "float32"}.get(str(dtype), str(dtype)))
     if choice is None:
         return arch
+    if choice not in ONLINE and choice not in _SAME:
+        close = nearest(choice, {*ONLINE, *_SAME})
+        raise not_modelled(
+            "quantization", choice, "it is not modelled", hint=f"did you mean {close}?" if close else None
+        )
     if arch.quantization is not None:
         if arch.quantization.kind in _SAME.get(choice, frozenset()):
             return arch

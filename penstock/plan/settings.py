@@ -10,6 +10,7 @@ from penstock.errors import UserError
 from penstock.plan.architecture import Architecture
 from penstock.plan.profiles import EngineProfile, batch_defaults
 from penstock.plan.sizing import Settings, SizingRequest
+from penstock.plan.startup import Context
 from penstock.units import GIB
 
 # Cache dtypes by what modelopt and compressed-tensors write (vllm/utils/torch_utils.py of 0.32,
@@ -33,12 +34,14 @@ def checkpoint_cache_dtype(config: Mapping[str, Any]) -> str:
     return _CACHE_FORMATS.get(str(scheme or "").lower(), "auto")
 
 
-def settings_of(request: SizingRequest, gpu: GpuFacts, arch: Architecture, rules: EngineProfile) -> Settings:
-    """What the engine would run with.  Raises UserError for what cannot go together.
+def settings_of(
+    request: SizingRequest, gpu: GpuFacts, arch: Architecture, rules: EngineProfile, context: Context
+) -> Settings:
+    """What the engine would run with; `context` is the model's own.  Raises UserError when there is none.
 
     `engine/arg_utils.py`: tokens in a step are at most sequences x max_model_len, sequences at most the tokens.
     """
-    max_model_len = request.max_model_len or arch.max_position
+    max_model_len = request.max_model_len or context.default
     if not max_model_len:
         raise UserError(
             "cannot tell the context length: the config has none", hint="Add --max-model-len (engine.max_model_len)."
@@ -63,7 +66,7 @@ def settings_of(request: SizingRequest, gpu: GpuFacts, arch: Architecture, rules
         dtype=arch.dtype,
         kv_cache_dtype=cache_dtype,
         quantization=request.quantization or (arch.quantization.kind if arch.quantization else None),
-        longest_model_len=arch.max_position,
+        longest_model_len=context.limit,
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from penstock.plan.calibration import Calibrated
+from penstock.plan.links import Links
 from penstock.plan.ranges import Range
 from penstock.plan.users import Users
 from penstock.spec import Parallel
@@ -48,7 +49,8 @@ class SizingRequest(msgspec.Struct, frozen=True):
     `gpu` is a catalogue id or a driver's name for it, `network` a catalogue id. `layout` fixes the cut (evaluated
     alone); `tensor`, `pipeline`, `data` are the single sizes that were fixed, `expert` is True when asked for.
     `available_kv_gib` (one value, or one per pipeline stage) replaces the memory estimate. `more_args` (words of the
-    engine's command line) and `environment` ("NAME=value") are handed on: planning does not know what they do.
+    engine's command line) and `environment` ("NAME=value") are handed on: planning does not know what they do. `links`
+    is how this machine joins its GPUs, when it was asked; None: as the catalogue's card.
     """
 
     facts: Facts
@@ -83,6 +85,7 @@ class SizingRequest(msgspec.Struct, frozen=True):
     more_args: tuple[str, ...] = ()
     environment: tuple[str, ...] = ()
     calibration: Calibrated | None = None
+    links: Links | None = None
 
     @property
     def has_fixed_layout(self) -> bool:
@@ -227,9 +230,10 @@ class Sizing(msgspec.Struct, frozen=True):
     ranks: tuple[RankMemory, ...] = ()
     levers: tuple[Lever, ...] = ()
     users: Users | None = None
+    is_refused: bool = False  # the engine would not start, whatever the memory
 
 
-_FOR_THE_EYE = ("settings", "ranks", "levers", "users")
+_FOR_THE_EYE = ("settings", "ranks", "levers", "users", "is_refused")
 
 
 def contract(sizing: Sizing) -> dict[str, Any]:

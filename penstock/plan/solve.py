@@ -14,12 +14,13 @@ import msgspec
 
 from penstock.catalog import GpuFacts, LinkFacts
 from penstock.errors import UserError
-from penstock.plan import calibration, families, layouts, users
+from penstock.plan import calibration, families, layouts, levers, startup, users
 from penstock.plan.architecture import Architecture
 from penstock.plan.cache import CacheSettings
 from penstock.plan.comm import Fabric
 from penstock.plan.fit import Case, Fit, Memory, capability
 from penstock.plan.layouts import Layouts, Refused, Shape
+from penstock.plan.links import rewired
 from penstock.plan.measurement import Key, Measurement
 from penstock.plan.overhead import RunSettings
 from penstock.plan.pages import model_bytes_per_token
@@ -29,7 +30,6 @@ from penstock.plan.ranges import Range, exact
 from penstock.plan.settings import engine_args, settings_of, total_bytes
 from penstock.plan.sizing import (
     KvAnswer,
-    Lever,
     MemoryAnswer,
     RankMemory,
     RejectedLayout,
@@ -40,6 +40,7 @@ from penstock.plan.sizing import (
     WeightsAnswer,
 )
 from penstock.plan.speed import Engine, Speed, estimate
+from penstock.plan.startup import Context
 from penstock.plan.tensors import n_params
 from penstock.plan.weights import bytes_on_disk, rank_weights
 from penstock.plan.work import Work, with_weight_bytes, work_of
@@ -49,14 +50,13 @@ from penstock.units import GIB
 # A checkpoint's own bytes and what the config says may differ by this share before it is said (the issue's 1%).
 _MOST_DIFFERENCE = 0.01
 _CACHE_BYTES = {"fp8": 1.0, "fp8_e4m3": 1.0, "fp8_e5m2": 1.0, "nvfp4": 0.5625, "float32": 4.0}
-_SHORT_CONTEXT = 8192
 # Fields of a config.json that differ between copies of one model and mean nothing to its size.
 _NOT_OF_THE_MODEL = {"_name_or_path", "transformers_version"}
 _THINK_TIME_S = 30.0
 
 
 class _Question(msgspec.Struct, frozen=True):
-    """A request with everything that follows from it alone."""
+    """A request with everything that follows from it alone. `stops`: why the engine would not start at all."""
 
     request: SizingRequest
     arch: Architecture
@@ -65,6 +65,8 @@ class _Question(msgspec.Struct, frozen=True):
     case: Case
     shape: Shape
     work: Work
+    context: Context
+    stops: tuple[str, ...]
 
 
 def sizing_of(
@@ -77,15 +79,26 @@ def sizing_of(
 
     `measured` are the starts that are kept under `key_of` the request, by layout: they replace the estimates.
     """
-    question = _question(request, gpu, network, measured or {})
+    question = _question(
+        request, gpu if request.links is None else rewired(gpu, request.links), network, measured or {}
+    )
     memory = Memory(question.case)
     sizing = _fixed(question, memory) if request.has_fixed_layout else _chosen(question, memory)
-    return msgspec.structs.replace(sizing, warnings=(*sizing.warnings, *_warnings(question, sizing, memory)))
+    warned = (*sizing.warnings, *_warnings(question, sizing, memory))
+    if not question.stops:
+        return msgspec.structs.replace(sizing, warnings=warned)
+    # What the memory says is told all the same; speed, users and levers of an engine that does not start are not.
+    first, *others = question.stops
+    reason = f"vLLM would not start: {first}"
+    warned = (*others, *warned) if sizing.fits else (*others, f"memory: {sizing.reason}", *warned)
+    return msgspec.structs.replace(
+        sizing, fits=False, is_refused=True, reason=reason, speed=None, users=None, levers=(), warnings=warned
+    )
 
 
 def key_of(request: SizingRequest, gpu: GpuFacts) -> Key:
     """What measured values of this engine are kept under.  Raises as `sizing_of` does."""
-    _, rules, settings = _engine(request, gpu)
+    _, rules, settings, _ = _engine(request, gpu)
     config = {name: value for name, value in request.facts.config.items() if name not in _NOT_OF_THE_MODEL}
     return Key(
         model=hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest(),
@@ -103,11 +116,15 @@ def key_of(request: SizingRequest, gpu: GpuFacts) -> Key:
     )
 
 
-def _engine(request: SizingRequest, gpu: GpuFacts) -> tuple[Architecture, EngineProfile, Settings]:
+def _engine(request: SizingRequest, gpu: GpuFacts) -> tuple[Architecture, EngineProfile, Settings, Context]:
     """The model as it is loaded, the rules of the engine's version, and its settings."""
     arch = with_choice(families.read(request.facts.config), request.quantization, request.dtype)
-    rules = on_card(profile(request.engine_version), capability(gpu))
-    return arch, rules, settings_of(request, gpu, arch, rules)
+    arch = msgspec.structs.replace(arch, dtype=startup.loaded_dtype(request, arch, gpu))
+    rules, context = (
+        on_card(profile(request.engine_version), capability(gpu)),
+        startup.context_of(request.facts.config, arch),
+    )
+    return arch, rules, settings_of(request, gpu, arch, rules, context), context
 
 
 def _question(
@@ -116,7 +133,7 @@ def _question(
     if request.calibration is not None:
         names = (request.facts.reference, *filter(None, (request.facts.hub_id,)))
         calibration.check(request.calibration, names, (gpu.id, *gpu.names))
-    arch, rules, settings = _engine(request, gpu)
+    arch, rules, settings, context = _engine(request, gpu)
     cut = capability(gpu)
     cache = CacheSettings(
         max_model_len=settings.max_model_len,
@@ -130,8 +147,7 @@ def _question(
         max_num_batched_tokens=settings.max_num_batched_tokens,
         max_num_seqs=settings.max_num_seqs,
         enforce_eager=request.enforce_eager,
-        # GeForce drivers switch it off (vllm#7553); an NVLink bridge gives it back.
-        has_peer_to_peer=gpu.nvlink is not None or not any("geforce" in name.lower() for name in gpu.names),
+        has_peer_to_peer=_has_peer_to_peer(request, gpu),
         has_nvlink=gpu.nvlink is not None or gpu.xgmi is not None,
         is_blackwell=cut is not None and cut[0] == 10,
     )
@@ -139,7 +155,17 @@ def _question(
     utilization = settings.gpu_memory_utilization
     case = Case(arch, gpu, rules, cache, run, total_bytes(request, gpu), utilization, given, measured)
     fabric = Fabric(gpu, request.gpus_per_node, request.nodes, network)
-    return _Question(request, arch, fabric, settings, case, layouts.shape_of(arch, rules.version), work_of_model(arch))
+    return _Question(
+        *(request, arch, fabric, settings, case, layouts.shape_of(arch, rules.version), work_of_model(arch), context),
+        stops=startup.refusals(request, arch, gpu, settings),
+    )
+
+
+def _has_peer_to_peer(request: SizingRequest, gpu: GpuFacts) -> bool:
+    """As the machine told; else GeForce drivers switch it off (vllm#7553), and NVLink gives it back."""
+    if request.links is not None and request.links.has_peer_to_peer is not None:
+        return request.links.has_peer_to_peer
+    return gpu.nvlink is not None or not any("geforce" in name.lower() for name in gpu.names)
 
 
 def work_of_model(arch: Architecture) -> Work:
@@ -186,7 +212,7 @@ def _chosen(question: _Question, memory: Memory) -> Sizing:
     choice = layouts.choose(
         found,
         fabric,
-        _workload(request),
+        _workload(question),
         lambda layout: memory.fit(layout).refusal,
         lambda layout: _speed(question, memory.fit(layout)),
     )
@@ -201,7 +227,7 @@ def _chosen(question: _Question, memory: Memory) -> Sizing:
         refused = (*choice.refused, *others)
         return _answer(question, fit, _why_it_fits(fit), refused, (choice.price,) if choice.price else ())
     if not found.legal:
-        reason = _all_refused(choice.refused, fabric.n_gpus)
+        reason = _all_refused(question, choice.refused)
         return Sizing(False, reason, rejected=tuple(map(_of_refused, choice.refused)), settings=question.settings)
     nearest = max((memory.fit(layout) for layout in found.legal), key=lambda fit: fit.margin_bytes)
     refused = tuple(one for one in choice.refused if one.layout != nearest.layout)
@@ -219,9 +245,14 @@ def _is_pipeline_early(layout: Parallel, widest: int, fabric: Fabric) -> bool:
     return fabric.gpu.nvlink is not None and layout.pipeline > 1 and layout.tensor < widest
 
 
-def _all_refused(refused: Iterable[Refused], n_gpus: int) -> str:
+def _all_refused(question: _Question, refused: Iterable[Refused]) -> str:
+    if question.request.expert and not question.shape.n_experts:
+        return "expert parallelism needs experts, this model has 0"
     reasons = list(dict.fromkeys(one.reason for one in refused))
-    return f"no layout of {n_gpus} GPUs is legal: {'; '.join(reasons[:3]) or 'none has whole experts on its ranks'}"
+    n_gpus = question.fabric.n_gpus
+    of = "1 GPU" if n_gpus == 1 else f"{n_gpus} GPUs"
+    told = "; ".join(reasons[:3]) or "whole experts on each rank need 2 GPUs or more"
+    return f"no layout of {of} is legal: {told}"
 
 
 def _why_it_fits(fit: Fit) -> str:
@@ -279,15 +310,23 @@ def _answer(
         weights=_weights(question, fit),
         kv=kv,
         memory=_memory(question.case, fit) if fit.available else None,
-        speed=_speed_answer(_speed(question, fit)) if fit.fits else None,
+        speed=_speed_answer(_speed(question, fit)) if fit.fits and not _is_too_long(question) else None,
         rejected=tuple(map(_of_refused, refused)),
         warnings=warnings,
         engine_args=engine_args(request, sizes, layout.expert),
         measured_on=fit.measured_on,
         settings=question.settings,
         ranks=_ranks(question.case, fit) if fit.available else (),
-        levers=_levers(question, fit) if fit.available else (),
-        users=_users(question, fit) if fit.fits else None,
+        levers=levers.levers(question.case, fit, _room(question)) if fit.available else (),
+        users=_users(question, fit) if fit.fits and not _is_too_long(question) else None,
+    )
+
+
+def _room(question: _Question) -> levers.Room:
+    request = question.request
+    return levers.Room(
+        *(question.shape, request.gpus_per_node, request.nodes, question.settings.engine_version),
+        least_tokens=request.input_tokens + request.output_tokens,
     )
 
 
@@ -359,12 +398,22 @@ def _letter(stage: int) -> str:
 # ---- speed and users -------------------------------------------------------------------------------------------------
 
 
-def _workload(request: SizingRequest) -> Workload:
-    return Workload(request.input_tokens, request.output_tokens, request.concurrency, request.ttft_ms, request.tpot_ms)
+def _workload(question: _Question) -> Workload:
+    """What was asked; requests that the engine would refuse are cut to its context, so that layouts can be ranked."""
+    request, longest = question.request, question.settings.max_model_len
+    output = min(request.output_tokens, max(1, longest // 2))
+    prompt = min(request.input_tokens, max(1, longest - output))
+    return Workload(prompt, output, request.concurrency, request.ttft_ms, request.tpot_ms)
+
+
+def _is_too_long(question: _Question) -> bool:
+    request = question.request
+    longest = max(request.input_tokens + request.output_tokens, request.context_per_user or 0)
+    return longest > question.settings.max_model_len
 
 
 def _speed(question: _Question, fit: Fit, workload: Workload | None = None) -> Speed:
-    asked, settings = workload or _workload(question.request), question.settings
+    asked, settings = workload or _workload(question), question.settings
     room = fit.kv.tokens // (asked.input_tokens + asked.output_tokens) if fit.kv else 1
     model_bytes = 4.0 if question.arch.dtype == "float32" else 2.0
     engine = Engine(
@@ -394,70 +443,40 @@ def _users(question: _Question, fit: Fit) -> users.Users | None:
     )
     data = fit.layout.data
     capacity = users.Capacity(fit.kv.tokens * data, question.settings.max_num_seqs * data)
-    return users.users(person, capacity, _workload(request), lambda workload: _speed(question, fit, workload))
-
-
-# ---- levers ----------------------------------------------------------------------------------------------------------
-
-
-def _levers(question: _Question, fit: Fit) -> tuple[Lever, ...]:
-    """What else could be done with the same layout, and with twice the GPUs."""
-    case, layout = question.case, fit.layout
-    found = []
-    shorter = min(_SHORT_CONTEXT, case.cache.max_model_len // 2)
-    if shorter >= question.request.input_tokens + question.request.output_tokens:
-        cache = msgspec.structs.replace(case.cache, max_model_len=shorter)
-        changed = msgspec.structs.replace(case, cache=cache)
-        found.append(_lever("shorter context", {"max_model_len": f"{shorter}"}, changed, layout))
-    if case.cache.kv_cache_dtype == "auto":
-        cache = msgspec.structs.replace(case.cache, kv_cache_dtype="fp8")
-        changed = msgspec.structs.replace(case, cache=cache)
-        found.append(_lever("fp8 KV cache", {"kv_cache_dtype": "fp8"}, changed, layout, "costs some accuracy"))
-    if case.arch.quantization is None:
-        changed = msgspec.structs.replace(case, arch=with_choice(case.arch, "fp8"))
-        found.append(_lever("fp8 weights", {"quantization": "fp8"}, changed, layout, "costs some accuracy"))
-    wider = Parallel(layout.tensor * 2, layout.pipeline, layout.data, layout.expert)
-    if layouts.refusal(question.shape, wider) is None:
-        flags = {"tensor": f"{wider.tensor}"}
-        found.append(_lever("twice the GPUs", flags, case, wider, f"{wider.n_ranks} GPUs"))
-    return tuple(lever for lever in found if lever is not None)
-
-
-def _lever(name: str, flags: Mapping[str, str], case: Case, layout: Parallel, note: str = "") -> Lever | None:
-    """None where what it would give is not modelled."""
-    try:
-        kv = (fit := Memory(case).fit(layout)).kv
-    except UserError:
-        return None
-    if kv is None:
-        return None
-    words = tuple(word for field, value in flags.items() for word in ("--" + field.replace("_", "-"), value))
-    return Lever(name, words, fit.fits, kv.tokens, kv.max_concurrency, note)
+    return users.users(person, capacity, _workload(question), lambda workload: _speed(question, fit, workload))
 
 
 # ---- warnings --------------------------------------------------------------------------------------------------------
 
 
 def _warnings(question: _Question, sizing: Sizing, memory: Memory) -> tuple[str, ...]:
-    request, arch, gpu = question.request, question.arch, question.fabric.gpu
+    request, gpu = question.request, question.fabric.gpu
     found = [*_differs(question)]
     if request.calibration is not None and sizing.layout is not None:
         what = calibration.differs(request.calibration, sizing.layout, question.settings.engine_version)
         if what:
             found.append(f"the calibration was measured with {what}: its constants are used, the ranges stay wide")
-    if question.settings.max_model_len > arch.max_position > 0:
+    found += startup.warnings(request, question.arch, gpu, question.settings, question.context)
+    if _is_too_long(question):
+        longest = max(request.input_tokens + request.output_tokens, request.context_per_user or 0)
         found.append(
-            f"max_model_len {question.settings.max_model_len:,} is over the model's {arch.max_position:,}: vLLM "
-            "refuses it unless VLLM_ALLOW_LONG_MAX_MODEL_LEN=1"
+            f"requests of {longest:,} tokens are over max_model_len {question.settings.max_model_len:,}: the engine "
+            "would refuse each, so speed and users are not told"
         )
-    if arch.dtype == "bfloat16" and not gpu.native.bf16:
-        found.append(f"{gpu.id} has no bfloat16: vLLM takes float16 with dtype auto, and refuses bfloat16 when asked")
     if request.nodes > 1 and request.network is None:
         found.append("the network was not said: ten-gigabit Ethernet is assumed for speed; give --network")
     if gpu.stands_in is not None:
         found.append(
             f"{gpu.id} is not in the catalogue: {question.case.total_bytes / GIB:.2f} GiB of memory by its driver, "
             f"speed and formats as of {gpu.stands_in}"
+        )
+    if (
+        request.links is not None
+        and request.links.has_peer_to_peer is False
+        and (sizing.layout or Parallel()).tensor > 1
+    ):
+        found.append(
+            "the GPUs cannot reach each other's memory (no peer-to-peer): tensor parallelism may be slower still"
         )
     if gpu.vendor.lower() != "nvidia":
         found.append(f"memory and speed on {gpu.vendor} cards are estimated with NVIDIA's constants, not measured")

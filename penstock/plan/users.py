@@ -62,9 +62,8 @@ def users(person: Person, capacity: Capacity, workload: Workload, speed_at: Call
     n_at_once = _most(person, workload, speed_at, room) if room else 0
     if n_at_once < room:
         first_limit = _missed(speed_at(workload_of(person, n_at_once + 1, workload)), workload)
-    assumed = (
-        f"{person.context_tokens} tokens of context, {person.reply_tokens} a reply, {person.think_time_s:g} s to think"
-    )
+    assumed = f"{person.context_tokens:,} tokens of context, {person.reply_tokens:,} a reply, "
+    assumed += f"{person.think_time_s:g} s to think"
     if not n_at_once:
         return Users(Range(0, 0, 0), 0, first_limit, Range(0, 0, 0), assumed)
     speed = speed_at(workload_of(person, n_at_once, workload))
@@ -81,9 +80,9 @@ def _room(person: Person, capacity: Capacity) -> tuple[int, str]:
     if by_cache <= capacity.max_num_seqs:
         return (
             by_cache,
-            f"KV cache: {capacity.kv_tokens} tokens / {person.context_tokens} a person = {by_cache} at once",
+            f"KV cache: {capacity.kv_tokens:,} tokens / {person.context_tokens:,} a person = {by_cache:,} at once",
         )
-    return capacity.max_num_seqs, f"max_num_seqs {capacity.max_num_seqs} at once"
+    return capacity.max_num_seqs, f"max_num_seqs {capacity.max_num_seqs:,} at once"
 
 
 def _most(person: Person, workload: Workload, speed_at: Callable[[Workload], Speed], room: int) -> int:

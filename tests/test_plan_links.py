@@ -1,0 +1,226 @@
+"""How this machine's GPUs are joined, read from nvidia-smi's words; how that moves the plan.
+
+RECORDED is what one host of four H200s printed; GEFORCE stands in a public issue (noonghunna/club-3090#1124). Others
+are put together in the same form, as NVIDIA/nccl#1617 and aikitoria/open-gpu-kernel-modules#13 show it.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from typing import Any
+
+import pytest
+
+from penstock import catalog, machine
+from penstock.plan.comm import Fabric, allreduce_us
+from penstock.plan.links import Links, links_of, parse_matrix, parse_rate, rewired
+from penstock.plan.sizing import Facts, Sizing, SizingRequest
+from penstock.plan.solve import sizing_of
+
+LEGEND = """
+Legend:
+
+  X    = Self
+  SYS  = Connection traversing PCIe as well as the SMP interconnect between NUMA nodes (e.g., QPI/UPI)
+  NODE = Connection traversing PCIe as well as the interconnect between PCIe Host Bridges within a NUMA node
+  PHB  = Connection traversing PCIe as well as a PCIe Host Bridge (typically the CPU)
+  PXB  = Connection traversing multiple PCIe bridges (without traversing the PCIe Host Bridge)
+  PIX  = Connection traversing at most a single PCIe bridge
+  NV#  = Connection traversing a bonded set of # NVLinks
+"""
+
+
+def table(ways: list[list[str]], nics: int = 0) -> str:
+    """`nvidia-smi topo -m`: underlined header, network cards and affinities beside."""
+    names = [f"GPU{n}" for n in range(len(ways))]
+    cards = [f"NIC{n}" for n in range(nics)]
+    lines = ["\x1b[4m\t" + "\t".join([*names, *cards, "CPU Affinity", "NUMA Affinity", "GPU NUMA ID"]) + "\x1b[0m"]
+    for name, row in zip(names, ways, strict=True):
+        lines.append("\t".join([name, *(f" {word} " for word in row), *["SYS"] * nics, "0-47,96-143", "0", "N/A"]))
+    lines += ["\t".join([card, *["SYS"] * len(names), *[" X "] * nics]) for card in cards]
+    return "\n".join(lines) + "\n" + LEGEND
+
+
+def peers(n_gpus: int, word: str) -> str:
+    """`nvidia-smi topo -p2p r`."""
+    lines = [" \t" + "".join(f"GPU{n}\t" for n in range(n_gpus))]
+    for row in range(n_gpus):
+        lines.append(f" GPU{row}\t" + "".join(("X" if row == n else word) + "\t" for n in range(n_gpus)))
+    return "\n".join(lines) + "\n\nLegend:\n\n  X    = Self\n  OK   = Status Ok\n  CNS  = Chipset not supported\n"
+
+
+def square(n_gpus: int, word: str) -> list[list[str]]:
+    return [["X" if row == n else word for n in range(n_gpus)] for row in range(n_gpus)]
+
+
+def status(n_gpus: int, links: int, rate: str) -> str:
+    lines = []
+    for gpu in range(n_gpus):
+        lines.append(f"GPU {gpu}: NVIDIA H100 80GB HBM3 (UUID: GPU-0000000{gpu}-0000)")
+        lines += [f"\t Link {link}: {rate} GB/s" for link in range(links)]
+    return "\n".join(lines) + "\n"
+
+
+H100X8 = table(square(8, "NV18"), nics=4)
+PCIE_X4 = table(
+    [["X", "PHB", "NODE", "SYS"], ["PHB", "X", "NODE", "SYS"], ["NODE", "NODE", "X", "SYS"], ["SYS", "SYS", "SYS", "X"]]
+)
+BRIDGED = table([["X", "NV4", "SYS", "SYS"], ["NV4", "X", "SYS", "SYS"], ["SYS", "SYS", "X", "NV4"]] + [
+    ["SYS", "SYS", "NV4", "X"]
+])  # fmt: skip
+# DGX-1: a cube of V100s, where some pairs are two hops apart.
+CUBE = table(
+    [
+        ["X", "NV1", "NV2", "SYS"],
+        ["NV1", "X", "SYS", "NV2"],
+        ["NV2", "SYS", "X", "NV1"],
+        ["SYS", "NV2", "NV1", "X"],
+    ]
+)
+RECORDED = (
+    "\t\x1b[4mGPU0\tGPU1\tGPU2\tGPU3\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m\n"
+    "GPU0\t X \tNV18\tNV18\tNV18\t0-63\t0\t\tN/A\nGPU1\tNV18\t X \tNV18\tNV18\t0-63\t0\t\tN/A\n"
+    "GPU2\tNV18\tNV18\t X \tNV18\t0-63\t0\t\tN/A\nGPU3\tNV18\tNV18\tNV18\t X \t0-63\t0\t\tN/A\n" + LEGEND
+)
+RECORDED_PEERS = (
+    " \t\x1b[4mGPU0\tGPU1\tGPU2\tGPU3\t\x1b[0m\n GPU0\tX\tOK\tOK\tOK\t\n GPU1\tOK\tX\tOK\tOK\t\n"
+    " GPU2\tOK\tOK\tX\tOK\t\n GPU3\tOK\tOK\tOK\tX\t\n\nLegend:\n\n  X    = Self\n  OK   = Status Ok\n"
+)
+# As pasted, with blanks for tabs: two GeForce RTX 5090.
+GEFORCE = """
+        GPU0    GPU1    CPU Affinity    NUMA Affinity   GPU NUMA ID
+GPU0     X      PHB     0-63    0               N/A
+GPU1    PHB      X      0-63    0               N/A
+"""
+
+
+def found(topology: str, p2p: str, rates: str = "", indices: tuple[int, ...] | None = None) -> Links | None:
+    matrix = parse_matrix(topology)
+    every = tuple(sorted({one for one, _ in matrix})) if indices is None else indices
+    return links_of(matrix, parse_matrix(p2p), parse_rate(rates), every)
+
+
+def test_eight_h100_stand_in_one_nvlink_group() -> None:
+    links = found(H100X8, peers(8, "OK"), status(8, 18, "26.562"))
+    assert links == Links(8, 8, 18 * 26.562, None, True)
+    assert links.words == "NVLink joins all 8 GPUs, peer-to-peer works"
+
+
+def test_four_h200_as_recorded() -> None:
+    links = found(RECORDED, RECORDED_PEERS, status(4, 18, "26.562"))
+    assert links == Links(4, 4, 18 * 26.562, None, True)
+
+
+def test_four_pcie_cards_tell_their_longest_way() -> None:
+    links = found(PCIE_X4, peers(4, "OK"))
+    assert links == Links(4, 1, None, "SYS", True) and links.words == "PCIe (SYS) joins 4 GPUs, peer-to-peer works"
+
+
+def test_bridged_pairs_are_groups_of_two() -> None:
+    links = found(BRIDGED, peers(4, "OK"), status(4, 4, "14.062"))
+    assert links == Links(4, 2, 4 * 14.062, "SYS", True)
+    assert links.words == "NVLink joins groups of 2, PCIe (SYS) the rest, peer-to-peer works"
+    pair = found(BRIDGED, peers(4, "OK"), indices=(2, 3))
+    assert pair is not None and (pair.n_gpus, pair.joined, pair.farthest) == (2, 2, None)
+    strangers = found(BRIDGED, peers(4, "OK"), indices=(1, 2))
+    assert strangers is not None and (strangers.joined, strangers.farthest) == (1, "SYS")
+
+
+def test_a_cube_of_nvlinks_is_one_group() -> None:
+    links = found(CUBE, peers(4, "OK"))
+    assert links is not None and links.joined == 4
+
+
+@pytest.mark.parametrize("word", ["NS", "CNS", "GNS", "U", "DR"])
+def test_geforce_has_no_peer_to_peer(word: str) -> None:
+    links = found(GEFORCE, peers(2, word))
+    assert links == Links(2, 1, None, "PHB", False) and links.words == "PCIe (PHB) joins 2 GPUs, no peer-to-peer"
+
+
+def test_one_gpu_has_nothing_to_join() -> None:
+    assert parse_matrix(table([["X"]])) == {}
+    links = found(table([["X"]]), peers(1, "OK"), indices=(0,))
+    assert links == Links(1, 1) and links.words == "one GPU"
+
+
+@pytest.mark.parametrize("text", ["", "No devices were found\n", "Failed to initialize NVML: Driver/library\n", LEGEND])
+def test_words_that_are_no_table_tell_nothing(text: str) -> None:
+    assert parse_matrix(text) == {} and parse_rate(text) is None
+    assert found(text, text, text, (0, 1)) is None
+
+
+def test_inactive_links_have_no_rate() -> None:
+    text = "GPU 0: NVIDIA RTX A6000 (UUID: GPU-1)\n\t Link 0: <inactive>\n\t Link 1: <inactive>\n"
+    assert parse_rate(text) is None
+    assert parse_rate(text + "GPU 1: NVIDIA RTX A6000 (UUID: GPU-2)\n\t Link 0: 14.062 GB/s\n") == 14.062
+
+
+def test_unknown_peers_are_not_told() -> None:
+    links = found(PCIE_X4, "")
+    assert links is not None and links.has_peer_to_peer is None and links.words == "PCIe (SYS) joins 4 GPUs"
+
+
+# ---- what the machine asks -------------------------------------------------------------------------------------------
+
+
+def fake_smi(monkeypatch: pytest.MonkeyPatch, answers: dict[str, str | Exception]) -> None:
+    def run(argv: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        answer = answers[argv[-1]]
+        if isinstance(answer, Exception):
+            raise answer
+        return subprocess.CompletedProcess(argv, 0, answer, "")
+
+    monkeypatch.setattr(shutil, "which", lambda name: name)
+    monkeypatch.setattr(subprocess, "run", run)
+
+
+def test_the_machine_asks_three_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_smi(monkeypatch, {"-m": H100X8, "r": peers(8, "OK"), "--status": status(8, 18, "26.562")})
+    links = machine.links(range(4))
+    assert links is not None and (links.n_gpus, links.joined, links.has_peer_to_peer) == (4, 4, True)
+    assert machine.links([0]) == Links(1, 1)  # asks nothing
+
+
+@pytest.mark.parametrize("error", [OSError("no such file"), subprocess.TimeoutExpired("nvidia-smi", 30)])
+def test_an_nvidia_smi_that_fails_tells_nothing(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    fake_smi(monkeypatch, dict.fromkeys(("-m", "r", "--status", "--format=csv,noheader,nounits"), error))
+    assert machine.links([0, 1]) is None and machine.gpus() == []
+
+
+# ---- what it changes -------------------------------------------------------------------------------------------------
+
+
+def us(gpu: str, links: Links, n_ranks: int) -> float:
+    return allreduce_us(Fabric(rewired(catalog.gpu(gpu), links), links.n_gpus), n_ranks, 2**20).likely
+
+
+def test_the_catalogues_card_stands_where_the_machine_agrees() -> None:
+    card = catalog.gpu("h100-sxm")
+    assert rewired(card, Links(8, 8, 478.0)) is card and rewired(card, Links(1, 1)) is card
+
+
+def test_nvlink_that_is_not_there_is_taken_away() -> None:
+    card = rewired(catalog.gpu("a100-sxm4-80"), Links(4, 1, None, "SYS", True))
+    assert card.nvlink is None and card.allreduce is not None and card.allreduce.borrowed_from == "l40s"
+
+
+def test_a_bridge_speeds_pairs_up_and_nothing_wider() -> None:
+    plain, bridge = Links(4, 1, None, "SYS", True), Links(4, 2, 56.25, "SYS", True)
+    assert us("rtx-a6000", bridge, 2) < us("rtx-a6000", plain, 2) * 0.6
+    assert us("rtx-a6000", bridge, 4) == us("rtx-a6000", plain, 4)
+
+
+def solved(gpu: str, links: Links | None) -> Sizing:
+    facts = Facts("qwen3-32b", catalog.model_config("qwen3-32b"), "the catalogue")
+    # Graphs without peer-to-peer were seen to be large before 0.21 (vllm#7553).
+    asked = SizingRequest(facts, gpu, 4, tensor=4, max_model_len=8192, links=links, engine_version="0.10.2")
+    return sizing_of(asked, catalog.gpu(gpu))
+
+
+def test_without_peer_to_peer_graphs_cost_memory_and_it_is_said() -> None:
+    with_peers, without = (solved("l40s", Links(4, 1, None, "SYS", can)) for can in (True, False))
+    assert with_peers.memory is not None and without.memory is not None
+    assert without.memory.cuda_graph_gib.likely > with_peers.memory.cuda_graph_gib.likely
+    assert any("no peer-to-peer" in warning for warning in without.warnings)
+    assert not any("no peer-to-peer" in warning for warning in with_peers.warnings)

@@ -1,0 +1,199 @@
+"""What vLLM refuses at start whatever the memory, and configs that no model has: told with their numbers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from penstock import catalog
+from penstock.errors import PenstockError, UserError
+from penstock.plan.sizing import Facts, Sizing, SizingRequest
+from penstock.plan.solve import sizing_of
+
+
+def solved(model: str, gpu: str, config: dict[str, Any] | None = None, **asked: Any) -> Sizing:
+    facts = Facts(model, config or catalog.model_config(model), "the catalogue")
+    return sizing_of(SizingRequest(facts=facts, gpu=gpu, **asked), catalog.gpu(gpu))
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu", "asked", "words"),
+    [
+        ("llama-3.1-8b", "v100-sxm2-32", {"dtype": "bfloat16"}, "needs compute capability 8.0, v100-sxm2-32 has 7.0"),
+        ("llama-3.1-8b", "t4", {"dtype": "bfloat16"}, "use --dtype half"),
+        ("gemma-2-9b", "h100-sxm", {"dtype": "half"}, "vLLM refuses float16 for gemma2"),
+        ("qwen3-0.6b", "t4", {"kv_cache_dtype": "fp8"}, "a KV cache in fp8 needs compute capability 8.0, t4 has 7.5"),
+        ("deepseek-v2-lite", "a100-sxm4-80", {"kv_cache_dtype": "fp8"}, "needs compute capability 8.9"),
+        ("gpt-oss-20b", "t4", {"gpus_per_node": 4}, "weights in mxfp4 need compute capability 8.0, t4 has 7.5"),
+        ("qwen3-32b-fp8", "v100-sxm2-32", {"gpus_per_node": 4}, "weights in fp8-block need compute capability 7.5"),
+        ("llama-3.1-8b", "h100-sxm", {"quantization": "bitsandbytes"}, "no bitsandbytes any more"),
+        ("llama-3.1-8b", "h100-sxm", {"block_size": 17}, "block size 17 is not a multiple of 16"),
+    ],
+)
+def test_what_does_not_start_says_why(model: str, gpu: str, asked: dict[str, Any], words: str) -> None:
+    sizing = solved(model, gpu, **asked)
+    assert not sizing.fits and sizing.is_refused
+    assert sizing.reason.startswith("vLLM would not start: ") and words in sizing.reason
+    assert sizing.speed is None and sizing.users is None and sizing.levers == ()
+    assert sizing.weights is not None  # the memory is told all the same
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu", "asked"),
+    [
+        ("qwen3-0.6b", "t4", {"max_model_len": 4096}),
+        ("qwen3-0.6b", "t4", {"max_model_len": 4096, "kv_cache_dtype": "fp8", "engine_version": "0.22"}),
+        ("llama-3.1-8b", "a100-sxm4-80", {"kv_cache_dtype": "fp8"}),
+        ("gpt-oss-20b", "a100-sxm4-40", {}),
+        ("llama-3.1-8b", "h100-sxm", {"quantization": "bitsandbytes", "engine_version": "0.19"}),
+        ("internlm2.5-7b", "h100-sxm", {"max_model_len": 65_536}),  # 32,768 x dynamic 2
+        ("llama-3.1-8b", "mi300x", {"kv_cache_dtype": "fp8"}),  # no compute capability: not judged
+    ],
+)
+def test_what_vllm_takes_is_not_refused(model: str, gpu: str, asked: dict[str, Any]) -> None:
+    assert not solved(model, gpu, **asked).is_refused
+
+
+def test_every_problem_of_the_start_is_told() -> None:
+    sizing = solved("qwen3-0.6b", "t4", dtype="bfloat16", kv_cache_dtype="fp8", max_model_len=1_000_000)
+    told = " ".join((sizing.reason, *sizing.warnings))
+    assert all(word in told for word in ("max_model_len 1,000,000", "bfloat16 needs", "KV cache in fp8"))
+
+
+def test_a_card_without_bfloat16_loads_float16_or_float32() -> None:
+    """Gemma 2 is unstable in float16: vLLM falls back to float32, twice the bytes."""
+    half, whole = solved("qwen3-0.6b", "t4", max_model_len=4096), solved("gemma-2-9b", "v100-sxm2-32")
+    assert half.settings is not None and half.settings.dtype == "float16"
+    assert whole.settings is not None and whole.settings.dtype == "float32"
+    assert whole.weights is not None and whole.weights.per_gpu_gib[0] > 34
+    assert any("no bfloat16" in warning for warning in half.warnings)
+
+
+def test_formats_without_units_save_memory_alone() -> None:
+    def warned(model: str, gpu: str) -> bool:
+        sizing = solved(model, gpu, gpus_per_node=8, max_model_len=4096)
+        return any("it saves memory, not arithmetic" in warning for warning in sizing.warnings)
+
+    assert warned("gpt-oss-20b", "h100-sxm") and not warned("gpt-oss-20b", "b200-sxm")
+    assert warned("qwen3-32b-fp8", "a100-sxm4-80") and not warned("qwen3-32b-fp8", "h100-sxm")
+
+
+def test_an_unknown_quantization_is_told_the_nearest() -> None:
+    with pytest.raises(PenstockError) as caught:
+        solved("llama-3.1-8b", "h100-sxm", quantization="fp8_per_chanel")
+    assert caught.value.exit_code == 4 and caught.value.hint == "did you mean fp8_per_channel?"
+
+
+def test_experts_of_a_dense_model_are_refused_with_their_number() -> None:
+    sizing = solved("llama-3.1-8b", "h100-sxm", expert=True)
+    assert not sizing.fits and sizing.reason == "expert parallelism needs experts, this model has 0"
+
+
+def test_longrope_starts_with_its_original_length() -> None:
+    short, asked = solved("phi-3.5-mini", "h100-sxm"), solved("phi-3.5-mini", "h100-sxm", max_model_len=131_072)
+    assert short.settings is not None and short.settings.max_model_len == 4096
+    assert any("4,096 tokens of context" in warning for warning in short.warnings)
+    assert asked.fits and not any("LongRoPE" in warning for warning in asked.warnings)
+
+
+def test_a_config_may_allow_more_than_its_positions() -> None:
+    """Cohere's model_max_length (config/model.py)."""
+    config = {**catalog.model_config("command-r-v01"), "model_max_length": 131_072}
+    assert not solved("command-r-v01", "h200-sxm", config, max_model_len=100_000).is_refused
+
+
+def test_volta_needs_wheels_of_cuda_12() -> None:
+    def warned(**asked: Any) -> bool:
+        return any("CUDA 13" in w for w in solved("qwen3-0.6b", "v100-sxm2-32", max_model_len=4096, **asked).warnings)
+
+    assert warned() and not warned(engine_version="0.11")
+
+
+def test_requests_over_the_context_have_no_speed() -> None:
+    sizing = solved("llama-3.1-8b", "h100-sxm", input_tokens=2_000_000_000, max_model_len=8192)
+    assert sizing.fits and sizing.speed is None and sizing.users is None
+    assert any("2,000,000,200 tokens are over max_model_len 8,192" in warning for warning in sizing.warnings)
+
+
+# ---- configs that no model has ---------------------------------------------------------------------------------------
+
+
+def test_a_vision_part_of_nonsense_is_refused() -> None:
+    config = catalog.model_config("qwen3-vl-8b")
+    config["vision_config"]["hidden_size"] = -5
+    with pytest.raises(UserError, match="hidden_size of vision_config is -5, not a count"):
+        solved("qwen3-vl-8b", "h100-sxm", config)
+
+
+def changed(model: str = "llama-3.1-8b", **fields: Any) -> dict[str, Any]:
+    return {**catalog.model_config(model), **fields}
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+        ({"num_hidden_layers": 10**9}, "more than any model has"),
+        ({"hidden_size": 0}, "hidden_size is 0"),
+        ({"vocab_size": "many"}, "vocab_size is 'many', not a count"),
+        ({"num_attention_heads": 0}, "attention heads is 0"),
+        ({"num_key_value_heads": 3}, "32 attention heads do not divide by 3 KV heads"),
+        ({"architectures": []}, "does not say its architecture"),
+        ({"architectures": 7}, "architectures is 7, not a list"),
+        ({"quantization_config": "fp8"}, "quantization_config is not an object"),
+        ({"quantization_config": {"quant_method": "fp8", "ignored_layers": ["re:("]}}, "no regular expression"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": {}}}, "a value of the wrong kind"),
+    ],
+)
+def test_a_config_that_cannot_be_is_refused(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError) as caught:
+        solved("llama-3.1-8b", "h100-sxm", changed(**fields))
+    assert words in caught.value.message and caught.value.exit_code == 2
+
+
+VALUES = st.one_of(
+    st.sampled_from([None, 0, 1, -1, 3, 10**9, 10**18, 1.5, float("nan"), True, "", "x", "bfloat16"]),
+    st.sampled_from([[], {}, [1], ["x"], {"a": 1}, [None], [[1, 2]], {"a": {}}, ["full_attention"]]),
+    st.integers(0, 2**40),
+)
+
+
+def spots(config: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
+    """(object, key) of every field, nested ones too."""
+    for key, value in config.items():
+        yield config, key
+        if isinstance(value, dict):
+            yield from spots(value)
+
+
+@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.data())
+def test_broken_configs_are_answered_or_refused(data: st.DataObject) -> None:
+    """A field dropped, of another type, zero or huge: exit code 0, 2, 3 or 4, never a traceback."""
+    model = data.draw(st.sampled_from(catalog.model_names()))
+    config = copy.deepcopy(catalog.model_config(model))
+    for _ in range(data.draw(st.integers(1, 2))):
+        holder, key = data.draw(st.sampled_from(list(spots(config))))
+        if data.draw(st.booleans()):
+            holder[key] = data.draw(VALUES)
+        else:
+            del holder[key]
+    try:
+        sizing = solved(
+            model, "h100-sxm", config, gpus_per_node=4, max_model_len=data.draw(st.sampled_from([None, 99]))
+        )
+    except PenstockError as error:
+        assert error.exit_code in (2, 4)
+    else:
+        assert sizing.reason
+
+
+def test_a_context_over_the_models_own_is_warned_of_for_the_user_may_lift_it() -> None:
+    for model, length, own in (("llama-3.1-8b", 131_073, "131,072"), ("command-r-v01", 8193, "8,192")):
+        sizing = solved(model, "h200-sxm", max_model_len=length)
+        assert sizing.fits and any(f"over the model's {own}: vLLM refuses it" in told for told in sizing.warnings)
