@@ -114,7 +114,8 @@ def rows_of(points: Iterable[Point], formats: Mapping[str, Any]) -> list[Row]:
     for point in points:
         speed, counted = predicted(point, formats)
         group = f"{'moe' if counted.n_moe_layers else 'dense'} {counted.weight_kind or 'bf16'} {point.gpu}"
-        both = (("TTFT", point.ttft, ttft_of(point, speed)), ("TPOT", point.tpot, speed.tpot_ms.likely))
+        tpot = speed.tpot_wave_ms if point.lengths == "fixed" else speed.tpot_ms
+        both = (("TTFT", point.ttft, ttft_of(point, speed)), ("TPOT", point.tpot, tpot.likely))
         rows += [Row(point, what, measured, likely, group) for what, measured, likely in both if measured]
     return sorted(rows, key=lambda row: -abs(row.error))
 

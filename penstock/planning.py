@@ -16,6 +16,7 @@ from penstock.engines import vllm_names
 from penstock.engines.vllm import pass_through
 from penstock.plan import Gpu, Machine
 from penstock.plan.launch import Sized, gpus_for_each
+from penstock.plan.measurement import Key
 from penstock.plan.refusals import NotModelled
 from penstock.plan.sizing import Facts, Sizing, SizingRequest
 from penstock.plan.solve import key_of, sizing_of
@@ -31,7 +32,7 @@ def solve(request: SizingRequest, card: GpuFacts | None = None, with_measured: b
     """
     gpu = card or catalog.gpu(request.gpu)
     network = catalog.link(request.network) if request.network else None
-    kept, damage = measured.read(key_of(request, gpu)) if with_measured else ({}, ())
+    kept, damage = measured.read(_kept_under(request, gpu)) if with_measured else ({}, ())
     sizing = sizing_of(request, gpu, network, kept)
     notes = (*request.facts.notes, *damage, *_uncounted(request.more_args))
     more = tuple(note for note in notes if note not in sizing.warnings)
@@ -56,7 +57,7 @@ def size(deployment: Deployment, of_model: Facts, machine: Machine, engine_versi
         sizing = solve(request, card)
     except NotModelled as error:
         return Sized(not_modelled=error.message)
-    return Sized(sizing, key_of(request, card))
+    return Sized(sizing, _kept_under(request, card))
 
 
 def card_of(gpus: Sequence[Gpu]) -> GpuFacts:
@@ -125,6 +126,18 @@ def _planned(args: Mapping[str, _Value]) -> tuple[dict[str, Any], dict[str, _Val
 
 def _flag(key: str) -> str:
     return key.lstrip("-").replace("_", "-")
+
+
+def _kept_under(request: SizingRequest, gpu: GpuFacts) -> Key:
+    """Where the measured values of this engine are: flags that move no memory make no other engine of it."""
+    words: list[str] = []
+    is_left_out = False
+    for word in request.more_args:
+        if word.startswith("--"):
+            is_left_out = _flag(word).removeprefix("no-") in vllm_names.WEIGHTLESS
+        if not is_left_out:
+            words.append(word)
+    return key_of(msgspec.structs.replace(request, more_args=tuple(words)), gpu)
 
 
 def _uncounted(words: Sequence[str]) -> tuple[str, ...]:

@@ -7,12 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from samples import cpu_machine, gpu_machine
 
-from penstock import cli, machine, spec
+from penstock import cli, facts, machine, measured, planning, spec
 from penstock.engines.vllm import Vllm
-from penstock.plan.sizing import Sizing
+from penstock.plan.sizing import Sizing, SizingRequest
 from penstock.spec import Parallel
 from penstock.targets import local
 
@@ -152,3 +153,13 @@ def test_measured_values_can_be_left_out(plan: Ask, monkeypatch: pytest.MonkeyPa
     plan("penstock-demo", "--gpu", "l4")
     plan("penstock-demo", "--gpu", "l4", "--no-measured")
     assert asked == [True, False]
+
+
+def test_flags_that_move_no_memory_make_no_other_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a start with dummy weights and a chat template measured holds for one without."""
+    kept: list[Any] = []
+    monkeypatch.setattr(measured, "read", lambda key: (kept.append(key), ({}, ()))[1])
+    plain = SizingRequest(facts.read("llama-3.1-8b"), "h100-sxm")
+    for words in ((), ("--load-format", "dummy", "--chat-template", "a b", "--seed", "1"), ("--enable-lora",)):
+        planning.solve(msgspec.structs.replace(plain, more_args=words))
+    assert kept[0] == kept[1] != kept[2]

@@ -180,7 +180,7 @@ def test_broken_configs_are_answered_or_refused(data: st.DataObject) -> None:
     for _ in range(data.draw(st.integers(1, 2))):
         holder, key = data.draw(st.sampled_from(list(spots(config))))
         if data.draw(st.booleans()):
-            holder[key] = data.draw(VALUES)
+            holder[key] = copy.deepcopy(data.draw(VALUES))  # the next change may be inside it
         else:
             del holder[key]
     try:

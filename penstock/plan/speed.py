@@ -32,7 +32,7 @@ class Constants(msgspec.Struct, frozen=True):
     """What a GPU generation and an engine version add to bytes and FLOPs. Replaced whole or in part by calibration.
 
     memory_efficiency, compute_efficiency: shares of nominal bandwidth and dense peak. dense_layer_us, moe_layer_us:
-    kernel starts and tails of one layer at `full_width` hidden and over; below it shrinks to `narrow_share` of it.
+    kernel starts and tails of one layer at `full_width` hidden and over; below it shrinks, to `narrow_share` at least.
     mla_layer_us comes on top where attention is MLA. expert_compute: experts' rate against dense matrices'.
     long_*_us: the same in a step of more tokens than CUDA graphs are captured for (512): the CPU starts each kernel.
     step_us: scheduler and sampler, once a step. ttft_fixed_ms: c; ttft_prefill: a factor of prefill; wait_steps: steps
@@ -47,7 +47,7 @@ class Constants(msgspec.Struct, frozen=True):
     dense_layer_us: float = 54.0
     moe_layer_us: float = 62.0
     full_width: int = 8192
-    narrow_share: float = 0.2
+    narrow_share: float = 0.63
     long_dense_layer_us: float = 100.0
     long_moe_layer_us: float = 180.0
     long_state_us: float = 600.0
@@ -94,7 +94,8 @@ class Speed(msgspec.Struct, frozen=True):
     `step_parts_ms` is the likely decode step by where the time goes: memory, compute, communication, overhead (of
     memory and compute only the larger counts), and "prompts": what others' prompts add to the mean step. `ttft_ms` is
     a benchmark's mean, `ttft_steady_ms` of a request that comes by itself (the median where lengths vary),
-    `ttft_wave_ms` the mean where all come together every time (equal lengths); neither with waiting for a free place.
+    `ttft_wave_ms` and `tpot_wave_ms` the means where all come together every time (equal lengths); none with waiting
+    for a free place.
     """
 
     ttft_ms: Range
@@ -105,6 +106,7 @@ class Speed(msgspec.Struct, frozen=True):
     step_parts_ms: dict[str, float]
     ttft_steady_ms: Range = ZERO
     ttft_wave_ms: Range = ZERO
+    tpot_wave_ms: Range = ZERO
 
 
 _FIT = "fit on 1,328 vLLM points, sizing.md section 5"
@@ -138,6 +140,9 @@ _UNKNOWN = Constants(
 _EAGER_LAYER_US = 350.0
 # The largest batch that has a CUDA graph: config/vllm.py, min(2 x max_num_seqs, 512).
 _CAPTURED_TOKENS = 512
+# Of a dense layer's overhead, what would be left without any width by the slope between 8192 and 5120.
+_WIDTHLESS_SHARE = 0.2
+_MOST_CHUNKS = 256
 # vLLM had no CUDA graphs before 0.2.6 (release notes).
 _FIRST_WITH_GRAPHS = (0, 2, 6)
 # The fixed part by engine generation: V0's scheduler ran between the steps (to 0.7), V1 runs it in another process, and
@@ -211,13 +216,14 @@ def constants(gpu: GpuFacts, engine: Engine, calibration: Calibration | None = N
 def layer_us(known: Constants, hidden: int, *, is_moe: bool) -> float:
     """Overhead of one layer: in full at 8192 hidden, narrower models start the same kernels but finish them sooner.
 
-    Hopper, dense: 54 us at 8192, 38 at 5120, 32 at 4096, 16 at 1024. A mixture's kernels are many and small at any
-    width: 62 us (Qwen3.6-35B-A3B, 2048 wide, on one Blackwell: 65 measured).
+    Hopper, dense: 54 us at 8192, 38 at 5120, 34 at 4096 and below: starting kernels takes what it takes (Qwen3-0.6B, 28
+    layers 1024 wide, 1.72 ms a token on our H200, of which its bytes are 0.3). A mixture's kernels are many and small
+    at any width: 62 us (Qwen3.6-35B-A3B, 2048 wide, on one Blackwell: 65 measured).
     """
     if is_moe:
         return known.moe_layer_us
-    share = known.narrow_share + (1 - known.narrow_share) * hidden / known.full_width
-    return known.dense_layer_us * min(1.0, share)
+    share = _WIDTHLESS_SHARE + (1 - _WIDTHLESS_SHARE) * hidden / known.full_width
+    return known.dense_layer_us * min(1.0, max(known.narrow_share, share))
 
 
 def overhead_us(known: Constants, work: Work, n_tokens: float) -> float:
@@ -312,11 +318,15 @@ def comm_ms(work: Work, layout: Parallel, fabric: Fabric, n_tokens: float, *, is
 def prefill_time(
     work: Work, layout: Parallel, fabric: Fabric, n_tokens: int, engine: Engine, known: Constants
 ) -> Range:
-    """One prompt alone, in milliseconds, in chunks of max_num_batched_tokens."""
+    """One prompt alone, in ms, in chunks of max_num_batched_tokens. Of very many chunks some stand for all."""
     total = [0.0, 0.0, 0.0]
-    for done, chunk in _chunks(n_tokens, engine.max_num_batched_tokens):
+    chunks = _chunks(n_tokens, engine.max_num_batched_tokens)
+    every = math.ceil(len(chunks) / _MOST_CHUNKS)
+    for at in range(0, len(chunks), every):
+        among = chunks[at : at + every]
+        done, chunk = among[len(among) // 2]
         one = step_time(work, layout, fabric, Step(0, chunk, 0, done + chunk / 2), engine, known)
-        total = [have + more for have, more in zip(total, _values(one.spread(known.spread)), strict=True)]
+        total = [have + len(among) * more for have, more in zip(total, _values(one.spread(known.spread)), strict=True)]
     return Range(*total)
 
 
@@ -361,6 +371,9 @@ def estimate(
         },
         ttft_steady_ms=steady,
         ttft_wave_ms=wave,
+        # In a wave the prompts come one after the other before anybody's end: who had its first token early waits for
+        # all the others', who had it last for none; half of them on average.
+        tpot_wave_ms=(tpot + decode.spread(known.spread)) * 0.5,
     )
 
 
