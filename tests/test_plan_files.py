@@ -158,7 +158,12 @@ def test_measured_values_can_be_left_out(plan: Ask, monkeypatch: pytest.MonkeyPa
 def test_flags_that_move_no_memory_make_no_other_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a start with dummy weights and a chat template measured holds for one without."""
     kept: list[Any] = []
-    monkeypatch.setattr(measured, "read", lambda key: (kept.append(key), ({}, ()))[1])
+
+    def read(key: Any) -> tuple[dict[Any, Any], tuple[str, ...]]:
+        kept.append(key)
+        return {}, ()
+
+    monkeypatch.setattr(measured, "read", read)
     plain = SizingRequest(facts.read("llama-3.1-8b"), "h100-sxm")
     for words in ((), ("--load-format", "dummy", "--chat-template", "a b", "--seed", "1"), ("--enable-lora",)):
         planning.solve(msgspec.structs.replace(plain, more_args=words))
