@@ -60,7 +60,9 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
 @pytest.mark.processes
 def test_what_a_start_reports_is_shown_and_planned_with(place: Place) -> None:
     path = place.folder / "gpu.yaml"
-    path.write_text("model: penstock-demo\nname: gpu\ngateway: {port: 0}\nworkload: {input_tokens: 500, tpot_ms: 0.01}\n", "utf-8")
+    path.write_text(
+        "model: penstock-demo\nname: gpu\ngateway: {port: 0}\nworkload: {input_tokens: 500, tpot_ms: 0.01}\n", "utf-8"
+    )
     before = call("plan", path, "--json").json
     assert before["fits"] and before["measured_on"] is None
     done = call("up", path)
