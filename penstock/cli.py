@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from penstock import __version__, cli_plan
+from penstock import __version__, cli_gateway, cli_keys, cli_plan
 from penstock.errors import EXIT_OURS, PenstockError, UserError
 
 if TYPE_CHECKING:
@@ -162,6 +162,8 @@ def parser() -> argparse.ArgumentParser:
     _add_json(status)
     _add_logs(verb("logs", _logs, "print the log of a deployment's replicas, gateway or controller"))
     _add_chat(verb("chat", _chat, "talk to a deployment in the terminal"))
+    cli_keys.add_keys_arguments(verb("keys", _keys, "make, list, rotate and revoke the keys of a gateway"))
+    cli_keys.add_usage_arguments(verb("usage", _usage, "show who used what, and what it cost"))
     scale = verb("scale", _scale, "change the number of replicas; those that go finish their requests first")
     scale.add_argument("words", nargs="+", metavar="[NAME] N", help="the deployment, and how many replicas")
     scale.add_argument("--no-wait", action="store_true", help="return at once")
@@ -175,6 +177,7 @@ def parser() -> argparse.ArgumentParser:
     clean.add_argument("--yes", action="store_true", help="remove what was found")
     clean.add_argument("--runs", action="store_true", help="the folders (logs, plans) of ended deployments too")
     _add_json(clean)
+    cli_gateway.add_arguments(verb("gateway", cli_gateway.run, "serve engines that already run, on one address"))
     doctor = verb("doctor", _doctor, "check this machine: why a deployment would not start, all reasons at once")
     doctor.add_argument("source", nargs="?", metavar="FILE|MODEL", help="check for this deployment too")
     doctor.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a field of the file")
@@ -382,6 +385,14 @@ def _undo(name: str) -> None:
 
 def _plan(options: argparse.Namespace) -> int:
     return cli_plan.run(options)
+
+
+def _keys(options: argparse.Namespace) -> int:
+    return cli_keys.run_keys(options, _choose)
+
+
+def _usage(options: argparse.Namespace) -> int:
+    return cli_keys.run_usage(options, _choose)
 
 
 def _render(options: argparse.Namespace) -> int:

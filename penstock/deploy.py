@@ -222,6 +222,8 @@ def _start(prepared: Prepared, admin_port: int, on_step: OnStep | None) -> Start
         "key_hashes": [hashlib.sha256(key.encode()).hexdigest()] if key else [],
         "hold_s": deployment.gateway.hold_s,
         "drain_s": deployment.gateway.drain_s,
+        "store": _store(deployment, Run(run_path)),
+        "prices": _prices(prepared),
     }
     run = runs.create(Draft(deployment, prepared.plan, prepared.artifact, settings, token), time.time())
     run.add_event("up", f"penstock up {deployment.name}", model=deployment.model, target=deployment.target)
@@ -236,6 +238,18 @@ def _start(prepared: Prepared, admin_port: int, on_step: OnStep | None) -> Start
             _end_run(run, now=True, on_step=None)
         raise
     return Started(run.name, run.url, key)
+
+
+def _store(deployment: Deployment, run: Run) -> str:
+    place = deployment.gateway.store
+    if place is None:
+        return str(run.store_file)
+    return place if "://" in place else str(Path(place).expanduser().resolve())
+
+
+def _prices(prepared: Prepared) -> dict[str, object]:
+    price = prepared.deployment.gateway.price
+    return {} if price is None else {prepared.plan.served_names[0]: msgspec.to_builtins(price)}
 
 
 def start_controller(run: Run) -> None:

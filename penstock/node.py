@@ -22,7 +22,7 @@ from pathlib import Path
 import msgspec
 
 from penstock import engines, metrics, processes
-from penstock.announce import Announcement, Process, Progress, ReplicaState, Restart
+from penstock.announce import Announcement, EngineLoad, Process, Progress, ReplicaState, Restart
 from penstock.client import Client, HttpError, NoAnswer
 from penstock.engine_process import EngineProcess, free_port, private_folder
 from penstock.engines import Diagnosis, Engine, Place, Seen
@@ -42,6 +42,7 @@ _ENGINE_GRACE_S = 5.0
 _CALM_AFTER_S = 600.0
 _KEPT_RESTARTS = 10
 _TAIL_SHOWN = 20
+_ADAPTERS_MAX = 1024
 _LAST_WORD_S = 30.0  # a failed start is announced for this long: its gateway may still be starting
 
 
@@ -137,6 +138,8 @@ class Node:
         self._vital: tuple[Process, ...] = ()
         self._segments: tuple[str, ...] = ()
         self._tail: tuple[str, ...] = ()
+        self._load: EngineLoad | None = None
+        self._adapters: tuple[str, ...] = ()
 
     def stop(self, *_: object) -> None:
         self.stops += 1
@@ -180,7 +183,7 @@ class Node:
             self._process.end(_ENGINE_GRACE_S if self._state == "stopping" and self._ready_after_s else 0.0)
             # What it mapped when it was last seen: it may have been killed together with its children.
             processes.unlink_shared_memory(self._segments)
-            self._url = None
+            self._url = self._load = None
 
     def _start(self) -> None:
         host = "127.0.0.1"
@@ -218,6 +221,7 @@ class Node:
                 self._was_ready = True
                 self._seen = Seen(Progress("ready", fraction=1.0), self._seen.measured)
                 self._reason = None
+                self._adapters = self._find_adapters()
                 self._announce("ready")
                 print(f"penstock: ready after {show_seconds(self._ready_after_s)} at {self._url}", flush=True)
                 return None
@@ -281,6 +285,9 @@ class Node:
             return 0.0, 0.0
         names = self.engine.metrics
         running = samples.get(names.running, 0.0)
+        # The sum over data-parallel ranks.
+        kv_use = samples.get(names.kv_use, 0.0) / self.plan.layout.data if names.kv_use else 0.0
+        self._load = EngineLoad(running, samples.get(names.waiting, 0.0), round(kv_use, 3))
         iterations = sum(samples.get(name, 0.0) for name in names.iterations)
         return watch.observe(running, iterations, time.monotonic()), running
 
@@ -296,6 +303,16 @@ class Node:
             return metrics.parse(Client(self._url, timeout_s=_HEALTH_TIMEOUT_S).get_text("/metrics"))
         except PenstockError:
             return None
+
+    def _find_adapters(self) -> tuple[str, ...]:
+        """The names that the engine serves beside the model's own."""
+        assert self._url is not None
+        try:
+            rows = Client(self._url, timeout_s=_HEALTH_TIMEOUT_S).get_json("/v1/models").get("data") or []
+        except PenstockError:
+            return ()
+        names = [row["id"] for row in rows if isinstance(row, dict) and isinstance(row.get("id"), str)]
+        return tuple(name for name in names if name not in self.plan.served_names)[:_ADAPTERS_MAX]
 
     def _answers(self) -> bool:
         assert self._url is not None
@@ -387,6 +404,8 @@ class Node:
                 ready_after_s=self._ready_after_s,
                 engine=f"{self.plan.engine} {self.plan.engine_version}",
                 measured=self._seen.measured,
+                load=self._load if state == "ready" else None,
+                adapters=self._adapters,
             )
         )
 

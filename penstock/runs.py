@@ -148,6 +148,11 @@ class Run:
         return self.path / "gateway.json"
 
     @property
+    def store_file(self) -> Path:
+        """Keys and usage, when the file names no other place."""
+        return self.path / "store.sqlite"
+
+    @property
     def admin_token_file(self) -> Path:
         return self.path / "secrets" / "admin-token"
 
@@ -371,6 +376,7 @@ def create(draft: Draft, now: float) -> Run:
         _fill(Run(new), draft, now)
         final = parent / name
         if final.exists():
+            _keep_store(Run(final), Run(new))
             old = parent / f".{name}.old.{secrets.token_hex(4)}"
             final.rename(old)
             shutil.rmtree(old, ignore_errors=True)
@@ -381,6 +387,14 @@ def create(draft: Draft, now: float) -> Run:
             raise UserError(f'cannot write run folder "{parent / name}": {exc.strerror}') from exc
         raise
     return Run(final)
+
+
+def _keep_store(old: Run, new: Run) -> None:
+    """Keys and usage outlive a launch. The write-ahead log belongs to the file: it goes first, and never without."""
+    for ending in ("-wal", ""):
+        path = old.store_file.with_name(old.store_file.name + ending)
+        if path.is_file():
+            shutil.copy2(path, new.store_file.with_name(path.name))
 
 
 def _fill(run: Run, draft: Draft, now: float) -> None:

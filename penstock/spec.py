@@ -13,6 +13,7 @@ import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -84,13 +85,27 @@ class Replicas(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     target: float = 10.0
 
 
+class Price(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """US dollars per million tokens; `cached` (prompt tokens that were in the cache) is as `input` when absent."""
+
+    input: float
+    output: float
+    cached: float | None = None
+
+
 class GatewaySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where clients connect. `port: 0` takes any free port. Beyond loopback `auth: keys` is required."""
+    """Where clients connect. `port: 0` takes any free port. Beyond loopback `auth: keys` is required.
+
+    `store` (a file, or a postgresql:// URL for several gateways) holds keys and usage; its default is a file in the
+    run's folder. `price` is what the ledger and budgets count.
+    """
 
     host: str = "127.0.0.1"
     port: int = 8000
     auth: Literal["none", "keys"] = "none"
     aliases: tuple[str, ...] = ()
+    store: str | None = None
+    price: Price | None = None
     hold_s: float = 60.0
     drain_s: float = 120.0
 
@@ -149,6 +164,9 @@ _AT_LEAST: dict[str, float] = {
     "replicas.min": 0,
     "replicas.max": 1,
     "gateway.port": 0,
+    "gateway.price.input": 0,
+    "gateway.price.output": 0,
+    "gateway.price.cached": 0,
     "gateway.hold_s": 0,
     "gateway.drain_s": 0,
 }
@@ -428,9 +446,20 @@ def _rules(deployment: Deployment) -> Iterator[Problem]:
             f'"none" on host {deployment.gateway.host}',
             "set gateway.auth: keys, or host: 127.0.0.1",
         )
+    if _has_password(deployment.gateway.store):
+        yield Problem("gateway.store", "has a password in it", "put it into ~/.pgpass or PGPASSWORD")
     for kind in TARGETS:
         if kind != deployment.target and getattr(deployment, kind, None) is not None:
             yield Problem(kind, f"block given, but target is {deployment.target}", f"set target: {kind}, or remove it")
+
+
+def _has_password(store: str | None) -> bool:
+    if store is None or "://" not in store:
+        return False
+    try:
+        return urlsplit(store).password is not None or "password=" in store
+    except ValueError:
+        return False
 
 
 def is_loopback(host: str) -> bool:

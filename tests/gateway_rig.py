@@ -56,6 +56,7 @@ class Engine:
     server: asyncio.Server | None = None
     port: int = 0
     tasks: set[asyncio.Task[None] | None] = field(default_factory=set)
+    writers: list[asyncio.StreamWriter] = field(default_factory=list)
 
     @property
     def url(self) -> str:
@@ -72,6 +73,7 @@ class Engine:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.n_connections += 1
         self.tasks.add(asyncio.current_task())
+        self.writers.append(writer)
         parser = Reader(parse_request)
         head, body = None, b""
         with contextlib.suppress(ConnectionError):
@@ -227,6 +229,10 @@ class Rig:
         client = Client(*await asyncio.open_connection("127.0.0.1", port or self.gateway.public.port))
         self._clients.append(client)
         return client
+
+    def forget_clients(self) -> None:
+        """Clients that are gone; a test with thousands must not keep them."""
+        self._clients = [client for client in self._clients if not client.writer.transport.is_closing()]
 
     async def admin(self, path: str, body: object = None, token: str = TOKEN) -> tuple[int, Any]:
         client = await self.client(self.gateway.admin.port)

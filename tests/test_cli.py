@@ -22,7 +22,7 @@ from penstock.errors import PenstockError, UserError
 from penstock.runs import Desired, Run, State
 from penstock.targets import local
 
-VERBS = ["up", "render", "ls", "status", "logs", "chat", "scale", "down", "clean", "doctor"]
+VERBS = ["up", "render", "ls", "status", "logs", "chat", "keys", "usage", "scale", "down", "clean", "doctor"]
 MISSING = Vllm.missing
 
 
@@ -423,6 +423,8 @@ def test_help_imports_nothing_heavy() -> None:
     assert {name for name in done.stdout.split() if name.startswith("penstock")} == {
         "penstock",
         "penstock.cli",
+        "penstock.cli_gateway",
+        "penstock.cli_keys",
         "penstock.cli_plan",
         "penstock.errors",
     }

@@ -9,8 +9,9 @@ import pytest
 
 from penstock.errors import SpecError, UserError
 from penstock.gateway.__main__ import main
-from penstock.gateway.access import has_key, has_token, origin_headers
+from penstock.gateway.access import Keyring, has_token, origin_headers
 from penstock.gateway.config import is_loopback, parse_address, parse_config, read_token
+from penstock.gateway.quota import LocalCounts
 
 GOOD = {
     "listen": "127.0.0.1:8000",
@@ -101,10 +102,11 @@ def test_unreadable_config_ends_the_process_with_code_2(tmp_path: Path) -> None:
 
 
 def test_keys_are_compared_by_hash() -> None:
-    assert has_key(b"Bearer sk-1", [KEY_HASH])
-    assert has_key(b"bearer sk-1", ["0" * 64, KEY_HASH])
+    keyring = Keyring(["0" * 64, KEY_HASH], LocalCounts())
+    assert keyring.find(b"Bearer sk-1", 0.0)
+    assert keyring.find(b"bearer sk-1", 0.0)
     for wrong in (None, b"", b"sk-1", b"Basic sk-1", b"Bearer sk-2", b"Bearer ", KEY_HASH.encode()):
-        assert not has_key(wrong, [KEY_HASH])
+        assert keyring.find(wrong, 0.0) is None
     assert has_token(b"Bearer t", "t")
     assert not has_token(None, "t")
 

@@ -178,8 +178,8 @@ def test_failed_answer_is_retried_elsewhere_and_ends_traffic_until_the_next_anno
             await ask(6)
             assert (len(bad.seen), len(good.seen), bad.n_connections) == (2, 12, 2)
             metrics = await metrics_of(client)
-            assert "penstock_retries_total 2\n" in metrics
-            assert 'penstock_responses_total{model="demo",code="200"} 12\n' in metrics
+            assert 'penstock_retries_total{model="demo"} 2\n' in metrics
+            assert 'penstock_responses_total{model="demo",replica="good",code="200"} 12\n' in metrics
             assert f'code="{status}"' not in metrics
             assert (await rig.view())["in_flight_total"] == 0
 
@@ -202,7 +202,7 @@ def test_last_failed_answer_is_the_clients(loop_factory: LoopFactory, impatient:
             client.post(CHAT)
             assert (await client.response())[1] == CHAT
             assert len(engine.seen) == 3
-            assert "penstock_retries_total 1\n" in await metrics_of(client)
+            assert 'penstock_retries_total{model="demo"} 1\n' in await metrics_of(client)
 
     run(loop_factory, test())
 
@@ -247,7 +247,7 @@ def test_refusal_of_an_engine_is_never_retried(loop_factory: LoopFactory, status
                 head, body, _ = await client.response()
                 assert (head.status, body) == (status, FAILURE)
             assert [len(engine.seen) for engine in engines] == [2, 2]
-            assert "penstock_retries_total 0\n" in await metrics_of(client)
+            assert 'penstock_retries_total{model="demo"} 0\n' in await metrics_of(client)
 
     run(loop_factory, test())
 
@@ -379,7 +379,7 @@ def test_bug_in_a_handler_does_not_leave_the_client_waiting(
             assert (status, error["code"]) == (500, "internal_error")
             assert (await rig.view())["in_flight_total"] == 0
 
-    monkeypatch.setattr(forward, "write_request_head", None)
+    monkeypatch.setattr(forward, "_keep", None)
     run(loop_factory, test())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -241,3 +242,33 @@ def test_written_heads_and_chunks_read_back_the_same() -> None:
 def test_hop_by_hop_headers_stay_behind() -> None:
     headers = ((b"connection", b"close, X-Private"), (b"x-private", b"1"), (b"te", b"trailers"), (b"accept", b"*/*"))
     assert http1.keep_end_to_end(headers) == [(b"accept", b"*/*")]
+
+
+def test_a_read_that_is_one_whole_message_is_taken_at_once_and_nothing_else_is() -> None:
+    reader = Reader(http1.parse_request)
+    head = b"POST /v1/x HTTP/1.1\r\nHost: a\r\nContent-Length: 5\r\n\r\n"
+    whole = reader.take_whole(head + b"hello")
+    assert whole is not None
+    assert (whole[0].length, whole[1]) == (5, b"hello")
+    for data in (head[:-1], head + b"hell", head + b"hello" + head, CHUNKED + b"0\r\n\r\n"):
+        assert reader.take_whole(data) is None
+        assert reader.is_between_messages
+    reader.feed(head + b"hel")
+    reader.next_event()
+    assert reader.take_whole(b"lo") is None
+    for _, data in MALFORMED.values():
+        with contextlib.suppress(ProtocolError):
+            assert Reader(http1.parse_request).take_whole(data) is None
+
+
+def test_chunks_that_pass_as_they_are_are_whole_and_plain() -> None:
+    reader = Reader(http1.parse_response)
+    reader.feed(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+    assert reader.next_event() is not None
+    assert reader.next_event() is None
+    cut = (b"5\r\nhell", b"5", b"5\r\nhelloXX")
+    for data in (*cut, b"5;x\r\nhello\r\n", b"0\r\nX: y\r\n\r\n", b"0x5\r\nhello\r\n", b"-1\r\n"):
+        assert reader.take_chunks(data) is None
+    assert reader.take_chunks(b"5\r\nhello\r\na\r\n0123456789\r\n") is False
+    assert reader.take_chunks(b"1\r\nx\r\n0\r\n\r\n") is True
+    assert reader.is_between_messages

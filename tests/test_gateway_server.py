@@ -27,10 +27,9 @@ from gateway_rig import (
 
 from penstock.errors import UserError
 from penstock.gateway import upstream
-from penstock.gateway.config import ServedModel
+from penstock.gateway.config import Limits, ServedModel
 from penstock.gateway.http1 import END
 from penstock.gateway.listener import open_socket
-from penstock.gateway.server import MAX_BODY_BYTES
 
 pytestmark = factories
 
@@ -307,7 +306,7 @@ def test_key_is_asked_for_and_not_passed_on(loop_factory: LoopFactory) -> None:
         (b"GET http://a/health HTTP/1.1\r\nHost: a\r\n\r\nGET /health HTTP/1.1\r\nHost: a\r\n\r\n", 400),
         (b"POST /v1/x HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nnope\r\n", 400),
         (b"GET / HTTP/1.1\r\nHost: a\r\nX: " + b"x" * 40000, 431),
-        (b"POST /v1/x HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n{" % (MAX_BODY_BYTES + 1), 413),
+        (b"POST /v1/x HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n{" % (Limits().body_bytes + 1), 413),
         (b"POST /nothing HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\n", 404),
     ],
 )
@@ -365,7 +364,7 @@ def test_health_models_and_metrics(loop_factory: LoopFactory) -> None:
             assert head.get(b"content-type") == b"text/plain; version=0.0.4; charset=utf-8"
             for line in (
                 b'penstock_requests_total{model="demo",outcome="complete"} 1',
-                b'penstock_responses_total{model="demo",code="200"} 1',
+                b'penstock_responses_total{model="demo",replica="0",code="200"} 1',
                 b'penstock_requests_in_flight{model="demo",replica="0"} 0',
                 b'penstock_replicas_ready{model="demo"} 1',
             ):

@@ -71,6 +71,7 @@ class Metrics(msgspec.Struct, frozen=True):
     running: str
     waiting: str
     iterations: tuple[str, ...]
+    kv_use: str | None = None  # 0 to 1, one series per data-parallel rank
 
 
 class Engine(ABC):

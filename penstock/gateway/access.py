@@ -4,13 +4,28 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from urllib.parse import urlsplit
 
+import msgspec
+
 from penstock.gateway.http1 import Headers
+from penstock.gateway.quota import Counts, Quota
+from penstock.store import ApiKey, Limits
 
 _LOOPBACK_HOSTS = frozenset(("localhost", "127.0.0.1", "::1"))
-_EXPOSED = (b"access-control-expose-headers", b"x-request-id, x-penstock-replica, server-timing, retry-after")
+_LIMITS = b", ".join(
+    b"x-ratelimit-%s-%s" % (what, kind)
+    for kind in (b"requests", b"tokens")
+    for what in (b"limit", b"remaining", b"reset")
+)
+_EXPOSED = (
+    b"access-control-expose-headers",
+    b"x-request-id, x-penstock-replica, server-timing, retry-after, " + _LIMITS,
+)
+_HALF = 32  # hex digits
+_NO_HASH = "0" * 64
 
 
 def bearer(authorization: bytes | None) -> bytes | None:
@@ -19,16 +34,81 @@ def bearer(authorization: bytes | None) -> bytes | None:
     return credential.strip(b" ") if scheme.lower() == b"bearer" and credential else None
 
 
-def has_key(authorization: bytes | None, key_hashes: Sequence[str]) -> bool:
-    """Whether the header carries a key with one of these SHA-256 hashes (lower-case hex).
+class Holder(msgspec.Struct, frozen=True):
+    """Whom a key belongs to, as requests are judged: `secret_until` is when the secret that was sent ends."""
 
-    Every hash is compared, each in constant time, so that the time taken tells nothing about which one matched.
+    id: str
+    name: str
+    quota: Quota
+    models: frozenset[str]  # empty: every model
+    secret_until: float
+
+    def may_use(self, *names: str | None) -> bool:
+        """Whether one of these names of a model is among the key's."""
+        return not self.models or not self.models.isdisjoint(names)
+
+
+class Keyring:
+    """All keys that are good, in memory, found by the SHA-256 of what was sent.
+
+    The index is the first half of that hash, and the whole is then compared in constant time. What the look-up's time
+    tells is about the hash of what a stranger sent: he cannot choose hashes, so it leads him nowhere.
     """
-    key = bearer(authorization)
-    if key is None:
-        return False
-    digest = hashlib.sha256(key).hexdigest()
-    return sum(hmac.compare_digest(digest, key_hash) for key_hash in key_hashes) > 0
+
+    def __init__(self, key_hashes: Sequence[str], counts: Counts) -> None:
+        self._counts = counts
+        self._fixed = tuple(key_hashes)
+        self._quotas: dict[str, tuple[Limits, Quota]] = {}
+        self._by_half: dict[str, tuple[str, Holder]] = {}
+        self._last: tuple[bytes | None, Holder | None] = (None, None)
+        self.replace((), 0.0)
+
+    def replace(self, keys: Sequence[ApiKey], now: float) -> None:
+        """Takes these keys for those before, but for the ones of the config. `now` is monotonic.
+
+        A key whose limits are the same keeps its buckets.
+        """
+        found: dict[str, tuple[str, Holder]] = {}
+        quotas: dict[str, tuple[Limits, Quota]] = {}
+        for key in keys:
+            if key.revoked_at is None:
+                known = self._quotas.get(key.id)
+                if known is None or known[0] != key.limits:
+                    known = (key.limits, Quota(key.id, key.limits, self._counts, now))
+                quotas[key.id] = known
+                for secret in key.secrets:
+                    until = min(secret.expires_at or math.inf, key.limits.expires_at or math.inf)
+                    holder = Holder(key.id, key.name, known[1], frozenset(key.limits.models), until)
+                    found[secret.hash[:_HALF]] = (secret.hash, holder)
+        for index, key_hash in enumerate(self._fixed):
+            name = "first" if index == 0 else f"first-{index + 1}"
+            unlimited = Quota(name, Limits(), self._counts, now)
+            found[key_hash[:_HALF]] = (key_hash, Holder(name, name, unlimited, frozenset(), math.inf))
+        self._by_half, self._quotas, self._last = found, quotas, (None, None)
+
+    def find(self, authorization: bytes | None, now: float) -> Holder | None:
+        """Whose key the header carries, if it is good at `now` (Unix seconds)."""
+        if authorization is None:
+            return None
+        # A request is judged twice, by its head and with its body: the second time it is the same object.
+        if authorization is self._last[0]:
+            holder = self._last[1]
+        else:
+            holder = self._look_up(authorization)
+            self._last = (authorization, holder)
+        return holder if holder is not None and now < holder.secret_until else None
+
+    def quotas(self) -> Mapping[str, Quota]:
+        """By key id, without those of the config, which have no limits."""
+        return {key_id: quota for key_id, (_, quota) in self._quotas.items()}
+
+    def _look_up(self, authorization: bytes) -> Holder | None:
+        key = bearer(authorization)
+        if key is None:
+            return None
+        digest = hashlib.sha256(key).hexdigest()
+        key_hash, holder = self._by_half.get(digest[:_HALF], (_NO_HASH, None))
+        return holder if hmac.compare_digest(digest, key_hash) else None
 
 
 def has_token(authorization: bytes | None, token: str) -> bool:

@@ -10,19 +10,21 @@ import msgspec
 
 from penstock.announce import Announcement
 from penstock.errors import UserError
+from penstock.gateway import admin_keys
 from penstock.gateway.access import has_token
+from penstock.gateway.accounting import Books
 from penstock.gateway.answer import Answer, error_answer, json_answer
-from penstock.gateway.forward import Desk
+from penstock.gateway.desk import Desk
 from penstock.gateway.http1 import Headers, RequestHead
 from penstock.gateway.server import ClientConnection, Request
 
 _METHODS = {
-    b"/admin/health": b"GET",
-    b"/admin/replicas": b"GET",
-    b"/admin/announce": b"POST",
-    b"/admin/drain": b"POST",
-    b"/admin/undrain": b"POST",
-    b"/admin/forget": b"POST",
+    b"/admin/health": (b"GET",),
+    b"/admin/replicas": (b"GET",),
+    b"/admin/announce": (b"POST",),
+    b"/admin/drain": (b"POST",),
+    b"/admin/undrain": (b"POST",),
+    b"/admin/forget": (b"POST",),
 }
 
 log = logging.getLogger(__name__)
@@ -35,8 +37,9 @@ class _Named(msgspec.Struct, forbid_unknown_fields=True):
 class Admin:
     """The handler of the admin listener. Every call needs the token, health too."""
 
-    def __init__(self, desk: Desk, token: str) -> None:
+    def __init__(self, desk: Desk, books: Books, token: str) -> None:
         self._desk = desk
+        self._books = books
         self._fleet = desk.fleet
         self._token = token
 
@@ -44,15 +47,18 @@ class Admin:
         """Calls without the token, unknown paths and wrong methods."""
         if not has_token(head.get(b"authorization"), self._token):
             return error_answer(401, "the admin token is needed", "invalid_admin_token")
-        method = _METHODS.get(head.path)
-        if method is None:
+        methods = admin_keys.METHODS if admin_keys.is_path(head.path) else _METHODS.get(head.path)
+        if methods is None:
             return error_answer(404, "there is no such admin call", "not_found")
-        if head.method != method:
-            return error_answer(405, f"only {method.decode()}", "method_not_allowed", headers=((b"allow", method),))
+        if head.method not in methods:
+            allowed = b", ".join(methods)
+            return error_answer(405, f"only {allowed.decode()}", "method_not_allowed", headers=((b"allow", allowed),))
         return None
 
-    def handle(self, request: Request, client: ClientConnection) -> Answer:
+    def handle(self, request: Request, client: ClientConnection) -> Answer | None:
         try:
+            if admin_keys.is_path(request.head.path):
+                return admin_keys.begin(request, client, self._books.ledger)
             return json_answer(self._do(request.head.path, request.body))
         except (msgspec.DecodeError, UserError) as error:
             return error_answer(400, str(error), "bad_request")

@@ -42,3 +42,8 @@ def error_body(status: int, message: str, code: str, param: str | None = None) -
 def error_answer(status: int, message: str, code: str, param: str | None = None, headers: Headers = ()) -> Answer:
     """An error of the gateway's own."""
     return Answer(status, error_body(status, message, code, param), headers=headers)
+
+
+def own_headers(own_s: float, replica: bytes = b"none") -> Headers:
+    """Which replica answered, and the milliseconds that the request spent in the gateway."""
+    return ((b"x-penstock-replica", replica), (b"server-timing", b"gateway;dur=%.3f" % (own_s * 1000)))

@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
+import socket
+import ssl
 import time
+from dataclasses import dataclass
+from pathlib import Path
 
+from penstock.gateway.accounting import Books
 from penstock.gateway.admin import Admin
 from penstock.gateway.config import GatewayConfig, parse_address
+from penstock.gateway.desk import Desk
 from penstock.gateway.exposition import Counters
 from penstock.gateway.fleet import Fleet
-from penstock.gateway.forward import Desk
 from penstock.gateway.hold import Hold
-from penstock.gateway.listener import Listener, open_socket
+from penstock.gateway.listener import Listener, open_socket, open_tls
 from penstock.gateway.public import Public
+from penstock.gateway.relay import Relay, RelayingAdmin
+from penstock.gateway.server import Handler
+from penstock.gateway.shared import SharedCounters, SharedInFlight
+from penstock.gateway.statics import Statics
 from penstock.gateway.upstream import Pool
 
 LEASE_CHECK_S = 1.0
@@ -21,32 +31,106 @@ LEASE_CHECK_S = 1.0
 log = logging.getLogger(__name__)
 
 
-class Gateway:
-    """A running gateway. Both addresses are bound when the constructor returns; UserError when one cannot be."""
+@dataclass(frozen=True)
+class Sockets:
+    """What a gateway listens on: one public socket per worker, and the admin's."""
 
-    def __init__(self, config: GatewayConfig, token: str) -> None:
-        listen, admin = parse_address(config.listen), parse_address(config.admin)
-        assert listen is not None
-        assert admin is not None
-        fleet = Fleet(config.models)
-        self._config = config
-        self._desk = Desk(fleet, Hold(), Pool(), Counters(), config.hold_s, config.auth == "keys")
-        public_socket = open_socket(listen)
+    public: tuple[socket.socket, ...]
+    admin: socket.socket
+    tls: ssl.SSLContext | None
+
+    def close(self) -> None:
+        for sock in (*self.public, self.admin):
+            sock.close()
+
+
+def open_sockets(config: GatewayConfig) -> Sockets:
+    """All of them bound and listening, or none. Raises UserError."""
+    listen, admin = parse_address(config.listen), parse_address(config.admin)
+    assert listen is not None
+    assert admin is not None
+    tls = open_tls(config.tls_cert, config.tls_key) if config.tls_cert and config.tls_key else None
+    # Without keys only our own user may come in by a Unix socket; with them, a front end of another user may.
+    mode = 0o600 if config.auth == "none" else 0o666
+    opened: list[socket.socket] = []
+    try:
+        shares_port = config.workers > 1
+        opened.append(open_socket(listen, shares_port=False, mode=mode))
+        if shares_port:
+            # Bound alone first: it tells whether somebody else has the port. And 0 becomes the port that all share.
+            listen = (listen[0], opened[0].getsockname()[1])
+            opened.pop().close()
+            opened += [open_socket(listen, shares_port=True) for _ in range(config.workers)]
+        opened.append(open_socket(admin, mode=0o600))
+    except BaseException:
+        for sock in opened:
+            sock.close()
+        raise
+    return Sockets(tuple(opened[:-1]), opened[-1], tls)
+
+
+@dataclass(frozen=True)
+class Seat:
+    """A worker's place among the others: its row of the shared counts, and the folder of their admin sockets."""
+
+    slot: int
+    n_workers: int
+    counters: SharedCounters
+    folder: Path
+
+    def admin_address(self, slot: int) -> str:
+        return f"unix:{self.folder}/worker-{slot}.sock"
+
+
+class Gateway:
+    """A running gateway, or one worker of it. Both addresses are bound when the constructor returns."""
+
+    def __init__(
+        self, config: GatewayConfig, token: str, sockets: Sockets | None = None, seat: Seat | None = None
+    ) -> None:
+        # Each worker has its own connection to the store: it is opened after the fork.
+        self.books = Books(config, seat.counters if seat else None)
         try:
-            admin_socket = open_socket(admin)
+            sockets = sockets or open_sockets(config)
         except BaseException:
-            public_socket.close()
+            self.books.close()
             raise
-        self.public = Listener(Public(config, self._desk), public_socket)
-        self.admin = Listener(Admin(self._desk, token), admin_socket)
+        self._config = config
+        self._seat = seat
+        fleet = Fleet(config.models, config.policy, config.max_in_flight)
+        counters = Counters(model.name for model in config.models)
+        self._desk = Desk(fleet, Hold(), Pool(), counters, config.hold_s, config.auth == "keys")
+        self._statics = Statics(config.upstreams, fleet, self._desk.hold, self._desk.pool)
+        # Without an admin address of their own, workers trust each other by their folder, which is ours alone.
+        admin: Handler = Admin(self._desk, self.books, token or secrets.token_hex(16))
+        self._relay: Relay | None = None
+        admin_socket = sockets.admin
+        if seat is not None:
+            fleet.shared = SharedInFlight(seat.counters)
+            if seat.slot == 0:
+                peers = [seat.admin_address(slot) for slot in range(1, seat.n_workers)]
+                self._relay = Relay(peers, token)
+                admin = RelayingAdmin(admin, self._relay)
+            else:
+                address = parse_address(seat.admin_address(seat.slot))
+                assert address is not None
+                admin_socket = open_socket(address, mode=0o600)
+        slot = seat.slot if seat else 0
+        self.public = Listener(Public(config, self.books, self._desk), sockets.public[slot], config.limits, sockets.tls)
+        self.admin = Listener(admin, admin_socket)
         self._lease_timer: asyncio.TimerHandle | None = None
 
     async def start(self) -> None:
         """Begins to serve, admin first: a replica may announce before the first request comes."""
+        self.books.start()
         await self.admin.start()
+        self._statics.start()
+        if self._relay is not None:
+            self._relay.start()
         await self.public.start()
         self._check_leases()
-        log.info("serving on %s, admin on %s", self._config.listen, self._config.admin)
+        worker = f" as worker {self._seat.slot}" if self._seat else ""
+        log.info("serving on %s, admin on %s%s", self._config.listen, self._config.admin, worker)
 
     async def stop(self) -> int:
         """Drains and closes everything; returns how many requests did not finish within `drain_s`.
@@ -56,15 +140,21 @@ class Gateway:
         log.info("draining: %d in flight, %d waiting", self._desk.fleet.in_flight_total, self._desk.hold.waiting)
         n_cut = await self.public.drain(self._config.drain_s)
         await self.admin.drain(0.0)
+        self._statics.stop()
+        if self._relay is not None:
+            self._relay.stop()
         if self._lease_timer is not None:
             self._lease_timer.cancel()
         self._desk.pool.close()
+        await self.books.stop()
         log.info("stopped, %d requests cut", n_cut)
         return n_cut
 
     def _check_leases(self) -> None:
-        """Only tells: a lapsed replica gets no traffic with or without this."""
+        """Tells of lapsed leases, which end traffic with or without this, and looks after requests."""
         loop = asyncio.get_running_loop()
-        for name in self._desk.fleet.take_lapsed(time.monotonic()):
+        now = time.monotonic()
+        for name in self._desk.fleet.take_lapsed(now):
             log.warning("replica %s: its lease ran out", name)
+        self._desk.look_after(now)
         self._lease_timer = loop.call_later(LEASE_CHECK_S, self._check_leases)

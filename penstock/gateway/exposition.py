@@ -1,82 +1,178 @@
 """Counters of the gateway and their Prometheus text, version 0.0.4. Pure.
 
 https://prometheus.io/docs/instrumenting/exposition_formats/#text-based-format
+Labels take values from a bounded set: declared models, announced replicas (MAX_SERIES pairs, the rest are "other"),
+status codes. A client cannot make a new one.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from typing import Literal
-
-import msgspec
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Literal, NamedTuple
 
 from penstock.announce import GatewayView
 
 CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
+MAX_SERIES = 1024
 
-Outcome = Literal["complete", "client_gone", "broken", "no_replica"]
+# Seconds. Gaps begin at a fast model's token and end where people think that it hangs.
+LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+GAP_S = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
+OWN_S = (0.00005, 0.0001, 0.0002, 0.0003, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05, 0.25, 1.0)
+
+Outcome = Literal["complete", "client_gone", "broken", "no_replica", "queue_full", "late", "refused"]
+TokenKind = Literal["prompt", "cached", "output"]
 Labels = tuple[tuple[str, str], ...]
+Family = tuple[str, str, str, Mapping[Labels, float]]  # name after "penstock_", kind, one line, values by labels
 
 
-class Counters(msgspec.Struct):
+class Histogram:
+    """Counts per bucket; `bounds` are upper ends, inclusive."""
+
+    __slots__ = ("bounds", "counts", "sum")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+
+class Series:
+    """What is counted per model and replica."""
+
+    __slots__ = ("codes", "duration_s", "first_byte_s", "gap_s", "tokens")
+
+    def __init__(self) -> None:
+        self.codes: Counter[int] = Counter()
+        self.tokens: Counter[TokenKind] = Counter()
+        self.first_byte_s = Histogram(LATENCY_S)
+        self.gap_s = Histogram(GAP_S)
+        self.duration_s = Histogram(LATENCY_S)
+
+
+class Counters:
     """Counts since the gateway started; every routed request ends in exactly one outcome.
 
-    `own_s`: time that requests spent in the gateway itself, without waiting for a replica and without the engine.
+    `own_s`: time that a request spent in the gateway itself, without waiting for a replica and without the engine.
     """
 
-    n_requests: int = 0
-    outcomes: Counter[tuple[str, Outcome]] = msgspec.field(default_factory=Counter)
-    responses: Counter[tuple[str, int]] = msgspec.field(default_factory=Counter)
-    n_retries: int = 0
-    n_connect_failures: int = 0
-    n_sent: int = 0
-    own_s: float = 0.0
+    def __init__(self, models: Iterable[str] = ()) -> None:
+        self.n_requests = 0
+        self.outcomes: Counter[tuple[str, Outcome]] = Counter()
+        self.retries: Counter[str] = Counter(dict.fromkeys(models, 0))
+        self.n_connect_failures = 0
+        self.own_s = Histogram(OWN_S)
+        self._series: dict[tuple[str, str], Series] = {}
+
+    def series(self, model: str, replica: str) -> Series:
+        """The counters of a declared model and a replica; "none" is the gateway itself."""
+        found = self._series.get((model, replica))
+        if found is None:
+            name = replica if len(self._series) < MAX_SERIES else "other"
+            found = self._series.setdefault((model, name), Series())
+        return found
+
+    def add_tokens(self, model: str, replica: str, kind: TokenKind, n_tokens: int) -> None:
+        """`n_tokens` more that an engine counted: for the ledger, once a request."""
+        self.series(model, replica).tokens[kind] += n_tokens
+
+    def all_series(self) -> Iterator[tuple[Labels, Series]]:
+        for (model, replica), series in self._series.items():
+            yield (("model", model), ("replica", replica)), series
 
 
-def write_metrics(view: GatewayView, counters: Counters, waiting: Mapping[str, int], ready: Mapping[str, int]) -> bytes:
-    """The text of GET /metrics; `waiting` requests and `ready` replicas are by model."""
-    requests: dict[Labels, float] = {(("model", m), ("outcome", o)): n for (m, o), n in counters.outcomes.items()}
-    responses: dict[Labels, float] = {
-        (("model", m), ("code", str(code))): n for (m, code), n in counters.responses.items()
-    }
+class Gauges(NamedTuple):
+    """What is true now: `waiting` requests and `ready` replicas by model; ejections so far by replica."""
+
+    view: GatewayView
+    waiting: Mapping[str, int]
+    ready: Mapping[str, int]
+    ejections: Mapping[str, int]
+
+
+def write_metrics(counters: Counters, gauges: Gauges) -> bytes:
+    """The text of GET /metrics."""
     in_flight: dict[Labels, float] = {
         (("model", row.announcement.model), ("replica", row.announcement.replica)): row.in_flight
-        for row in view.replicas
+        for row in gauges.view.replicas
     }
-    families: list[tuple[str, str, str, Mapping[Labels, float]]] = [
-        ("penstock_requests_total", "counter", "Requests ended, by outcome.", requests),
-        ("penstock_responses_total", "counter", "Responses begun, by status code.", responses),
-        ("penstock_requests_in_flight", "gauge", "Requests on a replica now.", in_flight),
-        ("penstock_requests_waiting", "gauge", "Requests held for a replica now.", _by_model(waiting)),
-        ("penstock_replicas_ready", "gauge", "Replicas that get traffic now.", _by_model(ready)),
-        ("penstock_retries_total", "counter", "Requests sent to an engine again.", {(): counters.n_retries}),
-        (
-            "penstock_connect_failures_total",
-            "counter",
-            "Connections an engine refused.",
+    outcomes: dict[Labels, float] = {
+        (("model", model), ("outcome", outcome)): n for (model, outcome), n in counters.outcomes.items()
+    }
+    all_series = tuple(counters.all_series())
+    codes: dict[Labels, float] = {
+        (*labels, ("code", str(code))): n for labels, row in all_series for code, n in row.codes.items()
+    }
+    tokens: dict[Labels, float] = {
+        (*labels, ("kind", str(kind))): n for labels, row in all_series for kind, n in row.tokens.items()
+    }
+    parts = (
+        _write("requests_total", "counter", "Requests ended, by outcome.", outcomes),
+        _write("responses_total", "counter", "Responses begun, by status code.", codes),
+        _write("requests_in_flight", "gauge", "Requests on a replica now.", in_flight),
+        _write("requests_waiting", "gauge", "Requests held for a replica now.", _by("model", gauges.waiting)),
+        _write("replicas_ready", "gauge", "Replicas that get traffic now.", _by("model", gauges.ready)),
+        _write("retries_total", "counter", "Requests sent to an engine again.", _by("model", counters.retries)),
+        _write("ejections_total", "counter", "Replicas left out after failures.", _by("replica", gauges.ejections)),
+        _write(
+            *("connect_failures_total", "counter", "Connections an engine refused."),
             {(): counters.n_connect_failures},
         ),
-        (
-            "penstock_gateway_own_seconds_sum",
-            "counter",
-            "Time spent in the gateway before an engine had the request.",
-            {(): counters.own_s},
+        _write("tokens_total", "counter", "Tokens that engines counted.", tokens),
+        _write_histograms(
+            "gateway_own_seconds", "Time in the gateway before an engine had it.", [((), counters.own_s)]
         ),
-        ("penstock_gateway_own_seconds_count", "counter", "Requests sent to an engine.", {(): counters.n_sent}),
-    ]
-    return "".join(line for family in families for line in _write_family(*family)).encode()
+        _write_histograms(
+            *("time_to_first_byte_seconds", "From a request to the first byte of its answer's body."),
+            [(labels, row.first_byte_s) for labels, row in all_series],
+        ),
+        _write_histograms(
+            *("chunk_gap_seconds", "Between two reads of a stream."),
+            [(labels, row.gap_s) for labels, row in all_series],
+        ),
+        _write_histograms(
+            *("request_seconds", "From a request to the end of its answer."),
+            [(labels, row.duration_s) for labels, row in all_series],
+        ),
+    )
+    return "".join(line for part in parts for line in part).encode()
 
 
-def _by_model(values: Mapping[str, int]) -> dict[Labels, float]:
-    return {(("model", model),): value for model, value in values.items()}
+def write_families(families: Iterable[Family]) -> bytes:
+    """Further families of counters and gauges as text."""
+    return "".join(line for family in families for line in _write(*family)).encode()
 
 
-def _write_family(name: str, kind: str, about: str, samples: Mapping[Labels, float]) -> Iterable[str]:
-    yield f"# HELP {name} {about}\n# TYPE {name} {kind}\n"
+def _by(label: str, values: Mapping[str, int]) -> dict[Labels, float]:
+    return {((label, name),): value for name, value in values.items()}
+
+
+def _write(name: str, kind: str, about: str, samples: Mapping[Labels, float]) -> Iterable[str]:
+    yield f"# HELP penstock_{name} {about}\n# TYPE penstock_{name} {kind}\n"
     for labels, value in samples.items():
-        pairs = ",".join(f'{key}="{_escape(text)}"' for key, text in labels)
-        yield f"{name}{{{pairs}}} {value}\n" if pairs else f"{name} {value}\n"
+        yield _write_sample(name, labels, value)
+
+
+def _write_histograms(name: str, about: str, samples: Iterable[tuple[Labels, Histogram]]) -> Iterable[str]:
+    yield f"# HELP penstock_{name} {about}\n# TYPE penstock_{name} histogram\n"
+    for labels, histogram in samples:
+        n_so_far = 0
+        for bound, count in zip((*map(str, histogram.bounds), "+Inf"), histogram.counts, strict=True):
+            n_so_far += count
+            yield _write_sample(f"{name}_bucket", (*labels, ("le", bound)), n_so_far)
+        yield _write_sample(f"{name}_sum", labels, histogram.sum)
+        yield _write_sample(f"{name}_count", labels, n_so_far)
+
+
+def _write_sample(name: str, labels: Labels, value: float) -> str:
+    pairs = ",".join(f'{key}="{_escape(text)}"' for key, text in labels)
+    return f"penstock_{name}{{{pairs}}} {value}\n" if pairs else f"penstock_{name} {value}\n"
 
 
 def _escape(text: str) -> str:

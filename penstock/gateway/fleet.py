@@ -4,29 +4,57 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection
-from dataclasses import dataclass
-from typing import Literal
-from urllib.parse import urlsplit
+from collections import Counter
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, Protocol
 
-from penstock.announce import Announcement, GatewayView, ReplicaView
+from penstock.announce import Announcement, EngineLoad, GatewayView, Progress, ReplicaView
 from penstock.errors import UserError
-from penstock.gateway.config import Address, ServedModel
-from penstock.gateway.route import choose
+from penstock.gateway.config import Address, ServedModel, parse_url
+from penstock.gateway.health import Health
+from penstock.gateway.route import PolicyName, choose
 
 ModelState = Literal["ready", "loading", "unavailable"]
 
 RETRY_AFTER_S = 5
 RETRY_AFTER_S_MAX = 600
 
+KV_PRESSURE = 0.9
+WEIGHT_MIN, WEIGHT_MAX = 0.001, 1000.0
+MAX_ADAPTERS = 1024
+
 _NAME = re.compile(r"[A-Za-z0-9._:\-]{1,128}\Z")
 _COMING_STATES = frozenset(("queued", "starting", "loading", "warming", "restarting"))
 
 
-@dataclass
+class OtherWorkers(Protocol):
+    """Requests in flight by replica, over the workers of one gateway."""
+
+    def others(self, replica: str, /) -> int: ...
+    def add(self, replica: str, amount: int, /) -> None: ...
+
+
+class Wish(NamedTuple):
+    """What a request asks of the choice: a key for the policy, an adapter, a replica that knows what others do not."""
+
+    key: bytes = b""
+    adapter: str | None = None
+    replica: str | None = None
+
+
+NO_WISH = Wish()
+
+
+@dataclass(slots=True, eq=False)
 class Replica:
     """One row. `address` is None until the engine listens. `is_suspect`: it refused a connection or answered
-    that it failed since the last announcement. `is_lapsed`: its lease ran out, and that was told."""
+    that it failed since the last announcement. `is_lapsed`: its lease ran out, and that was told.
+
+    `elsewhere`: requests that the engine counts and this gateway did not send; `others`: those of the gateway's other
+    workers. `strength`: its announced weight,
+    less when its KV cache is nearly full. `weight`: what the policies see, less while it comes back from an ejection.
+    """
 
     announcement: Announcement
     address: Address | None
@@ -34,32 +62,89 @@ class Replica:
     in_flight: int = 0
     is_suspect: bool = False
     is_lapsed: bool = False
+    strength: float = 1.0
+    weight: float = 1.0
+    elsewhere: float = 0.0
+    others: int = 0
+    idle_since: float | None = None  # the engine's own word
+    health: Health = field(default_factory=Health)
+    _peaks: tuple[int, int] = (0, 0)  # most in flight since the last announcement, and in the time before it
 
     @property
     def name(self) -> str:
         return self.announcement.replica
 
+    @property
+    def load(self) -> float:
+        return self.in_flight + self.others + self.elsewhere
+
     def is_alive(self, now: float) -> bool:
         return now - self.announced_at <= self.announcement.lease_s
 
+    def begin(self) -> None:
+        self.in_flight += 1
+        if self.in_flight > self._peaks[0]:
+            self._peaks = (self.in_flight, self._peaks[1])
+
+    def reconcile(self, load: EngineLoad | None, now: float) -> None:
+        """Compares the engine's counts with ours.
+
+        The engine's are up to some seconds old, so what it has beyond our most in that time is not from us. Its
+        waiting requests count twice: they show that it is full. Above 90 % of its KV cache it counts as up to half
+        as strong, since it will soon preempt.
+        """
+        peak, self._peaks = max(self._peaks), (self.in_flight, self._peaks[0])
+        if load is None:
+            self.elsewhere, self.idle_since = 0.0, None
+            self.strength = self.weight = self.announcement.weight
+            return
+        total = load.running + load.waiting
+        self.elsewhere = max(0.0, total - peak - self.others) + load.waiting
+        self.idle_since = (self.idle_since or now) if total == 0 else None
+        self.strength = self.weight = self.announcement.weight / (
+            1 + max(0.0, min(load.kv_use, 1.0) - KV_PRESSURE) * 10
+        )
+
 
 class Fleet:
-    """Announcements, leases, drains and in-flight counts."""
+    """Announcements, leases, drains, ejections and in-flight counts."""
 
-    def __init__(self, models: Collection[ServedModel]) -> None:
+    def __init__(
+        self,
+        models: Collection[ServedModel],
+        policy: PolicyName = "least-load",
+        max_in_flight: int | None = None,
+    ) -> None:
         self.models = tuple(models)
+        self._policy = policy
+        self._max_in_flight = max_in_flight
         self._by_name = {name: model.name for model in models for name in (model.name, *model.aliases)}
+        self._adapters: dict[str, str] = {}
         self._replicas: dict[str, Replica] = {}
+        self._by_model: dict[str, list[Replica]] = {model.name: [] for model in models}
         # Names, not rows: a drain may come before the replica's first announcement.
         self._draining: set[str] = set()
         self._turn = 0
         self.in_flight_total = 0
+        # What the other workers of this gateway have in flight; None when there are none.
+        self.shared: OtherWorkers | None = None
+        self.n_ejections: Counter[str] = Counter()
 
     def resolve(self, name: str | None) -> str | None:
-        """The declared model behind a name or alias. None as name means the only model, if there is only one."""
+        """The declared model behind a name, an alias or an adapter; None as name means the only model, if it is one.
+
+        An adapter is a name that a replica announced, or "MODEL:ADAPTER" for a declared MODEL.
+        """
         if name is None:
             return self.models[0].name if len(self.models) == 1 else None
-        return self._by_name.get(name)
+        known = self._by_name.get(name)
+        if known is None:
+            base = name.partition(":")[0]
+            known = self._adapters.get(name) or self._by_name.get(base if base != name else "")
+        return known
+
+    def has_adapter(self, name: str | None) -> bool:
+        return name in self._adapters
 
     def announce(self, announcement: Announcement, now: float) -> bool:
         """Keeps the announcement and starts its lease anew; returns whether the replica is draining.
@@ -70,12 +155,26 @@ class Fleet:
         if announcement.model not in (model.name for model in self.models):
             raise UserError(f"model {announcement.model!r} is not declared at this gateway")
         row = self._replicas.get(announcement.replica)
+        if row is not None and row.announcement.model != announcement.model:
+            self._by_model[row.announcement.model].remove(row)
+            self._by_model[announcement.model].append(row)
+        had_adapters = row.announcement.adapters if row else ()
         if row is None:
-            self._replicas[announcement.replica] = Replica(announcement, address, now)
+            row = self._replicas[announcement.replica] = Replica(announcement, address, now)
+            self._by_model[announcement.model].append(row)
         else:
             row.announcement, row.address, row.announced_at = announcement, address, now
             row.is_suspect = row.is_lapsed = False
+        self._look_at_others((row,))
+        row.reconcile(announcement.load, now)
+        if had_adapters != announcement.adapters:
+            self._find_adapters()
         return announcement.replica in self._draining
+
+    def _find_adapters(self) -> None:
+        self._adapters = {
+            name: row.announcement.model for row in self._replicas.values() for name in row.announcement.adapters
+        }
 
     def find(self, name: str) -> Replica | None:
         return self._replicas.get(name)
@@ -84,15 +183,18 @@ class Fleet:
         """No new requests for this replica, now and after later announcements; returns those in flight."""
         self._draining.add(name)
         row = self._replicas.get(name)
-        return row.in_flight if row else 0
+        return self.in_flight(row) if row else 0
 
     def undrain(self, name: str) -> None:
         self._draining.discard(name)
 
     def forget(self, name: str) -> None:
         """Drops the row and the drain; requests in flight finish and stay in `in_flight_total`."""
-        self._replicas.pop(name, None)
+        row = self._replicas.pop(name, None)
         self._draining.discard(name)
+        if row is not None:
+            self._by_model[row.announcement.model].remove(row)
+            self._find_adapters()
 
     def suspect(self, replica: Replica, address: Address) -> bool:
         """No new requests until the next announcement, after a refused connection or a failed answer.
@@ -105,31 +207,90 @@ class Fleet:
         replica.is_suspect = replica.is_suspect or is_news
         return is_news
 
+    def note_failure(self, replica: Replica, now: float) -> bool:
+        """A request failed because of this replica. Returns whether that ejects it."""
+        is_ejected = replica.health.fail(now)
+        if is_ejected:
+            self.n_ejections[replica.name] += 1
+        return is_ejected
+
     def is_ready(self, replica: Replica, now: float) -> bool:
+        announcement = replica.announcement
         return (
-            replica.announcement.state == "ready"
+            announcement.state == "ready"
             and replica.address is not None
             and not replica.is_suspect
-            and replica.is_alive(now)
-            and replica.name not in self._draining
+            and now - replica.announced_at <= announcement.lease_s
+            and announcement.replica not in self._draining
         )
 
     def ready(self, model: str, now: float) -> list[Replica]:
-        """The replicas of `model` that may get a request now."""
-        return [row for row in self._replicas.values() if row.announcement.model == model and self.is_ready(row, now)]
+        """The replicas of `model` that may get a request now. An ejected one is better than none."""
+        rows = [row for row in self._by_model[model] if self.is_ready(row, now)]
+        return [row for row in rows if now >= row.health.ejected_until] or rows
 
-    def begin(self, model: str, now: float, avoid: Collection[str] = ()) -> Replica | None:
+    def begin(self, model: str, now: float, wish: Wish = NO_WISH, avoid: Collection[str] = ()) -> Replica | None:
         """Chooses a replica and counts a request on it; every one begun must be ended."""
+        rows = self.ready(model, now)
+        if self._max_in_flight is not None:
+            rows = [row for row in rows if row.in_flight < self._max_in_flight]
+        if not rows:
+            return None
+        self._look_at_others(rows)
         self._turn += 1
-        replica = choose(self.ready(model, now), self._turn, avoid)
+        replica = self._choose(rows, now, wish, avoid)
         if replica is not None:
-            replica.in_flight += 1
+            replica.begin()
             self.in_flight_total += 1
+            if self.shared is not None:
+                self.shared.add(replica.name, 1)
         return replica
+
+    def _choose(self, rows: list[Replica], now: float, wish: Wish, avoid: Collection[str]) -> Replica | None:
+        if wish is not NO_WISH:
+            if wish.adapter:
+                rows = [row for row in rows if wish.adapter in row.announcement.adapters] or rows
+            for row in rows:
+                if row.name == wish.replica and row.name not in avoid:
+                    return row
+        if len(rows) == 1:
+            return rows[0]
+        for row in rows:
+            if row.health.n_ejections:
+                row.weight = row.strength * row.health.share(now)
+        return choose(self._policy, rows, self._turn, wish.key, avoid)
 
     def end(self, replica: Replica) -> None:
         replica.in_flight -= 1
         self.in_flight_total -= 1
+        if self.shared is not None:
+            self.shared.add(replica.name, -1)
+
+    def in_flight(self, replica: Replica) -> int:
+        """Requests on this replica, those of the gateway's other workers too."""
+        self._look_at_others((replica,))
+        return replica.in_flight + replica.others
+
+    def _look_at_others(self, rows: Iterable[Replica]) -> None:
+        if self.shared is not None:
+            for row in rows:
+                row.others = self.shared.others(row.name)
+
+    def is_idle(self, replica: Replica, now: float, for_s: float) -> bool:
+        """Whether the engine has said for `for_s` seconds that it works on nothing."""
+        return replica.idle_since is not None and now - replica.idle_since >= for_s
+
+    def coming_words(self, model: str, now: float) -> str:
+        """How the nearest replica of `model` comes along, for people: "loading 45% 12s", or "waiting"."""
+        rows = [row for row in self._coming(model, now) if row.announcement.progress is not None]
+        words = ["loading" if self._coming(model, now) else "waiting"]
+        if rows:
+            progress = max((row.announcement.progress for row in rows if row.announcement.progress), key=_fraction)
+            if progress.fraction is not None:
+                words.append(f"{min(max(progress.fraction, 0.0), 1.0):.0%}")
+            if progress.eta_s is not None:
+                words.append(f"{max(progress.eta_s, 0.0):.0f}s")
+        return " ".join(words)
 
     def model_state(self, model: str, now: float) -> ModelState:
         if self.ready(model, now):
@@ -170,11 +331,16 @@ class Fleet:
                 age_s=round(now - row.announced_at, 3),
                 is_alive=row.is_alive(now),
                 is_draining=row.name in self._draining,
-                in_flight=row.in_flight,
+                in_flight=self.in_flight(row),
+                is_ejected=now < row.health.ejected_until,
             )
             for row in self._replicas.values()
         )
         return GatewayView(rows, self.in_flight_total, waiting, requests_total)
+
+
+def _fraction(progress: Progress) -> float:
+    return progress.fraction or 0.0
 
 
 def _check(announcement: Announcement) -> Address | None:
@@ -182,6 +348,10 @@ def _check(announcement: Announcement) -> Address | None:
         raise UserError(f"replica name {announcement.replica!r} is not 1 to 128 of A-Z a-z 0-9 . _ : -")
     if not 0 < announcement.lease_s < math.inf:
         raise UserError(f"lease_s {announcement.lease_s} is not a positive number of seconds")
+    if not WEIGHT_MIN <= announcement.weight <= WEIGHT_MAX:
+        raise UserError(f"weight {announcement.weight} is not between {WEIGHT_MIN} and {WEIGHT_MAX}")
+    if len(announcement.adapters) > MAX_ADAPTERS:
+        raise UserError(f"more than {MAX_ADAPTERS} adapters")
     if announcement.url is None:
         if announcement.state == "ready":
             raise UserError(f"replica {announcement.replica!r} is ready without a url")
@@ -190,11 +360,7 @@ def _check(announcement: Announcement) -> Address | None:
 
 
 def _parse_url(url: str) -> Address:
-    try:
-        parts = urlsplit(url)
-        host, port = parts.hostname, parts.port
-    except ValueError:
-        host = port = None
-    if host is None or parts.scheme != "http" or parts.path not in ("", "/") or parts.query or "@" in parts.netloc:
+    address = parse_url(url)
+    if address is None:
         raise UserError(f"url {url!r} is not http://host:port")
-    return host, port or 80
+    return address

@@ -7,6 +7,9 @@ thing left is to end the stream with an error event.
 
 An engine whose inner process was killed answers 500 at once until its node ends it, so by least in flight it would get
 every request: of two replicas, the broken one turned 1728 of 1968 requests into errors.
+
+A request with a replica and a warm connection at hand has no task: it is sent from within the client's read, and every
+further step is a call from the upstream's read. Waiting and connecting have a task (`_find`), one at a time.
 """
 
 from __future__ import annotations
@@ -15,23 +18,29 @@ import asyncio
 import enum
 import logging
 import time
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from penstock.gateway.access import origin_headers
-from penstock.gateway.answer import error_answer, error_body
-from penstock.gateway.exposition import Counters, Outcome
-from penstock.gateway.fleet import Fleet, Replica
-from penstock.gateway.hold import Hold
+from penstock.gateway.answer import error_answer, own_headers
+from penstock.gateway.desk import Desk, Entry
+from penstock.gateway.exposition import Outcome, Series
+from penstock.gateway.fleet import NO_WISH, RETRY_AFTER_S, Replica, Wish
+from penstock.gateway.hold import Ticket
 from penstock.gateway.http1 import (
+    HOP_BY_HOP,
     LAST_CHUNK,
+    STATUS_LINE,
+    Headers,
     ResponseHead,
+    find_header,
     keep_end_to_end,
     write_chunk,
-    write_request_head,
-    write_response_head,
 )
+from penstock.gateway.memory import find_response_id
+from penstock.gateway.peek import Ask
 from penstock.gateway.server import ClientConnection, Request
-from penstock.gateway.upstream import Pool, RejectedError, UpstreamConnection, UpstreamError
+from penstock.gateway.stream import Ending, is_event_stream, read_chunks, to_event
+from penstock.gateway.upstream import UpstreamConnection, UpstreamError
 
 MAX_SENDS = 2
 # Before the second send to the same replica, when there is no other: a killed engine's listening socket outlives its
@@ -42,101 +51,151 @@ AGAIN_S = 0.1
 FAILED_AGAIN_S = 0.5
 # With these an engine says that it failed, not that the request is wrong. Not 501: that is for ever.
 FAILED_STATUSES = frozenset((500, 502, 503, 504))
+# A held stream's client hears of it after the first, and then every so often: proxies and people give up on silence.
+QUIET_S = 3.0
+COMMENT_EVERY_S = 5.0
+# An engine that says for so long that it works on nothing does not work on a request that got no byte for as long.
+STALL_S = 30.0
+# Of an answer that came after a stream was begun for its client, which gets it as an event.
+MAX_COLLECTED_BYTES = 64 * 1024
 
-_DONE_EVENT = b"data: [DONE]\n\n"
-_TAIL_BYTES = len(_DONE_EVENT)
-# Ours replace the client's: the body is whole, and the engine is another host.
-_REPLACED_REQUEST_HEADERS = frozenset((b"host", b"content-length", b"expect", b"x-request-id"))
-_REPLACED_RESPONSE_HEADERS = frozenset((b"content-length", b"x-request-id", b"x-penstock-replica"))
+# Ours replace the client's: the body is whole, and the engine is another host. A gateway key is for the gateway: an
+# engine's log must not see it. What we may have to add to a stream of our own must not be compressed.
+_OURS = frozenset((b"host", b"content-length", b"expect", b"x-request-id", b"x-penstock-replica"))
+_DROPPED_OF_REQUEST = HOP_BY_HOP | _OURS | {b"x-penstock-priority"}
+_DROPPED_WITH_KEY = _DROPPED_OF_REQUEST | {b"authorization"}
+_DROPPED_OF_RESPONSE = HOP_BY_HOP | _OURS | {b"server-timing"}
+_PLAIN_CONNECTION = (None, b"keep-alive", b"close", b"Keep-Alive")
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Desk:
-    """What every passage shares."""
+class _Fault(NamedTuple):
+    """Why a request ends without its engine's whole answer, as its client is told."""
 
-    fleet: Fleet
-    hold: Hold
-    pool: Pool
-    counters: Counters
-    hold_s: float
-    needs_key: bool
+    status: int
+    code: str
+    message: str
+    outcome: Outcome = "broken"
+    param: str | None = None
+    headers: Headers = ()
 
 
-class _Attempt(enum.Enum):
-    ANSWERED = enum.auto()
-    BROKEN = enum.auto()  # after the first byte
+class _Loss(enum.Enum):
+    """How a send came to nothing."""
+
     LOST = enum.auto()  # sent, and no byte came back
     FAILED = enum.auto()  # sent, and answered with one of FAILED_STATUSES, which is kept from the client
-    UNREACHED = enum.auto()  # never sent
 
 
 class Passage:
-    """One request under way. It is the upstream connection's sink and the client's writer."""
+    """One request under way. It is the upstream connection's sink, and its client's work."""
 
-    def __init__(self, desk: Desk, request: Request, client: ClientConnection, model: str) -> None:
+    # Defaults stay with the class: most requests set few of them.
+    takes_chunks = False
+    _wish = NO_WISH
+    _entry: Entry | None = None
+    # Time that is not the gateway's own: waiting for a replica, and with one that lost the request.
+    _elsewhere_s = 0.0
+    _own_s = 0.0
+    _sent_at = 0.0
+    _last_at = 0.0  # of the last bytes, or of sending
+    _lost: tuple[str, ...] = ()  # replicas that had this request in vain
+    _replica: Replica | None = None
+    _connection: UpstreamConnection | None = None
+    _response: ResponseHead | None = None
+    _series: Series | None = None
+    _ending: Ending | None = None
+    _collected: bytearray | None = None
+    _task: asyncio.Task[None] | None = None
+    _ticket: Ticket | None = None
+    _timer: asyncio.TimerHandle | None = None
+    _is_chunked = False
+    _is_held_open = False
+    _has_first = False
+    _seeks_id = False
+    _streams = False
+    _has_ended = False
+
+    def __init__(self, desk: Desk, request: Request, client: ClientConnection, model: str, ask: Ask) -> None:
         self._desk = desk
-        self._client = client
-        self._model = model
-        self._request_id = request.request_id
         self._request_head = request.head
+        self._request_id = request.request_id
         self._body = request.body
         self._received_at = request.received_at
-        # Time that is not the gateway's own: waiting for a replica, and with one that lost the request.
-        self._elsewhere_s = 0.0
-        self._own_s = 0.0
-        self._sent_at = 0.0
-        self._lost: list[str] = []  # replicas that had this request in vain
-        self._replica: Replica | None = None
-        self._connection: UpstreamConnection | None = None
-        self._response: ResponseHead | None = None
-        self._is_chunked = False
-        self._has_finished = False
-        self._tail = b""
+        self._client = client
+        self._model = model
+        self._ask = ask
 
-    async def run(self) -> None:
-        """Answers the client, whatever happens, and counts how it ended."""
-        self._desk.counters.n_requests += 1
-        outcome: Outcome = "broken"
+    def start(self, wish: Wish = NO_WISH, entry: Entry | None = None) -> None:
+        """Sends the request now if that is possible, else sees to it."""
+        desk = self._desk
+        self._wish, self._entry = wish, entry
+        self._client.work = self
+        desk.counters.n_requests += 1
+        desk.budget.add_request()
+        desk.passages.add(self)
         try:
-            outcome = await self._pass()
-        except asyncio.CancelledError:
-            if self._has_finished:
-                outcome = "complete"
-            elif self._client.is_gone:
-                outcome = "client_gone"
-            else:
-                self._end_early("the gateway is shutting down")
+            refusal = entry.start() if entry is not None else None
+            if refusal is not None:
+                desk.counters.series(self._model, "none").codes[refusal.status] += 1
+                self._settle("refused")
+                self._client.respond(refusal)
+                return
+            if entry is not None:
+                self._body = entry.body
+            if self._ask.timeout_s is not None:
+                delay_s = self._received_at + self._ask.timeout_s - time.monotonic()
+                self._timer = asyncio.get_running_loop().call_later(max(0.0, delay_s), self._be_late)
+            if not desk.hold.waiting_for(self._model):
+                self._replica = desk.fleet.begin(self._model, time.monotonic(), wish)
+            if self._replica is not None and self._replica.address is not None:
+                connection = desk.pool.take(self._replica.address)
+                if connection is not None:
+                    self._send(connection)
+                    return
+            self._task = asyncio.get_running_loop().create_task(self._find())
+        except BaseException:
+            self._settle("broken")
             raise
-        finally:
-            self._desk.counters.outcomes[self._model, outcome] += 1
 
-    async def _pass(self) -> Outcome:
-        deadline = time.monotonic() + self._desk.hold_s
-        while True:
-            replica = await self._find_replica(deadline)
-            if replica is None:
-                self._refuse_for_now()
-                return "no_replica"
-            try:
-                attempt = await self._attempt(replica)
-            finally:
-                self._desk.fleet.end(replica)
-            if attempt is _Attempt.ANSWERED:
-                return "complete"
-            if attempt is _Attempt.BROKEN:
-                return "broken"
-            if attempt is not _Attempt.UNREACHED:
-                self._lost.append(replica.name)
-                if len(self._lost) == MAX_SENDS:
-                    self._end_early(
-                        f"sent {MAX_SENDS} times, and the last engine closed the connection without an answer"
-                    )
-                    return "broken"
-                self._desk.counters.n_retries += 1
-                await self._let_it_die(AGAIN_S if attempt is _Attempt.LOST else FAILED_AGAIN_S)
-                deadline = time.monotonic() + self._desk.hold_s
+    # The client's side.
+
+    def cancel(self) -> None:
+        """The client left, or the gateway must end."""
+        if self._has_ended:
+            return
+        if self._client.is_gone:
+            self._settle("client_gone")
+        else:
+            self._end_early(_broken("the gateway is shutting down"))
+
+    def _be_late(self) -> None:
+        if not self._has_ended:
+            assert self._ask.timeout_s is not None
+            message = f"the request was not done within its x-request-timeout of {self._ask.timeout_s:g} s"
+            self._end_early(_Fault(504, "deadline_exceeded", message, "late"))
+
+    # Finding a replica.
+
+    async def _find(self, pause_s: float = 0.0) -> None:
+        """A replica and a connection to it, however long that takes; then sends."""
+        try:
+            deadline = time.monotonic() + self._desk.hold_s
+            if pause_s:
+                await self._let_it_die(pause_s)
+            while True:
+                if self._replica is None and not await self._wait_for_replica(deadline):
+                    return
+                connection = await self._connect()
+                if connection is not None:
+                    self._task = None
+                    self._send(connection)
+                    return
+        except Exception:
+            log.exception("request %s: a bug in the gateway", self._request_id.decode())
+            self._task = None
+            self._end_early(_Fault(500, "internal_error", "the gateway failed"))
 
     async def _let_it_die(self, pause_s: float) -> None:
         """Waits before another send when only replicas that lost this request could get it."""
@@ -145,174 +204,359 @@ class Passage:
             await asyncio.sleep(pause_s)
             self._elsewhere_s += time.monotonic() - started_at
 
-    async def _find_replica(self, deadline: float) -> Replica | None:
-        """A replica with this request counted on it; waits for one until `deadline`."""
-        desk = self._desk
-        while True:
-            now = time.monotonic()
-            replica = desk.fleet.begin(self._model, now, self._lost)
-            if replica is not None:
-                return replica
-            if now >= deadline or not desk.hold.has_room(len(self._body)):
-                return None
-            await desk.hold.wait(self._model, deadline - now, len(self._body))
-            self._elsewhere_s += time.monotonic() - now
-
-    async def _attempt(self, replica: Replica) -> _Attempt:
-        """Sends the request to `replica`."""
-        self._replica = replica
-        connection = self._connection = await self._connect(replica)
-        if connection is None:
-            return _Attempt.UNREACHED
-        self._client.source = connection
+    async def _wait_for_replica(self, deadline: float) -> bool:
+        """Whether there is a replica now, with this request counted on it. If not, the client was told so."""
+        desk, ask, n_bytes = self._desk, self._ask, len(self._body)
+        began_at = time.monotonic()
+        if not desk.hold.waiting_for(self._model) and self._begin(began_at):
+            return True
+        if began_at >= deadline:
+            self._refuse_for_now()
+            return False
+        flow = self._request_head.get(b"authorization") or b""
+        ticket = self._ticket = desk.hold.enter(self._model, flow, ask.priority, n_bytes)
+        if ticket is None:
+            self._refuse_full()
+            return False
+        comment_at = began_at + QUIET_S if ask.streams else deadline
         try:
-            await connection.exchange(self._write_request(connection), self)
-            return _Attempt.ANSWERED
-        except UpstreamError as error:
-            log.warning("request %s: replica %s: %s", self._request_id.decode(), replica.name, error)
-            if self._response is None:
-                self._elsewhere_s += time.monotonic() - self._sent_at
-                if not isinstance(error, RejectedError):
-                    return _Attempt.LOST
-                if self._desk.fleet.suspect(replica, connection.address):
-                    log.warning("replica %s: no traffic until it announces", replica.name)
-                return _Attempt.FAILED
-            self._end_early(str(error))
-            return _Attempt.BROKEN
+            while True:
+                now = time.monotonic()
+                if now >= deadline:
+                    self._task = None
+                    self._refuse_for_now()
+                    return False
+                if now >= comment_at:
+                    self._send_comment(now)
+                    comment_at = now + COMMENT_EVERY_S
+                if await desk.hold.wait(ticket, min(deadline, comment_at) - now):
+                    if self._begin(time.monotonic()):
+                        return True
+                    desk.hold.return_to_queue(ticket)
         finally:
-            if not self._has_finished:
-                self._client.source = None
-            connection.release()
+            self._elsewhere_s += time.monotonic() - began_at
+            self._leave_queue()
 
-    async def _connect(self, replica: Replica) -> UpstreamConnection | None:
-        """A connection to `replica`; a new one, whose state is beyond doubt, for a request that was lost before."""
+    def _begin(self, now: float) -> bool:
+        self._replica = self._desk.fleet.begin(self._model, now, self._wish, self._lost)
+        return self._replica is not None
+
+    def _leave_queue(self) -> None:
+        ticket, self._ticket = self._ticket, None
+        if ticket is None:
+            return
+        self._desk.hold.leave(ticket)
+        if ticket.future is not None and ticket.future.done() and self._replica is None:
+            # It was its turn, and it does not need it.
+            self._desk.hold.wake(self._model, 1)
+
+    async def _connect(self) -> UpstreamConnection | None:
+        """A connection to the replica; a new one, whose state is beyond doubt, for a request that was lost before."""
+        desk, replica = self._desk, self._replica
+        assert replica is not None
         assert replica.address is not None
         address = replica.address
         if not self._lost:
-            pooled = self._desk.pool.take(address)
+            pooled = desk.pool.take(address)
             if pooled is not None:
                 return pooled
         try:
-            return await self._desk.pool.connect(address)
+            return await desk.pool.connect(address)
         except OSError as error:
-            self._desk.counters.n_connect_failures += 1
-            if self._desk.fleet.suspect(replica, address):
+            self._replica = None
+            desk.counters.n_connect_failures += 1
+            self._note_failure(replica)
+            if desk.fleet.suspect(replica, address):
                 log.warning("replica %s: could not connect, no traffic until it announces: %s", replica.name, error)
+            desk.end(replica)
             return None
 
-    def _write_request(self, connection: UpstreamConnection) -> bytes:
-        """The request's bytes; here ends the time that it spent in the gateway."""
-        head = self._request_head
-        host, port = connection.address
-        headers = [(b"host", (f"[{host}]:{port}" if ":" in host else f"{host}:{port}").encode())]
-        for header in keep_end_to_end(head.headers):
-            # A gateway key is for the gateway: an engine's log must not see it.
-            is_our_key = header[0] == b"authorization" and self._desk.needs_key
-            if header[0] not in _REPLACED_REQUEST_HEADERS and not is_our_key:
-                headers.append(header)
-        headers.append((b"x-request-id", self._request_id))
-        headers.append((b"content-length", b"%d" % len(self._body)))
-        wire = write_request_head(head.method, head.target, headers) + self._body
-        self._sent_at = time.monotonic()
+    # Sending.
+
+    def _send(self, connection: UpstreamConnection) -> None:
+        desk = self._desk
+        self._connection = connection
+        wire = self._write_request(connection)
+        self._sent_at = self._last_at = time.monotonic()
         self._own_s = self._sent_at - self._received_at - self._elsewhere_s
-        self._desk.counters.own_s += self._own_s
-        self._desk.counters.n_sent += 1
-        return wire
+        desk.counters.own_s.observe(self._own_s)
+        self._client.source = connection
+        connection.send(wire, self)
+
+    def _write_request(self, connection: UpstreamConnection) -> bytes:
+        head, entry, body = self._request_head, self._entry, self._body
+        dropped = _DROPPED_WITH_KEY if self._desk.needs_key else _DROPPED_OF_REQUEST
+        if self._is_held_open or (entry is not None and entry.strips_usage):
+            dropped |= {b"accept-encoding"}
+        length = b"content-length: %d\r\n" % len(body) if body or head.method == b"POST" else b""
+        return b"%s %s HTTP/1.1\r\nhost: %s\r\n%sx-request-id: %s\r\n%s\r\n%s" % (
+            *(head.method, head.target, connection.host_header),
+            *(_keep(head.headers, dropped), self._request_id, length, body),
+        )
 
     # The sink's side: called by the upstream connection for every read.
 
+    def receive_chunks(self, data: bytes, is_end: bool) -> None:
+        """Passes on whole chunks as they came, in one write."""
+        if self._series is not None and self._streams:
+            self._note_time(self._series)
+        if self._entry is not None and not self._entry.feed_chunks(data, is_end):
+            data = self._entry.feed(read_chunks(data), is_end)
+            data = (write_chunk(data) if data else b"") + (LAST_CHUNK if is_end else b"")
+        if data:
+            self._client.write(data)
+        if is_end:
+            self._complete()
+        elif self._ending is not None:
+            self._ending.note_chunks(data)
+
     def receive(self, head: ResponseHead | None, data: bytes, is_end: bool) -> None:
         """Passes on what came, in one write."""
-        if self._client.is_gone:
+        out = b""
+        if head is not None:
+            if head.status in FAILED_STATUSES and self._may_retry(time.monotonic()):
+                self._lose(_Loss.FAILED, f"the engine answered {head.status}")
+                return
+            out = self._begin_response(head)
+        if self._series is not None and (data if self._streams else head is not None or is_end):
+            self._note_time(self._series)
+        if self._seeks_id and data:
+            self._keep_id(data)
+        if self._entry is not None:
+            data = self._entry.feed(data, is_end)
+        if self._collected is not None:
+            self._collect(data, is_end)
             return
-        if head is not None and head.status in FAILED_STATUSES and len(self._lost) + 1 < MAX_SENDS:
-            assert self._connection is not None
-            self._connection.reject(f"the engine answered {head.status}")
-            return
-        out = self._begin_response(head) if head is not None else b""
         if data:
             out += write_chunk(data) if self._is_chunked else data
-            self._tail = (self._tail + data[-_TAIL_BYTES:])[-_TAIL_BYTES:]
+            if self._ending is not None:
+                self._ending.note(data)
         if is_end and self._is_chunked:
             out += LAST_CHUNK
         if out:
             self._client.write(out)
         if is_end:
-            self._finish()
+            self._complete()
+
+    def _note_time(self, series: Series) -> None:
+        """Something came: a stream's next piece, or another answer's beginning or end."""
+        now = time.monotonic()
+        if not self._has_first:
+            self._has_first = True
+            series.first_byte_s.observe(now - self._received_at)
+        elif self._streams:
+            series.gap_s.observe(now - self._last_at)
+        self._last_at = now
+
+    def _keep_id(self, data: bytes) -> None:
+        """Remembers who has the response: only its replica can be asked for it later."""
+        self._seeks_id = False
+        self.takes_chunks = self._is_chunked
+        response_id = find_response_id(data)
+        if response_id is not None and self._replica is not None:
+            self._desk.memory.keep(response_id, self._model, self._replica.name)
+
+    def lost(self, error: UpstreamError) -> None:
+        """The upstream connection broke, or broke HTTP."""
+        assert self._replica is not None
+        log.warning("request %s: replica %s: %s", self._request_id.decode(), self._replica.name, error)
+        if self._response is None:
+            self._lose(_Loss.LOST, str(error))
+        else:
+            self._note_failure(self._replica)
+            self._end_early(_broken(str(error)))
+
+    def end_if_forgotten(self, now: float) -> None:
+        """Ends an exchange whose engine says that it works on nothing."""
+        replica, connection = self._replica, self._connection
+        if connection is None or replica is None or now - self._last_at < STALL_S:
+            return
+        if self._desk.fleet.is_idle(replica, now, STALL_S):
+            connection.discard()
+            self.lost(UpstreamError(f"no byte for {STALL_S:.0f} s, and the engine says that it works on nothing"))
+
+    def _may_retry(self, now: float) -> bool:
+        return len(self._lost) + 1 < MAX_SENDS and self._desk.budget.has_one(now)
+
+    def _lose(self, loss: _Loss, message: str) -> None:
+        """A send came to nothing: once more, elsewhere if possible; or the end."""
+        desk, replica, connection = self._desk, self._replica, self._connection
+        assert replica is not None
+        assert connection is not None
+        now = time.monotonic()
+        may_retry = self._may_retry(now)
+        self._elsewhere_s += now - self._sent_at
+        self._lost += (replica.name,)
+        self._note_failure(replica)
+        if loss is _Loss.FAILED and desk.fleet.suspect(replica, connection.address):
+            log.warning("replica %s: %s; no traffic until it announces", replica.name, message)
+        connection.discard()
+        self._detach()
+        if not may_retry:
+            why = "no retry is left in the gateway's budget" if len(self._lost) < MAX_SENDS else "sent twice"
+            self._end_early(_broken(f"{why}, and the last engine closed the connection without an answer"))
+            return
+        desk.budget.take()
+        desk.counters.retries[self._model] += 1
+        pause_s = AGAIN_S if loss is _Loss.LOST else FAILED_AGAIN_S
+        self._task = asyncio.get_running_loop().create_task(self._find(pause_s))
+
+    def _note_failure(self, replica: Replica) -> None:
+        if self._desk.fleet.note_failure(replica, time.monotonic()):
+            log.warning("replica %s: ejected after failures in a row", replica.name)
+
+    # The response.
 
     def _begin_response(self, head: ResponseHead) -> bytes:
-        assert self._replica is not None
+        replica = self._replica
+        assert replica is not None
         self._response = head
-        self._body = b""
-        self._desk.counters.responses[self._model, head.status] += 1
-        headers = [
-            header
-            for header in keep_end_to_end(head.headers)
-            if header[0] not in _REPLACED_RESPONSE_HEADERS and not header[0].startswith(b"access-control-")
-        ]
+        self._body = b""  # up to 32 MiB, and it will not be sent again
+        series = self._series = self._desk.counters.series(self._model, replica.name)
+        series.codes[head.status] += 1
+        if head.status < 500:
+            replica.health.succeed()
+        if self._entry is not None:
+            self._entry.begin(head)
+        self._streams = is_event_stream(head)
+        self._seeks_id = head.status == 200 and self._request_head.target.startswith(b"/v1/responses")
+        if self._is_held_open:
+            if not self._streams:
+                self._collected = bytearray()
+            self.takes_chunks = self._is_chunked and head.is_chunked and self._streams and not self._seeks_id
+            return b""
+        if self._streams and head.length is None:
+            self._ending = Ending()
+        framing = b""
         if head.length is not None:
+            # The length of a HEAD's answer is that of a body which does not come.
             if head.status not in (204, 304):
-                headers.append((b"content-length", b"%d" % head.length))
+                framing = b"content-length: %d\r\n" % head.length
         elif not self._request_head.is_http_10:
             self._is_chunked = True
-            headers.append((b"transfer-encoding", b"chunked"))
-        headers += self._own_headers()
-        if not self._client.keeps_alive:
-            headers.append((b"connection", b"close"))
-        return write_response_head(head.status, headers)
+            self.takes_chunks = head.is_chunked and not self._seeks_id
+            framing = b"transfer-encoding: chunked\r\n"
+        kept = _keep(head.headers, _DROPPED_OF_RESPONSE)
+        return STATUS_LINE[head.status] + kept + framing + self._write_own_headers(replica)
 
-    def _own_headers(self) -> list[tuple[bytes, bytes]]:
-        assert self._replica is not None
-        return [
-            (b"x-request-id", self._request_id),
-            (b"x-penstock-replica", self._replica.name.encode()),
-            (b"server-timing", b"gateway;dur=%.3f" % (self._own_s * 1000)),
-            *origin_headers(self._request_head.get(b"origin"), self._desk.needs_key),
-        ]
+    def _write_own_headers(self, replica: Replica | None) -> bytes:
+        """The last lines of a head, and its end."""
+        more: Headers = self._entry.headers() if self._entry is not None else ()
+        origin = self._request_head.get(b"origin")
+        if origin is not None:
+            more += origin_headers(origin, self._desk.needs_key)
+        return b"x-request-id: %s\r\nx-penstock-replica: %s\r\nserver-timing: gateway;dur=%.3f\r\n%s%s\r\n" % (
+            *(self._request_id, replica.name.encode() if replica else b"none", self._own_s * 1000),
+            *(_write_headers(more), b"" if self._client.keeps_alive else b"connection: close\r\n"),
+        )
 
-    def _finish(self) -> None:
-        # Before `finish`, which may begin the connection's next request with a source of its own.
-        self._has_finished = True
-        self._client.source = None
+    def _send_comment(self, now: float) -> None:
+        """Tells the client of a held stream how things stand; the first time, that there will be a stream."""
+        out = b""
+        if not self._is_held_open:
+            self._is_held_open = True
+            self._ending = Ending()
+            out = STATUS_LINE[200] + b"content-type: text/event-stream\r\ncache-control: no-cache\r\n"
+            if not self._request_head.is_http_10:
+                self._is_chunked = True
+                out += b"transfer-encoding: chunked\r\n"
+            out += self._write_own_headers(None)
+        comment = f": penstock {self._desk.fleet.coming_words(self._model, now)}\n\n".encode()
+        self._client.write(out + (write_chunk(comment) if self._is_chunked else comment))
+
+    def _collect(self, data: bytes, is_end: bool) -> None:
+        """An answer that is no stream, for a client that was promised one: it becomes an event."""
+        assert self._collected is not None
+        if len(self._collected) + len(data) > MAX_COLLECTED_BYTES:
+            self._end_early(_broken("the engine's answer is too long for an event"))
+            return
+        self._collected += data
+        if is_end:
+            assert self._response is not None
+            event = to_event(bytes(self._collected), self._response.status)
+            self._client.write(write_chunk(event) + LAST_CHUNK if self._is_chunked else event)
+            self._complete()
+
+    # The end.
+
+    def _complete(self) -> None:
+        assert self._series is not None
+        self._series.duration_s.observe(self._last_at - self._received_at)
+        self._settle("complete")
+        # May begin the connection's next request, so it is the last thing to do.
         self._client.finish()
 
-    def _end_early(self, message: str) -> None:
-        """Ends a response that cannot be completed, as truthfully as its form allows."""
-        status = 502
-        if self._response is None:
-            self._has_finished = True
-            self._desk.counters.responses[self._model, status] += 1
-            self._client.respond(error_answer(status, message, "upstream_failed"))
-        elif not self._can_append():
-            self._client.fail(is_framed=self._is_chunked or self._response.length is not None)
-        else:
-            event = b"" if self._tail.endswith(_DONE_EVENT) else self._write_error_event(message)
-            self._client.write(write_chunk(event) if event and self._is_chunked else event)
-            self._client.write(LAST_CHUNK if self._is_chunked else b"")
-            self._finish()
+    def _detach(self) -> None:
+        """Off the replica and its connection."""
+        replica, self._replica = self._replica, None
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            self._client.source = None
+            connection.release()
+        if replica is not None:
+            self._desk.end(replica)
 
-    def _can_append(self) -> bool:
-        assert self._response is not None
-        is_event_stream = (self._response.get(b"content-type") or b"").lower().startswith(b"text/event-stream")
-        is_plain = self._response.get(b"content-encoding") in (None, b"identity")
-        return is_event_stream and is_plain and self._response.length is None
-
-    def _write_error_event(self, message: str) -> bytes:
-        # An event cut in its middle is ended first: its reader gets broken JSON, and then the reason.
-        is_between_events = not self._tail or self._tail.endswith((b"\n\n", b"\r\n\r\n"))
-        gap = b"" if is_between_events else b"\n\n"
-        return gap + b"data: " + error_body(502, message, "upstream_failed") + b"\n\n" + _DONE_EVENT
+    def _settle(self, outcome: Outcome) -> None:
+        """It is over: counts how, and gives everything back. The client is not touched."""
+        self._has_ended = True
+        desk, entry = self._desk, self._entry
+        if entry is not None:
+            self._entry = None
+            entry.end(outcome, self._replica.name if self._replica is not None else "")
+        desk.passages.discard(self)
+        desk.counters.outcomes[self._model, outcome] += 1
+        if self._timer is not None:
+            self._timer.cancel()
+        task, self._task = self._task, None
+        if task is not None and task is not asyncio.current_task():
+            task.cancel()
+        self._detach()
 
     def _refuse_for_now(self) -> None:
         wait_s = self._desk.fleet.retry_after_s(self._model, time.monotonic())
-        self._has_finished = True
-        self._desk.counters.responses[self._model, 503] += 1
-        self._client.respond(
-            error_answer(
-                503,
-                f"model {self._model!r} has no replica that takes requests now",
-                "no_replica",
-                param="model",
-                headers=((b"retry-after", b"%d" % wait_s),),
-            )
-        )
+        message = f"model {self._model!r} has no replica that takes requests now"
+        headers = ((b"retry-after", b"%d" % wait_s),)
+        self._end_early(_Fault(503, "no_replica", message, "no_replica", "model", headers))
+
+    def _refuse_full(self) -> None:
+        message = f"too many requests wait for model {self._model!r} already"
+        headers = ((b"retry-after", b"%d" % RETRY_AFTER_S),)
+        self._end_early(_Fault(429, "queue_full", message, "queue_full", "model", headers))
+
+    def _end_early(self, fault: _Fault) -> None:
+        """Ends a response that cannot be completed, as truthfully as its form allows."""
+        client, response, ending, replica = self._client, self._response, self._ending, self._replica
+        self._settle(fault.outcome)
+        if response is None and not self._is_held_open:
+            name = replica.name if replica is not None else "none"
+            self._desk.counters.series(self._model, name).codes[fault.status] += 1
+            own_s = self._own_s or max(0.0, time.monotonic() - self._received_at - self._elsewhere_s)
+            headers = (*fault.headers, *own_headers(own_s, name.encode()))
+            client.respond(error_answer(fault.status, fault.message, fault.code, fault.param, headers))
+        elif ending is not None:
+            event = ending.write_end(fault.status, fault.message, fault.code)
+            if event:
+                client.write(write_chunk(event) if self._is_chunked else event)
+            if self._is_chunked:
+                client.write(LAST_CHUNK)
+            client.finish()
+        else:
+            client.fail(is_framed=self._is_chunked or (response is not None and response.length is not None))
+
+
+def _keep(headers: Headers, dropped: frozenset[bytes]) -> bytes:
+    """The lines of the headers to pass on. `dropped` holds those that HTTP/1.1 always drops."""
+    if find_header(headers, b"connection") not in _PLAIN_CONNECTION:
+        # It names further headers that are for the next hop only.
+        headers = tuple(keep_end_to_end(headers))
+    return b"".join(
+        [b"%s: %s\r\n" % line for line in headers if line[0] not in dropped and line[0][:15] != b"access-control-"]
+    )
+
+
+def _write_headers(headers: Headers) -> bytes:
+    return b"".join([b"%s: %s\r\n" % header for header in headers])
+
+
+def _broken(message: str) -> _Fault:
+    return _Fault(502, "upstream_failed", message)

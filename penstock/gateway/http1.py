@@ -42,6 +42,12 @@ _FIELD = re.compile(rb"(%s):(%s)" % (_TOKEN, _TEXT))
 _REQUEST_LINE = re.compile(rb"(%s) ([\x21-\x7e]+) HTTP/(\d\.\d)" % _TOKEN)
 _STATUS_LINE = re.compile(rb"HTTP/(1\.[01]) ([1-5]\d\d)(?: %s)?" % _TEXT)
 _CHUNK_LINE = re.compile(rb"([0-9A-Fa-f]{1,8})(?:;%s)?" % _TEXT)
+# The size lines of the chunks that engines send, one or a few tokens each; others go the long way.
+_CHUNK_SIZES: Final = {b"%x" % size: size for size in range(1, 4096)}
+_SPECIAL = frozenset((b"host", b"content-length", b"transfer-encoding", b"connection", b"expect"))
+_SECRET = frozenset((b"authorization", b"cookie", b"proxy-authorization", b"set-cookie", b"x-api-key", b"api-key"))
+_MAX_KNOWN = 4096
+_MAX_KNOWN_BYTES = 256
 _LENGTH = re.compile(rb"\d{1,18}")
 _HOST = re.compile(rb"[A-Za-z0-9.\-_~%!$&'()*+,;=:\[\]]*")
 # A line end that is not CR LF. A CR that ends the bytes so far may still become one.
@@ -106,77 +112,114 @@ def find_header(headers: Headers, name: bytes) -> bytes | None:
     return None
 
 
-def parse_request(head: bytes) -> RequestHead:
+class _Known:
+    """What lines parse to, for lines that were seen before: clients and engines send the same ones again and again.
+
+    Bounded in number and in bytes, and emptied when full: a sender of ever new lines costs the others a little speed.
+    Lines with credentials are not kept. One head of the openai package: 11.5 us before, 5.2 us now.
+    """
+
+    def __init__(self) -> None:
+        self.headers: dict[bytes, tuple[bytes, bytes]] = {}
+        self.request_lines: dict[bytes, tuple[bytes, bytes, bool]] = {}
+
+    def read_header(self, line: bytes) -> tuple[bytes, bytes]:
+        field = _FIELD.fullmatch(line)
+        if field is None:
+            raise ProtocolError(400, "malformed header line")
+        header = (field.group(1).lower(), field.group(2).strip(b" \t"))
+        if len(line) <= _MAX_KNOWN_BYTES and header[0] not in _SECRET:
+            if len(self.headers) >= _MAX_KNOWN:
+                self.headers.clear()
+            self.headers[line] = header
+        return header
+
+    def read_request_line(self, line: bytes) -> tuple[bytes, bytes, bool]:
+        match = _REQUEST_LINE.fullmatch(line)
+        if match is None:
+            raise ProtocolError(400, "malformed request line")
+        method, target, version = match.groups()
+        if version not in (b"1.1", b"1.0"):
+            raise ProtocolError(505, "only HTTP/1.1 and HTTP/1.0 are spoken here")
+        if method == b"CONNECT" or not target.startswith(b"/"):
+            raise ProtocolError(400, "the request target must be a path")
+        parts = (method, target, version == b"1.0")
+        if len(line) <= _MAX_KNOWN_BYTES:
+            if len(self.request_lines) >= _MAX_KNOWN:
+                self.request_lines.clear()
+            self.request_lines[line] = parts
+        return parts
+
+
+_known = _Known()
+
+
+def parse_request(head: bytes, max_headers: int = MAX_HEADERS) -> RequestHead:
     """The request head in `head`, without its closing blank line. Raises ProtocolError."""
-    first, headers = _split_head(head)
-    line = _REQUEST_LINE.fullmatch(first)
-    if line is None:
-        raise ProtocolError(400, "malformed request line")
-    method, target, version = line.groups()
-    if version not in (b"1.1", b"1.0"):
-        raise ProtocolError(505, "only HTTP/1.1 and HTTP/1.0 are spoken here")
-    if method == b"CONNECT" or not target.startswith(b"/"):
-        raise ProtocolError(400, "the request target must be a path")
-    is_http_10 = version == b"1.0"
-    _check_host(headers, is_http_10)
-    length, is_chunked = _find_framing(headers)
+    lines = head.split(b"\r\n")
+    headers, special = _read_headers(lines, max_headers)
+    method, target, is_http_10 = _known.request_lines.get(lines[0]) or _known.read_request_line(lines[0])
+    hosts = special.get(b"host", ())
+    if len(hosts) > 1 or (not hosts and not is_http_10):
+        raise ProtocolError(400, "exactly one host header is needed")
+    if hosts and not _HOST.fullmatch(hosts[0]):
+        raise ProtocolError(400, "malformed host header")
+    length, is_chunked = _find_framing(special)
     if is_chunked and is_http_10:
         raise ProtocolError(400, "transfer-encoding in an HTTP/1.0 request")
-    expect = find_header(headers, b"expect")
-    if expect is not None and expect.lower() != b"100-continue":
+    expect = special.get(b"expect")
+    if expect is not None and expect[0].lower() != b"100-continue":
         raise ProtocolError(417, "unknown expectation")
     return RequestHead(
-        method=method,
-        target=target,
-        headers=headers,
-        is_http_10=is_http_10,
-        keeps_alive=not is_http_10 and b"close" not in _connection_options(headers),
-        expects_continue=expect is not None and not is_http_10,
-        length=None if is_chunked else length or 0,
-        is_chunked=is_chunked,
+        method,
+        target,
+        headers,
+        is_http_10,
+        not is_http_10 and not _asks_to_close(special),
+        expect is not None and not is_http_10,
+        None if is_chunked else length or 0,
+        is_chunked,
     )
 
 
 def parse_response(head: bytes) -> ResponseHead:
     """The response head in `head`, without its closing blank line. Raises ProtocolError."""
-    first, headers = _split_head(head)
-    line = _STATUS_LINE.fullmatch(first)
+    lines = head.split(b"\r\n")
+    headers, special = _read_headers(lines, MAX_HEADERS)
+    line = _STATUS_LINE.fullmatch(lines[0])
     if line is None:
         raise ProtocolError(502, "malformed status line")
     status = int(line.group(2))
-    length, is_chunked = _find_framing(headers)
+    length, is_chunked = _find_framing(special)
     if status < 200 or status in (204, 304):
         length, is_chunked = 0, False
-    keeps_alive = line.group(1) == b"1.1" and b"close" not in _connection_options(headers)
+    keeps_alive = line.group(1) == b"1.1" and not _asks_to_close(special)
     ends_by_itself = is_chunked or length is not None
     return ResponseHead(status, headers, keeps_alive and ends_by_itself, length, is_chunked)
 
 
-def _split_head(head: bytes) -> tuple[bytes, Headers]:
-    first, *lines = head.split(b"\r\n")
-    if len(lines) > MAX_HEADERS:
-        raise ProtocolError(431, f"more than {MAX_HEADERS} header lines")
-    headers = []
-    for line in lines:
-        field = _FIELD.fullmatch(line)
-        if field is None:
-            raise ProtocolError(400, "malformed header line")
-        headers.append((field.group(1).lower(), field.group(2).strip(b" \t")))
-    return first, tuple(headers)
+_Special = dict[bytes, list[bytes]]
 
 
-def _check_host(headers: Headers, is_http_10: bool) -> None:
-    hosts = [value for name, value in headers if name == b"host"]
-    if len(hosts) > 1 or (not hosts and not is_http_10):
-        raise ProtocolError(400, "exactly one host header is needed")
-    if hosts and not _HOST.fullmatch(hosts[0]):
-        raise ProtocolError(400, "malformed host header")
+def _read_headers(lines: list[bytes], max_headers: int) -> tuple[Headers, _Special]:
+    """All headers after the first line, and the values of those that say how to read the message."""
+    if len(lines) - 1 > max_headers:
+        raise ProtocolError(431, f"more than {max_headers} header lines")
+    get, read = _known.headers.get, _known.read_header
+    headers = tuple([get(line) or read(line) for line in lines[1:]])
+    special: _Special = {}
+    for name, value in headers:
+        if name in _SPECIAL:
+            if name in special:
+                special[name].append(value)
+            else:
+                special[name] = [value]
+    return headers, special
 
 
-def _find_framing(headers: Headers) -> tuple[int | None, bool]:
+def _find_framing(special: _Special) -> tuple[int | None, bool]:
     """The announced body length, if any, and whether the body is chunked."""
-    lengths = [value for name, value in headers if name == b"content-length"]
-    codings = [value for name, value in headers if name == b"transfer-encoding"]
+    lengths, codings = special.get(b"content-length", ()), special.get(b"transfer-encoding", ())
     if len(lengths) + len(codings) > 1:
         raise ProtocolError(400, "more than one content-length or transfer-encoding")
     if codings and codings[0].lower() != b"chunked":
@@ -186,14 +229,17 @@ def _find_framing(headers: Headers) -> tuple[int | None, bool]:
     return (int(lengths[0]) if lengths else None), bool(codings)
 
 
-def _connection_options(headers: Headers) -> set[bytes]:
-    return {
-        option.strip(b" \t").lower() for name, value in headers if name == b"connection" for option in value.split(b",")
-    }
+def _asks_to_close(special: _Special) -> bool:
+    values = special.get(b"connection")
+    if values is None:
+        return False
+    return any(option.strip(b" \t").lower() == b"close" for value in values for option in value.split(b","))
 
 
 class BodyReader:
     """The body bytes of one message. `length` None without `is_chunked`: until the connection ends."""
+
+    __slots__ = ("_is_chunked", "_n_left", "_n_trailer_bytes", "_next", "is_complete")
 
     def __init__(self, length: int | None, is_chunked: bool) -> None:
         self._is_chunked = is_chunked
@@ -204,43 +250,58 @@ class BodyReader:
         self.is_complete = length == 0
 
     @property
+    def is_between_chunks(self) -> bool:
+        return self._is_chunked and self._next == "size" and not self.is_complete
+
+    @property
     def ends_with_connection(self) -> bool:
         return self._n_left is None and not self._is_chunked
 
-    def take(self, buffer: bytearray) -> bytes:
-        """All body bytes at the front of `buffer`, which loses them. Raises ProtocolError."""
+    def take(self, data: bytes, at: int) -> tuple[bytes, int]:
+        """The body bytes of `data` from `at` on, and where they end. Raises ProtocolError."""
         if self._is_chunked:
-            return self._take_chunks(buffer)
-        n_bytes = len(buffer) if self._n_left is None else min(self._n_left, len(buffer))
-        if self._n_left is not None:
-            self._n_left -= n_bytes
-            self.is_complete = self._n_left == 0
-        return _cut(buffer, n_bytes)
+            return self._take_chunks(data, at)
+        if self._n_left is None:
+            return data[at:], len(data)
+        end = min(at + self._n_left, len(data))
+        self._n_left -= end - at
+        self.is_complete = self._n_left == 0
+        return data[at:end], end
 
-    def _take_chunks(self, buffer: bytearray) -> bytes:
+    def _take_chunks(self, data: bytes, at: int) -> tuple[bytes, int]:
         pieces: list[bytes] = []
-        while not self.is_complete and buffer:
+        n_bytes = len(data)
+        while not self.is_complete and at < n_bytes:
             if self._next == "data":
                 assert self._n_left is not None
-                piece = _cut(buffer, min(self._n_left, len(buffer)))
-                pieces.append(piece)
-                self._n_left -= len(piece)
+                end = min(at + self._n_left, n_bytes)
+                pieces.append(data[at:end])
+                self._n_left -= end - at
+                at = end
                 if self._n_left == 0:
                     self._next = "data end"
                 continue
-            line = _cut_line(buffer, 0 if self._next == "data end" else MAX_CHUNK_LINE_BYTES)
-            if line is None:
+            limit = 0 if self._next == "data end" else MAX_CHUNK_LINE_BYTES
+            end = data.find(b"\r\n", at, at + limit + 2)
+            if end < 0:
+                rest = data[at : at + limit + 2]
+                if len(rest) == limit + 2 or _BARE_LINE_END.search(rest):
+                    raise ProtocolError(400, "malformed line in a chunked body")
                 break
-            self._on_line(line)
-        return b"".join(pieces)
+            self._on_line(data[at:end])
+            at = end + 2
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces), at
 
     def _on_line(self, line: bytes) -> None:
         if self._next == "size":
-            match = _CHUNK_LINE.fullmatch(line)
-            if match is None:
-                raise ProtocolError(400, "malformed chunk size")
-            self._n_left = int(match.group(1), 16)
-            self._next = "data" if self._n_left else "trailer"
+            size = _CHUNK_SIZES.get(line)
+            if size is None:
+                match = _CHUNK_LINE.fullmatch(line)
+                if match is None:
+                    raise ProtocolError(400, "malformed chunk size")
+                size = int(match.group(1), 16)
+            self._n_left = size
+            self._next = "data" if size else "trailer"
         elif self._next == "data end":
             self._next = "size"
         elif not line:
@@ -251,24 +312,6 @@ class BodyReader:
                 raise ProtocolError(400, "malformed trailer line")
             if self._n_trailer_bytes > MAX_HEAD_BYTES:
                 raise ProtocolError(431, "trailer too large")
-
-
-def _cut(buffer: bytearray, n_bytes: int) -> bytes:
-    piece = bytes(buffer[:n_bytes])
-    del buffer[:n_bytes]
-    return piece
-
-
-def _cut_line(buffer: bytearray, limit: int) -> bytes | None:
-    """The line of at most `limit` bytes at the front, without its CR LF; None while it is incomplete."""
-    end = buffer.find(b"\r\n", 0, limit + 2)
-    if end >= 0:
-        line = _cut(buffer, end)
-        del buffer[:2]
-        return line
-    if len(buffer) >= limit + 2 or _BARE_LINE_END.search(buffer):
-        raise ProtocolError(400, "malformed line in a chunked body")
-    return None
 
 
 class Head(Protocol):
@@ -290,20 +333,26 @@ class Reader(Generic[HeadT]):
     (b'/health', <End.END: 1>, None)
     """
 
-    def __init__(self, parse_head: Callable[[bytes], HeadT]) -> None:
+    __slots__ = ("_at", "_body", "_data", "_max_head_bytes", "_n_scanned", "_parse_head")
+
+    def __init__(self, parse_head: Callable[[bytes], HeadT], max_head_bytes: int = MAX_HEAD_BYTES) -> None:
         self._parse_head = parse_head
-        self._buffer = bytearray()
+        self._max_head_bytes = max_head_bytes
+        # What was fed, and where in it the next event begins. Most reads bring whole messages, or whole chunks: then
+        # nothing is copied but the pieces that are handed out.
+        self._data = b""
+        self._at = 0
         self._n_scanned = 0
         self._body: BodyReader | None = None
 
     @property
     def n_buffered(self) -> int:
         """Bytes fed that no event has given back yet."""
-        return len(self._buffer)
+        return len(self._data) - self._at
 
     @property
     def is_between_messages(self) -> bool:
-        return self._body is None and not self._buffer
+        return self._body is None and self._at == len(self._data)
 
     @property
     def may_end_here(self) -> bool:
@@ -311,31 +360,84 @@ class Reader(Generic[HeadT]):
         return self._body is not None and self._body.ends_with_connection
 
     def feed(self, data: bytes) -> None:
-        self._buffer += data
+        self._data = data if self._at == len(self._data) else self._data[self._at :] + data
+        self._at = 0
+
+    def take_whole(self, data: bytes) -> tuple[HeadT, bytes] | None:
+        """Instead of `feed`: for a read that is exactly one message whose length its head says; its head and body.
+
+        None for anything else: then nothing was taken, and `feed` must have it. Raises ProtocolError. Most messages are
+        such reads: a request takes 3.2 us instead of 4.0 by `feed` and `next_event`, a response 2.5 instead of 3.2.
+        """
+        if self._body is not None or self._at < len(self._data):
+            return None
+        end = data.find(b"\r\n\r\n", 0, self._max_head_bytes + 4)
+        if end < 0:
+            return None
+        head = self._parse_head(data[:end])
+        if head.length != len(data) - end - 4:
+            return None
+        return head, data[end + 4 :]
+
+    def take_chunks(self, data: bytes) -> bool | None:
+        """Instead of `feed`: for a read that is nothing but whole chunks of the present body, to be passed on as it is.
+
+        True when the body's last chunk is its end, False when more will come. None for anything else (a cut chunk, an
+        extension, a trailer): then nothing was taken, and `feed` must have it.
+        """
+        body = self._body
+        if body is None or self._at < len(self._data) or not body.is_between_chunks:
+            return None
+        at, n_bytes = 0, len(data)
+        while at < n_bytes:
+            line_end = data.find(b"\r\n", at, at + 8)
+            size = _CHUNK_SIZES.get(data[at:line_end]) if line_end > 0 else None
+            if size is None:
+                if data[at:] != LAST_CHUNK:
+                    return None
+                self._body = None
+                return True
+            at = line_end + size + 4
+            if data[at - 2 : at] != b"\r\n":
+                return None
+        return False
 
     def next_event(self) -> HeadT | bytes | Literal[End.END] | None:
         """The next event, or None when more bytes are needed. Raises ProtocolError; then the reader is spent."""
-        if self._body is None:
+        body = self._body
+        if body is None:
             return self._next_head()
-        data = self._body.take(self._buffer)
-        if data:
-            return data
-        if self._body.is_complete:
-            self._body = None
-            return END
-        return None
+        if not body.is_complete:
+            piece, self._at = body.take(self._data, self._at)
+            if piece:
+                return piece
+            if not body.is_complete:
+                self._forget()
+                return None
+        self._body = None
+        self._forget()
+        return END
+
+    def _forget(self) -> None:
+        """A stream may be open for hours: what was taken of its last read must not stay with it."""
+        if self._at == len(self._data):
+            self._data, self._at = b"", 0
 
     def _next_head(self) -> HeadT | None:
-        end = self._buffer.find(b"\r\n\r\n", max(0, self._n_scanned - 3), MAX_HEAD_BYTES + 4)
-        if end < 0:
-            if _BARE_LINE_END.search(self._buffer, max(0, self._n_scanned - 1)):
-                raise ProtocolError(400, "line ends other than CR LF")
-            if len(self._buffer) >= MAX_HEAD_BYTES + 4:
-                raise ProtocolError(431, f"head of more than {MAX_HEAD_BYTES} bytes")
-            self._n_scanned = len(self._buffer)
+        at = self._at
+        if at == len(self._data):
             return None
-        head = self._parse_head(_cut(self._buffer, end))
-        del self._buffer[:4]
+        end = self._data.find(b"\r\n\r\n", at + max(0, self._n_scanned - 3), at + self._max_head_bytes + 4)
+        if end < 0:
+            rest = self._data[at:]
+            if _BARE_LINE_END.search(rest, max(0, self._n_scanned - 1)):
+                raise ProtocolError(400, "line ends other than CR LF")
+            if len(rest) >= self._max_head_bytes + 4:
+                raise ProtocolError(431, f"head of more than {self._max_head_bytes} bytes")
+            self._n_scanned = len(rest)
+            return None
+        head = self._parse_head(self._data[at:end])
+        self._at = end + 4
         self._n_scanned = 0
         self._body = BodyReader(head.length, head.is_chunked)
         return head
@@ -358,6 +460,12 @@ def write_request_head(method: bytes, target: bytes, headers: Iterable[tuple[byt
 def write_chunk(data: bytes) -> bytes:
     """`data` as one chunk. Must not be empty: an empty chunk ends a body."""
     return b"%x\r\n%s\r\n" % (len(data), data)
+
+
+def _connection_options(headers: Headers) -> set[bytes]:
+    return {
+        option.strip(b" \t").lower() for name, value in headers if name == b"connection" for option in value.split(b",")
+    }
 
 
 def keep_end_to_end(headers: Headers) -> list[tuple[bytes, bytes]]:

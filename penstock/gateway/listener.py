@@ -6,13 +6,19 @@ import asyncio
 import contextlib
 import ctypes
 import errno
+import functools
+import os
 import socket
+import ssl
+import stat
 import struct
 import sys
 import time
+from pathlib import Path
 
 from penstock.errors import UserError
-from penstock.gateway.config import Address
+from penstock.gateway.config import UNIX, Address, Limits
+from penstock.gateway.http1 import parse_request
 from penstock.gateway.server import ClientConnection, Handler
 
 BACKLOG = 1024
@@ -39,9 +45,17 @@ _DROP_SYN = b"".join(
 class Listener:
     """A listening socket and the connections that came in by it."""
 
-    def __init__(self, handler: Handler, sock: socket.socket) -> None:
+    def __init__(
+        self, handler: Handler, sock: socket.socket, limits: Limits | None = None, tls: ssl.SSLContext | None = None
+    ) -> None:
         self.handler = handler
+        self.limits = limits or Limits()
+        self.parse_head = functools.partial(parse_request, max_headers=self.limits.n_headers)
         self.is_draining = False
+        self._tls = tls
+        # Drawn here and not at import: workers are forked before they make their listeners.
+        self._id_prefix = os.urandom(8).hex().encode()
+        self._n_request_ids = 0
         self._sock = sock
         self._server: asyncio.Server | None = None
         self._connections: set[ClientConnection] = set()
@@ -50,8 +64,20 @@ class Listener:
 
     @property
     def port(self) -> int:
-        port: int = self._sock.getsockname()[1]
-        return port
+        """0 for a Unix socket."""
+        return 0 if self._sock.family == socket.AF_UNIX else int(self._sock.getsockname()[1])
+
+    @property
+    def is_full(self) -> bool:
+        return len(self._connections) > self.limits.n_connections
+
+    def new_request_id(self) -> bytes:
+        """32 hex digits that no other listener gives: a number of our own, and how many came before it.
+
+        0.2 us; 16 bytes of os.urandom are 0.4 us.
+        """
+        self._n_request_ids += 1
+        return b"%s%016x" % (self._id_prefix, self._n_request_ids)
 
     def add(self, connection: ClientConnection) -> None:
         self._connections.add(connection)
@@ -65,7 +91,16 @@ class Listener:
     async def start(self) -> None:
         loop = asyncio.get_running_loop()
         self._emptied.set()
-        self._server = await loop.create_server(lambda: ClientConnection(self), sock=self._sock, backlog=BACKLOG)
+        create = loop.create_unix_server if self._sock.family == socket.AF_UNIX else loop.create_server
+        # A handshake of TLS counts as a head: a client that never ends it is let go.
+        timeout_s = self.limits.head_s if self._tls else None
+        self._server = await create(
+            lambda: ClientConnection(self),
+            sock=self._sock,
+            backlog=BACKLOG,
+            ssl=self._tls,
+            ssl_handshake_timeout=timeout_s,
+        )
         self._sweep()
 
     async def drain(self, drain_s: float) -> int:
@@ -77,7 +112,8 @@ class Listener:
         """
         assert self._server is not None
         self.is_draining = True
-        _refuse_new_connections(self._sock)
+        if self._sock.family != socket.AF_UNIX:
+            _refuse_new_connections(self._sock)
         await asyncio.sleep(min(DOOR_S, drain_s))
         self._server.close()
         grace_timer = asyncio.get_running_loop().call_later(min(GRACE_S, drain_s), self._close_idle)
@@ -126,16 +162,40 @@ def _refuse_new_connections(sock: socket.socket) -> None:
         )
 
 
-def open_socket(address: Address) -> socket.socket:
+def open_tls(cert: str, key: str) -> ssl.SSLContext:
+    """A server's context with a certificate chain and its key. Raises UserError when the files do not serve.
+
+    TLS 1.2 and later with Python's own choice of ciphers; only HTTP/1.1 is offered, so that no client tries HTTP/2.
+    """
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.options |= ssl.OP_NO_RENEGOTIATION
+    context.set_alpn_protocols(["http/1.1"])
+    try:
+        context.load_cert_chain(cert, key)
+    except OSError as error:  # SSLError is one
+        raise UserError(
+            f"cannot use certificate {cert!r} with key {key!r}: {error.strerror or error}",
+            hint="both are PEM files; the certificate's comes first in its chain, and the key has no passphrase",
+        ) from error
+    return context
+
+
+def open_socket(address: Address, *, shares_port: bool = False, mode: int | None = None) -> socket.socket:
     """A bound, listening socket. Raises UserError when the port is taken or the address is not ours.
 
-    SO_REUSEADDR lets a restart after a kill come back while old connections linger in TIME_WAIT. Not SO_REUSEPORT:
-    with it a second gateway would take half of the connections instead of being told.
+    SO_REUSEADDR lets a restart after a kill come back while old connections linger in TIME_WAIT. SO_REUSEPORT only for
+    the workers of one gateway (`shares_port`): with it a second gateway would take half of the connections instead of
+    being told. `mode`: of a Unix socket's file.
     """
     host, port = address
+    if host.startswith(UNIX):
+        return _open_unix_socket(Path(host.removeprefix(UNIX)), mode)
     sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shares_port:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         # Accepted connections inherit it: it finds clients that vanished without a word during a long prefill.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         sock.bind(address)
@@ -149,3 +209,30 @@ def open_socket(address: Address) -> socket.socket:
             hint=f"see who holds it: ss -ltnp 'sport = :{port}'" if taken else None,
         ) from error
     return sock
+
+
+def _open_unix_socket(path: Path, mode: int | None) -> socket.socket:
+    """As open_socket. A file that a killed gateway left is replaced, one that somebody listens on is not."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if path.exists() and stat.S_ISSOCK(path.stat().st_mode) and not _answers(path):
+            path.unlink()
+        sock.bind(str(path))
+        if mode is not None:
+            # Nobody can connect before listen(), so that there is no moment in which the file lets others in.
+            path.chmod(mode)
+        sock.listen(BACKLOG)
+        sock.setblocking(False)
+    except OSError as error:
+        sock.close()
+        taken = error.errno == errno.EADDRINUSE
+        raise UserError(
+            f"cannot listen on unix:{path}: " + ("the file is taken" if taken else str(error.strerror or error)),
+            hint=f"see who holds it: ss -lxp src {path}" if taken else None,
+        ) from error
+    return sock
+
+
+def _answers(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        return probe.connect_ex(str(path)) != errno.ECONNREFUSED

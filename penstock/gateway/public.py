@@ -4,28 +4,32 @@ from __future__ import annotations
 
 import re
 import time
-from urllib.parse import unquote
+from urllib.parse import parse_qs, unquote
 
 import msgspec
 
-from penstock.gateway.access import has_key, origin_headers, preflight_headers
+from penstock.gateway.access import origin_headers, preflight_headers
+from penstock.gateway.accounting import Asked, Books
 from penstock.gateway.answer import Answer, error_answer, json_answer
 from penstock.gateway.config import GatewayConfig, ServedModel
-from penstock.gateway.exposition import CONTENT_TYPE, write_metrics
-from penstock.gateway.fleet import ModelState
-from penstock.gateway.forward import Desk, Passage
+from penstock.gateway.desk import Desk
+from penstock.gateway.exposition import CONTENT_TYPE, Gauges, write_families, write_metrics
+from penstock.gateway.fleet import NO_WISH, ModelState, Wish
+from penstock.gateway.forward import Passage
 from penstock.gateway.http1 import Headers, RequestHead
-from penstock.gateway.server import ClientConnection, Request, Work
+from penstock.gateway.peek import Ask, UnreadableError, read_ask
+from penstock.gateway.server import ClientConnection, Request
 
 _OWN_PATHS = (b"/health", b"/metrics", b"/v1/models")
 _MODEL_PATH = b"/v1/models/"
-_ENGINE_PATH = re.compile(rb"(?:/v1(?:/[A-Za-z0-9_\-]+)+|/tokenize|/detokenize)/?")
-
-
-class _Addressee(msgspec.Struct):
-    """The one field of a request body that the gateway reads."""
-
-    model: str | None = None
+# No segment begins with a dot: no ".." reaches an engine.
+_ENGINE_PATH = re.compile(rb"(?:/v1(?:/[A-Za-z0-9_\-][A-Za-z0-9_.:\-]*)+|/tokenize|/detokenize)/?")
+_RESPONSE_PATH = re.compile(rb"/v1/responses/(resp_[A-Za-z0-9_\-]{1,128})(?:/.*)?")
+_ENGINE_METHODS = (b"POST", b"GET", b"DELETE")
+_POST_PATHS = frozenset(
+    (b"/tokenize", b"/detokenize", b"/v1/chat/completions", b"/v1/completions", b"/v1/responses", b"/v1/embeddings")
+    + (b"/v1/rerank", b"/v1/score", b"/v1/audio/transcriptions", b"/v1/audio/translations", b"/v1/audio/speech")
+)
 
 
 class _ModelFacts(msgspec.Struct, frozen=True):
@@ -40,10 +44,12 @@ class _ModelFacts(msgspec.Struct, frozen=True):
 class Public:
     """The handler of the public listener."""
 
-    def __init__(self, config: GatewayConfig, desk: Desk) -> None:
-        self._key_hashes = config.key_hashes
+    def __init__(self, config: GatewayConfig, books: Books, desk: Desk) -> None:
+        self._books = books
         self._desk = desk
         self._fleet = desk.fleet
+        self._policy = config.policy
+        self._names = {model.name: (model.name, *model.aliases) for model in desk.fleet.models}
         self._created = int(time.time())
 
     def refuse(self, head: RequestHead) -> Answer | None:
@@ -53,12 +59,13 @@ class Public:
             asked = head.get(b"access-control-request-headers")
             return Answer(204, headers=preflight_headers(asked))
         if path != b"/health" and not self._may_ask(head):
+            self._books.totals.n_unknown_keys += 1
             message = "a valid key is needed: Authorization: Bearer KEY"
             return error_answer(401, message, "invalid_api_key", headers=((b"www-authenticate", b"Bearer"),))
         is_own = path in _OWN_PATHS or path.startswith(_MODEL_PATH)
         if not is_own and not _ENGINE_PATH.fullmatch(path):
             return error_answer(404, f"there is nothing at {path.decode('latin-1')!r}", "not_found")
-        allowed = (b"GET", b"HEAD") if is_own else (b"POST",)
+        allowed = (b"GET", b"HEAD") if is_own else (b"POST",) if path in _POST_PATHS else _ENGINE_METHODS
         if head.method not in allowed:
             method = head.method.decode("latin-1")
             return error_answer(
@@ -66,42 +73,70 @@ class Public:
             )
         return None
 
-    def handle(self, request: Request, client: ClientConnection) -> Answer | Work:
-        if request.head.method == b"POST":
-            return self._forward(request, client)
+    def handle(self, request: Request, client: ClientConnection) -> Answer | None:
         path = request.head.path
+        is_own = path in _OWN_PATHS or path.startswith(_MODEL_PATH)
+        if not is_own:
+            return self._forward(request, client)
         if path == b"/health":
             n_ready = sum(self._count_ready().values())
             return json_answer({"status": "ok", "ready_replicas": n_ready})
         if path == b"/metrics":
             return self._answer_metrics()
         if path == b"/v1/models":
-            data = [self._facts(model) for model in self._fleet.models]
+            data = [self._facts(model) for model in self._fleet.models if self._may_use(request.head, model)]
             return json_answer({"object": "list", "data": data})
-        return self._answer_model(unquote(path.removeprefix(_MODEL_PATH).decode("latin-1")))
+        return self._answer_model(request.head, unquote(path.removeprefix(_MODEL_PATH).decode("latin-1")))
 
     def origin_headers(self, head: RequestHead) -> Headers:
         return origin_headers(head.get(b"origin"), self._desk.needs_key)
 
     def _may_ask(self, head: RequestHead) -> bool:
-        return not self._desk.needs_key or has_key(head.get(b"authorization"), self._key_hashes)
+        return not self._desk.needs_key or self._books.find(head) is not None
 
-    def _forward(self, request: Request, client: ClientConnection) -> Answer | Work:
+    def _forward(self, request: Request, client: ClientConnection) -> Answer | None:
+        head = request.head
         try:
-            name = _read_model(request)
-        except msgspec.DecodeError as error:
-            return error_answer(400, f"the request body cannot be routed: {error}", "invalid_body")
-        model = self._fleet.resolve(name)
-        if model is not None:
-            return Passage(self._desk, request, client, model).run
-        if name is None:
+            ask = read_ask(head, request.body, wants_prefix=self._policy == "prefix")
+        except UnreadableError as error:
+            return error_answer(400, str(error), "invalid_body")
+        name = ask.model
+        if name is None and head.method != b"POST":
+            name = _read_query_model(head.target)
+        response_id = ask.response_id or _find_response_id(head.path)
+        place = self._desk.memory.find(response_id) if response_id else None
+        model = place[0] if place is not None and name is None else self._fleet.resolve(name)
+        if model is None and name is None:
             return error_answer(400, "the request names no model, and several are served", "model_missing", "model")
-        return _unknown_model(name)
+        if model is None:
+            assert name is not None
+            return _unknown_model(name)
+        asked = Asked(head.path, len(request.body), ask.fields, model, request.request_id, request.received_at)
+        holder = self._books.find(head) if self._desk.needs_key else None
+        if holder is not None and not holder.may_use(name or model, *self._names[model]):
+            self._books.refuse(asked, holder, 403)
+            return _forbidden_model(name or model)
+        passage = Passage(self._desk, request, client, model, ask)
+        passage.start(self._wish(ask, name, place), self._books.open(asked, holder, request.body))
+        return None
 
-    def _answer_model(self, name: str) -> Answer:
+    def _wish(self, ask: Ask, name: str | None, place: tuple[str, str] | None) -> Wish:
+        """What this request asks of the choice; most ask nothing."""
+        key = ask.session if self._policy == "sticky" else ask.prefix
+        replica = place[1] if place is not None else ask.replica
+        adapter = name if self._fleet.has_adapter(name) else None
+        return Wish(key, adapter, replica) if key or replica or adapter else NO_WISH
+
+    def _may_use(self, head: RequestHead, model: ServedModel) -> bool:
+        holder = self._books.find(head) if self._desk.needs_key else None
+        return holder is None or holder.may_use(*self._names[model.name])
+
+    def _answer_model(self, head: RequestHead, name: str) -> Answer:
         known = self._fleet.resolve(name)
         for model in self._fleet.models:
             if model.name == known:
+                if not self._may_use(head, model):
+                    return _forbidden_model(name)
                 return json_answer(self._facts(model))
         return _unknown_model(name)
 
@@ -109,7 +144,9 @@ class Public:
         desk = self._desk
         view = self._fleet.view(time.monotonic(), desk.hold.waiting, desk.counters.n_requests)
         waiting = {model.name: desk.hold.waiting_for(model.name) for model in self._fleet.models}
-        return Answer(200, write_metrics(view, desk.counters, waiting, self._count_ready()), CONTENT_TYPE)
+        gauges = Gauges(view, waiting, self._count_ready(), self._fleet.n_ejections)
+        text = write_metrics(desk.counters, gauges)
+        return Answer(200, text + write_families(self._books.families()), CONTENT_TYPE)
 
     def _count_ready(self) -> dict[str, int]:
         now = time.monotonic()
@@ -120,15 +157,20 @@ class Public:
         return _ModelFacts(model.name, self._created, model.aliases, state)
 
 
-def _read_model(request: Request) -> str | None:
-    """The body's "model". Raises msgspec.DecodeError when the body is not a JSON object.
+def _read_query_model(target: bytes) -> str | None:
+    """The model of a request without a body: ?model=NAME."""
+    names = parse_qs(target.partition(b"?")[2].decode("latin-1")).get("model")
+    return names[0] if names else None
 
-    Form bodies (audio uploads) have theirs in a part that the gateway does not read: None.
-    """
-    if (request.head.get(b"content-type") or b"").lower().startswith(b"multipart/"):
-        return None
-    return msgspec.json.decode(request.body, type=_Addressee).model
+
+def _find_response_id(path: bytes) -> bytes:
+    found = _RESPONSE_PATH.fullmatch(path)
+    return found.group(1) if found else b""
 
 
 def _unknown_model(name: str) -> Answer:
     return error_answer(404, f"the model {name!r} does not exist", "model_not_found", "model")
+
+
+def _forbidden_model(name: str) -> Answer:
+    return error_answer(403, f"this key may not use the model {name!r}", "model_not_allowed", "model")

@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import re
 import socket
 import struct
 import time
-from collections.abc import Callable, Coroutine
-from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Literal, Protocol, cast
 
 import msgspec
 
-from penstock.gateway.answer import Answer, error_answer
+from penstock.gateway.answer import Answer, error_answer, own_headers
 from penstock.gateway.http1 import (
     CONTINUE,
     END,
@@ -27,7 +25,7 @@ from penstock.gateway.http1 import (
     ProtocolError,
     Reader,
     RequestHead,
-    parse_request,
+    find_header,
     write_response_head,
 )
 from penstock.units import KIB, MIB
@@ -35,14 +33,9 @@ from penstock.units import KIB, MIB
 if TYPE_CHECKING:
     from penstock.gateway.listener import Listener
 
-MAX_BODY_BYTES = 32 * MIB
 MAX_PIPELINED_BYTES = 64 * KIB
 WRITE_BUFFER_BYTES = 256 * KIB
 
-IDLE_S = 120.0  # between requests
-HEAD_S = 20.0  # from a request's first byte to the end of its head
-BODY_S = 30.0  # between two pieces of a request's body
-STALL_S = 300.0  # a client that reads nothing of a response that is there
 LINGER_S = 2.0  # reading on after a refusal, so that the client can read it before a reset
 
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
@@ -50,7 +43,13 @@ _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:\-]{1,128}")
 
 Phase = Literal["idle", "head", "body", "busy", "lingering", "closed"]
 
-Work = Callable[[], Coroutine[Any, Any, None]]
+
+class Work(Protocol):
+    """What writes a response."""
+
+    def cancel(self) -> object:
+        """The client left, or (when not `client.is_gone`) time is over: no more work, and an honest end."""
+
 
 log = logging.getLogger(__name__)
 
@@ -77,8 +76,8 @@ class Handler(Protocol):
     def refuse(self, head: RequestHead) -> Answer | None:
         """An answer that needs no body, before the body is read; None when `handle` shall have the request."""
 
-    def handle(self, request: Request, client: ClientConnection) -> Answer | Work:
-        """The answer, or what writes a response to `client`; it is cancelled when the client leaves."""
+    def handle(self, request: Request, client: ClientConnection) -> Answer | None:
+        """The answer; or None when something at `client.work` will write the response, or has."""
 
     def origin_headers(self, head: RequestHead) -> Headers:
         """Headers for every answer to this request."""
@@ -91,16 +90,19 @@ class ClientConnection(asyncio.Protocol):
         self._listener = listener
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport
-        self._reader = Reader(parse_request)
+        limits = self._limits = listener.limits
+        self._reader = Reader(listener.parse_head, limits.head_bytes)
         self._phase: Phase = "idle"
-        self._phase_at = self._data_at = time.monotonic()
+        # `_begun_at`: the present request's first byte.
+        self._phase_at = self._data_at = self._begun_at = time.monotonic()
         self._head: RequestHead | None = None
         self._body: list[bytes] = []
         self._n_body_bytes = 0
         self._early: Answer | None = None
-        self._task: asyncio.Task[None] | None = None
+        self.work: Work | None = None
         self._source: Source | None = None
         self._stalled_at: float | None = None
+        self._linger_timer: asyncio.TimerHandle | None = None
         self._is_advancing = False
         self._has_begun = False  # the present request's response
         self.request_id = b""
@@ -113,14 +115,19 @@ class ClientConnection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
         self._listener.add(self)
+        if self._listener.is_full:
+            answer = error_answer(503, "too many connections", "overloaded", headers=((b"retry-after", b"1"),))
+            self._refuse(answer)
 
     def data_received(self, data: bytes) -> None:
         if self._phase in ("lingering", "closed"):
             return
         self._data_at = time.monotonic()
+        if self._phase == "idle" and self._take_whole(data):
+            return
         self._reader.feed(data)
         if self._phase == "idle":
-            self._enter("head")
+            self._begin_head()
         if self._phase != "busy":
             self._advance()
         elif self._reader.n_buffered > MAX_PIPELINED_BYTES:
@@ -131,6 +138,9 @@ class ClientConnection(asyncio.Protocol):
         return False
 
     def connection_lost(self, exc: Exception | None) -> None:
+        if self._linger_timer is not None:
+            # It would keep everything of this connection for its time: much, when malformed requests come fast.
+            self._linger_timer.cancel()
         self._leave()
         self._listener.remove(self)
 
@@ -176,7 +186,7 @@ class ClientConnection(asyncio.Protocol):
     def finish(self) -> None:
         """The response is whole: the next request's turn, or the end."""
         was_kept_alive = self.keeps_alive
-        self._task, self._head, self._early = None, None, None
+        self.work, self._head, self._early = None, None, None
         if not was_kept_alive:
             self._close()
             return
@@ -190,7 +200,7 @@ class ClientConnection(asyncio.Protocol):
 
         `is_framed`: its length or chunks show that it is incomplete; else only a reset does.
         """
-        self._task = None
+        self.work = None
         if is_framed:
             self._close()
         else:
@@ -212,8 +222,8 @@ class ClientConnection(asyncio.Protocol):
 
     def cut(self) -> None:
         """Time is over: the handler's work is cancelled and ends its response as honestly as it can."""
-        if self._task is not None:
-            self._task.cancel()
+        if self.work is not None:
+            self.work.cancel()
         elif self._phase != "lingering":
             self._close()
 
@@ -224,12 +234,20 @@ class ClientConnection(asyncio.Protocol):
         """Closes a connection that has used up the time its phase may take."""
         spent_s = now - self._phase_at
         silent_s = now - self._data_at
-        is_stalled = self._stalled_at is not None and now - self._stalled_at > STALL_S
-        if is_stalled or (self._phase == "closed" and spent_s > STALL_S):
+        limits = self._limits
+        is_stalled = self._stalled_at is not None and now - self._stalled_at > limits.stall_s
+        is_over = limits.total_s is not None and now - self._begun_at > limits.total_s
+        if is_stalled or (self._phase == "closed" and spent_s > limits.stall_s):
             self._transport.abort()
-        elif self._phase == "idle" and spent_s > IDLE_S:
-            self._close()
-        elif (self._phase == "head" and spent_s > HEAD_S) or (self._phase == "body" and silent_s > BODY_S):
+        elif self._phase == "idle":
+            if spent_s > limits.idle_s:
+                self._close()
+        elif self._phase == "busy":
+            if is_over:
+                self.cut()
+        elif self._phase in ("head", "body") and (
+            is_over or (spent_s > limits.head_s if self._phase == "head" else silent_s > limits.body_s)
+        ):
             self._refuse(error_answer(408, "the request did not come in time", "request_timeout"))
 
     # Ours.
@@ -237,6 +255,32 @@ class ClientConnection(asyncio.Protocol):
     def _enter(self, phase: Phase) -> None:
         self._phase = phase
         self._phase_at = time.monotonic()
+
+    def _begin_head(self) -> None:
+        self._enter("head")
+        self._begun_at = self._phase_at
+
+    def _take_whole(self, data: bytes) -> bool:
+        """Whether the read was one whole request, which is being worked on now."""
+        if self._is_advancing:
+            return False
+        self._begun_at = self._data_at
+        self._is_advancing = True
+        try:
+            whole = self._reader.take_whole(data)
+            if whole is None:
+                return False
+            head, body = whole
+            self._on_head(head, has_all=True)
+            if self._phase == "body":
+                if body:
+                    self._body.append(body)
+                self._on_request()
+        except ProtocolError as error:
+            self._refuse(error_answer(error.status, str(error), "bad_request"))
+        finally:
+            self._is_advancing = False
+        return True
 
     def _advance(self) -> None:
         """Takes what the reader has until a request is being worked on or bytes are missing."""
@@ -255,30 +299,30 @@ class ClientConnection(asyncio.Protocol):
                 else:
                     self._on_body(event)
             if self._phase == "idle" and not self._reader.is_between_messages:
-                self._enter("head")
+                self._begin_head()
         except ProtocolError as error:
             self._refuse(error_answer(error.status, str(error), "bad_request"))
         finally:
             self._is_advancing = False
 
-    def _on_head(self, head: RequestHead) -> None:
+    def _on_head(self, head: RequestHead, *, has_all: bool = False) -> None:
         self._head = head
         self._enter("body")
         given = head.get(b"x-request-id") or b""
-        self.request_id = given if _REQUEST_ID.fullmatch(given) else os.urandom(16).hex().encode()
+        self.request_id = given if given and _REQUEST_ID.fullmatch(given) else self._listener.new_request_id()
         self._early = self._listener.handler.refuse(head)
         has_body = head.is_chunked or bool(head.length)
-        if self._early is None and head.length is not None and head.length > MAX_BODY_BYTES:
-            self._early = _too_large()
+        if self._early is None and head.length is not None and head.length > self._limits.body_bytes:
+            self._early = _too_large(self._limits.body_bytes)
         if self._early is not None and has_body:
             self._refuse(self._early)
-        elif head.expects_continue and has_body and not self._reader.n_buffered:
+        elif head.expects_continue and has_body and not has_all and not self._reader.n_buffered:
             self._transport.write(CONTINUE)
 
     def _on_body(self, data: bytes) -> None:
         self._n_body_bytes += len(data)
-        if self._n_body_bytes > MAX_BODY_BYTES:
-            self._refuse(_too_large())
+        if self._n_body_bytes > self._limits.body_bytes:
+            self._refuse(_too_large(self._limits.body_bytes))
             return
         self._body.append(data)
 
@@ -292,23 +336,13 @@ class ClientConnection(asyncio.Protocol):
             self.respond(self._early)
             return
         request = Request(self._head, body, self.request_id, self._data_at)
-        outcome = self._listener.handler.handle(request, self)
-        if isinstance(outcome, Answer):
-            self.respond(outcome)
-        else:
-            self._task = self._loop.create_task(self._run(outcome))
-
-    async def _run(self, work: Work) -> None:
         try:
-            await work()
+            answer = self._listener.handler.handle(request, self)
         except Exception:
             log.exception("request %s: a bug in the gateway", self.request_id.decode())
-            if self._task is not asyncio.current_task():
-                return
-            if self._has_begun:
-                self.fail(is_framed=False)
-            else:
-                self.respond(error_answer(500, "the gateway failed", "internal_error"))
+            answer = error_answer(500, "the gateway failed", "internal_error")
+        if answer is not None:
+            self.respond(answer)
 
     def _write_answer(self, answer: Answer, keeps_alive: bool) -> None:
         headers: list[tuple[bytes, bytes]] = []
@@ -318,6 +352,8 @@ class ClientConnection(asyncio.Protocol):
         headers += answer.headers
         if self._head is not None:
             headers.append((b"x-request-id", self.request_id))
+            if find_header(answer.headers, b"x-penstock-replica") is None:
+                headers += own_headers(time.monotonic() - self._data_at)
             headers += self._listener.handler.origin_headers(self._head)
         if not keeps_alive:
             headers.append((b"connection", b"close"))
@@ -334,7 +370,7 @@ class ClientConnection(asyncio.Protocol):
         self._body = []
         if self._transport.can_write_eof():
             self._transport.write_eof()
-        self._loop.call_later(LINGER_S, self._transport.abort)
+        self._linger_timer = self._loop.call_later(LINGER_S, self._transport.abort)
 
     def _close(self) -> None:
         self._enter("closed")
@@ -343,14 +379,15 @@ class ClientConnection(asyncio.Protocol):
     def _leave(self) -> None:
         """The client is gone: so is every reason to go on."""
         self.is_gone = True
-        if self._task is not None:
-            self._task.cancel()
-            self._task = None
+        work, self.work = self.work, None
+        if work is not None:
+            work.cancel()
         if self._phase == "busy":
             # What is still buffered has no reader; close() would wait for it to be read.
             self._transport.abort()
         self._phase = "closed"
 
 
-def _too_large() -> Answer:
-    return error_answer(413, f"request body of more than {MAX_BODY_BYTES // MIB} MiB", "body_too_large")
+def _too_large(most: int) -> Answer:
+    size = f"{most // MIB} MiB" if most >= MIB and most % MIB == 0 else f"{most} bytes"
+    return error_answer(413, f"request body of more than {size}", "body_too_large")

@@ -6,7 +6,7 @@ import asyncio
 import time
 from typing import Protocol, cast
 
-from penstock.gateway.config import Address
+from penstock.gateway.config import UNIX, Address, host_header
 from penstock.gateway.http1 import END, ProtocolError, Reader, ResponseHead, parse_response
 
 CONNECT_S = 5.0
@@ -20,13 +20,22 @@ class UpstreamError(Exception):
     """The engine's connection ended, or broke HTTP, before its response was whole."""
 
 
-class RejectedError(UpstreamError):
-    """The sink did not want the response."""
-
-
 class Sink(Protocol):
+    """Who asked. It gets `receive` and `receive_chunks` until one of them says that the body is whole, or `lost`.
+
+    `takes_chunks`: reads that are whole chunks shall come as they are, by `receive_chunks`.
+    """
+
+    takes_chunks: bool
+
     def receive(self, head: ResponseHead | None, data: bytes, is_end: bool) -> None:
         """What one read brought: the head if it was in there, body bytes, and whether the body is whole."""
+
+    def receive_chunks(self, data: bytes, is_end: bool) -> None:
+        """One read in chunked coding; with `is_end` its last chunk ends it."""
+
+    def lost(self, error: UpstreamError) -> None:
+        """The exchange is over without a whole body."""
 
 
 class UpstreamConnection(asyncio.Protocol):
@@ -37,41 +46,42 @@ class UpstreamConnection(asyncio.Protocol):
         self._transport: asyncio.Transport
         self._reader = Reader(parse_response)
         self._sink: Sink | None = None
-        self._whole: asyncio.Future[None] | None = None
         self._head: ResponseHead | None = None
         self._is_reusable = False
         self.address = address
+        self.host_header = host_header(address)
         self.idle_since = 0.0
 
-    async def exchange(self, request: bytes, sink: Sink) -> None:
-        """Sends a request; `sink` gets the response as it comes. Returns when it is whole, or raises UpstreamError.
+    def send(self, request: bytes, sink: Sink) -> None:
+        """Sends a request; `sink` gets the response as it comes, or learns that it is lost. Never at once.
 
         Waits as long as the engine does: the time to a first token has no bound that a gateway could know.
         """
         self._is_reusable = False
-        if self._transport.is_closing():
-            raise UpstreamError("the engine closed the connection")
         self._sink, self._head = sink, None
-        self._whole = asyncio.get_running_loop().create_future()
-        self._transport.write(request)
-        # Up to 32 MiB, and this coroutine lives as long as the response.
-        del request
-        await self._whole
+        if self._transport.is_closing():
+            # connection_lost may be over.
+            asyncio.get_running_loop().call_soon(self._fail, UpstreamError("the engine closed the connection"))
+        else:
+            self._transport.write(request)
 
-    def reject(self, message: str) -> None:
-        """From within the sink: ends the exchange with RejectedError, and the connection; the sink gets no more."""
-        self._sink, self._is_reusable = None, False
-        self._fail(RejectedError(message))
+    def discard(self) -> None:
+        """Ends the exchange and the connection; the sink gets no more."""
+        self._sink = None
         self._transport.abort()
 
     def release(self) -> None:
         """Gives the connection back: to the pool after a whole exchange, else it is closed at once."""
-        self._sink = self._whole = None
+        self._sink = None
         if self._is_reusable and not self._transport.is_closing():
             self.resume()
             self._pool.put(self)
         else:
             self._transport.abort()
+
+    @property
+    def is_open(self) -> bool:
+        return not self._transport.is_closing()
 
     def close(self) -> None:
         self._transport.abort()
@@ -93,21 +103,35 @@ class UpstreamConnection(asyncio.Protocol):
             # Bytes that nobody asked for: whatever they are, they must not become the next request's response.
             self._transport.abort()
             return
-        self._reader.feed(data)
+        if self._sink.takes_chunks:
+            is_last = self._reader.take_chunks(data)
+            if is_last is not None:
+                self._is_reusable = is_last and self._may_be_reused()
+                self._sink.receive_chunks(data, is_last)
+                return
+        head: ResponseHead | None
         try:
-            head, body, is_end = self._read()
+            whole = self._reader.take_whole(data)
+            if whole is not None and whole[0].status >= 200:
+                head, body, is_end = *whole, True
+                self._head = head
+            else:
+                self._reader.feed(data)
+                head, body, is_end = self._read()
         except ProtocolError as error:
-            self._fail(UpstreamError(f"the engine broke HTTP: {error}"))
             self._transport.abort()
+            self._fail(UpstreamError(f"the engine broke HTTP: {error}"))
             return
         if is_end:
-            assert self._head is not None
-            is_clean = self._reader.is_between_messages and not self._transport.get_write_buffer_size()
-            self._is_reusable = self._head.keeps_alive and is_clean
+            self._is_reusable = self._may_be_reused()
         if head is not None or body or is_end:
             self._sink.receive(head, body, is_end)
-        if is_end:
-            self._succeed()
+
+    def _may_be_reused(self) -> bool:
+        assert self._head is not None
+        return (
+            self._head.keeps_alive and self._reader.is_between_messages and not self._transport.get_write_buffer_size()
+        )
 
     def _read(self) -> tuple[ResponseHead | None, bytes, bool]:
         head = None
@@ -131,17 +155,13 @@ class UpstreamConnection(asyncio.Protocol):
         self._pool.remove(self)
         if self._sink is not None and exc is None and self._reader.may_end_here:
             self._sink.receive(None, b"", True)
-            self._succeed()
         else:
             self._fail(UpstreamError(f"the engine closed the connection{f': {exc}' if exc else ''}"))
 
-    def _succeed(self) -> None:
-        if self._whole is not None and not self._whole.done():
-            self._whole.set_result(None)
-
     def _fail(self, error: UpstreamError) -> None:
-        if self._whole is not None and not self._whole.done():
-            self._whole.set_exception(error)
+        sink, self._sink = self._sink, None
+        if sink is not None:
+            sink.lost(error)
 
 
 class Pool:
@@ -165,7 +185,11 @@ class Pool:
         """A new connection. Raises OSError, which TimeoutError is one of."""
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(CONNECT_S):
-            _, connection = await loop.create_connection(lambda: UpstreamConnection(self, address), *address)
+            if address[0].startswith(UNIX):
+                path = address[0].removeprefix(UNIX)
+                _, connection = await loop.create_unix_connection(lambda: UpstreamConnection(self, address), path)
+            else:
+                _, connection = await loop.create_connection(lambda: UpstreamConnection(self, address), *address)
         return connection
 
     def put(self, connection: UpstreamConnection) -> None:

@@ -1,0 +1,77 @@
+"""What failures do to a replica's traffic, and how many retries the gateway allows itself. Pure: takes `now`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+EJECT_AFTER = 3  # failures in a row
+EJECTION_S = 1.0  # the first one; each further one doubles it
+EJECTION_S_MAX = 60.0
+RAMP_S = 10.0  # from RAMP_FLOOR to the whole of its weight, after an ejection
+RAMP_FLOOR = 0.1
+
+RETRY_SHARE = 0.2  # retries per request, in the long run
+RETRIES_PER_S = 1.0  # and these always, for a gateway with few requests
+RETRIES_START = 100.0
+RETRIES_MAX = 1000.0
+
+
+@dataclass(slots=True)
+class Health:
+    """One replica's record. Times are monotonic seconds; `ejected_until` lies in the past for a replica in use."""
+
+    n_failures: int = 0  # in a row
+    n_ejections: int = 0  # since it last went through a whole ramp
+    ejected_until: float = 0.0
+
+    def fail(self, now: float) -> bool:
+        """A request failed for a reason of the replica's. Returns whether that ejects it.
+
+        One failure is enough for a replica that is on its way back.
+        """
+        self.n_failures += 1
+        is_back = self.n_ejections > 0 and now < self.ejected_until + RAMP_S
+        if now < self.ejected_until or self.n_failures < (1 if is_back else EJECT_AFTER):
+            return False
+        self.ejected_until = now + min(EJECTION_S * 2**self.n_ejections, EJECTION_S_MAX)
+        self.n_ejections = min(self.n_ejections + 1, 16)
+        self.n_failures = 0
+        return True
+
+    def succeed(self) -> None:
+        self.n_failures = 0
+
+    def share(self, now: float) -> float:
+        """How much of its weight counts: 1 for a replica that was never ejected or has been back for RAMP_S."""
+        if not self.n_ejections:
+            return 1.0
+        back_s = now - self.ejected_until
+        if back_s >= RAMP_S:
+            self.n_ejections = 0
+            return 1.0
+        return max(RAMP_FLOOR, back_s / RAMP_S)
+
+
+class RetryBudget:
+    """A bucket of retries: a fleet in trouble must not get twice its load from us on top.
+
+    Each request adds RETRY_SHARE, each second RETRIES_PER_S. A killed replica's requests all come back at once, so
+    a gateway that ran well has many: RETRIES_START of them after its start.
+    """
+
+    def __init__(self) -> None:
+        self._n_left = RETRIES_START
+        self._at: float | None = None
+
+    def add_request(self) -> None:
+        if self._n_left < RETRIES_MAX:
+            self._n_left += RETRY_SHARE
+
+    def has_one(self, now: float) -> bool:
+        if self._at is not None:
+            self._n_left = min(self._n_left + (now - self._at) * RETRIES_PER_S, RETRIES_MAX)
+        self._at = now
+        return self._n_left >= 1
+
+    def take(self) -> None:
+        self._n_left -= 1

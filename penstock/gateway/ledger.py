@@ -1,0 +1,194 @@
+"""The gateway's hand on its store: one thread writes rows in batches, runs changes of keys, and sees those of others.
+
+The event loop never waits for it: rows go into a queue, what the thread read comes back with `call_soon_threadsafe`.
+While the store is locked, full or away, requests go on with the keys in memory; rows wait in the queue, up to
+MAX_WAITING, and the log and the metrics say so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import msgspec
+
+from penstock.errors import PenstockError
+from penstock.store import ApiKey, Row, Store, month_of
+
+PERIOD_S = 0.5  # at most this much is lost with the process, and a changed key is seen this late
+MAX_WAITING = 200_000  # about 100 MB of rows
+MAX_BATCH = 4096
+LAST_TURNS = 3  # at the end, when the store does not take the rows at once
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+
+class News(msgspec.Struct, frozen=True):
+    """What the thread read: the keys when they changed, dollars spent this month by key id, and how much of what this
+    process ever submitted is among those."""
+
+    keys: list[ApiKey] | None
+    spent_usd: dict[str, float]
+    submitted_usd: dict[str, float]
+
+
+class Ledger:
+    """A store with its thread. The constructor opens the store and reads it: UserError when it cannot be."""
+
+    def __init__(self, place: str) -> None:
+        self._store = Store(place)
+        self._writer = secrets.token_hex(6)
+        self._number = 0
+        self._rows: deque[Row] = deque()
+        self._batch: list[Row] = []
+        self._is_again = False
+        self._jobs: deque[tuple[Callable[[Store], Any], Future[Any]]] = deque()
+        self._submitted_usd: dict[str, float] = {}
+        self._revision = -1
+        self._last_news: News | None = None
+        self._wake = threading.Event()
+        self._is_closing = False
+        self._thread: threading.Thread | None = None
+        self._tell: Callable[[News], None] = lambda _: None
+        self.n_written = 0
+        self.n_lost = 0
+        self.n_failures = 0
+        self.is_failing = False
+        self.first_news = self._read()
+
+    # The loop's side.
+
+    @property
+    def n_waiting(self) -> int:
+        return len(self._rows) + len(self._batch)
+
+    def next_number(self) -> int:
+        """The number of the next row."""
+        self._number += 1
+        return self._number
+
+    def add(self, row: Row) -> None:
+        """Takes a row; it is on the disk within a second, if the disk allows it."""
+        if len(self._rows) >= MAX_WAITING:
+            self.n_lost += 1
+            return
+        self._rows.append(row)
+
+    def call(self, job: Callable[[Store], T]) -> asyncio.Future[T]:
+        """Runs `job` on the thread, soon; what it changed of the keys is news before the future is done."""
+        future: Future[T] = Future()
+        self._jobs.append((job, future))
+        self._wake.set()
+        return asyncio.wrap_future(future)
+
+    def start(self, on_news: Callable[[News], None]) -> None:
+        """Begins to write and to look; `on_news` is called on the running loop."""
+        loop = asyncio.get_running_loop()
+
+        def tell(news: News) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(on_news, news)
+
+        self._tell = tell
+        self._thread = threading.Thread(target=self._work, name="ledger", daemon=True)
+        self._thread.start()
+
+    async def stop(self) -> None:
+        """Writes what waits and closes the store."""
+        await asyncio.get_running_loop().run_in_executor(None, self.close)
+
+    def close(self) -> None:
+        """The same, blocking."""
+        if self._is_closing:
+            return
+        self._is_closing = True
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join()
+        else:
+            self._store.close()
+
+    # The thread's side.
+
+    def _work(self) -> None:
+        while not self._is_closing:
+            self._wake.wait(PERIOD_S)
+            self._wake.clear()
+            self._turn()
+        for _ in range(LAST_TURNS):
+            self._turn()
+            if not self.n_waiting:
+                break
+        if self.n_waiting:
+            log.error("store: %d rows of usage are lost, it could not be written to the end", self.n_waiting)
+        self._store.close()
+
+    def _turn(self) -> None:
+        # From here on a future cannot be cancelled: its client may leave meanwhile.
+        asked = [self._jobs.popleft() for _ in range(len(self._jobs))]
+        jobs = [(job, future) for job, future in asked if future.set_running_or_notify_cancel()]
+        outcomes = [(future, *self._try_job(job)) for job, future in jobs]
+        try:
+            self._flush()
+            news = self._read()
+            if news != self._last_news or news.keys is not None:
+                self._last_news = news
+                self._tell(news)
+            if self.is_failing:
+                log.warning("store: it works again, nothing waits")
+            self.is_failing = False
+        except Exception as error:  # noqa: BLE001 - the thread must outlive whatever a database does
+            self.n_failures += 1
+            if not self.is_failing:
+                log.error("store: %s; requests go on, their usage waits in memory", _told(error))
+            self.is_failing = True
+        for future, result, failure in outcomes:
+            if failure is not None:
+                future.set_exception(failure)
+            else:
+                future.set_result(result)
+
+    def _try_job(self, job: Callable[[Store], Any]) -> tuple[Any, BaseException | None]:
+        try:
+            return job(self._store), None
+        except Exception as error:  # noqa: BLE001 - it is raised where the job was asked for
+            return None, error
+
+    def _flush(self) -> None:
+        """Writes all rows, in batches that stay the same until they are written: so none is written twice."""
+        while self._batch or self._rows:
+            if not self._batch:
+                self._batch = [self._rows.popleft() for _ in range(min(len(self._rows), MAX_BATCH))]
+            try:
+                self._store.add_rows(self._writer, self._batch, is_again=self._is_again)
+            except BaseException:
+                self._is_again = True
+                raise
+            self._is_again = False
+            self.n_written += len(self._batch)
+            for row in self._batch:
+                if row.cost_usd:
+                    before = self._submitted_usd.get(row.key_id, 0.0)
+                    self._submitted_usd[row.key_id] = before + row.cost_usd
+            self._batch = []
+
+    def _read(self) -> News:
+        revision = self._store.keys_revision()
+        keys = self._store.all_keys() if revision != self._revision else None
+        spent_usd = self._store.spend(month_of(time.time()))
+        self._revision = revision
+        return News(keys, spent_usd, dict(self._submitted_usd))
+
+
+def _told(error: Exception) -> str:
+    return error.message if isinstance(error, PenstockError) else f"{type(error).__name__}: {error}"

@@ -1,0 +1,297 @@
+"""What a response says about its tokens, read from the bytes that pass, and the request that makes it say so. Pure.
+
+A stream tells its usage only when it is asked (`stream_options.include_usage`), in one event with empty `choices`
+just before `[DONE]`. Where the client did not ask, the gateway does, and takes that event out again. Nothing is
+parsed but events with a "usage" key: inside a JSON string its quotes would be escaped, so the bytes cannot lie.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import msgspec
+
+_USAGE = b'"usage"'
+_OBJECT = re.compile(rb'"usage"\s*:\s*(?=\{)')
+_BRACE = re.compile(rb"[{}]")
+_FIRST_BRACE = re.compile(rb"\s*\{")
+_INCLUDE = b'"stream_options":{"include_usage":true},'
+_TOKEN_END = b"}]}\n\n"
+_CHUNK_GAP = b"\n\n\r\n"  # the end of a chunk that ends an event
+_ERROR = b'"error"'
+_LF_GAP, _CRLF_GAP = b"\n\n", b"\r\n\r\n"
+
+TAIL_BYTES = 4096
+HEAD_BYTES = 1024
+MAX_WHOLE_BYTES = 8 * 1024
+MAX_HELD_BYTES = 16 * 1024  # an event of more is not the one with the usage
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Told(msgspec.Struct):
+    """The fields by which engines tell usage: chat and completions, responses, embeddings and rerank."""
+
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    input_tokens: int | None = None
+    output_tokens: int | None = None
+    total_tokens: int | None = None
+    prompt_tokens_details: _Details | None = None
+    input_tokens_details: _Details | None = None
+
+
+class _Event(msgspec.Struct):
+    choices: list[msgspec.Raw] | None = None
+    usage: _Told | None = None
+
+
+class _Body(msgspec.Struct):
+    usage: _Told | None = None
+
+
+_WHOLE = msgspec.json.Decoder(_Body)
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """Tokens of one request; `cached_tokens` are among `prompt_tokens`."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+
+
+class Ask(msgspec.Struct, frozen=True):
+    """What the gateway reads of a request's body. Only the model's type is checked: the rest is for the engine."""
+
+    model: str | None = None
+    stream: Any = None
+    stream_options: Any = None
+    max_tokens: Any = None
+    max_completion_tokens: Any = None
+    max_output_tokens: Any = None
+    n: Any = None
+
+    @property
+    def wants_usage(self) -> bool:
+        options = self.stream_options
+        return isinstance(options, dict) and options.get("include_usage") is True
+
+    @property
+    def n_choices(self) -> int:
+        return self.n if type(self.n) is int and 0 < self.n <= 1024 else 1
+
+    @property
+    def output_tokens_max(self) -> int | None:
+        """The client's own limit, of one choice."""
+        for limit in (self.max_completion_tokens, self.max_tokens, self.max_output_tokens):
+            if type(limit) is int and limit > 0:
+                return limit
+        return None
+
+
+def ask_for_usage(body: bytes, ask: Ask) -> bytes:
+    """The body with `stream_options.include_usage`, all other bytes as they were. Raises msgspec.DecodeError."""
+    begin = _FIRST_BRACE.match(body)
+    if ask.stream_options is None and begin is not None and b'"stream_options"' not in body:
+        return body[: begin.end()] + _INCLUDE + body[begin.end() :]
+    fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    options = ask.stream_options if isinstance(ask.stream_options, dict) else {}
+    fields["stream_options"] = msgspec.Raw(msgspec.json.encode(options | {"include_usage": True}))
+    return msgspec.json.encode(fields)
+
+
+def find_usage(data: bytes) -> Usage | None:
+    """The last "usage" object in a piece of JSON or of a stream."""
+    at = len(data)
+    while (at := data.rfind(_USAGE, 0, at)) >= 0:
+        begin = _OBJECT.match(data, at)
+        text = _object_at(data, begin.end()) if begin else None
+        if text is not None:
+            try:
+                return _usage_of(msgspec.json.decode(text, type=_Told))
+            except msgspec.DecodeError:
+                continue
+    return None
+
+
+def _object_at(data: bytes, begin: int) -> bytes | None:
+    # Usage holds no strings, so every brace counts.
+    depth = 0
+    for brace in _BRACE.finditer(data, begin):
+        depth += 1 if brace.group() == b"{" else -1
+        if depth == 0:
+            return data[begin : brace.end()]
+    return None
+
+
+def _usage_of(told: _Told) -> Usage:
+    output = told.completion_tokens if told.completion_tokens is not None else told.output_tokens
+    prompt = told.prompt_tokens if told.prompt_tokens is not None else told.input_tokens
+    if prompt is None:
+        prompt = max(0, (told.total_tokens or 0) - (output or 0))
+    details = told.prompt_tokens_details or told.input_tokens_details
+    cached = details.cached_tokens if details is not None else None
+    return Usage(prompt, min(prompt, cached or 0), output or 0)
+
+
+class BodyWatch:
+    """A response in one piece: its first and last bytes are kept, and read once at the end."""
+
+    __slots__ = ("_head", "_tail", "_whole")
+    n_events = 0
+
+    def note_chunks(self, data: bytes) -> bool:
+        """A read of whole chunks, still in chunked coding: whether it was noted as well as `feed` would."""
+        return False
+
+    def __init__(self) -> None:
+        self._head = b""
+        self._tail = b""
+        self._whole: bytes | None = None  # a short body that came at once
+
+    def feed(self, data: bytes, is_end: bool) -> bytes:
+        if not self._tail:
+            if is_end and len(data) <= MAX_WHOLE_BYTES:
+                self._whole = data
+                return data
+            self._head = data[:HEAD_BYTES]
+        self._tail = data if len(data) >= TAIL_BYTES else (self._tail + data)[-TAIL_BYTES:]
+        return data
+
+    def usage(self) -> Usage | None:
+        if self._whole is not None:
+            try:
+                told = _WHOLE.decode(self._whole).usage
+                return None if told is None else _usage_of(told)
+            except msgspec.DecodeError:
+                return find_usage(self._whole)
+        return find_usage(self._tail[-TAIL_BYTES:]) or find_usage(self._head)
+
+    @property
+    def has_error(self) -> bool:
+        return False
+
+
+class StreamWatch:
+    """A stream that passes as it is: events are counted, and its last two pieces kept for the usage at its end."""
+
+    __slots__ = ("_before", "_last", "_mark", "_n_lines")
+
+    def __init__(self, mark: bytes | None) -> None:
+        self._mark = mark
+        self._before = b""
+        self._last = b""
+        self._n_lines = 0
+
+    @property
+    def n_events(self) -> int:
+        return self._n_lines // (2 if self._mark is None else 1)
+
+    def note_chunks(self, data: bytes) -> bool:
+        """As BodyWatch's: whole events that tell neither usage nor an error, as almost all reads are."""
+        if self._mark is not None or not data.endswith(_CHUNK_GAP) or _USAGE in data or _ERROR in data:
+            return False
+        self._n_lines += 2 * data.count(_LF_GAP)
+        return True
+
+    def feed(self, data: bytes, is_end: bool) -> bytes:
+        if data:
+            # An event is a line and an empty one. One byte is looked for three times as fast as two.
+            self._n_lines += data.count(self._mark or b"\n")
+            self._before, self._last = self._last, data
+        return data
+
+    def usage(self) -> Usage | None:
+        return find_usage(self._before[-TAIL_BYTES:] + self._last[-TAIL_BYTES:])
+
+    @property
+    def has_error(self) -> bool:
+        return b'data: {"error"' in self._before[-TAIL_BYTES:] + self._last[-TAIL_BYTES:]
+
+
+class StreamStrip:
+    """A stream whose usage event is taken out. Whole events pass at once; of a torn one the rest is waited for."""
+
+    __slots__ = ("_gap", "_held", "_is_in_long", "_usage", "has_error", "n_events")
+
+    def __init__(self) -> None:
+        self._gap = b""
+        self._held = b""
+        self._is_in_long = False
+        self._usage: Usage | None = None
+        self.n_events = 0
+        self.has_error = False
+
+    def feed(self, data: bytes, is_end: bool) -> bytes:
+        """What of it the client gets now."""
+        if self._held:
+            data = self._held + data
+            self._held = b""
+        elif data.endswith(_TOKEN_END) and data.count(b"\n") == 2 and not self._is_in_long:
+            # One whole event that ends in its choices, as vLLM's do: 0.3 us in place of the 1.1 us of the look below.
+            self.n_events += 1
+            return data
+        gap = self._gap or self._find_gap(data)
+        if not is_end and (self._is_in_long or not data.endswith(gap)):
+            data = self._hold_back(data, gap)
+        self.n_events += data.count(gap)
+        if _USAGE in data or _ERROR in data:
+            return self._without_usage(data, gap)
+        return data
+
+    def note_chunks(self, data: bytes) -> bool:
+        """As BodyWatch's: whole events that tell neither usage nor an error, as almost all reads are."""
+        if self._held or self._is_in_long or not data.endswith(_CHUNK_GAP) or _USAGE in data or _ERROR in data:
+            return False
+        self.n_events += data.count(_LF_GAP)
+        return True
+
+    def usage(self) -> Usage | None:
+        return self._usage
+
+    def _find_gap(self, data: bytes) -> bytes:
+        if _CRLF_GAP in data:
+            self._gap = _CRLF_GAP
+        elif _LF_GAP in data:
+            self._gap = _LF_GAP
+        return self._gap or _LF_GAP
+
+    def _hold_back(self, data: bytes, gap: bytes) -> bytes:
+        """Keeps what follows the last whole event, but for an event that is too long to be the one looked for."""
+        cut = data.rfind(gap)
+        if cut >= 0:
+            self._is_in_long = False
+            cut += len(gap)
+        elif self._is_in_long or len(data) > MAX_HELD_BYTES:
+            self._is_in_long = True
+            cut = max(0, len(data) - len(_CRLF_GAP) + 1)  # a gap may be torn too
+        else:
+            cut = 0
+        self._held = data[cut:]
+        if not self._is_in_long and len(self._held) > MAX_HELD_BYTES:
+            self._is_in_long = True
+            cut = len(data) - len(_CRLF_GAP) + 1
+            self._held = data[cut:]
+        return data[:cut]
+
+    def _without_usage(self, data: bytes, gap: bytes) -> bytes:
+        return gap.join(event for event in data.split(gap) if not self._is_usage(event))
+
+    def _is_usage(self, event: bytes) -> bool:
+        """Whether this is the event to take out; takes down what it tells."""
+        if event.startswith(b'data: {"error"'):
+            self.has_error = True
+        if _USAGE not in event or not event.startswith(b"data:"):
+            return False
+        try:
+            told = msgspec.json.decode(event[5:], type=_Event)
+        except msgspec.DecodeError:
+            return False
+        if told.usage is None:
+            return False
+        self._usage = _usage_of(told.usage)
+        return told.choices == []

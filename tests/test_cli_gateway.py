@@ -1,0 +1,164 @@
+"""`penstock gateway`: what it refuses, and a real one with workers."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock import cli, cli_gateway
+
+UPSTREAM = ["--upstream", "m=http://127.0.0.1:9"]
+
+
+def config_of(*arguments: str) -> Any:
+    return cli_gateway.make_config(cli.parser().parse_args(["gateway", *arguments]), Path("/run/x"))
+
+
+def test_arguments_become_a_config() -> None:
+    config = config_of(
+        *("--upstream", "a=http://h:1", "--upstream", "a=unix:/e.sock", "--upstream", "b=http://h:2"),
+        *("--alias", "a=gpt", "--auth", "keys", "--store", "postgresql://db/x", "--policy", "prefix"),
+        *("--listen", "0.0.0.0:80", "--workers", "4", "--max-body-bytes", "1000", "--total-timeout", "9.5"),
+    )
+    assert [(model.name, model.aliases) for model in config.models] == [("a", ("gpt",)), ("b", ())]
+    assert [(upstream.model, upstream.url) for upstream in config.upstreams][1] == ("a", "unix:/e.sock")
+    assert (config.store, config.policy, config.workers) == ("postgresql://db/x", "prefix", 4)
+    assert (config.limits.body_bytes, config.limits.total_s, config.limits.head_bytes) == (1000, 9.5, 32768)
+    assert config.admin == "unix:/run/x/admin.sock"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "--upstream"),
+        (["--upstream", "http://127.0.0.1:9"], "MODEL=URL"),
+        (["--upstream", "m\r\nX: y=http://127.0.0.1:9"], "MODEL=URL"),
+        (["--upstream", "m=https://127.0.0.1:9"], "is not http://host:port or unix:/path"),
+        (["--listen", "0.0.0.0:9300", *UPSTREAM], "--auth none"),
+        (["--listen", "nonsense", *UPSTREAM], "neither host:port nor unix:/path"),
+        (["--auth", "keys", *UPSTREAM], "without a store"),
+        (["--workers", "0", *UPSTREAM], "from 1 to 64"),
+        (["--workers", "2", "--listen", "unix:/tmp/x", *UPSTREAM], "Unix socket"),
+        (["--tls-cert", "x", *UPSTREAM], "one without the other"),
+        (["--admin", "127.0.0.1:1", *UPSTREAM], "without its token"),
+        (["--alias", "other=x", *UPSTREAM], "no --upstream has"),
+        (["--alias", "m=m", *UPSTREAM], "declared twice"),
+        (["--policy", "fastest", *UPSTREAM], "least-load"),
+    ],
+)
+def test_wrong_arguments_are_refused_in_words(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(["gateway", *arguments]) == 2
+    assert words in capsys.readouterr().err
+
+
+# Real ones.
+
+FAKE = """
+import http.server, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    def do_GET(self): self.say(b"ok")
+    def do_POST(self): self.rfile.read(int(self.headers["content-length"])); self.say(b'{"by": "fake"}')
+    def say(self, body):
+        self.send_response(200); self.send_header("content-length", str(len(body)))
+        self.end_headers(); self.wfile.write(body)
+    def log_message(self, *_): pass
+http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+@contextlib.contextmanager
+def running(argv: list[str]) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def ask(url: str, body: object = None, token: str | None = None) -> Any:
+    data = None if body is None else json.dumps(body).encode()
+    headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {token}"} if token else {})
+    with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=5) as answer:
+        return json.loads(answer.read())
+
+
+def until(condition: Any) -> None:
+    for _ in range(500):
+        if condition():
+            return
+        time.sleep(0.01)
+    raise AssertionError("not within 5 s")
+
+
+def children(pid: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.mark.processes
+def test_workers_share_a_port_and_what_the_admin_address_hears(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.touch(0o600)
+    token.write_text("secret")
+    upstream = free_port()
+    argv = [sys.executable, "-m", "penstock", "gateway", "--listen", "127.0.0.1:0", "--workers", "3", "--json"]
+    argv += ["--upstream", f"m=http://127.0.0.1:{upstream}", "--admin", "127.0.0.1:0"]
+    argv += ["--admin-token-file", str(token)]
+    with running([sys.executable, "-c", FAKE, str(upstream)]), running(argv) as gateway:
+        assert gateway.stdout is not None
+        facts = json.loads(gateway.stdout.readline())
+        until(lambda: len(children(gateway.pid)) == 3)
+
+        def count_ready() -> set[int]:
+            # Each question is a connection of its own, which the kernel gives to one of the workers.
+            return {ask(f"{facts['listen']}/health")["ready_replicas"] for _ in range(30)}
+
+        until(lambda: count_ready() == {1})
+        assert ask(f"{facts['listen']}/v1/chat/completions", {"model": "m"}) == {"by": "fake"}
+        for path in ("drain", "undrain", "drain"):
+            body = {"replica": f"127.0.0.1:{upstream}"}
+            ask(f"{facts['admin']}/admin/{path}", body, "secret")
+            expected = {1} if path == "undrain" else {0}
+            until(lambda expected=expected: count_ready() == expected)
+        # A worker that is killed comes back and is told of the drain.
+        before = children(gateway.pid)
+        os.kill(max(before), signal.SIGKILL)
+        until(lambda: len(set(children(gateway.pid)) - set(before)) == 1)
+        until(lambda: count_ready() == {0})
+        workers = children(gateway.pid)
+        gateway.send_signal(signal.SIGTERM)
+        assert gateway.wait(10) == 0
+        assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
+
+
+@pytest.mark.processes
+def test_workers_end_with_a_parent_that_was_killed() -> None:
+    argv = [sys.executable, "-m", "penstock", "gateway", "--listen", "127.0.0.1:0", "--workers", "2", *UPSTREAM]
+    with running(argv) as gateway:
+        assert gateway.stdout is not None
+        assert gateway.stdout.readline().startswith("listening on http://127.0.0.1:")
+        until(lambda: len(children(gateway.pid)) == 2)
+        workers = children(gateway.pid)
+        gateway.kill()
+        until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers))

@@ -1,0 +1,179 @@
+"""`penstock keys` and `penstock usage`: what they print, and what a real client does with a made key."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sqlite3
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gateway_rig import SSE_HEAD, chunk, rig_with, run, say
+from test_store import row
+
+from penstock import cli
+from penstock.cli_keys import period_s
+from penstock.store import Limits, Store
+
+Shell = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def shell(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Shell:
+    monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("PENSTOCK_STORE", str(tmp_path / "store.sqlite"))
+
+    def call(*argv: str) -> tuple[int, str, str]:
+        code = cli.run(argv)
+        return code, *capsys.readouterr()
+
+    return call
+
+
+def as_json(shell: Shell, *argv: str) -> Any:
+    code, out, _ = shell(*argv, "--json")
+    assert code == 0
+    return json.loads(out)
+
+
+def test_new_key_stands_alone_on_standard_output(shell: Shell) -> None:
+    code, out, err = shell("keys", "create", "--name", "alice", "--rpm", "60", "--budget", "5", "--expires", "30d")
+    secret = out.strip()
+    assert (code, out) == (0, f"{secret}\n")
+    assert secret.startswith("sk-")
+    assert "alice" in err
+    assert "60 requests/min, $5/month, until" in err
+    assert secret not in err
+    (key,) = as_json(shell, "keys", "list")
+    assert (key["name"], key["rpm"], key["budget_usd"], key["state"]) == ("alice", 60, 5.0, "good")
+    assert key["secrets"] == [f"sk-...{secret[-4:]}"]
+    assert key["expires_at"] == pytest.approx(time.time() + 30 * 86400, abs=60)
+
+
+def test_key_is_rotated_and_revoked_by_name_or_id(shell: Shell) -> None:
+    first = as_json(shell, "keys", "create", "alice", "--models", "m,n")
+    assert first["models"] == ["m", "n"]
+    code, out, _ = shell("keys", "rotate", "alice", "--grace", "1h")
+    assert (code, out.strip() != first["key"]) == (0, True)
+    assert len(as_json(shell, "keys", "list")[0]["secrets"]) == 2
+    assert as_json(shell, "keys", "revoke", first["id"])["state"] == "revoked"
+    code, _, err = shell("keys", "revoke", "alice")
+    assert (code, "cannot find key" in err) == (2, True)
+    assert "revoked" in shell("keys", "list")[1]
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["keys", "create"],
+        ["keys", "create", "a", "--name", "b"],
+        ["keys", "create", "--name", "a b"],
+        ["keys", "create", "--name", "a", "--rpm", "0"],
+        ["keys", "create", "--name", "a", "--expires", "soon"],
+        ["keys", "create", "--name", "a", "--budget", "nan"],
+        ["keys", "create", "--name", "a", "--store", "s", "--deployment", "d"],
+        ["keys", "list"],
+        ["keys", "forget", "a"],
+        ["usage"],
+        ["usage", "--by", "key,key"],
+        ["usage", "--price", "m=1"],
+        ["usage", "--deployment", "nobody"],
+    ],
+)
+def test_what_makes_no_sense_is_refused_in_words(shell: Shell, argv: list[str]) -> None:
+    code, out, err = shell(*argv)
+    assert (code, out) == (2, "")
+    assert "error: " in err
+
+
+def test_usage_by_what_is_asked_and_at_what_price(shell: Shell, tmp_path: Path) -> None:
+    store = Store(str(tmp_path / "store.sqlite"))
+    now = time.time()
+    key, _ = store.create_key("alice", Limits(), now)
+    rows = [row(n, at=now, key_id=key.id, prompt_tokens=1000, cached_tokens=400, output_tokens=500) for n in range(10)]
+    store.add_rows("w", [*rows, row(10, at=now - 9 * 86400, model="old", cost_usd=0.25)])
+    store.close()
+    lines = as_json(shell, "usage", "--by", "key,model")
+    assert lines[0] == {
+        "key": "alice",
+        "model": "m",
+        "requests": 10,
+        "prompt_tokens": 10000,
+        "cached_tokens": 4000,
+        "output_tokens": 5000,
+        "estimates": 0,
+        "cost_usd": None,
+    }
+    assert [line["model"] for line in as_json(shell, "usage", "--by", "model", "--since", "7d")] == ["m"]
+    (total,) = as_json(shell, "usage", "--by", "", "--price", "m=10/20/1")
+    assert total["cost_usd"] == pytest.approx(0.06 + 0.1 + 0.004 + 0.25)
+    (line,) = as_json(shell, "usage", "--by", "key", "--since", "1d", "--price", "m=10/20")
+    assert line["cost_usd"] == pytest.approx(0.2)
+    code, out, _ = shell("usage", "--by", "model", "--csv")
+    assert (code, out.splitlines()[0]) == (
+        0,
+        "model,requests,prompt_tokens,cached_tokens,output_tokens,estimates,cost_usd",
+    )
+    assert out.splitlines()[1] == "m,10,10000,4000,5000,0,"
+    text = shell("usage")[1]
+    assert text.splitlines()[0].split() == [
+        "KEY",
+        "MODEL",
+        "REQUESTS",
+        "PROMPT",
+        "TOKENS",
+        "CACHED",
+        "TOKENS",
+        "OUTPUT",
+        "TOKENS",
+        "ESTIMATES",
+        "COST",
+        "USD",
+    ]
+    assert "alice" in text
+
+
+def test_periods() -> None:
+    assert [period_s(text) for text in ("90s", "2m", "1h", "30d", "1w")] == [90, 120, 3600, 2592000, 604800]
+
+
+@pytest.mark.processes  # no process, but half a second of import
+def test_openai_client_with_a_made_key(shell: Shell, tmp_path: Path) -> None:
+    """The client's own parser reads a stream out of which an event was taken."""
+    openai = pytest.importorskip("openai")
+    place = str(tmp_path / "store.sqlite")
+    secret = shell("keys", "create", "--name", "alice", "--models", "demo")[1].strip()
+    facts = b'"id":"1","object":"chat.completion.chunk","created":1,"model":"demo"'
+    events = [
+        b'data: {%s,"choices":[{"index":0,"delta":{"role":"assistant","content":"hel"}}]}\n\n' % facts,
+        b'data: {%s,"choices":[{"index":0,"delta":{"content":"lo"},"finish_reason":"stop"}]}\n\n' % facts,
+        b'data: {%s,"choices":[],"usage":{"prompt_tokens":4,"completion_tokens":2,"total_tokens":6}}\n\n' % facts,
+        b"data: [DONE]\n\n",
+    ]
+
+    async def test() -> None:
+        reply = say(SSE_HEAD + b"".join(map(chunk, events)) + b"0\r\n\r\n")
+        async with rig_with(reply, store=place, auth="keys") as (rig, _, _):
+            url = f"http://127.0.0.1:{rig.gateway.public.port}/v1"
+            client = openai.AsyncOpenAI(base_url=url, api_key=secret, max_retries=0)
+            stream = await client.chat.completions.create(model="demo", messages=[], stream=True)
+            chunks = [part async for part in stream]
+            assert "".join(part.choices[0].delta.content for part in chunks) == "hello"
+            assert [part.usage for part in chunks] == [None, None]
+            stream = await client.chat.completions.create(
+                model="demo", messages=[], stream=True, stream_options={"include_usage": True}
+            )
+            assert [part.usage.completion_tokens async for part in stream if part.usage] == [2]
+            with pytest.raises(openai.AuthenticationError):
+                await client.with_options(api_key="sk-no").models.list()
+            await client.close()
+
+    run(asyncio.new_event_loop, test())
+    (line,) = as_json(shell, "usage", "--by", "key")
+    assert (line["key"], line["requests"], line["output_tokens"], line["estimates"]) == ("alice", 2, 4, 0)
+    connection = sqlite3.connect(place)
+    assert secret.encode() not in Path(place).read_bytes()
+    connection.close()

@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import pytest
+
+from penstock.gateway.http1 import RequestHead, parse_request
+from penstock.gateway.peek import Ask, UnreadableError, read_ask, read_form_model, read_timeout_s
+from penstock.gateway.usage import Ask as Fields
+
+FORM = b"multipart/form-data; boundary=xYz"
+
+
+def head(*lines: bytes, method: bytes = b"POST") -> RequestHead:
+    return parse_request(b"\r\n".join((method + b" /v1/completions HTTP/1.1", b"Host: a", *lines)))
+
+
+def test_body_is_read_for_what_routes_it() -> None:
+    body = b'{"model":"m","stream":true,"user":"u1","priority":-3,"messages":[{"role":"user"}],"x":{"y":[1]}}'
+    assert read_ask(head(), body) == Ask(
+        model="m", streams=True, priority=-3, session=b'"u1"', fields=Fields(model="m", stream=True)
+    )
+
+
+def test_headers_are_stronger_than_the_body() -> None:
+    lines = (b"X-Session-Id: s", b"X-Penstock-Priority: 7", b"X-Request-Timeout: 1500ms")
+    ask = read_ask(head(*lines), b'{"model":"m","user":"u1","priority":-3}')
+    assert (ask.session, ask.priority, ask.timeout_s) == (b"s", 7, 1.5)
+
+
+@pytest.mark.parametrize("body", [b'{"stream":1,"user":[],"priority":"x","previous_response_id":null}', b"{}"])
+def test_odd_fields_are_for_the_engine_to_judge(body: bytes) -> None:
+    ask = read_ask(head(), body)
+    assert (ask.streams, ask.session, ask.priority) == (False, b"", 0)
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b'{"model":1}', b'{"model":'])
+def test_body_that_is_no_object_is_refused(body: bytes) -> None:
+    with pytest.raises(UnreadableError):
+        read_ask(head(), body)
+
+
+def test_request_without_a_body_has_none_to_read() -> None:
+    assert read_ask(head(method=b"GET"), b"") == Ask()
+
+
+@pytest.mark.parametrize(("value", "timeout_s"), [(b"30", 30), (b"1.5", 1.5), (b"2s", 2), (b"250ms", 0.25)])
+def test_timeouts_are_read(value: bytes, timeout_s: float) -> None:
+    assert read_timeout_s(value) == timeout_s
+
+
+@pytest.mark.parametrize("value", [b"", b"0", b"-1", b"1m", b"nan", b"inf", b"1e9", b"999999999", b"1,5"])
+def test_wrong_timeouts_are_refused(value: bytes) -> None:
+    with pytest.raises(UnreadableError):
+        read_timeout_s(value)
+
+
+def part(name: bytes, value: bytes, more: bytes = b"") -> bytes:
+    return b'--xYz\r\nContent-Disposition: form-data; name="%s"%s\r\n\r\n%s\r\n' % (name, more, value)
+
+
+def test_model_of_a_form_is_found_wherever_it_stands() -> None:
+    file = part(b"file", b"RIFF\x00\r\n\r\nname=model" * 1000, b'; filename="model"')
+    for body in (part(b"model", b"m") + file, file + part(b"language", b"en") + part(b"model", b"m")):
+        assert read_form_model(FORM, body + b"--xYz--\r\n") == "m"
+    assert read_form_model(FORM, file + b"--xYz--\r\n") is None
+    assert read_form_model(b'multipart/form-data; boundary="xYz"', part(b"model", b"m") + b"--xYz--\r\n") == "m"
+    assert read_form_model(FORM, b"--xYz\r\ncontent-disposition: form-data; name=model\r\n\r\nm\r\n--xYz--") == "m"
+    assert read_form_model(FORM, b"") is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (b"multipart/form-data", b""),
+        (FORM, part(b"model", b"\xff") + b"--xYz--"),
+        (FORM, part(b"model", b"m" * 5000) + b"--xYz--"),
+    ],
+)
+def test_forms_that_cannot_be_read_are_refused(kind: bytes, body: bytes) -> None:
+    with pytest.raises(UnreadableError):
+        read_form_model(kind, body)
+
+
+def prefix_of(body: bytes) -> bytes:
+    return read_ask(head(), body, wants_prefix=True).prefix
+
+
+def test_prefix_stays_the_same_as_a_conversation_grows() -> None:
+    system, first = b'{"role":"system","content":"Be brief."}', b'{"role":"user","content":"hi"}'
+    later = b',{"role":"assistant","content":"hello"},{"role":"user","content":"more"}'
+    for start in (first, system + b"," + first):
+        assert prefix_of(b'{"messages":[%s]}' % start) == prefix_of(b'{"messages":[%s%s]}' % (start, later))
+    assert prefix_of(b'{"messages":[%s]}' % first) != prefix_of(b'{"messages":[{"role":"user","content":"ho"}]}')
+
+
+def test_prefix_of_prompts_is_their_beginning() -> None:
+    assert prefix_of(b'{"prompt":"%s"}' % (b"a" * 5000)) == b'"' + b"a" * 1023
+    assert prefix_of(b'{"input":["x"]}') == b'["x"]'
+    assert prefix_of(b"{}") == b""
+    assert read_ask(head(), b'{"prompt":"a"}').prefix == b""

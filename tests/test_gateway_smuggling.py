@@ -1,0 +1,189 @@
+"""Malformed requests against a whole gateway: none reaches the engine, none hurts the next client."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import json
+import random
+from typing import Any
+
+import pytest
+import uvloop
+from gateway_rig import CHAT, Rig, echo, run
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from smuggling import CORPUS
+
+from penstock.gateway import http1
+from penstock.gateway.http1 import END, ProtocolError, Reader, parse_request
+from penstock.gateway.server import ClientConnection
+
+
+def events_of(data: bytes, n_bytes: int) -> tuple[list[Any], int | None]:
+    """Events of `data` in pieces of `n_bytes` until the reader refuses; body pieces are joined."""
+    reader = Reader(parse_request)
+    events: list[Any] = []
+    try:
+        for at in range(0, len(data), n_bytes):
+            reader.feed(data[at : at + n_bytes])
+            while (event := reader.next_event()) is not None:
+                if isinstance(event, bytes) and events and isinstance(events[-1], bytes):
+                    events[-1] += event
+                else:
+                    events.append(event)
+    except ProtocolError as error:
+        # Of a body that breaks in the middle, the pieces before it may or may not have come out.
+        return events[:-1] if events and isinstance(events[-1], bytes) else events, error.status
+    return events, None
+
+
+@pytest.mark.parametrize("data", CORPUS.values(), ids=CORPUS)
+def test_the_reader_refuses_before_a_request_is_whole(data: bytes) -> None:
+    for n_bytes in (len(data), 1, 7):
+        events, status = events_of(data + b"\r\n\r\n", n_bytes)
+        assert status in (400, 417, 431, 501, 505)
+        assert END not in events
+
+
+async def say(rig: Rig, data: bytes) -> bytes:
+    """What the gateway answers to `data`, until it closes."""
+    client = await rig.client()
+    client.writer.write(data)
+    with contextlib.suppress(ConnectionError):
+        return await client.reader.read(-1)
+    return b""
+
+
+def test_no_byte_of_the_corpus_reaches_the_engine() -> None:
+    async def test() -> None:
+        async with Rig() as rig:
+            engine = await rig.engine(echo)
+            names = list(CORPUS)
+            answers = await asyncio.gather(*(say(rig, CORPUS[name] + b"\r\n\r\n") for name in names))
+            for name, answer in zip(names, answers, strict=True):
+                status = answer[9:12]
+                assert status in (b"400", b"417", b"431", b"501", b"505"), (name, answer[:80])
+                assert answer.count(b"connection: close\r\n") == 1, name
+            assert (engine.n_connections, engine.seen) == (0, [])
+            client = await rig.client()
+            client.post(CHAT)
+            assert (await client.response())[0].status == 200
+
+    run(uvloop.new_event_loop, test())
+
+
+@pytest.mark.parametrize(
+    "name", ["a\r\nX-Evil: 1", "a\r\n\r\nGET / HTTP/1.1", "a\x00b", "a\nb", "\u560d\u560a", "x" * 9000]
+)
+def test_a_models_name_never_becomes_a_header(name: str) -> None:
+    async def test() -> None:
+        async with Rig() as rig:
+            engine = await rig.engine(echo)
+            client = await rig.client()
+            client.post(json.dumps({"model": name}).encode())
+            status, error = await client.error()
+            assert (status, error["code"]) == (404, "model_not_found")
+            assert engine.seen == []
+
+    run(uvloop.new_event_loop, test())
+
+
+# Fuzzing. The same malformed requests every time, so that a failure can be looked at.
+
+_GOOD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+_SEEDS = (
+    _GOOD + b"Content-Length: 16\r\n\r\n" + b'{"model":"demo"}',
+    _GOOD + b'Transfer-Encoding: chunked\r\n\r\n10;x=y\r\n{"model":"demo"}\r\n0\r\nTrailer: x\r\n\r\n',
+    b"GET /v1/models HTTP/1.1\r\nHost: a\r\nAccept: */*\r\n\r\n",
+    *CORPUS.values(),
+)
+_BITS = (b"\r", b"\n", b"\r\n", b"\x00", b" ", b"\t", b":", b",", b";", b"0", b"-1", b"\xff", b"chunked", b"HTTP/1.1")
+_LINES = (b"Content-Length: 3\r\n", b"Transfer-Encoding: chunked\r\n", b"Host: b\r\n", b"\r\n\r\n", b"0\r\n\r\n")
+
+
+@st.composite
+def mutants(draw: st.DrawFn) -> bytes:
+    data = draw(st.sampled_from(_SEEDS))[:2000]
+    for _ in range(draw(st.integers(1, 4))):
+        at = draw(st.integers(0, len(data)))
+        gone = draw(st.integers(0, 8))
+        data = data[:at] + draw(st.sampled_from((b"", *_BITS, *_LINES))) + data[at + gone :]
+    return data
+
+
+@settings(max_examples=400, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(mutants(), st.integers(1, 40))
+def test_where_a_malformed_request_is_cut_changes_nothing(data: bytes, n_bytes: int) -> None:
+    assert events_of(data, n_bytes) == events_of(data, max(1, len(data)))
+
+
+@settings(max_examples=300, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(mutants())
+def test_what_is_taken_reads_the_same_when_written_again(data: bytes) -> None:
+    """What we would send on is what we understood: an engine that reads strictly sees the same requests."""
+    events, _ = events_of(data, len(data) or 1)
+    for index, event in enumerate(events):
+        if not isinstance(event, http1.RequestHead) or END not in events[index:]:
+            continue
+        following = events[index + 1]
+        body = following if isinstance(following, bytes) else b""
+        headers = [header for header in http1.keep_end_to_end(event.headers) if header[0] not in (b"content-length",)]
+        wire = http1.write_request_head(event.method, event.target, [*headers, (b"content-length", b"%d" % len(body))])
+        again, status = events_of((wire + body).replace(b"HTTP/1.1\r\n", b"HTTP/1.1\r\n", 1), len(wire + body))
+        if event.is_http_10 and event.get(b"host") is None:
+            continue
+        assert status is None
+        assert isinstance(again[0], http1.RequestHead)
+        assert (again[0].method, again[0].target, again[0].length) == (event.method, event.target, len(body))
+
+
+N_HURLED = 10_000
+N_AT_ONCE = 50
+
+
+def mutant(random_: random.Random) -> bytes:
+    data = random_.choice(_SEEDS)[:2000]
+    for _ in range(random_.randint(1, 6)):
+        at = random_.randint(0, len(data))
+        piece = random_.choice((b"", *_BITS, *_LINES, random_.randbytes(random_.randint(1, 9))))
+        data = data[:at] + piece + data[at + random_.randint(0, 12) :]
+    return data
+
+
+async def hurl(rig: Rig, random_: random.Random, n_requests: int) -> None:
+    """Malformed requests one after the other, each on a connection of its own; half are hung up on at once."""
+    for number in range(n_requests):
+        client = await rig.client()
+        client.writer.write(mutant(random_) + b"\r\n\r\n0\r\n\r\n")
+        if number % 2:
+            with contextlib.suppress(ConnectionError):
+                await client.reader.read(100)
+        client.writer.transport.abort()
+    rig.forget_clients()
+
+
+def count_connections() -> int:
+    gc.collect()
+    return sum(isinstance(thing, ClientConnection) for thing in gc.get_objects())
+
+
+@pytest.mark.fuzz
+def test_ten_thousand_malformed_requests_leave_nothing_behind() -> None:
+    """No crash, hang or leak; what reaches the engine are whole requests, and the next client is served."""
+
+    async def test() -> None:
+        async with Rig() as rig:
+            engine = await rig.engine(echo)
+            seeds = range(N_AT_ONCE)
+            await asyncio.gather(*(hurl(rig, random.Random(seed), N_HURLED // N_AT_ONCE) for seed in seeds))
+            await rig.until(lambda view: view["in_flight_total"] == 0)
+            assert count_connections() < 100
+            assert all(seen.head.method == b"POST" for seen in engine.seen)
+            client = await rig.client()
+            client.post(CHAT)
+            assert (await client.response())[0].status == 200
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(asyncio.wait_for(test(), 120))

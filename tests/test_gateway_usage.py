@@ -1,0 +1,144 @@
+"""Usage out of the bytes that pass: whole, torn anywhere, and one byte at a time."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.gateway.usage import (
+    MAX_HELD_BYTES,
+    Ask,
+    BodyWatch,
+    StreamStrip,
+    StreamWatch,
+    Usage,
+    ask_for_usage,
+    find_usage,
+)
+
+ROLE = b'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}'
+TOKEN = b'data: {"choices":[{"index":0,"delta":{"content":" a \\"usage\\": {\\n\\n"}}]}'
+USAGE = b'data: {"choices":[],"usage":{"prompt_tokens":7,"total_tokens":10,"completion_tokens":3}}'
+DONE = b"data: [DONE]"
+TOLD = Usage(7, 0, 3)
+
+
+def stream(*events: bytes, gap: bytes = b"\n\n") -> bytes:
+    return b"".join(event + gap for event in events)
+
+
+def strip(*pieces: bytes) -> tuple[bytes, StreamStrip]:
+    watch = StreamStrip()
+    return b"".join([*(watch.feed(piece, False) for piece in pieces), watch.feed(b"", True)]), watch
+
+
+@pytest.mark.parametrize("gap", [b"\n\n", b"\r\n\r\n"])
+def test_usage_event_is_taken_out_wherever_the_stream_is_torn(gap: bytes) -> None:
+    whole = stream(ROLE, TOKEN, TOKEN, TOKEN, USAGE, DONE, gap=gap)
+    wanted = stream(ROLE, TOKEN, TOKEN, TOKEN, DONE, gap=gap)
+    for cut in range(len(whole) + 1):
+        got, watch = strip(whole[:cut], whole[cut:])
+        assert (got, watch.usage(), watch.n_events) == (wanted, TOLD, 6)
+    got, watch = strip(*(bytes((byte,)) for byte in whole))
+    assert (got, watch.usage(), watch.n_events) == (wanted, TOLD, 6)
+
+
+def test_whole_events_are_not_held_back() -> None:
+    watch = StreamStrip()
+    assert watch.feed(stream(ROLE), False) == stream(ROLE)
+    assert watch.feed(stream(TOKEN)[:-1], False) == b""
+    assert watch.feed(b"\n" + TOKEN[:5], False) == stream(TOKEN)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.sampled_from([ROLE, TOKEN, b": ping", b"data: x" + b"y" * (MAX_HELD_BYTES + 9)]), max_size=6),
+    st.lists(st.integers(0, 80_000), max_size=8),
+)
+def test_all_but_the_usage_event_passes_byte_for_byte(events: list[bytes], cuts: list[int]) -> None:
+    whole, wanted = stream(*events, USAGE, DONE), stream(*events, DONE)
+    edges = [0, *sorted(min(cut, len(whole)) for cut in cuts), len(whole)]
+    got, watch = strip(*(whole[a:b] for a, b in itertools.pairwise(edges)))
+    assert got == wanted
+    assert watch.usage() == TOLD
+
+
+def test_usage_beside_choices_is_read_and_stays() -> None:
+    last = b'data: {"choices":[{"text":""}],"usage":{"prompt_tokens":1,"completion_tokens":2}}'
+    got, watch = strip(stream(last, DONE))
+    assert (got, watch.usage()) == (stream(last, DONE), Usage(1, 0, 2))
+
+
+def test_stream_that_asked_itself_is_only_watched() -> None:
+    watch = StreamWatch(None)
+    for event in (ROLE, TOKEN, USAGE, DONE):
+        assert watch.feed(stream(event), False) == stream(event)
+    assert (watch.usage(), watch.n_events, watch.has_error) == (TOLD, 4, False)
+    torn = StreamWatch(None)
+    for piece in (stream(ROLE, TOKEN), stream(USAGE)[:50], stream(USAGE)[50:] + stream(DONE)):
+        torn.feed(piece, False)
+    assert torn.usage() == TOLD
+
+
+def test_responses_events_are_counted_by_their_deltas() -> None:
+    watch = StreamWatch(b".delta\n")
+    watch.feed(
+        b'event: response.created\ndata: {}\n\nevent: response.output_text.delta\ndata: {"delta":"a"}\n\n', False
+    )
+    end = b'event: response.completed\ndata: {"response":{"usage":{"input_tokens":5,"output_tokens":1,'
+    watch.feed(end + b'"input_tokens_details":{"cached_tokens":4}}}}\n\n', False)
+    assert (watch.n_events, watch.usage()) == (1, Usage(5, 4, 1))
+
+
+@pytest.mark.parametrize(
+    ("body", "usage"),
+    [
+        (b'{"choices":[],"usage":{"prompt_tokens":7,"completion_tokens":3},"x":null}', TOLD),
+        (b'{"usage" : {"total_tokens": 9}, "results":[' + b"0," * 9000 + b"0]}", Usage(9, 0, 0)),
+        (b'{"text":"\\"usage\\":{\\"prompt_tokens\\":5}"}', None),
+        (b'{"usage":null}', None),
+        (b'{"usage":{"prompt_tokens":"7"}}', None),
+        (b'{"usage":{"prompt_tokens":7', None),
+        (b"", None),
+    ],
+)
+def test_usage_of_a_body_in_one_piece(body: bytes, usage: Usage | None) -> None:
+    for size in (1 << 20, 1000, 7):
+        watch = BodyWatch()
+        for begin in range(0, len(body), size):
+            watch.feed(body[begin : begin + size], False)
+        assert watch.usage() == (usage if size > 10 or len(body) < 100 else watch.usage())
+
+
+def test_prompt_tokens_are_never_fewer_than_cached_ones() -> None:
+    told = b'"usage":{"prompt_tokens":4,"prompt_tokens_details":{"cached_tokens":9}}'
+    assert find_usage(told) == Usage(4, 4, 0)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        '{"model":"m","stream":true}',
+        ' \n{ "stream":true, "stream_options":null}',
+        '{"stream":true,"stream_options":{"continuous_usage_stats":false}}',
+        '{"stream":true,"messages":[{"content":"{ \\"stream_options\\" größe"}], "temperature":1.10e0}',
+    ],
+)
+def test_request_is_made_to_ask_for_its_usage(body: str) -> None:
+    ask = msgspec.json.decode(body, type=Ask)
+    asked = json.loads(ask_for_usage(body.encode(), ask))
+    options = asked.pop("stream_options")
+    assert options["include_usage"] is True
+    before = json.loads(body)
+    assert options == {**(before.pop("stream_options", None) or {}), "include_usage": True}
+    assert asked == before
+
+
+def test_limits_that_are_none_are_not_taken_for_numbers() -> None:
+    ask = msgspec.json.decode(b'{"max_tokens":"9","max_completion_tokens":true,"n":-1,"stream":"yes"}', type=Ask)
+    assert (ask.output_tokens_max, ask.n_choices, ask.wants_usage) == (None, 1, False)

@@ -1,0 +1,61 @@
+"""Keys and usage of a deployment with real processes and the fake engine."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from launching import Place, a_place, ask, call, now, pid_of, wait_until
+
+from penstock.client import HttpError
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Place]:
+    with a_place(tmp_path) as found:
+        yield found
+
+
+def n_requests(key: str) -> int:
+    lines = call("usage", "--by", "key", "--json").json
+    return sum(line["requests"] for line in lines if line["key"] == key)
+
+
+def is_answered(place: Place, key: str) -> bool:
+    try:
+        ask(place.run(), key=key)
+    except HttpError as error:
+        assert error.status == 401
+        return False
+    return True
+
+
+def test_keys_are_made_for_a_running_deployment_and_outlive_it(place: Place) -> None:
+    gateway = {"auth": "keys", "price": {"input": 1.0, "output": 1000.0}}
+    file = place.write("one", gateway=gateway)
+    first = call("up", file, "--json").events[-1]["key"]
+    made = call("keys", "create", "--name", "alice", "--budget", "100")
+    key = made.out.strip()
+    wait_until(lambda: is_answered(place, key), "the gateway sees the new key")
+    ask(place.run(), key=first)
+    wait_until(lambda: n_requests("alice") == 1 and n_requests("first") == 1, "both requests are in the ledger")
+    (line,) = (line for line in call("usage", "--by", "key,model", "--json").json if line["key"] == "alice")
+    assert (line["model"], line["output_tokens"], line["estimates"]) == ("one", 8, 0)
+    assert line["cost_usd"] == pytest.approx((line["prompt_tokens"] + 8000) / 1e6)
+
+    os.kill(pid_of(place.run(), "gateway"), signal.SIGKILL)
+    wait_until(lambda: now(place.run()).gateway.n_restarts == 1 and now(place.run()).phase == "ready", "it is back")
+    assert is_answered(place, key)
+    call("keys", "revoke", "alice", "--deployment", "one")
+    wait_until(lambda: not is_answered(place, key), "the gateway sees that the key is revoked")
+
+    second = call("keys", "create", "bob").out.strip()
+    call("down", "one")
+    assert call("up", file, "--json").code == 0
+    assert is_answered(place, second)
+    assert n_requests("alice") >= 2
