@@ -101,6 +101,9 @@ def run(options: argparse.Namespace) -> int:
     import secrets
     import tempfile
 
+    from penstock import native
+
+    native.activate()  # before any of the modules that it is for
     from penstock.gateway.config import read_token
     from penstock.gateway.workers import serve
 

@@ -25,6 +25,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """PENSTOCK_HOME: an empty folder (not made yet), so that no test touches ~/.penstock."""
     path = tmp_path / "home"
     monkeypatch.setenv("PENSTOCK_HOME", str(path))
+    # The sources are what is tested; test_native compiles them and tests the result.
+    monkeypatch.setenv("PENSTOCK_NATIVE", "0")
     return path
 
 

@@ -26,6 +26,7 @@ LEVELS = {
     "announce": 1,
     "catalog": 1,
     "metrics": 1,
+    "native": 1,
     "sse": 1,
     "warden": 1,
     "client": 2,
@@ -62,7 +63,7 @@ LEVELS = {
 }
 # Units that must start alone in a small place: the only units they may import.
 ALONE = {
-    "gateway": {"penstock", "errors", "units", "announce", "store", "gateway"},
+    "gateway": {"penstock", "errors", "units", "announce", "native", "store", "gateway"},
     "chat": {"penstock", "errors", "units", "client", "chat"},
     "warden": set[str](),
 }
@@ -102,6 +103,7 @@ MAY_PRINT = {
     "cli_gateway.py": "the command line",
     "chat": "the terminal chat",
     "screen.py": "StartDisplay writes to the stream that the command line gives it",
+    "native.py": "python -m penstock.native",
     "node.py": "a program of its own: its output is the replica's log",
     "engine_process.py": "copies the engine's output into the node's, the replica's log",
     "engines/llamacpp.py": "its `main` is the engine's program",

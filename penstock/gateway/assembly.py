@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from penstock import native
 from penstock.gateway.accounting import Books
 from penstock.gateway.admin import Admin
 from penstock.gateway.config import GatewayConfig, parse_address
@@ -130,7 +131,8 @@ class Gateway:
         await self.public.start()
         self._check_leases()
         worker = f" as worker {self._seat.slot}" if self._seat else ""
-        log.info("serving on %s, admin on %s%s", self._config.listen, self._config.admin, worker)
+        form = "compiled" if native.is_active() else "as Python; `python -m penstock.native` compiles it"
+        log.info("serving on %s, admin on %s%s (%s)", self._config.listen, self._config.admin, worker, form)
 
     async def stop(self) -> int:
         """Drains and closes everything; returns how many requests did not finish within `drain_s`.

@@ -172,7 +172,9 @@ def _write_histograms(name: str, about: str, samples: Iterable[tuple[Labels, His
 
 def _write_sample(name: str, labels: Labels, value: float) -> str:
     pairs = ",".join(f'{key}="{_escape(text)}"' for key, text in labels)
-    return f"penstock_{name}{{{pairs}}} {value}\n" if pairs else f"penstock_{name} {value}\n"
+    # Compiled, an int that is passed as a float becomes one; a count stays a count to its reader.
+    number = int(value) if value == int(value) else value
+    return f"penstock_{name}{{{pairs}}} {number}\n" if pairs else f"penstock_{name} {number}\n"
 
 
 def _escape(text: str) -> str:

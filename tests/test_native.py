@@ -1,0 +1,79 @@
+"""The compiled gateway: found by its sources' hash alone, and every test of the gateway's passes on it too."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from penstock import native
+from penstock.errors import UserError
+
+ROOT = Path(__file__).resolve().parent.parent
+# They put something else in a method's place, which compiled classes do not allow.
+REPLACING = ("test_bug_in_a_handler_does_not_leave_the_client_waiting", "test_retries_end_with_their_budget")
+ON_COMPILED = """
+import sys
+from penstock import native
+assert native.activate() and native.is_active()
+import penstock.gateway.forward, penstock.gateway.http1
+assert not any(name.__file__.endswith(".py") for name in (penstock.gateway.forward, penstock.gateway.http1))
+import pytest
+raise SystemExit(pytest.main(sys.argv[1:]))
+"""
+
+
+@pytest.fixture
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path
+
+
+def test_what_was_not_compiled_is_not_found(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_NATIVE", "1")
+    assert not native.activate()
+    assert not native.is_active()
+
+
+def test_a_folder_with_a_module_missing_is_none(empty_cache: Path) -> None:
+    native.folder().mkdir(parents=True)
+    for name in native.MODULES[1:]:
+        (native.folder() / f"{name}{native._SUFFIX}").touch()
+    assert native._files(native.folder()) == {}
+    (native.folder() / f"{native.MODULES[0]}{native._SUFFIX}").touch()
+    assert set(native._files(native.folder())) == set(native.MODULES)
+
+
+def test_without_a_compiler_it_says_what_is_missing(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(empty_cache))
+    monkeypatch.delenv("CC", raising=False)
+    with pytest.raises(UserError, match="a C compiler"):
+        native.build()
+    assert native.main() == 2
+    assert "it runs as Python" in capsys.readouterr().err
+    assert not list(empty_cache.rglob("*.so"))
+
+
+@pytest.mark.processes
+def test_every_test_of_the_gateway_passes_compiled() -> None:
+    try:
+        native.build()
+    except UserError as error:
+        pytest.skip(f"{error.message} (make native)")
+    tests = sorted(str(path) for path in (ROOT / "tests").glob("test_gateway*.py"))
+    chosen = ["-m", "not slow and not postgres", "-k", " and ".join(f"not {name}" for name in REPLACING)]
+    done = subprocess.run(
+        [sys.executable, "-c", ON_COMPILED, "-q", "-p", "no:cacheprovider", *chosen, *tests],
+        env=os.environ | {"PENSTOCK_NATIVE": "1", "PYTHONPATH": str(ROOT)},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
