@@ -1,6 +1,7 @@
 """The gateway: one public address in front of every replica. docs/gateway.md says what it promises.
 
     config      the file it is started with
+    bodies      what is read from and written into JSON (pure)
     http1       bytes <-> HTTP/1.1 messages (pure)
     route       which replica takes a request (pure)
     health      failures, ejections, the retry budget (pure)

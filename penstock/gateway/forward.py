@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from penstock.gateway.access import origin_headers
 from penstock.gateway.answer import error_answer, own_headers
+from penstock.gateway.bodies import Ask
 from penstock.gateway.desk import Desk, Entry
 from penstock.gateway.exposition import Outcome, Series
 from penstock.gateway.fleet import NO_WISH, RETRY_AFTER_S, Replica, Wish
@@ -37,7 +38,6 @@ from penstock.gateway.http1 import (
     write_chunk,
 )
 from penstock.gateway.memory import find_response_id
-from penstock.gateway.peek import Ask
 from penstock.gateway.server import ClientConnection, Request
 from penstock.gateway.stream import Ending, is_event_stream, read_chunks, to_event
 from penstock.gateway.upstream import UpstreamConnection, UpstreamError

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from penstock.gateway.bodies import Ask, Body, LongBody
 from penstock.gateway.http1 import RequestHead
 from penstock.gateway.usage import Ask as Fields
 
@@ -27,44 +28,12 @@ _READ_HEADERS = frozenset(
 _FIRST_TURN = (b'"system"', b'"developer"')
 
 
-class Ask(msgspec.Struct, frozen=True):
-    """A request as the gateway understands it. Lower `priority` goes first, as in vLLM; `timeout_s` None means none.
-
-    `session`: what "sticky" goes by. `prefix`: what "prefix" goes by, only read when it is wanted. `response_id`: the
-    earlier response that only its replica knows. `replica`: the one that the client names. `fields`: for the books.
-    """
-
-    model: str | None = None
-    streams: bool = False
-    priority: int = 0
-    session: bytes = b""
-    prefix: bytes = b""
-    response_id: bytes = b""
-    timeout_s: float | None = None
-    replica: str | None = None
-    fields: Fields = Fields()
-
-
 class UnreadableError(ValueError):
     """The request cannot be understood; the text says why."""
 
 
-class _Body(Fields, frozen=True):
-    """The fields of a body that matter here. All but the model are left as they are: judging them is the engine's."""
-
-    user: msgspec.Raw = msgspec.Raw()
-    priority: msgspec.Raw = msgspec.Raw()
-    previous_response_id: msgspec.Raw = msgspec.Raw()
-
-
-class _LongBody(_Body, frozen=True):
-    messages: msgspec.Raw = msgspec.Raw()
-    prompt: msgspec.Raw = msgspec.Raw()
-    input: msgspec.Raw = msgspec.Raw()
-
-
-_read_body = msgspec.json.Decoder(_Body).decode
-_read_long_body = msgspec.json.Decoder(_LongBody).decode
+_read_body = msgspec.json.Decoder(Body).decode
+_read_long_body = msgspec.json.Decoder(LongBody).decode
 _read_raws = msgspec.json.Decoder(list[msgspec.Raw]).decode
 
 
@@ -95,7 +64,7 @@ def read_ask(head: RequestHead, body: bytes, *, wants_prefix: bool = False) -> A
         streams=fields.stream is True,
         priority=level,
         session=session,
-        prefix=_first_bytes(fields) if isinstance(fields, _LongBody) else b"",
+        prefix=_first_bytes(fields) if isinstance(fields, LongBody) else b"",
         response_id=bytes(fields.previous_response_id).strip(b'"')[:SESSION_BYTES],
         timeout_s=timeout_s,
         replica=replica,
@@ -158,7 +127,7 @@ def _read_name(value: bytes) -> str:
         raise UnreadableError("the form's model is no name") from error
 
 
-def _first_bytes(fields: _LongBody) -> bytes:
+def _first_bytes(fields: LongBody) -> bytes:
     """The bytes that later requests of the same conversation begin with too.
 
     Of messages: instructions and the first question, since what follows them is new in every turn.

@@ -6,18 +6,17 @@ import re
 import time
 from urllib.parse import parse_qs, unquote
 
-import msgspec
-
 from penstock.gateway.access import origin_headers, preflight_headers
 from penstock.gateway.accounting import Asked, Books
 from penstock.gateway.answer import Answer, error_answer, json_answer
+from penstock.gateway.bodies import Ask, ModelFacts
 from penstock.gateway.config import GatewayConfig, ServedModel
 from penstock.gateway.desk import Desk
 from penstock.gateway.exposition import CONTENT_TYPE, Gauges, write_families, write_metrics
-from penstock.gateway.fleet import NO_WISH, ModelState, Wish
+from penstock.gateway.fleet import NO_WISH, Wish
 from penstock.gateway.forward import Passage
 from penstock.gateway.http1 import Headers, RequestHead
-from penstock.gateway.peek import Ask, UnreadableError, read_ask
+from penstock.gateway.peek import UnreadableError, read_ask
 from penstock.gateway.server import ClientConnection, Request
 
 _OWN_PATHS = (b"/health", b"/metrics", b"/v1/models")
@@ -30,15 +29,6 @@ _POST_PATHS = frozenset(
     (b"/tokenize", b"/detokenize", b"/v1/chat/completions", b"/v1/completions", b"/v1/responses", b"/v1/embeddings")
     + (b"/v1/rerank", b"/v1/score", b"/v1/audio/transcriptions", b"/v1/audio/translations", b"/v1/audio/speech")
 )
-
-
-class _ModelFacts(msgspec.Struct, frozen=True):
-    id: str
-    created: int
-    aliases: tuple[str, ...]
-    state: ModelState
-    object: str = "model"
-    owned_by: str = "penstock"
 
 
 class Public:
@@ -152,9 +142,9 @@ class Public:
         now = time.monotonic()
         return {model.name: len(self._fleet.ready(model.name, now)) for model in self._fleet.models}
 
-    def _facts(self, model: ServedModel) -> _ModelFacts:
+    def _facts(self, model: ServedModel) -> ModelFacts:
         state = self._fleet.model_state(model.name, time.monotonic())
-        return _ModelFacts(model.name, self._created, model.aliases, state)
+        return ModelFacts(model.name, self._created, model.aliases, state)
 
 
 def _read_query_model(target: bytes) -> str | None:
