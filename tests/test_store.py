@@ -15,10 +15,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from penstock.errors import PenstockError, UserError
-from penstock.store import SCHEMA_VERSION, Limits, Row, Store, check_new_key, hash_of, new_secret
+from penstock.store import FOLD_ROWS, SCHEMA_VERSION, Limits, Row, Store, check_new_key, hash_of, new_secret
 
 NOW = 1_790_000_000.0  # 2026-09-21 in UTC
 
@@ -162,6 +163,26 @@ def test_batch_that_was_written_is_not_written_again(store: Store) -> None:
     assert store.spend("2026-09") == {"k": 146.0}
 
 
+def test_many_rows_are_folded_and_unfolded_once(tmp_path: Path) -> None:
+    place = str(tmp_path / "store.sqlite")
+    opened = Store(place)
+    rows = [row(number, cost_usd=1.0, request_id="\xe9") for number in range(FOLD_ROWS)]
+    later = [row(FOLD_ROWS + number, ttft_ms=0.5) for number in range(FOLD_ROWS)]
+    for is_again in (False, True):
+        opened.add_rows("w", rows, is_again=is_again)
+    assert opened.spend("2026-09") == {"k": float(FOLD_ROWS)}
+    assert opened._all("SELECT count(*) FROM requests", ()) == [(0,)]
+    assert opened.unfold_rows() == FOLD_ROWS
+    opened.add_rows("w", rows, is_again=True)
+    opened.add_rows("w", later)
+    assert opened.usage(())[0].n_requests == 2 * FOLD_ROWS
+    assert opened.spend("2026-09") == {"k": float(FOLD_ROWS)}
+    found = opened._all("SELECT * FROM requests ORDER BY number", ())
+    assert found == [("w", *msgspec.to_builtins(one)) for one in rows + later]
+    assert opened.unfold_rows() == 0
+    opened.close()
+
+
 def test_batch_goes_in_whole_or_not_at_all(store: Store) -> None:
     with pytest.raises(PenstockError) as caught:
         store.add_rows("w", [*(row(number) for number in range(70)), row(0)])
@@ -262,8 +283,10 @@ def test_kill_loses_at_most_the_last_second_and_breaks_nothing(tmp_path: Path) -
         writer.wait()
         connection = sqlite3.connect(place)
         assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
-        (n_rows,) = connection.execute("SELECT count(*) FROM requests").fetchone()
         connection.close()
+        opened = Store(place)
+        n_rows = opened.usage(())[0].n_requests
+        opened.close()
         n_safe = max((int(number) for at, number in said if float(at) < killed_at - 1.0), default=0)
         assert n_safe <= n_rows - n_before <= int(said[-1][1])
         n_before = n_rows

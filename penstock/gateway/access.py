@@ -24,12 +24,14 @@ _EXPOSED = (
     b"access-control-expose-headers",
     b"x-request-id, x-penstock-replica, server-timing, retry-after, " + _LIMITS,
 )
-_HALF = 32  # hex digits
-_NO_HASH = "0" * 64
+_HALF = 16  # bytes
+_NO_HASH = bytes(32)
 
 
 def bearer(authorization: bytes | None) -> bytes | None:
     """The credential in an Authorization header's value, when it is a bearer one."""
+    if authorization is not None and authorization[:7] == b"Bearer ":  # as good as always; the rest is for the others
+        return authorization[7:].strip(b" ") or None
     scheme, _, credential = (authorization or b"").partition(b" ")
     return credential.strip(b" ") if scheme.lower() == b"bearer" and credential else None
 
@@ -59,7 +61,7 @@ class Keyring:
         self._counts = counts
         self._fixed = tuple(key_hashes)
         self._quotas: dict[str, tuple[Limits, Quota]] = {}
-        self._by_half: dict[str, tuple[str, Holder]] = {}
+        self._by_half: dict[bytes, tuple[bytes, Holder]] = {}
         self._last: tuple[bytes | None, Holder | None] = (None, None)
         self.replace((), 0.0)
 
@@ -68,7 +70,7 @@ class Keyring:
 
         A key whose limits are the same keeps its buckets.
         """
-        found: dict[str, tuple[str, Holder]] = {}
+        found: dict[bytes, tuple[bytes, Holder]] = {}
         quotas: dict[str, tuple[Limits, Quota]] = {}
         for key in keys:
             if key.revoked_at is None:
@@ -79,8 +81,10 @@ class Keyring:
                 for secret in key.secrets:
                     until = min(secret.expires_at or math.inf, key.limits.expires_at or math.inf)
                     holder = Holder(key.id, key.name, known[1], frozenset(key.limits.models), until)
-                    found[secret.hash[:_HALF]] = (secret.hash, holder)
-        for index, key_hash in enumerate(self._fixed):
+                    key_hash = bytes.fromhex(secret.hash)
+                    found[key_hash[:_HALF]] = (key_hash, holder)
+        for index, fixed in enumerate(self._fixed):
+            key_hash = bytes.fromhex(fixed)
             name = "first" if index == 0 else f"first-{index + 1}"
             unlimited = Quota(name, Limits(), self._counts, now)
             found[key_hash[:_HALF]] = (key_hash, Holder(name, name, unlimited, frozenset(), math.inf))
@@ -106,7 +110,7 @@ class Keyring:
         key = bearer(authorization)
         if key is None:
             return None
-        digest = hashlib.sha256(key).hexdigest()
+        digest = hashlib.sha256(key).digest()
         key_hash, holder = self._by_half.get(digest[:_HALF], (_NO_HASH, None))
         return holder if hmac.compare_digest(digest, key_hash) else None
 

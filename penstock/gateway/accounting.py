@@ -10,17 +10,17 @@ import calendar
 import math
 import time
 from collections import Counter
-from collections.abc import Callable
 
 import msgspec
 
 from penstock.gateway.access import Holder, Keyring
 from penstock.gateway.answer import Answer, error_answer
-from penstock.gateway.config import GatewayConfig
+from penstock.gateway.config import GatewayConfig, Price
 from penstock.gateway.exposition import Family, Labels
-from penstock.gateway.http1 import Headers, RequestHead, ResponseHead
+from penstock.gateway.http1 import Headers, RequestHead, ResponseHead, find_header
 from penstock.gateway.ledger import Ledger, News
 from penstock.gateway.quota import Counts, LocalCounts, Quota, Refusal
+from penstock.gateway.stream import is_event_stream
 from penstock.gateway.usage import Ask, BodyWatch, StreamStrip, StreamWatch, Usage, ask_for_usage
 from penstock.store import Row, State
 
@@ -32,6 +32,8 @@ _GENERATING: dict[bytes, tuple[bool, bytes | None]] = {
     b"/v1/completions": (True, None),
     b"/v1/responses": (False, b".delta\n"),
 }
+_NOTHING = (False, None)
+_NO_TOKENS = Usage(0, 0, 0)
 _CHAT = b"/v1/chat/completions"  # its streams begin with an event that carries the role and no token
 OUTPUT_TOKENS = 256  # reserved where the client sets no limit
 BYTES_PER_TOKEN = 4.0  # of a request's body, until a model's own replies tell better
@@ -64,19 +66,33 @@ _WORDS = {
 }
 
 
-class Habits(msgspec.Struct):
-    """What a model's complete requests taught: for estimates where a request ends without the engine's count."""
+class Account(msgspec.Struct):
+    """What the books know of a model: its price, its counts since the gateway started, and what its complete requests
+    taught for estimates where one ends without the engine's count.
+    """
 
+    price: Price | None = None
+    n_rows: Counter[State] = msgspec.field(default_factory=Counter)
+    n_prompt: int = 0
+    n_cached: int = 0
+    n_output: int = 0
     bytes_per_token: float = BYTES_PER_TOKEN
     tokens_per_event: float = 1.0
+
+    def learn(self, usage: Usage, n_body_bytes: int, n_events: int) -> None:
+        if usage.prompt_tokens >= _LEARN_FROM:
+            self.bytes_per_token += _LEARNING * (n_body_bytes / usage.prompt_tokens - self.bytes_per_token)
+        if n_events >= _LEARN_FROM:
+            self.tokens_per_event += _LEARNING * (max(1.0, usage.output_tokens / n_events) - self.tokens_per_event)
+
+    def estimate_prompt(self, n_body_bytes: int) -> int:
+        return min(PROMPT_TOKENS_MAX, math.ceil(n_body_bytes / self.bytes_per_token))
 
 
 class Totals(msgspec.Struct):
     """Counts since the gateway started, for its metrics."""
 
     n_unknown_keys: int = 0
-    rows: Counter[tuple[str, str]] = msgspec.field(default_factory=Counter)  # by model and state
-    tokens: Counter[tuple[str, str]] = msgspec.field(default_factory=Counter)  # by model and kind
     refusals: Counter[str] = msgspec.field(default_factory=Counter)  # by limit
 
 
@@ -89,7 +105,7 @@ class Books:
         self.keyring = Keyring(config.key_hashes, counts or LocalCounts())
         self.totals = Totals()
         self._prices = config.prices
-        self._habits: dict[str, Habits] = {}
+        self._accounts: dict[str, Account] = {}
         self._submitted_usd: dict[str, float] = {}
         if self.ledger is not None:
             self._on_news(self.ledger.first_news)
@@ -108,7 +124,7 @@ class Books:
 
     def find(self, head: RequestHead) -> Holder | None:
         """Whose key a request carries, if it is good now."""
-        return self.keyring.find(head.get(b"authorization"), time.time())
+        return self.keyring.find(find_header(head.headers, b"authorization"), time.time())
 
     def open(self, asked: Asked, holder: Holder | None, body: bytes = b"") -> Entry | None:
         """An entry for a request that is about to be forwarded; None where nobody counts."""
@@ -122,33 +138,17 @@ class Books:
         if entry is not None:
             entry.refuse(status)
 
-    def habits(self, model: str) -> Habits:
-        found = self._habits.get(model)
+    def account(self, model: str) -> Account:
+        found = self._accounts.get(model)
         if found is None:
-            found = self._habits[model] = Habits()
+            found = self._accounts[model] = Account(self._prices.get(model))
         return found
 
-    def cost_usd(self, model: str, usage: Usage) -> float | None:
-        """What a request costs, if its model has a price."""
-        price = self._prices.get(model)
-        return None if price is None else price.cost_usd(usage.prompt_tokens, usage.cached_tokens, usage.output_tokens)
-
-    def write(self, row: Row, quota: Quota | None) -> None:
-        """Takes a row, and what it says into the totals and its key's budget."""
-        totals = self.totals
-        totals.rows[row.model, row.state] += 1
-        if row.prompt_tokens:
-            totals.tokens[row.model, "prompt"] += row.prompt_tokens
-            totals.tokens[row.model, "cached"] += row.cached_tokens
-        if row.output_tokens:
-            totals.tokens[row.model, "output"] += row.output_tokens
-        if self.ledger is None:
-            return
-        self.ledger.add(row)
-        if row.cost_usd:
-            self._submitted_usd[row.key_id] = self._submitted_usd.get(row.key_id, 0.0) + row.cost_usd
-            if quota is not None:
-                quota.spent_usd += row.cost_usd
+    def charge(self, key_id: str, cost_usd: float, quota: Quota | None) -> None:
+        """Takes what a row costs into its key's budget."""
+        self._submitted_usd[key_id] = self._submitted_usd.get(key_id, 0.0) + cost_usd
+        if quota is not None:
+            quota.spent_usd += cost_usd
 
     def families(self) -> list[Family]:
         """For the metrics."""
@@ -161,8 +161,12 @@ class Books:
         ]
         if ledger is None:
             return found
-        tokens: dict[Labels, float] = {(("model", m), ("kind", kind)): n for (m, kind), n in totals.tokens.items()}
-        rows: dict[Labels, float] = {(("model", m), ("state", state)): n for (m, state), n in totals.rows.items()}
+        tokens: dict[Labels, float] = {}
+        rows: dict[Labels, float] = {}
+        for model, account in self._accounts.items():
+            counts = (("prompt", account.n_prompt), ("cached", account.n_cached), ("output", account.n_output))
+            tokens |= {(("model", model), ("kind", kind)): n for kind, n in counts}
+            rows |= {(("model", model), ("state", state)): n for state, n in account.n_rows.items()}
         return [
             *found,
             ("tokens_total", "counter", "Tokens in the ledger; cached ones are prompt tokens too.", tokens),
@@ -172,9 +176,6 @@ class Books:
             ("store_failures_total", "counter", "Turns of the store that failed.", {(): ledger.n_failures}),
             ("store_up", "gauge", "Whether the store's last turn worked.", {(): int(not ledger.is_failing)}),
         ]
-
-    def next_number(self) -> int:
-        return self.ledger.next_number() if self.ledger is not None else 0
 
     def _on_news(self, news: News) -> None:
         if news.keys is not None:
@@ -200,42 +201,30 @@ class Entry:
     did not ask for the usage event that the answer will have.
     """
 
-    __slots__ = (
-        "_asked",
-        "_at",
-        "_books",
-        "_first_at",
-        "_holder",
-        "_is_open",
-        "_n_reserved",
-        "_status",
-        "_watch",
-        "body",
-        "feed",
-        "strips_usage",
-    )
+    # Defaults stay with the class: most requests set few of them.
+    strips_usage = False
+    _first_at: float | None = None
+    _is_open = False  # its share of the limits is taken
+    _is_stream = False
+    _n_reserved = 0
+    _status = 0
+    _watch: Watch | None = None
 
     def __init__(self, books: Books, asked: Asked, holder: Holder | None, body: bytes) -> None:
         self._books = books
         self._asked = asked
         self._holder = holder
         self._at = time.time()
-        self._n_reserved = 0
-        self._is_open = False
-        self._status = 0
-        self._first_at: float | None = None
-        self._watch: Watch | None = None
-        # A piece of the response's body and whether it is the last; returns what of it the client gets now.
-        self.feed: Callable[[bytes, bool], bytes] = self._feed_first
-        must_ask, _ = _GENERATING.get(asked.path, (False, None))
-        self.strips_usage = must_ask and asked.ask.stream is True and not asked.ask.wants_usage
-        self.body = ask_for_usage(body, asked.ask) if self.strips_usage and body else body
+        self.body = body
+        if asked.ask.stream is True and not asked.ask.wants_usage:
+            self.strips_usage = _GENERATING.get(asked.path, _NOTHING)[0]
+            if self.strips_usage and body:
+                self.body = ask_for_usage(body, asked.ask)
 
     def start(self) -> Answer | None:
         """Takes the request's share of its key's limits; an answer when there is none. `end` gives it back."""
         holder = self._holder
         if holder is None or not holder.quota.is_limited:
-            self._is_open = True
             return None
         now = time.monotonic()
         self._n_reserved = self._estimate_tokens()
@@ -256,69 +245,86 @@ class Entry:
         """The response that the client gets begins; not called for those that are kept from it."""
         self.body = b""  # up to 32 MiB, and it will not be sent again
         self._status = head.status
-        if head.status >= 300 or head.get(b"content-encoding") not in (None, b"identity"):
+        headers = head.headers
+        if head.status >= 300 or find_header(headers, b"content-encoding") not in (None, b"identity"):
             return
-        is_stream = (head.get(b"content-type") or b"").lower().startswith(b"text/event-stream")
-        if not is_stream:
+        content_type = find_header(headers, b"content-type")
+        if content_type == b"application/json" or not is_event_stream(head):
             self._watch = BodyWatch()
-        elif self.strips_usage and head.length is None:
+            return
+        self._is_stream = True
+        if self.strips_usage and head.length is None:
             self._watch = StreamStrip()
         else:
-            _, mark = _GENERATING.get(self._asked.path, (False, None))
-            self._watch = StreamWatch(mark)
+            self._watch = StreamWatch(_GENERATING.get(self._asked.path, _NOTHING)[1])
 
-    def _feed_first(self, data: bytes, is_end: bool) -> bytes:
-        if self._watch is None:
+    def feed(self, data: bytes, is_end: bool) -> bytes:
+        """A piece of the response's body and whether it is the last; returns what of it the client gets now."""
+        watch = self._watch
+        if watch is None:
             return data
-        if data:
+        if self._is_stream and data and self._first_at is None:
             self._first_at = time.monotonic()
-            self.feed = self._watch.feed
-        return self._watch.feed(data, is_end)
+        return watch.feed(data, is_end)
 
     def feed_chunks(self, data: bytes, is_end: bool) -> bool:
         """The same for a read of whole chunks: True when it was noted and may pass as it is, else `feed` gets it."""
-        if self._watch is None:
+        watch = self._watch
+        if watch is None:
             return True
-        if is_end or not self._watch.note_chunks(data):
+        if is_end or not watch.note_chunks(data):
             return False
         if self._first_at is None:
             self._first_at = time.monotonic()
-            self.feed = self._watch.feed
         return True
 
     def end(self, outcome: str, replica: str) -> None:
         """The request is over, however it ended: one row. `outcome` is forward's."""
-        asked = self._asked
-        self.feed = _pass_on  # a method of its own would keep the entry alive until the garbage collector came
-        usage, is_estimate = self._count(outcome)
-        if self._is_open:
+        books, asked, watch, holder = self._books, self._asked, self._watch, self._holder
+        account = books.account(asked.model)
+        usage, is_estimate = watch.usage() if watch is not None else None, 0
+        if usage is not None and watch is not None:
+            account.learn(usage, asked.n_body_bytes, watch.n_events)
+        elif watch is None or asked.path not in _GENERATING:
+            usage = _NO_TOKENS
+        else:
+            usage, is_estimate = self._estimate(watch, account, outcome), 1
+        n_prompt, n_cached, n_output = usage.prompt_tokens, usage.cached_tokens, usage.output_tokens
+        quota = holder.quota if holder is not None else None
+        if self._is_open and quota is not None:
             self._is_open = False
-            if self._holder is not None:
-                self._holder.quota.give_back(self._n_reserved, usage.prompt_tokens + usage.output_tokens)
-        is_stream = isinstance(self._watch, StreamWatch | StreamStrip)
-        ttft_ms = None
-        if is_stream and self._first_at is not None:
-            ttft_ms = (self._first_at - asked.received_at) * 1000
-        self._books.write(
+            quota.give_back(self._n_reserved, n_prompt + n_output)
+        state, price = self._state(outcome), account.price
+        account.n_rows[state] += 1
+        account.n_prompt += n_prompt
+        account.n_cached += n_cached
+        account.n_output += n_output
+        ledger = books.ledger
+        if ledger is None:
+            return
+        cost_usd = None if price is None else price.cost_usd(n_prompt, n_cached, n_output)
+        key_id = holder.id if holder is not None else ""
+        ledger.add(
             Row(
-                self._books.next_number(),
+                ledger.next_number(),
                 self._at,
-                self._holder.id if self._holder is not None else "",
+                key_id,
                 asked.model,
                 replica,
-                usage.prompt_tokens,
-                usage.cached_tokens,
-                usage.output_tokens,
-                int(is_estimate),
-                ttft_ms,
+                n_prompt,
+                n_cached,
+                n_output,
+                is_estimate,
+                None if self._first_at is None else (self._first_at - asked.received_at) * 1000,
                 (time.monotonic() - asked.received_at) * 1000,
-                self._state(outcome),
+                state,
                 self._status or _OUTCOME_STATUSES.get(outcome, 0),
-                self._books.cost_usd(asked.model, usage),
+                cost_usd,
                 asked.request_id.decode("latin-1"),
-            ),
-            self._holder.quota if self._holder is not None else None,
+            )
         )
+        if cost_usd:
+            books.charge(key_id, cost_usd, quota)
 
     def refuse(self, status: int) -> None:
         """The gateway answers this status itself, and nothing is forwarded."""
@@ -333,42 +339,20 @@ class Entry:
                 return "refused"
         return _OUTCOME_STATES[outcome]
 
-    def _count(self, outcome: str) -> tuple[Usage, bool]:
-        """The engine's own count, else ours: what passed, and whether it is an estimate."""
-        watch, habits = self._watch, self._books.habits(self._asked.model)
-        usage = watch.usage() if watch is not None else None
-        if usage is not None:
-            assert watch is not None
-            self._learn(habits, usage, watch.n_events)
-            return usage, False
-        if watch is None or self._asked.path not in _GENERATING:
-            return Usage(0, 0, 0), False
+    def _estimate(self, watch: Watch, account: Account, outcome: str) -> Usage:
+        """Our own count, of what passed."""
         n_without_token = self._asked.ask.n_choices if self._asked.path == _CHAT else 0
         n_events = max(0, watch.n_events - n_without_token - (outcome == "complete" and watch.n_events > 0))
-        return Usage(self._estimate_prompt(habits), 0, math.ceil(n_events * habits.tokens_per_event)), True
-
-    def _learn(self, habits: Habits, usage: Usage, n_events: int) -> None:
-        if usage.prompt_tokens >= _LEARN_FROM:
-            ratio = self._asked.n_body_bytes / usage.prompt_tokens
-            habits.bytes_per_token += _LEARNING * (ratio - habits.bytes_per_token)
-        if n_events >= _LEARN_FROM:
-            ratio = max(1.0, usage.output_tokens / n_events)
-            habits.tokens_per_event += _LEARNING * (ratio - habits.tokens_per_event)
-
-    def _estimate_prompt(self, habits: Habits) -> int:
-        return min(PROMPT_TOKENS_MAX, math.ceil(self._asked.n_body_bytes / habits.bytes_per_token))
+        n_prompt = account.estimate_prompt(self._asked.n_body_bytes)
+        return Usage(n_prompt, 0, math.ceil(n_events * account.tokens_per_event))
 
     def _estimate_tokens(self) -> int:
         """Prompt and answer, for a reservation."""
         asked = self._asked
-        n_tokens = self._estimate_prompt(self._books.habits(asked.model))
+        n_tokens = self._books.account(asked.model).estimate_prompt(asked.n_body_bytes)
         if asked.path in _GENERATING:
             n_tokens += (asked.ask.output_tokens_max or OUTPUT_TOKENS) * asked.ask.n_choices
         return n_tokens
-
-
-def _pass_on(data: bytes, _is_end: bool) -> bytes:
-    return data
 
 
 def _refused(refusal: Refusal, holder: Holder, now: float) -> Answer:
