@@ -259,8 +259,9 @@ async def main():
     ledger.start(lambda news: None)
     while True:
         for _ in range(50):
-            ledger.add(row(ledger.next_number()))
-        print(time.monotonic(), ledger._number, flush=True)
+            number = ledger.next_number()
+            ledger.add(row(number))
+        print(time.monotonic(), number, flush=True)
         await asyncio.sleep(0.005)
 
 asyncio.run(main())

@@ -320,7 +320,7 @@ class Entry:
                 state,
                 self._status or _OUTCOME_STATUSES.get(outcome, 0),
                 cost_usd,
-                asked.request_id.decode("latin-1"),
+                str(asked.request_id, "latin-1"),
             )
         )
         if cost_usd:

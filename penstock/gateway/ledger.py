@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import secrets
 import threading
@@ -49,7 +50,8 @@ class Ledger:
     def __init__(self, place: str) -> None:
         self._store = Store(place)
         self._writer = secrets.token_hex(6)
-        self._number = 0
+        # Gives the number of the next row. In C, as everything is that a request calls and can be.
+        self.next_number = itertools.count(1).__next__
         self._rows: deque[Row] = deque()
         self._batch: list[Row] = []
         self._is_again = False
@@ -72,11 +74,6 @@ class Ledger:
     @property
     def n_waiting(self) -> int:
         return len(self._rows) + len(self._batch)
-
-    def next_number(self) -> int:
-        """The number of the next row."""
-        self._number += 1
-        return self._number
 
     def add(self, row: Row) -> None:
         """Takes a row; it is on the disk within a second, if the disk allows it. 0.1 us."""

@@ -141,17 +141,16 @@ def _usage_of(told: _Told) -> Usage:
 class BodyWatch:
     """A response in one piece: its first and last bytes are kept, and read once at the end."""
 
-    __slots__ = ("_head", "_tail", "_whole")
+    # Defaults stay with the class: a short body that comes at once sets one of them.
     n_events = 0
+    has_error = False
+    _head = b""
+    _tail = b""
+    _whole: bytes | None = None  # a short body that came at once
 
     def note_chunks(self, data: bytes) -> bool:
         """A read of whole chunks, still in chunked coding: whether it was noted as well as `feed` would."""
         return False
-
-    def __init__(self) -> None:
-        self._head = b""
-        self._tail = b""
-        self._whole: bytes | None = None  # a short body that came at once
 
     def feed(self, data: bytes, is_end: bool) -> bytes:
         if not self._tail:
@@ -170,10 +169,6 @@ class BodyWatch:
             except msgspec.DecodeError:
                 return find_usage(self._whole)
         return find_usage(self._tail[-TAIL_BYTES:]) or find_usage(self._head)
-
-    @property
-    def has_error(self) -> bool:
-        return False
 
 
 class StreamWatch:
