@@ -527,6 +527,9 @@ class Entry:
         self.n_raw += 1
         return b"usage" not in data
 
+    def add_token_chunks(self, n_chunks: int) -> None:
+        self.n_raw += n_chunks
+
     def end(self, outcome: str, replica: str) -> None:
         self.ended.append((outcome, replica))
 

@@ -278,6 +278,11 @@ class Entry:
             self._first_at = time.monotonic()
         return True
 
+    def add_token_chunks(self, n_chunks: int) -> None:
+        """So many more that passed as the last one did, and that `is_token_chunk` is true of."""
+        if self._watch is not None:
+            self._watch.add_token_chunks(n_chunks)
+
     def end(self, outcome: str, replica: str) -> None:
         """The request is over, however it ended: one row. `outcome` is forward's."""
         books, asked, watch, holder = self._books, self._asked, self._watch, self._holder

@@ -43,6 +43,9 @@ class Entry(Protocol):
     def feed_chunks(self, data: bytes, is_end: bool) -> bool:
         """The same for a read of whole chunks: True when it was noted and may pass as it is, else `feed` gets it."""
 
+    def add_token_chunks(self, n_chunks: int) -> None:
+        """So many more that passed as the last one did, and that `is_token_chunk` is true of."""
+
     def end(self, outcome: str, replica: str) -> None:
         """The request is over, however it ended."""
 

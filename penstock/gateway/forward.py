@@ -18,6 +18,7 @@ import asyncio
 import enum
 import logging
 import time
+from operator import sub
 from typing import NamedTuple
 
 from penstock.gateway.access import origin_headers
@@ -41,6 +42,7 @@ from penstock.gateway.memory import find_response_id
 from penstock.gateway.server import ClientConnection, Request
 from penstock.gateway.stream import Ending, is_event_stream, read_chunks, to_event
 from penstock.gateway.upstream import UpstreamConnection, UpstreamError
+from penstock.gateway.usage import is_token_chunk
 
 MAX_SENDS = 2
 # Before the second send to the same replica, when there is no other: a killed engine's listening socket outlives its
@@ -110,6 +112,8 @@ class Passage:
     _task: asyncio.Task[None] | None = None
     _ticket: Ticket | None = None
     _timer: asyncio.TimerHandle | None = None
+    # When token chunks came that went from connection to connection, until `_note_tokens` takes them down.
+    _token_times: list[float] | None = None
     _is_chunked = False
     _is_held_open = False
     _has_first = False
@@ -300,7 +304,8 @@ class Passage:
         """Passes on whole chunks as they came, in one write."""
         if self._series is not None and self._streams:
             self._note_time(self._series)
-        if self._entry is not None and not self._entry.feed_chunks(data, is_end):
+        passes = self._entry is None or self._entry.feed_chunks(data, is_end)
+        if self._entry is not None and not passes:
             data = self._entry.feed(read_chunks(data), is_end)
             data = (write_chunk(data) if data else b"") + (LAST_CHUNK if is_end else b"")
         if data:
@@ -309,6 +314,22 @@ class Passage:
             self._complete()
         elif self._ending is not None:
             self._ending.note_chunks(data)
+            if passes and self._connection is not None and is_token_chunk(data):
+                # What follows such chunks ends the stream as after this one, so `_ending` need not see them.
+                if self._token_times is None:
+                    self._token_times = []
+                self._connection.pass_tokens(self._client.write_begun, self._token_times)
+
+    def _note_tokens(self) -> None:
+        """Takes down what passed by `pass_tokens`."""
+        times = self._token_times
+        if times:
+            assert self._series is not None
+            self._series.gap_s.observe_all(map(sub, times, (self._last_at, *times)))
+            if self._entry is not None:
+                self._entry.add_token_chunks(len(times))
+            self._last_at = times[-1]
+            times.clear()
 
     def receive(self, head: ResponseHead | None, data: bytes, is_end: bool) -> None:
         """Passes on what came, in one write."""
@@ -340,6 +361,7 @@ class Passage:
 
     def _note_time(self, series: Series) -> None:
         """Something came: a stream's next piece, or another answer's beginning or end."""
+        self._note_tokens()
         now = time.monotonic()
         if not self._has_first:
             self._has_first = True
@@ -368,6 +390,7 @@ class Passage:
 
     def end_if_forgotten(self, now: float) -> None:
         """Ends an exchange whose engine says that it works on nothing."""
+        self._note_tokens()
         replica, connection = self._replica, self._connection
         if connection is None or replica is None or now - self._last_at < STALL_S:
             return
@@ -499,6 +522,7 @@ class Passage:
     def _settle(self, outcome: Outcome) -> None:
         """It is over: counts how, and gives everything back. The client is not touched."""
         self._has_ended = True
+        self._note_tokens()
         desk, entry = self._desk, self._entry
         if entry is not None:
             self._entry = None

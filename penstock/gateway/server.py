@@ -13,6 +13,7 @@ import re
 import socket
 import struct
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal, Protocol, cast
 
 import msgspec
@@ -177,6 +178,11 @@ class ClientConnection(asyncio.Protocol):
         if not self._transport.is_closing():
             self._has_begun = True
             self._transport.write(data)
+
+    @property
+    def write_begun(self) -> Callable[[bytes], object]:
+        """`write` at its cheapest, for a response that has begun. Raises RuntimeError once the connection closes."""
+        return self._transport.write
 
     def respond(self, answer: Answer) -> None:
         """A whole response."""

@@ -28,6 +28,25 @@ MAX_WHOLE_BYTES = 8 * 1024
 MAX_HELD_BYTES = 16 * 1024  # an event of more is not the one with the usage
 
 
+# How a chunk of one event begins, by the length of the whole chunk.
+_CHUNK_BEGINS = {len(line := b"%x\r\n" % size) + size + 2: line + b"data: " for size in range(16, 4096)}
+_NO_BEGIN = b"\0"
+_TOKEN_CHUNK_END = _TOKEN_END + b"\r\n"
+
+
+def is_token_chunk(data: bytes) -> bool:
+    """Whether a read between two chunks is one chunk with one event: a token's, as almost all of a stream's reads are.
+
+    Neither usage nor an error nor `[DONE]` ends like one. 0.3 us; `rfind` takes 60 ns where `in` takes 160.
+    """
+    return (
+        data.startswith(_CHUNK_BEGINS.get(len(data), _NO_BEGIN))
+        and data.endswith(_TOKEN_CHUNK_END)
+        and data.find(b"\n", 10) == len(data) - 4
+        and data.rfind(_USAGE) < 0
+    )
+
+
 class _Details(msgspec.Struct):
     cached_tokens: int | None = None
 
@@ -148,6 +167,9 @@ class BodyWatch:
     _tail = b""
     _whole: bytes | None = None  # a short body that came at once
 
+    def add_token_chunks(self, n_chunks: int) -> None:
+        """So many reads passed for which `is_token_chunk` is true, after one that was noted."""
+
     def note_chunks(self, data: bytes) -> bool:
         """A read of whole chunks, still in chunked coding: whether it was noted as well as `feed` would."""
         return False
@@ -192,6 +214,10 @@ class StreamWatch:
             return False
         self._n_lines += 2 * data.count(_LF_GAP)
         return True
+
+    def add_token_chunks(self, n_chunks: int) -> None:
+        """As BodyWatch's. An event without a line that names it has no mark."""
+        self._n_lines += 2 * n_chunks if self._mark is None else 0
 
     def feed(self, data: bytes, is_end: bool) -> bytes:
         if data:
@@ -244,6 +270,10 @@ class StreamStrip:
             return False
         self.n_events += data.count(_LF_GAP)
         return True
+
+    def add_token_chunks(self, n_chunks: int) -> None:
+        """As BodyWatch's."""
+        self.n_events += n_chunks
 
     def usage(self) -> Usage | None:
         return self._usage
