@@ -30,8 +30,8 @@ SWITCH = "PENSTOCK_NATIVE"
 MODULES = tuple(
     f"penstock.gateway.{name}"
     for name in (
-        *("access", "desk", "exposition", "fleet", "forward", "health", "http1", "memory", "peek", "public", "route"),
-        *("server", "stream", "upstream"),
+        *("access", "accounting", "desk", "exposition", "fleet", "forward", "health", "http1", "memory", "peek"),
+        *("public", "quota", "route", "server", "stream", "upstream", "usage"),
     )
 )
 _ROOT = Path(__file__).resolve().parent.parent

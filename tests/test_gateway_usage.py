@@ -10,13 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.gateway.bodies import Fields, Usage
 from penstock.gateway.usage import (
     MAX_HELD_BYTES,
-    Ask,
     BodyWatch,
     StreamStrip,
     StreamWatch,
-    Usage,
     ask_for_usage,
     find_usage,
 )
@@ -130,7 +129,7 @@ def test_prompt_tokens_are_never_fewer_than_cached_ones() -> None:
     ],
 )
 def test_request_is_made_to_ask_for_its_usage(body: str) -> None:
-    ask = msgspec.json.decode(body, type=Ask)
+    ask = msgspec.json.decode(body, type=Fields)
     asked = json.loads(ask_for_usage(body.encode(), ask))
     options = asked.pop("stream_options")
     assert options["include_usage"] is True
@@ -140,5 +139,5 @@ def test_request_is_made_to_ask_for_its_usage(body: str) -> None:
 
 
 def test_limits_that_are_none_are_not_taken_for_numbers() -> None:
-    ask = msgspec.json.decode(b'{"max_tokens":"9","max_completion_tokens":true,"n":-1,"stream":"yes"}', type=Ask)
+    ask = msgspec.json.decode(b'{"max_tokens":"9","max_completion_tokens":true,"n":-1,"stream":"yes"}', type=Fields)
     assert (ask.output_tokens_max, ask.n_choices, ask.wants_usage) == (None, 1, False)

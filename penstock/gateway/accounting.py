@@ -10,18 +10,19 @@ import calendar
 import math
 import time
 from collections import Counter
-
-import msgspec
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from penstock.gateway.access import Holder, Keyring
 from penstock.gateway.answer import Answer, error_answer
+from penstock.gateway.bodies import Fields, Usage
 from penstock.gateway.config import GatewayConfig, Price
 from penstock.gateway.exposition import Family, Labels
 from penstock.gateway.http1 import Headers, RequestHead, ResponseHead, find_header
 from penstock.gateway.ledger import Ledger, News
 from penstock.gateway.quota import Counts, LocalCounts, Quota, Refusal
 from penstock.gateway.stream import is_event_stream
-from penstock.gateway.usage import Ask, BodyWatch, StreamStrip, StreamWatch, Usage, ask_for_usage
+from penstock.gateway.usage import BodyWatch, StreamStrip, StreamWatch, ask_for_usage
 from penstock.store import Row, State
 
 Watch = BodyWatch | StreamWatch | StreamStrip
@@ -66,13 +67,14 @@ _WORDS = {
 }
 
 
-class Account(msgspec.Struct):
+@dataclass
+class Account:
     """What the books know of a model: its price, its counts since the gateway started, and what its complete requests
     taught for estimates where one ends without the engine's count.
     """
 
     price: Price | None = None
-    n_rows: Counter[State] = msgspec.field(default_factory=Counter)
+    n_rows: Counter[State] = field(default_factory=Counter)
     n_prompt: int = 0
     n_cached: int = 0
     n_output: int = 0
@@ -89,11 +91,12 @@ class Account(msgspec.Struct):
         return min(PROMPT_TOKENS_MAX, math.ceil(n_body_bytes / self.bytes_per_token))
 
 
-class Totals(msgspec.Struct):
+@dataclass
+class Totals:
     """Counts since the gateway started, for its metrics."""
 
     n_unknown_keys: int = 0
-    refusals: Counter[str] = msgspec.field(default_factory=Counter)  # by limit
+    refusals: Counter[str] = field(default_factory=Counter)  # by limit
 
 
 class Books:
@@ -185,12 +188,12 @@ class Books:
             quota.spent_usd = news.spent_usd.get(key_id, 0.0) + waiting_usd
 
 
-class Asked(msgspec.Struct, frozen=True):
+class Asked(NamedTuple):
     """A request as its entry needs it. Not its body: that has up to 32 MiB, and an entry lives as its response."""
 
     path: bytes
     n_body_bytes: int
-    ask: Ask
+    ask: Fields
     model: str
     request_id: bytes
     received_at: float

@@ -7,9 +7,8 @@ from typing import Any
 
 import msgspec
 
-from penstock.gateway.bodies import Ask, Body, LongBody
+from penstock.gateway.bodies import Ask, Body, Fields, LongBody
 from penstock.gateway.http1 import RequestHead
-from penstock.gateway.usage import Ask as Fields
 
 PREFIX_BYTES = 1024  # about 256 tokens
 SESSION_BYTES = 256

@@ -8,9 +8,10 @@ parsed but events with a "usage" key: inside a JSON string its quotes would be e
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import msgspec
+
+from penstock.gateway.bodies import Fields, Told, Usage, UsageBody, UsageEvent
 
 _USAGE = b'"usage"'
 _OBJECT = re.compile(rb'"usage"\s*:\s*(?=\{)')
@@ -47,72 +48,10 @@ def is_token_chunk(data: bytes) -> bool:
     )
 
 
-class _Details(msgspec.Struct):
-    cached_tokens: int | None = None
+_WHOLE = msgspec.json.Decoder(UsageBody)
 
 
-class _Told(msgspec.Struct):
-    """The fields by which engines tell usage: chat and completions, responses, embeddings and rerank."""
-
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-    input_tokens: int | None = None
-    output_tokens: int | None = None
-    total_tokens: int | None = None
-    prompt_tokens_details: _Details | None = None
-    input_tokens_details: _Details | None = None
-
-
-class _Event(msgspec.Struct):
-    choices: list[msgspec.Raw] | None = None
-    usage: _Told | None = None
-
-
-class _Body(msgspec.Struct):
-    usage: _Told | None = None
-
-
-_WHOLE = msgspec.json.Decoder(_Body)
-
-
-class Usage(msgspec.Struct, frozen=True):
-    """Tokens of one request; `cached_tokens` are among `prompt_tokens`."""
-
-    prompt_tokens: int
-    cached_tokens: int
-    output_tokens: int
-
-
-class Ask(msgspec.Struct, frozen=True):
-    """What the gateway reads of a request's body. Only the model's type is checked: the rest is for the engine."""
-
-    model: str | None = None
-    stream: Any = None
-    stream_options: Any = None
-    max_tokens: Any = None
-    max_completion_tokens: Any = None
-    max_output_tokens: Any = None
-    n: Any = None
-
-    @property
-    def wants_usage(self) -> bool:
-        options = self.stream_options
-        return isinstance(options, dict) and options.get("include_usage") is True
-
-    @property
-    def n_choices(self) -> int:
-        return self.n if type(self.n) is int and 0 < self.n <= 1024 else 1
-
-    @property
-    def output_tokens_max(self) -> int | None:
-        """The client's own limit, of one choice."""
-        for limit in (self.max_completion_tokens, self.max_tokens, self.max_output_tokens):
-            if type(limit) is int and limit > 0:
-                return limit
-        return None
-
-
-def ask_for_usage(body: bytes, ask: Ask) -> bytes:
+def ask_for_usage(body: bytes, ask: Fields) -> bytes:
     """The body with `stream_options.include_usage`, all other bytes as they were. Raises msgspec.DecodeError."""
     begin = _FIRST_BRACE.match(body)
     if ask.stream_options is None and begin is not None and b'"stream_options"' not in body:
@@ -131,7 +70,7 @@ def find_usage(data: bytes) -> Usage | None:
         text = _object_at(data, begin.end()) if begin else None
         if text is not None:
             try:
-                return _usage_of(msgspec.json.decode(text, type=_Told))
+                return _usage_of(msgspec.json.decode(text, type=Told))
             except msgspec.DecodeError:
                 continue
     return None
@@ -147,7 +86,7 @@ def _object_at(data: bytes, begin: int) -> bytes | None:
     return None
 
 
-def _usage_of(told: _Told) -> Usage:
+def _usage_of(told: Told) -> Usage:
     output = told.completion_tokens if told.completion_tokens is not None else told.output_tokens
     prompt = told.prompt_tokens if told.prompt_tokens is not None else told.input_tokens
     if prompt is None:
@@ -313,7 +252,7 @@ class StreamStrip:
         if _USAGE not in event or not event.startswith(b"data:"):
             return False
         try:
-            told = msgspec.json.decode(event[5:], type=_Event)
+            told = msgspec.json.decode(event[5:], type=UsageEvent)
         except msgspec.DecodeError:
             return False
         if told.usage is None:
