@@ -16,7 +16,7 @@ from gateway_rig import CHAT, KEY, SSE_HEAD, Gate, Rig, chunk, hang_up, rig_with
 
 from penstock.gateway import ledger
 from penstock.gateway.config import Price, ServedModel
-from penstock.store import Limits, Store
+from penstock.store import FOLD_ROWS, Limits, Row, Store
 
 LOOP = asyncio.new_event_loop
 STREAM = b'{"model":"demo","stream":true,"messages":[{"role":"user","content":"hello"}]}'
@@ -378,6 +378,26 @@ def test_full_disk_stops_no_request(place: str, monkeypatch: pytest.MonkeyPatch)
                 await asyncio.sleep(0.002)
             assert kept.n_written + kept.n_lost == n_sent
             assert len(await rows(rig)) == kept.n_written
+
+    run(LOOP, test())
+
+
+def test_busy_turn_is_folded_and_a_calm_one_unfolds_it(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ledger, "PERIOD_S", 0.01)
+
+    async def test() -> None:
+        kept = ledger.Ledger(place)
+        for _ in range(2 * FOLD_ROWS):
+            kept.add(Row(kept.next_number(), 1.0, "k", "m", "0", 1, 0, 1, 0, None, 1.0, "complete", 200, None, "id"))
+        kept._turn()
+        other = sqlite3.connect(place)
+        counts = "SELECT (SELECT count(*) FROM requests), (SELECT count(*) FROM folded_requests)"
+        assert other.execute(counts).fetchone() == (0, 1)
+        kept.start(lambda news: None)
+        while other.execute(counts).fetchone() != (2 * FOLD_ROWS, 0):
+            await asyncio.sleep(0.002)
+        other.close()
+        await kept.stop()
 
     run(LOOP, test())
 
