@@ -211,7 +211,6 @@ class Entry:
     _is_stream = False
     _n_reserved = 0
     _status = 0
-    _watch: Watch | None = None
 
     def __init__(self, books: Books, asked: Asked, holder: Holder | None, body: bytes) -> None:
         self._books = books
@@ -219,6 +218,7 @@ class Entry:
         self._holder = holder
         self._at = time.time()
         self.body = body
+        self._watch: Watch | None = None
         if asked.ask.stream is True and not asked.ask.wants_usage:
             self.strips_usage = _GENERATING.get(asked.path, _NOTHING)[0]
             if self.strips_usage and body:
