@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 Choose = Callable[[str | None], "Run"]
 Price = tuple[float, float, float]  # US dollars per million input, output and cached tokens
 
+# A running gateway looks for changed keys every 0.5 s (gateway/ledger.py): a key that was shown works.
+SEEN_S = 0.6
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 _PERIOD = re.compile(r"([0-9]{1,9})([smhdw])")
 _GROUPINGS = ("key", "model", "day", "state", "replica")
@@ -151,7 +153,9 @@ def run_keys(options: argparse.Namespace, choose: Choose) -> int:
         limits = Limits(options.models, *numbers, expires_at)
         check_new_key(name, limits, now)
         opened = _open(options, choose, may_create=True)
-        _show_secret(*opened.create_key(name, limits, now), options.json)
+        made = opened.create_key(name, limits, now)
+        time.sleep(SEEN_S)
+        _show_secret(*made, options.json)
         return 0
     opened = _open(options, choose)
     if options.action == "list":
@@ -160,13 +164,16 @@ def run_keys(options: argparse.Namespace, choose: Choose) -> int:
     if options.key is None:
         raise UserError(f"cannot {options.action} a key without its name", hint=f"penstock keys {options.action} NAME")
     if options.action == "rotate":
-        _show_secret(*opened.rotate_key(options.key, options.grace, now), options.json)
+        made = opened.rotate_key(options.key, options.grace, now)
+        time.sleep(SEEN_S)
+        _show_secret(*made, options.json)
         return 0
     key = opened.revoke_key(options.key, now)
+    time.sleep(SEEN_S)
     if options.json:
         print(json.dumps(_key_facts(key, now)))
     else:
-        print(f"{key.name} ({key.id}) is revoked; gateways see it within a second", file=sys.stderr)
+        print(f"{key.name} ({key.id}) is revoked", file=sys.stderr)
     return 0
 
 

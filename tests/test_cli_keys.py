@@ -14,7 +14,7 @@ import pytest
 from gateway_rig import SSE_HEAD, chunk, rig_with, run, say
 from test_store import row
 
-from penstock import cli
+from penstock import cli, cli_keys
 from penstock.cli_keys import period_s
 from penstock.store import Limits, Store
 
@@ -25,6 +25,7 @@ Shell = Callable[..., tuple[int, str, str]]
 def shell(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Shell:
     monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("PENSTOCK_STORE", str(tmp_path / "store.sqlite"))
+    monkeypatch.setattr(cli_keys, "SEEN_S", 0.0)
 
     def call(*argv: str) -> tuple[int, str, str]:
         code = cli.run(argv)
