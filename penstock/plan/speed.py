@@ -23,6 +23,7 @@ from penstock.catalog import GpuFacts
 from penstock.plan import work as work_
 from penstock.plan.comm import COMM_EFFICIENCY as COMM_EFFICIENCY  # one place to import every constant from
 from penstock.plan.comm import Fabric, all_to_all_us, allreduce_us, n_boundaries_between_nodes, send_us
+from penstock.plan.profiles import parse_version
 from penstock.plan.ranges import ZERO, Range
 from penstock.plan.work import Step, Work
 from penstock.spec import Parallel, Workload
@@ -183,7 +184,7 @@ _PEAK_BY_WEIGHTS: Mapping[str, tuple[str, ...]] = {
 def constants(gpu: GpuFacts, engine: Engine, calibration: Calibration | None = None) -> Constants:
     """The constants for this card and engine; measured ones win, and make the ranges narrow."""
     found = _GENERATION.get(gpu.generation, _UNKNOWN)
-    version = _version(engine.version)
+    version = parse_version(engine.version)
     step_us = next((us for before, us in _STEP_US if version < before), found.step_us)
     wait_steps = found.wait_steps if version >= _FIRST_ASYNC else _WAIT_STEPS_BEFORE
     found = msgspec.structs.replace(found, step_us=step_us, wait_steps=wait_steps)
@@ -457,14 +458,3 @@ def _ttft(loop: _Loop, decode_ms: float, busy: float) -> tuple[Range, Range, Ran
 
 def _values(value: Range) -> tuple[float, float, float]:
     return value.low, value.likely, value.high
-
-
-def _version(text: str) -> tuple[int, ...]:
-    """ "0.33.0rc1" -> (0, 33, 0)."""
-    parts = []
-    for word in text.lstrip("v").split(".")[:3]:
-        digits = "".join(ch for ch in word if ch.isdigit()) if word[:1].isdigit() else ""
-        if not digits:
-            break
-        parts.append(int(digits))
-    return tuple(parts) or (0, 33)

@@ -15,6 +15,7 @@ from penstock.catalog import GpuFacts
 from penstock.plan.architecture import Architecture, Quantization
 from penstock.plan.config_fields import fields
 from penstock.plan.fit import capability
+from penstock.plan.profiles import parse_version
 from penstock.plan.sizing import Settings, SizingRequest
 
 Capability = tuple[int, int]
@@ -113,7 +114,7 @@ def warnings(
         )
     if request.dtype in (None, "auto") and _lacks(gpu, _BF16) and settings.dtype in ("float16", "float32"):
         found.append(f"{gpu.id} has no bfloat16: vLLM loads a bfloat16 model as {settings.dtype}")
-    if capability(gpu) == (7, 0) and _version(settings.engine_version) >= _CUDA_13_SINCE:
+    if capability(gpu) == (7, 0) and parse_version(settings.engine_version) >= _CUDA_13_SINCE:
         found.append(
             f"vLLM's wheels since 0.20 are made with CUDA 13, which has no code for {gpu.id} (compute capability 7.0): "
             "it must be built with CUDA 12"
@@ -136,7 +137,7 @@ def cache_refusal(arch: Architecture, gpu: GpuFacts, kind: str, engine_version: 
         return None
     attentions = [layer.attention for layer in arch.layers if layer.attention is not None]
     is_mla = any(attention.kind == "mla" for attention in attentions)
-    least = _FLASHINFER if _version(engine_version) >= _FLASHINFER_SINCE else _FLASHINFER_BEFORE
+    least = _FLASHINFER if parse_version(engine_version) >= _FLASHINFER_SINCE else _FLASHINFER_BEFORE
     least = _NATIVE_FP8 if is_mla else least if is_fp8 else _FLASHINFER
     if _lacks(gpu, least):
         return f"a KV cache in {kind} needs compute capability {_shown(least)}, {gpu.id} has {gpu.compute_capability}"
@@ -149,14 +150,14 @@ def cache_refusal(arch: Architecture, gpu: GpuFacts, kind: str, engine_version: 
 def _block(request: SizingRequest, gpu: GpuFacts, engine_version: str) -> str | None:
     """FlashAttention, FlashInfer and Triton take multiples of 16 (`get_supported_kernel_block_sizes`)."""
     size = request.block_size
-    if size is None or size % 16 == 0 or _version(engine_version) < _ANY_BLOCK_SINCE or capability(gpu) is None:
+    if size is None or size % 16 == 0 or parse_version(engine_version) < _ANY_BLOCK_SINCE or capability(gpu) is None:
         return None
     return f"block size {size} is not a multiple of 16, which every attention kernel wants"
 
 
 def format_refusal(quant: Quantization | None, gpu: GpuFacts, engine_version: str, method: str = "") -> str | None:
     """Why no kernel multiplies weights of this format on this card; `method` is the checkpoint's quant_method."""
-    version = _version(engine_version)
+    version = parse_version(engine_version)
     for one in () if quant is None else (quant, *quant.also):
         if one.kind.startswith("bnb") and version >= _NO_BITSANDBYTES_SINCE:
             return "vLLM has no bitsandbytes any more (vllm#39583; gone in 0.32)"
@@ -187,7 +188,3 @@ def _lacks(gpu: GpuFacts, least: Capability) -> bool:
 
 def _shown(one: Capability) -> str:
     return f"{one[0]}.{one[1]}"
-
-
-def _version(text: str) -> tuple[int, ...]:
-    return tuple(int(word) for word in text.lstrip("v").split(".")[:2] if word.isdigit())
