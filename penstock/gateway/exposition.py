@@ -23,7 +23,6 @@ GAP_S = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0
 OWN_S = (0.00005, 0.0001, 0.0002, 0.0003, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05, 0.25, 1.0)
 
 Outcome = Literal["complete", "client_gone", "broken", "no_replica", "queue_full", "late", "refused"]
-TokenKind = Literal["prompt", "cached", "output"]
 Labels = tuple[tuple[str, str], ...]
 Family = tuple[str, str, str, Mapping[Labels, float]]  # name after "penstock_", kind, one line, values by labels
 
@@ -58,11 +57,10 @@ class Histogram:
 class Series:
     """What is counted per model and replica."""
 
-    __slots__ = ("codes", "duration_s", "first_byte_s", "gap_s", "tokens")
+    __slots__ = ("codes", "duration_s", "first_byte_s", "gap_s")
 
     def __init__(self) -> None:
         self.codes: Counter[int] = Counter()
-        self.tokens: Counter[TokenKind] = Counter()
         self.first_byte_s = Histogram(LATENCY_S)
         self.gap_s = Histogram(GAP_S)
         self.duration_s = Histogram(LATENCY_S)
@@ -89,10 +87,6 @@ class Counters:
             name = replica if len(self._series) < MAX_SERIES else "other"
             found = self._series.setdefault((model, name), Series())
         return found
-
-    def add_tokens(self, model: str, replica: str, kind: TokenKind, n_tokens: int) -> None:
-        """`n_tokens` more that an engine counted: for the ledger, once a request."""
-        self.series(model, replica).tokens[kind] += n_tokens
 
     def all_series(self) -> Iterator[tuple[Labels, Series]]:
         for (model, replica), series in self._series.items():
@@ -121,9 +115,6 @@ def write_metrics(counters: Counters, gauges: Gauges) -> bytes:
     codes: dict[Labels, float] = {
         (*labels, ("code", str(code))): n for labels, row in all_series for code, n in row.codes.items()
     }
-    tokens: dict[Labels, float] = {
-        (*labels, ("kind", str(kind))): n for labels, row in all_series for kind, n in row.tokens.items()
-    }
     parts = (
         _write("requests_total", "counter", "Requests ended, by outcome.", outcomes),
         _write("responses_total", "counter", "Responses begun, by status code.", codes),
@@ -136,7 +127,6 @@ def write_metrics(counters: Counters, gauges: Gauges) -> bytes:
             *("connect_failures_total", "counter", "Connections an engine refused."),
             {(): counters.n_connect_failures},
         ),
-        _write("tokens_total", "counter", "Tokens that engines counted.", tokens),
         _write_histograms(
             "gateway_own_seconds", "Time in the gateway before an engine had it.", [((), counters.own_s)]
         ),

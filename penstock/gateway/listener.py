@@ -203,11 +203,7 @@ def open_socket(address: Address, *, shares_port: bool = False, mode: int | None
         sock.setblocking(False)
     except OSError as error:
         sock.close()
-        taken = error.errno == errno.EADDRINUSE
-        raise UserError(
-            f"cannot listen on {host}:{port}: " + ("the port is taken" if taken else str(error.strerror or error)),
-            hint=f"see who holds it: ss -ltnp 'sport = :{port}'" if taken else None,
-        ) from error
+        raise _cannot_listen(f"{host}:{port}", "port", f"ss -ltnp 'sport = :{port}'", error) from error
     return sock
 
 
@@ -225,12 +221,16 @@ def _open_unix_socket(path: Path, mode: int | None) -> socket.socket:
         sock.setblocking(False)
     except OSError as error:
         sock.close()
-        taken = error.errno == errno.EADDRINUSE
-        raise UserError(
-            f"cannot listen on unix:{path}: " + ("the file is taken" if taken else str(error.strerror or error)),
-            hint=f"see who holds it: ss -lxp src {path}" if taken else None,
-        ) from error
+        raise _cannot_listen(f"unix:{path}", "file", f"ss -lxp src {path}", error) from error
     return sock
+
+
+def _cannot_listen(place: str, what: str, who_holds_it: str, error: OSError) -> UserError:
+    taken = error.errno == errno.EADDRINUSE
+    return UserError(
+        f"cannot listen on {place}: " + (f"the {what} is taken" if taken else str(error.strerror or error)),
+        hint=f"see who holds it: {who_holds_it}" if taken else None,
+    )
 
 
 def _answers(path: Path) -> bool:
