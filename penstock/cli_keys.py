@@ -11,17 +11,15 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import UserError
 
 if TYPE_CHECKING:
-    from penstock.runs import Run
     from penstock.store import ApiKey, Grouping, Store, Usage
 
-Choose = Callable[[str | None], "Run"]
 Price = tuple[float, float, float]  # US dollars per million input, output and cached tokens
 
 # A running gateway looks for changed keys every 0.5 s (gateway/ledger.py): a key that was shown works.
@@ -65,6 +63,14 @@ def _price(text: str) -> tuple[str, Price]:
     return model, (parts[0], parts[1], parts[-1] if len(parts) == 3 else parts[0])
 
 
+def _day(text: str) -> float:
+    """The beginning (UTC) of a day such as 2026-11-20."""
+    try:
+        return datetime.datetime.strptime(text, "%Y-%m-%d").replace(tzinfo=datetime.UTC).timestamp()
+    except ValueError:
+        raise argparse.ArgumentTypeError(f'"{text[:20]}" is not a day such as 2026-11-20') from None
+
+
 def _groupings(text: str) -> tuple[str, ...]:
     by = tuple(part for part in text.split(",") if part)
     wrong = [part for part in by if part not in _GROUPINGS]
@@ -102,6 +108,11 @@ def add_keys_arguments(sub: argparse.ArgumentParser) -> None:
 
 
 def add_usage_arguments(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument(
+        "action", nargs="?", choices=("prune",), help="prune: replace old requests by their sums, day for day"
+    )
+    sub.add_argument("--before", type=_day, metavar="DAY", help="prune: requests from before this day (UTC)")
+    sub.add_argument("--keep", type=period_s, metavar="TIME", help="prune: requests that are older, such as 90d")
     sub.add_argument("--by", type=_groupings, default=("key", "model"), metavar="A,B", help=", ".join(_GROUPINGS))
     sub.add_argument("--since", type=period_s, metavar="TIME", help="only the last 7d, 12h, ... (default: all)")
     sub.add_argument(
@@ -119,14 +130,14 @@ def add_usage_arguments(sub: argparse.ArgumentParser) -> None:
     form.add_argument("--json", action="store_true", help="print JSON")
 
 
-def _open(options: argparse.Namespace, choose: Choose, *, may_create: bool = False) -> Store:
-    from penstock import store
+def _open(options: argparse.Namespace, *, may_create: bool = False) -> Store:
+    from penstock import runs, store
 
     if options.store is not None and options.deployment is not None:
         raise UserError("cannot use a store and a deployment at once", hint="Give --store or --deployment.")
     place = options.store or (None if options.deployment else os.environ.get("PENSTOCK_STORE"))
     if place is None:
-        found = choose(options.deployment)
+        found = runs.choose(options.deployment)
         place = found.gateway_settings().get("store")
         if not isinstance(place, str):
             raise UserError(
@@ -139,7 +150,7 @@ def _open(options: argparse.Namespace, choose: Choose, *, may_create: bool = Fal
     return store.Store(place)
 
 
-def run_keys(options: argparse.Namespace, choose: Choose) -> int:
+def run_keys(options: argparse.Namespace) -> int:
     """The verb `keys`. A new secret is all that stands on standard output; what people read goes to standard error."""
     from penstock.store import Limits, check_new_key
 
@@ -152,12 +163,12 @@ def run_keys(options: argparse.Namespace, choose: Choose) -> int:
         numbers = (options.rpm, options.tpm, options.concurrency, options.budget)
         limits = Limits(options.models, *numbers, expires_at)
         check_new_key(name, limits, now)
-        opened = _open(options, choose, may_create=True)
+        opened = _open(options, may_create=True)
         made = opened.create_key(name, limits, now)
         time.sleep(SEEN_S)
         _show_secret(*made, options.json)
         return 0
-    opened = _open(options, choose)
+    opened = _open(options)
     if options.action == "list":
         _show_keys(opened.all_keys(), now, options.json)
         return 0
@@ -240,9 +251,11 @@ def _show_keys(keys: Sequence[ApiKey], now: float, as_json: bool) -> None:
         print(_table(rows))
 
 
-def run_usage(options: argparse.Namespace, choose: Choose) -> int:
+def run_usage(options: argparse.Namespace) -> int:
     """The verb `usage`: one line a group, and what it cost where that is known."""
-    opened = _open(options, choose)
+    if options.action == "prune" or options.before is not None or options.keep is not None:
+        return _prune(options)
+    opened = _open(options)
     since = 0.0 if options.since is None else time.time() - options.since
     lines = _priced(opened, options.by, since, dict(options.price))
     columns = (*options.by, "requests", "prompt_tokens", "cached_tokens", "output_tokens", "estimates", "cost_usd")
@@ -262,6 +275,27 @@ def run_usage(options: argparse.Namespace, choose: Choose) -> int:
     else:
         heads = tuple(column.upper().replace("_", " ") for column in columns)
         print(_table([heads, *(tuple("-" if value in (None, "") else str(value) for value in row) for row in rows)]))
+    return 0
+
+
+def _prune(options: argparse.Namespace) -> int:
+    """`usage prune`. A second one goes on where one that was killed has ended."""
+    from penstock.store import DAY_S, day_of
+
+    if options.action != "prune" or (options.before is None) == (options.keep is None):
+        raise UserError("cannot prune usage without one limit", hint="penstock usage prune --keep 90d, or --before DAY")
+    before = options.before if options.keep is None else time.time() - options.keep
+    # Today goes on: gateways add to it.
+    before = max(0.0, min(before, time.time())) // DAY_S * DAY_S
+    opened = _open(options)
+    n_rows = 0
+    while n_pruned := opened.prune(before):
+        n_rows += n_pruned
+    opened.compact()
+    if options.json:
+        print(json.dumps({"before": day_of(before), "requests": n_rows}))
+    else:
+        print(f"{n_rows} requests from before {day_of(before)} (UTC) are kept as sums by day")
     return 0
 
 

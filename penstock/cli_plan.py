@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from penstock.errors import UserError
+from penstock.units import flag
 
 if TYPE_CHECKING:
     from penstock.catalog import GpuFacts
@@ -123,12 +124,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for title, options in _GROUPS:
         groups[options] = parser.add_argument_group(title)
         for option in options:
-            groups[options].add_argument(_flag(option.field), type=option.kind, metavar=option.word, help=option.text)
+            groups[options].add_argument(flag(option.field), type=option.kind, metavar=option.word, help=option.text)
     groups[_LAYOUT].add_argument("--expert", action="store_true", help="whole experts on each rank of a MoE model")
     engine = groups[_ENGINE]
     engine.add_argument("--dtype", choices=_DTYPES, help="dtype of weights and activations")
     engine.add_argument("--no-prefix-caching", action="store_true", help="without the reuse of equal beginnings")
-    engine.add_argument(_flag("enforce_eager"), action="store_true", help="without CUDA graphs")
+    engine.add_argument(flag("enforce_eager"), action="store_true", help="without CUDA graphs")
     engine.add_argument(
         "--available-kv-gib",
         type=_numbers,
@@ -152,10 +153,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     out.add_argument("--plot", type=Path, metavar="FILE", help="draw the answer into a .png or .svg (needs matplotlib)")
     out.add_argument("--write", type=Path, metavar="FILE", help="write a file for `penstock up`, when it fits")
     out.add_argument("--force", action="store_true", help="let --write replace a file")
-
-
-def _flag(field: str) -> str:
-    return "--" + field.replace("_", "-")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -190,6 +190,11 @@ class Client:
         """The JSON that answers POST `path`. `body` may be anything msgspec encodes, our structs included."""
         return self._json("POST", path, msgspec.json.encode(body), headers)
 
+    def send(self, method: str, path: str, body: bytes | None = None) -> bytes:
+        """The body that answers any other method; raises as `get_json` does."""
+        with _Exchange(self, method, path, body, None) as response:
+            return response.read()
+
     def _json(self, method: str, path: str, body: bytes | None, headers: Mapping[str, str] | None) -> Any:
         with _Exchange(self, method, path, body, headers) as response:
             return _decode(response.read(), f"{method} {self.base_url}{path}")

@@ -22,18 +22,19 @@ from typing import TextIO
 import msgspec
 
 from penstock import measured, processes, targets
-from penstock.announce import Announcement, Process, Restart
+from penstock.announce import Announcement, Process, ReplicaView, Restart
 from penstock.errors import PenstockError
 from penstock.observe import History, Observation, admin_client, look, summarise
-from penstock.runs import Desired, Part, ReplicaStatus, Run, State, file_lines
+from penstock.placed_gateway import Keeper
+from penstock.runs import KEPT_RESTARTS, Desired, Part, ReplicaStatus, Run, State
 
 _TICK_S = 0.4
 _WRITE_EVERY_S = 1.0
-_KEPT_RESTARTS = 10
 _MAX_PAUSE_S = 30.0
 _GATEWAY_SILENCE_S = 8.0
 _SILENT_NODES = 3  # a node that died this often before it said anything will not come
 _TAIL_LINES = 20
+_LEAD_S = 60.0
 
 
 class Decision(msgspec.Struct, frozen=True):
@@ -50,16 +51,26 @@ class Decision(msgspec.Struct, frozen=True):
     forget: tuple[str, ...] = ()
 
 
-def decide(desired: Desired, seen: Observation, failed: frozenset[str], drain_over: Callable[[str], bool]) -> Decision:
+def decide(
+    desired: Desired,
+    seen: Observation,
+    failed: frozenset[str],
+    drain_over: Callable[[str], bool],
+    leaving: frozenset[str] = frozenset(),
+) -> Decision:
     """The next step towards what is desired. `drain_over(replica)`: it has had its time to drain. Pure.
 
     Replicas beyond the number (failed ones first, then the highest numbers) are drained first, and ended when nothing
-    runs on them.
+    runs on them. Those that are `leaving` (their machines will be taken away) get a successor, and are kept until it
+    is ready.
     """
     current = sorted(seen.placements, key=_number)
-    wanted = _wanted(current, desired.replicas, failed)
-    extra = [name for name in current if name not in wanted]
+    staying = [name for name in current if name not in leaving]
+    wanted = _wanted(staying, desired.replicas, failed, taken=current)
     rows = {row.announcement.replica: row for row in (seen.view.replicas if seen.view else ())}
+    n_missing = desired.replicas - sum(_is_ready(rows.get(name)) for name in wanted)
+    kept = [name for name in current if name in leaving and not _is_gone(seen, name)][: max(0, n_missing)]
+    extra = [name for name in current if name not in wanted and name not in kept]
     in_flight = {name: row.in_flight for name, row in rows.items()}
     drained = [
         name
@@ -67,22 +78,45 @@ def decide(desired: Desired, seen: Observation, failed: frozenset[str], drain_ov
         if drain_over(name)
         or (seen.view is not None and (name not in rows or rows[name].is_draining) and not in_flight.get(name))
     ]
-    again = [name for name in wanted if name not in failed and _is_gone(seen, name) and name in current]
+    again = [name for name in wanted if name not in failed and _is_to_mend(seen, name) and name in current]
     absent = [name for name in wanted if name not in failed and name not in current]
     place = None
     if again or absent or drained:
-        place = tuple(name for name in [*wanted, *extra] if name not in drained and name not in failed)
+        place = tuple(name for name in [*wanted, *kept, *extra] if name not in drained and name not in failed)
     undrain = tuple(name for name in wanted if name in rows and rows[name].is_draining)
     forget = tuple(sorted(failed - {*wanted, *current}, key=_number))
     return Decision(not seen.gateway_is_alive, place, tuple(extra), undrain, tuple(again), forget)
 
 
-def _wanted(current: Sequence[str], n_replicas: int, failed: frozenset[str]) -> list[str]:
-    """The replicas to keep: of `current` those that did not fail, lowest numbers first, then the free numbers."""
+def leaving(seen: Observation, now: float, drain_s: float) -> frozenset[str]:
+    """Ready replicas whose machines are taken away so soon that the next one must be started. `now`: Unix seconds.
+
+    The lead is the target's, or twice the time that this start took and the drain. One that is not ready yet is not
+    leaving: else a limit shorter than a start would place for ever.
+    """
+    found = set()
+    for row in seen.view.replicas if seen.view else ():
+        told, placement = row.announcement, seen.placements.get(row.announcement.replica)
+        if placement is None or placement.ends_at is None or told.state != "ready":
+            continue
+        lead_s = placement.lead_s
+        if lead_s is None:
+            lead_s = 2 * (told.ready_after_s or 0.0) + drain_s + _LEAD_S
+        if placement.ends_at - now < lead_s:
+            found.add(told.replica)
+    return frozenset(found)
+
+
+def _is_ready(row: ReplicaView | None) -> bool:
+    return row is not None and row.is_alive and row.announcement.state == "ready"
+
+
+def _wanted(current: Sequence[str], n_replicas: int, failed: frozenset[str], taken: Sequence[str] = ()) -> list[str]:
+    """The replicas to keep: of `current` those that did not fail, lowest numbers first, then numbers nobody has."""
     kept = sorted(current, key=lambda name: (name in failed, _number(name)))[:n_replicas]
     number = 0
     while len(kept) < n_replicas:
-        if str(number) not in kept:
+        if str(number) not in kept and str(number) not in taken:
             kept.append(str(number))
         number += 1
     return sorted(kept, key=_number)
@@ -95,6 +129,12 @@ def _number(name: str) -> tuple[int, str]:
 def _is_gone(seen: Observation, name: str) -> bool:
     placement = seen.placements.get(name)
     return placement is not None and placement.state == "gone"
+
+
+def _is_to_mend(seen: Observation, name: str) -> bool:
+    """Whether placing it again brings something back: all of it, or the nodes that it lost."""
+    placement = seen.placements.get(name)
+    return placement is not None and placement.state in ("gone", "broken")
 
 
 class Controller:
@@ -114,10 +154,14 @@ class Controller:
             was_ready=last is not None and last.phase in ("ready", "degraded"),
         )
         self._plan = run.plan()
+        placed = run.is_gateway_placed
+        self._keeper = Keeper(run, self.target, run.deployment().gateway.drain_s) if placed else None
         self._measured: set[tuple[str, float | None]] = set()
         self._drain_since: dict[str, float] = {}
         self._gateway_starts: list[float] = []
         self._gateway_silent_since: float | None = None
+        self._leaving: frozenset[str] = frozenset()
+        self._broken: set[str] = set()
         self._spoke: set[str] = set()
         self._place_times: dict[str, list[float]] = {}
         self._worker: threading.Thread | None = None
@@ -131,9 +175,13 @@ class Controller:
             if desired.state == "down":
                 return
             seen = look(self.run, self.handle, self.history.gateway)
+            self.target.tend(self.run, self.handle)
             self._note_failures(seen)
             self._keep_measured(seen)
-            self._end_hung_gateway(seen)
+            if self._keeper is not None:
+                self.history = msgspec.structs.replace(self.history, gateway=self._keeper.tend(seen))
+            else:
+                self._end_hung_gateway(seen)
             self._act(desired, seen)
             state = summarise(desired, seen, self.history, time.time())
             self.history = msgspec.structs.replace(
@@ -152,7 +200,7 @@ class Controller:
             return part
         reason = f"its process {last.controller.process.pid} was gone"
         self.run.add_event("controller restarted", reason)
-        return _with_restart(msgspec.structs.replace(part, **_counts(last.controller)), reason)
+        return msgspec.structs.replace(part, **_counts(last.controller)).restarted(reason)
 
     def _tend_warden(self) -> None:
         if self._warden is not None and processes.is_alive(self._warden):
@@ -189,6 +237,19 @@ class Controller:
                     self.history, failed={**self.history.failed, told.replica: status}
                 )
                 self.run.add_event("replica failed", told.reason or "", replica=told.replica)
+        for name, placement in seen.placements.items():
+            if placement.state == "placed":
+                self._broken.discard(name)
+            if placement.is_final and placement.state == "gone" and name not in self.history.failed:
+                self._fail_ended_by_others(name, placement.reason or "somebody ended it", seen)
+
+    def _fail_ended_by_others(self, name: str, reason: str, seen: Observation) -> None:
+        """Who cancels a job of ours means it: it is not placed again behind his back."""
+        rows = seen.view.replicas if seen.view else ()
+        told = next((row.announcement for row in rows if row.announcement.replica == name), None)
+        status = ReplicaStatus(name, "failed", "gone", told, reason=reason)
+        self.history = msgspec.structs.replace(self.history, failed={**self.history.failed, name: status})
+        self.run.add_event("replica failed", reason, replica=name)
 
     def _keep_measured(self, seen: Observation) -> None:
         """What each start of an engine reported, once, for the next plan."""
@@ -209,11 +270,17 @@ class Controller:
     def _act(self, desired: Desired, seen: Observation) -> None:
         now = time.monotonic()
         failed = frozenset(self.history.failed)
-        choice = decide(desired, seen, failed, lambda name: now - self._drain_since.get(name, now) > self._plan.drain_s)
+        going = leaving(seen, time.time(), self._plan.drain_s)
+        for name in sorted(going - self._leaving):
+            self.run.add_event("replica leaving", "its machines are taken away soon: the next is placed", replica=name)
+        self._leaving = going
+        choice = decide(
+            desired, seen, failed, lambda name: now - self._drain_since.get(name, now) > self._plan.drain_s, going
+        )
         if choice.forget:
             kept = {name: row for name, row in self.history.failed.items() if name not in choice.forget}
             self.history = msgspec.structs.replace(self.history, failed=kept)
-        if choice.start_gateway:
+        if choice.start_gateway and self._keeper is None:
             self._start_gateway(now)
         for name in choice.drain:
             self._drain_since.setdefault(name, now)
@@ -231,7 +298,11 @@ class Controller:
                 self._fail_silent_node(name)
                 return
             reason = seen.placements[name].reason or "it was gone"
-            self._remember_restart(name, reason, seen)
+            is_broken = seen.placements[name].state == "broken"
+            if not (is_broken and name in self._broken):  # a lost node is told once, however often it is tried
+                self._remember_restart(name, reason, seen)
+            if is_broken:
+                self._broken.add(name)
             self._place_times.setdefault(name, []).append(now)
         # What an engine mapped when it was last seen: it may have been killed together with its node.
         rows = seen.view.replicas if seen.view else ()
@@ -249,11 +320,17 @@ class Controller:
             state="failed",
             lease_s=0.0,
             reason=f"its node died {_SILENT_NODES} times before it said anything",
-            log_tail=tuple(file_lines(self.run.log(f"replica-{name}"), follow=False, last=_TAIL_LINES)),
+            log_tail=self._log_tail(name),
         )
         status = ReplicaStatus(name, "failed", "gone", told, reason=told.reason)
         self.history = msgspec.structs.replace(self.history, failed={**self.history.failed, name: status})
         self.run.add_event("replica failed", told.reason or "", replica=name)
+
+    def _log_tail(self, name: str) -> tuple[str, ...]:
+        try:
+            return tuple(self.target.logs(self.run, self.handle, name, follow=False, last=_TAIL_LINES))
+        except PenstockError as exc:  # it may be where nobody can look now
+            return (exc.message,)
 
     def _may_place(self, name: str, now: float) -> bool:
         times = self._place_times.get(name, [])[-5:]
@@ -290,7 +367,7 @@ class Controller:
         ]
         earlier = [*self.history.replicas.get(name, ()), *told, Restart(round(time.time(), 2), reason)]
         self.history = msgspec.structs.replace(
-            self.history, replicas={**self.history.replicas, name: tuple(earlier[-_KEPT_RESTARTS:])}
+            self.history, replicas={**self.history.replicas, name: tuple(earlier[-KEPT_RESTARTS:])}
         )
         self.run.add_event("replica restarted", reason, replica=name)
 
@@ -303,7 +380,7 @@ class Controller:
         if old is not None:
             reason = f"its process {old.pid} was gone{_last_words(self.run.log('gateway'))}"
             self.run.add_event("gateway restarted", reason)
-            part = _with_restart(part, reason)
+            part = part.restarted(reason)
         argv = [sys.executable, "-m", "penstock.gateway", str(self.run.gateway_config)]
         process = processes.start_detached(argv, self._marks("gateway"), self.run.log("gateway"))
         part = msgspec.structs.replace(part, state="running", process=process)
@@ -328,11 +405,6 @@ def _seen_by_controller(row: ReplicaStatus) -> tuple[Restart, ...]:
 
 def _counts(part: Part) -> dict[str, object]:
     return {"n_restarts": part.n_restarts, "restarts": part.restarts}
-
-
-def _with_restart(part: Part, reason: str) -> Part:
-    restarts = (*part.restarts, Restart(round(time.time(), 2), reason))[-_KEPT_RESTARTS:]
-    return msgspec.structs.replace(part, n_restarts=part.n_restarts + 1, restarts=restarts)
 
 
 def _last_words(log: Path) -> str:

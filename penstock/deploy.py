@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import re
 import secrets
 import shutil
@@ -21,7 +22,21 @@ from pathlib import Path
 
 import msgspec
 
-from penstock import engines, facts, models, observe, planning, preflight, processes, runs, spec, targets
+from penstock import (
+    engines,
+    facts,
+    formation,
+    models,
+    node_facts,
+    observe,
+    planning,
+    preflight,
+    processes,
+    runs,
+    spec,
+    store,
+    targets,
+)
 from penstock.engine_process import free_port
 from penstock.errors import EngineError, PenstockError, SpecError, UserError
 from penstock.plan import Machine, Plan, launch
@@ -29,7 +44,7 @@ from penstock.preflight import Finding
 from penstock.processes import Marked
 from penstock.runs import Artifact, Desired, Draft, Run, State
 from penstock.spec import Deployment
-from penstock.targets import Launch, Target
+from penstock.targets import Launch, LeftBehind, Listen, Target
 from penstock.units import show_bytes
 
 _POLL_S = 0.15
@@ -37,14 +52,18 @@ _CONTROLLER_GRACE_S = 3.0
 _GATEWAY_STARTS = 3  # a gateway that died this often during `up` will not come
 _NOW_GRACE_S = 1.0
 _ENDED = ("down", "failed")
-_PRIVATE_FOLDER = re.compile(r"penstock-([0-9a-f]+)-[0-9]+\Z")  # see engine_process.private_folder
+# See engine_process.private_folder and ssh.program.control_folder.
+_PRIVATE_FOLDER = re.compile(r"penstock-([0-9a-f]+)-(?:ssh|[0-9]+(?:n[0-9]+)?[a-z]?)\Z")
 
 OnState = Callable[[State], None]
 OnStep = Callable[[str], None]
 
 
 class Prepared(msgspec.Struct, frozen=True):
-    """A deployment that was found good: what `up` will write and send. `render` shows it and sends nothing."""
+    """A deployment that was found good: what `up` will write and send. `render` shows it and sends nothing.
+
+    `machine` is the least of those that a replica may get.
+    """
 
     deployment: Deployment
     machine: Machine
@@ -53,10 +72,13 @@ class Prepared(msgspec.Struct, frozen=True):
 
 
 class Started(msgspec.Struct, frozen=True):
-    """What `up` did. `key` is the client's key, shown this once; `was_running` says that nothing had to be started."""
+    """What `up` did. `key` is the client's key, shown this once; `was_running` says that nothing had to be started.
+
+    `url` is None while the gateway waits in a queue.
+    """
 
     name: str
-    url: str
+    url: str | None
     key: str | None = None
     was_running: bool = False
 
@@ -71,16 +93,19 @@ def prepare(
     Raises SpecError with all problems of the file, then UserError or PlanError.
     """
     target = targets.load(deployment.target)
+    target = target.rehearsed() if is_rehearsal else target
     problems = [*preflight.unsupported(deployment), *target.check(deployment)]
     if deployment.engine.kind != "auto":
         problems += engines.load(deployment.engine.kind).problems(deployment.engine.args)
     if problems:
         raise SpecError(f'deployment "{deployment.name}"', problems)
-    if existing is None or not _holds(existing, deployment):
+    if deployment.gateway.on == "login" and (existing is None or not _holds(existing, deployment)):
         preflight.check_port(deployment.gateway.host, deployment.gateway.port)
-    found = _machine(target, deployment, existing)
+    machines = _machines(target, deployment, existing)
+    found = preflight.least(machines)
     machine = preflight.as_named(deployment, found, is_rehearsal)
-    made = make_plan(deployment, machine, deployment.replicas.min)
+    made = make_plan(deployment, machine, sharing(target, deployment, len(machines), deployment.replicas.min))
+    made = msgspec.structs.replace(made, warnings=(*made.warnings, *_unread_variables(deployment)))
     if machine.gpus and not found.gpus:
         warning = f"{found.host} has no GPU: this is for {len(machine.gpus)} x {machine.gpus[0].name}, as the file says"
         made = msgspec.structs.replace(made, warnings=(*made.warnings, warning))
@@ -88,10 +113,18 @@ def prepare(
     told = Launch(
         deployment=deployment.name,
         plan=made,
-        announce_url=f"http://127.0.0.1:{admin_port}",
+        announce_urls=_announce_urls(target, admin_port),
         token_file=str(Run(run_path).admin_token_file),
+        listen=target.listen,
+        announce_file=str(Run(run_path).gateway_address_file) if deployment.gateway.on == "job" else None,
     )
-    return Prepared(deployment, machine, made, target.render(told, sys.executable))
+    return Prepared(deployment, machine, made, target.render(told, sys.executable, deployment))
+
+
+def _unread_variables(deployment: Deployment) -> list[str]:
+    """Warnings about variables that the engine will have and nobody reads: the file's, and ours where it inherits."""
+    inherited = dict(os.environ) if deployment.target == "local" else {}
+    return formation.variable_warnings(inherited | deployment.engine.env)
 
 
 def rehearse(deployment: Deployment) -> Prepared:
@@ -99,12 +132,28 @@ def rehearse(deployment: Deployment) -> Prepared:
     return prepare(deployment, existing=_not_ended(deployment.name), is_rehearsal=True)
 
 
+def _announce_urls(target: Target, admin_port: int) -> tuple[str, ...]:
+    """The gateway's admin address as nodes may reach it."""
+    if target.listen == "loopback":
+        return (f"http://127.0.0.1:{admin_port}",)
+    addresses = [one.address for one in node_facts.interfaces() if not one.is_virtual]
+    beyond = [address for address in addresses if not address.startswith("127.")] or addresses
+    return tuple(f"http://{address}:{admin_port}" for address in beyond)
+
+
+def sharing(target: Target, deployment: Deployment, n_machines: int, n_replicas: int) -> int:
+    """How many of the replicas share a machine, at most."""
+    if "elastic" in target.features:
+        return min(1, n_replicas)
+    return -(-n_replicas * deployment.hardware.nodes // n_machines)
+
+
 def make_plan(deployment: Deployment, machine: Machine, n_replicas: int) -> Plan:
-    """The plan for this many new replicas on a machine.  Raises UserError or PlanError."""
+    """The plan for this many new replicas that share a machine.  Raises UserError or PlanError."""
     path = models.locate(deployment)
     name = preflight.choose_engine(deployment.engine.kind, bool(machine.gpus), models.forms_of(path))
     engine = engines.load(name)
-    missing = engine.missing()
+    missing = preflight.missing_engine(engine, machine)
     if missing is not None:
         raise UserError(f"cannot start engine {name}: {missing.reason}", hint=f"Install it: {missing.install}")
     problems = engine.problems(deployment.engine.args)
@@ -117,10 +166,11 @@ def make_plan(deployment: Deployment, machine: Machine, n_replicas: int) -> Plan
             hint=f"Engine {name} loads {' or '.join(engine.forms)}.",
         )
     if launch.device_of(machine, name) == "cpu":
-        return launch.make(deployment, model, machine, name, engine.version(), n_replicas)
+        return launch.make(deployment, model, machine, name, preflight.engine_version(engine, machine), n_replicas)
     whole = facts.read_folder(path, deployment.model)
-    sized = planning.size(deployment, whole, machine, engine.version(), n_replicas)
-    return launch.make_on_gpus(deployment, model, machine, engine.version(), n_replicas, sized)
+    version = preflight.engine_version(engine, machine)
+    sized = planning.size(deployment, whole, machine, version, n_replicas)
+    return launch.make_on_gpus(deployment, model, machine, version, n_replicas, sized)
 
 
 def _form(loads: tuple[str, ...], path: Path) -> str:
@@ -128,26 +178,27 @@ def _form(loads: tuple[str, ...], path: Path) -> str:
     return next((form for form in loads if form in present), loads[0])
 
 
-def _machine(target: Target, deployment: Deployment, existing: Run | None) -> Machine:
-    machine = target.machines(deployment)[0]
-    if existing is None:
-        return machine
+def _machines(target: Target, deployment: Deployment, existing: Run | None) -> list[Machine]:
+    """The target's machines; what `existing` holds of this one counts as free."""
+    machines = target.machines(deployment)
+    if existing is None or target.name != "local":
+        return machines
+    machine = machines[0]
     if existing.plan().device == "cuda":
         held = {index for entry in existing.handle().replicas.values() for index in entry.get("gpus", ())}
         freed = [
             msgspec.structs.replace(gpu, memory_free_bytes=gpu.memory_bytes) if gpu.index in held else gpu
             for gpu in machine.gpus
         ]
-        return msgspec.structs.replace(machine, gpus=tuple(freed))
+        return [msgspec.structs.replace(machine, gpus=tuple(freed))]
     held_bytes = existing.plan().need.total_bytes * existing.desired().replicas
-    return msgspec.structs.replace(
-        machine, memory_free_bytes=min(machine.memory_bytes, machine.memory_free_bytes + held_bytes)
-    )
+    free_bytes = min(machine.memory_bytes, machine.memory_free_bytes + held_bytes)
+    return [msgspec.structs.replace(machine, memory_free_bytes=free_bytes)]
 
 
 def _holds(existing: Run, deployment: Deployment) -> bool:
     wanted = f"{deployment.gateway.host}:{deployment.gateway.port}"
-    return existing.listen == wanted
+    return not existing.is_gateway_placed and existing.listen == wanted
 
 
 def up(deployment: Deployment, replace: bool = False, on_step: OnStep | None = None) -> Started:
@@ -162,7 +213,7 @@ def up(deployment: Deployment, replace: bool = False, on_step: OnStep | None = N
             changes = spec.differences(existing.deployment(), deployment)
             if not changes:
                 _revive(existing)
-                return Started(existing.name, existing.url, was_running=True)
+                return Started(existing.name, existing.known_url, was_running=True)
             if not replace:
                 raise UserError(
                     f'deployment "{deployment.name}" runs with other settings',
@@ -213,9 +264,9 @@ def _start(prepared: Prepared, admin_port: int, on_step: OnStep | None) -> Start
     key = f"sk-{secrets.token_urlsafe(24)}" if deployment.gateway.auth == "keys" else None
     token = secrets.token_urlsafe(24)
     run_path = runs.home() / "runs" / deployment.name
+    listens = targets.load(deployment.target).listen
     settings = {
-        "listen": f"{deployment.gateway.host}:{deployment.gateway.port or free_port(deployment.gateway.host)}",
-        "admin": f"127.0.0.1:{admin_port}",
+        **_addresses(deployment, listens, admin_port),
         "admin_token_file": str(Run(run_path).admin_token_file),
         "models": [{"name": prepared.plan.served_names[0], "aliases": list(prepared.plan.served_names[1:])}],
         "auth": deployment.gateway.auth,
@@ -223,11 +274,15 @@ def _start(prepared: Prepared, admin_port: int, on_step: OnStep | None) -> Start
         "hold_s": deployment.gateway.hold_s,
         "drain_s": deployment.gateway.drain_s,
         "store": _store(deployment, Run(run_path)),
+        "ledger_days": deployment.gateway.ledger_days,
         "prices": _prices(prepared),
+        "engines_need_key": listens == "network",
     }
     run = runs.create(Draft(deployment, prepared.plan, prepared.artifact, settings, token), time.time())
     run.add_event("up", f"penstock up {deployment.name}", model=deployment.model, target=deployment.target)
     try:
+        if run.is_gateway_placed:
+            store.share(_store(deployment, run))
         replicas = [str(number) for number in range(deployment.replicas.min)]
         run.write_handle(targets.load(deployment.target).submit(run, replicas))
         start_controller(run)
@@ -237,7 +292,17 @@ def _start(prepared: Prepared, admin_port: int, on_step: OnStep | None) -> Start
                 on_step(f"ending {run.name} ...")
             _end_run(run, now=True, on_step=None)
         raise
-    return Started(run.name, run.url, key)
+    return Started(run.name, run.known_url, key)
+
+
+def _addresses(deployment: Deployment, listens: Listen, admin_port: int) -> dict[str, str]:
+    """Where the gateway listens. In a job that is any address of its node, which tells the ports that it got."""
+    if deployment.gateway.on == "job":
+        return {"listen": f"0.0.0.0:{deployment.gateway.port}", "admin": "0.0.0.0:0"}
+    return {
+        "listen": f"{deployment.gateway.host}:{deployment.gateway.port or free_port(deployment.gateway.host)}",
+        "admin": f"{'127.0.0.1' if listens == 'loopback' else '0.0.0.0'}:{admin_port}",
+    }
 
 
 def _store(deployment: Deployment, run: Run) -> str:
@@ -325,8 +390,10 @@ def scale(run: Run, n_replicas: int) -> None:
         target = targets.load(deployment.target)
         if "resize" not in target.features:
             raise UserError(f'cannot scale on target "{deployment.target}"', hint="Change replicas and use --replace.")
-        if more > 0:
-            launch.check_room(deployment, run.plan(), target.machines(deployment)[0], more)
+        if more > 0 and "elastic" not in target.features:
+            machines = target.machines(deployment)
+            n_shared = sharing(target, deployment, len(machines), more)
+            launch.check_room(deployment, run.plan(), preflight.least(machines), n_shared)
         run.write_desired(Desired("up", n_replicas))
         run.add_event("scale", f"{desired.replicas} -> {n_replicas} replicas")
         _revive(run)
@@ -362,9 +429,14 @@ def _end_run(run: Run, now: bool, on_step: OnStep | None, failure: State | None 
         drain_s = _gateway_drain_s(run)
         say("ending the gateway" if now else f"draining the gateway (at most {drain_s:.0f} s)")
         processes.end(gateways, _NOW_GRACE_S if now else drain_s + 2.0)
+    targets.load(handle.target).end_gateway(run, None, _NOW_GRACE_S if now else _gateway_drain_s(run) + 2.0)
     say("ending the replicas")
     # The gateway has drained, so the engines are idle; the grace is for their own tidy end.
-    targets.load(handle.target).cancel(run, handle, _NOW_GRACE_S if now else _engine_drain_s(run) + 10.0)
+    try:
+        targets.load(handle.target).cancel(run, handle, _NOW_GRACE_S if now else _engine_drain_s(run) + 10.0)
+    except LeftBehind as exc:  # the rest ends all the same
+        say(f"{exc.message}. {exc.hint}")
+        run.add_event("left behind", exc.message)
     swept = processes.sweep(str(run.path))
     # What an engine mapped when it was last seen: its own helpers may have been killed with it.
     told = [replica.announcement for replica in (last.replicas if last else ()) if replica.announcement]
@@ -402,6 +474,23 @@ def _private_folders(run_id: str) -> Iterator[Path]:
     return Path(tempfile.gettempdir()).glob(f"penstock-{run_id}-*")
 
 
+def plan_now(deployment: Deployment) -> Plan:
+    """The plan that `up` would make of the target's machines as they are; nothing else is checked.
+
+    Raises UserError or PlanError.
+    """
+    target, existing = targets.load(deployment.target), _not_ended(deployment.name)
+    machines = _machines(target, deployment, existing)
+    machine = preflight.as_named(deployment, preflight.least(machines), is_rehearsal=False)
+    return make_plan(deployment, machine, sharing(target, deployment, len(machines), deployment.replicas.min))
+
+
+def holds_port(deployment: Deployment) -> bool:
+    """Whether the port of a deployment is taken by its own gateway, which runs."""
+    existing = _not_ended(deployment.name)
+    return existing is not None and _holds(existing, deployment)
+
+
 def check_deployment(deployment: Deployment) -> Finding:
     """`doctor`'s last line: whether `up` would accept this deployment now, and if not, why."""
     try:
@@ -416,10 +505,11 @@ def check_deployment(deployment: Deployment) -> Finding:
 class Leftover(msgspec.Struct, frozen=True):
     """Something of ours that no living deployment owns."""
 
-    kind: str  # "process", "folder" (temporary), "run" (an ended deployment's folder)
+    kind: str  # "process", "folder" (temporary), "run" (an ended deployment's folder), "host" (not reached by `down`)
     name: str
     what: str
     process: Marked | None = None
+    left: runs.Left | None = None
 
 
 def leftovers(with_ended_runs: bool = False) -> list[Leftover]:
@@ -436,6 +526,7 @@ def leftovers(with_ended_runs: bool = False) -> list[Leftover]:
         match = _PRIVATE_FOLDER.match(path.name)
         if match and path.is_dir() and match.group(1) not in owned:
             found.append(Leftover("folder", str(path), "temporary folder of an engine"))
+    found += [Leftover("host", left.place, left.what, left=left) for left in runs.every_left()]
     if with_ended_runs:
         found += [Leftover("run", str(run.path), f'folder of the ended deployment "{run.name}"') for run in ended]
     return found
@@ -463,7 +554,12 @@ def clean(found: list[Leftover]) -> list[Leftover]:
     processes.unlink_shared_memory(segments)
     left = [item for item in found if item.process is not None and item.process.pid in stuck]
     for item in found:
-        if item.process is None:
+        if item.left is not None:
+            try:
+                targets.load(item.left.target).finish(item.left.facts)
+            except PenstockError:
+                left.append(item)
+        elif item.process is None:
             with contextlib.suppress(OSError):
                 shutil.rmtree(item.name)
             if Path(item.name).exists():

@@ -26,10 +26,10 @@ _MAX_LINE_BYTES = 64 * 1024
 _SEARCH_PATHS = ("PYTHONPATH", "LD_LIBRARY_PATH")  # an engine's come before the user's, and do not replace them
 
 
-def private_folder(run_id: str, replica: str) -> Path:
+def private_folder(run_id: str, replica: str, part: str = "") -> Path:
     """The engine's own temporary folder: short, since Unix sockets go in it, and known beforehand, so that it is
-    removed also after a crash."""
-    return Path(tempfile.gettempdir()) / f"penstock-{run_id}-{replica}"
+    removed also after a crash. `part` tells the processes of one replica on one machine apart."""
+    return Path(tempfile.gettempdir()) / f"penstock-{run_id}-{replica}{part}"
 
 
 def free_port(host: str) -> int:
@@ -40,12 +40,21 @@ def free_port(host: str) -> int:
 
 
 class EngineProcess:
-    """A running engine. `on_line` is called for every line of its output, from a thread of ours."""
+    """A running engine. `on_line` is called for every line of its output, from a thread of ours.
 
-    def __init__(self, command: Command, folder: Path, run: str, replica: str, on_line: Callable[[str], None]) -> None:
+    `end` also ends what else carries this node's marks (`replica`, and `rank` where a replica has several nodes).
+    """
+
+    def __init__(
+        self,
+        command: Command,
+        folder: Path,
+        marks: processes.Marks,
+        on_line: Callable[[str], None] | None = None,
+    ) -> None:
         self.folder = folder
         self.tail: collections.deque[str] = collections.deque(maxlen=_TAIL_LINES)
-        self._run, self._replica, self._on_line = run, replica, on_line
+        self._marks, self._on_line = marks, on_line
         shutil.rmtree(folder, ignore_errors=True)
         (folder / "tmp").mkdir(parents=True, mode=0o700)
         for name, text in command.files.items():
@@ -81,14 +90,33 @@ class EngineProcess:
         return tuple(found)
 
     def end(self, grace_s: float) -> None:
-        """SIGTERM, wait `grace_s`, then kill all that it started. Blocks; safe to repeat; its folder goes too."""
+        """SIGTERM, wait `grace_s`, then kill all with these marks. Blocks; safe to repeat; its folder goes too."""
         segments = processes.shared_memory(self.processes())
+        self._end_polite(grace_s)
+        # An engine's children outlive a killed parent (vLLM's EngineCore does), so the mark finds them, not the pid.
+        processes.sweep(self._marks.run, self._marks.replica, self._marks.rank)
+        self._finish(segments)
+
+    def end_alone(self) -> None:
+        """As `end`, for a helper beside the engine: only itself and what it forked."""
+        segments = processes.shared_memory(self.processes())
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self._finish(segments)
+
+    def join_output(self) -> None:
+        """After its end: until all its output is read."""
+        self._reader.join(5)
+
+    def _end_polite(self, grace_s: float) -> None:
         if self.exit_code() is None and grace_s > 0:
             self._child.send_signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._child.wait(grace_s)
-        # An engine's children outlive a killed parent (vLLM's EngineCore does), so the mark finds them, not the pid.
-        processes.sweep(self._run, self._replica)
+        if self.exit_code() is None:
+            self._child.kill()
+
+    def _finish(self, segments: list[str]) -> None:
         self._child.wait(10)
         self._reader.join(5)
         processes.unlink_shared_memory(segments)
@@ -111,7 +139,8 @@ class EngineProcess:
         if text:
             print(text, flush=True, file=sys.stdout)
             self.tail.append(text)
-            self._on_line(text)
+            if self._on_line is not None:
+                self._on_line(text)
 
 
 def _environment(extra: Mapping[str, str], folder: Path) -> dict[str, str]:

@@ -131,6 +131,20 @@ def _local_header(path: Path) -> Header:
         raise ValueError(f"the header of {path} could not be read: {exc}") from exc
 
 
+def wanted_shards(folder: Path) -> list[str]:
+    """Names of the safetensors files that an engine would read from a folder: the index's, else those that are there.
+
+    None where its index cannot be read.
+    """
+    if not (folder / INDEX).is_file():
+        return _shards_in(folder)
+    try:
+        index = json.loads((folder / INDEX).read_text("utf-8"))
+    except (OSError, ValueError):
+        return []
+    return _shards_of(index) if isinstance(index, dict) else []
+
+
 def _shards_of(index: Mapping[str, Any]) -> list[str]:
     """The files that an index names; names that lead out of the folder are none."""
     table = index.get("weight_map")
@@ -236,8 +250,8 @@ def _without_network(name: str, why: str) -> Facts | None:
     kept = _read_kept(name)
     if kept is not None:
         return _noted(kept.facts, f"{why}; using what an earlier plan read of {name}")
-    snapshot = _hub_snapshot(name)
-    if snapshot is not None:
+    snapshot = hub_snapshot(name, hub_cache())
+    if snapshot is not None and (snapshot / "config.json").is_file():
         found = msgspec.structs.replace(read_folder(snapshot, name), hub_id=name)
         return _noted(found, f"{why}; using the hub's cache in {snapshot}")
     if catalog.has_model(name):
@@ -250,20 +264,24 @@ def _noted(facts: Facts, note: str) -> Facts:
     return msgspec.structs.replace(facts, notes=(note, *facts.notes))
 
 
-def _hub_snapshot(name: str) -> Path | None:
-    """The folder where huggingface_hub keeps the main revision of a repository, when it has its config.json.
+def hub_cache() -> Path:
+    """The folder where huggingface_hub keeps what it fetched on this machine."""
+    home = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
+    return Path(os.environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
+
+
+def hub_snapshot(name: str, cache: Path) -> Path | None:
+    """The folder where a cache keeps the main revision of a repository; None when it has not.
 
     https://huggingface.co/docs/huggingface_hub/guides/manage-cache
     """
-    home = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
-    cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
     repository = cache / f"models--{name.replace('/', '--')}"
     try:
         commit = (repository / "refs" / "main").read_text("utf-8").strip()
     except OSError:
         return None
     snapshot = repository / "snapshots" / commit
-    return snapshot if (snapshot / "config.json").is_file() else None
+    return snapshot if snapshot.is_dir() else None
 
 
 def _kept_path(name: str) -> Path:

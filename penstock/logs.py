@@ -30,7 +30,7 @@ def lines(run: Run, part: str, replica: str | None, last: int | None, follow: bo
 
 def _replica_lines(run: Run, replica: str | None, last: int | None, follow: bool) -> Iterator[str]:
     handle = run.handle()
-    names = _logged(run) or list(handle.replicas)
+    names = sorted({*_logged(run), *handle.replicas})
     if replica is not None and replica not in names:
         raise UserError(f'cannot find replica "{replica}" of "{run.name}"', hint=f"It has: {', '.join(names)}.")
     target = targets.load(handle.target)

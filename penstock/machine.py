@@ -48,7 +48,7 @@ def _cgroup_bytes(name: str) -> int | None:
 
 def gpus() -> list[Gpu]:
     """NVIDIA GPUs as nvidia-smi lists them; of those in CUDA_VISIBLE_DEVICES where it is set; none when it fails."""
-    text = _nvidia_smi("--query-gpu=index,uuid,name,memory.total,memory.free", "--format=csv,noheader,nounits")
+    text = nvidia_smi("--query-gpu=index,uuid,name,memory.total,memory.free", "--format=csv,noheader,nounits")
     return parse_gpus(text, os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
@@ -56,12 +56,12 @@ def links(indices: Collection[int]) -> Links | None:
     """How these GPUs are joined, as the driver tells it. None when it does not tell. Blocks a second or two."""
     if len(indices) == 1:
         return Links(1, 1)
-    topology, peers = (parse_matrix(_nvidia_smi("topo", *words)) for words in (("-m",), ("-p2p", "r")))
-    return links_of(topology, peers, parse_rate(_nvidia_smi("nvlink", "--status")), indices)
+    topology, peers = (parse_matrix(nvidia_smi("topo", *words)) for words in (("-m",), ("-p2p", "r")))
+    return links_of(topology, peers, parse_rate(nvidia_smi("nvlink", "--status")), indices)
 
 
-def _nvidia_smi(*words: str) -> str:
-    """What it prints; nothing when it is not there, fails or hangs."""
+def nvidia_smi(*words: str) -> str:
+    """What nvidia-smi prints; nothing when it is not there, fails or hangs."""
     if shutil.which("nvidia-smi") is None:
         return ""
     try:

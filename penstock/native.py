@@ -27,7 +27,7 @@ from penstock.errors import PenstockError, UserError
 
 SWITCH = "PENSTOCK_NATIVE"
 # What a request and a chunk pass through. Not those with msgspec structs whose options matter: mypyc drops them.
-MODULES = tuple(
+MODULES = tuple(f"penstock.{name}" for name in ("bench.tap", "bench.wire")) + tuple(
     f"penstock.gateway.{name}"
     for name in (
         *("access", "accounting", "desk", "exposition", "fleet", "forward", "health", "http1", "memory", "peek"),
@@ -52,8 +52,9 @@ def folder() -> Path:
     """Where the code of these sources is, or would be."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     digest = hashlib.sha256(_SUFFIX.encode())
-    # All of the package counts: what a compiled module calls may have changed its shape.
-    for path in sorted((_ROOT / "penstock" / "gateway").glob("*.py")):
+    # All of the gateway counts: what a compiled module calls may have changed its shape.
+    bench = [_ROOT / "penstock" / "bench" / f"{name}.py" for name in ("alarm", "tap", "wire")]
+    for path in sorted([*(_ROOT / "penstock" / "gateway").glob("*.py"), *bench]):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return cache / "penstock" / "native" / digest.hexdigest()[:20]
 

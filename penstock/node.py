@@ -21,12 +21,19 @@ from pathlib import Path
 
 import msgspec
 
-from penstock import engines, metrics, processes
-from penstock.announce import Announcement, EngineLoad, Process, Progress, ReplicaState, Restart
+from penstock import engines, formation, metrics, processes
+from penstock.announce import Announcement, EngineLoad, NodeView, Process, Progress, ReplicaState, Restart
 from penstock.client import Client, HttpError, NoAnswer
-from penstock.engine_process import EngineProcess, free_port, private_folder
-from penstock.engines import Diagnosis, Engine, Place, Seen
+from penstock.crew import Lead
+from penstock.engine_process import EngineProcess
+from penstock.engines import Diagnosis, Engine, Seen
 from penstock.errors import PenstockError
+from penstock.follower import Follower
+from penstock.formation import Formation
+from penstock.messenger import Admin, Announcer
+from penstock.node_facts import NodeFacts, this_node
+from penstock.parts import Footing, Parts, Seat
+from penstock.rendezvous import Group
 from penstock.targets import Launch
 from penstock.units import show_seconds
 
@@ -43,6 +50,7 @@ _CALM_AFTER_S = 600.0
 _KEPT_RESTARTS = 10
 _TAIL_SHOWN = 20
 _ADAPTERS_MAX = 1024
+_END_S = _ENGINE_GRACE_S + 3.0  # what ending an engine takes, with what it left
 _LAST_WORD_S = 30.0  # a failed start is announced for this long: its gateway may still be starting
 
 
@@ -67,62 +75,23 @@ class StallWatch:
         return now_s - self._since_s
 
 
-class Announcer(threading.Thread):
-    """Tells the gateway the newest announcement: every second, and at once when it changes."""
-
-    def __init__(self, launch: Launch) -> None:
-        super().__init__(name="announcer", daemon=True)
-        token = Path(launch.token_file).read_text("utf-8").strip()
-        self._client = Client(launch.announce_url, api_key=token, timeout_s=3.0)
-        self._changed = threading.Condition()
-        self._newest: Announcement | None = None
-        self._told: Announcement | None = None
-        self._refused: Announcement | None = None
-
-    def tell(self, announcement: Announcement) -> None:
-        with self._changed:
-            if announcement != self._newest:
-                self._newest = announcement
-                self._changed.notify_all()
-
-    def is_told(self) -> bool:
-        with self._changed:
-            return self._told == self._newest
-
-    def wait_told(self, timeout_s: float) -> None:
-        """Block until the gateway has the newest announcement or cannot be reached, or the time is over."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._newest in (self._told, self._refused), timeout_s)
-
-    def run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._newest is not None and self._newest != self._told, 1.0)
-                newest = self._newest
-            if newest is None:
-                continue
-            try:
-                self._client.post_json("/admin/announce", msgspec.to_builtins(newest))
-            except PenstockError:
-                self._note(refused=newest)
-                time.sleep(0.5)  # the gateway is down or starting: the controller sees to it
-                continue
-            self._note(told=newest)
-
-    def _note(self, told: Announcement | None = None, refused: Announcement | None = None) -> None:
-        with self._changed:
-            self._told, self._refused = told or self._told, refused
-            self._changed.notify_all()
-
-
 class Node:
     """Supervises one engine until told to stop."""
 
-    def __init__(self, launch: Launch, replica: str, engine: Engine) -> None:
-        self.launch, self.plan, self.replica, self.engine = launch, launch.plan, replica, engine
-        self.announcer = Announcer(launch)
+    def __init__(self, launch: Launch, seat: Seat, engine: Engine, admin: Admin, claims_gpus: bool = False) -> None:
+        self.launch, self.plan, self.replica, self.engine = launch, launch.plan, seat.replica, engine
+        self.announcer = Announcer(admin)
         self.stops = 0
+        self._seat, self._admin = seat, admin
+        self._footing = Footing(self.plan, seat, claims_gpus)
         self._wake = threading.Event()
+        self._parts = Parts(self.plan, engine, seat, self._is_stopped)
+        self._lead: Lead | None = None
+        if self.plan.n_nodes > 1 or self.plan.executor == "ray":
+            group = Group(admin, seat.replica, seat.rank)
+            group.start()
+            self._lead = Lead(self.plan, group, seat.hosts, self._is_stopped)
+        self._nodes: tuple[NodeView, ...] = ()
         self._state: ReplicaState = "starting"
         self._reason: str | None = None
         self._hint: str | None = None
@@ -131,6 +100,8 @@ class Node:
         self._was_ready = False
         self._ready_after_s: float | None = None
         self._started_at = time.time()
+        self._own_url = ""  # how we call the engine ourselves
+        self._key: str | None = None
         self._url: str | None = None
         self._seen = Seen(Progress("imports", fraction=0.0))
         self._process: EngineProcess | None = None
@@ -144,6 +115,9 @@ class Node:
     def stop(self, *_: object) -> None:
         self.stops += 1
         self._wake.set()
+
+    def _is_stopped(self) -> bool:
+        return self.stops > 0
 
     def run(self) -> int:
         """Until a stop (0) or a failed start (1)."""
@@ -165,14 +139,15 @@ class Node:
             self._pause(pause_s(failures))
         self._announce("stopping")
         self.announcer.wait_told(2.0)
+        self._end_crew("stopping")
         return 0
 
     def _one_life(self) -> Diagnosis | None:
         """One engine from its start to its end: why it ended, or None when we were told to stop."""
-        self._start()
-        assert self._process is not None
         try:
-            diagnosis = self._until_ready()
+            diagnosis = self._start()
+            if diagnosis is None and not self.stops:
+                diagnosis = self._until_ready()
             if diagnosis is None and not self.stops:
                 diagnosis = self._while_ready()
             if diagnosis is None:
@@ -180,24 +155,94 @@ class Node:
             return diagnosis
         finally:
             # An engine that is still loading ignores SIGTERM (vLLM) and has nothing to lose.
-            self._process.end(_ENGINE_GRACE_S if self._state == "stopping" and self._ready_after_s else 0.0)
+            self._parts.end(_ENGINE_GRACE_S if self._state == "stopping" and self._ready_after_s else 0.0)
+            if self._lead is not None and not self.stops:
+                self._lead.over()
             # What it mapped when it was last seen: it may have been killed together with its children.
             processes.unlink_shared_memory(self._segments)
             self._url = self._load = None
 
-    def _start(self) -> None:
-        host = "127.0.0.1"
-        port = free_port(host)
-        run_id = os.environ.get(processes.MARK_RUN_ID, str(os.getpid()))
-        folder = private_folder(run_id, self.replica)
-        command = self.engine.command(self.plan, Place(host, port, str(folder), sys.executable))
-        print(f"penstock: starting {' '.join(command.argv)}", flush=True)
+    def _start(self) -> Diagnosis | None:
+        """Start the engine, on all its nodes; why that cannot be, or None."""
         self._seen = Seen(Progress("imports", fraction=0.0))
         self._started_at, self._ready_after_s = time.time(), None
-        run = os.environ[processes.MARK_RUN]
-        self._process = EngineProcess(command, folder, run, self.replica, self._on_line)
-        self._url = f"http://{host}:{port}"
+        problem = self._find_footing()
+        if problem is not None:
+            return problem
+        made: Formation | None = None
+        if self._lead is not None:
+            found = self._form(self._lead)
+            if not isinstance(found, Formation):
+                return found
+            made = found
+        host = "127.0.0.1"
+        if self.launch.listen == "network":
+            address = made.head.address if made else self._own_address()
+            if address is None:
+                return None
+            host = address
+        key = self._admin.engine_key if self.launch.listen == "network" else None
+        where = self._parts.start_engine(host, key, made, self._on_line)
+        self._process, self._key = self._parts.engine, key
+        self._own_url, self._url = where, self._seat.url or where
         self._announce("starting")
+        return None
+
+    def _own_address(self) -> str | None:
+        """Where the gateway's host reaches this machine; None when we were told to stop.
+
+        The gateway may start after us, and until it answers nobody can say which address that is.
+        """
+        is_told = False
+        where = self.launch.announce_file or ", ".join(self.launch.announce_urls)
+        while not self.stops:
+            found = self._admin.own_address()
+            if found is not None:
+                return found
+            if not is_told:
+                print(f"penstock: waiting for the gateway at {where}", flush=True)
+            is_told = True
+            self._pause(_TICK_S)
+        return None
+
+    def _find_footing(self) -> Diagnosis | None:
+        """The model and the GPUs, found once; why not, or None."""
+        if self._state != "restarting":
+            self._announce("starting")
+        try:
+            plan, self._seat = self._footing.find()
+        except PenstockError as exc:
+            return Diagnosis(exc.message, exc.hint, is_final=not exc.is_retryable)
+        self._parts.settle(plan, self._seat)
+        return None
+
+    def _form(self, lead: Lead) -> Formation | Diagnosis | None:
+        """All nodes together, with Ray over them where the plan says so."""
+
+        def on_wait(what: str, nodes: tuple[NodeView, ...]) -> None:
+            self._seen, self._nodes = Seen(Progress(what, fraction=0.0)), nodes
+            self._announce("restarting" if self._n_restarts else "starting")
+
+        # Nodes that were together once come back some time; at a first start somebody waits and wants to know.
+        patience_s = None if self._was_ready else self.plan.join_timeout_s
+        made = lead.form(_facts(self._seat), patience_s, on_wait)
+        if not isinstance(made, Formation):
+            return made
+        self._nodes = lead.views()
+        print("\n".join(f"penstock: {line}" for line in formation.table(self._nodes)), flush=True)
+        if self.plan.executor != "ray":
+            lead.tell_go(made)  # they start while we do, and vLLM's own processes wait for each other
+            return made
+        self._seen = Seen(Progress("ray", fraction=0.0))
+        self._announce("starting")
+        self._parts.start_ray(made)
+        problem = self._parts.wait_ray_head(made) or lead.go(made) or self._parts.check_ray(made)
+        return problem or (None if self.stops else made)
+
+    def _end_crew(self, phase: str) -> None:
+        if self._lead is not None:
+            self._lead.over(phase)
+            self._lead.wait_said(2.0)
 
     def _on_line(self, line: str) -> None:
         seen = self.engine.read(line, self._seen, self.plan)
@@ -207,12 +252,15 @@ class Node:
                 self._announce("loading")
 
     def _until_ready(self) -> Diagnosis | None:
-        assert self._process is not None and self._url is not None
+        assert self._process is not None and self._own_url is not None
         deadline = time.monotonic() + self.plan.start_timeout_s
         while not self.stops:
             code = self._process.exit_code()
             if code is not None:
                 return self._death(code)
+            trouble = self._trouble()
+            if trouble is not None:
+                return trouble
             if time.monotonic() > deadline:
                 limit = show_seconds(self.plan.start_timeout_s)
                 return Diagnosis(f"it was not ready after {limit} (engine.start_timeout_s)")
@@ -223,7 +271,7 @@ class Node:
                 self._reason = None
                 self._adapters = self._find_adapters()
                 self._announce("ready")
-                print(f"penstock: ready after {show_seconds(self._ready_after_s)} at {self._url}", flush=True)
+                print(f"penstock: ready after {show_seconds(self._ready_after_s)} at {self._own_url}", flush=True)
                 return None
             self._pause(_TICK_S)
         return None
@@ -237,7 +285,7 @@ class Node:
             if code is not None:
                 return self._death(code)
             # Every tick (0.1 ms): its server lives on for a moment, and answers every request with an error.
-            lost = self._lost_process()
+            lost = self._lost_process() or self._trouble()
             if lost:
                 return lost
             now = time.monotonic()
@@ -258,9 +306,9 @@ class Node:
         return None
 
     def _check_health(self, missed: int) -> tuple[int, Diagnosis | None]:
-        assert self._url is not None and self._process is not None
+        assert self._process is not None
         try:
-            Client(self._url, timeout_s=_HEALTH_TIMEOUT_S).get_text("/health")
+            Client(self._own_url, self._key, timeout_s=_HEALTH_TIMEOUT_S).get_text("/health")
         except PenstockError as exc:
             if self._process.exit_code() is not None:
                 return missed, None  # the loop reads its death, which says more
@@ -268,6 +316,12 @@ class Node:
                 return missed + 1, None
             return missed, self._lost_process() or Diagnosis(f"its health check failed: {exc.message}")
         return 0, None
+
+    def _trouble(self) -> Diagnosis | None:
+        """What ended a part of the engine that is not its own process: another node, or Ray."""
+        if self._parts.ray_has_ended():
+            return Diagnosis(f"Ray ended on this node: {self._parts.ray_words()}")
+        return self._lead.trouble() if self._lead is not None else None
 
     def _lost_process(self) -> Diagnosis | None:
         """A process that the engine cannot live without is gone, often seconds before the engine notices."""
@@ -293,43 +347,40 @@ class Node:
 
     def _look_at_processes(self) -> None:
         """Walks the process table: not on every tick."""
-        is_running = self._process is not None and self._process.exit_code() is None
-        self._processes = self._process.processes() if self._process and is_running else ()
-        self._segments = tuple(processes.shared_memory(self._processes))
+        self._processes = self._parts.look()
+        self._segments = tuple(sorted(self._parts.segments))
 
     def _metrics(self) -> dict[str, float] | None:
-        assert self._url is not None
         try:
-            return metrics.parse(Client(self._url, timeout_s=_HEALTH_TIMEOUT_S).get_text("/metrics"))
+            return metrics.parse(Client(self._own_url, self._key, timeout_s=_HEALTH_TIMEOUT_S).get_text("/metrics"))
         except PenstockError:
             return None
 
     def _find_adapters(self) -> tuple[str, ...]:
         """The names that the engine serves beside the model's own."""
-        assert self._url is not None
         try:
-            rows = Client(self._url, timeout_s=_HEALTH_TIMEOUT_S).get_json("/v1/models").get("data") or []
+            rows = (
+                Client(self._own_url, self._key, timeout_s=_HEALTH_TIMEOUT_S).get_json("/v1/models").get("data") or []
+            )
         except PenstockError:
             return ()
         names = [row["id"] for row in rows if isinstance(row, dict) and isinstance(row.get("id"), str)]
         return tuple(name for name in names if name not in self.plan.served_names)[:_ADAPTERS_MAX]
 
     def _answers(self) -> bool:
-        assert self._url is not None
         try:
-            Client(self._url, timeout_s=_HEALTH_TIMEOUT_S).get_text("/health")
+            Client(self._own_url, self._key, timeout_s=_HEALTH_TIMEOUT_S).get_text("/health")
         except PenstockError:
             return False
         return True
 
     def _probe(self) -> bool:
         """One token: an engine may be healthy and die of its first request (vLLM with a pipeline did)."""
-        assert self._url is not None
         if self._state != "warming":
             self._announce("warming")
         body = {"model": self.plan.served_names[0], "prompt": "1", "max_tokens": 1, "temperature": 0}
         try:
-            answer = Client(self._url, timeout_s=_PROBE_TIMEOUT_S).post_json("/v1/completions", body)
+            answer = Client(self._own_url, self._key, timeout_s=_PROBE_TIMEOUT_S).post_json("/v1/completions", body)
         except PenstockError as exc:
             if isinstance(exc, HttpError) and exc.status in _NO_SUCH_ROUTE:
                 print("penstock: this model generates no text, so its health alone makes it ready", flush=True)
@@ -368,10 +419,11 @@ class Node:
         self._announce("restarting")
 
     def _fail(self, diagnosis: Diagnosis) -> None:
-        assert self._process is not None
-        self._tail = tuple(engines.telling_lines(self._process.tail, diagnosis.line, _TAIL_SHOWN))
+        if self._process is not None:
+            self._tail = tuple(engines.telling_lines(self._process.tail, diagnosis.line, _TAIL_SHOWN))
         self._reason, self._hint = diagnosis.reason, diagnosis.hint
         self._announce("failed")
+        self._end_crew("failed")
         deadline = time.monotonic() + _LAST_WORD_S
         while time.monotonic() < deadline and not self.announcer.is_told():
             self.announcer.wait_told(1.0)
@@ -406,24 +458,83 @@ class Node:
                 measured=self._seen.measured,
                 load=self._load if state == "ready" else None,
                 adapters=self._adapters,
+                nodes=self._lead.views() or self._nodes if self._lead else (),
             )
         )
 
 
+def _facts(seat: Seat) -> NodeFacts:
+    """This node, with the GPUs that it gives."""
+    facts = this_node()
+    if not seat.gpus:
+        return facts
+    gpus = tuple(gpu for gpu in facts.machine.gpus if gpu.index in seat.gpus)
+    return msgspec.structs.replace(facts, machine=msgspec.structs.replace(facts.machine, gpus=gpus))
+
+
+def _follow(launch: Launch, seat: Seat, engine: Engine, admin: Admin, claims_gpus: bool) -> Follower:
+    """The part of a node that is not the first of its replica."""
+    plan, footing = launch.plan, Footing(launch.plan, seat, claims_gpus)
+    group = Group(admin, seat.replica, seat.rank)
+    group.start()
+
+    def start(made: Formation) -> Parts:
+        parts = Parts(plan, engine, seat, lambda: False)
+        parts.settle(*footing.find())
+        if plan.executor == "ray":
+            parts.start_ray(made)
+        else:
+            parts.start_engine(made.spots[seat.rank].address, None, made, None)
+        return parts
+
+    return Follower(plan, group, engine, lambda: _facts(footing.find()[1]), start)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Supervise one replica of a launch; the exit code of the process."""
+    """Supervise one node of a replica of a launch; the exit code of the process."""
     parser = argparse.ArgumentParser(prog="penstock.node")
     parser.add_argument("launch", type=Path)
     parser.add_argument("--replica", required=True)
+    parser.add_argument("--rank", type=int, default=0, help="of this node among those of the replica")
+    parser.add_argument("--hosts", default="", help="names of the replica's nodes by rank, with commas")
+    parser.add_argument("--port", type=int, help="where the engine listens (default: a free port)")
+    parser.add_argument("--url", help="how the gateway calls the engine (default: where it listens)")
+    parser.add_argument("--announce", action="append", help="the gateway's admin address as seen from here")
+    parser.add_argument(
+        "--kill-after", type=float, help="SIGTERM is followed by SIGKILL after so many seconds: be done before"
+    )
+    parser.add_argument("--claim-gpus", action="store_true", help="take free GPUs that no other node has")
     options = parser.parse_args(argv)
     launch = msgspec.json.decode(options.launch.read_bytes(), type=Launch)
     os.environ.setdefault(processes.MARK_RUN, str(options.launch.parent.parent))
-    os.environ.setdefault(processes.MARK_REPLICA, options.replica)
-    node = Node(launch, options.replica, engines.load(launch.plan.engine))
-    handler: Callable[..., None] = node.stop
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, handler)
-    return node.run()
+    os.environ[processes.MARK_REPLICA] = options.replica
+    if launch.plan.n_nodes > 1:
+        os.environ[processes.MARK_RANK] = str(options.rank)
+    hosts = tuple(name for name in options.hosts.split(",") if name)
+    seat = Seat(options.replica, options.rank, options.port, options.url, hosts)
+    file = Path(launch.announce_file) if launch.announce_file and not options.announce else None
+    admin = Admin(options.announce or launch.announce_urls, Path(launch.token_file).read_text("utf-8").strip(), file)
+    engine = engines.load(launch.plan.engine)
+    make = Node if seat.rank == 0 else _follow
+    supervisor = make(launch, seat, engine, admin, options.claim_gpus)
+    handler: Callable[..., None] = supervisor.stop
+
+    terms = []
+
+    def on_term(*_: object) -> None:
+        terms.append(1)
+        handler()
+        if options.kill_after is not None:
+            # A stop that does not wait any more, while there is time to end the engine.
+            timer = threading.Timer(max(0.5, options.kill_after - _END_S), handler)
+            timer.daemon = True
+            timer.start()
+
+    signal.signal(signal.SIGTERM, on_term)
+    signal.signal(signal.SIGINT, handler)
+    code = supervisor.run()
+    # Who reads it knows then that a scheduler ended this node, and not who asked it to drain.
+    return 128 + signal.SIGTERM if terms and options.kill_after is not None and code == 0 else code
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from penstock import processes, targets
@@ -28,18 +30,46 @@ class History(msgspec.Struct, frozen=True):
 
 
 class Observation(msgspec.Struct, frozen=True):
-    """One look: placements by replica, the gateway's view (None when it does not answer)."""
+    """One look: placements by replica, the gateway's view (None when it does not answer).
+
+    Of a gateway that the target places: its part as it is now, and what the target says (None when it cannot).
+    """
 
     placements: dict[str, Placement]
     view: GatewayView | None
     gateway_is_alive: bool
+    gateway: Part | None = None
+    gateway_jobs: dict[str, Placement] | None = None
 
 
 def look(run: Run, handle: Handle, gateway: Part) -> Observation:
     """Ask the target and the gateway. Blocks for at most a few seconds."""
-    placements = targets.load(handle.target).status(run, handle) if handle.replicas else {}
+    target = targets.load(handle.target)
+    placements = target.status(run, handle) if handle.replicas else {}
+    if run.is_gateway_placed:
+        jobs = target.gateway_jobs(run)
+        part = gateway if jobs is None else _placed(run, gateway, jobs)
+        is_alive = part.state == "running"
+        return Observation(placements, admin_view(run) if is_alive else None, is_alive, part, jobs)
     alive = gateway.process is not None and processes.is_alive(gateway.process)
     return Observation(placements, admin_view(run) if alive else None, alive)
+
+
+def _placed(run: Run, last: Part, jobs: dict[str, Placement]) -> Part:
+    """The gateway's part, from its target's word and the address that its newest job wrote."""
+    alive = {job: place for job, place in jobs.items() if place.state in ("queued", "placed")}
+    serving = run.gateway_address().job if run.gateway_address_file.exists() else None
+    names = list(jobs)
+    newest = next(reversed(alive), None)
+    if serving in alive:
+        note = "; ".join(filter(None, (alive[job].reason for job in dict.fromkeys((serving, newest)) if job)))
+        return msgspec.structs.replace(last, state="running", job=serving, note=note)
+    # One that is older than the last that served cannot take its address back.
+    if newest is None or (serving in names and names.index(serving) > names.index(newest)):
+        return msgspec.structs.replace(last, state="gone", note=None)
+    place = jobs[newest]
+    state: Literal["queued", "starting"] = "queued" if place.state == "queued" else "starting"
+    return msgspec.structs.replace(last, state=state, job=newest, note=place.reason)
 
 
 def admin_client(run: Run) -> Client:
@@ -82,9 +112,15 @@ def summarise(desired: Desired, seen: Observation, history: History, now: float)
                 n_restarts=len(earlier) + (told.n_restarts if told else 0),
                 restarts=restarts[-10:],
                 reason=placement.reason or (told.reason if told else None),
+                starts_at=placement.starts_at,
+                ends_at=placement.ends_at,
             )
         )
     gateway = msgspec.structs.replace(history.gateway, state="running" if seen.gateway_is_alive else "gone")
+    if seen.gateway is not None:
+        gateway = msgspec.structs.replace(
+            seen.gateway, n_restarts=history.gateway.n_restarts, restarts=history.gateway.restarts
+        )
     return State(
         observed_at=round(now, 3),
         phase=_phase(desired, replicas, seen, history.was_ready),
@@ -98,6 +134,8 @@ def summarise(desired: Desired, seen: Observation, history: History, now: float)
 
 
 def _replica_state(placement: Placement, told: str | None) -> str:
+    if placement.state == "broken":  # its first node may be alive, and says more
+        return told if told and told != "ready" else "broken"
     if placement.state != "placed":
         return placement.state
     return told or "starting"

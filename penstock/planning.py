@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from penstock import catalog, measured
-from penstock.catalog import GpuFacts
+from penstock.catalog import GpuFacts, LinkFacts
 from penstock.engines import vllm_names
 from penstock.engines.vllm import pass_through
 from penstock.plan import Gpu, Machine
@@ -21,17 +21,25 @@ from penstock.plan.refusals import NotModelled
 from penstock.plan.sizing import Facts, Sizing, SizingRequest
 from penstock.plan.solve import key_of, sizing_of
 from penstock.spec import Deployment, Parallel, Scalar
+from penstock.units import bare_flag
 
 _Value = Scalar | list[Scalar]
 
 
-def solve(request: SizingRequest, card: GpuFacts | None = None, with_measured: bool = True) -> Sizing:
+def solve(
+    request: SizingRequest,
+    card: GpuFacts | None = None,
+    with_measured: bool = True,
+    network: LinkFacts | None = None,
+) -> Sizing:
     """The planner's answer, with what facts and kept values want said among its warnings.
 
-    `card` is the GPU where the catalogue may not have it.  Raises NotModelled and UserError.
+    `card` is the GPU where the catalogue may not have it, `network` a measured one in place of the named one.
+    Raises NotModelled and UserError.
     """
     gpu = card or catalog.gpu(request.gpu)
-    network = catalog.link(request.network) if request.network else None
+    if network is None and request.network:
+        network = catalog.link(request.network)
     kept, damage = measured.read(_kept_under(request, gpu)) if with_measured else ({}, ())
     sizing = sizing_of(request, gpu, network, kept)
     notes = (*request.facts.notes, *damage, *_uncounted(request.more_args))
@@ -39,10 +47,18 @@ def solve(request: SizingRequest, card: GpuFacts | None = None, with_measured: b
     return msgspec.structs.replace(sizing, warnings=(*more, *sizing.warnings)) if more else sizing
 
 
-def size(deployment: Deployment, of_model: Facts, machine: Machine, engine_version: str, n_replicas: int) -> Sized:
+def size(
+    deployment: Deployment,
+    of_model: Facts,
+    machine: Machine,
+    engine_version: str,
+    n_replicas: int,
+    network: LinkFacts | None = None,
+) -> Sized:
     """What the planner says of `n_replicas` of a deployment on the GPUs of a machine.
 
-    What is not modelled is no error here. Raises UserError for what cannot be understood.
+    `network` is a measured one between its machines, in place of the file's. What is not modelled is no error here.
+    Raises UserError for what cannot be understood.
     """
     card = card_of(machine.gpus)
     of_model = msgspec.structs.replace(of_model, notes=(*of_model.notes, *notes_of(card)))
@@ -54,7 +70,7 @@ def size(deployment: Deployment, of_model: Facts, machine: Machine, engine_versi
         links=machine.links,
     )
     try:
-        sizing = solve(request, card)
+        sizing = solve(request, card) if network is None else solve(request, card, network=network)
     except NotModelled as error:
         return Sized(not_modelled=error.message)
     return Sized(sizing, _kept_under(request, card))
@@ -109,7 +125,7 @@ def _planned(args: Mapping[str, _Value]) -> tuple[dict[str, Any], dict[str, _Val
     more: dict[str, _Value] = {}
     kinds = {field.name: field.type for field in msgspec.structs.fields(SizingRequest)}
     for key, value in args.items():
-        flag = _flag(key)
+        flag = bare_flag(key)
         given: object = True if value is None else value
         if flag.startswith("no-") and flag.removeprefix("no-") in vllm_names.PLANNED:
             flag, given = flag.removeprefix("no-"), not given
@@ -124,22 +140,18 @@ def _planned(args: Mapping[str, _Value]) -> tuple[dict[str, Any], dict[str, _Val
     return known, more
 
 
-def _flag(key: str) -> str:
-    return key.lstrip("-").replace("_", "-")
-
-
 def _kept_under(request: SizingRequest, gpu: GpuFacts) -> Key:
     """Where the measured values of this engine are: flags that move no memory make no other engine of it."""
     words: list[str] = []
     is_left_out = False
     for word in request.more_args:
         if word.startswith("--"):
-            is_left_out = _flag(word).removeprefix("no-") in vllm_names.WEIGHTLESS
+            is_left_out = bare_flag(word).removeprefix("no-") in vllm_names.WEIGHTLESS
         if not is_left_out:
             words.append(word)
     return key_of(msgspec.structs.replace(request, more_args=tuple(words)), gpu)
 
 
 def _uncounted(words: Sequence[str]) -> tuple[str, ...]:
-    flags = [word for word in words if word.startswith("--") and _flag(word) in vllm_names.UNCOUNTED]
+    flags = [word for word in words if word.startswith("--") and bare_flag(word) in vllm_names.UNCOUNTED]
     return (f"the memory of {', '.join(flags)} is not modelled, and not counted",) if flags else ()

@@ -1,29 +1,22 @@
-"""Checks before anything is sent: what this version cannot do, the port, the engine to use; `doctor`'s list."""
+"""Checks before anything is sent: what this version cannot do, the port, the engine to use; a line of `doctor`."""
 
 from __future__ import annotations
 
 import errno
 import math
-import os
-import platform
-import shutil
 import socket
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
 import psutil
 
-from penstock import catalog, engines, runs
+from penstock import catalog
+from penstock.engines import Engine, Missing
 from penstock.errors import Problem, SpecError, UserError
-from penstock.machine import gpus, this_machine
 from penstock.plan import Gpu, Machine
 from penstock.spec import Deployment
-from penstock.units import GIB, MIB, show_bytes
-
-_MIN_DISK_BYTES = 2 * GIB
-_MIN_MEMORY_BYTES = GIB
+from penstock.units import MIB
 
 
 def unsupported(deployment: Deployment) -> list[Problem]:
@@ -35,10 +28,6 @@ def unsupported(deployment: Deployment) -> list[Problem]:
         if getattr(deployment.observe, field):
             hint = "scrape the gateway's /metrics yourself"
             found.append(Problem(f"observe.{field}", "this version does not set it up yet", hint))
-    if deployment.engine.executor == "ray":
-        found.append(
-            Problem("engine.executor", "ray is not available on one machine in this version", "use mp or auto")
-        )
     if deployment.replicas.max > max(1, deployment.replicas.min):
         hint = "set replicas to a number, and change it with `penstock scale`"
         found.append(Problem("replicas.max", "this version does not scale by itself yet", hint))
@@ -72,6 +61,36 @@ def as_named(deployment: Deployment, machine: Machine, is_rehearsal: bool) -> Ma
 def _is_card(gpu: Gpu, name: str) -> bool:
     """Whether a driver's GPU is the card of that name, in the driver's or the catalogue's words."""
     return gpu.name == name or catalog.gpu_of_machine(gpu.name, gpu.memory_bytes).id == catalog.gpu(name).id
+
+
+def least(machines: Sequence[Machine]) -> Machine:
+    """What every one of the machines has: a replica may get any of them."""
+    first = machines[0]
+    if len(machines) == 1:
+        return first
+    smallest = min(machines, key=lambda one: len(one.gpus))
+    return msgspec.structs.replace(
+        min(machines, key=lambda one: one.memory_free_bytes),
+        n_cpus=min(one.n_cpus for one in machines),
+        gpus=smallest.gpus,
+        links=smallest.links,
+        versions=first.versions,
+    )
+
+
+def missing_engine(engine: Engine, machine: Machine) -> Missing | None:
+    """None when the engine can start on that machine; of this one the engine itself knows more."""
+    if not machine.versions or machine.host == socket.gethostname():
+        return engine.missing()
+    package = engine.package
+    if package is None or package in machine.versions:
+        return None
+    return Missing(f"the package {package} is not installed on {machine.host}", f"pip install {package} there")
+
+
+def engine_version(engine: Engine, machine: Machine) -> str:
+    """The version on that machine, which is the one that will run."""
+    return machine.versions.get(engine.package or "") or engine.version()
 
 
 def choose_engine(kind: str, has_gpus: bool, forms: Sequence[str]) -> str:
@@ -119,92 +138,11 @@ def _holder(port: int) -> str | None:
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """One line of `doctor`: a check, how it went, what was found, and the cure."""
+    """One line of `doctor`: a check, how it went, what was found, the cure, and the node it is of (None: this machine,
+    the file, or all nodes together)."""
 
     check: str
     state: Literal["ok", "warning", "bad"]
     found: str
     cure: str | None = None
-
-
-def doctor(deployment: Deployment | None) -> list[Finding]:
-    """Every check on this machine, all of them also after a bad one. Changes nothing."""
-    checks: list[Callable[[], Finding]] = [_python, _memory, _disk, _shared_memory, _open_files, _gpu]
-    findings = [check() for check in checks]
-    findings += [_engine(name) for name in ("llamacpp", "vllm")]
-    findings.append(_port(deployment))
-    return findings
-
-
-def _python() -> Finding:
-    # Older Pythons cannot import this file; what can be wrong is a Python nobody meant to use.
-    return Finding("python", "ok", f"{platform.python_version()} ({sys.executable})")
-
-
-def _memory() -> Finding:
-    machine = this_machine()
-    found = f"{show_bytes(machine.memory_free_bytes)} free of {show_bytes(machine.memory_bytes)}, {machine.n_cpus} CPUs"
-    if machine.memory_free_bytes < _MIN_MEMORY_BYTES:
-        return Finding("memory", "bad", found, "end what holds the memory")
-    return Finding("memory", "ok", found)
-
-
-def _disk() -> Finding:
-    folder = runs.home() / "runs"
-    place = next(path for path in (folder, *folder.parents) if path.exists())  # `up` makes what is absent below it
-    if not place.is_dir() or not os.access(place, os.W_OK):
-        found = f'cannot write run folder "{folder}"'
-        return Finding("disk", "bad", found, "Set PENSTOCK_HOME to a folder you may write.")
-    free = shutil.disk_usage(place).free
-    found = f"{show_bytes(free)} free at {folder}"
-    if free < _MIN_DISK_BYTES:
-        return Finding("disk", "warning", found, "free space, or set PENSTOCK_HOME to a larger disk")
-    return Finding("disk", "ok", found)
-
-
-def _shared_memory() -> Finding:
-    try:
-        free = shutil.disk_usage("/dev/shm").free
-    except OSError:
-        return Finding("/dev/shm", "warning", "absent", "vLLM on several GPUs needs it")
-    if free < GIB:
-        return Finding("/dev/shm", "warning", f"{show_bytes(free)} free", "start the container with --shm-size 8g")
-    return Finding("/dev/shm", "ok", f"{show_bytes(free)} free")
-
-
-def _open_files() -> Finding:
-    import resource
-
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < 4096:
-        return Finding("open files", "warning", f"limit {soft} (hard {hard})", f"ulimit -n {min(hard, 65536)}")
-    return Finding("open files", "ok", f"limit {soft}")
-
-
-def _gpu() -> Finding:
-    found = gpus()
-    if not found:
-        return Finding("gpu", "ok", "none found: the engine is llamacpp, or vllm on the CPU when asked")
-    names = ", ".join(f"{gpu.name} {show_bytes(gpu.memory_free_bytes)} free" for gpu in found)
-    busy = [gpu for gpu in found if gpu.memory_free_bytes < 0.5 * gpu.memory_bytes]
-    if busy:
-        return Finding("gpu", "warning", names, f"GPU {busy[0].index} is more than half full: see nvidia-smi")
-    return Finding("gpu", "ok", names)
-
-
-def _engine(name: str) -> Finding:
-    engine = engines.load(name)
-    missing = engine.missing()
-    if missing is None:
-        return Finding(f"engine {name}", "ok", engine.version())
-    needed = bool(gpus()) == (name == "vllm")
-    return Finding(f"engine {name}", "bad" if needed else "warning", missing.reason, missing.install)
-
-
-def _port(deployment: Deployment | None) -> Finding:
-    host, port = (deployment.gateway.host, deployment.gateway.port) if deployment else ("127.0.0.1", 8000)
-    try:
-        check_port(host, port)
-    except UserError as exc:
-        return Finding("port", "warning", exc.message + (f" ({exc.detail})" if exc.detail else ""), exc.hint)
-    return Finding("port", "ok", f"{host}:{port} is free")
+    node: str | None = None

@@ -14,6 +14,7 @@ import subprocess
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
@@ -23,10 +24,19 @@ MARK_RUN = "PENSTOCK_RUN"
 MARK_RUN_ID = "PENSTOCK_RUN_ID"
 MARK_ROLE = "PENSTOCK_ROLE"
 MARK_REPLICA = "PENSTOCK_REPLICA"
+MARK_RANK = "PENSTOCK_RANK"  # of a node among those of its replica
 
 _SHARED_MEMORY = re.compile(r"(/dev/shm/\S+)")
 # Python's own helper that unlinks shared memory of dead processes; it ends by itself when nobody holds its pipe.
 _TRACKER = "multiprocessing.resource_tracker"
+
+
+class Marks(NamedTuple):
+    """By what the processes of one node are found; None: whatever it is."""
+
+    run: str
+    replica: str | None = None
+    rank: str | None = None
 
 
 class Marked(Process, frozen=True, omit_defaults=True):
@@ -86,8 +96,8 @@ def is_alive(process: Process) -> bool:
         return False
 
 
-def find_marked(run: str | None = None, replica: str | None = None) -> list[Marked]:
-    """Living processes that carry our mark, of one run folder (and one replica), or of all. Never ourselves."""
+def find_marked(run: str | None = None, replica: str | None = None, rank: str | None = None) -> list[Marked]:
+    """Living processes that carry our mark, of one run folder (and replica, and node), or of all. Never ourselves."""
     found = []
     for entry in psutil.process_iter():
         if entry.pid == os.getpid():
@@ -96,7 +106,8 @@ def find_marked(run: str | None = None, replica: str | None = None) -> list[Mark
             env = entry.environ()
             if MARK_RUN not in env or entry.status() == psutil.STATUS_ZOMBIE:
                 continue
-            if (run is None or env[MARK_RUN] == run) and (replica is None or env.get(MARK_REPLICA) == replica):
+            asked = ((MARK_RUN, run), (MARK_REPLICA, replica), (MARK_RANK, rank))
+            if all(value is None or env.get(name) == value for name, value in asked):
                 found.append(_marked(entry, env))
     return found
 
@@ -140,8 +151,9 @@ def end(processes: Sequence[Process], grace_s: float) -> list[Process]:
     return wait_gone(left, 5.0)
 
 
-def sweep(run: str, replica: str | None = None, keep: Iterable[int] = ()) -> list[Marked]:
-    """Kill whatever still carries the mark of a run (or one replica of it), and unlink the shared memory it mapped.
+def sweep(run: str, replica: str | None = None, rank: str | None = None, keep: Iterable[int] = ()) -> list[Marked]:
+    """Kill whatever still carries the mark of a run (or one replica or node of it), and unlink the shared memory it
+    mapped.
 
     Used after the polite end. Returns what it found. Python's resource trackers get two seconds to tidy up after
     the others, since killing them is what leaks segments.
@@ -149,7 +161,7 @@ def sweep(run: str, replica: str | None = None, keep: Iterable[int] = ()) -> lis
     kept = set(keep)
     swept: list[Marked] = []
     for _ in range(10):  # a process may fork while we look
-        found = [process for process in find_marked(run, replica) if process.pid not in kept]
+        found = [process for process in find_marked(run, replica, rank) if process.pid not in kept]
         if not found:
             break
         swept += found

@@ -5,6 +5,7 @@
       spec.yaml  plan.json         the resolved file and the plan
       artifact/                    exactly what was sent to the target
       gateway.json secrets/        the gateway's settings; the admin token, mode 0600
+      gateway/                     only where the target places the gateway: address.json says where it is
       handle.json                  what the target needs to find its work again
       desired.json state.json      what should be, and what the controller last saw
       events.jsonl logs/           what happened, one JSON a line; the output of every part
@@ -18,6 +19,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import fcntl
+import hashlib
 import json
 import os
 import secrets
@@ -31,7 +33,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from penstock import __version__, spec
-from penstock.announce import Announcement, Process, Restart
+from penstock.announce import Announcement, GatewayAddress, Process, Restart
 from penstock.errors import PenstockError, UserError, nearest
 from penstock.plan import Plan
 from penstock.spec import Deployment
@@ -39,6 +41,7 @@ from penstock.spec import Deployment
 Phase = Literal["starting", "ready", "degraded", "failed", "stopping", "down"]
 T = TypeVar("T")
 _POLL_S = 0.2
+KEPT_RESTARTS = 10
 
 
 class Record(msgspec.Struct, frozen=True):
@@ -76,18 +79,27 @@ class Desired(msgspec.Struct, frozen=True):
 
 
 class Part(msgspec.Struct, frozen=True):
-    """The controller or the gateway, as last seen."""
+    """The controller or the gateway, as last seen. A gateway that its target places has a `job` in place of a
+    process; `note` is the target's word on it."""
 
-    state: Literal["running", "gone"]
+    state: Literal["running", "queued", "starting", "gone"]
     process: Process | None = None
     n_restarts: int = 0
     restarts: tuple[Restart, ...] = ()
+    job: str | None = None
+    note: str | None = None
+
+    def restarted(self, reason: str) -> Part:
+        """The same part after one more restart, now."""
+        restarts = (*self.restarts, Restart(round(time.time(), 2), reason))[-KEPT_RESTARTS:]
+        return msgspec.structs.replace(self, n_restarts=self.n_restarts + 1, restarts=restarts)
 
 
 class ReplicaStatus(msgspec.Struct, frozen=True):
     """One replica as last seen: the node's own word, its place, and what the gateway adds.
 
     `restarts` joins the engine's (told by the node) and the node's own (seen by the controller), newest last.
+    `starts_at` is a queue's estimate, `ends_at` when its machines are taken away (Unix seconds).
     """
 
     replica: str
@@ -99,6 +111,8 @@ class ReplicaStatus(msgspec.Struct, frozen=True):
     n_restarts: int = 0
     restarts: tuple[Restart, ...] = ()
     reason: str | None = None
+    starts_at: float | None = None
+    ends_at: float | None = None
 
 
 class State(msgspec.Struct, frozen=True):
@@ -155,6 +169,25 @@ class Run:
     @property
     def admin_token_file(self) -> Path:
         return self.path / "secrets" / "admin-token"
+
+    @property
+    def gateway_folder(self) -> Path:
+        """It is there when the target places the gateway, which may then move from one machine to another."""
+        return self.path / "gateway"
+
+    @property
+    def gateway_address_file(self) -> Path:
+        return self.gateway_folder / "address.json"
+
+    @property
+    def is_gateway_placed(self) -> bool:
+        return self.gateway_folder.is_dir()
+
+    def gateway_address(self) -> GatewayAddress:
+        """Where the gateway is that the target placed.  Raises PenstockError before the first has started."""
+        if not self.gateway_address_file.exists():
+            raise no_address(self.name)
+        return self._read("gateway/address.json", GatewayAddress)
 
     def log(self, part: str) -> Path:
         return self.path / "logs" / f"{part}.log"
@@ -219,7 +252,7 @@ class Run:
     @property
     def listen(self) -> str:
         """The gateway's own address, "host:port"."""
-        return self._gateway_setting("listen")
+        return self.gateway_address().listen if self.is_gateway_placed else self._gateway_setting("listen")
 
     @property
     def url(self) -> str:
@@ -227,7 +260,14 @@ class Run:
         return "http://" + reachable(self.listen)
 
     @property
+    def known_url(self) -> str | None:
+        """As `url`; None while the gateway's job waits."""
+        return None if self.is_gateway_placed and not self.gateway_address_file.exists() else self.url
+
+    @property
     def admin_url(self) -> str:
+        if self.is_gateway_placed:
+            return "http://" + self.gateway_address().admin[0]
         return "http://" + self._gateway_setting("admin")
 
     def admin_token(self) -> str:
@@ -402,6 +442,8 @@ def _fill(run: Run, draft: Draft, now: float) -> None:
     for sub in ("artifact", "logs"):
         (run.path / sub).mkdir()
     (run.path / "secrets").mkdir(mode=0o700)
+    if draft.deployment.gateway.on == "job":
+        run.gateway_folder.mkdir()
     write_atomically(run.admin_token_file, draft.admin_token.encode(), mode=0o600)
     deployment = draft.deployment
     record = Record(secrets.token_hex(6), deployment.name, deployment.target, now, __version__)
@@ -429,6 +471,35 @@ def find(name: str) -> Run:
     return run
 
 
+def choose(name: str | None) -> Run:
+    """The run of that name, or the only one that is not ended.  Raises UserError."""
+    if name is not None:
+        return find(name)
+    live = living()
+    if len(live) == 1:
+        return live[0]
+    names = ", ".join(run.name for run in live)
+    if not live:
+        raise UserError(
+            "cannot choose a deployment: none runs", hint="Start one: penstock up. Ended ones: penstock ls -a."
+        )
+    raise UserError(f"cannot choose a deployment: {len(live)} run", hint=f"Name one of: {names}.")
+
+
+def living() -> list[Run]:
+    """All runs that are not ended, by name."""
+    return [run for run in every() if not run.is_ended()]
+
+
+def no_address(name: str) -> PenstockError:
+    """What is said of a gateway whose job still waits."""
+    return PenstockError(
+        f'the gateway of "{name}" has no address yet: its job has not started',
+        hint=f"Watch it with: penstock status {name}",
+        is_retryable=True,
+    )
+
+
 def every() -> list[Run]:
     """All run folders, by name."""
     parent = home() / "runs"
@@ -436,3 +507,37 @@ def every() -> list[Run]:
         return []
     runs = [Run(path) for path in sorted(parent.iterdir()) if spec.is_legal_name(path.name)]
     return [run for run in runs if run.exists()]
+
+
+class Left(msgspec.Struct, frozen=True):
+    """What a `down` could not reach, kept beside the runs until it is ended. `facts` are for the target's `finish`."""
+
+    target: str
+    run_id: str
+    place: str
+    what: str
+    facts: dict[str, Any]
+
+
+def note_left(left: Left) -> None:
+    """Remember it, across new launches of the same name."""
+    path = _left_path(left.run_id, left.place)
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    write_atomically(path, msgspec.json.encode(left), mode=0o600)
+
+
+def forget_left(run_id: str, place: str) -> None:
+    _left_path(run_id, place).unlink(missing_ok=True)
+
+
+def every_left() -> list[Left]:
+    """All that is noted; a damaged note is not."""
+    found = []
+    for path in sorted((home() / "left-behind").glob("*.json")):
+        with contextlib.suppress(OSError, msgspec.MsgspecError):
+            found.append(msgspec.json.decode(path.read_bytes(), type=Left))
+    return found
+
+
+def _left_path(run_id: str, place: str) -> Path:
+    return home() / "left-behind" / f"{run_id}-{hashlib.sha256(place.encode()).hexdigest()[:12]}.json"

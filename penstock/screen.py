@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+import msgspec
+
 from penstock import observe
 from penstock.announce import Progress
 from penstock.plan import Device, Machine, Plan
@@ -40,7 +42,10 @@ def progress_text(replica: ReplicaStatus) -> str:
     progress = replica.announcement.progress if replica.announcement else None
     if replica.state in ("ready", "draining"):
         return ""
-    if replica.state in ("failed", "queued", "gone") or progress is None:
+    if replica.state == "queued":
+        when = time.strftime("%a %H:%M", time.localtime(replica.starts_at)) if replica.starts_at else ""
+        return ", ".join(filter(None, (replica.reason, when and f"starts about {when} (the queue's estimate)")))
+    if replica.state in ("failed", "gone", "broken") or progress is None:
         return replica.reason or ""
     words = [progress.stage]
     if progress.shards_total:
@@ -133,7 +138,9 @@ def list_text(rows: Sequence[tuple[Run, State]]) -> str:
     for run, state in rows:
         n_ready = sum(replica.state == "ready" for replica in state.replicas)
         count = f"{n_ready}/{state.desired_replicas}"
-        shown.append((run.name, state.phase, count, run.plan().engine, run.url, run.plan().model.reference))
+        shown.append(
+            (run.name, state.phase, count, run.plan().engine, run.known_url or "-", run.plan().model.reference)
+        )
     return table(shown)
 
 
@@ -144,7 +151,7 @@ def status_text(run: Run, state: State, now: float) -> str:
     lines = [
         f"{run.name} is {state.phase}" + (f": {state.reason}" if state.reason else ""),
         f"  model    {plan.model.reference} on {plan.engine} {plan.engine_version} ({plan.device})",
-        f"  address  {run.url}/v1   {state.requests_total} requests since its gateway started",
+        f"  address  {_address(run)}   {state.requests_total} requests since its gateway started",
         f"  folder   {run.path}   started {show_seconds(age)} ago",
         *_kv_cache_lines(plan, state),
         "",
@@ -153,6 +160,8 @@ def status_text(run: Run, state: State, now: float) -> str:
     rows += [_part_row("controller", state.controller), _part_row("gateway", state.gateway)]
     rows += [_replica_row(replica) for replica in state.replicas]
     lines.append(table(rows))
+    for replica in state.replicas:
+        lines += _node_lines(replica)
     reasons = _reasons(state, now)
     if reasons:
         lines += ["", "restarts, newest first:", *reasons]
@@ -175,20 +184,40 @@ def _kv_cache_lines(plan: Plan, state: State) -> list[str]:
 
 def _part_row(name: str, part: Part) -> tuple[str, str, str, str, str]:
     pid = str(part.process.pid) if part.process and part.state == "running" else "-"
-    return name, part.state, pid, str(part.n_restarts), ""
+    return name, part.state, pid, str(part.n_restarts), part.note or ""
+
+
+def _address(run: Run) -> str:
+    url = run.known_url
+    return f"{url}/v1" if url else "none yet: its gateway waits"
 
 
 def _replica_row(replica: ReplicaStatus) -> tuple[str, str, str, str, str]:
     told = replica.announcement
     pid = str(told.processes[0].pid) if told and told.processes else "-"
-    words = [progress_text(replica)] if replica.state != "ready" else []
+    words = [progress_text(replica) if replica.state != "ready" else replica.reason or ""]
     if replica.in_flight:
         words.append(f"{replica.in_flight} in flight")
     if replica.state == "ready" and told and told.url:
         words.append(told.url)
     if told and told.ready_after_s is not None and replica.state == "ready":
         words.append(f"ready in {show_seconds(told.ready_after_s)}")
+    if replica.ends_at is not None:
+        words.append(f"its machines until {time.strftime('%a %H:%M', time.localtime(replica.ends_at))}")
     return f"replica {replica.replica}", replica.state, pid, str(replica.n_restarts), ", ".join(filter(None, words))
+
+
+def _node_lines(replica: ReplicaStatus) -> list[str]:
+    """The nodes of a replica that is cut over several, and why one of them is gone."""
+    nodes = replica.announcement.nodes if replica.announcement else ()
+    if not nodes:
+        return []
+    rows = [("NODE", "STATE", "ADDRESS", "GPUS", "RANKS", "")]
+    for node in nodes:
+        address = f"{node.address} ({node.interface})" if node.address else "-"
+        gpus, ranks = (",".join(map(str, told)) or "-" for told in (node.gpus, node.ranks))
+        rows.append((f"{node.rank} {node.host}", node.state, address, gpus, ranks, node.reason or ""))
+    return ["", f"nodes of replica {replica.replica}:", *(f"  {line}" for line in table(rows).splitlines())]
 
 
 def _reasons(state: State, now: float) -> list[str]:
@@ -206,15 +235,27 @@ def _all_restarts(state: State) -> list[tuple[str, Sequence[Any]]]:
 
 
 def doctor_text(findings: Sequence[Finding]) -> str:
+    """A line for each finding, the nodes that found the same together; what is wrong with its cure below."""
     signs = {"ok": "ok", "warning": "!!", "bad": "XX"}
-    lines = []
+    together: dict[Finding, list[str]] = {}
     for finding in findings:
-        lines.append(f"{signs[finding.state]:3} {finding.check:16} {finding.found}")
+        names = together.setdefault(msgspec.structs.replace(finding, node=None), [])
+        names += [finding.node] if finding.node is not None else []
+    lines = []
+    for finding, names in together.items():
+        where = f"{_shortened_names(names)}: " if names else ""
+        lines.append(f"{signs[finding.state]:3} {finding.check:16} {where}{finding.found}")
         if finding.cure and finding.state != "ok":
             lines.append(f"    {'':16} cure: {finding.cure}")
     n_bad = sum(finding.state == "bad" for finding in findings)
     lines.append("nothing stands in the way" if not n_bad else f"{n_bad} problem(s) to mend before `up`")
     return "\n".join(lines)
+
+
+def _shortened_names(names: Sequence[str]) -> str:
+    if len(names) <= 4:
+        return ", ".join(names)
+    return f"{names[0]}, {names[1]} and {len(names) - 2} more"
 
 
 class StartDisplay:

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from penstock.errors import Problem, SpecError, nearest
+from penstock.target_blocks import RayCluster, Slurm, Ssh
 
 TARGETS = ("local", "ssh", "ray", "slurm", "kubernetes", "cloudera", "vessl")
 DEMO_MODEL = "penstock-demo"
@@ -53,7 +54,12 @@ class Parallel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class EngineSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The engine and its own settings. `args` are engine flags without dashes in front, passed through as they are."""
+    """The engine and its own settings. `args` are engine flags without dashes in front, passed through as they are.
+
+    `executor` is how the ranks of one replica find each other: Ray, or vLLM's own processes (mp); auto takes mp inside
+    one node and ray across nodes. `join_timeout_s`: how long the first node waits for the others. `ray_dashboard_host`:
+    beyond loopback Ray's dashboard lets everybody run programs who reaches it.
+    """
 
     kind: EngineKind = "auto"
     max_model_len: int | None = None
@@ -62,6 +68,8 @@ class EngineSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     args: dict[str, Scalar | list[Scalar]] = {}
     env: dict[str, str] = {}
     start_timeout_s: float = 3600.0
+    join_timeout_s: float = 300.0
+    ray_dashboard_host: str = "127.0.0.1"
     stall_s: float = 60.0
     drain_s: float = 120.0
 
@@ -97,14 +105,18 @@ class GatewaySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where clients connect. `port: 0` takes any free port. Beyond loopback `auth: keys` is required.
 
     `store` (a file, or a postgresql:// URL for several gateways) holds keys and usage; its default is a file in the
-    run's folder. `price` is what the ledger and budgets count.
+    run's folder. After `ledger_days` a request's row becomes part of its day's sums; `null` keeps it for ever. `price`
+    is what the ledger and budgets count. `on` is for target slurm: the gateway runs where
+    `up` runs (login), or in a job of its own (job): `host` is then that node's address, `port` any free one if taken.
     """
 
     host: str = "127.0.0.1"
     port: int = 8000
     auth: Literal["none", "keys"] = "none"
+    on: Literal["login", "job"] = "login"
     aliases: tuple[str, ...] = ()
     store: str | None = None
+    ledger_days: int | None = 90
     price: Price | None = None
     hold_s: float = 60.0
     drain_s: float = 120.0
@@ -136,15 +148,15 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ui: bool = False
     observe: Observe = Observe()
     cache: Cache = Cache()
-    ssh: dict[str, Any] | None = None
-    ray: dict[str, Any] | None = None
-    slurm: dict[str, Any] | None = None
+    ssh: Ssh | None = None
+    ray: RayCluster | None = None
+    slurm: Slurm | None = None
     kubernetes: dict[str, Any] | None = None
     cloudera: dict[str, Any] | None = None
     vessl: dict[str, Any] | None = None
 
 
-_FREE = ("args", "env", *TARGETS)
+_FREE = ("args", "env", "runtime_env", "kubernetes", "cloudera", "vessl")
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?\Z")
 
 # Lower bounds (inclusive) by path; checked after the types.
@@ -156,6 +168,7 @@ _AT_LEAST: dict[str, float] = {
     "parallel.data": 1,
     "engine.max_model_len": 1,
     "engine.start_timeout_s": 1,
+    "engine.join_timeout_s": 1,
     "engine.stall_s": 1,
     "engine.drain_s": 0,
     "workload.input_tokens": 1,
@@ -164,6 +177,7 @@ _AT_LEAST: dict[str, float] = {
     "replicas.min": 0,
     "replicas.max": 1,
     "gateway.port": 0,
+    "gateway.ledger_days": 1,
     "gateway.price.input": 0,
     "gateway.price.output": 0,
     "gateway.price.cached": 0,
@@ -319,7 +333,8 @@ def _apply_settings(raw: Mapping[Any, Any], settings: Sequence[str]) -> tuple[di
 
 def _copied(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {str(key): _copied(item) for key, item in value.items()}
+        # YAML 1.1 reads the bare key `on` as true: gateway.on is written without quotes all the same.
+        return {"on" if key is True else str(key): _copied(item) for key, item in value.items()}
     return value
 
 
@@ -448,6 +463,12 @@ def _rules(deployment: Deployment) -> Iterator[Problem]:
         )
     if _has_password(deployment.gateway.store):
         yield Problem("gateway.store", "has a password in it", "put it into ~/.pgpass or PGPASSWORD")
+    if deployment.gateway.on != "login" and deployment.target != "slurm":
+        yield Problem("gateway.on", f'"{deployment.gateway.on}" is for target slurm', "remove it")
+    elif deployment.gateway.on == "job" and deployment.gateway.auth == "none":
+        yield Problem(
+            "gateway.auth", '"none" with on: job, where others reach it', "set gateway.auth: keys, or on: login"
+        )
     for kind in TARGETS:
         if kind != deployment.target and getattr(deployment, kind, None) is not None:
             yield Problem(kind, f"block given, but target is {deployment.target}", f"set target: {kind}, or remove it")

@@ -58,6 +58,11 @@ class Parser:
         self._check_size(len(self._rest))
         return events
 
+    @property
+    def is_between_events(self) -> bool:
+        """Whether everything fed so far was whole events."""
+        return not (self._rest or self._data or self._name or self._skips_newline)
+
     def close(self) -> list[Event]:
         """The event that the end of the stream cut off from its blank line, if its lines are whole.
 

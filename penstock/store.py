@@ -25,19 +25,22 @@ import re
 import secrets
 import sqlite3
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, cast
 
 import msgspec
 
 from penstock.errors import PenstockError, UserError, nearest
+from penstock.store_schema import MIGRATIONS
 
 State = Literal["complete", "client-cancelled", "engine-failed", "refused"]
 Grouping = Literal["key", "model", "day", "state", "replica"]
 GROUPINGS: tuple[Grouping, ...] = ("key", "model", "day", "state", "replica")
 
 FOLD_ROWS = 256  # a batch of so many is folded
+PRUNE_ROWS = 4096  # of one `prune`: 10 ms in which nobody else writes
+DAY_S = 86_400
 BUSY_S = 1.0  # how long a statement waits for another process's write
 CONNECT_S = 3
 
@@ -47,36 +50,7 @@ _KEY_BYTES = 32
 _KEY_NAME = re.compile(r"(?!key_)[A-Za-z0-9._@:][A-Za-z0-9._@:\-]{0,63}")
 _FAR_FUTURE = 2.0**40  # seconds; years that calendars of programs still write
 
-# One tuple a version: statements that bring the schema from the version before. Types that both databases read.
-_MIGRATIONS: tuple[tuple[str, ...], ...] = (
-    (
-        """CREATE TABLE api_keys (
-            id TEXT PRIMARY KEY, name TEXT NOT NULL, models TEXT NOT NULL,
-            rpm BIGINT, tpm BIGINT, concurrency BIGINT, budget_usd DOUBLE PRECISION,
-            created_at DOUBLE PRECISION NOT NULL, expires_at DOUBLE PRECISION, revoked_at DOUBLE PRECISION)""",
-        "CREATE UNIQUE INDEX api_keys_name ON api_keys (name) WHERE revoked_at IS NULL",
-        """CREATE TABLE api_secrets (
-            hash TEXT PRIMARY KEY, key_id TEXT NOT NULL, ending TEXT NOT NULL,
-            created_at DOUBLE PRECISION NOT NULL, expires_at DOUBLE PRECISION)""",
-        """CREATE TABLE requests (
-            writer TEXT NOT NULL, number BIGINT NOT NULL, at DOUBLE PRECISION NOT NULL, key_id TEXT NOT NULL,
-            model TEXT NOT NULL, replica TEXT NOT NULL, prompt_tokens BIGINT NOT NULL, cached_tokens BIGINT NOT NULL,
-            output_tokens BIGINT NOT NULL, is_estimate BIGINT NOT NULL, ttft_ms DOUBLE PRECISION,
-            duration_ms DOUBLE PRECISION NOT NULL, state TEXT NOT NULL, status BIGINT NOT NULL,
-            cost_usd DOUBLE PRECISION, request_id TEXT NOT NULL, PRIMARY KEY (writer, number))""",
-        "CREATE INDEX requests_at ON requests (at)",
-        """CREATE TABLE spend (
-            month TEXT NOT NULL, key_id TEXT NOT NULL, cost_usd DOUBLE PRECISION NOT NULL,
-            PRIMARY KEY (month, key_id))""",
-        "INSERT INTO meta (name, value) VALUES ('keys_revision', 0)",
-    ),
-    # `number` is the first row's. SQLite keeps values of type BYTEA as they are.
-    (
-        """CREATE TABLE folded_requests (
-            writer TEXT NOT NULL, number BIGINT NOT NULL, folded BYTEA NOT NULL, PRIMARY KEY (writer, number))""",
-    ),
-)
-SCHEMA_VERSION = len(_MIGRATIONS)
+SCHEMA_VERSION = len(MIGRATIONS)
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -175,6 +149,18 @@ def check_new_key(name: str, limits: Limits, now: float) -> None:
         problems.append("models: one is empty")
     if problems:
         raise UserError(f'cannot create key "{name[:80]}"', detail="\n".join(problems))
+
+
+def share(place: str) -> None:
+    """Make a store ready for processes on several machines: SQLite's write-ahead log needs memory that they share.
+
+    https://www.sqlite.org/wal.html: "All processes using a database must be on the same host computer". The rollback
+    journal needs no more than locks that the file system keeps.
+    """
+    Store(place).close()
+    if not is_postgres(place):
+        with _explained(place, UserError), contextlib.closing(sqlite3.connect(place, timeout=BUSY_S)) as connection:
+            connection.execute("PRAGMA journal_mode=DELETE").fetchall()
 
 
 class Store:
@@ -283,8 +269,10 @@ class Store:
             for (month, key_id), cost_usd in _spend_of(rows).items():
                 self._execute(_SPEND, (month, key_id, cost_usd))
 
-    def unfold_rows(self) -> int:
-        """Makes ledger rows of the oldest folded batch; how many, 0 when none is left. A few milliseconds."""
+    def unfold_rows(self, before: float = math.inf) -> int:
+        """Makes ledger rows of the oldest folded batch, if one of it is from before that time; how many, 0 when none
+        is left. A few milliseconds.
+        """
         if self._is_postgres or not self._all("SELECT 1 FROM folded_requests LIMIT 1", ()):
             return 0
         with self._writing():
@@ -292,10 +280,35 @@ class Store:
                 "SELECT rowid, writer, folded FROM folded_requests ORDER BY rowid LIMIT 1", ()
             ):
                 rows = _FOLDED.decode(folded)
+                if before < math.inf and all(row.at >= before for row in rows):
+                    return 0
                 self._insert(writer, rows)
                 self._execute("DELETE FROM folded_requests WHERE rowid = ?", (at,))
                 return len(rows)
         return 0  # another process was faster
+
+    def prune(self, before: float, n_rows_max: int = PRUNE_ROWS) -> int:
+        """Adds up rows from before the day (UTC) of that time, and drops them; how many, 0 when none is left.
+
+        Budgets, and all that `usage` tells, stay what they were.
+        """
+        midnight = before // DAY_S * DAY_S
+        self.unfold_rows(midnight)
+        with self._writing():
+            if self._is_postgres:
+                return int(self._all(_PRUNE_POSTGRES, (midnight, n_rows_max))[0][0])
+            self._execute(_ADD_UP, (midnight, n_rows_max))
+            pruned = f"DELETE FROM requests WHERE rowid IN (SELECT rowid {_OLDEST}, rowid LIMIT ?)"
+            return int(self._connection.execute(pruned, (midnight, n_rows_max)).rowcount)
+
+    def compact(self) -> None:
+        """Gives the space of pruned rows back to the disk, which otherwise waits for new ones. SQLite copies the file
+        for it, and others cannot write meanwhile; PostgreSQL does it by itself.
+        """
+        if not self._is_postgres:
+            with _explained(self.place, PenstockError):
+                self._connection.execute("VACUUM")
+                self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
 
     def spend(self, month: str) -> dict[str, float]:
         """US dollars by key id, in a month such as "2026-11" (UTC)."""
@@ -304,23 +317,57 @@ class Store:
     def usage(self, by: Sequence[Grouping], since: float = 0.0) -> list[Usage]:
         """Sums over all requests since then, grouped. Keys are told by their names where they have one.
 
-        What a busy gateway has folded is unfolded first: a second for some 300 000 requests.
+        Of pruned days those count that lie wholly after `since`. What a busy gateway has folded is unfolded first: a
+        second for some 300 000 requests.
         """
         while self.unfold_rows():
             pass
-        days = _DAY_POSTGRES if self._is_postgres else "date(at, 'unixepoch')"
+        first_day = day_of(math.ceil(max(0.0, since) / DAY_S) * DAY_S)
+        days = _DAY_POSTGRES if self._is_postgres else _DAY_SQLITE
+        rows = self._sums("requests", by, days, ("count(*)", "sum(is_estimate)"), "at >= ?", since)
+        pruned = self._sums("daily_usage", by, "day", ("sum(n_requests)", "sum(n_estimates)"), "day >= ?", first_day)
+        found = {line.group: line for line in rows}
+        for line in pruned:
+            found[line.group] = _plus(found[line.group], line) if line.group in found else line
+        return [found[group] for group in sorted(found)]
+
+    def _sums(
+        self, table: str, by: Sequence[Grouping], days: str, counts: tuple[str, str], wanted: str, since: float | str
+    ) -> list[Usage]:
         columns = {"key": "coalesce(k.name, r.key_id)", "day": days}
-        groups = [columns.get(group, group) for group in by]
-        picked = "".join(f"{group}, " for group in groups)
+        picked = "".join(f"{columns.get(group, group)}, " for group in by)
         sql = (
-            f"SELECT {picked}count(*), sum(prompt_tokens), sum(cached_tokens), sum(output_tokens), sum(is_estimate),"
-            " sum(cost_usd) FROM requests r LEFT JOIN api_keys k ON k.id = r.key_id WHERE at >= ?"
+            f"SELECT {picked}{counts[0]}, sum(prompt_tokens), sum(cached_tokens), sum(output_tokens), {counts[1]},"
+            f" sum(cost_usd) FROM {table} r LEFT JOIN api_keys k ON k.id = r.key_id WHERE {wanted}"
         )
-        if groups:
-            places = ", ".join(str(number + 1) for number in range(len(groups)))
-            sql += f" GROUP BY {places} ORDER BY {places}"
+        if by:
+            sql += f" GROUP BY {', '.join(str(number + 1) for number in range(len(by)))}"
         rows = [row for row in self._all(sql, (since,)) if row[len(by)]]
         return [_usage_of(tuple(map(str, row[: len(by)])), row[len(by) :]) for row in rows]
+
+    # What gateways count in a minute and at once, told to each other. PostgreSQL alone.
+
+    def put_counts(self, gateway: str, counts: Mapping[str, int]) -> None:
+        """Replaces what a gateway counted under these names."""
+        with self._writing():
+            self._execute(_PUT_COUNTS, (gateway, msgspec.json.encode(counts).decode()))
+
+    def others_counts(self, gateway: str, fresh_s: float, *, are_all: bool) -> list[tuple[str, str, int, bool]]:
+        """(gateway, name, count, whether it was put in the last `fresh_s`) of the others; `are_all`: old ones too."""
+        is_fresh = f"at > {_NOW_POSTGRES} - ?::double precision"
+        sql = f"SELECT gateway, name, count, {is_fresh} FROM gateway_counts WHERE gateway <> ?"
+        if are_all:
+            return self._all(sql, (fresh_s, gateway))
+        return self._all(f"{sql} AND {is_fresh}", (fresh_s, gateway, fresh_s))
+
+    def forget_gateways(self, silent_s: float) -> None:
+        """Drops the counts of gateways that put none for so long."""
+        with self._writing():
+            self._execute(
+                "DELETE FROM gateway_counts WHERE gateway NOT IN"
+                f" (SELECT gateway FROM gateway_counts WHERE at > {_NOW_POSTGRES} - ?::double precision)",
+                (silent_s,),
+            )
 
     # Below: the two databases.
 
@@ -328,9 +375,11 @@ class Store:
         path = Path(self.place)
         with _explained(self.place, UserError):
             os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))  # usage is nobody else's business
+            is_new = path.stat().st_size == 0
             connection = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
             try:
-                connection.execute("PRAGMA journal_mode=WAL").fetchall()
+                if is_new:  # one that is for several machines stays so, whoever opens it
+                    connection.execute("PRAGMA journal_mode=WAL").fetchall()
                 # A commit is on the disk: two a second cost nothing here, and a power cut loses the last one at most.
                 connection.execute("PRAGMA synchronous=FULL")
             except BaseException:
@@ -364,7 +413,7 @@ class Store:
                 )
             if version == SCHEMA_VERSION:
                 return
-            for statement in (line for step in _MIGRATIONS[version:] for line in step):
+            for statement in (line for step in MIGRATIONS[version:] for line in step):
                 self._execute(statement, ())
             self._execute(
                 "INSERT INTO meta (name, value) VALUES ('schema', ?) ON CONFLICT (name) DO UPDATE SET value = ?",
@@ -438,6 +487,19 @@ def _usage_of(group: tuple[str, ...], sums: Sequence[Any]) -> Usage:
     return Usage(group, n_requests, prompt, cached, output, n_estimates, sums[5])
 
 
+def _plus(one: Usage, other: Usage) -> Usage:
+    costs = [cost for cost in (one.cost_usd, other.cost_usd) if cost is not None]
+    return Usage(
+        one.group,
+        one.n_requests + other.n_requests,
+        one.prompt_tokens + other.prompt_tokens,
+        one.cached_tokens + other.cached_tokens,
+        one.output_tokens + other.output_tokens,
+        one.n_estimates + other.n_estimates,
+        sum(costs) if costs else None,
+    )
+
+
 def _limits(row: Sequence[Any]) -> Limits:
     models = msgspec.json.decode(row[0], type=tuple[str, ...])
     return Limits(models, *row[1:])
@@ -484,6 +546,11 @@ def month_of(at: float) -> str:
     return time.strftime("%Y-%m", time.gmtime(at))
 
 
+def day_of(at: float) -> str:
+    """The day (UTC) of a time in Unix seconds, such as "2026-11-20"."""
+    return time.strftime("%Y-%m-%d", time.gmtime(at))
+
+
 _FIELDS = ", ".join(("writer", *_COLUMNS))
 _STATEMENT_ROWS = (64, 8, 1)  # few sizes, so that SQLite keeps them prepared
 _INSERT = {
@@ -497,8 +564,33 @@ _VALUES_POSTGRES = ", ".join(f"(value->>{index})::{_CASTS.get(name, 'bigint')}" 
 _INSERT_POSTGRES = (
     f"INSERT INTO requests ({_FIELDS}) SELECT ?::text, {_VALUES_POSTGRES} FROM jsonb_array_elements(?::jsonb)"
 )
+_DAY_SQLITE = "date(at, 'unixepoch')"
 _DAY_POSTGRES = "to_char(to_timestamp(at) AT TIME ZONE 'UTC', 'YYYY-MM-DD')"
 _SPEND = (
     "INSERT INTO spend (month, key_id, cost_usd) VALUES (?, ?, ?)"
     " ON CONFLICT (month, key_id) DO UPDATE SET cost_usd = spend.cost_usd + excluded.cost_usd"
+)
+_OLDEST = "FROM requests WHERE at < ? ORDER BY at"
+_SUMMED = ("n_requests", "prompt_tokens", "cached_tokens", "output_tokens", "n_estimates")
+_DAYS = (
+    f"INSERT INTO daily_usage (day, key_id, model, replica, state, {', '.join(_SUMMED)}, cost_usd)"
+    " SELECT {day}, key_id, model, replica, state, count(*), sum(prompt_tokens), sum(cached_tokens),"
+    " sum(output_tokens), sum(is_estimate), sum(cost_usd) FROM {rows} WHERE true GROUP BY 1, 2, 3, 4, 5"
+    # In one order, so that two who prune at once do not wait for each other.
+    " ORDER BY 1, 2, 3, 4, 5"
+    " ON CONFLICT (day, key_id, model, replica, state) DO UPDATE SET "
+    + ", ".join(f"{name} = daily_usage.{name} + excluded.{name}" for name in _SUMMED)
+    + ", cost_usd = coalesce(daily_usage.cost_usd + excluded.cost_usd, daily_usage.cost_usd, excluded.cost_usd)"
+)
+_ADD_UP = _DAYS.format(day=_DAY_SQLITE, rows=f"(SELECT * {_OLDEST}, rowid LIMIT ?)")
+_PRUNE_POSTGRES = (
+    f"WITH old AS (SELECT writer, number {_OLDEST} LIMIT ? FOR UPDATE SKIP LOCKED), gone AS (DELETE FROM requests r"
+    " USING old WHERE r.writer = old.writer AND r.number = old.number RETURNING r.*),"
+    f" days AS ({_DAYS.format(day=_DAY_POSTGRES, rows='gone')}) SELECT count(*) FROM gone"
+)
+# The database's clock: gateways are on several machines.
+_NOW_POSTGRES = "extract(epoch from now())::double precision"
+_PUT_COUNTS = (
+    f"INSERT INTO gateway_counts (gateway, name, count, at) SELECT ?::text, key, value::bigint, {_NOW_POSTGRES}"
+    " FROM jsonb_each_text(?::jsonb) ON CONFLICT (gateway, name) DO UPDATE SET count = excluded.count, at = excluded.at"
 )

@@ -1,4 +1,4 @@
-"""Bytes and seconds as people read them. GiB is 2**30, GB is 10**9."""
+"""Bytes and seconds as people read them, flags as they write them. GiB is 2**30, GB is 10**9."""
 
 from __future__ import annotations
 
@@ -26,3 +26,13 @@ def show_seconds(seconds: float) -> str:
     if whole < 86400:
         return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
     return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
+
+
+def flag(name: str) -> str:
+    """ "max_model_len" -> "--max-model-len"."""
+    return f"--{bare_flag(name)}"
+
+
+def bare_flag(text: str) -> str:
+    """One name for all ways to write a flag: "--max_model_len" -> "max-model-len"."""
+    return text.lstrip("-").replace("_", "-")

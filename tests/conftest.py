@@ -7,12 +7,25 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 import signal
+import subprocess
 from collections.abc import Generator
 from pathlib import Path
 from typing import TypeVar
 
 import pytest
+from hosts_fixtures import (  # noqa: F401 - fixtures
+    desk,
+    hosts,
+    login_hosts,
+    ray_cluster,
+    ray_on_two_hosts,
+    slurm,
+    slurm_on,
+    two_hosts,
+    two_hosts_behind_login,
+)
 
 # Marker -> the package without which its tests cannot run.
 NEEDS = {"llamacpp": "xllamacpp", "vllm": "vllm"}
@@ -28,6 +41,23 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     # The sources are what is tested; test_native compiles them and tests the result.
     monkeypatch.setenv("PENSTOCK_NATIVE", "0")
     return path
+
+
+@pytest.fixture(scope="session")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """(certificate, key) of the name localhost, as PEM files."""
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("openssl is not installed")
+    folder = tmp_path_factory.mktemp("tls")
+    cert, key = folder / "cert.pem", folder / "key.pem"
+    subprocess.run(
+        [openssl, "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2"]
+        + ["-keyout", str(key), "-out", str(cert), "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"],
+        check=True,
+        capture_output=True,
+    )
+    return cert, key
 
 
 def pytest_configure() -> None:

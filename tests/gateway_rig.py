@@ -179,6 +179,12 @@ class Client:
         assert set(error) == {"message", "type", "param", "code", "source"}
         return head.status, error
 
+    async def metrics(self, headers: str = "") -> str:
+        self.get("/metrics", headers)
+        head, text, _ = await self.response()
+        assert (head.status, head.get(b"content-type")) == (200, b"text/plain; version=0.0.4; charset=utf-8")
+        return text.decode()
+
     async def is_closed(self) -> bool:
         return await self.reader.read(1) == b""
 

@@ -225,11 +225,11 @@ class Place:
 
 
 @contextlib.contextmanager
-def a_place(folder: Path) -> Iterator[Place]:
+def a_place(folder: Path, deadline_s: float = DEADLINE_S) -> Iterator[Place]:
     """A place to start deployments in, with a home of its own and a deadline, and checked to leave nothing."""
     home = folder / "home"
     found = Place(folder)
-    with pytest.MonkeyPatch.context() as patch, _bounded():
+    with pytest.MonkeyPatch.context() as patch, _bounded(deadline_s):
         patch.setenv("PENSTOCK_HOME", str(home))
         try:
             yield found
@@ -239,15 +239,15 @@ def a_place(folder: Path) -> Iterator[Place]:
 
 
 @contextlib.contextmanager
-def _bounded() -> Iterator[None]:
+def _bounded(deadline_s: float) -> Iterator[None]:
     """Ends a test that hangs: after the deadline, and with as much time again for its way out."""
 
     def on_alarm(*_: object) -> None:
-        signal.alarm(int(DEADLINE_S))
-        pytest.fail(f"not done after {DEADLINE_S:.0f} s")
+        signal.alarm(int(deadline_s))
+        pytest.fail(f"not done after {deadline_s:.0f} s")
 
     before = signal.signal(signal.SIGALRM, on_alarm)
-    signal.alarm(int(DEADLINE_S))
+    signal.alarm(int(deadline_s))
     try:
         yield
     finally:

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from penstock import cli, cli_gateway
+from penstock import cli, cli_gateway, metrics
 
 UPSTREAM = ["--upstream", "m=http://127.0.0.1:9"]
 
@@ -39,6 +39,11 @@ def test_arguments_become_a_config() -> None:
     assert config.admin == "unix:/run/x/admin.sock"
 
 
+def test_ledger_days_are_a_number_or_all() -> None:
+    days = [config_of(*UPSTREAM, *more).ledger_days for more in ((), ("--ledger-days", "7"), ("--ledger-days", "all"))]
+    assert days == [90, 7, None]
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -50,6 +55,7 @@ def test_arguments_become_a_config() -> None:
         (["--listen", "nonsense", *UPSTREAM], "neither host:port nor unix:/path"),
         (["--auth", "keys", *UPSTREAM], "without a store"),
         (["--workers", "0", *UPSTREAM], "from 1 to 64"),
+        (["--ledger-days", "0", *UPSTREAM], "a whole number of days, or all"),
         (["--workers", "2", "--listen", "unix:/tmp/x", *UPSTREAM], "Unix socket"),
         (["--tls-cert", "x", *UPSTREAM], "one without the other"),
         (["--admin", "127.0.0.1:1", *UPSTREAM], "without its token"),
@@ -150,6 +156,49 @@ def test_workers_share_a_port_and_what_the_admin_address_hears(tmp_path: Path) -
         gateway.send_signal(signal.SIGTERM)
         assert gateway.wait(10) == 0
         assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
+
+
+@pytest.mark.processes
+def test_metrics_and_drains_outlive_each_worker(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.touch(0o600)
+    token.write_text("secret")
+    upstream = free_port()
+    argv = [sys.executable, "-m", "penstock", "gateway", "--listen", "127.0.0.1:0", "--workers", "3", "--json"]
+    argv += ["--upstream", f"m=http://127.0.0.1:{upstream}", "--admin", "127.0.0.1:0"]
+    argv += ["--admin-token-file", str(token)]
+    with running([sys.executable, "-c", FAKE, str(upstream)]), running(argv) as gateway:
+        assert gateway.stdout is not None
+        facts = json.loads(gateway.stdout.readline())
+        replica = {"replica": f"127.0.0.1:{upstream}"}
+
+        def count() -> float:
+            with urllib.request.urlopen(f"{facts['listen']}/metrics", timeout=5) as answer:
+                return metrics.parse(answer.read().decode()).get("penstock_requests_total", 0.0)
+
+        def health() -> set[int]:
+            return {ask(f"{facts['listen']}/health")["ready_replicas"] for _ in range(30)}
+
+        until(lambda: len(children(gateway.pid)) == 3 and health() == {1})
+        for _ in range(20):
+            ask(f"{facts['listen']}/v1/chat/completions", {"model": "m"})
+        until(lambda: count() == 20)
+        ask(f"{facts['admin']}/admin/drain", replica, "secret")
+        until(lambda: health() == {0})
+        seen, was = [20.0], set(children(gateway.pid))
+        for pid in sorted(was):  # worker 0, which has the admin address, is the first
+            before = set(children(gateway.pid))
+            os.kill(pid, signal.SIGKILL)
+            until(lambda before=before: len(set(children(gateway.pid)) - before) == 1)
+            for _ in range(20):
+                assert health() == {0}
+                seen.append(count())
+        assert set(seen) == {20.0}
+        assert not was & set(children(gateway.pid))
+        view = ask(f"{facts['admin']}/admin/replicas", None, "secret")
+        assert (view["requests_total"], view["replicas"][0]["is_draining"]) == (20, True)
+        ask(f"{facts['admin']}/admin/undrain", replica, "secret")
+        until(lambda: health() == {1})
 
 
 @pytest.mark.processes

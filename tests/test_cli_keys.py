@@ -82,6 +82,11 @@ def test_key_is_rotated_and_revoked_by_name_or_id(shell: Shell) -> None:
         ["usage", "--by", "key,key"],
         ["usage", "--price", "m=1"],
         ["usage", "--deployment", "nobody"],
+        ["usage", "prune"],
+        ["usage", "prune", "--keep", "1d", "--before", "2026-01-01"],
+        ["usage", "prune", "--before", "2026-13-01"],
+        ["usage", "--keep", "90d"],
+        ["usage", "sell"],
     ],
 )
 def test_what_makes_no_sense_is_refused_in_words(shell: Shell, argv: list[str]) -> None:
@@ -135,6 +140,26 @@ def test_usage_by_what_is_asked_and_at_what_price(shell: Shell, tmp_path: Path) 
         "USD",
     ]
     assert "alice" in text
+
+
+def test_usage_is_pruned_and_tells_the_same(shell: Shell, tmp_path: Path) -> None:
+    store = Store(str(tmp_path / "store.sqlite"))
+    now = time.time()
+    store.add_rows("w", [row(number, at=now - number * 86400, cost_usd=0.5) for number in range(100)])
+    usage = as_json(shell, "usage", "--by", "day,key,model,state,replica")
+    told = as_json(shell, "usage", "prune", "--keep", "89d")
+    assert told["requests"] == 10
+    assert told["before"] == usage[10]["day"]
+    assert store._all("SELECT count(*) FROM requests", ()) == [(90,)]
+    assert as_json(shell, "usage", "--by", "day,key,model,state,replica") == usage
+    code, out, _ = shell("usage", "prune", "--before", usage[20]["day"])
+    assert (code, out) == (0, f"10 requests from before {usage[20]['day']} (UTC) are kept as sums by day\n")
+    # Today is not over; and no time is too long ago.
+    assert as_json(shell, "usage", "prune", "--before", "2999-01-01")["requests"] == 79
+    assert as_json(shell, "usage", "prune", "--keep", "999999999w") == {"before": "1970-01-01", "requests": 0}
+    assert as_json(shell, "usage", "--by", "day,key,model,state,replica") == usage
+    assert as_json(shell, "usage", "--by", "", "--since", "999999999w")[0]["requests"] == 100
+    store.close()
 
 
 def test_periods() -> None:

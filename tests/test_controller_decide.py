@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
-from samples import told, view
+from samples import NOW, told, view
 
 from penstock.announce import GatewayView, ReplicaView
-from penstock.controller import Decision, _wanted, decide
+from penstock.controller import Decision, _wanted, decide, leaving
 from penstock.observe import Observation
 from penstock.runs import Desired
 from penstock.targets import Placement
@@ -133,3 +134,54 @@ def test_the_lowest_numbers_are_kept(
     current: list[str], n_replicas: int, failed: list[str], expected: list[str]
 ) -> None:
     assert _wanted(current, n_replicas, frozenset(failed)) == expected
+
+
+def placed(states: dict[str, str], rows: GatewayView | None = None, **facts: Any) -> Observation:
+    return Observation({name: Placement(state, **facts) for name, state in states.items()}, rows, True)  # type: ignore[arg-type]
+
+
+def test_a_replica_that_lost_a_node_is_mended() -> None:
+    looked = placed({"0": "broken"}, view(row("0")))
+    assert choose(1, looked) == Decision(place=("0",), again=("0",))
+
+
+def leave(n_replicas: int, looked: Observation, *names: str) -> Decision:
+    return decide(Desired("up", n_replicas), looked, frozenset(), lambda name: False, frozenset(names))
+
+
+def test_one_that_is_leaving_gets_a_successor_and_stays_until_it_is_ready() -> None:
+    assert leave(1, placed({"0": "placed"}, view(row("0"))), "0") == Decision(place=("1", "0"))
+    loading = view(row("0"), told("1", "loading"))
+    assert leave(1, placed({"0": "placed", "1": "placed"}, loading), "0") == Decision()
+    both = view(row("0"), row("1"))
+    assert leave(1, placed({"0": "placed", "1": "placed"}, both), "0") == Decision(drain=("0",))
+    drained = view(row("0", is_draining=True), row("1"))
+    looked = placed({"0": "placed", "1": "placed"}, drained)
+    assert leave(1, looked, "0") == Decision(drain=("0",), place=("1",))
+
+
+def test_of_two_that_leave_one_is_ended_when_one_successor_is_ready() -> None:
+    states = dict.fromkeys("0123", "placed")
+    rows = view(row("0"), row("1"), row("2"), told("3", "loading"))
+    assert leave(2, placed(states, rows), "0", "1") == Decision(drain=("1",))
+
+
+def test_one_that_left_before_its_successor_was_ready_is_not_placed_again() -> None:
+    looked = placed({"0": "gone", "1": "placed"}, view(told("1", "loading")))
+    assert leave(1, looked, "0") == Decision(drain=("0",), place=("1",))
+
+
+@pytest.mark.parametrize(
+    ("left_s", "lead_s", "expected"),
+    [(1000, None, set()), (169, None, {"0"}), (300, 200, set()), (199, 200, {"0"}), (-5, None, {"0"})],
+)
+def test_a_replica_leaves_so_long_before_the_end_as_a_start_takes_twice(
+    left_s: float, lead_s: float | None, expected: set[str]
+) -> None:
+    looked = placed({"0": "placed"}, view(told("0", ready_after_s=40.0)), ends_at=NOW + left_s, lead_s=lead_s)
+    assert leaving(looked, NOW, drain_s=30.0) == expected
+
+
+def test_one_that_is_not_ready_is_not_leaving() -> None:
+    looked = placed({"0": "placed"}, view(told("0", "loading")), ends_at=NOW + 1)
+    assert leaving(looked, NOW, drain_s=30.0) == set()

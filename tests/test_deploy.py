@@ -222,3 +222,10 @@ def test_a_home_with_a_placeholder_in_its_name_is_kept_as_it_is(
     run = runs.create(msgspec.structs.replace(draft(), artifact=template), NOW)
     local._start(run, "3", ())
     assert started == [["node", f"{run.path}/launch.json", "--replica", "3"]]
+
+
+def test_a_variable_that_nobody_reads_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_LOGING_LEVEL", "DEBUG")
+    wanted = deployment(gateway={"port": 0}, engine={"env": {"NCCL_SOCKET_IFNAM": "eth0"}})
+    told = deploy.prepare(wanted).plan.warnings
+    assert [warning.partition(" is no variable")[0] for warning in told] == ["NCCL_SOCKET_IFNAM", "VLLM_LOGING_LEVEL"]

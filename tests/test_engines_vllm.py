@@ -269,6 +269,13 @@ DEATHS = [
         "Try engine.args attention-backend",
         True,
     ),
+    (
+        "(EngineCore pid=1774) ERROR 11-21 00:22:51 [core.py:1512] KeyError: 'cmpl-9a0ad0300a302071-0-8f3695b4'",
+        "its scheduler lost request cmpl-9a0ad0300a302071-0-8f3695b4 between the stages of a pipeline, which is a "
+        "fault of vLLM's",
+        "Where enforce-eager is set",
+        False,
+    ),
     ("ValueError: no such thing", "ValueError: no such thing", None, True),
     ("RuntimeError: something new", "RuntimeError: something new", None, False),
     ("vllm.v1.engine.exceptions.EngineDeadError: see above", "its EngineCore process died", None, False),

@@ -16,7 +16,7 @@ from gateway_rig import CHAT, KEY, SSE_HEAD, Gate, Rig, chunk, hang_up, rig_with
 
 from penstock.gateway import ledger
 from penstock.gateway.config import Price, ServedModel
-from penstock.store import FOLD_ROWS, Limits, Row, Store
+from penstock.store import FOLD_ROWS, Limits, Row, Store, month_of
 
 LOOP = asyncio.new_event_loop
 STREAM = b'{"model":"demo","stream":true,"messages":[{"role":"user","content":"hello"}]}'
@@ -216,8 +216,7 @@ def test_limits_answer_429(place: str, limits: dict[str, Any], code: str, header
             assert 1 <= retry_after_s <= (60 if header else 31 * 86400)
             assert header is None or int(head.get(header) or b"") > 0
             assert (await until_rows(rig, 3))[-1]["status"] == 429
-            client.get("/metrics", bearer(secret))
-            assert b"penstock_quota_refusals_total{limit=" in (await client.response())[1]
+            assert "penstock_quota_refusals_total{limit=" in await client.metrics(bearer(secret))
 
     run(LOOP, test())
 
@@ -341,10 +340,9 @@ def test_locked_store_stops_no_request_and_loses_no_row(place: str, monkeypatch:
                 assert (await client.response())[0].status == 200
             while not kept.is_failing:
                 await asyncio.sleep(0.002)
-            client.get("/metrics")
-            text = (await client.response())[1]
-            assert b"penstock_store_up 0\n" in text
-            assert b"penstock_ledger_rows_waiting 5\n" in text
+            text = await client.metrics()
+            assert "penstock_store_up 0\n" in text
+            assert "penstock_ledger_rows_waiting 5\n" in text
             assert (await rig.admin("/admin/keys", {"name": "x"}))[0] == 503
             mend()
             assert len(await until_rows(rig, 5)) == 5
@@ -400,6 +398,54 @@ def test_busy_turn_is_folded_and_a_calm_one_unfolds_it(place: str, monkeypatch: 
         await kept.stop()
 
     run(LOOP, test())
+
+
+def test_gateway_prunes_old_rows_and_a_budget_stays_spent(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ledger, "PERIOD_S", 0.01)
+    secret = make_key(place, budget_usd=0.0005)
+    key_id = Store(place).find_key("alice").id
+    # The row of a request of this month that was dear, and so old that it is pruned.
+    before = Store(place)
+    rows_of_old = [
+        Row(n, 86400.0 * 3, key_id, "demo", "0", 5, 0, 1, 0, None, 1.0, "complete", 200, 1.0, "id") for n in (1, 2)
+    ]
+    before.add_rows("old", rows_of_old)
+    before._execute("UPDATE spend SET month = ?", (month_of(time.time()),))
+    before.close()
+
+    async def test() -> None:
+        changes = {"store": place, "auth": "keys", "ledger_days": 30}
+        async with rig_with(say(ANSWER), **changes) as (rig, _, client):
+            client.post(CHAT, headers=bearer(secret))
+            assert (await client.error())[1]["code"] == "insufficient_quota"
+            while len(await rows(rig)) != 1:
+                await asyncio.sleep(0.002)
+            kept = rig.gateway.books.ledger
+            assert kept is not None
+            usage = await kept.call(lambda store: store.usage(("day", "state")))
+            assert [(line.group[1], line.n_requests) for line in usage] == [("complete", 2), ("refused", 1)]
+            assert usage[0].group[0] == "1970-01-04"
+            client.post(CHAT, headers=bearer(secret))
+            assert (await client.error())[1]["code"] == "insufficient_quota"
+
+    run(LOOP, test())
+
+
+def test_ledger_that_keeps_all_prunes_nothing(place: str) -> None:
+    store = Store(place)
+    store.add_rows("old", [Row(1, 5.0, "k", "demo", "0", 5, 0, 1, 0, None, 1.0, "complete", 200, 1.0, "id")])
+    kept = ledger.Ledger(place)
+    kept._turn()
+    assert store._all("SELECT count(*) FROM requests", ()) == [(1,)]
+    kept.keep_days = 1
+    kept._turn()
+    assert store._all("SELECT count(*) FROM requests", ()) == [(0,)]
+    # The next look is due in ten minutes only.
+    store.add_rows("old", [Row(2, 5.0, "k", "demo", "0", 5, 0, 1, 0, None, 1.0, "complete", 200, 1.0, "id")])
+    kept._turn()
+    assert store._all("SELECT count(*) FROM requests", ()) == [(1,)]
+    kept.close()
+    store.close()
 
 
 def test_rows_are_written_when_the_gateway_stops(place: str) -> None:

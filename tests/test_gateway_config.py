@@ -51,6 +51,7 @@ def test_no_auth_is_refused_beyond_loopback(host: str) -> None:
         {"models": []},
         {"models": [{"name": "a"}, {"name": "b", "aliases": ["a"]}]},
         {"hold_s": -1},
+        {"ledger_days": 0},
     ],
 )
 def test_wrong_values_are_refused(changes: dict[str, object]) -> None:

@@ -15,7 +15,6 @@ from gateway_rig import (
     ENGINE_DOWN,
     EVENTS,
     SSE_HEAD,
-    Client,
     Gate,
     LoopFactory,
     Rig,
@@ -30,7 +29,7 @@ from gateway_rig import (
 )
 
 from penstock.gateway import forward, listener
-from penstock.gateway.http1 import END
+from penstock.gateway.http1 import END, RequestHead
 
 pytestmark = factories
 
@@ -78,8 +77,7 @@ def test_request_that_kills_engines_is_sent_twice_at_most(loop_factory: LoopFact
             status, error = await client.error()
             assert (status, error["code"], error["type"]) == (502, "upstream_failed", "server_error")
             assert len(engine.seen) == 2
-            client.get("/metrics")
-            assert b'penstock_requests_total{model="demo",outcome="broken"} 1\n' in (await client.response())[1]
+            assert 'penstock_requests_total{model="demo",outcome="broken"} 1\n' in await client.metrics()
             assert (await rig.view())["in_flight_total"] == 0
 
     run(loop_factory, test())
@@ -152,11 +150,6 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forward, "FAILED_AGAIN_S", 0.0)
 
 
-async def metrics_of(client: Client) -> str:
-    client.get("/metrics")
-    return (await client.response())[1].decode()
-
-
 @pytest.mark.parametrize("status", sorted(forward.FAILED_STATUSES))
 def test_failed_answer_is_retried_elsewhere_and_ends_traffic_until_the_next_announcement(
     loop_factory: LoopFactory, status: int
@@ -177,7 +170,7 @@ def test_failed_answer_is_retried_elsewhere_and_ends_traffic_until_the_next_anno
             await rig.announce("bad", bad.url)
             await ask(6)
             assert (len(bad.seen), len(good.seen), bad.n_connections) == (2, 12, 2)
-            metrics = await metrics_of(client)
+            metrics = await client.metrics()
             assert 'penstock_retries_total{model="demo"} 2\n' in metrics
             assert 'penstock_responses_total{model="demo",replica="good",code="200"} 12\n' in metrics
             assert f'code="{status}"' not in metrics
@@ -202,7 +195,7 @@ def test_last_failed_answer_is_the_clients(loop_factory: LoopFactory, impatient:
             client.post(CHAT)
             assert (await client.response())[1] == CHAT
             assert len(engine.seen) == 3
-            assert 'penstock_retries_total{model="demo"} 1\n' in await metrics_of(client)
+            assert 'penstock_retries_total{model="demo"} 1\n' in await client.metrics()
 
     run(loop_factory, test())
 
@@ -247,7 +240,7 @@ def test_refusal_of_an_engine_is_never_retried(loop_factory: LoopFactory, status
                 head, body, _ = await client.response()
                 assert (head.status, body) == (status, FAILURE)
             assert [len(engine.seen) for engine in engines] == [2, 2]
-            assert 'penstock_retries_total{model="demo"} 0\n' in await metrics_of(client)
+            assert 'penstock_retries_total{model="demo"} 0\n' in await client.metrics()
 
     run(loop_factory, test())
 
@@ -275,7 +268,7 @@ def test_client_that_leaves_after_a_failed_answer_is_not_sent_again(loop_factory
                 await asyncio.sleep(0.001)
             client.writer.close()
             other = await rig.client()
-            while 'outcome="client_gone"} 1\n' not in await metrics_of(other):
+            while 'outcome="client_gone"} 1\n' not in await other.metrics():
                 await asyncio.sleep(0.001)
             engine.reply = echo
             await rig.announce("0", engine.url)
@@ -379,7 +372,7 @@ def test_bug_in_a_handler_does_not_leave_the_client_waiting(
             assert (status, error["code"]) == (500, "internal_error")
             assert (await rig.view())["in_flight_total"] == 0
 
-    monkeypatch.setattr(forward, "_keep", None)
+    monkeypatch.setattr(RequestHead, "keep", None)
     run(loop_factory, test())
 
 

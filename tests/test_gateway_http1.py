@@ -272,3 +272,46 @@ def test_chunks_that_pass_as_they_are_are_whole_and_plain() -> None:
     assert reader.take_chunks(b"5\r\nhello\r\na\r\n0123456789\r\n") is False
     assert reader.take_chunks(b"1\r\nx\r\n0\r\n\r\n") is True
     assert reader.is_between_messages
+
+
+def test_heads_that_differ_in_their_length_alone_are_parsed_alike() -> None:
+    heads: http1.Heads[http1.RequestHead] = http1.Heads(http1.parse_request)
+    for name in (b"content-length", b"Content-Length", b"CONTENT-LENGTH"):
+        for digits in (b"5", b"123", b"007", b"5", b"9" * 18):
+            for end in (b"", b"\r\nConnection: close"):
+                text = b"POST /v1/x?y HTTP/1.1\r\nHost: a\r\nX-B: c\r\n" + name + b": " + digits + end
+                head, expected = heads.parse(text), http1.parse_request(text)
+                assert (head.length, head.keeps_alive, head.path) == (int(digits), not end, b"/v1/x")
+                assert [name for name, _ in head.headers] == [name for name, _ in expected.headers]
+                assert head.pick(frozenset((b"x-b", b"x-c"))) == {b"x-b": b"c"}
+                assert head.keep(frozenset((b"content-length", b"host", b"connection"))) == b"x-b: c\r\n"
+
+
+@pytest.mark.parametrize("digits", [b"", b" ", b"+1", b"1_0", b"0x1", b"1, 1", b"9" * 19, b"1\n", b"\xb2"])
+def test_a_known_head_does_not_lend_its_goodness_to_another_length(digits: bytes) -> None:
+    heads: http1.Heads[http1.RequestHead] = http1.Heads(http1.parse_request)
+    for rest in (b"", b"\r\nAccept: */*"):
+        begin = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: "
+        assert heads.parse(begin + b"7" + rest).length == 7
+        with pytest.raises(http1.ProtocolError):
+            heads.parse(begin + digits + rest)
+        with pytest.raises(http1.ProtocolError):
+            heads.parse(begin + b"7\r\nContent-Length: 7" + rest)
+
+
+def test_a_length_that_does_not_count_is_never_lent() -> None:
+    heads: http1.Heads[http1.ResponseHead] = http1.Heads(http1.parse_response)
+    for digits in (b"5", b"6", b"0", b"7"):
+        assert heads.parse(b"HTTP/1.1 304 Not Modified\r\ncontent-length: " + digits).length == 0
+        assert heads.parse(b"HTTP/1.1 200 OK\r\ncontent-length: " + digits).length == int(digits)
+        assert heads.parse(b"HTTP/1.1 200 OK\r\nx: y").length is None
+
+
+def test_shared_heads_keep_no_secrets_and_not_too_many() -> None:
+    heads: http1.Heads[http1.ResponseHead] = http1.Heads(http1.parse_response, 4, keeps_secrets=False)
+    heads.parse(b"HTTP/1.1 200 OK\r\nset-cookie: a=b")
+    heads.parse(b"HTTP/1.1 200 OK\r\nx: " + b"y" * 4096)
+    assert not heads._heads
+    for n in range(20):
+        heads.parse(b"HTTP/1.1 200 OK\r\nx: %d" % n)
+        assert 0 < len(heads._heads) <= 4

@@ -101,7 +101,7 @@ def test_worker_that_died_gives_no_more_than_a_full_bucket() -> None:
     other = Quota("k", Limits(rpm=10), Worker(rows, 1), 0.0)
     assert all(other.take(0.0, 0) is None for _ in range(10))
     assert quota.take(0.0, 0) is not None
-    rows[1]._totals = [0] * len(rows[1]._totals)  # what SharedCounters.clear does after a worker's death
+    rows[1]._totals = [0] * len(rows[1]._totals)  # as a whole that lost what it counted
     assert sum(quota.take(0.0, 0) is None for _ in range(40)) == 10
 
 

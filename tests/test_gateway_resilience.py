@@ -36,12 +36,6 @@ STREAM = b'{"model": "demo", "stream": true}'
 DONE = b"data: [DONE]\n\n"
 
 
-async def metrics_of(rig: Rig) -> str:
-    client = await rig.client()
-    client.get("/metrics")
-    return (await client.response())[1].decode()
-
-
 def error_of(event: bytes) -> dict[str, object]:
     error: dict[str, object] = json.loads(event.removeprefix(b"data: ").partition(b"\n\n")[0])["error"]
     return error
@@ -82,7 +76,7 @@ def test_deadline_before_the_first_byte_gives_504_and_frees_the_engine(loop_fact
             assert (status, error["code"]) == (504, "deadline_exceeded")
             await gate.peer_left.wait()
             assert (await rig.view())["in_flight_total"] == 0
-            assert 'penstock_requests_total{model="demo",outcome="late"} 1\n' in await metrics_of(rig)
+            assert 'penstock_requests_total{model="demo",outcome="late"} 1\n' in await (await rig.client()).metrics()
 
     run(loop_factory, test())
 
@@ -569,6 +563,6 @@ def test_books_may_refuse(loop_factory: LoopFactory, monkeypatch: pytest.MonkeyP
             client.post(CHAT)
             assert (await client.error())[0] == 429
             assert (entry.ended, engine.seen) == ([("refused", "")], [])
-            assert 'outcome="refused"} 1\n' in await metrics_of(rig)
+            assert 'outcome="refused"} 1\n' in await (await rig.client()).metrics()
 
     run(loop_factory, test())

@@ -359,14 +359,12 @@ def test_health_models_and_metrics(loop_factory: LoopFactory) -> None:
                 "aliases": ["alias"],
                 "state": "ready",
             }
-            client.get("/metrics")
-            head, text, _ = await client.response()
-            assert head.get(b"content-type") == b"text/plain; version=0.0.4; charset=utf-8"
+            text = await client.metrics()
             for line in (
-                b'penstock_requests_total{model="demo",outcome="complete"} 1',
-                b'penstock_responses_total{model="demo",replica="0",code="200"} 1',
-                b'penstock_requests_in_flight{model="demo",replica="0"} 0',
-                b'penstock_replicas_ready{model="demo"} 1',
+                'penstock_requests_total{model="demo",outcome="complete"} 1',
+                'penstock_responses_total{model="demo",replica="0",code="200"} 1',
+                'penstock_requests_in_flight{model="demo",replica="0"} 0',
+                'penstock_replicas_ready{model="demo"} 1',
             ):
                 assert line in text.splitlines()
             client.get("/v1/models/nope")

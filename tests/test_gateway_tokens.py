@@ -14,6 +14,7 @@ from penstock.gateway.usage import StreamStrip, StreamWatch, is_token_chunk
 
 STREAM = b'{"model": "demo", "stream": true}'
 TOKEN = b'data: {"choices":[{"index":0,"delta":{"content":" word"}}]}\n\n'
+TOKEN_SGLANG = b'data: {"choices":[{"index":0,"delta":{"content":" word"},"matched_stop":null}],"usage":null}\n\n'
 USAGE = b'data: {"choices":[],"usage":{"prompt_tokens":7,"completion_tokens":3}}\n\n'
 DONE = b"data: [DONE]\n\n"
 
@@ -29,6 +30,10 @@ tokens_only = pytest.mark.parametrize(
         chunk(b": quiet\n\n"),
         chunk(b'data: {"error":{"message":"x"}}\n\n'),
         chunk(b'data: {"usage":{"prompt_tokens":7},"choices":[{}]}\n\n'),
+        chunk(b'data: {"usage":{"prompt_tokens":7},"choices":[{}],"usage":null}\n\n'),
+        chunk(b'data: {"choices":[],"usage":null}\n\n'),
+        chunk(b'data: {"error":{"message":"x"},"usage":null}\n\n'),
+        chunk(TOKEN_SGLANG) * 2,
         chunk(b'data: {"a":1}\ndata: {"choices":[{}]}\n\n'),
         b"%X\r\n%s\r\n" % (len(TOKEN) + 0x1000, TOKEN),
         b"3c" + chunk(TOKEN)[2:],
@@ -40,14 +45,16 @@ tokens_only = pytest.mark.parametrize(
 @tokens_only
 def test_only_one_chunk_with_one_tokens_event_takes_the_short_way(read: bytes) -> None:
     assert is_token_chunk(chunk(TOKEN))
+    assert is_token_chunk(chunk(TOKEN_SGLANG))
     assert not is_token_chunk(read)
 
 
+@pytest.mark.parametrize("token", [TOKEN, TOKEN_SGLANG])
 @pytest.mark.parametrize("watch", [StreamStrip, lambda: StreamWatch(None)])
-def test_token_chunks_are_counted_as_if_they_were_seen(watch: type[StreamStrip]) -> None:
+def test_token_chunks_are_counted_as_if_they_were_seen(watch: type[StreamStrip], token: bytes) -> None:
     one, other = watch(), watch()
-    assert all(one.note_chunks(chunk(TOKEN)) for _ in range(4))
-    assert other.note_chunks(chunk(TOKEN))
+    assert all(one.note_chunks(chunk(token)) for _ in range(4))
+    assert other.note_chunks(chunk(token))
     other.add_token_chunks(3)
     assert one.n_events == other.n_events == 4
 

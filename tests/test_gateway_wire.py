@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import shutil
 import socket
 import ssl
-import subprocess
 import time
 from pathlib import Path
 
@@ -62,22 +60,6 @@ def test_a_unix_socket_left_behind_is_replaced_and_a_living_one_is_not(
     with pytest.raises(UserError):
         open_socket((f"unix:{tmp_path}/file", 0))
     assert (tmp_path / "file").read_text() == "mine"
-
-
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    openssl = shutil.which("openssl")
-    if openssl is None:
-        pytest.skip("openssl is not installed")
-    folder = tmp_path_factory.mktemp("tls")
-    cert, key = folder / "cert.pem", folder / "key.pem"
-    subprocess.run(
-        [openssl, "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2"]
-        + ["-keyout", str(key), "-out", str(cert), "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"],
-        check=True,
-        capture_output=True,
-    )
-    return cert, key
 
 
 def test_tls_clients_speak_http_11_and_others_are_let_go(

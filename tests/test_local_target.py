@@ -20,6 +20,8 @@ pytestmark = pytest.mark.processes
 
 # target -> the fields of a deployment file for it. A new target joins by a row.
 FILES: dict[str, dict[str, Any]] = {"local": {}}
+# Those that need machines have a test of their own.
+ELSEWHERE = {"ray": "test_target_ray.py", "slurm": "test_slurm_target.py", "ssh": "test_ssh_target.py"}
 
 
 @pytest.fixture
@@ -33,11 +35,13 @@ def written(place: Place, target: str) -> tuple[Run, Launch]:
     prepared = deploy.prepare(spec.load(place.write("one", target=target, **FILES[target])))
     settings = {"listen": "127.0.0.1:1", "admin": "127.0.0.1:1"}
     run = runs.create(Draft(prepared.deployment, prepared.plan, prepared.artifact, settings, "token"), time.time())
-    return place.note(run), Launch("one", prepared.plan, "http://127.0.0.1:1", str(run.admin_token_file))
+    return place.note(run), Launch("one", prepared.plan, ("http://127.0.0.1:1",), str(run.admin_token_file))
 
 
 def test_every_target_is_checked() -> None:
-    assert set(FILES) == set(targets.TABLE)
+    assert FILES.keys() | ELSEWHERE.keys() == targets.TABLE.keys()
+    for name in ELSEWHERE.values():
+        assert "check_target(" in Path(__file__).with_name(name).read_text("utf-8")
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -11,12 +11,13 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
-from samples import deployment
+from samples import DEMO, demo_plan, deployment
 
 from penstock import models
 from penstock.errors import UserError
-from penstock.plan import kv_bytes_per_token
+from penstock.plan import Plan, kv_bytes_per_token
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -311,3 +312,40 @@ def test_without_the_hubs_package_the_line_that_installs_it_is_given(monkeypatch
     found = refused(lambda: models.locate(deployment("org/name")))
     assert found.message == 'cannot fetch model "org/name": the package huggingface_hub is not installed'
     assert found.hint == "pip install huggingface_hub"
+
+
+def planned(path: str, reference: str, form: str = "safetensors") -> Plan:
+    facts = msgspec.structs.replace(DEMO, path=path, reference=reference, form=form)
+    return msgspec.structs.replace(demo_plan(), model=facts)
+
+
+def test_the_bundled_model_is_found_in_each_machines_own_copy() -> None:
+    found = models.on_this_node(planned("/elsewhere/penstock/demo_model", "penstock-demo"))
+    assert found.model.path == str(models.BUNDLED)
+    gguf = models.on_this_node(planned("/elsewhere/penstock-demo.gguf", "penstock-demo", "gguf"))
+    assert Path(gguf.model.path).parent == models.BUNDLED and gguf.model.path.endswith(".gguf")
+
+
+def test_a_folder_is_where_it_was_or_the_node_says_what_it_lacks(tmp_path: Path) -> None:
+    here = planned(str(tmp_path), str(tmp_path))
+    assert models.on_this_node(here) is here
+    with pytest.raises(UserError, match='there is no "/nowhere/model" on '):
+        models.on_this_node(planned("/nowhere/model", "/nowhere/model"))
+
+
+def test_a_hub_model_is_taken_in_the_planned_revision(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[tuple[str, dict[str, object]]] = []
+
+    def snapshot_download(name: str, **options: object) -> str:
+        asked.append((name, options))
+        return str(tmp_path)
+
+    monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(snapshot_download=snapshot_download))
+    revision = "c1899de289a04d12100db370d81485cdf75e47ca"
+    base = f"/elsewhere/hub/models--Qwen--Qwen3-0.6B/snapshots/{revision}"
+    found = models.on_this_node(planned(base, "Qwen/Qwen3-0.6B"))
+    assert found.model.path == str(tmp_path)
+    assert asked[0][0] == "Qwen/Qwen3-0.6B" and asked[0][1]["revision"] == revision
+    gguf = models.on_this_node(planned(f"{base}/q4/x-q4_k_m.gguf", "Qwen/Qwen3-0.6B", "gguf"))
+    assert gguf.model.path == str(tmp_path / "q4" / "x-q4_k_m.gguf")
+    assert "q4/x-q4_k_m.gguf" in asked[1][1]["allow_patterns"]  # type: ignore[operator]

@@ -23,8 +23,9 @@ ON_COMPILED = """
 import sys
 from penstock import native
 assert native.activate() and native.is_active()
-import penstock.gateway.forward, penstock.gateway.http1
-assert not any(name.__file__.endswith(".py") for name in (penstock.gateway.forward, penstock.gateway.http1))
+import penstock.bench.wire, penstock.gateway.forward, penstock.gateway.http1
+ours = (penstock.bench.wire, penstock.gateway.forward, penstock.gateway.http1)
+assert not any(name.__file__.endswith(".py") for name in ours)
 import pytest
 raise SystemExit(pytest.main(sys.argv[1:]))
 """
@@ -70,6 +71,7 @@ def test_every_test_of_the_gateway_passes_compiled() -> None:
     except UserError as error:
         pytest.skip(f"{error.message} (make native)")
     tests = sorted(str(path) for path in (ROOT / "tests").glob("test_gateway*.py"))
+    tests.append(str(ROOT / "tests" / "test_bench_serve.py"))
     chosen = ["-m", "not slow and not postgres", "-k", " and ".join(f"not {name}" for name in REPLACING)]
     done = subprocess.run(
         [sys.executable, "-c", ON_COMPILED, "-q", "-p", "no:cacheprovider", *chosen, *tests],

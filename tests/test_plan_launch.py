@@ -284,4 +284,4 @@ def test_more_replicas_need_free_gpus() -> None:
 def test_llamacpp_refuses_to_be_cut() -> None:
     message, _, hint = refused(launch.make, deployment(parallel={"tensor": 4}), DEMO, cpu_machine(), "llamacpp", "1", 1)
     assert message == "cannot cut a model over 4 ranks on engine llamacpp: it runs in one process"
-    assert hint == "Remove parallel, or use --engine vllm."
+    assert hint == "Remove parallel and hardware.nodes, or use --engine vllm."

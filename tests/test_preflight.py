@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import errno
 import os
-import shutil
 import socket
 import sys
 from collections.abc import Iterator
-from pathlib import Path
-from types import SimpleNamespace
 
 import msgspec
 import psutil
 import pytest
 from samples import cpu_machine, deployment, gpu_machine
 
-from penstock import catalog, engines, planning, preflight
-from penstock.engines.llamacpp import LlamaCpp
+from penstock import catalog, planning, preflight
 from penstock.errors import SpecError, UserError
 from penstock.plan import Gpu, Machine
 from penstock.units import GIB
@@ -89,14 +84,12 @@ def test_what_this_version_does_not_do_is_refused_together() -> None:
     wanted = deployment(
         ui=True,
         observe={"prometheus": True, "grafana": True},
-        engine={"executor": "ray"},
         replicas={"min": 1, "max": 3},
     )
     assert [str(problem) for problem in preflight.unsupported(wanted)] == [
         "ui: this version has no browser chat yet (use: penstock chat)",
         "observe.prometheus: this version does not set it up yet (scrape the gateway's /metrics yourself)",
         "observe.grafana: this version does not set it up yet (scrape the gateway's /metrics yourself)",
-        "engine.executor: ray is not available on one machine in this version (use mp or auto)",
         "replicas.max: this version does not scale by itself yet "
         "(set replicas to a number, and change it with `penstock scale`)",
     ]
@@ -153,66 +146,6 @@ def test_a_card_that_nobody_knows_is_taken_by_its_drivers_name() -> None:
     assert preflight.as_named(deployment(hardware={"gpu": "NVIDIA X900"}), odd, is_rehearsal=False) == odd
     with pytest.raises(UserError, match='no GPU "h1000" in the catalogue'):
         preflight.as_named(deployment(hardware={"gpu": "h1000"}), odd, is_rehearsal=False)
-
-
-def found(monkeypatch: pytest.MonkeyPatch, **values: object) -> dict[str, preflight.Finding]:
-    """What doctor finds on a machine made of these values."""
-    machine = values.get("machine", cpu_machine())
-    monkeypatch.setattr(preflight, "this_machine", lambda: machine)
-    monkeypatch.setattr(preflight, "gpus", lambda: list(getattr(machine, "gpus", ())))
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=values.get("disk", 100 * GIB)))
-    monkeypatch.setattr(preflight, "check_port", values.get("check_port", lambda host, port: None))
-    return {finding.check: finding for finding in preflight.doctor(deployment())}
-
-
-def test_doctor_makes_every_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    findings = found(monkeypatch)
-    names = ["python", "memory", "disk", "/dev/shm", "open files", "gpu", "engine llamacpp", "engine vllm", "port"]
-    assert list(findings) == names
-    assert findings["memory"].found == "16.0 GiB free of 32.0 GiB, 8 CPUs"
-    assert findings["port"].found == "127.0.0.1:8000 is free"
-    assert "none found" in findings["gpu"].found
-
-
-def test_doctor_says_what_is_wrong_and_the_cure(monkeypatch: pytest.MonkeyPatch) -> None:
-    findings = found(monkeypatch, machine=cpu_machine(0.5), disk=GIB // 2)
-    assert (findings["memory"].state, findings["memory"].cure) == ("bad", "end what holds the memory")
-    assert (findings["disk"].state, findings["/dev/shm"].state) == ("warning", "warning")
-    assert findings["/dev/shm"].cure == "start the container with --shm-size 8g"
-
-
-def test_doctor_shows_a_home_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path / "file"))
-    disk = found(monkeypatch)["disk"]
-    assert (disk.state, disk.cure) == ("bad", "Set PENSTOCK_HOME to a folder you may write.")
-
-
-def test_doctor_leaves_a_home_that_is_not_there_alone(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert found(monkeypatch)["disk"].state == "ok"
-    assert not home.exists()
-
-
-def test_doctor_shows_who_holds_the_port(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(host: str, port: int) -> None:
-        raise UserError("cannot listen", detail="Process 7 listens there", hint="End it.") from OSError(
-            errno.EADDRINUSE, "in use"
-        )
-
-    port = found(monkeypatch, check_port=refuse)["port"]
-    assert (port.state, port.found, port.cure) == ("warning", "cannot listen (Process 7 listens there)", "End it.")
-
-
-@pytest.mark.parametrize(("n_gpus", "llamacpp", "vllm"), [(0, "bad", "warning"), (2, "warning", "bad")])
-def test_an_absent_engine_is_bad_where_it_would_be_chosen(
-    monkeypatch: pytest.MonkeyPatch, n_gpus: int, llamacpp: str, vllm: str
-) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    findings = found(monkeypatch, machine=gpu_machine(n_gpus))
-    assert (findings["engine llamacpp"].state, findings["engine vllm"].state) == (llamacpp, vllm)
-    missing = LlamaCpp().missing()
-    assert isinstance(missing, engines.Missing)
-    assert findings["engine llamacpp"].cure == missing.install
 
 
 class NoSuchHost(socket.socket):

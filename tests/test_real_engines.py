@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import real_engine
@@ -44,6 +46,22 @@ def test_chat_prints_one_answer(live: Live) -> None:
     done = live.command("chat", live.name, "-m", "What is the capital of South Korea?")
     assert done.returncode == 0, done.stderr
     assert "Seoul" in done.stdout
+
+
+def test_a_load_test_measures_it(live: Live, tmp_path: Path) -> None:
+    words = "--requests 12 --concurrency 3 --input-tokens 8 --output-tokens 8 --json --out"
+    done = live.command("bench", "serve", live.name, *words.split(), str(tmp_path / "out"))
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert (result["completed"], result["failed"]) == (12, 0)
+    assert 12 <= result["total_output_tokens"] <= 96
+    assert 0 < result["median_ttft_ms"] <= result["median_e2el_ms"]
+    assert sum(result["replicas"].values()) == 12
+    # What was launched is kept beside what was measured, and the page shows both.
+    plan = json.loads((tmp_path / "out" / "plan.json").read_text("utf-8"))
+    assert result["versions"][plan["engine"]] == plan["engine_version"]
+    assert (tmp_path / "out" / "spec.yaml").exists()
+    assert "<svg" in (tmp_path / "out" / "report.html").read_text("utf-8")
 
 
 @pytest.mark.parametrize(

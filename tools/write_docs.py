@@ -46,7 +46,13 @@ def cli_page() -> str:
     parts.append("\n".join(f"- [`{verb}`](#{verb}): {text}" for verb, text, _ in _verbs(root)))
     parts.append(str(root.epilog))
     for verb, _, sub in _verbs(root):
-        parts += [f"## {verb}", str(sub.description), f"```\n{_usage(verb, sub)}\n```", _arguments(sub)]
+        parts += [f"## {verb}", str(sub.description)]
+        if any(isinstance(action, argparse._SubParsersAction) for action in sub._actions):
+            inner = [(f"{verb} {name}", each) for name, _, each in _verbs(sub)]
+            for name, each in inner:
+                parts += [f"### {name}", str(each.description), f"```\n{_usage(name, each)}\n```", _arguments(each)]
+        else:
+            parts += [f"```\n{_usage(verb, sub)}\n```", _arguments(sub)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -72,7 +78,11 @@ def _positional(action: argparse.Action) -> str:
 
 
 def _options(sub: argparse.ArgumentParser) -> list[argparse.Action]:
-    return [action for action in sub._actions if action.option_strings and action.dest != "help"]
+    return [
+        action
+        for action in sub._actions
+        if action.option_strings and action.dest != "help" and action.help != argparse.SUPPRESS
+    ]
 
 
 def _shown(action: argparse.Action) -> list[str]:

@@ -390,3 +390,10 @@ def _transport(name: str) -> Transport:
 @functools.cache
 def _model_rows() -> dict[str, ModelRow]:
     return msgspec.convert(_yaml("models.yaml"), dict[str, ModelRow])
+
+
+@functools.cache
+def known_variables() -> frozenset[str]:
+    """Names of the environment variables that vLLM, NCCL and Gloo read."""
+    text = resources.files(__name__).joinpath("variables.txt").read_text("utf-8")
+    return frozenset(word for line in text.splitlines() if not line.startswith("#") for word in line.split())

@@ -25,6 +25,10 @@ TABLE = {
 }
 
 
+# In the environment of an engine that listens beyond loopback: every call must bring this key as a bearer token.
+KEY_VARIABLE = "PENSTOCK_ENGINE_KEY"
+
+
 class Missing(msgspec.Struct, frozen=True):
     """Why an engine cannot run here, and the line that installs it."""
 
@@ -32,13 +36,28 @@ class Missing(msgspec.Struct, frozen=True):
     install: str
 
 
+class Among(msgspec.Struct, frozen=True):
+    """This node among those of a replica that is cut over several: `master_*` are the first node's."""
+
+    rank: int
+    n_nodes: int
+    master_address: str
+    master_port: int
+
+
 class Place(msgspec.Struct, frozen=True):
-    """What only the node knows: where to listen, a private folder (short path, removed afterwards), the Python."""
+    """What only the node knows: where to listen, a private folder (short path, removed afterwards), the Python.
+
+    `key`: every call must bring it, since `host` is no loopback. `env`: what the network between the nodes needs.
+    """
 
     host: str
     port: int
     folder: str
     python: str
+    key: str | None = None
+    among: Among | None = None
+    env: dict[str, str] = {}
 
 
 class Command(msgspec.Struct, frozen=True):
@@ -78,9 +97,11 @@ class Engine(ABC):
     """The seam. Everything but `missing` and `version` is pure."""
 
     name: str
+    package: str | None = None  # what is installed where it can run, by its import name
     forms: tuple[str, ...]  # the forms of weights it loads, best first
     metrics: Metrics
     vital_roles: tuple[str, ...] = ()  # how the titles of forked processes begin that it cannot live without
+    can_cross_nodes: bool = False  # whether one replica may take several machines
 
     @abstractmethod
     def missing(self) -> Missing | None:

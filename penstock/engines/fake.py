@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 
-from penstock.engines import Command, Missing, Place
+from penstock.engines import KEY_VARIABLE, Command, Missing, Place
 from penstock.engines import vllm_names as names
 from penstock.engines.vllm import Vllm, pass_through
 from penstock.errors import Problem
@@ -16,6 +16,7 @@ class Fake(Vllm):
     """Speaks vLLM's HTTP, metrics and log; `engine.args` are its own fault flags (docs/testing.md)."""
 
     name = "fake"
+    package = None
     forms = ("safetensors", "gguf", "none")
 
     def missing(self) -> Missing | None:
@@ -32,4 +33,5 @@ class Fake(Vllm):
     def command(self, plan: Plan, place: Place) -> Command:
         argv = [place.python, "-m", "penstock.testing.fake_engine", "--host", place.host, "--port", str(place.port)]
         argv += ["--model", plan.deployment, names.FLAGS["served_names"], *plan.served_names, *pass_through(plan.args)]
-        return Command(tuple(argv), plan.env)
+        key = {KEY_VARIABLE: place.key} if place.key is not None else {}
+        return Command(tuple(argv), plan.env | key)

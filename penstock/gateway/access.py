@@ -6,6 +6,7 @@ import hashlib
 import hmac
 import math
 from collections.abc import Mapping, Sequence
+from typing import Final
 from urllib.parse import urlsplit
 
 import msgspec
@@ -14,19 +15,19 @@ from penstock.gateway.http1 import Headers
 from penstock.gateway.quota import Counts, Quota
 from penstock.store import ApiKey, Limits
 
-_LOOPBACK_HOSTS = frozenset(("localhost", "127.0.0.1", "::1"))
-_LIMITS = b", ".join(
+_LOOPBACK_HOSTS: Final = frozenset(("localhost", "127.0.0.1", "::1"))
+_LIMITS: Final = b", ".join(
     b"x-ratelimit-%s-%s" % (what, kind)
     for kind in (b"requests", b"tokens")
     for what in (b"limit", b"remaining", b"reset")
 )
-_EXPOSED = (
+_EXPOSED: Final = (
     b"access-control-expose-headers",
     b"x-request-id, x-penstock-replica, server-timing, retry-after, " + _LIMITS,
 )
-_HALF = 16  # bytes
-_NO_HASH = bytes(32)
-_MAX_KNOWN = 1024  # headers
+_HALF: Final = 16  # bytes
+_NO_HASH: Final = bytes(32)
+_MAX_KNOWN: Final = 1024  # headers
 
 
 def bearer(authorization: bytes | None) -> bytes | None:

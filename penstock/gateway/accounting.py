@@ -11,7 +11,7 @@ import math
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Final
 
 from penstock.gateway.access import Holder, Keyring
 from penstock.gateway.answer import Answer, error_answer
@@ -21,6 +21,7 @@ from penstock.gateway.exposition import Family, Labels
 from penstock.gateway.http1 import Headers, RequestHead, ResponseHead, find_header
 from penstock.gateway.ledger import Ledger, News
 from penstock.gateway.quota import Counts, LocalCounts, Quota, Refusal
+from penstock.gateway.server import Request
 from penstock.gateway.stream import is_event_stream
 from penstock.gateway.usage import BodyWatch, StreamStrip, StreamWatch, ask_for_usage
 from penstock.store import Row, State
@@ -28,21 +29,21 @@ from penstock.store import Row, State
 Watch = BodyWatch | StreamWatch | StreamStrip
 
 # What a path generates: whether a stream of it must be asked for its usage, and what ends each of its tokens' events.
-_GENERATING: dict[bytes, tuple[bool, bytes | None]] = {
+_GENERATING: Final[dict[bytes, tuple[bool, bytes | None]]] = {
     b"/v1/chat/completions": (True, None),
     b"/v1/completions": (True, None),
     b"/v1/responses": (False, b".delta\n"),
 }
-_NOTHING = (False, None)
-_NO_TOKENS = Usage(0, 0, 0)
-_CHAT = b"/v1/chat/completions"  # its streams begin with an event that carries the role and no token
+_NOTHING: Final = (False, None)
+_NO_TOKENS: Final = Usage(0, 0, 0)
+_CHAT: Final = b"/v1/chat/completions"  # its streams begin with an event that carries the role and no token
 OUTPUT_TOKENS = 256  # reserved where the client sets no limit
 BYTES_PER_TOKEN = 4.0  # of a request's body, until a model's own replies tell better
 PROMPT_TOKENS_MAX = 131_072
-_LEARNING = 0.05
-_LEARN_FROM = 32  # tokens
-_CLIENT_CLOSED = 499  # nginx's status for a client that left before its answer
-_OUTCOME_STATES: dict[str, State] = {
+_LEARNING: Final = 0.05
+_LEARN_FROM: Final = 32  # tokens
+_CLIENT_CLOSED: Final = 499  # nginx's status for a client that left before its answer
+_OUTCOME_STATES: Final[dict[str, State]] = {
     "complete": "complete",
     "client_gone": "client-cancelled",
     "broken": "engine-failed",
@@ -51,7 +52,7 @@ _OUTCOME_STATES: dict[str, State] = {
     "queue_full": "refused",
     "refused": "refused",
 }
-_OUTCOME_STATUSES = {
+_OUTCOME_STATUSES: Final = {
     "client_gone": _CLIENT_CLOSED,
     "broken": 502,
     "late": 504,
@@ -59,7 +60,7 @@ _OUTCOME_STATUSES = {
     "queue_full": 429,
     "refused": 429,
 }
-_WORDS = {
+_WORDS: Final = {
     "requests": ("rate_limit_exceeded", "{limit:g} requests a minute"),
     "tokens": ("rate_limit_exceeded", "{limit:g} tokens a minute"),
     "concurrency": ("concurrency_exceeded", "{limit:g} requests at once"),
@@ -188,15 +189,18 @@ class Books:
             quota.spent_usd = news.spent_usd.get(key_id, 0.0) + waiting_usd
 
 
-class Asked(NamedTuple):
+class Asked:
     """A request as its entry needs it. Not its body: that has up to 32 MiB, and an entry lives as its response."""
 
-    path: bytes
-    n_body_bytes: int
-    ask: Fields
-    model: str
-    request_id: bytes
-    received_at: float
+    __slots__ = ("ask", "model", "n_body_bytes", "path", "received_at", "request_id")
+
+    def __init__(self, request: Request, ask: Fields, model: str) -> None:
+        self.path = request.head.path
+        self.n_body_bytes = len(request.body)
+        self.ask = ask
+        self.model = model
+        self.request_id = request.request_id
+        self.received_at = request.received_at
 
 
 class Entry:

@@ -8,20 +8,23 @@ from typing import Any
 
 import msgspec
 
-from penstock.announce import Announcement
+from penstock.announce import Announcement, Post
 from penstock.errors import UserError
 from penstock.gateway import admin_keys
 from penstock.gateway.access import has_token
 from penstock.gateway.accounting import Books
 from penstock.gateway.answer import Answer, error_answer, json_answer
+from penstock.gateway.board import Board
 from penstock.gateway.desk import Desk
 from penstock.gateway.http1 import Headers, RequestHead
 from penstock.gateway.server import ClientConnection, Request
+from penstock.gateway.tally import Tally
 
 _METHODS = {
     b"/admin/health": (b"GET",),
     b"/admin/replicas": (b"GET",),
     b"/admin/announce": (b"POST",),
+    b"/admin/board": (b"POST",),
     b"/admin/drain": (b"POST",),
     b"/admin/undrain": (b"POST",),
     b"/admin/forget": (b"POST",),
@@ -37,11 +40,13 @@ class _Named(msgspec.Struct, forbid_unknown_fields=True):
 class Admin:
     """The handler of the admin listener. Every call needs the token, health too."""
 
-    def __init__(self, desk: Desk, books: Books, token: str) -> None:
+    def __init__(self, desk: Desk, books: Books, tally: Tally, token: str) -> None:
         self._desk = desk
+        self._tally = tally
         self._books = books
         self._fleet = desk.fleet
         self._token = token
+        self._board = Board(time.monotonic())
 
     def refuse(self, head: RequestHead) -> Answer | None:
         """Calls without the token, unknown paths and wrong methods."""
@@ -70,10 +75,11 @@ class Admin:
         if path == b"/admin/health":
             return {"ok": True}
         if path == b"/admin/replicas":
-            desk = self._desk
-            return self._fleet.view(time.monotonic(), desk.hold.waiting, desk.counters.n_requests)
+            return self._tally.view()
         if path == b"/admin/announce":
             return {"draining": self._announce(msgspec.json.decode(body, type=Announcement))}
+        if path == b"/admin/board":
+            return self._board.post(msgspec.json.decode(body, type=Post), time.monotonic())
         name = msgspec.json.decode(body, type=_Named).replica
         log.info("replica %r: %s", name, path.decode().removeprefix("/admin/"))
         if path == b"/admin/drain":

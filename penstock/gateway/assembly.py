@@ -11,11 +11,15 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from penstock import native
+from penstock.announce import engine_key
 from penstock.gateway.accounting import Books
 from penstock.gateway.admin import Admin
 from penstock.gateway.config import GatewayConfig, parse_address
 from penstock.gateway.desk import Desk
+from penstock.gateway.exchange import Exchange
 from penstock.gateway.exposition import Counters
 from penstock.gateway.fleet import Fleet
 from penstock.gateway.hold import Hold
@@ -23,9 +27,11 @@ from penstock.gateway.listener import Listener, open_socket, open_tls
 from penstock.gateway.public import Public
 from penstock.gateway.relay import Relay, RelayingAdmin
 from penstock.gateway.server import Handler
-from penstock.gateway.shared import SharedCounters, SharedInFlight
+from penstock.gateway.shared import Board, SharedCounters, SharedInFlight
 from penstock.gateway.statics import Statics
+from penstock.gateway.tally import Tally
 from penstock.gateway.upstream import Pool
+from penstock.store import is_postgres
 
 LEASE_CHECK_S = 1.0
 
@@ -72,12 +78,26 @@ def open_sockets(config: GatewayConfig) -> Sockets:
 
 @dataclass(frozen=True)
 class Seat:
-    """A worker's place among the others: its row of the shared counts, and the folder of their admin sockets."""
+    """A worker's place among the others: its row of the shared counts, the folder of their admin sockets, the board
+    with the numbers of each, the one that worker 0 keeps the drains on, and what other gateways call this one.
+    """
 
     slot: int
     n_workers: int
     counters: SharedCounters
     folder: Path
+    numbers: Board
+    drains: Board
+    name: str
+
+    def drained(self) -> list[str]:
+        """What was drained before this worker was started: it must not send a single request there."""
+        posted = self.drains.read(0)
+        return [] if posted is None else msgspec.json.decode(posted, type=list[str])
+
+    def keep_drained(self, names: list[str]) -> None:
+        if not self.drains.post(0, msgspec.json.encode(names)):
+            log.warning("%d drains are too many: a worker that is started again will not know them", len(names))
 
     def admin_address(self, slot: int) -> str:
         return f"unix:{self.folder}/worker-{slot}.sock"
@@ -90,7 +110,8 @@ class Gateway:
         self, config: GatewayConfig, token: str, sockets: Sockets | None = None, seat: Seat | None = None
     ) -> None:
         # Each worker has its own connection to the store: it is opened after the fork.
-        self.books = Books(config, seat.counters if seat else None)
+        exchange = _exchange(config, seat)
+        self.books = Books(config, exchange or (seat.counters if seat else None))
         try:
             sockets = sockets or open_sockets(config)
         except BaseException:
@@ -100,26 +121,40 @@ class Gateway:
         self._seat = seat
         fleet = Fleet(config.models, config.policy, config.max_in_flight)
         counters = Counters(model.name for model in config.models)
-        self._desk = Desk(fleet, Hold(), Pool(), counters, config.hold_s, config.auth == "keys")
+        pool = Pool(engine_key(token) if config.engines_need_key else None)
+        needs_key = config.auth == "keys"
+        hides_key = needs_key or config.engines_need_key
+        self._desk = Desk(fleet, Hold(), pool, counters, config.hold_s, needs_key, hides_key)
         self._statics = Statics(config.upstreams, fleet, self._desk.hold, self._desk.pool)
         # Without an admin address of their own, workers trust each other by their folder, which is ours alone.
-        admin: Handler = Admin(self._desk, self.books, token or secrets.token_hex(16))
+        slot = seat.slot if seat else 0
+        if slot == 0 and self.books.ledger is not None:
+            self.books.ledger.keep_days = config.ledger_days
+            self.books.ledger.exchange = exchange
+        self._tally = Tally(self._desk, self.books, seat.numbers if seat else None, slot)
+        admin: Handler = Admin(self._desk, self.books, self._tally, token or secrets.token_hex(16))
         self._relay: Relay | None = None
         admin_socket = sockets.admin
         if seat is not None:
             fleet.shared = SharedInFlight(seat.counters)
-            if seat.slot == 0:
-                peers = [seat.admin_address(slot) for slot in range(1, seat.n_workers)]
-                self._relay = Relay(peers, token)
-                admin = RelayingAdmin(admin, self._relay)
+            for name in seat.drained():
+                fleet.drain(name)
+            if slot == 0:
+                admin = self._relaying(admin, fleet, seat, token)
             else:
-                address = parse_address(seat.admin_address(seat.slot))
+                address = parse_address(seat.admin_address(slot))
                 assert address is not None
                 admin_socket = open_socket(address, mode=0o600)
-        slot = seat.slot if seat else 0
-        self.public = Listener(Public(config, self.books, self._desk), sockets.public[slot], config.limits, sockets.tls)
+        public = Public(config, self.books, self._desk, self._tally)
+        self.public = Listener(public, sockets.public[slot], config.limits, sockets.tls)
         self.admin = Listener(admin, admin_socket)
         self._lease_timer: asyncio.TimerHandle | None = None
+
+    def _relaying(self, admin: Handler, fleet: Fleet, seat: Seat, token: str) -> Handler:
+        """Worker 0's admin: what it hears goes to the others, and drains outlive it."""
+        peers = [seat.admin_address(slot) for slot in range(1, seat.n_workers)]
+        self._relay = Relay(peers, token)
+        return RelayingAdmin(admin, self._relay, lambda: seat.keep_drained(fleet.draining))
 
     async def start(self) -> None:
         """Begins to serve, admin first: a replica may announce before the first request comes."""
@@ -159,4 +194,15 @@ class Gateway:
         for name in self._desk.fleet.take_lapsed(now):
             log.warning("replica %s: its lease ran out", name)
         self._desk.look_after(now)
+        if self._seat is not None:
+            self._tally.post()
         self._lease_timer = loop.call_later(LEASE_CHECK_S, self._check_leases)
+
+
+def _exchange(config: GatewayConfig, seat: Seat | None) -> Exchange | None:
+    """A PostgreSQL store may be that of other gateways too; an SQLite file is one gateway's."""
+    if config.store is None or not is_postgres(config.store):
+        return None
+    if seat is not None:
+        return Exchange(seat.name, seat.counters)
+    return Exchange(secrets.token_hex(8), SharedCounters(n_slots=1))

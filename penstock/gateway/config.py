@@ -77,9 +77,11 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """`listen` and `admin` are "host:port" or "unix:/path"; `key_hashes` are SHA-256 of keys, in lower-case hex.
 
     `hold_s`: how long a request waits for a replica. `drain_s`: how long requests may finish after SIGTERM. `store`:
-    the file or postgresql:// URL of keys and usage. `prices`: by model. `upstreams`: engines that nobody announces,
-    asked for their health instead. `policy`: how a replica is chosen. `max_in_flight`: requests on one replica at a
-    time; more of them wait in the gateway, where the queue is fair between keys; None leaves that to the engine.
+    the file or postgresql:// URL of keys and usage. `ledger_days`: how many days a request has a row; then it is part
+    of its day's sums. `prices`: by model. `upstreams`: engines that nobody announces, asked for their health instead.
+    `policy`: how a replica is chosen. `max_in_flight`: requests on one replica at a time; more of them wait in the
+    gateway, where the queue is fair between keys; None leaves that to the engine. `engines_need_key`: engines ask for
+    the key that nodes and gateway make from the admin token.
     """
 
     listen: str
@@ -91,6 +93,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     hold_s: float = 60.0
     drain_s: float = 30.0
     store: str | None = None
+    ledger_days: int | None = 90
     policy: PolicyName = "least-load"
     upstreams: tuple[Upstream, ...] = ()
     workers: int = 1
@@ -98,6 +101,7 @@ class GatewayConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     tls_key: str | None = None
     limits: Limits = Limits()
     max_in_flight: int | None = None
+    engines_need_key: bool = False
     prices: dict[str, Price] = {}
 
 
@@ -148,6 +152,8 @@ def find_problems(config: GatewayConfig) -> list[Problem]:
             problems.append(Problem(f"key_hashes[{index}]", "not 64 lower-case hex digits"))
     if config.hold_s < 0 or config.drain_s < 0:
         problems.append(Problem("hold_s, drain_s", "must not be negative"))
+    if config.ledger_days is not None and config.ledger_days < 1:
+        problems.append(Problem("ledger_days", "must be at least 1, or null for ever"))
     if config.max_in_flight is not None and config.max_in_flight < 1:
         problems.append(Problem("max_in_flight", "must be at least 1, or absent"))
     return problems + _find_wire_problems(config) + _find_price_problems(config) + _find_name_problems(config.models)

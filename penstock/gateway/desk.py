@@ -52,7 +52,7 @@ class Entry(Protocol):
 
 @dataclass(frozen=True)
 class Desk:
-    """What every passage shares."""
+    """What every passage shares. `hides_key`: what a client gives as its key is not for the engine."""
 
     fleet: Fleet
     hold: Hold
@@ -60,6 +60,7 @@ class Desk:
     counters: Counters
     hold_s: float
     needs_key: bool
+    hides_key: bool
     budget: RetryBudget = field(default_factory=RetryBudget)
     memory: Memory = field(default_factory=Memory)
     passages: set[UnderWay] = field(default_factory=set)

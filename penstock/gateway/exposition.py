@@ -25,6 +25,11 @@ OWN_S = (0.00005, 0.0001, 0.0002, 0.0003, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.0
 Outcome = Literal["complete", "client_gone", "broken", "no_replica", "queue_full", "late", "refused"]
 Labels = tuple[tuple[str, str], ...]
 Family = tuple[str, str, str, Mapping[Labels, float]]  # name after "penstock_", kind, one line, values by labels
+# Name, one line, upper ends of the buckets, and by labels the counts of the buckets and the sum.
+Distribution = tuple[str, str, tuple[float, ...], Mapping[Labels, tuple[list[int], float]]]
+# Of several workers these gauges are not a sum. The first two are what each of them knows of all.
+_KNOWN_TO_EACH = frozenset(("requests_in_flight", "replicas_ready"))
+_LEAST_COUNTS = frozenset(("store_up",))
 
 
 class Histogram:
@@ -102,8 +107,8 @@ class Gauges(NamedTuple):
     ejections: Mapping[str, int]
 
 
-def write_metrics(counters: Counters, gauges: Gauges) -> bytes:
-    """The text of GET /metrics."""
+def families(counters: Counters, gauges: Gauges) -> list[Family]:
+    """Counters and gauges."""
     in_flight: dict[Labels, float] = {
         (("model", row.announcement.model), ("replica", row.announcement.replica)): row.in_flight
         for row in gauges.view.replicas
@@ -111,44 +116,87 @@ def write_metrics(counters: Counters, gauges: Gauges) -> bytes:
     outcomes: dict[Labels, float] = {
         (("model", model), ("outcome", outcome)): n for (model, outcome), n in counters.outcomes.items()
     }
-    all_series = tuple(counters.all_series())
     codes: dict[Labels, float] = {
-        (*labels, ("code", str(code))): n for labels, row in all_series for code, n in row.codes.items()
+        (*labels, ("code", str(code))): n for labels, row in counters.all_series() for code, n in row.codes.items()
     }
-    parts = (
-        _write("requests_total", "counter", "Requests ended, by outcome.", outcomes),
-        _write("responses_total", "counter", "Responses begun, by status code.", codes),
-        _write("requests_in_flight", "gauge", "Requests on a replica now.", in_flight),
-        _write("requests_waiting", "gauge", "Requests held for a replica now.", _by("model", gauges.waiting)),
-        _write("replicas_ready", "gauge", "Replicas that get traffic now.", _by("model", gauges.ready)),
-        _write("retries_total", "counter", "Requests sent to an engine again.", _by("model", counters.retries)),
-        _write("ejections_total", "counter", "Replicas left out after failures.", _by("replica", gauges.ejections)),
-        _write(
-            *("connect_failures_total", "counter", "Connections an engine refused."),
-            {(): counters.n_connect_failures},
-        ),
-        _write_histograms(
-            "gateway_own_seconds", "Time in the gateway before an engine had it.", [((), counters.own_s)]
-        ),
-        _write_histograms(
-            *("time_to_first_byte_seconds", "From a request to the first byte of its answer's body."),
-            [(labels, row.first_byte_s) for labels, row in all_series],
-        ),
-        _write_histograms(
-            *("chunk_gap_seconds", "Between two reads of a stream."),
-            [(labels, row.gap_s) for labels, row in all_series],
-        ),
-        _write_histograms(
-            *("request_seconds", "From a request to the end of its answer."),
-            [(labels, row.duration_s) for labels, row in all_series],
-        ),
-    )
+    failures: dict[Labels, float] = {(): counters.n_connect_failures}
+    return [
+        ("requests_total", "counter", "Requests ended, by outcome.", outcomes),
+        ("responses_total", "counter", "Responses begun, by status code.", codes),
+        ("requests_in_flight", "gauge", "Requests on a replica now.", in_flight),
+        ("requests_waiting", "gauge", "Requests held for a replica now.", _by("model", gauges.waiting)),
+        ("replicas_ready", "gauge", "Replicas that get traffic now.", _by("model", gauges.ready)),
+        ("retries_total", "counter", "Requests sent to an engine again.", _by("model", counters.retries)),
+        ("ejections_total", "counter", "Replicas left out after failures.", _by("replica", gauges.ejections)),
+        ("connect_failures_total", "counter", "Connections an engine refused.", failures),
+    ]
+
+
+def distributions(counters: Counters) -> list[Distribution]:
+    """Histograms."""
+    first_byte: dict[Labels, tuple[list[int], float]] = {}
+    gaps: dict[Labels, tuple[list[int], float]] = {}
+    durations: dict[Labels, tuple[list[int], float]] = {}
+    for labels, row in counters.all_series():
+        first_byte[labels] = (row.first_byte_s.counts, row.first_byte_s.sum)
+        gaps[labels] = (row.gap_s.counts, row.gap_s.sum)
+        durations[labels] = (row.duration_s.counts, row.duration_s.sum)
+    own: dict[Labels, tuple[list[int], float]] = {(): (counters.own_s.counts, counters.own_s.sum)}
+    first_byte_about = "From a request to the first byte of its answer's body."
+    return [
+        ("gateway_own_seconds", "Time in the gateway before an engine had it.", OWN_S, own),
+        ("time_to_first_byte_seconds", first_byte_about, LATENCY_S, first_byte),
+        ("chunk_gap_seconds", "Between two reads of a stream.", GAP_S, gaps),
+        ("request_seconds", "From a request to the end of its answer.", LATENCY_S, durations),
+    ]
+
+
+def add_families(parts: Iterable[list[Family]]) -> list[Family]:
+    """Those of several workers as one's; of what each of them knows, the first one's word."""
+    found: dict[str, tuple[str, str, str, dict[Labels, float]]] = {}
+    for part in parts:
+        for name, kind, about, samples in part:
+            known = found.get(name)
+            if known is None:
+                found[name] = (name, kind, about, dict(samples))
+            elif name not in _KNOWN_TO_EACH:
+                sums = known[3]
+                for labels, value in samples.items():
+                    before = sums.get(labels)
+                    if before is None:
+                        sums[labels] = value
+                    else:
+                        sums[labels] = min(before, value) if name in _LEAST_COUNTS else before + value
+    return [(name, kind, about, sums) for name, kind, about, sums in found.values()]
+
+
+def add_distributions(parts: Iterable[list[Distribution]]) -> list[Distribution]:
+    """Those of several workers as one's."""
+    found: dict[str, tuple[str, str, tuple[float, ...], dict[Labels, tuple[list[int], float]]]] = {}
+    for part in parts:
+        for name, about, bounds, samples in part:
+            known = found.get(name)
+            if known is None:
+                found[name] = (name, about, bounds, dict(samples))
+                continue
+            for labels, (counts, total) in samples.items():
+                before = known[3].get(labels)
+                if before is not None:
+                    counts = [one + other for one, other in zip(before[0], counts, strict=True)]
+                    total += before[1]
+                known[3][labels] = (counts, total)
+    return [(name, about, bounds, sums) for name, about, bounds, sums in found.values()]
+
+
+def only_counters(parts: Iterable[Family]) -> list[Family]:
+    """Without the gauges: what stays true of a worker that is gone."""
+    return [part for part in parts if part[1] == "counter"]
+
+
+def write_metrics(counts: Iterable[Family], histograms: Iterable[Distribution]) -> bytes:
+    """The text of GET /metrics."""
+    parts = (*(_write(*family) for family in counts), *(_write_histograms(*one) for one in histograms))
     return "".join(line for part in parts for line in part).encode()
-
-
-def write_families(families: Iterable[Family]) -> bytes:
-    """Further families of counters and gauges as text."""
-    return "".join(line for family in families for line in _write(*family)).encode()
 
 
 def _by(label: str, values: Mapping[str, int]) -> dict[Labels, float]:
@@ -161,14 +209,16 @@ def _write(name: str, kind: str, about: str, samples: Mapping[Labels, float]) ->
         yield _write_sample(name, labels, value)
 
 
-def _write_histograms(name: str, about: str, samples: Iterable[tuple[Labels, Histogram]]) -> Iterable[str]:
+def _write_histograms(
+    name: str, about: str, bounds: tuple[float, ...], samples: Mapping[Labels, tuple[list[int], float]]
+) -> Iterable[str]:
     yield f"# HELP penstock_{name} {about}\n# TYPE penstock_{name} histogram\n"
-    for labels, histogram in samples:
+    for labels, (counts, total) in samples.items():
         n_so_far = 0
-        for bound, count in zip((*map(str, histogram.bounds), "+Inf"), histogram.counts, strict=True):
+        for bound, count in zip((*map(str, bounds), "+Inf"), counts, strict=True):
             n_so_far += count
             yield _write_sample(f"{name}_bucket", (*labels, ("le", bound)), n_so_far)
-        yield _write_sample(f"{name}_sum", labels, histogram.sum)
+        yield _write_sample(f"{name}_sum", labels, total)
         yield _write_sample(f"{name}_count", labels, n_so_far)
 
 

@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol
+from typing import Final, Literal, NamedTuple, Protocol
 
 from penstock.announce import Announcement, EngineLoad, GatewayView, Progress, ReplicaView
 from penstock.errors import UserError
@@ -24,8 +24,8 @@ KV_PRESSURE = 0.9
 WEIGHT_MIN, WEIGHT_MAX = 0.001, 1000.0
 MAX_ADAPTERS = 1024
 
-_NAME = re.compile(r"[A-Za-z0-9._:\-]{1,128}\Z")
-_COMING_STATES = frozenset(("queued", "starting", "loading", "warming", "restarting"))
+_NAME: Final = re.compile(r"[A-Za-z0-9._:\-]{1,128}\Z")
+_COMING_STATES: Final = frozenset(("queued", "starting", "loading", "warming", "restarting"))
 
 
 class OtherWorkers(Protocol):
@@ -43,7 +43,7 @@ class Wish(NamedTuple):
     replica: str | None = None
 
 
-NO_WISH = Wish()
+NO_WISH: Final = Wish()
 
 
 @dataclass(slots=True, eq=False)
@@ -184,6 +184,11 @@ class Fleet:
         self._draining.add(name)
         row = self._replicas.get(name)
         return self.in_flight(row) if row else 0
+
+    @property
+    def draining(self) -> list[str]:
+        """Whatever is drained, replicas that never announced themselves too."""
+        return sorted(self._draining)
 
     def undrain(self, name: str) -> None:
         self._draining.discard(name)

@@ -19,7 +19,7 @@ import enum
 import logging
 import time
 from operator import sub
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from penstock.gateway.access import origin_headers
 from penstock.gateway.answer import error_answer, own_headers
@@ -34,8 +34,6 @@ from penstock.gateway.http1 import (
     STATUS_LINE,
     Headers,
     ResponseHead,
-    find_header,
-    keep_end_to_end,
     write_chunk,
 )
 from penstock.gateway.memory import find_response_id
@@ -44,7 +42,7 @@ from penstock.gateway.stream import Ending, is_event_stream, read_chunks, to_eve
 from penstock.gateway.upstream import UpstreamConnection, UpstreamError
 from penstock.gateway.usage import is_token_chunk
 
-MAX_SENDS = 2
+MAX_SENDS: Final = 2
 # Before the second send to the same replica, when there is no other: a killed engine's listening socket outlives its
 # connections for a moment. Without it, 1 of 4 requests during a kill -9 was lost twice within 1 ms.
 AGAIN_S = 0.1
@@ -52,22 +50,23 @@ AGAIN_S = 0.1
 # that an inner process is gone (it looks every 0.25 s), and the last send's answer is the client's.
 FAILED_AGAIN_S = 0.5
 # With these an engine says that it failed, not that the request is wrong. Not 501: that is for ever.
-FAILED_STATUSES = frozenset((500, 502, 503, 504))
+FAILED_STATUSES: Final = frozenset((500, 502, 503, 504))
 # A held stream's client hears of it after the first, and then every so often: proxies and people give up on silence.
 QUIET_S = 3.0
 COMMENT_EVERY_S = 5.0
 # An engine that says for so long that it works on nothing does not work on a request that got no byte for as long.
 STALL_S = 30.0
 # Of an answer that came after a stream was begun for its client, which gets it as an event.
-MAX_COLLECTED_BYTES = 64 * 1024
+MAX_COLLECTED_BYTES: Final = 64 * 1024
 
 # Ours replace the client's: the body is whole, and the engine is another host. A gateway key is for the gateway: an
 # engine's log must not see it. What we may have to add to a stream of our own must not be compressed.
-_OURS = frozenset((b"host", b"content-length", b"expect", b"x-request-id", b"x-penstock-replica"))
-_DROPPED_OF_REQUEST = HOP_BY_HOP | _OURS | {b"x-penstock-priority"}
-_DROPPED_WITH_KEY = _DROPPED_OF_REQUEST | {b"authorization"}
-_DROPPED_OF_RESPONSE = HOP_BY_HOP | _OURS | {b"server-timing"}
-_PLAIN_CONNECTION = (None, b"keep-alive", b"close", b"Keep-Alive")
+_OURS: Final = frozenset((b"host", b"content-length", b"expect", b"x-request-id", b"x-penstock-replica"))
+_DROPPED_OF_REQUEST: Final = HOP_BY_HOP | _OURS | {b"x-penstock-priority"}
+_DROPPED_WITH_KEY: Final = _DROPPED_OF_REQUEST | {b"authorization"}
+_DROPPED_PLAIN: Final = _DROPPED_OF_REQUEST | {b"accept-encoding"}
+_DROPPED_PLAIN_WITH_KEY: Final = _DROPPED_WITH_KEY | {b"accept-encoding"}
+_DROPPED_OF_RESPONSE: Final = HOP_BY_HOP | _OURS | {b"server-timing"}
 
 log = logging.getLogger(__name__)
 
@@ -289,13 +288,14 @@ class Passage:
 
     def _write_request(self, connection: UpstreamConnection) -> bytes:
         head, entry, body = self._request_head, self._entry, self._body
-        dropped = _DROPPED_WITH_KEY if self._desk.needs_key else _DROPPED_OF_REQUEST
         if self._is_held_open or (entry is not None and entry.strips_usage):
-            dropped |= {b"accept-encoding"}
+            dropped = _DROPPED_PLAIN_WITH_KEY if self._desk.hides_key else _DROPPED_PLAIN
+        else:
+            dropped = _DROPPED_WITH_KEY if self._desk.hides_key else _DROPPED_OF_REQUEST
         length = b"content-length: %d\r\n" % len(body) if body or head.method == b"POST" else b""
-        return b"%s %s HTTP/1.1\r\nhost: %s\r\n%sx-request-id: %s\r\n%s\r\n%s" % (
-            *(head.method, head.target, connection.host_header),
-            *(_keep(head.headers, dropped), self._request_id, length, body),
+        return b"%s %s HTTP/1.1\r\n%s%sx-request-id: %s\r\n%s\r\n%s" % (
+            *(head.method, head.target, connection.origin_lines),
+            *(head.keep(dropped), self._request_id, length, body),
         )
 
     # The sink's side: called by the upstream connection for every read.
@@ -459,7 +459,7 @@ class Passage:
             self._is_chunked = True
             self.takes_chunks = head.is_chunked and not self._seeks_id
             framing = b"transfer-encoding: chunked\r\n"
-        kept = _keep(head.headers, _DROPPED_OF_RESPONSE)
+        kept = head.keep(_DROPPED_OF_RESPONSE)
         return STATUS_LINE[head.status] + kept + framing + self._write_own_headers(replica)
 
     def _write_own_headers(self, replica: Replica | None) -> bytes:
@@ -566,16 +566,6 @@ class Passage:
             client.finish()
         else:
             client.fail(is_framed=self._is_chunked or (response is not None and response.length is not None))
-
-
-def _keep(headers: Headers, dropped: frozenset[bytes]) -> bytes:
-    """The lines of the headers to pass on. `dropped` holds those that HTTP/1.1 always drops."""
-    if find_header(headers, b"connection") not in _PLAIN_CONNECTION:
-        # It names further headers that are for the next hop only.
-        headers = tuple(keep_end_to_end(headers))
-    return b"".join(
-        [b"%s: %s\r\n" % line for line in headers if line[0] not in dropped and line[0][:15] != b"access-control-"]
-    )
 
 
 def _write_headers(headers: Headers) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 EJECT_AFTER = 3  # failures in a row
 EJECTION_S = 1.0  # the first one; each further one doubles it
@@ -10,10 +11,10 @@ EJECTION_S_MAX = 60.0
 RAMP_S = 10.0  # from RAMP_FLOOR to the whole of its weight, after an ejection
 RAMP_FLOOR = 0.1
 
-RETRY_SHARE = 0.2  # retries per request, in the long run
+RETRY_SHARE: Final = 0.2  # retries per request, in the long run
 RETRIES_PER_S = 1.0  # and these always, for a gateway with few requests
 RETRIES_START = 100.0
-RETRIES_MAX = 1000.0
+RETRIES_MAX: Final = 1000.0
 
 
 @dataclass(slots=True)

@@ -12,15 +12,13 @@ import enum
 import re
 from collections.abc import Callable, Iterable
 from http import HTTPStatus
-from typing import Final, Generic, Literal, Protocol, TypeVar
-
-import msgspec
+from typing import Final, Generic, Literal, TypeVar, cast
 
 from penstock.units import KIB
 
-MAX_HEAD_BYTES = 32 * KIB
-MAX_HEADERS = 100
-MAX_CHUNK_LINE_BYTES = 256
+MAX_HEAD_BYTES: Final = 32 * KIB
+MAX_HEADERS: Final = 100
+MAX_CHUNK_LINE_BYTES: Final = 256
 
 Headers = tuple[tuple[bytes, bytes], ...]
 
@@ -36,22 +34,31 @@ HOP_BY_HOP: Final = frozenset(
     + (b"trailer", b"transfer-encoding", b"upgrade")
 )
 
-_TOKEN = rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+"
-_TEXT = rb"[^\x00-\x08\x0a-\x1f\x7f]*"
-_FIELD = re.compile(rb"(%s):(%s)" % (_TOKEN, _TEXT))
-_REQUEST_LINE = re.compile(rb"(%s) ([\x21-\x7e]+) HTTP/(\d\.\d)" % _TOKEN)
-_STATUS_LINE = re.compile(rb"HTTP/(1\.[01]) ([1-5]\d\d)(?: %s)?" % _TEXT)
-_CHUNK_LINE = re.compile(rb"([0-9A-Fa-f]{1,8})(?:;%s)?" % _TEXT)
+_PLAIN_CONNECTION: Final = (None, b"keep-alive", b"close", b"Keep-Alive")
+
+_TOKEN: Final = rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+"
+_TEXT: Final = rb"[^\x00-\x08\x0a-\x1f\x7f]*"
+_FIELD: Final = re.compile(rb"(%s):(%s)" % (_TOKEN, _TEXT))
+_REQUEST_LINE: Final = re.compile(rb"(%s) ([\x21-\x7e]+) HTTP/(\d\.\d)" % _TOKEN)
+_STATUS_LINE: Final = re.compile(rb"HTTP/(1\.[01]) ([1-5]\d\d)(?: %s)?" % _TEXT)
+_CHUNK_LINE: Final = re.compile(rb"([0-9A-Fa-f]{1,8})(?:;%s)?" % _TEXT)
 # The size lines of the chunks that engines send, one or a few tokens each; others go the long way.
-_CHUNK_SIZES: Final = {b"%x" % size: size for size in range(1, 4096)}
-_SPECIAL = frozenset((b"host", b"content-length", b"transfer-encoding", b"connection", b"expect"))
-_SECRET = frozenset((b"authorization", b"cookie", b"proxy-authorization", b"set-cookie", b"x-api-key", b"api-key"))
-_MAX_KNOWN = 4096
-_MAX_KNOWN_BYTES = 256
-_LENGTH = re.compile(rb"\d{1,18}")
-_HOST = re.compile(rb"[A-Za-z0-9.\-_~%!$&'()*+,;=:\[\]]*")
+CHUNK_SIZES: Final = {b"%x" % size: size for size in range(1, 4096)}
+_SPECIAL: Final = frozenset((b"host", b"content-length", b"transfer-encoding", b"connection", b"expect"))
+_SECRET: Final = frozenset(
+    (b"authorization", b"cookie", b"proxy-authorization", b"set-cookie", b"x-api-key", b"api-key")
+)
+_MAX_KNOWN: Final = 4096
+_MAX_KNOWN_BYTES: Final = 256
+_LENGTH: Final = re.compile(rb"\d{1,18}")
+MAX_LENGTH_DIGITS: Final = 18
+# As engines and most clients write it, and as HTTP/1.1 libraries of browsers do.
+_LENGTH_LINE: Final = b"\r\ncontent-length: "
+_LENGTH_LINE_TOO: Final = b"\r\nContent-Length: "
+_MAX_KNOWN_HEAD_BYTES: Final = 2048
+_HOST: Final = re.compile(rb"[A-Za-z0-9.\-_~%!$&'()*+,;=:\[\]]*")
 # A line end that is not CR LF. A CR that ends the bytes so far may still become one.
-_BARE_LINE_END = re.compile(rb"(?<!\r)\n|\r(?!\n|\Z)")
+_BARE_LINE_END: Final = re.compile(rb"(?<!\r)\n|\r(?!\n|\Z)")
 
 
 class ProtocolError(Exception):
@@ -71,37 +78,105 @@ class End(enum.Enum):
 END: Final = End.END
 
 
-class RequestHead(msgspec.Struct, frozen=True):
-    """Header names are in lower case. `length` is 0 without a body and None when `is_chunked`."""
+class Head:
+    """What both kinds of message begin with. Header names are in lower case.
 
-    method: bytes
-    target: bytes
-    headers: Headers
-    is_http_10: bool
-    keeps_alive: bool
-    expects_continue: bool
-    length: int | None
-    is_chunked: bool
+    Plain classes, because compiled code reads their fields in 1 ns and those of a msgspec.Struct in 40. What is made of
+    the headers is kept: the next head is often the same but for its length.
+    """
 
-    @property
-    def path(self) -> bytes:
-        return self.target.partition(b"?")[0]
+    __slots__ = ("_kept", "_picked", "headers", "is_chunked", "keeps_alive", "length")
 
-    def get(self, name: bytes) -> bytes | None:
-        return find_header(self.headers, name)
-
-
-class ResponseHead(msgspec.Struct, frozen=True):
-    """Header names are in lower case. `length` None without `is_chunked`: the body ends with the connection."""
-
-    status: int
-    headers: Headers
-    keeps_alive: bool
-    length: int | None
-    is_chunked: bool
+    def __init__(self, headers: Headers, keeps_alive: bool, length: int | None, is_chunked: bool) -> None:
+        self.headers = headers
+        self.keeps_alive = keeps_alive
+        self.length = length
+        self.is_chunked = is_chunked
+        self._kept: dict[frozenset[bytes], bytes] = {}
+        self._picked: dict[frozenset[bytes], dict[bytes, bytes]] = {}
 
     def get(self, name: bytes) -> bytes | None:
         return find_header(self.headers, name)
+
+    def pick(self, names: frozenset[bytes]) -> dict[bytes, bytes]:
+        """Those of `names` that there are, with their last values. Not to be changed. Without content-length."""
+        found = self._picked.get(names)
+        if found is None:
+            found = self._picked[names] = {name: value for name, value in self.headers if name in names}
+        return found
+
+    def keep(self, dropped: frozenset[bytes]) -> bytes:
+        """The lines to pass on; `dropped` holds content-length and what HTTP/1.1 always drops."""
+        lines = self._kept.get(dropped)
+        if lines is None:
+            lines = self._kept[dropped] = _write_kept(self.headers, dropped)
+        return lines
+
+    def with_length(self, length: int) -> Head:
+        """The same message head with another content-length."""
+        raise NotImplementedError
+
+    def _values(self) -> tuple[object, ...]:
+        return (self.headers, self.keeps_alive, self.length, self.is_chunked)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Head) and self._values() == other._values()
+
+    def __hash__(self) -> int:
+        return hash(self._values())
+
+
+class RequestHead(Head):
+    """`length` is 0 without a body and None when `is_chunked`."""
+
+    __slots__ = ("expects_continue", "is_http_10", "method", "path", "target")
+
+    def __init__(
+        self,
+        line: tuple[bytes, bytes, bool],
+        headers: Headers,
+        keeps_alive: bool,
+        expects_continue: bool,
+        length: int | None,
+        is_chunked: bool,
+    ) -> None:
+        super().__init__(headers, keeps_alive, length, is_chunked)
+        self.method, self.target, self.is_http_10 = line
+        self.path = self.target.partition(b"?")[0]
+        self.expects_continue = expects_continue
+
+    def _values(self) -> tuple[object, ...]:
+        return (self.method, self.target, self.is_http_10, self.expects_continue, *super()._values())
+
+    def with_length(self, length: int) -> RequestHead:
+        line = (self.method, self.target, self.is_http_10)
+        headers = _put_length(self.headers, length)
+        head = RequestHead(line, headers, self.keeps_alive, self.expects_continue, length, self.is_chunked)
+        head._kept, head._picked = self._kept, self._picked
+        return head
+
+
+class ResponseHead(Head):
+    """`length` None without `is_chunked`: the body ends with the connection."""
+
+    __slots__ = ("status",)
+
+    def __init__(self, status: int, headers: Headers, keeps_alive: bool, length: int | None, is_chunked: bool) -> None:
+        super().__init__(headers, keeps_alive, length, is_chunked)
+        self.status = status
+
+    def _values(self) -> tuple[object, ...]:
+        return (self.status, *super()._values())
+
+    def with_length(self, length: int) -> ResponseHead:
+        headers = _put_length(self.headers, length)
+        head = ResponseHead(self.status, headers, self.keeps_alive, length, self.is_chunked)
+        head._kept, head._picked = self._kept, self._picked
+        return head
+
+
+def _put_length(headers: Headers, length: int) -> Headers:
+    return tuple([(name, b"%d" % length if name == b"content-length" else value) for name, value in headers])
 
 
 def find_header(headers: Headers, name: bytes) -> bytes | None:
@@ -158,7 +233,8 @@ def parse_request(head: bytes, max_headers: int = MAX_HEADERS) -> RequestHead:
     """The request head in `head`, without its closing blank line. Raises ProtocolError."""
     lines = head.split(b"\r\n")
     headers, special = _read_headers(lines, max_headers)
-    method, target, is_http_10 = _known.request_lines.get(lines[0]) or _known.read_request_line(lines[0])
+    line = _known.request_lines.get(lines[0]) or _known.read_request_line(lines[0])
+    is_http_10 = line[2]
     hosts = special.get(b"host", ())
     if len(hosts) > 1 or (not hosts and not is_http_10):
         raise ProtocolError(400, "exactly one host header is needed")
@@ -170,16 +246,9 @@ def parse_request(head: bytes, max_headers: int = MAX_HEADERS) -> RequestHead:
     expect = special.get(b"expect")
     if expect is not None and expect[0].lower() != b"100-continue":
         raise ProtocolError(417, "unknown expectation")
-    return RequestHead(
-        method,
-        target,
-        headers,
-        is_http_10,
-        not is_http_10 and not _asks_to_close(special),
-        expect is not None and not is_http_10,
-        None if is_chunked else length or 0,
-        is_chunked,
-    )
+    keeps_alive = not is_http_10 and not _asks_to_close(special)
+    expects_continue = expect is not None and not is_http_10
+    return RequestHead(line, headers, keeps_alive, expects_continue, None if is_chunked else length or 0, is_chunked)
 
 
 def parse_response(head: bytes) -> ResponseHead:
@@ -294,7 +363,7 @@ class BodyReader:
 
     def _on_line(self, line: bytes) -> None:
         if self._next == "size":
-            size = _CHUNK_SIZES.get(line)
+            size = CHUNK_SIZES.get(line)
             if size is None:
                 match = _CHUNK_LINE.fullmatch(line)
                 if match is None:
@@ -314,14 +383,56 @@ class BodyReader:
                 raise ProtocolError(431, "trailer too large")
 
 
-class Head(Protocol):
-    @property
-    def length(self) -> int | None: ...
-    @property
-    def is_chunked(self) -> bool: ...
-
-
 HeadT = TypeVar("HeadT", bound=Head)
+
+
+class Heads(Generic[HeadT]):
+    """Parses heads, and finds those again that differ in nothing but the digits of their content-length.
+
+    A client's next request and an engine's next answer mostly do not.
+
+    `n_max`: how many it keeps, emptied when full. `keeps_secrets`: heads with credentials too, which must be forgotten
+    with the connection that they came by.
+    """
+
+    __slots__ = ("_heads", "_keeps_secrets", "_n_max", "_parse")
+
+    def __init__(self, parse: Callable[[bytes], HeadT], n_max: int = 2, *, keeps_secrets: bool = True) -> None:
+        self._parse = parse
+        self._n_max = n_max
+        self._keeps_secrets = keeps_secrets
+        self._heads: dict[bytes, HeadT] = {}
+
+    def parse(self, text: bytes) -> HeadT:
+        """The head in `text`, without its closing blank line. Raises ProtocolError."""
+        at = text.find(_LENGTH_LINE)
+        if at < 0:
+            at = text.find(_LENGTH_LINE_TOO)
+        if at < 0:
+            found = self._heads.get(text)
+            return self._read(text, text) if found is None else found
+        at += len(_LENGTH_LINE)
+        end = text.find(b"\r\n", at)
+        if end < 0:
+            end = len(text)
+        digits = text[at:end]
+        key = text[:at] + text[end:]
+        found = self._heads.get(key)
+        if found is None or not digits.isdigit() or len(digits) > MAX_LENGTH_DIGITS:
+            return self._read(text, key)
+        length = int(digits)
+        return found if found.length == length else cast(HeadT, found.with_length(length))
+
+    def _read(self, text: bytes, key: bytes) -> HeadT:
+        head = self._parse(text)
+        # Not a length that does not count (204, 304), and none that would be written in another way.
+        is_plain = key is text or (head.length is not None and head.get(b"content-length") == b"%d" % head.length)
+        is_short = len(key) <= _MAX_KNOWN_HEAD_BYTES
+        if is_plain and is_short and (self._keeps_secrets or not head.pick(_SECRET)):
+            if len(self._heads) >= self._n_max:
+                self._heads.clear()
+            self._heads[key] = head
+        return head
 
 
 class Reader(Generic[HeadT]):
@@ -333,10 +444,15 @@ class Reader(Generic[HeadT]):
     (b'/health', <End.END: 1>, None)
     """
 
-    __slots__ = ("_at", "_body", "_data", "_max_head_bytes", "_n_scanned", "_parse_head")
+    __slots__ = ("_at", "_body", "_data", "_heads", "_max_head_bytes", "_n_scanned")
 
-    def __init__(self, parse_head: Callable[[bytes], HeadT], max_head_bytes: int = MAX_HEAD_BYTES) -> None:
-        self._parse_head = parse_head
+    def __init__(
+        self,
+        parse_head: Callable[[bytes], HeadT],
+        max_head_bytes: int = MAX_HEAD_BYTES,
+        heads: Heads[HeadT] | None = None,
+    ) -> None:
+        self._heads: Heads[HeadT] = Heads(parse_head) if heads is None else heads
         self._max_head_bytes = max_head_bytes
         # What was fed, and where in it the next event begins. Most reads bring whole messages, or whole chunks: then
         # nothing is copied but the pieces that are handed out.
@@ -353,6 +469,11 @@ class Reader(Generic[HeadT]):
     @property
     def is_between_messages(self) -> bool:
         return self._body is None and self._at == len(self._data)
+
+    @property
+    def is_between_chunks(self) -> bool:
+        """Whether the next byte begins a chunk of a chunked body."""
+        return self._body is not None and self._at == len(self._data) and self._body.is_between_chunks
 
     @property
     def may_end_here(self) -> bool:
@@ -374,7 +495,7 @@ class Reader(Generic[HeadT]):
         end = data.find(b"\r\n\r\n", 0, self._max_head_bytes + 4)
         if end < 0:
             return None
-        head = self._parse_head(data[:end])
+        head = self._heads.parse(data[:end])
         if head.length != len(data) - end - 4:
             return None
         return head, data[end + 4 :]
@@ -391,7 +512,7 @@ class Reader(Generic[HeadT]):
         at, n_bytes = 0, len(data)
         while at < n_bytes:
             line_end = data.find(b"\r\n", at, at + 8)
-            size = _CHUNK_SIZES.get(data[at:line_end]) if line_end > 0 else None
+            size = CHUNK_SIZES.get(data[at:line_end]) if line_end > 0 else None
             if size is None:
                 if data[at:] != LAST_CHUNK:
                     return None
@@ -436,7 +557,7 @@ class Reader(Generic[HeadT]):
                 raise ProtocolError(431, f"head of more than {self._max_head_bytes} bytes")
             self._n_scanned = len(rest)
             return None
-        head = self._parse_head(self._data[at:end])
+        head = self._heads.parse(self._data[at:end])
         self._at = end + 4
         self._n_scanned = 0
         self._body = BodyReader(head.length, head.is_chunked)
@@ -450,11 +571,8 @@ def write_response_head(status: int, headers: Iterable[tuple[bytes, bytes]]) -> 
 
 def write_request_head(method: bytes, target: bytes, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
     """As write_response_head, for a request."""
-    return b"%s %s HTTP/1.1\r\n%s\r\n" % (
-        method,
-        target,
-        b"".join([b"%s: %s\r\n" % header for header in headers]),
-    )
+    lines = b"".join([b"%s: %s\r\n" % header for header in headers])
+    return b"%s %s HTTP/1.1\r\n%s\r\n" % (method, target, lines)
 
 
 def write_chunk(data: bytes) -> bytes:
@@ -463,9 +581,17 @@ def write_chunk(data: bytes) -> bytes:
 
 
 def _connection_options(headers: Headers) -> set[bytes]:
-    return {
-        option.strip(b" \t").lower() for name, value in headers if name == b"connection" for option in value.split(b",")
-    }
+    named = b",".join([value for name, value in headers if name == b"connection"])
+    return {option.strip(b" \t").lower() for option in named.split(b",")} if named else set()
+
+
+def _write_kept(headers: Headers, dropped: frozenset[bytes]) -> bytes:
+    if find_header(headers, b"connection") not in _PLAIN_CONNECTION:
+        # It names further headers that are for the next hop only.
+        headers = tuple(keep_end_to_end(headers))
+    return b"".join(
+        [b"%s: %s\r\n" % line for line in headers if line[0] not in dropped and line[0][:15] != b"access-control-"]
+    )
 
 
 def keep_end_to_end(headers: Headers) -> list[tuple[bytes, bytes]]:

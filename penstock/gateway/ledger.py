@@ -22,12 +22,15 @@ from typing import Any, TypeVar
 import msgspec
 
 from penstock.errors import PenstockError
-from penstock.store import ApiKey, Row, Store, month_of
+from penstock.gateway.exchange import Exchange
+from penstock.store import DAY_S, ApiKey, Row, Store, month_of
 
 PERIOD_S = 0.5  # at most this much is lost with the process, and a changed key is seen this late
 MAX_WAITING = 200_000  # about 100 MB of rows
 MAX_BATCH = 4096
 CALM_ROWS = 256  # a turn with fewer has time to unfold what busier ones have folded
+PRUNE_PERIOD_S = 600.0
+PRUNE_S = 0.1  # of a turn: some 30,000 rows
 LAST_TURNS = 3  # at the end, when the store does not take the rows at once
 
 T = TypeVar("T")
@@ -61,6 +64,10 @@ class Ledger:
         self._last_news: News | None = None
         self._wake = threading.Event()
         self._is_closing = False
+        # After so many days a row is only part of its day's sums. One ledger of a gateway's does that.
+        self.keep_days: int | None = None
+        self._prune_at = 0.0
+        self.exchange: Exchange | None = None
         self._thread: threading.Thread | None = None
         self._tell: Callable[[News], None] = lambda _: None
         self.n_written = 0
@@ -139,17 +146,22 @@ class Ledger:
         outcomes = [(future, *self._try_job(job)) for job, future in jobs]
         try:
             self._flush()
+            if self.exchange is not None:
+                self.exchange.turn(self._store)
             news = self._read()
             if news != self._last_news or news.keys is not None:
                 self._last_news = news
                 self._tell(news)
             if is_calm and not asked:
                 self._unfold()
+            self._prune()
             if self.is_failing:
                 log.warning("store: it works again, nothing waits")
             self.is_failing = False
         except Exception as error:  # noqa: BLE001 - the thread must outlive whatever a database does
             self.n_failures += 1
+            if self.exchange is not None:
+                self.exchange.miss_turn()
             if not self.is_failing:
                 log.error("store: %s; requests go on, their usage waits in memory", _told(error))
             self.is_failing = True
@@ -187,6 +199,16 @@ class Ledger:
         """Unfolds batches until there is something better to do."""
         while not self._is_closing and not self._jobs and len(self._rows) < CALM_ROWS:
             if not self._store.unfold_rows():
+                break
+
+    def _prune(self) -> None:
+        """Adds up and drops what is too old, a little in every turn until there is none."""
+        now, until = time.time(), time.monotonic() + PRUNE_S
+        if self.keep_days is None or now < self._prune_at:
+            return
+        while not self._is_closing and not self._jobs and time.monotonic() < until:
+            if not self._store.prune(now - self.keep_days * DAY_S):
+                self._prune_at = now + PRUNE_PERIOD_S
                 break
 
     def _read(self) -> News:

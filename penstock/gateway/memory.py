@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from typing import Final
 
 MAX_KEPT = 65536
 SEARCHED_BYTES = 4096
 
-_RESPONSE_ID = re.compile(rb"\"id\"\s*:\s*\"(resp_[A-Za-z0-9_\-]{1,128})\"")
+_RESPONSE_ID: Final = re.compile(rb"\"id\"\s*:\s*\"(resp_[A-Za-z0-9_\-]{1,128})\"")
 
 
 class Memory:

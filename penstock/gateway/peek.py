@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
 from penstock.gateway.bodies import Ask, Body, Fields, LongBody
 from penstock.gateway.http1 import RequestHead
 
-PREFIX_BYTES = 1024  # about 256 tokens
-SESSION_BYTES = 256
+PREFIX_BYTES: Final = 1024  # about 256 tokens
+SESSION_BYTES: Final = 256
 PRIORITY_LIMIT = 1000
 TIMEOUT_S_MAX = 86400.0
 
-_BOUNDARY = re.compile(rb"boundary=(?:\"([^\"\r\n]{1,70})\"|([^\s;,\"]{1,70}))", re.IGNORECASE)
-_MODEL_PART = re.compile(rb"content-disposition:[^\r\n]*;[ \t]*name=\"?model\"?[ \t]*(?:;|\r\n|\Z)", re.IGNORECASE)
-_PART_HEAD_BYTES = 1024
-_NAME_BYTES = 512
-_TIMEOUT = re.compile(rb"(\d{1,9}(?:\.\d{1,9})?)[ ]?(ms|s|)")
-_INTEGER = re.compile(rb"-?\d{1,9}")
-_READ_HEADERS = frozenset(
+_BOUNDARY: Final = re.compile(rb"boundary=(?:\"([^\"\r\n]{1,70})\"|([^\s;,\"]{1,70}))", re.IGNORECASE)
+_MODEL_PART: Final = re.compile(
+    rb"content-disposition:[^\r\n]*;[ \t]*name=\"?model\"?[ \t]*(?:;|\r\n|\Z)", re.IGNORECASE
+)
+_PART_HEAD_BYTES: Final = 1024
+_NAME_BYTES: Final = 512
+_TIMEOUT: Final = re.compile(rb"(\d{1,9}(?:\.\d{1,9})?)[ ]?(ms|s|)")
+_INTEGER: Final = re.compile(rb"-?\d{1,9}")
+_READ_HEADERS: Final = frozenset(
     (b"content-type", b"x-session-id", b"x-penstock-priority", b"x-penstock-replica", b"x-request-timeout")
 )
-_FIRST_TURN = (b'"system"', b'"developer"')
+_FIRST_TURN: Final = (b'"system"', b'"developer"')
 
 
 class UnreadableError(ValueError):
@@ -38,7 +40,7 @@ _read_raws = msgspec.json.Decoder(list[msgspec.Raw]).decode
 
 def read_ask(head: RequestHead, body: bytes, *, wants_prefix: bool = False) -> Ask:
     """What `head` and `body` ask for. Raises UnreadableError."""
-    given: dict[bytes, bytes] = {name: value for name, value in head.headers if name in _READ_HEADERS}
+    given = head.pick(_READ_HEADERS)
     session = given.get(b"x-session-id", b"")[:SESSION_BYTES]
     priority, timeout = given.get(b"x-penstock-priority"), given.get(b"x-request-timeout")
     pinned, kind = given.get(b"x-penstock-replica"), given.get(b"content-type", b"")
@@ -53,7 +55,7 @@ def read_ask(head: RequestHead, body: bytes, *, wants_prefix: bool = False) -> A
         fields = _read_long_body(body) if wants_prefix else _read_body(body)
     except msgspec.DecodeError as error:
         raise UnreadableError(f"the request body cannot be routed: {error}") from error
-    user, urgency = bytes(fields.user), bytes(fields.priority)
+    user, urgency, previous = bytes(fields.user), bytes(fields.priority), bytes(fields.previous_response_id)
     if priority is None and urgency and _INTEGER.fullmatch(urgency):
         level = _bound(int(urgency))
     if not session and user[:1] == b'"':
@@ -64,14 +66,18 @@ def read_ask(head: RequestHead, body: bytes, *, wants_prefix: bool = False) -> A
         priority=level,
         session=session,
         prefix=_first_bytes(fields) if isinstance(fields, LongBody) else b"",
-        response_id=bytes(fields.previous_response_id).strip(b'"')[:SESSION_BYTES],
+        response_id=previous.strip(b'"')[:SESSION_BYTES],
         timeout_s=timeout_s,
         replica=replica,
-        # A copy: the raw parts of the other would keep the whole body as long as the response lives.
-        fields=Fields(
-            *(fields.model, fields.stream, fields.stream_options, fields.max_tokens, fields.max_completion_tokens),
-            *(fields.max_output_tokens, fields.n),
-        ),
+        fields=fields if type(fields) is Body and not (user or urgency or previous) else _copy(fields),
+    )
+
+
+def _copy(fields: Body) -> Fields:
+    """The raw parts of a body would keep the whole of it as long as the response lives."""
+    return Fields(
+        *(fields.model, fields.stream, fields.stream_options, fields.max_tokens, fields.max_completion_tokens),
+        *(fields.max_output_tokens, fields.n),
     )
 
 

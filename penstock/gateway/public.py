@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from typing import Final
 from urllib.parse import parse_qs, unquote
 
 from penstock.gateway.access import origin_headers, preflight_headers
@@ -12,20 +13,21 @@ from penstock.gateway.answer import Answer, error_answer, json_answer
 from penstock.gateway.bodies import Ask, ModelFacts
 from penstock.gateway.config import GatewayConfig, ServedModel
 from penstock.gateway.desk import Desk
-from penstock.gateway.exposition import CONTENT_TYPE, Gauges, write_families, write_metrics
+from penstock.gateway.exposition import CONTENT_TYPE
 from penstock.gateway.fleet import NO_WISH, Wish
 from penstock.gateway.forward import Passage
 from penstock.gateway.http1 import Headers, RequestHead
 from penstock.gateway.peek import UnreadableError, read_ask
 from penstock.gateway.server import ClientConnection, Request
+from penstock.gateway.tally import Tally
 
-_OWN_PATHS = (b"/health", b"/metrics", b"/v1/models")
-_MODEL_PATH = b"/v1/models/"
+_OWN_PATHS: Final = (b"/health", b"/metrics", b"/v1/models")
+_MODEL_PATH: Final = b"/v1/models/"
 # No segment begins with a dot: no ".." reaches an engine.
-_ENGINE_PATH = re.compile(rb"(?:/v1(?:/[A-Za-z0-9_\-][A-Za-z0-9_.:\-]*)+|/tokenize|/detokenize)/?")
-_RESPONSE_PATH = re.compile(rb"/v1/responses/(resp_[A-Za-z0-9_\-]{1,128})(?:/.*)?")
-_ENGINE_METHODS = (b"POST", b"GET", b"DELETE")
-_POST_PATHS = frozenset(
+_ENGINE_PATH: Final = re.compile(rb"(?:/v1(?:/[A-Za-z0-9_\-][A-Za-z0-9_.:\-]*)+|/tokenize|/detokenize)/?")
+_RESPONSE_PATH: Final = re.compile(rb"/v1/responses/(resp_[A-Za-z0-9_\-]{1,128})(?:/.*)?")
+_ENGINE_METHODS: Final = (b"POST", b"GET", b"DELETE")
+_POST_PATHS: Final = frozenset(
     (b"/tokenize", b"/detokenize", b"/v1/chat/completions", b"/v1/completions", b"/v1/responses", b"/v1/embeddings")
     + (b"/v1/rerank", b"/v1/score", b"/v1/audio/transcriptions", b"/v1/audio/translations", b"/v1/audio/speech")
 )
@@ -34,9 +36,10 @@ _POST_PATHS = frozenset(
 class Public:
     """The handler of the public listener."""
 
-    def __init__(self, config: GatewayConfig, books: Books, desk: Desk) -> None:
+    def __init__(self, config: GatewayConfig, books: Books, desk: Desk, tally: Tally) -> None:
         self._books = books
         self._desk = desk
+        self._tally = tally
         self._fleet = desk.fleet
         self._policy = config.policy
         self._names = {model.name: (model.name, *model.aliases) for model in desk.fleet.models}
@@ -52,6 +55,8 @@ class Public:
             self._books.totals.n_unknown_keys += 1
             message = "a valid key is needed: Authorization: Bearer KEY"
             return error_answer(401, message, "invalid_api_key", headers=((b"www-authenticate", b"Bearer"),))
+        if path in _POST_PATHS and head.method == b"POST":
+            return None
         is_own = path in _OWN_PATHS or path.startswith(_MODEL_PATH)
         if not is_own and not _ENGINE_PATH.fullmatch(path):
             return error_answer(404, f"there is nothing at {path.decode('latin-1')!r}", "not_found")
@@ -72,7 +77,7 @@ class Public:
             n_ready = sum(self._count_ready().values())
             return json_answer({"status": "ok", "ready_replicas": n_ready})
         if path == b"/metrics":
-            return self._answer_metrics()
+            return Answer(200, self._tally.metrics(), CONTENT_TYPE)
         if path == b"/v1/models":
             data = [self._facts(model) for model in self._fleet.models if self._may_use(request.head, model)]
             return json_answer({"object": "list", "data": data})
@@ -101,7 +106,7 @@ class Public:
         if model is None:
             assert name is not None
             return _unknown_model(name)
-        asked = Asked(head.path, len(request.body), ask.fields, model, request.request_id, request.received_at)
+        asked = Asked(request, ask.fields, model)
         holder = self._books.find(head) if self._desk.needs_key else None
         if holder is not None and not holder.may_use(name or model, *self._names[model]):
             self._books.refuse(asked, holder, 403)
@@ -130,14 +135,6 @@ class Public:
                 return json_answer(self._facts(model))
         return _unknown_model(name)
 
-    def _answer_metrics(self) -> Answer:
-        desk = self._desk
-        view = self._fleet.view(time.monotonic(), desk.hold.waiting, desk.counters.n_requests)
-        waiting = {model.name: desk.hold.waiting_for(model.name) for model in self._fleet.models}
-        gauges = Gauges(view, waiting, self._count_ready(), self._fleet.n_ejections)
-        text = write_metrics(desk.counters, gauges)
-        return Answer(200, text + write_families(self._books.families()), CONTENT_TYPE)
-
     def _count_ready(self) -> dict[str, int]:
         now = time.monotonic()
         return {model.name: len(self._fleet.ready(model.name, now)) for model in self._fleet.models}
@@ -154,7 +151,7 @@ def _read_query_model(target: bytes) -> str | None:
 
 
 def _find_response_id(path: bytes) -> bytes:
-    found = _RESPONSE_PATH.fullmatch(path)
+    found = _RESPONSE_PATH.fullmatch(path) if path.startswith(b"/v1/responses/") else None
     return found.group(1) if found else b""
 
 

@@ -19,6 +19,7 @@ from penstock.store import Limits
 
 Kind = Literal["requests", "tokens", "concurrency", "budget"]
 
+AT_ONCE = ":at_once"  # ends the name of what is given back when a request ends, with its worker too
 BUSY_RETRY_S = 1.0  # after too many at once: when one ends nobody knows
 
 
@@ -119,7 +120,7 @@ class Quota:
         self.spent_usd = 0.0  # this month, told from outside
         self._requests = bucket("requests", limits.rpm)
         self._tokens = bucket("tokens", limits.tpm)
-        self._at_once = Total(counts, f"key:{key_id}:at_once") if limits.concurrency is not None else None
+        self._at_once = Total(counts, f"key:{key_id}{AT_ONCE}") if limits.concurrency is not None else None
         numbers = (limits.rpm, limits.tpm, limits.concurrency, limits.budget_usd)
         self.is_limited = any(limit is not None for limit in numbers)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -137,11 +137,15 @@ class Relay:
 
 
 class RelayingAdmin:
-    """The admin listener's handler in worker 0: does what it is told, and passes it on when that went well."""
+    """The admin listener's handler in worker 0: does what it is told, and passes it on when that went well.
 
-    def __init__(self, admin: Handler, relay: Relay) -> None:
+    `keep_drains` is called when they may have changed, and before that is answered.
+    """
+
+    def __init__(self, admin: Handler, relay: Relay, keep_drains: Callable[[], None]) -> None:
         self._admin = admin
         self._relay = relay
+        self._keep_drains = keep_drains
 
     def refuse(self, head: RequestHead) -> Answer | None:
         return self._admin.refuse(head)
@@ -151,6 +155,8 @@ class RelayingAdmin:
         path = request.head.path
         if path in _KINDS and isinstance(outcome, Answer) and outcome.status == 200:
             self._relay.say(path, request.body)
+            if _KINDS[path] == "drain":
+                self._keep_drains()
         return outcome
 
     def origin_headers(self, head: RequestHead) -> Headers:

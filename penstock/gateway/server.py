@@ -14,9 +14,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal, Protocol, cast
-
-import msgspec
+from typing import TYPE_CHECKING, Final, Literal, Protocol, cast
 
 from penstock.gateway.answer import Answer, error_answer, own_headers
 from penstock.gateway.http1 import (
@@ -34,13 +32,13 @@ from penstock.units import KIB, MIB
 if TYPE_CHECKING:
     from penstock.gateway.listener import Listener
 
-MAX_PIPELINED_BYTES = 64 * KIB
-WRITE_BUFFER_BYTES = 256 * KIB
+MAX_PIPELINED_BYTES: Final = 64 * KIB
+WRITE_BUFFER_BYTES: Final = 256 * KIB
 
 LINGER_S = 2.0  # reading on after a refusal, so that the client can read it before a reset
 
-_RESET_ON_CLOSE = struct.pack("ii", 1, 0)
-_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:\-]{1,128}")
+_RESET_ON_CLOSE: Final = struct.pack("ii", 1, 0)
+_REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._:\-]{1,128}")
 
 Phase = Literal["idle", "head", "body", "busy", "lingering", "closed"]
 
@@ -55,13 +53,16 @@ class Work(Protocol):
 log = logging.getLogger(__name__)
 
 
-class Request(msgspec.Struct, frozen=True):
+class Request:
     """A whole request. `received_at` (monotonic): when its last byte came."""
 
-    head: RequestHead
-    body: bytes
-    request_id: bytes
-    received_at: float
+    __slots__ = ("body", "head", "received_at", "request_id")
+
+    def __init__(self, head: RequestHead, body: bytes, request_id: bytes, received_at: float) -> None:
+        self.head = head
+        self.body = body
+        self.request_id = request_id
+        self.received_at = received_at
 
 
 class Source(Protocol):
@@ -105,6 +106,7 @@ class ClientConnection(asyncio.Protocol):
         self._stalled_at: float | None = None
         self._linger_timer: asyncio.TimerHandle | None = None
         self._is_advancing = False
+        self._is_paused = False
         self._has_begun = False  # the present request's response
         self.request_id = b""
         self.is_gone = False
@@ -132,6 +134,7 @@ class ClientConnection(asyncio.Protocol):
         if self._phase != "busy":
             self._advance()
         elif self._reader.n_buffered > MAX_PIPELINED_BYTES:
+            self._is_paused = True
             self._transport.pause_reading()
 
     def eof_received(self) -> bool:
@@ -197,9 +200,12 @@ class ClientConnection(asyncio.Protocol):
             self._close()
             return
         self._enter("idle")
-        if not self._transport.is_closing():
+        if self._reader.is_between_messages or self._transport.is_closing():
+            return  # as nearly always: the next request comes with another read
+        if self._is_paused:
+            self._is_paused = False
             self._transport.resume_reading()
-            self._advance()
+        self._advance()
 
     def fail(self, *, is_framed: bool) -> None:
         """The response cannot be completed: closes so that the client sees a broken one, not a short one.

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from penstock.announce import Announcement, ReplicaState
 from penstock.gateway.call import call
-from penstock.gateway.config import Address, Upstream, parse_url
+from penstock.gateway.config import Address, Upstream, host_header, parse_url
 from penstock.gateway.fleet import Fleet
 from penstock.gateway.hold import Hold
 from penstock.gateway.http1 import write_request_head
@@ -88,7 +88,7 @@ class Statics:
             async with asyncio.timeout(PROBE_TIMEOUT_S):
                 connection = await self._pool.connect(address)
                 try:
-                    headers = [(b"host", connection.host_header), (b"connection", b"close")]
+                    headers = [(b"host", host_header(address)), (b"connection", b"close")]
                     status = await call(connection, write_request_head(b"GET", b"/health", headers))
                 finally:
                     connection.close()

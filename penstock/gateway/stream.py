@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import msgspec
 
 from penstock.gateway.answer import error_body
 from penstock.gateway.http1 import ResponseHead
 
-EVENT_STREAM = b"text/event-stream"
-DONE_EVENT = b"data: [DONE]\n\n"
+EVENT_STREAM: Final = b"text/event-stream"
+DONE_EVENT: Final = b"data: [DONE]\n\n"
 
-_TAIL_BYTES = len(DONE_EVENT)
-_KEPT_READ_BYTES = 4096
+_TAIL_BYTES: Final = len(DONE_EVENT)
+_KEPT_READ_BYTES: Final = 4096
 
 
 def is_event_stream(head: ResponseHead) -> bool:

@@ -5,17 +5,18 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import Protocol, cast
+from typing import Final, Protocol, cast
 
 from penstock.gateway.config import UNIX, Address, host_header
-from penstock.gateway.http1 import END, ProtocolError, Reader, ResponseHead, parse_response
+from penstock.gateway.http1 import END, Heads, ProtocolError, Reader, ResponseHead, parse_response
 from penstock.gateway.usage import is_token_chunk
 
 CONNECT_S = 5.0
 # Below uvicorn's keep-alive timeout of 5 s, which vLLM keeps: a connection that the engine is about to close
 # would swallow a request. https://docs.vllm.ai/en/latest/configuration/env_vars.html (VLLM_HTTP_TIMEOUT_KEEP_ALIVE)
 IDLE_S = 4.0
-MAX_IDLE = 512
+MAX_IDLE: Final = 512
+MAX_HEADS: Final = 256
 
 
 class UpstreamError(Exception):
@@ -46,15 +47,17 @@ class UpstreamConnection(asyncio.Protocol):
     def __init__(self, pool: Pool, address: Address) -> None:
         self._pool = pool
         self._transport: asyncio.Transport
-        self._reader = Reader(parse_response)
+        self._reader = Reader(parse_response, heads=pool.heads)
         self._sink: Sink | None = None
         self._head: ResponseHead | None = None
         self._is_reusable = False
+        self._is_paused = False
         # Where token chunks go, and their times, while there is nothing else to do with them.
         self._write_token: Callable[[bytes], object] | None = None
         self._note_token: Callable[[float], object]
         self.address = address
-        self.host_header = host_header(address)
+        # The lines that say whom a request is for; with the key that engines ask for.
+        self.origin_lines = b"host: %s\r\n%s" % (host_header(address), pool.key_line)
         self.idle_since = 0.0
 
     def send(self, request: bytes, sink: Sink) -> None:
@@ -86,7 +89,8 @@ class UpstreamConnection(asyncio.Protocol):
         """Gives the connection back: to the pool after a whole exchange, else it is closed at once."""
         self._sink = self._write_token = None
         if self._is_reusable and not self._transport.is_closing():
-            self.resume()
+            if self._is_paused:
+                self.resume()
             self._pool.put(self)
         else:
             self._transport.abort()
@@ -100,10 +104,12 @@ class UpstreamConnection(asyncio.Protocol):
 
     def pause(self) -> None:
         if not self._transport.is_closing():
+            self._is_paused = True
             self._transport.pause_reading()
 
     def resume(self) -> None:
         if not self._transport.is_closing():
+            self._is_paused = False
             self._transport.resume_reading()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -188,10 +194,13 @@ class UpstreamConnection(asyncio.Protocol):
 
 
 class Pool:
-    """Idle connections to engines, the last used first."""
+    """Idle connections to engines, the last used first. `engine_key`: what engines beyond loopback ask for."""
 
-    def __init__(self) -> None:
+    def __init__(self, engine_key: str | None = None) -> None:
+        self.key_line = b"authorization: Bearer %s\r\n" % engine_key.encode() if engine_key is not None else b""
         self._idle: dict[Address, list[UpstreamConnection]] = {}
+        # Shared: an engine's heads change with the second (date), and it has many connections.
+        self.heads = Heads(parse_response, MAX_HEADS, keeps_secrets=False)
 
     def take(self, address: Address) -> UpstreamConnection | None:
         """An idle connection that is young enough to trust, if there is one."""

@@ -12,6 +12,7 @@ import ctypes
 import gc
 import logging
 import os
+import secrets
 import signal
 import sys
 import tempfile
@@ -21,7 +22,8 @@ from pathlib import Path
 
 from penstock.gateway.assembly import Gateway, Seat, Sockets, open_sockets
 from penstock.gateway.config import GatewayConfig
-from penstock.gateway.shared import SharedCounters
+from penstock.gateway.quota import AT_ONCE
+from penstock.gateway.shared import IN_FLIGHT, Board, SharedCounters
 
 # A worker that ends at once, again and again, must not keep a core busy.
 RESTART_S = 0.5
@@ -89,7 +91,9 @@ class _Parent:
 
     def __init__(self, config: GatewayConfig, token: str, sockets: Sockets, folder: Path) -> None:
         self._config, self._token, self._sockets, self._folder = config, token, sockets, folder
-        self._counters = SharedCounters(config.workers)
+        self._counters = SharedCounters(config.workers, passing=(IN_FLIGHT, AT_ONCE))
+        self._name = secrets.token_hex(8)
+        self._numbers, self._drains = Board(config.workers), Board(1)
         self._workers: dict[int, int] = {}  # pid -> slot
         self._started_at = [0.0] * config.workers
         self._delay_s = [RESTART_S] * config.workers
@@ -128,7 +132,8 @@ class _Parent:
             for other, sock in enumerate(self._sockets.public):
                 if other != slot:
                     sock.close()
-            seat = Seat(slot, self._config.workers, self._counters, self._folder)
+            boards = (self._numbers, self._drains)
+            seat = Seat(slot, self._config.workers, self._counters, self._folder, *boards, self._name)
             run_loop(lambda: Gateway(self._config, self._token, self._sockets, seat), self._config)
             code = 0
         except BaseException:
@@ -146,6 +151,7 @@ class _Parent:
                 continue
             del self._workers[pid]
             self._counters.clear(slot)
+            self._numbers.retire(slot)
             if not replaces:
                 continue
             lived_s = time.monotonic() - self._started_at[slot]

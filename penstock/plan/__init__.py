@@ -42,7 +42,10 @@ class Gpu(msgspec.Struct, frozen=True):
 
 
 class Machine(msgspec.Struct, frozen=True):
-    """One node as its target sees it. `memory_free_bytes` is what a new process could get without swapping."""
+    """One node as its target sees it. `memory_free_bytes` is what a new process could get without swapping.
+
+    `versions`: of "python", "penstock", and of what is installed of "vllm", "ray", "torch"; empty when not asked.
+    """
 
     host: str
     n_cpus: int
@@ -50,6 +53,7 @@ class Machine(msgspec.Struct, frozen=True):
     memory_free_bytes: int
     gpus: tuple[Gpu, ...] = ()
     links: Links | None = None
+    versions: dict[str, str] = {}
 
 
 class Need(msgspec.Struct, frozen=True):
@@ -77,7 +81,8 @@ class Forecast(msgspec.Struct, frozen=True):
 class Plan(msgspec.Struct, frozen=True):
     """All that an engine's command line is made of. One plan serves every replica of a deployment.
 
-    `forecast` is None on the CPU and for what the planner does not model; `warnings` are for people.
+    A replica takes `n_nodes` machines with equally many of its ranks on each. `forecast` is None on the CPU and for
+    what the planner does not model; `warnings` are for people.
     """
 
     deployment: str
@@ -100,6 +105,14 @@ class Plan(msgspec.Struct, frozen=True):
     drain_s: float
     forecast: Forecast | None = None
     warnings: tuple[str, ...] = ()
+    n_nodes: int = 1
+    join_timeout_s: float = 300.0
+    ray_dashboard_host: str = "127.0.0.1"
+
+    @property
+    def ranks_each(self) -> int:
+        """Ranks on each node."""
+        return self.layout.n_ranks // self.n_nodes
 
 
 def kv_bytes_per_token(model: ModelFacts, dtype_bytes: int = 2) -> int:

@@ -53,17 +53,23 @@ def device_of(machine: Machine, engine: str) -> Device:
 def make(
     deployment: Deployment, model: ModelFacts, machine: Machine, engine: str, engine_version: str, n_replicas: int
 ) -> Plan:
-    """The plan for `n_replicas` equal replicas on the CPU of one machine.  Raises PlanError with the numbers."""
+    """The plan for `n_replicas` equal replicas that share one machine's CPUs.  Raises PlanError with the numbers.
+
+    With several nodes to a replica each machine has its part of those replicas, and `machine` is the least of them.
+    """
     max_model_len = deployment.engine.max_model_len or model.max_position
     _refuse_longer_than(model.max_position, max_model_len, deployment)
-    layout = deployment.parallel if isinstance(deployment.parallel, Parallel) else Parallel()
+    layout = _layout_on_cpu(deployment, model)
     if engine == "llamacpp" and layout.n_ranks > 1:
         raise PlanError(
             f"cannot cut a model over {layout.n_ranks} ranks on engine llamacpp: it runs in one process",
-            hint="Remove parallel, or use --engine vllm.",
+            hint="Remove parallel and hardware.nodes, or use --engine vllm.",
         )
+    if engine == "llamacpp" and deployment.engine.executor == "ray":
+        raise PlanError("cannot run engine llamacpp over Ray: it runs in one process", hint="Remove engine.executor.")
     _refuse_odd_heads(deployment, model, layout)
-    kv_bytes = _kv_cache_bytes(deployment, model, machine.memory_free_bytes // max(1, n_replicas), max_model_len)
+    share_bytes = machine.memory_free_bytes * deployment.hardware.nodes // max(1, n_replicas)
+    kv_bytes = _kv_cache_bytes(deployment, model, share_bytes, max_model_len)
     need = Need(model.weights_bytes, kv_bytes, _OVERHEAD_BYTES[engine] + (layout.n_ranks - 1) * _CPU_WORKER_BYTES)
     _refuse_too_little_memory(deployment, machine, need, n_replicas, max_model_len)
     targets = [name for name in ("ttft_ms", "tpot_ms") if getattr(deployment.workload, name) is not None]
@@ -129,6 +135,17 @@ def _plan(
     chosen: _Chosen,
 ) -> Plan:
     """`engine` is its name and its version."""
+    n_nodes, executor = deployment.hardware.nodes, deployment.engine.executor
+    if chosen.layout.n_ranks % n_nodes:
+        raise PlanError(
+            f"cannot cut {chosen.layout.n_ranks} ranks over {n_nodes} nodes: each takes equally many",
+            hint=f"Set parallel so that tensor * pipeline is a multiple of {n_nodes}.",
+        )
+    if n_nodes > 1 and chosen.layout.data > 1:
+        raise PlanError(
+            f"cannot cut parallel.data {chosen.layout.data} over {n_nodes} nodes in this version",
+            hint="Use replicas in its place: each has a gateway connection of its own.",
+        )
     return Plan(
         deployment=deployment.name,
         served_names=tuple(dict.fromkeys((deployment.name, deployment.model, *deployment.gateway.aliases))),
@@ -137,7 +154,8 @@ def _plan(
         engine_version=engine[1],
         device=chosen.device,
         layout=chosen.layout,
-        executor="mp" if deployment.engine.executor == "auto" else deployment.engine.executor,
+        # On a Ray cluster that is not ours, vLLM's ranks need no second Ray.
+        executor=executor if executor != "auto" else "ray" if n_nodes > 1 and deployment.target != "ray" else "mp",
         max_model_len=chosen.max_model_len,
         max_num_seqs=deployment.workload.concurrency,
         need=chosen.need,
@@ -150,6 +168,9 @@ def _plan(
         drain_s=deployment.engine.drain_s,
         forecast=chosen.forecast,
         warnings=chosen.warnings,
+        n_nodes=n_nodes,
+        join_timeout_s=deployment.engine.join_timeout_s,
+        ray_dashboard_host=deployment.engine.ray_dashboard_host,
     )
 
 
@@ -172,6 +193,14 @@ def _refuse_odd_heads(deployment: Deployment, model: ModelFacts, layout: Paralle
         )
 
 
+def _layout_on_cpu(deployment: Deployment, model: ModelFacts) -> Parallel:
+    """The file's, or one rank on each node: by tensor where the heads allow it."""
+    if isinstance(deployment.parallel, Parallel):
+        return deployment.parallel
+    nodes = deployment.hardware.nodes
+    return Parallel(pipeline=nodes) if model.n_heads and model.n_heads % nodes else Parallel(tensor=nodes)
+
+
 # ---- the CPU ---------------------------------------------------------------------------------------------------------
 
 
@@ -188,7 +217,7 @@ def _kv_cache_bytes(deployment: Deployment, model: ModelFacts, share_bytes: int,
 def _refuse_too_little_memory(
     deployment: Deployment, machine: Machine, need: Need, n_replicas: int, max_model_len: int
 ) -> None:
-    total, have = need.total_bytes * n_replicas, machine.memory_free_bytes
+    total, have = need.total_bytes * n_replicas // deployment.hardware.nodes, machine.memory_free_bytes
     if total <= have:
         return
     times = f"{n_replicas} replicas x (" if n_replicas > 1 else ""
@@ -253,20 +282,22 @@ def _not_modelled(
         _refuse_odd_heads(deployment, model, layout)
     else:
         sizes = range(1, gpus_for_each(deployment, machine, n_replicas) + 1)
-        layout = Parallel(tensor=max(size for size in sizes if (model.n_heads or 1) % size == 0))
+        tensor = max(size for size in sizes if (model.n_heads or 1) % size == 0)
+        layout = Parallel(tensor=tensor, pipeline=deployment.hardware.nodes)
     length = deployment.engine.max_model_len or model.max_position
     warning = f"not planned, started all the same: {why}; whether it fits is for vLLM to find out"
     return _Chosen("cuda", layout, length, Need(model.weights_bytes, 0, 0), warnings=(warning,))
 
 
 def _refuse_too_few_gpus(deployment: Deployment, machine: Machine, layout: Parallel, n_replicas: int) -> None:
-    if layout.n_ranks * n_replicas <= len(_allowed_gpus(deployment, machine)):
+    ranks_each = -(-layout.n_ranks // deployment.hardware.nodes)
+    if ranks_each * n_replicas <= len(_allowed_gpus(deployment, machine)):
         return
     usable = usable_gpus(machine, deployment.engine.gpu_memory_utilization)
     share = f"{deployment.engine.gpu_memory_utilization:.0%}"
     free = ", ".join(f"GPU {g.index} {show_bytes(g.memory_free_bytes)}" for g in machine.gpus)
     raise PlanError(
-        f"cannot place {n_replicas} x {layout.n_ranks} ranks on {machine.host}: it has {len(machine.gpus)} GPUs, "
+        f"cannot place {n_replicas} x {ranks_each} ranks on {machine.host}: it has {len(machine.gpus)} GPUs, "
         f"{len(usable)} with {share} of the memory free",
         detail=f"parallel: tensor {layout.tensor}, pipeline {layout.pipeline}, data {layout.data}; free: {free}.",
         hint="Set a smaller parallel or fewer replicas, end what holds the memory (nvidia-smi), or lower "

@@ -11,7 +11,7 @@ from penstock.plan.architecture import Architecture
 from penstock.plan.profiles import EngineProfile, batch_defaults
 from penstock.plan.sizing import Settings, SizingRequest
 from penstock.plan.startup import Context
-from penstock.units import GIB
+from penstock.units import GIB, flag
 
 # Cache dtypes by what modelopt and compressed-tensors write (vllm/utils/torch_utils.py of 0.32,
 # `get_kv_cache_quant_algo_string`). Every fp8 spelling is one byte.
@@ -86,9 +86,5 @@ def engine_args(request: SizingRequest, sizes: Mapping[str, int], is_expert: boo
         "no_enable_prefix_caching": not request.prefix_caching,
         "enforce_eager": request.enforce_eager,
     }
-    words = [word for name, value in given.items() for word in (_flag(name), f"{value}")]
-    return (*words, *(_flag(name) for name, is_on in switches.items() if is_on), *request.more_args)
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
+    words = [word for name, value in given.items() for word in (flag(name), f"{value}")]
+    return (*words, *(flag(name) for name, is_on in switches.items() if is_on), *request.more_args)

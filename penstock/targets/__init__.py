@@ -7,51 +7,89 @@ announces that to the gateway).
 
 from __future__ import annotations
 
+import functools
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
-from penstock.errors import Problem, UserError
+from penstock.errors import PenstockError, Problem, UserError
 from penstock.plan import Machine, Plan
 from penstock.runs import Artifact, Handle, Run
 from penstock.spec import Deployment
 
+Listen = Literal["loopback", "network"]
+
 # name -> "module:Class"
 TABLE = {
     "local": "penstock.targets.local:Local",
+    "ray": "penstock.targets.ray:RayJobs",
+    "slurm": "penstock.targets.slurm:Slurm",
+    "ssh": "penstock.targets.ssh:OverSsh",
 }
 
 
 class Launch(msgspec.Struct, frozen=True):
-    """What a node is told. Rendered into the artifact as launch.json; the token stays in its own file or variable."""
+    """What a node is told. Rendered into the artifact as launch.json; the token stays in its own file or variable.
+
+    `announce_urls`: the gateway's admin address, as it may be reached from a node; the first that answers is taken.
+    `announce_file`: where that address is read instead, again and again, for the gateway moves (GatewayAddress); the
+    URLs then only tell the addresses of the machine that `up` runs on.
+    `listen`: whether the engine listens on loopback, or with a key on the address that the gateway reaches.
+    """
 
     deployment: str
     plan: Plan
-    announce_url: str
+    announce_urls: tuple[str, ...]
     token_file: str
     lease_s: float = 6.0
+    listen: Listen = "loopback"
+    announce_file: str | None = None
 
 
 class Placement(msgspec.Struct, frozen=True):
-    """Where a replica is in its target's eyes: waiting for a machine, on one, or gone (and why, when it is known)."""
+    """Where a replica is in its target's eyes.
 
-    state: Literal["queued", "placed", "gone"]
+    "queued": waits for machines, `starts_at` (Unix seconds) is the target's estimate. "placed": on all its nodes.
+    "broken": some of its nodes are gone and `resize` brings them back. "gone": nothing of it runs. `is_final`: placing
+    it again is not what its owner wants (somebody cancelled its job). `ends_at`: when its machines are taken away;
+    `lead_s`: so long before, the next must be started (None: as long as starts take).
+    """
+
+    state: Literal["queued", "placed", "broken", "gone"]
     reason: str | None = None
+    is_final: bool = False
+    starts_at: float | None = None
+    ends_at: float | None = None
+    lead_s: float | None = None
+
+
+class Surveyed(msgspec.Struct, frozen=True):
+    """What a command printed on one node. `exit_code` None: the node could not be asked, and `err` says why."""
+
+    host: str
+    exit_code: int | None
+    out: str = ""
+    err: str = ""
+
+
+class LeftBehind(PenstockError):
+    """Raised by `cancel` when it has ended all that it could reach, and has noted the rest for `finish`."""
 
 
 class Target(ABC):
     """The seam. `testing/conformance.py` checks every target against this contract.
 
-    `render` is pure. `check`, `machines` and `status` change nothing. `submit`, `resize` and `cancel` block until the
-    target has accepted, are safe to repeat, and never touch another run. "gone" means that no process of the replica
-    is left.
+    `render` is pure. `check`, `machines`, `survey` and `status` change nothing. `submit`, `resize` and `cancel` block
+    until the target has accepted, are safe to repeat, and never touch another run. "gone" means that no process of the
+    replica is left.
     """
 
     name: str
-    features: frozenset[str]  # of: "resize", "logs-follow", "many-nodes"
+    features: frozenset[str]  # of: "resize", "logs-follow", "many-nodes", "elastic" (each replica gets own machines)
+    listen: Listen = "loopback"
 
     @abstractmethod
     def check(self, deployment: Deployment) -> list[Problem]:
@@ -62,8 +100,19 @@ class Target(ABC):
         """The machines a replica may use, as they are now."""
 
     @abstractmethod
-    def render(self, launch: Launch, python: str) -> Artifact:
+    def survey(self, deployment: Deployment, argv: Sequence[str], timeout_s: float) -> list[Surveyed]:
+        """What `python ARGV` prints on the nodes that replicas may use, run on all of them at once.
+
+        In `argv` "{rank}" is the node's place in the answer, from 0.
+        """
+
+    @abstractmethod
+    def render(self, launch: Launch, python: str, deployment: Deployment) -> Artifact:
         """Exactly what `submit` would send."""
+
+    def rehearsed(self) -> Target:
+        """This target for `render` and `--dry-run`: where its machines cannot be asked, the file's word is taken."""
+        return self
 
     @abstractmethod
     def submit(self, run: Run, replicas: Sequence[str]) -> Handle:
@@ -82,13 +131,35 @@ class Target(ABC):
     def resize(self, run: Run, handle: Handle, replicas: Sequence[str]) -> Handle:
         """Make exactly these replicas placed: start what is absent or gone, end what is not named."""
 
+    def tend(self, run: Run, handle: Handle) -> None:  # noqa: B027 - most targets have nothing of the kind
+        """Called again and again while the run lives: keeps up what the target itself holds beside it (a tunnel)."""
+
+    def gateway_jobs(self, run: Run) -> dict[str, Placement] | None:
+        """Gateways of the run that this target placed and was not told to end, oldest first, those that are over too.
+
+        None while it cannot say. Only for runs whose gateway is not a process beside the controller.
+        """
+        raise NotImplementedError
+
+    def start_gateway(self, run: Run) -> str:
+        """Place one more gateway, which writes its address into the run's folder when it listens; its job."""
+        raise NotImplementedError
+
+    def end_gateway(self, run: Run, jobs: Sequence[str] | None, grace_s: float) -> None:  # noqa: B027 - as above
+        """Drain these gateways, or all; after `grace_s` by force. Blocks; safe to repeat."""
+
+    def finish(self, facts: dict[str, Any]) -> None:
+        """End what an earlier `cancel` could not reach, from its note alone.  Raises PenstockError while it cannot."""
+        raise UserError(f'target "{self.name}" leaves nothing behind')
+
     @abstractmethod
     def cancel(self, run: Run, handle: Handle, grace_s: float) -> None:
         """End every replica; after `grace_s` by force. Nothing of them is left when it returns."""
 
 
+@functools.cache
 def load(name: str) -> Target:
-    """The target of that name.  Raises UserError when this version has none."""
+    """The target of that name, one in a process, so that it may remember.  Raises UserError when there is none."""
     if name not in TABLE:
         raise UserError(
             f'cannot use target "{name}": this version of penstock has no such target',

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import socket
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,7 +18,7 @@ from penstock.plan import Machine
 from penstock.plan.launch import usable_gpus
 from penstock.runs import Artifact, Handle, Run, file_lines
 from penstock.spec import Deployment
-from penstock.targets import Launch, Placement, Target
+from penstock.targets import Launch, Placement, Surveyed, Target
 
 
 class Local(Target):
@@ -33,7 +36,16 @@ class Local(Target):
     def machines(self, deployment: Deployment) -> list[Machine]:
         return [this_machine()]
 
-    def render(self, launch: Launch, python: str) -> Artifact:
+    def survey(self, deployment: Deployment, argv: Sequence[str], timeout_s: float) -> list[Surveyed]:
+        words = [sys.executable, *(word.replace("{rank}", "0") for word in argv)]
+        host = socket.gethostname()
+        try:
+            done = subprocess.run(words, capture_output=True, text=True, errors="replace", timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            return [Surveyed(host, None, err=f"no answer within {timeout_s:.0f} s")]
+        return [Surveyed(host, done.returncode, done.stdout, done.stderr)]
+
+    def render(self, launch: Launch, python: str, deployment: Deployment) -> Artifact:
         text = msgspec.json.format(msgspec.json.encode(launch), indent=2).decode()
         argv = (python, "-m", "penstock.node", "{run}/artifact/launch.json", "--replica", "{replica}")
         return Artifact(argv, {"launch.json": text + "\n"})

@@ -12,12 +12,13 @@ from collections.abc import Callable
 
 from penstock import processes
 from penstock.runs import Handle, Run
+from penstock.spec import Deployment
 from penstock.targets import Launch, Target
 
 
 def check_target(target: Target, run: Run, launch: Launch, python: str, settle_s: float = 10.0) -> None:
     """Run the whole contract of `Target` against one target. Blocks for a few seconds; leaves nothing behind."""
-    check_render_is_pure(target, launch, python)
+    check_render_is_pure(target, launch, python, run.deployment())
     handle = target.submit(run, ["0"])
     try:
         _wait(lambda: _states(target, run, handle) == {"0": "placed"}, settle_s, "replica 0 is placed after submit")
@@ -40,9 +41,9 @@ def check_target(target: Target, run: Run, launch: Launch, python: str, settle_s
     assert not processes.find_marked(str(run.path)), "cancel leaves no process, also when repeated"
 
 
-def check_render_is_pure(target: Target, launch: Launch, python: str) -> None:
+def check_render_is_pure(target: Target, launch: Launch, python: str, deployment: Deployment) -> None:
     """The same launch renders to the same artifact, and the artifact holds no secret."""
-    first, second = target.render(launch, python), target.render(launch, python)
+    first, second = (target.render(launch, python, deployment) for _ in range(2))
     assert first == second, "render gives the same artifact for the same launch"
     assert first.argv, "an artifact has a command"
 

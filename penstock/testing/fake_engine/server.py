@@ -7,6 +7,7 @@ tasks. A client that leaves cancels its task, as vLLM aborts its request.
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections import deque
 from collections.abc import Callable
@@ -76,6 +77,7 @@ class Engine:
         self._failure: str | None = None
         self._is_hung = False
         self._n_generations = 0
+        self.key = os.environ.get("PENSTOCK_ENGINE_KEY")  # engines.KEY_VARIABLE: not imported, we stand alone
         self._slots = asyncio.Semaphore(options.max_num_seqs)
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -359,7 +361,9 @@ class Connection(asyncio.Protocol):
     def _answer(self, request: Request) -> None:
         methods = _METHODS.get(request.path)
         try:
-            if methods is None:
+            if self.engine.key and request.headers.get("authorization") != f"Bearer {self.engine.key}":
+                self.refuse(401, {"error": "Unauthorized"})
+            elif methods is None:
                 self.refuse(404, {"detail": "Not Found"})
             elif request.method not in methods:
                 self.refuse(405, {"detail": "Method Not Allowed"}, ", ".join(methods))

@@ -1,0 +1,308 @@
+"""`bench serve`: asks become requests, requests a run, a run its numbers. The one place that joins the parts."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import ssl
+import sys
+import urllib.parse
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from penstock import __version__
+from penstock.bench import plan, scrape, show, stats, validity
+from penstock.bench.ask import Ask
+from penstock.bench.drive import Address, Load, Outcome, Progress, Source, drive
+from penstock.bench.readout import Raw, body_of, read_out
+from penstock.bench.scrape import Row
+from penstock.bench.stats import Summary, Timed
+from penstock.bench.validity import Generator, Verdict
+from penstock.bench.wire import UNFINISHED, Exchange
+from penstock.errors import PenstockError, UserError
+
+_PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
+_MAX_SPARE = 256
+
+
+class Service(msgspec.Struct, frozen=True):
+    """What is measured: the address, and how it is asked. `key` is sent, and never written anywhere."""
+
+    url: str
+    model: str
+    endpoint: str = "chat"
+    streams: bool = True
+    key: str | None = None
+    temperature: float | None = 0.0
+    ignore_eos: bool = False
+    extra_body: Mapping[str, Any] = {}
+    is_insecure: bool = False
+    metrics_urls: tuple[str, ...] = ()
+    timeout_s: float = 600.0
+
+
+class Report(msgspec.Struct, frozen=True):
+    """A finished run. `result` is what result.json holds."""
+
+    result: dict[str, Any]
+    requests: list[Timed]
+    rows: list[Row]
+    summary: Summary
+    generator: Generator
+    verdict: Verdict
+    is_open: bool
+
+
+def run(
+    service: Service,
+    asks: Sequence[Ask],
+    pace: plan.Pace,
+    bounds_ms: Mapping[str, float],
+    n_warmup: int = 1,
+    on_progress: Callable[[Progress], None] | None = None,
+) -> Report:
+    """Warms up, runs, reads out. Blocks. A first request that fails ends it: PenstockError with the server's words."""
+    plan.check(pace)
+    if not asks:
+        raise UserError("cannot run a load test without a request", hint="The dataset is empty.")
+    address = resolve(service.url)
+    tls = _tls(service) if address.is_tls else None
+    requests = [encode(service, address, ask) for ask in asks]
+    if n_warmup:
+        _warm_up(service, address, tls, requests, n_warmup)
+    sources = _sources(service, address)
+    is_open = pace.is_open
+    load = Load(
+        requests=requests,
+        wait_for=[ask.wait_for for ask in asks],
+        times=plan.offsets(pace, [ask.offset_s or 0.0 for ask in asks]) if is_open else None,
+        concurrency=pace.concurrency,
+        n_requests=pace.n_requests,
+        duration_s=pace.duration_s,
+        timeout_s=service.timeout_s,
+        n_spare=min(_MAX_SPARE, 4 + int((pace.rate or 0) * 0.02)) if is_open else 0,
+    )
+    outcome = drive(address, load, tls, [source for _, source in sources], on_progress)
+    return report(service, pace, bounds_ms, n_warmup, outcome, [name for name, _ in sources])
+
+
+def resolve(url: str) -> Address:
+    """The address behind a base URL, with or without "/v1" at its end. Raises UserError, or PenstockError."""
+    try:
+        parts = urllib.parse.urlsplit(url if "://" in url else f"http://{url}")
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        name = parts.hostname
+    except ValueError:
+        name, parts, port = None, urllib.parse.urlsplit(""), 0
+    if parts.scheme not in ("http", "https") or not name:
+        raise UserError(f'cannot use base URL "{url[:200]}"', hint="Give http://HOST:PORT or https://HOST.")
+    try:
+        found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
+    except OSError as exc:
+        raise PenstockError(f"cannot find the host of {url}: {exc.strerror}") from exc
+    host = str(found[0][4][0])
+    if name == "localhost" and host == "::1":  # servers listen on 127.0.0.1 more often
+        host = next((str(row[4][0]) for row in found if row[0] == socket.AF_INET), host)
+    prefix = parts.path.rstrip("/").removesuffix("/v1")
+    return Address(parts.scheme, host, port, name, prefix)
+
+
+def _tls(service: Service) -> ssl.SSLContext:
+    context = ssl.create_default_context()
+    if service.is_insecure:
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    return context
+
+
+def encode(service: Service, address: Address, ask: Ask) -> bytes:
+    """The whole HTTP message of one ask. `max_tokens` and vLLM's `ignore_eos` bound the answer from both sides."""
+    body: dict[str, Any] = {"model": service.model}
+    if service.endpoint == "chat":
+        is_text = isinstance(ask.prompt, str)
+        body["messages"] = [{"role": "user", "content": ask.prompt}] if is_text else ask.prompt
+    elif isinstance(ask.prompt, str):
+        body["prompt"] = ask.prompt
+    else:
+        raise UserError("cannot send chat messages to /v1/completions", hint="--endpoint chat")
+    body["max_tokens"] = ask.output_tokens
+    if service.temperature is not None:
+        body["temperature"] = service.temperature
+    if service.ignore_eos:
+        body["ignore_eos"] = True
+    if service.streams:
+        body["stream"] = True
+        body["stream_options"] = {"include_usage": True}
+    data = msgspec.json.encode({**body, **service.extra_body})
+    return _head(b"POST", address, address.prefix + _PATHS[service.endpoint], service.key, len(data)) + data
+
+
+def _head(method: bytes, address: Address, path: str, key: str | None, n_bytes: int | None) -> bytes:
+    lines = [
+        b"%s %s HTTP/1.1" % (method, urllib.parse.quote(path, safe="/%?&=:").encode()),
+        b"host: " + address.authority.encode("idna" if not address.authority.isascii() else "ascii"),
+        f"user-agent: penstock-bench/{__version__}".encode(),
+        b"accept: */*",
+        b"accept-encoding: identity",
+    ]
+    if n_bytes is not None:
+        lines += [b"content-type: application/json", b"content-length: %d" % n_bytes]
+    if key:
+        if not (key.isascii() and key.isprintable()):
+            raise UserError(
+                "cannot use the API key: it holds characters that no header may", hint="Check OPENAI_API_KEY."
+            )
+        lines.append(b"authorization: Bearer " + key.encode())
+    return b"\r\n".join(lines) + b"\r\n\r\n"
+
+
+def _warm_up(
+    service: Service, address: Address, tls: ssl.SSLContext | None, requests: Sequence[bytes], n_warmup: int
+) -> None:
+    """One request, which must be answered, then the others eight at a time. None of them is counted."""
+    first = drive(address, Load(requests[:1], concurrency=1, n_requests=1, timeout_s=service.timeout_s), tls)
+    answer = read_out(_raw(first.exchanges[0], first.began_s), service.streams)
+    if first.was_interrupted:
+        raise KeyboardInterrupt
+    if answer.error is not None:
+        raise _refused(service, answer)
+    if n_warmup > 1:
+        load = Load(requests, concurrency=min(8, n_warmup - 1), n_requests=n_warmup - 1, timeout_s=service.timeout_s)
+        if drive(address, load, tls).was_interrupted:
+            raise KeyboardInterrupt
+
+
+def _refused(service: Service, answer: Timed) -> PenstockError:
+    words = f": {answer.detail}" if answer.detail else ""
+    message = f"could not get a first answer from {service.url}: {answer.error}{words}"
+    if answer.status in (401, 403):
+        return UserError(message, hint="Set OPENAI_API_KEY to a key that may use this model.")
+    if answer.status in (400, 404, 422):
+        return UserError(message, hint="Check --model, --endpoint and the lengths asked for.")
+    return PenstockError(message, hint="Is it running, and is this its address?", is_retryable=True)
+
+
+def _sources(service: Service, address: Address) -> list[tuple[str, Source]]:
+    """The pages to follow: those named, else the server's own /metrics. One that does not answer gives no rows."""
+    found = []
+    for url in service.metrics_urls or (f"{address.scheme}://{_netloc(service.url)}/metrics",):
+        place = address if not service.metrics_urls else resolve(url)
+        path = urllib.parse.urlsplit(url if "://" in url else f"http://{url}").path or "/metrics"
+        # A key goes to the server it is for, and to no other.
+        key = service.key if place == address else None
+        found.append((url, Source(place, _head(b"GET", place, path, key, None))))
+    return found
+
+
+def _netloc(url: str) -> str:
+    return urllib.parse.urlsplit(url if "://" in url else f"http://{url}").netloc.rpartition("@")[2]
+
+
+def _raw(exchange: Exchange, began_s: float) -> Raw:
+    """The record with its times from the start of the run; what never happened is at its end."""
+    end_s = exchange.end_s or began_s
+    return Raw(
+        index=exchange.index,
+        intended_s=exchange.intended_s - began_s,
+        asked_s=(exchange.asked_s or end_s) - began_s,
+        sent_s=(exchange.sent_s or end_s) - began_s,
+        end_s=end_s - began_s,
+        dial_s=exchange.dial_s,
+        times=[at_s - began_s for at_s in exchange.times],
+        reads=exchange.reads,
+        error=exchange.error,
+        detail=exchange.detail,
+    )
+
+
+def report(
+    service: Service,
+    pace: plan.Pace,
+    bounds_ms: Mapping[str, float],
+    n_warmup: int,
+    outcome: Outcome,
+    source_names: Sequence[str],
+) -> Report:
+    """The numbers of what was recorded."""
+    timed = []
+    n_reads = 0
+    for exchange in outcome.exchanges:
+        n_reads += len(exchange.reads)
+        timed.append(read_out(_raw(exchange, outcome.began_s), service.streams))
+        exchange.times, exchange.reads = [], []  # a million of them: both copies would be too much
+    is_open = pace.is_open
+    summary = stats.summarise(timed, is_open, bounds_ms, UNFINISHED)
+    wall_s = outcome.ended_s - outcome.began_s
+    generator = validity.describe(
+        [request for request in timed if is_open and request.error != UNFINISHED],
+        outcome.lag_s,
+        outcome.cpu_s,
+        wall_s,
+        n_reads,
+        outcome.n_connections,
+    )
+    verdict = validity.judge(generator, summary.completed, outcome.was_interrupted)
+    rows = _rows(outcome, source_names)
+    result = {
+        **_numbers(summary),
+        "valid": verdict.valid,
+        "invalid_because": list(verdict.reasons),
+        "validity_bounds": verdict.bounds,
+        "generator": msgspec.to_builtins(generator),
+        "engine": scrape.summarise(rows),
+        "warmup_requests": n_warmup,
+        "goodput_bounds_ms": dict(bounds_ms),
+        "pace": msgspec.to_builtins(pace),
+        "service": _told(service),
+        "began_at": outcome.began_at,
+        "model": service.model,
+        "versions": {"penstock": __version__, "python": sys.version.split()[0]},
+        "formulas": dict(stats.FORMULAS),
+        "machine": machine_facts(),
+    }
+    return Report(result, timed, rows, summary, generator, verdict, is_open)
+
+
+def _numbers(summary: Summary) -> dict[str, Any]:
+    """The summary, flat, with vLLM's names."""
+    facts = msgspec.to_builtins(summary)
+    del facts["spreads"], facts["user_tokens_per_s"]
+    for name in stats.METRICS:
+        found = summary.spreads.get(name)
+        if found is not None:
+            facts |= show.spread_facts(name, found)
+        else:
+            facts |= {f"{word}_{name}_ms": None for word in ("mean", "median", "std", "p90", "p95", "p99", "max")}
+    facts["user_tokens_per_s"] = msgspec.to_builtins(summary.user_tokens_per_s)
+    return dict(facts)
+
+
+def _told(service: Service) -> dict[str, Any]:
+    facts: dict[str, Any] = msgspec.to_builtins(service)
+    facts["key"] = "given" if service.key else None
+    facts["url"] = f"{urllib.parse.urlsplit(service.url).scheme or 'http'}://{_netloc(service.url)}"
+    return facts
+
+
+def _rows(outcome: Outcome, names: Sequence[str]) -> list[Row]:
+    found = []
+    for index, exchange in outcome.scrapes:
+        raw = _raw(exchange, outcome.began_s)
+        body = body_of(raw) if raw.error is None else None
+        row = scrape.read_page(body.decode("utf-8", "replace"), raw.end_s, names[index]) if body is not None else None
+        if row is not None:
+            found.append(row)
+    return found
+
+
+def machine_facts() -> dict[str, Any]:
+    """Where the generator ran, and with what."""
+    return {
+        "host": socket.gethostname(),
+        "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "load_average": list(os.getloadavg()),
+        "platform": platform.platform(),
+    }

@@ -1,0 +1,255 @@
+"""What the times say. Pure: recorded requests in, numbers out; FORMULAS says each in words.
+
+Percentiles interpolate linearly between the closest ranks (type 7, numpy's default). Failed requests have no latency:
+they are counted by kind, and count against goodput.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+import msgspec
+
+FORMULAS: Mapping[str, str] = {
+    "ttft": "time of the first token event - start (streams only)",
+    "tpot": "(time of the last token event - time of the first) / (output tokens - 1), from 2 tokens on",
+    "itl": "every gap between token events that follow each other in one stream, of all requests together",
+    "e2el": "streams: time of the last token event - start; whole answers: last byte - start",
+    "start": "open loop: the intended send time, so that what waits in the generator counts; closed loop: the sending",
+    "duration": "from the start of the run to the last byte of the last answer",
+    "request_throughput": "completed requests / duration",
+    "output_throughput": "output tokens of completed requests, by the server's usage / duration",
+    "total_token_throughput": "(input + output tokens of completed requests, by usage) / duration",
+    "request_goodput": "completed requests within every bound given / duration; failed ones are within none",
+    "user_tokens_per_s": "(output tokens - 1) / (time of the last token event - time of the first), per request",
+    "percentile": "linear interpolation between closest ranks (numpy's default)",
+}
+METRICS = ("ttft", "tpot", "itl", "e2el")
+GOODPUT_NAMES = ("ttft", "tpot", "itl", "e2el")
+
+
+class Timed(msgspec.Struct, frozen=True):
+    """One request, measured. Times are seconds from the start of the run; token counts are the server's usage.
+
+    `intended_s`: by the schedule; `asked_s`: when the generator came to it; `sent_s`: when a connection took it.
+    `token_times_s`: one for each token event of a stream, ascending; empty for whole answers. `answered_s`: the first
+    byte. `error`: its kind; None for a completed request.
+    """
+
+    index: int
+    intended_s: float
+    asked_s: float
+    sent_s: float
+    end_s: float
+    dial_s: float = 0.0
+    answered_s: float | None = None
+    token_times_s: tuple[float, ...] = ()
+    input_tokens: int | None = None
+    output_tokens: int | None = None
+    n_bytes: int = 0
+    status: int | None = None
+    error: str | None = None
+    detail: str = ""
+    replica: str | None = None
+
+    @property
+    def last_s(self) -> float:
+        """When the answer was there for its user: the last token, or the last byte of a whole answer."""
+        return self.token_times_s[-1] if self.token_times_s else self.end_s
+
+    def ttft_s(self, is_open: bool) -> float | None:
+        return self.token_times_s[0] - self.start_s(is_open) if self.token_times_s else None
+
+    def e2el_s(self, is_open: bool) -> float:
+        return self.last_s - self.start_s(is_open)
+
+    def start_s(self, is_open: bool) -> float:
+        return self.intended_s if is_open else self.sent_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        """None below 2 output tokens, or 2 events.  11 tokens, first at 0.5 s, last at 1.0 s: 0.5 / 10 = 0.05."""
+        if len(self.token_times_s) < 2 or self.output_tokens is None or self.output_tokens < 2:
+            return None
+        return (self.token_times_s[-1] - self.token_times_s[0]) / (self.output_tokens - 1)
+
+    def gaps_s(self) -> list[float]:
+        times = self.token_times_s
+        return [later - earlier for earlier, later in itertools.pairwise(times)]
+
+
+class Spread(msgspec.Struct, frozen=True):
+    """A distribution in milliseconds (or tokens/s for `user_tokens_per_s`). `std` is the population's, as numpy's."""
+
+    n: int
+    mean: float
+    std: float
+    min: float
+    p10: float
+    median: float
+    p90: float
+    p95: float
+    p99: float
+    max: float
+
+
+class Summary(msgspec.Struct, frozen=True):
+    """The numbers of a run. A sum or rate of tokens is None where the server sent no usage."""
+
+    completed: int
+    failed: int
+    unfinished: int
+    duration: float
+    total_input_tokens: int | None
+    total_output_tokens: int | None
+    request_throughput: float
+    output_throughput: float | None
+    total_token_throughput: float | None
+    request_goodput: float | None
+    goodput_share: float | None
+    max_concurrent_requests: int
+    max_output_tokens_per_s: float | None
+    tokens_per_event: float | None
+    events_per_read_share: float
+    n_without_usage: int
+    errors: dict[str, int]
+    statuses: dict[str, int]
+    replicas: dict[str, int]
+    spreads: dict[str, Spread]
+    user_tokens_per_s: Spread | None
+
+
+def percentile(ordered: Sequence[float], share: float) -> float:
+    """Of ascending values, interpolated: percentile([1, 2, 3, 4], 0.5) == 2.5.  NaN of none."""
+    if not ordered:
+        return math.nan
+    place = (len(ordered) - 1) * share
+    below = math.floor(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+
+
+def spread(values: Iterable[float], scale: float = 1.0) -> Spread | None:
+    """The distribution of `values`, each times `scale`; None of none."""
+    ordered = sorted(values)
+    if not ordered:
+        return None
+    n = len(ordered)
+    mean = math.fsum(ordered) / n
+    std = math.sqrt(math.fsum((value - mean) ** 2 for value in ordered) / n)
+    p10, median, p90, p95, p99 = (percentile(ordered, share) * scale for share in (0.1, 0.5, 0.9, 0.95, 0.99))
+    return Spread(
+        n=n,
+        mean=mean * scale,
+        std=std * scale,
+        min=ordered[0] * scale,
+        p10=p10,
+        median=median,
+        p90=p90,
+        p95=p95,
+        p99=p99,
+        max=ordered[-1] * scale,
+    )
+
+
+def is_good(request: Timed, bounds_ms: Mapping[str, float], is_open: bool) -> bool:
+    """Whether a completed request is within every bound. A bound on what it does not have (the TPOT of one token)
+    is kept."""
+    ttft_s = request.ttft_s(is_open)
+    gaps = request.gaps_s() if "itl" in bounds_ms else []
+    has_ms = {
+        "ttft": None if ttft_s is None else ttft_s * 1000,
+        "tpot": None if request.tpot_s is None else request.tpot_s * 1000,
+        "itl": max(gaps) * 1000 if gaps else None,
+        "e2el": request.e2el_s(is_open) * 1000,
+    }
+    return all(value is None or value <= bounds_ms[name] for name, value in has_ms.items() if name in bounds_ms)
+
+
+def summarise(
+    requests: Sequence[Timed], is_open: bool, bounds_ms: Mapping[str, float], unfinished_kind: str = "unfinished"
+) -> Summary:
+    """The numbers of a run; `bounds_ms` are goodput's: {"ttft": 2000.0, "tpot": 60.0}, or empty."""
+    whole = [request for request in requests if request.error is None]
+    unfinished = sum(request.error == unfinished_kind for request in requests)
+    failed = len(requests) - len(whole) - unfinished
+    duration = max((request.end_s for request in requests), default=0.0)
+    gaps = [gap for request in whole for gap in request.gaps_s()]
+    lists: dict[str, list[float]] = {
+        "ttft": [value for request in whole if (value := request.ttft_s(is_open)) is not None],
+        "tpot": [value for request in whole if (value := request.tpot_s) is not None],
+        "itl": gaps,
+        "e2el": [request.e2el_s(is_open) for request in whole],
+    }
+    spreads = {name: found for name, values in lists.items() if (found := spread(values, 1000.0)) is not None}
+    n_input = _total(request.input_tokens for request in whole)
+    n_output = _total(request.output_tokens for request in whole)
+    good = sum(is_good(request, bounds_ms, is_open) for request in whole) if bounds_ms else None
+    n_counted = len(whole) + failed
+    both = None if n_input is None or n_output is None else n_input + n_output
+    per_event = _tokens_per_event(whole)
+    return Summary(
+        completed=len(whole),
+        failed=failed,
+        unfinished=unfinished,
+        duration=duration,
+        total_input_tokens=n_input,
+        total_output_tokens=n_output,
+        request_throughput=_rate(len(whole), duration) or 0.0,
+        output_throughput=_rate(n_output, duration),
+        total_token_throughput=_rate(both, duration),
+        request_goodput=_rate(good, duration),
+        goodput_share=None if good is None or not n_counted else good / n_counted,
+        max_concurrent_requests=peak_concurrency(requests),
+        max_output_tokens_per_s=_peak_tokens(whole, per_event),
+        tokens_per_event=per_event,
+        events_per_read_share=sum(gap == 0.0 for gap in gaps) / len(gaps) if gaps else 0.0,
+        n_without_usage=sum(request.output_tokens is None for request in whole),
+        errors=dict(Counter(request.error for request in requests if request.error is not None).most_common()),
+        statuses={str(key): n for key, n in sorted(Counter(r.status for r in requests if r.status).items())},
+        replicas=dict(sorted(Counter(r.replica for r in requests if r.replica).items())),
+        spreads=spreads,
+        user_tokens_per_s=spread(1 / value for request in whole if (value := request.tpot_s)),
+    )
+
+
+def peak_concurrency(requests: Sequence[Timed]) -> int:
+    """The most requests that were on their way at one time."""
+    moments = sorted([(r.sent_s, 1) for r in requests] + [(r.end_s, -1) for r in requests])
+    most = now = 0
+    for _, change in moments:
+        now += change
+        most = max(most, now)
+    return most
+
+
+def _total(counts: Iterable[int | None]) -> int | None:
+    """None when one is missing: a sum without it would be a wrong number."""
+    total = 0
+    for count in counts:
+        if count is None:
+            return None
+        total += count
+    return total
+
+
+def _rate(n: float | None, duration: float) -> float | None:
+    return None if n is None else n / duration if duration > 0 else 0.0
+
+
+def _tokens_per_event(whole: Sequence[Timed]) -> float | None:
+    """Over the streams whose usage is known: above 1, several tokens come in one event, and an ITL is between those."""
+    known = [(r.output_tokens, len(r.token_times_s)) for r in whole if r.output_tokens is not None and r.token_times_s]
+    n_events = sum(n for _, n in known)
+    return sum(n for n, _ in known) / n_events if n_events else None
+
+
+def _peak_tokens(whole: Sequence[Timed], per_event: float | None) -> float | None:
+    """Tokens of the busiest whole second, events counted at `per_event` tokens each."""
+    if per_event is None:
+        return None
+    seconds = Counter(int(at_s) for request in whole for at_s in request.token_times_s)
+    return max(seconds.values()) * per_event if seconds else None

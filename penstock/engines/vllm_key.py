@@ -1,0 +1,42 @@
+"""Keeps strangers out of a vLLM that must listen beyond loopback: ASGI middleware that asks for a key on every path.
+
+vLLM's own key covers /v1 alone: /invocations, which generates text, and /metrics stay open.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from penstock.engines import KEY_VARIABLE
+
+_Scope = MutableMapping[str, Any]
+_Receive = Callable[[], Awaitable[_Scope]]
+_Send = Callable[[_Scope], Awaitable[None]]
+_App = Callable[[_Scope, _Receive, _Send], Awaitable[None]]
+_BODY = b'{"error":{"message":"the key of this engine is needed","type":"invalid_request_error","code":"401"}}'
+
+
+class RequireKey:
+    """401 without `Authorization: Bearer KEY`; the key comes from the environment."""
+
+    def __init__(self, app: _App) -> None:
+        self._app = app
+        self._expected = f"Bearer {os.environ[KEY_VARIABLE]}".encode()
+
+    async def __call__(self, scope: _Scope, receive: _Receive, send: _Send) -> None:
+        if scope["type"] in ("http", "websocket") and not self._is_known(scope):
+            if scope["type"] == "websocket":
+                await send({"type": "websocket.close", "code": 1008})
+                return
+            headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(_BODY))]
+            await send({"type": "http.response.start", "status": 401, "headers": headers})
+            await send({"type": "http.response.body", "body": _BODY})
+            return
+        await self._app(scope, receive, send)
+
+    def _is_known(self, scope: _Scope) -> bool:
+        given = [value for name, value in scope["headers"] if name == b"authorization"]
+        return len(given) == 1 and hmac.compare_digest(given[0], self._expected)

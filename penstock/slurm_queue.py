@@ -1,0 +1,165 @@
+"""What Slurm says of jobs, read: the lines of squeue, the number that sbatch gives, and its reasons in words;
+its times and sizes. Pure."""
+
+from __future__ import annotations
+
+import re
+from datetime import datetime
+
+import msgspec
+
+# squeue's fields and their separator; the reason comes last, for it may have anything in it.
+FIELDS = ("%i", "%T", "%S", "%e", "%N", "%j", "%Z", "%r")
+SEPARATOR = "\t"
+FORMAT = SEPARATOR.join(FIELDS)
+
+# https://slurm.schedmd.com/squeue.html#SECTION_JOB-STATE-CODES
+_PLACED = {"RUNNING", "COMPLETING", "CONFIGURING", "STAGE_OUT", "SIGNALING", "RESIZING", "SUSPENDED", "STOPPED"}
+_QUEUED = {"PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD"}
+_TOLD_TO_END = "143"  # what `penstock.node --kill-after` gives after SIGTERM
+_ENDED = {
+    "COMPLETED": "ended by itself",
+    "FAILED": "failed",
+    "NODE_FAIL": "lost a node",
+    "TIMEOUT": "came to its time limit",
+    "DEADLINE": "came to its deadline",
+    "OUT_OF_MEMORY": "used more memory than it asked for (slurm.memory)",
+    "PREEMPTED": "was preempted",
+    "BOOT_FAIL": "got a node that does not boot",
+    "REVOKED": "runs on another cluster",
+}
+
+# https://slurm.schedmd.com/job_reason_codes.html
+_REASONS = {
+    "None": "Slurm has not looked at it yet",
+    "Priority": "other jobs have a higher priority",
+    "Resources": "waits for nodes to become free",
+    "BeginTime": "its earliest start has not come (after a requeue that is two minutes)",
+    "Dependency": "waits for another job",
+    "DependencyNeverSatisfied": "waits for a job that failed: it will never start",
+    "JobHeldAdmin": "an administrator holds it",
+    "JobHeldUser": "it is held (scontrol release)",
+    "ReqNodeNotAvail": "the nodes that it asks for are not available",
+    "PartitionDown": "its partition is down",
+    "PartitionInactive": "its partition is inactive",
+    "PartitionNodeLimit": "it asks for more nodes than its partition allows",
+    "PartitionTimeLimit": "its time limit is above its partition's: it will not start",
+    "PartitionConfig": "its partition does not allow what it asks for",
+    "BadConstraints": "no node has what it asks for: it will not start",
+    "AccountNotAllowed": "its account may not use this partition",
+    "QOSNotAllowed": "its QOS may not use this partition or account",
+    "InvalidAccount": "its account is unknown: it will not start",
+    "InvalidQOS": "its QOS is unknown: it will not start",
+    "JobArrayTaskLimit": "a limit of its job array",
+    "Licenses": "waits for a licence",
+    "NodeDown": "a node that it needs is down",
+    "Reservation": "waits for its reservation",
+    "Cleaning": "Slurm still cleans up after its last run",
+    "Prolog": "the site's prolog runs",
+    "launch failed requeued held": "its nodes could not start it, so Slurm holds it (scontrol release)",
+    "MaxRequeue": "it was requeued too often",
+    "job requeued in held state": "it was requeued and is held (scontrol release)",
+    "Nodes required for job are DOWN, DRAINED or reserved for jobs in higher priority partitions": (
+        "the nodes that it could have are down, drained, or kept for a partition of higher priority"
+    ),
+}
+_LIMITS = re.compile(r"(QOS|Assoc)(Max|Grp|Min)?(\w+)\Z")
+_WHAT = {"Jobs": "jobs", "Cpu": "CPUs", "CPU": "CPUs", "GRES": "GPUs", "Node": "nodes", "Mem": "memory", "Wall": "time"}
+
+_TIME = re.compile(r"(?:(\d+)-(\d+)(?::(\d+))?(?::(\d+))?|(\d+)(?::(\d+))?(?::(\d+))?)\Z")
+_MEMORY = re.compile(r"(\d+)([KMGT]?)B?\Z", re.IGNORECASE)
+_MIB_OF = {"K": 1 / 1024, "": 1, "M": 1, "G": 1024, "T": 1024 * 1024}
+
+
+class Job(msgspec.Struct, frozen=True):
+    """A job as squeue tells it; times in Unix seconds."""
+
+    number: str
+    state: str
+    starts_at: float | None
+    ends_at: float | None
+    nodes: str
+    name: str
+    folder: str
+    reason: str
+
+    @property
+    def is_queued(self) -> bool:
+        return self.state in _QUEUED
+
+    @property
+    def is_over(self) -> bool:
+        return self.state not in _PLACED and self.state not in _QUEUED
+
+
+def parse_jobs(text: str) -> dict[str, Job]:
+    """Jobs by number from `squeue -h -o FORMAT`."""
+    found = {}
+    for line in text.splitlines():
+        words = line.split(SEPARATOR, len(FIELDS) - 1)
+        if len(words) != len(FIELDS):
+            continue
+        number, state, starts_at, ends_at, nodes, name, folder, reason = (word.strip() for word in words)
+        found[number] = Job(number, state, _time(starts_at), _time(ends_at), nodes, name, folder, reason)
+    return found
+
+
+def parse_submitted(text: str) -> str | None:
+    """The job's number from `sbatch --parsable` ("17", or "17;cluster"), which a site's own words may precede."""
+    numbers = re.findall(r"^(\d+)(?:;\S+)?$", text, re.MULTILINE)
+    return numbers[-1] if numbers else None
+
+
+def parse_sacct(text: str) -> dict[str, str]:
+    """State by job number from `sacct -X -n -P -o JobIDRaw,State`; "CANCELLED by 1000" keeps its uid."""
+    rows = (line.split("|", 1) for line in text.splitlines() if "|" in line)
+    return {row[0]: row[1] for row in rows}
+
+
+def _time(text: str) -> float | None:
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except ValueError:  # "N/A", "NONE", "Unknown"
+        return None
+
+
+def reason_in_words(reason: str) -> str:
+    """Why a job waits, for people; Slurm's own word stays beside it: users look it up, and tell it to their admin."""
+    plain = reason.strip("()")
+    words = _REASONS.get(plain) or _REASONS.get(plain.split(",")[0].split(":")[0].strip())
+    limit = _LIMITS.match(plain)
+    if words is None and limit is not None:
+        whose = "its QOS" if limit.group(1) == "QOS" else "its account"
+        what = next((word for key, word in _WHAT.items() if key in limit.group(3)), "use")
+        words = f"{whose} has as much as it may of {what}"
+    return f"{words} ({plain})" if words and plain != "None" else words or plain
+
+
+def end_in_words(state: str, note: str | None) -> str:
+    """What a job did that is over. `note` is the last line of the job's own file: "ended 137", "failed because"."""
+    word, _, rest = (note or "").partition(" ")
+    if word == "ended" and rest == _TOLD_TO_END:
+        return "was told to end by Slurm: preempted, or its time was over"
+    why = f": {rest}" if word == "failed" else f" with code {rest}" if word == "ended" and rest != "0" else ""
+    return _ENDED.get(state, state.lower()) + why
+
+
+def seconds_of(text: str) -> float | None:
+    """Slurm's time: "30" (minutes), "30:00", "4:00:00", "1-12" (days-hours), "1-12:30". None for what is none."""
+    match = _TIME.match(text.strip())
+    if match is None:
+        return None
+    days, *rest = (int(word) if word else 0 for word in match.groups())
+    if match.group(1) is not None:
+        hours, minutes, seconds = rest[:3]
+    elif match.group(7) is not None:
+        hours, minutes, seconds = rest[3:]
+    else:
+        hours, minutes, seconds = 0, rest[3], rest[4]
+    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+
+
+def mib_of(text: str) -> int | None:
+    """Slurm's memory: "64G" is 65536; without a letter it is MiB. None for what is none."""
+    match = _MEMORY.match(text)
+    return int(int(match.group(1)) * _MIB_OF[match.group(2).upper()]) if match else None

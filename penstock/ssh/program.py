@@ -1,0 +1,262 @@
+"""Hosts by the `ssh` program of this machine: three verbs, run, put and get, and errors in words.
+
+Everything that a user set up for ssh works as it is: names, jumps, keys and agents of ~/.ssh/config. Connections to a
+host are shared (ControlMaster): the first command costs a login, the next 10 ms. Nothing of OpenSSH's is parsed but
+its complaints, and neither scp nor sftp is needed on the hosts.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import IO, NamedTuple, TypeVar
+
+from penstock import processes
+from penstock.errors import PenstockError
+
+# A socket's path has at most 107 bytes, of which %C takes 40 and ssh's own temporary ending 17.
+_SHORT_FOLDER = 24
+_CONNECT_S = 5
+_SILENCE_S = 3  # three of these without a word from the host end a connection
+_NO_LOGIN = 255  # ssh's own exit code: it did not get as far as the command
+_LEGAL = re.compile(r"(ssh://)?([A-Za-z0-9_][\w.+-]*@)?(\[[0-9A-Fa-f:.]+(%\w+)?\]|[A-Za-z0-9_][\w.:-]*)(:\d+)?/?\Z")
+T = TypeVar("T")
+
+# What ssh says -> what it means and what to do. The first that is found in its complaint counts.
+# https://github.com/openssh/openssh-portable: ssh.c, sshconnect.c, sshconnect2.c, clientloop.c.
+_COMPLAINTS = (
+    ("host identification has changed", "its host key is not the one that is known", "If that is right: ssh-keygen -R"),
+    ("host key verification failed", "its host key is not known", "Log in once by hand: ssh"),
+    ("permission denied", "it refuses our key", "Load the key (ssh-add), or name it in ~/.ssh/config: IdentityFile"),
+    ("could not resolve hostname", "there is no such host", "Check the name, or describe it in ~/.ssh/config"),
+    ("no route to host", "there is no way to it", "Is the host on, and the VPN?"),
+    ("network is unreachable", "there is no way to it", "Is the host on, and the VPN?"),
+    ("connection refused", "nothing listens for ssh there", "Is sshd running there, and the port right?"),
+    ("timed out", "it does not answer", "Is the host on? A firewall, or a jump host that is missing (ProxyJump)?"),
+    ("not responding", "it does not answer any more", "Is the host on?"),
+    ("bad configuration option", "ssh does not understand its configuration", "Check the file ssh.config"),
+    ("can't open user config file", "the file ssh.config is not there", "Check its path"),
+    ("no space left on device", "its disk is full", "Free space there, or set ssh.folder to another disk"),
+    ("disk quota exceeded", "its disk is full", "Free space there, or set ssh.folder to another disk"),
+    ("read-only file system", "its disk cannot be written", "Set ssh.folder to a folder that can"),
+    ("connection closed", "it closed the connection", "Look into its log of sshd"),
+    ("connection reset", "it closed the connection", "Look into its log of sshd"),
+    ("broken pipe", "it closed the connection", "Is the host on?"),
+)  # fmt: skip
+
+
+class HostError(PenstockError):
+    """A host that does not do what it was told. `is_away`: it could not be reached, so nobody knows what runs there."""
+
+    def __init__(self, host: str, message: str, *, detail: str | None, hint: str | None, is_away: bool) -> None:
+        super().__init__(message, detail=detail, hint=hint, is_retryable=is_away)
+        self.host = host
+        self.is_away = is_away
+
+
+class Done(NamedTuple):
+    """A command that has ended on a host."""
+
+    code: int
+    out: bytes
+    err: str
+
+    @property
+    def text(self) -> str:
+        return self.out.decode("utf-8", "replace")
+
+
+def is_legal(host: str) -> bool:
+    """Whether ssh takes this for a host, and never for one of its options."""
+    return _LEGAL.match(host) is not None
+
+
+def short_name(host: str) -> str:
+    """A host for messages: without its user."""
+    return host.removeprefix("ssh://").rpartition("@")[2].rstrip("/")
+
+
+def reading(complaint: str) -> tuple[str, str | None]:
+    """What a complaint of ssh or of a host's shell means, in words, and what to do. Pure."""
+    lower = complaint.lower()
+    for sign, meaning, hint in _COMPLAINTS:
+        if sign in lower:
+            return meaning, hint
+    lines = [line.strip() for line in complaint.splitlines() if line.strip()]
+    return (lines[-1][:200] if lines else "ssh said nothing"), None
+
+
+class Ssh:
+    """The ssh program with the settings of one deployment. Its methods block, and may be called by several threads.
+
+    `owner` names who shares the connections (the id of a run): they end with `close`, or a minute after the last use.
+    `marks`: the environment that makes the shared connections findable as processes of a run.
+    """
+
+    def __init__(self, config: str | None, owner: str, marks: Mapping[str, str] | None = None) -> None:
+        self._config = str(Path(config).expanduser()) if config else None
+        self._folder = control_folder(owner)
+        # A connection that is shared outlives the command that made it: it must not look like the controller.
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_")}
+        self._env = {**kept, **(marks or {}), **({processes.MARK_ROLE: "ssh"} if marks else {})}
+
+    def argv(self, host: str, shares: bool = True) -> list[str]:
+        """The words before the command. What asks for a password fails: nobody is there to type it."""
+        assert is_legal(host), host
+        options = {
+            "BatchMode": "yes",
+            "ConnectTimeout": _CONNECT_S,
+            "ServerAliveInterval": _SILENCE_S,
+            "ServerAliveCountMax": 3,
+            "ForwardX11": "no",
+            "ForwardAgent": "no",
+            "PermitLocalCommand": "no",
+            "RequestTTY": "no",
+        }
+        words = ["ssh", *(["-F", self._config] if self._config else [])]
+        if shares:
+            options |= {"ControlMaster": "auto", "ControlPersist": 60, "ControlPath": f"{self._folder}/%C"}
+            # Ports that ~/.ssh/config forwards are for people: a second connection would fail on them.
+            words += ["-o", "ClearAllForwardings=yes"]
+        else:
+            options |= {"ControlMaster": "no", "ControlPath": "none"}
+        words += [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
+        return [*words, "--", host]
+
+    def popen(self, host: str, words: Sequence[str], stdout: int | IO[bytes], stderr: int | IO[bytes]) -> Piped:
+        """Start a command whose input stays open: on the host it reads an end when we stop."""
+        self._make_folder()
+        argv = [*self.argv(host), shlex.join(words)]
+        return subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=stdout, stderr=stderr, env=self._env)
+
+    def run(self, host: str, words: Sequence[str], given: bytes = b"", timeout_s: float = 30.0) -> Done:
+        """Run a command to its end.  Raises HostError when the host could not be asked; the exit code is the command's.
+
+        The words reach the host's shell quoted. `given` is what it reads.
+        """
+        self._make_folder()
+        # Files, not pipes: a connection that is left open for others holds the error output open too.
+        with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+            argv = [*self.argv(host), shlex.join(words)]
+            child = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=out, stderr=err, env=self._env)
+            try:
+                child.communicate(given, timeout=timeout_s)
+            except subprocess.TimeoutExpired:
+                child.kill()
+                child.wait()
+                raise _away(host, f"no answer within {timeout_s:.0f} s: timed out") from None
+            except BaseException:
+                child.kill()
+                child.wait()
+                raise
+            out.seek(0)
+            err.seek(0)
+            done = Done(child.returncode, out.read(), err.read().decode("utf-8", "replace"))
+        if done.code == _NO_LOGIN or done.code < 0:
+            raise _away(host, done.err)
+        return done
+
+    def check_run(self, host: str, words: Sequence[str], given: bytes = b"", timeout_s: float = 30.0) -> Done:
+        """As `run`.  Raises HostError with the command's complaint unless it exits with 0."""
+        done = self.run(host, words, given, timeout_s)
+        if done.code:
+            raise failed(host, f"`{words[0]}` failed", done)
+        return done
+
+    def put(self, host: str, data: bytes, path: str, mode: int = 0o600, timeout_s: float = 600.0) -> None:
+        """Write a file on the host, whole or not at all. Its folder must be there."""
+        temporary = f"{path}.{os.getpid()}.{base64.b32encode(os.urandom(5)).decode().lower()}"
+        quoted, final = shlex.quote(temporary), shlex.quote(path)
+        script = f"umask 077 && cat >{quoted} && chmod {mode:o} {quoted} && mv -f {quoted} {final} || "
+        script += f"{{ rm -f {quoted}; exit 1; }}"
+        self.check_run(host, ["sh", "-c", script], data, timeout_s)
+
+    def get(self, host: str, path: str, timeout_s: float = 600.0) -> bytes:
+        """Read a file on the host."""
+        return self.check_run(host, ["cat", path], timeout_s=timeout_s).out
+
+    def close(self, hosts: Sequence[str]) -> None:
+        """End the shared connections. Safe to repeat."""
+        if not self._folder.is_dir():
+            return
+        # No threads: at the end of a program there are no new ones.
+        leaving = []
+        for host in hosts:
+            argv = self.argv(host)
+            argv[-2:-2] = ["-O", "exit"]
+            null = subprocess.DEVNULL
+            leaving.append(subprocess.Popen(argv, stdin=null, stdout=null, stderr=null, env=self._env))
+        for child in leaving:
+            try:
+                child.wait(5.0)
+            except subprocess.TimeoutExpired:
+                child.kill()
+                child.wait()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _make_folder(self) -> None:
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        # Who owns the folder of the socket may speak through our connections.
+        told = self._folder.lstat()
+        if told.st_uid != os.getuid() or told.st_mode & 0o077 or self._folder.is_symlink():
+            raise PenstockError(f'cannot use "{self._folder}" for connections: it is not ours alone', hint="Remove it.")
+
+
+Piped = subprocess.Popen[bytes]
+
+
+def control_folder(owner: str) -> Path:
+    """Where the sockets of shared connections are: known beforehand, so that a crash leaves nothing unknown."""
+    place = tempfile.gettempdir()
+    return Path(place if len(place) <= _SHORT_FOLDER else "/tmp") / f"penstock-{owner}-ssh"
+
+
+def failed(host: str, what: str, done: Done) -> HostError:
+    """The error of a command that ended badly on a host that answered."""
+    meaning, hint = reading(done.err or done.text)
+    return HostError(
+        host,
+        f"{what} on {short_name(host)}: {meaning}",
+        detail=_last_lines(done.err or done.text),
+        hint=hint,
+        is_away=False,
+    )
+
+
+def _away(host: str, complaint: str) -> HostError:
+    meaning, hint = reading(complaint)
+    name = short_name(host)
+    if hint is not None and hint.endswith((": ssh", "keygen -R")):
+        hint += f" {name}" if hint.endswith("-R") else f" {host}"
+    return HostError(
+        host, f"{name} cannot be reached over ssh: {meaning}", detail=_last_lines(complaint), hint=hint, is_away=True
+    )  # fmt: skip
+
+
+def _last_lines(text: str, count: int = 5) -> str | None:
+    lines = [line.rstrip() for line in text.splitlines() if line.strip() and set(line.strip()) != {"@"}]
+    return "\n".join(line[:300] for line in lines[-count:]) or None
+
+
+def at_once(hosts: Sequence[str], ask: Callable[[str], T]) -> dict[str, T | PenstockError]:
+    """What `ask` returns, or the error that it raises, for all hosts at once."""
+
+    def one(host: str) -> T | PenstockError:
+        try:
+            return ask(host)
+        except PenstockError as exc:
+            return exc
+
+    names = list(dict.fromkeys(hosts))
+    if not names:
+        return {}
+    with ThreadPoolExecutor(min(64, len(names)), thread_name_prefix="ssh") as pool:
+        return dict(zip(names, pool.map(one, names), strict=True))

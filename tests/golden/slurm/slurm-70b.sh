@@ -1,0 +1,46 @@
+#!/bin/bash
+#SBATCH --chdir=/home/ada/.penstock/runs/llama-70b
+#SBATCH --output=/home/ada/.penstock/runs/llama-70b/logs/%x_%j.log
+#SBATCH --open-mode=append
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --cpus-per-task=16
+#SBATCH --gpus-per-node=4
+#SBATCH --time=12:00:00
+#SBATCH --partition=gpu
+#SBATCH --account=lab
+#SBATCH --signal=INT@140
+#SBATCH --requeue
+
+# One replica of llama-70b: $1 is its number, $2 the id of the launch.
+replica=$1 launch=$2 run=/home/ada/.penstock/runs/llama-70b
+
+# What became of this job, for when Slurm has forgotten it.
+note() {
+  printf '%s\n' "$*" >"$run/jobs/.$SLURM_JOB_ID" && mv "$run/jobs/.$SLURM_JOB_ID" "$run/jobs/$SLURM_JOB_ID"
+}
+give_up() {
+  echo "penstock: $*"
+  note "failed $*"
+  exit 1
+}
+note "started $SLURM_JOB_NODELIST"
+source /shared/envs/vllm/bin/activate || give_up 'could not activate the virtual environment /shared/envs/vllm'
+
+# Slurm sends TERM to everything and, KillWait later, KILL. The nodes end by themselves in that time; this shell waits.
+trap : TERM
+kill_wait=$(scontrol show config | sed -n 's/^KillWait *= *\([0-9][0-9]*\).*/\1/p')
+hosts=$(scontrol show hostnames | paste -sd, -)
+step=(srun --overlap --mem=0 --ntasks-per-node=1 --cpu-bind=none)
+
+"${step[@]}" --wait=10 env PENSTOCK_RUN="$run" PENSTOCK_RUN_ID="$launch" PENSTOCK_ROLE=node \
+  PENSTOCK_REPLICA="$replica" bash -c 'exec "$@" --rank "$SLURM_PROCID"' node \
+  python3 -m penstock.node "$run/artifact/launch.json" \
+  --replica "$replica" --hosts "$hosts" --kill-after "${kill_wait:-30}"
+code=$?
+
+# Whatever a killed node left behind: without cgroups it would outlive the job.
+note "sweeping after $code"
+"${step[@]}" python3 -m penstock.sweep "$run" "$launch" "$replica"
+note "ended $code"
+exit $code

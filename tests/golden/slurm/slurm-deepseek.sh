@@ -1,0 +1,47 @@
+#!/bin/bash
+#SBATCH --chdir=/home/ada/.penstock/runs/deepseek-v3
+#SBATCH --output=/home/ada/.penstock/runs/deepseek-v3/logs/%x_%j.log
+#SBATCH --open-mode=append
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --mem=0
+#SBATCH --gpus-per-node=8
+#SBATCH --time=2-0
+#SBATCH --constraint=h200&ib
+#SBATCH --exclusive
+#SBATCH --signal=INT@140
+#SBATCH --requeue
+#SBATCH --reservation=inference
+#SBATCH --mail-type=FAIL
+
+# One replica of deepseek-v3: $1 is its number, $2 the id of the launch.
+replica=$1 launch=$2 run=/home/ada/.penstock/runs/deepseek-v3
+
+# What became of this job, for when Slurm has forgotten it.
+note() {
+  printf '%s\n' "$*" >"$run/jobs/.$SLURM_JOB_ID" && mv "$run/jobs/.$SLURM_JOB_ID" "$run/jobs/$SLURM_JOB_ID"
+}
+give_up() {
+  echo "penstock: $*"
+  note "failed $*"
+  exit 1
+}
+note "started $SLURM_JOB_NODELIST"
+
+# Slurm sends TERM to everything and, KillWait later, KILL. The nodes end by themselves in that time; this shell waits.
+trap : TERM
+kill_wait=$(scontrol show config | sed -n 's/^KillWait *= *\([0-9][0-9]*\).*/\1/p')
+hosts=$(scontrol show hostnames | paste -sd, -)
+step=(srun --overlap --mem=0 --ntasks-per-node=1 --cpu-bind=none)
+
+"${step[@]}" --label --wait=10 env PENSTOCK_RUN="$run" PENSTOCK_RUN_ID="$launch" PENSTOCK_ROLE=node \
+  PENSTOCK_REPLICA="$replica" bash -c 'exec "$@" --rank "$SLURM_PROCID"' node \
+  apptainer exec --nv --bind /home/ada/.penstock/runs/deepseek-v3 /shared/images/vllm-0.33.sif python3 -m penstock.node "$run/artifact/launch.json" \
+  --replica "$replica" --hosts "$hosts" --kill-after "${kill_wait:-30}"
+code=$?
+
+# Whatever a killed node left behind: without cgroups it would outlive the job.
+note "sweeping after $code"
+"${step[@]}" apptainer exec --nv --bind /home/ada/.penstock/runs/deepseek-v3 /shared/images/vllm-0.33.sif python3 -m penstock.sweep "$run" "$launch" "$replica"
+note "ended $code"
+exit $code

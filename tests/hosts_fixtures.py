@@ -1,0 +1,110 @@
+"""Fixtures over hosts.py: sets of hosts that live as long as the session, and are as new for every test.
+
+    def test_x(hosts: Hosts) -> None:          # node1, node2; this process is on their network
+    def test_x(login_hosts: Hosts) -> None:    # login, node1, node2; this process is a laptop that reaches only login
+    def test_x(slurm: Slurm) -> None:          # Slurm on login, node1, node2, of its own: slurm.hosts
+
+    def test_x(ray_cluster: RayCluster) -> None:   # Ray on node1, node2, of its own: ray_cluster.hosts
+
+    @pytest.mark.parametrize("slurm", PROCTRACKS, indirect=True)  # once on each kind of cluster
+
+Where no hosts can be made, the tests are skipped with the reason.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import pytest
+from hosts import Hosts, missing
+from hosts_ray import RayCluster, missing_ray
+from hosts_slurm import Slurm, missing_slurm
+from slurm_cluster import Desk
+
+
+def require_hosts() -> None:
+    reason = missing()
+    if reason is not None:
+        pytest.skip(reason)
+
+
+@pytest.fixture(scope="session")
+def two_hosts() -> Iterator[Hosts]:
+    """Use `hosts`."""
+    require_hosts()
+    with Hosts(2) as made:
+        yield made
+
+
+@pytest.fixture
+def hosts(two_hosts: Hosts) -> Iterator[Hosts]:
+    yield two_hosts
+    two_hosts.reset()
+
+
+@pytest.fixture(scope="session")
+def two_hosts_behind_login() -> Iterator[Hosts]:
+    """Use `login_hosts`."""
+    require_hosts()
+    with Hosts(2, login=True) as made:
+        yield made
+
+
+@pytest.fixture
+def login_hosts(two_hosts_behind_login: Hosts) -> Iterator[Hosts]:
+    yield two_hosts_behind_login
+    two_hosts_behind_login.reset()
+
+
+@pytest.fixture(scope="session")
+def slurm_on() -> Iterator[Callable[[str], Slurm]]:
+    """Use `slurm`. One cluster a kind, started by the first test that asks."""
+    made: dict[str, Slurm] = {}
+    with contextlib.ExitStack() as stack:
+
+        def find(proctrack: str) -> Slurm:
+            if proctrack not in made:
+                hosts = stack.enter_context(Hosts(2, login=True, shared_home=True))
+                made[proctrack] = Slurm(hosts, proctrack)
+            return made[proctrack]
+
+        yield find
+
+
+@pytest.fixture
+def slurm(request: pytest.FixtureRequest, slurm_on: Callable[[str], Slurm]) -> Iterator[Slurm]:
+    proctrack = getattr(request, "param", "linuxproc")
+    require_hosts()
+    reason = missing_slurm(proctrack)
+    if reason is not None:
+        pytest.skip(reason)
+    found = slurm_on(proctrack)
+    yield found
+    found.clear()
+
+
+@pytest.fixture(scope="session")
+def ray_on_two_hosts() -> Iterator[RayCluster]:
+    """Use `ray_cluster`."""
+    require_hosts()
+    reason = missing_ray()
+    if reason is not None:
+        pytest.skip(reason)
+    with Hosts(2) as made, RayCluster(made) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def ray_cluster(ray_on_two_hosts: RayCluster) -> Iterator[RayCluster]:
+    yield ray_on_two_hosts
+    ray_on_two_hosts.clear()
+
+
+@pytest.fixture
+def desk(slurm: Slurm) -> Iterator[Desk]:
+    """Who types `penstock` on login; what the test started is ended after it."""
+    found = Desk(slurm)
+    yield found
+    for name in found.names:
+        found.ask("down", name, "--now")

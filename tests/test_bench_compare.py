@@ -1,0 +1,156 @@
+"""Comparisons: intervals as scipy's bootstrap gives them, right about noise and about change, unlike runs named."""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+from pathlib import Path
+
+import numpy as np
+import pytest
+from bench_samples import write_run
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+from penstock.bench import compare, noise, record
+from penstock.errors import UserError
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=40), st.floats(0, 1))
+def test_a_quantile_is_numpys(values: list[float], share: float) -> None:
+    assert noise.quantile(sorted(values), share) == pytest.approx(float(np.quantile(values, share)), abs=1e-6)
+
+
+@pytest.mark.parametrize("share", [0.5, 0.9, 0.99])
+def test_the_interval_of_a_quantile_is_scipys_bootstrap(share: float) -> None:
+    rng = np.random.default_rng(4)
+    a, b = rng.lognormal(3, 0.4, 600), rng.lognormal(3.05, 0.4, 600)
+
+    def gap(x: np.ndarray, y: np.ndarray, axis: int = -1) -> np.ndarray:
+        return np.asarray(np.quantile(y, share, axis=axis) - np.quantile(x, share, axis=axis))
+
+    theirs = stats.bootstrap((a, b), gap, n_resamples=1500, method="percentile", rng=1, batch=100).confidence_interval
+    ours = noise.quantile_difference(a.tolist(), b.tolist(), share)
+    width = theirs.high - theirs.low
+    assert ours.low == pytest.approx(theirs.low, abs=0.15 * width)
+    assert ours.high == pytest.approx(theirs.high, abs=0.15 * width)
+
+
+def test_the_interval_of_a_mean_is_scipys_bootstrap() -> None:
+    rng = np.random.default_rng(2)
+    a, b = rng.gamma(9, 1, 60), rng.gamma(9, 1.1, 60)
+    theirs = stats.bootstrap(
+        (a, b), lambda x, y, axis: y.mean(axis) - x.mean(axis), n_resamples=3000, method="percentile", rng=1
+    ).confidence_interval
+    ours = noise.mean_difference(a.tolist(), b.tolist())
+    assert (ours.low, ours.high) == pytest.approx((theirs.low, theirs.high), abs=0.15 * (theirs.high - theirs.low))
+
+
+def test_series_that_hang_together_are_worth_less() -> None:
+    rng = random.Random(1)
+    alone = [rng.gauss(0, 1) for _ in range(2000)]
+    assert noise.worth(alone) > 1600
+    together, value = [], 0.0
+    for one in alone:
+        value = 0.9 * value + one
+        together.append(value)
+    # An AR(1) series with 0.9 is worth n * (1 - 0.9) / (1 + 0.9): 105 of 2000.
+    assert 60 < noise.worth(together) < 200
+    assert noise.worth([]) == 0 and noise.worth([3.0] * 9) == 9
+
+
+@pytest.mark.parametrize("phi", [0.0, 0.8])
+def test_equal_runs_are_told_different_no_more_than_the_level_says(phi: float) -> None:
+    """200 pairs of equal series: at 95% about ten differ by chance; hanging together must not make it many more."""
+    rng = random.Random(3)
+
+    def series() -> list[float]:
+        values, value = [], 0.0
+        for _ in range(250):
+            value = phi * value + rng.gauss(0, 1)
+            values.append(value)
+        return values
+
+    wrong = sum(not noise.quantile_difference(series(), series(), 0.5, seed).is_noise for seed in range(40))
+    assert wrong <= 6
+
+
+def test_slices_of_time() -> None:
+    assert noise.by_slices([0.5, 4.5, 4.6], [1, 2, 3], 5.0) == [1.0, 0, 0, 0, 5.0]
+    assert statistics.fmean(noise.by_slices([i / 10 for i in range(1, 101)], [1] * 100, 10)) == pytest.approx(10)
+
+
+def test_the_same_thing_twice_is_noise(tmp_path: Path) -> None:
+    a, b = (record.load(write_run(tmp_path / str(seed), seed)) for seed in (3, 4))
+    found = compare.compare(a, b)
+    assert {change.name for change in found.changes} >= {"request_throughput", "median_ttft_ms", "p99_e2el_ms"}
+    assert sum(change.verdict != "no difference beyond noise" for change in found.changes) <= 1
+    assert found == compare.compare(a, b)
+    assert found.unlike == ()
+    assert "6 of 300 requests of 3 failed" in " ".join(found.notes)
+
+
+def test_a_slower_run_is_worse_and_a_faster_one_better(tmp_path: Path) -> None:
+    a, b = (record.load(write_run(tmp_path / str(slower), 1, slower=slower)) for slower in (1.0, 1.2))
+    for pair, verdict in (((a, b), "worse"), ((b, a), "better")):
+        told = {change.name: change.verdict for change in compare.compare(*pair).changes}
+        assert {told[f"median_{time}"] for time in ("ttft_ms", "tpot_ms", "e2el_ms")} == {verdict}
+    (change,) = (change for change in compare.compare(a, b).changes if change.name == "median_tpot_ms")
+    assert change.share == pytest.approx(0.2, abs=0.03) and change.low < change.b - change.a < change.high
+
+
+def test_unlike_runs_are_named(tmp_path: Path) -> None:
+    a = record.load(write_run(tmp_path / "a"))
+    b = record.load(write_run(tmp_path / "b", flags={"rate": 12, "url": "http://else"}, versions={}, valid=False))
+    found = compare.compare(a, b)
+    assert "flags.rate: 10.0, then 12" in found.unlike and "versions.penstock: 0.1.0, then not said" in found.unlike
+    assert not any("url" in line for line in found.unlike)
+    assert "b is not valid: the generator itself distorted it" in found.notes
+    shown = compare.text(found)
+    assert "compare like with like" in shown and "no difference beyond noise" in shown and "note: b is not" in shown
+
+
+def test_few_requests_have_no_p99(tmp_path: Path) -> None:
+    a, b = (record.load(write_run(tmp_path / str(seed), seed, n=40)) for seed in (1, 2))
+    found = compare.compare(a, b)
+    assert not any(change.name.startswith("p99") for change in found.changes)
+    assert "p99 is not compared" in " ".join(found.notes)
+
+
+def test_runs_without_rows_still_compare_as_far_as_they_can(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        write_run(tmp_path / name)
+        (tmp_path / name / "requests.csv").unlink()
+    found = compare.compare(record.load(tmp_path / "a"), record.load(tmp_path / "b" / "result.json"))
+    assert found.changes == () and "no usable rows" in " ".join(found.notes)
+    assert compare.text(found)
+
+
+@pytest.mark.parametrize("text", [None, "", "[]", "{"])
+def test_a_folder_without_a_result_is_refused(tmp_path: Path, text: str | None) -> None:
+    if text is not None:
+        (tmp_path / "result.json").write_text(text)
+    with pytest.raises(UserError, match="cannot read result"):
+        record.load(tmp_path)
+
+
+def test_damaged_rows_are_left_out(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "a", n=20)
+    with (run / "requests.csv").open("a") as stream:
+        stream.write("20,nan,x\n21,soon\n")
+    (run / "itl.csv").write_text("index,itl_ms\n0,1.5\n0,nan\nx\n\n7,2.5\n7,")
+    (run / "engine.csv").write_text("time_s,running\n1,2\n,3\nx,4\n")
+    (run / "plan.json").write_text(json.dumps({"fits": True}))
+    found = record.load(run)
+    assert len(found.requests) == 20 and found.gaps == (1.5, 2.5)
+    assert [(row.time_s, row.source, row.values) for row in found.engine] == [(1.0, "", {"running": 2.0})]
+    assert found.plan == {"fits": True} and found.number("nothing") is None
+
+
+@settings(max_examples=30)
+@given(st.lists(st.floats(0.1, 1e5), min_size=8, max_size=60), st.integers(0, 5))
+def test_an_interval_is_in_order(values: list[float], seed: int) -> None:
+    told = noise.quantile_difference(values, values[::-1], 0.5, seed)
+    assert told.low <= told.high and told.a == pytest.approx(told.b)

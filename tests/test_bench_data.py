@@ -1,0 +1,289 @@
+"""Data sets of load tests: exact counts, the public filters, the same for the same seed, clear refusals."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock import models
+from penstock.bench import data, tokens
+from penstock.bench.ask import Ask
+from penstock.bench.files import Wanted
+from penstock.bench.tokens import FileTokens, ServerTokens, Tokens, tokens_of
+from penstock.client import Client
+from penstock.errors import UserError
+
+DEMO = tokens_of("penstock-demo")
+
+
+def demo() -> Tokens:
+    return DEMO
+
+
+def refuse() -> Tokens:
+    raise AssertionError("nothing is to be counted here")
+
+
+class Pairs(Tokens):
+    """A tokenizer of two characters a token, where words join: the count of a sum is not the sum of counts."""
+
+    source = "pairs"
+
+    def count(self, text: str, special: bool = True) -> int:
+        return -(-len(text) // 2) + special
+
+    def count_chat(self, messages: Sequence[tokens.Message]) -> int | None:
+        return None
+
+
+def text_of(ask: Ask) -> str:
+    assert isinstance(ask.prompt, str)
+    return ask.prompt
+
+
+@pytest.mark.parametrize("counter", [DEMO, Pairs()], ids=["demo", "pairs"])
+@pytest.mark.parametrize("n_tokens", [2, 7, 128, 900])
+@pytest.mark.parametrize("chat", [True, False])
+def test_random_texts_have_exactly_the_tokens_asked_for(counter: Tokens, n_tokens: int, chat: bool) -> None:
+    wanted = Wanted(n_requests=5, input_tokens=n_tokens, output_tokens=3, chat=chat)
+    asks = data.from_spec("random", wanted, lambda: counter)
+    assert {counter.count(text_of(ask), special=not chat) for ask in asks} == {n_tokens}
+    assert {(ask.input_tokens, ask.output_tokens) for ask in asks} == {(n_tokens, 3)}
+    assert len({text_of(ask) for ask in asks}) == 5 or n_tokens < 7
+
+
+def test_a_text_that_cannot_be_made_is_refused() -> None:
+    class Even(Pairs):
+        def count(self, text: str, special: bool = True) -> int:
+            return 2 * super().count(text, special)
+
+    with pytest.raises(UserError, match="exactly 7 tokens"):
+        data.from_spec("random", Wanted(n_requests=1, input_tokens=7), Even)
+
+
+def test_the_same_seed_gives_the_same_asks_and_another_gives_others() -> None:
+    one, two = (data.from_spec("random", Wanted(3, seed=7, input_tokens=20), demo) for _ in range(2))
+    assert one == two != data.from_spec("random", Wanted(3, seed=8, input_tokens=20), demo)
+
+
+def test_spread_draws_lengths_on_both_sides() -> None:
+    asks = data.from_spec("random", Wanted(60, input_tokens=20, output_tokens=100, spread=0.5), demo)
+    lengths = {ask.input_tokens or 0 for ask in asks}
+    assert min(lengths) >= 10 and max(lengths) <= 30 and len(lengths) > 10
+    assert all(DEMO.count(text_of(ask), special=False) == ask.input_tokens for ask in asks)
+
+
+def test_shared_prefixes_are_shared_and_whole_prompts_exact() -> None:
+    asks = data.from_spec("prefix:n=3,prefix=40,suffix=10", Wanted(12), demo)
+    assert {DEMO.count(text_of(ask), special=False) for ask in asks} == {50}
+    assert len({text_of(ask)[:60] for ask in asks}) == 3 and len({text_of(ask) for ask in asks}) == 12
+
+
+def test_conversations_hold_what_was_said_and_wait_for_the_turn_before() -> None:
+    asks = data.from_spec("turns:sessions=3,turns=4,first=30", Wanted(100, input_tokens=10, output_tokens=5), demo)
+    assert len(asks) == 12 and len({ask.session for ask in asks}) == 3
+    for index, ask in enumerate(asks):
+        assert isinstance(ask.prompt, list)
+        roles = [message["role"] for message in ask.prompt]
+        turn = index // 3
+        assert roles == ["user", "assistant"] * turn + ["user"]
+        assert ask.input_tokens == sum(DEMO.count(message["content"], special=False) for message in ask.prompt)
+        assert ask.input_tokens == 30 + turn * 15
+        assert ask.wait_for == (index - 3 if turn else None)
+        if ask.wait_for is not None:
+            assert asks[ask.wait_for].session == ask.session
+            assert asks[ask.wait_for].prompt == ask.prompt[:-2]
+
+
+def test_the_chat_template_is_told_apart() -> None:
+    said = [{"role": "user", "content": "Hello there"}]
+    whole = DEMO.count_chat(said)
+    assert whole == DEMO.count("<|im_start|>user\nHello there<|im_end|>\n<|im_start|>assistant\n", special=False)
+    assert whole is not None and DEMO.template_tokens("Hello there") == whole - DEMO.count("Hello there", special=False)
+
+
+def test_the_same_prompt_every_time() -> None:
+    asks = data.from_spec("prompt:Singapore is a", Wanted(50, output_tokens=64), refuse)
+    assert asks == [Ask("Singapore is a", None, 64)] * 50
+
+
+SHAREGPT = [
+    {"id": "a", "conversations": [{"from": "human", "value": "What is the capital of South Korea?"}] * 2},
+    {"id": "short", "conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello there you"}]},
+    {"id": "alone", "conversations": [{"from": "human", "value": "What is the capital of South Korea?"}]},
+    {"id": "long", "conversations": [{"from": "human", "value": "word " * 1100}, {"from": "gpt", "value": "yes " * 9}]},
+    {"id": "b", "conversations": [{"from": "human", "value": "Tell me about the sea. "}, {"value": "It is " * 20}]},
+    {"id": "damaged", "conversations": [{"from": "human"}, None]},
+    "not a row",
+]
+
+
+def sharegpt(folder: Path, rows: Any = SHAREGPT) -> str:
+    path = folder / "sharegpt.json"
+    path.write_text(json.dumps(rows), "utf-8")
+    return f"sharegpt:{path}"
+
+
+def test_sharegpt_keeps_what_vllm_keeps(tmp_path: Path) -> None:
+    asks = data.from_spec(sharegpt(tmp_path), Wanted(2, seed=1), demo)
+    assert {text_of(ask) for ask in asks} == {"What is the capital of South Korea?", "Tell me about the sea. "}
+    assert all(ask.input_tokens == DEMO.count(text_of(ask), special=False) for ask in asks)
+    answers = {text_of(ask)[:4]: ask.output_tokens for ask in asks}
+    assert answers == {"What": DEMO.count(SHAREGPT[0]["conversations"][0]["value"]), "Tell": DEMO.count("It is " * 20)}  # type: ignore[index]
+
+
+def test_sharegpt_comes_again_where_it_has_fewer(tmp_path: Path) -> None:
+    asks = data.from_spec(sharegpt(tmp_path), Wanted(7, output_tokens=2), demo)
+    assert len(asks) == 7 and {ask.output_tokens for ask in asks} == {2}
+
+
+@pytest.mark.parametrize("rows", [{}, [], SHAREGPT[1:4]])
+def test_a_file_without_a_usable_conversation_is_refused(tmp_path: Path, rows: Any) -> None:
+    with pytest.raises(UserError) as caught:
+        data.from_spec(sharegpt(tmp_path, rows), Wanted(), demo)
+    assert "cannot use" in caught.value.message
+
+
+def test_lines_of_ones_own(tmp_path: Path) -> None:
+    path = tmp_path / "own.jsonl"
+    messages = [{"role": "user", "content": "b"}]
+    path.write_text(json.dumps({"prompt": "a", "max_tokens": 5}) + "\n\n" + json.dumps({"messages": messages}) + "\n")
+    asks = data.from_spec(f"jsonl:{path}", Wanted(3, output_tokens=None), refuse)
+    assert asks == [Ask("a", None, 5), Ask(messages, None, 200), Ask("a", None, 5)]
+
+
+@pytest.mark.parametrize("line", ["{", "[]", '"text"', "{}", '{"prompt": 5}', '{"prompt": "a", "max_tokens": "many"}'])
+def test_a_bad_line_is_refused_with_its_number(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "own.jsonl"
+    path.write_text('{"prompt": "a"}\n' + line + "\n")
+    with pytest.raises(UserError, match="line 2"):
+        data.from_spec(f"jsonl:{path}", Wanted(), refuse)
+
+
+AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
+2023-11-16 18:17:03.9799600,40,12
+2023-11-16 18:17:04.0319600,30,8
+2023-11-16 18:17:05.0000000,20,0
+"""
+MOONCAKE = "\n".join(
+    json.dumps({"timestamp": at, "input_length": 40 - i * 10, "output_length": (12, 8, 0)[i], "hash_ids": [0]})
+    for i, at in enumerate((27000, 27052, 28020))
+)
+BURST = """Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type
+5,a,40,12,52,x
+5.052,a,30,8,38,x
+6.02004,a,20,0,20,x
+"""
+
+
+@pytest.mark.parametrize(("name", "text"), [("azure.csv", AZURE), ("moon.jsonl", MOONCAKE), ("burst.csv", BURST)])
+def test_public_traces_are_replayed(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text)
+    asks = data.from_spec(f"replay:{tmp_path / name}", Wanted(10), demo)
+    assert [ask.offset_s for ask in asks] == pytest.approx([0, 0.052, 1.02004], abs=1e-3)
+    assert [(ask.input_tokens, ask.output_tokens) for ask in asks] == [(40, 12), (30, 8), (20, 1)]
+    assert [DEMO.count(text_of(ask), special=False) for ask in asks] == [40, 30, 20]
+
+
+@pytest.mark.parametrize("text", ["", "a,b\n1,2\n", AZURE + "2023-11-16 18:17:01.0,5,5\n", AZURE + "yesterday,5,5\n"])
+def test_a_damaged_trace_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "trace.csv").write_text(text)
+    with pytest.raises(UserError, match="cannot use"):
+        data.from_spec(f"replay:{tmp_path / 'trace.csv'}", Wanted(), demo)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        *("", "sharegtp:x", "random:n=2", "prefix:n=0", "prefix:n=x", "prefix:m=2", "turns:turns=-1", "prompt:"),
+        *("sharegpt:", "sharegpt:/nowhere.json", "jsonl:/nowhere", "replay:/nowhere.csv", "jsonl:/"),
+    ],
+)
+def test_what_cannot_be_understood_is_refused(spec: str) -> None:
+    with pytest.raises(UserError) as caught:
+        data.from_spec(spec, Wanted(), demo)
+    assert (caught.value.message.startswith("cannot") and caught.value.hint) or "read" in caught.value.message
+
+
+@pytest.mark.parametrize("wanted", [Wanted(0), Wanted(1, spread=1.0), Wanted(1, input_tokens=0), Wanted(1, spread=-1)])
+def test_absurd_amounts_are_refused(wanted: Wanted) -> None:
+    with pytest.raises(UserError):
+        data.from_spec("random", wanted, demo)
+
+
+def test_a_missing_file_says_that_nothing_is_downloaded() -> None:
+    with pytest.raises(UserError) as caught:
+        data.from_spec("sharegpt:/nowhere.json", Wanted(), demo)
+    assert "Nothing is downloaded" in (caught.value.hint or "") and "no such file" in caught.value.message
+
+
+def test_what_a_set_comes_to() -> None:
+    asks = data.from_spec("random", Wanted(4, input_tokens=20, output_tokens=6), demo)
+    assert data.describe(asks) == {"n": 4, "mean_input_tokens": 20, "mean_output_tokens": 6, "n_sessions": 0}
+    assert data.describe([Ask("a", None, 5)])["mean_input_tokens"] is None
+
+
+# ---- counting --------------------------------------------------------------------------------------------------------
+
+
+def test_tokenizers_are_found_beside_the_model_and_in_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert tokens.locate("penstock-demo") == models.BUNDLED / "tokenizer.json" == tokens.locate(str(models.BUNDLED))
+    assert tokens.locate(str(models.BUNDLED / "penstock-demo.gguf")) == models.BUNDLED / "tokenizer.json"
+    assert tokens.locate(str(tmp_path)) is None
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    assert tokens.locate("org/name") is None
+    folder = tmp_path / "models--org--name" / "snapshots" / "abc"
+    folder.mkdir(parents=True)
+    (folder / "tokenizer.json").write_bytes((models.BUNDLED / "tokenizer.json").read_bytes())
+    assert tokens.locate("org/name") == folder / "tokenizer.json"
+
+
+def test_nothing_to_count_with_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot count tokens"):
+        tokens_of("org/nowhere")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(UserError, match="cannot read tokenizer"):
+        tokens_of(str(tmp_path))
+
+
+class Server(Client):
+    """/tokenize of vLLM, answered by the demo's tokenizer; `knows` False: a server that has no such path."""
+
+    def __init__(self, knows: bool = True) -> None:
+        super().__init__("http://nowhere:1")
+        self.knows = knows
+
+    def post_json(self, path: str, body: Any, headers: Any = None) -> Any:
+        assert path == "/tokenize" and body["model"] == "m"
+        if not self.knows:
+            return {"detail": "Not Found"}
+        n = DEMO.count_chat(body["messages"]) if "messages" in body else DEMO.count(body["prompt"])
+        return {"count": n, "tokens": [0] * (n or 0)}
+
+
+def test_a_server_counts_where_there_is_no_file() -> None:
+    counter = tokens_of("org/nowhere", Server(), "m")
+    assert isinstance(counter, ServerTokens) and counter.count("Hello there") == DEMO.count("Hello there")
+    assert counter.template_tokens("Hello") == DEMO.template_tokens("Hello")
+    asks = data.from_spec("random", Wanted(2, input_tokens=33), lambda: counter)
+    assert [DEMO.count(text_of(ask)) for ask in asks] == [33, 33]
+    with pytest.raises(UserError, match="no list of tokens"):
+        tokens_of(None, Server(knows=False), "m")
+
+
+def test_chat_templates_are_found_in_all_their_places(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes((models.BUNDLED / "tokenizer.json").read_bytes())
+    assert FileTokens(tmp_path / "tokenizer.json").count_chat([]) is None
+    several = [{"name": "tools", "template": "x"}, {"name": "default", "template": "{{ bos_token }}"}]
+    settings = {"chat_template": several, "bos_token": {"content": "<|im_start|>"}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert FileTokens(tmp_path / "tokenizer.json").count_chat([]) == 1
+    (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('no') }}")
+    with pytest.raises(UserError, match="chat template"):
+        FileTokens(tmp_path / "tokenizer.json").count_chat([])

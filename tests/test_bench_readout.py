@@ -1,0 +1,132 @@
+"""What the kept reads say: events and their times, usage, and every way in which an answer can be broken."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from penstock.bench import scrape
+from penstock.bench.readout import Raw, read_out
+from penstock.engines import vllm_names
+from penstock.gateway.http1 import LAST_CHUNK, write_chunk
+
+HEAD = (
+    b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\nx-penstock-replica: 2\r\n\r\n"
+)
+
+
+def token(text: str | None = "a", **more: object) -> bytes:
+    return event({"choices": [{"index": 0, "delta": {"content": text, **more}, "finish_reason": None}]})
+
+
+def event(value: object) -> bytes:
+    return b"data: " + json.dumps(value).encode() + b"\n\n"
+
+
+USAGE = event({"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 3}})
+FINISH = event({"choices": [{"delta": {}, "finish_reason": "stop"}]})
+DONE = b"data: [DONE]\n\n"
+
+
+def raw(*reads: bytes, **fields: object) -> Raw:
+    times = [0.1 * (index + 1) for index in range(len(reads))]
+    plain = {"intended_s": 0.0, "asked_s": 0.0, "sent_s": 0.0, "end_s": times[-1] if times else 0.0, "dial_s": 0.0}
+    return Raw(index=0, times=times, reads=list(reads), **{**plain, **fields})  # type: ignore[arg-type]
+
+
+def chunks(*events: bytes) -> list[bytes]:
+    return [write_chunk(data) for data in events]
+
+
+def test_a_stream_gives_its_token_times_and_its_usage() -> None:
+    role = event({"choices": [{"delta": {"role": "assistant", "content": ""}}]})
+    ends = write_chunk(FINISH) + write_chunk(USAGE) + write_chunk(DONE) + LAST_CHUNK
+    found = read_out(raw(HEAD + write_chunk(role), *chunks(token("a"), token("b"), token("c")), ends), True)
+    assert found.token_times_s == pytest.approx((0.2, 0.3, 0.4))
+    assert (found.input_tokens, found.output_tokens, found.error, found.status) == (7, 3, None, 200)
+    assert found.replica == "2"
+    assert found.answered_s == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 50, 1000])
+def test_however_the_bytes_are_cut_the_tokens_are_the_same(size: int) -> None:
+    whole = HEAD + b"".join(chunks(token("a"), b": ping\n\n", token("b") + token("c"), USAGE, DONE)) + LAST_CHUNK
+    found = read_out(raw(*[whole[at : at + size] for at in range(0, len(whole), size)]), True)
+    assert (len(found.token_times_s), found.output_tokens, found.error) == (3, 3, None)
+    assert list(found.token_times_s) == sorted(found.token_times_s)
+
+
+def test_lines_that_end_with_cr_lf_are_events_too() -> None:
+    crlf = [data.replace(b"\n", b"\r\n") for data in (token("a"), token("b"), USAGE, DONE)]
+    found = read_out(raw(HEAD, *chunks(*crlf), LAST_CHUNK), True)
+    assert (len(found.token_times_s), found.output_tokens, found.error) == (2, 3, None)
+
+
+@pytest.mark.parametrize(
+    ("choice", "is_token"),
+    [
+        ({"delta": {"reasoning": "hm"}}, True),
+        ({"delta": {"reasoning_content": "hm"}}, True),
+        ({"delta": {"tool_calls": [{}]}}, True),
+        ({"delta": {"content": ""}}, True),
+        ({"delta": {"role": "assistant", "content": ""}}, False),
+        ({"delta": {"role": "assistant", "content": "a"}}, True),
+        ({"delta": {"content": ""}, "finish_reason": "stop"}, False),
+        ({"delta": {}}, False),
+        ({"text": "a"}, True),
+        ({"text": ""}, True),
+        ({"text": "", "finish_reason": "stop"}, False),
+    ],
+)
+def test_what_counts_as_a_token(choice: dict[str, object], is_token: bool) -> None:
+    found = read_out(raw(HEAD, *chunks(event({"choices": [choice]}), DONE), LAST_CHUNK), True)
+    assert bool(found.token_times_s) is is_token
+
+
+@pytest.mark.parametrize(
+    ("reads", "fields", "error"),
+    [
+        ([], {"error": "connection refused"}, "connection refused"),
+        ([HEAD, *chunks(token())], {"error": "connection closed"}, "connection closed"),
+        ([HEAD, *chunks(token()), LAST_CHUNK], {}, "answer cut short"),
+        ([HEAD, *chunks(token(), DONE)], {}, "answer cut short"),
+        ([HEAD, *chunks(b"data: {oops\n\n", DONE), LAST_CHUNK], {}, "answer is not JSON"),
+        ([HEAD, *chunks(event({"error": {"message": "died"}}), DONE), LAST_CHUNK], {}, "error event"),
+        ([HEAD + b"zz\r\n"], {}, "malformed HTTP"),
+        ([b"HTTP/1.1 429 Slow\r\ncontent-length: 2\r\n\r\n{}"], {}, "http 429"),
+        ([b"HTTP/1.1 2"], {}, "answer cut short"),
+    ],
+)
+def test_a_broken_answer_is_told_by_its_kind(reads: list[bytes], fields: dict[str, object], error: str) -> None:
+    assert read_out(raw(*reads, **fields), True).error == error
+
+
+def test_the_servers_words_are_kept() -> None:
+    body = b'{"error": {"message": "no such model"}}'
+    found = read_out(raw(b"HTTP/1.1 404 Not Found\r\ncontent-length: %d\r\n\r\n" % len(body) + body), True)
+    assert (found.error, found.detail) == ("http 404", "no such model")
+
+
+def test_a_whole_answer_has_usage_and_no_first_token() -> None:
+    body = json.dumps({"choices": [{"text": "a b"}], "usage": {"prompt_tokens": 1, "completion_tokens": 2}}).encode()
+    head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body)
+    found = read_out(raw(head + body), False)
+    assert (found.output_tokens, found.token_times_s, found.error, found.n_bytes) == (2, (), None, len(body))
+    assert found.e2el_s(False) == pytest.approx(0.1)
+
+
+def test_pages_of_metrics_are_told_apart_and_summed_up() -> None:
+    names = vllm_names.SERIES
+
+    def page(hits: int, running: int) -> str:
+        return f"{names['running']} {running}\n{names['prefix_queries']} {hits * 2}\n{names['prefix_hits']} {hits}\n"
+
+    rows = [scrape.read_page(page(10, 1), 0.0, "a"), scrape.read_page(page(40, 3), 1.0, "a")]
+    rows.append(scrape.read_page("penstock_requests_in_flight 4\n", 0.5, "b"))
+    assert scrape.read_page("process_cpu_seconds_total 4\n", 0.5, "b") is None
+    facts = scrape.summarise([row for row in rows if row is not None])
+    assert facts["a"]["kind"] == "vllm"
+    assert (facts["a"]["running_mean"], facts["a"]["running_max"], facts["a"]["prefix_hits"]) == (2.0, 3.0, 30.0)
+    assert facts["a"]["prefix_hit_rate"] == 0.5
+    assert facts["b"] == {"kind": "gateway", "n_scrapes": 1, "running_mean": 4.0, "running_max": 4.0}

@@ -1,0 +1,412 @@
+"""`penstock bench serve`, end to end against the fake engine, and its wire against servers of every habit."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from penstock import cli, models
+from penstock.bench import prompts, record, serve
+from penstock.bench.ask import Ask
+from penstock.bench.drive import Address, Load, drive
+from penstock.bench.plan import Pace
+from penstock.bench.readout import read_out
+from penstock.bench.serve import Service
+from penstock.bench.tokens import FileTokens
+from penstock.errors import PenstockError, UserError
+from penstock.testing.fake_engine.options import Options
+from penstock.testing.fake_engine.running import InThread, in_thread
+
+CLOSED = Pace(concurrency=4, n_requests=12)
+INSTANT = Options(model="m", ttft_s=0, tokens_per_s=float("inf"))
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[InThread]:
+    with in_thread(INSTANT) as running:
+        yield running
+
+
+def service(url: str, **fields: object) -> Service:
+    return Service(**{"url": url, "model": "m", **fields})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("endpoint", ["chat", "completions"])
+@pytest.mark.parametrize("streams", [True, False])
+def test_every_request_is_answered_and_counted(engine: InThread, endpoint: str, streams: bool) -> None:
+    target = service(engine.url, endpoint=endpoint, streams=streams)
+    found = serve.run(target, prompts.fixed("tell me", 6), CLOSED, {}, n_warmup=2).summary
+    assert (found.completed, found.failed, found.total_output_tokens) == (12, 0, 72)
+    assert ("ttft" in found.spreads) is streams
+    assert found.tokens_per_event == (1.0 if streams else None)
+
+
+def test_an_open_loop_sends_by_its_clock(engine: InThread) -> None:
+    pace = Pace(rate=200.0, arrival="constant", n_requests=20)
+    report = serve.run(service(engine.url), prompts.random_words(9, 3, 20, 0), pace, {"ttft": 5000.0})
+    assert [round(request.intended_s, 6) for request in report.requests] == [index / 200 for index in range(20)]
+    assert all(request.asked_s >= request.intended_s for request in report.requests)
+    assert report.summary.goodput_share == 1.0
+    assert report.rows
+    assert report.rows[0].kind == "vllm"
+    assert report.result["engine"][f"{engine.url}/metrics"]["generation_tokens"] >= 0
+
+
+def test_a_duration_ends_a_closed_loop(engine: InThread) -> None:
+    report = serve.run(service(engine.url), prompts.fixed("a", 2), Pace(concurrency=2, duration_s=0.05), {}, 0)
+    assert report.summary.completed > 2
+    assert report.result["warmup_requests"] == 0
+
+
+def test_a_turn_waits_for_the_turn_before(engine: InThread) -> None:
+    asks = [Ask("a", None, 4), Ask("a b", None, 4, wait_for=0), Ask("a b c", None, 4, wait_for=1)]
+    report = serve.run(service(engine.url), asks, Pace(rate=1e5, arrival="constant", n_requests=6), {}, 0)
+    ends = [request.end_s for request in report.requests]
+    sent = [request.sent_s for request in report.requests]
+    assert all(sent[index] >= ends[index - 1] for index in (1, 2, 4, 5))
+    assert report.summary.completed == 6
+
+
+def test_a_first_request_that_fails_ends_it_with_the_servers_words(engine: InThread) -> None:
+    with pytest.raises(UserError, match=r"http 404.*nobody"):
+        serve.run(service(engine.url, model="nobody"), prompts.fixed("a", 1), CLOSED, {})
+    with pytest.raises(PenstockError, match="connection refused"):
+        serve.run(service(f"http://127.0.0.1:{free_port()}"), prompts.fixed("a", 1), CLOSED, {})
+
+
+def test_without_a_warm_up_failures_are_counted(engine: InThread) -> None:
+    report = serve.run(service(engine.url, model="nobody"), prompts.fixed("a", 1), CLOSED, {}, 0)
+    assert report.summary.errors == {"http 404": 12}
+    assert not report.verdict.valid
+
+
+@pytest.mark.parametrize("url", ["ftp://a", "http://", "http://a:b"])
+def test_an_address_that_is_none_is_refused(url: str) -> None:
+    with pytest.raises(UserError, match="cannot use base URL"):
+        serve.resolve(url)
+
+
+def test_an_address_may_have_a_path() -> None:
+    assert serve.resolve("127.0.0.1:80/api/v1/") == Address("http", "127.0.0.1", 80, "127.0.0.1", "/api")
+    assert serve.resolve("https://127.0.0.1").authority == "127.0.0.1"
+    assert serve.resolve("https://127.0.0.1").port == 443
+
+
+def test_the_key_is_sent_and_told_to_nobody(engine: InThread) -> None:
+    report = serve.run(service(engine.url, key="sk-secret"), prompts.fixed("a", 1), CLOSED, {})
+    assert engine.seen[-2].headers["authorization"] == "Bearer sk-secret"
+    assert "sk-secret" not in json.dumps(report.result)
+    with pytest.raises(UserError, match="API key"):
+        serve.run(service(engine.url, key="a\r\nb"), prompts.fixed("a", 1), CLOSED, {})
+
+
+# -- the command
+
+
+def test_the_command_prints_vllms_names_and_writes_the_folder(
+    engine: InThread, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = f"bench serve --url {engine.url} --requests 9 --concurrency 3 --input-tokens 5 --output-tokens 4 --json"
+    assert cli.run([*words.split(), "--goodput", "ttft:9000", "e2el:9000", "--out", str(tmp_path / "out")]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert (result["completed"], result["failed"], result["total_output_tokens"]) == (9, 0, 36)
+    names = {f"{word}_{name}_ms" for word in ("mean", "median", "p99") for name in ("ttft", "tpot", "itl", "e2el")}
+    names |= {"duration", "request_throughput", "output_throughput", "total_token_throughput", "valid", "generator"}
+    assert names <= result.keys()
+    assert {"cpu_share", "lateness_p99_ms"} <= result["generator"].keys()
+    assert result["goodput_share"] == 1.0
+    assert result["flags"]["requests"] == 9
+    folder = tmp_path / "out"
+    assert json.loads((folder / "result.json").read_text())["completed"] == 9
+    rows = list(csv.DictReader((folder / "requests.csv").open()))
+    assert [row["index"] for row in rows] == [str(index) for index in range(9)]
+    assert rows[0]["output_tokens"] == "4"
+    gaps = list(csv.DictReader((folder / "itl.csv").open()))
+    assert len(gaps) == 27
+    assert (folder / "engine.csv").read_text().startswith("time_s,source,kind,running,waiting,kv_use")
+    read = record.load(folder)
+    assert (len(read.done), len(read.gaps), read.gaps[0]) == (9, 27, float(gaps[0]["itl_ms"]))
+    assert read.engine and "running" in read.engine[0].values
+
+
+def test_people_get_the_blocks_they_know(engine: InThread, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = f"bench serve --url {engine.url} --model m --requests 20 --rate 1000 --max-tokens 3 --no-stream --formulas"
+    assert cli.run([*words.split(), "--prompt", "Singapore is a"]) == 0
+    shown = capsys.readouterr().out
+    for line in (
+        "============ Serving Benchmark Result ============",
+        "Successful requests:                     20",
+        "Request rate configured (RPS):           1000.00",
+        "Total generated tokens:                  60",
+        "----------------End-to-end Latency----------------",
+        "Response time histogram:",
+        "Latency distribution:",
+        "  [200]\t20 responses",
+        "tpot:",
+    ):
+        assert line in shown
+    assert "Time to First Token" not in shown.split("tpot:")[0]
+    assert [path.name for path in (home / "bench").iterdir()]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--requests 1", "how fast"),
+        ("--rate 1", "when to end"),
+        ("--requests 1 --rate 1 --concurrency 1", "how fast"),
+        ("--requests 1 --rate 1 --goodput ttft", "goodput"),
+        ("--requests 1 --rate 1 --goodput ttft:1 ttft:2", "goodput"),
+        ("--requests 0 --rate 1", "whole number"),
+        ("--requests 1 --rate nan", "above 0"),
+        ("--requests 1 --rate 1 --extra-body []", "JSON object"),
+        ("--requests 1 --rate 1 --out /dev/null/x", "cannot write"),
+        ("one --requests 1 --rate 1", "a deployment and an address at once"),
+    ],
+)
+def test_what_cannot_be_run_is_refused(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["bench", "serve", "--url", "http://127.0.0.1:1", "--model", "m", "--json", *words.split()]) == 2
+    assert said in json.loads(capsys.readouterr().out)["error"]["message"]
+
+
+@pytest.mark.parametrize("endpoint", ["chat", "completions"])
+def test_random_prompts_are_exact_where_the_models_tokenizer_is_here(
+    endpoint: str, tmp_path: Path, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    demo = FileTokens(models.BUNDLED / "tokenizer.json")
+    with in_thread(Options(model="penstock-demo", ttft_s=0, tokens_per_s=float("inf"))) as engine:
+        words = f"bench serve --url {engine.url} --requests 5 --concurrency 2 --warmup 0 --endpoint {endpoint}"
+        assert cli.run([*words.split(), "--input-tokens", "37", "--max-tokens", "2"]) == 0
+        assert "prompts of exactly 37 tokens, counted by" in capsys.readouterr().err
+        asked = [json.loads(request.body) for request in engine.seen if request.method == "POST"]
+        is_chat = endpoint == "chat"
+        texts = [body["messages"][0]["content"] if is_chat else body["prompt"] for body in asked]
+        assert [demo.count(text, special=not is_chat) for text in texts] == [37] * 5 and len(set(texts)) == 5
+        named = [*words.split(), "--tokenizer", str(tmp_path / "none")]
+        assert cli.run(named) == 2 and "no tokenizer.json" in capsys.readouterr().err
+
+
+def test_random_prompts_are_about_right_where_it_is_not(
+    engine: InThread, home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = f"bench serve --url {engine.url} --requests 2 --concurrency 2 --warmup 0 --input-tokens 37"
+    assert cli.run(words.split()) == 0
+    told = capsys.readouterr().err
+    assert "prompts of about 37 tokens, random words: no tokenizer.json on this machine" in told
+    assert cli.run([*words.split(), "--dataset", "sharegpt:x", "--prompt", "y"]) == 2
+
+
+@pytest.fixture
+def behind_tls(engine: InThread, certificate: tuple[Path, Path]) -> Iterator[str]:
+    """The engine's address behind somebody who ends TLS."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(*certificate)
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def pass_on(source: socket.socket, sink: socket.socket) -> None:
+        with source, sink, suppress(OSError):
+            while data := source.recv(65536):
+                sink.sendall(data)
+
+    def accept() -> None:
+        with suppress(OSError):
+            while True:
+                plain, _ = listener.accept()
+                with suppress(ssl.SSLError):
+                    client = context.wrap_socket(plain, server_side=True)
+                    upstream = socket.create_connection(("127.0.0.1", int(engine.url.rpartition(":")[2])))
+                    for pair in ((client, upstream), (upstream, client)):
+                        threading.Thread(target=pass_on, args=pair, daemon=True).start()
+
+    thread = threading.Thread(target=accept, daemon=True)
+    thread.start()
+    yield f"https://localhost:{listener.getsockname()[1]}"
+    listener.shutdown(socket.SHUT_RDWR)
+    listener.close()
+    thread.join(10)
+
+
+def test_tls_is_spoken_and_the_certificate_checked(
+    behind_tls: str,
+    certificate: tuple[Path, Path],
+    home: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = f"bench serve --url {behind_tls} --model m --requests 9 --concurrency 3 --max-tokens 5 --json".split()
+    assert cli.run(words) == 1
+    assert "certificate" in json.loads(capsys.readouterr().out)["error"]["message"]
+    assert cli.run([*words, "--insecure"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert (result["completed"], result["failed"], result["total_output_tokens"]) == (9, 0, 45)
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate[0]))
+    assert cli.run(words) == 0
+    assert json.loads(capsys.readouterr().out)["completed"] == 9
+
+
+def test_without_an_address_a_deployment_must_run(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, said in ((["one"], 'cannot find deployment "one"'), ([], "cannot choose a deployment: none runs")):
+        assert cli.run(["bench", "serve", *name, "--requests", "1", "--rate", "1"]) == 2
+        assert said in capsys.readouterr().err
+
+
+@pytest.mark.processes
+def test_ctrl_c_gives_the_result_so_far(tmp_path: Path) -> None:
+    with in_thread(Options(model="m", ttft_s=0, tokens_per_s=50)) as slow:
+        words = f"--url {slow.url} --model m --requests 1000 --concurrency 4 --output-tokens 5 --warmup 0 --json"
+        argv = [sys.executable, "-m", "penstock", "bench", "serve", *words.split(), "--out", str(tmp_path)]
+        running = subprocess.Popen(argv, stdout=subprocess.PIPE, env={**os.environ})
+        deadline = time.monotonic() + 20
+        while len(slow.seen) < 20 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        running.send_signal(signal.SIGINT)
+        out, _ = running.communicate(timeout=20)
+    result = json.loads(out)
+    assert running.returncode == 130
+    assert 0 < result["completed"] < 1000
+    assert result["unfinished"] == 4
+    assert not result["valid"]
+    assert (tmp_path / "requests.csv").exists()
+
+
+# -- the wire
+
+BODY = b'data: {"choices": [{"text": "a"}]}\n\ndata: [DONE]\n\n'
+CHUNKED = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+def chunk(data: bytes) -> bytes:
+    return b"%x\r\n%s\r\n" % (len(data), data)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+@contextmanager
+def server(answer: Callable[[socket.socket, int], None]) -> Iterator[Address]:
+    """Calls `answer(connection, number of the request on it)` for each request, one connection after the other."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def talk(sock: socket.socket) -> None:
+        with sock:
+            number = 0
+            while sock.recv(65536):
+                try:
+                    answer(sock, number)
+                except OSError:
+                    return
+                number += 1
+
+    def accept() -> None:
+        while True:
+            try:
+                sock, _ = listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=talk, args=(sock,), daemon=True).start()
+
+    threading.Thread(target=accept, daemon=True).start()
+    try:
+        yield Address("http", "127.0.0.1", listener.getsockname()[1], "127.0.0.1")
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+
+
+def pieces(*parts: bytes, close: bool = False) -> Callable[[socket.socket, int], None]:
+    def answer(sock: socket.socket, _: int) -> None:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for part in parts:
+            sock.sendall(part)
+            time.sleep(0.003)
+        if close:
+            sock.shutdown(socket.SHUT_RDWR)
+
+    return answer
+
+
+WHOLE = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(BODY)
+ENDING = b"HTTP/1.0 200 OK\r\ncontent-type: text/event-stream\r\n\r\n"
+CRLF = BODY.replace(b"\n", b"\r\n")
+HABITS = {
+    "length": pieces(WHOLE + BODY),
+    "length in parts": pieces(WHOLE[:9], WHOLE[9:] + BODY[:5], BODY[5:]),
+    "chunks": pieces(CHUNKED, chunk(BODY[:20]), chunk(BODY[20:]), b"0\r\n\r\n"),
+    "end with the last chunk": pieces(CHUNKED + chunk(BODY) + b"0\r\n\r\n"),
+    "end cut anywhere": pieces(CHUNKED + chunk(BODY), b"0", b"\r", b"\n\r", b"\n"),
+    "end cut in the chunk": pieces(CHUNKED + chunk(BODY)[:-1], b"\n0\r\n", b"\r\n"),
+    "trailers": pieces(CHUNKED + chunk(BODY), b"0\r\nx: y\r\n\r\n"),
+    "CR LF": pieces(CHUNKED, chunk(CRLF[:30]), chunk(CRLF[30:]), b"0\r\n\r\n"),
+    "a 100 before": pieces(b"HTTP/1.1 100 Continue\r\n\r\n" + CHUNKED + chunk(BODY) + b"0\r\n\r\n"),
+    "an early hint": pieces(b"HTTP/1.1 103 Early Hints\r\nlink: a\r\n\r\n", CHUNKED, chunk(BODY) + b"0\r\n\r\n"),
+    "until closed": pieces(ENDING, BODY, close=True),
+    "closes after": pieces(b"HTTP/1.1 200 OK\r\nconnection: close\r\n" + WHOLE[17:] + BODY, close=True),
+}
+REQUEST = b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 0\r\n\r\n"
+
+
+@pytest.mark.parametrize("habit", HABITS)
+def test_an_answers_end_is_found_whatever_the_servers_habit(habit: str) -> None:
+    with server(HABITS[habit]) as address:
+        outcome = drive(address, Load([REQUEST], concurrency=1, n_requests=3, timeout_s=5))
+    assert [exchange.error for exchange in outcome.exchanges] == [None] * 3
+    for exchange in outcome.exchanges:
+        read = read_out(serve._raw(exchange, outcome.began_s), True)
+        assert (read.error, len(read.token_times_s)) == (None, 1)
+    times = outcome.exchanges[0].times
+    assert times == sorted(times)
+    assert outcome.began_s <= times[0] <= outcome.ended_s
+
+
+def test_a_connection_closed_while_idle_costs_nothing() -> None:
+    def answer(sock: socket.socket, number: int) -> None:
+        if number:  # takes the second request on each connection, and hangs up instead of answering
+            sock.shutdown(socket.SHUT_RDWR)
+        else:
+            sock.sendall(WHOLE + BODY)
+
+    with server(answer) as address:
+        outcome = drive(address, Load([REQUEST], concurrency=1, n_requests=5))
+    assert [exchange.error for exchange in outcome.exchanges] == [None] * 5
+    assert any(exchange.was_retried for exchange in outcome.exchanges)
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        (pieces(close=True), "connection closed"),
+        (pieces(CHUNKED + chunk(BODY), close=True), "connection closed"),
+        (pieces(b"nonsense\r\n\r\n"), "malformed HTTP"),
+    ],
+)
+def test_a_broken_connection_is_an_error_of_its_kind(answer: Callable[[socket.socket, int], None], error: str) -> None:
+    with server(answer) as address:
+        outcome = drive(address, Load([REQUEST], concurrency=2, n_requests=4))
+    assert [exchange.error for exchange in outcome.exchanges] == [error] * 4
+
+
+def test_nobody_there_is_refused() -> None:
+    outcome = drive(Address("http", "127.0.0.1", free_port(), "a"), Load([REQUEST], concurrency=2, n_requests=3))
+    assert [exchange.error for exchange in outcome.exchanges] == ["connection refused"] * 3
+
+
+@pytest.mark.processes
+def test_an_answer_that_never_ends_is_a_timeout() -> None:
+    with server(pieces(CHUNKED + chunk(BODY))) as address:
+        outcome = drive(address, Load([REQUEST], concurrency=1, n_requests=1, timeout_s=0.5))
+    assert [exchange.error for exchange in outcome.exchanges] == ["timeout"]

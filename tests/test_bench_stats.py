@@ -1,0 +1,128 @@
+"""What the times say: percentiles and sums against numpy on random data, formulas by worked numbers."""
+
+from __future__ import annotations
+
+import random
+
+import numpy
+import pytest
+
+from penstock.bench import validity
+from penstock.bench.stats import Timed, is_good, peak_concurrency, percentile, spread, summarise
+
+
+def timed(index: int = 0, **fields: object) -> Timed:
+    plain = {"intended_s": 0.0, "asked_s": 0.0, "sent_s": 0.0, "end_s": 1.0, "status": 200}
+    return Timed(index=index, **{**plain, **fields})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 10, 999, 5000])
+def test_spread_is_numpys(n: int) -> None:
+    source = random.Random(n)
+    values = [source.lognormvariate(0, 1) for _ in range(n)]
+    found = spread(values, 1000.0)
+    assert found is not None
+    expected = numpy.array(values) * 1000
+    assert found.mean == pytest.approx(expected.mean())
+    assert found.std == pytest.approx(expected.std())
+    shares = (found.p10, found.median, found.p90, found.p95, found.p99)
+    assert shares == pytest.approx(numpy.percentile(expected, [10, 50, 90, 95, 99]))
+    assert (found.min, found.max) == pytest.approx((expected.min(), expected.max()))
+
+
+def test_nothing_has_no_spread() -> None:
+    assert spread([]) is None
+    assert percentile([], 0.5) != percentile([], 0.5)
+
+
+def test_tpot_leaves_the_first_token_out() -> None:
+    times = tuple(0.5 + 0.05 * index for index in range(11))
+    request = timed(token_times_s=times, output_tokens=11)
+    assert request.tpot_s == pytest.approx(0.05)
+    # Two tokens in one event: fewer events, the same tokens, so TPOT stays and the gaps do not.
+    joined = timed(token_times_s=times[::2], output_tokens=11)
+    assert joined.tpot_s == pytest.approx(0.05)
+    assert joined.gaps_s() == pytest.approx([0.1] * 5)
+    assert timed(token_times_s=(0.5,), output_tokens=1).tpot_s is None
+    assert timed(token_times_s=times, output_tokens=None).tpot_s is None
+
+
+def test_open_loop_counts_from_the_intended_time() -> None:
+    request = timed(intended_s=1.0, asked_s=1.2, sent_s=1.3, token_times_s=(1.5, 1.6), end_s=1.7, output_tokens=2)
+    assert request.ttft_s(is_open=True) == pytest.approx(0.5)
+    assert request.ttft_s(is_open=False) == pytest.approx(0.2)
+    assert request.e2el_s(is_open=True) == pytest.approx(0.6)
+
+
+def test_a_run_adds_up() -> None:
+    whole = [
+        timed(index, token_times_s=(0.1, 0.2, 0.3), end_s=2.0, input_tokens=10, output_tokens=3) for index in range(4)
+    ]
+    failed = [timed(4, error="http 429", status=429, end_s=0.5), timed(5, error="unfinished", status=None)]
+    found = summarise([*whole, *failed], False, {"ttft": 150.0})
+    assert (found.completed, found.failed, found.unfinished, found.duration) == (4, 1, 1, 2.0)
+    assert (found.total_input_tokens, found.total_output_tokens) == (40, 12)
+    assert (found.request_throughput, found.output_throughput, found.total_token_throughput) == (2.0, 6.0, 26.0)
+    assert (found.request_goodput, found.goodput_share) == (2.0, 0.8)
+    assert found.errors == {"http 429": 1, "unfinished": 1}
+    assert found.statuses == {"200": 4, "429": 1}
+    assert found.spreads["itl"].n == 8
+    assert found.user_tokens_per_s is not None
+    assert found.user_tokens_per_s.median == pytest.approx(10.0)
+    assert found.max_output_tokens_per_s == 12
+
+
+def test_a_missing_usage_leaves_token_rates_unknown() -> None:
+    found = summarise([timed(0, output_tokens=3, input_tokens=1), timed(1)], False, {})
+    assert (found.total_output_tokens, found.output_throughput, found.n_without_usage) == (None, None, 1)
+    assert found.request_throughput == 2.0
+    assert found.request_goodput is None
+
+
+def test_nothing_completed_is_no_division_by_zero() -> None:
+    found = summarise([timed(error="connection refused", status=None, end_s=0.0)], True, {"ttft": 1.0})
+    assert (found.completed, found.failed, found.request_throughput, found.goodput_share) == (0, 1, 0.0, 0.0)
+    assert found.spreads == {}
+    assert summarise([], True, {}).completed == 0
+
+
+@pytest.mark.parametrize(
+    ("bounds", "is_met"),
+    [({"ttft": 100.0}, True), ({"ttft": 99.0}, False), ({"tpot": 100.5}, True), ({"tpot": 99.0}, False)]
+    + [
+        ({"itl": 150.5}, True),
+        ({"itl": 149.0}, False),
+        ({"e2el": 300.5, "ttft": 100.0}, True),
+        ({"e2el": 299.0}, False),
+    ],
+)
+def test_goodput_needs_every_bound(bounds: dict[str, float], is_met: bool) -> None:
+    request = timed(token_times_s=(0.1, 0.25, 0.3), output_tokens=3)
+    assert is_good(request, bounds, is_open=False) is is_met
+
+
+def test_peak_concurrency_counts_what_overlaps() -> None:
+    spans = [(0.0, 1.0), (0.5, 2.0), (0.9, 1.0), (2.0, 3.0)]
+    assert peak_concurrency([timed(sent_s=begin, end_s=end) for begin, end in spans]) == 3
+    assert peak_concurrency([]) == 0
+
+
+def test_a_late_or_busy_generator_is_not_valid() -> None:
+    on_time = [timed(index, intended_s=index, asked_s=index + 0.001) for index in range(100)]
+    fine = validity.describe(on_time, [0.0001] * 100, 1.0, 10.0, 1000, 5)
+    assert (fine.cpu_share, fine.lateness_p99_ms) == pytest.approx((0.1, 1.0))
+    assert fine.cpu_us_per_read == pytest.approx(1000.0)
+    assert validity.judge(fine, 100, False).valid
+    late = [timed(index, intended_s=index, asked_s=index + 0.02) for index in range(100)]
+    verdict = validity.judge(validity.describe(late, [], 9.9, 10.0, 0, 5), 100, False)
+    assert not verdict.valid
+    assert len(verdict.reasons) == 2
+    assert "99% of a core" in verdict.reasons[0]
+    assert "20.0 ms late" in verdict.reasons[1]
+    assert validity.judge(fine, 0, True).reasons[0] == "no request was completed"
+
+
+def test_lateness_of_a_closed_loop_is_its_alarms() -> None:
+    found = validity.describe([], [0.001] * 99 + [0.004], 0.0, 1.0, 1, 1)
+    assert found.lateness_max_ms == pytest.approx(4.0)
+    assert found.lag_p99_ms == found.lateness_p99_ms

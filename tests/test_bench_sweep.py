@@ -1,0 +1,117 @@
+"""Sweeps: the decider finds the highest load that keeps a bound, in few runs, whatever the curve; never too high."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.bench import sweep
+from penstock.bench.sweep import Bound, Found, Point, Search, Slo, judged, next_load, slo_of
+from penstock.errors import PenstockError, UserError
+
+SLO = slo_of(["ttft:500"])
+
+
+def queue(limit: float) -> Any:
+    """A server whose p99 TTFT grows without bound as the load nears `limit`: 100 / (1 - load / limit) ms."""
+
+    def run(offered: float) -> dict[str, Any]:
+        ttft = 100 / (1 - offered / limit) if offered < limit else 1e6
+        return {"completed": 100, "failed": 0, "p99_ttft_ms": ttft, "output_throughput": 10 * offered}
+
+    return run
+
+
+@given(st.floats(0.05, 5000), st.floats(0.1, 200))
+def test_the_highest_rate_is_found_to_a_twentieth(limit: float, first: float) -> None:
+    found = sweep.search(queue(limit), SLO, Search("rate", first, n_runs=40))
+    truth = 0.8 * limit  # 100 / (1 - 0.8) = 500
+    assert found.highest is not None and found.broken is not None
+    assert found.highest <= truth <= found.broken <= found.highest * 1.0500001
+    assert len(found.points) <= 3 + 2 * abs(math.log2(truth / first)) + 6
+
+
+@given(st.integers(2, 3000), st.integers(1, 500))
+def test_the_highest_concurrency_is_found_exactly(limit: int, first: int) -> None:
+    found = sweep.search(queue(limit), SLO, Search("concurrency", first, n_runs=60))
+    within = [n for n in range(1, limit + 1) if n < limit and 100 / (1 - n / limit) <= 500]
+    assert found.highest == (max(within) if within else None)
+    assert all(point.offered == int(point.offered) >= 1 for point in found.points)
+
+
+def test_what_never_breaks_and_what_is_always_broken_ends() -> None:
+    found = sweep.search(queue(1e9), SLO, Search("rate", 1, most=100))
+    assert found.highest == 100 and found.broken is None
+    assert "or more" in sweep.answer_text("TP 1", found)
+    found = sweep.search(queue(1e-9), SLO, Search("rate", 1, least=0.1))
+    assert found.highest is None and found.broken == pytest.approx(0.1)
+    assert sweep.answer_text("TP 1", found) == "TP 1: even 0.1 requests/s is too many"
+
+
+def test_a_load_kept_above_a_broken_one_does_not_count() -> None:
+    history = [Point(1, True), Point(2, False), Point(4, True)]
+    assert sweep.limits(history) == (1, 2)
+    assert next_load(history, Search("rate")) == pytest.approx(math.sqrt(2))
+
+
+def test_given_steps_are_tried_in_order_until_one_breaks() -> None:
+    found = sweep.search(queue(10), SLO, Search("rate", steps=(2, 4, 9, 12)))
+    assert [point.offered for point in found.points] == [2, 4, 9] and found.highest == 4
+
+
+def test_runs_are_bounded() -> None:
+    found = sweep.search(queue(1000), SLO, Search("rate", 0.001, least=0.001, n_runs=3))
+    assert len(found.points) == 3 and "ended after 3 runs" in sweep.answer_text("TP 1", found)
+
+
+def test_a_run_that_is_not_valid_ends_the_search() -> None:
+    def run(offered: float) -> dict[str, Any]:
+        return {**queue(1e9)(offered), "valid": offered < 4, "invalid_because": ["the generator was late"]}
+
+    found = sweep.search(run, SLO, Search("rate", 1))
+    assert found.highest == 2 and len(found.points) == 2
+    assert "4 requests/s: that run is not valid: the generator was late" in found.note
+
+
+@pytest.mark.parametrize(
+    ("result", "reason"),
+    [
+        ({"completed": 99, "failed": 1, "p99_ttft_ms": 400}, ""),
+        ({"completed": 90, "failed": 10, "p99_ttft_ms": 400}, "10.0% failed, over 1%"),
+        ({"completed": 0, "failed": 0}, "100.0% failed, over 1%"),
+        ({"completed": 9, "failed": 0, "p99_ttft_ms": 501.0}, "p99_ttft_ms 501.0 is over 500"),
+        ({"completed": 9, "failed": 0, "p99_ttft_ms": None}, "p99_ttft_ms was not measured"),
+        ({"completed": 9, "failed": 0, "p99_ttft_ms": math.nan}, "p99_ttft_ms was not measured"),
+    ],
+)
+def test_a_result_keeps_the_bounds_or_says_why_not(result: dict[str, Any], reason: str) -> None:
+    assert judged(3, result, SLO) == Point(3, not reason, reason)
+
+
+def test_bounds_as_people_write_them() -> None:
+    asked = slo_of(["ttft:2000", "p95_tpot:60", "mean_e2el:9e3"])
+    assert asked.bounds == (Bound("p99_ttft_ms", 2000), Bound("p95_tpot_ms", 60), Bound("mean_e2el_ms", 9000))
+    assert str(Slo(asked.bounds[:1])) == "p99_ttft at most 2000 ms, at most 1% failed"
+
+
+@pytest.mark.parametrize("word", ["", "ttft", "ttft:", "ttft:-1", "ttft:inf", "ttft:nan", "p77_ttft:5", "tftt:5", ":5"])
+def test_bounds_that_cannot_be_understood_are_refused(word: str) -> None:
+    with pytest.raises(UserError, match="cannot use bound"):
+        slo_of([word])
+
+
+def test_a_layout_that_cannot_start_does_not_end_the_others() -> None:
+    def measure(tensor: int) -> Found:
+        if tensor == 2:
+            raise PenstockError("does not fit")
+        return sweep.search(queue(10 * tensor), SLO, Search("rate"))
+
+    refused: list[int] = []
+    found = sweep.layouts([1, 2, 4], measure, lambda tensor, error: refused.append(tensor))
+    assert list(found) == [1, 4] and refused == [2]
+    assert (found[4].highest or 0) > (found[1].highest or 0)
+    assert "inside" in sweep.table_text("TP 4", found[4]) and "is over 500" in sweep.table_text("TP 4", found[4])

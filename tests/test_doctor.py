@@ -1,0 +1,365 @@
+"""Doctor's checks of this machine, and what it makes of what nodes said; the nodes themselves: test_doctor_hosts."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+from samples import cpu_machine, deployment, gpu_machine
+from test_facts import Hub, as_json, served  # noqa: F401 - a fixture
+
+from penstock import catalog, doctor, engines, findings, model_check, network_findings, node_check, preflight
+from penstock.collective import Collective, Timed
+from penstock.engines.llamacpp import LlamaCpp
+from penstock.errors import UserError
+from penstock.findings import Seen
+from penstock.network_findings import Way
+from penstock.node_check import Holder, Limits, NodeCheck, Reading, Space, Weights
+from penstock.node_facts import Interface, NodeFacts
+from penstock.plan import Machine
+from penstock.plan.loading import bytes_per_node, load_time_s
+from penstock.plan.sizing import Facts
+from penstock.preflight import Finding
+from penstock.spec import Deployment, Parallel
+from penstock.units import GIB, MIB
+
+
+def found(monkeypatch: pytest.MonkeyPatch, wanted: Deployment | None = None, **values: object) -> dict[str, Finding]:
+    """What doctor finds on a machine made of these values."""
+    machine = values.get("machine", cpu_machine())
+    monkeypatch.setattr(doctor, "this_machine", lambda: machine)
+    monkeypatch.setattr(doctor, "gpus", lambda: list(getattr(machine, "gpus", ())))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=values.get("disk", 100 * GIB)))
+    monkeypatch.setattr(preflight, "check_port", values.get("check_port", lambda host, port: None))
+    return {finding.check: finding for finding in doctor.examine_here(wanted)}
+
+
+def test_doctor_makes_every_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    findings = found(monkeypatch)
+    names = ["python", "memory", "disk", "/dev/shm", "open files", "gpu", "engine llamacpp", "engine vllm", "port"]
+    assert list(findings) == names
+    assert findings["memory"].found == "16.0 GiB free of 32.0 GiB, 8 CPUs"
+    assert findings["port"].found == "127.0.0.1:8000 is free"
+    assert "none found" in findings["gpu"].found
+
+
+def test_doctor_says_what_is_wrong_and_the_cure(monkeypatch: pytest.MonkeyPatch) -> None:
+    findings = found(monkeypatch, machine=cpu_machine(0.5), disk=GIB // 2)
+    assert (findings["memory"].state, findings["memory"].cure) == ("bad", "end what holds the memory")
+    assert (findings["disk"].state, findings["/dev/shm"].state) == ("warning", "warning")
+    assert findings["/dev/shm"].cure == "start the container with --shm-size 8g"
+
+
+def test_doctor_shows_a_home_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path / "file"))
+    disk = found(monkeypatch)["disk"]
+    assert (disk.state, disk.cure) == ("bad", "Set PENSTOCK_HOME to a folder you may write.")
+
+
+def test_doctor_leaves_a_home_that_is_not_there_alone(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert found(monkeypatch)["disk"].state == "ok"
+    assert not home.exists()
+
+
+def test_doctor_shows_who_holds_the_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(host: str, port: int) -> None:
+        raise UserError("cannot listen", detail="Process 7 listens there", hint="End it.") from OSError(
+            errno.EADDRINUSE, "in use"
+        )
+
+    for wanted, state in ((None, "warning"), (deployment(), "bad")):  # 8000 without a file is a guess
+        port = found(monkeypatch, wanted, check_port=refuse)["port"]
+        assert (port.state, port.found, port.cure) == (state, "cannot listen (Process 7 listens there)", "End it.")
+
+
+@pytest.mark.parametrize(("n_gpus", "llamacpp", "vllm"), [(0, "bad", "warning"), (2, "warning", "bad")])
+def test_an_absent_engine_is_bad_where_it_would_be_chosen(
+    monkeypatch: pytest.MonkeyPatch, n_gpus: int, llamacpp: str, vllm: str
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    findings = found(monkeypatch, machine=gpu_machine(n_gpus))
+    assert (findings["engine llamacpp"].state, findings["engine vllm"].state) == (llamacpp, vllm)
+    missing = LlamaCpp().missing()
+    assert isinstance(missing, engines.Missing)
+    assert findings["engine llamacpp"].cure == missing.install
+
+
+ETH = Interface("eth0", "10.0.0.1", 24, 10_000)
+VERSIONS = {"python": "3.11.7", "penstock": "1.0", "vllm": "0.33.0", "ray": "2.60.0", "torch": "2.13.0"}
+
+
+def seen(rank: int = 0, machine: Machine | None = None, **changes: Any) -> Seen:
+    """A node that has nothing wrong, but for these changes."""
+    made = msgspec.structs.replace(machine or cpu_machine(), versions=VERSIONS)
+    facts = NodeFacts(f"node{rank}", made, (ETH,), 8 * GIB)
+    check = NodeCheck(
+        facts=facts,
+        at=0.0,
+        limits=Limits(65536, 65536, None, None),
+        shm_total_bytes=8 * GIB,
+        spaces=(Space("home", "/x", 100 * GIB, True),),
+        weights=Weights("/models/m", 100 * GIB, 80 * GIB, (), Reading("/models/m/a", GIB, 0.5, True, 0.0)),
+        holders=(),
+        driver="580.65.06",
+        torch_cuda="13.0",
+        wanted_torch="2.13.0",
+    )
+    of_facts = {name: changes.pop(name) for name in ("environment", "shm_bytes", "interfaces") if name in changes}
+    check = msgspec.structs.replace(check, facts=msgspec.structs.replace(facts, **of_facts))
+    own = {name: changes.pop(name) for name in ("behind_s", "clock_error_s") if name in changes}
+    return Seen(rank, f"node{rank}", msgspec.structs.replace(check, **changes), **own)
+
+
+def wrong(found: list[Finding]) -> list[tuple[str, str]]:
+    return [(finding.check, finding.state) for finding in found if finding.state != "ok"]
+
+
+def test_a_healthy_node_has_nothing_wrong() -> None:
+    for machine in (cpu_machine(), gpu_machine(2)):
+        found = findings.of_node(seen(machine=machine), deployment())
+        assert wrong(found) == []
+        assert {finding.node for finding in found} == {"node0"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected", "said", "cure"),
+    [
+        ({"limits": Limits(256, 4096, None, None)}, ("ulimits", "warning"), "open files: 256", "ulimit -n 4096"),
+        ({"limits": Limits(65536, None, 100, None)}, ("ulimits", "warning"), "processes: 100", "ulimit -u"),
+        ({"shm_bytes": 64 * MIB}, ("/dev/shm", "bad"), "64.0 MiB free of 8.0 GiB: NCCL", "--shm-size 8g"),
+        ({"shm_bytes": 512 * MIB}, ("/dev/shm", "warning"), "512 MiB free", "--shm-size 8g"),
+        ({"driver": "535.104.05"}, ("driver", "bad"), "which needs driver 580 or newer", "made with CUDA 12"),
+        ({"driver": None}, ("driver", "warning"), "driver unknown", "nvidia-smi"),
+        ({"torch_cuda": None}, ("driver", "bad"), "was made without CUDA", "for CUDA"),
+        ({"wanted_torch": "2.12.1"}, ("torch", "bad"), "made for 2.12.1", "pip install torch==2.12.1"),
+        ({"environment": {"NCCL_SOCKET_IFNAM": "x"}}, ("variables", "warning"), "NCCL_SOCKET_IFNAME?", "node0"),
+        ({"interfaces": (Interface("lo", "127.0.0.1", 8),)}, ("addresses", "warning"), "but loopback", "connect"),
+        ({"behind_s": 60.0, "clock_error_s": 2.0}, ("clock", "warning"), "1m00s behind", "NTP"),
+        ({"spaces": (Space("home", "/h", MIB, True),)}, ("disk", "warning"), "1.0 MiB free at /h", "free space"),
+        ({"spaces": (Space("home", "/h", GIB, False),)}, ("disk", "warning"), "cannot write /h", "user"),
+    ],
+)
+def test_what_is_wrong_on_a_node_is_named_with_its_cure(
+    changes: dict[str, Any], expected: tuple[str, str], said: str, cure: str
+) -> None:
+    found = findings.of_node(seen(0, gpu_machine(2), **changes), deployment())
+    assert wrong(found) == [expected]
+    (bad,) = [finding for finding in found if finding.state != "ok"]
+    assert said in bad.found and cure in (bad.cure or "")
+
+
+def test_memory_of_a_gpu_that_another_process_holds_names_it() -> None:
+    full = msgspec.structs.replace(gpu_machine(1).gpus[0], memory_free_bytes=10 * GIB)
+    box = msgspec.structs.replace(gpu_machine(2), gpus=(full, gpu_machine(2).gpus[1]))
+    held = seen(machine=box, holders=(Holder(0, 4242, 70 * GIB, "python train.py", "bob"),))
+    for hardware, state in (({}, "warning"), ({"gpus_per_node": 2}, "bad")):
+        (bad,) = [f for f in findings.of_node(held, deployment(hardware=hardware)) if f.state != "ok"]
+        assert (bad.check, bad.state) == ("gpu", state)
+        assert "process 4242 (python train.py, user bob) holds 70.0 GiB" in bad.found
+
+
+def test_nodes_that_differ_are_named() -> None:
+    nodes = [seen(0, gpu_machine(2)), seen(1, gpu_machine(1))]
+    found = findings.of_all(nodes, deployment(), "1.0")
+    assert [(f.node, f.found) for f in found if f.state == "bad"] == [("node1", "shows 1 GPUs, others have 2")]
+    found = findings.of_all([seen()], deployment(hardware={"gpus_per_node": 1}), "1.1")
+    assert [f.found for f in found if f.state == "bad"] == [
+        "penstock is 1.1 here, 1.0 on node0",
+        "shows 0 GPUs, 1 are needed",
+    ]
+
+
+def test_an_engine_that_a_node_lacks_is_bad() -> None:
+    bare = seen()
+    machine = msgspec.structs.replace(bare.check.facts.machine, versions={"penstock": "1.0"})
+    facts = msgspec.structs.replace(bare.check.facts, machine=machine)
+    bare = msgspec.structs.replace(bare, check=msgspec.structs.replace(bare.check, facts=facts))
+    assert ("engine", "bad") not in wrong(findings.of_node(bare, deployment()))
+    found = findings.of_node(bare, deployment(target="ssh", hardware={"nodes": 2}))
+    assert [f.found for f in found if f.check == "engine"] == ["vLLM is not installed", "Ray is not installed"]
+
+
+def test_loading_cannot_be_faster_than_the_disk() -> None:
+    assert load_time_s(bytes_per_node(131 * GIB, 2), 1e9) == pytest.approx(70.33, abs=0.01)
+    slow = seen(1, weights=Weights("/m", GIB, 200 * GIB, (), Reading("/m/a", GIB, 10.0, True, None)))
+    (found,) = findings.of_loading([seen(), slow], deployment())
+    assert (found.state, found.found) == ("ok", "at best 33m20s: 200 GiB a node, the slowest read is that of node1")
+    wanted = deployment(target="slurm", slurm={"time": "20:00"}, engine={"start_timeout_s": 60})
+    told = findings.of_loading([slow], wanted)
+    assert [(f.state, f.found.partition("; but ")[2]) for f in told] == [
+        ("bad", "engine.start_timeout_s is 1m00s"),
+        ("bad", "slurm.time is 20m00s"),
+    ]
+
+
+def test_weights_that_are_not_there_are_told_with_the_room_for_them() -> None:
+    absent = seen(weights=Weights("/cache", 10 * GIB, absent=("a/b is not in the cache",)))
+    assert [f.state for f in findings.of_weights(absent, None)] == ["bad"]
+    (bad,) = findings.of_weights(absent, 40 * GIB)
+    assert (bad.state, bad.found) == ("bad", "40.0 GiB to download, 10.0 GiB free at /cache")
+    assert [f.state for f in findings.of_weights(absent, 4 * GIB)] == ["warning"]
+    slow = seen(weights=Weights("/m", GIB, GIB, (), Reading("/m/a", GIB, 10.0, False, 0.5)))
+    rate = findings.of_weights(slow, None)[-1]
+    assert (rate.state, rate.check) == ("warning", "read rate")
+    assert "0.11 GB/s" in rate.found and "by way of the page cache; 50% of it is in memory" in rate.found
+
+
+WAY = Way((seen(0), seen(1)), (ETH, msgspec.structs.replace(ETH, address="10.0.0.2")))
+GLOO = Collective("gloo", 2, 1, (Timed(80 * 1024, 0.0004, 900), Timed(64 * MIB, 0.1, 10)))
+
+
+def test_bus_bandwidth_is_that_of_nccl_tests() -> None:
+    assert GLOO.bus_gbs(GLOO.sizes[1]) == pytest.approx(0.671, abs=1e-3)
+    eight = Collective("nccl", 2, 4, (Timed(64 * MIB, 0.001, 10),))
+    assert eight.bus_gbs(eight.sizes[0]) == pytest.approx(117.4, abs=0.1)
+    assert eight.node_gbs(eight.sizes[0]) == pytest.approx(67.1, abs=0.1)
+
+
+def test_an_all_reduce_is_shown_against_the_line_rate() -> None:
+    found = network_findings.of_collective(GLOO, WAY)
+    assert found.state == "ok"
+    assert found.found == ("gloo, 2 ranks over eth0: bus bandwidth 0.67 GB/s at 64.0 MiB, 80.0 KiB in 400 us")
+    slow = msgspec.structs.replace(GLOO, sizes=(Timed(80 * 1024, 0.05, 9), Timed(64 * MIB, 5.0, 1)))
+    assert "the line rate is 1.25 GB/s" in network_findings.of_collective(slow, WAY).found
+    failed = msgspec.structs.replace(GLOO, sizes=(), error="join: waiting for the others: no end after 60 s")
+    assert "all TCP ports" in (network_findings.of_collective(failed, WAY).cure or "")
+    ib = Way(WAY.nodes, tuple(msgspec.structs.replace(one, is_infiniband=True) for one in WAY.interfaces))
+    fast = Collective("nccl", 2, 8, (Timed(80 * 1024, 1e-4, 9),), network="Socket")
+    assert "fell back to TCP" in network_findings.of_collective(fast, ib).found
+
+
+def test_the_gpus_of_one_machine_are_held_against_the_catalogue() -> None:
+    """The numbers are those of two H200s."""
+    h200 = msgspec.structs.replace(gpu_machine(1).gpus[0], name="NVIDIA H200", memory_bytes=143771 * MIB)
+    box = msgspec.structs.replace(gpu_machine(2), gpus=(h200, h200))
+    sizes = (Timed(80 * 1024, 45.8e-6, 2000), Timed(256 * MIB, 897e-6, 1166))
+    two = Collective("nccl", 1, 2, sizes, network="Socket")
+    good = network_findings.inside(two, box)
+    assert good is not None and good.state == "ok"
+    assert good.found.startswith("256 MiB between the 2 GPUs takes 897 us, the plan takes ")
+    assert "2 ranks inside one node: bus bandwidth 299.26 GB/s" in network_findings.of_collective(two, WAY).found
+    slow = network_findings.inside(msgspec.structs.replace(two, sizes=(sizes[0], Timed(256 * MIB, 0.02, 9))), box)
+    assert slow is not None and slow.state == "warning"
+
+
+def test_a_slow_network_changes_the_plan_and_says_how() -> None:
+    model = Facts("llama", catalog.model_config("llama-3.1-70b"), "the catalogue")
+    wanted = deployment(
+        "meta-llama/Llama-3.1-70B",
+        target="ssh",
+        hardware={"nodes": 2, "network": "ib-ndr"},
+        parallel={"tensor": 8},
+    )
+    slow = Collective("nccl", 2, 4, (Timed(80 * 1024, 1e-3, 900), Timed(64 * MIB, 0.1, 10)))
+    found = network_findings.planned(wanted, model, gpu_machine(4), "0.33.0", 1, slow)
+    assert found is not None and found.state == "warning"
+    assert "0.7 GB/s a node measured, the plan assumed 122.0 (ib-ndr-400): TPOT" in found.found
+    assert "one node alone does better over this network (tensor 4, pipeline 1, data 1)" in found.found
+    fast = Collective("nccl", 2, 4, (Timed(80 * 1024, 2e-5, 900), Timed(64 * MIB, 0.0006, 10)))
+    quick = network_findings.planned(wanted, model, gpu_machine(4), "0.33.0", 1, fast)
+    assert quick is not None and "TPOT" in quick.found
+
+
+def test_a_better_cut_over_nodes_is_told_as_the_file_has_it() -> None:
+    words, cure = network_findings._better(Parallel(tensor=8, pipeline=2), 8)
+    assert words == "the better cut over this network is tensor 8, pipeline 2, data 1"
+    assert cure == "parallel: {tensor: 8, pipeline: 2, data: 1}, or mend the network."
+
+
+def test_on_cpus_the_wait_of_a_token_is_told() -> None:
+    cut = network_findings.on_cpus(GLOO, Parallel(tensor=2), 40)
+    assert cut is not None and cut.state == "ok"
+    assert "a token waits for 81 of them: 32.4 ms a token" in cut.found
+    chain = network_findings.on_cpus(GLOO, Parallel(pipeline=2), 40)
+    assert chain is not None and "by pipeline over nodes" in chain.found
+
+
+NAME = "someone/tiny"
+
+
+def on_hub(hub: Hub, n_bytes: int) -> None:
+    """A model on the stand-in hub whose index says so many bytes."""
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 2}
+    hub.add(NAME, config__json=as_json(config))
+    hub.files[f"{NAME}/resolve/main/pytorch_model.bin.index.json"] = as_json({"metadata": {"total_size": n_bytes}})
+
+
+def test_a_model_of_the_hub_is_found_with_its_size(served: Hub) -> None:  # noqa: F811
+    on_hub(served, 40 * GIB)
+    told = model_check.check(deployment(NAME))
+    assert (told.is_absent, told.download_bytes) == (True, 40 * GIB)
+    assert [f.found for f in told.findings] == [f"{NAME} is on the hub: 40.0 GiB"]
+
+
+def test_a_gated_model_is_named_with_the_way_in(served: Hub) -> None:  # noqa: F811
+    served.refused[f"{NAME}/resolve/main/config.json"] = (403, "GatedRepo")
+    (found,) = model_check.check(deployment(NAME)).findings
+    assert found.state == "bad" and "it is gated" in found.found
+    assert found.cure == "Accept the licence on its hub page, then set HF_TOKEN. (HF_TOKEN is not set here)"
+
+
+def test_a_missing_model_is_named(served: Hub, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    served.refused[f"{NAME}/resolve/main/config.json"] = (401, "RepoNotFound")
+    (found,) = model_check.check(deployment(NAME)).findings
+    assert found.state == "bad" and "no such repository, or a private one" in found.found
+    (found,) = model_check.check(deployment("/models/absent")).findings
+    assert found.found.startswith('cannot use model "/models/absent": no such folder')
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (found,) = model_check.check(deployment(NAME)).findings
+    assert "HF_HUB_OFFLINE is set" in found.found
+
+
+def test_a_file_is_read_past_the_cache_or_by_way_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "a.safetensors"
+    file.write_bytes(b"x" * 3 * MIB)
+    found = node_check.read_rate(file, seconds=0.2)
+    assert found is not None and found.n_bytes == 3 * MIB and found.took_s > 0
+    plain, tried = node_check._read, list[bool]()
+
+    def without(path: Path, size: int, seconds: float, is_direct: bool) -> tuple[int, float] | None:
+        tried.append(is_direct)
+        return None if is_direct else plain(path, size, seconds, is_direct)
+
+    monkeypatch.setattr(node_check, "_read", without)  # a file system that knows no O_DIRECT
+    found = node_check.read_rate(file, seconds=0.2)
+    assert found is not None and (found.is_direct, found.n_bytes, tried) == (False, 3 * MIB, [True, False])
+    assert node_check.read_rate(tmp_path / "absent") is None
+
+
+def test_weights_are_found_by_the_index_and_what_lacks_is_named(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_bytes(
+        as_json({"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}})
+    )
+    (tmp_path / "one.safetensors").write_bytes(b"12345")
+    found = node_check.find_weights(str(tmp_path), None, is_read=False)
+    assert (found.n_bytes, found.absent) == (5, ("two.safetensors",))
+    assert node_check.find_weights("/models/absent", None).absent == ("no such folder",)
+    cache = node_check.find_weights(NAME, str(tmp_path / "cache"))
+    assert (cache.path, cache.absent) == (str(tmp_path / "cache"), (f"{NAME} is not in the cache",))
+
+
+def test_processes_on_gpus_are_read_from_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    def said(*words: str) -> str:
+        if words[0].startswith("--query-compute-apps"):
+            return "GPU-b, 99999999, 1024, python, with a comma\nGPU-a, 1, [N/A], init\nGPU-x, 5, 1, lost\n"
+        return "0, GPU-a\n1, GPU-b\n"
+
+    monkeypatch.setattr(node_check, "nvidia_smi", said)
+    assert [(one.gpu, one.pid, one.n_bytes, one.name) for one in node_check._holders()] == [
+        (1, 99999999, GIB, "python, with a comma"),
+        (0, 1, 0, "init"),
+    ]
+    assert node_check._driver() is None
+
+
+def test_programs_read_what_they_are_told() -> None:
+    peers = {0: ["10.0.0.1", "192.168.0.1"], 2: ["10.0.0.3"], 3: []}
+    from penstock.reach_check import parse_peers, peers_text
+
+    assert parse_peers(peers_text(peers)) == {rank: tuple(row) for rank, row in peers.items()}

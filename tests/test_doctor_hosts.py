@@ -1,0 +1,327 @@
+"""`penstock doctor FILE` on two real nodes: what is healthy is measured, and each planted fault is named.
+
+The nodes are namespaces with networks of their own (hosts.py). The target that asks them is a stand-in that starts
+programs there; what the programs find and measure is real.
+"""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, ClassVar
+
+import msgspec
+import pytest
+from hosts import ROOT, Hosts
+from samples import deployment
+from test_doctor import NAME, on_hub
+from test_facts import Hub, served  # noqa: F401 - a fixture
+
+from penstock import doctor, targets
+from penstock.errors import Problem
+from penstock.node_facts import NodeFacts
+from penstock.plan import Machine
+from penstock.preflight import Finding
+from penstock.runs import Artifact
+from penstock.spec import Deployment
+from penstock.targets import Surveyed, Target
+from penstock.units import GIB
+
+pytestmark = pytest.mark.hosts
+
+Examine = Callable[..., list[Finding]]
+
+
+class OverHosts(Target):
+    """Nodes are hosts; `env` and `wrap` are what a test plants on one of them, by name."""
+
+    name = "ssh"
+    features = frozenset({"many-nodes"})
+    hosts: ClassVar[Hosts]
+    env: ClassVar[dict[str, dict[str, str]]] = {}
+    wrap: ClassVar[dict[str, list[str]]] = {}
+    problems: ClassVar[list[Problem]] = []
+
+    def check(self, deployment: Deployment) -> list[Problem]:
+        return self.problems
+
+    def machines(self, deployment: Deployment) -> list[Machine]:
+        rows = self.survey(deployment, ["-m", "penstock.node_facts"], 30.0)
+        return [msgspec.json.decode(row.out, type=NodeFacts).machine for row in rows if row.exit_code == 0]
+
+    def survey(self, deployment: Deployment, argv: Sequence[str], timeout_s: float) -> list[Surveyed]:
+        with ThreadPoolExecutor(8) as pool:
+            return list(pool.map(lambda rank: self._ask(rank, argv, timeout_s), range(len(self.hosts))))
+
+    def _ask(self, rank: int, argv: Sequence[str], timeout_s: float) -> Surveyed:
+        host = self.hosts[rank]
+        if not host.is_on:
+            return Surveyed(host.name, None, err=f"ssh: connect to host {host.address} port 22: No route to host")
+        words = [*self.wrap.get(host.name, []), sys.executable, *(word.replace("{rank}", str(rank)) for word in argv)]
+        own = self.env.get(host.name, {})
+        env = own | {"PYTHONPATH": f"{own.get('PYTHONPATH', '')}:{ROOT}".lstrip(":")}
+        done = host.run(words, env=env, check=False, timeout_s=timeout_s)
+        return Surveyed(host.name, done.returncode, done.stdout, done.stderr)
+
+    def render(self, *_: object) -> Artifact:
+        return Artifact((), {})
+
+    def submit(self, *_: object) -> Any:
+        raise NotImplementedError
+
+    def status(self, *_: object) -> Any:
+        raise NotImplementedError
+
+    def logs(self, *_: object) -> Any:
+        raise NotImplementedError
+
+    def resize(self, *_: object) -> Any:
+        raise NotImplementedError
+
+    def cancel(self, *_: object) -> Any:
+        raise NotImplementedError
+
+
+@pytest.fixture
+def examine(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> Iterator[Examine]:
+    """Doctor on a file for both hosts, without the all-reduce unless a test wants it."""
+    monkeypatch.setitem(targets.TABLE, "ssh", f"{__name__}:OverHosts")
+    monkeypatch.setitem(targets.TABLE, "slurm", f"{__name__}:OverHosts")
+    monkeypatch.setattr(doctor, "_REACH_S", 2.5)
+    monkeypatch.setattr(doctor, "_MEASURE_S", 2.0)
+    targets.load.cache_clear()
+    OverHosts.hosts, OverHosts.env, OverHosts.wrap, OverHosts.problems = hosts, {}, {}, []
+
+    def run(model: str = "penstock-demo", is_quick: bool = True, **fields: Any) -> list[Finding]:
+        fields = {"target": "ssh", "hardware": {"nodes": 2}, "gateway": {"port": 0}} | fields
+        fields["engine"] = {"kind": "vllm", "executor": "mp"} | fields.get("engine", {})
+        return doctor.examine(deployment(model, **fields), is_quick)
+
+    yield run
+    targets.load.cache_clear()
+
+
+def bad(found: list[Finding]) -> list[Finding]:
+    """What is bad, but for the last line that sums it up."""
+    return [one for one in found if one.state == "bad" and not one.found.startswith("`up` would refuse it, or")]
+
+
+def the(found: list[Finding], check: str, node: str | None = None) -> Finding:
+    rows = [one for one in found if one.check == check and (node is None or one.node == node)]
+    assert len(rows) == 1, found
+    return rows[0]
+
+
+def program(folder: Path, name: str, script: str) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / name
+    path.write_text(f"#!/bin/sh\n{script}")
+    path.chmod(0o755)
+    return folder
+
+
+def nvidia_smi(hosts: Hosts, node: str, n_gpus: int, driver: str = "580.65.06", held_mib: int = 0) -> None:
+    """Put a program in front of the node's PATH that speaks as a driver with H100s does."""
+    rows = [
+        f"{i}, GPU-{i}, NVIDIA H100 80GB HBM3, 81559, {81559 - held_mib if i == 0 else 81000}" for i in range(n_gpus)
+    ]
+    names = [f"{i}, GPU-{i}" for i in range(n_gpus)]
+    held = f"GPU-0, 1, {held_mib}, /usr/bin/trainer" if held_mib else ""
+    script = f"""
+case "$*" in
+  *index,uuid,name*) printf '{"".join(row + chr(92) + "n" for row in rows)}' ;;
+  *driver_version*) echo {driver} ;;
+  *compute-apps*) echo '{held}' ;;
+  *index,uuid*) printf '{"".join(name + chr(92) + "n" for name in names)}' ;;
+esac
+"""
+    folder = program(hosts.shared / f"bin-{node}", "nvidia-smi", script)
+    OverHosts.env[node] = {"PATH": f"{folder}:{hosts[node].env['PATH']}", **OverHosts.env.get(node, {})}
+
+
+def with_cuda(hosts: Hosts, node: str, cuda: str) -> None:
+    """A torch on the node that says it was made with CUDA; nothing imports it."""
+    folder = hosts.shared / f"python-{node}"
+    (folder / "torch").mkdir(parents=True)
+    (folder / "torch" / "__init__.py").touch()
+    (folder / "torch" / "version.py").write_text(f"__version__ = '2.13.0'\ncuda: str = '{cuda}'\n")
+    OverHosts.env[node] = {"PYTHONPATH": str(folder), **OverHosts.env.get(node, {})}
+
+
+def test_two_healthy_nodes_are_measured(hosts: Hosts, examine: Examine) -> None:
+    found = examine(is_quick=False)
+    assert bad(found) == []
+    for host in hosts:
+        assert f"{host.address} (eth0" in the(found, "addresses", host.name).found
+    net = the(found, "network").found
+    assert f"node1 {hosts[0].address} (eth0), node2 {hosts[1].address} (eth0)" in net
+    assert the(found, "distance").found.startswith("to connect takes 0.") or " ms" in the(found, "distance").found
+    measured = the(found, "all-reduce")
+    assert measured.state == "ok" and measured.found.startswith("gloo, 2 ranks over eth0: bus bandwidth ")
+    assert "a token waits for 9 of them" in the(found, "planner").found  # four layers, cut by tensor
+    assert the(found, "deployment").state == "ok"
+    assert "the same on all 2 nodes: python 3" in the(found, "versions").found
+
+
+def test_an_interface_that_no_node_has_is_named(examine: Examine) -> None:
+    (one,) = bad(examine(engine={"env": {"NCCL_SOCKET_IFNAME": "ib9"}}))
+    assert one.check == "network" and "no interface ib9 of node1 is reached" in one.found
+    assert "eth0" in (one.cure or "")
+
+
+def test_a_cut_cable_between_nodes_is_named(hosts: Hosts, examine: Examine) -> None:
+    hosts["node2"].cut()
+    found = {one.check: one for one in bad(examine(is_quick=False))}
+    assert found.keys() == {"addresses", "network"}
+    assert (found["addresses"].node, found["addresses"].found) == ("node2", "none but loopback")
+    assert "is not reached from" in found["network"].found
+    assert "open the network between them" in (found["network"].cure or "")
+
+
+def test_a_firewall_between_nodes_is_named(hosts: Hosts, examine: Examine) -> None:
+    """The address is there, but what is sent to it goes nowhere."""
+    hosts["node1"].run(["ip", "route", "add", "blackhole", f"{hosts['node2'].address}/32"])
+    (one,) = bad(examine(is_quick=False))
+    assert one.check == "network" and "is not reached from" in one.found
+    assert hosts["node2"].address in (one.cure or "") or hosts["node1"].address in (one.cure or "")
+
+
+def test_a_node_without_power_is_named_and_takes_no_other_check_away(hosts: Hosts, examine: Examine) -> None:
+    hosts["node2"].kill()
+    found = examine(engine={"env": {"NCCL_SOCKET_IFNAM": "eth0"}})
+    (one,) = bad(found)
+    assert (one.check, one.node) == ("node", "node2") and "No route to host" in one.found
+    assert the(found, "memory").node == "node1"
+    assert the(found, "variables").state == "warning"
+
+
+def test_a_port_that_is_taken_is_named_and_the_rest_is_planned(examine: Examine) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        found = examine(gateway={"port": port}, parallel={"tensor": 3})
+    names = {one.check: one for one in bad(found)}
+    assert f"cannot listen on 127.0.0.1:{port}" in names["port"].found
+    assert 'cannot cut model "penstock-demo" over tensor: 3' in names["deployment"].found
+
+
+def test_heads_that_do_not_divide_are_named(examine: Examine) -> None:
+    (one,) = bad(examine(parallel={"tensor": 3}))
+    assert "Its 8 attention heads do not divide by 3" in one.found
+    assert one.cure == "Set parallel.tensor to one of 1, 2, 4, 8."
+
+
+def test_another_version_on_one_node_is_named(hosts: Hosts, examine: Examine) -> None:
+    folder = hosts.shared / "python"
+    (folder / "vllm-0.31.0.dist-info").mkdir(parents=True)
+    (folder / "vllm-0.31.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.31.0\n")
+    OverHosts.env["node2"] = {"PYTHONPATH": str(folder)}
+    (one,) = bad(examine())
+    assert one.check == "versions" and "vllm is 0.31.0 on node2 (rank 1)" in one.found
+
+
+def test_a_misspelt_variable_is_warned_of_in_the_file_and_on_a_node(examine: Examine) -> None:
+    OverHosts.env["node2"] = {"NCCL_IB_HCAS": "mlx5_0"}
+    found = examine(engine={"env": {"NCCL_SOCKET_IFNAM": "eth0"}})
+    rows = [(one.node, one.found) for one in found if one.check == "variables"]
+    assert [node for node, _ in rows] == ["node2", None]
+    assert "did you mean NCCL_IB_HCA?" in rows[0][1] and "did you mean NCCL_SOCKET_IFNAME?" in rows[1][1]
+
+
+def test_a_gpu_that_one_node_lacks_is_named(hosts: Hosts, examine: Examine) -> None:
+    nvidia_smi(hosts, "node1", 2)
+    with_cuda(hosts, "node1", "13.0")
+    rows = bad(examine(hardware={"nodes": 2, "gpu": "h100-sxm", "gpus_per_node": 2}))
+    assert ("gpu", "node2", "shows 0 GPUs, 2 are needed") in [(one.check, one.node, one.found) for one in rows]
+
+
+def test_an_old_driver_and_memory_that_somebody_holds_are_named(hosts: Hosts, examine: Examine) -> None:
+    for node in hosts.names:
+        nvidia_smi(hosts, node, 1, *(("535.104.05", 70000) if node == "node2" else ()))
+        with_cuda(hosts, node, "13.0")
+    found = examine()
+    told = {(one.check, one.node): one.found for one in bad(found)}
+    assert told["driver", "node2"] == "driver 535.104.05, torch made with CUDA 13.0, which needs driver 580 or newer"
+    assert "process 1 (/usr/bin/trainer, user root) holds 68.4 GiB" in told["gpu", "node2"]
+    assert ("driver", "node1") not in told and ("gpu", "node1") not in told
+
+
+def test_little_shared_memory_and_low_limits_are_named(hosts: Hosts, examine: Examine) -> None:
+    hosts["node2"].run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", "/dev/shm"])
+    OverHosts.wrap["node2"] = ["sh", "-c", 'ulimit -n 256; exec "$@"', "sh"]
+    found = examine()
+    shm, limits = the(found, "/dev/shm", "node2"), the(found, "ulimits", "node2")
+    assert shm.state == "warning" and shm.found.startswith("64.0 MiB free of 64.0 MiB")
+    assert limits.state == "warning" and limits.found.startswith("open files: 256,")
+    assert the(found, "/dev/shm", "node1").state == the(found, "ulimits", "node1").state == "ok"
+
+
+def test_a_disk_without_room_for_the_model_is_named(hosts: Hosts, examine: Examine, served: Hub) -> None:  # noqa: F811
+    on_hub(served, 3 * GIB)
+    for host in hosts:
+        size = "16m" if host.name == "node2" else "8g"
+        host.run(["sh", "-c", f"mkdir /var/tmp/weights; mount -t tmpfs -o size={size} tmpfs /var/tmp/weights"])
+    (one,) = bad(examine(NAME, cache={"weights": "/var/tmp/weights"}))
+    assert (one.check, one.node) == ("weights", "node2")
+    assert one.found == "3.0 GiB to download, 16.0 MiB free at /var/tmp/weights"
+
+
+def test_a_gated_model_is_named_before_anything_is_fetched(examine: Examine, served: Hub) -> None:  # noqa: F811
+    served.refused[f"{NAME}/resolve/main/config.json"] = (403, "GatedRepo")
+    (one,) = bad(examine(NAME))
+    assert one.check == "model" and "it is gated" in one.found and "Accept the licence" in (one.cure or "")
+
+
+def test_a_folder_that_a_node_lacks_is_named(hosts: Hosts, examine: Examine, tmp_path: Path) -> None:
+    # Only this machine and, by the cluster's file system, nobody else has it.
+    model = tmp_path / "model"
+    subprocess.run(["cp", "-r", str(ROOT / "penstock" / "demo_model"), str(model)], check=True)
+    rows = bad(examine(str(model)))
+    assert {(one.check, one.node) for one in rows} == {("weights", "node1"), ("weights", "node2")}
+    assert rows[0].found == f"{model}: no such folder not there"
+
+
+def test_a_time_limit_shorter_than_loading_is_named(hosts: Hosts, examine: Examine) -> None:
+    model = hosts.shared / "large"
+    subprocess.run(["cp", "-r", str(ROOT / "penstock" / "demo_model"), str(model)], check=True)
+    (model / "model.safetensors.index.json").unlink()
+    with (model / "model-00004-of-00003.safetensors").open("wb") as file:
+        file.truncate(15 * 2**40)  # 15 TiB of nothing: read as fast as memory can, and not in a minute
+    found = examine(str(model), target="slurm", slurm={"time": "1"})
+    told = [one.found.partition("; but ")[2] for one in bad(found) if one.check == "loading"]
+    assert "slurm.time is 1m00s" in told
+
+
+def test_a_penstock_that_does_not_run_on_a_node_is_named(hosts: Hosts, examine: Examine) -> None:
+    folder = hosts.shared / "broken" / "msgspec"
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").write_text("raise ImportError('no wheel for this machine')")
+    OverHosts.env["node1"] = {"PYTHONPATH": str(folder.parent)}
+    (one,) = bad(examine())
+    assert (one.check, one.node) == ("node", "node1")
+    assert "no wheel for this machine" in one.found
+
+
+def test_what_the_target_refuses_is_told_beside_the_rest(examine: Examine) -> None:
+    """A bad partition or an impossible request: the scheduler's own word, by the target's `check`."""
+    OverHosts.problems = [Problem("slurm.partition", 'no partition "gpus"', "there are: gpu, debug")]
+    rows = {one.check: one for one in bad(examine(parallel={"tensor": 3}))}
+    assert rows["file"].found == 'slurm.partition: no partition "gpus"'
+    assert rows["file"].cure == "there are: gpu, debug"
+    assert "do not divide by 3" in rows["deployment"].found
+
+
+def test_more_gpus_than_the_nodes_have_are_named(hosts: Hosts, examine: Examine) -> None:
+    for node in hosts.names:
+        nvidia_smi(hosts, node, 1)
+        with_cuda(hosts, node, "13.0")
+    rows = bad(examine(hardware={"nodes": 2, "gpus_per_node": 16}))
+    assert {(one.node, one.found) for one in rows if one.check == "gpu"} == {
+        ("node1", "shows 1 GPUs, 16 are needed"),
+        ("node2", "shows 1 GPUs, 16 are needed"),
+    }
+    told = {one.found for one in rows if one.check == "deployment"}
+    assert told & {f"hardware.gpus_per_node: 16, but {name} has 1" for name in hosts.names}

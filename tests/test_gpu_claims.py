@@ -1,0 +1,50 @@
+"""GPUs on a machine that nobody shares out: two nodes never take the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from penstock import gpu_claims
+from penstock.errors import PenstockError
+from penstock.plan import Gpu
+from penstock.units import GIB
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    yield tmp_path
+
+
+def machine(*free_gib: int) -> list[Gpu]:
+    return [Gpu(index, "H200", 100 * GIB, free * GIB) for index, free in enumerate(free_gib)]
+
+
+def test_two_nodes_take_different_gpus() -> None:
+    first = gpu_claims.claim(2, 0.9, look=lambda: machine(100, 100, 100, 100))
+    second = gpu_claims.claim(2, 0.9, look=lambda: machine(100, 100, 100, 100))
+    assert (first.indices, second.indices) == ((0, 1), (2, 3))
+    with pytest.raises(PenstockError, match="could not get 1 GPUs"):
+        gpu_claims.claim(1, 0.9, wait_s=0.0, look=lambda: machine(100, 100, 100, 100))
+    first.release()
+    assert gpu_claims.claim(1, 0.9, wait_s=0.0, look=lambda: machine(100, 100, 100, 100)).indices == (0,)
+
+
+def test_a_gpu_that_somebody_fills_is_not_taken() -> None:
+    assert gpu_claims.claim(1, 0.9, look=lambda: machine(10, 95)).indices == (1,)
+
+
+def test_it_waits_for_the_memory_of_a_dead_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_claims, "_POLL_S", 0.001)
+    looks = iter([machine(10), machine(50), machine(100)])
+    assert gpu_claims.claim(1, 0.9, look=lambda: next(looks)).indices == (0,)
+
+
+def test_a_refusal_says_what_is_free() -> None:
+    with pytest.raises(PenstockError, match=r"GPU 0 10\.0 GiB"):
+        gpu_claims.claim(1, 0.9, wait_s=0.0, look=lambda: machine(10))
+    with pytest.raises(PenstockError, match="it shows none"):
+        gpu_claims.claim(1, 0.9, wait_s=0.0, look=list)

@@ -1,0 +1,284 @@
+"""Target ray without a Ray: what it sends, and what it makes of a dashboard's answers."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import io
+import json
+import sys
+import threading
+import zipfile
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from samples import cpu_machine, demo_plan
+
+from penstock import ray_dashboard, ray_job, spec
+from penstock.client import NoAnswer
+from penstock.errors import Problem, UserError
+from penstock.plan import Gpu, Plan
+from penstock.ray_dashboard import Dashboard, Job, RayNode, _frames, _free, package
+from penstock.runs import Desired, Handle
+from penstock.spec import Deployment
+from penstock.targets import Launch, Placement
+from penstock.targets import ray as target_ray
+from penstock.targets.ray import RayJobs, _as_ray_gives, _pin, _shortage
+
+NODES = [RayNode("a", "10.0.0.1", {"CPU": 8.0, "GPU": 4.0}), RayNode("b", "10.0.0.2", {"CPU": 4.0, "GPU": 4.0})]
+VERSION = json.dumps({"version": "4", "ray_version": "2.60.0"})
+
+
+def deployment(**fields: Any) -> Deployment:
+    return spec.from_mapping({"model": "penstock-demo", "name": "one", "target": "ray", **fields})
+
+
+@contextlib.contextmanager
+def answering(status: int, text: str) -> Iterator[tuple[str, list[str]]]:
+    """A server with one answer to everything: its address, and the `Authorization` of each request."""
+    seen: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            seen.append(self.headers.get("Authorization", ""))
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}", seen
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.mark.parametrize(
+    ("status", "text", "said"),
+    [
+        (404, "not here", "is no dashboard of Ray: it answered 404"),
+        (200, '{"version": "1.0"}', "is no dashboard of Ray: its /api/version is another's"),
+        (200, "<html>", "JSON"),
+        (401, "Unauthorized", "does not let us in: 401"),
+    ],
+)
+def test_what_answers_in_place_of_a_dashboard_is_told(status: int, text: str, said: str) -> None:
+    with answering(status, text) as (address, _):
+        (problem,) = RayJobs().check(deployment(ray={"address": address}))
+    assert problem.path == "ray.address" and said in problem.message and problem.hint
+
+
+def test_the_clusters_token_is_sent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "word")
+    with answering(200, VERSION) as (address, seen):
+        assert Dashboard(address).ray_version() == "2.60.0"
+        monkeypatch.delenv("RAY_AUTH_TOKEN")
+        (tmp_path / "token").write_text("filed\n")
+        monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "token"))
+        Dashboard(address).ray_version()
+    assert seen == ["Bearer word", "Bearer filed"]
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "absent"))
+    with pytest.raises(UserError, match="token of Ray"):
+        Dashboard(address)
+
+
+class FakeDashboard:
+    """A cluster in memory; `fails` makes it silent."""
+
+    jobs_now: dict[str, Job] = {}
+    groups_now: dict[str, str] = {}
+    fails = False
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+
+    def _answer(self, value: Any) -> Any:
+        if FakeDashboard.fails:
+            raise NoAnswer("no answer from it within 10 s")
+        return value
+
+    def ray_version(self) -> str:
+        return str(self._answer("2.60.0"))
+
+    def jobs(self) -> Any:
+        return self._answer(FakeDashboard.jobs_now)
+
+    def groups(self) -> Any:
+        return self._answer(FakeDashboard.groups_now)
+
+    def nodes(self) -> Any:
+        return self._answer(NODES)
+
+    def free(self) -> Any:
+        return self._answer({"a": {"CPU": 8.0, "GPU": 4.0}, "b": {"CPU": 4.0, "GPU": 1.0}})
+
+
+class FakeRun:
+    """As much of a run folder as `status` reads."""
+
+    def __init__(self, state: str = "up") -> None:
+        self._state = state
+
+    def desired(self) -> Desired:
+        return Desired(self._state, 1)  # type: ignore[arg-type]
+
+    def artifact(self) -> Any:
+        return RayJobs().render(launch(n_gpus=4, n_nodes=2), "python", deployment())
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> type[FakeDashboard]:
+    monkeypatch.setattr(target_ray, "Dashboard", FakeDashboard)
+    monkeypatch.setattr(target_ray, "_FRESH_S", 0.0)
+    FakeDashboard.jobs_now, FakeDashboard.groups_now, FakeDashboard.fails = {}, {}, False
+    return FakeDashboard
+
+
+def launch(n_gpus: int = 0, n_nodes: int = 1) -> Launch:
+    changes: dict[str, Any] = {"n_nodes": n_nodes}
+    if n_gpus:
+        changes |= {"device": "cuda", "layout": spec.Parallel(tensor=n_gpus * n_nodes)}
+    plan: Plan = demo_plan("vllm", **changes)
+    return Launch("one", plan, ("http://10.0.0.9:1",), "/home-of/secrets/admin-token", listen="network")
+
+
+def placed(target: RayJobs, state: str = "up") -> Placement:
+    handle = Handle("ray", {"0": {"job": "j", "address": "http://head:8265"}})
+    return target.status(FakeRun(state), handle)["0"]  # type: ignore[arg-type]
+
+
+def test_a_job_and_its_placement_group_become_a_placement(cluster: type[FakeDashboard]) -> None:
+    target = RayJobs()
+    assert placed(target) == Placement("gone", "Ray does not know its job j")
+    cluster.jobs_now = {"j": Job("j", "PENDING")}
+    assert placed(target).state == "queued"
+    cluster.jobs_now = {"j": Job("j", "RUNNING")}
+    assert placed(target) == Placement("queued", "its driver starts")
+    cluster.groups_now = {"j": "PENDING", "other": "CREATED"}
+    why = "needs 2 node(s) with 4 GPU and 5 CPU free, 1 of 2 have it: 10.0.0.2 has 1 of 4"
+    assert placed(target) == Placement("queued", why)
+    cluster.groups_now = {"j": "CREATED"}
+    assert placed(target) == Placement("placed")
+    cluster.groups_now = {"j": "RESCHEDULING"}
+    assert placed(target).state == "broken"
+    cluster.jobs_now = {"j": Job("j", "FAILED", "Job failed, last logs:\npenstock: its first node ended with 1\n")}
+    assert placed(target) == Placement("gone", "its job has ended: penstock: its first node ended with 1")
+
+
+def test_a_job_stopped_by_others_is_final_and_one_that_we_stop_is_not(cluster: type[FakeDashboard]) -> None:
+    target = RayJobs()
+    cluster.jobs_now = {"j": Job("j", "STOPPED")}
+    assert placed(target) == Placement("gone", "its job was stopped", is_final=True)
+    assert not placed(target, "down").is_final
+    target._ending.add("j")
+    assert not placed(target).is_final
+
+
+def test_a_dashboard_that_is_away_leaves_its_last_word(cluster: type[FakeDashboard]) -> None:
+    target = RayJobs()
+    cluster.jobs_now, cluster.groups_now = {"j": Job("j", "RUNNING")}, {"j": "CREATED"}
+    assert placed(target) == Placement("placed")
+    cluster.fails = True
+    assert placed(target).state == "placed" and "does not answer" in str(placed(target).reason)
+    assert placed(RayJobs()).state == "placed", "who never heard of the cluster does not say that a job is gone"
+    cluster.fails, cluster.jobs_now = False, {}
+    assert placed(target).state == "gone"
+
+
+def test_a_cluster_that_is_too_small_is_told_with_all_else_that_is_wrong(cluster: type[FakeDashboard]) -> None:
+    wanted = deployment(
+        hardware={"nodes": 3, "gpus_per_node": 4},
+        engine={"executor": "ray"},
+        ray={"runtime_env": {"working_dir": "./here", "py_modules": ["s3://bucket/a.zip"]}},
+    )
+    found = {problem.path: problem for problem in RayJobs().check(wanted)}
+    assert set(found) == {"hardware.nodes", "engine.executor", "ray.runtime_env.working_dir"}
+    assert found["hardware.nodes"].message == "3 nodes with 4 GPUs, but the cluster has 2 alive"
+    (problem,) = RayJobs().check(deployment(hardware={"gpus_per_node": 8}))
+    assert problem == Problem(
+        "hardware.gpus_per_node",
+        "8, but the largest of 2 nodes has 4 GPUs for Ray",
+        "start Ray there with --num-gpus",
+    )
+    assert RayJobs().check(deployment(hardware={"nodes": 2, "gpus_per_node": 4})) == []
+
+
+def test_a_cluster_of_several_kinds_of_gpu_is_asked_for_the_one_of_the_file(cluster: type[FakeDashboard]) -> None:
+    mixed = [
+        RayNode(str(n), f"10.0.0.{n}", {"GPU": 4.0, f"accelerator_type:{kind}": 1.0}) for n, kind in enumerate("AB")
+    ]
+    named = [RayNode("7", "10.0.0.7", {"GPU": 8.0, "accelerator_type:H100": 1.0}), *mixed]
+    wanted = deployment(hardware={"gpu": "h100-sxm"})
+    assert _pin(wanted, named) == {"accelerator_type:H100": 0.001}
+    assert _pin(wanted, named[:1]) == {} == _pin(wanted, mixed) == _pin(deployment(), named)
+    machine = cpu_machine()
+    gpus = tuple(Gpu(n, "H100", 80, 3) for n in range(8))
+    given = _as_ray_gives(msgspec.structs.replace(machine, gpus=gpus), 2)
+    assert [(gpu.index, gpu.memory_free_bytes) for gpu in given.gpus] == [(0, 80), (1, 80)]
+
+
+def test_what_is_sent_keeps_the_users_environment_and_holds_no_secret() -> None:
+    block = {"python": "/opt/my env/python", "runtime_env": {"env_vars": {"A": "1"}, "pip": ["x"]}}
+    artifact = RayJobs().render(launch(n_gpus=4, n_nodes=2), "python", deployment(ray=block))
+    job, nodes = json.loads(artifact.files["job.json"]), json.loads(artifact.files["nodes.json"])
+    assert job["entrypoint"] == "exec '/opt/my env/python' -m penstock.ray_job drive {parcel}"
+    assert job["runtime_env"]["pip"] == ["x"] and job["runtime_env"]["py_modules"] == ["gcs://{package}"]
+    assert job["runtime_env"]["env_vars"]["A"] == "1"
+    assert int(job["runtime_env"]["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"]) > launch().plan.drain_s
+    assert nodes == {"n_nodes": 2, "bundle": {"GPU": 4.0, "CPU": 5.0}, "python": "/opt/my env/python"}
+    assert json.loads(artifact.files["launch.json"])["token_file"] == ""
+
+
+def test_the_bundled_model_is_found_where_the_package_is_unpacked() -> None:
+    folder = Path(ray_dashboard.__file__).parent / "demo_model"
+    told = launch()
+    model = {**msgspec.to_builtins(told.plan.model), "path": str(folder)}
+    plan = msgspec.structs.replace(told.plan, model=msgspec.convert(model, type(told.plan.model)))
+    rendered = RayJobs().render(msgspec.structs.replace(told, plan=plan), "python", deployment())
+    assert json.loads(rendered.files["launch.json"])["plan"]["model"]["path"] == "{penstock}/demo_model"
+
+
+def test_the_package_is_named_by_its_content() -> None:
+    name, data = package(with_model=False)
+    assert package(with_model=False) == (name, data) and name.startswith("_ray_pkg_") and name.endswith(".zip")
+    names = zipfile.ZipFile(io.BytesIO(data)).namelist()
+    assert "penstock/node.py" in names and "penstock/__init__.py" in names
+    assert not [found for found in names if "demo_model" in found or "__pycache__" in found or found.endswith(".so")]
+
+
+def test_free_resources_are_read_from_the_dashboards_words() -> None:
+    text = "2.0/8.0 CPU (1.0 used of 2.0 reserved in placement groups)\n0.0/4.0 GPU\n0B/19.82GiB memory"
+    assert _free(text) == {"CPU": 6.0, "GPU": 4.0}
+
+
+def test_a_shortage_names_nodes_that_are_too_small() -> None:
+    wanted = {"n_nodes": 1, "bundle": {"CPU": 9.0}}
+    assert _shortage(wanted, NODES, {"a": {"CPU": 1.0}, "b": {"CPU": 4.0}}) == (
+        "needs 1 node(s) with 8 CPU free, 0 of 2 have it: 10.0.0.1 has 1 of 8, 10.0.0.2 has 4 of 4"
+    )
+
+
+def test_frames_of_a_websocket_become_texts() -> None:
+    long = b"x" * 300
+    wire = b"\x81\x02ab" + b"\x01\x01c" + b"\x80\x01d" + b"\x89\x01p" + b"\x81\x7e\x01\x2c" + long + b"\x88\x00" + b"zz"
+    assert list(_frames(io.BytesIO(wire))) == ["ab", "cd", "x" * 300]
+    assert list(_frames(io.BytesIO(b""))) == []
+
+
+def test_the_job_on_the_cluster_needs_nothing_of_ours() -> None:
+    tree = ast.parse(Path(ray_job.__file__).read_text("utf-8"))
+    names = {
+        name.partition(".")[0]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in ([node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names])
+    }
+    assert names - sys.stdlib_module_names == {"ray"}

@@ -1,0 +1,203 @@
+"""What becomes of a deployment when Slurm, a user or the power takes its job: on a real Slurm."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+
+import pytest
+from hosts import Host
+from hosts_slurm import PROCTRACKS
+from slurm_cluster import Desk
+
+pytestmark = pytest.mark.hosts
+
+both = pytest.mark.parametrize("slurm", PROCTRACKS, indirect=True)
+
+
+def node_pids(desk: Desk, role: str) -> list[int]:
+    """Of processes of that role, as this machine outside numbers them."""
+    return [one.outer_pid for _, one in desk.marked() if one.env.get("PENSTOCK_ROLE") == role]
+
+
+@both
+def test_what_a_killed_node_leaves_is_swept_and_the_replica_comes_back(desk: Desk) -> None:
+    desk.up(desk.write(args={"child": True}))
+    job, engines = desk.job(), node_pids(desk, "engine")
+    assert engines
+    for pid in node_pids(desk, "node"):
+        os.kill(pid, signal.SIGKILL)
+    desk.wait(lambda: desk.job() != job and desk.replica()["state"] == "ready", "another job serves")
+    assert not set(engines) & set(node_pids(desk, "engine"))
+    assert f"its job {job} failed with code 137" in desk.call("status", "one")
+    assert desk.answer().startswith("1:tell 2:me")
+    desk.call("down", "one")
+    assert desk.left() == []
+
+
+def test_a_lost_node_of_two_ends_the_job_and_another_serves(desk: Desk) -> None:
+    desk.up(desk.write(hardware={"nodes": 2}, engine={"executor": "mp"}))
+    job = desk.job()
+    (further,) = [one.outer_pid for _, one in desk.marked() if one.argv[-2:] == ["--rank", "1"]]
+    os.kill(further, signal.SIGKILL)
+    desk.wait(lambda: desk.job() != job and desk.replica()["state"] == "ready", "another job serves", 90)
+    desk.call("down", "one")
+    assert desk.left() == []
+
+
+def test_a_job_that_is_cancelled_by_hand_stays_so(desk: Desk) -> None:
+    desk.up(desk.write())
+    job = desk.job()
+    desk.slurm.run(["scancel", str(job)])
+    desk.wait(lambda: desk.replica()["state"] == "failed", "status tells it")
+    assert desk.replica()["reason"] == f"its job {job} was cancelled by hand"
+    desk.slurm.wait_idle()
+    assert desk.status()["phase"] == "failed"
+    assert desk.slurm.run(["squeue", "-h"]) == ""
+    desk.call("down", "one")
+    assert desk.left() == []
+
+
+def test_a_full_queue_is_told_in_words_and_left_by_itself(desk: Desk) -> None:
+    blocker = desk.slurm.submit("#!/bin/sh\nexec sleep 300", "-N2", "--exclusive", "--time=5")
+    desk.slurm.wait(blocker, "RUNNING")
+    desk.up(desk.write(), "--no-wait")
+    desk.wait(lambda: "(Resources)" in (desk.replica().get("reason") or ""), "the reason is told")
+    row = desk.replica()
+    assert row["state"] == "queued"
+    assert "waits for nodes to become free" in row["reason"]
+    desk.wait(lambda: bool(desk.replica()["starts_at"]), "Slurm estimates the start")
+    desk.slurm.run(["scancel", str(blocker)])
+    desk.wait(lambda: desk.status()["phase"] == "ready", "it starts")
+    desk.call("down", "one")
+    assert desk.left() == []
+
+
+def test_a_preempted_replica_leaves_at_once_and_its_next_job_waits(desk: Desk) -> None:
+    desk.up(desk.write(hardware={"nodes": 2}, engine={"executor": "mp"}))
+    job = desk.job()
+    high = desk.slurm.submit("#!/bin/sh\nexec sleep 300", "-N2", "--exclusive", "-p", "high")
+    desk.slurm.wait(high, "RUNNING", timeout_s=60)
+    desk.wait(lambda: desk.replica()["state"] == "queued", "its next job is in the queue")
+    assert [host for host, one in desk.marked() if one.env.get("PENSTOCK_ROLE") in ("node", "engine")] == []
+    assert f"its job {job} was told to end by Slurm: preempted" in desk.call("status", "one")
+    desk.slurm.run(["scancel", str(high)])
+    desk.wait(lambda: desk.status()["phase"] == "ready", "it serves again", 60)
+    assert desk.answer().startswith("1:tell 2:me")
+    desk.call("down", "one")
+    assert desk.left() == []
+
+
+def test_a_requeued_job_is_the_same_replica(desk: Desk) -> None:
+    desk.up(desk.write())
+    job = desk.job()
+    desk.slurm.run(["scontrol", "requeue", str(job)])
+    told = f"job {job} was requeued: its earliest start has not come"
+    desk.wait(lambda: told in (desk.replica()["reason"] or ""), "it is queued again, and says why")
+    desk.slurm.run(["scontrol", "update", f"jobid={job}", "starttime=now"])  # else two minutes
+    desk.wait(lambda: desk.status()["phase"] == "ready", "it serves again", 60)
+    assert desk.job() == job
+    assert desk.answer().startswith("1:tell 2:me")
+    desk.call("down", "one")
+    assert desk.left() == []
+
+
+def test_a_node_without_power_gives_its_replica_to_another(desk: Desk) -> None:
+    desk.up(desk.write())
+    job = desk.job()
+    where: Host = desk.slurm.hosts[desk.slurm.job(job)["NodeList"]]
+    where.kill()
+    desk.wait(lambda: desk.replica()["state"] == "queued", "Slurm has noticed", 90)
+    desk.slurm.run(["scontrol", "update", f"jobid={job}", "starttime=now"])
+    desk.wait(lambda: desk.status()["phase"] == "ready", "the other node serves", 60)
+    assert desk.slurm.job(desk.job())["NodeList"] != where.name
+    assert desk.answer().startswith("1:tell 2:me")
+    desk.call("down", "one")
+    assert desk.left() == []
+
+
+def test_before_the_time_limit_a_successor_takes_over(desk: Desk) -> None:
+    desk.up(desk.write(slurm={"time": "2", "successor_s": 112}))
+    first = desk.job()
+
+    def is_taken_over() -> bool:
+        assert desk.answer().startswith("1:tell 2:me"), "no request is lost meanwhile"
+        return [row["replica"] for row in desk.status()["replicas"]] == ["1"]
+
+    desk.wait(is_taken_over, "the successor is alone", 60)
+    assert desk.slurm.wait(first, "COMPLETED")["ExitCode"] == "0:0"
+    events = desk.call("logs", "one", "--part", "events")
+    assert "replica leaving" in events
+    assert desk.status()["phase"] == "ready"
+    desk.call("down", "one")
+    assert desk.left() == []
+
+
+def until_saved(desk: Desk, job: int) -> None:
+    """Until slurmctld would know this job again: it writes its state seconds after it said yes."""
+    began = time.time()
+    desk.slurm.run(["scontrol", "update", f"JobId={job}", "Comment=kept"])
+    saved = ["stat", "-c", "%.Y", "/var/tmp/slurmctld/job_state"]
+    desk.wait(lambda: float(desk.slurm.login.run(saved).stdout) > began, "its state is saved", 30)
+
+
+def test_a_slurmctld_that_is_away_loses_nothing(desk: Desk) -> None:
+    desk.up(desk.write())
+    job = desk.job()
+    (controller,) = [one for one in desk.slurm.login.processes() if one.argv[:1] == ["slurmctld"]]
+    until_saved(desk, job)
+    os.kill(controller.outer_pid, signal.SIGKILL)
+    try:
+        assert desk.answer().startswith("1:tell 2:me")
+        desk.wait(lambda: "Slurm does not answer" in (desk.replica()["reason"] or ""), "status tells it", 60)
+        assert desk.status()["phase"] == "ready"
+    finally:
+        desk.slurm.login.run(["setsid", "--fork", "slurmctld", "-i"], check=False)
+    desk.wait(lambda: desk.replica()["reason"] is None, "it is back", 60)
+    assert desk.job() == job
+    assert desk.replica()["n_restarts"] == 0
+    desk.call("down", "one")
+    assert desk.left() == []
+
+
+def test_what_the_cluster_does_not_have_is_refused_before_anything_is_sent(desk: Desk) -> None:
+    def refused(**block: object) -> str:
+        code, _, err = desk.ask("up", desk.write(slurm=block))
+        assert code == 2, err
+        return err
+
+    assert 'there is no partition "mian" (did you mean "main"?)' in refused(partition="mian")
+    told = refused(gres="gpu:a100:9", time="3-0", nodelist="node1")
+    assert 'no node of this partition has GPUs of type "a100" (did you mean "h100"?)' in told
+    assert '"3-0" is above the 1d00h of partition "main"' in told
+    assert "9 GPUs a node" in refused(gres="gpu:h100:9")
+    assert "sbatch refuses it" in refused(directives=["licenses=none-such"])
+    code, _, err = desk.ask("up", desk.write(hardware={"nodes": 3}))
+    assert (code, "3 nodes a replica" in err) == (2, True)
+    assert not list(desk.home.glob(".penstock/runs/one"))
+
+
+SURVEY = """
+import json, sys
+from pathlib import Path
+import msgspec
+from penstock import spec, targets
+found = targets.load("slurm").survey(spec.load(Path(sys.argv[1])), ["-c", "print({rank})"], float(sys.argv[2]))
+print(json.dumps(msgspec.to_builtins(found)))
+"""
+
+
+def test_a_survey_asks_every_node_or_says_that_none_is_free(desk: Desk) -> None:
+    file = desk.write(hardware={"nodes": 2})
+    told = json.loads(desk.python(SURVEY, file, "20"))
+    assert [(one["host"], one["exit_code"], one["out"]) for one in told] == [("node1", 0, "0\n"), ("node2", 0, "1\n")]
+    blocker = desk.slurm.submit("#!/bin/sh\nexec sleep 300", "-N2", "--exclusive", "--time=5")
+    desk.slurm.wait(blocker, "RUNNING")
+    (one,) = json.loads(desk.python(SURVEY, file, "4"))
+    assert one["exit_code"] is None
+    assert "no node free within 4 s" in one["err"]
+    desk.slurm.run(["scancel", str(blocker)])
+    desk.slurm.wait_idle()
+    assert desk.left() == []

@@ -1,0 +1,113 @@
+"""A gateway in a job of its own, on a real Slurm: it is found wherever it is, comes back elsewhere, leaves nothing."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hosts_slurm import PROCTRACKS
+from slurm_cluster import ENV, Desk
+from test_slurm_remote import Laptop
+
+pytestmark = pytest.mark.hosts
+
+both = pytest.mark.parametrize("slurm", PROCTRACKS, indirect=True)
+JOB = {"on": "job", "auth": "keys", "hold_s": 30}
+
+
+def up(desk: Desk, file: str, *words: str) -> str:
+    """The key that the first `up` shows."""
+    desk.names.append("one")
+    key = re.search(r"sk-\S+", desk.call("up", file, *words))
+    assert key is not None
+    return key.group()
+
+
+def answer(desk: Desk, key: str) -> str:
+    argv = [sys.executable, "-m", "penstock", "chat", "one", "-m", "tell me a story", "--max-tokens", "8"]
+    return desk.slurm.login.run(argv, env={**ENV, "OPENAI_API_KEY": key}, timeout_s=60).stdout.strip()
+
+
+def address(desk: Desk) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((desk.run_path() / "gateway" / "address.json").read_text("utf-8"))
+    return found
+
+
+@both
+def test_a_gateway_in_a_job_serves_comes_back_and_leaves_nothing(desk: Desk) -> None:
+    key = up(desk, desk.write(gateway=JOB))
+    assert answer(desk, key).startswith("1:tell 2:me")
+    first = address(desk)
+    status = desk.status()
+    assert (status["url"], status["gateway"]["state"]) == (f"http://{first['listen']}", "running")
+    assert re.search(rf"gateway +running +- +0 +job {first['job']} on node", desk.call("status", "one"))
+    assert [host for host, one in desk.marked() if one.env.get("PENSTOCK_ROLE") == "gateway"] != ["login"]
+    made = desk.call("keys", "create", "--name", "ada", "--deployment", "one")
+    assert answer(desk, re.search(r"sk-\S+", made).group()).startswith("1:tell")  # type: ignore[union-attr]
+
+    desk.slurm.run(["scancel", first["job"]])
+    desk.wait(lambda: address(desk)["job"] != first["job"], "another job tells its address", 60)
+    assert answer(desk, key).startswith("1:tell 2:me")
+    desk.wait(lambda: desk.status()["phase"] == "ready", "it is ready again")
+    assert desk.status()["gateway"]["n_restarts"] == 1
+    assert desk.replica()["n_restarts"] == 0
+    desk.call("down", "one")
+    assert desk.left() == []
+    assert desk.slurm.job(int(address(desk)["job"]))["JobState"] == "COMPLETED", "it drained"
+
+
+def test_before_its_time_is_over_the_gateway_moves_to_another_job(desk: Desk) -> None:
+    """The replica's job has the same limit, but its successor is sent much later."""
+    key = up(desk, desk.write(gateway={**JOB, "drain_s": 2}, slurm={"time": "10"}))
+    first = address(desk)
+    desk.slurm.run(["scontrol", "update", f"jobid={first['job']}", "timelimit=1"])
+    desk.wait(lambda: address(desk)["job"] != first["job"], "the next tells its address", 60)
+    assert answer(desk, key).startswith("1:tell 2:me")
+    desk.wait(lambda: desk.slurm.job(int(first["job"]))["JobState"] == "COMPLETED", "the first has drained", 60)
+    assert answer(desk, key).startswith("1:tell 2:me")
+    assert desk.status()["gateway"]["n_restarts"] == 0
+    desk.call("down", "one")
+    assert desk.left() == []
+
+
+def test_a_gateway_that_waits_is_told_and_down_ends_it(desk: Desk) -> None:
+    blocker = desk.slurm.submit("#!/bin/sh\nexec sleep 300", "-N2", "--exclusive", "--time=5")
+    desk.slurm.wait(blocker, "RUNNING")
+    desk.names.append("one")
+    desk.call("up", desk.write(gateway=JOB), "--no-wait")
+    desk.wait(lambda: desk.status()["gateway"]["state"] == "queued", "its job is in the queue")
+    assert desk.status()["url"] is None
+    assert "address  none yet: its gateway waits" in desk.call("status", "one")
+    code, _, said = desk.ask("chat", "one", "-m", "x")
+    assert (code, 'the gateway of "one" has no address yet' in said) == (1, True), said
+    desk.call("down", "one")
+    desk.slurm.run(["scancel", str(blocker)])
+    desk.slurm.wait_idle()
+    assert desk.left() == []
+
+
+def test_from_a_laptop_the_tunnel_leads_to_the_job(desk: Desk, tmp_path: Path) -> None:
+    laptop = Laptop(desk, tmp_path)
+    desk.names.append("one")
+    done = laptop.call("up", laptop.write(), "--set", "gateway.on=job", "--set", "gateway.auth=keys")
+    assert done.returncode == 0, done
+    found = re.search(r"sk-\S+", done.stdout)
+    assert found is not None
+    laptop.env["OPENAI_API_KEY"] = found.group()
+    assert laptop.call("chat", "one", "-m", "tell me a story", "--max-tokens", 8).stdout.startswith("1:tell 2:me")
+    assert laptop.call("down").returncode == 0
+    assert desk.left() == []
+
+
+def test_without_keys_it_is_refused(desk: Desk) -> None:
+    code, _, said = desk.ask("up", desk.write(gateway={"on": "job"}))
+    file = desk.write(target="local", gateway=JOB, slurm={})
+    assert '"job" is for target slurm' in desk.ask("up", file)[2]
+    assert code == 2
+    assert "gateway.auth" in said
+    assert "set gateway.auth: keys, or on: login" in said
+    assert desk.left() == []

@@ -1,0 +1,134 @@
+"""The batch script, byte by byte, for the shipped examples; and the words that may not stand in it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from penstock import slurm_script, spec, targets
+from penstock.plan import ModelFacts, Need, Plan
+from penstock.spec import Deployment, Parallel
+from penstock.target_blocks import Slurm
+from penstock.targets import Launch
+from penstock.units import GIB
+
+ROOT = Path(__file__).parent.parent
+GOLDEN = Path(__file__).parent / "golden" / "slurm"
+EXAMPLES = sorted((ROOT / "examples").glob("slurm-*.yaml"))
+RUN = "/home/ada/.penstock/runs/"
+
+
+def planned(deployment: Deployment) -> Plan:
+    """A plan with the file's layout, as `up` makes it of a model that is here."""
+    layout = deployment.parallel if isinstance(deployment.parallel, Parallel) else Parallel()
+    model = ModelFacts(deployment.model, "/shared/models/x", "safetensors", "LlamaForCausalLM", 141 * GIB, 30, 80, 8192,
+                       64, 8, 128, 128256, 131072)  # fmt: skip
+    return Plan(
+        deployment=deployment.name,
+        served_names=(deployment.name,),
+        model=model,
+        engine="vllm",
+        engine_version="0.33.0",
+        device="cuda" if deployment.hardware.gpus_per_node else "cpu",
+        layout=layout,
+        executor="ray" if deployment.engine.executor == "ray" else "mp",
+        max_model_len=deployment.engine.max_model_len or 4096,
+        max_num_seqs=8,
+        need=Need(141 * GIB, 40 * GIB, GIB),
+        n_threads=7,
+        gpu_memory_utilization=0.92,
+        args={},
+        env={},
+        start_timeout_s=3600.0,
+        stall_s=60.0,
+        drain_s=deployment.engine.drain_s,
+        n_nodes=deployment.hardware.nodes,
+    )
+
+
+def script(deployment: Deployment) -> str:
+    return slurm_script.render(deployment, planned(deployment), RUN + deployment.name, "/usr/bin/python3")
+
+
+@pytest.mark.parametrize("file", EXAMPLES, ids=lambda path: path.stem)
+def test_the_script_of_an_example_is_the_golden_one(file: Path) -> None:
+    """After a change that is meant: PENSTOCK_WRITE_GOLDEN=1 writes them anew, and the diff is read."""
+    told = script(spec.load(file))
+    golden = GOLDEN / f"{file.stem}.sh"
+    if os.environ.get("PENSTOCK_WRITE_GOLDEN"):
+        golden.parent.mkdir(exist_ok=True)
+        golden.write_text(told, "utf-8")
+    assert told == golden.read_text("utf-8")
+
+
+@pytest.mark.parametrize("file", EXAMPLES, ids=lambda path: path.stem)
+def test_a_shell_can_read_the_script(file: Path) -> None:
+    subprocess.run(["bash", "-n"], input=script(spec.load(file)), text=True, check=True)
+
+
+def test_an_artifact_holds_script_and_launch_and_no_secret() -> None:
+    deployment = spec.load(EXAMPLES[0])
+    launch = Launch(deployment.name, planned(deployment), ("http://10.0.0.1:1",), RUN + "x/secrets/admin-token")
+    artifact = targets.load("slurm").render(launch, "/usr/bin/python3", deployment)
+    assert set(artifact.files) == {"job.sh", "launch.json"}
+    assert artifact.argv[:2] == ("sbatch", "--parsable")
+    assert artifact.argv[-3:] == (RUN + "x/artifact/job.sh", "{replica}", "{launch}")
+
+
+def refused(**block: object) -> list[str]:
+    deployment = Deployment("m", "one", "slurm", slurm=msgspec.convert(block, Slurm))
+    return [f"{problem.path}: {problem.message}" for problem in slurm_script.problems(deployment, RUN + "one")]
+
+
+@pytest.mark.parametrize(
+    ("block", "words"),
+    [
+        ({"partition": "gpu\n#SBATCH --uid=0"}, "slurm.partition: 'gpu\\n#SBATCH --uid=0' cannot stand"),
+        ({"account": 'a"b'}, "slurm.account"),
+        ({"qos": "a b"}, "slurm.qos"),
+        ({"time": "soon"}, 'slurm.time: "soon" is no time'),
+        ({"memory": "lots"}, 'slurm.memory: "lots" is no size'),
+        ({"modules": ["cuda\nrm -rf /"]}, "slurm.modules"),
+        ({"prologue": ["export A=1\nexport B=2"]}, "slurm.prologue"),
+        ({"venv": "/x\n"}, "slurm.venv"),
+        ({"directives": ["output=/tmp/x"]}, 'slurm.directives: "output" is set by penstock'),
+        ({"directives": ["--mem=3G"]}, 'slurm.directives: "mem" has a field of its own'),
+        ({"directives": ["mail-type=END\n"]}, "slurm.directives"),
+        ({"successor_s": -1}, "slurm.successor_s: -1 is below 0"),
+        ({"cpus_per_node": 0}, "slurm.cpus_per_node: 0 is below 1"),
+    ],
+)
+def test_a_word_that_would_be_another_line_is_refused(block: dict[str, object], words: str) -> None:
+    (told,) = refused(**block)
+    assert told.startswith(words)
+
+
+def test_good_words_are_taken() -> None:
+    assert refused(partition="gpu,gpu-long", constraint="h100&ib", time="1-12:30", memory="64G", gres="gpu:h100:4",
+                   directives=["--reservation=x", "no-requeue", "mail-user=a@b.c"]) == []  # fmt: skip
+
+
+def test_a_run_folder_that_a_script_cannot_name_is_refused() -> None:
+    (problem,) = slurm_script.problems(Deployment("m", "one", "slurm"), "/home/a$b/runs/one")
+    assert "PENSTOCK_HOME" in str(problem.hint)
+
+
+def test_a_job_on_the_cpu_asks_for_its_memory_and_one_on_gpus_for_those() -> None:
+    on_cpu = Deployment("m", "one", "slurm")
+    assert slurm_script.needs_of(planned(on_cpu), Slurm()) == slurm_script.Needs(0, 7, 182 * 1024 * 5 // 4 + 1024)
+    on_gpus = spec.load(ROOT / "examples" / "slurm-405b.yaml")
+    assert slurm_script.needs_of(planned(on_gpus), Slurm()) == slurm_script.Needs(4, 16, None)
+    assert slurm_script.needs_of(planned(on_gpus), Slurm(exclusive=True)) == slurm_script.Needs(4, None, 0)
+    assert slurm_script.needs_of(planned(on_gpus), Slurm(gres="gpu:h100:4")).gpus == 0
+
+
+def test_the_drain_before_the_limit_leaves_most_of_a_short_one() -> None:
+    short = Deployment("m", "one", "slurm", slurm=Slurm(time="2"))
+    lines = slurm_script.directives(short, slurm_script.Needs(0, 1, None), RUN)
+    assert "signal=INT@30" in lines
+    long = Deployment("m", "one", "slurm", slurm=Slurm(time="4:00:00"))
+    assert "signal=INT@140" in slurm_script.directives(long, slurm_script.Needs(0, 1, None), RUN)

@@ -1,0 +1,132 @@
+"""What a cluster has, read from scontrol, and what is refused with words that lead to what there is."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock import slurm_site, spec
+from penstock.slurm_site import Site, expand, parse_gres
+
+PARTITIONS = """\
+PartitionName=cpu AllowGroups=ALL Default=YES MaxNodes=UNLIMITED MaxTime=1-00:00:00 Nodes=c[1-2] State=UP
+PartitionName=gpu AllowGroups=ALL Default=NO MaxNodes=2 MaxTime=12:00:00 Nodes=g[1-3],old1 State=UP
+PartitionName=long AllowGroups=ALL Default=NO MaxNodes=UNLIMITED MaxTime=UNLIMITED Nodes=g[1-3] State=UP
+PartitionName=closed AllowGroups=ALL Default=NO MaxNodes=UNLIMITED MaxTime=UNLIMITED Nodes=g1 State=DOWN
+"""
+NODE = (
+    "NodeName={name} Arch=x86_64 CPUAlloc=0 CPUEfctv={cpus} CPUTot={cpus} AvailableFeatures={features} "
+    "ActiveFeatures={features} Gres={gres} NodeAddr={name} Version=22.05.8 OS=Linux 6.1 #1 SMP "
+    "RealMemory=512000 AllocMem=0 FreeMem=1 State={state} Partitions={partitions} CfgTRES=cpu=8\n"
+)
+
+
+def node(name: str, gres: str, partitions: str, state: str = "IDLE", features: str = "(null)", cpus: int = 64) -> str:
+    return NODE.format(name=name, gres=gres, partitions=partitions, state=state, features=features, cpus=cpus)
+
+
+NODES = (
+    node("c1", "(null)", "cpu") + node("c2", "(null)", "cpu", cpus=32)
+    + node("g1", "gpu:h100:4(S:0-1)", "gpu,long,closed", features="ib,h100")
+    + node("g2", "gpu:h100:4(S:0-1)", "gpu,long", "MIXED", features="ib,h100")
+    + node("g3", "gpu:h100:4(S:0-1)", "gpu,long", "IDLE+DRAIN", features="h100")
+    + node("old1", "gpu:v100:2", "gpu")
+)  # fmt: skip
+
+
+def site() -> Site:
+    return slurm_site.parse(PARTITIONS, NODES)
+
+
+def told(**fields: object) -> list[str]:
+    raw = {"model": "m/x", "target": "slurm", **fields}
+    return [str(problem) for problem in slurm_site.problems(site(), spec.from_mapping(raw))]
+
+
+GPUS = {"gpu": "h100-sxm", "gpus_per_node": 4}
+
+
+def test_a_good_request_is_not_refused() -> None:
+    assert (
+        told(hardware={**GPUS, "nodes": 2}, slurm={"partition": "gpu", "gres": "gpu:h100:4", "time": "12:00:00"}) == []
+    )
+    assert told(hardware={**GPUS, "nodes": 3}, slurm={"partition": "long", "time": "7-0"}) == []
+    assert told(engine={"kind": "vllm"}) == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"slurm": {"partition": "gpus"}}, 'slurm.partition: there is no partition "gpus" (did you mean "gpu"?)'),
+        ({"slurm": {"partition": "x"}}, 'there is no partition "x" (there are: cpu, gpu, long, closed)'),
+        (
+            {"hardware": GPUS, "slurm": {"partition": "gpu", "time": "1-0", "gres": "gpu:h100:4"}},
+            'slurm.time: "1-0" is above the 12h00m of partition "gpu" (partitions that allow it: cpu, long)',
+        ),
+        (
+            {"hardware": {"gpu": "h100-sxm"}, "slurm": {"partition": "gpu", "gres": "gpu:h200:4"}},
+            'no node of this partition has GPUs of type "h200" (did you mean "h100"?)',
+        ),
+        (
+            {"hardware": {"gpu": "h100-sxm", "gpus_per_node": 8}, "slurm": {"partition": "long"}},
+            'hardware.gpus_per_node: 8 GPUs a node, but of the nodes of partition "long" the most is 4 on g3',
+        ),
+        (
+            {"hardware": {"gpus_per_node": 1}, "engine": {"kind": "vllm"}},
+            'hardware.gpus_per_node: 1 GPUs a node, but of the nodes of partition "cpu" they have none',
+        ),
+        (
+            {"hardware": {**GPUS, "nodes": 3}, "slurm": {"partition": "gpu", "gres": "gpu:h100:4"}},
+            'hardware.nodes: 3 nodes a replica, but partition "gpu" gives 2 of that kind',
+        ),
+        (
+            {"hardware": GPUS, "slurm": {"partition": "long", "constraint": "a100"}},
+            'slurm.constraint: no node of partition "long" has what constraint and nodelist ask for (features',
+        ),
+        (
+            {"hardware": GPUS, "slurm": {"partition": "gpu"}},
+            "slurm.gres: nodes have GPUs of several kinds: h100, v100 (example: gres: gpu:h100:4)",
+        ),
+        (
+            {"slurm": {"partition": "long"}},
+            "hardware.gpu: is missing: Slurm tells of its GPUs only the type h100 (one of h100-pcie, h100-sxm)",
+        ),
+        ({"slurm": {"memory": "600G"}}, 'slurm.memory: "600G", but no node has more than 512000M'),
+        ({"slurm": {"cpus_per_node": 65}}, "slurm.cpus_per_node: 65, but no node has more than 64"),
+        (
+            {"hardware": GPUS, "slurm": {"partition": "closed"}},
+            'slurm.partition: partition "closed" is not up (see sinfo)',
+        ),
+    ],
+)
+def test_what_there_is_not_is_refused_with_what_there_is(fields: dict[str, object], words: str) -> None:
+    (problem,) = told(**fields)
+    assert words in problem
+
+
+def test_all_problems_come_together() -> None:
+    block = {"partition": "gpu", "time": "2-0", "gres": "gpu:tpu:1", "cpus_per_node": 100}
+    assert len(told(hardware={"gpu": "h100-sxm"}, slurm=block)) == 2
+
+
+def test_machines_are_those_that_a_job_may_get() -> None:
+    raw = {"model": "m/x", "target": "slurm", "hardware": GPUS, "slurm": {"partition": "long", "memory": "100G"}}
+    found = slurm_site.machines(site(), spec.from_mapping(raw), {"vllm": "0.33.0"})
+    assert [machine.host for machine in found] == ["g1", "g2"], "a drained node is not counted on"
+    assert len(found[0].gpus) == 4
+    assert found[0].gpus[0].memory_bytes > 79 * 2**30
+    assert found[0].memory_free_bytes == 100 * 2**30
+    assert found[0].versions == {"vllm": "0.33.0"}
+
+
+def test_without_a_site_the_file_is_believed() -> None:
+    raw = {"model": "m/x", "target": "slurm", "hardware": {**GPUS, "nodes": 2}}
+    found = slurm_site.machines(None, spec.from_mapping(raw), {})
+    assert [len(machine.gpus) for machine in found] == [4, 4]
+
+
+def test_gres_and_node_lists() -> None:
+    assert parse_gres("gpu:h100:4(S:0,1),shard:8,gpu:2") == [("gpu", "h100", 4), ("shard", "", 8), ("gpu", "", 2)]
+    assert parse_gres("(null)") == []
+    assert expand("a[1-2,07]x,b") == ["a1x", "a2x", "a07x", "b"]
+    assert expand("r[1-2]n[1-2]") == ["r1n1", "r1n2", "r2n1", "r2n2"]
+    assert expand("") == []

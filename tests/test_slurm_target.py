@@ -1,0 +1,59 @@
+"""Deployments on a real Slurm: jobs are placed, grow, drain and end, and leave nothing, however they end."""
+
+from __future__ import annotations
+
+import pytest
+from hosts_slurm import PROCTRACKS
+from slurm_cluster import Desk
+
+pytestmark = pytest.mark.hosts
+
+both = pytest.mark.parametrize("slurm", PROCTRACKS, indirect=True)
+
+
+CONFORMANCE = """
+import sys, time
+from pathlib import Path
+from penstock import deploy, runs, spec, targets
+from penstock.runs import Draft
+from penstock.targets import Launch
+from penstock.testing.conformance import check_target
+prepared = deploy.prepare(spec.load(Path(sys.argv[1])))
+settings = {"listen": "127.0.0.1:1", "admin": "127.0.0.1:1"}
+run = runs.create(Draft(prepared.deployment, prepared.plan, prepared.artifact, settings, "token"), time.time())
+launch = Launch("one", prepared.plan, ("http://127.0.0.1:1",), str(run.admin_token_file), listen="network")
+check_target(targets.load("slurm"), run, launch, sys.executable, settle_s=20.0)
+"""
+
+
+@both
+def test_target_keeps_its_contract(desk: Desk) -> None:
+    desk.python(CONFORMANCE, desk.write(), timeout_s=120)
+    assert desk.left() == []
+
+
+@both
+def test_a_deployment_comes_up_scales_and_leaves_nothing(desk: Desk) -> None:
+    desk.up(desk.write())
+    assert desk.answer().startswith("1:tell 2:me")
+    desk.call("scale", "one", 2)
+    status = desk.status()
+    assert [row["state"] for row in status["replicas"]] == ["ready", "ready"]
+    assert all(row["ends_at"] > status["observed_at"] for row in status["replicas"])
+    assert "GET /health" in desk.call("logs", "one", "--replica", 1)
+    desk.call("scale", "one", 1)
+    assert [row["replica"] for row in desk.status()["replicas"]] == ["0"]
+    desk.call("down", "one")
+    assert desk.left() == []
+    job = desk.slurm.job(desk.job())
+    assert job["JobState"] == "COMPLETED", "it ended by itself, and was not cancelled"
+
+
+@both
+def test_two_nodes_make_one_replica(desk: Desk) -> None:
+    desk.up(desk.write(hardware={"nodes": 2}, engine={"executor": "mp"}))
+    told = desk.replica()["announcement"]["nodes"]
+    assert [node["host"] for node in told] == ["node1", "node2"]
+    assert desk.answer().startswith("1:tell 2:me")
+    desk.call("down", "one", "--now")
+    assert desk.left() == []

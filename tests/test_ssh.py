@@ -1,0 +1,194 @@
+"""The parts of target ssh that need no host: names, words, places, the bundle, what is known of a host."""
+
+from __future__ import annotations
+
+import io
+import tarfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import penstock
+from penstock.announce import Process
+from penstock.ssh import bundle, watch
+from penstock.ssh.bundle import HostPython
+from penstock.ssh.placing import assign
+from penstock.ssh.program import Done, HostError, Ssh, control_folder, is_legal, reading, short_name
+from penstock.ssh.watch import Look, Watch
+
+BOOT = "5a1c3c60-3d6b-4c54-9e0c-5a3f1d2b7e11"
+
+
+@pytest.mark.parametrize(
+    "host", ["node1", "me@node1", "me.too@10.0.0.1", "ssh://me@node1:2222", "ssh://[fe80::1%eth0]:22", "a-b.example"]
+)
+def test_what_ssh_takes_for_a_host(host: str) -> None:
+    assert is_legal(host)
+
+
+@pytest.mark.parametrize(
+    "host", ["", "-oProxyCommand=x", "-l", "me@-oX", "a b", "a;b", "$(x)", "a\nb", "node1\n", "@a", "a@", "`x`"]
+)
+def test_what_is_refused_as_a_host(host: str) -> None:
+    assert not is_legal(host)
+
+
+def test_a_host_is_named_without_its_user() -> None:
+    assert [short_name(host) for host in ("me@a", "ssh://me@b:22", "c")] == ["a", "b:22", "c"]
+
+
+@pytest.mark.parametrize(
+    ("complaint", "meaning"),
+    [
+        ("ssh: Could not resolve hostname nope: Name or service not known", "there is no such host"),
+        ("ssh: connect to host a port 22: Connection refused", "nothing listens for ssh there"),
+        ("ssh: connect to host a port 22: Connection timed out", "it does not answer"),
+        ("me@a: Permission denied (publickey).", "it refuses our key"),
+        ("@@@@\nWARNING: REMOTE HOST IDENTIFICATION HAS CHANGED!\nHost key verification failed.", "not the one"),
+        ("No ED25519 host key is known for a\nHost key verification failed.", "its host key is not known"),
+        ("cat: write error: No space left on device", "its disk is full"),
+        ("first\nsomething new", "something new"),
+        ("", "ssh said nothing"),
+    ],
+)
+def test_complaints_are_read(complaint: str, meaning: str) -> None:
+    assert meaning in reading(complaint)[0]
+
+
+def test_one_node_replicas_go_round_the_hosts() -> None:
+    placed = assign(["a", "b"], 1, ["0", "1", "2"], {})
+    assert placed == {"0": ("a",), "1": ("b",), "2": ("a",)}
+
+
+def test_a_new_replica_takes_what_is_least_used_and_the_others_stay() -> None:
+    assert assign(["a", "b", "c"], 1, ["1", "3"], {"1": ["b"], "2": ["c"]}) == {"1": ("b",), "3": ("a",)}
+
+
+def test_replicas_of_two_nodes_take_hosts_in_order() -> None:
+    placed = assign(["a", "b", "c", "d"], 2, ["0", "1", "2"], {})
+    assert placed == {"0": ("a", "b"), "1": ("c", "d"), "2": ("a", "b")}
+    assert assign(["a", "b", "c"], 2, ["0", "1"], {}) == {"0": ("a", "b"), "1": ("a", "c")}
+
+
+def test_a_command_line_holds_no_option_of_the_user_and_asks_for_nothing(tmp_path: Path) -> None:
+    argv = Ssh("/x/config", "0badcafe").argv("me@node1")
+    assert argv[:3] == ["ssh", "-F", "/x/config"] and argv[-2:] == ["--", "me@node1"]
+    assert "BatchMode=yes" in argv
+    # ssh adds 40 letters for %C and 17 of its own to the path of a socket, which has 107 bytes at most.
+    assert len(str(control_folder("0123456789ab"))) + 1 + 40 + 17 < 107
+
+
+def python(**fields: Any) -> HostPython:
+    import sys
+    import sysconfig
+
+    ours = f"{sys.version_info[0]}.{sys.version_info[1]}.0"
+    known: dict[str, Any] = {"platform": sysconfig.get_platform(), "libc": "glibc 2.17", **fields}
+    return HostPython(fields.get("version", ours), sys.implementation.name, known["platform"], known["libc"])
+
+
+def test_only_what_a_host_lacks_is_brought() -> None:
+    assert bundle.lacking({}) == ["msgspec", "psutil", "PyYAML"]
+    assert bundle.lacking({"msgspec": "0.19.0", "psutil": "5.9.8", "PyYAML": "6.0.2"}) == ["psutil"]
+
+
+def test_compiled_files_go_only_to_a_python_like_ours() -> None:
+    assert bundle.is_like_ours(python())
+    assert not bundle.is_like_ours(python(version="3.19.1"))
+    assert not bundle.is_like_ours(python(platform="linux-s390x"))
+    assert not bundle.is_like_ours(python(libc=""))
+
+
+def test_a_bundle_is_an_installed_package_named_by_its_bytes(tmp_path: Path) -> None:
+    small = tmp_path / "x.py"
+    small.write_text("X = 1\n")
+    members = [("penstock/x.py", small)]
+    key = bundle.key_of(members)
+    assert key.startswith(f"{penstock.__version__}-") and key == bundle.key_of(members)
+    with tarfile.open(fileobj=io.BytesIO(bundle.tarball(members))) as archive:
+        assert archive.getnames()[0] == "penstock/x.py"
+        assert f"penstock-{penstock.__version__}.dist-info/METADATA" in archive.getnames()
+    small.write_text("X = 2\n")
+    assert bundle.key_of(members) != key
+
+
+def test_our_own_files_are_in_the_bundle(tmp_path: Path) -> None:
+    names = [name for name, _ in bundle.contents(python(), tmp_path)]
+    assert {"penstock/node.py", "penstock/remote_node.py", "penstock/demo_model/config.json"} <= set(names)
+    assert [name for name in names if name.startswith("msgspec/")] and not [n for n in names if n.endswith(".pyc")]
+
+
+class FakeSsh(Ssh):
+    """A host that prints what it is told to, or cannot be reached."""
+
+    def __init__(self, *answers: str) -> None:
+        self.answers = list(answers)
+
+    def run(self, host: str, words: Sequence[str], given: bytes = b"", timeout_s: float = 30.0) -> Done:
+        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        if answer == "away":
+            raise HostError(
+                host, f"{host} cannot be reached over ssh: it does not answer", detail=None, hint=None, is_away=True
+            )
+        return Done(0, answer.encode(), "")
+
+
+def stat(pid: int, name: str = "python", state: str = "S", ticks: int = 4200) -> str:
+    return f"{pid} ({name}) {state} 1 {pid} {pid} 0 -1 4194560 1 0 0 0 1 1 0 0 20 0 1 0 {ticks} 1000 1 184467"
+
+
+def test_processes_are_told_by_their_start_and_zombies_are_dead() -> None:
+    lines = [BOOT, stat(7), stat(8, "a (b) c", ticks=500), stat(9, state="Z"), "."]
+    boot, started = watch.alive(FakeSsh("\n".join(lines) + "\n"), "a", [7, 8, 9])
+    assert boot == BOOT
+    assert started == {7: 42.0, 8: 5.0}
+
+
+def test_an_answer_that_was_cut_off_is_none() -> None:
+    with pytest.raises(HostError):
+        watch.alive(FakeSsh(f"{BOOT}\n{stat(7)}\n"), "a", [7])
+
+
+def test_a_process_of_another_boot_or_another_start_is_another() -> None:
+    look = Look(frozenset({7}), BOOT, {7: 42.0}, 0.0, 0.0)
+    assert look.has(Process(7, 42.0), BOOT)
+    assert not look.has(Process(7, 43.0), BOOT)
+    assert not look.has(Process(7, 42.0), "another")
+    assert not look.has(Process(8, 42.0), BOOT)
+
+
+def test_a_silent_host_is_believed_for_a_moment() -> None:
+    look = Look(frozenset({7}), BOOT, {7: 42.0}, good_at=100.0, tried_at=104.0, error="it does not answer")
+    assert not look.is_away(104.0)
+    assert look.is_away(106.0)
+    assert Look(error="never reached").is_away(0.0)
+
+
+def test_a_watch_remembers_and_forgets() -> None:
+    ssh = FakeSsh(f"{BOOT}\n{stat(7)}\n.\n", f"{BOOT}\n.\n", "away")
+    seen = Watch(ssh)
+    assert seen.see({"a": [7]})["a"].has(Process(7, 42.0), BOOT)
+    assert seen.see({"a": [7]})["a"].has(Process(7, 42.0), BOOT), "it is fresh"
+    seen.forget(["a"])
+    assert not seen.see({"a": [7]})["a"].has(Process(7, 42.0), BOOT)
+    late = seen.see_now({"a": [7]})["a"]
+    assert late.error is not None and late.boot == BOOT and late.is_away(time.monotonic() + 60)
+
+
+def test_versions_of_long_ago_are_removed_but_not_those_that_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import os
+
+    from penstock.ssh import host_setup
+
+    for number in range(8):
+        (tmp_path / f"v{number}").mkdir()
+        long_ago = time.time() - (40 + number) * 86400
+        os.utime(tmp_path / f"v{number}", (long_ago, long_ago))
+    monkeypatch.setattr(host_setup, "_command_lines", lambda: [f"{tmp_path}/v6/venv/bin/python -m penstock.node"])
+    host_setup.forget_old(tmp_path, "v7")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["v0", "v1", "v2", "v3", "v6", "v7"]

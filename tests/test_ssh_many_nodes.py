@@ -1,0 +1,113 @@
+"""Real vLLM cut over two hosts by target ssh: the same text, and hosts that lose their power while streams run."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hosts import Hosts
+from launching import Place, a_place, call, now, replica_of
+from ssh_rig import left_on, until, write
+
+from penstock.client import Client
+from penstock.errors import PenstockError
+from penstock.runs import Run
+from penstock.testing.demo_prompts import DEMO_PROMPTS, MAX_TOKENS
+
+pytestmark = [pytest.mark.hosts, pytest.mark.vllm]
+
+CHATS = [row for row in DEMO_PROMPTS if row.kind == "chat"][:8]
+READY_S = 400.0
+
+
+@pytest.fixture
+def place(tmp_path: Path, hosts: Hosts) -> Iterator[Place]:
+    with a_place(tmp_path, deadline_s=1200.0) as found:
+        yield found
+
+
+def up(place: Place, hosts: Hosts, executor: str) -> Run:
+    engine = {"kind": "vllm", "executor": executor, "max_model_len": 1024, "args": {"enforce-eager": True}}
+    cut = {"hardware": {"nodes": 2}, "parallel": {"tensor": 2}}
+    file = write(place, hosts, engine=engine, workload={"concurrency": 4}, **cut)  # type: ignore[arg-type]
+    return place.up(file)
+
+
+def check_texts(run: Run) -> None:
+    client = Client(run.url, timeout_s=60.0)
+    for row in CHATS:
+        messages = [{"role": "user", "content": row.prompt}]
+        assert client.chat(messages, model="one", max_tokens=MAX_TOKENS, temperature=0).text == row.text
+
+
+class Stream(threading.Thread):
+    """A long streamed answer, and what it ended with."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(daemon=True)
+        self.ending, self.n_parts, self._run_ = "", 0, run
+        self.start()
+
+    def run(self) -> None:
+        messages = [{"role": "user", "content": "Count from one to ten."}]
+        options = {"ignore_eos": True, "min_tokens": 900}
+        client = Client(self._run_.url, timeout_s=60.0)
+        try:
+            for part in client.stream_chat(messages, model="one", max_tokens=900, temperature=0, extra=options):
+                self.n_parts += 1
+                self.ending = type(part).__name__
+        except PenstockError as error:
+            self.ending = error.message
+
+
+def test_mp_over_two_hosts_gives_the_same_text_and_comes_back_after_power_losses(place: Place, hosts: Hosts) -> None:
+    run = up(place, hosts, "mp")
+    told = replica_of(run).announcement
+    assert told is not None
+    assert [(node.host, node.state, node.address) for node in told.nodes] == [
+        ("node1", "here", hosts[0].address),
+        ("node2", "here", hosts[1].address),
+    ]
+    assert told.url is not None and told.url.startswith("http://127.0.0.1:")
+    check_texts(run)
+    for lost in (1, 0):
+        stream = Stream(run)
+        until(lambda stream=stream: stream.n_parts > 5, "the stream runs")  # type: ignore[misc]
+        hosts[lost].kill()
+        began = time.monotonic()
+        stream.join(60)
+        assert not stream.is_alive(), "the client waits for ever"
+        assert stream.ending not in ("", "Chunk", "Reply"), "the stream says that it broke off"
+        client_s = time.monotonic() - began
+        name = f"node{lost + 1}"
+        until(lambda name=name: name in (replica_of(run).reason or ""), f"status names {name}", 30)  # type: ignore[misc]
+        told_s = time.monotonic() - began
+        assert now(run).phase == "degraded"
+        hosts[lost].start()
+        try:
+            back_s = until(lambda: now(run).phase == "ready", "the replica is back", READY_S)
+        except AssertionError:
+            print(
+                call("status", "one").out,
+                call("logs", "one", "-n", "60").out,
+                call("logs", "one", "--part", "events").out,
+            )
+            raise
+        print(f"{name}: client {client_s:.1f} s ({stream.ending}), status {told_s:.1f} s, back {back_s:.1f} s later")
+        check_texts(run)
+    began = time.monotonic()
+    assert call("down", "one").code == 0
+    print(f"down took {time.monotonic() - began:.1f} s")
+    until(lambda: left_on(hosts) == [], "nothing is left", 3)
+
+
+def test_ray_over_two_hosts_gives_the_same_text(place: Place, hosts: Hosts) -> None:
+    run = up(place, hosts, "ray")
+    check_texts(run)
+    lines = call("logs", "one").out.splitlines()
+    assert {line.partition(" ")[0] for line in lines} >= {"node1:", "node2:"}
+    assert call("down", "one").code == 0
+    until(lambda: left_on(hosts) == [], "nothing is left", 3)

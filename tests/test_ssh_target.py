@@ -1,0 +1,245 @@
+"""Target ssh on real hosts with the fake engine: its contract, its life, and what is left of it."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hosts import Hosts
+from launching import Asking, Place, a_place, ask, call, now, replica_of, started, wait_until
+from ssh_rig import left_on, node_of, ours, until, write
+
+from penstock import deploy, processes, runs, spec, targets
+from penstock.runs import Draft, Run
+from penstock.targets import Launch
+from penstock.testing.conformance import check_target
+
+pytestmark = pytest.mark.hosts
+
+
+@pytest.fixture
+def place(tmp_path: Path, hosts: Hosts) -> Iterator[Place]:
+    with a_place(tmp_path, deadline_s=120.0) as found:
+        yield found
+
+
+def written(place: Place, hosts: Hosts) -> tuple[Run, Launch]:
+    """A run whose folder is written and whose work is not sent yet."""
+    prepared = deploy.prepare(spec.load(write(place, hosts)))
+    settings = {"listen": "127.0.0.1:1", "admin": "127.0.0.1:1"}
+    run = runs.create(Draft(prepared.deployment, prepared.plan, prepared.artifact, settings, "token"), time.time())
+    return place.note(run), Launch("one", prepared.plan, ("http://127.0.0.1:1",), str(run.admin_token_file))
+
+
+def test_ssh_keeps_its_contract(place: Place, hosts: Hosts) -> None:
+    run, launch = written(place, hosts)
+    check_target(targets.load("ssh"), run, launch, sys.executable)
+    until(lambda: left_on(hosts) == [], "nothing is left", 3)
+
+
+def test_hosts_with_a_bare_python_get_all_they_need(place: Place, hosts: Hosts) -> None:
+    """Debian's own Python, without pip, venv's pip or a package: three replicas on two hosts."""
+    file = write(place, hosts, replicas=3, ssh={"python": "/usr/bin/python3", "folder": "~/.penstock"})
+    run = place.up(file)
+    assert [len([p for p in ours(host) if p.env.get("PENSTOCK_ROLE") == "node"]) for host in hosts] == [2, 1]
+    ask(run)
+    versions = hosts[0].run(["ls", "/root/.penstock/versions"]).stdout.split()
+    assert len(versions) == 1
+    token = run.admin_token()
+    for host in hosts:
+        assert not [process for process in host.processes() if token in " ".join(process.argv)]
+        found = host.run(["sh", "-c", "stat -c %a /root/.penstock/remote/*/secrets/admin-token"]).stdout.split()
+        assert found == ["600"]
+    assert call("down", "one").code == 0
+    until(lambda: left_on(hosts) == [], "nothing is left", 3)
+    again = time.monotonic()
+    place.up(file)
+    assert hosts[0].run(["ls", "/root/.penstock/versions"]).stdout.split() == versions
+    print(f"a second up took {time.monotonic() - again:.1f} s")
+
+
+def test_status_logs_scale_and_down(place: Place, hosts: Hosts) -> None:
+    run = place.up(write(place, hosts, replicas=2))
+    facts = call("status", "one", "--json").json
+    assert [row["state"] for row in facts["replicas"]] == ["ready", "ready"]
+    assert len({row["announcement"]["url"] for row in facts["replicas"]}) == 2
+    assert call("chat", "one", "-m", "hello").code == 0
+    printed = call("logs", "one", "-n", "2").out.splitlines()
+    assert [line.partition(" ")[0] for line in printed] == ["[0]", "[0]", "[1]", "[1]"]
+    with started("logs", "one", "-f", "--replica", "0") as follower:
+        assert follower.stdout is not None
+        assert list(itertools.islice(follower.stdout, 3))
+    until(lambda: not [p for p in ours(hosts[0]) if "logs" in p.argv], "the follower on the host has ended")
+    assert call("scale", "one", "3").code == 0
+    assert call("scale", "one", "1").code == 0
+    assert not ours(hosts[1])
+    ask(run)
+    assert call("down", "one").code == 0
+    assert "shutdown complete" in call("logs", "one").out
+    until(lambda: left_on(hosts) == [], "nothing is left", 3)
+
+
+def test_a_stream_ends_whole_when_its_replica_is_scaled_away(place: Place, hosts: Hosts) -> None:
+    run = place.up(write(place, hosts, replicas=2, args={"tokens_per_s": 50}))
+    streams = [Asking(run.url, 100) for _ in range(4)]
+    time.sleep(0.5)
+    assert call("scale", "one", "1").code == 0
+    for stream in streams:
+        stream.check_is_whole()
+
+
+def test_a_killed_node_comes_back(place: Place, hosts: Hosts) -> None:
+    run = place.up(write(place, hosts))
+    os.kill(node_of(hosts[0]).outer_pid, 9)
+    until(lambda: now(run).replicas[0].n_restarts, "status tells that the node was gone", 10)
+    until(lambda: now(run).phase == "ready" and replica_of(run).state == "ready", "it is back")
+    assert "is gone" in replica_of(run).restarts[-1].reason
+    assert len([process for process in ours(hosts[0]) if process.env.get("PENSTOCK_ROLE") == "engine"]) == 1
+    ask(run)
+
+
+def test_a_killed_tunnel_and_a_killed_keeper_come_back(place: Place, hosts: Hosts) -> None:
+    run = place.up(write(place, hosts, args={"tokens_per_s": 50}))
+    before = node_of(hosts[0]).pid
+
+    def tunnels() -> list[processes.Marked]:
+        return [process for process in processes.find_marked(str(run.path)) if process.role == "tunnel"]
+
+    def is_kept() -> bool:
+        return len(tunnels()) == 2 and replica_of(run).state == "ready" and (replica_of(run).announcement is not None)
+
+    for kind in ("hold", "keeper"):
+        (victim,) = [process for process in tunnels() if ("keeper" in process.command) == (kind == "keeper")]
+        os.kill(victim.pid, 9)
+        until(lambda victim=victim: is_kept() and victim.pid not in [p.pid for p in tunnels()], f"{kind} is back")  # type: ignore[misc]
+        wait_until(lambda: _answers(run), "requests go through", 20)
+        ask(run)
+    assert node_of(hosts[0]).pid == before, "the engine did not notice"
+    assert now(run).replicas[0].n_restarts == 0
+
+
+def _answers(run: Run) -> bool:
+    with contextlib.suppress(Exception):
+        ask(run)
+        return True
+    return False
+
+
+def test_a_cut_link_is_told_and_when_it_is_mended_the_same_engine_goes_on(place: Place, hosts: Hosts) -> None:
+    run = place.up(write(place, hosts))
+    before = node_of(hosts[0]).pid
+    hosts[0].cut()
+    told_s = until(lambda: "node1 cannot be reached over ssh" in (replica_of(run).reason or ""), "status tells it", 30)
+    assert replica_of(run).placement == "broken"
+    hosts[0].mend()
+    back_s = until(lambda: replica_of(run).state == "ready" and now(run).phase == "ready", "it is back", 60)
+    print(f"told after {told_s:.1f} s, back {back_s:.1f} s after the link")
+    wait_until(lambda: _answers(run), "requests go through", 20)
+    assert node_of(hosts[0]).pid == before, "the engine did not notice"
+    assert now(run).replicas[0].n_restarts <= 1
+
+
+def test_a_host_that_loses_power_comes_back_with_its_replica(place: Place, hosts: Hosts) -> None:
+    run = place.up(write(place, hosts, replicas=2, args={"tokens_per_s": 50}))
+    streams = [Asking(run.url, 400) for _ in range(6)]
+    time.sleep(1.0)
+    hosts[1].kill()
+    told_s = until(
+        lambda: "node2 cannot be reached" in (replica_of(run, "1").reason or ""), "status names the host", 30
+    )
+    ends = [stream.end() for stream in streams]
+    assert [end for end in ends if end.reply], "the streams of the other replica are whole"
+    assert all(end.reply or end.error for end in ends), "every client gets an end"
+    ask(run)  # by the other replica
+    hosts[1].start()
+    back_s = until(lambda: now(run).phase == "ready", "the replica is back", 60)
+    print(f"told after {told_s:.1f} s, back {back_s:.1f} s after the power")
+    assert node_of(hosts[1], "1")
+
+
+def test_down_with_a_dead_host_ends_the_rest_and_clean_ends_it_later(place: Place, hosts: Hosts) -> None:
+    run = place.up(write(place, hosts, replicas=2))
+    hosts[1].cut()
+    began = time.monotonic()
+    done = call("down", "one")
+    assert done.code == 0, done
+    assert "could not end what runs on node2" in done.out
+    assert time.monotonic() - began < 45
+    hosts[1].mend()
+    assert ours(hosts[1]) and not ours(hosts[0])
+    # Alone: processes on the tests' hosts are this machine's too, and those of other tests are none of ours.
+    (found,) = [item for item in deploy.leftovers() if item.kind == "host"]
+    assert found.what == "one on node2, which could not be reached"
+    until(lambda: deploy.clean([found]) == [], "clean reaches the host", 30)
+    until(lambda: left_on(hosts) == [], "nothing is left", 3)
+    assert not [item for item in deploy.leftovers() if item.kind == "host"]
+    assert run.is_ended()
+
+
+def test_a_killed_up_leaves_nothing_after_down(place: Place, hosts: Hosts) -> None:
+    file = write(place, hosts, args={"load_s": 20})
+    with started("up", file) as child:
+        wait_until(lambda: any(p.env.get("PENSTOCK_ROLE") == "node" for p in ours(hosts[0])), "a node runs", 30)
+        child.kill()
+        child.wait()
+    assert call("down", "one", "--now").code == 0
+    until(lambda: left_on(hosts) == [], "nothing is left", 3)
+
+
+def test_three_cycles_leave_nothing(place: Place, hosts: Hosts) -> None:
+    file = write(place, hosts, replicas=2)
+    times = []
+    for _ in range(3):
+        began = time.monotonic()
+        place.up(file)
+        up = time.monotonic()
+        assert call("down", "one").code == 0
+        times.append((round(up - began, 1), round(time.monotonic() - up, 1)))
+        until(lambda: left_on(hosts) == [], "nothing is left", 3)
+        place.assert_nothing_left()
+    print("up and down in seconds:", times)
+    assert json.loads((place.folder / "home" / "runs" / "one" / "state.json").read_text())["phase"] == "down"
+
+
+@pytest.mark.parametrize("lost", [1, 0], ids=["the-second-host", "the-first-host"])
+def test_a_replica_over_two_hosts_comes_back_after_a_power_loss(place: Place, hosts: Hosts, lost: int) -> None:
+    cut = {"hardware": {"nodes": 2}, "parallel": {"tensor": 2}, "engine": {"executor": "mp"}}
+    run = place.up(write(place, hosts, args={"tokens_per_s": 50}, **cut))  # type: ignore[arg-type]
+    told = replica_of(run).announcement
+    assert told is not None and [node.host for node in told.nodes] == ["node1", "node2"]
+    other = node_of(hosts[1 - lost]).pid
+    stream = Asking(run.url, 900)
+    time.sleep(1.0)
+    began = time.monotonic()
+    hosts[lost].kill()
+    stream.end()
+    client_s = time.monotonic() - began
+    assert stream.error is not None, "the stream says that it broke off"
+    name = hosts[lost].name
+    until(lambda: name in (replica_of(run).reason or ""), "status names the host", 30)
+    assert now(run).phase == "degraded"
+    hosts[lost].start()
+    back_s = until(lambda: now(run).phase == "ready", "the replica is back", 90)
+    print(f"{name}: the client knew after {client_s:.1f} s, back {back_s:.1f} s after the power")
+    assert node_of(hosts[1 - lost]).pid == other, "only the lost node was placed again"
+    ask(run)
+
+
+def test_a_laptop_that_reaches_the_hosts_by_a_jump_alone(tmp_path: Path, login_hosts: Hosts) -> None:
+    with a_place(tmp_path, deadline_s=60.0) as place:
+        run = place.up(write(place, login_hosts, replicas=2))
+        ask(run)
+        login_hosts.login.cut()
+        until(lambda: "node1 cannot be reached" in (replica_of(run).reason or ""), "status tells it", 30)
+        login_hosts.login.mend()
+        until(lambda: now(run).phase == "ready", "it is back", 60)
+        assert now(run).replicas[0].n_restarts <= 1
+        assert call("down", "one").code == 0
+        until(lambda: left_on(login_hosts) == [], "nothing is left", 3)

@@ -1,0 +1,164 @@
+"""What the ledger keeps of old requests: their sums, day for day, on both databases."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from test_store import NOW, postgres, row, store
+
+from penstock.store import DAY_S, FOLD_ROWS, GROUPINGS, Grouping, Limits, Row, Store, Usage, day_of
+
+__all__ = ["postgres", "store"]  # the fixtures
+
+MIDNIGHT = NOW // DAY_S * DAY_S
+GROUPED: tuple[tuple[Grouping, ...], ...] = ((), ("key",), ("model", "day"), GROUPINGS)
+
+
+def old_rows(n_rows: int, *, first: int = 0) -> list[Row]:
+    """Of three days before MIDNIGHT, of two keys and all kinds; one in three has a price."""
+    return [
+        row(
+            number,
+            at=MIDNIGHT - 3 * DAY_S + number * 3 * DAY_S / n_rows,
+            key_id=f"k{number % 2}",
+            replica=str(number % 5 % 2),
+            state="complete" if number % 7 else "refused",
+            cost_usd=None if number % 3 else 0.25,
+            is_estimate=int(number % 4 == 0),
+        )
+        for number in range(first, n_rows)
+    ]
+
+
+def all_usage(store: Store) -> list[list[Usage]]:
+    return [store.usage(by) for by in GROUPED]
+
+
+def test_pruning_changes_no_sum_and_no_budget(store: Store) -> None:
+    key, _ = store.create_key("alice", Limits(), NOW)
+    store.add_rows("w", old_rows(200))
+    store.add_rows("v", [row(0, at=MIDNIGHT, key_id=key.id, cost_usd=1.0), row(1, at=MIDNIGHT - 1, key_id=key.id)])
+    usage, spent = all_usage(store), store.spend("2026-09")
+    assert spent == {"k0": 8.5, "k1": 8.25, key.id: 1.0}
+    # Not whole days: 201 rows are older than the midnight before.
+    assert [store.prune(MIDNIGHT + 3600, n_rows_max=64) for _ in range(5)] == [64, 64, 64, 9, 0]
+    assert store._all("SELECT count(*) FROM requests", ()) == [(1,)]
+    assert (all_usage(store), store.spend("2026-09")) == (usage, spent)
+    # Late rows of a day that was pruned are added to it.
+    store.add_rows("late", [row(0, at=MIDNIGHT - 5, key_id="k0", cost_usd=0.5)])
+    n_before = {line.group: line.n_requests for line in store.usage(("day",))}
+    assert store.prune(MIDNIGHT) == 1
+    assert {line.group: line.n_requests for line in store.usage(("day",))} == n_before
+    assert store.spend("2026-09")["k0"] == 9.0
+    assert sum(line.cost_usd or 0 for line in store.usage(("key",))) == 18.25
+
+
+def test_pruned_days_are_told_whole_or_not_at_all(store: Store) -> None:
+    store.add_rows("w", old_rows(300))
+    assert store.prune(MIDNIGHT) == 300
+    counts = [sum(line.n_requests for line in store.usage((), since)) for since in (0.0, -1e15, MIDNIGHT - 2 * DAY_S)]
+    assert counts == [300, 300, 200]
+    assert sum(line.n_requests for line in store.usage((), MIDNIGHT - 2 * DAY_S + 1)) == 100
+    assert store.usage((), MIDNIGHT) == []
+    assert [line.group for line in store.usage(("day",))] == [(day_of(MIDNIGHT - n * DAY_S),) for n in (3, 2, 1)]
+
+
+def test_costs_nobody_knows_stay_unknown(store: Store) -> None:
+    store.add_rows("w", [row(number, at=MIDNIGHT - 10 - number) for number in range(4)])
+    for _ in range(2):
+        assert store.prune(MIDNIGHT, n_rows_max=2) == 2
+        assert store.usage(())[0].cost_usd is None
+    store.add_rows("w", [row(9, at=MIDNIGHT - 10, cost_usd=0.5)])
+    store.prune(MIDNIGHT)
+    assert (store.usage(())[0].cost_usd, store.usage(())[0].n_requests) == (0.5, 5)
+
+
+def test_folded_batches_are_pruned_too_and_young_ones_stay_folded(tmp_path: Path) -> None:
+    opened = Store(str(tmp_path / "store.sqlite"))
+    opened.add_rows("w", old_rows(FOLD_ROWS))
+    opened.add_rows("w", [row(number, at=MIDNIGHT) for number in range(FOLD_ROWS, 2 * FOLD_ROWS)])
+    assert opened.prune(MIDNIGHT) == FOLD_ROWS
+    assert opened.prune(MIDNIGHT) == 0
+    count = "SELECT (SELECT count(*) FROM requests), (SELECT count(*) FROM folded_requests)"
+    assert opened._all(count, ()) == [(0, 1)]
+    assert opened.usage(())[0].n_requests == 2 * FOLD_ROWS
+    opened.close()
+
+
+def test_pruned_space_is_used_again_and_given_back(tmp_path: Path) -> None:
+    path = tmp_path / "store.sqlite"
+    opened, other = Store(str(path)), Store(str(path))
+    sizes = []
+    for turn in range(3):
+        opened.add_rows(f"w{turn}", old_rows(FOLD_ROWS * 8))
+        while opened.prune(MIDNIGHT):
+            pass
+        opened._execute("PRAGMA wal_checkpoint(TRUNCATE)", ())
+        sizes.append(path.stat().st_size)
+    assert sizes[2] <= sizes[0] * 1.2
+    opened.compact()
+    assert path.stat().st_size < sizes[2] / 4
+    assert other.usage(())[0].n_requests == 3 * FOLD_ROWS * 8  # another one sees no seam
+    opened.close()
+    other.close()
+
+
+@pytest.mark.postgres
+def test_two_gateways_that_prune_at_once_count_every_row_once(postgres: str) -> None:
+    opened, other = Store(postgres), Store(postgres)
+    for table in ("requests", "daily_usage"):
+        opened._execute(f"DELETE FROM {table}", ())
+    opened.add_rows("w", old_rows(3000))
+    usage, counts = opened.usage(GROUPINGS), {opened: 0, other: 0}
+
+    def prune(mine: Store) -> None:
+        while mine._all("SELECT count(*) FROM requests", ()) != [(0,)]:
+            counts[mine] += mine.prune(MIDNIGHT, n_rows_max=50)
+
+    threads = [threading.Thread(target=prune, args=(mine,)) for mine in counts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert sum(counts.values()) == 3000
+    assert opened.usage(GROUPINGS) == usage
+    opened.close()
+    other.close()
+
+
+_PRUNER = """
+import sys
+from penstock.store import Store
+store = Store({place!r})
+print("go", flush=True)
+while store.prune({before}, n_rows_max=20):
+    pass
+"""
+
+
+@pytest.mark.processes
+def test_killed_pruning_loses_and_doubles_nothing(tmp_path: Path) -> None:
+    place = str(tmp_path / "store.sqlite")
+    opened = Store(place)
+    opened.add_rows("w", old_rows(20_000))
+    usage = opened.usage(GROUPINGS)
+    left = [20_000]
+    code = textwrap.dedent(_PRUNER).format(place=place, before=MIDNIGHT)
+    for after_s in (0.02, 0.05, 0.08):
+        pruner = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+        assert pruner.stdout is not None
+        assert pruner.stdout.readline() == "go\n"
+        time.sleep(after_s)
+        pruner.send_signal(signal.SIGKILL)
+        pruner.communicate()
+        left.append(opened._all("SELECT count(*) FROM requests", ())[0][0])
+        assert opened.usage(GROUPINGS) == usage
+    assert 0 < left[-1] < left[0]
+    opened.close()

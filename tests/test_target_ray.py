@@ -1,0 +1,269 @@
+"""Target ray over a real Ray on two hosts: what it places, sees and ends, and what it leaves: nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import launching
+import psutil
+import pytest
+from hosts_ray import RayCluster
+from launching import Asking, Place, a_place, ask, call, now, replica_of, wait_until
+
+from penstock import deploy, processes, runs, spec, targets
+from penstock.client import Client, HttpError
+from penstock.ray_dashboard import Dashboard
+from penstock.runs import Draft, Run
+from penstock.targets import Launch
+from penstock.testing.conformance import check_target
+from penstock.testing.demo_prompts import DEMO_PROMPTS, MAX_TOKENS
+
+pytestmark = pytest.mark.hosts
+
+START_S = 60.0
+CHATS = [row for row in DEMO_PROMPTS if row.kind == "chat"][:8]
+LEFTOVERS = "/tmp/penstock-* /dev/shm/*"
+
+
+@pytest.fixture
+def place(tmp_path: Path, ray_cluster: RayCluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    monkeypatch.setattr(launching, "DEADLINE_S", 120.0)
+    targets.load.cache_clear()
+    with a_place(tmp_path, deadline_s=120.0) as found:
+        yield found
+    assert Dashboard(ray_cluster.url).jobs() == {}, "no job is left in Ray's list"
+    for host in ray_cluster.hosts:
+        if host.is_on:
+            listed = host.run(["sh", "-c", f"ls -d {LEFTOVERS} 2>/dev/null"], check=False).stdout.split()
+            left = [path for path in listed if "penstock-hosts-" not in path and "plasma" not in path]
+            assert left == [], f"{host.name} has {left}"
+
+
+def file_for(place: Place, ray_cluster: RayCluster, **fields: Any) -> Path:
+    return place.write("one", target="ray", ray={"address": ray_cluster.url}, **fields)
+
+
+def wait_ready(run: Run, n_replicas: int = 1, timeout_s: float = START_S) -> None:
+    def is_so() -> bool:
+        replicas = now(run).replicas
+        assert not [one for one in replicas if one.state == "failed"], replicas
+        return [one.state for one in replicas] == ["ready"] * n_replicas
+
+    wait_until(is_so, f"{n_replicas} replica(s) ready", timeout_s)
+
+
+def job_of(run: Run, replica: str = "0") -> str:
+    return str(run.handle().replicas[replica]["job"])
+
+
+def on_hosts(ray_cluster: RayCluster, run: Run, role: str) -> dict[str, list[int]]:
+    """Pids (as numbered here) of a run's processes of that role, by host."""
+    return {
+        host.name: [
+            found.outer_pid
+            for found in host.processes()
+            if found.env.get(processes.MARK_RUN) == str(run.path) and found.env.get(processes.MARK_ROLE) == role
+        ]
+        for host in ray_cluster.hosts
+    }
+
+
+def test_ray_keeps_the_contract_of_targets(place: Place, ray_cluster: RayCluster) -> None:
+    prepared = deploy.prepare(spec.load(file_for(place, ray_cluster)))
+    settings = {"listen": "127.0.0.1:1", "admin": "127.0.0.1:1"}
+    draft = Draft(prepared.deployment, prepared.plan, prepared.artifact, settings, "token")
+    run = place.note(runs.create(draft, time.time()))
+    launch = Launch("one", prepared.plan, ("http://127.0.0.1:1",), str(run.admin_token_file))
+    check_target(targets.load("ray"), run, launch, sys.executable, 30.0)
+
+
+def test_a_deployment_lives_on_the_cluster_and_shows_its_token_to_nobody(place: Place, ray_cluster: RayCluster) -> None:
+    run = place.up(file_for(place, ray_cluster, replicas=2))
+    wait_ready(run, 2)
+    ask(run)
+    nodes = on_hosts(ray_cluster, run, "node")
+    assert [len(pids) for pids in nodes.values()] == [1, 1], nodes
+    assert {psutil.Process(pid).nice() for pids in nodes.values() for pid in pids} == {0}
+    place.note(run)
+    log = call("logs", "one", "--replica", "0")
+    assert "penstock: ready after" in log.out, log
+    followed = targets.load("ray").logs(run, run.handle(), "0", follow=True, last=2)
+    lines = [next(followed), next(followed)]
+    assert set(lines) <= set(targets.load("ray").logs(run, run.handle(), "0", follow=False))
+    assert not set(lines) & set(log.out.splitlines()[:3]), "it began with the last lines"
+    token = run.admin_token()
+    told = [ray_cluster.fetch(path) for path in ("/api/jobs/", "/api/v0/runtime_envs", "/api/v0/actors?detail=1")]
+    assert token not in json.dumps(told) + log.out
+    assert token not in "".join(path.read_text("utf-8") for path in run.artifact_path.iterdir())
+    done = call("scale", "one", 1)
+    assert done.code == 0, done
+    wait_ready(run)
+    wait_until(lambda: len(Dashboard(ray_cluster.url).jobs()) == 1, "one job is left")
+    assert sorted(len(pids) for pids in on_hosts(ray_cluster, run, "node").values()) == [0, 1]
+    ask(run)
+    stream = Asking(run.url, 200)
+    began = time.monotonic()
+    done = call("down", "one")
+    assert done.code == 0, done
+    stream.check_is_whole()
+    print(f"down took {time.monotonic() - began:.1f} s")
+    assert now(run).phase == "down"
+
+
+def test_down_now_does_not_wait_for_a_stream_and_a_survey_asks_every_node(
+    place: Place, ray_cluster: RayCluster
+) -> None:
+    file = file_for(place, ray_cluster, engine={"args": {"tokens-per-s": 1}})
+    run = place.up(file)
+    wait_ready(run)
+    argv = ["-c", "import sys, socket; print(sys.argv[1], socket.gethostname())", "{rank}"]
+    answers = targets.load("ray").survey(spec.load(file), argv, 20.0)
+    assert sorted((told.host, told.exit_code, told.out) for told in answers) == [
+        ("node1", 0, "0 node1\n"),
+        ("node2", 0, "1 node2\n"),
+    ]
+    stream = Asking(run.url, 200)
+    time.sleep(1.5)
+    began = time.monotonic()
+    assert call("down", "one", "--now").code == 0
+    stream.end()
+    assert stream.error is not None
+    print(f"down --now took {time.monotonic() - began:.1f} s")
+    assert time.monotonic() - began < 20
+
+
+def test_a_replica_spans_two_nodes_and_the_next_waits_with_a_reason(place: Place, ray_cluster: RayCluster) -> None:
+    run = place.up(file_for(place, ray_cluster, hardware={"nodes": 2}))
+    wait_ready(run)
+    ask(run)
+    assert all(on_hosts(ray_cluster, run, "engine").values())
+    told = replica_of(run).announcement
+    assert told is not None and [node.host for node in told.nodes] == ["node1", "node2"]
+    done = call("scale", "one", 2, "--no-wait")
+    wait_until(lambda: len(now(run).replicas) == 2, "the second is asked for", 20.0)
+    wait_until(lambda: "CPU" in (replica_of(run, "1").reason or ""), "the second says what it waits for", 20.0)
+    second = replica_of(run, "1")
+    assert (second.state, second.placement) == ("queued", "queued"), second
+    print(done, second.reason)
+    assert replica_of(run).state == "ready"
+
+
+def test_a_job_that_somebody_stops_is_told_and_not_placed_again(place: Place, ray_cluster: RayCluster) -> None:
+    run = place.up(file_for(place, ray_cluster))
+    wait_ready(run)
+    job = job_of(run)
+    Dashboard(ray_cluster.url).stop(job)
+    wait_until(lambda: replica_of(run).state == "failed", "status tells it", 15.0)
+    assert replica_of(run).reason == "its job was stopped"
+    time.sleep(2.0)
+    assert job_of(run) == job
+
+
+def test_a_killed_driver_leaves_no_node_and_the_replica_is_placed_again(place: Place, ray_cluster: RayCluster) -> None:
+    run = place.up(file_for(place, ray_cluster))
+    wait_ready(run)
+    before, job = on_hosts(ray_cluster, run, "node"), job_of(run)
+    drivers = [
+        found.outer_pid
+        for found in ray_cluster.head.processes()
+        if "penstock.ray_job" in found.argv and "drive" in found.argv
+    ]
+    assert len(drivers) == 1
+    os.kill(drivers[0], 9)
+    gone = [pid for pids in before.values() for pid in pids]
+    wait_until(lambda: not any(psutil.pid_exists(pid) for pid in gone), "its node has ended", 20.0)
+    wait_until(lambda: job_of(run) != job, "another job is placed", 20.0)
+    wait_ready(run)
+    ask(run)
+
+
+def test_a_killed_worker_of_ray_takes_its_node_with_it_and_both_come_back(
+    place: Place, ray_cluster: RayCluster
+) -> None:
+    run = place.up(file_for(place, ray_cluster))
+    wait_ready(run)
+    before, job = on_hosts(ray_cluster, run, "node"), job_of(run)
+    (keeper,) = [
+        found.outer_pid
+        for host in ray_cluster.hosts
+        for found in host.processes()
+        if found.argv and found.argv[0].startswith("ray::NodeKeeper")
+    ]
+    os.kill(keeper, 9)
+    wait_until(lambda: on_hosts(ray_cluster, run, "node") != before, "its node has ended", 20.0)
+    wait_until(lambda: sum(map(len, on_hosts(ray_cluster, run, "node").values())) == 1, "another is there", 30.0)
+    wait_ready(run)
+    ask(run)
+    assert job_of(run) == job
+
+
+def test_a_node_that_loses_power_is_noticed_and_replaced_when_it_comes_back(
+    place: Place, ray_cluster: RayCluster
+) -> None:
+    run = place.up(file_for(place, ray_cluster, hardware={"nodes": 2}))
+    wait_ready(run)
+    began = time.monotonic()
+    ray_cluster.hosts["node2"].kill()
+    wait_until(lambda: "node2" in str(replica_of(run).restarts), "the replica knows that node2 is gone", 20.0)
+    print(f"noticed after {time.monotonic() - began:.1f} s")
+    wait_until(lambda: replica_of(run).placement == "broken", "Ray knows too", 60.0)
+    print(f"broken after {time.monotonic() - began:.1f} s: {replica_of(run)}")
+    ray_cluster.hosts["node2"].start()
+    ray_cluster._started.pop("node2")
+    ray_cluster.start()
+    wait_ready(run)
+    print(f"ready after {time.monotonic() - began:.1f} s")
+    ask(run)
+
+
+def test_down_ends_what_it_can_reach_when_a_node_has_just_lost_power(place: Place, ray_cluster: RayCluster) -> None:
+    run = place.up(file_for(place, ray_cluster, hardware={"nodes": 2}))
+    wait_ready(run)
+    ray_cluster.hosts["node2"].kill()
+    began = time.monotonic()
+    done = call("down", "one", "--now")
+    print(f"down --now with a dead node took {time.monotonic() - began:.1f} s")
+    assert done.code == 0, done
+
+
+def test_a_wrong_address_is_refused_with_a_hint(place: Place, ray_cluster: RayCluster) -> None:
+    done = call("up", place.write("one", target="ray", ray={"address": f"http://{ray_cluster.head.address}:9"}))
+    assert done.code == 2
+    assert "ray.address" in done.err and "connection refused" in done.err and ":8265" in done.err, done.err
+    done = call("up", place.write("one", target="ray", ray={"address": f"http://{ray_cluster.head.address}:22"}))
+    assert done.code == 2 and "ray.address" in done.err, done.err
+    done = call("up", file_for(place, ray_cluster, hardware={"nodes": 3, "gpus_per_node": 2}))
+    assert done.code == 2 and "the largest of 2 nodes has 1 GPUs" in done.err, done.err
+    done = call("up", file_for(place, ray_cluster, hardware={"nodes": 3}, engine={"executor": "ray"}))
+    assert done.code == 2 and "3 nodes, but the cluster has 2" in done.err and "engine.executor" in done.err, done.err
+
+
+@pytest.mark.vllm
+def test_real_vllm_over_two_nodes_gives_the_text_of_the_uncut_model(
+    place: Place, ray_cluster: RayCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launching, "DEADLINE_S", 400.0)
+    signal.alarm(400)
+    run = place.up(
+        file_for(place, ray_cluster, hardware={"nodes": 2}, engine={"kind": "vllm", "args": {"enforce-eager": True}})
+    )
+    assert (run.plan().executor, run.plan().layout.tensor) == ("mp", 2)
+    wait_ready(run, timeout_s=330.0)
+    client, found = Client(run.url), {}
+    for row in CHATS:
+        messages = [{"role": "user", "content": row.prompt}]
+        found[row.prompt] = client.chat(messages, model="one", max_tokens=MAX_TOKENS, temperature=0).text
+    assert found == {row.prompt: row.text for row in CHATS}
+    print(f"ready after {(told := replica_of(run).announcement) and told.ready_after_s} s")
+    url = told.url if told else None
+    assert url is not None
+    with pytest.raises(HttpError) as refused:
+        Client(url).post_json("/v1/completions", {"model": "one", "prompt": "1", "max_tokens": 1})
+    assert refused.value.status == 401
