@@ -62,8 +62,11 @@ def _placed(run: Run, last: Part, jobs: dict[str, Placement]) -> Part:
     names = list(jobs)
     newest = next(reversed(alive), None)
     if serving in alive:
-        note = "; ".join(filter(None, (alive[job].reason for job in dict.fromkeys((serving, newest)) if job)))
-        return msgspec.structs.replace(last, state="running", job=serving, note=note)
+        # It has told its address: a queue that still has it waiting was asked before it started.
+        notes = [f"job {serving}" if alive[serving].state == "queued" else alive[serving].reason]
+        if newest is not None and newest != serving:
+            notes.append(alive[newest].reason)
+        return msgspec.structs.replace(last, state="running", job=serving, note="; ".join(filter(None, notes)))
     # One that is older than the last that served cannot take its address back.
     if newest is None or (serving in names and names.index(serving) > names.index(newest)):
         return msgspec.structs.replace(last, state="gone", note=None)

@@ -446,8 +446,10 @@ class Hosts:
             return
         if self._switch._pid is None:
             return
-        # The namespace of a killed host goes some time later, its port on the bridge with it: ask for both first.
+        # The namespace of a killed host goes some time later, and with it what was plugged into it: the port on the
+        # bridge of a node, the eth0 of every node when the switch was killed. Ask for both first.
         self._ip(f"link del {host.name}", within=self._switch, check=False)
+        self._ip("link del eth0", within=host, check=False)
         # Always the same hardware address: with a new one, whoever knew the old one sent to it for 8 s and longer.
         mac = f"02:70:68:{self.slot:02x}:00:{int(host.address.rpartition('.')[2]):02x}"
         self._ip(
@@ -486,9 +488,9 @@ class Hosts:
 
     def _unplug(self, host: Host) -> None:
         if host is self._switch:
-            self._ip(f"link del {self._leg}")
+            self._ip(f"link del {self._leg}", check=False)
         else:
-            self._ip(f"link del {host.name}", within=self._switch)
+            self._ip(f"link del {host.name}", within=self._switch, check=False)
 
     def _ip(self, *lines: str, within: Host | None = None, check: bool = True) -> None:
         enter = ["nsenter", "-t", str(within.pid), "--net"] if within is not None else []

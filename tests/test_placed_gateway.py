@@ -74,6 +74,17 @@ def test_one_is_sent_and_only_one(cluster: Cluster) -> None:
     assert (cluster.run.url, cluster.run.admin_url) == ("http://10.0.0.1:8000", "http://10.0.0.1:9000")
 
 
+def test_one_that_serves_is_not_said_to_wait(cluster: Cluster) -> None:
+    """It told its address after the queue was asked."""
+    cluster.tick()
+    cluster.serve("1")
+    cluster.jobs["1"] = Placement("queued", "job 1 waits")
+    assert (cluster.tick(READY).state, cluster.part.note) == ("running", "job 1")
+    cluster.jobs["1"] = Placement("placed", "job 1 on n")
+    cluster.jobs["2"] = Placement("queued", "job 2 waits")
+    assert cluster.tick(READY).note == "job 1 on n; job 2 waits"
+
+
 def test_a_job_that_is_gone_is_counted_and_the_next_waits_a_moment(cluster: Cluster) -> None:
     cluster.tick()
     cluster.serve("1")
