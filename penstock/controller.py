@@ -51,6 +51,15 @@ class Decision(msgspec.Struct, frozen=True):
     forget: tuple[str, ...] = ()
 
 
+class _Refusal(msgspec.Struct, frozen=True):
+    """What the target would not do. `changes`: the replicas to place or to end; `again_at`: monotonic seconds."""
+
+    changes: frozenset[str]
+    message: str
+    n_times: int
+    again_at: float
+
+
 def decide(
     desired: Desired,
     seen: Observation,
@@ -165,6 +174,7 @@ class Controller:
         self._spoke: set[str] = set()
         self._place_times: dict[str, list[float]] = {}
         self._worker: threading.Thread | None = None
+        self._refusal: _Refusal | None = None
         self._warden: Process | None = None
         self._written: tuple[float, State] | None = None
 
@@ -183,6 +193,7 @@ class Controller:
             else:
                 self._end_hung_gateway(seen)
             self._act(desired, seen)
+            self._note_refusal()
             state = summarise(desired, seen, self.history, time.time())
             self.history = msgspec.structs.replace(
                 self.history, was_ready=self.history.was_ready or state.phase == "ready"
@@ -288,10 +299,17 @@ class Controller:
         for name in choice.undrain:
             self._drain_since.pop(name, None)
             self._tell_gateway("/admin/undrain", name)
-        if choice.place is None or (self._worker is not None and self._worker.is_alive()):
+        if self._worker is not None and self._worker.is_alive():
+            return
+        placed = frozenset(self.handle.replicas)
+        changes = placed ^ frozenset(placed if choice.place is None else choice.place)
+        if self._refusal is not None and self._refusal.changes != changes:
+            self._refusal = None
+        if choice.place is None:
             return
         again = [name for name in choice.again if self._may_place(name, now)]
-        if choice.again and not again and set(choice.place) == set(self.handle.replicas):
+        is_due = bool(changes) and (self._refusal is None or now >= self._refusal.again_at)
+        if not again and not is_due:
             return
         for name in again:
             if len(self._place_times.get(name, ())) >= _SILENT_NODES - 1 and seen.view and name not in self._spoke:
@@ -332,6 +350,12 @@ class Controller:
         except PenstockError as exc:  # it may be where nobody can look now
             return (exc.message,)
 
+    def _note_refusal(self) -> None:
+        """Status tells replicas that the target would not place, which are in no list of its own."""
+        refusal = self._refusal
+        refused = dict.fromkeys(refusal.changes - set(self.handle.replicas), refusal.message) if refusal else {}
+        self.history = msgspec.structs.replace(self.history, refused=refused)
+
     def _may_place(self, name: str, now: float) -> bool:
         times = self._place_times.get(name, [])[-5:]
         return not times or now - times[-1] > min(_MAX_PAUSE_S, 2.0 ** len(times) - 1)
@@ -342,14 +366,21 @@ class Controller:
             self.handle = self.target.resize(self.run, self.handle, names)
             self.run.write_handle(self.handle)
         except PenstockError as exc:
-            self.run.add_event("place failed", exc.message)
+            if self._refusal is None or self._refusal.message != exc.message:
+                self.run.add_event("place failed", exc.message)
+            n_times = self._refusal.n_times + 1 if self._refusal is not None else 1
+            pause_s = min(_MAX_PAUSE_S, 2.0**n_times - 1)
+            changes = frozenset(names) ^ before
+            self._refusal = _Refusal(changes, exc.message, n_times, time.monotonic() + pause_s)
             return
+        self._refusal = None
         processes.unlink_shared_memory(segments)
-        for name in sorted(before - set(names)):
+        now_there = set(self.handle.replicas)  # not all that was asked for, where a host does not answer
+        for name in sorted(before - now_there):
             self._drain_since.pop(name, None)
             self._tell_gateway("/admin/forget", name)
             self.run.add_event("replica ended", f"replica {name} drained and ended", replica=name)
-        for name in sorted(set(names) - before):
+        for name in sorted(now_there - before):
             self.run.add_event("replica placed", f"replica {name} placed", replica=name)
 
     def _tell_gateway(self, path: str, replica: str) -> None:

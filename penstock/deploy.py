@@ -179,21 +179,30 @@ def _form(loads: tuple[str, ...], path: Path) -> str:
 
 
 def _machines(target: Target, deployment: Deployment, existing: Run | None) -> list[Machine]:
-    """The target's machines; what `existing` holds of this one counts as free."""
+    """The target's machines; what `existing` holds of them counts as free."""
     machines = target.machines(deployment)
-    if existing is None or target.name != "local":
+    if existing is None or "elastic" in target.features or existing.deployment().target != target.name:
         return machines
-    machine = machines[0]
-    if existing.plan().device == "cuda":
+    n_nodes = target.spread(deployment, existing.handle())
+    return [_freed(machine, existing, n) for machine, n in zip(machines, n_nodes, strict=True)]
+
+
+def _freed(machine: Machine, existing: Run, n_nodes: int) -> Machine:
+    """A machine without so many nodes of a run."""
+    made = existing.plan()
+    if made.device == "cuda":
         held = {index for entry in existing.handle().replicas.values() for index in entry.get("gpus", ())}
+        if not held:  # a target that does not keep which they are: engines leave the least memory free
+            fullest = sorted(machine.gpus, key=lambda gpu: gpu.memory_free_bytes)
+            held = {gpu.index for gpu in fullest[: n_nodes * made.layout.n_ranks // made.n_nodes]}
         freed = [
             msgspec.structs.replace(gpu, memory_free_bytes=gpu.memory_bytes) if gpu.index in held else gpu
             for gpu in machine.gpus
         ]
-        return [msgspec.structs.replace(machine, gpus=tuple(freed))]
-    held_bytes = existing.plan().need.total_bytes * existing.desired().replicas
+        return msgspec.structs.replace(machine, gpus=tuple(freed))
+    held_bytes = made.need.total_bytes * n_nodes // made.n_nodes
     free_bytes = min(machine.memory_bytes, machine.memory_free_bytes + held_bytes)
-    return [msgspec.structs.replace(machine, memory_free_bytes=free_bytes)]
+    return msgspec.structs.replace(machine, memory_free_bytes=free_bytes)
 
 
 def _holds(existing: Run, deployment: Deployment) -> bool:
@@ -391,9 +400,10 @@ def scale(run: Run, n_replicas: int) -> None:
         if "resize" not in target.features:
             raise UserError(f'cannot scale on target "{deployment.target}"', hint="Change replicas and use --replace.")
         if more > 0 and "elastic" not in target.features:
-            machines = target.machines(deployment)
-            n_shared = sharing(target, deployment, len(machines), more)
-            launch.check_room(deployment, run.plan(), preflight.least(machines), n_shared)
+            now, then = (target.spread(deployment, run.handle(), n_more) for n_more in (0, more))
+            for machine, n_before, n_after in zip(target.machines(deployment), now, then, strict=True):
+                if n_after > n_before:
+                    launch.check_room(deployment, run.plan(), machine, n_after - n_before)
         run.write_desired(Desired("up", n_replicas))
         run.add_event("scale", f"{desired.replicas} -> {n_replicas} replicas")
         _revive(run)
@@ -535,8 +545,10 @@ def leftovers(with_ended_runs: bool = False) -> list[Leftover]:
 def _owned_ids(marked: list[Marked]) -> set[str]:
     """Ids of the launches that are not ended, or that a command is changing now: a `down` may drain for minutes."""
     # A process tells its run folder, so that deployments of another PENSTOCK_HOME are left alone.
-    known = {run.path: run for run in [*runs.every(), *(Run(Path(process.run)) for process in marked)]}
-    owned = set()
+    there = [Run(Path(process.run)) for process in marked if Path(process.run).is_absolute()]
+    known = {run.path: run for run in [*runs.every(), *there]}
+    # Of a target whose nodes have no run folder, on machines that others share: those who placed them end them.
+    owned = {process.run_id for process in marked if not Path(process.run).is_absolute()}
     for run in known.values():
         if runs.is_locked(run) or (run.exists() and not run.is_ended()):
             try:

@@ -26,6 +26,7 @@ class History(msgspec.Struct, frozen=True):
     gateway: Part = Part("gone")
     replicas: dict[str, tuple[Restart, ...]] = {}
     failed: dict[str, ReplicaStatus] = {}
+    refused: dict[str, str] = {}  # by the target when they were last placed, and why
     was_ready: bool = False
 
 
@@ -91,10 +92,10 @@ def admin_view(run: Run) -> GatewayView | None:
 def summarise(desired: Desired, seen: Observation, history: History, now: float) -> State:
     """The state of a deployment from one look. Pure; `now` in Unix seconds."""
     rows = {row.announcement.replica: row for row in (seen.view.replicas if seen.view else ())}
-    names = sorted({*seen.placements, *history.failed}, key=lambda name: (len(name), name))
+    names = sorted({*seen.placements, *history.failed, *history.refused}, key=lambda name: (len(name), name))
     replicas = []
     for name in names:
-        placement = seen.placements.get(name, Placement("gone"))
+        placement = seen.placements.get(name, Placement("gone", history.refused.get(name)))
         row, earlier = rows.get(name), history.replicas.get(name, ())
         if name in history.failed:
             replicas.append(history.failed[name])

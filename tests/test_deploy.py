@@ -6,17 +6,21 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import cast
 
 import msgspec
 import pytest
-from samples import NOW, cpu_machine, demo_plan, deployment, draft, run_folder, told
+from samples import NOW, cpu_machine, demo_plan, deployment, draft, gpu_machine, gpu_plan, run_folder, told
 
 from penstock import deploy, processes, runs
 from penstock.announce import Process
-from penstock.errors import EngineError, UserError
+from penstock.errors import EngineError, PlanError, UserError
+from penstock.plan import Machine
 from penstock.processes import Marked
-from penstock.runs import Artifact, Desired, Part, ReplicaStatus, Run, State
-from penstock.targets import local
+from penstock.runs import Artifact, Desired, Handle, Part, ReplicaStatus, Run, State
+from penstock.spec import Deployment
+from penstock.targets import Target, local
+from penstock.units import GIB
 
 
 @pytest.fixture
@@ -73,6 +77,15 @@ def test_a_process_whose_run_folder_is_gone_is_left_behind(tmp_path: Path, marke
     assert [item.name for item in deploy.leftovers()] == ["7"]
 
 
+def test_a_node_that_somebody_placed_here_from_another_machine_is_left_alone(
+    tmp_path: Path, marked: list[Marked]
+) -> None:
+    """On a shared Ray cluster: no run folder is here, and the engine's temporary folder is in use."""
+    marked.append(Marked(7, 1.0, "node", "ray:chat-0a1b2c", "0a1b2c", "0", "python -m penstock.node"))
+    private_folder(tmp_path, "0a1b2c")
+    assert deploy.leftovers() == []
+
+
 def test_a_deployment_of_another_home_is_left_alone(
     tmp_path: Path, marked: list[Marked], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -90,6 +103,46 @@ def test_a_deployment_of_another_home_is_left_alone(
 def test_a_folder_that_is_not_an_engines_is_left_alone(tmp_path: Path, marked: list[Marked], name: str) -> None:
     (tmp_path / name).mkdir()
     assert deploy.leftovers() == []
+
+
+class Cluster:
+    """Three machines of one GPU, and a run with a replica on each of the first two."""
+
+    name, features, listen = "ssh", frozenset({"resize"}), "loopback"
+
+    def machines(self, wanted: Deployment) -> list[Machine]:
+        free = gpu_machine(1)
+        used = msgspec.structs.replace(free, gpus=(msgspec.structs.replace(free.gpus[0], memory_free_bytes=GIB),))
+        return [used, used, free]
+
+    def spread(self, wanted: Deployment, handle: Handle, n_more: int = 0) -> list[int]:
+        return [1, 1, n_more]
+
+
+def run_of(wanted: Deployment) -> Run:
+    """With one GPU a replica."""
+    return runs.create(msgspec.structs.replace(draft(wanted), plan=gpu_plan()), NOW)
+
+
+def test_more_replicas_are_judged_by_the_machines_that_they_would_get(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = run_of(deployment(target="ssh"))
+    run.write_desired(Desired("up", 2))
+    monkeypatch.setattr("penstock.targets.load", lambda _: Cluster())
+    monkeypatch.setattr(deploy, "_revive", lambda _: None)
+    deploy.scale(run, 3)
+    assert run.desired().replicas == 3
+    with pytest.raises(PlanError, match="cannot place 2 x 1 ranks"):
+        deploy.scale(run, 5)
+    assert run.desired().replicas == 3
+
+
+def test_what_a_run_holds_of_its_hosts_counts_as_free_for_its_replacement() -> None:
+    wanted = deployment(target="ssh")
+    run = run_of(wanted)
+    found = deploy._machines(cast(Target, Cluster()), wanted, run)
+    assert [machine.gpus[0].memory_free_bytes for machine in found] == [80 * GIB] * 3
+    found = deploy._machines(cast(Target, Cluster()), wanted, run_of(deployment()))
+    assert found[0].gpus[0].memory_free_bytes == GIB, "another target's run holds nothing here"
 
 
 def test_clean_removes_folders_and_says_what_stayed(tmp_path: Path, marked: list[Marked]) -> None:

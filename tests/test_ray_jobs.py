@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from samples import cpu_machine, demo_plan
+from samples import cpu_machine, demo_plan, run_folder
 
 from penstock import ray_dashboard, ray_job, spec
 from penstock.client import NoAnswer
@@ -27,7 +27,7 @@ from penstock.runs import Desired, Handle
 from penstock.spec import Deployment
 from penstock.targets import Launch, Placement
 from penstock.targets import ray as target_ray
-from penstock.targets.ray import RayJobs, _as_ray_gives, _pin, _shortage
+from penstock.targets.ray import RayJobs, _as_ray_gives, _mark, _pin, _shortage
 
 NODES = [RayNode("a", "10.0.0.1", {"CPU": 8.0, "GPU": 4.0}), RayNode("b", "10.0.0.2", {"CPU": 4.0, "GPU": 4.0})]
 VERSION = json.dumps({"version": "4", "ray_version": "2.60.0"})
@@ -229,12 +229,19 @@ def test_what_is_sent_keeps_the_users_environment_and_holds_no_secret() -> None:
     block = {"python": "/opt/my env/python", "runtime_env": {"env_vars": {"A": "1"}, "pip": ["x"]}}
     artifact = RayJobs().render(launch(n_gpus=4, n_nodes=2), "python", deployment(ray=block))
     job, nodes = json.loads(artifact.files["job.json"]), json.loads(artifact.files["nodes.json"])
-    assert job["entrypoint"] == "exec '/opt/my env/python' -m penstock.ray_job drive {parcel}"
+    assert job["entrypoint"] == "exec python -m penstock.ray_job drive {parcel}", "the driver needs Ray, not an engine"
     assert job["runtime_env"]["pip"] == ["x"] and job["runtime_env"]["py_modules"] == ["gcs://{package}"]
     assert job["runtime_env"]["env_vars"]["A"] == "1"
     assert int(job["runtime_env"]["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"]) > launch().plan.drain_s
     assert nodes == {"n_nodes": 2, "bundle": {"GPU": 4.0, "CPU": 5.0}, "python": "/opt/my env/python"}
     assert json.loads(artifact.files["launch.json"])["token_file"] == ""
+
+
+def test_nodes_are_known_by_their_launch_and_not_by_a_path_that_others_have_too() -> None:
+    """On a shared cluster two people's runs may have the same folder, each on a machine of its own."""
+    mine, other = run_folder().record(), run_folder().record()
+    assert _mark(mine) != _mark(other)
+    assert not Path(_mark(mine)).is_absolute()
 
 
 def test_the_bundled_model_is_found_where_the_package_is_unpacked() -> None:

@@ -15,9 +15,11 @@ import penstock
 from penstock.announce import Process
 from penstock.ssh import bundle, watch
 from penstock.ssh.bundle import HostPython
+from penstock.ssh.contact import Bringer, Looked
 from penstock.ssh.placing import assign
 from penstock.ssh.program import Done, HostError, Ssh, control_folder, is_legal, reading, short_name
 from penstock.ssh.watch import Look, Watch
+from penstock.target_blocks import Ssh as Block
 
 BOOT = "5a1c3c60-3d6b-4c54-9e0c-5a3f1d2b7e11"
 
@@ -87,7 +89,13 @@ def python(**fields: Any) -> HostPython:
 
     ours = f"{sys.version_info[0]}.{sys.version_info[1]}.0"
     known: dict[str, Any] = {"platform": sysconfig.get_platform(), "libc": "glibc 2.17", **fields}
-    return HostPython(fields.get("version", ours), sys.implementation.name, known["platform"], known["libc"])
+    return HostPython(
+        fields.get("version", ours),
+        sys.implementation.name,
+        known["platform"],
+        known["libc"],
+        fields.get("has", {}),
+    )
 
 
 def test_only_what_a_host_lacks_is_brought() -> None:
@@ -119,6 +127,20 @@ def test_our_own_files_are_in_the_bundle(tmp_path: Path) -> None:
     names = [name for name, _ in bundle.contents(python(), tmp_path)]
     assert {"penstock/node.py", "penstock/remote_node.py", "penstock/demo_model/config.json"} <= set(names)
     assert [name for name in names if name.startswith("msgspec/")] and not [n for n in names if n.endswith(".pyc")]
+
+
+def test_a_base_that_was_made_anew_gets_an_environment_of_its_own(tmp_path: Path) -> None:
+    """~/vllm/bin/python may be another Python today, whose packages are elsewhere."""
+
+    def environment(looked: HostPython) -> str:
+        bringer = Bringer(FakeSsh("{}"), Block(hosts=("a",), python="~/vllm/bin/python"), tmp_path)
+        return bringer.bring("a", Looked("a", "/f", looked, (), ())).python
+
+    has = {"msgspec": "0.20", "psutil": "7", "PyYAML": "6.0.2"}
+    first = environment(python(has=has))
+    assert environment(python(has=has)) == first
+    assert environment(python(version="3.19.1", has=has)) != first
+    assert environment(python(has={"msgspec": "0.20", "psutil": "7"})) != first
 
 
 class FakeSsh(Ssh):

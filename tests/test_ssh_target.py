@@ -183,6 +183,23 @@ def test_down_with_a_dead_host_ends_the_rest_and_clean_ends_it_later(place: Plac
     assert run.is_ended()
 
 
+def test_a_replica_whose_host_is_away_ends_when_the_host_is_back(place: Place, hosts: Hosts) -> None:
+    """It holds its GPUs until then, so `scale` does not forget it."""
+    run = place.up(write(place, hosts, replicas=2))
+    hosts[1].cut()
+    assert call("scale", "one", "1", "--no-wait").code == 0
+    told_s = until(
+        lambda: "could not end replica 1 on node2" in call("logs", "one", "--part", "events").out, "told", 90
+    )
+    assert [row.replica for row in now(run).replicas] == ["0", "1"]
+    ask(run)
+    hosts[1].mend()
+    ended_s = until(lambda: [row.replica for row in now(run).replicas] == ["0"], "it has ended", 60)
+    print(f"told after {told_s:.1f} s, ended {ended_s:.1f} s after the link")
+    assert not ours(hosts[1])
+    assert now(run).phase == "ready"
+
+
 def test_a_killed_up_leaves_nothing_after_down(place: Place, hosts: Hosts) -> None:
     file = write(place, hosts, args={"load_s": 20})
     with started("up", file) as child:

@@ -69,7 +69,7 @@ def on_hosts(ray_cluster: RayCluster, run: Run, role: str) -> dict[str, list[int
         host.name: [
             found.outer_pid
             for found in host.processes()
-            if found.env.get(processes.MARK_RUN) == str(run.path) and found.env.get(processes.MARK_ROLE) == role
+            if found.env.get(processes.MARK_RUN_ID) == run.record().id and found.env.get(processes.MARK_ROLE) == role
         ]
         for host in ray_cluster.hosts
     }

@@ -66,8 +66,10 @@ class Bringer:
                 members = bundle.contents(looked.python, self._cache)
                 self._made[kind] = bundle.key_of(members), members
             key, members = self._made[kind]
-        # Its base counts too: an environment belongs to the Python that made it.
-        name = f"{key}-{_short_hash(self._block.python)}"
+        # Its base counts too, which may be made anew at the same path: an environment belongs to the Python that made
+        # it, and relies on the packages which that one has.
+        base = (self._block.python, looked.python.implementation, looked.python.minor, *sorted(looked.python.has))
+        name = f"{key}-{_short_hash(' '.join(base))}"
         contact = Contact(host, looked.folder, f"{looked.folder}/versions/{name}/venv/bin/python")
         if name in looked.versions:
             return contact

@@ -110,6 +110,13 @@ class Target(ABC):
     def render(self, launch: Launch, python: str, deployment: Deployment) -> Artifact:
         """Exactly what `submit` would send."""
 
+    def spread(self, deployment: Deployment, handle: Handle, n_more: int = 0) -> list[int]:
+        """How many nodes of a run each of `machines` has, in their order, once so many more replicas are placed.
+
+        Not asked of elastic targets.
+        """
+        return [len(handle.replicas) + n_more]
+
     def rehearsed(self) -> Target:
         """This target for `render` and `--dry-run`: where its machines cannot be asked, the file's word is taken."""
         return self

@@ -20,7 +20,7 @@ from penstock import catalog, processes, ray_dashboard, ray_job
 from penstock.errors import PenstockError, Problem
 from penstock.plan import Machine, Plan
 from penstock.ray_dashboard import Dashboard, Job, RayNode
-from penstock.runs import Artifact, Handle, Run
+from penstock.runs import Artifact, Handle, Record, Run
 from penstock.spec import Deployment
 from penstock.target_blocks import RayCluster
 from penstock.targets import Launch, Placement, Surveyed, Target
@@ -105,7 +105,7 @@ class RayJobs(Target):
         # The bundled model travels in the package; every other path is the same on the nodes.
         told["plan"]["model"]["path"] = told["plan"]["model"]["path"].replace(here, _HERE)
         told["token_file"] = ""
-        argv = ("exec", block.python or "python", "-m", "penstock.ray_job", "drive", "{parcel}")
+        argv = ("exec", "python", "-m", "penstock.ray_job", "drive", "{parcel}")
         job = _job_body(block, " ".join(map(shlex.quote, argv[:-1])) + " {parcel}", launch.plan.drain_s)
         job["metadata"] = {"penstock_run": launch.deployment, _META_ID: "{run_id}", _META_REPLICA: "{replica}"}
         nodes = {"n_nodes": launch.plan.n_nodes, "bundle": _bundle(launch.plan), "python": block.python}
@@ -197,7 +197,7 @@ class RayJobs(Target):
         job = f"penstock-{record.name}-{record.id}-{replica}-{secrets.token_hex(3)}"
         name, data = ray_dashboard.package(with_model=_HERE in files["launch.json"])
         dashboard.upload(name, data)
-        environment = processes.marks(str(run.path), record.id, "node")
+        environment = processes.marks(_mark(record), record.id, "node")
         parcel = nodes | {
             "launch": launch,
             "token": run.admin_token(),
@@ -252,8 +252,8 @@ class RayJobs(Target):
 
     def _sweep(self, dashboard: Dashboard, run: Run, job: Job) -> None:
         """A driver that was killed could not see its nodes end."""
-        replica, block = job.metadata.get(_META_REPLICA, "0"), _block(run.deployment())
-        argv = ["-m", "penstock.ray_guard", "sweep", str(run.path), replica, run.record().id]
+        record, replica, block = run.record(), job.metadata.get(_META_REPLICA, "0"), _block(run.deployment())
+        argv = ["-m", "penstock.ray_guard", "sweep", _mark(record), replica, record.id]
         _ask(dashboard, block, argv, 30.0)
 
     # --- looking
@@ -323,6 +323,11 @@ class _Look(msgspec.Struct, frozen=True):
 
 def _block(deployment: Deployment) -> RayCluster:
     return deployment.ray or RayCluster()
+
+
+def _mark(record: Record) -> str:
+    """What its nodes are found by on their machines. No path: somebody else's run may have the same, elsewhere."""
+    return f"ray:{record.name}-{record.id}"
 
 
 def _pin(deployment: Deployment, nodes: Sequence[RayNode]) -> dict[str, float]:
@@ -407,7 +412,7 @@ def _ask(dashboard: Dashboard, block: RayCluster, argv: Sequence[str], timeout_s
     dashboard.upload(name, data)
     order = {"argv": [*argv], "python": block.python, "timeout_s": timeout_s}
     encoded = base64.b64encode(json.dumps(order).encode()).decode()
-    words = ["exec", block.python or "python", "-m", "penstock.ray_job", "survey", encoded]
+    words = ["exec", "python", "-m", "penstock.ray_job", "survey", encoded]
     body = _job_body(block, " ".join(map(shlex.quote, words)), 0.0)
     body["submission_id"] = job = f"penstock-survey-{secrets.token_hex(6)}"
     body["runtime_env"]["py_modules"][-1] = f"gcs://{name}"

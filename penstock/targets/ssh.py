@@ -13,6 +13,7 @@ import os
 import secrets
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -154,9 +155,20 @@ class _Room:
     # ---- the end -----------------------------------------------------------------------------------------------------
 
     def end_replica(self, replica: str, nodes: Sequence[Node]) -> None:
-        """End one replica: its node drains its engine, for as long as the plan says."""
+        """End one replica: its node drains its engine, for as long as the plan says.
+
+        Raises PenstockError when a host could not be reached, and its node lives on.
+        """
         self.ending.add(replica)
-        self._end_on(_by_host(self._places(), nodes), replica, self.run.plan().drain_s + 15)
+        told = self._end_on(_by_host(self._places(), nodes), replica, self.run.plan().drain_s + 15)
+        away = {node.host: told[node.host] for node in nodes if node.host in told}  # others have nothing of it
+        if away:
+            raise PenstockError(
+                f"could not end replica {replica} on {', '.join(map(short_name, away))}: "
+                f"{next(iter(away.values())).message}",
+                hint="It is tried again until the host is back.",
+                is_retryable=True,
+            )
         self._keep_log(replica, nodes)
         self.tunnels.end(replica)
         self.watch.forget([node.host for node in nodes])
@@ -290,6 +302,14 @@ class OverSsh(Target):
             for host, one in told.items()
         ]
 
+    def spread(self, deployment: Deployment, handle: Handle, n_more: int = 0) -> list[int]:
+        hosts = _block(deployment).hosts
+        placed = {replica: [node.host for node in _nodes(entry)] for replica, entry in handle.replicas.items()}
+        more = [f"+{number}" for number in range(n_more)]
+        assigned = assign(hosts, deployment.hardware.nodes, [*placed, *more], placed)
+        uses = Counter(host for taken in assigned.values() for host in taken)
+        return [uses[host] for host in hosts]
+
     def render(self, launch: Launch, python: str, deployment: Deployment) -> Artifact:
         there = msgspec.structs.replace(launch, token_file="{run}/secrets/admin-token")
         text = msgspec.json.format(msgspec.json.encode(there), indent=2).decode()
@@ -330,17 +350,22 @@ class OverSsh(Target):
     def resize(self, run: Run, handle: Handle, replicas: Sequence[str]) -> Handle:
         room = self._room(run)
         entries = {replica: _nodes(entry) for replica, entry in handle.replicas.items()}
+        problems: list[PenstockError] = []
         for replica in [replica for replica in entries if replica not in replicas]:
-            room.end_replica(replica, entries.pop(replica))
+            try:
+                room.end_replica(replica, entries[replica])
+                del entries[replica]
+            except PenstockError as exc:  # it holds its GPUs until its host is back: it stays known, and is tried again
+                problems.append(exc)
         looks = room.watch.see_now(_pids_by_host(entries))
         hosts_of = assign(
-            room.block.hosts, run.deployment().hardware.nodes, replicas,
+            room.block.hosts, run.deployment().hardware.nodes, [*replicas, *(set(entries) - set(replicas))],
             {replica: [node.host for node in nodes] for replica, nodes in entries.items()},
         )  # fmt: skip
-        problems: list[PenstockError] = []
         for replica in replicas:
             before = entries.get(replica)
             if before is not None and all(_lives(node, looks) for node in before):
+                room.ending.discard(replica)  # it was to be ended, and could not be
                 continue
             try:
                 contacts = self._bring(run.deployment(), hosts_of[replica])

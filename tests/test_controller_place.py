@@ -1,0 +1,103 @@
+"""What the controller does when its target refuses: tries again, ever later, and says why."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+from samples import run_folder, told, view
+
+from penstock.controller import Controller
+from penstock.errors import PenstockError
+from penstock.observe import Observation, summarise
+from penstock.runs import Desired, Handle, Run
+from penstock.targets import Placement
+
+READY = view(told("0"))
+TWO = Desired("up", 2)
+
+
+class Stubborn:
+    """A target with one replica that takes what is in `allows`, and keeps what is in `holds`."""
+
+    features = frozenset({"resize"})
+
+    def __init__(self) -> None:
+        self.n_tries, self.allows, self.holds = 0, {"0"}, set[str]()
+
+    def resize(self, run: Run, handle: Handle, replicas: Any) -> Handle:
+        self.n_tries += 1
+        made: dict[str, Any] = {name: {} for name in {*replicas, *self.holds} if name in self.allows | self.holds}
+        if made == handle.replicas:
+            raise PenstockError("node3 has no room")
+        return Handle("local", made)
+
+
+class Desk:
+    """A controller whose ticks are made one by one, at times that are told."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.run = run_folder()
+        self.run.write_handle(Handle("local", {"0": {}}))
+        self.now = 1000.0
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
+        self.controller = Controller(self.run)
+        self.target = Stubborn()
+        self.controller.target = self.target  # type: ignore[assignment]
+
+    def tick(self, desired: Desired) -> Any:
+        placements = {name: Placement("placed") for name in self.controller.handle.replicas}
+        seen = Observation(placements, READY, gateway_is_alive=True)
+        self.controller._act(desired, seen)
+        if self.controller._worker is not None:
+            self.controller._worker.join()
+        self.controller._note_refusal()
+        return summarise(desired, seen, self.controller.history, 0.0)
+
+    def events(self) -> list[str]:
+        return [event["event"] for event in self.run.events()]
+
+
+@pytest.fixture
+def desk(monkeypatch: pytest.MonkeyPatch) -> Desk:
+    return Desk(monkeypatch)
+
+
+def test_one_that_is_refused_is_tried_ever_later_and_status_says_why(desk: Desk) -> None:
+    tries = []
+    for _ in range(100):  # 40 seconds of ticks
+        state = desk.tick(TWO)
+        tries.append(desk.target.n_tries)
+        desk.now += 0.4
+    assert tries[0] == 1
+    assert tries[-1] <= 6, "after 1, 3, 7, 15 seconds"
+    assert [(row.replica, row.state, row.reason) for row in state.replicas] == [
+        ("0", "ready", None),
+        ("1", "gone", "node3 has no room"),
+    ]
+    assert desk.events().count("place failed") == 1
+
+    desk.target.allows.add("1")
+    desk.now += 30
+    assert [row.replica for row in desk.tick(TWO).replicas] == ["0"], "as it was when it was looked at"
+    assert desk.tick(TWO).replicas[1].reason is None
+    assert "replica placed" in desk.events()
+
+
+def test_another_wish_is_tried_at_once_and_the_old_one_forgotten(desk: Desk) -> None:
+    desk.tick(TWO)
+    assert desk.tick(Desired("up", 1)).replicas[-1].replica == "0"
+    desk.tick(TWO)
+    assert desk.target.n_tries == 2
+
+
+def test_one_that_cannot_be_ended_is_not_said_to_have_ended(desk: Desk) -> None:
+    desk.target.allows, desk.target.holds = {"0", "1"}, set()
+    desk.tick(TWO)
+    desk.target.holds = {"1"}
+    assert [row.replica for row in desk.tick(Desired("up", 1)).replicas] == ["0", "1"]
+    assert "replica ended" not in desk.events()
+    desk.target.holds, desk.now = set(), desk.now + 30
+    desk.tick(Desired("up", 1))
+    assert "replica ended" in desk.events()
