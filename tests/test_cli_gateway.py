@@ -202,6 +202,16 @@ def test_metrics_and_drains_outlive_each_worker(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_store_that_cannot_be_opened_is_told_before_anybody_is_sent_here(workers: str, tmp_path: Path) -> None:
+    argv = [sys.executable, "-m", "penstock", "gateway", "--listen", "127.0.0.1:0", "--workers", workers, *UPSTREAM]
+    with running([*argv, "--auth", "keys", "--store", str(tmp_path / "absent" / "x.db")]) as gateway:
+        told, error = gateway.communicate(timeout=20)
+    assert (gateway.returncode, told) == (2, "")
+    assert "could not use store" in error
+
+
+@pytest.mark.processes
 def test_workers_end_with_a_parent_that_was_killed() -> None:
     argv = [sys.executable, "-m", "penstock", "gateway", "--listen", "127.0.0.1:0", "--workers", "2", *UPSTREAM]
     with running(argv) as gateway:

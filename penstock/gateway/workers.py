@@ -24,6 +24,7 @@ from penstock.gateway.assembly import Gateway, Seat, Sockets, open_sockets
 from penstock.gateway.config import GatewayConfig
 from penstock.gateway.quota import AT_ONCE
 from penstock.gateway.shared import IN_FLIGHT, Board, SharedCounters
+from penstock.store import Store
 
 # A worker that ends at once, again and again, must not keep a core busy.
 RESTART_S = 0.5
@@ -38,8 +39,15 @@ log = logging.getLogger("penstock.gateway")
 
 
 def serve(config: GatewayConfig, token: str, on_bound: Callable[[Sockets], None] | None = None) -> None:
-    """Serves until a signal, then drains. `on_bound` is called once when every address is bound. Raises UserError."""
+    """Serves until a signal, then drains. Raises UserError.
+
+    `on_bound` is called once, when every address is bound and the store could be opened.
+    """
     sockets = open_sockets(config)
+    if config.store is not None:
+        # Whoever is told of the address may rely on it. And a worker that cannot open the store would be started again
+        # for ever; its connection cannot be made here, for it must not cross the fork.
+        Store(config.store).close()
     if on_bound is not None:
         on_bound(sockets)
     if config.workers == 1:
