@@ -211,6 +211,38 @@ def test_store_that_cannot_be_opened_is_told_before_anybody_is_sent_here(workers
     assert "could not use store" in error
 
 
+@contextlib.contextmanager
+def holding(workers: int) -> Iterator[subprocess.Popen[str]]:
+    """A gateway that drains for as long as it may: one request waits for an engine that is not there."""
+    argv = [sys.executable, "-m", "penstock", "gateway", "--listen", "127.0.0.1:0", "--json", *UPSTREAM]
+    with running([*argv, "--workers", str(workers)]) as gateway:
+        assert gateway.stdout is not None
+        listen = json.loads(gateway.stdout.readline())["listen"]
+        read_until(gateway, "serving on", workers)
+        with socket.create_connection(("127.0.0.1", int(listen.rpartition(":")[2]))) as client:
+            client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\n{}")
+            yield gateway
+
+
+def read_until(gateway: subprocess.Popen[str], words: str, n_lines: int) -> None:
+    assert gateway.stderr is not None
+    for line in gateway.stderr:
+        n_lines -= words in line
+        if n_lines == 0:
+            return
+    raise AssertionError(f"it ended before it said {words!r}")
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("workers", [1, 2])
+def test_second_signal_ends_it_at_once_with_1(workers: int) -> None:
+    with holding(workers) as gateway:
+        gateway.send_signal(signal.SIGTERM)
+        read_until(gateway, "draining", workers)
+        gateway.send_signal(signal.SIGTERM)
+        assert gateway.wait(10) == 1
+
+
 @pytest.mark.processes
 def test_workers_end_with_a_parent_that_was_killed() -> None:
     argv = [sys.executable, "-m", "penstock", "gateway", "--listen", "127.0.0.1:0", "--workers", "2", *UPSTREAM]

@@ -173,7 +173,7 @@ class _Parent:
             self._due[slot] = time.monotonic() + self._delay_s[slot] - RESTART_S
 
     def _stop(self) -> None:
-        """Lets every worker drain; a second signal, or time, ends what is left."""
+        """Lets every worker drain; a second signal, or time, ends what is left, and then this process with 1."""
         self._sockets.close()
         for pid in self._workers:
             os.kill(pid, signal.SIGTERM)
@@ -186,6 +186,9 @@ class _Parent:
         for pid in self._workers:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
+        if self._workers:
+            # Not os._exit: our caller has folders to remove.
+            raise SystemExit(1)
 
 
 def _die_with_parent() -> None:
