@@ -95,7 +95,7 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def running(argv: list[str]) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0)
     try:
         yield process
     finally:
@@ -240,6 +240,16 @@ def test_second_signal_ends_it_at_once_with_1(workers: int) -> None:
         gateway.send_signal(signal.SIGTERM)
         read_until(gateway, "draining", workers)
         gateway.send_signal(signal.SIGTERM)
+        assert gateway.wait(10) == 1
+
+
+@pytest.mark.processes
+def test_ctrl_c_which_a_terminal_sends_to_every_process_is_one_signal() -> None:
+    with holding(workers=2) as gateway:
+        os.killpg(gateway.pid, signal.SIGINT)
+        read_until(gateway, "stopped, 0 requests cut", 1)  # by the worker that holds nothing
+        assert gateway.poll() is None
+        os.killpg(gateway.pid, signal.SIGINT)
         assert gateway.wait(10) == 1
 
 

@@ -74,7 +74,9 @@ async def _serve(make: Callable[[], Gateway], config: GatewayConfig) -> None:
     stop = asyncio.Event()
 
     def on_signal() -> None:
-        if stop.is_set():
+        # A worker's first signal may come twice: Ctrl-C and systemd tell the whole group, and the parent passes it on.
+        # So the parent counts, and kills.
+        if stop.is_set() and config.workers == 1:
             os._exit(1)
         stop.set()
 
