@@ -95,7 +95,7 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def running(argv: list[str]) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0)
     try:
         yield process
     finally:
@@ -199,6 +199,58 @@ def test_metrics_and_drains_outlive_each_worker(tmp_path: Path) -> None:
         assert (view["requests_total"], view["replicas"][0]["is_draining"]) == (20, True)
         ask(f"{facts['admin']}/admin/undrain", replica, "secret")
         until(lambda: health() == {1})
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_store_that_cannot_be_opened_is_told_before_anybody_is_sent_here(workers: str, tmp_path: Path) -> None:
+    argv = [sys.executable, "-m", "penstock", "gateway", "--listen", "127.0.0.1:0", "--workers", workers, *UPSTREAM]
+    with running([*argv, "--auth", "keys", "--store", str(tmp_path / "absent" / "x.db")]) as gateway:
+        told, error = gateway.communicate(timeout=20)
+    assert (gateway.returncode, told) == (2, "")
+    assert "could not use store" in error
+
+
+@contextlib.contextmanager
+def holding(workers: int) -> Iterator[subprocess.Popen[str]]:
+    """A gateway that drains for as long as it may: one request waits for an engine that is not there."""
+    argv = [sys.executable, "-m", "penstock", "gateway", "--listen", "127.0.0.1:0", "--json", *UPSTREAM]
+    with running([*argv, "--workers", str(workers)]) as gateway:
+        assert gateway.stdout is not None
+        listen = json.loads(gateway.stdout.readline())["listen"]
+        read_until(gateway, "serving on", workers)
+        with socket.create_connection(("127.0.0.1", int(listen.rpartition(":")[2]))) as client:
+            client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\n{}")
+            yield gateway
+
+
+def read_until(gateway: subprocess.Popen[str], words: str, n_lines: int) -> None:
+    assert gateway.stderr is not None
+    for line in gateway.stderr:
+        n_lines -= words in line
+        if n_lines == 0:
+            return
+    raise AssertionError(f"it ended before it said {words!r}")
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("workers", [1, 2])
+def test_second_signal_ends_it_at_once_with_1(workers: int) -> None:
+    with holding(workers) as gateway:
+        gateway.send_signal(signal.SIGTERM)
+        read_until(gateway, "draining", workers)
+        gateway.send_signal(signal.SIGTERM)
+        assert gateway.wait(10) == 1
+
+
+@pytest.mark.processes
+def test_ctrl_c_which_a_terminal_sends_to_every_process_is_one_signal() -> None:
+    with holding(workers=2) as gateway:
+        os.killpg(gateway.pid, signal.SIGINT)
+        read_until(gateway, "stopped, 0 requests cut", 1)  # by the worker that holds nothing
+        assert gateway.poll() is None
+        os.killpg(gateway.pid, signal.SIGINT)
+        assert gateway.wait(10) == 1
 
 
 @pytest.mark.processes

@@ -272,6 +272,30 @@ def test_keys_are_made_seen_rotated_and_revoked_by_the_admin_address(place: str)
     run(LOOP, test())
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/models", "/v1/models/other", "/metrics"])
+def test_key_that_ends_while_the_body_comes_is_refused(place: str, path: str) -> None:
+    secret = make_key(place, models=("demo",), rpm=100)
+
+    async def test() -> None:
+        async with rig_with(say(ANSWER), store=place, auth="keys", models=MODELS) as (rig, engine, client):
+            assert await statuses(rig, secret, 1) == [200]
+            method = "POST" if "completions" in path else "GET"
+            headers = f"Content-Length: {len(CHAT)}\r\nExpect: 100-continue\r\n"
+            client.get(path, headers + bearer(secret), method)
+            assert (await client.reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 100 ")
+            admin = await rig.client(rig.gateway.admin.port)
+            admin.get("/admin/keys/alice", bearer("admin-token"), method="DELETE")
+            assert (await admin.response())[0].status == 200
+            client.writer.write(CHAT)
+            status, error = await client.error()
+            assert (status, error["code"]) == (401, "invalid_api_key")
+            assert rig.gateway.books.totals.n_unknown_keys == 1
+            assert [row["status"] for row in await until_rows(rig, 1)] == [200]
+            assert len(engine.seen) == 1
+
+    run(LOOP, test())
+
+
 def test_key_expires_and_the_configs_own_key_stays_good(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     secret = make_key(place, expires_at=time.time() + 60)
     hashes = (hashlib.sha256(KEY.encode()).hexdigest(),)

@@ -7,6 +7,7 @@ from penstock.gateway import health
 from penstock.gateway.config import ServedModel
 from penstock.gateway.fleet import Fleet, Replica, Wish
 from penstock.gateway.health import Health, RetryBudget
+from penstock.gateway.shared import SharedCounters, SharedInFlight
 
 READY = Announcement(replica="a", model="demo", state="ready", lease_s=1e6, url="http://127.0.0.1:41234")
 
@@ -164,6 +165,22 @@ def test_full_replicas_take_no_more() -> None:
     fleet = fleet_of("a", "b", max_in_flight=2)
     begun = [fleet.begin("demo", 1) for _ in range(5)]
     assert [replica is not None for replica in begun] == [True, True, True, True, False]
+
+
+def test_what_other_workers_have_on_a_replica_fills_it_too() -> None:
+    fleets = [fleet_of("a", max_in_flight=3) for _ in range(2)]
+    counters = SharedCounters(n_slots=2)
+    begun = []
+    for slot in (0, 1, 0, 1, 0):
+        counters.bind(slot)
+        fleets[slot].shared = SharedInFlight(counters)
+        begun.append(fleets[slot].begin("demo", 1))
+    assert [replica is not None for replica in begun] == [True, True, True, False, False]
+    assert begun[1] is not None
+    counters.bind(1)
+    fleets[1].end(begun[1])
+    counters.bind(0)
+    assert fleets[0].begin("demo", 1) is not None
 
 
 # Names.

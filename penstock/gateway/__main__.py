@@ -1,6 +1,7 @@
 """python -m penstock.gateway CONFIG.json: serves in the foreground until SIGTERM or SIGINT, then drains.
 
-Exit codes: 0 after a drain, 2 when the config or an address cannot be used. A second signal ends it at once with 1.
+Exit codes: 0 after a drain, 2 when the config, an address or the store cannot be used. A second signal ends it at once
+with 1.
 """
 
 from __future__ import annotations

@@ -237,11 +237,11 @@ class Fleet:
     def begin(self, model: str, now: float, wish: Wish = NO_WISH, avoid: Collection[str] = ()) -> Replica | None:
         """Chooses a replica and counts a request on it; every one begun must be ended."""
         rows = self.ready(model, now)
+        self._look_at_others(rows)
         if self._max_in_flight is not None:
-            rows = [row for row in rows if row.in_flight < self._max_in_flight]
+            rows = [row for row in rows if row.in_flight + row.others < self._max_in_flight]
         if not rows:
             return None
-        self._look_at_others(rows)
         self._turn += 1
         replica = self._choose(rows, now, wish, avoid)
         if replica is not None:

@@ -7,7 +7,7 @@ import time
 from typing import Final
 from urllib.parse import parse_qs, unquote
 
-from penstock.gateway.access import origin_headers, preflight_headers
+from penstock.gateway.access import Holder, origin_headers, preflight_headers
 from penstock.gateway.accounting import Asked, Books
 from penstock.gateway.answer import Answer, error_answer, json_answer
 from penstock.gateway.bodies import Ask, ModelFacts
@@ -51,10 +51,8 @@ class Public:
         if head.method == b"OPTIONS":
             asked = head.get(b"access-control-request-headers")
             return Answer(204, headers=preflight_headers(asked))
-        if path != b"/health" and not self._may_ask(head):
-            self._books.totals.n_unknown_keys += 1
-            message = "a valid key is needed: Authorization: Bearer KEY"
-            return error_answer(401, message, "invalid_api_key", headers=((b"www-authenticate", b"Bearer"),))
+        if path != b"/health" and self._desk.needs_key and self._books.find(head) is None:
+            return self._refuse_key()
         if path in _POST_PATHS and head.method == b"POST":
             return None
         is_own = path in _OWN_PATHS or path.startswith(_MODEL_PATH)
@@ -70,26 +68,32 @@ class Public:
 
     def handle(self, request: Request, client: ClientConnection) -> Answer | None:
         path = request.head.path
-        is_own = path in _OWN_PATHS or path.startswith(_MODEL_PATH)
-        if not is_own:
-            return self._forward(request, client)
         if path == b"/health":
             n_ready = sum(self._count_ready().values())
             return json_answer({"status": "ok", "ready_replicas": n_ready})
+        holder = self._books.find(request.head) if self._desk.needs_key else None
+        if holder is None and self._desk.needs_key:
+            # It was good when the head came, and a body may take its time. From here on None means: no keys needed.
+            return self._refuse_key()
+        is_own = path in _OWN_PATHS or path.startswith(_MODEL_PATH)
+        if not is_own:
+            return self._forward(request, client, holder)
         if path == b"/metrics":
             return Answer(200, self._tally.metrics(), CONTENT_TYPE)
         if path == b"/v1/models":
-            data = [self._facts(model) for model in self._fleet.models if self._may_use(request.head, model)]
+            data = [self._facts(model) for model in self._fleet.models if self._may_use(holder, model)]
             return json_answer({"object": "list", "data": data})
-        return self._answer_model(request.head, unquote(path.removeprefix(_MODEL_PATH).decode("latin-1")))
+        return self._answer_model(holder, unquote(path.removeprefix(_MODEL_PATH).decode("latin-1")))
 
     def origin_headers(self, head: RequestHead) -> Headers:
         return origin_headers(head.get(b"origin"), self._desk.needs_key)
 
-    def _may_ask(self, head: RequestHead) -> bool:
-        return not self._desk.needs_key or self._books.find(head) is not None
+    def _refuse_key(self) -> Answer:
+        self._books.totals.n_unknown_keys += 1
+        message = "a valid key is needed: Authorization: Bearer KEY"
+        return error_answer(401, message, "invalid_api_key", headers=((b"www-authenticate", b"Bearer"),))
 
-    def _forward(self, request: Request, client: ClientConnection) -> Answer | None:
+    def _forward(self, request: Request, client: ClientConnection, holder: Holder | None) -> Answer | None:
         head = request.head
         try:
             ask = read_ask(head, request.body, wants_prefix=self._policy == "prefix")
@@ -107,7 +111,6 @@ class Public:
             assert name is not None
             return _unknown_model(name)
         asked = Asked(request, ask.fields, model)
-        holder = self._books.find(head) if self._desk.needs_key else None
         if holder is not None and not holder.may_use(name or model, *self._names[model]):
             self._books.refuse(asked, holder, 403)
             return _forbidden_model(name or model)
@@ -122,15 +125,14 @@ class Public:
         adapter = name if self._fleet.has_adapter(name) else None
         return Wish(key, adapter, replica) if key or replica or adapter else NO_WISH
 
-    def _may_use(self, head: RequestHead, model: ServedModel) -> bool:
-        holder = self._books.find(head) if self._desk.needs_key else None
+    def _may_use(self, holder: Holder | None, model: ServedModel) -> bool:
         return holder is None or holder.may_use(*self._names[model.name])
 
-    def _answer_model(self, head: RequestHead, name: str) -> Answer:
+    def _answer_model(self, holder: Holder | None, name: str) -> Answer:
         known = self._fleet.resolve(name)
         for model in self._fleet.models:
             if model.name == known:
-                if not self._may_use(head, model):
+                if not self._may_use(holder, model):
                     return _forbidden_model(name)
                 return json_answer(self._facts(model))
         return _unknown_model(name)

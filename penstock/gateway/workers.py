@@ -24,6 +24,7 @@ from penstock.gateway.assembly import Gateway, Seat, Sockets, open_sockets
 from penstock.gateway.config import GatewayConfig
 from penstock.gateway.quota import AT_ONCE
 from penstock.gateway.shared import IN_FLIGHT, Board, SharedCounters
+from penstock.store import Store
 
 # A worker that ends at once, again and again, must not keep a core busy.
 RESTART_S = 0.5
@@ -38,8 +39,15 @@ log = logging.getLogger("penstock.gateway")
 
 
 def serve(config: GatewayConfig, token: str, on_bound: Callable[[Sockets], None] | None = None) -> None:
-    """Serves until a signal, then drains. `on_bound` is called once when every address is bound. Raises UserError."""
+    """Serves until a signal, then drains. Raises UserError.
+
+    `on_bound` is called once, when every address is bound and the store could be opened.
+    """
     sockets = open_sockets(config)
+    if config.store is not None:
+        # Whoever is told of the address may rely on it. And a worker that cannot open the store would be started again
+        # for ever; its connection cannot be made here, for it must not cross the fork.
+        Store(config.store).close()
     if on_bound is not None:
         on_bound(sockets)
     if config.workers == 1:
@@ -66,7 +74,9 @@ async def _serve(make: Callable[[], Gateway], config: GatewayConfig) -> None:
     stop = asyncio.Event()
 
     def on_signal() -> None:
-        if stop.is_set():
+        # A worker's first signal may come twice: Ctrl-C and systemd tell the whole group, and the parent passes it on.
+        # So the parent counts, and kills.
+        if stop.is_set() and config.workers == 1:
             os._exit(1)
         stop.set()
 
@@ -165,7 +175,7 @@ class _Parent:
             self._due[slot] = time.monotonic() + self._delay_s[slot] - RESTART_S
 
     def _stop(self) -> None:
-        """Lets every worker drain; a second signal, or time, ends what is left."""
+        """Lets every worker drain; a second signal, or time, ends what is left, and then this process with 1."""
         self._sockets.close()
         for pid in self._workers:
             os.kill(pid, signal.SIGTERM)
@@ -178,6 +188,9 @@ class _Parent:
         for pid in self._workers:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
+        if self._workers:
+            # Not os._exit: our caller has folders to remove.
+            raise SystemExit(1)
 
 
 def _die_with_parent() -> None:
