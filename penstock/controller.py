@@ -327,10 +327,13 @@ class Controller:
         self.run.add_event("replica failed", told.reason or "", replica=name)
 
     def _log_tail(self, name: str) -> tuple[str, ...]:
+        lines = []
         try:
-            return tuple(self.target.logs(self.run, self.handle, name, follow=False, last=_TAIL_LINES))
-        except PenstockError as exc:  # it may be where nobody can look now
-            return (exc.message,)
+            for line in self.target.logs(self.run, self.handle, name, follow=False, last=_TAIL_LINES):
+                lines.append(line)
+        except PenstockError as exc:  # a part of it may be where nobody can look now
+            lines.append(exc.message)
+        return tuple(lines)
 
     def _may_place(self, name: str, now: float) -> bool:
         times = self._place_times.get(name, [])[-5:]
