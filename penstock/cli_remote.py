@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from penstock.errors import UserError
+from penstock.errors import PenstockError, UserError
 
 if TYPE_CHECKING:
     from penstock.remote import Login
@@ -21,6 +21,7 @@ _WITH_NAME = ("status", "logs", "down", "scale", "keys", "usage", "tunnel", *_TH
 _FLAGS = ("replace", "dry_run", "no_wait", "quick", "json")
 
 _ENDS = {signal.SIGINT, signal.SIGTERM}
+_LOOK_S = 1.0
 
 DeploymentOf = Callable[[argparse.Namespace], "Deployment"]
 
@@ -79,8 +80,8 @@ def _with_name(options: argparse.Namespace, argv: Sequence[str]) -> int | None:
     if name is None or login is None:
         return None
     if options.verb_name in _THROUGH_TUNNEL:
-        with remote.tunnel(login, name) as url:
-            options.name, options.url = None, url
+        with remote.tunnel(login, name) as tunnel:
+            options.name, options.url = None, tunnel.url
             return int(options.verb(options) or 0)
     if options.verb_name == "tunnel":
         return _hold(login, name, options.port)
@@ -112,10 +113,18 @@ def _named(argv: Sequence[str], options: argparse.Namespace, name: str) -> list[
 def _hold(login: Login, name: str, port: int | None) -> int:
     from penstock import remote
 
-    with remote.tunnel(login, name, port) as url:
-        print(f"{name} is at {url}/v1 until Ctrl-C", flush=True)
+    with remote.tunnel(login, name, port) as tunnel:
+        print(f"{name} is at {tunnel.url}/v1 until Ctrl-C", flush=True)
         signal.pthread_sigmask(signal.SIG_BLOCK, _ENDS)
-        signal.sigwait(_ENDS)
+        while signal.sigtimedwait(_ENDS, _LOOK_S) is None:
+            said = tunnel.last_words()
+            if said is not None:
+                raise PenstockError(
+                    f'lost the tunnel to login node "{login.host}"',
+                    detail=said or None,
+                    hint=f"Run it again: penstock tunnel {name} --port {tunnel.url.rpartition(':')[2]}",
+                    is_retryable=True,
+                )
     return 0
 
 

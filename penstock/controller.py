@@ -345,10 +345,13 @@ class Controller:
         self.run.add_event("replica failed", told.reason or "", replica=name)
 
     def _log_tail(self, name: str) -> tuple[str, ...]:
+        lines = []
         try:
-            return tuple(self.target.logs(self.run, self.handle, name, follow=False, last=_TAIL_LINES))
-        except PenstockError as exc:  # it may be where nobody can look now
-            return (exc.message,)
+            for line in self.target.logs(self.run, self.handle, name, follow=False, last=_TAIL_LINES):
+                lines.append(line)
+        except PenstockError as exc:  # a part of it may be where nobody can look now
+            lines.append(exc.message)
+        return tuple(lines)
 
     def _note_refusal(self) -> None:
         """Status tells replicas that the target would not place, which are in no list of its own."""

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import queue
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from penstock import targets
-from penstock.errors import UserError
+from penstock.errors import PenstockError, UserError
+from penstock.log_sources import as_they_come, in_turn, named
 from penstock.runs import Run, file_lines
 
 
@@ -17,7 +16,8 @@ def lines(run: Run, part: str, replica: str | None, last: int | None, follow: bo
     """Lines of one part: "replicas" (all, or one), "gateway", "controller" or "events". With `follow` it does not
     end while the deployment is up.
 
-    Raises UserError for a replica that the run does not have.
+    Raises UserError for a replica that the run does not have, PenstockError for one whose log cannot be reached: after
+    the lines of the others, with `follow` at once.
     """
     follow = follow and run.desired().state == "up"  # nothing more comes from what has ended
     if part == "replicas":
@@ -36,35 +36,23 @@ def _replica_lines(run: Run, replica: str | None, last: int | None, follow: bool
     target = targets.load(handle.target)
 
     def of_one(name: str) -> Iterator[str]:
-        return target.logs(run, handle, name, follow, last)
+        try:
+            yield from target.logs(run, handle, name, follow, last)
+        except PenstockError:
+            # `down` ends the connections that its logs are read by.
+            if not follow or run.desired().state == "up":
+                raise
 
-    chosen = [replica] if replica is not None else names
-    if len(chosen) == 1:
-        yield from of_one(chosen[0])
-    elif follow:
-        yield from _merged({name: (lambda name=name: of_one(name)) for name in chosen})  # type: ignore[misc]
+    if replica is not None or len(names) == 1:
+        yield from of_one(replica or names[0])
     else:
-        for name in chosen:
-            yield from (f"[{name}] {line}" for line in of_one(name))
+        fronted = [named(f"[{name}]", of_one(name)) for name in names]
+        yield from as_they_come(fronted) if follow else in_turn(fronted)
 
 
 def _logged(run: Run) -> list[str]:
     """Replicas that wrote a log here, ended ones too."""
     return sorted(path.stem.removeprefix("replica-") for path in (run.path / "logs").glob("replica-*.log"))
-
-
-def _merged(sources: dict[str, Callable[[], Iterator[str]]]) -> Iterator[str]:
-    """Lines of several endless sources as they come, each with its name in front."""
-    arrived: queue.Queue[str] = queue.Queue(maxsize=10_000)
-
-    def pump(name: str, source: Callable[[], Iterator[str]]) -> None:
-        for line in source():
-            arrived.put(f"[{name}] {line}")
-
-    for name, source in sources.items():
-        threading.Thread(target=pump, args=(name, source), daemon=True).start()
-    while True:
-        yield arrived.get()
 
 
 def _event_text(line: str) -> str:

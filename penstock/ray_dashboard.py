@@ -13,7 +13,7 @@ import json
 import os
 import re
 import secrets
-import ssl
+import socket
 import struct
 import urllib.parse
 import zipfile
@@ -29,9 +29,14 @@ from penstock.errors import PenstockError, UserError
 
 _TIMEOUT_S = 10.0
 _ENDED = ("STOPPED", "SUCCEEDED", "FAILED")
+_SILENCE_S = 15  # of a connection, then three probes in as long again
 _MAX_PACKAGE_BYTES = 500 * 1024 * 1024  # Ray refuses larger ones
 _USED = re.compile(r"^([0-9.]+)/([0-9.]+) (\S+)", re.MULTILINE)
 _LEFT_OUT = {"__pycache__", "chat"}
+
+
+class Broken(PenstockError):
+    """A log was not read to its end."""
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -119,7 +124,10 @@ class Dashboard:
         return str(told.get("logs") or "").splitlines()
 
     def follow(self, job: str) -> Iterator[str]:
-        """Lines of a job from its first, until it ends."""
+        """Lines of a job from its first, until it ends; nothing when it is gone. Blocks as long as it prints nothing.
+
+        Raises Broken when the connection breaks before.
+        """
         begun = ""
         for text in _messages(self.address, f"/api/jobs/{job}/logs/tail", self._token):
             *lines, begun = (begun + text).split("\n")
@@ -206,10 +214,13 @@ def package(with_model: bool) -> tuple[str, bytes]:
 
 
 def _messages(address: str, path: str, token: str | None) -> Iterator[str]:
-    """Texts that a server sends over a WebSocket (RFC 6455), until it closes. We send nothing but the first request."""
+    """Texts that a server sends over a WebSocket (RFC 6455), until it closes. We send nothing but the first request.
+
+    Raises Broken when the connection ends otherwise.
+    """
     parts = urllib.parse.urlsplit(address)
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-    connection = kind(parts.hostname or "", parts.port)
+    connection = kind(parts.hostname or "", parts.port, timeout=_TIMEOUT_S)
     headers = {
         "Connection": "Upgrade",
         "Upgrade": "websocket",
@@ -220,25 +231,42 @@ def _messages(address: str, path: str, token: str | None) -> Iterator[str]:
         headers["Authorization"] = f"Bearer {token}"
     try:
         connection.request("GET", parts.path.rstrip("/") + path, headers=headers)
+        link = connection.sock
         response = connection.getresponse()
-        if response.status != 101:
+        if response.status == 404:
             return
+        if response.status != 101:
+            raise PenstockError(f"could not follow a log: {address}{path} answered {response.status}")
+        _watch_link(link)
         yield from _frames(response.fp)
-    except (OSError, http.client.HTTPException, ssl.SSLError):
-        return
+    except (OSError, http.client.HTTPException) as exc:
+        raise Broken(f"lost the connection to {address}: {str(exc) or repr(exc)}", is_retryable=True) from exc
     finally:
         connection.close()
 
 
+def _watch_link(link: socket.socket) -> None:
+    """Let the kernel find out that a link is dead, and wait for a quiet engine without end.
+
+    A ping would not do: Ray's dashboard does not read from this connection, so that it answers none.
+    """
+    link.settimeout(None)
+    link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _SILENCE_S)
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _SILENCE_S // 3)
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+
+
 def _frames(stream: io.BufferedIOBase) -> Iterator[str]:
     text = b""
-    while len(head := stream.read(2)) == 2:
+    while True:
+        head = _exactly(stream, 2)
         length = head[1] & 0x7F
         if length == 126:
-            (length,) = struct.unpack(">H", stream.read(2))
+            (length,) = struct.unpack(">H", _exactly(stream, 2))
         elif length == 127:
-            (length,) = struct.unpack(">Q", stream.read(8))
-        content, code = stream.read(length), head[0] & 0x0F
+            (length,) = struct.unpack(">Q", _exactly(stream, 8))
+        content, code = _exactly(stream, length), head[0] & 0x0F
         if code == 8:
             return
         if code in (0, 1):
@@ -246,6 +274,13 @@ def _frames(stream: io.BufferedIOBase) -> Iterator[str]:
             if head[0] & 0x80:
                 yield text.decode("utf-8", "replace")
                 text = b""
+
+
+def _exactly(stream: io.BufferedIOBase, n_bytes: int) -> bytes:
+    got = stream.read(n_bytes)
+    if len(got) < n_bytes:
+        raise ConnectionError("it was closed without a word")
+    return got
 
 
 def dumped(value: object) -> str:

@@ -14,9 +14,11 @@ import shlex
 import shutil
 import socket
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import IO
 from urllib.parse import urlsplit
 
 import msgspec
@@ -29,6 +31,7 @@ from penstock.spec import Deployment
 _NOTE = "remote.json"
 _HOST = re.compile(r"[\w.@%:+-]+\Z")
 _CONNECT_S = 20
+_SILENCE_S = 15  # three of these without a word from the login node end a connection
 _ANSWER_S = 60.0
 _TUNNEL_S = 20.0
 _NO_CONNECTION = 255  # ssh(1), EXIT STATUS
@@ -115,27 +118,46 @@ def address(login: Login, name: str) -> str:
     return str(url)
 
 
+class Tunnel:
+    """An open tunnel: `url` is its end on this machine."""
+
+    def __init__(self, url: str, child: subprocess.Popen[bytes], said: IO[bytes]) -> None:
+        self.url, self._child, self._said = url, child, said
+
+    def last_words(self) -> str | None:
+        """What ssh said, when it has ended; None while the tunnel is there."""
+        if self._child.poll() is None:
+            return None
+        self._said.seek(0)
+        return self._said.read().decode("utf-8", "replace").strip()[-500:]
+
+
 @contextlib.contextmanager
-def tunnel(login: Login, name: str, port: int | None = None) -> Iterator[str]:
-    """A URL on this machine that leads to the deployment's gateway, for as long as the block lasts."""
+def tunnel(login: Login, name: str, port: int | None = None) -> Iterator[Tunnel]:
+    """A way from this machine to the deployment's gateway, for as long as the block lasts."""
     parts = urlsplit(address(login, name))
     local = port or free_port("127.0.0.1")
-    forward = f"127.0.0.1:{local}:{parts.hostname}:{parts.port}"
-    words = [*_argv(login, False, ["-N", "-o", "ExitOnForwardFailure=yes", "-L", forward])]
-    child = subprocess.Popen(words, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True)
-    try:
-        _wait_open(child, login, local)
-        yield f"http://127.0.0.1:{local}"
-    finally:
-        child.terminate()
-        child.communicate()
+    host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
+    forward = f"127.0.0.1:{local}:{host}:{parts.port}"
+    words = _argv(login, False, ["-N", "-o", "ExitOnForwardFailure=yes", "-L", forward])
+    # A file, not a pipe: nobody reads what ssh says while it lives, and a full pipe would stop it.
+    with tempfile.TemporaryFile() as said:
+        child = subprocess.Popen(words, stdin=subprocess.DEVNULL, stderr=said, start_new_session=True)
+        try:
+            made = Tunnel(f"http://127.0.0.1:{local}", child, said)
+            _wait_open(made, login, local)
+            yield made
+        finally:
+            child.terminate()
+            child.wait()
 
 
-def _wait_open(child: subprocess.Popen[str], login: Login, port: int) -> None:
+def _wait_open(tunnel: Tunnel, login: Login, port: int) -> None:
     deadline = time.monotonic() + _TUNNEL_S
     while time.monotonic() < deadline:
-        if child.poll() is not None:
-            raise _unreachable(login, child.communicate()[1])
+        said = tunnel.last_words()
+        if said is not None:
+            raise _unreachable(login, said)
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1.0):
             return
         time.sleep(0.05)
@@ -144,8 +166,9 @@ def _wait_open(child: subprocess.Popen[str], login: Login, port: int) -> None:
 
 def _argv(login: Login, is_terminal: bool, more: Sequence[str] = ()) -> list[str]:
     config = ["-F", login.ssh_config] if login.ssh_config else []
-    options = ["-o", f"ConnectTimeout={_CONNECT_S}", *(["-t", "-q"] if is_terminal else []), *more]
-    return ["ssh", *config, *options, "--", login.host]
+    options = [f"ConnectTimeout={_CONNECT_S}", f"ServerAliveInterval={_SILENCE_S}", "ServerAliveCountMax=3"]
+    words = [word for option in options for word in ("-o", option)]
+    return ["ssh", *config, *words, *(["-t", "-q"] if is_terminal else []), *more, "--", login.host]
 
 
 def _line(login: Login, words: Sequence[str]) -> str:

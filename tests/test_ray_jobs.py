@@ -6,6 +6,7 @@ import ast
 import contextlib
 import io
 import json
+import socket
 import sys
 import threading
 import zipfile
@@ -20,9 +21,9 @@ from samples import cpu_machine, demo_plan, run_folder
 
 from penstock import ray_dashboard, ray_job, spec
 from penstock.client import NoAnswer
-from penstock.errors import Problem, UserError
+from penstock.errors import PenstockError, Problem, UserError
 from penstock.plan import Gpu, Plan
-from penstock.ray_dashboard import Dashboard, Job, RayNode, _frames, _free, package
+from penstock.ray_dashboard import Broken, Dashboard, Job, RayNode, _frames, _free, _watch_link, package
 from penstock.runs import Desired, Handle
 from penstock.spec import Deployment
 from penstock.targets import Launch, Placement
@@ -277,7 +278,98 @@ def test_frames_of_a_websocket_become_texts() -> None:
     long = b"x" * 300
     wire = b"\x81\x02ab" + b"\x01\x01c" + b"\x80\x01d" + b"\x89\x01p" + b"\x81\x7e\x01\x2c" + long + b"\x88\x00" + b"zz"
     assert list(_frames(io.BytesIO(wire))) == ["ab", "cd", "x" * 300]
-    assert list(_frames(io.BytesIO(b""))) == []
+    with pytest.raises(ConnectionError):
+        list(_frames(io.BytesIO(b"")))
+
+
+@contextlib.contextmanager
+def tailing(wire: bytes) -> Iterator[Dashboard]:
+    """A dashboard that sends these bytes of a WebSocket to one client, and closes."""
+    server = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        client, _ = server.accept()
+        with client:
+            client.recv(4096)
+            client.sendall(b"HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\n\r\n" + wire)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    yield Dashboard(f"http://127.0.0.1:{server.getsockname()[1]}")
+    thread.join()
+    server.close()
+
+
+@pytest.mark.parametrize(
+    "cut", [b"", b"\x81", b"\x81\x05cd", b"\x81\x7e\x01"], ids=["between", "head", "text", "length"]
+)
+def test_a_log_whose_connection_breaks_is_told_from_one_that_ends(cut: bytes) -> None:
+    text = b"\x81\x05ab\ncd"
+    with tailing(text + b"\x88\x00") as dashboard:
+        assert list(dashboard.follow("j")) == ["ab", "cd"]
+    seen = []
+    with tailing(text + cut) as dashboard, pytest.raises(Broken):
+        for line in dashboard.follow("j"):
+            seen.append(line)
+    assert seen == ["ab"], "the line that was begun comes whole when it is asked for again"
+
+
+def test_a_log_that_a_dashboard_does_not_let_follow_is_told() -> None:
+    with answering(404, "") as (address, _):
+        assert list(Dashboard(address).follow("j")) == []
+    with answering(403, "") as (address, _), pytest.raises(PenstockError, match="answered 403"):
+        list(Dashboard(address).follow("j"))
+
+
+def test_a_dashboard_has_ten_seconds_to_answer_and_an_engine_may_be_quiet_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ray_dashboard, "_TIMEOUT_S", 0.02)
+    with socket.create_server(("127.0.0.1", 0)) as server, pytest.raises(Broken):
+        list(Dashboard(f"http://127.0.0.1:{server.getsockname()[1]}").follow("j"))
+    with socket.socket() as link:
+        _watch_link(link)
+        assert link.gettimeout() is None
+        assert link.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        assert link.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 15
+
+
+def test_a_followed_log_goes_on_after_a_break_where_it_was(
+    cluster: type[FakeDashboard], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tails: list[tuple[list[str], bool]] = [
+        (["a", "b"], False),
+        ([], False),
+        (["a", "b", "c"], True),  # Ray's agent went away: the job runs
+        (["a", "b", "c", "d"], False),  # the last words come although it has ended meanwhile
+        (["a", "b", "c", "d", "e"], True),
+        (["A"], True),
+    ]
+
+    def follow(_: object, job: str) -> Iterator[str]:
+        lines, is_whole = tails.pop(0)
+        yield from lines
+        if not is_whole:
+            if len(tails) == 2:
+                FakeDashboard.jobs_now = {"j": Job("j", "SUCCEEDED")}
+            raise Broken("lost the connection")
+
+    entries = iter(["j", "k"])
+
+    class Following(FakeRun):
+        def handle(self) -> Handle:
+            return Handle("ray", {"0": {"job": next(entries), "address": "http://head:8265"}})
+
+    monkeypatch.setattr(cluster, "follow", follow, raising=False)
+    monkeypatch.setattr(cluster, "job", lambda self, job: self.jobs().get(job), raising=False)
+    monkeypatch.setattr(target_ray, "_AGAIN_S", 0.0)
+    FakeDashboard.jobs_now = {"j": Job("j", "RUNNING")}
+    run: Any = Following()
+    lines = RayJobs().logs(run, run.handle(), "0", follow=True)
+    assert [next(lines) for _ in range(6)] == ["a", "b", "c", "d", "e", "A"]
+    FakeDashboard.fails = True
+    with pytest.raises(NoAnswer):
+        next(lines)
 
 
 def test_the_job_on_the_cluster_needs_nothing_of_ours() -> None:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 from hosts import ROOT
@@ -83,6 +84,15 @@ def test_every_verb_works_by_name_from_a_laptop(laptop: Laptop) -> None:
     finally:
         child.send_signal(signal.SIGINT)
         assert child.wait(10) == 0
+    child = subprocess.Popen(
+        laptop.argv("tunnel"), env=laptop.env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert child.stdout is not None
+    assert child.stdout.readline()
+    for ssh in psutil.Process(child.pid).children():
+        ssh.kill()
+    said = child.communicate(timeout=10)[1]
+    assert child.returncode == 1 and 'lost the tunnel to login node "login"' in said, said
     done = laptop.call("down")
     assert (done.returncode, "one is down" in done.stdout) == (0, True), done
     assert laptop.desk.left() == []

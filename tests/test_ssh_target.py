@@ -81,7 +81,11 @@ def test_status_logs_scale_and_down(place: Place, hosts: Hosts) -> None:
     assert call("scale", "one", "1").code == 0
     assert not ours(hosts[1])
     ask(run)
-    assert call("down", "one").code == 0
+    with started("logs", "one", "-f", "--replica", "0") as follower:
+        assert follower.stdout is not None
+        assert follower.stdout.readline()
+        assert call("down", "one").code == 0
+        assert follower.wait(20) == 0, "the connections that `down` closed are no error"
     assert "shutdown complete" in call("logs", "one").out
     until(lambda: left_on(hosts) == [], "nothing is left", 3)
 
@@ -135,7 +139,15 @@ def _answers(run: Run) -> bool:
 def test_a_cut_link_is_told_and_when_it_is_mended_the_same_engine_goes_on(place: Place, hosts: Hosts) -> None:
     run = place.up(write(place, hosts))
     before = node_of(hosts[0]).pid
-    hosts[0].cut()
+    with started("logs", "one", "-f") as follower:
+        assert follower.stdout is not None
+        assert follower.stdout.readline()
+        hosts[0].cut()
+        assert follower.wait(30) == 1
+        assert follower.stderr is not None
+        assert "node1 cannot be reached over ssh: " in follower.stderr.read()
+    unread = call("logs", "one")
+    assert unread.code == 1 and "node1 cannot be reached over ssh: it does not answer" in unread.err, unread
     told_s = until(lambda: "node1 cannot be reached over ssh" in (replica_of(run).reason or ""), "status tells it", 30)
     assert replica_of(run).placement == "broken"
     hosts[0].mend()

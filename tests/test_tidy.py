@@ -26,6 +26,7 @@ LEVELS = {
     "spec": 1,
     "announce": 1,
     "catalog": 1,
+    "log_sources": 1,
     "metrics": 1,
     "native": 1,
     "sse": 1,

@@ -220,7 +220,9 @@ def control_folder(owner: str) -> Path:
 
 
 def failed(host: str, what: str, done: Done) -> HostError:
-    """The error of a command that ended badly on a host that answered."""
+    """The error of a command that ended badly, or of a host that could not be asked."""
+    if done.code == _NO_LOGIN or done.code < 0:
+        return _away(host, done.err)
     meaning, hint = reading(done.err or done.text)
     return HostError(
         host,

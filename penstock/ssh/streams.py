@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import queue
 import subprocess
-import threading
+import tempfile
 from collections.abc import Iterator, Sequence
 
-from penstock.ssh.program import Piped, Ssh, short_name
-
-_QUEUED_LINES = 10_000
+from penstock.log_sources import as_they_come, in_turn, named
+from penstock.ssh.program import Done, Ssh, failed, short_name
 
 
 class Source:
@@ -24,55 +22,49 @@ class Source:
 
 
 def lines(ssh: Ssh, sources: Sequence[Source], follow: bool, last: int | None) -> Iterator[str]:
-    """Lines of all sources. With `follow` as they come; the programs on the hosts end when the caller stops."""
-    if len(sources) == 1:
-        yield from _of_one(ssh, sources[0], follow, last)
-    elif not follow:
+    """Lines of all sources. With `follow` as they come; the programs on the hosts end when the caller stops.
+
+    Raises HostError for a host that cannot be reached: after the lines of the others, with `follow` at once.
+    """
+    readers: list[_Reader] = []
+    try:
         for source in sources:
-            yield from (f"{short_name(source.host)}: {line}" for line in _of_one(ssh, source, follow, last))
-    else:
-        yield from _merged(ssh, sources, last)
-
-
-def _open(ssh: Ssh, source: Source, follow: bool, last: int | None) -> Piped:
-    return ssh.popen(source.host, source.words(follow, last), subprocess.PIPE, subprocess.DEVNULL)
-
-
-def _of_one(ssh: Ssh, source: Source, follow: bool, last: int | None) -> Iterator[str]:
-    child = _open(ssh, source, follow, last)
-    try:
-        yield from _read(child)
+            readers.append(_Reader(ssh, source, follow, last))
+        if len(readers) == 1:
+            yield from readers[0].lines()
+        else:
+            fronted = [named(f"{short_name(reader.host)}:", reader.lines()) for reader in readers]
+            yield from as_they_come(fronted) if follow else in_turn(fronted)
     finally:
-        _end(child)
+        for reader in readers:
+            reader.end()
 
 
-def _merged(ssh: Ssh, sources: Sequence[Source], last: int | None) -> Iterator[str]:
-    arrived: queue.Queue[str] = queue.Queue(_QUEUED_LINES)
-    children = [_open(ssh, source, True, last) for source in sources]
+class _Reader:
+    """A program that prints a log on its host."""
 
-    def pump(name: str, child: Piped) -> None:
-        for line in _read(child):
-            arrived.put(f"{name}: {line}")
+    def __init__(self, ssh: Ssh, source: Source, follow: bool, last: int | None) -> None:
+        self.host = source.host
+        # A file, not a pipe: a connection that is left open for others holds the error output open too.
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `end`
+        self._child = ssh.popen(source.host, source.words(follow, last), subprocess.PIPE, self._said)
 
-    try:
-        for source, child in zip(sources, children, strict=True):
-            threading.Thread(target=pump, args=(short_name(source.host), child), daemon=True).start()
-        while True:
-            yield arrived.get()
-    finally:
-        for child in children:
-            _end(child)
+    def lines(self) -> Iterator[str]:
+        """What it prints.  Raises HostError when it ended badly, or its connection did."""
+        assert self._child.stdout is not None
+        for line in self._child.stdout:
+            yield line.decode("utf-8", "replace").rstrip("\n")
+        code = self._child.wait()
+        if code:
+            self._said.seek(0)
+            # Of a shared connection that is lost ssh says nothing.
+            said = self._said.read().decode("utf-8", "replace").strip() or "the connection broke"
+            raise failed(self.host, "could not read a log", Done(code, b"", said))
 
-
-def _read(child: Piped) -> Iterator[str]:
-    assert child.stdout is not None
-    for line in child.stdout:
-        yield line.decode("utf-8", "replace").rstrip("\n")
-
-
-def _end(child: Piped) -> None:
-    child.kill()
-    child.wait()
-    for stream in (child.stdin, child.stdout):
-        if stream is not None:
-            stream.close()
+    def end(self) -> None:
+        """End it, on the host too. Safe to repeat."""
+        self._child.kill()
+        self._child.wait()
+        for stream in (self._child.stdin, self._child.stdout, self._said):
+            if stream is not None:
+                stream.close()

@@ -27,6 +27,7 @@ from penstock.targets import Launch, Placement, Surveyed, Target
 
 _FRESH_S = 1.0
 _POLL_S = 0.2
+_AGAIN_S = 1.0
 _WHY_FRESH_S = 3.0
 _SURVEY_S = 60.0
 _WAITS = "Ray waits for free machines"
@@ -141,15 +142,24 @@ class RayJobs(Target):
         there = len(dashboard.log(job)) if last is not None else 0
         skip = max(0, there - (last or 0)) if last is not None else 0
         while True:
-            for number, line in enumerate(dashboard.follow(job)):
-                if number >= skip:
-                    yield line
-            job, skip = self._next_job(run, replica, job), 0
+            is_whole = True
+            try:
+                for number, line in enumerate(dashboard.follow(job)):
+                    if number >= skip:
+                        skip = number + 1
+                        yield line
+            except ray_dashboard.Broken:
+                is_whole = False
+            row = dashboard.job(job)
+            if row is None or (is_whole and row.has_ended):
+                job, skip = self._next_job(run, replica, job), 0
+            else:  # its lines come again from the first
+                time.sleep(_AGAIN_S)
 
     def _next_job(self, run: Run, replica: str, job: str) -> str:
         """The job after that one, when the replica was placed again. Blocks."""
         while True:
-            time.sleep(1.0)
+            time.sleep(_AGAIN_S)
             found = run.handle().replicas.get(replica, {}).get("job", job)
             if found != job:
                 return str(found)

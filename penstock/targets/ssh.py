@@ -14,7 +14,7 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -180,7 +180,7 @@ class _Room:
         places = _by_host(self._places(), nodes)
         away = self._end_on(places, None, grace_s)
         for replica, replica_nodes in entries.items():
-            self._keep_log(replica, [node for node in replica_nodes if node.host not in away])
+            self._keep_log(replica, replica_nodes, away)
         at_once(
             [host for host in places if host not in away],
             lambda host: self.ssh.run(host, ["rm", "-rf", places[host][0].folder]),
@@ -214,13 +214,15 @@ class _Room:
         found = at_once(list(places), end)
         return {host: told for host, told in found.items() if isinstance(told, PenstockError)}
 
-    def _keep_log(self, replica: str, nodes: Sequence[Node]) -> None:
-        """Fetch the log of a replica that has ended: it is read from here from now on."""
+    def _keep_log(self, replica: str, nodes: Sequence[Node], away: Collection[str] = ()) -> None:
+        """Fetch the log of a replica that has ended, but for hosts that are away: it is read from here from now on."""
         parts = []
         for rank, node in enumerate(nodes):
+            if node.host in away:
+                continue
             with contextlib.suppress(PenstockError):
                 words = ["tail", "-c", str(_KEPT_LOG_BYTES), f"{node.folder}/{_log_name(replica, rank)}"]
-                text = self.ssh.run(node.host, words, timeout_s=_START_S).text
+                text = self.ssh.check_run(node.host, words, timeout_s=_START_S).text
                 front = f"{short_name(node.host)}: " if len(nodes) > 1 else ""
                 parts += [f"{front}{line}\n" for line in text.splitlines()]
         if parts:

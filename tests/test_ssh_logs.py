@@ -1,0 +1,139 @@
+"""Logs that lie on hosts, by a program that stands in for ssh: a host is this machine, or cannot be reached."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from samples import deployment, run_folder
+
+from penstock import logs, targets
+from penstock.announce import Process
+from penstock.runs import Desired, Handle, Run
+from penstock.ssh import streams
+from penstock.ssh.placing import Node
+from penstock.ssh.program import HostError, Ssh
+from penstock.targets import LeftBehind
+from penstock.targets.ssh import _Room
+
+PROGRAM = """#!/bin/sh
+case " $* " in *" -O exit "*) exit 0 ;; esac
+while [ "$1" != -- ]; do shift; done
+if [ "$2" = away ]; then echo "ssh: connect to host away port 22: No route to host" >&2; exit 255; fi
+shift 2
+exec sh -c "$*"
+"""
+
+
+def program(path: Path, text: str) -> str:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.fixture(autouse=True)
+def fake_ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program(tmp_path / "bin" / "ssh", PROGRAM)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+
+
+@pytest.fixture
+def run() -> Run:
+    return run_folder(deployment(target="ssh", ssh={"hosts": ["away", "here"]}))
+
+
+@pytest.fixture
+def ssh() -> Iterator[Ssh]:
+    made = Ssh(None, f"test{os.getpid()}")
+    yield made
+    made.close(["here"])
+
+
+def reading(lines: Iterator[str], into: list[str]) -> HostError | None:
+    """Read lines to their end; the error that they end with."""
+    try:
+        for line in lines:
+            into.append(line)
+    except HostError as exc:
+        return exc
+    return None
+
+
+def node(host: str, folder: Path) -> Node:
+    return Node(host, host, str(folder), "/nonexistent/python", Process(1, 0.0), "boot", 21000, 21001)
+
+
+def test_the_log_of_a_living_rank_is_kept_when_the_host_of_an_earlier_one_is_away(run: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "there"
+    (folder / "logs").mkdir(parents=True)
+    (folder / "logs" / "replica-0-1.log").write_text("rank 1 says\n")
+    with pytest.raises(LeftBehind):
+        _Room(run).end_all({"0": [node("away", folder), node("here", folder)]}, 0.0)
+    assert run.log("replica-0").read_text() == "here: rank 1 says\n"
+    assert not folder.exists()
+
+
+def test_what_tail_printed_before_it_failed_is_not_taken_for_a_log(run: Run, tmp_path: Path) -> None:
+    program(tmp_path / "bin" / "tail", "#!/bin/sh\necho a part; exit 1\n")
+    _Room(run).end_all({"0": [node("here", tmp_path / "there")]}, 0.0)
+    assert not run.log("replica-0").exists()
+
+
+@pytest.mark.parametrize("hosts", [["away"], ["away", "here"], ["here", "away"]])
+def test_a_host_that_cannot_be_reached_is_told_after_the_lines_of_the_others(
+    ssh: Ssh, hosts: list[str], tmp_path: Path
+) -> None:
+    python, seen = program(tmp_path / "prints", "#!/bin/sh\necho one\n"), list[str]()
+    error = reading(streams.lines(ssh, [streams.Source(host, python, "x") for host in hosts], False, None), seen)
+    assert seen == ["here: one"] * hosts.count("here")
+    assert error is not None and error.message == "away cannot be reached over ssh: there is no way to it"
+    assert (error.is_retryable, error.exit_code) == (True, 1)
+    assert error.detail == "ssh: connect to host away port 22: No route to host"
+
+
+@pytest.mark.parametrize("others", [[], ["here"]])
+def test_a_followed_log_ends_with_an_error_when_its_connection_breaks(
+    ssh: Ssh, others: list[str], tmp_path: Path
+) -> None:
+    # Of a shared connection that is lost ssh says nothing, and exits with 255.
+    cut = streams.Source("node1", program(tmp_path / "cut", "#!/bin/sh\necho one; exit 255\n"), "x")
+    quiet = program(tmp_path / "quiet", "#!/bin/sh\nexec cat\n")
+    seen = list[str]()
+    sources = [cut, *(streams.Source(host, quiet, "x") for host in others)]
+    error = reading(streams.lines(ssh, sources, True, None), seen)
+    assert seen == ["node1: one" if others else "one"]
+    assert error is not None and error.message == "node1 cannot be reached over ssh: the connection broke"
+    assert error.is_retryable
+
+
+def test_a_log_that_a_host_cannot_print_is_told(ssh: Ssh) -> None:
+    error = reading(streams.lines(ssh, [streams.Source("here", "/no/python", "x")], False, None), [])
+    assert error is not None and error.message.startswith("could not read a log on here: ")
+    assert not error.is_retryable
+
+
+def test_followed_logs_of_replicas_tell_a_break_unless_the_deployment_goes_down(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.write_handle(Handle("ssh", {"0": {}, "1": {}}))
+
+    class Breaking:
+        def logs(self, run: Run, handle: Handle, replica: str, follow: bool, last: int | None = None) -> Iterator[str]:
+            yield f"line of {replica}"
+            if replica == "0" or is_down:
+                if is_down:
+                    run.write_desired(Desired("down", 0))
+                raise HostError("a", "a is away", detail=None, hint=None, is_away=True)
+
+    monkeypatch.setattr(targets, "load", lambda _: Breaking())
+    is_down, seen = False, list[str]()
+    assert reading(logs.lines(run, "replicas", None, None, True), []) is not None
+    assert reading(logs.lines(run, "replicas", None, None, False), seen) is not None
+    assert seen == ["[0] line of 0", "[1] line of 1"]
+    is_down = True
+    seen.clear()
+    assert reading(logs.lines(run, "replicas", None, None, True), seen) is None
+    assert sorted(seen) == ["[0] line of 0", "[1] line of 1"]
