@@ -45,7 +45,7 @@ def test_a_gateway_in_a_job_serves_comes_back_and_leaves_nothing(desk: Desk) -> 
     status = desk.status()
     assert (status["url"], status["gateway"]["state"]) == (f"http://{first['listen']}", "running")
     row = re.compile(rf"gateway +running +- +0 +job {first['job']} on node")
-    desk.wait(lambda: row.search(desk.call("status", "one")), "the queue tells its node too")
+    desk.wait(lambda: bool(row.search(desk.call("status", "one"))), "the queue tells its node too")
     assert [host for host, one in desk.marked() if one.env.get("PENSTOCK_ROLE") == "gateway"] != ["login"]
     made = desk.call("keys", "create", "--name", "ada", "--deployment", "one")
     assert answer(desk, re.search(r"sk-\S+", made).group()).startswith("1:tell")  # type: ignore[union-attr]
