@@ -235,7 +235,12 @@ class Slurm(Target):
                 _told(run, job).touch()
                 # scancel alone would be KILL after KillWait, however long requests last.
                 _ask(["scancel", "--signal=TERM", "--batch", job.number])
-        self._make_over([job.number for job in ours], grace_s)
+        try:
+            self._make_over([job.number for job in ours], grace_s)
+        except PenstockError:
+            for job in ours:  # with its note it would be no gateway of ours any more, and nobody would try again
+                _told(run, job).unlink(missing_ok=True)
+            raise
 
     def _end(self, run: Run, numbers: Sequence[str], grace_s: float) -> None:
         """End jobs and wait until nothing of them runs: their nodes drain, for at most `grace_s`."""

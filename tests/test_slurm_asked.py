@@ -1,0 +1,96 @@
+"""What target "slurm" makes of the answers of Slurm's commands, and of their silence: against scripted ones."""
+
+from __future__ import annotations
+
+import getpass
+from collections.abc import Callable, Mapping, Sequence
+from subprocess import CompletedProcess
+
+import msgspec
+import pytest
+from samples import deployment, run_folder
+
+from penstock.errors import PenstockError
+from penstock.runs import Run
+from penstock.slurm_queue import SEPARATOR
+from penstock.spec import Deployment, GatewaySpec
+from penstock.targets import slurm as target
+
+
+class Commands:
+    """A queue, and the commands that were asked of it. Time passes only in sleeps and while squeue does not answer."""
+
+    def __init__(self) -> None:
+        self.now, self.asked, self.states = 1000.0, list[list[str]](), dict[str, str]()
+        self.folder, self.n_silent = "", 0  # so many times the next squeue fails
+        self.on_sleep: Callable[[], None] = lambda: None
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        self.on_sleep()
+
+    def __call__(self, words: Sequence[str], *_: object, **__: object) -> CompletedProcess[str]:
+        self.asked.append(list(words))
+        if words[0] == "squeue" and self.n_silent > 0:
+            self.n_silent -= 1
+            self.now += 1.0
+            return CompletedProcess(words, 1, "", "slurm_load_jobs error: Socket timed out on send/recv operation\n")
+        return CompletedProcess(words, 0, getattr(self, words[0])(list(words[1:])), "")
+
+    def squeue(self, words: Sequence[str]) -> str:
+        if "-s" in words:
+            return "".join(f"{job}.0\n" for job, state in self.states.items() if state == "RUNNING")
+        assert words[words.index("-u") + 1] == getpass.getuser()
+        rows = (
+            (job, state, "N/A", "N/A", "n1", f"one-{job}", self.folder, "None") for job, state in self.states.items()
+        )
+        return "".join(SEPARATOR.join(row) + "\n" for row in rows)
+
+    def scancel(self, words: Sequence[str]) -> str:
+        if not words[0].startswith("--signal"):
+            self.states |= dict.fromkeys(words, "CANCELLED")
+        return ""
+
+    def of(self, name: str) -> list[list[str]]:
+        return [words[1:] for words in self.asked if words[0] == name]
+
+
+@pytest.fixture
+def commands(monkeypatch: pytest.MonkeyPatch) -> Commands:
+    made = Commands()
+    monkeypatch.setattr(target, "_ask", made)
+    monkeypatch.setattr(target, "time", made)
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
+    return made
+
+
+def run_of(commands: Commands, states: Mapping[str, str], is_gateway: bool = False) -> Run:
+    """A run whose replicas' jobs, or whose gateway's, are these."""
+    wanted: Deployment = msgspec.structs.replace(deployment(name="one"), target="slurm")
+    if is_gateway:
+        wanted = msgspec.structs.replace(wanted, gateway=GatewaySpec(on="job", auth="keys"))
+    run = run_folder(wanted)
+    commands.states = dict(states)
+    commands.folder = str(run.gateway_folder if is_gateway else run.path)
+    return run
+
+
+def test_a_gateway_that_could_not_be_ended_is_still_one_to_end(commands: Commands) -> None:
+    """Told to drain, but nobody saw whether it did: with its note it would run on unseen."""
+    run, slurm = run_of(commands, {"1": "RUNNING"}, is_gateway=True), target.Slurm()
+
+    def goes_silent() -> None:
+        commands.n_silent = 1000
+
+    commands.on_sleep = goes_silent
+    with pytest.raises(PenstockError, match="Socket timed out"):
+        slurm.end_gateway(run, ["1"], 5.0)
+    assert commands.of("scancel") == [["--signal=TERM", "--batch", "1"]]
+    commands.on_sleep, commands.n_silent = lambda: None, 0
+    commands.now += 60
+    assert list(slurm.gateway_jobs(run) or {}) == ["1"]
+    slurm.end_gateway(run, ["1"], 5.0)
+    assert commands.states == {"1": "CANCELLED"}
