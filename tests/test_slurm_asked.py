@@ -11,7 +11,7 @@ import pytest
 from samples import deployment, run_folder
 
 from penstock.errors import PenstockError
-from penstock.runs import Run
+from penstock.runs import Handle, Run
 from penstock.slurm_queue import SEPARATOR
 from penstock.spec import Deployment, GatewaySpec
 from penstock.targets import slurm as target
@@ -23,6 +23,7 @@ class Commands:
     def __init__(self) -> None:
         self.now, self.asked, self.states = 1000.0, list[list[str]](), dict[str, str]()
         self.folder, self.n_silent = "", 0  # so many times the next squeue fails
+        self.has_steps = True
         self.on_sleep: Callable[[], None] = lambda: None
 
     def monotonic(self) -> float:
@@ -34,6 +35,8 @@ class Commands:
 
     def __call__(self, words: Sequence[str], *_: object, **__: object) -> CompletedProcess[str]:
         self.asked.append(list(words))
+        if "-s" in words and not self.has_steps:
+            return CompletedProcess(words, 1, "", "slurm_get_job_steps error: Socket timed out\n")
         if words[0] == "squeue" and self.n_silent > 0:
             self.n_silent -= 1
             self.now += 1.0
@@ -94,3 +97,48 @@ def test_a_gateway_that_could_not_be_ended_is_still_one_to_end(commands: Command
     assert list(slurm.gateway_jobs(run) or {}) == ["1"]
     slurm.end_gateway(run, ["1"], 5.0)
     assert commands.states == {"1": "CANCELLED"}
+
+
+def handle_of(**jobs: str) -> Handle:
+    return Handle("slurm", {replica.removeprefix("r"): {"job": job} for replica, job in jobs.items()})
+
+
+def test_a_squeue_that_fails_once_does_not_break_off_an_end(commands: Commands) -> None:
+    run, slurm = run_of(commands, {"1": "RUNNING", "2": "RUNNING"}), target.Slurm()
+    n_sleeps = 0
+
+    def goes_by() -> None:
+        nonlocal n_sleeps
+        n_sleeps += 1
+        if n_sleeps == 2:
+            commands.n_silent = 3
+        if n_sleeps == 8:
+            commands.states = {"1": "COMPLETED", "2": "COMPLETED"}
+
+    commands.on_sleep = goes_by
+    slurm.cancel(run, handle_of(r0="1", r1="2"), 30.0)
+    assert commands.of("scancel") == [["--signal=INT", "1"], ["--signal=INT", "2"]], "they drained"
+
+
+def test_an_end_begins_when_slurm_is_back(commands: Commands) -> None:
+    run, slurm = run_of(commands, {"1": "PENDING"}), target.Slurm()
+    commands.n_silent = 3
+    slurm.cancel(run, handle_of(r0="1"), 30.0)
+    assert commands.states == {"1": "CANCELLED"}
+    commands.n_silent = 1000
+    began = commands.now
+    with pytest.raises(PenstockError, match="Socket timed out"):
+        slurm.cancel(run, handle_of(r0="1"), 30.0)
+    assert commands.now - began < 20
+
+
+def test_without_its_steps_a_job_that_runs_is_drained_all_the_same(commands: Commands) -> None:
+    run, slurm = run_of(commands, {"1": "RUNNING", "2": "PENDING", "3": "COMPLETED"}), target.Slurm()
+    commands.has_steps = False
+
+    def ends() -> None:
+        commands.states["1"] = "COMPLETED"
+
+    commands.on_sleep = ends
+    slurm.cancel(run, handle_of(r0="1", r1="2", r2="3"), 30.0)
+    assert commands.of("scancel") == [["2", "3"], ["--signal=INT", "1"]]

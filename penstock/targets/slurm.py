@@ -37,6 +37,8 @@ _SUBMIT_TIMEOUT_S = 120.0
 _FRESH_S = 1.0
 _SILENT_S = 5.0
 _POLL_S = 0.3
+_AWAY_S = 15.0  # a slurmctld that restarts; squeue itself waits for MessageTimeout, by default 10 s
+_RETRY_S = 1.0
 _GOODBYE_S = 15.0
 _TERM_S = 15.0
 _KILL_S = 120.0
@@ -180,7 +182,7 @@ class Slurm(Target):
         return next((job.number for job in alive if job.name == name), None)
 
     def _of_folder(self, run: Run) -> list[str]:
-        return [job.number for job in self._now().values() if job.folder == str(run.path) and not job.is_over]
+        return [job.number for job in self._answered().values() if job.folder == str(run.path) and not job.is_over]
 
     def _send(self, run: Run, replica: str) -> str:
         (run.path / "jobs").mkdir(exist_ok=True)
@@ -227,7 +229,7 @@ class Slurm(Target):
     def end_gateway(self, run: Run, jobs: Sequence[str] | None, grace_s: float) -> None:
         if not (run.is_gateway_placed and shutil.which("squeue")):
             return
-        ours = [job for job in self._now().values() if job.folder == str(run.gateway_folder) and not job.is_over]
+        ours = [job for job in self._answered().values() if job.folder == str(run.gateway_folder) and not job.is_over]
         ours = [job for job in ours if jobs is None or job.number in jobs]
         for job in ours:
             # A signal to a job that waits hangs until it runs; a second one would end its drain.
@@ -246,10 +248,9 @@ class Slurm(Target):
         """End jobs and wait until nothing of them runs: their nodes drain, for at most `grace_s`."""
         if not numbers:
             return
-        steps = _ask(["squeue", "-h", "-s", "-j", ",".join(numbers), "-o", "%i"]).stdout.split()
         # Cancelled now, it would leave what it is about to clear away.
         sweeping = {number for number in numbers if (_note(run, number) or "").startswith("sweeping")}
-        with_nodes = {job for job, _, step in (word.partition(".") for word in steps) if step.isdigit()} - sweeping
+        with_nodes = self._with_nodes(numbers) - sweeping
         self._cancel([number for number in numbers if number not in with_nodes | sweeping])
         for number in sorted(with_nodes):
             _ask(["scancel", "--signal=INT", number])
@@ -258,6 +259,15 @@ class Slurm(Target):
         for number in sorted(with_nodes & {*self._wait_over(numbers, 0.0)}):
             _ask(["scancel", "--signal=TERM", number])  # the second signal: its node does not wait any more
         self._make_over(numbers, _TERM_S if with_nodes else 0.0)
+
+    def _with_nodes(self, numbers: Sequence[str]) -> set[str]:
+        """Those with a step that a signal reaches; where Slurm does not tell its steps, all that run."""
+        done = _ask(["squeue", "-h", "-s", "-j", ",".join(numbers), "-o", "%i"])
+        if done.returncode:
+            jobs = self._answered()
+            # A signal to a job that waits hangs until it runs.
+            return {job for job in numbers if job in jobs and not (jobs[job].is_queued or jobs[job].is_over)}
+        return {job for job, _, step in (word.partition(".") for word in done.stdout.split()) if step.isdigit()}
 
     def _make_over(self, numbers: Sequence[str], grace_s: float) -> None:
         """Cancel those that are not over by themselves after `grace_s`.  Raises PenstockError for those that stay."""
@@ -275,10 +285,13 @@ class Slurm(Target):
             _ask(["scancel", *numbers])
 
     def _wait_over(self, numbers: Sequence[str], timeout_s: float) -> list[str]:
-        """Those that are not over when the time is. One that is requeued meanwhile is cancelled at once."""
+        """Those that are not over when the time is. One that is requeued meanwhile is cancelled at once.
+
+        Raises PenstockError when Slurm does not answer then.
+        """
         deadline = time.monotonic() + timeout_s
         while True:
-            jobs = self._now()
+            jobs = self._answered(max(_AWAY_S, deadline - time.monotonic()))
             left = [number for number in numbers if number in jobs and not jobs[number].is_over]
             if not left or time.monotonic() >= deadline:
                 return left
@@ -293,6 +306,17 @@ class Slurm(Target):
             with contextlib.suppress(PenstockError):
                 self._now()
         return self._jobs if self._silence is None else None
+
+    def _answered(self, patience_s: float = _AWAY_S) -> dict[str, Job]:
+        """As `_now`, which is asked again for so long: half an end is worse than a late one."""
+        deadline = time.monotonic() + patience_s
+        while True:
+            try:
+                return self._now()
+            except PenstockError:
+                if time.monotonic() >= deadline:
+                    raise
+            time.sleep(_RETRY_S)
 
     def _now(self) -> dict[str, Job]:
         """All jobs of this user, those that ended a few minutes ago too.  Raises PenstockError."""
