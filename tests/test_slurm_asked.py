@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import getpass
+import os
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from subprocess import CompletedProcess
 
 import msgspec
 import pytest
 from samples import deployment, run_folder
 
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, UserError
 from penstock.runs import Handle, Run
 from penstock.slurm_queue import SEPARATOR
 from penstock.spec import Deployment, GatewaySpec
@@ -23,7 +25,7 @@ class Commands:
     def __init__(self) -> None:
         self.now, self.asked, self.states = 1000.0, list[list[str]](), dict[str, str]()
         self.folder, self.n_silent = "", 0  # so many times the next squeue fails
-        self.has_steps = True
+        self.has_steps, self.submitted = True, "17\n"
         self.on_sleep: Callable[[], None] = lambda: None
 
     def monotonic(self) -> float:
@@ -53,9 +55,12 @@ class Commands:
         return "".join(SEPARATOR.join(row) + "\n" for row in rows)
 
     def scancel(self, words: Sequence[str]) -> str:
-        if not words[0].startswith("--signal"):
+        if not words[0].startswith("-"):
             self.states |= dict.fromkeys(words, "CANCELLED")
         return ""
+
+    def sbatch(self, words: Sequence[str]) -> str:
+        return self.submitted
 
     def of(self, name: str) -> list[list[str]]:
         return [words[1:] for words in self.asked if words[0] == name]
@@ -142,3 +147,33 @@ def test_without_its_steps_a_job_that_runs_is_drained_all_the_same(commands: Com
     commands.on_sleep = ends
     slurm.cancel(run, handle_of(r0="1", r1="2", r2="3"), 30.0)
     assert commands.of("scancel") == [["2", "3"], ["--signal=INT", "1"]]
+
+
+def test_a_job_that_went_to_another_cluster_is_taken_back(commands: Commands) -> None:
+    run, slurm = run_of(commands, {}), target.Slurm()
+    commands.submitted = "17;gpu\n"
+    with pytest.raises(UserError, match='sbatch sent it to cluster "gpu"'):
+        slurm.start_gateway(run)
+    assert commands.of("scancel") == [["-M", "gpu", "17"]]
+    assert not list(run.path.glob("logs/*17*"))
+
+
+FAKE_SBATCH = '#!/bin/sh\necho "${SBATCH_ACCOUNT-none} ${SBATCH_PARTITION-none} ${SBATCH_CLUSTERS-none}"\nexit 1\n'
+
+
+@pytest.mark.parametrize(("account", "told"), [(None, "mine none none"), ("lab", "none none none")])
+def test_sbatch_does_not_see_variables_that_beat_the_script(
+    account: str | None, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sbatch = tmp_path / "bin" / "sbatch"
+    sbatch.parent.mkdir()
+    sbatch.write_text(FAKE_SBATCH, "utf-8")
+    sbatch.chmod(0o755)
+    monkeypatch.setenv("PATH", str(sbatch.parent), prepend=os.pathsep)
+    for name, value in (("ACCOUNT", "mine"), ("PARTITION", "other"), ("CLUSTERS", "gpu")):
+        monkeypatch.setenv(f"SBATCH_{name}", value)
+    wanted = deployment(name="one", target="slurm", slurm={"account": account})
+    (problem,) = target._tested(wanted, "/shared/runs/one")
+    assert problem.message == f"sbatch refuses it: {told}"
+    with pytest.raises(PenstockError, match=told):
+        target.Slurm().start_gateway(run_folder(wanted))

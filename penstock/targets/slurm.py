@@ -17,8 +17,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NoReturn
 from urllib.parse import urlsplit
 
 import msgspec
@@ -192,15 +193,18 @@ class Slurm(Target):
 
     def _sent(self, run: Run, argv: Sequence[str], what: str, file: str, name: str) -> str:
         """Submit it; its number, with which its log has its plain name."""
-        done = _ask(argv, _SUBMIT_TIMEOUT_S)
-        number = slurm_queue.parse_submitted(done.stdout)
+        done = _ask(argv, _SUBMIT_TIMEOUT_S, variables=slurm_script.variables(run.deployment()))
+        sent = slurm_queue.parse_submitted(done.stdout)
         self._asked_at = -1e9
-        if done.returncode or number is None:
+        if done.returncode or sent is None:
             raise PenstockError(
                 f'could not submit {what} of "{run.name}": {_said(done)}',
                 hint=f"The script: {run.artifact_path / file}",
                 is_retryable=True,
             )
+        number, cluster = sent
+        if cluster is not None:
+            _take_back(number, cluster, f'{what} of "{run.name}"')
         log = run.log(what.replace(" ", "-"))
         fresh = log.with_name(f".{log.name}.{number}")
         fresh.unlink(missing_ok=True)
@@ -330,6 +334,16 @@ class Slurm(Target):
         return self._jobs
 
 
+def _take_back(number: str, cluster: str, what: str) -> NoReturn:
+    """Cancel a job that something of the site sent to a cluster by name: squeue here may never tell of it."""
+    done = _ask(["scancel", "-M", cluster, number])
+    raise UserError(
+        f'cannot use job {number} for {what}: sbatch sent it to cluster "{cluster}"',
+        detail=f"scancel -M {cluster} {number}: {_said(done) if done.returncode else 'done'}",
+        hint="Run penstock on a login node of that cluster; whatever adds --clusters to sbatch here must not.",
+    )
+
+
 _AGAIN = "was requeued: "
 
 
@@ -412,10 +426,12 @@ def _tested(deployment: Deployment, run_path: str) -> list[Problem]:
     asked = {"it": slurm_script.directives(deployment, needs, run_path)}
     if deployment.gateway.on == "job":
         asked["the gateway's job"] = slurm_script.gateway_directives(deployment, run_path)
-    found = []
+    variables, found = slurm_script.variables(deployment), []
     for what, words in asked.items():
         lines = [f"#SBATCH --{line}" for line in words]
-        done = _ask(["sbatch", "--test-only"], stdin="\n".join(["#!/bin/bash", *lines, "true", ""]))
+        done = _ask(
+            ["sbatch", "--test-only"], stdin="\n".join(["#!/bin/bash", *lines, "true", ""]), variables=variables
+        )
         found += [Problem("slurm", f"sbatch refuses {what}: {_said(done)}")] if done.returncode else []
     return found
 
@@ -457,20 +473,25 @@ def _shared_folder() -> Path:
     return path
 
 
-def _environment() -> dict[str, str]:
-    """Ours without what would change Slurm's commands, or mark a job as a process of ours on this machine."""
-    strange = ("SLURM_", "SQUEUE_", "SRUN_", "SACCT_", "SCONTROL_")
+def _environment(variables: Collection[str] = ()) -> dict[str, str]:
+    """Ours without what would change Slurm's commands, or mark a job as a process of ours on this machine.
+
+    `variables`: those that the command may have all the same.
+    """
+    strange = ("SLURM_", "SBATCH_", "SQUEUE_", "SCANCEL_", "SRUN_", "SACCT_", "SCONTROL_")
     marks = (processes.MARK_RUN, processes.MARK_RUN_ID, processes.MARK_ROLE, processes.MARK_REPLICA)
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(strange) or k == "SLURM_CONF"}
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(strange) or k in {"SLURM_CONF", *variables}}
     return {name: value for name, value in kept.items() if name not in marks}
 
 
-def _ask(words: Sequence[str], timeout_s: float = _ASK_TIMEOUT_S, stdin: str = "") -> subprocess.CompletedProcess[str]:
+def _ask(
+    words: Sequence[str], timeout_s: float = _ASK_TIMEOUT_S, stdin: str = "", variables: Collection[str] = ()
+) -> subprocess.CompletedProcess[str]:
     """Run a command of Slurm's. One that cannot be run, or hangs, is one that failed with words."""
     run: Callable[..., subprocess.CompletedProcess[str]] = subprocess.run
     try:
         return run(
-            list(words), input=stdin, env=_environment(), capture_output=True, text=True, errors="replace",
+            list(words), input=stdin, env=_environment(variables), capture_output=True, text=True, errors="replace",
             timeout=timeout_s,
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired) as exc:
