@@ -62,6 +62,9 @@ class Commands:
     def sbatch(self, words: Sequence[str]) -> str:
         return self.submitted
 
+    def sacct(self, words: Sequence[str]) -> str:
+        return "1|CANCELLED by 1000\n"
+
     def of(self, name: str) -> list[list[str]]:
         return [words[1:] for words in self.asked if words[0] == name]
 
@@ -177,3 +180,16 @@ def test_sbatch_does_not_see_variables_that_beat_the_script(
     assert problem.message == f"sbatch refuses it: {told}"
     with pytest.raises(PenstockError, match=told):
         target.Slurm().start_gateway(run_folder(wanted))
+
+
+def test_who_cancelled_a_job_is_asked_once(commands: Commands) -> None:
+    run, slurm, handle = run_of(commands, {"1": "CANCELLED"}), target.Slurm(), handle_of(r0="1")
+    for _ in range(3):
+        commands.now += 60
+        told = slurm.status(run, handle)["0"]
+        assert (told.state, told.is_final) == ("gone", True)
+        assert told.reason == "its job 1 was cancelled by hand (by uid 1000)"
+    assert len(commands.of("sacct")) == 1
+    commands.now += 60
+    commands.states["1"] = "PENDING"
+    assert slurm.status(run, handle)["0"].state == "queued", "requeued by hand, it is none that is over"

@@ -140,10 +140,11 @@ class Slurm(Target):
         for replica, number in numbers.items():
             job, note = jobs.get(number), _note(run, number)
             before = self._last.get((str(run.path), number))
-            if job is not None:
-                found[replica] = _placement(job, note, lead_s, before)
-            elif before is not None and before.state == "gone":
+            # What is final is not asked again, for sacct would be at every look while squeue still tells the job.
+            if before is not None and before.state == "gone" and (job is None or (job.is_over and before.is_final)):
                 found[replica] = before
+            elif job is not None:
+                found[replica] = _placement(job, note, lead_s, before)
             else:
                 found[replica] = _forgotten(number, note)
             self._last[str(run.path), number] = found[replica]
