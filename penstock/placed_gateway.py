@@ -23,6 +23,7 @@ _HUNG_S = 20.0
 _SILENT_START_S = 180.0
 _LEAD_S = 120.0
 _HANDOVER_S = 60.0
+_RETRY_S = 5.0
 
 
 class Keeper:
@@ -120,7 +121,15 @@ class Keeper:
 
     def _end(self, jobs: list[str], grace_s: float) -> None:
         self._ending |= {*jobs}
-        self._aside(lambda: self._target.end_gateway(self._run, jobs, grace_s))
+        self._aside(lambda: self._end_now(jobs, grace_s))
+
+    def _end_now(self, jobs: list[str], grace_s: float) -> None:
+        try:
+            self._target.end_gateway(self._run, jobs, grace_s)
+        except PenstockError:
+            time.sleep(_RETRY_S)
+            self._ending.difference_update(jobs)  # so that the next tick tries again
+            raise
 
     def _aside(self, act: Callable[[], None]) -> threading.Thread:
         def run() -> None:

@@ -104,10 +104,13 @@ def parse_jobs(text: str) -> dict[str, Job]:
     return found
 
 
-def parse_submitted(text: str) -> str | None:
-    """The job's number from `sbatch --parsable` ("17", or "17;cluster"), which a site's own words may precede."""
-    numbers = re.findall(r"^(\d+)(?:;\S+)?$", text, re.MULTILINE)
-    return numbers[-1] if numbers else None
+def parse_submitted(text: str) -> tuple[str, str | None] | None:
+    """The job's number from `sbatch --parsable`, and the cluster that it was sent to by name ("17;gpu").
+
+    A site's own words may come first.
+    """
+    found = re.findall(r"^(\d+)(?:;(\S+))?$", text, re.MULTILINE)
+    return (found[-1][0], found[-1][1] or None) if found else None
 
 
 def parse_sacct(text: str) -> dict[str, str]:

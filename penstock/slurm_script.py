@@ -42,6 +42,18 @@ _FIELDS = {
     "mem": "memory",
     "exclusive": "exclusive",
 }
+# sbatch's -M, by all its names: squeue and scancel here would never see such a job.
+_ELSEWHERE = ("clusters", "cluster", "M")
+# Variables of sbatch that may fill in what the file leaves open: who pays, and what the user is entitled to. The others
+# are kept from it. They beat the lines of a script, so one in .bashrc would silently change what was planned
+# (SBATCH_PARTITION), let sbatch wait for the job's end (SBATCH_WAIT), or send it to another cluster (SBATCH_CLUSTERS).
+# https://slurm.schedmd.com/sbatch.html#SECTION_INPUT-ENVIRONMENT-VARIABLES
+_FILLS_IN = {
+    "SBATCH_ACCOUNT": "account",
+    "SBATCH_QOS": "qos",
+    "SBATCH_RESERVATION": "reservation",
+    "SBATCH_WCKEY": "wckey",
+}
 _CPUS_PER_RANK = 4
 _GATEWAY_CPUS = 2
 _GATEWAY_MIB = 2048
@@ -96,6 +108,16 @@ def directives(deployment: Deployment, needs: Needs, run_path: str) -> list[str]
     lines += ["exclusive"] if block.exclusive else []
     lines += [f"signal=INT@{_signal_s(deployment, deployment.engine.drain_s)}", "requeue"]
     return lines + [line.removeprefix("--") for line in block.directives]
+
+
+def variables(deployment: Deployment) -> frozenset[str]:
+    """The variables of sbatch that it may read from the user's environment, for the file does not say these things."""
+    said = {_option(line) for line in directives(deployment, Needs(0, None, None), "")}
+    return frozenset(variable for variable, option in _FILLS_IN.items() if option not in said)
+
+
+def _option(line: str) -> str:
+    return re.split("[= ]", line.lstrip("-"), maxsplit=1)[0]
 
 
 def _signal_s(deployment: Deployment, drain_s: float) -> int:
@@ -294,9 +316,14 @@ def problems(deployment: Deployment, run_path: str) -> list[Problem]:
 
 def _directive_problems(block: Slurm) -> Iterator[Problem]:
     for line in block.directives:
-        name = line.lstrip("-").partition("=")[0].split(" ")[0]
-        if not line.isprintable() or not re.match(r"(--)?[a-z][\w-]*([= ].*)?\Z", line):
+        name = _option(line)
+        if name in _ELSEWHERE:
+            hint = "run penstock on a login node of that cluster, or name one as slurm.login"
+            yield Problem("slurm.directives", f'"{name}" would send the jobs to another cluster', hint)
+        elif not line.isprintable() or not re.match(r"(--)?[a-z][\w-]*([= ].*)?\Z", line):
             yield Problem("slurm.directives", f"{line!r} is no option of sbatch", "example: reservation=maintenance")
+        elif any(word.startswith("-") for word in line.split()[1:]):
+            yield Problem("slurm.directives", f"{line!r} is more than one option", "one each")
         elif name in _OURS:
             yield Problem("slurm.directives", f'"{name}" is set by penstock', "remove it")
         elif name in _FIELDS:

@@ -100,6 +100,12 @@ def parse_gres(text: str) -> list[tuple[str, str, int]]:
     return [(match.group(1), match.group(2) or "", int(match.group(3))) for match in matches if match]
 
 
+def requested(block: Slurm) -> list[tuple[str, str, int]]:
+    """What `slurm.gres` asks for, as `parse_gres` has it. Without a number it is one, as for Slurm: "gpu:h100"."""
+    words = (block.gres or "").split(",")
+    return parse_gres(",".join(word if re.search(r":\d+\Z", word) else f"{word}:1" for word in words))
+
+
 def expand(text: str) -> list[str]:
     """Names of a node list: "a[1-2,07],b" is a1, a2, a07, b."""
     found = []
@@ -123,7 +129,7 @@ def candidates(site: Site, block: Slurm) -> list[SiteNode]:
     partition = site.partition(block.partition)
     if partition is None:
         return []
-    wanted_types = {kind for name, kind, _ in parse_gres(block.gres or "") if name == "gpu" and kind}
+    wanted_types = {kind for name, kind, _ in requested(block) if name == "gpu" and kind}
     listed = set(expand(block.nodelist or ""))
     return [
         node
@@ -174,7 +180,7 @@ def _longer(site: Site, asked_s: float) -> str:
 def _gres_problems(block: Slurm, here: Sequence[SiteNode]) -> Iterator[Problem]:
     if block.gres is None:
         return
-    asked = parse_gres(block.gres if re.search(r":\d+", block.gres) else f"{block.gres}:1")
+    asked = requested(block)
     if not asked:
         yield Problem("slurm.gres", f'"{block.gres}" is no request for generic resources', "example: gpu:h100:4")
     types = sorted({kind for node in here for kind in node.gpus if kind})
@@ -216,7 +222,7 @@ def _node_problems(
 def _gpus_asked(deployment: Deployment) -> int:
     block = deployment.slurm or Slurm()
     if block.gres is not None:
-        return sum(n for name, _, n in parse_gres(block.gres) if name == "gpu")
+        return sum(n for name, _, n in requested(block) if name == "gpu")
     return deployment.hardware.gpus_per_node or 0
 
 
@@ -239,12 +245,11 @@ def machines(site: Site | None, deployment: Deployment, versions: dict[str, str]
     """What a job gets on each node that it may land on. Without a site: what the file names, on as many nodes."""
     block, hardware = deployment.slurm or Slurm(), deployment.hardware
     found = candidates(site, block) if site is not None else []
-    up = [node for node in found if node.is_up] or found
+    up, wanted = [node for node in found if node.is_up] or found, _gpus_asked(deployment)
     if not up:
         names = [f"node-{number + 1}" for number in range(hardware.nodes)]
         up = [SiteNode(name, _UNKNOWN_CPUS, _UNKNOWN_MIB, {}, frozenset(), frozenset(), True) for name in names]
-        return [_machine(node, block, hardware.gpus_per_node or 0, hardware.gpu, versions) for node in up]
-    wanted = _gpus_asked(deployment)
+        return [_machine(node, block, wanted, hardware.gpu, versions) for node in up]
     return [
         _machine(node, block, wanted or node.n_gpus, hardware.gpu, versions) for node in up if node.n_gpus >= wanted
     ]

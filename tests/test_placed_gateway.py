@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from samples import deployment, run_folder, told, view
 
-from penstock import observe
+from penstock import observe, placed_gateway
 from penstock.announce import GatewayAddress, GatewayView
 from penstock.errors import PenstockError
 from penstock.messenger import Admin
@@ -29,6 +29,7 @@ class Cluster:
 
     def __init__(self, run: Run) -> None:
         self.run, self.jobs, self.ended, self.part = run, dict[str, Placement](), list[str](), Part("gone")
+        self.n_silent = 0  # so many times it does not answer when it is to end one
         self.keeper = Keeper(run, cast(Target, self), drain_s=1.0)
 
     def start_gateway(self, run: Run) -> str:
@@ -37,6 +38,9 @@ class Cluster:
         return number
 
     def end_gateway(self, run: Run, jobs: Sequence[str], grace_s: float) -> None:
+        if self.n_silent > 0:
+            self.n_silent -= 1
+            raise PenstockError("could not ask Slurm for its jobs: Socket timed out")
         self.ended += jobs
 
     def serve(self, job: str, ends_in_s: float | None = None) -> None:
@@ -115,6 +119,20 @@ def test_before_the_end_the_next_takes_over_when_it_knows_the_replicas(cluster: 
     cluster.tick(READY)
     assert cluster.ended == ["1"]
     assert cluster.tick(READY).n_restarts == 0
+
+
+def test_one_that_could_not_be_told_to_end_is_told_again(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placed_gateway, "_RETRY_S", 0.01)
+    cluster.jobs["1"] = Placement("placed")
+    cluster.serve("2")
+    cluster.n_silent = 1
+    cluster.tick(READY)
+    assert cluster.ended == []
+    cluster.tick(READY)
+    cluster.tick(READY)
+    assert cluster.ended == ["1"], "again, and once"
+    told = [event["text"] for event in cluster.run.events() if event["event"] == "gateway not placed"]
+    assert told == ["could not ask Slurm for its jobs: Socket timed out"]
 
 
 def test_a_short_limit_does_not_replace_for_ever(cluster: Cluster) -> None:

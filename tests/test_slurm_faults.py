@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 import time
 
 import pytest
@@ -160,6 +161,23 @@ def test_a_slurmctld_that_is_away_loses_nothing(desk: Desk) -> None:
     assert desk.replica()["n_restarts"] == 0
     desk.call("down", "one")
     assert desk.left() == []
+
+
+def test_down_waits_for_a_slurmctld_that_restarts_and_drains(desk: Desk) -> None:
+    desk.up(desk.write())
+    job = desk.job()
+    (controller,) = [one for one in desk.slurm.login.processes() if one.argv[:1] == ["slurmctld"]]
+    until_saved(desk, job)
+    os.kill(controller.outer_pid, signal.SIGKILL)
+    # squeue itself waits ten seconds.
+    again = threading.Timer(13.0, desk.slurm.login.run, (["setsid", "--fork", "slurmctld", "-i"],), {"check": False})
+    again.start()
+    try:
+        desk.call("down", "one")
+    finally:
+        again.join()
+    assert desk.left() == []
+    assert desk.slurm.job(job)["JobState"] == "COMPLETED", "it ended by itself, and was not cancelled"
 
 
 def test_what_the_cluster_does_not_have_is_refused_before_anything_is_sent(desk: Desk) -> None:

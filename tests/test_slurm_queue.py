@@ -31,11 +31,17 @@ def test_a_state_that_nobody_knows_is_an_end_only_if_it_is_not_one_of_the_living
 
 
 @pytest.mark.parametrize(
-    ("text", "number"),
-    [("17\n", "17"), ("17;cluster\n", "17"), ("Welcome to the site!\n17\n", "17"), ("", None), ("error", None)],
+    ("text", "sent"),
+    [
+        ("17\n", ("17", None)),
+        ("17;gpu\n", ("17", "gpu")),
+        ("Welcome to the site!\n17\n", ("17", None)),
+        ("", None),
+        ("error", None),
+    ],
 )
-def test_the_number_of_a_new_job(text: str, number: str | None) -> None:
-    assert parse_submitted(text) == number
+def test_the_number_of_a_new_job_and_its_cluster(text: str, sent: tuple[str, str | None] | None) -> None:
+    assert parse_submitted(text) == sent
 
 
 @pytest.mark.parametrize(

@@ -98,6 +98,10 @@ def refused(**block: object) -> list[str]:
         ({"directives": ["output=/tmp/x"]}, 'slurm.directives: "output" is set by penstock'),
         ({"directives": ["--mem=3G"]}, 'slurm.directives: "mem" has a field of its own'),
         ({"directives": ["mail-type=END\n"]}, "slurm.directives"),
+        ({"directives": ["clusters=gpu"]}, 'slurm.directives: "clusters" would send the jobs to another cluster'),
+        ({"directives": ["--cluster gpu"]}, 'slurm.directives: "cluster" would send the jobs to another cluster'),
+        ({"directives": ["-M gpu"]}, 'slurm.directives: "M" would send the jobs to another cluster'),
+        ({"directives": ["no-requeue --clusters=gpu"]}, "slurm.directives: 'no-requeue --clusters=gpu' is more than"),
         ({"successor_s": -1}, "slurm.successor_s: -1 is below 0"),
         ({"cpus_per_node": 0}, "slurm.cpus_per_node: 0 is below 1"),
     ],
@@ -110,6 +114,16 @@ def test_a_word_that_would_be_another_line_is_refused(block: dict[str, object], 
 def test_good_words_are_taken() -> None:
     assert refused(partition="gpu,gpu-long", constraint="h100&ib", time="1-12:30", memory="64G", gres="gpu:h100:4",
                    directives=["--reservation=x", "no-requeue", "mail-user=a@b.c"]) == []  # fmt: skip
+
+
+def test_sbatch_reads_from_the_environment_only_what_the_file_leaves_open() -> None:
+    def variables(**block: object) -> list[str]:
+        deployment = Deployment("m", "one", "slurm", slurm=msgspec.convert(block, Slurm))
+        return sorted(slurm_script.variables(deployment))
+
+    assert variables() == ["SBATCH_ACCOUNT", "SBATCH_QOS", "SBATCH_RESERVATION", "SBATCH_WCKEY"]
+    assert variables(account="lab", directives=["--reservation=x"]) == ["SBATCH_QOS", "SBATCH_WCKEY"]
+    assert variables(qos="high", directives=["wckey x"]) == ["SBATCH_ACCOUNT", "SBATCH_RESERVATION"]
 
 
 def test_a_run_folder_that_a_script_cannot_name_is_refused() -> None:

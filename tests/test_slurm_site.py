@@ -6,6 +6,7 @@ import pytest
 
 from penstock import slurm_site, spec
 from penstock.slurm_site import Site, expand, parse_gres
+from penstock.target_blocks import Slurm
 
 PARTITIONS = """\
 PartitionName=cpu AllowGroups=ALL Default=YES MaxNodes=UNLIMITED MaxTime=1-00:00:00 Nodes=c[1-2] State=UP
@@ -118,10 +119,27 @@ def test_machines_are_those_that_a_job_may_get() -> None:
     assert found[0].versions == {"vllm": "0.33.0"}
 
 
+@pytest.mark.parametrize("gres", ["gpu:h100", "gpu", "gpu:h100,shard:2", "shard,gpu:h100:1"])
+def test_without_a_number_one_is_asked_for(gres: str) -> None:
+    """As Slurm takes it: the plan must not be that of the whole node."""
+    raw = {"model": "m/x", "target": "slurm", "slurm": {"partition": "gpu", "gres": gres}}
+    found = slurm_site.machines(site(), spec.from_mapping(raw), {})
+    assert {len(machine.gpus) for machine in found} == {1}
+    assert ("old1" in [machine.host for machine in found]) == (gres == "gpu"), "only nodes with that type"
+
+
+def test_a_type_may_begin_with_a_number() -> None:
+    assert slurm_site.requested(Slurm(gres="gpu:3g.20gb")) == [("gpu", "3g.20gb", 1)]
+    assert slurm_site.requested(Slurm(gres="gpu:2")) == [("gpu", "", 2)]
+    assert slurm_site.requested(Slurm()) == []
+
+
 def test_without_a_site_the_file_is_believed() -> None:
     raw = {"model": "m/x", "target": "slurm", "hardware": {**GPUS, "nodes": 2}}
     found = slurm_site.machines(None, spec.from_mapping(raw), {})
     assert [len(machine.gpus) for machine in found] == [4, 4]
+    raw = {"model": "m/x", "target": "slurm", "hardware": {"gpu": "h100-sxm"}, "slurm": {"gres": "gpu:h100:2"}}
+    assert [len(machine.gpus) for machine in slurm_site.machines(None, spec.from_mapping(raw), {})] == [2]
 
 
 def test_gres_and_node_lists() -> None:

@@ -17,8 +17,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NoReturn
 from urllib.parse import urlsplit
 
 import msgspec
@@ -37,6 +38,8 @@ _SUBMIT_TIMEOUT_S = 120.0
 _FRESH_S = 1.0
 _SILENT_S = 5.0
 _POLL_S = 0.3
+_AWAY_S = 15.0  # a slurmctld that restarts; squeue itself waits for MessageTimeout, by default 10 s
+_RETRY_S = 1.0
 _GOODBYE_S = 15.0
 _TERM_S = 15.0
 _KILL_S = 120.0
@@ -137,10 +140,11 @@ class Slurm(Target):
         for replica, number in numbers.items():
             job, note = jobs.get(number), _note(run, number)
             before = self._last.get((str(run.path), number))
-            if job is not None:
-                found[replica] = _placement(job, note, lead_s, before)
-            elif before is not None and before.state == "gone":
+            # What is final is not asked again, for sacct would be at every look while squeue still tells the job.
+            if before is not None and before.state == "gone" and (job is None or (job.is_over and before.is_final)):
                 found[replica] = before
+            elif job is not None:
+                found[replica] = _placement(job, note, lead_s, before)
             else:
                 found[replica] = _forgotten(number, note)
             self._last[str(run.path), number] = found[replica]
@@ -180,7 +184,7 @@ class Slurm(Target):
         return next((job.number for job in alive if job.name == name), None)
 
     def _of_folder(self, run: Run) -> list[str]:
-        return [job.number for job in self._now().values() if job.folder == str(run.path) and not job.is_over]
+        return [job.number for job in self._answered().values() if job.folder == str(run.path) and not job.is_over]
 
     def _send(self, run: Run, replica: str) -> str:
         (run.path / "jobs").mkdir(exist_ok=True)
@@ -190,15 +194,18 @@ class Slurm(Target):
 
     def _sent(self, run: Run, argv: Sequence[str], what: str, file: str, name: str) -> str:
         """Submit it; its number, with which its log has its plain name."""
-        done = _ask(argv, _SUBMIT_TIMEOUT_S)
-        number = slurm_queue.parse_submitted(done.stdout)
+        done = _ask(argv, _SUBMIT_TIMEOUT_S, variables=slurm_script.variables(run.deployment()))
+        sent = slurm_queue.parse_submitted(done.stdout)
         self._asked_at = -1e9
-        if done.returncode or number is None:
+        if done.returncode or sent is None:
             raise PenstockError(
                 f'could not submit {what} of "{run.name}": {_said(done)}',
                 hint=f"The script: {run.artifact_path / file}",
                 is_retryable=True,
             )
+        number, cluster = sent
+        if cluster is not None:
+            _take_back(number, cluster, f'{what} of "{run.name}"')
         log = run.log(what.replace(" ", "-"))
         fresh = log.with_name(f".{log.name}.{number}")
         fresh.unlink(missing_ok=True)
@@ -227,7 +234,7 @@ class Slurm(Target):
     def end_gateway(self, run: Run, jobs: Sequence[str] | None, grace_s: float) -> None:
         if not (run.is_gateway_placed and shutil.which("squeue")):
             return
-        ours = [job for job in self._now().values() if job.folder == str(run.gateway_folder) and not job.is_over]
+        ours = [job for job in self._answered().values() if job.folder == str(run.gateway_folder) and not job.is_over]
         ours = [job for job in ours if jobs is None or job.number in jobs]
         for job in ours:
             # A signal to a job that waits hangs until it runs; a second one would end its drain.
@@ -235,16 +242,20 @@ class Slurm(Target):
                 _told(run, job).touch()
                 # scancel alone would be KILL after KillWait, however long requests last.
                 _ask(["scancel", "--signal=TERM", "--batch", job.number])
-        self._make_over([job.number for job in ours], grace_s)
+        try:
+            self._make_over([job.number for job in ours], grace_s)
+        except PenstockError:
+            for job in ours:  # with its note it would be no gateway of ours any more, and nobody would try again
+                _told(run, job).unlink(missing_ok=True)
+            raise
 
     def _end(self, run: Run, numbers: Sequence[str], grace_s: float) -> None:
         """End jobs and wait until nothing of them runs: their nodes drain, for at most `grace_s`."""
         if not numbers:
             return
-        steps = _ask(["squeue", "-h", "-s", "-j", ",".join(numbers), "-o", "%i"]).stdout.split()
         # Cancelled now, it would leave what it is about to clear away.
         sweeping = {number for number in numbers if (_note(run, number) or "").startswith("sweeping")}
-        with_nodes = {job for job, _, step in (word.partition(".") for word in steps) if step.isdigit()} - sweeping
+        with_nodes = self._with_nodes(numbers) - sweeping
         self._cancel([number for number in numbers if number not in with_nodes | sweeping])
         for number in sorted(with_nodes):
             _ask(["scancel", "--signal=INT", number])
@@ -253,6 +264,15 @@ class Slurm(Target):
         for number in sorted(with_nodes & {*self._wait_over(numbers, 0.0)}):
             _ask(["scancel", "--signal=TERM", number])  # the second signal: its node does not wait any more
         self._make_over(numbers, _TERM_S if with_nodes else 0.0)
+
+    def _with_nodes(self, numbers: Sequence[str]) -> set[str]:
+        """Those with a step that a signal reaches; where Slurm does not tell its steps, all that run."""
+        done = _ask(["squeue", "-h", "-s", "-j", ",".join(numbers), "-o", "%i"])
+        if done.returncode:
+            jobs = self._answered()
+            # A signal to a job that waits hangs until it runs.
+            return {job for job in numbers if job in jobs and not (jobs[job].is_queued or jobs[job].is_over)}
+        return {job for job, _, step in (word.partition(".") for word in done.stdout.split()) if step.isdigit()}
 
     def _make_over(self, numbers: Sequence[str], grace_s: float) -> None:
         """Cancel those that are not over by themselves after `grace_s`.  Raises PenstockError for those that stay."""
@@ -270,10 +290,13 @@ class Slurm(Target):
             _ask(["scancel", *numbers])
 
     def _wait_over(self, numbers: Sequence[str], timeout_s: float) -> list[str]:
-        """Those that are not over when the time is. One that is requeued meanwhile is cancelled at once."""
+        """Those that are not over when the time is. One that is requeued meanwhile is cancelled at once.
+
+        Raises PenstockError when Slurm does not answer then.
+        """
         deadline = time.monotonic() + timeout_s
         while True:
-            jobs = self._now()
+            jobs = self._answered(max(_AWAY_S, deadline - time.monotonic()))
             left = [number for number in numbers if number in jobs and not jobs[number].is_over]
             if not left or time.monotonic() >= deadline:
                 return left
@@ -289,6 +312,17 @@ class Slurm(Target):
                 self._now()
         return self._jobs if self._silence is None else None
 
+    def _answered(self, patience_s: float = _AWAY_S) -> dict[str, Job]:
+        """As `_now`, which is asked again for so long: half an end is worse than a late one."""
+        deadline = time.monotonic() + patience_s
+        while True:
+            try:
+                return self._now()
+            except PenstockError:
+                if time.monotonic() >= deadline:
+                    raise
+            time.sleep(_RETRY_S)
+
     def _now(self) -> dict[str, Job]:
         """All jobs of this user, those that ended a few minutes ago too.  Raises PenstockError."""
         words = ["squeue", "-h", "-t", "all", "-u", getpass.getuser(), "-o", slurm_queue.FORMAT]
@@ -299,6 +333,16 @@ class Slurm(Target):
             raise PenstockError(f"could not ask Slurm for its jobs: {self._silence}", is_retryable=True)
         self._silence, self._jobs = None, slurm_queue.parse_jobs(done.stdout)
         return self._jobs
+
+
+def _take_back(number: str, cluster: str, what: str) -> NoReturn:
+    """Cancel a job that something of the site sent to a cluster by name: squeue here may never tell of it."""
+    done = _ask(["scancel", "-M", cluster, number])
+    raise UserError(
+        f'cannot use job {number} for {what}: sbatch sent it to cluster "{cluster}"',
+        detail=f"scancel -M {cluster} {number}: {_said(done) if done.returncode else 'done'}",
+        hint="Run penstock on a login node of that cluster; whatever adds --clusters to sbatch here must not.",
+    )
 
 
 _AGAIN = "was requeued: "
@@ -383,10 +427,12 @@ def _tested(deployment: Deployment, run_path: str) -> list[Problem]:
     asked = {"it": slurm_script.directives(deployment, needs, run_path)}
     if deployment.gateway.on == "job":
         asked["the gateway's job"] = slurm_script.gateway_directives(deployment, run_path)
-    found = []
+    variables, found = slurm_script.variables(deployment), []
     for what, words in asked.items():
         lines = [f"#SBATCH --{line}" for line in words]
-        done = _ask(["sbatch", "--test-only"], stdin="\n".join(["#!/bin/bash", *lines, "true", ""]))
+        done = _ask(
+            ["sbatch", "--test-only"], stdin="\n".join(["#!/bin/bash", *lines, "true", ""]), variables=variables
+        )
         found += [Problem("slurm", f"sbatch refuses {what}: {_said(done)}")] if done.returncode else []
     return found
 
@@ -428,20 +474,25 @@ def _shared_folder() -> Path:
     return path
 
 
-def _environment() -> dict[str, str]:
-    """Ours without what would change Slurm's commands, or mark a job as a process of ours on this machine."""
-    strange = ("SLURM_", "SQUEUE_", "SRUN_", "SACCT_", "SCONTROL_")
+def _environment(variables: Collection[str] = ()) -> dict[str, str]:
+    """Ours without what would change Slurm's commands, or mark a job as a process of ours on this machine.
+
+    `variables`: those that the command may have all the same.
+    """
+    strange = ("SLURM_", "SBATCH_", "SQUEUE_", "SCANCEL_", "SRUN_", "SACCT_", "SCONTROL_")
     marks = (processes.MARK_RUN, processes.MARK_RUN_ID, processes.MARK_ROLE, processes.MARK_REPLICA)
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(strange) or k == "SLURM_CONF"}
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(strange) or k in {"SLURM_CONF", *variables}}
     return {name: value for name, value in kept.items() if name not in marks}
 
 
-def _ask(words: Sequence[str], timeout_s: float = _ASK_TIMEOUT_S, stdin: str = "") -> subprocess.CompletedProcess[str]:
+def _ask(
+    words: Sequence[str], timeout_s: float = _ASK_TIMEOUT_S, stdin: str = "", variables: Collection[str] = ()
+) -> subprocess.CompletedProcess[str]:
     """Run a command of Slurm's. One that cannot be run, or hangs, is one that failed with words."""
     run: Callable[..., subprocess.CompletedProcess[str]] = subprocess.run
     try:
         return run(
-            list(words), input=stdin, env=_environment(), capture_output=True, text=True, errors="replace",
+            list(words), input=stdin, env=_environment(variables), capture_output=True, text=True, errors="replace",
             timeout=timeout_s,
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired) as exc:

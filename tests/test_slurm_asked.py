@@ -1,0 +1,195 @@
+"""What target "slurm" makes of the answers of Slurm's commands, and of their silence: against scripted ones."""
+
+from __future__ import annotations
+
+import getpass
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import msgspec
+import pytest
+from samples import deployment, run_folder
+
+from penstock.errors import PenstockError, UserError
+from penstock.runs import Handle, Run
+from penstock.slurm_queue import SEPARATOR
+from penstock.spec import Deployment, GatewaySpec
+from penstock.targets import slurm as target
+
+
+class Commands:
+    """A queue, and the commands that were asked of it. Time passes only in sleeps and while squeue does not answer."""
+
+    def __init__(self) -> None:
+        self.now, self.asked, self.states = 1000.0, list[list[str]](), dict[str, str]()
+        self.folder, self.n_silent = "", 0  # so many times the next squeue fails
+        self.has_steps, self.submitted = True, "17\n"
+        self.on_sleep: Callable[[], None] = lambda: None
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        self.on_sleep()
+
+    def __call__(self, words: Sequence[str], *_: object, **__: object) -> CompletedProcess[str]:
+        self.asked.append(list(words))
+        if "-s" in words and not self.has_steps:
+            return CompletedProcess(words, 1, "", "slurm_get_job_steps error: Socket timed out\n")
+        if words[0] == "squeue" and self.n_silent > 0:
+            self.n_silent -= 1
+            self.now += 1.0
+            return CompletedProcess(words, 1, "", "slurm_load_jobs error: Socket timed out on send/recv operation\n")
+        return CompletedProcess(words, 0, getattr(self, words[0])(list(words[1:])), "")
+
+    def squeue(self, words: Sequence[str]) -> str:
+        if "-s" in words:
+            return "".join(f"{job}.0\n" for job, state in self.states.items() if state == "RUNNING")
+        assert words[words.index("-u") + 1] == getpass.getuser()
+        rows = (
+            (job, state, "N/A", "N/A", "n1", f"one-{job}", self.folder, "None") for job, state in self.states.items()
+        )
+        return "".join(SEPARATOR.join(row) + "\n" for row in rows)
+
+    def scancel(self, words: Sequence[str]) -> str:
+        if not words[0].startswith("-"):
+            self.states |= dict.fromkeys(words, "CANCELLED")
+        return ""
+
+    def sbatch(self, words: Sequence[str]) -> str:
+        return self.submitted
+
+    def sacct(self, words: Sequence[str]) -> str:
+        return "1|CANCELLED by 1000\n"
+
+    def of(self, name: str) -> list[list[str]]:
+        return [words[1:] for words in self.asked if words[0] == name]
+
+
+@pytest.fixture
+def commands(monkeypatch: pytest.MonkeyPatch) -> Commands:
+    made = Commands()
+    monkeypatch.setattr(target, "_ask", made)
+    monkeypatch.setattr(target, "time", made)
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
+    return made
+
+
+def run_of(commands: Commands, states: Mapping[str, str], is_gateway: bool = False) -> Run:
+    """A run whose replicas' jobs, or whose gateway's, are these."""
+    wanted: Deployment = msgspec.structs.replace(deployment(name="one"), target="slurm")
+    if is_gateway:
+        wanted = msgspec.structs.replace(wanted, gateway=GatewaySpec(on="job", auth="keys"))
+    run = run_folder(wanted)
+    commands.states = dict(states)
+    commands.folder = str(run.gateway_folder if is_gateway else run.path)
+    return run
+
+
+def test_a_gateway_that_could_not_be_ended_is_still_one_to_end(commands: Commands) -> None:
+    """Told to drain, but nobody saw whether it did: with its note it would run on unseen."""
+    run, slurm = run_of(commands, {"1": "RUNNING"}, is_gateway=True), target.Slurm()
+
+    def goes_silent() -> None:
+        commands.n_silent = 1000
+
+    commands.on_sleep = goes_silent
+    with pytest.raises(PenstockError, match="Socket timed out"):
+        slurm.end_gateway(run, ["1"], 5.0)
+    assert commands.of("scancel") == [["--signal=TERM", "--batch", "1"]]
+    commands.on_sleep, commands.n_silent = lambda: None, 0
+    commands.now += 60
+    assert list(slurm.gateway_jobs(run) or {}) == ["1"]
+    slurm.end_gateway(run, ["1"], 5.0)
+    assert commands.states == {"1": "CANCELLED"}
+
+
+def handle_of(**jobs: str) -> Handle:
+    return Handle("slurm", {replica.removeprefix("r"): {"job": job} for replica, job in jobs.items()})
+
+
+def test_a_squeue_that_fails_once_does_not_break_off_an_end(commands: Commands) -> None:
+    run, slurm = run_of(commands, {"1": "RUNNING", "2": "RUNNING"}), target.Slurm()
+    n_sleeps = 0
+
+    def goes_by() -> None:
+        nonlocal n_sleeps
+        n_sleeps += 1
+        if n_sleeps == 2:
+            commands.n_silent = 3
+        if n_sleeps == 8:
+            commands.states = {"1": "COMPLETED", "2": "COMPLETED"}
+
+    commands.on_sleep = goes_by
+    slurm.cancel(run, handle_of(r0="1", r1="2"), 30.0)
+    assert commands.of("scancel") == [["--signal=INT", "1"], ["--signal=INT", "2"]], "they drained"
+
+
+def test_an_end_begins_when_slurm_is_back(commands: Commands) -> None:
+    run, slurm = run_of(commands, {"1": "PENDING"}), target.Slurm()
+    commands.n_silent = 3
+    slurm.cancel(run, handle_of(r0="1"), 30.0)
+    assert commands.states == {"1": "CANCELLED"}
+    commands.n_silent = 1000
+    began = commands.now
+    with pytest.raises(PenstockError, match="Socket timed out"):
+        slurm.cancel(run, handle_of(r0="1"), 30.0)
+    assert commands.now - began < 20
+
+
+def test_without_its_steps_a_job_that_runs_is_drained_all_the_same(commands: Commands) -> None:
+    run, slurm = run_of(commands, {"1": "RUNNING", "2": "PENDING", "3": "COMPLETED"}), target.Slurm()
+    commands.has_steps = False
+
+    def ends() -> None:
+        commands.states["1"] = "COMPLETED"
+
+    commands.on_sleep = ends
+    slurm.cancel(run, handle_of(r0="1", r1="2", r2="3"), 30.0)
+    assert commands.of("scancel") == [["2", "3"], ["--signal=INT", "1"]]
+
+
+def test_a_job_that_went_to_another_cluster_is_taken_back(commands: Commands) -> None:
+    run, slurm = run_of(commands, {}), target.Slurm()
+    commands.submitted = "17;gpu\n"
+    with pytest.raises(UserError, match='sbatch sent it to cluster "gpu"'):
+        slurm.start_gateway(run)
+    assert commands.of("scancel") == [["-M", "gpu", "17"]]
+    assert not list(run.path.glob("logs/*17*"))
+
+
+FAKE_SBATCH = '#!/bin/sh\necho "${SBATCH_ACCOUNT-none} ${SBATCH_PARTITION-none} ${SBATCH_CLUSTERS-none}"\nexit 1\n'
+
+
+@pytest.mark.parametrize(("account", "told"), [(None, "mine none none"), ("lab", "none none none")])
+def test_sbatch_does_not_see_variables_that_beat_the_script(
+    account: str | None, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sbatch = tmp_path / "bin" / "sbatch"
+    sbatch.parent.mkdir()
+    sbatch.write_text(FAKE_SBATCH, "utf-8")
+    sbatch.chmod(0o755)
+    monkeypatch.setenv("PATH", str(sbatch.parent), prepend=os.pathsep)
+    for name, value in (("ACCOUNT", "mine"), ("PARTITION", "other"), ("CLUSTERS", "gpu")):
+        monkeypatch.setenv(f"SBATCH_{name}", value)
+    wanted = deployment(name="one", target="slurm", slurm={"account": account})
+    (problem,) = target._tested(wanted, "/shared/runs/one")
+    assert problem.message == f"sbatch refuses it: {told}"
+    with pytest.raises(PenstockError, match=told):
+        target.Slurm().start_gateway(run_folder(wanted))
+
+
+def test_who_cancelled_a_job_is_asked_once(commands: Commands) -> None:
+    run, slurm, handle = run_of(commands, {"1": "CANCELLED"}), target.Slurm(), handle_of(r0="1")
+    for _ in range(3):
+        commands.now += 60
+        told = slurm.status(run, handle)["0"]
+        assert (told.state, told.is_final) == ("gone", True)
+        assert told.reason == "its job 1 was cancelled by hand (by uid 1000)"
+    assert len(commands.of("sacct")) == 1
+    commands.now += 60
+    commands.states["1"] = "PENDING"
+    assert slurm.status(run, handle)["0"].state == "queued", "requeued by hand, it is none that is over"
