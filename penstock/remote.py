@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from penstock import runs, spec
+from penstock import preflight, runs, spec
 from penstock.engine_process import free_port
 from penstock.errors import PenstockError, UserError
 from penstock.spec import Deployment
@@ -134,7 +134,17 @@ class Tunnel:
 
 @contextlib.contextmanager
 def tunnel(login: Login, name: str, port: int | None = None) -> Iterator[Tunnel]:
-    """A way from this machine to the deployment's gateway, for as long as the block lasts."""
+    """A way from this machine to the deployment's gateway, for as long as the block lasts.
+
+    Raises UserError when something else has the port: it would be taken for the deployment, and told its keys.
+    """
+    if port is not None:
+        try:
+            preflight.check_port("127.0.0.1", port)
+        except UserError as exc:
+            raise UserError(
+                exc.message, detail=exc.detail, hint="Give another --port, or none for a free one."
+            ) from exc
     parts = urlsplit(address(login, name))
     local = port or free_port("127.0.0.1")
     host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
