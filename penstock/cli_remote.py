@@ -6,6 +6,7 @@ import argparse
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,7 @@ _THROUGH_TUNNEL = ("chat", "bench serve")
 _WITH_NAME = ("status", "logs", "down", "scale", "keys", "usage", "tunnel", *_THROUGH_TUNNEL)
 _FLAGS = ("replace", "dry_run", "no_wait", "quick", "json")
 
-_ENDS = {signal.SIGINT, signal.SIGTERM}
+_ENDS = (signal.SIGINT, signal.SIGTERM)
 _LOOK_S = 1.0
 
 DeploymentOf = Callable[[argparse.Namespace], "Deployment"]
@@ -115,8 +116,10 @@ def _hold(login: Login, name: str, port: int | None) -> int:
 
     with remote.tunnel(login, name, port) as tunnel:
         print(f"{name} is at {tunnel.url}/v1 until Ctrl-C", flush=True)
-        signal.pthread_sigmask(signal.SIG_BLOCK, _ENDS)
-        while signal.sigtimedwait(_ENDS, _LOOK_S) is None:
+        is_over = threading.Event()
+        for number in _ENDS:
+            signal.signal(number, lambda *_: is_over.set())
+        while not is_over.wait(_LOOK_S):
             said = tunnel.last_words()
             if said is not None:
                 raise PenstockError(

@@ -252,9 +252,9 @@ def _watch_link(link: socket.socket) -> None:
     """
     link.settimeout(None)
     link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _SILENCE_S)
-    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _SILENCE_S // 3)
-    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+    for name, value in (("TCP_KEEPIDLE", _SILENCE_S), ("TCP_KEEPINTVL", _SILENCE_S // 3), ("TCP_KEEPCNT", 3)):
+        if hasattr(socket, name):  # macOS lacks the first
+            link.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def _frames(stream: io.BufferedIOBase) -> Iterator[str]:

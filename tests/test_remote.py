@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +15,7 @@ import pytest
 from penstock import cli_remote, remote
 from penstock.engine_process import free_port
 from penstock.errors import PenstockError, UserError
-from penstock.remote import Login
+from penstock.remote import Login, Tunnel
 
 # A tunnel says more than a pipe holds, and breaks when there is a file `go`.
 PROGRAM = """#!{python}
@@ -46,9 +46,11 @@ def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    """A free one; what a held tunnel does to signals is taken back."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield free_port("127.0.0.1")
-    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def test_a_tunnel_leads_to_a_gateway_by_ipv6_and_notices_a_dead_link(calls: Path, port: int) -> None:
@@ -72,12 +74,15 @@ def test_a_port_that_another_program_has_is_not_told_to_be_the_deployment(calls:
 
 
 def test_a_held_tunnel_that_breaks_is_an_error(calls: Path, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    def wait(_: object, timeout_s: float) -> None:
-        """No signal comes; the link breaks."""
-        (calls.parent / "go").touch()
-        time.sleep(timeout_s / 10)
+    @contextlib.contextmanager
+    def opened(login: Login, name: str, port: int) -> Iterator[Tunnel]:
+        with tunnel(login, name, port) as found:
+            (calls.parent / "go").touch()
+            yield found
 
-    monkeypatch.setattr(signal, "sigtimedwait", wait)
+    tunnel = remote.tunnel
+    monkeypatch.setattr(remote, "tunnel", opened)
+    monkeypatch.setattr(cli_remote, "_LOOK_S", 0.01)
     with pytest.raises(PenstockError) as caught:
         cli_remote._hold(Login("login"), "one", port)
     error = caught.value
