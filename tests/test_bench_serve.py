@@ -405,8 +405,30 @@ def test_nobody_there_is_refused() -> None:
     assert [exchange.error for exchange in outcome.exchanges] == ["connection refused"] * 3
 
 
-@pytest.mark.processes
 def test_an_answer_that_never_ends_is_a_timeout() -> None:
     with server(pieces(CHUNKED + chunk(BODY))) as address:
-        outcome = drive(address, Load([REQUEST], concurrency=1, n_requests=1, timeout_s=0.5))
-    assert [exchange.error for exchange in outcome.exchanges] == ["timeout"]
+        outcome = drive(address, Load([REQUEST], concurrency=2, n_requests=2, timeout_s=0.05))
+    assert [exchange.error for exchange in outcome.exchanges] == ["timeout"] * 2
+    assert outcome.ended_s - outcome.began_s < 1  # the look was every two seconds once
+
+
+def test_an_answer_over_the_timeout_is_no_success() -> None:
+    def late(sock: socket.socket, _: int) -> None:
+        time.sleep(0.015)  # over before the first look at what is late
+        sock.sendall(WHOLE + BODY)
+
+    with server(late) as address:
+        outcome = drive(address, Load([REQUEST], concurrency=1, n_requests=1, timeout_s=0.01))
+    (exchange,) = outcome.exchanges
+    assert exchange.error == "timeout"
+    assert read_out(serve._raw(exchange, outcome.began_s), True).error == "timeout"
+
+
+def test_a_listener_that_never_accepts_is_a_timeout() -> None:
+    with socket.socket() as listener, socket.socket() as first:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        first.connect(listener.getsockname())  # its backlog is full: what is sent to it further gets no answer
+        address = Address("http", "127.0.0.1", listener.getsockname()[1], "127.0.0.1")
+        outcome = drive(address, Load([REQUEST], concurrency=100, n_requests=100, timeout_s=0.05))
+    assert {exchange.error for exchange in outcome.exchanges} == {"timeout"}
