@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from penstock.cli_bench_asks import Subparsers, only_model
+from penstock.cli_bench_asks import Subparsers
 from penstock.errors import EXIT_OURS, UserError
 
 if TYPE_CHECKING:
@@ -102,13 +102,13 @@ def run_serve(options: argparse.Namespace) -> int:
 
     service, pace, bounds = _service(options), _pace(options), _bounds(options.goodput)
     launch = _launch_behind(service.url)
-    asks = _asks(options, pace, service, launch.model or service.model)
+    asks, warmup = _asks(options, pace, service, launch.model or service.model)
     folder = options.out or folders.new_folder(home(), time.time())
     folders.prepare(folder)
     shows = sys.stderr.isatty()
     if options.warmup:
         _say(options, f"warming up with {options.warmup} request{'s' * (options.warmup != 1)}, not counted")
-    report = serve.run(service, asks, pace, bounds, options.warmup, _show_progress if shows else None)
+    report = serve.run(service, asks, pace, bounds, options.warmup, _show_progress if shows else None, warmup)
     if shows:
         print("\r\033[K", end="", file=sys.stderr)
     report.result["flags"] = {key: value for key, value in sorted(vars(options).items()) if _is_plain(value)}
@@ -121,7 +121,7 @@ def run_serve(options: argparse.Namespace) -> int:
     else:
         print(_text(options, pace, report))
         print(f"written to {folder} (report.html is the page)")
-    if any(reason.startswith("the run was interrupted") for reason in report.verdict.reasons):
+    if report.was_interrupted:
         return _INTERRUPTED
     return 0 if report.summary.completed else EXIT_OURS
 
@@ -189,6 +189,7 @@ def _show_progress(progress: Progress) -> None:
 
 def _service(options: argparse.Namespace) -> Service:
     from penstock.bench.serve import Service
+    from penstock.cli_bench_asks import client_of, only_model
 
     if options.name and options.url:
         raise UserError("cannot measure a deployment and an address at once", hint="Give its name, or --url.")
@@ -196,7 +197,7 @@ def _service(options: argparse.Namespace) -> Service:
     key = os.environ.get("OPENAI_API_KEY")
     return Service(
         url=url,
-        model=options.model or only_model(url, key),
+        model=options.model or only_model(client_of(url, key, options.insecure)),
         endpoint=options.endpoint,
         streams=options.stream,
         key=key,
@@ -238,27 +239,36 @@ def _pace(options: argparse.Namespace) -> Pace:
     return pace
 
 
-def _asks(options: argparse.Namespace, pace: Pace, service: Service, model: str) -> list[Ask]:
-    """What is asked; a word of how well it is counted, where texts are random. `model`: its path, or its name."""
+def _asks(options: argparse.Namespace, pace: Pace, service: Service, model: str) -> tuple[list[Ask], list[Ask]]:
+    """What is asked, and what the warm-up asks; a word of how well it is counted, where texts are random.
+
+    `model`: its path, or its name.
+    """
     from penstock.bench import data, prompts
     from penstock.bench.files import Wanted
-    from penstock.cli_bench_asks import asks_of
+    from penstock.cli_bench_asks import asks_of, client_of, drawn
 
+    is_chat = options.endpoint == "chat"
     if options.dataset is not None:
-        return asks_of(options, pace.n_requests or _MOST_ASKS, model, service.url, service.model)
+        n_asks = pace.n_requests or _MOST_ASKS
+        wanted = Wanted(n_asks, options.seed, options.input_tokens, options.output_tokens, chat=is_chat)
+        client = client_of(service.url, service.key, service.is_insecure)
+        return asks_of(options, wanted, options.warmup, model, client, service.model)
     n_output = options.output_tokens or _TOKENS
     if options.prompt is not None:
-        return prompts.fixed(options.prompt, n_output)
+        return prompts.fixed(options.prompt, n_output), []
     n_input = options.input_tokens or _TOKENS
     counter = _counter(options.tokenizer, model)
     if isinstance(counter, str):
         _say(options, f"prompts of about {n_input} tokens, random words: {counter}")
-        n_asks = min(pace.n_requests or prompts.MOST, prompts.MOST)
-        return prompts.random_words(n_input, n_output, n_asks, options.seed)
+        wanted = Wanted(min(pace.n_requests or prompts.MOST, prompts.MOST), options.seed, n_input, n_output)
+        return drawn(
+            lambda part: prompts.random_words(n_input, n_output, part.n_requests, part.seed), wanted, options.warmup
+        )
     _say(options, f"prompts of exactly {n_input} tokens, counted by {counter.source}")
     n_sent = pace.n_requests or math.ceil((pace.rate or 0.0) * (pace.duration_s or 0.0)) or _MOST_ASKS
-    wanted = Wanted(min(n_sent, prompts.MOST), options.seed, n_input, n_output, chat=options.endpoint == "chat")
-    return data.from_spec("random", wanted, lambda: counter)
+    wanted = Wanted(min(n_sent, prompts.MOST), options.seed, n_input, n_output, chat=is_chat)
+    return drawn(lambda part: data.from_spec("random", part, lambda: counter), wanted, options.warmup)
 
 
 def _counter(named: str | None, model: str) -> Tokens | str:

@@ -209,6 +209,17 @@ def test_random_prompts_are_about_right_where_it_is_not(
     assert cli.run([*words.split(), "--dataset", "sharegpt:x", "--prompt", "y"]) == 2
 
 
+@pytest.mark.parametrize("words", ["", "--dataset random", "--dataset turns:turns=2", "--dataset prefix:n=2,prefix=9"])
+def test_the_warm_ups_prompts_are_not_sent_again(words: str, home: Path) -> None:
+    with in_thread(Options(model="penstock-demo", ttft_s=0, tokens_per_s=float("inf"))) as engine:
+        asked = (
+            f"bench serve --url {engine.url} --requests 6 --concurrency 2 --warmup 3 --input-tokens 9 --max-tokens 2"
+        )
+        assert cli.run([*asked.split(), *words.split()]) == 0
+        sent = [json.loads(seen.body)["messages"][-1]["content"] for seen in engine.seen if seen.method == "POST"]
+    assert len(sent) == 9 and not {*sent[:3]} & {*sent[3:]} and len({*sent[:3]}) == 3
+
+
 @pytest.fixture
 def behind_tls(engine: InThread, certificate: tuple[Path, Path]) -> Iterator[str]:
     """The engine's address behind somebody who ends TLS."""
@@ -252,6 +263,9 @@ def test_tls_is_spoken_and_the_certificate_checked(
     assert cli.run([*words, "--insecure"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert (result["completed"], result["failed"], result["total_output_tokens"]) == (9, 0, 45)
+    unnamed = [word for word in words if word not in ("--model", "m")]
+    assert cli.run([*unnamed, "--insecure"]) == 0
+    assert json.loads(capsys.readouterr().out)["model"] == "m"
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate[0]))
     assert cli.run(words) == 0
     assert json.loads(capsys.readouterr().out)["completed"] == 9

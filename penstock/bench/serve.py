@@ -22,6 +22,7 @@ from penstock.bench.scrape import Row
 from penstock.bench.stats import Summary, Timed
 from penstock.bench.validity import Generator, Verdict
 from penstock.bench.wire import UNFINISHED, Exchange
+from penstock.client import tls_context
 from penstock.errors import PenstockError, UserError
 
 _PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
@@ -54,6 +55,7 @@ class Report(msgspec.Struct, frozen=True):
     generator: Generator
     verdict: Verdict
     is_open: bool
+    was_interrupted: bool
 
 
 def run(
@@ -63,16 +65,21 @@ def run(
     bounds_ms: Mapping[str, float],
     n_warmup: int = 1,
     on_progress: Callable[[Progress], None] | None = None,
+    warmup: Sequence[Ask] = (),
 ) -> Report:
-    """Warms up, runs, reads out. Blocks. A first request that fails ends it: PenstockError with the server's words."""
+    """Warms up, runs, reads out. Blocks. A first request that fails ends it: PenstockError with the server's words.
+
+    `warmup`: what is asked before, so that no cache knows the prompts that are measured; without, it is `asks`.
+    """
     plan.check(pace)
     if not asks:
         raise UserError("cannot run a load test without a request", hint="The dataset is empty.")
     address = resolve(service.url)
-    tls = _tls(service) if address.is_tls else None
+    tls = tls_context(service.is_insecure) if address.is_tls else None
     requests = [encode(service, address, ask) for ask in asks]
     if n_warmup:
-        _warm_up(service, address, tls, requests, n_warmup)
+        before = [encode(service, address, ask) for ask in warmup] or requests
+        _warm_up(service, address, tls, before, n_warmup)
     sources = _sources(service, address)
     is_open = pace.is_open
     load = Load(
@@ -108,14 +115,6 @@ def resolve(url: str) -> Address:
         host = next((str(row[4][0]) for row in found if row[0] == socket.AF_INET), host)
     prefix = parts.path.rstrip("/").removesuffix("/v1")
     return Address(parts.scheme, host, port, name, prefix)
-
-
-def _tls(service: Service) -> ssl.SSLContext:
-    context = ssl.create_default_context()
-    if service.is_insecure:
-        context.check_hostname = False
-        context.verify_mode = ssl.CERT_NONE
-    return context
 
 
 def encode(service: Service, address: Address, ask: Ask) -> bytes:
@@ -170,7 +169,8 @@ def _warm_up(
     if answer.error is not None:
         raise _refused(service, answer)
     if n_warmup > 1:
-        load = Load(requests, concurrency=min(8, n_warmup - 1), n_requests=n_warmup - 1, timeout_s=service.timeout_s)
+        others = [*requests[1:], requests[0]]
+        load = Load(others, concurrency=min(8, n_warmup - 1), n_requests=n_warmup - 1, timeout_s=service.timeout_s)
         if drive(address, load, tls).was_interrupted:
             raise KeyboardInterrupt
 
@@ -263,7 +263,7 @@ def report(
         "formulas": dict(stats.FORMULAS),
         "machine": machine_facts(),
     }
-    return Report(result, timed, rows, summary, generator, verdict, is_open)
+    return Report(result, timed, rows, summary, generator, verdict, is_open, outcome.was_interrupted)
 
 
 def _numbers(summary: Summary) -> dict[str, Any]:
