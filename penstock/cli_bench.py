@@ -100,7 +100,7 @@ def run_serve(options: argparse.Namespace) -> int:
     from penstock.bench import serve
     from penstock.runs import home
 
-    service, pace, bounds = _service(options), _pace(options), _bounds(options.goodput)
+    service, pace, bounds = _service(options), _pace(options), _bounds(options.goodput, options.stream)
     launch = _launch_behind(service.url)
     asks, warmup = _asks(options, pace, service, launch.model or service.model)
     folder = options.out or folders.new_folder(home(), time.time())
@@ -288,8 +288,8 @@ def _say(options: argparse.Namespace, text: str) -> None:
         print(text, file=sys.stderr)
 
 
-def _bounds(words: list[str]) -> dict[str, float]:
-    """{"ttft": 2000.0} of ["ttft:2000"]; a metric once.  Raises UserError."""
+def _bounds(words: list[str], streams: bool) -> dict[str, float]:
+    """{"ttft": 2000.0} of ["ttft:2000"]; a metric once, and one that is measured.  Raises UserError."""
     from penstock.bench.stats import GOODPUT_NAMES
 
     bounds: dict[str, float] = {}
@@ -299,10 +299,12 @@ def _bounds(words: list[str]) -> dict[str, float]:
             value = float(number)
         except ValueError:
             value = -1.0
-        if name not in GOODPUT_NAMES or not value > 0 or name in bounds:
+        if name not in GOODPUT_NAMES or not 0 < value < math.inf or name in bounds:
             raise UserError(
                 f'cannot use goodput bound "{word[:60]}"', hint="NAME:MILLISECONDS, with ttft, tpot, itl or e2el"
             )
+        if not streams and name != "e2el":
+            raise UserError(f"cannot bound {name} of whole answers", hint="Without --no-stream, or e2el:MS.")
         bounds[name] = value
     return bounds
 
@@ -341,7 +343,8 @@ def _number(text: str) -> float:
 def _mapping(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
-    except ValueError:
+        json.dumps(value, allow_nan=False)  # NaN, and 1e999, are no JSON for the server
+    except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"{text[:60]!r} is not a JSON object")

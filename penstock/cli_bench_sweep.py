@@ -185,7 +185,7 @@ def _tell(
         "interrupted": was_interrupted,
         "folder": str(folder),
     }
-    (folder / "sweep.json").write_text(json.dumps(facts, indent=2) + "\n", "utf-8")
+    (folder / "sweep.json").write_text(json.dumps(facts, indent=2, allow_nan=False) + "\n", "utf-8")
     page = report.sweep_page(points, sweep.LABELS[options.by], str(slo), answers)
     (folder / "report.html").write_text(page, "utf-8")
     if options.calibrate and not was_interrupted:  # constants of half the loads would pass for those of all
