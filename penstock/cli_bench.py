@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 _INTERRUPTED = 130
 _TOKENS = 128  # of a prompt and of an answer, where nobody says
 _MOST_ASKS = 1000  # of a data set, when a run ends by time: then from its beginning again
+_TIMED = ("replay", "jsonl")  # data sets that may say when to send
 _ARRIVALS = ("poisson", "constant", "gamma", "ramp", "replay")
 
 
@@ -62,8 +63,10 @@ def _add_serve(sub: argparse.ArgumentParser) -> None:
     pace.add_argument("--request-rate", type=_positive, dest="rate", metavar="R", help=argparse.SUPPRESS)
     pace.add_argument("--concurrency", type=_count, metavar="C", help="C at a time, the next when one ends")
     pace.add_argument("--max-concurrency", type=_count, dest="concurrency", metavar="C", help=argparse.SUPPRESS)
-    pace.add_argument("--arrival", choices=_ARRIVALS, default="poisson", help="of an open loop")
-    pace.add_argument("--burstiness", type=_positive, default=1.0, metavar="K", help="of gamma: below 1 in bursts")
+    pace.add_argument("--arrival", choices=_ARRIVALS, help="of an open loop (default: poisson)")
+    pace.add_argument(
+        "--burstiness", type=_positive, default=1.0, metavar="K", help="gamma arrivals: below 1 in bursts"
+    )
     pace.add_argument("--rate-from", type=_not_negative, default=0.0, metavar="R", help="where a ramp to --rate starts")
     pace.add_argument("--warmup", type=_count_or_0, default=1, metavar="N", help="requests before, not counted")
     pace.add_argument("--timeout", type=_positive, default=600.0, metavar="SECONDS", help="for a whole answer")
@@ -97,12 +100,13 @@ def run_serve(options: argparse.Namespace) -> int:
 
     native.activate()
     from penstock.bench import folder as folders
-    from penstock.bench import serve
+    from penstock.bench import plan, serve
     from penstock.runs import home
 
     service, pace, bounds = _service(options), _pace(options), _bounds(options.goodput, options.stream)
     launch = _launch_behind(service.url)
     asks, warmup = _asks(options, pace, service, launch.model or service.model)
+    plan.check(pace, [ask.offset_s for ask in asks])
     folder = options.out or folders.new_folder(home(), time.time())
     folders.prepare(folder)
     shows = sys.stderr.isatty()
@@ -111,7 +115,8 @@ def run_serve(options: argparse.Namespace) -> int:
     report = serve.run(service, asks, pace, bounds, options.warmup, _show_progress if shows else None, warmup)
     if shows:
         print("\r\033[K", end="", file=sys.stderr)
-    report.result["flags"] = {key: value for key, value in sorted(vars(options).items()) if _is_plain(value)}
+    flags = {**vars(options), "arrival": pace.arrival}
+    report.result["flags"] = {key: value for key, value in sorted(flags.items()) if _is_plain(value)}
     report.result["folder"] = str(folder.resolve())
     report.result["versions"] |= launch.versions
     folders.write(folder, report.result, report.requests, report.rows, report.is_open)
@@ -188,12 +193,14 @@ def _show_progress(progress: Progress) -> None:
 
 
 def _service(options: argparse.Namespace) -> Service:
-    from penstock.bench.serve import Service
+    from penstock.bench.serve import Service, parts_of
     from penstock.cli_bench_asks import client_of, only_model
 
     if options.name and options.url:
         raise UserError("cannot measure a deployment and an address at once", hint="Give its name, or --url.")
     url = options.url or (None if options.name else os.environ.get("OPENAI_BASE_URL")) or _url_of(options.name)
+    for address in (url, *options.metrics):
+        parts_of(address)
     key = os.environ.get("OPENAI_API_KEY")
     return Service(
         url=url,
@@ -228,7 +235,7 @@ def _pace(options: argparse.Namespace) -> Pace:
     pace = Pace(
         rate=options.rate,
         concurrency=options.concurrency,
-        arrival=options.arrival,
+        arrival=options.arrival or ("gamma" if options.burstiness != 1 else "poisson"),
         burstiness=options.burstiness,
         rate_from=options.rate_from,
         n_requests=options.requests,
@@ -250,8 +257,15 @@ def _asks(options: argparse.Namespace, pace: Pace, service: Service, model: str)
 
     is_chat = options.endpoint == "chat"
     if options.dataset is not None:
-        n_asks = pace.n_requests or _MOST_ASKS
-        wanted = Wanted(n_asks, options.seed, options.input_tokens, options.output_tokens, chat=is_chat)
+        has_times = pace.arrival == "replay" and options.dataset.partition(":")[0] in _TIMED
+        wanted = Wanted(
+            n_requests=pace.n_requests or (data.MOST_REQUESTS if has_times else _MOST_ASKS),
+            seed=options.seed,
+            input_tokens=options.input_tokens,
+            output_tokens=options.output_tokens,
+            chat=is_chat,
+            until_s=pace.duration_s if has_times else None,
+        )
         client = client_of(service.url, service.key, service.is_insecure)
         return asks_of(options, wanted, options.warmup, model, client, service.model)
     n_output = options.output_tokens or _TOKENS

@@ -41,12 +41,17 @@ Measure = Callable[[argparse.Namespace, Place, float | None, int | None, Path], 
 def run(options: argparse.Namespace, deployment_of: Callable[[argparse.Namespace], Deployment]) -> int:
     """Search each layout, print its table and answer, write sweep.json and report.html."""
     from penstock.bench import sweep
+    from penstock.bench.serve import parts_of
 
     slo = sweep.slo_of(options.slo, options.failed)
     if not slo.bounds and not options.steps:
         raise UserError("cannot tell when to stop", hint="Give --slo ttft:2000 tpot:60, or --steps 1,2,4,8.")
     if options.url and (options.tensor or options.source):
         raise UserError("cannot deploy layouts at --url", hint="Give FILE|MODEL with --tensor, or --url alone.")
+    if options.url:
+        parts_of(options.url)
+    if options.by == "concurrency" and any(step != int(step) for step in options.steps):
+        raise UserError("cannot have part of a request at once", hint="Whole numbers: --steps 1,2,4,8.")
     where = sweep.Search(options.by, options.first, most=options.most, steps=options.steps)
     deployment = None if options.url else deployment_of(options)
     folder = _folder(options.out)

@@ -259,6 +259,8 @@ def test_a_layout_whose_engine_dies_does_not_take_the_others_numbers(
         ("sweep", "--out", "{out}/s"),
         ("sweep", "--slo", "tftt:5", "--out", "{out}/s"),
         ("sweep", "--slo", "ttft:5", "--url", "http://x", "--tensor", "2", "--out", "{out}/s"),
+        ("sweep", "--steps", "0.5,1.5", "--by", "concurrency", "--url", "http://x", "--out", "{out}/s"),
+        ("sweep", "--slo", "ttft:5", "--url", "http://u:p@x", "--out", "{out}/s"),
         ("sweep", "--steps", "1,x", "--out", "{out}/s"),
         ("sweep", "--failed", "2", "--out", "{out}/s"),
         ("throughput", "--dataset", "sharegpt:/nowhere.json"),

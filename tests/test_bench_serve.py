@@ -93,13 +93,21 @@ def test_without_a_warm_up_failures_are_counted(engine: InThread) -> None:
     assert not report.verdict.valid
 
 
-@pytest.mark.parametrize("url", ["ftp://a", "http://", "http://a:b"])
+@pytest.mark.parametrize("url", ["ftp://a", "http://", "http://a:b", "http://.foo", f"http://{'a' * 70}.b"])
 def test_an_address_that_is_none_is_refused(url: str) -> None:
     with pytest.raises(UserError, match="cannot use base URL"):
         serve.resolve(url)
 
 
+@pytest.mark.parametrize("url", ["http://u:sekret@host/v1", "u:sekret@host", "http://u:sek/ret@host", "https://k@h"])
+def test_an_address_with_a_password_is_refused_and_not_repeated(url: str) -> None:
+    with pytest.raises(UserError, match="password") as caught:
+        serve.resolve(url)
+    assert "sek" not in caught.value.message and "OPENAI_API_KEY" in str(caught.value.hint)
+
+
 def test_an_address_may_have_a_path() -> None:
+    assert serve.parts_of("http://h/@a").path == "/@a"
     assert serve.resolve("127.0.0.1:80/api/v1/") == Address("http", "127.0.0.1", 80, "127.0.0.1", "/api")
     assert serve.resolve("https://127.0.0.1").authority == "127.0.0.1"
     assert serve.resolve("https://127.0.0.1").port == 443
@@ -120,8 +128,10 @@ def test_the_command_prints_vllms_names_and_writes_the_folder(
     engine: InThread, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = f"bench serve --url {engine.url} --requests 9 --concurrency 3 --input-tokens 5 --output-tokens 4 --json"
+    words = words.replace("http://", "")
     assert cli.run([*words.split(), "--goodput", "ttft:9000", "e2el:9000", "--out", str(tmp_path / "out")]) == 0
     result = json.loads(capsys.readouterr().out)
+    assert result["service"]["url"] == engine.url
     assert (result["completed"], result["failed"], result["total_output_tokens"]) == (9, 0, 36)
     names = {f"{word}_{name}_ms" for word in ("mean", "median", "p99") for name in ("ttft", "tpot", "itl", "e2el")}
     names |= {"duration", "request_throughput", "output_throughput", "total_token_throughput", "valid", "generator"}
@@ -178,12 +188,41 @@ def test_people_get_the_blocks_they_know(engine: InThread, home: Path, capsys: p
         ("--requests 1 --rate nan", "above 0"),
         ("--requests 1 --rate 1 --extra-body []", "JSON object"),
         ("--requests 1 --rate 1 --out /dev/null/x", "cannot write"),
+        ("--requests 1 --rate 1 --metrics http://u:p@h", "password"),
+        ("--requests 1 --rate 1 --prompt \udcff --warmup 0", "not UTF-8"),
+        ("--requests 1 --concurrency 1 --arrival constant --rate-from 3", "constant times with --concurrency"),
+        ("--requests 1 --rate 1 --burstiness 0.2 --arrival poisson", "burstiness"),
+        ("--requests 20 --arrival replay", "replay times"),
+        ("--duration 1 --arrival replay --dataset prompt:a", "replay times"),
         ("one --requests 1 --rate 1", "a deployment and an address at once"),
     ],
 )
 def test_what_cannot_be_run_is_refused(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["bench", "serve", "--url", "http://127.0.0.1:1", "--model", "m", "--json", *words.split()]) == 2
     assert said in json.loads(capsys.readouterr().out)["error"]["message"]
+
+
+def test_a_burstiness_alone_means_gamma(engine: InThread, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = f"bench serve --url {engine.url} --requests 3 --rate 900 --burstiness 0.2 --prompt a --max-tokens 1 --json"
+    assert cli.run(words.split()) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert (result["pace"]["arrival"], result["pace"]["burstiness"], result["flags"]["arrival"]) == (
+        "gamma",
+        0.2,
+        "gamma",
+    )
+
+
+def test_a_trace_is_replayed_to_its_end(engine: InThread, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "trace.jsonl"
+    rows = [{"prompt": "a", "max_tokens": 1, "offset_s": index * 1e-4} for index in range(1200)]
+    trace.write_text("\n".join(map(json.dumps, rows)))
+    words = (
+        f"bench serve --url {engine.url} --model m --arrival replay --duration 9 --no-stream --json --out {tmp_path}/o"
+    )
+    assert cli.run([*words.split(), "--dataset", f"jsonl:{trace}"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["completed"] + result["failed"] == 1200
 
 
 @pytest.mark.parametrize("endpoint", ["chat", "completions"])

@@ -71,7 +71,7 @@ def run(
 
     `warmup`: what is asked before, so that no cache knows the prompts that are measured; without, it is `asks`.
     """
-    plan.check(pace)
+    plan.check(pace, [ask.offset_s for ask in asks])
     if not asks:
         raise UserError("cannot run a load test without a request", hint="The dataset is empty.")
     address = resolve(service.url)
@@ -98,14 +98,8 @@ def run(
 
 def resolve(url: str) -> Address:
     """The address behind a base URL, with or without "/v1" at its end. Raises UserError, or PenstockError."""
-    try:
-        parts = urllib.parse.urlsplit(url if "://" in url else f"http://{url}")
-        port = parts.port or (443 if parts.scheme == "https" else 80)
-        name = parts.hostname
-    except ValueError:
-        name, parts, port = None, urllib.parse.urlsplit(""), 0
-    if parts.scheme not in ("http", "https") or not name:
-        raise UserError(f'cannot use base URL "{url[:200]}"', hint="Give http://HOST:PORT or https://HOST.")
+    parts = parts_of(url)
+    port, name = parts.port or (443 if parts.scheme == "https" else 80), str(parts.hostname)
     try:
         found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
     except OSError as exc:
@@ -117,8 +111,32 @@ def resolve(url: str) -> Address:
     return Address(parts.scheme, host, port, name, prefix)
 
 
+def parts_of(url: str) -> urllib.parse.SplitResult:
+    """A base URL in its parts, which have a host.
+
+    Raises UserError, also for a URL with a password: it would be written into every result.
+    """
+    try:
+        parts = urllib.parse.urlsplit(url if "://" in url else f"http://{url}")
+        is_usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        str(parts.hostname).encode("idna")  # as the resolver will
+    except ValueError:
+        is_usable = False
+    if "@" in url and (not is_usable or "@" in parts.netloc):
+        raise UserError(
+            "cannot use a base URL with a user or a password in it",
+            hint="The key is read from OPENAI_API_KEY, and sent as a bearer token.",
+        )
+    if not is_usable:
+        raise UserError(f'cannot use base URL "{url[:200]}"', hint="Give http://HOST:PORT or https://HOST.")
+    return parts
+
+
 def encode(service: Service, address: Address, ask: Ask) -> bytes:
-    """The whole HTTP message of one ask. `max_tokens` and vLLM's `ignore_eos` bound the answer from both sides."""
+    """The whole HTTP message of one ask. `max_tokens` and vLLM's `ignore_eos` bound the answer from both sides.
+
+    Raises UserError.
+    """
     body: dict[str, Any] = {"model": service.model}
     if service.endpoint == "chat":
         is_text = isinstance(ask.prompt, str)
@@ -135,7 +153,12 @@ def encode(service: Service, address: Address, ask: Ask) -> bytes:
     if service.streams:
         body["stream"] = True
         body["stream_options"] = {"include_usage": True}
-    data = msgspec.json.encode({**body, **service.extra_body})
+    try:
+        data = msgspec.json.encode({**body, **service.extra_body})
+    except UnicodeEncodeError as exc:
+        raise UserError(
+            "cannot send a request: it holds bytes that are not UTF-8 text", hint="Check --prompt."
+        ) from exc
     return _head(b"POST", address, address.prefix + _PATHS[service.endpoint], service.key, len(data)) + data
 
 
@@ -188,17 +211,13 @@ def _refused(service: Service, answer: Timed) -> PenstockError:
 def _sources(service: Service, address: Address) -> list[tuple[str, Source]]:
     """The pages to follow: those named, else the server's own /metrics. One that does not answer gives no rows."""
     found = []
-    for url in service.metrics_urls or (f"{address.scheme}://{_netloc(service.url)}/metrics",):
+    for url in service.metrics_urls or (f"{address.scheme}://{parts_of(service.url).netloc}/metrics",):
         place = address if not service.metrics_urls else resolve(url)
-        path = urllib.parse.urlsplit(url if "://" in url else f"http://{url}").path or "/metrics"
+        path = parts_of(url).path or "/metrics"
         # A key goes to the server it is for, and to no other.
         key = service.key if place == address else None
         found.append((url, Source(place, _head(b"GET", place, path, key, None))))
     return found
-
-
-def _netloc(url: str) -> str:
-    return urllib.parse.urlsplit(url if "://" in url else f"http://{url}").netloc.rpartition("@")[2]
 
 
 def _raw(exchange: Exchange, began_s: float) -> Raw:
@@ -283,7 +302,8 @@ def _numbers(summary: Summary) -> dict[str, Any]:
 def _told(service: Service) -> dict[str, Any]:
     facts: dict[str, Any] = msgspec.to_builtins(service)
     facts["key"] = "given" if service.key else None
-    facts["url"] = f"{urllib.parse.urlsplit(service.url).scheme or 'http'}://{_netloc(service.url)}"
+    parts = parts_of(service.url)
+    facts["url"] = f"{parts.scheme}://{parts.netloc}"
     return facts
 
 
