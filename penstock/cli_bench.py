@@ -7,6 +7,7 @@ cannot be run; 130 after Ctrl-C, with the result so far.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from penstock.cli_bench_asks import Subparsers
-from penstock.errors import EXIT_OURS, UserError
+from penstock.errors import EXIT_OURS, PenstockError, UserError
 
 if TYPE_CHECKING:
     from penstock.bench.ask import Ask
@@ -108,11 +109,18 @@ def run_serve(options: argparse.Namespace) -> int:
     asks, warmup = _asks(options, pace, service, launch.model or service.model)
     plan.check(pace, [ask.offset_s for ask in asks])
     folder = options.out or folders.new_folder(home(), time.time())
+    is_new = not folder.exists()
     folders.prepare(folder)
     shows = sys.stderr.isatty()
     if options.warmup:
         _say(options, f"warming up with {options.warmup} request{'s' * (options.warmup != 1)}, not counted")
-    report = serve.run(service, asks, pace, bounds, options.warmup, _show_progress if shows else None, warmup)
+    try:
+        report = serve.run(service, asks, pace, bounds, options.warmup, _show_progress if shows else None, warmup)
+    except PenstockError:
+        with contextlib.suppress(OSError):  # nothing was measured: it is as empty as it was made
+            if is_new:
+                folder.rmdir()
+        raise
     if shows:
         print("\r\033[K", end="", file=sys.stderr)
     flags = {**vars(options), "arrival": pace.arrival}
@@ -145,7 +153,6 @@ def _launch_behind(url: str) -> _Launch:
     import msgspec
 
     from penstock import runs
-    from penstock.errors import PenstockError
 
     for run in runs.every():
         try:

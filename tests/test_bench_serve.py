@@ -197,9 +197,10 @@ def test_people_get_the_blocks_they_know(engine: InThread, home: Path, capsys: p
         ("one --requests 1 --rate 1", "a deployment and an address at once"),
     ],
 )
-def test_what_cannot_be_run_is_refused(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_run_is_refused(words: str, said: str, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["bench", "serve", "--url", "http://127.0.0.1:1", "--model", "m", "--json", *words.split()]) == 2
     assert said in json.loads(capsys.readouterr().out)["error"]["message"]
+    assert not [*home.glob("bench/*")]
 
 
 def test_a_burstiness_alone_means_gamma(engine: InThread, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
