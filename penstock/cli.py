@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from penstock import __version__, cli_bench_more, cli_doctor, cli_gateway, cli_keys, cli_plan, cli_remote
 from penstock.errors import EXIT_OURS, PenstockError, UserError
+from penstock.units import printable
 
 if TYPE_CHECKING:
     from penstock.runs import Run, State
@@ -98,11 +99,11 @@ def _print_error(error: PenstockError, as_json: bool) -> None:
         print(json.dumps(error.facts()), flush=True)
         return
     bold, plain = ("\033[1;31m", "\033[0m") if _has_colour(sys.stderr) else ("", "")
-    print(f"{bold}error:{plain} {error.message}", file=sys.stderr)
+    print(f"{bold}error:{plain} {printable(error.message)}", file=sys.stderr)
     if error.detail:
-        print(_indented("detail", error.detail), file=sys.stderr)
+        print(_indented("detail", printable(error.detail)), file=sys.stderr)
     if error.hint:
-        print(_indented("hint", error.hint), file=sys.stderr)
+        print(_indented("hint", printable(error.hint)), file=sys.stderr)
 
 
 def _show_bug(error: Exception, as_json: bool) -> int:

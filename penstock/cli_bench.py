@@ -7,6 +7,7 @@ cannot be run; 130 after Ctrl-C, with the result so far.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -16,8 +17,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from penstock.cli_bench_asks import Subparsers, only_model
-from penstock.errors import EXIT_OURS, UserError
+from penstock.cli_bench_asks import Subparsers
+from penstock.errors import EXIT_OURS, PenstockError, UserError
 
 if TYPE_CHECKING:
     from penstock.bench.ask import Ask
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 _INTERRUPTED = 130
 _TOKENS = 128  # of a prompt and of an answer, where nobody says
 _MOST_ASKS = 1000  # of a data set, when a run ends by time: then from its beginning again
+_TIMED = ("replay", "jsonl")  # data sets that may say when to send
 _ARRIVALS = ("poisson", "constant", "gamma", "ramp", "replay")
 
 
@@ -62,8 +64,10 @@ def _add_serve(sub: argparse.ArgumentParser) -> None:
     pace.add_argument("--request-rate", type=_positive, dest="rate", metavar="R", help=argparse.SUPPRESS)
     pace.add_argument("--concurrency", type=_count, metavar="C", help="C at a time, the next when one ends")
     pace.add_argument("--max-concurrency", type=_count, dest="concurrency", metavar="C", help=argparse.SUPPRESS)
-    pace.add_argument("--arrival", choices=_ARRIVALS, default="poisson", help="of an open loop")
-    pace.add_argument("--burstiness", type=_positive, default=1.0, metavar="K", help="of gamma: below 1 in bursts")
+    pace.add_argument("--arrival", choices=_ARRIVALS, help="of an open loop (default: poisson)")
+    pace.add_argument(
+        "--burstiness", type=_positive, default=1.0, metavar="K", help="gamma arrivals: below 1 in bursts"
+    )
     pace.add_argument("--rate-from", type=_not_negative, default=0.0, metavar="R", help="where a ramp to --rate starts")
     pace.add_argument("--warmup", type=_count_or_0, default=1, metavar="N", help="requests before, not counted")
     pace.add_argument("--timeout", type=_positive, default=600.0, metavar="SECONDS", help="for a whole answer")
@@ -97,21 +101,30 @@ def run_serve(options: argparse.Namespace) -> int:
 
     native.activate()
     from penstock.bench import folder as folders
-    from penstock.bench import serve
+    from penstock.bench import plan, serve
     from penstock.runs import home
 
-    service, pace, bounds = _service(options), _pace(options), _bounds(options.goodput)
+    service, pace, bounds = _service(options), _pace(options), _bounds(options.goodput, options.stream)
     launch = _launch_behind(service.url)
-    asks = _asks(options, pace, service, launch.model or service.model)
+    asks, warmup = _asks(options, pace, service, launch.model or service.model)
+    plan.check(pace, [ask.offset_s for ask in asks])
     folder = options.out or folders.new_folder(home(), time.time())
+    is_new = not folder.exists()
     folders.prepare(folder)
     shows = sys.stderr.isatty()
     if options.warmup:
         _say(options, f"warming up with {options.warmup} request{'s' * (options.warmup != 1)}, not counted")
-    report = serve.run(service, asks, pace, bounds, options.warmup, _show_progress if shows else None)
+    try:
+        report = serve.run(service, asks, pace, bounds, options.warmup, _show_progress if shows else None, warmup)
+    except PenstockError:
+        with contextlib.suppress(OSError):  # nothing was measured: it is as empty as it was made
+            if is_new:
+                folder.rmdir()
+        raise
     if shows:
         print("\r\033[K", end="", file=sys.stderr)
-    report.result["flags"] = {key: value for key, value in sorted(vars(options).items()) if _is_plain(value)}
+    flags = {**vars(options), "arrival": pace.arrival}
+    report.result["flags"] = {key: value for key, value in sorted(flags.items()) if _is_plain(value)}
     report.result["folder"] = str(folder.resolve())
     report.result["versions"] |= launch.versions
     folders.write(folder, report.result, report.requests, report.rows, report.is_open)
@@ -121,7 +134,7 @@ def run_serve(options: argparse.Namespace) -> int:
     else:
         print(_text(options, pace, report))
         print(f"written to {folder} (report.html is the page)")
-    if any(reason.startswith("the run was interrupted") for reason in report.verdict.reasons):
+    if report.was_interrupted:
         return _INTERRUPTED
     return 0 if report.summary.completed else EXIT_OURS
 
@@ -140,7 +153,6 @@ def _launch_behind(url: str) -> _Launch:
     import msgspec
 
     from penstock import runs
-    from penstock.errors import PenstockError
 
     for run in runs.every():
         try:
@@ -188,15 +200,18 @@ def _show_progress(progress: Progress) -> None:
 
 
 def _service(options: argparse.Namespace) -> Service:
-    from penstock.bench.serve import Service
+    from penstock.bench.serve import Service, parts_of
+    from penstock.cli_bench_asks import client_of, only_model
 
     if options.name and options.url:
         raise UserError("cannot measure a deployment and an address at once", hint="Give its name, or --url.")
     url = options.url or (None if options.name else os.environ.get("OPENAI_BASE_URL")) or _url_of(options.name)
+    for address in (url, *options.metrics):
+        parts_of(address)
     key = os.environ.get("OPENAI_API_KEY")
     return Service(
         url=url,
-        model=options.model or only_model(url, key),
+        model=options.model or only_model(client_of(url, key, options.insecure)),
         endpoint=options.endpoint,
         streams=options.stream,
         key=key,
@@ -227,7 +242,7 @@ def _pace(options: argparse.Namespace) -> Pace:
     pace = Pace(
         rate=options.rate,
         concurrency=options.concurrency,
-        arrival=options.arrival,
+        arrival=options.arrival or ("gamma" if options.burstiness != 1 else "poisson"),
         burstiness=options.burstiness,
         rate_from=options.rate_from,
         n_requests=options.requests,
@@ -238,27 +253,43 @@ def _pace(options: argparse.Namespace) -> Pace:
     return pace
 
 
-def _asks(options: argparse.Namespace, pace: Pace, service: Service, model: str) -> list[Ask]:
-    """What is asked; a word of how well it is counted, where texts are random. `model`: its path, or its name."""
+def _asks(options: argparse.Namespace, pace: Pace, service: Service, model: str) -> tuple[list[Ask], list[Ask]]:
+    """What is asked, and what the warm-up asks; a word of how well it is counted, where texts are random.
+
+    `model`: its path, or its name.
+    """
     from penstock.bench import data, prompts
     from penstock.bench.files import Wanted
-    from penstock.cli_bench_asks import asks_of
+    from penstock.cli_bench_asks import asks_of, client_of, drawn
 
+    is_chat = options.endpoint == "chat"
     if options.dataset is not None:
-        return asks_of(options, pace.n_requests or _MOST_ASKS, model, service.url, service.model)
+        has_times = pace.arrival == "replay" and options.dataset.partition(":")[0] in _TIMED
+        wanted = Wanted(
+            n_requests=pace.n_requests or (data.MOST_REQUESTS if has_times else _MOST_ASKS),
+            seed=options.seed,
+            input_tokens=options.input_tokens,
+            output_tokens=options.output_tokens,
+            chat=is_chat,
+            until_s=pace.duration_s if has_times else None,
+        )
+        client = client_of(service.url, service.key, service.is_insecure)
+        return asks_of(options, wanted, options.warmup, model, client, service.model)
     n_output = options.output_tokens or _TOKENS
     if options.prompt is not None:
-        return prompts.fixed(options.prompt, n_output)
+        return prompts.fixed(options.prompt, n_output), []
     n_input = options.input_tokens or _TOKENS
     counter = _counter(options.tokenizer, model)
     if isinstance(counter, str):
         _say(options, f"prompts of about {n_input} tokens, random words: {counter}")
-        n_asks = min(pace.n_requests or prompts.MOST, prompts.MOST)
-        return prompts.random_words(n_input, n_output, n_asks, options.seed)
+        wanted = Wanted(min(pace.n_requests or prompts.MOST, prompts.MOST), options.seed, n_input, n_output)
+        return drawn(
+            lambda part: prompts.random_words(n_input, n_output, part.n_requests, part.seed), wanted, options.warmup
+        )
     _say(options, f"prompts of exactly {n_input} tokens, counted by {counter.source}")
     n_sent = pace.n_requests or math.ceil((pace.rate or 0.0) * (pace.duration_s or 0.0)) or _MOST_ASKS
-    wanted = Wanted(min(n_sent, prompts.MOST), options.seed, n_input, n_output, chat=options.endpoint == "chat")
-    return data.from_spec("random", wanted, lambda: counter)
+    wanted = Wanted(min(n_sent, prompts.MOST), options.seed, n_input, n_output, chat=is_chat)
+    return drawn(lambda part: data.from_spec("random", part, lambda: counter), wanted, options.warmup)
 
 
 def _counter(named: str | None, model: str) -> Tokens | str:
@@ -278,8 +309,8 @@ def _say(options: argparse.Namespace, text: str) -> None:
         print(text, file=sys.stderr)
 
 
-def _bounds(words: list[str]) -> dict[str, float]:
-    """{"ttft": 2000.0} of ["ttft:2000"]; a metric once.  Raises UserError."""
+def _bounds(words: list[str], streams: bool) -> dict[str, float]:
+    """{"ttft": 2000.0} of ["ttft:2000"]; a metric once, and one that is measured.  Raises UserError."""
     from penstock.bench.stats import GOODPUT_NAMES
 
     bounds: dict[str, float] = {}
@@ -289,10 +320,12 @@ def _bounds(words: list[str]) -> dict[str, float]:
             value = float(number)
         except ValueError:
             value = -1.0
-        if name not in GOODPUT_NAMES or not value > 0 or name in bounds:
+        if name not in GOODPUT_NAMES or not 0 < value < math.inf or name in bounds:
             raise UserError(
                 f'cannot use goodput bound "{word[:60]}"', hint="NAME:MILLISECONDS, with ttft, tpot, itl or e2el"
             )
+        if not streams and name != "e2el":
+            raise UserError(f"cannot bound {name} of whole answers", hint="Without --no-stream, or e2el:MS.")
         bounds[name] = value
     return bounds
 
@@ -331,7 +364,8 @@ def _number(text: str) -> float:
 def _mapping(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
-    except ValueError:
+        json.dumps(value, allow_nan=False)  # NaN, and 1e999, are no JSON for the server
+    except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"{text[:60]!r} is not a JSON object")

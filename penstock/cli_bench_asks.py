@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import os
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -12,7 +12,12 @@ from penstock.errors import UserError
 
 if TYPE_CHECKING:
     from penstock.bench.ask import Ask
+    from penstock.bench.files import Wanted
     from penstock.bench.record import Result
+    from penstock.client import Client
+
+# Warm-up prompts are drawn by a seed that no measured run has: what is sent twice is answered from the prefix cache.
+WARMUP_SEED = 2**40
 
 
 class Subparsers(Protocol):
@@ -22,30 +27,28 @@ class Subparsers(Protocol):
 
 
 def asks_of(
-    options: argparse.Namespace, n_requests: int, model: str | None, url: str | None, served: str | None = None
-) -> list[Ask]:
-    """The asks of one run; counted by the model's tokenizer, or else by the server, which knows it as `served`.
+    options: argparse.Namespace, wanted: Wanted, n_warmup: int, model: str | None, client: Client, served: str
+) -> tuple[list[Ask], list[Ask]]:
+    """The asks of one run and those of its warm-up, which are others wherever texts are drawn.
 
-    Raises UserError.
+    Counted by the model's tokenizer, or else by the server, which knows it as `served`.  Raises UserError.
     """
     from penstock.bench import data
-    from penstock.bench.files import Wanted
     from penstock.bench.tokens import Tokens, tokens_of
-    from penstock.client import Client
 
-    wanted = Wanted(
-        n_requests,
-        options.seed,
-        options.input_tokens,
-        options.output_tokens,
-        chat=options.endpoint == "chat",
-    )
-
+    @functools.cache
     def tokens() -> Tokens:
-        client = Client(url, api_key=os.environ.get("OPENAI_API_KEY")) if url else None
         return tokens_of(options.tokenizer or model, client, served)
 
-    return data.from_spec(dataset(options), wanted, tokens)
+    return drawn(lambda part: data.from_spec(dataset(options), part, tokens), wanted, n_warmup)
+
+
+def drawn(make: Callable[[Wanted], list[Ask]], wanted: Wanted, n_warmup: int) -> tuple[list[Ask], list[Ask]]:
+    """What `make` gives for the run, and for its warm-up."""
+    import msgspec
+
+    before = msgspec.structs.replace(wanted, n_requests=n_warmup, seed=WARMUP_SEED + wanted.seed)
+    return make(wanted), make(before) if n_warmup else []
 
 
 def dataset(options: argparse.Namespace) -> str:
@@ -55,11 +58,16 @@ def dataset(options: argparse.Namespace) -> str:
     return f"prompt:{options.prompt}" if options.prompt is not None else str(options.dataset)
 
 
-def only_model(url: str, key: str | None) -> str:
-    """The name of the server's model.  Raises UserError when it has none, or several."""
+def client_of(url: str, key: str | None, is_insecure: bool = False) -> Client:
+    """For what is asked before a run: the server's model, the tokens of a text."""
     from penstock.client import Client
 
-    names = [card.name for card in Client(url, api_key=key, timeout_s=10.0).models()]
+    return Client(url, api_key=key, timeout_s=10.0, is_insecure=is_insecure)
+
+
+def only_model(client: Client) -> str:
+    """The name of the server's model.  Raises UserError when it has none, or several."""
+    names = [card.name for card in client.models()]
     if len(names) != 1:
         raise UserError(f"cannot choose a model: the server has {len(names)}", hint=f"--model, one of {names[:20]}")
     return names[0]

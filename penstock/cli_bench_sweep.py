@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from penstock.bench.sweep import Found, Search, Slo
     from penstock.spec import Deployment
 
+_INTERRUPTED = 130
 _CLOSED_ROUNDS = 4  # requests of a closed loop, for each that is in flight
 
 
@@ -32,23 +34,30 @@ class Place:
 
 
 # One run of a load test: (the options, where, requests/s, requests at once, the folder for its rows) -> result.json.
+# Raises KeyboardInterrupt for a run that was ended before its time.
 Measure = Callable[[argparse.Namespace, Place, float | None, int | None, Path], dict[str, Any]]
 
 
 def run(options: argparse.Namespace, deployment_of: Callable[[argparse.Namespace], Deployment]) -> int:
     """Search each layout, print its table and answer, write sweep.json and report.html."""
     from penstock.bench import sweep
+    from penstock.bench.serve import parts_of
 
     slo = sweep.slo_of(options.slo, options.failed)
     if not slo.bounds and not options.steps:
         raise UserError("cannot tell when to stop", hint="Give --slo ttft:2000 tpot:60, or --steps 1,2,4,8.")
     if options.url and (options.tensor or options.source):
         raise UserError("cannot deploy layouts at --url", hint="Give FILE|MODEL with --tensor, or --url alone.")
+    if options.url:
+        parts_of(options.url)
+    if options.by == "concurrency" and any(step != int(step) for step in options.steps):
+        raise UserError("cannot have part of a request at once", hint="Whole numbers: --steps 1,2,4,8.")
     where = sweep.Search(options.by, options.first, most=options.most, steps=options.steps)
     deployment = None if options.url else deployment_of(options)
     folder = _folder(options.out)
     found: dict[str, Found] = {}
     refused: dict[str, str] = {}
+    was_interrupted = False
     for tensor in options.tensor or (None,):
         layout = f"TP {tensor}" if tensor else "as it runs"
         try:
@@ -59,16 +68,27 @@ def run(options: argparse.Namespace, deployment_of: Callable[[argparse.Namespace
                 raise
             refused[layout] = error.message
             _told(f"{layout}: {error.message}")
-    return _tell(options, slo, found, refused, folder)
+        except KeyboardInterrupt:  # while a layout was started: none of its runs is lost
+            was_interrupted = True
+        was_interrupted |= layout in found and found[layout].was_interrupted
+        if was_interrupted:
+            _told("interrupted: this is what was measured so far")
+            break
+    _tell(options, slo, found, refused, folder, was_interrupted)
+    return _INTERRUPTED if was_interrupted else 0
 
 
 def _search(options: argparse.Namespace, place: Place, slo: Slo, where: Search, folder: Path) -> Found:
     from penstock.bench import sweep
 
+    n_runs = itertools.count()
+
     def measured(offered: float) -> dict[str, Any]:
         is_rate = where.kind == "rate"
         own = folder.with_name(f"{folder.name} {where.kind} {offered:.4g}".lower().replace(" ", "-"))
-        return measure(options, place, offered if is_rate else None, None if is_rate else int(offered), own)
+        # Other prompts for each load: those of the load before are in the engine's prefix cache.
+        fresh = argparse.Namespace(**{**vars(options), "seed": options.seed + next(n_runs)})
+        return measure(fresh, place, offered if is_rate else None, None if is_rate else int(offered), own)
 
     def told(point: sweep.Point) -> None:
         verdict = "inside" if point.is_inside else point.reason
@@ -80,16 +100,20 @@ def _search(options: argparse.Namespace, place: Place, slo: Slo, where: Search, 
 def measure(
     options: argparse.Namespace, place: Place, rate: float | None, concurrency: int | None, folder: Path
 ) -> dict[str, Any]:
-    """One run by `bench serve`'s own function, its rows in `folder`."""
+    """One run by `bench serve`'s own function, its rows in `folder`; KeyboardInterrupt where somebody ended it."""
     from penstock.bench import folder as folders
     from penstock.bench import plan, serve
-    from penstock.cli_bench_asks import asks_of, only_model
+    from penstock.bench.files import Wanted
+    from penstock.cli_bench_asks import asks_of, client_of, only_model
 
     n_requests = max(
         options.requests, math.ceil(rate * options.duration) if rate else _CLOSED_ROUNDS * (concurrency or 1)
     )
-    served = place.served or only_model(place.url, place.key)
-    asks = asks_of(options, n_requests, place.model, place.url, served)
+    client = client_of(place.url, place.key)
+    served = place.served or only_model(client)
+    is_chat = options.endpoint == "chat"
+    wanted = Wanted(n_requests, options.seed, options.input_tokens, options.output_tokens, chat=is_chat)
+    asks, warmup = asks_of(options, wanted, 1, place.model, client, served)
     service = serve.Service(
         url=place.url,
         model=served,
@@ -98,10 +122,17 @@ def measure(
         ignore_eos=True,
     )
     pace = plan.Pace(rate=rate, concurrency=concurrency, n_requests=n_requests, seed=options.seed)
-    report = serve.run(service, asks, pace, {})
+    report = serve.run(service, asks, pace, {}, warmup=warmup)
     folders.prepare(folder)
-    report.result["flags"] = {"rate": rate, "concurrency": concurrency, "requests": n_requests}
+    report.result["flags"] = {
+        "rate": rate,
+        "concurrency": concurrency,
+        "requests": n_requests,
+        "seed": options.seed,
+    }
     folders.write(folder, report.result, report.requests, report.rows, report.is_open)
+    if report.was_interrupted:
+        raise KeyboardInterrupt
     return report.result
 
 
@@ -136,7 +167,14 @@ def _place(options: argparse.Namespace, deployment: Deployment | None, tensor: i
                 deploy.down(run, now=True)
 
 
-def _tell(options: argparse.Namespace, slo: Slo, found: dict[str, Found], refused: dict[str, str], folder: Path) -> int:
+def _tell(
+    options: argparse.Namespace,
+    slo: Slo,
+    found: dict[str, Found],
+    refused: dict[str, str],
+    folder: Path,
+    was_interrupted: bool,
+) -> None:
     import msgspec
 
     from penstock.bench import report, sweep
@@ -149,22 +187,22 @@ def _tell(options: argparse.Namespace, slo: Slo, found: dict[str, Found], refuse
         "slo": str(slo),
         "layouts": {layout: msgspec.to_builtins(one) for layout, one in found.items()},
         "refused": refused,
+        "interrupted": was_interrupted,
         "folder": str(folder),
     }
-    (folder / "sweep.json").write_text(json.dumps(facts, indent=2) + "\n", "utf-8")
+    (folder / "sweep.json").write_text(json.dumps(facts, indent=2, allow_nan=False) + "\n", "utf-8")
     page = report.sweep_page(points, sweep.LABELS[options.by], str(slo), answers)
     (folder / "report.html").write_text(page, "utf-8")
-    if options.calibrate:
+    if options.calibrate and not was_interrupted:  # constants of half the loads would pass for those of all
         from penstock.cli_bench_asks import write_calibration
 
         write_calibration(options, [point.run for point in points])
     if options.json:
         print(json.dumps(facts), flush=True)
-        return 0
+        return
     for layout, one in found.items():
         print(f"{sweep.table_text(layout, one)}\n")
     print("\n".join([f"bound: {slo}", *answers, f"written to {folder}"]))
-    return 0
 
 
 def _points(found: dict[str, Found]) -> Iterator[SweepPoint]:

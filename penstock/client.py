@@ -85,10 +85,20 @@ class NoAnswer(PenstockError):
     """The server took the request and sent nothing for `timeout_s`."""
 
 
+def tls_context(is_insecure: bool) -> ssl.SSLContext:
+    """Certificates as OpenSSL finds them (`SSL_CERT_FILE`), or none checked."""
+    context = ssl.create_default_context()
+    if is_insecure:
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    return context
+
+
 class Client:
     """Talks to one base URL, with or without "/v1" at its end. Safe to share between threads: it holds no connection.
 
     `timeout_s` bounds the connect and each wait for more bytes, not the whole answer. `clock` gives seconds.
+    `is_insecure`: the server's certificate is not checked.
     """
 
     def __init__(
@@ -97,6 +107,7 @@ class Client:
         api_key: str | None = None,
         timeout_s: float = 300.0,
         clock: Callable[[], float] = time.perf_counter,
+        is_insecure: bool = False,
     ) -> None:
         try:
             parts = urllib.parse.urlsplit(base_url if "://" in base_url else f"http://{base_url}")
@@ -116,6 +127,7 @@ class Client:
         self._clock = clock
         self._host, self._port = parts.hostname, port
         self._is_tls = parts.scheme == "https"
+        self._is_insecure = is_insecure
         self._root = _root(parts.path)
 
     def models(self) -> tuple[ModelCard, ...]:
@@ -262,7 +274,9 @@ class _Exchange:
     def _send(self) -> http.client.HTTPResponse:
         client = self._client
         if client._is_tls:
-            self._connection = http.client.HTTPSConnection(client._host, client._port, timeout=client.timeout_s)
+            self._connection = http.client.HTTPSConnection(
+                client._host, client._port, timeout=client.timeout_s, context=tls_context(client._is_insecure)
+            )
         else:
             self._connection = http.client.HTTPConnection(client._host, client._port, timeout=client.timeout_s)
         self._connection.connect()

@@ -28,6 +28,11 @@ def show_seconds(seconds: float) -> str:
     return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
 
 
+def printable(text: str) -> str:
+    """Text of a stranger as a terminal may have it: lines stay, control characters become spaces."""
+    return "".join(char if char.isprintable() or char in "\n\t" else " " for char in text)
+
+
 def flag(name: str) -> str:
     """ "max_model_len" -> "--max-model-len"."""
     return f"--{bare_flag(name)}"

@@ -14,16 +14,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 from bench_samples import write_run
 
 from penstock import cli, cli_bench_sweep
-from penstock.bench import figures, offline
+from penstock.bench import figures, offline, serve
 from penstock.cli_bench_sweep import Place
 from penstock.engines.offline import PROGRAMS, Done
 from penstock.errors import EngineError, PlanError
 from penstock.plan import Plan
+from penstock.testing.fake_engine.options import Options
+from penstock.testing.fake_engine.running import in_thread
 
 Words = tuple[str, ...]
 
@@ -112,6 +115,52 @@ def test_a_sweep_over_given_loads(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert cli.run(["bench", "sweep", *words, "--out", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert "as it runs: up to 4 requests at once (16 is too many)" in out and "p99_ttft_ms 1000000.0 is over 500" in out
+
+
+def test_every_load_of_a_sweep_has_prompts_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds: list[int] = []
+
+    def noted(options: argparse.Namespace, *rest: Any) -> dict[str, Any]:
+        seeds.append(options.seed)
+        return measured(options, *rest)
+
+    monkeypatch.setattr(cli_bench_sweep, "measure", noted)
+    monkeypatch.setattr(cli_bench_sweep, "_place", placed)
+    words = ["--url", "http://x", "--by", "concurrency", "--steps", "1,2,4", "--seed", "7", "--out", str(tmp_path)]
+    assert cli.run(["bench", "sweep", *words]) == 0
+    assert seeds == [7, 8, 9]
+
+
+def test_ctrl_c_ends_all_layouts_of_a_sweep_and_writes_what_there_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def ended(options: argparse.Namespace, place: Place, *rest: Any) -> dict[str, Any]:
+        if rest[0] >= 4:
+            raise KeyboardInterrupt
+        return measured(options, place, *rest)
+
+    monkeypatch.setattr(cli_bench_sweep, "measure", ended)
+    monkeypatch.setattr(cli_bench_sweep, "_place", placed)
+    words = ["--tensor", "1,4", "--slo", "ttft:500", "--out", str(tmp_path), "--json"]
+    assert cli.run(["bench", "sweep", *words]) == 130
+    told = capsys.readouterr()
+    facts = json.loads(told.out)
+    assert facts["interrupted"] and list(facts["layouts"]) == ["TP 1"] and facts["layouts"]["TP 1"]["highest"] == 2
+    assert json.loads((tmp_path / "sweep.json").read_text()) == facts
+    assert (
+        "interrupted" in told.err and "TP 1: up to 2 requests/s; interrupted" in (tmp_path / "report.html").read_text()
+    )
+
+
+def test_a_run_of_a_sweep_that_was_ended_ends_the_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = serve.report
+    monkeypatch.setattr(serve, "report", lambda *rest: msgspec.structs.replace(whole(*rest), was_interrupted=True))
+    with in_thread(Options(model="m", ttft_s=0, tokens_per_s=float("inf"))) as engine:
+        words = ["--url", engine.url, "--prompt", "a", "--by", "concurrency", "--steps", "1,2", "--requests", "2"]
+        assert cli.run(["bench", "sweep", *words, "--out", str(tmp_path)]) == 130
+    assert json.loads((tmp_path / "as it runs concurrency 1".replace(" ", "-") / "result.json").read_text())[
+        "completed"
+    ]
 
 
 # ---- the bare engine -------------------------------------------------------------------------------------------------
@@ -210,6 +259,8 @@ def test_a_layout_whose_engine_dies_does_not_take_the_others_numbers(
         ("sweep", "--out", "{out}/s"),
         ("sweep", "--slo", "tftt:5", "--out", "{out}/s"),
         ("sweep", "--slo", "ttft:5", "--url", "http://x", "--tensor", "2", "--out", "{out}/s"),
+        ("sweep", "--steps", "0.5,1.5", "--by", "concurrency", "--url", "http://x", "--out", "{out}/s"),
+        ("sweep", "--slo", "ttft:5", "--url", "http://u:p@x", "--out", "{out}/s"),
         ("sweep", "--steps", "1,x", "--out", "{out}/s"),
         ("sweep", "--failed", "2", "--out", "{out}/s"),
         ("throughput", "--dataset", "sharegpt:/nowhere.json"),

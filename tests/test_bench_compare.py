@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import random
 import statistics
@@ -107,9 +108,28 @@ def test_unlike_runs_are_named(tmp_path: Path) -> None:
     found = compare.compare(a, b)
     assert "flags.rate: 10.0, then 12" in found.unlike and "versions.penstock: 0.1.0, then not said" in found.unlike
     assert not any("url" in line for line in found.unlike)
-    assert "b is not valid: the generator itself distorted it" in found.notes
+    assert "b is not valid: it does not say why" in found.notes
     shown = compare.text(found)
     assert "compare like with like" in shown and "no difference beyond noise" in shown and "note: b is not" in shown
+
+
+def test_why_a_run_is_not_valid_is_told(tmp_path: Path) -> None:
+    why = "the run was interrupted: these are the numbers so far"
+    a = record.load(write_run(tmp_path / "a", valid=False, invalid_because=[why]))
+    assert f"a is not valid: {why}" in compare.compare(a, a).notes
+
+
+def test_rates_of_tokens_that_nobody_counted_are_not_compared(tmp_path: Path) -> None:
+    a, b = write_run(tmp_path / "a"), write_run(tmp_path / "b", 4)
+    rows = list(csv.DictReader((b / "requests.csv").open()))
+    with (b / "requests.csv").open("w", newline="") as stream:
+        writer = csv.DictWriter(stream, list(rows[0]))
+        writer.writeheader()
+        writer.writerows({**row, "input_tokens": "", "output_tokens": ""} for row in rows)
+    found = compare.compare(record.load(a), record.load(b))
+    names = {change.name for change in found.changes}
+    assert "request_throughput" in names and not names & {"output_throughput", "total_token_throughput"}
+    assert "token rates are not compared: answers of b had no usage" in found.notes
 
 
 def test_few_requests_have_no_p99(tmp_path: Path) -> None:

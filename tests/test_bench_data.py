@@ -164,6 +164,14 @@ def test_a_bad_line_is_refused_with_its_number(tmp_path: Path, line: str) -> Non
         data.from_spec(f"jsonl:{path}", Wanted(), refuse)
 
 
+@pytest.mark.parametrize("offsets", [(1.0, 0.5), (-1.0, 2.0), (0.0, 1e999)])
+def test_times_that_are_not_in_order_would_be_another_prompts(tmp_path: Path, offsets: tuple[float, float]) -> None:
+    path = tmp_path / "own.jsonl"
+    path.write_text("\n".join(f'{{"prompt": "a", "offset_s": {offset}}}' for offset in offsets).replace("inf", "1e999"))
+    with pytest.raises(UserError, match=r"line \d"):
+        data.from_spec(f"jsonl:{path}", Wanted(), refuse)
+
+
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:17:03.9799600,40,12
 2023-11-16 18:17:04.0319600,30,8
@@ -184,6 +192,8 @@ BURST = """Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type
 def test_public_traces_are_replayed(tmp_path: Path, name: str, text: str) -> None:
     (tmp_path / name).write_text(text)
     asks = data.from_spec(f"replay:{tmp_path / name}", Wanted(10), demo)
+    first = data.from_spec(f"replay:{tmp_path / name}", Wanted(10, until_s=1.0), demo)
+    assert first == asks[:-1]
     assert [ask.offset_s for ask in asks] == pytest.approx([0, 0.052, 1.02004], abs=1e-3)
     assert [(ask.input_tokens, ask.output_tokens) for ask in asks] == [(40, 12), (30, 8), (20, 1)]
     assert [DEMO.count(text_of(ask), special=False) for ask in asks] == [40, 30, 20]

@@ -50,7 +50,13 @@ def test_a_falling_ramp_and_a_level_one_end_too() -> None:
 
 
 def test_replay_takes_the_times_it_is_given() -> None:
-    assert list(offsets(Pace(arrival="replay", n_requests=2), [3.0, 1.0, 2.0])) == [1.0, 2.0]
+    assert list(offsets(Pace(arrival="replay", n_requests=2), [1.0, 2.0, 3.0])) == [1.0, 2.0]
+
+
+def test_what_has_no_time_cannot_be_replayed() -> None:
+    check(Pace(arrival="replay", n_requests=2), [0.0, 1.0])
+    with pytest.raises(UserError, match="requests without one"):
+        check(Pace(arrival="replay", n_requests=2), [0.0, None])
 
 
 def test_the_same_seed_gives_the_same_times() -> None:
@@ -69,6 +75,10 @@ def test_the_same_seed_gives_the_same_times() -> None:
         Pace(rate=1.0, arrival="replay", n_requests=1),
         Pace(rate=1.0, arrival="gamma", burstiness=0.0, n_requests=1),
         Pace(rate=1.0, arrival="ramp", rate_from=-1.0, n_requests=1),
+        Pace(concurrency=2, arrival="constant", rate_from=3.0, n_requests=1),
+        Pace(concurrency=2, burstiness=0.5, n_requests=1),
+        Pace(rate=1.0, arrival="constant", burstiness=0.5, n_requests=1),
+        Pace(rate=1.0, rate_from=0.5, n_requests=1),
     ],
 )
 def test_a_pace_that_cannot_be_kept_is_refused(pace: Pace) -> None:

@@ -93,13 +93,21 @@ def test_without_a_warm_up_failures_are_counted(engine: InThread) -> None:
     assert not report.verdict.valid
 
 
-@pytest.mark.parametrize("url", ["ftp://a", "http://", "http://a:b"])
+@pytest.mark.parametrize("url", ["ftp://a", "http://", "http://a:b", "http://.foo", f"http://{'a' * 70}.b"])
 def test_an_address_that_is_none_is_refused(url: str) -> None:
     with pytest.raises(UserError, match="cannot use base URL"):
         serve.resolve(url)
 
 
+@pytest.mark.parametrize("url", ["http://u:sekret@host/v1", "u:sekret@host", "http://u:sek/ret@host", "https://k@h"])
+def test_an_address_with_a_password_is_refused_and_not_repeated(url: str) -> None:
+    with pytest.raises(UserError, match="password") as caught:
+        serve.resolve(url)
+    assert "sek" not in caught.value.message and "OPENAI_API_KEY" in str(caught.value.hint)
+
+
 def test_an_address_may_have_a_path() -> None:
+    assert serve.parts_of("http://h/@a").path == "/@a"
     assert serve.resolve("127.0.0.1:80/api/v1/") == Address("http", "127.0.0.1", 80, "127.0.0.1", "/api")
     assert serve.resolve("https://127.0.0.1").authority == "127.0.0.1"
     assert serve.resolve("https://127.0.0.1").port == 443
@@ -120,8 +128,10 @@ def test_the_command_prints_vllms_names_and_writes_the_folder(
     engine: InThread, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = f"bench serve --url {engine.url} --requests 9 --concurrency 3 --input-tokens 5 --output-tokens 4 --json"
+    words = words.replace("http://", "")
     assert cli.run([*words.split(), "--goodput", "ttft:9000", "e2el:9000", "--out", str(tmp_path / "out")]) == 0
     result = json.loads(capsys.readouterr().out)
+    assert result["service"]["url"] == engine.url
     assert (result["completed"], result["failed"], result["total_output_tokens"]) == (9, 0, 36)
     names = {f"{word}_{name}_ms" for word in ("mean", "median", "p99") for name in ("ttft", "tpot", "itl", "e2el")}
     names |= {"duration", "request_throughput", "output_throughput", "total_token_throughput", "valid", "generator"}
@@ -170,16 +180,50 @@ def test_people_get_the_blocks_they_know(engine: InThread, home: Path, capsys: p
         ("--requests 1 --rate 1 --concurrency 1", "how fast"),
         ("--requests 1 --rate 1 --goodput ttft", "goodput"),
         ("--requests 1 --rate 1 --goodput ttft:1 ttft:2", "goodput"),
+        ("--requests 1 --rate 1 --goodput ttft:inf", "goodput"),
+        ("--requests 1 --rate 1 --goodput e2el:5 ttft:1 --no-stream", "cannot bound ttft of whole answers"),
+        ('--requests 1 --rate 1 --extra-body {"a":NaN}', "JSON object"),
+        ('--requests 1 --rate 1 --extra-body {"a":1e999}', "JSON object"),
         ("--requests 0 --rate 1", "whole number"),
         ("--requests 1 --rate nan", "above 0"),
         ("--requests 1 --rate 1 --extra-body []", "JSON object"),
         ("--requests 1 --rate 1 --out /dev/null/x", "cannot write"),
+        ("--requests 1 --rate 1 --metrics http://u:p@h", "password"),
+        ("--requests 1 --rate 1 --prompt \udcff --warmup 0", "not UTF-8"),
+        ("--requests 1 --concurrency 1 --arrival constant --rate-from 3", "constant times with --concurrency"),
+        ("--requests 1 --rate 1 --burstiness 0.2 --arrival poisson", "burstiness"),
+        ("--requests 20 --arrival replay", "replay times"),
+        ("--duration 1 --arrival replay --dataset prompt:a", "replay times"),
         ("one --requests 1 --rate 1", "a deployment and an address at once"),
     ],
 )
-def test_what_cannot_be_run_is_refused(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_run_is_refused(words: str, said: str, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["bench", "serve", "--url", "http://127.0.0.1:1", "--model", "m", "--json", *words.split()]) == 2
     assert said in json.loads(capsys.readouterr().out)["error"]["message"]
+    assert not [*home.glob("bench/*")]
+
+
+def test_a_burstiness_alone_means_gamma(engine: InThread, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = f"bench serve --url {engine.url} --requests 3 --rate 900 --burstiness 0.2 --prompt a --max-tokens 1 --json"
+    assert cli.run(words.split()) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert (result["pace"]["arrival"], result["pace"]["burstiness"], result["flags"]["arrival"]) == (
+        "gamma",
+        0.2,
+        "gamma",
+    )
+
+
+def test_a_trace_is_replayed_to_its_end(engine: InThread, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "trace.jsonl"
+    rows = [{"prompt": "a", "max_tokens": 1, "offset_s": index * 1e-4} for index in range(1200)]
+    trace.write_text("\n".join(map(json.dumps, rows)))
+    words = (
+        f"bench serve --url {engine.url} --model m --arrival replay --duration 9 --no-stream --json --out {tmp_path}/o"
+    )
+    assert cli.run([*words.split(), "--dataset", f"jsonl:{trace}"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["completed"] + result["failed"] == 1200
 
 
 @pytest.mark.parametrize("endpoint", ["chat", "completions"])
@@ -207,6 +251,17 @@ def test_random_prompts_are_about_right_where_it_is_not(
     told = capsys.readouterr().err
     assert "prompts of about 37 tokens, random words: no tokenizer.json on this machine" in told
     assert cli.run([*words.split(), "--dataset", "sharegpt:x", "--prompt", "y"]) == 2
+
+
+@pytest.mark.parametrize("words", ["", "--dataset random", "--dataset turns:turns=2", "--dataset prefix:n=2,prefix=9"])
+def test_the_warm_ups_prompts_are_not_sent_again(words: str, home: Path) -> None:
+    with in_thread(Options(model="penstock-demo", ttft_s=0, tokens_per_s=float("inf"))) as engine:
+        asked = (
+            f"bench serve --url {engine.url} --requests 6 --concurrency 2 --warmup 3 --input-tokens 9 --max-tokens 2"
+        )
+        assert cli.run([*asked.split(), *words.split()]) == 0
+        sent = [json.loads(seen.body)["messages"][-1]["content"] for seen in engine.seen if seen.method == "POST"]
+    assert len(sent) == 9 and not {*sent[:3]} & {*sent[3:]} and len({*sent[:3]}) == 3
 
 
 @pytest.fixture
@@ -252,6 +307,9 @@ def test_tls_is_spoken_and_the_certificate_checked(
     assert cli.run([*words, "--insecure"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert (result["completed"], result["failed"], result["total_output_tokens"]) == (9, 0, 45)
+    unnamed = [word for word in words if word not in ("--model", "m")]
+    assert cli.run([*unnamed, "--insecure"]) == 0
+    assert json.loads(capsys.readouterr().out)["model"] == "m"
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate[0]))
     assert cli.run(words) == 0
     assert json.loads(capsys.readouterr().out)["completed"] == 9
@@ -405,8 +463,30 @@ def test_nobody_there_is_refused() -> None:
     assert [exchange.error for exchange in outcome.exchanges] == ["connection refused"] * 3
 
 
-@pytest.mark.processes
 def test_an_answer_that_never_ends_is_a_timeout() -> None:
     with server(pieces(CHUNKED + chunk(BODY))) as address:
-        outcome = drive(address, Load([REQUEST], concurrency=1, n_requests=1, timeout_s=0.5))
-    assert [exchange.error for exchange in outcome.exchanges] == ["timeout"]
+        outcome = drive(address, Load([REQUEST], concurrency=2, n_requests=2, timeout_s=0.05))
+    assert [exchange.error for exchange in outcome.exchanges] == ["timeout"] * 2
+    assert outcome.ended_s - outcome.began_s < 1  # the look was every two seconds once
+
+
+def test_an_answer_over_the_timeout_is_no_success() -> None:
+    def late(sock: socket.socket, _: int) -> None:
+        time.sleep(0.015)  # over before the first look at what is late
+        sock.sendall(WHOLE + BODY)
+
+    with server(late) as address:
+        outcome = drive(address, Load([REQUEST], concurrency=1, n_requests=1, timeout_s=0.01))
+    (exchange,) = outcome.exchanges
+    assert exchange.error == "timeout"
+    assert read_out(serve._raw(exchange, outcome.began_s), True).error == "timeout"
+
+
+def test_a_listener_that_never_accepts_is_a_timeout() -> None:
+    with socket.socket() as listener, socket.socket() as first:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        first.connect(listener.getsockname())  # its backlog is full: what is sent to it further gets no answer
+        address = Address("http", "127.0.0.1", listener.getsockname()[1], "127.0.0.1")
+        outcome = drive(address, Load([REQUEST], concurrency=100, n_requests=100, timeout_s=0.05))
+    assert {exchange.error for exchange in outcome.exchanges} == {"timeout"}

@@ -7,7 +7,7 @@ import random
 import numpy
 import pytest
 
-from penstock.bench import validity
+from penstock.bench import folder, show, validity
 from penstock.bench.stats import Timed, is_good, peak_concurrency, percentile, spread, summarise
 
 
@@ -99,6 +99,32 @@ def test_nothing_completed_is_no_division_by_zero() -> None:
 def test_goodput_needs_every_bound(bounds: dict[str, float], is_met: bool) -> None:
     request = timed(token_times_s=(0.1, 0.25, 0.3), output_tokens=3)
     assert is_good(request, bounds, is_open=False) is is_met
+
+
+def test_goodput_is_unknown_where_what_is_bounded_was_not_measured() -> None:
+    whole, one = timed(output_tokens=3), timed(1, token_times_s=(0.1,), output_tokens=1)
+    joined, uncounted = (timed(2, token_times_s=(0.1,), output_tokens=n) for n in (3, None))
+    assert [is_good(whole, {name: 1e6}, False) for name in ("ttft", "tpot", "itl", "e2el")] == [None, None, None, True]
+    assert is_good(whole, {"ttft": 1e6, "e2el": 1.0}, False) is False
+    assert is_good(one, {"ttft": 1e6, "tpot": 1.0, "itl": 1.0}, False) is True
+    assert is_good(joined, {"itl": 1.0}, False) is is_good(uncounted, {"tpot": 1.0}, False) is None
+    found = summarise([whole, one], False, {"ttft": 1e6})
+    assert (found.request_goodput, found.goodput_share, found.n_not_judged) == (None, None, 1)
+    generator = validity.describe([], [], 0.0, 1.0, 1, 1)
+    assert "goodput is unknown: in 1 of 2" in show.notes(found, generator, validity.judge(generator, 2, False), [])
+
+
+def test_a_servers_words_reach_the_terminal_without_its_control_characters() -> None:
+    request = timed(error="http 500", detail="\x1b[2Jgone\x9b1m\u202eé")
+    generator = validity.describe([], [], 0.0, 1.0, 1, 1)
+    told = show.notes(summarise([request], False, {}), generator, validity.judge(generator, 0, False), [request])
+    assert "1 x http 500:  [2Jgone 1m é\n" in told
+
+
+def test_a_failed_request_has_no_latency_in_its_row() -> None:
+    request = timed(token_times_s=(0.1, 0.2, 0.3), output_tokens=3, error="connection closed")
+    row = dict(zip(folder.REQUEST_COLUMNS, folder.request_row(request, False), strict=True))
+    assert (row["ttft_ms"], row["tpot_ms"], row["e2el_ms"], row["n_chunks"]) == (None, None, None, 3)
 
 
 def test_peak_concurrency_counts_what_overlaps() -> None:

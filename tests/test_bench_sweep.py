@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from penstock.errors import PenstockError, UserError
 SLO = slo_of(["ttft:500"])
 
 
-def queue(limit: float) -> Any:
+def queue(limit: float) -> Callable[[float], dict[str, Any]]:
     """A server whose p99 TTFT grows without bound as the load nears `limit`: 100 / (1 - load / limit) ms."""
 
     def run(offered: float) -> dict[str, Any]:
@@ -75,6 +77,32 @@ def test_a_run_that_is_not_valid_ends_the_search() -> None:
     found = sweep.search(run, SLO, Search("rate", 1))
     assert found.highest == 2 and len(found.points) == 2
     assert "4 requests/s: that run is not valid: the generator was late" in found.note
+
+
+def test_a_load_at_which_everything_fails_has_broken_the_bound() -> None:
+    def run(offered: float) -> dict[str, Any]:
+        if offered < 4:
+            return queue(1e9)(offered)
+        return {"completed": 0, "failed": 50, "valid": False, "invalid_because": ["no request was completed"]}
+
+    found = sweep.search(run, SLO, Search("concurrency", 1))
+    assert (found.highest, found.broken, found.note) == (3, 4, "")
+
+
+def test_a_search_that_was_cut_off_claims_nothing_above_it() -> None:
+    for failure, note in ((KeyboardInterrupt(), "interrupted at 4"), (PenstockError("it died"), "at 4 requests/s: it")):
+
+        def run(offered: float, failure: BaseException = failure) -> dict[str, Any]:
+            if offered >= 4:
+                raise failure
+            return queue(1e9)(offered)
+
+        found = sweep.search(run, SLO, Search("rate", 1))
+        assert found.highest == 2 and note in found.note
+        assert found.was_interrupted is isinstance(failure, KeyboardInterrupt)
+        assert "or more" not in sweep.answer_text("TP 1", found)
+        with pytest.raises(type(failure)) if not found.was_interrupted else contextlib.nullcontext():
+            sweep.search(run, SLO, Search("rate", 8))
 
 
 @pytest.mark.parametrize(

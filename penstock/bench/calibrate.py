@@ -84,5 +84,5 @@ def _mean_tokens(run: Result, which: str) -> float | None:
     total, completed = run.number(f"total_{which}_tokens"), run.number("completed")
     if total and completed:
         return total / completed
-    done = run.done
-    return sum(getattr(request, f"{which}_tokens") for request in done) / len(done) if done else None
+    counts = [getattr(request, f"{which}_tokens") for request in run.done]
+    return sum(counts) / len(counts) if counts and None not in counts else None

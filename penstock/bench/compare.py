@@ -51,7 +51,10 @@ class Comparison(msgspec.Struct, frozen=True):
 def compare(a: Result, b: Result, seed: int = 0) -> Comparison:
     """Throughput by slices of time, latencies by quantiles, both by bootstrap from requests.csv."""
     changes = [*_rates(a, b, seed), *_latencies(a, b, seed)]
-    notes = [f"{run.name} is not valid: the generator itself distorted it" for run in (a, b) if _is_invalid(run)]
+    notes = [f"{run.name} is not valid: {_why(run)}" for run in (a, b) if _is_invalid(run)]
+    notes += [
+        f"token rates are not compared: answers of {run.name} had no usage" for run in (a, b) if _lacks_usage(run)
+    ]
     notes += [f"{run.name} has no usable rows in {record.REQUESTS}" for run in (a, b) if len(run.done) < _LEAST]
     for run in (a, b):
         n_failed = len(run.requests) - len(run.done)
@@ -84,6 +87,15 @@ def _is_invalid(run: Result) -> bool:
     return run.summary.get("valid") is False
 
 
+def _why(run: Result) -> str:
+    reasons = run.summary.get("invalid_because")
+    return "; ".join(map(str, reasons)) if isinstance(reasons, list) and reasons else "it does not say why"
+
+
+def _lacks_usage(run: Result) -> bool:
+    return any(request.input_tokens is None or request.output_tokens is None for request in run.done)
+
+
 def _rates(a: Result, b: Result, seed: int) -> list[Change]:
     found = []
     for name in ("request_throughput", "output_throughput", "total_token_throughput"):
@@ -98,17 +110,20 @@ def _slices(run: Result, name: str) -> list[float]:
     if len(done) < _LEAST:
         return []
     ends = [request.end_s or 0.0 for request in done]
-    amounts = [_amount(request, name) for request in done]
+    amounts = [amount for request in done if (amount := _amount(request, name)) is not None]
+    if len(amounts) < len(done):
+        return []
     duration_s = run.number("duration") or max(ends)
     return noise.by_slices(ends, amounts, max(duration_s, max(ends), 1e-9))
 
 
-def _amount(request: Request, name: str) -> float:
+def _amount(request: Request, name: str) -> float | None:
+    """What a request adds to a rate; None where nobody counted it."""
     if name == "request_throughput":
         return 1.0
-    if name == "output_throughput":
-        return float(request.output_tokens)
-    return float(request.input_tokens + request.output_tokens)
+    if request.output_tokens is None or name == "output_throughput":
+        return request.output_tokens
+    return None if request.input_tokens is None else request.input_tokens + request.output_tokens
 
 
 def _latencies(a: Result, b: Result, seed: int) -> list[Change]:

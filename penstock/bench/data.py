@@ -19,7 +19,7 @@ from penstock.errors import UserError, nearest
 
 _TRIES = 64
 _MOST = 2**21
-_MOST_REQUESTS = 10**7
+MOST_REQUESTS = 10**7
 
 
 def from_spec(text: str, wanted: Wanted, tokens: Callable[[], Tokens]) -> list[Ask]:
@@ -191,8 +191,8 @@ def _options(kind: str, text: str, defaults: Mapping[str, int]) -> dict[str, int
 
 
 def _check(wanted: Wanted) -> None:
-    if not 1 <= wanted.n_requests <= _MOST_REQUESTS:
-        raise UserError(f"cannot make {wanted.n_requests} requests", hint=f"From 1 to {_MOST_REQUESTS:,}.")
+    if not 1 <= wanted.n_requests <= MOST_REQUESTS:
+        raise UserError(f"cannot make {wanted.n_requests} requests", hint=f"From 1 to {MOST_REQUESTS:,}.")
     if not 0 <= wanted.spread < 1:
         raise UserError(f"cannot spread lengths by {wanted.spread:g}", hint="A share from 0 to below 1.")
     for name in ("input_tokens", "output_tokens"):

@@ -18,6 +18,7 @@ from penstock.bench.wire import TIMEOUT, UNFINISHED, Exchange, Pool
 
 LAG_EVERY_S = 0.02
 _TICK_S = 0.5
+_LEAST_TICK_S = 0.02
 _MAX_RECENT = 2000
 
 
@@ -47,7 +48,8 @@ class Load:
     """What to send and how. `requests` are whole HTTP messages; `wait_for[i]` is the index before request i, or None.
 
     `times`: send times in seconds from the start for an open loop (`concurrency` None). A closed loop sends
-    `n_requests` (None: until `duration_s`), going round `requests`. `timeout_s` bounds a whole answer.
+    `n_requests` (None: until `duration_s`), going round `requests`. `timeout_s` bounds a whole answer, and before it
+    the dialling.
     """
 
     requests: Sequence[bytes]
@@ -107,6 +109,7 @@ class _Run:
         # Index waited for -> those that wait; and whose answers are complete.
         self._followers: dict[int, list[Exchange]] = {}
         self._complete: set[int] = set()
+        self._on_way: dict[int, Exchange] = {}  # in the order in which the generator came to them
         self._recent: deque[float] = deque(maxlen=_MAX_RECENT)
         self._tick_at, self._tick_ended = 0.0, 0
         self._has_waits = any(index is not None for index in load.wait_for)
@@ -175,11 +178,18 @@ class _Run:
             if before not in self._complete:
                 self._followers.setdefault(before, []).append(exchange)
                 return
+        self._hand_over(exchange)
+
+    def _hand_over(self, exchange: Exchange) -> None:
+        self._on_way[exchange.index] = exchange
         self._pool.send(exchange)
 
     # -- ending
 
     def on_end(self, exchange: Exchange) -> None:
+        self._on_way.pop(exchange.index, None)  # what an interrupt drops may never have been on its way
+        if exchange.error is None and exchange.end_s - exchange.sent_s > self._load.timeout_s:
+            exchange.error = TIMEOUT  # its end came before the next look at what is late
         self._n_ended += 1
         self._recent.append(exchange.end_s - exchange.intended_s)
         if exchange.error is not None:
@@ -189,7 +199,7 @@ class _Run:
             self._complete.add(exchange.index)
             for follower in self._followers.pop(exchange.index, ()):
                 follower.intended_s = max(follower.intended_s, exchange.end_s)
-                self._pool.send(follower)
+                self._hand_over(follower)
         if self._load.times is None:
             self._send_next()
         if not self._is_sending:
@@ -224,7 +234,7 @@ class _Run:
     def drop_late(self) -> None:
         """Ends what is over its timeout."""
         bound_s = time.perf_counter() - self._load.timeout_s
-        late = [e for e in self.outcome.exchanges if e.end_s == 0.0 and 0.0 < e.sent_s < bound_s]
+        late = [exchange for exchange in self._on_way.values() if (exchange.sent_s or exchange.asked_s) < bound_s]
         for exchange in late:
             self._pool.drop(exchange, TIMEOUT)
 
@@ -292,12 +302,15 @@ async def _drive(
     on_progress: Callable[[Progress], None] | None,
 ) -> Outcome:
     loop = asyncio.get_running_loop()
-    pool = Pool(loop, address.host, address.port, tls, address.name, lambda exchange: run.on_end(exchange))
+    bound_s = load.timeout_s
+    pool = Pool(loop, address.host, address.port, tls, address.name, bound_s, lambda exchange: run.on_end(exchange))
     run = _Run(loop, load, pool)
-    scrapers = [_Scraper(loop, index, source, tls, run.outcome) for index, source in enumerate(sources)]
+    scrapers = [_Scraper(loop, index, source, tls, bound_s, run.outcome) for index, source in enumerate(sources)]
     await pool.warm(load.concurrency or load.n_spare)
     pool.n_spare = load.n_spare
-    ticker = loop.create_task(_tick(run, on_progress))
+    watching = [loop.create_task(_watch_late(run, min(_TICK_S, max(_LEAST_TICK_S, bound_s / 4))))]
+    if on_progress is not None:
+        watching.append(loop.create_task(_watch_progress(run, on_progress)))
     try:
         for scraper in scrapers:
             scraper.start()
@@ -310,7 +323,8 @@ async def _drive(
         run.outcome.n_connections = pool.n_opened
         await asyncio.gather(*[scraper.stop() for scraper in scrapers])
     finally:
-        ticker.cancel()
+        for task in watching:
+            task.cancel()
         run.close()
         pool.close()
     return run.outcome
@@ -330,15 +344,16 @@ def _told_to_stop(loop: asyncio.AbstractEventLoop, stop: Callable[[], None]) -> 
             signal.signal(number, handler)
 
 
-async def _tick(run: _Run, on_progress: Callable[[Progress], None] | None) -> None:
-    n_ticks = 0
+async def _watch_late(run: _Run, every_s: float) -> None:
+    while True:
+        await asyncio.sleep(every_s)
+        run.drop_late()
+
+
+async def _watch_progress(run: _Run, on_progress: Callable[[Progress], None]) -> None:
     while True:
         await asyncio.sleep(_TICK_S)
-        n_ticks += 1
-        if n_ticks % 4 == 0:
-            run.drop_late()
-        if on_progress is not None:
-            on_progress(run.progress())
+        on_progress(run.progress())
 
 
 class _Scraper:
@@ -350,12 +365,13 @@ class _Scraper:
         index: int,
         source: Source,
         tls: ssl.SSLContext | None,
+        timeout_s: float,
         outcome: Outcome,
     ) -> None:
         self._index, self._source, self._outcome = index, source, outcome
         address = source.address
         tls = tls if address.is_tls else None
-        self._pool = Pool(loop, address.host, address.port, tls, address.name, self._on_end)
+        self._pool = Pool(loop, address.host, address.port, tls, address.name, timeout_s, self._on_end)
         self._loop = loop
         self._pending: Exchange | None = None
         self._task: asyncio.Task[None] | None = None

@@ -95,11 +95,13 @@ def _course(run: Result) -> list[Chart]:
     answered = Series("answered", rate([(at, 1.0) for at, _ in done]))
     failed = Series("failed", rate([(r.end_s or r.intended_s, 1.0) for r in run.requests if not r.is_ok]))
     lines = (intended, answered, failed) if len(run.done) < len(run.requests) else (intended, answered)
-    tokens = Series("output tokens", rate([(at, float(request.output_tokens)) for at, request in done]))
+    counted = [(at, float(request.output_tokens)) for at, request in done if request.output_tokens is not None]
+    # Some answers' tokens alone would be drawn as a lower rate.
+    tokens = (Series("output tokens", rate(counted)),) if len(counted) == len(done) else ()
     dots = [(request.intended_s, request.ttft_ms) for request in run.done if request.ttft_ms is not None]
     return [
         Chart("requests a second", "seconds", "requests/s", lines, begins_at_zero=True),
-        Chart("output tokens a second, by when answers ended", "seconds", "tokens/s", (tokens,), begins_at_zero=True),
+        Chart("output tokens a second, by when answers ended", "seconds", "tokens/s", tokens, begins_at_zero=True),
         Chart(
             "requests in flight, mean of each slice",
             "seconds",

@@ -9,6 +9,7 @@ import csv
 import datetime
 import io
 import itertools
+import math
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -41,7 +42,8 @@ class Wanted(msgspec.Struct, frozen=True):
     """How much of a data set, and how long. None: as the data say, or the shape's own default.
 
     `spread` in [0, 1): lengths are drawn evenly from length * (1 - spread) to length * (1 + spread). `chat`: prompts go
-    into a chat template, so what a tokenizer puts around a plain prompt is not counted.
+    into a chat template, so what a tokenizer puts around a plain prompt is not counted. `until_s`: rows of a trace from
+    that time on are not read.
     """
 
     n_requests: int = 100
@@ -50,6 +52,7 @@ class Wanted(msgspec.Struct, frozen=True):
     output_tokens: int | None = None
     spread: float = 0.0
     chat: bool = True
+    until_s: float | None = None
 
 
 def sharegpt(path: str, wanted: Wanted, tokens: Callable[[], Tokens]) -> list[Ask]:
@@ -93,9 +96,11 @@ def _first_two(row: Any) -> tuple[str, str] | None:
 def jsonl(path: str, wanted: Wanted, _: Callable[[], Tokens]) -> list[Ask]:
     """One ask a line: {"prompt": text} or {"messages": [...]}, and how long the answer may be ("max_tokens").
 
-    In the file's order, from its beginning again where it has fewer than wanted. "session" and "offset_s" are kept.
+    In the file's order, from its beginning again where it has fewer than wanted. "session" and "offset_s" are kept;
+    where lines have times, these must be in order.
     """
     asks = []
+    before = 0.0
     for number, row in _json_lines(path, "jsonl"):
         prompt = row.get("messages") or row.get("prompt")
         limit = wanted.output_tokens or row.get("max_tokens") or row.get("output_tokens") or 200
@@ -108,6 +113,10 @@ def jsonl(path: str, wanted: Wanted, _: Callable[[], Tokens]) -> list[Ask]:
                 hint='{"prompt": "text", "max_tokens": 64} or {"messages": [{"role": "user", "content": "text"}]}',
             )
         offset, session = row.get("offset_s"), row.get("session")
+        if isinstance(offset, int | float):
+            if not before <= offset < math.inf:
+                raise UserError(f'cannot use "{path}", line {number}: its time is before the row above it, or below 0')
+            before = float(offset)
         asks.append(
             Ask(
                 prompt,
@@ -146,6 +155,8 @@ def replay(path: str, wanted: Wanted, writer: Callable[[], Callable[[int], str]]
         if at - first < before:
             raise UserError(f'cannot use "{path}", line {number}: its time is before the row above it')
         before = at - first
+        if wanted.until_s is not None and before >= wanted.until_s:
+            break
         n_in, n_out = wanted.input_tokens or max(1, n_in), wanted.output_tokens or max(1, n_out)
         asks.append(Ask(write(n_in), n_in, n_out, offset_s=round(before, 6)))
     if not asks:

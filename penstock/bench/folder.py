@@ -54,7 +54,7 @@ def write(
         _write_csv(folder / "itl.csv", ("index", "itl_ms"), _gap_rows(requests))
         columns = ("time_s", "source", "kind", *COLUMNS)
         _write_csv(folder / "engine.csv", columns, ([r.time_s, r.source, r.kind, *_cells(r)] for r in rows))
-        (folder / "result.json").write_text(json.dumps(result, indent=2) + "\n", "utf-8")
+        (folder / "result.json").write_text(json.dumps(result, indent=2, allow_nan=False) + "\n", "utf-8")
     except OSError as exc:
         raise UserError(f'could not write results to "{folder}": {exc.strerror}', hint="--out DIR") from exc
 
@@ -63,7 +63,7 @@ def request_row(request: Timed, is_open: bool) -> list[Any]:
     """One row of requests.csv, by REQUEST_COLUMNS; None becomes an empty cell."""
     times = request.token_times_s
     is_whole = request.error is None
-    ttft_s, tpot_s = request.ttft_s(is_open), request.tpot_s
+    ttft_s, tpot_s = (request.ttft_s(is_open), request.tpot_s) if is_whole else (None, None)
     return [
         request.index,
         round(request.intended_s, 6),

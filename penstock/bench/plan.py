@@ -40,9 +40,14 @@ class Pace(msgspec.Struct, frozen=True):
         return self.concurrency is None
 
 
-def check(pace: Pace) -> None:
-    """Raises UserError for a pace that cannot be kept."""
+def check(pace: Pace, replayed: Sequence[float | None] = ()) -> None:
+    """Raises UserError for a pace that cannot be kept. `replayed`: what the asks say of their times."""
     if pace.arrival == "replay":
+        if None in replayed:
+            raise UserError(
+                "cannot replay times: there are requests without one",
+                hint="--dataset replay:FILE, or jsonl:FILE with an offset_s in every line.",
+            )
         if pace.rate is not None or pace.concurrency is not None:
             raise UserError("cannot replay times at a rate", hint="--arrival replay takes its times from the dataset.")
     elif (pace.rate is None) == (pace.concurrency is None):
@@ -50,6 +55,7 @@ def check(pace: Pace) -> None:
             "cannot tell how fast to send",
             hint="Give --rate R (requests/s, whatever the answers do) or --concurrency C (C at a time), not both.",
         )
+    _check_shape(pace)
     if pace.n_requests is None and pace.duration_s is None:
         raise UserError("cannot tell when to end", hint="Give --requests N or --duration SECONDS.")
     if pace.rate is not None and not 0 < pace.rate <= _MAX_RATE:
@@ -60,12 +66,26 @@ def check(pace: Pace) -> None:
         raise UserError(f"cannot ramp from {pace.rate_from:g} requests/s", hint="A rate from 0 on.")
 
 
+def _check_shape(pace: Pace) -> None:
+    """What shapes another loop than the one asked for would be ignored: a load that nobody wanted."""
+    if pace.concurrency is not None and pace.arrival != "poisson":
+        raise UserError(
+            f"cannot send at {pace.arrival} times with --concurrency",
+            hint="--arrival, --burstiness and --rate-from shape an open loop: --rate R.",
+        )
+    if pace.burstiness != 1 and pace.arrival != "gamma":
+        raise UserError(f"cannot use a burstiness with arrival {pace.arrival}", hint="--arrival gamma")
+    if pace.rate_from != 0 and pace.arrival != "ramp":
+        raise UserError(f"cannot start from another rate with arrival {pace.arrival}", hint="--arrival ramp")
+
+
 def offsets(pace: Pace, replayed: Sequence[float] = ()) -> Iterator[float]:
     """The send times of an open loop, ascending, ended by `n_requests` and `duration_s`; the first is not at 0 but a
     gap later, except with "constant" and "replay".
 
     poisson: gaps exponential with mean 1/rate.  gamma: gaps Gamma(k, 1/(rate k)), mean 1/rate, squared coefficient of
-    variation 1/k.  constant: i/rate.  ramp: the i-th request when the integral of the rate has reached i.
+    variation 1/k.  constant: i/rate.  ramp: the i-th request when the integral of the rate has reached i.  replay:
+    `replayed`, which ascends; each time belongs to the prompt in its place.
     """
     times = _unbounded(pace, replayed)
     if pace.n_requests is not None:
@@ -78,7 +98,7 @@ def offsets(pace: Pace, replayed: Sequence[float] = ()) -> Iterator[float]:
 
 def _unbounded(pace: Pace, replayed: Sequence[float]) -> Iterator[float]:
     if pace.arrival == "replay":
-        return iter(sorted(replayed))
+        return iter(replayed)
     rate = pace.rate
     assert rate is not None, "checked: an open loop has a rate"
     if pace.arrival == "constant":

@@ -28,8 +28,8 @@ class Request(msgspec.Struct, frozen=True):
     ttft_ms: float | None
     tpot_ms: float | None
     e2el_ms: float | None
-    input_tokens: int
-    output_tokens: int
+    input_tokens: int | None
+    output_tokens: int | None
     is_ok: bool
 
 
@@ -128,8 +128,8 @@ def _requests(path: Path) -> Iterator[Request]:
             ttft_ms=_finite(row.get("ttft_ms")),
             tpot_ms=_finite(row.get("tpot_ms")),
             e2el_ms=_finite(row.get("e2el_ms")),
-            input_tokens=int(_finite(row.get("input_tokens")) or 0),
-            output_tokens=int(_finite(row.get("output_tokens")) or 0),
+            input_tokens=_tokens(row.get("input_tokens")),
+            output_tokens=_tokens(row.get("output_tokens")),
             is_ok=is_ok,
         )
 
@@ -168,6 +168,11 @@ def _object(path: Path) -> dict[str, Any] | None:
     except (OSError, msgspec.DecodeError):
         return None
     return found if isinstance(found, dict) else None
+
+
+def _tokens(text: str | None) -> int | None:
+    count = _finite(text)
+    return None if count is None else int(count)
 
 
 def _finite(value: object) -> float | None:

@@ -22,6 +22,7 @@ from penstock.bench.scrape import Row
 from penstock.bench.stats import Summary, Timed
 from penstock.bench.validity import Generator, Verdict
 from penstock.bench.wire import UNFINISHED, Exchange
+from penstock.client import tls_context
 from penstock.errors import PenstockError, UserError
 
 _PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
@@ -54,6 +55,7 @@ class Report(msgspec.Struct, frozen=True):
     generator: Generator
     verdict: Verdict
     is_open: bool
+    was_interrupted: bool
 
 
 def run(
@@ -63,16 +65,21 @@ def run(
     bounds_ms: Mapping[str, float],
     n_warmup: int = 1,
     on_progress: Callable[[Progress], None] | None = None,
+    warmup: Sequence[Ask] = (),
 ) -> Report:
-    """Warms up, runs, reads out. Blocks. A first request that fails ends it: PenstockError with the server's words."""
-    plan.check(pace)
+    """Warms up, runs, reads out. Blocks. A first request that fails ends it: PenstockError with the server's words.
+
+    `warmup`: what is asked before, so that no cache knows the prompts that are measured; without, it is `asks`.
+    """
+    plan.check(pace, [ask.offset_s for ask in asks])
     if not asks:
         raise UserError("cannot run a load test without a request", hint="The dataset is empty.")
     address = resolve(service.url)
-    tls = _tls(service) if address.is_tls else None
+    tls = tls_context(service.is_insecure) if address.is_tls else None
     requests = [encode(service, address, ask) for ask in asks]
     if n_warmup:
-        _warm_up(service, address, tls, requests, n_warmup)
+        before = [encode(service, address, ask) for ask in warmup] or requests
+        _warm_up(service, address, tls, before, n_warmup)
     sources = _sources(service, address)
     is_open = pace.is_open
     load = Load(
@@ -91,14 +98,8 @@ def run(
 
 def resolve(url: str) -> Address:
     """The address behind a base URL, with or without "/v1" at its end. Raises UserError, or PenstockError."""
-    try:
-        parts = urllib.parse.urlsplit(url if "://" in url else f"http://{url}")
-        port = parts.port or (443 if parts.scheme == "https" else 80)
-        name = parts.hostname
-    except ValueError:
-        name, parts, port = None, urllib.parse.urlsplit(""), 0
-    if parts.scheme not in ("http", "https") or not name:
-        raise UserError(f'cannot use base URL "{url[:200]}"', hint="Give http://HOST:PORT or https://HOST.")
+    parts = parts_of(url)
+    port, name = parts.port or (443 if parts.scheme == "https" else 80), str(parts.hostname)
     try:
         found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
     except OSError as exc:
@@ -110,16 +111,32 @@ def resolve(url: str) -> Address:
     return Address(parts.scheme, host, port, name, prefix)
 
 
-def _tls(service: Service) -> ssl.SSLContext:
-    context = ssl.create_default_context()
-    if service.is_insecure:
-        context.check_hostname = False
-        context.verify_mode = ssl.CERT_NONE
-    return context
+def parts_of(url: str) -> urllib.parse.SplitResult:
+    """A base URL in its parts, which have a host.
+
+    Raises UserError, also for a URL with a password: it would be written into every result.
+    """
+    try:
+        parts = urllib.parse.urlsplit(url if "://" in url else f"http://{url}")
+        is_usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        str(parts.hostname).encode("idna")  # as the resolver will
+    except ValueError:
+        is_usable = False
+    if "@" in url and (not is_usable or "@" in parts.netloc):
+        raise UserError(
+            "cannot use a base URL with a user or a password in it",
+            hint="The key is read from OPENAI_API_KEY, and sent as a bearer token.",
+        )
+    if not is_usable:
+        raise UserError(f'cannot use base URL "{url[:200]}"', hint="Give http://HOST:PORT or https://HOST.")
+    return parts
 
 
 def encode(service: Service, address: Address, ask: Ask) -> bytes:
-    """The whole HTTP message of one ask. `max_tokens` and vLLM's `ignore_eos` bound the answer from both sides."""
+    """The whole HTTP message of one ask. `max_tokens` and vLLM's `ignore_eos` bound the answer from both sides.
+
+    Raises UserError.
+    """
     body: dict[str, Any] = {"model": service.model}
     if service.endpoint == "chat":
         is_text = isinstance(ask.prompt, str)
@@ -136,7 +153,12 @@ def encode(service: Service, address: Address, ask: Ask) -> bytes:
     if service.streams:
         body["stream"] = True
         body["stream_options"] = {"include_usage": True}
-    data = msgspec.json.encode({**body, **service.extra_body})
+    try:
+        data = msgspec.json.encode({**body, **service.extra_body})
+    except UnicodeEncodeError as exc:
+        raise UserError(
+            "cannot send a request: it holds bytes that are not UTF-8 text", hint="Check --prompt."
+        ) from exc
     return _head(b"POST", address, address.prefix + _PATHS[service.endpoint], service.key, len(data)) + data
 
 
@@ -170,7 +192,8 @@ def _warm_up(
     if answer.error is not None:
         raise _refused(service, answer)
     if n_warmup > 1:
-        load = Load(requests, concurrency=min(8, n_warmup - 1), n_requests=n_warmup - 1, timeout_s=service.timeout_s)
+        others = [*requests[1:], requests[0]]
+        load = Load(others, concurrency=min(8, n_warmup - 1), n_requests=n_warmup - 1, timeout_s=service.timeout_s)
         if drive(address, load, tls).was_interrupted:
             raise KeyboardInterrupt
 
@@ -188,17 +211,13 @@ def _refused(service: Service, answer: Timed) -> PenstockError:
 def _sources(service: Service, address: Address) -> list[tuple[str, Source]]:
     """The pages to follow: those named, else the server's own /metrics. One that does not answer gives no rows."""
     found = []
-    for url in service.metrics_urls or (f"{address.scheme}://{_netloc(service.url)}/metrics",):
+    for url in service.metrics_urls or (f"{address.scheme}://{parts_of(service.url).netloc}/metrics",):
         place = address if not service.metrics_urls else resolve(url)
-        path = urllib.parse.urlsplit(url if "://" in url else f"http://{url}").path or "/metrics"
+        path = parts_of(url).path or "/metrics"
         # A key goes to the server it is for, and to no other.
         key = service.key if place == address else None
         found.append((url, Source(place, _head(b"GET", place, path, key, None))))
     return found
-
-
-def _netloc(url: str) -> str:
-    return urllib.parse.urlsplit(url if "://" in url else f"http://{url}").netloc.rpartition("@")[2]
 
 
 def _raw(exchange: Exchange, began_s: float) -> Raw:
@@ -263,7 +282,7 @@ def report(
         "formulas": dict(stats.FORMULAS),
         "machine": machine_facts(),
     }
-    return Report(result, timed, rows, summary, generator, verdict, is_open)
+    return Report(result, timed, rows, summary, generator, verdict, is_open, outcome.was_interrupted)
 
 
 def _numbers(summary: Summary) -> dict[str, Any]:
@@ -283,7 +302,8 @@ def _numbers(summary: Summary) -> dict[str, Any]:
 def _told(service: Service) -> dict[str, Any]:
     facts: dict[str, Any] = msgspec.to_builtins(service)
     facts["key"] = "given" if service.key else None
-    facts["url"] = f"{urllib.parse.urlsplit(service.url).scheme or 'http'}://{_netloc(service.url)}"
+    parts = parts_of(service.url)
+    facts["url"] = f"{parts.scheme}://{parts.netloc}"
     return facts
 
 

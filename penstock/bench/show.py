@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from penstock.bench.drive import Progress
 from penstock.bench.stats import FORMULAS, Spread, Summary, Timed, percentile
 from penstock.bench.validity import Generator, Verdict
-from penstock.units import show_seconds
+from penstock.units import printable, show_seconds
 
 _WIDTH = 50
 _HEADERS = {
@@ -128,7 +128,7 @@ def notes(summary: Summary, generator: Generator, verdict: Verdict, requests: Se
     """What must be said beside the numbers: errors, joined tokens, missing usage, the generator's own state."""
     lines = []
     for kind, count in summary.errors.items():
-        example = next((r.detail for r in requests if r.error == kind and r.detail), "")
+        example = printable(next((r.detail for r in requests if r.error == kind and r.detail), ""))
         lines.append(f"{count} x {kind}" + (f": {example}" if example else ""))
     if summary.tokens_per_event is not None and summary.tokens_per_event > 1.005:
         lines.append(
@@ -141,6 +141,11 @@ def notes(summary: Summary, generator: Generator, verdict: Verdict, requests: Se
         lines.append(
             f"{summary.n_without_usage} of {summary.completed} answers had no usage: token rates are unknown "
             "(tokens are never guessed from chunks)"
+        )
+    if summary.n_not_judged:
+        lines.append(
+            f"goodput is unknown: in {summary.n_not_judged} of {summary.completed} answers a bounded number was not "
+            "measured"
         )
     per_read = f", {generator.cpu_us_per_read:.1f} us a read" if generator.cpu_us_per_read is not None else ""
     lines.append(

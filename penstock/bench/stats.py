@@ -23,7 +23,8 @@ FORMULAS: Mapping[str, str] = {
     "request_throughput": "completed requests / duration",
     "output_throughput": "output tokens of completed requests, by the server's usage / duration",
     "total_token_throughput": "(input + output tokens of completed requests, by usage) / duration",
-    "request_goodput": "completed requests within every bound given / duration; failed ones are within none",
+    "request_goodput": "completed requests within every bound given / duration; failed ones are within none; "
+    "unknown where an answer lacks a number that is bounded",
     "user_tokens_per_s": "(output tokens - 1) / (time of the last token event - time of the first), per request",
     "percentile": "linear interpolation between closest ranks (numpy's default)",
 }
@@ -115,6 +116,7 @@ class Summary(msgspec.Struct, frozen=True):
     tokens_per_event: float | None
     events_per_read_share: float
     n_without_usage: int
+    n_not_judged: int  # answers that may be within the bounds or not: a number that is bounded was not measured
     errors: dict[str, int]
     statuses: dict[str, int]
     replicas: dict[str, int]
@@ -155,9 +157,11 @@ def spread(values: Iterable[float], scale: float = 1.0) -> Spread | None:
     )
 
 
-def is_good(request: Timed, bounds_ms: Mapping[str, float], is_open: bool) -> bool:
-    """Whether a completed request is within every bound. A bound on what it does not have (the TPOT of one token)
-    is kept."""
+def is_good(request: Timed, bounds_ms: Mapping[str, float], is_open: bool) -> bool | None:
+    """Whether a completed request is within every bound; None where that was not measured.
+
+    An answer that by its usage is of one token has no TPOT and no ITL: those bounds it keeps.
+    """
     ttft_s = request.ttft_s(is_open)
     gaps = request.gaps_s() if "itl" in bounds_ms else []
     has_ms = {
@@ -166,7 +170,12 @@ def is_good(request: Timed, bounds_ms: Mapping[str, float], is_open: bool) -> bo
         "itl": max(gaps) * 1000 if gaps else None,
         "e2el": request.e2el_s(is_open) * 1000,
     }
-    return all(value is None or value <= bounds_ms[name] for name, value in has_ms.items() if name in bounds_ms)
+    bounded = {name: value for name, value in has_ms.items() if name in bounds_ms}
+    if any(value is not None and value > bounds_ms[name] for name, value in bounded.items()):
+        return False
+    is_short = request.output_tokens is not None and request.output_tokens < 2
+    may_lack = {"tpot", "itl"} if is_short else set()
+    return None if any(value is None and name not in may_lack for name, value in bounded.items()) else True
 
 
 def summarise(
@@ -187,7 +196,9 @@ def summarise(
     spreads = {name: found for name, values in lists.items() if (found := spread(values, 1000.0)) is not None}
     n_input = _total(request.input_tokens for request in whole)
     n_output = _total(request.output_tokens for request in whole)
-    good = sum(is_good(request, bounds_ms, is_open) for request in whole) if bounds_ms else None
+    kept = [is_good(request, bounds_ms, is_open) for request in whole] if bounds_ms else []
+    n_not_judged = kept.count(None)
+    good = kept.count(True) if bounds_ms and not n_not_judged else None
     n_counted = len(whole) + failed
     both = None if n_input is None or n_output is None else n_input + n_output
     per_event = _tokens_per_event(whole)
@@ -208,6 +219,7 @@ def summarise(
         tokens_per_event=per_event,
         events_per_read_share=sum(gap == 0.0 for gap in gaps) / len(gaps) if gaps else 0.0,
         n_without_usage=sum(request.output_tokens is None for request in whole),
+        n_not_judged=n_not_judged,
         errors=dict(Counter(request.error for request in requests if request.error is not None).most_common()),
         statuses={str(key): n for key, n in sorted(Counter(r.status for r in requests if r.status).items())},
         replicas=dict(sorted(Counter(r.replica for r in requests if r.replica).items())),

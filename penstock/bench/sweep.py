@@ -72,6 +72,7 @@ class Found(msgspec.Struct, frozen=True):
     points: tuple[Point, ...]
     results: tuple[dict[str, Any], ...]
     note: str = ""
+    was_interrupted: bool = False
 
 
 def slo_of(words: Sequence[str], most_failed: float = 0.01) -> Slo:
@@ -103,6 +104,8 @@ def judged(offered: float, result: Mapping[str, Any], slo: Slo) -> Point:
     share = failed / (completed + failed) if completed + failed else 1.0
     if share > slo.most_failed:
         return Point(offered, False, f"{share:.1%} failed, over {slo.most_failed:.0%}")
+    if not completed:
+        return Point(offered, False, "nothing was answered")
     for bound in slo.bounds:
         value = result.get(bound.name)
         if not isinstance(value, int | float) or not math.isfinite(value):
@@ -144,14 +147,28 @@ def search(
 ) -> Found:
     """Try loads until the answer is known. `run` measures one load and gives its result.json.
 
-    A run that the generator itself distorted ends the search with what is known: more load would be no better.
+    A run that the generator itself distorted ends the search with what is known: more load would be no better. So do a
+    KeyboardInterrupt of `run`, and a failure after its first result. A load at which nothing was answered has broken
+    the bounds.
     """
     history: list[Point] = []
     results: list[dict[str, Any]] = []
     note = ""
+    was_interrupted = False
     while (offered := next_load(history, where)) is not None:
-        result = run(offered)
-        if result.get("valid") is False:
+        try:
+            result = run(offered)
+        except KeyboardInterrupt:
+            was_interrupted = True
+            note = f"interrupted at {offered:g} {LABELS[where.kind]}"
+            break
+        except PenstockError as error:
+            if not history:
+                raise
+            note = f"ended at {offered:g} {LABELS[where.kind]}: {error.message}"
+            break
+        is_all_failed = not result.get("completed") and bool(result.get("failed"))
+        if result.get("valid") is False and not is_all_failed:
             why = result.get("invalid_because")
             told = f": {why[0]}" if isinstance(why, list) and why else ""
             note = f"ended at {offered:g} {LABELS[where.kind]}: that run is not valid{told}"
@@ -164,7 +181,7 @@ def search(
     if not note and len(history) >= where.n_runs:
         note = f"ended after {where.n_runs} runs"
     highest, broken = limits(history)
-    return Found(where.kind, highest, broken, tuple(history), tuple(results), note)
+    return Found(where.kind, highest, broken, tuple(history), tuple(results), note, was_interrupted)
 
 
 def answer_text(layout: str, found: Found) -> str:
@@ -174,7 +191,8 @@ def answer_text(layout: str, found: Found) -> str:
     if found.highest is None:
         tried = f"even {found.broken:.3g} {label} is too many" if found.broken is not None else "nothing was measured"
         return f"{layout}: {tried}{more}"
-    over = f" ({found.broken:.3g} is too many)" if found.broken is not None else " or more: nothing broke the bound"
+    kept_all = "" if found.note else " or more: nothing broke the bound"
+    over = f" ({found.broken:.3g} is too many)" if found.broken is not None else kept_all
     return f"{layout}: up to {found.highest:.3g} {label}{over}{more}"
 
 

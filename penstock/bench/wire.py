@@ -261,7 +261,8 @@ class Pool:
     """Connections to one address. `on_end` gets every exchange once: whole, or with its error.
 
     `host` and `port` are where to connect (a resolved address), `name` what TLS checks. `n_spare` connections are
-    kept open ahead of need, so that a burst does not measure the dialling.
+    kept open ahead of need, so that a burst does not measure the dialling. `timeout_s` bounds each dialling: the
+    kernel's own bound is minutes.
     """
 
     def __init__(
@@ -271,9 +272,11 @@ class Pool:
         port: int,
         tls: ssl.SSLContext | None,
         name: str | None,
+        timeout_s: float,
         on_end: Callable[[Exchange], None],
     ) -> None:
         self._loop = loop
+        self._timeout_s = timeout_s
         self._host, self._port, self._tls, self._name = host, port, tls, name
         self.is_tls = tls is not None
         self.tap: Tap | None = Tap(loop) if is_possible() and tls is None else None
@@ -289,12 +292,14 @@ class Pool:
         self.n_retried = 0
 
     async def warm(self, n_connections: int) -> None:
-        """Opens connections ahead. What fails here will fail, and be counted, when it is needed."""
+        """Opens connections ahead. What fails here will fail, and be counted, when it is needed; where a whole batch
+        fails no more are tried."""
         missing = n_connections - len(self._idle)
         while missing > 0:  # a listener's backlog may be short
             batch = min(missing, 64)
+            n_before = self.n_opened
             await asyncio.gather(*[self._open(None) for _ in range(batch)])
-            missing -= batch
+            missing = missing - batch if self.n_opened > n_before else 0
 
     def send(self, exchange: Exchange) -> None:
         """Sends on an open connection at once, or on the next that there is."""
@@ -378,14 +383,16 @@ class Pool:
     async def _open(self, exchange: Exchange | None) -> None:
         began = perf_counter()
         try:
-            transport, connection = await self._loop.create_connection(
+            dialling = self._loop.create_connection(
                 self._make, self._host, self._port, ssl=self._tls, server_hostname=self._name if self._tls else None
             )
+            transport, connection = await asyncio.wait_for(dialling, self._timeout_s)
         except (OSError, ssl.SSLError) as error:
             if exchange is not None and exchange in self._waiting:
                 self._waiting.remove(exchange)
-                kind = REFUSED if isinstance(error, ConnectionRefusedError) else UNREACHABLE
-                self.fail(exchange, kind, str(error))
+                is_late = isinstance(error, TimeoutError)
+                kind = REFUSED if isinstance(error, ConnectionRefusedError) else TIMEOUT if is_late else UNREACHABLE
+                self.fail(exchange, kind, "while connecting" if is_late else str(error))
             return
         if self._is_closed:
             transport.abort()
