@@ -103,11 +103,14 @@ def test_goodput_needs_every_bound(bounds: dict[str, float], is_met: bool) -> No
 
 def test_goodput_is_unknown_where_what_is_bounded_was_not_measured() -> None:
     whole, one = timed(output_tokens=3), timed(1, token_times_s=(0.1,), output_tokens=1)
-    joined, uncounted = (timed(2, token_times_s=(0.1,), output_tokens=n) for n in (3, None))
+    joined, empty = timed(2, token_times_s=(0.1,), output_tokens=3), timed(3, output_tokens=0)
+    uncounted = timed(4, token_times_s=(0.1, 0.2))
     assert [is_good(whole, {name: 1e6}, False) for name in ("ttft", "tpot", "itl", "e2el")] == [None, None, None, True]
     assert is_good(whole, {"ttft": 1e6, "e2el": 1.0}, False) is False
     assert is_good(one, {"ttft": 1e6, "tpot": 1.0, "itl": 1.0}, False) is True
-    assert is_good(joined, {"itl": 1.0}, False) is is_good(uncounted, {"tpot": 1.0}, False) is None
+    assert is_good(joined, {"itl": 1.0, "tpot": 1.0}, False) is True
+    assert is_good(empty, {"ttft": 1.0}, False) is True
+    assert is_good(uncounted, {"tpot": 1.0}, False) is None
     found = summarise([whole, one], False, {"ttft": 1e6})
     assert (found.request_goodput, found.goodput_share, found.n_not_judged) == (None, None, 1)
     generator = validity.describe([], [], 0.0, 1.0, 1, 1)

@@ -160,7 +160,8 @@ def spread(values: Iterable[float], scale: float = 1.0) -> Spread | None:
 def is_good(request: Timed, bounds_ms: Mapping[str, float], is_open: bool) -> bool | None:
     """Whether a completed request is within every bound; None where that was not measured.
 
-    An answer that by its usage is of one token has no TPOT and no ITL: those bounds it keeps.
+    An answer whose tokens all came at once has no TPOT and no ITL, and one without a text no TTFT: nobody waited for
+    them, and it keeps those bounds.
     """
     ttft_s = request.ttft_s(is_open)
     gaps = request.gaps_s() if "itl" in bounds_ms else []
@@ -173,8 +174,9 @@ def is_good(request: Timed, bounds_ms: Mapping[str, float], is_open: bool) -> bo
     bounded = {name: value for name, value in has_ms.items() if name in bounds_ms}
     if any(value is not None and value > bounds_ms[name] for name, value in bounded.items()):
         return False
-    is_short = request.output_tokens is not None and request.output_tokens < 2
-    may_lack = {"tpot", "itl"} if is_short else set()
+    n_events = len(request.token_times_s)
+    is_empty = not n_events and request.output_tokens is not None and request.output_tokens < 2
+    may_lack = {"ttft", "tpot", "itl"} if is_empty else {"tpot", "itl"} if n_events == 1 else set()
     return None if any(value is None and name not in may_lack for name, value in bounded.items()) else True
 
 
