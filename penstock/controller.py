@@ -372,7 +372,7 @@ class Controller:
             if self._refusal is None or self._refusal.message != exc.message:
                 self.run.add_event("place failed", exc.message)
             n_times = self._refusal.n_times + 1 if self._refusal is not None else 1
-            pause_s = min(_MAX_PAUSE_S, 2.0**n_times - 1)
+            pause_s = min(_MAX_PAUSE_S, 2.0 ** min(n_times, 10) - 1)
             changes = frozenset(names) ^ before
             self._refusal = _Refusal(changes, exc.message, n_times, time.monotonic() + pause_s)
             return

@@ -81,7 +81,7 @@ class Keeper:
 
     def _start(self, now: float) -> None:
         self._starts.append(now)
-        self._sender = self._aside(self._send)
+        self._sender = self._aside("gateway not placed", self._send)
 
     def _send(self) -> None:
         self._sent = self._target.start_gateway(self._run)
@@ -121,7 +121,7 @@ class Keeper:
 
     def _end(self, jobs: list[str], grace_s: float) -> None:
         self._ending |= {*jobs}
-        self._aside(lambda: self._end_now(jobs, grace_s))
+        self._aside("gateway not ended", lambda: self._end_now(jobs, grace_s))
 
     def _end_now(self, jobs: list[str], grace_s: float) -> None:
         try:
@@ -131,12 +131,12 @@ class Keeper:
             self._ending.difference_update(jobs)  # so that the next tick tries again
             raise
 
-    def _aside(self, act: Callable[[], None]) -> threading.Thread:
+    def _aside(self, failure: str, act: Callable[[], None]) -> threading.Thread:
         def run() -> None:
             try:
                 act()
             except PenstockError as exc:
-                self._run.add_event("gateway not placed", exc.message)
+                self._run.add_event(failure, exc.message)
 
         thread = threading.Thread(target=run, name="gateway", daemon=True)
         thread.start()

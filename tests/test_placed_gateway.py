@@ -131,7 +131,7 @@ def test_one_that_could_not_be_told_to_end_is_told_again(cluster: Cluster, monke
     cluster.tick(READY)
     cluster.tick(READY)
     assert cluster.ended == ["1"], "again, and once"
-    told = [event["text"] for event in cluster.run.events() if event["event"] == "gateway not placed"]
+    told = [event["text"] for event in cluster.run.events() if event["event"] == "gateway not ended"]
     assert told == ["could not ask Slurm for its jobs: Socket timed out"]
 
 
