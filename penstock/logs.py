@@ -23,9 +23,9 @@ def lines(run: Run, part: str, replica: str | None, last: int | None, follow: bo
     if part == "replicas":
         yield from _replica_lines(run, replica, last, follow)
     elif part == "events":
-        yield from map(_event_text, file_lines(run.path / "events.jsonl", follow, last))
+        yield from map(_event_text, file_lines(run.path / "events.jsonl", follow, last, run.is_ended))
     else:
-        yield from file_lines(run.log(part), follow, last)
+        yield from run.log_lines(part, follow, last)
 
 
 def _replica_lines(run: Run, replica: str | None, last: int | None, follow: bool) -> Iterator[str]:

@@ -26,7 +26,7 @@ import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -192,6 +192,10 @@ class Run:
     def log(self, part: str) -> Path:
         return self.path / "logs" / f"{part}.log"
 
+    def log_lines(self, part: str, follow: bool, last: int | None = None) -> Iterator[str]:
+        """Lines of the log of one part, as `file_lines` has them; with `follow` until the deployment has ended."""
+        return file_lines(self.log(part), follow, last, self.is_ended)
+
     def exists(self) -> bool:
         return (self.path / "run.json").is_file()
 
@@ -309,11 +313,13 @@ class Run:
         write_atomically(self.path / name, msgspec.json.format(msgspec.json.encode(value), indent=2))
 
 
-def file_lines(path: Path, follow: bool, last: int | None = None) -> Iterator[str]:
+def file_lines(
+    path: Path, follow: bool, last: int | None = None, is_over: Callable[[], bool] = lambda: False
+) -> Iterator[str]:
     """Lines of a log, whole ones: all, or the `last` that are there. With `follow` it then waits for more (and first
-    for the file) until the caller stops."""
+    for the file) until the caller stops, or nothing more comes and it `is_over`."""
     while not path.exists():
-        if not follow:
+        if not follow or is_over():
             return
         time.sleep(_POLL_S)
     with path.open(encoding="utf-8", errors="replace") as stream:
@@ -323,12 +329,16 @@ def file_lines(path: Path, follow: bool, last: int | None = None) -> Iterator[st
             begun = "" if line.endswith("\n") else line
             if not begun:
                 yield line.rstrip("\n")
+        was_over = False
         while follow:
             begun += stream.readline()
             if begun.endswith("\n"):
                 yield begun.rstrip("\n")
                 begun = ""
+            elif was_over:
+                break
             else:
+                was_over = is_over()  # then once more: its last words may have come since
                 time.sleep(_POLL_S)
         if begun:
             yield begun

@@ -201,7 +201,7 @@ def _node_problems(
         features = sorted(set().union(*(node.features for node in here))) if here else []
         yield Problem("slurm.constraint", words, f"features there: {', '.join(features) or 'none'}")
     most = max(((node.n_gpus, node.name) for node in found), default=(0, ""))
-    wanted = _gpus_asked(deployment)
+    wanted = _gpus_asked(deployment) or 0
     if found and wanted > most[0]:
         field = "slurm.gres" if block.gres else "hardware.gpus_per_node"
         has = f"the most is {most[0]} on {most[1]}" if most[0] else "they have none"
@@ -219,11 +219,12 @@ def _node_problems(
     yield from _card_problems(deployment, found)
 
 
-def _gpus_asked(deployment: Deployment) -> int:
+def _gpus_asked(deployment: Deployment) -> int | None:
+    """GPUs a node, None where nobody says: then all that a node has."""
     block = deployment.slurm or Slurm()
     if block.gres is not None:
         return sum(n for name, _, n in requested(block) if name == "gpu")
-    return deployment.hardware.gpus_per_node or 0
+    return deployment.hardware.gpus_per_node
 
 
 def _card_problems(deployment: Deployment, found: Sequence[SiteNode]) -> Iterator[Problem]:
@@ -249,9 +250,11 @@ def machines(site: Site | None, deployment: Deployment, versions: dict[str, str]
     if not up:
         names = [f"node-{number + 1}" for number in range(hardware.nodes)]
         up = [SiteNode(name, _UNKNOWN_CPUS, _UNKNOWN_MIB, {}, frozenset(), frozenset(), True) for name in names]
-        return [_machine(node, block, wanted, hardware.gpu, versions) for node in up]
+        return [_machine(node, block, wanted or 0, hardware.gpu, versions) for node in up]
     return [
-        _machine(node, block, wanted or node.n_gpus, hardware.gpu, versions) for node in up if node.n_gpus >= wanted
+        _machine(node, block, node.n_gpus if wanted is None else wanted, hardware.gpu, versions)
+        for node in up
+        if node.n_gpus >= (wanted or 0)
     ]
 
 

@@ -197,6 +197,20 @@ def test_a_log_is_read_in_whole_lines(tmp_path: Path) -> None:
     assert next(followed) == "three"
 
 
+def test_following_a_log_ends_with_its_last_words(tmp_path: Path) -> None:
+    log, looks = tmp_path / "x.log", [False, True]
+
+    def is_over() -> bool:
+        if len(looks) == 1:
+            with log.open("a") as stream:
+                stream.write("two\nthr")  # after it was read, before it was over
+        return looks.pop(0)
+
+    log.write_text("one\n")
+    assert list(runs.file_lines(log, follow=True, is_over=is_over)) == ["one", "two", "thr"]
+    assert list(runs.file_lines(tmp_path / "absent", follow=True, is_over=lambda: True)) == []
+
+
 def test_a_home_that_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_HOME", "~nobody-of-that-name/x")
     with pytest.raises(UserError, match=r"cannot use .* as the home of penstock"):

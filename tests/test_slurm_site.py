@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from penstock import slurm_site, spec
@@ -126,6 +128,12 @@ def test_without_a_number_one_is_asked_for(gres: str) -> None:
     found = slurm_site.machines(site(), spec.from_mapping(raw), {})
     assert {len(machine.gpus) for machine in found} == {1}
     assert ("old1" in [machine.host for machine in found]) == (gres == "gpu"), "only nodes with that type"
+
+
+@pytest.mark.parametrize("asked", [{"slurm": {"gres": "shard:8"}}, {"hardware": {"gpus_per_node": 0}}])
+def test_who_asks_for_no_gpu_is_planned_without(asked: dict[str, Any]) -> None:
+    raw = {"model": "m/x", "target": "slurm", **asked}
+    assert {len(machine.gpus) for machine in slurm_site.machines(site(), spec.from_mapping(raw), {})} == {0}
 
 
 def test_a_type_may_begin_with_a_number() -> None:

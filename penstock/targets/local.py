@@ -16,7 +16,7 @@ from penstock.errors import PenstockError, Problem
 from penstock.machine import this_machine
 from penstock.plan import Machine
 from penstock.plan.launch import usable_gpus
-from penstock.runs import Artifact, Handle, Run, file_lines
+from penstock.runs import Artifact, Handle, Run
 from penstock.spec import Deployment
 from penstock.targets import Launch, Placement, Surveyed, Target
 
@@ -61,7 +61,7 @@ class Local(Target):
         return {replica: _placement(entry) for replica, entry in handle.replicas.items()}
 
     def logs(self, run: Run, handle: Handle, replica: str, follow: bool, last: int | None = None) -> Iterator[str]:
-        return file_lines(run.log(f"replica-{replica}"), follow, last)
+        return run.log_lines(f"replica-{replica}", follow, last)
 
     def resize(self, run: Run, handle: Handle, replicas: Sequence[str]) -> Handle:
         entries = dict(handle.replicas)

@@ -152,17 +152,21 @@ class RayJobs(Target):
                 is_whole = False
             row = dashboard.job(job)
             if row is None or (is_whole and row.has_ended):
-                job, skip = self._next_job(run, replica, job), 0
+                after = self._next_job(run, replica, job)
+                if after is None:
+                    return
+                job, skip = after, 0
             else:  # its lines come again from the first
                 time.sleep(_AGAIN_S)
 
-    def _next_job(self, run: Run, replica: str, job: str) -> str:
-        """The job after that one, when the replica was placed again. Blocks."""
-        while True:
+    def _next_job(self, run: Run, replica: str, job: str) -> str | None:
+        """The job after that one, when the replica was placed again; None when the run has ended. Blocks."""
+        while not run.is_ended():
             time.sleep(_AGAIN_S)
             found = run.handle().replicas.get(replica, {}).get("job", job)
             if found != job:
                 return str(found)
+        return None
 
     def resize(self, run: Run, handle: Handle, replicas: Sequence[str]) -> Handle:
         dashboard = Dashboard(_address(run, handle))

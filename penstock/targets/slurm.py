@@ -27,7 +27,7 @@ import msgspec
 from penstock import processes, slurm_queue, slurm_script, slurm_site
 from penstock.errors import PenstockError, Problem, UserError
 from penstock.plan import Machine
-from penstock.runs import Artifact, Handle, Run, file_lines, home
+from penstock.runs import Artifact, Handle, Run, home
 from penstock.slurm_queue import Job
 from penstock.spec import Deployment
 from penstock.target_blocks import Slurm as SlurmBlock
@@ -156,7 +156,7 @@ class Slurm(Target):
         return msgspec.structs.replace(before, reason=before.reason or f"Slurm does not answer: {self._silence}")
 
     def logs(self, run: Run, handle: Handle, replica: str, follow: bool, last: int | None = None) -> Iterator[str]:
-        return file_lines(run.log(f"replica-{replica}"), follow, last)
+        return run.log_lines(f"replica-{replica}", follow, last)
 
     def resize(self, run: Run, handle: Handle, replicas: Sequence[str]) -> Handle:
         entries = dict(handle.replicas)

@@ -24,7 +24,7 @@ from penstock import processes, runs
 from penstock.announce import Process
 from penstock.errors import PenstockError, Problem
 from penstock.plan import Machine
-from penstock.runs import Artifact, Handle, Run, file_lines
+from penstock.runs import Artifact, Handle, Run
 from penstock.spec import DEMO_MODEL, Deployment
 from penstock.ssh import streams
 from penstock.ssh.contact import Bringer, Contact, look
@@ -339,9 +339,9 @@ class OverSsh(Target):
         return {replica: room.placement(replica, nodes, looks) for replica, nodes in entries.items()}
 
     def logs(self, run: Run, handle: Handle, replica: str, follow: bool, last: int | None = None) -> Iterator[str]:
-        kept = run.log(f"replica-{replica}")
-        if replica not in handle.replicas or kept.exists():  # it has ended, and its log was fetched
-            return file_lines(kept, follow, last)
+        kept = f"replica-{replica}"
+        if replica not in handle.replicas or run.log(kept).exists():  # it has ended, and its log was fetched
+            return run.log_lines(kept, follow, last)
         nodes = _nodes(handle.replicas[replica])
         sources = [
             streams.Source(node.host, node.python, f"{node.folder}/{_log_name(replica, rank)}")
