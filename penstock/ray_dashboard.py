@@ -119,9 +119,12 @@ class Dashboard:
         """All that a job has printed; nothing when it is gone or has not begun."""
         try:
             told = self._client.get_json(f"/api/jobs/{job}/logs")
-        except HttpError:
+        except HttpError as exc:
+            if exc.status in (401, 403):
+                raise
             return []
-        return str(told.get("logs") or "").splitlines()
+        *lines, begun = str(told.get("logs") or "").split("\n")  # as `follow` counts: a progress bar's \r ends no line
+        return [*lines, begun] if begun else lines
 
     def follow(self, job: str) -> Iterator[str]:
         """Lines of a job from its first, until it ends; nothing when it is gone. Blocks as long as it prints nothing.

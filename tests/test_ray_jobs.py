@@ -13,18 +13,18 @@ import zipfile
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
 from samples import cpu_machine, demo_plan, run_folder
 
 from penstock import ray_dashboard, ray_job, spec
-from penstock.client import NoAnswer
+from penstock.client import HttpError, NoAnswer
 from penstock.errors import PenstockError, Problem, UserError
 from penstock.plan import Gpu, Plan
 from penstock.ray_dashboard import Broken, Dashboard, Job, RayNode, _frames, _free, _watch_link, package
-from penstock.runs import Desired, Handle
+from penstock.runs import Desired, Handle, Run
 from penstock.spec import Deployment
 from penstock.targets import Launch, Placement
 from penstock.targets import ray as target_ray
@@ -75,6 +75,17 @@ def test_what_answers_in_place_of_a_dashboard_is_told(status: int, text: str, sa
     with answering(status, text) as (address, _):
         (problem,) = RayJobs().check(deployment(ray={"address": address}))
     assert problem.path == "ray.address" and said in problem.message and problem.hint
+
+
+def test_a_log_has_the_lines_that_following_it_has() -> None:
+    with answering(200, json.dumps({"logs": "10%\r20%\rdone\nnext\nbegu"})) as (address, _):
+        assert Dashboard(address).log("j") == ["10%\r20%\rdone", "next", "begu"]
+    with answering(200, json.dumps({"logs": ""})) as (address, _):
+        assert Dashboard(address).log("j") == []
+    with answering(404, "no such job") as (address, _):
+        assert Dashboard(address).log("j") == []
+    with answering(403, "Forbidden") as (address, _), pytest.raises(HttpError):
+        Dashboard(address).log("j")
 
 
 def test_the_clusters_token_is_sent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -130,6 +141,9 @@ class FakeRun:
 
     def desired(self) -> Desired:
         return Desired(self._state, 1)  # type: ignore[arg-type]
+
+    def is_ended(self) -> bool:
+        return self._state == "down"
 
     def artifact(self) -> Any:
         return RayJobs().render(launch(n_gpus=4, n_nodes=2), "python", deployment())
@@ -370,6 +384,13 @@ def test_a_followed_log_goes_on_after_a_break_where_it_was(
     FakeDashboard.fails = True
     with pytest.raises(NoAnswer):
         next(lines)
+
+
+def test_a_followed_log_ends_with_the_deployment(cluster: type[FakeDashboard], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "follow", lambda self, job: iter(["its last words"]), raising=False)
+    monkeypatch.setattr(cluster, "job", lambda self, job: None, raising=False)
+    handle, run = Handle("ray", {"0": {"job": "j", "address": "http://head:8265"}}), cast(Run, FakeRun("down"))
+    assert list(RayJobs().logs(run, handle, "0", follow=True)) == ["its last words"]
 
 
 def test_the_job_on_the_cluster_needs_nothing_of_ours() -> None:
