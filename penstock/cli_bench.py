@@ -250,6 +250,8 @@ def _pace(options: argparse.Namespace) -> Pace:
         seed=options.seed,
     )
     check(pace)
+    if pace.concurrency is not None and options.arrival is not None:
+        _say(options, f"--arrival {options.arrival} is for an open loop: here the next one goes when one ends")
     return pace
 
 
@@ -277,6 +279,8 @@ def _asks(options: argparse.Namespace, pace: Pace, service: Service, model: str)
         return asks_of(options, wanted, options.warmup, model, client, service.model)
     n_output = options.output_tokens or _TOKENS
     if options.prompt is not None:
+        if options.input_tokens is not None:
+            raise UserError("cannot give a prompt a length", hint="--prompt TEXT, or --input-tokens N of random text.")
         return prompts.fixed(options.prompt, n_output), []
     n_input = options.input_tokens or _TOKENS
     counter = _counter(options.tokenizer, model)

@@ -67,8 +67,11 @@ def check(pace: Pace, replayed: Sequence[float | None] = ()) -> None:
 
 
 def _check_shape(pace: Pace) -> None:
-    """What shapes another loop than the one asked for would be ignored: a load that nobody wanted."""
-    if pace.concurrency is not None and pace.arrival != "poisson":
+    """What shapes another loop than the one asked for would be ignored: a load that nobody wanted.
+
+    But "constant", which is as plain as what a closed loop does.
+    """
+    if pace.concurrency is not None and pace.arrival not in ("poisson", "constant"):
         raise UserError(
             f"cannot send at {pace.arrival} times with --concurrency",
             hint="--arrival, --burstiness and --rate-from shape an open loop: --rate R.",
