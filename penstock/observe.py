@@ -95,7 +95,8 @@ def summarise(desired: Desired, seen: Observation, history: History, now: float)
     names = sorted({*seen.placements, *history.failed, *history.refused}, key=lambda name: (len(name), name))
     replicas = []
     for name in names:
-        placement = seen.placements.get(name, Placement("gone", history.refused.get(name)))
+        waits = Placement("queued", history.refused[name]) if name in history.refused else Placement("gone")
+        placement = seen.placements.get(name, waits)
         row, earlier = rows.get(name), history.replicas.get(name, ())
         if name in history.failed:
             replicas.append(history.failed[name])

@@ -74,7 +74,7 @@ def test_one_that_is_refused_is_tried_ever_later_and_status_says_why(desk: Desk)
     assert tries[-1] <= 6, "after 1, 3, 7, 15 seconds"
     assert [(row.replica, row.state, row.reason) for row in state.replicas] == [
         ("0", "ready", None),
-        ("1", "gone", "node3 has no room"),
+        ("1", "queued", "node3 has no room"),
     ]
     assert desk.events().count("place failed") == 1
 
