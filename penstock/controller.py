@@ -360,8 +360,8 @@ class Controller:
         self.history = msgspec.structs.replace(self.history, refused=refused)
 
     def _may_place(self, name: str, now: float) -> bool:
-        times = self._place_times.get(name, [])[-5:]
-        return not times or now - times[-1] > min(_MAX_PAUSE_S, 2.0 ** len(times) - 1)
+        times = self._place_times.get(name, [])
+        return not times or now - times[-1] > _pause_s(len(times))
 
     def _place(self, names: Sequence[str], segments: Sequence[str]) -> None:
         before = set(self.handle.replicas)
@@ -372,9 +372,8 @@ class Controller:
             if self._refusal is None or self._refusal.message != exc.message:
                 self.run.add_event("place failed", exc.message)
             n_times = self._refusal.n_times + 1 if self._refusal is not None else 1
-            pause_s = min(_MAX_PAUSE_S, 2.0 ** min(n_times, 10) - 1)
             changes = frozenset(names) ^ before
-            self._refusal = _Refusal(changes, exc.message, n_times, time.monotonic() + pause_s)
+            self._refusal = _Refusal(changes, exc.message, n_times, time.monotonic() + _pause_s(n_times))
             return
         self._refusal = None
         processes.unlink_shared_memory(segments)
@@ -429,6 +428,11 @@ class Controller:
                 return
         self._written = (now, state)
         self.run.write_state(state)
+
+
+def _pause_s(n_times: int) -> float:
+    """How long a replica that was placed so often waits for the next time: 1, 3, 7, 15, then 30 s."""
+    return min(_MAX_PAUSE_S, 2.0 ** min(n_times, 5) - 1)
 
 
 def _seen_by_controller(row: ReplicaStatus) -> tuple[Restart, ...]:

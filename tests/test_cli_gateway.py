@@ -122,8 +122,9 @@ def children(pid: int) -> list[int]:
     return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-@pytest.mark.processes
-def test_workers_share_a_port_and_what_the_admin_address_hears(tmp_path: Path) -> None:
+@contextlib.contextmanager
+def three_workers(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], dict[str, str], int]]:
+    """A gateway of three workers with the token "secret": its process, the addresses it told, its engine's port."""
     token = tmp_path / "token"
     token.touch(0o600)
     token.write_text("secret")
@@ -133,7 +134,12 @@ def test_workers_share_a_port_and_what_the_admin_address_hears(tmp_path: Path) -
     argv += ["--admin-token-file", str(token)]
     with running([sys.executable, "-c", FAKE, str(upstream)]), running(argv) as gateway:
         assert gateway.stdout is not None
-        facts = json.loads(gateway.stdout.readline())
+        yield gateway, json.loads(gateway.stdout.readline()), upstream
+
+
+@pytest.mark.processes
+def test_workers_share_a_port_and_what_the_admin_address_hears(tmp_path: Path) -> None:
+    with three_workers(tmp_path) as (gateway, facts, upstream):
         until(lambda: len(children(gateway.pid)) == 3)
 
         def count_ready() -> set[int]:
@@ -160,16 +166,7 @@ def test_workers_share_a_port_and_what_the_admin_address_hears(tmp_path: Path) -
 
 @pytest.mark.processes
 def test_metrics_and_drains_outlive_each_worker(tmp_path: Path) -> None:
-    token = tmp_path / "token"
-    token.touch(0o600)
-    token.write_text("secret")
-    upstream = free_port()
-    argv = [sys.executable, "-m", "penstock", "gateway", "--listen", "127.0.0.1:0", "--workers", "3", "--json"]
-    argv += ["--upstream", f"m=http://127.0.0.1:{upstream}", "--admin", "127.0.0.1:0"]
-    argv += ["--admin-token-file", str(token)]
-    with running([sys.executable, "-c", FAKE, str(upstream)]), running(argv) as gateway:
-        assert gateway.stdout is not None
-        facts = json.loads(gateway.stdout.readline())
+    with three_workers(tmp_path) as (gateway, facts, upstream):
         replica = {"replica": f"127.0.0.1:{upstream}"}
 
         def count() -> float:
