@@ -43,7 +43,7 @@ from penstock.plan import Machine, Plan, launch
 from penstock.preflight import Finding
 from penstock.processes import Marked
 from penstock.runs import Artifact, Desired, Draft, Run, State
-from penstock.spec import Deployment
+from penstock.spec import Deployment, store_file
 from penstock.targets import Launch, LeftBehind, Listen, Target
 from penstock.units import show_bytes
 
@@ -318,7 +318,7 @@ def _store(deployment: Deployment, run: Run) -> str:
     place = deployment.gateway.store
     if place is None:
         return str(run.store_file)
-    return place if "://" in place else str(Path(place).expanduser().resolve())
+    return str(store_file(place) or place)
 
 
 def _prices(prepared: Prepared) -> dict[str, object]:

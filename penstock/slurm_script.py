@@ -9,14 +9,13 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import msgspec
 
 from penstock.errors import Problem
 from penstock.plan import Plan
 from penstock.slurm_queue import mib_of, seconds_of
-from penstock.spec import Deployment
+from penstock.spec import Deployment, store_file
 from penstock.target_blocks import Slurm
 from penstock.units import MIB
 
@@ -217,8 +216,8 @@ def gateway(deployment: Deployment, run_path: str, python: str, seen_from: Seque
     block = deployment.slurm or Slurm()
     has_own = block.modules or block.conda or block.venv or block.container
     python = block.python or ("python3" if has_own else python)
-    store = deployment.gateway.store
-    beside = [run_path, str(Path(store).expanduser().resolve().parent)] if store and "://" not in store else [run_path]
+    store = store_file(deployment.gateway.store) if deployment.gateway.store else None
+    beside = [run_path, str(store.parent)] if store is not None else [run_path]
     inside = ["apptainer", "exec", "--bind", ",".join(beside), block.container] if block.container else []
     return "\n".join(
         [

@@ -474,6 +474,11 @@ def _rules(deployment: Deployment) -> Iterator[Problem]:
             yield Problem(kind, f"block given, but target is {deployment.target}", f"set target: {kind}, or remove it")
 
 
+def store_file(store: str) -> Path | None:
+    """The whole path of a `gateway.store` that is a file; None for a URL."""
+    return None if "://" in store else Path(store).expanduser().resolve()
+
+
 def _has_password(store: str | None) -> bool:
     if store is None or "://" not in store:
         return False
