@@ -1,10 +1,10 @@
-"""What the command line itself costs: CPU seconds of `penstock --help` and of `penstock status` while one runs.
+"""What the command line itself costs: CPU seconds of `penstock --help`, `status` while one runs, and a large `plan`.
 
     python benchmarks/cli_cost.py [--rounds 7]
 
 CPU time of the child processes from the kernel's own accounting (wait4), so that other work on the machine hardly
 matters; beside it a Python that imports nothing, and each command as a ratio to that. Bars: help under 0.3 CPU-seconds,
-status under 0.5 s of wall time.
+status under 0.5 s of wall time, a model planned over 1,024 GPUs under a CPU-second.
 """
 
 from __future__ import annotations
@@ -19,6 +19,20 @@ import time
 from collections.abc import Sequence
 
 PENSTOCK = (sys.executable, "-m", "penstock.cli")
+# The catalogue's slowest model to plan: many experts, many layers.
+PLAN = (
+    "plan",
+    "qwen3-235b-a22b",
+    "--gpu",
+    "h100-sxm",
+    "--gpus-per-node",
+    "8",
+    "--nodes",
+    "128",
+    "--network",
+    "ib-ndr",
+    "--json",
+)
 
 
 def cost(argv: Sequence[str], env: dict[str, str], rounds: int) -> tuple[float, float]:
@@ -50,6 +64,7 @@ def main() -> None:
                 "penstock --help": cost((*PENSTOCK, "--help"), env, rounds),
                 "penstock status": cost((*PENSTOCK, "status", "bench"), env, rounds),
                 "penstock ls": cost((*PENSTOCK, "ls"), env, rounds),
+                "plan, 1,024 GPUs": cost((*PENSTOCK, *PLAN), env, rounds),
             }
         finally:
             subprocess.run([*PENSTOCK, "down", "bench", "--json"], env=env, check=True, stdout=subprocess.DEVNULL)

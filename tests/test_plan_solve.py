@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,8 @@ from penstock.plan import families, layouts
 from penstock.plan.ranges import Range
 from penstock.plan.sizing import Facts, Sizing, SizingRequest
 from penstock.plan.solve import sizing_of
+from penstock.plan.stages import split_layers, stage_layers
+from penstock.plan.tensors import inventory
 from penstock.spec import Parallel
 from penstock.units import GIB
 
@@ -181,14 +182,27 @@ def test_the_bars_add_up_to_the_card() -> None:
 
 
 @pytest.mark.parametrize("model", ["llama-3.1-405b", "deepseek-v3", "qwen3-235b-a22b"])
-def test_a_thousand_gpus_take_under_a_second(model: str) -> None:
-    catalog.gpu("h100-sxm")
-    since = time.process_time()
+def test_a_thousand_gpus_take_few_calls(model: str) -> None:
+    """Asked: under a CPU-second (`benchmarks/cli_cost.py`). Calls are counted: a busy machine changes seconds."""
     facts = Facts(model, catalog.model_config(model), "the catalogue")
     request = SizingRequest(facts=facts, gpu="h100-sxm", gpus_per_node=8, nodes=128)
-    sizing = sizing_of(request, catalog.gpu("h100-sxm"), catalog.link("ib-ndr"))
+    n_calls = 0
+
+    def count(_frame: object, event: str, _arg: object) -> None:
+        nonlocal n_calls
+        n_calls += event == "call"
+
+    split_layers.cache_clear()
+    stage_layers.cache_clear()
+    inventory.cache_clear()
+    sys.setprofile(count)
+    try:
+        sizing = sizing_of(request, catalog.gpu("h100-sxm"), catalog.link("ib-ndr"))
+    finally:
+        sys.setprofile(None)
     assert sizing.fits
-    assert time.process_time() - since < 1
+    # 0.6 to 1.3 million measured, 0.15 to 0.4 s of CPU; 3.2 million took 0.8 s.
+    assert 100_000 < n_calls < 2_000_000
 
 
 def test_planning_imports_neither_torch_nor_vllm() -> None:

@@ -65,13 +65,16 @@ def kv_plan(
     rules: EngineProfile,
     settings: CacheSettings,
     available_bytes: Sequence[int],
+    groups: tuple[Group, ...] | None = None,
 ) -> KvPlan:
     """What vLLM makes of `available_bytes` of KV cache on a GPU of each pipeline stage (one value holds for all).
 
     H200, Llama-3.1-8B, max_model_len 8192, 110.98 GiB (logged rounded): 56,821 blocks of 16 tokens, 909,136 tokens,
-    110.98 requests at a time. Raises NotModelled for what it cannot state, UserError for heads that cannot be cut.
+    110.98 requests at a time. `groups` of the same model, settings and tensor size save making them anew. Raises
+    NotModelled for what it cannot state, UserError for heads that cannot be cut.
     """
-    groups = groups_of(caches_of(arch, rules, settings, layout.tensor), rules, settings)
+    if groups is None:
+        groups = groups_of(caches_of(arch, rules, settings, layout.tensor), rules, settings)
     stages = split_layers(arch.n_layers, layout.pipeline)
     _check_sharing(arch, stages)
     per_block = tuple(_bytes_per_block(groups, stage) for stage in stages)

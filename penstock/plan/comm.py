@@ -73,10 +73,11 @@ class Fabric(msgspec.Struct, frozen=True):
 
         Ranks stand one after the other: on machines of 6, one group of 4 stays inside, of two the second straddles.
         """
-        if n_ranks > self.domain_gpus:
-            return math.ceil(n_ranks / self.domain_gpus)
-        firsts = (n_ranks * group for group in range(min(n_groups, self.domain_gpus)))
-        straddles = any(first // self.domain_gpus != (first + n_ranks - 1) // self.domain_gpus for first in firsts)
+        size = self.domain_gpus
+        if n_ranks > size:
+            return math.ceil(n_ranks / size)
+        firsts = (n_ranks * group for group in range(min(n_groups, size)))
+        straddles = any(first // size != (first + n_ranks - 1) // size for first in firsts)
         return 2 if straddles else 1
 
 

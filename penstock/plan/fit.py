@@ -6,20 +6,22 @@ over a thousand GPUs works each out once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import msgspec
 
 from penstock.catalog import GpuFacts
 from penstock.errors import UserError
 from penstock.plan import overhead as overhead_
-from penstock.plan.architecture import Architecture
-from penstock.plan.cache import CacheSettings, KvPlan, kv_plan
+from penstock.plan.architecture import Architecture, Layer
+from penstock.plan.cache import CacheSettings, Group, KvPlan, groups_of, kv_plan
 from penstock.plan.measurement import Measurement
 from penstock.plan.overhead import Measured, Overhead, RunSettings
+from penstock.plan.pages import caches_of
 from penstock.plan.profiles import EngineProfile
 from penstock.plan.ranges import Range
 from penstock.plan.refusals import NotModelled
+from penstock.plan.stages import split_layers
 from penstock.plan.weights import Capability, Ledger, RankWeights, rank_weights
 from penstock.spec import Parallel
 from penstock.units import GIB
@@ -109,6 +111,10 @@ class Memory:
         self._weights: dict[tuple[int, int, int, bool], tuple[RankWeights, ...]] = {}
         self._overheads: dict[Parallel, tuple[Overhead, ...]] = {}
         self._fits: dict[Parallel, Fit] = {}
+        self._groups: dict[int, tuple[Group, ...]] = {}
+        # Which layers are alike, by number: a model repeats a few kinds, and numbers are cheaper to compare.
+        kinds: dict[Layer, int] = {}
+        self._kinds = [kinds.setdefault(layer, len(kinds)) for layer in case.arch.layers]
         mlps = [layer.mlp for layer in case.arch.layers if layer.mlp is not None]
         self._has_experts = any(mlp.n_experts for mlp in mlps)
 
@@ -136,10 +142,25 @@ class Memory:
     def _stage_overheads(self, layout: Parallel) -> tuple[Overhead, ...]:
         key = layout if self._has_experts else Parallel(layout.tensor, layout.pipeline)
         if key not in self._overheads:
-            arch, rules, run = self.case.arch, self.case.rules, self.case.run
-            stages = range(layout.pipeline)
-            self._overheads[key] = tuple(overhead_.overhead(arch, key, rules, run, stage) for stage in stages)
+            self._overheads[key] = tuple(self._each_overhead(key))
         return self._overheads[key]
+
+    def _each_overhead(self, layout: Parallel) -> Iterator[Overhead]:
+        """Stage by stage; stages in the middle with as many layers of the same kinds are alike."""
+        arch, rules, run = self.case.arch, self.case.rules, self.case.run
+        known: dict[tuple[bool, bool, int, frozenset[int]], Overhead] = {}
+        for stage, layers in enumerate(split_layers(arch.n_layers, layout.pipeline)):
+            kinds = frozenset(self._kinds[layers.start : layers.stop])
+            alike = (stage == 0, stage == layout.pipeline - 1, len(layers), kinds)
+            if alike not in known:
+                known[alike] = overhead_.overhead(arch, layout, rules, run, stage)
+            yield known[alike]
+
+    def _cache_groups(self, tensor: int) -> tuple[Group, ...]:
+        if tensor not in self._groups:
+            arch, rules, settings = self.case.arch, self.case.rules, self.case.cache
+            self._groups[tensor] = groups_of(caches_of(arch, rules, settings, tensor), rules, settings)
+        return self._groups[tensor]
 
     def _fit(self, layout: Parallel) -> Fit:
         case, ranks = self.case, self.weights(layout)
@@ -168,7 +189,8 @@ class Memory:
     def _with_cache(self, known: Fit, available: tuple[int, ...], refusal: str | None = None) -> Fit:
         case = self.case
         try:
-            kv = kv_plan(case.arch, known.layout, case.rules, case.cache, available)
+            groups = self._cache_groups(known.layout.tensor)
+            kv = kv_plan(case.arch, known.layout, case.rules, case.cache, available, groups)
         except NotModelled:
             raise
         except UserError as error:

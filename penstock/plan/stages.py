@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from functools import cache
 
+
+@cache
 def stage_layers(n_layers: int, n_stages: int) -> tuple[int, ...]:
     """How many layers each stage has, as vLLM cuts them (`distributed/utils.py`, `get_pp_indices`).
 
@@ -15,6 +18,7 @@ def stage_layers(n_layers: int, n_stages: int) -> tuple[int, ...]:
     return tuple(counts)
 
 
+@cache
 def split_layers(n_layers: int, pipeline: int) -> tuple[range, ...]:
     """The layers of each stage, by index: 61 over 2 is (range(0, 31), range(31, 61))."""
     sizes = stage_layers(n_layers, pipeline)

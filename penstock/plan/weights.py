@@ -164,7 +164,7 @@ def _by_layer(tensors: Iterable[Tensor]) -> dict[int | str, list[Tensor]]:
     return found
 
 
-def _stage_places(arch: Architecture, places: Iterable[int | str], stage: int, n_stages: int) -> list[int | str]:
+def _stage_places(arch: Architecture, places: Iterable[int | str], stage: int, n_stages: int) -> tuple[int | str, ...]:
     """What stands on a stage: its layers, towers on every one, embedding first, head and norm last."""
     counts = stage_layers(arch.n_layers, n_stages)
     first, is_first, is_last = sum(counts[:stage]), stage == 0, stage == n_stages - 1
@@ -177,7 +177,7 @@ def _stage_places(arch: Architecture, places: Iterable[int | str], stage: int, n
             return needs_embedding
         return place == "vision" or (is_first if place == "positions" else is_last)
 
-    return [place for place in places if stands_here(place)]
+    return tuple(place for place in places if stands_here(place))
 
 
 def rope_bytes(arch: Architecture) -> int:
@@ -185,17 +185,35 @@ def rope_bytes(arch: Architecture) -> int:
     return sum(t.n_positions * t.rotary_dim * dtype_bytes(t.dtype or arch.dtype) for t in arch.ropes)
 
 
+def _without_place(tensor: Tensor) -> Tensor:
+    return msgspec.structs.replace(tensor, name="", layer="")
+
+
 class Ledger:
     """A model's tensors by where they stand, and their bytes for each cut: worked out once for many layouts."""
 
     def __init__(self, arch: Architecture) -> None:
         self.places = _by_layer(inventory(arch))
-        self._dtype = arch.dtype
+        self._arch = arch
         self._sizes: dict[_Cut, dict[int | str, tuple[int, int, int]]] = {}
+        self._stages: dict[int, list[tuple[int | str, ...]]] = {}
+        # Layers with the same tensors have the same bytes: one of each kind is counted.
+        kinds: dict[tuple[Tensor, ...], int | str] = {}
+        nameless = {place: tuple(map(_without_place, tensors)) for place, tensors in self.places.items()}
+        self._like = {place: kinds.setdefault(tensors, place) for place, tensors in nameless.items()}
+
+    def stages(self, n_stages: int) -> list[tuple[int | str, ...]]:
+        """What stands on each of `n_stages`."""
+        if n_stages not in self._stages:
+            stages = range(n_stages)
+            self._stages[n_stages] = [_stage_places(self._arch, self.places, stage, n_stages) for stage in stages]
+        return self._stages[n_stages]
 
     def sizes(self, cut: _Cut) -> dict[int | str, tuple[int, int, int]]:
         if cut not in self._sizes:
-            self._sizes[cut] = {place: _bytes(tensors, cut, self._dtype) for place, tensors in self.places.items()}
+            dtype = self._arch.dtype
+            known = {kind: _bytes(self.places[kind], cut, dtype) for kind in set(self._like.values())}
+            self._sizes[cut] = {place: known[kind] for place, kind in self._like.items()}
         return self._sizes[cut]
 
 
@@ -230,9 +248,8 @@ def rank_weights(
         )
         sizes[local_experts] = ledger.sizes(cut)
     found = []
-    for stage in range(n_stages):
+    for stage, here in enumerate(ledger.stages(n_stages)):
         first = sum(counts[:stage])
-        here = _stage_places(arch, ledger.places, stage, n_stages)
         has_attention = any(layer.attention for layer in arch.layers[first : first + counts[stage]])
         for local_experts, n_ranks in classes:
             own = [sizes[local_experts][place] for place in here]
