@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -95,12 +96,17 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def running(argv: list[str]) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0)
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
+    # Killed, it leaves the folder of its admin socket: that goes with ours.
+    with tempfile.TemporaryDirectory(prefix="penstock-test-") as folder:
+        env = {**os.environ, "TMPDIR": folder}
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(argv, stdout=pipe, stderr=pipe, text=True, process_group=0, env=env)
+        try:
+            yield process
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # a worker that outlived it would hold its pipes
+            process.communicate()
 
 
 def ask(url: str, body: object = None, token: str | None = None) -> Any:

@@ -59,6 +59,8 @@ def serve(config: GatewayConfig, token: str, on_bound: Callable[[Sockets], None]
 
 def run_loop(make: Callable[[], Gateway], config: GatewayConfig) -> None:
     """One event loop with one gateway on it."""
+    # Until the loop hears signals they wait: the handler from before would end a worker with a traceback.
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
         import uvloop
 
@@ -83,6 +85,7 @@ async def _serve(make: Callable[[], Gateway], config: GatewayConfig) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     gateway = make()
     await gateway.start()
     # What is here now stays: the collector need not look at it again and again. A request makes some tens of objects
@@ -127,17 +130,17 @@ class _Parent:
 
     def _start(self, slot: int) -> None:
         self._started_at[slot] = time.monotonic()
+        parent = os.getpid()
         pid = os.fork()
         if pid == 0:
-            self._work(slot)
+            self._work(slot, parent)
         self._workers[pid] = slot
 
-    def _work(self, slot: int) -> None:
+    def _work(self, slot: int, parent: int) -> None:
         """The child; does not return."""
         code = 1
         try:
-            _die_with_parent()
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+            _die_with(parent)
             self._counters.bind(slot)
             for other, sock in enumerate(self._sockets.public):
                 if other != slot:
@@ -193,10 +196,9 @@ class _Parent:
             raise SystemExit(1)
 
 
-def _die_with_parent() -> None:
-    """A parent that was killed leaves no workers behind."""
+def _die_with(parent: int) -> None:
+    """A parent that was killed leaves no workers behind. `parent` is its id, taken before the fork."""
     if sys.platform == "linux":
-        parent = os.getppid()
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != parent:  # it died before the call
             os._exit(1)
