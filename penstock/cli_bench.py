@@ -11,11 +11,10 @@ import contextlib
 import json
 import math
 import os
-import shutil
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from penstock.cli_bench_asks import Subparsers
 from penstock.errors import EXIT_OURS, PenstockError, UserError
@@ -102,10 +101,11 @@ def run_serve(options: argparse.Namespace) -> int:
     native.activate()
     from penstock.bench import folder as folders
     from penstock.bench import plan, serve
+    from penstock.cli_bench_launch import behind
     from penstock.runs import home
 
     service, pace, bounds = _service(options), _pace(options), _bounds(options.goodput, options.stream)
-    launch = _launch_behind(service.url)
+    launch = behind(service.url)
     asks, warmup = _asks(options, pace, service, launch.model or service.model)
     plan.check(pace, [ask.offset_s for ask in asks])
     folder = options.out or folders.new_folder(home(), time.time())
@@ -126,9 +126,10 @@ def run_serve(options: argparse.Namespace) -> int:
     flags = {**vars(options), "arrival": pace.arrival}
     report.result["flags"] = {key: value for key, value in sorted(flags.items()) if _is_plain(value)}
     report.result["folder"] = str(folder.resolve())
-    report.result["versions"] |= launch.versions
+    launch.tell(report.result)
     folders.write(folder, report.result, report.requests, report.rows, report.is_open)
-    _write_page(folder, launch)
+    launch.keep(folder)
+    _write_page(folder)
     if options.json:
         print(json.dumps(report.result), flush=True)
     else:
@@ -139,41 +140,12 @@ def run_serve(options: argparse.Namespace) -> int:
     return 0 if report.summary.completed else EXIT_OURS
 
 
-class _Launch(NamedTuple):
-    """What is known here of the deployment that is measured: its engine's version, its model's path, plan and file."""
-
-    versions: dict[str, str] = {}  # noqa: RUF012 - nobody writes to it
-    model: str | None = None
-    plan: dict[str, Any] | None = None
-    files: tuple[Path, ...] = ()
-
-
-def _launch_behind(url: str) -> _Launch:
-    """The deployment of this penstock home whose gateway has that address; empty for any other endpoint."""
-    import msgspec
-
-    from penstock import runs
-
-    for run in runs.every():
-        try:
-            if run.is_ended() or run.known_url != url.removesuffix("/v1").rstrip("/"):
-                continue
-            plan = run.plan()
-        except PenstockError:  # a damaged folder of somebody else's
-            continue
-        files = (run.path / "plan.json", run.path / "spec.yaml")
-        return _Launch({plan.engine: plan.engine_version}, plan.model.path, msgspec.to_builtins(plan), files)
-    return _Launch()
-
-
-def _write_page(folder: Path, launch: _Launch) -> None:
-    """What was launched beside what was measured, and the page of both."""
+def _write_page(folder: Path) -> None:
+    """The page of what is in the folder."""
     from penstock.bench import record, report
     from penstock.cli_bench_asks import write
 
-    for file in launch.files:
-        shutil.copyfile(file, folder / file.name)
-    write(folder / "report.html", report.page([record.load(folder)], launch.plan))
+    write(folder / "report.html", report.page([record.load(folder)]))
 
 
 def _is_plain(value: object) -> bool:
@@ -181,12 +153,15 @@ def _is_plain(value: object) -> bool:
 
 
 def _text(options: argparse.Namespace, pace: Pace, report: Report) -> str:
-    from penstock.bench import show
+    from penstock.bench import predicted, show
+    from penstock.bench.record import Result
 
     parts = []
     if options.prompt is not None or not options.stream:
         parts.append(show.hey_block(report.requests, report.summary, report.is_open))
     parts.append(show.serving_block(report.summary, pace.rate, pace.concurrency))
+    if found := predicted.pairs(Result("", report.result)):
+        parts.append(show.prediction(found))
     parts.append(show.notes(report.summary, report.generator, report.verdict, report.requests))
     if options.formulas:
         parts.append(show.formulas())

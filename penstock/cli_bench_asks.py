@@ -1,10 +1,10 @@
-"""What the verbs of `penstock bench` share: asks from flags, and the planner's calibration file from runs."""
+"""What the verbs of `penstock bench` share: asks from flags, and files."""
 
 from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -13,7 +13,6 @@ from penstock.errors import UserError
 if TYPE_CHECKING:
     from penstock.bench.ask import Ask
     from penstock.bench.files import Wanted
-    from penstock.bench.record import Result
     from penstock.client import Client
 
 # Warm-up prompts are drawn by a seed that no measured run has: what is sent twice is answered from the prefix cache.
@@ -71,31 +70,6 @@ def only_model(client: Client) -> str:
     if len(names) != 1:
         raise UserError(f"cannot choose a model: the server has {len(names)}", hint=f"--model, one of {names[:20]}")
     return names[0]
-
-
-def calibrated(options: argparse.Namespace, runs: Sequence[Result]) -> str:
-    """The text of the planner's calibration file.  Raises UserError."""
-    from penstock import catalog, facts, machine, planning
-    from penstock.bench import calibrate
-    from penstock.plan import calibration
-    from penstock.spec import Parallel
-
-    if options.calibrate_model is None:
-        raise UserError("cannot calibrate without the model's name", hint="--calibrate-model llama-3.1-8b")
-    if options.gpu is None and not (here := machine.gpus()):
-        raise UserError("cannot calibrate: this machine has no GPU, and none was named", hint="--gpu h100-sxm")
-    card = catalog.gpu(options.gpu) if options.gpu else planning.card_of(here)
-    sizes = dict(zip(("tensor", "pipeline", "data"), options.layout, strict=False))
-    deployed = calibrate.Deployed(
-        facts.read(options.calibrate_model), card, Parallel(**sizes), str(options.engine_version)
-    )
-    return calibration.write(calibrate.calibrated(runs, deployed))
-
-
-def write_calibration(options: argparse.Namespace, runs: Sequence[Result]) -> Path:
-    """Fit and write; the file.  Raises UserError."""
-    write(options.calibrate, calibrated(options, runs))
-    return Path(options.calibrate)
 
 
 def write(path: Path, text: str) -> None:

@@ -112,12 +112,15 @@ def _add_sweep(sub: argparse.ArgumentParser) -> None:
 
 
 def _add_calibrate(sub: argparse.ArgumentParser) -> None:
-    group = sub.add_argument_group("calibration of `penstock plan`")
+    text = (
+        "Default: what was launched where a deployment of this machine was measured, else TP 1 on this machine's GPU."
+    )
+    group = sub.add_argument_group("calibration of `penstock plan`", text)
     group.add_argument("--calibrate", type=Path, metavar="FILE", help="write the planner's constants from these runs")
     group.add_argument("--calibrate-model", metavar="MODEL", help="what `penstock plan` will be asked about")
-    group.add_argument("--gpu", metavar="ID", help="a catalogue id; default: this machine's")
-    group.add_argument("--layout", type=_sizes, default=(1,), metavar="T[,P[,D]]", help="tensor, pipeline, data sizes")
-    group.add_argument("--engine-version", default="0.33", metavar="V", help="vLLM's version (default: 0.33)")
+    group.add_argument("--gpu", metavar="ID", help="a catalogue id")
+    group.add_argument("--layout", type=_sizes, metavar="T[,P[,D]]", help="tensor, pipeline, data sizes")
+    group.add_argument("--engine-version", metavar="V", help="vLLM's version")
 
 
 def _add_json(sub: argparse.ArgumentParser) -> None:
@@ -138,7 +141,8 @@ def run_compare(options: argparse.Namespace) -> int:
 def run_report(options: argparse.Namespace) -> int:
     """Writes the page, and what else was asked for; says where."""
     from penstock.bench import figures, pictures, record, report
-    from penstock.cli_bench_asks import calibrated, write
+    from penstock.cli_bench_asks import write
+    from penstock.cli_bench_launch import calibrated
 
     if options.png:
         pictures.check()

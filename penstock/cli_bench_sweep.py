@@ -42,6 +42,7 @@ def run(options: argparse.Namespace, deployment_of: Callable[[argparse.Namespace
     """Search each layout, print its table and answer, write sweep.json and report.html."""
     from penstock.bench import sweep
     from penstock.bench.serve import parts_of
+    from penstock.cli_bench_launch import behind, deployed_of
 
     slo = sweep.slo_of(options.slo, options.failed)
     if not slo.bounds and not options.steps:
@@ -50,6 +51,12 @@ def run(options: argparse.Namespace, deployment_of: Callable[[argparse.Namespace
         raise UserError("cannot deploy layouts at --url", hint="Give FILE|MODEL with --tensor, or --url alone.")
     if options.url:
         parts_of(options.url)
+    if options.calibrate and (options.by == "rate" or len(options.tensor or ()) > 1):
+        raise UserError(
+            "cannot calibrate from this sweep",
+            detail="The planner's constants come from closed loops of one layout.",
+            hint="--by concurrency --steps 1,8,32, and one --tensor.",
+        )
     if options.by == "concurrency" and any(step != int(step) for step in options.steps):
         raise UserError("cannot have part of a request at once", hint="Whole numbers: --steps 1,2,4,8.")
     where = sweep.Search(options.by, options.first, most=options.most, steps=options.steps)
@@ -62,6 +69,8 @@ def run(options: argparse.Namespace, deployment_of: Callable[[argparse.Namespace
         layout = f"TP {tensor}" if tensor else "as it runs"
         try:
             with _place(options, deployment, tensor) as place:
+                if options.calibrate:  # what cannot be fitted to is told before it is measured
+                    deployed_of(options, behind(place.url).facts)
                 found[layout] = _search(options, place, slo, where, folder / layout)
         except UserError as error:
             if tensor is None or deployment is None or len(options.tensor) == 1:
@@ -105,6 +114,7 @@ def measure(
     from penstock.bench import plan, serve
     from penstock.bench.files import Wanted
     from penstock.cli_bench_asks import asks_of, client_of, only_model
+    from penstock.cli_bench_launch import behind
 
     n_requests = max(
         options.requests, math.ceil(rate * options.duration) if rate else _CLOSED_ROUNDS * (concurrency or 1)
@@ -130,7 +140,10 @@ def measure(
         "requests": n_requests,
         "seed": options.seed,
     }
+    launch = behind(place.url)
+    launch.tell(report.result)
     folders.write(folder, report.result, report.requests, report.rows, report.is_open)
+    launch.keep(folder)
     if report.was_interrupted:
         raise KeyboardInterrupt
     return report.result
@@ -194,7 +207,7 @@ def _tell(
     page = report.sweep_page(points, sweep.LABELS[options.by], str(slo), answers)
     (folder / "report.html").write_text(page, "utf-8")
     if options.calibrate and not was_interrupted:  # constants of half the loads would pass for those of all
-        from penstock.cli_bench_asks import write_calibration
+        from penstock.cli_bench_launch import write_calibration
 
         write_calibration(options, [point.run for point in points])
     if options.json:

@@ -85,9 +85,10 @@ LEVELS = {
     "testing": 6,
     "bench": 7,
     "cli_bench_asks": 8,
-    "cli_bench_sweep": 9,
-    "cli_bench_more": 10,
-    "cli_bench": 9,
+    "cli_bench_launch": 9,
+    "cli_bench_sweep": 10,
+    "cli_bench_more": 11,
+    "cli_bench": 10,
     "cli_gateway": 7,
     "cli_remote": 7,
     "remote": 6,
@@ -96,8 +97,8 @@ LEVELS = {
     "placed_gateway": 6,
     "controller": 7,
     "screen": 7,
-    "cli": 11,
-    "__main__": 12,
+    "cli": 12,
+    "__main__": 13,
 }
 # Units that must start alone in a small place: the only units they may import.
 ALONE = {

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from penstock.bench.record import Result
-from penstock.catalog import GpuFacts
+from penstock.catalog import GpuFacts, LinkFacts
 from penstock.errors import UserError
 from penstock.plan import calibration
 from penstock.plan.calibration import Calibrated, Measured
@@ -27,13 +27,14 @@ _HINT = "Runs at concurrency 1, 8 and 32 make a good fit: penstock bench sweep -
 
 
 class Deployed(msgspec.Struct, frozen=True):
-    """What was measured: the planner must know it as well as the runs do."""
+    """What was measured: the planner must know it as well as the runs do. Each node has equally many of its ranks."""
 
     facts: Facts
     gpu: GpuFacts
     layout: Parallel
     engine_version: str
-    gpus_per_node: int | None = None
+    n_nodes: int = 1
+    network: LinkFacts | None = None
     is_eager: bool = False
 
 
@@ -44,7 +45,8 @@ def calibrated(runs: Sequence[Result], deployed: Deployed) -> Calibrated:
         raise UserError(
             f"cannot calibrate: none of {len(runs)} run(s) is a valid closed loop with token counts", hint=_HINT
         )
-    fabric = Fabric(deployed.gpu, deployed.gpus_per_node or deployed.layout.n_ranks)
+    ranks_each = deployed.layout.n_ranks // deployed.n_nodes
+    fabric = Fabric(deployed.gpu, ranks_each, deployed.n_nodes, deployed.network)
     engine = Engine(version=deployed.engine_version, is_eager=deployed.is_eager)
     work = work_of_model(read(deployed.facts.config))
     constants, error = calibration.fit(work, deployed.layout, fabric, engine, points)

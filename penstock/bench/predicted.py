@@ -1,7 +1,8 @@
 """The planner's figures beside what was measured. Pure.
 
-What is read is the JSON of `penstock plan --json`: its `speed` holds ranges (low, likely, high) for the prompt, answer
-and concurrency that were asked of it. A closed loop of that concurrency is what they can be held against.
+What is read is `speed` of `penstock plan --json`: ranges (low, likely, high) for the prompt, answer and concurrency
+that it was asked about, to be held against a closed loop of that concurrency. A run of a deployment on GPUs has those
+of its own load among its results.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ class Pair(msgspec.Struct, frozen=True):
 
 
 def pairs(run: Result, plan: Mapping[str, Any] | None = None) -> list[Pair]:
-    """What `plan`, or else the plan beside the run, predicted of it; empty when it told no speed."""
-    speed = (plan or run.plan or {}).get("speed")
+    """What `plan`, or else the run's own prediction, said of it; empty when it told no speed."""
+    speed = plan.get("speed") if plan else run.summary.get("predicted")
     found = []
     for name, measured_name, words in _PAIRS:
         told = speed.get(name) if isinstance(speed, Mapping) else None

@@ -204,7 +204,7 @@ def _drawn(charts: Sequence[Chart]) -> str:
 def _facts(run: Result, is_named: bool) -> str:
     """Flags, versions, machine and formulas: a number without them compares with nothing."""
     parts = []
-    for block in ("flags", "versions", "machine", "errors", "formulas"):
+    for block in ("launch", "flags", "versions", "machine", "errors", "formulas"):
         found = run.summary.get(block)
         if isinstance(found, Mapping) and found:
             rows = [(str(key), _plain(value)) for key, value in found.items() if value is not None]

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from penstock.bench.drive import Progress
+from penstock.bench.predicted import Pair
 from penstock.bench.stats import FORMULAS, Spread, Summary, Timed, percentile
 from penstock.bench.validity import Generator, Verdict
 from penstock.units import printable, show_seconds
@@ -21,6 +22,15 @@ _HEADERS = {
 }
 _N_BINS = 10
 _BAR = 40
+
+
+def prediction(pairs: Sequence[Pair]) -> str:
+    """What the planner says of this load, beside what was measured."""
+    lines = [f"{'Predicted for this load':-^{_WIDTH}}"]
+    for pair in pairs:
+        told = f"{pair.likely:.4g} ({pair.low:.4g} to {pair.high:.4g})"
+        lines.append(f"{pair.words + ':':<20} {told:<28} {pair.off:+.0%}{'' if pair.is_inside else ', outside'}")
+    return "\n".join(lines)
 
 
 def serving_block(summary: Summary, rate: float | None, concurrency: int | None) -> str:

@@ -1,0 +1,185 @@
+"""The deployment behind what `penstock bench` measures: what was launched, what the planner predicts of the load, and
+the calibration file that comes of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from penstock.cli_bench_asks import write
+from penstock.errors import PenstockError, UserError
+
+if TYPE_CHECKING:
+    from penstock.bench.calibrate import Deployed
+    from penstock.bench.record import Result
+    from penstock.plan import Plan
+    from penstock.spec import Deployment
+
+_NEWEST = "0.33"  # what `penstock plan` takes where no version is named
+
+
+class Launch(NamedTuple):
+    """What is known here of a deployment: its file, its plan, and both in its run's folder. Empty: nothing is."""
+
+    deployment: Deployment | None = None
+    plan: Plan | None = None
+    files: tuple[Path, ...] = ()
+
+    @property
+    def versions(self) -> dict[str, str]:
+        return {self.plan.engine: self.plan.engine_version} if self.plan else {}
+
+    @property
+    def model(self) -> str | None:
+        """Where its tokenizer is."""
+        return self.plan.model.path if self.plan else None
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What decides how fast an engine is, as a result keeps it; `gpu` is None where nothing was planned for one."""
+        if self.plan is None or self.deployment is None:
+            return {}
+        layout, forecast = self.plan.layout, self.plan.forecast
+        return {
+            "model": self.plan.model.reference,
+            "gpu": forecast.key.gpu if forecast else None,
+            "layout": [layout.tensor, layout.pipeline, layout.data],
+            "expert": layout.expert,
+            "nodes": self.plan.n_nodes,
+            "network": self.deployment.hardware.network,
+            "engine": self.plan.engine,
+            "engine_version": self.plan.engine_version,
+            "enforce_eager": bool(forecast and forecast.key.enforce_eager),
+        }
+
+    def tell(self, result: dict[str, Any]) -> None:
+        """Writes into a run's result what was launched, and what the planner predicts of a load like it."""
+        result["versions"] |= self.versions
+        result["launch"] = self.facts or None
+        result["predicted"] = predicted(self, result)
+
+    def keep(self, folder: Path) -> None:
+        """Copies file and plan to what was measured of them."""
+        for file in self.files:
+            shutil.copyfile(file, folder / file.name)
+
+
+def behind(url: str) -> Launch:
+    """The deployment of this penstock home whose gateway has that address; empty for any other endpoint."""
+    from penstock import runs
+
+    for run in runs.every():
+        try:
+            if run.is_ended() or run.known_url != url.removesuffix("/v1").rstrip("/"):
+                continue
+            return Launch(run.deployment(), run.plan(), (run.path / "plan.json", run.path / "spec.yaml"))
+        except PenstockError:  # a damaged folder of somebody else's
+            continue
+    return Launch()
+
+
+def predicted(launch: Launch, result: Mapping[str, Any]) -> dict[str, Any] | None:
+    """`speed` of `penstock plan --json` for the closed loop that was measured: as many tokens, as many at once.
+
+    Replicas share the load evenly. None for an open loop, for an engine without a GPU, and for what is not modelled.
+    """
+    import msgspec
+
+    from penstock import facts, planning
+
+    plan, deployment = launch.plan, launch.deployment
+    at_once, n_done = result["pace"]["concurrency"], result["completed"]
+    n_in, n_out = result["total_input_tokens"], result["total_output_tokens"]
+    if plan is None or deployment is None or plan.forecast is None or not (at_once and n_done and n_in and n_out):
+        return None
+    n_replicas = max(1, len(result["replicas"]))
+    try:
+        of_model = facts.read(plan.model.path if Path(plan.model.path).is_dir() else plan.model.reference)
+        request = msgspec.structs.replace(
+            planning.request_of(deployment, of_model, plan.forecast.key.gpu),
+            gpus_per_node=plan.ranks_each,
+            nodes=plan.n_nodes,
+            tensor=plan.layout.tensor,
+            pipeline=plan.layout.pipeline,
+            data=plan.layout.data,
+            expert=plan.layout.expert,
+            engine_version=plan.engine_version,
+            max_model_len=plan.max_model_len,
+            input_tokens=round(n_in / n_done),
+            output_tokens=max(1, round(n_out / n_done)),
+            concurrency=math.ceil(at_once / n_replicas),
+        )
+        speed = planning.solve(request, with_measured=False).speed
+    except PenstockError:
+        return None
+    if speed is None:
+        return None
+    told: dict[str, Any] = msgspec.to_builtins(speed)
+    for name in ("output_tokens_per_s", "requests_per_s"):
+        told[name] = {end: n_replicas * value for end, value in told[name].items()}
+    return told
+
+
+def deployed_of(options: argparse.Namespace, launch: Mapping[str, Any]) -> Deployed:
+    """What a calibration is of: the flags, or else what was launched, or else TP 1 on this machine's GPU.
+
+    Raises UserError.
+    """
+    from penstock import catalog, facts, machine, planning
+    from penstock.bench.calibrate import Deployed
+    from penstock.spec import Parallel
+
+    model = options.calibrate_model or launch.get("model")
+    if model is None:
+        raise UserError("cannot calibrate without the model's name", hint="--calibrate-model llama-3.1-8b")
+    gpu = options.gpu or launch.get("gpu")
+    if gpu is None and not (here := machine.gpus()):
+        raise UserError("cannot calibrate: this machine has no GPU, and none was named", hint="--gpu h100-sxm")
+    card = catalog.gpu(gpu) if gpu else planning.card_of(here)
+    sizes = dict(zip(("tensor", "pipeline", "data"), options.layout or launch.get("layout") or (1,), strict=False))
+    is_named = options.layout is not None
+    layout = Parallel(**sizes, expert=bool(launch.get("expert")) and not is_named)
+    network = None if is_named else launch.get("network")
+    return Deployed(
+        facts.read(model),
+        card,
+        layout,
+        str(options.engine_version or launch.get("engine_version") or _NEWEST),
+        n_nodes=1 if is_named else launch.get("nodes", 1),
+        network=catalog.link(network) if network else None,
+        is_eager=bool(launch.get("enforce_eager")),
+    )
+
+
+def calibrated(options: argparse.Namespace, runs: Sequence[Result]) -> str:
+    """The text of the planner's calibration file.  Raises UserError."""
+    from penstock.bench import calibrate
+    from penstock.plan import calibration
+
+    return calibration.write(calibrate.calibrated(runs, deployed_of(options, _launch_of(runs))))
+
+
+def _launch_of(runs: Sequence[Result]) -> Mapping[str, Any]:
+    """What was launched, by the runs that know it.  Raises UserError where they differ: constants are of one layout."""
+    told = [run.summary["launch"] for run in runs if isinstance(run.summary.get("launch"), dict)]
+    unlike = {json.dumps(launch, sort_keys=True): launch for launch in told}
+    if len(unlike) > 1:
+        words = [f"{one['model']} on {one['gpu']}, layout {one['layout']}" for one in unlike.values()]
+        raise UserError(
+            f"cannot calibrate from runs of {len(unlike)} different launches",
+            detail="\n".join(words),
+            hint="Constants are of one layout: give its runs alone.",
+        )
+    return told[0] if told else {}
+
+
+def write_calibration(options: argparse.Namespace, runs: Sequence[Result]) -> Path:
+    """Fit and write; the file.  Raises UserError."""
+    write(options.calibrate, calibrated(options, runs))
+    return Path(options.calibrate)

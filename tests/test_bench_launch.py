@@ -1,0 +1,140 @@
+"""What was launched stands beside what was measured: the planner's word for that very load, and calibration without
+flags.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from bench_samples import write_run
+
+from penstock import cli, spec
+from penstock.bench import predicted, show
+from penstock.bench.record import Result
+from penstock.cli_bench_launch import Launch, deployed_of
+from penstock.cli_bench_launch import predicted as predicted_of
+from penstock.errors import UserError
+from penstock.plan import Forecast, ModelFacts, Need, Plan
+from penstock.plan.measurement import Key
+from penstock.spec import Parallel
+
+KEY = Key("a", "h200-sxm", "0.33.0", "bfloat16", None, "auto", 8192, 1024, None, True, False, ())
+FILE = "model: llama-3.1-8b\nengine: {kind: vllm, max_model_len: 16384}\n"
+
+
+def launch(**changed: Any) -> Launch:
+    """Llama 8B on one H200."""
+    facts: dict[str, Any] = {
+        "deployment": "one",
+        "served_names": ("one",),
+        "model": ModelFacts(
+            "llama-3.1-8b", "llama-3.1-8b", "none", "LlamaForCausalLM", 0, 0, 32, 4096, 32, 8, 128, 128256, 131072
+        ),
+        "engine": "vllm",
+        "engine_version": "0.33.0",
+        "device": "cuda",
+        "layout": Parallel(),
+        "executor": "mp",
+        "max_model_len": 16384,
+        "max_num_seqs": 8,
+        "need": Need(1, 1, 1),
+        "n_threads": 1,
+        "gpu_memory_utilization": 0.92,
+        "args": {},
+        "env": {},
+        "start_timeout_s": 1.0,
+        "stall_s": 1.0,
+        "drain_s": 1.0,
+        "forecast": Forecast(KEY, 100.0),
+    }
+    return Launch(spec.parse(FILE, "one.yaml"), Plan(**{**facts, **changed}))
+
+
+def measured(concurrency: int | None, replicas: int = 1) -> dict[str, Any]:
+    """A closed loop of 512 tokens in and 128 out, or an open one."""
+    return {
+        "versions": {},
+        "pace": {"concurrency": concurrency},
+        "completed": 10,
+        "total_input_tokens": 5120,
+        "total_output_tokens": 1280,
+        "replicas": {str(number): 10 // replicas for number in range(replicas)},
+        "mean_tpot_ms": 5.125,  # an H200's own
+        "output_throughput": 1400.7,
+    }
+
+
+def test_the_load_that_was_measured_is_predicted(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "llama-3.1-8b", "--gpu", "h200", "--max-model-len", "16384", "--no-measured", "--json"]
+    assert cli.run([*words, "--concurrency", "8", "--input-tokens", "512", "--output-tokens", "128"]) == 0
+    planned = json.loads(capsys.readouterr().out)["speed"]
+    result = measured(8)
+    launch().tell(result)
+    assert result["predicted"] == planned and result["versions"] == {"vllm": "0.33.0"}
+    assert result["launch"]["layout"] == [1, 1, 1] and result["launch"]["gpu"] == "h200-sxm"
+    text = show.prediction(predicted.pairs(Result("", result)))
+    assert "mean TPOT, ms:" in text and "output tokens/s:" in text and "outside" not in text
+
+
+def test_replicas_share_the_load() -> None:
+    one, two = predicted_of(launch(), measured(8)), predicted_of(launch(), measured(16, replicas=2))
+    assert one is not None and two is not None
+    assert two["tpot_ms"] == one["tpot_ms"]
+    assert two["requests_per_s"]["likely"] == pytest.approx(2 * one["requests_per_s"]["likely"])
+
+
+def test_nothing_is_predicted_of_what_nobody_can_tell() -> None:
+    assert predicted_of(launch(), measured(None)) is None
+    assert predicted_of(launch(forecast=None), measured(8)) is None
+    assert predicted_of(launch(engine_version="0.0.1"), measured(8)) is None
+    assert predicted_of(launch(), measured(8) | {"completed": 0}) is None
+    assert predicted_of(launch(), measured(8) | {"total_input_tokens": None}) is None
+    result = measured(8)
+    Launch().tell(result)
+    assert result["predicted"] is None and result["launch"] is None and predicted.pairs(Result("", result)) == []
+
+
+def flags(**given: Any) -> argparse.Namespace:
+    names = ("calibrate_model", "gpu", "layout", "engine_version")
+    return argparse.Namespace(**{**dict.fromkeys(names), **given})
+
+
+def test_a_calibration_is_of_what_was_launched() -> None:
+    cut = launch(layout=Parallel(tensor=2), forecast=Forecast(msgspec.structs.replace(KEY, enforce_eager=True), 1.0))
+    found = deployed_of(flags(), cut.facts)
+    assert (found.facts.reference, found.gpu.id, found.layout) == ("llama-3.1-8b", "h200-sxm", Parallel(tensor=2))
+    assert found.engine_version == "0.33.0" and found.is_eager and found.n_nodes == 1
+    told = deployed_of(flags(calibrate_model="qwen3-8b", gpu="h100-sxm", layout=(4,), engine_version="0.30"), cut.facts)
+    assert (told.facts.reference, told.gpu.id, told.layout) == ("qwen3-8b", "h100-sxm", Parallel(tensor=4))
+    with pytest.raises(UserError, match="without the model's name"):
+        deployed_of(flags(), {})
+
+
+def test_runs_of_our_own_need_no_names_and_are_not_mixed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = []
+    for tensor, concurrency, ttft, tpot in ((1, 1, 60.0, 9.0), (1, 8, 130.0, 10.5), (2, 32, 400.0, 15.0)):
+        times: Any = {
+            "mean_ttft_ms": ttft,
+            "mean_tpot_ms": tpot,
+            "total_input_tokens": 58_000,
+            "total_output_tokens": 11_600,
+            "flags": {"concurrency": concurrency},
+            "launch": launch(layout=Parallel(tensor=tensor)).facts,
+        }
+        runs.append(str(write_run(tmp_path / f"{tensor}-{concurrency}", n=60, **times)))
+    file, page = tmp_path / "calibration.json", ["--out", str(tmp_path / "r.html")]
+    assert cli.run(["bench", "report", *runs, "--calibrate", str(file), *page]) == 2
+    assert "2 different launches" in capsys.readouterr().err and not file.exists()
+    assert cli.run(["bench", "report", *runs[:2], "--calibrate", str(file), *page]) == 0
+    told = json.loads(file.read_text())
+    assert told["gpu"] == "h200-sxm" and told["engine_version"] == "0.33.0" and told["layout"]["tensor"] == 1
+    capsys.readouterr()
+    words = ["plan", "llama-3.1-8b", "--gpu", "h200", "--max-model-len", "8192", "--calibration", str(file), "--json"]
+    assert cli.run(words) == 0
+    planned = json.loads(capsys.readouterr().out)
+    assert not any("calibration" in warning for warning in planned["warnings"])  # it is of this very layout
