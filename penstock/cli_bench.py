@@ -126,7 +126,7 @@ def run_serve(options: argparse.Namespace) -> int:
     flags = {**vars(options), "arrival": pace.arrival}
     report.result["flags"] = {key: value for key, value in sorted(flags.items()) if _is_plain(value)}
     report.result["folder"] = str(folder.resolve())
-    launch.tell(report.result)
+    launch.tell(report)
     folders.write(folder, report.result, report.requests, report.rows, report.is_open)
     launch.keep(folder)
     _write_page(folder)

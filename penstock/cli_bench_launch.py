@@ -18,6 +18,7 @@ from penstock.errors import PenstockError, UserError
 if TYPE_CHECKING:
     from penstock.bench.calibrate import Deployed
     from penstock.bench.record import Result
+    from penstock.bench.serve import Report
     from penstock.plan import Plan
     from penstock.spec import Deployment
 
@@ -58,11 +59,12 @@ class Launch(NamedTuple):
             "enforce_eager": bool(forecast and forecast.key.enforce_eager),
         }
 
-    def tell(self, result: dict[str, Any]) -> None:
+    def tell(self, report: Report) -> None:
         """Writes into a run's result what was launched, and what the planner predicts of a load like it."""
-        result["versions"] |= self.versions
-        result["launch"] = self.facts or None
-        result["predicted"] = predicted(self, result)
+        lengths = {(one.input_tokens, one.output_tokens) for one in report.requests if one.error is None}
+        report.result["versions"] |= self.versions
+        report.result["launch"] = self.facts or None
+        report.result["predicted"] = predicted(self, report.result, is_wave=len(lengths) == 1)
 
     def keep(self, folder: Path) -> None:
         """Copies file and plan to what was measured of them."""
@@ -84,10 +86,12 @@ def behind(url: str) -> Launch:
     return Launch()
 
 
-def predicted(launch: Launch, result: Mapping[str, Any]) -> dict[str, Any] | None:
+def predicted(launch: Launch, result: Mapping[str, Any], *, is_wave: bool) -> dict[str, Any] | None:
     """`speed` of `penstock plan --json` for the closed loop that was measured: as many tokens, as many at once.
 
-    Replicas share the load evenly. None for an open loop, for an engine without a GPU, and for what is not modelled.
+    `is_wave`: the requests were equally long, so that all end, and come back, together: their first tokens wait for one
+    another. Replicas share the load evenly. None for an open loop, for an engine without a GPU, and for what is not
+    modelled.
     """
     import msgspec
 
@@ -115,15 +119,18 @@ def predicted(launch: Launch, result: Mapping[str, Any]) -> dict[str, Any] | Non
             output_tokens=max(1, round(n_out / n_done)),
             concurrency=math.ceil(at_once / n_replicas),
         )
-        speed = planning.solve(request, with_measured=False).speed
+        speed = planning.speed(request)
     except PenstockError:
         return None
     if speed is None:
         return None
-    told: dict[str, Any] = msgspec.to_builtins(speed)
-    for name in ("output_tokens_per_s", "requests_per_s"):
-        told[name] = {end: n_replicas * value for end, value in told[name].items()}
-    return told
+    told = {
+        "ttft_ms": speed.ttft_wave_ms if is_wave else speed.ttft_ms,
+        "tpot_ms": speed.tpot_wave_ms if is_wave else speed.tpot_ms,
+        "output_tokens_per_s": speed.output_tokens_per_s * n_replicas,
+        "requests_per_s": speed.requests_per_s * n_replicas,
+    }
+    return {name: msgspec.to_builtins(value) for name, value in told.items()}
 
 
 def deployed_of(options: argparse.Namespace, launch: Mapping[str, Any]) -> Deployed:

@@ -141,7 +141,7 @@ def measure(
         "seed": options.seed,
     }
     launch = behind(place.url)
-    launch.tell(report.result)
+    launch.tell(report)
     folders.write(folder, report.result, report.requests, report.rows, report.is_open)
     launch.keep(folder)
     if report.was_interrupted:

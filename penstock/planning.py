@@ -19,7 +19,8 @@ from penstock.plan.launch import Sized, gpus_for_each
 from penstock.plan.measurement import Key
 from penstock.plan.refusals import NotModelled
 from penstock.plan.sizing import Facts, Sizing, SizingRequest
-from penstock.plan.solve import key_of, sizing_of
+from penstock.plan.solve import key_of, sizing_of, speed_of
+from penstock.plan.speed import Speed
 from penstock.spec import Deployment, Parallel, Scalar
 from penstock.units import bare_flag
 
@@ -45,6 +46,12 @@ def solve(
     notes = (*request.facts.notes, *damage, *_uncounted(request.more_args))
     more = tuple(note for note in notes if note not in sizing.warnings)
     return msgspec.structs.replace(sizing, warnings=(*more, *sizing.warnings)) if more else sizing
+
+
+def speed(request: SizingRequest) -> Speed | None:
+    """What is predicted of a request's fixed layout; None where it does not fit.  Raises NotModelled and UserError."""
+    network = catalog.link(request.network) if request.network else None
+    return speed_of(request, catalog.gpu(request.gpu), network)
 
 
 def size(

@@ -96,6 +96,17 @@ def sizing_of(
     )
 
 
+def speed_of(request: SizingRequest, gpu: GpuFacts, network: LinkFacts | None = None) -> Speed | None:
+    """All that is predicted of the request's fixed layout, of waves too; None where it does not fit.
+
+    Raises as `sizing_of`.
+    """
+    question = _question(request, gpu, network, {})
+    assert request.fixed_layout is not None, "asked only when there is one"
+    fit = Memory(question.case).fit(request.fixed_layout)
+    return _speed(question, fit) if fit.fits else None
+
+
 def key_of(request: SizingRequest, gpu: GpuFacts) -> Key:
     """What measured values of this engine are kept under.  Raises as `sizing_of` does."""
     _, rules, settings, _ = _engine(request, gpu)
