@@ -424,6 +424,30 @@ def test_busy_turn_is_folded_and_a_calm_one_unfolds_it(place: str, monkeypatch: 
     run(LOOP, test())
 
 
+def test_rows_that_come_while_a_turn_writes_are_the_next_turns(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy gateway's turn would never end, and write a few rows at a time, which costs the loop half its speed."""
+    kept = ledger.Ledger(place)
+    add_rows = Store.add_rows
+    writes: list[list[int]] = []
+
+    def come() -> None:
+        kept.add(Row(kept.next_number(), 1.0, "k", "m", "0", 1, 0, 1, 0, None, 1.0, "complete", 200, None, "id"))
+
+    def busy(store: Store, writer: str, batch: list[Row], *, is_again: bool) -> None:
+        assert len(writes) < 5
+        writes.append([row.number for row in batch])
+        add_rows(store, writer, batch, is_again=is_again)
+        come()
+
+    monkeypatch.setattr(Store, "add_rows", busy)
+    come()
+    for n_turns in (1, 2):
+        kept._turn()
+        assert (kept.n_written, kept.n_waiting) == (n_turns, 1)
+    assert writes == [[1], [2]]
+    kept.close()
+
+
 def test_gateway_prunes_old_rows_and_a_budget_stays_spent(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ledger, "PERIOD_S", 0.01)
     secret = make_key(place, budget_usd=0.0005)
