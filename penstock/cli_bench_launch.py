@@ -19,10 +19,9 @@ if TYPE_CHECKING:
     from penstock.bench.calibrate import Deployed
     from penstock.bench.record import Result
     from penstock.bench.serve import Report
+    from penstock.catalog import GpuFacts
     from penstock.plan import Plan
     from penstock.spec import Deployment
-
-_NEWEST = "0.33"  # what `penstock plan` takes where no version is named
 
 
 class Launch(NamedTuple):
@@ -46,9 +45,10 @@ class Launch(NamedTuple):
         """What decides how fast an engine is, as a result keeps it; `gpu` is None where nothing was planned for one."""
         if self.plan is None or self.deployment is None:
             return {}
-        layout, forecast = self.plan.layout, self.plan.forecast
+        layout, forecast, model = self.plan.layout, self.plan.forecast, self.plan.model
+        is_folder = Path(model.reference).name == Path(model.path).name  # not a hub id, whose copy has another name
         return {
-            "model": self.plan.model.reference,
+            "model": model.path if is_folder else model.reference,
             "gpu": forecast.key.gpu if forecast else None,
             "layout": [layout.tensor, layout.pipeline, layout.data],
             "expert": layout.expert,
@@ -64,7 +64,10 @@ class Launch(NamedTuple):
         lengths = {(one.input_tokens, one.output_tokens) for one in report.requests if one.error is None}
         report.result["versions"] |= self.versions
         report.result["launch"] = self.facts or None
-        report.result["predicted"] = predicted(self, report.result, is_wave=len(lengths) == 1)
+        try:
+            report.result["predicted"] = predicted(self, report.result, is_wave=len(lengths) == 1)
+        except Exception:  # noqa: BLE001 - what was measured is not lost for what somebody thinks of it
+            report.result["predicted"] = None
 
     def keep(self, folder: Path) -> None:
         """Copies file and plan to what was measured of them."""
@@ -90,19 +93,20 @@ def predicted(launch: Launch, result: Mapping[str, Any], *, is_wave: bool) -> di
     """`speed` of `penstock plan --json` for the closed loop that was measured: as many tokens, as many at once.
 
     `is_wave`: the requests were equally long, so that all end, and come back, together: their first tokens wait for one
-    another. Replicas share the load evenly. None for an open loop, for an engine without a GPU, and for what is not
-    modelled.
+    another (where some wait for a free place first, they come one by one all the same). Replicas share the load evenly.
+    None for an open loop, for an engine without a GPU, and for what is not modelled.
     """
     import msgspec
 
     from penstock import facts, planning
 
     plan, deployment = launch.plan, launch.deployment
-    at_once, n_done = result["pace"]["concurrency"], result["completed"]
+    n_done, is_open = result["completed"], result["pace"]["concurrency"] is None
     n_in, n_out = result["total_input_tokens"], result["total_output_tokens"]
-    if plan is None or deployment is None or plan.forecast is None or not (at_once and n_done and n_in and n_out):
+    if plan is None or deployment is None or plan.forecast is None or is_open or not (n_done and n_in and n_out):
         return None
-    n_replicas = max(1, len(result["replicas"]))
+    at_once = result["max_concurrent_requests"]  # fewer than were asked for, where there are not so many requests
+    of_one = math.ceil(at_once / max(1, len(result["replicas"])))
     try:
         of_model = facts.read(plan.model.path if Path(plan.model.path).is_dir() else plan.model.reference)
         request = msgspec.structs.replace(
@@ -115,20 +119,21 @@ def predicted(launch: Launch, result: Mapping[str, Any], *, is_wave: bool) -> di
             expert=plan.layout.expert,
             engine_version=plan.engine_version,
             max_model_len=plan.max_model_len,
-            input_tokens=round(n_in / n_done),
+            input_tokens=max(1, round(n_in / n_done)),
             output_tokens=max(1, round(n_out / n_done)),
-            concurrency=math.ceil(at_once / n_replicas),
+            concurrency=of_one,
         )
         speed = planning.speed(request)
     except PenstockError:
         return None
     if speed is None:
         return None
+    is_wave = is_wave and speed.n_running * plan.layout.data >= of_one
     told = {
         "ttft_ms": speed.ttft_wave_ms if is_wave else speed.ttft_ms,
         "tpot_ms": speed.tpot_wave_ms if is_wave else speed.tpot_ms,
-        "output_tokens_per_s": speed.output_tokens_per_s * n_replicas,
-        "requests_per_s": speed.requests_per_s * n_replicas,
+        "output_tokens_per_s": speed.output_tokens_per_s * (at_once / of_one),
+        "requests_per_s": speed.requests_per_s * (at_once / of_one),
     }
     return {name: msgspec.to_builtins(value) for name, value in told.items()}
 
@@ -138,30 +143,44 @@ def deployed_of(options: argparse.Namespace, launch: Mapping[str, Any]) -> Deplo
 
     Raises UserError.
     """
-    from penstock import catalog, facts, machine, planning
+    from penstock import catalog, facts
     from penstock.bench.calibrate import Deployed
+    from penstock.plan import profiles
     from penstock.spec import Parallel
 
+    if launch.get("engine", "vllm") != "vllm":
+        raise UserError(
+            f"cannot calibrate from runs of {launch['engine']}", detail="The planner's constants are of vLLM on GPUs."
+        )
     model = options.calibrate_model or launch.get("model")
     if model is None:
         raise UserError("cannot calibrate without the model's name", hint="--calibrate-model llama-3.1-8b")
-    gpu = options.gpu or launch.get("gpu")
-    if gpu is None and not (here := machine.gpus()):
-        raise UserError("cannot calibrate: this machine has no GPU, and none was named", hint="--gpu h100-sxm")
-    card = catalog.gpu(gpu) if gpu else planning.card_of(here)
     sizes = dict(zip(("tensor", "pipeline", "data"), options.layout or launch.get("layout") or (1,), strict=False))
     is_named = options.layout is not None
-    layout = Parallel(**sizes, expert=bool(launch.get("expert")) and not is_named)
     network = None if is_named else launch.get("network")
     return Deployed(
         facts.read(model),
-        card,
-        layout,
-        str(options.engine_version or launch.get("engine_version") or _NEWEST),
+        _card(options.gpu, launch.get("gpu")),
+        Parallel(**sizes, expert=bool(launch.get("expert")) and not is_named),
+        str(options.engine_version or launch.get("engine_version") or profiles.NEWEST),
         n_nodes=1 if is_named else launch.get("nodes", 1),
         network=catalog.link(network) if network else None,
         is_eager=bool(launch.get("enforce_eager")),
     )
+
+
+def _card(named: str | None, launched: str | None) -> GpuFacts:
+    """The GPU by its catalogue id; or this machine's, also one that the catalogue does not have.  Raises UserError."""
+    from penstock import catalog, machine, planning
+
+    if named is None and (here := machine.gpus()):
+        own = planning.card_of(here)
+        if launched in (None, own.id):
+            return own
+    found = named or launched
+    if found is None:
+        raise UserError("cannot calibrate: this machine has no GPU, and none was named", hint="--gpu h100-sxm")
+    return catalog.gpu(found)
 
 
 def calibrated(options: argparse.Namespace, runs: Sequence[Result]) -> str:
@@ -169,21 +188,26 @@ def calibrated(options: argparse.Namespace, runs: Sequence[Result]) -> str:
     from penstock.bench import calibrate
     from penstock.plan import calibration
 
-    return calibration.write(calibrate.calibrated(runs, deployed_of(options, _launch_of(runs))))
+    given = (options.calibrate_model, options.gpu, options.layout, options.engine_version)
+    launch = {} if all(given) else _launch_of(runs)
+    return calibration.write(calibrate.calibrated(runs, deployed_of(options, launch)))
 
 
 def _launch_of(runs: Sequence[Result]) -> Mapping[str, Any]:
-    """What was launched, by the runs that know it.  Raises UserError where they differ: constants are of one layout."""
-    told = [run.summary["launch"] for run in runs if isinstance(run.summary.get("launch"), dict)]
+    """What was launched; empty where no run knows it.  Raises UserError where they differ: constants are of one."""
+    told = [run.summary.get("launch") or {} for run in runs]
     unlike = {json.dumps(launch, sort_keys=True): launch for launch in told}
     if len(unlike) > 1:
-        words = [f"{one['model']} on {one['gpu']}, layout {one['layout']}" for one in unlike.values()]
         raise UserError(
             f"cannot calibrate from runs of {len(unlike)} different launches",
-            detail="\n".join(words),
-            hint="Constants are of one layout: give its runs alone.",
+            detail="\n".join(_words(launch) for launch in unlike.values()),
+            hint="Give the runs of one; or name --calibrate-model, --gpu, --layout and --engine-version.",
         )
-    return told[0] if told else {}
+    return told[0]
+
+
+def _words(launch: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in launch.items() if value) or "a run that does not tell"
 
 
 def write_calibration(options: argparse.Namespace, runs: Sequence[Result]) -> Path:

@@ -49,7 +49,10 @@ def solve(
 
 
 def speed(request: SizingRequest) -> Speed | None:
-    """What is predicted of a request's fixed layout; None where it does not fit.  Raises NotModelled and UserError."""
+    """What is predicted of a request's fixed layout on the catalogue's cards; None where `solve` tells no speed.
+
+    Raises NotModelled and UserError.
+    """
     network = catalog.link(request.network) if request.network else None
     return speed_of(request, catalog.gpu(request.gpu), network)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import random
 import statistics
 from pathlib import Path
@@ -162,11 +161,10 @@ def test_damaged_rows_are_left_out(tmp_path: Path) -> None:
         stream.write("20,nan,x\n21,soon\n")
     (run / "itl.csv").write_text("index,itl_ms\n0,1.5\n0,nan\nx\n\n7,2.5\n7,")
     (run / "engine.csv").write_text("time_s,running\n1,2\n,3\nx,4\n")
-    (run / "plan.json").write_text(json.dumps({"fits": True}))
     found = record.load(run)
     assert len(found.requests) == 20 and found.gaps == (1.5, 2.5)
     assert [(row.time_s, row.source, row.values) for row in found.engine] == [(1.0, "", {"running": 2.0})]
-    assert found.plan == {"fits": True} and found.number("nothing") is None
+    assert found.number("nothing") is None
 
 
 @settings(max_examples=30)

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 from bench_samples import write_run
 
-from penstock import cli, spec
+from penstock import cli, machine, planning, spec
 from penstock.bench import predicted, show
 from penstock.bench.record import Result
 from penstock.bench.serve import Report
@@ -22,9 +22,10 @@ from penstock.bench.stats import Timed
 from penstock.cli_bench_launch import Launch, deployed_of
 from penstock.cli_bench_launch import predicted as predicted_of
 from penstock.errors import UserError
-from penstock.plan import Forecast, ModelFacts, Need, Plan
+from penstock.plan import Forecast, Gpu, ModelFacts, Need, Plan
 from penstock.plan.measurement import Key
 from penstock.spec import Parallel
+from penstock.units import GIB
 
 KEY = Key("a", "h200-sxm", "0.33.0", "bfloat16", None, "auto", 8192, 1024, None, True, False, ())
 FILE = "model: llama-3.1-8b\nengine: {kind: vllm, max_model_len: 16384}\n"
@@ -63,6 +64,7 @@ def measured(concurrency: int | None, replicas: int = 1) -> dict[str, Any]:
     return {
         "versions": {},
         "pace": {"concurrency": concurrency},
+        "max_concurrent_requests": concurrency or 3,
         "completed": 10,
         "total_input_tokens": 5120,
         "total_output_tokens": 1280,
@@ -100,6 +102,9 @@ def test_equal_requests_come_in_waves_and_are_predicted_so() -> None:
 def test_replicas_share_the_load() -> None:
     one = predicted_of(launch(), measured(8), is_wave=False)
     two = predicted_of(launch(), measured(16, replicas=2), is_wave=False)
+    single = predicted_of(launch(), measured(1, replicas=2), is_wave=False)  # now to one, now to the other
+    alone = predicted_of(launch(), measured(1), is_wave=False)
+    assert single == alone
     assert one is not None and two is not None
     assert two["tpot_ms"] == one["tpot_ms"]
     assert two["requests_per_s"]["likely"] == pytest.approx(2 * one["requests_per_s"]["likely"])
@@ -130,6 +135,36 @@ def test_a_calibration_is_of_what_was_launched() -> None:
     assert (told.facts.reference, told.gpu.id, told.layout) == ("qwen3-8b", "h100-sxm", Parallel(tensor=4))
     with pytest.raises(UserError, match="without the model's name"):
         deployed_of(flags(), {})
+    with pytest.raises(UserError, match="runs of llamacpp"):
+        deployed_of(flags(gpu="h100-sxm"), launch(engine="llamacpp").facts)
+
+
+def test_a_card_that_the_catalogue_does_not_have_is_this_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    strange = Gpu(0, "NVIDIA Strange X9", 80 * GIB, 80 * GIB)
+    monkeypatch.setattr(machine, "gpus", lambda: (strange,))
+    key = msgspec.structs.replace(KEY, gpu=planning.card_of([strange]).id)
+    found = deployed_of(flags(), launch(forecast=Forecast(key, 1.0)).facts)
+    assert found.gpu.id == key.gpu and found.gpu.stands_in is not None
+
+
+def test_more_than_there_was_room_for_is_no_wave() -> None:
+    """64 at once where 8 run: who waits for a place waits for whole answers of others."""
+    crowded = launch(forecast=Forecast(KEY, 100.0))._replace(
+        deployment=spec.parse(FILE.replace("16384}", "16384, args: {max-num-seqs: 8}}"), "one.yaml")
+    )
+    found = predicted_of(crowded, measured(64), is_wave=True)
+    assert found is not None
+    in_flight = (
+        found["requests_per_s"]["likely"] * (found["ttft_ms"]["likely"] + 127 * found["tpot_ms"]["likely"]) / 1e3
+    )
+    assert in_flight == pytest.approx(64, rel=0.25)
+    few = predicted_of(launch(), measured(64) | {"max_concurrent_requests": 8}, is_wave=True)
+    assert few == predicted_of(launch(), measured(8), is_wave=True)
+
+
+def test_what_cannot_be_predicted_loses_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "speed", lambda request: 1 / 0)
+    assert told(launch(), measured(8))["predicted"] is None
 
 
 def test_runs_of_our_own_need_no_names_and_are_not_mixed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

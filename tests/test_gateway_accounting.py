@@ -425,7 +425,7 @@ def test_busy_turn_is_folded_and_a_calm_one_unfolds_it(place: str, monkeypatch: 
 
 
 def test_rows_that_come_while_a_turn_writes_are_the_next_turns(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A busy gateway's turn would never end, and write a few rows at a time, which costs the loop half its speed."""
+    """A busy gateway's turn would never end, and write a few rows at a time: each time it takes the loop's lock."""
     kept = ledger.Ledger(place)
     add_rows = Store.add_rows
     writes: list[list[int]] = []

@@ -15,7 +15,7 @@ import msgspec
 
 from penstock.errors import UserError
 
-RESULT, REQUESTS, GAPS, ENGINE, PLAN = "result.json", "requests.csv", "itl.csv", "engine.csv", "plan.json"
+RESULT, REQUESTS, GAPS, ENGINE = "result.json", "requests.csv", "itl.csv", "engine.csv"
 # What may differ between two runs that are still alike: where they write, what they are called, when they ran.
 _IDLE = {"out", "json", "folder", "url", "seed", "load_average", "formulas", "verb", "metrics"}
 
@@ -42,17 +42,13 @@ class EngineRow(msgspec.Struct, frozen=True):
 
 
 class Result(msgspec.Struct, frozen=True):
-    """A run: `summary` is result.json as it stands, `gaps` are ITLs in ms.
-
-    `plan` is the planner's answer that lay beside it, as JSON.
-    """
+    """A run: `summary` is result.json as it stands, `gaps` are ITLs in ms."""
 
     name: str
     summary: dict[str, Any]
     requests: tuple[Request, ...] = ()
     gaps: tuple[float, ...] = ()
     engine: tuple[EngineRow, ...] = ()
-    plan: dict[str, Any] | None = None
 
     def number(self, name: str) -> float | None:
         """A finite number of result.json, or None."""
@@ -85,7 +81,6 @@ def load(path: Path) -> Result:
         requests=tuple(_requests(folder / REQUESTS)),
         gaps=tuple(_gaps(folder / GAPS)),
         engine=tuple(_engine(folder / ENGINE)),
-        plan=_object(folder / PLAN),
     )
 
 
@@ -160,14 +155,6 @@ def _rows(path: Path) -> Iterator[dict[str, str]]:
             yield from csv.DictReader(stream)
     except (OSError, UnicodeDecodeError, csv.Error):
         return
-
-
-def _object(path: Path) -> dict[str, Any] | None:
-    try:
-        found = msgspec.json.decode(path.read_bytes())
-    except (OSError, msgspec.DecodeError):
-        return None
-    return found if isinstance(found, dict) else None
 
 
 def _tokens(text: str | None) -> int | None:

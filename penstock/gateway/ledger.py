@@ -156,7 +156,7 @@ class Ledger:
                 self._unfold()
             self._prune()
             if self.is_failing:
-                log.warning("store: it works again, nothing waits")
+                log.warning("store: it works again, %d rows wait", self.n_waiting)
             self.is_failing = False
         except Exception as error:  # noqa: BLE001 - the thread must outlive whatever a database does
             self.n_failures += 1
@@ -181,7 +181,7 @@ class Ledger:
         """Writes the rows that are there, in batches that stay the same until they are written: none is written twice.
 
         Rows that come meanwhile are the next turn's. A busy gateway would never be done, and each batch of a few rows
-        takes Python's lock from the loop dozens of times: half of a request's cost was that.
+        takes Python's lock from the loop dozens of times: a third of a request's cost was that.
         """
         n_left = self.n_waiting
         while n_left > 0:

@@ -97,14 +97,16 @@ def sizing_of(
 
 
 def speed_of(request: SizingRequest, gpu: GpuFacts, network: LinkFacts | None = None) -> Speed | None:
-    """All that is predicted of the request's fixed layout, of waves too; None where it does not fit.
+    """All that is predicted of the request's fixed layout, of waves too; None where `sizing_of` tells no speed.
 
-    Raises as `sizing_of`.
+    Raises as that does.
     """
-    question = _question(request, gpu, network, {})
-    assert request.fixed_layout is not None, "asked only when there is one"
-    fit = Memory(question.case).fit(request.fixed_layout)
-    return _speed(question, fit) if fit.fits else None
+    layout = request.fixed_layout
+    assert layout is not None, "asked only when there is one"
+    question = _question(request, gpu if request.links is None else rewired(gpu, request.links), network, {})
+    if question.stops or layouts.refusal(question.shape, layout, question.fabric.n_gpus):
+        return None
+    return _speed_of_fit(question, Memory(question.case).fit(layout))
 
 
 def key_of(request: SizingRequest, gpu: GpuFacts) -> Key:
@@ -313,7 +315,7 @@ def _answer(
 ) -> Sizing:
     layout, request = fit.layout, question.request
     sizes = {"tensor": layout.tensor, "pipeline": layout.pipeline, "data": layout.data}
-    kv = _kv(question, fit)
+    kv, speed = _kv(question, fit), _speed_of_fit(question, fit)
     return Sizing(
         fits=fit.fits,
         reason=reason,
@@ -321,7 +323,7 @@ def _answer(
         weights=_weights(question, fit),
         kv=kv,
         memory=_memory(question.case, fit) if fit.available else None,
-        speed=_speed_answer(_speed(question, fit)) if fit.fits and not _is_too_long(question) else None,
+        speed=None if speed is None else _speed_answer(speed),
         rejected=tuple(map(_of_refused, refused)),
         warnings=warnings,
         engine_args=engine_args(request, sizes, layout.expert),
@@ -421,6 +423,11 @@ def _is_too_long(question: _Question) -> bool:
     request = question.request
     longest = max(request.input_tokens + request.output_tokens, request.context_per_user or 0)
     return longest > question.settings.max_model_len
+
+
+def _speed_of_fit(question: _Question, fit: Fit) -> Speed | None:
+    """None for what does not run: there is no room, or the requests are longer than the engine takes."""
+    return _speed(question, fit) if fit.fits and not _is_too_long(question) else None
 
 
 def _speed(question: _Question, fit: Fit, workload: Workload | None = None) -> Speed:
