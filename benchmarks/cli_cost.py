@@ -21,17 +21,8 @@ from collections.abc import Sequence
 PENSTOCK = (sys.executable, "-m", "penstock.cli")
 # The catalogue's slowest model to plan: many experts, many layers.
 PLAN = (
-    "plan",
-    "qwen3-235b-a22b",
-    "--gpu",
-    "h100-sxm",
-    "--gpus-per-node",
-    "8",
-    "--nodes",
-    "128",
-    "--network",
-    "ib-ndr",
-    "--json",
+    *("plan", "qwen3-235b-a22b", "--gpu", "h100-sxm", "--gpus-per-node", "8"),
+    *("--nodes", "128", "--network", "ib-ndr", "--json"),
 )
 
 

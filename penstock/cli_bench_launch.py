@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from penstock.cli_bench_asks import write
 from penstock.errors import PenstockError, UserError
 
 if TYPE_CHECKING:
@@ -66,7 +65,7 @@ class Launch(NamedTuple):
         report.result["launch"] = self.facts or None
         try:
             report.result["predicted"] = predicted(self, report.result, is_wave=len(lengths) == 1)
-        except Exception:  # noqa: BLE001 - what was measured is not lost for what somebody thinks of it
+        except Exception:  # noqa: BLE001 - what was measured is not lost for what cannot be predicted
             report.result["predicted"] = None
 
     def keep(self, folder: Path) -> None:
@@ -94,7 +93,8 @@ def predicted(launch: Launch, result: Mapping[str, Any], *, is_wave: bool) -> di
 
     `is_wave`: the requests were equally long, so that all end, and come back, together: their first tokens wait for one
     another (where some wait for a free place first, they come one by one all the same). Replicas share the load evenly.
-    None for an open loop, for an engine without a GPU, and for what is not modelled.
+    None for an open loop, for an engine without a GPU, and for what does not fit by the planner's word.  Raises
+    NotModelled and UserError.
     """
     import msgspec
 
@@ -107,25 +107,22 @@ def predicted(launch: Launch, result: Mapping[str, Any], *, is_wave: bool) -> di
         return None
     at_once = result["max_concurrent_requests"]  # fewer than were asked for, where there are not so many requests
     of_one = math.ceil(at_once / max(1, len(result["replicas"])))
-    try:
-        of_model = facts.read(plan.model.path if Path(plan.model.path).is_dir() else plan.model.reference)
-        request = msgspec.structs.replace(
-            planning.request_of(deployment, of_model, plan.forecast.key.gpu),
-            gpus_per_node=plan.ranks_each,
-            nodes=plan.n_nodes,
-            tensor=plan.layout.tensor,
-            pipeline=plan.layout.pipeline,
-            data=plan.layout.data,
-            expert=plan.layout.expert,
-            engine_version=plan.engine_version,
-            max_model_len=plan.max_model_len,
-            input_tokens=max(1, round(n_in / n_done)),
-            output_tokens=max(1, round(n_out / n_done)),
-            concurrency=of_one,
-        )
-        speed = planning.speed(request)
-    except PenstockError:
-        return None
+    of_model = facts.read(plan.model.path if Path(plan.model.path).is_dir() else plan.model.reference)
+    request = msgspec.structs.replace(
+        planning.request_of(deployment, of_model, plan.forecast.key.gpu),
+        gpus_per_node=plan.ranks_each,
+        nodes=plan.n_nodes,
+        tensor=plan.layout.tensor,
+        pipeline=plan.layout.pipeline,
+        data=plan.layout.data,
+        expert=plan.layout.expert,
+        engine_version=plan.engine_version,
+        max_model_len=plan.max_model_len,
+        input_tokens=max(1, round(n_in / n_done)),
+        output_tokens=max(1, round(n_out / n_done)),
+        concurrency=of_one,
+    )
+    speed = planning.speed(request)
     if speed is None:
         return None
     is_wave = is_wave and speed.n_running * plan.layout.data >= of_one
@@ -208,9 +205,3 @@ def _launch_of(runs: Sequence[Result]) -> Mapping[str, Any]:
 
 def _words(launch: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {value}" for name, value in launch.items() if value) or "a run that does not tell"
-
-
-def write_calibration(options: argparse.Namespace, runs: Sequence[Result]) -> Path:
-    """Fit and write; the file.  Raises UserError."""
-    write(options.calibrate, calibrated(options, runs))
-    return Path(options.calibrate)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import itertools
 import json
 import math
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from penstock.bench.record import Result
     from penstock.bench.report import SweepPoint
     from penstock.bench.sweep import Found, Search, Slo
+    from penstock.cli_bench_launch import Launch
     from penstock.spec import Deployment
 
 _INTERRUPTED = 130
@@ -32,6 +34,13 @@ class Place:
     def __init__(self, url: str, served: str | None, key: str | None, model: str | None) -> None:
         self.url, self.served, self.key, self.model = url, served, key, model
 
+    @functools.cached_property
+    def launch(self) -> Launch:
+        """The deployment that answers there, where it is one of this machine's: looked up once for all loads."""
+        from penstock.cli_bench_launch import behind
+
+        return behind(self.url)
+
 
 # One run of a load test: (the options, where, requests/s, requests at once, the folder for its rows) -> result.json.
 # Raises KeyboardInterrupt for a run that was ended before its time.
@@ -42,7 +51,7 @@ def run(options: argparse.Namespace, deployment_of: Callable[[argparse.Namespace
     """Search each layout, print its table and answer, write sweep.json and report.html."""
     from penstock.bench import sweep
     from penstock.bench.serve import parts_of
-    from penstock.cli_bench_launch import behind, deployed_of
+    from penstock.cli_bench_launch import deployed_of
 
     slo = sweep.slo_of(options.slo, options.failed)
     if not slo.bounds and not options.steps:
@@ -70,7 +79,7 @@ def run(options: argparse.Namespace, deployment_of: Callable[[argparse.Namespace
         try:
             with _place(options, deployment, tensor) as place:
                 if options.calibrate:  # what cannot be fitted to is told before it is measured
-                    deployed_of(options, behind(place.url).facts)
+                    deployed_of(options, place.launch.facts)
                 found[layout] = _search(options, place, slo, where, folder / layout)
         except UserError as error:
             if tensor is None or deployment is None or len(options.tensor) == 1:
@@ -114,7 +123,6 @@ def measure(
     from penstock.bench import plan, serve
     from penstock.bench.files import Wanted
     from penstock.cli_bench_asks import asks_of, client_of, only_model
-    from penstock.cli_bench_launch import behind
 
     n_requests = max(
         options.requests, math.ceil(rate * options.duration) if rate else _CLOSED_ROUNDS * (concurrency or 1)
@@ -140,10 +148,9 @@ def measure(
         "requests": n_requests,
         "seed": options.seed,
     }
-    launch = behind(place.url)
-    launch.tell(report)
+    place.launch.tell(report)
     folders.write(folder, report.result, report.requests, report.rows, report.is_open)
-    launch.keep(folder)
+    place.launch.keep(folder)
     if report.was_interrupted:
         raise KeyboardInterrupt
     return report.result
@@ -207,9 +214,10 @@ def _tell(
     page = report.sweep_page(points, sweep.LABELS[options.by], str(slo), answers)
     (folder / "report.html").write_text(page, "utf-8")
     if options.calibrate and not was_interrupted:  # constants of half the loads would pass for those of all
-        from penstock.cli_bench_launch import write_calibration
+        from penstock.cli_bench_asks import write
+        from penstock.cli_bench_launch import calibrated
 
-        write_calibration(options, [point.run for point in points])
+        write(options.calibrate, calibrated(options, [point.run for point in points]))
     if options.json:
         print(json.dumps(facts), flush=True)
         return

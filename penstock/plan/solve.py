@@ -79,9 +79,7 @@ def sizing_of(
 
     `measured` are the starts that are kept under `key_of` the request, by layout: they replace the estimates.
     """
-    question = _question(
-        request, gpu if request.links is None else rewired(gpu, request.links), network, measured or {}
-    )
+    question = _question(request, gpu, network, measured or {})
     memory = Memory(question.case)
     sizing = _fixed(question, memory) if request.has_fixed_layout else _chosen(question, memory)
     warned = (*sizing.warnings, *_warnings(question, sizing, memory))
@@ -103,7 +101,7 @@ def speed_of(request: SizingRequest, gpu: GpuFacts, network: LinkFacts | None = 
     """
     layout = request.fixed_layout
     assert layout is not None, "asked only when there is one"
-    question = _question(request, gpu if request.links is None else rewired(gpu, request.links), network, {})
+    question = _question(request, gpu, network, {})
     if question.stops or layouts.refusal(question.shape, layout, question.fabric.n_gpus):
         return None
     return _speed_of_fit(question, Memory(question.case).fit(layout))
@@ -143,6 +141,8 @@ def _engine(request: SizingRequest, gpu: GpuFacts) -> tuple[Architecture, Engine
 def _question(
     request: SizingRequest, gpu: GpuFacts, network: LinkFacts | None, measured: Mapping[Parallel, Measurement]
 ) -> _Question:
+    if request.links is not None:
+        gpu = rewired(gpu, request.links)
     if request.calibration is not None:
         names = (request.facts.reference, *filter(None, (request.facts.hub_id,)))
         calibration.check(request.calibration, names, (gpu.id, *gpu.names))
