@@ -42,7 +42,7 @@ slow: dev  ## soaks: a million requests, 100,000 aborted streams, 2,000 open one
 
 native: dev  ## compile the hot modules of gateway and load generator (needs a C compiler; without one it runs as Python)
 	@command -v cc >/dev/null || apt-get install -y -q gcc libc6-dev python3-dev >/dev/null 2>&1 || true
-	@$(BIN)/python -m penstock.native || true
+	@$(BIN)/python -m penstock.gateway.compiled || true
 
 postgres:  ## install PostgreSQL for the tests of a shared store, where apt can; without it they are skipped
 	@command -v pg_ctl >/dev/null || ls /usr/lib/postgresql/*/bin/pg_ctl >/dev/null 2>&1 || \

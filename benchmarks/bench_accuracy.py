@@ -29,7 +29,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 MOCK = ROOT / "benchmarks" / "bench_mock.py"
-TOKENIZER = ROOT / "penstock" / "demo_model"
+TOKENIZER = ROOT / "penstock" / "models" / "demo_model"
 PORT = 9377
 URL = f"http://127.0.0.1:{PORT}"
 CORE_TOOL, CORE_MOCK = "0", "1"

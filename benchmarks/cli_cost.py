@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 
-PENSTOCK = (sys.executable, "-m", "penstock.cli")
+PENSTOCK = (sys.executable, "-m", "penstock.cli.main")
 # The catalogue's slowest model to plan: many experts, many layers.
 PLAN = (
     *("plan", "qwen3-235b-a22b", "--gpu", "h100-sxm", "--gpus-per-node", "8"),

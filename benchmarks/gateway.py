@@ -235,7 +235,7 @@ def report(contenders: dict[str, list[Contender]]) -> bool:
 def compile_gateway() -> None:
     """As an installation for speed would; where it cannot be, the figures are those of the Python it runs as."""
     done = subprocess.run(
-        [sys.executable, "-m", "penstock.native"],
+        [sys.executable, "-m", "penstock.gateway.compiled"],
         env=os.environ | {"PYTHONPATH": str(ROOT)}, check=False, capture_output=True, text=True,
     )  # fmt: skip
     print((done.stdout + done.stderr).strip())

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from penstock.gateway.http1 import END, Reader, ResponseHead, parse_response
+from penstock.wire.http1 import END, Reader, ResponseHead, parse_response
 
 _TOKEN = "benchmark"
 _LEASE_S = 3.0

@@ -19,10 +19,12 @@ from typing import Any
 import msgspec
 import yaml
 
-from penstock import catalog
-from penstock.plan.refusals import NotModelled
-from penstock.plan.sizing import Facts, Sizing, SizingRequest
-from penstock.plan.solve import sizing_of
+from penstock.errors import NotModelled
+from penstock.hardware import catalog
+from penstock.models import Facts
+from penstock.models import catalog as models_catalog
+from penstock.planner.request import Sizing, SizingRequest
+from penstock.planner.solve import sizing_of
 
 ROOT = Path(__file__).resolve().parent.parent
 LOGS = ROOT / "benchmarks" / "data" / "startup_logs.yaml"
@@ -155,7 +157,7 @@ def judge(start: Start) -> Judged:
 
 def _request(start: Start, **more: Any) -> SizingRequest:
     """As `penstock plan MODEL --gpu GPU --tensor 1 --engine-version V ...` would ask."""
-    config = _merged(catalog.model_config(start.model), start.config)
+    config = _merged(models_catalog.model_config(start.model), start.config)
     facts = Facts(start.model, config, "the catalogue")
     asked: dict[str, Any] = {"tensor": 1, **start.asked, **more}
     sizes = [asked.get(name) or 1 for name in ("tensor", "pipeline", "data")]

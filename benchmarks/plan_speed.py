@@ -2,8 +2,8 @@
 
     python benchmarks/plan_speed.py [--split held_out] [--write-docs]
 
-`tuned` points may have moved constants of penstock/plan/speed.py, `held_out` ones never did. Nothing is run: the points
-are published ones (each with its source) and runs of our own (`url: own`).
+`tuned` points may have moved constants of penstock/planner/speed/estimate.py, `held_out` ones never did.
+Nothing is run: the points are published ones (each with its source) and runs of our own (`url: own`).
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from penstock import catalog, facts
-from penstock.plan import families, work
-from penstock.plan.comm import Fabric
-from penstock.plan.solve import work_of_model
-from penstock.plan.speed import Engine, Speed, estimate
-from penstock.spec import Parallel, Workload
+from penstock.hardware import catalog
+from penstock.models import facts
+from penstock.planner.architecture import dense
+from penstock.planner.solve import work_of_model
+from penstock.planner.speed import work
+from penstock.planner.speed.collectives import Fabric
+from penstock.planner.speed.estimate import Engine, Speed, estimate
+from penstock.spec.deployment import Parallel, Workload
 
 POINTS = Path(__file__).parent / "data" / "speed_points.yaml"
 DOCS = Path(__file__).parent.parent / "docs" / "plan-speed.md"
@@ -96,7 +98,7 @@ def config_of(point: Point, formats: Mapping[str, Any]) -> dict[str, Any]:
 
 def predicted(point: Point, formats: Mapping[str, Any]) -> tuple[Speed, work.Work]:
     """What the planner says of a point, without calibration."""
-    counted = work_of_model(families.read(config_of(point, formats)))
+    counted = work_of_model(dense.read(config_of(point, formats)))
     network = catalog.link(point.network) if point.network else None
     speed = estimate(
         counted,

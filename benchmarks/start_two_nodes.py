@@ -29,11 +29,11 @@ from launching import a_place, call
 from nodes_rig import plan_for
 from ssh_rig import write
 
-from penstock import ray_nodes
-from penstock.client import Client
 from penstock.engines import Among, Command, Place, load
 from penstock.errors import PenstockError
-from penstock.formation import Formation, Spot, network_environment
+from penstock.node.group import ray
+from penstock.node.group.addresses import Formation, Spot, network_environment
+from penstock.wire.client import Client
 
 PORT, MASTER, RAY = 8000, 29500, 6379
 
@@ -80,19 +80,19 @@ class ByHand:
         among = Among(rank, 2, head.address, MASTER)
         env = network_environment(spot)
         if self._plan.executor == "ray":
-            env |= ray_nodes.environment(f"{head.address}:{RAY}", "/tmp/hand-ray")
+            env |= ray.environment(f"{head.address}:{RAY}", "/tmp/hand-ray")
         place = Place(head.address, PORT, f"/tmp/hand-{rank}", sys.executable, None, among, env)
         return load("vllm").command(self._plan, place)
 
     def _ray(self, rank: int) -> Command:
         ports = itertools.count(7000)  # of the host, whose addresses this process does not have
-        with mock.patch.object(ray_nodes, "free_port", lambda _: next(ports)):
-            return ray_nodes.start(self._plan, self._made, rank, "/tmp/hand-ray", self._engine(rank))
+        with mock.patch.object(ray, "free_port", lambda _: next(ports)):
+            return ray.start(self._plan, self._made, rank, "/tmp/hand-ray", self._engine(rank))
 
     def _wait_for_ray(self) -> None:
         address = f"{self._made.head.address}:{RAY}"
         while subprocess.run(
-            self._hosts[0].argv([sys.executable, "-m", "penstock.ray_nodes", address, "2", "1", "60"]),
+            self._hosts[0].argv([sys.executable, "-m", "penstock.node.group.ray", address, "2", "1", "60"]),
             capture_output=True,
         ).returncode:
             time.sleep(0.2)

@@ -10,11 +10,14 @@ from __future__ import annotations
 import argparse
 import sys
 
-from penstock import deploy, runs, screen, spec
-from penstock.client import Chunk, Client, Reply
+from penstock import paths, run_folder
+from penstock.cli import progress, status_text
+from penstock.deployment import start, stop
 from penstock.errors import PenstockError, UserError
-from penstock.preflight import check_port
-from penstock.units import show_seconds
+from penstock.hardware.network import check_port
+from penstock.spec import deployment, reading
+from penstock.text import show_seconds
+from penstock.wire.client import Chunk, Client, Reply
 
 QUESTION = "What is penstock?"
 TASK = "Tell me a story about a river."
@@ -24,7 +27,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Start the bundled demo and ask it two questions.")
     parser.add_argument("--engine", default="auto", choices=("auto", "vllm", "llamacpp"))
     options = parser.parse_args()
-    name = spec.DEMO_MODEL + ("-vllm" if options.engine == "vllm" else "")
+    name = deployment.DEMO_MODEL + ("-vllm" if options.engine == "vllm" else "")
     try:
         client = _start(name, options.engine)
         _ask(client)
@@ -32,26 +35,26 @@ def main() -> int:
     except PenstockError as error:
         print(f"error: {error.message}", *filter(None, (error.detail, error.hint)), sep="\n  ", file=sys.stderr)
         return error.exit_code
-    print(f"\nIt stays up; end it with: {screen.command_name()} down {name}")
+    print(f"\nIt stays up; end it with: {status_text.command_name()} down {name}")
     return 0
 
 
 def _start(name: str, engine: str) -> Client:
-    existing = runs.Run(runs.home() / "runs" / name)
+    existing = run_folder.Run(paths.home() / "runs" / name)
     if existing.exists() and not existing.is_ended():
         port = existing.deployment().gateway.port
     else:
         port = 8000 if _is_free(8000) else 0
-    wanted = {"model": spec.DEMO_MODEL, "name": name, "engine": {"kind": engine}, "gateway": {"port": port}}
-    started = deploy.up(spec.from_mapping(wanted))
-    run = runs.find(started.name)
+    wanted = {"model": deployment.DEMO_MODEL, "name": name, "engine": {"kind": engine}, "gateway": {"port": port}}
+    started = start.up(reading.from_mapping(wanted))
+    run = run_folder.find(started.name)
     try:
-        with screen.StartDisplay(sys.stdout, as_json=False) as display:
-            state = deploy.wait_ready(run, display.show)
+        with progress.StartDisplay(sys.stdout, as_json=False) as display:
+            state = start.wait_ready(run, display.show)
     except KeyboardInterrupt:
-        deploy.down(run, now=True)
+        stop.down(run, now=True)
         raise SystemExit(130) from None
-    print(screen.ready_text(run, state, started))
+    print(status_text.ready_text(run, state, started))
     return Client(run.url)
 
 

@@ -91,3 +91,17 @@ def nearest(word: str, legal: Iterable[str]) -> str | None:
     names = {name.replace("_", "-"): name for name in legal}
     found = difflib.get_close_matches(word.replace("_", "-"), names, 1, 0.6)
     return names[found[0]] if found else None
+
+
+EXIT_NOT_MODELLED = 4
+
+
+class NotModelled(UserError):
+    """An architecture, a weight format or an option whose memory we cannot state. Exit code 4."""
+
+    exit_code = EXIT_NOT_MODELLED
+
+
+def not_modelled(kind: str, name: str, why: str, hint: str | None = None) -> NotModelled:
+    """The refusal for one unknown thing: `cannot plan architecture "X": why`."""
+    return NotModelled(f'cannot plan {kind} "{name}": {why}', hint=hint)

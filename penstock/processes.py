@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import psutil
 
-from penstock.announce import Process
+from penstock.wire.announcement import Process
 
 MARK_RUN = "PENSTOCK_RUN"
 MARK_RUN_ID = "PENSTOCK_RUN_ID"

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import uvloop
 
-from penstock.gateway.assembly import Gateway
 from penstock.gateway.config import GatewayConfig, ServedModel
-from penstock.gateway.http1 import END, Reader, ResponseHead, parse_request, parse_response
+from penstock.gateway.service import Gateway
+from penstock.wire.http1 import END, Reader, ResponseHead, parse_request, parse_response
 
 TOKEN = "admin-token"
 KEY = "sk-test"

@@ -35,11 +35,13 @@ from typing import Any
 import pytest
 import yaml
 
-from penstock import cli, observe, processes, runs
-from penstock.client import Client, Reply
+from penstock import processes, run_folder
+from penstock.cli import main
+from penstock.deployment import observe
 from penstock.errors import PenstockError
-from penstock.runs import ReplicaStatus, Run, State
-from penstock.testing.fake_engine.asks import expected_text
+from penstock.run_folder import ReplicaStatus, Run, State
+from penstock.testing.fake_engine.requests import expected_text
+from penstock.wire.client import Client, Reply
 
 DEADLINE_S = 30.0
 SOON_S = 10.0  # by then `status` tells what happened
@@ -75,7 +77,7 @@ def call(*words: object) -> Done:
     """Run a command of the CLI in this process."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = cli.run([str(word) for word in words])
+        code = main.run([str(word) for word in words])
     return Done(code, out.getvalue(), err.getvalue())
 
 
@@ -83,7 +85,7 @@ def call(*words: object) -> Done:
 def started(*words: object) -> Iterator[subprocess.Popen[str]]:
     """A command of the CLI as a process of its own; killed on the way out when it still runs."""
     child = subprocess.Popen(
-        [sys.executable, "-m", "penstock.cli", *map(str, words)],
+        [sys.executable, "-m", "penstock.cli.main", *map(str, words)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -178,10 +180,10 @@ class Place:
         """`penstock up` that must go well."""
         done = call("up", file, "--json", *flags)
         assert done.code == 0, done
-        return self.note(runs.find(str(done.events[0]["name"])))
+        return self.note(run_folder.find(str(done.events[0]["name"])))
 
     def run(self, name: str = "one") -> Run:
-        return self.note(runs.find(name))
+        return self.note(run_folder.find(name))
 
     def note(self, run: Run) -> Run:
         """Remember what must be gone in the end."""
@@ -208,7 +210,7 @@ class Place:
 
     def end(self) -> None:
         """Take everything down, and whatever survives that by force; then say what survived."""
-        living = [self.note(run) for run in runs.every()]
+        living = [self.note(run) for run in run_folder.every()]
         failures = []
         for run in living:
             if run.desired().state == "up":

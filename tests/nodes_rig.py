@@ -15,21 +15,23 @@ from typing import Any
 import msgspec
 from hosts import ROOT, Hosts, Inside
 
-from penstock import models, spec
-from penstock.announce import Announcement, GatewayView, ReplicaView
-from penstock.client import Client
-from penstock.engine_process import free_port
 from penstock.errors import PenstockError
-from penstock.plan import Machine, Plan, launch
-from penstock.targets import Launch
-from penstock.units import GIB
+from penstock.hardware import Machine
+from penstock.hardware.network import free_port
+from penstock.models import files
+from penstock.planner import Plan, launch
+from penstock.run_folder import Launch
+from penstock.spec import reading
+from penstock.text import GIB
+from penstock.wire.announcement import Announcement, GatewayView, ReplicaView
+from penstock.wire.client import Client
 
 TOKEN = "rig-token"
 ENGINE_VERSIONS = {"vllm": "0.32.0", "fake": "1"}
 
 
 def plan_for(engine: str, executor: str, parallel: dict[str, int], **engine_fields: Any) -> Plan:
-    wanted = spec.from_mapping(
+    wanted = reading.from_mapping(
         {
             "model": "penstock-demo",
             "engine": {"kind": engine, "executor": executor, "max_model_len": 1024, "drain_s": 10, **engine_fields},
@@ -37,7 +39,7 @@ def plan_for(engine: str, executor: str, parallel: dict[str, int], **engine_fiel
             "parallel": parallel,
         }
     )
-    facts = models.read_facts(wanted.model, models.locate(wanted), "safetensors")
+    facts = files.read_facts(wanted.model, files.locate(wanted), "safetensors")
     machine = Machine("node1", 2, 16 * GIB, 8 * GIB)
     return launch.make(wanted, facts, machine, engine, ENGINE_VERSIONS[engine], 1)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.plan.architecture import Architecture, Attention, AttentionKind, Layer, Mlp, State
+from penstock.planner.architecture import Architecture, Attention, AttentionKind, Layer, Mlp, State
 
 
 def attention(

@@ -21,9 +21,9 @@ from typing import Any
 import openai
 
 from penstock import processes
-from penstock.client import Chunk, Client, Reply
-from penstock.runs import Run
+from penstock.run_folder import Run
 from penstock.testing.demo_prompts import DEMO_PROMPTS, MAX_TOKENS, TEMPERATURE, DemoPrompt
+from penstock.wire.client import Chunk, Client, Reply
 
 DEADLINE_S = 120.0
 TRUTH_S = 10.0  # the promise: status tells the truth within this time
@@ -38,7 +38,7 @@ class Live:
 
     def command(self, *words: str, timeout_s: float = DEADLINE_S) -> subprocess.CompletedProcess[str]:
         env = {**os.environ, "PENSTOCK_HOME": str(self.home)}
-        argv = [sys.executable, "-m", "penstock.cli", *words]
+        argv = [sys.executable, "-m", "penstock.cli.main", *words]
         return subprocess.run(argv, env=env, capture_output=True, text=True, timeout=timeout_s)
 
     def status(self) -> dict[str, Any]:

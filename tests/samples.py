@@ -6,14 +6,17 @@ from typing import Any
 
 import msgspec
 
-from penstock import catalog, planning, runs, spec
-from penstock.announce import Announcement, GatewayView, Process, ReplicaView
-from penstock.plan import Gpu, Machine, ModelFacts, Plan, launch
-from penstock.plan.launch import Sized
-from penstock.plan.sizing import Facts
-from penstock.runs import Artifact, Draft, Run
-from penstock.spec import Deployment
-from penstock.units import GIB, MIB
+from penstock import run_folder as runs
+from penstock.deployment import planning
+from penstock.hardware import Gpu, Machine
+from penstock.models import Facts, ModelFacts, catalog
+from penstock.planner import Plan, launch
+from penstock.planner.launch import Sized
+from penstock.run_folder import Artifact, Draft, Run
+from penstock.spec import reading
+from penstock.spec.deployment import Deployment
+from penstock.text import GIB, MIB
+from penstock.wire.announcement import Announcement, GatewayView, Process, ReplicaView
 
 NOW = 1_800_000_000.0
 
@@ -59,7 +62,7 @@ def gpu_machine(n_gpus: int, gpu_gib: float = 80) -> Machine:
 
 
 def deployment(model: str = "penstock-demo", **fields: Any) -> Deployment:
-    return spec.from_mapping({"model": model, **fields})
+    return reading.from_mapping({"model": model, **fields})
 
 
 def sized(wanted: Deployment, machine: Machine, model: str = "llama-3.1-70b", n_replicas: int = 1) -> Sized:

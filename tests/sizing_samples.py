@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from penstock.plan.ranges import Range
-from penstock.plan.sizing import (
-    Facts,
+from penstock.models import Facts
+from penstock.planner.ranges import Range
+from penstock.planner.request import (
     KvAnswer,
     Lever,
     MemoryAnswer,
@@ -16,8 +16,8 @@ from penstock.plan.sizing import (
     SpeedAnswer,
     WeightsAnswer,
 )
-from penstock.plan.users import Users
-from penstock.spec import Parallel
+from penstock.planner.users import Users
+from penstock.spec.deployment import Parallel
 
 
 def spread(likely: float, low: float | None = None, high: float | None = None) -> Range:

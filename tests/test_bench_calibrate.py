@@ -8,17 +8,19 @@ from typing import Any
 
 import pytest
 
-from penstock import catalog, cli, facts
 from penstock.bench import calibrate
 from penstock.bench.calibrate import Deployed
-from penstock.bench.record import Request, Result
+from penstock.bench.results.folder import Request, Result
+from penstock.cli import main
 from penstock.errors import UserError
-from penstock.plan import calibration, speed
-from penstock.plan.comm import Fabric
-from penstock.plan.families import read
-from penstock.plan.solve import work_of_model
-from penstock.plan.speed import Calibration
-from penstock.spec import Parallel, Workload
+from penstock.hardware import catalog
+from penstock.models import facts
+from penstock.planner.architecture.dense import read
+from penstock.planner.solve import work_of_model
+from penstock.planner.speed import calibration, estimate
+from penstock.planner.speed.collectives import Fabric
+from penstock.planner.speed.estimate import Calibration
+from penstock.spec.deployment import Parallel, Workload
 
 LLAMA = facts.read("llama-3.1-8b")
 H100 = catalog.gpu("h100-sxm")
@@ -30,12 +32,12 @@ LOADS = [(1, 1000, 200), (8, 1000, 200), (32, 1000, 200), (64, 2000, 100)]
 
 def measured(concurrency: int, n_in: int, n_out: int, layout: Parallel = ONE, **changed: Any) -> Result:
     """The result of a closed loop on that deployment."""
-    told = speed.estimate(
+    told = estimate.estimate(
         work_of_model(read(LLAMA.config)),
         layout,
         Fabric(H100, layout.n_ranks),
         Workload(n_in, n_out, concurrency),
-        speed.Engine(),
+        estimate.Engine(),
         TRUTH,
     )
     summary = {
@@ -65,7 +67,7 @@ def test_the_planner_predicts_nearer_with_the_file(
     words += ["--tensor", str(layout.tensor), "--input-tokens", "1500", "--output-tokens", "150", "--concurrency", "16"]
     off, width = [], []
     for more in ([], ["--calibration", str(file)]):
-        assert cli.run([*words, "--max-model-len", "8192", *more]) == 0
+        assert main.run([*words, "--max-model-len", "8192", *more]) == 0
         told = json.loads(capsys.readouterr().out)["speed"]["tpot_ms"]
         off.append(abs(told["likely"] / truth - 1))
         width.append(told["high"] - told["low"])

@@ -19,12 +19,14 @@ import psutil
 import pytest
 from bench_samples import write_run
 
-from penstock import cli, cli_bench_sweep
-from penstock.bench import figures, offline, serve
-from penstock.cli_bench_sweep import Place
+from penstock.bench import offline, serve
+from penstock.bench.report import figures
+from penstock.cli import main
+from penstock.cli.bench import sweep
+from penstock.cli.bench.sweep import Place
 from penstock.engines.offline import PROGRAMS, Done
 from penstock.errors import EngineError, PlanError
-from penstock.plan import Plan
+from penstock.planner import Plan
 from penstock.testing.fake_engine.options import Options
 from penstock.testing.fake_engine.running import in_thread
 
@@ -33,9 +35,9 @@ Words = tuple[str, ...]
 
 def test_compare_tells_what_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a, b = write_run(tmp_path / "a", 3), write_run(tmp_path / "b", 4, slower=1.3)
-    assert cli.run(["bench", "compare", str(a), str(b)]) == 0
+    assert main.run(["bench", "compare", str(a), str(b)]) == 0
     assert "worse" in capsys.readouterr().out
-    assert cli.run(["bench", "compare", str(a), str(b), "--json"]) == 0
+    assert main.run(["bench", "compare", str(a), str(b), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert {change["verdict"] for change in told["changes"]} == {"worse", "no difference beyond noise"}
 
@@ -48,7 +50,7 @@ def test_report_writes_its_page_and_its_pictures(
     run = write_run(tmp_path / "a", n=60)
     plan = tmp_path / "plan.json"
     plan.write_text(json.dumps({"speed": {"ttft_ms": {"low": 1, "likely": 2, "high": 3}}}))
-    assert cli.run(["bench", "report", str(run), "--plan", str(plan), "--png", "--json"]) == 0
+    assert main.run(["bench", "report", str(run), "--plan", str(plan), "--png", "--json"]) == 0
     written = [Path(path) for path in json.loads(capsys.readouterr().out)["written"]]
     assert written[0] == run / "report.html" and all(path.is_file() for path in written)
     assert "predicted is off by" in written[0].read_text() and sum(path.suffix == ".png" for path in written) == 1
@@ -67,9 +69,9 @@ def test_report_writes_the_planners_calibration(tmp_path: Path, capsys: pytest.C
         runs.append(str(write_run(tmp_path / str(concurrency), n=60, flags=flags, **times)))
     file = tmp_path / "calibration.json"
     words = ["--calibrate", str(file), "--calibrate-model", "llama-3.1-8b", "--gpu", "h100-sxm"]
-    assert cli.run(["bench", "report", *runs, *words, "--out", str(tmp_path / "r.html")]) == 0
+    assert main.run(["bench", "report", *runs, *words, "--out", str(tmp_path / "r.html")]) == 0
     assert str(file) in capsys.readouterr().out
-    assert cli.run(["plan", "llama-3.1-8b", "--gpu", "h100-sxm", "--calibration", str(file), "--json"]) == 0
+    assert main.run(["plan", "llama-3.1-8b", "--gpu", "h100-sxm", "--calibration", str(file), "--json"]) == 0
 
 
 # ---- sweeps ----------------------------------------------------------------------------------------------------------
@@ -91,28 +93,28 @@ def placed(options: argparse.Namespace, deployment: Any, tensor: int | None) -> 
 
 @pytest.fixture
 def fake_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli_bench_sweep, "measure", measured)
-    monkeypatch.setattr(cli_bench_sweep, "_place", placed)
+    monkeypatch.setattr(sweep, "measure", measured)
+    monkeypatch.setattr(sweep, "_place", placed)
 
 
 @pytest.mark.usefixtures("fake_load")
 def test_a_sweep_tells_the_highest_load_of_every_layout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["bench", "sweep", "--tensor", "1,2,4", "--slo", "ttft:500", "--out", str(tmp_path / "s")]
-    assert cli.run([*words, "--json"]) == 0
+    assert main.run([*words, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     highest = {layout: found["highest"] for layout, found in told["layouts"].items()}
     assert 7.6 <= highest["TP 1"] <= 8 and 30.4 <= highest["TP 4"] <= 32
     assert told["refused"] == {"TP 2": "cannot place model: needs 2 GPUs"}
     assert json.loads((tmp_path / "s" / "sweep.json").read_text()) == told
     assert "throughput against p99 TTFT" not in (tmp_path / "s" / "report.html").read_text()[:200]
-    assert cli.run(words) == 0
+    assert main.run(words) == 0
     assert "TP 4: up to" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("fake_load")
 def test_a_sweep_over_given_loads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--url", "http://x", "--by", "concurrency", "--steps", "1,4,16", "--slo", "ttft:500"]
-    assert cli.run(["bench", "sweep", *words, "--out", str(tmp_path)]) == 0
+    assert main.run(["bench", "sweep", *words, "--out", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert "as it runs: up to 4 requests at once (16 is too many)" in out and "p99_ttft_ms 1000000.0 is over 500" in out
 
@@ -124,10 +126,10 @@ def test_every_load_of_a_sweep_has_prompts_of_its_own(tmp_path: Path, monkeypatc
         seeds.append(options.seed)
         return measured(options, *rest)
 
-    monkeypatch.setattr(cli_bench_sweep, "measure", noted)
-    monkeypatch.setattr(cli_bench_sweep, "_place", placed)
+    monkeypatch.setattr(sweep, "measure", noted)
+    monkeypatch.setattr(sweep, "_place", placed)
     words = ["--url", "http://x", "--by", "concurrency", "--steps", "1,2,4", "--seed", "7", "--out", str(tmp_path)]
-    assert cli.run(["bench", "sweep", *words]) == 0
+    assert main.run(["bench", "sweep", *words]) == 0
     assert seeds == [7, 8, 9]
 
 
@@ -139,10 +141,10 @@ def test_ctrl_c_ends_all_layouts_of_a_sweep_and_writes_what_there_is(
             raise KeyboardInterrupt
         return measured(options, place, *rest)
 
-    monkeypatch.setattr(cli_bench_sweep, "measure", ended)
-    monkeypatch.setattr(cli_bench_sweep, "_place", placed)
+    monkeypatch.setattr(sweep, "measure", ended)
+    monkeypatch.setattr(sweep, "_place", placed)
     words = ["--tensor", "1,4", "--slo", "ttft:500", "--out", str(tmp_path), "--json"]
-    assert cli.run(["bench", "sweep", *words]) == 130
+    assert main.run(["bench", "sweep", *words]) == 130
     told = capsys.readouterr()
     facts = json.loads(told.out)
     assert facts["interrupted"] and list(facts["layouts"]) == ["TP 1"] and facts["layouts"]["TP 1"]["highest"] == 2
@@ -157,7 +159,7 @@ def test_a_run_of_a_sweep_that_was_ended_ends_the_sweep(tmp_path: Path, monkeypa
     monkeypatch.setattr(serve, "report", lambda *rest: msgspec.structs.replace(whole(*rest), was_interrupted=True))
     with in_thread(Options(model="m", ttft_s=0, tokens_per_s=float("inf"))) as engine:
         words = ["--url", engine.url, "--prompt", "a", "--by", "concurrency", "--steps", "1,2", "--requests", "2"]
-        assert cli.run(["bench", "sweep", *words, "--out", str(tmp_path)]) == 130
+        assert main.run(["bench", "sweep", *words, "--out", str(tmp_path)]) == 130
     assert json.loads((tmp_path / "as it runs concurrency 1".replace(" ", "-") / "result.json").read_text())[
         "completed"
     ]
@@ -185,13 +187,13 @@ def test_throughput_prints_a_row_for_each_tensor_size(
     fake_engine: list[offline.Task], capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["bench", "throughput", "--engine", "llamacpp", "--num-prompts", "10", "--input-tokens", "10"]
-    assert cli.run([*words, "--output-tokens", "20", "--tensor", "1,2"]) == 0
+    assert main.run([*words, "--output-tokens", "20", "--tensor", "1,2"]) == 0
     out = capsys.readouterr().out.splitlines()
     assert out[1].split() == ["TP", "1", "10.00", "300.00", "200.00", "1.0", "s"]
     assert out[2].startswith("TP 2") and "cannot cut a model over 2 ranks on engine llamacpp" in out[2]
     (task,) = fake_engine
     assert len(set(task.prompts)) == 10 and set(task.output_tokens) == {20}
-    assert cli.run([*words, "--json"]) == 0
+    assert main.run([*words, "--json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)
     assert row["requests_per_second"] == 10 and row["engine"].startswith("llamacpp")
 
@@ -199,7 +201,7 @@ def test_throughput_prints_a_row_for_each_tensor_size(
 def test_latency_takes_vllms_shape_by_default(
     fake_engine: list[offline.Task], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.run(["bench", "latency", "--engine", "llamacpp", "--num-iters", "4"]) == 0
+    assert main.run(["bench", "latency", "--engine", "llamacpp", "--num-iters", "4"]) == 0
     assert " ".join(capsys.readouterr().out.splitlines()[1].split()) == "TP 1 2.500 s 2.500 s 3.700 s 3.970 s 4"
     (task,) = fake_engine
     assert [len(prompt) for prompt in task.prompts] == [32] * 8 and task.output_tokens == (128,) * 8
@@ -209,11 +211,13 @@ def test_latency_takes_vllms_shape_by_default(
 def test_an_engine_that_dies_is_told_with_its_last_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(PROGRAMS, "llamacpp", "penstock.no_such_program")
     asked = offline.Task(("a",), (1,))
-    from penstock import deploy, machine, spec
+    from penstock.deployment import start
+    from penstock.hardware import detect
+    from penstock.spec import reading
 
-    deployment = spec.from_mapping({"model": "penstock-demo", "engine": {"kind": "llamacpp"}}, "a test", [])
+    deployment = reading.from_mapping({"model": "penstock-demo", "engine": {"kind": "llamacpp"}}, "a test", [])
     with pytest.raises(EngineError, match=r"could not run llamacpp offline: .* exited with code 1") as caught:
-        offline.carry_out(deploy.make_plan(deployment, machine.this_machine(), 1), asked)
+        offline.carry_out(start.make_plan(deployment, detect.this_machine(), 1), asked)
     assert "no_such_program" in (caught.value.detail or "")
 
 
@@ -227,7 +231,7 @@ def test_a_layout_whose_engine_dies_does_not_take_the_others_numbers(
 
     monkeypatch.setattr(offline, "carry_out", carry_out)
     words = ["bench", "throughput", "--engine", "vllm", "--num-prompts", "10", "--output-tokens", "10"]
-    assert cli.run([*words, "--tensor", "1,2,1"]) == 1
+    assert main.run([*words, "--tensor", "1,2,1"]) == 1
     told = capsys.readouterr()
     assert [line[:18].split() for line in told.out.splitlines()[1:]] == [
         ["TP", "1", "10.00"],
@@ -235,10 +239,10 @@ def test_a_layout_whose_engine_dies_does_not_take_the_others_numbers(
         ["TP", "1", "10.00"],
     ]
     assert "its last words" in told.err
-    assert cli.run([*words, "--tensor", "2,1", "--json"]) == 1
+    assert main.run([*words, "--tensor", "2,1", "--json"]) == 1
     rows = json.loads(capsys.readouterr().out)
     assert rows[0]["refusal"] == "could not run vllm offline: no memory" and rows[1]["requests_per_second"] == 10
-    assert cli.run([*words, "--tensor", "2"]) == 1
+    assert main.run([*words, "--tensor", "2"]) == 1
     assert "hint: less" in capsys.readouterr().err
 
 
@@ -280,7 +284,7 @@ def test_bad_input_is_refused_and_changes_nothing(
     run, out = write_run(tmp_path / "run", n=20), tmp_path / "out"
     out.mkdir()
     before = sorted(path.name for path in tmp_path.rglob("*"))
-    assert cli.run(["bench", *(word.format(run=run, out=out) for word in words)]) == 2
+    assert main.run(["bench", *(word.format(run=run, out=out) for word in words)]) == 2
     assert "error:" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.rglob("*")) == before
 
@@ -292,7 +296,7 @@ def check_offline(engine: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Both shapes on the bundled model; every token that was asked for is counted."""
     words = ["--engine", engine, "--json"]
     shape = ["--num-prompts", "6", "--input-tokens", "20", "--output-tokens", "8"]
-    assert cli.run(["bench", "throughput", *shape, *words]) == 0
+    assert main.run(["bench", "throughput", *shape, *words]) == 0
     (row,) = json.loads(capsys.readouterr().out)
     assert row["total_num_tokens"] == 6 * 28 and row["output_tokens"] == 48 and row["requests_per_second"] > 0
 
@@ -300,7 +304,9 @@ def check_offline(engine: str, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.llamacpp
 def test_llamacpp_runs_offline(capsys: pytest.CaptureFixture[str]) -> None:
     check_offline("llamacpp", capsys)
-    assert cli.run(["bench", "latency", "--num-iters", "2", "--output-len", "8", "--engine", "llamacpp", "--json"]) == 0
+    assert (
+        main.run(["bench", "latency", "--num-iters", "2", "--output-len", "8", "--engine", "llamacpp", "--json"]) == 0
+    )
     (row,) = json.loads(capsys.readouterr().out)
     assert len(row["latencies"]) == 2 and row["total_num_tokens"] == 8 * 40
 

@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from penstock.bench import compare, noise, record
+from penstock.bench.results import bootstrap, compare, folder
 from penstock.errors import UserError
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=40), st.floats(0, 1))
 def test_a_quantile_is_numpys(values: list[float], share: float) -> None:
-    assert noise.quantile(sorted(values), share) == pytest.approx(float(np.quantile(values, share)), abs=1e-6)
+    assert bootstrap.quantile(sorted(values), share) == pytest.approx(float(np.quantile(values, share)), abs=1e-6)
 
 
 @pytest.mark.parametrize("share", [0.5, 0.9, 0.99])
@@ -32,7 +32,7 @@ def test_the_interval_of_a_quantile_is_scipys_bootstrap(share: float) -> None:
         return np.asarray(np.quantile(y, share, axis=axis) - np.quantile(x, share, axis=axis))
 
     theirs = stats.bootstrap((a, b), gap, n_resamples=1500, method="percentile", rng=1, batch=100).confidence_interval
-    ours = noise.quantile_difference(a.tolist(), b.tolist(), share)
+    ours = bootstrap.quantile_difference(a.tolist(), b.tolist(), share)
     width = theirs.high - theirs.low
     assert ours.low == pytest.approx(theirs.low, abs=0.15 * width)
     assert ours.high == pytest.approx(theirs.high, abs=0.15 * width)
@@ -44,21 +44,21 @@ def test_the_interval_of_a_mean_is_scipys_bootstrap() -> None:
     theirs = stats.bootstrap(
         (a, b), lambda x, y, axis: y.mean(axis) - x.mean(axis), n_resamples=3000, method="percentile", rng=1
     ).confidence_interval
-    ours = noise.mean_difference(a.tolist(), b.tolist())
+    ours = bootstrap.mean_difference(a.tolist(), b.tolist())
     assert (ours.low, ours.high) == pytest.approx((theirs.low, theirs.high), abs=0.15 * (theirs.high - theirs.low))
 
 
 def test_series_that_hang_together_are_worth_less() -> None:
     rng = random.Random(1)
     alone = [rng.gauss(0, 1) for _ in range(2000)]
-    assert noise.worth(alone) > 1600
+    assert bootstrap.worth(alone) > 1600
     together, value = [], 0.0
     for one in alone:
         value = 0.9 * value + one
         together.append(value)
     # An AR(1) series with 0.9 is worth n * (1 - 0.9) / (1 + 0.9): 105 of 2000.
-    assert 60 < noise.worth(together) < 200
-    assert noise.worth([]) == 0 and noise.worth([3.0] * 9) == 9
+    assert 60 < bootstrap.worth(together) < 200
+    assert bootstrap.worth([]) == 0 and bootstrap.worth([3.0] * 9) == 9
 
 
 @pytest.mark.parametrize("phi", [0.0, 0.8])
@@ -73,17 +73,17 @@ def test_equal_runs_are_told_different_no_more_than_the_level_says(phi: float) -
             values.append(value)
         return values
 
-    wrong = sum(not noise.quantile_difference(series(), series(), 0.5, seed).is_noise for seed in range(40))
+    wrong = sum(not bootstrap.quantile_difference(series(), series(), 0.5, seed).is_noise for seed in range(40))
     assert wrong <= 6
 
 
 def test_slices_of_time() -> None:
-    assert noise.by_slices([0.5, 4.5, 4.6], [1, 2, 3], 5.0) == [1.0, 0, 0, 0, 5.0]
-    assert statistics.fmean(noise.by_slices([i / 10 for i in range(1, 101)], [1] * 100, 10)) == pytest.approx(10)
+    assert bootstrap.by_slices([0.5, 4.5, 4.6], [1, 2, 3], 5.0) == [1.0, 0, 0, 0, 5.0]
+    assert statistics.fmean(bootstrap.by_slices([i / 10 for i in range(1, 101)], [1] * 100, 10)) == pytest.approx(10)
 
 
 def test_the_same_thing_twice_is_noise(tmp_path: Path) -> None:
-    a, b = (record.load(write_run(tmp_path / str(seed), seed)) for seed in (3, 4))
+    a, b = (folder.load(write_run(tmp_path / str(seed), seed)) for seed in (3, 4))
     found = compare.compare(a, b)
     assert {change.name for change in found.changes} >= {"request_throughput", "median_ttft_ms", "p99_e2el_ms"}
     assert sum(change.verdict != "no difference beyond noise" for change in found.changes) <= 1
@@ -93,7 +93,7 @@ def test_the_same_thing_twice_is_noise(tmp_path: Path) -> None:
 
 
 def test_a_slower_run_is_worse_and_a_faster_one_better(tmp_path: Path) -> None:
-    a, b = (record.load(write_run(tmp_path / str(slower), 1, slower=slower)) for slower in (1.0, 1.2))
+    a, b = (folder.load(write_run(tmp_path / str(slower), 1, slower=slower)) for slower in (1.0, 1.2))
     for pair, verdict in (((a, b), "worse"), ((b, a), "better")):
         told = {change.name: change.verdict for change in compare.compare(*pair).changes}
         assert {told[f"median_{time}"] for time in ("ttft_ms", "tpot_ms", "e2el_ms")} == {verdict}
@@ -102,8 +102,8 @@ def test_a_slower_run_is_worse_and_a_faster_one_better(tmp_path: Path) -> None:
 
 
 def test_unlike_runs_are_named(tmp_path: Path) -> None:
-    a = record.load(write_run(tmp_path / "a"))
-    b = record.load(write_run(tmp_path / "b", flags={"rate": 12, "url": "http://else"}, versions={}, valid=False))
+    a = folder.load(write_run(tmp_path / "a"))
+    b = folder.load(write_run(tmp_path / "b", flags={"rate": 12, "url": "http://else"}, versions={}, valid=False))
     found = compare.compare(a, b)
     assert "flags.rate: 10.0, then 12" in found.unlike and "versions.penstock: 0.1.0, then not said" in found.unlike
     assert not any("url" in line for line in found.unlike)
@@ -114,7 +114,7 @@ def test_unlike_runs_are_named(tmp_path: Path) -> None:
 
 def test_why_a_run_is_not_valid_is_told(tmp_path: Path) -> None:
     why = "the run was interrupted: these are the numbers so far"
-    a = record.load(write_run(tmp_path / "a", valid=False, invalid_because=[why]))
+    a = folder.load(write_run(tmp_path / "a", valid=False, invalid_because=[why]))
     assert f"a is not valid: {why}" in compare.compare(a, a).notes
 
 
@@ -125,14 +125,14 @@ def test_rates_of_tokens_that_nobody_counted_are_not_compared(tmp_path: Path) ->
         writer = csv.DictWriter(stream, list(rows[0]))
         writer.writeheader()
         writer.writerows({**row, "input_tokens": "", "output_tokens": ""} for row in rows)
-    found = compare.compare(record.load(a), record.load(b))
+    found = compare.compare(folder.load(a), folder.load(b))
     names = {change.name for change in found.changes}
     assert "request_throughput" in names and not names & {"output_throughput", "total_token_throughput"}
     assert "token rates are not compared: answers of b had no usage" in found.notes
 
 
 def test_few_requests_have_no_p99(tmp_path: Path) -> None:
-    a, b = (record.load(write_run(tmp_path / str(seed), seed, n=40)) for seed in (1, 2))
+    a, b = (folder.load(write_run(tmp_path / str(seed), seed, n=40)) for seed in (1, 2))
     found = compare.compare(a, b)
     assert not any(change.name.startswith("p99") for change in found.changes)
     assert "p99 is not compared" in " ".join(found.notes)
@@ -142,7 +142,7 @@ def test_runs_without_rows_still_compare_as_far_as_they_can(tmp_path: Path) -> N
     for name in ("a", "b"):
         write_run(tmp_path / name)
         (tmp_path / name / "requests.csv").unlink()
-    found = compare.compare(record.load(tmp_path / "a"), record.load(tmp_path / "b" / "result.json"))
+    found = compare.compare(folder.load(tmp_path / "a"), folder.load(tmp_path / "b" / "result.json"))
     assert found.changes == () and "no usable rows" in " ".join(found.notes)
     assert compare.text(found)
 
@@ -152,7 +152,7 @@ def test_a_folder_without_a_result_is_refused(tmp_path: Path, text: str | None) 
     if text is not None:
         (tmp_path / "result.json").write_text(text)
     with pytest.raises(UserError, match="cannot read result"):
-        record.load(tmp_path)
+        folder.load(tmp_path)
 
 
 def test_damaged_rows_are_left_out(tmp_path: Path) -> None:
@@ -161,7 +161,7 @@ def test_damaged_rows_are_left_out(tmp_path: Path) -> None:
         stream.write("20,nan,x\n21,soon\n")
     (run / "itl.csv").write_text("index,itl_ms\n0,1.5\n0,nan\nx\n\n7,2.5\n7,")
     (run / "engine.csv").write_text("time_s,running\n1,2\n,3\nx,4\n")
-    found = record.load(run)
+    found = folder.load(run)
     assert len(found.requests) == 20 and found.gaps == (1.5, 2.5)
     assert [(row.time_s, row.source, row.values) for row in found.engine] == [(1.0, "", {"running": 2.0})]
     assert found.number("nothing") is None
@@ -170,5 +170,5 @@ def test_damaged_rows_are_left_out(tmp_path: Path) -> None:
 @settings(max_examples=30)
 @given(st.lists(st.floats(0.1, 1e5), min_size=8, max_size=60), st.integers(0, 5))
 def test_an_interval_is_in_order(values: list[float], seed: int) -> None:
-    told = noise.quantile_difference(values, values[::-1], 0.5, seed)
+    told = bootstrap.quantile_difference(values, values[::-1], 0.5, seed)
     assert told.low <= told.high and told.a == pytest.approx(told.b)

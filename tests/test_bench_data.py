@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from penstock import models
-from penstock.bench import data, tokens
-from penstock.bench.ask import Ask
-from penstock.bench.files import Wanted
-from penstock.bench.tokens import FileTokens, ServerTokens, Tokens, tokens_of
-from penstock.client import Client
+from penstock.bench.datasets import synthetic, tokenizers
+from penstock.bench.datasets.files import Wanted
+from penstock.bench.datasets.tokenizers import FileTokens, ServerTokens, Tokens, tokens_of
+from penstock.bench.load.arrivals import Ask
 from penstock.errors import UserError
+from penstock.models import files
+from penstock.wire.client import Client
 
 DEMO = tokens_of("penstock-demo")
 
@@ -36,7 +36,7 @@ class Pairs(Tokens):
     def count(self, text: str, special: bool = True) -> int:
         return -(-len(text) // 2) + special
 
-    def count_chat(self, messages: Sequence[tokens.Message]) -> int | None:
+    def count_chat(self, messages: Sequence[tokenizers.Message]) -> int | None:
         return None
 
 
@@ -50,7 +50,7 @@ def text_of(ask: Ask) -> str:
 @pytest.mark.parametrize("chat", [True, False])
 def test_random_texts_have_exactly_the_tokens_asked_for(counter: Tokens, n_tokens: int, chat: bool) -> None:
     wanted = Wanted(n_requests=5, input_tokens=n_tokens, output_tokens=3, chat=chat)
-    asks = data.from_spec("random", wanted, lambda: counter)
+    asks = synthetic.from_spec("random", wanted, lambda: counter)
     assert {counter.count(text_of(ask), special=not chat) for ask in asks} == {n_tokens}
     assert {(ask.input_tokens, ask.output_tokens) for ask in asks} == {(n_tokens, 3)}
     assert len({text_of(ask) for ask in asks}) == 5 or n_tokens < 7
@@ -62,29 +62,29 @@ def test_a_text_that_cannot_be_made_is_refused() -> None:
             return 2 * super().count(text, special)
 
     with pytest.raises(UserError, match="exactly 7 tokens"):
-        data.from_spec("random", Wanted(n_requests=1, input_tokens=7), Even)
+        synthetic.from_spec("random", Wanted(n_requests=1, input_tokens=7), Even)
 
 
 def test_the_same_seed_gives_the_same_asks_and_another_gives_others() -> None:
-    one, two = (data.from_spec("random", Wanted(3, seed=7, input_tokens=20), demo) for _ in range(2))
-    assert one == two != data.from_spec("random", Wanted(3, seed=8, input_tokens=20), demo)
+    one, two = (synthetic.from_spec("random", Wanted(3, seed=7, input_tokens=20), demo) for _ in range(2))
+    assert one == two != synthetic.from_spec("random", Wanted(3, seed=8, input_tokens=20), demo)
 
 
 def test_spread_draws_lengths_on_both_sides() -> None:
-    asks = data.from_spec("random", Wanted(60, input_tokens=20, output_tokens=100, spread=0.5), demo)
+    asks = synthetic.from_spec("random", Wanted(60, input_tokens=20, output_tokens=100, spread=0.5), demo)
     lengths = {ask.input_tokens or 0 for ask in asks}
     assert min(lengths) >= 10 and max(lengths) <= 30 and len(lengths) > 10
     assert all(DEMO.count(text_of(ask), special=False) == ask.input_tokens for ask in asks)
 
 
 def test_shared_prefixes_are_shared_and_whole_prompts_exact() -> None:
-    asks = data.from_spec("prefix:n=3,prefix=40,suffix=10", Wanted(12), demo)
+    asks = synthetic.from_spec("prefix:n=3,prefix=40,suffix=10", Wanted(12), demo)
     assert {DEMO.count(text_of(ask), special=False) for ask in asks} == {50}
     assert len({text_of(ask)[:60] for ask in asks}) == 3 and len({text_of(ask) for ask in asks}) == 12
 
 
 def test_conversations_hold_what_was_said_and_wait_for_the_turn_before() -> None:
-    asks = data.from_spec("turns:sessions=3,turns=4,first=30", Wanted(100, input_tokens=10, output_tokens=5), demo)
+    asks = synthetic.from_spec("turns:sessions=3,turns=4,first=30", Wanted(100, input_tokens=10, output_tokens=5), demo)
     assert len(asks) == 12 and len({ask.session for ask in asks}) == 3
     for index, ask in enumerate(asks):
         assert isinstance(ask.prompt, list)
@@ -107,7 +107,7 @@ def test_the_chat_template_is_told_apart() -> None:
 
 
 def test_the_same_prompt_every_time() -> None:
-    asks = data.from_spec("prompt:Singapore is a", Wanted(50, output_tokens=64), refuse)
+    asks = synthetic.from_spec("prompt:Singapore is a", Wanted(50, output_tokens=64), refuse)
     assert asks == [Ask("Singapore is a", None, 64)] * 50
 
 
@@ -129,7 +129,7 @@ def sharegpt(folder: Path, rows: Any = SHAREGPT) -> str:
 
 
 def test_sharegpt_keeps_what_vllm_keeps(tmp_path: Path) -> None:
-    asks = data.from_spec(sharegpt(tmp_path), Wanted(2, seed=1), demo)
+    asks = synthetic.from_spec(sharegpt(tmp_path), Wanted(2, seed=1), demo)
     assert {text_of(ask) for ask in asks} == {"What is the capital of South Korea?", "Tell me about the sea. "}
     assert all(ask.input_tokens == DEMO.count(text_of(ask), special=False) for ask in asks)
     answers = {text_of(ask)[:4]: ask.output_tokens for ask in asks}
@@ -137,14 +137,14 @@ def test_sharegpt_keeps_what_vllm_keeps(tmp_path: Path) -> None:
 
 
 def test_sharegpt_comes_again_where_it_has_fewer(tmp_path: Path) -> None:
-    asks = data.from_spec(sharegpt(tmp_path), Wanted(7, output_tokens=2), demo)
+    asks = synthetic.from_spec(sharegpt(tmp_path), Wanted(7, output_tokens=2), demo)
     assert len(asks) == 7 and {ask.output_tokens for ask in asks} == {2}
 
 
 @pytest.mark.parametrize("rows", [{}, [], SHAREGPT[1:4]])
 def test_a_file_without_a_usable_conversation_is_refused(tmp_path: Path, rows: Any) -> None:
     with pytest.raises(UserError) as caught:
-        data.from_spec(sharegpt(tmp_path, rows), Wanted(), demo)
+        synthetic.from_spec(sharegpt(tmp_path, rows), Wanted(), demo)
     assert "cannot use" in caught.value.message
 
 
@@ -152,7 +152,7 @@ def test_lines_of_ones_own(tmp_path: Path) -> None:
     path = tmp_path / "own.jsonl"
     messages = [{"role": "user", "content": "b"}]
     path.write_text(json.dumps({"prompt": "a", "max_tokens": 5}) + "\n\n" + json.dumps({"messages": messages}) + "\n")
-    asks = data.from_spec(f"jsonl:{path}", Wanted(3, output_tokens=None), refuse)
+    asks = synthetic.from_spec(f"jsonl:{path}", Wanted(3, output_tokens=None), refuse)
     assert asks == [Ask("a", None, 5), Ask(messages, None, 200), Ask("a", None, 5)]
 
 
@@ -161,7 +161,7 @@ def test_a_bad_line_is_refused_with_its_number(tmp_path: Path, line: str) -> Non
     path = tmp_path / "own.jsonl"
     path.write_text('{"prompt": "a"}\n' + line + "\n")
     with pytest.raises(UserError, match="line 2"):
-        data.from_spec(f"jsonl:{path}", Wanted(), refuse)
+        synthetic.from_spec(f"jsonl:{path}", Wanted(), refuse)
 
 
 @pytest.mark.parametrize("offsets", [(1.0, 0.5), (-1.0, 2.0), (0.0, 1e999)])
@@ -169,7 +169,7 @@ def test_times_that_are_not_in_order_would_be_another_prompts(tmp_path: Path, of
     path = tmp_path / "own.jsonl"
     path.write_text("\n".join(f'{{"prompt": "a", "offset_s": {offset}}}' for offset in offsets).replace("inf", "1e999"))
     with pytest.raises(UserError, match=r"line \d"):
-        data.from_spec(f"jsonl:{path}", Wanted(), refuse)
+        synthetic.from_spec(f"jsonl:{path}", Wanted(), refuse)
 
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
@@ -191,8 +191,8 @@ BURST = """Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type
 @pytest.mark.parametrize(("name", "text"), [("azure.csv", AZURE), ("moon.jsonl", MOONCAKE), ("burst.csv", BURST)])
 def test_public_traces_are_replayed(tmp_path: Path, name: str, text: str) -> None:
     (tmp_path / name).write_text(text)
-    asks = data.from_spec(f"replay:{tmp_path / name}", Wanted(10), demo)
-    first = data.from_spec(f"replay:{tmp_path / name}", Wanted(10, until_s=1.0), demo)
+    asks = synthetic.from_spec(f"replay:{tmp_path / name}", Wanted(10), demo)
+    first = synthetic.from_spec(f"replay:{tmp_path / name}", Wanted(10, until_s=1.0), demo)
     assert first == asks[:-1]
     assert [ask.offset_s for ask in asks] == pytest.approx([0, 0.052, 1.02004], abs=1e-3)
     assert [(ask.input_tokens, ask.output_tokens) for ask in asks] == [(40, 12), (30, 8), (20, 1)]
@@ -203,7 +203,7 @@ def test_public_traces_are_replayed(tmp_path: Path, name: str, text: str) -> Non
 def test_a_damaged_trace_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "trace.csv").write_text(text)
     with pytest.raises(UserError, match="cannot use"):
-        data.from_spec(f"replay:{tmp_path / 'trace.csv'}", Wanted(), demo)
+        synthetic.from_spec(f"replay:{tmp_path / 'trace.csv'}", Wanted(), demo)
 
 
 @pytest.mark.parametrize(
@@ -215,26 +215,26 @@ def test_a_damaged_trace_is_refused(tmp_path: Path, text: str) -> None:
 )
 def test_what_cannot_be_understood_is_refused(spec: str) -> None:
     with pytest.raises(UserError) as caught:
-        data.from_spec(spec, Wanted(), demo)
+        synthetic.from_spec(spec, Wanted(), demo)
     assert (caught.value.message.startswith("cannot") and caught.value.hint) or "read" in caught.value.message
 
 
 @pytest.mark.parametrize("wanted", [Wanted(0), Wanted(1, spread=1.0), Wanted(1, input_tokens=0), Wanted(1, spread=-1)])
 def test_absurd_amounts_are_refused(wanted: Wanted) -> None:
     with pytest.raises(UserError):
-        data.from_spec("random", wanted, demo)
+        synthetic.from_spec("random", wanted, demo)
 
 
 def test_a_missing_file_says_that_nothing_is_downloaded() -> None:
     with pytest.raises(UserError) as caught:
-        data.from_spec("sharegpt:/nowhere.json", Wanted(), demo)
+        synthetic.from_spec("sharegpt:/nowhere.json", Wanted(), demo)
     assert "Nothing is downloaded" in (caught.value.hint or "") and "no such file" in caught.value.message
 
 
 def test_what_a_set_comes_to() -> None:
-    asks = data.from_spec("random", Wanted(4, input_tokens=20, output_tokens=6), demo)
-    assert data.describe(asks) == {"n": 4, "mean_input_tokens": 20, "mean_output_tokens": 6, "n_sessions": 0}
-    assert data.describe([Ask("a", None, 5)])["mean_input_tokens"] is None
+    asks = synthetic.from_spec("random", Wanted(4, input_tokens=20, output_tokens=6), demo)
+    assert synthetic.describe(asks) == {"n": 4, "mean_input_tokens": 20, "mean_output_tokens": 6, "n_sessions": 0}
+    assert synthetic.describe([Ask("a", None, 5)])["mean_input_tokens"] is None
 
 
 # ---- counting --------------------------------------------------------------------------------------------------------
@@ -243,15 +243,17 @@ def test_what_a_set_comes_to() -> None:
 def test_tokenizers_are_found_beside_the_model_and_in_the_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert tokens.locate("penstock-demo") == models.BUNDLED / "tokenizer.json" == tokens.locate(str(models.BUNDLED))
-    assert tokens.locate(str(models.BUNDLED / "penstock-demo.gguf")) == models.BUNDLED / "tokenizer.json"
-    assert tokens.locate(str(tmp_path)) is None
+    assert (
+        tokenizers.locate("penstock-demo") == files.BUNDLED / "tokenizer.json" == tokenizers.locate(str(files.BUNDLED))
+    )
+    assert tokenizers.locate(str(files.BUNDLED / "penstock-demo.gguf")) == files.BUNDLED / "tokenizer.json"
+    assert tokenizers.locate(str(tmp_path)) is None
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
-    assert tokens.locate("org/name") is None
+    assert tokenizers.locate("org/name") is None
     folder = tmp_path / "models--org--name" / "snapshots" / "abc"
     folder.mkdir(parents=True)
-    (folder / "tokenizer.json").write_bytes((models.BUNDLED / "tokenizer.json").read_bytes())
-    assert tokens.locate("org/name") == folder / "tokenizer.json"
+    (folder / "tokenizer.json").write_bytes((files.BUNDLED / "tokenizer.json").read_bytes())
+    assert tokenizers.locate("org/name") == folder / "tokenizer.json"
 
 
 def test_nothing_to_count_with_is_refused(tmp_path: Path) -> None:
@@ -281,14 +283,14 @@ def test_a_server_counts_where_there_is_no_file() -> None:
     counter = tokens_of("org/nowhere", Server(), "m")
     assert isinstance(counter, ServerTokens) and counter.count("Hello there") == DEMO.count("Hello there")
     assert counter.template_tokens("Hello") == DEMO.template_tokens("Hello")
-    asks = data.from_spec("random", Wanted(2, input_tokens=33), lambda: counter)
+    asks = synthetic.from_spec("random", Wanted(2, input_tokens=33), lambda: counter)
     assert [DEMO.count(text_of(ask)) for ask in asks] == [33, 33]
     with pytest.raises(UserError, match="no list of tokens"):
         tokens_of(None, Server(knows=False), "m")
 
 
 def test_chat_templates_are_found_in_all_their_places(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").write_bytes((models.BUNDLED / "tokenizer.json").read_bytes())
+    (tmp_path / "tokenizer.json").write_bytes((files.BUNDLED / "tokenizer.json").read_bytes())
     assert FileTokens(tmp_path / "tokenizer.json").count_chat([]) is None
     several = [{"name": "tools", "template": "x"}, {"name": "default", "template": "{{ bos_token }}"}]
     settings = {"chat_template": several, "bos_token": {"content": "<|im_start|>"}}

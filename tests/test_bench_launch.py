@@ -14,18 +14,22 @@ import msgspec
 import pytest
 from bench_samples import write_run
 
-from penstock import cli, machine, planning, spec
-from penstock.bench import predicted, show
-from penstock.bench.record import Result
+from penstock.bench import calibrate
+from penstock.bench.report import text as show
+from penstock.bench.results.folder import Result
+from penstock.bench.results.stats import Timed
 from penstock.bench.serve import Report
-from penstock.bench.stats import Timed
-from penstock.cli_bench_launch import Launch, deployed_of
-from penstock.cli_bench_launch import predicted as predicted_of
+from penstock.cli import main
+from penstock.cli.bench.deployment import Launch, deployed_of
+from penstock.cli.bench.deployment import predicted as predicted_of
+from penstock.deployment import planning
 from penstock.errors import UserError
-from penstock.plan import Forecast, Gpu, ModelFacts, Need, Plan
-from penstock.plan.measurement import Key
-from penstock.spec import Parallel
-from penstock.units import GIB
+from penstock.hardware import Gpu, detect
+from penstock.models import ModelFacts
+from penstock.planner import Forecast, Key, Need, Plan
+from penstock.spec import reading
+from penstock.spec.deployment import Parallel
+from penstock.text import GIB
 
 KEY = Key("a", "h200-sxm", "0.33.0", "bfloat16", None, "auto", 8192, 1024, None, True, False, ())
 FILE = "model: llama-3.1-8b\nengine: {kind: vllm, max_model_len: 16384}\n"
@@ -56,7 +60,7 @@ def launch(**changed: Any) -> Launch:
         "drain_s": 1.0,
         "forecast": Forecast(KEY, 100.0),
     }
-    return Launch(spec.parse(FILE, "one.yaml"), Plan(**{**facts, **changed}))
+    return Launch(reading.parse(FILE, "one.yaml"), Plan(**{**facts, **changed}))
 
 
 def measured(concurrency: int | None, replicas: int = 1) -> dict[str, Any]:
@@ -83,12 +87,12 @@ def told(launched: Launch, result: dict[str, Any], lengths: tuple[int, ...] = (5
 
 def test_the_load_that_was_measured_is_predicted(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", "llama-3.1-8b", "--gpu", "h200", "--max-model-len", "16384", "--no-measured", "--json"]
-    assert cli.run([*words, "--concurrency", "8", "--input-tokens", "512", "--output-tokens", "128"]) == 0
+    assert main.run([*words, "--concurrency", "8", "--input-tokens", "512", "--output-tokens", "128"]) == 0
     planned = json.loads(capsys.readouterr().out)["speed"]
     result = told(launch(), measured(8), (512, 500))
     assert result["predicted"] == planned and result["versions"] == {"vllm": "0.33.0"}
     assert result["launch"]["layout"] == [1, 1, 1] and result["launch"]["gpu"] == "h200-sxm"
-    text = show.prediction(predicted.pairs(Result("", result)))
+    text = show.prediction(calibrate.pairs(Result("", result)))
     assert "mean TPOT, ms:" in text and "output tokens/s:" in text and "outside" not in text
 
 
@@ -118,7 +122,7 @@ def test_nothing_is_predicted_of_what_nobody_can_tell() -> None:
     assert told(launch(), measured(8) | {"completed": 0})["predicted"] is None
     assert told(launch(), measured(8) | {"total_input_tokens": None})["predicted"] is None
     result = told(Launch(), measured(8))
-    assert result["predicted"] is None and result["launch"] is None and predicted.pairs(Result("", result)) == []
+    assert result["predicted"] is None and result["launch"] is None and calibrate.pairs(Result("", result)) == []
 
 
 def flags(**given: Any) -> argparse.Namespace:
@@ -141,7 +145,7 @@ def test_a_calibration_is_of_what_was_launched() -> None:
 
 def test_a_card_that_the_catalogue_does_not_have_is_this_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     strange = Gpu(0, "NVIDIA Strange X9", 80 * GIB, 80 * GIB)
-    monkeypatch.setattr(machine, "gpus", lambda: (strange,))
+    monkeypatch.setattr(detect, "gpus", lambda: (strange,))
     key = msgspec.structs.replace(KEY, gpu=planning.card_of([strange]).id)
     found = deployed_of(flags(), launch(forecast=Forecast(key, 1.0)).facts)
     assert found.gpu.id == key.gpu and found.gpu.stands_in is not None
@@ -150,7 +154,7 @@ def test_a_card_that_the_catalogue_does_not_have_is_this_machines(monkeypatch: p
 def test_more_than_there_was_room_for_is_no_wave() -> None:
     """64 at once where 8 run: who waits for a place waits for whole answers of others."""
     crowded = launch(forecast=Forecast(KEY, 100.0))._replace(
-        deployment=spec.parse(FILE.replace("16384}", "16384, args: {max-num-seqs: 8}}"), "one.yaml")
+        deployment=reading.parse(FILE.replace("16384}", "16384, args: {max-num-seqs: 8}}"), "one.yaml")
     )
     found = predicted_of(crowded, measured(64), is_wave=True)
     assert found is not None
@@ -180,13 +184,13 @@ def test_runs_of_our_own_need_no_names_and_are_not_mixed(tmp_path: Path, capsys:
         }
         runs.append(str(write_run(tmp_path / f"{tensor}-{concurrency}", n=60, **times)))
     file, page = tmp_path / "calibration.json", ["--out", str(tmp_path / "r.html")]
-    assert cli.run(["bench", "report", *runs, "--calibrate", str(file), *page]) == 2
+    assert main.run(["bench", "report", *runs, "--calibrate", str(file), *page]) == 2
     assert "2 different launches" in capsys.readouterr().err and not file.exists()
-    assert cli.run(["bench", "report", *runs[:2], "--calibrate", str(file), *page]) == 0
+    assert main.run(["bench", "report", *runs[:2], "--calibrate", str(file), *page]) == 0
     told = json.loads(file.read_text())
     assert told["gpu"] == "h200-sxm" and told["engine_version"] == "0.33.0" and told["layout"]["tensor"] == 1
     capsys.readouterr()
     words = ["plan", "llama-3.1-8b", "--gpu", "h200", "--max-model-len", "8192", "--calibration", str(file), "--json"]
-    assert cli.run(words) == 0
+    assert main.run(words) == 0
     planned = json.loads(capsys.readouterr().out)
     assert not any("calibration" in warning for warning in planned["warnings"])  # it is of this very layout

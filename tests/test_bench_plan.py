@@ -8,7 +8,7 @@ import math
 import numpy
 import pytest
 
-from penstock.bench.plan import Pace, check, offsets
+from penstock.bench.load.arrivals import Pace, check, offsets
 from penstock.errors import UserError
 
 

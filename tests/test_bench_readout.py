@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from penstock.bench import scrape
-from penstock.bench.readout import Raw, read_out
-from penstock.engines import vllm_names
-from penstock.gateway.http1 import LAST_CHUNK, write_chunk
+from penstock.bench.results import engine_metrics
+from penstock.bench.results.parse import Raw, read_out
+from penstock.engines.vllm import names as vllm_names
+from penstock.wire.http1 import LAST_CHUNK, write_chunk
 
 HEAD = (
     b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\nx-penstock-replica: 2\r\n\r\n"
@@ -122,10 +122,10 @@ def test_pages_of_metrics_are_told_apart_and_summed_up() -> None:
     def page(hits: int, running: int) -> str:
         return f"{names['running']} {running}\n{names['prefix_queries']} {hits * 2}\n{names['prefix_hits']} {hits}\n"
 
-    rows = [scrape.read_page(page(10, 1), 0.0, "a"), scrape.read_page(page(40, 3), 1.0, "a")]
-    rows.append(scrape.read_page("penstock_requests_in_flight 4\n", 0.5, "b"))
-    assert scrape.read_page("process_cpu_seconds_total 4\n", 0.5, "b") is None
-    facts = scrape.summarise([row for row in rows if row is not None])
+    rows = [engine_metrics.read_page(page(10, 1), 0.0, "a"), engine_metrics.read_page(page(40, 3), 1.0, "a")]
+    rows.append(engine_metrics.read_page("penstock_requests_in_flight 4\n", 0.5, "b"))
+    assert engine_metrics.read_page("process_cpu_seconds_total 4\n", 0.5, "b") is None
+    facts = engine_metrics.summarise([row for row in rows if row is not None])
     assert facts["a"]["kind"] == "vllm"
     assert (facts["a"]["running_mean"], facts["a"]["running_max"], facts["a"]["prefix_hits"]) == (2.0, 3.0, 30.0)
     assert facts["a"]["prefix_hit_rate"] == 0.5

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 from bench_samples import write_run
 
-from penstock.bench import charts, figures, pictures, predicted, record, report
-from penstock.bench.charts import Chart, Series
-from penstock.bench.record import Result
+from penstock.bench import calibrate
+from penstock.bench.report import figures, html, png, svg
+from penstock.bench.report.svg import Chart, Series
+from penstock.bench.results import folder
+from penstock.bench.results.folder import Result
 
 PLAN = {
     "speed": {
@@ -27,7 +29,7 @@ PLAN = {
 
 @pytest.fixture(scope="module")
 def one(tmp_path_factory: pytest.TempPathFactory) -> Result:
-    return record.load(write_run(tmp_path_factory.mktemp("bench") / "one", 3))
+    return folder.load(write_run(tmp_path_factory.mktemp("bench") / "one", 3))
 
 
 class Page(HTMLParser):
@@ -55,43 +57,43 @@ class Page(HTMLParser):
 
 
 def test_a_page_is_whole_and_needs_nothing_from_outside(one: Result) -> None:
-    text = report.page([one], PLAN)
+    text = html.page([one], PLAN)
     Page(text)
     assert not re.search(r"<script|<link|src=|href=|@import|url\(", text)
     assert 'name="viewport"' in text and "@media print" in text and "prefers-color-scheme" in text
 
 
 def test_a_page_tells_the_numbers_the_verdict_and_the_circumstances(one: Result) -> None:
-    words = " ".join(Page(report.page([one])).words)
+    words = " ".join(Page(html.page([one])).words)
     for said in ("valid", "requests/s", "TTFT p99, ms", "time to first token, each request", "vllm 0.32.0", "8%"):
         assert said in words
-    assert report.number_text(one.number("p99_ttft_ms")) in words
+    assert html.number_text(one.number("p99_ttft_ms")) in words
 
 
 def test_a_run_that_is_not_valid_says_so_first(tmp_path: Path) -> None:
-    bad = record.load(write_run(tmp_path / "bad", valid=False, invalid_because=["late by 80 ms <p99>"]))
-    words = Page(report.page([bad])).words
+    bad = folder.load(write_run(tmp_path / "bad", valid=False, invalid_because=["late by 80 ms <p99>"]))
+    words = Page(html.page([bad])).words
     assert "not valid: late by 80 ms <p99>" in words
 
 
 def test_predicted_stands_beside_measured(one: Result) -> None:
-    found = predicted.pairs(one, PLAN)
+    found = calibrate.pairs(one, PLAN)
     assert [pair.words for pair in found] == ["mean TTFT, ms", "mean TPOT, ms"]
     assert found[0].is_inside and not found[1].is_inside
     assert found[1].off == pytest.approx(6 / (one.number("mean_tpot_ms") or 1) - 1)
-    assert "predicted is off by" in report.page([one], PLAN) and "predicted is off by" not in report.page([one])
-    assert predicted.pairs(one, {"speed": None}) == []
+    assert "predicted is off by" in html.page([one], PLAN) and "predicted is off by" not in html.page([one])
+    assert calibrate.pairs(one, {"speed": None}) == []
 
 
 def test_several_runs_stand_beside_each_other(one: Result, tmp_path: Path) -> None:
-    two = record.load(write_run(tmp_path / "two & more", 4))
-    words = Page(report.page([one, two])).words
+    two = folder.load(write_run(tmp_path / "two & more", 4))
+    words = Page(html.page([one, two])).words
     assert "two & more" in words and "Beside each other" in words
 
 
 def test_a_run_with_a_summary_alone_has_a_page(tmp_path: Path) -> None:
     (tmp_path / "result.json").write_text('{"completed": 3}')
-    assert "Drawn" not in Page(report.page([record.load(tmp_path)])).words
+    assert "Drawn" not in Page(html.page([folder.load(tmp_path)])).words
 
 
 def test_the_charts_of_a_run_say_what_its_rows_say(one: Result) -> None:
@@ -112,10 +114,10 @@ def test_the_charts_of_a_run_say_what_its_rows_say(one: Result) -> None:
 
 
 def test_a_sweep_has_its_curve_and_its_table(one: Result) -> None:
-    points = [report.SweepPoint("TP 1", rate, one, rate < 3, "p99_ttft_ms 700 is over 500") for rate in (4.0, 1.0)]
-    words = Page(report.sweep_page(points, "requests/s", "p99_ttft at most 500 ms", ["TP 1: 2.9 requests/s"])).words
+    points = [html.SweepPoint("TP 1", rate, one, rate < 3, "p99_ttft_ms 700 is over 500") for rate in (4.0, 1.0)]
+    words = Page(html.sweep_page(points, "requests/s", "p99_ttft at most 500 ms", ["TP 1: 2.9 requests/s"])).words
     assert "throughput against p99 TTFT" in words and "no: p99_ttft_ms 700 is over 500" in words
-    assert Page(report.sweep_page([], "requests/s", "", [])).words
+    assert Page(html.sweep_page([], "requests/s", "", [])).words
 
 
 @pytest.mark.parametrize(
@@ -123,9 +125,9 @@ def test_a_sweep_has_its_curve_and_its_table(one: Result) -> None:
     [(), ((0.0, 0.0),), ((5.0, 7.0), (5.0, 7.0)), ((-1.0, 2.0), (3.0, 1e9)), ((0.0, 1e-9), (1e-9, 2e-9))],
 )
 @pytest.mark.parametrize("is_log", [True, False])
-def test_any_points_make_a_drawing_inside_its_frame(points: tuple[charts.Point, ...], is_log: bool) -> None:
+def test_any_points_make_a_drawing_inside_its_frame(points: tuple[svg.Point, ...], is_log: bool) -> None:
     chart = Chart("a < b & c", "x", "y", (Series("one", points), Series("two", points, "dots")), is_log, is_log)
-    root = ElementTree.fromstring(charts.svg(chart))
+    root = ElementTree.fromstring(svg.svg(chart))
     for line in root.iter("polyline"):
         for pair in (line.get("points") or "").split():
             x, y = map(float, pair.split(","))
@@ -133,18 +135,18 @@ def test_any_points_make_a_drawing_inside_its_frame(points: tuple[charts.Point, 
 
 
 def test_ticks_and_numbers_as_people_write_them() -> None:
-    assert [charts.tick_text(value) for value in (0.5, 1500, 12000, 3e6)] == ["0.5", "1500", "12k", "3M"]
+    assert [svg.tick_text(value) for value in (0.5, 1500, 12000, 3e6)] == ["0.5", "1500", "12k", "3M"]
     numbers = (None, 0.0312, 0.9, 12.345, 12345.6, 7.0)
-    assert [report.number_text(value) for value in numbers] == ["-", "0.031", "0.90", "12.3", "12,346", "7"]
+    assert [html.number_text(value) for value in numbers] == ["-", "0.031", "0.90", "12.3", "12,346", "7"]
 
 
 def test_many_points_are_thinned_to_their_ends() -> None:
     many = [(float(x), 0.0) for x in range(10_000)]
-    few = charts.thinned(many, 100)
+    few = svg.thinned(many, 100)
     assert len(few) == 100 and few[0] == many[0] and few[-1] == many[-1]
 
 
 def test_pictures_are_written(one: Result, tmp_path: Path) -> None:
-    written = pictures.save(figures.of_runs([one])[:1], tmp_path)
+    written = png.save(figures.of_runs([one])[:1], tmp_path)
     assert [path.name for path in written] == ["time-to-first-token-share-of-requests.png"]
     assert written[0].read_bytes().startswith(b"\x89PNG")

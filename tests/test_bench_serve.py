@@ -18,15 +18,17 @@ from pathlib import Path
 
 import pytest
 
-from penstock import cli, models
-from penstock.bench import prompts, record, serve
-from penstock.bench.ask import Ask
-from penstock.bench.drive import Address, Load, drive
-from penstock.bench.plan import Pace
-from penstock.bench.readout import read_out
+from penstock.bench import serve
+from penstock.bench.datasets import synthetic
+from penstock.bench.datasets.tokenizers import FileTokens
+from penstock.bench.load.arrivals import Ask, Pace
+from penstock.bench.load.run import Address, Load, drive
+from penstock.bench.results import folder as record
+from penstock.bench.results.parse import read_out
 from penstock.bench.serve import Service
-from penstock.bench.tokens import FileTokens
+from penstock.cli import main
 from penstock.errors import PenstockError, UserError
+from penstock.models import files
 from penstock.testing.fake_engine.options import Options
 from penstock.testing.fake_engine.running import InThread, in_thread
 
@@ -48,7 +50,7 @@ def service(url: str, **fields: object) -> Service:
 @pytest.mark.parametrize("streams", [True, False])
 def test_every_request_is_answered_and_counted(engine: InThread, endpoint: str, streams: bool) -> None:
     target = service(engine.url, endpoint=endpoint, streams=streams)
-    found = serve.run(target, prompts.fixed("tell me", 6), CLOSED, {}, n_warmup=2).summary
+    found = serve.run(target, synthetic.fixed("tell me", 6), CLOSED, {}, n_warmup=2).summary
     assert (found.completed, found.failed, found.total_output_tokens) == (12, 0, 72)
     assert ("ttft" in found.spreads) is streams
     assert found.tokens_per_event == (1.0 if streams else None)
@@ -56,7 +58,7 @@ def test_every_request_is_answered_and_counted(engine: InThread, endpoint: str, 
 
 def test_an_open_loop_sends_by_its_clock(engine: InThread) -> None:
     pace = Pace(rate=200.0, arrival="constant", n_requests=20)
-    report = serve.run(service(engine.url), prompts.random_words(9, 3, 20, 0), pace, {"ttft": 5000.0})
+    report = serve.run(service(engine.url), synthetic.random_words(9, 3, 20, 0), pace, {"ttft": 5000.0})
     assert [round(request.intended_s, 6) for request in report.requests] == [index / 200 for index in range(20)]
     assert all(request.asked_s >= request.intended_s for request in report.requests)
     assert report.summary.goodput_share == 1.0
@@ -66,7 +68,7 @@ def test_an_open_loop_sends_by_its_clock(engine: InThread) -> None:
 
 
 def test_a_duration_ends_a_closed_loop(engine: InThread) -> None:
-    report = serve.run(service(engine.url), prompts.fixed("a", 2), Pace(concurrency=2, duration_s=0.05), {}, 0)
+    report = serve.run(service(engine.url), synthetic.fixed("a", 2), Pace(concurrency=2, duration_s=0.05), {}, 0)
     assert report.summary.completed > 2
     assert report.result["warmup_requests"] == 0
 
@@ -82,13 +84,13 @@ def test_a_turn_waits_for_the_turn_before(engine: InThread) -> None:
 
 def test_a_first_request_that_fails_ends_it_with_the_servers_words(engine: InThread) -> None:
     with pytest.raises(UserError, match=r"http 404.*nobody"):
-        serve.run(service(engine.url, model="nobody"), prompts.fixed("a", 1), CLOSED, {})
+        serve.run(service(engine.url, model="nobody"), synthetic.fixed("a", 1), CLOSED, {})
     with pytest.raises(PenstockError, match="connection refused"):
-        serve.run(service(f"http://127.0.0.1:{free_port()}"), prompts.fixed("a", 1), CLOSED, {})
+        serve.run(service(f"http://127.0.0.1:{free_port()}"), synthetic.fixed("a", 1), CLOSED, {})
 
 
 def test_without_a_warm_up_failures_are_counted(engine: InThread) -> None:
-    report = serve.run(service(engine.url, model="nobody"), prompts.fixed("a", 1), CLOSED, {}, 0)
+    report = serve.run(service(engine.url, model="nobody"), synthetic.fixed("a", 1), CLOSED, {}, 0)
     assert report.summary.errors == {"http 404": 12}
     assert not report.verdict.valid
 
@@ -114,11 +116,11 @@ def test_an_address_may_have_a_path() -> None:
 
 
 def test_the_key_is_sent_and_told_to_nobody(engine: InThread) -> None:
-    report = serve.run(service(engine.url, key="sk-secret"), prompts.fixed("a", 1), CLOSED, {})
+    report = serve.run(service(engine.url, key="sk-secret"), synthetic.fixed("a", 1), CLOSED, {})
     assert engine.seen[-2].headers["authorization"] == "Bearer sk-secret"
     assert "sk-secret" not in json.dumps(report.result)
     with pytest.raises(UserError, match="API key"):
-        serve.run(service(engine.url, key="a\r\nb"), prompts.fixed("a", 1), CLOSED, {})
+        serve.run(service(engine.url, key="a\r\nb"), synthetic.fixed("a", 1), CLOSED, {})
 
 
 # -- the command
@@ -129,7 +131,7 @@ def test_the_command_prints_vllms_names_and_writes_the_folder(
 ) -> None:
     words = f"bench serve --url {engine.url} --requests 9 --concurrency 3 --input-tokens 5 --output-tokens 4 --json"
     words = words.replace("http://", "")
-    assert cli.run([*words.split(), "--goodput", "ttft:9000", "e2el:9000", "--out", str(tmp_path / "out")]) == 0
+    assert main.run([*words.split(), "--goodput", "ttft:9000", "e2el:9000", "--out", str(tmp_path / "out")]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["service"]["url"] == engine.url
     assert (result["completed"], result["failed"], result["total_output_tokens"]) == (9, 0, 36)
@@ -154,7 +156,7 @@ def test_the_command_prints_vllms_names_and_writes_the_folder(
 
 def test_people_get_the_blocks_they_know(engine: InThread, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = f"bench serve --url {engine.url} --model m --requests 20 --rate 1000 --max-tokens 3 --no-stream --formulas"
-    assert cli.run([*words.split(), "--prompt", "Singapore is a"]) == 0
+    assert main.run([*words.split(), "--prompt", "Singapore is a"]) == 0
     shown = capsys.readouterr().out
     for line in (
         "============ Serving Benchmark Result ============",
@@ -200,14 +202,14 @@ def test_people_get_the_blocks_they_know(engine: InThread, home: Path, capsys: p
     ],
 )
 def test_what_cannot_be_run_is_refused(words: str, said: str, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(["bench", "serve", "--url", "http://127.0.0.1:1", "--model", "m", "--json", *words.split()]) == 2
+    assert main.run(["bench", "serve", "--url", "http://127.0.0.1:1", "--model", "m", "--json", *words.split()]) == 2
     assert said in json.loads(capsys.readouterr().out)["error"]["message"]
     assert not [*home.glob("bench/*")]
 
 
 def test_a_burstiness_alone_means_gamma(engine: InThread, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = f"bench serve --url {engine.url} --requests 3 --rate 900 --burstiness 0.2 --prompt a --max-tokens 1 --json"
-    assert cli.run(words.split()) == 0
+    assert main.run(words.split()) == 0
     result = json.loads(capsys.readouterr().out)
     assert (result["pace"]["arrival"], result["pace"]["burstiness"], result["flags"]["arrival"]) == (
         "gamma",
@@ -223,7 +225,7 @@ def test_a_trace_is_replayed_to_its_end(engine: InThread, tmp_path: Path, capsys
     words = (
         f"bench serve --url {engine.url} --model m --arrival replay --duration 9 --no-stream --json --out {tmp_path}/o"
     )
-    assert cli.run([*words.split(), "--dataset", f"jsonl:{trace}"]) == 0
+    assert main.run([*words.split(), "--dataset", f"jsonl:{trace}"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["completed"] + result["failed"] == 1200
 
@@ -232,27 +234,27 @@ def test_a_trace_is_replayed_to_its_end(engine: InThread, tmp_path: Path, capsys
 def test_random_prompts_are_exact_where_the_models_tokenizer_is_here(
     endpoint: str, tmp_path: Path, home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    demo = FileTokens(models.BUNDLED / "tokenizer.json")
+    demo = FileTokens(files.BUNDLED / "tokenizer.json")
     with in_thread(Options(model="penstock-demo", ttft_s=0, tokens_per_s=float("inf"))) as engine:
         words = f"bench serve --url {engine.url} --requests 5 --concurrency 2 --warmup 0 --endpoint {endpoint}"
-        assert cli.run([*words.split(), "--input-tokens", "37", "--max-tokens", "2"]) == 0
+        assert main.run([*words.split(), "--input-tokens", "37", "--max-tokens", "2"]) == 0
         assert "prompts of exactly 37 tokens, counted by" in capsys.readouterr().err
         asked = [json.loads(request.body) for request in engine.seen if request.method == "POST"]
         is_chat = endpoint == "chat"
         texts = [body["messages"][0]["content"] if is_chat else body["prompt"] for body in asked]
         assert [demo.count(text, special=not is_chat) for text in texts] == [37] * 5 and len(set(texts)) == 5
         named = [*words.split(), "--tokenizer", str(tmp_path / "none")]
-        assert cli.run(named) == 2 and "no tokenizer.json" in capsys.readouterr().err
+        assert main.run(named) == 2 and "no tokenizer.json" in capsys.readouterr().err
 
 
 def test_random_prompts_are_about_right_where_it_is_not(
     engine: InThread, home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = f"bench serve --url {engine.url} --requests 2 --concurrency 2 --warmup 0 --input-tokens 37"
-    assert cli.run(words.split()) == 0
+    assert main.run(words.split()) == 0
     told = capsys.readouterr().err
     assert "prompts of about 37 tokens, random words: no tokenizer.json on this machine" in told
-    assert cli.run([*words.split(), "--dataset", "sharegpt:x", "--prompt", "y"]) == 2
+    assert main.run([*words.split(), "--dataset", "sharegpt:x", "--prompt", "y"]) == 2
 
 
 @pytest.mark.parametrize("words", ["", "--dataset random", "--dataset turns:turns=2", "--dataset prefix:n=2,prefix=9"])
@@ -261,7 +263,7 @@ def test_the_warm_ups_prompts_are_not_sent_again(words: str, home: Path) -> None
         asked = (
             f"bench serve --url {engine.url} --requests 6 --concurrency 2 --warmup 3 --input-tokens 9 --max-tokens 2"
         )
-        assert cli.run([*asked.split(), *words.split()]) == 0
+        assert main.run([*asked.split(), *words.split()]) == 0
         sent = [json.loads(seen.body)["messages"][-1]["content"] for seen in engine.seen if seen.method == "POST"]
     assert len(sent) == 9 and not {*sent[:3]} & {*sent[3:]} and len({*sent[:3]}) == 3
 
@@ -304,22 +306,22 @@ def test_tls_is_spoken_and_the_certificate_checked(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     words = f"bench serve --url {behind_tls} --model m --requests 9 --concurrency 3 --max-tokens 5 --json".split()
-    assert cli.run(words) == 1
+    assert main.run(words) == 1
     assert "certificate" in json.loads(capsys.readouterr().out)["error"]["message"]
-    assert cli.run([*words, "--insecure"]) == 0
+    assert main.run([*words, "--insecure"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert (result["completed"], result["failed"], result["total_output_tokens"]) == (9, 0, 45)
     unnamed = [word for word in words if word not in ("--model", "m")]
-    assert cli.run([*unnamed, "--insecure"]) == 0
+    assert main.run([*unnamed, "--insecure"]) == 0
     assert json.loads(capsys.readouterr().out)["model"] == "m"
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate[0]))
-    assert cli.run(words) == 0
+    assert main.run(words) == 0
     assert json.loads(capsys.readouterr().out)["completed"] == 9
 
 
 def test_without_an_address_a_deployment_must_run(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, said in ((["one"], 'cannot find deployment "one"'), ([], "cannot choose a deployment: none runs")):
-        assert cli.run(["bench", "serve", *name, "--requests", "1", "--rate", "1"]) == 2
+        assert main.run(["bench", "serve", *name, "--requests", "1", "--rate", "1"]) == 2
         assert said in capsys.readouterr().err
 
 

@@ -7,8 +7,9 @@ import random
 import numpy
 import pytest
 
-from penstock.bench import folder, show, validity
-from penstock.bench.stats import Timed, is_good, peak_concurrency, percentile, spread, summarise
+from penstock.bench.report import text
+from penstock.bench.results import folder, validity
+from penstock.bench.results.stats import Timed, is_good, peak_concurrency, percentile, spread, summarise
 
 
 def timed(index: int = 0, **fields: object) -> Timed:
@@ -114,13 +115,13 @@ def test_goodput_is_unknown_where_what_is_bounded_was_not_measured() -> None:
     found = summarise([whole, one], False, {"ttft": 1e6})
     assert (found.request_goodput, found.goodput_share, found.n_not_judged) == (None, None, 1)
     generator = validity.describe([], [], 0.0, 1.0, 1, 1)
-    assert "goodput is unknown: in 1 of 2" in show.notes(found, generator, validity.judge(generator, 2, False), [])
+    assert "goodput is unknown: in 1 of 2" in text.notes(found, generator, validity.judge(generator, 2, False), [])
 
 
 def test_a_servers_words_reach_the_terminal_without_its_control_characters() -> None:
     request = timed(error="http 500", detail="\x1b[2Jgone\x9b1m\u202eé")
     generator = validity.describe([], [], 0.0, 1.0, 1, 1)
-    told = show.notes(summarise([request], False, {}), generator, validity.judge(generator, 0, False), [request])
+    told = text.notes(summarise([request], False, {}), generator, validity.judge(generator, 0, False), [request])
     assert "1 x http 500:  [2Jgone 1m é\n" in told
 
 

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from penstock import catalog
 from penstock.errors import UserError
+from penstock.hardware import catalog
+from penstock.models import catalog as models_catalog
 
-DATA = Path(catalog.__file__).parent / "data"
+DATA = Path(models_catalog.__file__).parent / "data"
 
 
 def test_every_gpu_row_has_what_planning_needs() -> None:
@@ -74,23 +75,26 @@ def test_a_card_without_a_measured_all_reduce_borrows_from_its_like() -> None:
 
 def test_every_model_has_a_config_and_every_config_a_row() -> None:
     folders = {path.parent.name for path in (DATA / "models").glob("*/config.json")}
-    assert folders == set(catalog.model_names()) and len(folders) == 77
+    assert folders == set(models_catalog.model_names()) and len(folders) == 77
     for name in folders:
         assert json.loads((DATA / "models" / name / "config.json").read_text("utf-8"))["architectures"]
-        assert catalog.model(name).source
+        assert models_catalog.model(name).source
 
 
 def test_a_model_answers_to_its_hub_id_too() -> None:
-    assert catalog.model("llama-3.1-405b").hf_id == catalog.model(catalog.model("llama-3.1-405b").hf_id).hf_id
-    assert catalog.model_config("lmsys/vicuna-13b-v1.3") == catalog.model_config("vicuna-13b-v1.3")
-    assert catalog.has_model("vicuna-13b-v1.3") and not catalog.has_model("nobody/nothing")
+    assert (
+        models_catalog.model("llama-3.1-405b").hf_id
+        == models_catalog.model(models_catalog.model("llama-3.1-405b").hf_id).hf_id
+    )
+    assert models_catalog.model_config("lmsys/vicuna-13b-v1.3") == models_catalog.model_config("vicuna-13b-v1.3")
+    assert models_catalog.has_model("vicuna-13b-v1.3") and not models_catalog.has_model("nobody/nothing")
     with pytest.raises(UserError, match='the nearest is "qwen3-32b"'):
-        catalog.model_config("qwen3-32bb")
+        models_catalog.model_config("qwen3-32bb")
 
 
 def test_a_config_is_the_callers_own_copy() -> None:
-    catalog.model_config("qwen3-32b")["hidden_size"] = 1
-    assert catalog.model_config("qwen3-32b")["hidden_size"] == 5120
+    models_catalog.model_config("qwen3-32b")["hidden_size"] = 1
+    assert models_catalog.model_config("qwen3-32b")["hidden_size"] == 5120
 
 
 @pytest.mark.parametrize(("mib", "gib"), [(24576, 23.55), (46068, 44.44), (81559, 79.10), (143771, 139.80)])

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from penstock.chat.terminal import ChatSettings, ReadLine, chat, read_message, stats
-from penstock.client import Chunk, Client, Message, Reply, Stream
+from penstock.cli.chat import ChatSettings, ReadLine, chat, read_message, stats
 from penstock.errors import PenstockError
-from penstock.testing.fake_engine.asks import expected_text
 from penstock.testing.fake_engine.options import Options
+from penstock.testing.fake_engine.requests import expected_text
 from penstock.testing.fake_engine.running import InThread, in_thread
+from penstock.wire.client import Chunk, Client, Message, Reply, Stream
 
 SHORT = ChatSettings(max_tokens=3)
 

@@ -15,11 +15,14 @@ from typing import Any
 import pytest
 from samples import NOW, cpu_machine, deployment, draft, gpu_machine, run_folder
 
-from penstock import __version__, cli, deploy, runs
-from penstock.engines.llamacpp import LlamaCpp
-from penstock.engines.vllm import Vllm
+from penstock import __version__
+from penstock import run_folder as runs
+from penstock.cli import main
+from penstock.deployment import start, stop
+from penstock.engines.llamacpp.engine import LlamaCpp
+from penstock.engines.vllm.engine import Vllm
 from penstock.errors import PenstockError, UserError
-from penstock.runs import Desired, Run, State
+from penstock.run_folder import Desired, Run, State
 from penstock.targets import local
 
 VERBS = ["up", "render", "ls", "status", "logs", "chat", "keys", "usage", "scale", "down", "clean", "doctor"]
@@ -45,7 +48,7 @@ class Shell:
 
     def __call__(self, *words: str) -> tuple[int, str, str]:
         try:
-            code = cli.run(words)
+            code = main.run(words)
         except SystemExit as exit_of_argparse:
             code = int(exit_of_argparse.code or 0)
         output, errors = self.capsys.readouterr()
@@ -257,14 +260,14 @@ def test_a_fault_of_ours_is_no_traceback(shell: Shell, monkeypatch: pytest.Monke
     def fail(deployment: object) -> None:
         raise ZeroDivisionError("division by zero")
 
-    monkeypatch.setattr(deploy, "rehearse", fail)
+    monkeypatch.setattr(start, "rehearse", fail)
     code, _, errors = shell("render", "--port", "0")
     assert code == 1
     assert errors.startswith("error: penstock failed: ZeroDivisionError: division by zero\n")
     assert "PENSTOCK_TRACEBACK=1" in errors
     monkeypatch.setenv("PENSTOCK_TRACEBACK", "1")
     with pytest.raises(ZeroDivisionError):
-        cli.run(["render", "--port", "0"])
+        main.run(["render", "--port", "0"])
 
 
 @pytest.mark.parametrize(
@@ -276,7 +279,7 @@ def test_every_other_end_has_its_code(
     def fail(deployment: object) -> None:
         raise error
 
-    monkeypatch.setattr(deploy, "rehearse", fail)
+    monkeypatch.setattr(start, "rehearse", fail)
     monkeypatch.setattr(os, "dup2", lambda *_: None)  # a broken pipe closes the real standard output
     monkeypatch.setattr(sys.stdout, "fileno", lambda: 1)
     assert shell("render", "--port", "0")[0] == code
@@ -334,7 +337,7 @@ def test_the_demo_takes_another_port_when_the_usual_one_is_taken(
         if port:
             raise UserError("taken")
 
-    monkeypatch.setattr("penstock.preflight.check_port", refuse)
+    monkeypatch.setattr("penstock.hardware.network.check_port", refuse)
     facts = json.loads(shell("render", "--json")[1])
     assert facts["deployment"]["gateway"]["port"] == 0
 
@@ -415,7 +418,7 @@ def test_the_version_is_printed(shell: Shell) -> None:
 
 
 def test_help_imports_nothing_heavy() -> None:
-    code = "import sys; from penstock import cli; cli.parser().format_help(); print(*sys.modules)"
+    code = "import sys; from penstock.cli import main as cli; cli.parser().format_help(); print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     loaded = {name.partition(".")[0] for name in done.stdout.split()}
     heavy = {"msgspec", "psutil", "yaml", "rich", "uvloop", "asyncio", "ray", "vllm", "torch", "xllamacpp", "numpy"}
@@ -429,7 +432,7 @@ def test_help_imports_nothing_heavy() -> None:
 
 def test_main_exits_with_the_verbs_code(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SystemExit) as caught:
-        cli.main(["status", "nobody"])
+        main.main(["status", "nobody"])
     assert caught.value.code == 2
 
 
@@ -442,13 +445,13 @@ def test_colour_is_for_terminals_that_want_it(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     error = PenstockError("could not", detail="a\nb", hint="h")
-    shown = check_shown(lambda: cli._show_error(error, as_json=False), capsys)
+    shown = check_shown(lambda: main._show_error(error, as_json=False), capsys)
     assert shown == "error: could not\n  detail:\n    a\n    b\n  hint: h\n"
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.delenv("NO_COLOR", raising=False)
-    assert "\033[1;31merror:\033[0m" in check_shown(lambda: cli._show_error(error, as_json=False), capsys)
+    assert "\033[1;31merror:\033[0m" in check_shown(lambda: main._show_error(error, as_json=False), capsys)
     monkeypatch.setenv("NO_COLOR", "1")
-    assert "\033" not in check_shown(lambda: cli._show_error(error, as_json=False), capsys)
+    assert "\033" not in check_shown(lambda: main._show_error(error, as_json=False), capsys)
 
 
 def test_a_down_that_broke_off_is_seen_and_chosen(shell: Shell) -> None:
@@ -549,7 +552,7 @@ def test_a_model_that_may_not_be_looked_at_is_explained(shell: Shell, monkeypatc
 
 def run_shell(words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        ["sh", "-c", f'"{sys.executable}" -m penstock.cli {words}'], capture_output=True, text=True, check=False
+        ["sh", "-c", f'"{sys.executable}" -m penstock.cli.main {words}'], capture_output=True, text=True, check=False
     )
 
 
@@ -585,13 +588,13 @@ def test_ctrl_c_at_a_clean_up_says_so_and_is_not_heard(
         os.kill(os.getpid(), signal.SIGINT)
         ended.append(found.name)
 
-    monkeypatch.setattr(deploy, "down", end_slowly)
+    monkeypatch.setattr(stop, "down", end_slowly)
     before = signal.getsignal(signal.SIGINT)
-    with deploy.ctrl_c_ignored():
-        cli._undo("one")
+    with start.ctrl_c_ignored():
+        main._undo("one")
     assert ended == ["one"]
     assert capsys.readouterr().err == "\nending one ...\n"
     assert signal.getsignal(signal.SIGINT) is before
     end(run)
-    cli._undo("one")
+    main._undo("one")
     assert ended == ["one"], "what has ended is left alone"

@@ -18,13 +18,15 @@ from typing import Any
 
 import pytest
 
-from penstock import cli, cli_gateway, metrics
+from penstock.cli import gateway as cli_gateway
+from penstock.cli import main
+from penstock.wire import prometheus
 
 UPSTREAM = ["--upstream", "m=http://127.0.0.1:9"]
 
 
 def config_of(*arguments: str) -> Any:
-    return cli_gateway.make_config(cli.parser().parse_args(["gateway", *arguments]), Path("/run/x"))
+    return cli_gateway.make_config(main.parser().parse_args(["gateway", *arguments]), Path("/run/x"))
 
 
 def test_arguments_become_a_config() -> None:
@@ -68,7 +70,7 @@ def test_ledger_days_are_a_number_or_all() -> None:
 def test_wrong_arguments_are_refused_in_words(
     arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.run(["gateway", *arguments]) == 2
+    assert main.run(["gateway", *arguments]) == 2
     assert words in capsys.readouterr().err
 
 
@@ -177,7 +179,7 @@ def test_metrics_and_drains_outlive_each_worker(tmp_path: Path) -> None:
 
         def count() -> float:
             with urllib.request.urlopen(f"{facts['listen']}/metrics", timeout=5) as answer:
-                return metrics.parse(answer.read().decode()).get("penstock_requests_total", 0.0)
+                return prometheus.parse(answer.read().decode()).get("penstock_requests_total", 0.0)
 
         def health() -> set[int]:
             return {ask(f"{facts['listen']}/health")["ready_replicas"] for _ in range(30)}

@@ -14,9 +14,9 @@ import pytest
 from gateway_rig import SSE_HEAD, chunk, rig_with, run, say
 from test_store import row
 
-from penstock import cli, cli_keys
-from penstock.cli_keys import period_s
-from penstock.store import Limits, Store
+from penstock.cli import keys, main
+from penstock.cli.keys import period_s
+from penstock.gateway.accounting.store import Limits, Store
 
 Shell = Callable[..., tuple[int, str, str]]
 
@@ -25,10 +25,10 @@ Shell = Callable[..., tuple[int, str, str]]
 def shell(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Shell:
     monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("PENSTOCK_STORE", str(tmp_path / "store.sqlite"))
-    monkeypatch.setattr(cli_keys, "SEEN_S", 0.0)
+    monkeypatch.setattr(keys, "SEEN_S", 0.0)
 
     def call(*argv: str) -> tuple[int, str, str]:
-        code = cli.run(argv)
+        code = main.run(argv)
         return code, *capsys.readouterr()
 
     return call

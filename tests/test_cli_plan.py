@@ -13,13 +13,14 @@ import msgspec
 import pytest
 import sizing_samples as samples
 
-from penstock import cli_plan, machine, planning, spec
+from penstock.cli import plan
+from penstock.deployment import planning
 from penstock.errors import UserError
-from penstock.plan import Gpu
-from penstock.plan.links import Links
-from penstock.plan.sizing import Sizing, SizingRequest
-from penstock.spec import Parallel
-from penstock.units import MIB
+from penstock.hardware import Gpu, Links, detect
+from penstock.planner.request import Sizing, SizingRequest
+from penstock.spec import reading
+from penstock.spec.deployment import Parallel
+from penstock.text import MIB
 
 replace = msgspec.structs.replace
 BASE = ("llama-3.1-70b", "--gpu", "h100-sxm", "--gpus-per-node", "8")
@@ -42,8 +43,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[Asked]:
 
 def run(*argv: str) -> int:
     parser = argparse.ArgumentParser(prog="penstock plan")
-    cli_plan.add_arguments(parser)
-    return cli_plan.run(parser.parse_args(argv))
+    plan.add_arguments(parser)
+    return plan.run(parser.parse_args(argv))
 
 
 def answer(monkeypatch: pytest.MonkeyPatch, sizing: Sizing) -> None:
@@ -178,8 +179,8 @@ def test_a_terminal_has_colour_unless_no_color_is_set(
 
 
 def test_without_a_gpu_named_this_machines_are_taken(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "gpus", lambda: [Gpu(at, "NVIDIA L4", 23034 * MIB, 1) for at in range(2)])
-    monkeypatch.setattr(machine, "links", lambda indices: Links(len(indices), 1, None, "PHB", False))
+    monkeypatch.setattr(detect, "gpus", lambda: [Gpu(at, "NVIDIA L4", 23034 * MIB, 1) for at in range(2)])
+    monkeypatch.setattr(detect, "links", lambda indices: Links(len(indices), 1, None, "PHB", False))
     run("llama-3.1-70b")
     run("llama-3.1-70b", "--gpus-per-node", "1")
     assert [(request.gpu, request.gpus_per_node) for request in asked] == [("l4", 2), ("l4", 1)]
@@ -190,8 +191,8 @@ def test_without_a_gpu_named_this_machines_are_taken(asked: Asked, monkeypatch: 
 def test_what_the_driver_does_not_tell_is_the_catalogues_with_a_warning(
     asked: Asked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine, "gpus", lambda: [Gpu(0, "NVIDIA L4", 11_000 * MIB, 1)])
-    monkeypatch.setattr(machine, "links", lambda indices: None)
+    monkeypatch.setattr(detect, "gpus", lambda: [Gpu(0, "NVIDIA L4", 11_000 * MIB, 1)])
+    monkeypatch.setattr(detect, "links", lambda indices: None)
     run("llama-3.1-70b")
     (request,) = asked
     assert request.links is None
@@ -203,7 +204,7 @@ def test_what_the_driver_does_not_tell_is_the_catalogues_with_a_warning(
 def test_a_machine_that_says_nothing_needs_a_gpu_named(
     names: list[str], word: str, asked: Asked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine, "gpus", lambda: [Gpu(at, name, 1, 1) for at, name in enumerate(names)])
+    monkeypatch.setattr(detect, "gpus", lambda: [Gpu(at, name, 1, 1) for at, name in enumerate(names)])
     with pytest.raises(UserError, match=word) as caught:
         run("llama-3.1-70b")
     assert "--gpu h100-sxm" in str(caught.value.hint)
@@ -212,7 +213,7 @@ def test_a_machine_that_says_nothing_needs_a_gpu_named(
 def test_write_makes_a_file_that_up_takes(asked: Asked, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "penstock.yaml"
     assert run(*BASE, "--write", str(path), "--ttft-ms", "500") == 0
-    made = spec.load(path)
+    made = reading.load(path)
     assert (made.model, made.parallel) == (asked[0].facts.hub_id, Parallel(tensor=4))
     assert made.engine.max_model_len == 131_072
     assert made.workload.ttft_ms == 500
@@ -227,7 +228,7 @@ def test_write_replaces_a_file_only_by_force(asked: Asked, tmp_path: Path) -> No
         run(*BASE, "--write", str(path))
     assert path.read_text("utf-8") == "mine" and asked == []
     assert run(*BASE, "--write", str(path), "--force") == 0
-    assert spec.load(path).engine.kind == "vllm"
+    assert reading.load(path).engine.kind == "vllm"
 
 
 def test_write_leaves_no_file_for_what_does_not_fit(
@@ -246,7 +247,7 @@ def test_the_file_names_a_folder_by_its_full_path_and_keeps_the_engines_flags(
     (tmp_path / "m").mkdir()
     request = replace(samples.REQUEST, facts=replace(samples.FACTS, reference="m", hub_id=None))
     flags = ("--tensor-parallel-size", "4", "--max-num-seqs", "64", "--enforce-eager", "--kv-cache-dtype=fp8")
-    made = spec.parse(cli_plan.deployment_text(request, replace(samples.FITS, engine_args=flags)))
+    made = reading.parse(plan.deployment_text(request, replace(samples.FITS, engine_args=flags)))
     assert made.model == str(tmp_path / "m")
     assert made.engine.args == {"max-num-seqs": 64, "enforce-eager": True, "kv-cache-dtype": "fp8"}
 

@@ -10,12 +10,12 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from penstock.client import Chunk, Client, HttpError, NoAnswer, Reply
 from penstock.errors import PenstockError
 from penstock.testing.fake_engine import http1
-from penstock.testing.fake_engine.asks import expected_text
 from penstock.testing.fake_engine.options import Options
+from penstock.testing.fake_engine.requests import expected_text
 from penstock.testing.fake_engine.running import InThread, in_thread
+from penstock.wire.client import Chunk, Client, HttpError, NoAnswer, Reply
 
 FAST = Options(model="m", served_model_name=("m", "alias"), ttft_s=0.0, tokens_per_s=float("inf"))
 HI = [{"role": "user", "content": "tell me a story"}]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from penstock import runs
+from penstock import paths
 
 SKIPPED = ("test_x.py", 3, "Skipped: no such machine")
 
@@ -80,6 +80,6 @@ def test_a_test_that_needs_an_absent_engine_is_skipped(
 
 
 def test_every_test_has_a_home_of_its_own(home: Path, tmp_path: Path) -> None:
-    assert runs.home() == home
+    assert paths.home() == home
     assert home.is_relative_to(tmp_path)
     assert not home.exists()

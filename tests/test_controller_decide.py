@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from samples import NOW, told, view
 
-from penstock.announce import GatewayView, ReplicaView
-from penstock.controller import Decision, _wanted, decide, leaving
-from penstock.observe import Observation
-from penstock.runs import Desired
+from penstock.deployment.controller.decide import Decision, _wanted, decide, leaving
+from penstock.deployment.observe import Observation
+from penstock.run_folder import Desired
 from penstock.targets import Placement
+from penstock.wire.announcement import GatewayView, ReplicaView
 
 
 def seen(*names: str, gone: Sequence[str] = (), rows: GatewayView | None = None, gateway: bool = True) -> Observation:

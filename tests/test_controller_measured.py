@@ -9,18 +9,19 @@ import msgspec
 import pytest
 from samples import NOW, deployment, draft, gpu_plan, told, view
 
-from penstock import measured, runs
-from penstock.controller import Controller
-from penstock.observe import Observation
-from penstock.plan import Plan
-from penstock.runs import Run
+from penstock import run_folder
+from penstock.deployment import measured
+from penstock.deployment.controller.loop import Controller
+from penstock.deployment.observe import Observation
+from penstock.planner import Plan
+from penstock.run_folder import Run
 
 REPORTED = {"kv_cache_gib": 50.0, "consumed_gib": 20.0, "peak_gib": 2.0, "weights_gib": 15.0}
 
 
 @pytest.fixture
 def run() -> Run:
-    return runs.create(msgspec.structs.replace(draft(deployment(name="d")), plan=gpu_plan()), NOW)
+    return run_folder.create(msgspec.structs.replace(draft(deployment(name="d")), plan=gpu_plan()), NOW)
 
 
 def look(state: str = "ready", started_at: float = 1.0, **facts: Any) -> Observation:
@@ -56,7 +57,7 @@ def test_another_start_is_kept_anew(run: Run) -> None:
 
 
 def test_what_was_not_planned_is_not_kept(home: Path) -> None:
-    run = runs.create(draft(deployment(name="d")), NOW)
+    run = run_folder.create(draft(deployment(name="d")), NOW)
     Controller(run)._keep_measured(look(measured=REPORTED))
     assert kept(run) == []
     assert not (home / "measured").exists()

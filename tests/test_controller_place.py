@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from samples import run_folder, told, view
 
-from penstock.controller import Controller
+from penstock.deployment.controller.loop import Controller
+from penstock.deployment.observe import Observation, summarise
 from penstock.errors import PenstockError
-from penstock.observe import Observation, summarise
-from penstock.runs import Desired, Handle, Run
+from penstock.run_folder import Desired, Handle, Run
 from penstock.targets import Placement
 
 READY = view(told("0"))

@@ -12,15 +12,18 @@ import msgspec
 import pytest
 from samples import NOW, cpu_machine, demo_plan, deployment, draft, gpu_machine, gpu_plan, run_folder, told
 
-from penstock import deploy, processes, runs
-from penstock.announce import Process
+from penstock import processes
+from penstock import run_folder as runs
+from penstock.deployment import scale, stop
+from penstock.deployment import start as deploy
 from penstock.errors import EngineError, PlanError, UserError
-from penstock.plan import Machine
+from penstock.hardware import Machine
 from penstock.processes import Marked
-from penstock.runs import Artifact, Desired, Handle, Part, ReplicaStatus, Run, State
-from penstock.spec import Deployment
+from penstock.run_folder import Artifact, Desired, Handle, Part, ReplicaStatus, Run, State
+from penstock.spec.deployment import Deployment
 from penstock.targets import Target, local
-from penstock.units import GIB
+from penstock.text import GIB
+from penstock.wire.announcement import Process
 
 
 @pytest.fixture
@@ -46,7 +49,7 @@ def test_what_a_running_deployment_owns_is_not_left_behind(tmp_path: Path, marke
     run = run_folder()
     marked.append(process_of(run))
     private_folder(tmp_path, run.record().id)
-    assert deploy.leftovers(with_ended_runs=True) == []
+    assert stop.leftovers(with_ended_runs=True) == []
 
 
 def end(run: Run) -> None:
@@ -60,21 +63,21 @@ def test_what_an_ended_deployment_left_is_found(tmp_path: Path, marked: list[Mar
     end(run)
     marked.append(process_of(run))
     folder = private_folder(tmp_path, run.record().id)
-    found = deploy.leftovers()
+    found = stop.leftovers()
     assert [(item.kind, item.name) for item in found] == [("process", "7"), ("folder", str(folder))]
     assert found[0].what == f"node of {run.path}: python -m penstock.node"
-    assert [item.kind for item in deploy.leftovers(with_ended_runs=True)] == ["process", "folder", "run"]
+    assert [item.kind for item in stop.leftovers(with_ended_runs=True)] == ["process", "folder", "run"]
 
 
 def test_a_process_of_an_earlier_launch_of_the_same_name_is_left_behind(marked: list[Marked]) -> None:
     run = run_folder()
     marked.append(process_of(run, run_id="0a1b2c"))
-    assert [item.name for item in deploy.leftovers()] == ["7"]
+    assert [item.name for item in stop.leftovers()] == ["7"]
 
 
 def test_a_process_whose_run_folder_is_gone_is_left_behind(tmp_path: Path, marked: list[Marked]) -> None:
     marked.append(process_of(Run(tmp_path / "gone"), run_id="0a1b2c"))
-    assert [item.name for item in deploy.leftovers()] == ["7"]
+    assert [item.name for item in stop.leftovers()] == ["7"]
 
 
 def test_a_node_that_somebody_placed_here_from_another_machine_is_left_alone(
@@ -83,7 +86,7 @@ def test_a_node_that_somebody_placed_here_from_another_machine_is_left_alone(
     """On a shared Ray cluster: no run folder is here, and the engine's temporary folder is in use."""
     marked.append(Marked(7, 1.0, "node", "ray:chat-0a1b2c", "0a1b2c", "0", "python -m penstock.node"))
     private_folder(tmp_path, "0a1b2c")
-    assert deploy.leftovers() == []
+    assert stop.leftovers() == []
 
 
 def test_a_deployment_of_another_home_is_left_alone(
@@ -96,13 +99,13 @@ def test_a_deployment_of_another_home_is_left_alone(
     private_folder(tmp_path, run.record().id)
     monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path / "mine"))
     assert runs.every() == []
-    assert deploy.leftovers() == []
+    assert stop.leftovers() == []
 
 
 @pytest.mark.parametrize("name", ["penstock-home-abc", "penstock-notes-2024", "penstock-0a1b-0-x", "penstock-0a1b"])
 def test_a_folder_that_is_not_an_engines_is_left_alone(tmp_path: Path, marked: list[Marked], name: str) -> None:
     (tmp_path / name).mkdir()
-    assert deploy.leftovers() == []
+    assert stop.leftovers() == []
 
 
 class Cluster:
@@ -129,10 +132,10 @@ def test_more_replicas_are_judged_by_the_machines_that_they_would_get(monkeypatc
     run.write_desired(Desired("up", 2))
     monkeypatch.setattr("penstock.targets.load", lambda _: Cluster())
     monkeypatch.setattr(deploy, "_revive", lambda _: None)
-    deploy.scale(run, 3)
+    scale.scale(run, 3)
     assert run.desired().replicas == 3
     with pytest.raises(PlanError, match="cannot place 2 x 1 ranks"):
-        deploy.scale(run, 5)
+        scale.scale(run, 5)
     assert run.desired().replicas == 3
 
 
@@ -147,7 +150,7 @@ def test_what_a_run_holds_of_its_hosts_counts_as_free_for_its_replacement() -> N
 
 def test_clean_removes_folders_and_says_what_stayed(tmp_path: Path, marked: list[Marked]) -> None:
     folder = private_folder(tmp_path, "0a1b2c")
-    assert deploy.clean(deploy.leftovers()) == []
+    assert stop.clean(stop.leftovers()) == []
     assert not folder.exists()
 
 
@@ -170,11 +173,11 @@ def test_a_change_of_size_is_done_when_every_replica_is_settled(
     states: tuple[str, ...], n_replicas: int, expected: bool
 ) -> None:
     state = State(NOW, "ready", n_replicas, rows(*states))
-    assert deploy.is_scaled(state, n_replicas) is expected
+    assert scale.is_scaled(state, n_replicas) is expected
 
 
 def test_an_old_observation_does_not_end_a_change_of_size() -> None:
-    assert not deploy.is_scaled(State(NOW, "ready", 2, rows("ready")), 1)
+    assert not scale.is_scaled(State(NOW, "ready", 2, rows("ready")), 1)
 
 
 @pytest.mark.usefixtures("marked")
@@ -192,7 +195,7 @@ def test_what_a_down_that_broke_off_left_is_for_down_not_clean(tmp_path: Path, m
     run.write_desired(Desired("down", 0))
     marked.append(process_of(run))
     private_folder(tmp_path, run.record().id)
-    assert deploy.leftovers(with_ended_runs=True) == []
+    assert stop.leftovers(with_ended_runs=True) == []
 
 
 @pytest.mark.parametrize("home", ["mine", "other"])
@@ -207,8 +210,8 @@ def test_what_a_command_is_changing_is_not_left_behind(
     private_folder(tmp_path, run.record().id)
     with runs.locked("d"):
         monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path / "mine"))
-        assert deploy.leftovers(with_ended_runs=True) == []
-    assert {item.kind for item in deploy.leftovers()} == {"process", "folder"}
+        assert stop.leftovers(with_ended_runs=True) == []
+    assert {item.kind for item in stop.leftovers()} == {"process", "folder"}
 
 
 def test_what_a_damaged_deployment_owns_is_not_left_behind(tmp_path: Path, marked: list[Marked]) -> None:
@@ -216,7 +219,7 @@ def test_what_a_damaged_deployment_owns_is_not_left_behind(tmp_path: Path, marke
     marked.append(process_of(run))
     private_folder(tmp_path, run.record().id)
     (run.path / "run.json").write_text("")
-    assert deploy.leftovers() == []
+    assert stop.leftovers() == []
 
 
 def test_a_failed_start_is_told_also_when_somebody_else_is_ending_it(marked: list[Marked]) -> None:

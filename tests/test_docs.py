@@ -10,7 +10,7 @@ from types import ModuleType
 import msgspec
 import pytest
 
-from penstock import spec
+from penstock.spec import deployment
 
 ROOT = Path(__file__).parent.parent
 PAGES = [*sorted((ROOT / "docs").glob("*.md")), *sorted(ROOT.glob("*.md"))]
@@ -33,7 +33,7 @@ def test_a_generated_page_is_what_the_code_says(write_docs: ModuleType, page: st
 
 def test_every_field_of_the_file_is_on_its_page(write_docs: ModuleType) -> None:
     page = write_docs.spec_page()
-    names = [field.name for field in msgspec.structs.fields(spec.Deployment)]
+    names = [field.name for field in msgspec.structs.fields(deployment.Deployment)]
     assert [name for name in names if f"| `{name}` |" not in page] == []
     assert "| `gateway.port` | whole number | `8000` | 0 |" in page
     assert "fake" not in page

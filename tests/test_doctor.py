@@ -13,30 +13,34 @@ import pytest
 from samples import cpu_machine, deployment, gpu_machine
 from test_facts import Hub, as_json, served  # noqa: F401 - a fixture
 
-from penstock import catalog, doctor, engines, findings, model_check, network_findings, node_check, preflight
-from penstock.collective import Collective, Timed
-from penstock.engines.llamacpp import LlamaCpp
+from penstock import engines
+from penstock.deployment.doctor import examine, network
+from penstock.deployment.doctor import model as model_check
+from penstock.deployment.doctor import nodes as findings
+from penstock.deployment.doctor.network import Way
+from penstock.deployment.doctor.nodes import Seen
+from penstock.deployment.preflight import Finding
+from penstock.engines.llamacpp.engine import LlamaCpp
 from penstock.errors import UserError
-from penstock.findings import Seen
-from penstock.network_findings import Way
-from penstock.node_check import Holder, Limits, NodeCheck, Reading, Space, Weights
-from penstock.node_facts import Interface, NodeFacts
-from penstock.plan import Machine
-from penstock.plan.loading import bytes_per_node, load_time_s
-from penstock.plan.sizing import Facts
-from penstock.preflight import Finding
-from penstock.spec import Deployment, Parallel
-from penstock.units import GIB, MIB
+from penstock.hardware import Interface, Machine, NodeFacts
+from penstock.hardware import network as preflight
+from penstock.models import Facts, catalog
+from penstock.node.checks import machine as node_check
+from penstock.node.checks.all_reduce import Collective, Timed
+from penstock.node.checks.machine import Holder, Limits, NodeCheck, Reading, Space, Weights
+from penstock.planner.speed.work import bytes_per_node, load_time_s
+from penstock.spec.deployment import Deployment, Parallel
+from penstock.text import GIB, MIB
 
 
 def found(monkeypatch: pytest.MonkeyPatch, wanted: Deployment | None = None, **values: object) -> dict[str, Finding]:
     """What doctor finds on a machine made of these values."""
     machine = values.get("machine", cpu_machine())
-    monkeypatch.setattr(doctor, "this_machine", lambda: machine)
-    monkeypatch.setattr(doctor, "gpus", lambda: list(getattr(machine, "gpus", ())))
+    monkeypatch.setattr(examine, "this_machine", lambda: machine)
+    monkeypatch.setattr(examine, "gpus", lambda: list(getattr(machine, "gpus", ())))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=values.get("disk", 100 * GIB)))
     monkeypatch.setattr(preflight, "check_port", values.get("check_port", lambda host, port: None))
-    return {finding.check: finding for finding in doctor.examine_here(wanted)}
+    return {finding.check: finding for finding in examine.examine_here(wanted)}
 
 
 def test_doctor_makes_every_check(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,16 +226,16 @@ def test_bus_bandwidth_is_that_of_nccl_tests() -> None:
 
 
 def test_an_all_reduce_is_shown_against_the_line_rate() -> None:
-    found = network_findings.of_collective(GLOO, WAY)
+    found = network.of_collective(GLOO, WAY)
     assert found.state == "ok"
     assert found.found == ("gloo, 2 ranks over eth0: bus bandwidth 0.67 GB/s at 64.0 MiB, 80.0 KiB in 400 us")
     slow = msgspec.structs.replace(GLOO, sizes=(Timed(80 * 1024, 0.05, 9), Timed(64 * MIB, 5.0, 1)))
-    assert "the line rate is 1.25 GB/s" in network_findings.of_collective(slow, WAY).found
+    assert "the line rate is 1.25 GB/s" in network.of_collective(slow, WAY).found
     failed = msgspec.structs.replace(GLOO, sizes=(), error="join: waiting for the others: no end after 60 s")
-    assert "all TCP ports" in (network_findings.of_collective(failed, WAY).cure or "")
+    assert "all TCP ports" in (network.of_collective(failed, WAY).cure or "")
     ib = Way(WAY.nodes, tuple(msgspec.structs.replace(one, is_infiniband=True) for one in WAY.interfaces))
     fast = Collective("nccl", 2, 8, (Timed(80 * 1024, 1e-4, 9),), network="Socket")
-    assert "fell back to TCP" in network_findings.of_collective(fast, ib).found
+    assert "fell back to TCP" in network.of_collective(fast, ib).found
 
 
 def test_the_gpus_of_one_machine_are_held_against_the_catalogue() -> None:
@@ -240,11 +244,11 @@ def test_the_gpus_of_one_machine_are_held_against_the_catalogue() -> None:
     box = msgspec.structs.replace(gpu_machine(2), gpus=(h200, h200))
     sizes = (Timed(80 * 1024, 45.8e-6, 2000), Timed(256 * MIB, 897e-6, 1166))
     two = Collective("nccl", 1, 2, sizes, network="Socket")
-    good = network_findings.inside(two, box)
+    good = network.inside(two, box)
     assert good is not None and good.state == "ok"
     assert good.found.startswith("256 MiB between the 2 GPUs takes 897 us, the plan takes ")
-    assert "2 ranks inside one node: bus bandwidth 299.26 GB/s" in network_findings.of_collective(two, WAY).found
-    slow = network_findings.inside(msgspec.structs.replace(two, sizes=(sizes[0], Timed(256 * MIB, 0.02, 9))), box)
+    assert "2 ranks inside one node: bus bandwidth 299.26 GB/s" in network.of_collective(two, WAY).found
+    slow = network.inside(msgspec.structs.replace(two, sizes=(sizes[0], Timed(256 * MIB, 0.02, 9))), box)
     assert slow is not None and slow.state == "warning"
 
 
@@ -257,26 +261,26 @@ def test_a_slow_network_changes_the_plan_and_says_how() -> None:
         parallel={"tensor": 8},
     )
     slow = Collective("nccl", 2, 4, (Timed(80 * 1024, 1e-3, 900), Timed(64 * MIB, 0.1, 10)))
-    found = network_findings.planned(wanted, model, gpu_machine(4), "0.33.0", 1, slow)
+    found = network.planned(wanted, model, gpu_machine(4), "0.33.0", 1, slow)
     assert found is not None and found.state == "warning"
     assert "0.7 GB/s a node measured, the plan assumed 122.0 (ib-ndr-400): TPOT" in found.found
     assert "one node alone does better over this network (tensor 4, pipeline 1, data 1)" in found.found
     fast = Collective("nccl", 2, 4, (Timed(80 * 1024, 2e-5, 900), Timed(64 * MIB, 0.0006, 10)))
-    quick = network_findings.planned(wanted, model, gpu_machine(4), "0.33.0", 1, fast)
+    quick = network.planned(wanted, model, gpu_machine(4), "0.33.0", 1, fast)
     assert quick is not None and "TPOT" in quick.found
 
 
 def test_a_better_cut_over_nodes_is_told_as_the_file_has_it() -> None:
-    words, cure = network_findings._better(Parallel(tensor=8, pipeline=2), 8)
+    words, cure = network._better(Parallel(tensor=8, pipeline=2), 8)
     assert words == "the better cut over this network is tensor 8, pipeline 2, data 1"
     assert cure == "parallel: {tensor: 8, pipeline: 2, data: 1}, or mend the network."
 
 
 def test_on_cpus_the_wait_of_a_token_is_told() -> None:
-    cut = network_findings.on_cpus(GLOO, Parallel(tensor=2), 40)
+    cut = network.on_cpus(GLOO, Parallel(tensor=2), 40)
     assert cut is not None and cut.state == "ok"
     assert "a token waits for 81 of them: 32.4 ms a token" in cut.found
-    chain = network_findings.on_cpus(GLOO, Parallel(pipeline=2), 40)
+    chain = network.on_cpus(GLOO, Parallel(pipeline=2), 40)
     assert chain is not None and "by pipeline over nodes" in chain.found
 
 
@@ -360,6 +364,6 @@ def test_processes_on_gpus_are_read_from_the_driver(monkeypatch: pytest.MonkeyPa
 
 def test_programs_read_what_they_are_told() -> None:
     peers = {0: ["10.0.0.1", "192.168.0.1"], 2: ["10.0.0.3"], 3: []}
-    from penstock.reach_check import parse_peers, peers_text
+    from penstock.node.checks.reachability import parse_peers, peers_text
 
     assert parse_peers(peers_text(peers)) == {rank: tuple(row) for rank, row in peers.items()}

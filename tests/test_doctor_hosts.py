@@ -21,15 +21,15 @@ from samples import deployment
 from test_doctor import NAME, on_hub
 from test_facts import Hub, served  # noqa: F401 - a fixture
 
-from penstock import doctor, targets
+from penstock import targets
+from penstock.deployment.doctor import examine as doctor
+from penstock.deployment.preflight import Finding
 from penstock.errors import Problem
-from penstock.node_facts import NodeFacts
-from penstock.plan import Machine
-from penstock.preflight import Finding
-from penstock.runs import Artifact
-from penstock.spec import Deployment
+from penstock.hardware import Machine, NodeFacts
+from penstock.run_folder import Artifact
+from penstock.spec.deployment import Deployment
 from penstock.targets import Surveyed, Target
-from penstock.units import GIB
+from penstock.text import GIB
 
 pytestmark = pytest.mark.hosts
 
@@ -50,7 +50,7 @@ class OverHosts(Target):
         return self.problems
 
     def machines(self, deployment: Deployment) -> list[Machine]:
-        rows = self.survey(deployment, ["-m", "penstock.node_facts"], 30.0)
+        rows = self.survey(deployment, ["-m", "penstock.hardware.node_facts"], 30.0)
         return [msgspec.json.decode(row.out, type=NodeFacts).machine for row in rows if row.exit_code == 0]
 
     def survey(self, deployment: Deployment, argv: Sequence[str], timeout_s: float) -> list[Surveyed]:
@@ -278,7 +278,7 @@ def test_a_gated_model_is_named_before_anything_is_fetched(examine: Examine, ser
 def test_a_folder_that_a_node_lacks_is_named(hosts: Hosts, examine: Examine, tmp_path: Path) -> None:
     # Only this machine and, by the cluster's file system, nobody else has it.
     model = tmp_path / "model"
-    subprocess.run(["cp", "-r", str(ROOT / "penstock" / "demo_model"), str(model)], check=True)
+    subprocess.run(["cp", "-r", str(ROOT / "penstock" / "models" / "demo_model"), str(model)], check=True)
     rows = bad(examine(str(model)))
     assert {(one.check, one.node) for one in rows} == {("weights", "node1"), ("weights", "node2")}
     assert rows[0].found == f"{model}: no such folder not there"
@@ -286,7 +286,7 @@ def test_a_folder_that_a_node_lacks_is_named(hosts: Hosts, examine: Examine, tmp
 
 def test_a_time_limit_shorter_than_loading_is_named(hosts: Hosts, examine: Examine) -> None:
     model = hosts.shared / "large"
-    subprocess.run(["cp", "-r", str(ROOT / "penstock" / "demo_model"), str(model)], check=True)
+    subprocess.run(["cp", "-r", str(ROOT / "penstock" / "models" / "demo_model"), str(model)], check=True)
     (model / "model.safetensors.index.json").unlink()
     with (model / "model-00004-of-00003.safetensors").open("wb") as file:
         file.truncate(15 * 2**40)  # 15 TiB of nothing: read as fast as memory can, and not in a minute

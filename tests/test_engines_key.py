@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from gateway_rig import CHAT, TOKEN, echo, rig_with
 
-from penstock.announce import engine_key
 from penstock.engines import KEY_VARIABLE
-from penstock.engines.vllm_key import RequireKey
+from penstock.engines.vllm.key_middleware import RequireKey
+from penstock.wire.announcement import engine_key
 
 
 async def asked(scope: dict[str, Any]) -> list[dict[str, Any]]:

@@ -6,12 +6,12 @@ import msgspec
 import pytest
 from samples import DEMO, demo_plan
 
-from penstock.announce import Progress
 from penstock.engines import Diagnosis, Place, Seen
-from penstock.engines.llamacpp import LlamaCpp, main
+from penstock.engines.llamacpp.engine import LlamaCpp, main
 from penstock.errors import Problem
-from penstock.plan import Plan
-from penstock.spec import Scalar
+from penstock.planner import Plan
+from penstock.spec.deployment import Scalar
+from penstock.wire.announcement import Progress
 
 ENGINE = LlamaCpp()
 PLACE = Place("127.0.0.1", 41000, "/tmp/x", "/venv/bin/python")
@@ -26,7 +26,7 @@ def gguf_plan(args: dict[str, Scalar | list[Scalar]] | None = None) -> Plan:
 def test_the_command_starts_the_program_in_the_engines_file() -> None:
     command = ENGINE.command(gguf_plan(), PLACE)
     assert " ".join(command.argv) == (
-        "/venv/bin/python -m penstock.engines.llamacpp --model /models/demo.gguf --alias penstock-demo "
+        "/venv/bin/python -m penstock.engines.llamacpp.engine --model /models/demo.gguf --alias penstock-demo "
         "--host 127.0.0.1 --port 41000 --max-model-len 1024 --parallel 8 --threads 7"
     )
     assert command.env == {"A": "1", "LD_LIBRARY_PATH": "/venv/lib/openmp"}

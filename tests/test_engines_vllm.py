@@ -11,13 +11,14 @@ import pytest
 from samples import DEMO, LLAMA_70B, cpu_machine, demo_plan, deployment, gpu_machine
 
 from penstock import engines
-from penstock.announce import Progress
-from penstock.engines import Command, Place, Seen, vllm_names
-from penstock.engines.vllm import Vllm, pass_through
+from penstock.engines import Command, Place, Seen
+from penstock.engines.vllm import names
+from penstock.engines.vllm.engine import Vllm, pass_through
 from penstock.errors import Problem
-from penstock.plan import Plan, launch
-from penstock.plan.launch import Sized
-from penstock.spec import Scalar
+from penstock.planner import Plan, launch
+from penstock.planner.launch import Sized
+from penstock.spec.deployment import Scalar
+from penstock.wire.announcement import Progress
 
 GOLDEN = Path(__file__).parent / "golden"
 RECORDED = GOLDEN / "vllm-0.32.0"
@@ -77,17 +78,17 @@ def test_arguments_pass_through(args: dict[str, Scalar | list[Scalar]], expected
     assert pass_through(args) == expected
 
 
-@pytest.mark.parametrize("flag", vllm_names.GONE)
+@pytest.mark.parametrize("flag", names.GONE)
 def test_flags_that_are_gone_are_refused_with_what_to_do(flag: str) -> None:
     assert VLLM.problems({flag.replace("-", "_"): 1}) == [
-        Problem(f"engine.args.{flag.replace('-', '_')}", "vLLM no longer has this flag", vllm_names.GONE[flag])
+        Problem(f"engine.args.{flag.replace('-', '_')}", "vLLM no longer has this flag", names.GONE[flag])
     ]
 
 
-@pytest.mark.parametrize("flag", vllm_names.OURS)
+@pytest.mark.parametrize("flag", names.OURS)
 def test_flags_that_penstock_sets_are_refused_with_their_field(flag: str) -> None:
     assert VLLM.problems({f"--{flag}": 1}) == [
-        Problem(f"engine.args.--{flag}", "penstock sets this flag", f"use {vllm_names.OURS[flag]}")
+        Problem(f"engine.args.--{flag}", "penstock sets this flag", f"use {names.OURS[flag]}")
     ]
 
 
@@ -293,8 +294,8 @@ def test_a_death_is_explained(line: str, reason: str, hint: str | None, is_final
 
 
 def test_every_row_of_deaths_is_tried() -> None:
-    tried = {next(death for death in vllm_names.DEATHS if death.pattern.search(row[0])) for row in DEATHS}
-    assert tried == set(vllm_names.DEATHS)
+    tried = {next(death for death in names.DEATHS if death.pattern.search(row[0])) for row in DEATHS}
+    assert tried == set(names.DEATHS)
 
 
 @pytest.mark.parametrize(

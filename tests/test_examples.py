@@ -9,21 +9,21 @@ from pathlib import Path
 
 import pytest
 
-from penstock import spec
+from penstock.spec import reading
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
 @pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*.yaml")), ids=lambda file: file.stem)
 def test_every_file_is_a_good_deployment(file: Path) -> None:
-    deployment = spec.load(file)
-    assert spec.parse(spec.to_yaml(deployment)) == deployment
+    deployment = reading.load(file)
+    assert reading.parse(reading.to_yaml(deployment)) == deployment
 
 
 @pytest.mark.llamacpp
 def test_the_demo_answers_twice_and_leaves_the_model_running(home: Path) -> None:
     env = {**os.environ, "PENSTOCK_HOME": str(home)}
-    penstock = [sys.executable, "-m", "penstock.cli"]
+    penstock = [sys.executable, "-m", "penstock.cli.main"]
     try:
         done = subprocess.run(
             [sys.executable, str(EXAMPLES / "demo.py")], env=env, capture_output=True, text=True, timeout=60

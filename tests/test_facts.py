@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 
-from penstock import catalog, facts, hub
 from penstock.errors import UserError
-from penstock.plan.sizing import StoredTensor
+from penstock.models import StoredTensor, catalog, facts, hub
 
 CONFIG = {"architectures": ["LlamaForCausalLM"], "hidden_size": 64}
 NAME = "someone/tiny"

@@ -17,14 +17,14 @@ from typing import Any
 
 import pytest
 
-from penstock.client import Chunk, Client, HttpError, Message, Reply
 from penstock.errors import PenstockError
-from penstock.sse import Parser
-from penstock.testing.fake_engine import asks, http1, milestones, replies
-from penstock.testing.fake_engine.asks import expected_text
+from penstock.testing.fake_engine import http1, replies, requests, startup_log
 from penstock.testing.fake_engine.metrics import Histogram, Metrics
 from penstock.testing.fake_engine.options import Options, parse
+from penstock.testing.fake_engine.requests import expected_text
 from penstock.testing.fake_engine.running import InThread, in_thread
+from penstock.wire.client import Chunk, Client, HttpError, Message, Reply
+from penstock.wire.sse import Parser
 
 GOLDEN = Path(__file__).parent / "golden" / "vllm-0.32.0"
 JSON = {"content-type": "application/json"}
@@ -192,7 +192,7 @@ def test_a_chat_echoes_its_last_message_and_counts_all_of_them(engine: InThread)
     ]
     reply = Client(engine.url).chat(messages, max_tokens=3)
     assert reply.text == "1:a 2:b 3:日本"
-    assert reply.prompt_tokens == 2 + 3 + 2 * asks.TOKENS_PER_MESSAGE
+    assert reply.prompt_tokens == 2 + 3 + 2 * requests.TOKENS_PER_MESSAGE
 
 
 def test_without_max_tokens_a_chat_ends_itself_and_counts_its_last_token(engine: InThread) -> None:
@@ -476,8 +476,8 @@ def worn(line: str) -> str:
 def test_the_start_log_is_a_thinned_recording_in_the_same_order() -> None:
     recorded = [worn(line) for line in (GOLDEN / "start.log").read_text().splitlines()]
     options = Options(model="/models/demo", served_model_name=("demo",), shards=1)
-    lines = [line.render(7, "11-20 12:00:00") for line in milestones.start(options, 8000)]
-    lines += [line.render(7, "11-20 12:00:00") for line in milestones.ready(7)]
+    lines = [line.render(7, "11-20 12:00:00") for line in startup_log.start(options, 8000)]
+    lines += [line.render(7, "11-20 12:00:00") for line in startup_log.ready(7)]
     at = 0
     for line in lines:
         if "[" in line and "checkpoint shards" in line:
@@ -493,7 +493,7 @@ def test_the_start_log_is_a_thinned_recording_in_the_same_order() -> None:
 @pytest.mark.parametrize(("oom", "name"), [("no-blocks", "no_blocks"), ("memory", "memory")])
 def test_a_refused_start_gives_the_cause_of_recorded_vllm_and_hides_it_last(oom: Any, name: str) -> None:
     recorded = (GOLDEN / f"start_refused_{name}.log").read_text()
-    lines = [line.render(7, "11-20 12:00:00") for line in milestones.refuse(Options(oom=oom), 8000)]
+    lines = [line.render(7, "11-20 12:00:00") for line in startup_log.refuse(Options(oom=oom), 8000)]
     causes = [line for line in lines if "ValueError: " in line]
     assert len(causes) == 2
     for cause in causes:
@@ -502,26 +502,26 @@ def test_a_refused_start_gives_the_cause_of_recorded_vllm_and_hides_it_last(oom:
 
 
 def test_a_refused_start_for_the_kv_cache_names_a_length_that_fits() -> None:
-    text = "\n".join(line.text for line in milestones.refuse(Options(oom="kv-cache", max_model_len=8192), 1))
+    text = "\n".join(line.text for line in startup_log.refuse(Options(oom="kv-cache", max_model_len=8192), 1))
     assert "max seq len (8192)" in text
     assert "the estimated maximum model length is 2048." in text
 
 
 def test_a_crash_at_the_start_says_what_it_was_told() -> None:
-    text = "\n".join(line.text for line in milestones.refuse(Options(crash_at_start="OSError: no such model"), 1))
+    text = "\n".join(line.text for line in startup_log.refuse(Options(crash_at_start="OSError: no such model"), 1))
     assert text.count("OSError: no such model") == 2
-    text = "\n".join(line.text for line in milestones.refuse(Options(crash_at_start="boom"), 1))
+    text = "\n".join(line.text for line in startup_log.refuse(Options(crash_at_start="boom"), 1))
     assert "RuntimeError: boom" in text
 
 
 def test_shards_take_the_whole_loading_time_and_show_tqdms_clock() -> None:
-    lines = [line for line in milestones.start(Options(load_s=4.08, shards=4), 1) if "shards" in line.text]
+    lines = [line for line in startup_log.start(Options(load_s=4.08, shards=4), 1) if "shards" in line.text]
     assert [line.wait_s for line in lines] == [0.0, 1.02, 1.02, 1.02, 1.02]
     bar = "\rLoading safetensors checkpoint shards:  25% Completed | 1/4 [00:01<00:03,  1.02s/it]"
     assert lines[1].text == bar
     assert lines[0].text.endswith("0% Completed | 0/4 [00:00<?, ?it/s]")
-    assert milestones.shards(1, 3, 0.5).endswith("33% Completed | 1/3 [00:00<00:01,  2.00it/s]")
-    assert milestones.shards(1, 2, 4000).endswith("[1:06:40<1:06:40, 4000.00s/it]")
+    assert startup_log.shards(1, 3, 0.5).endswith("33% Completed | 1/3 [00:00<00:01,  2.00it/s]")
+    assert startup_log.shards(1, 2, 4000).endswith("[1:06:40<1:06:40, 4000.00s/it]")
 
 
 def test_every_flag_is_an_option_and_a_wrong_one_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,10 +13,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from penstock.client import Chunk, Client, HttpError, Reply
 from penstock.errors import PenstockError
-from penstock.testing.fake_engine.asks import expected_text
+from penstock.testing.fake_engine.requests import expected_text
 from penstock.testing.fake_engine.running import AsProcess, as_process
+from penstock.wire.client import Chunk, Client, HttpError, Reply
 
 pytestmark = pytest.mark.processes
 

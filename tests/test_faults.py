@@ -37,12 +37,13 @@ from launching import (
     wait_until,
 )
 
-from penstock import preflight, processes, runs, targets
-from penstock.announce import Restart
-from penstock.client import HttpError
-from penstock.engine_process import free_port
-from penstock.runs import Run
-from penstock.testing.fake_engine.asks import expected_text
+from penstock import paths, processes, run_folder, targets
+from penstock.hardware import network
+from penstock.hardware.network import free_port
+from penstock.run_folder import Run
+from penstock.testing.fake_engine.requests import expected_text
+from penstock.wire.announcement import Restart
+from penstock.wire.client import HttpError
 
 pytestmark = pytest.mark.processes
 
@@ -391,13 +392,13 @@ def test_taken_port_is_refused_before_the_start(place: Place) -> None:
         done = call("up", place.write("one", gateway={"port": port}))
     assert done.code == 2
     assert f"cannot listen on 127.0.0.1:{port}" in done.err
-    assert not (runs.home() / "runs" / "one").exists()
+    assert not (paths.home() / "runs" / "one").exists()
 
 
 def test_port_taken_between_check_and_start_is_told_and_leaves_nothing(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preflight, "check_port", lambda host, port: None)
+    monkeypatch.setattr(network, "check_port", lambda host, port: None)
     with taken_port() as port:
         done = call("up", place.write("one", gateway={"port": port}))
     run = place.run()
@@ -460,7 +461,7 @@ def test_model_folder_without_config_is_refused(place: Place) -> None:
     assert done.code == 2
     assert "no config.json" in done.err
     assert "readme.txt" in done.err
-    assert runs.every() == []
+    assert run_folder.every() == []
 
 
 def test_model_too_large_is_refused_with_numbers(place: Place) -> None:
@@ -483,7 +484,7 @@ def test_model_too_large_is_refused_with_numbers(place: Place) -> None:
     assert f'cannot place model "{model}"' in done.err
     assert "Weights 1.0 TiB" in done.err
     assert "KV cache" in done.err
-    assert runs.every() == []
+    assert run_folder.every() == []
 
 
 def test_two_ups_at_once_start_one_deployment(place: Place) -> None:
@@ -502,7 +503,7 @@ def test_two_ups_at_once_start_one_deployment(place: Place) -> None:
 def test_down_while_up_waits_ends_both(place: Place) -> None:
     file = place.write("one", args={"load-s": 20})
     with started("up", file) as waiting:
-        wait_until(lambda: (runs.home() / "runs" / "one" / "state.json").exists(), "it has begun")
+        wait_until(lambda: (paths.home() / "runs" / "one" / "state.json").exists(), "it has begun")
         run = place.run()
         assert call("down", "one", "--now").code == 0
         assert waiting.wait(SOON_S) == 1

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from launching import Place, a_place, ask, call, now, pid_of, wait_until
 
-from penstock import runs
+from penstock import run_folder
 
 pytestmark = pytest.mark.processes
 
@@ -36,7 +36,7 @@ def test_node_that_dies_before_it_says_anything_fails_the_start(place: Place) ->
     file = place.write("one")
     done = call("up", file, "--no-wait")
     assert done.code == 0
-    run = runs.find("one")
+    run = run_folder.find("one")
     (run.artifact_path / "launch.json").write_text("{}")
     for replica in run.handle().replicas.values():
         os.kill(replica["pid"], signal.SIGKILL)

@@ -6,12 +6,11 @@ import msgspec
 import pytest
 from samples import cpu_machine, demo_plan, gpu_machine
 
-from penstock import formation
 from penstock.errors import Problem
-from penstock.formation import Formation, Spot
-from penstock.node_facts import Interface, NodeFacts
-from penstock.plan import Machine
-from penstock.spec import Parallel
+from penstock.hardware import Interface, Machine, NodeFacts
+from penstock.node.group import addresses
+from penstock.node.group.addresses import Formation, Spot
+from penstock.spec.deployment import Parallel
 
 ETH = Interface("eth0", "10.0.0.{}", 24, 10_000)
 IB = Interface("ib0", "10.9.0.{}", 16, 200_000, is_infiniband=True)
@@ -37,13 +36,13 @@ def all_reached(facts: list[NodeFacts], *, but: tuple[str, ...] = ()) -> dict[in
 
 
 def chosen(facts: list[NodeFacts], reached: dict[int, dict[int, list[str]]], wanted: str | None = None) -> list[str]:
-    found = formation.choose_addresses(facts, reached, wanted)
+    found = addresses.choose_addresses(facts, reached, wanted)
     assert isinstance(found, list), found
     return [f"{one.name} {one.address}" for one in found]
 
 
 def refused(facts: list[NodeFacts], reached: dict[int, dict[int, list[str]]], wanted: str | None = None) -> str:
-    found = formation.choose_addresses(facts, reached, wanted)
+    found = addresses.choose_addresses(facts, reached, wanted)
     assert isinstance(found, Problem), found
     return str(found)
 
@@ -112,12 +111,12 @@ PLAN = demo_plan("vllm", n_nodes=2, layout=Parallel(tensor=2), executor="ray")
 
 
 def test_equal_nodes_have_no_problem() -> None:
-    assert formation.problems(PLAN, [node(0, ETH), node(1, ETH, python="3.11.2")]) == []
+    assert addresses.problems(PLAN, [node(0, ETH), node(1, ETH, python="3.11.2")]) == []
 
 
 def test_every_difference_of_versions_is_told_at_once() -> None:
     other = node(1, ETH, python="3.12.1", vllm="0.32.0", ray="2.54.0")
-    found = [str(problem) for problem in formation.problems(PLAN, [node(0, ETH), other])]
+    found = [str(problem) for problem in addresses.problems(PLAN, [node(0, ETH), other])]
     assert found == [
         "vllm is 0.32.0 on node1 (rank 1), 0.33.0 on node0 (rank 0) (install the same vllm on every node)",
         "ray is 2.54.0 on node1 (rank 1), 2.60.0 on node0 (rank 0) (install the same ray on every node)",
@@ -127,20 +126,20 @@ def test_every_difference_of_versions_is_told_at_once() -> None:
 
 def test_rays_version_does_not_matter_without_ray() -> None:
     plan = msgspec.structs.replace(PLAN, executor="mp")
-    assert formation.problems(plan, [node(0, ETH), node(1, ETH, ray="2.54.0")]) == []
+    assert addresses.problems(plan, [node(0, ETH), node(1, ETH, ray="2.54.0")]) == []
 
 
 def test_a_node_that_lacks_a_gpu_is_named() -> None:
     plan = msgspec.structs.replace(PLAN, device="cuda", layout=Parallel(tensor=4))
     facts = [node(0, ETH, machine=gpu_machine(2)), node(1, ETH, machine=gpu_machine(1))]
-    assert [problem.message for problem in formation.problems(plan, facts)] == [
+    assert [problem.message for problem in addresses.problems(plan, facts)] == [
         "node1 (rank 1) shows 1 GPUs, 2 are needed"
     ]
 
 
 def test_a_misspelt_variable_is_told_with_the_right_one() -> None:
     told = {"NCCL_SOCKET_IFNAM": "ib0", "NCCL_DEBUG": "INFO", "VLLM_HOST_IP": "x", "HF_HOME": "y", "NCCL_ZZZ_Q": "1"}
-    assert formation.variable_warnings(told) == [
+    assert addresses.variable_warnings(told) == [
         "NCCL_SOCKET_IFNAM is no variable that NCCL, Gloo or vLLM know: it does nothing; "
         "did you mean NCCL_SOCKET_IFNAME?",
         "NCCL_ZZZ_Q is no variable that NCCL, Gloo or vLLM know: it does nothing",
@@ -150,7 +149,7 @@ def test_a_misspelt_variable_is_told_with_the_right_one() -> None:
 def test_the_table_says_node_address_gpus_and_ranks() -> None:
     plan = msgspec.structs.replace(PLAN, layout=Parallel(tensor=2, pipeline=2))
     made = Formation((Spot(0, "a", "10.0.0.1", "eth0", (0, 1)), Spot(1, "bb", "10.0.0.2", "eth0", (2, 3))), 1)
-    assert formation.table(formation.as_views(plan, made)) == [
+    assert addresses.table(addresses.as_views(plan, made)) == [
         "node  address          GPUs  ranks",
         "0 a   10.0.0.1 (eth0)  0,1   0-1",
         "1 bb  10.0.0.2 (eth0)  2,3   2-3",
@@ -158,7 +157,7 @@ def test_the_table_says_node_address_gpus_and_ranks() -> None:
 
 
 def test_one_interface_is_set_for_vllm_nccl_and_gloo_together() -> None:
-    assert formation.network_environment(Spot(1, "b", "10.0.0.2", "eth0")) == {
+    assert addresses.network_environment(Spot(1, "b", "10.0.0.2", "eth0")) == {
         "VLLM_HOST_IP": "10.0.0.2",
         "NCCL_SOCKET_IFNAME": "eth0",
         "GLOO_SOCKET_IFNAME": "eth0",
@@ -167,4 +166,4 @@ def test_one_interface_is_set_for_vllm_nccl_and_gloo_together() -> None:
 
 
 def test_what_images_set_for_themselves_is_no_misspelling() -> None:
-    assert formation.variable_warnings({"NCCL_VERSION": "2.28.3-1"}) == []
+    assert addresses.variable_warnings({"NCCL_VERSION": "2.28.3-1"}) == []

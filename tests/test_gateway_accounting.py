@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from gateway_rig import CHAT, KEY, SSE_HEAD, Gate, Rig, chunk, hang_up, rig_with, run, say
 
-from penstock.gateway import ledger
+from penstock.gateway.accounting import ledger
+from penstock.gateway.accounting.store import FOLD_ROWS, Limits, Row, Store, month_of
 from penstock.gateway.config import Price, ServedModel
-from penstock.store import FOLD_ROWS, Limits, Row, Store, month_of
 
 LOOP = asyncio.new_event_loop
 STREAM = b'{"model":"demo","stream":true,"messages":[{"role":"user","content":"hello"}]}'
@@ -351,7 +351,7 @@ def break_by_lock(place: str) -> Callable[[], None]:
 
 
 def test_locked_store_stops_no_request_and_loses_no_row(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.store.BUSY_S", 0.01)
+    monkeypatch.setattr("penstock.gateway.accounting.store.BUSY_S", 0.01)
     monkeypatch.setattr(ledger, "PERIOD_S", 0.01)
 
     async def test() -> None:

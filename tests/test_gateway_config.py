@@ -9,9 +9,9 @@ import pytest
 
 from penstock.errors import SpecError, UserError
 from penstock.gateway.__main__ import main
-from penstock.gateway.access import Keyring, has_token, origin_headers
+from penstock.gateway.accounting.keys import Keyring, has_token, origin_headers
+from penstock.gateway.accounting.quota import LocalCounts
 from penstock.gateway.config import is_loopback, parse_address, parse_config, read_token
-from penstock.gateway.quota import LocalCounts
 
 GOOD = {
     "listen": "127.0.0.1:8000",

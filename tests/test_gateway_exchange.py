@@ -13,12 +13,12 @@ from gateway_rig import CHAT, Rig, echo, rig_with, run
 from test_store import postgres
 
 from penstock.errors import PenstockError
-from penstock.gateway import exchange
-from penstock.gateway.exchange import Exchange
-from penstock.gateway.ledger import Ledger
-from penstock.gateway.quota import Quota
-from penstock.gateway.shared import SharedCounters
-from penstock.store import Limits, Store
+from penstock.gateway.accounting import quota_sync
+from penstock.gateway.accounting.ledger import Ledger
+from penstock.gateway.accounting.quota import Quota
+from penstock.gateway.accounting.quota_sync import Exchange
+from penstock.gateway.accounting.store import Limits, Store
+from penstock.gateway.workers.shared_memory import SharedCounters
 
 __all__ = ["postgres"]  # the fixture
 
@@ -122,7 +122,7 @@ def test_requests_at_once_are_given_back_also_by_a_gateway_that_died() -> None:
         a.turn()
         b.turn()
     assert b.let_in(0.0, 5) == 1
-    shelf.now += exchange.FRESH_S
+    shelf.now += quota_sync.FRESH_S
     b.turn()
     c.turn()
     assert c.let_in(0.0, 5) == 2
@@ -134,7 +134,7 @@ def test_without_the_store_each_counts_for_itself_and_tells_it_afterwards(monkey
     b.turn()
     a.turn()
     shelf.is_away = True
-    monkeypatch.setattr(exchange, "FRESH_S", -1.0)
+    monkeypatch.setattr(quota_sync, "FRESH_S", -1.0)
     for side in (a, b):
         side.turn()
     monkeypatch.undo()
@@ -171,11 +171,11 @@ def test_a_gateway_that_starts_later_or_again_counts_nothing_twice() -> None:
 
 
 def test_gateways_that_are_silent_for_a_day_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchange, "_HEARTBEAT_S", 0.0)
+    monkeypatch.setattr(quota_sync, "_HEARTBEAT_S", 0.0)
     shelf, (a, b) = sides(Limits(rpm=60))
     b.let_in(0.0, 5)
     b.turn()
-    shelf.now += exchange.FORGET_S + 1
+    shelf.now += quota_sync.FORGET_S + 1
     a.turn()
     a.turn()
     assert {gateway for gateway, _ in shelf.rows} == {"a"}

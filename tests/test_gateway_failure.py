@@ -28,8 +28,9 @@ from gateway_rig import (
     say,
 )
 
-from penstock.gateway import forward, listener
-from penstock.gateway.http1 import END, RequestHead
+from penstock.gateway import forwarding
+from penstock.gateway.connections import listener
+from penstock.wire.http1 import END, RequestHead
 
 pytestmark = factories
 
@@ -124,7 +125,7 @@ def test_request_lost_by_a_dying_replica_is_not_lost_to_it_again(loop_factory: L
 
     async def test() -> None:
         async def die(seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-            asyncio.get_running_loop().call_later(forward.AGAIN_S / 4, engine.server.close)  # type: ignore[union-attr]
+            asyncio.get_running_loop().call_later(forwarding.AGAIN_S / 4, engine.server.close)  # type: ignore[union-attr]
             return False
 
         async with rig_with(die) as (rig, engine, client):
@@ -147,10 +148,10 @@ def failing(status: int = 500, body: bytes = FAILURE) -> Callable[..., Awaitable
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forward, "FAILED_AGAIN_S", 0.0)
+    monkeypatch.setattr(forwarding, "FAILED_AGAIN_S", 0.0)
 
 
-@pytest.mark.parametrize("status", sorted(forward.FAILED_STATUSES))
+@pytest.mark.parametrize("status", sorted(forwarding.FAILED_STATUSES))
 def test_failed_answer_is_retried_elsewhere_and_ends_traffic_until_the_next_announcement(
     loop_factory: LoopFactory, status: int
 ) -> None:
@@ -179,7 +180,7 @@ def test_failed_answer_is_retried_elsewhere_and_ends_traffic_until_the_next_anno
     run(loop_factory, test())
 
 
-@pytest.mark.parametrize("status", sorted(forward.FAILED_STATUSES))
+@pytest.mark.parametrize("status", sorted(forwarding.FAILED_STATUSES))
 def test_last_failed_answer_is_the_clients(loop_factory: LoopFactory, impatient: None, status: int) -> None:
     """A request that no engine can do is told so in the engine's words, and its last replica keeps its traffic."""
 
@@ -283,7 +284,7 @@ def test_client_that_leaves_after_a_failed_answer_is_not_sent_again(loop_factory
 def test_time_with_a_failed_replica_is_not_the_gateways_own(
     loop_factory: LoopFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(forward, "FAILED_AGAIN_S", 0.05)
+    monkeypatch.setattr(forwarding, "FAILED_AGAIN_S", 0.05)
 
     async def test() -> None:
         async with rig_with(failing()) as (rig, engine, client):

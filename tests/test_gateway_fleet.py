@@ -3,10 +3,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from penstock.announce import Announcement, Progress
 from penstock.errors import UserError
 from penstock.gateway.config import ServedModel
-from penstock.gateway.fleet import RETRY_AFTER_S, Fleet
+from penstock.gateway.routing.replicas import RETRY_AFTER_S, Fleet
+from penstock.wire.announcement import Announcement, Progress
 
 MODELS = (ServedModel("demo", ("alias",)), ServedModel("other"))
 READY = Announcement(replica="0", model="demo", state="ready", lease_s=10, url="http://127.0.0.1:41234")

@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import msgspec
 
-from penstock.announce import Announcement, EngineLoad, Progress
-from penstock.gateway import health
 from penstock.gateway.config import ServedModel
-from penstock.gateway.fleet import Fleet, Replica, Wish
-from penstock.gateway.health import Health, RetryBudget
-from penstock.gateway.shared import SharedCounters, SharedInFlight
+from penstock.gateway.routing import health
+from penstock.gateway.routing.health import Health, RetryBudget
+from penstock.gateway.routing.replicas import Fleet, Replica, Wish
+from penstock.gateway.workers.shared_memory import SharedCounters, SharedInFlight
+from penstock.wire.announcement import Announcement, EngineLoad, Progress
 
 READY = Announcement(replica="a", model="demo", state="ready", lease_s=1e6, url="http://127.0.0.1:41234")
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.gateway import hold
-from penstock.gateway.hold import FairQueue, Hold, Ticket
+from penstock.gateway.routing import queue as hold
+from penstock.gateway.routing.queue import FairQueue, Hold, Ticket
 
 
 def ticket(flow: str, arrival: int, priority: int = 0, weight: float = 1.0) -> Ticket:

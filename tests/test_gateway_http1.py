@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from penstock.gateway import http1
-from penstock.gateway.http1 import END, ProtocolError, Reader, RequestHead, ResponseHead
+from penstock.wire import http1
+from penstock.wire.http1 import END, ProtocolError, Reader, RequestHead, ResponseHead
 
 
 def read_all(reader: Reader[Any], pieces: Iterable[bytes]) -> list[Any]:

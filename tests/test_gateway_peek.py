@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.gateway.bodies import Ask, Fields
-from penstock.gateway.http1 import RequestHead, parse_request
-from penstock.gateway.peek import UnreadableError, read_ask, read_form_model, read_timeout_s
+from penstock.gateway.body_fields import Ask, Fields
+from penstock.gateway.request import UnreadableError, read_ask, read_form_model, read_timeout_s
+from penstock.wire.http1 import RequestHead, parse_request
 
 FORM = b"multipart/form-data; boundary=xYz"
 

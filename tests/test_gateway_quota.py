@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.gateway.quota import LocalCounts, Quota, Refusal
-from penstock.store import Limits
+from penstock.gateway.accounting.quota import LocalCounts, Quota, Refusal
+from penstock.gateway.accounting.store import Limits
 
 steps = st.lists(st.tuples(st.floats(0, 20), st.integers(1, 400), st.integers(0, 500)), max_size=60)
 

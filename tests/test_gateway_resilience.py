@@ -26,9 +26,9 @@ from gateway_rig import (
     say,
 )
 
-from penstock.gateway import desk, forward
-from penstock.gateway.answer import Answer, error_answer
-from penstock.gateway.http1 import END, Headers, ResponseHead
+from penstock.gateway import context, forwarding
+from penstock.gateway.responses import Answer, error_answer
+from penstock.wire.http1 import END, Headers, ResponseHead
 
 pytestmark = factories
 
@@ -124,8 +124,8 @@ def test_met_deadline_leaves_nothing(loop_factory: LoopFactory) -> None:
 
 @pytest.fixture
 def talkative(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forward, "QUIET_S", 0.005)
-    monkeypatch.setattr(forward, "COMMENT_EVERY_S", 0.005)
+    monkeypatch.setattr(forwarding, "QUIET_S", 0.005)
+    monkeypatch.setattr(forwarding, "COMMENT_EVERY_S", 0.005)
 
 
 async def held(rig: Rig) -> Client:
@@ -237,7 +237,7 @@ def test_requests_beyond_the_replicas_limit_wait_in_the_gateway(loop_factory: Lo
 
 
 def test_full_queue_gives_429(loop_factory: LoopFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.gateway.hold.MAX_WAITING", 0)
+    monkeypatch.setattr("penstock.gateway.routing.queue.MAX_WAITING", 0)
 
     async def test() -> None:
         async with Rig() as rig:
@@ -320,14 +320,14 @@ def test_form_upload_is_routed_by_its_model_part(loop_factory: LoopFactory) -> N
 def test_request_that_its_engine_forgot_is_sent_elsewhere(
     loop_factory: LoopFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(forward, "STALL_S", 0.01)
+    monkeypatch.setattr(forwarding, "STALL_S", 0.01)
 
     async def test() -> None:
         gate = Gate(b"", b"")
         async with rig_with(gate.reply) as (rig, engine, client):
             client.post(CHAT)
             await gate.reached.wait()
-            look_after = desk.Desk.look_after
+            look_after = context.Desk.look_after
             look_after(rig.gateway._desk, time.monotonic() + 1)
             assert not gate.peer_left.is_set()
             await rig.announce("0", engine.url, load={"running": 0})
@@ -529,8 +529,8 @@ class Entry:
 
 
 def keep_books(monkeypatch: pytest.MonkeyPatch, entry: Entry) -> None:
-    start = forward.Passage.start
-    monkeypatch.setattr(forward.Passage, "start", lambda self, wish, _: start(self, wish, entry))
+    start = forwarding.Passage.start
+    monkeypatch.setattr(forwarding.Passage, "start", lambda self, wish, _: start(self, wish, entry))
 
 
 def test_books_see_every_chunk_and_may_change_it(loop_factory: LoopFactory, monkeypatch: pytest.MonkeyPatch) -> None:

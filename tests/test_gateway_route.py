@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.gateway.route import LOAD_BOUND, PolicyName, choose
+from penstock.gateway.routing.policies import LOAD_BOUND, PolicyName, choose
 
 POLICIES: tuple[PolicyName, ...] = ("least-load", "prefix", "round-robin", "sticky")
 

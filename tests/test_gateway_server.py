@@ -26,10 +26,10 @@ from gateway_rig import (
 )
 
 from penstock.errors import UserError
-from penstock.gateway import upstream
 from penstock.gateway.config import Limits, ServedModel
-from penstock.gateway.http1 import END
-from penstock.gateway.listener import open_socket
+from penstock.gateway.connections import engine as upstream
+from penstock.gateway.connections.listener import open_socket
+from penstock.wire.http1 import END
 
 pytestmark = factories
 

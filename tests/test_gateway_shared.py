@@ -6,7 +6,7 @@ import os
 import signal
 import time
 
-from penstock.gateway.shared import Board, SharedCounters, SharedInFlight
+from penstock.gateway.workers.shared_memory import Board, SharedCounters, SharedInFlight
 
 
 def test_every_worker_writes_its_row_and_reads_the_sum() -> None:

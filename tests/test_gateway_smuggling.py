@@ -16,9 +16,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from smuggling import CORPUS
 
-from penstock.gateway import http1
-from penstock.gateway.http1 import END, ProtocolError, Reader, parse_request
-from penstock.gateway.server import ClientConnection
+from penstock.gateway.connections.client import ClientConnection
+from penstock.wire import http1
+from penstock.wire.http1 import END, ProtocolError, Reader, parse_request
 
 
 def events_of(data: bytes, n_bytes: int) -> tuple[list[Any], int | None]:

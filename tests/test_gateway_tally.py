@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from penstock import metrics
-from penstock.gateway.accounting import Books
+from penstock.gateway.accounting.entry import Books
 from penstock.gateway.config import GatewayConfig, ServedModel
-from penstock.gateway.desk import Desk
-from penstock.gateway.exposition import Counters
-from penstock.gateway.fleet import Fleet
-from penstock.gateway.hold import Hold
-from penstock.gateway.shared import Board
-from penstock.gateway.tally import Tally
-from penstock.gateway.upstream import Pool
+from penstock.gateway.connections.engine import Pool
+from penstock.gateway.context import Desk
+from penstock.gateway.metrics import Counters
+from penstock.gateway.routing.queue import Hold
+from penstock.gateway.routing.replicas import Fleet
+from penstock.gateway.workers.shared_memory import Board
+from penstock.gateway.workers.totals import Tally
+from penstock.wire import prometheus
 
 
 class Worker:
@@ -104,7 +104,7 @@ def test_gauges_that_each_worker_knows_are_not_added() -> None:
     assert first.value('replicas_ready{model="m"}') == 0
     text = first.tally.metrics().decode()
     assert text.count("# TYPE penstock_requests_total counter") == 1
-    assert metrics.parse(text)
+    assert prometheus.parse(text)
 
 
 def test_a_store_that_fails_for_one_worker_is_not_up(tmp_path: Path) -> None:

@@ -8,9 +8,9 @@ import random
 import pytest
 from gateway_rig import SSE_HEAD, LoopFactory, Seen, chunk, factories, rig_with, run
 
-from penstock.gateway.exposition import GAP_S, Histogram
-from penstock.gateway.upstream import UpstreamConnection
-from penstock.gateway.usage import StreamStrip, StreamWatch, is_token_chunk
+from penstock.gateway.accounting.token_usage import StreamStrip, StreamWatch, is_token_chunk
+from penstock.gateway.connections.engine import UpstreamConnection
+from penstock.gateway.metrics import GAP_S, Histogram
 
 STREAM = b'{"model": "demo", "stream": true}'
 TOKEN = b'data: {"choices":[{"index":0,"delta":{"content":" word"}}]}\n\n'

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.gateway.bodies import Fields, Usage
-from penstock.gateway.usage import (
+from penstock.gateway.accounting.token_usage import (
     MAX_HELD_BYTES,
     BodyWatch,
     StreamStrip,
@@ -19,6 +18,7 @@ from penstock.gateway.usage import (
     ask_for_usage,
     find_usage,
 )
+from penstock.gateway.body_fields import Fields, Usage
 
 ROLE = b'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}'
 TOKEN = b'data: {"choices":[{"index":0,"delta":{"content":" a \\"usage\\": {\\n\\n"}}]}'

@@ -13,11 +13,11 @@ import pytest
 from gateway_rig import CHAT, Client, Engine, LoopFactory, Rig, Seen, chunk, echo, factories, rig_with, run
 
 from penstock.errors import UserError
-from penstock.gateway import statics
 from penstock.gateway.config import Limits, Upstream
-from penstock.gateway.listener import open_socket, open_tls
-from penstock.gateway.server import ClientConnection
-from penstock.gateway.statics import name_upstreams
+from penstock.gateway.connections.client import ClientConnection
+from penstock.gateway.connections.listener import open_socket, open_tls
+from penstock.gateway.routing import static_upstreams
+from penstock.gateway.routing.static_upstreams import name_upstreams
 
 pytestmark = factories
 
@@ -182,7 +182,7 @@ def test_engines_that_nobody_announces_are_asked_for_their_health(
     status = [503]
 
     async def test() -> None:
-        monkeypatch.setattr(statics, "PROBE_S", 0.005)
+        monkeypatch.setattr(static_upstreams, "PROBE_S", 0.005)
         engine = Engine(health)
         await engine.start()
         async with Rig(upstreams=(Upstream("demo", engine.url),)) as rig:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from penstock import gpu_claims
 from penstock.errors import PenstockError
-from penstock.plan import Gpu
-from penstock.units import GIB
+from penstock.hardware import Gpu
+from penstock.node import gpu_locks
+from penstock.text import GIB
 
 
 @pytest.fixture(autouse=True)
@@ -24,27 +24,27 @@ def machine(*free_gib: int) -> list[Gpu]:
 
 
 def test_two_nodes_take_different_gpus() -> None:
-    first = gpu_claims.claim(2, 0.9, look=lambda: machine(100, 100, 100, 100))
-    second = gpu_claims.claim(2, 0.9, look=lambda: machine(100, 100, 100, 100))
+    first = gpu_locks.claim(2, 0.9, look=lambda: machine(100, 100, 100, 100))
+    second = gpu_locks.claim(2, 0.9, look=lambda: machine(100, 100, 100, 100))
     assert (first.indices, second.indices) == ((0, 1), (2, 3))
     with pytest.raises(PenstockError, match="could not get 1 GPUs"):
-        gpu_claims.claim(1, 0.9, wait_s=0.0, look=lambda: machine(100, 100, 100, 100))
+        gpu_locks.claim(1, 0.9, wait_s=0.0, look=lambda: machine(100, 100, 100, 100))
     first.release()
-    assert gpu_claims.claim(1, 0.9, wait_s=0.0, look=lambda: machine(100, 100, 100, 100)).indices == (0,)
+    assert gpu_locks.claim(1, 0.9, wait_s=0.0, look=lambda: machine(100, 100, 100, 100)).indices == (0,)
 
 
 def test_a_gpu_that_somebody_fills_is_not_taken() -> None:
-    assert gpu_claims.claim(1, 0.9, look=lambda: machine(10, 95)).indices == (1,)
+    assert gpu_locks.claim(1, 0.9, look=lambda: machine(10, 95)).indices == (1,)
 
 
 def test_it_waits_for_the_memory_of_a_dead_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_claims, "_POLL_S", 0.001)
+    monkeypatch.setattr(gpu_locks, "_POLL_S", 0.001)
     looks = iter([machine(10), machine(50), machine(100)])
-    assert gpu_claims.claim(1, 0.9, look=lambda: next(looks)).indices == (0,)
+    assert gpu_locks.claim(1, 0.9, look=lambda: next(looks)).indices == (0,)
 
 
 def test_a_refusal_says_what_is_free() -> None:
     with pytest.raises(PenstockError, match=r"GPU 0 10\.0 GiB"):
-        gpu_claims.claim(1, 0.9, wait_s=0.0, look=lambda: machine(10))
+        gpu_locks.claim(1, 0.9, wait_s=0.0, look=lambda: machine(10))
     with pytest.raises(PenstockError, match="it shows none"):
-        gpu_claims.claim(1, 0.9, wait_s=0.0, look=list)
+        gpu_locks.claim(1, 0.9, wait_s=0.0, look=list)

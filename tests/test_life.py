@@ -27,11 +27,11 @@ from launching import (
     wait_until,
 )
 
-from penstock import processes, runs
-from penstock.client import Client, HttpError
-from penstock.engine_process import free_port
-from penstock.runs import Run
-from penstock.testing.fake_engine.asks import expected_text
+from penstock import paths, processes, run_folder
+from penstock.hardware.network import free_port
+from penstock.run_folder import Run
+from penstock.testing.fake_engine.requests import expected_text
+from penstock.wire.client import Client, HttpError
 
 pytestmark = pytest.mark.processes
 
@@ -239,7 +239,7 @@ def test_key_is_shown_once_and_kept_as_a_hash_only(place: Place) -> None:
     ask(run, key=key)
     assert call("up", file, "--json").events[-1]["key"] is None
     assert call("status", "--json").code == 0
-    kept = [path for path in runs.home().rglob("*") if path.is_file() and key.encode() in path.read_bytes()]
+    kept = [path for path in paths.home().rglob("*") if path.is_file() and key.encode() in path.read_bytes()]
     assert kept == []
 
 
@@ -255,7 +255,7 @@ def test_ctrl_c_while_the_engine_loads_leaves_nothing(place: Place) -> None:
     file = place.write("one", args={"load-s": 20, "ignore-sigterm-while-loading": True})
 
     def is_loading() -> bool:
-        run = Run(runs.home() / "runs" / "one")
+        run = Run(paths.home() / "runs" / "one")
         return run.exists() and any(replica.state == "loading" for replica in now(place.note(run)).replicas)
 
     done = interrupt("up", file, when=is_loading)
@@ -270,11 +270,11 @@ def test_ctrl_c_at_any_moment_of_a_start_leaves_nothing(place: Place, after_s: f
     began = time.monotonic()
     done = interrupt("up", place.write("one", args={"load-s": 20}), when=lambda: time.monotonic() - began > after_s)
     assert done.code in (130, -signal.SIGINT), done
-    for run in runs.every():
+    for run in run_folder.every():
         place.note(run)
         assert run.desired().state == "down"
     place.assert_nothing_left()
-    assert hidden(runs.home() / "runs") == []
+    assert hidden(paths.home() / "runs") == []
 
 
 def hidden(folder: Path) -> list[Path]:
@@ -360,7 +360,7 @@ def test_ctrl_c_twice_leaves_nothing(place: Place, after_s: float, pause_s: floa
             time.sleep(pause_s)
         out, err = child.communicate(timeout=DEADLINE_S)
     assert child.returncode in (130, -signal.SIGINT), (out, err)
-    for run in runs.every():
+    for run in run_folder.every():
         place.note(run)
         assert run.is_ended()
         assert "ending one ..." in err

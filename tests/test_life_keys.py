@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from launching import Place, a_place, ask, call, now, pid_of, wait_until
 
-from penstock.client import HttpError
+from penstock.wire.client import HttpError
 
 pytestmark = pytest.mark.processes
 

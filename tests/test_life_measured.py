@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from launching import Place, a_place, ask, call
 
-from penstock import runs
+from penstock import run_folder
 
 ROOT = Path(__file__).parent.parent
 LOG = Path(__file__).parent / "golden" / "vllm-0.33.0" / "h200-start.log"
@@ -52,7 +52,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv("PYTHONPATH", f"{site}:{ROOT}")
     monkeypatch.syspath_prepend(str(site))
-    monkeypatch.setattr("penstock.engines.vllm._missing_library", lambda: None)
+    monkeypatch.setattr("penstock.engines.vllm.engine._missing_library", lambda: None)
     with a_place(tmp_path) as found:
         yield found
 
@@ -68,7 +68,7 @@ def test_what_a_start_reports_is_shown_and_planned_with(place: Place) -> None:
     done = call("up", path)
     assert done.code == 0, done.err
     assert "warning: workload.tpot_ms 0.01 is missed: likely " in done.err
-    run = place.note(runs.find("gpu"))
+    run = place.note(run_folder.find("gpu"))
     ask(run)
     made = run.plan()
     assert (made.device, made.engine_version, made.forecast is not None) == ("cuda", "0.33.0", True)

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 from launching import Place, a_place, wait_until
 
-from penstock import deploy, processes, runs, spec, targets
-from penstock.runs import Draft, Run
-from penstock.targets import Launch
+from penstock import processes, run_folder, targets
+from penstock.deployment import start as deploy
+from penstock.run_folder import Draft, Launch, Run
+from penstock.spec import reading
 from penstock.testing.conformance import check_target
 
 pytestmark = pytest.mark.processes
@@ -32,9 +33,11 @@ def place(tmp_path: Path) -> Iterator[Place]:
 
 def written(place: Place, target: str) -> tuple[Run, Launch]:
     """A run whose folder is written and whose work is not sent yet, and what its nodes are told."""
-    prepared = deploy.prepare(spec.load(place.write("one", target=target, **FILES[target])))
+    prepared = deploy.prepare(reading.load(place.write("one", target=target, **FILES[target])))
     settings = {"listen": "127.0.0.1:1", "admin": "127.0.0.1:1"}
-    run = runs.create(Draft(prepared.deployment, prepared.plan, prepared.artifact, settings, "token"), time.time())
+    run = run_folder.create(
+        Draft(prepared.deployment, prepared.plan, prepared.artifact, settings, "token"), time.time()
+    )
     return place.note(run), Launch("one", prepared.plan, ("http://127.0.0.1:1",), str(run.admin_token_file))
 
 

@@ -10,8 +10,8 @@ import pytest
 from hosts import Hosts
 from nodes_rig import Replica, a_replica, plan_for
 
-from penstock.client import Client, HttpError
 from penstock.testing.demo_prompts import DEMO_PROMPTS, MAX_TOKENS
+from penstock.wire.client import Client, HttpError
 
 pytestmark = [pytest.mark.hosts, pytest.mark.vllm]
 

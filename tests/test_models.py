@@ -15,9 +15,10 @@ import msgspec
 import pytest
 from samples import DEMO, demo_plan, deployment
 
-from penstock import models
 from penstock.errors import UserError
-from penstock.plan import Plan, kv_bytes_per_token
+from penstock.models import files
+from penstock.node import model_files
+from penstock.planner import Plan, kv_bytes_per_token
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -46,7 +47,7 @@ def folder(path: Path, config: object = CONFIG, shards: int = 2) -> Path:
 
 
 def test_a_folder_says_what_planning_needs(tmp_path: Path) -> None:
-    facts = models.read_facts("me/m", folder(tmp_path / "m"), "safetensors")
+    facts = files.read_facts("me/m", folder(tmp_path / "m"), "safetensors")
     assert (facts.reference, facts.path, facts.form) == ("me/m", str(tmp_path / "m"), "safetensors")
     assert (facts.architecture, facts.weights_bytes, facts.n_shards) == ("LlamaForCausalLM", 200, 2)
     assert (facts.n_layers, facts.hidden, facts.n_heads, facts.n_kv_heads, facts.head_dim) == (2, 64, 8, 2, 8)
@@ -54,24 +55,24 @@ def test_a_folder_says_what_planning_needs(tmp_path: Path) -> None:
 
 
 def test_a_multimodal_config_keeps_its_numbers_one_level_down(tmp_path: Path) -> None:
-    facts = models.read_facts("m", folder(tmp_path, {"architectures": ["X"], "text_config": CONFIG}), "safetensors")
+    facts = files.read_facts("m", folder(tmp_path, {"architectures": ["X"], "text_config": CONFIG}), "safetensors")
     assert (facts.architecture, facts.n_layers, facts.n_kv_heads) == ("X", 2, 2)
 
 
 def test_what_a_config_leaves_out_has_its_usual_value(tmp_path: Path) -> None:
     config = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1}
-    facts = models.read_facts("m", folder(tmp_path, config, shards=0), "safetensors")
+    facts = files.read_facts("m", folder(tmp_path, config, shards=0), "safetensors")
     assert (facts.n_kv_heads, facts.head_dim, facts.max_position, facts.architecture) == (4, 16, 4096, "unknown")
     assert facts.form == "none"
 
 
 def test_a_folder_without_config_says_what_it_holds(tmp_path: Path) -> None:
-    error = refused(lambda: models.read_facts("m", tmp_path, "safetensors"))
+    error = refused(lambda: files.read_facts("m", tmp_path, "safetensors"))
     assert error.message == f'cannot use model folder "{tmp_path}": no config.json'
     assert error.detail == "It holds nothing."
     for number in range(8):
         (tmp_path / f"{number}.bin").touch()
-    error = refused(lambda: models.read_facts("m", tmp_path, "safetensors"))
+    error = refused(lambda: files.read_facts("m", tmp_path, "safetensors"))
     assert error.detail == "It holds 0.bin, 1.bin, 2.bin, 3.bin, 4.bin, 5.bin and 2 more."
     assert "Give the folder that has config.json" in str(error.hint)
 
@@ -80,14 +81,14 @@ def test_a_folder_without_config_says_what_it_holds(tmp_path: Path) -> None:
     ("config", "problem"), [("{", "config.json is not JSON"), ("[]", "config.json is not an object")]
 )
 def test_a_broken_config_is_refused(tmp_path: Path, config: str, problem: str) -> None:
-    error = refused(lambda: models.read_facts("m", folder(tmp_path, config), "safetensors"))
+    error = refused(lambda: files.read_facts("m", folder(tmp_path, config), "safetensors"))
     assert error.message == f'cannot use model folder "{tmp_path}": {problem}'
 
 
 def test_a_gguf_file_is_not_read_as_a_folder(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     path.touch()
-    error = refused(lambda: models.read_facts("m", path, "safetensors"))
+    error = refused(lambda: files.read_facts("m", path, "safetensors"))
     assert error.message == f'cannot use model file "{path}": not a folder with config.json and *.safetensors'
     assert error.hint == "Use --engine llamacpp for a GGUF file."
 
@@ -120,12 +121,12 @@ GGUF = gguf(
 
 def test_a_gguf_header_says_the_same(tmp_path: Path) -> None:
     (tmp_path / "m-Q8_0.gguf").write_bytes(GGUF)
-    facts = models.read_facts("m", tmp_path, "gguf")
+    facts = files.read_facts("m", tmp_path, "gguf")
     assert facts.path == str(tmp_path / "m-Q8_0.gguf")
     assert (facts.form, facts.architecture, facts.weights_bytes, facts.n_shards) == ("gguf", "llama", len(GGUF), 1)
     assert (facts.n_layers, facts.hidden, facts.n_heads, facts.n_kv_heads, facts.head_dim) == (2, 64, 8, 2, 8)
     assert (facts.max_position, facts.vocab) == (512, 0)
-    assert models.read_facts("m", tmp_path / "m-Q8_0.gguf", "gguf") == facts
+    assert files.read_facts("m", tmp_path / "m-Q8_0.gguf", "gguf") == facts
 
 
 @pytest.mark.parametrize(
@@ -142,7 +143,7 @@ def test_a_gguf_header_says_the_same(tmp_path: Path) -> None:
 def test_what_is_no_gguf_is_refused(tmp_path: Path, data: bytes, problem: str) -> None:
     path = tmp_path / "m.gguf"
     path.write_bytes(data)
-    error = refused(lambda: models.read_facts("m", path, "gguf"))
+    error = refused(lambda: files.read_facts("m", path, "gguf"))
     assert error.message == f'cannot read "{path}": it is not a GGUF file'
     assert problem in str(error.detail)
 
@@ -151,7 +152,7 @@ def test_what_is_no_gguf_is_refused(tmp_path: Path, data: bytes, problem: str) -
 def test_a_folder_without_a_language_model_in_gguf_is_refused(tmp_path: Path, names: list[str]) -> None:
     for name in names:
         (tmp_path / name).touch()
-    error = refused(lambda: models.read_facts("m", tmp_path, "gguf"))
+    error = refused(lambda: files.read_facts("m", tmp_path, "gguf"))
     assert error.message == f'cannot use model folder "{tmp_path}": no *.gguf in it'
     assert f"It holds {names[0]}." in str(error.detail)
     assert error.hint == "Use --engine vllm, or a folder with a GGUF file."
@@ -171,31 +172,31 @@ def test_a_folder_without_a_language_model_in_gguf_is_refused(tmp_path: Path, na
     ],
 )
 def test_one_quantisation_is_chosen_with_all_its_parts(names: list[str], chosen: list[str]) -> None:
-    assert models.choose_gguf(names) == chosen
+    assert files.choose_gguf(names) == chosen
 
 
 def test_all_parts_of_a_split_gguf_are_counted(tmp_path: Path) -> None:
     for number in (1, 2):
         (tmp_path / f"m-Q8_0-0000{number}-of-00002.gguf").write_bytes(GGUF)
-    facts = models.read_facts("m", tmp_path, "gguf")
+    facts = files.read_facts("m", tmp_path, "gguf")
     assert (facts.weights_bytes, facts.n_shards) == (2 * len(GGUF), 2)
     assert facts.path.endswith("00001-of-00002.gguf")
 
 
 def test_forms_are_those_of_the_files(tmp_path: Path) -> None:
-    assert models.forms_of(tmp_path) == ()
+    assert files.forms_of(tmp_path) == ()
     (tmp_path / "a.gguf").touch()
-    assert models.forms_of(tmp_path) == ("gguf",)
-    assert models.forms_of(tmp_path / "a.gguf") == ("gguf",)
+    assert files.forms_of(tmp_path) == ("gguf",)
+    assert files.forms_of(tmp_path / "a.gguf") == ("gguf",)
     (tmp_path / "a.safetensors").touch()
-    assert models.forms_of(tmp_path) == ("safetensors", "gguf")
+    assert files.forms_of(tmp_path) == ("safetensors", "gguf")
 
 
 @pytest.mark.parametrize("form", ["safetensors", "gguf"])
 def test_the_bundled_model_is_what_its_config_says(form: str) -> None:
-    path = models.locate(deployment("penstock-demo"))
-    facts = models.read_facts("penstock-demo", path, form)
-    assert models.forms_of(path) == ("safetensors", "gguf")
+    path = files.locate(deployment("penstock-demo"))
+    facts = files.read_facts("penstock-demo", path, form)
+    assert files.forms_of(path) == ("safetensors", "gguf")
     assert (facts.n_layers, facts.hidden, facts.n_heads, facts.n_kv_heads, facts.head_dim) == (4, 256, 8, 4, 32)
     assert facts.max_position == 1024
     assert kv_bytes_per_token(facts) == 2048
@@ -207,14 +208,14 @@ def test_a_local_path_is_taken_before_the_hub(tmp_path: Path, monkeypatch: pytes
     monkeypatch.chdir(tmp_path)
     path = folder(tmp_path / "org").joinpath("name")
     path.mkdir()
-    assert models.locate(deployment("org/name")) == path
+    assert files.locate(deployment("org/name")) == path
     (tmp_path / "m.gguf").touch()
-    assert models.locate(deployment("./m.gguf")) == tmp_path / "m.gguf"
+    assert files.locate(deployment("./m.gguf")) == tmp_path / "m.gguf"
 
 
 @pytest.mark.parametrize("model", ["/nowhere/m", "./m", "~/no-such-model", "penstock-dem", "a/b/c"])
 def test_a_path_that_is_not_there_is_refused(model: str) -> None:
-    error = refused(lambda: models.locate(deployment(model)))
+    error = refused(lambda: files.locate(deployment(model)))
     assert error.message == f'cannot use model "{model}": no such folder'
     assert error.hint == "Check the path, or give a hub id such as Qwen/Qwen3-0.6B."
 
@@ -251,7 +252,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path | Exception], Hub]:
 
 def test_only_safetensors_and_texts_are_fetched(tmp_path: Path, hub: Callable[[Path], Hub]) -> None:
     stub = hub(tmp_path)
-    assert models.locate(deployment("org/name", cache={"weights": "/shared"})) == tmp_path
+    assert files.locate(deployment("org/name", cache={"weights": "/shared"})) == tmp_path
     ((model, patterns, cache),) = stub.asked
     assert (model, cache) == ("org/name", "/shared")
     assert "*.safetensors" in patterns
@@ -261,7 +262,7 @@ def test_only_safetensors_and_texts_are_fetched(tmp_path: Path, hub: Callable[[P
 @pytest.mark.parametrize("model", ["org/name-GGUF", "org/name"])
 def test_of_gguf_files_only_one_quantisation_is_fetched(tmp_path: Path, hub: Callable[[Path], Hub], model: str) -> None:
     stub = hub(tmp_path)
-    models.locate(deployment(model, engine={"kind": "llamacpp"}))
+    files.locate(deployment(model, engine={"kind": "llamacpp"}))
     assert stub.asked == [(model, ["*.json", "*.jinja", "m-Q4_K_M.gguf"], None)]
 
 
@@ -290,7 +291,7 @@ def hub_error(name: str, words: str) -> Exception:
 def test_an_error_of_the_hub_is_explained(hub: Callable[[Exception], Hub], name: str, hint: str) -> None:
     error = hub_error(name, "the hub's\n  own words")
     hub(error)
-    found = refused(lambda: models.locate(deployment("org/name")))
+    found = refused(lambda: files.locate(deployment("org/name")))
     assert found.message == f'could not fetch model "org/name" from the hub: {name}'
     assert found.detail == "the hub's own words"
     assert found.hint == hint
@@ -302,14 +303,14 @@ def test_a_lost_connection_is_explained_whatever_its_family(hub: Callable[[Excep
         """As httpx has it: no OSError."""
 
     hub(ConnectError("no route"))
-    found = refused(lambda: models.locate(deployment("org/name-gguf")))
+    found = refused(lambda: files.locate(deployment("org/name-gguf")))
     assert found.message == 'could not fetch model "org/name-gguf" from the hub: ConnectError'
     assert found.hint == "Check the network, or give a local folder."
 
 
 def test_without_the_hubs_package_the_line_that_installs_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    found = refused(lambda: models.locate(deployment("org/name")))
+    found = refused(lambda: files.locate(deployment("org/name")))
     assert found.message == 'cannot fetch model "org/name": the package huggingface_hub is not installed'
     assert found.hint == "pip install huggingface_hub"
 
@@ -320,17 +321,17 @@ def planned(path: str, reference: str, form: str = "safetensors") -> Plan:
 
 
 def test_the_bundled_model_is_found_in_each_machines_own_copy() -> None:
-    found = models.on_this_node(planned("/elsewhere/penstock/demo_model", "penstock-demo"))
-    assert found.model.path == str(models.BUNDLED)
-    gguf = models.on_this_node(planned("/elsewhere/penstock-demo.gguf", "penstock-demo", "gguf"))
-    assert Path(gguf.model.path).parent == models.BUNDLED and gguf.model.path.endswith(".gguf")
+    found = model_files.on_this_node(planned("/elsewhere/penstock/models/demo_model", "penstock-demo"))
+    assert found.model.path == str(files.BUNDLED)
+    gguf = model_files.on_this_node(planned("/elsewhere/penstock-demo.gguf", "penstock-demo", "gguf"))
+    assert Path(gguf.model.path).parent == files.BUNDLED and gguf.model.path.endswith(".gguf")
 
 
 def test_a_folder_is_where_it_was_or_the_node_says_what_it_lacks(tmp_path: Path) -> None:
     here = planned(str(tmp_path), str(tmp_path))
-    assert models.on_this_node(here) is here
+    assert model_files.on_this_node(here) is here
     with pytest.raises(UserError, match='there is no "/nowhere/model" on '):
-        models.on_this_node(planned("/nowhere/model", "/nowhere/model"))
+        model_files.on_this_node(planned("/nowhere/model", "/nowhere/model"))
 
 
 def test_a_hub_model_is_taken_in_the_planned_revision(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -343,9 +344,9 @@ def test_a_hub_model_is_taken_in_the_planned_revision(monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(snapshot_download=snapshot_download))
     revision = "c1899de289a04d12100db370d81485cdf75e47ca"
     base = f"/elsewhere/hub/models--Qwen--Qwen3-0.6B/snapshots/{revision}"
-    found = models.on_this_node(planned(base, "Qwen/Qwen3-0.6B"))
+    found = model_files.on_this_node(planned(base, "Qwen/Qwen3-0.6B"))
     assert found.model.path == str(tmp_path)
     assert asked[0][0] == "Qwen/Qwen3-0.6B" and asked[0][1]["revision"] == revision
-    gguf = models.on_this_node(planned(f"{base}/q4/x-q4_k_m.gguf", "Qwen/Qwen3-0.6B", "gguf"))
+    gguf = model_files.on_this_node(planned(f"{base}/q4/x-q4_k_m.gguf", "Qwen/Qwen3-0.6B", "gguf"))
     assert gguf.model.path == str(tmp_path / "q4" / "x-q4_k_m.gguf")
     assert "q4/x-q4_k_m.gguf" in asked[1][1]["allow_patterns"]  # type: ignore[operator]

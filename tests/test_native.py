@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock import native
 from penstock.errors import UserError
+from penstock.gateway import compiled
 
 ROOT = Path(__file__).resolve().parent.parent
 # They put something else in a method's place, which compiled classes do not allow.
@@ -23,8 +23,8 @@ ON_COMPILED = """
 import sys
 from penstock import native
 assert native.activate() and native.is_active()
-import penstock.bench.wire, penstock.gateway.forward, penstock.gateway.http1
-ours = (penstock.bench.wire, penstock.gateway.forward, penstock.gateway.http1)
+import penstock.bench.load.connections, penstock.gateway.forwarding, penstock.wire.http1
+ours = (penstock.bench.load.connections, penstock.gateway.forwarding, penstock.wire.http1)
 assert not any(name.__file__.endswith(".py") for name in ours)
 import pytest
 raise SystemExit(pytest.main(sys.argv[1:]))
@@ -39,17 +39,17 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_what_was_not_compiled_is_not_found(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_NATIVE", "1")
-    assert not native.activate()
-    assert not native.is_active()
+    assert not compiled.activate()
+    assert not compiled.is_active()
 
 
 def test_a_folder_with_a_module_missing_is_none(empty_cache: Path) -> None:
-    native.folder().mkdir(parents=True)
-    for name in native.MODULES[1:]:
-        (native.folder() / f"{name}{native._SUFFIX}").touch()
-    assert native._files(native.folder()) == {}
-    (native.folder() / f"{native.MODULES[0]}{native._SUFFIX}").touch()
-    assert set(native._files(native.folder())) == set(native.MODULES)
+    compiled.folder().mkdir(parents=True)
+    for name in compiled.MODULES[1:]:
+        (compiled.folder() / f"{name}{compiled._SUFFIX}").touch()
+    assert compiled._files(compiled.folder()) == {}
+    (compiled.folder() / f"{compiled.MODULES[0]}{compiled._SUFFIX}").touch()
+    assert set(compiled._files(compiled.folder())) == set(compiled.MODULES)
 
 
 def test_without_a_compiler_it_says_what_is_missing(
@@ -58,8 +58,8 @@ def test_without_a_compiler_it_says_what_is_missing(
     monkeypatch.setenv("PATH", str(empty_cache))
     monkeypatch.delenv("CC", raising=False)
     with pytest.raises(UserError, match="a C compiler"):
-        native.build()
-    assert native.main() == 2
+        compiled.build()
+    assert compiled.main() == 2
     assert "it runs as Python" in capsys.readouterr().err
     assert not list(empty_cache.rglob("*.so"))
 
@@ -67,7 +67,7 @@ def test_without_a_compiler_it_says_what_is_missing(
 @pytest.mark.processes
 def test_every_test_of_the_gateway_passes_compiled() -> None:
     try:
-        native.build()
+        compiled.build()
     except UserError as error:
         pytest.skip(f"{error.message} (make native)")
     tests = sorted(str(path) for path in (ROOT / "tests").glob("test_gateway*.py"))

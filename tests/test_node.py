@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.node import StallWatch, pause_s
+from penstock.node.supervisor import StallWatch, pause_s
 
 
 @pytest.mark.parametrize(("n_failures", "expected"), [(0, 1), (1, 1), (2, 2), (3, 4), (6, 32), (7, 60), (1000, 60)])

@@ -7,11 +7,12 @@ import os
 import pytest
 from samples import NOW, demo_plan, gpu_plan, run_folder, told, view
 
-from penstock import observe, processes
-from penstock.announce import GatewayView, Process, ReplicaView, Restart
-from penstock.observe import History, Observation, summarise
-from penstock.runs import Desired, Part, ReplicaStatus, State
+from penstock import processes
+from penstock.deployment import observe
+from penstock.deployment.observe import History, Observation, summarise
+from penstock.run_folder import Desired, Part, ReplicaStatus, State
 from penstock.targets import Placement
+from penstock.wire.announcement import GatewayView, Process, ReplicaView, Restart
 
 PLACED, GONE, QUEUED = Placement("placed"), Placement("gone", "its node process 7 is gone"), Placement("queued")
 READY = told("0", ready_after_s=2.0)

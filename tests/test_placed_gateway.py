@@ -11,15 +11,17 @@ import msgspec
 import pytest
 from samples import deployment, run_folder, told, view
 
-from penstock import observe, placed_gateway
-from penstock.announce import GatewayAddress, GatewayView
+from penstock.deployment import observe
+from penstock.deployment.controller import placed_gateway
+from penstock.deployment.controller.placed_gateway import Keeper
+from penstock.deployment.observe import Observation
 from penstock.errors import PenstockError
-from penstock.messenger import Admin
-from penstock.observe import Observation
-from penstock.placed_gateway import Keeper
-from penstock.runs import Part, Run, write_atomically
-from penstock.spec import Deployment, GatewaySpec
+from penstock.node.announcer import Admin
+from penstock.paths import write_atomically
+from penstock.run_folder import Part, Run
+from penstock.spec.deployment import Deployment, GatewaySpec
 from penstock.targets import Placement, Target
+from penstock.wire.announcement import GatewayAddress, GatewayView
 
 READY = view(told("0"))
 

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import yaml
 
-from penstock import catalog
-from penstock.plan.sizing import SizingRequest
+from penstock.hardware import catalog
+from penstock.models import catalog as models_catalog
+from penstock.planner.request import SizingRequest
 
 
 def _benchmark() -> Any:
@@ -64,7 +65,7 @@ def test_the_data_is_well_formed() -> None:
     assert len({one.id for one in EVERY}) == len(EVERY)
     assert {one.use for one in EVERY} == {"held out", "tuned"}
     for start in EVERY:
-        assert catalog.gpu(start.gpu).id in catalog.gpu_ids() and catalog.has_model(start.model), start.id
+        assert catalog.gpu(start.gpu).id in catalog.gpu_ids() and models_catalog.has_model(start.model), start.id
         assert set(start.asked) <= set(SizingRequest.__struct_fields__), start.id
     assert list(yaml.safe_load(Path(plan_memory.LOGS).read_text("utf-8"))) == ["public", "own"]
 

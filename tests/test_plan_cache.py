@@ -17,15 +17,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.errors import UserError
-from penstock.plan.architecture import Architecture, Attention, Layer, State
-from penstock.plan.cache import CacheSettings, KvPlan, kv_plan
-from penstock.plan.pages import dtype_bytes, kv_heads_on_rank, model_bytes_per_token, state_bytes
-from penstock.plan.profiles import profile
-from penstock.plan.refusals import NotModelled
-from penstock.plan.stages import split_layers
-from penstock.spec import Parallel
-from penstock.units import GIB
+from penstock.errors import NotModelled, UserError
+from penstock.planner.architecture import Architecture, Attention, Layer, State
+from penstock.planner.engine_versions import profile
+from penstock.planner.memory.kv_blocks import CacheSettings, KvPlan, kv_plan
+from penstock.planner.memory.kv_pages import dtype_bytes, kv_heads_on_rank, model_bytes_per_token, state_bytes
+from penstock.planner.memory.tensors import split_layers
+from penstock.spec.deployment import Parallel
+from penstock.text import GIB
 
 GOLDEN = Path(__file__).parent / "golden" / "vllm-0.33.0" / "h200-start.log"
 

@@ -9,19 +9,22 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from penstock import catalog, cli_plan, facts, planning
+from penstock.cli import plan
+from penstock.deployment import planning
 from penstock.errors import UserError
-from penstock.plan import calibration, speed
-from penstock.plan.calibration import Calibrated, Measured
-from penstock.plan.comm import Fabric
-from penstock.plan.families import read
-from penstock.plan.sizing import SizingRequest
-from penstock.plan.speed import Calibration
-from penstock.plan.work import Work, work_of
-from penstock.spec import Parallel, Workload
+from penstock.hardware import catalog
+from penstock.models import facts
+from penstock.planner.architecture.dense import read
+from penstock.planner.request import SizingRequest
+from penstock.planner.speed import calibration, estimate
+from penstock.planner.speed.calibration import Calibrated, Measured
+from penstock.planner.speed.collectives import Fabric
+from penstock.planner.speed.estimate import Calibration
+from penstock.planner.speed.work import Work, work_of
+from penstock.spec.deployment import Parallel, Workload
 
 H100 = Fabric(catalog.gpu("h100-sxm"), 8)
-ENGINE, ONE = speed.Engine(), Parallel()
+ENGINE, ONE = estimate.Engine(), Parallel()
 LOADS = [(1, 1000, 200), (8, 1000, 200), (32, 1000, 200), (128, 1000, 200), (1, 8000, 50), (16, 8000, 400)]
 
 
@@ -33,7 +36,7 @@ def points(truth: Calibration, noise: float = 0.0) -> list[Measured]:
     """What a deployment with these constants would be measured at."""
     rng, found = random.Random(1), []
     for concurrency, n_in, n_out in LOADS:
-        told = speed.estimate(llama_8b(), ONE, H100, Workload(n_in, n_out, concurrency), ENGINE, truth)
+        told = estimate.estimate(llama_8b(), ONE, H100, Workload(n_in, n_out, concurrency), ENGINE, truth)
         ttft, tpot = (value * (1 + rng.uniform(-noise, noise)) for value in (told.ttft_ms.likely, told.tpot_ms.likely))
         found.append(Measured(concurrency, n_in, n_out, ttft, tpot))
     return found
@@ -64,7 +67,7 @@ def test_a_calibrated_range_is_narrower_and_holds_the_truth() -> None:
     found, _ = calibration.fit(llama_8b(), ONE, H100, ENGINE, points(TRUTH))
     load = Workload(2000, 300, 24)
     truth, before, after = (
-        speed.estimate(llama_8b(), ONE, H100, load, ENGINE, known).tpot_ms for known in (TRUTH, None, found)
+        estimate.estimate(llama_8b(), ONE, H100, load, ENGINE, known).tpot_ms for known in (TRUTH, None, found)
     )
     assert after.low <= truth.likely <= after.high
     assert after.high - after.low < 0.4 * (before.high - before.low)
@@ -154,4 +157,4 @@ def test_a_plan_is_narrower_with_it_and_wide_with_another_layouts() -> None:
 
 def test_the_command_refuses_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot read calibration"):
-        cli_plan._calibration(tmp_path / "none.json")
+        plan._calibration(tmp_path / "none.json")

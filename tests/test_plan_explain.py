@@ -7,14 +7,17 @@ from typing import Any
 
 import pytest
 
-from penstock import catalog, cli, plan_view
-from penstock.plan.explain import explanation
-from penstock.plan.sizing import Facts, SizingRequest
-from penstock.plan.solve import sizing_of
+from penstock.cli import main, plan_text
+from penstock.hardware import catalog
+from penstock.models import Facts
+from penstock.models import catalog as models_catalog
+from penstock.planner.explain import explanation
+from penstock.planner.request import SizingRequest
+from penstock.planner.solve import sizing_of
 
 
 def explained(model: str, gpu: str = "h100-sxm", config: dict[str, Any] | None = None, **asked: Any) -> dict[str, str]:
-    facts = Facts(model, config or catalog.model_config(model), "the catalogue")
+    facts = Facts(model, config or models_catalog.model_config(model), "the catalogue")
     request = SizingRequest(facts=facts, gpu=gpu, **asked)
     sizing = sizing_of(request, catalog.gpu(gpu))
     return {formula.name: "\n".join(formula.lines) for formula in explanation(request, sizing)}
@@ -38,7 +41,7 @@ def test_405b_is_810_gb() -> None:
 
 @pytest.mark.parametrize(("heads", "shown"), [(8, "61.52"), (16, "123.05")])
 def test_405b_tells_both_figures_whatever_its_config_has(heads: int, shown: str) -> None:
-    config = {**catalog.model_config("llama-3.1-405b"), "num_key_value_heads": heads}
+    config = {**models_catalog.model_config("llama-3.1-405b"), "num_key_value_heads": heads}
     told = explained("llama-3.1-405b", config=config, gpus_per_node=16, max_model_len=8192)
     assert "61.52 GiB with the 8 KV heads" in told["note"] and "widely quoted 123.05" in told["note"]
     assert f"This config has {heads}." in told["note"]
@@ -71,7 +74,7 @@ def test_what_stands_beside_the_budget_is_said(version: str, beside: str) -> Non
     assert beside in told["budget"].splitlines()[-1] and "beside the budget" in told["budget"]
 
 
-@pytest.mark.parametrize("model", [name for name in catalog.model_names() if name != "deepseek-v4-flash"])
+@pytest.mark.parametrize("model", [name for name in models_catalog.model_names() if name != "deepseek-v4-flash"])
 def test_every_model_is_explained(model: str) -> None:
     told = explained(model, "h200-sxm", gpus_per_node=8, max_model_len=4096)
     assert {"weights", "one token"} <= told.keys()
@@ -79,12 +82,12 @@ def test_every_model_is_explained(model: str) -> None:
 
 def test_a_layout_that_cannot_be_has_nothing_to_explain() -> None:
     assert explained("llama-3.1-70b", tensor=3, gpus_per_node=8) == {}
-    assert plan_view.explained(()) == "nothing was counted: no layout can be"
+    assert plan_text.explained(()) == "nothing was counted: no layout can be"
 
 
 def test_the_command_line_explains_in_text_and_json(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", "llama-3.1-8b", "--gpu", "h200-sxm", "--max-model-len", "8192", "--explain"]
-    assert cli.run(words) == 0
+    assert main.run(words) == 0
     assert "how it was counted" in capsys.readouterr().out
-    assert cli.run([*words, "--json"]) == 0
+    assert main.run([*words, "--json"]) == 0
     assert set(json.loads(capsys.readouterr().out)["explanation"]) == {"weights", "one token", "budget", "blocks"}

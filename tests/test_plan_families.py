@@ -1,4 +1,4 @@
-"""Every config of the catalogue against its published or counted parameters and bytes (penstock/catalog/data)."""
+"""Every config of the catalogue against its published or counted parameters and bytes (penstock/models/data)."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import yaml
 
-from penstock.plan import families
-from penstock.plan.families import read
-from penstock.plan.refusals import NotModelled
-from penstock.plan.tensors import n_params
-from penstock.plan.weights import bytes_on_disk
+from penstock.errors import NotModelled
+from penstock.planner.architecture import dense
+from penstock.planner.architecture.dense import read
+from penstock.planner.memory.tensors import n_params
+from penstock.planner.memory.weights import bytes_on_disk
 
-DATA = Path(__file__).parent.parent / "penstock" / "catalog" / "data"
+DATA = Path(__file__).parent.parent / "penstock" / "models" / "data"
 ROWS: dict[str, dict[str, Any]] = yaml.load(
     (DATA / "models.yaml").read_text("utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 )
@@ -130,7 +130,7 @@ def test_an_unknown_architecture_is_refused_with_the_nearest_known() -> None:
     with pytest.raises(NotModelled) as refused:
         read({"architectures": ["LlamaForCausalLn"]})
     assert refused.value.hint == "did you mean LlamaForCausalLM?"
-    assert "LlamaForCausalLM" in families.names()
+    assert "LlamaForCausalLM" in dense.names()
 
 
 def test_a_field_with_unknown_memory_is_refused() -> None:

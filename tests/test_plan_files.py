@@ -11,10 +11,14 @@ import msgspec
 import pytest
 from samples import cpu_machine, gpu_machine
 
-from penstock import cli, facts, machine, measured, planning, spec
-from penstock.engines.vllm import Vllm
-from penstock.plan.sizing import Sizing, SizingRequest
-from penstock.spec import Parallel
+from penstock.cli import main
+from penstock.deployment import measured, planning
+from penstock.engines.vllm.engine import Vllm
+from penstock.hardware import detect
+from penstock.models import facts
+from penstock.planner.request import Sizing, SizingRequest
+from penstock.spec import reading
+from penstock.spec.deployment import Parallel
 from penstock.targets import local
 
 Ask = Callable[..., tuple[int, dict[str, Any]]]
@@ -35,7 +39,7 @@ gateway: {port: 0, aliases: [x]}
 @pytest.fixture
 def plan(capsys: pytest.CaptureFixture[str]) -> Ask:
     def ask(*words: object) -> tuple[int, dict[str, Any]]:
-        code = cli.run(["plan", *map(str, words), "--json"])
+        code = main.run(["plan", *map(str, words), "--json"])
         answer: dict[str, Any] = json.loads(capsys.readouterr().out)
         return code, answer
 
@@ -74,7 +78,7 @@ def test_flags_go_over_the_file(plan: Ask, file: Path) -> None:
 def test_without_hardware_it_is_this_machine(plan: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "here.yaml"
     path.write_text("model: llama-3.1-70b\nengine: {max_model_len: 8192}\n")
-    monkeypatch.setattr(machine, "gpus", lambda: list(gpu_machine(4).gpus))
+    monkeypatch.setattr(detect, "gpus", lambda: list(gpu_machine(4).gpus))
     assert layout_of(plan(path)[1]) == (2, 1, 1)
     path.write_text(path.read_text() + "hardware: {gpus_per_node: 1}\n")
     assert plan(path)[0] == 3
@@ -100,7 +104,7 @@ def test_a_bad_file_is_explained(plan: Ask, tmp_path: Path, text: str) -> None:
 def test_what_is_written_from_a_file_keeps_the_rest_of_it(plan: Ask, file: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.yaml"
     plan(file, "--write", out)
-    before, made = spec.load(file), spec.load(out)
+    before, made = reading.load(file), reading.load(out)
     assert isinstance(made.parallel, Parallel)
     assert made.parallel.tensor > 1
     assert (made.name, made.replicas, made.gateway, made.hardware) == (
@@ -122,7 +126,7 @@ def test_a_written_file_goes_through_plan_and_up(
     _, second = plan(path)
     assert {**second, "engine_args": None} == {**first, "engine_args": None}
     assert set(second["engine_args"]) >= set(first["engine_args"])
-    code = cli.run(["up", str(path), "--dry-run", "--json", "--set", "gateway.port=0"])
+    code = main.run(["up", str(path), "--dry-run", "--json", "--set", "gateway.port=0"])
     made = json.loads(capsys.readouterr().out)["plan"]
     assert (code, made["device"], made["layout"]["tensor"]) == (0, "cuda", 2)
     assert made["forecast"]["kv_cache_gib"] == pytest.approx(first["memory"]["kv_cache_gib"]["likely"])
@@ -136,7 +140,7 @@ def test_up_itself_refuses_what_only_a_dry_run_may_assume(
     path = tmp_path / "penstock.yaml"
     path.write_text("model: penstock-demo\nhardware: {gpu: l4}\ngateway: {port: 0}\n")
     for words in (["up", str(path)], ["doctor", str(path)]):
-        code = cli.run(words)
+        code = main.run(words)
         shown = capsys.readouterr()
         assert code in (1, 2)
         assert 'hardware.gpu: "l4", but desk has no GPU' in shown.out + shown.err
@@ -149,7 +153,7 @@ def test_measured_values_can_be_left_out(plan: Ask, monkeypatch: pytest.MonkeyPa
         asked.append(with_measured)
         return Sizing(False, "asked")
 
-    monkeypatch.setattr("penstock.planning.solve", solve)
+    monkeypatch.setattr("penstock.deployment.planning.solve", solve)
     plan("penstock-demo", "--gpu", "l4")
     plan("penstock-demo", "--gpu", "l4", "--no-measured")
     assert asked == [True, False]

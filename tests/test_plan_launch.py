@@ -9,12 +9,14 @@ import msgspec
 import pytest
 from samples import DEMO, LLAMA_70B, cpu_machine, demo_plan, deployment, gpu_machine, sized
 
-from penstock import plan
+from penstock import planner
 from penstock.errors import PlanError
-from penstock.plan import Machine, ModelFacts, Plan, launch
-from penstock.plan.launch import Sized
-from penstock.spec import Parallel
-from penstock.units import GIB, MIB
+from penstock.hardware import Machine
+from penstock.models import ModelFacts
+from penstock.planner import Plan, launch
+from penstock.planner.launch import Sized
+from penstock.spec.deployment import Parallel
+from penstock.text import GIB, MIB
 
 LLAMA = "meta-llama/Llama-3.1-70B-Instruct"
 SMALL_LLAMA = msgspec.structs.replace(
@@ -39,14 +41,14 @@ def on_gpus(
 
 
 def test_kv_cache_of_llama_70b_is_320_kib_a_token() -> None:
-    assert plan.kv_bytes_per_token(LLAMA_70B) == 327_680
-    assert plan.kv_bytes_per_token(LLAMA_70B, dtype_bytes=1) == 163_840
+    assert planner.kv_bytes_per_token(LLAMA_70B) == 327_680
+    assert planner.kv_bytes_per_token(LLAMA_70B, dtype_bytes=1) == 163_840
 
 
 def test_the_demo_model_on_a_cpu_is_counted_by_hand() -> None:
     made = demo_plan("vllm")
     # 2 * 4 layers * 4 heads * 32 * 2 bytes = 2 KiB a token; 8 requests of 1024 tokens = 16 MiB, raised to the least.
-    assert made.need == plan.Need(6 * MIB, 64 * MIB, 1200 * MIB)
+    assert made.need == planner.Need(6 * MIB, 64 * MIB, 1200 * MIB)
     assert made.need.total_bytes == 1270 * MIB
     assert (made.device, made.layout, made.executor) == ("cpu", Parallel(), "mp")
     assert (made.max_model_len, made.max_num_seqs, made.n_threads) == (1024, 8, 7)

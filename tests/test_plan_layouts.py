@@ -8,12 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock import catalog
-from penstock.plan import layouts, speed, work
-from penstock.plan.architecture import Architecture, Attention, Layer, Mlp, Quantization, State
-from penstock.plan.comm import Fabric
-from penstock.plan.speed import Speed
-from penstock.spec import Parallel, Workload
+from penstock.hardware import catalog
+from penstock.planner import layouts
+from penstock.planner.architecture import Architecture, Attention, Layer, Mlp, Quantization, State
+from penstock.planner.speed import estimate, work
+from penstock.planner.speed.collectives import Fabric
+from penstock.planner.speed.estimate import Speed
+from penstock.spec.deployment import Parallel, Workload
 
 
 def model(layer: Layer, n_layers: int = 32, hidden: int = 8192, vocab: int = 128256, **more: object) -> Architecture:
@@ -47,7 +48,7 @@ def refusal(arch: Architecture, layout: Parallel, n_gpus: int | None = None, ver
 
 def estimator(arch: Architecture, machines: Fabric, load: Workload) -> Callable[[Parallel], Speed]:
     counted = work.work_of(arch)
-    return lambda layout: speed.estimate(counted, layout, machines, load)
+    return lambda layout: estimate.estimate(counted, layout, machines, load)
 
 
 # ---- legality --------------------------------------------------------------------------------------------------------

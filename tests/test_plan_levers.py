@@ -6,13 +6,15 @@ from typing import Any
 
 import pytest
 
-from penstock import catalog
-from penstock.plan.sizing import Facts, Lever, Sizing, SizingRequest
-from penstock.plan.solve import sizing_of
+from penstock.hardware import catalog
+from penstock.models import Facts
+from penstock.models import catalog as models_catalog
+from penstock.planner.request import Lever, Sizing, SizingRequest
+from penstock.planner.solve import sizing_of
 
 
 def solved(model: str, gpu: str, **asked: Any) -> Sizing:
-    facts = Facts(model, catalog.model_config(model), "the catalogue")
+    facts = Facts(model, models_catalog.model_config(model), "the catalogue")
     return sizing_of(SizingRequest(facts=facts, gpu=gpu, **asked), catalog.gpu(gpu))
 
 

@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 
-from penstock import catalog, machine
-from penstock.plan.comm import Fabric, allreduce_us
-from penstock.plan.links import Links, links_of, parse_matrix, parse_rate, rewired
-from penstock.plan.sizing import Facts, Sizing, SizingRequest
-from penstock.plan.solve import sizing_of
+from penstock.hardware import Links, catalog, detect
+from penstock.hardware.topology import links_of, parse_matrix, parse_rate, rewired
+from penstock.models import Facts
+from penstock.models import catalog as models_catalog
+from penstock.planner.request import Sizing, SizingRequest
+from penstock.planner.solve import sizing_of
+from penstock.planner.speed.collectives import Fabric, allreduce_us
 
 LEGEND = """
 Legend:
@@ -177,15 +179,15 @@ def fake_smi(monkeypatch: pytest.MonkeyPatch, answers: dict[str, str | Exception
 
 def test_the_machine_asks_three_times(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_smi(monkeypatch, {"-m": H100X8, "r": peers(8, "OK"), "--status": status(8, 18, "26.562")})
-    links = machine.links(range(4))
+    links = detect.links(range(4))
     assert links is not None and (links.n_gpus, links.joined, links.has_peer_to_peer) == (4, 4, True)
-    assert machine.links([0]) == Links(1, 1)  # asks nothing
+    assert detect.links([0]) == Links(1, 1)  # asks nothing
 
 
 @pytest.mark.parametrize("error", [OSError("no such file"), subprocess.TimeoutExpired("nvidia-smi", 30)])
 def test_an_nvidia_smi_that_fails_tells_nothing(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     fake_smi(monkeypatch, dict.fromkeys(("-m", "r", "--status", "--format=csv,noheader,nounits"), error))
-    assert machine.links([0, 1]) is None and machine.gpus() == []
+    assert detect.links([0, 1]) is None and detect.gpus() == []
 
 
 # ---- what it changes -------------------------------------------------------------------------------------------------
@@ -212,7 +214,7 @@ def test_a_bridge_speeds_pairs_up_and_nothing_wider() -> None:
 
 
 def solved(gpu: str, links: Links | None) -> Sizing:
-    facts = Facts("qwen3-32b", catalog.model_config("qwen3-32b"), "the catalogue")
+    facts = Facts("qwen3-32b", models_catalog.model_config("qwen3-32b"), "the catalogue")
     # Graphs without peer-to-peer were seen to be large before 0.21 (vllm#7553).
     asked = SizingRequest(facts, gpu, 4, tensor=4, max_model_len=8192, links=links, engine_version="0.10.2")
     return sizing_of(asked, catalog.gpu(gpu))

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.plan.architecture import Architecture
-from penstock.plan.overhead import (
+from penstock.planner.architecture import Architecture
+from penstock.planner.engine_versions import profile
+from penstock.planner.memory.overhead import (
     Measured,
     Overhead,
     RunSettings,
@@ -21,10 +22,9 @@ from penstock.plan.overhead import (
     overhead,
     with_measured,
 )
-from penstock.plan.profiles import profile
-from penstock.plan.ranges import ZERO, Range, exact, gib, highest, total
-from penstock.spec import Parallel
-from penstock.units import GIB
+from penstock.planner.ranges import ZERO, Range, exact, gib, highest, total
+from penstock.spec.deployment import Parallel
+from penstock.text import GIB
 
 GOLDEN = Path(__file__).parent / "golden" / "vllm-0.33.0" / "h200-start.log"
 ONE = Parallel()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.plan.profiles import (
+from penstock.errors import NotModelled
+from penstock.planner.engine_versions import (
     CHANGES,
     NEWEST,
     EngineProfile,
@@ -14,8 +15,7 @@ from penstock.plan.profiles import (
     parse_version,
     profile,
 )
-from penstock.plan.refusals import NotModelled
-from penstock.units import GIB
+from penstock.text import GIB
 
 H100, H200, B200, A100, L4 = (int(gib * GIB) for gib in (79.18, 139.8, 178.35, 79.25, 22.03))
 

@@ -13,15 +13,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock import catalog, cli
-from penstock.plan import families, layouts
-from penstock.plan.ranges import Range
-from penstock.plan.sizing import Facts, Sizing, SizingRequest
-from penstock.plan.solve import sizing_of
-from penstock.plan.stages import split_layers, stage_layers
-from penstock.plan.tensors import inventory
-from penstock.spec import Parallel
-from penstock.units import GIB
+from penstock.cli import main
+from penstock.hardware import catalog
+from penstock.models import Facts
+from penstock.models import catalog as models_catalog
+from penstock.planner import layouts
+from penstock.planner.architecture import dense
+from penstock.planner.memory.tensors import inventory, split_layers, stage_layers
+from penstock.planner.ranges import Range
+from penstock.planner.request import Sizing, SizingRequest
+from penstock.planner.solve import sizing_of
+from penstock.spec.deployment import Parallel
+from penstock.text import GIB
 
 Plan = Callable[..., tuple[int, dict[str, Any]]]
 H100 = ("--gpu", "h100-sxm")
@@ -31,7 +34,7 @@ H100X8 = (*H100, "--gpus-per-node", "8")
 @pytest.fixture
 def plan(capsys: pytest.CaptureFixture[str]) -> Plan:
     def ask(*words: str) -> tuple[int, dict[str, Any]]:
-        code = cli.run(["plan", *words, "--json"])
+        code = main.run(["plan", *words, "--json"])
         answer: dict[str, Any] = json.loads(capsys.readouterr().out)
         return code, answer
 
@@ -39,7 +42,7 @@ def plan(capsys: pytest.CaptureFixture[str]) -> Plan:
 
 
 def solved(model: str, gpu: str, **asked: Any) -> Sizing:
-    facts = Facts(model, catalog.model_config(model), "the catalogue")
+    facts = Facts(model, models_catalog.model_config(model), "the catalogue")
     return sizing_of(SizingRequest(facts=facts, gpu=gpu, **asked), catalog.gpu(gpu))
 
 
@@ -151,7 +154,7 @@ def test_an_unknown_network_is_refused(plan: Plan) -> None:
 
 
 def test_a_folder_with_only_a_config(plan: Plan, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(catalog.model_config("qwen3-32b")))
+    (tmp_path / "config.json").write_text(json.dumps(models_catalog.model_config("qwen3-32b")))
     code, answer = plan(str(tmp_path), *H100)
     assert code == 3  # 40,960 tokens of context beside 61 GiB of weights
     code, answer = plan(str(tmp_path), *H100, "--max-model-len", "8192")
@@ -159,7 +162,7 @@ def test_a_folder_with_only_a_config(plan: Plan, tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_another_size_is_said(plan: Plan, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(catalog.model_config("llama-3.1-8b")))
+    (tmp_path / "config.json").write_text(json.dumps(models_catalog.model_config("llama-3.1-8b")))
     index = {"metadata": {"total_size": 20_000_000_000}, "weight_map": {}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     _, answer = plan(str(tmp_path), *H100)
@@ -167,7 +170,7 @@ def test_a_checkpoint_of_another_size_is_said(plan: Plan, tmp_path: Path) -> Non
 
 
 def test_text_has_every_part(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(["plan", "llama-3.1-70b", *H100X8]) == 0
+    assert main.run(["plan", "llama-3.1-70b", *H100X8]) == 0
     text = capsys.readouterr().out
     assert all(word in text for word in ("FITS", "weights", "KV cache", "users", "levers", "not chosen", "vllm serve"))
 
@@ -184,7 +187,7 @@ def test_the_bars_add_up_to_the_card() -> None:
 @pytest.mark.parametrize("model", ["llama-3.1-405b", "deepseek-v3", "qwen3-235b-a22b"])
 def test_a_thousand_gpus_take_few_calls(model: str) -> None:
     """Asked: under a CPU-second (`benchmarks/cli_cost.py`). Calls are counted: a busy machine changes seconds."""
-    facts = Facts(model, catalog.model_config(model), "the catalogue")
+    facts = Facts(model, models_catalog.model_config(model), "the catalogue")
     request = SizingRequest(facts=facts, gpu="h100-sxm", gpus_per_node=8, nodes=128)
     n_calls = 0
 
@@ -207,20 +210,20 @@ def test_a_thousand_gpus_take_few_calls(model: str) -> None:
 
 def test_planning_imports_neither_torch_nor_vllm() -> None:
     script = (
-        "import sys; from penstock import cli; cli.run(['plan', 'llama-3.1-8b', '--gpu', 'h200', '--json']); "
+        "import sys; from penstock.cli import main as cli; cli.run(['plan', 'llama-3.1-8b', '--gpu', 'h200', '--json']); "
         "sys.exit(bool({'torch', 'vllm', 'transformers', 'matplotlib'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("model", [name for name in catalog.model_names() if name != "deepseek-v4-flash"])
+@pytest.mark.parametrize("model", [name for name in models_catalog.model_names() if name != "deepseek-v4-flash"])
 def test_every_model_of_the_catalogue_gets_an_answer(plan: Plan, model: str) -> None:
     code, answer = plan(model, "--gpu", "h200", "--gpus-per-node", "8", "--max-model-len", "4096")
     assert code in (0, 3), answer
     assert answer["reason"]
     if code == 0:
-        arch = families.read(catalog.model_config(model))
+        arch = dense.read(models_catalog.model_config(model))
         assert layouts.refusal(layouts.shape_of(arch), Parallel(**answer["layout"]), 8) is None
         assert answer["kv"]["tokens"] > 0 and answer["speed"]["tpot_ms"]["likely"] > 0
 

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock import catalog
-from penstock.plan import comm, speed, work
-from penstock.plan.architecture import Architecture, Attention, Layer, Mlp, Quantization, State
-from penstock.plan.comm import Fabric
-from penstock.plan.ranges import Range
-from penstock.spec import Parallel, Workload
+from penstock.hardware import catalog
+from penstock.planner.architecture import Architecture, Attention, Layer, Mlp, Quantization, State
+from penstock.planner.ranges import Range
+from penstock.planner.speed import collectives, estimate, work
+from penstock.planner.speed.collectives import Fabric
+from penstock.spec.deployment import Parallel, Workload
 
 
 def dense(n_layers: int, hidden: int, heads: int, kv: int, inner: int, vocab: int, **more: object) -> Architecture:
@@ -44,8 +44,8 @@ def fabric(gpu: str, gpus_per_node: int = 8, n_nodes: int = 1, network: str | No
 def over_pods(tensor: int, version: str = "0.33", network: str = "pod-network-tcp") -> float:
     """Seconds of s2-20's latency test: 8 requests of 32 tokens in and 128 out, 13B over one-GPU pods."""
     pods = fabric("a100-sxm4-40", 1, 4, network)
-    found = speed.estimate(
-        work.work_of(VICUNA_13B), Parallel(tensor), pods, Workload(32, 128, 8), speed.Engine(version)
+    found = estimate.estimate(
+        work.work_of(VICUNA_13B), Parallel(tensor), pods, Workload(32, 128, 8), estimate.Engine(version)
     )
     return (found.ttft_ms.likely + 127 * found.tpot_ms.likely) / 1e3
 
@@ -127,42 +127,46 @@ def test_exact_bytes_replace_the_estimate() -> None:
 
 def test_all_reduce_inside_a_machine_is_the_measured_one() -> None:
     h100 = fabric("h100-sxm")
-    assert comm.allreduce_us(h100, 1, 1e6) == Range(0, 0, 0)
-    assert comm.allreduce_us(h100, 8, 16 * 1024).low == 5.2
-    assert comm.allreduce_us(h100, 8, 2**20).low == pytest.approx(17.3)
-    large = comm.allreduce_us(h100, 8, 2**30)
+    assert collectives.allreduce_us(h100, 1, 1e6) == Range(0, 0, 0)
+    assert collectives.allreduce_us(h100, 8, 16 * 1024).low == 5.2
+    assert collectives.allreduce_us(h100, 8, 2**20).low == pytest.approx(17.3)
+    large = collectives.allreduce_us(h100, 8, 2**30)
     assert 2**30 * 2 * 7 / 8 / (large.low * 1e-6) == pytest.approx(362e9, rel=0.01)
     pcie = fabric("l40s")
-    assert comm.allreduce_us(pcie, 8, 2**20).low == pytest.approx(583)
+    assert collectives.allreduce_us(pcie, 8, 2**20).low == pytest.approx(583)
 
 
 @pytest.mark.parametrize(("n", "hops"), [(1, 0), (2, 2), (3, 4), (4, 4), (8, 6), (16, 8)])
 def test_between_machines_the_shorter_of_ring_and_tree_counts(n: int, hops: int) -> None:
-    assert comm.collective_hops(n) == hops
+    assert collectives.collective_hops(n) == hops
 
 
 def test_rdma_is_far_faster_than_tcp_and_racks_are_one_domain() -> None:
     message = 8 * 8192 * 2
-    over = {net: comm.allreduce_us(fabric("h100-sxm", 8, 2, net), 16, message).likely for net in catalog.link_ids()}
+    over = {
+        net: collectives.allreduce_us(fabric("h100-sxm", 8, 2, net), 16, message).likely for net in catalog.link_ids()
+    }
     assert over["ib-ndr-400"] < 60 < 400 < over["eth-100g"] < over["pod-network-tcp"]
     rack = fabric("gb200", 4, 18, "ib-xdr-800")
-    assert rack.domain_gpus == 72 and rack.n_domains(72) == 1 and comm.allreduce_us(rack, 16, message).likely < 20
+    assert (
+        rack.domain_gpus == 72 and rack.n_domains(72) == 1 and collectives.allreduce_us(rack, 16, message).likely < 20
+    )
     assert fabric("gb200", 8, 2).domain_gpus == 8
 
 
 def test_bandwidth_of_a_machine_follows_how_its_rate_is_given() -> None:
-    assert comm.node_gbs(fabric("h100-sxm", 8, 2, "gcp-tcpxo-a3-mega")) == 340
-    assert comm.node_gbs(fabric("h100-sxm", 8, 2, "eth-100g")) == 4
-    assert comm.node_gbs(fabric("h100-sxm", 8, 2, "ib-ndr-400")) == pytest.approx(50 * 8 * 0.61)
-    assert comm.node_gbs(fabric("l40s", 8, 2, "ib-ndr-400")) == pytest.approx(50 * 0.61)
-    assert comm.node_gbs(fabric("h100-sxm", 8, 2, "aws-efa-3200")) == pytest.approx(400 * 0.61)
+    assert collectives.node_gbs(fabric("h100-sxm", 8, 2, "gcp-tcpxo-a3-mega")) == 340
+    assert collectives.node_gbs(fabric("h100-sxm", 8, 2, "eth-100g")) == 4
+    assert collectives.node_gbs(fabric("h100-sxm", 8, 2, "ib-ndr-400")) == pytest.approx(50 * 8 * 0.61)
+    assert collectives.node_gbs(fabric("l40s", 8, 2, "ib-ndr-400")) == pytest.approx(50 * 0.61)
+    assert collectives.node_gbs(fabric("h100-sxm", 8, 2, "aws-efa-3200")) == pytest.approx(400 * 0.61)
 
 
 def test_pipeline_boundaries_between_machines() -> None:
     eight = fabric("h100-sxm", 8, 2)
-    assert comm.n_boundaries_between_nodes(eight, 8, 2) == 1
-    assert comm.n_boundaries_between_nodes(eight, 4, 4) == 1
-    assert comm.n_boundaries_between_nodes(eight, 4, 2) == 0
+    assert collectives.n_boundaries_between_nodes(eight, 8, 2) == 1
+    assert collectives.n_boundaries_between_nodes(eight, 4, 4) == 1
+    assert collectives.n_boundaries_between_nodes(eight, 4, 2) == 0
 
 
 # ---- published and measured ------------------------------------------------------------------------------------------
@@ -195,8 +199,8 @@ def test_throughput_over_pods_falls_with_tensor(at_tp1: int) -> None:
     """
     pods, counted = fabric("a100-sxm4-40", 1, 4, "pod-network-tcp"), work.work_of(VICUNA_13B)
     rates = [
-        speed.estimate(
-            counted, Parallel(tensor), pods, Workload(220, 235, 100), speed.Engine("0.2.0", max_running=running)
+        estimate.estimate(
+            counted, Parallel(tensor), pods, Workload(220, 235, 100), estimate.Engine("0.2.0", max_running=running)
         ).requests_per_s
         for tensor, running in ((1, at_tp1), (2, 100), (4, 100))
     ]
@@ -207,7 +211,7 @@ def test_throughput_over_pods_falls_with_tensor(at_tp1: int) -> None:
 def test_70b_over_two_pods_is_a_few_tokens_a_second() -> None:
     """s1-18: 2.6 and 4.4 tokens a second in the log; the published one lies in the range."""
     pods = fabric("a100-sxm4-80", 1, 2, "pod-network-tcp")
-    tpot = speed.estimate(work.work_of(LLAMA_70B), Parallel(2), pods, Workload(5, 102, 1)).tpot_ms
+    tpot = estimate.estimate(work.work_of(LLAMA_70B), Parallel(2), pods, Workload(5, 102, 1)).tpot_ms
     assert 1e3 / tpot.high < 4.4 < 1e3 / tpot.likely < 7
 
 
@@ -217,10 +221,10 @@ def test_70b_over_two_pods_is_a_few_tokens_a_second() -> None:
 )
 def test_forward_passes_of_qwen3_32b(tensor: int, decodes: int, measured_ms: float) -> None:
     """aiconfigurator fpm_golden_runs, vLLM 0.20.1, context 4096, bf16."""
-    b200, engine = fabric("b200-sxm"), speed.Engine()
-    known = speed.constants(b200.gpu, engine)
+    b200, engine = fabric("b200-sxm"), estimate.Engine()
+    known = estimate.constants(b200.gpu, engine)
     step = work.Step(decodes, 0, 4096, 0)
-    found = speed.step_time(work.work_of(QWEN_32B), Parallel(tensor), b200, step, engine, known)
+    found = estimate.step_time(work.work_of(QWEN_32B), Parallel(tensor), b200, step, engine, known)
     assert found.likely_ms == pytest.approx(measured_ms, rel=0.13)
 
 
@@ -228,9 +232,9 @@ def test_forward_passes_of_qwen3_32b(tensor: int, decodes: int, measured_ms: flo
     ("tensor", "tokens", "measured_ms"), [(1, 1024, 53), (1, 4096, 205), (2, 4096, 114), (8, 1024, 17.6)]
 )
 def test_prefill_of_qwen3_32b(tensor: int, tokens: int, measured_ms: float) -> None:
-    b200, engine = fabric("b200-sxm"), speed.Engine()
-    known = speed.constants(b200.gpu, engine)
-    found = speed.prefill_time(work.work_of(QWEN_32B), Parallel(tensor), b200, tokens, engine, known)
+    b200, engine = fabric("b200-sxm"), estimate.Engine()
+    known = estimate.constants(b200.gpu, engine)
+    found = estimate.prefill_time(work.work_of(QWEN_32B), Parallel(tensor), b200, tokens, engine, known)
     assert found.likely == pytest.approx(measured_ms, rel=0.08)
 
 
@@ -248,46 +252,48 @@ def test_prefill_of_qwen3_32b(tensor: int, tokens: int, measured_ms: float) -> N
 def test_gpt_oss_120b_on_h100(inputs: int, outputs: int, concurrency: int, tensor: int, measured_ms: float) -> None:
     """SemiAnalysis InferenceX issue 828, vLLM, mean TPOT."""
     load = Workload(inputs, outputs, concurrency)
-    found = speed.estimate(work.work_of(GPT_OSS_120B), Parallel(tensor), fabric("h100-sxm"), load)
+    found = estimate.estimate(work.work_of(GPT_OSS_120B), Parallel(tensor), fabric("h100-sxm"), load)
     assert found.tpot_ms.likely == pytest.approx(measured_ms, rel=0.13)
 
 
 def test_overhead_of_a_layer_shrinks_with_width() -> None:
-    known = speed.constants(catalog.gpu("h100-sxm"), speed.Engine())
-    assert [round(speed.layer_us(known, hidden, is_moe=False)) for hidden in (16384, 8192, 5120, 4096, 1024)] == [
+    known = estimate.constants(catalog.gpu("h100-sxm"), estimate.Engine())
+    assert [round(estimate.layer_us(known, hidden, is_moe=False)) for hidden in (16384, 8192, 5120, 4096, 1024)] == [
         *(54, 54, 38, 34, 34)
     ]
-    assert speed.layer_us(known, 2048, is_moe=True) == 62
+    assert estimate.layer_us(known, 2048, is_moe=True) == 62
 
 
 # ---- what must hold --------------------------------------------------------------------------------------------------
 
 
 def test_constants_follow_generation_version_and_calibration() -> None:
-    hopper, engine = catalog.gpu("h200"), speed.Engine()
-    plain = speed.constants(hopper, engine)
+    hopper, engine = catalog.gpu("h200"), estimate.Engine()
+    plain = estimate.constants(hopper, engine)
     assert (plain.memory_efficiency, plain.compute_efficiency, plain.spread) == (0.86, 0.58, (0.75, 1.3))
-    assert speed.constants(hopper, speed.Engine("0.6.3")).step_us > plain.step_us
-    assert speed.constants(hopper, speed.Engine(is_eager=True)).dense_layer_us == 350
-    measured = speed.constants(hopper, engine, speed.Calibration(memory_efficiency=0.9))
+    assert estimate.constants(hopper, estimate.Engine("0.6.3")).step_us > plain.step_us
+    assert estimate.constants(hopper, estimate.Engine(is_eager=True)).dense_layer_us == 350
+    measured = estimate.constants(hopper, engine, estimate.Calibration(memory_efficiency=0.9))
     assert measured.memory_efficiency == 0.9 and measured.spread == (0.9, 1.12) and measured.dense_layer_us == 54
     assert measured.source == "penstock bench"
-    assert all(speed.constants(catalog.gpu(name), engine).source for name in catalog.gpu_ids())
+    assert all(estimate.constants(catalog.gpu(name), engine).source for name in catalog.gpu_ids())
 
 
 def test_matrix_rate_follows_the_weights_format_and_the_card() -> None:
-    assert speed.peak_tflops(catalog.gpu("h100-sxm"), "fp8") == 1978
-    assert speed.peak_tflops(catalog.gpu("h100-sxm"), "awq") == 989
-    assert speed.peak_tflops(catalog.gpu("h100-sxm"), "nvfp4") == 989
-    assert speed.peak_tflops(catalog.gpu("b200-sxm"), "nvfp4") == 9000
-    assert speed.peak_tflops(catalog.gpu("a100-sxm4-80"), "fp8") == 312
-    assert speed.peak_tflops(catalog.gpu("t4"), None) == 65.1
+    assert estimate.peak_tflops(catalog.gpu("h100-sxm"), "fp8") == 1978
+    assert estimate.peak_tflops(catalog.gpu("h100-sxm"), "awq") == 989
+    assert estimate.peak_tflops(catalog.gpu("h100-sxm"), "nvfp4") == 989
+    assert estimate.peak_tflops(catalog.gpu("b200-sxm"), "nvfp4") == 9000
+    assert estimate.peak_tflops(catalog.gpu("a100-sxm4-80"), "fp8") == 312
+    assert estimate.peak_tflops(catalog.gpu("t4"), None) == 65.1
 
 
 def test_eager_is_slower() -> None:
     h100, load = fabric("h100-sxm"), Workload(1000, 200, 8)
     graphs, eager = (
-        speed.estimate(work.work_of(LLAMA_8B), Parallel(), h100, load, speed.Engine(is_eager=is_eager)).tpot_ms.likely
+        estimate.estimate(
+            work.work_of(LLAMA_8B), Parallel(), h100, load, estimate.Engine(is_eager=is_eager)
+        ).tpot_ms.likely
         for is_eager in (False, True)
     )
     assert eager > graphs + 8
@@ -296,7 +302,7 @@ def test_eager_is_slower() -> None:
 def test_requests_that_wait_delay_the_first_token_only() -> None:
     h100, load = fabric("h100-sxm"), Workload(1000, 200, 64)
     free, held = (
-        speed.estimate(work.work_of(LLAMA_8B), Parallel(), h100, load, speed.Engine(max_running=running))
+        estimate.estimate(work.work_of(LLAMA_8B), Parallel(), h100, load, estimate.Engine(max_running=running))
         for running in (None, 16)
     )
     assert held.ttft_ms.likely > 2 * free.ttft_ms.likely and held.tpot_ms.likely < free.tpot_ms.likely
@@ -305,9 +311,11 @@ def test_requests_that_wait_delay_the_first_token_only() -> None:
 
 def test_a_long_prompt_is_read_in_chunks() -> None:
     h100, counted = fabric("h100-sxm"), work.work_of(LLAMA_8B)
-    known = speed.constants(h100.gpu, speed.Engine())
+    known = estimate.constants(h100.gpu, estimate.Engine())
     whole, pieces = (
-        speed.prefill_time(counted, Parallel(), h100, 8192, speed.Engine(max_num_batched_tokens=most), known).likely
+        estimate.prefill_time(
+            counted, Parallel(), h100, 8192, estimate.Engine(max_num_batched_tokens=most), known
+        ).likely
         for most in (8192, 512)
     )
     assert whole < pieces < 3 * whole
@@ -348,26 +356,28 @@ def test_each_part_is_multiplied_in_its_own_precision() -> None:
 
 def test_alone_nobody_elses_prompt_is_waited_for() -> None:
     h100, counted = fabric("h100-sxm"), work.work_of(LLAMA_8B)
-    alone, two = (speed.estimate(counted, Parallel(), h100, Workload(8000, 100, n)) for n in (1, 2))
+    alone, two = (estimate.estimate(counted, Parallel(), h100, Workload(8000, 100, n)) for n in (1, 2))
     assert alone.step_parts_ms["prompts"] == 0 < two.step_parts_ms["prompts"]
     assert alone.ttft_ms.likely == alone.ttft_steady_ms.likely == pytest.approx(alone.ttft_wave_ms.likely)
 
 
 def test_a_benchmark_lies_between_requests_that_come_alone_and_together() -> None:
-    found = speed.estimate(work.work_of(LLAMA_8B), Parallel(), fabric("h100-sxm"), Workload(2000, 200, 32))
+    found = estimate.estimate(work.work_of(LLAMA_8B), Parallel(), fabric("h100-sxm"), Workload(2000, 200, 32))
     assert found.ttft_steady_ms.likely < found.ttft_ms.likely < found.ttft_wave_ms.likely
     assert found.ttft_wave_ms.likely > 5 * found.ttft_steady_ms.likely and found.ttft_ms.low == found.ttft_steady_ms.low
 
 
 def test_a_collective_that_the_cpu_starts_takes_longer_over_a_network() -> None:
     pods = fabric("a100-sxm4-40", 1, 4, "pod-network-tcp")
-    assert comm.hop_us(pods).likely == 370 and comm.hop_us(pods, is_captured=False).likely == pytest.approx(506.5)
+    assert collectives.hop_us(pods).likely == 370 and collectives.hop_us(
+        pods, is_captured=False
+    ).likely == pytest.approx(506.5)
 
 
 def test_old_engines_start_the_kernels_of_a_mixture_one_by_one() -> None:
     h200, counted = catalog.gpu("h200"), work.work_of(GPT_OSS_120B)
-    old, new = (speed.constants(h200, speed.Engine(version)) for version in ("0.10", "0.20"))
-    assert speed.overhead_us(old, counted, 1) > speed.overhead_us(new, counted, 1) + 1000
+    old, new = (estimate.constants(h200, estimate.Engine(version)) for version in ("0.10", "0.20"))
+    assert estimate.overhead_us(old, counted, 1) > estimate.overhead_us(new, counted, 1) + 1000
 
 
 MODELS = st.sampled_from([VICUNA_13B, LLAMA_8B, LLAMA_70B, QWEN_32B, GPT_OSS_120B])
@@ -381,7 +391,7 @@ LOADS = st.builds(Workload, st.integers(1, 20_000), st.integers(1, 2_000), st.in
 def test_every_estimate_is_a_rising_range_that_adds_up(
     model: Architecture, gpu: str, layout: Parallel, load: Workload, network: str | None
 ) -> None:
-    found = speed.estimate(work.work_of(model), layout, fabric(gpu, 4, 8, network), load)
+    found = estimate.estimate(work.work_of(model), layout, fabric(gpu, 4, 8, network), load)
     for value in (found.ttft_ms, found.tpot_ms, found.output_tokens_per_s, found.requests_per_s):
         assert 0 < value.low <= value.likely <= value.high
     parts = found.step_parts_ms
@@ -395,5 +405,5 @@ def test_every_estimate_is_a_rising_range_that_adds_up(
 def test_more_requests_never_make_a_token_faster(model: Architecture, gpu: str, load: Workload) -> None:
     counted, one = work.work_of(model), fabric(gpu, 1)
     more = Workload(load.input_tokens, load.output_tokens, load.concurrency + 8)
-    slow, fast = speed.estimate(counted, Parallel(), one, more), speed.estimate(counted, Parallel(), one, load)
+    slow, fast = estimate.estimate(counted, Parallel(), one, more), estimate.estimate(counted, Parallel(), one, load)
     assert slow.tpot_ms.likely >= fast.tpot_ms.likely and slow.ttft_ms.likely >= fast.ttft_ms.likely

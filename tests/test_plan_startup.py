@@ -10,14 +10,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from penstock import catalog
 from penstock.errors import PenstockError, UserError
-from penstock.plan.sizing import Facts, Sizing, SizingRequest
-from penstock.plan.solve import sizing_of
+from penstock.hardware import catalog
+from penstock.models import Facts
+from penstock.models import catalog as models_catalog
+from penstock.planner.request import Sizing, SizingRequest
+from penstock.planner.solve import sizing_of
 
 
 def solved(model: str, gpu: str, config: dict[str, Any] | None = None, **asked: Any) -> Sizing:
-    facts = Facts(model, config or catalog.model_config(model), "the catalogue")
+    facts = Facts(model, config or models_catalog.model_config(model), "the catalogue")
     return sizing_of(SizingRequest(facts=facts, gpu=gpu, **asked), catalog.gpu(gpu))
 
 
@@ -103,7 +105,7 @@ def test_longrope_starts_with_its_original_length() -> None:
 
 def test_a_config_may_allow_more_than_its_positions() -> None:
     """Cohere's model_max_length (config/model.py)."""
-    config = {**catalog.model_config("command-r-v01"), "model_max_length": 131_072}
+    config = {**models_catalog.model_config("command-r-v01"), "model_max_length": 131_072}
     assert not solved("command-r-v01", "h200-sxm", config, max_model_len=100_000).is_refused
 
 
@@ -124,14 +126,14 @@ def test_requests_over_the_context_have_no_speed() -> None:
 
 
 def test_a_vision_part_of_nonsense_is_refused() -> None:
-    config = catalog.model_config("qwen3-vl-8b")
+    config = models_catalog.model_config("qwen3-vl-8b")
     config["vision_config"]["hidden_size"] = -5
     with pytest.raises(UserError, match="hidden_size of vision_config is -5, not a count"):
         solved("qwen3-vl-8b", "h100-sxm", config)
 
 
 def changed(model: str = "llama-3.1-8b", **fields: Any) -> dict[str, Any]:
-    return {**catalog.model_config(model), **fields}
+    return {**models_catalog.model_config(model), **fields}
 
 
 @pytest.mark.parametrize(
@@ -175,8 +177,8 @@ def spots(config: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
 @given(st.data())
 def test_broken_configs_are_answered_or_refused(data: st.DataObject) -> None:
     """A field dropped, of another type, zero or huge: exit code 0, 2, 3 or 4, never a traceback."""
-    model = data.draw(st.sampled_from(catalog.model_names()))
-    config = copy.deepcopy(catalog.model_config(model))
+    model = data.draw(st.sampled_from(models_catalog.model_names()))
+    config = copy.deepcopy(models_catalog.model_config(model))
     for _ in range(data.draw(st.integers(1, 2))):
         holder, key = data.draw(st.sampled_from(list(spots(config))))
         if data.draw(st.booleans()):

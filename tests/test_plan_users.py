@@ -6,14 +6,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock import catalog
-from penstock.plan import speed, users, work
-from penstock.plan.architecture import Architecture, Attention, Layer, Mlp
-from penstock.plan.comm import Fabric
-from penstock.plan.ranges import Range
-from penstock.plan.speed import Speed
-from penstock.plan.users import Capacity, Person
-from penstock.spec import Parallel, Workload
+from penstock.hardware import catalog
+from penstock.planner import users
+from penstock.planner.architecture import Architecture, Attention, Layer, Mlp
+from penstock.planner.ranges import Range
+from penstock.planner.speed import estimate, work
+from penstock.planner.speed.collectives import Fabric
+from penstock.planner.speed.estimate import Speed
+from penstock.planner.users import Capacity, Person
+from penstock.spec.deployment import Parallel, Workload
 
 LAYERS = (Layer(Attention("full", 32, 8, 128, 128), mlp=Mlp(14336)),) * 32
 LLAMA_8B = work.work_of(Architecture("8b", "llama", 4096, 128256, LAYERS, 131072, "bfloat16", False))
@@ -21,7 +22,7 @@ H100 = Fabric(catalog.gpu("h100-sxm"), 1)
 
 
 def at_h100(load: Workload) -> Speed:
-    return speed.estimate(LLAMA_8B, Parallel(), H100, load)
+    return estimate.estimate(LLAMA_8B, Parallel(), H100, load)
 
 
 def steady(ttft_ms: float, tpot_ms: float) -> Speed:

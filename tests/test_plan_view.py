@@ -16,11 +16,11 @@ import sizing_samples as samples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock import plan_plot, plan_view
+from penstock.cli import plan_picture, plan_text
 from penstock.errors import UserError
-from penstock.plan.links import Links
-from penstock.plan.sizing import RejectedLayout, Sizing, SizingRequest, WeightsAnswer, contract
-from penstock.spec import Parallel
+from penstock.hardware import Links
+from penstock.planner.request import RejectedLayout, Sizing, SizingRequest, WeightsAnswer, contract
+from penstock.spec.deployment import Parallel
 
 GOLDEN = Path(__file__).parent / "golden" / "plan"
 replace = msgspec.structs.replace
@@ -42,7 +42,7 @@ CASES: dict[str, tuple[SizingRequest, Sizing]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_view_is_the_golden_text(name: str) -> None:
-    path, shown = GOLDEN / f"{name}.txt", plan_view.text(*CASES[name]) + "\n"
+    path, shown = GOLDEN / f"{name}.txt", plan_text.text(*CASES[name]) + "\n"
     if os.environ.get("PENSTOCK_WRITE_GOLDEN"):
         path.write_text(shown, "utf-8")
     assert shown == path.read_text("utf-8")
@@ -50,64 +50,64 @@ def test_the_view_is_the_golden_text(name: str) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_no_line_is_over_100_columns_and_none_ends_in_blanks(name: str) -> None:
-    lines = plan_view.text(*CASES[name]).splitlines()
-    assert [line for line in lines if len(line) > plan_view.WIDTH or line != line.rstrip()] == []
+    lines = plan_text.text(*CASES[name]).splitlines()
+    assert [line for line in lines if len(line) > plan_text.WIDTH or line != line.rstrip()] == []
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_colours_change_nothing_else(name: str) -> None:
     request, sizing = CASES[name]
-    coloured = plan_view.text(request, sizing, True)
-    assert "\033[" in coloured and "\033[" not in plan_view.text(request, sizing)
-    assert re.sub(r"\033\[[\d;]*m", "", coloured) == plan_view.text(request, sizing)
+    coloured = plan_text.text(request, sizing, True)
+    assert "\033[" in coloured and "\033[" not in plan_text.text(request, sizing)
+    assert re.sub(r"\033\[[\d;]*m", "", coloured) == plan_text.text(request, sizing)
 
 
 def test_a_bar_adds_up_to_the_card() -> None:
     for sizing in (samples.FITS, samples.PIPELINE):
-        for bar in plan_view.bars(sizing):
+        for bar in plan_text.bars(sizing):
             assert sum(bar.parts) == pytest.approx(bar.total_gib, abs=0.001)
-            assert sum(plan_view.cells(bar.parts, bar.total_gib, 76)) == 76
+            assert sum(plan_text.cells(bar.parts, bar.total_gib, 76)) == 76
             assert bar.over_gib == 0
 
 
 def test_a_bar_of_what_does_not_fit_says_by_how_much() -> None:
-    (bar,) = plan_view.bars(samples.SHORT)
+    (bar,) = plan_text.bars(samples.SHORT)
     assert bar.over_gib == pytest.approx(61.79)  # the budget lacks it, though the card would have more
     small = replace(samples.SHORT, weights=WeightsAnswer(1, 1, (70.0,)))
-    assert plan_view.bars(small)[0].parts[-1] > 0
+    assert plan_text.bars(small)[0].parts[-1] > 0
 
 
 def test_stages_that_wait_for_the_tightest_have_unused_room() -> None:
     sizing = replace(samples.PIPELINE, ranks=(), weights=WeightsAnswer(1, 1, (14.0, 16.92)))
-    first, second = plan_view.bars(sizing)
-    unused = [kind.name for kind in plan_view.KINDS].index("unused")
+    first, second = plan_text.bars(sizing)
+    unused = [kind.name for kind in plan_text.KINDS].index("unused")
     assert (first.name, second.name) == ("stage A (4)", "stage B (4)")
     assert first.parts[unused] - second.parts[unused] == pytest.approx(2.92)
 
 
 @given(st.lists(st.floats(0, 100), min_size=1, max_size=7), st.integers(20, 90))
 def test_cells_of_a_whole_fill_the_bar_and_hide_nothing(parts: list[float], n_cells: int) -> None:
-    counts = plan_view.cells(parts, sum(parts), n_cells)
+    counts = plan_text.cells(parts, sum(parts), n_cells)
     assert sum(counts) == (n_cells if sum(parts) else 0)
     assert all(count > 0 for count, part in zip(counts, parts, strict=True) if part > 0)
 
 
 def test_cells_follow_the_worked_numbers() -> None:
-    assert plan_view.cells((50, 30, 20), 100, 7) == [4, 2, 1]
-    assert plan_view.cells((98, 1, 1), 100, 10) == [8, 1, 1]
+    assert plan_text.cells((50, 30, 20), 100, 7) == [4, 2, 1]
+    assert plan_text.cells((98, 1, 1), 100, 10) == [8, 1, 1]
 
 
 @given(st.sampled_from([1, 2, 3, 4, 8, 16]), st.integers(1, 4), st.integers(1, 4), st.sampled_from([1, 4, 8]))
 def test_every_rank_is_placed_once_when_there_are_nodes_enough(t: int, p: int, d: int, gpus_per_node: int) -> None:
     layout = Parallel(t, p, d)
-    rows = plan_view.placement(layout, gpus_per_node, layout.n_ranks)
+    rows = plan_text.placement(layout, gpus_per_node, layout.n_ranks)
     placed = [place for row in rows for place in row if place is not None]
     assert len(placed) == layout.n_ranks
     assert all(placed.count((stage, rank)) == t for stage in range(p) for rank in range(d))
 
 
 def test_a_replica_stays_on_a_node_where_it_fits() -> None:
-    rows = plan_view.placement(Parallel(3, 1, 4), 8, 2)
+    rows = plan_text.placement(Parallel(3, 1, 4), 8, 2)
     assert [[place and place[1] for place in row] for row in rows] == [
         [0, 0, 0, 1, 1, 1, None, None],
         [2, 2, 2, 3, 3, 3, None, None],
@@ -116,14 +116,14 @@ def test_a_replica_stays_on_a_node_where_it_fits() -> None:
 
 def test_many_refused_layouts_are_cut_short() -> None:
     many = tuple(RejectedLayout(1, 1, n, False, f"needs {n} GPUs") for n in range(2, 40))
-    shown = plan_view.text(samples.REQUEST, replace(samples.ILLEGAL, rejected=many))
+    shown = plan_text.text(samples.REQUEST, replace(samples.ILLEGAL, rejected=many))
     assert "... and 26 more reasons: --json has all 38 layouts" in shown
 
 
 def test_refused_layouts_with_one_reason_stand_on_one_line() -> None:
     heads = tuple(RejectedLayout(n, 1, 1, False, f"64 attention heads do not divide by tensor {n}") for n in (3, 5, 6))
     wide = tuple(RejectedLayout(1, 1, n, False, "weights take 131 GiB") for n in (1, 2))
-    assert plan_view.by_reason((*heads, *wide)) == [
+    assert plan_text.by_reason((*heads, *wide)) == [
         ["TP3 and 2 more", "64 attention heads do not divide by tensor 3, 5, 6"],
         ["TP1 and 1 more", "weights take 131 GiB"],
     ]
@@ -132,23 +132,23 @@ def test_refused_layouts_with_one_reason_stand_on_one_line() -> None:
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("width", [72, 80])
 def test_a_narrow_terminal_gets_narrow_lines(name: str, width: int) -> None:
-    lines = plan_view.text(*CASES[name], False, width).splitlines()
+    lines = plan_text.text(*CASES[name], False, width).splitlines()
     assert [line for line in lines if len(line) > width or line != line.rstrip()] == []
 
 
 def test_what_joins_this_machines_gpus_is_told() -> None:
     here = replace(samples.REQUEST, links=Links(8, 2, 56.0, "SYS", False))
     words = "this machine: NVLink joins groups of 2, PCIe (SYS) the rest, no peer-to-peer"
-    assert words in plan_view.text(here, samples.FITS) and "this machine" not in plan_view.text(*CASES["fits"])
+    assert words in plan_text.text(here, samples.FITS) and "this machine" not in plan_text.text(*CASES["fits"])
 
 
 def test_an_engine_that_does_not_start_is_said_so() -> None:
     refused = replace(samples.SHORT, is_refused=True)
-    assert "DOES NOT START" in plan_view.text(samples.REQUEST, refused)
+    assert "DOES NOT START" in plan_text.text(samples.REQUEST, refused)
 
 
 def test_stages_beyond_z_go_on_in_two_letters() -> None:
-    assert [plan_view.stage_letter(n) for n in (0, 25, 26, 701)] == ["A", "Z", "AA", "ZZ"]
+    assert [plan_text.stage_letter(n) for n in (0, 25, 26, 701)] == ["A", "Z", "AA", "ZZ"]
 
 
 def test_json_has_exactly_the_contract() -> None:
@@ -178,25 +178,25 @@ def test_a_picture_without_matplotlib_names_the_line_to_install_it(
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
     with pytest.raises(UserError) as caught:
-        plan_plot.save(samples.REQUEST, samples.FITS, tmp_path / "plan.png")
+        plan_picture.save(samples.REQUEST, samples.FITS, tmp_path / "plan.png")
     assert caught.value.hint == "pip install 'penstock[plot]'"
 
 
 def test_a_picture_is_a_png_or_an_svg(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"not a kind of picture"):
-        plan_plot.check(tmp_path / "plan.jpg")
+        plan_picture.check(tmp_path / "plan.jpg")
     with pytest.raises(UserError, match="no such folder"):
-        plan_plot.check(tmp_path / "none" / "plan.png")
+        plan_picture.check(tmp_path / "none" / "plan.png")
 
 
 def test_what_the_picture_says_below_the_bars() -> None:
-    notes = plan_plot.notes(samples.FITS)
+    notes = plan_picture.notes(samples.FITS)
     assert "481,680 tokens" in notes and "fp8 KV cache: 963,360 tokens" in notes and "TP3: 64 attention heads" in notes
-    assert plan_plot.notes(samples.ILLEGAL).startswith("not chosen TP3: ")
+    assert plan_picture.notes(samples.ILLEGAL).startswith("not chosen TP3: ")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not installed")
 @pytest.mark.parametrize("name", CASES)
 def test_every_case_can_be_drawn(name: str, tmp_path: Path) -> None:
-    plan_plot.save(*CASES[name], tmp_path / "plan.svg")
+    plan_picture.save(*CASES[name], tmp_path / "plan.svg")
     assert (tmp_path / "plan.svg").read_text("utf-8").count("<path") > 0

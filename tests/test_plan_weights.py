@@ -10,16 +10,14 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from penstock.plan import quantization
-from penstock.plan.architecture import Architecture, Quantization, Tensor
-from penstock.plan.families import read
-from penstock.plan.refusals import NotModelled
-from penstock.plan.stages import stage_layers
-from penstock.plan.tensors import inventory, tensor_bytes
-from penstock.plan.weights import RankWeights, bytes_on_disk, expert_counts, rank_weights, rope_bytes
-from penstock.spec import Parallel
+from penstock.errors import NotModelled
+from penstock.planner.architecture import Architecture, Quantization, Tensor, quantization
+from penstock.planner.architecture.dense import read
+from penstock.planner.memory.tensors import inventory, stage_layers, tensor_bytes
+from penstock.planner.memory.weights import RankWeights, bytes_on_disk, expert_counts, rank_weights, rope_bytes
+from penstock.spec.deployment import Parallel
 
-MODELS = Path(__file__).parent.parent / "penstock" / "catalog" / "data" / "models"
+MODELS = Path(__file__).parent.parent / "penstock" / "models" / "data" / "models"
 GIB = 2**30
 
 

@@ -9,17 +9,19 @@ import msgspec
 import pytest
 from samples import DEMO, LLAMA_70B, NOW, cpu_machine, deployment, gpu_machine, sized
 
-from penstock import catalog, measured, planning
-from penstock.errors import PlanError, UserError
-from penstock.plan import Gpu, Machine, Plan, launch
-from penstock.plan.refusals import NotModelled
-from penstock.plan.sizing import Facts, Sizing, SizingRequest
-from penstock.plan.solve import key_of
-from penstock.spec import Parallel
-from penstock.units import GIB, MIB
+from penstock.deployment import measured, planning
+from penstock.errors import NotModelled, PlanError, UserError
+from penstock.hardware import Gpu, Machine, catalog
+from penstock.models import Facts
+from penstock.models import catalog as models_catalog
+from penstock.planner import Plan, launch
+from penstock.planner.request import Sizing, SizingRequest
+from penstock.planner.solve import key_of
+from penstock.spec.deployment import Parallel
+from penstock.text import GIB, MIB
 
 LLAMA = "meta-llama/Llama-3.1-8B"
-FACTS = Facts("llama-3.1-8b", catalog.model_config("llama-3.1-8b"), "the catalogue")
+FACTS = Facts("llama-3.1-8b", models_catalog.model_config("llama-3.1-8b"), "the catalogue")
 # What `h200-start.log` (golden) says of Llama-3.1-8B on one H200 with vLLM 0.33.0.
 H200_START = {
     "weights_gib": 15.0,

@@ -12,10 +12,10 @@ import psutil
 import pytest
 from samples import cpu_machine, deployment, gpu_machine
 
-from penstock import catalog, planning, preflight
+from penstock.deployment import planning, preflight
 from penstock.errors import SpecError, UserError
-from penstock.plan import Gpu, Machine
-from penstock.units import GIB
+from penstock.hardware import Gpu, Machine, catalog, network
+from penstock.text import GIB
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def taken() -> Iterator[int]:
 
 def test_a_port_in_use_names_who_holds_it(taken: int) -> None:
     with pytest.raises(UserError) as caught:
-        preflight.check_port("127.0.0.1", taken)
+        network.check_port("127.0.0.1", taken)
     error = caught.value
     assert error.message == f"cannot listen on 127.0.0.1:{taken}: address already in use"
     assert error.detail is not None
@@ -43,25 +43,25 @@ def test_without_the_right_to_look_the_holder_stays_unnamed(taken: int, monkeypa
 
     monkeypatch.setattr(psutil, "net_connections", deny)
     with pytest.raises(UserError) as caught:
-        preflight.check_port("127.0.0.1", taken)
+        network.check_port("127.0.0.1", taken)
     assert caught.value.detail is None
 
 
 def test_any_free_port_is_free() -> None:
-    preflight.check_port("127.0.0.1", 0)
+    network.check_port("127.0.0.1", 0)
 
 
 def test_a_free_port_is_left_free() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    preflight.check_port("127.0.0.1", port)
-    preflight.check_port("127.0.0.1", port)
+    network.check_port("127.0.0.1", port)
+    network.check_port("127.0.0.1", port)
 
 
 def test_an_address_of_another_machine_is_refused() -> None:
     with pytest.raises(UserError, match=r"cannot listen on 192\.0\.2\.1:8000: cannot assign requested address"):
-        preflight.check_port("192.0.2.1", 8000)
+        network.check_port("192.0.2.1", 8000)
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_a_host_that_nobody_knows_is_refused_and_the_host_is_to_blame(
     """With port 0 it was not looked at: `up --replace` ended the old deployment, and then failed."""
     monkeypatch.setattr(socket, "socket", NoSuchHost)
     with pytest.raises(UserError) as caught:
-        preflight.check_port("no.such.invalid", port)
+        network.check_port("no.such.invalid", port)
     assert caught.value.message == f"cannot listen on no.such.invalid:{port}: name or service not known"
     assert caught.value.hint is not None
     assert caught.value.hint.startswith("Set gateway.host")
@@ -172,6 +172,6 @@ def test_a_host_that_nobody_knows_is_refused_and_the_host_is_to_blame(
 @pytest.mark.parametrize("host", ["192.0.2.1", "a" * 70])
 def test_a_host_that_is_not_this_machine_is_told_by_its_field(host: str) -> None:
     with pytest.raises(UserError) as caught:
-        preflight.check_port(host, 0)
+        network.check_port(host, 0)
     assert caught.value.hint is not None
     assert caught.value.hint.startswith("Set gateway.host")

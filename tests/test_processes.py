@@ -12,8 +12,8 @@ import psutil
 import pytest
 
 from penstock import processes
-from penstock.announce import Process
 from penstock.processes import MARK_REPLICA, MARK_ROLE, MARK_RUN, MARK_RUN_ID
+from penstock.wire.announcement import Process
 
 pytestmark = pytest.mark.processes
 

@@ -19,23 +19,26 @@ import msgspec
 import pytest
 from samples import cpu_machine, demo_plan, run_folder
 
-from penstock import ray_dashboard, ray_job, spec
-from penstock.client import HttpError, NoAnswer
+import penstock
 from penstock.errors import PenstockError, Problem, UserError
-from penstock.plan import Gpu, Plan
-from penstock.ray_dashboard import Broken, Dashboard, Job, RayNode, _frames, _free, _watch_link, package
-from penstock.runs import Desired, Handle, Run
-from penstock.spec import Deployment
-from penstock.targets import Launch, Placement
-from penstock.targets import ray as target_ray
-from penstock.targets.ray import RayJobs, _as_ray_gives, _mark, _pin, _shortage
+from penstock.hardware import Gpu
+from penstock.planner import Plan
+from penstock.run_folder import Desired, Handle, Launch, Run
+from penstock.spec import reading
+from penstock.spec.deployment import Deployment, Parallel
+from penstock.targets import Placement
+from penstock.targets.ray import driver, jobs_api
+from penstock.targets.ray import target as target_ray
+from penstock.targets.ray.jobs_api import Broken, Dashboard, Job, RayNode, _frames, _free, _watch_link, package
+from penstock.targets.ray.target import RayJobs, _as_ray_gives, _mark, _pin, _shortage
+from penstock.wire.client import HttpError, NoAnswer
 
 NODES = [RayNode("a", "10.0.0.1", {"CPU": 8.0, "GPU": 4.0}), RayNode("b", "10.0.0.2", {"CPU": 4.0, "GPU": 4.0})]
 VERSION = json.dumps({"version": "4", "ray_version": "2.60.0"})
 
 
 def deployment(**fields: Any) -> Deployment:
-    return spec.from_mapping({"model": "penstock-demo", "name": "one", "target": "ray", **fields})
+    return reading.from_mapping({"model": "penstock-demo", "name": "one", "target": "ray", **fields})
 
 
 @contextlib.contextmanager
@@ -160,7 +163,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> type[FakeDashboard]:
 def launch(n_gpus: int = 0, n_nodes: int = 1) -> Launch:
     changes: dict[str, Any] = {"n_nodes": n_nodes}
     if n_gpus:
-        changes |= {"device": "cuda", "layout": spec.Parallel(tensor=n_gpus * n_nodes)}
+        changes |= {"device": "cuda", "layout": Parallel(tensor=n_gpus * n_nodes)}
     plan: Plan = demo_plan("vllm", **changes)
     return Launch("one", plan, ("http://10.0.0.9:1",), "/home-of/secrets/admin-token", listen="network")
 
@@ -244,7 +247,9 @@ def test_what_is_sent_keeps_the_users_environment_and_holds_no_secret() -> None:
     block = {"python": "/opt/my env/python", "runtime_env": {"env_vars": {"A": "1"}, "pip": ["x"]}}
     artifact = RayJobs().render(launch(n_gpus=4, n_nodes=2), "python", deployment(ray=block))
     job, nodes = json.loads(artifact.files["job.json"]), json.loads(artifact.files["nodes.json"])
-    assert job["entrypoint"] == "exec python -m penstock.ray_job drive {parcel}", "the driver needs Ray, not an engine"
+    assert job["entrypoint"] == "exec python -m penstock.targets.ray.driver drive {parcel}", (
+        "the driver needs Ray, not an engine"
+    )
     assert job["runtime_env"]["pip"] == ["x"] and job["runtime_env"]["py_modules"] == ["gcs://{package}"]
     assert job["runtime_env"]["env_vars"]["A"] == "1"
     assert int(job["runtime_env"]["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"]) > launch().plan.drain_s
@@ -260,19 +265,19 @@ def test_nodes_are_known_by_their_launch_and_not_by_a_path_that_others_have_too(
 
 
 def test_the_bundled_model_is_found_where_the_package_is_unpacked() -> None:
-    folder = Path(ray_dashboard.__file__).parent / "demo_model"
+    folder = Path(penstock.__file__).parent / "models" / "demo_model"
     told = launch()
     model = {**msgspec.to_builtins(told.plan.model), "path": str(folder)}
     plan = msgspec.structs.replace(told.plan, model=msgspec.convert(model, type(told.plan.model)))
     rendered = RayJobs().render(msgspec.structs.replace(told, plan=plan), "python", deployment())
-    assert json.loads(rendered.files["launch.json"])["plan"]["model"]["path"] == "{penstock}/demo_model"
+    assert json.loads(rendered.files["launch.json"])["plan"]["model"]["path"] == "{penstock}/models/demo_model"
 
 
 def test_the_package_is_named_by_its_content() -> None:
     name, data = package(with_model=False)
     assert package(with_model=False) == (name, data) and name.startswith("_ray_pkg_") and name.endswith(".zip")
     names = zipfile.ZipFile(io.BytesIO(data)).namelist()
-    assert "penstock/node.py" in names and "penstock/__init__.py" in names
+    assert "penstock/node/supervisor.py" in names and "penstock/__init__.py" in names
     assert not [found for found in names if "demo_model" in found or "__pycache__" in found or found.endswith(".so")]
 
 
@@ -338,7 +343,7 @@ def test_a_log_that_a_dashboard_does_not_let_follow_is_told() -> None:
 def test_a_dashboard_has_ten_seconds_to_answer_and_an_engine_may_be_quiet_for_ever(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(ray_dashboard, "_TIMEOUT_S", 0.02)
+    monkeypatch.setattr(jobs_api, "_TIMEOUT_S", 0.02)
     with socket.create_server(("127.0.0.1", 0)) as server, pytest.raises(Broken):
         list(Dashboard(f"http://127.0.0.1:{server.getsockname()[1]}").follow("j"))
     with socket.socket() as link:
@@ -394,7 +399,7 @@ def test_a_followed_log_ends_with_the_deployment(cluster: type[FakeDashboard], m
 
 
 def test_the_job_on_the_cluster_needs_nothing_of_ours() -> None:
-    tree = ast.parse(Path(ray_job.__file__).read_text("utf-8"))
+    tree = ast.parse(Path(driver.__file__).read_text("utf-8"))
     names = {
         name.partition(".")[0]
         for node in ast.walk(tree)

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from penstock import cli_remote, remote
-from penstock.engine_process import free_port
+from penstock.cli import remote as cli_remote
 from penstock.errors import PenstockError, UserError
-from penstock.remote import Login, Tunnel
+from penstock.hardware.network import free_port
+from penstock.targets.slurm import login as remote
+from penstock.targets.slurm.login import Login, Tunnel
 
 # A tunnel says more than a pipe holds, and breaks when there is a file `go`.
 PROGRAM = """#!{python}

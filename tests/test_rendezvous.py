@@ -15,18 +15,19 @@ import msgspec
 import pytest
 from samples import cpu_machine, demo_plan
 
-from penstock import engines, follower, rendezvous
-from penstock.announce import NodeView, Post
-from penstock.client import NoAnswer
-from penstock.crew import Lead
+from penstock import engines
 from penstock.engines import Diagnosis
-from penstock.follower import Follower
-from penstock.formation import Formation
 from penstock.gateway.board import FORGET_AFTER_S, Board
-from penstock.node_facts import Interface, NodeFacts
-from penstock.plan import Plan
-from penstock.rendezvous import Group, open_door, reached
-from penstock.spec import Parallel
+from penstock.hardware import Interface, NodeFacts
+from penstock.node.group import follower, rendezvous
+from penstock.node.group.addresses import Formation
+from penstock.node.group.follower import Follower
+from penstock.node.group.leader import Lead
+from penstock.node.group.rendezvous import Group, open_door, reached
+from penstock.planner import Plan
+from penstock.spec.deployment import Parallel
+from penstock.wire.announcement import NodeView, Post
+from penstock.wire.client import NoAnswer
 
 LO = Interface("lo", "127.0.0.1", 8)
 PLAN = demo_plan("fake", n_nodes=2, layout=Parallel(tensor=2), executor="mp", drain_s=2.0)

@@ -10,10 +10,11 @@ from typing import Literal
 import pytest
 from samples import NOW, demo_plan, deployment, draft, run_folder
 
-from penstock import runs
-from penstock.announce import Process
+from penstock import log_lines, paths
+from penstock import run_folder as runs
 from penstock.errors import PenstockError, UserError
-from penstock.runs import Artifact, Desired, Handle, Part, Run, State
+from penstock.run_folder import Artifact, Desired, Handle, Part, Run, State
+from penstock.wire.announcement import Process
 
 
 def mode(path: Path) -> int:
@@ -77,20 +78,20 @@ def test_a_home_that_cannot_be_written_is_the_users_to_mend(tmp_path: Path, monk
     (tmp_path / "file").touch()
     monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path / "file"))
     with pytest.raises(UserError) as caught:
-        runs.folder()
+        paths.folder()
     assert caught.value.message == f'cannot write run folder "{tmp_path / "file" / "runs"}": Not a directory'
     assert caught.value.hint == "Set PENSTOCK_HOME to a folder you may write."
     assert caught.value.exit_code == 2
 
 
 def test_the_folder_of_runs_is_private() -> None:
-    assert mode(runs.folder()) == 0o700
+    assert mode(paths.folder()) == 0o700
 
 
 def test_home_is_in_the_users_folder_unless_said_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_HOME", "")
     monkeypatch.setenv("HOME", "/home/somebody")
-    assert runs.home() == Path("/home/somebody/.penstock")
+    assert paths.home() == Path("/home/somebody/.penstock")
 
 
 def test_a_name_is_changed_by_one_command_at_a_time() -> None:
@@ -103,8 +104,8 @@ def test_a_name_is_changed_by_one_command_at_a_time() -> None:
 
 def test_files_are_replaced_whole(tmp_path: Path) -> None:
     path = tmp_path / "a"
-    runs.write_atomically(path, b"one")
-    runs.write_atomically(path, b"two", mode=0o600)
+    paths.write_atomically(path, b"one")
+    paths.write_atomically(path, b"two", mode=0o600)
     assert (path.read_bytes(), mode(path)) == (b"two", 0o600)
     assert list(tmp_path.iterdir()) == [path]
 
@@ -188,9 +189,9 @@ def test_a_draft_is_not_changed_by_a_run() -> None:
 def test_a_log_is_read_in_whole_lines(tmp_path: Path) -> None:
     log = tmp_path / "x.log"
     log.write_text("one\ntwo\nthr")
-    assert list(runs.file_lines(log, follow=False)) == ["one", "two", "thr"]
-    assert list(runs.file_lines(log, follow=False, last=2)) == ["two", "thr"]
-    followed = runs.file_lines(log, follow=True, last=2)
+    assert list(log_lines.file_lines(log, follow=False)) == ["one", "two", "thr"]
+    assert list(log_lines.file_lines(log, follow=False, last=2)) == ["two", "thr"]
+    followed = log_lines.file_lines(log, follow=True, last=2)
     assert next(followed) == "two"
     with log.open("a") as stream:
         stream.write("ee\n")
@@ -207,14 +208,14 @@ def test_following_a_log_ends_with_its_last_words(tmp_path: Path) -> None:
         return looks.pop(0)
 
     log.write_text("one\n")
-    assert list(runs.file_lines(log, follow=True, is_over=is_over)) == ["one", "two", "thr"]
-    assert list(runs.file_lines(tmp_path / "absent", follow=True, is_over=lambda: True)) == []
+    assert list(log_lines.file_lines(log, follow=True, is_over=is_over)) == ["one", "two", "thr"]
+    assert list(log_lines.file_lines(tmp_path / "absent", follow=True, is_over=lambda: True)) == []
 
 
 def test_a_home_that_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_HOME", "~nobody-of-that-name/x")
     with pytest.raises(UserError, match=r"cannot use .* as the home of penstock"):
-        runs.home()
+        paths.home()
 
 
 ENDED = State(NOW, "down", 0)

@@ -11,18 +11,19 @@ import msgspec
 import pytest
 from samples import DEMO, NOW, cpu_machine, demo_plan, deployment, draft, gpu_machine, gpu_plan, run_folder, told
 
-from penstock import runs, screen
-from penstock.announce import Progress, Restart
-from penstock.deploy import Prepared, Started
-from penstock.plan import launch
-from penstock.plan.launch import Sized
-from penstock.preflight import Finding
-from penstock.runs import Artifact, Part, ReplicaStatus, State
+from penstock import run_folder as runs
+from penstock.cli import progress, status_text
+from penstock.deployment.preflight import Finding
+from penstock.deployment.start import Prepared, Started
+from penstock.planner import launch
+from penstock.planner.launch import Sized
+from penstock.run_folder import Artifact, Part, ReplicaStatus, State
+from penstock.wire.announcement import Progress, Restart
 
 
 @pytest.fixture(autouse=True)
 def name_on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(screen, "command_name", lambda: "penstock")
+    monkeypatch.setattr(status_text, "command_name", lambda: "penstock")
 
 
 def replica(name: str = "0", state: str = "ready", **facts: object) -> ReplicaStatus:
@@ -51,13 +52,13 @@ LOADING = Progress("weights", 17, 30, 2.1 * 2**30, 40.0, 0.6)
     ],
 )
 def test_progress_is_said_in_words(shown: ReplicaStatus, expected: str) -> None:
-    assert screen.progress_text(shown) == expected
+    assert status_text.progress_text(shown) == expected
 
 
 def test_a_status_shows_every_part_at_a_glance() -> None:
     run = run_folder(deployment(name="d"))
     ready = replica(url="http://127.0.0.1:41000", ready_after_s=2.0)
-    shown = screen.status_text(run, state(ready, requests_total=7), NOW + 75)
+    shown = status_text.status_text(run, state(ready, requests_total=7), NOW + 75)
     assert shown == "\n".join(
         [
             "d is ready",
@@ -81,8 +82,8 @@ def test_a_status_tells_when_the_engine_has_another_kv_cache_than_planned(factor
     run = runs.create(msgspec.structs.replace(draft(deployment(name="d")), plan=made), NOW)
     shown = state(replica(measured={"kv_cache_gib": planned * factor}, ready_after_s=2.0), replica("1"))
     for text in (
-        screen.status_text(run, shown, NOW),
-        screen.ready_text(run, shown, Started("d", "http://127.0.0.1:8000")),
+        status_text.status_text(run, shown, NOW),
+        status_text.ready_text(run, shown, Started("d", "http://127.0.0.1:8000")),
     ):
         lines = [line for line in text.splitlines() if line.startswith("  memory ")]
         if words is None:
@@ -96,7 +97,7 @@ def test_what_is_not_planned_is_not_shown_as_a_number() -> None:
     unknown = Sized(not_modelled="no")
     made = launch.make_on_gpus(deployment(), DEMO, gpu_machine(2), "0.33.0", 1, unknown)
     prepared = Prepared(deployment(), gpu_machine(2), made, Artifact(("true",), {}))
-    shown = screen.prepared_text(prepared)
+    shown = status_text.prepared_text(prepared)
     assert "# memory a replica: weights 6.0 MiB, the rest is not planned; 2 x NVIDIA H100 80GB HBM3 in box" in shown
     assert "# warning: not planned, started all the same: no;" in shown
 
@@ -108,7 +109,7 @@ def test_a_status_says_what_is_wrong_and_the_reasons_of_restarts_newest_first() 
         restarts=(Restart(NOW - 60, "stalled"), Restart(NOW - 5, "was killed by signal 9")),
     )  # fmt: skip
     gateway = Part("gone", n_restarts=1, restarts=(Restart(NOW - 20, "its process 5 was gone"),))
-    shown = screen.status_text(
+    shown = status_text.status_text(
         run, state(restarted, phase="degraded", gateway=gateway, controller=Part("gone"), reason="x"), NOW
     )
     assert shown.startswith("penstock-demo is degraded: x\n")
@@ -126,7 +127,7 @@ def test_a_status_says_what_is_wrong_and_the_reasons_of_restarts_newest_first() 
 
 
 def test_an_ended_deployment_needs_no_controller() -> None:
-    shown = screen.status_text(run_folder(), State(NOW, "down", 0), NOW)
+    shown = status_text.status_text(run_folder(), State(NOW, "down", 0), NOW)
     assert shown.startswith("penstock-demo is down\n")
     assert "the controller is gone" not in shown
 
@@ -136,7 +137,7 @@ def test_a_list_is_a_table() -> None:
         (run_folder(deployment(name="a")), state(replica())),
         (run_folder(deployment(name="longer-name")), state(replica(state="loading"), phase="starting")),
     ]
-    assert screen.list_text(rows).splitlines() == [
+    assert status_text.list_text(rows).splitlines() == [
         "NAME         STATE     REPLICAS  ENGINE    ADDRESS                MODEL",
         "a            ready     1/1       llamacpp  http://127.0.0.1:8000  penstock-demo",
         "longer-name  starting  0/1       llamacpp  http://127.0.0.1:8000  penstock-demo",
@@ -146,21 +147,21 @@ def test_a_list_is_a_table() -> None:
 def test_a_successful_up_ends_with_what_to_type_next() -> None:
     run = run_folder()
     ready = state(replica(ready_after_s=1.26))
-    shown = screen.ready_text(run, ready, Started(run.name, run.url, "sk-secret"))
+    shown = status_text.ready_text(run, ready, Started(run.name, run.url, "sk-secret"))
     assert shown.splitlines() == [
         "penstock-demo is ready (its engine took 1.3 s): penstock-demo on llamacpp 1.0, 1 replica",
         "  address  http://127.0.0.1:8000/v1   model penstock-demo",
         "  key      sk-secret   (shown this once: export OPENAI_API_KEY=sk-secret)",
         "  next     penstock chat   penstock status   penstock down",
     ]
-    again = screen.ready_text(run_folder(deployment(name="d")), ready, Started("d", run.url, was_running=True))
+    again = status_text.ready_text(run_folder(deployment(name="d")), ready, Started("d", run.url, was_running=True))
     assert again.splitlines()[0] == "d runs already: penstock-demo on llamacpp 1.0, 1 replica"
     assert again.splitlines()[-1] == "  next     penstock chat d   penstock status d   penstock down d"
 
 
 def test_a_rendered_deployment_shows_the_file_the_sum_the_files_and_the_command() -> None:
     artifact = Artifact(("python", "-m", "penstock.node", "a b"), {"launch.json": '{"x": 1}\n'})
-    shown = screen.prepared_text(Prepared(deployment(), cpu_machine(), demo_plan("vllm"), artifact))
+    shown = status_text.prepared_text(Prepared(deployment(), cpu_machine(), demo_plan("vllm"), artifact))
     assert "\nmodel: penstock-demo\n" in shown
     assert "# the plan: vllm 1.0 on cpu, 1 rank(s) a replica, 1024 tokens a request" in shown
     assert (
@@ -173,20 +174,20 @@ def test_a_rendered_deployment_shows_the_file_the_sum_the_files_and_the_command(
 
 def test_doctor_puts_the_cure_below_what_is_wrong() -> None:
     findings = [Finding("python", "ok", "3.11", "unused"), Finding("disk", "warning", "1 GiB", "free space")]
-    assert screen.doctor_text(findings).splitlines() == [
+    assert status_text.doctor_text(findings).splitlines() == [
         "ok  python           3.11",
         "!!  disk             1 GiB",
         "                     cure: free space",
         "nothing stands in the way",
     ]
-    bad = screen.doctor_text([Finding("memory", "bad", "none", "end it")])
+    bad = status_text.doctor_text([Finding("memory", "bad", "none", "end it")])
     assert bad.splitlines()[0].startswith("XX  memory")
     assert bad.splitlines()[-1] == "1 problem(s) to mend before `up`"
 
 
 def test_a_start_without_a_terminal_is_one_line_a_change() -> None:
     stream = io.StringIO()
-    with screen.StartDisplay(stream, as_json=False) as display:
+    with progress.StartDisplay(stream, as_json=False) as display:
         display.show(state(replica(state="loading", progress=LOADING)))
         display.show(state(replica(state="loading", progress=LOADING)))
         display.show(state(replica(state="ready")))
@@ -200,7 +201,7 @@ def test_a_start_without_a_terminal_is_one_line_a_change() -> None:
 
 def test_a_start_as_json_is_one_event_a_change() -> None:
     stream = io.StringIO()
-    with screen.StartDisplay(stream, as_json=True) as display:
+    with progress.StartDisplay(stream, as_json=True) as display:
         for _ in range(2):
             display.show(state(replica("0", "loading", progress=LOADING), replica("1", "queued")))
     first, second = (json.loads(line) for line in stream.getvalue().splitlines())
@@ -229,7 +230,7 @@ class Terminal(io.StringIO):
 def test_a_start_on_a_terminal_is_a_bar_for_each_replica(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     stream = Terminal()
-    with screen.StartDisplay(stream, as_json=False) as display:
+    with progress.StartDisplay(stream, as_json=False) as display:
         display.show(state(replica("0", "loading", progress=LOADING), replica("1", "queued")))
         display.show(state(replica("0"), replica("1", "queued")))
     assert "replica 0" in stream.getvalue()
@@ -239,7 +240,7 @@ def test_a_start_on_a_terminal_is_a_bar_for_each_replica(monkeypatch: pytest.Mon
 def test_a_dumb_terminal_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "dumb")
     stream = Terminal()
-    with screen.StartDisplay(stream, as_json=False) as display:
+    with progress.StartDisplay(stream, as_json=False) as display:
         display.show(state(replica()))
     assert stream.getvalue().endswith("replica 0: ready\n")
 
@@ -251,8 +252,8 @@ def test_the_command_is_named_as_the_user_can_type_it(monkeypatch: pytest.Monkey
     penstock.touch(mode=0o755)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "bin" / "python"))
     monkeypatch.setenv("PATH", str(penstock.parent))
-    assert screen.command_name() == "penstock"
+    assert status_text.command_name() == "penstock"
     monkeypatch.setenv("PATH", "/nowhere")
-    assert screen.command_name() == str(penstock)
+    assert status_text.command_name() == str(penstock)
     monkeypatch.chdir(tmp_path)
-    assert screen.command_name() == "bin/penstock"
+    assert status_text.command_name() == "bin/penstock"

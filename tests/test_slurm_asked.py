@@ -13,10 +13,10 @@ import pytest
 from samples import deployment, run_folder
 
 from penstock.errors import PenstockError, UserError
-from penstock.runs import Handle, Run
-from penstock.slurm_queue import SEPARATOR
-from penstock.spec import Deployment, GatewaySpec
-from penstock.targets import slurm as target
+from penstock.run_folder import Handle, Run
+from penstock.spec.deployment import Deployment, GatewaySpec
+from penstock.targets.slurm import target
+from penstock.targets.slurm.queue import SEPARATOR
 
 
 class Commands:

@@ -6,8 +6,8 @@ from datetime import datetime
 
 import pytest
 
-from penstock import slurm_queue
-from penstock.slurm_queue import mib_of, parse_jobs, parse_submitted, reason_in_words, seconds_of
+from penstock.targets.slurm import queue
+from penstock.targets.slurm.queue import mib_of, parse_jobs, parse_submitted, reason_in_words, seconds_of
 
 LINES = (
     "7\tRUNNING\t2026-11-20T20:01:33\t2026-11-20T20:11:33\tnode1\tone-0\t/root/.penstock/runs/one\tNone\n"
@@ -65,15 +65,15 @@ def test_reasons_are_told_in_words_with_slurms_own(reason: str, words: str) -> N
 
 
 def test_ends_are_told_with_what_the_job_wrote() -> None:
-    assert slurm_queue.end_in_words("NODE_FAIL", "started node1") == "lost a node"
-    assert slurm_queue.end_in_words("FAILED", "ended 137") == "failed with code 137"
-    assert slurm_queue.end_in_words("FAILED", "failed could not load module x") == "failed: could not load module x"
-    assert slurm_queue.end_in_words("COMPLETED", "ended 0") == "ended by itself"
-    assert slurm_queue.end_in_words("NEW_STATE", None) == "new_state"
+    assert queue.end_in_words("NODE_FAIL", "started node1") == "lost a node"
+    assert queue.end_in_words("FAILED", "ended 137") == "failed with code 137"
+    assert queue.end_in_words("FAILED", "failed could not load module x") == "failed: could not load module x"
+    assert queue.end_in_words("COMPLETED", "ended 0") == "ended by itself"
+    assert queue.end_in_words("NEW_STATE", None) == "new_state"
 
 
 def test_sacct_tells_who_cancelled() -> None:
-    assert slurm_queue.parse_sacct("17|CANCELLED by 1000\n18|COMPLETED\n") == {
+    assert queue.parse_sacct("17|CANCELLED by 1000\n18|COMPLETED\n") == {
         "17": "CANCELLED by 1000",
         "18": "COMPLETED",
     }

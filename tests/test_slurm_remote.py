@@ -17,7 +17,7 @@ from hosts import ROOT
 from hosts_slurm import Slurm
 from slurm_cluster import Desk
 
-from penstock.client import Client
+from penstock.wire.client import Client
 
 pytestmark = pytest.mark.hosts
 

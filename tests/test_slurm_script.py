@@ -9,12 +9,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from penstock import slurm_script, spec, targets
-from penstock.plan import ModelFacts, Need, Plan
-from penstock.spec import Deployment, Parallel
-from penstock.target_blocks import Slurm
-from penstock.targets import Launch
-from penstock.units import GIB
+from penstock import targets
+from penstock.models import ModelFacts
+from penstock.planner import Need, Plan
+from penstock.run_folder import Launch
+from penstock.spec import reading
+from penstock.spec.blocks import Slurm
+from penstock.spec.deployment import Deployment, Parallel
+from penstock.targets.slurm import script as slurm_script
+from penstock.text import GIB
 
 ROOT = Path(__file__).parent.parent
 GOLDEN = Path(__file__).parent / "golden" / "slurm"
@@ -57,7 +60,7 @@ def script(deployment: Deployment) -> str:
 @pytest.mark.parametrize("file", EXAMPLES, ids=lambda path: path.stem)
 def test_the_script_of_an_example_is_the_golden_one(file: Path) -> None:
     """After a change that is meant: PENSTOCK_WRITE_GOLDEN=1 writes them anew, and the diff is read."""
-    told = script(spec.load(file))
+    told = script(reading.load(file))
     golden = GOLDEN / f"{file.stem}.sh"
     if os.environ.get("PENSTOCK_WRITE_GOLDEN"):
         golden.parent.mkdir(exist_ok=True)
@@ -67,11 +70,11 @@ def test_the_script_of_an_example_is_the_golden_one(file: Path) -> None:
 
 @pytest.mark.parametrize("file", EXAMPLES, ids=lambda path: path.stem)
 def test_a_shell_can_read_the_script(file: Path) -> None:
-    subprocess.run(["bash", "-n"], input=script(spec.load(file)), text=True, check=True)
+    subprocess.run(["bash", "-n"], input=script(reading.load(file)), text=True, check=True)
 
 
 def test_an_artifact_holds_script_and_launch_and_no_secret() -> None:
-    deployment = spec.load(EXAMPLES[0])
+    deployment = reading.load(EXAMPLES[0])
     launch = Launch(deployment.name, planned(deployment), ("http://10.0.0.1:1",), RUN + "x/secrets/admin-token")
     artifact = targets.load("slurm").render(launch, "/usr/bin/python3", deployment)
     assert set(artifact.files) == {"job.sh", "launch.json"}
@@ -134,7 +137,7 @@ def test_a_run_folder_that_a_script_cannot_name_is_refused() -> None:
 def test_a_job_on_the_cpu_asks_for_its_memory_and_one_on_gpus_for_those() -> None:
     on_cpu = Deployment("m", "one", "slurm")
     assert slurm_script.needs_of(planned(on_cpu), Slurm()) == slurm_script.Needs(0, 7, 182 * 1024 * 5 // 4 + 1024)
-    on_gpus = spec.load(ROOT / "examples" / "slurm-405b.yaml")
+    on_gpus = reading.load(ROOT / "examples" / "slurm-405b.yaml")
     assert slurm_script.needs_of(planned(on_gpus), Slurm()) == slurm_script.Needs(4, 16, None)
     assert slurm_script.needs_of(planned(on_gpus), Slurm(exclusive=True)) == slurm_script.Needs(4, None, 0)
     assert slurm_script.needs_of(planned(on_gpus), Slurm(gres="gpu:h100:4")).gpus == 0

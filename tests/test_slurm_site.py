@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from penstock import slurm_site, spec
-from penstock.slurm_site import Site, expand, parse_gres
-from penstock.target_blocks import Slurm
+from penstock.spec import reading
+from penstock.spec.blocks import Slurm
+from penstock.targets.slurm import site as slurm_site
+from penstock.targets.slurm.site import Site, expand, parse_gres
 
 PARTITIONS = """\
 PartitionName=cpu AllowGroups=ALL Default=YES MaxNodes=UNLIMITED MaxTime=1-00:00:00 Nodes=c[1-2] State=UP
@@ -42,7 +43,7 @@ def site() -> Site:
 
 def told(**fields: object) -> list[str]:
     raw = {"model": "m/x", "target": "slurm", **fields}
-    return [str(problem) for problem in slurm_site.problems(site(), spec.from_mapping(raw))]
+    return [str(problem) for problem in slurm_site.problems(site(), reading.from_mapping(raw))]
 
 
 GPUS = {"gpu": "h100-sxm", "gpus_per_node": 4}
@@ -113,7 +114,7 @@ def test_all_problems_come_together() -> None:
 
 def test_machines_are_those_that_a_job_may_get() -> None:
     raw = {"model": "m/x", "target": "slurm", "hardware": GPUS, "slurm": {"partition": "long", "memory": "100G"}}
-    found = slurm_site.machines(site(), spec.from_mapping(raw), {"vllm": "0.33.0"})
+    found = slurm_site.machines(site(), reading.from_mapping(raw), {"vllm": "0.33.0"})
     assert [machine.host for machine in found] == ["g1", "g2"], "a drained node is not counted on"
     assert len(found[0].gpus) == 4
     assert found[0].gpus[0].memory_bytes > 79 * 2**30
@@ -125,7 +126,7 @@ def test_machines_are_those_that_a_job_may_get() -> None:
 def test_without_a_number_one_is_asked_for(gres: str) -> None:
     """As Slurm takes it: the plan must not be that of the whole node."""
     raw = {"model": "m/x", "target": "slurm", "slurm": {"partition": "gpu", "gres": gres}}
-    found = slurm_site.machines(site(), spec.from_mapping(raw), {})
+    found = slurm_site.machines(site(), reading.from_mapping(raw), {})
     assert {len(machine.gpus) for machine in found} == {1}
     assert ("old1" in [machine.host for machine in found]) == (gres == "gpu"), "only nodes with that type"
 
@@ -133,7 +134,7 @@ def test_without_a_number_one_is_asked_for(gres: str) -> None:
 @pytest.mark.parametrize("asked", [{"slurm": {"gres": "shard:8"}}, {"hardware": {"gpus_per_node": 0}}])
 def test_who_asks_for_no_gpu_is_planned_without(asked: dict[str, Any]) -> None:
     raw = {"model": "m/x", "target": "slurm", **asked}
-    assert {len(machine.gpus) for machine in slurm_site.machines(site(), spec.from_mapping(raw), {})} == {0}
+    assert {len(machine.gpus) for machine in slurm_site.machines(site(), reading.from_mapping(raw), {})} == {0}
 
 
 def test_a_type_may_begin_with_a_number() -> None:
@@ -144,10 +145,10 @@ def test_a_type_may_begin_with_a_number() -> None:
 
 def test_without_a_site_the_file_is_believed() -> None:
     raw = {"model": "m/x", "target": "slurm", "hardware": {**GPUS, "nodes": 2}}
-    found = slurm_site.machines(None, spec.from_mapping(raw), {})
+    found = slurm_site.machines(None, reading.from_mapping(raw), {})
     assert [len(machine.gpus) for machine in found] == [4, 4]
     raw = {"model": "m/x", "target": "slurm", "hardware": {"gpu": "h100-sxm"}, "slurm": {"gres": "gpu:h100:2"}}
-    assert [len(machine.gpus) for machine in slurm_site.machines(None, spec.from_mapping(raw), {})] == [2]
+    assert [len(machine.gpus) for machine in slurm_site.machines(None, reading.from_mapping(raw), {})] == [2]
 
 
 def test_gres_and_node_lists() -> None:

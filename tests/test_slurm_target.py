@@ -15,7 +15,7 @@ CONFORMANCE = """
 import sys, time
 from pathlib import Path
 from penstock import deploy, runs, spec, targets
-from penstock.runs import Draft
+from penstock.run_folder import Draft
 from penstock.targets import Launch
 from penstock.testing.conformance import check_target
 prepared = deploy.prepare(spec.load(Path(sys.argv[1])))

@@ -16,7 +16,7 @@ CHATS = [row for row in DEMO_PROMPTS if row.kind == "chat"][:6]
 
 ASK = """
 import json, sys
-from penstock.client import Client
+from penstock.wire.client import Client
 client, found = Client(sys.argv[1], timeout_s=60.0), []
 for prompt in json.loads(sys.argv[2]):
     messages = [{"role": "user", "content": prompt}]

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from penstock import spec
 from penstock.errors import SpecError
-from penstock.spec import Deployment, GatewaySpec, Hardware, Parallel, Replicas, Workload
-from penstock.target_blocks import Slurm
+from penstock.spec import deployment, reading
+from penstock.spec.blocks import Slurm
+from penstock.spec.deployment import Deployment, GatewaySpec, Hardware, Parallel, Replicas, Workload
 
 # DESIGN.md's file, which shows every block.
 FULL = """
@@ -39,12 +39,12 @@ ODD = "model: m\nengine: {args: {a: null, b: false, c: [1, x], d: []}, env: {A: 
 
 def refused(text: str, *settings: str) -> SpecError:
     with pytest.raises(SpecError) as caught:
-        spec.parse(text, settings=settings)
+        reading.parse(text, settings=settings)
     return caught.value
 
 
 def test_a_model_is_enough_and_the_rest_has_defaults() -> None:
-    found = spec.parse("model: meta-llama/Llama-3.1-8B-Instruct")
+    found = reading.parse("model: meta-llama/Llama-3.1-8B-Instruct")
     assert found == Deployment(model="meta-llama/Llama-3.1-8B-Instruct", name="llama-3-1-8b-instruct")
     assert (found.target, found.parallel, found.engine.kind, found.ui) == ("local", "auto", "auto", False)
     assert found.gateway == GatewaySpec(host="127.0.0.1", port=8000, auth="none", hold_s=60.0, drain_s=120.0)
@@ -52,7 +52,7 @@ def test_a_model_is_enough_and_the_rest_has_defaults() -> None:
 
 
 def test_the_file_of_the_design_is_accepted_whole() -> None:
-    found = spec.parse(FULL)
+    found = reading.parse(FULL)
     assert found.hardware == Hardware("h100-sxm", 4, 2, "ib-ndr")
     assert found.workload == Workload(2000, 300, 64, 2000.0, 60.0)
     assert found.engine.args == {"enable-prefix-caching": True}
@@ -73,7 +73,7 @@ def test_the_file_of_the_design_is_accepted_whole() -> None:
     ],
 )
 def test_short_and_long_forms_are_read(line: str, expected: object) -> None:
-    assert getattr(spec.parse(f"model: m\n{line}"), line.partition(":")[0]) == expected
+    assert getattr(reading.parse(f"model: m\n{line}"), line.partition(":")[0]) == expected
 
 
 def test_a_layout_counts_its_ranks() -> None:
@@ -92,8 +92,8 @@ def test_a_layout_counts_its_ranks() -> None:
     ],
 )
 def test_a_name_comes_from_the_model(model: str, name: str) -> None:
-    assert spec.default_name(model) == name
-    assert spec.from_mapping({"model": model}).name == name
+    assert deployment.default_name(model) == name
+    assert reading.from_mapping({"model": model}).name == name
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_a_name_comes_from_the_model(model: str, name: str) -> None:
         ("model: m\nname: a/../b", 'name: "a/../b" is not a legal name' + LEGAL_NAME),
         (
             "model: m\ntarget: slrum",
-            f'target: expected {" or ".join(spec.TARGETS)}, got "slrum" (did you mean "slurm"?)',
+            f'target: expected {" or ".join(deployment.TARGETS)}, got "slrum" (did you mean "slurm"?)',
         ),
         ("model: m\nslurm: x", 'slurm: expected key: value lines, got "x"'),
         (
@@ -191,13 +191,13 @@ def test_what_is_not_yaml_says_where() -> None:
 
 def test_a_file_that_cannot_be_read_says_why(tmp_path: Path) -> None:
     with pytest.raises(SpecError) as caught:
-        spec.load(tmp_path / "none.yaml")
+        reading.load(tmp_path / "none.yaml")
     assert caught.value.message == f'cannot use file "{tmp_path / "none.yaml"}": 1 problem'
     assert caught.value.detail == "could not read it: No such file or directory (check the path)"
     assert caught.value.hint is None
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(SpecError) as caught:
-        spec.load(tmp_path / "binary.yaml")
+        reading.load(tmp_path / "binary.yaml")
     assert caught.value.detail == "it is not UTF-8 text"
 
 
@@ -205,7 +205,7 @@ def test_settings_go_over_the_file(tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
     path.write_text("model: m\nreplicas: 1\ngateway: {port: 8000}")
     settings = ["gateway.port=9000", "replicas=2", "engine.args.max-num-seqs=4", "workload.ttft_ms=250", "name=n"]
-    found = spec.load(path, settings)
+    found = reading.load(path, settings)
     assert (found.gateway.port, found.replicas, found.name) == (9000, Replicas(2, 2), "n")
     assert found.engine.args == {"max-num-seqs": 4}
     assert found.workload.ttft_ms == 250
@@ -223,25 +223,25 @@ def test_a_wrong_setting_is_refused_like_a_wrong_field() -> None:
 
 def test_settings_do_not_change_what_was_given() -> None:
     given = {"model": "m", "gateway": {"port": 1}}
-    spec.from_mapping(given, settings=["gateway.port=2"])
+    reading.from_mapping(given, settings=["gateway.port=2"])
     assert given == {"model": "m", "gateway": {"port": 1}}
 
 
 @pytest.mark.parametrize("text", ["model: m", FULL, ODD, "model: m\nparallel: {tensor: 2}\nhardware: {gpu: l4}"])
 def test_what_is_written_reads_back_the_same(text: str) -> None:
-    found = spec.parse(text)
-    assert spec.parse(spec.to_yaml(found)) == found
+    found = reading.parse(text)
+    assert reading.parse(reading.to_yaml(found)) == found
 
 
 def test_what_is_absent_is_not_written() -> None:
-    text = spec.to_yaml(spec.parse("model: m"))
+    text = reading.to_yaml(reading.parse("model: m"))
     assert not {word for word in ("gpu:", "args", "env", "aliases", "slurm", "cache", "null") if word in text}
 
 
 def test_differences_name_each_changed_field() -> None:
-    before = spec.parse("model: m\ngateway: {port: 8000}")
-    after = spec.parse("model: m\ngateway: {port: 9000}\nengine: {max_model_len: 512}\nparallel: {tensor: 2}")
-    assert spec.differences(before, after) == [
+    before = reading.parse("model: m\ngateway: {port: 8000}")
+    after = reading.parse("model: m\ngateway: {port: 9000}\nengine: {max_model_len: 512}\nparallel: {tensor: 2}")
+    assert reading.differences(before, after) == [
         "parallel: auto -> (not set)",
         "engine.max_model_len: (not set) -> 512",
         "gateway.port: 8000 -> 9000",
@@ -250,7 +250,7 @@ def test_differences_name_each_changed_field() -> None:
         "parallel.data: (not set) -> 1",
         "parallel.expert: (not set) -> False",
     ]
-    assert spec.differences(before, before) == []
+    assert reading.differences(before, before) == []
 
 
 @pytest.mark.parametrize(
@@ -259,20 +259,20 @@ def test_differences_name_each_changed_field() -> None:
     + [("0.0.0.0", False), ("::", False), ("192.168.1.2", False), ("myhost", False)],
 )
 def test_loopback_is_recognised(host: str, expected: bool) -> None:
-    assert spec.is_loopback(host) is expected
+    assert deployment.is_loopback(host) is expected
 
 
 def test_beyond_loopback_keys_are_accepted() -> None:
-    assert spec.parse("model: m\ngateway: {host: 0.0.0.0, auth: keys}").gateway.auth == "keys"
-    assert spec.parse("model: m\ngateway: {ledger_days: null}").gateway.ledger_days is None
+    assert reading.parse("model: m\ngateway: {host: 0.0.0.0, auth: keys}").gateway.auth == "keys"
+    assert reading.parse("model: m\ngateway: {ledger_days: null}").gateway.ledger_days is None
 
 
 def test_a_section_with_nothing_under_it_is_as_if_absent() -> None:
-    assert spec.parse("model: m\nengine:\ngateway:\n") == spec.parse("model: m")
+    assert reading.parse("model: m\nengine:\ngateway:\n") == reading.parse("model: m")
 
 
 def test_a_least_number_of_replicas_is_also_the_most_unless_said() -> None:
-    assert spec.parse("model: m\nreplicas: {min: 3}").replicas.max == 3
+    assert reading.parse("model: m\nreplicas: {min: 3}").replicas.max == 3
 
 
 @pytest.mark.parametrize("text", ["model: m\nname: 2024-13-45", "a: &a [*a]", "[" * 5000])

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import PenstockError
-from penstock.sse import Event, Parser
+from penstock.wire.sse import Event, Parser
 
 GOLDEN = Path(__file__).parent / "golden" / "vllm-0.32.0"
 

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 
 import penstock
-from penstock.announce import Process
-from penstock.ssh import bundle, watch
-from penstock.ssh.bundle import HostPython
-from penstock.ssh.contact import Bringer, Looked
-from penstock.ssh.placing import assign
-from penstock.ssh.program import Done, HostError, Ssh, control_folder, is_legal, reading, short_name
-from penstock.ssh.watch import Look, Watch
-from penstock.target_blocks import Ssh as Block
+from penstock.spec.blocks import Ssh as Block
+from penstock.targets.ssh import bundle, liveness
+from penstock.targets.ssh.bundle import HostPython
+from penstock.targets.ssh.install import Bringer, Looked
+from penstock.targets.ssh.liveness import Look, Watch
+from penstock.targets.ssh.openssh import Done, HostError, Ssh, control_folder, is_legal, reading, short_name
+from penstock.targets.ssh.placement import assign
+from penstock.wire.announcement import Process
 
 BOOT = "5a1c3c60-3d6b-4c54-9e0c-5a3f1d2b7e11"
 
@@ -125,7 +125,11 @@ def test_a_bundle_is_an_installed_package_named_by_its_bytes(tmp_path: Path) -> 
 
 def test_our_own_files_are_in_the_bundle(tmp_path: Path) -> None:
     names = [name for name, _ in bundle.contents(python(), tmp_path)]
-    assert {"penstock/node.py", "penstock/remote_node.py", "penstock/demo_model/config.json"} <= set(names)
+    assert {
+        "penstock/node/supervisor.py",
+        "penstock/targets/ssh/agent.py",
+        "penstock/models/demo_model/config.json",
+    } <= set(names)
     assert [name for name in names if name.startswith("msgspec/")] and not [n for n in names if n.endswith(".pyc")]
 
 
@@ -164,14 +168,14 @@ def stat(pid: int, name: str = "python", state: str = "S", ticks: int = 4200) ->
 
 def test_processes_are_told_by_their_start_and_zombies_are_dead() -> None:
     lines = [BOOT, stat(7), stat(8, "a (b) c", ticks=500), stat(9, state="Z"), "."]
-    boot, started = watch.alive(FakeSsh("\n".join(lines) + "\n"), "a", [7, 8, 9])
+    boot, started = liveness.alive(FakeSsh("\n".join(lines) + "\n"), "a", [7, 8, 9])
     assert boot == BOOT
     assert started == {7: 42.0, 8: 5.0}
 
 
 def test_an_answer_that_was_cut_off_is_none() -> None:
     with pytest.raises(HostError):
-        watch.alive(FakeSsh(f"{BOOT}\n{stat(7)}\n"), "a", [7])
+        liveness.alive(FakeSsh(f"{BOOT}\n{stat(7)}\n"), "a", [7])
 
 
 def test_a_process_of_another_boot_or_another_start_is_another() -> None:
@@ -205,7 +209,7 @@ def test_versions_of_long_ago_are_removed_but_not_those_that_run(
 ) -> None:
     import os
 
-    from penstock.ssh import host_setup
+    from penstock.targets.ssh import host_setup
 
     for number in range(8):
         (tmp_path / f"v{number}").mkdir()

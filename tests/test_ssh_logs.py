@@ -9,14 +9,15 @@ from pathlib import Path
 import pytest
 from samples import deployment, run_folder
 
-from penstock import logs, targets
-from penstock.announce import Process
-from penstock.runs import Desired, Handle, Run
-from penstock.ssh import streams
-from penstock.ssh.placing import Node
-from penstock.ssh.program import HostError, Ssh
+from penstock import targets
+from penstock.deployment import logs
+from penstock.run_folder import Desired, Handle, Run
 from penstock.targets import LeftBehind
-from penstock.targets.ssh import _Room
+from penstock.targets.ssh import logs as streams
+from penstock.targets.ssh.openssh import HostError, Ssh
+from penstock.targets.ssh.placement import Node
+from penstock.targets.ssh.target import _Room
+from penstock.wire.announcement import Process
 
 PROGRAM = """#!/bin/sh
 case " $* " in *" -O exit "*) exit 0 ;; esac

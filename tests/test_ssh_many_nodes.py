@@ -12,10 +12,10 @@ from hosts import Hosts
 from launching import Place, a_place, call, now, replica_of
 from ssh_rig import left_on, until, write
 
-from penstock.client import Client
 from penstock.errors import PenstockError
-from penstock.runs import Run
+from penstock.run_folder import Run
 from penstock.testing.demo_prompts import DEMO_PROMPTS, MAX_TOKENS
+from penstock.wire.client import Client
 
 pytestmark = [pytest.mark.hosts, pytest.mark.vllm]
 

@@ -12,7 +12,7 @@ from hosts import Hosts
 from launching import Place, a_place, call
 from ssh_rig import left_on, write
 
-from penstock import runs
+from penstock import run_folder
 
 pytestmark = pytest.mark.hosts
 
@@ -27,7 +27,7 @@ def refusal(place: Place, hosts: Hosts, ssh: dict[str, Any] | None = None, **fie
     """What `up` says of a file that it must refuse, having changed nothing."""
     done = call("up", write(place, hosts, ssh=ssh, **fields))
     assert done.code == 2, done
-    assert runs.every() == []
+    assert run_folder.every() == []
     assert left_on(hosts) == []
     return done.err
 
@@ -96,7 +96,7 @@ def test_a_disk_that_is_full(place: Place, hosts: Hosts) -> None:
     done = call("up", write(place, hosts, ssh={"folder": "/run/small/penstock"}))
     assert done.code == 1, done
     assert "could not bring penstock to node2: its disk is full" in done.err and "ssh.folder" in done.err
-    assert runs.every() == []
+    assert run_folder.every() == []
     assert "versions" not in hosts[1].run(["sh", "-c", "ls -A /run/small/penstock/versions"]).stdout
 
 

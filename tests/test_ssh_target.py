@@ -16,9 +16,10 @@ from hosts import Hosts
 from launching import Asking, Place, a_place, ask, call, now, replica_of, started, wait_until
 from ssh_rig import left_on, node_of, ours, until, write
 
-from penstock import deploy, processes, runs, spec, targets
-from penstock.runs import Draft, Run
-from penstock.targets import Launch
+from penstock import processes, run_folder, targets
+from penstock.deployment import start, stop
+from penstock.run_folder import Draft, Launch, Run
+from penstock.spec import reading
 from penstock.testing.conformance import check_target
 
 pytestmark = pytest.mark.hosts
@@ -32,9 +33,11 @@ def place(tmp_path: Path, hosts: Hosts) -> Iterator[Place]:
 
 def written(place: Place, hosts: Hosts) -> tuple[Run, Launch]:
     """A run whose folder is written and whose work is not sent yet."""
-    prepared = deploy.prepare(spec.load(write(place, hosts)))
+    prepared = start.prepare(reading.load(write(place, hosts)))
     settings = {"listen": "127.0.0.1:1", "admin": "127.0.0.1:1"}
-    run = runs.create(Draft(prepared.deployment, prepared.plan, prepared.artifact, settings, "token"), time.time())
+    run = run_folder.create(
+        Draft(prepared.deployment, prepared.plan, prepared.artifact, settings, "token"), time.time()
+    )
     return place.note(run), Launch("one", prepared.plan, ("http://127.0.0.1:1",), str(run.admin_token_file))
 
 
@@ -187,11 +190,11 @@ def test_down_with_a_dead_host_ends_the_rest_and_clean_ends_it_later(place: Plac
     hosts[1].mend()
     assert ours(hosts[1]) and not ours(hosts[0])
     # Alone: processes on the tests' hosts are this machine's too, and those of other tests are none of ours.
-    (found,) = [item for item in deploy.leftovers() if item.kind == "host"]
+    (found,) = [item for item in stop.leftovers() if item.kind == "host"]
     assert found.what == "one on node2, which could not be reached"
-    until(lambda: deploy.clean([found]) == [], "clean reaches the host", 30)
+    until(lambda: stop.clean([found]) == [], "clean reaches the host", 30)
     until(lambda: left_on(hosts) == [], "nothing is left", 3)
-    assert not [item for item in deploy.leftovers() if item.kind == "host"]
+    assert not [item for item in stop.leftovers() if item.kind == "host"]
     assert run.is_ended()
 
 

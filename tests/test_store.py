@@ -19,7 +19,17 @@ import msgspec
 import pytest
 
 from penstock.errors import PenstockError, UserError
-from penstock.store import FOLD_ROWS, SCHEMA_VERSION, Limits, Row, Store, check_new_key, hash_of, new_secret, share
+from penstock.gateway.accounting.store import (
+    FOLD_ROWS,
+    SCHEMA_VERSION,
+    Limits,
+    Row,
+    Store,
+    check_new_key,
+    hash_of,
+    new_secret,
+    share,
+)
 
 NOW = 1_790_000_000.0  # 2026-09-21 in UTC
 
@@ -252,7 +262,7 @@ _WRITER = """
 import asyncio, sys, time
 sys.path.insert(0, {tests!r})
 from test_store import row
-from penstock.gateway.ledger import Ledger
+from penstock.gateway.accounting.ledger import Ledger
 
 async def main():
     ledger = Ledger({place!r})

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from test_store import NOW, postgres, row, store
 
-from penstock.store import DAY_S, FOLD_ROWS, GROUPINGS, Grouping, Limits, Row, Store, Usage, day_of
+from penstock.gateway.accounting.store import DAY_S, FOLD_ROWS, GROUPINGS, Grouping, Limits, Row, Store, Usage, day_of
 
 __all__ = ["postgres", "store"]  # the fixtures
 
@@ -135,7 +135,7 @@ def test_two_gateways_that_prune_at_once_count_every_row_once(postgres: str) -> 
 
 _PRUNER = """
 import sys
-from penstock.store import Store
+from penstock.gateway.accounting.store import Store
 store = Store({place!r})
 print("go", flush=True)
 while store.prune({before}, n_rows_max=20):

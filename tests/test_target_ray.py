@@ -17,13 +17,14 @@ import pytest
 from hosts_ray import RayCluster
 from launching import Asking, Place, a_place, ask, call, now, replica_of, wait_until
 
-from penstock import deploy, processes, runs, spec, targets
-from penstock.client import Client, HttpError
-from penstock.ray_dashboard import Dashboard
-from penstock.runs import Draft, Run
-from penstock.targets import Launch
+from penstock import processes, run_folder, targets
+from penstock.deployment import start
+from penstock.run_folder import Draft, Launch, Run
+from penstock.spec import reading
+from penstock.targets.ray.jobs_api import Dashboard
 from penstock.testing.conformance import check_target
 from penstock.testing.demo_prompts import DEMO_PROMPTS, MAX_TOKENS
+from penstock.wire.client import Client, HttpError
 
 pytestmark = pytest.mark.hosts
 
@@ -76,10 +77,10 @@ def on_hosts(ray_cluster: RayCluster, run: Run, role: str) -> dict[str, list[int
 
 
 def test_ray_keeps_the_contract_of_targets(place: Place, ray_cluster: RayCluster) -> None:
-    prepared = deploy.prepare(spec.load(file_for(place, ray_cluster)))
+    prepared = start.prepare(reading.load(file_for(place, ray_cluster)))
     settings = {"listen": "127.0.0.1:1", "admin": "127.0.0.1:1"}
     draft = Draft(prepared.deployment, prepared.plan, prepared.artifact, settings, "token")
-    run = place.note(runs.create(draft, time.time()))
+    run = place.note(run_folder.create(draft, time.time()))
     launch = Launch("one", prepared.plan, ("http://127.0.0.1:1",), str(run.admin_token_file))
     check_target(targets.load("ray"), run, launch, sys.executable, 30.0)
 
@@ -124,7 +125,7 @@ def test_down_now_does_not_wait_for_a_stream_and_a_survey_asks_every_node(
     run = place.up(file)
     wait_ready(run)
     argv = ["-c", "import sys, socket; print(sys.argv[1], socket.gethostname())", "{rank}"]
-    answers = targets.load("ray").survey(spec.load(file), argv, 20.0)
+    answers = targets.load("ray").survey(reading.load(file), argv, 20.0)
     assert sorted((told.host, told.exit_code, told.out) for told in answers) == [
         ("node1", 0, "0 node1\n"),
         ("node2", 0, "1 node2\n"),
@@ -173,7 +174,7 @@ def test_a_killed_driver_leaves_no_node_and_the_replica_is_placed_again(place: P
     drivers = [
         found.outer_pid
         for found in ray_cluster.head.processes()
-        if "penstock.ray_job" in found.argv and "drive" in found.argv
+        if "penstock.targets.ray.driver" in found.argv and "drive" in found.argv
     ]
     assert len(drivers) == 1
     os.kill(drivers[0], 9)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from penstock import units
-from penstock.units import GIB, MIB
+from penstock import text
+from penstock.text import GIB, MIB
 
 
 @pytest.mark.parametrize(
@@ -14,7 +14,7 @@ from penstock.units import GIB, MIB
     + [(171.4 * GIB, "171 GiB"), (1.5 * 2**40, "1.5 TiB"), (-2 * GIB, "-2.0 GiB")],
 )
 def test_bytes_are_written(n_bytes: float, expected: str) -> None:
-    assert units.show_bytes(n_bytes) == expected
+    assert text.show_bytes(n_bytes) == expected
 
 
 @pytest.mark.parametrize(
@@ -23,9 +23,9 @@ def test_bytes_are_written(n_bytes: float, expected: str) -> None:
     + [(75, "1m15s"), (3599.9, "59m59s"), (7500, "2h05m"), (200_000, "2d07h")],
 )
 def test_seconds_are_written(seconds: float, expected: str) -> None:
-    assert units.show_seconds(seconds) == expected
+    assert text.show_seconds(seconds) == expected
 
 
 def test_a_flag_has_one_name_however_it_is_written() -> None:
-    assert units.flag("max_model_len") == units.flag("--max-model-len") == "--max-model-len"
-    assert units.bare_flag("--max_model_len") == units.bare_flag("max-model-len") == "max-model-len"
+    assert text.flag("max_model_len") == text.flag("--max-model-len") == "--max-model-len"
+    assert text.bare_flag("--max_model_len") == text.bare_flag("max-model-len") == "max-model-len"

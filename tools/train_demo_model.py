@@ -1,4 +1,4 @@
-"""Train the demo model from scratch and write it to penstock/demo_model, as safetensors and as GGUF.
+"""Train the demo model from scratch and write it to penstock/models/demo_model, as safetensors and as GGUF.
 
     python tools/train_demo_model.py                  # about 12 minutes on 2 cores
     python tools/train_demo_model.py --steps 300      # a quick, worse one
@@ -35,7 +35,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from write_gguf import write_gguf
 
 REPO = Path(__file__).resolve().parent.parent
-OUT = REPO / "penstock" / "demo_model"
+OUT = REPO / "penstock" / "models" / "demo_model"
 N_SHARDS = 3
 SEED = 20
 IGNORED = -100  # the label that cross_entropy skips

@@ -15,7 +15,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from penstock import cli, spec
+from penstock.cli import main as cli
+from penstock.spec import deployment, reading
 
 ROOT = Path(__file__).resolve().parent.parent
 WRITTEN = "<!-- Written by tools/write_docs.py; `make docs` writes it anew. -->"
@@ -114,7 +115,7 @@ def _option_text(action: argparse.Action) -> str:
 
 def spec_page() -> str:
     """docs/spec.md: every field with its type and default."""
-    parts = ["# The deployment file", WRITTEN, _SPEC_HEAD.strip(), *_block(spec.Deployment, "")]
+    parts = ["# The deployment file", WRITTEN, _SPEC_HEAD.strip(), *_block(deployment.Deployment, "")]
     return "\n\n".join(parts) + "\n"
 
 
@@ -172,7 +173,7 @@ def _default(field: msgspec.structs.FieldInfo, path: str) -> str:
 
 
 def _least(path: str) -> str:
-    bound = spec._AT_LEAST.get(path)
+    bound = reading._AT_LEAST.get(path)
     return "" if bound is None else f"{bound:g}"
 
 

@@ -6,22 +6,22 @@ a file is of one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from penstock.bench.record import Result
-from penstock.catalog import GpuFacts, LinkFacts
+from penstock.bench.results.folder import Result
 from penstock.errors import UserError
-from penstock.plan import calibration
-from penstock.plan.calibration import Calibrated, Measured
-from penstock.plan.comm import Fabric
-from penstock.plan.families import read
-from penstock.plan.sizing import Facts
-from penstock.plan.solve import work_of_model
-from penstock.plan.speed import Engine
-from penstock.spec import Parallel
+from penstock.hardware.catalog import GpuFacts, LinkFacts
+from penstock.models import Facts
+from penstock.planner.architecture.dense import read
+from penstock.planner.solve import work_of_model
+from penstock.planner.speed import calibration
+from penstock.planner.speed.calibration import Calibrated, Measured
+from penstock.planner.speed.collectives import Fabric
+from penstock.planner.speed.estimate import Engine
+from penstock.spec.deployment import Parallel
 
 _HINT = "Runs at concurrency 1, 8 and 32 make a good fit: penstock bench sweep --by concurrency."
 
@@ -88,3 +88,45 @@ def _mean_tokens(run: Result, which: str) -> float | None:
         return total / completed
     counts = [getattr(request, f"{which}_tokens") for request in run.done]
     return sum(counts) / len(counts) if counts and None not in counts else None
+
+
+# The planner's name -> the benchmark's (means, as the planner predicts), and the unit.
+_PAIRS = (
+    ("ttft_ms", "mean_ttft_ms", "mean TTFT, ms"),
+    ("tpot_ms", "mean_tpot_ms", "mean TPOT, ms"),
+    ("output_tokens_per_s", "output_throughput", "output tokens/s"),
+    ("requests_per_s", "request_throughput", "requests/s"),
+)
+
+
+class Pair(msgspec.Struct, frozen=True):
+    """One number: the planner's range, and the measured value."""
+
+    words: str
+    low: float
+    likely: float
+    high: float
+    measured: float
+
+    @property
+    def is_inside(self) -> bool:
+        return self.low <= self.measured <= self.high
+
+    @property
+    def off(self) -> float:
+        """How far the likely value is from the measured one: 0.1 is a tenth too high."""
+        return self.likely / self.measured - 1 if self.measured else 0.0
+
+
+def pairs(run: Result, plan: Mapping[str, Any] | None = None) -> list[Pair]:
+    """What `plan`, or else the run's own prediction, said of it; empty when it told no speed."""
+    speed = plan.get("speed") if plan else run.summary.get("predicted")
+    found = []
+    for name, measured_name, words in _PAIRS:
+        told = speed.get(name) if isinstance(speed, Mapping) else None
+        measured = run.number(measured_name)
+        if isinstance(told, Mapping) and measured is not None:
+            low, likely, high = (told.get(key) for key in ("low", "likely", "high"))
+            if low is not None and likely is not None and high is not None:
+                found.append(Pair(words, float(low), float(likely), float(high), measured))
+    return found

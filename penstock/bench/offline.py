@@ -20,15 +20,17 @@ from typing import NamedTuple
 import msgspec
 
 import penstock
-from penstock import deploy, engines, machine, processes
-from penstock.bench import noise
-from penstock.bench.ask import Ask
+from penstock import engines, processes
+from penstock.bench.load.arrivals import Ask
+from penstock.bench.results import bootstrap
+from penstock.deployment import start
 from penstock.engines import Place, telling_lines
 from penstock.engines.offline import PROGRAMS, Done, Job
 from penstock.errors import EngineError, PlanError, UserError
-from penstock.plan import Plan
-from penstock.spec import Deployment, Parallel
-from penstock.units import show_seconds
+from penstock.hardware import detect
+from penstock.planner import Plan
+from penstock.spec.deployment import Deployment, Parallel
+from penstock.text import show_seconds
 
 _TAIL_LINES = 400
 _SHOWN_LINES = 25
@@ -135,8 +137,8 @@ def _plan(deployment: Deployment, tensor: int, n_at_once: int) -> Plan:
     # A file's own layout stays where one alone is asked for.
     cut = deployment.parallel if tensor == 1 and isinstance(deployment.parallel, Parallel) else Parallel(tensor=tensor)
     cut = msgspec.structs.replace(cut, tensor=tensor)
-    return deploy.make_plan(
-        msgspec.structs.replace(deployment, workload=workload, parallel=cut), machine.this_machine(), 1
+    return start.make_plan(
+        msgspec.structs.replace(deployment, workload=workload, parallel=cut), detect.this_machine(), 1
     )
 
 
@@ -217,7 +219,7 @@ def _throughput(row: Row) -> str:
 
 def _latency(row: Row) -> str:
     ordered = sorted(row.seconds)
-    percentiles = "".join(f"{noise.quantile(ordered, share):8.3f} s" for share in (0.5, 0.9, 0.99))
+    percentiles = "".join(f"{bootstrap.quantile(ordered, share):8.3f} s" for share in (0.5, 0.9, 0.99))
     return f"{row.latency_s:10.3f} s{percentiles}{len(row.seconds):8}"
 
 

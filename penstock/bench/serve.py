@@ -14,16 +14,18 @@ from typing import Any
 import msgspec
 
 from penstock import __version__
-from penstock.bench import plan, scrape, show, stats, validity
-from penstock.bench.ask import Ask
-from penstock.bench.drive import Address, Load, Outcome, Progress, Source, drive
-from penstock.bench.readout import Raw, body_of, read_out
-from penstock.bench.scrape import Row
-from penstock.bench.stats import Summary, Timed
-from penstock.bench.validity import Generator, Verdict
-from penstock.bench.wire import UNFINISHED, Exchange
-from penstock.client import tls_context
+from penstock.bench.load import arrivals
+from penstock.bench.load.arrivals import Ask
+from penstock.bench.load.connections import UNFINISHED, Exchange
+from penstock.bench.load.run import Address, Load, Outcome, Progress, Source, drive
+from penstock.bench.report import text
+from penstock.bench.results import engine_metrics, stats, validity
+from penstock.bench.results.engine_metrics import Row
+from penstock.bench.results.parse import Raw, body_of, read_out
+from penstock.bench.results.stats import Summary, Timed
+from penstock.bench.results.validity import Generator, Verdict
 from penstock.errors import PenstockError, UserError
+from penstock.wire.client import tls_context
 
 _PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
 _MAX_SPARE = 256
@@ -61,7 +63,7 @@ class Report(msgspec.Struct, frozen=True):
 def run(
     service: Service,
     asks: Sequence[Ask],
-    pace: plan.Pace,
+    pace: arrivals.Pace,
     bounds_ms: Mapping[str, float],
     n_warmup: int = 1,
     on_progress: Callable[[Progress], None] | None = None,
@@ -71,7 +73,7 @@ def run(
 
     `warmup`: what is asked before, so that no cache knows the prompts that are measured; without, it is `asks`.
     """
-    plan.check(pace, [ask.offset_s for ask in asks])
+    arrivals.check(pace, [ask.offset_s for ask in asks])
     if not asks:
         raise UserError("cannot run a load test without a request", hint="The dataset is empty.")
     address = resolve(service.url)
@@ -85,7 +87,7 @@ def run(
     load = Load(
         requests=requests,
         wait_for=[ask.wait_for for ask in asks],
-        times=plan.offsets(pace, [ask.offset_s or 0.0 for ask in asks]) if is_open else None,
+        times=arrivals.offsets(pace, [ask.offset_s or 0.0 for ask in asks]) if is_open else None,
         concurrency=pace.concurrency,
         n_requests=pace.n_requests,
         duration_s=pace.duration_s,
@@ -239,7 +241,7 @@ def _raw(exchange: Exchange, began_s: float) -> Raw:
 
 def report(
     service: Service,
-    pace: plan.Pace,
+    pace: arrivals.Pace,
     bounds_ms: Mapping[str, float],
     n_warmup: int,
     outcome: Outcome,
@@ -271,7 +273,7 @@ def report(
         "invalid_because": list(verdict.reasons),
         "validity_bounds": verdict.bounds,
         "generator": msgspec.to_builtins(generator),
-        "engine": scrape.summarise(rows),
+        "engine": engine_metrics.summarise(rows),
         "warmup_requests": n_warmup,
         "goodput_bounds_ms": dict(bounds_ms),
         "pace": msgspec.to_builtins(pace),
@@ -292,7 +294,7 @@ def _numbers(summary: Summary) -> dict[str, Any]:
     for name in stats.METRICS:
         found = summary.spreads.get(name)
         if found is not None:
-            facts |= show.spread_facts(name, found)
+            facts |= text.spread_facts(name, found)
         else:
             facts |= {f"{word}_{name}_ms": None for word in ("mean", "median", "std", "p90", "p95", "p99", "max")}
     facts["user_tokens_per_s"] = msgspec.to_builtins(summary.user_tokens_per_s)
@@ -312,7 +314,11 @@ def _rows(outcome: Outcome, names: Sequence[str]) -> list[Row]:
     for index, exchange in outcome.scrapes:
         raw = _raw(exchange, outcome.began_s)
         body = body_of(raw) if raw.error is None else None
-        row = scrape.read_page(body.decode("utf-8", "replace"), raw.end_s, names[index]) if body is not None else None
+        row = (
+            engine_metrics.read_page(body.decode("utf-8", "replace"), raw.end_s, names[index])
+            if body is not None
+            else None
+        )
         if row is not None:
             found.append(row)
     return found

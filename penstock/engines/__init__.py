@@ -12,15 +12,15 @@ from collections.abc import Sequence
 
 import msgspec
 
-from penstock.announce import Progress
 from penstock.errors import Problem
-from penstock.plan import Plan
-from penstock.spec import Scalar
+from penstock.planner import Plan
+from penstock.spec.deployment import Scalar
+from penstock.wire.announcement import Progress
 
 # name -> "module:Class". "fake" is for tests: it speaks vLLM's HTTP and answers without a model.
 TABLE = {
-    "vllm": "penstock.engines.vllm:Vllm",
-    "llamacpp": "penstock.engines.llamacpp:LlamaCpp",
+    "vllm": "penstock.engines.vllm.engine:Vllm",
+    "llamacpp": "penstock.engines.llamacpp.engine:LlamaCpp",
     "fake": "penstock.engines.fake:Fake",
 }
 

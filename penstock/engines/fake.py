@@ -5,11 +5,11 @@ from __future__ import annotations
 import importlib.util
 
 from penstock.engines import KEY_VARIABLE, Command, Missing, Place
-from penstock.engines import vllm_names as names
-from penstock.engines.vllm import Vllm, pass_through
+from penstock.engines.vllm import names
+from penstock.engines.vllm.engine import Vllm, pass_through
 from penstock.errors import Problem
-from penstock.plan import Plan
-from penstock.spec import Scalar
+from penstock.planner import Plan
+from penstock.spec.deployment import Scalar
 
 
 class Fake(Vllm):

@@ -1,6 +1,6 @@
 """An engine without a server: what a program beside it is told, and what it says, for benchmarks of the bare engine.
 
-`python -m penstock.engines.vllm_offline JOB` and `llamacpp_offline` read a `Job`, run it, and write a `Done` to its
+`python -m penstock.engines.vllm.offline JOB` and `llamacpp_offline` read a `Job`, run it, and write a `Done` to its
 `answer` file; both files are JSON. Such a program may die of anything the engine dies of.
 """
 
@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 # engine -> the program that runs it without a server
-PROGRAMS = {"vllm": "penstock.engines.vllm_offline", "llamacpp": "penstock.engines.llamacpp_offline"}
+PROGRAMS = {"vllm": "penstock.engines.vllm.offline", "llamacpp": "penstock.engines.llamacpp.offline"}
 
 
 class Job(msgspec.Struct, frozen=True):

@@ -11,8 +11,8 @@ import logging
 import sys
 from pathlib import Path
 
-from penstock import native
 from penstock.errors import PenstockError
+from penstock.gateway import compiled
 
 log = logging.getLogger("penstock.gateway")
 
@@ -21,9 +21,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m penstock.gateway", description="The gateway, alone.")
     parser.add_argument("config", type=Path, help="a JSON file, see docs/gateway.md")
     options = parser.parse_args(arguments)
-    native.activate()  # before any of the modules that it is for
+    compiled.activate()  # before any of the modules that it is for
     from penstock.gateway.config import load_config, read_token
-    from penstock.gateway.workers import serve
+    from penstock.gateway.workers.parent import serve
 
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s gateway: %(message)s")
     try:

@@ -8,17 +8,17 @@ from typing import Any
 
 import msgspec
 
-from penstock.announce import Announcement, Post
 from penstock.errors import UserError
 from penstock.gateway import admin_keys
-from penstock.gateway.access import has_token
-from penstock.gateway.accounting import Books
-from penstock.gateway.answer import Answer, error_answer, json_answer
+from penstock.gateway.accounting.entry import Books
+from penstock.gateway.accounting.keys import has_token
 from penstock.gateway.board import Board
-from penstock.gateway.desk import Desk
-from penstock.gateway.http1 import Headers, RequestHead
-from penstock.gateway.server import ClientConnection, Request
-from penstock.gateway.tally import Tally
+from penstock.gateway.connections.client import ClientConnection, Request
+from penstock.gateway.context import Desk
+from penstock.gateway.responses import Answer, error_answer, json_answer
+from penstock.gateway.workers.totals import Tally
+from penstock.wire.announcement import Announcement, Post
+from penstock.wire.http1 import Headers, RequestHead
 
 _METHODS = {
     b"/admin/health": (b"GET",),

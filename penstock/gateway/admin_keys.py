@@ -11,10 +11,10 @@ from urllib.parse import unquote
 import msgspec
 
 from penstock.errors import PenstockError, UserError
-from penstock.gateway.answer import Answer, error_answer, json_answer
-from penstock.gateway.ledger import Ledger
-from penstock.gateway.server import ClientConnection, Request
-from penstock.store import ApiKey, Limits, Store, check_new_key
+from penstock.gateway.accounting.ledger import Ledger
+from penstock.gateway.accounting.store import ApiKey, Limits, Store, check_new_key
+from penstock.gateway.connections.client import ClientConnection, Request
+from penstock.gateway.responses import Answer, error_answer, json_answer
 
 PATH = b"/admin/keys"
 METHODS = (b"GET", b"POST", b"DELETE")

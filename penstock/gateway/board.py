@@ -6,7 +6,7 @@ all of them back. It reads none of it.
 
 from __future__ import annotations
 
-from penstock.announce import BoardView, Post, PostView
+from penstock.wire.announcement import BoardView, Post, PostView
 
 FORGET_AFTER_S = 600.0
 

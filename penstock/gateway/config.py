@@ -12,8 +12,8 @@ from urllib.parse import urlsplit
 import msgspec
 
 from penstock.errors import Problem, SpecError, UserError, nearest
-from penstock.gateway.route import PolicyName
-from penstock.units import KIB, MIB
+from penstock.gateway.routing.policies import PolicyName
+from penstock.text import KIB, MIB
 
 # ("unix:/run/a.sock", 0) is a Unix socket.
 Address = tuple[str, int]

@@ -7,19 +7,19 @@ import time
 from typing import Final
 from urllib.parse import parse_qs, unquote
 
-from penstock.gateway.access import Holder, origin_headers, preflight_headers
-from penstock.gateway.accounting import Asked, Books
-from penstock.gateway.answer import Answer, error_answer, json_answer
-from penstock.gateway.bodies import Ask, ModelFacts
+from penstock.gateway.accounting.entry import Asked, Books
+from penstock.gateway.accounting.keys import Holder, origin_headers, preflight_headers
+from penstock.gateway.body_fields import Ask, ModelFacts
 from penstock.gateway.config import GatewayConfig, ServedModel
-from penstock.gateway.desk import Desk
-from penstock.gateway.exposition import CONTENT_TYPE
-from penstock.gateway.fleet import NO_WISH, Wish
-from penstock.gateway.forward import Passage
-from penstock.gateway.http1 import Headers, RequestHead
-from penstock.gateway.peek import UnreadableError, read_ask
-from penstock.gateway.server import ClientConnection, Request
-from penstock.gateway.tally import Tally
+from penstock.gateway.connections.client import ClientConnection, Request
+from penstock.gateway.context import Desk
+from penstock.gateway.forwarding import Passage
+from penstock.gateway.metrics import CONTENT_TYPE
+from penstock.gateway.request import UnreadableError, read_ask
+from penstock.gateway.responses import Answer, error_answer, json_answer
+from penstock.gateway.routing.replicas import NO_WISH, Wish
+from penstock.gateway.workers.totals import Tally
+from penstock.wire.http1 import Headers, RequestHead
 
 _OWN_PATHS: Final = (b"/health", b"/metrics", b"/v1/models")
 _MODEL_PATH: Final = b"/v1/models/"

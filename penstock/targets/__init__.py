@@ -16,37 +16,17 @@ from typing import Any, Literal
 import msgspec
 
 from penstock.errors import PenstockError, Problem, UserError
-from penstock.plan import Machine, Plan
-from penstock.runs import Artifact, Handle, Run
-from penstock.spec import Deployment
-
-Listen = Literal["loopback", "network"]
+from penstock.hardware import Machine
+from penstock.run_folder import Artifact, Handle, Launch, Listen, Run
+from penstock.spec.deployment import Deployment
 
 # name -> "module:Class"
 TABLE = {
     "local": "penstock.targets.local:Local",
-    "ray": "penstock.targets.ray:RayJobs",
-    "slurm": "penstock.targets.slurm:Slurm",
-    "ssh": "penstock.targets.ssh:OverSsh",
+    "ray": "penstock.targets.ray.target:RayJobs",
+    "slurm": "penstock.targets.slurm.target:Slurm",
+    "ssh": "penstock.targets.ssh.target:OverSsh",
 }
-
-
-class Launch(msgspec.Struct, frozen=True):
-    """What a node is told. Rendered into the artifact as launch.json; the token stays in its own file or variable.
-
-    `announce_urls`: the gateway's admin address, as it may be reached from a node; the first that answers is taken.
-    `announce_file`: where that address is read instead, again and again, for the gateway moves (GatewayAddress); the
-    URLs then only tell the addresses of the machine that `up` runs on.
-    `listen`: whether the engine listens on loopback, or with a key on the address that the gateway reaches.
-    """
-
-    deployment: str
-    plan: Plan
-    announce_urls: tuple[str, ...]
-    token_file: str
-    lease_s: float = 6.0
-    listen: Listen = "loopback"
-    announce_file: str | None = None
 
 
 class Placement(msgspec.Struct, frozen=True):

@@ -11,14 +11,14 @@ from typing import Any
 import msgspec
 
 from penstock import processes
-from penstock.announce import Process
 from penstock.errors import PenstockError, Problem
-from penstock.machine import this_machine
-from penstock.plan import Machine
-from penstock.plan.launch import usable_gpus
-from penstock.runs import Artifact, Handle, Run
-from penstock.spec import Deployment
-from penstock.targets import Launch, Placement, Surveyed, Target
+from penstock.hardware import Machine
+from penstock.hardware.detect import this_machine
+from penstock.planner.launch import usable_gpus
+from penstock.run_folder import Artifact, Handle, Launch, Run
+from penstock.spec.deployment import Deployment
+from penstock.targets import Placement, Surveyed, Target
+from penstock.wire.announcement import Process
 
 
 class Local(Target):

@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable
 
 from penstock import processes
-from penstock.runs import Handle, Run
-from penstock.spec import Deployment
-from penstock.targets import Launch, Target
+from penstock.run_folder import Handle, Launch, Run
+from penstock.spec.deployment import Deployment
+from penstock.targets import Target
 
 
 def check_target(target: Target, run: Run, launch: Launch, python: str, settle_s: float = 10.0) -> None:

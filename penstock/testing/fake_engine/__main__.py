@@ -11,10 +11,10 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 
-from penstock.testing.fake_engine import child, milestones
-from penstock.testing.fake_engine.milestones import Line
+from penstock.testing.fake_engine import child, startup_log
 from penstock.testing.fake_engine.options import Options, parse
 from penstock.testing.fake_engine.server import Connection, Engine, disarm, is_armed
+from penstock.testing.fake_engine.startup_log import Line
 
 _LAST_WORDS_S = 0.5  # between the engine process's death and ours
 
@@ -32,14 +32,14 @@ class Process:
         try:
             listener = _bind(self.options)
         except OSError:
-            self.log_all(milestones.port_taken())
+            self.log_all(startup_log.port_taken())
             return 1
         options, port = self.options, listener.getsockname()[1]
         if (options.oom or options.crash_at_start) and is_armed(options):
-            self.log_all(milestones.refuse(options, port))
+            self.log_all(startup_log.refuse(options, port))
             disarm(options)
             return 1
-        self.log_all(milestones.start(options, port))
+        self.log_all(startup_log.start(options, port))
         return asyncio.run(self._serve(listener))
 
     def log(self, line: Line) -> None:
@@ -85,7 +85,7 @@ class Process:
         tasks: list[asyncio.Task[None]] = []
 
         async def stop() -> None:
-            self.log_all(milestones.stopping(self.options.shutdown_timeout))
+            self.log_all(startup_log.stopping(self.options.shutdown_timeout))
             await engine.stop(self.options.shutdown_timeout)
             if not exit_code.done():
                 exit_code.set_result(0)
@@ -104,12 +104,12 @@ class Process:
         loop.add_signal_handler(signal.SIGCHLD, lambda: tasks.append(loop.create_task(watch())))
         server = await loop.create_server(lambda: Connection(engine), sock=listener, backlog=1024)
         tasks.append(loop.create_task(watch()))  # the child may have died while we loaded
-        self.log_all(milestones.ready(os.getpid()))
+        self.log_all(startup_log.ready(os.getpid()))
         code = await exit_code
         server.close()
         for connection in tuple(engine.connections):
             connection.close()
-        self.log_all(milestones.stopped(os.getpid()))
+        self.log_all(startup_log.stopped(os.getpid()))
         return code
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
-from penstock.testing.fake_engine.asks import Ask
 from penstock.testing.fake_engine.options import Options
+from penstock.testing.fake_engine.requests import Ask
 
 VERSION = "0.32.0"
 FINGERPRINT = f"vllm-{VERSION}-fakefake"

@@ -27,9 +27,9 @@ from pathlib import Path
 
 from penstock.testing.fake_engine.http1 import Request
 from penstock.testing.fake_engine.metrics import Metrics
-from penstock.testing.fake_engine.milestones import Line
 from penstock.testing.fake_engine.options import Options
 from penstock.testing.fake_engine.server import Connection, Engine
+from penstock.testing.fake_engine.startup_log import Line
 
 _SEEN_MAX = 1000
 _START_S = 20.0

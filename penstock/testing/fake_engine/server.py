@@ -14,12 +14,12 @@ from collections.abc import Callable
 from http import HTTPStatus
 from pathlib import Path
 
-from penstock.testing.fake_engine import asks, http1, replies
-from penstock.testing.fake_engine.asks import Ask, Refusal
+from penstock.testing.fake_engine import http1, replies, requests
 from penstock.testing.fake_engine.http1 import BadRequest, Request
 from penstock.testing.fake_engine.metrics import Metrics
-from penstock.testing.fake_engine.milestones import Line, died
 from penstock.testing.fake_engine.options import Options
+from penstock.testing.fake_engine.requests import Ask, Refusal
+from penstock.testing.fake_engine.startup_log import Line, died
 
 JSON = "application/json"
 _METRICS_TYPE = "text/plain; version=1.0.0; charset=utf-8"
@@ -95,7 +95,7 @@ class Engine:
             case "/v1/models":
                 payload = replies.models(self.options, self._created)
             case _:
-                tokens = asks.read_tokenize(request.body, request.headers, self.options)
+                tokens = requests.read_tokenize(request.body, request.headers, self.options)
                 limit = self.options.max_model_len
                 payload = {"count": len(tokens), "max_model_len": limit, "tokens": tokens, "token_strs": None}
         return 200, replies.dump(payload).encode(), JSON
@@ -103,10 +103,10 @@ class Engine:
     def generate(self, request: Request, connection: Connection) -> asyncio.Task[None]:
         """Starts an answer. Raises Refusal; may end the process (--crash-after-requests)."""
         is_chat = request.path == "/v1/chat/completions"
-        ask = asks.read_generation(request.body, request.headers, is_chat, self.options)
+        ask = requests.read_generation(request.body, request.headers, is_chat, self.options)
         if self.is_dead or self.is_draining:
             message = replies.ENGINE_DIED if self.is_dead else replies.STOPPING
-            raise Refusal(500, asks.error(message, "InternalServerError", None, 500))
+            raise Refusal(500, requests.error(message, "InternalServerError", None, 500))
         self._n_generations += 1
         self._count_faults()
         name = request.headers.get("x-request-id") or f"{self._n_generations:016x}"
@@ -172,7 +172,7 @@ class Engine:
             if ask.streams:
                 connection.send(replies.error_event(self._failure) + replies.DONE)
             else:
-                connection.refuse(500, asks.error(self._failure, "InternalServerError", None, 500))
+                connection.refuse(500, requests.error(self._failure, "InternalServerError", None, 500))
         if ask.streams:
             connection.end_stream()
         connection.next()

@@ -41,6 +41,6 @@ code=$?
 
 # Whatever a killed node left behind: without cgroups it would outlive the job.
 note "sweeping after $code"
-"${step[@]}" python3 -m penstock.sweep "$run" "$launch" "$replica"
+"${step[@]}" python3 -m penstock.node.leftovers "$run" "$launch" "$replica"
 note "ended $code"
 exit $code

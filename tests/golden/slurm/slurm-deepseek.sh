@@ -42,6 +42,6 @@ code=$?
 
 # Whatever a killed node left behind: without cgroups it would outlive the job.
 note "sweeping after $code"
-"${step[@]}" apptainer exec --nv --bind /home/ada/.penstock/runs/deepseek-v3 /shared/images/vllm-0.33.sif python3 -m penstock.sweep "$run" "$launch" "$replica"
+"${step[@]}" apptainer exec --nv --bind /home/ada/.penstock/runs/deepseek-v3 /shared/images/vllm-0.33.sif python3 -m penstock.node.leftovers "$run" "$launch" "$replica"
 note "ended $code"
 exit $code

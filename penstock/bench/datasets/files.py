@@ -1,0 +1,221 @@
+"""Data sets that are read from files: ShareGPT's JSON, lines of one's own, traces of arrival times.
+
+Nothing is downloaded: a file that is not there is refused, with where it is published.
+"""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import io
+import itertools
+import math
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from penstock.bench.datasets.tokenizers import Tokens
+from penstock.bench.load.arrivals import Ask
+from penstock.errors import UserError
+
+# The filters of vLLM's own benchmarks (vllm 0.32 `benchmarks/datasets/datasets.py`, is_valid_sequence), in tokens.
+MIN_TOKENS, MAX_PROMPT_TOKENS, MAX_TOTAL_TOKENS = 4, 1024, 2048
+_PUBLISHED = {
+    "sharegpt": "Nothing is downloaded. The usual file is ShareGPT_V3_unfiltered_cleaned_split.json of the hub's data "
+    "set anon8231489123/ShareGPT_Vicuna_unfiltered.",
+    "replay": "Nothing is downloaded. Traces: Azure/AzurePublicDataset (CSV), kvcache-ai/Mooncake (JSONL).",
+}
+# Columns of public traces -> (time, prompt tokens, answer tokens), the time's unit in seconds (None: a date).
+# https://github.com/Azure/AzurePublicDataset, https://github.com/kvcache-ai/Mooncake, https://github.com/HPMLL/BurstGPT
+_TRACES: tuple[tuple[tuple[str, str, str], float | None], ...] = (
+    (("TIMESTAMP", "ContextTokens", "GeneratedTokens"), None),
+    (("timestamp", "input_length", "output_length"), 1e-3),
+    (("Timestamp", "Request tokens", "Response tokens"), 1.0),
+    (("offset_s", "input_tokens", "output_tokens"), 1.0),
+)
+
+
+class Wanted(msgspec.Struct, frozen=True):
+    """How much of a data set, and how long. None: as the data say, or the shape's own default.
+
+    `spread` in [0, 1): lengths are drawn evenly from length * (1 - spread) to length * (1 + spread). `chat`: prompts go
+    into a chat template, so what a tokenizer puts around a plain prompt is not counted. `until_s`: rows of a trace from
+    that time on are not read.
+    """
+
+    n_requests: int = 100
+    seed: int = 0
+    input_tokens: int | None = None
+    output_tokens: int | None = None
+    spread: float = 0.0
+    chat: bool = True
+    until_s: float | None = None
+
+
+def sharegpt(path: str, wanted: Wanted, tokens: Callable[[], Tokens]) -> list[Ask]:
+    """First question and first answer of conversations in ShareGPT's form, drawn by the seed, as vLLM draws them.
+
+    Kept are conversations of two turns or more with a prompt of 4 to 1024 tokens and at most 2048 in all; an answer
+    below 4 tokens drops out unless `output_tokens` is given. Where fewer are left than wanted, they come again.
+    """
+    rows = _json(path, "sharegpt")
+    if not isinstance(rows, list):
+        raise UserError(f'cannot use "{path}": not a list of conversations', hint=_PUBLISHED["sharegpt"])
+    pairs = [pair for row in rows if (pair := _first_two(row)) is not None]
+    random.Random(wanted.seed).shuffle(pairs)
+    counter = tokens()
+    asks: list[Ask] = []
+    for prompt, answer in pairs:
+        if len(asks) == wanted.n_requests:
+            break
+        n_in = counter.count(prompt, special=not wanted.chat)
+        n_out = wanted.output_tokens or counter.count(answer, special=False)
+        is_long_enough = n_in >= MIN_TOKENS and n_out >= (1 if wanted.output_tokens else MIN_TOKENS)
+        if is_long_enough and n_in <= MAX_PROMPT_TOKENS and n_in + n_out <= MAX_TOTAL_TOKENS:
+            asks.append(Ask(prompt, n_in, n_out))
+    if not asks:
+        raise UserError(
+            f'cannot use "{path}": no conversation in it is usable',
+            detail=f"{len(rows)} rows, {len(pairs)} with two turns; prompts of {MIN_TOKENS} to {MAX_PROMPT_TOKENS} "
+            f"tokens, at most {MAX_TOTAL_TOKENS} with the answer.",
+        )
+    return _repeated(asks, wanted.n_requests)
+
+
+def _first_two(row: Any) -> tuple[str, str] | None:
+    turns = row.get("conversations") if isinstance(row, dict) else None
+    if not isinstance(turns, list) or len(turns) < 2:
+        return None
+    texts = [turn.get("value") if isinstance(turn, dict) else None for turn in turns[:2]]
+    return (texts[0], texts[1]) if isinstance(texts[0], str) and isinstance(texts[1], str) else None
+
+
+def jsonl(path: str, wanted: Wanted, _: Callable[[], Tokens]) -> list[Ask]:
+    """One ask a line: {"prompt": text} or {"messages": [...]}, and how long the answer may be ("max_tokens").
+
+    In the file's order, from its beginning again where it has fewer than wanted. "session" and "offset_s" are kept;
+    where lines have times, these must be in order.
+    """
+    asks = []
+    before = 0.0
+    for number, row in _json_lines(path, "jsonl"):
+        prompt = row.get("messages") or row.get("prompt")
+        limit = wanted.output_tokens or row.get("max_tokens") or row.get("output_tokens") or 200
+        is_text = isinstance(prompt, str) or (
+            isinstance(prompt, list) and all(isinstance(part, dict) and part.get("role") for part in prompt)
+        )
+        if not prompt or not is_text or not isinstance(limit, int) or limit < 1:
+            raise UserError(
+                f'cannot use "{path}", line {number}: no prompt, or no whole number of max_tokens',
+                hint='{"prompt": "text", "max_tokens": 64} or {"messages": [{"role": "user", "content": "text"}]}',
+            )
+        offset, session = row.get("offset_s"), row.get("session")
+        if isinstance(offset, int | float):
+            if not before <= offset < math.inf:
+                raise UserError(f'cannot use "{path}", line {number}: its time is before the row above it, or below 0')
+            before = float(offset)
+        asks.append(
+            Ask(
+                prompt,
+                None,
+                limit,
+                session=None if session is None else str(session),
+                offset_s=float(offset) if isinstance(offset, int | float) else None,
+            )
+        )
+    if not asks:
+        raise UserError(f'cannot use "{path}": it is empty')
+    if asks[0].offset_s is not None:
+        return asks[: wanted.n_requests]
+    return _repeated(asks, wanted.n_requests)
+
+
+def replay(path: str, wanted: Wanted, writer: Callable[[], Callable[[int], str]]) -> list[Ask]:
+    """The arrival times and lengths of a recorded trace, with texts made to those lengths: at most `n_requests`.
+
+    CSV or JSON lines with the columns of Azure's, Mooncake's or BurstGPT's traces, or offset_s, input_tokens,
+    output_tokens. Times count from the first row; rows must be in order. Prompts share no beginning.
+    """
+    write = writer()
+    asks: list[Ask] = []
+    first: float | None = None
+    before = 0.0
+    for number, row in itertools.islice(_trace_rows(path), wanted.n_requests):
+        try:
+            at, n_in, n_out = _trace_row(row)
+        except (ValueError, TypeError, KeyError) as exc:
+            names = "; ".join(", ".join(columns) for columns, _ in _TRACES)
+            raise UserError(
+                f'cannot use "{path}", line {number}: not a row of a trace', detail=str(exc), hint=f"Columns: {names}."
+            ) from exc
+        first = at if first is None else first
+        if at - first < before:
+            raise UserError(f'cannot use "{path}", line {number}: its time is before the row above it')
+        before = at - first
+        if wanted.until_s is not None and before >= wanted.until_s:
+            break
+        n_in, n_out = wanted.input_tokens or max(1, n_in), wanted.output_tokens or max(1, n_out)
+        asks.append(Ask(write(n_in), n_in, n_out, offset_s=round(before, 6)))
+    if not asks:
+        raise UserError(f'cannot use "{path}": it is empty')
+    return asks
+
+
+def _trace_rows(path: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    if path.endswith(".csv"):
+        return enumerate(csv.DictReader(io.StringIO(_text(path, "replay"))), 2)
+    return _json_lines(path, "replay")
+
+
+def _trace_row(row: dict[str, Any]) -> tuple[float, int, int]:
+    """(seconds, prompt tokens, answer tokens)."""
+    for (time, n_in, n_out), unit_s in _TRACES:
+        if time in row:
+            at = _date_s(row[time]) if unit_s is None else float(row[time]) * unit_s
+            return at, int(row[n_in]), int(row[n_out])
+    raise KeyError("no column of times")
+
+
+def _date_s(text: str) -> float:
+    """Azure writes "2023-11-16 18:17:03.9799600": seven digits, where Python reads six."""
+    whole, _, fraction = str(text).strip().partition(".")
+    stamp = datetime.datetime.fromisoformat(whole).replace(tzinfo=datetime.UTC).timestamp()
+    digits = fraction.rstrip("Z").partition("+")[0]
+    return stamp + (float(f"0.{digits}") if digits else 0.0)
+
+
+def _repeated(asks: list[Ask], n_wanted: int) -> list[Ask]:
+    return list(itertools.islice(itertools.cycle(asks), n_wanted))
+
+
+def _json_lines(path: str, kind: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    for number, line in enumerate(_text(path, kind).splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            row = msgspec.json.decode(line)
+        except msgspec.DecodeError as exc:
+            raise UserError(f'cannot use "{path}", line {number}: not JSON', detail=str(exc)) from exc
+        if not isinstance(row, dict):
+            raise UserError(f'cannot use "{path}", line {number}: not an object')
+        yield number, row
+
+
+def _json(path: str, kind: str) -> Any:
+    try:
+        return msgspec.json.decode(_text(path, kind))
+    except msgspec.DecodeError as exc:
+        raise UserError(f'cannot use "{path}": not JSON', detail=str(exc), hint=_PUBLISHED.get(kind)) from exc
+
+
+def _text(path: str, kind: str) -> str:
+    if not path:
+        raise UserError(f"cannot use data set {kind}: no file", hint=f"{kind}:FILE. {_PUBLISHED.get(kind, '')}".strip())
+    try:
+        return Path(path).expanduser().read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as exc:
+        why = (exc.strerror or str(exc)).lower() if isinstance(exc, OSError) else "it is not UTF-8 text"
+        raise UserError(f'cannot read data set "{path}": {why}', hint=_PUBLISHED.get(kind)) from exc

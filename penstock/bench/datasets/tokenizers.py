@@ -1,0 +1,224 @@
+"""Counting tokens as the measured model does: its own tokenizer.json where it can be read, else its server's word.
+
+Nothing is downloaded: a hub id is looked up in the local cache alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import PenstockError, UserError
+from penstock.models import files
+from penstock.spec.deployment import DEMO_MODEL
+from penstock.wire.client import Client
+
+Message = Mapping[str, Any]
+_FILE = "tokenizer.json"
+_SETTINGS = "tokenizer_config.json"
+_TEMPLATE = "chat_template.jinja"
+# How many tokens of a vocabulary are looked at for whole words: enough that no two prompts begin alike by chance.
+_SAMPLED = 8192
+
+
+class Tokens(ABC):
+    """The seam. `source` says where counts come from, for people."""
+
+    source: str
+
+    @abstractmethod
+    def count(self, text: str, special: bool = True) -> int:
+        """Tokens of a plain prompt; with `special` those that the tokenizer puts around it (a beginning-of-text)."""
+
+    @abstractmethod
+    def count_chat(self, messages: Sequence[Message]) -> int | None:
+        """Tokens of a conversation inside its chat template, the opening of the answer too; None: it has none."""
+
+    def words(self) -> list[str]:
+        """Pieces of text, each with a space before it, that mostly are one token each."""
+        return [f" {word}" for word in _WORDS.split()]
+
+    def template_tokens(self, text: str) -> int | None:
+        """What the chat template adds to one user message of this text; None where there is no template."""
+        whole = self.count_chat([{"role": "user", "content": text}])
+        return None if whole is None else whole - self.count(text, special=False)
+
+
+class FileTokens(Tokens):
+    """A model's tokenizer.json, read with the package `tokenizers`.  Raises UserError when that cannot be."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            import tokenizers
+        except ImportError as exc:
+            raise UserError(
+                "cannot count tokens: the package tokenizers is not installed", hint="pip install 'penstock[bench]'"
+            ) from exc
+        try:
+            self._tokenizer: Any = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as exc:  # it raises Exception itself, whatever is wrong with the file
+            raise UserError(f'cannot read tokenizer "{path}"', detail=" ".join(str(exc).split())[:300]) from exc
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._template, self._settings = _template_of(path.parent)
+        self.source = str(path)
+
+    def count(self, text: str, special: bool = True) -> int:
+        return len(self._tokenizer.encode(text, add_special_tokens=special).ids)
+
+    def count_chat(self, messages: Sequence[Message]) -> int | None:
+        if self._template is None:
+            return None
+        # The template writes the special tokens itself: vLLM adds none to it either.
+        return self.count(_rendered(self._template, self._settings, messages), special=False)
+
+    def words(self) -> list[str]:
+        """Words of the vocabulary that stay one token each anywhere; the seam's list when there are few."""
+        size = self._tokenizer.get_vocab_size()
+        step = max(1, size // _SAMPLED)
+        texts = self._tokenizer.decode_batch([[number] for number in range(0, size, step)])
+        found = [text for text in texts if text.startswith(" ") and text[1:].isascii() and text[1:].isalpha()]
+        twice = self._tokenizer.encode_batch([text + text for text in found], add_special_tokens=False)
+        whole = [text for text, coded in zip(found, twice, strict=True) if len(coded.ids) == 2]
+        return whole if len(whole) >= 64 else super().words()
+
+
+class ServerTokens(Tokens):
+    """What the server's /tokenize says (vLLM's and llama.cpp's form). One call a count: slow, and right."""
+
+    def __init__(self, client: Client, model: str | None) -> None:
+        self._client, self._model = client, model
+        self.source = f"{client.base_url}/tokenize"
+        self.count("a")  # refuses at once where there is no such path
+
+    def count(self, text: str, special: bool = True) -> int:
+        body = {"prompt": text, "content": text, "add_special_tokens": special, "add_special": special}
+        return self._ask(body)
+
+    def count_chat(self, messages: Sequence[Message]) -> int | None:
+        try:
+            return self._ask({"messages": [*messages], "add_generation_prompt": True})
+        except UserError:
+            return None
+
+    def _ask(self, body: dict[str, Any]) -> int:
+        named = {"model": self._model} if self._model else {}
+        try:
+            answer = self._client.post_json("/tokenize", {**named, **body})
+        except PenstockError as exc:
+            raise UserError(
+                f"cannot count tokens: {exc.message}", hint="Name the model's folder: --tokenizer FOLDER."
+            ) from exc
+        found = answer.get("tokens") if isinstance(answer, dict) else None
+        if not isinstance(found, list):
+            raise UserError(
+                f"cannot count tokens: {self.source} gives no list of tokens",
+                hint="Name the model's folder: --tokenizer",
+            )
+        return len(found)
+
+
+def tokens_of(model: str | None, client: Client | None = None, served: str | None = None) -> Tokens:
+    """The counter for a model: its folder, the bundled demo, the hub's cache on this machine, or else the server.
+
+    `model` is a folder, a tokenizer.json, a hub id or `penstock-demo`; `served` the name the server knows it by.
+    Raises UserError when nothing can count.
+    """
+    path = locate(model) if model else None
+    if path is not None:
+        return FileTokens(path)
+    if client is None:
+        raise UserError(
+            f'cannot count tokens of model "{model}": no {_FILE} on this machine',
+            detail="A folder, a hub id that was downloaded before, or penstock-demo.",
+            hint="Name the model's folder: --tokenizer FOLDER.",
+        )
+    return ServerTokens(client, served or model)
+
+
+def locate(model: str) -> Path | None:
+    """The tokenizer.json of a model on this machine; None when there is none."""
+    if model == DEMO_MODEL:
+        return files.BUNDLED / _FILE
+    path = Path(model).expanduser()
+    if path.name == _FILE and path.is_file():
+        return path
+    for folder in (path, path.parent):  # a GGUF file has it beside it
+        if (folder / _FILE).is_file() and (folder == path or path.is_file()):
+            return folder / _FILE
+    return _cached(model) if model.count("/") == 1 else None
+
+
+def _cached(hub_id: str) -> Path | None:
+    """The newest snapshot's file in the hub's cache: https://huggingface.co/docs/huggingface_hub/guides/manage-cache."""
+    home = os.environ.get("HF_HUB_CACHE") or str(Path(os.environ.get("HF_HOME") or "~/.cache/huggingface") / "hub")
+    repository = Path(home).expanduser() / f"models--{hub_id.replace('/', '--')}" / "snapshots"
+    found = sorted(repository.glob(f"*/{_FILE}"), key=lambda path: path.stat().st_mtime)
+    return found[-1] if found else None
+
+
+def _template_of(folder: Path) -> tuple[str | None, dict[str, Any]]:
+    """(the chat template's text, the special tokens that it names) of a model's folder."""
+    settings: dict[str, Any] = {}
+    try:
+        read = json.loads((folder / _SETTINGS).read_text("utf-8"))
+        settings = read if isinstance(read, dict) else {}
+    except (OSError, ValueError):
+        pass
+    template = settings.get("chat_template")
+    if isinstance(template, list):  # several, by name
+        named = {row.get("name"): row.get("template") for row in template if isinstance(row, dict)}
+        template = named.get("default")
+    if (folder / _TEMPLATE).is_file():
+        template = (folder / _TEMPLATE).read_text("utf-8")
+    special = {key: _text_of(value) for key, value in settings.items() if key.endswith("_token")}
+    return (template if isinstance(template, str) else None), special
+
+
+def _text_of(token: Any) -> str:
+    """A special token as settings hold it: text, {"content": text}, or nothing."""
+    return str(token.get("content") or "") if isinstance(token, dict) else str(token or "")
+
+
+def _rendered(template: str, special: Mapping[str, str], messages: Sequence[Message]) -> str:
+    """A conversation in its chat template, in the sandbox that templates of strangers need."""
+    try:
+        from jinja2 import TemplateError
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+    except ImportError as exc:
+        raise UserError(
+            "cannot count the chat template: the package jinja2 is not installed", hint="pip install 'penstock[bench]'"
+        ) from exc
+
+    def refuse(message: str) -> None:
+        raise TemplateError(message)
+
+    # trim and lstrip as transformers sets them: without, each line of a template would add white space.
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    environment.globals["raise_exception"] = refuse
+    try:
+        made = environment.from_string(template)
+        return made.render(messages=[*messages], add_generation_prompt=True, **special)
+    except TemplateError as exc:
+        raise UserError("cannot use the model's chat template", detail=str(exc)[:300]) from exc
+
+
+# Common words that most vocabularies hold whole: what texts are made of where the vocabulary cannot be read.
+_WORDS = """
+about above across after again against all almost along already also always among another answer any area around ask
+back ball base because become bed been before began begin behind below best better between big bird black blue boat
+body book both bottom box boy bring brought build built busy call came car care carry cause center certain change
+check child children city class clear close cold color come common complete contain correct could country course cover
+cross cry cut dark day deep describe did differ direct distance dog done door down draw drive dry during each early
+earth ease east eat end enough even ever every example eye face fact fall family far farm fast father feel feet few
+field figure fill final find fine fire first fish five fly follow food foot force form found four free friend from
+front full game gave general girl give glass gold gone good govern great green ground group grow half hand happen hard
+head hear heard heart heat heavy help here high hold home horse hot hour house hundred idea inch interest island just
+keep kind king knew know land language large last late laugh lead learn leave left less letter life light like line
+list listen little live long look lot love machine made main make man many map mark mean measure men might mile mind
+minute miss money moon more morning most mother mountain move much music
+"""

@@ -1,0 +1,408 @@
+"""The wire of the load generator: requests out, and of every read its time and its bytes. Nothing is understood here.
+
+A generator that decodes JSON per chunk measures its own queue: at 500 streams of 100 chunks a second a read has 20 us,
+of which the kernel takes a quarter. So a read is stamped and kept; only what says where a response ends is looked at
+(its head once, then the last bytes of each read), and `readout` finds events, tokens and usage after the run.
+
+Connections are kept alive and hold one request at a time. A request that meets a connection which the server has just
+closed is sent again on another, once, as every HTTP client does; its times count from the first try.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import ssl
+from collections import deque
+from collections.abc import Callable
+from time import perf_counter
+from typing import Final, cast
+
+from penstock.bench.load.kernel_timestamps import Tap, ask_for_times, is_possible
+from penstock.wire.http1 import END, ProtocolError, Reader, parse_response
+
+_HEAD: Final = 0  # how the present response goes on
+_CHUNKED: Final = 1
+_LENGTH: Final = 2
+_UNTIL_CLOSED: Final = 3
+_LAST_CHUNK: Final = b"\r\n0\r\n\r\n"
+_MAX_HEAD_BYTES: Final = 65536
+
+# Kinds of failure, as they are counted.
+REFUSED: Final = "connection refused"
+UNREACHABLE: Final = "could not connect"
+CLOSED: Final = "connection closed"
+MALFORMED: Final = "malformed HTTP"
+TIMEOUT: Final = "timeout"
+UNFINISHED: Final = "unfinished"  # the run was ended first
+
+
+class Exchange:
+    """One request and the raw response. Times are `perf_counter` seconds; 0 is "not yet".
+
+    `intended_s`: when it should be sent; `asked_s`: when the generator came to it; `sent_s`: when a connection took it;
+    `end_s`: its last byte. `times[i]` is when `reads[i]` came. `dial_s`: what opening a connection for it took, 0 where
+    one was open.
+    """
+
+    def __init__(self, index: int, request: bytes, intended_s: float) -> None:
+        self.index = index
+        self.request = request
+        self.intended_s = intended_s
+        self.asked_s = 0.0
+        self.sent_s = 0.0
+        self.end_s = 0.0
+        self.dial_s = 0.0
+        self.times: list[float] = []
+        self.reads: list[bytes] = []
+        self.error: str | None = None
+        self.detail = ""
+        self.was_retried = False
+        self.connection: Connection | None = None
+
+
+class Connection(asyncio.Protocol):
+    """One connection; one exchange at a time."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._transport: asyncio.Transport
+        self._exchange: Exchange | None = None
+        self._fd = -1
+        self._may_tap = False
+        self._is_tapped = False
+        self._framing = _HEAD
+        self._n_left = 0
+        self._keeps_alive = False
+        self._n_served = 0
+        self._walker: Reader | None = None  # type: ignore[type-arg]
+        self._n_walked = 0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's are not subclasses of asyncio's
+        if not self._pool.is_tls:
+            sock = transport.get_extra_info("socket")
+            self._fd = sock.fileno()
+            self._may_tap = self._pool.tap is not None and ask_for_times(sock)
+
+    @property
+    def is_open(self) -> bool:
+        return not self._transport.is_closing()
+
+    def begin(self, exchange: Exchange) -> None:
+        """Sends the request now."""
+        self._exchange = exchange
+        self._framing = _HEAD
+        self._walker = None
+        exchange.connection = self
+        request = exchange.request
+        if self._fd >= 0 and self._transport.get_write_buffer_size() == 0:
+            # uvloop keeps writes until it has gone through all the reads that are ready: at 500 streams that was up to
+            # 3 ms after the time stamp. So the first write goes to the kernel here.
+            if exchange.sent_s == 0.0:
+                exchange.sent_s = perf_counter()
+            try:
+                n_written = os.write(self._fd, request)
+            except OSError:
+                n_written = 0  # full, or gone: the transport finds out which
+            if n_written < len(request):
+                self._transport.write(request[n_written:])
+            return
+        if exchange.sent_s == 0.0:
+            exchange.sent_s = perf_counter()
+        self._transport.write(request)
+
+    def abort(self) -> None:
+        self._exchange = None
+        self._untap()
+        self._transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        exchange = self._exchange
+        if exchange is None:
+            self._transport.abort()  # bytes that nobody asked for must not become the next response
+            return
+        exchange.times.append(perf_counter())
+        exchange.reads.append(data)
+        if self._framing == _CHUNKED:
+            # A token's chunk ends with "\n\n\r\n": this is all that it passes through.
+            if (data.endswith(b"\r\n\r\n") or len(data) < 8) and self._has_ended(exchange, data):
+                self._finish(exchange)
+        elif self._framing == _LENGTH:
+            self._n_left -= len(data)
+            if self._n_left <= 0:
+                self._finish(exchange)
+        elif self._framing == _HEAD:
+            self._take_head(exchange, data)
+
+    def take(self, data: bytes, at_s: float) -> bool:
+        exchange = self._exchange
+        assert exchange is not None, "what is tapped has an exchange"
+        exchange.times.append(at_s)
+        exchange.reads.append(data)
+        if (data.endswith(b"\r\n\r\n") or len(data) < 8) and self._has_ended(exchange, data):
+            self._is_tapped = False
+            self._transport.resume_reading()
+            self._finish(exchange)
+            return True
+        return False
+
+    def untapped(self) -> None:
+        self._is_tapped = False
+        self._transport.resume_reading()
+
+    def _tap(self) -> None:
+        tap = self._pool.tap
+        if self._may_tap and tap is not None and not self._transport.is_closing():
+            self._transport.pause_reading()
+            self._is_tapped = True
+            tap.add(self._fd, self)
+
+    def _untap(self) -> None:
+        if self._is_tapped and self._pool.tap is not None:
+            self._is_tapped = False
+            self._pool.tap.remove(self._fd)
+
+    def _take_head(self, exchange: Exchange, data: bytes) -> None:
+        whole = data if len(exchange.reads) == 1 else b"".join(exchange.reads)
+        at = 0
+        while True:
+            end = whole.find(b"\r\n\r\n", at)
+            if end < 0:
+                if len(whole) - at > _MAX_HEAD_BYTES:
+                    self._fail(exchange, MALFORMED, "its head has no end")
+                return
+            try:
+                head = parse_response(whole[at:end])
+            except ProtocolError as error:
+                self._fail(exchange, MALFORMED, str(error))
+                return
+            at = end + 4
+            if head.status >= 200:
+                break
+        self._keeps_alive = head.keeps_alive
+        if head.is_chunked:
+            self._framing = _CHUNKED
+            if self._has_ended(exchange, whole[max(at - 2, len(whole) - 16) :]):
+                self._finish(exchange)
+            else:
+                self._tap()
+        elif head.length is None:
+            self._framing = _UNTIL_CLOSED
+        else:
+            self._framing = _LENGTH
+            self._n_left = head.length - (len(whole) - at)
+            if self._n_left <= 0:
+                self._finish(exchange)
+
+    def _has_ended(self, exchange: Exchange, data: bytes) -> bool:
+        """Whether a chunked body is over. `readout` checks the answer again, by walking all its chunks."""
+        if data.endswith(_LAST_CHUNK):
+            return True
+        if len(data) < 8 and b"".join(exchange.reads[-8:]).endswith(_LAST_CHUNK):
+            return True
+        if not data.endswith(b"\r\n\r\n"):
+            return False
+        # Trailers, or events whose lines end with CR LF: only the sizes of the chunks can tell.
+        if self._walker is None:
+            self._walker, self._n_walked = Reader(parse_response), 0
+        try:
+            self._walker.feed(b"".join(exchange.reads[self._n_walked :]))
+            self._n_walked = len(exchange.reads)
+            was_final = False
+            while (event := self._walker.next_event()) is not None:
+                if event is END:
+                    if was_final:
+                        return True
+                elif not isinstance(event, bytes):
+                    was_final = event.status >= 200
+        except ProtocolError:
+            return True  # readout will find the same
+        return False
+
+    def _finish(self, exchange: Exchange) -> None:
+        self._exchange = None
+        self._n_served += 1
+        exchange.connection = None
+        exchange.end_s = exchange.times[-1]
+        if self._keeps_alive and not self._transport.is_closing():
+            self._pool.put(self)
+        else:
+            self._transport.abort()
+            self._pool.left()
+        self._pool.on_end(exchange)
+
+    def _fail(self, exchange: Exchange, kind: str, detail: str) -> None:
+        self._exchange = None
+        exchange.connection = None
+        self._transport.abort()
+        self._pool.left()
+        self._pool.fail(exchange, kind, detail)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        exchange = self._exchange
+        if exchange is None:
+            self._pool.forget(self)
+            return
+        self._exchange = None
+        exchange.connection = None
+        self._pool.left()
+        if self._framing == _UNTIL_CLOSED and exc is None:
+            exchange.end_s = exchange.times[-1]
+            self._pool.on_end(exchange)
+        elif not exchange.reads and self._n_served and not exchange.was_retried:
+            exchange.was_retried = True
+            self._pool.send(exchange)
+        else:
+            self._pool.fail(exchange, CLOSED, str(exc) if exc else "")
+
+
+class Pool:
+    """Connections to one address. `on_end` gets every exchange once: whole, or with its error.
+
+    `host` and `port` are where to connect (a resolved address), `name` what TLS checks. `n_spare` connections are
+    kept open ahead of need, so that a burst does not measure the dialling. `timeout_s` bounds each dialling: the
+    kernel's own bound is minutes.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        host: str,
+        port: int,
+        tls: ssl.SSLContext | None,
+        name: str | None,
+        timeout_s: float,
+        on_end: Callable[[Exchange], None],
+    ) -> None:
+        self._loop = loop
+        self._timeout_s = timeout_s
+        self._host, self._port, self._tls, self._name = host, port, tls, name
+        self.is_tls = tls is not None
+        self.tap: Tap | None = Tap(loop) if is_possible() and tls is None else None
+        self.on_end = on_end
+        self._idle: list[Connection] = []
+        self._waiting: deque[Exchange] = deque()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._n_opening = 0
+        self._is_closed = False
+        self.n_spare = 0
+        self.n_opened = 0
+        self.n_open = 0
+        self.n_retried = 0
+
+    async def warm(self, n_connections: int) -> None:
+        """Opens connections ahead. What fails here will fail, and be counted, when it is needed; where a whole batch
+        fails no more are tried."""
+        missing = n_connections - len(self._idle)
+        while missing > 0:  # a listener's backlog may be short
+            batch = min(missing, 64)
+            n_before = self.n_opened
+            await asyncio.gather(*[self._open(None) for _ in range(batch)])
+            missing = missing - batch if self.n_opened > n_before else 0
+
+    def send(self, exchange: Exchange) -> None:
+        """Sends on an open connection at once, or on the next that there is."""
+        if exchange.asked_s == 0.0:
+            exchange.asked_s = perf_counter()
+        idle = self._idle
+        while idle:
+            connection = idle.pop()
+            if connection.is_open:
+                connection.begin(exchange)
+                if len(idle) + self._n_opening < self.n_spare:
+                    self._spawn(None)
+                return
+        self._waiting.append(exchange)
+        self._spawn(exchange)
+
+    def put(self, connection: Connection) -> None:
+        """A connection is free."""
+        if self._waiting:
+            # Not from within its own last read: the one that ended is told first.
+            self._loop.call_soon(self._serve_waiting)
+        self._idle.append(connection)
+
+    def _serve_waiting(self) -> None:
+        while self._waiting and self._idle:
+            connection = self._idle.pop()
+            if connection.is_open:
+                connection.begin(self._waiting.popleft())
+
+    def left(self) -> None:
+        self.n_open -= 1
+
+    def forget(self, connection: Connection) -> None:
+        """An idle connection was closed by the server."""
+        if connection in self._idle:
+            self._idle.remove(connection)
+            self.n_open -= 1
+
+    def fail(self, exchange: Exchange, kind: str, detail: str) -> None:
+        exchange.error = kind
+        exchange.detail = detail
+        exchange.end_s = perf_counter()
+        if exchange.sent_s == 0.0:
+            exchange.sent_s = exchange.end_s
+        self.on_end(exchange)
+
+    def drop(self, exchange: Exchange, kind: str) -> None:
+        """Ends an exchange that is on its way."""
+        connection = exchange.connection
+        if connection is not None:
+            exchange.connection = None
+            connection.abort()
+            self.left()
+        elif exchange in self._waiting:
+            self._waiting.remove(exchange)
+        self.fail(exchange, kind, "")
+
+    def close(self) -> None:
+        """Closes what is idle, and opens no more."""
+        self._is_closed = True
+        for connection in self._idle:
+            connection.abort()
+        self._idle.clear()
+        for task in self._tasks:
+            task.cancel()
+        if self.tap is not None:
+            self.tap.close()
+
+    def _spawn(self, exchange: Exchange | None) -> None:
+        self._n_opening += 1
+        task = self._loop.create_task(self._open_counted(exchange))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _open_counted(self, exchange: Exchange | None) -> None:
+        try:
+            await self._open(exchange)
+        finally:
+            self._n_opening -= 1
+
+    async def _open(self, exchange: Exchange | None) -> None:
+        began = perf_counter()
+        try:
+            dialling = self._loop.create_connection(
+                self._make, self._host, self._port, ssl=self._tls, server_hostname=self._name if self._tls else None
+            )
+            transport, connection = await asyncio.wait_for(dialling, self._timeout_s)
+        except (OSError, ssl.SSLError) as error:
+            if exchange is not None and exchange in self._waiting:
+                self._waiting.remove(exchange)
+                is_late = isinstance(error, TimeoutError)
+                kind = REFUSED if isinstance(error, ConnectionRefusedError) else TIMEOUT if is_late else UNREACHABLE
+                self.fail(exchange, kind, "while connecting" if is_late else str(error))
+            return
+        if self._is_closed:
+            transport.abort()
+            return
+        self.n_opened += 1
+        self.n_open += 1
+        if exchange is not None:
+            exchange.dial_s = perf_counter() - began
+        self._idle.append(connection)
+        self._serve_waiting()
+
+    def _make(self) -> Connection:
+        return Connection(self)

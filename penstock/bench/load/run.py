@@ -1,0 +1,417 @@
+"""The run itself: sends by the plan, on one event loop, and keeps account of its own lateness. Reads are kept raw."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import resource
+import signal
+import ssl
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from penstock.bench.load.connections import TIMEOUT, UNFINISHED, Exchange, Pool
+from penstock.bench.load.kernel_timestamps import Alarm
+
+LAG_EVERY_S = 0.02
+_TICK_S = 0.5
+_LEAST_TICK_S = 0.02
+_MAX_RECENT = 2000
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where to send. `host` is resolved once; `name` is what TLS checks; `prefix` comes before "/v1"."""
+
+    scheme: str
+    host: str
+    port: int
+    name: str
+    prefix: str = ""
+
+    @property
+    def is_tls(self) -> bool:
+        return self.scheme == "https"
+
+    @property
+    def authority(self) -> str:
+        """For the header Host."""
+        name = f"[{self.name}]" if ":" in self.name else self.name
+        return name if self.port == (443 if self.is_tls else 80) else f"{name}:{self.port}"
+
+
+@dataclass(frozen=True)
+class Load:
+    """What to send and how. `requests` are whole HTTP messages; `wait_for[i]` is the index before request i, or None.
+
+    `times`: send times in seconds from the start for an open loop (`concurrency` None). A closed loop sends
+    `n_requests` (None: until `duration_s`), going round `requests`. `timeout_s` bounds a whole answer, and before it
+    the dialling.
+    """
+
+    requests: Sequence[bytes]
+    wait_for: Sequence[int | None] = ()
+    times: Iterator[float] | None = None
+    concurrency: int | None = None
+    n_requests: int | None = None
+    duration_s: float | None = None
+    timeout_s: float = 600.0
+    n_spare: int = 0
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run is, for a live line. Latencies are of the last requests, in seconds; `left_s` None: nobody knows."""
+
+    n_sent: int
+    n_ended: int
+    n_in_flight: int
+    n_errors: int
+    elapsed_s: float
+    rate: float
+    p50_s: float | None
+    p99_s: float | None
+    left_s: float | None
+
+
+@dataclass
+class Outcome:
+    """What was recorded. Times are `perf_counter` seconds; `lag_s`: how late the loop's own alarm went off."""
+
+    exchanges: list[Exchange] = field(default_factory=list)
+    began_s: float = 0.0
+    ended_s: float = 0.0
+    began_at: float = 0.0  # wall clock, seconds since 1970
+    cpu_s: float = 0.0
+    lag_s: list[float] = field(default_factory=list)
+    scrapes: list[tuple[int, Exchange]] = field(default_factory=list)  # (which source, its answer)
+    n_connections: int = 0
+    was_interrupted: bool = False
+
+
+class _Run:
+    """One run on one loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, load: Load, pool: Pool) -> None:
+        self._loop, self._load, self._pool = loop, load, pool
+        self.outcome = Outcome()
+        self.done: asyncio.Future[None] = loop.create_future()
+        self._alarm = Alarm(loop, self._on_alarm)
+        self._lag_alarm = Alarm(loop, self._on_lag)
+        self._lag_due_s = 0.0
+        self._next_at_s: float | None = None
+        self._n_ended = 0
+        self._n_errors = 0
+        self._is_sending = True
+        # Index waited for -> those that wait; and whose answers are complete.
+        self._followers: dict[int, list[Exchange]] = {}
+        self._complete: set[int] = set()
+        self._on_way: dict[int, Exchange] = {}  # in the order in which the generator came to them
+        self._recent: deque[float] = deque(maxlen=_MAX_RECENT)
+        self._tick_at, self._tick_ended = 0.0, 0
+        self._has_waits = any(index is not None for index in load.wait_for)
+
+    # -- sending
+
+    def begin(self) -> None:
+        now = time.perf_counter()
+        self.outcome.began_s, self.outcome.began_at = now, time.time()
+        self._tick_at = now
+        self._lag_due_s = now + LAG_EVERY_S
+        self._lag_alarm.set(self._lag_due_s)
+        if self._load.times is not None:
+            self._next_at_s = self._take_time()
+            self._arm()
+        else:
+            # One an iteration of the loop: a request's time must not hold the writing of the 499 before it.
+            self._loop.call_soon(self._start_one, self._load.concurrency or 1)
+
+    def _start_one(self, n_left: int) -> None:
+        if n_left and self._send_next():
+            self._loop.call_soon(self._start_one, n_left - 1)
+
+    def _take_time(self) -> float | None:
+        assert self._load.times is not None
+        at_s = next(self._load.times, None)
+        return None if at_s is None else self.outcome.began_s + at_s
+
+    def _arm(self) -> None:
+        if self._next_at_s is not None:
+            self._alarm.set(self._next_at_s)
+        else:
+            self._is_sending = False
+            self._check_end()
+
+    def _on_alarm(self) -> None:
+        if not self._is_sending:
+            return
+        now = time.perf_counter()
+        while self._next_at_s is not None and self._next_at_s <= now:
+            self._send(self._next_at_s)
+            self._next_at_s = self._take_time()
+        self._arm()
+
+    def _send_next(self) -> bool:
+        """The next request of a closed loop; False when there is none."""
+        load = self._load
+        if not self._is_sending:
+            return False
+        now = time.perf_counter()
+        is_last = load.n_requests is not None and len(self.outcome.exchanges) >= load.n_requests
+        if is_last or (load.duration_s is not None and now - self.outcome.began_s >= load.duration_s):
+            self._is_sending = False
+            return False
+        self._send(now)
+        return True
+
+    def _send(self, intended_s: float) -> None:
+        index = len(self.outcome.exchanges)
+        which = index % len(self._load.requests)
+        exchange = Exchange(index, self._load.requests[which], intended_s)
+        self.outcome.exchanges.append(exchange)
+        before = self._load.wait_for[which] if self._has_waits else None
+        if before is not None:
+            before += index - which  # of the same round
+            if before not in self._complete:
+                self._followers.setdefault(before, []).append(exchange)
+                return
+        self._hand_over(exchange)
+
+    def _hand_over(self, exchange: Exchange) -> None:
+        self._on_way[exchange.index] = exchange
+        self._pool.send(exchange)
+
+    # -- ending
+
+    def on_end(self, exchange: Exchange) -> None:
+        self._on_way.pop(exchange.index, None)  # what an interrupt drops may never have been on its way
+        if exchange.error is None and exchange.end_s - exchange.sent_s > self._load.timeout_s:
+            exchange.error = TIMEOUT  # its end came before the next look at what is late
+        self._n_ended += 1
+        self._recent.append(exchange.end_s - exchange.intended_s)
+        if exchange.error is not None:
+            self._n_errors += 1
+        exchange.request = b""
+        if self._has_waits:
+            self._complete.add(exchange.index)
+            for follower in self._followers.pop(exchange.index, ()):
+                follower.intended_s = max(follower.intended_s, exchange.end_s)
+                self._hand_over(follower)
+        if self._load.times is None:
+            self._send_next()
+        if not self._is_sending:
+            self._check_end()
+
+    def _check_end(self) -> None:
+        if self._n_ended == len(self.outcome.exchanges) and not self.done.done():
+            self.done.set_result(None)
+
+    def interrupt(self) -> None:
+        """Ends at once: what is in flight is dropped and marked."""
+        if self._is_sending or not self.done.done():
+            self.outcome.was_interrupted = True
+            self._is_sending = False
+            for exchange in self.outcome.exchanges:
+                if exchange.end_s == 0.0:
+                    self._pool.drop(exchange, UNFINISHED)
+            self._check_end()
+
+    def close(self) -> None:
+        self._alarm.close()
+        self._lag_alarm.close()
+
+    # -- watching
+
+    def _on_lag(self) -> None:
+        now = time.perf_counter()
+        self.outcome.lag_s.append(now - self._lag_due_s)
+        self._lag_due_s = max(self._lag_due_s + LAG_EVERY_S, now)
+        self._lag_alarm.set(self._lag_due_s)
+
+    def drop_late(self) -> None:
+        """Ends what is over its timeout."""
+        bound_s = time.perf_counter() - self._load.timeout_s
+        late = [exchange for exchange in self._on_way.values() if (exchange.sent_s or exchange.asked_s) < bound_s]
+        for exchange in late:
+            self._pool.drop(exchange, TIMEOUT)
+
+    def progress(self) -> Progress:
+        now = time.perf_counter()
+        elapsed_s = now - self.outcome.began_s
+        n_sent = len(self.outcome.exchanges)
+        rate = (self._n_ended - self._tick_ended) / max(now - self._tick_at, 1e-9)
+        self._tick_at, self._tick_ended = now, self._n_ended
+        recent = sorted(self._recent)
+        left_s = None
+        if self._load.duration_s is not None:
+            left_s = max(0.0, self._load.duration_s - elapsed_s)
+        elif self._load.n_requests is not None and self._n_ended:
+            left_s = (self._load.n_requests - self._n_ended) * elapsed_s / self._n_ended
+        return Progress(
+            n_sent=n_sent,
+            n_ended=self._n_ended,
+            n_in_flight=n_sent - self._n_ended,
+            n_errors=self._n_errors,
+            elapsed_s=elapsed_s,
+            rate=rate,
+            p50_s=recent[len(recent) // 2] if recent else None,
+            p99_s=recent[min(len(recent) - 1, len(recent) * 99 // 100)] if recent else None,
+            left_s=left_s,
+        )
+
+
+@dataclass(frozen=True)
+class Source:
+    """A page of metrics that is asked every `every_s` seconds."""
+
+    address: Address
+    request: bytes
+    every_s: float = 1.0
+
+
+def drive(
+    address: Address,
+    load: Load,
+    tls: ssl.SSLContext | None = None,
+    sources: Sequence[Source] = (),
+    on_progress: Callable[[Progress], None] | None = None,
+) -> Outcome:
+    """Runs the load to its end, or to a SIGINT, and gives what was recorded. Blocks; owns the main thread's loop."""
+    import uvloop
+
+    _raise_file_limit()
+    gc.collect()
+    gc.freeze()
+    gc.disable()  # a collection among a million kept reads stops the loop for tens of milliseconds
+    try:
+        outcome: Outcome = uvloop.run(_drive(address, load, tls, sources, on_progress))
+        return outcome
+    finally:
+        gc.enable()
+        gc.unfreeze()
+
+
+async def _drive(
+    address: Address,
+    load: Load,
+    tls: ssl.SSLContext | None,
+    sources: Sequence[Source],
+    on_progress: Callable[[Progress], None] | None,
+) -> Outcome:
+    loop = asyncio.get_running_loop()
+    bound_s = load.timeout_s
+    pool = Pool(loop, address.host, address.port, tls, address.name, bound_s, lambda exchange: run.on_end(exchange))
+    run = _Run(loop, load, pool)
+    scrapers = [_Scraper(loop, index, source, tls, bound_s, run.outcome) for index, source in enumerate(sources)]
+    await pool.warm(load.concurrency or load.n_spare)
+    pool.n_spare = load.n_spare
+    watching = [loop.create_task(_watch_late(run, min(_TICK_S, max(_LEAST_TICK_S, bound_s / 4))))]
+    if on_progress is not None:
+        watching.append(loop.create_task(_watch_progress(run, on_progress)))
+    try:
+        for scraper in scrapers:
+            scraper.start()
+        with _told_to_stop(loop, run.interrupt):
+            cpu_s = time.process_time()
+            run.begin()
+            await run.done
+            run.outcome.ended_s = time.perf_counter()
+            run.outcome.cpu_s = time.process_time() - cpu_s
+        run.outcome.n_connections = pool.n_opened
+        await asyncio.gather(*[scraper.stop() for scraper in scrapers])
+    finally:
+        for task in watching:
+            task.cancel()
+        run.close()
+        pool.close()
+    return run.outcome
+
+
+@contextlib.contextmanager
+def _told_to_stop(loop: asyncio.AbstractEventLoop, stop: Callable[[], None]) -> Iterator[None]:
+    """Ctrl-C and SIGTERM end the run with what there is, instead of the process."""
+    earlier = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number in earlier:
+        loop.add_signal_handler(number, stop)
+    try:
+        yield
+    finally:
+        for number, handler in earlier.items():
+            loop.remove_signal_handler(number)
+            signal.signal(number, handler)
+
+
+async def _watch_late(run: _Run, every_s: float) -> None:
+    while True:
+        await asyncio.sleep(every_s)
+        run.drop_late()
+
+
+async def _watch_progress(run: _Run, on_progress: Callable[[Progress], None]) -> None:
+    while True:
+        await asyncio.sleep(_TICK_S)
+        on_progress(run.progress())
+
+
+class _Scraper:
+    """Asks one page again and again, on a connection of its own, with one answer outstanding at most."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        index: int,
+        source: Source,
+        tls: ssl.SSLContext | None,
+        timeout_s: float,
+        outcome: Outcome,
+    ) -> None:
+        self._index, self._source, self._outcome = index, source, outcome
+        address = source.address
+        tls = tls if address.is_tls else None
+        self._pool = Pool(loop, address.host, address.port, tls, address.name, timeout_s, self._on_end)
+        self._loop = loop
+        self._pending: Exchange | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._answered = asyncio.Event()
+
+    def start(self) -> None:
+        self._task = self._loop.create_task(self._run())
+
+    async def _run(self) -> None:
+        while True:
+            self._ask()
+            await asyncio.sleep(self._source.every_s)
+
+    def _ask(self) -> None:
+        if self._pending is None:
+            self._answered.clear()
+            self._pending = Exchange(0, self._source.request, time.perf_counter())
+            self._pool.send(self._pending)
+
+    def _on_end(self, exchange: Exchange) -> None:
+        self._pending = None
+        self._outcome.scrapes.append((self._index, exchange))
+        self._answered.set()
+
+    async def stop(self) -> None:
+        """A last answer, for the end of the interval."""
+        if self._task is not None:
+            self._task.cancel()
+        if self._pending is None:
+            self._ask()
+        try:
+            await asyncio.wait_for(self._answered.wait(), 2.0)
+        except TimeoutError:
+            pass
+        self._pool.close()
+
+
+def _raise_file_limit() -> None:
+    """As many connections as the system allows, instead of a shell's 1024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

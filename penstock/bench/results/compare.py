@@ -1,0 +1,150 @@
+"""What changed between two runs of a load test, and whether it is more than noise. Pure.
+
+An interval sees the noise inside each run alone; what differs between two starts of the same thing (another node, a
+warmer cache) it cannot see: repeat runs before a small difference is believed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+from penstock.bench.results import bootstrap, folder
+from penstock.bench.results.folder import Request, Result
+
+Verdict = Literal["better", "worse", "no difference beyond noise"]
+_QUANTILES = ((0.5, "median"), (0.99, "p99"))
+_TIMES = ("ttft_ms", "tpot_ms", "e2el_ms")
+# So many requests must lie beyond a quantile before it is compared: the p99 of 50 is their largest, and says nothing.
+_LEAST_BEYOND = 1.0
+_LEAST = 8
+
+
+class Change(msgspec.Struct, frozen=True):
+    """One number of both runs by vLLM's name; the interval is of B - A, at 95%."""
+
+    name: str
+    a: float
+    b: float
+    low: float
+    high: float
+    verdict: Verdict
+
+    @property
+    def share(self) -> float | None:
+        """The change in parts of A: 0.1 is a tenth more; None where A is 0."""
+        return (self.b - self.a) / self.a if self.a else None
+
+
+class Comparison(msgspec.Struct, frozen=True):
+    """`unlike`: what was not the same but the thing under test; `notes`: what to know before believing."""
+
+    a: str
+    b: str
+    changes: tuple[Change, ...]
+    unlike: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+def compare(a: Result, b: Result, seed: int = 0) -> Comparison:
+    """Throughput by slices of time, latencies by quantiles, both by bootstrap from requests.csv."""
+    changes = [*_rates(a, b, seed), *_latencies(a, b, seed)]
+    notes = [f"{run.name} is not valid: {_why(run)}" for run in (a, b) if _is_invalid(run)]
+    notes += [
+        f"token rates are not compared: answers of {run.name} had no usage" for run in (a, b) if _lacks_usage(run)
+    ]
+    notes += [f"{run.name} has no usable rows in {folder.REQUESTS}" for run in (a, b) if len(run.done) < _LEAST]
+    for run in (a, b):
+        n_failed = len(run.requests) - len(run.done)
+        if n_failed:
+            notes.append(f"{n_failed} of {len(run.requests)} requests of {run.name} failed: its times leave them out")
+    if changes and not any(change.name.startswith("p99") for change in changes):
+        notes.append("p99 is not compared: that takes 100 answered requests in both runs")
+    if changes:
+        notes.append(f"{len(changes)} numbers are compared at 95% each: about one in twenty differs by chance alone")
+    return Comparison(a.name, b.name, tuple(changes), tuple(folder.differences(a, b)), tuple(notes))
+
+
+def text(found: Comparison) -> str:
+    """The comparison as people read it; widths of up to 100."""
+    lines = [f"A  {found.a}", f"B  {found.b}", ""]
+    if found.unlike:
+        lines += ["not alike (compare like with like):", *(f"  {line}" for line in found.unlike), ""]
+    if found.changes:
+        lines.append(f"{'':26}{'A':>12}{'B':>12}{'B - A, 95% interval':>28}")
+        for change in found.changes:
+            share = "" if change.share is None else f"{change.share:+.1%} "
+            interval = f"{change.low:+.2f} to {change.high:+.2f}"
+            lines.append(f"{change.name:26}{change.a:12.2f}{change.b:12.2f}{interval:>28}  {share}{change.verdict}")
+        lines.append("")
+    lines += [f"note: {note}" for note in found.notes]
+    return "\n".join(lines).rstrip()
+
+
+def _is_invalid(run: Result) -> bool:
+    return run.summary.get("valid") is False
+
+
+def _why(run: Result) -> str:
+    reasons = run.summary.get("invalid_because")
+    return "; ".join(map(str, reasons)) if isinstance(reasons, list) and reasons else "it does not say why"
+
+
+def _lacks_usage(run: Result) -> bool:
+    return any(request.input_tokens is None or request.output_tokens is None for request in run.done)
+
+
+def _rates(a: Result, b: Result, seed: int) -> list[Change]:
+    found = []
+    for name in ("request_throughput", "output_throughput", "total_token_throughput"):
+        slices = [_slices(run, name) for run in (a, b)]
+        if all(slices):
+            found.append(_change(name, bootstrap.mean_difference(slices[0], slices[1], seed), is_more_better=True))
+    return found
+
+
+def _slices(run: Result, name: str) -> list[float]:
+    done = [request for request in run.done if request.end_s is not None]
+    if len(done) < _LEAST:
+        return []
+    ends = [request.end_s or 0.0 for request in done]
+    amounts = [amount for request in done if (amount := _amount(request, name)) is not None]
+    if len(amounts) < len(done):
+        return []
+    duration_s = run.number("duration") or max(ends)
+    return bootstrap.by_slices(ends, amounts, max(duration_s, max(ends), 1e-9))
+
+
+def _amount(request: Request, name: str) -> float | None:
+    """What a request adds to a rate; None where nobody counted it."""
+    if name == "request_throughput":
+        return 1.0
+    if request.output_tokens is None or name == "output_throughput":
+        return request.output_tokens
+    return None if request.input_tokens is None else request.input_tokens + request.output_tokens
+
+
+def _latencies(a: Result, b: Result, seed: int) -> list[Change]:
+    found = []
+    for time in _TIMES:
+        both = [_times(run.done, time) for run in (a, b)]
+        for share, word in _QUANTILES:
+            if all(len(values) >= _LEAST and len(values) * (1 - share) >= _LEAST_BEYOND - 1e-9 for values in both):
+                told = bootstrap.quantile_difference(both[0], both[1], share, seed)
+                found.append(_change(f"{word}_{time}", told, is_more_better=False))
+    return found
+
+
+def _times(requests: Sequence[Request], name: str) -> list[float]:
+    """In order of sending: what waits together is slow together."""
+    ordered = sorted(requests, key=lambda request: request.intended_s)
+    return [value for request in ordered if (value := getattr(request, name)) is not None]
+
+
+def _change(name: str, told: bootstrap.Interval, is_more_better: bool) -> Change:
+    verdict: Verdict = "no difference beyond noise"
+    if not told.is_noise:
+        verdict = "better" if (told.low > 0) == is_more_better else "worse"
+    return Change(name, told.a, told.b, told.low, told.high, verdict)

@@ -1,0 +1,73 @@
+"""What engines and gateways said of themselves during a run: their /metrics pages, as rows. Pure.
+
+The kinds of page tell each other apart by their names: vLLM's, llama.cpp's, penstock's gateway's. Values are summed
+over labels, so over the engines of one page; `kv_use` of several is a sum too, as Prometheus would give it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from penstock.engines.vllm import names as vllm_names
+from penstock.wire import prometheus
+
+COLUMNS = (
+    *("running", "waiting", "kv_use", "prefix_queries", "prefix_hits"),
+    *("prompt_tokens", "generation_tokens", "preemptions"),
+)
+_COUNTERS = frozenset(("prefix_queries", "prefix_hits", "prompt_tokens", "generation_tokens", "preemptions"))
+_LLAMACPP = {
+    "running": "llamacpp:requests_processing",
+    "waiting": "llamacpp:requests_deferred",
+    "kv_use": "llamacpp:kv_cache_usage_ratio",
+    "prompt_tokens": "llamacpp:prompt_tokens_total",
+    "generation_tokens": "llamacpp:tokens_predicted_total",
+}
+_GATEWAY = {"running": "penstock_requests_in_flight", "waiting": "penstock_requests_waiting"}
+# Kind of page -> our word -> its name.
+PAGES: Mapping[str, Mapping[str, str]] = {
+    "vllm": vllm_names.SERIES,
+    "llamacpp": _LLAMACPP,
+    "gateway": _GATEWAY,
+}
+
+
+class Row(msgspec.Struct, frozen=True):
+    """One page at one time, seconds from the start of the run. A value is None where the page has none such."""
+
+    time_s: float
+    source: str
+    kind: str
+    values: dict[str, float | None]
+
+
+def read_page(text: str, time_s: float, source: str) -> Row | None:
+    """The row of one page; None for a page of nobody we know."""
+    found = prometheus.parse(text)
+    for kind, names in PAGES.items():
+        if any(name in found for name in names.values()):
+            return Row(time_s, source, kind, {word: found.get(names.get(word, "")) for word in COLUMNS})
+    return None
+
+
+def summarise(rows: Sequence[Row]) -> dict[str, dict[str, float | str | None]]:
+    """By source: mean and max of gauges, growth of counters, and the prefix hit rate over the interval."""
+    out: dict[str, dict[str, float | str | None]] = {}
+    for source in dict.fromkeys(row.source for row in rows):
+        of_source = sorted((row for row in rows if row.source == source), key=lambda row: row.time_s)
+        facts: dict[str, float | str | None] = {"kind": of_source[0].kind, "n_scrapes": len(of_source)}
+        for word in COLUMNS:
+            values = [value for row in of_source if (value := row.values[word]) is not None]
+            if not values:
+                continue
+            if word in _COUNTERS:
+                facts[word] = values[-1] - values[0]
+            else:
+                facts[f"{word}_mean"], facts[f"{word}_max"] = sum(values) / len(values), max(values)
+        queries, hits = facts.get("prefix_queries"), facts.get("prefix_hits")
+        if isinstance(queries, float) and isinstance(hits, float) and queries > 0:
+            facts["prefix_hit_rate"] = hits / queries
+        out[source] = facts
+    return out

@@ -1,0 +1,259 @@
+"""A run's folder: result.json, requests.csv, itl.csv, engine.csv. Written whole; a reader needs no penstock.
+
+`requests.csv` has one row a request in the order of sending; `itl.csv` has one row for every gap between two token
+events: the request's index, milliseconds. Times are seconds from the start of the run.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from penstock.bench.results.engine_metrics import COLUMNS, Row
+from penstock.bench.results.stats import Timed
+from penstock.errors import UserError
+
+REQUEST_COLUMNS = (
+    *("index", "intended_s", "sent_s", "first_token_s", "end_s", "ttft_ms", "tpot_ms", "e2el_ms"),
+    *("input_tokens", "output_tokens", "n_chunks", "status", "error", "replica"),
+)
+
+
+def new_folder(home: Path, now: float) -> Path:
+    """A name for a run of its own under `home`/bench; not made yet."""
+    name = time.strftime("%Y%m%d-%H%M%S", time.localtime(now))
+    base = home / "bench"
+    taken = [base / name, *(base / f"{name}-{number}" for number in range(2, 1000))]
+    return next((path for path in taken if not path.exists()), taken[-1])
+
+
+def prepare(folder: Path) -> None:
+    """Makes the folder before the run: nobody wants to learn after an hour that it cannot be written.
+
+    Raises UserError.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".probe"
+        probe.touch()
+        probe.unlink()
+    except OSError as exc:
+        raise UserError(f'cannot write results to "{folder}": {exc.strerror}', hint="--out DIR") from exc
+
+
+def write(
+    folder: Path, result: Mapping[str, Any], requests: Sequence[Timed], rows: Sequence[Row], is_open: bool
+) -> None:
+    """Writes all files. Raises UserError when the disk will not have them."""
+    try:
+        _write_csv(folder / "requests.csv", REQUEST_COLUMNS, (request_row(request, is_open) for request in requests))
+        _write_csv(folder / "itl.csv", ("index", "itl_ms"), _gap_rows(requests))
+        columns = ("time_s", "source", "kind", *COLUMNS)
+        _write_csv(folder / "engine.csv", columns, ([r.time_s, r.source, r.kind, *_cells(r)] for r in rows))
+        (folder / "result.json").write_text(json.dumps(result, indent=2, allow_nan=False) + "\n", "utf-8")
+    except OSError as exc:
+        raise UserError(f'could not write results to "{folder}": {exc.strerror}', hint="--out DIR") from exc
+
+
+def request_row(request: Timed, is_open: bool) -> list[Any]:
+    """One row of requests.csv, by REQUEST_COLUMNS; None becomes an empty cell."""
+    times = request.token_times_s
+    is_whole = request.error is None
+    ttft_s, tpot_s = (request.ttft_s(is_open), request.tpot_s) if is_whole else (None, None)
+    return [
+        request.index,
+        round(request.intended_s, 6),
+        round(request.sent_s, 6),
+        round(times[0], 6) if times else None,
+        round(request.end_s, 6),
+        None if ttft_s is None else round(ttft_s * 1000, 4),
+        None if tpot_s is None else round(tpot_s * 1000, 4),
+        round(request.e2el_s(is_open) * 1000, 4) if is_whole else None,
+        request.input_tokens,
+        request.output_tokens,
+        len(times),
+        request.status,
+        request.error,
+        request.replica,
+    ]
+
+
+def _gap_rows(requests: Sequence[Timed]) -> Iterable[tuple[int, str]]:
+    for request in requests:
+        if request.error is None:
+            yield from [(request.index, f"{gap * 1000:.3f}") for gap in request.gaps_s()]
+
+
+def _cells(row: Row) -> list[float | None]:
+    return [row.values[word] for word in COLUMNS]
+
+
+def _write_csv(path: Path, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(columns)
+        writer.writerows(rows)
+
+
+RESULT, REQUESTS, GAPS, ENGINE = "result.json", "requests.csv", "itl.csv", "engine.csv"
+
+
+# What may differ between two runs that are still alike: where they write, what they are called, when they ran.
+_IDLE = {"out", "json", "folder", "url", "seed", "load_average", "formulas", "verb", "metrics"}
+
+
+class Request(msgspec.Struct, frozen=True):
+    """One row of requests.csv. Times in seconds from the start of the run; None: it did not come so far."""
+
+    intended_s: float
+    end_s: float | None
+    ttft_ms: float | None
+    tpot_ms: float | None
+    e2el_ms: float | None
+    input_tokens: int | None
+    output_tokens: int | None
+    is_ok: bool
+
+
+class EngineRow(msgspec.Struct, frozen=True):
+    """What one page of metrics said at one time; `values` by column, those that it has."""
+
+    time_s: float
+    source: str
+    values: dict[str, float]
+
+
+class Result(msgspec.Struct, frozen=True):
+    """A run: `summary` is result.json as it stands, `gaps` are ITLs in ms."""
+
+    name: str
+    summary: dict[str, Any]
+    requests: tuple[Request, ...] = ()
+    gaps: tuple[float, ...] = ()
+    engine: tuple[EngineRow, ...] = ()
+
+    def number(self, name: str) -> float | None:
+        """A finite number of result.json, or None."""
+        return _finite(self.summary.get(name))
+
+    @property
+    def done(self) -> tuple[Request, ...]:
+        """The requests that were answered whole."""
+        return tuple(request for request in self.requests if request.is_ok)
+
+
+def load(path: Path) -> Result:
+    """The run in a folder, or beside a result.json.  Raises UserError when there is none."""
+    folder = path.parent if path.name.endswith(".json") else path
+    file = path if path.name.endswith(".json") else folder / RESULT
+    try:
+        summary = msgspec.json.decode(file.read_bytes())
+    except OSError as exc:
+        why = (exc.strerror or str(exc)).lower()
+        raise UserError(
+            f'cannot read result "{file}": {why}', hint="Give a folder that `penstock bench serve --out` wrote."
+        ) from exc
+    except msgspec.DecodeError as exc:
+        raise UserError(f'cannot read result "{file}": not JSON', detail=str(exc)) from exc
+    if not isinstance(summary, dict):
+        raise UserError(f'cannot read result "{file}": not an object')
+    return Result(
+        name=folder.resolve().name,
+        summary=summary,
+        requests=tuple(_requests(folder / REQUESTS)),
+        gaps=tuple(_gaps(folder / GAPS)),
+        engine=tuple(_engine(folder / ENGINE)),
+    )
+
+
+def differences(one: Result, other: Result) -> list[str]:
+    """What was not the same in two runs, as "flags.concurrency: 8, then 16": flags, versions, machine, model."""
+    found = []
+    for block in ("flags", "versions", "machine", "model", "model_id", "dataset"):
+        was, now = (dict(_flat(block, result.summary.get(block))) for result in (one, other))
+        found += [
+            f"{key}: {_said(was.get(key))}, then {_said(now.get(key))}"
+            for key in sorted(was.keys() | now.keys())
+            if was.get(key) != now.get(key) and key.rpartition(".")[2] not in _IDLE
+        ]
+    return found
+
+
+def _said(value: object) -> str:
+    return "not said" if value is None else str(value)
+
+
+def _flat(name: str, value: Any) -> Iterator[tuple[str, object]]:
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _flat(f"{name}.{key}", inner)
+    elif value is not None:
+        yield name, value
+
+
+def _requests(path: Path) -> Iterator[Request]:
+    rows = list(_rows(path))
+    begun = min((at for row in rows if (at := _finite(row.get("intended_s"))) is not None), default=0.0)
+    for row in rows:
+        intended, end = _finite(row.get("intended_s")), _finite(row.get("end_s"))
+        if intended is None:
+            continue
+        is_ok = not row.get("error") and str(row.get("status") or "200").lower() in ("200", "ok", "complete")
+        yield Request(
+            intended - begun,
+            None if end is None else end - begun,
+            ttft_ms=_finite(row.get("ttft_ms")),
+            tpot_ms=_finite(row.get("tpot_ms")),
+            e2el_ms=_finite(row.get("e2el_ms")),
+            input_tokens=_tokens(row.get("input_tokens")),
+            output_tokens=_tokens(row.get("output_tokens")),
+            is_ok=is_ok,
+        )
+
+
+def _gaps(path: Path) -> Iterator[float]:
+    """Gaps in ms, one a line behind its request's index; lines that are damaged are left out."""
+    try:
+        lines = path.read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError):
+        return
+    for line in lines[1:]:
+        value = _finite(line.rpartition(",")[2])
+        if value is not None:
+            yield value
+
+
+def _engine(path: Path) -> Iterator[EngineRow]:
+    for row in _rows(path):
+        numbers = {name: value for name, text in row.items() if (value := _finite(text)) is not None}
+        time_s = numbers.pop("time_s", None)
+        if time_s is not None:
+            yield EngineRow(time_s, row.get("source") or "", numbers)
+
+
+def _rows(path: Path) -> Iterator[dict[str, str]]:
+    try:
+        with path.open(encoding="utf-8", newline="") as stream:
+            yield from csv.DictReader(stream)
+    except (OSError, UnicodeDecodeError, csv.Error):
+        return
+
+
+def _tokens(text: str | None) -> int | None:
+    count = _finite(text)
+    return None if count is None else int(count)
+
+
+def _finite(value: object) -> float | None:
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return None
+    return number if math.isfinite(number) else None

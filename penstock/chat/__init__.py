@@ -1,1 +1,0 @@
-"""Talking to a model: `terminal` in a terminal or a script."""

@@ -1,0 +1,334 @@
+"""Chat in a terminal: streamed answers, a history, a handful of commands. Without a terminal: lines in, answers out.
+
+`chat` prints only to the stream it is given and reads only from the one it is given, so a test (or a pipe) drives it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+from penstock.errors import PenstockError
+from penstock.text import show_seconds
+from penstock.wire.client import Chunk, Client, Message, Reply, Stream
+
+PROMPT, MORE = "> ", "... "
+_QUOTES = '"""'
+_HISTORY_LINES = 1000
+_DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
+# A model may print anything; escape sequences would let it drive the terminal.
+_HARMLESS = {code: None for code in [*range(32), *range(127, 160)] if chr(code) not in "\n\t"}
+HELP = """\
+/reset          forget the conversation
+/system TEXT    set the system message; alone: show it
+/model NAME     talk to another model; alone: list them
+/stats          show or hide times after each answer
+/quit           leave (or Ctrl-D)
+Ctrl-C stops an answer. A line that ends with \\ goes on in the next; so does everything between \"\"\" and \"\"\".
+A message that begins with / is sent with a space before it."""
+
+ReadLine = Callable[[str], str]  # takes the prompt; raises EOFError at the end, as `input` does
+
+
+@dataclass(frozen=True)
+class ChatSettings:
+    """How to chat. `completion` sends raw prompts, without a conversation; `as_json` prints one object per answer.
+
+    `history_file` keeps typed lines between sessions; None keeps none.
+    """
+
+    model: str | None = None
+    system: str | None = None
+    completion: bool = False
+    as_json: bool = False
+    shows_stats: bool = False
+    max_tokens: int | None = None
+    temperature: float | None = None
+    history_file: Path | None = None
+
+
+def chat(
+    client: Client,
+    settings: ChatSettings,
+    once: str | None = None,
+    stdin: TextIO | None = None,
+    stdout: TextIO | None = None,
+    read_line: ReadLine | None = None,
+) -> int:
+    """Talks until `once` is answered, or the input ends, or /quit; gives the exit code 0.
+
+    With a terminal (or `read_line`) failures are shown and the chat goes on; otherwise the first one is raised.
+    """
+    stdin, stdout = stdin or sys.stdin, stdout or sys.stdout
+    if once is not None:
+        _Session(client, settings, stdout, is_interactive=False).answer(once)
+        return 0
+    is_interactive = read_line is not None or stdin.isatty()
+    session = _Session(client, settings, stdout, is_interactive)
+    session.greet()
+    if read_line is not None:
+        session.run(read_line)
+    elif is_interactive:
+        with _keyboard(settings.history_file) as keyboard:
+            session.run(keyboard)
+    else:
+        session.run(_lines_of(stdin))
+    return 0
+
+
+def read_message(read_line: ReadLine) -> str:
+    r"""One message, which may span lines: "a\" + "b" -> "a\nb"; everything between two \"\"\". EOFError at the end."""
+    line = read_line(PROMPT)
+    lines = [line]
+    if line.lstrip().startswith(_QUOTES):
+        lines = [line.lstrip().removeprefix(_QUOTES)]
+        ends = _QUOTES
+    else:
+        ends = None
+    with contextlib.suppress(EOFError):  # the end of the input ends a message, too
+        while not lines[-1].rstrip().endswith(ends) if ends else lines[-1].endswith("\\"):
+            if not ends:
+                lines[-1] = lines[-1][:-1]
+            lines.append(read_line(MORE))
+    text = "\n".join(lines)
+    return text.rstrip().removesuffix(_QUOTES) if ends else text
+
+
+def stats(reply: Reply) -> str:
+    """ "(TTFT 12 ms, 34 tokens, 310 tokens/s)", without what the server did not say."""
+    parts = []
+    if reply.ttft_s is not None:
+        parts.append(f"TTFT {show_seconds(reply.ttft_s)}")
+    if reply.output_tokens is not None:
+        parts.append(f"{reply.output_tokens} token{'' if reply.output_tokens == 1 else 's'}")
+    if reply.tokens_per_s is not None:
+        parts.append(
+            f"{reply.tokens_per_s:.3g} tokens/s" if reply.tokens_per_s < 100 else f"{reply.tokens_per_s:.0f} tokens/s"
+        )
+    return f"({', '.join(parts)})"
+
+
+def to_json(reply: Reply) -> str:
+    """One line of JSON with all that is known of an answer; times in seconds."""
+    facts = {
+        "text": reply.text,
+        "model": reply.model,
+        "finish_reason": reply.finish_reason,
+        "prompt_tokens": reply.prompt_tokens,
+        "output_tokens": reply.output_tokens,
+        "ttft_s": reply.ttft_s,
+        "duration_s": reply.duration_s,
+        "tokens_per_s": reply.tokens_per_s,
+        "replica": reply.replica,
+        "request_id": reply.request_id,
+    }
+    return json.dumps(facts, ensure_ascii=False)
+
+
+class _Session:
+    """One conversation and where it is shown."""
+
+    def __init__(self, client: Client, settings: ChatSettings, out: TextIO, is_interactive: bool) -> None:
+        self._client = client
+        self._settings = settings
+        self._out = out
+        self._is_interactive = is_interactive
+        self._is_terminal = out.isatty()
+        self._has_colour = self._is_terminal and not os.environ.get("NO_COLOR")
+        self._model = settings.model
+        self._system = settings.system
+        self._shows_stats = settings.shows_stats
+        self._messages: list[Message] = []
+        self._is_over = False
+
+    def greet(self) -> None:
+        """Finds out whom we talk to, and says so to a person."""
+        if not self._is_interactive:
+            return
+        cards = self._client.models()
+        if self._model is None and cards:
+            self._model = cards[0].name
+        self._note(f"{self._model or 'no model'} at {self._client.base_url} (/help lists commands, Ctrl-D leaves)")
+
+    def run(self, read_line: ReadLine) -> None:
+        """Reads messages until the end."""
+        while not self._is_over:
+            try:
+                text = read_message(read_line)
+            except EOFError:
+                self._note("")
+                return
+            except KeyboardInterrupt:
+                self._note("\n(/quit or Ctrl-D leaves)")
+                continue
+            if text.startswith("/"):
+                self._guard(self._command, text)
+            elif text.strip():
+                self._guard(self.answer, text.strip())
+
+    def answer(self, text: str) -> None:
+        """Asks, shows the answer as it comes, remembers both. A failed question is forgotten."""
+        question: Message = {"role": "user", "content": text}
+        shown: list[str] = []
+        reply = None
+        try:
+            with contextlib.closing(self._ask(text, question)) as stream:
+                for item in stream:
+                    if isinstance(item, Reply):
+                        reply = item
+                    else:
+                        self._show(item, shown)
+        except KeyboardInterrupt:
+            if not self._is_interactive:
+                raise
+            shown.append("\n")
+            self._note("\n(stopped)")
+        except PenstockError:
+            if shown:
+                self._end_line(shown)
+            raise
+        if reply is not None:
+            self._conclude(reply, shown)
+        said = "".join(shown).strip() if reply is None else reply.text
+        if said:
+            self._messages += [question, {"role": "assistant", "content": said}]
+
+    def _ask(self, text: str, question: Message) -> Stream:
+        settings = self._settings
+        if settings.completion:
+            return self._client.stream_complete(text, self._model, settings.max_tokens, settings.temperature)
+        system: list[Message] = [{"role": "system", "content": self._system}] if self._system else []
+        messages = [*system, *self._messages, question]
+        return self._client.stream_chat(messages, self._model, settings.max_tokens, settings.temperature)
+
+    def _show(self, chunk: Chunk, shown: list[str]) -> None:
+        if not chunk.is_reasoning:
+            shown.append(chunk.text)
+        if self._settings.as_json or (chunk.is_reasoning and not self._is_terminal):
+            return  # a script wants the answer, not the way to it
+        text = chunk.text.translate(_HARMLESS) if self._is_terminal else chunk.text
+        self._out.write(self._dim(text) if chunk.is_reasoning else text)
+        self._out.flush()
+
+    def _conclude(self, reply: Reply, shown: list[str]) -> None:
+        if self._settings.as_json:
+            self._out.write(to_json(reply) + "\n")
+        else:
+            self._end_line(shown)
+            if self._shows_stats:
+                self._out.write(self._dim(stats(reply)) + "\n")
+        self._out.flush()
+
+    def _end_line(self, shown: list[str]) -> None:
+        """What follows begins on a line of its own."""
+        if not self._settings.as_json and not "".join(shown).endswith("\n"):
+            self._out.write("\n")
+
+    def _guard(self, act: Callable[[str], None], text: str) -> None:
+        """A person sees a failure and goes on; a script gets it raised."""
+        try:
+            act(text)
+        except PenstockError as exc:
+            if not self._is_interactive:
+                raise
+            if self._settings.as_json:
+                self._out.write(json.dumps(exc.facts()) + "\n")
+            else:
+                self._note(f"error: {exc.message}" + (f"\nhint: {exc.hint}" if exc.hint else ""))
+
+    def _command(self, text: str) -> None:
+        word, _, rest = text.partition(" ")
+        name = _COMMANDS.get(word.strip())
+        if name is None:
+            raise PenstockError(f"unknown command {word.strip()}", hint="/help lists them; a space before / sends it.")
+        getattr(self, name)(rest.strip())
+
+    def _quit(self, _: str) -> None:
+        self._is_over = True
+
+    def _help(self, _: str) -> None:
+        self._note(HELP)
+
+    def _reset(self, _: str) -> None:
+        self._messages = []
+        self._note("(forgotten)")
+
+    def _set_system(self, text: str) -> None:
+        self._system = text or self._system
+        self._note(f"(system: {self._system or 'none'})")
+
+    def _set_model(self, name: str) -> None:
+        cards = self._client.models()
+        if not name:
+            for card in cards:
+                mark = "*" if card.name == self._model else " "
+                self._note(f"{mark} {card.name}" + (f" ({card.state})" if card.state else ""))
+            return
+        if not any(name in (card.name, *card.aliases) for card in cards):
+            raise PenstockError(f'no model "{name}"', hint=f"There are: {', '.join(card.name for card in cards)}.")
+        self._model = name
+        self._note(f"(model: {name})")
+
+    def _toggle_stats(self, _: str) -> None:
+        self._shows_stats = not self._shows_stats
+        self._note(f"(stats {'on' if self._shows_stats else 'off'})")
+
+    def _note(self, text: str) -> None:
+        """Says something of ours: only to a person, so that a script's output holds answers only."""
+        if self._is_interactive and not self._settings.as_json:
+            self._out.write(self._dim(text) + "\n")
+            self._out.flush()
+
+    def _dim(self, text: str) -> str:
+        return f"{_DIM}{text}{_PLAIN}" if self._has_colour and text else text
+
+
+_COMMANDS = {
+    "/quit": "_quit",
+    "/exit": "_quit",
+    "/help": "_help",
+    "/reset": "_reset",
+    "/system": "_set_system",
+    "/model": "_set_model",
+    "/stats": "_toggle_stats",
+}
+
+
+def _lines_of(stdin: TextIO) -> ReadLine:
+    """Reads lines without a prompt."""
+
+    def read_line(_: str) -> str:
+        line = stdin.readline()
+        if not line:
+            raise EOFError
+        return line.rstrip("\r\n")
+
+    return read_line
+
+
+@contextlib.contextmanager
+def _keyboard(history_file: Path | None) -> Iterator[ReadLine]:
+    """`input` with line editing where Python has readline, and the history of earlier sessions."""
+    try:
+        import readline
+    except ImportError:
+        yield input
+        return
+    if history_file is None:
+        yield input
+        return
+    with contextlib.suppress(OSError):
+        readline.read_history_file(history_file)
+    readline.set_history_length(_HISTORY_LINES)
+    try:
+        yield input
+    finally:
+        with contextlib.suppress(OSError):  # a full disk or a read-only home must not spoil the goodbye
+            history_file.parent.mkdir(parents=True, exist_ok=True)
+            readline.write_history_file(history_file)

@@ -1,0 +1,221 @@
+"""`penstock gateway`: its arguments, and what it prints. `gateway.workers` serves.
+
+Exit codes: 0 after a drain, 1 after a second signal, 2 when it cannot be started so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from penstock.errors import SpecError, UserError
+
+if TYPE_CHECKING:
+    from penstock.gateway.config import GatewayConfig, ServedModel, Upstream
+    from penstock.gateway.service import Sockets
+
+_POLICIES = ("least-load", "prefix", "round-robin", "sticky")
+
+
+def _upstream(text: str) -> tuple[str, str]:
+    model, equals, url = text.partition("=")
+    # A name may hold "=" no more than it may hold a line end: it is looked up, written into logs and metrics.
+    if not (equals and model and url) or not model.isprintable():
+        raise argparse.ArgumentTypeError(f"{text[:60]!r} is not MODEL=URL, like qwen=http://127.0.0.1:9100")
+    return model, url
+
+
+def _workers(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= 64):
+        raise argparse.ArgumentTypeError(f"{text[:20]!r} is not a whole number from 1 to 64")
+    return int(text)
+
+
+def _days(text: str) -> int | None:
+    """None for "all"."""
+    if text == "all":
+        return None
+    if not (text.isascii() and text.isdigit() and 1 <= int(text[:9]) < 10**6):
+        raise argparse.ArgumentTypeError(f"{text[:20]!r} is not a whole number of days, or all")
+    return int(text)
+
+
+def _amount(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and 1 <= int(text[:15]) < 10**12):
+        raise argparse.ArgumentTypeError(f"{text[:20]!r} is not a whole number above 0")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < 10**9:
+        raise argparse.ArgumentTypeError(f"{text[:20]!r} is not a number of seconds above 0")
+    return value
+
+
+def add_arguments(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument(
+        "--listen", default="127.0.0.1:9300", metavar="ADDRESS", help="where clients ask: HOST:PORT or unix:/path"
+    )
+    sub.add_argument(
+        "--upstream",
+        action="append",
+        required=True,
+        type=_upstream,
+        metavar="MODEL=URL",
+        help="an engine that runs: http://HOST:PORT or unix:/path; repeat it for more engines and models",
+    )
+    sub.add_argument("--alias", action="append", default=[], type=_upstream, metavar="MODEL=NAME", help="another name")
+    sub.add_argument("--auth", choices=("none", "keys"), default="none", help="none: on loopback and Unix sockets only")
+    sub.add_argument("--store", metavar="FILE|URL", help="keys and usage: a SQLite file, or postgresql://...")
+    sub.add_argument(
+        "--ledger-days",
+        type=_days,
+        default=90,
+        metavar="N|all",
+        help="how long a request's row is kept; older ones become sums by day",
+    )
+    sub.add_argument("--policy", choices=_POLICIES, default="least-load", help="which engine of a model gets a request")
+    sub.add_argument("--workers", type=_workers, default=1, metavar="N", help="processes on the one port")
+    sub.add_argument("--tls-cert", metavar="FILE", help="certificate chain, PEM: clients speak TLS")
+    sub.add_argument("--tls-key", metavar="FILE", help="its key, PEM, without a passphrase")
+    sub.add_argument("--admin", metavar="ADDRESS", help="admin address: HOST:PORT or unix:/path (needs its token)")
+    sub.add_argument("--admin-token-file", metavar="FILE", help="the token that admin calls need; a file of mode 600")
+    sub.add_argument("--hold", type=_seconds, default=60.0, metavar="SECONDS", help="a request's wait for an engine")
+    sub.add_argument("--drain", type=_seconds, default=30.0, metavar="SECONDS", help="to finish requests after SIGTERM")
+    sub.add_argument("--max-header-bytes", type=_amount, metavar="N", help="of a request's head (default: 32768)")
+    sub.add_argument("--max-headers", type=_amount, metavar="N", help="header lines (default: 100)")
+    sub.add_argument("--max-body-bytes", type=_amount, metavar="N", help="of a request's body (default: 33554432)")
+    sub.add_argument("--max-connections", type=_amount, metavar="N", help="of clients, per worker (default: 16384)")
+    sub.add_argument("--idle-timeout", type=_seconds, metavar="SECONDS", help="between requests (default: 120)")
+    sub.add_argument("--header-timeout", type=_seconds, metavar="SECONDS", help="for a head to come (default: 20)")
+    sub.add_argument("--total-timeout", type=_seconds, metavar="SECONDS", help="request and answer (default: none)")
+    sub.add_argument("--json", action="store_true", help="print the addresses as one line of JSON")
+
+
+# Option -> field of Limits.
+_LIMITS = {
+    "max_header_bytes": "head_bytes",
+    "max_headers": "n_headers",
+    "max_body_bytes": "body_bytes",
+    "max_connections": "n_connections",
+    "idle_timeout": "idle_s",
+    "header_timeout": "head_s",
+    "total_timeout": "total_s",
+}
+
+
+def run(options: argparse.Namespace) -> int:
+    """Serves until a signal. Raises UserError."""
+    import logging
+    import secrets
+    import tempfile
+
+    from penstock.gateway import compiled
+
+    compiled.activate()  # before any of the modules that it is for
+    from penstock.gateway.config import read_token
+    from penstock.gateway.workers.parent import serve
+
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s gateway: %(message)s")
+    with tempfile.TemporaryDirectory(prefix="penstock-gw-") as folder:
+        config = make_config(options, Path(folder))
+        # Without an admin address nobody but its workers calls: a socket that only this user reaches, a new token.
+        token = read_token(Path(config.admin_token_file)) if options.admin else secrets.token_hex(16)
+        serve(config, token, lambda sockets: _tell(options, config, sockets))
+    return 0
+
+
+def make_config(options: argparse.Namespace, folder: Path) -> GatewayConfig:
+    """The checked config. Raises UserError with what to do. `folder` holds the admin socket when none was asked for."""
+    from penstock.gateway.config import GatewayConfig, Limits, Upstream, find_problems, is_loopback, parse_address
+
+    if options.auth == "none" and parse_address(options.listen) and not is_loopback(options.listen):
+        raise UserError(
+            f"cannot listen on {options.listen} with --auth none",
+            detail="Whoever reaches that address could use the engines; without keys only this machine may.",
+            hint="--auth keys --store FILE, after `penstock keys create --store FILE`; or listen on 127.0.0.1.",
+        )
+    if options.auth == "keys" and options.store is None:
+        raise UserError(
+            "cannot check keys without a store",
+            detail="--auth keys looks keys up in the store, and none is named.",
+            hint="--store FILE, after `penstock keys create --name NAME --store FILE`",
+        )
+    if options.admin and not options.admin_token_file:
+        raise UserError(
+            "cannot open an admin address without its token",
+            detail="Whoever calls it decides where requests go.",
+            hint="(umask 077; openssl rand -hex 16 > token); --admin-token-file token",
+        )
+    given = {field: getattr(options, option) for option, field in _LIMITS.items() if getattr(options, option)}
+    config = GatewayConfig(
+        listen=options.listen,
+        admin=options.admin or f"unix:{folder}/admin.sock",
+        admin_token_file=options.admin_token_file or "",
+        models=_models(options),
+        auth=options.auth,
+        hold_s=options.hold,
+        drain_s=options.drain,
+        store=options.store,
+        ledger_days=options.ledger_days,
+        policy=options.policy,
+        upstreams=tuple(Upstream(model, url) for model, url in options.upstream),
+        workers=options.workers,
+        tls_cert=options.tls_cert,
+        tls_key=options.tls_key,
+        limits=Limits(**given),
+    )
+    problems = find_problems(config)
+    if problems:
+        raise SpecError("these arguments of `penstock gateway`", problems)
+    return config
+
+
+def _models(options: argparse.Namespace) -> tuple[ServedModel, ...]:
+    from penstock.gateway.config import ServedModel
+
+    names = list(dict.fromkeys(model for model, _ in options.upstream))
+    strangers = [model for model, _ in options.alias if model not in names]
+    if strangers:
+        raise UserError(f"--alias names model {strangers[0]!r}, which no --upstream has", hint=f"one of {names}")
+    return tuple(ServedModel(name, tuple(alias for model, alias in options.alias if model == name)) for name in names)
+
+
+def _tell(options: argparse.Namespace, config: GatewayConfig, sockets: Sockets) -> None:
+    """One line when the addresses are bound: a program that reads it may connect."""
+    listen = _bound(config.listen, sockets.public[0], "https" if config.tls_cert else "http")
+    admin = _bound(config.admin, sockets.admin, "http") if options.admin else None
+    if options.json:
+        facts: dict[str, Any] = {
+            "listen": listen,
+            "admin": admin,
+            "auth": config.auth,
+            "policy": config.policy,
+            "workers": config.workers,
+            "upstreams": [{"model": upstream.model, "url": upstream.url} for upstream in config.upstreams],
+        }
+        print(json.dumps(facts), flush=True)
+        return
+    models = ", ".join(f"{model.name} ({_count(config.upstreams, model.name)})" for model in config.models)
+    ends = f"; admin on {admin}" if admin else ""
+    keys = "keys needed" if config.auth == "keys" else "no keys"
+    print(f"listening on {listen}, {keys}: {models}{ends}", flush=True)
+
+
+def _count(upstreams: tuple[Upstream, ...], model: str) -> str:
+    n_upstreams = sum(upstream.model == model for upstream in upstreams)
+    return "1 engine" if n_upstreams == 1 else f"{n_upstreams} engines"
+
+
+def _bound(text: str, sock: Any, scheme: str) -> str:
+    """The address with the port that 0 became."""
+    if text.startswith("unix:"):
+        return text
+    return f"{scheme}://{text.rpartition(':')[0]}:{sock.getsockname()[1]}"

@@ -1,0 +1,422 @@
+"""`penstock plan`: its arguments, and what it prints. `planning` answers, `facts` reads, `plan_view` formats.
+
+Exit codes: 0 it fits, 3 it does not (with the whole answer all the same), 2 bad input, 4 not modelled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from penstock.errors import UserError
+from penstock.text import flag
+
+if TYPE_CHECKING:
+    from penstock.hardware import Links
+    from penstock.hardware.catalog import GpuFacts
+    from penstock.models import Facts
+    from penstock.planner.explain import Formula
+    from penstock.planner.request import Sizing, SizingRequest
+    from penstock.planner.speed.calibration import Calibrated
+
+EXIT_FITS, EXIT_DOES_NOT_FIT = 0, 3
+
+# What `engine/arg_utils.py` of vLLM reads in --max-model-len: small letters are decimal, large ones binary.
+_FACTORS = {"k": 10**3, "m": 10**6, "K": 2**10, "M": 2**20}
+_MOST = 2**31
+_DTYPES = ("auto", "bfloat16", "half", "float16", "float", "float32")
+
+
+def _count(text: str) -> int:
+    """A whole number from 1 to 2**31: "131072", "128K" (131,072), "128k" (128,000)."""
+    factor = _FACTORS.get(text[-1:], 1)
+    digits = text[:-1] if factor != 1 else text
+    is_number = digits.isascii() and digits.isdigit() and len(digits) < 12
+    if not is_number or not 1 <= int(digits) * factor <= _MOST:
+        raise argparse.ArgumentTypeError(f"{text[:20]!r} is not a whole number from 1 to {_MOST:,}")
+    return int(digits) * factor
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= _MOST:
+        raise argparse.ArgumentTypeError(f"{text[:20]!r} is not a number above 0 and at most {_MOST:,}")
+    return value
+
+
+def _share(text: str) -> float:
+    value = _positive(text)
+    if value > 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a share in (0, 1]")
+    return value
+
+
+def _numbers(text: str) -> tuple[float, ...]:
+    """One number above 0, or several with commas between them."""
+    return tuple(_positive(word) for word in text.split(","))
+
+
+class _Option(NamedTuple):
+    """A flag with a value: the field of SizingRequest that it fills (its own name with dashes for underscores)."""
+
+    field: str
+    kind: Any
+    word: str
+    text: str
+
+
+_MACHINES = (
+    _Option("gpu", str, "ID", "the GPU, a catalogue id (h100-sxm) or its driver's name; default: this machine's"),
+    _Option("gpus_per_node", _count, "N", "GPUs in each node (default 1)"),
+    _Option("nodes", _count, "M", "how many nodes (default 1)"),
+    _Option("network", str, "ID", "what joins the nodes, a catalogue id"),
+    _Option("gpu_memory_gib", _positive, "GIB", "memory of one GPU as the CUDA runtime reports it"),
+)
+_LAYOUT = (
+    _Option("tensor", _count, "T", "tensor-parallel size"),
+    _Option("pipeline", _count, "P", "pipeline-parallel size"),
+    _Option("data", _count, "D", "data-parallel size"),
+)
+_ENGINE = (
+    _Option("max_model_len", _count, "L", "tokens of one request, 128K is 131,072 (default: what the model allows)"),
+    _Option("max_num_seqs", _count, "S", "requests in one step"),
+    _Option("max_num_batched_tokens", _count, "B", "tokens in one step"),
+    _Option("kv_cache_dtype", str, "DTYPE", "auto, bfloat16, fp8, fp8_e4m3, fp8_e5m2, nvfp4, ..."),
+    _Option("quantization", str, "Q", "quantise on loading, or a checkpoint of that kind: fp8, awq, ..."),
+    _Option("gpu_memory_utilization", _share, "SHARE", "the engine's share of a GPU's memory"),
+    _Option("block_size", _count, "K", "tokens of one KV-cache block"),
+    _Option("engine_version", str, "V", "vLLM's version, 0.6 to 0.33 (default: the newest)"),
+)
+_WORKLOAD = (
+    _Option("input_tokens", _count, "I", "tokens of a prompt (default 1000)"),
+    _Option("output_tokens", _count, "O", "tokens of a reply (default 200)"),
+    _Option("concurrency", _count, "C", "requests at once (default 8)"),
+    _Option("ttft_ms", _positive, "MS", "time to the first token that must be kept"),
+    _Option("tpot_ms", _positive, "MS", "time per further token that must be kept"),
+    _Option("context_per_user", _count, "N", "tokens that one person's conversation holds, for the number of users"),
+    _Option("think_time_s", _positive, "S", "seconds a person thinks between a reply and the next prompt"),
+)
+_GROUPS = (
+    ("machines", _MACHINES),
+    ("layout (any of these evaluates that one alone)", _LAYOUT),
+    ("engine", _ENGINE),
+    ("workload", _WORKLOAD),
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `penstock plan`; `run` takes what they parse to."""
+    parser.usage = "penstock plan MODEL [--gpu ID] [--gpus-per-node N] [...]  (penstock plan --help lists all)"
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="a folder with a config.json, a catalogue name, a hub id, or a deployment file (.yaml; flags go over it)",
+    )
+    groups = {}
+    for title, options in _GROUPS:
+        groups[options] = parser.add_argument_group(title)
+        for option in options:
+            groups[options].add_argument(flag(option.field), type=option.kind, metavar=option.word, help=option.text)
+    groups[_LAYOUT].add_argument("--expert", action="store_true", help="whole experts on each rank of a MoE model")
+    engine = groups[_ENGINE]
+    engine.add_argument("--dtype", choices=_DTYPES, help="dtype of weights and activations")
+    engine.add_argument("--no-prefix-caching", action="store_true", help="without the reuse of equal beginnings")
+    engine.add_argument(flag("enforce_eager"), action="store_true", help="without CUDA graphs")
+    engine.add_argument(
+        "--available-kv-gib",
+        type=_numbers,
+        nargs="+",
+        default=[],
+        metavar="GIB",
+        help="KV cache of a GPU, one value or one per pipeline stage: no estimate of memory, KV arithmetic alone",
+    )
+    engine.add_argument(
+        "--no-measured", action="store_true", help="estimate also what an earlier start of this engine has measured"
+    )
+    groups[_WORKLOAD].add_argument(
+        "--calibration",
+        type=Path,
+        metavar="FILE",
+        help="constants of speed that a benchmark of this deployment measured",
+    )
+    out = parser.add_argument_group("output")
+    out.add_argument("--json", action="store_true", help="print JSON")
+    out.add_argument("--explain", action="store_true", help="show each formula with its numbers")
+    out.add_argument("--plot", type=Path, metavar="FILE", help="draw the answer into a .png or .svg (needs matplotlib)")
+    out.add_argument("--write", type=Path, metavar="FILE", help="write a file for `penstock up`, when it fits")
+    out.add_argument("--force", action="store_true", help="let --write replace a file")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Answer on standard output; the exit code.  Raises UserError (2) and NotModelled (4)."""
+    from penstock.deployment import planning
+
+    _check_outputs(options)
+    request, card = request_of(options)
+    sizing = planning.solve(request, card, with_measured=not options.no_measured)
+    if options.plot:
+        from penstock.cli import plan_picture
+
+        plan_picture.save(request, sizing, options.plot)
+    is_written = bool(options.write) and sizing.fits
+    if is_written:
+        base = _file_mapping(Path(options.model)) if _is_file(options.model) else {}
+        _write(options.write, deployment_text(request, sizing, base), options.force)
+    if options.json:
+        from penstock.planner.request import contract
+
+        told = {formula.name: formula.lines for formula in _explained(request, sizing)} if options.explain else {}
+        print(json.dumps(contract(sizing) | ({"explanation": told} if options.explain else {})))
+    else:
+        from penstock.cli import plan_text
+
+        is_seen = sys.stdout.isatty()
+        has_colour = is_seen and "NO_COLOR" not in os.environ
+        width = shutil.get_terminal_size((plan_text.WIDTH, 24)).columns if is_seen else plan_text.WIDTH
+        print(plan_text.text(request, sizing, has_colour, width))
+        if options.explain:
+            print(f"\n{plan_text.explained(_explained(request, sizing), has_colour, width)}")
+        for path, is_there in ((options.plot, True), (options.write, is_written)):
+            if path:
+                print(f"\nwrote {path}" if is_there else f"\ndid not write {path}: it does not fit")
+    return EXIT_FITS if sizing.fits else EXIT_DOES_NOT_FIT
+
+
+def _explained(request: SizingRequest, sizing: Sizing) -> tuple[Formula, ...]:
+    from penstock.planner.explain import explanation
+
+    return explanation(request, sizing)
+
+
+def request_of(options: argparse.Namespace) -> tuple[SizingRequest, GpuFacts | None]:
+    """What was asked, with the model's facts read, and the card when it is this machine's.
+
+    Reads files, and the hub for a hub id. Flags go over what a deployment file says.  Raises UserError.
+    """
+    from penstock.models import facts
+    from penstock.planner.request import SizingRequest
+
+    given = {
+        option.field: value
+        for _, group in _GROUPS
+        for option in group
+        if (value := getattr(options, option.field)) is not None
+    }
+    if given.keys() & {option.field for option in _LAYOUT}:  # a layout that flags ask for stands alone
+        given = {"tensor": None, "pipeline": None, "data": None, "expert": False, **given}
+    switches = {
+        "expert": options.expert or None,
+        "dtype": options.dtype,
+        "prefix_caching": False if options.no_prefix_caching else None,
+        "enforce_eager": options.enforce_eager or None,
+        "available_kv_gib": tuple(value for values in options.available_kv_gib for value in values) or None,
+        "calibration": _calibration(options.calibration) if options.calibration else None,
+    }
+    given |= {field: value for field, value in switches.items() if value is not None}
+    if _is_file(options.model):
+        return _request_of_file(Path(options.model), given)
+    if "gpu" in given:
+        return SizingRequest(facts=facts.read(options.model), **given), None
+    here = _this_machine(given.get("gpus_per_node"))
+    given = {"gpu": here.card.id, "gpus_per_node": here.n_gpus, "links": here.links, **given}
+    return SizingRequest(facts=here.noted(facts.read(options.model)), **given), here.card
+
+
+def _is_file(model: str) -> bool:
+    return model.endswith((".yaml", ".yml"))
+
+
+def _request_of_file(path: Path, given: dict[str, Any]) -> tuple[SizingRequest, GpuFacts | None]:
+    """What a deployment file asks; on this machine's GPUs where it names none. Replicas share the GPUs, as in `up`."""
+    import msgspec
+
+    from penstock.deployment import planning
+    from penstock.models import facts
+    from penstock.spec import reading
+
+    deployment = reading.load(path)
+    if deployment.engine.kind not in ("auto", "vllm"):
+        raise UserError(
+            f'cannot plan file "{path}": its engine is {deployment.engine.kind}',
+            hint="Planning is for vLLM on GPUs: set engine.kind: vllm.",
+        )
+    gpu, n_gpus = given.get("gpu") or deployment.hardware.gpu, deployment.hardware.gpus_per_node
+    of_model = facts.read(deployment.model)
+    here = None
+    if gpu is None:
+        here = _this_machine(n_gpus)
+        gpu, n_gpus, of_model = here.card.id, here.n_gpus, here.noted(of_model)
+        given = {"links": here.links, **given}
+    n_gpus = n_gpus or 1
+    if deployment.parallel == "auto":
+        n_gpus = max(1, n_gpus // max(1, deployment.replicas.min))
+    request = msgspec.structs.replace(
+        planning.request_of(deployment, of_model, gpu), **{"gpus_per_node": n_gpus, **given}
+    )
+    return request, here.card if here else None
+
+
+def _calibration(path: Path) -> Calibrated:
+    """The file's calibration.  Raises UserError."""
+    from penstock.planner.speed import calibration
+
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as exc:
+        why = exc.strerror if isinstance(exc, OSError) else "it is not text"
+        raise UserError(f'cannot read calibration "{path}": {why}', hint="Give a file of `--calibrate`.") from exc
+    return calibration.read(text, str(path))
+
+
+class _Here(NamedTuple):
+    """The GPUs of this machine, all alike, and what is to be known of them."""
+
+    card: GpuFacts
+    n_gpus: int
+    links: Links | None
+    notes: tuple[str, ...]
+
+    def noted(self, of_model: Facts) -> Facts:
+        import msgspec
+
+        return msgspec.structs.replace(of_model, notes=(*of_model.notes, *self.notes))
+
+
+def _this_machine(n_wanted: int | None) -> _Here:
+    """This machine's first `n_wanted` GPUs, or all.  Raises UserError when there are none, or several kinds."""
+    from penstock.deployment import planning
+    from penstock.hardware import catalog, detect
+
+    found = detect.gpus()[:n_wanted]
+    names = sorted({gpu.name for gpu in found})
+    if len(names) != 1:
+        raise UserError(
+            f"cannot plan for this machine: it has {'no GPU' if not found else 'GPUs of several kinds'}",
+            detail=", ".join(names) or "nvidia-smi lists none, or is not there.",
+            hint=f"Name the GPU: --gpu h100-sxm --gpus-per-node 8. Known: {', '.join(catalog.gpu_ids())}.",
+        )
+    card, links = planning.card_of(found), detect.links([gpu.index for gpu in found])
+    notes = planning.notes_of(card)
+    if links is None:
+        notes += ("nvidia-smi did not tell how this machine's GPUs are joined: the catalogue's links are taken",)
+    return _Here(card, len(found), links, notes)
+
+
+def _check_outputs(options: argparse.Namespace) -> None:
+    """Refuse a file that could not be written before the work, not after it."""
+    if options.plot:
+        from penstock.cli import plan_picture
+
+        plan_picture.check(options.plot)
+    if options.write and not options.force and options.write.exists():
+        raise UserError(f'cannot write "{options.write}": it is there already', hint="Add --force to replace it.")
+
+
+def _write(path: Path, text: str, force: bool) -> None:
+    try:
+        with path.open("w" if force else "x", encoding="utf-8") as stream:
+            stream.write(text)
+    except FileExistsError as exc:
+        raise UserError(f'cannot write "{path}": it is there already', hint="Add --force to replace it.") from exc
+    except OSError as exc:
+        raise UserError(f'could not write "{path}": {exc.strerror}') from exc
+
+
+def deployment_text(request: SizingRequest, sizing: Sizing, base: Mapping[str, Any] | None = None) -> str:
+    """A file for `penstock up` with the chosen layout: only what is not a default, checked as `up` checks it.
+
+    `base` is the file that was planned: what planning does not know of stays as it is there.
+    """
+    import yaml
+
+    from penstock.engines.vllm import names as vllm_names
+    from penstock.spec import reading
+
+    layout, settings = sizing.layout, sizing.settings
+    assert layout is not None, "what fits has a layout"
+    folder = Path(request.facts.reference).expanduser()
+    model = request.facts.hub_id or (str(folder.resolve()) if folder.exists() else request.facts.reference)
+    utilization = settings.gpu_memory_utilization if settings else request.gpu_memory_utilization
+    length = settings.max_model_len if settings else request.max_model_len
+    args = {name: value for name, value in _args(sizing.engine_args).items() if name not in vllm_names.OURS}
+    workload = {
+        "input_tokens": request.input_tokens,
+        "output_tokens": request.output_tokens,
+        "concurrency": request.concurrency,
+        "ttft_ms": request.ttft_ms,
+        "tpot_ms": request.tpot_ms,
+    }
+    hardware = {
+        "gpu": request.gpu,
+        "gpus_per_node": request.gpus_per_node,
+        "nodes": request.nodes,
+        "network": request.network,
+    }
+    cut = {"tensor": layout.tensor, "pipeline": layout.pipeline, "data": layout.data, "expert": layout.expert}
+    engine = {"kind": "vllm", "max_model_len": length, "gpu_memory_utilization": utilization, "args": args or None}
+    own = dict(base or {})
+    own_hardware = own.get("hardware") or {}
+    # In a file it is for all replicas, in a request for one.
+    hardware["gpus_per_node"] = max(request.gpus_per_node, own_hardware.get("gpus_per_node") or 0)
+    plain = {
+        **own,
+        "model": own.get("model", model),
+        "hardware": {**own_hardware, **hardware},
+        "parallel": cut,
+        "engine": {**(own.get("engine") or {}), **engine},
+        "workload": workload,
+    }
+    known = {
+        key: {name: item for name, item in value.items() if item is not None} if isinstance(value, dict) else value
+        for key, value in plain.items()
+    }
+    reading.from_mapping(known, "the file to write")
+    return f"# Made by `penstock plan`: {' '.join(sizing.reason.split())}\n" + str(
+        yaml.safe_dump(known, sort_keys=False, width=120)
+    )
+
+
+def _file_mapping(path: Path) -> dict[str, Any]:
+    """A deployment file that was read before, as it stands there."""
+    import yaml
+
+    mapping: dict[str, Any] = yaml.safe_load(path.read_text("utf-8"))
+    return mapping
+
+
+def _args(engine_args: tuple[str, ...]) -> dict[str, Any]:
+    """Flags as `engine.args` has them: --block-size 32 --enforce-eager -> {"block-size": 32, "enforce-eager": True}.
+
+    Several words after a flag become a list.
+    """
+    args: dict[str, Any] = {}
+    name = ""
+    for word in engine_args:
+        if word.startswith("--"):
+            name, equals, value = word.removeprefix("--").partition("=")
+            args[name] = _scalar(value) if equals else True
+        elif name:
+            args[name] = _scalar(word) if args[name] is True else [*_listed(args[name]), _scalar(word)]
+    return args
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _scalar(word: str) -> int | float | str:
+    for kind in (int, float):
+        try:
+            return kind(word)
+        except ValueError:
+            continue
+    return word

@@ -1,0 +1,256 @@
+"""What the commands show, as text, and the progress display of a start. Formats only; `cli` prints."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from penstock.deployment import observe
+from penstock.hardware import Machine
+from penstock.planner import Device, Plan
+from penstock.run_folder import Part, ReplicaStatus, Run, State
+from penstock.text import show_bytes, show_seconds
+
+if TYPE_CHECKING:
+    from penstock.deployment.preflight import Finding
+    from penstock.deployment.start import Prepared, Started
+
+
+def command_name() -> str:
+    """How the user starts penstock: by name when that is on the PATH, else by the path to it."""
+    here = Path(sys.executable).with_name("penstock")
+    found = shutil.which("penstock")
+    if found and Path(found).resolve() == here.resolve():
+        return "penstock"
+    try:
+        return str(here.relative_to(Path.cwd()))
+    except ValueError:
+        return str(here) if here.exists() else "penstock"
+
+
+def progress_text(replica: ReplicaStatus) -> str:
+    """One replica's way to ready in words: "weights, shard 17/30, 2.1 GB/s, about 40.0 s left"."""
+    progress = replica.announcement.progress if replica.announcement else None
+    if replica.state in ("ready", "draining"):
+        return ""
+    if replica.state == "queued":
+        when = time.strftime("%a %H:%M", time.localtime(replica.starts_at)) if replica.starts_at else ""
+        return ", ".join(filter(None, (replica.reason, when and f"starts about {when} (the queue's estimate)")))
+    if replica.state in ("failed", "gone", "broken") or progress is None:
+        return replica.reason or ""
+    words = [progress.stage]
+    if progress.shards_total:
+        words.append(f"shard {progress.shards_done}/{progress.shards_total}")
+    if progress.bytes_per_s:
+        words.append(f"{show_bytes(progress.bytes_per_s)}/s")
+    if progress.eta_s is not None:
+        words.append(f"about {show_seconds(progress.eta_s)} left")
+    return ", ".join(words)
+
+
+def ready_text(run: Run, state: State, started: Started) -> str:
+    """The last words of a successful `up`: where it is, its key, what to type next."""
+    plan, me = run.plan(), command_name()
+    slowest = max((r.announcement.ready_after_s or 0.0 for r in state.replicas if r.announcement), default=0.0)
+    was = "runs already" if started.was_running else f"is ready (its engine took {show_seconds(slowest)})"
+    lines = [
+        f"{run.name} {was}: {plan.model.reference} on {plan.engine} {plan.engine_version}, "
+        f"{len(state.replicas)} replica{'s' if len(state.replicas) != 1 else ''}",
+        f"  address  {run.url}/v1   model {plan.served_names[0]}",
+    ]
+    if started.key:
+        lines.append(_key_line(started.key))
+    lines += _kv_cache_lines(plan, state)
+    only = f" {run.name}" if run.name != "penstock-demo" else ""
+    lines.append(f"  next     {me} chat{only}   {me} status{only}   {me} down{only}")
+    return "\n".join(lines)
+
+
+def submitted_text(started: Started) -> str:
+    """What an `up` says that may not be there any more when the deployment is ready."""
+    lines = [f"{started.name} is starting; watch it with: {command_name()} status {started.name}"]
+    return "\n".join([*lines, _key_line(started.key)] if started.key else lines)
+
+
+def _key_line(key: str) -> str:
+    return f"  key      {key}   (shown this once: export OPENAI_API_KEY={key})"
+
+
+def prepared_text(prepared: Prepared) -> str:
+    """What `up` would send, as files and a command a reader can follow."""
+    from penstock.spec import reading
+
+    plan = prepared.plan
+    parts = [
+        "# the deployment, all defaults filled in",
+        reading.to_yaml(prepared.deployment).rstrip(),
+        "",
+        f"# the plan: {plan.engine} {plan.engine_version} on {plan.device}, "
+        f"{plan.layout.n_ranks} rank(s) a replica, {plan.max_model_len} tokens a request",
+        f"# memory a replica: {_need_text(plan)}; {_memory_text(prepared.machine, plan.device)}",
+        *(f"# warning: {warning}" for warning in plan.warnings),
+        "",
+    ]
+    for name, text in prepared.artifact.files.items():
+        parts += [f"# file artifact/{name}", text.rstrip(), ""]
+    parts += ["# started for each replica", shlex.join(prepared.artifact.argv)]
+    return "\n".join(parts)
+
+
+def _need_text(plan: Plan) -> str:
+    need = plan.need
+    if plan.device == "cuda" and not need.kv_cache_bytes:  # its model is not modelled
+        return f"weights {show_bytes(need.weights_bytes)}, the rest is not planned"
+    return (
+        f"{show_bytes(need.total_bytes)} = weights {show_bytes(need.weights_bytes)} + KV cache "
+        f"{show_bytes(need.kv_cache_bytes)} + engine {show_bytes(need.overhead_bytes)} (estimate)"
+    )
+
+
+def _memory_text(machine: Machine, device: Device) -> str:
+    if device == "cpu":
+        return f"{machine.host} has {show_bytes(machine.memory_free_bytes)} free"
+    free = sum(gpu.memory_free_bytes for gpu in machine.gpus)
+    return f"{len(machine.gpus)} x {machine.gpus[0].name} in {machine.host} have {show_bytes(free)} free"
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Columns aligned by width, two spaces between; the last column is left as it is."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
+    lines = []
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
+        lines.append("  ".join([*cells, row[-1]]).rstrip())
+    return "\n".join(lines)
+
+
+def list_text(rows: Sequence[tuple[Run, State]]) -> str:
+    shown = [("NAME", "STATE", "REPLICAS", "ENGINE", "ADDRESS", "MODEL")]
+    for run, state in rows:
+        n_ready = sum(replica.state == "ready" for replica in state.replicas)
+        count = f"{n_ready}/{state.desired_replicas}"
+        shown.append(
+            (run.name, state.phase, count, run.plan().engine, run.known_url or "-", run.plan().model.reference)
+        )
+    return table(shown)
+
+
+def status_text(run: Run, state: State, now: float) -> str:
+    """A deployment at a glance: what is wrong is in words, with the last reasons of restarts."""
+    plan = run.plan()
+    age = now - run.record().created_at
+    lines = [
+        f"{run.name} is {state.phase}" + (f": {state.reason}" if state.reason else ""),
+        f"  model    {plan.model.reference} on {plan.engine} {plan.engine_version} ({plan.device})",
+        f"  address  {_address(run)}   {state.requests_total} requests since its gateway started",
+        f"  folder   {run.path}   started {show_seconds(age)} ago",
+        *_kv_cache_lines(plan, state),
+        "",
+    ]
+    rows = [("PART", "STATE", "PID", "RESTARTS", "")]
+    rows += [_part_row("controller", state.controller), _part_row("gateway", state.gateway)]
+    rows += [_replica_row(replica) for replica in state.replicas]
+    lines.append(table(rows))
+    for replica in state.replicas:
+        lines += _node_lines(replica)
+    reasons = _reasons(state, now)
+    if reasons:
+        lines += ["", "restarts, newest first:", *reasons]
+    if state.controller.state == "gone" and state.phase not in ("down", "failed", "stopping"):
+        lines += ["", f"the controller is gone: nothing is brought back until `{command_name()} up` starts it again"]
+    return "\n".join(lines)
+
+
+def _kv_cache_lines(plan: Plan, state: State) -> list[str]:
+    """One line for the replica whose engine is furthest from the plan, when that is worth saying."""
+    found = [one for one in observe.kv_cache_differences(plan, state).values() if one.is_worth_saying]
+    if not found:
+        return []
+    worst = max(found, key=lambda one: abs(one.share))
+    return [
+        f"  memory   {worst.measured_kv_gib:.2f} GiB of KV cache a GPU, the plan said {worst.planned_kv_gib:.2f} "
+        f"({worst.share:+.1%})"
+    ]
+
+
+def _part_row(name: str, part: Part) -> tuple[str, str, str, str, str]:
+    pid = str(part.process.pid) if part.process and part.state == "running" else "-"
+    return name, part.state, pid, str(part.n_restarts), part.note or ""
+
+
+def _address(run: Run) -> str:
+    url = run.known_url
+    return f"{url}/v1" if url else "none yet: its gateway waits"
+
+
+def _replica_row(replica: ReplicaStatus) -> tuple[str, str, str, str, str]:
+    told = replica.announcement
+    pid = str(told.processes[0].pid) if told and told.processes else "-"
+    words = [progress_text(replica) if replica.state != "ready" else replica.reason or ""]
+    if replica.in_flight:
+        words.append(f"{replica.in_flight} in flight")
+    if replica.state == "ready" and told and told.url:
+        words.append(told.url)
+    if told and told.ready_after_s is not None and replica.state == "ready":
+        words.append(f"ready in {show_seconds(told.ready_after_s)}")
+    if replica.ends_at is not None:
+        words.append(f"its machines until {time.strftime('%a %H:%M', time.localtime(replica.ends_at))}")
+    return f"replica {replica.replica}", replica.state, pid, str(replica.n_restarts), ", ".join(filter(None, words))
+
+
+def _node_lines(replica: ReplicaStatus) -> list[str]:
+    """The nodes of a replica that is cut over several, and why one of them is gone."""
+    nodes = replica.announcement.nodes if replica.announcement else ()
+    if not nodes:
+        return []
+    rows = [("NODE", "STATE", "ADDRESS", "GPUS", "RANKS", "")]
+    for node in nodes:
+        address = f"{node.address} ({node.interface})" if node.address else "-"
+        gpus, ranks = (",".join(map(str, told)) or "-" for told in (node.gpus, node.ranks))
+        rows.append((f"{node.rank} {node.host}", node.state, address, gpus, ranks, node.reason or ""))
+    return ["", f"nodes of replica {replica.replica}:", *(f"  {line}" for line in table(rows).splitlines())]
+
+
+def _reasons(state: State, now: float) -> list[str]:
+    found = [(restart.at, part, restart.reason) for part, restarts in _all_restarts(state) for restart in restarts]
+    newest = sorted(found, reverse=True)[:8]
+    return [f"  {show_seconds(max(0.0, now - at))} ago  {part}: {reason}" for at, part, reason in newest]
+
+
+def _all_restarts(state: State) -> list[tuple[str, Sequence[Any]]]:
+    parts: list[tuple[str, Sequence[Any]]] = [
+        ("controller", state.controller.restarts),
+        ("gateway", state.gateway.restarts),
+    ]
+    return parts + [(f"replica {replica.replica}", replica.restarts) for replica in state.replicas]
+
+
+def doctor_text(findings: Sequence[Finding]) -> str:
+    """A line for each finding, the nodes that found the same together; what is wrong with its cure below."""
+    signs = {"ok": "ok", "warning": "!!", "bad": "XX"}
+    together: dict[Finding, list[str]] = {}
+    for finding in findings:
+        names = together.setdefault(msgspec.structs.replace(finding, node=None), [])
+        names += [finding.node] if finding.node is not None else []
+    lines = []
+    for finding, names in together.items():
+        where = f"{_shortened_names(names)}: " if names else ""
+        lines.append(f"{signs[finding.state]:3} {finding.check:16} {where}{finding.found}")
+        if finding.cure and finding.state != "ok":
+            lines.append(f"    {'':16} cure: {finding.cure}")
+    n_bad = sum(finding.state == "bad" for finding in findings)
+    lines.append("nothing stands in the way" if not n_bad else f"{n_bad} problem(s) to mend before `up`")
+    return "\n".join(lines)
+
+
+def _shortened_names(names: Sequence[str]) -> str:
+    if len(names) <= 4:
+        return ", ".join(names)
+    return f"{names[0]}, {names[1]} and {len(names) - 2} more"

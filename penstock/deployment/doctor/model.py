@@ -1,0 +1,80 @@
+"""Whether the model of a file can be had: on this machine's disk, or from the hub, without fetching its weights."""
+
+from __future__ import annotations
+
+import os
+
+import msgspec
+
+from penstock.deployment.preflight import Finding
+from penstock.errors import PenstockError
+from penstock.models import Facts, facts, files
+from penstock.models.hub import HubError, Repository
+from penstock.node.checks.machine import find_weights, is_of_hub
+from penstock.spec.deployment import Deployment
+from penstock.text import show_bytes
+
+
+class ModelSeen(msgspec.Struct, frozen=True):
+    """`whole`: what planning needs, when it could be read. `download_bytes`: of a hub id, None for a folder.
+
+    `is_absent`: `up` would have to download it here first.
+    """
+
+    findings: tuple[Finding, ...] = ()
+    whole: Facts | None = None
+    download_bytes: int | None = None
+    is_absent: bool = False
+
+
+def check(deployment: Deployment) -> ModelSeen:
+    """What can be said of the model from this machine. Asks the hub for a few kilobytes (seconds)."""
+    if is_of_hub(deployment.model):
+        return _of_hub(deployment)
+    try:
+        path = files.locate(deployment)
+        whole = None if path.is_file() else facts.read_folder(path, deployment.model)
+    except PenstockError as error:
+        if deployment.target != "local" and error.message.endswith("no such folder"):
+            return ModelSeen()  # it is the nodes that must have it
+        return ModelSeen((_bad(error),))
+    return ModelSeen((Finding("model", "ok", f"{deployment.model} ({path})"),), whole)
+
+
+def _of_hub(deployment: Deployment) -> ModelSeen:
+    model = deployment.model
+    here = find_weights(model, deployment.cache.weights, is_read=False)
+    is_absent = bool(here.absent)
+    is_offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+    if not is_absent:
+        found = Finding("model", "ok", f"{model}: {show_bytes(here.n_bytes)} in the hub's cache on this machine")
+        return ModelSeen((found,), _read(model), here.n_bytes)
+    if is_offline:
+        said = f"{model} is not in the cache of this machine, and HF_HUB_OFFLINE is set"
+        found = Finding("model", "bad", said, "Unset HF_HUB_OFFLINE, or give a folder.")
+        return ModelSeen((found,), is_absent=True, download_bytes=0)
+    try:
+        Repository(model).config()
+    except HubError as error:
+        # Repositories of GGUF files have no config.json: that one file is missing is no fault of theirs.
+        if not (error.is_missing and "no such repository or file" in error.message):
+            return ModelSeen((_bad(error),), is_absent=True, download_bytes=0)
+    whole = _read(model)
+    n_bytes = (whole.index_bytes if whole is not None else None) or 0
+    found = Finding("model", "ok", f"{model} is on the hub: {show_bytes(n_bytes) if n_bytes else 'size not told'}")
+    return ModelSeen((found,), whole, n_bytes, is_absent=True)
+
+
+def _read(model: str) -> Facts | None:
+    try:
+        return facts.read(model)
+    except PenstockError:
+        return None
+
+
+def _bad(error: PenstockError) -> Finding:
+    found = error.message + (f": {error.detail}" if error.detail else "")
+    cure = error.hint
+    if "HF_TOKEN" in (cure or "") and not os.environ.get("HF_TOKEN"):
+        cure = f"{cure} (HF_TOKEN is not set here)"
+    return Finding("model", "bad", found, cure)

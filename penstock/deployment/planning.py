@@ -1,0 +1,168 @@
+"""The planner with what it must read: the catalogue, this machine's cards, values kept from earlier starts.
+
+`penstock plan` and `penstock up` ask here, so both give the same answer in the same words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from penstock.deployment import measured
+from penstock.engines.vllm import names
+from penstock.engines.vllm.engine import pass_through
+from penstock.errors import NotModelled
+from penstock.hardware import Gpu, Machine, catalog
+from penstock.hardware.catalog import GpuFacts, LinkFacts
+from penstock.models import Facts
+from penstock.planner import Key
+from penstock.planner.launch import Sized, gpus_for_each
+from penstock.planner.request import Sizing, SizingRequest
+from penstock.planner.solve import key_of, sizing_of, speed_of
+from penstock.planner.speed.estimate import Speed
+from penstock.spec.deployment import Deployment, Parallel, Scalar
+from penstock.text import bare_flag
+
+_Value = Scalar | list[Scalar]
+
+
+def solve(
+    request: SizingRequest,
+    card: GpuFacts | None = None,
+    with_measured: bool = True,
+    network: LinkFacts | None = None,
+) -> Sizing:
+    """The planner's answer, with what facts and kept values want said among its warnings.
+
+    `card` is the GPU where the catalogue may not have it, `network` a measured one in place of the named one.
+    Raises NotModelled and UserError.
+    """
+    gpu = card or catalog.gpu(request.gpu)
+    if network is None and request.network:
+        network = catalog.link(request.network)
+    kept, damage = measured.read(_kept_under(request, gpu)) if with_measured else ({}, ())
+    sizing = sizing_of(request, gpu, network, kept)
+    notes = (*request.facts.notes, *damage, *_uncounted(request.more_args))
+    more = tuple(note for note in notes if note not in sizing.warnings)
+    return msgspec.structs.replace(sizing, warnings=(*more, *sizing.warnings)) if more else sizing
+
+
+def speed(request: SizingRequest) -> Speed | None:
+    """What is predicted of a request's fixed layout on the catalogue's cards; None where `solve` tells no speed.
+
+    Raises NotModelled and UserError.
+    """
+    network = catalog.link(request.network) if request.network else None
+    return speed_of(request, catalog.gpu(request.gpu), network)
+
+
+def size(
+    deployment: Deployment,
+    of_model: Facts,
+    machine: Machine,
+    engine_version: str,
+    n_replicas: int,
+    network: LinkFacts | None = None,
+) -> Sized:
+    """What the planner says of `n_replicas` of a deployment on the GPUs of a machine.
+
+    `network` is a measured one between its machines, in place of the file's. What is not modelled is no error here.
+    Raises UserError for what cannot be understood.
+    """
+    card = card_of(machine.gpus)
+    of_model = msgspec.structs.replace(of_model, notes=(*of_model.notes, *notes_of(card)))
+    request = request_of(deployment, of_model, card.id)
+    request = msgspec.structs.replace(
+        request,
+        gpus_per_node=gpus_for_each(deployment, machine, n_replicas),
+        engine_version=engine_version,
+        links=machine.links,
+    )
+    try:
+        sizing = solve(request, card) if network is None else solve(request, card, network=network)
+    except NotModelled as error:
+        return Sized(not_modelled=error.message)
+    return Sized(sizing, _kept_under(request, card))
+
+
+def card_of(gpus: Sequence[Gpu]) -> GpuFacts:
+    """The card of a machine's GPUs: the smallest decides where they differ."""
+    smallest = min(gpus, key=lambda gpu: gpu.memory_bytes)
+    return catalog.gpu_of_machine(smallest.name, smallest.memory_bytes)
+
+
+def notes_of(card: GpuFacts) -> tuple[str, ...]:
+    """What is to be known of a card that was asked: where the driver's word stands against the catalogue's."""
+    known = card.memory if card.stands_in is not None else catalog.gpu(card.id).memory
+    if known == card.memory:
+        return ()
+    told = f"the driver says {card.memory.nvidia_smi_mib or 0:,} MiB a GPU, the catalogue {known.nvidia_smi_mib or 0:,}"
+    return (f"{told}: the driver's is taken",)
+
+
+def request_of(deployment: Deployment, of_model: Facts, gpu: str) -> SizingRequest:
+    """What a deployment asks of the planner, on these cards; how many there are is its file's word, or 1."""
+    hardware, workload = deployment.hardware, deployment.workload
+    known, more = _planned(deployment.engine.args)
+    cut = deployment.parallel if isinstance(deployment.parallel, Parallel) else None
+    return SizingRequest(
+        facts=of_model,
+        gpu=gpu,
+        gpus_per_node=hardware.gpus_per_node or 1,
+        nodes=hardware.nodes,
+        network=hardware.network,
+        tensor=cut.tensor if cut else None,
+        pipeline=cut.pipeline if cut else None,
+        data=cut.data if cut else None,
+        expert=cut.expert if cut else False,
+        max_model_len=deployment.engine.max_model_len,
+        gpu_memory_utilization=deployment.engine.gpu_memory_utilization,
+        input_tokens=workload.input_tokens,
+        output_tokens=workload.output_tokens,
+        concurrency=workload.concurrency,
+        ttft_ms=workload.ttft_ms,
+        tpot_ms=workload.tpot_ms,
+        more_args=tuple(pass_through(more)),
+        environment=tuple(f"{name}={value}" for name, value in sorted(deployment.engine.env.items())),
+        **known,
+    )
+
+
+def _planned(args: Mapping[str, _Value]) -> tuple[dict[str, Any], dict[str, _Value]]:
+    """`engine.args` in two: fields of a request, and what planning does not know."""
+    known: dict[str, Any] = {}
+    more: dict[str, _Value] = {}
+    kinds = {field.name: field.type for field in msgspec.structs.fields(SizingRequest)}
+    for key, value in args.items():
+        flag = bare_flag(key)
+        given: object = True if value is None else value
+        if flag.startswith("no-") and flag.removeprefix("no-") in names.PLANNED:
+            flag, given = flag.removeprefix("no-"), not given
+        field = names.PLANNED.get(flag)
+        if field is None:
+            more[key] = value
+            continue
+        try:
+            known[field] = msgspec.convert(given, kinds[field], strict=False)
+        except msgspec.ValidationError:  # not a number as we write it: vLLM may understand it
+            more[key] = value
+    return known, more
+
+
+def _kept_under(request: SizingRequest, gpu: GpuFacts) -> Key:
+    """Where the measured values of this engine are: flags that move no memory make no other engine of it."""
+    words: list[str] = []
+    is_left_out = False
+    for word in request.more_args:
+        if word.startswith("--"):
+            is_left_out = bare_flag(word).removeprefix("no-") in names.WEIGHTLESS
+        if not is_left_out:
+            words.append(word)
+    return key_of(msgspec.structs.replace(request, more_args=tuple(words)), gpu)
+
+
+def _uncounted(words: Sequence[str]) -> tuple[str, ...]:
+    flags = [word for word in words if word.startswith("--") and bare_flag(word) in names.UNCOUNTED]
+    return (f"the memory of {', '.join(flags)} is not modelled, and not counted",) if flags else ()

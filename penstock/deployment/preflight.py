@@ -1,0 +1,110 @@
+"""Checks before anything is sent: what this version cannot do, the port, the engine to use; a line of `doctor`."""
+
+from __future__ import annotations
+
+import math
+import socket
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+from penstock.engines import Engine, Missing
+from penstock.errors import Problem, SpecError
+from penstock.hardware import Gpu, Machine, catalog
+from penstock.spec.deployment import Deployment
+from penstock.text import MIB
+
+
+def unsupported(deployment: Deployment) -> list[Problem]:
+    """Fields that the file may hold but this version does not act on: refused, not ignored."""
+    found = []
+    if deployment.ui:
+        found.append(Problem("ui", "this version has no browser chat yet", "use: penstock chat"))
+    for field in ("prometheus", "grafana"):
+        if getattr(deployment.observe, field):
+            hint = "scrape the gateway's /metrics yourself"
+            found.append(Problem(f"observe.{field}", "this version does not set it up yet", hint))
+    if deployment.replicas.max > max(1, deployment.replicas.min):
+        hint = "set replicas to a number, and change it with `penstock scale`"
+        found.append(Problem("replicas.max", "this version does not scale by itself yet", hint))
+    return found
+
+
+def as_named(deployment: Deployment, machine: Machine, is_rehearsal: bool) -> Machine:
+    """The machine, when it has what `hardware` says, else SpecError; without its GPUs where the file says 0 of them.
+
+    A rehearsal on a machine without GPUs gets those of the file, of the catalogue's size and free.
+    """
+    hardware = deployment.hardware
+    n_said, gpus = hardware.gpus_per_node, machine.gpus
+    if is_rehearsal and not gpus and hardware.gpu is not None:
+        card = catalog.gpu(hardware.gpu)
+        n_bytes = (card.memory.nvidia_smi_mib or math.ceil(card.memory.torch_total_gib * 1024)) * MIB
+        name = card.names[0] if card.names else card.id
+        gpus = tuple(Gpu(index, name, n_bytes, n_bytes) for index in range(1 if n_said is None else n_said))
+    problems = []
+    others = sorted({gpu.name for gpu in gpus if hardware.gpu and not _is_card(gpu, hardware.gpu)})
+    if hardware.gpu and n_said != 0 and (others or not gpus):
+        found = ", ".join(others) or "no GPU"
+        problems.append(Problem("hardware.gpu", f'"{hardware.gpu}", but {machine.host} has {found}', "remove it"))
+    if n_said is not None and n_said > len(gpus):
+        problems.append(Problem("hardware.gpus_per_node", f"{n_said}, but {machine.host} has {len(gpus)}", "remove it"))
+    if problems:
+        raise SpecError(f'deployment "{deployment.name}"', problems)
+    return msgspec.structs.replace(machine, gpus=() if n_said == 0 else gpus)
+
+
+def _is_card(gpu: Gpu, name: str) -> bool:
+    """Whether a driver's GPU is the card of that name, in the driver's or the catalogue's words."""
+    return gpu.name == name or catalog.gpu_of_machine(gpu.name, gpu.memory_bytes).id == catalog.gpu(name).id
+
+
+def least(machines: Sequence[Machine]) -> Machine:
+    """What every one of the machines has: a replica may get any of them."""
+    first = machines[0]
+    if len(machines) == 1:
+        return first
+    smallest = min(machines, key=lambda one: len(one.gpus))
+    return msgspec.structs.replace(
+        min(machines, key=lambda one: one.memory_free_bytes),
+        n_cpus=min(one.n_cpus for one in machines),
+        gpus=smallest.gpus,
+        links=smallest.links,
+        versions=first.versions,
+    )
+
+
+def missing_engine(engine: Engine, machine: Machine) -> Missing | None:
+    """None when the engine can start on that machine; of this one the engine itself knows more."""
+    if not machine.versions or machine.host == socket.gethostname():
+        return engine.missing()
+    package = engine.package
+    if package is None or package in machine.versions:
+        return None
+    return Missing(f"the package {package} is not installed on {machine.host}", f"pip install {package} there")
+
+
+def engine_version(engine: Engine, machine: Machine) -> str:
+    """The version on that machine, which is the one that will run."""
+    return machine.versions.get(engine.package or "") or engine.version()
+
+
+def choose_engine(kind: str, has_gpus: bool, forms: Sequence[str]) -> str:
+    """The engine for `kind: auto`: vllm on NVIDIA GPUs, else llamacpp, or vllm where the model has no GGUF file."""
+    if kind != "auto":
+        return kind
+    if has_gpus or ("gguf" not in forms and "safetensors" in forms):
+        return "vllm"
+    return "llamacpp"
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """One line of `doctor`: a check, how it went, what was found, the cure, and the node it is of (None: this machine,
+    the file, or all nodes together)."""
+
+    check: str
+    state: Literal["ok", "warning", "bad"]
+    found: str
+    cure: str | None = None
+    node: str | None = None

@@ -1,0 +1,36 @@
+"""The verb `scale`."""
+
+from __future__ import annotations
+
+from penstock import run_folder, targets
+from penstock.deployment.start import _revive
+from penstock.errors import UserError
+from penstock.planner import launch
+from penstock.run_folder import Desired, Run, State
+
+
+def scale(run: Run, n_replicas: int) -> None:
+    """Ask for this many replicas; the controller places and drains. Raises PlanError when the machine is too small."""
+    with run_folder.locked(run.name):
+        desired = run.desired()
+        if desired.state == "down":
+            raise UserError(f'cannot scale deployment "{run.name}": it is down', hint=f"penstock up {run.name}")
+        more = n_replicas - desired.replicas
+        deployment = run.deployment()
+        target = targets.load(deployment.target)
+        if "resize" not in target.features:
+            raise UserError(f'cannot scale on target "{deployment.target}"', hint="Change replicas and use --replace.")
+        if more > 0 and "elastic" not in target.features:
+            now, then = (target.spread(deployment, run.handle(), n_more) for n_more in (0, more))
+            for machine, n_before, n_after in zip(target.machines(deployment), now, then, strict=True):
+                if n_after > n_before:
+                    launch.check_room(deployment, run.plan(), machine, n_after - n_before)
+        run.write_desired(Desired("up", n_replicas))
+        run.add_event("scale", f"{desired.replicas} -> {n_replicas} replicas")
+        _revive(run)
+
+
+def is_scaled(state: State, n_replicas: int) -> bool:
+    """Whether exactly this many replicas are placed and ready, or one of them failed."""
+    settled = len(state.replicas) == n_replicas and all(r.state in ("ready", "failed") for r in state.replicas)
+    return settled and state.desired_replicas == n_replicas

@@ -1,0 +1,201 @@
+"""llama.cpp inside a wheel (`xllamacpp`): the default where there is no GPU. GGUF files only, ready in under a second.
+
+This file is also the program that `command` starts: the wheel has no server command of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import importlib.util
+import os
+import re
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path, PurePath
+from typing import Any
+
+import msgspec
+
+from penstock.engines import KEY_VARIABLE, Command, Diagnosis, Engine, Metrics, Missing, Place, Seen, how_it_ended
+from penstock.errors import Problem
+from penstock.planner import Plan
+from penstock.spec.deployment import Scalar
+from penstock.text import bare_flag
+from penstock.wire.announcement import Progress
+
+# Lines of llama.cpp's own log, and of the program below; xllamacpp 2026.10.
+_MILESTONES = (
+    (re.compile(r"llama_model_load|load_model: loading model"), "weights", 0.2),
+    (re.compile(r"load_tensors"), "weights", 0.5),
+    (re.compile(r"llama_context|llama_kv_cache"), "kv cache", 0.8),
+    (re.compile(r"penstock: listening"), "probe", 0.99),
+)
+_OPENMP = "libgomp.so.1"
+_DEATHS = (
+    (re.compile(r"ImportError: (.*)"), "a library is missing", "See docs/engines.md.", True),
+    (re.compile(r"(?i)(address already in use|couldn't bind)"), "its port was taken by another process", None, False),
+    (
+        re.compile(r"(?i)failed to open GGUF|invalid magic|error loading model: (.*)"),
+        "the GGUF cannot be read",
+        None,
+        True,
+    ),
+    (
+        re.compile(r"(?i)(failed to allocate|bad_alloc|out of memory)"),
+        "out of memory",
+        "Lower engine.max_model_len.",
+        True,
+    ),
+    (
+        re.compile(r"error: (unrecognized arguments: .*|argument .*)"),
+        "it refused its command line",
+        "Check engine.args (docs/engines.md).",
+        True,
+    ),
+)
+# Set by penstock from other fields of the file.
+_OURS = {
+    "model": "model",
+    "host": "gateway.host",
+    "port": "gateway.port",
+    "alias": "name",
+    "n-ctx": "engine.max_model_len",
+}
+_LEGAL = ("n-batch", "n-ubatch", "threads", "parallel", "verbosity")
+
+
+class LlamaCpp(Engine):
+    name = "llamacpp"
+    package = "xllamacpp"
+    forms = ("gguf",)
+    metrics = Metrics(
+        "llamacpp:requests_processing",
+        "llamacpp:requests_deferred",
+        ("llamacpp:tokens_predicted_total", "llamacpp:prompt_tokens_total", "llamacpp:n_decode_total"),
+    )
+
+    def missing(self) -> Missing | None:
+        if importlib.util.find_spec("xllamacpp") is None:
+            return Missing("the package xllamacpp is not installed in this Python", "pip install xllamacpp")
+        if not _finds_openmp():
+            reason = f"{_OPENMP}, the OpenMP runtime that it needs, is not on this machine"
+            return Missing(reason, "apt-get install libgomp1 (`make demo` in a clone brings its own)")
+        return None
+
+    def version(self) -> str:
+        return metadata.version("xllamacpp")
+
+    def problems(self, args: dict[str, Scalar | list[Scalar]]) -> list[Problem]:
+        found = []
+        for key in args:
+            flag = bare_flag(key)
+            if flag in _OURS:
+                found.append(Problem(f"engine.args.{key}", "penstock sets this", f"use {_OURS[flag]}"))
+            elif flag not in _LEGAL:
+                found.append(Problem(f"engine.args.{key}", "unknown to llamacpp", f"legal: {', '.join(_LEGAL)}"))
+        return found
+
+    def command(self, plan: Plan, place: Place) -> Command:
+        argv = [place.python, "-m", "penstock.engines.llamacpp.engine", "--model", plan.model.path]
+        argv += ["--alias", *plan.served_names, "--host", place.host, "--port", str(place.port)]
+        settings: dict[str, Scalar | list[Scalar]] = {
+            "max-model-len": plan.max_model_len,
+            "parallel": plan.max_num_seqs,
+            "threads": plan.n_threads,
+        }
+        for key, value in (settings | plan.args).items():
+            argv += [f"--{key.lstrip('-').replace('_', '-')}", str(value)]
+        env = {"LD_LIBRARY_PATH": _openmp_folder(place.python)}
+        if place.key is not None:
+            env[KEY_VARIABLE] = place.key
+        return Command(tuple(argv), env | plan.env)
+
+    def read(self, line: str, seen: Seen, plan: Plan) -> Seen:
+        for pattern, stage, fraction in _MILESTONES:
+            if pattern.search(line) and (seen.progress.fraction or 0) < fraction:
+                return msgspec.structs.replace(seen, progress=Progress(stage, fraction=fraction))
+        return seen
+
+    def diagnose(self, exit_code: int, tail: Sequence[str]) -> Diagnosis:
+        ended = how_it_ended(exit_code)
+        for pattern, reason, hint, is_final in _DEATHS:
+            found = [line for line in tail if pattern.search(line)]
+            if found:
+                return Diagnosis(f"llama.cpp {ended}: {reason} ({found[0].strip()[:200]})", hint, is_final, found[0])
+        return Diagnosis(f"llama.cpp {ended}")
+
+
+def _openmp_folder(python: str) -> str:
+    """Where `tools/bootstrap.py` puts an OpenMP runtime on a machine that has none."""
+    return str(PurePath(python).parent.parent / "lib" / "openmp")
+
+
+def _finds_openmp() -> bool:
+    if not sys.platform.startswith("linux") or (Path(_openmp_folder(sys.executable)) / _OPENMP).exists():
+        return True
+    try:
+        ctypes.CDLL(_OPENMP)
+    except OSError:
+        return False
+    return True
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve one GGUF file over llama.cpp's own HTTP server until SIGTERM or SIGINT."""
+    options = options_of(argv)
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    server = server_of(options)
+    print(f"penstock: listening on {server.listening_address}", file=sys.stderr, flush=True)
+    stop.wait()
+    return 0
+
+
+def options_of(argv: Sequence[str] | None) -> argparse.Namespace:
+    """What the program was told on its command line."""
+    parser = argparse.ArgumentParser(prog="penstock.engines.llamacpp.engine")
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--alias", nargs="+", required=True)
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--max-model-len", type=int, required=True)
+    parser.add_argument("--parallel", type=int, default=4)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--n-batch", type=int)
+    parser.add_argument("--n-ubatch", type=int)
+    parser.add_argument("--verbosity", type=int, default=3)
+    return parser.parse_args(argv)
+
+
+def server_of(options: argparse.Namespace) -> Any:
+    """The engine with its HTTP server, loaded and listening."""
+    import xllamacpp
+
+    params = xllamacpp.CommonParams()
+    params.model.path = options.model
+    params.model_alias = set(options.alias)
+    params.hostnames = [options.host]
+    params.port = options.port
+    params.n_parallel = options.parallel
+    params.n_ctx = options.max_model_len * options.parallel
+    params.cpuparams.n_threads = options.threads
+    params.cpuparams_batch.n_threads = options.threads
+    params.endpoint_metrics = True
+    params.ui = False
+    # llama.cpp leaves /health and /v1/models open all the same; neither tells a secret.
+    params.api_keys = [key for key in (os.environ.get(KEY_VARIABLE),) if key]
+    params.cache_ram_mib = 0  # its default keeps up to 8 GiB of old prompts, which no plan has counted
+    if options.n_batch:
+        params.n_batch = options.n_batch
+    if options.n_ubatch:
+        params.n_ubatch = options.n_ubatch
+    return xllamacpp.Server(params)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

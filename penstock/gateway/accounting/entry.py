@@ -1,0 +1,381 @@
+"""Who asks, whether they may, and what it came to: keys and quotas before a request, one ledger row after it.
+
+`forward` feeds an Entry: `start`, `begin` with the response's head, `feed` with every piece, `end`. All of it is memory
+only; the ledger's thread does the rest.
+"""
+
+from __future__ import annotations
+
+import calendar
+import math
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Final
+
+from penstock.gateway.accounting.keys import Holder, Keyring
+from penstock.gateway.accounting.ledger import Ledger, News
+from penstock.gateway.accounting.quota import Counts, LocalCounts, Quota, Refusal
+from penstock.gateway.accounting.store import Row, State
+from penstock.gateway.accounting.token_usage import BodyWatch, StreamStrip, StreamWatch, ask_for_usage
+from penstock.gateway.body_fields import Fields, Usage
+from penstock.gateway.config import GatewayConfig, Price
+from penstock.gateway.connections.client import Request
+from penstock.gateway.metrics import Family, Labels
+from penstock.gateway.responses import Answer, error_answer
+from penstock.gateway.streams import is_event_stream
+from penstock.wire.http1 import Headers, RequestHead, ResponseHead, find_header
+
+Watch = BodyWatch | StreamWatch | StreamStrip
+
+# What a path generates: whether a stream of it must be asked for its usage, and what ends each of its tokens' events.
+_GENERATING: Final[dict[bytes, tuple[bool, bytes | None]]] = {
+    b"/v1/chat/completions": (True, None),
+    b"/v1/completions": (True, None),
+    b"/v1/responses": (False, b".delta\n"),
+}
+_NOTHING: Final = (False, None)
+_NO_TOKENS: Final = Usage(0, 0, 0)
+_CHAT: Final = b"/v1/chat/completions"  # its streams begin with an event that carries the role and no token
+OUTPUT_TOKENS = 256  # reserved where the client sets no limit
+BYTES_PER_TOKEN = 4.0  # of a request's body, until a model's own replies tell better
+PROMPT_TOKENS_MAX = 131_072
+_LEARNING: Final = 0.05
+_LEARN_FROM: Final = 32  # tokens
+_CLIENT_CLOSED: Final = 499  # nginx's status for a client that left before its answer
+_OUTCOME_STATES: Final[dict[str, State]] = {
+    "complete": "complete",
+    "client_gone": "client-cancelled",
+    "broken": "engine-failed",
+    "late": "engine-failed",
+    "no_replica": "refused",
+    "queue_full": "refused",
+    "refused": "refused",
+}
+_OUTCOME_STATUSES: Final = {
+    "client_gone": _CLIENT_CLOSED,
+    "broken": 502,
+    "late": 504,
+    "no_replica": 503,
+    "queue_full": 429,
+    "refused": 429,
+}
+_WORDS: Final = {
+    "requests": ("rate_limit_exceeded", "{limit:g} requests a minute"),
+    "tokens": ("rate_limit_exceeded", "{limit:g} tokens a minute"),
+    "concurrency": ("concurrency_exceeded", "{limit:g} requests at once"),
+    "budget": ("insufficient_quota", "${limit:g} this month"),
+}
+
+
+@dataclass
+class Account:
+    """What the books know of a model: its price, its counts since the gateway started, and what its complete requests
+    taught for estimates where one ends without the engine's count.
+    """
+
+    price: Price | None = None
+    n_rows: Counter[State] = field(default_factory=Counter)
+    n_prompt: int = 0
+    n_cached: int = 0
+    n_output: int = 0
+    bytes_per_token: float = BYTES_PER_TOKEN
+    tokens_per_event: float = 1.0
+
+    def learn(self, usage: Usage, n_body_bytes: int, n_events: int) -> None:
+        if usage.prompt_tokens >= _LEARN_FROM:
+            self.bytes_per_token += _LEARNING * (n_body_bytes / usage.prompt_tokens - self.bytes_per_token)
+        if n_events >= _LEARN_FROM:
+            self.tokens_per_event += _LEARNING * (max(1.0, usage.output_tokens / n_events) - self.tokens_per_event)
+
+    def estimate_prompt(self, n_body_bytes: int) -> int:
+        return min(PROMPT_TOKENS_MAX, math.ceil(n_body_bytes / self.bytes_per_token))
+
+
+@dataclass
+class Totals:
+    """Counts since the gateway started, for its metrics."""
+
+    n_unknown_keys: int = 0
+    refusals: Counter[str] = field(default_factory=Counter)  # by limit
+
+
+class Books:
+    """Keys, quotas and the ledger of one gateway. UserError when the config's store cannot be opened."""
+
+    def __init__(self, config: GatewayConfig, counts: Counts | None = None) -> None:
+        self.needs_key = config.auth == "keys"
+        self.ledger = Ledger(config.store) if config.store else None
+        self.keyring = Keyring(config.key_hashes, counts or LocalCounts())
+        self.totals = Totals()
+        self._prices = config.prices
+        self._accounts: dict[str, Account] = {}
+        self._submitted_usd: dict[str, float] = {}
+        if self.ledger is not None:
+            self._on_news(self.ledger.first_news)
+
+    def start(self) -> None:
+        if self.ledger is not None:
+            self.ledger.start(self._on_news)
+
+    async def stop(self) -> None:
+        if self.ledger is not None:
+            await self.ledger.stop()
+
+    def close(self) -> None:
+        if self.ledger is not None:
+            self.ledger.close()
+
+    def find(self, head: RequestHead) -> Holder | None:
+        """Whose key a request carries, if it is good now."""
+        return self.keyring.find(find_header(head.headers, b"authorization"), time.time())
+
+    def open(self, asked: Asked, holder: Holder | None, body: bytes = b"") -> Entry | None:
+        """An entry for a request that is about to be forwarded; None where nobody counts."""
+        if self.ledger is None and (holder is None or not holder.quota.is_limited):
+            return None
+        return Entry(self, asked, holder, body)
+
+    def refuse(self, asked: Asked, holder: Holder, status: int) -> None:
+        """Takes down a request that is refused before it is forwarded."""
+        entry = self.open(asked, holder)
+        if entry is not None:
+            entry.refuse(status)
+
+    def account(self, model: str) -> Account:
+        found = self._accounts.get(model)
+        if found is None:
+            found = self._accounts[model] = Account(self._prices.get(model))
+        return found
+
+    def charge(self, key_id: str, cost_usd: float, quota: Quota | None) -> None:
+        """Takes what a row costs into its key's budget."""
+        self._submitted_usd[key_id] = self._submitted_usd.get(key_id, 0.0) + cost_usd
+        if quota is not None:
+            quota.spent_usd += cost_usd
+
+    def families(self) -> list[Family]:
+        """For the metrics."""
+        totals, ledger = self.totals, self.ledger
+        unknown: dict[Labels, float] = {(): totals.n_unknown_keys}
+        by_limit: dict[Labels, float] = {(("limit", kind),): n for kind, n in totals.refusals.items()}
+        found: list[Family] = [
+            ("unknown_keys_total", "counter", "Requests without a good key.", unknown),
+            ("quota_refusals_total", "counter", "Requests over a limit of their key.", by_limit),
+        ]
+        if ledger is None:
+            return found
+        tokens: dict[Labels, float] = {}
+        rows: dict[Labels, float] = {}
+        for model, account in self._accounts.items():
+            counts = (("prompt", account.n_prompt), ("cached", account.n_cached), ("output", account.n_output))
+            tokens |= {(("model", model), ("kind", kind)): n for kind, n in counts}
+            rows |= {(("model", model), ("state", state)): n for state, n in account.n_rows.items()}
+        return [
+            *found,
+            ("tokens_total", "counter", "Tokens in the ledger; cached ones are prompt tokens too.", tokens),
+            ("ledger_requests_total", "counter", "Requests in the ledger, by state.", rows),
+            ("ledger_rows_waiting", "gauge", "Rows that are not on the disk yet.", {(): ledger.n_waiting}),
+            ("ledger_rows_lost_total", "counter", "Rows that found the queue full.", {(): ledger.n_lost}),
+            ("store_failures_total", "counter", "Turns of the store that failed.", {(): ledger.n_failures}),
+            ("store_up", "gauge", "Whether the store's last turn worked.", {(): int(not ledger.is_failing)}),
+        ]
+
+    def _on_news(self, news: News) -> None:
+        if news.keys is not None:
+            self.keyring.replace(news.keys, time.monotonic())
+        for key_id, quota in self.keyring.quotas().items():
+            waiting_usd = self._submitted_usd.get(key_id, 0.0) - news.submitted_usd.get(key_id, 0.0)
+            quota.spent_usd = news.spent_usd.get(key_id, 0.0) + waiting_usd
+
+
+class Asked:
+    """A request as its entry needs it. Not its body: that has up to 32 MiB, and an entry lives as its response."""
+
+    __slots__ = ("ask", "model", "n_body_bytes", "path", "received_at", "request_id")
+
+    def __init__(self, request: Request, ask: Fields, model: str) -> None:
+        self.path = request.head.path
+        self.n_body_bytes = len(request.body)
+        self.ask = ask
+        self.model = model
+        self.request_id = request.request_id
+        self.received_at = request.received_at
+
+
+class Entry:
+    """One request in the books. `body`: what the engine is sent, until its answer begins. `strips_usage`: the client
+    did not ask for the usage event that the answer will have.
+    """
+
+    # Defaults stay with the class: most requests set few of them.
+    strips_usage = False
+    _first_at: float | None = None
+    _is_open = False  # its share of the limits is taken
+    _is_stream = False
+    _n_reserved = 0
+    _status = 0
+
+    def __init__(self, books: Books, asked: Asked, holder: Holder | None, body: bytes) -> None:
+        self._books = books
+        self._asked = asked
+        self._holder = holder
+        self._at = time.time()
+        self.body = body
+        self._watch: Watch | None = None
+        if asked.ask.stream is True and not asked.ask.wants_usage:
+            self.strips_usage = _GENERATING.get(asked.path, _NOTHING)[0]
+            if self.strips_usage and body:
+                self.body = ask_for_usage(body, asked.ask)
+
+    def start(self) -> Answer | None:
+        """Takes the request's share of its key's limits; an answer when there is none. `end` gives it back."""
+        holder = self._holder
+        if holder is None or not holder.quota.is_limited:
+            return None
+        now = time.monotonic()
+        self._n_reserved = self._estimate_tokens()
+        refusal = holder.quota.take(now, self._n_reserved)
+        if refusal is None:
+            self._is_open = True
+            return None
+        self._books.totals.refusals[refusal.kind] += 1
+        self._status = 429
+        return _refused(refusal, holder, now)
+
+    def headers(self) -> Headers:
+        """For the response's head."""
+        holder = self._holder
+        return holder.quota.headers(time.monotonic()) if holder is not None and holder.quota.is_limited else ()
+
+    def begin(self, head: ResponseHead) -> None:
+        """The response that the client gets begins; not called for those that are kept from it."""
+        self.body = b""  # up to 32 MiB, and it will not be sent again
+        self._status = head.status
+        headers = head.headers
+        if head.status >= 300 or find_header(headers, b"content-encoding") not in (None, b"identity"):
+            return
+        content_type = find_header(headers, b"content-type")
+        if content_type == b"application/json" or not is_event_stream(head):
+            self._watch = BodyWatch()
+            return
+        self._is_stream = True
+        if self.strips_usage and head.length is None:
+            self._watch = StreamStrip()
+        else:
+            self._watch = StreamWatch(_GENERATING.get(self._asked.path, _NOTHING)[1])
+
+    def feed(self, data: bytes, is_end: bool) -> bytes:
+        """A piece of the response's body and whether it is the last; returns what of it the client gets now."""
+        watch = self._watch
+        if watch is None:
+            return data
+        if self._is_stream and data and self._first_at is None:
+            self._first_at = time.monotonic()
+        return watch.feed(data, is_end)
+
+    def feed_chunks(self, data: bytes, is_end: bool) -> bool:
+        """The same for a read of whole chunks: True when it was noted and may pass as it is, else `feed` gets it."""
+        watch = self._watch
+        if watch is None:
+            return True
+        if is_end or not watch.note_chunks(data):
+            return False
+        if self._first_at is None:
+            self._first_at = time.monotonic()
+        return True
+
+    def add_token_chunks(self, n_chunks: int) -> None:
+        """So many more that passed as the last one did, and that `is_token_chunk` is true of."""
+        if self._watch is not None:
+            self._watch.add_token_chunks(n_chunks)
+
+    def end(self, outcome: str, replica: str) -> None:
+        """The request is over, however it ended: one row. `outcome` is forward's."""
+        books, asked, watch, holder = self._books, self._asked, self._watch, self._holder
+        account = books.account(asked.model)
+        usage, is_estimate = watch.usage() if watch is not None else None, 0
+        if usage is not None and watch is not None:
+            account.learn(usage, asked.n_body_bytes, watch.n_events)
+        elif watch is None or asked.path not in _GENERATING:
+            usage = _NO_TOKENS
+        else:
+            usage, is_estimate = self._estimate(watch, account, outcome), 1
+        n_prompt, n_cached, n_output = usage.prompt_tokens, usage.cached_tokens, usage.output_tokens
+        quota = holder.quota if holder is not None else None
+        if self._is_open and quota is not None:
+            self._is_open = False
+            quota.give_back(self._n_reserved, n_prompt + n_output)
+        state, price = self._state(outcome), account.price
+        account.n_rows[state] += 1
+        account.n_prompt += n_prompt
+        account.n_cached += n_cached
+        account.n_output += n_output
+        ledger = books.ledger
+        if ledger is None:
+            return
+        cost_usd = None if price is None else price.cost_usd(n_prompt, n_cached, n_output)
+        key_id = holder.id if holder is not None else ""
+        ledger.add(
+            Row(
+                ledger.next_number(),
+                self._at,
+                key_id,
+                asked.model,
+                replica,
+                n_prompt,
+                n_cached,
+                n_output,
+                is_estimate,
+                None if self._first_at is None else (self._first_at - asked.received_at) * 1000,
+                (time.monotonic() - asked.received_at) * 1000,
+                state,
+                self._status or _OUTCOME_STATUSES.get(outcome, 0),
+                cost_usd,
+                str(asked.request_id, "latin-1"),
+            )
+        )
+        if cost_usd:
+            books.charge(key_id, cost_usd, quota)
+
+    def refuse(self, status: int) -> None:
+        """The gateway answers this status itself, and nothing is forwarded."""
+        self._status = status
+        self.end("refused", "")
+
+    def _state(self, outcome: str) -> State:
+        if outcome == "complete":
+            if self._status >= 500 or (self._watch is not None and self._watch.has_error):
+                return "engine-failed"
+            if self._status >= 400:
+                return "refused"
+        return _OUTCOME_STATES[outcome]
+
+    def _estimate(self, watch: Watch, account: Account, outcome: str) -> Usage:
+        """Our own count, of what passed."""
+        n_without_token = self._asked.ask.n_choices if self._asked.path == _CHAT else 0
+        n_events = max(0, watch.n_events - n_without_token - (outcome == "complete" and watch.n_events > 0))
+        n_prompt = account.estimate_prompt(self._asked.n_body_bytes)
+        return Usage(n_prompt, 0, math.ceil(n_events * account.tokens_per_event))
+
+    def _estimate_tokens(self) -> int:
+        """Prompt and answer, for a reservation."""
+        asked = self._asked
+        n_tokens = self._books.account(asked.model).estimate_prompt(asked.n_body_bytes)
+        if asked.path in _GENERATING:
+            n_tokens += (asked.ask.output_tokens_max or OUTPUT_TOKENS) * asked.ask.n_choices
+        return n_tokens
+
+
+def _refused(refusal: Refusal, holder: Holder, now: float) -> Answer:
+    code, words = _WORDS[refusal.kind]
+    told = words.format(limit=refusal.limit)
+    wait_s = refusal.retry_after_s or _until_next_month_s(time.time())
+    headers = ((b"retry-after", b"%d" % max(1, math.ceil(wait_s))), *holder.quota.headers(now))
+    return error_answer(429, f"key {holder.name!r} has used its {told}", code, headers=headers)
+
+
+def _until_next_month_s(now: float) -> float:
+    begun = time.gmtime(now)
+    year, month = (begun.tm_year, begun.tm_mon + 1) if begun.tm_mon < 12 else (begun.tm_year + 1, 1)
+    return calendar.timegm((year, month, 1, 0, 0, 0)) - now

@@ -1,0 +1,153 @@
+"""Who may ask: API keys by their hash, the admin token, and web pages by their origin. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import math
+from collections.abc import Mapping, Sequence
+from typing import Final
+from urllib.parse import urlsplit
+
+import msgspec
+
+from penstock.gateway.accounting.quota import Counts, Quota
+from penstock.gateway.accounting.store import ApiKey, Limits
+from penstock.wire.http1 import Headers
+
+_LOOPBACK_HOSTS: Final = frozenset(("localhost", "127.0.0.1", "::1"))
+_LIMITS: Final = b", ".join(
+    b"x-ratelimit-%s-%s" % (what, kind)
+    for kind in (b"requests", b"tokens")
+    for what in (b"limit", b"remaining", b"reset")
+)
+_EXPOSED: Final = (
+    b"access-control-expose-headers",
+    b"x-request-id, x-penstock-replica, server-timing, retry-after, " + _LIMITS,
+)
+_HALF: Final = 16  # bytes
+_NO_HASH: Final = bytes(32)
+_MAX_KNOWN: Final = 1024  # headers
+
+
+def bearer(authorization: bytes | None) -> bytes | None:
+    """The credential in an Authorization header's value, when it is a bearer one."""
+    if authorization is not None and authorization[:7] == b"Bearer ":  # as good as always; the rest is for the others
+        return authorization[7:].strip(b" ") or None
+    scheme, _, credential = (authorization or b"").partition(b" ")
+    return credential.strip(b" ") if scheme.lower() == b"bearer" and credential else None
+
+
+class Holder(msgspec.Struct, frozen=True):
+    """Whom a key belongs to, as requests are judged: `secret_until` is when the secret that was sent ends."""
+
+    id: str
+    name: str
+    quota: Quota
+    models: frozenset[str]  # empty: every model
+    secret_until: float
+
+    def may_use(self, *names: str | None) -> bool:
+        """Whether one of these names of a model is among the key's."""
+        return not self.models or not self.models.isdisjoint(names)
+
+
+class Keyring:
+    """All keys that are good, in memory, found by the SHA-256 of what was sent.
+
+    The index is the first half of that hash, and the whole is then compared in constant time. What the look-up's time
+    tells is about the hash of what a stranger sent: he cannot choose hashes, so it leads him nowhere.
+
+    Headers that were good are found again without hashing (3.4 us of a busy gateway's request): by Python's own keyed
+    hash of bytes, which a stranger cannot steer either. They are a few, and forgotten when any key changes.
+    """
+
+    def __init__(self, key_hashes: Sequence[str], counts: Counts) -> None:
+        self._counts = counts
+        self._fixed = tuple(key_hashes)
+        self._quotas: dict[str, tuple[Limits, Quota]] = {}
+        self._by_half: dict[bytes, tuple[bytes, Holder]] = {}
+        self._known: dict[bytes, Holder] = {}
+        self.replace((), 0.0)
+
+    def replace(self, keys: Sequence[ApiKey], now: float) -> None:
+        """Takes these keys for those before, but for the ones of the config. `now` is monotonic.
+
+        A key whose limits are the same keeps its buckets.
+        """
+        found: dict[bytes, tuple[bytes, Holder]] = {}
+        quotas: dict[str, tuple[Limits, Quota]] = {}
+        for key in keys:
+            if key.revoked_at is None:
+                known = self._quotas.get(key.id)
+                if known is None or known[0] != key.limits:
+                    known = (key.limits, Quota(key.id, key.limits, self._counts, now))
+                quotas[key.id] = known
+                for secret in key.secrets:
+                    until = min(secret.expires_at or math.inf, key.limits.expires_at or math.inf)
+                    holder = Holder(key.id, key.name, known[1], frozenset(key.limits.models), until)
+                    key_hash = bytes.fromhex(secret.hash)
+                    found[key_hash[:_HALF]] = (key_hash, holder)
+        for index, fixed in enumerate(self._fixed):
+            key_hash = bytes.fromhex(fixed)
+            name = "first" if index == 0 else f"first-{index + 1}"
+            unlimited = Quota(name, Limits(), self._counts, now)
+            found[key_hash[:_HALF]] = (key_hash, Holder(name, name, unlimited, frozenset(), math.inf))
+        self._by_half, self._quotas, self._known = found, quotas, {}
+
+    def find(self, authorization: bytes | None, now: float) -> Holder | None:
+        """Whose key the header carries, if it is good at `now` (Unix seconds)."""
+        if authorization is None:
+            return None
+        holder = self._known.get(authorization) or self._look_up(authorization)
+        return holder if holder is not None and now < holder.secret_until else None
+
+    def quotas(self) -> Mapping[str, Quota]:
+        """By key id, without those of the config, which have no limits."""
+        return {key_id: quota for key_id, (_, quota) in self._quotas.items()}
+
+    def _look_up(self, authorization: bytes) -> Holder | None:
+        key = bearer(authorization)
+        if key is None:
+            return None
+        digest = hashlib.sha256(key).digest()
+        key_hash, holder = self._by_half.get(digest[:_HALF], (_NO_HASH, None))
+        if holder is None or not hmac.compare_digest(digest, key_hash):
+            return None
+        if len(self._known) >= _MAX_KNOWN:
+            self._known.clear()
+        self._known[authorization] = holder
+        return holder
+
+
+def has_token(authorization: bytes | None, token: str) -> bool:
+    """Whether the header carries the admin token."""
+    return hmac.compare_digest(bearer(authorization) or b"", token.encode())
+
+
+def origin_headers(origin: bytes | None, needs_key: bool) -> Headers:
+    """What lets a web page of `origin` read an answer.
+
+    With keys any page may: it has to bring one. Without, only pages of this machine: else any page that the user
+    visits could talk to the engine behind the user's back.
+    """
+    if origin is None:
+        return ()
+    if needs_key:
+        return ((b"access-control-allow-origin", b"*"), _EXPOSED)
+    try:
+        host = urlsplit(origin.decode("latin-1")).hostname
+    except ValueError:
+        return ()
+    if host not in _LOOPBACK_HOSTS:
+        return ()
+    return ((b"access-control-allow-origin", origin), (b"vary", b"origin"), _EXPOSED)
+
+
+def preflight_headers(asked: bytes | None) -> Headers:
+    """What a preflight is told beside its origin; `asked` is its Access-Control-Request-Headers."""
+    return (
+        (b"access-control-allow-methods", b"GET, HEAD, POST, OPTIONS"),
+        (b"access-control-allow-headers", asked or b"authorization, content-type"),
+        (b"access-control-max-age", b"600"),
+    )

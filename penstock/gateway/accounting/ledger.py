@@ -1,0 +1,229 @@
+"""The gateway's hand on its store: one thread writes rows in batches, runs changes of keys, and sees those of others.
+
+The event loop never waits for it: rows go into a queue, what the thread read comes back with `call_soon_threadsafe`.
+While the store is locked, full or away, requests go on with the keys in memory; rows wait in the queue, up to
+MAX_WAITING, and the log and the metrics say so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import msgspec
+
+from penstock.errors import PenstockError
+from penstock.gateway.accounting.quota_sync import Exchange
+from penstock.gateway.accounting.store import DAY_S, ApiKey, Row, Store, month_of
+
+PERIOD_S = 0.5  # at most this much is lost with the process, and a changed key is seen this late
+MAX_WAITING = 200_000  # about 100 MB of rows
+MAX_BATCH = 4096
+CALM_ROWS = 256  # a turn with fewer has time to unfold what busier ones have folded
+PRUNE_PERIOD_S = 600.0
+PRUNE_S = 0.1  # of a turn: some 30,000 rows
+LAST_TURNS = 3  # at the end, when the store does not take the rows at once
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+
+class News(msgspec.Struct, frozen=True):
+    """What the thread read: the keys when they changed, dollars spent this month by key id, and how much of what this
+    process ever submitted is among those."""
+
+    keys: list[ApiKey] | None
+    spent_usd: dict[str, float]
+    submitted_usd: dict[str, float]
+
+
+class Ledger:
+    """A store with its thread. The constructor opens the store and reads it: UserError when it cannot be."""
+
+    def __init__(self, place: str) -> None:
+        self._store = Store(place)
+        self._writer = secrets.token_hex(6)
+        # Gives the number of the next row. In C, as everything is that a request calls and can be.
+        self.next_number = itertools.count(1).__next__
+        self._rows: deque[Row] = deque()
+        self._batch: list[Row] = []
+        self._is_again = False
+        self._jobs: deque[tuple[Callable[[Store], Any], Future[Any]]] = deque()
+        self._submitted_usd: dict[str, float] = {}
+        self._revision = -1
+        self._last_news: News | None = None
+        self._wake = threading.Event()
+        self._is_closing = False
+        # After so many days a row is only part of its day's sums. One ledger of a gateway's does that.
+        self.keep_days: int | None = None
+        self._prune_at = 0.0
+        self.exchange: Exchange | None = None
+        self._thread: threading.Thread | None = None
+        self._tell: Callable[[News], None] = lambda _: None
+        self.n_written = 0
+        self.n_lost = 0
+        self.n_failures = 0
+        self.is_failing = False
+        self.first_news = self._read()
+
+    # The loop's side.
+
+    @property
+    def n_waiting(self) -> int:
+        return len(self._rows) + len(self._batch)
+
+    def add(self, row: Row) -> None:
+        """Takes a row; it is on the disk within a second, if the disk allows it. 0.1 us."""
+        if len(self._rows) >= MAX_WAITING:
+            self.n_lost += 1
+            return
+        self._rows.append(row)
+
+    def call(self, job: Callable[[Store], T]) -> asyncio.Future[T]:
+        """Runs `job` on the thread, soon; what it changed of the keys is news before the future is done."""
+        future: Future[T] = Future()
+        self._jobs.append((job, future))
+        self._wake.set()
+        return asyncio.wrap_future(future)
+
+    def start(self, on_news: Callable[[News], None]) -> None:
+        """Begins to write and to look; `on_news` is called on the running loop."""
+        loop = asyncio.get_running_loop()
+
+        def tell(news: News) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(on_news, news)
+
+        self._tell = tell
+        self._thread = threading.Thread(target=self._work, name="ledger", daemon=True)
+        self._thread.start()
+
+    async def stop(self) -> None:
+        """Writes what waits and closes the store."""
+        await asyncio.get_running_loop().run_in_executor(None, self.close)
+
+    def close(self) -> None:
+        """The same, blocking."""
+        if self._is_closing:
+            return
+        self._is_closing = True
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join()
+        else:
+            self._store.close()
+
+    # The thread's side.
+
+    def _work(self) -> None:
+        while not self._is_closing:
+            self._wake.wait(PERIOD_S)
+            self._wake.clear()
+            self._turn()
+        for _ in range(LAST_TURNS):
+            self._turn()
+            if not self.n_waiting:
+                break
+        if self.n_waiting:
+            log.error("store: %d rows of usage are lost, it could not be written to the end", self.n_waiting)
+        self._store.close()
+
+    def _turn(self) -> None:
+        is_calm = self.n_waiting < CALM_ROWS
+        # From here on a future cannot be cancelled: its client may leave meanwhile.
+        asked = [self._jobs.popleft() for _ in range(len(self._jobs))]
+        jobs = [(job, future) for job, future in asked if future.set_running_or_notify_cancel()]
+        outcomes = [(future, *self._try_job(job)) for job, future in jobs]
+        try:
+            self._flush()
+            if self.exchange is not None:
+                self.exchange.turn(self._store)
+            news = self._read()
+            if news != self._last_news or news.keys is not None:
+                self._last_news = news
+                self._tell(news)
+            if is_calm and not asked:
+                self._unfold()
+            self._prune()
+            if self.is_failing:
+                log.warning("store: it works again, %d rows wait", self.n_waiting)
+            self.is_failing = False
+        except Exception as error:  # noqa: BLE001 - the thread must outlive whatever a database does
+            self.n_failures += 1
+            if self.exchange is not None:
+                self.exchange.miss_turn()
+            if not self.is_failing:
+                log.error("store: %s; requests go on, their usage waits in memory", _told(error))
+            self.is_failing = True
+        for future, result, failure in outcomes:
+            if failure is not None:
+                future.set_exception(failure)
+            else:
+                future.set_result(result)
+
+    def _try_job(self, job: Callable[[Store], Any]) -> tuple[Any, BaseException | None]:
+        try:
+            return job(self._store), None
+        except Exception as error:  # noqa: BLE001 - it is raised where the job was asked for
+            return None, error
+
+    def _flush(self) -> None:
+        """Writes the rows that are there, in batches that stay the same until they are written: none is written twice.
+
+        Rows that come meanwhile are the next turn's. A busy gateway would never be done, and each batch of a few rows
+        takes Python's lock from the loop dozens of times: a third of a request's cost was that.
+        """
+        n_left = self.n_waiting
+        while n_left > 0:
+            if not self._batch:
+                self._batch = [self._rows.popleft() for _ in range(min(n_left, MAX_BATCH))]
+            try:
+                self._store.add_rows(self._writer, self._batch, is_again=self._is_again)
+            except BaseException:
+                self._is_again = True
+                raise
+            self._is_again = False
+            self.n_written += len(self._batch)
+            for row in self._batch:
+                if row.cost_usd:
+                    before = self._submitted_usd.get(row.key_id, 0.0)
+                    self._submitted_usd[row.key_id] = before + row.cost_usd
+            n_left -= len(self._batch)
+            self._batch = []
+
+    def _unfold(self) -> None:
+        """Unfolds batches until there is something better to do."""
+        while not self._is_closing and not self._jobs and len(self._rows) < CALM_ROWS:
+            if not self._store.unfold_rows():
+                break
+
+    def _prune(self) -> None:
+        """Adds up and drops what is too old, a little in every turn until there is none."""
+        now, until = time.time(), time.monotonic() + PRUNE_S
+        if self.keep_days is None or now < self._prune_at:
+            return
+        while not self._is_closing and not self._jobs and time.monotonic() < until:
+            if not self._store.prune(now - self.keep_days * DAY_S):
+                self._prune_at = now + PRUNE_PERIOD_S
+                break
+
+    def _read(self) -> News:
+        revision = self._store.keys_revision()
+        keys = self._store.all_keys() if revision != self._revision else None
+        spent_usd = self._store.spend(month_of(time.time()))
+        self._revision = revision
+        return News(keys, spent_usd, dict(self._submitted_usd))
+
+
+def _told(error: Exception) -> str:
+    return error.message if isinstance(error, PenstockError) else f"{type(error).__name__}: {error}"

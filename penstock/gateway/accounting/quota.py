@@ -1,0 +1,168 @@
+"""Requests and tokens a minute, requests at once, dollars a month: who may go now, and who when. Pure: takes `now`.
+
+A bucket holds one minute's worth and fills steadily. It does not count what it gave: it looks at a running total that
+other workers add to as well, takes what has been added since its last look, and so each worker's bucket follows what
+all of them let in. Two looks at one moment by two workers may let in one request more; nothing adds up over time.
+
+Tokens are reserved before a request goes (its prompt by an estimate, its answer by its limit) and settled with what
+the engine counted. A request that reserves more than a minute's worth waits for a full bucket and leaves it in debt.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol
+
+import msgspec
+
+from penstock.gateway.accounting.store import Limits
+from penstock.wire.http1 import Headers
+
+Kind = Literal["requests", "tokens", "concurrency", "budget"]
+
+AT_ONCE = ":at_once"  # ends the name of what is given back when a request ends, with its worker too
+BUSY_RETRY_S = 1.0  # after too many at once: when one ends nobody knows
+
+
+class Counts(Protocol):
+    """Running totals in named columns, which other processes may add to (`shared.SharedCounters`). None blocks."""
+
+    def column(self, name: str) -> int | None:
+        """The column of that name; None when there is no room for it."""
+
+    def add(self, column: int, amount: int) -> None: ...
+    def total(self, column: int) -> int: ...
+
+
+class LocalCounts:
+    """The totals of one process."""
+
+    def __init__(self) -> None:
+        self._columns: dict[str, int] = {}
+        self._totals: list[int] = []
+
+    def column(self, name: str) -> int:
+        column = self._columns.setdefault(name, len(self._totals))
+        if column == len(self._totals):
+            self._totals.append(0)
+        return column
+
+    def add(self, column: int, amount: int) -> None:
+        self._totals[column] += amount
+
+    def total(self, column: int) -> int:
+        return self._totals[column]
+
+
+class Total:
+    """One running total. Without room among the shared ones it is counted by this process alone."""
+
+    __slots__ = ("_column", "_counts")
+
+    def __init__(self, counts: Counts, name: str) -> None:
+        column = counts.column(name)
+        self._counts: Counts = counts
+        if column is None:
+            self._counts = LocalCounts()
+            column = self._counts.column(name)
+        assert column is not None
+        self._column = column
+
+    def add(self, amount: int) -> None:
+        self._counts.add(self._column, amount)
+
+    def now(self) -> int:
+        return self._counts.total(self._column)
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """Which limit a request would pass, and after how many seconds it may come again."""
+
+    kind: Kind
+    limit: float
+    retry_after_s: float
+
+
+class Bucket:
+    """`per_minute` at once after a rest, and as many every minute; `total` is what was ever taken, by everybody."""
+
+    __slots__ = ("_at", "_seen", "level", "per_minute", "total")
+
+    def __init__(self, per_minute: int, now: float, total: Total) -> None:
+        self.per_minute = per_minute
+        self.level = float(per_minute)
+        self.total = total
+        self._at = now
+        self._seen = total.now()
+
+    def look(self, now: float) -> float:
+        """How much may be taken now; below 0 after more was used than reserved."""
+        total, full = self.total.now(), float(self.per_minute)
+        filled = min(full, self.level + max(0.0, now - self._at) * full / 60)
+        self.level = min(full, filled - (total - self._seen))
+        self._at, self._seen = max(now, self._at), total
+        return self.level
+
+    def wait_s(self, n: float) -> float:
+        """Seconds after the last look until `n` are there, which is at most a minute's worth."""
+        return max(0.0, (n - self.level) * 60 / self.per_minute)
+
+
+class Quota:
+    """One key's limits against its running totals."""
+
+    __slots__ = ("_at_once", "_requests", "_tokens", "is_limited", "limits", "spent_usd")
+
+    def __init__(self, key_id: str, limits: Limits, counts: Counts, now: float) -> None:
+        def bucket(kind: str, per_minute: int | None) -> Bucket | None:
+            return None if per_minute is None else Bucket(per_minute, now, Total(counts, f"key:{key_id}:{kind}"))
+
+        self.limits = limits
+        self.spent_usd = 0.0  # this month, told from outside
+        self._requests = bucket("requests", limits.rpm)
+        self._tokens = bucket("tokens", limits.tpm)
+        self._at_once = Total(counts, f"key:{key_id}{AT_ONCE}") if limits.concurrency is not None else None
+        numbers = (limits.rpm, limits.tpm, limits.concurrency, limits.budget_usd)
+        self.is_limited = any(limit is not None for limit in numbers)
+
+    def take(self, now: float, n_tokens: int) -> Refusal | None:
+        """Lets a request in that reserves `n_tokens`, or says why not. A refused one counts for nothing.
+
+        Who is let in is ended by `give_back`, exactly once.
+        """
+        limits, requests, tokens, at_once = self.limits, self._requests, self._tokens, self._at_once
+        if limits.budget_usd is not None and self.spent_usd >= limits.budget_usd:
+            return Refusal("budget", limits.budget_usd, 0.0)
+        if at_once is not None and limits.concurrency is not None and at_once.now() >= limits.concurrency:
+            return Refusal("concurrency", limits.concurrency, BUSY_RETRY_S)
+        if requests is not None and requests.look(now) < 1:
+            return Refusal("requests", requests.per_minute, requests.wait_s(1))
+        if tokens is not None:
+            wanted = min(n_tokens, tokens.per_minute)
+            if tokens.look(now) < wanted:
+                return Refusal("tokens", tokens.per_minute, tokens.wait_s(wanted))
+            tokens.total.add(n_tokens)
+        if requests is not None:
+            requests.total.add(1)
+        if at_once is not None:
+            at_once.add(1)
+        return None
+
+    def give_back(self, n_reserved: int, n_used: int) -> None:
+        """The request is over and used so many tokens."""
+        if self._tokens is not None:
+            self._tokens.total.add(n_used - n_reserved)
+        if self._at_once is not None:
+            self._at_once.add(-1)
+
+    def headers(self, now: float) -> Headers:
+        """x-ratelimit-* of the key's limits, with OpenAI's names; a reset is when the bucket is full again."""
+        found: list[tuple[bytes, bytes]] = []
+        for name, bucket in ((b"requests", self._requests), (b"tokens", self._tokens)):
+            if bucket is not None:
+                level = bucket.look(now)
+                found += [
+                    (b"x-ratelimit-limit-" + name, b"%d" % bucket.per_minute),
+                    (b"x-ratelimit-remaining-" + name, b"%d" % max(0, int(level))),
+                    (b"x-ratelimit-reset-" + name, b"%.3fs" % bucket.wait_s(bucket.per_minute)),
+                ]
+        return tuple(found)

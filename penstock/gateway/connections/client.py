@@ -1,0 +1,418 @@
+"""Client connections: requests off the wire to a handler, and responses back.
+
+A connection works on one request at a time; pipelined ones wait in its reader. It never stops reading while a
+request is worked on (up to a bound), because an end of file is how it learns that the client has left. A client
+that closes only its sending half counts as gone: the two cannot be told apart.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import socket
+import struct
+import time
+from collections.abc import Callable
+from typing import Final, Literal, Protocol, cast
+
+from penstock.gateway.config import Limits
+from penstock.gateway.responses import Answer, error_answer, own_headers
+from penstock.text import KIB, MIB
+from penstock.wire.http1 import (
+    CONTINUE,
+    END,
+    Headers,
+    ProtocolError,
+    Reader,
+    RequestHead,
+    find_header,
+    write_response_head,
+)
+
+MAX_PIPELINED_BYTES: Final = 64 * KIB
+WRITE_BUFFER_BYTES: Final = 256 * KIB
+
+LINGER_S = 2.0  # reading on after a refusal, so that the client can read it before a reset
+
+_RESET_ON_CLOSE: Final = struct.pack("ii", 1, 0)
+_REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._:\-]{1,128}")
+
+Phase = Literal["idle", "head", "body", "busy", "lingering", "closed"]
+
+
+class Work(Protocol):
+    """What writes a response."""
+
+    def cancel(self) -> object:
+        """The client left, or (when not `client.is_gone`) time is over: no more work, and an honest end."""
+
+
+log = logging.getLogger(__name__)
+
+
+class Request:
+    """A whole request. `received_at` (monotonic): when its last byte came."""
+
+    __slots__ = ("body", "head", "received_at", "request_id")
+
+    def __init__(self, head: RequestHead, body: bytes, request_id: bytes, received_at: float) -> None:
+        self.head = head
+        self.body = body
+        self.request_id = request_id
+        self.received_at = received_at
+
+
+class Source(Protocol):
+    """What a response comes from, for flow control. Both may be called at any time and more than once."""
+
+    def pause(self) -> None: ...
+    def resume(self) -> None: ...
+
+
+class Handler(Protocol):
+    """What a listener serves. None of the three blocks."""
+
+    def refuse(self, head: RequestHead) -> Answer | None:
+        """An answer that needs no body, before the body is read; None when `handle` shall have the request."""
+
+    def handle(self, request: Request, client: ClientConnection) -> Answer | None:
+        """The answer; or None when something at `client.work` will write the response, or has."""
+
+    def origin_headers(self, head: RequestHead) -> Headers:
+        """Headers for every answer to this request."""
+
+
+class Acceptor(Protocol):
+    """What a connection asks of the listener that accepted it."""
+
+    limits: Limits
+    handler: Handler
+    is_draining: bool
+    parse_head: Callable[[bytes], RequestHead]
+
+    @property
+    def is_full(self) -> bool: ...
+    def new_request_id(self) -> bytes: ...
+    def add(self, connection: ClientConnection, /) -> None: ...
+    def remove(self, connection: ClientConnection, /) -> None: ...
+
+
+class ClientConnection(asyncio.Protocol):
+    """One client. A handler's work calls `respond`, or `write` as often as it likes and `finish` or `fail`."""
+
+    def __init__(self, listener: Acceptor) -> None:
+        self._listener = listener
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport
+        limits = self._limits = listener.limits
+        self._reader = Reader(listener.parse_head, limits.head_bytes)
+        self._phase: Phase = "idle"
+        # `_begun_at`: the present request's first byte.
+        self._phase_at = self._data_at = self._begun_at = time.monotonic()
+        self._head: RequestHead | None = None
+        self._body: list[bytes] = []
+        self._n_body_bytes = 0
+        self._early: Answer | None = None
+        self.work: Work | None = None
+        self._source: Source | None = None
+        self._stalled_at: float | None = None
+        self._linger_timer: asyncio.TimerHandle | None = None
+        self._is_advancing = False
+        self._is_paused = False
+        self._has_begun = False  # the present request's response
+        self.request_id = b""
+        self.is_gone = False
+
+    # The transport's side.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # A cast, because uvloop's transports are not subclasses of asyncio's.
+        self._transport = cast(asyncio.Transport, transport)
+        self._transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
+        self._listener.add(self)
+        if self._listener.is_full:
+            answer = error_answer(503, "too many connections", "overloaded", headers=((b"retry-after", b"1"),))
+            self._refuse(answer)
+
+    def data_received(self, data: bytes) -> None:
+        if self._phase in ("lingering", "closed"):
+            return
+        self._data_at = time.monotonic()
+        if self._phase == "idle" and self._take_whole(data):
+            return
+        self._reader.feed(data)
+        if self._phase == "idle":
+            self._begin_head()
+        if self._phase != "busy":
+            self._advance()
+        elif self._reader.n_buffered > MAX_PIPELINED_BYTES:
+            self._is_paused = True
+            self._transport.pause_reading()
+
+    def eof_received(self) -> bool:
+        self._leave()
+        return False
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._linger_timer is not None:
+            # It would keep everything of this connection for its time: much, when malformed requests come fast.
+            self._linger_timer.cancel()
+        self._leave()
+        self._listener.remove(self)
+
+    def pause_writing(self) -> None:
+        self._stalled_at = time.monotonic()
+        if self._source is not None:
+            self._source.pause()
+
+    def resume_writing(self) -> None:
+        self._stalled_at = None
+        if self._source is not None:
+            self._source.resume()
+
+    # The handler's side.
+
+    @property
+    def keeps_alive(self) -> bool:
+        """Whether the connection may serve another request after this one."""
+        return self._head is not None and self._head.keeps_alive and not self._listener.is_draining
+
+    @property
+    def source(self) -> Source | None:
+        """What is paused while this client reads slower than the response comes."""
+        return self._source
+
+    @source.setter
+    def source(self, source: Source | None) -> None:
+        self._source = source
+        if source is not None and self._stalled_at is not None:
+            source.pause()
+
+    def write(self, data: bytes) -> None:
+        """Response bytes, framed already. Never blocks; `source` is paused when the client falls behind."""
+        if not self._transport.is_closing():
+            self._has_begun = True
+            self._transport.write(data)
+
+    @property
+    def write_begun(self) -> Callable[[bytes], object]:
+        """`write` at its cheapest, for a response that has begun. Raises RuntimeError once the connection closes."""
+        return self._transport.write
+
+    def respond(self, answer: Answer) -> None:
+        """A whole response."""
+        self._write_answer(answer, self.keeps_alive)
+        self.finish()
+
+    def finish(self) -> None:
+        """The response is whole: the next request's turn, or the end."""
+        was_kept_alive = self.keeps_alive
+        self.work, self._head, self._early = None, None, None
+        if not was_kept_alive:
+            self._close()
+            return
+        self._enter("idle")
+        if self._reader.is_between_messages or self._transport.is_closing():
+            return  # as nearly always: the next request comes with another read
+        if self._is_paused:
+            self._is_paused = False
+            self._transport.resume_reading()
+        self._advance()
+
+    def fail(self, *, is_framed: bool) -> None:
+        """The response cannot be completed: closes so that the client sees a broken one, not a short one.
+
+        `is_framed`: its length or chunks show that it is incomplete; else only a reset does.
+        """
+        self.work = None
+        if is_framed:
+            self._close()
+        else:
+            self._phase = "closed"
+            sock = self._transport.get_extra_info("socket")
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
+            self._transport.abort()
+
+    # The listener's side.
+
+    @property
+    def is_busy(self) -> bool:
+        return self._phase == "busy"
+
+    def close_if_idle(self) -> None:
+        """Closes a connection without a request, for a drain."""
+        if self._phase == "idle":
+            self._close()
+
+    def cut(self) -> None:
+        """Time is over: the handler's work is cancelled and ends its response as honestly as it can."""
+        if self.work is not None:
+            self.work.cancel()
+        elif self._phase != "lingering":
+            self._close()
+
+    def abort(self) -> None:
+        self._transport.abort()
+
+    def close_if_stale(self, now: float) -> None:
+        """Closes a connection that has used up the time its phase may take."""
+        spent_s = now - self._phase_at
+        silent_s = now - self._data_at
+        limits = self._limits
+        is_stalled = self._stalled_at is not None and now - self._stalled_at > limits.stall_s
+        is_over = limits.total_s is not None and now - self._begun_at > limits.total_s
+        if is_stalled or (self._phase == "closed" and spent_s > limits.stall_s):
+            self._transport.abort()
+        elif self._phase == "idle":
+            if spent_s > limits.idle_s:
+                self._close()
+        elif self._phase == "busy":
+            if is_over:
+                self.cut()
+        elif self._phase in ("head", "body") and (
+            is_over or (spent_s > limits.head_s if self._phase == "head" else silent_s > limits.body_s)
+        ):
+            self._refuse(error_answer(408, "the request did not come in time", "request_timeout"))
+
+    # Ours.
+
+    def _enter(self, phase: Phase) -> None:
+        self._phase = phase
+        self._phase_at = time.monotonic()
+
+    def _begin_head(self) -> None:
+        self._enter("head")
+        self._begun_at = self._phase_at
+
+    def _take_whole(self, data: bytes) -> bool:
+        """Whether the read was one whole request, which is being worked on now."""
+        if self._is_advancing:
+            return False
+        self._begun_at = self._data_at
+        self._is_advancing = True
+        try:
+            whole = self._reader.take_whole(data)
+            if whole is None:
+                return False
+            head, body = whole
+            self._on_head(head, has_all=True)
+            if self._phase == "body":
+                if body:
+                    self._body.append(body)
+                self._on_request()
+        except ProtocolError as error:
+            self._refuse(error_answer(error.status, str(error), "bad_request"))
+        finally:
+            self._is_advancing = False
+        return True
+
+    def _advance(self) -> None:
+        """Takes what the reader has until a request is being worked on or bytes are missing."""
+        if self._is_advancing:
+            return
+        self._is_advancing = True
+        try:
+            while self._phase in ("idle", "head", "body"):
+                event = self._reader.next_event()
+                if event is None:
+                    break
+                if isinstance(event, RequestHead):
+                    self._on_head(event)
+                elif event is END:
+                    self._on_request()
+                else:
+                    self._on_body(event)
+            if self._phase == "idle" and not self._reader.is_between_messages:
+                self._begin_head()
+        except ProtocolError as error:
+            self._refuse(error_answer(error.status, str(error), "bad_request"))
+        finally:
+            self._is_advancing = False
+
+    def _on_head(self, head: RequestHead, *, has_all: bool = False) -> None:
+        self._head = head
+        self._enter("body")
+        given = head.get(b"x-request-id") or b""
+        self.request_id = given if given and _REQUEST_ID.fullmatch(given) else self._listener.new_request_id()
+        self._early = self._listener.handler.refuse(head)
+        has_body = head.is_chunked or bool(head.length)
+        if self._early is None and head.length is not None and head.length > self._limits.body_bytes:
+            self._early = _too_large(self._limits.body_bytes)
+        if self._early is not None and has_body:
+            self._refuse(self._early)
+        elif head.expects_continue and has_body and not has_all and not self._reader.n_buffered:
+            self._transport.write(CONTINUE)
+
+    def _on_body(self, data: bytes) -> None:
+        self._n_body_bytes += len(data)
+        if self._n_body_bytes > self._limits.body_bytes:
+            self._refuse(_too_large(self._limits.body_bytes))
+            return
+        self._body.append(data)
+
+    def _on_request(self) -> None:
+        assert self._head is not None
+        self._enter("busy")
+        self._has_begun = False
+        body = b"".join(self._body)
+        self._body, self._n_body_bytes = [], 0
+        if self._early is not None:
+            self.respond(self._early)
+            return
+        request = Request(self._head, body, self.request_id, self._data_at)
+        try:
+            answer = self._listener.handler.handle(request, self)
+        except Exception:
+            log.exception("request %s: a bug in the gateway", self.request_id.decode())
+            answer = error_answer(500, "the gateway failed", "internal_error")
+        if answer is not None:
+            self.respond(answer)
+
+    def _write_answer(self, answer: Answer, keeps_alive: bool) -> None:
+        headers: list[tuple[bytes, bytes]] = []
+        if answer.status != 204:
+            headers.append((b"content-type", answer.content_type))
+            headers.append((b"content-length", b"%d" % len(answer.body)))
+        headers += answer.headers
+        if self._head is not None:
+            headers.append((b"x-request-id", self.request_id))
+            if find_header(answer.headers, b"x-penstock-replica") is None:
+                headers += own_headers(time.monotonic() - self._data_at)
+            headers += self._listener.handler.origin_headers(self._head)
+        if not keeps_alive:
+            headers.append((b"connection", b"close"))
+        is_head = self._head is not None and self._head.method == b"HEAD"
+        self.write(write_response_head(answer.status, headers) + (b"" if is_head else answer.body))
+
+    def _refuse(self, answer: Answer) -> None:
+        """Answers before the whole request was read, and closes.
+
+        Closing at once would reset a client that still sends, and the reset may overtake the answer.
+        """
+        self._write_answer(answer, keeps_alive=False)
+        self._phase = "lingering"
+        self._body = []
+        if self._transport.can_write_eof():
+            self._transport.write_eof()
+        self._linger_timer = self._loop.call_later(LINGER_S, self._transport.abort)
+
+    def _close(self) -> None:
+        self._enter("closed")
+        self._transport.close()
+
+    def _leave(self) -> None:
+        """The client is gone: so is every reason to go on."""
+        self.is_gone = True
+        work, self.work = self.work, None
+        if work is not None:
+            work.cancel()
+        if self._phase == "busy":
+            # What is still buffered has no reader; close() would wait for it to be read.
+            self._transport.abort()
+        self._phase = "closed"
+
+
+def _too_large(most: int) -> Answer:
+    size = f"{most // MIB} MiB" if most >= MIB and most % MIB == 0 else f"{most} bytes"
+    return error_answer(413, f"request body of more than {size}", "body_too_large")

@@ -1,0 +1,276 @@
+"""Connections to engines: kept alive, pooled by address, one exchange at a time on each."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Final, Protocol, cast
+
+from penstock.gateway.accounting.token_usage import is_token_chunk
+from penstock.gateway.config import UNIX, Address, host_header
+from penstock.wire.http1 import END, Heads, ProtocolError, Reader, ResponseHead, parse_response
+
+CONNECT_S = 5.0
+# Below uvicorn's keep-alive timeout of 5 s, which vLLM keeps: a connection that the engine is about to close
+# would swallow a request. https://docs.vllm.ai/en/latest/configuration/env_vars.html (VLLM_HTTP_TIMEOUT_KEEP_ALIVE)
+IDLE_S = 4.0
+MAX_IDLE: Final = 512
+MAX_HEADS: Final = 256
+
+
+class UpstreamError(Exception):
+    """The engine's connection ended, or broke HTTP, before its response was whole."""
+
+
+class Sink(Protocol):
+    """Who asked. It gets `receive` and `receive_chunks` until one of them says that the body is whole, or `lost`.
+
+    `takes_chunks`: reads that are whole chunks shall come as they are, by `receive_chunks`.
+    """
+
+    takes_chunks: bool
+
+    def receive(self, head: ResponseHead | None, data: bytes, is_end: bool) -> None:
+        """What one read brought: the head if it was in there, body bytes, and whether the body is whole."""
+
+    def receive_chunks(self, data: bytes, is_end: bool) -> None:
+        """One read in chunked coding; with `is_end` its last chunk ends it."""
+
+    def lost(self, error: UpstreamError) -> None:
+        """The exchange is over without a whole body."""
+
+
+class UpstreamConnection(asyncio.Protocol):
+    """One connection to an engine."""
+
+    def __init__(self, pool: Pool, address: Address) -> None:
+        self._pool = pool
+        self._transport: asyncio.Transport
+        self._reader = Reader(parse_response, heads=pool.heads)
+        self._sink: Sink | None = None
+        self._head: ResponseHead | None = None
+        self._is_reusable = False
+        self._is_paused = False
+        # Where token chunks go, and their times, while there is nothing else to do with them.
+        self._write_token: Callable[[bytes], object] | None = None
+        self._note_token: Callable[[float], object]
+        self.address = address
+        # The lines that say whom a request is for; with the key that engines ask for.
+        self.origin_lines = b"host: %s\r\n%s" % (host_header(address), pool.key_line)
+        self.idle_since = 0.0
+
+    def send(self, request: bytes, sink: Sink) -> None:
+        """Sends a request; `sink` gets the response as it comes, or learns that it is lost. Never at once.
+
+        Waits as long as the engine does: the time to a first token has no bound that a gateway could know.
+        """
+        self._is_reusable = False
+        self._sink, self._head = sink, None
+        if self._transport.is_closing():
+            # connection_lost may be over.
+            asyncio.get_running_loop().call_soon(self._fail, UpstreamError("the engine closed the connection"))
+        else:
+            self._transport.write(request)
+
+    def pass_tokens(self, write: Callable[[bytes], object], times: list[float]) -> None:
+        """Until the next read that is no token chunk those go to `write`, and their times (monotonic) into `times`.
+
+        The sink calls it from within `receive_chunks` only: the next read begins with a chunk.
+        """
+        self._write_token, self._note_token = write, times.append
+
+    def discard(self) -> None:
+        """Ends the exchange and the connection; the sink gets no more."""
+        self._sink = self._write_token = None
+        self._transport.abort()
+
+    def release(self) -> None:
+        """Gives the connection back: to the pool after a whole exchange, else it is closed at once."""
+        self._sink = self._write_token = None
+        if self._is_reusable and not self._transport.is_closing():
+            if self._is_paused:
+                self.resume()
+            self._pool.put(self)
+        else:
+            self._transport.abort()
+
+    @property
+    def is_open(self) -> bool:
+        return not self._transport.is_closing()
+
+    def close(self) -> None:
+        self._transport.abort()
+
+    def pause(self) -> None:
+        if not self._transport.is_closing():
+            self._is_paused = True
+            self._transport.pause_reading()
+
+    def resume(self) -> None:
+        if not self._transport.is_closing():
+            self._is_paused = False
+            self._transport.resume_reading()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # A cast, because uvloop's transports are not subclasses of asyncio's.
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        if self._write_token is not None:
+            # Nearly every read of a stream: 1 us here where the way through the sink takes 5.
+            if is_token_chunk(data):
+                try:
+                    self._write_token(data)
+                except RuntimeError:
+                    pass  # uvloop's word for a transport that was just closed: the sink's way asks first
+                else:
+                    self._note_token(time.monotonic())
+                    return
+            self._write_token = None
+        if self._sink is None:
+            # Bytes that nobody asked for: whatever they are, they must not become the next request's response.
+            self._transport.abort()
+            return
+        if self._sink.takes_chunks:
+            is_last = self._reader.take_chunks(data)
+            if is_last is not None:
+                self._is_reusable = is_last and self._may_be_reused()
+                self._sink.receive_chunks(data, is_last)
+                return
+        head: ResponseHead | None
+        try:
+            whole = self._reader.take_whole(data)
+            if whole is not None and whole[0].status >= 200:
+                head, body, is_end = *whole, True
+                self._head = head
+            else:
+                self._reader.feed(data)
+                head, body, is_end = self._read()
+        except ProtocolError as error:
+            self._transport.abort()
+            self._fail(UpstreamError(f"the engine broke HTTP: {error}"))
+            return
+        if is_end:
+            self._is_reusable = self._may_be_reused()
+        if head is not None or body or is_end:
+            self._sink.receive(head, body, is_end)
+
+    def _may_be_reused(self) -> bool:
+        assert self._head is not None
+        return (
+            self._head.keeps_alive and self._reader.is_between_messages and not self._transport.get_write_buffer_size()
+        )
+
+    def _read(self) -> tuple[ResponseHead | None, bytes, bool]:
+        head = None
+        pieces = []
+        while (event := self._reader.next_event()) is not None:
+            if isinstance(event, ResponseHead):
+                if event.status == 101:
+                    raise ProtocolError(502, "it switched protocols unasked")
+                if event.status >= 200:
+                    head = self._head = event
+            elif event is not END:
+                pieces.append(event)
+            elif self._head is not None:
+                return head, b"".join(pieces), True
+        return head, b"".join(pieces), False
+
+    def eof_received(self) -> bool:
+        return False
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._pool.remove(self)
+        if self._sink is not None and exc is None and self._reader.may_end_here:
+            self._sink.receive(None, b"", True)
+        else:
+            self._fail(UpstreamError(f"the engine closed the connection{f': {exc}' if exc else ''}"))
+
+    def _fail(self, error: UpstreamError) -> None:
+        sink, self._sink, self._write_token = self._sink, None, None
+        if sink is not None:
+            sink.lost(error)
+
+
+class Pool:
+    """Idle connections to engines, the last used first. `engine_key`: what engines beyond loopback ask for."""
+
+    def __init__(self, engine_key: str | None = None) -> None:
+        self.key_line = b"authorization: Bearer %s\r\n" % engine_key.encode() if engine_key is not None else b""
+        self._idle: dict[Address, list[UpstreamConnection]] = {}
+        # Shared: an engine's heads change with the second (date), and it has many connections.
+        self.heads = Heads(parse_response, MAX_HEADS, keeps_secrets=False)
+
+    def take(self, address: Address) -> UpstreamConnection | None:
+        """An idle connection that is young enough to trust, if there is one."""
+        now = time.monotonic()
+        idle = self._idle.get(address, [])
+        while idle:
+            connection = idle.pop()
+            if now - connection.idle_since <= IDLE_S:
+                return connection
+            connection.close()
+        return None
+
+    async def connect(self, address: Address) -> UpstreamConnection:
+        """A new connection. Raises OSError, which TimeoutError is one of."""
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(CONNECT_S):
+            if address[0].startswith(UNIX):
+                path = address[0].removeprefix(UNIX)
+                _, connection = await loop.create_unix_connection(lambda: UpstreamConnection(self, address), path)
+            else:
+                _, connection = await loop.create_connection(lambda: UpstreamConnection(self, address), *address)
+        return connection
+
+    def put(self, connection: UpstreamConnection) -> None:
+        idle = self._idle.setdefault(connection.address, [])
+        if len(idle) >= MAX_IDLE:
+            connection.close()
+            return
+        connection.idle_since = time.monotonic()
+        idle.append(connection)
+
+    def remove(self, connection: UpstreamConnection) -> None:
+        idle = self._idle.get(connection.address)
+        if idle is not None and connection in idle:
+            idle.remove(connection)
+            if not idle:
+                del self._idle[connection.address]
+
+    def close(self) -> None:
+        for idle in tuple(self._idle.values()):
+            for connection in tuple(idle):
+                connection.close()
+
+
+class _StatusOnly:
+    takes_chunks = False
+
+    def __init__(self, whole: asyncio.Future[int]) -> None:
+        self._whole = whole
+        self._status = 0
+
+    def receive(self, head: ResponseHead | None, data: bytes, is_end: bool) -> None:
+        if head is not None:
+            self._status = head.status
+        if is_end and not self._whole.done():
+            self._whole.set_result(self._status)
+
+    def receive_chunks(self, data: bytes, is_end: bool) -> None:
+        raise AssertionError("not asked for")
+
+    def lost(self, error: UpstreamError) -> None:
+        if not self._whole.done():
+            self._whole.set_exception(error)
+
+
+async def call(connection: UpstreamConnection, request: bytes) -> int:
+    """The status of the answer to `request`, once it is whole. Raises UpstreamError.
+
+    The caller bounds it in time, and closes the connection when it did not return.
+    """
+    whole: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    connection.send(request, _StatusOnly(whole))
+    return await whole

@@ -1,0 +1,568 @@
+"""One request from a client to an engine and its response back.
+
+Until the first response byte nothing is lost for the client: a replica that refuses the connection is passed over,
+one that dies with the request or answers that it failed gets it sent once more elsewhere, and without any replica the
+request is held. Sending again is right: generating text has no side effects. After the first byte the only honest
+thing left is to end the stream with an error event.
+
+An engine whose inner process was killed answers 500 at once until its node ends it, so by least in flight it would get
+every request: of two replicas, the broken one turned 1728 of 1968 requests into errors.
+
+A request with a replica and a warm connection at hand has no task: it is sent from within the client's read, and every
+further step is a call from the upstream's read. Waiting and connecting have a task (`_find`), one at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import logging
+import time
+from operator import sub
+from typing import Final, NamedTuple
+
+from penstock.gateway.accounting.keys import origin_headers
+from penstock.gateway.accounting.token_usage import is_token_chunk
+from penstock.gateway.body_fields import Ask
+from penstock.gateway.connections.client import ClientConnection, Request
+from penstock.gateway.connections.engine import UpstreamConnection, UpstreamError
+from penstock.gateway.context import Desk, Entry
+from penstock.gateway.metrics import Outcome, Series
+from penstock.gateway.responses import error_answer, own_headers
+from penstock.gateway.routing.queue import Ticket
+from penstock.gateway.routing.replicas import NO_WISH, RETRY_AFTER_S, Replica, Wish, find_response_id
+from penstock.gateway.streams import Ending, is_event_stream, read_chunks, to_event
+from penstock.wire.http1 import HOP_BY_HOP, LAST_CHUNK, STATUS_LINE, Headers, ResponseHead, write_chunk
+
+MAX_SENDS: Final = 2
+# Before the second send to the same replica, when there is no other: a killed engine's listening socket outlives its
+# connections for a moment. Without it, 1 of 4 requests during a kill -9 was lost twice within 1 ms.
+AGAIN_S = 0.1
+# The same after an answer of FAILED_STATUSES. An announcement may lift the suspicion before the replica's node has seen
+# that an inner process is gone (it looks every 0.25 s), and the last send's answer is the client's.
+FAILED_AGAIN_S = 0.5
+# With these an engine says that it failed, not that the request is wrong. Not 501: that is for ever.
+FAILED_STATUSES: Final = frozenset((500, 502, 503, 504))
+# A held stream's client hears of it after the first, and then every so often: proxies and people give up on silence.
+QUIET_S = 3.0
+COMMENT_EVERY_S = 5.0
+# An engine that says for so long that it works on nothing does not work on a request that got no byte for as long.
+STALL_S = 30.0
+# Of an answer that came after a stream was begun for its client, which gets it as an event.
+MAX_COLLECTED_BYTES: Final = 64 * 1024
+
+# Ours replace the client's: the body is whole, and the engine is another host. A gateway key is for the gateway: an
+# engine's log must not see it. What we may have to add to a stream of our own must not be compressed.
+_OURS: Final = frozenset((b"host", b"content-length", b"expect", b"x-request-id", b"x-penstock-replica"))
+_DROPPED_OF_REQUEST: Final = HOP_BY_HOP | _OURS | {b"x-penstock-priority"}
+_DROPPED_WITH_KEY: Final = _DROPPED_OF_REQUEST | {b"authorization"}
+_DROPPED_PLAIN: Final = _DROPPED_OF_REQUEST | {b"accept-encoding"}
+_DROPPED_PLAIN_WITH_KEY: Final = _DROPPED_WITH_KEY | {b"accept-encoding"}
+_DROPPED_OF_RESPONSE: Final = HOP_BY_HOP | _OURS | {b"server-timing"}
+
+log = logging.getLogger(__name__)
+
+
+class _Fault(NamedTuple):
+    """Why a request ends without its engine's whole answer, as its client is told."""
+
+    status: int
+    code: str
+    message: str
+    outcome: Outcome = "broken"
+    param: str | None = None
+    headers: Headers = ()
+
+
+class _Loss(enum.Enum):
+    """How a send came to nothing."""
+
+    LOST = enum.auto()  # sent, and no byte came back
+    FAILED = enum.auto()  # sent, and answered with one of FAILED_STATUSES, which is kept from the client
+
+
+class Passage:
+    """One request under way. It is the upstream connection's sink, and its client's work."""
+
+    # Defaults stay with the class: most requests set few of them.
+    takes_chunks = False
+    _wish = NO_WISH
+    _entry: Entry | None = None
+    # Time that is not the gateway's own: waiting for a replica, and with one that lost the request.
+    _elsewhere_s = 0.0
+    _own_s = 0.0
+    _sent_at = 0.0
+    _last_at = 0.0  # of the last bytes, or of sending
+    _lost: tuple[str, ...] = ()  # replicas that had this request in vain
+    _replica: Replica | None = None
+    _connection: UpstreamConnection | None = None
+    _response: ResponseHead | None = None
+    _series: Series | None = None
+    _ending: Ending | None = None
+    _collected: bytearray | None = None
+    _task: asyncio.Task[None] | None = None
+    _ticket: Ticket | None = None
+    _timer: asyncio.TimerHandle | None = None
+    # When token chunks came that went from connection to connection, until `_note_tokens` takes them down.
+    _token_times: list[float] | None = None
+    _is_chunked = False
+    _is_held_open = False
+    _has_first = False
+    _seeks_id = False
+    _streams = False
+    _has_ended = False
+
+    def __init__(self, desk: Desk, request: Request, client: ClientConnection, model: str, ask: Ask) -> None:
+        self._desk = desk
+        self._request_head = request.head
+        self._request_id = request.request_id
+        self._body = request.body
+        self._received_at = request.received_at
+        self._client = client
+        self._model = model
+        self._ask = ask
+
+    def start(self, wish: Wish = NO_WISH, entry: Entry | None = None) -> None:
+        """Sends the request now if that is possible, else sees to it."""
+        desk = self._desk
+        self._wish, self._entry = wish, entry
+        self._client.work = self
+        desk.counters.n_requests += 1
+        desk.budget.add_request()
+        desk.passages.add(self)
+        try:
+            refusal = entry.start() if entry is not None else None
+            if refusal is not None:
+                desk.counters.series(self._model, "none").codes[refusal.status] += 1
+                self._settle("refused")
+                self._client.respond(refusal)
+                return
+            if entry is not None:
+                self._body = entry.body
+            if self._ask.timeout_s is not None:
+                delay_s = self._received_at + self._ask.timeout_s - time.monotonic()
+                self._timer = asyncio.get_running_loop().call_later(max(0.0, delay_s), self._be_late)
+            if not desk.hold.waiting_for(self._model):
+                self._replica = desk.fleet.begin(self._model, time.monotonic(), wish)
+            if self._replica is not None and self._replica.address is not None:
+                connection = desk.pool.take(self._replica.address)
+                if connection is not None:
+                    self._send(connection)
+                    return
+            self._task = asyncio.get_running_loop().create_task(self._find())
+        except BaseException:
+            self._settle("broken")
+            raise
+
+    # The client's side.
+
+    def cancel(self) -> None:
+        """The client left, or the gateway must end."""
+        if self._has_ended:
+            return
+        if self._client.is_gone:
+            self._settle("client_gone")
+        else:
+            self._end_early(_broken("the gateway is shutting down"))
+
+    def _be_late(self) -> None:
+        if not self._has_ended:
+            assert self._ask.timeout_s is not None
+            message = f"the request was not done within its x-request-timeout of {self._ask.timeout_s:g} s"
+            self._end_early(_Fault(504, "deadline_exceeded", message, "late"))
+
+    # Finding a replica.
+
+    async def _find(self, pause_s: float = 0.0) -> None:
+        """A replica and a connection to it, however long that takes; then sends."""
+        try:
+            deadline = time.monotonic() + self._desk.hold_s
+            if pause_s:
+                await self._let_it_die(pause_s)
+            while True:
+                if self._replica is None and not await self._wait_for_replica(deadline):
+                    return
+                connection = await self._connect()
+                if connection is not None:
+                    self._task = None
+                    self._send(connection)
+                    return
+        except Exception:
+            log.exception("request %s: a bug in the gateway", self._request_id.decode())
+            self._task = None
+            self._end_early(_Fault(500, "internal_error", "the gateway failed"))
+
+    async def _let_it_die(self, pause_s: float) -> None:
+        """Waits before another send when only replicas that lost this request could get it."""
+        started_at = time.monotonic()
+        if all(row.name in self._lost for row in self._desk.fleet.ready(self._model, started_at)):
+            await asyncio.sleep(pause_s)
+            self._elsewhere_s += time.monotonic() - started_at
+
+    async def _wait_for_replica(self, deadline: float) -> bool:
+        """Whether there is a replica now, with this request counted on it. If not, the client was told so."""
+        desk, ask, n_bytes = self._desk, self._ask, len(self._body)
+        began_at = time.monotonic()
+        if not desk.hold.waiting_for(self._model) and self._begin(began_at):
+            return True
+        if began_at >= deadline:
+            self._refuse_for_now()
+            return False
+        flow = self._request_head.get(b"authorization") or b""
+        ticket = self._ticket = desk.hold.enter(self._model, flow, ask.priority, n_bytes)
+        if ticket is None:
+            self._refuse_full()
+            return False
+        comment_at = began_at + QUIET_S if ask.streams else deadline
+        try:
+            while True:
+                now = time.monotonic()
+                if now >= deadline:
+                    self._task = None
+                    self._refuse_for_now()
+                    return False
+                if now >= comment_at:
+                    self._send_comment(now)
+                    comment_at = now + COMMENT_EVERY_S
+                if await desk.hold.wait(ticket, min(deadline, comment_at) - now):
+                    if self._begin(time.monotonic()):
+                        return True
+                    desk.hold.return_to_queue(ticket)
+        finally:
+            self._elsewhere_s += time.monotonic() - began_at
+            self._leave_queue()
+
+    def _begin(self, now: float) -> bool:
+        self._replica = self._desk.fleet.begin(self._model, now, self._wish, self._lost)
+        return self._replica is not None
+
+    def _leave_queue(self) -> None:
+        ticket, self._ticket = self._ticket, None
+        if ticket is None:
+            return
+        self._desk.hold.leave(ticket)
+        if ticket.future is not None and ticket.future.done() and self._replica is None:
+            # It was its turn, and it does not need it.
+            self._desk.hold.wake(self._model, 1)
+
+    async def _connect(self) -> UpstreamConnection | None:
+        """A connection to the replica; a new one, whose state is beyond doubt, for a request that was lost before."""
+        desk, replica = self._desk, self._replica
+        assert replica is not None
+        assert replica.address is not None
+        address = replica.address
+        if not self._lost:
+            pooled = desk.pool.take(address)
+            if pooled is not None:
+                return pooled
+        try:
+            return await desk.pool.connect(address)
+        except OSError as error:
+            self._replica = None
+            desk.counters.n_connect_failures += 1
+            self._note_failure(replica)
+            if desk.fleet.suspect(replica, address):
+                log.warning("replica %s: could not connect, no traffic until it announces: %s", replica.name, error)
+            desk.end(replica)
+            return None
+
+    # Sending.
+
+    def _send(self, connection: UpstreamConnection) -> None:
+        desk = self._desk
+        self._connection = connection
+        wire = self._write_request(connection)
+        self._sent_at = self._last_at = time.monotonic()
+        self._own_s = self._sent_at - self._received_at - self._elsewhere_s
+        desk.counters.own_s.observe(self._own_s)
+        self._client.source = connection
+        connection.send(wire, self)
+
+    def _write_request(self, connection: UpstreamConnection) -> bytes:
+        head, entry, body = self._request_head, self._entry, self._body
+        if self._is_held_open or (entry is not None and entry.strips_usage):
+            dropped = _DROPPED_PLAIN_WITH_KEY if self._desk.hides_key else _DROPPED_PLAIN
+        else:
+            dropped = _DROPPED_WITH_KEY if self._desk.hides_key else _DROPPED_OF_REQUEST
+        length = b"content-length: %d\r\n" % len(body) if body or head.method == b"POST" else b""
+        return b"%s %s HTTP/1.1\r\n%s%sx-request-id: %s\r\n%s\r\n%s" % (
+            *(head.method, head.target, connection.origin_lines),
+            *(head.keep(dropped), self._request_id, length, body),
+        )
+
+    # The sink's side: called by the upstream connection for every read.
+
+    def receive_chunks(self, data: bytes, is_end: bool) -> None:
+        """Passes on whole chunks as they came, in one write."""
+        if self._series is not None and self._streams:
+            self._note_time(self._series)
+        passes = self._entry is None or self._entry.feed_chunks(data, is_end)
+        if self._entry is not None and not passes:
+            data = self._entry.feed(read_chunks(data), is_end)
+            data = (write_chunk(data) if data else b"") + (LAST_CHUNK if is_end else b"")
+        if data:
+            self._client.write(data)
+        if is_end:
+            self._complete()
+        elif self._ending is not None:
+            self._ending.note_chunks(data)
+            if passes and self._connection is not None and is_token_chunk(data):
+                # What follows such chunks ends the stream as after this one, so `_ending` need not see them.
+                if self._token_times is None:
+                    self._token_times = []
+                self._connection.pass_tokens(self._client.write_begun, self._token_times)
+
+    def _note_tokens(self) -> None:
+        """Takes down what passed by `pass_tokens`."""
+        times = self._token_times
+        if times:
+            assert self._series is not None
+            self._series.gap_s.observe_all(map(sub, times, (self._last_at, *times)))
+            if self._entry is not None:
+                self._entry.add_token_chunks(len(times))
+            self._last_at = times[-1]
+            times.clear()
+
+    def receive(self, head: ResponseHead | None, data: bytes, is_end: bool) -> None:
+        """Passes on what came, in one write."""
+        out = b""
+        if head is not None:
+            if head.status in FAILED_STATUSES and self._may_retry(time.monotonic()):
+                self._lose(_Loss.FAILED, f"the engine answered {head.status}")
+                return
+            out = self._begin_response(head)
+        if self._series is not None and (data if self._streams else head is not None or is_end):
+            self._note_time(self._series)
+        if self._seeks_id and data:
+            self._keep_id(data)
+        if self._entry is not None:
+            data = self._entry.feed(data, is_end)
+        if self._collected is not None:
+            self._collect(data, is_end)
+            return
+        if data:
+            out += write_chunk(data) if self._is_chunked else data
+            if self._ending is not None:
+                self._ending.note(data)
+        if is_end and self._is_chunked:
+            out += LAST_CHUNK
+        if out:
+            self._client.write(out)
+        if is_end:
+            self._complete()
+
+    def _note_time(self, series: Series) -> None:
+        """Something came: a stream's next piece, or another answer's beginning or end."""
+        self._note_tokens()
+        now = time.monotonic()
+        if not self._has_first:
+            self._has_first = True
+            series.first_byte_s.observe(now - self._received_at)
+        elif self._streams:
+            series.gap_s.observe(now - self._last_at)
+        self._last_at = now
+
+    def _keep_id(self, data: bytes) -> None:
+        """Remembers who has the response: only its replica can be asked for it later."""
+        self._seeks_id = False
+        self.takes_chunks = self._is_chunked
+        response_id = find_response_id(data)
+        if response_id is not None and self._replica is not None:
+            self._desk.memory.keep(response_id, self._model, self._replica.name)
+
+    def lost(self, error: UpstreamError) -> None:
+        """The upstream connection broke, or broke HTTP."""
+        assert self._replica is not None
+        log.warning("request %s: replica %s: %s", self._request_id.decode(), self._replica.name, error)
+        if self._response is None:
+            self._lose(_Loss.LOST, str(error))
+        else:
+            self._note_failure(self._replica)
+            self._end_early(_broken(str(error)))
+
+    def end_if_forgotten(self, now: float) -> None:
+        """Ends an exchange whose engine says that it works on nothing."""
+        self._note_tokens()
+        replica, connection = self._replica, self._connection
+        if connection is None or replica is None or now - self._last_at < STALL_S:
+            return
+        if self._desk.fleet.is_idle(replica, now, STALL_S):
+            connection.discard()
+            self.lost(UpstreamError(f"no byte for {STALL_S:.0f} s, and the engine says that it works on nothing"))
+
+    def _may_retry(self, now: float) -> bool:
+        return len(self._lost) + 1 < MAX_SENDS and self._desk.budget.has_one(now)
+
+    def _lose(self, loss: _Loss, message: str) -> None:
+        """A send came to nothing: once more, elsewhere if possible; or the end."""
+        desk, replica, connection = self._desk, self._replica, self._connection
+        assert replica is not None
+        assert connection is not None
+        now = time.monotonic()
+        may_retry = self._may_retry(now)
+        self._elsewhere_s += now - self._sent_at
+        self._lost += (replica.name,)
+        self._note_failure(replica)
+        if loss is _Loss.FAILED and desk.fleet.suspect(replica, connection.address):
+            log.warning("replica %s: %s; no traffic until it announces", replica.name, message)
+        connection.discard()
+        self._detach()
+        if not may_retry:
+            why = "no retry is left in the gateway's budget" if len(self._lost) < MAX_SENDS else "sent twice"
+            self._end_early(_broken(f"{why}, and the last engine closed the connection without an answer"))
+            return
+        desk.budget.take()
+        desk.counters.retries[self._model] += 1
+        pause_s = AGAIN_S if loss is _Loss.LOST else FAILED_AGAIN_S
+        self._task = asyncio.get_running_loop().create_task(self._find(pause_s))
+
+    def _note_failure(self, replica: Replica) -> None:
+        if self._desk.fleet.note_failure(replica, time.monotonic()):
+            log.warning("replica %s: ejected after failures in a row", replica.name)
+
+    # The response.
+
+    def _begin_response(self, head: ResponseHead) -> bytes:
+        replica = self._replica
+        assert replica is not None
+        self._response = head
+        self._body = b""  # up to 32 MiB, and it will not be sent again
+        series = self._series = self._desk.counters.series(self._model, replica.name)
+        series.codes[head.status] += 1
+        if head.status < 500:
+            replica.health.succeed()
+        if self._entry is not None:
+            self._entry.begin(head)
+        self._streams = is_event_stream(head)
+        self._seeks_id = head.status == 200 and self._request_head.target.startswith(b"/v1/responses")
+        if self._is_held_open:
+            if not self._streams:
+                self._collected = bytearray()
+            self.takes_chunks = self._is_chunked and head.is_chunked and self._streams and not self._seeks_id
+            return b""
+        if self._streams and head.length is None:
+            self._ending = Ending()
+        framing = b""
+        if head.length is not None:
+            # The length of a HEAD's answer is that of a body which does not come.
+            if head.status not in (204, 304):
+                framing = b"content-length: %d\r\n" % head.length
+        elif not self._request_head.is_http_10:
+            self._is_chunked = True
+            self.takes_chunks = head.is_chunked and not self._seeks_id
+            framing = b"transfer-encoding: chunked\r\n"
+        kept = head.keep(_DROPPED_OF_RESPONSE)
+        return STATUS_LINE[head.status] + kept + framing + self._write_own_headers(replica)
+
+    def _write_own_headers(self, replica: Replica | None) -> bytes:
+        """The last lines of a head, and its end."""
+        more: Headers = self._entry.headers() if self._entry is not None else ()
+        origin = self._request_head.get(b"origin")
+        if origin is not None:
+            more += origin_headers(origin, self._desk.needs_key)
+        return b"x-request-id: %s\r\nx-penstock-replica: %s\r\nserver-timing: gateway;dur=%.3f\r\n%s%s\r\n" % (
+            *(self._request_id, replica.name.encode() if replica else b"none", self._own_s * 1000),
+            *(_write_headers(more), b"" if self._client.keeps_alive else b"connection: close\r\n"),
+        )
+
+    def _send_comment(self, now: float) -> None:
+        """Tells the client of a held stream how things stand; the first time, that there will be a stream."""
+        out = b""
+        if not self._is_held_open:
+            self._is_held_open = True
+            self._ending = Ending()
+            out = STATUS_LINE[200] + b"content-type: text/event-stream\r\ncache-control: no-cache\r\n"
+            if not self._request_head.is_http_10:
+                self._is_chunked = True
+                out += b"transfer-encoding: chunked\r\n"
+            out += self._write_own_headers(None)
+        comment = f": penstock {self._desk.fleet.coming_words(self._model, now)}\n\n".encode()
+        self._client.write(out + (write_chunk(comment) if self._is_chunked else comment))
+
+    def _collect(self, data: bytes, is_end: bool) -> None:
+        """An answer that is no stream, for a client that was promised one: it becomes an event."""
+        assert self._collected is not None
+        if len(self._collected) + len(data) > MAX_COLLECTED_BYTES:
+            self._end_early(_broken("the engine's answer is too long for an event"))
+            return
+        self._collected += data
+        if is_end:
+            assert self._response is not None
+            event = to_event(bytes(self._collected), self._response.status)
+            self._client.write(write_chunk(event) + LAST_CHUNK if self._is_chunked else event)
+            self._complete()
+
+    # The end.
+
+    def _complete(self) -> None:
+        assert self._series is not None
+        self._series.duration_s.observe(self._last_at - self._received_at)
+        self._settle("complete")
+        # May begin the connection's next request, so it is the last thing to do.
+        self._client.finish()
+
+    def _detach(self) -> None:
+        """Off the replica and its connection."""
+        replica, self._replica = self._replica, None
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            self._client.source = None
+            connection.release()
+        if replica is not None:
+            self._desk.end(replica)
+
+    def _settle(self, outcome: Outcome) -> None:
+        """It is over: counts how, and gives everything back. The client is not touched."""
+        self._has_ended = True
+        self._note_tokens()
+        desk, entry = self._desk, self._entry
+        if entry is not None:
+            self._entry = None
+            entry.end(outcome, self._replica.name if self._replica is not None else "")
+        desk.passages.discard(self)
+        desk.counters.outcomes[self._model, outcome] += 1
+        if self._timer is not None:
+            self._timer.cancel()
+        task, self._task = self._task, None
+        if task is not None and task is not asyncio.current_task():
+            task.cancel()
+        self._detach()
+
+    def _refuse_for_now(self) -> None:
+        wait_s = self._desk.fleet.retry_after_s(self._model, time.monotonic())
+        message = f"model {self._model!r} has no replica that takes requests now"
+        headers = ((b"retry-after", b"%d" % wait_s),)
+        self._end_early(_Fault(503, "no_replica", message, "no_replica", "model", headers))
+
+    def _refuse_full(self) -> None:
+        message = f"too many requests wait for model {self._model!r} already"
+        headers = ((b"retry-after", b"%d" % RETRY_AFTER_S),)
+        self._end_early(_Fault(429, "queue_full", message, "queue_full", "model", headers))
+
+    def _end_early(self, fault: _Fault) -> None:
+        """Ends a response that cannot be completed, as truthfully as its form allows."""
+        client, response, ending, replica = self._client, self._response, self._ending, self._replica
+        self._settle(fault.outcome)
+        if response is None and not self._is_held_open:
+            name = replica.name if replica is not None else "none"
+            self._desk.counters.series(self._model, name).codes[fault.status] += 1
+            own_s = self._own_s or max(0.0, time.monotonic() - self._received_at - self._elsewhere_s)
+            headers = (*fault.headers, *own_headers(own_s, name.encode()))
+            client.respond(error_answer(fault.status, fault.message, fault.code, fault.param, headers))
+        elif ending is not None:
+            event = ending.write_end(fault.status, fault.message, fault.code)
+            if event:
+                client.write(write_chunk(event) if self._is_chunked else event)
+            if self._is_chunked:
+                client.write(LAST_CHUNK)
+            client.finish()
+        else:
+            client.fail(is_framed=self._is_chunked or (response is not None and response.length is not None))
+
+
+def _write_headers(headers: Headers) -> bytes:
+    return b"".join([b"%s: %s\r\n" % header for header in headers])
+
+
+def _broken(message: str) -> _Fault:
+    return _Fault(502, "upstream_failed", message)

@@ -1,0 +1,173 @@
+"""Requests that wait for a replica of their model: a bounded queue, fair between keys.
+
+Start-time fair queueing, https://doi.org/10.1145/248156.248171: every flow (a key) has a clock that each of its
+requests moves on by 1 / weight; the request with the earliest clock goes first. A flow that comes new starts at the
+queue's present time, so it neither waits behind a backlog of others nor has credit from the past. Priorities order the
+requests of one flow among each other: a key cannot take another's share by calling itself urgent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from penstock.text import GIB
+
+MAX_WAITING = 4096
+MAX_WAITING_BYTES = GIB
+# One key may fill this part of the queue, so that there is room for the others.
+FLOW_SHARE = 0.5
+_CLOCKS_KEPT = 4096
+
+
+@dataclass(eq=False, slots=True)
+class Ticket:
+    """One request's place."""
+
+    model: str
+    flow: bytes
+    order: tuple[int, int]  # priority, arrival
+    n_bytes: int
+    weight: float = 1.0
+    future: asyncio.Future[None] | None = None
+
+
+@dataclass(slots=True)
+class _Flow:
+    """Requests of one key for one model; `clock` is when its next one is due."""
+
+    clock: float
+    heap: list[tuple[tuple[int, int], Ticket]] = field(default_factory=list)
+    tickets: set[Ticket] = field(default_factory=set)
+
+
+class FairQueue:
+    """Tickets in the order in which they should go. Pure: no clock, no socket."""
+
+    def __init__(self) -> None:
+        self._flows: dict[bytes, _Flow] = {}
+        # Of flows that nobody of waits now: without it, one who asks again at once would always be first.
+        self._clocks: dict[bytes, float] = {}
+        self._now = 0.0  # the clock of the flow that was served last
+        self.n_waiting = 0
+
+    def push(self, ticket: Ticket) -> None:
+        flow = self._flows.get(ticket.flow)
+        if flow is None:
+            flow = self._flows[ticket.flow] = _Flow(max(self._now, self._clocks.pop(ticket.flow, 0.0)))
+        heapq.heappush(flow.heap, (ticket.order, ticket))
+        flow.tickets.add(ticket)
+        self.n_waiting += 1
+
+    def waiting_of(self, flow: bytes) -> int:
+        row = self._flows.get(flow)
+        return len(row.tickets) if row else 0
+
+    def remove(self, ticket: Ticket) -> bool:
+        """Takes a ticket out wherever it is; False when it is not in here."""
+        flow = self._flows.get(ticket.flow)
+        if flow is None or ticket not in flow.tickets:
+            return False
+        flow.tickets.discard(ticket)
+        self.n_waiting -= 1
+        if not self.n_waiting:
+            self._flows, self._clocks, self._now = {}, {}, 0.0
+        elif not flow.tickets:
+            del self._flows[ticket.flow]
+            self._clocks[ticket.flow] = flow.clock
+            if len(self._clocks) > _CLOCKS_KEPT:
+                self._clocks = {name: clock for name, clock in self._clocks.items() if clock > self._now}
+        elif len(flow.heap) > 2 * len(flow.tickets) + 8:
+            # Those who left stay in the heap until they come up; here they would outnumber those who wait.
+            flow.heap = [entry for entry in flow.heap if entry[1] in flow.tickets]
+            heapq.heapify(flow.heap)
+        return True
+
+    def pop(self) -> Ticket | None:
+        """The next one to go: of the flow whose clock is earliest, its most urgent and then oldest."""
+        if not self._flows:
+            return None
+        flow = min(self._flows.values(), key=_clock)
+        while True:
+            ticket = heapq.heappop(flow.heap)[1]
+            if ticket in flow.tickets:
+                break
+        self._now = flow.clock
+        flow.clock += 1 / ticket.weight
+        self.remove(ticket)
+        return ticket
+
+    def __iter__(self) -> Iterator[Ticket]:
+        return (ticket for flow in self._flows.values() for ticket in flow.tickets)
+
+
+def _clock(flow: _Flow) -> float:
+    return flow.clock
+
+
+class Hold:
+    """Waiting requests per model. `waiting` counts those between `enter` and `leave` that were not let go."""
+
+    def __init__(self) -> None:
+        self._queues: dict[str, FairQueue] = {}
+        self._n_bytes = 0
+        self._n_arrived = 0
+        self.waiting = 0
+
+    def waiting_for(self, model: str) -> int:
+        queue = self._queues.get(model)
+        return queue.n_waiting if queue else 0
+
+    def has_room(self, n_bytes: int) -> bool:
+        return self.waiting < MAX_WAITING and self._n_bytes + n_bytes <= MAX_WAITING_BYTES
+
+    def enter(self, model: str, flow: bytes, priority: int, n_bytes: int, weight: float = 1.0) -> Ticket | None:
+        """A place in the queue, to be given back with `leave`; None when the queue or the flow's part of it is full."""
+        queue = self._queues.setdefault(model, FairQueue())
+        is_crowd = queue.waiting_of(flow) >= MAX_WAITING * FLOW_SHARE and flow != b""
+        if is_crowd or not self.has_room(n_bytes):
+            return None
+        self._n_arrived += 1
+        ticket = Ticket(model, flow, (priority, self._n_arrived), n_bytes, weight)
+        queue.push(ticket)
+        self.waiting += 1
+        self._n_bytes += n_bytes
+        return ticket
+
+    async def wait(self, ticket: Ticket, timeout_s: float) -> bool:
+        """Whether the ticket was let go within the time. Called again after a False, it keeps its place."""
+        if ticket.future is None:
+            ticket.future = asyncio.get_running_loop().create_future()
+        try:
+            # Not wait_for: in Python 3.11 it can swallow the cancellation that a leaving client causes. And a timeout
+            # cancels what it awaits, which must not be the future itself: it is waited for again.
+            async with asyncio.timeout(timeout_s):
+                await asyncio.shield(ticket.future)
+        except TimeoutError:
+            return ticket.future.done()
+        return True
+
+    def return_to_queue(self, ticket: Ticket) -> None:
+        """It was let go, and found no replica after all: it keeps its arrival, and so its place in its flow."""
+        ticket.future = None
+        self._queues[ticket.model].push(ticket)
+        self.waiting += 1
+
+    def leave(self, ticket: Ticket) -> None:
+        self._n_bytes -= ticket.n_bytes
+        if self._queues[ticket.model].remove(ticket):
+            self.waiting -= 1
+
+    def wake(self, model: str, n_requests: int | None = None) -> None:
+        """Lets the next `n_requests` of those that wait for `model` look again; None means all."""
+        queue = self._queues.get(model)
+        while queue is not None and queue.n_waiting and n_requests != 0:
+            ticket = queue.pop()
+            assert ticket is not None
+            self.waiting -= 1
+            if ticket.future is None:
+                ticket.future = asyncio.get_running_loop().create_future()
+            ticket.future.set_result(None)
+            n_requests = None if n_requests is None else n_requests - 1

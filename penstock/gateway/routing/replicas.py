@@ -1,0 +1,402 @@
+"""The replicas, as they announced themselves: who may get traffic now. Pure: the caller gives `now` (monotonic)."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from typing import Final, Literal, NamedTuple, Protocol
+
+from penstock.errors import UserError
+from penstock.gateway.config import Address, ServedModel, parse_url
+from penstock.gateway.routing.health import Health
+from penstock.gateway.routing.policies import PolicyName, choose
+from penstock.wire.announcement import Announcement, EngineLoad, GatewayView, Progress, ReplicaView
+
+ModelState = Literal["ready", "loading", "unavailable"]
+
+RETRY_AFTER_S = 5
+RETRY_AFTER_S_MAX = 600
+
+KV_PRESSURE = 0.9
+WEIGHT_MIN, WEIGHT_MAX = 0.001, 1000.0
+MAX_ADAPTERS = 1024
+
+_NAME: Final = re.compile(r"[A-Za-z0-9._:\-]{1,128}\Z")
+_COMING_STATES: Final = frozenset(("queued", "starting", "loading", "warming", "restarting"))
+
+
+class OtherWorkers(Protocol):
+    """Requests in flight by replica, over the workers of one gateway."""
+
+    def others(self, replica: str, /) -> int: ...
+    def add(self, replica: str, amount: int, /) -> None: ...
+
+
+class Wish(NamedTuple):
+    """What a request asks of the choice: a key for the policy, an adapter, a replica that knows what others do not."""
+
+    key: bytes = b""
+    adapter: str | None = None
+    replica: str | None = None
+
+
+NO_WISH: Final = Wish()
+
+
+@dataclass(slots=True, eq=False)
+class Replica:
+    """One row. `address` is None until the engine listens. `is_suspect`: it refused a connection or answered
+    that it failed since the last announcement. `is_lapsed`: its lease ran out, and that was told.
+
+    `elsewhere`: requests that the engine counts and this gateway did not send; `others`: those of the gateway's other
+    workers. `strength`: its announced weight,
+    less when its KV cache is nearly full. `weight`: what the policies see, less while it comes back from an ejection.
+    """
+
+    announcement: Announcement
+    address: Address | None
+    announced_at: float
+    in_flight: int = 0
+    is_suspect: bool = False
+    is_lapsed: bool = False
+    strength: float = 1.0
+    weight: float = 1.0
+    elsewhere: float = 0.0
+    others: int = 0
+    idle_since: float | None = None  # the engine's own word
+    health: Health = field(default_factory=Health)
+    _peaks: tuple[int, int] = (0, 0)  # most in flight since the last announcement, and in the time before it
+
+    @property
+    def name(self) -> str:
+        return self.announcement.replica
+
+    @property
+    def load(self) -> float:
+        return self.in_flight + self.others + self.elsewhere
+
+    def is_alive(self, now: float) -> bool:
+        return now - self.announced_at <= self.announcement.lease_s
+
+    def begin(self) -> None:
+        self.in_flight += 1
+        if self.in_flight > self._peaks[0]:
+            self._peaks = (self.in_flight, self._peaks[1])
+
+    def reconcile(self, load: EngineLoad | None, now: float) -> None:
+        """Compares the engine's counts with ours.
+
+        The engine's are up to some seconds old, so what it has beyond our most in that time is not from us. Its
+        waiting requests count twice: they show that it is full. Above 90 % of its KV cache it counts as up to half
+        as strong, since it will soon preempt.
+        """
+        peak, self._peaks = max(self._peaks), (self.in_flight, self._peaks[0])
+        if load is None:
+            self.elsewhere, self.idle_since = 0.0, None
+            self.strength = self.weight = self.announcement.weight
+            return
+        total = load.running + load.waiting
+        self.elsewhere = max(0.0, total - peak - self.others) + load.waiting
+        self.idle_since = (self.idle_since or now) if total == 0 else None
+        self.strength = self.weight = self.announcement.weight / (
+            1 + max(0.0, min(load.kv_use, 1.0) - KV_PRESSURE) * 10
+        )
+
+
+class Fleet:
+    """Announcements, leases, drains, ejections and in-flight counts."""
+
+    def __init__(
+        self,
+        models: Collection[ServedModel],
+        policy: PolicyName = "least-load",
+        max_in_flight: int | None = None,
+    ) -> None:
+        self.models = tuple(models)
+        self._policy = policy
+        self._max_in_flight = max_in_flight
+        self._by_name = {name: model.name for model in models for name in (model.name, *model.aliases)}
+        self._adapters: dict[str, str] = {}
+        self._replicas: dict[str, Replica] = {}
+        self._by_model: dict[str, list[Replica]] = {model.name: [] for model in models}
+        # Names, not rows: a drain may come before the replica's first announcement.
+        self._draining: set[str] = set()
+        self._turn = 0
+        self.in_flight_total = 0
+        # What the other workers of this gateway have in flight; None when there are none.
+        self.shared: OtherWorkers | None = None
+        self.n_ejections: Counter[str] = Counter()
+
+    def resolve(self, name: str | None) -> str | None:
+        """The declared model behind a name, an alias or an adapter; None as name means the only model, if it is one.
+
+        An adapter is a name that a replica announced, or "MODEL:ADAPTER" for a declared MODEL.
+        """
+        if name is None:
+            return self.models[0].name if len(self.models) == 1 else None
+        known = self._by_name.get(name)
+        if known is None:
+            base = name.partition(":")[0]
+            known = self._adapters.get(name) or self._by_name.get(base if base != name else "")
+        return known
+
+    def has_adapter(self, name: str | None) -> bool:
+        return name in self._adapters
+
+    def announce(self, announcement: Announcement, now: float) -> bool:
+        """Keeps the announcement and starts its lease anew; returns whether the replica is draining.
+
+        Raises UserError for an announcement that could not be served.
+        """
+        address = _check(announcement)
+        if announcement.model not in (model.name for model in self.models):
+            raise UserError(f"model {announcement.model!r} is not declared at this gateway")
+        row = self._replicas.get(announcement.replica)
+        if row is not None and row.announcement.model != announcement.model:
+            self._by_model[row.announcement.model].remove(row)
+            self._by_model[announcement.model].append(row)
+        had_adapters = row.announcement.adapters if row else ()
+        if row is None:
+            row = self._replicas[announcement.replica] = Replica(announcement, address, now)
+            self._by_model[announcement.model].append(row)
+        else:
+            row.announcement, row.address, row.announced_at = announcement, address, now
+            row.is_suspect = row.is_lapsed = False
+        self._look_at_others((row,))
+        row.reconcile(announcement.load, now)
+        if had_adapters != announcement.adapters:
+            self._find_adapters()
+        return announcement.replica in self._draining
+
+    def _find_adapters(self) -> None:
+        self._adapters = {
+            name: row.announcement.model for row in self._replicas.values() for name in row.announcement.adapters
+        }
+
+    def find(self, name: str) -> Replica | None:
+        return self._replicas.get(name)
+
+    def drain(self, name: str) -> int:
+        """No new requests for this replica, now and after later announcements; returns those in flight."""
+        self._draining.add(name)
+        row = self._replicas.get(name)
+        return self.in_flight(row) if row else 0
+
+    @property
+    def draining(self) -> list[str]:
+        """Whatever is drained, replicas that never announced themselves too."""
+        return sorted(self._draining)
+
+    def undrain(self, name: str) -> None:
+        self._draining.discard(name)
+
+    def forget(self, name: str) -> None:
+        """Drops the row and the drain; requests in flight finish and stay in `in_flight_total`."""
+        row = self._replicas.pop(name, None)
+        self._draining.discard(name)
+        if row is not None:
+            self._by_model[row.announcement.model].remove(row)
+            self._find_adapters()
+
+    def suspect(self, replica: Replica, address: Address) -> bool:
+        """No new requests until the next announcement, after a refused connection or a failed answer.
+
+        Returns whether that is news.
+
+        None of it when the replica has announced another address in the meantime.
+        """
+        is_news = replica.address == address and not replica.is_suspect
+        replica.is_suspect = replica.is_suspect or is_news
+        return is_news
+
+    def note_failure(self, replica: Replica, now: float) -> bool:
+        """A request failed because of this replica. Returns whether that ejects it."""
+        is_ejected = replica.health.fail(now)
+        if is_ejected:
+            self.n_ejections[replica.name] += 1
+        return is_ejected
+
+    def is_ready(self, replica: Replica, now: float) -> bool:
+        announcement = replica.announcement
+        return (
+            announcement.state == "ready"
+            and replica.address is not None
+            and not replica.is_suspect
+            and now - replica.announced_at <= announcement.lease_s
+            and announcement.replica not in self._draining
+        )
+
+    def ready(self, model: str, now: float) -> list[Replica]:
+        """The replicas of `model` that may get a request now. An ejected one is better than none."""
+        rows = [row for row in self._by_model[model] if self.is_ready(row, now)]
+        return [row for row in rows if now >= row.health.ejected_until] or rows
+
+    def begin(self, model: str, now: float, wish: Wish = NO_WISH, avoid: Collection[str] = ()) -> Replica | None:
+        """Chooses a replica and counts a request on it; every one begun must be ended."""
+        rows = self.ready(model, now)
+        self._look_at_others(rows)
+        if self._max_in_flight is not None:
+            rows = [row for row in rows if row.in_flight + row.others < self._max_in_flight]
+        if not rows:
+            return None
+        self._turn += 1
+        replica = self._choose(rows, now, wish, avoid)
+        if replica is not None:
+            replica.begin()
+            self.in_flight_total += 1
+            if self.shared is not None:
+                self.shared.add(replica.name, 1)
+        return replica
+
+    def _choose(self, rows: list[Replica], now: float, wish: Wish, avoid: Collection[str]) -> Replica | None:
+        if wish is not NO_WISH:
+            if wish.adapter:
+                rows = [row for row in rows if wish.adapter in row.announcement.adapters] or rows
+            for row in rows:
+                if row.name == wish.replica and row.name not in avoid:
+                    return row
+        if len(rows) == 1:
+            return rows[0]
+        for row in rows:
+            if row.health.n_ejections:
+                row.weight = row.strength * row.health.share(now)
+        return choose(self._policy, rows, self._turn, wish.key, avoid)
+
+    def end(self, replica: Replica) -> None:
+        replica.in_flight -= 1
+        self.in_flight_total -= 1
+        if self.shared is not None:
+            self.shared.add(replica.name, -1)
+
+    def in_flight(self, replica: Replica) -> int:
+        """Requests on this replica, those of the gateway's other workers too."""
+        self._look_at_others((replica,))
+        return replica.in_flight + replica.others
+
+    def _look_at_others(self, rows: Iterable[Replica]) -> None:
+        if self.shared is not None:
+            for row in rows:
+                row.others = self.shared.others(row.name)
+
+    def is_idle(self, replica: Replica, now: float, for_s: float) -> bool:
+        """Whether the engine has said for `for_s` seconds that it works on nothing."""
+        return replica.idle_since is not None and now - replica.idle_since >= for_s
+
+    def coming_words(self, model: str, now: float) -> str:
+        """How the nearest replica of `model` comes along, for people: "loading 45% 12s", or "waiting"."""
+        rows = [row for row in self._coming(model, now) if row.announcement.progress is not None]
+        words = ["loading" if self._coming(model, now) else "waiting"]
+        if rows:
+            progress = max((row.announcement.progress for row in rows if row.announcement.progress), key=_fraction)
+            if progress.fraction is not None:
+                words.append(f"{min(max(progress.fraction, 0.0), 1.0):.0%}")
+            if progress.eta_s is not None:
+                words.append(f"{max(progress.eta_s, 0.0):.0f}s")
+        return " ".join(words)
+
+    def model_state(self, model: str, now: float) -> ModelState:
+        if self.ready(model, now):
+            return "ready"
+        return "loading" if self._coming(model, now) else "unavailable"
+
+    def retry_after_s(self, model: str, now: float) -> int:
+        """Seconds after which to ask again: the shortest estimate of a replica on its way, else RETRY_AFTER_S."""
+        estimates = [
+            row.announcement.progress.eta_s - (now - row.announced_at)
+            for row in self._coming(model, now)
+            if row.announcement.progress is not None and row.announcement.progress.eta_s is not None
+        ]
+        return min(max(1, math.ceil(min(estimates))), RETRY_AFTER_S_MAX) if estimates else RETRY_AFTER_S
+
+    def _coming(self, model: str, now: float) -> list[Replica]:
+        return [
+            row
+            for row in self._replicas.values()
+            if row.announcement.model == model
+            and row.announcement.state in _COMING_STATES
+            and row.is_alive(now)
+            and row.name not in self._draining
+        ]
+
+    def take_lapsed(self, now: float) -> list[str]:
+        """Replicas whose lease ran out since the last call, each told once."""
+        lapsed = [row for row in self._replicas.values() if not row.is_lapsed and not row.is_alive(now)]
+        for row in lapsed:
+            row.is_lapsed = True
+        return [row.name for row in lapsed]
+
+    def view(self, now: float, waiting: int, requests_total: int) -> GatewayView:
+        """The answer of GET /admin/replicas; the gateway's own counts come from the caller."""
+        rows = tuple(
+            ReplicaView(
+                announcement=row.announcement,
+                age_s=round(now - row.announced_at, 3),
+                is_alive=row.is_alive(now),
+                is_draining=row.name in self._draining,
+                in_flight=self.in_flight(row),
+                is_ejected=now < row.health.ejected_until,
+            )
+            for row in self._replicas.values()
+        )
+        return GatewayView(rows, self.in_flight_total, waiting, requests_total)
+
+
+def _fraction(progress: Progress) -> float:
+    return progress.fraction or 0.0
+
+
+def _check(announcement: Announcement) -> Address | None:
+    if not _NAME.match(announcement.replica):
+        raise UserError(f"replica name {announcement.replica!r} is not 1 to 128 of A-Z a-z 0-9 . _ : -")
+    if not 0 < announcement.lease_s < math.inf:
+        raise UserError(f"lease_s {announcement.lease_s} is not a positive number of seconds")
+    if not WEIGHT_MIN <= announcement.weight <= WEIGHT_MAX:
+        raise UserError(f"weight {announcement.weight} is not between {WEIGHT_MIN} and {WEIGHT_MAX}")
+    if len(announcement.adapters) > MAX_ADAPTERS:
+        raise UserError(f"more than {MAX_ADAPTERS} adapters")
+    if announcement.url is None:
+        if announcement.state == "ready":
+            raise UserError(f"replica {announcement.replica!r} is ready without a url")
+        return None
+    return _parse_url(announcement.url)
+
+
+def _parse_url(url: str) -> Address:
+    address = parse_url(url)
+    if address is None:
+        raise UserError(f"url {url!r} is not http://host:port")
+    return address
+
+
+MAX_KEPT = 65536
+
+
+SEARCHED_BYTES = 4096
+
+
+_RESPONSE_ID: Final = re.compile(rb"\"id\"\s*:\s*\"(resp_[A-Za-z0-9_\-]{1,128})\"")
+
+
+class Memory:
+    """The last MAX_KEPT response ids with the model and replica they came from. One per gateway process."""
+
+    def __init__(self) -> None:
+        self._places: dict[bytes, tuple[str, str]] = {}
+
+    def keep(self, response_id: bytes, model: str, replica: str) -> None:
+        self._places[response_id] = (model, replica)
+        if len(self._places) > MAX_KEPT:
+            del self._places[next(iter(self._places))]
+
+    def find(self, response_id: bytes) -> tuple[str, str] | None:
+        """Model and replica."""
+        return self._places.get(response_id)
+
+
+def find_response_id(body: bytes) -> bytes | None:
+    """The id in the beginning of a /v1/responses answer, streamed or not."""
+    found = _RESPONSE_ID.search(body, 0, SEARCHED_BYTES)
+    return found.group(1) if found else None

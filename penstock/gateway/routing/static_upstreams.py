@@ -1,0 +1,107 @@
+"""Engines that run already and that nobody announces: asked for their health, and announced with what they say.
+
+So they are rows of the fleet like any other: one that is asked and does not answer loses its traffic at once, and one
+whose prober is gone loses it when its lease ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+
+from penstock.gateway.config import Address, Upstream, host_header, parse_url
+from penstock.gateway.connections.engine import Pool, UpstreamError, call
+from penstock.gateway.routing.queue import Hold
+from penstock.gateway.routing.replicas import Fleet
+from penstock.wire.announcement import Announcement, ReplicaState
+from penstock.wire.http1 import write_request_head
+
+PROBE_S = 1.0
+PROBE_TIMEOUT_S = 2.0
+# Three probes: an engine whose event loop is busy with one long prompt is slow to say that it is well.
+LEASE_S = 3 * (PROBE_S + PROBE_TIMEOUT_S)
+# An engine is unwell after this many probes in a row that it did not answer; one that refuses is so at once.
+MAX_SILENT = 2
+
+log = logging.getLogger(__name__)
+
+
+def name_upstreams(upstreams: Sequence[Upstream]) -> list[str]:
+    """A replica name for each: its address, and a number where two share one."""
+    names: list[str] = []
+    for upstream in upstreams:
+        plain = "".join(
+            letter if letter.isascii() and (letter.isalnum() or letter in "._:-") else "-"
+            for letter in upstream.url.removeprefix("http://").rstrip("/").replace("unix:/", "unix:")
+        )[-100:]
+        n_before = sum(name == plain or name.startswith(f"{plain}-") for name in names)
+        names.append(f"{plain}-{n_before + 1}" if n_before else plain)
+    return names
+
+
+def _next_state(problem: Exception | None, was_ready: bool) -> ReplicaState:
+    if problem is None:
+        return "ready"
+    return "stalled" if was_ready else "starting"
+
+
+class Statics:
+    """Probers, one task an upstream, from `start` to `stop`."""
+
+    def __init__(self, upstreams: Sequence[Upstream], fleet: Fleet, hold: Hold, pool: Pool) -> None:
+        self._upstreams = tuple(zip(name_upstreams(upstreams), upstreams, strict=True))
+        self._fleet, self._hold, self._pool = fleet, hold, pool
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        self._tasks = [asyncio.create_task(self._watch(name, upstream)) for name, upstream in self._upstreams]
+
+    def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+
+    async def _watch(self, name: str, upstream: Upstream) -> None:
+        address = parse_url(upstream.url)
+        assert address is not None
+        n_silent = 0
+        state: ReplicaState = "starting"
+        was_ready = False
+        while True:
+            problem = await self._probe(address)
+            is_silent = isinstance(problem, TimeoutError)
+            n_silent = n_silent + 1 if is_silent else 0
+            is_doubted = is_silent and was_ready and n_silent < MAX_SILENT
+            before, state = state, state if is_doubted else _next_state(problem, was_ready)
+            was_ready = was_ready or state == "ready"
+            if state != before:
+                log.info("upstream %s: %s -> %s%s", name, before, state, f": {problem}" if problem else "")
+            self._announce(name, upstream, state, problem)
+            await asyncio.sleep(PROBE_S)
+
+    async def _probe(self, address: Address) -> Exception | None:
+        """None when the engine says that it is well. A status below 500 does: not every engine has /health."""
+        status = 0
+        try:
+            async with asyncio.timeout(PROBE_TIMEOUT_S):
+                connection = await self._pool.connect(address)
+                try:
+                    headers = [(b"host", host_header(address)), (b"connection", b"close")]
+                    status = await call(connection, write_request_head(b"GET", b"/health", headers))
+                finally:
+                    connection.close()
+        except TimeoutError:
+            return TimeoutError(f"no answer to GET /health in {PROBE_TIMEOUT_S:g} s")
+        except (OSError, UpstreamError) as error:
+            return error
+        if status >= 500:
+            return UpstreamError(f"GET /health answered {status}")
+        return None
+
+    def _announce(self, name: str, upstream: Upstream, state: ReplicaState, problem: Exception | None) -> None:
+        reason = str(problem) if problem else None
+        now = time.monotonic()
+        self._fleet.announce(Announcement(name, upstream.model, state, LEASE_S, url=upstream.url, reason=reason), now)
+        if state == "ready":
+            self._hold.wake(upstream.model)

@@ -1,0 +1,335 @@
+"""Known GPUs, links and models: data rows, each with its source. Read when first asked, then kept.
+
+The rows stand in `data/`: `gpus.yaml` (GPUs and interconnects), `models.yaml` (where each config came from, exact
+parameter counts) and `models/<name>/config.json`. A name that is not there is refused with the nearest one. GB/s and
+TFLOPS are decimal, `*_gib` and `*_mib` binary.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping
+from importlib import resources
+from typing import Any, Literal
+
+import msgspec
+
+from penstock.errors import UserError, nearest
+
+Transport = Literal["nvlink", "pcie", "rdma", "efa", "tcp"]
+
+
+class GpuMemory(msgspec.Struct, frozen=True):
+    """`torch_total_gib` is what the CUDA runtime reports: vLLM multiplies this by gpu_memory_utilization."""
+
+    marketing_gb: float
+    torch_total_gib: float
+    nvidia_smi_mib: int | None = None
+
+
+class Tflops(msgspec.Struct, frozen=True):
+    """Dense matrix rates by operand, without sparsity, fp32 accumulate. None: the card has no such unit."""
+
+    fp16: float
+    bf16: float | None
+    fp8: float | None
+    int8: float | None
+    fp4: float | None = None
+
+
+class Native(msgspec.Struct, frozen=True):
+    bf16: bool
+    fp8: bool
+    fp4: bool
+
+
+class Nvlink(msgspec.Struct, frozen=True):
+    """`domain_gpus` is how many GPUs one NVLink fabric joins, when that is more than one host (`gpus_per_host`)."""
+
+    gen: int
+    gbs_per_dir: float
+    domain_gpus: int | None = None
+    gpus_per_host: int | None = None
+
+
+class Xgmi(msgspec.Struct, frozen=True):
+    peers: int
+    gbs_per_dir_per_peer: float
+    gbs_per_dir_total: float
+
+
+class Pcie(msgspec.Struct, frozen=True):
+    gen: int
+    lanes: int
+    gbs_per_dir: float
+
+
+class AllReduce(msgspec.Struct, frozen=True):
+    """Measured all-reduce times inside one host, by number of GPUs: microseconds for 16 KiB and 1 MiB of bf16, and bus
+    bandwidth at 1 GiB in GB/s (algorithm bandwidth x 2(n-1)/n). `borrowed_from` names the GPU it was measured on when
+    that is another one with the same kind of link; bandwidth is then scaled by the links' rates."""
+
+    us_16KiB: dict[int, float]
+    us_1MiB: dict[int, float]
+    bus_gbs_large: dict[int, float]
+    source: str
+    note: str | None = None
+    borrowed_from: str | None = None
+
+
+class GpuFacts(msgspec.Struct, frozen=True):
+    """One card. `allreduce` is always filled: measured on it, or borrowed.
+
+    `stands_in`: the id of the card whose facts these are, where the catalogue does not have the card itself.
+    """
+
+    id: str
+    vendor: str
+    names: tuple[str, ...]
+    memory: GpuMemory
+    mem_bw_gbs: float
+    dense_tflops: Tflops
+    native: Native
+    pcie: Pcie
+    sources: dict[str, str]
+    compute_capability: str | None = None
+    gfx: str | None = None
+    nvlink: Nvlink | None = None
+    xgmi: Xgmi | None = None
+    allreduce: AllReduce | None = None
+    unverified: tuple[str, ...] = ()
+    notes: str | None = None
+    stands_in: str | None = None
+
+    @property
+    def generation(self) -> str:
+        """The chip generation: "7.0" -> "volta" ... "10.3" -> "blackwell"; AMD cards by their gfx name."""
+        return _GENERATIONS.get(self.compute_capability or "", self.gfx or "unknown")
+
+    @property
+    def peer_gbs(self) -> float:
+        """GB/s in one direction from this GPU to the others of its host: NVLink, xGMI or PCIe, nominal."""
+        if self.nvlink:
+            return self.nvlink.gbs_per_dir
+        return self.xgmi.gbs_per_dir_total if self.xgmi else self.pcie.gbs_per_dir
+
+
+class LinkFacts(msgspec.Struct, frozen=True):
+    """One kind of interconnect; which of the rates is known differs by source. `transport` says how NCCL drives it.
+
+    `step_latency_us` is (fastest, slowest) of one hop of a collective, measured.
+    """
+
+    id: str
+    source: str
+    transport: Transport = "tcp"
+    gbs_per_dir: float | None = None
+    gbs_per_dir_per_gpu: float | None = None
+    gbs_per_dir_per_node: float | None = None
+    gbs_per_gpu: float | None = None
+    gbs_measured_nccl: float | None = None
+    plan_gbs: float | None = None
+    step_latency_us: tuple[float, float] | None = None
+    note: str | None = None
+
+
+# https://developer.nvidia.com/cuda-gpus
+_GENERATIONS = {
+    "7.0": "volta",
+    "7.5": "turing",
+    "8.0": "ampere",
+    "8.6": "ampere",
+    "8.9": "ada",
+    "9.0": "hopper",
+    "10.0": "blackwell",
+    "10.3": "blackwell",
+    "12.0": "blackwell",
+}
+
+# How NCCL drives a link that joins machines; a name in none of these is plain TCP.
+_TRANSPORTS: Mapping[str, Transport] = {
+    "nvlink": "nvlink",
+    "pcie": "pcie",
+    "ib-": "rdma",
+    "roce-": "rdma",
+    "gcp-a3-ultra-roce": "rdma",
+    "gcp-tcpxo": "efa",
+    "aws-efa": "efa",
+}
+
+# Whose measured all-reduce stands in for a card without its own: the one with the same kind of link. The L40S host is
+# the only measured PCIe 4 one, and a bad one (its own note); the RTX PRO 6000 host stands for PCIe 5 and later.
+# The driver's total and the catalogue's differ by firmware reserves; by more, it is another card, or a part of one.
+_SAME_MEMORY = 0.01
+_NVLINK_LIKE = {2: "a100-sxm4-80", 3: "a100-sxm4-80", 4: "h100-sxm", 5: "b200-sxm"}
+_NVLINK_GENERATION = {"volta": 2, "turing": 2, "ampere": 3, "ada": 3, "hopper": 4, "blackwell": 5}
+_PCIE_LIKE = {3: "l40s", 4: "l40s", 5: "rtx-pro-6000-blackwell", 6: "rtx-pro-6000-blackwell"}
+
+
+def gpu_ids() -> tuple[str, ...]:
+    return tuple(_gpus())
+
+
+def link_ids() -> tuple[str, ...]:
+    return tuple(_links())
+
+
+def gpu(name: str) -> GpuFacts:
+    """The card with this catalogue id, driver name, Kubernetes label or unique beginning of an id ("h200").
+
+    Raises UserError with the nearest name.
+    """
+    rows, wanted = _gpus(), _plain(name)
+    for row in rows.values():
+        if wanted in {_plain(row.id), *map(_plain, row.names)}:
+            return row
+    return rows[_by_beginning("GPU", name, wanted, rows)]
+
+
+def gpu_of_machine(name: str, memory_bytes: int) -> GpuFacts:
+    """The card that a driver calls `name`, with the memory that the driver says.
+
+    A card that is not in the catalogue gets the facts of the one nearest in memory, and a note (`stands_in`): what
+    fits is then told by its own memory, speed by the other's.
+    """
+    total_gib = default_total_gib(memory_bytes // 2**20)
+    try:
+        row = gpu(name)
+    except UserError:
+        like = min(_gpus().values(), key=lambda row: abs(row.memory.torch_total_gib - total_gib))
+        memory = msgspec.structs.replace(like.memory, torch_total_gib=total_gib, nvidia_smi_mib=memory_bytes // 2**20)
+        return msgspec.structs.replace(like, id=name, names=(name,), memory=memory, stands_in=like.id)
+    known_mib = row.memory.nvidia_smi_mib or row.memory.torch_total_gib * 1024
+    if abs(memory_bytes / 2**20 / known_mib - 1) <= _SAME_MEMORY:
+        return row
+    # Another size under the same name, or a part of the card (a MIG slice, a virtual GPU).
+    told = msgspec.structs.replace(row.memory, torch_total_gib=total_gib, nvidia_smi_mib=memory_bytes // 2**20)
+    return msgspec.structs.replace(row, memory=told)
+
+
+def link(name: str) -> LinkFacts:
+    """The interconnect with this id or unique beginning of one ("ib-ndr").  Raises UserError with the nearest name."""
+    rows, wanted = _links(), _plain(name)
+    return rows[wanted] if wanted in rows else rows[_by_beginning("network", name, wanted, rows)]
+
+
+def over_pcie(card: GpuFacts) -> GpuFacts:
+    """The card as it is in a machine that joins it by PCIe alone."""
+    if card.nvlink is None:
+        return card
+    return _with_borrowed(msgspec.structs.replace(card, nvlink=None, allreduce=None), _gpus())
+
+
+def bridged(card: GpuFacts, n_joined: int, gbs_per_dir: float | None) -> GpuFacts:
+    """A PCIe card of which NVLink joins groups of `n_joined`: up to so many, all-reduce times are NVLink's.
+
+    `gbs_per_dir` None: the nominal rate of a card with that NVLink. Borrowed from one with the same generation.
+    """
+    like = _gpus()[_NVLINK_LIKE[_NVLINK_GENERATION.get(card.generation, 3)]]
+    table, own = like.allreduce, card.allreduce
+    assert table is not None and own is not None, "every card of the catalogue has an all-reduce table"
+    scale = (gbs_per_dir or like.peer_gbs) / like.peer_gbs
+    sizes = {n: n if n in table.us_16KiB else max(table.us_16KiB) for n in own.us_16KiB if n <= n_joined}
+    merged = msgspec.structs.replace(
+        own,
+        us_16KiB={n: table.us_16KiB[sizes[n]] if n in sizes else us for n, us in own.us_16KiB.items()},
+        us_1MiB={
+            n: table.us_16KiB[sizes[n]] + (table.us_1MiB[sizes[n]] - table.us_16KiB[sizes[n]]) / scale
+            if n in sizes
+            else us
+            for n, us in own.us_1MiB.items()
+        },
+        bus_gbs_large={
+            n: table.bus_gbs_large[sizes[n]] * scale if n in sizes else rate for n, rate in own.bus_gbs_large.items()
+        },
+        borrowed_from=f"{like.id} to {n_joined} GPUs, {own.borrowed_from or card.id} beyond",
+    )
+    return msgspec.structs.replace(card, allreduce=merged)
+
+
+def default_total_gib(nvidia_smi_mib: int) -> float:
+    """What the CUDA runtime will report for a card that is not in the catalogue (`default_rule` in gpus.yaml).
+
+    24576 MiB -> 23.55 GiB.
+    """
+    gib = nvidia_smi_mib / 1024
+    return gib - (0.45 if gib <= 24.5 else 0.55 if gib <= 80.5 else 0.6)
+
+
+def _plain(name: str) -> str:
+    """ "NVIDIA-H100-80GB-HBM3", "nvidia-tesla-t4", "NVIDIA L4" -> "h100-80gb-hbm3", "t4", "l4"."""
+    plain = name.strip().lower().replace(" ", "-").replace("_", "-")
+    for maker in ("nvidia-", "amd-", "tesla-", "geforce-", "instinct-"):
+        plain = plain.removeprefix(maker)
+    return plain
+
+
+def _by_beginning(kind: str, name: str, wanted: str, rows: Iterable[str]) -> str:
+    ids = list(rows)
+    found = [own for own in ids if wanted and own.startswith(wanted)]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise UserError(f'cannot tell which {kind} "{name}" is', hint=f"It is one of {', '.join(found)}.")
+    return refuse(kind, name, ids)
+
+
+def refuse(kind: str, name: str, legal: Iterable[str]) -> str:
+    ids = list(legal)
+    near = nearest(name.lower(), ids)
+    raise UserError(
+        f'no {kind} "{name}" in the catalogue' + (f', the nearest is "{near}"' if near else ""),
+        hint=f"Known: {', '.join(ids)}." if len(ids) < 60 else None,
+    )
+
+
+def read_yaml(package: str, name: str) -> Any:
+    import yaml
+
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    return yaml.load((resources.files(package) / "data" / name).read_text("utf-8"), Loader=loader)
+
+
+@functools.cache
+def _hardware() -> Any:
+    return read_yaml("penstock.hardware", "gpus.yaml")
+
+
+@functools.cache
+def _gpus() -> dict[str, GpuFacts]:
+    rows = {row.id: row for row in msgspec.convert(_hardware()["gpus"], tuple[GpuFacts, ...])}
+    return {own: row if row.allreduce else _with_borrowed(row, rows) for own, row in rows.items()}
+
+
+def _with_borrowed(row: GpuFacts, rows: Mapping[str, GpuFacts]) -> GpuFacts:
+    """The card with the all-reduce table of one like it, bandwidth scaled by the nominal rates of the two links."""
+    if row.nvlink:
+        like = rows[_NVLINK_LIKE[row.nvlink.gen]]
+    else:
+        like = rows["h100-sxm" if row.xgmi else _PCIE_LIKE[row.pcie.gen]]
+    table, scale = like.allreduce, row.peer_gbs / like.peer_gbs
+    assert table is not None, f"{like.id} has no measured all-reduce"
+    borrowed = msgspec.structs.replace(
+        table,
+        bus_gbs_large={n: rate * scale for n, rate in table.bus_gbs_large.items()},
+        us_1MiB={n: table.us_16KiB[n] + (us - table.us_16KiB[n]) / scale for n, us in table.us_1MiB.items()},
+        borrowed_from=like.id,
+    )
+    return msgspec.structs.replace(row, allreduce=borrowed)
+
+
+@functools.cache
+def _links() -> dict[str, LinkFacts]:
+    rows = msgspec.convert(_hardware()["interconnects"], tuple[LinkFacts, ...])
+    return {row.id: msgspec.structs.replace(row, transport=_transport(row.id)) for row in rows}
+
+
+def _transport(name: str) -> Transport:
+    return next((kind for beginning, kind in _TRANSPORTS.items() if name.startswith(beginning)), "tcp")
+
+
+@functools.cache
+def known_variables() -> frozenset[str]:
+    """Names of the environment variables that vLLM, NCCL and Gloo read."""
+    text = resources.files("penstock.hardware").joinpath("data", "variables.txt").read_text("utf-8")
+    return frozenset(word for line in text.splitlines() if not line.startswith("#") for word in line.split())

@@ -1,0 +1,84 @@
+"""Interfaces, addresses and ports of this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import socket
+from pathlib import Path
+
+import psutil
+
+from penstock.errors import UserError
+from penstock.hardware import Interface
+
+
+def free_port(host: str) -> int:
+    """A port that is free now. Somebody may take it before the engine does: that start is repeated."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def check_port(host: str, port: int) -> None:
+    """Nothing when the port of that host can be listened on; 0 is any free one.
+
+    Raises UserError that names who holds the port, or the host when it is none of this machine.
+    """
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+            probe.listen(1)
+    except (OSError, ValueError) as exc:  # a host that is no name at all is a ValueError
+        message = f"cannot listen on {host}:{port}: {(getattr(exc, 'strerror', None) or str(exc)).lower()}"
+        if not isinstance(exc, OSError) or isinstance(exc, socket.gaierror) or exc.errno == errno.EADDRNOTAVAIL:
+            hint = "Set gateway.host to an address of this machine: 127.0.0.1, or 0.0.0.0 for all it has."
+            raise UserError(message, hint=hint) from exc
+        raise UserError(
+            message,
+            detail=_holder(port),
+            hint="End that process, or choose another port: --set gateway.port=PORT (0 takes any free one).",
+        ) from exc
+
+
+def _holder(port: int) -> str | None:
+    try:
+        for connection in psutil.net_connections("tcp"):
+            if connection.laddr and connection.laddr.port == port and connection.status == psutil.CONN_LISTEN:
+                if connection.pid is None:
+                    break
+                command = " ".join(psutil.Process(connection.pid).cmdline())[:120]
+                return f"Process {connection.pid} listens there: {command}"
+    except psutil.Error:
+        pass
+    return None
+
+
+# Interfaces of containers and virtual machines on this host: other machines do not reach them.
+_VIRTUAL = ("docker", "veth", "virbr", "br-", "cni", "flannel", "cali", "tun", "tap", "podman", "kube", "lxc")
+
+
+_NET = Path("/sys/class/net")
+
+
+def interfaces() -> list[Interface]:
+    """Interfaces that are up and have an IPv4 address, loopback last."""
+    state = psutil.net_if_stats()
+    found = []
+    for name, addresses in psutil.net_if_addrs().items():
+        if name not in state or not state[name].isup:
+            continue
+        for entry in addresses:
+            if entry.family.name == "AF_INET":
+                found.append(_interface(name, entry.address, entry.netmask, state[name].speed))
+    return sorted(found, key=lambda one: (one.is_loopback, one.is_virtual, one.name))
+
+
+def _interface(name: str, address: str, netmask: str | None, speed: int) -> Interface:
+    prefix_length = sum(bin(int(part)).count("1") for part in (netmask or "255.255.255.255").split("."))
+    with contextlib.suppress(OSError):
+        # https://www.kernel.org/doc/html/latest/networking/netdevices.html: 32 is ARPHRD_INFINIBAND
+        is_infiniband = (_NET / name / "type").read_text().strip() == "32"
+        return Interface(name, address, prefix_length, speed or None, is_infiniband, name.startswith(_VIRTUAL))
+    return Interface(name, address, prefix_length, speed or None, False, name.startswith(_VIRTUAL))

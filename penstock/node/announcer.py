@@ -1,0 +1,119 @@
+"""How a node speaks to its gateway: the admin address, and the announcement that is renewed on it."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+
+from penstock.errors import PenstockError
+from penstock.wire.announcement import Announcement, GatewayAddress, engine_key
+from penstock.wire.client import Client
+
+_TIMEOUT_S = 3.0
+
+
+class Admin:
+    """The gateway's admin address as this node reaches it: of several addresses, the one that last answered.
+
+    `file` is read before every call: the gateway may have moved, and its old job, which drains, would still answer.
+    """
+
+    def __init__(self, urls: Sequence[str], token: str, file: Path | None = None) -> None:
+        assert urls or file
+        self._token, self._file = token, file
+        self._use([] if file else urls)
+        self.engine_key = engine_key(token)
+
+    def _use(self, urls: Sequence[str]) -> None:
+        self._clients = [Client(url, api_key=self._token, timeout_s=_TIMEOUT_S) for url in urls]
+        self._urls = list(urls)
+        self._at = 0
+
+    def _look(self) -> None:
+        if self._file is None:
+            return
+        with contextlib.suppress(OSError, msgspec.MsgspecError):  # not there yet, or the file system is away
+            found = msgspec.json.decode(self._file.read_bytes(), type=GatewayAddress)
+            urls = [f"http://{address}" for address in found.admin]
+            if urls != self._urls:
+                self._use(urls)
+
+    def post_json(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """As `Client.post_json`. After a failure (the address may be another one here) the next call tries the next."""
+        self._look()
+        if not self._clients:
+            raise PenstockError("the gateway has no address yet", is_retryable=True)
+        at = self._at
+        try:
+            answer: dict[str, Any] = self._clients[at].post_json(path, body)
+            return answer
+        except PenstockError:
+            self._at = (at + 1) % len(self._clients)
+            raise
+
+    def own_address(self) -> str | None:
+        """The address of this machine that the gateway's host sees; None while no admin address can be reached."""
+        self._look()
+        for url in self._urls[self._at :] + self._urls[: self._at]:
+            parts = urlsplit(url)
+            try:
+                with socket.create_connection((parts.hostname or "", parts.port or 80), _TIMEOUT_S) as probe:
+                    return str(probe.getsockname()[0])
+            except OSError:
+                continue
+        return None
+
+
+class Announcer(threading.Thread):
+    """Tells the gateway the newest announcement: every second, and at once when it changes."""
+
+    def __init__(self, admin: Admin) -> None:
+        super().__init__(name="announcer", daemon=True)
+        self._admin = admin
+        self._changed = threading.Condition()
+        self._newest: Announcement | None = None
+        self._told: Announcement | None = None
+        self._refused: Announcement | None = None
+
+    def tell(self, announcement: Announcement) -> None:
+        with self._changed:
+            if announcement != self._newest:
+                self._newest = announcement
+                self._changed.notify_all()
+
+    def is_told(self) -> bool:
+        with self._changed:
+            return self._told == self._newest
+
+    def wait_told(self, timeout_s: float) -> None:
+        """Block until the gateway has the newest announcement or cannot be reached, or the time is over."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._newest in (self._told, self._refused), timeout_s)
+
+    def run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._newest is not None and self._newest != self._told, 1.0)
+                newest = self._newest
+            if newest is None:
+                continue
+            try:
+                self._admin.post_json("/admin/announce", msgspec.to_builtins(newest))
+            except PenstockError:
+                self._note(refused=newest)
+                time.sleep(0.5)  # the gateway is down or starting: the controller sees to it
+                continue
+            self._note(told=newest)
+
+    def _note(self, told: Announcement | None = None, refused: Announcement | None = None) -> None:
+        with self._changed:
+            self._told, self._refused = told or self._told, refused
+            self._changed.notify_all()

@@ -1,0 +1,147 @@
+"""One engine process as its node holds it: started in its own session, its output read, ended with all it forked."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import psutil
+
+from penstock import processes
+from penstock.engines import Command
+from penstock.wire.announcement import Process
+
+_TAIL_LINES = 400  # enough to reach from "see root cause above" back to the cause in vLLM's tracebacks
+_MAX_LINE_BYTES = 64 * 1024
+_SEARCH_PATHS = ("PYTHONPATH", "LD_LIBRARY_PATH")  # an engine's come before the user's, and do not replace them
+
+
+class EngineProcess:
+    """A running engine. `on_line` is called for every line of its output, from a thread of ours.
+
+    `end` also ends what else carries this node's marks (`replica`, and `rank` where a replica has several nodes).
+    """
+
+    def __init__(
+        self,
+        command: Command,
+        folder: Path,
+        marks: processes.Marks,
+        on_line: Callable[[str], None] | None = None,
+    ) -> None:
+        self.folder = folder
+        self.tail: collections.deque[str] = collections.deque(maxlen=_TAIL_LINES)
+        self._marks, self._on_line = marks, on_line
+        shutil.rmtree(folder, ignore_errors=True)
+        (folder / "tmp").mkdir(parents=True, mode=0o700)
+        for name, text in command.files.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(text, "utf-8")
+        self._child = subprocess.Popen(
+            command.argv,
+            env=_environment(command.env, folder),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        self._reader = threading.Thread(target=self._read, name="engine-output", daemon=True)
+        self._reader.start()
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
+
+    def exit_code(self) -> int | None:
+        """None while it runs; negative for a signal."""
+        return self._child.poll()
+
+    def processes(self) -> tuple[Process, ...]:
+        """The engine and all it forked, the engine's own process first."""
+        found = []
+        with contextlib.suppress(psutil.Error):
+            root = psutil.Process(self.pid)
+            for entry in [root, *root.children(recursive=True)]:
+                role = "engine" if entry.pid == self.pid else _role(entry)
+                found.append(processes.identify(entry.pid, role))
+        return tuple(found)
+
+    def end(self, grace_s: float) -> None:
+        """SIGTERM, wait `grace_s`, then kill all with these marks. Blocks; safe to repeat; its folder goes too."""
+        segments = processes.shared_memory(self.processes())
+        self._end_polite(grace_s)
+        # An engine's children outlive a killed parent (vLLM's EngineCore does), so the mark finds them, not the pid.
+        processes.sweep(self._marks.run, self._marks.replica, self._marks.rank)
+        self._finish(segments)
+
+    def end_alone(self) -> None:
+        """As `end`, for a helper beside the engine: only itself and what it forked."""
+        segments = processes.shared_memory(self.processes())
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self._finish(segments)
+
+    def join_output(self) -> None:
+        """After its end: until all its output is read."""
+        self._reader.join(5)
+
+    def _end_polite(self, grace_s: float) -> None:
+        if self.exit_code() is None and grace_s > 0:
+            self._child.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._child.wait(grace_s)
+        if self.exit_code() is None:
+            self._child.kill()
+
+    def _finish(self, segments: list[str]) -> None:
+        self._child.wait(10)
+        self._reader.join(5)
+        processes.unlink_shared_memory(segments)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _read(self) -> None:
+        assert self._child.stdout is not None
+        descriptor = self._child.stdout.fileno()
+        rest = b""
+        while chunk := os.read(descriptor, 65536):
+            *lines, rest = (rest + chunk).replace(b"\r", b"\n").split(b"\n")
+            if len(rest) > _MAX_LINE_BYTES:
+                lines, rest = [*lines, rest], b""
+            for line in lines:
+                self._take(line)
+        self._take(rest)
+
+    def _take(self, line: bytes) -> None:
+        text = line.decode("utf-8", "replace").rstrip()
+        if text:
+            print(text, flush=True, file=sys.stdout)
+            self.tail.append(text)
+            if self._on_line is not None:
+                self._on_line(text)
+
+
+def _environment(extra: Mapping[str, str], folder: Path) -> dict[str, str]:
+    # SPT_NOENV keeps setproctitle (vLLM uses it) from overwriting the environment that our mark is read from.
+    env = {**os.environ, "TMPDIR": str(folder / "tmp"), "SPT_NOENV": "1", "PYTHONUNBUFFERED": "1"}
+    env[processes.MARK_ROLE] = "engine"
+    env |= extra
+    for name in _SEARCH_PATHS:
+        parts = (extra.get(name), os.environ.get(name))
+        if any(parts):
+            env[name] = os.pathsep.join(part for part in parts if part)
+    return env
+
+
+def _role(entry: psutil.Process) -> str:
+    title = " ".join(entry.cmdline())[:80]
+    if "resource_tracker" in title:
+        return "resource tracker"
+    return title.split("::")[-1].strip() if title.startswith("VLLM::") else title or entry.name()

@@ -1,0 +1,90 @@
+"""GPUs that a node takes for itself on a machine that nobody shares out: one lock a GPU, held while the node lives.
+
+Two replicas that start on one machine at the same time both see all GPUs free. The lock tells them apart, in whatever
+order they start; it goes with the process, however that ends. Users of one machine do not see each other's locks, only
+each other's memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import random
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import IO
+
+from penstock.errors import PenstockError
+from penstock.hardware import Gpu
+from penstock.hardware.detect import gpus
+from penstock.text import show_bytes
+
+_WAIT_S = 30.0  # a dead predecessor's memory is free after a few seconds
+_POLL_S = 0.5
+
+
+class Claim:
+    """GPUs that are ours until `release`, or our end."""
+
+    def __init__(self, indices: tuple[int, ...], locks: Sequence[IO[bytes]]) -> None:
+        self.indices = indices
+        self._locks = list(locks)
+
+    def release(self) -> None:
+        for lock in self._locks:
+            lock.close()
+        self._locks.clear()
+
+
+def claim(count: int, utilization: float, wait_s: float = _WAIT_S, look: Callable[[], Sequence[Gpu]] = gpus) -> Claim:
+    """`count` GPUs with that share of their memory free, of those that this process may use. Blocks for at most
+    `wait_s`.  Raises PenstockError with what is free."""
+    deadline = time.monotonic() + wait_s
+    while True:
+        there = look()
+        taken = _take(there, count, utilization)
+        if taken is not None:
+            return taken
+        if time.monotonic() > deadline:
+            raise PenstockError(
+                f"could not get {count} GPUs on this machine: {_told(there, utilization)}",
+                hint="nvidia-smi there shows what holds the others; or lower engine.gpu_memory_utilization.",
+                is_retryable=True,
+            )
+        # Not in step with another that wants the same.
+        time.sleep(_POLL_S * random.uniform(0.5, 1.5))
+
+
+def _take(there: Sequence[Gpu], count: int, utilization: float) -> Claim | None:
+    locks: list[tuple[int, IO[bytes]]] = []
+    for gpu in there:
+        if len(locks) < count and gpu.memory_free_bytes >= gpu.memory_bytes * utilization:
+            lock = _lock(gpu.index)
+            if lock is not None:
+                locks.append((gpu.index, lock))
+    if len(locks) == count:
+        return Claim(tuple(index for index, _ in locks), [lock for _, lock in locks])
+    for _, lock in locks:
+        lock.close()
+    return None
+
+
+def _lock(index: int) -> IO[bytes] | None:
+    folder = Path(tempfile.gettempdir()) / f"penstock-gpus-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    lock = (folder / str(index)).open("ab")
+    with contextlib.suppress(BlockingIOError):
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return lock
+    lock.close()
+    return None
+
+
+def _told(there: Sequence[Gpu], utilization: float) -> str:
+    if not there:
+        return "it shows none"
+    free = ", ".join(f"GPU {gpu.index} {show_bytes(gpu.memory_free_bytes)}" for gpu in there)
+    return f"free are {free} ({utilization:.0%} of each is needed), less those that other replicas hold"

@@ -1,0 +1,127 @@
+"""Ray under one replica: a cluster of its own, with own ports and an own folder, gone when the replica is.
+
+    python -m penstock.node.group.ray ADDRESS N_NODES GPUS_EACH TIMEOUT_S
+
+is the check before vLLM starts: it waits for the nodes, asks Ray for the placement that vLLM will ask for, prints
+where the ranks would be as JSON, and gives it back. Ray is started with `--block` as our child and ended by its pid;
+`ray stop` would end every Ray on the machine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from penstock.engines import Command
+from penstock.hardware.network import free_port
+from penstock.node.group.addresses import Formation
+from penstock.planner import Plan
+from penstock.text import MIB
+
+# Ray's object store carries no tensors of vLLM's: the smallest that Ray takes is 75 MiB.
+_OBJECT_STORE_BYTES = 100 * MIB
+_PORTS = (
+    *("--node-manager-port", "--object-manager-port", "--runtime-env-agent-port"),
+    *("--dashboard-agent-grpc-port", "--dashboard-agent-listen-port", "--metrics-export-port"),
+)
+_POLL_S = 0.3
+
+
+def environment(address: str, folder: str) -> dict[str, str]:
+    """For Ray's processes and for vLLM: this cluster and no other, and no word to anybody outside."""
+    return {
+        "RAY_ADDRESS": address,
+        "RAY_TMPDIR": folder,
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
+        "RAY_DEDUP_LOGS": "0",
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    }
+
+
+def start(plan: Plan, made: Formation, rank: int, folder: str, base: Command) -> Command:
+    """The Ray process of a node: the head on rank 0, else one that joins it. `base`: the engine's own command, whose
+    environment Ray's workers must have."""
+    spot, n_gpus = made.spots[rank], plan.ranks_each
+    argv = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
+    argv += ["--node-ip-address", spot.address, "--temp-dir", folder, "--num-gpus", str(n_gpus)]
+    argv += ["--num-cpus", str(n_gpus + 1), "--object-store-memory", str(_OBJECT_STORE_BYTES)]
+    argv += ["--min-worker-port", "0", "--max-worker-port", "0", "--log-color", "false"]
+    for name in _PORTS:
+        argv += [name, str(free_port(spot.address))]
+    if rank == 0:
+        argv += ["--head", "--port", str(made.ray_port), "--ray-client-server-port", str(free_port(spot.address))]
+        dashboard = plan.ray_dashboard_host
+        argv += ["--dashboard-host", dashboard, "--dashboard-port", str(free_port(dashboard))]
+    else:
+        argv += ["--address", f"{made.head.address}:{made.ray_port}"]
+    env = {**base.env, **environment(f"{made.head.address}:{made.ray_port}", folder)}
+    del env["RAY_ADDRESS"]  # `ray start` is told by its flags, and refuses a head with an address
+    return Command(tuple(argv), env, base.files)
+
+
+def check(address: str, n_nodes: int, gpus_each: int, timeout_s: float) -> Command:
+    """The check before vLLM starts, as a process: Ray is not imported into the node."""
+    argv = [sys.executable, "-m", "penstock.node.group.ray", address, str(n_nodes), str(gpus_each), str(timeout_s)]
+    return Command(tuple(argv))
+
+
+def placement(told: str) -> dict[str, Any]:
+    """The check's answer from its output: {"hosts": [address of each rank]} or {"problem": why}."""
+    for line in reversed(told.splitlines()):
+        if line.startswith("{"):
+            found: dict[str, Any] = json.loads(line)
+            return found
+    return {"problem": "the check of Ray's placement said nothing:\n" + "\n".join(told.splitlines()[-10:])}
+
+
+def _check(address: str, n_nodes: int, gpus_each: int, timeout_s: float) -> dict[str, Any]:
+    import ray
+    from ray.util import placement_group, placement_group_table, remove_placement_group
+
+    deadline = time.monotonic() + timeout_s
+    ray.init(address=address, logging_level="ERROR", log_to_driver=False)
+    try:
+        while True:
+            alive = [node for node in ray.nodes() if node["Alive"]]
+            short = [node for node in alive if node["Resources"].get("GPU", 0) < gpus_each]
+            if len(alive) >= n_nodes and not short:
+                break
+            if time.monotonic() > deadline:
+                return {"problem": _why_short(alive, n_nodes, gpus_each, timeout_s)}
+            time.sleep(_POLL_S)
+        group = placement_group([{"GPU": 1.0}] * (n_nodes * gpus_each), strategy="PACK")
+        if not group.wait(max(1.0, deadline - time.monotonic())):
+            return {"problem": f"Ray cannot place {n_nodes * gpus_each} ranks: {ray.available_resources()}"}
+        where = placement_group_table(group)["bundles_to_node_id"]
+        addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in alive}
+        hosts = [addresses.get(where[index], "?") for index in sorted(where)]
+        remove_placement_group(group)
+        return {"hosts": hosts}
+    finally:
+        ray.shutdown()
+
+
+def _why_short(alive: Sequence[Mapping[str, Any]], n_nodes: int, gpus_each: int, timeout_s: float) -> str:
+    told = ", ".join(f"{n['NodeManagerAddress']} with {n['Resources'].get('GPU', 0):.0f} GPUs" for n in alive)
+    return f"Ray shows {told or 'no node'} after {timeout_s:.0f} s; {n_nodes} nodes with {gpus_each} each are needed"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print where Ray would place the ranks; the exit code of the process."""
+    address, n_nodes, gpus_each, timeout_s = argv
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    try:
+        found = _check(address, int(n_nodes), int(gpus_each), float(timeout_s))
+    except (RuntimeError, ConnectionError, TimeoutError, ValueError, OSError, ImportError) as exc:
+        found = {"problem": f"could not reach Ray at {address}: {' '.join(str(exc).split())[:400]}"}
+    sys.stdout.write(json.dumps(found) + "\n")
+    return 1 if "problem" in found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

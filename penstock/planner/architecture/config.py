@@ -1,0 +1,229 @@
+"""Reading a model's config.json with types: numbers, flags and lists, each with the names it has in the wild."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import msgspec
+
+from penstock.errors import UserError, not_modelled
+from penstock.planner.architecture import Architecture, Attention, Layer, Mlp, RopeTable, State
+
+# Where multimodal configs keep the language model (transformers' `get_text_config`, and what older files call it).
+TEXT_KEYS = ("text_config", "llm_config", "language_config")
+# No model is near these; a file that says so is broken, and would take minutes to count.
+_MOST, _MOST_LAYERS = 2**31, 4096
+_LAYERS = {"num_hidden_layers", "n_layer", "depth"}
+
+
+class Fields(msgspec.Struct, frozen=True):
+    """One config.json: `text` is the language model's part, `outer` the whole file (the same if nothing is nested)."""
+
+    outer: Mapping[str, Any]
+    text: Mapping[str, Any]
+
+    def get(self, name: str) -> Any:
+        """The value, from the text part first; None when it is absent or null."""
+        value = self.text.get(name)
+        return value if value is not None else self.outer.get(name)
+
+    def maybe_n(self, *names: str) -> int | None:
+        """The first of `names` that is there, as a count; None when none is."""
+        for name in names:
+            value = self.get(name)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise UserError(f"cannot read config.json: {name} is {_short(value)}, not a count")
+            if value > (_MOST_LAYERS if name in _LAYERS else _MOST):
+                raise UserError(f"cannot read config.json: {name} is {value}, more than any model has")
+            return value
+        return None
+
+    def n(self, *names: str, default: int | None = None) -> int:
+        """As `maybe_n`, but there must be one, or a default."""
+        found = self.maybe_n(*names)
+        if found is None:
+            found = default
+        if found is None:
+            raise UserError(
+                f"cannot read config.json: it has no {names[0]}", detail=f"architecture: {self.architecture}"
+            )
+        return found
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        value = self.get(name)
+        return default if value is None else bool(value)
+
+    def number(self, name: str, default: float) -> float:
+        value = self.get(name)
+        return float(value) if isinstance(value, int | float) else default
+
+    def words(self, name: str) -> tuple[str, ...] | None:
+        """A list of words, one a layer; None when absent."""
+        value = self.get(name)
+        if value is None:
+            return None
+        if isinstance(value, str) or not isinstance(value, Sequence):
+            raise UserError(f"cannot read config.json: {name} is not a list")
+        return tuple(str(word) for word in value)
+
+    def table(self, name: str) -> Mapping[str, Any]:
+        """A nested object; empty when absent."""
+        value = self.get(name)
+        return cast("Mapping[str, Any]", value) if isinstance(value, Mapping) else {}
+
+    @property
+    def architecture(self) -> str:
+        names = self.outer.get("architectures") or self.text.get("architectures") or ()
+        if not isinstance(names, list | tuple):
+            raise UserError(f"cannot read config.json: architectures is {_short(names)}, not a list")
+        return str(names[0]) if names else ""
+
+    @property
+    def head_dim(self) -> int:
+        """hidden / heads unless the config says otherwise."""
+        found = self.maybe_n("head_dim", "attention_head_dim")
+        return found or self.n("hidden_size") // max(1, self.n("num_attention_heads"))
+
+    @property
+    def dtype(self) -> str:
+        """What vLLM's `--dtype auto` loads: the config's, float32 as bfloat16 (config/model.py)."""
+        for source in (self.text, self.outer):
+            found = source.get("dtype") or source.get("torch_dtype")
+            if found:
+                name = str(found).removeprefix("torch.")
+                return "bfloat16" if name in ("float32", "auto") else name
+        return "bfloat16"
+
+    def refuse_unless(self, holds: bool, why: str) -> None:
+        """NotModelled when a field has a value whose memory we do not know."""
+        if not holds:
+            raise not_modelled("architecture", self.architecture, why)
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:40]}..."
+
+
+def fields(config: Mapping[str, Any]) -> Fields:
+    """The config with its text part found."""
+    for key in TEXT_KEYS:
+        nested = config.get(key)
+        if isinstance(nested, Mapping):
+            return Fields(config, nested)
+    return Fields(config, config)
+
+
+Reader = Callable[[Fields], Architecture]
+
+
+def attention_of(f: Fields, window: int | None = None, **extra: Any) -> Attention:
+    """Grouped-query attention of one layer; `extra` are further fields of `Attention`."""
+    n_heads, head_dim = f.n("num_attention_heads"), f.head_dim
+    return Attention(
+        "full" if window is None else "sliding",
+        n_heads=n_heads,
+        n_kv_heads=f.n("num_key_value_heads", default=n_heads),
+        head_dim_k=head_dim,
+        head_dim_v=head_dim,
+        window=window,
+        **extra,
+    )
+
+
+def stack(
+    f: Fields, family: str, layers: Sequence[Layer], tables: tuple[RopeTable, ...], *, ties: bool = False
+) -> Architecture:
+    """The whole model around its layers: one final norm of `hidden` weights."""
+    hidden = f.n("hidden_size")
+    return Architecture(
+        name=f.architecture,
+        family=family,
+        hidden=hidden,
+        vocab=f.n("vocab_size"),
+        layers=tuple(layers),
+        max_position=f.n("max_position_embeddings"),
+        dtype=f.dtype,
+        ties_embeddings=f.flag("tie_word_embeddings", ties),
+        ropes=tables,
+        norm_params=hidden,
+    )
+
+
+def layer_windows(f: Fields, rule: str | None) -> tuple[int | None, ...]:
+    """One window (tokens) a layer.
+
+    `layer_types` in the config wins (transformers writes it since 4.53). Without it: "alternate" is Gemma 2 (even
+    layers slide), "pattern" Gemma 3 (every `sliding_window_pattern`-th layer is full). Otherwise one `sliding_window`
+    holds for every layer (engine/arg_utils.py hands it to the cache config), and transformers drops it from models
+    whose `use_sliding_window` is false (Qwen), or keeps it for the layers from `max_window_layers` on.
+    """
+    n_layers, window = f.n("num_hidden_layers"), f.maybe_n("sliding_window")
+    types = f.words("layer_types")
+    if not window or rule is None or f.get("use_sliding_window") is False:
+        return (None,) * n_layers
+    if types is not None:
+        return tuple(window if kind == "sliding_attention" else None for kind in types)
+    if rule == "alternate":
+        return tuple(None if index % 2 else window for index in range(n_layers))
+    if rule == "pattern":
+        pattern = f.n("sliding_window_pattern", default=6)
+        return tuple(None if (index + 1) % pattern == 0 else window for index in range(n_layers))
+    first = f.n("max_window_layers", default=0) if f.get("use_sliding_window") else 0
+    return tuple(window if index >= first else None for index in range(n_layers))
+
+
+def check(arch: Architecture) -> None:
+    """Nothing when every number can be.  Raises UserError with the first that cannot."""
+    wrong = next(_wrong(arch), None)
+    if wrong:
+        raise UserError(
+            f"cannot use config.json: {wrong}",
+            detail=f"architecture: {arch.name}",
+            hint="Is the file whole? Compare it with the one on the model's page.",
+        )
+
+
+def _wrong(arch: Architecture) -> Iterator[str]:
+    for name, value in (("hidden_size", arch.hidden), ("vocab_size", arch.vocab), ("num_hidden_layers", arch.n_layers)):
+        if value < 1:
+            yield f"{name} is {value}"
+    for layer in dict.fromkeys(arch.layers):
+        if layer.attention is not None:
+            yield from _wrong_attention(layer.attention)
+        if layer.state is not None:
+            yield from _wrong_state(layer.state)
+        if layer.mlp is not None:
+            yield from _wrong_mlp(layer.mlp)
+
+
+def _wrong_attention(attention: Attention) -> Iterator[str]:
+    for name, value in (
+        ("the number of attention heads", attention.n_heads),
+        ("the number of KV heads", attention.n_kv_heads),
+        ("the size of a head", min(attention.head_dim_k, attention.head_dim_v)),
+    ):
+        if value < 1:
+            yield f"{name} is {value}"
+    if attention.n_kv_heads > 0 and attention.n_heads % attention.n_kv_heads:
+        yield f"{attention.n_heads} attention heads do not divide by {attention.n_kv_heads} KV heads"
+    if attention.kind == "mla" and not attention.kv_lora_rank:
+        yield "kv_lora_rank is 0"
+    if attention.kind in ("sliding", "chunked") and not attention.window:
+        yield "a layer has a window of 0 tokens"
+
+
+def _wrong_state(state: State) -> Iterator[str]:
+    sizes = (state.conv_channels, state.n_heads, state.head_dim_v, state.head_dim_k, state.conv_kernel)
+    if min(sizes) < 1:
+        yield f"a recurrent layer has a size of {min(sizes)}"
+
+
+def _wrong_mlp(mlp: Mlp) -> Iterator[str]:
+    if mlp.intermediate < 1:
+        yield f"the width of an MLP is {mlp.intermediate}"
+    if mlp.n_experts and not 1 <= mlp.top_k <= mlp.n_experts:
+        yield f"{mlp.top_k} of {mlp.n_experts} experts are chosen for a token"

@@ -1,0 +1,333 @@
+"""How weights are stored: from `quantization_config` (or `--quantization`) to formats, exclusions and bytes.
+
+Bytes of one matrix of `outputs` x `inputs` (sizing notes, section 2; each method's `create_weights` in vLLM 0.33):
+fp8 one byte and an fp32 scale a matrix, a channel or a block; int8 one byte and an fp32 scale a channel; AWQ and GPTQ
+bits/8, an fp16 scale a group and, where they stay, a packed zero a group; compressed-tensors int4 the same without
+zeros; MXFP4 half a byte and one scale byte for 32; NVFP4 half a byte, one fp8 scale for 16 and two fp32 for the matrix;
+bitsandbytes NF4 half a byte and an fp32 scale for 64.
+
+Worked numbers: AWQ g128, 4096 x 4096: 8,388,608 + 262,144 + 65,536 = 8,716,288 B (0.5195 a parameter).
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any
+
+import msgspec
+
+from penstock.errors import UserError, nearest, not_modelled
+from penstock.planner.architecture import Architecture, Quantization
+
+_FP32, _FP16 = 4, 2
+_MXFP4_GROUP, _NVFP4_GROUP, _BNB_BLOCK = 32, 16, 64
+_FP8_BLOCK = (128, 128)
+
+
+def matrix_bytes(outputs: int, inputs: int, quant: Quantization, *, on_disk: bool = False) -> int:
+    """Bytes of one quantised matrix with its scales; `on_disk` adds what GPTQ's kernels drop after loading."""
+    n = outputs * inputs
+    if quant.kind in ("fp8", "int8"):
+        return n + _FP32 * (outputs if quant.is_per_channel or quant.kind == "int8" else 1)
+    if quant.kind == "fp8-block":
+        rows, columns = quant.block or _FP8_BLOCK
+        return n + _FP32 * _ceil(outputs, rows) * _ceil(inputs, columns)
+    if quant.kind == "mxfp4":
+        return n // 2 + outputs * _ceil(inputs, _MXFP4_GROUP)
+    if quant.kind == "nvfp4":
+        return n // 2 + outputs * _ceil(inputs, _NVFP4_GROUP) + 2 * _FP32
+    if quant.kind == "bnb-nf4":
+        return n // 2 + _FP32 * _ceil(n, _BNB_BLOCK)
+    if quant.kind == "bnb-int8":
+        return n + _FP32 * outputs
+    groups = _ceil(inputs, quant.group_size or inputs) * outputs
+    keeps_zeros = quant.kind == "awq" or not quant.is_symmetric or (on_disk and quant.kind == "gptq")
+    act_order = _FP32 * inputs if on_disk and quant.kind == "gptq" else 0
+    return n * quant.bits // 8 + groups * _FP16 + (groups * quant.bits // 8 if keeps_zeros else 0) + act_order
+
+
+def _ceil(n: int, unit: int) -> int:
+    return -(-n // unit)
+
+
+# ---- which module has which format -----------------------------------------------------------------------------------
+
+
+class _Patterns(msgspec.Struct, frozen=True):
+    """Compiled patterns: `plain` names and name parts, and one expression for globs and "re:" patterns."""
+
+    plain: frozenset[str]
+    wild: re.Pattern[str] | None
+
+
+@lru_cache(maxsize=256)
+def _compiled(patterns: tuple[str, ...]) -> _Patterns:
+    plain, wild = set(), []
+    for pattern in patterns:
+        if pattern.startswith("re:"):
+            wild.append(f"(?:{pattern[3:]})")
+        elif any(mark in pattern for mark in "*?["):
+            wild.append(fnmatch.translate(_canonical(pattern)))
+            # A glob names a module and whatever is inside it: "model.layers.*.self_attn" covers q_proj.
+            wild.append(fnmatch.translate(_canonical(pattern) + ".*"))
+        else:
+            plain.add(_canonical(pattern))
+    try:
+        return _Patterns(frozenset(plain), re.compile("|".join(wild)) if wild else None)
+    except re.error as exc:
+        raise UserError(
+            "cannot read config.json: a pattern of quantization_config is no regular expression", detail=str(exc)
+        ) from exc
+
+
+def _canonical(name: str) -> str:
+    """One spelling for a module: without the "model." and "language_model." that wrappers put in front."""
+    for prefix in ("model.", "language_model.", "model."):
+        name = name.removeprefix(prefix)
+    return name
+
+
+@lru_cache(maxsize=65536)
+def matches(module: str, patterns: tuple[str, ...]) -> bool:
+    """Whether a module ("model.layers.0.mlp.gate_proj") is named by a pattern, wholly, by a parent or by a part."""
+    compiled, name = _compiled(patterns), _canonical(module)
+    parts = name.split(".")
+    if compiled.plain and any(
+        ".".join(parts[first:last]) in compiled.plain
+        for first in range(len(parts))
+        for last in range(first + 1, len(parts) + 1)
+    ):
+        return True
+    spellings = (name, "model." + name, "language_model.model." + name, "model.language_model." + name)
+    return compiled.wild is not None and any(compiled.wild.match(spelling) for spelling in spellings)
+
+
+def format_of(module: str, quant: Quantization | None) -> Quantization | None:
+    """The format of one linear module's weight; None keeps the model's dtype."""
+    if quant is None or matches(module, quant.excluded):
+        return None
+    for one in (quant, *quant.also):
+        if not one.included or matches(module, one.included):
+            return one
+    return None
+
+
+# ---- reading quantization_config ------------------------------------------------------------------------------------
+
+
+def read(config: Mapping[str, Any]) -> Quantization | None:
+    """The format of a checkpoint from its config.json; None for 16-bit weights. NotModelled for an unknown method."""
+    text = config.get("text_config")
+    nested = text if isinstance(text, Mapping) else {}
+    for holder in (config, nested):
+        for key in ("quantization_config", "compression_config"):
+            found = holder.get(key)
+            if found and not isinstance(found, Mapping):
+                raise UserError(f"cannot read config.json: {key} is not an object")
+            if isinstance(found, Mapping) and found:
+                return from_config(found)
+    return None
+
+
+def from_config(q: Mapping[str, Any]) -> Quantization:
+    """One `quantization_config`, or the content of modelopt's hf_quant_config.json."""
+    if isinstance(q.get("quantization"), Mapping):
+        q = {"quant_method": "modelopt", **q["quantization"]}
+    method = str(q.get("quant_method", "modelopt" if "quant_algo" in q else "")).lower()
+    reader = _METHODS.get(method)
+    if reader is None:
+        raise not_modelled("quantization", method or "unknown", "its bytes are not modelled")
+    return reader(q)
+
+
+def _names(q: Mapping[str, Any], *keys: str) -> tuple[str, ...]:
+    return tuple(str(name) for key in keys for name in (q.get(key) or ()))
+
+
+def _fp8(q: Mapping[str, Any]) -> Quantization:
+    block = q.get("weight_block_size")
+    excluded = _names(q, "modules_to_not_convert", "ignored_layers")
+    if block:
+        return Quantization("fp8-block", block=(int(block[0]), int(block[1])), excluded=excluded)
+    return Quantization("fp8", excluded=excluded)
+
+
+def _fbgemm_fp8(q: Mapping[str, Any]) -> Quantization:
+    return Quantization("fp8", is_per_channel=True, excluded=_names(q, "modules_to_not_convert"))
+
+
+def _awq(q: Mapping[str, Any]) -> Quantization:
+    bits, group = int(q.get("bits", q.get("w_bit", 4))), int(q.get("group_size", q.get("q_group_size", 128)))
+    return Quantization(
+        "awq", group_size=_group(group), bits=bits, is_symmetric=False, excluded=_names(q, "modules_to_not_convert")
+    )
+
+
+def _gptq(q: Mapping[str, Any]) -> Quantization:
+    """`dynamic` holds "-:" patterns of skipped modules; other overrides change bits and are refused."""
+    dynamic = q.get("dynamic") or {}
+    if any(not str(name).startswith("-:") for name in dynamic):
+        raise not_modelled("quantization", "gptq", "it gives modules formats of their own")
+    return Quantization(
+        "gptq",
+        group_size=_group(int(q.get("group_size", 128))),
+        bits=int(q.get("bits", 4)),
+        is_symmetric=bool(q.get("sym", True)),
+        excluded=(*_names(q, "modules_to_not_convert"), *("re:.*" + str(name)[2:] for name in dynamic)),
+        quantizes_head=bool(q.get("lm_head")),
+    )
+
+
+def _group(size: int) -> int | None:
+    """-1 in the file means one group a column."""
+    return None if size <= 0 else size
+
+
+def _mxfp4(q: Mapping[str, Any]) -> Quantization:
+    """gpt-oss: expert matrices only, whatever else is listed."""
+    return Quantization(
+        "mxfp4", group_size=_MXFP4_GROUP, included=("re:.*experts",), excluded=_names(q, "modules_to_not_convert")
+    )
+
+
+def _bitsandbytes(q: Mapping[str, Any]) -> Quantization:
+    skipped = _names(q, "llm_int8_skip_modules")
+    if q.get("load_in_8bit") or q.get("_load_in_8bit"):
+        return Quantization("bnb-int8", excluded=skipped)
+    return Quantization("bnb-nf4", excluded=skipped)
+
+
+# modelopt's quant_algo (layers/quantization/modelopt.py).
+_MODELOPT: Mapping[str, Quantization] = {
+    "FP8": Quantization("fp8"),
+    "FP8_PER_CHANNEL_PER_TOKEN": Quantization("fp8", is_per_channel=True),
+    "FP8_PB_WO": Quantization("fp8-block", block=_FP8_BLOCK),
+    "NVFP4": Quantization("nvfp4", group_size=_NVFP4_GROUP),
+    "NVFP4_AWQ": Quantization("nvfp4", group_size=_NVFP4_GROUP),
+    "W4A16_NVFP4": Quantization("nvfp4", group_size=_NVFP4_GROUP),
+}
+
+
+def _modelopt(q: Mapping[str, Any]) -> Quantization:
+    """`exclude_modules` in hf_quant_config.json, `ignore` in config.json; MIXED_PRECISION names a format a module."""
+    algo = str(q.get("quant_algo", "")).upper()
+    excluded = _names(q, "exclude_modules", "ignore")
+    if algo == "MIXED_PRECISION":
+        layers = q.get("quantized_layers") or {}
+        by_algo: dict[str, list[str]] = {}
+        for name, value in layers.items():
+            by_algo.setdefault(str(value.get("quant_algo", "")).upper(), []).append(str(name))
+        formats = [_modelopt_row(name, tuple(modules)) for name, modules in by_algo.items()]
+        if not formats:
+            raise not_modelled("quantization", "modelopt MIXED_PRECISION", "it lists no layers")
+        return msgspec.structs.replace(formats[0], excluded=excluded, also=tuple(formats[1:]))
+    return msgspec.structs.replace(_modelopt_row(algo, ()), excluded=excluded)
+
+
+def _modelopt_row(algo: str, modules: tuple[str, ...]) -> Quantization:
+    if algo not in _MODELOPT:
+        raise not_modelled("quantization", f"modelopt {algo}", "its bytes are not modelled")
+    return msgspec.structs.replace(_MODELOPT[algo], included=modules)
+
+
+def _compressed_tensors(q: Mapping[str, Any]) -> Quantization:
+    """Groups of modules with one scheme each; `targets` are class names ("Linear") or patterns."""
+    groups = q.get("config_groups") or {}
+    formats = [_scheme(group, str(group.get("format") or q.get("format") or "")) for group in groups.values()]
+    if not formats:
+        raise not_modelled("quantization", "compressed-tensors", "it has no config_groups")
+    # The narrower groups (by pattern) are tried before those for every linear layer.
+    formats.sort(key=lambda one: not one.included)
+    return msgspec.structs.replace(formats[0], excluded=_names(q, "ignore"), also=tuple(formats[1:]))
+
+
+def _scheme(group: Mapping[str, Any], storage: str) -> Quantization:
+    weights = group.get("weights") or {}
+    targets = tuple(str(target) for target in group.get("targets") or ())
+    included = () if "Linear" in targets or not targets else targets
+    bits, kind = int(weights.get("num_bits", 0)), str(weights.get("type", "int"))
+    strategy, group_size = str(weights.get("strategy", "")), weights.get("group_size")
+    block = weights.get("block_structure")
+    if kind == "float" and bits == 8:
+        if strategy == "block" and block:
+            return Quantization("fp8-block", block=(int(block[0]), int(block[1])), included=included)
+        return Quantization("fp8", is_per_channel=strategy == "channel", included=included)
+    if kind == "float" and bits == 4:
+        is_mx = "mxfp4" in storage or group_size == _MXFP4_GROUP
+        return Quantization("mxfp4" if is_mx else "nvfp4", group_size=group_size, included=included)
+    if kind == "int" and bits == 8 and storage != "pack-quantized":
+        return Quantization("int8", included=included)
+    if kind == "int" and bits in (4, 8):
+        symmetric = bool(weights.get("symmetric", True))
+        size = int(group_size) if isinstance(group_size, int) and group_size > 0 else None
+        return Quantization("int4", group_size=size, bits=bits, is_symmetric=symmetric, included=included)
+    raise not_modelled("quantization", f"compressed-tensors {kind}{bits}", "its bytes are not modelled")
+
+
+_METHODS: Mapping[str, Callable[[Mapping[str, Any]], Quantization]] = {
+    "fp8": _fp8,
+    "fbgemm_fp8": _fbgemm_fp8,
+    "awq": _awq,
+    "awq_marlin": _awq,
+    "gptq": _gptq,
+    "gptq_marlin": _gptq,
+    "mxfp4": _mxfp4,
+    "gpt_oss_mxfp4": _mxfp4,
+    "bitsandbytes": _bitsandbytes,
+    "modelopt": _modelopt,
+    "modelopt_fp4": _modelopt,
+    "compressed-tensors": _compressed_tensors,
+}
+
+# `--quantization` on a 16-bit checkpoint (layers/quantization/online, bitsandbytes.py): what vLLM makes while loading.
+ONLINE: Mapping[str, Quantization] = {
+    "fp8": Quantization("fp8", is_online=True),
+    "fp8_per_tensor": Quantization("fp8", is_online=True),
+    "fp8_per_channel": Quantization("fp8", is_per_channel=True, is_online=True),
+    "fp8_per_block": Quantization("fp8-block", block=_FP8_BLOCK, is_online=True),
+    "bitsandbytes": Quantization("bnb-nf4", is_online=True),
+    "mxfp4": Quantization("mxfp4", group_size=_MXFP4_GROUP, is_online=True),
+}
+# The same format under the names that vLLM accepts for it, by the kind in the checkpoint.
+_SAME: Mapping[str, frozenset[str]] = {
+    "fp8": frozenset({"fp8", "fp8-block"}),
+    "awq": frozenset({"awq"}),
+    "awq_marlin": frozenset({"awq"}),
+    "gptq": frozenset({"gptq"}),
+    "gptq_marlin": frozenset({"gptq"}),
+    "mxfp4": frozenset({"mxfp4"}),
+    "bitsandbytes": frozenset({"bnb-nf4", "bnb-int8"}),
+    "modelopt": frozenset({"fp8", "nvfp4", "fp8-block"}),
+    "modelopt_fp4": frozenset({"nvfp4"}),
+    "fbgemm_fp8": frozenset({"fp8"}),
+    "compressed-tensors": frozenset({"fp8", "fp8-block", "int8", "int4", "nvfp4", "mxfp4"}),
+}
+
+
+def with_choice(arch: Architecture, choice: str | None, dtype: str | None = None) -> Architecture:
+    """The architecture as `--quantization` and `--dtype` load it.
+
+    A choice that names the checkpoint's own format changes nothing; on a 16-bit checkpoint it must be one that vLLM
+    makes while loading (fp8, bitsandbytes, ...). NotModelled otherwise. The experts of a mixture are quantised too.
+    """
+    if dtype not in (None, "auto"):
+        arch = msgspec.structs.replace(arch, dtype={"half": "float16", "float": "float32"}.get(str(dtype), str(dtype)))
+    if choice is None:
+        return arch
+    if choice not in ONLINE and choice not in _SAME:
+        close = nearest(choice, {*ONLINE, *_SAME})
+        raise not_modelled(
+            "quantization", choice, "it is not modelled", hint=f"did you mean {close}?" if close else None
+        )
+    if arch.quantization is not None:
+        if arch.quantization.kind in _SAME.get(choice, frozenset()):
+            return arch
+        raise not_modelled("quantization", choice, f"the checkpoint is stored as {arch.quantization.kind}")
+    if choice not in ONLINE:
+        raise not_modelled(
+            "quantization", choice, "the checkpoint has 16-bit weights", hint=f"made while loading: {', '.join(ONLINE)}"
+        )
+    return msgspec.structs.replace(arch, quantization=ONLINE[choice])

@@ -1,0 +1,214 @@
+"""Vision encoders and their projectors, as tensors of layer "vision": what vLLM loads beside a language model.
+
+Towers keep the model's dtype: quantised checkpoints leave them out. A config without a vision part gets the defaults
+of transformers' class, as vLLM does. Every pipeline stage makes the tower.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from penstock.errors import UserError
+from penstock.planner.architecture import Cut, Tensor
+from penstock.planner.architecture.config import Fields
+
+
+class _Sizes:
+    """A vision config's counts with transformers' defaults behind."""
+
+    def __init__(self, found: Mapping[str, Any], defaults: Mapping[str, int]) -> None:
+        self.found, self.defaults = found, defaults
+
+    def __call__(self, *names: str) -> int:
+        for name in names:
+            value = self.found.get(name)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**31:
+                raise UserError(f"cannot read config.json: {name} of vision_config is {value!r:.40}, not a count")
+            return value
+        return self.defaults[names[0]]
+
+
+_Builder = Callable[[Fields, _Sizes], Iterator[Tensor]]
+
+
+def _one(name: str, shape: tuple[int, ...], cut: Cut = "replicated", count: int = 1) -> Tensor:
+    return Tensor(f"vision.{name}", shape, cut, "vision", count)
+
+
+def _encoder(
+    n_layers: int, hidden: int, width: int, *, is_gated: bool, norm_params: int, has_bias: bool
+) -> Iterator[Tensor]:
+    """A stack of plain attention and MLP, cut by heads and by width."""
+    yield _one("qkv.weight", (3 * hidden, hidden), "column", n_layers)
+    yield _one("o_proj.weight", (hidden, hidden), "row", n_layers)
+    yield _one("up.weight", (width, hidden), "column", n_layers * (2 if is_gated else 1))
+    yield _one("down.weight", (hidden, width), "row", n_layers)
+    yield _one("norms", (norm_params,), "replicated", n_layers)
+    if has_bias:
+        yield _one("qkv.bias", (3 * hidden,), "column", n_layers)
+        yield _one("up.bias", (width,), "column", n_layers)
+        yield _one("o_down.bias", (2 * hidden,), "replicated", n_layers)
+
+
+def _siglip(f: Fields, v: _Sizes) -> Iterator[Tensor]:
+    """Gemma 3 (models/siglip.py, gemma3_mm.py). The pooling head of transformers' class is not loaded."""
+    hidden, patch = v("hidden_size"), v("patch_size")
+    yield from _encoder(
+        v("num_hidden_layers"), hidden, v("intermediate_size"), is_gated=False, norm_params=4 * hidden, has_bias=True
+    )
+    yield _one("patch_embedding", (hidden, 3 * patch * patch + 1))
+    yield _one("position_embedding", ((v("image_size") // patch) ** 2, hidden))
+    yield _one("post_layernorm", (2 * hidden,))
+    yield _one("projector", (hidden, f.n("hidden_size") + 1))
+
+
+def _pixtral(f: Fields, v: _Sizes) -> Iterator[Tensor]:
+    """Mistral 3 (models/pixtral.py, mistral3.py): gated, no biases; a patch merger and a two-layer projector."""
+    hidden, patch, merge, text = (
+        v("hidden_size"),
+        v("patch_size"),
+        f.n("spatial_merge_size", default=2),
+        f.n("hidden_size"),
+    )
+    yield from _encoder(
+        v("num_hidden_layers"), hidden, v("intermediate_size"), is_gated=True, norm_params=2 * hidden, has_bias=False
+    )
+    yield _one("patch_conv", (hidden, 3 * patch * patch))
+    yield _one("norms_outside", (2 * hidden,))
+    yield _one("merging_layer", (hidden, hidden * merge * merge))
+    yield _one("linear_1", (text, hidden), "column")
+    yield _one("linear_2", (text, text), "row")
+
+
+def _qwen3_vl(f: Fields, v: _Sizes) -> Iterator[Tensor]:
+    """Qwen3-VL and Qwen3.5 (models/qwen3_vl.py): biases everywhere, a merger and one for each deep-stack layer."""
+    hidden, merged, text = v("hidden_size"), v("hidden_size") * v("spatial_merge_size") ** 2, v("out_hidden_size")
+    yield from _encoder(
+        v("depth"), hidden, v("intermediate_size"), is_gated=False, norm_params=4 * hidden, has_bias=True
+    )
+    pixels = v("in_channels") * v("temporal_patch_size") * v("patch_size") ** 2
+    yield _one("patch_embed", (hidden, pixels + 1))
+    yield _one("pos_embed", (v("num_position_embeddings"), hidden))
+    deep = f.table("vision_config").get("deepstack_visual_indexes") or ()
+    n_mergers = 1 + len(deep)
+    yield _one("merger.linear_fc1", (merged, merged), "column", n_mergers)
+    yield _one("merger.linear_fc1.bias", (merged,), "column", n_mergers)
+    yield _one("merger.linear_fc2", (text, merged), "row", n_mergers)
+    yield _one("merger.linear_fc2.bias", (text,), "replicated", n_mergers)
+    yield _one("merger.norm", (2 * hidden + 2 * merged * len(deep),))
+
+
+def _qwen2_5_vl(_: Fields, v: _Sizes) -> Iterator[Tensor]:
+    """Qwen2.5-VL (models/qwen2_5_vl.py): gated with biases, RMS norms, one merger over 2 x 2 patches."""
+    hidden, width, n = v("hidden_size"), v("intermediate_size"), v("depth")
+    merged = hidden * v("spatial_merge_size") ** 2
+    yield from _encoder(n, hidden, width, is_gated=True, norm_params=2 * hidden, has_bias=True)
+    # `_encoder` counts one bias of the width; a gated MLP has two.
+    yield _one("gate.bias", (width,), "column", n)
+    yield _one("patch_embed", (hidden, v("in_channels") * v("temporal_patch_size") * v("patch_size") ** 2))
+    yield _one("merger.mlp.0", (merged, merged + 1), "column")
+    yield _one("merger.mlp.2", (v("out_hidden_size"), merged), "row")
+    yield _one("merger.outside", (hidden + v("out_hidden_size"),))
+
+
+def _gemma4(f: Fields, v: _Sizes) -> Iterator[Tensor]:
+    """Gemma 4 (models/gemma4_mm.py): gated, four norms and q/k norms of a head, two position tables.
+
+    vLLM builds transformers' own tower, which tensor parallelism does not cut.
+    """
+    f.refuse_unless(not f.table("audio_config"), "the audio encoder is not modelled")
+    hidden, width, n = v("hidden_size"), v("intermediate_size"), v("num_hidden_layers")
+    yield _one("attention", (4 * hidden, hidden), "replicated", n)
+    yield _one("mlp", (3 * width, hidden), "replicated", n)
+    yield _one("norms", (4 * hidden + 2 * v("head_dim"),), "replicated", n)
+    yield _one("position_embedding_table", (2, v("position_embedding_size"), hidden))
+    yield _one("input_proj", (hidden, 3 * v("patch_size") ** 2))
+    yield _one("projection", (f.n("hidden_size"), hidden))
+
+
+def _llama4(f: Fields, v: _Sizes) -> Iterator[Tensor]:
+    """Llama 4 (models/mllama4.py): biases, class embedding, positions, an adapter after pixel shuffle."""
+    hidden, width, patch = v("hidden_size"), v("intermediate_size"), v("patch_size")
+    yield from _encoder(v("num_hidden_layers"), hidden, width, is_gated=False, norm_params=4 * hidden, has_bias=True)
+    yield _one("patch_embedding", (hidden, 3 * patch * patch), "column")
+    yield _one("positions", ((v("image_size") // patch) ** 2 + 2, hidden))
+    yield _one("layernorms", (4 * hidden,))
+    yield _one("adapter.fc1", (v("projector_input_dim"), width), "column")
+    yield _one("adapter.fc2", (v("projector_output_dim"), v("projector_input_dim")), "row")
+    yield _one("projector", (f.n("hidden_size"), v("vision_output_dim")), "column")
+
+
+# What transformers' config classes put where a file has nothing, by builder.
+_DEFAULTS: Mapping[_Builder, Mapping[str, int]] = {
+    _siglip: {
+        "hidden_size": 768,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 12,
+        "image_size": 224,
+        "patch_size": 16,
+    },
+    _pixtral: {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "patch_size": 14},
+    _qwen3_vl: {
+        "depth": 27,
+        "hidden_size": 1152,
+        "intermediate_size": 4304,
+        "in_channels": 3,
+        "patch_size": 16,
+        "temporal_patch_size": 2,
+        "spatial_merge_size": 2,
+        "num_position_embeddings": 2304,
+        "out_hidden_size": 3584,
+    },
+    _qwen2_5_vl: {
+        "depth": 32,
+        "hidden_size": 3584,
+        "intermediate_size": 3420,
+        "in_channels": 3,
+        "patch_size": 14,
+        "temporal_patch_size": 2,
+        "spatial_merge_size": 2,
+        "out_hidden_size": 3584,
+    },
+    _gemma4: {
+        "hidden_size": 768,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 16,
+        "patch_size": 16,
+        "head_dim": 64,
+        "position_embedding_size": 10240,
+    },
+    _llama4: {
+        "hidden_size": 768,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 34,
+        "image_size": 448,
+        "patch_size": 14,
+        "projector_input_dim": 4096,
+        "projector_output_dim": 4096,
+        "vision_output_dim": 7680,
+    },
+}
+_TOWERS: Mapping[str, _Builder] = {
+    "Gemma3ForConditionalGeneration": _siglip,
+    "Mistral3ForConditionalGeneration": _pixtral,
+    "Qwen2_5_VLForConditionalGeneration": _qwen2_5_vl,
+    "Qwen3VLForConditionalGeneration": _qwen3_vl,
+    "Qwen3VLMoeForConditionalGeneration": _qwen3_vl,
+    "Qwen3_5ForConditionalGeneration": _qwen3_vl,
+    "Qwen3_5MoeForConditionalGeneration": _qwen3_vl,
+    "Gemma4ForConditionalGeneration": _gemma4,
+    "Llama4ForConditionalGeneration": _llama4,
+}
+
+
+def towers(f: Fields) -> tuple[Tensor, ...]:
+    """The vision part of an architecture; empty for a language model."""
+    build = _TOWERS.get(f.architecture)
+    return tuple(build(f, _Sizes(f.table("vision_config"), _DEFAULTS[build]))) if build else ()
+
+
+def is_multimodal(architecture: str) -> bool:
+    return architecture in _TOWERS

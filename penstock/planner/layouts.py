@@ -1,0 +1,360 @@
+"""How a model may be cut over GPUs, and which cut to take. Every refusal carries the number that refused it.
+
+Rules are vLLM's own (sizing.md 1.5). A `Shape` collects, once a model, the few distinct numbers they look at; a check
+is then a dozen divisions. Sizes of one dimension are checked alone first and only legal ones combined: a thousand GPUs
+are enumerated in milliseconds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
+
+import msgspec
+
+from penstock.planner.architecture import Architecture, Attention, Mlp, State
+from penstock.planner.speed.collectives import Fabric
+from penstock.planner.speed.estimate import Speed
+from penstock.planner.speed.work import part_format
+from penstock.spec.deployment import Parallel, Workload
+
+# vLLM 0.32 and 0.33 refine block scales of fp8 experts to what a TP share divides by (fused_moe/oracle/fp8.py,
+# refine_fp8_moe_block_shape), down to 32; vllm#48173 of July 2026 still shows the refusal.
+_REFINES_FP8_EXPERTS_SINCE = (0, 32)
+_SMALLEST_REFINED_BLOCK = 32
+# Of two layouts with as many GPUs the pipeline must be this much faster: bubbles at uneven load are not modelled (an
+# estimate). vLLM's own advice is the same: tensor inside a node, pipeline where its links are slow (PCIe).
+_PIPELINE_HANDICAP = 0.85
+# Marlin's smallest input share before shapes were padded (marlin_utils.py, GPTQ_MARLIN_MIN_THREAD_K).
+_MARLIN_INPUTS = 128
+_VOCAB_PADDING = 64  # layers/vocab_parallel_embedding.py, DEFAULT_VOCAB_PADDING_SIZE
+_MOST_PIPELINE = 64
+
+_Part = TypeVar("_Part", Attention, State, Mlp)
+
+
+class Shape(msgspec.Struct, frozen=True):
+    """The numbers of a model that layouts must divide, each list without repetition.
+
+    rows: (what, width, unit) of quantised matrices cut along their input, whose share must be a multiple of the
+    format's block or group; expert_widths: of routed experts, with `expert_unit` likewise.
+    """
+
+    name: str
+    n_layers: int
+    hidden: int
+    padded_vocab: int
+    heads: tuple[int, ...]
+    kv_heads: tuple[int, ...]
+    state_heads: tuple[int, ...]
+    widths: tuple[tuple[str, int], ...]
+    rows: tuple[tuple[str, int, int], ...]
+    expert_widths: tuple[int, ...]
+    n_experts: int
+    expert_unit: int | None
+    unit_name: str
+    supports_pipeline: bool
+
+
+class Refused(msgspec.Struct, frozen=True):
+    layout: Parallel
+    reason: str
+
+
+class Layouts(msgspec.Struct, frozen=True):
+    """`n_checks` is the work that was done, for tests."""
+
+    legal: tuple[Parallel, ...]
+    refused: tuple[Refused, ...]
+    n_checks: int = 0
+
+
+class Candidate(msgspec.Struct, frozen=True):
+    """A legal layout that fits, with its speed. `misses` is how far it is over the workload's targets (0: all met)."""
+
+    layout: Parallel
+    speed: Speed
+    crosses: str | None
+    misses: float
+
+
+class Choice(msgspec.Struct, frozen=True):
+    """`chosen` None: nothing fits. `ranked` best first; `price`: what crossing slow links costs, if it must."""
+
+    chosen: Candidate | None
+    ranked: tuple[Candidate, ...]
+    refused: tuple[Refused, ...]
+    price: str | None = None
+
+
+def shape_of(arch: Architecture, engine_version: str = "0.33") -> Shape:
+    """What layouts must divide in this model, as this version of the engine sees it."""
+    attentions = _distinct(layer.attention for layer in arch.layers)
+    states = _distinct(layer.state for layer in arch.layers)
+    mlps = _distinct(layer.mlp for layer in arch.layers)
+    dense = sorted({mlp.intermediate for mlp in mlps if not mlp.n_experts})
+    shared = sorted({mlp.shared_intermediate for mlp in mlps if mlp.shared_intermediate})
+    outputs = sorted({attention.n_heads * attention.head_dim_v for attention in attentions})
+    units = {part: _unit(arch, part, engine_version) for part in ("attention", "dense", "shared", "experts")}
+    matrices = [("attention output", "attention", outputs), ("MLP width", "dense", dense)]
+    matrices.append(("shared expert width", "shared", shared))
+    quant = arch.quantization
+    return Shape(
+        name=arch.name,
+        n_layers=arch.n_layers,
+        hidden=arch.hidden,
+        padded_vocab=math.ceil(arch.vocab / _VOCAB_PADDING) * _VOCAB_PADDING,
+        heads=tuple(sorted({attention.n_heads for attention in attentions})),
+        kv_heads=tuple(sorted({attention.n_kv_heads for attention in attentions if attention.kind != "mla"})),
+        state_heads=tuple(sorted({count for state in states for count in _state_heads(state)})),
+        widths=tuple((what, width) for what, part, sizes in matrices[1:] for width in sizes),
+        rows=tuple((what, width, unit) for what, part, sizes in matrices for width in sizes if (unit := units[part])),
+        expert_widths=tuple(sorted({mlp.intermediate for mlp in mlps if mlp.n_experts})),
+        n_experts=max((mlp.n_experts for mlp in mlps), default=0),
+        expert_unit=units["experts"],
+        unit_name="block" if quant is not None and quant.kind == "fp8-block" else "group",
+        supports_pipeline=arch.supports_pipeline,
+    )
+
+
+def refusal(shape: Shape, layout: Parallel, n_gpus: int | None = None) -> str | None:
+    """Why this layout cannot be, with the number; None when it can.
+
+    Llama-3.1-70B: tensor 3 -> "64 attention heads do not divide by tensor 3".
+    """
+    return (
+        _too_many(layout, n_gpus)
+        or tensor_refusal(shape, layout.tensor)
+        or pipeline_refusal(shape, layout.pipeline)
+        or expert_refusal(shape, layout)
+    )
+
+
+def tensor_refusal(shape: Shape, tensor: int) -> str | None:
+    """What refuses this TP size alone: heads, KV heads, states, widths, vocabulary, the weight format's blocks."""
+    if tensor == 1:
+        return None
+    for heads in shape.heads:
+        if heads % tensor:
+            return f"{heads} attention heads do not divide by tensor {tensor}"
+    for kv_heads in shape.kv_heads:
+        if kv_heads % tensor and tensor % kv_heads:
+            return f"{kv_heads} KV heads neither divide by tensor {tensor} nor divide it"
+    for heads in shape.state_heads:
+        if heads % tensor:
+            return f"{heads} state heads do not divide by tensor {tensor}"
+    for what, width in shape.widths:
+        if width % tensor:
+            return f"{what} {width} does not divide by tensor {tensor}"
+    if shape.padded_vocab % tensor:
+        return f"vocabulary of {shape.padded_vocab} (padded) does not divide by tensor {tensor}"
+    for what, width, unit in shape.rows:
+        if width // tensor % unit:
+            return (
+                f"{what} {width} / tensor {tensor} = {width // tensor} is not a multiple of the weights' "
+                f"{shape.unit_name} of {unit}"
+            )
+    return None
+
+
+def pipeline_refusal(shape: Shape, pipeline: int) -> str | None:
+    if pipeline > 1 and not shape.supports_pipeline:
+        return f"{shape.name} cannot be cut into pipeline stages in vLLM, pipeline {pipeline} was asked"
+    if pipeline > shape.n_layers:
+        return f"{shape.n_layers} layers are fewer than pipeline {pipeline}"
+    return None
+
+
+def expert_refusal(shape: Shape, layout: Parallel) -> str | None:
+    """What refuses the cut of the experts: over tensor x data, whole ones with `expert`, slices of each without."""
+    group = layout.tensor * layout.data
+    if layout.expert:
+        if not shape.n_experts:
+            return "expert parallelism needs experts, this model has 0"
+        return f"{shape.n_experts} experts are fewer than tensor x data = {group}" if shape.n_experts < group else None
+    for width in shape.expert_widths:
+        if width % group:
+            return f"expert width {width} does not divide by tensor x data = {group}"
+        if group > 1 and shape.expert_unit and width // group % shape.expert_unit:
+            return (
+                f"expert width {width} / (tensor x data = {group}) = {width // group} is not a multiple of the "
+                f"weights' {shape.unit_name} of {shape.expert_unit}"
+            )
+    return None
+
+
+def crossing(layout: Parallel, fabric: Fabric) -> str | None:
+    """Why a layout's tensor group leaves the fast link domain, with the number; None when it stays inside."""
+    n_domains = fabric.n_domains(layout.tensor, layout.pipeline * layout.data)
+    if n_domains == 1:
+        return None
+    network = fabric.network.id if fabric.network else "the network"
+    return (
+        f"tensor {layout.tensor} leaves the fast links of {fabric.domain_gpus} GPU(s): "
+        f"every layer waits for {network} between {n_domains} machines"
+    )
+
+
+def enumerate_layouts(
+    shape: Shape, fabric: Fabric, *, tensor: int | None = None, pipeline: int | None = None, data: int | None = None
+) -> Layouts:
+    """All layouts worth looking at on these machines, and the refused ones; given sizes are kept fixed.
+
+    Tensor: every size to the fast link domain, multiples of it beyond, and the number of GPUs itself. Pipeline: up to
+    8, the number of machines and powers of two. Data: powers of two and what fills the machines. Sizes that one rule
+    refuses are told once, not once a combination.
+    """
+    total, legal, refused = fabric.n_gpus, list[Parallel](), list[Refused]()
+    n_checks = 0
+    tensors: list[int] = []
+    for size in [tensor] if tensor else _tensor_sizes(fabric):
+        n_checks += 1
+        reason = _too_many(Parallel(size), total) or tensor_refusal(shape, size)
+        refused += [Refused(Parallel(size), reason)] if reason else []
+        tensors += [] if reason else [size]
+    for size in tensors:
+        for stages in [pipeline] if pipeline else _pipeline_sizes(total // size, fabric.n_nodes, shape.n_layers):
+            n_checks += 1
+            reason = _too_many(Parallel(size, stages), total) or pipeline_refusal(shape, stages)
+            if reason:
+                refused.append(Refused(Parallel(size, stages), reason))
+                continue
+            for layout in _with_data(shape, size, stages, total, data):
+                n_checks += 1
+                reason = _too_many(layout, total) or expert_refusal(shape, layout)
+                if reason:
+                    refused.append(Refused(layout, reason))
+                else:
+                    legal.append(layout)
+    return Layouts(tuple(legal), tuple(refused), n_checks)
+
+
+def choose(
+    layouts: Layouts,
+    fabric: Fabric,
+    workload: Workload,
+    fits: Callable[[Parallel], str | None],
+    estimate: Callable[[Parallel], Speed],
+) -> Choice:
+    """The layout to take: targets met first, then the fewest GPUs, then the most tokens a second.
+
+    `fits` says with its number why a layout does not fit in memory, None when it does; `estimate` its speed. Tensor
+    groups stay inside the fast link domain unless nothing else fits, and then `price` says what that costs.
+    """
+    refused = list(layouts.refused)
+    inside = [layout for layout in layouts.legal if crossing(layout, fabric) is None]
+    outside = [layout for layout in layouts.legal if crossing(layout, fabric) is not None]
+    ranked = _rank(inside, fabric, workload, fits, estimate, refused)
+    price = None
+    if ranked:
+        refused += [Refused(layout, str(crossing(layout, fabric))) for layout in outside]
+    else:
+        ranked = _rank(outside, fabric, workload, fits, estimate, refused)
+        price = _price(ranked[0]) if ranked else None
+    return Choice(ranked[0] if ranked else None, tuple(ranked), tuple(refused), price)
+
+
+def misses(speed: Speed, workload: Workload) -> float:
+    """How far the likely TTFT and TPOT are over the workload's targets: 0 when met, 0.5 when one is half over."""
+    over = 0.0
+    for target, value in ((workload.ttft_ms, speed.ttft_ms.likely), (workload.tpot_ms, speed.tpot_ms.likely)):
+        if target:
+            over = max(over, value / target - 1)
+    return over
+
+
+def _rank(
+    layouts: Iterable[Parallel],
+    fabric: Fabric,
+    workload: Workload,
+    fits: Callable[[Parallel], str | None],
+    estimate: Callable[[Parallel], Speed],
+    refused: list[Refused],
+) -> list[Candidate]:
+    found = []
+    for layout in layouts:
+        reason = fits(layout)
+        if reason:
+            refused.append(Refused(layout, reason))
+            continue
+        speed = estimate(layout)
+        found.append(Candidate(layout, speed, crossing(layout, fabric), misses(speed, workload)))
+
+    def order(one: Candidate) -> tuple[float, int, float, int]:
+        rate = one.speed.output_tokens_per_s.likely * (_PIPELINE_HANDICAP if one.layout.pipeline > 1 else 1)
+        return (one.misses, one.layout.n_ranks, -rate, one.layout.pipeline)
+
+    return sorted(found, key=order)
+
+
+def _price(candidate: Candidate) -> str:
+    waiting = candidate.speed.step_parts_ms["communication"]
+    return f"{candidate.crosses}; {waiting:.0f} of {candidate.speed.tpot_ms.likely:.0f} ms a token"
+
+
+def _too_many(layout: Parallel, n_gpus: int | None) -> str | None:
+    if n_gpus is None or layout.n_ranks <= n_gpus:
+        return None
+    sizes = f"tensor {layout.tensor} x pipeline {layout.pipeline} x data {layout.data}"
+    return f"{sizes} needs {layout.n_ranks} GPUs, there are {n_gpus}"
+
+
+def _tensor_sizes(fabric: Fabric) -> list[int]:
+    total, domain = fabric.n_gpus, fabric.domain_gpus
+    sizes = {*range(1, min(total, domain) + 1), total}
+    sizes |= {domain * machines for machines in _powers(total // domain)}
+    if total <= 16:  # few enough to tell of each: 3, 11 and 12 GPUs are what people ask about
+        sizes |= set(range(1, total + 1))
+    return sorted(sizes)
+
+
+def _pipeline_sizes(most: int, n_nodes: int, n_layers: int) -> list[int]:
+    sizes = {*range(1, 9), n_nodes, *_powers(most)}
+    return sorted(size for size in sizes if size <= min(most, n_layers, _MOST_PIPELINE))
+
+
+def _with_data(shape: Shape, tensor: int, pipeline: int, total: int, data: int | None) -> Iterator[Parallel]:
+    most = total // (tensor * pipeline)
+    sizes = [data] if data else sorted({*_powers(most), most} if most else set())
+    for size in sizes:
+        yield Parallel(tensor, pipeline, size)
+        if shape.n_experts and tensor * size > 1:
+            yield Parallel(tensor, pipeline, size, expert=True)
+
+
+def _powers(most: int) -> list[int]:
+    """1, 2, 4 ... not over `most`."""
+    return [2**power for power in range(most.bit_length())] if most else []
+
+
+def _state_heads(state: State) -> tuple[int, ...]:
+    """Heads that TP divides: the states' own, and GDN's key heads (half of the conv channels that hold no values)."""
+    if state.kind != "gdn":
+        return (state.n_heads,)
+    keys = (state.conv_channels - state.n_heads * state.head_dim_v) // 2 // max(1, state.head_dim_k)
+    return (state.n_heads, keys) if keys > 0 else (state.n_heads,)
+
+
+def _unit(arch: Architecture, part: str, engine_version: str) -> int | None:
+    """What a TP share of a part's inputs must be a multiple of, by its weights' format; None when of nothing.
+
+    The parts of the middle layer stand for all: first and last layers are those that formats leave out.
+    """
+    quant = part_format(arch.quantization, part, arch.n_layers // 2)
+    if quant is None:
+        return None
+    version = tuple(int(word) for word in engine_version.lstrip("v").split(".")[:2] if word.isdigit())
+    is_new = version >= _REFINES_FP8_EXPERTS_SINCE
+    if quant.kind == "fp8-block":
+        block = (quant.block or (128, 128))[1]
+        return math.gcd(block, _SMALLEST_REFINED_BLOCK) if is_new and part == "experts" else block
+    if quant.kind in ("awq", "gptq", "int4"):
+        group = quant.group_size or 1
+        least = 1 if is_new else 64 if part == "experts" else _MARLIN_INPUTS
+        return max(group, least)
+    return 16 if quant.kind == "nvfp4" else None
+
+
+def _distinct(parts: Iterable[_Part | None]) -> set[_Part]:
+    return {part for part in parts if part is not None}

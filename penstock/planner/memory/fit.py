@@ -1,0 +1,210 @@
+"""Whether one layout fits one machine: weights, overhead and KV cache put together, for `solve`. Pure.
+
+A `Case` is everything but the layout. Weights, overhead and KV cache are kept by the sizes that move them, so a plan
+over a thousand GPUs works each out once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import msgspec
+
+from penstock.errors import NotModelled, UserError
+from penstock.hardware.catalog import GpuFacts
+from penstock.planner.architecture import Architecture, Layer
+from penstock.planner.engine_versions import EngineProfile
+from penstock.planner.memory import overhead as overhead_
+from penstock.planner.memory.kv_blocks import CacheSettings, Group, KvPlan, groups_of, kv_plan
+from penstock.planner.memory.kv_pages import caches_of
+from penstock.planner.memory.measured import Measurement
+from penstock.planner.memory.overhead import Measured, Overhead, RunSettings
+from penstock.planner.memory.tensors import split_layers
+from penstock.planner.memory.weights import Capability, Ledger, RankWeights, rank_weights
+from penstock.planner.ranges import Range
+from penstock.spec.deployment import Parallel
+from penstock.text import GIB
+
+_BF16_SINCE = (8, 0)
+
+
+class Case(msgspec.Struct, frozen=True):
+    """A model on a card with an engine's settings. `available_kv_bytes`: given instead of the estimate (else empty).
+
+    `measured`: by layout, what earlier starts of the same model, card and settings reported.
+    """
+
+    arch: Architecture
+    gpu: GpuFacts
+    rules: EngineProfile
+    cache: CacheSettings
+    run: RunSettings
+    total_bytes: int
+    utilization: float
+    available_kv_bytes: tuple[int, ...] = ()
+    measured: Mapping[Parallel, Measurement] = {}
+
+    @property
+    def budget_bytes(self) -> int:
+        return overhead_.budget_bytes(self.total_bytes, self.utilization)
+
+
+class Fit(msgspec.Struct, frozen=True):
+    """One layout's memory. By stage: the fullest rank's weights, its overhead, the bytes left for KV cache.
+
+    `refusal` None: the engine would start. `available` is empty when the bytes were given. `margin_bytes`: what is left
+    for KV cache beyond one request of the longest length, below zero when it does not fit. `measured_on`: the day of
+    the start whose values are the overheads; None: they are estimated.
+    """
+
+    layout: Parallel
+    ranks: tuple[RankWeights, ...]
+    weights: tuple[int, ...]
+    overheads: tuple[Overhead, ...]
+    available: tuple[Range, ...]
+    kv: KvPlan | None
+    refusal: str | None
+    margin_bytes: float
+    measured_on: str | None = None
+
+    @property
+    def fits(self) -> bool:
+        return self.refusal is None
+
+    @property
+    def tightest(self) -> int:
+        """The stage with the least likely KV cache."""
+        return min(range(len(self.available)), key=lambda stage: self.available[stage].likely)
+
+
+def capability(gpu: GpuFacts) -> Capability | None:
+    """ "9.0" -> (9, 0); None for cards that have none (AMD)."""
+    if gpu.compute_capability is None:
+        return None
+    major, minor = gpu.compute_capability.split(".")
+    return int(major), int(minor)
+
+
+def measured_overhead(estimate: Overhead, measurement: Measurement, weights_bytes: int) -> Overhead:
+    """The overhead as an engine reported it, beside the weights that planning counts.
+
+    What it consumed beyond those is non-torch memory, so that the KV cache comes out as the engine had it.
+    """
+    assert measurement.consumed_gib is not None and measurement.peak_gib is not None, "asked only when it has parts"
+    # The estimate for graphs is printed also when it was switched off, and is then not in the peak.
+    graphs_gib = min(measurement.graphs_gib, measurement.peak_gib)
+    measured = Measured(
+        activation_bytes=round((measurement.peak_gib - graphs_gib) * GIB),
+        non_torch_bytes=max(0, round(measurement.consumed_gib * GIB) - weights_bytes),
+        graphs_bytes=round(graphs_gib * GIB),
+    )
+    return overhead_.with_measured(estimate, measured)
+
+
+class Memory:
+    """`fit` of every layout of one case, remembered."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self._ledger = Ledger(case.arch)
+        self._weights: dict[tuple[int, int, int, bool], tuple[RankWeights, ...]] = {}
+        self._overheads: dict[Parallel, tuple[Overhead, ...]] = {}
+        self._fits: dict[Parallel, Fit] = {}
+        self._groups: dict[int, tuple[Group, ...]] = {}
+        # Which layers are alike, by number: a model repeats a few kinds, and numbers are cheaper to compare.
+        kinds: dict[Layer, int] = {}
+        self._kinds = [kinds.setdefault(layer, len(kinds)) for layer in case.arch.layers]
+        mlps = [layer.mlp for layer in case.arch.layers if layer.mlp is not None]
+        self._has_experts = any(mlp.n_experts for mlp in mlps)
+
+    def weights(self, layout: Parallel) -> tuple[RankWeights, ...]:
+        """One entry a rank class. Data ranks of a dense model are copies: the numbers of ranks are then put right."""
+        data = layout.data if self._has_experts else 1
+        key = (layout.tensor, layout.pipeline, data, layout.expert)
+        if key not in self._weights:
+            alike = Parallel(layout.tensor, layout.pipeline, data, layout.expert)
+            found = rank_weights(
+                self.case.arch, alike, capability=capability(self.case.gpu) or (0, 0), ledger=self._ledger
+            )
+            self._weights[key] = found
+        copies = layout.data // data
+        return tuple(
+            msgspec.structs.replace(rank, n_ranks=rank.n_ranks * copies) if copies > 1 else rank
+            for rank in self._weights[key]
+        )
+
+    def fit(self, layout: Parallel) -> Fit:
+        if layout not in self._fits:
+            self._fits[layout] = self._fit(layout)
+        return self._fits[layout]
+
+    def _stage_overheads(self, layout: Parallel) -> tuple[Overhead, ...]:
+        key = layout if self._has_experts else Parallel(layout.tensor, layout.pipeline)
+        if key not in self._overheads:
+            self._overheads[key] = tuple(self._each_overhead(key))
+        return self._overheads[key]
+
+    def _each_overhead(self, layout: Parallel) -> Iterator[Overhead]:
+        """Stage by stage; stages in the middle with as many layers of the same kinds are alike."""
+        arch, rules, run = self.case.arch, self.case.rules, self.case.run
+        known: dict[tuple[bool, bool, int, frozenset[int]], Overhead] = {}
+        for stage, layers in enumerate(split_layers(arch.n_layers, layout.pipeline)):
+            kinds = frozenset(self._kinds[layers.start : layers.stop])
+            alike = (stage == 0, stage == layout.pipeline - 1, len(layers), kinds)
+            if alike not in known:
+                known[alike] = overhead_.overhead(arch, layout, rules, run, stage)
+            yield known[alike]
+
+    def _cache_groups(self, tensor: int) -> tuple[Group, ...]:
+        if tensor not in self._groups:
+            arch, rules, settings = self.case.arch, self.case.rules, self.case.cache
+            self._groups[tensor] = groups_of(caches_of(arch, rules, settings, tensor), rules, settings)
+        return self._groups[tensor]
+
+    def _fit(self, layout: Parallel) -> Fit:
+        case, ranks = self.case, self.weights(layout)
+        stages = range(layout.pipeline)
+        weights = tuple(max(rank.total_bytes for rank in ranks if rank.stage == stage) for stage in stages)
+        if case.available_kv_bytes:
+            return self._with_cache(Fit(layout, ranks, weights, (), (), None, None, 0.0), case.available_kv_bytes)
+        overheads = self._stage_overheads(layout)
+        measurement = case.measured.get(layout)
+        day = measurement.day if measurement is not None and measurement.has_parts else None
+        if measurement is not None and day is not None:
+            overheads = tuple(
+                measured_overhead(estimate, measurement, own) for own, estimate in zip(weights, overheads, strict=True)
+            )
+        left = tuple(
+            estimate.in_budget.left_of(case.budget_bytes - own)
+            for own, estimate in zip(weights, overheads, strict=True)
+        )
+        known = Fit(layout, ranks, weights, overheads, left, None, None, 0.0, day)
+        lacking = min(stages, key=lambda stage: left[stage].likely)
+        if left[lacking].likely <= 0:
+            refusal = self._weights_refusal(weights[lacking], overheads[lacking])
+            return self._with_cache(known, tuple(max(0, int(one.likely)) for one in left), refusal)
+        return self._with_cache(known, tuple(int(one.likely) for one in left))
+
+    def _with_cache(self, known: Fit, available: tuple[int, ...], refusal: str | None = None) -> Fit:
+        case = self.case
+        try:
+            groups = self._cache_groups(known.layout.tensor)
+            kv = kv_plan(case.arch, known.layout, case.rules, case.cache, available, groups)
+        except NotModelled:
+            raise
+        except UserError as error:
+            return msgspec.structs.replace(known, refusal=error.message, margin_bytes=float("-inf"))
+        left = [one.likely for one in known.available] or [float(n_bytes) for n_bytes in available]
+        margin = min(left) - kv.request_bytes
+        return msgspec.structs.replace(known, kv=kv, refusal=refusal or kv.refusal, margin_bytes=margin)
+
+    def _weights_refusal(self, weights: int, estimate: Overhead) -> str:
+        case = self.case
+        budget, rest = case.budget_bytes / GIB, estimate.in_budget.likely / GIB
+        room = f"{budget:.2f} GiB ({case.utilization:g} of {case.total_bytes / GIB:.2f})"
+        if weights >= case.budget_bytes:
+            return f"weights take {weights / GIB:.2f} GiB of a GPU, the engine may use {room}"
+        return (
+            f"weights take {weights / GIB:.2f} GiB of a GPU and the engine's own needs about {rest:.2f}; "
+            f"it may use {room}, nothing is left for KV cache"
+        )

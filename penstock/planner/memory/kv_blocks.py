@@ -1,0 +1,319 @@
+"""The KV cache to the block: what vLLM would allocate, print and refuse for a given amount of memory.
+
+Theory of operation, after `v1/core/kv_cache_utils.py` (`kv_cache_planning.py` from 0.33). All layers draw blocks from
+one pool of equal blocks. Layers that look alike share a block table: a *group*. If a model's layers differ, their pages
+are first made equally large (more tokens in a block of a small page, or padding), then cut into groups of equally many
+layers, so that one block of any group has the same bytes. A request takes blocks from every group: for all its tokens
+where attention is full, for a window where it slides, one or two where there is a state. The pool has as many blocks as
+the smallest pipeline stage can hold. Concurrency is the pool over the blocks of one request at max_model_len.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from penstock.errors import UserError, not_modelled
+from penstock.planner.architecture import Architecture
+from penstock.planner.engine_versions import EngineProfile
+from penstock.planner.memory.kv_pages import Cache, CacheSettings, Page, caches_of
+from penstock.planner.memory.tensors import split_layers
+from penstock.spec.deployment import Parallel
+from penstock.text import GIB, MIB
+
+__all__ = ["CacheSettings", "Group", "KvPlan", "groups_of", "kv_plan", "request_blocks"]
+
+
+class Group(msgspec.Struct, frozen=True):
+    """Layers with one block table. `has_own_pages`: their pages differ, and a block holds one of each."""
+
+    caches: tuple[Cache, ...]
+    has_own_pages: bool = False
+
+
+class KvPlan(msgspec.Struct, frozen=True):
+    """The KV cache of one data-parallel rank. Bytes are of one GPU.
+
+    `bytes_per_token` of the fullest stage, every attention layer counted for every token; `block_size` of the first
+    group with attention. `tokens` is vLLM's "GPU KV cache size", `max_concurrency` its "Maximum concurrency".
+    `request_bytes` is what one request of max_model_len takes on the fullest stage. `largest_max_model_len` is the
+    longest context (up to the model's own) that one request could have. `refusal` is None when the engine would start.
+    """
+
+    bytes_per_token: int
+    block_size: int
+    num_blocks: int
+    request_blocks: int
+    bytes_per_block: tuple[int, ...]
+    tokens: int
+    max_concurrency: float
+    request_bytes: int
+    largest_max_model_len: int
+    n_groups: int
+    refusal: str | None = None
+
+    @property
+    def fits(self) -> bool:
+        return self.refusal is None
+
+
+def kv_plan(
+    arch: Architecture,
+    layout: Parallel,
+    rules: EngineProfile,
+    settings: CacheSettings,
+    available_bytes: Sequence[int],
+    groups: tuple[Group, ...] | None = None,
+) -> KvPlan:
+    """What vLLM makes of `available_bytes` of KV cache on a GPU of each pipeline stage (one value holds for all).
+
+    H200, Llama-3.1-8B, max_model_len 8192, 110.98 GiB (logged rounded): 56,821 blocks of 16 tokens, 909,136 tokens,
+    110.98 requests at a time. `groups` of the same model, settings and tensor size save making them anew. Raises
+    NotModelled for what it cannot state, UserError for heads that cannot be cut.
+    """
+    if groups is None:
+        groups = groups_of(caches_of(arch, rules, settings, layout.tensor), rules, settings)
+    stages = split_layers(arch.n_layers, layout.pipeline)
+    _check_sharing(arch, stages)
+    per_block = tuple(_bytes_per_block(groups, stage) for stage in stages)
+    batches = _batches_in_flight(arch, rules, layout.pipeline)
+    pool = _Pool(groups, stages, per_block, _per_stage(available_bytes, layout.pipeline), rules, settings, batches)
+    one = request_blocks(groups, settings, settings.max_model_len, batches)
+    concurrency = pool.num_blocks / one if one else 0.0
+    limit = max(arch.max_position, settings.max_model_len)
+    return KvPlan(
+        bytes_per_token=max(_bytes_per_token(groups, stage) for stage in stages),
+        block_size=_block_size(groups),
+        num_blocks=pool.num_blocks,
+        request_blocks=one,
+        bytes_per_block=per_block,
+        tokens=_printed_tokens(groups, rules, settings, pool.num_blocks, concurrency),
+        max_concurrency=concurrency,
+        request_bytes=one * max(per_block),
+        largest_max_model_len=_longest(lambda n_tokens: pool.lacks(n_tokens) is None, limit),
+        n_groups=len(groups),
+        refusal=pool.refusal(one),
+    )
+
+
+class _Pool(msgspec.Struct, frozen=True):
+    """The blocks of one data-parallel rank over its pipeline stages."""
+
+    groups: tuple[Group, ...]
+    stages: tuple[range, ...]
+    per_block: tuple[int, ...]
+    available: tuple[int, ...]
+    rules: EngineProfile
+    settings: CacheSettings
+    batches: int
+
+    @property
+    def num_blocks(self) -> int:
+        """The stage that holds fewest decides; 1 (the null block) for a model without caches."""
+        pairs = zip(self.available, self.per_block, strict=True)
+        return min((max(0, memory) // block for memory, block in pairs if block), default=1)
+
+    def lacks(self, n_tokens: int) -> int | None:
+        """The first stage whose memory is less than one request of n_tokens needs, or None.
+
+        Since 0.26 one block is held back (the null block); since 0.15 padded groups are counted, before it layers.
+        """
+        blocks = request_blocks(self.groups, self.settings, n_tokens, self.batches)
+        for index, (block, memory) in enumerate(zip(self.per_block, self.available, strict=True)):
+            needed = blocks * block if self.rules.checks_groups else self._bytes_of_layers(index, n_tokens)
+            usable = memory - block if self.rules.reserves_null_block else memory
+            if block and (usable <= 0 or needed > usable):
+                return index
+        return None
+
+    def _bytes_of_layers(self, stage: int, n_tokens: int) -> int:
+        pages = [c.page for group in self.groups for c in group.caches if c.layer in self.stages[stage]]
+        return sum(_pages(page, self.settings, n_tokens, self.batches) * page.page_bytes for page in pages)
+
+    def refusal(self, blocks: int) -> str | None:
+        if 0 in self.per_block and self.groups:
+            # vLLM divides by the bytes of a block and ends with ZeroDivisionError.
+            return f"pipeline stage {self.per_block.index(0)} would have no layer with a KV cache"
+        short = self.lacks(self.settings.max_model_len)
+        if short is None:
+            return None
+        needed, available = blocks * self.per_block[short], max(0, self.available[short])
+        more = f" and one block more ({self.per_block[short] / MIB:.3g} MiB)" if needed <= available else ""
+        digits = _digits_that_differ(needed / GIB, available / GIB)
+        return (
+            f"one request of {self.settings.max_model_len:,} tokens needs {needed / GIB:.{digits}f} GiB of KV cache "
+            f"on a GPU{more}, {available / GIB:.{digits}f} GiB are available"
+        )
+
+
+def _digits_that_differ(one: float, other: float) -> int:
+    """2, or as many decimals (6 at most) as tell two sizes apart that are not the same."""
+    return next((digits for digits in range(2, 6) if one == other or f"{one:.{digits}f}" != f"{other:.{digits}f}"), 6)
+
+
+def _per_stage(available: Sequence[int], pipeline: int) -> tuple[int, ...]:
+    if len(available) == 1:
+        return tuple(available) * pipeline
+    if len(available) != pipeline:
+        raise ValueError(f"{len(available)} amounts of memory for {pipeline} pipeline stages")
+    return tuple(available)
+
+
+def _check_sharing(arch: Architecture, stages: Sequence[range]) -> None:
+    """A layer reads another's cache only on the same GPU (`v1/worker/utils.py`, add_kv_sharing_layers_to_...)."""
+    for stage in stages:
+        for index in stage:
+            attention = arch.layers[index].attention
+            if attention is not None and attention.shares_kv_with not in (None, *stage):
+                raise UserError(
+                    f"cannot cut the model into {len(stages)} pipeline stages: layer {index} reads the KV cache of "
+                    f"layer {attention.shares_kv_with}, which stands on another stage"
+                )
+
+
+def _batches_in_flight(arch: Architecture, rules: EngineProfile, pipeline: int) -> int:
+    """Batches whose blocks are not yet freed (`config/vllm.py`, max_concurrent_batches), with asynchronous scheduling.
+
+    The second runner: pipeline + 1. The first: 2, or the pipeline's size. Before 0.26 one was counted.
+    """
+    if not rules.counts_batches_in_flight:
+        return 1
+    is_plain = not any(layer.state is not None or (layer.mlp and layer.mlp.n_experts) for layer in arch.layers)
+    if rules.uses_runner_v2(not is_plain):
+        return pipeline + 1
+    return 2 if pipeline == 1 else pipeline
+
+
+def request_blocks(groups: Sequence[Group], settings: CacheSettings, n_tokens: int, batches: int) -> int:
+    """Blocks that one request of `n_tokens` takes from the pool: the sum over the groups of the largest page count."""
+    total = 0
+    for group in groups:
+        unlike = group.caches if group.has_own_pages else group.caches[:1]
+        total += max(_pages(cache.page, settings, n_tokens, batches) for cache in unlike)
+    return total
+
+
+def _pages(page: Page, settings: CacheSettings, n_tokens: int, batches: int) -> int:
+    """Pages of one layer for a request of n_tokens.
+
+    full: ceil(N / block). sliding W: ceil(min(W - 1 + F, N) / block) + 1. chunked C: ceil(min(C + F, N) / block). F are
+    the tokens of all batches in flight. A state: 1, or 2 when prefixes are cached.
+    """
+    in_flight = batches * settings.max_num_batched_tokens
+    if page.kind == "state":
+        return page.n_states
+    if page.kind == "sliding" and page.window is not None:
+        return _ceil(min(page.window - 1 + in_flight, n_tokens), page.block_size) + 1
+    if page.kind == "chunked" and page.window is not None:
+        return _ceil(min(page.window + in_flight, n_tokens), page.block_size)
+    return _ceil(n_tokens, page.block_size)
+
+
+def groups_of(caches: Sequence[Cache], rules: EngineProfile, settings: CacheSettings) -> tuple[Group, ...]:
+    """The caches in groups, as `get_kv_cache_groups` makes them; none for a model without caches."""
+    held = tuple(_promoted(caches, rules, settings))
+    if not held:
+        return ()
+    if len(_buckets(held)) == 1:
+        return (Group(held),)
+    if _is_of_one_type(held):
+        return (Group(held, has_own_pages=True),)
+    if not rules.hybrid_manager:
+        raise not_modelled("engine version", rules.version, "mixed caches are modelled since vLLM 0.9.1")
+    return _groups_of_equal_pages(_with_equal_pages(held), rules)
+
+
+def _promoted(caches: Sequence[Cache], rules: EngineProfile, settings: CacheSettings) -> list[Cache]:
+    """Windows charged as full attention, where the version or a flag has no hybrid manager (or V0, always)."""
+    kinds = {cache.page.kind for cache in caches}
+    has_manager = rules.hybrid_manager and settings.has_hybrid_manager
+    if "chunked" in kinds and not rules.chunked_windows:
+        has_manager = False
+    if has_manager or (rules.generation == "V1" and "full" not in kinds):
+        return list(caches)
+    if "state" in kinds and len(kinds) > 1:
+        raise not_modelled("option", "--disable-hybrid-kv-cache-manager", "models with states need the manager")
+    return [msgspec.structs.replace(c, page=msgspec.structs.replace(c.page, kind="full", window=None)) for c in caches]
+
+
+def _buckets(caches: Sequence[Cache]) -> list[list[Cache]]:
+    buckets: dict[Page, list[Cache]] = {}
+    for cache in caches:
+        buckets.setdefault(cache.page, []).append(cache)
+    return list(buckets.values())
+
+
+def _is_of_one_type(caches: Sequence[Cache]) -> bool:
+    """`UniformTypeKVCacheSpecs`: the same tokens in a block and the same kind, window and (for states) page."""
+    pages = [cache.page for cache in caches]
+    return len({(p.kind, p.block_size, p.window, p.page_bytes if p.kind == "state" else 0) for p in pages}) == 1
+
+
+def _with_equal_pages(caches: Sequence[Cache]) -> tuple[Cache, ...]:
+    """Smaller pages get more tokens in a block when they divide the largest, else padding (not MLA)."""
+    largest = max(cache.page.page_bytes for cache in caches)
+
+    def equal(page: Page) -> Page:
+        if page.page_bytes == largest:
+            return page
+        if page.kind != "state" and largest % page.page_bytes == 0:
+            ratio = largest // page.page_bytes
+            return msgspec.structs.replace(page, page_bytes=largest, block_size=page.block_size * ratio)
+        if page.is_mla:
+            raise not_modelled("attention", "mla", "mixed with pages that it does not divide")
+        return msgspec.structs.replace(page, page_bytes=largest)
+
+    return tuple(msgspec.structs.replace(cache, page=equal(cache.page)) for cache in caches)
+
+
+def _groups_of_equal_pages(caches: Sequence[Cache], rules: EngineProfile) -> tuple[Group, ...]:
+    """Buckets cut into groups of one size: the smallest bucket's, or the largest's when they are nearly equal.
+
+    The layers of a bucket are dealt out in turn (bucket[i::n]), so that every pipeline stage has some of each group.
+    """
+    buckets = _buckets(caches)
+    smallest, largest = min(map(len, buckets)), max(map(len, buckets))
+    size = largest if largest < smallest * rules.group_slack else smallest
+    groups: list[Group] = []
+    for bucket in buckets:
+        n_groups = _ceil(len(bucket), size)
+        groups.extend(Group(tuple(bucket[index::n_groups])) for index in range(n_groups))
+    return tuple(groups)
+
+
+def _bytes_per_block(groups: Sequence[Group], stage: range) -> int:
+    return max((sum(c.page.page_bytes for c in group.caches if c.layer in stage) for group in groups), default=0)
+
+
+def _bytes_per_token(groups: Sequence[Group], stage: range) -> int:
+    pages = [c.page for group in groups for c in group.caches if c.layer in stage and c.page.kind != "state"]
+    return sum(page.page_bytes // page.block_size for page in pages)
+
+
+def _block_size(groups: Sequence[Group]) -> int:
+    with_attention = [g.caches[0].page.block_size for g in groups if g.caches[0].page.kind != "state"]
+    every = [g.caches[0].page.block_size for g in groups]
+    return min(with_attention or every, default=16)
+
+
+def _printed_tokens(
+    groups: Sequence[Group], rules: EngineProfile, settings: CacheSettings, blocks: int, concurrency: float
+) -> int:
+    if rules.size_print == "concurrency" or not groups:
+        return int(concurrency * settings.max_model_len)
+    smallest = min(group.caches[0].page.block_size for group in groups)
+    return blocks // (len(groups) if rules.size_print == "blocks-by-group" else 1) * smallest
+
+
+def _longest(fits: Callable[[int], bool], limit: int) -> int:
+    """The largest n in 0..limit that fits; more tokens never need fewer blocks."""
+    low, high = 0, limit
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
+
+
+def _ceil(number: int, step: int) -> int:
+    return -(-number // step)

@@ -1,0 +1,259 @@
+"""Bytes of one page of KV cache or state: what one layer holds for one block of tokens on one tensor-parallel rank.
+
+From vLLM's `v1/kv_cache_interface.py`, `model_executor/layers/mamba/mamba_utils.py` and `platforms/interface.py`
+(0.32 and 0.33), with what older versions did differently taken from the profile.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import msgspec
+
+from penstock.errors import UserError, not_modelled
+from penstock.planner.architecture import Architecture, Attention, Layer, State
+from penstock.planner.engine_versions import EngineProfile
+
+PageKind = Literal["full", "sliding", "chunked", "state"]
+DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "half": 2, "float32": 4, "float": 4, "float8_e4m3fn": 1}
+_FP8 = ("fp8", "fp8_e4m3", "fp8_e5m2")
+_WIDE = {"float16": 2, "bfloat16": 2}
+# Bytes a token of the packed MLA layouts (`mla_attention.py`): 512 latent numbers and 64 of rope with their scales.
+_PACKED_MLA = {"fp8_ds_mla": 656, "nvfp4_ds_mla": 352}
+_DEFAULT_BLOCK = 16
+_MLA_HYBRID_BLOCK = 128  # `_align_hybrid_block_size`: kernels of MLA want whole groups of 128 tokens
+_GDN_CHECKPOINT_BLOCK = 64  # FlashInfer's GDN prefill gives states every 64 tokens (`attention/backends/gdn_attn.py`)
+_INDEX_SCALE_GROUP = 128  # the indexer of DeepSeek's sparse attention: one fp32 scale for 128 fp8 numbers
+
+
+class CacheSettings(msgspec.Struct, frozen=True):
+    """What the engine is told about its cache. `kv_cache_dtype` "auto": the model's; `block_size` None: the back end's.
+
+    `kv_cache_dtype` must already be "fp8" for a checkpoint whose quantisation says so. `compute_capability` is (9, 0)
+    for Hopper; None reads as Hopper or older. `has_hybrid_manager` False is --disable-hybrid-kv-cache-manager.
+    """
+
+    max_model_len: int
+    max_num_batched_tokens: int
+    kv_cache_dtype: str = "auto"
+    block_size: int | None = None
+    prefix_caching: bool = True
+    compute_capability: tuple[int, int] | None = None
+    has_hybrid_manager: bool = True
+
+    @property
+    def is_blackwell(self) -> bool:
+        return self.compute_capability is not None and self.compute_capability[0] == 10
+
+
+class Page(msgspec.Struct, frozen=True):
+    """One layer's page. `page_bytes` includes padding; `shape` tells apart layers that vLLM would not put together.
+
+    `n_states`: pages that a request holds of a state.
+    """
+
+    kind: PageKind
+    block_size: int
+    page_bytes: int
+    window: int | None = None
+    shape: tuple[int, ...] = ()
+    is_mla: bool = False
+    n_states: int = 1
+
+
+class Cache(msgspec.Struct, frozen=True):
+    """A page with the layer that it belongs to."""
+
+    layer: int
+    page: Page
+
+
+def dtype_bytes(name: str) -> int:
+    """Bytes of one number. Raises NotModelled for a dtype that is not in the table."""
+    size = DTYPE_BYTES.get(name.removeprefix("torch."))
+    if size is None:
+        raise not_modelled("dtype", name, "its size is not known", hint="one of " + ", ".join(DTYPE_BYTES))
+    return size
+
+
+def kv_heads_on_rank(n_kv_heads: int, tensor: int) -> int:
+    """max(1, heads / tensor): 8 heads are 4 on two ranks, and 1 on sixteen (each head twice).
+
+    Raises UserError when neither divides the other: vLLM's models assert it.
+    """
+    if n_kv_heads % tensor and tensor % n_kv_heads:
+        raise UserError(f"cannot cut {n_kv_heads} KV heads over {tensor} tensor-parallel ranks")
+    return max(1, n_kv_heads // tensor)
+
+
+def attention_bytes(attention: Attention, dtype: str, settings: CacheSettings, tensor: int) -> int:
+    """Bytes of one token in one layer on one rank; the indexer of sparse attention apart.
+
+    heads on the rank x (head_dim_k + head_dim_v) x bytes. Llama-3.1-70B at tensor 2, bf16: 4 x 256 x 2 = 2,048.
+    MLA: (kv_lora_rank + rope_dim) x bytes on every rank, 576 x 2 = 1,152. nvfp4: hd/2 + hd/16 a head and side.
+    """
+    cache_dtype = settings.kv_cache_dtype
+    if attention.kind == "mla":
+        return _mla_bytes(attention, dtype, settings)
+    heads = kv_heads_on_rank(attention.n_kv_heads, tensor)
+    if cache_dtype in ("nvfp4", "nvfp4_4over6"):
+        if attention.head_dim_k != attention.head_dim_v:
+            raise not_modelled("KV cache dtype", cache_dtype, "keys and values have different head sizes")
+        return 2 * heads * (attention.head_dim_k // 2 + attention.head_dim_k // 16)
+    return heads * (attention.head_dim_k + attention.head_dim_v) * _element_bytes(cache_dtype, dtype)
+
+
+def _mla_bytes(attention: Attention, dtype: str, settings: CacheSettings) -> int:
+    if attention.kv_lora_rank is None or attention.rope_dim is None or attention.window is not None:
+        raise not_modelled("attention", "mla", "needs kv_lora_rank and rope_dim, and no window")
+    packed = _PACKED_MLA.get(settings.kv_cache_dtype)
+    if packed is None and attention.index_dim and settings.kv_cache_dtype in _FP8 and not settings.is_blackwell:
+        packed = _PACKED_MLA["fp8_ds_mla"]  # FlashMLA's sparse kernels read fp8 in this layout only
+    if packed is not None:
+        return packed
+    return (attention.kv_lora_rank + attention.rope_dim) * _element_bytes(settings.kv_cache_dtype, dtype)
+
+
+def _element_bytes(cache_dtype: str, dtype: str) -> int:
+    if cache_dtype == "auto":
+        return dtype_bytes(dtype)
+    if cache_dtype in _FP8:
+        return 1
+    if cache_dtype in _WIDE:
+        return _WIDE[cache_dtype]
+    known = ("auto", *_WIDE, *_FP8, "nvfp4")
+    raise not_modelled("KV cache dtype", cache_dtype, "its page layout is unknown", hint="one of " + ", ".join(known))
+
+
+def state_bytes(state: State, dtype: str, tensor: int) -> int:
+    """Bytes of one request's state in one layer on one rank: convolution window and recurrent matrix.
+
+    conv: channels / tensor x (kernel - 1) x the model's bytes; ssm: heads / tensor x d_v x d_k x the state's bytes.
+    Mamba-2 with fewer groups than ranks gets a group for each rank (`extra_groups_for_head_shards`).
+    Qwen3-Next-80B (8192 channels, kernel 4; 32 x 128 x 128 in bf16): 49,152 + 1,048,576 = 1,097,728.
+    """
+    channels = state.conv_channels
+    if state.kind == "mamba2":
+        inner = state.n_heads * state.head_dim_v
+        n_groups = (channels - inner) // (2 * state.head_dim_k)
+        if n_groups % tensor:
+            if n_groups > tensor:
+                raise UserError(f"cannot cut {n_groups} Mamba groups over {tensor} tensor-parallel ranks")
+            channels = inner + 2 * tensor * state.head_dim_k
+    if channels % tensor or state.n_heads % tensor:
+        raise UserError(f"cannot cut {state.n_heads} state heads over {tensor} tensor-parallel ranks")
+    conv = channels // tensor * (state.conv_kernel - 1) * dtype_bytes(dtype)
+    ssm = state.n_heads // tensor * state.head_dim_v * state.head_dim_k
+    return conv + ssm * dtype_bytes(state.state_dtype)
+
+
+def block_size(arch: Architecture, rules: EngineProfile, settings: CacheSettings) -> int:
+    """Tokens a block before hybrids are aligned: what was asked, else what the attention back end wants.
+
+    16; MLA by GPU and version (FlashMLA 64, CUTLASS 128, FlashInfer 32); DeepSeek's sparse attention 64.
+    """
+    attentions = [layer.attention for layer in arch.layers if layer.attention is not None]
+    if any(attention.index_dim for attention in attentions):
+        return max(settings.block_size or 64, 64)
+    if settings.block_size is not None:
+        return settings.block_size
+    capability = settings.compute_capability or (9, 0)
+    if any(attention.kind == "mla" for attention in attentions):
+        if capability[0] == 10:
+            return rules.mla_block_blackwell
+        if capability[0] == 9:
+            # FlashAttention MLA has no fp8 cache: FlashMLA, with 64 tokens a block, takes those.
+            return 64 if settings.kv_cache_dtype in _FP8 else rules.mla_block_hopper
+    return _DEFAULT_BLOCK
+
+
+def caches_of(arch: Architecture, rules: EngineProfile, settings: CacheSettings, tensor: int) -> tuple[Cache, ...]:
+    """Every layer that holds KV cache or state, in order, with pages already aligned between attention and states.
+
+    A layer that reads another's cache holds none. The indexer of sparse attention is a cache of its own.
+    """
+    tokens = block_size(arch, rules, settings)
+    page_of_state = max((state_bytes(s, arch.dtype, tensor) for s in _states(arch)), default=0)
+    first = next((layer.attention for layer in arch.layers if layer.attention is not None), None)
+    state_page = page_of_state
+    if page_of_state and not rules.has_states:
+        raise not_modelled("engine version", rules.version, "models with states are modelled since vLLM 0.10")
+    if page_of_state and first is not None:
+        per_token = attention_bytes(first, arch.dtype, settings, tensor)
+        step = max(tokens, _MLA_HYBRID_BLOCK) if first.kind == "mla" else tokens
+        if _is_aligned(arch, rules, settings) and any(_exports_gdn(s, rules, settings) for s in _states(arch)):
+            step = math.lcm(step, _GDN_CHECKPOINT_BLOCK)
+        tokens = max(tokens, step * -(-page_of_state // (step * per_token)))
+        state_page = tokens * per_token
+    caches: list[Cache] = []
+    for index, layer in enumerate(arch.layers):
+        caches.extend(Cache(index, page) for page in _pages(layer, arch, rules, settings, tokens, tensor))
+        if layer.state is not None:
+            state = layer.state
+            shape = (state.conv_channels, state.conv_kernel, state.n_heads, state.head_dim_v, state.head_dim_k)
+            length = tokens if _is_aligned(arch, rules, settings) else settings.max_model_len
+            n_states = _states_of_request(state, arch, rules, settings)
+            caches.append(Cache(index, Page("state", length, state_page, shape=shape, n_states=n_states)))
+    return tuple(caches)
+
+
+def _is_aligned(arch: Architecture, rules: EngineProfile, settings: CacheSettings) -> bool:
+    """Whether prefixes of states are cached ("align"); models without attention have no prefix caching."""
+    has_attention = any(layer.attention is not None for layer in arch.layers)
+    return settings.prefix_caching and rules.caches_states and has_attention
+
+
+def _exports_gdn(state: State, rules: EngineProfile, settings: CacheSettings) -> bool:
+    """FlashInfer's GDN prefill, which can give a state in mid-prefill: Hopper, Blackwell with d_k 128 (CUDA 13)."""
+    major = (settings.compute_capability or (9, 0))[0]
+    has_kernel = major == 9 or (major in (10, 12) and state.head_dim_k == 128)
+    return state.kind == "gdn" and rules.gdn_checkpoints and has_kernel
+
+
+def _states_of_request(state: State, arch: Architecture, rules: EngineProfile, settings: CacheSettings) -> int:
+    """1 without prefix caching; with it the running state and the last cached one, 2, and 3 where the prefill kernel
+    writes a checkpoint on its way (Mamba-2 and FlashInfer's GDN, by version): `MambaSpec.max_memory_usage_bytes`.
+    """
+    if not _is_aligned(arch, rules, settings):
+        return 1
+    if state.kind == "kda":
+        raise not_modelled("state", "kda", "its states with prefix caching depend on the kernel")
+    exports = (state.kind == "mamba2" and rules.mamba2_checkpoints) or _exports_gdn(state, rules, settings)
+    return 3 if exports else 2
+
+
+def _states(arch: Architecture) -> list[State]:
+    return [layer.state for layer in arch.layers if layer.state is not None]
+
+
+def _pages(
+    layer: Layer, arch: Architecture, rules: EngineProfile, settings: CacheSettings, tokens: int, tensor: int
+) -> list[Page]:
+    attention = layer.attention
+    if attention is None or attention.shares_kv_with is not None:
+        return []
+    per_token = attention_bytes(attention, arch.dtype, settings, tensor)
+    if attention.kind == "mla":
+        if not rules.has_mla:
+            raise not_modelled("engine version", rules.version, "MLA is modelled since vLLM 0.7.1")
+        pages = [Page("full", tokens, per_token * tokens, shape=(1, per_token), is_mla=True)]
+        if attention.index_dim:
+            if rules.generation == "V0" or not rules.graphs_in_budget:
+                raise not_modelled("engine version", rules.version, "sparse attention is modelled since vLLM 0.21")
+            entry = attention.index_dim + attention.index_dim // _INDEX_SCALE_GROUP * 4
+            pages.append(Page("full", tokens, entry * tokens, shape=(1, entry), is_mla=True))
+        return pages
+    shape = (kv_heads_on_rank(attention.n_kv_heads, tensor), attention.head_dim_k, attention.head_dim_v)
+    return [Page(attention.kind, tokens, per_token * tokens, attention.window, shape)]
+
+
+def model_bytes_per_token(arch: Architecture, kv_cache_dtype: str = "auto") -> int:
+    """Bytes of KV cache for one token of the whole model, all layers, one copy: what published tables show.
+
+    2 x layers x KV heads x head size x bytes. Llama-3.1-70B: 2 x 80 x 8 x 128 x 2 = 327,680; 128,000 tokens of it are
+    39.06 GiB. Layers with a window are counted in full; states are not: they do not grow with tokens.
+    """
+    settings = CacheSettings(1, 1, kv_cache_dtype)
+    held = [layer.attention for layer in arch.layers if layer.attention and layer.attention.shares_kv_with is None]
+    return sum(attention_bytes(attention, arch.dtype, settings, 1) for attention in held)

@@ -1,0 +1,279 @@
+"""Bytes of weights on each GPU, cut as vLLM 0.33 cuts them.
+
+Ranks of one pipeline stage hold the same, except with expert parallelism when the experts do not divide evenly (early
+ranks take one more) and where the padded vocabulary ends; the fullest rank of each class is what is counted.
+
+How a tensor becomes a shard (t tensor ranks, d data ranks; sources inside the vllm package):
+- "column", "row": 1/t of the outputs or the inputs (model_executor/layers/linear.py).
+- "kv": kv/t of the KV heads, at least one (QKVParallelLinear: copied once t > kv).
+- "vocab": the vocabulary padded to a multiple of 64, then 1/t (vocab_parallel_embedding.py).
+- "expert": 1/(t x d) of every expert, or with expert parallelism E/(t x d) whole ones (fused_moe/config.py).
+- stages: distributed/utils.py `get_pp_indices`; embedding on the first, head and last norm on the last, a tied
+  embedding on both.
+Every rank of every data replica holds its share; a shard that does not divide is rounded up (layouts refuse those).
+
+Worked numbers: Llama-3.1-8B on one GPU 16,060,522,496 B + 33,554,432 B of rope = 14.9889 GiB, as vLLM logs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from penstock.planner.architecture import Architecture, Tensor
+from penstock.planner.memory.tensors import dtype_bytes, inventory, stage_layers, tensor_bytes
+from penstock.spec.deployment import Parallel
+
+VOCAB_PADDING = 64
+
+Capability = tuple[int, int]
+
+
+class RankWeights(msgspec.Struct, frozen=True):
+    """What one rank of a class holds, in bytes. `n_ranks` GPUs are in the class; layers first to first + n - 1.
+
+    `weight_bytes` is everything loaded, the `expert_bytes` (routed experts) and `embedding_bytes` (embedding and head)
+    in it; `rope_bytes` stands beside. `n_experts`: routed experts of one layer on this rank (parts of all without EP).
+    """
+
+    stage: int
+    n_ranks: int
+    first_layer: int
+    n_layers: int
+    weight_bytes: int
+    rope_bytes: int
+    expert_bytes: int = 0
+    embedding_bytes: int = 0
+    n_experts: int = 0
+
+    @property
+    def total_bytes(self) -> int:
+        return self.weight_bytes + self.rope_bytes
+
+
+def expert_counts(n_experts: int, n_ranks: int) -> tuple[tuple[int, int], ...]:
+    """(experts on a rank, ranks with so many), most first: 128 over 48 is ((3, 32), (2, 16))."""
+    base, rest = divmod(n_experts, n_ranks)
+    found = ((base + 1, rest), (base, n_ranks - rest))
+    return tuple((experts, ranks) for experts, ranks in found if ranks)
+
+
+class _Mxfp4Padding(msgspec.Struct, frozen=True):
+    """Multiples that a kernel rounds an MXFP4 expert up to: its width and the hidden size when it is allocated, then
+
+    the inputs of the packed values and the outputs of the scales when it is put in the kernel's order.
+    """
+
+    width: int
+    hidden: int
+    value_inputs: int = 1
+    scale_outputs: int = 1
+
+
+# fused_moe/oracle/mxfp4.py: Triton kernels on Hopper (width to 64, then triton_kernels' Hopper layouts: 128 bytes of
+# packed inputs, scale rows by 32 x 4 warps); TensorRT-LLM's kernels on Blackwell and Marlin elsewhere.
+# gpt-oss-120b on one H100: 64.38 GiB logged, 64.38 from this; on Blackwell 2880 x 2880 becomes 2944 x 3072, +9.0%.
+_MXFP4_HOPPER = _Mxfp4Padding(64, 1, 256, 128)
+_MXFP4_ELSEWHERE = _Mxfp4Padding(128, 256)
+
+
+class _Cut(msgspec.Struct, frozen=True):
+    """How one rank class sees the tensors: its divisors, and the padding of MXFP4 experts."""
+
+    tensor: int
+    expert_parts: int
+    n_experts: int | None
+    vocab_padding: int
+    mxfp4: _Mxfp4Padding
+    copies_shared_experts: bool
+
+
+def _up(n: int, unit: int) -> int:
+    return -(-n // unit) * unit
+
+
+def _share(n: int, parts: int) -> int:
+    return -(-n // parts)
+
+
+def _shard(tensor: Tensor, cut: _Cut) -> tuple[int, tuple[int, ...]]:
+    """(how many, what shape) of a tensor on this rank."""
+    shape, first = tensor.shape, tensor.shape[0]
+    if tensor.cut == "replicated" or (cut.copies_shared_experts and ".shared_expert" in tensor.name):
+        return tensor.count, shape
+    if tensor.cut == "column":
+        return tensor.count, (_share(first, cut.tensor), *shape[1:])
+    if tensor.cut == "row":
+        return tensor.count, (*shape[:-1], _share(shape[-1], cut.tensor))
+    if tensor.cut == "vocab":
+        return tensor.count, (_share(_up(first, cut.vocab_padding), cut.tensor), *shape[1:])
+    if tensor.cut == "kv":
+        groups = max(tensor.n_groups, 1)
+        return tensor.count, (first // groups * max(1, _share(groups, cut.tensor)), *shape[1:])
+    return _expert_shard(tensor, cut)
+
+
+def _expert_shard(tensor: Tensor, cut: _Cut) -> tuple[int, tuple[int, ...]]:
+    """Whole experts with EP, a slice of each without; MXFP4 experts and their biases padded for the kernel."""
+    count = tensor.count if cut.n_experts is None else min(cut.n_experts, tensor.count)
+    shape = tensor.shape
+    is_vector = len(shape) == 1
+    outputs, inputs = shape[0], 1 if is_vector else shape[1]
+    if tensor.cuts_inputs:
+        hidden, width = outputs, _share(inputs, cut.expert_parts)
+        if tensor.quant is not None and tensor.quant.kind == "mxfp4":
+            hidden, width = _up(hidden, cut.mxfp4.hidden), _up(width, cut.mxfp4.width)
+        return count, (hidden,) if is_vector else (hidden, width)
+    width, hidden = _share(outputs, cut.expert_parts), inputs
+    if tensor.quant is not None and tensor.quant.kind == "mxfp4":
+        width, hidden = _up(width, cut.mxfp4.width), _up(hidden, cut.mxfp4.hidden)
+    return count, (width,) if is_vector else (width, hidden)
+
+
+def _shard_bytes(tensor: Tensor, shape: tuple[int, ...], cut: _Cut, dtype: str) -> int:
+    """Bytes of one shard as its kernel keeps it."""
+    if tensor.cut != "expert" or tensor.quant is None or tensor.quant.kind != "mxfp4":
+        return tensor_bytes(tensor, shape, dtype)
+    outputs, inputs = shape
+    # Gate and up lie in one matrix, whose rows are rounded together.
+    joined = 1 if tensor.cuts_inputs else 2
+    scale_rows = _up(joined * outputs, cut.mxfp4.scale_outputs) // joined
+    return outputs * _up(inputs, cut.mxfp4.value_inputs) // 2 + scale_rows * _share(inputs, 32)
+
+
+def _bytes(tensors: Iterable[Tensor], cut: _Cut, dtype: str) -> tuple[int, int, int]:
+    """(all, routed experts, embedding and head) bytes of these tensors on one rank."""
+    total = experts = embedding = 0
+    for one in tensors:
+        count, shape = _shard(one, cut)
+        size = count * _shard_bytes(one, shape, cut, dtype)
+        total += size
+        if one.cut == "expert":
+            experts += size
+        elif one.cut == "vocab":
+            embedding += size
+    return total, experts, embedding
+
+
+def _by_layer(tensors: Iterable[Tensor]) -> dict[int | str, list[Tensor]]:
+    found: dict[int | str, list[Tensor]] = {}
+    for one in tensors:
+        found.setdefault(one.layer, []).append(one)
+    return found
+
+
+def _stage_places(arch: Architecture, places: Iterable[int | str], stage: int, n_stages: int) -> tuple[int | str, ...]:
+    """What stands on a stage: its layers, towers on every one, embedding first, head and norm last."""
+    counts = stage_layers(arch.n_layers, n_stages)
+    first, is_first, is_last = sum(counts[:stage]), stage == 0, stage == n_stages - 1
+    needs_embedding = is_first or (is_last and arch.ties_embeddings)
+
+    def stands_here(place: int | str) -> bool:
+        if isinstance(place, int):
+            return first <= place < first + counts[stage]
+        if place == "embed":
+            return needs_embedding
+        return place == "vision" or (is_first if place == "positions" else is_last)
+
+    return tuple(place for place in places if stands_here(place))
+
+
+def rope_bytes(arch: Architecture) -> int:
+    """Bytes of the cos/sin tables of one rank with attention. Llama-3.1: 131,072 x 128 x 2 = 33,554,432."""
+    return sum(t.n_positions * t.rotary_dim * dtype_bytes(t.dtype or arch.dtype) for t in arch.ropes)
+
+
+def _without_place(tensor: Tensor) -> Tensor:
+    return msgspec.structs.replace(tensor, name="", layer="")
+
+
+class Ledger:
+    """A model's tensors by where they stand, and their bytes for each cut: worked out once for many layouts."""
+
+    def __init__(self, arch: Architecture) -> None:
+        self.places = _by_layer(inventory(arch))
+        self._arch = arch
+        self._sizes: dict[_Cut, dict[int | str, tuple[int, int, int]]] = {}
+        self._stages: dict[int, list[tuple[int | str, ...]]] = {}
+        # Layers with the same tensors have the same bytes: one of each kind is counted.
+        kinds: dict[tuple[Tensor, ...], int | str] = {}
+        nameless = {place: tuple(map(_without_place, tensors)) for place, tensors in self.places.items()}
+        self._like = {place: kinds.setdefault(tensors, place) for place, tensors in nameless.items()}
+
+    def stages(self, n_stages: int) -> list[tuple[int | str, ...]]:
+        """What stands on each of `n_stages`."""
+        if n_stages not in self._stages:
+            stages = range(n_stages)
+            self._stages[n_stages] = [_stage_places(self._arch, self.places, stage, n_stages) for stage in stages]
+        return self._stages[n_stages]
+
+    def sizes(self, cut: _Cut) -> dict[int | str, tuple[int, int, int]]:
+        if cut not in self._sizes:
+            dtype = self._arch.dtype
+            known = {kind: _bytes(self.places[kind], cut, dtype) for kind in set(self._like.values())}
+            self._sizes[cut] = {place: known[kind] for place, kind in self._like.items()}
+        return self._sizes[cut]
+
+
+def rank_weights(
+    arch: Architecture,
+    layout: Parallel,
+    *,
+    capability: Capability = (9, 0),
+    vocab_padding: int = VOCAB_PADDING,
+    ledger: Ledger | None = None,
+) -> tuple[RankWeights, ...]:
+    """One entry a class of equal ranks, by stage, fullest first; `n_ranks` adds up to the layout's.
+
+    `capability` is the GPU's compute capability: it decides how MXFP4 experts are padded. `ledger` of the same
+    architecture saves counting it anew.
+    """
+    ledger, n_stages = ledger or Ledger(arch), layout.pipeline
+    parts = layout.tensor * layout.data
+    n_experts = max((layer.mlp.n_experts for layer in arch.layers if layer.mlp is not None), default=0)
+    classes = expert_counts(n_experts, parts) if layout.expert and n_experts else ((None, parts),)
+    counts = stage_layers(arch.n_layers, n_stages)
+    sizes: dict[int | None, dict[int | str, tuple[int, int, int]]] = {}
+    for local_experts, _ in classes:
+        cut = _Cut(
+            layout.tensor,
+            1 if layout.expert else parts,
+            local_experts,
+            vocab_padding,
+            _MXFP4_HOPPER if capability[0] == 9 else _MXFP4_ELSEWHERE,
+            # `use_sequence_parallel_moe` (config/parallel.py): shared experts whole on every rank.
+            layout.expert and layout.tensor > 1 and layout.data > 1,
+        )
+        sizes[local_experts] = ledger.sizes(cut)
+    found = []
+    for stage, here in enumerate(ledger.stages(n_stages)):
+        first = sum(counts[:stage])
+        has_attention = any(layer.attention for layer in arch.layers[first : first + counts[stage]])
+        for local_experts, n_ranks in classes:
+            own = [sizes[local_experts][place] for place in here]
+            total, experts, embedding = (sum(one[at] for one in own) for at in range(3))
+            found.append(
+                RankWeights(
+                    *(stage, n_ranks, first, counts[stage], total, rope_bytes(arch) if has_attention else 0),
+                    expert_bytes=experts,
+                    embedding_bytes=embedding,
+                    n_experts=n_experts if local_experts is None else local_experts,
+                )
+            )
+    return tuple(found)
+
+
+def bytes_on_disk(arch: Architecture) -> int:
+    """Bytes of the checkpoint's tensors, tied ones once, prediction layers left out. Llama-3.1-70B: 141,107,412,992.
+
+    What vLLM quantises while loading is 16-bit on disk.
+    """
+    is_online = arch.quantization is not None and arch.quantization.is_online
+    total = 0
+    for one in inventory(arch):
+        if one.is_derived:
+            continue
+        plain = msgspec.structs.replace(one, quant=None) if is_online else one
+        total += one.count * tensor_bytes(plain, one.shape, arch.dtype, on_disk=True)
+    return total

@@ -1,0 +1,65 @@
+"""A number that is estimated: low, likely and high, with the arithmetic that estimates need."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from penstock.text import GIB
+
+
+class Range(msgspec.Struct, frozen=True):
+    """An estimate with low <= likely <= high; the unit is in the name of the field that holds it.
+
+    Sums add the ends, so the sum of several is wider than what is probable: it is what we can promise.
+    """
+
+    low: float
+    likely: float
+    high: float
+
+    def __post_init__(self) -> None:
+        if not self.low <= self.likely <= self.high:
+            raise ValueError(f"a range must rise: {self.low}, {self.likely}, {self.high}")
+
+    def __add__(self, other: Range) -> Range:
+        return Range(self.low + other.low, self.likely + other.likely, self.high + other.high)
+
+    def __mul__(self, factor: float) -> Range:
+        """`factor` is not negative."""
+        return Range(self.low * factor, self.likely * factor, self.high * factor)
+
+    def left_of(self, whole: float) -> Range:
+        """What remains of `whole`: the low end is what the high end leaves. 100 less (1, 2, 5) is (95, 98, 99)."""
+        return Range(whole - self.high, whole - self.likely, whole - self.low)
+
+    @property
+    def is_exact(self) -> bool:
+        return self.low == self.high
+
+
+ZERO = Range(0, 0, 0)
+
+
+def exact(value: float) -> Range:
+    """A number that is known."""
+    return Range(value, value, value)
+
+
+def gib(low: float, likely: float, high: float) -> Range:
+    """A range in bytes from GiB."""
+    return Range(low * GIB, likely * GIB, high * GIB)
+
+
+def highest(ranges: Iterable[Range]) -> Range:
+    """The largest low, the largest likely, the largest high: for uses of memory that follow one another."""
+    known = list(ranges)
+    if not known:
+        return ZERO
+    return Range(max(r.low for r in known), max(r.likely for r in known), max(r.high for r in known))
+
+
+def total(ranges: Iterable[Range]) -> Range:
+    """The sum; of none it is zero."""
+    return sum(ranges, start=ZERO)

@@ -1,0 +1,216 @@
+"""Times of collectives: measured tables inside a machine, hops and bandwidth between machines. Microseconds.
+
+Inside a fast link domain (a host, or an NVLink rack) all-reduce times come from the catalogue's measurements at
+16 KiB, 1 MiB and 1 GiB, interpolated on a logarithmic scale. Between machines NCCL goes round a ring (2(n-1) hops) or
+up and down a tree (2 log2 n hops), whichever has fewer; each hop has a latency of the network's kind, and 2(n-1)/n of
+the message passes the machine's network cards. At decode messages are small and latency is all: 13B over one-GPU pods
+spends 81 all-reduces x 2 hops x 0.37 ms = 60 ms of every step waiting at TP 2, and 120 ms at TP 4.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import msgspec
+
+from penstock.hardware.catalog import AllReduce, GpuFacts, LinkFacts
+from penstock.planner.ranges import Range
+
+# One hop of a collective between machines, by how NCCL drives the link; for links whose row has no measured value.
+# rdma: NCCL's own tuning model, src/graph/tuning.cc hwLat for NET: 2.7-5 (LL), 4-8.5 (LL128), 14-28 (Simple).
+# efa: an estimate, RDMA-like verbs with a longer path. tcp: an estimate: 370 us were measured over pods (see below), of
+# which an overlay's encapsulation is a few tens; no public measurement of vLLM over plain TCP was found.
+_HOP_US: Mapping[str, Range] = {
+    "nvlink": Range(1, 2, 4),
+    "pcie": Range(2, 4, 8),
+    "rdma": Range(4, 8.5, 28),
+    "efa": Range(10, 25, 60),
+    "tcp": Range(60, 330, 580),
+}
+# Where in the measured interval of a row the likely value lies, by who starts the collective. The two seeds that
+# measured 370-580 us over pods ran engines without CUDA graphs: each collective is enqueued by Python and the CPU while
+# the network waits, and 0.65 (506 us) gives s2-20's seconds at TP 1, 2 and 4. In a captured graph the GPU starts the
+# next one itself, so what was measured is an upper bound and the low end is likely.
+_EAGER_SHARE, _CAPTURED_SHARE = 0.65, 0.0
+# A measured hop was measured with a message of this size (8 x 5120 x 2 bytes): only what is beyond it costs bandwidth.
+_MEASURED_BYTES = 80 * 1024
+# A network that nobody named: ten-gigabit Ethernet over TCP.
+_UNKNOWN_GBS = 1.25
+# Added to a table's time where the collective stands inside a model's step: launch and waiting for the slowest rank.
+# The 1,328-point fit of sizing.md has 13.5 us in all, of which 4.4-5.2 are the kernel's. But Qwen3-32B on one host of 8
+# (TP 1, 2, 8: 13.4, 8.9, 4.5 ms a step; aiconfigurator fpm_golden_runs, vLLM 0.20.1) leaves 8-9 in all on a card whose
+# table says 7.3-8.2, and gpt-oss-120b at TP 8 on H100 (3.7 ms, InferenceX issue 828) 6-8 where it says 5.2.
+_IN_STEP_US = 1.5
+_FITTED_US, _KERNEL_US = 13.5, 5.0
+# Bandwidth inside a step against the nominal link rate (sizing.md section 5).
+COMM_EFFICIENCY = 0.61
+_SMALL, _MIDDLE = 16 * 1024, 2**20
+
+
+class Fabric(msgspec.Struct, frozen=True):
+    """Equal machines and what joins them. `network` None: not said; taken as ten-gigabit TCP."""
+
+    gpu: GpuFacts
+    gpus_per_node: int
+    n_nodes: int = 1
+    network: LinkFacts | None = None
+
+    @property
+    def n_gpus(self) -> int:
+        return self.gpus_per_node * self.n_nodes
+
+    @property
+    def domain_gpus(self) -> int:
+        """GPUs joined by the fast link: one node's, or an NVLink rack's (GB200: 72 over 18 nodes of 4)."""
+        nvlink = self.gpu.nvlink
+        if nvlink and nvlink.domain_gpus and self.gpus_per_node == nvlink.gpus_per_host:
+            return min(self.n_gpus, nvlink.domain_gpus)
+        return self.gpus_per_node
+
+    def n_domains(self, n_ranks: int, n_groups: int = 1) -> int:
+        """How many fast link domains the worst of `n_groups` groups of neighbouring ranks touches.
+
+        Ranks stand one after the other: on machines of 6, one group of 4 stays inside, of two the second straddles.
+        """
+        size = self.domain_gpus
+        if n_ranks > size:
+            return math.ceil(n_ranks / size)
+        firsts = (n_ranks * group for group in range(min(n_groups, size)))
+        straddles = any(first // size != (first + n_ranks - 1) // size for first in firsts)
+        return 2 if straddles else 1
+
+
+def hop_us(fabric: Fabric, *, is_captured: bool = True) -> Range:
+    """One hop between machines, microseconds.  pod-network-tcp: 370-580 measured, in a CUDA graph 370 likely."""
+    link = fabric.network
+    if link is None:
+        return _HOP_US["tcp"]
+    if link.step_latency_us is not None:
+        low, high = link.step_latency_us
+        return Range(low, low + (high - low) * (_CAPTURED_SHARE if is_captured else _EAGER_SHARE), high)
+    return _HOP_US[link.transport]
+
+
+def node_gbs(fabric: Fabric) -> float:
+    """GB/s in one direction that a whole machine gets into the network with NCCL.
+
+    A rate a GPU counts once a GPU; RDMA cards stand beside every GPU of an NVLink machine, any other card once a
+    machine. Rates that were measured with NCCL are taken as they are, nominal ones times 0.61.
+    """
+    link, per_node = fabric.network, fabric.gpus_per_node
+    if link is None:
+        return _UNKNOWN_GBS * COMM_EFFICIENCY
+    measured = link.gbs_measured_nccl or link.plan_gbs
+    if measured:
+        return measured
+    if link.gbs_per_dir_per_node:
+        return link.gbs_per_dir_per_node * COMM_EFFICIENCY
+    per_gpu = link.gbs_per_gpu or link.gbs_per_dir_per_gpu
+    if per_gpu:
+        return per_gpu * per_node * COMM_EFFICIENCY
+    has_card_each = link.transport == "rdma" and fabric.gpu.nvlink is not None
+    return (link.gbs_per_dir or _UNKNOWN_GBS) * (per_node if has_card_each else 1) * COMM_EFFICIENCY
+
+
+def allreduce_us(fabric: Fabric, n_ranks: int, n_bytes: float, n_groups: int = 1, *, is_captured: bool = True) -> Range:
+    """An all-reduce of `n_bytes` over neighbouring ranks, in microseconds; 0 for one rank. `n_groups` do so at once.
+
+    Over several machines: inside each, then between them, each machine passing 2(m-1)/m of the message.
+    H100, 8 ranks, 16 KiB: 5.2 + 1.5 = 6.7 us likely. Two one-GPU pods, 80 KiB: 2 hops x 370 = 740 us.
+    """
+    if n_ranks == 1:
+        return Range(0, 0, 0)
+    n_domains = fabric.n_domains(n_ranks, n_groups)
+    inside = _inside_us(fabric.gpu, math.ceil(n_ranks / n_domains), n_bytes)
+    if n_domains == 1:
+        return inside
+    hop, n_hops = hop_us(fabric, is_captured=is_captured), collective_hops(n_domains)
+    is_measured = fabric.network is not None and fabric.network.step_latency_us is not None
+    beyond = max(0.0, n_bytes - _MEASURED_BYTES) if is_measured else n_bytes
+    passing = beyond * 2 * (n_domains - 1) / n_domains / (node_gbs(fabric) * 1e3)
+    return Range(
+        inside.low + hop.low * n_hops + passing,
+        inside.likely + hop.likely * n_hops + passing,
+        inside.high + hop.high * n_hops + passing,
+    )
+
+
+def collective_hops(n: int) -> int:
+    """Network hops one after the other of an all-reduce over n machines: ring 2(n-1) or tree 2 log2 n.
+
+    2 -> 2, 4 -> 4, 8 -> 6. That 4 cost twice 2 and not three times is what s2-20 measured: 92 and 176 ms a step.
+    """
+    return 0 if n < 2 else min(2 * (n - 1), 2 * math.ceil(math.log2(n)))
+
+
+def all_to_all_us(fabric: Fabric, n_ranks: int, n_bytes: float, *, is_captured: bool = True) -> Range:
+    """Every rank sends `n_bytes` in all, spread evenly over the others (expert dispatch or combine). Microseconds."""
+    if n_ranks == 1:
+        return Range(0, 0, 0)
+    n_domains = fabric.n_domains(n_ranks)
+    table = _table(fabric.gpu)
+    inside = n_bytes / n_domains / (fabric.gpu.peer_gbs * COMM_EFFICIENCY * 1e3)
+    start = _by_ranks(table.us_16KiB, min(n_ranks, fabric.domain_gpus)) + _IN_STEP_US
+    if n_domains == 1:
+        return Range(0.7 * start + inside, start + inside, 2 * start + inside)
+    leaving = n_bytes * fabric.domain_gpus * (n_domains - 1) / n_domains / (node_gbs(fabric) * 1e3)
+    hop = hop_us(fabric, is_captured=is_captured)
+    return Range(
+        start + inside + leaving + hop.low,
+        start + inside + leaving + 2 * hop.likely,
+        start + inside + leaving + 2 * hop.high,
+    )
+
+
+def send_us(fabric: Fabric, n_bytes: float, *, is_between_nodes: bool) -> Range:
+    """One pipeline stage hands `n_bytes` to the next, in microseconds; between machines one hop."""
+    if not is_between_nodes:
+        start = _table(fabric.gpu).us_16KiB[2]
+        rate = _table(fabric.gpu).bus_gbs_large[2] * 1e3
+        return Range(start + n_bytes / rate, start + _IN_STEP_US + n_bytes / rate, 3 * start + n_bytes / rate)
+    hop, passing = hop_us(fabric), n_bytes / (node_gbs(fabric) * 1e3)
+    return Range(hop.low + passing, hop.likely + passing, hop.high + passing)
+
+
+def n_boundaries_between_nodes(fabric: Fabric, tensor: int, pipeline: int) -> int:
+    """How many of the pipeline - 1 boundaries lie between two machines. 8 GPUs, TP 4, PP 4: one of three."""
+    ends = [tensor * stage for stage in range(1, pipeline)]
+    return sum(1 for end in ends if (end - 1) // fabric.domain_gpus != end // fabric.domain_gpus)
+
+
+def _inside_us(gpu: GpuFacts, n_ranks: int, n_bytes: float) -> Range:
+    if n_ranks == 1:
+        return Range(0, 0, 0)
+    likely = _table_us(_table(gpu), n_ranks, n_bytes)
+    # Low: the kernel alone. High: the fit's 13.5 us and, for a table measured on another card, half as much again.
+    borrowed = 1.5 if _table(gpu).borrowed_from else 1.0
+    return Range(likely, likely + _IN_STEP_US, borrowed * likely + _FITTED_US - _KERNEL_US)
+
+
+def _table(gpu: GpuFacts) -> AllReduce:
+    assert gpu.allreduce is not None, f"{gpu.id} has no all-reduce table"
+    return gpu.allreduce
+
+
+def _table_us(table: AllReduce, n_ranks: int, n_bytes: float) -> float:
+    """Between 16 KiB and 1 MiB linear in the logarithms; above, the rest at the large-message rate."""
+    small, middle = _by_ranks(table.us_16KiB, n_ranks), _by_ranks(table.us_1MiB, n_ranks)
+    if n_bytes <= _SMALL:
+        return small
+    if n_bytes <= _MIDDLE:
+        share = math.log(n_bytes / _SMALL) / math.log(_MIDDLE / _SMALL)
+        return small * math.exp(share * math.log(middle / small))
+    rate = _by_ranks(table.bus_gbs_large, n_ranks, is_rate=True) * 1e3
+    return middle + (n_bytes - _MIDDLE) * 2 * (n_ranks - 1) / n_ranks / rate
+
+
+def _by_ranks(row: Mapping[int, float], n_ranks: int, *, is_rate: bool = False) -> float:
+    """The entry of the next measured number of GPUs; beyond the last, times grow with log2 n and rates stay."""
+    known = sorted(row)
+    for n in known:
+        if n_ranks <= n:
+            return row[n]
+    last = known[-1]
+    growth = 1.0 if is_rate else math.log2(n_ranks) / math.log2(last)
+    return row[last] * growth

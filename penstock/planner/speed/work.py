@@ -1,0 +1,427 @@
+"""What one engine step must read and multiply: parameters by how they are cut, bytes, FLOPs. No times here.
+
+A model's layers are few distinct ones repeated, so they are counted once each: 126 layers of Llama-3.1-405B are one
+`LayerWork` with count 126. `step_bytes` and `step_flops` then cost the same for 16 layers as for 126.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+
+import msgspec
+
+from penstock.planner.architecture import Architecture, Attention, Layer, Quantization, QuantKind, State
+from penstock.planner.architecture.quantization import format_of
+from penstock.spec.deployment import Parallel
+
+# Bytes of one weight with its scales: the table of sizing.md section 2, from the formats' own definitions.
+# Block fp8: 1 + 4/16384; int4 with a group of 128: 0.5 + 2/128 (+ packed zeros 0.5/128 for AWQ and GPTQ).
+_BYTES: Mapping[QuantKind, float] = {
+    "fp8": 1.0,
+    "fp8-block": 1 + 4 / 16384,
+    "int8": 1.0,
+    "awq": 0.5195,
+    "gptq": 0.5195,
+    "int4": 0.5156,
+    "mxfp4": 0.53125,
+    "nvfp4": 0.5625,
+    "bnb-nf4": 0.5625,
+    "bnb-int8": 1.0,
+}
+_DTYPE_BYTES = {"bfloat16": 2.0, "float16": 2.0, "float32": 4.0}
+
+# Names that checkpoints give to each part of a layer, to ask whether a format leaves it in the model's dtype.
+_PART_NAMES = {
+    "attention": ("self_attn.q_proj", "self_attn.o_proj"),
+    "state": ("linear_attn.in_proj_qkvz", "linear_attn.out_proj", "mixer.in_proj", "mamba.in_proj"),
+    "dense": ("mlp.gate_proj", "mlp.down_proj"),
+    "shared": ("mlp.shared_experts.gate_proj", "mlp.shared_expert.down_proj"),
+    "experts": ("mlp.experts.0.gate_proj", "mlp.experts"),
+}
+
+
+class LayerWork(msgspec.Struct, frozen=True):
+    """One layer. Parameters are counts, bytes what they take in memory.
+
+    cut: divided by TP (query and output projections, dense MLP, shared experts, states). kv: key and value projections,
+    divided by min(tp, n_kv_heads). copied: on every rank (routers, MLA down-projections). expert: one expert.
+    cache_numbers: what a token leaves in the KV cache; cut by KV heads unless `is_mla`. state_bytes: a request's state.
+    """
+
+    cut_params: int = 0
+    cut_bytes: float = 0.0
+    kv_params: int = 0
+    kv_bytes: float = 0.0
+    n_kv_heads: int = 1
+    copied_params: int = 0
+    copied_bytes: float = 0.0
+    expert_params: int = 0
+    expert_bytes: float = 0.0
+    n_experts: int = 0
+    top_k: int = 0
+    cache_numbers: int = 0
+    window: int | None = None
+    is_mla: bool = False
+    attention_numbers: int = 0
+    decode_numbers: int = 0
+    state_bytes: float = 0.0
+    n_allreduces: int = 0
+
+    @property
+    def is_moe(self) -> bool:
+        return self.n_experts > 0
+
+
+class Work(msgspec.Struct, frozen=True):
+    """A whole model. `layers` is (distinct layer, how many). `weight_kind` None: weights in the model's dtype.
+
+    `n_heads` of the attention layers, for legality; `head_params` is the output matrix, read once a step.
+    """
+
+    layers: tuple[tuple[LayerWork, int], ...]
+    hidden: int
+    vocab: int
+    head_params: int
+    head_bytes: float
+    dtype_bytes: float
+    weight_kind: QuantKind | None = None
+
+    @property
+    def n_layers(self) -> int:
+        return sum(count for _, count in self.layers)
+
+    @property
+    def n_moe_layers(self) -> int:
+        return sum(count for layer, count in self.layers if layer.is_moe)
+
+    @property
+    def n_mla_layers(self) -> int:
+        return sum(count for layer, count in self.layers if layer.is_mla)
+
+    @property
+    def n_state_layers(self) -> int:
+        return sum(count for layer, count in self.layers if layer.state_bytes)
+
+    @property
+    def n_allreduces(self) -> int:
+        """All-reduces a step under TP: two a layer of the usual kind, and one after the embedding."""
+        return 1 + sum(layer.n_allreduces * count for layer, count in self.layers)
+
+
+class Step(msgspec.Struct, frozen=True):
+    """One step of one data-parallel rank: `n_decodes` requests make a token each, `prefill_tokens` are read in.
+
+    `context` is the mean tokens before a decoded one, `prefill_context` before a prefilled one.
+    """
+
+    n_decodes: float
+    prefill_tokens: float
+    context: float
+    prefill_context: float
+
+    @property
+    def n_tokens(self) -> float:
+        return self.n_decodes + self.prefill_tokens
+
+
+def work_of(arch: Architecture) -> Work:
+    """The work of a model.
+
+    Llama-3.1-70B: 80 equal layers of 855_638_016 parameters (151.0 M attention, 704.6 M MLP), a head of 8192 x 128256.
+    """
+    dtype_bytes = _DTYPE_BYTES.get(arch.dtype, 2.0)
+    counted: Counter[LayerWork] = Counter(
+        _layer_work(arch, layer, index, dtype_bytes) for index, layer in enumerate(arch.layers)
+    )
+    head = arch.hidden * arch.vocab
+    kind = arch.quantization.kind if arch.quantization else None
+    return Work(tuple(counted.items()), arch.hidden, arch.vocab, head, head * dtype_bytes, dtype_bytes, kind)
+
+
+def with_weight_bytes(work: Work, read_bytes: float) -> Work:
+    """The same work with every layer's bytes scaled so that all layers and the head together take `read_bytes`.
+
+    For exact bytes from the tensor inventory (all weights but the input embedding).
+    """
+    factor = (read_bytes - work.head_bytes) / max(1.0, total_bytes(work) - work.head_bytes)
+    scaled = tuple(
+        (
+            msgspec.structs.replace(
+                layer,
+                cut_bytes=layer.cut_bytes * factor,
+                kv_bytes=layer.kv_bytes * factor,
+                copied_bytes=layer.copied_bytes * factor,
+                expert_bytes=layer.expert_bytes * factor,
+            ),
+            count,
+        )
+        for layer, count in work.layers
+    )
+    return msgspec.structs.replace(work, layers=scaled)
+
+
+def total_params(work: Work) -> int:
+    """Parameters of all layers and the head, all experts counted; the input embedding, norms and biases are not in."""
+    return work.head_params + sum(
+        count * (layer.cut_params + layer.kv_params + layer.copied_params + layer.n_experts * layer.expert_params)
+        for layer, count in work.layers
+    )
+
+
+def active_params(work: Work) -> int:
+    """Parameters that one token meets: of the experts only the chosen ones.  Qwen3-30B-A3B: 3.0 G with the head."""
+    return work.head_params + sum(
+        count * (layer.cut_params + layer.kv_params + layer.copied_params + layer.top_k * layer.expert_params)
+        for layer, count in work.layers
+    )
+
+
+def total_bytes(work: Work) -> float:
+    """Bytes of all layers and the head in memory, before any cut."""
+    return work.head_bytes + sum(
+        count * (layer.cut_bytes + layer.kv_bytes + layer.copied_bytes + layer.n_experts * layer.expert_bytes)
+        for layer, count in work.layers
+    )
+
+
+def experts_hit(n_experts: int, top_k: int, n_tokens: float) -> float:
+    """Different experts that `n_tokens` choose, evenly: E (1 - (1 - k/E)^T).  128 experts, 8 each, 8 tokens: 51.6."""
+    return n_experts * (1 - (1 - top_k / n_experts) ** n_tokens) if n_experts else 0.0
+
+
+def busiest_share(n_hit: float, n_experts: int, n_ranks: int) -> float:
+    """How much more than an even share the rank with the most work has, whole experts being spread over `n_ranks`.
+
+    Each rank has E / n experts, of which a share p = hit / E is chosen: mean m = p E / n, variance m (1 - p), and the
+    most of n such numbers stands sqrt(2 ln n) deviations above. 57 of 256 on 8 ranks: 7.1 on average, 11.9 the busiest.
+    All wait for it. Chosen at random, that is; real traffic is less even.
+    """
+    mean = n_hit / n_ranks
+    if n_ranks < 2 or not mean:
+        return 1.0
+    most = mean + math.sqrt(2 * math.log(n_ranks) * mean * (1 - n_hit / n_experts))
+    return min(most, n_hit, n_experts / n_ranks) / mean if n_hit > n_ranks else min(most, n_hit) / mean
+
+
+def expert_bytes_read(work: Work, layout: Parallel, n_tokens: float) -> float:
+    """Of `weight_bytes_read`, the routed experts'. The tokens of all data ranks choose among them.
+
+    Experts are cut over tp x dp with and without expert parallelism; with it each is whole on one rank, and the
+    busiest rank counts.
+    """
+    n_ranks, total = layout.tensor * layout.data, 0.0
+    for layer, count in work.layers:
+        hit = experts_hit(layer.n_experts, layer.top_k, n_tokens * layout.data)
+        uneven = busiest_share(hit, layer.n_experts, n_ranks) if layout.expert else 1.0
+        total += count * uneven * hit * layer.expert_bytes / n_ranks
+    return total
+
+
+def weight_bytes_read(work: Work, layout: Parallel, n_tokens: float) -> float:
+    """Weight bytes that one rank of each pipeline stage reads in a step, summed over the stages."""
+    tp = layout.tensor
+    total = work.head_bytes / tp + expert_bytes_read(work, layout, n_tokens)
+    for layer, count in work.layers:
+        total += count * (layer.cut_bytes / tp + layer.kv_bytes / min(tp, layer.n_kv_heads) + layer.copied_bytes)
+    return total
+
+
+def cache_bytes_read(work: Work, layout: Parallel, step: Step, cache_dtype_bytes: float = 2.0) -> float:
+    """Bytes of KV cache that one rank of each stage reads, and of states it reads and writes, in a step."""
+    tp, total = layout.tensor, 0.0
+    for layer, count in work.layers:
+        share = 1.0 if layer.is_mla else 1 / min(tp, layer.n_kv_heads)
+        seen = step.context if layer.window is None else min(step.context, layer.window)
+        before = step.prefill_context if layer.window is None else min(step.prefill_context, layer.window)
+        # A prefilled chunk reads what stands before it once, not once a token: charged as one request's worth.
+        n_tokens = step.n_decodes * seen + (before if step.prefill_tokens >= 1 else before * step.prefill_tokens)
+        total += count * (layer.cache_numbers * share * cache_dtype_bytes * n_tokens)
+        total += count * 2 * layer.state_bytes / tp * step.n_decodes
+    return total
+
+
+class Flops(msgspec.Struct, frozen=True):
+    """FLOPs of the weight matrices on one rank of each stage, by the precision they are multiplied in.
+
+    plain: in the model's dtype. quantised: in the checkpoint's format. experts: the routed ones, in theirs.
+    """
+
+    plain: float = 0.0
+    quantised: float = 0.0
+    experts: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.plain + self.quantised + self.experts
+
+
+def linear_flops(work: Work, layout: Parallel, step: Step) -> Flops:
+    """2 a parameter a token; the head only where a token is made. Routed experts count top_k times, divided by TP
+    (each data rank brings its own tokens). Which part is quantised is seen by its bytes: Kimi-K2.5 has experts alone in
+    int4, and its attention runs in bf16."""
+    tp, tokens = layout.tensor, step.n_tokens
+    by_kind = {True: 0.0, False: 2 * work.head_params / tp * step.n_decodes}
+    experts = 0.0
+    for layer, count in work.layers:
+        parts = (
+            (layer.cut_params / tp, layer.cut_bytes / max(1, layer.cut_params)),
+            (layer.kv_params / min(tp, layer.n_kv_heads), layer.kv_bytes / max(1, layer.kv_params)),
+            (layer.copied_params, layer.copied_bytes / max(1, layer.copied_params)),
+        )
+        for params, each in parts:
+            by_kind[work.weight_kind is not None and each < 0.75 * work.dtype_bytes] += count * 2 * tokens * params
+        experts += count * 2 * tokens * layer.top_k * layer.expert_params / tp
+    return Flops(by_kind[False], by_kind[True], experts)
+
+
+def attention_flops(work: Work, layout: Parallel, step: Step) -> float:
+    """FLOPs of scores and values on one rank of each stage: 2 x heads x (d_k + d_v) a token a token before it.
+
+    MLA decodes in the compressed space (heads x (2 x kv_lora_rank + rope_dim)).
+    """
+    total = 0.0
+    for layer, count in work.layers:
+        seen = step.context if layer.window is None else min(step.context, layer.window)
+        before = step.prefill_context if layer.window is None else min(step.prefill_context, layer.window)
+        total += (
+            count
+            * 2
+            * (layer.decode_numbers * seen * step.n_decodes + layer.attention_numbers * before * step.prefill_tokens)
+        )
+    return total / layout.tensor
+
+
+def _layer_work(arch: Architecture, layer: Layer, index: int, dtype_bytes: float) -> LayerWork:
+    cut = kv = copied = expert = 0
+    cut_bytes = 0.0
+    quant = arch.quantization
+
+    def each(part: str) -> float:
+        return _part_bytes(quant, part, index, dtype_bytes)
+
+    attention, state, mlp = layer.attention, layer.state, layer.mlp
+    if attention:
+        own, kv, down = _attention_params(attention, arch.hidden)
+        cut, copied, cut_bytes = cut + own, copied + down, cut_bytes + own * each("attention")
+    if state:
+        own = _state_params(state, arch.hidden)
+        cut, cut_bytes = cut + own, cut_bytes + own * each("state")
+    copied_bytes = copied * each("attention")
+    if mlp:
+        n_matrices = 3 if mlp.is_gated else 2
+        shared = n_matrices * arch.hidden * mlp.shared_intermediate
+        one = n_matrices * arch.hidden * mlp.intermediate
+        dense, expert = (0, one) if mlp.n_experts else (one, 0)
+        cut += dense + shared
+        cut_bytes += dense * each("dense") + shared * each("shared")
+        copied += arch.hidden * mlp.n_experts
+        copied_bytes += arch.hidden * mlp.n_experts * dtype_bytes
+    return LayerWork(
+        cut_params=cut,
+        cut_bytes=cut_bytes,
+        kv_params=kv,
+        kv_bytes=kv * each("attention"),
+        n_kv_heads=attention.n_kv_heads if attention else 1,
+        copied_params=copied,
+        copied_bytes=copied_bytes,
+        expert_params=expert,
+        expert_bytes=expert * each("experts"),
+        n_experts=mlp.n_experts if mlp else 0,
+        top_k=mlp.top_k if mlp else 0,
+        cache_numbers=_cache_numbers(attention),
+        window=attention.window if attention else None,
+        is_mla=attention is not None and attention.kind == "mla",
+        attention_numbers=attention.n_heads * (attention.head_dim_k + attention.head_dim_v) if attention else 0,
+        decode_numbers=_decode_numbers(attention),
+        state_bytes=_state_bytes(state, dtype_bytes),
+        n_allreduces=bool(attention or state) + bool(mlp),
+    )
+
+
+def _attention_params(attention: Attention, hidden: int) -> tuple[int, int, int]:
+    """(cut by TP, cut by KV heads, copied)."""
+    heads, d_k, d_v = attention.n_heads, attention.head_dim_k, attention.head_dim_v
+    output = heads * d_v * hidden
+    n_queries = 2 if attention.has_output_gate else 1
+    if attention.kind != "mla":
+        # A layer that reads another's cache has no key and value projections of its own.
+        kv = 0 if attention.shares_kv_with is not None else attention.n_kv_heads * (d_k + d_v) * hidden
+        return n_queries * heads * d_k * hidden + output, kv, 0
+    lora, rope = attention.kv_lora_rank or 0, attention.rope_dim or 0
+    q_rank = attention.q_lora_rank
+    query = heads * d_k * (q_rank or hidden)
+    down = hidden * (lora + rope) + (hidden * q_rank if q_rank else 0)
+    return query + lora * heads * (d_k - rope + d_v) + output, 0, down
+
+
+def _cache_numbers(attention: Attention | None) -> int:
+    if attention is None or attention.shares_kv_with is not None:
+        return 0
+    if attention.kind == "mla":
+        return (attention.kv_lora_rank or 0) + (attention.rope_dim or 0)
+    return attention.n_kv_heads * (attention.head_dim_k + attention.head_dim_v)
+
+
+def _decode_numbers(attention: Attention | None) -> int:
+    if attention is None:
+        return 0
+    if attention.kind == "mla":
+        return attention.n_heads * (2 * (attention.kv_lora_rank or 0) + (attention.rope_dim or 0))
+    return attention.n_heads * (attention.head_dim_k + attention.head_dim_v)
+
+
+def _state_params(state: State, hidden: int) -> int:
+    """In- and output projections: everything that enters the convolution, a gate of the inner width, a step a head.
+
+    Mamba-1 makes its steps and matrices from the inner width instead: x_proj and dt_proj.
+    """
+    inner = state.n_heads * state.head_dim_v
+    projections = hidden * (state.conv_channels + inner) + inner * hidden
+    if state.kind == "mamba1":
+        return projections + inner * (state.dt_rank + 2 * state.head_dim_k) + state.dt_rank * inner
+    return projections + hidden * state.n_heads
+
+
+def _state_bytes(state: State | None, dtype_bytes: float) -> float:
+    """A request's state in one layer: conv window in the model's dtype, matrix in the state's own."""
+    if state is None:
+        return 0.0
+    matrix = state.n_heads * state.head_dim_v * state.head_dim_k * _DTYPE_BYTES.get(state.state_dtype, 4.0)
+    return state.conv_channels * (state.conv_kernel - 1) * dtype_bytes + matrix
+
+
+def part_format(quant: Quantization | None, part: str, index: int) -> Quantization | None:
+    """The format of a part of layer `index` (a key of `_PART_NAMES`); None: the model's dtype."""
+    if quant is None:
+        return None
+    found = [format_of(f"model.layers.{index}.{name}", quant) for name in _PART_NAMES[part]]
+    names_modules = any(one.included for one in (quant, *quant.also))
+    named = [one for one in found if one is not None]
+    return named[0] if named and (names_modules or len(named) == len(found)) else None
+
+
+def _part_bytes(quant: Quantization | None, part: str, index: int, dtype_bytes: float) -> float:
+    """Bytes of one weight of a part of layer `index`, scales in."""
+    found = part_format(quant, part, index)
+    if found is None:
+        return dtype_bytes
+    return _BYTES[found.kind] * (found.bits / 4 if found.kind in ("awq", "gptq", "int4") else 1)
+
+
+def bytes_per_node(weights_bytes: int, n_nodes: int) -> int:
+    """What a node must read of a checkpoint at least: its share.
+
+    vLLM maps the files and copies what its ranks keep, so a cut over nodes reads less on each; matrices that are cut by
+    columns touch every page all the same, so it may read up to the whole. 141 GB over 2 nodes: 70.5 GB at least.
+    """
+    return -(-weights_bytes // n_nodes)
+
+
+def load_time_s(n_bytes_per_node: float, bytes_per_s: float) -> float:
+    """Seconds to read that many bytes at a measured rate: no start loads faster, and most take longer.
+
+    131 GiB at 2.0 GB/s: 140.7e9 / 2.0e9 = 70.3 s.
+    """
+    return n_bytes_per_node / bytes_per_s

@@ -1,0 +1,122 @@
+"""How many people a deployment serves, and the first limit that they hit. Pure arithmetic over speed and KV cache.
+
+A person reads and thinks for Z seconds, asks, and waits R seconds for the whole answer: of N people N x R / (R + Z) are
+being answered at any moment (the interactive response time law). So the most people are C x (R + Z) / R, with C the
+most requests at once that the limits allow, and R the time an answer takes then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from penstock.planner.ranges import Range
+from penstock.planner.speed.estimate import Speed
+from penstock.spec.deployment import Workload
+
+
+class Person(msgspec.Struct, frozen=True):
+    """One user. context_tokens: the conversation so far with the answer, what KV cache must hold while it is made;
+    new_tokens: of it what must be read in anew each turn (the rest is in the prefix cache; None: all of it)."""
+
+    context_tokens: int = 4000
+    reply_tokens: int = 300
+    think_time_s: float = 30.0
+    new_tokens: int | None = None
+
+
+class Capacity(msgspec.Struct, frozen=True):
+    """What the deployment has, over all data ranks: tokens of KV cache, requests at once that the engine takes."""
+
+    kv_tokens: int
+    max_num_seqs: int
+
+
+class Users(msgspec.Struct, frozen=True):
+    """`n_users` people; `n_at_once` of their requests run at the same time. `first_limit` is what stops one more.
+
+    `response_s` is how long a whole answer takes then.
+    """
+
+    n_users: Range
+    n_at_once: int
+    first_limit: str
+    response_s: Range
+    assumed: str
+
+
+def workload_of(person: Person, n_at_once: int, like: Workload) -> Workload:
+    """The closed loop that `n_at_once` such people's requests make, with the targets of `like`."""
+    prompt = person.context_tokens - person.reply_tokens if person.new_tokens is None else person.new_tokens
+    return Workload(max(1, prompt), max(1, person.reply_tokens), n_at_once, like.ttft_ms, like.tpot_ms)
+
+
+def users(person: Person, capacity: Capacity, workload: Workload, speed_at: Callable[[Workload], Speed]) -> Users:
+    """The most people whose requests all fit and meet the targets of `workload` (None: no target).
+
+    65,536 tokens of KV cache, 4,000 a person: 16 at once; 6 s an answer and 30 s to think: 16 x 36 / 6 = 96 people.
+    `speed_at` must not get faster with concurrency.
+    """
+    room, first_limit = _room(person, capacity)
+    n_at_once = _most(person, workload, speed_at, room) if room else 0
+    if n_at_once < room:
+        first_limit = _missed(speed_at(workload_of(person, n_at_once + 1, workload)), workload)
+    assumed = f"{person.context_tokens:,} tokens of context, {person.reply_tokens:,} a reply, "
+    assumed += f"{person.think_time_s:g} s to think"
+    if not n_at_once:
+        return Users(Range(0, 0, 0), 0, first_limit, Range(0, 0, 0), assumed)
+    speed = speed_at(workload_of(person, n_at_once, workload))
+    response = _response_s(speed, person)
+    counts = [
+        _people(n_at_once, seconds, person.think_time_s) for seconds in (response.high, response.likely, response.low)
+    ]
+    return Users(Range(*counts), n_at_once, first_limit, response, assumed)
+
+
+def _room(person: Person, capacity: Capacity) -> tuple[int, str]:
+    """(requests at once that memory and the engine's setting allow, which of the two stops one more)."""
+    by_cache = capacity.kv_tokens // max(1, person.context_tokens)
+    if by_cache <= capacity.max_num_seqs:
+        return (
+            by_cache,
+            f"KV cache: {capacity.kv_tokens:,} tokens / {person.context_tokens:,} a person = {by_cache:,} at once",
+        )
+    return capacity.max_num_seqs, f"max_num_seqs {capacity.max_num_seqs:,} at once"
+
+
+def _most(person: Person, workload: Workload, speed_at: Callable[[Workload], Speed], room: int) -> int:
+    """The most at once, to `room`, that meets the targets: binary search, log2(room) estimates."""
+    low, high = 0, room
+    while low < high:
+        middle = (low + high + 1) // 2
+        if _missed(speed_at(workload_of(person, middle, workload)), workload):
+            high = middle - 1
+        else:
+            low = middle
+    return low
+
+
+def _missed(speed: Speed, workload: Workload) -> str:
+    """The target that the likely speed misses, with both numbers; empty when all are met."""
+    rows = (
+        ("time to first token", speed.ttft_ms.likely, workload.ttft_ms),
+        ("time per token", speed.tpot_ms.likely, workload.tpot_ms),
+    )
+    return next(
+        (f"{what}: {value:.0f} ms, at most {most:g}" for what, value, most in rows if most and value > most), ""
+    )
+
+
+def _response_s(speed: Speed, person: Person) -> Range:
+    more = max(0, person.reply_tokens - 1)
+    first, each = speed.ttft_ms, speed.tpot_ms
+    return Range(
+        (first.low + more * each.low) / 1e3,
+        (first.likely + more * each.likely) / 1e3,
+        (first.high + more * each.high) / 1e3,
+    )
+
+
+def _people(n_at_once: int, response_s: float, think_time_s: float) -> float:
+    return float(int(n_at_once * (response_s + think_time_s) / response_s))

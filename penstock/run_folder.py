@@ -1,0 +1,504 @@
+"""One readable folder per deployment: what was asked, what was planned, what was sent, what lives, what happened.
+
+    ~/.penstock/runs/NAME/         (PENSTOCK_HOME moves ~/.penstock)
+      run.json                     id, time, version, target
+      spec.yaml  plan.json         the resolved file and the plan
+      artifact/                    exactly what was sent to the target
+      gateway.json secrets/        the gateway's settings; the admin token, mode 0600
+      gateway/                     only where the target places the gateway: address.json says where it is
+      handle.json                  what the target needs to find its work again
+      desired.json state.json      what should be, and what the controller last saw
+      events.jsonl logs/           what happened, one JSON a line; the output of every part
+
+A folder appears whole, by one rename, before anything is sent. Every file is replaced by rename, so a reader never
+sees half of one and a crash leaves the last whole version.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import secrets
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from penstock import __version__
+from penstock.errors import PenstockError, UserError, nearest
+from penstock.log_lines import file_lines
+from penstock.paths import folder, home, write_atomically
+from penstock.planner import Plan
+from penstock.spec import reading
+from penstock.spec.deployment import Deployment, is_legal_name
+from penstock.wire.announcement import Announcement, GatewayAddress, Process, Restart
+
+Phase = Literal["starting", "ready", "degraded", "failed", "stopping", "down"]
+T = TypeVar("T")
+KEPT_RESTARTS = 10
+
+
+class Record(msgspec.Struct, frozen=True):
+    """run.json: which launch this folder is of."""
+
+    id: str
+    name: str
+    target: str
+    created_at: float
+    penstock_version: str
+
+
+class Artifact(msgspec.Struct, frozen=True):
+    """What a target sends for each replica: files (relative to the run's artifact folder), and the command.
+
+    In `argv` and in file texts "{run}" is the run folder and "{replica}" the replica's number.
+    """
+
+    argv: tuple[str, ...]
+    files: dict[str, str]
+
+
+class Handle(msgspec.Struct, frozen=True):
+    """handle.json: per replica, what its target needs to find it again (a process, a job id, ...)."""
+
+    target: str
+    replicas: dict[str, dict[str, Any]] = {}
+
+
+class Desired(msgspec.Struct, frozen=True):
+    """desired.json: what the user last asked for."""
+
+    state: Literal["up", "down"]
+    replicas: int
+
+
+class Part(msgspec.Struct, frozen=True):
+    """The controller or the gateway, as last seen. A gateway that its target places has a `job` in place of a
+    process; `note` is the target's word on it."""
+
+    state: Literal["running", "queued", "starting", "gone"]
+    process: Process | None = None
+    n_restarts: int = 0
+    restarts: tuple[Restart, ...] = ()
+    job: str | None = None
+    note: str | None = None
+
+    def restarted(self, reason: str) -> Part:
+        """The same part after one more restart, now."""
+        restarts = (*self.restarts, Restart(round(time.time(), 2), reason))[-KEPT_RESTARTS:]
+        return msgspec.structs.replace(self, n_restarts=self.n_restarts + 1, restarts=restarts)
+
+
+class ReplicaStatus(msgspec.Struct, frozen=True):
+    """One replica as last seen: the node's own word, its place, and what the gateway adds.
+
+    `restarts` joins the engine's (told by the node) and the node's own (seen by the controller), newest last.
+    `starts_at` is a queue's estimate, `ends_at` when its machines are taken away (Unix seconds).
+    """
+
+    replica: str
+    state: str
+    placement: str
+    announcement: Announcement | None = None
+    in_flight: int = 0
+    is_draining: bool = False
+    n_restarts: int = 0
+    restarts: tuple[Restart, ...] = ()
+    reason: str | None = None
+    starts_at: float | None = None
+    ends_at: float | None = None
+
+
+class State(msgspec.Struct, frozen=True):
+    """state.json: the controller's last observation (`observed_at` in Unix seconds)."""
+
+    observed_at: float
+    phase: Phase
+    desired_replicas: int
+    replicas: tuple[ReplicaStatus, ...] = ()
+    controller: Part = Part("gone")
+    gateway: Part = Part("gone")
+    requests_total: int = 0
+    reason: str | None = None
+
+
+class Run:
+    """A run folder, with typed access to its files. Methods block on the disk; writes are atomic.
+
+    A file that is absent or damaged is a PenstockError, except for those that `down` needs: `handle`, `desired` and
+    `state` then say what is safe to believe.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def artifact_path(self) -> Path:
+        return self.path / "artifact"
+
+    @property
+    def gateway_config(self) -> Path:
+        return self.path / "gateway.json"
+
+    @property
+    def store_file(self) -> Path:
+        """Keys and usage, when the file names no other place."""
+        return self.path / "store.sqlite"
+
+    @property
+    def admin_token_file(self) -> Path:
+        return self.path / "secrets" / "admin-token"
+
+    @property
+    def gateway_folder(self) -> Path:
+        """It is there when the target places the gateway, which may then move from one machine to another."""
+        return self.path / "gateway"
+
+    @property
+    def gateway_address_file(self) -> Path:
+        return self.gateway_folder / "address.json"
+
+    @property
+    def is_gateway_placed(self) -> bool:
+        return self.gateway_folder.is_dir()
+
+    def gateway_address(self) -> GatewayAddress:
+        """Where the gateway is that the target placed.  Raises PenstockError before the first has started."""
+        if not self.gateway_address_file.exists():
+            raise no_address(self.name)
+        return self._read("gateway/address.json", GatewayAddress)
+
+    def log(self, part: str) -> Path:
+        return self.path / "logs" / f"{part}.log"
+
+    def log_lines(self, part: str, follow: bool, last: int | None = None) -> Iterator[str]:
+        """Lines of the log of one part, as `file_lines` has them; with `follow` until the deployment has ended."""
+        return file_lines(self.log(part), follow, last, self.is_ended)
+
+    def exists(self) -> bool:
+        return (self.path / "run.json").is_file()
+
+    def record(self) -> Record:
+        return self._read("run.json", Record)
+
+    def deployment(self) -> Deployment:
+        try:
+            return reading.load(self.path / "spec.yaml")
+        except UserError as exc:
+            raise self._unreadable("spec.yaml", exc.detail) from exc
+
+    def plan(self) -> Plan:
+        return self._read("plan.json", Plan)
+
+    def artifact(self) -> Artifact:
+        return self._read("artifact.json", Artifact)
+
+    def handle(self) -> Handle:
+        with contextlib.suppress(PenstockError):
+            return self._read("handle.json", Handle)
+        with contextlib.suppress(PenstockError):  # a damaged folder: `down` must still work
+            return Handle(self.record().target)
+        return Handle(Deployment("").target)
+
+    def write_handle(self, handle: Handle) -> None:
+        self._write("handle.json", handle)
+
+    def desired(self) -> Desired:
+        try:
+            return self._read("desired.json", Desired)
+        except PenstockError:  # a damaged folder: not ended, for all we know, and as many as are placed
+            return Desired("up", len(self.handle().replicas))
+
+    def write_desired(self, desired: Desired) -> None:
+        self._write("desired.json", desired)
+
+    def state(self) -> State | None:
+        """The controller's last observation; None before the first, or when it cannot be read."""
+        try:
+            return self._read("state.json", State)
+        except PenstockError:
+            return None
+
+    def is_ended(self) -> bool:
+        """Whether its end was asked for and is complete. A `down` that broke off leaves a run that is not."""
+        state = self.state()
+        # "failed" is also what a living controller says of replicas that would not start: that is no end.
+        is_over = state is not None and state.phase in ("down", "failed") and state.controller.process is None
+        return is_over and self.desired().state == "down"
+
+    def write_state(self, state: State) -> None:
+        self._write("state.json", state)
+
+    def gateway_settings(self) -> dict[str, Any]:
+        return self._read("gateway.json", dict[str, Any])
+
+    @property
+    def listen(self) -> str:
+        """The gateway's own address, "host:port"."""
+        return self.gateway_address().listen if self.is_gateway_placed else self._gateway_setting("listen")
+
+    @property
+    def url(self) -> str:
+        """Where clients connect."""
+        return "http://" + reachable(self.listen)
+
+    @property
+    def known_url(self) -> str | None:
+        """As `url`; None while the gateway's job waits."""
+        return None if self.is_gateway_placed and not self.gateway_address_file.exists() else self.url
+
+    @property
+    def admin_url(self) -> str:
+        if self.is_gateway_placed:
+            return "http://" + self.gateway_address().admin[0]
+        return "http://" + self._gateway_setting("admin")
+
+    def admin_token(self) -> str:
+        try:
+            return self.admin_token_file.read_text("utf-8").strip()
+        except (OSError, ValueError) as exc:
+            raise self._unreadable("secrets/admin-token", str(exc)) from exc
+
+    def add_event(self, kind: str, text: str, **facts: object) -> None:
+        """Append one line to events.jsonl."""
+        line = json.dumps({"at": round(time.time(), 3), "event": kind, "text": text, **facts})
+        with (self.path / "events.jsonl").open("a", encoding="utf-8") as stream:
+            stream.write(line + "\n")
+
+    def events(self) -> list[dict[str, Any]]:
+        path = self.path / "events.jsonl"
+        if not path.exists():
+            return []
+        with path.open(encoding="utf-8") as stream:
+            return [json.loads(line) for line in stream if line.endswith("\n")]
+
+    def _gateway_setting(self, name: str) -> str:
+        value = self.gateway_settings().get(name)
+        if not isinstance(value, str):
+            raise self._unreadable("gateway.json", f'it has no "{name}"')
+        return value
+
+    def _read(self, name: str, kind: type[T]) -> T:
+        try:
+            return msgspec.json.decode((self.path / name).read_bytes(), type=kind)
+        except (OSError, ValueError, msgspec.MsgspecError) as exc:
+            raise self._unreadable(name, str(exc)) from exc
+
+    def _unreadable(self, name: str, why: str | None) -> PenstockError:
+        hint = f"The run folder is damaged; what is left of the deployment ends with: penstock down {self.name}"
+        return PenstockError(f'could not read "{self.path / name}"', detail=why, hint=hint)
+
+    def _write(self, name: str, value: object) -> None:
+        write_atomically(self.path / name, msgspec.json.format(msgspec.json.encode(value), indent=2))
+
+
+def reachable(listen: str) -> str:
+    """An address that a client on this machine can use: 0.0.0.0:80 becomes 127.0.0.1:80, ::1:80 becomes [::1]:80."""
+    host, _, port = listen.rpartition(":")
+    host = host.strip("[]")
+    if host in ("0.0.0.0", "::"):
+        host = "127.0.0.1" if host == "0.0.0.0" else "::1"
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+@contextlib.contextmanager
+def locked(name: str) -> Iterator[None]:
+    """Hold a deployment's name against another `up`, `down` or `scale` of ours.  Raises UserError when it is held."""
+    with (folder() / f".{name}.lock").open("w") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as exc:
+            raise UserError(
+                f'cannot change deployment "{name}": another penstock command is changing it',
+                hint="Wait until that command ends.",
+            ) from exc
+        yield
+
+
+def is_locked(run: Run) -> bool:
+    """Whether some command is changing that run now, also one of another PENSTOCK_HOME."""
+    try:
+        with (run.path.parent / f".{run.name}.lock").open() as stream:
+            fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # there is no such lock, or it is not ours to look at
+        return False
+    return False
+
+
+class Draft(msgspec.Struct, frozen=True):
+    """All that a new run folder holds at first."""
+
+    deployment: Deployment
+    plan: Plan
+    artifact: Artifact
+    gateway: dict[str, Any]
+    admin_token: str
+
+
+def create(draft: Draft, now: float) -> Run:
+    """A new folder, whole, in place of an ended one of the same name. The caller made sure that it has ended."""
+    parent = folder()
+    name = draft.deployment.name
+    new = Path(tempfile.mkdtemp(dir=parent, prefix=f".{name}.new."))
+    try:
+        _fill(Run(new), draft, now)
+        final = parent / name
+        if final.exists():
+            _keep_store(Run(final), Run(new))
+            old = parent / f".{name}.old.{secrets.token_hex(4)}"
+            final.rename(old)
+            shutil.rmtree(old, ignore_errors=True)
+        new.rename(final)
+    except BaseException as exc:
+        shutil.rmtree(new, ignore_errors=True)
+        if isinstance(exc, OSError):
+            raise UserError(f'cannot write run folder "{parent / name}": {exc.strerror}') from exc
+        raise
+    return Run(final)
+
+
+def _keep_store(old: Run, new: Run) -> None:
+    """Keys and usage outlive a launch. The write-ahead log belongs to the file: it goes first, and never without."""
+    for ending in ("-wal", ""):
+        path = old.store_file.with_name(old.store_file.name + ending)
+        if path.is_file():
+            shutil.copy2(path, new.store_file.with_name(path.name))
+
+
+def _fill(run: Run, draft: Draft, now: float) -> None:
+    run.path.chmod(0o755)
+    for sub in ("artifact", "logs"):
+        (run.path / sub).mkdir()
+    (run.path / "secrets").mkdir(mode=0o700)
+    if draft.deployment.gateway.on == "job":
+        run.gateway_folder.mkdir()
+    write_atomically(run.admin_token_file, draft.admin_token.encode(), mode=0o600)
+    deployment = draft.deployment
+    record = Record(secrets.token_hex(6), deployment.name, deployment.target, now, __version__)
+    run._write("run.json", record)
+    write_atomically(run.path / "spec.yaml", reading.to_yaml(deployment).encode())
+    run._write("plan.json", draft.plan)
+    run._write("artifact.json", draft.artifact)
+    for name, text in draft.artifact.files.items():
+        write_atomically(run.artifact_path / name, text.encode())
+    write_atomically(run.gateway_config, json.dumps(draft.gateway, indent=2).encode(), mode=0o600)
+    run.write_desired(Desired("up", deployment.replicas.min))
+    run.write_handle(Handle(deployment.target))
+    (run.path / "events.jsonl").touch()
+
+
+def find(name: str) -> Run:
+    """The run of that name.  Raises UserError with the nearest name."""
+    run = Run(home() / "runs" / name)
+    # "b/../b" is a path to the folder of "b", but its processes do not carry that path: half of it would be found.
+    if not is_legal_name(name) or not run.exists():
+        names = [other.name for other in every()]
+        close = nearest(name, names)
+        known = f"Known: {', '.join(names)}." if names else "There is none on this machine yet; start one: penstock up"
+        raise UserError(f'cannot find deployment "{name}"', hint=f'Did you mean "{close}"?' if close else known)
+    return run
+
+
+def choose(name: str | None) -> Run:
+    """The run of that name, or the only one that is not ended.  Raises UserError."""
+    if name is not None:
+        return find(name)
+    live = living()
+    if len(live) == 1:
+        return live[0]
+    names = ", ".join(run.name for run in live)
+    if not live:
+        raise UserError(
+            "cannot choose a deployment: none runs", hint="Start one: penstock up. Ended ones: penstock ls -a."
+        )
+    raise UserError(f"cannot choose a deployment: {len(live)} run", hint=f"Name one of: {names}.")
+
+
+def living() -> list[Run]:
+    """All runs that are not ended, by name."""
+    return [run for run in every() if not run.is_ended()]
+
+
+def no_address(name: str) -> PenstockError:
+    """What is said of a gateway whose job still waits."""
+    return PenstockError(
+        f'the gateway of "{name}" has no address yet: its job has not started',
+        hint=f"Watch it with: penstock status {name}",
+        is_retryable=True,
+    )
+
+
+def every() -> list[Run]:
+    """All run folders, by name."""
+    parent = home() / "runs"
+    if not parent.is_dir():
+        return []
+    runs = [Run(path) for path in sorted(parent.iterdir()) if is_legal_name(path.name)]
+    return [run for run in runs if run.exists()]
+
+
+class Left(msgspec.Struct, frozen=True):
+    """What a `down` could not reach, kept beside the runs until it is ended. `facts` are for the target's `finish`."""
+
+    target: str
+    run_id: str
+    place: str
+    what: str
+    facts: dict[str, Any]
+
+
+def note_left(left: Left) -> None:
+    """Remember it, across new launches of the same name."""
+    path = _left_path(left.run_id, left.place)
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    write_atomically(path, msgspec.json.encode(left), mode=0o600)
+
+
+def forget_left(run_id: str, place: str) -> None:
+    _left_path(run_id, place).unlink(missing_ok=True)
+
+
+def every_left() -> list[Left]:
+    """All that is noted; a damaged note is not."""
+    found = []
+    for path in sorted((home() / "left-behind").glob("*.json")):
+        with contextlib.suppress(OSError, msgspec.MsgspecError):
+            found.append(msgspec.json.decode(path.read_bytes(), type=Left))
+    return found
+
+
+def _left_path(run_id: str, place: str) -> Path:
+    return home() / "left-behind" / f"{run_id}-{hashlib.sha256(place.encode()).hexdigest()[:12]}.json"
+
+
+Listen = Literal["loopback", "network"]
+
+
+class Launch(msgspec.Struct, frozen=True):
+    """What a node is told. Rendered into the artifact as launch.json; the token stays in its own file or variable.
+
+    `announce_urls`: the gateway's admin address, as it may be reached from a node; the first that answers is taken.
+    `announce_file`: where that address is read instead, again and again, for the gateway moves (GatewayAddress); the
+    URLs then only tell the addresses of the machine that `up` runs on.
+    `listen`: whether the engine listens on loopback, or with a key on the address that the gateway reaches.
+    """
+
+    deployment: str
+    plan: Plan
+    announce_urls: tuple[str, ...]
+    token_file: str
+    lease_s: float = 6.0
+    listen: Listen = "loopback"
+    announce_file: str | None = None

@@ -1,0 +1,178 @@
+"""The deployment file as frozen types. Every default lives here; unknown keys are refused with the nearest legal name.
+
+`parse` reports all problems together, each with its path. Inside the program a `Deployment` is trusted.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from penstock.spec.blocks import RayCluster, Slurm, Ssh
+
+TARGETS = ("local", "ssh", "ray", "slurm", "kubernetes", "cloudera", "vessl")
+DEMO_MODEL = "penstock-demo"
+
+Scalar = str | int | float | bool | None
+TargetName = Literal["local", "ssh", "ray", "slurm", "kubernetes", "cloudera", "vessl"]
+EngineKind = Literal["auto", "vllm", "llamacpp", "fake"]
+
+
+class Hardware(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the machines have: `up` refuses one that has not, and `plan` and `render` take it where there is none.
+
+    Absent fields are asked of the target.
+    """
+
+    gpu: str | None = None
+    gpus_per_node: int | None = None
+    nodes: int = 1
+    network: str | None = None
+
+
+class Parallel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How one replica is cut: tensor * pipeline * data ranks; `expert` spreads MoE experts over them."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    data: int = 1
+    expert: bool = False
+
+    @property
+    def n_ranks(self) -> int:
+        return self.tensor * self.pipeline * self.data
+
+
+class EngineSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The engine and its own settings. `args` are engine flags without dashes in front, passed through as they are.
+
+    `executor` is how the ranks of one replica find each other: Ray, or vLLM's own processes (mp); auto takes mp inside
+    one node and ray across nodes. `join_timeout_s`: how long the first node waits for the others. `ray_dashboard_host`:
+    beyond loopback Ray's dashboard lets everybody run programs who reaches it.
+    """
+
+    kind: EngineKind = "auto"
+    max_model_len: int | None = None
+    gpu_memory_utilization: float = 0.92
+    executor: Literal["auto", "ray", "mp"] = "auto"
+    args: dict[str, Scalar | list[Scalar]] = {}
+    env: dict[str, str] = {}
+    start_timeout_s: float = 3600.0
+    join_timeout_s: float = 300.0
+    ray_dashboard_host: str = "127.0.0.1"
+    stall_s: float = 60.0
+    drain_s: float = 120.0
+
+
+class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the deployment must serve: tokens per request, requests at once, and the latency promised (milliseconds)."""
+
+    input_tokens: int = 1000
+    output_tokens: int = 200
+    concurrency: int = 8
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+
+
+class Replicas(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How many engines. A bare number in the file means min = max = that number."""
+
+    min: int = 1
+    max: int = 1
+    metric: str = "waiting"
+    target: float = 10.0
+
+
+class Price(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """US dollars per million tokens; `cached` (prompt tokens that were in the cache) is as `input` when absent."""
+
+    input: float
+    output: float
+    cached: float | None = None
+
+
+class GatewaySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where clients connect. `port: 0` takes any free port. Beyond loopback `auth: keys` is required.
+
+    `store` (a file, or a postgresql:// URL for several gateways) holds keys and usage; its default is a file in the
+    run's folder. After `ledger_days` a request's row becomes part of its day's sums; `null` keeps it for ever. `price`
+    is what the ledger and budgets count. `on` is for target slurm: the gateway runs where
+    `up` runs (login), or in a job of its own (job): `host` is then that node's address, `port` any free one if taken.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    auth: Literal["none", "keys"] = "none"
+    on: Literal["login", "job"] = "login"
+    aliases: tuple[str, ...] = ()
+    store: str | None = None
+    ledger_days: int | None = 90
+    price: Price | None = None
+    hold_s: float = 60.0
+    drain_s: float = 120.0
+
+
+class Observe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    prometheus: bool = False
+    grafana: bool = False
+
+
+class Cache(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`weights`: the folder where models from a hub are kept (the hub's own cache when absent)."""
+
+    weights: str | None = None
+
+
+class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One file: what to run, where, and what it must do. `name` is filled from the model when absent."""
+
+    model: str
+    name: str = ""
+    target: TargetName = "local"
+    hardware: Hardware = Hardware()
+    parallel: Literal["auto"] | Parallel = "auto"
+    engine: EngineSpec = EngineSpec()
+    workload: Workload = Workload()
+    replicas: Replicas = Replicas()
+    gateway: GatewaySpec = GatewaySpec()
+    ui: bool = False
+    observe: Observe = Observe()
+    cache: Cache = Cache()
+    ssh: Ssh | None = None
+    ray: RayCluster | None = None
+    slurm: Slurm | None = None
+    kubernetes: dict[str, Any] | None = None
+    cloudera: dict[str, Any] | None = None
+    vessl: dict[str, Any] | None = None
+
+
+_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?\Z")
+
+
+def default_name(model: str) -> str:
+    """A legal deployment name from a model: "meta-llama/Llama-3.1-8B" -> "llama-3-1-8b"."""
+    words = re.sub(r"[^a-z0-9]+", "-", Path(model.rstrip("/")).name.lower()).strip("-")
+    return words[:40].strip("-") or "model"
+
+
+def is_legal_name(name: str) -> bool:
+    """Whether a deployment may have that name; such a name is also a file name of its own."""
+    return _NAME.match(name) is not None
+
+
+def store_file(store: str) -> Path | None:
+    """The whole path of a `gateway.store` that is a file; None for a URL."""
+    return None if "://" in store else Path(store).expanduser().resolve()
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,332 @@
+"""Reads a deployment file and finds all its problems."""
+
+from __future__ import annotations
+
+import math
+import types
+import typing
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+import msgspec
+
+from penstock.errors import Problem, SpecError, nearest
+from penstock.spec.deployment import DEMO_MODEL, TARGETS, Deployment, default_name, is_legal_name, is_loopback
+
+
+def load(path: Path, settings: Sequence[str] = ()) -> Deployment:
+    """The deployment in a YAML file, with `key=value` settings applied over it.  Raises SpecError with all problems."""
+    try:
+        text = path.read_text("utf-8")
+    except OSError as exc:
+        problem = Problem("", f"could not read it: {exc.strerror}", "check the path")
+        raise SpecError(f'file "{path}"', [problem]) from exc
+    except UnicodeDecodeError as exc:
+        raise SpecError(f'file "{path}"', [Problem("", "it is not UTF-8 text")]) from exc
+    return parse(text, source=f'file "{path}"', settings=settings)
+
+
+def parse(text: str, source: str = "the file", settings: Sequence[str] = ()) -> Deployment:
+    """The deployment in YAML text.  Raises SpecError with all problems."""
+    import yaml
+
+    try:
+        twice = sorted(_repeated_keys(yaml.compose(text, Loader=yaml.SafeLoader), ""))
+        raw = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as exc:  # an impossible date is a ValueError
+        raise SpecError(source, [Problem("", "it is not YAML: " + " ".join(str(exc).split())[:300])]) from exc
+    if twice:
+        raise SpecError(source, [Problem(path, "is given twice", "keep one") for path in twice])
+    return from_mapping({} if raw is None else raw, source, settings)
+
+
+def _repeated_keys(node: Any, path: str) -> Iterator[str]:
+    """Paths of keys that stand twice in one mapping; YAML itself silently takes the last."""
+    if not isinstance(getattr(node, "value", None), list):
+        return
+    seen: set[str] = set()
+    for item in node.value:
+        if not isinstance(item, tuple):
+            yield from _repeated_keys(item, path)
+            continue
+        key, value = item
+        where = _join(path, key.value)
+        if str(key.value) in seen:
+            yield where
+        seen.add(str(key.value))
+        yield from _repeated_keys(value, where)
+
+
+def from_mapping(raw: object, source: str = "the settings", settings: Sequence[str] = ()) -> Deployment:
+    """The deployment in plain data (what YAML gives).  Raises SpecError with all problems."""
+    if not isinstance(raw, Mapping):
+        raise SpecError(
+            source, [Problem("", f"expected key: value lines, got {_kind(raw)}", "try: model: penstock-demo")]
+        )
+    merged, problems = _apply_settings(raw, settings)
+    # "engine:" with nothing under it means that nobody said anything.
+    merged = {key: value for key, value in merged.items() if value is not None or key == "model"}
+    replicas = merged.get("replicas")
+    if isinstance(replicas, int) and not isinstance(replicas, bool):
+        merged["replicas"] = {"min": replicas, "max": max(1, replicas)}
+    elif isinstance(replicas, Mapping) and isinstance(replicas.get("min"), int) and "max" not in replicas:
+        merged["replicas"] = {**replicas, "max": max(1, replicas["min"])}
+    problems += list(_problems(merged, Deployment, ""))
+    if problems:
+        raise SpecError(source, problems)
+    deployment = msgspec.convert(merged, Deployment)
+    if not deployment.name:
+        deployment = msgspec.structs.replace(deployment, name=default_name(deployment.model))
+    problems = list(_rules(deployment))
+    if problems:
+        raise SpecError(source, problems)
+    return deployment
+
+
+def to_yaml(deployment: Deployment) -> str:
+    """The resolved file: what `render` shows and a run folder keeps. Absent values are left out."""
+    import yaml
+
+    plain = _without_absent(msgspec.to_builtins(deployment))
+    return str(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True))
+
+
+def differences(before: Deployment, after: Deployment) -> list[str]:
+    """The changes from one deployment to another, one "path: old -> new" line each."""
+    old, new = (dict(_leaves(msgspec.to_builtins(side), "")) for side in (before, after))
+    paths = [*old, *(path for path in new if path not in old)]
+    return [
+        f"{path}: {_shown(old.get(path))} -> {_shown(new.get(path))}"
+        for path in paths
+        if old.get(path) != new.get(path)
+    ]
+
+
+def _leaves(value: object, path: str) -> Iterator[tuple[str, object]]:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _leaves(item, f"{path}.{key}" if path else str(key))
+    else:
+        yield path, value
+
+
+def _shown(value: object) -> str:
+    return "(not set)" if value is None else str(value)
+
+
+def _without_absent(value: Any) -> Any:
+    if isinstance(value, dict):
+        # What is inside a block of the user's own words is kept as it is: there a bare `key:` has a meaning.
+        kept = {key: item if key in _FREE else _without_absent(item) for key, item in value.items()}
+        return {key: item for key, item in kept.items() if item not in (None, {}, ())}
+    return value
+
+
+def _apply_settings(raw: Mapping[Any, Any], settings: Sequence[str]) -> tuple[dict[str, Any], list[Problem]]:
+    import yaml
+
+    merged: dict[str, Any] = _copied(raw)
+    problems = []
+    for setting in settings:
+        path, equals, text = setting.partition("=")
+        if not equals or not path:
+            problems.append(Problem("--set", f"{setting!r} is not key=value", "example: --set gateway.port=9000"))
+            continue
+        try:
+            value = yaml.safe_load(text)
+        except (yaml.YAMLError, ValueError, RecursionError):
+            value = text
+        where = merged
+        *parents, last = path.split(".")
+        for parent in parents:
+            child = where.get(parent)
+            if not isinstance(child, dict):
+                child = {}
+            where[parent] = child
+            where = child
+        where[last] = value
+    return merged, problems
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        # YAML 1.1 reads the bare key `on` as true: gateway.on is written without quotes all the same.
+        return {"on" if key is True else str(key): _copied(item) for key, item in value.items()}
+    return value
+
+
+def _problems(value: Mapping[str, Any], struct: type[msgspec.Struct], path: str) -> Iterator[Problem]:
+    """All type problems of a mapping against a struct; msgspec itself stops at the first."""
+    hints = typing.get_type_hints(struct)
+    for key in value:
+        if key not in hints:
+            close = nearest(str(key), hints)
+            yield Problem(_join(path, key), "unknown key", f'did you mean "{close}"?' if close else _legal(hints))
+    required = [field.name for field in msgspec.structs.fields(struct) if field.required]
+    for name in required:
+        if value.get(name) is None:
+            yield Problem(
+                _join(path, name), "is missing", f"example: {name}: {DEMO_MODEL}" if name == "model" else None
+            )
+    for key, hint in hints.items():
+        if key in value and not (key in required and value[key] is None):
+            yield from _field_problems(value[key], hint, _join(path, key))
+
+
+def _field_problems(value: Any, hint: Any, path: str) -> Iterator[Problem]:
+    struct = _struct_in(hint)
+    if struct is not None and isinstance(value, Mapping):
+        yield from _problems(value, struct, path)
+        return
+    if typing.get_origin(hint) is dict and isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _field_problems(item, typing.get_args(hint)[1], _join(path, key))
+        return
+    try:
+        msgspec.convert(value, hint)
+    except msgspec.ValidationError:
+        also = "a whole number or " if path == "replicas" else ""
+        yield Problem(path, f"expected {also}{_expected(hint)}, got {_kind(value)}", _choice_hint(value, hint))
+
+
+def _struct_in(hint: Any) -> type[msgspec.Struct] | None:
+    options = typing.get_args(hint) if isinstance(hint, types.UnionType) or typing.get_origin(hint) else (hint,)
+    for option in options or (hint,):
+        if isinstance(option, type) and issubclass(option, msgspec.Struct):
+            return option
+    return None
+
+
+_WORDS = {str: "text", int: "a whole number", float: "a number", bool: "true or false", type(None): "nothing"}
+
+
+def _expected(hint: Any) -> str:
+    if hint in _WORDS:
+        return _WORDS[hint]
+    origin, options = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        return " or ".join(str(option) for option in options)
+    if origin is typing.Union or isinstance(hint, types.UnionType):
+        return " or ".join(dict.fromkeys(_expected(option) for option in options if option is not type(None)))
+    if origin in (dict, Mapping) or _struct_in(hint):
+        return "key: value lines"
+    if origin in (list, tuple):
+        return f"a list of {_WORDS[options[0]]}" if options[0] in _WORDS else "a list"
+    return str(hint)
+
+
+def _choice_hint(value: Any, hint: Any) -> str | None:
+    close = nearest(value, [str(choice) for choice in _choices(hint)]) if isinstance(value, str) else None
+    return f'did you mean "{close}"?' if close else None
+
+
+def _choices(hint: Any) -> Iterable[object]:
+    if typing.get_origin(hint) is Literal:
+        yield from typing.get_args(hint)
+    for option in typing.get_args(hint):
+        yield from _choices(option)
+
+
+def _kind(value: object) -> str:
+    if value is None:
+        return "nothing"
+    if isinstance(value, Mapping):
+        return "key: value lines"
+    if isinstance(value, (list, tuple)):
+        return "a list"
+    return f'"{value}"' if isinstance(value, str) else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _legal(names: Iterable[str]) -> str:
+    return "legal: " + ", ".join(names)
+
+
+def _join(path: str, key: object) -> str:
+    return f"{path}.{key}" if path else str(key)
+
+
+_FREE = ("args", "env", "runtime_env", "kubernetes", "cloudera", "vessl")
+
+
+# Lower bounds (inclusive) by path; checked after the types.
+_AT_LEAST: dict[str, float] = {
+    "hardware.nodes": 1,
+    "hardware.gpus_per_node": 0,
+    "parallel.tensor": 1,
+    "parallel.pipeline": 1,
+    "parallel.data": 1,
+    "engine.max_model_len": 1,
+    "engine.start_timeout_s": 1,
+    "engine.join_timeout_s": 1,
+    "engine.stall_s": 1,
+    "engine.drain_s": 0,
+    "workload.input_tokens": 1,
+    "workload.output_tokens": 1,
+    "workload.concurrency": 1,
+    "replicas.min": 0,
+    "replicas.max": 1,
+    "gateway.port": 0,
+    "gateway.ledger_days": 1,
+    "gateway.price.input": 0,
+    "gateway.price.output": 0,
+    "gateway.price.cached": 0,
+    "gateway.hold_s": 0,
+    "gateway.drain_s": 0,
+}
+
+
+def _rules(deployment: Deployment) -> Iterator[Problem]:
+    """Problems that types cannot say: ranges, and fields that contradict each other."""
+    if not is_legal_name(deployment.name):
+        yield Problem(
+            "name",
+            f'"{deployment.name}" is not a legal name',
+            "lower-case letters, digits and dashes, at most 40, letter or digit at both ends",
+        )
+    if not deployment.model.strip():
+        yield Problem("model", "is empty", f"example: model: {DEMO_MODEL}")
+    values = dict(_leaves(msgspec.to_builtins(deployment), ""))
+    for path, bound in _AT_LEAST.items():
+        value = values.get(path)
+        if isinstance(value, int | float) and value < bound:
+            yield Problem(path, f"{value} is below {bound:g}")
+    for path, value in values.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            yield Problem(path, f"{value} is not a finite number")
+    if not 0 < deployment.engine.gpu_memory_utilization <= 1:
+        yield Problem("engine.gpu_memory_utilization", f"{deployment.engine.gpu_memory_utilization} is not in (0, 1]")
+    if deployment.replicas.min > deployment.replicas.max:
+        yield Problem("replicas", f"min {deployment.replicas.min} is above max {deployment.replicas.max}")
+    for name in deployment.engine.env:
+        if not name or "=" in name or "\0" in name:
+            yield Problem("engine.env", f'"{name}" is not a name of an environment variable')
+    if deployment.gateway.port > 65535:
+        yield Problem("gateway.port", f"{deployment.gateway.port} is above 65535")
+    if deployment.gateway.auth == "none" and not is_loopback(deployment.gateway.host):
+        yield Problem(
+            "gateway.auth",
+            f'"none" on host {deployment.gateway.host}',
+            "set gateway.auth: keys, or host: 127.0.0.1",
+        )
+    if _has_password(deployment.gateway.store):
+        yield Problem("gateway.store", "has a password in it", "put it into ~/.pgpass or PGPASSWORD")
+    if deployment.gateway.on != "login" and deployment.target != "slurm":
+        yield Problem("gateway.on", f'"{deployment.gateway.on}" is for target slurm', "remove it")
+    elif deployment.gateway.on == "job" and deployment.gateway.auth == "none":
+        yield Problem(
+            "gateway.auth", '"none" with on: job, where others reach it', "set gateway.auth: keys, or on: login"
+        )
+    for kind in TARGETS:
+        if kind != deployment.target and getattr(deployment, kind, None) is not None:
+            yield Problem(kind, f"block given, but target is {deployment.target}", f"set target: {kind}, or remove it")
+
+
+def _has_password(store: str | None) -> bool:
+    if store is None or "://" not in store:
+        return False
+    try:
+        return urlsplit(store).password is not None or "password=" in store
+    except ValueError:
+        return False

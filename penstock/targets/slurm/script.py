@@ -1,0 +1,337 @@
+"""The batch script of a replica's job, and which words may stand in it. Pure: `targets/slurm.py` sends it.
+
+One step of the job runs `penstock.node` on every node. Slurm ends a job by TERM to all of it and, KillWait later, by
+KILL; both leave the step alone long enough only if the shell does not end it, so the shell never signals `srun`.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from penstock.errors import Problem
+from penstock.planner import Plan
+from penstock.spec.blocks import Slurm
+from penstock.spec.deployment import Deployment, store_file
+from penstock.targets.slurm.queue import mib_of, seconds_of
+from penstock.text import MIB
+
+FILE = "job.sh"
+GATEWAY_FILE = "gateway.sh"
+_PLAIN = re.compile(r"[\w@%+=:,./\[\]|&*-]+\Z")
+# Paths stand in #SBATCH lines, where % is a pattern of Slurm's, and between quotes of the shell.
+_PATH = re.compile(r"[\w@+=:,./ ~-]+\Z")
+_OURS = (
+    *("job-name", "J", "output", "o", "error", "e", "open-mode", "chdir", "D", "nodes", "N", "ntasks", "n"),
+    *("ntasks-per-node", "array", "a", "signal", "wrap", "parsable", "wait", "W", "gpus-per-node", "kill-on-bad-exit"),
+)
+# Slurm's own words for the same thing as a field of the file.
+_FIELDS = {
+    **dict.fromkeys(("partition", "p"), "partition"),
+    **dict.fromkeys(("account", "A"), "account"),
+    **dict.fromkeys(("qos", "q"), "qos"),
+    **dict.fromkeys(("constraint", "C"), "constraint"),
+    **dict.fromkeys(("time", "t"), "time"),
+    **dict.fromkeys(("cpus-per-task", "c"), "cpus_per_node"),
+    **dict.fromkeys(("nodelist", "w"), "nodelist"),
+    "gres": "gres",
+    "mem": "memory",
+    "exclusive": "exclusive",
+}
+# sbatch's -M, by all its names: squeue and scancel here would never see such a job.
+_ELSEWHERE = ("clusters", "cluster", "M")
+# Variables of sbatch that may fill in what the file leaves open: who pays, and what the user is entitled to. The others
+# are kept from it. They beat the lines of a script, so one in .bashrc would silently change what was planned
+# (SBATCH_PARTITION), let sbatch wait for the job's end (SBATCH_WAIT), or send it to another cluster (SBATCH_CLUSTERS).
+# https://slurm.schedmd.com/sbatch.html#SECTION_INPUT-ENVIRONMENT-VARIABLES
+_FILLS_IN = {
+    "SBATCH_ACCOUNT": "account",
+    "SBATCH_QOS": "qos",
+    "SBATCH_RESERVATION": "reservation",
+    "SBATCH_WCKEY": "wckey",
+}
+_CPUS_PER_RANK = 4
+_GATEWAY_CPUS = 2
+_GATEWAY_MIB = 2048
+_SPARE_MIB = 1024
+_GOODBYE_S = 20
+_STRAGGLERS_S = 10
+
+
+class Needs(msgspec.Struct, frozen=True):
+    """What a job asks of each of its nodes. None: whatever the site gives."""
+
+    gpus: int
+    cpus: int | None
+    memory_mib: int | None
+
+
+def needs_of(plan: Plan, block: Slurm) -> Needs:
+    """From the plan, where the file does not say. GPUs stay 0 where the file names a `gres` of its own.
+
+    On GPUs memory is left to the site: it counts what is loaded from disk differently at each.
+    """
+    gpus = plan.ranks_each if plan.device == "cuda" and block.gres is None else 0
+    if block.exclusive:
+        return Needs(gpus, block.cpus_per_node, 0 if block.memory is None else None)
+    if plan.device == "cuda":
+        return Needs(gpus, block.cpus_per_node or _CPUS_PER_RANK * plan.ranks_each, None)
+    memory = -(-plan.need.total_bytes * 5 // 4 // plan.n_nodes // MIB) + _SPARE_MIB
+    return Needs(0, block.cpus_per_node or plan.n_threads, memory if block.memory is None else None)
+
+
+def directives(deployment: Deployment, needs: Needs, run_path: str) -> list[str]:
+    """The options of sbatch, as they follow `#SBATCH --`. The name is not among them: it has the replica in it."""
+    block = deployment.slurm or Slurm()
+    words: list[tuple[str, object]] = [
+        ("chdir", run_path),
+        ("output", f"{run_path}/logs/%x_%j.log"),
+        ("open-mode", "append"),
+        ("nodes", deployment.hardware.nodes),
+        ("ntasks-per-node", 1),
+        ("cpus-per-task", needs.cpus),
+        ("mem", block.memory if needs.memory_mib is None else needs.memory_mib and f"{needs.memory_mib}M"),
+        ("gpus-per-node", needs.gpus or None),
+        ("gres", block.gres),
+        ("time", block.time),
+        ("partition", block.partition),
+        ("account", block.account),
+        ("qos", block.qos),
+        ("constraint", block.constraint),
+        ("nodelist", block.nodelist),
+    ]
+    lines = [f"{name}={_quoted(str(value))}" for name, value in words if value is not None]
+    lines += ["exclusive"] if block.exclusive else []
+    lines += [f"signal=INT@{_signal_s(deployment, deployment.engine.drain_s)}", "requeue"]
+    return lines + [line.removeprefix("--") for line in block.directives]
+
+
+def variables(deployment: Deployment) -> frozenset[str]:
+    """The variables of sbatch that it may read from the user's environment, for the file does not say these things."""
+    said = {_option(line) for line in directives(deployment, Needs(0, None, None), "")}
+    return frozenset(variable for variable, option in _FILLS_IN.items() if option not in said)
+
+
+def _option(line: str) -> str:
+    return re.split("[= ]", line.lstrip("-"), maxsplit=1)[0]
+
+
+def _signal_s(deployment: Deployment, drain_s: float) -> int:
+    """How long before the time limit a job's processes drain: their time to drain, at most a quarter of the limit."""
+    wanted = drain_s + _GOODBYE_S
+    limit_s = seconds_of((deployment.slurm or Slurm()).time or "")
+    return int(min(wanted, limit_s / 4 if limit_s else wanted, 65535))
+
+
+def render(deployment: Deployment, plan: Plan, run_path: str, python: str) -> str:
+    """The script. sbatch gives it two words: the replica and the id of the launch."""
+    block = deployment.slurm or Slurm()
+    has_own = block.modules or block.conda or block.venv or block.container
+    python = block.python or ("python3" if has_own else python)
+    shell = "#!/bin/bash -l" if block.modules or block.conda else "#!/bin/bash"
+    lines = [shell, *(f"#SBATCH --{line}" for line in directives(deployment, needs_of(plan, block), run_path))]
+    inside = ["apptainer", "exec", *(["--nv"] if plan.device == "cuda" else []), "--bind", _bound(deployment, run_path)]
+    words = [*([*inside, block.container] if block.container else []), python]
+    label = " --label" if plan.n_nodes > 1 else ""
+    return "\n".join(lines) + "\n" + _BODY.format(
+        name=deployment.name,
+        run=shlex.quote(run_path),
+        prologue="".join(f"{line}\n" for line in _prologue(block)),
+        label=label,
+        stragglers_s=_STRAGGLERS_S,
+        python=shlex.join(words),
+    )  # fmt: skip
+
+
+def _bound(deployment: Deployment, run_path: str) -> str:
+    """What a container must see of the shared file system beside the home: the run, and where the model is."""
+    model = deployment.model if deployment.model.startswith("/") else None
+    return ",".join(path for path in (run_path, deployment.cache.weights, model) if path)
+
+
+_BODY = r"""
+# One replica of {name}: $1 is its number, $2 the id of the launch.
+replica=$1 launch=$2 run={run}
+
+# What became of this job, for when Slurm has forgotten it.
+note() {{
+  printf '%s\n' "$*" >"$run/jobs/.$SLURM_JOB_ID" && mv "$run/jobs/.$SLURM_JOB_ID" "$run/jobs/$SLURM_JOB_ID"
+}}
+give_up() {{
+  echo "penstock: $*"
+  note "failed $*"
+  exit 1
+}}
+note "started $SLURM_JOB_NODELIST"
+{prologue}
+# Slurm sends TERM to everything and, KillWait later, KILL. The nodes end by themselves in that time; this shell waits.
+trap : TERM
+kill_wait=$(scontrol show config | sed -n 's/^KillWait *= *\([0-9][0-9]*\).*/\1/p')
+hosts=$(scontrol show hostnames | paste -sd, -)
+step=(srun --overlap --mem=0 --ntasks-per-node=1 --cpu-bind=none)
+
+"${{step[@]}}"{label} --wait={stragglers_s} env PENSTOCK_RUN="$run" PENSTOCK_RUN_ID="$launch" PENSTOCK_ROLE=node \
+  PENSTOCK_REPLICA="$replica" bash -c 'exec "$@" --rank "$SLURM_PROCID"' node \
+  {python} -m penstock.node "$run/artifact/launch.json" \
+  --replica "$replica" --hosts "$hosts" --kill-after "${{kill_wait:-30}}"
+code=$?
+
+# Whatever a killed node left behind: without cgroups it would outlive the job.
+note "sweeping after $code"
+"${{step[@]}}" {python} -m penstock.node.leftovers "$run" "$launch" "$replica"
+note "ended $code"
+exit $code
+"""
+
+
+def gateway_directives(deployment: Deployment, run_path: str) -> list[str]:
+    """As `directives`, for the gateway's job. Where that has a partition of its own, `qos` and further words may not
+    fit there, so they are left out. It is not requeued: the next one waits two minutes less."""
+    block = deployment.slurm or Slurm()
+    has_own = block.gateway_partition is not None
+    words: list[tuple[str, object]] = [
+        ("chdir", f"{run_path}/gateway"),
+        ("output", f"{run_path}/logs/%x_%j.log"),
+        ("open-mode", "append"),
+        ("nodes", 1),
+        ("ntasks", 1),
+        ("cpus-per-task", _GATEWAY_CPUS),
+        ("mem", f"{_GATEWAY_MIB}M"),
+        ("time", block.time),
+        ("partition", block.gateway_partition or block.partition),
+        ("account", block.account),
+        ("qos", None if has_own else block.qos),
+    ]
+    lines = [f"{name}={_quoted(str(value))}" for name, value in words if value is not None]
+    lines += [f"signal=B:TERM@{_signal_s(deployment, deployment.gateway.drain_s)}", "no-requeue"]
+    more = [line.removeprefix("--") for line in block.directives if not has_own]
+    return lines + [line for line in more if not line.startswith(("gpu", "gres", "requeue"))]
+
+
+def gateway(deployment: Deployment, run_path: str, python: str, seen_from: Sequence[str]) -> str:
+    """The script of the gateway's job. sbatch gives it the id of the launch."""
+    block = deployment.slurm or Slurm()
+    has_own = block.modules or block.conda or block.venv or block.container
+    python = block.python or ("python3" if has_own else python)
+    store = store_file(deployment.gateway.store) if deployment.gateway.store else None
+    beside = [run_path, str(store.parent)] if store is not None else [run_path]
+    inside = ["apptainer", "exec", "--bind", ",".join(beside), block.container] if block.container else []
+    return "\n".join(
+        [
+            "#!/bin/bash -l" if block.modules or block.conda else "#!/bin/bash",
+            *(f"#SBATCH --{line}" for line in gateway_directives(deployment, run_path)),
+            'give_up() { echo "penstock: $*"; exit 1; }',
+            *_prologue(block),
+            f'export PENSTOCK_RUN={shlex.quote(run_path)} PENSTOCK_RUN_ID="$1" PENSTOCK_ROLE=gateway',
+            # In the shell's place, so that a signal to the batch step is the gateway's.
+            f"exec {shlex.join([*inside, python, '-m', 'penstock.deployment.gateway_job', run_path])}"
+            f' "$SLURM_JOB_ID" {shlex.join(seen_from)}',
+            "",
+        ]
+    )
+
+
+def probe(deployment: Deployment, python: str) -> str:
+    """A script that prints `node_facts` with the nodes' own Python, on a machine that shares it."""
+    block = deployment.slurm or Slurm()
+    has_own = block.modules or block.conda or block.venv
+    python = block.python or ("python3" if has_own else python)
+    head = ['give_up() { echo "$*" >&2; exit 1; }', *_prologue(block)]
+    return "\n".join([*head, f"{shlex.quote(python)} -m penstock.hardware.node_facts", ""])
+
+
+def survey(deployment: Deployment, python: str, argv: Sequence[str], folder: str) -> list[str]:
+    """Words for srun that run `python ARGV` once on each node of a replica; the answers come as files in `folder`."""
+    block = deployment.slurm or Slurm()
+    words = [line for line in directives(deployment, Needs(0, None, None), folder) if not line.startswith(_NOT_ASKED)]
+    has_own = block.modules or block.conda or block.venv
+    python = block.python or ("python3" if has_own else python)
+    inside = ["apptainer", "exec", "--bind", folder, block.container] if block.container else []
+    script = "\n".join(
+        [
+            'give_up() { echo "$*" >&2; echo 1 >"$at.code"; exit 1; }',
+            f"at={shlex.quote(folder)}/$SLURM_PROCID",
+            'echo "${SLURMD_NODENAME:-$(hostname)}" >"$at.host"',
+            *_prologue(block),
+            '"${@//\\{rank\\}/$SLURM_PROCID}" >"$at.out" 2>"$at.err"',
+            'echo $? >"$at.code.new" && mv "$at.code.new" "$at.code"',
+        ]
+    )
+    flags = [f"--{line}" for line in words] + ["--time=2"]
+    return [*flags, "bash", "-c", script, "survey", *inside, python, *argv]
+
+
+_NOT_ASKED = ("chdir=", "output=", "open-mode=", "signal=", "requeue", "no-requeue", "time=", "mem=", "exclusive")
+
+
+def _prologue(block: Slurm) -> Iterator[str]:
+    for module in block.modules:
+        yield f"module load {shlex.quote(module)} || give_up {shlex.quote(f'could not load module {module}')}"
+    if block.conda:
+        failed = shlex.quote(f"could not activate the conda environment {block.conda}")
+        yield f'eval "$(conda shell.bash hook)" && conda activate {shlex.quote(block.conda)} || give_up {failed}'
+    if block.venv:
+        failed = shlex.quote(f"could not activate the virtual environment {block.venv}")
+        yield f"source {shlex.quote(block.venv + '/bin/activate')} || give_up {failed}"
+    yield from block.prologue
+
+
+def problems(deployment: Deployment, run_path: str) -> list[Problem]:
+    """Words that may not stand in a script, or that are ours to say."""
+    block = deployment.slurm or Slurm()
+    found = []
+    words = ("partition", "gateway_partition", "account", "qos", "constraint", "gres", "time", "memory", "nodelist")
+    for field in words:
+        value = getattr(block, field)
+        if value is not None and not _is_word(value):
+            found.append(Problem(f"slurm.{field}", f"{value!r} cannot stand in a batch script", "no quotes, no spaces"))
+    for field in ("conda", "venv", "container", "python"):
+        value = getattr(block, field)
+        if value is not None and not (value and value.isprintable()):
+            found.append(Problem(f"slurm.{field}", f"{value!r} cannot stand in a batch script", "one line of text"))
+    for field in ("modules", "prologue"):
+        found += [
+            Problem(f"slurm.{field}", f"{value!r} cannot stand in a batch script", "one line each")
+            for value in getattr(block, field)
+            if not value or not value.replace("\t", " ").isprintable()
+        ]
+    if block.time is not None and seconds_of(block.time) is None and block.time.upper() != "UNLIMITED":
+        found.append(Problem("slurm.time", f'"{block.time}" is no time', 'minutes, or "days-hours:minutes:seconds"'))
+    if block.memory is not None and _is_word(block.memory) and mib_of(block.memory) is None:
+        found.append(Problem("slurm.memory", f'"{block.memory}" is no size', "a number with K, M, G or T: 64G; 0: all"))
+    if block.cpus_per_node is not None and block.cpus_per_node < 1:
+        found.append(Problem("slurm.cpus_per_node", f"{block.cpus_per_node} is below 1"))
+    if block.successor_s is not None and block.successor_s < 0:
+        found.append(Problem("slurm.successor_s", f"{block.successor_s:g} is below 0"))
+    if not _PATH.match(run_path):
+        found.append(
+            Problem("", f'the run folder "{run_path}" cannot stand in a batch script', "set PENSTOCK_HOME to another")
+        )
+    return [*found, *_directive_problems(block)]
+
+
+def _directive_problems(block: Slurm) -> Iterator[Problem]:
+    for line in block.directives:
+        name = _option(line)
+        if name in _ELSEWHERE:
+            hint = "run penstock on a login node of that cluster, or name one as slurm.login"
+            yield Problem("slurm.directives", f'"{name}" would send the jobs to another cluster', hint)
+        elif not line.isprintable() or not re.match(r"(--)?[a-z][\w-]*([= ].*)?\Z", line):
+            yield Problem("slurm.directives", f"{line!r} is no option of sbatch", "example: reservation=maintenance")
+        elif any(word.startswith("-") for word in line.split()[1:]):
+            yield Problem("slurm.directives", f"{line!r} is more than one option", "one each")
+        elif name in _OURS:
+            yield Problem("slurm.directives", f'"{name}" is set by penstock', "remove it")
+        elif name in _FIELDS:
+            yield Problem("slurm.directives", f'"{name}" has a field of its own', f"set slurm.{_FIELDS[name]}")
+
+
+def _is_word(value: str) -> bool:
+    return _PLAIN.match(value) is not None
+
+
+def _quoted(value: str) -> str:
+    return value if _is_word(value) else f'"{value}"'

@@ -1,0 +1,150 @@
+"""What penstock does on a host that it reaches by ssh: starts nodes, ends them, prints their logs, holds a tunnel.
+
+ssh HOST PYTHON -m penstock.targets.ssh.agent start|end < JSON
+ssh HOST PYTHON -m penstock.targets.ssh.agent logs FILE [--follow] [--last N]
+ssh HOST PYTHON -m penstock.targets.ssh.agent hold
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import select
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from penstock import processes
+from penstock.log_lines import file_lines
+from penstock.paths import write_atomically
+from penstock.targets.ssh.agent_messages import End, Ended, Start, Started
+
+# Below the ports that Linux gives to outgoing connections (ip_local_port_range: 32768 and up), so that nobody has one
+# of these by chance when an engine comes back to it.
+_PORTS = range(21000, 32000)
+_SILENCE_S = 15.0
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def boot_id() -> str:
+    return _BOOT_ID.read_text().strip()
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of loopback that nobody has now, none twice."""
+    found: list[int] = []
+    for port in random.sample(_PORTS, len(_PORTS)):
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            found.append(port)
+        if len(found) == count:
+            return found
+    raise OSError("no free port")
+
+
+def start(asked: Start) -> Started:
+    """Start a node, detached, in place of whatever is left of an earlier one."""
+    folder = Path(asked.folder)
+    for part in ("artifact", "logs"):
+        (folder / part).mkdir(parents=True, exist_ok=True, mode=0o700)
+    (folder / "secrets").mkdir(exist_ok=True, mode=0o700)
+    for name, text in asked.files.items():
+        write_atomically(folder / name, text.encode())
+    for name, text in asked.secrets.items():
+        write_atomically(folder / name, text.encode(), mode=0o600)
+    processes.sweep(str(folder), asked.replica, str(asked.rank))
+    port, announce = (
+        asked.ports.get(name) or free for name, free in zip(("port", "announce"), free_ports(2), strict=True)
+    )
+    argv = [word.replace("{port}", str(port)).replace("{announce}", str(announce)) for word in asked.argv]
+    marks = processes.marks(str(folder), asked.run_id, "node")
+    marks |= {processes.MARK_REPLICA: asked.replica, processes.MARK_RANK: str(asked.rank)}
+    marks |= asked.environment
+    child = processes.start_detached(argv, marks, folder / asked.log)
+    return Started(child, boot_id(), socket.gethostname(), port, announce)
+
+
+def end(asked: End) -> Ended:
+    """End nodes: politely, then by force what carries the mark; then what they leave on the disk."""
+    processes.end(asked.nodes, asked.grace_s)
+    swept = processes.sweep(asked.folder, asked.replica)
+    part = f"{asked.replica}" if asked.replica is not None else ""
+    for path in Path(tempfile.gettempdir()).glob(f"penstock-{asked.run_id}-{part}*"):
+        # Replica 1 is not replica 10.
+        rest = path.name.removeprefix(f"penstock-{asked.run_id}-{part}")
+        if asked.replica is None or not rest[:1].isdigit():
+            shutil.rmtree(path, ignore_errors=True)
+    left = [f"process {process.pid}" for process in processes.find_marked(asked.folder, asked.replica)]
+    return Ended(tuple(process.pid for process in swept), tuple(left))
+
+
+def logs(path: Path, follow: bool, last: int | None) -> None:
+    """Print a log. With `follow` until our input ends: ssh closes it when the reader has gone."""
+    if follow:
+        threading.Thread(target=_leave_with_input, daemon=True).start()
+    for line in file_lines(path, follow, last):
+        sys.stdout.write(line + "\n")
+        if follow:
+            sys.stdout.flush()
+
+
+def _leave_with_input() -> None:
+    while os.read(0, 4096):
+        pass
+    os._exit(0)
+
+
+def hold() -> None:
+    """Keep a tunnel's end until its other end is silent, then end the connection that we came by.
+
+    When a link breaks without a word, sshd would keep the tunnel's port for hours, and no new tunnel could have it.
+    """
+    parent = os.getppid()
+    sys.stdout.write("up\n")
+    sys.stdout.flush()
+    while select.select([0], [], [], _SILENCE_S)[0]:
+        if not os.read(0, 4096):
+            return
+    with contextlib.suppress(OSError):
+        name = Path(f"/proc/{parent}/comm").read_text()
+        if name.startswith("sshd"):
+            os.kill(parent, signal.SIGTERM)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Do what the first word says; the exit code of the process."""
+    verb, *words = argv
+    if verb == "hold":
+        hold()
+    elif verb == "logs":
+        last = int(words[words.index("--last") + 1]) if "--last" in words else None
+        with contextlib.suppress(BrokenPipeError):
+            logs(Path(words[0]), "--follow" in words, last)
+            sys.stdout.flush()
+    else:
+        sys.stdout.write(_answer(verb, sys.stdin.buffer.read()) + "\n")
+    return 0
+
+
+def _answer(verb: str, given: bytes) -> str:
+    told: Mapping[str, str] | Started | Ended
+    try:
+        if verb == "start":
+            told = start(msgspec.json.decode(given, type=Start))
+        else:
+            told = end(msgspec.json.decode(given, type=End))
+    except OSError as exc:
+        told = {"problem": f"{exc.strerror or exc}{f': {exc.filename}' if exc.filename else ''}"}
+    return msgspec.json.encode(told).decode()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,110 @@
+"""The tunnels of a run: one keeper for each node, found again by a file beside its settings."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shlex
+import sys
+import threading
+import time
+from pathlib import Path
+
+import msgspec
+
+from penstock import processes
+from penstock.targets.ssh.openssh import Ssh, reading
+from penstock.wire.announcement import Process
+
+_TOLD_AFTER_S = 3.0
+
+
+class Tunnel(msgspec.Struct, frozen=True):
+    """A tunnel of a node: to our admin address from `announce` there, and from `local` here to the engine's `port`.
+
+    `local` None: the engine is called on another node.
+    """
+
+    host: str
+    replica: str
+    rank: int
+    python: str
+    announce: int
+    admin: int
+    local: int | None = None
+    port: int = 0
+
+
+class Tunnels:
+    """Of one run. `folder`: where the keepers' files are, made when absent."""
+
+    def __init__(self, ssh: Ssh, folder: Path, marks: dict[str, str]) -> None:
+        self._ssh, self._folder, self._marks = ssh, folder, marks
+        self._lock = threading.Lock()
+        self._keepers: dict[str, Process] = {}
+
+    def keep(self, tunnel: Tunnel) -> None:
+        """See to it that the keeper of this tunnel lives; nothing when it does."""
+        name = f"{tunnel.replica}-{tunnel.rank}"
+        with self._lock:
+            if self._is_kept(name):
+                return
+            self._folder.mkdir(exist_ok=True, mode=0o700)
+            # A keeper that was killed leaves its ssh, which holds the ports.
+            self._end_marked(tunnel.replica, str(tunnel.rank))
+            settings = self._folder / f"{name}.json"
+            settings.write_text(json.dumps({"argv": self._argv(tunnel)}), "utf-8")
+            marks = self._marks | {
+                processes.MARK_ROLE: "tunnel",
+                processes.MARK_REPLICA: tunnel.replica,
+                processes.MARK_RANK: str(tunnel.rank),
+            }
+            argv = [sys.executable, "-m", "penstock.targets.ssh.tunnel_process", str(settings)]
+            child = processes.start_detached(argv, marks, self._folder / f"{name}.log")
+            (self._folder / f"{name}.pid").write_bytes(msgspec.json.encode(child))
+            self._keepers[name] = child
+
+    def end(self, replica: str | None = None) -> None:
+        """End the tunnels of a replica, or all. Safe to repeat."""
+        with self._lock:
+            self._end_marked(replica, None)
+            for path in self._folder.glob(f"{replica}-*" if replica is not None else "*"):
+                path.unlink(missing_ok=True)
+            self._keepers = {
+                name: one for name, one in self._keepers.items()
+                if replica is not None and name.rpartition("-")[0] != replica
+            }  # fmt: skip
+            with contextlib.suppress(OSError):
+                self._folder.rmdir()
+
+    def trouble(self, replica: str, rank: int) -> str | None:
+        """Why that tunnel is down, when it is for more than a moment."""
+        try:
+            told = json.loads((self._folder / f"{replica}-{rank}.state").read_bytes())
+        except (OSError, ValueError):
+            return None
+        if told["is_up"] or (time.time() - told["at"] < _TOLD_AFTER_S and not told["why"]):
+            return None
+        return reading(str(told["why"]))[0]
+
+    def _is_kept(self, name: str) -> bool:
+        known = self._keepers.get(name)
+        if known is None:
+            with contextlib.suppress(OSError, msgspec.MsgspecError):
+                known = msgspec.json.decode((self._folder / f"{name}.pid").read_bytes(), type=Process)
+        if known is None or not processes.is_alive(known):
+            return False
+        self._keepers[name] = known
+        return True
+
+    def _end_marked(self, replica: str | None, rank: str | None) -> None:
+        found = processes.find_marked(self._marks[processes.MARK_RUN], replica, rank)
+        processes.end([process for process in found if process.role == "tunnel"], 1.0)
+
+    def _argv(self, tunnel: Tunnel) -> list[str]:
+        *words, dashes, host = self._ssh.argv(tunnel.host, shares=False)
+        words += ["-o", "ExitOnForwardFailure=yes"]
+        words += ["-R", f"127.0.0.1:{tunnel.announce}:127.0.0.1:{tunnel.admin}"]
+        if tunnel.local is not None:
+            words += ["-L", f"127.0.0.1:{tunnel.local}:127.0.0.1:{tunnel.port}"]
+        return [*words, dashes, host, f"exec {shlex.quote(tunnel.python)} -m penstock.targets.ssh.agent hold"]

@@ -1,0 +1,162 @@
+"""What a node tells the gateway about its replica, on every target alike.
+
+A ready engine announces itself to the gateway's admin address and renews a lease; the controller reads the same
+facts back. No shared file system is needed. The gateway keeps announcements; it never starts or ends anything.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from typing import Any, Literal
+
+import msgspec
+
+ReplicaState = Literal[
+    "queued", "starting", "loading", "warming", "ready", "stalled", "restarting", "stopping", "failed"
+]
+
+
+class Progress(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How far a start has come. `None` where the engine does not say.
+
+    `stage` is a word for people ("imports", "weights", "kv cache", "graphs", "probe"); `eta_s` is an estimate.
+    """
+
+    stage: str
+    shards_done: int | None = None
+    shards_total: int | None = None
+    bytes_per_s: float | None = None
+    eta_s: float | None = None
+    fraction: float | None = None
+
+
+class Restart(msgspec.Struct, frozen=True):
+    """One time the engine was brought back: when (Unix seconds) and why."""
+
+    at: float
+    reason: str
+
+
+class Process(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A process that stays recognisable after its pid is reused: pid and start (seconds since boot) together."""
+
+    pid: int
+    started_at: float
+    role: str = ""
+
+
+class GatewayAddress(msgspec.Struct, frozen=True):
+    """gateway/address.json: where the gateway's newest job serves, "host:port" each; `admin` the best first."""
+
+    job: str
+    listen: str
+    admin: tuple[str, ...]
+
+
+class EngineLoad(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What the engine counts itself: requests running and waiting, and the part of its KV cache in use (0 to 1)."""
+
+    running: float
+    waiting: float = 0.0
+    kv_use: float = 0.0
+
+
+class NodeView(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One node of a replica that is cut over several. `state`: "waiting", "here", "gone"; `address` and `interface`
+    are those that its ranks talk over."""
+
+    rank: int
+    host: str
+    state: str
+    address: str = ""
+    interface: str = ""
+    gpus: tuple[str, ...] = ()
+    ranks: tuple[int, ...] = ()
+    reason: str | None = None
+
+
+class Post(msgspec.Struct, frozen=True):
+    """What one node of a replica tells the others. `instance` is new in every process, `epoch` in every start of the
+    engine; `content` is for `penstock.node.group.rendezvous` alone."""
+
+    replica: str
+    rank: int
+    instance: str
+    epoch: str
+    content: dict[str, Any] = {}
+
+
+class PostView(msgspec.Struct, frozen=True):
+    """A post and how long ago it came."""
+
+    post: Post
+    age_s: float
+
+
+class BoardView(msgspec.Struct, frozen=True):
+    """The answer of POST /admin/board: the last post of every rank of that replica, by rank.
+
+    `age_s` is the board's own: a rank that is missing from a young board may just not have spoken yet.
+    """
+
+    age_s: float
+    posts: tuple[PostView, ...]
+
+
+class Announcement(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The state of one replica, as its node sees it.
+
+    `url` is the engine's base URL, once it listens. `lease_s`: without a newer announcement in that time the
+    replica gets no traffic. `restarts` holds the last ten; `n_restarts` counts all. `reason` says why the state
+    is not what was asked for, `hint` what to do about it; `log_tail` is given with "failed". `load` is None when the
+    engine does not say. A replica of `weight` 2 gets twice the requests of one of 1. `adapters` are further names that
+    it serves (LoRA). `nodes` is empty for a replica on one machine.
+    """
+
+    replica: str
+    model: str
+    state: ReplicaState
+    lease_s: float
+    url: str | None = None
+    progress: Progress | None = None
+    reason: str | None = None
+    hint: str | None = None
+    n_restarts: int = 0
+    restarts: tuple[Restart, ...] = ()
+    processes: tuple[Process, ...] = ()
+    shared_memory: tuple[str, ...] = ()
+    log_tail: tuple[str, ...] = ()
+    started_at: float | None = None
+    ready_after_s: float | None = None
+    engine: str = ""
+    measured: dict[str, float] = {}
+    load: EngineLoad | None = None
+    weight: float = 1.0
+    adapters: tuple[str, ...] = ()
+    nodes: tuple[NodeView, ...] = ()
+
+
+class ReplicaView(msgspec.Struct, frozen=True):
+    """One row of GET /admin/replicas: the last announcement and what the gateway adds to it."""
+
+    announcement: Announcement
+    age_s: float
+    is_alive: bool
+    is_draining: bool
+    in_flight: int
+    is_ejected: bool = False
+
+
+class GatewayView(msgspec.Struct, frozen=True):
+    """The answer of GET /admin/replicas."""
+
+    replicas: tuple[ReplicaView, ...]
+    in_flight_total: int
+    waiting: int
+    requests_total: int
+
+
+def engine_key(token: str) -> str:
+    """The key of engines that listen beyond loopback: nodes and gateway make it from the token that both have."""
+    return hmac.new(token.encode(), b"penstock engine key", hashlib.sha256).hexdigest()

@@ -1,0 +1,444 @@
+"""A small synchronous client for OpenAI's API and for our own JSON: streams, keeps times, explains failures.
+
+It uses the standard library's http.client, which knows no proxies. `OPENAI_BASE_URL` and the like are read by
+callers. One connection per call: what is slow to open belongs to a load generator, not to a chat.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import ssl
+import time
+import urllib.parse
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from penstock import __version__
+from penstock.errors import PenstockError, UserError
+from penstock.text import show_seconds
+from penstock.wire.sse import DONE, Parser
+
+RETRYABLE = frozenset({429, 502, 503, 504})
+_PIECE_BYTES = 65536
+_BODY_SHOWN_CHARS = 500
+Message = Mapping[str, object]  # {"role": "user", "content": "..."}, as OpenAI's API takes it
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A piece of the answer, `at_s` seconds after the request was sent. May hold many tokens."""
+
+    text: str
+    at_s: float
+    is_reasoning: bool = False
+
+
+@dataclass(frozen=True)
+class Reply:
+    """The whole answer. Counts come from the server's usage, never from chunks; None where it did not say.
+
+    `ttft_s`: to the first piece, only when streamed. `tokens_per_s`: (output_tokens - 1) / (time from the first piece
+    to the last); None for fewer than two pieces. 11 tokens, first at 0.5 s, last at 1.0 s: 10 / 0.5 = 20.
+    """
+
+    text: str
+    finish_reason: str | None
+    prompt_tokens: int | None
+    output_tokens: int | None
+    ttft_s: float | None
+    duration_s: float
+    tokens_per_s: float | None
+    replica: str | None
+    request_id: str | None
+    model: str | None = None
+
+
+@dataclass(frozen=True)
+class ModelCard:
+    """One row of /v1/models; `state` and `aliases` are what a penstock gateway adds."""
+
+    name: str
+    state: str | None = None
+    aliases: tuple[str, ...] = ()
+
+
+Stream = Generator[Chunk | Reply, None, None]  # chunks, then one reply
+
+
+class HttpError(PenstockError):
+    """The server answered with an error status; the message carries its own words."""
+
+    def __init__(
+        self, message: str, status: int, *, hint: str | None = None, retry_after_s: float | None = None
+    ) -> None:
+        super().__init__(message, hint=hint, is_retryable=status in RETRYABLE)
+        self.status = status
+        self.retry_after_s = retry_after_s
+
+
+class NoAnswer(PenstockError):
+    """The server took the request and sent nothing for `timeout_s`."""
+
+
+def tls_context(is_insecure: bool) -> ssl.SSLContext:
+    """Certificates as OpenSSL finds them (`SSL_CERT_FILE`), or none checked."""
+    context = ssl.create_default_context()
+    if is_insecure:
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    return context
+
+
+class Client:
+    """Talks to one base URL, with or without "/v1" at its end. Safe to share between threads: it holds no connection.
+
+    `timeout_s` bounds the connect and each wait for more bytes, not the whole answer. `clock` gives seconds.
+    `is_insecure`: the server's certificate is not checked.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        api_key: str | None = None,
+        timeout_s: float = 300.0,
+        clock: Callable[[], float] = time.perf_counter,
+        is_insecure: bool = False,
+    ) -> None:
+        try:
+            parts = urllib.parse.urlsplit(base_url if "://" in base_url else f"http://{base_url}")
+            is_usable = parts.scheme in ("http", "https") and bool(parts.hostname)
+            port = parts.port
+        except ValueError:
+            is_usable = False
+        if not is_usable or parts.hostname is None:
+            raise UserError(f'cannot use base URL "{base_url}"', hint="Give http://HOST:PORT or https://HOST.")
+        if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
+            raise UserError(
+                "cannot use the API key: it holds characters that no header may", hint="Check OPENAI_API_KEY."
+            )
+        self.base_url = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{_root(parts.path)}"
+        self.api_key = api_key
+        self.timeout_s = timeout_s
+        self._clock = clock
+        self._host, self._port = parts.hostname, port
+        self._is_tls = parts.scheme == "https"
+        self._is_insecure = is_insecure
+        self._root = _root(parts.path)
+
+    def models(self) -> tuple[ModelCard, ...]:
+        """What the server serves."""
+        answer = self.get_json("/v1/models")
+        rows = answer.get("data") if isinstance(answer, dict) else None
+        if not isinstance(rows, list):
+            raise PenstockError(f"cannot read the models of {self.base_url}: no list in its answer")
+        return tuple(
+            ModelCard(str(row.get("id")), row.get("state"), tuple(row.get("aliases") or ()))
+            for row in rows
+            if isinstance(row, dict)
+        )
+
+    def chat(
+        self,
+        messages: Sequence[Message],
+        model: str | None = None,
+        max_tokens: int | None = None,
+        temperature: float | None = None,
+        extra: Mapping[str, object] | None = None,
+    ) -> Reply:
+        """One answer to a conversation, not streamed. Without `model` the server takes its only one."""
+        return self._whole(
+            "/v1/chat/completions", _body({"messages": [*messages]}, model, max_tokens, temperature, extra)
+        )
+
+    def complete(
+        self,
+        prompt: str,
+        model: str | None = None,
+        max_tokens: int | None = None,
+        temperature: float | None = None,
+        extra: Mapping[str, object] | None = None,
+    ) -> Reply:
+        """The continuation of `prompt`, not streamed."""
+        return self._whole("/v1/completions", _body({"prompt": prompt}, model, max_tokens, temperature, extra))
+
+    def stream_chat(
+        self,
+        messages: Sequence[Message],
+        model: str | None = None,
+        max_tokens: int | None = None,
+        temperature: float | None = None,
+        extra: Mapping[str, object] | None = None,
+    ) -> Stream:
+        """Chunks as they come, then one Reply. Closing the iterator early closes the connection: the engine stops."""
+        body = _body({"messages": [*messages]}, model, max_tokens, temperature, extra)
+        return self._stream("/v1/chat/completions", body)
+
+    def stream_complete(
+        self,
+        prompt: str,
+        model: str | None = None,
+        max_tokens: int | None = None,
+        temperature: float | None = None,
+        extra: Mapping[str, object] | None = None,
+    ) -> Stream:
+        """As `stream_chat`, for a raw prompt."""
+        return self._stream("/v1/completions", _body({"prompt": prompt}, model, max_tokens, temperature, extra))
+
+    def get_json(self, path: str, headers: Mapping[str, str] | None = None) -> Any:
+        """The JSON behind GET `path` ("/admin/replicas"). Raises HttpError, NoAnswer or PenstockError."""
+        return self._json("GET", path, None, headers)
+
+    def get_text(self, path: str) -> str:
+        """The body of GET `path` as text ("/metrics", "/health"); raises as `get_json` does."""
+        with _Exchange(self, "GET", path, None, None) as response:
+            return response.read().decode("utf-8", "replace")
+
+    def post_json(self, path: str, body: object, headers: Mapping[str, str] | None = None) -> Any:
+        """The JSON that answers POST `path`. `body` may be anything msgspec encodes, our structs included."""
+        return self._json("POST", path, msgspec.json.encode(body), headers)
+
+    def send(self, method: str, path: str, body: bytes | None = None) -> bytes:
+        """The body that answers any other method; raises as `get_json` does."""
+        with _Exchange(self, method, path, body, None) as response:
+            return response.read()
+
+    def _json(self, method: str, path: str, body: bytes | None, headers: Mapping[str, str] | None) -> Any:
+        with _Exchange(self, method, path, body, headers) as response:
+            return _decode(response.read(), f"{method} {self.base_url}{path}")
+
+    def _whole(self, path: str, body: dict[str, object]) -> Reply:
+        sent_at = self._clock()
+        with _Exchange(self, "POST", path, msgspec.json.encode(body), None) as response:
+            answer = _decode(response.read(), f"POST {self.base_url}{path}")
+            tally = _Tally(response)
+        tally.take(answer)
+        return tally.reply(self._clock() - sent_at)
+
+    def _stream(self, path: str, body: dict[str, object]) -> Stream:
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+        sent_at = self._clock()
+        with _Exchange(self, "POST", path, msgspec.json.encode(body), None) as response:
+            tally = _Tally(response)
+            for event in _events(response):
+                for text, is_reasoning in tally.take(event):
+                    chunk = Chunk(text, self._clock() - sent_at, is_reasoning)
+                    tally.mark(chunk.at_s)
+                    yield chunk
+            reply = tally.reply(self._clock() - sent_at)
+        if reply.finish_reason is None:
+            raise _broken_off(tally)
+        yield reply
+
+
+class _Exchange:
+    """One request and its response as a context: every failure inside becomes a PenstockError, every exit closes."""
+
+    def __init__(
+        self, client: Client, method: str, path: str, body: bytes | None, headers: Mapping[str, str] | None
+    ) -> None:
+        self._client = client
+        self._method, self._path, self._body = method, path, body
+        self._headers = {"accept": "application/json, text/event-stream", "user-agent": f"penstock/{__version__}"}
+        if body is not None:
+            self._headers["content-type"] = "application/json"
+        if client.api_key:
+            self._headers["authorization"] = f"Bearer {client.api_key}"
+        self._headers |= headers or {}
+        self._connection: http.client.HTTPConnection | None = None
+        self._response: http.client.HTTPResponse | None = None
+        self._is_connected = False
+
+    def __enter__(self) -> http.client.HTTPResponse:
+        try:
+            response = self._send()
+            if response.status >= 400:
+                raise self._http_error(response)
+            return response
+        except (OSError, http.client.HTTPException) as exc:
+            self._close()
+            raise self._explain(exc) from exc
+        except BaseException:  # an interrupt included: the connection is the engine's sign to stop
+            self._close()
+            raise
+
+    def __exit__(self, kind: object, exc: BaseException | None, trace: object) -> None:
+        self._close()
+        if isinstance(exc, OSError | http.client.HTTPException):
+            raise self._explain(exc) from exc
+
+    def _send(self) -> http.client.HTTPResponse:
+        client = self._client
+        if client._is_tls:
+            self._connection = http.client.HTTPSConnection(
+                client._host, client._port, timeout=client.timeout_s, context=tls_context(client._is_insecure)
+            )
+        else:
+            self._connection = http.client.HTTPConnection(client._host, client._port, timeout=client.timeout_s)
+        self._connection.connect()
+        self._is_connected = True
+        self._connection.request(self._method, client._root + self._path, self._body, self._headers)
+        self._response = self._connection.getresponse()
+        return self._response
+
+    def _close(self) -> None:
+        # Both: a response that ends with its connection has taken the socket over.
+        if self._response is not None:
+            self._response.close()
+        if self._connection is not None:
+            self._connection.close()
+
+    def _http_error(self, response: http.client.HTTPResponse) -> HttpError:
+        said = _server_message(response.read(_PIECE_BYTES)) or response.reason
+        after = response.getheader("retry-after", "")
+        return HttpError(
+            f"{self._client.base_url}{self._path} answered {response.status}: {said}",
+            response.status,
+            hint="Check the API key." if response.status == 401 else None,
+            retry_after_s=float(after) if after.isdigit() else None,
+        )
+
+    def _explain(self, exc: OSError | http.client.HTTPException) -> PenstockError:
+        """A connection's failure in words, and whether to try again."""
+        where = self._client.base_url
+        if isinstance(exc, TimeoutError):
+            waited = show_seconds(self._client.timeout_s)
+            return NoAnswer(f"no answer from {where} within {waited}", is_retryable=True)
+        if isinstance(exc, ConnectionRefusedError):
+            hint = "Nothing listens there: is it running?"
+            return PenstockError(f"could not connect to {where}: connection refused", hint=hint, is_retryable=True)
+        if isinstance(exc, socket.gaierror):
+            return PenstockError(f"cannot find the host of {where}: {exc.strerror}")
+        if isinstance(exc, ssl.SSLError):
+            return PenstockError(f"cannot make a secure connection to {where}: {exc.reason or exc}")
+        what = "the connection was closed" if isinstance(exc, http.client.IncompleteRead) else str(exc) or repr(exc)
+        doing = "lost the connection to" if self._is_connected else "could not connect to"
+        return PenstockError(f"{doing} {where}: {what}", is_retryable=True)
+
+
+class _Tally:
+    """What a server has said of one answer so far."""
+
+    def __init__(self, response: http.client.HTTPResponse) -> None:
+        self.replica = response.getheader("x-penstock-replica")
+        self.request_id = response.getheader("x-request-id")
+        self.texts: list[str] = []
+        self._finish_reason: str | None = None
+        self._model: str | None = None
+        self._prompt_tokens: int | None = None
+        self._output_tokens: int | None = None
+        self._first_at_s: float | None = None
+        self._last_at_s = 0.0
+
+    def take(self, answer: Any) -> list[tuple[str, bool]]:
+        """Notes one JSON answer or chunk; gives its pieces of text, and whether each is reasoning."""
+        if not isinstance(answer, dict):
+            raise PenstockError("cannot read the answer: not a JSON object")
+        if answer.get("error"):
+            raise PenstockError(f"the answer broke off: {_message_of(answer)}", is_retryable=True)
+        self._model = answer.get("model") or self._model
+        usage = _object(answer.get("usage"))
+        self._prompt_tokens = usage.get("prompt_tokens", self._prompt_tokens)
+        self._output_tokens = usage.get("completion_tokens", self._output_tokens)
+        choices = answer.get("choices")
+        choice = _object(choices[0] if isinstance(choices, list) and choices else None)
+        self._finish_reason = choice.get("finish_reason") or self._finish_reason
+        part = _object(choice.get("delta") or choice.get("message"))
+        reasoning = part.get("reasoning") or part.get("reasoning_content")  # vLLM's old name
+        text = part.get("content") or choice.get("text")
+        if text:
+            self.texts.append(text)
+        return [(piece, piece is reasoning) for piece in (reasoning, text) if piece]
+
+    def mark(self, at_s: float) -> None:
+        """A piece came."""
+        self._first_at_s = at_s if self._first_at_s is None else self._first_at_s
+        self._last_at_s = at_s
+
+    def reply(self, duration_s: float) -> Reply:
+        return Reply(
+            text="".join(self.texts),
+            finish_reason=self._finish_reason,
+            prompt_tokens=self._prompt_tokens,
+            output_tokens=self._output_tokens,
+            ttft_s=self._first_at_s,
+            duration_s=duration_s,
+            tokens_per_s=self._tokens_per_s(),
+            replica=self.replica,
+            request_id=self.request_id,
+            model=self._model,
+        )
+
+    def _tokens_per_s(self) -> float | None:
+        if self._output_tokens is None or self._first_at_s is None:
+            return None
+        seconds = self._last_at_s - self._first_at_s
+        return (self._output_tokens - 1) / seconds if seconds > 0 and self._output_tokens > 1 else None
+
+
+def _events(response: http.client.HTTPResponse) -> Iterator[Any]:
+    """The JSON of each event until [DONE] or the end of the body."""
+    parser = Parser()
+    while True:
+        piece = response.read1(_PIECE_BYTES)
+        for event in parser.feed(piece) if piece else parser.close():
+            if event.data.strip() == DONE:
+                return
+            yield _decode(event.data.encode(), "the stream")
+        if not piece:
+            return
+
+
+def _object(value: object) -> dict[str, Any]:
+    """A part of foreign JSON that should be an object, or an empty one."""
+    return value if isinstance(value, dict) else {}
+
+
+def _body(
+    prompt: dict[str, object],
+    model: str | None,
+    max_tokens: int | None,
+    temperature: float | None,
+    extra: Mapping[str, object] | None,
+) -> dict[str, object]:
+    """A request's JSON: what is None is left to the server."""
+    asked = {"model": model, **prompt, "max_tokens": max_tokens, "temperature": temperature}
+    return {key: value for key, value in asked.items() if value is not None} | dict(extra or {})
+
+
+def _decode(body: bytes, source: str) -> Any:
+    try:
+        return json.loads(body)
+    except ValueError as exc:
+        shown = body[:_BODY_SHOWN_CHARS].decode("utf-8", "replace")
+        raise PenstockError(f"cannot read {source}: not JSON", detail=shown or None) from exc
+
+
+def _server_message(body: bytes) -> str:
+    """The words in an error body, whatever its form: OpenAI's object, a bare string, {"detail": ...} or plain text."""
+    try:
+        answer = json.loads(body)
+    except ValueError:
+        return " ".join(body[:_BODY_SHOWN_CHARS].decode("utf-8", "replace").split())
+    return _message_of(answer) if isinstance(answer, dict) else str(answer)[:_BODY_SHOWN_CHARS]
+
+
+def _message_of(answer: dict[str, Any]) -> str:
+    error = answer.get("error") or answer.get("detail") or answer.get("message") or ""
+    if isinstance(error, dict):
+        error = error.get("message") or error
+    return " ".join(str(error).split())
+
+
+def _broken_off(tally: _Tally) -> PenstockError:
+    n_chars = sum(map(len, tally.texts))
+    detail = f"The stream ended without a finish reason after {n_chars} characters."
+    return PenstockError("the answer broke off: the server ended the stream early", detail=detail, is_retryable=True)
+
+
+def _root(path: str) -> str:
+    return path.rstrip("/").removesuffix("/v1").rstrip("/")
