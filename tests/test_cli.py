@@ -423,11 +423,8 @@ def test_help_imports_nothing_heavy() -> None:
     loaded = {name.partition(".")[0] for name in done.stdout.split()}
     heavy = {"msgspec", "psutil", "yaml", "rich", "uvloop", "asyncio", "ray", "vllm", "torch", "xllamacpp", "numpy"}
     assert not loaded & heavy
-    bench = (".cli_bench", ".cli_bench_asks", ".cli_bench_more")
-    verbs = (".cli_doctor", ".cli_gateway", ".cli_keys", ".cli_plan", ".cli_remote")
-    units = ("", ".cli", *bench, *verbs, ".errors", ".units")
-    ours = {name for name in done.stdout.split() if name.startswith("penstock")}
-    assert ours == {f"penstock{unit}" for unit in units}
+    ours = {name.split(".")[1] for name in done.stdout.split() if name.startswith("penstock.")}
+    assert ours <= {"cli", "errors", "text"}
 
 
 def test_main_exits_with_the_verbs_code(monkeypatch: pytest.MonkeyPatch) -> None:
