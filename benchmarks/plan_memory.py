@@ -4,8 +4,8 @@
 
 Reads benchmarks/data/startup_logs.yaml, asks the planner what each start's user would have asked, and prints the worst
 first. `--write-docs` writes docs/measurements/plan-accuracy.md, which a test compares. Bars: weights within 0.5% (3%
-for a quantised checkpoint without its index; or half of the last printed digit), KV cache within 5% on cards from 40 GB and 10% on
-smaller ones, tokens exact once the memory is given, every verdict right.
+for a quantised checkpoint without its index; or half of the last printed digit), KV cache within 5%
+on cards from 40 GB and 10% on smaller ones, tokens exact once the memory is given, every verdict right.
 """
 
 from __future__ import annotations
