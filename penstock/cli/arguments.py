@@ -55,7 +55,9 @@ def whole(least: int, most: int = MOST) -> Callable[[str], int]:
     return read
 
 
-def number(least: float, most: float = MOST, *, is_above: bool = False, what: str = "a number") -> Callable[[str], float]:
+def number(
+    least: float, most: float = MOST, *, is_above: bool = False, what: str = "a number"
+) -> Callable[[str], float]:
     """A number within these bounds; `is_above`: not `least` itself."""
 
     def read(text: str) -> float:
