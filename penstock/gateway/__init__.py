@@ -1,4 +1,4 @@
-"""The gateway: one public address in front of every replica. docs/gateway.md says what it promises.
+"""The gateway: one public address in front of every replica. docs/reference/gateway.md says what it promises.
 
     config      the file it is started with
     bodies      what is read from and written into JSON (pure)
