@@ -71,7 +71,7 @@ def test_deadline_before_the_first_byte_gives_504_and_frees_the_engine(loop_fact
     async def test() -> None:
         gate = Gate(b"", b"")
         async with rig_with(gate.reply) as (rig, _, client):
-            client.post(CHAT, headers="X-Request-Timeout: 5ms\r\n")
+            client.post(CHAT, headers="X-Request-Timeout: 150ms\r\n")
             status, error = await client.error()
             assert (status, error["code"]) == (504, "deadline_exceeded")
             await gate.peer_left.wait()
