@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING, Any
 from penstock.errors import UserError
 
 if TYPE_CHECKING:
-    from penstock.gateway.accounting.store import ApiKey, Grouping, Store, Usage
+    from penstock.gateway.accounting.key_store import ApiKey
+    from penstock.gateway.accounting.store import Database
+    from penstock.gateway.accounting.usage_store import Grouping, Usage, UsageStore
 
 Price = tuple[float, float, float]  # US dollars per million input, output and cached tokens
 
@@ -130,7 +132,7 @@ def add_usage_arguments(sub: argparse.ArgumentParser) -> None:
     form.add_argument("--json", action="store_true", help="print JSON")
 
 
-def _open(options: argparse.Namespace, *, may_create: bool = False) -> Store:
+def _open(options: argparse.Namespace, *, may_create: bool = False) -> Database:
     from penstock import run_folder
     from penstock.gateway.accounting import store
 
@@ -148,12 +150,12 @@ def _open(options: argparse.Namespace, *, may_create: bool = False) -> Store:
         may_create = True
     if not may_create and not store.is_postgres(place) and not Path(place).is_file():
         raise UserError(f'cannot find store "{place[:200]}"', hint="penstock keys create --store makes one.")
-    return store.Store(place)
+    return store.connect(place)
 
 
 def run_keys(options: argparse.Namespace) -> int:
     """The verb `keys`. A new secret is all that stands on standard output; what people read goes to standard error."""
-    from penstock.gateway.accounting.store import Limits, check_new_key
+    from penstock.gateway.accounting.key_store import KeyStore, Limits, check_new_key
 
     now = time.time()
     if options.action == "create":
@@ -164,23 +166,22 @@ def run_keys(options: argparse.Namespace) -> int:
         numbers = (options.rpm, options.tpm, options.concurrency, options.budget)
         limits = Limits(options.models, *numbers, expires_at)
         check_new_key(name, limits, now)
-        opened = _open(options, may_create=True)
-        made = opened.create_key(name, limits, now)
+        made = KeyStore(_open(options, may_create=True)).create(name, limits, now)
         time.sleep(SEEN_S)
         _show_secret(*made, options.json)
         return 0
-    opened = _open(options)
+    store = KeyStore(_open(options))
     if options.action == "list":
-        _show_keys(opened.all_keys(), now, options.json)
+        _show_keys(store.all(), now, options.json)
         return 0
     if options.key is None:
         raise UserError(f"cannot {options.action} a key without its name", hint=f"penstock keys {options.action} NAME")
     if options.action == "rotate":
-        made = opened.rotate_key(options.key, options.grace, now)
+        made = store.rotate(options.key, options.grace, now)
         time.sleep(SEEN_S)
         _show_secret(*made, options.json)
         return 0
-    key = opened.revoke_key(options.key, now)
+    key = store.revoke(options.key, now)
     time.sleep(SEEN_S)
     if options.json:
         print(json.dumps(_key_facts(key, now)))
@@ -254,11 +255,12 @@ def _show_keys(keys: Sequence[ApiKey], now: float, as_json: bool) -> None:
 
 def run_usage(options: argparse.Namespace) -> int:
     """The verb `usage`: one line a group, and what it cost where that is known."""
+    from penstock.gateway.accounting.usage_store import UsageStore
+
     if options.action == "prune" or options.before is not None or options.keep is not None:
         return _prune(options)
-    opened = _open(options)
     since = 0.0 if options.since is None else time.time() - options.since
-    lines = _priced(opened, options.by, since, dict(options.price))
+    lines = _priced(UsageStore(_open(options)), options.by, since, dict(options.price))
     columns = (*options.by, "requests", "prompt_tokens", "cached_tokens", "output_tokens", "estimates", "cost_usd")
     rows = [
         (*line.group, line.n_requests, line.prompt_tokens, line.cached_tokens, line.output_tokens)
@@ -281,18 +283,19 @@ def run_usage(options: argparse.Namespace) -> int:
 
 def _prune(options: argparse.Namespace) -> int:
     """`usage prune`. A second one goes on where one that was killed has ended."""
-    from penstock.gateway.accounting.store import DAY_S, day_of
+    from penstock.gateway.accounting.usage_store import DAY_S, UsageStore, day_of
 
     if options.action != "prune" or (options.before is None) == (options.keep is None):
         raise UserError("cannot prune usage without one limit", hint="penstock usage prune --keep 90d, or --before DAY")
     before = options.before if options.keep is None else time.time() - options.keep
     # Today goes on: gateways add to it.
     before = max(0.0, min(before, time.time())) // DAY_S * DAY_S
-    opened = _open(options)
+    database = _open(options)
+    store = UsageStore(database)
     n_rows = 0
-    while n_pruned := opened.prune(before):
+    while n_pruned := store.prune(before):
         n_rows += n_pruned
-    opened.compact()
+    database.compact()
     if options.json:
         print(json.dumps({"before": day_of(before), "requests": n_rows}))
     else:
@@ -300,14 +303,14 @@ def _prune(options: argparse.Namespace) -> int:
     return 0
 
 
-def _priced(opened: Store, by: tuple[Grouping, ...], since: float, prices: dict[str, Price]) -> list[Usage]:
+def _priced(store: UsageStore, by: tuple[Grouping, ...], since: float, prices: dict[str, Price]) -> list[Usage]:
     """The usage with the cost by the given prices, for the models that have one."""
-    from penstock.gateway.accounting.store import Usage
+    from penstock.gateway.accounting.usage_store import Usage
 
     if not prices:
-        return opened.usage(by, since)
+        return store.usage(by, since)
     found: dict[tuple[str, ...], Usage] = {}
-    for line in opened.usage((*by, "model") if "model" not in by else by, since):
+    for line in store.usage((*by, "model") if "model" not in by else by, since):
         model = line.group[by.index("model")] if "model" in by else line.group[-1]
         group = line.group[: len(by)]
         before = found.get(group, Usage(group, 0, 0, 0, 0, 0, None))

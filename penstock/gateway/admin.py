@@ -16,9 +16,9 @@ from penstock.gateway.accounting.entry import Accounting
 from penstock.gateway.accounting.key_store import ApiKey, KeyStore, Limits, check_new_key
 from penstock.gateway.accounting.keys import has_token
 from penstock.gateway.accounting.ledger import Ledger
-from penstock.gateway.board import Board
+from penstock.gateway.board import RankBoard
 from penstock.gateway.connections.client import ClientConnection, Request
-from penstock.gateway.context import Desk
+from penstock.gateway.context import GatewayContext
 from penstock.gateway.responses import Answer, error_answer, json_answer
 from penstock.gateway.workers.reports import Reporter, WorkerReport
 from penstock.wire.announcement import Announcement, Post
@@ -64,13 +64,13 @@ class AdminApi:
     Any worker may get a call. What it changes of the replicas is done by the other workers too, through the reporter.
     """
 
-    def __init__(self, desk: Desk, accounting: Accounting, reporter: Reporter, token: str) -> None:
-        self._desk = desk
+    def __init__(self, context: GatewayContext, accounting: Accounting, reporter: Reporter, token: str) -> None:
+        self._context = context
         self._reporter = reporter
         self._accounting = accounting
-        self._fleet = desk.fleet
+        self._replicas = context.replicas
         self._token = token
-        self._board = Board(time.monotonic())
+        self._board = RankBoard(time.monotonic())
 
     def refuse(self, head: RequestHead) -> Answer | None:
         """Calls without the token, unknown paths and wrong methods."""
@@ -118,27 +118,27 @@ class AdminApi:
         name = msgspec.json.decode(body, type=_Named).replica
         log.info("replica %r: %s", name, path.decode().removeprefix("/admin/"))
         if path == b"/admin/drain":
-            self._fleet.drain(name)
+            self._replicas.drain(name)
         elif path == b"/admin/undrain":
-            self._fleet.undrain(name)
+            self._replicas.undrain(name)
             self._wake(name)
         else:
-            self._fleet.forget(name)
+            self._replicas.forget(name)
         return {"ok": True}
 
     def _announce(self, announcement: Announcement) -> bool:
-        before = self._fleet.find(announcement.replica)
+        before = self._replicas.find(announcement.replica)
         state_before = before.announcement.state if before and not before.is_lapsed else "absent"
-        is_draining = self._fleet.announce(announcement, time.monotonic())
+        is_draining = self._replicas.announce(announcement, time.monotonic())
         if announcement.state != state_before:
             log.info("replica %s: %s -> %s", announcement.replica, state_before, announcement.state)
         self._wake(announcement.replica)
         return is_draining
 
     def _wake(self, name: str) -> None:
-        replica = self._fleet.find(name)
-        if replica is not None and self._fleet.is_ready(replica, time.monotonic()):
-            self._desk.hold.wake(replica.announcement.model)
+        replica = self._replicas.find(name)
+        if replica is not None and self._replicas.is_ready(replica, time.monotonic()):
+            self._context.queue.wake(replica.announcement.model)
 
 
 # API keys: created, listed, rotated, revoked while the gateway runs.
@@ -173,7 +173,7 @@ def _call_store(request: Request, client: ClientConnection, ledger: Ledger | Non
 
 async def _answer(ledger: Ledger, job: Callable[[KeyStore], Any]) -> Answer:
     try:
-        return json_answer(await ledger.call(job))
+        return json_answer(await ledger.call(lambda database: job(KeyStore(database))))
     except UserError as error:
         return error_answer(400, error.message, "bad_request")
     except PenstockError as error:

@@ -165,8 +165,6 @@ def _find_wire_problems(config: GatewayConfig) -> list[Problem]:
         problems.append(Problem("tls_cert, tls_key", "one without the other"))
     if not 1 <= config.workers <= MAX_WORKERS:
         problems.append(Problem("workers", f"{config.workers} is not from 1 to {MAX_WORKERS}"))
-    if config.workers > 1 and config.listen.startswith(UNIX):
-        problems.append(Problem("workers", "several cannot share a Unix socket", "workers: 1, or listen on host:port"))
     for field, value in msgspec.structs.asdict(config.limits).items():
         if value is not None and value <= 0:
             problems.append(Problem(f"limits.{field}", f"{value} is not above 0"))

@@ -1,9 +1,10 @@
-"""The gateway put together: two listeners over one fleet, and the order in which they stop."""
+"""The gateway put together: two listeners over one table of replicas, and the order in which they stop."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import secrets
 import signal
@@ -12,22 +13,19 @@ import ssl
 import time
 from dataclasses import dataclass
 
-import msgspec
-
 from penstock.gateway import compiled
-from penstock.gateway.accounting.entry import Books
-from penstock.gateway.accounting.quota_sync import Exchange
-from penstock.gateway.accounting.store import is_postgres
-from penstock.gateway.admin import Admin
+from penstock.gateway.accounting.entry import Accounting
+from penstock.gateway.accounting.running_totals import Totals
+from penstock.gateway.admin import AdminApi
 from penstock.gateway.config import GatewayConfig, parse_address
 from penstock.gateway.connections.engine import Pool
 from penstock.gateway.connections.listener import Listener, open_socket, open_tls
-from penstock.gateway.context import Desk
+from penstock.gateway.context import GatewayContext
 from penstock.gateway.metrics import Counters
 from penstock.gateway.public import Public
-from penstock.gateway.routing.queue import Hold
-from penstock.gateway.routing.replicas import Fleet
-from penstock.gateway.routing.static_upstreams import Statics
+from penstock.gateway.routing.queue import WaitingQueue
+from penstock.gateway.routing.replicas import ReplicaTable
+from penstock.gateway.routing.static_upstreams import StaticUpstreams
 from penstock.gateway.workers.link import ParentLink, WorkerSlot
 from penstock.gateway.workers.reports import Reporter
 from penstock.wire.announcement import engine_key
@@ -72,31 +70,31 @@ class Gateway:
         self, config: GatewayConfig, token: str, sockets: Sockets | None = None, slot: WorkerSlot | None = None
     ) -> None:
         # Each worker has its own connection to the store: it is opened after the fork.
-        self.books = Books(config)
+        self.accounting = Accounting(config)
         try:
             sockets = sockets or open_sockets(config)
         except BaseException:
-            self.books.close()
+            self.accounting.close()
             raise
         self._config = config
         self._slot = slot
-        fleet = Fleet(config.models, config.policy, *_max_in_flight(config, self.books.totals_at_once))
+        replicas = _replica_table(config, self.accounting.running_totals)
         counters = Counters(model.name for model in config.models)
         pool = Pool(engine_key(token) if config.engines_need_key else None)
         needs_key = config.auth == "keys"
         hides_key = needs_key or config.engines_need_key
-        self._desk = Desk(fleet, Hold(), pool, counters, config.hold_s, needs_key, hides_key)
-        self._statics = Statics(config.upstreams, fleet, self._desk.hold, self._desk.pool)
-        if self.books.ledger is not None and (slot is None or slot.index == 0):
-            self.books.ledger.keep_days = config.ledger_days
-        self._reporter = Reporter(self._desk, self.books, slot.before if slot else None)
+        self._context = GatewayContext(replicas, WaitingQueue(), pool, counters, config.hold_s, needs_key, hides_key)
+        self._static_upstreams = StaticUpstreams(config.upstreams, replicas, self._context.queue, self._context.pool)
+        if self.accounting.ledger is not None and (slot is None or slot.index == 0):
+            self.accounting.ledger.keep_days = config.ledger_days
+        self._reporter = Reporter(self._context, self.accounting, slot.before if slot else None)
         # Without an admin address of its own nobody may call: a token that nobody knows.
-        self._api = AdminApi(self._desk, self.books, self._reporter, token or secrets.token_hex(16))
+        self._api = AdminApi(self._context, self.accounting, self._reporter, token or secrets.token_hex(16))
         if slot is not None:
             for path, body in slot.calls:
                 self._api.apply(path, body)
             self._reporter.link = ParentLink(self._reporter.encode, self._api.apply, self._end_without_parent)
-        public = Public(config, self.books, self._desk, self._reporter)
+        public = Public(config, self.accounting, self._context, self._reporter)
         is_shared = slot is not None
         self.public = Listener(public, sockets.public, config.limits, sockets.tls, is_shared=is_shared)
         self.admin = Listener(self._api, sockets.admin, is_shared=is_shared)
@@ -111,9 +109,9 @@ class Gateway:
 
     async def start(self) -> None:
         """Begins to serve, admin first: a replica may announce before the first request comes."""
-        self.books.start()
+        self.accounting.start()
         await self.admin.start()
-        self._statics.start()
+        self._static_upstreams.start()
         if self._slot is not None and self._reporter.link is not None:
             await self._reporter.link.start(self._slot.socket)
         await self.public.start()
@@ -127,14 +125,16 @@ class Gateway:
 
         The admin address stays until the last request is done: a held request may still get its replica.
         """
-        log.info("draining: %d in flight, %d waiting", self._desk.fleet.in_flight_total, self._desk.hold.waiting)
+        log.info(
+            "draining: %d in flight, %d waiting", self._context.replicas.in_flight_total, self._context.queue.waiting
+        )
         n_cut = await self.public.drain(self._config.drain_s)
         await self.admin.drain(0.0)
-        self._statics.stop()
+        self._static_upstreams.stop()
         if self._lease_timer is not None:
             self._lease_timer.cancel()
-        self._desk.pool.close()
-        await self.books.stop()
+        self._context.pool.close()
+        await self.accounting.stop()
         if self._reporter.link is not None:
             self._reporter.link.report()
             self._reporter.link.close()
@@ -145,11 +145,17 @@ class Gateway:
         """Tells of lapsed leases, which end traffic with or without this, and looks after requests."""
         loop = asyncio.get_running_loop()
         now = time.monotonic()
-        for name in self._desk.fleet.take_lapsed(now):
+        for name in self._context.replicas.take_lapsed(now):
             log.warning("replica %s: its lease ran out", name)
-        self._desk.look_after(now)
+        self._context.look_after(now)
         if self._reporter.link is not None:
             self._reporter.link.report()
         self._lease_timer = loop.call_later(LEASE_CHECK_S, self._check_leases)
 
 
+def _replica_table(config: GatewayConfig, totals: Totals) -> ReplicaTable:
+    """`max_in_flight` holds over all gateways on the store; without a store each worker has its share of it."""
+    most = config.max_in_flight
+    if most is None or config.store is not None:
+        return ReplicaTable(config.models, config.policy, most, totals)
+    return ReplicaTable(config.models, config.policy, math.ceil(most / config.workers))

@@ -71,7 +71,7 @@ _WORDS: Final = {
 
 @dataclass
 class Account:
-    """What the books know of a model: its price, its counts since the gateway started, and what its complete requests
+    """What is known of a model: its price, its counts since the gateway started, and what its complete requests
     taught for estimates where one ends without the engine's count.
     """
 
@@ -206,7 +206,7 @@ class Asked:
 
 
 class Entry:
-    """One request in the accounting. `body`: what the engine is sent, until its answer begins. `strips_usage`: the client
+    """One request in the ledger. `body`: what the engine is sent, until its answer begins. `strips_usage`: the client
     did not ask for the usage event that the answer will have.
     """
 

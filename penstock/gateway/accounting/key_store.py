@@ -140,17 +140,19 @@ class KeyStore:
 
     def all(self) -> list[ApiKey]:
         """All keys, revoked ones too, oldest first."""
-        found: dict[str, list[Secret]] = {}
+        secrets_of: dict[str, list[Secret]] = {}
         for key_id, digest, ending, until in self._database.all(
             "SELECT key_id, hash, ending, expires_at FROM api_secrets ORDER BY created_at", ()
         ):
-            found.setdefault(key_id, []).append(Secret(digest, ending, until))
+            secrets_of.setdefault(key_id, []).append(Secret(digest, ending, until))
         rows = self._database.all(
             "SELECT id, name, models, rpm, tpm, concurrency, budget_usd, expires_at, created_at, revoked_at"
             " FROM api_keys ORDER BY created_at, id",
             (),
         )
-        return [ApiKey(row[0], row[1], _limits(row[2:8]), row[8], row[9], tuple(found.get(row[0]))) for row in rows]
+        return [
+            ApiKey(row[0], row[1], _limits(row[2:8]), row[8], row[9], tuple(secrets_of.get(row[0], ()))) for row in rows
+        ]
 
     def revision(self) -> int:
         """Another number than before when a key was changed, by whomever."""

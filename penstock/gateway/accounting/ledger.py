@@ -25,7 +25,7 @@ from penstock.errors import PenstockError
 from penstock.gateway.accounting.key_store import ApiKey, KeyStore
 from penstock.gateway.accounting.quota_sync import QuotaSync
 from penstock.gateway.accounting.running_totals import Totals
-from penstock.gateway.accounting.store import connect
+from penstock.gateway.accounting.store import Database, connect
 from penstock.gateway.accounting.usage_store import DAY_S, Row, UsageStore, month_of
 
 PERIOD_S = 0.5  # at most this much is lost with the process, and a changed key is seen this late
@@ -62,7 +62,7 @@ class Ledger:
         self._rows: deque[Row] = deque()
         self._batch: list[Row] = []
         self._is_again = False
-        self._jobs: deque[tuple[Callable[[KeyStore], Any], Future[Any]]] = deque()
+        self._jobs: deque[tuple[Callable[[Database], Any], Future[Any]]] = deque()
         self._submitted_usd: dict[str, float] = {}
         self._revision = -1
         self._last_news: News | None = None
@@ -93,7 +93,7 @@ class Ledger:
             return
         self._rows.append(row)
 
-    def call(self, job: Callable[[KeyStore], T]) -> asyncio.Future[T]:
+    def call(self, job: Callable[[Database], T]) -> asyncio.Future[T]:
         """Runs `job` on the thread, soon; what it changed of the keys is news before the future is done."""
         future: Future[T] = Future()
         self._jobs.append((job, future))
@@ -175,9 +175,9 @@ class Ledger:
             else:
                 future.set_result(result)
 
-    def _try_job(self, job: Callable[[KeyStore], Any]) -> tuple[Any, BaseException | None]:
+    def _try_job(self, job: Callable[[Database], Any]) -> tuple[Any, BaseException | None]:
         try:
-            return job(self._keys), None
+            return job(self._database), None
         except Exception as error:  # noqa: BLE001 - it is raised where the job was asked for
             return None, error
 

@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import errno
 import functools
+import logging
 import os
 import socket
 import ssl
@@ -27,6 +28,7 @@ DOOR_S = 0.05  # in a drain: for handshakes that are under way
 GRACE_S = 0.5  # in a drain: for requests on their way on an idle connection
 FLUSH_S = 1.0  # in a drain: for what is written when time is over
 SWEEP_S = 5.0
+ACCEPT_AGAIN_S = 1.0  # after an error
 
 # A filter program over the TCP header (offset 13 holds the flags) that drops segments with SYN and without ACK.
 # https://www.kernel.org/doc/html/latest/networking/filter.html; SO_ATTACH_FILTER is 26 in asm-generic/socket.h.
@@ -42,13 +44,22 @@ _DROP_SYN = b"".join(
     )
 )
 
+log = logging.getLogger(__name__)
+
 
 class Listener:
     """A listening socket and the connections that came in by it."""
 
     def __init__(
-        self, handler: Handler, sock: socket.socket, limits: Limits | None = None, tls: ssl.SSLContext | None = None
+        self,
+        handler: Handler,
+        sock: socket.socket,
+        limits: Limits | None = None,
+        tls: ssl.SSLContext | None = None,
+        *,
+        is_shared: bool = False,
     ) -> None:
+        """`is_shared`: other processes accept from this socket too."""
         self.handler = handler
         self.limits = limits or Limits()
         self.parse_head: Callable[[bytes], RequestHead] = functools.partial(
@@ -60,7 +71,8 @@ class Listener:
         self._id_prefix = os.urandom(8).hex().encode()
         self._n_request_ids = 0
         self._sock = sock
-        self._server: asyncio.Server | None = None
+        self._is_shared = is_shared
+        self._server: asyncio.Server | SharedServer | None = None
         self._connections: set[ClientConnection] = set()
         self._emptied = asyncio.Event()
         self._sweep_timer: asyncio.TimerHandle | None = None
@@ -94,6 +106,10 @@ class Listener:
     async def start(self) -> None:
         loop = asyncio.get_running_loop()
         self._emptied.set()
+        if self._is_shared:
+            self._server = SharedServer(self._sock, lambda: ClientConnection(self), self._tls, self.limits.head_s)
+            self._sweep()
+            return
         create = loop.create_unix_server if self._sock.family == socket.AF_UNIX else loop.create_server
         # A handshake of TLS counts as a head: a client that never ends it is let go.
         timeout_s = self.limits.head_s if self._tls else None
@@ -119,6 +135,8 @@ class Listener:
             _refuse_new_connections(self._sock)
         await asyncio.sleep(min(DOOR_S, drain_s))
         self._server.close()
+        if isinstance(self._server, SharedServer):
+            await self._server.wait_connected()
         grace_timer = asyncio.get_running_loop().call_later(min(GRACE_S, drain_s), self._close_idle)
         await self._wait_empty(drain_s)
         grace_timer.cancel()
@@ -148,6 +166,71 @@ class Listener:
         for connection in tuple(self._connections):
             connection.close_if_stale(time.monotonic())
         self._sweep_timer = loop.call_later(SWEEP_S, self._sweep)
+
+
+class SharedServer:
+    """Accepts from a socket that other processes accept from too, one connection in a turn of the loop.
+
+    asyncio's own server takes all that are there: of 64 connections that came at once, one worker of four got 64.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        make: Callable[[], asyncio.Protocol],
+        tls: ssl.SSLContext | None,
+        handshake_s: float,
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._sock, self._make, self._tls = sock, make, tls
+        self._handshake_s = handshake_s if tls is not None else None
+        self._connecting: set[asyncio.Task[None]] = set()
+        self._pause_timer: asyncio.TimerHandle | None = None
+        self._resume()
+
+    def close(self) -> None:
+        """Takes what is in the queue, and leaves the socket to the others."""
+        while self._accept():
+            pass
+        if self._pause_timer is not None:
+            self._pause_timer.cancel()
+        self._loop.remove_reader(self._sock.fileno())
+        self._sock.close()
+
+    async def wait_connected(self) -> None:
+        """Until what was accepted is a connection."""
+        if self._connecting:
+            await asyncio.wait(self._connecting)
+
+    def _resume(self) -> None:
+        self._loop.add_reader(self._sock.fileno(), self._accept)
+
+    def _accept(self) -> bool:
+        if self._sock.fileno() < 0:
+            return False
+        try:
+            sock, _ = self._sock.accept()
+        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+            return False  # another process was faster, or the client has left
+        except OSError as error:
+            # Out of files: the queue stays readable, and looking at it again at once would take all of a core.
+            log.error("could not accept a connection: %s", error)
+            self._loop.remove_reader(self._sock.fileno())
+            self._pause_timer = self._loop.call_later(ACCEPT_AGAIN_S, self._resume)
+            return False
+        sock.setblocking(False)
+        task = self._loop.create_task(self._connect(sock))
+        self._connecting.add(task)
+        task.add_done_callback(self._connecting.discard)
+        return True
+
+    async def _connect(self, sock: socket.socket) -> None:
+        try:
+            await self._loop.connect_accepted_socket(
+                self._make, sock, ssl=self._tls, ssl_handshake_timeout=self._handshake_s
+            )
+        except OSError as error:  # a handshake that failed; TimeoutError and SSLError are OSErrors
+            log.debug("a connection ended before it began: %s", error)
 
 
 def _refuse_new_connections(sock: socket.socket) -> None:
@@ -184,12 +267,11 @@ def open_tls(cert: str, key: str) -> ssl.SSLContext:
     return context
 
 
-def open_socket(address: Address, *, shares_port: bool = False, mode: int | None = None) -> socket.socket:
+def open_socket(address: Address, *, mode: int | None = None) -> socket.socket:
     """A bound, listening socket. Raises UserError when the port is taken or the address is not ours.
 
-    SO_REUSEADDR lets a restart after a kill come back while old connections linger in TIME_WAIT. SO_REUSEPORT only for
-    the workers of one gateway (`shares_port`): with it a second gateway would take half of the connections instead of
-    being told. `mode`: of a Unix socket's file.
+    SO_REUSEADDR lets a restart after a kill come back while old connections linger in TIME_WAIT. Not SO_REUSEPORT: a
+    second gateway would take half of the connections instead of an error. `mode`: of a Unix socket's file.
     """
     host, port = address
     if host.startswith(UNIX):
@@ -197,8 +279,6 @@ def open_socket(address: Address, *, shares_port: bool = False, mode: int | None
     sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if shares_port:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         # Accepted connections inherit it: it finds clients that vanished without a word during a long prefill.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         sock.bind(address)

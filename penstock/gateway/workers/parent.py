@@ -23,7 +23,7 @@ from typing import Final
 
 import msgspec
 
-from penstock.gateway.accounting.store import Store
+from penstock.gateway.accounting.store import connect
 from penstock.gateway.config import GatewayConfig
 from penstock.gateway.service import Gateway, Sockets, open_sockets
 from penstock.gateway.workers.link import WorkerSlot
@@ -56,7 +56,7 @@ def serve(config: GatewayConfig, token: str, on_bound: Callable[[Sockets], None]
     if config.store is not None:
         # Whoever learns the address may rely on it. And a worker that cannot open the store would be started again for
         # ever; its connection cannot be made here, for it must not cross the fork.
-        Store(config.store).close()
+        connect(config.store).close()
     if on_bound is not None:
         on_bound(sockets)
     if config.workers == 1:

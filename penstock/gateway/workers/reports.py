@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from penstock.gateway import metrics
-from penstock.gateway.accounting.entry import Books
+from penstock.gateway.accounting.entry import Accounting
 from penstock.gateway.connections.client import ClientConnection
-from penstock.gateway.context import Desk
+from penstock.gateway.context import GatewayContext
 from penstock.gateway.metrics import Distribution, Family, Gauges
 from penstock.gateway.responses import Answer
 from penstock.gateway.workers.link import ParentLink
@@ -43,13 +43,18 @@ class Reporter:
 
     link: ParentLink | None = None
 
-    def __init__(self, desk: Desk, books: Books, before: bytes | None = None) -> None:
-        self._desk = desk
-        self._books = books
+    def __init__(self, context: GatewayContext, accounting: Accounting, before: bytes | None = None) -> None:
+        self._context = context
+        self._accounting = accounting
         self._before = [_ended(before)] if before is not None else []
 
     def encode(self) -> bytes:
         return msgspec.msgpack.encode(self._own())
+
+    def relay(self, path: bytes, body: bytes) -> None:
+        """The other workers do this admin call too, soon."""
+        if self.link is not None:
+            self.link.relay(path, body)
 
     def respond(
         self,
@@ -78,7 +83,7 @@ class Reporter:
 
     def view(self, report: WorkerReport) -> GatewayView:
         """The answer of GET /admin/replicas."""
-        view = self._desk.fleet.view(time.monotonic(), report.n_waiting, report.n_requests)
+        view = self._context.replicas.view(time.monotonic(), report.n_waiting, report.n_requests)
         rows = tuple(
             msgspec.structs.replace(row, in_flight=report.in_flight.get(row.announcement.replica, 0))
             for row in view.replicas
@@ -86,14 +91,14 @@ class Reporter:
         return msgspec.structs.replace(view, replicas=rows, in_flight_total=report.in_flight_total)
 
     def _own(self) -> WorkerReport:
-        desk = self._desk
-        fleet, counters, now = desk.fleet, desk.counters, time.monotonic()
-        view = fleet.view(now, desk.hold.waiting, counters.n_requests)
-        waiting = {model.name: desk.hold.waiting_for(model.name) for model in fleet.models}
-        ready = {model.name: len(fleet.ready(model.name, now)) for model in fleet.models}
-        families = metrics.families(counters, Gauges(view, waiting, ready, fleet.n_ejections))
+        context = self._context
+        replicas, counters, now = context.replicas, context.counters, time.monotonic()
+        view = replicas.view(now, context.queue.waiting, counters.n_requests)
+        waiting = {model.name: context.queue.waiting_for(model.name) for model in replicas.models}
+        ready = {model.name: len(replicas.ready(model.name, now)) for model in replicas.models}
+        families = metrics.families(counters, Gauges(view, waiting, ready, replicas.n_ejections))
         report = WorkerReport(
-            families + self._books.families(),
+            families + self._accounting.families(),
             metrics.distributions(counters),
             view.requests_total,
             view.in_flight_total,
