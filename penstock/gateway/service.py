@@ -95,9 +95,8 @@ class Gateway:
                 self._api.apply(path, body)
             self._reporter.link = ParentLink(self._reporter.encode, self._api.apply, self._end_without_parent)
         public = Public(config, self.accounting, self._context, self._reporter)
-        is_shared = slot is not None
-        self.public = Listener(public, sockets.public, config.limits, sockets.tls, is_shared=is_shared)
-        self.admin = Listener(self._api, sockets.admin, is_shared=is_shared)
+        self.public = Listener(public, sockets.public, config.limits, sockets.tls, slot.public if slot else None)
+        self.admin = Listener(self._api, sockets.admin, share=slot.admin if slot else None)
         self._lease_timer: asyncio.TimerHandle | None = None
         self._ending: asyncio.Task[int] | None = None
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 
+from penstock.gateway.connections.listener import Share
 from penstock.gateway.workers.messages import AdminCall, Frames, Report, Reports, frame
 
 GATHER_S = 2.0  # the parent answers within 0.7 s, unless it is stopped itself
@@ -19,12 +20,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class WorkerSlot:
-    """What the parent gives a worker: its number, its end of the socket pair, the admin calls that still hold, and
-    the last report of the worker before it.
+    """What the parent gives a worker: its number, its end of the socket pair, its share of the connections, the admin
+    calls that still hold, and the last report of the worker before it.
     """
 
     index: int
     socket: socket.socket
+    public: Share
+    admin: Share
     calls: tuple[tuple[bytes, bytes], ...] = ()
     before: bytes | None = None
 

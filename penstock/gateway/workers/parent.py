@@ -25,6 +25,7 @@ import msgspec
 
 from penstock.gateway.accounting.store import connect
 from penstock.gateway.config import GatewayConfig
+from penstock.gateway.connections.listener import Share
 from penstock.gateway.service import Gateway, Sockets, open_sockets
 from penstock.gateway.workers.link import WorkerSlot
 from penstock.gateway.workers.messages import AdminCall, Frames, Report, Reports, frame
@@ -140,6 +141,7 @@ class _Parent:
 
     def __init__(self, config: GatewayConfig, token: str, sockets: Sockets) -> None:
         self._config, self._token, self._sockets = config, token, sockets
+        self._public, self._admin = Share(config.workers), Share(config.workers)
         self._selector = selectors.PollSelector()  # no file of its own that a child would inherit
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._workers: dict[int, _Worker] = {}  # by slot
@@ -208,7 +210,8 @@ class _Parent:
         pid = os.fork()
         if pid == 0:
             ours.close()
-            self._work(WorkerSlot(slot, theirs, calls, self._reports.get(slot)))
+            shares = (self._public.of(slot), self._admin.of(slot))
+            self._work(WorkerSlot(slot, theirs, *shares, calls, self._reports.get(slot)))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
         theirs.close()
         ours.setblocking(False)

@@ -46,7 +46,7 @@ class Reporter:
     def __init__(self, context: GatewayContext, accounting: Accounting, before: bytes | None = None) -> None:
         self._context = context
         self._accounting = accounting
-        self._before = [_ended(before)] if before is not None else []
+        self._before = [ended(before)] if before is not None else []
 
     def encode(self) -> bytes:
         return msgspec.msgpack.encode(self._own())
@@ -78,8 +78,8 @@ class Reporter:
         body: bytes,
     ) -> None:
         reports = await link.gather(path, body)
-        others = [*map(_decode, reports.running), *map(_ended, reports.ended)]
-        client.respond(write(_add([self._own(), *others])))
+        others = [*map(_decode, reports.running), *map(ended, reports.ended)]
+        client.respond(write(add([self._own(), *others])))
 
     def view(self, report: WorkerReport) -> GatewayView:
         """The answer of GET /admin/replicas."""
@@ -105,7 +105,7 @@ class Reporter:
             view.waiting,
             {row.announcement.replica: row.in_flight for row in view.replicas},
         )
-        return _add([report, *self._before]) if self._before else report
+        return add([report, *self._before]) if self._before else report
 
 
 def metrics_answer(report: WorkerReport) -> Answer:
@@ -113,13 +113,13 @@ def metrics_answer(report: WorkerReport) -> Answer:
     return Answer(200, metrics.write_metrics(report.families, report.distributions), metrics.CONTENT_TYPE)
 
 
-def _ended(content: bytes) -> WorkerReport:
+def ended(content: bytes) -> WorkerReport:
     """What stays true of a worker that ended: its counts, without what it had under way."""
     report = _decode(content)
     return WorkerReport(metrics.only_counters(report.families), report.distributions, report.n_requests)
 
 
-def _add(parts: Sequence[WorkerReport]) -> WorkerReport:
+def add(parts: Sequence[WorkerReport]) -> WorkerReport:
     in_flight: Counter[str] = Counter()
     for part in parts:
         in_flight.update(part.in_flight)
