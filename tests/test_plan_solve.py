@@ -19,6 +19,7 @@ from penstock.models import Facts
 from penstock.models import catalog as models_catalog
 from penstock.planner import layouts
 from penstock.planner.architecture import dense
+from penstock.planner.engine_versions import profile
 from penstock.planner.memory.tensors import inventory, split_layers, stage_layers
 from penstock.planner.ranges import Range
 from penstock.planner.request import Sizing, SizingRequest
@@ -210,7 +211,7 @@ def test_a_thousand_gpus_take_few_calls(model: str) -> None:
 
 def test_planning_imports_neither_torch_nor_vllm() -> None:
     script = (
-        "import sys; from penstock.cli import main as cli; cli.run(['plan', 'llama-3.1-8b', '--gpu', 'h200', '--json']); "
+        "import sys; from penstock.cli import main; main.run(['plan', 'llama-3.1-8b', '--gpu', 'h200', '--json']); "
         "sys.exit(bool({'torch', 'vllm', 'transformers', 'matplotlib'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=60, check=False)
@@ -224,7 +225,7 @@ def test_every_model_of_the_catalogue_gets_an_answer(plan: Plan, model: str) -> 
     assert answer["reason"]
     if code == 0:
         arch = dense.read(models_catalog.model_config(model))
-        assert layouts.refusal(layouts.shape_of(arch), Parallel(**answer["layout"]), 8) is None
+        assert layouts.refusal(layouts.shape_of(arch, profile()), Parallel(**answer["layout"]), 8) is None
         assert answer["kv"]["tokens"] > 0 and answer["speed"]["tpot_ms"]["likely"] > 0
 
 
