@@ -84,7 +84,7 @@ MISTAKES = [
         'gateway.prot: unknown key (did you mean "port"?)',
         None,
     ),
-    ("--replicas -1", "cannot use the demo: 1 problem", "replicas.min: -1 is below 0", "docs/spec.md lists"),
+    ("--replicas -1", "cannot use the demo: 1 problem", "replicas.min: -1 is below 0", "docs/reference/spec.md lists"),
     ("--name Big", "cannot use the demo: 1 problem", 'name: "Big" is not a legal name', None),
     (
         "nowhere.yaml",

@@ -413,6 +413,6 @@ def test_every_flag_is_an_option_and_a_wrong_one_is_refused(capsys: pytest.Captu
 
 
 def test_every_flag_is_in_the_manual() -> None:
-    manual = (Path(__file__).parents[1] / "docs" / "testing.md").read_text()
+    manual = (Path(__file__).parents[1] / "docs" / "how-to" / "testing.md").read_text()
     missing = [f.name for f in fields(Options) if f"`--{f.name.replace('_', '-')}" not in manual]
     assert not missing

@@ -210,7 +210,7 @@ def test_a_thousand_gpus_take_few_calls(model: str) -> None:
 
 def test_planning_imports_neither_torch_nor_vllm() -> None:
     script = (
-        "import sys; from penstock.cli import main as cli; cli.run(['plan', 'llama-3.1-8b', '--gpu', 'h200', '--json']); "
+        "import sys; from penstock.cli import main; main.run(['plan', 'llama-3.1-8b', '--gpu', 'h200', '--json']); "
         "sys.exit(bool({'torch', 'vllm', 'transformers', 'matplotlib'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=60, check=False)

@@ -180,7 +180,7 @@ def test_contradictions_are_reported_together() -> None:
 
 
 def test_an_error_without_a_hint_points_to_the_page_of_fields() -> None:
-    assert refused("model: 7").hint == "docs/spec.md lists every field"
+    assert refused("model: 7").hint == "docs/reference/spec.md lists every field"
     assert refused("modle: x").hint is None
 
 

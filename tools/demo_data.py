@@ -1,6 +1,6 @@
 """What the demo model learns, as tables. `demo_corpus.py` turns them into questions, answers and texts.
 
-The rest of its corpus is docs/faq.md and docs/glossary.md.
+The rest of its corpus is docs/faq.md and docs/reference/glossary.md.
 """
 # ruff: noqa: E501 - one exchange or text per line, however long: a line break would be learnt.
 

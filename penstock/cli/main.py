@@ -133,7 +133,7 @@ def _has_colour(stream: Any) -> bool:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The whole command tree; docs/cli.md is generated from it."""
+    """The whole command tree; docs/reference/cli.md is generated from it."""
     root = _Parser(
         prog="penstock",
         description="One file and one command take any open LLM from a laptop to a cluster, on vLLM and Ray.",

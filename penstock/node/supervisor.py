@@ -50,11 +50,6 @@ _END_S = _ENGINE_GRACE_S + 3.0  # what ending an engine takes, with what it left
 _LAST_WORD_S = 30.0  # a failed start is announced for this long: its gateway may still be starting
 
 
-def pause_s(n_failures: int) -> float:
-    """Seconds to wait before start number n+1 after n failures in a row: 1, 2, 4 ... at most 60."""
-    return float(min(60, 2 ** max(0, n_failures - 1)))
-
-
 class StallWatch:
     """Says for how long requests have been running without the engine making a step. Pure: the clock is passed in."""
 
@@ -118,21 +113,19 @@ class Node:
     def run(self) -> int:
         """Until a stop (0) or a failed start (1)."""
         self.announcer.start()
-        failures = 0
+        n_failures, backoff = 0, processes.Backoff(1.0, 60.0, _CALM_AFTER_S)
         while not self.stops:
-            began = time.monotonic()
             diagnosis = self._one_life()
             if diagnosis is None:
                 break
-            calm = self._ready_after_s is not None and time.monotonic() - began > _CALM_AFTER_S
-            failures = 1 if calm else failures + 1
+            n_failures += 1
             print(f"penstock: {diagnosis.reason}", flush=True)
             is_same = diagnosis.line is not None and diagnosis.reason == self._reason
-            if not self._was_ready and (diagnosis.is_final or is_same or failures >= _STARTS_BEFORE_FAILED):
+            if not self._was_ready and (diagnosis.is_final or is_same or n_failures >= _STARTS_BEFORE_FAILED):
                 self._fail(diagnosis)
                 return 1
             self._note_restart(diagnosis)
-            self._pause(pause_s(failures))
+            self._pause(backoff.next(time.monotonic()))
         self._announce("stopping")
         self.announcer.wait_told(2.0)
         self._end_crew("stopping")

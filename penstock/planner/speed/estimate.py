@@ -8,8 +8,9 @@ B - 1 prompts of others are read in, and everyone waits for them; of p a step on
     TTFT = c + steps waited for + prefill(input) x (1 + queue), and with all others at once + half of their prefills
 The form and its constants were fitted on 1,328 measured vLLM points (sizing.md section 5: TPOT median error 17%, TTFT
 30%, with TTFT = 37 ms + prefill x (2 + 0.07 C), of which 0.07 C is the benchmark's first wave: all C prompts at once, a
-tenth of all). Constants moved where measured steps said so; each carries where it is from. docs/plan-speed.md compares
-with every published point we have. Without calibration all ranges are wide on purpose.
+tenth of all). Constants moved where measured steps said so; each carries where it is from.
+docs/measurements/plan-speed.md compares with every published point we have. Without calibration all
+ranges are wide on purpose.
 """
 
 from __future__ import annotations
