@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 import pytest
 
@@ -69,6 +71,30 @@ def test_forgotten_replica_starts_anew() -> None:
     fleet.forget("0")
     assert fleet.view(0, 0, 0).replicas == ()
     assert fleet.announce(READY, now=1) is False
+
+
+STOPPING = msgspec.structs.replace(READY, state="stopping")
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        lambda fleet: fleet.forget("0"),
+        lambda fleet: fleet.undrain("0"),
+        lambda fleet: fleet.take_lapsed(now=100),
+        lambda fleet: (fleet.announce(STOPPING, now=1), fleet.announce(READY, now=2)),
+    ],
+    ids=["forgotten", "taken back", "its lease ran out", "a successor announces"],
+)
+def test_an_order_to_leave_holds_until_the_replica_is_gone(end: Callable[[Fleet], object]) -> None:
+    fleet = Fleet(MODELS)
+    assert fleet.leave("0") == 0, "before its first announcement"
+    fleet.announce(READY, now=0)
+    assert (fleet.must_leave("0"), ready_names(fleet, 0)) == (True, [])
+    fleet.leave("0")
+    end(fleet)
+    assert fleet.must_leave("0") is False
+    assert fleet.announce(READY, now=3) is False
 
 
 def test_suspect_is_passed_over_until_it_announces() -> None:
