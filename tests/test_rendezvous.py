@@ -17,7 +17,7 @@ from samples import cpu_machine, demo_plan
 
 from penstock import engines
 from penstock.engines import Diagnosis
-from penstock.gateway.board import FORGET_AFTER_S, Board
+from penstock.gateway.board import FORGET_AFTER_S, RankBoard
 from penstock.hardware import Interface, NodeFacts
 from penstock.node.group import follower, rendezvous
 from penstock.node.group.addresses import Formation
@@ -38,7 +38,7 @@ class Desk:
     """The gateway's admin address, as a node calls it; `is_down` cuts it off."""
 
     def __init__(self) -> None:
-        self.board = Board(time.monotonic() - 100.0)
+        self.board = RankBoard(time.monotonic() - 100.0)
         self.is_down = False
         self._lock = threading.Lock()
 
@@ -247,7 +247,7 @@ def test_a_gateway_that_is_away_is_no_loss_of_a_node(desk: Desk, seconds: Callab
     desk.is_down = True
     time.sleep(2.0)
     assert lead.trouble() is None
-    desk.board = Board(time.monotonic())  # another process: it knows nobody
+    desk.board = RankBoard(time.monotonic())  # another process: it knows nobody
     desk.is_down = False
     until(lambda: len(lead._group.others()) == 1, "the other has spoken again")
     time.sleep(1.5)
@@ -309,7 +309,7 @@ def test_an_address_counts_only_when_it_leads_to_that_very_node() -> None:
 
 
 def test_the_board_forgets_what_nobody_renews() -> None:
-    board = Board(0.0)
+    board = RankBoard(0.0)
     board.post(Post("0", 0, "a", "e"), 0.0)
     board.post(Post("1", 0, "b", "e"), 1.0)
     view = board.post(Post("0", 1, "c", "e"), FORGET_AFTER_S + 2.0)
@@ -318,7 +318,7 @@ def test_the_board_forgets_what_nobody_renews() -> None:
 
 
 def test_an_order_to_leave_is_not_for_the_process_that_replaces_one_that_left() -> None:
-    board = Board(0.0)
+    board = RankBoard(0.0)
     assert board.post(Post("0", 1, "old", ""), 0.0).leave is False
     assert board.post(Post("0", 1, "old", ""), 1.0, must_leave=True).leave is True
     assert board.post(Post("0", 1, "new", ""), 2.0, must_leave=True).leave is False

@@ -11,7 +11,7 @@ from penstock.wire.announcement import BoardView, Post, PostView
 FORGET_AFTER_S = 600.0
 
 
-class Board:
+class RankBoard:
     """The last post of every rank of every replica."""
 
     def __init__(self, now: float) -> None:
