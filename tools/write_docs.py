@@ -1,4 +1,4 @@
-"""Writes docs/cli.md and docs/spec.md from the command tree and the types of the file: `make docs`.
+"""Writes docs/reference/cli.md and docs/reference/spec.md from the command tree and the types of the file: `make docs`.
 
 A test fails when the pages differ from what this writes.
 """
@@ -41,7 +41,7 @@ The file may hold more than this version does: `penstock doctor FILE` says what 
 
 
 def cli_page() -> str:
-    """docs/cli.md: every verb with its arguments, as `--help` has them."""
+    """docs/reference/cli.md: every verb with its arguments, as `--help` has them."""
     root = cli.parser()
     parts = ["# Command line", WRITTEN, str(root.description), "```\npenstock VERB ...\n```"]
     parts.append("\n".join(f"- [`{verb}`](#{verb}): {text}" for verb, text, _ in _verbs(root)))
@@ -51,10 +51,17 @@ def cli_page() -> str:
         if any(isinstance(action, argparse._SubParsersAction) for action in sub._actions):
             inner = [(f"{verb} {name}", each) for name, _, each in _verbs(sub)]
             for name, each in inner:
-                parts += [f"### {name}", str(each.description), f"```\n{_usage(name, each)}\n```", _arguments(each)]
+                parts += [f"### {name}", str(each.description), *_reference(name, each)]
         else:
-            parts += [f"```\n{_usage(verb, sub)}\n```", _arguments(sub)]
+            parts += _reference(verb, sub)
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _reference(verb: str, sub: argparse.ArgumentParser) -> list[str]:
+    """Usage, examples and arguments."""
+    lines = [line.strip() for line in (sub.epilog or "").splitlines()[1:]]
+    examples = "\n".join(["```bash", *lines, "```"]) if lines else ""
+    return [f"```\n{_usage(verb, sub)}\n```", examples, _arguments(sub)]
 
 
 def _verbs(root: argparse.ArgumentParser) -> Iterator[tuple[str, str, argparse.ArgumentParser]]:
@@ -114,7 +121,7 @@ def _option_text(action: argparse.Action) -> str:
 
 
 def spec_page() -> str:
-    """docs/spec.md: every field with its type and default."""
+    """docs/reference/spec.md: every field with its type and default."""
     parts = ["# The deployment file", WRITTEN, _SPEC_HEAD.strip(), *_block(deployment.Deployment, "")]
     return "\n\n".join(parts) + "\n"
 
@@ -187,8 +194,8 @@ def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
 
 def main() -> None:
     for name, text in (("cli.md", cli_page()), ("spec.md", spec_page())):
-        (ROOT / "docs" / name).write_text(text, "utf-8")
-        print(f"docs/{name}: {len(text.splitlines())} lines")
+        (ROOT / "docs" / "reference" / name).write_text(text, "utf-8")
+        print(f"docs/reference/{name}: {len(text.splitlines())} lines")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from penstock.spec.deployment import Scalar
 
 
 class Fake(Vllm):
-    """Speaks vLLM's HTTP, metrics and log; `engine.args` are its own fault flags (docs/testing.md)."""
+    """Speaks vLLM's HTTP, metrics and log; `engine.args` are its own fault flags (docs/how-to/testing.md)."""
 
     name = "fake"
     package = None

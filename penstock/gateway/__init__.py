@@ -1,4 +1,4 @@
-"""The gateway: one public address in front of every replica. docs/gateway.md says what it promises.
+"""The gateway: one public address in front of every replica. docs/reference/gateway.md says what it promises.
 
     config      the file it is started with
     bodies      what is read from and written into JSON (pure)
@@ -16,7 +16,7 @@
     exposition  counters and their Prometheus text (pure)
     tally       the numbers of all workers as one
     hold        requests that wait for a replica, fair between keys
-    desk        what every request under way shares
+    context        what every request under way shares
     accounting  an entry in the books for every request
     ledger      the thread that writes rows and reads keys
     exchange    quotas over gateways that share a PostgreSQL store

@@ -19,7 +19,7 @@ log = logging.getLogger("penstock.gateway")
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m penstock.gateway", description="The gateway, alone.")
-    parser.add_argument("config", type=Path, help="a JSON file, see docs/gateway.md")
+    parser.add_argument("config", type=Path, help="a JSON file, see docs/reference/gateway.md")
     options = parser.parse_args(arguments)
     compiled.activate()  # before any of the modules that it is for
     from penstock.gateway.config import load_config, read_token

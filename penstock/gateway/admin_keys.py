@@ -1,4 +1,4 @@
-"""Keys by the admin address: made, listed, rotated, revoked while the gateway runs. docs/gateway.md has the calls."""
+"""Makes, lists, rotates and revokes keys through the admin address; docs/reference/gateway.md has the calls."""
 
 from __future__ import annotations
 

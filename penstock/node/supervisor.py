@@ -27,6 +27,7 @@ from penstock.node.group.addresses import Formation
 from penstock.node.group.leader import Lead
 from penstock.node.group.rendezvous import Group
 from penstock.node.local_processes import Footing, Parts, Seat
+from penstock.node.ready_file import ReadyFile
 from penstock.run_folder import Launch
 from penstock.text import show_seconds
 from penstock.wire import prometheus
@@ -50,11 +51,6 @@ _END_S = _ENGINE_GRACE_S + 3.0  # what ending an engine takes, with what it left
 _LAST_WORD_S = 30.0  # a failed start is announced for this long: its gateway may still be starting
 
 
-def pause_s(n_failures: int) -> float:
-    """Seconds to wait before start number n+1 after n failures in a row: 1, 2, 4 ... at most 60."""
-    return float(min(60, 2 ** max(0, n_failures - 1)))
-
-
 class StallWatch:
     """Says for how long requests have been running without the engine making a step. Pure: the clock is passed in."""
 
@@ -74,17 +70,19 @@ class StallWatch:
 class Node:
     """Supervises one engine until told to stop."""
 
-    def __init__(self, launch: Launch, seat: Seat, engine: Engine, admin: Admin, claims_gpus: bool = False) -> None:
+    def __init__(
+        self, launch: Launch, seat: Seat, engine: Engine, admin: Admin, claims_gpus: bool, ready_file: ReadyFile
+    ) -> None:
         self.launch, self.plan, self.replica, self.engine = launch, launch.plan, seat.replica, engine
-        self.announcer = Announcer(admin)
+        self.announcer = Announcer(admin, self.leave)
         self.stops = 0
-        self._seat, self._admin = seat, admin
+        self._seat, self._admin, self._ready_file = seat, admin, ready_file
         self._footing = Footing(self.plan, seat, claims_gpus)
         self._wake = threading.Event()
         self._parts = Parts(self.plan, engine, seat, self._is_stopped)
         self._lead: Lead | None = None
         if self.plan.n_nodes > 1 or self.plan.executor == "ray":
-            group = Group(admin, seat.replica, seat.rank)
+            group = Group(admin, seat.replica, seat.rank, self.leave)
             group.start()
             self._lead = Lead(self.plan, group, seat.hosts, self._is_stopped)
         self._nodes: tuple[NodeView, ...] = ()
@@ -112,27 +110,30 @@ class Node:
         self.stops += 1
         self._wake.set()
 
+    def leave(self) -> None:
+        """The gateway's order to leave: as a first stop, however often it is repeated."""
+        if not self.stops:
+            self.stop()
+
     def _is_stopped(self) -> bool:
         return self.stops > 0
 
     def run(self) -> int:
         """Until a stop (0) or a failed start (1)."""
         self.announcer.start()
-        failures = 0
+        n_failures, backoff = 0, processes.Backoff(1.0, 60.0, _CALM_AFTER_S)
         while not self.stops:
-            began = time.monotonic()
             diagnosis = self._one_life()
             if diagnosis is None:
                 break
-            calm = self._ready_after_s is not None and time.monotonic() - began > _CALM_AFTER_S
-            failures = 1 if calm else failures + 1
+            n_failures += 1
             print(f"penstock: {diagnosis.reason}", flush=True)
             is_same = diagnosis.line is not None and diagnosis.reason == self._reason
-            if not self._was_ready and (diagnosis.is_final or is_same or failures >= _STARTS_BEFORE_FAILED):
+            if not self._was_ready and (diagnosis.is_final or is_same or n_failures >= _STARTS_BEFORE_FAILED):
                 self._fail(diagnosis)
                 return 1
             self._note_restart(diagnosis)
-            self._pause(pause_s(failures))
+            self._pause(backoff.next(time.monotonic()))
         self._announce("stopping")
         self.announcer.wait_told(2.0)
         self._end_crew("stopping")
@@ -421,7 +422,7 @@ class Node:
         self._announce("failed")
         self._end_crew("failed")
         deadline = time.monotonic() + _LAST_WORD_S
-        while time.monotonic() < deadline and not self.announcer.is_told():
+        while time.monotonic() < deadline and not self.stops and not self.announcer.is_told():
             self.announcer.wait_told(1.0)
             self._pause(_TICK_S)
 
@@ -433,6 +434,7 @@ class Node:
         if state != self._state:
             self._look_at_processes()
         self._state = state
+        self._ready_file.set(is_ready=state == "ready")
         self.announcer.tell(
             Announcement(
                 replica=self.replica,

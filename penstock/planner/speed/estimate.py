@@ -6,8 +6,8 @@ Closed loop at concurrency C over dp data ranks: B = C / dp requests run. Most s
 B - 1 prompts of others are read in, and everyone waits for them; of p a step on average, 1 - exp(-p) steps have one:
     TPOT = (1 - share) x step(B) + share x step(B and prompts)
     TTFT = c + steps waited for + prefill(input) x (1 + queue), and with all others at once + half of their prefills
-docs/plan-speed.md says where each constant is from and compares with every published point we have. Without calibration
-all ranges are wide on purpose.
+docs/measurements/plan-speed.md says where each constant is from, and compares with every published point we have.
+Without calibration all ranges are wide on purpose.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     defaults = Options()
     parser = argparse.ArgumentParser(
         prog="python -m penstock.testing.fake_engine",
-        description="An engine that speaks like vLLM and has no model. docs/testing.md explains every flag.",
+        description="An engine that speaks like vLLM and has no model. docs/how-to/testing.md explains every flag.",
         allow_abbrev=False,
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )

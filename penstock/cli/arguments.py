@@ -1,0 +1,227 @@
+"""Argument types and common arguments of every verb.
+
+Types, for `add_argument(type=...)`; all refuse with one sentence, `"x" is not a whole number from 1 to 64`:
+    whole(1, 64), count (1 and up), count_or_zero, token_count ("128K")
+    number(0, 1), positive (above 0), not_negative, share (0 to 1), seconds (above 0), period_s ("90s", "12h", "30d")
+    counts ("1,2,4"), numbers ("0.5,1"), names ("a,b"), day ("2026-11-20"), not_empty, json_object
+Arguments: add_json, add_name, add_source (FILE|MODEL and --set), add_deployment (those and --name, --engine, ...).
+What they describe: deployment_of(options).  `complete(parser, action, examples)` gives a verb its action and examples.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import math
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from penstock.errors import UserError
+
+if TYPE_CHECKING:
+    from penstock.spec.deployment import Deployment
+
+Action = Callable[[argparse.Namespace], "int | None"]
+_Value = TypeVar("_Value")
+
+MOST = 999_999_999
+_PERIOD = re.compile(r"([0-9]{1,9})([smhdw])")
+_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+# What `engine/arg_utils.py` of vLLM reads in --max-model-len: small letters are decimal, large ones binary.
+_FACTORS = {"k": 10**3, "m": 10**6, "K": 2**10, "M": 2**20}
+
+
+def refusal(text: str, what: str) -> argparse.ArgumentTypeError:
+    """The one error text of an argument: `"x" is not WHAT`."""
+    return argparse.ArgumentTypeError(f'"{text[:60]}" is not {what}')
+
+
+# ---- types -----------------------------------------------------------------------------------------------------------
+
+
+def whole(least: int, most: int = MOST, *, what: str = "a whole number") -> Callable[[str], int]:
+    """A whole number within these bounds, written in digits."""
+
+    def read(text: str) -> int:
+        digits = text.removeprefix("-") if least < 0 else text
+        # The length first: nobody has to compute with thousands of digits.
+        if not (digits.isascii() and digits.isdigit() and len(digits) <= 18 and least <= int(text) <= most):
+            raise refusal(text, f"{what} from {least:,} to {most:,}")
+        return int(text)
+
+    return read
+
+
+def number(
+    least: float, most: float = MOST, *, is_above: bool = False, what: str = "a number"
+) -> Callable[[str], float]:
+    """A number within these bounds; `is_above`: not `least` itself."""
+
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not least <= value <= most or (is_above and value == least):
+            bounds = f"above {least:g} and at most" if is_above else f"from {least:g} to"
+            raise refusal(text, f"{what} {bounds} {most:,}")
+        return value
+
+    return read
+
+
+count, count_or_zero = whole(1), whole(0)
+positive, not_negative = number(0, is_above=True), number(0)
+share = number(0, 1)
+seconds = number(0, is_above=True, what="a number of seconds")
+
+
+def token_count(text: str) -> int:
+    """A whole number from 1 to 2**31: "131072", "128K" (131,072), "128k" (128,000)."""
+    factor = _FACTORS.get(text[-1:], 1)
+    digits = text[:-1] if factor != 1 else text
+    if not (digits.isascii() and digits.isdigit() and len(digits) < 12 and 1 <= int(digits) * factor <= 2**31):
+        raise refusal(text, f"a whole number from 1 to {2**31:,}, such as 8192 or 128K")
+    return int(digits) * factor
+
+
+def _listed(read: Callable[[str], _Value]) -> Callable[[str], tuple[_Value, ...]]:
+    return lambda text: tuple(read(word) for word in text.split(","))
+
+
+counts, numbers = _listed(count), _listed(positive)
+
+
+def names(text: str) -> tuple[str, ...]:
+    """("a", "b") of "a, b"."""
+    return tuple(part.strip() for part in text.split(","))
+
+
+def period_s(text: str) -> float:
+    """Seconds in "90s", "45m", "12h", "30d" or "2w"."""
+    match = _PERIOD.fullmatch(text)
+    if match is None:
+        raise refusal(text, "a time such as 90s, 45m, 12h, 30d or 2w")
+    return float(match[1]) * _UNITS_S[match[2]]
+
+
+def day(text: str) -> float:
+    """The beginning (UTC) of a day such as 2026-11-20, in Unix seconds."""
+    try:
+        return datetime.datetime.strptime(text, "%Y-%m-%d").replace(tzinfo=datetime.UTC).timestamp()
+    except ValueError:
+        raise refusal(text, "a day such as 2026-11-20") from None
+
+
+def not_empty(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("it is empty")
+    return text
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """A JSON object as a server may read it: NaN, and 1e999, are no JSON."""
+    try:
+        value = json.loads(text)
+        json.dumps(value, allow_nan=False)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise refusal(text, "a JSON object")
+    return value
+
+
+# ---- common arguments ------------------------------------------------------------------------------------------------
+
+
+def complete(parser: argparse.ArgumentParser, action: Action, examples: Sequence[str] = ()) -> None:
+    """Give a verb what it does and the examples under its --help."""
+    parser.set_defaults(verb=action)
+    if examples:
+        parser.epilog = "\n".join(["examples:", *(f"  {example}" for example in examples)])
+
+
+def add_json(parser: argparse.ArgumentParser, text: str = "print JSON") -> None:
+    parser.add_argument("--json", action="store_true", help=text)
+
+
+def add_name(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", nargs="?", metavar="NAME", help="the deployment; optional when only one runs")
+
+
+def add_source(parser: argparse.ArgumentParser, text: str = "a YAML file, a model folder or a hub id") -> None:
+    parser.add_argument("source", nargs="?", metavar="FILE|MODEL", help=text)
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a field of the file")
+
+
+def add_engine(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--engine", choices=("auto", "vllm", "llamacpp"), help="same as --set engine.kind=...")
+
+
+def add_deployment(parser: argparse.ArgumentParser) -> None:
+    add_source(parser)
+    parser.add_argument("--name", type=not_empty, help="the deployment's name (default: from the model)")
+    add_engine(parser)
+    parser.add_argument("--replicas", type=whole(-MOST), metavar="N", help="same as --set replicas=N")
+    text = "same as --set gateway.port=...; 0 takes any free port"
+    parser.add_argument("--port", type=whole(-MOST), metavar="PORT", help=text)
+
+
+def deployment_of(options: argparse.Namespace) -> Deployment:
+    """The deployment that FILE|MODEL and the flags describe; the bundled demo when there is none.  Raises UserError."""
+    from penstock.spec import reading
+    from penstock.spec.deployment import DEMO_MODEL
+
+    # As JSON, which YAML reads the same way: a name such as 123 stays text.
+    settings = [f"{key}={json.dumps(value)}" for key, value in _flag_settings(options) if value is not None]
+    settings += options.set
+    source = options.source
+    if source is None:
+        return _demo(settings)
+    path = Path(source)
+    try:
+        is_yaml = path.suffix in (".yaml", ".yml") or (path.is_file() and path.suffix != ".gguf")
+    except (OSError, ValueError) as exc:
+        why = getattr(exc, "strerror", None) or str(exc)
+        raise UserError(f'could not look at "{shortened(source)}": {why}', hint="Check the path.") from exc
+    if is_yaml:
+        return reading.load(path, settings)
+    # A path is the same model from everywhere: `up` compares files by their values.
+    is_path = source != DEMO_MODEL and (path.is_dir() or path.is_file())
+    model = str(path.resolve()) if is_path else source
+    return reading.from_mapping({"model": model}, f'model "{source}"', settings)
+
+
+def shortened(text: str) -> str:
+    """At most 200 characters of what somebody typed, for a message."""
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
+def _flag_settings(options: argparse.Namespace) -> list[tuple[str, object]]:
+    fields = {"name": "name", "engine": "engine.kind", "replicas": "replicas", "port": "gateway.port"}
+    return [(field, getattr(options, flag, None)) for flag, field in fields.items()]
+
+
+def _demo(settings: list[str]) -> Deployment:
+    """The bundled demo. The user did not choose its port: when it is taken, any free one will do."""
+    from penstock import paths, run_folder
+    from penstock.hardware import network
+    from penstock.spec import reading
+    from penstock.spec.deployment import DEMO_MODEL
+
+    deployment = reading.from_mapping({"model": DEMO_MODEL}, "the demo", settings)
+    if any(setting.startswith("gateway.port=") for setting in settings):
+        return deployment
+    existing = run_folder.Run(paths.home() / "runs" / deployment.name)
+    if existing.exists() and not existing.is_ended():
+        port = existing.deployment().gateway.port
+    else:
+        try:
+            network.check_port(deployment.gateway.host, deployment.gateway.port)
+            return deployment
+        except UserError:
+            port = 0
+    return reading.from_mapping({"model": DEMO_MODEL}, "the demo", [*settings, f"gateway.port={port}"])
