@@ -1,4 +1,4 @@
-"""ResponseOwners over a million requests, 100,000 aborted streams and 2,000 open ones: `make slow`."""
+"""ResponseOwners over a million requests, 100,000 aborted streams and 2,000 open ones: `make nightly`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import pytest
 SOAK = Path(__file__).parent.parent / "benchmarks" / "gateway_soak.py"
 
 
-@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.nightly
 @pytest.mark.parametrize("what", ["requests", "aborts", "streams"])
 def test_memory_stays_flat(what: str) -> None:
     assert subprocess.run([sys.executable, str(SOAK), what], check=False).returncode == 0
