@@ -13,6 +13,7 @@ SOAK = Path(__file__).parent.parent / "benchmarks" / "gateway_soak.py"
 
 @pytest.mark.processes
 @pytest.mark.nightly
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["requests", "aborts", "streams"])
 def test_memory_stays_flat(what: str) -> None:
     assert subprocess.run([sys.executable, str(SOAK), what], check=False).returncode == 0
