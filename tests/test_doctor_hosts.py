@@ -320,8 +320,8 @@ def test_more_gpus_than_the_nodes_have_are_named(hosts: Hosts, examine: Examine)
         with_cuda(hosts, node, "13.0")
     rows = bad(examine(hardware={"nodes": 2, "gpus_per_node": 16}))
     assert {(one.node, one.found) for one in rows if one.check == "gpu"} == {
-        ("node1", "shows 1 GPUs, 16 are needed"),
-        ("node2", "shows 1 GPUs, 16 are needed"),
+        ("node1", "has 1 GPUs, 16 are needed"),
+        ("node2", "has 1 GPUs, 16 are needed"),
     }
     told = {one.found for one in rows if one.check == "deployment"}
     assert told & {f"hardware.gpus_per_node: 16, but {name} has 1" for name in hosts.names}

@@ -17,7 +17,7 @@ from penstock.gateway.connections.client import ClientConnection, Request
 from penstock.gateway.context import GatewayContext
 from penstock.gateway.responses import Answer, error_answer, json_answer
 from penstock.gateway.workers.totals import Tally
-from penstock.wire.announcement import Announcement, Post
+from penstock.wire.announcement import AnnounceAnswer, Announcement, Post
 from penstock.wire.http1 import Headers, RequestHead
 
 _METHODS = {
@@ -27,6 +27,7 @@ _METHODS = {
     b"/admin/board": (b"POST",),
     b"/admin/drain": (b"POST",),
     b"/admin/undrain": (b"POST",),
+    b"/admin/leave": (b"POST",),
     b"/admin/forget": (b"POST",),
 }
 
@@ -77,13 +78,16 @@ class Admin:
         if path == b"/admin/replicas":
             return self._tally.view()
         if path == b"/admin/announce":
-            return {"draining": self._announce(msgspec.json.decode(body, type=Announcement))}
+            return self._announce(msgspec.json.decode(body, type=Announcement))
         if path == b"/admin/board":
-            return self._board.post(msgspec.json.decode(body, type=Post), time.monotonic())
+            post = msgspec.json.decode(body, type=Post)
+            return self._board.post(post, time.monotonic(), must_leave=self._replicas.must_leave(post.replica))
         name = msgspec.json.decode(body, type=_Named).replica
         log.info("replica %r: %s", name, path.decode().removeprefix("/admin/"))
         if path == b"/admin/drain":
             return {"in_flight": self._replicas.drain(name)}
+        if path == b"/admin/leave":
+            return {"in_flight": self._replicas.leave(name)}
         if path == b"/admin/undrain":
             self._replicas.undrain(name)
             self._wake(name)
@@ -91,14 +95,14 @@ class Admin:
             self._replicas.forget(name)
         return {"ok": True}
 
-    def _announce(self, announcement: Announcement) -> bool:
+    def _announce(self, announcement: Announcement) -> AnnounceAnswer:
         before = self._replicas.find(announcement.replica)
         state_before = before.announcement.state if before and not before.is_lapsed else "absent"
         is_draining = self._replicas.announce(announcement, time.monotonic())
         if announcement.state != state_before:
             log.info("replica %s: %s -> %s", announcement.replica, state_before, announcement.state)
         self._wake(announcement.replica)
-        return is_draining
+        return AnnounceAnswer(is_draining, self._replicas.must_leave(announcement.replica))
 
     def _wake(self, name: str) -> None:
         replica = self._replicas.find(name)
