@@ -19,7 +19,8 @@ from penstock.gateway.accounting import ledger
 from penstock.gateway.accounting.key_store import Limits
 from penstock.gateway.accounting.running_totals import new_totals
 from penstock.gateway.accounting.usage_store import FOLD_ROWS, Row, UsageStore, month_of
-from penstock.gateway.config import Price, ServedModel
+from penstock.gateway.config import ServedModel
+from penstock.spec.gateway import Price
 
 LOOP = asyncio.new_event_loop
 STREAM = b'{"model":"demo","stream":true,"messages":[{"role":"user","content":"hello"}]}'

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 import pytest
 
@@ -69,6 +71,30 @@ def test_forgotten_replica_starts_anew() -> None:
     table.forget("0")
     assert table.view(0, 0, 0).replicas == ()
     assert table.announce(READY, now=1) is False
+
+
+STOPPING = msgspec.structs.replace(READY, state="stopping")
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        lambda table: table.forget("0"),
+        lambda table: table.undrain("0"),
+        lambda table: table.take_lapsed(now=100),
+        lambda table: (table.announce(STOPPING, now=1), table.announce(READY, now=2)),
+    ],
+    ids=["forgotten", "taken back", "its lease ran out", "a successor announces"],
+)
+def test_an_order_to_leave_holds_until_the_replica_is_gone(end: Callable[[ReplicaTable], object]) -> None:
+    table = ReplicaTable(MODELS)
+    assert table.leave("0") == 0, "before its first announcement"
+    table.announce(READY, now=0)
+    assert (table.must_leave("0"), ready_names(table, 0)) == (True, [])
+    table.leave("0")
+    end(table)
+    assert table.must_leave("0") is False
+    assert table.announce(READY, now=3) is False
 
 
 def test_suspect_is_passed_over_until_it_announces() -> None:

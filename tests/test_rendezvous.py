@@ -24,6 +24,7 @@ from penstock.node.group.addresses import Formation
 from penstock.node.group.follower import Follower
 from penstock.node.group.leader import Lead
 from penstock.node.group.rendezvous import Group, open_door, reached
+from penstock.node.ready_file import ReadyFile
 from penstock.planner import Plan
 from penstock.spec.deployment import Parallel
 from penstock.wire.announcement import NodeView, Post
@@ -86,7 +87,9 @@ class Second:
             self.started.append(StandIn())
             return self.started[-1]
 
-        self.follower = Follower(plan, self.group, engines.load("vllm"), lambda: facts("beta", **versions), start)
+        self.follower = Follower(
+            plan, self.group, engines.load("vllm"), lambda: facts("beta", **versions), start, ReadyFile()
+        )
         self.thread = threading.Thread(target=self.follower.run, daemon=True)
         self.thread.start()
 
@@ -102,7 +105,7 @@ class CutOff:
 
 
 def a_group(desk: Desk, rank: int) -> Group:
-    group = Group(desk, "0", rank)  # type: ignore[arg-type]
+    group = Group(desk, "0", rank, lambda: None)  # type: ignore[arg-type]
     group.start()
     return group
 
@@ -312,3 +315,14 @@ def test_the_board_forgets_what_nobody_renews() -> None:
     view = board.post(Post("0", 1, "c", "e"), FORGET_AFTER_S + 2.0)
     assert [row.post.rank for row in view.posts] == [1]
     assert view.age_s == FORGET_AFTER_S + 2.0
+
+
+def test_an_order_to_leave_is_not_for_the_process_that_replaces_one_that_left() -> None:
+    board = RankBoard(0.0)
+    assert board.post(Post("0", 1, "old", ""), 0.0).leave is False
+    assert board.post(Post("0", 1, "old", ""), 1.0, must_leave=True).leave is True
+    assert board.post(Post("0", 1, "new", ""), 2.0, must_leave=True).leave is False
+    assert board.post(Post("0", 1, "new", ""), 3.0, must_leave=True).leave is False
+    assert board.post(Post("0", 2, "late", ""), 3.0, must_leave=True).leave is True
+    board.post(Post("0", 1, "new", ""), 4.0)
+    assert board.post(Post("0", 1, "new", ""), 5.0, must_leave=True).leave is True, "the next order"

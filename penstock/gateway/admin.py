@@ -21,7 +21,7 @@ from penstock.gateway.connections.client import ClientConnection, Request
 from penstock.gateway.context import GatewayContext
 from penstock.gateway.responses import Answer, error_answer, json_answer
 from penstock.gateway.workers.reports import Reporter, WorkerReport
-from penstock.wire.announcement import Announcement, Post
+from penstock.wire.announcement import AnnounceAnswer, Announcement, Post
 from penstock.wire.http1 import Headers, RequestHead
 
 _METHODS = {
@@ -31,9 +31,11 @@ _METHODS = {
     b"/admin/board": (b"POST",),
     b"/admin/drain": (b"POST",),
     b"/admin/undrain": (b"POST",),
+    b"/admin/leave": (b"POST",),
     b"/admin/forget": (b"POST",),
 }
 _REPEATED = (b"/admin/announce", b"/admin/board")  # nodes send them again within seconds: nobody waits for the others
+_DRAINS = (b"/admin/drain", b"/admin/leave")
 _KEYS = b"/admin/keys"
 
 log = logging.getLogger(__name__)
@@ -102,7 +104,7 @@ class AdminApi:
         name = msgspec.json.decode(body, type=_Named).replica
 
         def write(report: WorkerReport) -> Answer:
-            return json_answer({"in_flight": report.in_flight.get(name, 0)} if path == b"/admin/drain" else answer)
+            return json_answer({"in_flight": report.in_flight.get(name, 0)} if path in _DRAINS else answer)
 
         return self._reporter.respond(client, write, path, body)
 
@@ -112,13 +114,16 @@ class AdminApi:
     def apply(self, path: bytes, body: bytes) -> Any:
         """Does a call that changes something, of this worker alone. Raises msgspec.DecodeError and UserError."""
         if path == b"/admin/announce":
-            return {"draining": self._announce(msgspec.json.decode(body, type=Announcement))}
+            return self._announce(msgspec.json.decode(body, type=Announcement))
         if path == b"/admin/board":
-            return self._board.post(msgspec.json.decode(body, type=Post), time.monotonic())
+            post = msgspec.json.decode(body, type=Post)
+            return self._board.post(post, time.monotonic(), must_leave=self._replicas.must_leave(post.replica))
         name = msgspec.json.decode(body, type=_Named).replica
         log.info("replica %r: %s", name, path.decode().removeprefix("/admin/"))
         if path == b"/admin/drain":
             self._replicas.drain(name)
+        elif path == b"/admin/leave":
+            self._replicas.leave(name)
         elif path == b"/admin/undrain":
             self._replicas.undrain(name)
             self._wake(name)
@@ -126,14 +131,14 @@ class AdminApi:
             self._replicas.forget(name)
         return {"ok": True}
 
-    def _announce(self, announcement: Announcement) -> bool:
+    def _announce(self, announcement: Announcement) -> AnnounceAnswer:
         before = self._replicas.find(announcement.replica)
         state_before = before.announcement.state if before and not before.is_lapsed else "absent"
         is_draining = self._replicas.announce(announcement, time.monotonic())
         if announcement.state != state_before:
             log.info("replica %s: %s -> %s", announcement.replica, state_before, announcement.state)
         self._wake(announcement.replica)
-        return is_draining
+        return AnnounceAnswer(is_draining, self._replicas.must_leave(announcement.replica))
 
     def _wake(self, name: str) -> None:
         replica = self._replicas.find(name)

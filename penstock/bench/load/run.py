@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from penstock.bench.load.connections import TIMEOUT, UNFINISHED, Exchange, Pool
-from penstock.bench.load.kernel_timestamps import Alarm
+from penstock.bench.load.precise_timer import Alarm
 
 LAG_EVERY_S = 0.02
 _TICK_S = 0.5

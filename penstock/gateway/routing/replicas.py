@@ -13,7 +13,8 @@ from penstock.errors import UserError
 from penstock.gateway.accounting.running_totals import AT_ONCE, Total, Totals
 from penstock.gateway.config import Address, ServedModel, parse_url
 from penstock.gateway.routing.health import Health
-from penstock.gateway.routing.policies import PolicyName, choose
+from penstock.gateway.routing.policies import choose
+from penstock.spec.gateway import PolicyName
 from penstock.wire.announcement import Announcement, EngineLoad, GatewayView, Progress, ReplicaView
 
 ModelState = Literal["ready", "loading", "unavailable"]
@@ -122,6 +123,7 @@ class ReplicaTable:
         self._by_model: dict[str, list[Replica]] = {model.name: [] for model in models}
         # Names, not rows: a drain may come before the replica's first announcement.
         self._draining: set[str] = set()
+        self._leaving: set[str] = set()
         self._turn = 0
         self.in_flight_total = 0
         # Requests in flight are added up with others where a limit counts them.
@@ -163,6 +165,8 @@ class ReplicaTable:
                 row.shared = self._totals[f"replica:{row.name}{AT_ONCE}"]
             self._by_model[announcement.model].append(row)
         else:
+            if row.announcement.state == "stopping" and announcement.state != "stopping":
+                self._end_order(announcement.replica)  # another node of that name: the one that was ordered is gone
             row.announcement, row.address, row.announced_at = announcement, address, now
             row.is_suspect = row.is_lapsed = False
         row.reconcile(announcement.load, now)
@@ -184,13 +188,27 @@ class ReplicaTable:
         row = self._replicas.get(name)
         return row.in_flight if row else 0
 
+    def leave(self, name: str) -> int:
+        """Drains this replica and orders its nodes to leave, until it is gone; returns the requests in flight."""
+        self._leaving.add(name)
+        return self.drain(name)
+
+    def must_leave(self, name: str) -> bool:
+        return name in self._leaving
+
     def undrain(self, name: str) -> None:
+        """Takes back a drain, and an order to leave that no node has read yet."""
         self._draining.discard(name)
+        self._leaving.discard(name)
+
+    def _end_order(self, name: str) -> None:
+        if name in self._leaving:
+            self.undrain(name)
 
     def forget(self, name: str) -> None:
-        """Drops the row and the drain; requests in flight finish and stay in `in_flight_total`."""
+        """Drops the row, the drain and the order to leave; requests in flight stay in `in_flight_total`."""
         row = self._replicas.pop(name, None)
-        self._draining.discard(name)
+        self.undrain(name)
         if row is not None:
             self._by_model[row.announcement.model].remove(row)
             self._find_adapters()
@@ -311,6 +329,7 @@ class ReplicaTable:
         lapsed = [row for row in self._replicas.values() if not row.is_lapsed and not row.is_alive(now)]
         for row in lapsed:
             row.is_lapsed = True
+            self._end_order(row.name)
         return [row.name for row in lapsed]
 
     def view(self, now: float, waiting: int, requests_total: int) -> GatewayView:

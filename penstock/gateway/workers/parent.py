@@ -11,15 +11,16 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import math
 import os
 import selectors
 import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -43,7 +44,8 @@ MAX_UNSENT_BYTES = 16 * 2**20
 GC_THRESHOLD = 20_000
 _SIGNALS = frozenset((signal.SIGTERM, signal.SIGINT, signal.SIGCHLD))
 # Which earlier call about the same replica a call takes the place of.
-_KINDS: Final = {b"/admin/announce": "state", b"/admin/drain": "drain", b"/admin/undrain": "drain"}
+_ANNOUNCE, _LEAVE, _FORGET = b"/admin/announce", b"/admin/leave", b"/admin/forget"
+_KINDS: Final = {_ANNOUNCE: "state", b"/admin/drain": "drain", b"/admin/undrain": "drain", _LEAVE: "drain"}
 
 log = logging.getLogger("penstock.gateway")
 
@@ -130,10 +132,20 @@ class _Gathering:
 
 
 class _Named(msgspec.Struct):
-    """Of an admin call's body. A drain has no lease: it holds until it is taken back."""
+    """Of an admin call's body."""
 
     replica: str
-    lease_s: float | None = None
+    state: str = ""
+    lease_s: float = math.inf  # a drain holds until it is taken back
+
+
+class _Kept(NamedTuple):
+    """An admin call that a new worker must know of."""
+
+    path: bytes
+    body: bytes
+    state: str
+    until: float
 
 
 class _Parent:
@@ -151,8 +163,7 @@ class _Parent:
         self._due: dict[int, float] = dict.fromkeys(range(config.workers), 0.0)  # slot -> when to start it
         self._gatherings: dict[int, _Gathering] = {}
         self._n_gatherings = 0
-        # Replica and kind -> (until when it holds, path, body): what a new worker must know.
-        self._calls: dict[tuple[str, str], tuple[float, bytes, bytes]] = {}
+        self._calls: dict[tuple[str, str], _Kept] = {}  # by replica and kind
         self._n_signals = 0
 
     def run(self) -> None:
@@ -204,7 +215,7 @@ class _Parent:
     def _start(self, slot: int) -> None:
         ours, theirs = socket.socketpair()
         now = time.monotonic()
-        calls = tuple((path, body) for until, path, body in self._calls.values() if now < until)
+        calls = tuple(self._calls_that_hold())
         # A signal between the fork and the child's own handlers waits.
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         pid = os.fork()
@@ -324,14 +335,30 @@ class _Parent:
 
     def _keep(self, call: AdminCall) -> None:
         """For workers that start later. Of calls about one replica the last counts."""
-        if call.path not in _KINDS and call.path != b"/admin/forget":
+        if call.path not in _KINDS and call.path != _FORGET:
             return
-        named = msgspec.json.decode(call.body, type=_Named)
-        for kind in ("drain", "state") if call.path == b"/admin/forget" else (_KINDS[call.path],):
-            self._calls.pop((named.replica, kind), None)
-        if call.path in (b"/admin/announce", b"/admin/drain"):
-            until = float("inf") if named.lease_s is None else time.monotonic() + named.lease_s
-            self._calls[named.replica, _KINDS[call.path]] = (until, call.path, call.body)
+        named, now = msgspec.json.decode(call.body, type=_Named), time.monotonic()
+        state, drain = (named.replica, "state"), (named.replica, "drain")
+        before = self._calls.get(state)
+        if call.path == _ANNOUNCE and before is not None:
+            is_another = (before.state == "stopping" and named.state != "stopping") or before.until < now
+            if is_another and drain in self._calls and self._calls[drain].path == _LEAVE:
+                del self._calls[drain]  # the node that was ordered to leave is gone
+        if call.path in (_FORGET, b"/admin/undrain"):
+            self._calls.pop(drain, None)
+            if call.path == _FORGET:
+                self._calls.pop(state, None)
+        else:
+            kept = _Kept(call.path, call.body, named.state, now + named.lease_s)
+            self._calls[named.replica, _KINDS[call.path]] = kept
+
+    def _calls_that_hold(self) -> Iterator[tuple[bytes, bytes]]:
+        now = time.monotonic()
+        for (replica, _), kept in self._calls.items():
+            state = self._calls.get((replica, "state"))
+            has_left = kept.path == _LEAVE and state is not None and state.until < now
+            if kept.until > now and not has_left:
+                yield kept.path, kept.body
 
     def _answer(self, gathering: _Gathering) -> None:
         asker = gathering.asker
