@@ -187,8 +187,8 @@ def parser() -> argparse.ArgumentParser:
     clean.add_argument("--runs", action="store_true", help="the folders (logs, plans) of ended deployments too")
     _add_json(clean)
     gateway.add_arguments(verb("gateway", gateway.run, "serve engines that already run, on one address"))
-    bench = verb("bench", arguments.run_compare, "measure an endpoint or an engine, and compare what was measured")
-    arguments.add_arguments(bench, _deployment)
+    bench = verb("bench", _status, "measure an endpoint or an engine, and compare measurements")
+    arguments.register(bench)
     what = "why a deployment would not start: this machine, or with FILE its nodes; all reasons at once"
     doctor.add_arguments(verb("doctor", _doctor, what))
     return root
