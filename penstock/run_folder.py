@@ -249,8 +249,10 @@ class Run:
 
     @property
     def url(self) -> str:
-        """Where clients connect."""
-        return "http://" + reachable(self.listen)
+        """Where clients connect, with the path prefix."""
+        settings = self.gateway_settings()
+        scheme = "https" if settings.get("tls_cert") else "http"
+        return f"{scheme}://{reachable(self.listen)}{settings.get('path_prefix') or ''}"
 
     @property
     def known_url(self) -> str | None:

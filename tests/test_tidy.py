@@ -34,7 +34,7 @@ LEVELS = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
 MAX_FOLDERS, MAX_FILES = 14, 8
 # The gateway must start alone in a small container; the watchdog must survive whatever breaks the rest.
 ALONE = {
-    "penstock/gateway": {"penstock", "errors", "paths", "text", "wire", "gateway"},
+    "penstock/gateway": {"penstock", "errors", "paths", "text", "spec", "wire", "gateway"},
     "penstock/deployment/controller/warden.py": set[str](),
 }
 PURE = (

@@ -32,7 +32,8 @@ from penstock.node.group import addresses as formation
 from penstock.planner import Plan, launch
 from penstock.run_folder import Artifact, Draft, Launch, Listen, Run, State
 from penstock.spec import reading
-from penstock.spec.deployment import Deployment, store_file
+from penstock.spec.deployment import Deployment, GatewaySpec, store_file
+from penstock.spec.gateway import GatewaySettings
 from penstock.targets import Target
 from penstock.text import show_bytes
 
@@ -264,10 +265,8 @@ def _start(prepared: Prepared, admin_port: int, on_step: OnStep | None) -> Start
         "models": [{"name": prepared.plan.served_names[0], "aliases": list(prepared.plan.served_names[1:])}],
         "auth": deployment.gateway.auth,
         "key_hashes": [hashlib.sha256(key.encode()).hexdigest()] if key else [],
-        "hold_s": deployment.gateway.hold_s,
-        "drain_s": deployment.gateway.drain_s,
+        **_service_settings(deployment.gateway),
         "store": _store(deployment, Run(run_path)),
-        "ledger_days": deployment.gateway.ledger_days,
         "prices": _prices(prepared),
         "engines_need_key": listens == "network",
     }
@@ -296,6 +295,20 @@ def _addresses(deployment: Deployment, listens: Listen, admin_port: int) -> dict
         "listen": f"{deployment.gateway.host}:{deployment.gateway.port or free_port(deployment.gateway.host)}",
         "admin": f"{'127.0.0.1' if listens == 'loopback' else '0.0.0.0'}:{admin_port}",
     }
+
+
+def _service_settings(gateway: GatewaySpec) -> dict[str, object]:
+    """The settings that the file's block and the gateway share; files by their whole paths."""
+    settings = {field: msgspec.to_builtins(getattr(gateway, field)) for field in GatewaySettings.__struct_fields__}
+    for field in ("tls_cert", "tls_key"):
+        settings[field] = _whole_path(getattr(gateway, field))
+    for row in settings["upstreams"]:
+        row["key_file"] = _whole_path(row["key_file"])
+    return settings
+
+
+def _whole_path(path: str | None) -> str | None:
+    return None if path is None else str(Path(path).expanduser().resolve())
 
 
 def _store(deployment: Deployment, run: Run) -> str:

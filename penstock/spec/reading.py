@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,7 +14,8 @@ from urllib.parse import urlsplit
 import msgspec
 
 from penstock.errors import Problem, SpecError, nearest
-from penstock.spec.deployment import DEMO_MODEL, TARGETS, Deployment, default_name, is_legal_name, is_loopback
+from penstock.spec.deployment import DEMO_MODEL, TARGETS, Deployment, default_name, is_legal_name
+from penstock.spec.gateway import is_loopback, setting_problems
 
 
 def load(path: Path, settings: Sequence[str] = ()) -> Deployment:
@@ -180,6 +182,10 @@ def _field_problems(value: Any, hint: Any, path: str) -> Iterator[Problem]:
     if struct is not None and isinstance(value, Mapping):
         yield from _problems(value, struct, path)
         return
+    if struct is not None and typing.get_origin(hint) is tuple and isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _field_problems(item, struct, f"{path}[{index}]")
+        return
     if typing.get_origin(hint) is dict and isinstance(value, Mapping):
         for key, item in value.items():
             yield from _field_problems(item, typing.get_args(hint)[1], _join(path, key))
@@ -247,6 +253,7 @@ def _join(path: str, key: object) -> str:
     return f"{path}.{key}" if path else str(key)
 
 
+_ENGINE_URL = re.compile(r"(http://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:\d{1,5})?/?|unix:/.+)\Z")
 _FREE = ("args", "env", "runtime_env", "kubernetes", "cloudera", "vessl")
 
 
@@ -318,6 +325,17 @@ def _rules(deployment: Deployment) -> Iterator[Problem]:
         yield Problem(
             "gateway.auth", '"none" with on: job, where others reach it', "set gateway.auth: keys, or on: login"
         )
+    needs_key = deployment.gateway.auth == "keys"
+    for problem in setting_problems(deployment.gateway, needs_key):
+        yield Problem(f"gateway.{problem.path}", problem.message, problem.hint)
+    for index, upstream in enumerate(deployment.gateway.upstreams):
+        path = f"gateway.upstreams[{index}]"
+        if not _ENGINE_URL.match(upstream.url):
+            yield Problem(f"{path}.url", f'"{upstream.url}" is not an engine\'s URL', "example: http://gpu7:8000")
+        if upstream.model is not None:
+            yield Problem(f"{path}.model", "a deployment serves one model, and upstreams serve it too", "remove it")
+        if upstream.key_env is not None and deployment.gateway.on == "job":
+            yield Problem(f"{path}.key_env", "a job has no such variable", "use key_file")
     for kind in TARGETS:
         if kind != deployment.target and getattr(deployment, kind, None) is not None:
             yield Problem(kind, f"block given, but target is {deployment.target}", f"set target: {kind}, or remove it")
