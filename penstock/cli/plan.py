@@ -64,7 +64,7 @@ _ENGINE = (
     _Option("quantization", str, "Q", "quantise on loading, or a checkpoint of that kind: fp8, awq, ..."),
     _Option("gpu_memory_utilization", _share, "SHARE", "the engine's share of a GPU's memory"),
     _Option("block_size", arguments.token_count, "K", "tokens of one KV-cache block"),
-    _Option("engine_version", str, "V", "vLLM's version, 0.6 to 0.33 (default: the newest)"),
+    _Option("engine_version", str, "V", "vLLM's version, 0.11 to 0.33 (default: the newest)"),
 )
 _WORKLOAD = (
     _Option("input_tokens", arguments.token_count, "I", "tokens of a prompt (default 1000)"),

@@ -174,7 +174,7 @@ def request_of(deployment: Deployment, of_model: Facts, gpu: str) -> SizingReque
         gpu=gpu,
         gpus_per_node=hardware.gpus_per_node or 1,
         nodes=hardware.nodes,
-        network=hardware.network,
+        network=hardware.link,
         tensor=cut.tensor if cut else None,
         pipeline=cut.pipeline if cut else None,
         data=cut.data if cut else None,

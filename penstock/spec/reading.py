@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 import math
 import re
 import types
@@ -304,6 +306,12 @@ _AT_LEAST: dict[str, float] = {
 }
 
 
+def _is_network(text: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return bool(ipaddress.ip_network(text, strict=False))
+    return False
+
+
 def _rules(deployment: Deployment) -> Iterator[Problem]:
     """Problems that types cannot say: ranges, and fields that contradict each other."""
     if not is_legal_name(deployment.name):
@@ -324,6 +332,8 @@ def _rules(deployment: Deployment) -> Iterator[Problem]:
             yield Problem(path, f"{value} is not a finite number")
     if not 0 < deployment.engine.gpu_memory_utilization <= 1:
         yield Problem("engine.gpu_memory_utilization", f"{deployment.engine.gpu_memory_utilization} is not in (0, 1]")
+    if deployment.hardware.subnet is not None and not _is_network(deployment.hardware.subnet):
+        yield Problem("hardware.network", f'"{deployment.hardware.subnet}" is not a network', "example: 10.9.0.0/16")
     if deployment.replicas.min > deployment.replicas.max:
         yield Problem("replicas", f"min {deployment.replicas.min} is above max {deployment.replicas.max}")
     for name in deployment.engine.env:
