@@ -15,9 +15,29 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from penstock.errors import Problem, SpecError, nearest
+from penstock.errors import Problem, SpecError, UserError, nearest
 from penstock.spec.deployment import DEMO_MODEL, TARGETS, Deployment, default_name, is_legal_name
 from penstock.spec.gateway import is_loopback, setting_problems
+
+
+def read(source: str | Path, settings: Sequence[str] = ()) -> Deployment:
+    """The deployment of a YAML file, or of a model: a folder, a file or a hub id.  Raises SpecError or UserError."""
+    path = Path(source)
+    try:
+        if is_yaml(source) or (path.is_file() and path.suffix != ".gguf"):
+            return load(path, settings)
+        # A path is the same model from everywhere: `up` compares files by their values.
+        is_model_path = source != DEMO_MODEL and (path.is_dir() or path.is_file())
+    except (OSError, ValueError) as exc:
+        why = getattr(exc, "strerror", None) or str(exc)
+        shown = str(source) if len(str(source)) <= 200 else f"{str(source)[:200]}..."
+        raise UserError(f'could not read "{shown}": {why}', hint="Check the path.") from exc
+    model = str(path.resolve()) if is_model_path else str(source)
+    return from_mapping({"model": model}, f'model "{source}"', settings)
+
+
+def is_yaml(source: str | Path) -> bool:
+    return str(source).endswith((".yaml", ".yml"))
 
 
 def load(path: Path, settings: Sequence[str] = ()) -> Deployment:
