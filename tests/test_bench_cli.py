@@ -343,11 +343,12 @@ def test_bad_input_is_refused_and_changes_nothing(
 
 @pytest.mark.vllm
 def test_vllm_runs_its_own_benchmarks(capsys: pytest.CaptureFixture[str]) -> None:
-    """Both on the bundled model; every token that was asked for is counted."""
+    """Both on the bundled model. vLLM draws token ids and reads their text again: lengths of prompts are about right."""
     shape = ["--num-prompts", "6", "--input-tokens", "20", "--output-tokens", "8", "--warmup", "1"]
     assert main.run(["bench", "throughput", *shape, "--engine", "vllm", "--json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)
-    assert row["total_num_tokens"] == 6 * 28 and row["output_tokens"] == 48 and row["requests_per_second"] > 0
+    assert row["output_tokens"] == 48 and row["total_num_tokens"] == pytest.approx(6 * 28, abs=12)
+    assert row["requests_per_second"] > 0
     shape = ["--num-iters", "2", "--num-iters-warmup", "1", "--output-len", "8"]
     assert main.run(["bench", "latency", *shape, "--engine", "vllm", "--json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)
