@@ -8,7 +8,6 @@ uses what was kept, or what the hub's own cache on this machine has, or the cata
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -30,6 +29,7 @@ from penstock.models.files import (
     wanted_shards,
 )
 from penstock.models.hub import HubError
+from penstock.paths import write_atomically
 from penstock.spec.deployment import DEMO_MODEL
 
 # Where modelopt keeps its format in checkpoints whose config.json has no quantization_config; vLLM reads it there too.
@@ -285,8 +285,6 @@ def _read_kept(name: str) -> Kept | None:
 
 def _write_kept(name: str, kept: Kept) -> None:
     path = _kept_path(name)
-    part = path.with_suffix(f".{os.getpid()}.part")
     with contextlib.suppress(OSError):  # a home that cannot be written costs the next plan a few requests, no more
         path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_bytes(msgspec.json.encode(kept))
-        part.replace(path)
+        write_atomically(path, msgspec.json.encode(kept))
