@@ -48,12 +48,18 @@ class Listener:
     """A listening socket and the connections that came in by it."""
 
     def __init__(
-        self, handler: Handler, sock: socket.socket, limits: Limits | None = None, tls: ssl.SSLContext | None = None
+        self,
+        handler: Handler,
+        sock: socket.socket,
+        limits: Limits | None = None,
+        tls: ssl.SSLContext | None = None,
+        *,
+        path_prefix: str = "",
     ) -> None:
         self.handler = handler
         self.limits = limits or Limits()
         self.parse_head: Callable[[bytes], RequestHead] = functools.partial(
-            parse_request, max_headers=self.limits.n_headers
+            parse_request, max_headers=self.limits.n_headers, path_prefix=path_prefix.encode()
         )
         self.is_draining = False
         self._tls = tls
