@@ -14,13 +14,14 @@ both = pytest.mark.parametrize("slurm", PROCTRACKS, indirect=True)
 CONFORMANCE = """
 import sys, time
 from pathlib import Path
-from penstock import deploy, runs, spec, targets
-from penstock.run_folder import Draft
-from penstock.targets import Launch
+from penstock import run_folder, targets
+from penstock.deployment import start
+from penstock.run_folder import Draft, Launch
+from penstock.spec import reading
 from penstock.testing.conformance import check_target
-prepared = deploy.prepare(spec.load(Path(sys.argv[1])))
+prepared = start.prepare(reading.load(Path(sys.argv[1])))
 settings = {"listen": "127.0.0.1:1", "admin": "127.0.0.1:1"}
-run = runs.create(Draft(prepared.deployment, prepared.plan, prepared.artifact, settings, "token"), time.time())
+run = run_folder.create(Draft(prepared.deployment, prepared.plan, prepared.artifact, settings, "token"), time.time())
 launch = Launch("one", prepared.plan, ("http://127.0.0.1:1",), str(run.admin_token_file), listen="network")
 check_target(targets.load("slurm"), run, launch, sys.executable, settle_s=20.0)
 """
