@@ -229,16 +229,11 @@ class _Known:
 _known = _Known()
 
 
-def parse_request(head: bytes, max_headers: int = MAX_HEADERS, path_prefix: bytes = b"") -> RequestHead:
-    """The request head in `head`, without its closing blank line. Raises ProtocolError.
-
-    A target below `path_prefix` is read as if it began after it; others stay as they are.
-    """
+def parse_request(head: bytes, max_headers: int = MAX_HEADERS) -> RequestHead:
+    """The request head in `head`, without its closing blank line. Raises ProtocolError."""
     lines = head.split(b"\r\n")
     headers, special = _read_headers(lines, max_headers)
     line = _known.request_lines.get(lines[0]) or _known.read_request_line(lines[0])
-    if path_prefix:
-        line = (line[0], _strip_prefix(line[1], path_prefix), line[2])
     is_http_10 = line[2]
     hosts = special.get(b"host", ())
     if len(hosts) > 1 or (not hosts and not is_http_10):
@@ -254,13 +249,6 @@ def parse_request(head: bytes, max_headers: int = MAX_HEADERS, path_prefix: byte
     keeps_alive = not is_http_10 and not _asks_to_close(special)
     expects_continue = expect is not None and not is_http_10
     return RequestHead(line, headers, keeps_alive, expects_continue, None if is_chunked else length or 0, is_chunked)
-
-
-def _strip_prefix(target: bytes, prefix: bytes) -> bytes:
-    rest = target[len(prefix) :]
-    if not target.startswith(prefix) or rest[:1] not in (b"", b"/", b"?"):
-        return target
-    return rest if rest[:1] == b"/" else b"/" + rest
 
 
 def parse_response(head: bytes) -> ResponseHead:
