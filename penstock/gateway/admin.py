@@ -17,8 +17,9 @@ from penstock.gateway.accounting.key_store import ApiKey, KeyStore, Limits, chec
 from penstock.gateway.accounting.keys import has_token
 from penstock.gateway.accounting.ledger import Ledger
 from penstock.gateway.board import RankBoard
-from penstock.gateway.connections.client import ClientConnection, Request
+from penstock.gateway.connections.client import ClientConnection
 from penstock.gateway.context import GatewayContext
+from penstock.gateway.request import Request
 from penstock.gateway.responses import Answer, error_answer, json_answer
 from penstock.gateway.workers.reports import Reporter, WorkerReport
 from penstock.wire.announcement import AnnounceAnswer, Announcement, Post
@@ -74,7 +75,7 @@ class AdminApi:
         self._token = token
         self._board = RankBoard(time.monotonic())
 
-    def refuse(self, head: RequestHead) -> Answer | None:
+    def refuse(self, head: RequestHead, *, is_whole: bool) -> Answer | None:
         """Calls without the token, unknown paths and wrong methods."""
         if not has_token(head.get(b"authorization"), self._token):
             return error_answer(401, "the admin token is needed", "invalid_admin_token")

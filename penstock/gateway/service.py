@@ -17,7 +17,7 @@ from penstock.gateway import compiled
 from penstock.gateway.accounting.entry import Accounting
 from penstock.gateway.accounting.running_totals import Totals
 from penstock.gateway.admin import AdminApi
-from penstock.gateway.config import GatewayConfig, parse_address
+from penstock.gateway.config import GatewayConfig, parse_address, upstream_keys
 from penstock.gateway.connections.engine import Pool
 from penstock.gateway.connections.listener import Listener, open_socket, open_tls
 from penstock.gateway.context import GatewayContext
@@ -80,10 +80,16 @@ class Gateway:
         self._slot = slot
         replicas = _replica_table(config, self.accounting.running_totals)
         counters = Counters(model.name for model in config.models)
-        pool = Pool(engine_key(token) if config.engines_need_key else None)
+        keys = upstream_keys(config)
+        pool = Pool(engine_key(token) if config.engines_need_key else None, keys)
         needs_key = config.auth == "keys"
-        hides_key = needs_key or config.engines_need_key
-        self._context = GatewayContext(replicas, WaitingQueue(), pool, counters, config.hold_s, needs_key, hides_key)
+        hides_key = needs_key or config.engines_need_key or bool(keys)
+        self._context = GatewayContext(
+            *(replicas, WaitingQueue(config.queue), pool, counters, config.hold_s),
+            needs_key=needs_key,
+            hides_key=hides_key,
+            allowed_origins=config.allowed_origins,
+        )
         self._static_upstreams = StaticUpstreams(config.upstreams, replicas, self._context.queue, self._context.pool)
         if self.accounting.ledger is not None and (slot is None or slot.index == 0):
             self.accounting.ledger.keep_days = config.ledger_days
@@ -95,7 +101,11 @@ class Gateway:
                 self._api.apply(path, body)
             self._reporter.link = ParentLink(self._reporter.encode, self._api.apply, self._end_without_parent)
         public = Public(config, self.accounting, self._context, self._reporter)
-        self.public = Listener(public, sockets.public, config.limits, sockets.tls, slot.public if slot else None)
+        self.public = Listener(
+            *(public, sockets.public, config.limits, sockets.tls),
+            share=slot.public if slot else None,
+            path_prefix=config.path_prefix,
+        )
         self.admin = Listener(self._api, sockets.admin, share=slot.admin if slot else None)
         self._lease_timer: asyncio.TimerHandle | None = None
         self._ending: asyncio.Task[int] | None = None

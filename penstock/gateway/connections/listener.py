@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
 import ctypes
 import errno
 import functools
-import logging
-import mmap
 import os
 import socket
 import ssl
@@ -23,6 +20,7 @@ from pathlib import Path
 from penstock.errors import UserError
 from penstock.gateway.config import UNIX, Address
 from penstock.gateway.connections.client import ClientConnection, Handler
+from penstock.gateway.connections.shared_server import Share, SharedServer
 from penstock.spec.gateway import Limits
 from penstock.wire.http1 import RequestHead, parse_request
 
@@ -31,9 +29,6 @@ DOOR_S = 0.05  # in a drain: for handshakes that are under way
 GRACE_S = 0.5  # in a drain: for requests on their way on an idle connection
 FLUSH_S = 1.0  # in a drain: for what is written when time is over
 SWEEP_S = 5.0
-ACCEPT_AGAIN_S = 1.0  # after an error
-YIELD_S = 0.001  # to processes with fewer connections
-SLACK = 1
 
 # A filter program over the TCP header (offset 13 holds the flags) that drops segments with SYN and without ACK.
 # https://www.kernel.org/doc/html/latest/networking/filter.html; SO_ATTACH_FILTER is 26 in asm-generic/socket.h.
@@ -49,8 +44,6 @@ _DROP_SYN = b"".join(
     )
 )
 
-log = logging.getLogger(__name__)
-
 
 class Listener:
     """A listening socket and the connections that came in by it."""
@@ -61,7 +54,9 @@ class Listener:
         sock: socket.socket,
         limits: Limits | None = None,
         tls: ssl.SSLContext | None = None,
+        *,
         share: Share | None = None,
+        path_prefix: str = "",
     ) -> None:
         """`share`: other processes accept from this socket too."""
         self.handler = handler
@@ -69,6 +64,8 @@ class Listener:
         self.parse_head: Callable[[bytes], RequestHead] = functools.partial(
             parse_request, max_headers=self.limits.n_headers
         )
+        if path_prefix:
+            self.parse_head = functools.partial(_parse_below, path_prefix.encode(), self.limits.n_headers)
         self.is_draining = False
         self._tls = tls
         # Drawn here and not at import: workers are forked before they make their listeners.
@@ -180,108 +177,14 @@ class Listener:
         self._sweep_timer = loop.call_later(SWEEP_S, self._sweep)
 
 
-class Share:
-    """How many connections each process has that accepts from one socket. Create it before the fork, then `of`.
-
-    >>> share = Share(n_processes=2)
-    >>> mine, other = share.of(0), share.of(1)
-    >>> mine.set(5); mine.is_ahead, other.is_ahead
-    (True, False)
-    """
-
-    def __init__(self, n_processes: int) -> None:
-        self._counts = memoryview(mmap.mmap(-1, 8 * n_processes)).cast("q")
-        self._own = 0
-
-    def of(self, own: int) -> Share:
-        """The same counts, for the process with this number."""
-        share = copy.copy(self)
-        share._own = own
-        return share
-
-    def set(self, n_connections: int) -> None:
-        self._counts[self._own] = n_connections
-
-    @property
-    def is_ahead(self) -> bool:
-        return self._counts[self._own] > min(self._counts) + SLACK
-
-
-class SharedServer:
-    """Accepts from a socket that other processes accept from too: one connection in a turn of the loop, and a moment
-    later than they when it has more than they have.
-
-    asyncio's own server takes all that wait. With one a turn, four workers got 47, 0, 8 and 9 of 64 connections.
-    """
-
-    def __init__(
-        self,
-        sock: socket.socket,
-        make: Callable[[], asyncio.Protocol],
-        share: Share,
-        tls: ssl.SSLContext | None,
-        handshake_s: float,
-    ) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._sock, self._make, self._share, self._tls = sock, make, share, tls
-        self._handshake_s = handshake_s if tls is not None else None
-        self._connecting: set[asyncio.Task[None]] = set()
-        self._pause_timer: asyncio.TimerHandle | None = None
-        self._has_waited = False
-        self._resume()
-
-    def close(self) -> None:
-        """Takes what is in the queue, and leaves the socket to the others."""
-        while self._accept():
-            pass
-        if self._pause_timer is not None:
-            self._pause_timer.cancel()
-        if self._sock.fileno() >= 0:
-            self._loop.remove_reader(self._sock.fileno())
-        self._sock.close()
-
-    async def wait_connected(self) -> None:
-        """Until what was accepted is a connection."""
-        if self._connecting:
-            await asyncio.wait(self._connecting)
-
-    def _resume(self) -> None:
-        self._loop.add_reader(self._sock.fileno(), self._on_readable)
-
-    def _pause(self, pause_s: float) -> None:
-        self._loop.remove_reader(self._sock.fileno())
-        self._pause_timer = self._loop.call_later(pause_s, self._resume)
-
-    def _on_readable(self) -> None:
-        self._has_waited = not self._has_waited and self._share.is_ahead
-        if self._has_waited:
-            self._pause(YIELD_S)
-        else:
-            self._accept()
-
-    def _accept(self) -> bool:
-        try:
-            sock, _ = self._sock.accept()
-        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-            return False  # another process was faster, or the client has left
-        except OSError as error:
-            # Out of files: the queue stays readable, and looking at it again at once would take all of a core.
-            log.error("could not accept a connection: %s", error)
-            self._pause(ACCEPT_AGAIN_S)
-            return False
-        sock.setblocking(False)
-        task = self._loop.create_task(self._connect(sock))
-        self._connecting.add(task)
-        task.add_done_callback(self._connecting.discard)
-        return True
-
-    async def _connect(self, sock: socket.socket) -> None:
-        try:
-            await self._loop.connect_accepted_socket(
-                self._make, sock, ssl=self._tls, ssl_handshake_timeout=self._handshake_s
-            )
-        except OSError as error:  # a handshake that failed; TimeoutError and SSLError are OSErrors
-            log.debug("a connection ended before it began: %s", error)
+def _parse_below(prefix: bytes, n_headers: int, text: bytes) -> RequestHead:
+    """The head of a request whose target may begin with `prefix`, without it."""
+    head = parse_request(text, n_headers)
+    rest = head.target[len(prefix) :]
+    if head.target.startswith(prefix) and rest[:1] in (b"", b"/", b"?"):
+        head.target = rest if rest[:1] == b"/" else b"/" + rest
+        head.path = head.target.partition(b"?")[0]
+    return head
 
 
 def _refuse_new_connections(sock: socket.socket) -> None:

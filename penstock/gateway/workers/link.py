@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 
-from penstock.gateway.connections.listener import Share
+from penstock.gateway.connections.shared_server import Share
 from penstock.gateway.workers.messages import AdminCall, Frames, Report, Reports, frame
 
 GATHER_S = 2.0  # the parent answers within 0.7 s, unless it is stopped itself

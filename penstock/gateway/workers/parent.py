@@ -26,7 +26,7 @@ import msgspec
 
 from penstock.gateway.accounting.store import connect
 from penstock.gateway.config import GatewayConfig
-from penstock.gateway.connections.listener import Share
+from penstock.gateway.connections.shared_server import Share
 from penstock.gateway.service import Gateway, Sockets, open_sockets
 from penstock.gateway.workers.link import WorkerSlot
 from penstock.gateway.workers.messages import AdminCall, Frames, Report, Reports, frame
