@@ -247,7 +247,7 @@ def test_the_file_names_a_folder_by_its_full_path_and_keeps_the_engines_flags(
     (tmp_path / "m").mkdir()
     request = replace(samples.REQUEST, facts=replace(samples.FACTS, reference="m", hub_id=None))
     flags = ("--tensor-parallel-size", "4", "--max-num-seqs", "64", "--enforce-eager", "--kv-cache-dtype=fp8")
-    made = reading.parse(plan.deployment_text(request, replace(samples.FITS, engine_args=flags)))
+    made = reading.parse(planning.deployment_text(request, replace(samples.FITS, engine_args=flags)))
     assert made.model == str(tmp_path / "m")
     assert made.engine.args == {"max-num-seqs": 64, "enforce-eager": True, "kv-cache-dtype": "fp8"}
 
