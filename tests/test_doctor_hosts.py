@@ -244,7 +244,7 @@ def test_an_old_driver_and_memory_that_somebody_holds_are_named(hosts: Hosts, ex
         with_cuda(hosts, node, "13.0")
     found = examine()
     told = {(one.check, one.node): one.found for one in bad(found)}
-    assert told["driver", "node2"] == "driver 535.104.05, torch made with CUDA 13.0, which needs driver 580 or newer"
+    assert told["driver", "node2"] == "driver 535.104.05, torch built with CUDA 13.0, which needs driver 580 or newer"
     assert "process 1 (/usr/bin/trainer, user root) holds 68.4 GiB" in told["gpu", "node2"]
     assert ("driver", "node1") not in told and ("gpu", "node1") not in told
 

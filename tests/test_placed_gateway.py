@@ -16,7 +16,7 @@ from penstock.deployment.controller import placed_gateway
 from penstock.deployment.controller.placed_gateway import Keeper
 from penstock.deployment.observe import Observation
 from penstock.errors import PenstockError
-from penstock.node.announcer import Admin
+from penstock.node.announcer import AdminClient
 from penstock.paths import write_atomically
 from penstock.run_folder import Part, Run
 from penstock.spec.deployment import Deployment, GatewaySpec
@@ -162,7 +162,7 @@ def test_a_target_that_cannot_say_changes_nothing(cluster: Cluster) -> None:
 
 def test_a_node_follows_the_file(tmp_path: Path) -> None:
     file = tmp_path / "address.json"
-    admin = Admin(["http://127.0.0.1:1"], "token", file)
+    admin = AdminClient(["http://127.0.0.1:1"], "token", file)
     with pytest.raises(PenstockError, match="has no address yet"):
         admin.post_json("/admin/announce", {})
     assert admin.own_address() is None
@@ -172,5 +172,5 @@ def test_a_node_follows_the_file(tmp_path: Path) -> None:
             admin.post_json("/admin/announce", {})
         assert admin._urls == [f"http://127.0.0.1:{port}"]
     file.unlink()
-    admin._look()
+    admin._read_file()
     assert admin._urls == ["http://127.0.0.1:2"], "the last word holds while the file system is away"

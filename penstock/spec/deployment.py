@@ -25,13 +25,24 @@ EngineKind = Literal["auto", "vllm", "llamacpp", "fake"]
 class Hardware(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What the machines have: `up` refuses one that has not, and `plan` and `render` take it where there is none.
 
-    Absent fields are asked of the target.
+    Absent fields are asked of the target. `network` is what joins the nodes: a catalogue id (ib-ndr) for the planner,
+    or the network (10.9.0.0/16) whose addresses they use among themselves.
     """
 
     gpu: str | None = None
     gpus_per_node: int | None = None
     nodes: int = 1
     network: str | None = None
+
+    @property
+    def link(self) -> str | None:
+        """`network` as a catalogue id."""
+        return self.network if self.subnet is None else None
+
+    @property
+    def subnet(self) -> str | None:
+        """`network` as a CIDR."""
+        return self.network if self.network is not None and "/" in self.network else None
 
 
 class Parallel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 import math
 import re
 import types
@@ -13,9 +15,29 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from penstock.errors import Problem, SpecError, nearest
+from penstock.errors import Problem, SpecError, UserError, nearest
 from penstock.spec.deployment import DEMO_MODEL, TARGETS, Deployment, default_name, is_legal_name
 from penstock.spec.gateway import is_loopback, setting_problems
+
+
+def read(source: str | Path, settings: Sequence[str] = ()) -> Deployment:
+    """The deployment of a YAML file, or of a model: a folder, a file or a hub id.  Raises SpecError or UserError."""
+    path = Path(source)
+    try:
+        if is_yaml(source) or (path.is_file() and path.suffix != ".gguf"):
+            return load(path, settings)
+        # A path is the same model from everywhere: `up` compares files by their values.
+        is_model_path = source != DEMO_MODEL and (path.is_dir() or path.is_file())
+    except (OSError, ValueError) as exc:
+        why = getattr(exc, "strerror", None) or str(exc)
+        shown = str(source) if len(str(source)) <= 200 else f"{str(source)[:200]}..."
+        raise UserError(f'could not read "{shown}": {why}', hint="Check the path.") from exc
+    model = str(path.resolve()) if is_model_path else str(source)
+    return from_mapping({"model": model}, f'model "{source}"', settings)
+
+
+def is_yaml(source: str | Path) -> bool:
+    return str(source).endswith((".yaml", ".yml"))
 
 
 def load(path: Path, settings: Sequence[str] = ()) -> Deployment:
@@ -284,6 +306,12 @@ _AT_LEAST: dict[str, float] = {
 }
 
 
+def _is_network(text: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return bool(ipaddress.ip_network(text, strict=False))
+    return False
+
+
 def _rules(deployment: Deployment) -> Iterator[Problem]:
     """Problems that types cannot say: ranges, and fields that contradict each other."""
     if not is_legal_name(deployment.name):
@@ -304,6 +332,8 @@ def _rules(deployment: Deployment) -> Iterator[Problem]:
             yield Problem(path, f"{value} is not a finite number")
     if not 0 < deployment.engine.gpu_memory_utilization <= 1:
         yield Problem("engine.gpu_memory_utilization", f"{deployment.engine.gpu_memory_utilization} is not in (0, 1]")
+    if deployment.hardware.subnet is not None and not _is_network(deployment.hardware.subnet):
+        yield Problem("hardware.network", f'"{deployment.hardware.subnet}" is not a network', "example: 10.9.0.0/16")
     if deployment.replicas.min > deployment.replicas.max:
         yield Problem("replicas", f"min {deployment.replicas.min} is above max {deployment.replicas.max}")
     for name in deployment.engine.env:

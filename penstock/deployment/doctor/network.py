@@ -12,13 +12,13 @@ import msgspec
 from penstock.deployment import planning
 from penstock.deployment.doctor.nodes import SurveyedNode
 from penstock.deployment.preflight import Finding
-from penstock.errors import PenstockError, Problem
+from penstock.errors import PenstockError
 from penstock.hardware import Interface, Machine, catalog
 from penstock.hardware.catalog import LinkFacts
 from penstock.hardware.topology import rewired
 from penstock.models import Facts
 from penstock.node.checks.all_reduce import Collective
-from penstock.node.group.addresses import choose_addresses
+from penstock.node.group.addresses import INTERFACE_VARIABLES, best_of, is_wanted
 from penstock.planner.request import Sizing
 from penstock.planner.speed.collectives import Fabric, allreduce_us, collective_hops, node_gbs
 from penstock.spec.deployment import Deployment, Parallel
@@ -45,26 +45,51 @@ def of_reach(
 
     `times[i][j]`: seconds by address of rank j, as rank i reached them.
     """
-    places = {node.rank: place for place, node in enumerate(nodes)}
-    reached = {
-        places[rank]: {places[peer]: tuple(by_address) for peer, by_address in row.items() if peer in places}
-        for rank, row in times.items()
-        if rank in places
-    }
     wanted = next(
-        (deployment.engine.env[name] for name in _INTERFACE_VARIABLES if deployment.engine.env.get(name)), None
+        (deployment.engine.env[name] for name in INTERFACE_VARIABLES if deployment.engine.env.get(name)),
+        deployment.hardware.subnet,
     )
-    chosen = choose_addresses([node.check.facts for node in nodes], reached, wanted)
-    if isinstance(chosen, Problem):
-        where = f"{chosen.path}: " if chosen.path else ""
-        return [Finding("network", "bad", where + chosen.message, chosen.hint)], None
-    route = Route(tuple(nodes), tuple(chosen))
-    text = ", ".join(f"{node.name} {each.address} ({each.name})" for node, each in zip(nodes, chosen, strict=True))
-    finding = Finding("network", "ok", f"all nodes reach each other; VLLM_HOST_IP and interface will be {text}")
-    return [finding, _far(route, times)], route
+    options: list[list[Interface]] = []
+    for node in nodes:
+        others = [other for other in nodes if other.rank != node.rank]
+        reached_by = {other.name: set(times.get(other.rank, {}).get(node.rank, ())) for other in others}
+        usable = [
+            interface
+            for interface in node.check.facts.interfaces
+            if all(interface.address in addresses for addresses in reached_by.values())
+        ]
+        chosen = [interface for interface in usable if wanted is None or is_wanted(interface, wanted)]
+        if not chosen:
+            return [_unreached(node, reached_by, usable, wanted)], None
+        options.append(chosen)
+    route = Route(tuple(nodes), tuple(best_of(options)))
+    ways = ", ".join(
+        f"{node.name} {interface.address} ({interface.name})"
+        for node, interface in zip(nodes, route.interfaces, strict=True)
+    )
+    return [Finding("network", "ok", f"all nodes reach each other: {ways}"), _far(route, times)], route
 
 
-_INTERFACE_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
+def _unreached(
+    node: SurveyedNode, reached_by: Mapping[str, set[str]], usable: Sequence[Interface], wanted: str | None
+) -> Finding:
+    """Why no interface of a node will do."""
+    interfaces = [interface for interface in node.check.facts.interfaces if not interface.is_loopback]
+    addresses = ", ".join(f"{interface.address} ({interface.name})" for interface in interfaces) or "none but loopback"
+    blind = [name for name, found in reached_by.items() if not found]
+    if usable:
+        others = ", ".join(f"{interface.address} ({interface.name})" for interface in usable)
+        return Finding(
+            "network",
+            "bad",
+            f"no interface of {wanted} on {node.name} is reached by the other nodes (it has {addresses})",
+            f"change hardware.network or NCCL_SOCKET_IFNAME; those that are reached: {others}",
+        )
+    if blind:
+        message = f"{node.name} (rank {node.rank}) is not reached from {', '.join(blind)}"
+        return Finding("network", "bad", message, f"open the network between them; its addresses: {addresses}")
+    message = f"{node.name} (rank {node.rank}) has no address that all other nodes reach"
+    return Finding("network", "bad", message, f"its addresses: {addresses}; each of them is reached by some only")
 
 
 def _far(route: Route, times: Mapping[int, Mapping[int, Mapping[str, float]]]) -> Finding:
@@ -208,7 +233,7 @@ def planned(
     if before is None or after is None or before.speed is None or after.speed is None:
         return None
     was, now = before.speed.tpot_ms.likely, after.speed.tpot_ms.likely
-    named = catalog.link(deployment.hardware.network) if deployment.hardware.network else None
+    named = catalog.link(deployment.hardware.link) if deployment.hardware.link else None
     fabric = Fabric(planning.card_of(machine.gpus), max(1, len(machine.gpus)), deployment.hardware.nodes, named)
     kind = named.id if named is not None else "no network is named: ten-gigabit Ethernet"
     text = (
