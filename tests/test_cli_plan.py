@@ -253,7 +253,7 @@ def test_the_file_names_a_folder_by_its_full_path_and_keeps_the_engines_flags(
 
 
 def test_a_picture_that_cannot_be_made_is_refused_before_the_work(asked: Asked, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="not a kind of picture"):
+    with pytest.raises(UserError, match="pictures are SVG"):
         run(*BASE, "--plot", str(tmp_path / "plan.pdf"))
     assert asked == []
 
