@@ -153,7 +153,7 @@ class Gateway:
                 admin_socket = open_socket(address, mode=0o600)
         public = Public(config, self.books, self._context, self._tally)
         self.public = Listener(
-            *(public, sockets.public[slot], config.limits, sockets.tls), path_prefix=config.path_prefix
+            *(public, sockets.public[slot], config.limits, sockets.tls), path_prefix=config.path_prefix or ""
         )
         self.admin = Listener(admin, admin_socket)
         self._lease_timer: asyncio.TimerHandle | None = None
