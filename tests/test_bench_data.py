@@ -87,11 +87,6 @@ def test_conversations_hold_what_was_said_and_wait_for_the_turn_before() -> None
             assert asks[ask.wait_for].prompt == ask.prompt[:-2]
 
 
-def test_the_same_prompt_every_time() -> None:
-    asks = synthetic.from_spec("prompt:Singapore is a", Wanted(50, output_tokens=64), refuse)
-    assert asks == [PlannedRequest("Singapore is a", None, 64)] * 50
-
-
 SHAREGPT = [
     {"id": "a", "conversations": [{"from": "human", "value": "What is the capital of South Korea?"}] * 2},
     {"id": "short", "conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello there you"}]},
@@ -114,12 +109,9 @@ def test_sharegpt_keeps_what_vllm_keeps(tmp_path: Path) -> None:
     assert {text_of(ask) for ask in asks} == {"What is the capital of South Korea?", "Tell me about the sea. "}
     assert all(ask.input_tokens == DEMO.count(text_of(ask), special=False) for ask in asks)
     answers = {text_of(ask)[:4]: ask.output_tokens for ask in asks}
+    again = synthetic.from_spec(sharegpt(tmp_path), Wanted(7, output_tokens=2), demo)
+    assert len(again) == 7 and {ask.output_tokens for ask in again} == {2}
     assert answers == {"What": DEMO.count(SHAREGPT[0]["conversations"][0]["value"]), "Tell": DEMO.count("It is " * 20)}  # type: ignore[index]
-
-
-def test_sharegpt_comes_again_where_it_has_fewer(tmp_path: Path) -> None:
-    asks = synthetic.from_spec(sharegpt(tmp_path), Wanted(7, output_tokens=2), demo)
-    assert len(asks) == 7 and {ask.output_tokens for ask in asks} == {2}
 
 
 @pytest.mark.parametrize("rows", [{}, [], SHAREGPT[1:4]])
@@ -198,18 +190,13 @@ def test_what_cannot_be_understood_is_refused(spec: str) -> None:
     with pytest.raises(UserError) as caught:
         synthetic.from_spec(spec, Wanted(), demo)
     assert (caught.value.message.startswith("cannot") and caught.value.hint) or "read" in caught.value.message
+    assert ("nowhere.json" not in spec) or "Nothing is downloaded" in str(caught.value.hint)
 
 
 @pytest.mark.parametrize("wanted", [Wanted(0), Wanted(1, input_tokens=0)])
 def test_absurd_amounts_are_refused(wanted: Wanted) -> None:
     with pytest.raises(UserError):
         synthetic.from_spec("random", wanted, demo)
-
-
-def test_a_missing_file_says_that_nothing_is_downloaded() -> None:
-    with pytest.raises(UserError) as caught:
-        synthetic.from_spec("sharegpt:/nowhere.json", Wanted(), demo)
-    assert "Nothing is downloaded" in (caught.value.hint or "") and "no such file" in caught.value.message
 
 
 # ---- counting --------------------------------------------------------------------------------------------------------
