@@ -1,7 +1,4 @@
-"""`penstock plan`: its arguments, and what it prints. `planning` answers, `plan_text` formats.
-
-Exit codes: 0 it fits, 3 it does not (with the whole answer all the same), 2 bad input, 4 not modelled.
-"""
+"""`penstock plan`: arguments and output. Exit codes: 0 it fits, 3 it does not, 2 bad input, 4 not modelled."""
 
 from __future__ import annotations
 
@@ -165,10 +162,8 @@ def _explained(request: SizingRequest, sizing: Sizing) -> tuple[Formula, ...]:
 
 
 def request_of(options: argparse.Namespace) -> tuple[SizingRequest, GpuFacts | None]:
-    """What was asked, with the model's facts read, and the card when it is this machine's.
-
-    Reads files, and the hub for a hub id. Flags go over what a deployment file says.  Raises UserError.
-    """
+    """What was asked, with the model's facts read, and the card when it is this machine's.  Raises UserError.
+    Reads files, and the hub for a hub id. Flags go over what a deployment file says."""
     from penstock.deployment import planning
     from penstock.spec import reading
 

@@ -1,8 +1,4 @@
-"""What `penstock plan` shows: a `Sizing` as text of at most 100 columns. Builds tables; `cli.output` draws them.
-
-Top to bottom: the verdict, a bar per rank class whose parts add up to the card, the layout over the nodes, the KV
-cache, speed, users, levers, refused layouts, warnings, and the command. The picture shows the same.
-"""
+"""What `penstock plan` shows: a `Sizing` as text of at most 100 columns. Builds tables; `cli.output` draws them."""
 
 from __future__ import annotations
 
@@ -73,10 +69,8 @@ _MEANING_WIDTH = 45  # of a row of figures, what stands beside the numbers
 
 
 class Bar(NamedTuple):
-    """A rank class: GiB by kind, in the order of KINDS. `over_gib` is what goes beyond the budget, or the card.
-
-    The parts add up to `total_gib`, unless they go beyond the card.
-    """
+    """A rank class: GiB by kind, in the order of KINDS, adding up to `total_gib` unless they go beyond the card.
+    `over_gib` is what goes beyond the budget, or the card."""
 
     name: str
     parts: tuple[float, ...]
@@ -197,11 +191,8 @@ def _bar(rank: RankMemory, total_gib: float, budget_gib: float) -> Bar:
 
 
 def cells(parts: Sequence[float], total: float, n_cells: int) -> list[int]:
-    """`n_cells` shared out in proportion to `parts` of `total`, the largest remainders rounded up.
-
-    Parts that add up to the total fill all cells, and none that is there is left without one (the largest gives it):
-    (50, 30, 20) of 100 over 7 -> 4, 2, 1; (98, 1, 1) of 100 over 10 -> 8, 1, 1.
-    """
+    """`n_cells` shared out in proportion to `parts` of `total`, the largest remainders rounded up, no part without one.
+    (50, 30, 20) of 100 over 7 -> 4, 2, 1; (98, 1, 1) of 100 over 10 -> 8, 1, 1."""
     whole = max(total, sum(parts)) or 1.0
     exact = [part / whole * n_cells for part in parts]
     counts = [int(share) for share in exact]
@@ -259,10 +250,8 @@ def _budget_mark(bar: Bar, n_cells: int) -> str:
 
 def placement(layout: Parallel, gpus_per_node: int, n_nodes: int) -> list[list[tuple[int, int] | None]]:
     """(stage, data rank) of each GPU of each node, None for an idle one; both from 0.
-
-    vLLM numbers ranks with tensor innermost, then pipeline, then data (`distributed/parallel_state.py`). A replica's
-    ranks, or else a stage's, stay on one node where they fit there. TP2 x PP2 on 8 GPUs: A A B B idle idle idle idle.
-    """
+    Tensor is innermost, then pipeline, then data (vLLM's `distributed/parallel_state.py`). A replica's ranks, or else a
+    stage's, stay on one node where they fit. TP2 x PP2 on 8 GPUs: A A B B idle idle idle idle."""
     replica, stage_size = layout.tensor * layout.pipeline, layout.tensor
     unit = replica if replica <= gpus_per_node else stage_size if stage_size <= gpus_per_node else 1
     used = gpus_per_node // unit * unit
@@ -393,10 +382,7 @@ def _rejected(rejected: Sequence[RejectedLayout]) -> list[Grid]:
 
 
 def by_reason(rejected: Sequence[RejectedLayout]) -> list[list[str]]:
-    """[layouts, reason] of the refused ones, those with the same reason on one line.
-
-    ["TP1 and 3 more", "weights take ..."]; sizes that do not divide are listed: "... by tensor 3, 5, 6, 7".
-    """
+    """[layouts, reason] of the refused ones: ["TP1 and 3 more", "weights take ..."]; tensor sizes are listed."""
     groups: dict[str, list[RejectedLayout]] = {}
     for layout in rejected:
         groups.setdefault(layout.reason.removesuffix(f" by tensor {layout.tensor}"), []).append(layout)

@@ -1,8 +1,6 @@
-"""What engines reported of their memory, kept for the next plan: one file a key and layout under the penstock home.
+"""What engines reported of their memory, kept for the next plan: measured/<key>/TP4-PP1-DP1.json in the penstock home.
 
-    measured/<key>/TP4-PP1-DP1.json
-
-The controller writes when a replica becomes ready; planning reads. A file that cannot be read is left out, and told.
+The controller writes when a replica becomes ready; planning reads. A file that cannot be read is left out with a note.
 """
 
 from __future__ import annotations
@@ -34,10 +32,8 @@ def read(key: Key) -> tuple[dict[Parallel, MemoryMeasurement], tuple[str, ...]]:
 
 
 def keep(plan: Plan, reported: Mapping[str, float], now: float) -> Path | None:
-    """Keep what the engine of a plan reported, in place of an earlier start; `now` in Unix seconds. None: nothing to.
-
-    Raises OSError when the penstock home cannot be written.
-    """
+    """Keep what the engine of a plan reported, in place of an earlier start; None when there is nothing to keep.
+    `now` is in Unix seconds. Raises OSError when the penstock home cannot be written."""
     forecast, kv_cache_gib = plan.forecast, reported.get("kv_cache_gib")
     if forecast is None or kv_cache_gib is None:
         return None

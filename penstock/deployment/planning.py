@@ -1,7 +1,4 @@
-"""The planner with what it must read: the catalogue, this machine's cards, values kept from earlier starts.
-
-`penstock plan` and `penstock up` ask here, so both give the same answer in the same words.
-"""
+"""The planner with what it must read: the catalogue, this machine's cards, values kept from earlier starts."""
 
 from __future__ import annotations
 
@@ -38,10 +35,8 @@ def solve(
     network: LinkFacts | None = None,
 ) -> Sizing:
     """The planner's answer, with the notes of facts and kept values among its warnings.
-
-    `card` is the GPU where the catalogue may not have it, `network` a measured one in place of the named one.
-    Raises NotModelled and UserError.
-    """
+    `card` is the GPU where the catalogue may not have it, `network` a measured one in place of the named one. Raises
+    NotModelled and UserError."""
     gpu = card or catalog.gpu(request.gpu)
     if network is None and request.network:
         network = catalog.link(request.network)
@@ -53,10 +48,7 @@ def solve(
 
 
 def speed(request: SizingRequest) -> Speed | None:
-    """What is predicted of a request's fixed layout on the catalogue's cards; None where `solve` tells no speed.
-
-    Raises NotModelled and UserError.
-    """
+    """What is predicted of a request's fixed layout; None where `solve` has no speed. Raises NotModelled and UserError."""
     network = catalog.link(request.network) if request.network else None
     return speed_of(request, catalog.gpu(request.gpu), network)
 
@@ -69,11 +61,8 @@ def size(
     n_replicas: int,
     network: LinkFacts | None = None,
 ) -> Sized:
-    """What the planner says of `n_replicas` of a deployment on the GPUs of a machine.
-
-    `network` is a measured one between its machines, in place of the file's. What is not modelled is no error here.
-    Raises UserError for what cannot be understood.
-    """
+    """What the planner says of `n_replicas` of a deployment on a machine's GPUs.  Raises UserError.
+    `network` is a measured one between its machines, in place of the file's. What is not modelled is no error here."""
     card = card_of(machine.gpus)
     of_model = msgspec.structs.replace(of_model, notes=(*of_model.notes, *notes_of(card)))
     request = request_of(deployment, of_model, card.id)
@@ -107,9 +96,7 @@ def notes_of(card: GpuFacts) -> tuple[str, ...]:
 
 def request_for(source: str | Deployment, asked: Mapping[str, Any]) -> tuple[SizingRequest, GpuFacts | None]:
     """The request for a model or a deployment, `asked` over it; and the card when it is this machine's.
-
-    Without a GPU in either, this machine's are meant. Replicas share the GPUs, as in `up`. Reads files, and the hub.
-    Raises UserError.
+    Without a GPU in either, this machine's are meant; replicas share them. Reads files and the hub. Raises UserError.
     """
     if isinstance(source, str):
         of_model = facts.read(source)
@@ -238,9 +225,7 @@ def _uncounted(words: Sequence[str]) -> tuple[str, ...]:
 
 def deployment_text(request: SizingRequest, sizing: Sizing, base: Mapping[str, Any] | None = None) -> str:
     """A file for `penstock up` with the chosen layout: only what is not a default, checked as `up` checks it.
-
-    `base` is the file that was planned: what planning does not know of stays as it is there.
-    """
+    `base` is the file that was planned: what planning does not know of stays as it is there."""
     import yaml
 
     layout, settings = sizing.layout, sizing.settings
@@ -282,10 +267,7 @@ def deployment_text(request: SizingRequest, sizing: Sizing, base: Mapping[str, A
 
 
 def _args(engine_args: Sequence[str]) -> dict[str, Any]:
-    """Flags as `engine.args` has them: --block-size 32 --enforce-eager -> {"block-size": 32, "enforce-eager": True}.
-
-    Several words after a flag become a list.
-    """
+    """Flags as `engine.args` has them: --block-size 32 --eager -> {"block-size": 32, "eager": True}."""
     args: dict[str, list[str]] = {}
     for word in engine_args:
         if word.startswith("--"):

@@ -1,8 +1,6 @@
 """Known GPUs, links and models: data rows, each with its source. Read when first asked, then kept.
 
-The rows stand in `data/`: `gpus.yaml` (GPUs and interconnects), `models.yaml` (where each config came from, exact
-parameter counts) and `models/<name>/config.json`. A name that is not there is refused with the nearest one. GB/s and
-TFLOPS are decimal, `*_gib` and `*_mib` binary.
+A name that is not there is refused with the nearest one. GB/s and TFLOPS are decimal, `*_gib` and `*_mib` binary.
 """
 
 from __future__ import annotations
@@ -79,9 +77,7 @@ class AllReduce(msgspec.Struct, frozen=True):
 
 class GpuFacts(msgspec.Struct, frozen=True):
     """One card. `allreduce` is always filled: measured on it, or borrowed.
-
-    `stands_in`: the id of the card whose facts these are, where the catalogue does not have the card itself.
-    """
+    `stands_in`: the id of the card whose facts these are, where the catalogue does not have the card itself."""
 
     id: str
     vendor: str
@@ -116,9 +112,7 @@ class GpuFacts(msgspec.Struct, frozen=True):
 
 class LinkFacts(msgspec.Struct, frozen=True):
     """One kind of interconnect; which of the rates is known differs by source. `transport` says how NCCL drives it.
-
-    `step_latency_us` is (fastest, slowest) of one hop of a collective, measured.
-    """
+    `step_latency_us` is (fastest, slowest) of one hop of a collective, measured."""
 
     id: str
     source: str
@@ -171,10 +165,7 @@ def gpu_ids() -> tuple[str, ...]:
 
 
 def gpu(name: str) -> GpuFacts:
-    """The card with this catalogue id, driver name, Kubernetes label or unique beginning of an id ("h200").
-
-    Raises UserError with the nearest name.
-    """
+    """The card with this id, driver name, Kubernetes label or unique beginning of an id ("h200").  Raises UserError."""
     rows, wanted = _gpus(), _plain(name)
     for row in rows.values():
         if wanted in {_plain(row.id), *map(_plain, row.names)}:
@@ -184,10 +175,7 @@ def gpu(name: str) -> GpuFacts:
 
 def gpu_of_machine(name: str, memory_bytes: int) -> GpuFacts:
     """The card that a driver calls `name`, with the memory that the driver says.
-
-    A card that is not in the catalogue gets the facts of the one nearest in memory, and a note (`stands_in`): what
-    fits then follows from its own memory, speed from the other's.
-    """
+    One that is not in the catalogue gets the facts of the one nearest in memory, and a note (`stands_in`)."""
     total_gib = default_total_gib(memory_bytes // 2**20)
     try:
         row = gpu(name)
@@ -218,9 +206,7 @@ def over_pcie(card: GpuFacts) -> GpuFacts:
 
 def bridged(card: GpuFacts, n_joined: int, gbs_per_dir: float | None) -> GpuFacts:
     """A PCIe card of which NVLink joins groups of `n_joined`: up to so many, all-reduce times are NVLink's.
-
-    `gbs_per_dir` None: the nominal rate of a card with that NVLink. Borrowed from one with the same generation.
-    """
+    `gbs_per_dir` None: the nominal rate of a card with that NVLink. Borrowed from one with the same generation."""
     like = _gpus()[_NVLINK_LIKE[_NVLINK_GENERATION.get(card.generation, 3)]]
     table, own = like.allreduce, card.allreduce
     assert table is not None and own is not None, "every card of the catalogue has an all-reduce table"
@@ -244,10 +230,8 @@ def bridged(card: GpuFacts, n_joined: int, gbs_per_dir: float | None) -> GpuFact
 
 
 def default_total_gib(nvidia_smi_mib: int) -> float:
-    """What the CUDA runtime will report for a card that is not in the catalogue (`default_rule` in gpus.yaml).
-
-    24576 MiB -> 23.55 GiB.
-    """
+    """What the CUDA runtime reports of a card outside the catalogue (`default_rule` in gpus.yaml): 24576 MiB, 23.55
+    GiB."""
     gib = nvidia_smi_mib / 1024
     return gib - (0.45 if gib <= 24.5 else 0.55 if gib <= 80.5 else 0.6)
 

@@ -1,7 +1,6 @@
-"""How the GPUs of one machine are joined, from nvidia-smi's own words, and the catalogue's card put right by it. Pure.
+"""How the GPUs of one machine are joined, from nvidia-smi's own words, and the catalogue's card corrected by it. Pure.
 
-Three texts: `nvidia-smi topo -m` (what lies between each two GPUs), `topo -p2p r` (whether one may read the other's
-memory) and `nvlink --status` (the rate of each link). Tests hold recorded ones.
+`topo -m` says what lies between each two GPUs, `topo -p2p r` who may read whose memory, `nvlink --status` the rates.
 """
 
 from __future__ import annotations
@@ -25,9 +24,7 @@ Matrix = Mapping[tuple[int, int], str]
 
 def parse_matrix(text: str) -> Matrix:
     """The word between each two GPUs of a table of `nvidia-smi topo`; empty when it has none.
-
-    "GPU0  X  NV18" under "GPU0 GPU1" -> {(0, 1): "NV18"}. Network cards and affinities are left out.
-    """
+    "GPU0 X NV18" under "GPU0 GPU1" -> {(0, 1): "NV18"}. Network cards and affinities are left out."""
     words_between: dict[tuple[int, int], str] = {}
     columns: list[int] = []
     for line in _ESCAPE.sub("", text).splitlines():

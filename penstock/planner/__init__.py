@@ -29,10 +29,7 @@ class Need(msgspec.Struct, frozen=True):
 
 
 class Forecast(msgspec.Struct, frozen=True):
-    """What the planner expects of the engine on one GPU, to be compared with what the engine reports; in GiB.
-
-    `key` names what the engine's own numbers are kept under, for the next start.
-    """
+    """KV cache that the planner expects on one GPU; `key` names what the engine's own numbers are kept under."""
 
     key: Key
     kv_cache_gib: float
@@ -40,10 +37,7 @@ class Forecast(msgspec.Struct, frozen=True):
 
 class Plan(msgspec.Struct, frozen=True):
     """All that an engine's command line is made of. One plan serves every replica of a deployment.
-
-    A replica takes `n_nodes` machines with equally many of its ranks on each. `forecast` is None on the CPU and for
-    what the planner does not model; `warnings` are for people.
-    """
+    A replica takes `n_nodes` machines with equally many ranks on each. `forecast` is None for what is not modelled."""
 
     deployment: str
     served_names: tuple[str, ...]
@@ -78,19 +72,15 @@ class Plan(msgspec.Struct, frozen=True):
 
 def kv_bytes_per_token(model: ModelFacts, dtype_bytes: int = 2) -> int:
     """Bytes of KV cache for one token over all layers of a full-attention model.
-
-    2 (K and V) * layers * kv_heads * head_dim * dtype_bytes.
-    Llama-3.1-70B in bf16: 2 * 80 * 8 * 128 * 2 = 327_680.
-    """
+    2 (K and V) * layers * kv_heads * head_dim * dtype_bytes. Llama-3.1-70B in bf16: 2 * 80 * 8 * 128 * 2 = 327_680."""
     return 2 * model.n_layers * model.n_kv_heads * model.head_dim * dtype_bytes
 
 
 class Key(msgspec.Struct, frozen=True):
     """All that moves the memory of an engine beside weights, but for the layout. Equal keys: equal measurements.
 
-    `model` is a fingerprint of its config.json. The engine's share of the GPU and the longest request are not in it:
-    they move the KV cache, which follows from the rest. `more` are the flags and variables that planning does not
-    know: whether they move memory is not known either.
+    `model` is a fingerprint of its config.json. The share of the GPU and the longest request are not in it: they move
+    the KV cache, which follows from the rest. `more` are flags and variables whose effect planning does not know.
     """
 
     model: str

@@ -1,7 +1,6 @@
 """What vLLM refuses at start whatever the memory: a dtype, a format or a cache that the card lacks kernels for.
 
-Rules of vLLM 0.32 (`config/model.py`, `config/vllm.py`, `platforms/cuda.py`); what differs by version is in
-`engine_versions`. Cards without a compute capability (AMD) are not judged.
+Rules of vLLM 0.32 (`config/model.py`, `config/vllm.py`, `platforms/cuda.py`). AMD cards are not judged.
 """
 
 from __future__ import annotations
@@ -40,9 +39,7 @@ class Context(msgspec.Struct, frozen=True):
 
 def context_of(config: Mapping[str, Any], arch: Architecture) -> Context:
     """Both lengths from the config.json, 0 when it has none. internlm2.5-7b: 32,768 x dynamic 2 = 65,536.
-
-    LongRoPE models start with their original length when nothing is asked: phi-3.5-mini 4,096 of 131,072.
-    """
+    LongRoPE models start with their original length when nothing is asked: phi-3.5-mini 4,096 of 131,072."""
     f = fields(config)
     limit = f.maybe_n("model_max_length") or arch.max_position
     rope = f.table("rope_parameters") or f.table("rope_scaling")
@@ -54,10 +51,7 @@ def context_of(config: Mapping[str, Any], arch: Architecture) -> Context:
 
 
 def loaded_dtype(request: SizingRequest, arch: Architecture, gpu: GpuFacts) -> str:
-    """The dtype of the weights as vLLM loads them: `--dtype auto` falls back where the card has no bfloat16.
-
-    To float16, or to float32 for the families that are unstable in float16 (Gemma 2 and 3, GLM-4).
-    """
+    """The dtype of the weights as vLLM loads them: `--dtype auto` falls back where the card has no bfloat16."""
     if request.dtype not in (None, "auto") or arch.dtype != "bfloat16" or not _lacks(gpu, _BF16):
         return arch.dtype
     return "float32" if _model_type(request) in _NO_FLOAT16 else "float16"

@@ -37,10 +37,7 @@ def checkpoint_cache_dtype(config: Mapping[str, Any]) -> str:
 def settings_of(
     request: SizingRequest, gpu: GpuFacts, arch: Architecture, rules: EngineProfile, context: Context
 ) -> Settings:
-    """What the engine would run with; `context` is the model's own.  Raises UserError when there is none.
-
-    `engine/arg_utils.py`: tokens in a step are at most sequences x max_model_len, sequences at most the tokens.
-    """
+    """What the engine would run with (`engine/arg_utils.py`); `context` is the model's own.  Raises UserError."""
     max_model_len = request.max_model_len or context.default
     if not max_model_len:
         raise UserError(

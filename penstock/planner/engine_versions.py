@@ -1,7 +1,4 @@
-"""The rules of each vLLM version that planning depends on. `data/engine_versions.yaml` holds them, with their sources.
-
-The table is part of the package and is read once, when the first profile is asked for.
-"""
+"""The rules of each vLLM version that planning depends on, from `data/engine_versions.yaml` with their sources."""
 
 from __future__ import annotations
 
@@ -127,10 +124,7 @@ def _table() -> dict[str, dict[str, Any]]:
 
 def batch_defaults(rules: EngineProfile, gpu_memory_bytes: int, gpu_name: str, max_model_len: int) -> tuple[int, int]:
     """(max_num_batched_tokens, max_num_seqs) of the API server when nobody sets them (`engine/arg_utils.py`).
-
-    `gpu_memory_bytes` is what the CUDA runtime reports for one GPU, `gpu_name` the driver's name. An H100 (79.2 GiB)
-    with vLLM 0.33 and a context of 8,192: (8192, 1024). An A100: (2048, 256).
-    """
+    `gpu_memory_bytes` is what the CUDA runtime reports. H100 (79.2 GiB), vLLM 0.33: (8192, 1024). A100: (2048, 256)."""
     is_small = any(name in gpu_name.lower() for name in rules.small_batches_on)
     memory_gib = 0 if is_small else gpu_memory_bytes / GIB
     row = [row for row in rules.batch_defaults if row.from_memory_gib <= memory_gib][-1]
@@ -140,10 +134,7 @@ def batch_defaults(rules: EngineProfile, gpu_memory_bytes: int, gpu_name: str, m
 
 @functools.cache
 def graph_sizes(max_num_seqs: int, largest: int) -> tuple[int, ...]:
-    """The batch sizes that CUDA graphs are captured for (`config/vllm.py`), up to min(2 x max_num_seqs, `largest`).
-
-    51 sizes for 256 sequences or more and 512 at most.
-    """
+    """The batch sizes that CUDA graphs are captured for (`config/vllm.py`): 51 for 256 sequences and 512 at most."""
     top = max(min(2 * max_num_seqs, largest), 1)
     sizes = [1, 2, 4, *range(8, 257, 8), *range(272, largest + 1, 16)]
     return tuple(size for size in sizes if size <= top)

@@ -1,7 +1,6 @@
 """One launch on one machine: what a replica needs, whether the machine has it, and how the engine is set. Pure.
 
-vLLM on GPUs is sized by `solve`, whose answer comes in as a `Sized`; `make_on_gpus` refuses with its words. The CPU
-and llama.cpp, which have one pool of memory and no layout to choose, keep the arithmetic of `make`.
+vLLM on GPUs is sized by `solve`; the CPU and llama.cpp, with one pool of memory, keep the arithmetic of `make`.
 """
 
 from __future__ import annotations
@@ -55,9 +54,7 @@ def make(
     deployment: Deployment, model: ModelFacts, machine: Machine, engine: str, engine_version: str, n_replicas: int
 ) -> Plan:
     """The plan for `n_replicas` equal replicas that share one machine's CPUs.  Raises PlanError with the numbers.
-
-    With several nodes to a replica each machine has its part of those replicas, and `machine` is the least of them.
-    """
+    With several nodes to a replica each machine has its part of those replicas, and `machine` is the least of them."""
     max_model_len = deployment.engine.max_model_len or model.max_position
     _refuse_longer_than(model.max_position, max_model_len, deployment)
     layout = _layout_on_cpu(deployment, model)
@@ -82,11 +79,8 @@ def make(
 def make_on_gpus(
     deployment: Deployment, model: ModelFacts, machine: Machine, engine_version: str, n_replicas: int, sized: Sized
 ) -> Plan:
-    """The plan for `n_replicas` equal replicas of vLLM on the GPUs of one machine.
-
-    Raises PlanError in the planner's own words when it does not fit. What the planner does not model is started all
-    the same, with a warning: the engine knows better.
-    """
+    """The plan for `n_replicas` equal replicas of vLLM on one machine's GPUs.  Raises PlanError in the planner's words.
+    What the planner does not model is started with a warning: the engine knows better."""
     if sized.sizing is None:
         chosen = _not_modelled(deployment, model, machine, n_replicas, sized.not_modelled)
     else:
@@ -104,18 +98,13 @@ def check_room(deployment: Deployment, made: Plan, machine: Machine, n_more: int
 
 
 def usable_gpus(machine: Machine, utilization: float) -> tuple[Gpu, ...]:
-    """GPUs on which vLLM would start: it refuses one where less than its share of the whole memory is free.
-
-    `v1/worker/utils.py` of vLLM 0.33: "Free memory on device ... is less than desired GPU memory utilization".
-    """
+    """GPUs whose free memory is at least the engine's share of the whole: vLLM refuses others (`v1/worker/utils.py`)."""
     return tuple(gpu for gpu in machine.gpus if gpu.memory_free_bytes >= gpu.memory_bytes * utilization)
 
 
 def gpus_for_each(deployment: Deployment, machine: Machine, n_replicas: int) -> int:
     """How many GPUs the layout of one replica is chosen for: its part of those that are usable, at least one.
-
-    A layout that the file fixes is judged against all of them, as `penstock plan` does.
-    """
+    A layout that the file fixes is judged against all of them, as `penstock plan` does."""
     if isinstance(deployment.parallel, Parallel):
         return deployment.hardware.gpus_per_node or len(machine.gpus)
     return max(1, len(_allowed_gpus(deployment, machine)) // max(1, n_replicas))
@@ -207,8 +196,7 @@ def _layout_on_cpu(deployment: Deployment, model: ModelFacts) -> Parallel:
 
 
 def _kv_cache_bytes(deployment: Deployment, model: ModelFacts, share_bytes: int, max_model_len: int) -> int:
-    """Room for the workload's concurrency at full length, at most half of what the weights leave of one replica's
-    share of the free memory, at least one request of max_model_len."""
+    """The workload's concurrency at full length, at most half of what the weights leave, at least one whole request."""
     per_token = kv_bytes_per_token(model)
     one_request = per_token * max_model_len
     asked = one_request * deployment.workload.concurrency

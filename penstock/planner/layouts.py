@@ -1,8 +1,6 @@
 """How a model may be cut over GPUs, and which cut to take. Every refusal carries the number that refused it.
 
-The rules are vLLM's. `DivisibilityRules` are the few distinct numbers of a model that they look at; a check is then a
-dozen divisions. Sizes of one dimension are checked alone first and only legal ones combined: a thousand GPUs are
-enumerated in milliseconds.
+Sizes of one dimension are checked alone first and only legal ones combined: a thousand GPUs take milliseconds.
 """
 
 from __future__ import annotations
@@ -31,10 +29,8 @@ _Part = TypeVar("_Part", Attention, State, Mlp)
 
 class DivisibilityRules(msgspec.Struct, frozen=True):
     """The numbers of a model that layouts must divide, each list without repetition.
-
     rows: (what, width, unit) of quantised matrices cut along their input, whose share must be a multiple of the
-    format's block or group; expert_widths: of routed experts, with `expert_unit` likewise.
-    """
+    format's block or group; expert_widths: of routed experts, with `expert_unit` likewise."""
 
     name: str
     n_layers: int
@@ -114,10 +110,7 @@ def divisibility_of(arch: Architecture, rules: EngineProfile) -> DivisibilityRul
 
 
 def refusal(divisors: DivisibilityRules, layout: Parallel, n_gpus: int | None = None) -> str | None:
-    """Why this layout cannot be, with the number; None when it can.
-
-    Llama-3.1-70B: tensor 3 -> "64 attention heads do not divide by tensor 3".
-    """
+    """Why this layout cannot be, with the number ("64 attention heads do not divide by tensor 3"); None when it can."""
     return (
         _too_many(layout, n_gpus)
         or tensor_refusal(divisors, layout.tensor)
@@ -204,11 +197,7 @@ def enumerate_layouts(
     data: int | None = None,
 ) -> Layouts:
     """All layouts worth looking at on these machines, and the refused ones; given sizes are kept fixed.
-
-    Tensor: every size to the fast link domain, multiples of it beyond, and the number of GPUs itself. Pipeline: up to
-    8, the number of machines and powers of two. Data: powers of two and what fills the machines. Sizes that one rule
-    refuses are listed once, not once a combination.
-    """
+    Sizes that one rule refuses are listed once, not once a combination."""
     total, legal, refused = fabric.n_gpus, list[Parallel](), list[Refused]()
     n_checks = 0
     tensors: list[int] = []
@@ -242,10 +231,8 @@ def choose(
     estimate: Callable[[Parallel], Speed],
 ) -> Choice:
     """The layout to take: targets met first, then the fewest GPUs, then the most tokens a second.
-
-    `fits` says with its number why a layout does not fit in memory, None when it does; `estimate` its speed. Tensor
-    groups stay inside the fast link domain unless nothing else fits, and then `price` says what that costs.
-    """
+    `fits` says why a layout does not fit in memory, `estimate` its speed. Tensor groups leave the fast link domain only
+    when nothing else fits; `price` says what that costs."""
     refused = list(layouts.refused)
     inside = [layout for layout in layouts.legal if crossing(layout, fabric) is None]
     outside = [layout for layout in layouts.legal if crossing(layout, fabric) is not None]
@@ -335,7 +322,7 @@ def _powers(most: int) -> list[int]:
 
 
 def _state_heads(state: State) -> tuple[int, ...]:
-    """Heads that TP divides: the states' own, and GDN's key heads (half of the conv channels that hold no values)."""
+    """Heads that TP divides: the states' own, and GDN's key heads."""
     if state.kind != "gdn":
         return (state.n_heads,)
     keys = (state.conv_channels - state.n_heads * state.head_dim_v) // 2 // max(1, state.head_dim_k)

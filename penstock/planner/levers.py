@@ -1,7 +1,4 @@
-"""What else could be done: a shorter context, an fp8 cache, fp8 weights, more GPUs, each with what it gives. Pure.
-
-A lever that the card refuses is left out. Where none makes it fit alone, all that cost no GPU are tried together.
-"""
+"""What else could be done: a shorter context, an fp8 cache, fp8 weights, more GPUs, each with what it gives. Pure."""
 
 from __future__ import annotations
 

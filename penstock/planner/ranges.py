@@ -10,10 +10,7 @@ from penstock.text import GIB
 
 
 class Range(msgspec.Struct, frozen=True):
-    """An estimate with low <= likely <= high; the unit is in the name of the field that holds it.
-
-    Sums add the ends, so the sum of several is wider than what is probable: it is what we can promise.
-    """
+    """An estimate with low <= likely <= high; the unit is in the name of the field. Sums add the ends."""
 
     low: float
     likely: float

@@ -1,7 +1,6 @@
 """The question and the answer of `penstock plan`, as frozen types. No arithmetic: `solve` fills them.
 
-`Sizing` up to `measured_on` is the JSON contract, field for field: what scripts read. The fields after it are for the
-reader's eye (bars, levers, users) and never leave as JSON; `contract` cuts them off.
+`Sizing` up to `measured_on` is the JSON contract, field for field; `contract` cuts off what follows.
 """
 
 from __future__ import annotations
@@ -21,11 +20,9 @@ from penstock.spec.deployment import Parallel
 class SizingRequest(msgspec.Struct, frozen=True):
     """Everything `penstock plan` was asked. None means: not asked, the engine's or the planner's default holds.
 
-    `gpu` is a catalogue id or a driver's name for it, `network` a catalogue id. `layout` fixes the cut (evaluated
-    alone); `tensor`, `pipeline`, `data` are the single sizes that were fixed, `expert` is True when asked for.
-    `available_kv_gib` (one value, or one per pipeline stage) replaces the memory estimate. `more_args` (words of the
-    engine's command line) and `environment` ("NAME=value") are handed on: planning does not know what they do. `links`
-    is how this machine joins its GPUs, when it was asked; None: as the catalogue's card.
+    `gpu` is a catalogue id or a driver's name for it, `network` a catalogue id. `available_kv_gib` (one value, or one
+    per pipeline stage) replaces the memory estimate. `more_args` (words of the engine's command line) and `environment`
+    ("NAME=value") are handed on. `links` is how this machine joins its GPUs; None: as the catalogue's card.
     """
 
     facts: Facts
@@ -64,7 +61,7 @@ class SizingRequest(msgspec.Struct, frozen=True):
 
     @property
     def has_fixed_layout(self) -> bool:
-        """Whether any of T, P, D was given: then that layout alone is evaluated, the absent ones being 1."""
+        """Whether any of T, P, D was given: that layout alone is evaluated, the absent ones being 1."""
         return any(size is not None for size in (self.tensor, self.pipeline, self.data))
 
     @property
@@ -86,9 +83,8 @@ class WeightsAnswer(msgspec.Struct, frozen=True):
 class KvAnswer(msgspec.Struct, frozen=True):
     """As vLLM computes and prints it, for one data-parallel rank.
 
-    `bytes_per_token` of the whole model, every layer and KV head once (Llama-3.1-70B in bf16: 327,680); the pages of
-    one GPU are in `per_gpu_gib_one_request`, for one request of max_model_len. `tokens` is what vLLM prints as "GPU KV
-    cache size", `max_concurrency` as "Maximum concurrency"; `largest_max_model_len` is what one request could have.
+    `bytes_per_token` of the whole model, every layer and KV head once. `per_gpu_gib_one_request` is of max_model_len.
+    `tokens` is what vLLM prints as "GPU KV cache size", `max_concurrency` as "Maximum concurrency".
     """
 
     bytes_per_token: float
@@ -101,10 +97,7 @@ class KvAnswer(msgspec.Struct, frozen=True):
 
 
 class MemoryAnswer(msgspec.Struct, frozen=True):
-    """Of one GPU, the tightest; in GiB, where `overhead` has bytes.
-
-    `total` is what the CUDA runtime reports, `budget` the engine's share of it.
-    """
+    """Of one GPU, the tightest. `total_gib` is what the CUDA runtime reports, `budget_gib` the engine's share of it."""
 
     total_gib: Range
     budget_gib: Range
@@ -135,9 +128,7 @@ class RejectedLayout(msgspec.Struct, frozen=True):
 
 class RankMemory(msgspec.Struct, frozen=True):
     """The likely memory of one GPU of a rank class, in GiB: a bar. What is left to the card's total is the reserve.
-
-    `unused_gib` is room inside the budget that this class cannot use because another class has less KV cache.
-    """
+    `unused_gib`: room inside the budget that this class cannot use because another class has less KV cache."""
 
     name: str
     n_gpus: int
@@ -150,10 +141,7 @@ class RankMemory(msgspec.Struct, frozen=True):
 
 
 class Lever(msgspec.Struct, frozen=True):
-    """A change and what it would give. `flags` are what to add to `penstock plan`; the rest is the answer with them.
-
-    `note` is the price ("needs a checkpoint in fp8"), if there is one.
-    """
+    """A change and what it would give. `flags` are what to add to `penstock plan`, `note` is the price, if any."""
 
     name: str
     flags: tuple[str, ...]
@@ -164,10 +152,7 @@ class Lever(msgspec.Struct, frozen=True):
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """What the engine would run with: the request with every default filled in.
-
-    `longest_model_len` is what the model's own config allows (0: it does not say).
-    """
+    """What the engine would run with. `longest_model_len` is what the model's config allows (0: it does not say)."""
 
     engine_version: str
     gpu_name: str
@@ -184,9 +169,8 @@ class Settings(msgspec.Struct, frozen=True):
 class Sizing(msgspec.Struct, frozen=True):
     """The answer. `layout` and what follows from it are None only when no layout is legal at all.
 
-    When layouts are legal but none fits, the nearest one is the answer, with its numbers and `fits` False. `memory` is
-    None when --available-kv-gib replaced the estimate, `speed` when there is none. `measured_on` is the day of the
-    earlier start whose values replace the estimates of `memory`; None: they are estimates.
+    When none fits, the nearest legal one is the answer, with `fits` False. `memory` is None when --available-kv-gib
+    replaced the estimate. `measured_on`: the day of the earlier start whose values replace the estimates, if any.
     """
 
     fits: bool

@@ -1,8 +1,4 @@
-"""The planner: a request with its facts in, a `Sizing` out. Puts the parts of this package together. Pure.
-
-Layouts that cannot be are refused by arithmetic alone (`layouts`), the rest by memory (`fit`); of those that fit the
-workload's targets choose (`layouts.choose`). A layout that was asked for is judged alone.
-"""
+"""The planner: a request with its facts in, a `Sizing` out. Puts the parts of this package together. Pure."""
 
 from __future__ import annotations
 
@@ -32,9 +28,7 @@ def sizing_of(
     measured: Mapping[Parallel, MemoryMeasurement] | None = None,
 ) -> Sizing:
     """The answer to `request` on these machines.  Raises NotModelled (exit 4) and UserError (exit 2), never guesses.
-
-    `measured` are the starts that are kept under `key_of` the request, by layout: they replace the estimates.
-    """
+    `measured` are the starts that are kept under `key_of` the request, by layout: they replace the estimates."""
     inputs = inputs_of(request, gpu, network, measured or {})
     memory = Memory(inputs.memory)
     sizing = _fixed(inputs, memory) if request.has_fixed_layout else _chosen(inputs, memory)
@@ -51,10 +45,7 @@ def sizing_of(
 
 
 def speed_of(request: SizingRequest, gpu: GpuFacts, network: LinkFacts | None = None) -> Speed | None:
-    """All that is predicted of the request's fixed layout, of waves too; None where `sizing_of` has no speed.
-
-    Raises as that does.
-    """
+    """All that is predicted of the request's fixed layout; None where `sizing_of` has no speed.  Raises as that does."""
     layout = request.fixed_layout
     assert layout is not None, "asked only when there is one"
     inputs = inputs_of(request, gpu, network, {})

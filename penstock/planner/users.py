@@ -1,8 +1,7 @@
 """How many people a deployment serves, and the first limit that they hit. Pure arithmetic over speed and KV cache.
 
-A person reads and thinks for Z seconds, asks, and waits R seconds for the whole answer: of N people N x R / (R + Z) are
-being answered at any moment (the interactive response time law). So the most people are C x (R + Z) / R, with C the
-most requests at once that the limits allow, and R the time an answer takes then.
+A person thinks for Z seconds, asks, and waits R seconds for the whole answer: N x R / (R + Z) of N people are being
+answered at any moment (the interactive response time law), so C requests at once serve C x (R + Z) / R people.
 """
 
 from __future__ import annotations
@@ -34,10 +33,7 @@ class Capacity(msgspec.Struct, frozen=True):
 
 
 class Users(msgspec.Struct, frozen=True):
-    """`n_users` people; `n_at_once` of their requests run at the same time. `first_limit` is what stops one more.
-
-    `response_s` is how long a whole answer takes then.
-    """
+    """`n_users` people, `n_at_once` of them waiting `response_s` for an answer. `first_limit` is what stops one more."""
 
     n_users: Range
     n_at_once: int
@@ -54,10 +50,8 @@ def workload_of(person: Person, n_at_once: int, like: Workload) -> Workload:
 
 def users(person: Person, capacity: Capacity, workload: Workload, speed_at: Callable[[Workload], Speed]) -> Users:
     """The most people whose requests all fit and meet the targets of `workload` (None: no target).
-
     65,536 tokens of KV cache, 4,000 a person: 16 at once; 6 s an answer and 30 s to think: 16 x 36 / 6 = 96 people.
-    `speed_at` must not get faster with concurrency.
-    """
+    `speed_at` must not get faster with concurrency."""
     room, first_limit = _room(person, capacity)
     n_at_once = _most(person, workload, speed_at, room) if room else 0
     if n_at_once < room:

@@ -1,8 +1,4 @@
-"""What a model is made of, as planning sees it: a stack of layers with their attention, state and MLP.
-
-`dense` fills these from a config.json; `memory.tensors` turns them into an inventory of weights, `memory.kv_pages` into
-bytes of KV cache, `speed.work` into bytes and FLOPs a step. Sizes are counts (heads, channels), never bytes.
-"""
+"""What a model is made of, as planning sees it: layers with attention, state and MLP. Sizes are counts, not bytes."""
 
 from __future__ import annotations
 
@@ -22,11 +18,10 @@ QuantKind = Literal["fp8", "fp8-block", "int8", "awq", "gptq", "int4", "mxfp4", 
 class Attention(msgspec.Struct, frozen=True):
     """One attention layer. For MLA `n_kv_heads` is 1 and the cache holds kv_lora_rank + rope_dim numbers a token.
 
-    `window` is the sliding window or the chunk, in tokens. `shares_kv_with` is the index of the earlier layer whose
-    cache this one reads (it has none of its own). `qk_norm` "head" has one weight a channel of a head, "heads" one for
-    each head's channels, "full" one norm over all heads together. `has_output_gate` doubles the query projection.
-    `has_v_weight` False: values are the keys' projection (Gemma 4), once on disk, twice in vLLM. `n_index_heads` and
-    `index_dim` are DeepSeek sparse attention's indexer.
+    `window`: of sliding or chunked attention, in tokens. `shares_kv_with`: the earlier layer whose cache this one
+    reads. `qk_norm` "head" has one weight a channel of a head, "heads" one for each head's channels, "full" one norm
+    over all. `has_output_gate` doubles the query projection. `has_v_weight` False: values are the keys' projection
+    (Gemma 4), once on disk, twice in vLLM. `n_index_heads` and `index_dim` are DeepSeek sparse attention's indexer.
     """
 
     kind: AttentionKind
@@ -51,10 +46,8 @@ class Attention(msgspec.Struct, frozen=True):
 
 class State(msgspec.Struct, frozen=True):
     """One recurrent layer: a fixed state a request. conv: channels x (kernel - 1); ssm: heads x d_v x d_k.
-
-    The inner width is n_heads x head_dim_v; what conv_channels has beyond it is twice groups x head_dim_k (GDN: twice
-    key heads x head_dim_k). Mamba-1 has one channel a head (head_dim_v 1), and `dt_rank`.
-    """
+    conv_channels hold n_heads x head_dim_v values and twice groups x head_dim_k (GDN: key heads x head_dim_k). Mamba-1
+    has one channel a head (head_dim_v 1), and `dt_rank`."""
 
     kind: StateKind
     conv_channels: int
@@ -68,11 +61,9 @@ class State(msgspec.Struct, frozen=True):
 
 
 class Mlp(msgspec.Struct, frozen=True):
-    """A dense MLP (`n_experts` 0) or a mixture of experts. `is_gated`: three matrices, else two.
-
-    `intermediate` is the width of one expert in a mixture. `shared_intermediate` is the width of what every token
-    passes beside the routed experts. `has_correction_bias`: the router's own bias for each expert, in fp32.
-    """
+    """A dense MLP (`n_experts` 0) or a mixture of experts; `is_gated`: three matrices, else two.
+    `intermediate` is the width of one expert in a mixture, `shared_intermediate` that of what every token passes beside
+    them. `has_correction_bias`: the router's bias for each expert, in fp32."""
 
     intermediate: int
     is_gated: bool = True
@@ -111,8 +102,8 @@ class Quantization(msgspec.Struct, frozen=True):
     """How the weights are stored. `excluded`: names, globs or "re:" patterns of modules that keep the model's dtype.
 
     `group_size` counts inputs a scale, `block` (outputs, inputs) a scale; `is_per_channel`: one fp32 scale an output.
-    `bits` is for "gptq", "awq" and "int4". `included` (same patterns): only these modules, all when empty; `also` are
-    further formats of a mixed checkpoint, tried in order. `is_online`: vLLM quantises while it loads a 16-bit file.
+    `bits` is for "gptq", "awq" and "int4". `included`: only these modules, all when empty; `also`: further formats of a
+    mixed checkpoint, tried in order. `is_online`: vLLM quantises while it loads a 16-bit file.
     """
 
     kind: QuantKind
@@ -131,12 +122,10 @@ class Quantization(msgspec.Struct, frozen=True):
 class Tensor(msgspec.Struct, frozen=True):
     """`count` equal weight tensors of one shape, and how vLLM cuts them.
 
-    `cut`: "column" and "row" are divided by TP along their output or input; "vocab" along the (padded) vocabulary; "kv"
-    along the KV heads (replicated once TP exceeds them); "expert" by EP or by TP x DP; "replicated" stands on every
-    TP rank. `layer` is the layer's index, or "embed", "head", "norm" (after the last layer), "vision", "mtp".
-    `n_groups`: KV heads (or Mamba groups) in the first dimension of a "kv" tensor. `cuts_inputs`: an "expert"
-    tensor that tensor parallelism divides along its input (down), not its output (gate, up). `dtype` None is the
-    model's. `quant` names the format when `is_quantized`. `is_derived`: made by vLLM after loading, not on disk.
+    `cut`: "column" and "row" by TP along output or input; "vocab" along the padded vocabulary; "kv" along `n_groups` KV
+    heads (Mamba groups), copied once TP exceeds them; "expert" by EP or by TP x DP; "replicated" on every TP rank.
+    `layer` is the index, or "embed", "positions", "head", "norm", "vision". `cuts_inputs`: an "expert" tensor that TP
+    divides along its input (down). `dtype` None is the model's. `is_derived`: made by vLLM after loading, not on disk.
     """
 
     name: str
@@ -153,11 +142,8 @@ class Tensor(msgspec.Struct, frozen=True):
 
 
 class Architecture(msgspec.Struct, frozen=True):
-    """A whole model, dtype as torch writes it ("bfloat16").
-
-    `norm_params`: numbers in the norms outside the layers. `learned_positions`: rows of a position
-    embedding. `towers`: vision (audio) encoders and their projectors.
-    """
+    """A whole model, dtype as torch writes it ("bfloat16"). `norm_params`: numbers in the norms outside the layers.
+    `learned_positions`: rows of a position embedding. `towers`: vision encoders and their projectors."""
 
     name: str
     family: str

@@ -161,12 +161,9 @@ def stack(
 
 
 def layer_windows(f: Fields, rule: str | None) -> tuple[int | None, ...]:
-    """One window (tokens) a layer.
-
-    `layer_types` in the config wins (transformers writes it since 4.53). Without it: "alternate" is Gemma 2 (even
-    layers slide), "pattern" Gemma 3 (every `sliding_window_pattern`-th layer is full). Otherwise one `sliding_window`
-    holds for every layer (engine/arg_utils.py hands it to the cache config), and transformers drops it from models
-    whose `use_sliding_window` is false (Qwen), or keeps it for the layers from `max_window_layers` on.
+    """One window (tokens) a layer; `layer_types` in the config wins over `rule` (transformers writes it since 4.53).
+    "alternate" is Gemma 2 (even layers slide), "pattern" Gemma 3 (every `sliding_window_pattern`-th is full). Else one
+    `sliding_window` holds for every layer, unless `use_sliding_window` is false, or from `max_window_layers` on (Qwen).
     """
     n_layers, window = f.n("num_hidden_layers"), f.maybe_n("sliding_window")
     types = f.words("layer_types")

@@ -1,8 +1,6 @@
-"""From a config.json to an `Architecture`: one table row an architecture, dense families here.
+"""From a config.json to an `Architecture`: the table of readers, and dense families (data/dense_families.yaml).
 
-Every reader says what the checkpoint holds as vLLM 0.33 loads it (its `model_executor/models/<family>.py`); the shapes
-are checked against transformers' own count of parameters in tests/test_plan_families.py. A family that is a stack of
-attention and MLP is a row of data/dense_families.yaml; others have readers, here, in `moe` and in `hybrid`.
+Readers say what vLLM 0.33 loads (`model_executor/models/<family>.py`), checked against transformers' own count.
 """
 
 from __future__ import annotations
@@ -35,10 +33,8 @@ Reader = Callable[[Fields], Architecture]
 
 class Dense(msgspec.Struct, frozen=True):
     """What tells one dense family from another. A bias is True, False, or the config's key that says so.
-
-    `n_norms` a layer; `norm_bias`: LayerNorm with a bias; `ties`: the default of tie_word_embeddings in
-    transformers' config class; `has_rope_table`: False for models that vLLM runs through transformers' own code.
-    """
+    `n_norms` a layer; `norm_bias`: LayerNorm with a bias; `ties`: the default of tie_word_embeddings in transformers;
+    `has_rope_table`: False for models that vLLM runs through transformers' own code."""
 
     family: str
     qkv_bias: bool | str = False
@@ -141,10 +137,7 @@ def names() -> tuple[str, ...]:
 
 def read(config: Mapping[str, Any]) -> Architecture:
     """The architecture of a config.json, quantisation and vision tower included.
-
-    NotModelled for an `architectures[0]` without a row, or a field whose meaning is not known; UserError for a config
-    without the numbers its family needs, or with ones that no model has.
-    """
+    NotModelled for an unknown architecture or field meaning; UserError for numbers that are missing or impossible."""
     f = fields(config)
     name = f.architecture
     if not name:

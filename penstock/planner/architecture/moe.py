@@ -1,8 +1,4 @@
-"""Mixture-of-experts and multi-head-latent-attention families: config.json to `Architecture`.
-
-Each reader names vLLM's own file. Two kinds of attention (plain and MLA) and the `stack` that puts layers together;
-what tells the families apart is which layers have experts, how wide, and the router's extras.
-"""
+"""Mixture-of-experts and multi-head-latent-attention families: config.json to `Architecture`; readers name vLLM's file."""
 
 from __future__ import annotations
 

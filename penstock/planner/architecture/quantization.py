@@ -308,11 +308,8 @@ _SAME: Mapping[str, frozenset[str]] = {
 
 
 def with_choice(arch: Architecture, choice: str | None, dtype: str | None = None) -> Architecture:
-    """The architecture as `--quantization` and `--dtype` load it.
-
-    A choice that names the checkpoint's own format changes nothing; on a 16-bit checkpoint it must be one that vLLM
-    makes while loading (fp8, bitsandbytes, ...). NotModelled otherwise. The experts of a mixture are quantised too.
-    """
+    """The architecture as `--quantization` and `--dtype` load it, experts included.
+    The checkpoint's own format changes nothing; a 16-bit one takes what vLLM makes while loading. Else NotModelled."""
     if dtype not in (None, "auto"):
         arch = msgspec.structs.replace(arch, dtype={"half": "float16", "float": "float32"}.get(str(dtype), str(dtype)))
     if choice is None:

@@ -1,7 +1,6 @@
 """The cos/sin tables that vLLM keeps on every GPU (layers/rotary_embedding): they count as weights in its log.
 
-A table has n_positions x rotary_dim numbers. n_positions is the config's max_position_embeddings, whatever
-`--max-model-len` says: Llama-3.1 131,072 x 128 x 2 B = 32 MiB.
+n_positions x rotary_dim numbers, whatever `--max-model-len` says: Llama-3.1 131,072 x 128 x 2 B = 32 MiB.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Vision encoders and their projectors, as tensors of layer "vision": what vLLM loads beside a language model.
+"""Vision encoders and their projectors, as tensors of layer "vision", in the model's dtype, on every pipeline stage.
 
-Towers keep the model's dtype: quantised checkpoints leave them out. A config without a vision part gets the defaults
-of transformers' class, as vLLM does. Every pipeline stage makes the tower.
+A config without a vision part gets the defaults of transformers' class, as vLLM does.
 """
 
 from __future__ import annotations

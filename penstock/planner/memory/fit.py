@@ -1,7 +1,6 @@
 """Whether one layout fits one machine: weights, overhead and KV cache put together, for `solve`. Pure.
 
-`MemoryInputs` are everything but the layout. Weights, overhead and KV cache are kept by the sizes that move them, so a
-plan over a thousand GPUs works each out once.
+Each is kept by the sizes that move it, so a plan over a thousand GPUs works it out once.
 """
 
 from __future__ import annotations
@@ -28,9 +27,7 @@ from penstock.text import GIB
 
 class MemoryInputs(msgspec.Struct, frozen=True):
     """A model on a card with an engine's settings. `available_kv_bytes`: given instead of the estimate (else empty).
-
-    `measured`: by layout, what earlier starts of the same model, card and settings reported.
-    """
+    `measured`: by layout, what earlier starts of the same model, card and settings reported."""
 
     arch: Architecture
     gpu: GpuFacts
@@ -50,9 +47,9 @@ class MemoryInputs(msgspec.Struct, frozen=True):
 class MemoryFit(msgspec.Struct, frozen=True):
     """One layout's memory. By stage: the fullest rank's weights, its overhead, the bytes left for KV cache.
 
-    `refusal` None: the engine would start. `available` is empty when the bytes were given. `margin_bytes`: what is left
-    for KV cache beyond one request of the longest length, below zero when it does not fit. `measured_on`: the day of
-    the start whose values are the overheads; None: they are estimated.
+    `refusal` None: the engine would start. `available` is empty when the bytes were given. `margin_bytes`: left for KV
+    cache beyond one request of the longest length. `measured_on`: the day of the start whose values are the overheads,
+    if any.
     """
 
     layout: Parallel
@@ -84,11 +81,8 @@ def capability(gpu: GpuFacts) -> Capability | None:
 
 
 def measured_overhead(estimate: Overhead, measurement: MemoryMeasurement, weights_bytes: int) -> Overhead:
-    """The overhead as an engine reported it, beside the weights that planning counts.
-
-    What it consumed beyond those is non-torch memory, NCCL's part included, so that the KV cache comes out as the
-    engine had it.
-    """
+    """The overhead as an engine reported it, so that the KV cache comes out as the engine had it.
+    What it consumed beyond the weights counted here is non-torch memory, NCCL's part included."""
     assert measurement.consumed_gib is not None and measurement.peak_gib is not None, "asked only when it has parts"
     # The estimate for graphs is printed also when it was switched off, and is then not in the peak.
     graphs_gib = min(measurement.graphs_gib, measurement.peak_gib)

@@ -35,10 +35,9 @@ class Group(msgspec.Struct, frozen=True):
 class KvPlan(msgspec.Struct, frozen=True):
     """The KV cache of one data-parallel rank. Bytes are of one GPU.
 
-    `bytes_per_token` of the fullest stage, every attention layer counted for every token; `block_size` of the first
-    group with attention. `tokens` is vLLM's "GPU KV cache size", `max_concurrency` its "Maximum concurrency".
-    `request_bytes` is what one request of max_model_len takes on the fullest stage. `largest_max_model_len` is the
-    longest context (up to the model's own) that one request could have. `refusal` is None when the engine would start.
+    `bytes_per_token` of the fullest stage, every attention layer counted for every token; `tokens` is vLLM's "GPU KV
+    cache size", `max_concurrency` its "Maximum concurrency". `request_bytes`: one request of max_model_len on the
+    fullest stage. `largest_max_model_len`: the longest context (up to the model's own) that one request could have.
     """
 
     bytes_per_token: int
@@ -68,9 +67,8 @@ def kv_plan(
 ) -> KvPlan:
     """What vLLM makes of `available_bytes` of KV cache on a GPU of each pipeline stage (one value holds for all).
 
-    H200, Llama-3.1-8B, max_model_len 8192, 110.98 GiB (logged rounded): 56,821 blocks of 16 tokens, 909,136 tokens,
-    110.98 requests at a time. `groups` of the same model, settings and tensor size save making them anew. Raises
-    NotModelled for what it cannot state, UserError for heads that cannot be cut.
+    H200, Llama-3.1-8B, max_model_len 8192, 110.98 GiB: 56,821 blocks of 16 tokens, 909,136 tokens, 110.98 requests at
+    once. `groups` of the same model, settings and tensor size save a second count. Raises NotModelled and UserError.
     """
     if groups is None:
         groups = groups_of(caches_of(arch, rules, settings, layout.tensor), rules)
@@ -116,9 +114,7 @@ class _Pool(msgspec.Struct, frozen=True):
 
     def lacks(self, n_tokens: int) -> int | None:
         """The first stage whose memory is less than one request of n_tokens needs, or None.
-
-        Since 0.26 one block is held back (the null block); since 0.15 padded groups are counted, before it layers.
-        """
+        Since 0.26 one block is held back (the null block); since 0.15 padded groups are counted, before it layers."""
         blocks = request_blocks(self.groups, self.settings, n_tokens, self.batches)
         for index, (block, memory) in enumerate(zip(self.per_block, self.available, strict=True)):
             needed = blocks * block if self.rules.checks_groups else self._bytes_of_layers(index, n_tokens)
@@ -173,10 +169,7 @@ def _check_sharing(arch: Architecture, stages: Sequence[range]) -> None:
 
 
 def _batches_in_flight(arch: Architecture, rules: EngineProfile, pipeline: int) -> int:
-    """Batches whose blocks are not yet freed (`config/vllm.py`, max_concurrent_batches), with asynchronous scheduling.
-
-    The second runner: pipeline + 1. The first: 2, or the pipeline's size. Before 0.26 one was counted.
-    """
+    """Batches whose blocks are not yet freed (`config/vllm.py`, max_concurrent_batches)."""
     if not rules.counts_batches_in_flight:
         return 1
     if rules.uses_runner_v2(arch.is_moe_or_hybrid):
@@ -194,11 +187,8 @@ def request_blocks(groups: Sequence[Group], settings: CacheSettings, n_tokens: i
 
 
 def _pages(page: Page, settings: CacheSettings, n_tokens: int, batches: int) -> int:
-    """Pages of one layer for a request of n_tokens.
-
-    full: ceil(N / block). sliding W: ceil(min(W - 1 + F, N) / block) + 1. chunked C: ceil(min(C + F, N) / block). F are
-    the tokens of all batches in flight. A state: 1, or 2 when prefixes are cached.
-    """
+    """Pages of one layer for a request of n_tokens; F are the tokens of all batches in flight.
+    full: ceil(N / block). sliding W: ceil(min(W - 1 + F, N) / block) + 1. chunked C: ceil(min(C + F, N) / block)."""
     in_flight = batches * settings.max_num_batched_tokens
     if page.kind == "state":
         return page.n_states
@@ -260,9 +250,7 @@ def _with_equal_pages(caches: Sequence[Cache]) -> tuple[Cache, ...]:
 
 def _groups_of_equal_pages(caches: Sequence[Cache], rules: EngineProfile) -> tuple[Group, ...]:
     """Buckets cut into groups of one size: the smallest bucket's, or the largest's when they are nearly equal.
-
-    The layers of a bucket are dealt out in turn (bucket[i::n]), so that every pipeline stage has some of each group.
-    """
+    Layers are dealt out in turn (bucket[i::n]), so that every pipeline stage has some of each group."""
     buckets = _buckets(caches)
     smallest, largest = min(map(len, buckets)), max(map(len, buckets))
     size = largest if largest < smallest * rules.group_slack else smallest

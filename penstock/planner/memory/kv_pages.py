@@ -1,7 +1,6 @@
 """Bytes of one page of KV cache or state: what one layer holds for one block of tokens on one tensor-parallel rank.
 
-From vLLM's `v1/kv_cache_interface.py`, `model_executor/layers/mamba/mamba_utils.py` and `platforms/interface.py`
-(0.32 and 0.33), with what older versions did differently taken from the profile.
+From vLLM's `v1/kv_cache_interface.py`, `mamba/mamba_utils.py` and `platforms/interface.py` (0.32 and 0.33).
 """
 
 from __future__ import annotations
@@ -27,11 +26,8 @@ _INDEX_SCALE_GROUP = 128  # the indexer of DeepSeek's sparse attention: one fp32
 
 
 class CacheSettings(msgspec.Struct, frozen=True):
-    """The engine's cache settings. `kv_cache_dtype` "auto": the model's; `block_size` None: the back end's.
-
-    `kv_cache_dtype` must already be "fp8" for a checkpoint whose quantisation says so. `compute_capability` is (9, 0)
-    for Hopper; None reads as Hopper or older.
-    """
+    """The engine's cache settings. `kv_cache_dtype` "auto": the model's, where its quantisation does not say another;
+    `block_size` None: the back end's; `compute_capability` (9, 0) is Hopper, None reads as Hopper or older."""
 
     max_model_len: int
     max_num_batched_tokens: int
@@ -46,10 +42,8 @@ class CacheSettings(msgspec.Struct, frozen=True):
 
 
 class Page(msgspec.Struct, frozen=True):
-    """One layer's page. `page_bytes` includes padding; `shape` tells apart layers that vLLM would not put together.
-
-    `n_states`: pages that a request holds of a state.
-    """
+    """One layer's page, padding included. `shape` tells apart layers that vLLM would not put together.
+    `n_states`: pages that a request holds of a state."""
 
     kind: PageKind
     block_size: int
@@ -68,10 +62,7 @@ class Cache(msgspec.Struct, frozen=True):
 
 
 def kv_heads_on_rank(n_kv_heads: int, tensor: int) -> int:
-    """max(1, heads / tensor): 8 heads are 4 on two ranks, and 1 on sixteen (each head twice).
-
-    Raises UserError when neither divides the other: vLLM's models assert it.
-    """
+    """max(1, heads / tensor): 8 heads are 4 on two ranks, 1 on sixteen.  Raises UserError for what does not divide."""
     if n_kv_heads % tensor and tensor % n_kv_heads:
         raise UserError(f"cannot cut {n_kv_heads} KV heads over {tensor} tensor-parallel ranks")
     return max(1, n_kv_heads // tensor)
@@ -79,10 +70,8 @@ def kv_heads_on_rank(n_kv_heads: int, tensor: int) -> int:
 
 def attention_bytes(attention: Attention, dtype: str, settings: CacheSettings, tensor: int) -> int:
     """Bytes of one token in one layer on one rank; the indexer of sparse attention apart.
-
-    heads on the rank x (head_dim_k + head_dim_v) x bytes. Llama-3.1-70B at tensor 2, bf16: 4 x 256 x 2 = 2,048.
-    MLA: (kv_lora_rank + rope_dim) x bytes on every rank, 576 x 2 = 1,152. nvfp4: hd/2 + hd/16 a head and side.
-    """
+    heads on the rank x (head_dim_k + head_dim_v) x bytes. Llama-3.1-70B at tensor 2, bf16: 4 x 256 x 2 = 2,048. MLA:
+    (kv_lora_rank + rope_dim) x bytes on every rank, 576 x 2 = 1,152. nvfp4: hd/2 + hd/16 a head and side."""
     cache_dtype = settings.kv_cache_dtype
     if attention.kind == "mla":
         return _mla_bytes(attention, dtype, settings)
@@ -118,11 +107,8 @@ def _element_bytes(cache_dtype: str, dtype: str) -> int:
 
 def state_bytes(state: State, dtype: str, tensor: int) -> int:
     """Bytes of one request's state in one layer on one rank: convolution window and recurrent matrix.
-
-    conv: channels / tensor x (kernel - 1) x the model's bytes; ssm: heads / tensor x d_v x d_k x the state's bytes.
-    Mamba-2 with fewer groups than ranks gets a group for each rank (`extra_groups_for_head_shards`).
-    Qwen3-Next-80B (8192 channels, kernel 4; 32 x 128 x 128 in bf16): 49,152 + 1,048,576 = 1,097,728.
-    """
+    channels / tensor x (kernel - 1) x the model's bytes + heads / tensor x d_v x d_k x the state's bytes; Mamba-2 gets
+    a group for each rank at least. Qwen3-Next-80B (8192 x 3; 32 x 128 x 128, bf16): 49,152 + 1,048,576 = 1,097,728."""
     channels = state.conv_channels
     if state.kind == "mamba2":
         inner = state.n_heads * state.head_dim_v
@@ -140,9 +126,7 @@ def state_bytes(state: State, dtype: str, tensor: int) -> int:
 
 def block_size(arch: Architecture, rules: EngineProfile, settings: CacheSettings) -> int:
     """Tokens a block before hybrids are aligned: what was asked, else what the attention back end wants.
-
-    16; MLA by GPU and version (FlashMLA 64, CUTLASS 128, FlashInfer 32); DeepSeek's sparse attention 64.
-    """
+    16; MLA by GPU and version (FlashMLA 64, CUTLASS 128, FlashInfer 32); DeepSeek's sparse attention 64."""
     attentions = [layer.attention for layer in arch.layers if layer.attention is not None]
     if any(attention.index_dim for attention in attentions):
         return max(settings.block_size or 64, 64)
@@ -160,9 +144,7 @@ def block_size(arch: Architecture, rules: EngineProfile, settings: CacheSettings
 
 def caches_of(arch: Architecture, rules: EngineProfile, settings: CacheSettings, tensor: int) -> tuple[Cache, ...]:
     """Every layer that holds KV cache or state, in order, with pages already aligned between attention and states.
-
-    A layer that reads another's cache holds none. The indexer of sparse attention is a cache of its own.
-    """
+    A layer that reads another's cache holds none. The indexer of sparse attention is a cache of its own."""
     tokens = block_size(arch, rules, settings)
     page_of_state = max((state_bytes(s, arch.dtype, tensor) for s in _states(arch)), default=0)
     first = next((layer.attention for layer in arch.layers if layer.attention is not None), None)
@@ -200,9 +182,7 @@ def _exports_gdn(state: State, rules: EngineProfile, settings: CacheSettings) ->
 
 
 def _states_of_request(state: State, arch: Architecture, rules: EngineProfile, settings: CacheSettings) -> int:
-    """1 without prefix caching; with it the running state and the last cached one, 2, and 3 where the prefill kernel
-    writes a checkpoint on its way (Mamba-2 and FlashInfer's GDN, by version): `MambaSpec.max_memory_usage_bytes`.
-    """
+    """1 without prefix caching; with it 2, and 3 where the prefill kernel writes a checkpoint (`MambaSpec`)."""
     if not _is_aligned(arch, rules, settings):
         return 1
     if state.kind == "kda":
@@ -236,10 +216,8 @@ def _pages(
 
 def model_bytes_per_token(arch: Architecture, kv_cache_dtype: str = "auto") -> int:
     """Bytes of KV cache for one token of the whole model, all layers, one copy: what published tables show.
-
-    2 x layers x KV heads x head size x bytes. Llama-3.1-70B: 2 x 80 x 8 x 128 x 2 = 327,680; 128,000 tokens of it are
-    39.06 GiB. Layers with a window are counted in full; states are not: they do not grow with tokens.
-    """
+    2 x layers x KV heads x head size x bytes. Llama-3.1-70B: 2 x 80 x 8 x 128 x 2 = 327,680. Layers with a window count
+    in full; states do not."""
     settings = CacheSettings(1, 1, kv_cache_dtype)
     held = [layer.attention for layer in arch.layers if layer.attention and layer.attention.shares_kv_with is None]
     return sum(attention_bytes(attention, arch.dtype, settings, 1) for attention in held)

@@ -20,9 +20,7 @@ _WORTH_SAYING = 0.05
 
 class MemoryMeasurement(msgspec.Struct, frozen=True):
     """One start: its `day` ("2026-11-20", UTC), the engine's own numbers of its tightest GPU, in GiB.
-
-    `planned_kv_gib` is what was expected of `kv_cache_gib` before that start.
-    """
+    `planned_kv_gib` is what was expected of `kv_cache_gib` before that start."""
 
     key: Key
     layout: Parallel

@@ -88,10 +88,8 @@ class Overhead(msgspec.Struct, frozen=True):
 
 def overhead(arch: Architecture, layout: Parallel, rules: EngineProfile, run: RunSettings, stage: int = 0) -> Overhead:
     """The estimate for one GPU of pipeline stage `stage` (0 is the first; the last one has the sampler).
-
-    Llama-3.1-8B on one H200 with vLLM 0.33 (8192 tokens, 1024 sequences): activation 0.90 GiB (logged 1.04), graphs
-    1.00 (logged 0.92), non-torch 0.68 (logged 0.68).
-    """
+    Llama-3.1-8B on one H200, vLLM 0.33 (8192 tokens, 1024 sequences): activation 0.90 GiB (logged 1.04), graphs 1.00
+    (logged 0.92), non-torch 0.68 (logged 0.68)."""
     layers = [arch.layers[index] for index in split_layers(arch.n_layers, layout.pipeline)[stage]]
     is_last = stage == layout.pipeline - 1
     workspace = _workspace(arch, layers, layout, run)
@@ -130,11 +128,7 @@ def _spread(value: float, factors: tuple[float, float]) -> Range:
 def _forward_bytes(
     arch: Architecture, layers: Sequence[Layer], layout: Parallel, run: RunSettings, keeps_inputs: bool
 ) -> float:
-    """tokens x bytes x (3 H + the widest of a layer): residual, input and output, and what stands between.
-
-    Llama-3.1-8B, 20,000 tokens, bf16: 20,000 x 2 x (3 x 4096 + 3 x 14336) = 2.06 GiB. The second runner keeps the
-    embedded inputs of the first stage too.
-    """
+    """tokens x bytes x (3 H + the widest of a layer), or 4 H where the embedded inputs are kept."""
     widest = max((_width(layer, layout.tensor) for layer in layers), default=0.0)
     hidden = (4 if keeps_inputs else 3) * arch.hidden
     return run.max_num_batched_tokens * dtype_bytes(arch.dtype) * (hidden + widest)
@@ -157,10 +151,7 @@ def _width(layer: Layer, tensor: int) -> float:
 
 
 def _workspace(arch: Architecture, layers: Sequence[Layer], layout: Parallel, run: RunSettings) -> Range:
-    """Two buffers of tokens x top_k x max(2 I, H) numbers, I the rank's part of an expert.
-
-    Qwen3-30B-A3B, 8192 tokens: 0.5 GiB.
-    """
+    """Two buffers of tokens x top_k x max(2 I, H) numbers, I the rank's part of an expert's width."""
     mixtures = [layer.mlp for layer in layers if layer.mlp is not None and layer.mlp.n_experts]
     if not mixtures:
         return ZERO
@@ -178,11 +169,8 @@ def _sampler_bytes(arch: Architecture, bytes_per_entry: float, run: RunSettings)
 
 
 def _with_encoder(activation: Range, arch: Architecture, layout: Parallel) -> Range:
-    """The forward pass or the vision encoder before it, whichever is larger; the encoder's outputs stay for the former.
-
-    An encoder of Qwen's kind holds, of each patch, its pixels, three hidden states, the projections of its attention
-    and the MLP's width. Hidden 1152, width 4304: 65,536 x 2 x (1536 + 3456 + 3456 + 4304) = 1.56 GiB.
-    """
+    """The larger of the forward pass (beside the encoder's outputs) and the vision encoder before it.
+    Qwen's holds, of each patch, pixels, three hidden states, the projections of its attention and the MLP's width."""
     shapes = {tensor.name: tensor.shape for tensor in arch.towers}
     if not {"vision.patch_embed", "vision.qkv.weight", "vision.up.weight"} <= shapes.keys():
         return activation + _MULTIMODAL
@@ -195,10 +183,7 @@ def _with_encoder(activation: Range, arch: Architecture, layout: Parallel) -> Ra
 
 
 def _non_torch(rules: EngineProfile, run: RunSettings, layout: Parallel, *, is_v2: bool, vocab: int) -> Range:
-    """`vocab`: of the GPU that samples with the second runner, which keeps the penalties' counts; else 0.
-
-    Llama-3.1-8B, 1024 rows: 1024 x 128,256 x 4.125 = 0.50 GiB.
-    """
+    """`vocab`: of the GPU that samples with the second runner, which keeps the penalties' counts; else 0."""
     kept = gib(*rules.non_torch_gib)
     if not rules.measures_consumed:
         return kept
@@ -221,10 +206,7 @@ def _nccl(layers: Sequence[Layer], layout: Parallel, run: RunSettings) -> Range:
 def _graphs(
     arch: Architecture, layers: Sequence[Layer], layout: Parallel, rules: EngineProfile, run: RunSettings, is_v2: bool
 ) -> Range:
-    """What is set aside for CUDA graphs (in the budget), or what their capture takes (beside it). Eager: none.
-
-    Set aside: `v1/worker/gpu/cudagraph_utils.py`, profile_cudagraph_memory, which tends to twice of what is then taken.
-    """
+    """What is set aside for CUDA graphs (`profile_cudagraph_memory`), or what capture takes beside the budget."""
     if run.enforce_eager:
         return ZERO
     sizes = graph_sizes(run.max_num_seqs, rules.largest_graph_blackwell if run.is_blackwell else 512)

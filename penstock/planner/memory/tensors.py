@@ -1,8 +1,7 @@
 """Every parameter that vLLM loads, from an `Architecture`: shape, how it is cut, and how it is stored.
 
-Names follow the checkpoints (Llama's spelling, with a family's own module names) because the exclusion lists of
-quantised checkpoints speak of them. Fused matrices (QKV, gate-up) stand apart here: the bytes are the same. Rope tables
-are in `Architecture.ropes`: vLLM makes them, no checkpoint holds them.
+Names follow the checkpoints, as the exclusion lists of quantised ones do. Fused matrices (QKV, gate-up) stand apart
+here: the bytes are the same.
 """
 
 from __future__ import annotations
@@ -77,10 +76,7 @@ def _attention(make: _Maker, a: Attention, hidden: int) -> Iterator[Tensor]:
 
 def _mla(make: _Maker, a: Attention, hidden: int) -> Iterator[Tensor]:
     """Multi-head latent attention: the down-projections stand on every rank, the rest is cut by heads.
-
-    A quantised kv_b is kept a second time, in the model's dtype, for the absorbed matrices W_UK and W_UV
-    (layers/attention/mla_attention.py, `process_weights_after_loading`); a 16-bit one is only viewed differently.
-    """
+    A quantised kv_b is kept again in the model's dtype for W_UK and W_UV (mla_attention.py)."""
     assert a.kv_lora_rank is not None and a.rope_dim is not None
     nope, rank = a.head_dim_k - a.rope_dim, a.q_lora_rank
     if rank is None:
@@ -201,10 +197,8 @@ def _layer(arch: Architecture, index: int, layer: Layer) -> Iterator[Tensor]:
 
 @lru_cache(maxsize=64)
 def inventory(arch: Architecture) -> tuple[Tensor, ...]:
-    """Every parameter that vLLM loads or makes from loaded ones, on all ranks together, each once.
-
-    Multi-token-prediction layers are not there: vLLM loads them for speculation only. A tied head is not listed.
-    """
+    """Every parameter that vLLM loads or makes from loaded ones, each once; a tied head is not listed.
+    Multi-token-prediction layers are not there: vLLM loads them for speculation only."""
     tensors = [Tensor("model.embed_tokens.weight", (arch.vocab, arch.hidden), "vocab", "embed")]
     if arch.learned_positions:
         shape = (arch.learned_positions, arch.hidden)
@@ -225,9 +219,7 @@ def inventory(arch: Architecture) -> tuple[Tensor, ...]:
 
 def n_params(arch: Architecture, *, has_towers: bool = True) -> int:
     """Parameters of the checkpoint as loaded: tied weights once, no prediction layers. Llama-3.1-8B: 8,030,261,248.
-
-    `has_towers` False leaves vision encoders and their projectors out.
-    """
+    `has_towers` False leaves vision encoders and their projectors out."""
     return sum(
         prod(one.shape) * one.count
         for one in inventory(arch)

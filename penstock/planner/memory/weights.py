@@ -31,11 +31,9 @@ Capability = tuple[int, int]
 
 
 class RankWeights(msgspec.Struct, frozen=True):
-    """What one rank of a class holds, in bytes. `n_ranks` GPUs are in the class.
-
-    `weight_bytes` is everything loaded, the `expert_bytes` (routed experts) and `embedding_bytes` (embedding and head)
-    in it; `rope_bytes` stands beside. `n_experts`: routed experts of one layer on this rank (parts of all without EP).
-    """
+    """What one rank of a class of `n_ranks` GPUs holds, in bytes.
+    `weight_bytes` includes `expert_bytes` (routed experts) and `embedding_bytes` (embedding and head), not
+    `rope_bytes`. `n_experts`: routed experts of one layer on this rank (parts of all without EP)."""
 
     stage: int
     n_ranks: int
@@ -59,10 +57,7 @@ def expert_counts(n_experts: int, n_ranks: int) -> tuple[tuple[int, int], ...]:
 
 
 class _Mxfp4Padding(msgspec.Struct, frozen=True):
-    """Multiples that a kernel rounds an MXFP4 expert up to: its width and the hidden size when it is allocated, then
-
-    the inputs of the packed values and the outputs of the scales when it is put in the kernel's order.
-    """
+    """Multiples that an MXFP4 kernel rounds up to: an expert's width and hidden size, packed inputs, rows of scales."""
 
     width: int
     hidden: int
@@ -224,9 +219,7 @@ def rank_weights(
     ledger: Ledger | None = None,
 ) -> tuple[RankWeights, ...]:
     """One entry a class of equal ranks, by stage, fullest first; `n_ranks` adds up to the layout's.
-
-    `capability` is the GPU's compute capability: it decides how MXFP4 experts are padded. `ledger` of the same
-    architecture saves counting it anew.
+    The GPU's `capability` decides how MXFP4 experts are padded. `ledger` of the same architecture saves a second count.
     """
     ledger, n_stages = ledger or Ledger(arch), layout.pipeline
     parts = layout.tensor * layout.data
@@ -264,10 +257,8 @@ def rank_weights(
 
 
 def bytes_on_disk(arch: Architecture) -> int:
-    """Bytes of the checkpoint's tensors, tied ones once, prediction layers left out. Llama-3.1-70B: 141,107,412,992.
-
-    What vLLM quantises while loading is 16-bit on disk.
-    """
+    """Bytes of the checkpoint's tensors, tied ones once, without prediction layers, as stored.
+    Llama-3.1-70B: 141,107,412,992."""
     is_online = arch.quantization is not None and arch.quantization.is_online
     total = 0
     for one in inventory(arch):

@@ -1,7 +1,4 @@
-"""Calibration: constants of the speed model as a benchmark of one deployment measured them, and their file. Pure.
-
-`penstock.bench.calibrate` fits them: at most five factors of what is assumed without.
-"""
+"""Calibration: constants of the speed model as a benchmark of one deployment measured them, and their file. Pure."""
 
 from __future__ import annotations
 
@@ -77,9 +74,7 @@ def write(calibrated: Calibrated) -> str:
 
 def check(calibrated: Calibrated, models: Sequence[str], gpus: Sequence[str]) -> None:
     """Refuse another model's or card's calibration. `models`, `gpus`: all names of what is planned.  Raises UserError.
-
-    "meta-llama/Llama-3.1-8B", "llama-3.1-8b" and "/models/Llama-3.1-8B" are one model.
-    """
+    "meta-llama/Llama-3.1-8B", "llama-3.1-8b" and "/models/Llama-3.1-8B" are one model."""
     pairs = (("model", calibrated.model, models), ("GPU", calibrated.gpu, gpus))
     for what, theirs, ours in pairs:
         if _short(theirs) not in {_short(name) for name in ours}:

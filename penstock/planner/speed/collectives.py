@@ -61,9 +61,7 @@ class Fabric(msgspec.Struct, frozen=True):
 
     def n_domains(self, n_ranks: int, n_groups: int = 1) -> int:
         """How many fast link domains the worst of `n_groups` groups of neighbouring ranks touches.
-
-        Ranks stand one after the other: on machines of 6, one group of 4 stays inside, of two the second straddles.
-        """
+        On machines of 6, one group of 4 stays inside, of two the second straddles."""
         size = self.domain_gpus
         if n_ranks > size:
             return math.ceil(n_ranks / size)
@@ -84,10 +82,8 @@ def hop_us(fabric: Fabric, *, is_captured: bool = True) -> Range:
 
 
 def node_gbs(fabric: Fabric) -> float:
-    """GB/s in one direction that a whole machine gets into the network with NCCL.
-
-    A rate a GPU counts once a GPU; RDMA cards stand beside every GPU of an NVLink machine, any other card once a
-    machine. Rates that were measured with NCCL are taken as they are, nominal ones times 0.61.
+    """GB/s in one direction that a whole machine gets into the network with NCCL: measured, or nominal x 0.61.
+    A rate a GPU counts once a GPU; RDMA cards stand beside every GPU of an NVLink machine, other cards once a machine.
     """
     link, per_node = fabric.network, fabric.gpus_per_node
     if link is None:
@@ -106,10 +102,8 @@ def node_gbs(fabric: Fabric) -> float:
 
 def allreduce_us(fabric: Fabric, n_ranks: int, n_bytes: float, n_groups: int = 1, *, is_captured: bool = True) -> Range:
     """An all-reduce of `n_bytes` over neighbouring ranks, in microseconds; 0 for one rank. `n_groups` do so at once.
-
-    Over several machines: inside each, then between them, each machine passing 2(m-1)/m of the message.
-    H100, 8 ranks, 16 KiB: 5.2 + 1.5 = 6.7 us likely. Two one-GPU pods, 80 KiB: 2 hops x 370 = 740 us.
-    """
+    Over m machines: inside each, then between them, each passing 2(m-1)/m of the message. H100, 8 ranks, 16 KiB: 5.2 +
+    1.5 = 6.7 us likely. Two one-GPU pods, 80 KiB: 2 hops x 370 = 740 us."""
     if n_ranks == 1:
         return Range(0, 0, 0)
     n_domains = fabric.n_domains(n_ranks, n_groups)
@@ -123,10 +117,7 @@ def allreduce_us(fabric: Fabric, n_ranks: int, n_bytes: float, n_groups: int = 1
 
 
 def collective_hops(n: int) -> int:
-    """Network hops one after the other of an all-reduce over n machines: ring 2(n-1) or tree 2 log2 n.
-
-    2 -> 2, 4 -> 4, 8 -> 6. That 4 cost twice 2 and not three times is what s2-20 measured: 92 and 176 ms a step.
-    """
+    """Network hops of an all-reduce over n machines: the fewer of a ring's 2(n-1) and a tree's 2 log2 n."""
     return 0 if n < 2 else min(2 * (n - 1), 2 * math.ceil(math.log2(n)))
 
 

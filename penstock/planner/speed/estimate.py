@@ -89,13 +89,12 @@ class Engine(msgspec.Struct, frozen=True):
 
 
 class Speed(msgspec.Struct, frozen=True):
-    """At the asked prompt, output and concurrency, over all data ranks. `n_running` on one data rank.
+    """At the asked prompt, output and concurrency, over all data ranks; `n_running` on one data rank.
 
-    `step_parts_ms` is the likely decode step by where the time goes: memory, compute, communication, overhead (of
-    memory and compute only the larger counts), and "prompts": what others' prompts add to the mean step. `ttft_ms` is
-    a benchmark's mean, `ttft_steady_ms` of a request that comes by itself (the median where lengths vary),
-    `ttft_wave_ms` and `tpot_wave_ms` the means where all come together every time (equal lengths); none with waiting
-    for a free place.
+    `step_parts_ms`: the likely decode step by use: memory, compute (the larger of the two counts), communication,
+    overhead, and "prompts", what others' prompts add to the mean step. `ttft_ms` is a benchmark's mean,
+    `ttft_steady_ms` that of a request that comes by itself, `ttft_wave_ms` and `tpot_wave_ms` the means where all come
+    together every time.
     """
 
     ttft_ms: Range
@@ -181,10 +180,8 @@ def constants(gpu: GpuFacts, engine: Engine, calibration: Calibration | None = N
 
 
 def layer_us(known: Constants, hidden: int, *, is_moe: bool) -> float:
-    """Overhead of one layer: in full at 8192 hidden, narrower models start the same kernels but finish them sooner.
-
-    Hopper, dense: 54 us at 8192, 38 at 5120, 34 at 4096 and below. A mixture's kernels are many and small at any width.
-    """
+    """Overhead of one layer; narrow dense models finish the same kernels sooner.
+    Hopper, dense: 54 us at 8192 hidden, 38 at 5120, 34 at 4096 and below."""
     if is_moe:
         return known.moe_layer_us
     share = _WIDTHLESS_SHARE + (1 - _WIDTHLESS_SHARE) * hidden / known.full_width
@@ -301,9 +298,7 @@ def estimate(
     calibration: Calibration | None = None,
 ) -> Speed:
     """TTFT, TPOT and throughput of a closed loop with `workload.concurrency` requests always asked for.
-
-    When fewer can run at once than are asked for, the rest waits: TTFT grows by the wait, TPOT does not.
-    """
+    When fewer can run at once, the rest waits: TTFT grows by the wait, TPOT does not."""
     engine = engine or Engine()
     known = constants(fabric.gpu, engine, calibration)
     asked = max(1.0, workload.concurrency / layout.data)
@@ -358,8 +353,7 @@ class _Loop(msgspec.Struct, frozen=True):
 
 
 def _tpot(loop: _Loop) -> tuple[StepTime, Range]:
-    """(a step that only decodes, the mean step). With pp stages pp batches are in flight, each with its share of the
-    requests: a token passes all stages, and no stage idles when there are at least pp requests."""
+    """(a step that only decodes, the mean step); with pp stages pp batches share the requests."""
     workload, pipeline, spread = loop.workload, loop.layout.pipeline, loop.known.spread
     n_decodes = max(1.0, loop.running / pipeline)
     context = workload.input_tokens + workload.output_tokens / 2
@@ -372,11 +366,8 @@ def _tpot(loop: _Loop) -> tuple[StepTime, Range]:
 
 def _mixing(n_others: float, workload: Workload, most: int) -> tuple[float, float]:
     """(share of the steps that read others' prompts too, prompt tokens in each of them).
-
-    Who ends is followed at once by a new prompt: p = others / output of them a step, at random, so 1 - exp(-p) of the
-    steps have one or more. 17 at once, 1000 in, 200 out: p = 0.08, 0.077 of the steps, 1,040 tokens each. Alone nobody
-    else's prompt is waited for. Over 1: more steps than tokens are needed.
-    """
+    p = others / output prompts a step, at random: 1 - exp(-p) of the steps have one. 17 at once, 1000 in, 200 out:
+    0.077 of the steps, 1,040 tokens each. Over 1: more steps than tokens are needed."""
     prompts = n_others / max(1, workload.output_tokens)
     tokens = prompts * workload.input_tokens
     if not tokens:
@@ -392,12 +383,8 @@ def _chunks(n_tokens: int, most: int) -> list[tuple[int, int]]:
 
 def _ttft(loop: _Loop, decode_ms: float, busy: float) -> tuple[Range, Range, Range]:
     """(mean of a benchmark, median when requests come by themselves, mean when all come at once).
-
-    By itself: c, the prompt, other prompts before it (a queue that is busy a share p of the time: p / 2(1 - p) of a
-    prompt), and the steps under way: on the average half of one, and the one that is already scheduled. All at once: on
-    the average half of the others' prompts are read first, as many in a step as fit. A benchmark has both, see
-    `wave_share`.
-    """
+    By itself: c, the prompt, a queue of other prompts that is busy a share p of the time (p / 2(1 - p) of a prompt),
+    the steps under way. All at once: half of the others' prompts are read first, as many in a step as fit."""
     running, known, n_tokens = loop.running, loop.known, loop.workload.input_tokens
     crowd = 1 - 1 / running**2
     low, high = known.spread

@@ -1,7 +1,6 @@
 """What one engine step must read and multiply: parameters by how they are cut, bytes, FLOPs. No times here.
 
-A model's layers are few distinct ones repeated, so they are counted once each: 126 layers of Llama-3.1-405B are one
-`LayerCosts` with count 126. `step_bytes` and `step_flops` then cost the same for 16 layers as for 126.
+Layers that are alike are counted once: 126 layers of Llama-3.1-405B are one `LayerCosts` with count 126.
 """
 
 from __future__ import annotations
@@ -74,10 +73,8 @@ class LayerCosts(msgspec.Struct, frozen=True):
 
 
 class StepCosts(msgspec.Struct, frozen=True):
-    """A whole model. `layers` is (distinct layer, how many). `weight_kind` None: weights in the model's dtype.
-
-    `n_heads` of the attention layers, for legality; `head_params` is the output matrix, read once a step.
-    """
+    """A whole model: `layers` is (distinct layer, how many), `head_params` the output matrix, read once a step.
+    `weight_kind` None: weights in the model's dtype."""
 
     layers: tuple[tuple[LayerCosts, int], ...]
     hidden: int
@@ -110,10 +107,8 @@ class StepCosts(msgspec.Struct, frozen=True):
 
 
 class Step(msgspec.Struct, frozen=True):
-    """One step of one data-parallel rank: `n_decodes` requests make a token each, `prefill_tokens` are read in.
-
-    `context` is the mean tokens before a decoded one, `prefill_context` before a prefilled one.
-    """
+    """One step of one data rank: `n_decodes` requests make a token each, `prefill_tokens` are read in.
+    `context` is the mean tokens before a decoded one, `prefill_context` before a prefilled one."""
 
     n_decodes: float
     prefill_tokens: float
@@ -126,10 +121,7 @@ class Step(msgspec.Struct, frozen=True):
 
 
 def step_costs(arch: Architecture) -> StepCosts:
-    """The work of a model.
-
-    Llama-3.1-70B: 80 equal layers of 855_638_016 parameters (151.0 M attention, 704.6 M MLP), a head of 8192 x 128256.
-    """
+    """The work of a model. Llama-3.1-70B: 80 equal layers of 855_638_016 parameters, a head of 8192 x 128256."""
     number = float(dtype_bytes(arch.dtype))
     counted: Counter[LayerCosts] = Counter()
     if arch.quantization is None:  # layers of one kind have the same bytes wherever they stand
@@ -143,10 +135,7 @@ def step_costs(arch: Architecture) -> StepCosts:
 
 
 def with_weight_bytes(work: StepCosts, read_bytes: float) -> StepCosts:
-    """The same work with every layer's bytes scaled so that all layers and the head together take `read_bytes`.
-
-    For exact bytes from the tensor inventory (all weights but the input embedding).
-    """
+    """The same work with the layers' bytes scaled so that they and the head take `read_bytes` (by the inventory)."""
     factor = (read_bytes - work.head_bytes) / max(1.0, total_bytes(work) - work.head_bytes)
     scaled = tuple(
         (
@@ -179,11 +168,9 @@ def experts_hit(n_experts: int, top_k: int, n_tokens: float) -> float:
 
 def busiest_share(n_hit: float, n_experts: int, n_ranks: int) -> float:
     """How much more than an even share the rank with the most work has, whole experts being spread over `n_ranks`.
-
-    Each rank has E / n experts, of which a share p = hit / E is chosen: mean m = p E / n, variance m (1 - p), and the
-    most of n such numbers stands sqrt(2 ln n) deviations above. 57 of 256 on 8 ranks: 7.1 on average, 11.9 the busiest.
-    All wait for it. Chosen at random, that is; real traffic is less even.
-    """
+    A rank has E / n experts, each chosen with p = hit / E: mean m = p E / n, variance m (1 - p), the most of n such
+    numbers sqrt(2 ln n) deviations above. 57 of 256 on 8 ranks: 7.1 on average, 11.9 the busiest. Real traffic is less
+    even."""
     mean = n_hit / n_ranks
     if n_ranks < 2 or not mean:
         return 1.0
@@ -192,11 +179,8 @@ def busiest_share(n_hit: float, n_experts: int, n_ranks: int) -> float:
 
 
 def expert_bytes_read(work: StepCosts, layout: Parallel, n_tokens: float) -> float:
-    """Of `weight_bytes_read`, the routed experts'. The tokens of all data ranks choose among them.
-
-    Experts are cut over tp x dp with and without expert parallelism; with it each is whole on one rank, and the
-    busiest rank counts.
-    """
+    """Of `weight_bytes_read`, the routed experts', cut over tp x dp; the tokens of all data ranks choose among them.
+    With expert parallelism each is whole on one rank, and the busiest rank counts."""
     n_ranks, total = layout.tensor * layout.data, 0.0
     for layer, count in work.layers:
         hit = experts_hit(layer.n_experts, layer.top_k, n_tokens * layout.data)
@@ -229,10 +213,8 @@ def cache_bytes_read(work: StepCosts, layout: Parallel, step: Step, cache_dtype_
 
 
 class Flops(msgspec.Struct, frozen=True):
-    """FLOPs of the weight matrices on one rank of each stage, by the precision they are multiplied in.
-
-    plain: in the model's dtype. quantised: in the checkpoint's format. experts: the routed ones, in theirs.
-    """
+    """FLOPs of the weight matrices on one rank of each stage: in the model's dtype (`plain`), in the
+    checkpoint's format (`quantised`), and the routed `experts` in theirs."""
 
     plain: float = 0.0
     quantised: float = 0.0
@@ -244,9 +226,8 @@ class Flops(msgspec.Struct, frozen=True):
 
 
 def linear_flops(work: StepCosts, layout: Parallel, step: Step) -> Flops:
-    """2 a parameter a token; the head only where a token is made. Routed experts count top_k times, divided by TP
-    (each data rank brings its own tokens). Which part is quantised is seen by its bytes: Kimi-K2.5 has experts alone in
-    int4, and its attention runs in bf16."""
+    """2 a parameter a token; the head only where a token is made. Routed experts count top_k times, divided by TP.
+    Which part is quantised is seen by its bytes: Kimi-K2.5 has experts alone in int4."""
     tp, tokens = layout.tensor, step.n_tokens
     by_kind = {True: 0.0, False: 2 * work.head_params / tp * step.n_decodes}
     experts = 0.0
@@ -264,9 +245,7 @@ def linear_flops(work: StepCosts, layout: Parallel, step: Step) -> Flops:
 
 def attention_flops(work: StepCosts, layout: Parallel, step: Step) -> float:
     """FLOPs of scores and values on one rank of each stage: 2 x heads x (d_k + d_v) a token a token before it.
-
-    MLA decodes in the compressed space (heads x (2 x kv_lora_rank + rope_dim)).
-    """
+    MLA decodes in the compressed space: heads x (2 x kv_lora_rank + rope_dim)."""
     total = 0.0
     for layer, count in work.layers:
         seen = step.context if layer.window is None else min(step.context, layer.window)
