@@ -211,13 +211,13 @@ def test_latency_takes_vllms_shape_by_default(
 def test_an_engine_that_dies_is_told_with_its_last_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(PROGRAMS, "llamacpp", "penstock.no_such_program")
     asked = offline.Task(("a",), (1,))
-    from penstock.deployment import start
+    from penstock.deployment import prepare
     from penstock.hardware import detect
     from penstock.spec import reading
 
     deployment = reading.from_mapping({"model": "penstock-demo", "engine": {"kind": "llamacpp"}}, "a test", [])
     with pytest.raises(EngineError, match=r"could not run llamacpp offline: .* exited with code 1") as caught:
-        offline.carry_out(start.make_plan(deployment, detect.this_machine(), 1), asked)
+        offline.carry_out(prepare.make_plan(deployment, detect.this_machine(), 1), asked)
     assert "no_such_program" in (caught.value.detail or "")
 
 

@@ -14,7 +14,7 @@ from samples import NOW, cpu_machine, demo_plan, deployment, draft, gpu_machine,
 
 from penstock import processes
 from penstock import run_folder as runs
-from penstock.deployment import scale, stop
+from penstock.deployment import prepare, scale, stop
 from penstock.deployment import start as deploy
 from penstock.errors import EngineError, PlanError, UserError
 from penstock.hardware import Machine
@@ -142,9 +142,9 @@ def test_more_replicas_are_judged_by_the_machines_that_they_would_get(monkeypatc
 def test_what_a_run_holds_of_its_hosts_counts_as_free_for_its_replacement() -> None:
     wanted = deployment(target="ssh")
     run = run_of(wanted)
-    found = deploy._machines(cast(Target, Cluster()), wanted, run)
+    found = prepare._machines(cast(Target, Cluster()), wanted, run)
     assert [machine.gpus[0].memory_free_bytes for machine in found] == [80 * GIB] * 3
-    found = deploy._machines(cast(Target, Cluster()), wanted, run_of(deployment()))
+    found = prepare._machines(cast(Target, Cluster()), wanted, run_of(deployment()))
     assert found[0].gpus[0].memory_free_bytes == GIB, "another target's run holds nothing here"
 
 
@@ -254,8 +254,8 @@ def test_a_start_that_broke_off_is_ended_although_ctrl_c_comes_again(
     monkeypatch.setattr(deploy, "start_controller", press)
     monkeypatch.setattr(processes, "sweep", interrupt_again)
     wanted = deployment(name="d", replicas=0, gateway={"port": 0})
-    prepared = deploy.Prepared(wanted, cpu_machine(), demo_plan(), Artifact(("true",), {}))
-    monkeypatch.setattr(deploy, "prepare", lambda *_: prepared)
+    prepared = prepare.Prepared(wanted, cpu_machine(), demo_plan(), Artifact(("true",), {}))
+    monkeypatch.setattr(prepare, "prepare", lambda *_: prepared)
     said: list[str] = []
     with pytest.raises(KeyboardInterrupt):
         deploy.up(wanted, on_step=said.append)
@@ -283,5 +283,5 @@ def test_a_home_with_a_placeholder_in_its_name_is_kept_as_it_is(
 def test_a_variable_that_nobody_reads_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_LOGING_LEVEL", "DEBUG")
     wanted = deployment(gateway={"port": 0}, engine={"env": {"NCCL_SOCKET_IFNAM": "eth0"}})
-    told = deploy.prepare(wanted).plan.warnings
+    told = prepare.prepare(wanted).plan.warnings
     assert [warning.partition(" is no variable")[0] for warning in told] == ["NCCL_SOCKET_IFNAM", "VLLM_LOGING_LEVEL"]

@@ -138,13 +138,13 @@ def test_killed_engine_child_costs_no_request_beside_a_healthy_replica(place: Pl
     assert sum(client.result() for client in asking) > 8
 
 
-def test_killed_controller_and_warden_come_back(place: Place) -> None:
+def test_killed_controller_and_watchdog_come_back(place: Place) -> None:
     run = place.up(place.write("one"))
     parts = {role: pid_of(run, role) for role in ("gateway", "node", "engine")}
-    warden = pid_of(run, "warden")
-    kill(warden)
-    wait_until(lambda: bool({*pids(run, "warden")} - {warden}), "another warden")
-    assert f"warden restarted: its process {warden} was gone" in call("logs", "--part", "events").out
+    watchdog = pid_of(run, "watchdog")
+    kill(watchdog)
+    wait_until(lambda: bool({*pids(run, "watchdog")} - {watchdog}), "another watchdog")
+    assert f"watchdog restarted: its process {watchdog} was gone" in call("logs", "--part", "events").out
 
     controller = pid_of(run, "controller")
     kill(controller)
@@ -153,17 +153,17 @@ def test_killed_controller_and_warden_come_back(place: Place) -> None:
     ask(run)
     wait_restarted(run, "controller", 0, f"its process {controller} was gone")
     assert now(run).controller.state == "running"
-    wait_until(lambda: len(pids(run, "warden")) == 1, "one warden")
+    wait_until(lambda: len(pids(run, "watchdog")) == 1, "one watchdog")
     assert {role: pid_of(run, role) for role in parts} == parts, "nothing else was touched"
 
 
-def test_killed_controller_and_warden_at_once_are_revived_by_up(place: Place) -> None:
+def test_killed_controller_and_watchdog_at_once_are_revived_by_up(place: Place) -> None:
     file = place.write("one")
     run = place.up(file)
 
     def kill_both() -> None:
-        kill(pid_of(run, "warden"), pid_of(run, "controller"))
-        wait_until(lambda: not pids(run, "controller") and not pids(run, "warden"), "both are gone")
+        kill(pid_of(run, "watchdog"), pid_of(run, "controller"))
+        wait_until(lambda: not pids(run, "controller") and not pids(run, "watchdog"), "both are gone")
 
     kill_both()
     status = call("status")
@@ -186,7 +186,7 @@ def test_killed_controller_and_warden_at_once_are_revived_by_up(place: Place) ->
 
 def kill_all(run: Run) -> None:
     def is_empty() -> bool:
-        """Again and again: a controller that outlives its warden by a moment starts another."""
+        """Again and again: a controller that outlives its watchdog by a moment starts another."""
         left = processes.find_marked(str(run.path))
         kill(*(process.pid for process in left))
         return not left
@@ -414,7 +414,7 @@ def test_orphans_of_a_deleted_run_folder_are_found_and_cleaned(place: Place) -> 
     run, other = place.up(place.write("one")), place.up(place.write("two"))
     path, run_id = str(run.path), run.record().id
     wait_until(lambda: remove(run.path), "the folder is gone")
-    wait_until(lambda: not pids(run, "controller") and not pids(run, "warden"), "the controller ends by itself")
+    wait_until(lambda: not pids(run, "controller") and not pids(run, "watchdog"), "the controller ends by itself")
     assert call("status", "one").code == 2
     dry = call("clean")
     assert dry.code == 0
@@ -516,7 +516,7 @@ def test_down_while_up_waits_ends_both(place: Place) -> None:
 def test_down_ends_a_deployment_whose_folder_is_damaged(place: Place, broken: str) -> None:
     run = place.up(place.write("one"))
     run_id = run.record().id
-    kill(pid_of(run, "warden"), pid_of(run, "controller"))  # a living controller would write some of them anew
+    kill(pid_of(run, "watchdog"), pid_of(run, "controller"))  # a living controller would write some of them anew
     (run.path / broken).write_text("")
     assert call("ls").code == 0
     assert call("down", "one", "--now").code == 0

@@ -12,7 +12,7 @@ import pytest
 from launching import Place, a_place, wait_until
 
 from penstock import processes, run_folder, targets
-from penstock.deployment import start as deploy
+from penstock.deployment import prepare
 from penstock.run_folder import Draft, Launch, Run
 from penstock.spec import reading
 from penstock.testing.conformance import check_target
@@ -33,7 +33,7 @@ def place(tmp_path: Path) -> Iterator[Place]:
 
 def written(place: Place, target: str) -> tuple[Run, Launch]:
     """A run whose folder is written and whose work is not sent yet, and what its nodes are told."""
-    prepared = deploy.prepare(reading.load(place.write("one", target=target, **FILES[target])))
+    prepared = prepare.prepare(reading.load(place.write("one", target=target, **FILES[target])))
     settings = {"listen": "127.0.0.1:1", "admin": "127.0.0.1:1"}
     run = run_folder.create(
         Draft(prepared.deployment, prepared.plan, prepared.artifact, settings, "token"), time.time()

@@ -9,11 +9,11 @@ from typing import cast
 
 import msgspec
 import pytest
+from penstock.deployment.controller.placed_gateway import Keeper
 from samples import deployment, run_folder, told, view
 
 from penstock.deployment import observe
 from penstock.deployment.controller import placed_gateway
-from penstock.deployment.controller.placed_gateway import Keeper
 from penstock.deployment.observe import Observation
 from penstock.errors import PenstockError
 from penstock.node.announcer import Admin

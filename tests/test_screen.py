@@ -14,7 +14,8 @@ from samples import DEMO, NOW, cpu_machine, demo_plan, deployment, draft, gpu_ma
 from penstock import run_folder as runs
 from penstock.cli import progress, status_text
 from penstock.deployment.preflight import Finding
-from penstock.deployment.start import Prepared, Started
+from penstock.deployment.prepare import Prepared
+from penstock.deployment.start import Started
 from penstock.planner import launch
 from penstock.planner.launch import Sized
 from penstock.run_folder import Artifact, Part, ReplicaStatus, State

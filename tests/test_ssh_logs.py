@@ -13,8 +13,8 @@ from penstock import targets
 from penstock.deployment import logs
 from penstock.run_folder import Desired, Handle, Run
 from penstock.targets import LeftBehind
+from penstock.targets.openssh import HostError, Ssh
 from penstock.targets.ssh import logs as streams
-from penstock.targets.ssh.openssh import HostError, Ssh
 from penstock.targets.ssh.placement import Node
 from penstock.targets.ssh.target import _Room
 from penstock.wire.announcement import Process

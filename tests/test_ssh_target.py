@@ -17,7 +17,7 @@ from launching import Asking, Place, a_place, ask, call, now, replica_of, starte
 from ssh_rig import left_on, node_of, ours, until, write
 
 from penstock import processes, run_folder, targets
-from penstock.deployment import start, stop
+from penstock.deployment import prepare, stop
 from penstock.run_folder import Draft, Launch, Run
 from penstock.spec import reading
 from penstock.testing.conformance import check_target
@@ -33,7 +33,7 @@ def place(tmp_path: Path, hosts: Hosts) -> Iterator[Place]:
 
 def written(place: Place, hosts: Hosts) -> tuple[Run, Launch]:
     """A run whose folder is written and whose work is not sent yet."""
-    prepared = start.prepare(reading.load(write(place, hosts)))
+    prepared = prepare.prepare(reading.load(write(place, hosts)))
     settings = {"listen": "127.0.0.1:1", "admin": "127.0.0.1:1"}
     run = run_folder.create(
         Draft(prepared.deployment, prepared.plan, prepared.artifact, settings, "token"), time.time()

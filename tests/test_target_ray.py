@@ -18,7 +18,7 @@ from hosts_ray import RayCluster
 from launching import Asking, Place, a_place, ask, call, now, replica_of, wait_until
 
 from penstock import processes, run_folder, targets
-from penstock.deployment import start
+from penstock.deployment import prepare
 from penstock.run_folder import Draft, Launch, Run
 from penstock.spec import reading
 from penstock.targets.ray.jobs_api import Dashboard
@@ -77,7 +77,7 @@ def on_hosts(ray_cluster: RayCluster, run: Run, role: str) -> dict[str, list[int
 
 
 def test_ray_keeps_the_contract_of_targets(place: Place, ray_cluster: RayCluster) -> None:
-    prepared = start.prepare(reading.load(file_for(place, ray_cluster)))
+    prepared = prepare.prepare(reading.load(file_for(place, ray_cluster)))
     settings = {"listen": "127.0.0.1:1", "admin": "127.0.0.1:1"}
     draft = Draft(prepared.deployment, prepared.plan, prepared.artifact, settings, "token")
     run = place.note(run_folder.create(draft, time.time()))

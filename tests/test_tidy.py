@@ -35,7 +35,7 @@ MAX_FOLDERS, MAX_FILES = 14, 8
 # The gateway must start alone in a small container; the watchdog must survive whatever breaks the rest.
 ALONE = {
     "penstock/gateway": {"penstock", "errors", "paths", "text", "wire", "gateway"},
-    "penstock/deployment/controller/warden.py": set[str](),
+    "penstock/deployment/controller/watchdog.py": set[str](),
 }
 PURE = (
     *sorted(path.relative_to(PACKAGE).as_posix() for path in (PACKAGE / "planner").rglob("*.py")),

@@ -23,7 +23,7 @@ import penstock
 from penstock import engines, processes
 from penstock.bench.load.arrivals import Ask
 from penstock.bench.results import bootstrap
-from penstock.deployment import start
+from penstock.deployment import prepare
 from penstock.engines import Place, telling_lines
 from penstock.engines.offline import PROGRAMS, Done, Job
 from penstock.errors import EngineError, PlanError, UserError
@@ -137,7 +137,7 @@ def _plan(deployment: Deployment, tensor: int, n_at_once: int) -> Plan:
     # A file's own layout stays where one alone is asked for.
     cut = deployment.parallel if tensor == 1 and isinstance(deployment.parallel, Parallel) else Parallel(tensor=tensor)
     cut = msgspec.structs.replace(cut, tensor=tensor)
-    return start.make_plan(
+    return prepare.make_plan(
         msgspec.structs.replace(deployment, workload=workload, parallel=cut), detect.this_machine(), 1
     )
 

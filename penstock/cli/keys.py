@@ -139,7 +139,7 @@ def _open(options: argparse.Namespace, *, may_create: bool = False) -> Store:
     place = options.store or (None if options.deployment else os.environ.get("PENSTOCK_STORE"))
     if place is None:
         found = run_folder.choose(options.deployment)
-        place = found.gateway_settings().get("store")
+        place = found.gateway_file().store
         if not isinstance(place, str):
             raise UserError(
                 f'cannot use the store of deployment "{found.name}": it has none',

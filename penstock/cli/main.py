@@ -329,11 +329,11 @@ def _emit(value: dict[str, Any]) -> None:
 def _up(options: argparse.Namespace) -> int:
     from penstock import run_folder
     from penstock.cli import progress, status_text
-    from penstock.deployment import start
+    from penstock.deployment import prepare, start
 
     deployment = _deployment(options)
     if options.dry_run:
-        return _print_prepared(start.rehearse(deployment), options.json)
+        return _print_prepared(prepare.rehearse(deployment), options.json)
     before = _launch_id(deployment.name)
     try:
         started = start.up(deployment, options.replace, lambda step: print(f"\n{step}", file=sys.stderr))
@@ -395,9 +395,9 @@ def _usage(options: argparse.Namespace) -> int:
 
 
 def _render(options: argparse.Namespace) -> int:
-    from penstock.deployment import start
+    from penstock.deployment import prepare
 
-    return _print_prepared(start.rehearse(_deployment(options)), options.json)
+    return _print_prepared(prepare.rehearse(_deployment(options)), options.json)
 
 
 def _print_prepared(prepared: Any, as_json: bool) -> int:

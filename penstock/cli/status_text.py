@@ -20,7 +20,8 @@ from penstock.text import show_bytes, show_seconds
 
 if TYPE_CHECKING:
     from penstock.deployment.preflight import Finding
-    from penstock.deployment.start import Prepared, Started
+    from penstock.deployment.prepare import Prepared
+    from penstock.deployment.start import Started
 
 
 def command_name() -> str:

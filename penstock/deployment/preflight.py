@@ -13,12 +13,16 @@ from penstock.engines import Engine, Missing
 from penstock.errors import Problem, SpecError
 from penstock.hardware import Gpu, Machine, catalog
 from penstock.spec.deployment import Deployment
+from penstock.targets import Target
 from penstock.text import MIB
 
 
-def unsupported(deployment: Deployment) -> list[Problem]:
-    """Fields that the file may hold but this version does not act on: refused, not ignored."""
+def unsupported(deployment: Deployment, target: Target) -> list[Problem]:
+    """Fields that the file may hold but this version, or its target, does not act on: refused, not ignored."""
     found = []
+    if deployment.gateway.on == "job" and "places-gateway" not in target.capabilities:
+        message = f'"job", but target {target.name} places no gateway'
+        found.append(Problem("gateway.on", message, "remove it"))
     if deployment.ui:
         found.append(Problem("ui", "this version has no browser chat yet", "use: penstock chat"))
     for field in ("prometheus", "grafana"):

@@ -35,28 +35,29 @@ def down(run: Run, now: bool = False, on_step: OnStep | None = None) -> list[Mar
     force at the last.
     """
     with run_folder.locked(run.name):
-        return _end_run(run, now, on_step)
+        return end_run(run, now, on_step)
 
 
-def _end_run(run: Run, now: bool, on_step: OnStep | None, failure: State | None = None) -> list[Marked]:
+def end_run(run: Run, now: bool, on_step: OnStep | None, failure: State | None = None) -> list[Marked]:
+    """As `down`, for a caller that holds the lock. `failure`: the state that stays, of a start that failed."""
     say = on_step or (lambda _: None)
     last = failure or run.state()
     run.write_desired(Desired("down", 0))
     say("ending the controller")
     processes.end(
-        [p for p in processes.find_marked(str(run.path)) if p.role in ("warden", "controller")], _CONTROLLER_GRACE_S
+        [p for p in processes.find_marked(str(run.path)) if p.role in ("watchdog", "controller")], _CONTROLLER_GRACE_S
     )
-    handle = run.handle()
     gateways = [p for p in processes.find_marked(str(run.path)) if p.role == "gateway"]
     if gateways:
         drain_s = _gateway_drain_s(run)
         say("ending the gateway" if now else f"draining the gateway (at most {drain_s:.0f} s)")
         processes.end(gateways, _NOW_GRACE_S if now else drain_s + 2.0)
-    targets.load(handle.target).end_gateway(run, None, _NOW_GRACE_S if now else _gateway_drain_s(run) + 2.0)
     say("ending the replicas")
-    # The gateway has drained, so the engines are idle; the grace is for their own tidy end.
+    grace_s = _engine_drain_s(run) + 10.0  # a gateway has drained then, so this is for the engines' own tidy end
+    if run.places("gateway"):
+        grace_s = max(grace_s, _gateway_drain_s(run) + 2.0)
     try:
-        targets.load(handle.target).cancel(run, handle, _NOW_GRACE_S if now else _engine_drain_s(run) + 10.0)
+        targets.load(run.handle().target).end(run, _NOW_GRACE_S if now else grace_s)
     except LeftBehind as exc:  # the rest ends all the same
         say(f"{exc.message}. {exc.hint}")
         run.add_event("left behind", exc.message)
@@ -153,7 +154,7 @@ def clean(found: list[Leftover]) -> list[Leftover]:
     for item in found:
         if item.left is not None:
             try:
-                targets.load(item.left.target).finish(item.left.facts)
+                targets.finish(item.left)
             except PenstockError:
                 left.append(item)
         elif item.process is None:

@@ -100,8 +100,8 @@ class GatewaySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     `store` (a file, or a postgresql:// URL for several gateways) holds keys and usage; its default is a file in the
     run's folder. After `ledger_days` a request's row becomes part of its day's sums; `null` keeps it for ever. `price`
-    is what the ledger and budgets count. `on` is for target slurm: the gateway runs where
-    `up` runs (login), or in a job of its own (job): `host` is then that node's address, `port` any free one if taken.
+    is what the ledger and budgets count. `on`: the gateway runs where `up` runs (login), or in a job of its own (job),
+    which only target slurm can do: `host` is then that node's address, `port` any free one if taken.
     """
 
     host: str = "127.0.0.1"

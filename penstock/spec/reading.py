@@ -312,9 +312,7 @@ def _rules(deployment: Deployment) -> Iterator[Problem]:
         )
     if _has_password(deployment.gateway.store):
         yield Problem("gateway.store", "has a password in it", "put it into ~/.pgpass or PGPASSWORD")
-    if deployment.gateway.on != "login" and deployment.target != "slurm":
-        yield Problem("gateway.on", f'"{deployment.gateway.on}" is for target slurm', "remove it")
-    elif deployment.gateway.on == "job" and deployment.gateway.auth == "none":
+    if deployment.gateway.on == "job" and deployment.gateway.auth == "none":
         yield Problem(
             "gateway.auth", '"none" with on: job, where others reach it', "set gateway.auth: keys, or on: login"
         )

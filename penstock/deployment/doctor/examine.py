@@ -21,7 +21,7 @@ from typing import Literal, TypeVar
 import msgspec
 
 from penstock import __version__, engines, paths, targets
-from penstock.deployment import preflight, start
+from penstock.deployment import preflight, prepare
 from penstock.deployment.doctor import model as model_check
 from penstock.deployment.doctor import network
 from penstock.deployment.doctor import nodes as findings
@@ -71,7 +71,7 @@ def examine(deployment: Deployment, is_quick: bool = False, on_step: OnStep | No
         nodes, found = asked.result()
         seen_model = model.result()
         found = [*here.result(), *seen_model.findings, *found]
-    found += _judge(nodes, deployment, seen_model)
+    found += _judge(target, nodes, deployment, seen_model)
     found += findings.of_environment(deployment.engine.env, "engine.env")
     with ThreadPoolExecutor(1) as pool:
         planned = pool.submit(_plan, deployment, seen_model)
@@ -162,7 +162,7 @@ def _engine(name: str) -> Finding:
 
 def _port(deployment: Deployment | None) -> Finding:
     host, port = (deployment.gateway.host, deployment.gateway.port) if deployment else ("127.0.0.1", 8000)
-    if deployment is not None and start.holds_port(deployment):
+    if deployment is not None and prepare.holds_port(deployment):
         return Finding("port", "ok", f"{host}:{port} is held by this deployment, which runs")
     try:
         hardware_network.check_port(host, port)
@@ -179,9 +179,9 @@ def _port(deployment: Deployment | None) -> Finding:
 def _here(target: Target, deployment: Deployment) -> list[Finding]:
     """What `up` itself needs of this machine, and what of the file this version or its target refuses."""
     found = [_python(), _disk(), _port(deployment)]
-    if target.name == "local":
+    if target.is_this_machine:
         found += [_engine(name) for name in ("llamacpp", "vllm")]
-    problems = preflight.unsupported(deployment)
+    problems = preflight.unsupported(deployment, target)
     try:
         problems += target.check(deployment)
         if deployment.engine.kind != "auto":
@@ -217,6 +217,8 @@ def _ask(
 ) -> tuple[dict[int, tuple[str, Told]], list[Finding]]:
     """What a program of ours printed on each node, by rank, with its name; and a finding for each failure."""
     try:
+        if "survey" not in target.capabilities:
+            return {}, [Finding("nodes", "warning", f"target {target.name} cannot be asked for its nodes")]
         surveyed = target.survey(deployment, argv, timeout_s)
     except PenstockError as error:
         return {}, [_of_error("nodes", error)]
@@ -249,13 +251,13 @@ def _parsed(row: Surveyed, kind: type[Told]) -> Told | Finding | None:
         return findings.broken(row.host, row.exit_code, f"its answer is not ours: {exc} (another version of penstock?)")
 
 
-def _judge(nodes: Sequence[Seen], deployment: Deployment, model: ModelSeen) -> list[Finding]:
+def _judge(target: Target, nodes: Sequence[Seen], deployment: Deployment, model: ModelSeen) -> list[Finding]:
     found = [finding for seen in nodes for finding in findings.of_node(seen, deployment)]
     found += [finding for seen in nodes for finding in findings.of_weights(seen, model.download_bytes)]
     if nodes:
         found += findings.of_all(nodes, deployment, __version__)
-    found += findings.of_loading(nodes, deployment)
-    if deployment.target != "local":
+    found += findings.of_loading(nodes, deployment, target.time_limit_s(deployment))
+    if not target.is_this_machine:
         return found
     # This machine is the node; of engines it was asked itself.
     return [msgspec.structs.replace(finding, node=None) for finding in found if finding.check != "engine"]
@@ -332,7 +334,9 @@ def _effect(
         return network.inside(measured, machine)
     version = machine.versions.get("vllm")
     if machine.gpus and model.whole is not None and version is not None:
-        n_replicas = start.sharing(targets.load(deployment.target), deployment, len(way.nodes), deployment.replicas.min)
+        n_replicas = prepare.sharing(
+            targets.load(deployment.target), deployment, len(way.nodes), deployment.replicas.min
+        )
         return network.planned(deployment, model.whole, machine, version, max(1, n_replicas), measured)
     if plan is None:
         return None
@@ -348,7 +352,7 @@ def _plan(deployment: Deployment, model: ModelSeen) -> tuple[Plan | None, list[F
         said = "not planned to the end: `up` downloads the model first"
         return None, [Finding("deployment", "warning", said, "penstock plan sizes it from its headers alone.")]
     try:
-        plan = start.plan_now(deployment)
+        plan = prepare.plan_now(deployment)
     except PenstockError as error:
         return None, [_of_error("deployment", error)]
     found = [Finding("plan", "warning", warning) for warning in plan.warnings]
@@ -365,7 +369,7 @@ def _last(deployment: Deployment, planned: Sequence[Finding], found: Sequence[Fi
     if bad:
         said = f"`up` would refuse it, or it would fail: {len(bad)} problem(s) above"
         return [*new, Finding("deployment", "bad", said, "Mend those first.")]
-    return [*new, start.check_deployment(deployment)]
+    return [*new, prepare.check_deployment(deployment)]
 
 
 def _of_error(check: str, error: PenstockError) -> Finding:

@@ -6,6 +6,7 @@ import os
 
 import msgspec
 
+from penstock import targets
 from penstock.deployment.preflight import Finding
 from penstock.errors import PenstockError
 from penstock.models import Facts, facts, files
@@ -35,7 +36,7 @@ def check(deployment: Deployment) -> ModelSeen:
         path = files.locate(deployment)
         whole = None if path.is_file() else facts.read_folder(path, deployment.model)
     except PenstockError as error:
-        if deployment.target != "local" and error.message.endswith("no such folder"):
+        if not targets.load(deployment.target).is_this_machine and error.message.endswith("no such folder"):
             return ModelSeen()  # it is the nodes that must have it
         return ModelSeen((_bad(error),))
     return ModelSeen((Finding("model", "ok", f"{deployment.model} ({path})"),), whole)

@@ -14,7 +14,6 @@ from penstock.node.group.addresses import variable_warnings, version_problems
 from penstock.planner.launch import usable_gpus
 from penstock.planner.speed.work import bytes_per_node, load_time_s
 from penstock.spec.deployment import Deployment
-from penstock.targets.slurm.queue import seconds_of
 from penstock.text import GIB, MIB, show_bytes, show_seconds
 
 # The oldest driver branch on which a CUDA major version runs ("CUDA Toolkit and Minimum Required Driver Version for
@@ -204,6 +203,11 @@ def _runs_on(driver: str) -> str:
     return str(max((major for major, least in _MIN_DRIVER.items() if least <= branch), default="10 or older"))
 
 
+def _needs_ray(deployment: Deployment) -> bool:
+    executor = deployment.engine.executor
+    return executor == "ray" or (executor == "auto" and deployment.hardware.nodes > 1)
+
+
 def _engine(seen: Seen, deployment: Deployment) -> Iterator[Finding]:
     versions, kind = seen.check.facts.machine.versions, deployment.engine.kind
     is_vllm = kind == "vllm" or (kind == "auto" and (seen.check.facts.machine.gpus or deployment.hardware.nodes > 1))
@@ -211,10 +215,7 @@ def _engine(seen: Seen, deployment: Deployment) -> Iterator[Finding]:
         yield Finding("engine", "bad", "vLLM is not installed", "pip install vllm there, for the same Python")
     elif is_vllm:
         yield Finding("engine", "ok", f"vLLM {versions['vllm']}")
-    is_ray = deployment.engine.executor == "ray" or (
-        deployment.engine.executor == "auto" and deployment.hardware.nodes > 1 and kind != "fake"
-    )
-    if is_ray and "ray" not in versions:
+    if _needs_ray(deployment) and kind != "fake" and "ray" not in versions:
         yield Finding("engine", "bad", "Ray is not installed", "pip install ray there, or set engine.executor: mp")
 
 
@@ -305,10 +306,7 @@ def _addresses(seen: Seen) -> Iterator[Finding]:
 
 def _versions(nodes: Sequence[Seen], deployment: Deployment, own_version: str) -> Iterator[Finding]:
     facts = [seen.check.facts for seen in nodes]
-    is_ray = deployment.engine.executor == "ray" or (
-        deployment.engine.executor == "auto" and deployment.hardware.nodes > 1
-    )
-    problems = version_problems(facts, is_ray=is_ray)
+    problems = version_problems(facts, is_ray=_needs_ray(deployment))
     for problem in problems:
         yield Finding("versions", "bad", problem.message, problem.hint)
     theirs = facts[0].machine.versions.get("penstock")
@@ -342,8 +340,11 @@ def _equal_gpus(nodes: Sequence[Seen], deployment: Deployment) -> Iterator[Findi
         yield Finding("gpu", "warning", f"of several kinds ({told})", "the slowest decides: use nodes of one kind")
 
 
-def of_loading(nodes: Sequence[Seen], deployment: Deployment) -> list[Finding]:
-    """How long loading takes at best on the slowest node, against the times that the file allows."""
+def of_loading(nodes: Sequence[Seen], deployment: Deployment, time_limit_s: tuple[str, float] | None) -> list[Finding]:
+    """How long loading takes at best on the slowest node, against the times that the file allows.
+
+    `time_limit_s`: how long a replica may run, with the field that says so.
+    """
     times = []
     for seen in nodes:
         weights = seen.check.weights
@@ -356,9 +357,8 @@ def of_loading(nodes: Sequence[Seen], deployment: Deployment) -> list[Finding]:
     took_s, n_bytes, slowest = max(times, key=lambda row: row[0])
     found = f"at best {show_seconds(took_s)}: {show_bytes(n_bytes)} a node, the slowest read is that of {slowest.name}"
     limits = [("engine.start_timeout_s", deployment.engine.start_timeout_s)]
-    job_s = seconds_of((deployment.slurm.time or "") if deployment.slurm is not None else "")
-    if job_s is not None:
-        limits.append(("slurm.time", job_s))
+    if time_limit_s is not None:
+        limits.append(time_limit_s)
     findings = [
         Finding(
             "loading", "bad", f"{found}; but {name} is {show_seconds(limit_s)}",

@@ -21,6 +21,7 @@ from penstock.text import MIB
 
 FILE = "job.sh"
 GATEWAY_FILE = "gateway.sh"
+CONTROLLER_FILE = "controller.sh"
 _PLAIN = re.compile(r"[\w@%+=:,./\[\]|&*-]+\Z")
 # Paths stand in #SBATCH lines, where % is a pattern of Slurm's, and between quotes of the shell.
 _PATH = re.compile(r"[\w@+=:,./ ~-]+\Z")
@@ -212,23 +213,48 @@ def gateway_directives(deployment: Deployment, run_path: str) -> list[str]:
 
 
 def gateway(deployment: Deployment, run_path: str, python: str, seen_from: Sequence[str]) -> str:
-    """The script of the gateway's job. sbatch gives it the id of the launch."""
+    """The script of a gateway's job. sbatch gives it the id of the launch and the name of the unit."""
+    words = shlex.join(_python(deployment, run_path, python))
+    address = f"{run_path}/gateway/address.json"
+    return _service(
+        deployment, run_path, "gateway", gateway_directives(deployment, run_path),
+        f"hosts=$({words} -m penstock.hardware.network {shlex.join(seen_from)})",
+        # In the shell's place, so that a signal to the batch step is the gateway's.
+        f"exec {words} -m penstock.gateway {shlex.quote(f'{run_path}/gateway.json')}"
+        f' --address {shlex.quote(address)} --unit "$2" --hosts $hosts',
+    )  # fmt: skip
+
+
+def controller(deployment: Deployment, run_path: str, python: str) -> str:
+    """The script of a controller's job, with the words of the gateway's. It brings the controller back by itself."""
+    words = shlex.join(_python(deployment, run_path, python))
+    lines = [line for line in gateway_directives(deployment, run_path) if not line.startswith(("signal", "no-requeue"))]
+    return _service(
+        deployment, run_path, "controller", [*lines, "requeue"],
+        f'until {words} -m penstock.deployment.controller {shlex.quote(run_path)} --unit "$2"; do sleep 5; done',
+    )  # fmt: skip
+
+
+def _python(deployment: Deployment, run_path: str, python: str) -> list[str]:
+    """The words that run Python in the job of a gateway or controller."""
     block = deployment.slurm or Slurm()
     has_own = block.modules or block.conda or block.venv or block.container
-    python = block.python or ("python3" if has_own else python)
     store = store_file(deployment.gateway.store) if deployment.gateway.store else None
-    beside = [run_path, str(store.parent)] if store is not None else [run_path]
-    inside = ["apptainer", "exec", "--bind", ",".join(beside), block.container] if block.container else []
+    shared = [run_path, str(store.parent)] if store is not None else [run_path]
+    inside = ["apptainer", "exec", "--bind", ",".join(shared), block.container] if block.container else []
+    return [*inside, block.python or ("python3" if has_own else python)]
+
+
+def _service(deployment: Deployment, run_path: str, role: str, lines: Sequence[str], *commands: str) -> str:
+    block = deployment.slurm or Slurm()
     return "\n".join(
         [
             "#!/bin/bash -l" if block.modules or block.conda else "#!/bin/bash",
-            *(f"#SBATCH --{line}" for line in gateway_directives(deployment, run_path)),
+            *(f"#SBATCH --{line}" for line in lines),
             'give_up() { echo "penstock: $*"; exit 1; }',
             *_prologue(block),
-            f'export PENSTOCK_RUN={shlex.quote(run_path)} PENSTOCK_RUN_ID="$1" PENSTOCK_ROLE=gateway',
-            # In the shell's place, so that a signal to the batch step is the gateway's.
-            f"exec {shlex.join([*inside, python, '-m', 'penstock.deployment.gateway_job', run_path])}"
-            f' "$SLURM_JOB_ID" {shlex.join(seen_from)}',
+            f'export PENSTOCK_RUN={shlex.quote(run_path)} PENSTOCK_RUN_ID="$1" PENSTOCK_ROLE={role}',
+            *commands,
             "",
         ]
     )
@@ -304,6 +330,8 @@ def problems(deployment: Deployment, run_path: str) -> list[Problem]:
         found.append(Problem("slurm.memory", f'"{block.memory}" is no size', "a number with K, M, G or T: 64G; 0: all"))
     if block.cpus_per_node is not None and block.cpus_per_node < 1:
         found.append(Problem("slurm.cpus_per_node", f"{block.cpus_per_node} is below 1"))
+    if block.controller == "job" and deployment.gateway.on != "job":
+        found.append(Problem("slurm.controller", '"job", but the gateway is not in a job', "set gateway.on: job"))
     if block.successor_s is not None and block.successor_s < 0:
         found.append(Problem("slurm.successor_s", f"{block.successor_s:g} is below 0"))
     if not _PATH.match(run_path):

@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping
 import msgspec
 
 from penstock.errors import PenstockError
-from penstock.targets.ssh.openssh import HostError, Ssh, at_once
+from penstock.targets.openssh import HostError, Ssh, at_once
 from penstock.wire.announcement import Process
 
 _FRESH_S = 1.5
