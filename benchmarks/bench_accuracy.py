@@ -1,12 +1,12 @@
 """Is the load generator right, and what does it cost? Ours beside vllm's, guidellm and aiperf, one table.
 
-    python benchmarks/bench_accuracy.py [--tools penstock vllm guidellm aiperf] [--rivals DIR] [--json]
+    python benchmarks/bench_accuracy.py [--tools penstock vllm guidellm aiperf] [--against DIR] [--rivals DIR] [--json]
 
 The truth is `bench_mock.py`: a first chunk 50 ms after the request, then one every 10 ms, 128 in all. Every tool keeps
 500 streams open and has one core (taskset), all its processes together; the mock has another. CPU counts from the
 first of the load's requests to the tool's exit, so also what it does with its records afterwards. guidellm and aiperf
 are looked for in virtual environments DIR/guidellm and DIR/aiperf (default ~/.cache/penstock-rivals); `vllm bench
-serve` beside this Python.
+serve` in this Python. `--against` adds another checkout of penstock, with its own .venv when it has one, as "before".
 """
 
 from __future__ import annotations
@@ -154,10 +154,21 @@ def aiperf_read(folder: Path, _: str) -> tuple[float, float, float]:
     return ttft["p50"], itl["p50"], itl["p99"]
 
 
+def before(root: Path) -> Tool:
+    """The load generator of another checkout."""
+    own = root / ".venv" / "bin" / "python"
+    python = str(own) if own.exists() else sys.executable
+
+    def command(folder: Path, n_requests: int, concurrency: int) -> list[str]:
+        return [python, *penstock_command(folder, n_requests, concurrency)[1:]]
+
+    return Tool(command, penstock_read, {"PYTHONPATH": str(root)})
+
+
 def tools(rivals: Path) -> dict[str, Tool]:
     offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
     return {
-        "penstock": Tool(penstock_command, penstock_read, {}),
+        "penstock": Tool(penstock_command, penstock_read, {"PYTHONPATH": str(ROOT)}),
         "vllm": Tool(vllm_command, vllm_read, offline),
         "guidellm": Tool(guidellm_command(rivals), guidellm_read, offline),
         "aiperf": Tool(aiperf_command(rivals), aiperf_read, {}),
@@ -234,9 +245,7 @@ class Watch:
 def measure(name: str, tool: Tool, n_requests: int, concurrency: int, timeout_s: float) -> Row:
     """Runs one tool against the mock. Raises RuntimeError with its words when it fails."""
     folder = Path(tempfile.mkdtemp(prefix=f"bench-{name}-"))
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OPENAI_API_KEY": "none", **tool.env}
-    if name != "penstock":
-        del env["PYTHONPATH"]
+    env = {**os.environ, "OPENAI_API_KEY": "none", **tool.env}
     try:
         ask("/reset")
         argv = [*QUIET, "taskset", "-c", CORE_TOOL, *tool.command(folder, n_requests, concurrency)]
@@ -320,7 +329,7 @@ def table(rows: list[Row]) -> str:
 def verdict(rows: list[Row]) -> list[str]:
     """What was promised, and whether it was kept. CPU is compared during the load: that is what distorts."""
     ours = next(row for row in rows if row.tool == "penstock")
-    others = [row for row in rows if row.tool != "penstock"]
+    others = [row for row in rows if row.tool not in ("penstock", "before")]
     checks = [("TTFT p50 within 2 ms", ours.ttft_error <= 2), ("ITL p50 within 0.2 ms", ours.itl_error <= 0.2)]
     if others:
         best = min(row.load_cpu_us_per_chunk for row in others)
@@ -332,12 +341,17 @@ def verdict(rows: list[Row]) -> list[str]:
                 ours.load_cpu_us_per_chunk <= best / 4,
             ),
         ]
+    for before in (row for row in rows if row.tool == "before"):
+        for what in ("load_cpu_us_per_chunk", "cpu_us_per_chunk"):
+            ratio = getattr(ours, what) / getattr(before, what)
+            checks.append((f"{what} at most 1.05 of before ({ratio:.2f})", ratio <= 1.05))
     return [f"{'ok ' if is_kept else 'NO '} {text}" for text, is_kept in checks]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tools", nargs="+", default=["penstock", "vllm", "guidellm", "aiperf"])
+    parser.add_argument("--against", type=Path, metavar="DIR", help="another checkout of penstock, in the same run")
     parser.add_argument("--rivals", type=Path, default=Path.home() / ".cache" / "penstock-rivals")
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--concurrency", type=int, default=500)
@@ -346,8 +360,12 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     known = tools(options.rivals)
+    names = list(options.tools)
+    if options.against:
+        known["before"] = before(options.against.resolve())
+        names.insert(1, "before")
     rows = []
-    for name in options.tools:
+    for name in names:
         with mock():
             try:
                 rows.append(measure(name, known[name], options.requests, options.concurrency, options.timeout))

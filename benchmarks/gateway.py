@@ -1,4 +1,6 @@
-"""What the gateway costs beside nginx and vllm-router, on one mock upstream: `python benchmarks/gateway.py [--quick]`.
+"""What the gateway costs next to nginx and vllm-router, on one mock upstream: `python benchmarks/gateway.py [--quick]`.
+
+`--against DIR` adds another checkout of penstock (its own .venv is used when it has one) to the same run.
 
 Every round sends the same load through each contender in turn, so that a noisy machine is noisy for all. CPU is the
 kernel's own accounting of each contender's process tree; a chunk's cost is that of a stream, less nothing, divided by
@@ -35,6 +37,8 @@ MAX_FILES = 20_000
 
 # (what, against, at most). figures.md E.1 and the issue of the gateway.
 BARS = (
+    ("request", "before", 1.05),
+    ("chunk", "before", 1.05),
     ("request", "vllm-router", 0.75),
     ("request", "nginx", 2.0),
     ("chunk", "vllm-router", 0.85),
@@ -138,9 +142,17 @@ def start_vllm_router(stack: ExitStack, folder: Path, upstream: int, program: st
     return Contender("vllm-router", stack.enter_context(running(argv, port, folder)), port)
 
 
-def start_penstock(stack: ExitStack, folder: Path, upstream: int, options: argparse.Namespace) -> Contender:
+def start_penstock(
+    stack: ExitStack,
+    folder: Path,
+    upstream: int,
+    options: argparse.Namespace,
+    name: str = "penstock",
+    root: Path = ROOT,
+) -> Contender:
     port = free_port()
-    argv = [sys.executable, "-m", "penstock", "gateway", "--listen", f"127.0.0.1:{port}"]
+    python = python_of(root)
+    argv = [python, "-m", "penstock", "gateway", "--listen", f"127.0.0.1:{port}"]
     argv += [
         "--upstream",
         f"m=http://127.0.0.1:{upstream}",
@@ -149,15 +161,20 @@ def start_penstock(stack: ExitStack, folder: Path, upstream: int, options: argpa
         "--workers",
         str(options.workers),
     ]
-    environment = {"PYTHONPATH": str(ROOT)}
+    environment = {"PYTHONPATH": str(root)}
     key = None
     if options.auth == "keys":
-        store = str(folder / "gateway.db")
-        make = [sys.executable, "-m", "penstock", "keys", "create", "--name", "bench", "--store", store]
+        store = str(folder / f"{name}.db")
+        make = [python, "-m", "penstock", "keys", "create", "--name", "bench", "--store", store]
         key = subprocess.run(make, env=os.environ | environment, check=True, capture_output=True, text=True).stdout
         argv += ["--auth", "keys", "--store", store]
     pid = stack.enter_context(running(argv, port, folder, environment))
-    return Contender("penstock", pid, port, key.strip() if key else None)
+    return Contender(name, pid, port, key.strip() if key else None)
+
+
+def python_of(root: Path) -> str:
+    own = root / ".venv" / "bin" / "python"
+    return str(own) if root != ROOT and own.exists() else sys.executable
 
 
 def send(contender: Contender, n_requests: int, concurrency: int, streams: bool) -> Outcome:
@@ -232,11 +249,12 @@ def report(contenders: dict[str, list[Contender]]) -> bool:
     return all(value <= bar for _, value, bar, _ in rows) and not sum(row.n_errors for row in ours.values())
 
 
-def compile_gateway() -> None:
+def compile_gateway(root: Path) -> None:
     """As an installation for speed would; where it cannot be, the figures are those of the Python it runs as."""
+    module = "penstock.gateway.compiled" if (root / "penstock/gateway/compiled.py").exists() else "penstock.native"
     done = subprocess.run(
-        [sys.executable, "-m", "penstock.gateway.compiled"],
-        env=os.environ | {"PYTHONPATH": str(ROOT)}, check=False, capture_output=True, text=True,
+        [python_of(root), "-m", module],
+        env=os.environ | {"PYTHONPATH": str(root)}, check=False, capture_output=True, text=True, cwd=root,
     )  # fmt: skip
     print((done.stdout + done.stderr).strip())
 
@@ -248,6 +266,8 @@ def run(options: argparse.Namespace) -> bool:
         mock = [sys.executable, str(Path(__file__).with_name("gateway_mock.py")), str(upstream)]
         direct = Contender("direct", stack.enter_context(running(mock, upstream, folder)), upstream)
         shared = [direct, start_penstock(stack, folder, upstream, options)]
+        if options.against:
+            shared.append(start_penstock(stack, folder, upstream, options, "before", options.against.resolve()))
         router = start_vllm_router(stack, folder, upstream, options.vllm_router)
         shared += [router] if router else []
         plain = start_nginx(stack, folder, upstream, streams=False)
@@ -275,6 +295,7 @@ def main() -> int:
     parser.add_argument("--vllm-router", metavar="PATH", help="its program, when it is not on PATH")
     parser.add_argument("--auth", choices=("none", "keys"), default="keys", help="keys: with a store and a ledger")
     parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--against", type=Path, metavar="DIR", help="another checkout of penstock, in the same run")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--requests", type=int, default=10_000, help="a round")
     parser.add_argument("--streams", type=int, default=640, help="a round")
@@ -288,7 +309,8 @@ def main() -> int:
         options.rounds, options.requests, options.streams, options.latencies = 2, 4_000, 320, 1_000
     _allow_many_files()
     if options.native:
-        compile_gateway()
+        for root in [ROOT, *([options.against.resolve()] if options.against else [])]:
+            compile_gateway(root)
     else:
         os.environ["PENSTOCK_NATIVE"] = "0"
     holds = run(options)

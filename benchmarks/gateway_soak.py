@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import cast
 
 import uvloop
-from gateway import Contender, _allow_many_files, compile_gateway, free_port, running, start_penstock
+from gateway import ROOT, Contender, _allow_many_files, compile_gateway, free_port, running, start_penstock
 from gateway_load import Load, rss_mb, run_load
 
 N_DEFAULT = {"requests": 1_000_000, "aborts": 100_000, "streams": 2_000}
@@ -93,7 +93,7 @@ def main() -> int:
     what = sys.argv[1] if len(sys.argv) > 1 else "requests"
     n_units = int(sys.argv[2]) if len(sys.argv) > 2 else N_DEFAULT[what]
     _allow_many_files()
-    compile_gateway()
+    compile_gateway(ROOT)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="penstock-soak-")))
         upstream = free_port()

@@ -74,7 +74,7 @@ class Desk:
 
     def job(self, replica: str = "0", name: str = "one") -> int:
         handle = json.loads((self.run_path(name) / "handle.json").read_text("utf-8"))
-        return int(handle["replicas"][replica]["job"])
+        return int(handle["units"][f"replica/{replica}"]["job"])
 
     def wait(self, is_so: Callable[[], bool], what: str, timeout_s: float = 30.0) -> None:
         deadline = time.monotonic() + timeout_s

@@ -17,8 +17,8 @@ from samples import NOW, cpu_machine, deployment, draft, gpu_machine, run_folder
 
 from penstock import __version__
 from penstock import run_folder as runs
-from penstock.cli import main
-from penstock.deployment import prepare, start, stop
+from penstock.cli import lifecycle, main, output
+from penstock.deployment import start, stop
 from penstock.engines.llamacpp.engine import LlamaCpp
 from penstock.engines.vllm.engine import Vllm
 from penstock.errors import PenstockError, UserError
@@ -260,7 +260,7 @@ def test_a_fault_of_ours_is_no_traceback(shell: Shell, monkeypatch: pytest.Monke
     def fail(deployment: object) -> None:
         raise ZeroDivisionError("division by zero")
 
-    monkeypatch.setattr(prepare, "rehearse", fail)
+    monkeypatch.setattr(start, "rehearse", fail)
     code, _, errors = shell("render", "--port", "0")
     assert code == 1
     assert errors.startswith("error: penstock failed: ZeroDivisionError: division by zero\n")
@@ -279,7 +279,7 @@ def test_every_other_end_has_its_code(
     def fail(deployment: object) -> None:
         raise error
 
-    monkeypatch.setattr(prepare, "rehearse", fail)
+    monkeypatch.setattr(start, "rehearse", fail)
     monkeypatch.setattr(os, "dup2", lambda *_: None)  # a broken pipe closes the real standard output
     monkeypatch.setattr(sys.stdout, "fileno", lambda: 1)
     assert shell("render", "--port", "0")[0] == code
@@ -418,7 +418,7 @@ def test_the_version_is_printed(shell: Shell) -> None:
 
 
 def test_help_imports_nothing_heavy() -> None:
-    code = "import sys; from penstock.cli import main as cli; cli.parser().format_help(); print(*sys.modules)"
+    code = "import sys; from penstock.cli import main; main.run([]); print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     loaded = {name.partition(".")[0] for name in done.stdout.split()}
     heavy = {"msgspec", "psutil", "yaml", "rich", "uvloop", "asyncio", "ray", "vllm", "torch", "xllamacpp", "numpy"}
@@ -442,13 +442,13 @@ def test_colour_is_for_terminals_that_want_it(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     error = PenstockError("could not", detail="a\nb", hint="h")
-    shown = check_shown(lambda: main._show_error(error, as_json=False), capsys)
+    shown = check_shown(lambda: output.print_error(error, as_json=False), capsys)
     assert shown == "error: could not\n  detail:\n    a\n    b\n  hint: h\n"
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.delenv("NO_COLOR", raising=False)
-    assert "\033[1;31merror:\033[0m" in check_shown(lambda: main._show_error(error, as_json=False), capsys)
+    assert "\033[1;31merror:\033[0m" in check_shown(lambda: output.print_error(error, as_json=False), capsys)
     monkeypatch.setenv("NO_COLOR", "1")
-    assert "\033" not in check_shown(lambda: main._show_error(error, as_json=False), capsys)
+    assert "\033" not in check_shown(lambda: output.print_error(error, as_json=False), capsys)
 
 
 def test_a_down_that_broke_off_is_seen_and_chosen(shell: Shell) -> None:
@@ -514,7 +514,7 @@ BAD_VALUES = [
     ("up --name=", "argument --name: it is empty"),
     *((f"up --timeout={text}", f'argument --timeout: "{text}" is not a number') for text in ("0", "-1", "inf", "nan")),
     ("up --timeout=soon", 'argument --timeout: "soon" is not a number of seconds above 0'),
-    *((f"logs -n{text}", f'argument -n/--lines: "{text[:20]}" is not') for text in ("-1", "x", "²", "9" * 5000)),
+    *((f"logs -n{text}", f'argument -n/--lines: "{text[:60]}" is not') for text in ("-1", "x", "²", "9" * 5000)),
     ("scale b ²", 'cannot scale to "²"'),
     ("scale b " + "9" * 5000, 'cannot scale to "9999'),
     ("status " + "a" * 5000, 'cannot find deployment "aaaa'),
@@ -588,10 +588,10 @@ def test_ctrl_c_at_a_clean_up_says_so_and_is_not_heard(
     monkeypatch.setattr(stop, "down", end_slowly)
     before = signal.getsignal(signal.SIGINT)
     with start.ctrl_c_ignored():
-        main._undo("one")
+        lifecycle._undo("one")
     assert ended == ["one"]
     assert capsys.readouterr().err == "\nending one ...\n"
     assert signal.getsignal(signal.SIGINT) is before
     end(run)
-    main._undo("one")
+    lifecycle._undo("one")
     assert ended == ["one"], "what has ended is left alone"

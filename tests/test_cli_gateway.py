@@ -58,7 +58,7 @@ def test_ledger_days_are_a_number_or_all() -> None:
         (["--listen", "nonsense", *UPSTREAM], "neither host:port nor unix:/path"),
         (["--auth", "keys", *UPSTREAM], "without a store"),
         (["--workers", "0", *UPSTREAM], "from 1 to 64"),
-        (["--ledger-days", "0", *UPSTREAM], "a whole number of days, or all"),
+        (["--ledger-days", "0", *UPSTREAM], "a whole number of days from 1"),
         (["--workers", "2", "--listen", "unix:/tmp/x", *UPSTREAM], "Unix socket"),
         (["--tls-cert", "x", *UPSTREAM], "one without the other"),
         (["--admin", "127.0.0.1:1", *UPSTREAM], "without its token"),

@@ -15,7 +15,6 @@ from gateway_rig import SSE_HEAD, chunk, rig_with, run, say
 from test_store import row
 
 from penstock.cli import keys, main
-from penstock.cli.keys import period_s
 from penstock.gateway.accounting.store import Limits, Store
 
 Shell = Callable[..., tuple[int, str, str]]
@@ -160,10 +159,6 @@ def test_usage_is_pruned_and_tells_the_same(shell: Shell, tmp_path: Path) -> Non
     assert as_json(shell, "usage", "--by", "day,key,model,state,replica") == usage
     assert as_json(shell, "usage", "--by", "", "--since", "999999999w")[0]["requests"] == 100
     store.close()
-
-
-def test_periods() -> None:
-    assert [period_s(text) for text in ("90s", "2m", "1h", "30d", "1w")] == [90, 120, 3600, 2592000, 604800]
 
 
 @pytest.mark.processes  # no process, but half a second of import

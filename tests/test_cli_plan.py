@@ -43,7 +43,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[Asked]:
 
 def run(*argv: str) -> int:
     parser = argparse.ArgumentParser(prog="penstock plan")
-    plan.add_arguments(parser)
+    plan.register(parser)
     return plan.run(parser.parse_args(argv))
 
 

@@ -11,10 +11,10 @@ import msgspec
 import pytest
 
 from penstock.errors import PenstockError
-from penstock.testing.fake_engine import http1
 from penstock.testing.fake_engine.options import Options
 from penstock.testing.fake_engine.requests import expected_text
 from penstock.testing.fake_engine.running import InThread, in_thread
+from penstock.wire import http1
 from penstock.wire.client import Chunk, Client, HttpError, NoAnswer, Reply
 
 FAST = Options(model="m", served_model_name=("m", "alias"), ttft_s=0.0, tokens_per_s=float("inf"))
@@ -44,9 +44,10 @@ def answering(*pieces: bytes, closes: bool = True) -> Iterator[str]:
             peer, _ = listener.accept()
             with peer:
                 peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                received = b""
-                while http1.parse(received) is None:  # closing with bytes unread would reset the connection
-                    received += peer.recv(65536)
+                reader = http1.Reader(http1.parse_request)
+                while (event := reader.next_event()) is not http1.END:  # bytes left unread would reset the connection
+                    if event is None:
+                        reader.feed(peer.recv(65536))
                 for piece in pieces:
                     peer.sendall(piece)
                 if not closes:

@@ -236,7 +236,7 @@ def test_a_run_that_is_stopping_is_not_taken_for_a_running_one(marked: list[Mark
     run = run_folder(deployment(name="d"))
     run.write_desired(Desired("down", 0))
     assert deploy._running("d") is None
-    found = deploy._not_ended("d")
+    found = prepare.not_ended("d")
     assert found is not None
     assert found.path == run.path
 

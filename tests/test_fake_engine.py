@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from penstock.errors import PenstockError
-from penstock.testing.fake_engine import http1, replies, requests, startup_log
-from penstock.testing.fake_engine.metrics import Histogram, Metrics
+from penstock.testing.fake_engine import replies, requests, startup_log
+from penstock.testing.fake_engine.metrics import Metrics
 from penstock.testing.fake_engine.options import Options, parse
 from penstock.testing.fake_engine.requests import expected_text
 from penstock.testing.fake_engine.running import InThread, in_thread
@@ -48,24 +48,21 @@ def exchange(engine: InThread, method: str, path: str, body: str | bytes | None 
     return answer
 
 
-def raw(engine: InThread, request: bytes, until: bytes) -> bytes:
-    """What comes back on a bare socket, up to `until` or the end."""
+def raw(engine: InThread, request: bytes) -> bytes:
+    """What comes back on a bare socket, up to its end."""
     parts = urllib.parse.urlsplit(engine.url)
     received = b""
     with socket.create_connection((parts.hostname or "", parts.port or 0), timeout=5) as peer:
         peer.sendall(request)
-        while not received.endswith(until):
-            piece = peer.recv(65536)
-            if not piece:
-                break
+        while piece := peer.recv(65536):
             received += piece
     return received
 
 
-def post(path: str, body: object, *, headers: str = "") -> bytes:
+def post(path: str, body: object, header: str = "") -> bytes:
     data = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n"
-    return (head + headers + "\r\n").encode() + data
+    return f"{head}{header or 'x-a: b'}\r\n\r\n".encode() + data
 
 
 def shape(value: Any) -> Any:
@@ -84,25 +81,12 @@ def shapes_of(stream: bytes) -> list[Any]:
     return [each for each, _ in groupby(shapes)]
 
 
-STREAMS: dict[str, tuple[str, dict[str, object]]] = {
-    "chat_stream.sse": ("/v1/chat/completions", {"stream": True, "max_tokens": 4}),
-    "chat_stream_usage.sse": (
-        "/v1/chat/completions",
-        {"stream": True, "max_tokens": 4, "stream_options": {"include_usage": True}},
-    ),
-    "chat_stream_continuous.sse": (
-        "/v1/chat/completions",
-        {"stream": True, "max_tokens": 4, "stream_options": {"include_usage": True, "continuous_usage_stats": True}},
-    ),
-    "completion_stream.sse": ("/v1/completions", {"stream": True, "max_tokens": 4}),
-    "completion_stream_usage.sse": (
-        "/v1/completions",
-        {"stream": True, "max_tokens": 4, "stream_options": {"include_usage": True}},
-    ),
-    "completion_stream_continuous.sse": (
-        "/v1/completions",
-        {"stream": True, "max_tokens": 4, "stream_options": {"include_usage": True, "continuous_usage_stats": True}},
-    ),
+USAGE = {"stream_options": {"include_usage": True}}
+CONTINUOUS = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+STREAMS: dict[str, tuple[str, dict[str, Any]]] = {
+    f"{kind}_stream{name}.sse": (path, {"stream": True, "max_tokens": 4, **options})
+    for kind, path in (("chat", "/v1/chat/completions"), ("completion", "/v1/completions"))
+    for name, options in (("", {}), ("_usage", USAGE), ("_continuous", CONTINUOUS))
 }
 
 
@@ -154,6 +138,7 @@ def test_models_and_version_are_those_of_recorded_vllm(engine: InThread) -> None
     assert shape(models) == shape(recorded)
     assert [card["id"] for card in models["data"]] == ["demo", "d2"]
     assert exchange(engine, "GET", "/version") == (200, (GOLDEN / "version.json").read_bytes())
+    assert exchange(engine, "GET", "/health") == exchange(engine, "POST", "/ping", b"") == (200, b"")
 
 
 ERRORS: dict[str, Any] = json.loads((GOLDEN / "errors.json").read_bytes())
@@ -166,25 +151,6 @@ def test_a_refusal_has_the_status_and_words_of_recorded_vllm(engine: InThread, n
     assert (status, json.loads(answer)) == (ERRORS[name]["status"], ERRORS[name]["body"])
 
 
-def test_health_is_empty_and_ok(engine: InThread) -> None:
-    assert exchange(engine, "GET", "/health") == (200, b"")
-    assert exchange(engine, "POST", "/ping", b"") == (200, b"")
-
-
-def test_the_first_served_name_signs_every_answer(engine: InThread) -> None:
-    assert Client(engine.url).chat(HI, model="d2", max_tokens=1).model == "demo"
-
-
-def test_a_request_id_of_the_client_names_the_answer(engine: InThread) -> None:
-    request = post("/v1/completions", {"prompt": "a", "max_tokens": 1}, headers="x-request-id: mine\r\n")
-    assert b'"id":"cmpl-mine"' in raw(engine, request, b"}")
-
-
-def test_the_text_numbers_the_words_of_the_prompt_round_and_round() -> None:
-    assert expected_text("tell me", 5) == "1:tell 2:me 3:tell 4:me 5:tell"
-    assert expected_text("", 2) == "1:_ 2:_"
-
-
 def test_a_chat_echoes_its_last_message_and_counts_all_of_them(engine: InThread) -> None:
     messages: list[Message] = [
         {"role": "system", "content": "be brief"},
@@ -195,27 +161,11 @@ def test_a_chat_echoes_its_last_message_and_counts_all_of_them(engine: InThread)
     assert reply.prompt_tokens == 2 + 3 + 2 * requests.TOKENS_PER_MESSAGE
 
 
-def test_without_max_tokens_a_chat_ends_itself_and_counts_its_last_token(engine: InThread) -> None:
-    reply = Client(engine.url).chat(HI)
-    assert reply.text == expected_text("tell me a story", 32)
-    assert (reply.finish_reason, reply.output_tokens) == ("stop", 33)
-
-
-def test_without_max_tokens_a_completion_has_sixteen(engine: InThread) -> None:
-    reply = Client(engine.url).complete("a b")
-    assert (reply.finish_reason, reply.output_tokens) == ("length", 16)
-
-
 def test_an_answer_stops_where_the_context_is_full(engine: InThread) -> None:
     reply = Client(engine.url).chat(HI, extra={"ignore_eos": True})
     assert (reply.prompt_tokens, reply.output_tokens) == (8, 512 - 8)
     reply = Client(engine.url).complete("a " * 510, max_tokens=512)
     assert (reply.output_tokens, reply.finish_reason) == (2, "length")
-
-
-def test_token_ids_are_a_prompt_too(engine: InThread) -> None:
-    body = json.dumps({"prompt": [5, 6], "max_tokens": 2})
-    assert json.loads(exchange(engine, "POST", "/v1/completions", body)[1])["choices"][0]["text"] == "1:#5 2:#6"
 
 
 def test_what_the_fake_cannot_do_is_refused_and_not_made_up(engine: InThread) -> None:
@@ -233,86 +183,41 @@ def test_echo_body_answers_with_the_hash_of_the_bytes_that_arrived() -> None:
     assert text == hashlib.sha256(body.encode()).hexdigest()
 
 
-def test_one_chunk_may_hold_many_tokens() -> None:
-    with in_thread(replace(INSTANT, tokens_per_chunk=5)) as engine:
+def test_an_answer_is_signed_with_the_first_name_and_the_clients_request_id(engine: InThread) -> None:
+    request = post(
+        "/v1/completions", {"prompt": [5, 6], "max_tokens": 2, "model": "d2"}, "connection: close\r\nx-request-id: mine"
+    )
+    reply = json.loads(raw(engine, request).partition(b"\r\n\r\n")[2])
+    assert (reply["id"], reply["model"], reply["choices"][0]["text"]) == ("cmpl-mine", "demo", "1:#5 2:#6")
+
+
+def test_without_max_tokens_an_answer_has_vllms_default_length(engine: InThread) -> None:
+    chat, completion = Client(engine.url).chat(HI), Client(engine.url).complete("a b")
+    assert (chat.text, chat.finish_reason, chat.output_tokens) == (expected_text("tell me a story", 32), "stop", 33)
+    assert (completion.finish_reason, completion.output_tokens) == ("length", 16)
+
+
+def test_tokens_come_in_chunks_when_they_are_due() -> None:
+    with in_thread(Options(model="m", ttft_s=0.01, tokens_per_s=1000, tokens_per_chunk=5)) as engine:
         *chunks, reply = Client(engine.url).stream_chat(HI, max_tokens=12)
     assert isinstance(reply, Reply)
-    assert len(chunks) == 3
     assert (reply.text, reply.output_tokens) == (expected_text("tell me a story", 12), 12)
+    assert isinstance(chunks[-1], Chunk)
+    assert chunks[-1].at_s >= 0.01 + 11 / 1000
 
 
-def test_tokens_never_come_before_they_are_due() -> None:
-    with in_thread(Options(model="m", ttft_s=0.02, tokens_per_s=500)) as engine:
-        *chunks, _ = Client(engine.url).stream_chat(HI, max_tokens=11)
-    assert len(chunks) == 11
-    for i, chunk in enumerate(chunks):
-        assert isinstance(chunk, Chunk)
-        assert chunk.at_s >= 0.02 + i / 500
-
-
-# --- HTTP ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_request_is_parsed_the_same_whole_and_one_byte_at_a_time() -> None:
-    request = post("/v1/completions?x=1", {"prompt": "a"})
-    parsed = http1.parse(request)
-    assert parsed is not None
-    assert (parsed.method, parsed.path, parsed.n_bytes) == ("POST", "/v1/completions", len(request))
-    buffer = bytearray()
-    for i, byte in enumerate(request):
-        assert http1.parse(buffer) is None, i
-        buffer.append(byte)
-    assert http1.parse(buffer) == parsed
-
-
-def test_a_chunked_request_body_is_put_together() -> None:
-    request = b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n3;x=y\r\nabc\r\n2\r\nde\r\n0\r\n\r\n"
-    for end in range(len(request)):
-        assert http1.parse(request[:end]) is None
-    parsed = http1.parse(request + b"GET")
-    assert parsed is not None
-    assert (parsed.body, parsed.n_bytes) == (b"abcde", len(request))
-
-
-@pytest.mark.parametrize(
-    "request_bytes",
-    [
-        b"hello\r\n\r\n",
-        b"GET / HTTP/2.0\r\n\r\n",
-        b"POST / HTTP/1.1\r\ncontent-length: x\r\n\r\n",
-        b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
-        b"x" * (http1.HEAD_BYTES_MAX + 1),
-    ],
-)
-def test_bytes_that_are_no_request_are_refused_and_the_connection_closed(
-    engine: InThread, request_bytes: bytes
-) -> None:
-    with pytest.raises(http1.BadRequest):
-        http1.parse(request_bytes)
-    assert raw(engine, request_bytes, b"never").startswith(b"HTTP/1.1 400 ")
-
-
-def test_one_connection_carries_many_requests_even_sent_at_once(engine: InThread) -> None:
-    ask = post("/v1/completions", {"prompt": "a", "max_tokens": 1})
-    last = b"GET /version HTTP/1.1\r\nconnection: close\r\n\r\n"
-    answers = raw(engine, (ask + b"GET /health HTTP/1.1\r\n\r\n") * 3 + last, b"never")
+def test_one_connection_carries_many_requests_until_one_asks_to_close(engine: InThread) -> None:
+    ask = post("/v1/completions", {"prompt": "a", "max_tokens": 1}, "connection: keep-alive")
+    last = post("/v1/completions", {"prompt": "a", "max_tokens": 2, "stream": True}).replace(b"HTTP/1.1", b"HTTP/1.0")
+    answers = raw(engine, (ask + b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n") * 3 + last)
     assert answers.count(b"HTTP/1.1 200 OK") == 7
-    assert answers.count(b"1:a") == 3
-    assert answers.endswith(b'{"version":"0.32.0"}')
+    assert answers.count(b'"1:a"') == 4
+    assert b"chunked" not in answers
+    assert answers.endswith(b"data: [DONE]\n\n")
 
 
-def test_http10_gets_a_stream_without_chunks_that_ends_with_the_connection(engine: InThread) -> None:
-    ask = post("/v1/completions", {"prompt": "a", "max_tokens": 2, "stream": True}).replace(b"HTTP/1.1", b"HTTP/1.0")
-    head, _, body = raw(engine, ask, b"never").partition(b"\r\n\r\n")
-    assert b"chunked" not in head
-    assert body.startswith(b"data: ")
-    assert body.endswith(b"data: [DONE]\n\n")
-
-
-def test_a_client_that_waits_for_continue_is_told_to(engine: InThread) -> None:
-    ask = post("/v1/completions", {"prompt": "a"}, headers="expect: 100-continue\r\n")
-    head, _, _ = ask.partition(b"\r\n\r\n")
-    assert raw(engine, head + b"\r\n\r\n", b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+def test_bytes_that_are_no_request_are_refused_and_the_connection_closed(engine: InThread) -> None:
+    assert raw(engine, b"hello\r\n\r\n").startswith(b"HTTP/1.1 400 ")
 
 
 # --- Metrics ------------------------------------------------------------------------------------------------------
@@ -345,13 +250,6 @@ def test_the_buckets_of_time_to_first_token_are_those_of_recorded_vllm() -> None
         return re.findall(r'time_to_first_token_seconds_bucket{.*le="([^"]+)"', page)
 
     assert edges(Metrics(Options()).page()) == edges((GOLDEN / "metrics.txt").read_text())
-
-
-def test_a_histogram_counts_upward() -> None:
-    histogram = Histogram((1, 8))
-    for value in (1, 2, 8, 9):
-        histogram.add(value)
-    assert (histogram.counts, histogram.total) == ([1, 2, 1], 20)
 
 
 def test_tokens_and_finish_reasons_are_counted() -> None:
@@ -432,30 +330,16 @@ def test_a_crash_mid_stream_comes_after_exactly_that_many_tokens() -> None:
     assert "".join(texts) == expected_text("tell me a story", 3)
 
 
-def test_a_crash_after_requests_gives_the_next_one_no_byte() -> None:
-    with in_thread(replace(INSTANT, crash_after_requests=1)) as engine:
+def test_a_crash_after_requests_gives_no_byte_and_may_happen_only_once(tmp_path: Path) -> None:
+    options = replace(INSTANT, crash_after_requests=1, fault_once=str(tmp_path / "done"))
+    with in_thread(options) as engine:
         client = Client(engine.url)
         client.chat(HI, max_tokens=1)
         client.models()  # only generations count
         with pytest.raises(PenstockError, match="lost the connection"):
             client.chat(HI)
-
-
-def test_a_fault_that_happens_once_leaves_the_next_engine_healthy(tmp_path: Path) -> None:
-    options = replace(INSTANT, crash_after_requests=0, fault_once=str(tmp_path / "done"))
-    with in_thread(options) as engine, pytest.raises(PenstockError):
-        Client(engine.url).chat(HI)
     with in_thread(options) as engine:
-        assert Client(engine.url).chat(HI, max_tokens=1).text == "1:tell"
-
-
-def test_a_test_can_crash_its_engine_at_any_moment() -> None:
-    with in_thread(Options(model="m", tokens_per_s=100.0)) as engine:
-        stream = Client(engine.url).stream_chat(HI, max_tokens=1000)
-        next(stream)
-        engine.crash()
-        with pytest.raises(PenstockError, match="lost the connection"):
-            list(stream)
+        assert [Client(engine.url).chat(HI, max_tokens=1).text for _ in range(2)] == ["1:tell"] * 2
 
 
 def test_an_engine_that_died_says_so_in_the_words_of_recorded_vllm() -> None:
@@ -499,19 +383,6 @@ def test_a_refused_start_gives_the_cause_of_recorded_vllm_and_hides_it_last(oom:
     for cause in causes:
         assert worn(cause) in {worn(line) for line in recorded.splitlines()}
     assert worn(lines[-1]).startswith("RuntimeError# Engine core initialization failed")
-
-
-def test_a_refused_start_for_the_kv_cache_names_a_length_that_fits() -> None:
-    text = "\n".join(line.text for line in startup_log.refuse(Options(oom="kv-cache", max_model_len=8192), 1))
-    assert "max seq len (8192)" in text
-    assert "the estimated maximum model length is 2048." in text
-
-
-def test_a_crash_at_the_start_says_what_it_was_told() -> None:
-    text = "\n".join(line.text for line in startup_log.refuse(Options(crash_at_start="OSError: no such model"), 1))
-    assert text.count("OSError: no such model") == 2
-    text = "\n".join(line.text for line in startup_log.refuse(Options(crash_at_start="boom"), 1))
-    assert "RuntimeError: boom" in text
 
 
 def test_shards_take_the_whole_loading_time_and_show_tqdms_clock() -> None:

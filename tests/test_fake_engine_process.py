@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import psutil
 import pytest
@@ -16,7 +14,7 @@ import pytest
 from penstock.errors import PenstockError
 from penstock.testing.fake_engine.requests import expected_text
 from penstock.testing.fake_engine.running import AsProcess, as_process
-from penstock.wire.client import Chunk, Client, HttpError, Reply
+from penstock.wire.client import Client, HttpError, Reply
 
 pytestmark = pytest.mark.processes
 
@@ -56,11 +54,6 @@ def is_gone(process: psutil.Process) -> bool:
     return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 
 
-def test_it_answers_a_moment_after_its_start() -> None:
-    with as_process("--model", "m") as engine:
-        assert Client(engine.url).chat(HI, max_tokens=3).text == expected_text("tell me a story", 3)
-
-
 def test_nothing_answers_before_the_weights_are_loaded() -> None:
     with as_process("--model", "m", "--load-s", "0.4", is_ready=False) as engine:
         engine.wait_for("Starting to load model")
@@ -78,27 +71,6 @@ def test_a_taken_port_ends_it_with_the_words_of_the_system() -> None:
         with as_process("--model", "m", "--port", str(port), is_ready=False) as engine:
             assert engine.process.wait(10) == 1
             assert "OSError: [Errno 98] Address already in use" in engine.log()
-
-
-def test_a_wrong_flag_ends_it_with_code_2() -> None:
-    with as_process("--model", "m", "--no-such-flag", is_ready=False) as engine:
-        assert engine.process.wait(10) == 2
-        assert "unrecognized arguments: --no-such-flag" in engine.log()
-
-
-def test_too_little_memory_ends_it_with_code_1_and_the_cause() -> None:
-    with as_process("--model", "m", "--oom", is_ready=False) as engine:
-        assert engine.process.wait(10) == 1
-        assert "estimated maximum model length is 256" in engine.log()
-
-
-def test_a_fault_once_is_over_at_the_next_start(tmp_path: Path) -> None:
-    flags = ("--model", "m", "--crash-at-start", "boom", "--fault-once", str(tmp_path / "done"), "--child")
-    with as_process(*flags, is_ready=False) as engine:
-        assert engine.process.wait(10) == 1
-        assert "RuntimeError: boom" in engine.log()
-    with as_process(*flags) as engine:
-        assert is_healthy(engine)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -160,14 +132,6 @@ def test_sigterm_while_loading_ends_it_or_is_ignored_as_asked() -> None:
         assert engine.process.wait(10) == 0
 
 
-def test_an_engine_that_ignores_sigterm_must_be_killed() -> None:
-    with as_process("--model", "m", "--ignore-sigterm") as engine:
-        engine.process.terminate()
-        assert is_healthy(engine)
-        engine.process.kill()
-        assert engine.process.wait(10) == -signal.SIGKILL
-
-
 def test_the_child_looks_like_an_engine_core_and_outlives_a_killed_parent() -> None:
     with as_process("--model", "m", "--child") as engine, core_of(engine) as core:
         wait_until(lambda: core.cmdline() == ["VLLM::EngineCore"])
@@ -191,23 +155,3 @@ def test_the_death_of_the_child_breaks_health_and_streams_and_then_ends_the_pare
         assert seen.value.status == 503
         assert engine.process.wait(10) == 1
         assert "EngineDeadError" in engine.log()
-
-
-def test_a_crash_mid_stream_kills_the_process_and_its_child() -> None:
-    with as_process(*SLOW, "--child", "--crash-mid-stream", "3") as engine, core_of(engine) as core:
-        stream = Client(engine.url).stream_chat(HI, max_tokens=1000)
-        texts = []
-        with pytest.raises(PenstockError, match="lost the connection"):
-            for item in stream:
-                assert isinstance(item, Chunk)
-                texts.append(item.text)
-        assert "".join(texts) == expected_text("tell me a story", 3)
-        assert engine.process.wait(10) == 1
-        assert is_gone(core)
-
-
-def test_nothing_is_left_when_the_block_is_left() -> None:
-    with as_process("--model", "m", "--child") as engine:
-        core = psutil.Process(engine.process.pid).children()[0]
-        os.kill(engine.process.pid, signal.SIGKILL)
-    wait_until(lambda: is_gone(core))

@@ -40,7 +40,7 @@ from launching import (
 from penstock import paths, processes, run_folder, targets
 from penstock.hardware import network
 from penstock.hardware.network import free_port
-from penstock.run_folder import Run
+from penstock.run_folder import Run, replica
 from penstock.testing.fake_engine.requests import expected_text
 from penstock.wire.announcement import Restart
 from penstock.wire.client import HttpError
@@ -213,7 +213,7 @@ def test_step_of_the_clock_makes_no_process_a_stranger(place: Place, monkeypatch
     boot_time = psutil.boot_time()
     monkeypatch.setattr("psutil._pslinux.boot_time", lambda: boot_time + 3600)
     assert all(processes.is_alive(part) for part in parts)
-    assert targets.load("local").status(run, run.handle())["0"].state == "placed"
+    assert targets.load("local").status(run)[replica("0")].state == "placed"
 
 
 def test_shared_memory_of_killed_processes_is_removed(place: Place) -> None:
@@ -508,7 +508,7 @@ def test_down_while_up_waits_ends_both(place: Place) -> None:
         assert call("down", "one", "--now").code == 0
         assert waiting.wait(SOON_S) == 1
         assert waiting.stderr is not None
-        assert 'could not start deployment "one": somebody took it down meanwhile' in waiting.stderr.read()
+        assert 'could not start deployment "one": it was stopped while it was starting' in waiting.stderr.read()
     assert now(run).phase == "down"
 
 

@@ -5,41 +5,41 @@ import msgspec
 from penstock.gateway.config import ServedModel
 from penstock.gateway.routing import health
 from penstock.gateway.routing.health import Health, RetryBudget
-from penstock.gateway.routing.replicas import Fleet, Replica, Wish
+from penstock.gateway.routing.replicas import Replica, ReplicaTable, RoutingHints
 from penstock.gateway.workers.shared_memory import SharedCounters, SharedInFlight
 from penstock.wire.announcement import Announcement, EngineLoad, Progress
 
 READY = Announcement(replica="a", model="demo", state="ready", lease_s=1e6, url="http://127.0.0.1:41234")
 
 
-def fleet_of(*names: str, max_in_flight: int | None = None) -> Fleet:
-    fleet = Fleet((ServedModel("demo"),), max_in_flight=max_in_flight)
+def table_of(*names: str, max_in_flight: int | None = None) -> ReplicaTable:
+    table = ReplicaTable((ServedModel("demo"),), max_in_flight=max_in_flight)
     for name in names:
-        fleet.announce(msgspec.structs.replace(READY, replica=name), now=0)
-    return fleet
+        table.announce(msgspec.structs.replace(READY, replica=name), now=0)
+    return table
 
 
-def row(fleet: Fleet, name: str) -> Replica:
-    replica = fleet.find(name)
+def row(table: ReplicaTable, name: str) -> Replica:
+    replica = table.find(name)
     assert replica is not None
     return replica
 
 
-def ready_names(fleet: Fleet, now: float) -> str:
-    return "".join(replica.name for replica in fleet.ready("demo", now))
+def ready_names(table: ReplicaTable, now: float) -> str:
+    return "".join(replica.name for replica in table.ready("demo", now))
 
 
 def test_failures_in_a_row_eject_and_a_success_between_does_not() -> None:
-    fleet = fleet_of("a", "b")
-    assert [fleet.note_failure(row(fleet, "a"), 1) for _ in range(2)] == [False, False]
-    row(fleet, "a").health.succeed()
-    assert [fleet.note_failure(row(fleet, "a"), 1) for _ in range(3)] == [False, False, True]
-    assert ready_names(fleet, 1.5) == "b"
-    fleet.announce(READY, now=1.6)
-    assert ready_names(fleet, 1.7) == "b"
-    assert fleet.view(1.7, 0, 0).replicas[0].is_ejected
-    assert ready_names(fleet, 2) == "ab"
-    assert fleet.n_ejections == {"a": 1}
+    table = table_of("a", "b")
+    assert [table.note_failure(row(table, "a"), 1) for _ in range(2)] == [False, False]
+    row(table, "a").health.succeed()
+    assert [table.note_failure(row(table, "a"), 1) for _ in range(3)] == [False, False, True]
+    assert ready_names(table, 1.5) == "b"
+    table.announce(READY, now=1.6)
+    assert ready_names(table, 1.7) == "b"
+    assert table.view(1.7, 0, 0).replicas[0].is_ejected
+    assert ready_names(table, 2) == "ab"
+    assert table.n_ejections == {"a": 1}
 
 
 def test_ejections_grow_and_are_bounded() -> None:
@@ -53,11 +53,11 @@ def test_ejections_grow_and_are_bounded() -> None:
 
 
 def test_last_replica_is_never_ejected() -> None:
-    fleet = fleet_of("a", "b")
+    table = table_of("a", "b")
     for name in "ab":
         for _ in range(3):
-            fleet.note_failure(row(fleet, name), 1)
-    assert ready_names(fleet, 1.1) == "ab"
+            table.note_failure(row(table, name), 1)
+    assert ready_names(table, 1.1) == "ab"
 
 
 def test_returning_replica_gets_its_share_slowly() -> None:
@@ -71,12 +71,12 @@ def test_returning_replica_gets_its_share_slowly() -> None:
 
 
 def test_returning_replica_takes_little_of_the_load() -> None:
-    fleet = fleet_of("a", "b")
+    table = table_of("a", "b")
     for _ in range(3):
-        fleet.note_failure(row(fleet, "a"), 0)
+        table.note_failure(row(table, "a"), 0)
     for _ in range(110):
-        fleet.begin("demo", 1.0)
-    assert (row(fleet, "a").in_flight, row(fleet, "b").in_flight) == (10, 100)
+        table.begin("demo", 1.0)
+    assert (row(table, "a").in_flight, row(table, "b").in_flight) == (10, 100)
 
 
 def test_retries_are_a_share_of_requests() -> None:
@@ -95,38 +95,38 @@ def test_retries_are_a_share_of_requests() -> None:
 # What engines count themselves.
 
 
-def announce(fleet: Fleet, name: str, load: EngineLoad, now: float) -> None:
-    fleet.announce(msgspec.structs.replace(READY, replica=name, load=load), now)
+def announce(table: ReplicaTable, name: str, load: EngineLoad, now: float) -> None:
+    table.announce(msgspec.structs.replace(READY, replica=name, load=load), now)
 
 
 def test_load_that_others_put_on_an_engine_counts() -> None:
-    fleet = fleet_of("a", "b")
-    announce(fleet, "a", EngineLoad(running=7), 1)
-    assert {fleet.begin("demo", 1).name for _ in range(7)} == {"b"}  # type: ignore[union-attr]
+    table = table_of("a", "b")
+    announce(table, "a", EngineLoad(running=7), 1)
+    assert {table.begin("demo", 1).name for _ in range(7)} == {"b"}  # type: ignore[union-attr]
 
 
 def test_own_requests_are_not_counted_twice() -> None:
-    fleet = fleet_of("a")
-    replicas = [fleet.begin("demo", 1) for _ in range(5)]
-    announce(fleet, "a", EngineLoad(running=5), 2)
-    assert row(fleet, "a").load == 5
+    table = table_of("a")
+    replicas = [table.begin("demo", 1) for _ in range(5)]
+    announce(table, "a", EngineLoad(running=5), 2)
+    assert row(table, "a").load == 5
     for replica in replicas:
         assert replica is not None
-        fleet.end(replica)
+        table.end(replica)
     # The engine's count is older than our last answers.
-    announce(fleet, "a", EngineLoad(running=5), 3)
-    assert row(fleet, "a").load == 0
-    announce(fleet, "a", EngineLoad(running=5), 4)
-    announce(fleet, "a", EngineLoad(running=5), 5)
-    assert row(fleet, "a").load == 5
+    announce(table, "a", EngineLoad(running=5), 3)
+    assert row(table, "a").load == 0
+    announce(table, "a", EngineLoad(running=5), 4)
+    announce(table, "a", EngineLoad(running=5), 5)
+    assert row(table, "a").load == 5
 
 
 def test_full_kv_cache_makes_a_replica_weaker() -> None:
-    fleet = fleet_of("a")
-    announce(fleet, "a", EngineLoad(1, kv_use=0.9), 1)
-    assert row(fleet, "a").weight == 1
-    announce(fleet, "a", EngineLoad(1, kv_use=1.0), 2)
-    assert round(row(fleet, "a").weight, 6) == 0.5
+    table = table_of("a")
+    announce(table, "a", EngineLoad(1, kv_use=0.9), 1)
+    assert row(table, "a").weight == 1
+    announce(table, "a", EngineLoad(1, kv_use=1.0), 2)
+    assert round(row(table, "a").weight, 6) == 0.5
 
 
 def test_other_workers_requests_count() -> None:
@@ -139,36 +139,36 @@ def test_other_workers_requests_count() -> None:
         def add(self, name: str, n_requests: int) -> None:
             self.added += n_requests
 
-    fleet = fleet_of("a")
-    fleet.shared = others = Others()
-    announce(fleet, "a", EngineLoad(running=4), 1)
-    assert row(fleet, "a").load == 4
-    replica = fleet.begin("demo", 1)
+    table = table_of("a")
+    table.shared = others = Others()
+    announce(table, "a", EngineLoad(running=4), 1)
+    assert row(table, "a").load == 4
+    replica = table.begin("demo", 1)
     assert replica is not None
-    assert (others.added, fleet.drain("a"), row(fleet, "a").load) == (1, 4, 5)
-    fleet.end(replica)
+    assert (others.added, table.drain("a"), row(table, "a").load) == (1, 4, 5)
+    table.end(replica)
     assert others.added == 0
 
 
 def test_engine_is_idle_since_it_first_said_so() -> None:
-    fleet = fleet_of("a")
-    assert not fleet.is_idle(row(fleet, "a"), 100, 0)
+    table = table_of("a")
+    assert not table.is_idle(row(table, "a"), 100, 0)
     for now in (10, 11, 12):
-        announce(fleet, "a", EngineLoad(0), now)
-    assert fleet.is_idle(row(fleet, "a"), 40, 30)
-    assert not fleet.is_idle(row(fleet, "a"), 39, 30)
-    announce(fleet, "a", EngineLoad(1), 41)
-    assert not fleet.is_idle(row(fleet, "a"), 90, 30)
+        announce(table, "a", EngineLoad(0), now)
+    assert table.is_idle(row(table, "a"), 40, 30)
+    assert not table.is_idle(row(table, "a"), 39, 30)
+    announce(table, "a", EngineLoad(1), 41)
+    assert not table.is_idle(row(table, "a"), 90, 30)
 
 
 def test_full_replicas_take_no_more() -> None:
-    fleet = fleet_of("a", "b", max_in_flight=2)
-    begun = [fleet.begin("demo", 1) for _ in range(5)]
+    table = table_of("a", "b", max_in_flight=2)
+    begun = [table.begin("demo", 1) for _ in range(5)]
     assert [replica is not None for replica in begun] == [True, True, True, True, False]
 
 
 def test_what_other_workers_have_on_a_replica_fills_it_too() -> None:
-    fleets = [fleet_of("a", max_in_flight=3) for _ in range(2)]
+    fleets = [table_of("a", max_in_flight=3) for _ in range(2)]
     counters = SharedCounters(n_slots=2)
     begun = []
     for slot in (0, 1, 0, 1, 0):
@@ -187,26 +187,26 @@ def test_what_other_workers_have_on_a_replica_fills_it_too() -> None:
 
 
 def test_adapters_go_to_those_who_have_them() -> None:
-    fleet = fleet_of("a", "b")
-    assert fleet.resolve("demo:sql") == "demo"
-    assert fleet.resolve("sql") is None
-    fleet.announce(msgspec.structs.replace(READY, replica="b", adapters=("sql",)), now=0)
-    assert fleet.resolve("sql") == "demo"
-    assert {fleet.begin("demo", 1, Wish(adapter="sql")).name for _ in range(9)} == {"b"}  # type: ignore[union-attr]
-    fleet.forget("b")
-    assert fleet.resolve("sql") is None
+    table = table_of("a", "b")
+    assert table.resolve("demo:sql") == "demo"
+    assert table.resolve("sql") is None
+    table.announce(msgspec.structs.replace(READY, replica="b", adapters=("sql",)), now=0)
+    assert table.resolve("sql") == "demo"
+    assert {table.begin("demo", 1, RoutingHints(adapter="sql")).name for _ in range(9)} == {"b"}  # type: ignore[union-attr]
+    table.forget("b")
+    assert table.resolve("sql") is None
 
 
 def test_wanted_replica_is_taken_if_it_is_there() -> None:
-    fleet = fleet_of("a", "b")
-    assert {fleet.begin("demo", 1, Wish(replica="b")).name for _ in range(9)} == {"b"}  # type: ignore[union-attr]
-    assert fleet.begin("demo", 1, Wish(replica="b"), avoid=["b"]).name == "a"  # type: ignore[union-attr]
-    assert fleet.begin("demo", 1, Wish(replica="z")) is not None
+    table = table_of("a", "b")
+    assert {table.begin("demo", 1, RoutingHints(replica="b")).name for _ in range(9)} == {"b"}  # type: ignore[union-attr]
+    assert table.begin("demo", 1, RoutingHints(replica="b"), avoid=["b"]).name == "a"  # type: ignore[union-attr]
+    assert table.begin("demo", 1, RoutingHints(replica="z")) is not None
 
 
 def test_progress_is_told_in_words() -> None:
-    fleet = Fleet((ServedModel("demo"),))
-    assert fleet.coming_words("demo", 0) == "waiting"
+    table = ReplicaTable((ServedModel("demo"),))
+    assert table.coming_words("demo", 0) == "waiting"
     progress = Progress("weights", fraction=0.45, eta_s=12.3)
-    fleet.announce(msgspec.structs.replace(READY, state="loading", url=None, progress=progress), now=0)
-    assert fleet.coming_words("demo", 0) == "loading 45% 12s"
+    table.announce(msgspec.structs.replace(READY, state="loading", url=None, progress=progress), now=0)
+    assert table.coming_words("demo", 0) == "loading 45% 12s"

@@ -71,7 +71,7 @@ def test_deadline_before_the_first_byte_gives_504_and_frees_the_engine(loop_fact
     async def test() -> None:
         gate = Gate(b"", b"")
         async with rig_with(gate.reply) as (rig, _, client):
-            client.post(CHAT, headers="X-Request-Timeout: 5ms\r\n")
+            client.post(CHAT, headers="X-Request-Timeout: 150ms\r\n")
             status, error = await client.error()
             assert (status, error["code"]) == (504, "deadline_exceeded")
             await gate.peer_left.wait()
@@ -327,12 +327,12 @@ def test_request_that_its_engine_forgot_is_sent_elsewhere(
         async with rig_with(gate.reply) as (rig, engine, client):
             client.post(CHAT)
             await gate.reached.wait()
-            look_after = context.Desk.look_after
-            look_after(rig.gateway._desk, time.monotonic() + 1)
+            look_after = context.GatewayContext.look_after
+            look_after(rig.gateway._context, time.monotonic() + 1)
             assert not gate.peer_left.is_set()
             await rig.announce("0", engine.url, load={"running": 0})
             good = await rig.engine(echo, "1")
-            look_after(rig.gateway._desk, time.monotonic() + 1)
+            look_after(rig.gateway._context, time.monotonic() + 1)
             await gate.peer_left.wait()
             assert (await client.response())[1] == CHAT
             assert len(good.seen) == 1
@@ -429,10 +429,10 @@ def test_clients_that_leave_at_any_moment_leave_nothing(loop_factory: LoopFactor
         async with rig_with(slow) as (rig, engine, _):
             await rig.announce("1", engine.url)
             await asyncio.gather(*(come_and_go(rig, random.Random(seed)) for seed in range(10)))
-            await rig.until(lambda view: view["in_flight_total"] == 0)
-            gateway_desk = rig.gateway._desk
-            assert (gateway_desk.passages, gateway_desk.hold.waiting) == (set(), 0)
-            assert sum(gateway_desk.counters.outcomes.values()) == 40
+            context = rig.gateway._context
+            while sum(context.counters.outcomes.values()) < 40:
+                await asyncio.sleep(0.001)
+            assert (context.under_way, context.queue.waiting, context.replicas.in_flight_total) == (set(), 0, 0)
 
     run(loop_factory, test())
 
@@ -442,7 +442,7 @@ def test_retries_end_with_their_budget(loop_factory: LoopFactory, monkeypatch: p
         async with Rig() as rig:
             for name in "ab":
                 await rig.engine(hang_up, name)
-            monkeypatch.setattr(rig.gateway._desk.budget, "has_one", lambda now: False)
+            monkeypatch.setattr(rig.gateway._context.budget, "has_one", lambda now: False)
             client = await rig.client()
             client.post(CHAT)
             status, error = await client.error()
@@ -529,8 +529,8 @@ class Entry:
 
 
 def keep_books(monkeypatch: pytest.MonkeyPatch, entry: Entry) -> None:
-    start = forwarding.Passage.start
-    monkeypatch.setattr(forwarding.Passage, "start", lambda self, wish, _: start(self, wish, entry))
+    start = forwarding.Forwarding.start
+    monkeypatch.setattr(forwarding.Forwarding, "start", lambda self, hints, _: start(self, hints, entry))
 
 
 def test_books_see_every_chunk_and_may_change_it(loop_factory: LoopFactory, monkeypatch: pytest.MonkeyPatch) -> None:

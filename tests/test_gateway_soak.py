@@ -1,4 +1,4 @@
-"""Memory over a million requests, 100,000 aborted streams and 2,000 open ones: `make slow`."""
+"""ResponseOwners over a million requests, 100,000 aborted streams and 2,000 open ones: `make slow`."""
 
 from __future__ import annotations
 

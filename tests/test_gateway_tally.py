@@ -9,10 +9,10 @@ import pytest
 from penstock.gateway.accounting.entry import Books
 from penstock.gateway.config import GatewayConfig, ServedModel
 from penstock.gateway.connections.engine import Pool
-from penstock.gateway.context import Desk
+from penstock.gateway.context import GatewayContext
 from penstock.gateway.metrics import Counters
-from penstock.gateway.routing.queue import Hold
-from penstock.gateway.routing.replicas import Fleet
+from penstock.gateway.routing.queue import WaitingQueue
+from penstock.gateway.routing.replicas import ReplicaTable
 from penstock.gateway.workers.shared_memory import Board
 from penstock.gateway.workers.totals import Tally
 from penstock.wire import prometheus
@@ -31,10 +31,12 @@ class Worker:
             store=str(store) if store else None,
         )
         self.counters = Counters(["m"])
-        self.hold = Hold()
-        desk = Desk(Fleet(config.models), self.hold, Pool(), self.counters, 1.0, needs_key=False, hides_key=False)
+        self.queue = WaitingQueue()
+        context = GatewayContext(
+            ReplicaTable(config.models), self.queue, Pool(), self.counters, 1.0, needs_key=False, hides_key=False
+        )
         self.books = Books(config)
-        self.tally = Tally(desk, self.books, board, slot)
+        self.tally = Tally(context, self.books, board, slot)
         self.tally.post()
 
     def count(self, n_requests: int, seconds: float = 0.25) -> None:
@@ -82,7 +84,7 @@ def test_counts_of_a_killed_worker_stay_and_its_waiting_requests_do_not() -> Non
     board = Board(n_slots=2)
     first, second = Worker(board, 0), Worker(board, 1)
     second.count(4)
-    assert second.hold.enter("m", b"", 0, 10) is not None
+    assert second.queue.enter("m", b"", 0, 10) is not None
     second.tally.post()
     assert (first.value(COMPLETE), first.value('requests_waiting{model="m"}')) == (4, 1)
     assert (first.tally.view().waiting, first.tally.view().requests_total) == (1, 4)

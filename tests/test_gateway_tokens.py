@@ -100,7 +100,7 @@ def test_stream_keeps_its_bytes_its_count_and_its_end(
             _, body, has_end = await client.response()
             assert (body.startswith(TOKEN * 6), body.endswith(DONE), has_end) == (True, True, True)
             assert body == TOKEN * 6 + DONE if is_whole else body[len(TOKEN) * 6 :].startswith(b'data: {"error"')
-            (series,) = [row for _, row in rig.gateway._desk.counters.all_series()]
+            (series,) = [row for _, row in rig.gateway._context.counters.all_series()]
             # On a slow machine two pieces may come as one read.
             assert 1 <= sum(series.gap_s.counts) <= (7 if is_whole else 6)
             assert 1 <= n_short <= 2

@@ -12,6 +12,7 @@ import psutil
 import pytest
 from samples import cpu_machine, deployment, gpu_machine
 
+from penstock import targets
 from penstock.deployment import planning, preflight
 from penstock.errors import SpecError, UserError
 from penstock.hardware import Gpu, Machine, catalog, network
@@ -86,7 +87,7 @@ def test_what_this_version_does_not_do_is_refused_together() -> None:
         observe={"prometheus": True, "grafana": True},
         replicas={"min": 1, "max": 3},
     )
-    assert [str(problem) for problem in preflight.unsupported(wanted)] == [
+    assert [str(problem) for problem in preflight.unsupported(wanted, targets.load("local"))] == [
         "ui: this version has no browser chat yet (use: penstock chat)",
         "observe.prometheus: this version does not set it up yet (scrape the gateway's /metrics yourself)",
         "observe.grafana: this version does not set it up yet (scrape the gateway's /metrics yourself)",
@@ -97,7 +98,7 @@ def test_what_this_version_does_not_do_is_refused_together() -> None:
 
 @pytest.mark.parametrize("replicas", [0, 1, 3, {"min": 0, "max": 1}])
 def test_a_fixed_number_of_replicas_is_supported(replicas: object) -> None:
-    assert preflight.unsupported(deployment(replicas=replicas)) == []
+    assert preflight.unsupported(deployment(replicas=replicas), targets.load("local")) == []
 
 
 H100X2 = gpu_machine(2)

@@ -17,13 +17,14 @@ from samples import cpu_machine, demo_plan
 
 from penstock import engines
 from penstock.engines import Diagnosis
-from penstock.gateway.board import FORGET_AFTER_S, Board
+from penstock.gateway.board import FORGET_AFTER_S, RankBoard
 from penstock.hardware import Interface, NodeFacts
 from penstock.node.group import follower, rendezvous
 from penstock.node.group.addresses import Formation
 from penstock.node.group.follower import Follower
 from penstock.node.group.leader import Lead
 from penstock.node.group.rendezvous import Group, open_door, reached
+from penstock.node.ready_file import ReadyFile
 from penstock.planner import Plan
 from penstock.spec.deployment import Parallel
 from penstock.wire.announcement import NodeView, Post
@@ -37,7 +38,7 @@ class Desk:
     """The gateway's admin address, as a node calls it; `is_down` cuts it off."""
 
     def __init__(self) -> None:
-        self.board = Board(time.monotonic() - 100.0)
+        self.board = RankBoard(time.monotonic() - 100.0)
         self.is_down = False
         self._lock = threading.Lock()
 
@@ -86,7 +87,9 @@ class Second:
             self.started.append(StandIn())
             return self.started[-1]
 
-        self.follower = Follower(plan, self.group, engines.load("vllm"), lambda: facts("beta", **versions), start)
+        self.follower = Follower(
+            plan, self.group, engines.load("vllm"), lambda: facts("beta", **versions), start, ReadyFile()
+        )
         self.thread = threading.Thread(target=self.follower.run, daemon=True)
         self.thread.start()
 
@@ -102,7 +105,7 @@ class CutOff:
 
 
 def a_group(desk: Desk, rank: int) -> Group:
-    group = Group(desk, "0", rank)  # type: ignore[arg-type]
+    group = Group(desk, "0", rank, lambda: None)  # type: ignore[arg-type]
     group.start()
     return group
 
@@ -244,7 +247,7 @@ def test_a_gateway_that_is_away_is_no_loss_of_a_node(desk: Desk, seconds: Callab
     desk.is_down = True
     time.sleep(2.0)
     assert lead.trouble() is None
-    desk.board = Board(time.monotonic())  # another process: it knows nobody
+    desk.board = RankBoard(time.monotonic())  # another process: it knows nobody
     desk.is_down = False
     until(lambda: len(lead._group.others()) == 1, "the other has spoken again")
     time.sleep(1.5)
@@ -306,9 +309,20 @@ def test_an_address_counts_only_when_it_leads_to_that_very_node() -> None:
 
 
 def test_the_board_forgets_what_nobody_renews() -> None:
-    board = Board(0.0)
+    board = RankBoard(0.0)
     board.post(Post("0", 0, "a", "e"), 0.0)
     board.post(Post("1", 0, "b", "e"), 1.0)
     view = board.post(Post("0", 1, "c", "e"), FORGET_AFTER_S + 2.0)
     assert [row.post.rank for row in view.posts] == [1]
     assert view.age_s == FORGET_AFTER_S + 2.0
+
+
+def test_an_order_to_leave_is_not_for_the_process_that_replaces_one_that_left() -> None:
+    board = RankBoard(0.0)
+    assert board.post(Post("0", 1, "old", ""), 0.0).leave is False
+    assert board.post(Post("0", 1, "old", ""), 1.0, must_leave=True).leave is True
+    assert board.post(Post("0", 1, "new", ""), 2.0, must_leave=True).leave is False
+    assert board.post(Post("0", 1, "new", ""), 3.0, must_leave=True).leave is False
+    assert board.post(Post("0", 2, "late", ""), 3.0, must_leave=True).leave is True
+    board.post(Post("0", 1, "new", ""), 4.0)
+    assert board.post(Post("0", 1, "new", ""), 5.0, must_leave=True).leave is True, "the next order"

@@ -176,14 +176,14 @@ def test_a_rendered_deployment_shows_the_file_the_sum_the_files_and_the_command(
 def test_doctor_puts_the_cure_below_what_is_wrong() -> None:
     findings = [Finding("python", "ok", "3.11", "unused"), Finding("disk", "warning", "1 GiB", "free space")]
     assert status_text.doctor_text(findings).splitlines() == [
-        "ok  python           3.11",
-        "!!  disk             1 GiB",
-        "                     cure: free space",
-        "nothing stands in the way",
+        "ok  python  3.11",
+        "!!  disk    1 GiB",
+        "            fix: free space",
+        "no problem found",
     ]
     bad = status_text.doctor_text([Finding("memory", "bad", "none", "end it")])
     assert bad.splitlines()[0].startswith("XX  memory")
-    assert bad.splitlines()[-1] == "1 problem(s) to mend before `up`"
+    assert bad.splitlines()[-1] == "1 problem to fix before `up`"
 
 
 def test_a_start_without_a_terminal_is_one_line_a_change() -> None:

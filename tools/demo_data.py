@@ -84,18 +84,16 @@ VERBS = {
     "starts the bundled demo.",
     "status": "penstock status shows how a deployment is doing: its replicas, its address and whether it is ready.",
     "logs": "penstock logs shows the log of a deployment, from every node.",
-    "top": "penstock top shows a live view of a running deployment.",
     "scale": "penstock scale changes the number of replicas of a deployment.",
     "down": "penstock down ends everything that penstock up started and frees the memory.",
     "clean": "penstock clean finds orphans, processes that nobody looks after any more. It only lists them unless you say so.",
     "ls": "penstock ls lists all deployments.",
     "chat": "penstock chat talks to a model in the terminal.",
-    "ui": "penstock ui opens a chat with a model in the browser.",
+    "tunnel": "penstock tunnel opens an address on this machine that leads to a deployment on a login node.",
     "gateway": "penstock gateway starts the gateway alone, in front of engines that already run.",
     "keys": "penstock keys makes, lists and revokes keys.",
     "usage": "penstock usage shows who used what and what it cost.",
     "bench": "penstock bench runs load tests and writes a report: serve, throughput, latency, sweep and compare.",
-    "fetch": "penstock fetch downloads, verifies and stages the weights of a model.",
     "render": "penstock render prints exactly what penstock up would send to a target, and sends nothing.",
     "doctor": "penstock doctor checks everything before the launch and tells you all the reasons why it would not start.",
 }
@@ -105,8 +103,8 @@ FAQ_ALSO = {
     "What do I need to try penstock?": "What do I need for penstock? | Can I try penstock on a laptop?",
     "Does penstock need a GPU?": "Do I need a GPU? | Can I use penstock without a GPU? | Does it need a GPU?",
     "How do I launch my own model?": "How do I use my own model? | Can I run my own model? | How do I serve another model?",
-    "Where can penstock run a model?": "Where does penstock run? | Which targets does penstock have? | Can penstock run on Kubernetes? | Can penstock run on Slurm? | Does penstock work with Slurm? | Does penstock work with Kubernetes? | Which places can penstock use?",
-    "Does penstock replace Slurm or Kubernetes?": "Does penstock replace Slurm? | Does penstock replace Kubernetes? | How do I use penstock on Slurm? | How do I use penstock with Kubernetes?",
+    "Where can penstock run a model?": "Where does penstock run? | Which targets does penstock have? | Can penstock run on Slurm? | Does penstock work with Slurm? | Does penstock work with Ray? | Can penstock run on a cluster? | Which places can penstock use?",
+    "Does penstock replace Slurm or Ray?": "Does penstock replace Slurm? | Does penstock replace Ray? | How do I use penstock on Slurm? | How do I use penstock with Ray?",
     "Does penstock replace vLLM?": "Is penstock an engine? | What is the difference between penstock and vLLM?",
     "Why does penstock use Ray?": "Why Ray? | What does penstock use Ray for? | Does penstock use Ray?",
     "How do I know whether my model fits?": "Does my model fit? | Will my model fit? | How much memory does my model need? | How many GPUs do I need?",
@@ -156,7 +154,7 @@ Tell me about penstock. | What is penstock? | What does penstock do? | What is p
 What does the word penstock mean? | Where does the name penstock come from? | Why is it called penstock? => A penstock is the gated pipe that feeds water to a turbine. This one feeds GPUs.
 How do I start? | How do I start penstock? | How do I start a model? | How do I launch a model? | How can I start it? | How do I run a model? | How do I deploy a model? => Run penstock up. It launches what your file says and waits until the model answers.
 How do I stop penstock? | How do I stop everything? | How do I shut down a model? | How can I stop it? | How do I end a deployment? => Run penstock down. It ends everything that penstock up started.
-Which commands does penstock have? | List the penstock commands. | What are the verbs of penstock? => plan, up, status, logs, top, scale, down, clean, ls, chat, ui, gateway, keys, usage, bench, fetch, render and doctor.
+Which commands does penstock have? | List the penstock commands. | What are the verbs of penstock? => plan, up, status, logs, scale, down, clean, ls, chat, tunnel, gateway, keys, usage, bench, render and doctor.
 Explain how penstock starts a model. | How does penstock start a model? | What happens when I run penstock up? | Describe step by step how penstock starts a model. => Penstock starts a model in seven steps. First, it reads the file and checks everything, and it reports all problems together. Second, it asks the target which machines there are. Third, it makes a plan, or refuses with the numbers. Fourth, it renders what it will send and writes the run folder. Fifth, it submits the work, and the nodes start the engine. Sixth, it shows progress while the shards load and the engine warms up. Last, it prints the address, the key and the next commands.
 Explain how the gateway handles a request. | How does the gateway handle a request? | What happens to a request in the gateway? => A request comes in as bytes. The gateway checks the key and the quota, looks at the name of the model, and chooses a replica. It sends the body on, unchanged, over a warm connection. The answer comes back as it is made, and the gateway passes it on piece by piece. At the end it writes one row in the ledger. If the client leaves early, the engine stops at once.
 Explain how a language model works. | How does a language model work? | How do you work? | Explain how you work. => A language model reads text as tokens. Each token becomes a list of numbers. Layers of attention let every token look at the tokens before it, and layers of small networks change the numbers a little at each step. At the end the model has a score for every token it knows, and the best one comes next. The new token is added to the text, and everything starts again. I do the same, only with very few numbers.

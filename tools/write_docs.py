@@ -51,10 +51,17 @@ def cli_page() -> str:
         if any(isinstance(action, argparse._SubParsersAction) for action in sub._actions):
             inner = [(f"{verb} {name}", each) for name, _, each in _verbs(sub)]
             for name, each in inner:
-                parts += [f"### {name}", str(each.description), f"```\n{_usage(name, each)}\n```", _arguments(each)]
+                parts += [f"### {name}", str(each.description), *_reference(name, each)]
         else:
-            parts += [f"```\n{_usage(verb, sub)}\n```", _arguments(sub)]
+            parts += _reference(verb, sub)
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _reference(verb: str, sub: argparse.ArgumentParser) -> list[str]:
+    """Usage, examples and arguments."""
+    lines = [line.strip() for line in (sub.epilog or "").splitlines()[1:]]
+    examples = "\n".join(["```bash", *lines, "```"]) if lines else ""
+    return [f"```\n{_usage(verb, sub)}\n```", examples, _arguments(sub)]
 
 
 def _verbs(root: argparse.ArgumentParser) -> Iterator[tuple[str, str, argparse.ArgumentParser]]:

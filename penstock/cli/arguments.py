@@ -42,14 +42,14 @@ def refusal(text: str, what: str) -> argparse.ArgumentTypeError:
 # ---- types -----------------------------------------------------------------------------------------------------------
 
 
-def whole(least: int, most: int = MOST) -> Callable[[str], int]:
+def whole(least: int, most: int = MOST, *, what: str = "a whole number") -> Callable[[str], int]:
     """A whole number within these bounds, written in digits."""
 
     def read(text: str) -> int:
         digits = text.removeprefix("-") if least < 0 else text
         # The length first: nobody has to compute with thousands of digits.
         if not (digits.isascii() and digits.isdigit() and len(digits) <= 18 and least <= int(text) <= most):
-            raise refusal(text, f"a whole number from {least:,} to {most:,}")
+            raise refusal(text, f"{what} from {least:,} to {most:,}")
         return int(text)
 
     return read

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
+from penstock.cli import arguments
 from penstock.errors import PenstockError
 from penstock.text import show_seconds
 from penstock.wire.client import Chunk, Client, Message, Reply, Stream
@@ -51,6 +53,44 @@ class ChatSettings:
     max_tokens: int | None = None
     temperature: float | None = None
     history_file: Path | None = None
+
+
+def register(parser: argparse.ArgumentParser) -> None:
+    arguments.add_name(parser)
+    parser.add_argument("-m", "--message", metavar="TEXT", help="send one message, print the answer, and exit")
+    parser.add_argument("--system", metavar="TEXT", help="a system message")
+    parser.add_argument("--model", help="a model name, when the address serves several")
+    text = "any OpenAI-compatible address instead of a deployment ($OPENAI_BASE_URL)"
+    parser.add_argument("--url", help=text)
+    parser.add_argument("--max-tokens", type=arguments.count, metavar="N", help="tokens of an answer, at most")
+    parser.add_argument("--temperature", type=arguments.not_negative, metavar="T", help="of sampling; 0 is greedy")
+    parser.add_argument("--completion", action="store_true", help="send plain prompts to /v1/completions")
+    arguments.add_json(parser, "print one JSON object per answer")
+    examples = (
+        "penstock chat",
+        'penstock chat qwen -m "Why is the sky blue?" --temperature 0',
+        "echo Hello | penstock chat --url https://api.example.com/v1 --model m --json",
+    )
+    arguments.complete(parser, _run, examples)
+
+
+def _run(options: argparse.Namespace) -> int:
+    from penstock import paths, run_folder
+
+    url = options.url or (None if options.name else os.environ.get("OPENAI_BASE_URL"))
+    if url is None:
+        url = run_folder.choose(options.name).url
+    client = Client(url.removesuffix("/").removesuffix("/v1"), api_key=os.environ.get("OPENAI_API_KEY"))
+    settings = ChatSettings(
+        model=options.model,
+        system=options.system,
+        max_tokens=options.max_tokens,
+        temperature=options.temperature,
+        completion=options.completion,
+        as_json=options.json,
+        history_file=paths.home() / "chat-history",
+    )
+    return chat(client, settings, once=options.message)
 
 
 def chat(

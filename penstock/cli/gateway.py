@@ -11,12 +11,14 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from penstock.cli import arguments
 from penstock.errors import SpecError, UserError
 
 if TYPE_CHECKING:
     from penstock.gateway.config import GatewayConfig, ServedModel, Upstream
     from penstock.gateway.service import Sockets
 
+_amount = arguments.whole(1, 10**12)
 _POLICIES = ("least-load", "prefix", "round-robin", "sticky")
 
 
@@ -24,42 +26,18 @@ def _upstream(text: str) -> tuple[str, str]:
     model, equals, url = text.partition("=")
     # A name may hold "=" no more than it may hold a line end: it is looked up, written into logs and metrics.
     if not (equals and model and url) or not model.isprintable():
-        raise argparse.ArgumentTypeError(f"{text[:60]!r} is not MODEL=URL, like qwen=http://127.0.0.1:9100")
+        raise arguments.refusal(text, "MODEL=URL, like qwen=http://127.0.0.1:9100")
     return model, url
-
-
-def _workers(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= 64):
-        raise argparse.ArgumentTypeError(f"{text[:20]!r} is not a whole number from 1 to 64")
-    return int(text)
 
 
 def _days(text: str) -> int | None:
     """None for "all"."""
     if text == "all":
         return None
-    if not (text.isascii() and text.isdigit() and 1 <= int(text[:9]) < 10**6):
-        raise argparse.ArgumentTypeError(f"{text[:20]!r} is not a whole number of days, or all")
-    return int(text)
+    return arguments.whole(1, 10**6, what='"all" or a whole number of days')(text)
 
 
-def _amount(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and 1 <= int(text[:15]) < 10**12):
-        raise argparse.ArgumentTypeError(f"{text[:20]!r} is not a whole number above 0")
-    return int(text)
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 < value < 10**9:
-        raise argparse.ArgumentTypeError(f"{text[:20]!r} is not a number of seconds above 0")
-    return value
-
-
-def add_arguments(sub: argparse.ArgumentParser) -> None:
+def register(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--listen", default="127.0.0.1:9300", metavar="ADDRESS", help="where clients ask: HOST:PORT or unix:/path"
     )
@@ -82,21 +60,37 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
         help="how long a request's row is kept; older ones become sums by day",
     )
     sub.add_argument("--policy", choices=_POLICIES, default="least-load", help="which engine of a model gets a request")
-    sub.add_argument("--workers", type=_workers, default=1, metavar="N", help="processes on the one port")
+    sub.add_argument("--workers", type=arguments.whole(1, 64), default=1, metavar="N", help="processes on the one port")
     sub.add_argument("--tls-cert", metavar="FILE", help="certificate chain, PEM: clients speak TLS")
     sub.add_argument("--tls-key", metavar="FILE", help="its key, PEM, without a passphrase")
     sub.add_argument("--admin", metavar="ADDRESS", help="admin address: HOST:PORT or unix:/path (needs its token)")
     sub.add_argument("--admin-token-file", metavar="FILE", help="the token that admin calls need; a file of mode 600")
-    sub.add_argument("--hold", type=_seconds, default=60.0, metavar="SECONDS", help="a request's wait for an engine")
-    sub.add_argument("--drain", type=_seconds, default=30.0, metavar="SECONDS", help="to finish requests after SIGTERM")
+    sub.add_argument(
+        "--hold", type=arguments.seconds, default=60.0, metavar="SECONDS", help="a request's wait for an engine"
+    )
+    sub.add_argument(
+        "--drain", type=arguments.seconds, default=30.0, metavar="SECONDS", help="to finish requests after SIGTERM"
+    )
     sub.add_argument("--max-header-bytes", type=_amount, metavar="N", help="of a request's head (default: 32768)")
     sub.add_argument("--max-headers", type=_amount, metavar="N", help="header lines (default: 100)")
     sub.add_argument("--max-body-bytes", type=_amount, metavar="N", help="of a request's body (default: 33554432)")
     sub.add_argument("--max-connections", type=_amount, metavar="N", help="of clients, per worker (default: 16384)")
-    sub.add_argument("--idle-timeout", type=_seconds, metavar="SECONDS", help="between requests (default: 120)")
-    sub.add_argument("--header-timeout", type=_seconds, metavar="SECONDS", help="for a head to come (default: 20)")
-    sub.add_argument("--total-timeout", type=_seconds, metavar="SECONDS", help="request and answer (default: none)")
-    sub.add_argument("--json", action="store_true", help="print the addresses as one line of JSON")
+    sub.add_argument(
+        "--idle-timeout", type=arguments.seconds, metavar="SECONDS", help="between requests (default: 120)"
+    )
+    sub.add_argument(
+        "--header-timeout", type=arguments.seconds, metavar="SECONDS", help="for a head to come (default: 20)"
+    )
+    sub.add_argument(
+        "--total-timeout", type=arguments.seconds, metavar="SECONDS", help="request and answer (default: none)"
+    )
+    arguments.add_json(sub, "print the addresses as one line of JSON")
+    examples = (
+        "penstock gateway --upstream qwen=http://127.0.0.1:9100",
+        "penstock gateway --upstream m=http://10.0.0.1:8000 --upstream m=http://10.0.0.2:8000 --policy prefix",
+        "penstock gateway --upstream m=unix:/run/m.sock --listen 0.0.0.0:8000 --auth keys --store keys.db",
+    )
+    arguments.complete(sub, run, examples)
 
 
 # Option -> field of Limits.

@@ -1,20 +1,19 @@
-"""`penstock keys` and `penstock usage`: their arguments, and what they print. `store` answers."""
+"""The verbs `keys` and `usage`."""
 
 from __future__ import annotations
 
 import argparse
 import csv
 import datetime
-import json
-import math
 import os
-import re
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from penstock.cli import arguments
+from penstock.cli.output import print_json, table
 from penstock.errors import UserError
 
 if TYPE_CHECKING:
@@ -22,36 +21,10 @@ if TYPE_CHECKING:
 
 Price = tuple[float, float, float]  # US dollars per million input, output and cached tokens
 
-# A running gateway looks for changed keys every 0.5 s (gateway/ledger.py): a key that was shown works.
+# A running gateway reads changed keys every 0.5 s (gateway/accounting/ledger.py): a key that was shown works.
 SEEN_S = 0.6
-_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
-_PERIOD = re.compile(r"([0-9]{1,9})([smhdw])")
 _GROUPINGS = ("key", "model", "day", "state", "replica")
-_MOST = 2**53
-
-
-def period_s(text: str) -> float:
-    """Seconds in "90s", "45m", "12h", "30d" or "2w"."""
-    found = _PERIOD.fullmatch(text)
-    if found is None:
-        raise argparse.ArgumentTypeError(f'"{text[:20]}" is not a time such as 90s, 45m, 12h, 30d or 2w')
-    return float(found[1]) * _UNITS_S[found[2]]
-
-
-def _count(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and len(text) < 16 and 0 < int(text) < _MOST):
-        raise argparse.ArgumentTypeError(f'"{text[:20]}" is not a whole number above 0')
-    return int(text)
-
-
-def _amount(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f'"{text[:20]}" is not an amount')
-    return value
+_limit, _amount = arguments.whole(1, 2**53 - 1), arguments.number(0)
 
 
 def _price(text: str) -> tuple[str, Price]:
@@ -59,75 +32,73 @@ def _price(text: str) -> tuple[str, Price]:
     model, _, amounts = text.rpartition("=")
     parts = [_amount(part) for part in amounts.split("/")]
     if not model or len(parts) not in (2, 3):
-        raise argparse.ArgumentTypeError(f'"{text[:60]}" is not MODEL=INPUT/OUTPUT or MODEL=INPUT/OUTPUT/CACHED')
+        raise arguments.refusal(text, "MODEL=INPUT/OUTPUT or MODEL=INPUT/OUTPUT/CACHED")
     return model, (parts[0], parts[1], parts[-1] if len(parts) == 3 else parts[0])
-
-
-def _day(text: str) -> float:
-    """The beginning (UTC) of a day such as 2026-11-20."""
-    try:
-        return datetime.datetime.strptime(text, "%Y-%m-%d").replace(tzinfo=datetime.UTC).timestamp()
-    except ValueError:
-        raise argparse.ArgumentTypeError(f'"{text[:20]}" is not a day such as 2026-11-20') from None
 
 
 def _groupings(text: str) -> tuple[str, ...]:
     by = tuple(part for part in text.split(",") if part)
-    wrong = [part for part in by if part not in _GROUPINGS]
-    if wrong or len(set(by)) != len(by):
-        raise argparse.ArgumentTypeError(f'"{text[:60]}" is not a list of {", ".join(_GROUPINGS)}')
+    if not set(by) <= set(_GROUPINGS) or len(set(by)) != len(by):
+        raise arguments.refusal(text, f"a list of {', '.join(_GROUPINGS)}")
     return by
 
 
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(part.strip() for part in text.split(","))
+def _add_store(parser: argparse.ArgumentParser) -> None:
+    text = "an SQLite file or postgresql://... ($PENSTOCK_STORE)"
+    parser.add_argument("--store", metavar="FILE|URL", help=text)
+    text = "the store of that deployment (default: the only deployment that runs)"
+    parser.add_argument("--deployment", metavar="NAME", help=text)
 
 
-def _add_place(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("--store", metavar="FILE|URL", help="an SQLite file or postgresql://... ($PENSTOCK_STORE)")
-    sub.add_argument(
-        "--deployment", metavar="NAME", help="that deployment's store (default: the only deployment that runs)"
+def register_keys(parser: argparse.ArgumentParser) -> None:
+    actions = ("create", "list", "rotate", "revoke")
+    parser.add_argument("action", choices=actions, help="rotate: a new secret with the same limits")
+    parser.add_argument("key", nargs="?", metavar="NAME|ID", help="the key to rotate or revoke, or the new key's name")
+    parser.add_argument("--name", help="create: the name of the key")
+    text = "create: the models it may use (default: all)"
+    parser.add_argument("--models", type=arguments.names, default=(), metavar="M,M", help=text)
+    parser.add_argument("--rpm", type=_limit, metavar="N", help="create: requests per minute")
+    parser.add_argument("--tpm", type=_limit, metavar="N", help="create: tokens per minute, prompt and answer")
+    parser.add_argument("--concurrency", type=_limit, metavar="N", help="create: requests at once")
+    parser.add_argument("--budget", type=_amount, metavar="USD", help="create: dollars per calendar month (UTC)")
+    text = "create: the key expires after this time, such as 30d"
+    parser.add_argument("--expires", type=arguments.period_s, metavar="TIME", help=text)
+    text = "rotate: the old secret stays valid this long"
+    parser.add_argument("--grace", type=arguments.period_s, default=0.0, metavar="TIME", help=text)
+    _add_store(parser)
+    arguments.add_json(parser)
+    examples = (
+        "penstock keys create --name alice --rpm 60 --expires 30d",
+        "penstock keys list",
+        "penstock keys rotate alice --grace 1h",
     )
+    arguments.complete(parser, _run_keys, examples)
 
 
-def add_keys_arguments(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("action", choices=("create", "list", "rotate", "revoke"), help="rotate: a new secret, same limits")
-    sub.add_argument("key", nargs="?", metavar="NAME|ID", help="which key to rotate or revoke, or the new one's name")
-    sub.add_argument("--name", help="create: whom the key is for")
-    sub.add_argument("--models", type=_names, default=(), metavar="M,M", help="create: only these (default: all)")
-    sub.add_argument("--rpm", type=_count, metavar="N", help="create: requests a minute")
-    sub.add_argument("--tpm", type=_count, metavar="N", help="create: tokens a minute, prompt and answer")
-    sub.add_argument("--concurrency", type=_count, metavar="N", help="create: requests at once")
-    sub.add_argument("--budget", type=_amount, metavar="USD", help="create: dollars a calendar month (UTC)")
-    sub.add_argument("--expires", type=period_s, metavar="TIME", help="create: good for this long, such as 30d")
-    sub.add_argument(
-        "--grace", type=period_s, default=0.0, metavar="TIME", help="rotate: the old one stays good so long"
+def register_usage(parser: argparse.ArgumentParser) -> None:
+    text = "prune: replace the rows of old requests by one sum per day"
+    parser.add_argument("action", nargs="?", choices=("prune",), help=text)
+    parser.add_argument("--before", type=arguments.day, metavar="DAY", help="prune: requests before this day (UTC)")
+    text = "prune: requests older than this, such as 90d"
+    parser.add_argument("--keep", type=arguments.period_s, metavar="TIME", help=text)
+    parser.add_argument("--by", type=_groupings, default=("key", "model"), metavar="A,B", help=", ".join(_GROUPINGS))
+    text = "only the last 7d, 12h, ... (default: all)"
+    parser.add_argument("--since", type=arguments.period_s, metavar="TIME", help=text)
+    text = (
+        "dollars per million tokens of a model, M=0.5/1.5, or with cached tokens M=0.5/1.5/0.1; replaces the price"
+        " that the gateway used"
     )
-    _add_place(sub)
-    sub.add_argument("--json", action="store_true", help="print JSON")
-
-
-def add_usage_arguments(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument(
-        "action", nargs="?", choices=("prune",), help="prune: replace old requests by their sums, day for day"
-    )
-    sub.add_argument("--before", type=_day, metavar="DAY", help="prune: requests from before this day (UTC)")
-    sub.add_argument("--keep", type=period_s, metavar="TIME", help="prune: requests that are older, such as 90d")
-    sub.add_argument("--by", type=_groupings, default=("key", "model"), metavar="A,B", help=", ".join(_GROUPINGS))
-    sub.add_argument("--since", type=period_s, metavar="TIME", help="only the last 7d, 12h, ... (default: all)")
-    sub.add_argument(
-        "--price",
-        action="append",
-        type=_price,
-        default=[],
-        metavar="M=IN/OUT",
-        help="dollars per million tokens of a model, M=0.5/1.5 or with cached ones M=0.5/1.5/0.1, in place of those"
-        " the gateway had",
-    )
-    _add_place(sub)
-    form = sub.add_mutually_exclusive_group()
+    parser.add_argument("--price", action="append", type=_price, default=[], metavar="M=IN/OUT", help=text)
+    _add_store(parser)
+    form = parser.add_mutually_exclusive_group()
     form.add_argument("--csv", action="store_true", help="print CSV")
     form.add_argument("--json", action="store_true", help="print JSON")
+    examples = (
+        "penstock usage --since 7d",
+        "penstock usage --by key,day --price qwen=0.5/1.5 --csv",
+        "penstock usage prune --keep 90d",
+    )
+    arguments.complete(parser, _run_usage, examples)
 
 
 def _open(options: argparse.Namespace, *, may_create: bool = False) -> Store:
@@ -138,21 +109,21 @@ def _open(options: argparse.Namespace, *, may_create: bool = False) -> Store:
         raise UserError("cannot use a store and a deployment at once", hint="Give --store or --deployment.")
     place = options.store or (None if options.deployment else os.environ.get("PENSTOCK_STORE"))
     if place is None:
-        found = run_folder.choose(options.deployment)
-        place = found.gateway_file().store
+        run = run_folder.choose(options.deployment)
+        place = run.gateway_file().store
         if not isinstance(place, str):
             raise UserError(
-                f'cannot use the store of deployment "{found.name}": it has none',
-                hint="An older penstock started it; penstock up --replace gives it one.",
+                f'cannot use the store of deployment "{run.name}": it has none',
+                hint="An older penstock started it; `penstock up --replace` creates one.",
             )
         may_create = True
     if not may_create and not store.is_postgres(place) and not Path(place).is_file():
-        raise UserError(f'cannot find store "{place[:200]}"', hint="penstock keys create --store makes one.")
+        raise UserError(f'cannot find store "{place[:200]}"', hint="`penstock keys create --store` creates one.")
     return store.Store(place)
 
 
-def run_keys(options: argparse.Namespace) -> int:
-    """The verb `keys`. A new secret is all that stands on standard output; what people read goes to standard error."""
+def _run_keys(options: argparse.Namespace) -> int:
+    """Standard output holds the new secret alone; what people read goes to standard error."""
     from penstock.gateway.accounting.store import Limits, check_new_key
 
     now = time.time()
@@ -164,38 +135,34 @@ def run_keys(options: argparse.Namespace) -> int:
         numbers = (options.rpm, options.tpm, options.concurrency, options.budget)
         limits = Limits(options.models, *numbers, expires_at)
         check_new_key(name, limits, now)
-        opened = _open(options, may_create=True)
-        made = opened.create_key(name, limits, now)
-        time.sleep(SEEN_S)
-        _show_secret(*made, options.json)
+        _show_secret(*_open(options, may_create=True).create_key(name, limits, now), options.json)
         return 0
-    opened = _open(options)
+    store = _open(options)
     if options.action == "list":
-        _show_keys(opened.all_keys(), now, options.json)
+        _show_keys(store.all_keys(), now, options.json)
         return 0
     if options.key is None:
         raise UserError(f"cannot {options.action} a key without its name", hint=f"penstock keys {options.action} NAME")
     if options.action == "rotate":
-        made = opened.rotate_key(options.key, options.grace, now)
-        time.sleep(SEEN_S)
-        _show_secret(*made, options.json)
+        _show_secret(*store.rotate_key(options.key, options.grace, now), options.json)
         return 0
-    key = opened.revoke_key(options.key, now)
+    key = store.revoke_key(options.key, now)
     time.sleep(SEEN_S)
     if options.json:
-        print(json.dumps(_key_facts(key, now)))
+        print_json(_key_facts(key, now))
     else:
         print(f"{key.name} ({key.id}) is revoked", file=sys.stderr)
     return 0
 
 
 def _show_secret(key: ApiKey, secret: str, as_json: bool) -> None:
+    time.sleep(SEEN_S)
     if as_json:
-        print(json.dumps({**_key_facts(key, time.time()), "key": secret}))
+        print_json({**_key_facts(key, time.time()), "key": secret})
         return
     print(secret)
     limits = _limits_text(key)
-    print(f"key {key.name} ({key.id}){f': {limits}' if limits else ''}; it is shown this once", file=sys.stderr)
+    print(f"key {key.name} ({key.id}){f': {limits}' if limits else ''}; it is shown only this once", file=sys.stderr)
 
 
 def _key_facts(key: ApiKey, now: float) -> dict[str, Any]:
@@ -241,19 +208,19 @@ def _moment(at: float) -> str:
 
 def _show_keys(keys: Sequence[ApiKey], now: float, as_json: bool) -> None:
     if as_json:
-        print(json.dumps([_key_facts(key, now) for key in keys]))
+        print_json([_key_facts(key, now) for key in keys])
     elif not keys:
-        print("there are no keys; make one: penstock keys create --name NAME")
+        print("there are no keys; create one: penstock keys create --name NAME")
     else:
-        rows = [("NAME", "ID", "ENDS", "STATE", "CREATED", "LIMITS")]
+        rows = []
         for key in keys:
             endings = ",".join(secret.ending for secret in key.secrets if not _is_over(secret.expires_at, now))
             rows.append((key.name, key.id, endings, _key_state(key, now), _moment(key.created_at), _limits_text(key)))
-        print(_table(rows))
+        print(table(rows, ("NAME", "ID", "ENDS", "STATE", "CREATED", "LIMITS")))
 
 
-def run_usage(options: argparse.Namespace) -> int:
-    """The verb `usage`: one line a group, and what it cost where that is known."""
+def _run_usage(options: argparse.Namespace) -> int:
+    """One line per group, with its cost where a price is known."""
     if options.action == "prune" or options.before is not None or options.keep is not None:
         return _prune(options)
     opened = _open(options)
@@ -266,27 +233,28 @@ def run_usage(options: argparse.Namespace) -> int:
         for line in lines
     ]
     if options.json:
-        print(json.dumps([dict(zip(columns, row, strict=True)) for row in rows]))
+        print_json([dict(zip(columns, row, strict=True)) for row in rows])
     elif options.csv:
         writer = csv.writer(sys.stdout, lineterminator="\n")
         writer.writerow(columns)
         writer.writerows(rows)
     elif not rows:
-        print("no request yet")
+        print("no requests yet")
     else:
-        heads = tuple(column.upper().replace("_", " ") for column in columns)
-        print(_table([heads, *(tuple("-" if value in (None, "") else str(value) for value in row) for row in rows)]))
+        head = [column.upper().replace("_", " ") for column in columns]
+        cells = [["-" if value in (None, "") else str(value) for value in row] for row in rows]
+        print(table(cells, head, right=range(len(options.by), len(columns))))
     return 0
 
 
 def _prune(options: argparse.Namespace) -> int:
-    """`usage prune`. A second one goes on where one that was killed has ended."""
+    """`usage prune`. After a kill, the next one continues where it stopped."""
     from penstock.gateway.accounting.store import DAY_S, day_of
 
     if options.action != "prune" or (options.before is None) == (options.keep is None):
         raise UserError("cannot prune usage without one limit", hint="penstock usage prune --keep 90d, or --before DAY")
     before = options.before if options.keep is None else time.time() - options.keep
-    # Today goes on: gateways add to it.
+    # Not today: gateways still add to it.
     before = max(0.0, min(before, time.time())) // DAY_S * DAY_S
     opened = _open(options)
     n_rows = 0
@@ -294,7 +262,7 @@ def _prune(options: argparse.Namespace) -> int:
         n_rows += n_pruned
     opened.compact()
     if options.json:
-        print(json.dumps({"before": day_of(before), "requests": n_rows}))
+        print_json({"before": day_of(before), "requests": n_rows})
     else:
         print(f"{n_rows} requests from before {day_of(before)} (UTC) are kept as sums by day")
     return 0
@@ -306,12 +274,12 @@ def _priced(opened: Store, by: tuple[Grouping, ...], since: float, prices: dict[
 
     if not prices:
         return opened.usage(by, since)
-    found: dict[tuple[str, ...], Usage] = {}
+    by_group: dict[tuple[str, ...], Usage] = {}
     for line in opened.usage((*by, "model") if "model" not in by else by, since):
         model = line.group[by.index("model")] if "model" in by else line.group[-1]
         group = line.group[: len(by)]
-        before = found.get(group, Usage(group, 0, 0, 0, 0, 0, None))
-        found[group] = Usage(
+        before = by_group.get(group, Usage(group, 0, 0, 0, 0, 0, None))
+        by_group[group] = Usage(
             group,
             before.n_requests + line.n_requests,
             before.prompt_tokens + line.prompt_tokens,
@@ -320,7 +288,7 @@ def _priced(opened: Store, by: tuple[Grouping, ...], since: float, prices: dict[
             before.n_estimates + line.n_estimates,
             _sum(before.cost_usd, _cost(line, prices[model]) if model in prices else line.cost_usd),
         )
-    return list(found.values())
+    return list(by_group.values())
 
 
 def _cost(line: Usage, price: Price) -> float:
@@ -330,9 +298,3 @@ def _cost(line: Usage, price: Price) -> float:
 
 def _sum(first: float | None, second: float | None) -> float | None:
     return second if first is None else first if second is None else first + second
-
-
-def _table(rows: Sequence[tuple[str, ...]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join(lines)

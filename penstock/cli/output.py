@@ -1,18 +1,23 @@
 """What every verb prints with.
 
 print_json(value): one line of JSON, flushed.  print_step(text): progress, on standard error.
+print_error(error, as_json): message, detail and hint on standard error, or JSON on standard output.
 table(rows, head): aligned columns.  render(thing, width, has_colour): any rich renderable as plain lines.
 width(): columns of this terminal; UNLIMITED where output goes into a pipe or a file, whose lines stay whole.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import sys
 from collections.abc import Collection, Sequence
 from typing import IO, Any
+
+from penstock.errors import PenstockError
+from penstock.text import printable
 
 # Wider than any line: a program that reads our output gets one line a row.
 UNLIMITED = 10_000
@@ -25,6 +30,26 @@ def print_json(value: Any) -> None:
 def print_step(text: str) -> None:
     """A step of something that takes long, for the person who waits."""
     print(text, file=sys.stderr, flush=True)
+
+
+def print_error(error: PenstockError, as_json: bool) -> int:
+    """Print an error where its reader looks; its exit code."""
+    with contextlib.suppress(OSError):  # a closed or full output: the exit code is all that is left
+        if as_json:
+            print_json(error.facts())
+        else:
+            print(_error_text(error), file=sys.stderr)
+    return error.exit_code
+
+
+def _error_text(error: PenstockError) -> str:
+    bold, plain = ("\033[1;31m", "\033[0m") if has_colour(sys.stderr) else ("", "")
+    lines = [f"{bold}error:{plain} {printable(error.message)}"]
+    for word, text in (("detail", error.detail), ("hint", error.hint)):
+        if text:
+            first, *more = printable(text).splitlines()
+            lines += [f"  {word}:", *(f"    {line}" for line in (first, *more))] if more else [f"  {word}: {first}"]
+    return "\n".join(lines)
 
 
 def has_colour(stream: IO[str]) -> bool:
@@ -53,18 +78,23 @@ def render(thing: Any, width: int, has_colour: bool = False) -> str:
 
 
 def table(
-    rows: Sequence[Sequence[str]], head: Sequence[str] = (), columns: int | None = None, right: Collection[int] = ()
+    rows: Sequence[Sequence[str]],
+    head: Sequence[str] = (),
+    columns: int | None = None,
+    right: Collection[int] = (),
+    indent: int = 0,
 ) -> str:
-    """Aligned columns, two spaces between them. Text that is too wide for `columns` (default: `width()`) goes on below,
-    in its own column: nothing is cut off. `right`: the numbers of the columns that end on one line.
+    """Aligned columns, two spaces between them. Text too wide for `columns` (default: `width()`) continues below, in
+    its own column: nothing is cut off. `right`: the numbers of the columns that are aligned at their right end.
     """
+    from rich.padding import Padding
     from rich.table import Table
     from rich.text import Text
 
     grid = Table.grid(padding=(0, 2, 0, 0))
-    lines = [head, *rows] if head else list(rows)
+    lines = [head, *rows] if head else rows
     for number in range(max(map(len, lines), default=0)):
         grid.add_column(overflow="fold", justify="right" if number in right else "left")
     for line in lines:
         grid.add_row(*(Text(cell) for cell in line))
-    return render(grid, width() if columns is None else columns)
+    return render(Padding(grid, (0, 0, 0, indent)), width() if columns is None else columns)

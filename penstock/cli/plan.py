@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from penstock.cli import arguments
 from penstock.errors import UserError
 from penstock.text import flag
 
@@ -27,42 +28,8 @@ if TYPE_CHECKING:
 
 EXIT_FITS, EXIT_DOES_NOT_FIT = 0, 3
 
-# What `engine/arg_utils.py` of vLLM reads in --max-model-len: small letters are decimal, large ones binary.
-_FACTORS = {"k": 10**3, "m": 10**6, "K": 2**10, "M": 2**20}
-_MOST = 2**31
+_share = arguments.number(0, 1, is_above=True, what="a share")
 _DTYPES = ("auto", "bfloat16", "half", "float16", "float", "float32")
-
-
-def _count(text: str) -> int:
-    """A whole number from 1 to 2**31: "131072", "128K" (131,072), "128k" (128,000)."""
-    factor = _FACTORS.get(text[-1:], 1)
-    digits = text[:-1] if factor != 1 else text
-    is_number = digits.isascii() and digits.isdigit() and len(digits) < 12
-    if not is_number or not 1 <= int(digits) * factor <= _MOST:
-        raise argparse.ArgumentTypeError(f"{text[:20]!r} is not a whole number from 1 to {_MOST:,}")
-    return int(digits) * factor
-
-
-def _positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value <= _MOST:
-        raise argparse.ArgumentTypeError(f"{text[:20]!r} is not a number above 0 and at most {_MOST:,}")
-    return value
-
-
-def _share(text: str) -> float:
-    value = _positive(text)
-    if value > 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a share in (0, 1]")
-    return value
-
-
-def _numbers(text: str) -> tuple[float, ...]:
-    """One number above 0, or several with commas between them."""
-    return tuple(_positive(word) for word in text.split(","))
 
 
 class _Option(NamedTuple):
@@ -76,34 +43,44 @@ class _Option(NamedTuple):
 
 _MACHINES = (
     _Option("gpu", str, "ID", "the GPU, a catalogue id (h100-sxm) or its driver's name; default: this machine's"),
-    _Option("gpus_per_node", _count, "N", "GPUs in each node (default 1)"),
-    _Option("nodes", _count, "M", "how many nodes (default 1)"),
+    _Option("gpus_per_node", arguments.token_count, "N", "GPUs in each node (default 1)"),
+    _Option("nodes", arguments.token_count, "M", "how many nodes (default 1)"),
     _Option("network", str, "ID", "what joins the nodes, a catalogue id"),
-    _Option("gpu_memory_gib", _positive, "GIB", "memory of one GPU as the CUDA runtime reports it"),
+    _Option("gpu_memory_gib", arguments.positive, "GIB", "memory of one GPU as the CUDA runtime reports it"),
 )
 _LAYOUT = (
-    _Option("tensor", _count, "T", "tensor-parallel size"),
-    _Option("pipeline", _count, "P", "pipeline-parallel size"),
-    _Option("data", _count, "D", "data-parallel size"),
+    _Option("tensor", arguments.token_count, "T", "tensor-parallel size"),
+    _Option("pipeline", arguments.token_count, "P", "pipeline-parallel size"),
+    _Option("data", arguments.token_count, "D", "data-parallel size"),
 )
 _ENGINE = (
-    _Option("max_model_len", _count, "L", "tokens of one request, 128K is 131,072 (default: what the model allows)"),
-    _Option("max_num_seqs", _count, "S", "requests in one step"),
-    _Option("max_num_batched_tokens", _count, "B", "tokens in one step"),
+    _Option(
+        "max_model_len",
+        arguments.token_count,
+        "L",
+        "tokens of one request, 128K is 131,072 (default: what the model allows)",
+    ),
+    _Option("max_num_seqs", arguments.token_count, "S", "requests in one step"),
+    _Option("max_num_batched_tokens", arguments.token_count, "B", "tokens in one step"),
     _Option("kv_cache_dtype", str, "DTYPE", "auto, bfloat16, fp8, fp8_e4m3, fp8_e5m2, nvfp4, ..."),
     _Option("quantization", str, "Q", "quantise on loading, or a checkpoint of that kind: fp8, awq, ..."),
     _Option("gpu_memory_utilization", _share, "SHARE", "the engine's share of a GPU's memory"),
-    _Option("block_size", _count, "K", "tokens of one KV-cache block"),
+    _Option("block_size", arguments.token_count, "K", "tokens of one KV-cache block"),
     _Option("engine_version", str, "V", "vLLM's version, 0.6 to 0.33 (default: the newest)"),
 )
 _WORKLOAD = (
-    _Option("input_tokens", _count, "I", "tokens of a prompt (default 1000)"),
-    _Option("output_tokens", _count, "O", "tokens of a reply (default 200)"),
-    _Option("concurrency", _count, "C", "requests at once (default 8)"),
-    _Option("ttft_ms", _positive, "MS", "time to the first token that must be kept"),
-    _Option("tpot_ms", _positive, "MS", "time per further token that must be kept"),
-    _Option("context_per_user", _count, "N", "tokens that one person's conversation holds, for the number of users"),
-    _Option("think_time_s", _positive, "S", "seconds a person thinks between a reply and the next prompt"),
+    _Option("input_tokens", arguments.token_count, "I", "tokens of a prompt (default 1000)"),
+    _Option("output_tokens", arguments.token_count, "O", "tokens of a reply (default 200)"),
+    _Option("concurrency", arguments.token_count, "C", "requests at once (default 8)"),
+    _Option("ttft_ms", arguments.positive, "MS", "time to the first token that must be kept"),
+    _Option("tpot_ms", arguments.positive, "MS", "time per further token that must be kept"),
+    _Option(
+        "context_per_user",
+        arguments.token_count,
+        "N",
+        "tokens that one person's conversation holds, for the number of users",
+    ),
+    _Option("think_time_s", arguments.positive, "S", "seconds a person thinks between a reply and the next prompt"),
 )
 _GROUPS = (
     ("machines", _MACHINES),
@@ -113,8 +90,7 @@ _GROUPS = (
 )
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `penstock plan`; `run` takes what they parse to."""
+def register(parser: argparse.ArgumentParser) -> None:
     parser.usage = "penstock plan MODEL [--gpu ID] [--gpus-per-node N] [...]  (penstock plan --help lists all)"
     parser.add_argument(
         "model",
@@ -133,7 +109,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     engine.add_argument(flag("enforce_eager"), action="store_true", help="without CUDA graphs")
     engine.add_argument(
         "--available-kv-gib",
-        type=_numbers,
+        type=arguments.numbers,
         nargs="+",
         default=[],
         metavar="GIB",
@@ -154,6 +130,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     out.add_argument("--plot", type=Path, metavar="FILE", help="draw the answer into a .png or .svg (needs matplotlib)")
     out.add_argument("--write", type=Path, metavar="FILE", help="write a file for `penstock up`, when it fits")
     out.add_argument("--force", action="store_true", help="let --write replace a file")
+    examples = (
+        "penstock plan llama-3.1-8b --gpu h100-sxm",
+        "penstock plan Qwen/Qwen3-32B --gpu a100-80gb-sxm --gpus-per-node 8 --tpot-ms 40",
+        "penstock plan deployment.yaml --explain",
+    )
+    arguments.complete(parser, run, examples)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""Verbs of deployments that live on a login node, run there; and `penstock tunnel`."""
+"""Runs the verbs of deployments on a login node there; and the verb `tunnel`."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from penstock.cli import arguments
 from penstock.errors import PenstockError, UserError
 
 if TYPE_CHECKING:
-    from penstock.spec.deployment import Deployment
     from penstock.targets import Login
 
 _WITH_FILE = ("up", "render", "doctor")
@@ -24,35 +24,35 @@ _FLAGS = ("replace", "dry_run", "no_wait", "quick", "json")
 _ENDS = (signal.SIGINT, signal.SIGTERM)
 _LOOK_S = 1.0
 
-DeploymentOf = Callable[[argparse.Namespace], "Deployment"]
+
+def register(parser: argparse.ArgumentParser) -> None:
+    text = "the deployment; optional when only one is remote"
+    parser.add_argument("name", nargs="?", metavar="NAME", help=text)
+    text = "on this machine (default: any free one)"
+    parser.add_argument("--port", type=arguments.whole(0, 65535), metavar="PORT", help=text)
+    arguments.complete(parser, _tunnel, ("penstock tunnel", "penstock tunnel llama70 --port 8000"))
 
 
-def add_tunnel_arguments(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("name", nargs="?", metavar="NAME", help="the deployment; may be left out when only one is remote")
-    sub.add_argument("--port", type=int, metavar="PORT", help="on this machine (default: any free one)")
-
-
-def tunnel(_: argparse.Namespace) -> int:
-    """`tunnel` for a deployment of this machine."""
+def _tunnel(_: argparse.Namespace) -> int:
     raise UserError(
-        "cannot open a tunnel: no deployment of that name lives on a login node",
-        hint="`penstock status` tells the address of one that runs here.",
+        "cannot open a tunnel: no deployment of that name runs on a login node",
+        hint="`penstock status` prints the address of a deployment that runs here.",
     )
 
 
-def forward(options: argparse.Namespace, argv: Sequence[str], deployment_of: DeploymentOf) -> int | None:
-    """Run the verb where its deployment lives; None when that is here."""
+def forward(options: argparse.Namespace, argv: Sequence[str]) -> int | None:
+    """Run the verb on the login node where its deployment lives; None when that is this machine."""
     if options.verb_name in _WITH_FILE and options.source is not None:
-        return _with_file(options, deployment_of)
+        return _with_file(options)
     if options.verb_name in _WITH_NAME:
         return _with_name(options, argv)
     return None
 
 
-def _with_file(options: argparse.Namespace, deployment_of: DeploymentOf) -> int | None:
+def _with_file(options: argparse.Namespace) -> int | None:
     from penstock.targets import login as remote
 
-    deployment = deployment_of(options)
+    deployment = arguments.deployment_of(options)
     login = remote.login_of(deployment)
     if login is None:
         return None
@@ -121,11 +121,11 @@ def _hold(login: Login, name: str, port: int | None) -> int:
         for number in _ENDS:
             signal.signal(number, lambda *_: is_over.set())
         while not is_over.wait(_LOOK_S):
-            said = tunnel.last_words()
-            if said is not None:
+            stderr = tunnel.last_words()
+            if stderr is not None:
                 raise PenstockError(
                     f'lost the tunnel to login node "{login.host}"',
-                    detail=said or None,
+                    detail=stderr or None,
                     hint=f"Run it again: penstock tunnel {name} --port {tunnel.url.rpartition(':')[2]}",
                     is_retryable=True,
                 )

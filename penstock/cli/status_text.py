@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from penstock.cli.output import table
 from penstock.deployment import observe
 from penstock.hardware import Machine
 from penstock.planner import Device, Plan
@@ -122,25 +123,14 @@ def _memory_text(machine: Machine, device: Device) -> str:
     return f"{len(machine.gpus)} x {machine.gpus[0].name} in {machine.host} have {show_bytes(free)} free"
 
 
-def table(rows: Sequence[Sequence[str]]) -> str:
-    """Columns aligned by width, two spaces between; the last column is left as it is."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
-    lines = []
-    for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
-        lines.append("  ".join([*cells, row[-1]]).rstrip())
-    return "\n".join(lines)
-
-
 def list_text(rows: Sequence[tuple[Run, State]]) -> str:
-    shown = [("NAME", "STATE", "REPLICAS", "ENGINE", "ADDRESS", "MODEL")]
+    cells = []
     for run, state in rows:
         n_ready = sum(replica.state == "ready" for replica in state.replicas)
         count = f"{n_ready}/{state.desired_replicas}"
-        shown.append(
-            (run.name, state.phase, count, run.plan().engine, run.known_url or "-", run.plan().model.reference)
-        )
-    return table(shown)
+        plan = run.plan()
+        cells.append((run.name, state.phase, count, plan.engine, run.known_url or "-", plan.model.reference))
+    return table(cells, ("NAME", "STATE", "REPLICAS", "ENGINE", "ADDRESS", "MODEL"))
 
 
 def status_text(run: Run, state: State, now: float) -> str:
@@ -155,10 +145,9 @@ def status_text(run: Run, state: State, now: float) -> str:
         *_kv_cache_lines(plan, state),
         "",
     ]
-    rows = [("PART", "STATE", "PID", "RESTARTS", "")]
-    rows += [_part_row("controller", state.controller), _part_row("gateway", state.gateway)]
+    rows = [_part_row("controller", state.controller), _part_row("gateway", state.gateway)]
     rows += [_replica_row(replica) for replica in state.replicas]
-    lines.append(table(rows))
+    lines.append(table(rows, ("PART", "STATE", "PID", "RESTARTS", "")))
     for replica in state.replicas:
         lines += _node_lines(replica)
     reasons = _reasons(state, now)
@@ -211,12 +200,13 @@ def _node_lines(replica: ReplicaStatus) -> list[str]:
     nodes = replica.announcement.nodes if replica.announcement else ()
     if not nodes:
         return []
-    rows = [("NODE", "STATE", "ADDRESS", "GPUS", "RANKS", "")]
+    rows = []
     for node in nodes:
         address = f"{node.address} ({node.interface})" if node.address else "-"
-        gpus, ranks = (",".join(map(str, told)) or "-" for told in (node.gpus, node.ranks))
+        gpus, ranks = (",".join(map(str, numbers)) or "-" for numbers in (node.gpus, node.ranks))
         rows.append((f"{node.rank} {node.host}", node.state, address, gpus, ranks, node.reason or ""))
-    return ["", f"nodes of replica {replica.replica}:", *(f"  {line}" for line in table(rows).splitlines())]
+    head = ("NODE", "STATE", "ADDRESS", "GPUS", "RANKS", "")
+    return ["", f"nodes of replica {replica.replica}:", table(rows, head, indent=2)]
 
 
 def _reasons(state: State, now: float) -> list[str]:
@@ -234,21 +224,21 @@ def _all_restarts(state: State) -> list[tuple[str, Sequence[Any]]]:
 
 
 def doctor_text(findings: Sequence[Finding]) -> str:
-    """A line for each finding, the nodes that found the same together; what is wrong with its cure below."""
+    """A row per finding, the nodes with the same finding together; below a problem, how to fix it."""
     signs = {"ok": "ok", "warning": "!!", "bad": "XX"}
-    together: dict[Finding, list[str]] = {}
+    nodes: dict[Finding, list[str]] = {}
     for finding in findings:
-        names = together.setdefault(msgspec.structs.replace(finding, node=None), [])
+        names = nodes.setdefault(msgspec.structs.replace(finding, node=None), [])
         names += [finding.node] if finding.node is not None else []
-    lines = []
-    for finding, names in together.items():
+    rows = []
+    for finding, names in nodes.items():
         where = f"{_shortened_names(names)}: " if names else ""
-        lines.append(f"{signs[finding.state]:3} {finding.check:16} {where}{finding.found}")
+        rows.append((signs[finding.state], finding.check, f"{where}{finding.found}"))
         if finding.cure and finding.state != "ok":
-            lines.append(f"    {'':16} cure: {finding.cure}")
+            rows.append(("", "", f"fix: {finding.cure}"))
     n_bad = sum(finding.state == "bad" for finding in findings)
-    lines.append("nothing stands in the way" if not n_bad else f"{n_bad} problem(s) to mend before `up`")
-    return "\n".join(lines)
+    last = "no problem found" if not n_bad else f"{n_bad} problem{'s' if n_bad > 1 else ''} to fix before `up`"
+    return f"{table(rows)}\n{last}"
 
 
 def _shortened_names(names: Sequence[str]) -> str:

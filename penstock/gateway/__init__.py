@@ -16,7 +16,7 @@
     exposition  counters and their Prometheus text (pure)
     tally       the numbers of all workers as one
     hold        requests that wait for a replica, fair between keys
-    desk        what every request under way shares
+    context        what every request under way shares
     accounting  an entry in the books for every request
     ledger      the thread that writes rows and reads keys
     exchange    quotas over gateways that share a PostgreSQL store

@@ -12,12 +12,12 @@ from penstock.errors import UserError
 from penstock.gateway import admin_keys
 from penstock.gateway.accounting.entry import Books
 from penstock.gateway.accounting.keys import has_token
-from penstock.gateway.board import Board
+from penstock.gateway.board import RankBoard
 from penstock.gateway.connections.client import ClientConnection, Request
-from penstock.gateway.context import Desk
+from penstock.gateway.context import GatewayContext
 from penstock.gateway.responses import Answer, error_answer, json_answer
 from penstock.gateway.workers.totals import Tally
-from penstock.wire.announcement import Announcement, Post
+from penstock.wire.announcement import AnnounceAnswer, Announcement, Post
 from penstock.wire.http1 import Headers, RequestHead
 
 _METHODS = {
@@ -27,6 +27,7 @@ _METHODS = {
     b"/admin/board": (b"POST",),
     b"/admin/drain": (b"POST",),
     b"/admin/undrain": (b"POST",),
+    b"/admin/leave": (b"POST",),
     b"/admin/forget": (b"POST",),
 }
 
@@ -40,13 +41,13 @@ class _Named(msgspec.Struct, forbid_unknown_fields=True):
 class Admin:
     """The handler of the admin listener. Every call needs the token, health too."""
 
-    def __init__(self, desk: Desk, books: Books, tally: Tally, token: str) -> None:
-        self._desk = desk
+    def __init__(self, context: GatewayContext, books: Books, tally: Tally, token: str) -> None:
+        self._context = context
         self._tally = tally
         self._books = books
-        self._fleet = desk.fleet
+        self._replicas = context.replicas
         self._token = token
-        self._board = Board(time.monotonic())
+        self._board = RankBoard(time.monotonic())
 
     def refuse(self, head: RequestHead) -> Answer | None:
         """Calls without the token, unknown paths and wrong methods."""
@@ -77,30 +78,33 @@ class Admin:
         if path == b"/admin/replicas":
             return self._tally.view()
         if path == b"/admin/announce":
-            return {"draining": self._announce(msgspec.json.decode(body, type=Announcement))}
+            return self._announce(msgspec.json.decode(body, type=Announcement))
         if path == b"/admin/board":
-            return self._board.post(msgspec.json.decode(body, type=Post), time.monotonic())
+            post = msgspec.json.decode(body, type=Post)
+            return self._board.post(post, time.monotonic(), must_leave=self._replicas.must_leave(post.replica))
         name = msgspec.json.decode(body, type=_Named).replica
         log.info("replica %r: %s", name, path.decode().removeprefix("/admin/"))
         if path == b"/admin/drain":
-            return {"in_flight": self._fleet.drain(name)}
+            return {"in_flight": self._replicas.drain(name)}
+        if path == b"/admin/leave":
+            return {"in_flight": self._replicas.leave(name)}
         if path == b"/admin/undrain":
-            self._fleet.undrain(name)
+            self._replicas.undrain(name)
             self._wake(name)
         else:
-            self._fleet.forget(name)
+            self._replicas.forget(name)
         return {"ok": True}
 
-    def _announce(self, announcement: Announcement) -> bool:
-        before = self._fleet.find(announcement.replica)
+    def _announce(self, announcement: Announcement) -> AnnounceAnswer:
+        before = self._replicas.find(announcement.replica)
         state_before = before.announcement.state if before and not before.is_lapsed else "absent"
-        is_draining = self._fleet.announce(announcement, time.monotonic())
+        is_draining = self._replicas.announce(announcement, time.monotonic())
         if announcement.state != state_before:
             log.info("replica %s: %s -> %s", announcement.replica, state_before, announcement.state)
         self._wake(announcement.replica)
-        return is_draining
+        return AnnounceAnswer(is_draining, self._replicas.must_leave(announcement.replica))
 
     def _wake(self, name: str) -> None:
-        replica = self._fleet.find(name)
-        if replica is not None and self._fleet.is_ready(replica, time.monotonic()):
-            self._desk.hold.wake(replica.announcement.model)
+        replica = self._replicas.find(name)
+        if replica is not None and self._replicas.is_ready(replica, time.monotonic()):
+            self._context.queue.wake(replica.announcement.model)

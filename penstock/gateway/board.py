@@ -11,16 +11,24 @@ from penstock.wire.announcement import BoardView, Post, PostView
 FORGET_AFTER_S = 600.0
 
 
-class Board:
+class RankBoard:
     """The last post of every rank of every replica."""
 
     def __init__(self, now: float) -> None:
         self._began = now
         self._posts: dict[str, dict[int, tuple[float, Post]]] = {}
+        self._successors: set[str] = set()  # instances that came while the one before them was ordered to leave
 
-    def post(self, post: Post, now: float) -> BoardView:
-        """Keeps it in place of the same rank's last one, and tells what every rank of that replica said."""
+    def post(self, post: Post, now: float, *, must_leave: bool = False) -> BoardView:
+        """Replaces the rank's last post and returns those of every rank.
+
+        `must_leave`: the replica is ordered to leave. The order is not for a process that replaced one that left.
+        """
         rows = self._posts.setdefault(post.replica, {})
+        if must_leave and post.rank in rows and rows[post.rank][1].instance != post.instance:
+            self._successors.add(post.instance)
+        elif not must_leave:
+            self._successors.discard(post.instance)
         rows[post.rank] = (now, post)
         for replica in list(self._posts):
             kept = {rank: row for rank, row in self._posts[replica].items() if now - row[0] < FORGET_AFTER_S}
@@ -28,5 +36,7 @@ class Board:
                 self._posts[replica] = kept
             else:
                 del self._posts[replica]
+        self._successors &= {row.instance for rows in self._posts.values() for _, row in rows.values()}
         views = (PostView(row, round(now - at, 3)) for at, row in self._posts[post.replica].values())
-        return BoardView(round(now - self._began, 3), tuple(sorted(views, key=lambda view: view.post.rank)))
+        posts = tuple(sorted(views, key=lambda view: view.post.rank))
+        return BoardView(round(now - self._began, 3), posts, must_leave and post.instance not in self._successors)

@@ -9,8 +9,8 @@ from penstock.gateway.connections.engine import Pool
 from penstock.gateway.metrics import Counters
 from penstock.gateway.responses import Answer
 from penstock.gateway.routing.health import RetryBudget
-from penstock.gateway.routing.queue import Hold
-from penstock.gateway.routing.replicas import Fleet, Memory, Replica
+from penstock.gateway.routing.queue import WaitingQueue
+from penstock.gateway.routing.replicas import Replica, ReplicaTable, ResponseOwners
 from penstock.wire.http1 import Headers, ResponseHead
 
 
@@ -50,30 +50,30 @@ class Entry(Protocol):
 
 
 @dataclass(frozen=True)
-class Desk:
-    """What every passage shares. `hides_key`: what a client gives as its key is not for the engine."""
+class GatewayContext:
+    """What every forwarding shares. `hides_key`: what a client gives as its key is not for the engine."""
 
-    fleet: Fleet
-    hold: Hold
+    replicas: ReplicaTable
+    queue: WaitingQueue
     pool: Pool
     counters: Counters
     hold_s: float
     needs_key: bool
     hides_key: bool
     budget: RetryBudget = field(default_factory=RetryBudget)
-    memory: Memory = field(default_factory=Memory)
-    passages: set[UnderWay] = field(default_factory=set)
+    response_owners: ResponseOwners = field(default_factory=ResponseOwners)
+    under_way: set[UnderWay] = field(default_factory=set)
 
     def end(self, replica: Replica) -> None:
         """A request is off this replica: the next one that waits may have its place."""
-        self.fleet.end(replica)
-        if self.hold.waiting:
-            self.hold.wake(replica.announcement.model, 1)
+        self.replicas.end(replica)
+        if self.queue.waiting:
+            self.queue.wake(replica.announcement.model, 1)
 
     def look_after(self, now: float) -> None:
         """Once a second: ends exchanges that their engine has forgotten, and lets waiting requests look again."""
-        for passage in tuple(self.passages):
-            passage.end_if_forgotten(now)
-        for model in self.fleet.models:
-            if self.hold.waiting_for(model.name) and self.fleet.ready(model.name, now):
-                self.hold.wake(model.name)
+        for forwarding in tuple(self.under_way):
+            forwarding.end_if_forgotten(now)
+        for model in self.replicas.models:
+            if self.queue.waiting_for(model.name) and self.replicas.ready(model.name, now):
+                self.queue.wake(model.name)

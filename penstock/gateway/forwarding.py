@@ -26,11 +26,11 @@ from penstock.gateway.accounting.token_usage import is_token_chunk
 from penstock.gateway.body_fields import Ask
 from penstock.gateway.connections.client import ClientConnection, Request
 from penstock.gateway.connections.engine import UpstreamConnection, UpstreamError
-from penstock.gateway.context import Desk, Entry
+from penstock.gateway.context import Entry, GatewayContext
 from penstock.gateway.metrics import Outcome, Series
 from penstock.gateway.responses import error_answer, own_headers
-from penstock.gateway.routing.queue import Ticket
-from penstock.gateway.routing.replicas import NO_WISH, RETRY_AFTER_S, Replica, Wish, find_response_id
+from penstock.gateway.routing.queue import QueueEntry
+from penstock.gateway.routing.replicas import NO_HINTS, RETRY_AFTER_S, Replica, RoutingHints, find_response_id
 from penstock.gateway.streams import Ending, is_event_stream, read_chunks, to_event
 from penstock.wire.http1 import HOP_BY_HOP, LAST_CHUNK, STATUS_LINE, Headers, ResponseHead, write_chunk
 
@@ -81,12 +81,12 @@ class _Loss(enum.Enum):
     FAILED = enum.auto()  # sent, and answered with one of FAILED_STATUSES, which is kept from the client
 
 
-class Passage:
+class Forwarding:
     """One request under way. It is the upstream connection's sink, and its client's work."""
 
     # Defaults stay with the class: most requests set few of them.
     takes_chunks = False
-    _wish = NO_WISH
+    _hints = NO_HINTS
     _entry: Entry | None = None
     # Time that is not the gateway's own: waiting for a replica, and with one that lost the request.
     _elsewhere_s = 0.0
@@ -101,7 +101,7 @@ class Passage:
     _ending: Ending | None = None
     _collected: bytearray | None = None
     _task: asyncio.Task[None] | None = None
-    _ticket: Ticket | None = None
+    _queue_entry: QueueEntry | None = None
     _timer: asyncio.TimerHandle | None = None
     # When token chunks came that went from connection to connection, until `_note_tokens` takes them down.
     _token_times: list[float] | None = None
@@ -112,8 +112,10 @@ class Passage:
     _streams = False
     _has_ended = False
 
-    def __init__(self, desk: Desk, request: Request, client: ClientConnection, model: str, ask: Ask) -> None:
-        self._desk = desk
+    def __init__(
+        self, context: GatewayContext, request: Request, client: ClientConnection, model: str, ask: Ask
+    ) -> None:
+        self._context = context
         self._request_head = request.head
         self._request_id = request.request_id
         self._body = request.body
@@ -122,18 +124,18 @@ class Passage:
         self._model = model
         self._ask = ask
 
-    def start(self, wish: Wish = NO_WISH, entry: Entry | None = None) -> None:
+    def start(self, hints: RoutingHints = NO_HINTS, entry: Entry | None = None) -> None:
         """Sends the request now if that is possible, else sees to it."""
-        desk = self._desk
-        self._wish, self._entry = wish, entry
+        context = self._context
+        self._hints, self._entry = hints, entry
         self._client.work = self
-        desk.counters.n_requests += 1
-        desk.budget.add_request()
-        desk.passages.add(self)
+        context.counters.n_requests += 1
+        context.budget.add_request()
+        context.under_way.add(self)
         try:
             refusal = entry.start() if entry is not None else None
             if refusal is not None:
-                desk.counters.series(self._model, "none").codes[refusal.status] += 1
+                context.counters.series(self._model, "none").codes[refusal.status] += 1
                 self._settle("refused")
                 self._client.respond(refusal)
                 return
@@ -142,10 +144,10 @@ class Passage:
             if self._ask.timeout_s is not None:
                 delay_s = self._received_at + self._ask.timeout_s - time.monotonic()
                 self._timer = asyncio.get_running_loop().call_later(max(0.0, delay_s), self._be_late)
-            if not desk.hold.waiting_for(self._model):
-                self._replica = desk.fleet.begin(self._model, time.monotonic(), wish)
+            if not context.queue.waiting_for(self._model):
+                self._replica = context.replicas.begin(self._model, time.monotonic(), hints)
             if self._replica is not None and self._replica.address is not None:
-                connection = desk.pool.take(self._replica.address)
+                connection = context.pool.take(self._replica.address)
                 if connection is not None:
                     self._send(connection)
                     return
@@ -176,7 +178,7 @@ class Passage:
     async def _find(self, pause_s: float = 0.0) -> None:
         """A replica and a connection to it, however long that takes; then sends."""
         try:
-            deadline = time.monotonic() + self._desk.hold_s
+            deadline = time.monotonic() + self._context.hold_s
             if pause_s:
                 await self._let_it_die(pause_s)
             while True:
@@ -195,22 +197,22 @@ class Passage:
     async def _let_it_die(self, pause_s: float) -> None:
         """Waits before another send when only replicas that lost this request could get it."""
         started_at = time.monotonic()
-        if all(row.name in self._lost for row in self._desk.fleet.ready(self._model, started_at)):
+        if all(row.name in self._lost for row in self._context.replicas.ready(self._model, started_at)):
             await asyncio.sleep(pause_s)
             self._elsewhere_s += time.monotonic() - started_at
 
     async def _wait_for_replica(self, deadline: float) -> bool:
         """Whether there is a replica now, with this request counted on it. If not, the client was told so."""
-        desk, ask, n_bytes = self._desk, self._ask, len(self._body)
+        context, ask, n_bytes = self._context, self._ask, len(self._body)
         began_at = time.monotonic()
-        if not desk.hold.waiting_for(self._model) and self._begin(began_at):
+        if not context.queue.waiting_for(self._model) and self._begin(began_at):
             return True
         if began_at >= deadline:
             self._refuse_for_now()
             return False
         flow = self._request_head.get(b"authorization") or b""
-        ticket = self._ticket = desk.hold.enter(self._model, flow, ask.priority, n_bytes)
-        if ticket is None:
+        place = self._queue_entry = context.queue.enter(self._model, flow, ask.priority, n_bytes)
+        if place is None:
             self._refuse_full()
             return False
         comment_at = began_at + QUIET_S if ask.streams else deadline
@@ -224,66 +226,66 @@ class Passage:
                 if now >= comment_at:
                     self._send_comment(now)
                     comment_at = now + COMMENT_EVERY_S
-                if await desk.hold.wait(ticket, min(deadline, comment_at) - now):
+                if await context.queue.wait(place, min(deadline, comment_at) - now):
                     if self._begin(time.monotonic()):
                         return True
-                    desk.hold.return_to_queue(ticket)
+                    context.queue.return_to_queue(place)
         finally:
             self._elsewhere_s += time.monotonic() - began_at
             self._leave_queue()
 
     def _begin(self, now: float) -> bool:
-        self._replica = self._desk.fleet.begin(self._model, now, self._wish, self._lost)
+        self._replica = self._context.replicas.begin(self._model, now, self._hints, self._lost)
         return self._replica is not None
 
     def _leave_queue(self) -> None:
-        ticket, self._ticket = self._ticket, None
-        if ticket is None:
+        place, self._queue_entry = self._queue_entry, None
+        if place is None:
             return
-        self._desk.hold.leave(ticket)
-        if ticket.future is not None and ticket.future.done() and self._replica is None:
+        self._context.queue.leave(place)
+        if place.future is not None and place.future.done() and self._replica is None:
             # It was its turn, and it does not need it.
-            self._desk.hold.wake(self._model, 1)
+            self._context.queue.wake(self._model, 1)
 
     async def _connect(self) -> UpstreamConnection | None:
         """A connection to the replica; a new one, whose state is beyond doubt, for a request that was lost before."""
-        desk, replica = self._desk, self._replica
+        context, replica = self._context, self._replica
         assert replica is not None
         assert replica.address is not None
         address = replica.address
         if not self._lost:
-            pooled = desk.pool.take(address)
+            pooled = context.pool.take(address)
             if pooled is not None:
                 return pooled
         try:
-            return await desk.pool.connect(address)
+            return await context.pool.connect(address)
         except OSError as error:
             self._replica = None
-            desk.counters.n_connect_failures += 1
+            context.counters.n_connect_failures += 1
             self._note_failure(replica)
-            if desk.fleet.suspect(replica, address):
+            if context.replicas.suspect(replica, address):
                 log.warning("replica %s: could not connect, no traffic until it announces: %s", replica.name, error)
-            desk.end(replica)
+            context.end(replica)
             return None
 
     # Sending.
 
     def _send(self, connection: UpstreamConnection) -> None:
-        desk = self._desk
+        context = self._context
         self._connection = connection
         wire = self._write_request(connection)
         self._sent_at = self._last_at = time.monotonic()
         self._own_s = self._sent_at - self._received_at - self._elsewhere_s
-        desk.counters.own_s.observe(self._own_s)
+        context.counters.own_s.observe(self._own_s)
         self._client.source = connection
         connection.send(wire, self)
 
     def _write_request(self, connection: UpstreamConnection) -> bytes:
         head, entry, body = self._request_head, self._entry, self._body
         if self._is_held_open or (entry is not None and entry.strips_usage):
-            dropped = _DROPPED_PLAIN_WITH_KEY if self._desk.hides_key else _DROPPED_PLAIN
+            dropped = _DROPPED_PLAIN_WITH_KEY if self._context.hides_key else _DROPPED_PLAIN
         else:
-            dropped = _DROPPED_WITH_KEY if self._desk.hides_key else _DROPPED_OF_REQUEST
+            dropped = _DROPPED_WITH_KEY if self._context.hides_key else _DROPPED_OF_REQUEST
         length = b"content-length: %d\r\n" % len(body) if body or head.method == b"POST" else b""
         return b"%s %s HTTP/1.1\r\n%s%sx-request-id: %s\r\n%s\r\n%s" % (
             *(head.method, head.target, connection.origin_lines),
@@ -368,7 +370,7 @@ class Passage:
         self.takes_chunks = self._is_chunked
         response_id = find_response_id(data)
         if response_id is not None and self._replica is not None:
-            self._desk.memory.keep(response_id, self._model, self._replica.name)
+            self._context.response_owners.keep(response_id, self._model, self._replica.name)
 
     def lost(self, error: UpstreamError) -> None:
         """The upstream connection broke, or broke HTTP."""
@@ -386,16 +388,16 @@ class Passage:
         replica, connection = self._replica, self._connection
         if connection is None or replica is None or now - self._last_at < STALL_S:
             return
-        if self._desk.fleet.is_idle(replica, now, STALL_S):
+        if self._context.replicas.is_idle(replica, now, STALL_S):
             connection.discard()
             self.lost(UpstreamError(f"no byte for {STALL_S:.0f} s, and the engine says that it works on nothing"))
 
     def _may_retry(self, now: float) -> bool:
-        return len(self._lost) + 1 < MAX_SENDS and self._desk.budget.has_one(now)
+        return len(self._lost) + 1 < MAX_SENDS and self._context.budget.has_one(now)
 
     def _lose(self, loss: _Loss, message: str) -> None:
         """A send came to nothing: once more, elsewhere if possible; or the end."""
-        desk, replica, connection = self._desk, self._replica, self._connection
+        context, replica, connection = self._context, self._replica, self._connection
         assert replica is not None
         assert connection is not None
         now = time.monotonic()
@@ -403,7 +405,7 @@ class Passage:
         self._elsewhere_s += now - self._sent_at
         self._lost += (replica.name,)
         self._note_failure(replica)
-        if loss is _Loss.FAILED and desk.fleet.suspect(replica, connection.address):
+        if loss is _Loss.FAILED and context.replicas.suspect(replica, connection.address):
             log.warning("replica %s: %s; no traffic until it announces", replica.name, message)
         connection.discard()
         self._detach()
@@ -411,13 +413,13 @@ class Passage:
             why = "no retry is left in the gateway's budget" if len(self._lost) < MAX_SENDS else "sent twice"
             self._end_early(_broken(f"{why}, and the last engine closed the connection without an answer"))
             return
-        desk.budget.take()
-        desk.counters.retries[self._model] += 1
+        context.budget.take()
+        context.counters.retries[self._model] += 1
         pause_s = AGAIN_S if loss is _Loss.LOST else FAILED_AGAIN_S
         self._task = asyncio.get_running_loop().create_task(self._find(pause_s))
 
     def _note_failure(self, replica: Replica) -> None:
-        if self._desk.fleet.note_failure(replica, time.monotonic()):
+        if self._context.replicas.note_failure(replica, time.monotonic()):
             log.warning("replica %s: ejected after failures in a row", replica.name)
 
     # The response.
@@ -427,7 +429,7 @@ class Passage:
         assert replica is not None
         self._response = head
         self._body = b""  # up to 32 MiB, and it will not be sent again
-        series = self._series = self._desk.counters.series(self._model, replica.name)
+        series = self._series = self._context.counters.series(self._model, replica.name)
         series.codes[head.status] += 1
         if head.status < 500:
             replica.health.succeed()
@@ -459,7 +461,7 @@ class Passage:
         more: Headers = self._entry.headers() if self._entry is not None else ()
         origin = self._request_head.get(b"origin")
         if origin is not None:
-            more += origin_headers(origin, self._desk.needs_key)
+            more += origin_headers(origin, self._context.needs_key)
         return b"x-request-id: %s\r\nx-penstock-replica: %s\r\nserver-timing: gateway;dur=%.3f\r\n%s%s\r\n" % (
             *(self._request_id, replica.name.encode() if replica else b"none", self._own_s * 1000),
             *(_write_headers(more), b"" if self._client.keeps_alive else b"connection: close\r\n"),
@@ -476,7 +478,7 @@ class Passage:
                 self._is_chunked = True
                 out += b"transfer-encoding: chunked\r\n"
             out += self._write_own_headers(None)
-        comment = f": penstock {self._desk.fleet.coming_words(self._model, now)}\n\n".encode()
+        comment = f": penstock {self._context.replicas.coming_words(self._model, now)}\n\n".encode()
         self._client.write(out + (write_chunk(comment) if self._is_chunked else comment))
 
     def _collect(self, data: bytes, is_end: bool) -> None:
@@ -509,18 +511,18 @@ class Passage:
             self._client.source = None
             connection.release()
         if replica is not None:
-            self._desk.end(replica)
+            self._context.end(replica)
 
     def _settle(self, outcome: Outcome) -> None:
         """It is over: counts how, and gives everything back. The client is not touched."""
         self._has_ended = True
         self._note_tokens()
-        desk, entry = self._desk, self._entry
+        context, entry = self._context, self._entry
         if entry is not None:
             self._entry = None
             entry.end(outcome, self._replica.name if self._replica is not None else "")
-        desk.passages.discard(self)
-        desk.counters.outcomes[self._model, outcome] += 1
+        context.under_way.discard(self)
+        context.counters.outcomes[self._model, outcome] += 1
         if self._timer is not None:
             self._timer.cancel()
         task, self._task = self._task, None
@@ -529,7 +531,7 @@ class Passage:
         self._detach()
 
     def _refuse_for_now(self) -> None:
-        wait_s = self._desk.fleet.retry_after_s(self._model, time.monotonic())
+        wait_s = self._context.replicas.retry_after_s(self._model, time.monotonic())
         message = f"model {self._model!r} has no replica that takes requests now"
         headers = ((b"retry-after", b"%d" % wait_s),)
         self._end_early(_Fault(503, "no_replica", message, "no_replica", "model", headers))
@@ -545,7 +547,7 @@ class Passage:
         self._settle(fault.outcome)
         if response is None and not self._is_held_open:
             name = replica.name if replica is not None else "none"
-            self._desk.counters.series(self._model, name).codes[fault.status] += 1
+            self._context.counters.series(self._model, name).codes[fault.status] += 1
             own_s = self._own_s or max(0.0, time.monotonic() - self._received_at - self._elsewhere_s)
             headers = (*fault.headers, *own_headers(own_s, name.encode()))
             client.respond(error_answer(fault.status, fault.message, fault.code, fault.param, headers))

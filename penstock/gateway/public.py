@@ -12,12 +12,12 @@ from penstock.gateway.accounting.keys import Holder, origin_headers, preflight_h
 from penstock.gateway.body_fields import Ask, ModelFacts
 from penstock.gateway.config import GatewayConfig, ServedModel
 from penstock.gateway.connections.client import ClientConnection, Request
-from penstock.gateway.context import Desk
-from penstock.gateway.forwarding import Passage
+from penstock.gateway.context import GatewayContext
+from penstock.gateway.forwarding import Forwarding
 from penstock.gateway.metrics import CONTENT_TYPE
 from penstock.gateway.request import UnreadableError, read_ask
 from penstock.gateway.responses import Answer, error_answer, json_answer
-from penstock.gateway.routing.replicas import NO_WISH, Wish
+from penstock.gateway.routing.replicas import NO_HINTS, RoutingHints
 from penstock.gateway.workers.totals import Tally
 from penstock.wire.http1 import Headers, RequestHead
 
@@ -36,13 +36,13 @@ _POST_PATHS: Final = frozenset(
 class Public:
     """The handler of the public listener."""
 
-    def __init__(self, config: GatewayConfig, books: Books, desk: Desk, tally: Tally) -> None:
+    def __init__(self, config: GatewayConfig, books: Books, context: GatewayContext, tally: Tally) -> None:
         self._books = books
-        self._desk = desk
+        self._context = context
         self._tally = tally
-        self._fleet = desk.fleet
+        self._replicas = context.replicas
         self._policy = config.policy
-        self._names = {model.name: (model.name, *model.aliases) for model in desk.fleet.models}
+        self._names = {model.name: (model.name, *model.aliases) for model in context.replicas.models}
         self._created = int(time.time())
 
     def refuse(self, head: RequestHead) -> Answer | None:
@@ -51,7 +51,7 @@ class Public:
         if head.method == b"OPTIONS":
             asked = head.get(b"access-control-request-headers")
             return Answer(204, headers=preflight_headers(asked))
-        if path != b"/health" and self._desk.needs_key and self._books.find(head) is None:
+        if path != b"/health" and self._context.needs_key and self._books.find(head) is None:
             return self._refuse_key()
         if path in _POST_PATHS and head.method == b"POST":
             return None
@@ -71,8 +71,8 @@ class Public:
         if path == b"/health":
             n_ready = sum(self._count_ready().values())
             return json_answer({"status": "ok", "ready_replicas": n_ready})
-        holder = self._books.find(request.head) if self._desk.needs_key else None
-        if holder is None and self._desk.needs_key:
+        holder = self._books.find(request.head) if self._context.needs_key else None
+        if holder is None and self._context.needs_key:
             # It was good when the head came, and a body may take its time. From here on None means: no keys needed.
             return self._refuse_key()
         is_own = path in _OWN_PATHS or path.startswith(_MODEL_PATH)
@@ -81,12 +81,12 @@ class Public:
         if path == b"/metrics":
             return Answer(200, self._tally.metrics(), CONTENT_TYPE)
         if path == b"/v1/models":
-            data = [self._facts(model) for model in self._fleet.models if self._may_use(holder, model)]
+            data = [self._facts(model) for model in self._replicas.models if self._may_use(holder, model)]
             return json_answer({"object": "list", "data": data})
         return self._answer_model(holder, unquote(path.removeprefix(_MODEL_PATH).decode("latin-1")))
 
     def origin_headers(self, head: RequestHead) -> Headers:
-        return origin_headers(head.get(b"origin"), self._desk.needs_key)
+        return origin_headers(head.get(b"origin"), self._context.needs_key)
 
     def _refuse_key(self) -> Answer:
         self._books.totals.n_unknown_keys += 1
@@ -103,8 +103,8 @@ class Public:
         if name is None and head.method != b"POST":
             name = _read_query_model(head.target)
         response_id = ask.response_id or _find_response_id(head.path)
-        place = self._desk.memory.find(response_id) if response_id else None
-        model = place[0] if place is not None and name is None else self._fleet.resolve(name)
+        place = self._context.response_owners.find(response_id) if response_id else None
+        model = place[0] if place is not None and name is None else self._replicas.resolve(name)
         if model is None and name is None:
             return error_answer(400, "the request names no model, and several are served", "model_missing", "model")
         if model is None:
@@ -114,23 +114,23 @@ class Public:
         if holder is not None and not holder.may_use(name or model, *self._names[model]):
             self._books.refuse(asked, holder, 403)
             return _forbidden_model(name or model)
-        passage = Passage(self._desk, request, client, model, ask)
-        passage.start(self._wish(ask, name, place), self._books.open(asked, holder, request.body))
+        forwarding = Forwarding(self._context, request, client, model, ask)
+        forwarding.start(self._hints(ask, name, place), self._books.open(asked, holder, request.body))
         return None
 
-    def _wish(self, ask: Ask, name: str | None, place: tuple[str, str] | None) -> Wish:
+    def _hints(self, ask: Ask, name: str | None, place: tuple[str, str] | None) -> RoutingHints:
         """What this request asks of the choice; most ask nothing."""
         key = ask.session if self._policy == "sticky" else ask.prefix
         replica = place[1] if place is not None else ask.replica
-        adapter = name if self._fleet.has_adapter(name) else None
-        return Wish(key, adapter, replica) if key or replica or adapter else NO_WISH
+        adapter = name if self._replicas.has_adapter(name) else None
+        return RoutingHints(key, adapter, replica) if key or replica or adapter else NO_HINTS
 
     def _may_use(self, holder: Holder | None, model: ServedModel) -> bool:
         return holder is None or holder.may_use(*self._names[model.name])
 
     def _answer_model(self, holder: Holder | None, name: str) -> Answer:
-        known = self._fleet.resolve(name)
-        for model in self._fleet.models:
+        known = self._replicas.resolve(name)
+        for model in self._replicas.models:
             if model.name == known:
                 if not self._may_use(holder, model):
                     return _forbidden_model(name)
@@ -139,10 +139,10 @@ class Public:
 
     def _count_ready(self) -> dict[str, int]:
         now = time.monotonic()
-        return {model.name: len(self._fleet.ready(model.name, now)) for model in self._fleet.models}
+        return {model.name: len(self._replicas.ready(model.name, now)) for model in self._replicas.models}
 
     def _facts(self, model: ServedModel) -> ModelFacts:
-        state = self._fleet.model_state(model.name, time.monotonic())
+        state = self._replicas.model_state(model.name, time.monotonic())
         return ModelFacts(model.name, self._created, model.aliases, state)
 
 

@@ -1,4 +1,4 @@
-"""The gateway put together: two listeners over one fleet, and the order in which they stop."""
+"""The gateway put together: two listeners over one table of replicas, and the order in which they stop."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from penstock.gateway.config import GatewayConfig, parse_address
 from penstock.gateway.connections.client import Handler
 from penstock.gateway.connections.engine import Pool
 from penstock.gateway.connections.listener import Listener, open_socket, open_tls
-from penstock.gateway.context import Desk
+from penstock.gateway.context import GatewayContext
 from penstock.gateway.metrics import Counters
 from penstock.gateway.public import Public
-from penstock.gateway.routing.queue import Hold
-from penstock.gateway.routing.replicas import Fleet
-from penstock.gateway.routing.static_upstreams import Statics
+from penstock.gateway.routing.queue import WaitingQueue
+from penstock.gateway.routing.replicas import ReplicaTable
+from penstock.gateway.routing.static_upstreams import StaticUpstreams
 from penstock.gateway.workers.broadcast import Relay, RelayingAdmin
 from penstock.gateway.workers.shared_memory import Board, SharedCounters, SharedInFlight
 from penstock.gateway.workers.totals import Tally
@@ -119,48 +119,48 @@ class Gateway:
             raise
         self._config = config
         self._seat = seat
-        fleet = Fleet(config.models, config.policy, config.max_in_flight)
+        replicas = ReplicaTable(config.models, config.policy, config.max_in_flight)
         counters = Counters(model.name for model in config.models)
         pool = Pool(engine_key(token) if config.engines_need_key else None)
         needs_key = config.auth == "keys"
         hides_key = needs_key or config.engines_need_key
-        self._desk = Desk(fleet, Hold(), pool, counters, config.hold_s, needs_key, hides_key)
-        self._statics = Statics(config.upstreams, fleet, self._desk.hold, self._desk.pool)
+        self._context = GatewayContext(replicas, WaitingQueue(), pool, counters, config.hold_s, needs_key, hides_key)
+        self._static_upstreams = StaticUpstreams(config.upstreams, replicas, self._context.queue, self._context.pool)
         # Without an admin address of their own, workers trust each other by their folder, which is ours alone.
         slot = seat.slot if seat else 0
         if slot == 0 and self.books.ledger is not None:
             self.books.ledger.keep_days = config.ledger_days
             self.books.ledger.exchange = exchange
-        self._tally = Tally(self._desk, self.books, seat.numbers if seat else None, slot)
-        admin: Handler = Admin(self._desk, self.books, self._tally, token or secrets.token_hex(16))
+        self._tally = Tally(self._context, self.books, seat.numbers if seat else None, slot)
+        admin: Handler = Admin(self._context, self.books, self._tally, token or secrets.token_hex(16))
         self._relay: Relay | None = None
         admin_socket = sockets.admin
         if seat is not None:
-            fleet.shared = SharedInFlight(seat.counters)
+            replicas.shared = SharedInFlight(seat.counters)
             for name in seat.drained():
-                fleet.drain(name)
+                replicas.drain(name)
             if slot == 0:
-                admin = self._relaying(admin, fleet, seat, token)
+                admin = self._relaying(admin, replicas, seat, token)
             else:
                 address = parse_address(seat.admin_address(slot))
                 assert address is not None
                 admin_socket = open_socket(address, mode=0o600)
-        public = Public(config, self.books, self._desk, self._tally)
+        public = Public(config, self.books, self._context, self._tally)
         self.public = Listener(public, sockets.public[slot], config.limits, sockets.tls)
         self.admin = Listener(admin, admin_socket)
         self._lease_timer: asyncio.TimerHandle | None = None
 
-    def _relaying(self, admin: Handler, fleet: Fleet, seat: Seat, token: str) -> Handler:
+    def _relaying(self, admin: Handler, replicas: ReplicaTable, seat: Seat, token: str) -> Handler:
         """Worker 0's admin: what it hears goes to the others, and drains outlive it."""
         peers = [seat.admin_address(slot) for slot in range(1, seat.n_workers)]
         self._relay = Relay(peers, token)
-        return RelayingAdmin(admin, self._relay, lambda: seat.keep_drained(fleet.draining))
+        return RelayingAdmin(admin, self._relay, lambda: seat.keep_drained(replicas.draining))
 
     async def start(self) -> None:
         """Begins to serve, admin first: a replica may announce before the first request comes."""
         self.books.start()
         await self.admin.start()
-        self._statics.start()
+        self._static_upstreams.start()
         if self._relay is not None:
             self._relay.start()
         await self.public.start()
@@ -174,15 +174,17 @@ class Gateway:
 
         The admin address stays until the last request is done: a held request may still get its replica.
         """
-        log.info("draining: %d in flight, %d waiting", self._desk.fleet.in_flight_total, self._desk.hold.waiting)
+        log.info(
+            "draining: %d in flight, %d waiting", self._context.replicas.in_flight_total, self._context.queue.waiting
+        )
         n_cut = await self.public.drain(self._config.drain_s)
         await self.admin.drain(0.0)
-        self._statics.stop()
+        self._static_upstreams.stop()
         if self._relay is not None:
             self._relay.stop()
         if self._lease_timer is not None:
             self._lease_timer.cancel()
-        self._desk.pool.close()
+        self._context.pool.close()
         await self.books.stop()
         log.info("stopped, %d requests cut", n_cut)
         return n_cut
@@ -191,9 +193,9 @@ class Gateway:
         """Tells of lapsed leases, which end traffic with or without this, and looks after requests."""
         loop = asyncio.get_running_loop()
         now = time.monotonic()
-        for name in self._desk.fleet.take_lapsed(now):
+        for name in self._context.replicas.take_lapsed(now):
             log.warning("replica %s: its lease ran out", name)
-        self._desk.look_after(now)
+        self._context.look_after(now)
         if self._seat is not None:
             self._tally.post()
         self._lease_timer = loop.call_later(LEASE_CHECK_S, self._check_leases)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -14,20 +16,20 @@ import msgspec
 
 from penstock import engines, processes
 from penstock.engines import Engine
+from penstock.errors import UserError
 from penstock.node.announcer import Admin
 from penstock.node.group.addresses import Formation
 from penstock.node.group.follower import Follower
 from penstock.node.group.rendezvous import Group
 from penstock.node.local_processes import Footing, Parts, Seat
+from penstock.node.ready_file import ReadyFile
 from penstock.node.supervisor import _END_S, Node, _facts
 from penstock.run_folder import Launch
 
 
-def _follow(launch: Launch, seat: Seat, engine: Engine, admin: Admin, claims_gpus: bool) -> Follower:
-    """The part of a node that is not the first of its replica."""
+def _member(launch: Launch, seat: Seat, engine: Engine, admin: Admin, claims_gpus: bool, file: ReadyFile) -> Follower:
+    """A node that is not the first of its replica."""
     plan, footing = launch.plan, Footing(launch.plan, seat, claims_gpus)
-    group = Group(admin, seat.replica, seat.rank)
-    group.start()
 
     def start(made: Formation) -> Parts:
         parts = Parts(plan, engine, seat, lambda: False)
@@ -38,55 +40,91 @@ def _follow(launch: Launch, seat: Seat, engine: Engine, admin: Admin, claims_gpu
             parts.start_engine(made.spots[seat.rank].address, None, made, None)
         return parts
 
-    return Follower(plan, group, engine, lambda: _facts(footing.find()[1]), start)
+    group = Group(admin, seat.replica, seat.rank, lambda: member.leave())
+    member = Follower(plan, group, engine, lambda: _facts(footing.find()[1]), start, file)
+    group.start()
+    return member
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line of a node."""
+    made = argparse.ArgumentParser(prog="penstock.node")
+    made.add_argument("launch", type=Path)
+    made.add_argument("--replica", required=True)
+    rank = made.add_mutually_exclusive_group()
+    rank.add_argument("--rank", type=int, default=0, help="of this node among those of the replica")
+    rank.add_argument(
+        "--rank-from-hostname", action="store_true", help="the number at the end of the host name: NAME-3 is rank 3"
+    )
+    made.add_argument("--hosts", default="", help="names of the replica's nodes by rank, with commas")
+    made.add_argument("--port", type=int, help="where the engine listens (default: a free port)")
+    made.add_argument("--url", help="how the gateway calls the engine (default: where it listens)")
+    made.add_argument("--announce", action="append", help="the gateway's admin address as seen from here")
+    made.add_argument("--ready-file", type=Path, help="exists while this node is ready, for a readiness probe")
+    made.add_argument(
+        "--kill-after", type=float, help="SIGTERM is followed by SIGKILL after so many seconds: be done before"
+    )
+    made.add_argument("--claim-gpus", action="store_true", help="take free GPUs that no other node has")
+    return made
+
+
+def rank_of(host: str, n_nodes: int) -> int:
+    """The rank that a host name ends in, as Kubernetes names the pods of a StatefulSet.  Raises UserError."""
+    number = re.search(r"-(\d+)\Z", host.partition(".")[0])
+    if number is None:
+        hint = "The host name must end in a hyphen and the rank (replica-0, replica-1), or use --rank."
+        raise UserError(f'cannot take the rank from host name "{host}"', hint=hint)
+    rank = int(number[1])
+    if rank >= n_nodes:
+        raise UserError(f'cannot take the rank from host name "{host}": rank {rank} of {n_nodes} node(s)')
+    return rank
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Supervise one node of a replica of a launch; the exit code of the process."""
-    parser = argparse.ArgumentParser(prog="penstock.node")
-    parser.add_argument("launch", type=Path)
-    parser.add_argument("--replica", required=True)
-    parser.add_argument("--rank", type=int, default=0, help="of this node among those of the replica")
-    parser.add_argument("--hosts", default="", help="names of the replica's nodes by rank, with commas")
-    parser.add_argument("--port", type=int, help="where the engine listens (default: a free port)")
-    parser.add_argument("--url", help="how the gateway calls the engine (default: where it listens)")
-    parser.add_argument("--announce", action="append", help="the gateway's admin address as seen from here")
-    parser.add_argument(
-        "--kill-after", type=float, help="SIGTERM is followed by SIGKILL after so many seconds: be done before"
-    )
-    parser.add_argument("--claim-gpus", action="store_true", help="take free GPUs that no other node has")
-    options = parser.parse_args(argv)
+    options = parser().parse_args(argv)
     launch = msgspec.json.decode(options.launch.read_bytes(), type=Launch)
+    rank = rank_of(socket.gethostname(), launch.plan.n_nodes) if options.rank_from_hostname else options.rank
     os.environ.setdefault(processes.MARK_RUN, str(options.launch.parent.parent))
     os.environ[processes.MARK_REPLICA] = options.replica
     if launch.plan.n_nodes > 1:
-        os.environ[processes.MARK_RANK] = str(options.rank)
+        os.environ[processes.MARK_RANK] = str(rank)
     hosts = tuple(name for name in options.hosts.split(",") if name)
-    seat = Seat(options.replica, options.rank, options.port, options.url, hosts)
+    seat = Seat(options.replica, rank, options.port, options.url, hosts)
     file = Path(launch.announce_file) if launch.announce_file and not options.announce else None
     admin = Admin(options.announce or launch.announce_urls, Path(launch.token_file).read_text("utf-8").strip(), file)
-    engine = engines.load(launch.plan.engine)
-    make = Node if seat.rank == 0 else _follow
-    supervisor = make(launch, seat, engine, admin, options.claim_gpus)
-    handler: Callable[..., None] = supervisor.stop
+    ready_file = ReadyFile(options.ready_file)
+    make = Node if rank == 0 else _member
+    supervisor = make(launch, seat, engines.load(launch.plan.engine), admin, options.claim_gpus, ready_file)
+    is_ended = _on_signals(supervisor.stop, options.kill_after)
+    try:
+        code = supervisor.run()
+    finally:
+        ready_file.set(is_ready=False)
+    # Whoever reads it then knows that the scheduler ended this node.
+    return 128 + signal.SIGTERM if is_ended() and options.kill_after is not None and code == 0 else code
 
+
+def _on_signals(stop: Callable[[], None], kill_after_s: float | None) -> Callable[[], bool]:
+    """SIGTERM and SIGINT stop the node; whether a SIGTERM came, as a function."""
     terms = []
 
     def on_term(*_: object) -> None:
         terms.append(1)
-        handler()
-        if options.kill_after is not None:
-            # A stop that does not wait any more, while there is time to end the engine.
-            timer = threading.Timer(max(0.5, options.kill_after - _END_S), handler)
+        stop()
+        if kill_after_s is not None:
+            # A second stop, which does not wait any more, while there is time to end the engine.
+            timer = threading.Timer(max(0.5, kill_after_s - _END_S), stop)
             timer.daemon = True
             timer.start()
 
     signal.signal(signal.SIGTERM, on_term)
-    signal.signal(signal.SIGINT, handler)
-    code = supervisor.run()
-    # Who reads it knows then that a scheduler ended this node, and not who asked it to drain.
-    return 128 + signal.SIGTERM if terms and options.kill_after is not None and code == 0 else code
+    signal.signal(signal.SIGINT, lambda *_: stop())
+    return lambda: bool(terms)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except UserError as exc:
+        sys.exit(f"penstock: {exc.message}. {exc.hint or ''}")

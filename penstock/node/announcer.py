@@ -6,7 +6,7 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from penstock.errors import PenstockError
-from penstock.wire.announcement import Announcement, GatewayAddress, engine_key
+from penstock.wire.announcement import AnnounceAnswer, Announcement, GatewayAddress, engine_key
 from penstock.wire.client import Client
 
 _TIMEOUT_S = 3.0
@@ -73,11 +73,14 @@ class Admin:
 
 
 class Announcer(threading.Thread):
-    """Tells the gateway the newest announcement: every second, and at once when it changes."""
+    """Posts the newest announcement to the gateway: every second, and at once when it changes.
 
-    def __init__(self, admin: Admin) -> None:
+    `on_leave` is called, from this thread, with each answer that orders the node to leave.
+    """
+
+    def __init__(self, admin: Admin, on_leave: Callable[[], None]) -> None:
         super().__init__(name="announcer", daemon=True)
-        self._admin = admin
+        self._admin, self._on_leave = admin, on_leave
         self._changed = threading.Condition()
         self._newest: Announcement | None = None
         self._told: Announcement | None = None
@@ -106,8 +109,10 @@ class Announcer(threading.Thread):
             if newest is None:
                 continue
             try:
-                self._admin.post_json("/admin/announce", msgspec.to_builtins(newest))
-            except PenstockError:
+                answer = self._admin.post_json("/admin/announce", msgspec.to_builtins(newest))
+                if msgspec.convert(answer, AnnounceAnswer).leave:
+                    self._on_leave()
+            except (PenstockError, msgspec.ValidationError):
                 self._note(refused=newest)
                 time.sleep(0.5)  # the gateway is down or starting: the controller sees to it
                 continue

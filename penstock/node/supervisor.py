@@ -27,6 +27,7 @@ from penstock.node.group.addresses import Formation
 from penstock.node.group.leader import Lead
 from penstock.node.group.rendezvous import Group
 from penstock.node.local_processes import Footing, Parts, Seat
+from penstock.node.ready_file import ReadyFile
 from penstock.run_folder import Launch
 from penstock.text import show_seconds
 from penstock.wire import prometheus
@@ -69,17 +70,19 @@ class StallWatch:
 class Node:
     """Supervises one engine until told to stop."""
 
-    def __init__(self, launch: Launch, seat: Seat, engine: Engine, admin: Admin, claims_gpus: bool = False) -> None:
+    def __init__(
+        self, launch: Launch, seat: Seat, engine: Engine, admin: Admin, claims_gpus: bool, ready_file: ReadyFile
+    ) -> None:
         self.launch, self.plan, self.replica, self.engine = launch, launch.plan, seat.replica, engine
-        self.announcer = Announcer(admin)
+        self.announcer = Announcer(admin, self.leave)
         self.stops = 0
-        self._seat, self._admin = seat, admin
+        self._seat, self._admin, self._ready_file = seat, admin, ready_file
         self._footing = Footing(self.plan, seat, claims_gpus)
         self._wake = threading.Event()
         self._parts = Parts(self.plan, engine, seat, self._is_stopped)
         self._lead: Lead | None = None
         if self.plan.n_nodes > 1 or self.plan.executor == "ray":
-            group = Group(admin, seat.replica, seat.rank)
+            group = Group(admin, seat.replica, seat.rank, self.leave)
             group.start()
             self._lead = Lead(self.plan, group, seat.hosts, self._is_stopped)
         self._nodes: tuple[NodeView, ...] = ()
@@ -106,6 +109,11 @@ class Node:
     def stop(self, *_: object) -> None:
         self.stops += 1
         self._wake.set()
+
+    def leave(self) -> None:
+        """The gateway's order to leave: as a first stop, however often it is repeated."""
+        if not self.stops:
+            self.stop()
 
     def _is_stopped(self) -> bool:
         return self.stops > 0
@@ -414,7 +422,7 @@ class Node:
         self._announce("failed")
         self._end_crew("failed")
         deadline = time.monotonic() + _LAST_WORD_S
-        while time.monotonic() < deadline and not self.announcer.is_told():
+        while time.monotonic() < deadline and not self.stops and not self.announcer.is_told():
             self.announcer.wait_told(1.0)
             self._pause(_TICK_S)
 
@@ -426,6 +434,7 @@ class Node:
         if state != self._state:
             self._look_at_processes()
         self._state = state
+        self._ready_file.set(is_ready=state == "ready")
         self.announcer.tell(
             Announcement(
                 replica=self.replica,

@@ -100,11 +100,13 @@ class PostView(msgspec.Struct, frozen=True):
 class BoardView(msgspec.Struct, frozen=True):
     """The answer of POST /admin/board: the last post of every rank of that replica, by rank.
 
-    `age_s` is the board's own: a rank that is missing from a young board may just not have spoken yet.
+    `age_s` is the board's own: a rank that is missing from a young board may just not have spoken yet. `leave`: as in
+    `AnnounceAnswer`, for the nodes that do not announce.
     """
 
     age_s: float
     posts: tuple[PostView, ...]
+    leave: bool = False
 
 
 class Announcement(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -138,6 +140,13 @@ class Announcement(msgspec.Struct, frozen=True, omit_defaults=True):
     weight: float = 1.0
     adapters: tuple[str, ...] = ()
     nodes: tuple[NodeView, ...] = ()
+
+
+class AnnounceAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The answer of POST /admin/announce. `leave` orders the node to drain and exit, as SIGTERM does."""
+
+    draining: bool
+    leave: bool = False
 
 
 class ReplicaView(msgspec.Struct, frozen=True):

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from penstock.cli import arguments as cli_arguments
 from penstock.cli.bench import serve
 from penstock.cli.bench.requests import Subparsers
 from penstock.errors import UserError
@@ -27,9 +28,10 @@ DeploymentOf = Callable[[argparse.Namespace], "Deployment"]
 _MOST = 10**9
 
 
-def add_arguments(sub: argparse.ArgumentParser, deployment_of: DeploymentOf) -> None:
+def register(sub: argparse.ArgumentParser) -> None:
     """The verbs under `penstock bench`, which must name one."""
-    add_verbs(serve.add_arguments(sub), deployment_of)
+    sub.set_defaults(verb=run_compare)
+    add_verbs(serve.add_arguments(sub), cli_arguments.deployment_of)
 
 
 def add_verbs(verbs: Subparsers, deployment_of: DeploymentOf) -> None:

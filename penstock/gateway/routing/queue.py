@@ -23,7 +23,7 @@ _CLOCKS_KEPT = 4096
 
 
 @dataclass(eq=False, slots=True)
-class Ticket:
+class QueueEntry:
     """One request's place."""
 
     model: str
@@ -39,12 +39,12 @@ class _Flow:
     """Requests of one key for one model; `clock` is when its next one is due."""
 
     clock: float
-    heap: list[tuple[tuple[int, int], Ticket]] = field(default_factory=list)
-    tickets: set[Ticket] = field(default_factory=set)
+    heap: list[tuple[tuple[int, int], QueueEntry]] = field(default_factory=list)
+    entries: set[QueueEntry] = field(default_factory=set)
 
 
 class FairQueue:
-    """Tickets in the order in which they should go. Pure: no clock, no socket."""
+    """Entries in the order in which they should go. Pure: no clock, no socket."""
 
     def __init__(self) -> None:
         self._flows: dict[bytes, _Flow] = {}
@@ -53,61 +53,61 @@ class FairQueue:
         self._now = 0.0  # the clock of the flow that was served last
         self.n_waiting = 0
 
-    def push(self, ticket: Ticket) -> None:
-        flow = self._flows.get(ticket.flow)
+    def push(self, entry: QueueEntry) -> None:
+        flow = self._flows.get(entry.flow)
         if flow is None:
-            flow = self._flows[ticket.flow] = _Flow(max(self._now, self._clocks.pop(ticket.flow, 0.0)))
-        heapq.heappush(flow.heap, (ticket.order, ticket))
-        flow.tickets.add(ticket)
+            flow = self._flows[entry.flow] = _Flow(max(self._now, self._clocks.pop(entry.flow, 0.0)))
+        heapq.heappush(flow.heap, (entry.order, entry))
+        flow.entries.add(entry)
         self.n_waiting += 1
 
     def waiting_of(self, flow: bytes) -> int:
         row = self._flows.get(flow)
-        return len(row.tickets) if row else 0
+        return len(row.entries) if row else 0
 
-    def remove(self, ticket: Ticket) -> bool:
-        """Takes a ticket out wherever it is; False when it is not in here."""
-        flow = self._flows.get(ticket.flow)
-        if flow is None or ticket not in flow.tickets:
+    def remove(self, entry: QueueEntry) -> bool:
+        """Takes a entry out wherever it is; False when it is not in here."""
+        flow = self._flows.get(entry.flow)
+        if flow is None or entry not in flow.entries:
             return False
-        flow.tickets.discard(ticket)
+        flow.entries.discard(entry)
         self.n_waiting -= 1
         if not self.n_waiting:
             self._flows, self._clocks, self._now = {}, {}, 0.0
-        elif not flow.tickets:
-            del self._flows[ticket.flow]
-            self._clocks[ticket.flow] = flow.clock
+        elif not flow.entries:
+            del self._flows[entry.flow]
+            self._clocks[entry.flow] = flow.clock
             if len(self._clocks) > _CLOCKS_KEPT:
                 self._clocks = {name: clock for name, clock in self._clocks.items() if clock > self._now}
-        elif len(flow.heap) > 2 * len(flow.tickets) + 8:
+        elif len(flow.heap) > 2 * len(flow.entries) + 8:
             # Those who left stay in the heap until they come up; here they would outnumber those who wait.
-            flow.heap = [entry for entry in flow.heap if entry[1] in flow.tickets]
+            flow.heap = [item for item in flow.heap if item[1] in flow.entries]
             heapq.heapify(flow.heap)
         return True
 
-    def pop(self) -> Ticket | None:
+    def pop(self) -> QueueEntry | None:
         """The next one to go: of the flow whose clock is earliest, its most urgent and then oldest."""
         if not self._flows:
             return None
         flow = min(self._flows.values(), key=_clock)
         while True:
-            ticket = heapq.heappop(flow.heap)[1]
-            if ticket in flow.tickets:
+            entry = heapq.heappop(flow.heap)[1]
+            if entry in flow.entries:
                 break
         self._now = flow.clock
-        flow.clock += 1 / ticket.weight
-        self.remove(ticket)
-        return ticket
+        flow.clock += 1 / entry.weight
+        self.remove(entry)
+        return entry
 
-    def __iter__(self) -> Iterator[Ticket]:
-        return (ticket for flow in self._flows.values() for ticket in flow.tickets)
+    def __iter__(self) -> Iterator[QueueEntry]:
+        return (entry for flow in self._flows.values() for entry in flow.entries)
 
 
 def _clock(flow: _Flow) -> float:
     return flow.clock
 
 
-class Hold:
+class WaitingQueue:
     """Waiting requests per model. `waiting` counts those between `enter` and `leave` that were not let go."""
 
     def __init__(self) -> None:
@@ -123,51 +123,51 @@ class Hold:
     def has_room(self, n_bytes: int) -> bool:
         return self.waiting < MAX_WAITING and self._n_bytes + n_bytes <= MAX_WAITING_BYTES
 
-    def enter(self, model: str, flow: bytes, priority: int, n_bytes: int, weight: float = 1.0) -> Ticket | None:
+    def enter(self, model: str, flow: bytes, priority: int, n_bytes: int, weight: float = 1.0) -> QueueEntry | None:
         """A place in the queue, to be given back with `leave`; None when the queue or the flow's part of it is full."""
         queue = self._queues.setdefault(model, FairQueue())
         is_crowd = queue.waiting_of(flow) >= MAX_WAITING * FLOW_SHARE and flow != b""
         if is_crowd or not self.has_room(n_bytes):
             return None
         self._n_arrived += 1
-        ticket = Ticket(model, flow, (priority, self._n_arrived), n_bytes, weight)
-        queue.push(ticket)
+        entry = QueueEntry(model, flow, (priority, self._n_arrived), n_bytes, weight)
+        queue.push(entry)
         self.waiting += 1
         self._n_bytes += n_bytes
-        return ticket
+        return entry
 
-    async def wait(self, ticket: Ticket, timeout_s: float) -> bool:
-        """Whether the ticket was let go within the time. Called again after a False, it keeps its place."""
-        if ticket.future is None:
-            ticket.future = asyncio.get_running_loop().create_future()
+    async def wait(self, entry: QueueEntry, timeout_s: float) -> bool:
+        """Whether the entry was let go within the time. Called again after a False, it keeps its place."""
+        if entry.future is None:
+            entry.future = asyncio.get_running_loop().create_future()
         try:
             # Not wait_for: in Python 3.11 it can swallow the cancellation that a leaving client causes. And a timeout
             # cancels what it awaits, which must not be the future itself: it is waited for again.
             async with asyncio.timeout(timeout_s):
-                await asyncio.shield(ticket.future)
+                await asyncio.shield(entry.future)
         except TimeoutError:
-            return ticket.future.done()
+            return entry.future.done()
         return True
 
-    def return_to_queue(self, ticket: Ticket) -> None:
+    def return_to_queue(self, entry: QueueEntry) -> None:
         """It was let go, and found no replica after all: it keeps its arrival, and so its place in its flow."""
-        ticket.future = None
-        self._queues[ticket.model].push(ticket)
+        entry.future = None
+        self._queues[entry.model].push(entry)
         self.waiting += 1
 
-    def leave(self, ticket: Ticket) -> None:
-        self._n_bytes -= ticket.n_bytes
-        if self._queues[ticket.model].remove(ticket):
+    def leave(self, entry: QueueEntry) -> None:
+        self._n_bytes -= entry.n_bytes
+        if self._queues[entry.model].remove(entry):
             self.waiting -= 1
 
     def wake(self, model: str, n_requests: int | None = None) -> None:
         """Lets the next `n_requests` of those that wait for `model` look again; None means all."""
         queue = self._queues.get(model)
         while queue is not None and queue.n_waiting and n_requests != 0:
-            ticket = queue.pop()
-            assert ticket is not None
+            entry = queue.pop()
+            assert entry is not None
             self.waiting -= 1
-            if ticket.future is None:
-                ticket.future = asyncio.get_running_loop().create_future()
-            ticket.future.set_result(None)
+            if entry.future is None:
+                entry.future = asyncio.get_running_loop().create_future()
+            entry.future.set_result(None)
             n_requests = None if n_requests is None else n_requests - 1

@@ -35,7 +35,7 @@ class OtherWorkers(Protocol):
     def add(self, replica: str, amount: int, /) -> None: ...
 
 
-class Wish(NamedTuple):
+class RoutingHints(NamedTuple):
     """What a request asks of the choice: a key for the policy, an adapter, a replica that knows what others do not."""
 
     key: bytes = b""
@@ -43,17 +43,16 @@ class Wish(NamedTuple):
     replica: str | None = None
 
 
-NO_WISH: Final = Wish()
+NO_HINTS: Final = RoutingHints()
 
 
 @dataclass(slots=True, eq=False)
 class Replica:
-    """One row. `address` is None until the engine listens. `is_suspect`: it refused a connection or answered
-    that it failed since the last announcement. `is_lapsed`: its lease ran out, and that was told.
+    """One row. `address` is None until the engine listens. `is_lapsed`: its lease ran out, and that was reported.
 
-    `elsewhere`: requests that the engine counts and this gateway did not send; `others`: those of the gateway's other
-    workers. `strength`: its announced weight,
-    less when its KV cache is nearly full. `weight`: what the policies see, less while it comes back from an ejection.
+    `is_suspect`: since its last announcement it refused a connection or answered that it failed.
+    `external_load`: requests that the engine counts and this gateway did not send. `effective_weight`: its announced
+    weight, less when its KV cache is nearly full. `weight`: what policies see, less after an ejection.
     """
 
     announcement: Announcement
@@ -62,10 +61,10 @@ class Replica:
     in_flight: int = 0
     is_suspect: bool = False
     is_lapsed: bool = False
-    strength: float = 1.0
+    effective_weight: float = 1.0
     weight: float = 1.0
-    elsewhere: float = 0.0
-    others: int = 0
+    external_load: float = 0.0
+    load_of_other_workers: int = 0
     idle_since: float | None = None  # the engine's own word
     health: Health = field(default_factory=Health)
     _peaks: tuple[int, int] = (0, 0)  # most in flight since the last announcement, and in the time before it
@@ -76,7 +75,7 @@ class Replica:
 
     @property
     def load(self) -> float:
-        return self.in_flight + self.others + self.elsewhere
+        return self.in_flight + self.load_of_other_workers + self.external_load
 
     def is_alive(self, now: float) -> bool:
         return now - self.announced_at <= self.announcement.lease_s
@@ -95,18 +94,18 @@ class Replica:
         """
         peak, self._peaks = max(self._peaks), (self.in_flight, self._peaks[0])
         if load is None:
-            self.elsewhere, self.idle_since = 0.0, None
-            self.strength = self.weight = self.announcement.weight
+            self.external_load, self.idle_since = 0.0, None
+            self.effective_weight = self.weight = self.announcement.weight
             return
         total = load.running + load.waiting
-        self.elsewhere = max(0.0, total - peak - self.others) + load.waiting
+        self.external_load = max(0.0, total - peak - self.load_of_other_workers) + load.waiting
         self.idle_since = (self.idle_since or now) if total == 0 else None
-        self.strength = self.weight = self.announcement.weight / (
+        self.effective_weight = self.weight = self.announcement.weight / (
             1 + max(0.0, min(load.kv_use, 1.0) - KV_PRESSURE) * 10
         )
 
 
-class Fleet:
+class ReplicaTable:
     """Announcements, leases, drains, ejections and in-flight counts."""
 
     def __init__(
@@ -124,6 +123,7 @@ class Fleet:
         self._by_model: dict[str, list[Replica]] = {model.name: [] for model in models}
         # Names, not rows: a drain may come before the replica's first announcement.
         self._draining: set[str] = set()
+        self._leaving: set[str] = set()
         self._turn = 0
         self.in_flight_total = 0
         # What the other workers of this gateway have in flight; None when there are none.
@@ -163,9 +163,11 @@ class Fleet:
             row = self._replicas[announcement.replica] = Replica(announcement, address, now)
             self._by_model[announcement.model].append(row)
         else:
+            if row.announcement.state == "stopping" and announcement.state != "stopping":
+                self._end_order(announcement.replica)  # another node of that name: the one that was ordered is gone
             row.announcement, row.address, row.announced_at = announcement, address, now
             row.is_suspect = row.is_lapsed = False
-        self._look_at_others((row,))
+        self._update_other_workers((row,))
         row.reconcile(announcement.load, now)
         if had_adapters != announcement.adapters:
             self._find_adapters()
@@ -190,13 +192,27 @@ class Fleet:
         """Whatever is drained, replicas that never announced themselves too."""
         return sorted(self._draining)
 
+    def leave(self, name: str) -> int:
+        """Drains this replica and orders its nodes to leave, until it is gone; returns the requests in flight."""
+        self._leaving.add(name)
+        return self.drain(name)
+
+    def must_leave(self, name: str) -> bool:
+        return name in self._leaving
+
     def undrain(self, name: str) -> None:
+        """Takes back a drain, and an order to leave that no node has read yet."""
         self._draining.discard(name)
+        self._leaving.discard(name)
+
+    def _end_order(self, name: str) -> None:
+        if name in self._leaving:
+            self.undrain(name)
 
     def forget(self, name: str) -> None:
-        """Drops the row and the drain; requests in flight finish and stay in `in_flight_total`."""
+        """Drops the row, the drain and the order to leave; requests in flight stay in `in_flight_total`."""
         row = self._replicas.pop(name, None)
-        self._draining.discard(name)
+        self.undrain(name)
         if row is not None:
             self._by_model[row.announcement.model].remove(row)
             self._find_adapters()
@@ -234,16 +250,18 @@ class Fleet:
         rows = [row for row in self._by_model[model] if self.is_ready(row, now)]
         return [row for row in rows if now >= row.health.ejected_until] or rows
 
-    def begin(self, model: str, now: float, wish: Wish = NO_WISH, avoid: Collection[str] = ()) -> Replica | None:
+    def begin(
+        self, model: str, now: float, hints: RoutingHints = NO_HINTS, avoid: Collection[str] = ()
+    ) -> Replica | None:
         """Chooses a replica and counts a request on it; every one begun must be ended."""
         rows = self.ready(model, now)
-        self._look_at_others(rows)
+        self._update_other_workers(rows)
         if self._max_in_flight is not None:
-            rows = [row for row in rows if row.in_flight + row.others < self._max_in_flight]
+            rows = [row for row in rows if row.in_flight + row.load_of_other_workers < self._max_in_flight]
         if not rows:
             return None
         self._turn += 1
-        replica = self._choose(rows, now, wish, avoid)
+        replica = self._choose(rows, now, hints, avoid)
         if replica is not None:
             replica.begin()
             self.in_flight_total += 1
@@ -251,19 +269,19 @@ class Fleet:
                 self.shared.add(replica.name, 1)
         return replica
 
-    def _choose(self, rows: list[Replica], now: float, wish: Wish, avoid: Collection[str]) -> Replica | None:
-        if wish is not NO_WISH:
-            if wish.adapter:
-                rows = [row for row in rows if wish.adapter in row.announcement.adapters] or rows
+    def _choose(self, rows: list[Replica], now: float, hints: RoutingHints, avoid: Collection[str]) -> Replica | None:
+        if hints is not NO_HINTS:
+            if hints.adapter:
+                rows = [row for row in rows if hints.adapter in row.announcement.adapters] or rows
             for row in rows:
-                if row.name == wish.replica and row.name not in avoid:
+                if row.name == hints.replica and row.name not in avoid:
                     return row
         if len(rows) == 1:
             return rows[0]
         for row in rows:
             if row.health.n_ejections:
-                row.weight = row.strength * row.health.share(now)
-        return choose(self._policy, rows, self._turn, wish.key, avoid)
+                row.weight = row.effective_weight * row.health.share(now)
+        return choose(self._policy, rows, self._turn, hints.key, avoid)
 
     def end(self, replica: Replica) -> None:
         replica.in_flight -= 1
@@ -273,13 +291,13 @@ class Fleet:
 
     def in_flight(self, replica: Replica) -> int:
         """Requests on this replica, those of the gateway's other workers too."""
-        self._look_at_others((replica,))
-        return replica.in_flight + replica.others
+        self._update_other_workers((replica,))
+        return replica.in_flight + replica.load_of_other_workers
 
-    def _look_at_others(self, rows: Iterable[Replica]) -> None:
+    def _update_other_workers(self, rows: Iterable[Replica]) -> None:
         if self.shared is not None:
             for row in rows:
-                row.others = self.shared.others(row.name)
+                row.load_of_other_workers = self.shared.others(row.name)
 
     def is_idle(self, replica: Replica, now: float, for_s: float) -> bool:
         """Whether the engine has said for `for_s` seconds that it works on nothing."""
@@ -326,6 +344,7 @@ class Fleet:
         lapsed = [row for row in self._replicas.values() if not row.is_lapsed and not row.is_alive(now)]
         for row in lapsed:
             row.is_lapsed = True
+            self._end_order(row.name)
         return [row.name for row in lapsed]
 
     def view(self, now: float, waiting: int, requests_total: int) -> GatewayView:
@@ -380,7 +399,7 @@ SEARCHED_BYTES = 4096
 _RESPONSE_ID: Final = re.compile(rb"\"id\"\s*:\s*\"(resp_[A-Za-z0-9_\-]{1,128})\"")
 
 
-class Memory:
+class ResponseOwners:
     """The last MAX_KEPT response ids with the model and replica they came from. One per gateway process."""
 
     def __init__(self) -> None:

@@ -1,6 +1,6 @@
 """Engines that run already and that nobody announces: asked for their health, and announced with what they say.
 
-So they are rows of the fleet like any other: one that is asked and does not answer loses its traffic at once, and one
+So they are rows of the table like any other: one that is asked and does not answer loses its traffic at once, and one
 whose prober is gone loses it when its lease ends.
 """
 
@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 from penstock.gateway.config import Address, Upstream, host_header, parse_url
 from penstock.gateway.connections.engine import Pool, UpstreamError, call
-from penstock.gateway.routing.queue import Hold
-from penstock.gateway.routing.replicas import Fleet
+from penstock.gateway.routing.queue import WaitingQueue
+from penstock.gateway.routing.replicas import ReplicaTable
 from penstock.wire.announcement import Announcement, ReplicaState
 from penstock.wire.http1 import write_request_head
 
@@ -47,12 +47,12 @@ def _next_state(problem: Exception | None, was_ready: bool) -> ReplicaState:
     return "stalled" if was_ready else "starting"
 
 
-class Statics:
+class StaticUpstreams:
     """Probers, one task an upstream, from `start` to `stop`."""
 
-    def __init__(self, upstreams: Sequence[Upstream], fleet: Fleet, hold: Hold, pool: Pool) -> None:
+    def __init__(self, upstreams: Sequence[Upstream], replicas: ReplicaTable, queue: WaitingQueue, pool: Pool) -> None:
         self._upstreams = tuple(zip(name_upstreams(upstreams), upstreams, strict=True))
-        self._fleet, self._hold, self._pool = fleet, hold, pool
+        self._replicas, self._queue, self._pool = replicas, queue, pool
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
@@ -102,6 +102,8 @@ class Statics:
     def _announce(self, name: str, upstream: Upstream, state: ReplicaState, problem: Exception | None) -> None:
         reason = str(problem) if problem else None
         now = time.monotonic()
-        self._fleet.announce(Announcement(name, upstream.model, state, LEASE_S, url=upstream.url, reason=reason), now)
+        self._replicas.announce(
+            Announcement(name, upstream.model, state, LEASE_S, url=upstream.url, reason=reason), now
+        )
         if state == "ready":
-            self._hold.wake(upstream.model)
+            self._queue.wake(upstream.model)

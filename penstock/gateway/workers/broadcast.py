@@ -28,6 +28,7 @@ _KINDS = {
     b"/admin/drain": "drain",
     b"/admin/undrain": "drain",
     b"/admin/forget": "drain",
+    b"/admin/leave": "drain",
 }
 
 log = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ import msgspec
 
 from penstock.gateway import metrics as exposition
 from penstock.gateway.accounting.entry import Books
-from penstock.gateway.context import Desk
+from penstock.gateway.context import GatewayContext
 from penstock.gateway.metrics import Distribution, Family, Gauges
 from penstock.gateway.workers.shared_memory import Board
 from penstock.wire.announcement import GatewayView
@@ -36,8 +36,8 @@ class Numbers(msgspec.Struct, frozen=True, array_like=True):
 class Tally:
     """This worker's numbers and, with a board, those of the others; a slot of it is this worker's."""
 
-    def __init__(self, desk: Desk, books: Books, board: Board | None = None, slot: int = 0) -> None:
-        self._desk = desk
+    def __init__(self, context: GatewayContext, books: Books, board: Board | None = None, slot: int = 0) -> None:
+        self._context = context
         self._books = books
         self._board = board
         self._slot = slot
@@ -58,16 +58,16 @@ class Tally:
     def view(self) -> GatewayView:
         """The answer of GET /admin/replicas."""
         numbers = self._all()
-        view = self._desk.fleet.view(time.monotonic(), numbers.n_waiting, numbers.n_requests)
+        view = self._context.replicas.view(time.monotonic(), numbers.n_waiting, numbers.n_requests)
         return msgspec.structs.replace(view, in_flight_total=numbers.n_in_flight)
 
     def _own(self) -> Numbers:
-        desk = self._desk
-        fleet, counters, now = desk.fleet, desk.counters, time.monotonic()
-        view = fleet.view(now, desk.hold.waiting, counters.n_requests)
-        waiting = {model.name: desk.hold.waiting_for(model.name) for model in fleet.models}
-        ready = {model.name: len(fleet.ready(model.name, now)) for model in fleet.models}
-        families = exposition.families(counters, Gauges(view, waiting, ready, fleet.n_ejections))
+        context = self._context
+        replicas, counters, now = context.replicas, context.counters, time.monotonic()
+        view = replicas.view(now, context.queue.waiting, counters.n_requests)
+        waiting = {model.name: context.queue.waiting_for(model.name) for model in replicas.models}
+        ready = {model.name: len(replicas.ready(model.name, now)) for model in replicas.models}
+        families = exposition.families(counters, Gauges(view, waiting, ready, replicas.n_ejections))
         numbers = Numbers(
             families + self._books.families(),
             exposition.distributions(counters),

@@ -15,6 +15,7 @@ from penstock.hardware import NodeFacts
 from penstock.node.group.addresses import Formation
 from penstock.node.group.rendezvous import Group, open_door, reached
 from penstock.node.local_processes import Parts
+from penstock.node.ready_file import ReadyFile
 from penstock.planner import Plan
 
 _TICK_S = 0.1
@@ -33,8 +34,17 @@ class Follower:
     signal comes, or the gateway is gone too: nobody is left to drain for, nor to say that rank 0 has ended.
     """
 
-    def __init__(self, plan: Plan, group: Group, engine: Engine, tell: Callable[[], NodeFacts], start: Start) -> None:
-        self.stops = 0
+    def __init__(
+        self,
+        plan: Plan,
+        group: Group,
+        engine: Engine,
+        tell: Callable[[], NodeFacts],
+        start: Start,
+        ready_file: ReadyFile,
+    ) -> None:
+        self.stops, self._began = 0, time.monotonic()
+        self._ready_file = ready_file
         self._plan, self._group, self._engine, self._tell, self._start = plan, group, engine, tell, start
         self._wake = threading.Event()
         self._ended: set[str] = set()
@@ -45,6 +55,11 @@ class Follower:
         self.stops += 1
         self._stop_by = self._stop_by or time.monotonic() + self._plan.drain_s
         self._wake.set()
+
+    def leave(self) -> None:
+        """The gateway's order to leave: as a first stop, however often it is repeated."""
+        if not self.stops:
+            self.stop()
 
     def run(self) -> int:
         """0 in the end, however it came."""
@@ -81,8 +96,10 @@ class Follower:
         parts = self._start(made)
         try:
             self._group.say(epoch, phase="running")
+            self._ready_file.set(is_ready=True)
             self._while_running(epoch, parts)
         finally:
+            self._ready_file.set(is_ready=False)
             parts.end(0.0)
 
     def _while_running(self, epoch: str, parts: Parts) -> None:
@@ -112,9 +129,12 @@ class Follower:
         self._group.wait_posted(2.0)
 
     def _lead(self) -> tuple[str, Mapping[str, Any]]:
-        """Rank 0's epoch and what it says; what it last said while nobody can judge whether it is gone."""
+        """Rank 0's epoch and what it says; what it last said while nobody can judge whether it is gone.
+
+        What was said before this process started, a "stopping", was for the one before it.
+        """
         row = self._group.others().get(_HEAD)
-        if row is not None:
+        if row is not None and row.age_s < time.monotonic() - self._began:
             self._last = (row.post.epoch, row.post.content)
         elif self._group.can_judge():
             self._last = ("", {})

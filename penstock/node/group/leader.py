@@ -98,8 +98,7 @@ class Lead:
 
     def over(self, phase: str = "over") -> None:
         """This epoch has ended: the others end their part of it. "stopping" and "failed" end them for good."""
-        if self._epoch:
-            self._say(phase)
+        self._say(phase)
 
     def wait_said(self, timeout_s: float) -> None:
         """Until the others can read what was said last."""

@@ -36,11 +36,11 @@ _NONCE_BYTES = 16
 class Group(threading.Thread):
     """This node's seat at the board: posts what it last said, and knows what the others last said."""
 
-    def __init__(self, admin: Admin, replica: str, rank: int) -> None:
+    def __init__(self, admin: Admin, replica: str, rank: int, on_leave: Callable[[], None]) -> None:
         super().__init__(name="rendezvous", daemon=True)
         self.rank = rank
         self.instance = secrets.token_hex(4)
-        self._admin, self._replica = admin, replica
+        self._admin, self._replica, self._on_leave = admin, replica, on_leave
         self._changed = threading.Condition()
         self._mine: Post | None = None
         self._is_posted = False
@@ -97,6 +97,8 @@ class Group(threading.Thread):
             except (PenstockError, msgspec.ValidationError):
                 time.sleep(_POST_EVERY_S)  # the gateway is down or starting: nobody is judged meanwhile
                 continue
+            if view.leave:
+                self._on_leave()
             with self._changed:
                 self._view, self._seen_at = view, time.monotonic()
                 self._is_posted = self._is_posted or self._mine == mine

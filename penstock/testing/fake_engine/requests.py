@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from penstock.testing.fake_engine.options import Options
 
@@ -13,6 +13,15 @@ COMPLETION_TOKENS = 16  # vLLM's default max_tokens for /v1/completions
 TOKENS_PER_MESSAGE = 4  # what a chat template adds around one message
 _WORD_CHARS_MAX = 24
 _DIGEST_PIECES = 8
+
+
+class Request(NamedTuple):
+    """One request as it arrived. Header names are in lower case, `path` has no query."""
+
+    method: str
+    path: str
+    headers: dict[str, str]
+    body: bytes
 
 
 @dataclass(frozen=True)

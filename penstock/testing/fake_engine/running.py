@@ -25,9 +25,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from penstock.testing.fake_engine.http1 import Request
 from penstock.testing.fake_engine.metrics import Metrics
 from penstock.testing.fake_engine.options import Options
+from penstock.testing.fake_engine.requests import Request
 from penstock.testing.fake_engine.server import Connection, Engine
 from penstock.testing.fake_engine.startup_log import Line
 

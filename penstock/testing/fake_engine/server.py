@@ -1,7 +1,7 @@
 """The fake engine's connections and generations: the only file with sockets and a clock.
 
-One `Engine` holds what the process knows; each `Connection` parses requests and hands generations to the engine as
-tasks. A client that leaves cancels its task, as vLLM aborts its request.
+One `Engine` holds what the process knows; each `Connection` reads requests with `penstock.wire.http1` and hands
+generations to the engine as tasks. A client that leaves cancels its task, as vLLM aborts its request.
 """
 
 from __future__ import annotations
@@ -14,14 +14,18 @@ from collections.abc import Callable
 from http import HTTPStatus
 from pathlib import Path
 
-from penstock.testing.fake_engine import http1, replies, requests
-from penstock.testing.fake_engine.http1 import BadRequest, Request
+from penstock.testing.fake_engine import replies, requests
 from penstock.testing.fake_engine.metrics import Metrics
 from penstock.testing.fake_engine.options import Options
-from penstock.testing.fake_engine.requests import Ask, Refusal
+from penstock.testing.fake_engine.requests import Ask, Refusal, Request
 from penstock.testing.fake_engine.startup_log import Line, died
+from penstock.text import KIB, MIB
+from penstock.wire import http1
+from penstock.wire.http1 import END, ProtocolError, RequestHead
 
+HEAD_BYTES_MAX, BODY_BYTES_MAX = 64 * KIB, 64 * MIB
 JSON = "application/json"
+EVENT_STREAM = "text/event-stream; charset=utf-8"
 _METRICS_TYPE = "text/plain; version=1.0.0; charset=utf-8"
 _METHODS = {
     "/health": ("GET",),
@@ -244,15 +248,15 @@ class Engine:
 
 
 class Connection(asyncio.Protocol):
-    """One client. Requests are answered in order; what it sends meanwhile waits in the buffer."""
+    """One client. Requests are answered in order; what it sends during an answer waits in the reader."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.is_gone = False
-        self._buffer = bytearray()
-        self._request: Request | None = None
+        self._reader = http1.Reader(http1.parse_request, HEAD_BYTES_MAX)
+        self._head: RequestHead | None = None
+        self._body = bytearray()
         self._task: asyncio.Task[None] | None = None
-        self._continued = False
         self._may_write = asyncio.Event()
         self._may_write.set()
 
@@ -275,10 +279,10 @@ class Connection(asyncio.Protocol):
         self._may_write.set()
 
     def data_received(self, data: bytes) -> None:
-        self._buffer += data
-        if self._request is None:
+        self._reader.feed(data)
+        if self._task is None:
             self._advance()
-        elif len(self._buffer) > http1.BODY_BYTES_MAX:
+        elif self._reader.n_buffered > BODY_BYTES_MAX:
             self.abort()  # a client that pipelines this much waits for nothing
 
     def next(self) -> None:
@@ -294,26 +298,32 @@ class Connection(asyncio.Protocol):
 
     def respond(self, status: int, body: bytes, content_type: str | None, allow: str | None = None) -> None:
         """Sends a whole response."""
-        is_last = self._request is None or not self._request.keeps_alive
         self._log(status)
+        is_last = self._head is None or not self._head.keeps_alive
+        lines = [f"allow: {allow}"] if allow is not None else []
+        lines.append(f"content-length: {len(body)}")
+        lines += [f"content-type: {content_type}"] if content_type is not None else []
+        lines += ["vary: Origin", *(["connection: close"] if is_last else [])]
         if not self.is_gone:
-            self._transport.write(http1.response(status, body, content_type, _date(), allow, is_last))
+            self._transport.write(_response_head(status, *lines) + body)
 
     def refuse(self, status: int, payload: dict[str, object], allow: str | None = None) -> None:
         self.respond(status, replies.dump(payload).encode(), JSON, allow)
 
     def begin_stream(self) -> None:
+        """Without chunks (HTTP/1.0) the end of the connection ends the stream."""
         self._log(200)
-        self._transport.write(http1.stream_head(_date(), self._is_chunked))
+        end = "transfer-encoding: chunked" if self._is_chunked else "connection: close"
+        self._transport.write(_response_head(200, f"content-type: {EVENT_STREAM}", "vary: Origin", end))
 
     def send(self, piece: bytes) -> None:
         """Sends a piece of an event stream."""
         if piece and not self.is_gone:
-            self._transport.write(http1.chunk(piece) if self._is_chunked else piece)
+            self._transport.write(http1.write_chunk(piece) if self._is_chunked else piece)
 
     def end_stream(self) -> None:
         if not self.is_gone and self._is_chunked:
-            self._transport.write(http1.chunk(b""))
+            self._transport.write(http1.LAST_CHUNK)
 
     def close(self) -> None:
         """Ends the connection after what was sent."""
@@ -325,38 +335,45 @@ class Connection(asyncio.Protocol):
 
     @property
     def _is_chunked(self) -> bool:
-        return self._request is not None and not self._request.is_http10
+        return self._head is not None and not self._head.is_http_10
 
     def _advance(self) -> None:
-        """Answers whole requests in the buffer until one takes time or none is left."""
-        while not self._transport.is_closing():
-            try:
-                request = http1.parse(self._buffer)
-            except BadRequest:
-                self._transport.write(http1.response(400, b"Invalid HTTP request received.", None, _date(), None, True))
-                self._transport.close()
-                return
-            if request is None:
-                self._say_continue()
-                return
-            del self._buffer[: request.n_bytes]
-            self._continued = False
-            self._request = request
-            self.engine.seen.append(request)
-            self._answer(request)
-            if self._task is not None:
-                return
+        """Answers the requests that have arrived whole, until one takes time."""
+        try:
+            while self._task is None and not self._transport.is_closing():
+                event = self._reader.next_event()
+                if event is None:
+                    return
+                if event is END:
+                    self._answer_request()
+                elif isinstance(event, bytes):
+                    self._body += event
+                    if len(self._body) > BODY_BYTES_MAX:
+                        raise ProtocolError(413, "the body is too large")
+                else:
+                    self._head = event
+                    if event.expects_continue and self._reader.n_buffered == 0:
+                        self._transport.write(http1.CONTINUE)
+        except ProtocolError:
+            self._head = None
+            self.respond(400, b"Invalid HTTP request received.", None)
+            self._transport.close()
+
+    def _answer_request(self) -> None:
+        head, body = self._head, bytes(self._body)
+        assert head is not None
+        self._body.clear()
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in head.headers}
+        request = Request(head.method.decode(), head.path.decode(), headers, body)
+        self.engine.seen.append(request)
+        self._answer(request)
+        if self._task is None:
             self._end_request()
 
     def _end_request(self) -> None:
-        if self._request is not None and not self._request.keeps_alive:
+        if self._head is not None and not self._head.keeps_alive:
             self._transport.close()
-        self._request = None
-
-    def _say_continue(self) -> None:
-        if not self._continued and http1.waits_for_continue(self._buffer):
-            self._continued = True
-            self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        self._head = None
 
     def _answer(self, request: Request) -> None:
         methods = _METHODS.get(request.path)
@@ -375,11 +392,13 @@ class Connection(asyncio.Protocol):
             self.refuse(refusal.status, refusal.payload)
 
     def _log(self, status: int) -> None:
-        if self._request is not None:
+        if self._head is not None:
             host, port = (self._transport.get_extra_info("peername") or ("?", 0))[:2]
-            what = f'"{self._request.method} {self._request.path} HTTP/1.1" {status} {HTTPStatus(status).phrase}'
-            self.engine.log(Line(f"INFO:     {host}:{port} - {what}"))
+            what = f'"{self._head.method.decode()} {self._head.path.decode()} HTTP/1.1"'
+            self.engine.log(Line(f"INFO:     {host}:{port} - {what} {status} {HTTPStatus(status).phrase}"))
 
 
-def _date() -> str:
-    return time.strftime("%a, %d %b %Y %H:%M:%S GMT", time.gmtime())
+def _response_head(status: int, *lines: str) -> bytes:
+    """With uvicorn's headers, in uvicorn's order."""
+    date = time.strftime("%a, %d %b %Y %H:%M:%S GMT", time.gmtime())
+    return http1.STATUS_LINE[status] + "\r\n".join([f"date: {date}", "server: uvicorn", *lines, "", ""]).encode()

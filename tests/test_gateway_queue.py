@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.gateway.routing import queue as hold
-from penstock.gateway.routing.queue import FairQueue, Hold, Ticket
+from penstock.gateway.routing import queue as waiting_queue
+from penstock.gateway.routing.queue import FairQueue, QueueEntry, WaitingQueue
 
 
-def ticket(flow: str, arrival: int, priority: int = 0, weight: float = 1.0) -> Ticket:
-    return Ticket("m", flow.encode(), (priority, arrival), 0, weight)
+def entry(flow: str, arrival: int, priority: int = 0, weight: float = 1.0) -> QueueEntry:
+    return QueueEntry("m", flow.encode(), (priority, arrival), 0, weight)
 
 
 def drain(queue: FairQueue, n_tickets: int = 1000) -> str:
@@ -25,30 +25,30 @@ def drain(queue: FairQueue, n_tickets: int = 1000) -> str:
 def test_keys_take_turns_however_many_one_of_them_brings() -> None:
     queue = FairQueue()
     for arrival in range(6):
-        queue.push(ticket("a", arrival))
-    queue.push(ticket("b", 6))
-    queue.push(ticket("b", 7))
+        queue.push(entry("a", arrival))
+    queue.push(entry("b", 6))
+    queue.push(entry("b", 7))
     assert drain(queue) == "ababaaaa"
 
 
 def test_newcomer_does_not_wait_behind_a_backlog_and_has_no_credit() -> None:
     queue = FairQueue()
     for arrival in range(9):
-        queue.push(ticket("a", arrival))
+        queue.push(entry("a", arrival))
     assert drain(queue, 4) == "aaaa"
     for arrival in range(9, 12):
-        queue.push(ticket("b", arrival))
+        queue.push(entry("b", arrival))
     assert drain(queue, 6) == "bababa"
 
 
 def test_key_that_always_asks_again_at_once_takes_only_its_share() -> None:
     queue = FairQueue()
     for arrival in range(10):
-        queue.push(ticket("a", arrival))
+        queue.push(entry("a", arrival))
     served = ""
     for arrival in range(10, 20):
         if not queue.waiting_of(b"b"):
-            queue.push(ticket("b", arrival))
+            queue.push(entry("b", arrival))
         served += drain(queue, 1)
     assert Counter(served) == {"a": 5, "b": 5}
 
@@ -56,14 +56,14 @@ def test_key_that_always_asks_again_at_once_takes_only_its_share() -> None:
 def test_heavier_key_takes_more() -> None:
     queue = FairQueue()
     for arrival in range(30):
-        queue.push(ticket("a", arrival, weight=2.0))
-        queue.push(ticket("b", arrival))
+        queue.push(entry("a", arrival, weight=2.0))
+        queue.push(entry("b", arrival))
     assert Counter(drain(queue, 30)) == {"a": 20, "b": 10}
 
 
 def test_priority_orders_one_keys_requests_and_takes_nothing_from_others() -> None:
     queue = FairQueue()
-    first, urgent, other = ticket("a", 1), ticket("a", 2, priority=-5), ticket("b", 3)
+    first, urgent, other = entry("a", 1), entry("a", 2, priority=-5), entry("b", 3)
     for each in (first, urgent, other):
         queue.push(each)
     assert [queue.pop() for _ in range(4)] == [urgent, other, first, None]
@@ -77,12 +77,12 @@ def test_priority_orders_one_keys_requests_and_takes_nothing_from_others() -> No
 def test_no_key_starves(backlog: int, steps: list[str]) -> None:
     """While a key waits, no other key is served more than twice."""
     queue = FairQueue()
-    waiting: dict[bytes, list[Ticket]] = {}
+    waiting: dict[bytes, list[QueueEntry]] = {}
     n_passed: Counter[bytes] = Counter()
 
     for arrival, step in enumerate(["push a"] * backlog + steps):
         if step != "pop":
-            new = ticket(step[-1], arrival)
+            new = entry(step[-1], arrival)
             waiting.setdefault(new.flow, []).append(new)
             queue.push(new)
             continue
@@ -100,31 +100,31 @@ def test_no_key_starves(backlog: int, steps: list[str]) -> None:
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(-2, 2), st.booleans()), max_size=60))
 def test_those_who_left_are_never_served_and_all_others_once(rows: list[tuple[str, int, bool]]) -> None:
     queue = FairQueue()
-    tickets = [ticket(flow, arrival, priority) for arrival, (flow, priority, _) in enumerate(rows)]
-    for each in tickets:
+    entries = [entry(flow, arrival, priority) for arrival, (flow, priority, _) in enumerate(rows)]
+    for each in entries:
         queue.push(each)
-    for each, (_, _, leaves) in zip(tickets, rows, strict=True):
+    for each, (_, _, leaves) in zip(entries, rows, strict=True):
         if leaves:
             assert queue.remove(each)
             assert not queue.remove(each)
     served = []
     while (popped := queue.pop()) is not None:
         served.append(popped)
-    stays = [each for each, (_, _, leaves) in zip(tickets, rows, strict=True) if not leaves]
+    stays = [each for each, (_, _, leaves) in zip(entries, rows, strict=True) if not leaves]
     assert sorted(served, key=lambda each: each.order) == sorted(stays, key=lambda each: each.order)
     assert queue.n_waiting == 0
 
 
 def test_one_key_cannot_fill_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hold, "MAX_WAITING", 4)
-    queue = Hold()
+    monkeypatch.setattr(waiting_queue, "MAX_WAITING", 4)
+    queue = WaitingQueue()
     assert [queue.enter("m", b"a", 0, 0) is not None for _ in range(3)] == [True, True, False]
     assert [queue.enter("m", b"b", 0, 0) is not None for _ in range(3)] == [True, True, False]
 
 
 def test_ticket_that_found_nothing_keeps_its_place() -> None:
     async def test() -> None:
-        queue = Hold()
+        queue = WaitingQueue()
         first, second = queue.enter("m", b"a", 0, 5), queue.enter("m", b"a", 0, 5)
         assert first is not None
         assert second is not None

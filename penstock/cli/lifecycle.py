@@ -1,0 +1,303 @@
+"""The verbs that start, show, change and end deployments: up, render, ls, status, logs, scale, down, clean."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from penstock.cli import arguments
+from penstock.cli.output import print_error, print_json, print_step, table
+from penstock.errors import PenstockError, UserError
+
+if TYPE_CHECKING:
+    from penstock.run_folder import Run, State
+
+
+def register_up(parser: argparse.ArgumentParser) -> None:
+    arguments.add_deployment(parser)
+    parser.add_argument("--replace", action="store_true", help="end a running deployment of that name first")
+    parser.add_argument("--dry-run", action="store_true", help="print exactly what would be sent, and send nothing")
+    parser.add_argument("--no-wait", action="store_true", help="return when everything is submitted")
+    text = "stop waiting after this time; the deployment continues to start"
+    parser.add_argument("--timeout", type=arguments.seconds, metavar="SECONDS", help=text)
+    arguments.add_json(parser, "print one JSON event per line")
+    examples = (
+        "penstock up",
+        "penstock up Qwen/Qwen3-0.6B --engine vllm --port 9000",
+        "penstock up qwen.yaml --replicas 2 --set engine.max_model_len=8192",
+    )
+    arguments.complete(parser, _up, examples)
+
+
+def register_render(parser: argparse.ArgumentParser) -> None:
+    arguments.add_deployment(parser)
+    arguments.add_json(parser)
+    arguments.complete(parser, _render, ("penstock render qwen.yaml", "penstock render qwen.yaml --set target=slurm"))
+
+
+def register_ls(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-a", "--all", action="store_true", help="include deployments that ended or failed")
+    arguments.add_json(parser)
+    arguments.complete(parser, _ls, ("penstock ls", "penstock ls --all --json"))
+
+
+def register_status(parser: argparse.ArgumentParser) -> None:
+    arguments.add_name(parser)
+    arguments.add_json(parser)
+    arguments.complete(parser, _status, ("penstock status", "penstock status qwen --json"))
+
+
+def register_logs(parser: argparse.ArgumentParser) -> None:
+    arguments.add_name(parser)
+    parser.add_argument("-f", "--follow", action="store_true", help="print new lines as they come")
+    parser.add_argument("-n", "--lines", type=arguments.count_or_zero, metavar="N", help="the last N lines of each log")
+    parser.add_argument("--replica", metavar="N", help="one replica (default: all)")
+    parts = ("replicas", "gateway", "controller", "events")
+    parser.add_argument("--part", choices=parts, default="replicas", help="whose log (default: replicas)")
+    examples = ("penstock logs --follow", "penstock logs qwen --replica 0 -n 100", "penstock logs qwen --part events")
+    arguments.complete(parser, _logs, examples)
+
+
+def register_scale(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("words", nargs="+", metavar="[NAME] N", help="the deployment, and how many replicas")
+    parser.add_argument("--no-wait", action="store_true", help="return at once")
+    arguments.add_json(parser)
+    arguments.complete(parser, _scale, ("penstock scale 3", "penstock scale qwen 0 --no-wait"))
+
+
+def register_down(parser: argparse.ArgumentParser) -> None:
+    arguments.add_name(parser)
+    parser.add_argument("--now", action="store_true", help="do not wait for requests in flight")
+    parser.add_argument("-a", "--all", action="store_true", help="end every deployment")
+    arguments.add_json(parser)
+    arguments.complete(parser, _down, ("penstock down", "penstock down qwen --now", "penstock down --all"))
+
+
+def register_clean(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--yes", action="store_true", help="remove what was found")
+    parser.add_argument("--runs", action="store_true", help="include the folders (logs, plans) of ended deployments")
+    arguments.add_json(parser)
+    arguments.complete(parser, _clean, ("penstock clean", "penstock clean --yes", "penstock clean --runs --yes"))
+
+
+def _up(options: argparse.Namespace) -> int:
+    from penstock import run_folder
+    from penstock.cli import progress, status_text
+    from penstock.deployment import start
+
+    deployment = arguments.deployment_of(options)
+    if options.dry_run:
+        return _print_prepared(prepare.rehearse(deployment), options.json)
+    before = _launch_id(deployment.name)
+    try:
+        started = start.up(deployment, options.replace, lambda step: print_step(f"\n{step}"))
+        run = run_folder.find(started.name)
+        if options.json:
+            facts = {"name": started.name, "url": started.url, "was_running": started.was_running, "key": started.key}
+            print_json({"event": "submitted", **facts, "warnings": run.plan().warnings})
+        elif options.no_wait or options.timeout is not None:
+            print(status_text.submitted_text(started))
+        if not options.json and not started.was_running:
+            for warning in run.plan().warnings:
+                print(f"warning: {warning}", file=sys.stderr)
+        if options.no_wait:
+            return 0
+        with progress.StartDisplay(sys.stdout, options.json) as display:
+            state = start.wait_ready(run, display.show, options.timeout, is_ours=not started.was_running)
+    except KeyboardInterrupt:
+        with start.ctrl_c_ignored():
+            if _launch_id(deployment.name) != before:  # a second `up` does not end what ran before it
+                _undo(deployment.name)
+        raise
+    if options.json:
+        print_json({"event": "ready", "name": started.name, "url": run.url, "key": started.key})
+    else:
+        print(status_text.ready_text(run, state, started))
+    return 0
+
+
+def _launch_id(name: str) -> str | None:
+    from penstock import paths, run_folder
+
+    run = run_folder.Run(paths.home() / "runs" / name)
+    try:
+        return run.record().id
+    except PenstockError:  # there is none, or its folder is damaged: `up` reports it
+        return None
+
+
+def _undo(name: str) -> None:
+    from penstock import paths, run_folder
+    from penstock.deployment import stop
+
+    run = run_folder.Run(paths.home() / "runs" / name)
+    if run.exists() and not run.is_ended():
+        print(f"\nending {name} ...", file=sys.stderr)
+        stop.down(run, now=True)
+
+
+def _render(options: argparse.Namespace) -> int:
+
+    return _print_prepared(prepare.rehearse(arguments.deployment_of(options)), options.json)
+
+
+def _print_prepared(prepared: Any, as_json: bool) -> int:
+    import msgspec
+
+    from penstock.cli import status_text
+
+    if as_json:
+        print_json(msgspec.to_builtins(prepared))
+    else:
+        print(status_text.prepared_text(prepared))
+    return 0
+
+
+def _ls(options: argparse.Namespace) -> int:
+    from penstock import run_folder
+    from penstock.cli import status_text
+    from penstock.deployment import observe
+
+    rows = [(run, observe.now_state(run, time.time())) for run in run_folder.every()]
+    shown = [(run, state) for run, state in rows if options.all or not run.is_ended()]
+    damage = {run.path: facts for run, state in shown if (facts := _damage(run, state)) is not None}
+    if options.json:
+        print_json([damage.get(run.path) or _facts(run, state) for run, state in shown])
+    elif shown:
+        whole = [(run, state) for run, state in shown if run.path not in damage]
+        parts = [status_text.list_text(whole)] if whole else []
+        if damage:
+            parts.append(table([(facts["name"], facts["phase"], facts["reason"]) for facts in damage.values()]))
+        print("\n".join(parts))
+    else:
+        hidden = f" ({len(rows)} ended: penstock ls -a)" if rows else ""
+        print(f"no deployment runs{hidden}; start one: penstock up")
+    return 0
+
+
+def _damage(run: Run, state: State) -> dict[str, Any] | None:
+    """What `ls` shows for a run whose folder cannot be read; None when it can."""
+    try:
+        _facts(run, state)
+    except PenstockError as error:
+        return {"name": run.name, "phase": "damaged", "reason": error.message, "folder": str(run.path)}
+    return None
+
+
+def _facts(run: Run, state: State) -> dict[str, Any]:
+    import msgspec
+
+    from penstock.deployment import observe
+
+    deployment, plan = run.deployment(), run.plan()
+    return {
+        "name": run.name,
+        "url": run.known_url,
+        "model": deployment.model,
+        "target": deployment.target,
+        "engine": plan.engine,
+        "engine_version": plan.engine_version,
+        "folder": str(run.path),
+        "kv_cache": msgspec.to_builtins(observe.kv_cache_differences(plan, state)),
+        **msgspec.to_builtins(state),
+    }
+
+
+def _status(options: argparse.Namespace) -> int:
+    from penstock import run_folder
+    from penstock.cli import status_text
+    from penstock.deployment import observe
+
+    run = run_folder.choose(options.name)
+    state = observe.now_state(run, time.time())
+    if options.json:
+        print_json(_facts(run, state))
+    else:
+        print(status_text.status_text(run, state, time.time()))
+    return 0
+
+
+def _logs(options: argparse.Namespace) -> int:
+    from penstock import run_folder
+    from penstock.deployment import logs
+
+    run = run_folder.choose(options.name)
+    for line in logs.lines(run, options.part, options.replica, options.lines, options.follow):
+        print(line, flush=options.follow)
+    return 0
+
+
+def _scale(options: argparse.Namespace) -> int:
+    from penstock import run_folder
+    from penstock.cli import progress
+    from penstock.deployment import scale as deployment_scale
+    from penstock.deployment import start
+
+    *names, number = options.words
+    if len(names) > 1 or not (number.isascii() and number.isdigit() and len(number) <= 4):
+        hint = "penstock scale [NAME] N, with N a number of replicas"
+        raise UserError(f'cannot scale to "{arguments.shortened(number)}"', hint=hint)
+    run, n_replicas = run_folder.choose(names[0] if names else None), int(number)
+    deployment_scale.scale(run, n_replicas)
+    if not options.no_wait:
+        with progress.StartDisplay(sys.stdout, options.json) as display:
+            state = start.watch(run, display.show, lambda state: deployment_scale.is_scaled(state, n_replicas))
+        failed = next((replica for replica in state.replicas if replica.state == "failed"), None)
+        if failed is not None:
+            raise PenstockError(f"could not start replica {failed.replica}: {failed.reason}")
+    if options.json:
+        print_json({"event": "scaled", "name": run.name, "replicas": n_replicas})
+    else:
+        print(f"{run.name} has {n_replicas} replica{'s' if n_replicas != 1 else ''}")
+    return 0
+
+
+def _down(options: argparse.Namespace) -> int:
+    from penstock import run_folder
+    from penstock.deployment import stop
+
+    if options.all and options.name is not None:
+        name = arguments.shortened(options.name)
+        raise UserError(f'cannot end "{name}" and every deployment at once', hint="Give a name, or --all.")
+    chosen = run_folder.living() if options.all else [run_folder.choose(options.name)]
+    if not chosen:
+        print("[]" if options.json else "nothing runs")
+    code = 0
+    for run in chosen:
+        on_step = None if options.json else lambda step, name=run.name: print(f"{name}: {step}", flush=True)
+        try:
+            swept = stop.down(run, options.now, on_step)
+        except PenstockError as error:
+            if not options.all:
+                raise
+            code = print_error(error, options.json)  # the others are still to be ended
+            continue
+        if options.json:
+            print_json({"event": "down", "name": run.name, "swept": [process.pid for process in swept]})
+        else:
+            print(f"{run.name} is down")
+    return code
+
+
+def _clean(options: argparse.Namespace) -> int:
+    import msgspec
+
+    from penstock.deployment import stop
+
+    leftovers = stop.leftovers(options.runs)
+    stuck = stop.clean(leftovers) if options.yes else []
+    if options.json:
+        print_json(
+            {"found": msgspec.to_builtins(leftovers), "removed": options.yes, "stuck": msgspec.to_builtins(stuck)}
+        )
+    elif not leftovers:
+        print("nothing is left behind")
+    else:
+        for item in leftovers:
+            print(f"{item.kind:8} {item.name}  {item.what}")
+        print("removed" if options.yes and not stuck else "" if stuck else "run `penstock clean --yes` to remove these")
+    if stuck:
+        raise PenstockError("could not remove everything", detail="\n".join(item.name for item in stuck))
+    return 0

@@ -1,0 +1,78 @@
+"""Argument types refuse with one sentence; tables fit their width and lose nothing."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from penstock.cli import arguments, output
+
+READ: list[tuple[Callable[[str], Any], str, Any]] = [
+    (arguments.whole(0, 65535), "65535", 65535),
+    (arguments.whole(-9), "-3", -3),
+    (arguments.count_or_zero, "0", 0),
+    (arguments.token_count, "128K", 131072),
+    (arguments.token_count, "128k", 128000),
+    (arguments.share, "1", 1.0),
+    (arguments.seconds, "0.5", 0.5),
+    (arguments.counts, "1,2,4", (1, 2, 4)),
+    (arguments.numbers, "0.5,1", (0.5, 1.0)),
+    (arguments.names, "a, b", ("a", "b")),
+    (arguments.day, "1970-01-02", 86400.0),
+    (arguments.json_object, '{"a": 1}', {"a": 1}),
+    *((arguments.period_s, text, value) for text, value in (("90s", 90), ("2m", 120), ("1h", 3600), ("2w", 1209600))),
+]
+
+REFUSED: list[tuple[Callable[[str], Any], str, str]] = [
+    *(
+        (arguments.count, text, "is not a whole number from 1 to 999,999,999")
+        for text in ("0", "x", "", "1.5", "\u00b2")
+    ),
+    (arguments.count, "9" * 5000, "is not a whole number"),
+    (arguments.whole(1, 64), "65", "is not a whole number from 1 to 64"),
+    (arguments.token_count, "8X", "such as 8192 or 128K"),
+    *((arguments.positive, text, "is not a number above 0") for text in ("0", "-1", "nan", "inf", "x", "")),
+    (arguments.not_negative, "-1", "is not a number from 0 to"),
+    (arguments.share, "1.1", "is not a number from 0 to 1"),
+    (arguments.seconds, "soon", '"soon" is not a number of seconds above 0'),
+    (arguments.counts, "1,,2", "is not a whole number"),
+    (arguments.period_s, "1y", "is not a time such as"),
+    (arguments.day, "2026-13-01", "is not a day such as 2026-11-20"),
+    *((arguments.json_object, text, "is not a JSON object") for text in ("[]", "{", '{"a": NaN}', '{"a": 1e999}')),
+]
+
+
+@pytest.mark.parametrize(("read", "text", "value"), READ)
+def test_a_value_is_read(read: Callable[[str], Any], text: str, value: Any) -> None:
+    assert read(text) == value
+
+
+@pytest.mark.parametrize(("read", "text", "words"), REFUSED)
+def test_a_value_is_refused_in_one_sentence(read: Callable[[str], Any], text: str, words: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="is not") as caught:
+        read(text)
+    assert words in str(caught.value)
+    assert len(str(caught.value)) < 200
+
+
+HEAD = ("NAME", "STATE", "ADDRESS", "MODEL")
+ROWS = [("penstock-demo", "running", "http://127.0.0.1:8000", "a model with a long name"), ("b", "-", "", "m")]
+
+
+@pytest.mark.parametrize("columns", [60, 80])
+def test_a_table_fits_its_width_and_keeps_every_letter(columns: int) -> None:
+    shown = output.table(ROWS, HEAD, columns)
+    assert all(len(line) <= columns and line == line.rstrip() for line in shown.splitlines())
+    cells = "".join(cell for row in [HEAD, *ROWS] for cell in row)
+    assert sorted(shown.replace(" ", "").replace("\n", "")) == sorted(cells.replace(" ", ""))
+
+
+def test_a_table_in_a_pipe_has_one_line_a_row() -> None:
+    assert output.table([("a" * 300, "1"), ("b", "22")], ("X", "N"), right=(1,)).splitlines() == [
+        "X" + " " * 300 + "  N",
+        "a" * 300 + "   1",
+        "b" + " " * 300 + " 22",
+    ]
