@@ -85,7 +85,7 @@ def register_clean(parser: argparse.ArgumentParser) -> None:
 def _up(options: argparse.Namespace) -> int:
     from penstock import run_folder
     from penstock.cli import progress, status_text
-    from penstock.deployment import start
+    from penstock.deployment import prepare, start
 
     deployment = arguments.deployment_of(options)
     if options.dry_run:
@@ -139,6 +139,7 @@ def _undo(name: str) -> None:
 
 
 def _render(options: argparse.Namespace) -> int:
+    from penstock.deployment import prepare
 
     return _print_prepared(prepare.rehearse(arguments.deployment_of(options)), options.json)
 

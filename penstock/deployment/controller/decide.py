@@ -73,7 +73,9 @@ class Decision(msgspec.Struct, frozen=True):
 
 def decide(desired: Desired, seen: Observation, memory: Memory, now: float, wall_s: float) -> tuple[Decision, Memory]:
     """The next step towards what is desired, and what to remember. `now`: monotonic, `wall_s`: Unix seconds. Pure."""
-    leaving_now = leaving(seen, wall_s, memory.drain_s)
+    # One that has left before its successor was ready is not placed again.
+    left = {name for name in memory.leaving if _is_gone(seen, name)}
+    leaving_now = leaving(seen, wall_s, memory.drain_s) | left
     events = [
         Event("replica leaving", "its machines are taken away soon: the next is placed", name)
         for name in sorted(leaving_now - memory.leaving)
