@@ -272,7 +272,7 @@ class Run:
         """Whether its end was asked for and is complete. A `down` that broke off leaves a run that is not."""
         state = self.state()
         # "failed" is also what a living controller says of replicas that would not start: that is no end.
-        is_over = state is not None and state.phase in ("down", "failed") and state.controller.state == "gone"
+        is_over = state is not None and state.phase in ("down", "failed") and state.controller.process is None
         return is_over and self.desired().state == "down"
 
     def write_state(self, state: State) -> None:

@@ -111,14 +111,14 @@ def test_a_folder_that_is_not_an_engines_is_left_alone(tmp_path: Path, marked: l
 class Cluster:
     """Three machines of one GPU, and a run with a replica on each of the first two."""
 
-    name, features, listen = "ssh", frozenset({"resize"}), "loopback"
+    name, listen, is_elastic = "ssh", "loopback", False
 
     def machines(self, wanted: Deployment) -> list[Machine]:
         free = gpu_machine(1)
         used = msgspec.structs.replace(free, gpus=(msgspec.structs.replace(free.gpus[0], memory_free_bytes=GIB),))
         return [used, used, free]
 
-    def spread(self, wanted: Deployment, handle: Handle, n_more: int = 0) -> list[int]:
+    def nodes_per_machine(self, wanted: Deployment, handle: Handle, n_more: int = 0) -> list[int]:
         return [1, 1, n_more]
 
 
@@ -131,7 +131,7 @@ def test_more_replicas_are_judged_by_the_machines_that_they_would_get(monkeypatc
     run = run_of(deployment(target="ssh"))
     run.write_desired(Desired("up", 2))
     monkeypatch.setattr("penstock.targets.load", lambda _: Cluster())
-    monkeypatch.setattr(deploy, "_revive", lambda _: None)
+    monkeypatch.setattr(scale, "revive", lambda _: None)
     scale.scale(run, 3)
     assert run.desired().replicas == 3
     with pytest.raises(PlanError, match="cannot place 2 x 1 ranks"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 from collections.abc import Iterator
 
 import msgspec
@@ -34,7 +33,7 @@ def test_a_port_in_use_names_who_holds_it(taken: int) -> None:
     error = caught.value
     assert error.message == f"cannot listen on 127.0.0.1:{taken}: address already in use"
     assert error.detail is not None
-    assert error.detail.startswith(f"Process {os.getpid()} listens there: {sys.executable}"[:60])
+    assert error.detail.startswith(f"Process {os.getpid()} listens there: ")
     assert error.hint == "End that process, or choose another port: --set gateway.port=PORT (0 takes any free one)."
 
 

@@ -148,6 +148,9 @@ class FakeRun:
     def is_ended(self) -> bool:
         return self._state == "down"
 
+    def handle(self) -> Handle:
+        return Handle("ray", {"replica/0": {"job": "j", "address": "http://head:8265"}})
+
     def artifact(self) -> Any:
         return RayJobs().render(launch(n_gpus=4, n_nodes=2), "python", deployment())
 

@@ -173,10 +173,10 @@ def test_without_its_steps_a_job_that_runs_is_drained_all_the_same(commands: Com
 
 
 def test_a_job_that_went_to_another_cluster_is_taken_back(commands: Commands) -> None:
-    run, slurm = run_of(commands, {}), target.Slurm()
+    run, slurm = run_of(commands, {}, is_gateway=True), target.Slurm()
     commands.submitted = "17;gpu\n"
     with pytest.raises(UserError, match='sbatch sent it to cluster "gpu"'):
-        slurm.place(run, [replica("0")])
+        slurm.place(run, [Unit("gateway", "0")])
     assert commands.of("scancel") == [["-M", "gpu", "17"]]
     assert not list(run.path.glob("logs/*17*"))
 

@@ -6,6 +6,9 @@ from typing import Any, Literal
 
 import msgspec
 
+# Blocks of targets that this version does not have: any field is taken.
+UNTYPED = ("kubernetes", "cloudera", "vessl")
+
 
 class Ssh(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Bare machines by OpenSSH. A replica takes `hardware.nodes` of the hosts, in their order.

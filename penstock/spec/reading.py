@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from penstock.errors import Problem, SpecError, nearest
+from penstock.spec.blocks import UNTYPED
 from penstock.spec.deployment import DEMO_MODEL, TARGETS, Deployment, default_name, is_legal_name, is_loopback
 
 
@@ -247,7 +248,7 @@ def _join(path: str, key: object) -> str:
     return f"{path}.{key}" if path else str(key)
 
 
-_FREE = ("args", "env", "runtime_env", "kubernetes", "cloudera", "vessl")
+_FREE = ("args", "env", "runtime_env", *UNTYPED)
 
 
 # Lower bounds (inclusive) by path; checked after the types.

@@ -200,13 +200,20 @@ class Controller:
         is_busy = self._worker is not None and self._worker.is_alive()
         if "gateway" not in self._placed:
             self._place_beside(decision, seen, now)
-        if is_busy or decision.place is None:
+        if is_busy:
+            return decision
+        placed = _placed_units(self.run)
+        units = placed if decision.place is None else frozenset(u for u in decision.place if u.kind in self._placed)
+        if self._refusal is not None and self._refusal.changes != placed ^ units:
+            self._refusal = None
+        if decision.place is None:
             return decision
         if decision.starts_gateway and "gateway" in self._placed:
             self._note_gateway(decision, seen, now)
-        units = frozenset(unit for unit in decision.place if unit.kind in self._placed)
         again = self._due_again(decision, seen, now)
-        if again is None or not (again or self._is_due(units, now)):
+        # The target is asked at once, but later each time that it refuses the same.
+        is_due = units != placed and (self._refusal is None or now >= self._refusal.again_at)
+        if again is None or not (again or is_due):
             return decision
         # What an engine mapped when it was last seen: it may have been killed together with its node.
         rows = seen.view.replicas if seen.view else ()
@@ -226,13 +233,6 @@ class Controller:
             self._tell_gateway("/admin/drain", name)
         for name in decision.undrain:
             self._tell_gateway("/admin/undrain", name)
-
-    def _is_due(self, units: frozenset[Unit], now: float) -> bool:
-        """Whether to ask the target for this change: at once, but later each time that it refuses the same."""
-        changes = frozenset(_placed_units(self.run)) ^ units
-        if self._refusal is not None and self._refusal.changes != changes:
-            self._refusal = None
-        return bool(changes) and (self._refusal is None or now >= self._refusal.again_at)
 
     def _due_again(self, decision: Decision, seen: Observation, now: float) -> list[str] | None:
         """The gone and broken replicas to place again now, noted as restarts; None when one of them failed."""
