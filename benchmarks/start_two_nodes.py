@@ -32,7 +32,7 @@ from ssh_rig import write
 from penstock.engines import Among, Command, Place, load
 from penstock.errors import PenstockError
 from penstock.node.group import ray
-from penstock.node.group.addresses import Formation, Spot, network_environment
+from penstock.node.group.addresses import Formation, GroupNode, network_environment
 from penstock.wire.client import Client
 
 PORT, MASTER, RAY = 8000, 29500, 6379
@@ -58,8 +58,8 @@ class ByHand:
 
     def __init__(self, hosts: Hosts, executor: str) -> None:
         self._hosts, self._plan = hosts, plan_for("vllm", executor, {"tensor": 2})
-        spots = tuple(Spot(rank, host.name, host.address, "eth0") for rank, host in enumerate(hosts))
-        self._made = Formation(spots, MASTER, RAY)
+        nodes = tuple(GroupNode(rank, host.name, host.address, "eth0") for rank, host in enumerate(hosts))
+        self._made = Formation(nodes, MASTER, RAY)
 
     def seconds(self) -> float:
         began = time.monotonic()
@@ -76,7 +76,7 @@ class ByHand:
             return time.monotonic() - began
 
     def _engine(self, rank: int) -> Command:
-        spot, head = self._made.spots[rank], self._made.head
+        spot, head = self._made.nodes[rank], self._made.head
         among = Among(rank, 2, head.address, MASTER)
         env = network_environment(spot)
         if self._plan.executor == "ray":

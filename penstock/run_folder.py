@@ -288,8 +288,10 @@ class Run:
 
     @property
     def url(self) -> str:
-        """Where clients connect."""
-        return "http://" + reachable(self.listen)
+        """Where clients connect, with the path prefix."""
+        settings = self.gateway_file()
+        scheme = "https" if settings.tls_cert else "http"
+        return f"{scheme}://{reachable(self.listen)}{settings.path_prefix}"
 
     @property
     def known_url(self) -> str | None:
@@ -374,6 +376,8 @@ class GatewayFile(msgspec.Struct, frozen=True):
     listen: str
     admin: str
     store: str | None = None
+    tls_cert: str | None = None
+    path_prefix: str = ""
 
 
 class Draft(msgspec.Struct, frozen=True):

@@ -1,4 +1,4 @@
-"""For every test: a penstock home of its own. For the session: what was skipped is said aloud, or fails.
+"""Every test gets an empty penstock home; each rig runs in one worker process; skipped tests are listed, or fail.
 
 With PENSTOCK_REQUIRE_ALL=1 a skipped test is a failed one: that is what continuous integration runs.
 """
@@ -29,6 +29,10 @@ from hosts_fixtures import (  # noqa: F401 - fixtures
 
 # Marker -> the package without which its tests cannot run.
 NEEDS = {"llamacpp": "xllamacpp", "vllm": "vllm"}
+# Rig -> the worker process that runs its tests, the longest first: there is one Slurm and one Ray in a run. Sets of
+# hosts are cheap, so the tests that copy penstock to them (ssh) have a set, and all others another.
+RIGS = {"slurm_on": "slurm", "ray_on_two_hosts": "ray", "two_hosts": "hosts", "two_hosts_behind_login": "hosts"}
+LONGEST_FIRST = ("ssh", "real engines", "slurm", "ray", "hosts")
 
 ReportT = TypeVar("ReportT", pytest.TestReport, pytest.CollectReport)
 
@@ -64,6 +68,27 @@ def pytest_configure() -> None:
     """A shell starts background jobs with SIGINT ignored, children inherit that, and no test could press Ctrl-C."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """For `--dist loadgroup`: one group a rig, the longest first, and each test without a rig by itself."""
+    groups = {item: worker_group(item) for item in items}
+    items.sort(key=lambda item: LONGEST_FIRST.index(group) if (group := groups[item]) in LONGEST_FIRST else 9)
+    for item, group in groups.items():
+        if group is not None:
+            item.add_marker(pytest.mark.xdist_group(group))
+
+
+def worker_group(item: pytest.Item) -> str | None:
+    rigs = [RIGS[name] for name in getattr(item, "fixturenames", ()) if name in RIGS]
+    if rigs == ["hosts"] and item.path.stem.startswith(("test_ssh", "test_many")):
+        return "ssh"
+    if rigs or item.get_closest_marker("hosts"):
+        return rigs[0] if rigs else "hosts"
+    if item.get_closest_marker("vllm") or item.get_closest_marker("llamacpp"):
+        return "real engines"  # two starts of real vLLM at once take longer than one after another
+    return "postgres" if item.get_closest_marker("postgres") else None
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -103,4 +128,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     terminalreporter.section(f"NOT TESTED: {len(skipped)} skipped", sep="!", red=True, bold=True)
     for report in skipped:
         terminalreporter.write_line(f"{report.nodeid}: {_reason(report)}")
-    terminalreporter.write_line("PENSTOCK_REQUIRE_ALL=1 makes these failures; `make test` installs what they need.")
+    terminalreporter.write_line(
+        "PENSTOCK_REQUIRE_ALL=1 makes these failures; `make installed` installs what they need."
+    )

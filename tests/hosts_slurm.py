@@ -19,6 +19,7 @@ import stat
 import time
 from pathlib import Path
 
+import pytest
 from hosts import PATH, Host, HostProcess, Hosts
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "munged")
@@ -30,8 +31,8 @@ CONTROLLERS = ("cpu", "cpuacct", "cpuset", "memory", "devices", "freezer", "blki
 # What runs on these hosts between tests.
 SERVICES = {"sshd listener", "munged", "slurmctld", "slurmscriptd", "slurmd"}
 
-# Without cgroups a job's daemonised processes outlive it: real clusters are set up both ways.
-PROCTRACKS = ("linuxproc", "cgroup")
+# Without cgroups a job's daemonised processes outlive it: real clusters are set up both ways. That one is the harder.
+PROCTRACKS = ("linuxproc", pytest.param("cgroup", marks=pytest.mark.nightly))
 
 # The reason for each odd line: AuthType's socket is each host's own /run/munge. config_overrides: 8 CPUs on 2 real
 # ones. DefMemPerCPU: else one step takes all the node's memory. SchedulerParameters: no second of waiting per job.

@@ -20,13 +20,17 @@ import pytest
 from bench_samples import write_run
 
 from penstock.bench import offline, serve
-from penstock.bench.report import figures
 from penstock.cli import main
 from penstock.cli.bench import sweep
 from penstock.cli.bench.sweep import Place
-from penstock.engines.offline import PROGRAMS, Done
+from penstock.deployment import prepare
+from penstock.engines import Place as EnginePlace
+from penstock.engines.vllm.offline import Latency, Throughput
+from penstock.engines.vllm.offline import command as bench_command
 from penstock.errors import EngineError, PlanError
+from penstock.hardware import detect
 from penstock.planner import Plan
+from penstock.spec import reading
 from penstock.testing.fake_engine.options import Options
 from penstock.testing.fake_engine.running import in_thread
 
@@ -42,18 +46,13 @@ def test_compare_tells_what_changed(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert {change["verdict"] for change in told["changes"]} == {"worse", "no difference beyond noise"}
 
 
-def test_report_writes_its_page_and_its_pictures(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole = figures.of_runs
-    monkeypatch.setattr(figures, "of_runs", lambda runs: whole(runs)[:1])
+def test_report_writes_its_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = write_run(tmp_path / "a", n=60)
     plan = tmp_path / "plan.json"
     plan.write_text(json.dumps({"speed": {"ttft_ms": {"low": 1, "likely": 2, "high": 3}}}))
-    assert main.run(["bench", "report", str(run), "--plan", str(plan), "--png", "--json"]) == 0
-    written = [Path(path) for path in json.loads(capsys.readouterr().out)["written"]]
-    assert written[0] == run / "report.html" and all(path.is_file() for path in written)
-    assert "predicted is off by" in written[0].read_text() and sum(path.suffix == ".png" for path in written) == 1
+    assert main.run(["bench", "report", str(run), "--plan", str(plan), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["written"] == [str(run / "report.html")]
+    assert "predicted is off by" in (run / "report.html").read_text()
 
 
 def test_report_writes_the_planners_calibration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -169,81 +168,130 @@ def test_a_run_of_a_sweep_that_was_ended_ends_the_sweep(tmp_path: Path, monkeypa
 
 
 @pytest.fixture
-def fake_engine(monkeypatch: pytest.MonkeyPatch) -> list[offline.Task]:
-    """What the engine was given; each round takes as many seconds as its number."""
-    given: list[offline.Task] = []
+def tasks(monkeypatch: pytest.MonkeyPatch) -> list[offline.Task]:
+    """What vLLM's program was asked for; TP 2 dies."""
+    asked: list[offline.Task] = []
 
-    def carry_out(plan: Plan, task: offline.Task) -> Done:
-        given.append(task)
+    def carry_out(plan: Plan, task: offline.Task) -> Throughput | Latency:
+        asked.append(task)
         assert plan.max_num_seqs >= task.n_at_once
-        n_out = sum(task.output_tokens)
-        return Done(tuple(float(at + 1) for at in range(task.n_times)), 100, n_out)
-
-    monkeypatch.setattr(offline, "carry_out", carry_out)
-    return given
-
-
-def test_throughput_prints_a_row_for_each_tensor_size(
-    fake_engine: list[offline.Task], capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["bench", "throughput", "--engine", "llamacpp", "--num-prompts", "10", "--input-tokens", "10"]
-    assert main.run([*words, "--output-tokens", "20", "--tensor", "1,2"]) == 0
-    out = capsys.readouterr().out.splitlines()
-    assert out[1].split() == ["TP", "1", "10.00", "300.00", "200.00", "1.0", "s"]
-    assert out[2].startswith("TP 2") and "cannot cut a model over 2 ranks on engine llamacpp" in out[2]
-    (task,) = fake_engine
-    assert len(set(task.prompts)) == 10 and set(task.output_tokens) == {20}
-    assert main.run([*words, "--json"]) == 0
-    (row,) = json.loads(capsys.readouterr().out)
-    assert row["requests_per_second"] == 10 and row["engine"].startswith("llamacpp")
-
-
-def test_latency_takes_vllms_shape_by_default(
-    fake_engine: list[offline.Task], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main.run(["bench", "latency", "--engine", "llamacpp", "--num-iters", "4"]) == 0
-    assert " ".join(capsys.readouterr().out.splitlines()[1].split()) == "TP 1 2.500 s 2.500 s 3.700 s 3.970 s 4"
-    (task,) = fake_engine
-    assert [len(prompt) for prompt in task.prompts] == [32] * 8 and task.output_tokens == (128,) * 8
-    assert task.n_warmup == 3 and all(isinstance(token, int) and token < 2048 for token in task.prompts[0])
-
-
-def test_an_engine_that_dies_is_told_with_its_last_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setitem(PROGRAMS, "llamacpp", "penstock.no_such_program")
-    asked = offline.Task(("a",), (1,))
-    from penstock.deployment import prepare
-    from penstock.hardware import detect
-    from penstock.spec import reading
-
-    deployment = reading.from_mapping({"model": "penstock-demo", "engine": {"kind": "llamacpp"}}, "a test", [])
-    with pytest.raises(EngineError, match=r"could not run llamacpp offline: .* exited with code 1") as caught:
-        offline.carry_out(prepare.make_plan(deployment, detect.this_machine(), 1), asked)
-    assert "no_such_program" in (caught.value.detail or "")
-
-
-def test_a_layout_whose_engine_dies_does_not_take_the_others_numbers(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def carry_out(plan: Plan, task: offline.Task) -> Done:
         if plan.layout.tensor == 2:
-            raise EngineError("could not run vllm offline: no memory", detail="its last words", hint="less")
-        return Done((1.0,), 100, 100)
+            raise EngineError("could not run vllm bench: no memory", detail="its last words", hint="less")
+        if task.verb == "latency":
+            return Latency(2.5, (1.0, 2.0, 3.0, 4.0), {"50": 2.5, "90": 3.7, "99": 3.97})
+        return Throughput(10, 1.0, 300, 10.0, 300.0, 200)
 
     monkeypatch.setattr(offline, "carry_out", carry_out)
-    words = ["bench", "throughput", "--engine", "vllm", "--num-prompts", "10", "--output-tokens", "10"]
-    assert main.run([*words, "--tensor", "1,2,1"]) == 1
-    told = capsys.readouterr()
-    assert [line[:18].split() for line in told.out.splitlines()[1:]] == [
-        ["TP", "1", "10.00"],
-        ["TP", "2", "could", "not", "r"],
-        ["TP", "1", "10.00"],
-    ]
-    assert "its last words" in told.err
+    return asked
+
+
+def test_each_tensor_size_has_a_row_and_a_refused_or_broken_one_its_reason(
+    tasks: list[offline.Task], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["bench", "throughput", "--engine", "vllm", "--num-prompts", "10"]
+    assert main.run([*words, "--tensor", "1,3,2,1"]) == 1
+    printed = capsys.readouterr()
+    rows = [line.split() for line in printed.out.splitlines()[1:]]
+    assert rows[0] == rows[3] == ["TP", "1", "10.00", "300.00", "200.00", "1.0", "s"]
+    assert "cannot" in rows[1] and "could not run vllm bench: no memory" in printed.out
+    assert "its last words" in printed.err
     assert main.run([*words, "--tensor", "2,1", "--json"]) == 1
-    rows = json.loads(capsys.readouterr().out)
-    assert rows[0]["refusal"] == "could not run vllm offline: no memory" and rows[1]["requests_per_second"] == 10
+    broken, measured = json.loads(capsys.readouterr().out)
+    assert broken["refusal"] == "could not run vllm bench: no memory" and measured["requests_per_second"] == 10
+    assert measured["engine"].startswith("vllm") and measured["output_tokens"] == 200
     assert main.run([*words, "--tensor", "2"]) == 1
     assert "hint: less" in capsys.readouterr().err
+
+
+def test_latency_takes_vllms_shape_by_default(tasks: list[offline.Task], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["bench", "latency", "--engine", "vllm", "--num-iters", "4"]) == 0
+    assert " ".join(capsys.readouterr().out.splitlines()[1].split()) == "TP 1 2.500 s 2.500 s 3.700 s 3.970 s 4"
+    assert " ".join(tasks[0].words) == (
+        "--batch-size 8 --input-len 32 --output-len 128 --num-iters-warmup 3 --num-iters 4 --seed 0"
+    )
+
+
+@pytest.mark.parametrize(
+    ("dataset", "words"),
+    [
+        ("random", "--dataset-name random --random-input-len 9 --random-output-len 5"),
+        ("sharegpt:{file}", "--dataset-name sharegpt --dataset-path {file} --output-len 5"),
+        (
+            "prefix:n=2,suffix=3",
+            "--dataset-name prefix_repetition --prefix-repetition-num-prefixes 2 --prefix-repetition-prefix-len 1000 "
+            "--prefix-repetition-suffix-len 3 --prefix-repetition-output-len 5",
+        ),
+    ],
+)
+def test_data_sets_go_by_vllms_names(dataset: str, words: str, tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    file.write_text("[]")
+    task = offline.throughput_task(dataset.format(file=file), 6, 2, 7, 9, 5)
+    assert " ".join(task.words) == f"{words.format(file=file)} --num-prompts 6 --num-warmups 2 --seed 7"
+
+
+def test_vllm_bench_gets_the_plans_flags_without_the_servers() -> None:
+    args = {"enable_auto_tool_choice": True, "tool-call-parser": "hermes", "block-size": 16}
+    text = {"model": "penstock-demo", "engine": {"kind": "vllm", "args": args}}
+    plan = prepare.make_plan(reading.from_mapping(text, "a test", []), detect.this_machine(), 1)
+    argv = bench_command(plan, EnginePlace("127.0.0.1", 0, "/f", "python"), "latency", ("--seed", "1")).argv
+    assert argv[:5] == ("python", "-m", "vllm.entrypoints.cli.main", "bench", "latency")
+    assert "--max-model-len" in argv and "--block-size" in argv and argv[-2:] == ("--output-json", "/f/answer.json")
+    assert not {"--host", "--port", "--served-model-name", "--tool-call-parser", "--enable-auto-tool-choice"} & {*argv}
+
+
+FAKE_VLLM = """
+import json, sys, time
+answer = {"num_requests": 6, "elapsed_time": 2.0, "total_num_tokens": 168, "requests_per_second": 3.0,
+          "tokens_per_second": 84.0}
+print("Total num output tokens:  48")
+if "--num-prompts" not in sys.argv:
+    time.sleep(600)
+if "7" in sys.argv:
+    sys.exit("RuntimeError: no such luck")
+with open(sys.argv[sys.argv.index("--output-json") + 1], "w") as file:
+    json.dump(answer, file)
+"""
+
+
+@pytest.fixture
+def fake_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "python" / "vllm" / "entrypoints" / "cli"
+    package.mkdir(parents=True)
+    for folder in (package, *package.parents[:2]):
+        (folder / "__init__.py").touch()
+    (package / "main.py").write_text(FAKE_VLLM)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "python"))
+
+
+@pytest.mark.processes
+@pytest.mark.usefixtures("fake_vllm")
+def test_vllms_json_is_read_and_its_last_words_are_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["bench", "throughput", "--engine", "vllm", "--json", "--num-prompts"]
+    assert main.run([*words, "6"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert (row["total_num_tokens"], row["output_tokens"], row["elapsed_time"]) == (168, 48, 2.0)
+    assert main.run([*words, "7"]) == 1
+    error = json.loads(capsys.readouterr().out)["error"]
+    assert "could not run vllm bench throughput" in error["message"] and "no such luck" in error["detail"]
+
+
+@pytest.mark.processes
+@pytest.mark.usefixtures("fake_vllm")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_an_engine_ends_with_the_command(number: signal.Signals, tmp_path: Path) -> None:
+    env = {**os.environ, "TMPDIR": str(tmp_path)}
+    argv = [sys.executable, "-m", "penstock", "bench", "latency", "--engine", "vllm"]
+    child = subprocess.Popen(argv, env=env, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while not (logs := [*tmp_path.glob("penstock-bench-*/engine.log")]) or not logs[0].read_text():
+        assert time.monotonic() < deadline and child.poll() is None
+        time.sleep(0.05)
+    child.send_signal(number)
+    assert child.wait(30) == 128 + number
+    folder = logs[0].parent
+    assert not folder.exists()
+    assert not [p for p in psutil.process_iter(["cmdline"]) if str(folder) in " ".join(p.info["cmdline"] or [])]
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------
@@ -269,10 +317,11 @@ def test_a_layout_whose_engine_dies_does_not_take_the_others_numbers(
         ("sweep", "--failed", "2", "--out", "{out}/s"),
         ("throughput", "--dataset", "sharegpt:/nowhere.json"),
         ("throughput", "--dataset", "turns:turns=2"),
-        ("throughput", "--dataset", "prefix", "--prompt", "x"),
+        ("throughput", "--dataset", "prefix:n=0"),
+        ("throughput", "--engine", "llamacpp"),
         ("throughput", "--tensor", "0"),
         ("throughput", "--num-prompts", "-1"),
-        ("latency", "--input-len", "100000", "--engine", "llamacpp"),
+        ("latency", "--input-len", "100000", "--engine", "vllm"),
         ("latency", "/nowhere/model"),
         (),
         ("measure",),
@@ -289,46 +338,17 @@ def test_bad_input_is_refused_and_changes_nothing(
     assert sorted(path.name for path in tmp_path.rglob("*")) == before
 
 
-# ---- real engines ----------------------------------------------------------------------------------------------------
-
-
-def check_offline(engine: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Both shapes on the bundled model; every token that was asked for is counted."""
-    words = ["--engine", engine, "--json"]
-    shape = ["--num-prompts", "6", "--input-tokens", "20", "--output-tokens", "8"]
-    assert main.run(["bench", "throughput", *shape, *words]) == 0
-    (row,) = json.loads(capsys.readouterr().out)
-    assert row["total_num_tokens"] == 6 * 28 and row["output_tokens"] == 48 and row["requests_per_second"] > 0
-
-
-@pytest.mark.llamacpp
-def test_llamacpp_runs_offline(capsys: pytest.CaptureFixture[str]) -> None:
-    check_offline("llamacpp", capsys)
-    assert (
-        main.run(["bench", "latency", "--num-iters", "2", "--output-len", "8", "--engine", "llamacpp", "--json"]) == 0
-    )
-    (row,) = json.loads(capsys.readouterr().out)
-    assert len(row["latencies"]) == 2 and row["total_num_tokens"] == 8 * 40
-
-
-@pytest.mark.llamacpp
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_an_engine_does_not_outlive_who_asked(number: signal.Signals, tmp_path: Path) -> None:
-    words = ["bench", "latency", "--engine", "llamacpp", "--num-iters", "100000"]
-    env = {**os.environ, "TMPDIR": str(tmp_path)}
-    child = subprocess.Popen([sys.executable, "-m", "penstock", *words], env=env, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 60
-    while not any(tmp_path.glob("penstock-bench-*/job.json")):
-        assert time.monotonic() < deadline and child.poll() is None
-        time.sleep(0.05)
-    (folder,) = tmp_path.glob("penstock-bench-*")
-    time.sleep(0.5)
-    child.send_signal(number)
-    assert child.wait(30) == 128 + number
-    assert not folder.exists()
-    assert not [p for p in psutil.process_iter(["cmdline"]) if str(folder) in " ".join(p.info["cmdline"] or [])]
+# ---- the real engine -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.vllm
-def test_vllm_runs_offline(capsys: pytest.CaptureFixture[str]) -> None:
-    check_offline("vllm", capsys)
+def test_vllm_runs_its_own_benchmarks(capsys: pytest.CaptureFixture[str]) -> None:
+    """Both on the bundled model; every token that was asked for is counted."""
+    shape = ["--num-prompts", "6", "--input-tokens", "20", "--output-tokens", "8", "--warmup", "1"]
+    assert main.run(["bench", "throughput", *shape, "--engine", "vllm", "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert row["total_num_tokens"] == 6 * 28 and row["output_tokens"] == 48 and row["requests_per_second"] > 0
+    shape = ["--num-iters", "2", "--num-iters-warmup", "1", "--output-len", "8"]
+    assert main.run(["bench", "latency", *shape, "--engine", "vllm", "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert len(row["latencies"]) == 2 and row["avg_latency"] > 0

@@ -15,12 +15,13 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from penstock.bench.results import bootstrap, compare, folder
+from penstock.bench.results.stats import percentile
 from penstock.errors import UserError
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=40), st.floats(0, 1))
 def test_a_quantile_is_numpys(values: list[float], share: float) -> None:
-    assert bootstrap.quantile(sorted(values), share) == pytest.approx(float(np.quantile(values, share)), abs=1e-6)
+    assert percentile(sorted(values), share) == pytest.approx(float(np.quantile(values, share)), abs=1e-6)
 
 
 @pytest.mark.parametrize("share", [0.5, 0.9, 0.99])
@@ -51,14 +52,14 @@ def test_the_interval_of_a_mean_is_scipys_bootstrap() -> None:
 def test_series_that_hang_together_are_worth_less() -> None:
     rng = random.Random(1)
     alone = [rng.gauss(0, 1) for _ in range(2000)]
-    assert bootstrap.worth(alone) > 1600
+    assert bootstrap.effective_sample_size(alone) > 1600
     together, value = [], 0.0
     for one in alone:
         value = 0.9 * value + one
         together.append(value)
     # An AR(1) series with 0.9 is worth n * (1 - 0.9) / (1 + 0.9): 105 of 2000.
-    assert 60 < bootstrap.worth(together) < 200
-    assert bootstrap.worth([]) == 0 and bootstrap.worth([3.0] * 9) == 9
+    assert 60 < bootstrap.effective_sample_size(together) < 200
+    assert bootstrap.effective_sample_size([]) == 0 and bootstrap.effective_sample_size([3.0] * 9) == 9
 
 
 @pytest.mark.parametrize("phi", [0.0, 0.8])
@@ -105,7 +106,7 @@ def test_unlike_runs_are_named(tmp_path: Path) -> None:
     a = folder.load(write_run(tmp_path / "a"))
     b = folder.load(write_run(tmp_path / "b", flags={"rate": 12, "url": "http://else"}, versions={}, valid=False))
     found = compare.compare(a, b)
-    assert "flags.rate: 10.0, then 12" in found.unlike and "versions.penstock: 0.1.0, then not said" in found.unlike
+    assert "flags.rate: 10.0, then 12" in found.unlike and "versions.penstock: 0.1.0, then not given" in found.unlike
     assert not any("url" in line for line in found.unlike)
     assert "b is not valid: it does not say why" in found.notes
     shown = compare.text(found)

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from penstock.bench.results import engine_metrics
-from penstock.bench.results.parse import Raw, read_out
+from penstock.bench.results.parse import Raw, parse_exchange
 from penstock.engines.vllm import names as vllm_names
 from penstock.wire.http1 import LAST_CHUNK, write_chunk
 
@@ -42,7 +42,7 @@ def chunks(*events: bytes) -> list[bytes]:
 def test_a_stream_gives_its_token_times_and_its_usage() -> None:
     role = event({"choices": [{"delta": {"role": "assistant", "content": ""}}]})
     ends = write_chunk(FINISH) + write_chunk(USAGE) + write_chunk(DONE) + LAST_CHUNK
-    found = read_out(raw(HEAD + write_chunk(role), *chunks(token("a"), token("b"), token("c")), ends), True)
+    found = parse_exchange(raw(HEAD + write_chunk(role), *chunks(token("a"), token("b"), token("c")), ends), True)
     assert found.token_times_s == pytest.approx((0.2, 0.3, 0.4))
     assert (found.input_tokens, found.output_tokens, found.error, found.status) == (7, 3, None, 200)
     assert found.replica == "2"
@@ -52,14 +52,14 @@ def test_a_stream_gives_its_token_times_and_its_usage() -> None:
 @pytest.mark.parametrize("size", [1, 2, 7, 50, 1000])
 def test_however_the_bytes_are_cut_the_tokens_are_the_same(size: int) -> None:
     whole = HEAD + b"".join(chunks(token("a"), b": ping\n\n", token("b") + token("c"), USAGE, DONE)) + LAST_CHUNK
-    found = read_out(raw(*[whole[at : at + size] for at in range(0, len(whole), size)]), True)
+    found = parse_exchange(raw(*[whole[at : at + size] for at in range(0, len(whole), size)]), True)
     assert (len(found.token_times_s), found.output_tokens, found.error) == (3, 3, None)
     assert list(found.token_times_s) == sorted(found.token_times_s)
 
 
 def test_lines_that_end_with_cr_lf_are_events_too() -> None:
     crlf = [data.replace(b"\n", b"\r\n") for data in (token("a"), token("b"), USAGE, DONE)]
-    found = read_out(raw(HEAD, *chunks(*crlf), LAST_CHUNK), True)
+    found = parse_exchange(raw(HEAD, *chunks(*crlf), LAST_CHUNK), True)
     assert (len(found.token_times_s), found.output_tokens, found.error) == (2, 3, None)
 
 
@@ -80,7 +80,7 @@ def test_lines_that_end_with_cr_lf_are_events_too() -> None:
     ],
 )
 def test_what_counts_as_a_token(choice: dict[str, object], is_token: bool) -> None:
-    found = read_out(raw(HEAD, *chunks(event({"choices": [choice]}), DONE), LAST_CHUNK), True)
+    found = parse_exchange(raw(HEAD, *chunks(event({"choices": [choice]}), DONE), LAST_CHUNK), True)
     assert bool(found.token_times_s) is is_token
 
 
@@ -99,19 +99,19 @@ def test_what_counts_as_a_token(choice: dict[str, object], is_token: bool) -> No
     ],
 )
 def test_a_broken_answer_is_told_by_its_kind(reads: list[bytes], fields: dict[str, object], error: str) -> None:
-    assert read_out(raw(*reads, **fields), True).error == error
+    assert parse_exchange(raw(*reads, **fields), True).error == error
 
 
 def test_the_servers_words_are_kept() -> None:
     body = b'{"error": {"message": "no such model"}}'
-    found = read_out(raw(b"HTTP/1.1 404 Not Found\r\ncontent-length: %d\r\n\r\n" % len(body) + body), True)
+    found = parse_exchange(raw(b"HTTP/1.1 404 Not Found\r\ncontent-length: %d\r\n\r\n" % len(body) + body), True)
     assert (found.error, found.detail) == ("http 404", "no such model")
 
 
 def test_a_whole_answer_has_usage_and_no_first_token() -> None:
     body = json.dumps({"choices": [{"text": "a b"}], "usage": {"prompt_tokens": 1, "completion_tokens": 2}}).encode()
     head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body)
-    found = read_out(raw(head + body), False)
+    found = parse_exchange(raw(head + body), False)
     assert (found.output_tokens, found.token_times_s, found.error, found.n_bytes) == (2, (), None, len(body))
     assert found.e2el_s(False) == pytest.approx(0.1)
 

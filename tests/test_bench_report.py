@@ -12,7 +12,7 @@ import pytest
 from bench_samples import write_run
 
 from penstock.bench import calibrate
-from penstock.bench.report import figures, html, png, svg
+from penstock.bench.report import figures, html, svg
 from penstock.bench.report.svg import Chart, Series
 from penstock.bench.results import folder
 from penstock.bench.results.folder import Result
@@ -126,7 +126,7 @@ def test_a_sweep_has_its_curve_and_its_table(one: Result) -> None:
 )
 @pytest.mark.parametrize("is_log", [True, False])
 def test_any_points_make_a_drawing_inside_its_frame(points: tuple[svg.Point, ...], is_log: bool) -> None:
-    chart = Chart("a < b & c", "x", "y", (Series("one", points), Series("two", points, "dots")), is_log, is_log)
+    chart = Chart("a < b & c", "x", "y", (Series("one", points), Series("two", points, "dots")), is_log)
     root = ElementTree.fromstring(svg.svg(chart))
     for line in root.iter("polyline"):
         for pair in (line.get("points") or "").split():
@@ -144,9 +144,3 @@ def test_many_points_are_thinned_to_their_ends() -> None:
     many = [(float(x), 0.0) for x in range(10_000)]
     few = svg.thinned(many, 100)
     assert len(few) == 100 and few[0] == many[0] and few[-1] == many[-1]
-
-
-def test_pictures_are_written(one: Result, tmp_path: Path) -> None:
-    written = png.save(figures.of_runs([one])[:1], tmp_path)
-    assert [path.name for path in written] == ["time-to-first-token-share-of-requests.png"]
-    assert written[0].read_bytes().startswith(b"\x89PNG")

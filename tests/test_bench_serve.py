@@ -19,12 +19,12 @@ from pathlib import Path
 import pytest
 
 from penstock.bench import serve
-from penstock.bench.datasets import synthetic
 from penstock.bench.datasets.tokenizers import FileTokens
-from penstock.bench.load.arrivals import Ask, Pace
-from penstock.bench.load.run import Address, Load, drive
+from penstock.bench.load.arrivals import Pace, PlannedRequest
+from penstock.bench.load.run import Address, Load
+from penstock.bench.load.run import run as run_load
 from penstock.bench.results import folder as record
-from penstock.bench.results.parse import read_out
+from penstock.bench.results.parse import parse_exchange
 from penstock.bench.serve import Service
 from penstock.cli import main
 from penstock.errors import PenstockError, UserError
@@ -46,11 +46,16 @@ def service(url: str, **fields: object) -> Service:
     return Service(**{"url": url, "model": "m", **fields})  # type: ignore[arg-type]
 
 
+def asked(prompt: str, output_tokens: int) -> list[PlannedRequest]:
+    """The request that is sent again and again."""
+    return [PlannedRequest(prompt, None, output_tokens)]
+
+
 @pytest.mark.parametrize("endpoint", ["chat", "completions"])
 @pytest.mark.parametrize("streams", [True, False])
 def test_every_request_is_answered_and_counted(engine: InThread, endpoint: str, streams: bool) -> None:
     target = service(engine.url, endpoint=endpoint, streams=streams)
-    found = serve.run(target, synthetic.fixed("tell me", 6), CLOSED, {}, n_warmup=2).summary
+    found = serve.run(target, asked("tell me", 6), CLOSED, {}, n_warmup=2).summary
     assert (found.completed, found.failed, found.total_output_tokens) == (12, 0, 72)
     assert ("ttft" in found.spreads) is streams
     assert found.tokens_per_event == (1.0 if streams else None)
@@ -58,7 +63,7 @@ def test_every_request_is_answered_and_counted(engine: InThread, endpoint: str, 
 
 def test_an_open_loop_sends_by_its_clock(engine: InThread) -> None:
     pace = Pace(rate=200.0, arrival="constant", n_requests=20)
-    report = serve.run(service(engine.url), synthetic.random_words(9, 3, 20, 0), pace, {"ttft": 5000.0})
+    report = serve.run(service(engine.url), asked("a", 3), pace, {"ttft": 5000.0})
     assert [round(request.intended_s, 6) for request in report.requests] == [index / 200 for index in range(20)]
     assert all(request.asked_s >= request.intended_s for request in report.requests)
     assert report.summary.goodput_share == 1.0
@@ -68,13 +73,17 @@ def test_an_open_loop_sends_by_its_clock(engine: InThread) -> None:
 
 
 def test_a_duration_ends_a_closed_loop(engine: InThread) -> None:
-    report = serve.run(service(engine.url), synthetic.fixed("a", 2), Pace(concurrency=2, duration_s=0.05), {}, 0)
+    report = serve.run(service(engine.url), asked("a", 2), Pace(concurrency=2, duration_s=0.05), {}, 0)
     assert report.summary.completed > 2
     assert report.result["warmup_requests"] == 0
 
 
 def test_a_turn_waits_for_the_turn_before(engine: InThread) -> None:
-    asks = [Ask("a", None, 4), Ask("a b", None, 4, wait_for=0), Ask("a b c", None, 4, wait_for=1)]
+    asks = [
+        PlannedRequest("a", None, 4),
+        PlannedRequest("a b", None, 4, wait_for=0),
+        PlannedRequest("a b c", None, 4, wait_for=1),
+    ]
     report = serve.run(service(engine.url), asks, Pace(rate=1e5, arrival="constant", n_requests=6), {}, 0)
     ends = [request.end_s for request in report.requests]
     sent = [request.sent_s for request in report.requests]
@@ -84,13 +93,13 @@ def test_a_turn_waits_for_the_turn_before(engine: InThread) -> None:
 
 def test_a_first_request_that_fails_ends_it_with_the_servers_words(engine: InThread) -> None:
     with pytest.raises(UserError, match=r"http 404.*nobody"):
-        serve.run(service(engine.url, model="nobody"), synthetic.fixed("a", 1), CLOSED, {})
+        serve.run(service(engine.url, model="nobody"), asked("a", 1), CLOSED, {})
     with pytest.raises(PenstockError, match="connection refused"):
-        serve.run(service(f"http://127.0.0.1:{free_port()}"), synthetic.fixed("a", 1), CLOSED, {})
+        serve.run(service(f"http://127.0.0.1:{free_port()}"), asked("a", 1), CLOSED, {})
 
 
 def test_without_a_warm_up_failures_are_counted(engine: InThread) -> None:
-    report = serve.run(service(engine.url, model="nobody"), synthetic.fixed("a", 1), CLOSED, {}, 0)
+    report = serve.run(service(engine.url, model="nobody"), asked("a", 1), CLOSED, {}, 0)
     assert report.summary.errors == {"http 404": 12}
     assert not report.verdict.valid
 
@@ -116,11 +125,11 @@ def test_an_address_may_have_a_path() -> None:
 
 
 def test_the_key_is_sent_and_told_to_nobody(engine: InThread) -> None:
-    report = serve.run(service(engine.url, key="sk-secret"), synthetic.fixed("a", 1), CLOSED, {})
+    report = serve.run(service(engine.url, key="sk-secret"), asked("a", 1), CLOSED, {})
     assert engine.seen[-2].headers["authorization"] == "Bearer sk-secret"
     assert "sk-secret" not in json.dumps(report.result)
     with pytest.raises(UserError, match="API key"):
-        serve.run(service(engine.url, key="a\r\nb"), synthetic.fixed("a", 1), CLOSED, {})
+        serve.run(service(engine.url, key="a\r\nb"), asked("a", 1), CLOSED, {})
 
 
 # -- the command
@@ -425,10 +434,10 @@ REQUEST = b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 0\r\n\r\n"
 @pytest.mark.parametrize("habit", HABITS)
 def test_an_answers_end_is_found_whatever_the_servers_habit(habit: str) -> None:
     with server(HABITS[habit]) as address:
-        outcome = drive(address, Load([REQUEST], concurrency=1, n_requests=3, timeout_s=5))
+        outcome = run_load(address, Load([REQUEST], concurrency=1, n_requests=3, timeout_s=5))
     assert [exchange.error for exchange in outcome.exchanges] == [None] * 3
     for exchange in outcome.exchanges:
-        read = read_out(serve._raw(exchange, outcome.began_s), True)
+        read = parse_exchange(serve._raw(exchange, outcome.began_s), True)
         assert (read.error, len(read.token_times_s)) == (None, 1)
     times = outcome.exchanges[0].times
     assert times == sorted(times)
@@ -443,7 +452,7 @@ def test_a_connection_closed_while_idle_costs_nothing() -> None:
             sock.sendall(WHOLE + BODY)
 
     with server(answer) as address:
-        outcome = drive(address, Load([REQUEST], concurrency=1, n_requests=5))
+        outcome = run_load(address, Load([REQUEST], concurrency=1, n_requests=5))
     assert [exchange.error for exchange in outcome.exchanges] == [None] * 5
     assert any(exchange.was_retried for exchange in outcome.exchanges)
 
@@ -458,18 +467,18 @@ def test_a_connection_closed_while_idle_costs_nothing() -> None:
 )
 def test_a_broken_connection_is_an_error_of_its_kind(answer: Callable[[socket.socket, int], None], error: str) -> None:
     with server(answer) as address:
-        outcome = drive(address, Load([REQUEST], concurrency=2, n_requests=4))
+        outcome = run_load(address, Load([REQUEST], concurrency=2, n_requests=4))
     assert [exchange.error for exchange in outcome.exchanges] == [error] * 4
 
 
 def test_nobody_there_is_refused() -> None:
-    outcome = drive(Address("http", "127.0.0.1", free_port(), "a"), Load([REQUEST], concurrency=2, n_requests=3))
+    outcome = run_load(Address("http", "127.0.0.1", free_port(), "a"), Load([REQUEST], concurrency=2, n_requests=3))
     assert [exchange.error for exchange in outcome.exchanges] == ["connection refused"] * 3
 
 
 def test_an_answer_that_never_ends_is_a_timeout() -> None:
     with server(pieces(CHUNKED + chunk(BODY))) as address:
-        outcome = drive(address, Load([REQUEST], concurrency=2, n_requests=2, timeout_s=0.05))
+        outcome = run_load(address, Load([REQUEST], concurrency=2, n_requests=2, timeout_s=0.05))
     assert [exchange.error for exchange in outcome.exchanges] == ["timeout"] * 2
     assert outcome.ended_s - outcome.began_s < 1  # the look was every two seconds once
 
@@ -480,10 +489,10 @@ def test_an_answer_over_the_timeout_is_no_success() -> None:
         sock.sendall(WHOLE + BODY)
 
     with server(late) as address:
-        outcome = drive(address, Load([REQUEST], concurrency=1, n_requests=1, timeout_s=0.01))
+        outcome = run_load(address, Load([REQUEST], concurrency=1, n_requests=1, timeout_s=0.01))
     (exchange,) = outcome.exchanges
     assert exchange.error == "timeout"
-    assert read_out(serve._raw(exchange, outcome.began_s), True).error == "timeout"
+    assert parse_exchange(serve._raw(exchange, outcome.began_s), True).error == "timeout"
 
 
 def test_a_listener_that_never_accepts_is_a_timeout() -> None:
@@ -492,5 +501,5 @@ def test_a_listener_that_never_accepts_is_a_timeout() -> None:
         listener.listen(0)
         first.connect(listener.getsockname())  # its backlog is full: what is sent to it further gets no answer
         address = Address("http", "127.0.0.1", listener.getsockname()[1], "127.0.0.1")
-        outcome = drive(address, Load([REQUEST], concurrency=100, n_requests=100, timeout_s=0.05))
+        outcome = run_load(address, Load([REQUEST], concurrency=100, n_requests=100, timeout_s=0.05))
     assert {exchange.error for exchange in outcome.exchanges} == {"timeout"}

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.bench import sweep
-from penstock.bench.sweep import Bound, Found, Point, Search, Slo, judged, next_load, slo_of
+from penstock.bench.sweep import Bound, Point, Search, Slo, judged, next_load, slo_of
 from penstock.errors import PenstockError, UserError
 
 SLO = slo_of(["ttft:500"])
@@ -132,14 +132,8 @@ def test_bounds_that_cannot_be_understood_are_refused(word: str) -> None:
         slo_of([word])
 
 
-def test_a_layout_that_cannot_start_does_not_end_the_others() -> None:
-    def measure(tensor: int) -> Found:
-        if tensor == 2:
-            raise PenstockError("does not fit")
-        return sweep.search(queue(10 * tensor), SLO, Search("rate"))
-
-    refused: list[int] = []
-    found = sweep.layouts([1, 2, 4], measure, lambda tensor, error: refused.append(tensor))
-    assert list(found) == [1, 4] and refused == [2]
-    assert (found[4].highest or 0) > (found[1].highest or 0)
-    assert "inside" in sweep.table_text("TP 4", found[4]) and "is over 500" in sweep.table_text("TP 4", found[4])
+def test_the_table_has_every_load_in_rising_order() -> None:
+    found = sweep.search(queue(10), SLO, Search("rate", first=8))
+    lines = sweep.table_text("TP 1", found).splitlines()[1:]
+    loads = [float(line.split()[0]) for line in lines]
+    assert loads == sorted(loads) and lines[0].endswith("inside") and "is over 500" in lines[-1]

@@ -51,14 +51,23 @@ def test_an_unknown_gpu_is_refused_with_the_nearest() -> None:
     assert "h100-pcie, h100-sxm" in str(unclear.value.hint)
 
 
+LINKS = {
+    "ib-ndr-400": "rdma",
+    "roce-100g": "rdma",
+    "gcp-a3-ultra-roce": "rdma",
+    "pod-network-tcp": "tcp",
+    "gcp-tcp-fallback": "tcp",
+    "eth-25g": "tcp",
+    "aws-efa-3200": "efa",
+    "gcp-tcpxo-a3-mega": "efa",
+}
+
+
 def test_links_know_their_transport() -> None:
-    known = {name: catalog.link(name).transport for name in catalog.link_ids()}
-    assert known["ib-ndr-400"] == known["roce-100g"] == known["gcp-a3-ultra-roce"] == "rdma"
-    assert known["pod-network-tcp"] == known["gcp-tcp-fallback"] == known["eth-25g"] == "tcp"
-    assert known["aws-efa-3200"] == known["gcp-tcpxo-a3-mega"] == "efa"
+    assert {name: catalog.link(name).transport for name in LINKS} == LINKS
+    assert all(catalog.link(name).source for name in LINKS)
     assert catalog.link("ib-ndr").id == "ib-ndr-400"
     assert catalog.link("pod-network-tcp").step_latency_us == (370, 580)
-    assert all(catalog.link(name).source for name in catalog.link_ids())
     with pytest.raises(UserError, match='the nearest is "ib-ndr-400"'):
         catalog.link("ib-ndr400")
 

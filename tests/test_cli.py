@@ -519,7 +519,7 @@ BAD_VALUES = [
     ("scale b " + "9" * 5000, 'cannot scale to "9999'),
     ("status " + "a" * 5000, 'cannot find deployment "aaaa'),
     ("down b/../b", 'cannot find deployment "b/../b"'),
-    ("render " + "a" * 5000, 'could not look at "aaaa'),
+    ("render " + "a" * 5000, 'could not read "aaaa'),
 ]
 
 
@@ -544,7 +544,7 @@ def test_a_model_that_may_not_be_looked_at_is_explained(shell: Shell, monkeypatc
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(Path, "is_file", deny)
-    check_error(shell, ["render", "secret/m"], 'could not look at "secret/m": Permission denied', None, "Check the")
+    check_error(shell, ["render", "secret/m"], 'could not read "secret/m": Permission denied', None, "Check the")
 
 
 def run_shell(words: str) -> subprocess.CompletedProcess[str]:

@@ -60,7 +60,7 @@ def test_ledger_days_are_a_number_or_all() -> None:
         (["--workers", "0", *UPSTREAM], "from 1 to 64"),
         (["--ledger-days", "0", *UPSTREAM], "a whole number of days from 1"),
         (["--workers", "2", "--listen", "unix:/tmp/x", *UPSTREAM], "Unix socket"),
-        (["--tls-cert", "x", *UPSTREAM], "one without the other"),
+        (["--tls-cert", "x", *UPSTREAM], "tls_key: is missing"),
         (["--admin", "127.0.0.1:1", *UPSTREAM], "without its token"),
         (["--alias", "other=x", *UPSTREAM], "no --upstream has"),
         (["--alias", "m=m", *UPSTREAM], "declared twice"),

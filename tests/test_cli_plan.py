@@ -197,7 +197,7 @@ def test_what_the_driver_does_not_tell_is_the_catalogues_with_a_warning(
     (request,) = asked
     assert request.links is None
     told = " ".join(request.facts.notes)
-    assert "the catalogue's links are taken" in told and "11,000 MiB a GPU, the catalogue 23,034" in told
+    assert "the catalogue's links are used" in told and "11,000 MiB a GPU, the catalogue 23,034" in told
 
 
 @pytest.mark.parametrize(("names", "word"), [([], "no GPU"), (["NVIDIA L4", "NVIDIA A10"], "several kinds")])

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import errno
-import shutil
+import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -15,10 +14,10 @@ from test_facts import Hub, as_json, served  # noqa: F401 - a fixture
 
 from penstock import engines, targets
 from penstock.deployment.doctor import examine, network
-from penstock.deployment.doctor import model as model_check
 from penstock.deployment.doctor import nodes as findings
-from penstock.deployment.doctor.network import Way
-from penstock.deployment.doctor.nodes import Seen
+from penstock.deployment.doctor.model import check_model
+from penstock.deployment.doctor.network import Route
+from penstock.deployment.doctor.nodes import SurveyedNode
 from penstock.deployment.preflight import Finding
 from penstock.engines.llamacpp.engine import LlamaCpp
 from penstock.errors import UserError
@@ -29,46 +28,46 @@ from penstock.node.checks import machine as node_check
 from penstock.node.checks.all_reduce import Collective, Timed
 from penstock.node.checks.machine import Holder, Limits, NodeCheck, Reading, Space, Weights
 from penstock.planner.speed.work import bytes_per_node, load_time_s
-from penstock.spec.deployment import Deployment, Parallel
+from penstock.spec.deployment import Parallel
+from penstock.targets import Surveyed
+from penstock.targets.local import Local
 from penstock.text import GIB, MIB
 
 
-def found(monkeypatch: pytest.MonkeyPatch, wanted: Deployment | None = None, **values: object) -> dict[str, Finding]:
-    """What doctor finds on a machine made of these values."""
-    machine = values.get("machine", cpu_machine())
-    monkeypatch.setattr(examine, "this_machine", lambda: machine)
-    monkeypatch.setattr(examine, "gpus", lambda: list(getattr(machine, "gpus", ())))
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=values.get("disk", 100 * GIB)))
-    monkeypatch.setattr(preflight, "check_port", values.get("check_port", lambda host, port: None))
-    return {finding.check: finding for finding in examine.examine_here(wanted)}
+def checks_here(monkeypatch: pytest.MonkeyPatch, machine: Machine | None = None, **changes: Any) -> dict[str, Finding]:
+    """What doctor reports of this machine, when its survey answers so."""
+    node = surveyed(machine=machine, **changes)
+    survey = [Surveyed(node.name, 0, msgspec.json.encode(node.check).decode())]
+    monkeypatch.setattr(Local, "survey", lambda *_: survey)
+    monkeypatch.setattr(examine, "gpus", lambda: list(node.check.facts.machine.gpus))
+    return {finding.check: finding for finding in reversed(examine.examine_here())}
 
 
-def test_doctor_makes_every_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    findings = found(monkeypatch)
-    names = ["python", "memory", "disk", "/dev/shm", "open files", "gpu", "engine llamacpp", "engine vllm", "port"]
-    assert list(findings) == names
-    assert findings["memory"].found == "16.0 GiB free of 32.0 GiB, 8 CPUs"
-    assert findings["port"].found == "127.0.0.1:8000 is free"
-    assert "none found" in findings["gpu"].found
+@pytest.fixture
+def free_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "check_port", lambda host, port: None)
 
 
-def test_doctor_says_what_is_wrong_and_the_cure(monkeypatch: pytest.MonkeyPatch) -> None:
-    findings = found(monkeypatch, machine=cpu_machine(0.5), disk=GIB // 2)
-    assert (findings["memory"].state, findings["memory"].cure) == ("bad", "end what holds the memory")
-    assert (findings["disk"].state, findings["/dev/shm"].state) == ("warning", "warning")
-    assert findings["/dev/shm"].cure == "start the container with --shm-size 8g"
+@pytest.mark.usefixtures("free_port")
+def test_this_machine_gets_the_checks_of_a_node_and_of_up(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checks = checks_here(monkeypatch, weights=None)
+    own = {"python", "disk", "port", "engine llamacpp", "engine vllm"}
+    assert set(checks) == own | {"memory", "/dev/shm", "ulimits", "gpu", "versions", "addresses"}
+    assert checks["memory"].found == "16.0 GiB free of 32.0 GiB, 8 CPUs"
+    assert checks["port"].found == "127.0.0.1:8000 is free"
+    assert checks["gpu"].found == "none found"
+    assert {finding.node for finding in checks.values()} == {None}
+    assert not home.exists()
+    checks = checks_here(monkeypatch, cpu_machine(0.5), shm_bytes=GIB // 2)
+    assert (checks["memory"].state, checks["/dev/shm"].state) == ("bad", "warning")
 
 
-def test_doctor_shows_a_home_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("free_port")
+def test_a_home_that_cannot_be_written_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path / "file"))
-    disk = found(monkeypatch)["disk"]
+    disk = checks_here(monkeypatch)["disk"]
     assert (disk.state, disk.cure) == ("bad", "Set PENSTOCK_HOME to a folder you may write.")
-
-
-def test_doctor_leaves_a_home_that_is_not_there_alone(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert found(monkeypatch)["disk"].state == "ok"
-    assert not home.exists()
 
 
 def test_doctor_shows_who_holds_the_port(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,17 +76,18 @@ def test_doctor_shows_who_holds_the_port(monkeypatch: pytest.MonkeyPatch) -> Non
             errno.EADDRINUSE, "in use"
         )
 
-    for wanted, state in ((None, "warning"), (deployment(), "bad")):  # 8000 without a file is a guess
-        port = found(monkeypatch, wanted, check_port=refuse)["port"]
-        assert (port.state, port.found, port.cure) == (state, "cannot listen (Process 7 listens there)", "End it.")
+    monkeypatch.setattr(preflight, "check_port", refuse)
+    port = checks_here(monkeypatch)["port"]  # 8000 without a file is a guess
+    assert (port.state, port.found, port.cure) == ("warning", "cannot listen (Process 7 listens there)", "End it.")
 
 
+@pytest.mark.usefixtures("free_port")
 @pytest.mark.parametrize(("n_gpus", "llamacpp", "vllm"), [(0, "bad", "warning"), (2, "warning", "bad")])
 def test_an_absent_engine_is_bad_where_it_would_be_chosen(
     monkeypatch: pytest.MonkeyPatch, n_gpus: int, llamacpp: str, vllm: str
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    findings = found(monkeypatch, machine=gpu_machine(n_gpus))
+    findings = checks_here(monkeypatch, gpu_machine(n_gpus))
     assert (findings["engine llamacpp"].state, findings["engine vllm"].state) == (llamacpp, vllm)
     missing = LlamaCpp().missing()
     assert isinstance(missing, engines.Missing)
@@ -98,13 +98,13 @@ ETH = Interface("eth0", "10.0.0.1", 24, 10_000)
 VERSIONS = {"python": "3.11.7", "penstock": "1.0", "vllm": "0.33.0", "ray": "2.60.0", "torch": "2.13.0"}
 
 
-def seen(rank: int = 0, machine: Machine | None = None, **changes: Any) -> Seen:
+def surveyed(rank: int = 0, machine: Machine | None = None, **changes: Any) -> SurveyedNode:
     """A node that has nothing wrong, but for these changes."""
     made = msgspec.structs.replace(machine or cpu_machine(), versions=VERSIONS)
     facts = NodeFacts(f"node{rank}", made, (ETH,), 8 * GIB)
     check = NodeCheck(
         facts=facts,
-        at=0.0,
+        at=time.time(),
         limits=Limits(65536, 65536, None, None),
         shm_total_bytes=8 * GIB,
         spaces=(Space("home", "/x", 100 * GIB, True),),
@@ -117,7 +117,7 @@ def seen(rank: int = 0, machine: Machine | None = None, **changes: Any) -> Seen:
     of_facts = {name: changes.pop(name) for name in ("environment", "shm_bytes", "interfaces") if name in changes}
     check = msgspec.structs.replace(check, facts=msgspec.structs.replace(facts, **of_facts))
     own = {name: changes.pop(name) for name in ("behind_s", "clock_error_s") if name in changes}
-    return Seen(rank, f"node{rank}", msgspec.structs.replace(check, **changes), **own)
+    return SurveyedNode(rank, f"node{rank}", msgspec.structs.replace(check, **changes), **own)
 
 
 def wrong(found: list[Finding]) -> list[tuple[str, str]]:
@@ -126,7 +126,7 @@ def wrong(found: list[Finding]) -> list[tuple[str, str]]:
 
 def test_a_healthy_node_has_nothing_wrong() -> None:
     for machine in (cpu_machine(), gpu_machine(2)):
-        found = findings.of_node(seen(machine=machine), deployment())
+        found = findings.of_node(surveyed(machine=machine), deployment())
         assert wrong(found) == []
         assert {finding.node for finding in found} == {"node0"}
 
@@ -138,21 +138,21 @@ def test_a_healthy_node_has_nothing_wrong() -> None:
         ({"limits": Limits(65536, None, 100, None)}, ("ulimits", "warning"), "processes: 100", "ulimit -u"),
         ({"shm_bytes": 64 * MIB}, ("/dev/shm", "bad"), "64.0 MiB free of 8.0 GiB: NCCL", "--shm-size 8g"),
         ({"shm_bytes": 512 * MIB}, ("/dev/shm", "warning"), "512 MiB free", "--shm-size 8g"),
-        ({"driver": "535.104.05"}, ("driver", "bad"), "which needs driver 580 or newer", "made with CUDA 12"),
+        ({"driver": "535.104.05"}, ("driver", "bad"), "which needs driver 580 or newer", "built with CUDA 12"),
         ({"driver": None}, ("driver", "warning"), "driver unknown", "nvidia-smi"),
-        ({"torch_cuda": None}, ("driver", "bad"), "was made without CUDA", "for CUDA"),
-        ({"wanted_torch": "2.12.1"}, ("torch", "bad"), "made for 2.12.1", "pip install torch==2.12.1"),
+        ({"torch_cuda": None}, ("driver", "bad"), "was built without CUDA", "for CUDA"),
+        ({"wanted_torch": "2.12.1"}, ("torch", "bad"), "built for 2.12.1", "pip install torch==2.12.1"),
         ({"environment": {"NCCL_SOCKET_IFNAM": "x"}}, ("variables", "warning"), "NCCL_SOCKET_IFNAME?", "node0"),
-        ({"interfaces": (Interface("lo", "127.0.0.1", 8),)}, ("addresses", "warning"), "but loopback", "connect"),
+        ({"interfaces": (Interface("lo", "127.0.0.1", 8),)}, ("addresses", "warning"), "but loopback", "Connect"),
         ({"behind_s": 60.0, "clock_error_s": 2.0}, ("clock", "warning"), "1m00s behind", "NTP"),
-        ({"spaces": (Space("home", "/h", MIB, True),)}, ("disk", "warning"), "1.0 MiB free at /h", "free space"),
+        ({"spaces": (Space("home", "/h", MIB, True),)}, ("disk", "warning"), "1.0 MiB free at /h", "Free space"),
         ({"spaces": (Space("home", "/h", GIB, False),)}, ("disk", "warning"), "cannot write /h", "user"),
     ],
 )
 def test_what_is_wrong_on_a_node_is_named_with_its_cure(
     changes: dict[str, Any], expected: tuple[str, str], said: str, cure: str
 ) -> None:
-    found = findings.of_node(seen(0, gpu_machine(2), **changes), deployment())
+    found = findings.of_node(surveyed(0, gpu_machine(2), **changes), deployment())
     assert wrong(found) == [expected]
     (bad,) = [finding for finding in found if finding.state != "ok"]
     assert said in bad.found and cure in (bad.cure or "")
@@ -161,7 +161,7 @@ def test_what_is_wrong_on_a_node_is_named_with_its_cure(
 def test_memory_of_a_gpu_that_another_process_holds_names_it() -> None:
     full = msgspec.structs.replace(gpu_machine(1).gpus[0], memory_free_bytes=10 * GIB)
     box = msgspec.structs.replace(gpu_machine(2), gpus=(full, gpu_machine(2).gpus[1]))
-    held = seen(machine=box, holders=(Holder(0, 4242, 70 * GIB, "python train.py", "bob"),))
+    held = surveyed(machine=box, holders=(Holder(0, 4242, 70 * GIB, "python train.py", "bob"),))
     for hardware, state in (({}, "warning"), ({"gpus_per_node": 2}, "bad")):
         (bad,) = [f for f in findings.of_node(held, deployment(hardware=hardware)) if f.state != "ok"]
         assert (bad.check, bad.state) == ("gpu", state)
@@ -169,18 +169,18 @@ def test_memory_of_a_gpu_that_another_process_holds_names_it() -> None:
 
 
 def test_nodes_that_differ_are_named() -> None:
-    nodes = [seen(0, gpu_machine(2)), seen(1, gpu_machine(1))]
+    nodes = [surveyed(0, gpu_machine(2)), surveyed(1, gpu_machine(1))]
     found = findings.of_all(nodes, deployment(), "1.0")
-    assert [(f.node, f.found) for f in found if f.state == "bad"] == [("node1", "shows 1 GPUs, others have 2")]
-    found = findings.of_all([seen()], deployment(hardware={"gpus_per_node": 1}), "1.1")
+    assert [(f.node, f.found) for f in found if f.state == "bad"] == [("node1", "has 1 GPUs, others have 2")]
+    found = findings.of_all([surveyed()], deployment(hardware={"gpus_per_node": 1}), "1.1")
     assert [f.found for f in found if f.state == "bad"] == [
         "penstock is 1.1 here, 1.0 on node0",
-        "shows 0 GPUs, 1 are needed",
+        "has 0 GPUs, 1 are needed",
     ]
 
 
 def test_an_engine_that_a_node_lacks_is_bad() -> None:
-    bare = seen()
+    bare = surveyed()
     machine = msgspec.structs.replace(bare.check.facts.machine, versions={"penstock": "1.0"})
     facts = msgspec.structs.replace(bare.check.facts, machine=machine)
     bare = msgspec.structs.replace(bare, check=msgspec.structs.replace(bare.check, facts=facts))
@@ -191,9 +191,9 @@ def test_an_engine_that_a_node_lacks_is_bad() -> None:
 
 def test_loading_cannot_be_faster_than_the_disk() -> None:
     assert load_time_s(bytes_per_node(131 * GIB, 2), 1e9) == pytest.approx(70.33, abs=0.01)
-    slow = seen(1, weights=Weights("/m", GIB, 200 * GIB, (), Reading("/m/a", GIB, 10.0, True, None)))
-    (found,) = findings.of_loading([seen(), slow], deployment(), None)
-    assert (found.state, found.found) == ("ok", "at best 33m20s: 200 GiB a node, the slowest read is that of node1")
+    slow = surveyed(1, weights=Weights("/m", GIB, 200 * GIB, (), Reading("/m/a", GIB, 10.0, True, None)))
+    (found,) = findings.of_loading([surveyed(), slow], deployment(), None)
+    assert (found.state, found.found) == ("ok", "at best 33m20s: 200 GiB per node, node1 reads slowest")
     wanted = deployment(target="slurm", slurm={"time": "20:00"}, engine={"start_timeout_s": 60})
     told = findings.of_loading([slow], wanted, targets.load("slurm").time_limit_s(wanted))
     assert [(f.state, f.found.partition("; but ")[2]) for f in told] == [
@@ -203,18 +203,18 @@ def test_loading_cannot_be_faster_than_the_disk() -> None:
 
 
 def test_weights_that_are_not_there_are_told_with_the_room_for_them() -> None:
-    absent = seen(weights=Weights("/cache", 10 * GIB, absent=("a/b is not in the cache",)))
+    absent = surveyed(weights=Weights("/cache", 10 * GIB, absent=("a/b is not in the cache",)))
     assert [f.state for f in findings.of_weights(absent, None)] == ["bad"]
     (bad,) = findings.of_weights(absent, 40 * GIB)
     assert (bad.state, bad.found) == ("bad", "40.0 GiB to download, 10.0 GiB free at /cache")
     assert [f.state for f in findings.of_weights(absent, 4 * GIB)] == ["warning"]
-    slow = seen(weights=Weights("/m", GIB, GIB, (), Reading("/m/a", GIB, 10.0, False, 0.5)))
+    slow = surveyed(weights=Weights("/m", GIB, GIB, (), Reading("/m/a", GIB, 10.0, False, 0.5)))
     rate = findings.of_weights(slow, None)[-1]
     assert (rate.state, rate.check) == ("warning", "read rate")
-    assert "0.11 GB/s" in rate.found and "by way of the page cache; 50% of it is in memory" in rate.found
+    assert "0.11 GB/s" in rate.found and "through the page cache; 50% of it was in memory" in rate.found
 
 
-WAY = Way((seen(0), seen(1)), (ETH, msgspec.structs.replace(ETH, address="10.0.0.2")))
+ROUTE = Route((surveyed(0), surveyed(1)), (ETH, msgspec.structs.replace(ETH, address="10.0.0.2")))
 GLOO = Collective("gloo", 2, 1, (Timed(80 * 1024, 0.0004, 900), Timed(64 * MIB, 0.1, 10)))
 
 
@@ -226,14 +226,14 @@ def test_bus_bandwidth_is_that_of_nccl_tests() -> None:
 
 
 def test_an_all_reduce_is_shown_against_the_line_rate() -> None:
-    found = network.of_collective(GLOO, WAY)
+    found = network.of_collective(GLOO, ROUTE)
     assert found.state == "ok"
     assert found.found == ("gloo, 2 ranks over eth0: bus bandwidth 0.67 GB/s at 64.0 MiB, 80.0 KiB in 400 us")
     slow = msgspec.structs.replace(GLOO, sizes=(Timed(80 * 1024, 0.05, 9), Timed(64 * MIB, 5.0, 1)))
-    assert "the line rate is 1.25 GB/s" in network.of_collective(slow, WAY).found
+    assert "the line rate is 1.25 GB/s" in network.of_collective(slow, ROUTE).found
     failed = msgspec.structs.replace(GLOO, sizes=(), error="join: waiting for the others: no end after 60 s")
-    assert "all TCP ports" in (network.of_collective(failed, WAY).cure or "")
-    ib = Way(WAY.nodes, tuple(msgspec.structs.replace(one, is_infiniband=True) for one in WAY.interfaces))
+    assert "all TCP ports" in (network.of_collective(failed, ROUTE).cure or "")
+    ib = Route(ROUTE.nodes, tuple(msgspec.structs.replace(one, is_infiniband=True) for one in ROUTE.interfaces))
     fast = Collective("nccl", 2, 8, (Timed(80 * 1024, 1e-4, 9),), network="Socket")
     assert "fell back to TCP" in network.of_collective(fast, ib).found
 
@@ -246,8 +246,8 @@ def test_the_gpus_of_one_machine_are_held_against_the_catalogue() -> None:
     two = Collective("nccl", 1, 2, sizes, network="Socket")
     good = network.inside(two, box)
     assert good is not None and good.state == "ok"
-    assert good.found.startswith("256 MiB between the 2 GPUs takes 897 us, the plan takes ")
-    assert "2 ranks inside one node: bus bandwidth 299.26 GB/s" in network.of_collective(two, WAY).found
+    assert good.found.startswith("256 MiB between the 2 GPUs takes 897 us, the plan assumes ")
+    assert "2 ranks inside one node: bus bandwidth 299.26 GB/s" in network.of_collective(two, ROUTE).found
     slow = network.inside(msgspec.structs.replace(two, sizes=(sizes[0], Timed(256 * MIB, 0.02, 9))), box)
     assert slow is not None and slow.state == "warning"
 
@@ -263,8 +263,8 @@ def test_a_slow_network_changes_the_plan_and_says_how() -> None:
     slow = Collective("nccl", 2, 4, (Timed(80 * 1024, 1e-3, 900), Timed(64 * MIB, 0.1, 10)))
     found = network.planned(wanted, model, gpu_machine(4), "0.33.0", 1, slow)
     assert found is not None and found.state == "warning"
-    assert "0.7 GB/s a node measured, the plan assumed 122.0 (ib-ndr-400): TPOT" in found.found
-    assert "one node alone does better over this network (tensor 4, pipeline 1, data 1)" in found.found
+    assert "0.7 GB/s per node measured, the plan assumed 122.0 (ib-ndr-400): TPOT" in found.found
+    assert "one node alone is faster with this network (tensor 4, pipeline 1, data 1)" in found.found
     fast = Collective("nccl", 2, 4, (Timed(80 * 1024, 2e-5, 900), Timed(64 * MIB, 0.0006, 10)))
     quick = network.planned(wanted, model, gpu_machine(4), "0.33.0", 1, fast)
     assert quick is not None and "TPOT" in quick.found
@@ -272,14 +272,14 @@ def test_a_slow_network_changes_the_plan_and_says_how() -> None:
 
 def test_a_better_cut_over_nodes_is_told_as_the_file_has_it() -> None:
     words, cure = network._better(Parallel(tensor=8, pipeline=2), 8)
-    assert words == "the better cut over this network is tensor 8, pipeline 2, data 1"
-    assert cure == "parallel: {tensor: 8, pipeline: 2, data: 1}, or mend the network."
+    assert words == "the better layout over this network is tensor 8, pipeline 2, data 1"
+    assert cure == "parallel: {tensor: 8, pipeline: 2, data: 1}, or fix the network."
 
 
 def test_on_cpus_the_wait_of_a_token_is_told() -> None:
     cut = network.on_cpus(GLOO, Parallel(tensor=2), 40)
     assert cut is not None and cut.state == "ok"
-    assert "a token waits for 81 of them: 32.4 ms a token" in cut.found
+    assert "a token waits for 81 of them: 32.4 ms per token" in cut.found
     chain = network.on_cpus(GLOO, Parallel(pipeline=2), 40)
     assert chain is not None and "by pipeline over nodes" in chain.found
 
@@ -296,26 +296,26 @@ def on_hub(hub: Hub, n_bytes: int) -> None:
 
 def test_a_model_of_the_hub_is_found_with_its_size(served: Hub) -> None:  # noqa: F811
     on_hub(served, 40 * GIB)
-    told = model_check.check(deployment(NAME))
+    told = check_model(deployment(NAME))
     assert (told.is_absent, told.download_bytes) == (True, 40 * GIB)
     assert [f.found for f in told.findings] == [f"{NAME} is on the hub: 40.0 GiB"]
 
 
 def test_a_gated_model_is_named_with_the_way_in(served: Hub) -> None:  # noqa: F811
     served.refused[f"{NAME}/resolve/main/config.json"] = (403, "GatedRepo")
-    (found,) = model_check.check(deployment(NAME)).findings
+    (found,) = check_model(deployment(NAME)).findings
     assert found.state == "bad" and "it is gated" in found.found
     assert found.cure == "Accept the licence on its hub page, then set HF_TOKEN. (HF_TOKEN is not set here)"
 
 
 def test_a_missing_model_is_named(served: Hub, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     served.refused[f"{NAME}/resolve/main/config.json"] = (401, "RepoNotFound")
-    (found,) = model_check.check(deployment(NAME)).findings
+    (found,) = check_model(deployment(NAME)).findings
     assert found.state == "bad" and "no such repository, or a private one" in found.found
-    (found,) = model_check.check(deployment("/models/absent")).findings
+    (found,) = check_model(deployment("/models/absent")).findings
     assert found.found.startswith('cannot use model "/models/absent": no such folder')
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    (found,) = model_check.check(deployment(NAME)).findings
+    (found,) = check_model(deployment(NAME)).findings
     assert "HF_HUB_OFFLINE is set" in found.found
 
 

@@ -159,7 +159,7 @@ def test_two_healthy_nodes_are_measured(hosts: Hosts, examine: Examine) -> None:
         assert f"{host.address} (eth0" in the(found, "addresses", host.name).found
     net = the(found, "network").found
     assert f"node1 {hosts[0].address} (eth0), node2 {hosts[1].address} (eth0)" in net
-    assert the(found, "distance").found.startswith("to connect takes 0.") or " ms" in the(found, "distance").found
+    assert the(found, "distance").found.startswith("a connection takes 0.") or " ms" in the(found, "distance").found
     measured = the(found, "all-reduce")
     assert measured.state == "ok" and measured.found.startswith("gloo, 2 ranks over eth0: bus bandwidth ")
     assert "a token waits for 9 of them" in the(found, "planner").found  # four layers, cut by tensor
@@ -235,7 +235,7 @@ def test_a_gpu_that_one_node_lacks_is_named(hosts: Hosts, examine: Examine) -> N
     nvidia_smi(hosts, "node1", 2)
     with_cuda(hosts, "node1", "13.0")
     rows = bad(examine(hardware={"nodes": 2, "gpu": "h100-sxm", "gpus_per_node": 2}))
-    assert ("gpu", "node2", "shows 0 GPUs, 2 are needed") in [(one.check, one.node, one.found) for one in rows]
+    assert ("gpu", "node2", "has 0 GPUs, 2 are needed") in [(one.check, one.node, one.found) for one in rows]
 
 
 def test_an_old_driver_and_memory_that_somebody_holds_are_named(hosts: Hosts, examine: Examine) -> None:
@@ -244,7 +244,7 @@ def test_an_old_driver_and_memory_that_somebody_holds_are_named(hosts: Hosts, ex
         with_cuda(hosts, node, "13.0")
     found = examine()
     told = {(one.check, one.node): one.found for one in bad(found)}
-    assert told["driver", "node2"] == "driver 535.104.05, torch made with CUDA 13.0, which needs driver 580 or newer"
+    assert told["driver", "node2"] == "driver 535.104.05, torch built with CUDA 13.0, which needs driver 580 or newer"
     assert "process 1 (/usr/bin/trainer, user root) holds 68.4 GiB" in told["gpu", "node2"]
     assert ("driver", "node1") not in told and ("gpu", "node1") not in told
 
@@ -320,8 +320,8 @@ def test_more_gpus_than_the_nodes_have_are_named(hosts: Hosts, examine: Examine)
         with_cuda(hosts, node, "13.0")
     rows = bad(examine(hardware={"nodes": 2, "gpus_per_node": 16}))
     assert {(one.node, one.found) for one in rows if one.check == "gpu"} == {
-        ("node1", "shows 1 GPUs, 16 are needed"),
-        ("node2", "shows 1 GPUs, 16 are needed"),
+        ("node1", "has 1 GPUs, 16 are needed"),
+        ("node2", "has 1 GPUs, 16 are needed"),
     }
     told = {one.found for one in rows if one.check == "deployment"}
     assert told & {f"hardware.gpus_per_node: 16, but {name} has 1" for name in hosts.names}

@@ -43,3 +43,15 @@ def test_the_demo_answers_twice_and_leaves_the_model_running(home: Path) -> None
     finally:
         ended = subprocess.run([*penstock, "down"], env=env, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 0, ended.stderr
+
+
+@pytest.mark.llamacpp
+def test_the_library_starts_asks_scales_and_ends(home: Path) -> None:
+    env = {**os.environ, "PENSTOCK_HOME": str(home)}
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "library.py")], env=env, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Llama 3.1 8B on 1 H100: " in done.stdout
+    assert "library-demo is ready with 2 replicas" in done.stdout
+    assert done.stdout.endswith("library-demo is down\n")

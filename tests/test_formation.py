@@ -9,7 +9,7 @@ from samples import cpu_machine, demo_plan, gpu_machine
 from penstock.errors import Problem
 from penstock.hardware import Interface, Machine, NodeFacts
 from penstock.node.group import addresses
-from penstock.node.group.addresses import Formation, Spot
+from penstock.node.group.addresses import Formation, GroupNode, Introduction
 from penstock.spec.deployment import Parallel
 
 ETH = Interface("eth0", "10.0.0.{}", 24, 10_000)
@@ -26,85 +26,67 @@ def node(number: int, *interfaces: Interface, machine: Machine | None = None, **
     return NodeFacts(f"node{number}", made, rows, 1 << 30)
 
 
-def all_reached(facts: list[NodeFacts], *, but: tuple[str, ...] = ()) -> dict[int, dict[int, list[str]]]:
-    """Every node reaches every address of every other that is no loopback and not among `but`."""
-    rows = range(len(facts))
-    return {
-        i: {j: [o.address for o in facts[j].interfaces if not o.is_loopback and o.address not in but] for j in rows}
-        for i in rows
-    }
+def chosen(facts: list[NodeFacts], addresses_to_gateway: str = "", wanted: str | None = None) -> str:
+    """The chosen interfaces, or why there are none. `addresses_to_gateway`: by rank, as words; "-" is unknown."""
+    words = addresses_to_gateway.split() or ["-"] * len(facts)
+    nodes = [Introduction(row, None if word == "-" else word) for row, word in zip(facts, words, strict=True)]
+    found = addresses.choose_addresses(nodes, wanted)
+    if isinstance(found, Problem):
+        return str(found)
+    return ", ".join(f"{one.name} {one.address}" for one in found)
 
 
-def chosen(facts: list[NodeFacts], reached: dict[int, dict[int, list[str]]], wanted: str | None = None) -> list[str]:
-    found = addresses.choose_addresses(facts, reached, wanted)
-    assert isinstance(found, list), found
-    return [f"{one.name} {one.address}" for one in found]
+BOTH = [node(0, DOCKER, ETH, IB, LO), node(1, DOCKER, ETH, IB, LO)]
 
 
-def refused(facts: list[NodeFacts], reached: dict[int, dict[int, list[str]]], wanted: str | None = None) -> str:
-    found = addresses.choose_addresses(facts, reached, wanted)
-    assert isinstance(found, Problem), found
-    return str(found)
+def test_a_node_uses_the_address_by_which_it_reaches_the_gateway() -> None:
+    assert chosen(BOTH, "10.0.0.1 10.0.0.2") == "eth0 10.0.0.1, eth0 10.0.0.2"
+    assert chosen(BOTH, "10.9.0.1 10.9.0.2") == "ib0 10.9.0.1, ib0 10.9.0.2"
 
 
-def test_infiniband_before_ethernet_before_a_bridge_of_containers() -> None:
-    facts = [node(0, DOCKER, ETH, IB, LO), node(1, DOCKER, ETH, IB, LO)]
-    reached = all_reached(facts, but=("172.17.0.1",))
-    assert chosen(facts, reached) == ["ib0 10.9.0.1", "ib0 10.9.0.2"]
-    assert chosen(facts, all_reached(facts, but=("172.17.0.1", "10.9.0.2"))) == ["eth0 10.0.0.1", "eth0 10.0.0.2"]
+def test_a_node_that_reaches_the_gateway_over_loopback_joins_the_network_of_the_others() -> None:
+    assert chosen(BOTH, "127.0.0.1 10.0.0.2") == "eth0 10.0.0.1, eth0 10.0.0.2"
 
 
-def test_one_network_for_all_is_taken_before_a_mixture() -> None:
+@pytest.mark.parametrize("unknown", ["127.0.0.1 127.0.0.1", "- -"], ids=["tunnels", "unknown"])
+def test_without_a_way_to_the_gateway_infiniband_is_before_ethernet_before_a_bridge_of_containers(unknown: str) -> None:
+    assert chosen(BOTH, unknown) == "ib0 10.9.0.1, ib0 10.9.0.2"
+    assert chosen([node(0, DOCKER, ETH), node(1, DOCKER, ETH)], unknown) == "eth0 10.0.0.1, eth0 10.0.0.2"
     # Node 1 has no InfiniBand: node 0 then uses Ethernet too.
-    facts = [node(0, ETH, IB), node(1, ETH)]
-    assert chosen(facts, all_reached(facts)) == ["eth0 10.0.0.1", "eth0 10.0.0.2"]
+    assert chosen([node(0, ETH, IB), node(1, ETH)], unknown) == "eth0 10.0.0.1, eth0 10.0.0.2"
 
 
 def test_networks_that_differ_but_are_routed_will_do() -> None:
     other = Interface("ens5", "10.77.3.{}", 24)
-    facts = [node(0, ETH), node(1, other)]
-    assert chosen(facts, all_reached(facts)) == ["eth0 10.0.0.1", "ens5 10.77.3.2"]
+    # Their bridges of containers have one network in common, and lead nowhere.
+    assert chosen([node(0, ETH, DOCKER), node(1, other, DOCKER)]) == "eth0 10.0.0.1, ens5 10.77.3.2"
 
 
-def test_an_address_that_only_some_nodes_reach_is_not_taken() -> None:
-    facts = [node(0, ETH, IB), node(1, ETH, IB), node(2, ETH, IB)]
-    reached = all_reached(facts)
-    reached[2][1] = ["10.0.0.2"]
-    assert chosen(facts, reached) == ["eth0 10.0.0.1", "eth0 10.0.0.2", "eth0 10.0.0.3"]
+def test_nodes_on_one_machine_may_use_loopback() -> None:
+    assert chosen([node(0, LO), node(0, LO)], "127.0.0.1 127.0.0.1") == "lo 127.0.0.1, lo 127.0.0.1"
 
 
-def test_nodes_on_one_host_may_use_loopback() -> None:
-    facts = [node(0, LO), node(0, LO)]
-    assert chosen(facts, {0: {1: ["127.0.0.1"]}, 1: {0: ["127.0.0.1"]}}) == ["lo 127.0.0.1", "lo 127.0.0.1"]
+def test_a_node_without_an_address_for_the_others_is_named() -> None:
+    text = chosen([node(0, ETH), node(1, LO)])
+    assert text.startswith("node1 (rank 1) has no address that the other nodes could reach (it has lo 127.0.0.1)")
 
 
-def test_a_node_nobody_reaches_is_named_with_its_addresses() -> None:
-    facts = [node(0, ETH), node(1, ETH, DOCKER)]
-    text = refused(facts, all_reached(facts, but=("10.0.0.2", "172.17.0.1")))
-    assert text == (
-        "node1 (rank 1) is not reached from node0 (open the network between them; its addresses: "
-        "10.0.0.2 (eth0), 172.17.0.1 (docker0))"
-    )
+@pytest.mark.parametrize("wanted", ["eth", "=eth0", "^ib,docker,lo", "eth0", "10.0.0.0/24", "10.0.0.7/8"])
+def test_the_users_interface_or_network_is_taken_before_the_way_to_the_gateway(wanted: str) -> None:
+    facts = [node(0, ETH, LO), node(1, ETH, LO)] if wanted == "10.0.0.7/8" else BOTH
+    assert chosen(facts, "10.9.0.1 10.9.0.2", wanted) == "eth0 10.0.0.1, eth0 10.0.0.2"
 
 
-def test_addresses_that_each_reach_half_are_not_enough() -> None:
-    facts = [node(0, ETH, IB), node(1, ETH, IB), node(2, ETH, IB)]
-    reached = all_reached(facts)
-    reached[0][2], reached[1][2] = ["10.0.0.3"], ["10.9.0.3"]
-    assert "node2 (rank 2) has no address that all other nodes reach" in refused(facts, reached)
+@pytest.mark.parametrize("wanted", ["ib0", "10.9.0.0/16"])
+def test_an_interface_that_is_not_there_is_refused_with_those_that_are(wanted: str) -> None:
+    text = chosen([node(0, ETH), node(1, ETH)], wanted=wanted)
+    assert text.startswith(f"node0 (rank 0) has no interface of {wanted} for the other nodes (it has eth0 10.0.0.1)")
 
 
-@pytest.mark.parametrize("wanted", ["eth", "=eth0", "^ib,docker", "eth0"])
-def test_the_users_interface_is_taken_in_nccls_words(wanted: str) -> None:
-    facts = [node(0, ETH, IB), node(1, ETH, IB)]
-    assert chosen(facts, all_reached(facts), wanted) == ["eth0 10.0.0.1", "eth0 10.0.0.2"]
-
-
-def test_an_interface_that_is_not_there_is_refused_with_those_that_are() -> None:
-    facts = [node(0, ETH), node(1, ETH)]
-    text = refused(facts, all_reached(facts), "ib0")
-    assert text.startswith("engine.env: no interface ib0 of node0 is reached by the other nodes (it has eth0)")
-    assert "those that are reached: eth0" in text
+def test_the_users_interface_is_before_the_users_network() -> None:
+    plan = demo_plan("vllm", network="10.9.0.0/16")
+    assert addresses.wanted_network(plan) == "10.9.0.0/16"
+    assert addresses.wanted_network(msgspec.structs.replace(plan, env={"NCCL_SOCKET_IFNAME": "eth0"})) == "eth0"
 
 
 PLAN = demo_plan("vllm", n_nodes=2, layout=Parallel(tensor=2), executor="ray")
@@ -148,7 +130,7 @@ def test_a_misspelt_variable_is_told_with_the_right_one() -> None:
 
 def test_the_table_says_node_address_gpus_and_ranks() -> None:
     plan = msgspec.structs.replace(PLAN, layout=Parallel(tensor=2, pipeline=2))
-    made = Formation((Spot(0, "a", "10.0.0.1", "eth0", (0, 1)), Spot(1, "bb", "10.0.0.2", "eth0", (2, 3))), 1)
+    made = Formation((GroupNode(0, "a", "10.0.0.1", "eth0", (0, 1)), GroupNode(1, "bb", "10.0.0.2", "eth0", (2, 3))), 1)
     assert addresses.table(addresses.as_views(plan, made)) == [
         "node  address          GPUs  ranks",
         "0 a   10.0.0.1 (eth0)  0,1   0-1",
@@ -157,7 +139,7 @@ def test_the_table_says_node_address_gpus_and_ranks() -> None:
 
 
 def test_one_interface_is_set_for_vllm_nccl_and_gloo_together() -> None:
-    assert addresses.network_environment(Spot(1, "b", "10.0.0.2", "eth0")) == {
+    assert addresses.network_environment(GroupNode(1, "b", "10.0.0.2", "eth0")) == {
         "VLLM_HOST_IP": "10.0.0.2",
         "NCCL_SOCKET_IFNAME": "eth0",
         "GLOO_SOCKET_IFNAME": "eth0",

@@ -16,7 +16,8 @@ from gateway_rig import CHAT, KEY, SSE_HEAD, Gate, Rig, chunk, hang_up, rig_with
 
 from penstock.gateway.accounting import ledger
 from penstock.gateway.accounting.store import FOLD_ROWS, Limits, Row, Store, month_of
-from penstock.gateway.config import Price, ServedModel
+from penstock.gateway.config import ServedModel
+from penstock.spec.gateway import Price
 
 LOOP = asyncio.new_event_loop
 STREAM = b'{"model":"demo","stream":true,"messages":[{"role":"user","content":"hello"}]}'

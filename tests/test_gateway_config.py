@@ -11,7 +11,7 @@ from penstock.errors import SpecError, UserError
 from penstock.gateway.__main__ import main
 from penstock.gateway.accounting.keys import Keyring, has_token, origin_headers
 from penstock.gateway.accounting.quota import LocalCounts
-from penstock.gateway.config import is_loopback, parse_address, parse_config, read_token
+from penstock.gateway.config import is_local_address, parse_address, parse_config, read_token
 
 GOOD = {
     "listen": "127.0.0.1:8000",
@@ -68,9 +68,9 @@ def test_unknown_key_is_refused_with_the_nearest_legal_one() -> None:
 def test_addresses_are_parsed() -> None:
     assert parse_address("[::1]:80") == ("::1", 80)
     assert parse_address(":80") is None
-    assert is_loopback("localhost:1")
-    assert is_loopback("127.8.8.8:1")
-    assert not is_loopback("example.com:1")
+    assert is_local_address("localhost:1")
+    assert is_local_address("127.8.8.8:1")
+    assert not is_local_address("example.com:1")
 
 
 def test_token_file_must_be_private_and_filled(tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.gateway.routing.policies import LOAD_BOUND, PolicyName, choose
+from penstock.gateway.routing.policies import LOAD_BOUND, choose
+from penstock.spec.gateway import PolicyName
 
 POLICIES: tuple[PolicyName, ...] = ("least-load", "prefix", "round-robin", "sticky")
 

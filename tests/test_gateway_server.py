@@ -26,9 +26,10 @@ from gateway_rig import (
 )
 
 from penstock.errors import UserError
-from penstock.gateway.config import Limits, ServedModel
+from penstock.gateway.config import ServedModel
 from penstock.gateway.connections import engine as upstream
 from penstock.gateway.connections.listener import open_socket
+from penstock.spec.gateway import Limits
 from penstock.wire.http1 import END
 
 pytestmark = factories

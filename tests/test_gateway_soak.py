@@ -1,4 +1,4 @@
-"""ResponseOwners over a million requests, 100,000 aborted streams and 2,000 open ones: `make slow`."""
+"""ResponseOwners over a million requests, 100,000 aborted streams and 2,000 open ones: `make nightly`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import pytest
 SOAK = Path(__file__).parent.parent / "benchmarks" / "gateway_soak.py"
 
 
+@pytest.mark.processes
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["requests", "aborts", "streams"])
 def test_memory_stays_flat(what: str) -> None:

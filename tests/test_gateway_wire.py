@@ -13,11 +13,11 @@ import pytest
 from gateway_rig import CHAT, Client, Engine, LoopFactory, Rig, Seen, chunk, echo, factories, rig_with, run
 
 from penstock.errors import UserError
-from penstock.gateway.config import Limits, Upstream
 from penstock.gateway.connections.client import ClientConnection
 from penstock.gateway.connections.listener import open_socket, open_tls
 from penstock.gateway.routing import static_upstreams
 from penstock.gateway.routing.static_upstreams import name_upstreams
+from penstock.spec.gateway import Limits, Upstream
 
 pytestmark = factories
 
@@ -185,7 +185,7 @@ def test_engines_that_nobody_announces_are_asked_for_their_health(
         monkeypatch.setattr(static_upstreams, "PROBE_S", 0.005)
         engine = Engine(health)
         await engine.start()
-        async with Rig(upstreams=(Upstream("demo", engine.url),)) as rig:
+        async with Rig(upstreams=(Upstream(engine.url),)) as rig:
             await rig.until(lambda view: bool(view["replicas"]))
             assert (await rig.view())["replicas"][0]["announcement"]["state"] == "starting"
             client = await rig.client()
@@ -207,7 +207,7 @@ def test_engines_that_nobody_announces_are_asked_for_their_health(
 
 def test_upstreams_have_names_of_their_own(loop_factory: LoopFactory) -> None:
     urls = ("http://127.0.0.1:9100", "http://127.0.0.1:9100/", "http://[::1]:80", "unix:/run/a b.sock")
-    assert name_upstreams([Upstream("m", url) for url in urls]) == [
+    assert name_upstreams([Upstream(url) for url in urls]) == [
         "127.0.0.1:9100",
         "127.0.0.1:9100-2",
         "-::1-:80",

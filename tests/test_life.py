@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from launching import (
@@ -34,6 +35,11 @@ from penstock.testing.fake_engine.requests import expected_text
 from penstock.wire.client import Client, HttpError
 
 pytestmark = pytest.mark.processes
+
+
+def nightly(*values: object) -> list[Any]:
+    return [pytest.param(value, marks=pytest.mark.nightly) for value in values]
+
 
 SLOW = {"tokens-per-s": 20}  # 40 tokens take 2 s: time to scale under them
 
@@ -265,7 +271,7 @@ def test_ctrl_c_while_the_engine_loads_leaves_nothing(place: Place) -> None:
     assert now(place.run()).phase == "down"
 
 
-@pytest.mark.parametrize("after_s", [0.03, 0.08, 0.15, 0.2, 0.25, 0.3, 0.4, 0.6])
+@pytest.mark.parametrize("after_s", [0.1, 0.25, 0.6, *nightly(0.03, 0.15, 0.2, 0.3, 0.4)])
 def test_ctrl_c_at_any_moment_of_a_start_leaves_nothing(place: Place, after_s: float) -> None:
     began = time.monotonic()
     done = interrupt("up", place.write("one", args={"load-s": 20}), when=lambda: time.monotonic() - began > after_s)
@@ -282,7 +288,7 @@ def hidden(folder: Path) -> list[Path]:
     return [path for path in folder.glob(".*") if path.is_dir()]
 
 
-@pytest.mark.parametrize("after_s", [0.15, 0.3])
+@pytest.mark.parametrize("after_s", [0.3, *nightly(0.15)])
 def test_ctrl_c_in_a_second_up_does_not_end_what_runs(place: Place, after_s: float) -> None:
     file = place.write("one", args={"load-s": 20})
     assert call("up", file, "--no-wait").code == 0
@@ -350,8 +356,8 @@ def test_up_finishes_a_down_that_broke_off_and_starts_anew(place: Place) -> None
     assert {process.run_id for process in processes.find_marked(str(again.path))} == {again.record().id}
 
 
-@pytest.mark.parametrize("after_s", [0.15, 0.4, 0.8])
-@pytest.mark.parametrize("pause_s", [0.05, 0.1])
+@pytest.mark.parametrize("after_s", [0.4, *nightly(0.15, 0.8)])
+@pytest.mark.parametrize("pause_s", [0.05, *nightly(0.1)])
 def test_ctrl_c_twice_leaves_nothing(place: Place, after_s: float, pause_s: float) -> None:
     with started("up", place.write("one", args={"load-s": 20})) as child:
         time.sleep(after_s)

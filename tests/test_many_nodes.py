@@ -42,8 +42,10 @@ def assert_nothing_left(replica: Replica) -> None:
 
 @pytest.mark.parametrize(
     ("executor", "parallel"),
-    [("mp", {"pipeline": 2}), ("ray", {"pipeline": 2})],
-    ids=["mp-pipeline", "ray-pipeline"],
+    [
+        pytest.param("ray", {"pipeline": 2}, id="ray-pipeline"),
+        pytest.param("mp", {"pipeline": 2}, id="mp-pipeline", marks=pytest.mark.nightly),
+    ],
 )
 def test_the_text_is_that_of_the_uncut_model(hosts: Hosts, executor: str, parallel: dict[str, int]) -> None:
     with a_replica(hosts, plan_for("vllm", executor, parallel)) as replica:

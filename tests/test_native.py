@@ -21,8 +21,8 @@ REPLACING = (
 )
 ON_COMPILED = """
 import sys
-from penstock import native
-assert native.activate() and native.is_active()
+from penstock.gateway import compiled
+assert compiled.activate() and compiled.is_active()
 import penstock.bench.load.connections, penstock.gateway.forwarding, penstock.wire.http1
 ours = (penstock.bench.load.connections, penstock.gateway.forwarding, penstock.wire.http1)
 assert not any(name.__file__.endswith(".py") for name in ours)

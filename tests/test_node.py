@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.node.supervisor import StallWatch
+from penstock.node.engine_client import StallWatch
 from penstock.processes import Backoff
 
 

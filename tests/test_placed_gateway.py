@@ -13,7 +13,7 @@ from penstock.deployment import observe
 from penstock.deployment.controller.decide import Decision, Memory, decide
 from penstock.deployment.observe import Observation
 from penstock.errors import PenstockError
-from penstock.node.announcer import Admin
+from penstock.node.announcer import AdminClient
 from penstock.paths import write_atomically
 from penstock.run_folder import Desired, Kind, Part, Run, Unit, replica
 from penstock.targets import Placement
@@ -186,7 +186,7 @@ def test_a_controller_whose_machine_is_taken_away_hands_over_to_the_next() -> No
 
 def test_a_node_follows_the_file(tmp_path: Path) -> None:
     file = tmp_path / "address.json"
-    admin = Admin(["http://127.0.0.1:1"], "token", file)
+    admin = AdminClient(["http://127.0.0.1:1"], "token", file)
     with pytest.raises(PenstockError, match="has no address yet"):
         admin.post_json("/admin/announce", {})
     assert admin.own_address() is None
@@ -196,5 +196,5 @@ def test_a_node_follows_the_file(tmp_path: Path) -> None:
             admin.post_json("/admin/announce", {})
         assert admin._urls == [f"http://127.0.0.1:{port}"]
     file.unlink()
-    admin._look()
+    admin._read_file()
     assert admin._urls == ["http://127.0.0.1:2"], "the last word holds while the file system is away"

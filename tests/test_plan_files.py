@@ -89,7 +89,7 @@ def test_a_file_for_another_engine_is_refused(plan: Ask, tmp_path: Path) -> None
     path.write_text("model: penstock-demo\nengine: {kind: llamacpp}\n")
     code, error = plan(path, "--gpu", "l4")
     assert code == 2
-    assert error["error"]["message"] == f'cannot plan file "{path}": its engine is llamacpp'
+    assert error["error"]["message"] == 'cannot plan deployment "penstock-demo": its engine is llamacpp'
 
 
 @pytest.mark.parametrize("text", ["model: [", "modle: x", ""])

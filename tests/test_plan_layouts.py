@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from penstock.hardware import catalog
 from penstock.planner import layouts
 from penstock.planner.architecture import Architecture, Attention, Layer, Mlp, Quantization, State
+from penstock.planner.engine_versions import profile
 from penstock.planner.speed import estimate, work
 from penstock.planner.speed.collectives import Fabric
 from penstock.planner.speed.estimate import Speed
@@ -43,7 +44,7 @@ def fabric(gpu: str = "h100-sxm", gpus_per_node: int = 8, n_nodes: int = 1, netw
 
 
 def refusal(arch: Architecture, layout: Parallel, n_gpus: int | None = None, version: str = "0.33") -> str | None:
-    return layouts.refusal(layouts.shape_of(arch, version), layout, n_gpus)
+    return layouts.refusal(layouts.shape_of(arch, profile(version)), layout, n_gpus)
 
 
 def estimator(arch: Architecture, machines: Fabric, load: Workload) -> Callable[[Parallel], Speed]:
@@ -112,17 +113,17 @@ def test_experts_are_cut_whole_or_in_slices() -> None:
 
 def test_block_fp8_experts_were_refused_until_scales_were_refined() -> None:
     reason = "expert width 1536 / (tensor x data = 8) = 192 is not a multiple of the weights' block of 128"
-    assert refusal(QWEN_235B_FP8, Parallel(8), version="0.9.2") == reason
+    assert refusal(QWEN_235B_FP8, Parallel(8), version="0.31") == reason
     assert refusal(QWEN_235B_FP8, Parallel(8), version="0.33.0") is None
-    assert refusal(QWEN_235B_FP8, Parallel(8, expert=True), version="0.9.2") is None
-    assert refusal(QWEN_235B_FP8, Parallel(4), version="0.9.2") is None
+    assert refusal(QWEN_235B_FP8, Parallel(8, expert=True), version="0.31") is None
+    assert refusal(QWEN_235B_FP8, Parallel(4), version="0.31") is None
 
 
 def test_int4_groups_stay_whole() -> None:
     """vllm#13640: Qwen2.5-72B AWQ at TP 2."""
     reason = "MLP width 29568 / tensor 2 = 14784 is not a multiple of the weights' group of 128"
     assert refusal(QWEN_72B_AWQ, Parallel(2)) == reason and refusal(QWEN_72B_AWQ, Parallel(1)) is None
-    assert refusal(QWEN_72B_AWQ, Parallel(2), version="0.7.2") == reason
+    assert refusal(QWEN_72B_AWQ, Parallel(2), version="0.31") == reason
 
 
 # ---- enumeration -----------------------------------------------------------------------------------------------------
@@ -130,13 +131,13 @@ def test_int4_groups_stay_whole() -> None:
 
 def test_a_thousand_gpus_are_few_checks() -> None:
     for machines in (fabric("h100-sxm", 8, 128), fabric("gb200", 4, 256, "ib-xdr-800")):
-        found = layouts.enumerate_layouts(layouts.shape_of(QWEN_235B_FP8), machines)
+        found = layouts.enumerate_layouts(layouts.shape_of(QWEN_235B_FP8, profile()), machines)
         assert found.n_checks < 2_000 and 100 < len(found.legal) < 1_000
         assert len(found.legal) == len(set(found.legal)) and len(found.refused) <= found.n_checks
 
 
 def test_each_refused_size_is_told_once_with_its_number() -> None:
-    found = layouts.enumerate_layouts(layouts.shape_of(LLAMA_70B), fabric(n_nodes=2))
+    found = layouts.enumerate_layouts(layouts.shape_of(LLAMA_70B, profile()), fabric(n_nodes=2))
     by_tensor = {row.layout.tensor: row.reason for row in found.refused}
     assert {3, 11, 12} <= by_tensor.keys() and not {1, 2, 4, 8, 16} & by_tensor.keys()
     assert by_tensor[11] == "64 attention heads do not divide by tensor 11"
@@ -144,9 +145,9 @@ def test_each_refused_size_is_told_once_with_its_number() -> None:
 
 
 def test_fixed_sizes_are_kept() -> None:
-    found = layouts.enumerate_layouts(layouts.shape_of(LLAMA_70B), fabric(), tensor=4, pipeline=2, data=1)
+    found = layouts.enumerate_layouts(layouts.shape_of(LLAMA_70B, profile()), fabric(), tensor=4, pipeline=2, data=1)
     assert found.legal == (Parallel(4, 2),)
-    none = layouts.enumerate_layouts(layouts.shape_of(LLAMA_70B), fabric(), tensor=16)
+    none = layouts.enumerate_layouts(layouts.shape_of(LLAMA_70B, profile()), fabric(), tensor=16)
     assert none.legal == () and "there are 8" in none.refused[0].reason
 
 
@@ -157,7 +158,7 @@ def choose(
     arch: Architecture, machines: Fabric, fits: Callable[[Parallel], str | None], load: Workload | None = None
 ) -> layouts.Choice:
     load = load or Workload(1000, 200, 8)
-    found = layouts.enumerate_layouts(layouts.shape_of(arch), machines)
+    found = layouts.enumerate_layouts(layouts.shape_of(arch, profile()), machines)
     return layouts.choose(found, machines, load, fits, estimator(arch, machines, load))
 
 
@@ -247,7 +248,7 @@ def test_the_chosen_layout_is_always_legal_and_fits(
     if choice.chosen is None:
         return
     layout = choice.chosen.layout
-    assert layouts.refusal(layouts.shape_of(arch), layout, machines.n_gpus) is None
+    assert layouts.refusal(layouts.shape_of(arch, profile()), layout, machines.n_gpus) is None
     assert at_least(least)(layout) is None
     for layer in arch.layers:
         assert layer.attention is not None and layer.attention.n_heads % layout.tensor == 0

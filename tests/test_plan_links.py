@@ -216,7 +216,7 @@ def test_a_bridge_speeds_pairs_up_and_nothing_wider() -> None:
 def solved(gpu: str, links: Links | None) -> Sizing:
     facts = Facts("qwen3-32b", models_catalog.model_config("qwen3-32b"), "the catalogue")
     # Graphs without peer-to-peer were seen to be large before 0.21 (vllm#7553).
-    asked = SizingRequest(facts, gpu, 4, tensor=4, max_model_len=8192, links=links, engine_version="0.10.2")
+    asked = SizingRequest(facts, gpu, 4, tensor=4, max_model_len=8192, links=links, engine_version="0.20")
     return sizing_of(asked, catalog.gpu(gpu))
 
 

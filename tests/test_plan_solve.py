@@ -19,6 +19,7 @@ from penstock.models import Facts
 from penstock.models import catalog as models_catalog
 from penstock.planner import layouts
 from penstock.planner.architecture import dense
+from penstock.planner.engine_versions import profile
 from penstock.planner.memory.tensors import inventory, split_layers, stage_layers
 from penstock.planner.ranges import Range
 from penstock.planner.request import Sizing, SizingRequest
@@ -224,7 +225,7 @@ def test_every_model_of_the_catalogue_gets_an_answer(plan: Plan, model: str) -> 
     assert answer["reason"]
     if code == 0:
         arch = dense.read(models_catalog.model_config(model))
-        assert layouts.refusal(layouts.shape_of(arch), Parallel(**answer["layout"]), 8) is None
+        assert layouts.refusal(layouts.shape_of(arch, profile()), Parallel(**answer["layout"]), 8) is None
         assert answer["kv"]["tokens"] > 0 and answer["speed"]["tpot_ms"]["likely"] > 0
 
 

@@ -33,7 +33,7 @@ def solved(model: str, gpu: str, config: dict[str, Any] | None = None, **asked: 
         ("deepseek-v2-lite", "a100-sxm4-80", {"kv_cache_dtype": "fp8"}, "needs compute capability 8.9"),
         ("gpt-oss-20b", "t4", {"gpus_per_node": 4}, "weights in mxfp4 need compute capability 8.0, t4 has 7.5"),
         ("qwen3-32b-fp8", "v100-sxm2-32", {"gpus_per_node": 4}, "weights in fp8-block need compute capability 7.5"),
-        ("llama-3.1-8b", "h100-sxm", {"quantization": "bitsandbytes"}, "no bitsandbytes any more"),
+        ("llama-3.1-8b", "h100-sxm", {"quantization": "bitsandbytes"}, "does not read bnb-nf4 weights"),
         ("llama-3.1-8b", "h100-sxm", {"block_size": 17}, "block size 17 is not a multiple of 16"),
     ],
 )

@@ -65,7 +65,13 @@ def test_a_load_test_measures_it(live: Live, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("role", "part"), [("controller", "controller"), ("gateway", "gateway"), ("engine", "replica")]
+    ("live", "role", "part"),
+    [
+        pytest.param(engine, role, part, marks=[getattr(pytest.mark, engine), *marks], id=f"{engine}-{role}")
+        for engine, marks in (("llamacpp", []), ("vllm", [pytest.mark.nightly]))
+        for role, part in (("controller", "controller"), ("gateway", "gateway"), ("engine", "replica"))
+    ],
+    indirect=["live"],
 )
 def test_a_killed_part_comes_back(live: Live, role: str, part: str) -> None:
     real_engine.check_killed(live, role, part)

@@ -19,18 +19,18 @@ from penstock import engines
 from penstock.engines import Diagnosis
 from penstock.gateway.board import FORGET_AFTER_S, RankBoard
 from penstock.hardware import Interface, NodeFacts
-from penstock.node.group import follower, rendezvous
-from penstock.node.group.addresses import Formation
-from penstock.node.group.follower import Follower
-from penstock.node.group.leader import Lead
-from penstock.node.group.rendezvous import Group, open_door, reached
+from penstock.node.group import member, rendezvous
+from penstock.node.group.addresses import Formation, Introduction
+from penstock.node.group.leader import GroupLeader
+from penstock.node.group.member import GroupMember
+from penstock.node.group.rendezvous import BoardClient
 from penstock.node.ready_file import ReadyFile
 from penstock.planner import Plan
 from penstock.spec.deployment import Parallel
 from penstock.wire.announcement import NodeView, Post
 from penstock.wire.client import NoAnswer
 
-LO = Interface("lo", "127.0.0.1", 8)
+LAN = (Interface("eth0", "0.0.0.0", 0), Interface("eth0", "10.0.0.2", 0))  # rank 0 binds a port on its own
 PLAN = demo_plan("fake", n_nodes=2, layout=Parallel(tensor=2), executor="mp", drain_s=2.0)
 
 
@@ -71,9 +71,9 @@ class StandIn:
         return ()
 
 
-def facts(host: str, **versions: str) -> NodeFacts:
+def introduction(host: str, **versions: str) -> Introduction:
     machine = msgspec.structs.replace(cpu_machine(), versions={"vllm": "0.33.0"} | versions)
-    return NodeFacts(host, machine, (LO,), 1 << 30)
+    return Introduction(NodeFacts(host, machine, (LAN[host == "beta"],), 1 << 30))
 
 
 class Second:
@@ -81,22 +81,22 @@ class Second:
 
     def __init__(self, desk: Desk, plan: Plan = PLAN, **versions: str) -> None:
         self.started: list[StandIn] = []
-        self.group = a_group(desk, 1)
+        self.board = a_board(desk, 1)
 
         def start(made: Formation) -> Any:
             self.started.append(StandIn())
             return self.started[-1]
 
-        self.follower = Follower(
-            plan, self.group, engines.load("vllm"), lambda: facts("beta", **versions), start, ReadyFile()
+        self.member = GroupMember(
+            plan, self.board, engines.load("vllm"), lambda: introduction("beta", **versions), start, ReadyFile()
         )
-        self.thread = threading.Thread(target=self.follower.run, daemon=True)
+        self.thread = threading.Thread(target=self.member.run, daemon=True)
         self.thread.start()
 
     def vanish(self) -> None:
-        self.group.say = lambda epoch, **content: None  # type: ignore[method-assign]
-        self.group._admin = CutOff()  # type: ignore[assignment]
-        self.follower.stops = 2
+        self.board.post = lambda epoch, **content: None  # type: ignore[method-assign]
+        self.board._admin = CutOff()  # type: ignore[assignment]
+        self.member.stops = 2
 
 
 class CutOff:
@@ -104,10 +104,10 @@ class CutOff:
         raise NoAnswer("no power")
 
 
-def a_group(desk: Desk, rank: int) -> Group:
-    group = Group(desk, "0", rank, lambda: None)  # type: ignore[arg-type]
-    group.start()
-    return group
+def a_board(desk: Desk, rank: int) -> BoardClient:
+    board = BoardClient(desk, "0", rank, lambda: None)  # type: ignore[arg-type]
+    board.start()
+    return board
 
 
 @pytest.fixture(autouse=True)
@@ -132,24 +132,24 @@ def seconds(desk: Desk) -> Iterator[Callable[..., Second]]:
 
     yield make
     for second in made:
-        second.follower.stops = 2
-        second.follower.stop()
+        second.member.stops = 2
+        second.member.stop()
         second.thread.join(5)
         assert not second.thread.is_alive()
 
 
-def a_lead(desk: Desk, plan: Plan = PLAN) -> Lead:
-    return Lead(plan, a_group(desk, 0), ("alpha", "beta"), lambda: False)
+def a_leader(desk: Desk, plan: Plan = PLAN) -> GroupLeader:
+    return GroupLeader(plan, a_board(desk, 0), ("alpha", "beta"), lambda: False)
 
 
 def nothing(what: str, nodes: tuple[NodeView, ...]) -> None:
     pass
 
 
-def formed(lead: Lead, patience_s: float | None = 10.0) -> Formation:
-    made = lead.form(facts("alpha"), patience_s, nothing)
+def formed(leader: GroupLeader, patience_s: float | None = 10.0) -> Formation:
+    made = leader.form(introduction("alpha"), patience_s, nothing)
     assert isinstance(made, Formation), made
-    assert lead.go(made) is None
+    assert leader.go(made) is None
     return made
 
 
@@ -161,15 +161,15 @@ def until(is_so: Callable[[], object], what: str, timeout_s: float = 10.0) -> No
 
 
 def test_two_nodes_form_and_go(desk: Desk, seconds: Callable[..., Second]) -> None:
-    lead, second = a_lead(desk), seconds()
-    made = formed(lead)
-    assert [(spot.host, spot.address, spot.interface) for spot in made.spots] == [
-        ("alpha", "127.0.0.1", "lo"),
-        ("beta", "127.0.0.1", "lo"),
+    leader, second = a_leader(desk), seconds()
+    made = formed(leader)
+    assert [(node.host, node.address, node.interface) for node in made.nodes] == [
+        ("alpha", "0.0.0.0", "eth0"),
+        ("beta", "10.0.0.2", "eth0"),
     ]
     assert len(second.started) == 1
-    assert lead.trouble() is None
-    assert [(view.host, view.state, view.ranks) for view in lead.views()] == [
+    assert leader.trouble() is None
+    assert [(view.host, view.state, view.ranks) for view in leader.views()] == [
         ("alpha", "here", (0,)),
         ("beta", "here", (1,)),
     ]
@@ -178,19 +178,19 @@ def test_two_nodes_form_and_go(desk: Desk, seconds: Callable[..., Second]) -> No
 def test_the_end_of_an_epoch_ends_the_part_and_the_next_one_starts_it_again(
     desk: Desk, seconds: Callable[..., Second]
 ) -> None:
-    lead, second = a_lead(desk), seconds()
-    formed(lead)
-    lead.over()
+    leader, second = a_leader(desk), seconds()
+    formed(leader)
+    leader.over()
     until(lambda: second.started[0].is_ended, "the part has ended")
-    formed(lead)
+    formed(leader)
     assert len(second.started) == 2
     assert not second.started[1].is_ended
 
 
 def test_who_is_missing_is_said_by_name_and_only_so_long(desk: Desk) -> None:
     said: list[tuple[str, list[str]]] = []
-    found = a_lead(desk).form(
-        facts("alpha"), 0.5, lambda what, nodes: said.append((what, [node.state for node in nodes]))
+    found = a_leader(desk).form(
+        introduction("alpha"), 0.5, lambda what, nodes: said.append((what, [node.state for node in nodes]))
     )
     assert isinstance(found, Diagnosis)
     assert found.reason.startswith("beta (node 1) did not join within")
@@ -199,83 +199,83 @@ def test_who_is_missing_is_said_by_name_and_only_so_long(desk: Desk) -> None:
 
 
 def test_a_node_that_vanishes_is_named_and_can_come_back(desk: Desk, seconds: Callable[..., Second]) -> None:
-    lead, second = a_lead(desk), seconds()
-    formed(lead)
+    leader, second = a_leader(desk), seconds()
+    formed(leader)
     second.vanish()
-    until(lambda: lead.trouble() is not None, "the loss is noticed")
-    trouble = lead.trouble()
+    until(lambda: leader.trouble() is not None, "the loss is noticed")
+    trouble = leader.trouble()
     assert trouble is not None
-    assert trouble.reason == "node 1 beta (127.0.0.1) does not answer any more"
-    assert [view.state for view in lead.views()] == ["here", "gone"]
+    assert trouble.reason == "node 1 beta (10.0.0.2) does not answer any more"
+    assert [view.state for view in leader.views()] == ["here", "gone"]
     again = seconds()
-    formed(lead, patience_s=None)
+    formed(leader, patience_s=None)
     assert len(again.started) == 1
 
 
 def test_a_node_that_was_started_again_ends_the_epoch_at_once(desk: Desk, seconds: Callable[..., Second]) -> None:
-    lead, second = a_lead(desk), seconds()
-    formed(lead)
+    leader, second = a_leader(desk), seconds()
+    formed(leader)
     second.vanish()
     again = seconds()
-    until(lambda: lead.trouble() is not None, "another instance is noticed")
-    trouble = lead.trouble()
-    assert trouble is not None and trouble.reason == "node 1 beta (127.0.0.1) was started again"
+    until(lambda: leader.trouble() is not None, "another instance is noticed")
+    trouble = leader.trouble()
+    assert trouble is not None and trouble.reason == "node 1 beta (10.0.0.2) was started again"
     assert again.started == [], "it does not join what runs already"
 
 
 def test_a_part_that_dies_tells_why(desk: Desk, seconds: Callable[..., Second]) -> None:
-    lead, second = a_lead(desk), seconds()
-    formed(lead)
+    leader, second = a_leader(desk), seconds()
+    formed(leader)
     second.started[0].code = 1
-    until(lambda: lead.trouble() is not None, "the death is told")
-    trouble = lead.trouble()
+    until(lambda: leader.trouble() is not None, "the death is told")
+    trouble = leader.trouble()
     assert trouble is not None and trouble.reason.startswith("node 1 beta: vLLM exited with code 1")
     assert "out of memory" in trouble.reason.lower()
 
 
 def test_versions_that_differ_are_refused_before_anything_starts(desk: Desk, seconds: Callable[..., Second]) -> None:
     second = seconds(vllm="0.32.0")
-    found = a_lead(desk).form(facts("alpha"), 10.0, nothing)
+    found = a_leader(desk).form(introduction("alpha"), 10.0, nothing)
     assert isinstance(found, Diagnosis) and found.is_final
     assert found.reason == "vllm is 0.32.0 on beta (rank 1), 0.33.0 on alpha (rank 0)"
     assert second.started == []
 
 
 def test_a_gateway_that_is_away_is_no_loss_of_a_node(desk: Desk, seconds: Callable[..., Second]) -> None:
-    lead, second = a_lead(desk), seconds()
-    formed(lead)
+    leader, second = a_leader(desk), seconds()
+    formed(leader)
     desk.is_down = True
     time.sleep(2.0)
-    assert lead.trouble() is None
+    assert leader.trouble() is None
     desk.board = RankBoard(time.monotonic())  # another process: it knows nobody
     desk.is_down = False
-    until(lambda: len(lead._group.others()) == 1, "the other has spoken again")
+    until(lambda: len(leader._board.posts()) == 1, "the other has spoken again")
     time.sleep(1.5)
-    assert lead.trouble() is None
+    assert leader.trouble() is None
     assert not second.started[0].is_ended
 
 
 def test_a_lead_that_vanishes_ends_the_part_and_another_lead_takes_over(
     desk: Desk, seconds: Callable[..., Second]
 ) -> None:
-    lead, second = a_lead(desk), seconds()
-    formed(lead)
-    lead._group._admin = CutOff()  # type: ignore[assignment]
-    until(lambda: second.started[0].is_ended, "the part of a vanished lead is ended")
-    formed(a_lead(desk))
+    leader, second = a_leader(desk), seconds()
+    formed(leader)
+    leader._board._admin = CutOff()  # type: ignore[assignment]
+    until(lambda: second.started[0].is_ended, "the part of a vanished leader is ended")
+    formed(a_leader(desk))
     assert len(second.started) == 2
 
 
 def test_told_to_stop_when_the_gateway_is_gone_too_a_node_leaves(
     desk: Desk, seconds: Callable[..., Second], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(follower, "_GATEWAY_GONE_S", 0.5)
-    lead, second = a_lead(desk), seconds()
-    formed(lead)
+    monkeypatch.setattr(member, "_GATEWAY_GONE_S", 0.5)
+    leader, second = a_leader(desk), seconds()
+    formed(leader)
     desk.is_down = True
     time.sleep(1.0)
     assert not second.started[0].is_ended, "nobody told it to stop"
-    second.follower.stop()
+    second.member.stop()
     until(lambda: not second.thread.is_alive(), "it does not wait for a word that cannot come")
     assert second.started[0].is_ended
 
@@ -283,29 +283,21 @@ def test_told_to_stop_when_the_gateway_is_gone_too_a_node_leaves(
 def test_told_to_stop_a_node_keeps_its_part_until_the_first_has_drained(
     desk: Desk, seconds: Callable[..., Second]
 ) -> None:
-    lead, second = a_lead(desk), seconds()
-    formed(lead)
-    second.follower.stop()
+    leader, second = a_leader(desk), seconds()
+    formed(leader)
+    second.member.stop()
     time.sleep(0.6)
     assert not second.started[0].is_ended
-    lead.over("stopping")
+    leader.over("stopping")
     until(lambda: not second.thread.is_alive(), "it leaves with the first")
     assert second.started[0].is_ended
 
 
 def test_told_to_stop_it_waits_no_longer_than_a_drain(desk: Desk, seconds: Callable[..., Second]) -> None:
-    lead, second = a_lead(desk), seconds()
-    formed(lead)
-    second.follower.stop()
+    leader, second = a_leader(desk), seconds()
+    formed(leader)
+    second.member.stop()
     until(lambda: not second.thread.is_alive(), "the time of the drain is over", timeout_s=5.0)
-
-
-def test_an_address_counts_only_when_it_leads_to_that_very_node() -> None:
-    other = NodeFacts("b", cpu_machine(), (LO, Interface("eth9", "127.0.0.9", 8)), 0)
-    with open_door() as door:
-        assert sorted(reached({1: (other, door.port, door.nonce)})[1]) == ["127.0.0.1", "127.0.0.9"]
-        assert reached({1: (other, door.port, "0" * 32)}) == {1: []}
-    assert reached({1: (other, door.port, door.nonce)}) == {1: []}
 
 
 def test_the_board_forgets_what_nobody_renews() -> None:

@@ -201,8 +201,9 @@ SURVEY = """
 import json, sys
 from pathlib import Path
 import msgspec
-from penstock import spec, targets
-found = targets.load("slurm").survey(spec.load(Path(sys.argv[1])), ["-c", "print({rank})"], float(sys.argv[2]))
+from penstock import targets
+from penstock.spec import reading
+found = targets.load("slurm").survey(reading.load(Path(sys.argv[1])), ["-c", "print({rank})"], float(sys.argv[2]))
 print(json.dumps(msgspec.to_builtins(found)))
 """
 

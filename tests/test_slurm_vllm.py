@@ -1,4 +1,7 @@
-"""Real vLLM in a job of two nodes: the greedy text is that of the uncut model."""
+"""Real vLLM in a job of two nodes: the greedy text is that of the uncut model.
+
+Nightly: real vLLM over two nodes is tested over ssh and by Ray, a job of two nodes with the fake engine.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from slurm_cluster import Desk
 
 from penstock.testing.demo_prompts import DEMO_PROMPTS, MAX_TOKENS
 
-pytestmark = [pytest.mark.hosts, pytest.mark.vllm]
+pytestmark = [pytest.mark.hosts, pytest.mark.vllm, pytest.mark.nightly]
 
 CHATS = [row for row in DEMO_PROMPTS if row.kind == "chat"][:6]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import SpecError
-from penstock.spec import deployment, reading
+from penstock.spec import deployment, gateway, reading
 from penstock.spec.blocks import Slurm
 from penstock.spec.deployment import Deployment, GatewaySpec, Hardware, Parallel, Replicas, Workload
 
@@ -140,6 +140,40 @@ def test_a_name_comes_from_the_model(model: str, name: str) -> None:
             "model: m\ngateway: {host: 0.0.0.0}",
             'gateway.auth: "none" on host 0.0.0.0 (set gateway.auth: keys, or host: 127.0.0.1)',
         ),
+        ("model: m\ngateway: {workers: 0}", "gateway.workers: 0 is not from 1 to 64"),
+        (
+            "model: m\ngateway: {policy: prefx}",
+            'gateway.policy: expected least-load or prefix or sticky or round-robin, got "prefx"'
+            ' (did you mean "prefix"?)',
+        ),
+        ("model: m\ngateway: {max_in_flight: 0}", "gateway.max_in_flight: must be at least 1, or absent"),
+        (
+            "model: m\ngateway: {queue: {key_share: 2}}",
+            "gateway.queue.key_share: 2 is above 1 (1 means the whole queue)",
+        ),
+        ("model: m\ngateway: {limits: {body_bytes: 0}}", "gateway.limits.body_bytes: 0 is not above 0"),
+        ("model: m\ngateway: {limits: {body: 1}}", 'gateway.limits.body: unknown key (did you mean "body_s"?)'),
+        ("model: m\ngateway: {tls_key: k.pem}", "gateway.tls_cert: is missing (TLS needs a certificate and its key)"),
+        ("model: m\ngateway: {path_prefix: a/}", 'gateway.path_prefix: "a/" is not a path (example: /penstock)'),
+        (
+            "model: m\ngateway: {allowed_origins: [chat.example]}",
+            'gateway.allowed_origins[0]: "chat.example" is not an origin (example: https://chat.example)',
+        ),
+        (
+            "model: m\ngateway: {allowed_origins: ['*']}",
+            'gateway.allowed_origins[0]: "*" without keys lets every web page use the engines'
+            " (name the origins, or set auth: keys)",
+        ),
+        ("model: m\ngateway: {upstreams: [{}]}", "gateway.upstreams[0].url: is missing"),
+        (
+            "model: m\ngateway: {upstreams: [{url: gpu7}]}",
+            'gateway.upstreams[0].url: "gpu7" is not an engine\'s URL (example: http://gpu7:8000)',
+        ),
+        (
+            "model: m\ngateway: {upstreams: [{url: 'http://gpu7:8000', key_env: sk-abc}]}",
+            "gateway.upstreams[0].key_env: is not the name of an environment variable"
+            " (it names a variable; the key itself does not belong into the file)",
+        ),
         ("model: m\nui: maybe", 'ui: expected true or false, got "maybe"'),
         ("model: m\nname: Big", 'name: "Big" is not a legal name' + LEGAL_NAME),
         ("model: m\nname: a/../b", 'name: "a/../b" is not a legal name' + LEGAL_NAME),
@@ -259,7 +293,7 @@ def test_differences_name_each_changed_field() -> None:
     + [("0.0.0.0", False), ("::", False), ("192.168.1.2", False), ("myhost", False)],
 )
 def test_loopback_is_recognised(host: str, expected: bool) -> None:
-    assert deployment.is_loopback(host) is expected
+    assert gateway.is_loopback(host) is expected
 
 
 def test_beyond_loopback_keys_are_accepted() -> None:

@@ -41,4 +41,4 @@ def test_the_page_has_every_number() -> None:
     bench = module()
     points, formats = bench.load()
     rows = bench.rows_of(points[:3], formats)
-    assert bench.page(rows).count("gpt-oss-120b") == 3
+    assert bench.page(rows).count("| gpt-oss-120b |") == 3

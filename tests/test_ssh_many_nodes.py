@@ -63,7 +63,10 @@ class Stream(threading.Thread):
             self.ending = error.message
 
 
-def test_mp_over_two_hosts_gives_the_same_text_and_comes_back_after_power_losses(place: Place, hosts: Hosts) -> None:
+@pytest.mark.parametrize("losses", [(0,), pytest.param((1, 0), marks=pytest.mark.nightly)], ids=str)
+def test_mp_over_two_hosts_gives_the_same_text_and_comes_back_after_power_losses(
+    place: Place, hosts: Hosts, losses: tuple[int, ...]
+) -> None:
     run = up(place, hosts, "mp")
     told = replica_of(run).announcement
     assert told is not None
@@ -73,7 +76,7 @@ def test_mp_over_two_hosts_gives_the_same_text_and_comes_back_after_power_losses
     ]
     assert told.url is not None and told.url.startswith("http://127.0.0.1:")
     check_texts(run)
-    for lost in (1, 0):
+    for lost in losses:
         stream = Stream(run)
         until(lambda stream=stream: stream.n_parts > 5, "the stream runs")  # type: ignore[misc]
         hosts[lost].kill()
@@ -104,6 +107,7 @@ def test_mp_over_two_hosts_gives_the_same_text_and_comes_back_after_power_losses
     until(lambda: left_on(hosts) == [], "nothing is left", 3)
 
 
+@pytest.mark.nightly
 def test_ray_over_two_hosts_gives_the_same_text(place: Place, hosts: Hosts) -> None:
     run = up(place, hosts, "ray")
     check_texts(run)

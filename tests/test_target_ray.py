@@ -252,6 +252,7 @@ def test_a_wrong_address_is_refused_with_a_hint(place: Place, ray_cluster: RayCl
 
 
 @pytest.mark.vllm
+@pytest.mark.nightly
 def test_real_vllm_over_two_nodes_gives_the_text_of_the_uncut_model(
     place: Place, ray_cluster: RayCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:

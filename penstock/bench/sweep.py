@@ -13,10 +13,10 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
+from penstock.bench.results.stats import METRICS
 from penstock.errors import PenstockError, UserError, nearest
 
 Kind = Literal["rate", "concurrency"]
-TIMES = ("ttft", "tpot", "itl", "e2el")
 STATISTICS = ("mean", "median", "p90", "p95", "p99", "max")
 LABELS: Mapping[Kind, str] = {"rate": "requests/s", "concurrency": "requests at once"}
 
@@ -62,7 +62,7 @@ class Point(NamedTuple):
     reason: str = ""
 
 
-class Found(msgspec.Struct, frozen=True):
+class SweepResult(msgspec.Struct, frozen=True):
     """A finished search: the highest load that kept the bounds (None: not even the least), the lowest that broke them
     (None: none did), all points with their results, and why it ended when not by finding."""
 
@@ -86,8 +86,8 @@ def slo_of(words: Sequence[str], most_failed: float = 0.01) -> Slo:
             most = float(number)
         except ValueError:
             most = math.nan
-        if time not in TIMES or statistic not in STATISTICS or not 0 < most < math.inf:
-            close = nearest(time, TIMES)
+        if time not in METRICS or statistic not in STATISTICS or not 0 < most < math.inf:
+            close = nearest(time, METRICS)
             raise UserError(
                 f'cannot use bound "{word[:40]}"',
                 hint=f'Did you mean "{close}"?'
@@ -144,7 +144,7 @@ def limits(history: Sequence[Point]) -> tuple[float | None, float | None]:
 
 def search(
     run: Callable[[float], dict[str, Any]], slo: Slo, where: Search, on_point: Callable[[Point], None] | None = None
-) -> Found:
+) -> SweepResult:
     """Try loads until the answer is known. `run` measures one load and gives its result.json.
 
     A run that the generator itself distorted ends the search with what is known: more load would be no better. So do a
@@ -170,8 +170,8 @@ def search(
         is_all_failed = not result.get("completed") and bool(result.get("failed"))
         if result.get("valid") is False and not is_all_failed:
             why = result.get("invalid_because")
-            told = f": {why[0]}" if isinstance(why, list) and why else ""
-            note = f"ended at {offered:g} {LABELS[where.kind]}: that run is not valid{told}"
+            reason = f": {why[0]}" if isinstance(why, list) and why else ""
+            note = f"ended at {offered:g} {LABELS[where.kind]}: that run is not valid{reason}"
             break
         point = judged(offered, result, slo)
         history.append(point)
@@ -181,22 +181,22 @@ def search(
     if not note and len(history) >= where.n_runs:
         note = f"ended after {where.n_runs} runs"
     highest, broken = limits(history)
-    return Found(where.kind, highest, broken, tuple(history), tuple(results), note, was_interrupted)
+    return SweepResult(where.kind, highest, broken, tuple(history), tuple(results), note, was_interrupted)
 
 
-def answer_text(layout: str, found: Found) -> str:
-    """What was found, in a line: "TP 2: up to 11.3 requests/s (11.7 is too many)"."""
-    label = LABELS[found.kind]
-    more = f"; {found.note}" if found.note else ""
-    if found.highest is None:
-        tried = f"even {found.broken:.3g} {label} is too many" if found.broken is not None else "nothing was measured"
+def answer_text(layout: str, result: SweepResult) -> str:
+    """The answer in a line: "TP 2: up to 11.3 requests/s (11.7 is too many)"."""
+    label = LABELS[result.kind]
+    more = f"; {result.note}" if result.note else ""
+    if result.highest is None:
+        tried = f"even {result.broken:.3g} {label} is too many" if result.broken is not None else "nothing was measured"
         return f"{layout}: {tried}{more}"
-    kept_all = "" if found.note else " or more: nothing broke the bound"
-    over = f" ({found.broken:.3g} is too many)" if found.broken is not None else kept_all
-    return f"{layout}: up to {found.highest:.3g} {label}{over}{more}"
+    kept_all = "" if result.note else " or more: nothing broke the bound"
+    over = f" ({result.broken:.3g} is too many)" if result.broken is not None else kept_all
+    return f"{layout}: up to {result.highest:.3g} {label}{over}{more}"
 
 
-def table_text(layout: str, found: Found) -> str:
+def table_text(layout: str, result: SweepResult) -> str:
     """Every load that was tried, in rising order."""
     head = ("req/s", "tok/s", "TTFT p50", "TTFT p99", "TPOT p50", "E2E p99")
     names = (
@@ -207,9 +207,9 @@ def table_text(layout: str, found: Found) -> str:
         "median_tpot_ms",
         "p99_e2el_ms",
     )
-    lines = [f"{layout:8}{LABELS[found.kind]:>18}" + "".join(f"{word:>10}" for word in head)]
-    for point, result in sorted(zip(found.points, found.results, strict=True), key=lambda pair: pair[0].offered):
-        numbers = "".join(_cell(result.get(name)) for name in names)
+    lines = [f"{layout:8}{LABELS[result.kind]:>18}" + "".join(f"{word:>10}" for word in head)]
+    for point, summary in sorted(zip(result.points, result.results, strict=True), key=lambda pair: pair[0].offered):
+        numbers = "".join(_cell(summary.get(name)) for name in names)
         lines.append(f"{'':8}{point.offered:18.4g}{numbers}  {'inside' if point.is_inside else point.reason}")
     return "\n".join(lines)
 
@@ -221,16 +221,3 @@ def _cell(value: object) -> str:
 def _usable(load: float, where: Search) -> float:
     bounded = min(where.most, max(where.least, load))
     return float(max(1, math.floor(bounded))) if where.kind == "concurrency" else bounded
-
-
-def layouts(
-    tensors: Sequence[int], measure: Callable[[int], Found], on_refusal: Callable[[int, PenstockError], None]
-) -> dict[int, Found]:
-    """A search for each tensor size; a layout that cannot be started is told, and the others go on."""
-    found = {}
-    for tensor in tensors:
-        try:
-            found[tensor] = measure(tensor)
-        except PenstockError as error:
-            on_refusal(tensor, error)
-    return found

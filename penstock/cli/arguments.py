@@ -16,7 +16,6 @@ import json
 import math
 import re
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from penstock.errors import UserError
@@ -173,30 +172,15 @@ def add_deployment(parser: argparse.ArgumentParser) -> None:
 def deployment_of(options: argparse.Namespace) -> Deployment:
     """The deployment that FILE|MODEL and the flags describe; the bundled demo when there is none.  Raises UserError."""
     from penstock.spec import reading
-    from penstock.spec.deployment import DEMO_MODEL
 
     # As JSON, which YAML reads the same way: a name such as 123 stays text.
     settings = [f"{key}={json.dumps(value)}" for key, value in _flag_settings(options) if value is not None]
     settings += options.set
-    source = options.source
-    if source is None:
-        return _demo(settings)
-    path = Path(source)
-    try:
-        is_yaml = path.suffix in (".yaml", ".yml") or (path.is_file() and path.suffix != ".gguf")
-    except (OSError, ValueError) as exc:
-        why = getattr(exc, "strerror", None) or str(exc)
-        raise UserError(f'could not look at "{shortened(source)}": {why}', hint="Check the path.") from exc
-    if is_yaml:
-        return reading.load(path, settings)
-    # A path is the same model from everywhere: `up` compares files by their values.
-    is_path = source != DEMO_MODEL and (path.is_dir() or path.is_file())
-    model = str(path.resolve()) if is_path else source
-    return reading.from_mapping({"model": model}, f'model "{source}"', settings)
+    return _demo(settings) if options.source is None else reading.read(options.source, settings)
 
 
 def shortened(text: str) -> str:
-    """At most 200 characters of what somebody typed, for a message."""
+    """At most 200 characters of what a user typed, for a message."""
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 

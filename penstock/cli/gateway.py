@@ -15,8 +15,9 @@ from penstock.cli import arguments
 from penstock.errors import SpecError, UserError
 
 if TYPE_CHECKING:
-    from penstock.gateway.config import GatewayConfig, ServedModel, Upstream
+    from penstock.gateway.config import GatewayConfig, ServedModel
     from penstock.gateway.service import Sockets
+    from penstock.spec.gateway import Upstream
 
 _amount = arguments.whole(1, 10**12)
 _POLICIES = ("least-load", "prefix", "round-robin", "sticky")
@@ -128,9 +129,10 @@ def run(options: argparse.Namespace) -> int:
 
 def make_config(options: argparse.Namespace, folder: Path) -> GatewayConfig:
     """The checked config. Raises UserError with what to do. `folder` holds the admin socket when none was asked for."""
-    from penstock.gateway.config import GatewayConfig, Limits, Upstream, find_problems, is_loopback, parse_address
+    from penstock.gateway.config import GatewayConfig, find_problems, is_local_address, parse_address
+    from penstock.spec.gateway import Limits, Upstream
 
-    if options.auth == "none" and parse_address(options.listen) and not is_loopback(options.listen):
+    if options.auth == "none" and parse_address(options.listen) and not is_local_address(options.listen):
         raise UserError(
             f"cannot listen on {options.listen} with --auth none",
             detail="Whoever reaches that address could use the engines; without keys only this machine may.",
@@ -160,7 +162,7 @@ def make_config(options: argparse.Namespace, folder: Path) -> GatewayConfig:
         store=options.store,
         ledger_days=options.ledger_days,
         policy=options.policy,
-        upstreams=tuple(Upstream(model, url) for model, url in options.upstream),
+        upstreams=tuple(Upstream(url, model) for model, url in options.upstream),
         workers=options.workers,
         tls_cert=options.tls_cert,
         tls_key=options.tls_key,

@@ -234,7 +234,6 @@ def _scale(options: argparse.Namespace) -> int:
     from penstock import run_folder
     from penstock.cli import progress
     from penstock.deployment import scale as deployment_scale
-    from penstock.deployment import start
 
     *names, number = options.words
     if len(names) > 1 or not (number.isascii() and number.isdigit() and len(number) <= 4):
@@ -244,10 +243,7 @@ def _scale(options: argparse.Namespace) -> int:
     deployment_scale.scale(run, n_replicas)
     if not options.no_wait:
         with progress.StartDisplay(sys.stdout, options.json) as display:
-            state = start.watch(run, display.show, lambda state: deployment_scale.is_scaled(state, n_replicas))
-        failed = next((replica for replica in state.replicas if replica.state == "failed"), None)
-        if failed is not None:
-            raise PenstockError(f"could not start replica {failed.replica}: {failed.reason}")
+            deployment_scale.wait_scaled(run, n_replicas, display.show)
     if options.json:
         print_json({"event": "scaled", "name": run.name, "replicas": n_replicas})
     else:

@@ -19,9 +19,7 @@ from penstock.errors import UserError
 from penstock.text import flag
 
 if TYPE_CHECKING:
-    from penstock.hardware import Links
     from penstock.hardware.catalog import GpuFacts
-    from penstock.models import Facts
     from penstock.planner.explain import Formula
     from penstock.planner.request import Sizing, SizingRequest
     from penstock.planner.speed.calibration import Calibrated
@@ -66,7 +64,7 @@ _ENGINE = (
     _Option("quantization", str, "Q", "quantise on loading, or a checkpoint of that kind: fp8, awq, ..."),
     _Option("gpu_memory_utilization", _share, "SHARE", "the engine's share of a GPU's memory"),
     _Option("block_size", arguments.token_count, "K", "tokens of one KV-cache block"),
-    _Option("engine_version", str, "V", "vLLM's version, 0.6 to 0.33 (default: the newest)"),
+    _Option("engine_version", str, "V", "vLLM's version, 0.11 to 0.33 (default: the newest)"),
 )
 _WORKLOAD = (
     _Option("input_tokens", arguments.token_count, "I", "tokens of a prompt (default 1000)"),
@@ -141,6 +139,7 @@ def register(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Answer on standard output; the exit code.  Raises UserError (2) and NotModelled (4)."""
     from penstock.deployment import planning
+    from penstock.spec import reading
 
     _check_outputs(options)
     request, card = request_of(options)
@@ -151,7 +150,7 @@ def run(options: argparse.Namespace) -> int:
         plan_picture.save(request, sizing, options.plot)
     is_written = bool(options.write) and sizing.fits
     if is_written:
-        base = _file_mapping(Path(options.model)) if _is_file(options.model) else {}
+        base = _file_mapping(Path(options.model)) if reading.is_yaml(options.model) else {}
         _write(options.write, deployment_text(request, sizing, base), options.force)
     if options.json:
         from penstock.planner.request import contract
@@ -184,8 +183,8 @@ def request_of(options: argparse.Namespace) -> tuple[SizingRequest, GpuFacts | N
 
     Reads files, and the hub for a hub id. Flags go over what a deployment file says.  Raises UserError.
     """
-    from penstock.models import facts
-    from penstock.planner.request import SizingRequest
+    from penstock.deployment import planning
+    from penstock.spec import reading
 
     given = {
         option.field: value
@@ -204,47 +203,8 @@ def request_of(options: argparse.Namespace) -> tuple[SizingRequest, GpuFacts | N
         "calibration": _calibration(options.calibration) if options.calibration else None,
     }
     given |= {field: value for field, value in switches.items() if value is not None}
-    if _is_file(options.model):
-        return _request_of_file(Path(options.model), given)
-    if "gpu" in given:
-        return SizingRequest(facts=facts.read(options.model), **given), None
-    here = _this_machine(given.get("gpus_per_node"))
-    given = {"gpu": here.card.id, "gpus_per_node": here.n_gpus, "links": here.links, **given}
-    return SizingRequest(facts=here.noted(facts.read(options.model)), **given), here.card
-
-
-def _is_file(model: str) -> bool:
-    return model.endswith((".yaml", ".yml"))
-
-
-def _request_of_file(path: Path, given: dict[str, Any]) -> tuple[SizingRequest, GpuFacts | None]:
-    """What a deployment file asks; on this machine's GPUs where it names none. Replicas share the GPUs, as in `up`."""
-    import msgspec
-
-    from penstock.deployment import planning
-    from penstock.models import facts
-    from penstock.spec import reading
-
-    deployment = reading.load(path)
-    if deployment.engine.kind not in ("auto", "vllm"):
-        raise UserError(
-            f'cannot plan file "{path}": its engine is {deployment.engine.kind}',
-            hint="Planning is for vLLM on GPUs: set engine.kind: vllm.",
-        )
-    gpu, n_gpus = given.get("gpu") or deployment.hardware.gpu, deployment.hardware.gpus_per_node
-    of_model = facts.read(deployment.model)
-    here = None
-    if gpu is None:
-        here = _this_machine(n_gpus)
-        gpu, n_gpus, of_model = here.card.id, here.n_gpus, here.noted(of_model)
-        given = {"links": here.links, **given}
-    n_gpus = n_gpus or 1
-    if deployment.parallel == "auto":
-        n_gpus = max(1, n_gpus // max(1, deployment.replicas.min))
-    request = msgspec.structs.replace(
-        planning.request_of(deployment, of_model, gpu), **{"gpus_per_node": n_gpus, **given}
-    )
-    return request, here.card if here else None
+    source = reading.load(Path(options.model)) if reading.is_yaml(options.model) else options.model
+    return planning.request_for(source, given)
 
 
 def _calibration(path: Path) -> Calibrated:
@@ -257,40 +217,6 @@ def _calibration(path: Path) -> Calibrated:
         why = exc.strerror if isinstance(exc, OSError) else "it is not text"
         raise UserError(f'cannot read calibration "{path}": {why}', hint="Give a file of `--calibrate`.") from exc
     return calibration.read(text, str(path))
-
-
-class _Here(NamedTuple):
-    """The GPUs of this machine, all alike, and what is to be known of them."""
-
-    card: GpuFacts
-    n_gpus: int
-    links: Links | None
-    notes: tuple[str, ...]
-
-    def noted(self, of_model: Facts) -> Facts:
-        import msgspec
-
-        return msgspec.structs.replace(of_model, notes=(*of_model.notes, *self.notes))
-
-
-def _this_machine(n_wanted: int | None) -> _Here:
-    """This machine's first `n_wanted` GPUs, or all.  Raises UserError when there are none, or several kinds."""
-    from penstock.deployment import planning
-    from penstock.hardware import catalog, detect
-
-    found = detect.gpus()[:n_wanted]
-    names = sorted({gpu.name for gpu in found})
-    if len(names) != 1:
-        raise UserError(
-            f"cannot plan for this machine: it has {'no GPU' if not found else 'GPUs of several kinds'}",
-            detail=", ".join(names) or "nvidia-smi lists none, or is not there.",
-            hint=f"Name the GPU: --gpu h100-sxm --gpus-per-node 8. Known: {', '.join(catalog.gpu_ids())}.",
-        )
-    card, links = planning.card_of(found), detect.links([gpu.index for gpu in found])
-    notes = planning.notes_of(card)
-    if links is None:
-        notes += ("nvidia-smi did not tell how this machine's GPUs are joined: the catalogue's links are taken",)
-    return _Here(card, len(found), links, notes)
 
 
 def _check_outputs(options: argparse.Namespace) -> None:

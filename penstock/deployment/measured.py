@@ -15,16 +15,16 @@ import msgspec
 
 from penstock import paths
 from penstock.planner import Key, Plan
-from penstock.planner.memory.measured import Measurement
+from penstock.planner.memory.measured import MemoryMeasurement
 from penstock.spec.deployment import Parallel
 
 
-def read(key: Key) -> tuple[dict[Parallel, Measurement], tuple[str, ...]]:
+def read(key: Key) -> tuple[dict[Parallel, MemoryMeasurement], tuple[str, ...]]:
     """The starts that are kept under a key, by layout, and a warning for each file that is damaged."""
     found, warnings = {}, []
     for path in sorted(_folder(key).glob("*.json")):
         try:
-            measurement = msgspec.json.decode(path.read_bytes(), type=Measurement)
+            measurement = msgspec.json.decode(path.read_bytes(), type=MemoryMeasurement)
         except (OSError, ValueError, msgspec.MsgspecError) as exc:
             warnings.append(f"measured values in {path} cannot be read and were left out: {exc}")
             continue
@@ -42,7 +42,7 @@ def keep(plan: Plan, reported: Mapping[str, float], now: float) -> Path | None:
     if forecast is None or kv_cache_gib is None:
         return None
     tokens = reported.get("kv_cache_tokens")
-    measurement = Measurement(
+    measurement = MemoryMeasurement(
         key=forecast.key,
         layout=plan.layout,
         day=time.strftime("%Y-%m-%d", time.gmtime(now)),

@@ -6,17 +6,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from penstock.deployment import measured
 from penstock.engines.vllm import names
 from penstock.engines.vllm.engine import pass_through
-from penstock.errors import NotModelled
-from penstock.hardware import Gpu, Machine, catalog
+from penstock.errors import NotModelled, UserError
+from penstock.hardware import Gpu, Links, Machine, catalog, detect
 from penstock.hardware.catalog import GpuFacts, LinkFacts
-from penstock.models import Facts
+from penstock.models import Facts, facts
 from penstock.planner import Key
 from penstock.planner.launch import Sized, gpus_for_each
 from penstock.planner.request import Sizing, SizingRequest
@@ -102,6 +102,68 @@ def notes_of(card: GpuFacts) -> tuple[str, ...]:
     return (f"{told}: the driver's is taken",)
 
 
+def request_for(source: str | Deployment, asked: Mapping[str, Any]) -> tuple[SizingRequest, GpuFacts | None]:
+    """The request for a model or a deployment, `asked` over it; and the card when it is this machine's.
+
+    Without a GPU in either, this machine's are meant. Replicas share the GPUs, as in `up`. Reads files, and the hub.
+    Raises UserError.
+    """
+    if isinstance(source, str):
+        of_model = facts.read(source)
+        if "gpu" in asked:
+            return SizingRequest(facts=of_model, **asked), None
+        here = local_gpus(asked.get("gpus_per_node"))
+        fields = {"gpu": here.card.id, "gpus_per_node": here.n_gpus, "links": here.links, **asked}
+        return SizingRequest(facts=here.noted(of_model), **fields), here.card
+    if source.engine.kind not in ("auto", "vllm"):
+        raise UserError(
+            f'cannot plan deployment "{source.name}": its engine is {source.engine.kind}',
+            hint="Planning is for vLLM on GPUs: set engine.kind: vllm.",
+        )
+    gpu, n_gpus = asked.get("gpu") or source.hardware.gpu, source.hardware.gpus_per_node
+    of_model, card = facts.read(source.model), None
+    if gpu is None:
+        here = local_gpus(n_gpus)
+        gpu, n_gpus, of_model, card = here.card.id, here.n_gpus, here.noted(of_model), here.card
+        asked = {"links": here.links, **asked}
+    n_gpus = n_gpus or 1
+    if source.parallel == "auto":
+        n_gpus = max(1, n_gpus // max(1, source.replicas.min))
+    request = request_of(source, of_model, gpu)
+    return msgspec.structs.replace(request, **{"gpus_per_node": n_gpus, **asked}), card
+
+
+class LocalGpus(NamedTuple):
+    """The GPUs of this machine, all of one kind, and notes about them."""
+
+    card: GpuFacts
+    n_gpus: int
+    links: Links | None
+    notes: tuple[str, ...]
+
+    def noted(self, of_model: Facts) -> Facts:
+        return msgspec.structs.replace(of_model, notes=(*of_model.notes, *self.notes))
+
+
+def local_gpus(n_wanted: int | None) -> LocalGpus:
+    """This machine's first `n_wanted` GPUs, or all.  Raises UserError when there are none, or several kinds."""
+    gpus = detect.gpus()[:n_wanted]
+    names = sorted({gpu.name for gpu in gpus})
+    if len(names) != 1:
+        raise UserError(
+            f"cannot plan for this machine: it has {'no GPU' if not gpus else 'GPUs of several kinds'}",
+            detail=", ".join(names) or "nvidia-smi lists none, or is not installed.",
+            hint=f"Name the GPU: --gpu h100-sxm --gpus-per-node 8. Known: {', '.join(catalog.gpu_ids())}.",
+        )
+    card, links = card_of(gpus), detect.links([gpu.index for gpu in gpus])
+    notes = notes_of(card)
+    if links is None:
+        notes += (
+            "nvidia-smi does not report how the GPUs of this machine are connected: the catalogue's links are used",
+        )
+    return LocalGpus(card, len(gpus), links, notes)
+
+
 def request_of(deployment: Deployment, of_model: Facts, gpu: str) -> SizingRequest:
     """What a deployment asks of the planner, on these cards; how many there are is its file's word, or 1."""
     hardware, workload = deployment.hardware, deployment.workload
@@ -112,7 +174,7 @@ def request_of(deployment: Deployment, of_model: Facts, gpu: str) -> SizingReque
         gpu=gpu,
         gpus_per_node=hardware.gpus_per_node or 1,
         nodes=hardware.nodes,
-        network=hardware.network,
+        network=hardware.link,
         tensor=cut.tensor if cut else None,
         pipeline=cut.pipeline if cut else None,
         data=cut.data if cut else None,

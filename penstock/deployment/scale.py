@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from penstock import run_folder, targets
-from penstock.deployment.start import revive
-from penstock.errors import UserError
+from penstock.deployment.start import OnState, revive, watch
+from penstock.errors import PenstockError, UserError
 from penstock.planner import launch
 from penstock.run_folder import Desired, Run, State
 
@@ -26,6 +26,15 @@ def scale(run: Run, n_replicas: int) -> None:
         run.write_desired(Desired("up", n_replicas))
         run.add_event("scale", f"{desired.replicas} -> {n_replicas} replicas")
         revive(run)
+
+
+def wait_scaled(run: Run, n_replicas: int, on_state: OnState, timeout_s: float | None = None) -> State:
+    """Block until exactly this many replicas are ready.  Raises PenstockError for one that failed."""
+    state = watch(run, on_state, lambda state: is_scaled(state, n_replicas), timeout_s)
+    failed = next((replica for replica in state.replicas if replica.state == "failed"), None)
+    if failed is not None:
+        raise PenstockError(f"could not start replica {failed.replica}: {failed.reason}")
+    return state
 
 
 def is_scaled(state: State, n_replicas: int) -> bool:

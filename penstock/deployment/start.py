@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import msgspec
 
@@ -22,11 +23,12 @@ from penstock.deployment.prepare import Prepared, not_ended, prepare
 from penstock.deployment.stop import OnStep, end_run
 from penstock.errors import EngineError, PenstockError, UserError
 from penstock.gateway.accounting import store
-from penstock.gateway.config import GatewayConfig, Price, ServedModel
+from penstock.gateway.config import GatewayConfig, ServedModel
 from penstock.hardware.network import free_port
 from penstock.run_folder import Draft, Run, State, Unit
 from penstock.spec import reading
 from penstock.spec.deployment import Deployment, store_file
+from penstock.spec.gateway import GatewaySettings
 from penstock.targets import Target
 
 _POLL_S = 0.15
@@ -149,28 +151,35 @@ def _place(run: Run, target: Target) -> None:
 
 def _gateway_config(prepared: Prepared, target: Target, admin_port: int, key: str | None) -> GatewayConfig:
     """All that the gateway is told. Where the target places it, it listens on any address of its machine."""
-    deployment, name, aliases = prepared.deployment, prepared.plan.served_names[0], prepared.plan.served_names[1:]
+    deployment, names = prepared.deployment, prepared.plan.served_names
     run, spec = Run(paths.home() / "runs" / deployment.name), prepared.deployment.gateway
     listen, admin = f"0.0.0.0:{spec.port}", "0.0.0.0:0"
     if "gateway" not in target.placed(deployment):
         listen = f"{spec.host}:{spec.port or free_port(spec.host)}"
         admin = f"{'127.0.0.1' if target.listen == 'loopback' else '0.0.0.0'}:{admin_port}"
-    prices = {} if spec.price is None else {name: Price(spec.price.input, spec.price.output, spec.price.cached)}
-    place = None if spec.store is None else str(store_file(spec.store) or spec.store)
+    settings = {field: getattr(spec, field) for field in GatewaySettings.__struct_fields__} | {
+        "store": str(run.store_file if spec.store is None else store_file(spec.store) or spec.store),
+        "tls_cert": _whole_path(spec.tls_cert),
+        "tls_key": _whole_path(spec.tls_key),
+        "upstreams": tuple(
+            msgspec.structs.replace(upstream, key_file=_whole_path(upstream.key_file)) for upstream in spec.upstreams
+        ),
+    }
     return GatewayConfig(
+        **settings,
         listen=listen,
         admin=admin,
         admin_token_file=str(run.admin_token_file),
-        models=(ServedModel(name, tuple(aliases)),),
+        models=(ServedModel(names[0], tuple(names[1:])),),
         auth=spec.auth,
         key_hashes=(hashlib.sha256(key.encode()).hexdigest(),) if key else (),
-        hold_s=spec.hold_s,
-        drain_s=spec.drain_s,
-        store=place or str(run.store_file),
-        ledger_days=spec.ledger_days,
-        prices=prices,
         engines_need_key=target.listen == "network",
+        prices={} if spec.price is None else {names[0]: spec.price},
     )
+
+
+def _whole_path(path: str | None) -> str | None:
+    return None if path is None else str(Path(path).expanduser().resolve())
 
 
 def start_controller(run: Run) -> None:

@@ -170,10 +170,6 @@ def gpu_ids() -> tuple[str, ...]:
     return tuple(_gpus())
 
 
-def link_ids() -> tuple[str, ...]:
-    return tuple(_links())
-
-
 def gpu(name: str) -> GpuFacts:
     """The card with this catalogue id, driver name, Kubernetes label or unique beginning of an id ("h200").
 

@@ -19,14 +19,9 @@ class ModelRow(msgspec.Struct, frozen=True):
     config_kind: str
     source: str
     dtype: str
-    params_how: str
     params: int | None = None
     weight_bytes: int | None = None
     weight_bytes_kind: str | None = None
-    weight_bytes_source: str | None = None
-    kv_bytes_per_token_per_attention_layer_bf16: int | None = None
-    kv_bytes_per_token_bf16_all_layers: int | None = None
-    kv_kind: str | None = None
     quant_method: str | None = None
     note: str | None = None
     layers: dict[str, int] | None = None

@@ -17,32 +17,39 @@ import msgspec
 from penstock import engines, processes
 from penstock.engines import Engine
 from penstock.errors import UserError
-from penstock.node.announcer import Admin
+from penstock.node.announcer import AdminClient
 from penstock.node.group.addresses import Formation
-from penstock.node.group.follower import Follower
-from penstock.node.group.rendezvous import Group
-from penstock.node.local_processes import Footing, Parts, Seat
+from penstock.node.group.member import GroupMember
+from penstock.node.group.rendezvous import BoardClient
+from penstock.node.local_processes import NodeArgs, NodeProcesses, Prerequisites
 from penstock.node.ready_file import ReadyFile
-from penstock.node.supervisor import _END_S, Node, _facts
+from penstock.node.supervisor import END_S, NodeSupervisor
 from penstock.run_folder import Launch
 
 
-def _member(launch: Launch, seat: Seat, engine: Engine, admin: Admin, claims_gpus: bool, file: ReadyFile) -> Follower:
+def _member(
+    launch: Launch,
+    args: NodeArgs,
+    engine: Engine,
+    admin: AdminClient,
+    prerequisites: Prerequisites,
+    ready_file: ReadyFile,
+) -> GroupMember:
     """A node that is not the first of its replica."""
-    plan, footing = launch.plan, Footing(launch.plan, seat, claims_gpus)
+    plan = launch.plan
 
-    def start(made: Formation) -> Parts:
-        parts = Parts(plan, engine, seat, lambda: False)
-        parts.settle(*footing.find())
+    def start(formation: Formation) -> NodeProcesses:
+        local = NodeProcesses(plan, engine, args, lambda: False)
+        local.use(*prerequisites.resolve())
         if plan.executor == "ray":
-            parts.start_ray(made)
+            local.start_ray(formation)
         else:
-            parts.start_engine(made.spots[seat.rank].address, None, made, None)
-        return parts
+            local.start_engine(formation.nodes[args.rank].address, None, formation, None)
+        return local
 
-    group = Group(admin, seat.replica, seat.rank, lambda: member.leave())
-    member = Follower(plan, group, engine, lambda: _facts(footing.find()[1]), start, file)
-    group.start()
+    board = BoardClient(admin, args.replica, args.rank, lambda: member.leave())
+    member = GroupMember(plan, board, engine, lambda: prerequisites.introduce(admin), start, ready_file)
+    board.start()
     return member
 
 
@@ -90,12 +97,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if launch.plan.n_nodes > 1:
         os.environ[processes.MARK_RANK] = str(rank)
     hosts = tuple(name for name in options.hosts.split(",") if name)
-    seat = Seat(options.replica, rank, options.port, options.url, hosts)
+    args = NodeArgs(options.replica, rank, options.port, options.url, hosts)
     file = Path(launch.announce_file) if launch.announce_file and not options.announce else None
-    admin = Admin(options.announce or launch.announce_urls, Path(launch.token_file).read_text("utf-8").strip(), file)
+    admin = AdminClient(
+        options.announce or launch.announce_urls, Path(launch.token_file).read_text("utf-8").strip(), file
+    )
     ready_file = ReadyFile(options.ready_file)
-    make = Node if rank == 0 else _member
-    supervisor = make(launch, seat, engines.load(launch.plan.engine), admin, options.claim_gpus, ready_file)
+    prerequisites = Prerequisites(launch.plan, args, options.claim_gpus)
+    make = NodeSupervisor if rank == 0 else _member
+    supervisor = make(launch, args, engines.load(launch.plan.engine), admin, prerequisites, ready_file)
     is_ended = _on_signals(supervisor.stop, options.kill_after)
     try:
         code = supervisor.run()
@@ -114,7 +124,7 @@ def _on_signals(stop: Callable[[], None], kill_after_s: float | None) -> Callabl
         stop()
         if kill_after_s is not None:
             # A second stop, which does not wait any more, while there is time to end the engine.
-            timer = threading.Timer(max(0.5, kill_after_s - _END_S), stop)
+            timer = threading.Timer(max(0.5, kill_after_s - END_S), stop)
             timer.daemon = True
             timer.start()
 

@@ -1,4 +1,4 @@
-"""How a node speaks to its gateway: the admin address, and the announcement that is renewed on it."""
+"""A node's calls to its gateway: the client of the admin address, and the announcement that is renewed on it."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from penstock.wire.client import Client
 _TIMEOUT_S = 3.0
 
 
-class Admin:
-    """The gateway's admin address as this node reaches it: of several addresses, the one that last answered.
+class AdminClient:
+    """The gateway's admin address as this node reaches it. Of several addresses it uses the one that answered last.
 
     `file` is read before every call: the gateway may have moved, and its old job, which drains, would still answer.
     """
@@ -37,18 +37,18 @@ class Admin:
         self._urls = list(urls)
         self._at = 0
 
-    def _look(self) -> None:
+    def _read_file(self) -> None:
         if self._file is None:
             return
         with contextlib.suppress(OSError, msgspec.MsgspecError):  # not there yet, or the file system is away
-            found = msgspec.json.decode(self._file.read_bytes(), type=GatewayAddress)
-            urls = [f"http://{address}" for address in found.admin]
+            gateway = msgspec.json.decode(self._file.read_bytes(), type=GatewayAddress)
+            urls = [f"http://{address}" for address in gateway.admin]
             if urls != self._urls:
                 self._use(urls)
 
     def post_json(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """As `Client.post_json`. After a failure (the address may be another one here) the next call tries the next."""
-        self._look()
+        """As `Client.post_json`. After a failure the next call tries the next address."""
+        self._read_file()
         if not self._clients:
             raise PenstockError("the gateway has no address yet", is_retryable=True)
         at = self._at
@@ -60,8 +60,8 @@ class Admin:
             raise
 
     def own_address(self) -> str | None:
-        """The address of this machine that the gateway's host sees; None while no admin address can be reached."""
-        self._look()
+        """This machine's end of a connection to the gateway; None while no admin address can be reached. Blocks."""
+        self._read_file()
         for url in self._urls[self._at :] + self._urls[: self._at]:
             parts = urlsplit(url)
             try:
@@ -78,33 +78,33 @@ class Announcer(threading.Thread):
     `on_leave` is called, from this thread, with each answer that orders the node to leave.
     """
 
-    def __init__(self, admin: Admin, on_leave: Callable[[], None]) -> None:
+    def __init__(self, admin: AdminClient, on_leave: Callable[[], None]) -> None:
         super().__init__(name="announcer", daemon=True)
         self._admin, self._on_leave = admin, on_leave
         self._changed = threading.Condition()
         self._newest: Announcement | None = None
-        self._told: Announcement | None = None
+        self._posted: Announcement | None = None
         self._refused: Announcement | None = None
 
-    def tell(self, announcement: Announcement) -> None:
+    def announce(self, announcement: Announcement) -> None:
         with self._changed:
             if announcement != self._newest:
                 self._newest = announcement
                 self._changed.notify_all()
 
-    def is_told(self) -> bool:
+    def is_posted(self) -> bool:
         with self._changed:
-            return self._told == self._newest
+            return self._posted == self._newest
 
-    def wait_told(self, timeout_s: float) -> None:
+    def wait_posted(self, timeout_s: float) -> None:
         """Block until the gateway has the newest announcement or cannot be reached, or the time is over."""
         with self._changed:
-            self._changed.wait_for(lambda: self._newest in (self._told, self._refused), timeout_s)
+            self._changed.wait_for(lambda: self._newest in (self._posted, self._refused), timeout_s)
 
     def run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._newest is not None and self._newest != self._told, 1.0)
+                self._changed.wait_for(lambda: self._newest is not None and self._newest != self._posted, 1.0)
                 newest = self._newest
             if newest is None:
                 continue
@@ -114,11 +114,11 @@ class Announcer(threading.Thread):
                     self._on_leave()
             except (PenstockError, msgspec.ValidationError):
                 self._note(refused=newest)
-                time.sleep(0.5)  # the gateway is down or starting: the controller sees to it
+                time.sleep(0.5)  # the gateway is down or starting: the controller brings it back
                 continue
-            self._note(told=newest)
+            self._note(posted=newest)
 
-    def _note(self, told: Announcement | None = None, refused: Announcement | None = None) -> None:
+    def _note(self, posted: Announcement | None = None, refused: Announcement | None = None) -> None:
         with self._changed:
-            self._told, self._refused = told or self._told, refused
+            self._posted, self._refused = posted or self._posted, refused
             self._changed.notify_all()

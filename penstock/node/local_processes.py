@@ -14,10 +14,12 @@ import msgspec
 from penstock import processes
 from penstock.engines import Among, Command, Diagnosis, Engine, Place
 from penstock.hardware.network import free_port
+from penstock.hardware.node_facts import this_node
 from penstock.node import gpu_locks, model_files
+from penstock.node.announcer import AdminClient
 from penstock.node.engine_process import EngineProcess
 from penstock.node.group import addresses, ray
-from penstock.node.group.addresses import Formation
+from penstock.node.group.addresses import Formation, Introduction
 from penstock.paths import private_folder
 from penstock.planner import Plan
 from penstock.wire.announcement import Process
@@ -29,9 +31,9 @@ _POLL_S = 0.1
 OnLine = Callable[[str], None]
 
 
-class Seat(msgspec.Struct, frozen=True):
-    """What a node is told on its command line. `port` and `url`: where the engine listens, and how the gateway calls
-    that, when the target decides it. `hosts`: names of the replica's nodes, for messages."""
+class NodeArgs(msgspec.Struct, frozen=True):
+    """A node's command line. `port` and `url`: where the engine listens, and how the gateway calls it, when the target
+    decides that. `hosts`: names of the replica's nodes by rank, for messages. `gpus`: those it claimed for itself."""
 
     replica: str
     rank: int = 0
@@ -41,60 +43,70 @@ class Seat(msgspec.Struct, frozen=True):
     gpus: tuple[int, ...] = ()
 
 
-class Footing:
-    """What a node must have before its engine starts: the model's files, and GPUs of its own where nobody gives them
-    out. Found once."""
+class Prerequisites:
+    """What an engine's start needs: model files, and GPUs where no scheduler assigns them. Resolved once."""
 
-    def __init__(self, plan: Plan, seat: Seat, claims_gpus: bool) -> None:
-        self._plan, self._seat, self._claims_gpus = plan, seat, claims_gpus
-        self._found: tuple[Plan, Seat] | None = None
+    def __init__(self, plan: Plan, args: NodeArgs, claims_gpus: bool) -> None:
+        self._plan, self._args, self._claims_gpus = plan, args, claims_gpus
+        self._resolved: tuple[Plan, NodeArgs] | None = None
         self._claim: gpu_locks.Claim | None = None
 
-    def find(self) -> tuple[Plan, Seat]:
-        """The plan and the seat as they are here. Blocks, for a download too.  Raises PenstockError."""
-        if self._found is None:
-            plan, seat = model_files.on_this_node(self._plan), self._seat
+    def resolve(self) -> tuple[Plan, NodeArgs]:
+        """The plan with this machine's paths, the arguments with its GPUs. Blocks, for a download too.
+
+        Raises PenstockError.
+        """
+        if self._resolved is None:
+            plan, args = model_files.on_this_node(self._plan), self._args
             if self._claims_gpus and plan.device == "cuda":
                 self._claim = gpu_locks.claim(plan.ranks_each, plan.gpu_memory_utilization)
-                seat = msgspec.structs.replace(seat, gpus=self._claim.indices)
-            self._found = plan, seat
-        return self._found
+                args = msgspec.structs.replace(args, gpus=self._claim.indices)
+            self._resolved = plan, args
+        return self._resolved
+
+    def introduce(self, admin: AdminClient) -> Introduction:
+        """This node for its group, with the GPUs that it gives. Blocks.  Raises PenstockError."""
+        args, facts = self.resolve()[1], this_node()
+        if args.gpus:
+            gpus = tuple(gpu for gpu in facts.machine.gpus if gpu.index in args.gpus)
+            facts = msgspec.structs.replace(facts, machine=msgspec.structs.replace(facts.machine, gpus=gpus))
+        return Introduction(facts, admin.own_address())
 
 
-class Parts:
+class NodeProcesses:
     """The processes of this node, from a start to its end. Safe to end twice."""
 
-    def __init__(self, plan: Plan, engine: Engine, seat: Seat, is_stopped: Callable[[], bool]) -> None:
-        self._plan, self._engine, self._seat, self._is_stopped = plan, engine, seat, is_stopped
+    def __init__(self, plan: Plan, engine: Engine, args: NodeArgs, is_stopped: Callable[[], bool]) -> None:
+        self._plan, self._engine, self._args, self._is_stopped = plan, engine, args, is_stopped
         self.segments: set[str] = set()  # files in /dev/shm
         self._ray: EngineProcess | None = None
         self.engine: EngineProcess | None = None
 
-    def settle(self, plan: Plan, seat: Seat) -> None:
-        """What a footing found: before anything is started."""
-        self._plan, self._seat = plan, seat
+    def use(self, plan: Plan, args: NodeArgs) -> None:
+        """The resolved prerequisites; before anything is started."""
+        self._plan, self._args = plan, args
 
-    def start_engine(self, host: str, key: str | None, made: Formation | None, on_line: OnLine | None) -> str:
+    def start_engine(self, host: str, key: str | None, formation: Formation | None, on_line: OnLine | None) -> str:
         """Start this node's own engine process; the base URL where it will listen (rank 0 only serves)."""
-        port = self._seat.port or free_port(host)
-        place = self._place("", host, port, key, made)
+        port = self._args.port or free_port(host)
+        place = self._place("", host, port, key, formation)
         command = self._engine.command(self._plan, place)
         print(f"penstock: starting {' '.join(command.argv)}", flush=True)
         self.engine = self._run(command, Path(place.folder), on_line)
         return f"http://{host}:{port}"
 
-    def start_ray(self, made: Formation) -> EngineProcess:
+    def start_ray(self, formation: Formation) -> EngineProcess:
         """Start Ray on this node: the head on rank 0, else one that joins it."""
-        spot = made.spots[self._seat.rank]
+        node = formation.nodes[self._args.rank]
         # A name of its own beside the engine's folder: both are made and removed with their process.
-        place = self._place("r", spot.address, 0, None, made)
+        place = self._place("r", node.address, 0, None, formation)
         folder = Path(place.folder)
         base = self._engine.command(self._plan, place)
-        command = ray.start(self._plan, made, spot.rank, str(folder), base)
+        command = ray.start(self._plan, formation, node.rank, str(folder), base)
         self._ray = self._run(command, folder, None)
         return self._ray
 
-    def wait_ray_head(self, made: Formation) -> Diagnosis | None:
+    def wait_ray_head(self, formation: Formation) -> Diagnosis | None:
         """Until the head of Ray takes connections; why not, or None."""
         assert self._ray is not None
         deadline = time.monotonic() + _RAY_HEAD_S
@@ -103,7 +115,7 @@ class Parts:
             if code is not None:
                 return Diagnosis(f"Ray did not start: {_last_words(self._ray)}")
             try:
-                socket.create_connection((made.head.address, made.ray_port), 1.0).close()
+                socket.create_connection((formation.head.address, formation.ray_port), 1.0).close()
                 return None
             except OSError:
                 if time.monotonic() > deadline:
@@ -111,9 +123,9 @@ class Parts:
             time.sleep(_POLL_S)
         return None
 
-    def check_ray(self, made: Formation) -> Diagnosis | None:
+    def check_ray(self, formation: Formation) -> Diagnosis | None:
         """Whether Ray has every node and would place one rank on each GPU that is meant; why not, or None."""
-        address = f"{made.head.address}:{made.ray_port}"
+        address = f"{formation.head.address}:{formation.ray_port}"
         command = ray.check(address, self._plan.n_nodes, self._plan.ranks_each, _RAY_JOIN_S)
         env = ray.environment(address, str(self._folder("r")))
         check = self._run(Command(command.argv, env), self._folder("c"), None)
@@ -123,22 +135,22 @@ class Parts:
             if self._is_stopped():
                 return None
             check.join_output()
-            told = ray.placement("\n".join(check.tail))
+            placement = ray.placement("\n".join(check.tail))
         finally:
             check.end_alone()
-        if "problem" in told:
-            return Diagnosis(told["problem"])
-        meant = sorted(spot.address for spot in made.spots for _ in range(self._plan.ranks_each))
-        if sorted(told["hosts"]) != meant:
-            return Diagnosis(f"Ray would place the ranks on {told['hosts']}, {meant} is meant")
+        if "problem" in placement:
+            return Diagnosis(placement["problem"])
+        expected = sorted(node.address for node in formation.nodes for _ in range(self._plan.ranks_each))
+        if sorted(placement["hosts"]) != expected:
+            return Diagnosis(f"Ray would place the ranks on {placement['hosts']}, expected {expected}")
         return None
 
     def look(self) -> tuple[Process, ...]:
         """The engine and all it forked. What they and Ray's workers map is remembered: a killed one cannot be asked."""
-        found = self.engine.processes() if self.engine is not None and self.engine.exit_code() is None else ()
+        own = self.engine.processes() if self.engine is not None and self.engine.exit_code() is None else ()
         workers = self._ray.processes() if self._ray is not None else ()
-        self.segments |= set(processes.shared_memory([*found, *workers]))
-        return found
+        self.segments |= set(processes.shared_memory([*own, *workers]))
+        return own
 
     def exit_code(self) -> int | None:
         """Of the engine, or of Ray beside it; None while both run."""
@@ -148,7 +160,7 @@ class Parts:
     def ray_has_ended(self) -> bool:
         return self._ray is not None and self._ray.exit_code() is not None
 
-    def ray_words(self) -> str:
+    def ray_last_words(self) -> str:
         return _last_words(self._ray) if self._ray is not None else ""
 
     def end(self, grace_s: float) -> None:
@@ -163,25 +175,25 @@ class Parts:
 
     def _folder(self, part: str) -> Path:
         run_id = os.environ.get(processes.MARK_RUN_ID, str(os.getpid()))
-        at = f"n{self._seat.rank}" if self._plan.n_nodes > 1 else ""
-        return private_folder(run_id, self._seat.replica, at + part)
+        at = f"n{self._args.rank}" if self._plan.n_nodes > 1 else ""
+        return private_folder(run_id, self._args.replica, at + part)
 
-    def _place(self, part: str, host: str, port: int, key: str | None, made: Formation | None) -> Place:
+    def _place(self, part: str, host: str, port: int, key: str | None, formation: Formation | None) -> Place:
         env: dict[str, str] = {}
-        if self._seat.gpus:
-            env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self._seat.gpus))
+        if self._args.gpus:
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self._args.gpus))
         among = None
-        if made is not None:
-            spot = made.spots[self._seat.rank]
-            among = Among(spot.rank, self._plan.n_nodes, made.head.address, made.master_port)
-            env |= addresses.network_environment(spot)
+        if formation is not None:
+            node = formation.nodes[self._args.rank]
+            among = Among(node.rank, self._plan.n_nodes, formation.head.address, formation.master_port)
+            env |= addresses.network_environment(node)
             if self._plan.executor == "ray":
-                env |= ray.environment(f"{made.head.address}:{made.ray_port}", str(self._folder("r")))
+                env |= ray.environment(f"{formation.head.address}:{formation.ray_port}", str(self._folder("r")))
         return Place(host, port, str(self._folder(part)), sys.executable, key, among, env)
 
     def _run(self, command: Command, folder: Path, on_line: OnLine | None) -> EngineProcess:
-        rank = str(self._seat.rank) if self._plan.n_nodes > 1 else None
-        marks = processes.Marks(os.environ[processes.MARK_RUN], self._seat.replica, rank)
+        rank = str(self._args.rank) if self._plan.n_nodes > 1 else None
+        marks = processes.Marks(os.environ[processes.MARK_RUN], self._args.replica, rank)
         return EngineProcess(command, folder, marks, on_line)
 
 

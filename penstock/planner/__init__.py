@@ -68,6 +68,7 @@ class Plan(msgspec.Struct, frozen=True):
     n_nodes: int = 1
     join_timeout_s: float = 300.0
     ray_dashboard_host: str = "127.0.0.1"
+    network: str | None = None  # CIDR of the network that the nodes use among themselves
 
     @property
     def ranks_each(self) -> int:

@@ -1,7 +1,7 @@
 """What vLLM refuses at start whatever the memory: a dtype, a format or a cache that the card lacks kernels for.
 
-Rules of vLLM 0.32 (`config/model.py`, `config/vllm.py`, `platforms/cuda.py`, each format's `get_min_capability`); where
-an older version is known to differ, its number stands beside. Cards without a compute capability (AMD) are not judged.
+Rules of vLLM 0.32 (`config/model.py`, `config/vllm.py`, `platforms/cuda.py`); what differs by version is in
+`engine_versions`. Cards without a compute capability (AMD) are not judged.
 """
 
 from __future__ import annotations
@@ -14,39 +14,21 @@ import msgspec
 from penstock.hardware.catalog import GpuFacts
 from penstock.planner.architecture import Architecture, Quantization
 from penstock.planner.architecture.config import fields
-from penstock.planner.engine_versions import parse_version
+from penstock.planner.engine_versions import Capability, EngineProfile
 from penstock.planner.memory.fit import capability
 from penstock.planner.request import Settings, SizingRequest
-
-Capability = tuple[int, int]
 
 _BF16: Capability = (8, 0)
 # `_FLOAT16_NOT_SUPPORTED_MODELS` (config/model.py): numerical instability in float16.
 _NO_FLOAT16 = {"gemma2", "gemma3", "gemma3_text", "glm4"}
 # rope types whose factor is in max_position_embeddings already (config/model.py, `_get_and_verify_max_len`).
 _SCALED_ALREADY = {"default", "su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling", "mrope"}
-# The smallest compute capability by format, now and before Marlin came to Turing (vllm#29901, 0.14).
-_LEAST: Mapping[str, tuple[Capability, Capability]] = {
-    "fp8": ((7, 5), (8, 0)),
-    "fp8-block": ((7, 5), (8, 0)),
-    "int8": ((7, 5), (7, 5)),
-    "awq": ((7, 5), (7, 5)),
-    "gptq": ((6, 0), (6, 0)),
-    "int4": ((7, 5), (8, 0)),
-    "mxfp4": ((8, 0), (8, 0)),
-    "nvfp4": ((7, 5), (8, 0)),
-}
-_MARLIN_ON_TURING = (0, 14)
-_NO_BITSANDBYTES_SINCE = (0, 32)  # not among QuantizationMethods; the last version that had it is not known to us
-# modelopt's own fp8 keeps 8.0 (quantization/modelopt.py, ModelOptFp8Config).
-_MODELOPT_FP8: Capability = (8, 0)
-# vllm#45375: FlashInfer, which alone read fp8 caches below 8.9, starts at 8.0 since 0.24; before at 7.5.
-_FLASHINFER, _FLASHINFER_BEFORE, _FLASHINFER_SINCE = (8, 0), (7, 5), (0, 24)
-_ANY_BLOCK_SINCE = (0, 11)  # before, the command line took a few sizes only
+_MODELOPT_FP8: Capability = (8, 0)  # quantization/modelopt.py, ModelOptFp8Config
+_FP4_CACHE: Capability = (8, 0)
 # What Triton's kernels read natively (triton_attn.py): MLA below this has no other back end.
 _NATIVE_FP8: Capability = (8, 9)
-# The default wheels are built with CUDA 13 (vllm#39878), which has no code for Volta.
-_CUDA_13_SINCE = (0, 20)
+_VOLTA: Capability = (7, 0)
+_FIRST_CUDA_WITHOUT_VOLTA = 13
 
 
 class Context(msgspec.Struct, frozen=True):
@@ -81,19 +63,23 @@ def loaded_dtype(request: SizingRequest, arch: Architecture, gpu: GpuFacts) -> s
     return "float32" if _model_type(request) in _NO_FLOAT16 else "float16"
 
 
-def refusals(request: SizingRequest, arch: Architecture, gpu: GpuFacts, settings: Settings) -> tuple[str, ...]:
+def refusals(
+    request: SizingRequest, arch: Architecture, gpu: GpuFacts, settings: Settings, rules: EngineProfile
+) -> tuple[str, ...]:
     """Why this engine would not start on this card, each with its number; empty when nothing is known against it."""
-    engine = settings.engine_version
-    found = [_dtype(request, arch, gpu), _block(request, gpu, engine)]
-    found.append(cache_refusal(arch, gpu, settings.kv_cache_dtype, engine))
-    found.append(format_refusal(arch.quantization, gpu, engine, _method(request)))
-    return tuple(reason for reason in found if reason)
+    reasons = (
+        _dtype_refusal(request, arch, gpu),
+        _block_refusal(request, gpu),
+        cache_refusal(arch, gpu, settings.kv_cache_dtype, rules),
+        format_refusal(arch.quantization, gpu, rules, _method(request)),
+    )
+    return tuple(reason for reason in reasons if reason)
 
 
 def warnings(
-    request: SizingRequest, arch: Architecture, gpu: GpuFacts, settings: Settings, context: Context
-) -> tuple[str, ...]:
-    """What starts, and is not what one would think."""
+    request: SizingRequest, arch: Architecture, gpu: GpuFacts, settings: Settings, context: Context, wheels_cuda: int
+) -> list[str]:
+    """What starts, and is not what one would expect. `wheels_cuda`: the CUDA version of this vLLM's wheels."""
     found = []
     if 0 < context.limit < settings.max_model_len:
         # Not a refusal: it is the user's to lift, and presets of one model differ in this number (Llama 2: 2048, 4096).
@@ -114,15 +100,15 @@ def warnings(
         )
     if request.dtype in (None, "auto") and _lacks(gpu, _BF16) and settings.dtype in ("float16", "float32"):
         found.append(f"{gpu.id} has no bfloat16: vLLM loads a bfloat16 model as {settings.dtype}")
-    if capability(gpu) == (7, 0) and parse_version(settings.engine_version) >= _CUDA_13_SINCE:
+    if capability(gpu) == _VOLTA and wheels_cuda >= _FIRST_CUDA_WITHOUT_VOLTA:
         found.append(
-            f"vLLM's wheels since 0.20 are made with CUDA 13, which has no code for {gpu.id} (compute capability 7.0): "
-            "it must be built with CUDA 12"
+            f"vLLM's wheels are built with CUDA {wheels_cuda}, which has no code for {gpu.id} (compute capability "
+            "7.0): build vLLM with CUDA 12"
         )
-    return tuple(found)
+    return found
 
 
-def _dtype(request: SizingRequest, arch: Architecture, gpu: GpuFacts) -> str | None:
+def _dtype_refusal(request: SizingRequest, arch: Architecture, gpu: GpuFacts) -> str | None:
     if arch.dtype == "float16" and request.dtype in ("half", "float16") and _model_type(request) in _NO_FLOAT16:
         return f"vLLM refuses float16 for {_model_type(request)} (unstable): use bfloat16 or float32"
     if arch.dtype == "bfloat16" and request.dtype == "bfloat16" and _lacks(gpu, _BF16):
@@ -130,39 +116,38 @@ def _dtype(request: SizingRequest, arch: Architecture, gpu: GpuFacts) -> str | N
     return None
 
 
-def cache_refusal(arch: Architecture, gpu: GpuFacts, kind: str, engine_version: str) -> str | None:
+def cache_refusal(arch: Architecture, gpu: GpuFacts, kind: str, rules: EngineProfile) -> str | None:
     """Why no attention kernel reads a KV cache of this kind on this card."""
     is_fp8, is_fp4 = kind.startswith("fp8"), kind.startswith("nvfp4")
     if not is_fp8 and not is_fp4:
         return None
     attentions = [layer.attention for layer in arch.layers if layer.attention is not None]
     is_mla = any(attention.kind == "mla" for attention in attentions)
-    least = _FLASHINFER if parse_version(engine_version) >= _FLASHINFER_SINCE else _FLASHINFER_BEFORE
-    least = _NATIVE_FP8 if is_mla else least if is_fp8 else _FLASHINFER
+    least = _NATIVE_FP8 if is_mla else rules.fp8_cache_capability if is_fp8 else _FP4_CACHE
     if _lacks(gpu, least):
         return f"a KV cache in {kind} needs compute capability {_shown(least)}, {gpu.id} has {gpu.compute_capability}"
-    blackwell = capability(gpu) is not None and (capability(gpu) or (0, 0))[0] == 10
-    if is_fp4 and not blackwell and any(attention.head_dim_k == 64 for attention in attentions):
+    is_blackwell = (capability(gpu) or (0, 0))[0] == 10
+    if is_fp4 and not is_blackwell and any(attention.head_dim_k == 64 for attention in attentions):
         return f"a KV cache in {kind} is misread at head size 64 below Blackwell, {gpu.id} has {gpu.compute_capability}"
     return None
 
 
-def _block(request: SizingRequest, gpu: GpuFacts, engine_version: str) -> str | None:
+def _block_refusal(request: SizingRequest, gpu: GpuFacts) -> str | None:
     """FlashAttention, FlashInfer and Triton take multiples of 16 (`get_supported_kernel_block_sizes`)."""
     size = request.block_size
-    if size is None or size % 16 == 0 or parse_version(engine_version) < _ANY_BLOCK_SINCE or capability(gpu) is None:
+    if size is None or size % 16 == 0 or capability(gpu) is None:
         return None
-    return f"block size {size} is not a multiple of 16, which every attention kernel wants"
+    return f"block size {size} is not a multiple of 16, which every attention kernel needs"
 
 
-def format_refusal(quant: Quantization | None, gpu: GpuFacts, engine_version: str, method: str = "") -> str | None:
+def format_refusal(quant: Quantization | None, gpu: GpuFacts, rules: EngineProfile, method: str = "") -> str | None:
     """Why no kernel multiplies weights of this format on this card; `method` is the checkpoint's quant_method."""
-    version = parse_version(engine_version)
     for one in () if quant is None else (quant, *quant.also):
-        if one.kind.startswith("bnb") and version >= _NO_BITSANDBYTES_SINCE:
-            return "vLLM has no bitsandbytes any more (vllm#39583; gone in 0.32)"
-        now, before = _LEAST.get(one.kind, ((0, 0), (0, 0)))
-        least = now if version >= _MARLIN_ON_TURING else before
+        least = rules.least_capability.get(one.kind)
+        if least is None:
+            return (
+                f"vLLM {rules.version} does not read {one.kind} weights (bitsandbytes was removed in 0.32, vllm#39583)"
+            )
         if one.kind == "fp8" and method == "modelopt":
             least = max(least, _MODELOPT_FP8)
         if _lacks(gpu, least):
@@ -186,5 +171,5 @@ def _lacks(gpu: GpuFacts, least: Capability) -> bool:
     return own is not None and own < least
 
 
-def _shown(one: Capability) -> str:
-    return f"{one[0]}.{one[1]}"
+def _shown(least: Capability) -> str:
+    return f"{least[0]}.{least[1]}"

@@ -18,8 +18,6 @@ from penstock.text import GIB, show_bytes
 
 _SEEN_GIB = 0.005  # what two decimals show
 _PUBLISHED_TOKENS = 128_000  # the length of the tables that people quote
-# Llama-3.1-405B, whose first config.json had 16 KV heads: https://huggingface.co/blog/llama31 has 123.05 GB of cache.
-_405B = (126, 16_384, 128)
 
 
 class Formula(NamedTuple):
@@ -42,8 +40,7 @@ def explanation(request: SizingRequest, sizing: Sizing) -> tuple[Formula, ...]:
         found.append(Formula("budget", _budget(sizing.memory, settings, max(weights.per_gpu_gib))))
     if sizing.kv is not None and sizing.kv.num_blocks and sizing.kv.max_concurrency:
         found.append(Formula("blocks", _blocks(sizing.kv, settings)))
-    note = _note_405b(arch)
-    return (*found, Formula("note", (note,))) if note else tuple(found)
+    return tuple(found)
 
 
 def _weights(arch: Architecture, weights: WeightsAnswer, layout: Parallel) -> tuple[str, ...]:
@@ -143,17 +140,4 @@ def _blocks(kv: KvAnswer, settings: Settings) -> tuple[str, ...]:
         f"a request of {length:,} tokens takes {of_request:,} blocks: {kv.num_blocks:,} / {of_request:,} = "
         f"{kv.max_concurrency:.2f} at once",
         f"{kv.max_concurrency:.2f} x {length:,} = {kv.tokens:,} tokens (what vLLM prints as GPU KV cache size)",
-    )
-
-
-def _note_405b(arch: Architecture) -> str | None:
-    """Why two figures for the cache of Llama-3.1-405B go round; None for other models."""
-    attention = arch.layers[0].attention
-    if attention is None or (arch.n_layers, arch.hidden, attention.n_heads) != _405B:
-        return None
-    sizes = {heads: 2 * arch.n_layers * heads * attention.head_dim_k * 2 * _PUBLISHED_TOKENS / GIB for heads in (8, 16)}
-    return (
-        f"Llama-3.1-405B in 16 bits, {_PUBLISHED_TOKENS:,} tokens: {sizes[8]:.2f} GiB with the 8 KV heads of today's "
-        f"config.json. The widely quoted {sizes[16]:.2f} is right for the first release, whose config had 16. "
-        f"This config has {attention.n_kv_heads}."
     )

@@ -171,6 +171,7 @@ def _plan(
         n_nodes=n_nodes,
         join_timeout_s=deployment.engine.join_timeout_s,
         ray_dashboard_host=deployment.engine.ray_dashboard_host,
+        network=deployment.hardware.subnet,
     )
 
 

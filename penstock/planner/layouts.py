@@ -14,20 +14,15 @@ from typing import TypeVar
 import msgspec
 
 from penstock.planner.architecture import Architecture, Attention, Mlp, State
+from penstock.planner.engine_versions import EngineProfile
 from penstock.planner.speed.collectives import Fabric
 from penstock.planner.speed.estimate import Speed
 from penstock.planner.speed.work import part_format
 from penstock.spec.deployment import Parallel, Workload
 
-# vLLM 0.32 and 0.33 refine block scales of fp8 experts to what a TP share divides by (fused_moe/oracle/fp8.py,
-# refine_fp8_moe_block_shape), down to 32; vllm#48173 of July 2026 still shows the refusal.
-_REFINES_FP8_EXPERTS_SINCE = (0, 32)
-_SMALLEST_REFINED_BLOCK = 32
 # Of two layouts with as many GPUs the pipeline must be this much faster: bubbles at uneven load are not modelled (an
 # estimate). vLLM's own advice is the same: tensor inside a node, pipeline where its links are slow (PCIe).
 _PIPELINE_HANDICAP = 0.85
-# Marlin's smallest input share before shapes were padded (marlin_utils.py, GPTQ_MARLIN_MIN_THREAD_K).
-_MARLIN_INPUTS = 128
 _VOCAB_PADDING = 64  # layers/vocab_parallel_embedding.py, DEFAULT_VOCAB_PADDING_SIZE
 _MOST_PIPELINE = 64
 
@@ -88,15 +83,15 @@ class Choice(msgspec.Struct, frozen=True):
     price: str | None = None
 
 
-def shape_of(arch: Architecture, engine_version: str = "0.33") -> Shape:
-    """What layouts must divide in this model, as this version of the engine sees it."""
+def shape_of(arch: Architecture, rules: EngineProfile) -> Shape:
+    """What layouts must divide in this model, as this version of the engine loads it."""
     attentions = _distinct(layer.attention for layer in arch.layers)
     states = _distinct(layer.state for layer in arch.layers)
     mlps = _distinct(layer.mlp for layer in arch.layers)
     dense = sorted({mlp.intermediate for mlp in mlps if not mlp.n_experts})
     shared = sorted({mlp.shared_intermediate for mlp in mlps if mlp.shared_intermediate})
     outputs = sorted({attention.n_heads * attention.head_dim_v for attention in attentions})
-    units = {part: _unit(arch, part, engine_version) for part in ("attention", "dense", "shared", "experts")}
+    units = {part: _unit(arch, part, rules) for part in ("attention", "dense", "shared", "experts")}
     matrices = [("attention output", "attention", outputs), ("MLP width", "dense", dense)]
     matrices.append(("shared expert width", "shared", shared))
     quant = arch.quantization
@@ -336,7 +331,7 @@ def _state_heads(state: State) -> tuple[int, ...]:
     return (state.n_heads, keys) if keys > 0 else (state.n_heads,)
 
 
-def _unit(arch: Architecture, part: str, engine_version: str) -> int | None:
+def _unit(arch: Architecture, part: str, rules: EngineProfile) -> int | None:
     """What a TP share of a part's inputs must be a multiple of, by its weights' format; None when of nothing.
 
     The parts of the middle layer stand for all: first and last layers are those that formats leave out.
@@ -344,15 +339,11 @@ def _unit(arch: Architecture, part: str, engine_version: str) -> int | None:
     quant = part_format(arch.quantization, part, arch.n_layers // 2)
     if quant is None:
         return None
-    version = tuple(int(word) for word in engine_version.lstrip("v").split(".")[:2] if word.isdigit())
-    is_new = version >= _REFINES_FP8_EXPERTS_SINCE
     if quant.kind == "fp8-block":
         block = (quant.block or (128, 128))[1]
-        return math.gcd(block, _SMALLEST_REFINED_BLOCK) if is_new and part == "experts" else block
+        return math.gcd(block, rules.fp8_expert_block) if rules.fp8_expert_block and part == "experts" else block
     if quant.kind in ("awq", "gptq", "int4"):
-        group = quant.group_size or 1
-        least = 1 if is_new else 64 if part == "experts" else _MARLIN_INPUTS
-        return max(group, least)
+        return max(quant.group_size or 1, rules.packed_expert_inputs if part == "experts" else rules.packed_inputs)
     return 16 if quant.kind == "nvfp4" else None
 
 

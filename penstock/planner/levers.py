@@ -28,7 +28,6 @@ class Room(msgspec.Struct, frozen=True):
     shape: layouts.Shape
     gpus_per_node: int
     nodes: int
-    engine_version: str
     least_tokens: int
 
 
@@ -53,18 +52,18 @@ def levers(case: Case, fit: Fit, room: Room) -> tuple[Lever, ...]:
 
 
 def _changes(case: Case, room: Room) -> Iterator[_Change]:
-    length, engine = min(_SHORT_CONTEXT, case.cache.max_model_len // 2), room.engine_version
+    length = min(_SHORT_CONTEXT, case.cache.max_model_len // 2)
     if length >= room.least_tokens:
         cache = msgspec.structs.replace(case.cache, max_model_len=length)
         changed = msgspec.structs.replace(case, cache=cache)
         yield _Change("shorter context", ("--max-model-len", f"{length}"), changed)
-    if case.cache.kv_cache_dtype == "auto" and not engine_limits.cache_refusal(case.arch, case.gpu, "fp8", engine):
+    if case.cache.kv_cache_dtype == "auto" and not engine_limits.cache_refusal(case.arch, case.gpu, "fp8", case.rules):
         cache = msgspec.structs.replace(case.cache, kv_cache_dtype="fp8")
         changed = msgspec.structs.replace(case, cache=cache)
         yield _Change("fp8 KV cache", ("--kv-cache-dtype", "fp8"), changed, _COSTS_ACCURACY)
     if case.arch.quantization is None:
         arch = with_choice(case.arch, "fp8")
-        if not engine_limits.format_refusal(arch.quantization, case.gpu, engine):
+        if not engine_limits.format_refusal(arch.quantization, case.gpu, case.rules):
             changed = msgspec.structs.replace(case, arch=arch)
             yield _Change("fp8 weights", ("--quantization", "fp8"), changed, _COSTS_ACCURACY)
 

@@ -20,12 +20,12 @@ from penstock.planner.architecture import Architecture, dense
 from penstock.planner.architecture.quantization import with_choice
 from penstock.planner.engine_limits import Context
 from penstock.planner.engine_settings import engine_args, settings_of, total_bytes
-from penstock.planner.engine_versions import EngineProfile, on_card, parse_version, profile
+from penstock.planner.engine_versions import EngineProfile, parse_version, profile
 from penstock.planner.layouts import Layouts, Refused, Shape
 from penstock.planner.memory.fit import Case, Fit, Memory, capability
 from penstock.planner.memory.kv_blocks import CacheSettings
 from penstock.planner.memory.kv_pages import model_bytes_per_token
-from penstock.planner.memory.measured import Measurement
+from penstock.planner.memory.measured import MemoryMeasurement
 from penstock.planner.memory.overhead import RunSettings
 from penstock.planner.memory.tensors import n_params
 from penstock.planner.memory.weights import bytes_on_disk, rank_weights
@@ -74,7 +74,7 @@ def sizing_of(
     request: SizingRequest,
     gpu: GpuFacts,
     network: LinkFacts | None = None,
-    measured: Mapping[Parallel, Measurement] | None = None,
+    measured: Mapping[Parallel, MemoryMeasurement] | None = None,
 ) -> Sizing:
     """The answer to `request` on these machines.  Raises NotModelled (exit 4) and UserError (exit 2), never guesses.
 
@@ -132,15 +132,12 @@ def _engine(request: SizingRequest, gpu: GpuFacts) -> tuple[Architecture, Engine
     """The model as it is loaded, the rules of the engine's version, and its settings."""
     arch = with_choice(dense.read(request.facts.config), request.quantization, request.dtype)
     arch = msgspec.structs.replace(arch, dtype=engine_limits.loaded_dtype(request, arch, gpu))
-    rules, context = (
-        on_card(profile(request.engine_version), capability(gpu)),
-        engine_limits.context_of(request.facts.config, arch),
-    )
+    rules, context = profile(request.engine_version), engine_limits.context_of(request.facts.config, arch)
     return arch, rules, settings_of(request, gpu, arch, rules, context), context
 
 
 def _question(
-    request: SizingRequest, gpu: GpuFacts, network: LinkFacts | None, measured: Mapping[Parallel, Measurement]
+    request: SizingRequest, gpu: GpuFacts, network: LinkFacts | None, measured: Mapping[Parallel, MemoryMeasurement]
 ) -> _Question:
     if request.links is not None:
         gpu = rewired(gpu, request.links)
@@ -170,8 +167,8 @@ def _question(
     case = Case(arch, gpu, rules, cache, run, total_bytes(request, gpu), utilization, given, measured)
     fabric = Fabric(gpu, request.gpus_per_node, request.nodes, network)
     return _Question(
-        *(request, arch, fabric, settings, case, layouts.shape_of(arch, rules.version), work_of_model(arch), context),
-        stops=engine_limits.refusals(request, arch, gpu, settings),
+        *(request, arch, fabric, settings, case, layouts.shape_of(arch, rules), work_of_model(arch), context),
+        stops=engine_limits.refusals(request, arch, gpu, settings, rules),
     )
 
 
@@ -339,7 +336,7 @@ def _answer(
 def _room(question: _Question) -> levers.Room:
     request = question.request
     return levers.Room(
-        *(question.shape, request.gpus_per_node, request.nodes, question.settings.engine_version),
+        *(question.shape, request.gpus_per_node, request.nodes),
         least_tokens=request.input_tokens + request.output_tokens,
     )
 
@@ -475,7 +472,8 @@ def _warnings(question: _Question, sizing: Sizing, memory: Memory) -> tuple[str,
         what = calibration.differs(request.calibration, sizing.layout, question.settings.engine_version)
         if what:
             found.append(f"the calibration was measured with {what}: its constants are used, the ranges stay wide")
-    found += engine_limits.warnings(request, question.arch, gpu, question.settings, question.context)
+    cuda = question.case.rules.wheels_cuda
+    found += engine_limits.warnings(request, question.arch, gpu, question.settings, question.context, cuda)
     if _is_too_long(question):
         longest = max(request.input_tokens + request.output_tokens, request.context_per_user or 0)
         found.append(

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import re
 from pathlib import Path
 from typing import Any, Literal
@@ -13,6 +12,7 @@ from typing import Any, Literal
 import msgspec
 
 from penstock.spec.blocks import RayCluster, Slurm, Ssh
+from penstock.spec.gateway import GatewaySettings, Price
 
 TARGETS = ("local", "ssh", "ray", "slurm", "kubernetes", "cloudera", "vessl")
 DEMO_MODEL = "penstock-demo"
@@ -25,13 +25,24 @@ EngineKind = Literal["auto", "vllm", "llamacpp", "fake"]
 class Hardware(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What the machines have: `up` refuses one that has not, and `plan` and `render` take it where there is none.
 
-    Absent fields are asked of the target.
+    Absent fields are asked of the target. `network` is what joins the nodes: a catalogue id (ib-ndr) for the planner,
+    or the network (10.9.0.0/16) whose addresses they use among themselves.
     """
 
     gpu: str | None = None
     gpus_per_node: int | None = None
     nodes: int = 1
     network: str | None = None
+
+    @property
+    def link(self) -> str | None:
+        """`network` as a catalogue id."""
+        return self.network if self.subnet is None else None
+
+    @property
+    def subnet(self) -> str | None:
+        """`network` as a CIDR."""
+        return self.network if self.network is not None and "/" in self.network else None
 
 
 class Parallel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -87,21 +98,20 @@ class Replicas(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     target: float = 10.0
 
 
-class Price(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """US dollars per million tokens; `cached` (prompt tokens that were in the cache) is as `input` when absent."""
-
-    input: float
-    output: float
-    cached: float | None = None
-
-
-class GatewaySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class GatewaySpec(GatewaySettings, frozen=True, forbid_unknown_fields=True):
     """Where clients connect. `port: 0` takes any free port. Beyond loopback `auth: keys` is required.
 
-    `store` (a file, or a postgresql:// URL for several gateways) holds keys and usage; its default is a file in the
-    run's folder. After `ledger_days` a request's row becomes part of its day's sums; `null` keeps it for ever. `price`
-    is what the ledger and budgets count. `on`: the gateway runs where `up` runs (login), or in a job of its own (job),
-    which only target slurm can do: `host` is then that node's address, `port` any free one if taken.
+    `on`: the gateway runs where `up` runs (login), or in a job (job), which only target slurm can do; then `host` is
+    that node's address, and `port` any free one if taken.
+    `price` is what the ledger and budgets count. `store` (a file, or a postgresql:// URL for several gateways) holds
+    keys and usage; its default is a file in the run's folder. After `ledger_days` a request's row becomes part of its
+    day's sums; `null` keeps it for ever.
+    `hold_s`: how long a request waits for a replica; `drain_s`: how long requests may finish when the gateway stops.
+    `workers`: processes on the one port. `policy`: which replica gets a request. `max_in_flight`: requests on one
+    replica at a time; further ones wait in the gateway, where the queue is fair between keys; absent, engines queue.
+    `tls_cert` (a certificate chain) and `tls_key` are PEM files: clients then speak TLS. `allowed_origins`: web pages
+    that may read answers, `"*"` for all; empty means every page with `auth: keys`, else pages of this machine.
+    `path_prefix`: every route is also served below it, for a proxy that passes one path on.
     """
 
     host: str = "127.0.0.1"
@@ -109,11 +119,7 @@ class GatewaySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     auth: Literal["none", "keys"] = "none"
     on: Literal["login", "job"] = "login"
     aliases: tuple[str, ...] = ()
-    store: str | None = None
-    ledger_days: int | None = 90
     price: Price | None = None
-    hold_s: float = 60.0
-    drain_s: float = 120.0
 
 
 class Observe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -167,12 +173,3 @@ def is_legal_name(name: str) -> bool:
 def store_file(store: str) -> Path | None:
     """The whole path of a `gateway.store` that is a file; None for a URL."""
     return None if "://" in store else Path(store).expanduser().resolve()
-
-
-def is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

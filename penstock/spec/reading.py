@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 import math
+import re
 import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -12,9 +15,30 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from penstock.errors import Problem, SpecError, nearest
+from penstock.errors import Problem, SpecError, UserError, nearest
 from penstock.spec.blocks import UNTYPED
-from penstock.spec.deployment import DEMO_MODEL, TARGETS, Deployment, default_name, is_legal_name, is_loopback
+from penstock.spec.deployment import DEMO_MODEL, TARGETS, Deployment, default_name, is_legal_name
+from penstock.spec.gateway import is_loopback, setting_problems
+
+
+def read(source: str | Path, settings: Sequence[str] = ()) -> Deployment:
+    """The deployment of a YAML file, or of a model: a folder, a file or a hub id.  Raises SpecError or UserError."""
+    path = Path(source)
+    try:
+        if is_yaml(source) or (path.is_file() and path.suffix != ".gguf"):
+            return load(path, settings)
+        # A path is the same model from everywhere: `up` compares files by their values.
+        is_model_path = source != DEMO_MODEL and (path.is_dir() or path.is_file())
+    except (OSError, ValueError) as exc:
+        why = getattr(exc, "strerror", None) or str(exc)
+        shown = str(source) if len(str(source)) <= 200 else f"{str(source)[:200]}..."
+        raise UserError(f'could not read "{shown}": {why}', hint="Check the path.") from exc
+    model = str(path.resolve()) if is_model_path else str(source)
+    return from_mapping({"model": model}, f'model "{source}"', settings)
+
+
+def is_yaml(source: str | Path) -> bool:
+    return str(source).endswith((".yaml", ".yml"))
 
 
 def load(path: Path, settings: Sequence[str] = ()) -> Deployment:
@@ -181,6 +205,10 @@ def _field_problems(value: Any, hint: Any, path: str) -> Iterator[Problem]:
     if struct is not None and isinstance(value, Mapping):
         yield from _problems(value, struct, path)
         return
+    if struct is not None and typing.get_origin(hint) is tuple and isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _field_problems(item, struct, f"{path}[{index}]")
+        return
     if typing.get_origin(hint) is dict and isinstance(value, Mapping):
         for key, item in value.items():
             yield from _field_problems(item, typing.get_args(hint)[1], _join(path, key))
@@ -248,6 +276,7 @@ def _join(path: str, key: object) -> str:
     return f"{path}.{key}" if path else str(key)
 
 
+_ENGINE_URL = re.compile(r"(http://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:\d{1,5})?/?|unix:/.+)\Z")
 _FREE = ("args", "env", "runtime_env", *UNTYPED)
 
 
@@ -278,6 +307,12 @@ _AT_LEAST: dict[str, float] = {
 }
 
 
+def _is_network(text: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return bool(ipaddress.ip_network(text, strict=False))
+    return False
+
+
 def _rules(deployment: Deployment) -> Iterator[Problem]:
     """Problems that types cannot say: ranges, and fields that contradict each other."""
     if not is_legal_name(deployment.name):
@@ -298,6 +333,8 @@ def _rules(deployment: Deployment) -> Iterator[Problem]:
             yield Problem(path, f"{value} is not a finite number")
     if not 0 < deployment.engine.gpu_memory_utilization <= 1:
         yield Problem("engine.gpu_memory_utilization", f"{deployment.engine.gpu_memory_utilization} is not in (0, 1]")
+    if deployment.hardware.subnet is not None and not _is_network(deployment.hardware.subnet):
+        yield Problem("hardware.network", f'"{deployment.hardware.subnet}" is not a network', "example: 10.9.0.0/16")
     if deployment.replicas.min > deployment.replicas.max:
         yield Problem("replicas", f"min {deployment.replicas.min} is above max {deployment.replicas.max}")
     for name in deployment.engine.env:
@@ -317,6 +354,17 @@ def _rules(deployment: Deployment) -> Iterator[Problem]:
         yield Problem(
             "gateway.auth", '"none" with on: job, where others reach it', "set gateway.auth: keys, or on: login"
         )
+    needs_key = deployment.gateway.auth == "keys"
+    for problem in setting_problems(deployment.gateway, needs_key):
+        yield Problem(f"gateway.{problem.path}", problem.message, problem.hint)
+    for index, upstream in enumerate(deployment.gateway.upstreams):
+        path = f"gateway.upstreams[{index}]"
+        if not _ENGINE_URL.match(upstream.url):
+            yield Problem(f"{path}.url", f'"{upstream.url}" is not an engine\'s URL', "example: http://gpu7:8000")
+        if upstream.model is not None:
+            yield Problem(f"{path}.model", "a deployment serves one model, and upstreams serve it too", "remove it")
+        if upstream.key_env is not None and deployment.gateway.on == "job":
+            yield Problem(f"{path}.key_env", "a job has no such variable", "use key_file")
     for kind in TARGETS:
         if kind != deployment.target and getattr(deployment, kind, None) is not None:
             yield Problem(kind, f"block given, but target is {deployment.target}", f"set target: {kind}, or remove it")

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from penstock.bench.datasets.tokenizers import Tokens
-from penstock.bench.load.arrivals import Ask
+from penstock.bench.load.arrivals import PlannedRequest
 from penstock.errors import UserError
 
 # The filters of vLLM's own benchmarks (vllm 0.32 `benchmarks/datasets/datasets.py`, is_valid_sequence), in tokens.
@@ -41,21 +41,19 @@ _TRACES: tuple[tuple[tuple[str, str, str], float | None], ...] = (
 class Wanted(msgspec.Struct, frozen=True):
     """How much of a data set, and how long. None: as the data say, or the shape's own default.
 
-    `spread` in [0, 1): lengths are drawn evenly from length * (1 - spread) to length * (1 + spread). `chat`: prompts go
-    into a chat template, so what a tokenizer puts around a plain prompt is not counted. `until_s`: rows of a trace from
-    that time on are not read.
+    `chat`: prompts go into a chat template, so what a tokenizer puts around a plain prompt is not counted. `until_s`:
+    rows of a trace from that time on are not read.
     """
 
     n_requests: int = 100
     seed: int = 0
     input_tokens: int | None = None
     output_tokens: int | None = None
-    spread: float = 0.0
     chat: bool = True
     until_s: float | None = None
 
 
-def sharegpt(path: str, wanted: Wanted, tokens: Callable[[], Tokens]) -> list[Ask]:
+def sharegpt(path: str, wanted: Wanted, tokens: Callable[[], Tokens]) -> list[PlannedRequest]:
     """First question and first answer of conversations in ShareGPT's form, drawn by the seed, as vLLM draws them.
 
     Kept are conversations of two turns or more with a prompt of 4 to 1024 tokens and at most 2048 in all; an answer
@@ -67,22 +65,22 @@ def sharegpt(path: str, wanted: Wanted, tokens: Callable[[], Tokens]) -> list[As
     pairs = [pair for row in rows if (pair := _first_two(row)) is not None]
     random.Random(wanted.seed).shuffle(pairs)
     counter = tokens()
-    asks: list[Ask] = []
+    requests: list[PlannedRequest] = []
     for prompt, answer in pairs:
-        if len(asks) == wanted.n_requests:
+        if len(requests) == wanted.n_requests:
             break
         n_in = counter.count(prompt, special=not wanted.chat)
         n_out = wanted.output_tokens or counter.count(answer, special=False)
         is_long_enough = n_in >= MIN_TOKENS and n_out >= (1 if wanted.output_tokens else MIN_TOKENS)
         if is_long_enough and n_in <= MAX_PROMPT_TOKENS and n_in + n_out <= MAX_TOTAL_TOKENS:
-            asks.append(Ask(prompt, n_in, n_out))
-    if not asks:
+            requests.append(PlannedRequest(prompt, n_in, n_out))
+    if not requests:
         raise UserError(
             f'cannot use "{path}": no conversation in it is usable',
             detail=f"{len(rows)} rows, {len(pairs)} with two turns; prompts of {MIN_TOKENS} to {MAX_PROMPT_TOKENS} "
             f"tokens, at most {MAX_TOTAL_TOKENS} with the answer.",
         )
-    return _repeated(asks, wanted.n_requests)
+    return _repeated(requests, wanted.n_requests)
 
 
 def _first_two(row: Any) -> tuple[str, str] | None:
@@ -93,13 +91,13 @@ def _first_two(row: Any) -> tuple[str, str] | None:
     return (texts[0], texts[1]) if isinstance(texts[0], str) and isinstance(texts[1], str) else None
 
 
-def jsonl(path: str, wanted: Wanted, _: Callable[[], Tokens]) -> list[Ask]:
-    """One ask a line: {"prompt": text} or {"messages": [...]}, and how long the answer may be ("max_tokens").
+def jsonl(path: str, wanted: Wanted, _: Callable[[], Tokens]) -> list[PlannedRequest]:
+    """One request a line: {"prompt": text} or {"messages": [...]}, and how long the answer may be ("max_tokens").
 
     In the file's order, from its beginning again where it has fewer than wanted. "session" and "offset_s" are kept;
     where lines have times, these must be in order.
     """
-    asks = []
+    requests = []
     before = 0.0
     for number, row in _json_lines(path, "jsonl"):
         prompt = row.get("messages") or row.get("prompt")
@@ -117,8 +115,8 @@ def jsonl(path: str, wanted: Wanted, _: Callable[[], Tokens]) -> list[Ask]:
             if not before <= offset < math.inf:
                 raise UserError(f'cannot use "{path}", line {number}: its time is before the row above it, or below 0')
             before = float(offset)
-        asks.append(
-            Ask(
+        requests.append(
+            PlannedRequest(
                 prompt,
                 None,
                 limit,
@@ -126,21 +124,21 @@ def jsonl(path: str, wanted: Wanted, _: Callable[[], Tokens]) -> list[Ask]:
                 offset_s=float(offset) if isinstance(offset, int | float) else None,
             )
         )
-    if not asks:
+    if not requests:
         raise UserError(f'cannot use "{path}": it is empty')
-    if asks[0].offset_s is not None:
-        return asks[: wanted.n_requests]
-    return _repeated(asks, wanted.n_requests)
+    if requests[0].offset_s is not None:
+        return requests[: wanted.n_requests]
+    return _repeated(requests, wanted.n_requests)
 
 
-def replay(path: str, wanted: Wanted, writer: Callable[[], Callable[[int], str]]) -> list[Ask]:
+def replay(path: str, wanted: Wanted, writer: Callable[[], Callable[[int], str]]) -> list[PlannedRequest]:
     """The arrival times and lengths of a recorded trace, with texts made to those lengths: at most `n_requests`.
 
     CSV or JSON lines with the columns of Azure's, Mooncake's or BurstGPT's traces, or offset_s, input_tokens,
     output_tokens. Times count from the first row; rows must be in order. Prompts share no beginning.
     """
     write = writer()
-    asks: list[Ask] = []
+    requests: list[PlannedRequest] = []
     first: float | None = None
     before = 0.0
     for number, row in itertools.islice(_trace_rows(path), wanted.n_requests):
@@ -158,10 +156,10 @@ def replay(path: str, wanted: Wanted, writer: Callable[[], Callable[[int], str]]
         if wanted.until_s is not None and before >= wanted.until_s:
             break
         n_in, n_out = wanted.input_tokens or max(1, n_in), wanted.output_tokens or max(1, n_out)
-        asks.append(Ask(write(n_in), n_in, n_out, offset_s=round(before, 6)))
-    if not asks:
+        requests.append(PlannedRequest(write(n_in), n_in, n_out, offset_s=round(before, 6)))
+    if not requests:
         raise UserError(f'cannot use "{path}": it is empty')
-    return asks
+    return requests
 
 
 def _trace_rows(path: str) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -187,8 +185,8 @@ def _date_s(text: str) -> float:
     return stamp + (float(f"0.{digits}") if digits else 0.0)
 
 
-def _repeated(asks: list[Ask], n_wanted: int) -> list[Ask]:
-    return list(itertools.islice(itertools.cycle(asks), n_wanted))
+def _repeated(requests: list[PlannedRequest], n_wanted: int) -> list[PlannedRequest]:
+    return list(itertools.islice(itertools.cycle(requests), n_wanted))
 
 
 def _json_lines(path: str, kind: str) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -211,11 +209,20 @@ def _json(path: str, kind: str) -> Any:
         raise UserError(f'cannot use "{path}": not JSON', detail=str(exc), hint=_PUBLISHED.get(kind)) from exc
 
 
-def _text(path: str, kind: str) -> str:
+def existing(path: str, kind: str) -> Path:
+    """The file of a data set.  Raises UserError, with where the data are published, when there is none."""
     if not path:
         raise UserError(f"cannot use data set {kind}: no file", hint=f"{kind}:FILE. {_PUBLISHED.get(kind, '')}".strip())
     try:
-        return Path(path).expanduser().read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as exc:
-        why = (exc.strerror or str(exc)).lower() if isinstance(exc, OSError) else "it is not UTF-8 text"
+        with Path(path).expanduser().open("rb"):
+            return Path(path).expanduser()
+    except OSError as exc:
+        why = (exc.strerror or str(exc)).lower()
         raise UserError(f'cannot read data set "{path}": {why}', hint=_PUBLISHED.get(kind)) from exc
+
+
+def _text(path: str, kind: str) -> str:
+    try:
+        return existing(path, kind).read_text("utf-8")
+    except UnicodeDecodeError as exc:
+        raise UserError(f'cannot read data set "{path}": it is not UTF-8 text', hint=_PUBLISHED.get(kind)) from exc

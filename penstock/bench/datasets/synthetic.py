@@ -1,58 +1,48 @@
-"""What a load test asks: data sets of the usual shapes as lists of `Ask`, the same for the same seed.
+"""Data sets of the usual shapes as lists of `PlannedRequest`, the same for the same seed.
 
-Made from numbers (random, shared prefixes, conversations), or read from a file that the user names: nothing is ever
-downloaded. `from_spec` reads the words of the command line; `files` has the shapes that are read.
-
-`input_tokens` of an ask counts its own text; what a chat template puts around it is `Tokens.template_tokens`.
+Made from numbers (random, shared prefixes, conversations), or read from a file that the user names (`files`): nothing
+is ever downloaded. `from_spec` reads the words of the command line. `input_tokens` of a request counts its own text,
+without what a chat template puts around it.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 from penstock.bench.datasets import files
 from penstock.bench.datasets.files import Wanted
 from penstock.bench.datasets.tokenizers import Tokens
-from penstock.bench.load.arrivals import Ask
+from penstock.bench.load.arrivals import PlannedRequest
 from penstock.errors import UserError, nearest
 
 _TRIES = 64
 _MOST = 2**21
 MOST_REQUESTS = 10**7
+INPUT_TOKENS, OUTPUT_TOKENS = 1000, 200  # where no length is sizes
+PREFIX_SIZES = {"n": 8, "prefix": 1000, "suffix": 100}
 
 
-def from_spec(text: str, wanted: Wanted, tokens: Callable[[], Tokens]) -> list[Ask]:
-    """The asks that a word of the command line means.  Raises UserError, also for a file that is not there.
+def from_spec(text: str, wanted: Wanted, tokens: Callable[[], Tokens]) -> list[PlannedRequest]:
+    """The requests that a word of the command line means.  Raises UserError, also for a file that is not there.
 
     `tokens` is called only where something must be counted. Shapes:
       random                                 texts of exactly `input_tokens` tokens (default 1000, answers 200)
-      prefix:n=8,prefix=1000,suffix=100      `n` beginnings shared by all, each ask with an end of its own
-      turns:sessions=10,turns=4,first=200    conversations; every turn holds what was said before it
+      prefix:n=8,prefix=1000,suffix=100      `n` beginnings shared by all, each request with its own end
+      turns:sessions=10,turns=4,first=200    conversations; every turn holds the turns before it
       sharegpt:FILE  jsonl:FILE  replay:FILE see `files`
       prompt:TEXT                            the same text every time (answers 64)
     """
     kind, _, rest = text.partition(":")
-    made = _SHAPES.get(kind)
-    if made is None:
+    shape = _SHAPES.get(kind)
+    if shape is None:
         close = nearest(kind, _SHAPES)
         raise UserError(
             f'cannot use data set "{text[:80]}": no such kind',
             hint=f'Did you mean "{close}"?' if close else f"Kinds: {', '.join(_SHAPES)}.",
         )
     _check(wanted)
-    return made(rest, wanted, tokens)
-
-
-def describe(asks: Sequence[Ask]) -> dict[str, float | int | None]:
-    """What a set of asks comes to: counts and mean tokens; None where nobody counted."""
-    counted = [ask.input_tokens for ask in asks if ask.input_tokens is not None]
-    return {
-        "n": len(asks),
-        "mean_input_tokens": sum(counted) / len(asks) if asks and len(counted) == len(asks) else None,
-        "mean_output_tokens": sum(ask.output_tokens for ask in asks) / len(asks) if asks else None,
-        "n_sessions": len({ask.session for ask in asks if ask.session is not None}),
-    }
+    return shape(rest, wanted, tokens)
 
 
 class Writer:
@@ -87,75 +77,67 @@ class Writer:
         raise UserError(
             f"cannot make a text of exactly {n_tokens} tokens",
             detail=f"Counted by {self._tokens.source}, {_TRIES} tries.",
-            hint="Ask for another number of tokens, or give texts of your own: --dataset jsonl:FILE.",
+            hint="PlannedRequest for another number of tokens, or give texts of your own: --dataset jsonl:FILE.",
         )
 
-    def drawn(self, length: int, spread: float) -> int:
-        """A length from length * (1 - spread) to length * (1 + spread), at least 1."""
-        if spread == 0:
-            return length
-        return max(1, self.rng.randint(round(length * (1 - spread)), round(length * (1 + spread))))
 
-
-def _random(rest: str, wanted: Wanted, tokens: Callable[[], Tokens]) -> list[Ask]:
-    _options("random", rest, {})
+def _random(rest: str, wanted: Wanted, tokens: Callable[[], Tokens]) -> list[PlannedRequest]:
+    options_of("random", rest, {})
     writer = Writer(tokens(), wanted.seed, special=not wanted.chat)
-    n_in, n_out = wanted.input_tokens or 1000, wanted.output_tokens or 200
-    asks = []
-    for _ in range(wanted.n_requests):
-        length = writer.drawn(n_in, wanted.spread)
-        asks.append(Ask(writer.text(length), length, writer.drawn(n_out, wanted.spread)))
-    return asks
+    n_in, n_out = wanted.input_tokens or INPUT_TOKENS, wanted.output_tokens or OUTPUT_TOKENS
+    return [PlannedRequest(writer.text(n_in), n_in, n_out) for _ in range(wanted.n_requests)]
 
 
-def _shared_prefix(rest: str, wanted: Wanted, tokens: Callable[[], Tokens]) -> list[Ask]:
+def _shared_prefix(rest: str, wanted: Wanted, tokens: Callable[[], Tokens]) -> list[PlannedRequest]:
     """Each beginning is exactly `prefix` tokens by itself, and each whole text exactly prefix + suffix."""
-    given = _options("prefix", rest, {"n": 8, "prefix": 1000, "suffix": 100})
+    sizes = options_of("prefix", rest, PREFIX_SIZES)
     writer = Writer(tokens(), wanted.seed, special=not wanted.chat)
-    beginnings = [writer.text(given["prefix"]) for _ in range(given["n"])]
-    length = given["prefix"] + given["suffix"]
-    asks = []
+    beginnings = [writer.text(sizes["prefix"]) for _ in range(sizes["n"])]
+    length = sizes["prefix"] + sizes["suffix"]
+    requests = []
     for index in range(wanted.n_requests):
-        before = beginnings[index % given["n"]]
-        asks.append(Ask(before + writer.text(length, before), length, wanted.output_tokens or 200))
-    writer.rng.shuffle(asks)
-    return asks
+        before = beginnings[index % sizes["n"]]
+        requests.append(
+            PlannedRequest(before + writer.text(length, before), length, wanted.output_tokens or OUTPUT_TOKENS)
+        )
+    writer.rng.shuffle(requests)
+    return requests
 
 
-def _turns(rest: str, wanted: Wanted, tokens: Callable[[], Tokens]) -> list[Ask]:
+def _turns(rest: str, wanted: Wanted, tokens: Callable[[], Tokens]) -> list[PlannedRequest]:
     """Conversations: turn k holds the k-1 turns before it, then a new question of `input_tokens` (default 100).
 
-    What the assistant said before is text of `output_tokens` made up beforehand, not the answer that came: prompts are
-    then the same in every run, and a server's cache keeps the questions alike but not its own words. All first turns
+    The assistant's part is text of `output_tokens` drawn beforehand, not the answer that came: prompts are then the
+    same in every run, and a server's cache holds the questions but not its own words. All first turns
     come first, then all second ones; each waits for the answer to the turn before it.
     """
-    n_turns = _options("turns", rest, {"turns": 4, "sessions": 0, "first": 0})["turns"]
-    given = _options("turns", rest, {"turns": 4, "sessions": -(-wanted.n_requests // n_turns), "first": 0})
+    n_turns = options_of("turns", rest, {"turns": 4, "sessions": 0, "first": 0})["turns"]
+    sizes = options_of("turns", rest, {"turns": 4, "sessions": -(-wanted.n_requests // n_turns), "first": 0})
     n_in, n_out = wanted.input_tokens or 100, wanted.output_tokens or 100
     writer = Writer(tokens(), wanted.seed, special=False)
-    said: list[list[dict[str, str]]] = [[] for _ in range(given["sessions"])]
-    lengths = [0] * given["sessions"]
-    asks: list[Ask] = []
+    conversations: list[list[dict[str, str]]] = [[] for _ in range(sizes["sessions"])]
+    lengths = [0] * sizes["sessions"]
+    requests: list[PlannedRequest] = []
     for turn in range(n_turns):
-        for session, messages in enumerate(said):
-            n_new = given["first"] if turn == 0 and given["first"] else n_in
+        for session, messages in enumerate(conversations):
+            n_new = sizes["first"] if turn == 0 and sizes["first"] else n_in
             if turn:
                 messages.append({"role": "assistant", "content": writer.text(n_out)})
                 lengths[session] += n_out
             messages.append({"role": "user", "content": writer.text(n_new)})
             lengths[session] += n_new
-            before = len(asks) - given["sessions"] if turn else None
-            asks.append(Ask([*messages], lengths[session], n_out, f"session-{session}", before))
-    return asks[: wanted.n_requests]
+            before = len(requests) - sizes["sessions"] if turn else None
+            requests.append(PlannedRequest([*messages], lengths[session], n_out, f"session-{session}", before))
+    return requests[: wanted.n_requests]
 
 
-def _prompt(rest: str, wanted: Wanted, _: Callable[[], Tokens]) -> list[Ask]:
+def _prompt(rest: str, wanted: Wanted, _: Callable[[], Tokens]) -> list[PlannedRequest]:
     if not rest:
         raise UserError("cannot use an empty prompt", hint='prompt:TEXT, such as "prompt:Singapore is a".')
-    return [Ask(rest, None, wanted.output_tokens or 64)] * wanted.n_requests
+    return [PlannedRequest(rest, None, wanted.output_tokens or 64)] * wanted.n_requests
 
 
-_Shape = Callable[[str, Wanted, Callable[[], Tokens]], list[Ask]]
+_Shape = Callable[[str, Wanted, Callable[[], Tokens]], list[PlannedRequest]]
 _SHAPES: dict[str, _Shape] = {
     "random": _random,
     "prefix": _shared_prefix,
@@ -169,9 +151,9 @@ _SHAPES: dict[str, _Shape] = {
 }
 
 
-def _options(kind: str, text: str, defaults: Mapping[str, int]) -> dict[str, int]:
+def options_of(kind: str, text: str, defaults: Mapping[str, int]) -> dict[str, int]:
     """ "n=8,prefix=1000" over the defaults: whole numbers above 0.  Raises UserError."""
-    found = dict(defaults)
+    sizes = dict(defaults)
     for word in filter(None, text.split(",")):
         name, _, value = word.partition("=")
         legal = f"Options of {kind}: {', '.join(defaults) or 'none'}."
@@ -186,46 +168,14 @@ def _options(kind: str, text: str, defaults: Mapping[str, int]) -> dict[str, int
                 f'cannot use data set "{kind}:{text[:80]}": {name} is not a whole number from 1 to {_MOST:,}',
                 hint=legal,
             )
-        found[name] = int(value)
-    return found
+        sizes[name] = int(value)
+    return sizes
 
 
 def _check(wanted: Wanted) -> None:
     if not 1 <= wanted.n_requests <= MOST_REQUESTS:
         raise UserError(f"cannot make {wanted.n_requests} requests", hint=f"From 1 to {MOST_REQUESTS:,}.")
-    if not 0 <= wanted.spread < 1:
-        raise UserError(f"cannot spread lengths by {wanted.spread:g}", hint="A share from 0 to below 1.")
     for name in ("input_tokens", "output_tokens"):
         value = getattr(wanted, name)
         if value is not None and not 1 <= value <= _MOST:
             raise UserError(f"cannot use {name} {value}", hint=f"From 1 to {_MOST:,}.")
-
-
-MOST = 10_000
-
-
-# Words that most tokenizers have whole, so that a word is about a token.
-_WORD_LIST = (
-    "time year people way day man thing woman life child world school state family student group country problem hand "
-    "part place case week company system program question work night point home water room mother area money story "
-    "fact month lot right study book eye job word business issue side kind head house service friend father power "
-    "hour game line end member law car city community name president team minute idea kid body information back "
-    "parent face others level office door health person art war history party result change morning reason research"
-)
-
-
-_WORDS = _WORD_LIST.split(" ")
-
-
-def fixed(prompt: str, output_tokens: int) -> list[Ask]:
-    """The one ask of every request."""
-    return [Ask(prompt, None, output_tokens)]
-
-
-def random_words(n_words: int, output_tokens: int, n_asks: int, seed: int) -> list[Ask]:
-    """Asks of `n_words` random words, all different so that no prefix cache helps.
-
-    A word is about a token; how many tokens it really was, the server's usage tells.
-    """
-    source = random.Random(seed)
-    return [Ask(" ".join(source.choices(_WORDS, k=n_words)), None, output_tokens) for _ in range(n_asks)]

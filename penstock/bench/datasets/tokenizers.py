@@ -1,4 +1,4 @@
-"""Counting tokens as the measured model does: its own tokenizer.json where it can be read, else its server's word.
+"""Counting tokens as the measured model does: by its own tokenizer.json where that can be read, else by its server.
 
 Nothing is downloaded: a hub id is looked up in the local cache alone.
 """
@@ -42,10 +42,17 @@ class Tokens(ABC):
         """Pieces of text, each with a space before it, that mostly are one token each."""
         return [f" {word}" for word in _WORDS.split()]
 
-    def template_tokens(self, text: str) -> int | None:
-        """What the chat template adds to one user message of this text; None where there is no template."""
-        whole = self.count_chat([{"role": "user", "content": text}])
-        return None if whole is None else whole - self.count(text, special=False)
+
+class Words(Tokens):
+    """Counts a word as a token, where nothing counts better: a common word is about one."""
+
+    source = "words"
+
+    def count(self, text: str, special: bool = True) -> int:
+        return len(text.split())
+
+    def count_chat(self, messages: Sequence[Message]) -> int | None:
+        return None
 
 
 class FileTokens(Tokens):
@@ -88,7 +95,7 @@ class FileTokens(Tokens):
 
 
 class ServerTokens(Tokens):
-    """What the server's /tokenize says (vLLM's and llama.cpp's form). One call a count: slow, and right."""
+    """The server's /tokenize (vLLM's and llama.cpp's form). One call a count: slow, and right."""
 
     def __init__(self, client: Client, model: str | None) -> None:
         self._client, self._model = client, model
@@ -113,13 +120,13 @@ class ServerTokens(Tokens):
             raise UserError(
                 f"cannot count tokens: {exc.message}", hint="Name the model's folder: --tokenizer FOLDER."
             ) from exc
-        found = answer.get("tokens") if isinstance(answer, dict) else None
-        if not isinstance(found, list):
+        tokens = answer.get("tokens") if isinstance(answer, dict) else None
+        if not isinstance(tokens, list):
             raise UserError(
                 f"cannot count tokens: {self.source} gives no list of tokens",
                 hint="Name the model's folder: --tokenizer",
             )
-        return len(found)
+        return len(tokens)
 
 
 def tokens_of(model: str | None, client: Client | None = None, served: str | None = None) -> Tokens:
@@ -185,7 +192,7 @@ def _text_of(token: Any) -> str:
 
 
 def _rendered(template: str, special: Mapping[str, str], messages: Sequence[Message]) -> str:
-    """A conversation in its chat template, in the sandbox that templates of strangers need."""
+    """A conversation in its chat template, in a sandbox: a template is a program of whoever published the model."""
     try:
         from jinja2 import TemplateError
         from jinja2.sandbox import ImmutableSandboxedEnvironment

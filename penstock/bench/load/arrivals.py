@@ -1,4 +1,6 @@
-"""When requests are sent: schedules as offsets in seconds from the start. Seeded: the same seed gives the same times.
+"""What is sent, and when: requests as planned, and schedules as offsets in seconds from the start.
+
+Seeded: the same seed gives the same times.
 
 An open loop sends by the clock whether or not earlier answers are here, as users who do not know of each other do;
 a closed loop (`concurrency`) sends the next request when one ends, as so many patient users would.
@@ -19,9 +21,26 @@ ARRIVALS = ("poisson", "constant", "gamma", "ramp", "replay")
 _MAX_RATE = 1e6
 
 
+class PlannedRequest(msgspec.Struct, frozen=True):
+    """What to ask the server, and when.
+
+    `prompt` is text, or chat messages. `input_tokens` is the count by the model's tokenizer, None where nothing counted
+    it; `output_tokens` is the most that may be answered. `wait_for` is the index of the request whose answer must be
+    complete first (the turn before, in a conversation). `offset_s`: when to send it, in seconds from the start of the
+    run, where times are replayed.
+    """
+
+    prompt: str | list[dict[str, Any]]
+    input_tokens: int | None
+    output_tokens: int
+    session: str | None = None
+    wait_for: int | None = None
+    offset_s: float | None = None
+
+
 class Pace(msgspec.Struct, frozen=True):
     """How to send. Exactly one of `rate` (requests/s, open loop) and `concurrency` (closed loop) is set, except that
-    arrival "replay" takes its times from the asks.
+    arrival "replay" takes its times from the requests.
 
     `burstiness` is gamma's shape k: 1 is Poisson, below 1 comes in bursts, above 1 is more even. `rate_from`: where a
     ramp starts; it reaches `rate` at its end. The run ends after `n_requests`, or sends none after `duration_s`.
@@ -42,7 +61,7 @@ class Pace(msgspec.Struct, frozen=True):
 
 
 def check(pace: Pace, replayed: Sequence[float | None] = ()) -> None:
-    """Raises UserError for a pace that cannot be kept. `replayed`: what the asks say of their times."""
+    """Raises UserError for a pace that cannot be kept. `replayed`: the requests' own times."""
     if pace.arrival == "replay":
         if None in replayed:
             raise UserError(
@@ -68,10 +87,7 @@ def check(pace: Pace, replayed: Sequence[float | None] = ()) -> None:
 
 
 def _check_shape(pace: Pace) -> None:
-    """What shapes another loop than the one asked for would be ignored: a load that nobody wanted.
-
-    But "constant", which is as plain as what a closed loop does.
-    """
+    """Refuses what only shapes the other kind of loop; "constant" is what a closed loop does anyway."""
     if pace.concurrency is not None and pace.arrival not in ("poisson", "constant"):
         raise UserError(
             f"cannot send at {pace.arrival} times with --concurrency",
@@ -138,20 +154,3 @@ def _ramp(pace: Pace, rate: float) -> Iterator[float]:
         if at_s > length_s:
             return
         yield at_s
-
-
-class Ask(msgspec.Struct, frozen=True):
-    """What is asked of the server, and when.
-
-    `prompt` is text, or chat messages.  `input_tokens` is the count by the model's tokenizer, None where nobody
-    counted; `output_tokens` is the most that may be answered.  `wait_for` is the index of the ask whose answer must be
-    complete before this one is sent (the turn before, in a conversation).  `offset_s` is when to send it, in seconds
-    from the start of the run, where the times are replayed.
-    """
-
-    prompt: str | list[dict[str, Any]]
-    input_tokens: int | None
-    output_tokens: int
-    session: str | None = None
-    wait_for: int | None = None
-    offset_s: float | None = None

@@ -1,8 +1,8 @@
-"""The wire of the load generator: requests out, and of every read its time and its bytes. Nothing is understood here.
+"""The connections of the load generator: requests out, and the time and bytes of every read. Nothing is parsed here.
 
 A generator that decodes JSON per chunk measures its own queue: at 500 streams of 100 chunks a second a read has 20 us,
-of which the kernel takes a quarter. So a read is stamped and kept; only what says where a response ends is looked at
-(its head once, then the last bytes of each read), and `readout` finds events, tokens and usage after the run.
+of which the kernel takes a quarter. So a read is stamped and kept. Only the end of a response is looked for (in its
+head once, then in the last bytes of each read); `results/parse.py` finds events, tokens and usage after the run.
 
 Connections are kept alive and hold one request at a time. A request that meets a connection which the server has just
 closed is sent again on another, once, as every HTTP client does; its times count from the first try.
@@ -18,7 +18,7 @@ from collections.abc import Callable
 from time import perf_counter
 from typing import Final, cast
 
-from penstock.bench.load.kernel_timestamps import Tap, ask_for_times, is_possible
+from penstock.bench.load.kernel_timestamps import KernelTimestamps, ask_for_times, is_possible
 from penstock.wire.http1 import END, ProtocolError, Reader, parse_response
 
 _HEAD: Final = 0  # how the present response goes on
@@ -69,8 +69,8 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport
         self._exchange: Exchange | None = None
         self._fd = -1
-        self._may_tap = False
-        self._is_tapped = False
+        self._has_timestamps = False
+        self._is_batched = False
         self._framing = _HEAD
         self._n_left = 0
         self._keeps_alive = False
@@ -83,7 +83,7 @@ class Connection(asyncio.Protocol):
         if not self._pool.is_tls:
             sock = transport.get_extra_info("socket")
             self._fd = sock.fileno()
-            self._may_tap = self._pool.tap is not None and ask_for_times(sock)
+            self._has_timestamps = self._pool.timestamps is not None and ask_for_times(sock)
 
     @property
     def is_open(self) -> bool:
@@ -114,13 +114,13 @@ class Connection(asyncio.Protocol):
 
     def abort(self) -> None:
         self._exchange = None
-        self._untap()
+        self._stop_batched_reads()
         self._transport.abort()
 
     def data_received(self, data: bytes) -> None:
         exchange = self._exchange
         if exchange is None:
-            self._transport.abort()  # bytes that nobody asked for must not become the next response
+            self._transport.abort()  # unexpected bytes must not become the next response
             return
         exchange.times.append(perf_counter())
         exchange.reads.append(data)
@@ -137,31 +137,31 @@ class Connection(asyncio.Protocol):
 
     def take(self, data: bytes, at_s: float) -> bool:
         exchange = self._exchange
-        assert exchange is not None, "what is tapped has an exchange"
+        assert exchange is not None, "what is read in batches has an exchange"
         exchange.times.append(at_s)
         exchange.reads.append(data)
         if (data.endswith(b"\r\n\r\n") or len(data) < 8) and self._has_ended(exchange, data):
-            self._is_tapped = False
+            self._is_batched = False
             self._transport.resume_reading()
             self._finish(exchange)
             return True
         return False
 
-    def untapped(self) -> None:
-        self._is_tapped = False
+    def released(self) -> None:
+        self._is_batched = False
         self._transport.resume_reading()
 
-    def _tap(self) -> None:
-        tap = self._pool.tap
-        if self._may_tap and tap is not None and not self._transport.is_closing():
+    def _start_batched_reads(self) -> None:
+        timestamps = self._pool.timestamps
+        if self._has_timestamps and timestamps is not None and not self._transport.is_closing():
             self._transport.pause_reading()
-            self._is_tapped = True
-            tap.add(self._fd, self)
+            self._is_batched = True
+            timestamps.add(self._fd, self)
 
-    def _untap(self) -> None:
-        if self._is_tapped and self._pool.tap is not None:
-            self._is_tapped = False
-            self._pool.tap.remove(self._fd)
+    def _stop_batched_reads(self) -> None:
+        if self._is_batched and self._pool.timestamps is not None:
+            self._is_batched = False
+            self._pool.timestamps.remove(self._fd)
 
     def _take_head(self, exchange: Exchange, data: bytes) -> None:
         whole = data if len(exchange.reads) == 1 else b"".join(exchange.reads)
@@ -186,7 +186,7 @@ class Connection(asyncio.Protocol):
             if self._has_ended(exchange, whole[max(at - 2, len(whole) - 16) :]):
                 self._finish(exchange)
             else:
-                self._tap()
+                self._start_batched_reads()
         elif head.length is None:
             self._framing = _UNTIL_CLOSED
         else:
@@ -196,7 +196,7 @@ class Connection(asyncio.Protocol):
                 self._finish(exchange)
 
     def _has_ended(self, exchange: Exchange, data: bytes) -> bool:
-        """Whether a chunked body is over. `readout` checks the answer again, by walking all its chunks."""
+        """Whether a chunked body is over. `results/parse.py` checks again, by walking all chunks."""
         if data.endswith(_LAST_CHUNK):
             return True
         if len(data) < 8 and b"".join(exchange.reads[-8:]).endswith(_LAST_CHUNK):
@@ -217,7 +217,7 @@ class Connection(asyncio.Protocol):
                 elif not isinstance(event, bytes):
                     was_final = event.status >= 200
         except ProtocolError:
-            return True  # readout will find the same
+            return True  # results/parse.py will find the same
         return False
 
     def _finish(self, exchange: Exchange) -> None:
@@ -279,7 +279,7 @@ class Pool:
         self._timeout_s = timeout_s
         self._host, self._port, self._tls, self._name = host, port, tls, name
         self.is_tls = tls is not None
-        self.tap: Tap | None = Tap(loop) if is_possible() and tls is None else None
+        self.timestamps = KernelTimestamps(loop) if is_possible() and tls is None else None
         self.on_end = on_end
         self._idle: list[Connection] = []
         self._waiting: deque[Exchange] = deque()
@@ -365,8 +365,8 @@ class Pool:
         self._idle.clear()
         for task in self._tasks:
             task.cancel()
-        if self.tap is not None:
-            self.tap.close()
+        if self.timestamps is not None:
+            self.timestamps.close()
 
     def _spawn(self, exchange: Exchange | None) -> None:
         self._n_opening += 1

@@ -1,10 +1,12 @@
-"""Streams in the middle, read in batches, each read with the time at which the *kernel* had its bytes.
+"""Precise time: when the *kernel* had the bytes of a stream, and a timer that fires in time to send.
 
-To wake for every chunk costs more than the chunk: 500 streams of 100 chunks a second took 13 us each on an event loop,
-of which the read was 3. So once a stream's head is here its socket is looked at every millisecond (every two when there
-are hundreds) with all others, and what a look finds carries the time of arrival that Linux notes (SO_TIMESTAMPNS,
-https://docs.kernel.org/networking/timestamping.html): neither the wait for the look nor the queue in it
-is measured. Where a read brings bytes of several arrivals, its time is the last one's, as with any other read.
+An event loop that wakes for every chunk spends more on the wake than on the chunk: 500 streams of 100 chunks a second
+took 13 us each, of which the read was 3. So after its head a stream's socket is polled once a millisecond with all
+others (every two milliseconds when there are hundreds), and each read carries the time of arrival that Linux notes
+(SO_TIMESTAMPNS, https://docs.kernel.org/networking/timestamping.html): the wait for the poll is not measured. A read
+that holds several arrivals has the time of the last one, as any other read.
+
+Event loops round their timers to milliseconds; PreciseTimer uses a timerfd.
 """
 
 from __future__ import annotations
@@ -28,40 +30,43 @@ _SO_TIMESTAMPNS: Final = 35  # asm-generic/socket.h; Python has no name for it
 _READ_BYTES: Final = 16384
 _NOTE_BYTES: Final = 64
 _OLDEST_S: Final = 5.0
+# time.h, sys/timerfd.h
+_CLOCK_MONOTONIC: Final = 1
+_TFD_NONBLOCK, _TFD_CLOEXEC = os.O_NONBLOCK, 0o2000000
+_TFD_TIMER_ABSTIME: Final = 1
 
 
-class Tapped(Protocol):
-    """Who is read for."""
+class StreamReader(Protocol):
+    """The owner of a stream."""
 
     def take(self, data: bytes, at_s: float) -> bool:
-        """A read and its time (`perf_counter`); True when it was the last that is wanted."""
+        """A read and its time (`perf_counter`); True when the response ended with it."""
 
-    def untapped(self) -> None:
-        """The connection ended, or broke: its owner reads on by itself and will find out."""
+    def released(self) -> None:
+        """The connection ended or broke: its owner reads on by itself and finds out which."""
 
 
-class Tap:
-    """Sockets that are read once a tick. Linux only (`is_possible`), and no TLS."""
+class KernelTimestamps:
+    """Reads sockets once a tick, with the kernel's times. Linux only (`is_possible`), and no TLS."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._epoll = select.epoll()
-        self._owners: dict[int, Tapped] = {}
+        self._owners: dict[int, StreamReader] = {}
         self._sockets: dict[int, socket.socket] = {}
-        self._alarm = Alarm(loop, self._on_tick)
+        self._timer = PreciseTimer(loop, self._on_tick)
         self._is_ticking = False
         self._unpack = struct.Struct("qq").unpack_from
 
-    def add(self, fd: int, owner: Tapped) -> None:
-        """Reads `fd` for `owner` from now on. Its transport must have been paused."""
+    def add(self, fd: int, owner: StreamReader) -> None:
+        """Read `fd` for `owner` from now on. Its transport must be paused."""
         self._sockets[fd] = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fileno=fd)
         self._owners[fd] = owner
         self._epoll.register(fd, select.EPOLLIN)
         if not self._is_ticking:
             self._is_ticking = True
-            self._alarm.set(perf_counter() + TICK_S)
+            self._timer.set(perf_counter() + TICK_S)
 
     def remove(self, fd: int) -> None:
-        """Reads it no more."""
         if self._owners.pop(fd, None) is not None:
             self._sockets.pop(fd).detach()
             self._epoll.unregister(fd)
@@ -69,7 +74,7 @@ class Tap:
     def close(self) -> None:
         for fd in list(self._owners):
             self.remove(fd)
-        self._alarm.close()
+        self._timer.close()
         self._epoll.close()
 
     def _on_tick(self) -> None:
@@ -86,7 +91,7 @@ class Tap:
             owner = owners[fd]
             if not data:
                 self.remove(fd)
-                owner.untapped()
+                owner.released()
                 continue
             at_s = 0.0
             if notes:
@@ -99,32 +104,22 @@ class Tap:
                 self.remove(fd)
         if owners:
             tick_s = TICK_S if len(owners) < _CROWD else _CROWDED_TICK_S
-            self._alarm.set(max(began_s + tick_s, perf_counter()))
+            self._timer.set(max(began_s + tick_s, perf_counter()))
         else:
             self._is_ticking = False
 
 
 def is_possible() -> bool:
-    """Whether this system notes arrival times."""
     return sys.platform == "linux"
 
 
 def ask_for_times(sock: socket.socket) -> bool:
-    """Has the kernel note when bytes arrive; False where it will not."""
+    """Have the kernel note when bytes arrive; False where it cannot."""
     try:
         sock.setsockopt(socket.SOL_SOCKET, _SO_TIMESTAMPNS, 1)
     except OSError:
         return False
     return True
-
-
-_CLOCK_MONOTONIC = 1
-
-
-_TFD_NONBLOCK, _TFD_CLOEXEC = os.O_NONBLOCK, 0o2000000
-
-
-_TFD_TIMER_ABSTIME = 1
 
 
 class _Timespec(ctypes.Structure):
@@ -135,11 +130,11 @@ class _Itimerspec(ctypes.Structure):
     _fields_ = (("interval", _Timespec), ("value", _Timespec))
 
 
-class Alarm:
-    """Calls `ring` once at or after the time it was last set to (`perf_counter` seconds), never before."""
+class PreciseTimer:
+    """Calls `on_time` once, at or after the time it was last set to (`perf_counter` seconds), never before."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, ring: Callable[[], None]) -> None:
-        self._loop, self._ring = loop, ring
+    def __init__(self, loop: asyncio.AbstractEventLoop, on_time: Callable[[], None]) -> None:
+        self._loop, self._on_time = loop, on_time
         self._handle: asyncio.TimerHandle | None = None
         self._at_s = 0.0
         self._fd = -1
@@ -151,7 +146,6 @@ class Alarm:
             loop.add_reader(self._fd, self._on_timer)
 
     def set(self, at_s: float) -> None:
-        """Rings at `at_s`, at once when that is past."""
         self._at_s = at_s
         if self._fd < 0:
             self._handle = self._loop.call_later(max(0.0, at_s - perf_counter()), self._on_loop_timer)
@@ -173,10 +167,10 @@ class Alarm:
             os.read(self._fd, 8)
         except BlockingIOError:  # it was set again since
             return
-        self._ring()
+        self._on_time()
 
     def _on_loop_timer(self) -> None:
         if perf_counter() < self._at_s:
             self.set(self._at_s)
         else:
-            self._ring()
+            self._on_time()

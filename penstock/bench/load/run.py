@@ -1,4 +1,4 @@
-"""The run itself: sends by the plan, on one event loop, and keeps account of its own lateness. Reads are kept raw."""
+"""The run itself: sends by the plan, on one event loop, and records its own lateness. Reads are kept raw."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from penstock.bench.load.connections import TIMEOUT, UNFINISHED, Exchange, Pool
-from penstock.bench.load.kernel_timestamps import Alarm
+from penstock.bench.load.kernel_timestamps import PreciseTimer
 
 LAG_EVERY_S = 0.02
 _TICK_S = 0.5
@@ -64,7 +64,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run is, for a live line. Latencies are of the last requests, in seconds; `left_s` None: nobody knows."""
+    """Where a run is, for a live line. Latencies are of the last requests, in seconds; `left_s` None: unknown."""
 
     n_sent: int
     n_ended: int
@@ -92,15 +92,13 @@ class Outcome:
     was_interrupted: bool = False
 
 
-class _Run:
-    """One run on one loop."""
-
+class _LoadRun:
     def __init__(self, loop: asyncio.AbstractEventLoop, load: Load, pool: Pool) -> None:
         self._loop, self._load, self._pool = loop, load, pool
         self.outcome = Outcome()
         self.done: asyncio.Future[None] = loop.create_future()
-        self._alarm = Alarm(loop, self._on_alarm)
-        self._lag_alarm = Alarm(loop, self._on_lag)
+        self._timer = PreciseTimer(loop, self._on_timer)
+        self._lag_timer = PreciseTimer(loop, self._on_lag)
         self._lag_due_s = 0.0
         self._next_at_s: float | None = None
         self._n_ended = 0
@@ -121,7 +119,7 @@ class _Run:
         self.outcome.began_s, self.outcome.began_at = now, time.time()
         self._tick_at = now
         self._lag_due_s = now + LAG_EVERY_S
-        self._lag_alarm.set(self._lag_due_s)
+        self._lag_timer.set(self._lag_due_s)
         if self._load.times is not None:
             self._next_at_s = self._take_time()
             self._arm()
@@ -140,12 +138,12 @@ class _Run:
 
     def _arm(self) -> None:
         if self._next_at_s is not None:
-            self._alarm.set(self._next_at_s)
+            self._timer.set(self._next_at_s)
         else:
             self._is_sending = False
             self._check_end()
 
-    def _on_alarm(self) -> None:
+    def _on_timer(self) -> None:
         if not self._is_sending:
             return
         now = time.perf_counter()
@@ -220,8 +218,8 @@ class _Run:
             self._check_end()
 
     def close(self) -> None:
-        self._alarm.close()
-        self._lag_alarm.close()
+        self._timer.close()
+        self._lag_timer.close()
 
     # -- watching
 
@@ -229,7 +227,7 @@ class _Run:
         now = time.perf_counter()
         self.outcome.lag_s.append(now - self._lag_due_s)
         self._lag_due_s = max(self._lag_due_s + LAG_EVERY_S, now)
-        self._lag_alarm.set(self._lag_due_s)
+        self._lag_timer.set(self._lag_due_s)
 
     def drop_late(self) -> None:
         """Ends what is over its timeout."""
@@ -272,7 +270,7 @@ class Source:
     every_s: float = 1.0
 
 
-def drive(
+def run(
     address: Address,
     load: Load,
     tls: ssl.SSLContext | None = None,
@@ -287,14 +285,14 @@ def drive(
     gc.freeze()
     gc.disable()  # a collection among a million kept reads stops the loop for tens of milliseconds
     try:
-        outcome: Outcome = uvloop.run(_drive(address, load, tls, sources, on_progress))
+        outcome: Outcome = uvloop.run(_run(address, load, tls, sources, on_progress))
         return outcome
     finally:
         gc.enable()
         gc.unfreeze()
 
 
-async def _drive(
+async def _run(
     address: Address,
     load: Load,
     tls: ssl.SSLContext | None,
@@ -303,35 +301,37 @@ async def _drive(
 ) -> Outcome:
     loop = asyncio.get_running_loop()
     bound_s = load.timeout_s
-    pool = Pool(loop, address.host, address.port, tls, address.name, bound_s, lambda exchange: run.on_end(exchange))
-    run = _Run(loop, load, pool)
-    scrapers = [_Scraper(loop, index, source, tls, bound_s, run.outcome) for index, source in enumerate(sources)]
+    pool = Pool(
+        loop, address.host, address.port, tls, address.name, bound_s, lambda exchange: load_run.on_end(exchange)
+    )
+    load_run = _LoadRun(loop, load, pool)
+    scrapers = [_Scraper(loop, index, source, tls, bound_s, load_run.outcome) for index, source in enumerate(sources)]
     await pool.warm(load.concurrency or load.n_spare)
     pool.n_spare = load.n_spare
-    watching = [loop.create_task(_watch_late(run, min(_TICK_S, max(_LEAST_TICK_S, bound_s / 4))))]
+    watching = [loop.create_task(_watch_late(load_run, min(_TICK_S, max(_LEAST_TICK_S, bound_s / 4))))]
     if on_progress is not None:
-        watching.append(loop.create_task(_watch_progress(run, on_progress)))
+        watching.append(loop.create_task(_watch_progress(load_run, on_progress)))
     try:
         for scraper in scrapers:
             scraper.start()
-        with _told_to_stop(loop, run.interrupt):
+        with _signals_stop(loop, load_run.interrupt):
             cpu_s = time.process_time()
-            run.begin()
-            await run.done
-            run.outcome.ended_s = time.perf_counter()
-            run.outcome.cpu_s = time.process_time() - cpu_s
-        run.outcome.n_connections = pool.n_opened
+            load_run.begin()
+            await load_run.done
+            load_run.outcome.ended_s = time.perf_counter()
+            load_run.outcome.cpu_s = time.process_time() - cpu_s
+        load_run.outcome.n_connections = pool.n_opened
         await asyncio.gather(*[scraper.stop() for scraper in scrapers])
     finally:
         for task in watching:
             task.cancel()
-        run.close()
+        load_run.close()
         pool.close()
-    return run.outcome
+    return load_run.outcome
 
 
 @contextlib.contextmanager
-def _told_to_stop(loop: asyncio.AbstractEventLoop, stop: Callable[[], None]) -> Iterator[None]:
+def _signals_stop(loop: asyncio.AbstractEventLoop, stop: Callable[[], None]) -> Iterator[None]:
     """Ctrl-C and SIGTERM end the run with what there is, instead of the process."""
     earlier = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     for number in earlier:
@@ -344,13 +344,13 @@ def _told_to_stop(loop: asyncio.AbstractEventLoop, stop: Callable[[], None]) -> 
             signal.signal(number, handler)
 
 
-async def _watch_late(run: _Run, every_s: float) -> None:
+async def _watch_late(run: _LoadRun, every_s: float) -> None:
     while True:
         await asyncio.sleep(every_s)
         run.drop_late()
 
 
-async def _watch_progress(run: _Run, on_progress: Callable[[Progress], None]) -> None:
+async def _watch_progress(run: _LoadRun, on_progress: Callable[[Progress], None]) -> None:
     while True:
         await asyncio.sleep(_TICK_S)
         on_progress(run.progress())

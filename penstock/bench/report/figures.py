@@ -6,8 +6,9 @@ import math
 from collections.abc import Callable, Sequence
 
 from penstock.bench.report.svg import Chart, Point, Series, thinned
-from penstock.bench.results import bootstrap
-from penstock.bench.results.folder import EngineRow, Request, Result
+from penstock.bench.results.engine_metrics import Row
+from penstock.bench.results.folder import Request, Result
+from penstock.bench.results.stats import percentile
 
 _CDF_POINTS = 200
 _MOST_DOTS = 1500
@@ -67,12 +68,12 @@ def _cdf_points(ordered: Sequence[float]) -> tuple[Point, ...]:
     if not ordered:
         return ()
     steps = min(_CDF_POINTS, len(ordered))
-    return tuple((bootstrap.quantile(ordered, at / steps), at / steps) for at in range(steps + 1))
+    return tuple((percentile(ordered, at / steps), at / steps) for at in range(steps + 1))
 
 
 def _is_wide(series: Sequence[Series]) -> bool:
     """Whether values span so much that a straight scale would show a corner."""
-    values = [x for one in series for x, _ in one.points if x > 0]
+    values = [x for line in series for x, _ in line.points if x > 0]
     return bool(values) and max(values) > 50 * min(values)
 
 
@@ -152,5 +153,5 @@ def _engine(run: Result) -> list[Chart]:
     ]
 
 
-def _column(rows: Sequence[EngineRow], name: str) -> tuple[Point, ...]:
-    return thinned([(row.time_s, row.values[name]) for row in rows if name in row.values])
+def _column(rows: Sequence[Row], name: str) -> tuple[Point, ...]:
+    return thinned([(row.time_s, value) for row in rows if (value := row.values.get(name)) is not None])

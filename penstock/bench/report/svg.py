@@ -31,16 +31,14 @@ class Series(msgspec.Struct, frozen=True):
 
 
 class Chart(msgspec.Struct, frozen=True):
-    """What is drawn, whoever draws it. `marks` are vertical places with a word; y begins at 0 unless `is_log_y`."""
+    """What is drawn. `begins_at_zero` is of the x axis; the y axis always does."""
 
     title: str
     x_label: str
     y_label: str
     series: tuple[Series, ...]
     is_log_x: bool = False
-    is_log_y: bool = False
-    marks: tuple[tuple[float, str], ...] = ()
-    begins_at_zero: bool = False  # the x axis
+    begins_at_zero: bool = False
 
     @property
     def has_points(self) -> bool:
@@ -50,18 +48,14 @@ class Chart(msgspec.Struct, frozen=True):
 def svg(chart: Chart) -> str:
     """The chart as an <svg> element of its own size in a page; its words can be searched and read aloud."""
     points = [point for series in chart.series for point in series.points]
-    xs = [x for x, _ in points] + [x for x, _ in chart.marks] + ([0.0] if chart.begins_at_zero else [])
+    xs = [x for x, _ in points] + ([0.0] if chart.begins_at_zero else [])
     x_axis = _Axis.of(xs, chart.is_log_x, False)
-    y_axis = _Axis.of([y for _, y in points], chart.is_log_y, not chart.is_log_y)
+    y_axis = _Axis.of([y for _, y in points], False, True)
     parts = [
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(chart.title)}">',
         f'<text class="title" x="{_LEFT}" y="15">{escape(chart.title)}</text>',
         *_grid(x_axis, y_axis, chart),
     ]
-    for place, word in chart.marks:
-        x = _x(x_axis, place)
-        parts.append(f'<line class="mark" x1="{x}" x2="{x}" y1="{_TOP}" y2="{_HEIGHT - _BOTTOM}"/>')
-        parts.append(f'<text class="small" x="{x + 3:.1f}" y="{_TOP + 10}">{escape(word)}</text>')
     for index, series in enumerate(chart.series):
         parts.append(_drawn(series, index, x_axis, y_axis))
     parts += _legend(chart.series)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from penstock.bench.calibrate import Pair
 from penstock.bench.load.run import Progress
-from penstock.bench.results.stats import FORMULAS, Spread, Summary, Timed, percentile
+from penstock.bench.results.stats import FORMULAS, Summary, Timed, percentile
 from penstock.bench.results.validity import Generator, Verdict
 from penstock.text import printable, show_seconds
 
@@ -20,21 +20,22 @@ _HEADERS = {
     "itl": ("ITL", "Inter-token Latency"),
     "e2el": ("E2EL", "End-to-end Latency"),
 }
+_WORDS = ("Mean", "Median", "P90", "P95", "P99", "Max")
 _N_BINS = 10
 _BAR = 40
 
 
 def prediction(pairs: Sequence[Pair]) -> str:
-    """What the planner says of this load, beside what was measured."""
+    """The planner's prediction of this load, next to what was measured."""
     lines = [f"{'Predicted for this load':-^{_WIDTH}}"]
     for pair in pairs:
-        told = f"{pair.likely:.4g} ({pair.low:.4g} to {pair.high:.4g})"
-        lines.append(f"{pair.words + ':':<20} {told:<28} {pair.off:+.0%}{'' if pair.is_inside else ', outside'}")
+        predicted = f"{pair.likely:.4g} ({pair.low:.4g} to {pair.high:.4g})"
+        lines.append(f"{pair.words + ':':<20} {predicted:<28} {pair.off:+.0%}{'' if pair.is_inside else ', outside'}")
     return "\n".join(lines)
 
 
 def serving_block(summary: Summary, rate: float | None, concurrency: int | None) -> str:
-    """The "Serving Benchmark Result". A line whose number nobody knows says so."""
+    """The "Serving Benchmark Result". A number that is not known says so."""
     lines = [f"{' Serving Benchmark Result ':=^{_WIDTH}}"]
     lines += [_line("Successful requests:", summary.completed), _line("Failed requests:", summary.failed)]
     if summary.unfinished:
@@ -58,13 +59,10 @@ def serving_block(summary: Summary, rate: float | None, concurrency: int | None)
         _line("Total token throughput (tok/s):", summary.total_token_throughput),
     ]
     for name, (short, header) in _HEADERS.items():
-        found = summary.spreads.get(name)
-        if found is None:
-            continue
-        lines.append(f"{header:-^{_WIDTH}}")
-        rows = {"Mean": found.mean, "Median": found.median, "P90": found.p90, "P95": found.p95}
-        rows |= {"P99": found.p99, "Max": found.max}
-        lines += [_line(f"{word} {short} (ms):", value) for word, value in rows.items()]
+        spread = summary.spreads.get(name)
+        if spread is not None:
+            lines.append(f"{header:-^{_WIDTH}}")
+            lines += [_line(f"{word} {short} (ms):", getattr(spread, word.lower())) for word in _WORDS]
     if summary.user_tokens_per_s is not None:
         speed = summary.user_tokens_per_s
         lines.append(f"{'Speed per user':-^{_WIDTH}}")
@@ -135,7 +133,7 @@ def _histogram(times: Sequence[float]) -> list[str]:
 
 
 def notes(summary: Summary, generator: Generator, verdict: Verdict, requests: Sequence[Timed]) -> str:
-    """What must be said beside the numbers: errors, joined tokens, missing usage, the generator's own state."""
+    """What belongs next to the numbers: errors, joined tokens, missing usage, the generator's own state."""
     lines = []
     for kind, count in summary.errors.items():
         example = printable(next((r.detail for r in requests if r.error == kind and r.detail), ""))
@@ -187,16 +185,3 @@ def progress_line(progress: Progress) -> str:
     if progress.left_s is not None:
         parts.append(f"{show_seconds(progress.left_s)} left")
     return "  ".join(parts)
-
-
-def spread_facts(name: str, found: Spread) -> dict[str, float]:
-    """A distribution with vLLM's names: mean_ttft_ms, median_ttft_ms, std_..., p90_..., p95_..., p99_..., and max."""
-    return {
-        f"mean_{name}_ms": found.mean,
-        f"median_{name}_ms": found.median,
-        f"std_{name}_ms": found.std,
-        f"p90_{name}_ms": found.p90,
-        f"p95_{name}_ms": found.p95,
-        f"p99_{name}_ms": found.p99,
-        f"max_{name}_ms": found.max,
-    }

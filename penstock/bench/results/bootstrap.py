@@ -6,7 +6,7 @@ Statistics", 2.1 and 7.3). So one draw from a Beta stands for a whole resample: 
 million requests, and give what resampling would.
 
 Requests of one run are not independent: those that wait in one queue are slow together. So n is not their number but
-what they are worth: n / (1 + 2 * sum of autocorrelations), of "slower than this quantile, or not" for a quantile.
+their effective sample size, n / (1 + 2 * sum of autocorrelations); for a quantile, that of "slower than it, or not".
 """
 
 from __future__ import annotations
@@ -39,18 +39,8 @@ class Interval(msgspec.Struct, frozen=True):
         return self.low <= 0 <= self.high
 
 
-def quantile(ordered: Sequence[float], share: float) -> float:
-    """The quantile of sorted values, between two of them by a straight line, as numpy's default.
-
-    [1, 2, 3, 10] at 0.5: place 1.5, so 2.5.  Raises ValueError for no values.
-    """
-    if not ordered:
-        raise ValueError("no values")
-    return percentile(ordered, share)
-
-
-def worth(values: Sequence[float]) -> float:
-    """How many independent values a series in order of time is worth, from 2 (or fewer, when there are) to its length.
+def effective_sample_size(values: Sequence[float]) -> float:
+    """How many independent values a series in order of time says as much as, from 2 to its length.
 
     n / (1 + 2 * sum of autocorrelations up to the first that is not above its own noise, 2 / sqrt(n)).
     """
@@ -73,10 +63,10 @@ def quantile_draws(values: Sequence[float], share: float, rng: random.Random) ->
     """Bootstrap draws of a quantile of values that stand in order of time."""
     ordered = sorted(values)
     n = len(ordered)
-    limit = quantile(ordered, share)
-    n_worth = worth([float(value > limit) for value in values])
-    place = (n_worth - 1) * share
-    draws = (rng.betavariate(place + 1, n_worth - place) for _ in range(RESAMPLES))
+    limit = percentile(ordered, share)
+    n_effective = effective_sample_size([float(value > limit) for value in values])
+    place = (n_effective - 1) * share
+    draws = (rng.betavariate(place + 1, n_effective - place) for _ in range(RESAMPLES))
     return [ordered[min(n - 1, int(n * draw))] for draw in draws]
 
 
@@ -84,7 +74,7 @@ def mean_draws(values: Sequence[float], rng: random.Random) -> list[float]:
     """Bootstrap draws of the mean of a few values that stand in order of time (a rate by slices of the run)."""
     n = len(values)
     mean = statistics.fmean(values)
-    wider = math.sqrt(n / worth(values))
+    wider = math.sqrt(n / effective_sample_size(values))
     off = [(value - mean) * wider for value in values]
     return [mean + statistics.fmean(rng.choices(off, k=n)) for _ in range(RESAMPLES)]
 
@@ -93,20 +83,18 @@ def difference(a: float, b: float, draws_a: Sequence[float], draws_b: Sequence[f
     """The percentile interval of B - A from draws of both."""
     ordered = sorted(there - here for here, there in zip(draws_a, draws_b, strict=True))
     tail = (1 - LEVEL) / 2
-    return Interval(a, b, quantile(ordered, tail), quantile(ordered, 1 - tail))
+    return Interval(a, b, percentile(ordered, tail), percentile(ordered, 1 - tail))
 
 
 def quantile_difference(a: Sequence[float], b: Sequence[float], share: float, seed: int = 0) -> Interval:
-    """How a quantile differs between two series in order of time.  Raises ValueError when one is empty."""
+    """How a quantile differs between two series in order of time; none is empty."""
     rng = random.Random(seed)
-    told = [quantile(sorted(values), share) for values in (a, b)]
-    return difference(told[0], told[1], quantile_draws(a, share, rng), quantile_draws(b, share, rng))
+    quantiles = [percentile(sorted(values), share) for values in (a, b)]
+    return difference(quantiles[0], quantiles[1], quantile_draws(a, share, rng), quantile_draws(b, share, rng))
 
 
 def mean_difference(a: Sequence[float], b: Sequence[float], seed: int = 0) -> Interval:
-    """How a mean differs between two series in order of time.  Raises ValueError when one is empty."""
-    if not a or not b:
-        raise ValueError("no values")
+    """How a mean differs between two series in order of time; none is empty."""
     rng = random.Random(seed)
     return difference(statistics.fmean(a), statistics.fmean(b), mean_draws(a, rng), mean_draws(b, rng))
 

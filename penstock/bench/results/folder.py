@@ -1,4 +1,4 @@
-"""A run's folder: result.json, requests.csv, itl.csv, engine.csv. Written whole; a reader needs no penstock.
+"""A run's folder: result.json, requests.csv, itl.csv, engine.csv: written whole, and read back.
 
 `requests.csv` has one row a request in the order of sending; `itl.csv` has one row for every gap between two token
 events: the request's index, milliseconds. Times are seconds from the start of the run.
@@ -25,9 +25,45 @@ REQUEST_COLUMNS = (
     *("input_tokens", "output_tokens", "n_chunks", "status", "error", "replica"),
 )
 
+RESULT, REQUESTS, GAPS, ENGINE = "result.json", "requests.csv", "itl.csv", "engine.csv"
+# What may differ between two runs that are still alike: where they write, what they are called, when they ran.
+_IDLE = {"out", "json", "folder", "url", "seed", "load_average", "formulas", "verb", "metrics"}
+
+
+class Request(msgspec.Struct, frozen=True):
+    """One row of requests.csv. Times in seconds from the start of the run; None: it never came."""
+
+    intended_s: float
+    end_s: float | None
+    ttft_ms: float | None
+    tpot_ms: float | None
+    e2el_ms: float | None
+    input_tokens: int | None
+    output_tokens: int | None
+    is_ok: bool
+
+
+class Result(msgspec.Struct, frozen=True):
+    """A run: `summary` is result.json, `gaps` are ITLs in ms, `engine` what pages of metrics said."""
+
+    name: str
+    summary: dict[str, Any]
+    requests: tuple[Request, ...] = ()
+    gaps: tuple[float, ...] = ()
+    engine: tuple[Row, ...] = ()
+
+    def number(self, name: str) -> float | None:
+        """A finite number of result.json, or None."""
+        return _finite(self.summary.get(name))
+
+    @property
+    def done(self) -> tuple[Request, ...]:
+        """The requests that were answered whole."""
+        return tuple(request for request in self.requests if request.is_ok)
+
 
 def new_folder(home: Path, now: float) -> Path:
-    """A name for a run of its own under `home`/bench; not made yet."""
+    """A free name under `home`/bench; not made yet."""
     name = time.strftime("%Y%m%d-%H%M%S", time.localtime(now))
     base = home / "bench"
     taken = [base / name, *(base / f"{name}-{number}" for number in range(2, 1000))]
@@ -35,10 +71,7 @@ def new_folder(home: Path, now: float) -> Path:
 
 
 def prepare(folder: Path) -> None:
-    """Makes the folder before the run: nobody wants to learn after an hour that it cannot be written.
-
-    Raises UserError.
-    """
+    """Make the folder before the run, which may take an hour.  Raises UserError when it cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / ".probe"
@@ -51,13 +84,13 @@ def prepare(folder: Path) -> None:
 def write(
     folder: Path, result: Mapping[str, Any], requests: Sequence[Timed], rows: Sequence[Row], is_open: bool
 ) -> None:
-    """Writes all files. Raises UserError when the disk will not have them."""
+    """Write all files.  Raises UserError when the disk refuses."""
     try:
-        _write_csv(folder / "requests.csv", REQUEST_COLUMNS, (request_row(request, is_open) for request in requests))
-        _write_csv(folder / "itl.csv", ("index", "itl_ms"), _gap_rows(requests))
+        _write_csv(folder / REQUESTS, REQUEST_COLUMNS, (request_row(request, is_open) for request in requests))
+        _write_csv(folder / GAPS, ("index", "itl_ms"), _gap_rows(requests))
         columns = ("time_s", "source", "kind", *COLUMNS)
-        _write_csv(folder / "engine.csv", columns, ([r.time_s, r.source, r.kind, *_cells(r)] for r in rows))
-        (folder / "result.json").write_text(json.dumps(result, indent=2, allow_nan=False) + "\n", "utf-8")
+        _write_csv(folder / ENGINE, columns, ([r.time_s, r.source, r.kind, *map(r.values.get, COLUMNS)] for r in rows))
+        (folder / RESULT).write_text(json.dumps(result, indent=2, allow_nan=False) + "\n", "utf-8")
     except OSError as exc:
         raise UserError(f'could not write results to "{folder}": {exc.strerror}', hint="--out DIR") from exc
 
@@ -91,62 +124,11 @@ def _gap_rows(requests: Sequence[Timed]) -> Iterable[tuple[int, str]]:
             yield from [(request.index, f"{gap * 1000:.3f}") for gap in request.gaps_s()]
 
 
-def _cells(row: Row) -> list[float | None]:
-    return [row.values[word] for word in COLUMNS]
-
-
 def _write_csv(path: Path, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(columns)
         writer.writerows(rows)
-
-
-RESULT, REQUESTS, GAPS, ENGINE = "result.json", "requests.csv", "itl.csv", "engine.csv"
-
-
-# What may differ between two runs that are still alike: where they write, what they are called, when they ran.
-_IDLE = {"out", "json", "folder", "url", "seed", "load_average", "formulas", "verb", "metrics"}
-
-
-class Request(msgspec.Struct, frozen=True):
-    """One row of requests.csv. Times in seconds from the start of the run; None: it did not come so far."""
-
-    intended_s: float
-    end_s: float | None
-    ttft_ms: float | None
-    tpot_ms: float | None
-    e2el_ms: float | None
-    input_tokens: int | None
-    output_tokens: int | None
-    is_ok: bool
-
-
-class EngineRow(msgspec.Struct, frozen=True):
-    """What one page of metrics said at one time; `values` by column, those that it has."""
-
-    time_s: float
-    source: str
-    values: dict[str, float]
-
-
-class Result(msgspec.Struct, frozen=True):
-    """A run: `summary` is result.json as it stands, `gaps` are ITLs in ms."""
-
-    name: str
-    summary: dict[str, Any]
-    requests: tuple[Request, ...] = ()
-    gaps: tuple[float, ...] = ()
-    engine: tuple[EngineRow, ...] = ()
-
-    def number(self, name: str) -> float | None:
-        """A finite number of result.json, or None."""
-        return _finite(self.summary.get(name))
-
-    @property
-    def done(self) -> tuple[Request, ...]:
-        """The requests that were answered whole."""
-        return tuple(request for request in self.requests if request.is_ok)
 
 
 def load(path: Path) -> Result:
@@ -173,21 +155,21 @@ def load(path: Path) -> Result:
     )
 
 
-def differences(one: Result, other: Result) -> list[str]:
+def differences(a: Result, b: Result) -> list[str]:
     """What was not the same in two runs, as "flags.concurrency: 8, then 16": flags, versions, machine, model."""
-    found = []
+    lines = []
     for block in ("flags", "versions", "machine", "model", "model_id", "dataset"):
-        was, now = (dict(_flat(block, result.summary.get(block))) for result in (one, other))
-        found += [
-            f"{key}: {_said(was.get(key))}, then {_said(now.get(key))}"
+        was, now = (dict(_flat(block, result.summary.get(block))) for result in (a, b))
+        lines += [
+            f"{key}: {_shown(was.get(key))}, then {_shown(now.get(key))}"
             for key in sorted(was.keys() | now.keys())
             if was.get(key) != now.get(key) and key.rpartition(".")[2] not in _IDLE
         ]
-    return found
+    return lines
 
 
-def _said(value: object) -> str:
-    return "not said" if value is None else str(value)
+def _shown(value: object) -> str:
+    return "not given" if value is None else str(value)
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, object]]:
@@ -230,12 +212,12 @@ def _gaps(path: Path) -> Iterator[float]:
             yield value
 
 
-def _engine(path: Path) -> Iterator[EngineRow]:
+def _engine(path: Path) -> Iterator[Row]:
     for row in _rows(path):
-        numbers = {name: value for name, text in row.items() if (value := _finite(text)) is not None}
+        numbers: dict[str, float | None] = {name: _finite(text) for name, text in row.items()}
         time_s = numbers.pop("time_s", None)
         if time_s is not None:
-            yield EngineRow(time_s, row.get("source") or "", numbers)
+            yield Row(time_s, row.get("source") or "", row.get("kind") or "", numbers)
 
 
 def _rows(path: Path) -> Iterator[dict[str, str]]:

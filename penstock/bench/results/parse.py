@@ -1,4 +1,4 @@
-"""What the kept reads say, found after the run: status, events and their times, usage. Pure: bytes in, values out.
+"""Parses recorded bytes into status, events with their times, and usage, after the run. Pure.
 
 A token event is an event that carries text, reasoning or a tool call, or an empty piece of a completion (a special
 token, half a character). The chat's first event, which only names the role, is none: it may come before any token.
@@ -67,8 +67,8 @@ class _Event(msgspec.Struct):
 _decode = msgspec.json.Decoder(_Event).decode
 
 
-class _Found:
-    """What the events of one answer have said so far."""
+class _Events:
+    """The events of one answer so far."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -87,7 +87,7 @@ class _Found:
             self.error, self.detail = NOT_JSON, str(data)[:_SHOWN_CHARS]
             return
         if event.error:
-            self.error, self.detail = ERROR_EVENT, _said(event.error)
+            self.error, self.detail = ERROR_EVENT, _error_text(event.error)
         self.usage = event.usage or self.usage
         for choice in event.choices or ():
             if choice.finish_reason is not None:
@@ -106,29 +106,29 @@ def _is_token(choice: _Choice) -> bool:
     return choice.text is not None and (choice.text != "" or choice.finish_reason is None)
 
 
-def read_out(raw: Raw, streams: bool) -> Timed:
+def parse_exchange(raw: Raw, streams: bool) -> Timed:
     """The numbers of one exchange. `streams`: server-sent events were asked for."""
     if raw.error is not None and not raw.reads:
-        return _timed(raw, None, _Found(), 0, raw.error, raw.detail)
-    found = _Found()
+        return _timed(raw, None, _Events(), 0, raw.error, raw.detail)
+    events = _Events()
     try:
         head, body, pieces, is_whole = _unwrap(raw)
     except ProtocolError as broken:
-        return _timed(raw, None, found, 0, raw.error or "malformed HTTP", str(broken))
+        return _timed(raw, None, events, 0, raw.error or "malformed HTTP", str(broken))
     if head is None:
-        return _timed(raw, None, found, 0, raw.error or CUT_SHORT, raw.detail)
+        return _timed(raw, None, events, 0, raw.error or CUT_SHORT, raw.detail)
     if head.status != 200:
-        return _timed(raw, head, found, len(body), f"http {head.status}", _said_in(body))
+        return _timed(raw, head, events, len(body), f"http {head.status}", _error_text_in(body))
     if streams and b"json" not in (head.get(b"content-type") or b""):
-        _take_stream(pieces, found)
+        _take_stream(pieces, events)
     else:
-        found.take(body, raw.end_s)
-        found.has_finished = True
-        found.times.clear()  # an answer that comes whole has no first token
-    error = raw.error or found.error
-    if error is None and not (is_whole and found.has_finished):
+        events.take(body, raw.end_s)
+        events.has_finished = True
+        events.times.clear()  # an answer that comes whole has no first token
+    error = raw.error or events.error
+    if error is None and not (is_whole and events.has_finished):
         error = CUT_SHORT
-    return _timed(raw, head, found, len(body), error, raw.detail or found.detail)
+    return _timed(raw, head, events, len(body), error, raw.detail or events.detail)
 
 
 def body_of(raw: Raw) -> bytes | None:
@@ -169,10 +169,10 @@ def _unwrap(raw: Raw) -> tuple[ResponseHead | None, bytes, list[tuple[float, byt
     return head, b"".join([piece for _, piece in pieces]), pieces, is_whole
 
 
-def _take_stream(pieces: list[tuple[float, bytes]], found: _Found) -> None:
+def _take_stream(pieces: list[tuple[float, bytes]], events: _Events) -> None:
     """Events out of a body's pieces. Servers send whole events nearly always: those go without the parser."""
     parser: sse.Parser | None = None
-    take = found.take
+    take = events.take
     for at_s, piece in pieces:
         if parser is None:
             # A read that is whole events of one line each, as servers send them.
@@ -180,28 +180,28 @@ def _take_stream(pieces: list[tuple[float, bytes]], found: _Found) -> None:
                 if piece.count(b"\n") == 2:
                     take(piece[6:-2], at_s)
                     continue
-                events = piece[6:-2].split(b"\n\ndata: ")
-                if not any(b"\n" in event for event in events):
-                    for event in events:
+                lines = piece[6:-2].split(b"\n\ndata: ")
+                if not any(b"\n" in line for line in lines):
+                    for event in lines:
                         take(event, at_s)
                     continue
             parser = sse.Parser()
         try:
             for parsed in parser.feed(piece):
-                found.take(parsed.data.strip(), at_s)
+                events.take(parsed.data.strip(), at_s)
         except PenstockError as error:
-            found.error = error.message
+            events.error = error.message
             return
         if parser.is_between_events:
             parser = None
     if parser is not None and pieces:
         for parsed in parser.close():
-            found.take(parsed.data.strip(), pieces[-1][0])
+            events.take(parsed.data.strip(), pieces[-1][0])
 
 
-def _timed(raw: Raw, head: ResponseHead | None, found: _Found, n_bytes: int, error: str | None, detail: str) -> Timed:
-    usage = found.usage
-    times = found.times
+def _timed(raw: Raw, head: ResponseHead | None, events: _Events, n_bytes: int, error: str | None, detail: str) -> Timed:
+    usage = events.usage
+    times = events.times
     replica = head.get(b"x-penstock-replica") if head is not None else None
     return Timed(
         index=raw.index,
@@ -222,16 +222,16 @@ def _timed(raw: Raw, head: ResponseHead | None, found: _Found, n_bytes: int, err
     )
 
 
-def _said_in(body: bytes) -> str:
-    """A server's own words in an error's body."""
+def _error_text_in(body: bytes) -> str:
+    """A server's own words in the body of an error."""
     try:
         value = json.loads(body)
     except ValueError:
         return body[:_SHOWN_CHARS].decode("utf-8", "replace")
-    return _said(value.get("error", value) if isinstance(value, dict) else value)
+    return _error_text(value.get("error", value) if isinstance(value, dict) else value)
 
 
-def _said(error: Any) -> str:
+def _error_text(error: Any) -> str:
     if isinstance(error, dict):
         error = error.get("message", error)
     return str(error)[:_SHOWN_CHARS]

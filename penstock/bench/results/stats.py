@@ -1,4 +1,4 @@
-"""What the times say. Pure: recorded requests in, numbers out; FORMULAS says each in words.
+"""The numbers of a run. Pure: recorded requests in, numbers out; FORMULAS defines each.
 
 Percentiles interpolate linearly between the closest ranks (type 7, numpy's default). Failed requests have no latency:
 they are counted by kind, and count against goodput.
@@ -29,7 +29,6 @@ FORMULAS: Mapping[str, str] = {
     "percentile": "linear interpolation between closest ranks (numpy's default)",
 }
 METRICS = ("ttft", "tpot", "itl", "e2el")
-GOODPUT_NAMES = ("ttft", "tpot", "itl", "e2el")
 
 
 class Timed(msgspec.Struct, frozen=True):

@@ -1,4 +1,4 @@
-"""What the verbs of `penstock bench` share: asks from flags, and files."""
+"""What the verbs of `penstock bench` share: requests from their flags, and files."""
 
 from __future__ import annotations
 
@@ -6,55 +6,49 @@ import argparse
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 from penstock.errors import UserError
 
 if TYPE_CHECKING:
     from penstock.bench.datasets.files import Wanted
-    from penstock.bench.load.arrivals import Ask
+    from penstock.bench.datasets.tokenizers import Tokens
+    from penstock.bench.load.arrivals import PlannedRequest
     from penstock.wire.client import Client
 
 # Warm-up prompts are drawn by a seed that no measured run has: what is sent twice is answered from the prefix cache.
 WARMUP_SEED = 2**40
 
 
-class Subparsers(Protocol):
-    """What `argparse` gives for sub-commands; its own class is private."""
-
-    def add_parser(self, name: str, **words: Any) -> argparse.ArgumentParser: ...
-
-
-def asks_of(
+def requests_of(
     options: argparse.Namespace, wanted: Wanted, n_warmup: int, model: str | None, client: Client, served: str
-) -> tuple[list[Ask], list[Ask]]:
-    """The asks of one run and those of its warm-up, which are others wherever texts are drawn.
+) -> tuple[list[PlannedRequest], list[PlannedRequest]]:
+    """The requests of one run and those of its warm-up, of the data set that the flags name.
 
-    Counted by the model's tokenizer, or else by the server, which knows it as `served`.  Raises UserError.
+    Counted by the model's tokenizer, or else by the server, which knows the model as `served`.  Raises UserError.
     """
-    from penstock.bench.datasets import synthetic
-    from penstock.bench.datasets.tokenizers import Tokens, tokens_of
+    from penstock.bench.datasets.tokenizers import tokens_of
 
-    @functools.cache
-    def tokens() -> Tokens:
-        return tokens_of(options.tokenizer or model, client, served)
+    dataset = options.dataset
+    if options.prompt is not None:
+        if dataset != "random":
+            raise UserError("cannot use --prompt and --dataset at once", hint="Give one of them.")
+        dataset = f"prompt:{options.prompt}"
+    tokens = functools.cache(lambda: tokens_of(options.tokenizer or model, client, served))
+    return drawn(dataset, wanted, n_warmup, tokens)
 
-    return drawn(lambda part: synthetic.from_spec(dataset(options), part, tokens), wanted, n_warmup)
 
-
-def drawn(make: Callable[[Wanted], list[Ask]], wanted: Wanted, n_warmup: int) -> tuple[list[Ask], list[Ask]]:
-    """What `make` gives for the run, and for its warm-up."""
+def drawn(
+    dataset: str, wanted: Wanted, n_warmup: int, tokens: Callable[[], Tokens]
+) -> tuple[list[PlannedRequest], list[PlannedRequest]]:
+    """The requests of a run and those of its warm-up, which are others wherever texts are drawn.  Raises UserError."""
     import msgspec
 
+    from penstock.bench.datasets import synthetic
+
     before = msgspec.structs.replace(wanted, n_requests=n_warmup, seed=WARMUP_SEED + wanted.seed)
-    return make(wanted), make(before) if n_warmup else []
-
-
-def dataset(options: argparse.Namespace) -> str:
-    """--dataset, or --prompt as one.  Raises UserError for both."""
-    if options.prompt is not None and options.dataset != "random":
-        raise UserError("cannot use --prompt and --dataset at once", hint="Give one of them.")
-    return f"prompt:{options.prompt}" if options.prompt is not None else str(options.dataset)
+    requests = synthetic.from_spec(dataset, wanted, tokens)
+    return requests, synthetic.from_spec(dataset, before, tokens) if n_warmup else []
 
 
 def client_of(url: str, key: str | None, is_insecure: bool = False) -> Client:

@@ -1,51 +1,46 @@
-"""`penstock bench`: its arguments, and what it prints. `bench.serve` measures.
-
-Exit codes: 0 for a run, also one that is not valid (the result says so); 1 when nothing was completed; 2 for what
-cannot be run; 130 after Ctrl-C, with the result so far.
-"""
+"""`penstock bench serve`: its arguments, and what it prints. `bench.serve` measures."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import math
 import os
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from penstock.cli.bench.requests import Subparsers
+from penstock.cli.arguments import (
+    add_json,
+    complete,
+    count,
+    count_or_zero,
+    json_object,
+    not_negative,
+    positive,
+)
+from penstock.cli.bench.arguments import add_lengths
+from penstock.cli.output import print_json, print_step
 from penstock.errors import EXIT_OURS, PenstockError, UserError
 
 if TYPE_CHECKING:
     from penstock.bench.datasets.tokenizers import Tokens
-    from penstock.bench.load.arrivals import Ask, Pace
+    from penstock.bench.load.arrivals import Pace, PlannedRequest
     from penstock.bench.load.run import Progress
     from penstock.bench.serve import Report, Service
 
 _INTERRUPTED = 130
 _TOKENS = 128  # of a prompt and of an answer, where nobody says
-_MOST_ASKS = 1000  # of a data set, when a run ends by time: then from its beginning again
+# Prompts that are drawn where a run ends by time, and comes to them again: counted ones cost time, words do not.
+_MOST_DRAWN, _MOST_WORDS = 1000, 10_000
 _TIMED = ("replay", "jsonl")  # data sets that may say when to send
 _ARRIVALS = ("poisson", "constant", "gamma", "ramp", "replay")
 
 
-def add_arguments(sub: argparse.ArgumentParser) -> Subparsers:
-    """The verb `serve`; what is returned takes further ones."""
-    verbs = sub.add_subparsers(title="what to measure", metavar="WHAT", required=True)
-    serve = verbs.add_parser(
-        "serve",
-        help="load an OpenAI endpoint, and measure what its users get",
-        description="Load an OpenAI endpoint, and measure what its users get. The key is read from OPENAI_API_KEY.",
-    )
-    serve.set_defaults(verb=run_serve, verb_name="bench serve")
-    _add_serve(serve)
-    return verbs
-
-
-def _add_serve(sub: argparse.ArgumentParser) -> None:
+def register(sub: argparse.ArgumentParser) -> None:
+    """The arguments of `bench serve`."""
+    sub.description = f"{sub.description} The key is read from OPENAI_API_KEY."
     place = sub.add_argument_group("where")
     text = "a deployment (default: the only one that runs, where no address is given)"
     place.add_argument("name", nargs="?", metavar="NAME", help=text)
@@ -55,34 +50,32 @@ def _add_serve(sub: argparse.ArgumentParser) -> None:
     place.add_argument("--stream", action=argparse.BooleanOptionalAction, default=True, help="stream the answers")
     place.add_argument("--insecure", action="store_true", help="do not check the server's certificate")
     pace = sub.add_argument_group("how fast")
-    pace.add_argument("--requests", type=_count, metavar="N", help="how many (also --num-prompts)")
-    pace.add_argument("--num-prompts", type=_count, dest="requests", metavar="N", help=argparse.SUPPRESS)
-    pace.add_argument("--duration", type=_positive, metavar="SECONDS", help="send for so long; answers are waited for")
-    pace.add_argument("--rate", type=_positive, metavar="R", help="requests/s, whatever the answers do (open loop)")
-    pace.add_argument("--request-rate", type=_positive, dest="rate", metavar="R", help=argparse.SUPPRESS)
-    pace.add_argument("--concurrency", type=_count, metavar="C", help="C at a time, the next when one ends")
-    pace.add_argument("--max-concurrency", type=_count, dest="concurrency", metavar="C", help=argparse.SUPPRESS)
+    pace.add_argument("--requests", type=count, metavar="N", help="how many (also --num-prompts)")
+    pace.add_argument("--num-prompts", type=count, dest="requests", metavar="N", help=argparse.SUPPRESS)
+    pace.add_argument("--duration", type=positive, metavar="SECONDS", help="send for so long; answers are waited for")
+    pace.add_argument("--rate", type=positive, metavar="R", help="requests/s, whatever the answers do (open loop)")
+    pace.add_argument("--request-rate", type=positive, dest="rate", metavar="R", help=argparse.SUPPRESS)
+    pace.add_argument("--concurrency", type=count, metavar="C", help="C at a time, the next when one ends")
+    pace.add_argument("--max-concurrency", type=count, dest="concurrency", metavar="C", help=argparse.SUPPRESS)
     pace.add_argument("--arrival", choices=_ARRIVALS, help="of an open loop (default: poisson)")
-    pace.add_argument(
-        "--burstiness", type=_positive, default=1.0, metavar="K", help="gamma arrivals: below 1 in bursts"
-    )
-    pace.add_argument("--rate-from", type=_not_negative, default=0.0, metavar="R", help="where a ramp to --rate starts")
-    pace.add_argument("--warmup", type=_count_or_0, default=1, metavar="N", help="requests before, not counted")
-    pace.add_argument("--timeout", type=_positive, default=600.0, metavar="SECONDS", help="for a whole answer")
+    pace.add_argument("--burstiness", type=positive, default=1.0, metavar="K", help="gamma arrivals: below 1 in bursts")
+    pace.add_argument("--rate-from", type=not_negative, default=0.0, metavar="R", help="where a ramp to --rate starts")
+    pace.add_argument("--warmup", type=count_or_zero, default=1, metavar="N", help="requests before, not counted")
+    pace.add_argument("--timeout", type=positive, default=600.0, metavar="SECONDS", help="for a whole answer")
     pace.add_argument("--seed", type=int, default=0, help="of times and prompts")
     what = sub.add_argument_group("what is asked")
     what.add_argument("--prompt", metavar="TEXT", help="the same for every request; prints hey's report too")
     text = "of a random prompt (default: 128): exactly, where the model's tokenizer is on this machine"
-    what.add_argument("--input-tokens", type=_count, metavar="I", help=text)
-    text = "of every answer, at most (default: 128)"
-    what.add_argument("--output-tokens", "--max-tokens", type=_count, metavar="O", help=text)
+    add_lengths(what, text, "of every answer, at most (default: 128)")
     what.add_argument(
         "--dataset", metavar="KIND:FILE", help="random, sharegpt:FILE, jsonl:FILE, ... (docs/how-to/load-tests.md)"
     )
     what.add_argument("--tokenizer", metavar="FOLDER", help="counts tokens (default: the model's own)")
     what.add_argument("--ignore-eos", action="store_true", help="answers of exactly so many tokens (vLLM, llama.cpp)")
-    what.add_argument("--temperature", type=_not_negative, default=0.0, metavar="T", help="of sampling; 0 is greedy")
-    what.add_argument("--extra-body", type=_mapping, default={}, metavar="JSON", help="further fields of the request")
+    what.add_argument("--temperature", type=not_negative, default=0.0, metavar="T", help="of sampling; 0 is greedy")
+    what.add_argument(
+        "--extra-body", type=json_object, default={}, metavar="JSON", help="further fields of the request"
+    )
     out = sub.add_argument_group("what comes out")
     out.add_argument("--goodput", nargs="+", default=[], metavar="NAME:MS", help="bounds: ttft:2000 tpot:60 e2el:9000")
     out.add_argument(
@@ -90,24 +83,27 @@ def _add_serve(sub: argparse.ArgumentParser) -> None:
     )
     out.add_argument("--out", type=Path, metavar="DIR", help="default: $PENSTOCK_HOME/bench/TIME")
     out.add_argument("--formulas", action="store_true", help="print how each number is computed")
-    out.add_argument("--json", action="store_true", help="print the result as JSON")
+    add_json(sub, "print the result as JSON")
+    complete(sub, _serve)
 
 
-def run_serve(options: argparse.Namespace) -> int:
+def _serve(options: argparse.Namespace) -> int:
     """Measures once, prints, writes the folder."""
     from penstock.gateway import compiled
 
     compiled.activate()
     from penstock.bench import serve
     from penstock.bench.load import arrivals
+    from penstock.bench.report import html
     from penstock.bench.results import folder as folders
     from penstock.cli.bench.deployment import behind
+    from penstock.cli.bench.requests import write
     from penstock.paths import home
 
     service, pace, bounds = _service(options), _pace(options), _bounds(options.goodput, options.stream)
     launch = behind(service.url)
-    asks, warmup = _asks(options, pace, service, launch.model or service.model)
-    arrivals.check(pace, [ask.offset_s for ask in asks])
+    requests, warmup = _requests(options, pace, service, launch.model or service.model)
+    arrivals.check(pace, [request.offset_s for request in requests])
     folder = options.out or folders.new_folder(home(), time.time())
     is_new = not folder.exists()
     folders.prepare(folder)
@@ -115,7 +111,7 @@ def run_serve(options: argparse.Namespace) -> int:
     if options.warmup:
         _say(options, f"warming up with {options.warmup} request{'s' * (options.warmup != 1)}, not counted")
     try:
-        report = serve.run(service, asks, pace, bounds, options.warmup, _show_progress if shows else None, warmup)
+        report = serve.run(service, requests, pace, bounds, options.warmup, _show_progress if shows else None, warmup)
     except PenstockError:
         with contextlib.suppress(OSError):  # nothing was measured: it is as empty as it was made
             if is_new:
@@ -129,9 +125,9 @@ def run_serve(options: argparse.Namespace) -> int:
     launch.tell(report)
     folders.write(folder, report.result, report.requests, report.rows, report.is_open)
     launch.keep(folder)
-    _write_page(folder)
+    write(folder / "report.html", html.page([folders.load(folder)]))
     if options.json:
-        print(json.dumps(report.result), flush=True)
+        print_json(report.result)
     else:
         print(_text(options, pace, report))
         print(f"written to {folder} (report.html is the page)")
@@ -140,40 +136,31 @@ def run_serve(options: argparse.Namespace) -> int:
     return 0 if report.summary.completed else EXIT_OURS
 
 
-def _write_page(folder: Path) -> None:
-    """The page of what is in the folder."""
-    from penstock.bench.report import html
-    from penstock.bench.results import folder as record
-    from penstock.cli.bench.requests import write
-
-    write(folder / "report.html", html.page([record.load(folder)]))
-
-
 def _is_plain(value: object) -> bool:
     return isinstance(value, str | int | float | bool | list | dict | type(None))
 
 
 def _text(options: argparse.Namespace, pace: Pace, report: Report) -> str:
     from penstock.bench import calibrate
-    from penstock.bench.report import text as show
+    from penstock.bench.report import text
     from penstock.bench.results.folder import Result
 
     parts = []
     if options.prompt is not None or not options.stream:
-        parts.append(show.hey_block(report.requests, report.summary, report.is_open))
-    parts.append(show.serving_block(report.summary, pace.rate, pace.concurrency))
-    if found := calibrate.pairs(Result("", report.result)):
-        parts.append(show.prediction(found))
-    parts.append(show.notes(report.summary, report.generator, report.verdict, report.requests))
+        parts.append(text.hey_block(report.requests, report.summary, report.is_open))
+    parts.append(text.serving_block(report.summary, pace.rate, pace.concurrency))
+    if pairs := calibrate.pairs(Result("", report.result)):
+        parts.append(text.prediction(pairs))
+    parts.append(text.notes(report.summary, report.generator, report.verdict, report.requests))
     if options.formulas:
-        parts.append(show.formulas())
+        parts.append(text.formulas())
     return "\n".join(parts)
 
 
 def _show_progress(progress: Progress) -> None:
-    from penstock.bench.report import text as show
+    from penstock.bench.report import text
 
-    print(f"\r\033[K{show.progress_line(progress)}", end="", file=sys.stderr, flush=True)
+    print(f"\r\033[K{text.progress_line(progress)}", end="", file=sys.stderr, flush=True)
 
 
 def _service(options: argparse.Namespace) -> Service:
@@ -232,20 +219,23 @@ def _pace(options: argparse.Namespace) -> Pace:
     return pace
 
 
-def _asks(options: argparse.Namespace, pace: Pace, service: Service, model: str) -> tuple[list[Ask], list[Ask]]:
-    """What is asked, and what the warm-up asks; a word of how well it is counted, where texts are random.
+def _requests(
+    options: argparse.Namespace, pace: Pace, service: Service, model: str
+) -> tuple[list[PlannedRequest], list[PlannedRequest]]:
+    """The requests of the run and of its warm-up; prints how well random texts are counted.
 
     `model`: its path, or its name.
     """
-    from penstock.bench.datasets import synthetic
+    from penstock.bench.datasets import synthetic, tokenizers
     from penstock.bench.datasets.files import Wanted
-    from penstock.cli.bench.requests import asks_of, client_of, drawn
+    from penstock.bench.load.arrivals import PlannedRequest
+    from penstock.cli.bench.requests import client_of, drawn, requests_of
 
     is_chat = options.endpoint == "chat"
     if options.dataset is not None:
         has_times = pace.arrival == "replay" and options.dataset.partition(":")[0] in _TIMED
         wanted = Wanted(
-            n_requests=pace.n_requests or (synthetic.MOST_REQUESTS if has_times else _MOST_ASKS),
+            n_requests=pace.n_requests or (synthetic.MOST_REQUESTS if has_times else _MOST_DRAWN),
             seed=options.seed,
             input_tokens=options.input_tokens,
             output_tokens=options.output_tokens,
@@ -253,24 +243,23 @@ def _asks(options: argparse.Namespace, pace: Pace, service: Service, model: str)
             until_s=pace.duration_s if has_times else None,
         )
         client = client_of(service.url, service.key, service.is_insecure)
-        return asks_of(options, wanted, options.warmup, model, client, service.model)
+        return requests_of(options, wanted, options.warmup, model, client, service.model)
     n_output = options.output_tokens or _TOKENS
     if options.prompt is not None:
         if options.input_tokens is not None:
             raise UserError("cannot give a prompt a length", hint="--prompt TEXT, or --input-tokens N of random text.")
-        return synthetic.fixed(options.prompt, n_output), []
+        return [PlannedRequest(options.prompt, None, n_output)], []
     n_input = options.input_tokens or _TOKENS
-    counter = _counter(options.tokenizer, model)
-    if isinstance(counter, str):
-        _say(options, f"prompts of about {n_input} tokens, random words: {counter}")
-        wanted = Wanted(min(pace.n_requests or synthetic.MOST, synthetic.MOST), options.seed, n_input, n_output)
-        return drawn(
-            lambda part: synthetic.random_words(n_input, n_output, part.n_requests, part.seed), wanted, options.warmup
-        )
-    _say(options, f"prompts of exactly {n_input} tokens, counted by {counter.source}")
-    n_sent = pace.n_requests or math.ceil((pace.rate or 0.0) * (pace.duration_s or 0.0)) or _MOST_ASKS
-    wanted = Wanted(min(n_sent, synthetic.MOST), options.seed, n_input, n_output, chat=is_chat)
-    return drawn(lambda part: synthetic.from_spec("random", part, lambda: counter), wanted, options.warmup)
+    tokens = _counter(options.tokenizer, model)
+    n_sent = pace.n_requests or math.ceil((pace.rate or 0.0) * (pace.duration_s or 0.0))
+    if isinstance(tokens, str):
+        _say(options, f"prompts of about {n_input} tokens, random words: {tokens}")
+        tokens, n_sent = tokenizers.Words(), n_sent or _MOST_WORDS
+    else:
+        _say(options, f"prompts of exactly {n_input} tokens, counted by {tokens.source}")
+    wanted = Wanted(min(n_sent or _MOST_DRAWN, _MOST_WORDS), options.seed, n_input, n_output, chat=is_chat)
+    counter = tokens
+    return drawn("random", wanted, options.warmup, lambda: counter)
 
 
 def _counter(named: str | None, model: str) -> Tokens | str:
@@ -287,12 +276,12 @@ def _counter(named: str | None, model: str) -> Tokens | str:
 
 def _say(options: argparse.Namespace, text: str) -> None:
     if not options.json:
-        print(text, file=sys.stderr)
+        print_step(text)
 
 
 def _bounds(words: list[str], streams: bool) -> dict[str, float]:
     """{"ttft": 2000.0} of ["ttft:2000"]; a metric once, and one that is measured.  Raises UserError."""
-    from penstock.bench.results.stats import GOODPUT_NAMES
+    from penstock.bench.results.stats import METRICS
 
     bounds: dict[str, float] = {}
     for word in words:
@@ -301,7 +290,7 @@ def _bounds(words: list[str], streams: bool) -> dict[str, float]:
             value = float(number)
         except ValueError:
             value = -1.0
-        if name not in GOODPUT_NAMES or not 0 < value < math.inf or name in bounds:
+        if name not in METRICS or not 0 < value < math.inf or name in bounds:
             raise UserError(
                 f'cannot use goodput bound "{word[:60]}"', hint="NAME:MILLISECONDS, with ttft, tpot, itl or e2el"
             )
@@ -309,45 +298,3 @@ def _bounds(words: list[str], streams: bool) -> dict[str, float]:
             raise UserError(f"cannot bound {name} of whole answers", hint="Without --no-stream, or e2el:MS.")
         bounds[name] = value
     return bounds
-
-
-def _count(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and 1 <= int(text[:10]) < 10**9):
-        raise argparse.ArgumentTypeError(f"{text[:20]!r} is not a whole number above 0")
-    return int(text)
-
-
-def _count_or_0(text: str) -> int:
-    return 0 if text == "0" else _count(text)
-
-
-def _positive(text: str) -> float:
-    value = _number(text)
-    if not 0 < value < 1e9:
-        raise argparse.ArgumentTypeError(f"{text[:20]!r} is not a number above 0")
-    return value
-
-
-def _not_negative(text: str) -> float:
-    value = _number(text)
-    if not 0 <= value < 1e9:
-        raise argparse.ArgumentTypeError(f"{text[:20]!r} is not a number from 0 on")
-    return value
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return -1.0
-
-
-def _mapping(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-        json.dumps(value, allow_nan=False)  # NaN, and 1e999, are no JSON for the server
-    except (ValueError, RecursionError):
-        value = None
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{text[:60]!r} is not a JSON object")
-    return value

@@ -9,18 +9,19 @@ import itertools
 import json
 import math
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from penstock.cli.arguments import add_json, complete, count, deployment_of, numbers, positive, share
+from penstock.cli.bench.arguments import add_calibrate, add_layouts, add_lengths, add_seed
+from penstock.cli.output import print_json, print_step
 from penstock.errors import UserError
 
 if TYPE_CHECKING:
     from penstock.bench.report.html import SweepPoint
-    from penstock.bench.results.folder import Result
-    from penstock.bench.sweep import Found, Search, Slo
+    from penstock.bench.sweep import Search, Slo, SweepResult
     from penstock.cli.bench.deployment import Launch
     from penstock.spec.deployment import Deployment
 
@@ -47,7 +48,33 @@ class Place:
 Measure = Callable[[argparse.Namespace, Place, float | None, int | None, Path], dict[str, Any]]
 
 
-def run(options: argparse.Namespace, deployment_of: Callable[[argparse.Namespace], Deployment]) -> int:
+def register(sub: argparse.ArgumentParser) -> None:
+    """The arguments of `bench sweep`."""
+    add_layouts(sub, ())
+    sub.add_argument("--url", help="measure what runs there instead of deploying")
+    sub.add_argument("--model", metavar="NAME", help="as the server knows it (default: its only one)")
+    sub.add_argument("--endpoint", choices=("chat", "completions"), default="completions")
+    sub.add_argument("--by", choices=("rate", "concurrency"), default="rate", help="what is raised")
+    sub.add_argument("--slo", nargs="+", default=[], metavar="NAME:MS", help="ttft:2000 (its p99), p95_tpot:60, ...")
+    sub.add_argument("--failed", type=share, default=0.01, metavar="SHARE", help="of requests that may fail")
+    sub.add_argument("--steps", type=numbers, default=(), metavar="X,...", help="these loads alone, until one breaks")
+    sub.add_argument("--first", type=positive, default=1.0, metavar="X", help="the load that is tried first")
+    sub.add_argument("--most", type=positive, default=10_000.0, metavar="X", help="no load above it is tried")
+    sub.add_argument("--requests", type=count, default=50, metavar="N", help="of each run, at least")
+    sub.add_argument("--duration", type=positive, default=20.0, metavar="SECONDS", help="of a run at a rate, at least")
+    kinds = "random, sharegpt:FILE, jsonl:FILE, prefix:n=8,prefix=1000,suffix=100, turns:turns=4, replay:FILE"
+    sub.add_argument("--dataset", default="random", metavar="KIND:FILE", help=kinds)
+    sub.add_argument("--prompt", metavar="TEXT", help="the same for every request")
+    add_lengths(sub, "of a random prompt, exactly", "of every answer")
+    sub.add_argument("--tokenizer", metavar="FOLDER", help="counts tokens (default: the model's own)")
+    add_seed(sub, "of prompts and times")
+    sub.add_argument("--out", type=Path, metavar="DIR", help="default: $PENSTOCK_HOME/bench/sweep-TIME")
+    add_calibrate(sub)
+    add_json(sub)
+    complete(sub, _sweep)
+
+
+def _sweep(options: argparse.Namespace) -> int:
     """Search each layout, print its table and answer, write sweep.json and report.html."""
     from penstock.bench import sweep
     from penstock.bench.serve import parts_of
@@ -71,32 +98,32 @@ def run(options: argparse.Namespace, deployment_of: Callable[[argparse.Namespace
     where = sweep.Search(options.by, options.first, most=options.most, steps=options.steps)
     deployment = None if options.url else deployment_of(options)
     folder = _folder(options.out)
-    found: dict[str, Found] = {}
+    results: dict[str, SweepResult] = {}
     refused: dict[str, str] = {}
     was_interrupted = False
     for tensor in options.tensor or (None,):
         layout = f"TP {tensor}" if tensor else "as it runs"
         try:
             with _place(options, deployment, tensor) as place:
-                if options.calibrate:  # what cannot be fitted to is told before it is measured
+                if options.calibrate:  # what cannot be fitted to is refused before it is measured
                     deployed_of(options, place.launch.facts)
-                found[layout] = _search(options, place, slo, where, folder / layout)
+                results[layout] = _search(options, place, slo, where, folder / layout)
         except UserError as error:
             if tensor is None or deployment is None or len(options.tensor) == 1:
                 raise
             refused[layout] = error.message
-            _told(f"{layout}: {error.message}")
+            print_step(f"{layout}: {error.message}")
         except KeyboardInterrupt:  # while a layout was started: none of its runs is lost
             was_interrupted = True
-        was_interrupted |= layout in found and found[layout].was_interrupted
+        was_interrupted |= layout in results and results[layout].was_interrupted
         if was_interrupted:
-            _told("interrupted: this is what was measured so far")
+            print_step("interrupted: this is what was measured so far")
             break
-    _tell(options, slo, found, refused, folder, was_interrupted)
+    _write(options, slo, results, refused, folder, was_interrupted)
     return _INTERRUPTED if was_interrupted else 0
 
 
-def _search(options: argparse.Namespace, place: Place, slo: Slo, where: Search, folder: Path) -> Found:
+def _search(options: argparse.Namespace, place: Place, slo: Slo, where: Search, folder: Path) -> SweepResult:
     from penstock.bench import sweep
 
     n_runs = itertools.count()
@@ -108,22 +135,22 @@ def _search(options: argparse.Namespace, place: Place, slo: Slo, where: Search, 
         fresh = argparse.Namespace(**{**vars(options), "seed": options.seed + next(n_runs)})
         return measure(fresh, place, offered if is_rate else None, None if is_rate else int(offered), own)
 
-    def told(point: sweep.Point) -> None:
+    def report(point: sweep.Point) -> None:
         verdict = "inside" if point.is_inside else point.reason
-        _told(f"{folder.name}: {point.offered:.4g} {sweep.LABELS[where.kind]}: {verdict}")
+        print_step(f"{folder.name}: {point.offered:.4g} {sweep.LABELS[where.kind]}: {verdict}")
 
-    return sweep.search(measured, slo, where, told)
+    return sweep.search(measured, slo, where, report)
 
 
 def measure(
     options: argparse.Namespace, place: Place, rate: float | None, concurrency: int | None, folder: Path
 ) -> dict[str, Any]:
-    """One run by `bench serve`'s own function, its rows in `folder`; KeyboardInterrupt where somebody ended it."""
+    """One run by `bench serve`'s own function, its rows in `folder`; KeyboardInterrupt where it was interrupted."""
     from penstock.bench import serve
     from penstock.bench.datasets.files import Wanted
     from penstock.bench.load import arrivals
     from penstock.bench.results import folder as folders
-    from penstock.cli.bench.requests import asks_of, client_of, only_model
+    from penstock.cli.bench.requests import client_of, only_model, requests_of
 
     n_requests = max(
         options.requests, math.ceil(rate * options.duration) if rate else _CLOSED_ROUNDS * (concurrency or 1)
@@ -132,7 +159,7 @@ def measure(
     served = place.served or only_model(client)
     is_chat = options.endpoint == "chat"
     wanted = Wanted(n_requests, options.seed, options.input_tokens, options.output_tokens, chat=is_chat)
-    asks, warmup = asks_of(options, wanted, 1, place.model, client, served)
+    requests, warmup = requests_of(options, wanted, 1, place.model, client, served)
     service = serve.Service(
         url=place.url,
         model=served,
@@ -141,7 +168,7 @@ def measure(
         ignore_eos=True,
     )
     pace = arrivals.Pace(rate=rate, concurrency=concurrency, n_requests=n_requests, seed=options.seed)
-    report = serve.run(service, asks, pace, {}, warmup=warmup)
+    report = serve.run(service, requests, pace, {}, warmup=warmup)
     folders.prepare(folder)
     report.result["flags"] = {
         "rate": rate,
@@ -175,7 +202,7 @@ def _place(options: argparse.Namespace, deployment: Deployment | None, tensor: i
         # A layout of its own file stays where only the tensor size is changed.
         cut = deployment.parallel if isinstance(deployment.parallel, Parallel) else Parallel()
         changed["parallel"] = msgspec.structs.replace(cut, tensor=tensor)
-    _told(f"starting {name}{f' with tensor {tensor}' if tensor else ''} ...")
+    print_step(f"starting {name}{f' with tensor {tensor}' if tensor else ''} ...")
     started = start.up(msgspec.structs.replace(deployment, **changed))
     if started.was_running:
         raise UserError(f'cannot sweep: deployment "{name}" runs already', hint=f"End it: penstock down {name}")
@@ -189,10 +216,10 @@ def _place(options: argparse.Namespace, deployment: Deployment | None, tensor: i
                 stop.down(run, now=True)
 
 
-def _tell(
+def _write(
     options: argparse.Namespace,
     slo: Slo,
-    found: dict[str, Found],
+    results: dict[str, SweepResult],
     refused: dict[str, str],
     folder: Path,
     was_interrupted: bool,
@@ -202,13 +229,13 @@ def _tell(
     from penstock.bench import sweep
     from penstock.bench.report import html
 
-    answers = [sweep.answer_text(layout, one) for layout, one in found.items()]
+    answers = [sweep.answer_text(layout, result) for layout, result in results.items()]
     answers += [f"{layout}: {reason}" for layout, reason in refused.items()]
-    points = list(_points(found))
+    points = list(_points(results))
     facts = {
         "by": options.by,
         "slo": str(slo),
-        "layouts": {layout: msgspec.to_builtins(one) for layout, one in found.items()},
+        "layouts": {layout: msgspec.to_builtins(result) for layout, result in results.items()},
         "refused": refused,
         "interrupted": was_interrupted,
         "folder": str(folder),
@@ -222,20 +249,20 @@ def _tell(
 
         write(options.calibrate, calibrated(options, [point.run for point in points]))
     if options.json:
-        print(json.dumps(facts), flush=True)
+        print_json(facts)
         return
-    for layout, one in found.items():
-        print(f"{sweep.table_text(layout, one)}\n")
+    for layout, result in results.items():
+        print(f"{sweep.table_text(layout, result)}\n")
     print("\n".join([f"bound: {slo}", *answers, f"written to {folder}"]))
 
 
-def _points(found: dict[str, Found]) -> Iterator[SweepPoint]:
+def _points(results: dict[str, SweepResult]) -> Iterator[SweepPoint]:
     from penstock.bench.report.html import SweepPoint
     from penstock.bench.results.folder import Result
 
-    for layout, one in found.items():
-        for point, result in zip(one.points, one.results, strict=True):
-            run: Result = Result(f"{layout} {point.offered:.4g}", dict(result))
+    for layout, result in results.items():
+        for point, summary in zip(result.points, result.results, strict=True):
+            run = Result(f"{layout} {point.offered:.4g}", dict(summary))
             yield SweepPoint(layout, point.offered, run, point.is_inside, point.reason)
 
 
@@ -249,7 +276,3 @@ def _folder(asked: Path | None) -> Path:
     except OSError as exc:
         raise UserError(f'cannot write results to "{path}": {exc.strerror}', hint="--out DIR") from exc
     return path
-
-
-def _told(step: str) -> None:
-    print(step, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Whether the model of a file can be had: on this machine's disk, or from the hub, without fetching its weights."""
+"""Whether the model of a file is available: on this machine's disk or on the hub, without downloading its weights."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from penstock.spec.deployment import Deployment
 from penstock.text import show_bytes
 
 
-class ModelSeen(msgspec.Struct, frozen=True):
-    """`whole`: what planning needs, when it could be read. `download_bytes`: of a hub id, None for a folder.
+class ModelCheck(msgspec.Struct, frozen=True):
+    """`whole`: the facts for planning, when they could be read. `download_bytes`: of a hub id, None for a folder.
 
     `is_absent`: `up` would have to download it here first.
     """
@@ -28,8 +28,8 @@ class ModelSeen(msgspec.Struct, frozen=True):
     is_absent: bool = False
 
 
-def check(deployment: Deployment) -> ModelSeen:
-    """What can be said of the model from this machine. Asks the hub for a few kilobytes (seconds)."""
+def check_model(deployment: Deployment) -> ModelCheck:
+    """Check the model from this machine. Reads a few kilobytes from the hub (seconds)."""
     if is_of_hub(deployment.model):
         return _of_hub(deployment)
     try:
@@ -37,33 +37,33 @@ def check(deployment: Deployment) -> ModelSeen:
         whole = None if path.is_file() else facts.read_folder(path, deployment.model)
     except PenstockError as error:
         if not targets.load(deployment.target).is_this_machine and error.message.endswith("no such folder"):
-            return ModelSeen()  # it is the nodes that must have it
-        return ModelSeen((_bad(error),))
-    return ModelSeen((Finding("model", "ok", f"{deployment.model} ({path})"),), whole)
+            return ModelCheck()  # the nodes must have it
+        return ModelCheck((_bad(error),))
+    return ModelCheck((Finding("model", "ok", f"{deployment.model} ({path})"),), whole)
 
 
-def _of_hub(deployment: Deployment) -> ModelSeen:
+def _of_hub(deployment: Deployment) -> ModelCheck:
     model = deployment.model
     here = find_weights(model, deployment.cache.weights, is_read=False)
     is_absent = bool(here.absent)
     is_offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
     if not is_absent:
-        found = Finding("model", "ok", f"{model}: {show_bytes(here.n_bytes)} in the hub's cache on this machine")
-        return ModelSeen((found,), _read(model), here.n_bytes)
+        finding = Finding("model", "ok", f"{model}: {show_bytes(here.n_bytes)} in the hub's cache on this machine")
+        return ModelCheck((finding,), _read(model), here.n_bytes)
     if is_offline:
-        said = f"{model} is not in the cache of this machine, and HF_HUB_OFFLINE is set"
-        found = Finding("model", "bad", said, "Unset HF_HUB_OFFLINE, or give a folder.")
-        return ModelSeen((found,), is_absent=True, download_bytes=0)
+        text = f"{model} is not in the cache of this machine, and HF_HUB_OFFLINE is set"
+        finding = Finding("model", "bad", text, "Unset HF_HUB_OFFLINE, or give a folder.")
+        return ModelCheck((finding,), is_absent=True, download_bytes=0)
     try:
         Repository(model).config()
     except HubError as error:
-        # Repositories of GGUF files have no config.json: that one file is missing is no fault of theirs.
+        # Repositories of GGUF files have no config.json, which is no error.
         if not (error.is_missing and "no such repository or file" in error.message):
-            return ModelSeen((_bad(error),), is_absent=True, download_bytes=0)
+            return ModelCheck((_bad(error),), is_absent=True, download_bytes=0)
     whole = _read(model)
     n_bytes = (whole.index_bytes if whole is not None else None) or 0
-    found = Finding("model", "ok", f"{model} is on the hub: {show_bytes(n_bytes) if n_bytes else 'size not told'}")
-    return ModelSeen((found,), whole, n_bytes, is_absent=True)
+    finding = Finding("model", "ok", f"{model} is on the hub: {show_bytes(n_bytes) if n_bytes else 'size unknown'}")
+    return ModelCheck((finding,), whole, n_bytes, is_absent=True)
 
 
 def _read(model: str) -> Facts | None:
@@ -74,8 +74,8 @@ def _read(model: str) -> Facts | None:
 
 
 def _bad(error: PenstockError) -> Finding:
-    found = error.message + (f": {error.detail}" if error.detail else "")
+    text = error.message + (f": {error.detail}" if error.detail else "")
     cure = error.hint
     if "HF_TOKEN" in (cure or "") and not os.environ.get("HF_TOKEN"):
         cure = f"{cure} (HF_TOKEN is not set here)"
-    return Finding("model", "bad", found, cure)
+    return Finding("model", "bad", text, cure)

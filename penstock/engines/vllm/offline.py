@@ -1,50 +1,83 @@
-"""The program that runs vLLM without its server: `vllm.LLM`, as vLLM's own throughput and latency benchmarks do."""
+"""vLLM's own benchmarks without a server: `vllm bench throughput` and `vllm bench latency`, with the flags of a plan.
+
+Their flags and JSON are those of vllm 0.32 and 0.33 (`benchmarks/throughput.py`, `benchmarks/latency.py`).
+"""
 
 from __future__ import annotations
 
-import sys
-from typing import Any
+import re
+from pathlib import Path
+from typing import Literal
 
-from penstock.engines.offline import Counted, Job, carry_out, read
+import msgspec
+
+from penstock.engines import Command, Place
 from penstock.engines.vllm import names
+from penstock.engines.vllm.engine import PROGRAM, Vllm, engine_flags, pass_through
+from penstock.errors import EngineError
+from penstock.planner import Plan
+from penstock.text import bare_flag
+
+Verb = Literal["throughput", "latency"]
+# Flags of `engine.args` that only vLLM's server has (vllm 0.33 `entrypoints/launchers/cli_args.py`): `vllm bench`
+# refuses them, and none of them changes the engine.
+_SERVER_FLAGS = """
+allow-credentials allowed-headers allowed-methods allowed-origins anthropic-disabled-thinking-effort
+api-server-count chat-template chat-template-content-format cohere-format cohere-is-reasoning-model
+default-chat-template-kwargs disable-access-log-for-endpoints disable-fastapi-docs disable-log-requests
+disable-uvicorn-access-log enable-auto-tool-choice enable-force-include-usage enable-log-deltas
+enable-log-outputs enable-log-requests enable-offline-docs enable-per-request-metrics
+enable-prompt-tokens-details enable-request-id-headers enable-scale-out enable-server-load-tracking
+enable-ssl-refresh enable-tokenizer-info-endpoint exclude-tools-when-tool-choice-none fingerprint-mode
+fingerprint-value grpc grpc-port log-error-stack lora-modules max-log-len middleware response-role
+return-tokens-as-token-ids root-path sse-keep-alive-interval ssl-ca-certs ssl-cert-reqs ssl-certfile ssl-ciphers
+ssl-keyfile tokens-only tool-call-parser tool-parser-plugin tool-server tool-strict-level
+trust-request-chat-template trust-request-mm-kwargs uds uvicorn-log-level
+"""
+SERVER_FLAGS = frozenset(_SERVER_FLAGS.split())
+_OUTPUT_TOKENS = re.compile(r"Total num output tokens:\s+(\d+)")  # printed, and not in the JSON
 
 
-def main(path: str) -> None:
-    """Carry out the job in that file."""
-    job = read(path)
-    engine = _engine(job)
-    from vllm import SamplingParams
+class Throughput(msgspec.Struct, frozen=True):
+    """All prompts at once, by vLLM's names: seconds, and tokens of prompts and answers."""
 
-    # What vLLM's benchmarks set (`benchmarks/throughput.py`, `latency.py`): exactly so many tokens, whatever they say.
-    settings = [
-        SamplingParams(temperature=1.0, top_p=1.0, ignore_eos=True, max_tokens=n_tokens)
-        for n_tokens in job.output_tokens
-    ]
-    prompts: list[Any] = [
-        prompt if isinstance(prompt, str) else {"prompt_token_ids": list(prompt)} for prompt in job.prompts
-    ]
-
-    def once() -> Counted:
-        answers = engine.generate(prompts, settings, use_tqdm=False)
-        return Counted(
-            sum(len(answer.prompt_token_ids) for answer in answers),
-            sum(len(answer.outputs[0].token_ids) for answer in answers),
-        )
-
-    carry_out(job, once)
+    num_requests: int
+    elapsed_time: float
+    total_num_tokens: int
+    requests_per_second: float
+    tokens_per_second: float
+    output_tokens: int = 0
 
 
-def _engine(job: Job) -> Any:
-    """The engine with the flags that `vllm serve` would get; those of its server are left out."""
-    from vllm import LLM
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
+class Latency(msgspec.Struct, frozen=True):
+    """One batch again and again, by vLLM's names: seconds of each round, their percentiles ("50", "90", "99")."""
 
-    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
-    words = [names.FLAGS["model"], *job.words, names.FLAGS["no_prefix_caching"]]
-    options, _ = parser.parse_known_args(words)
-    return LLM.from_engine_args(EngineArgs.from_cli_args(options))
+    avg_latency: float
+    latencies: tuple[float, ...]
+    percentiles: dict[str, float]
 
 
-if __name__ == "__main__":
-    main(sys.argv[1])
+def command(plan: Plan, place: Place, verb: Verb, words: tuple[str, ...]) -> Command:
+    """The command line of `vllm bench VERB`; its JSON goes to answer.json in the folder of `place`."""
+    served = Vllm().command(plan, place)
+    args = {key: value for key, value in plan.args.items() if bare_flag(key) not in SERVER_FLAGS}
+    argv = [place.python, "-m", PROGRAM, "bench", verb, names.FLAGS["model"], plan.model.path]
+    argv += [*engine_flags(plan), *pass_through(args), *words, "--output-json", str(_answer(place.folder))]
+    return Command(tuple(argv), served.env, served.files)
+
+
+def read(folder: str, verb: Verb, log: str) -> Throughput | Latency:
+    """The numbers of a run that ended well.  Raises EngineError when it wrote none."""
+    try:
+        data = _answer(folder).read_bytes()
+        if verb == "latency":
+            return msgspec.json.decode(data, type=Latency)
+        printed = _OUTPUT_TOKENS.search(log)
+        throughput = msgspec.json.decode(data, type=Throughput)
+        return msgspec.structs.replace(throughput, output_tokens=int(printed[1]) if printed else 0)
+    except (OSError, msgspec.DecodeError) as exc:
+        raise EngineError(f"could not read what vllm bench {verb} measured", detail=str(exc)) from exc
+
+
+def _answer(folder: str) -> Path:
+    return Path(folder) / "answer.json"

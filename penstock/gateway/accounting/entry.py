@@ -19,11 +19,12 @@ from penstock.gateway.accounting.quota import Counts, LocalCounts, Quota, Refusa
 from penstock.gateway.accounting.store import Row, State
 from penstock.gateway.accounting.token_usage import BodyWatch, StreamStrip, StreamWatch, ask_for_usage
 from penstock.gateway.body_fields import Fields, Usage
-from penstock.gateway.config import GatewayConfig, Price
+from penstock.gateway.config import GatewayConfig
 from penstock.gateway.connections.client import Request
 from penstock.gateway.metrics import Family, Labels
 from penstock.gateway.responses import Answer, error_answer
 from penstock.gateway.streams import is_event_stream
+from penstock.spec.gateway import Price
 from penstock.wire.http1 import Headers, RequestHead, ResponseHead, find_header
 
 Watch = BodyWatch | StreamWatch | StreamStrip

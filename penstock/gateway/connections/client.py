@@ -16,8 +16,8 @@ import time
 from collections.abc import Callable
 from typing import Final, Literal, Protocol, cast
 
-from penstock.gateway.config import Limits
 from penstock.gateway.responses import Answer, error_answer, own_headers
+from penstock.spec.gateway import Limits
 from penstock.text import KIB, MIB
 from penstock.wire.http1 import (
     CONTINUE,

@@ -18,8 +18,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from penstock.errors import UserError
-from penstock.gateway.config import UNIX, Address, Limits
+from penstock.gateway.config import UNIX, Address
 from penstock.gateway.connections.client import ClientConnection, Handler
+from penstock.spec.gateway import Limits
 from penstock.wire.http1 import RequestHead, parse_request
 
 BACKLOG = 1024

@@ -10,9 +10,9 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
-PolicyName = Literal["least-load", "prefix", "round-robin", "sticky"]
+from penstock.spec.gateway import PolicyName
 
 # A replica takes at most this times its fair share of the load before a key goes to its next choice.
 # Mirrokni, Thorup, Zadimoghaddam: Consistent Hashing with Bounded Loads, https://arxiv.org/abs/1608.01350

@@ -12,7 +12,8 @@ from typing import Final, Literal, NamedTuple, Protocol
 from penstock.errors import UserError
 from penstock.gateway.config import Address, ServedModel, parse_url
 from penstock.gateway.routing.health import Health
-from penstock.gateway.routing.policies import PolicyName, choose
+from penstock.gateway.routing.policies import choose
+from penstock.spec.gateway import PolicyName
 from penstock.wire.announcement import Announcement, EngineLoad, GatewayView, Progress, ReplicaView
 
 ModelState = Literal["ready", "loading", "unavailable"]

@@ -11,10 +11,11 @@ import logging
 import time
 from collections.abc import Sequence
 
-from penstock.gateway.config import Address, Upstream, host_header, parse_url
+from penstock.gateway.config import Address, host_header, parse_url
 from penstock.gateway.connections.engine import Pool, UpstreamError, call
 from penstock.gateway.routing.queue import WaitingQueue
 from penstock.gateway.routing.replicas import ReplicaTable
+from penstock.spec.gateway import Upstream
 from penstock.wire.announcement import Announcement, ReplicaState
 from penstock.wire.http1 import write_request_head
 
@@ -101,9 +102,9 @@ class StaticUpstreams:
 
     def _announce(self, name: str, upstream: Upstream, state: ReplicaState, problem: Exception | None) -> None:
         reason = str(problem) if problem else None
+        model = self._replicas.resolve(upstream.model)
+        assert model is not None
         now = time.monotonic()
-        self._replicas.announce(
-            Announcement(name, upstream.model, state, LEASE_S, url=upstream.url, reason=reason), now
-        )
+        self._replicas.announce(Announcement(name, model, state, LEASE_S, url=upstream.url, reason=reason), now)
         if state == "ready":
-            self._queue.wake(upstream.model)
+            self._queue.wake(model)

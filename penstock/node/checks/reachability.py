@@ -2,14 +2,16 @@
 
 Start `python -m penstock.node.checks.reachability` on all nodes at once.
 
-Every node opens a door (`rendezvous.Door`) on the same port for some seconds and knocks at the addresses of all
-others, again and again, since they do not start in the same moment. Prints JSON.
+Every node listens on the same port for some seconds and connects to the addresses of all others, again and again,
+since they do not start in the same moment. Prints JSON.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
+import socket
 import sys
 import threading
 import time
@@ -17,9 +19,9 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from penstock.node.group.rendezvous import knock, open_door
-
 _EVERY_S = 0.5
+_TIMEOUT_S = 3.0
+_NONCE_BYTES = 32
 
 
 class Reached(msgspec.Struct, frozen=True):
@@ -30,8 +32,50 @@ class Reached(msgspec.Struct, frozen=True):
 
 
 def nonce_of(secret: str, rank: int) -> str:
-    """What the door of that rank says: told to nobody, known to all that share the secret."""
-    return hashlib.sha256(f"{secret}:{rank}".encode()).hexdigest()[:32]
+    """What the probe server of that rank sends; every node that has the secret knows it."""
+    return hashlib.sha256(f"{secret}:{rank}".encode()).hexdigest()[:_NONCE_BYTES]
+
+
+class ProbeServer:
+    """Listens on all addresses of this node and sends its nonce: proof that an address leads here and nowhere else.
+
+    Two machines may have the same private address (a container bridge); the nonce tells them apart.  Raises OSError
+    where the port is taken.
+    """
+
+    def __init__(self, port: int, nonce: str) -> None:
+        self._nonce = nonce.encode()
+        self._socket = socket.create_server(("0.0.0.0", port), backlog=64)
+        self.port: int = self._socket.getsockname()[1]
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def close(self) -> None:
+        # A thread in accept() keeps the socket open after close() alone.
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:
+                return
+            with contextlib.suppress(OSError), connection:
+                connection.settimeout(_TIMEOUT_S)
+                connection.sendall(self._nonce)
+
+
+def probe(address: str, port: int, nonce: str) -> float | None:
+    """Seconds for a connection to the probe server with that nonce; None when the address does not lead to it."""
+    began = time.monotonic()
+    try:
+        with socket.create_connection((address, port), _TIMEOUT_S) as connection:
+            took_s = time.monotonic() - began
+            answer = connection.recv(_NONCE_BYTES, socket.MSG_WAITALL)
+    except OSError:
+        return None
+    return took_s if answer == nonce.encode() else None
 
 
 def peers_text(peers: Mapping[int, Sequence[str]]) -> str:
@@ -44,31 +88,32 @@ def parse_peers(text: str) -> dict[int, tuple[str, ...]]:
     return {int(rank): tuple(word for word in words.split(",") if word) for rank, _, words in pairs}
 
 
-def look(rank: int, port: int, secret: str, peers: Mapping[int, Sequence[str]], seconds: float) -> Reached:
-    """Keep a door open for `seconds`, and try every address of the others meanwhile. Blocks as long."""
+def probe_all(rank: int, port: int, secret: str, peers: Mapping[int, Sequence[str]], seconds: float) -> Reached:
+    """Listen for `seconds`, and try every address of the other nodes. Blocks as long."""
     ends = time.monotonic() + seconds
-    found: dict[int, dict[str, float]] = {other: {} for other in peers}
+    times: dict[int, dict[str, float]] = {peer: {} for peer in peers}
     lock = threading.Lock()
 
-    def ask(other: int, address: str) -> None:
-        nonce = nonce_of(secret, other)
+    def try_address(peer: int, address: str) -> None:
+        nonce = nonce_of(secret, peer)
         while time.monotonic() < ends:
-            took_s = knock(address, port, nonce)
+            took_s = probe(address, port, nonce)
             if took_s is not None:
                 with lock:
-                    found[other][address] = min(took_s, found[other].get(address, took_s))
+                    times[peer][address] = min(took_s, times[peer].get(address, took_s))
             time.sleep(_EVERY_S)
 
     try:
-        with open_door(port, nonce_of(secret, rank)):
-            for other, addresses in peers.items():
-                for address in addresses:
-                    threading.Thread(target=ask, args=(other, address), daemon=True).start()
-            time.sleep(seconds)
+        server = ProbeServer(port, nonce_of(secret, rank))
     except OSError as exc:
         return Reached(error=f"cannot listen on port {port}: {exc.strerror}")
+    with contextlib.closing(server):
+        for peer, addresses in peers.items():
+            for address in addresses:
+                threading.Thread(target=try_address, args=(peer, address), daemon=True).start()
+        time.sleep(seconds)
     with lock:
-        return Reached({other: dict(times) for other, times in found.items()})
+        return Reached({peer: dict(row) for peer, row in times.items()})
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -82,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if options.rank not in options.peers:  # this node is not among those that answered before
         return 0
-    reached = look(options.rank, options.port, options.secret, options.peers, options.seconds)
+    reached = probe_all(options.rank, options.port, options.secret, options.peers, options.seconds)
     sys.stdout.write(msgspec.json.encode(reached).decode() + "\n")
     return 0
 

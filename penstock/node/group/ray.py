@@ -1,4 +1,4 @@
-"""Ray under one replica: a cluster of its own, with own ports and an own folder, gone when the replica is.
+"""Ray under one replica: a private cluster with private ports and folder, which ends with the replica.
 
     python -m penstock.node.group.ray ADDRESS N_NODES GPUS_EACH TIMEOUT_S
 
@@ -32,7 +32,7 @@ _POLL_S = 0.3
 
 
 def environment(address: str, folder: str) -> dict[str, str]:
-    """For Ray's processes and for vLLM: this cluster and no other, and no word to anybody outside."""
+    """For Ray's processes and for vLLM: use this cluster alone, and send no usage reports."""
     return {
         "RAY_ADDRESS": address,
         "RAY_TMPDIR": folder,
@@ -43,23 +43,23 @@ def environment(address: str, folder: str) -> dict[str, str]:
     }
 
 
-def start(plan: Plan, made: Formation, rank: int, folder: str, base: Command) -> Command:
+def start(plan: Plan, formation: Formation, rank: int, folder: str, base: Command) -> Command:
     """The Ray process of a node: the head on rank 0, else one that joins it. `base`: the engine's own command, whose
     environment Ray's workers must have."""
-    spot, n_gpus = made.spots[rank], plan.ranks_each
+    node, n_gpus = formation.nodes[rank], plan.ranks_each
     argv = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
-    argv += ["--node-ip-address", spot.address, "--temp-dir", folder, "--num-gpus", str(n_gpus)]
+    argv += ["--node-ip-address", node.address, "--temp-dir", folder, "--num-gpus", str(n_gpus)]
     argv += ["--num-cpus", str(n_gpus + 1), "--object-store-memory", str(_OBJECT_STORE_BYTES)]
     argv += ["--min-worker-port", "0", "--max-worker-port", "0", "--log-color", "false"]
     for name in _PORTS:
-        argv += [name, str(free_port(spot.address))]
+        argv += [name, str(free_port(node.address))]
     if rank == 0:
-        argv += ["--head", "--port", str(made.ray_port), "--ray-client-server-port", str(free_port(spot.address))]
+        argv += ["--head", "--port", str(formation.ray_port), "--ray-client-server-port", str(free_port(node.address))]
         dashboard = plan.ray_dashboard_host
         argv += ["--dashboard-host", dashboard, "--dashboard-port", str(free_port(dashboard))]
     else:
-        argv += ["--address", f"{made.head.address}:{made.ray_port}"]
-    env = {**base.env, **environment(f"{made.head.address}:{made.ray_port}", folder)}
+        argv += ["--address", f"{formation.head.address}:{formation.ray_port}"]
+    env = {**base.env, **environment(f"{formation.head.address}:{formation.ray_port}", folder)}
     del env["RAY_ADDRESS"]  # `ray start` is told by its flags, and refuses a head with an address
     return Command(tuple(argv), env, base.files)
 
@@ -70,13 +70,13 @@ def check(address: str, n_nodes: int, gpus_each: int, timeout_s: float) -> Comma
     return Command(tuple(argv))
 
 
-def placement(told: str) -> dict[str, Any]:
+def placement(output: str) -> dict[str, Any]:
     """The check's answer from its output: {"hosts": [address of each rank]} or {"problem": why}."""
-    for line in reversed(told.splitlines()):
+    for line in reversed(output.splitlines()):
         if line.startswith("{"):
-            found: dict[str, Any] = json.loads(line)
-            return found
-    return {"problem": "the check of Ray's placement said nothing:\n" + "\n".join(told.splitlines()[-10:])}
+            answer: dict[str, Any] = json.loads(line)
+            return answer
+    return {"problem": "the check of Ray's placement printed nothing:\n" + "\n".join(output.splitlines()[-10:])}
 
 
 def _check(address: str, n_nodes: int, gpus_each: int, timeout_s: float) -> dict[str, Any]:
@@ -107,8 +107,8 @@ def _check(address: str, n_nodes: int, gpus_each: int, timeout_s: float) -> dict
 
 
 def _why_short(alive: Sequence[Mapping[str, Any]], n_nodes: int, gpus_each: int, timeout_s: float) -> str:
-    told = ", ".join(f"{n['NodeManagerAddress']} with {n['Resources'].get('GPU', 0):.0f} GPUs" for n in alive)
-    return f"Ray shows {told or 'no node'} after {timeout_s:.0f} s; {n_nodes} nodes with {gpus_each} each are needed"
+    nodes = ", ".join(f"{n['NodeManagerAddress']} with {n['Resources'].get('GPU', 0):.0f} GPUs" for n in alive)
+    return f"Ray shows {nodes or 'no node'} after {timeout_s:.0f} s; {n_nodes} nodes with {gpus_each} each are needed"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -116,11 +116,11 @@ def main(argv: Sequence[str]) -> int:
     address, n_nodes, gpus_each, timeout_s = argv
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
-        found = _check(address, int(n_nodes), int(gpus_each), float(timeout_s))
+        answer = _check(address, int(n_nodes), int(gpus_each), float(timeout_s))
     except (RuntimeError, ConnectionError, TimeoutError, ValueError, OSError, ImportError) as exc:
-        found = {"problem": f"could not reach Ray at {address}: {' '.join(str(exc).split())[:400]}"}
-    sys.stdout.write(json.dumps(found) + "\n")
-    return 1 if "problem" in found else 0
+        answer = {"problem": f"could not reach Ray at {address}: {' '.join(str(exc).split())[:400]}"}
+    sys.stdout.write(json.dumps(answer) + "\n")
+    return 1 if "problem" in answer else 0
 
 
 if __name__ == "__main__":

@@ -17,15 +17,13 @@ from penstock.planner.engine_versions import EngineProfile
 from penstock.planner.memory import overhead as overhead_
 from penstock.planner.memory.kv_blocks import CacheSettings, Group, KvPlan, groups_of, kv_plan
 from penstock.planner.memory.kv_pages import caches_of
-from penstock.planner.memory.measured import Measurement
-from penstock.planner.memory.overhead import Measured, Overhead, RunSettings
+from penstock.planner.memory.measured import MemoryMeasurement
+from penstock.planner.memory.overhead import Overhead, RunSettings
 from penstock.planner.memory.tensors import split_layers
 from penstock.planner.memory.weights import Capability, Ledger, RankWeights, rank_weights
-from penstock.planner.ranges import Range
+from penstock.planner.ranges import ZERO, Range, exact
 from penstock.spec.deployment import Parallel
 from penstock.text import GIB
-
-_BF16_SINCE = (8, 0)
 
 
 class Case(msgspec.Struct, frozen=True):
@@ -42,7 +40,7 @@ class Case(msgspec.Struct, frozen=True):
     total_bytes: int
     utilization: float
     available_kv_bytes: tuple[int, ...] = ()
-    measured: Mapping[Parallel, Measurement] = {}
+    measured: Mapping[Parallel, MemoryMeasurement] = {}
 
     @property
     def budget_bytes(self) -> int:
@@ -85,20 +83,23 @@ def capability(gpu: GpuFacts) -> Capability | None:
     return int(major), int(minor)
 
 
-def measured_overhead(estimate: Overhead, measurement: Measurement, weights_bytes: int) -> Overhead:
+def measured_overhead(estimate: Overhead, measurement: MemoryMeasurement, weights_bytes: int) -> Overhead:
     """The overhead as an engine reported it, beside the weights that planning counts.
 
-    What it consumed beyond those is non-torch memory, so that the KV cache comes out as the engine had it.
+    What it consumed beyond those is non-torch memory, NCCL's part included, so that the KV cache comes out as the
+    engine had it.
     """
     assert measurement.consumed_gib is not None and measurement.peak_gib is not None, "asked only when it has parts"
     # The estimate for graphs is printed also when it was switched off, and is then not in the peak.
     graphs_gib = min(measurement.graphs_gib, measurement.peak_gib)
-    measured = Measured(
-        activation_bytes=round((measurement.peak_gib - graphs_gib) * GIB),
-        non_torch_bytes=max(0, round(measurement.consumed_gib * GIB) - weights_bytes),
-        graphs_bytes=round(graphs_gib * GIB),
+    return msgspec.structs.replace(
+        estimate,
+        activation=exact(round((measurement.peak_gib - graphs_gib) * GIB)),
+        workspace=ZERO,
+        non_torch=exact(max(0, round(measurement.consumed_gib * GIB) - weights_bytes)),
+        graphs=exact(round(graphs_gib * GIB)),
+        nccl=ZERO if estimate.nccl_in_budget else estimate.nccl,
     )
-    return overhead_.with_measured(estimate, measured)
 
 
 class Memory:
@@ -158,7 +159,7 @@ class Memory:
     def _cache_groups(self, tensor: int) -> tuple[Group, ...]:
         if tensor not in self._groups:
             arch, rules, settings = self.case.arch, self.case.rules, self.case.cache
-            self._groups[tensor] = groups_of(caches_of(arch, rules, settings, tensor), rules, settings)
+            self._groups[tensor] = groups_of(caches_of(arch, rules, settings, tensor), rules)
         return self._groups[tensor]
 
     def _fit(self, layout: Parallel) -> Fit:

@@ -73,7 +73,7 @@ def kv_plan(
     NotModelled for what it cannot state, UserError for heads that cannot be cut.
     """
     if groups is None:
-        groups = groups_of(caches_of(arch, rules, settings, layout.tensor), rules, settings)
+        groups = groups_of(caches_of(arch, rules, settings, layout.tensor), rules)
     stages = split_layers(arch.n_layers, layout.pipeline)
     _check_sharing(arch, stages)
     per_block = tuple(_bytes_per_block(groups, stage) for stage in stages)
@@ -210,31 +210,23 @@ def _pages(page: Page, settings: CacheSettings, n_tokens: int, batches: int) -> 
     return _ceil(n_tokens, page.block_size)
 
 
-def groups_of(caches: Sequence[Cache], rules: EngineProfile, settings: CacheSettings) -> tuple[Group, ...]:
+def groups_of(caches: Sequence[Cache], rules: EngineProfile) -> tuple[Group, ...]:
     """The caches in groups, as `get_kv_cache_groups` makes them; none for a model without caches."""
-    held = tuple(_promoted(caches, rules, settings))
+    held = tuple(caches)
     if not held:
         return ()
+    kinds = {cache.page.kind for cache in held}
+    if "chunked" in kinds and "full" in kinds and not rules.chunked_windows:
+        held = tuple(msgspec.structs.replace(c, page=_as_full(c.page)) for c in held)
     if len(_buckets(held)) == 1:
         return (Group(held),)
     if _is_of_one_type(held):
         return (Group(held, has_own_pages=True),)
-    if not rules.hybrid_manager:
-        raise not_modelled("engine version", rules.version, "mixed caches are modelled since vLLM 0.9.1")
     return _groups_of_equal_pages(_with_equal_pages(held), rules)
 
 
-def _promoted(caches: Sequence[Cache], rules: EngineProfile, settings: CacheSettings) -> list[Cache]:
-    """Windows charged as full attention, where the version or a flag has no hybrid manager (or V0, always)."""
-    kinds = {cache.page.kind for cache in caches}
-    has_manager = rules.hybrid_manager and settings.has_hybrid_manager
-    if "chunked" in kinds and not rules.chunked_windows:
-        has_manager = False
-    if has_manager or (rules.generation == "V1" and "full" not in kinds):
-        return list(caches)
-    if "state" in kinds and len(kinds) > 1:
-        raise not_modelled("option", "--disable-hybrid-kv-cache-manager", "models with states need the manager")
-    return [msgspec.structs.replace(c, page=msgspec.structs.replace(c.page, kind="full", window=None)) for c in caches]
+def _as_full(page: Page) -> Page:
+    return msgspec.structs.replace(page, kind="full", window=None)
 
 
 def _buckets(caches: Sequence[Cache]) -> list[list[Cache]]:
@@ -300,10 +292,9 @@ def _block_size(groups: Sequence[Group]) -> int:
 def _printed_tokens(
     groups: Sequence[Group], rules: EngineProfile, settings: CacheSettings, blocks: int, concurrency: float
 ) -> int:
-    if rules.size_print == "concurrency" or not groups:
+    if rules.prints_concurrency or not groups:
         return int(concurrency * settings.max_model_len)
-    smallest = min(group.caches[0].page.block_size for group in groups)
-    return blocks // (len(groups) if rules.size_print == "blocks-by-group" else 1) * smallest
+    return blocks // len(groups) * min(group.caches[0].page.block_size for group in groups)
 
 
 def _longest(fits: Callable[[int], bool], limit: int) -> int:

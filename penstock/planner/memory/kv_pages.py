@@ -31,7 +31,7 @@ class CacheSettings(msgspec.Struct, frozen=True):
     """What the engine is told about its cache. `kv_cache_dtype` "auto": the model's; `block_size` None: the back end's.
 
     `kv_cache_dtype` must already be "fp8" for a checkpoint whose quantisation says so. `compute_capability` is (9, 0)
-    for Hopper; None reads as Hopper or older. `has_hybrid_manager` False is --disable-hybrid-kv-cache-manager.
+    for Hopper; None reads as Hopper or older.
     """
 
     max_model_len: int
@@ -40,7 +40,6 @@ class CacheSettings(msgspec.Struct, frozen=True):
     block_size: int | None = None
     prefix_caching: bool = True
     compute_capability: tuple[int, int] | None = None
-    has_hybrid_manager: bool = True
 
     @property
     def is_blackwell(self) -> bool:
@@ -177,8 +176,6 @@ def caches_of(arch: Architecture, rules: EngineProfile, settings: CacheSettings,
     page_of_state = max((state_bytes(s, arch.dtype, tensor) for s in _states(arch)), default=0)
     first = next((layer.attention for layer in arch.layers if layer.attention is not None), None)
     state_page = page_of_state
-    if page_of_state and not rules.has_states:
-        raise not_modelled("engine version", rules.version, "models with states are modelled since vLLM 0.10")
     if page_of_state and first is not None:
         per_token = attention_bytes(first, arch.dtype, settings, tensor)
         step = max(tokens, _MLA_HYBRID_BLOCK) if first.kind == "mla" else tokens
@@ -235,11 +232,9 @@ def _pages(
         return []
     per_token = attention_bytes(attention, arch.dtype, settings, tensor)
     if attention.kind == "mla":
-        if not rules.has_mla:
-            raise not_modelled("engine version", rules.version, "MLA is modelled since vLLM 0.7.1")
         pages = [Page("full", tokens, per_token * tokens, shape=(1, per_token), is_mla=True)]
         if attention.index_dim:
-            if rules.generation == "V0" or not rules.graphs_in_budget:
+            if not rules.has_sparse_attention:
                 raise not_modelled("engine version", rules.version, "sparse attention is modelled since vLLM 0.21")
             entry = attention.index_dim + attention.index_dim // _INDEX_SCALE_GROUP * 4
             pages.append(Page("full", tokens, entry * tokens, shape=(1, entry), is_mla=True))

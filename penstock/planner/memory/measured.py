@@ -18,7 +18,7 @@ from penstock.spec.deployment import Parallel
 _WORTH_SAYING = 0.05
 
 
-class Measurement(msgspec.Struct, frozen=True):
+class MemoryMeasurement(msgspec.Struct, frozen=True):
     """One start: its `day` ("2026-11-20", UTC), the engine's own numbers of its tightest GPU, in GiB.
 
     `planned_kv_gib` is what was expected of `kv_cache_gib` before that start.

@@ -31,7 +31,7 @@ Capability = tuple[int, int]
 
 
 class RankWeights(msgspec.Struct, frozen=True):
-    """What one rank of a class holds, in bytes. `n_ranks` GPUs are in the class; layers first to first + n - 1.
+    """What one rank of a class holds, in bytes. `n_ranks` GPUs are in the class.
 
     `weight_bytes` is everything loaded, the `expert_bytes` (routed experts) and `embedding_bytes` (embedding and head)
     in it; `rope_bytes` stands beside. `n_experts`: routed experts of one layer on this rank (parts of all without EP).
@@ -39,7 +39,6 @@ class RankWeights(msgspec.Struct, frozen=True):
 
     stage: int
     n_ranks: int
-    first_layer: int
     n_layers: int
     weight_bytes: int
     rope_bytes: int
@@ -255,7 +254,7 @@ def rank_weights(
             total, experts, embedding = (sum(one[at] for one in own) for at in range(3))
             found.append(
                 RankWeights(
-                    *(stage, n_ranks, first, counts[stage], total, rope_bytes(arch) if has_attention else 0),
+                    *(stage, n_ranks, counts[stage], total, rope_bytes(arch) if has_attention else 0),
                     expert_bytes=experts,
                     embedding_bytes=embedding,
                     n_experts=n_experts if local_experts is None else local_experts,

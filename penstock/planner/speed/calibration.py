@@ -17,7 +17,7 @@ import msgspec
 
 from penstock.errors import UserError
 from penstock.planner.speed.collectives import Fabric
-from penstock.planner.speed.estimate import Calibration, Constants, Engine, constants, estimate
+from penstock.planner.speed.estimate import WIDE_SPREAD, Calibration, Constants, Engine, constants, estimate
 from penstock.planner.speed.work import Work
 from penstock.spec.deployment import Parallel, Workload
 
@@ -126,7 +126,7 @@ def constants_for(calibrated: Calibrated, layout: Parallel, version: str) -> Cal
     """The constants for a layout and an engine; for others than were measured they hold with the ranges left wide."""
     if not differs(calibrated, layout, version):
         return calibrated.constants
-    return msgspec.structs.replace(calibrated.constants, spread=Constants("").spread)
+    return msgspec.structs.replace(calibrated.constants, spread=WIDE_SPREAD)
 
 
 def differs(calibrated: Calibrated, layout: Parallel, version: str) -> str:

@@ -15,12 +15,10 @@ from collections.abc import Mapping
 import msgspec
 
 from penstock.hardware.catalog import AllReduce, GpuFacts, LinkFacts
-from penstock.planner.ranges import Range
+from penstock.planner.ranges import Range, exact
 
 # One hop of a collective between machines, by how NCCL drives the link; for links whose row has no measured value.
-# rdma: NCCL's own tuning model, src/graph/tuning.cc hwLat for NET: 2.7-5 (LL), 4-8.5 (LL128), 14-28 (Simple).
-# efa: an estimate, RDMA-like verbs with a longer path. tcp: an estimate: 370 us were measured over pods (see below), of
-# which an overlay's encapsulation is a few tens; no public measurement of vLLM over plain TCP was found.
+# rdma: NCCL's tuning model (src/graph/tuning.cc, hwLat for NET). efa, tcp: estimates.
 _HOP_US: Mapping[str, Range] = {
     "nvlink": Range(1, 2, 4),
     "pcie": Range(2, 4, 8),
@@ -28,23 +26,16 @@ _HOP_US: Mapping[str, Range] = {
     "efa": Range(10, 25, 60),
     "tcp": Range(60, 330, 580),
 }
-# Where in the measured interval of a row the likely value lies, by who starts the collective. The two seeds that
-# measured 370-580 us over pods ran engines without CUDA graphs: each collective is enqueued by Python and the CPU while
-# the network waits, and 0.65 (506 us) gives s2-20's seconds at TP 1, 2 and 4. In a captured graph the GPU starts the
-# next one itself, so what was measured is an upper bound and the low end is likely.
+# Where in the measured interval of a row the likely value lies: without CUDA graphs, where Python starts each
+# collective while the network waits, and in a captured graph.
 _EAGER_SHARE, _CAPTURED_SHARE = 0.65, 0.0
 # A measured hop was measured with a message of this size (8 x 5120 x 2 bytes): only what is beyond it costs bandwidth.
 _MEASURED_BYTES = 80 * 1024
 # A network that nobody named: ten-gigabit Ethernet over TCP.
 _UNKNOWN_GBS = 1.25
-# Added to a table's time where the collective stands inside a model's step: launch and waiting for the slowest rank.
-# The 1,328-point fit of sizing.md has 13.5 us in all, of which 4.4-5.2 are the kernel's. But Qwen3-32B on one host of 8
-# (TP 1, 2, 8: 13.4, 8.9, 4.5 ms a step; aiconfigurator fpm_golden_runs, vLLM 0.20.1) leaves 8-9 in all on a card whose
-# table says 7.3-8.2, and gpt-oss-120b at TP 8 on H100 (3.7 ms, InferenceX issue 828) 6-8 where it says 5.2.
-_IN_STEP_US = 1.5
-_FITTED_US, _KERNEL_US = 13.5, 5.0
-# Bandwidth inside a step against the nominal link rate (sizing.md section 5).
-COMM_EFFICIENCY = 0.61
+_IN_STEP_US = 1.5  # on top of a table's time inside a model's step: launch, and waiting for the slowest rank
+_FITTED_US, _KERNEL_US = 13.5, 5.0  # the fit's all-reduce in all, and the kernel's part of it
+COMM_EFFICIENCY = 0.61  # bandwidth inside a step against the nominal link rate
 _SMALL, _MIDDLE = 16 * 1024, 2**20
 
 
@@ -128,12 +119,7 @@ def allreduce_us(fabric: Fabric, n_ranks: int, n_bytes: float, n_groups: int = 1
     hop, n_hops = hop_us(fabric, is_captured=is_captured), collective_hops(n_domains)
     is_measured = fabric.network is not None and fabric.network.step_latency_us is not None
     beyond = max(0.0, n_bytes - _MEASURED_BYTES) if is_measured else n_bytes
-    passing = beyond * 2 * (n_domains - 1) / n_domains / (node_gbs(fabric) * 1e3)
-    return Range(
-        inside.low + hop.low * n_hops + passing,
-        inside.likely + hop.likely * n_hops + passing,
-        inside.high + hop.high * n_hops + passing,
-    )
+    return inside + hop * n_hops + exact(beyond * 2 * (n_domains - 1) / n_domains / (node_gbs(fabric) * 1e3))
 
 
 def collective_hops(n: int) -> int:
@@ -156,11 +142,7 @@ def all_to_all_us(fabric: Fabric, n_ranks: int, n_bytes: float, *, is_captured: 
         return Range(0.7 * start + inside, start + inside, 2 * start + inside)
     leaving = n_bytes * fabric.domain_gpus * (n_domains - 1) / n_domains / (node_gbs(fabric) * 1e3)
     hop = hop_us(fabric, is_captured=is_captured)
-    return Range(
-        start + inside + leaving + hop.low,
-        start + inside + leaving + 2 * hop.likely,
-        start + inside + leaving + 2 * hop.high,
-    )
+    return Range(hop.low, 2 * hop.likely, 2 * hop.high) + exact(start + inside + leaving)
 
 
 def send_us(fabric: Fabric, n_bytes: float, *, is_between_nodes: bool) -> Range:
@@ -169,8 +151,7 @@ def send_us(fabric: Fabric, n_bytes: float, *, is_between_nodes: bool) -> Range:
         start = _table(fabric.gpu).us_16KiB[2]
         rate = _table(fabric.gpu).bus_gbs_large[2] * 1e3
         return Range(start + n_bytes / rate, start + _IN_STEP_US + n_bytes / rate, 3 * start + n_bytes / rate)
-    hop, passing = hop_us(fabric), n_bytes / (node_gbs(fabric) * 1e3)
-    return Range(hop.low + passing, hop.likely + passing, hop.high + passing)
+    return hop_us(fabric) + exact(n_bytes / (node_gbs(fabric) * 1e3))
 
 
 def n_boundaries_between_nodes(fabric: Fabric, tensor: int, pipeline: int) -> int:

@@ -6,11 +6,8 @@ Closed loop at concurrency C over dp data ranks: B = C / dp requests run. Most s
 B - 1 prompts of others are read in, and everyone waits for them; of p a step on average, 1 - exp(-p) steps have one:
     TPOT = (1 - share) x step(B) + share x step(B and prompts)
     TTFT = c + steps waited for + prefill(input) x (1 + queue), and with all others at once + half of their prefills
-The form and its constants were fitted on 1,328 measured vLLM points (sizing.md section 5: TPOT median error 17%, TTFT
-30%, with TTFT = 37 ms + prefill x (2 + 0.07 C), of which 0.07 C is the benchmark's first wave: all C prompts at once, a
-tenth of all). Constants moved where measured steps said so; each carries where it is from.
-docs/measurements/plan-speed.md compares with every published point we have. Without calibration all
-ranges are wide on purpose.
+docs/measurements/plan-speed.md says where each constant is from, and compares with every published point we have.
+Without calibration all ranges are wide on purpose.
 """
 
 from __future__ import annotations
@@ -21,15 +18,14 @@ from collections.abc import Mapping
 import msgspec
 
 from penstock.hardware.catalog import GpuFacts
-from penstock.planner.engine_versions import parse_version
-from penstock.planner.ranges import ZERO, Range
+from penstock.planner.engine_versions import NEWEST, profile
+from penstock.planner.ranges import ZERO, Range, highest, total
 from penstock.planner.speed import work as work_
-from penstock.planner.speed.collectives import (
-    COMM_EFFICIENCY as COMM_EFFICIENCY,  # one place to import every constant from
-)
 from penstock.planner.speed.collectives import Fabric, all_to_all_us, allreduce_us, n_boundaries_between_nodes, send_us
 from penstock.planner.speed.work import Step, Work
 from penstock.spec.deployment import Parallel, Workload
+
+WIDE_SPREAD = (0.75, 1.3)
 
 
 class Constants(msgspec.Struct, frozen=True):
@@ -63,7 +59,7 @@ class Constants(msgspec.Struct, frozen=True):
     wave_share: float = 0.14
     wait_steps: float = 2.5
     is_captured: bool = True
-    spread: tuple[float, float] = (0.75, 1.3)
+    spread: tuple[float, float] = WIDE_SPREAD
 
 
 class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -85,7 +81,7 @@ class Engine(msgspec.Struct, frozen=True):
     """How the engine runs, as far as speed knows. `max_running`: what KV cache and max_num_seqs let run at once on one
     data rank (None: the workload's concurrency fits)."""
 
-    version: str = "0.33"
+    version: str = NEWEST
     is_eager: bool = False
     cache_dtype_bytes: float = 2.0
     max_num_batched_tokens: int = 8192
@@ -113,69 +109,37 @@ class Speed(msgspec.Struct, frozen=True):
     tpot_wave_ms: Range = ZERO
 
 
-_FIT = "fit on 1,328 vLLM points, sizing.md section 5"
-# By GPU generation. The fit itself is Hopper and Blackwell together.
+_FIT = "fit on 1,328 vLLM points"
+_ESTIMATE = "estimate from the Hopper fit"
+# By GPU generation. The fit itself is Hopper and Blackwell together; the others are estimates, not measured.
 _GENERATION: Mapping[str, Constants] = {
-    # Compute: the fit's 0.51 is dense layers and experts together. Qwen2.5-72B bf16 at TP 2 on H100 reads 1024 tokens
-    # in 121 ms and a fixed part, 0.6 of the peak (tt-inference-server issue 143); experts are slower, 0.23 (Kimi-K2.5).
     "hopper": Constants(_FIT + "; dense compute from Qwen2.5-72B on H100, vLLM 0.8"),
-    # Qwen3-32B bf16 at TP 1, 2 and 8 on one Blackwell host, vLLM 0.20.1 (aiconfigurator fpm_golden_runs; the card is
-    # not named, but 4.8 TB/s at TP 1 and 1,330 TFLOPS leave only a B200's like): the slope over TP gives 0.75 of
-    # 7.7 TB/s and 30 us a layer 5120 wide; prefill of 1024 and 4096 tokens 0.6 of the peak.
     "blackwell": Constants(
         _FIT + "; memory, compute and dense layers from forward passes of Qwen3-32B, vLLM 0.20.1",
         memory_efficiency=0.75,
         compute_efficiency=0.6,
         dense_layer_us=42.0,
     ),
-    # Estimates: no measured points. Older memory systems reach less of their nominal rate, older tensor cores more of
-    # theirs (A100: 0.8 of 2,039 GB/s in copies).
-    "ampere": Constants("estimate from the Hopper fit", memory_efficiency=0.82, compute_efficiency=0.55),
-    "ada": Constants("estimate from the Hopper fit", memory_efficiency=0.85, compute_efficiency=0.5),
-    "volta": Constants("estimate from the Hopper fit", memory_efficiency=0.8, compute_efficiency=0.5),
-    "turing": Constants("estimate from the Hopper fit", memory_efficiency=0.8, compute_efficiency=0.45),
+    "ampere": Constants(_ESTIMATE, memory_efficiency=0.82, compute_efficiency=0.55),
+    "ada": Constants(_ESTIMATE, memory_efficiency=0.85, compute_efficiency=0.5),
+    "volta": Constants(_ESTIMATE, memory_efficiency=0.8, compute_efficiency=0.5),
+    "turing": Constants(_ESTIMATE, memory_efficiency=0.8, compute_efficiency=0.45),
 }
 _UNKNOWN = Constants(
     "estimate: an unknown generation", memory_efficiency=0.7, compute_efficiency=0.4, spread=(0.65, 1.6)
 )
-
-# Without CUDA graphs every kernel is started by the CPU. s2-20: 13B at TP 1 took 35.5 ms a step where bytes need 20.4:
-# 15 ms / 40 layers = 375 us; with 350 the TP 2 and TP 4 rows of the same table come out too.
-_EAGER_LAYER_US = 350.0
-# The largest batch that has a CUDA graph: config/vllm.py, min(2 x max_num_seqs, 512).
-_CAPTURED_TOKENS = 512
-# Of a dense layer's overhead, what would be left without any width by the slope between 8192 and 5120.
-_WIDTHLESS_SHARE = 0.2
+_CALIBRATED_SPREAD = (0.9, 1.12)
+_EAGER_LAYER_US = 350.0  # without CUDA graphs the CPU starts every kernel
+_CAPTURED_TOKENS = 512  # the largest batch that has a CUDA graph: config/vllm.py, min(2 x max_num_seqs, 512)
+_WIDTHLESS_SHARE = 0.2  # of a dense layer's overhead, by the slope between 8192 and 5120
 _MOST_CHUNKS = 256
-# vLLM had no CUDA graphs before 0.2.6 (release notes).
-_FIRST_WITH_GRAPHS = (0, 2, 6)
-# The fixed part by engine generation: V0's scheduler ran between the steps (to 0.7), V1 runs it in another process, and
-# async scheduling (default since 0.14) overlaps it. Estimates; the fit is on versions with async scheduling.
-_STEP_US: tuple[tuple[tuple[int, int], float], ...] = (((0, 8), 2500.0), ((0, 14), 900.0))
-
-# Before mixtures' small kernels were fused: DeepSeek-R1 on eight H200 with vLLM 0.10 took 15.9 ms a step alone, where
-# Kimi-K2.5, as deep, takes 11 with four times the tokens on 0.20. How it divides into experts and MLA is an estimate.
-_FIRST_FUSED = (0, 12)
-_UNFUSED_MOE_US, _UNFUSED_MLA_US = 105.0, 75.0
-
 # What kernels that unpack four bits reach of the others' bandwidth, reading the few experts that a step chose.
-# Kimi-K2.5 with int4 experts at TP 8 on B200 and H200, InferenceX, vLLM 0.17 to 0.20.
 _EXPERT_MEMORY: Mapping[str, float] = {"int4": 0.6, "awq": 0.6, "gptq": 0.6}
-
-# c of a lone request is 8 ms of 37: Llama-3.1-8B on H100 14.0 ms to the first of its 6.5 ms tokens (yobitelcomm/bench).
-_ALONE = 0.78
-# A prompt that is read in beside running requests shares its steps with their decodes and is cut where another prompt
-# has filled the step's budget. The 1,328-point fit has 2 + 0.07 C prefills in all (2.3 at four requests), of which
-# queue and wave explain 1.3: the rest, rounded down, since the fit's prefill had no kernel starts of long steps in it.
+_ALONE = 0.78  # of c, what a lone request does not pay
+# A prompt beside running requests shares its steps with their decodes, and is cut where another has filled the budget.
 _BESIDE = 0.4
 # The longest queue of prompts that is believed, in prompts: beyond it requests wait for each other and not at random.
 _MOST_QUEUE = 1.0
-
-# Steps that a first token waits for beside its own: half of the one under way and the one that is scheduled already;
-# with async scheduling (default since 0.14) also the one during which its token is handed out.
-_FIRST_ASYNC = (0, 14)
-_WAIT_STEPS_BEFORE = 1.5
-
 _PEAK_BY_WEIGHTS: Mapping[str, tuple[str, ...]] = {
     "fp8": ("fp8", "bf16", "fp16"),
     "fp8-block": ("fp8", "bf16", "fp16"),
@@ -186,43 +150,40 @@ _PEAK_BY_WEIGHTS: Mapping[str, tuple[str, ...]] = {
 
 def constants(gpu: GpuFacts, engine: Engine, calibration: Calibration | None = None) -> Constants:
     """The constants for this card and engine; measured ones win, and make the ranges narrow."""
-    found = _GENERATION.get(gpu.generation, _UNKNOWN)
-    version = parse_version(engine.version)
-    step_us = next((us for before, us in _STEP_US if version < before), found.step_us)
-    wait_steps = found.wait_steps if version >= _FIRST_ASYNC else _WAIT_STEPS_BEFORE
-    found = msgspec.structs.replace(found, step_us=step_us, wait_steps=wait_steps)
-    if version < _FIRST_FUSED:
-        found = msgspec.structs.replace(
-            found, moe_layer_us=max(found.moe_layer_us, _UNFUSED_MOE_US), mla_layer_us=_UNFUSED_MLA_US
-        )
-    if engine.is_eager or version < _FIRST_WITH_GRAPHS:
-        found = msgspec.structs.replace(
-            found,
+    known, rules = _GENERATION.get(gpu.generation, _UNKNOWN), profile(engine.version)
+    known = msgspec.structs.replace(
+        known,
+        step_us=rules.step_us,
+        wait_steps=rules.wait_steps,
+        moe_layer_us=max(known.moe_layer_us, rules.least_moe_layer_us),
+        mla_layer_us=rules.mla_layer_us,
+    )
+    if engine.is_eager:
+        known = msgspec.structs.replace(
+            known,
             dense_layer_us=_EAGER_LAYER_US,
             moe_layer_us=_EAGER_LAYER_US * 1.5,
             long_dense_layer_us=_EAGER_LAYER_US,
             long_moe_layer_us=_EAGER_LAYER_US * 1.5,
             narrow_share=1.0,
             is_captured=False,
-            source=found.source + "; without CUDA graphs",
+            source=known.source + "; without CUDA graphs",
         )
     if calibration is None:
-        return found
+        return known
     measured = {
         name: value
         for name in calibration.__struct_fields__
         if name != "source" and (value := getattr(calibration, name)) is not None
     }
-    narrow = {"spread": (0.9, 1.12), "source": calibration.source} if measured else {}
-    return msgspec.structs.replace(found, **{**narrow, **measured})
+    narrow = {"spread": _CALIBRATED_SPREAD, "source": calibration.source} if measured else {}
+    return msgspec.structs.replace(known, **{**narrow, **measured})
 
 
 def layer_us(known: Constants, hidden: int, *, is_moe: bool) -> float:
     """Overhead of one layer: in full at 8192 hidden, narrower models start the same kernels but finish them sooner.
 
-    Hopper, dense: 54 us at 8192, 38 at 5120, 34 at 4096 and below: starting kernels takes what it takes (Qwen3-0.6B, 28
-    layers 1024 wide, 1.72 ms a token on our H200, of which its bytes are 0.3). A mixture's kernels are many and small
-    at any width: 62 us (Qwen3.6-35B-A3B, 2048 wide, on one Blackwell: 65 measured).
+    Hopper, dense: 54 us at 8192, 38 at 5120, 34 at 4096 and below. A mixture's kernels are many and small at any width.
     """
     if is_moe:
         return known.moe_layer_us
@@ -231,11 +192,7 @@ def layer_us(known: Constants, hidden: int, *, is_moe: bool) -> float:
 
 
 def overhead_us(known: Constants, work: Work, n_tokens: float) -> float:
-    """All layers' overhead and the fixed part of a step. Beyond the captured sizes it pays the CPU's kernel starts.
-
-    Measured on Blackwell: Qwen3-32B 6 ms of 64 layers at 1024 tokens whatever TP, Qwen3.6-35B-A3B (30 of 40 layers with
-    GDN states) 28 ms.
-    """
+    """All layers' overhead and the fixed part of a step. Beyond the captured sizes it pays the CPU's kernel starts."""
     n_moe = work.n_moe_layers
     n_dense = work.n_layers - n_moe
     if n_tokens <= _CAPTURED_TOKENS:
@@ -300,38 +257,37 @@ def step_time(work: Work, layout: Parallel, fabric: Fabric, step: Step, engine: 
 def comm_ms(work: Work, layout: Parallel, fabric: Fabric, n_tokens: float, *, is_captured: bool = True) -> Range:
     """Collectives of one step, in milliseconds: TP all-reduces, expert dispatch and combine, pipeline sends."""
     message = n_tokens * work.hidden * work.dtype_bytes
-    low = likely = high = 0.0
+    waits = []
     if layout.tensor > 1:
-        one = allreduce_us(fabric, layout.tensor, message, layout.pipeline * layout.data, is_captured=is_captured)
-        low, likely, high = (us * work.n_allreduces for us in (one.low, one.likely, one.high))
+        n_groups = layout.pipeline * layout.data
+        each = allreduce_us(fabric, layout.tensor, message, n_groups, is_captured=is_captured)
+        waits.append(each * work.n_allreduces)
     group = layout.tensor * layout.data
     if work.n_moe_layers and group > 1 and layout.data > 1:
         # Dispatch and combine: every token goes to the ranks of its experts, at most one copy a rank.
         copies = min(max(layer.top_k for layer, _ in work.layers), group)
-        one = all_to_all_us(fabric, group, message * copies / layout.tensor, is_captured=is_captured)
-        count = 2 * work.n_moe_layers
-        low, likely, high = low + one.low * count, likely + one.likely * count, high + one.high * count
+        each = all_to_all_us(fabric, group, message * copies / layout.tensor, is_captured=is_captured)
+        waits.append(each * (2 * work.n_moe_layers))
     between = n_boundaries_between_nodes(fabric, layout.tensor, layout.pipeline)
     for count, crosses in ((between, True), (layout.pipeline - 1 - between, False)):
         if count:
-            one = send_us(fabric, message / layout.tensor, is_between_nodes=crosses)
-            low, likely, high = low + one.low * count, likely + one.likely * count, high + one.high * count
-    return Range(low / 1e3, likely / 1e3, high / 1e3)
+            waits.append(send_us(fabric, message / layout.tensor, is_between_nodes=crosses) * count)
+    return total(waits) * 1e-3
 
 
 def prefill_time(
     work: Work, layout: Parallel, fabric: Fabric, n_tokens: int, engine: Engine, known: Constants
 ) -> Range:
     """One prompt alone, in ms, in chunks of max_num_batched_tokens. Of very many chunks some stand for all."""
-    total = [0.0, 0.0, 0.0]
     chunks = _chunks(n_tokens, engine.max_num_batched_tokens)
     every = math.ceil(len(chunks) / _MOST_CHUNKS)
+    times = []
     for at in range(0, len(chunks), every):
         among = chunks[at : at + every]
         done, chunk = among[len(among) // 2]
-        one = step_time(work, layout, fabric, Step(0, chunk, 0, done + chunk / 2), engine, known)
-        total = [have + len(among) * more for have, more in zip(total, _values(one.spread(known.spread)), strict=True)]
-    return Range(*total)
+        time = step_time(work, layout, fabric, Step(0, chunk, 0, done + chunk / 2), engine, known)
+        times.append(time.spread(known.spread) * len(among))
+    return total(times)
 
 
 def estimate(
@@ -354,16 +310,16 @@ def estimate(
     decode, tpot = _tpot(loop)
     busy = 1 - decode.likely_ms / tpot.likely
     ttft, steady, wave = _ttft(loop, decode.likely_ms, busy)
-    last = max(0, workload.output_tokens - 1)
-    served = Range(*(t + last * p for t, p in zip(_values(ttft), _values(tpot), strict=True)))
+    served = ttft + tpot * max(0, workload.output_tokens - 1)
     waiting = asked / running - 1
     if waiting > 0:
-        ttft = Range(*(t + waiting * s for t, s in zip(_values(ttft), _values(served), strict=True)))
-    per_s = Range(*(1e3 * running * layout.data / ms for ms in reversed(_values(served))))
+        ttft = ttft + served * waiting
+    n_all = 1e3 * running * layout.data
+    per_s = Range(n_all / served.high, n_all / served.likely, n_all / served.low)
     return Speed(
         ttft_ms=ttft,
         tpot_ms=tpot,
-        output_tokens_per_s=Range(*(rate * workload.output_tokens for rate in _values(per_s))),
+        output_tokens_per_s=per_s * workload.output_tokens,
         requests_per_s=per_s,
         n_running=running,
         step_parts_ms={
@@ -395,8 +351,8 @@ class _Loop(msgspec.Struct, frozen=True):
     def step(self, step: Step) -> StepTime:
         return step_time(self.work, self.layout, self.fabric, step, self.engine, self.known)
 
-    def prefill(self, n_tokens: int) -> tuple[float, float, float]:
-        return _values(prefill_time(self.work, self.layout, self.fabric, n_tokens, self.engine, self.known))
+    def prefill(self, n_tokens: int) -> Range:
+        return prefill_time(self.work, self.layout, self.fabric, n_tokens, self.engine, self.known)
 
 
 def _tpot(loop: _Loop) -> tuple[StepTime, Range]:
@@ -409,9 +365,7 @@ def _tpot(loop: _Loop) -> tuple[StepTime, Range]:
     others = (loop.running - 1) / pipeline
     share, tokens = _mixing(others, workload, loop.engine.max_num_batched_tokens)
     mixed = loop.step(Step(n_decodes, tokens, context, workload.input_tokens / 2)).spread(spread)
-    alone = decode.spread(spread)
-    mean = (max(0.0, 1 - share) * a + share * m for a, m in zip(_values(alone), _values(mixed), strict=True))
-    return decode, Range(*mean)
+    return decode, decode.spread(spread) * max(0.0, 1 - share) + mixed * share
 
 
 def _mixing(n_others: float, workload: Workload, most: int) -> tuple[float, float]:
@@ -444,20 +398,16 @@ def _ttft(loop: _Loop, decode_ms: float, busy: float) -> tuple[Range, Range, Ran
     """
     running, known, n_tokens = loop.running, loop.known, loop.workload.input_tokens
     crowd = 1 - 1 / running**2
-    fixed = known.ttft_fixed_ms * (1 - _ALONE / math.sqrt(running)) + known.wait_steps * decode_ms * crowd
+    low, high = known.spread
+    fixed_ms = known.ttft_fixed_ms * (1 - _ALONE / math.sqrt(running)) + known.wait_steps * decode_ms * crowd
+    fixed = Range(fixed_ms * low, fixed_ms, fixed_ms * high)
     queue = known.ttft_prefill * (1 + _BESIDE * crowd + min(_MOST_QUEUE, busy / (2 * (1 - min(busy, 0.99)))))
     # Prompts that share a step share its fixed part.
     n_each = max(1.0, min(running, loop.engine.max_num_batched_tokens / n_tokens))
-    n_before = (running / loop.layout.pipeline - 1) / 2 / n_each
-    steady, wave = [], []
-    both = zip(loop.prefill(n_tokens), loop.prefill(round(n_each * n_tokens)), strict=True)
-    for (one, many), factor in zip(both, (known.spread[0], 1.0, known.spread[1]), strict=True):
-        steady.append(fixed * factor + one * queue)
-        wave.append(max(steady[-1], fixed * factor + known.ttft_prefill * (one + many * n_before)))
-    mean = [known.wave_share * w + (1 - known.wave_share) * s for s, w in zip(steady, wave, strict=True)]
+    n_before = max(0.0, (running / loop.layout.pipeline - 1) / 2 / n_each)
+    alone, shared = loop.prefill(n_tokens), loop.prefill(round(n_each * n_tokens))
+    steady = fixed + alone * queue
+    wave = highest([steady, fixed + (alone + shared * n_before) * known.ttft_prefill])
+    mean = wave * known.wave_share + steady * (1 - known.wave_share)
     # The low end: nobody comes at the same time as another.
-    return Range(steady[0], mean[1], mean[2]), Range(*steady), Range(*wave)
-
-
-def _values(value: Range) -> tuple[float, float, float]:
-    return value.low, value.likely, value.high
+    return Range(steady.low, mean.likely, mean.high), steady, wave

@@ -162,22 +162,6 @@ def with_weight_bytes(work: Work, read_bytes: float) -> Work:
     return msgspec.structs.replace(work, layers=scaled)
 
 
-def total_params(work: Work) -> int:
-    """Parameters of all layers and the head, all experts counted; the input embedding, norms and biases are not in."""
-    return work.head_params + sum(
-        count * (layer.cut_params + layer.kv_params + layer.copied_params + layer.n_experts * layer.expert_params)
-        for layer, count in work.layers
-    )
-
-
-def active_params(work: Work) -> int:
-    """Parameters that one token meets: of the experts only the chosen ones.  Qwen3-30B-A3B: 3.0 G with the head."""
-    return work.head_params + sum(
-        count * (layer.cut_params + layer.kv_params + layer.copied_params + layer.top_k * layer.expert_params)
-        for layer, count in work.layers
-    )
-
-
 def total_bytes(work: Work) -> float:
     """Bytes of all layers and the head in memory, before any cut."""
     return work.head_bytes + sum(

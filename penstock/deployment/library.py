@@ -1,0 +1,166 @@
+"""The functions of `import penstock`: the verbs of the command line for a Python program.
+
+They block, print nothing and raise PenstockError. A deployment belongs to its name and outlives the program: any
+process of the same user can look at it, scale it and end it, as can the command line.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypedDict, Unpack
+
+import msgspec
+
+from penstock import run_folder
+from penstock.deployment import logs as deployment_logs
+from penstock.deployment import observe, planning, start, stop
+from penstock.deployment import scale as deployment_scale
+from penstock.planner.request import Sizing
+from penstock.run_folder import State
+from penstock.spec import reading
+from penstock.spec.deployment import DEMO_MODEL, Deployment
+from penstock.wire.client import Client
+
+Source = Deployment | Mapping[str, Any] | Path | str
+OnState = Callable[[State], None]
+
+
+class PlanOptions(TypedDict, total=False):
+    """Further facts for `plan`; those of `penstock plan --help` have the same names."""
+
+    nodes: int
+    network: str
+    tensor: int
+    pipeline: int
+    data: int
+    max_model_len: int
+    max_num_seqs: int
+    quantization: str
+    kv_cache_dtype: str
+    engine_version: str
+    input_tokens: int
+    output_tokens: int
+    concurrency: int
+    ttft_ms: float
+    tpot_ms: float
+
+
+class RunningDeployment(msgspec.Struct, frozen=True):
+    """A deployment that `up` started or found. `url` is None while its gateway waits in a queue.
+
+    `key` is the client's API key, known to the `up` that created it alone.
+    """
+
+    name: str
+    url: str | None
+    key: str | None = None
+    was_running: bool = False
+
+    def client(self, key: str | None = None) -> Client:
+        """A client of its gateway.  Raises PenstockError while there is no address."""
+        return Client(run_folder.find(self.name).url, key or self.key)
+
+    def status(self) -> State:
+        return status(self.name)
+
+    def logs(self, follow: bool = False) -> Iterator[str]:
+        return logs(self.name, follow=follow)
+
+    def scale(self, n_replicas: int, wait: bool = True) -> State:
+        return scale(self.name, n_replicas, wait=wait)
+
+    def down(self, now: bool = False) -> None:
+        down(self.name, now=now)
+
+
+def plan(source: Source, gpu: str | None = None, gpus: int | None = None, **options: Unpack[PlanOptions]) -> Sizing:
+    """What fits, how to split the model and how fast it will be, without starting anything.
+
+    `source` is a model (folder, catalogue name, hub id) or a deployment (file, mapping, Deployment). `gpu` is a
+    catalogue id such as "h100-sxm", `gpus` their number in each node; default: those of the deployment, or else of this
+    machine.  Raises UserError for what cannot be read, NotModelled for a model whose memory cannot be computed.
+    """
+    fields: dict[str, Any] = {"gpu": gpu, "gpus_per_node": gpus, **options}
+    asked = {field: value for field, value in fields.items() if value is not None}
+    is_model = isinstance(source, str) and not reading.is_yaml(source)
+    request, card = planning.request_for(str(source) if is_model else deployment_of(source), asked)
+    return planning.solve(request, card)
+
+
+def up(
+    source: Source = DEMO_MODEL,
+    *,
+    replace: bool = False,
+    wait: bool = True,
+    timeout_s: float | None = None,
+    on_state: OnState | None = None,
+) -> RunningDeployment:
+    """Start a deployment, or find it running with the same settings. With `wait`, block until every replica is ready.
+
+    `replace` ends a deployment of that name that runs with other settings. `on_state` is called with each new state.
+    Raises UserError, PlanError, or EngineError for a start that failed, of which nothing stays. After `timeout_s` it
+    raises PenstockError and the start continues; Ctrl-C ends a start of ours.
+    """
+    started = start.up(deployment_of(source), replace)
+    run = run_folder.find(started.name)
+    if wait:
+        try:
+            start.wait_ready(run, on_state or _ignore, timeout_s, is_ours=not started.was_running)
+        except KeyboardInterrupt:
+            if not started.was_running:
+                stop.down(run, now=True)
+            raise
+    return RunningDeployment(started.name, run.known_url, started.key, started.was_running)
+
+
+def status(name: str | None = None) -> State:
+    """The deployment's state now. Without a name, the only deployment that runs."""
+    return observe.now_state(run_folder.choose(name), time.time())
+
+
+def logs(
+    name: str | None = None,
+    *,
+    part: Literal["replicas", "gateway", "controller", "events"] = "replicas",
+    replica: str | None = None,
+    last: int | None = None,
+    follow: bool = False,
+) -> Iterator[str]:
+    """Lines of the log of one part, the `last` of each; with `follow`, new lines until the deployment ends."""
+    return deployment_logs.lines(run_folder.choose(name), part, replica, last, follow)
+
+
+def scale(
+    name: str | None,
+    n_replicas: int,
+    *,
+    wait: bool = True,
+    timeout_s: float | None = None,
+    on_state: OnState | None = None,
+) -> State:
+    """Change the number of replicas. With `wait`, block until that many are ready and the others have drained."""
+    run = run_folder.choose(name)
+    deployment_scale.scale(run, n_replicas)
+    if not wait:
+        return observe.now_state(run, time.time())
+    return deployment_scale.wait_scaled(run, n_replicas, on_state or _ignore, timeout_s)
+
+
+def down(name: str | None = None, *, now: bool = False) -> None:
+    """End a deployment: requests in flight finish first, unless `now`. Safe to repeat."""
+    stop.down(run_folder.choose(name), now)
+
+
+def deployment_of(source: Source, settings: Sequence[str] = ()) -> Deployment:
+    """The deployment of a YAML file, a mapping, a model folder or file, or a hub id; `settings` are "key=value"."""
+    if isinstance(source, Deployment):
+        return source
+    if isinstance(source, Mapping):
+        return reading.from_mapping(source, "this deployment", settings)
+    return reading.read(source, settings)
+
+
+def _ignore(_: State) -> None:
+    return None

@@ -1,0 +1,111 @@
+"""The HTTP of one running engine, as its node asks it: health, metrics, names, and one token as a probe."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from penstock.engines import Metrics
+from penstock.errors import PenstockError
+from penstock.planner import Plan
+from penstock.wire import prometheus
+from penstock.wire.announcement import EngineLoad
+from penstock.wire.client import Client, HttpError, NoAnswer
+
+_TIMEOUT_S = 5.0
+_PROBE_TIMEOUT_S = 120.0
+_NO_SUCH_ROUTE = (404, 405, 501)  # an embedding or reranking model has no /v1/completions
+_MISSED_MAX = 3  # timeouts in a row; an error answer or a refused connection counts at once
+_ADAPTERS_MAX = 1024
+
+
+class StallWatch:
+    """For how long requests have been running without the engine making a step. Pure: the clock is passed in."""
+
+    def __init__(self) -> None:
+        self._iterations = -1.0
+        self._since_s: float | None = None
+
+    def observe(self, running: float, iterations: float, now_s: float) -> float:
+        """Seconds since the last step, 0 while nothing runs. `now_s` is monotonic."""
+        if running <= 0 or iterations != self._iterations:
+            self._iterations, self._since_s = iterations, now_s
+            return 0.0
+        assert self._since_s is not None
+        return now_s - self._since_s
+
+
+class EngineClient:
+    """One engine from its start to its end. All calls block; none raises."""
+
+    def __init__(self, url: str, key: str | None, metrics: Metrics, plan: Plan) -> None:
+        self.url = url
+        self.load: EngineLoad | None = None
+        self._names, self._plan = metrics, plan
+        self._http = Client(url, key, timeout_s=_TIMEOUT_S)
+        self._slow_http = Client(url, key, timeout_s=_PROBE_TIMEOUT_S)
+        self._stall, self._missed = StallWatch(), 0
+
+    def is_up(self) -> bool:
+        try:
+            self._http.get_text("/health")
+        except PenstockError:
+            return False
+        return True
+
+    def health_problem(self) -> str | None:
+        """Why its health check has failed; an answer that does not come may be late a few times."""
+        try:
+            self._http.get_text("/health")
+        except NoAnswer as exc:
+            self._missed += 1
+            return exc.message if self._missed >= _MISSED_MAX else None
+        except PenstockError as exc:
+            return exc.message
+        self._missed = 0
+        return None
+
+    def gives_token(self) -> bool:
+        """Whether it answers a request. A healthy engine may die of its first one (vLLM with a pipeline did)."""
+        body = {"model": self._plan.served_names[0], "prompt": "1", "max_tokens": 1, "temperature": 0}
+        try:
+            answer = self._slow_http.post_json("/v1/completions", body)
+        except PenstockError as exc:
+            if isinstance(exc, HttpError) and exc.status in _NO_SUCH_ROUTE:
+                print("penstock: this model generates no text, so its health alone makes it ready", flush=True)
+                return True
+            print(f"penstock: the probe request failed: {exc.message}", flush=True)
+            return False
+        return bool(answer.get("choices"))
+
+    def adapters(self) -> tuple[str, ...]:
+        """The names that it serves in addition to the model's own."""
+        try:
+            rows: list[Any] = self._http.get_json("/v1/models").get("data") or []
+        except PenstockError:
+            return ()
+        names = [row["id"] for row in rows if isinstance(row, dict) and isinstance(row.get("id"), str)]
+        return tuple(name for name in names if name not in self._plan.served_names)[:_ADAPTERS_MAX]
+
+    def stalled_s(self, now_s: float) -> float:
+        """How long it has made no step while requests run. Sets `load`."""
+        samples = self._metrics()
+        if samples is None:
+            return 0.0
+        running = samples.get(self._names.running, 0.0)
+        # The sum over data-parallel ranks.
+        kv_use = samples.get(self._names.kv_use, 0.0) / self._plan.layout.data if self._names.kv_use else 0.0
+        self.load = EngineLoad(running, samples.get(self._names.waiting, 0.0), round(kv_use, 3))
+        return self._stall.observe(running, sum(samples.get(name, 0.0) for name in self._names.iterations), now_s)
+
+    def is_busy(self) -> bool | None:
+        """Whether requests run or wait; None when it does not answer."""
+        samples = self._metrics()
+        if samples is None:
+            return None
+        return samples.get(self._names.running, 0.0) + samples.get(self._names.waiting, 0.0) > 0
+
+    def _metrics(self) -> dict[str, float] | None:
+        try:
+            return prometheus.parse(self._http.get_text("/metrics"))
+        except PenstockError:
+            return None

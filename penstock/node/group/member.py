@@ -1,0 +1,155 @@
+"""Every further node of a replica: runs its ranks of the engine while rank 0 says so, and reports how they do."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from penstock.engines import Diagnosis, Engine
+from penstock.errors import PenstockError
+from penstock.node.group.addresses import Formation, Introduction
+from penstock.node.group.rendezvous import BoardClient
+from penstock.node.local_processes import NodeProcesses
+from penstock.node.ready_file import ReadyFile
+from penstock.planner import Plan
+
+_TICK_S = 0.1
+_LOOK_EVERY_S = 2.0
+_HEAD = 0
+_GATEWAY_GONE_S = 3.0
+_LEADER_ENDS = ("stopping", "failed")
+
+
+class GroupMember:
+    """Follows rank 0 through epochs until it is stopped, or rank 0 ends for good.
+
+    All ranks get SIGTERM together. This rank's engine is kept until rank 0 has drained, a second signal comes, or the
+    gateway is gone too: then there is no traffic to drain, and no board to learn of rank 0's end from.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        board: BoardClient,
+        engine: Engine,
+        introduce: Callable[[], Introduction],
+        start: Callable[[Formation], NodeProcesses],
+        ready_file: ReadyFile,
+    ) -> None:
+        self.stops, self._began = 0, time.monotonic()
+        self._plan, self._board, self._engine, self._introduce, self._start = plan, board, engine, introduce, start
+        self._ready_file = ready_file
+        self._wake = threading.Event()
+        self._ended: set[str] = set()
+        self._stop_by: float | None = None
+        self._last: tuple[str, Mapping[str, Any]] = ("", {})
+
+    def stop(self) -> None:
+        self.stops += 1
+        self._stop_by = self._stop_by or time.monotonic() + self._plan.drain_s
+        self._wake.set()
+
+    def leave(self) -> None:
+        """The gateway's order to leave: as a first stop, however often it is repeated."""
+        if not self.stops:
+            self.stop()
+
+    def run(self) -> int:
+        """0 when it ends, whatever ended it."""
+        self._board.post("", phase="here")
+        while not self._must_leave():
+            epoch, content = self._leader()
+            if content.get("phase") == "gather" and epoch not in self._ended:
+                self._run_epoch(epoch)
+                self._ended.add(epoch)
+            elif content.get("phase") in _LEADER_ENDS or (self.stops and content.get("phase") != "go"):
+                break
+            self._pause()
+        return 0
+
+    def _run_epoch(self, epoch: str) -> None:
+        """From rank 0's call to the end of this node's processes."""
+        try:
+            introduction = self._introduce()
+        except PenstockError as exc:
+            self._post_death(epoch, Diagnosis(exc.message, exc.hint, is_final=not exc.is_retryable))
+            return
+        self._board.post(epoch, phase="here", introduction=introduction)
+        content = self._wait_go(epoch)
+        if content is None:
+            return
+        formation = msgspec.convert(content["formation"], Formation)
+        rank = self._board.rank
+        print(f"penstock: node {rank} starts its ranks at {formation.nodes[rank].address}", flush=True)
+        local = self._start(formation)
+        try:
+            self._board.post(epoch, phase="running")
+            self._ready_file.set(is_ready=True)
+            self._while_running(epoch, local)
+        finally:
+            self._ready_file.set(is_ready=False)
+            local.end(0.0)
+
+    def _while_running(self, epoch: str, local: NodeProcesses) -> None:
+        next_look = 0.0
+        while not self._must_leave():
+            if time.monotonic() >= next_look:
+                next_look = time.monotonic() + _LOOK_EVERY_S
+                local.look()
+            leader_epoch, content = self._leader()
+            is_going = content.get("phase") == "go"
+            code = local.exit_code()
+            if code is not None:
+                if is_going:
+                    self._post_death(epoch, self._diagnose(code, local))
+                return
+            if leader_epoch != epoch or not is_going:
+                return
+            self._pause()
+
+    def _diagnose(self, code: int, local: NodeProcesses) -> Diagnosis:
+        if local.engine is not None:
+            return self._engine.diagnose(code, list(local.engine.tail))
+        return Diagnosis(f"Ray ended: {local.ray_last_words()}")
+
+    def _post_death(self, epoch: str, death: Diagnosis) -> None:
+        print(f"penstock: {death.reason}", flush=True)
+        self._board.post(epoch, phase="died", reason=death.reason, hint=death.hint, is_final=death.is_final)
+        self._board.wait_posted(2.0)
+
+    def _leader(self) -> tuple[str, Mapping[str, Any]]:
+        """Rank 0's epoch and post; its last ones while nobody can judge whether it is gone.
+
+        A post from before this process started ("stopping") was for the process before it.
+        """
+        row = self._board.posts().get(_HEAD)
+        if row is not None and row.age_s < time.monotonic() - self._began:
+            self._last = (row.post.epoch, row.post.content)
+        elif self._board.can_judge():
+            self._last = ("", {})
+        return self._last
+
+    def _wait_go(self, epoch: str) -> Mapping[str, Any] | None:
+        """Rank 0's post that lets this epoch start; None when the epoch ended before."""
+        while not self._must_leave():
+            leader_epoch, content = self._leader()
+            if leader_epoch != epoch or content.get("phase") in ("over", *_LEADER_ENDS):
+                return None
+            if content.get("phase") == "go":
+                return content
+            self._pause()
+        return None
+
+    def _must_leave(self) -> bool:
+        if self.stops == 0:
+            return False
+        is_late = self._stop_by is not None and time.monotonic() > self._stop_by
+        return self.stops > 1 or is_late or self._board.silence_s() > _GATEWAY_GONE_S
+
+    def _pause(self) -> None:
+        self._wake.wait(_TICK_S)
+        self._wake.clear()

@@ -1,0 +1,92 @@
+"""What a node announces of its replica: the state, how it got there, and what runs."""
+
+from __future__ import annotations
+
+import time
+
+from penstock.engines import Diagnosis, Seen
+from penstock.node.announcer import Announcer
+from penstock.node.ready_file import ReadyFile
+from penstock.planner import Plan
+from penstock.run_folder import Launch
+from penstock.wire.announcement import Announcement, EngineLoad, NodeView, Process, Progress, ReplicaState, Restart
+
+_KEPT_RESTARTS = 10
+
+
+class ReplicaReport:
+    """The supervisor sets the fields; `announce` hands them to the announcer and keeps the ready file."""
+
+    def __init__(self, launch: Launch, plan: Plan, replica: str, announcer: Announcer, ready_file: ReadyFile) -> None:
+        self._launch, self._plan, self._replica = launch, plan, replica
+        self._announcer, self._ready_file = announcer, ready_file
+        self.state: ReplicaState = "starting"
+        self.reason: str | None = None
+        self.hint: str | None = None
+        self.url: str | None = None
+        self.seen = Seen(Progress("imports", fraction=0.0))
+        self.n_restarts = 0
+        self.processes: tuple[Process, ...] = ()
+        self.segments: tuple[str, ...] = ()
+        self.tail: tuple[str, ...] = ()
+        self.load: EngineLoad | None = None
+        self.adapters: tuple[str, ...] = ()
+        self.nodes: tuple[NodeView, ...] = ()
+        self.was_ready = False
+        self.ready_after_s: float | None = None
+        self._restarts: list[Restart] = []
+        self._started_at = time.time()
+
+    def begin(self) -> None:
+        """Another start of the engine."""
+        self.stage("imports")
+        self._started_at, self.ready_after_s = time.time(), None
+
+    def stage(self, stage: str) -> None:
+        """Progress that the log of the engine does not show."""
+        self.seen = Seen(Progress(stage, fraction=0.0))
+
+    def ready(self, adapters: tuple[str, ...]) -> None:
+        self.ready_after_s = round(time.time() - self._started_at, 2)
+        self.was_ready, self.reason, self.adapters = True, None, adapters
+        self.seen = Seen(Progress("ready", fraction=1.0), self.seen.measured)
+        self.announce("ready")
+
+    def restarting(self, diagnosis: Diagnosis) -> None:
+        self.n_restarts += 1
+        self._restarts = [*self._restarts, Restart(round(time.time(), 2), diagnosis.reason)][-_KEPT_RESTARTS:]
+        self.reason = diagnosis.reason
+        self.seen = Seen(Progress("waiting to start again", fraction=0.0), self.seen.measured)
+        self.announce("restarting")
+
+    def failed(self, diagnosis: Diagnosis, tail: tuple[str, ...]) -> None:
+        self.reason, self.hint, self.tail = diagnosis.reason, diagnosis.hint, tail
+        self.announce("failed")
+
+    def announce(self, state: ReplicaState) -> None:
+        self.state = state
+        self._ready_file.set(is_ready=state == "ready")
+        self._announcer.announce(
+            Announcement(
+                replica=self._replica,
+                model=self._plan.served_names[0],
+                state=state,
+                lease_s=self._launch.lease_s,
+                url=self.url,
+                progress=self.seen.progress,
+                reason=self.reason,
+                hint=self.hint,
+                n_restarts=self.n_restarts,
+                restarts=tuple(self._restarts),
+                processes=self.processes,
+                shared_memory=self.segments,
+                log_tail=self.tail,
+                started_at=round(self._started_at, 2),
+                ready_after_s=self.ready_after_s,
+                engine=f"{self._plan.engine} {self._plan.engine_version}",
+                measured=self.seen.measured,
+                load=self.load if state == "ready" else None,
+                adapters=self.adapters,
+                nodes=self.nodes,
+            )
+        )

@@ -1,0 +1,147 @@
+"""What a gateway can be set to: the deployment file's `gateway` block, and the settings of the gateway's own file.
+
+Both inherit `GatewaySettings`, so that a field, its default and its problems exist once. Pure.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import math
+import re
+from collections.abc import Iterator
+from typing import Literal
+
+import msgspec
+
+from penstock.errors import Problem
+from penstock.text import GIB, KIB, MIB
+
+PolicyName = Literal["least-load", "prefix", "sticky", "round-robin"]
+
+MAX_WORKERS = 64
+
+# RFC 6454: a scheme and a host, perhaps a port. https://www.rfc-editor.org/rfc/rfc6454#section-6.2
+_ORIGIN = re.compile(r"https?://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:\d{1,5})?\Z")
+_PATH_PREFIX = re.compile(r"(/[A-Za-z0-9_-][A-Za-z0-9_.~-]*)+\Z")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
+
+
+class Price(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """US dollars per million tokens; `cached` (prompt tokens that were in the cache) is as `input` when absent."""
+
+    input: float
+    output: float
+    cached: float | None = None
+
+    def cost_usd(self, prompt_tokens: int, cached_tokens: int, output_tokens: int) -> float:
+        """1000 prompt tokens, 200 of them cached, and 500 output tokens at 2/6/1: 0.0048."""
+        cached = self.input if self.cached is None else self.cached
+        fresh_tokens = prompt_tokens - cached_tokens
+        return (fresh_tokens * self.input + cached_tokens * cached + output_tokens * self.output) / 1e6
+
+
+class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What one client may take. `total_s` absent: a request may last as long as its engine works.
+
+    `idle_s`: between requests; `head_s`: for a request's head; `body_s`: between two pieces of its body; `stall_s`: a
+    client that reads nothing of a response; `total_s`: from a request's first byte to the end of its answer.
+    `n_connections` is per worker.
+    """
+
+    head_bytes: int = 32 * KIB
+    n_headers: int = 100
+    body_bytes: int = 32 * MIB
+    n_connections: int = 16_384
+    idle_s: float = 120.0
+    head_s: float = 20.0
+    body_s: float = 30.0
+    stall_s: float = 300.0
+    total_s: float | None = None
+
+
+class QueueBounds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Bounds of the queue in which requests wait for a replica, per worker; a request beyond them gets 429.
+
+    `key_share`: the part of the queue that requests of one key may fill, so that other keys find room.
+    """
+
+    n_requests: int = 4096
+    body_bytes: int = GIB
+    key_share: float = 0.5
+
+
+class Upstream(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A running engine that penstock did not start: `url` is http://HOST:PORT or unix:/path.
+
+    `model` may be absent where one model is served. The engine's own key is read from `key_file` (mode 600) or from
+    the environment variable `key_env` of the gateway.
+    """
+
+    url: str
+    model: str | None = None
+    key_file: str | None = None
+    key_env: str | None = None
+
+
+class GatewaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Settings of every gateway, whoever starts it."""
+
+    hold_s: float = 60.0
+    drain_s: float = 120.0
+    store: str | None = None
+    ledger_days: int | None = 90
+    workers: int = 1
+    policy: PolicyName = "least-load"
+    max_in_flight: int | None = None
+    queue: QueueBounds = QueueBounds()
+    limits: Limits = Limits()
+    upstreams: tuple[Upstream, ...] = ()
+    tls_cert: str | None = None
+    tls_key: str | None = None
+    allowed_origins: tuple[str, ...] = ()
+    path_prefix: str = ""
+
+
+def setting_problems(settings: GatewaySettings, needs_key: bool) -> Iterator[Problem]:
+    """What types do not catch, with paths inside the block."""
+    if not 1 <= settings.workers <= MAX_WORKERS:
+        yield Problem("workers", f"{settings.workers} is not from 1 to {MAX_WORKERS}")
+    if settings.max_in_flight is not None and settings.max_in_flight < 1:
+        yield Problem("max_in_flight", "must be at least 1, or absent")
+    if (settings.tls_cert is None) != (settings.tls_key is None):
+        missing = "tls_cert" if settings.tls_cert is None else "tls_key"
+        yield Problem(missing, "is missing", "TLS needs a certificate and its key")
+    if settings.path_prefix and not _PATH_PREFIX.match(settings.path_prefix):
+        yield Problem("path_prefix", f'"{settings.path_prefix}" is not a path', "example: /penstock")
+    yield from _bound_problems(settings)
+    for index, origin in enumerate(settings.allowed_origins):
+        if origin == "*" and not needs_key:
+            hint = "name the origins, or set auth: keys"
+            yield Problem(f"allowed_origins[{index}]", '"*" without keys lets every web page use the engines', hint)
+        elif origin != "*" and not _ORIGIN.match(origin):
+            yield Problem(f"allowed_origins[{index}]", f'"{origin}" is not an origin', "example: https://chat.example")
+    for index, upstream in enumerate(settings.upstreams):
+        if upstream.key_file is not None and upstream.key_env is not None:
+            yield Problem(f"upstreams[{index}]", "has key_file and key_env", "keep one of them")
+        if upstream.key_env is not None and not _VARIABLE.match(upstream.key_env):
+            hint = "it names a variable; the key itself does not belong into the file"
+            yield Problem(f"upstreams[{index}].key_env", "is not the name of an environment variable", hint)
+
+
+def _bound_problems(settings: GatewaySettings) -> Iterator[Problem]:
+    for block in ("limits", "queue"):
+        for field, value in msgspec.structs.asdict(getattr(settings, block)).items():
+            if value is not None and not 0 < value < math.inf:
+                yield Problem(f"{block}.{field}", f"{value} is not above 0")
+    if settings.queue.key_share > 1:
+        yield Problem("queue.key_share", f"{settings.queue.key_share:g} is above 1", "1 means the whole queue")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host can be reached from its own machine only. Names are not resolved."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
