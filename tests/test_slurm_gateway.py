@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hosts import HostProcess
 from hosts_slurm import PROCTRACKS
 from slurm_cluster import ENV, Desk
 from test_slurm_remote import Laptop
@@ -74,6 +76,32 @@ def test_before_its_time_is_over_the_gateway_moves_to_another_job(desk: Desk) ->
     desk.wait(lambda: desk.slurm.job(job)["JobState"] == "COMPLETED", "the first has drained", 60)
     assert answer(desk, key).startswith("1:tell 2:me")
     assert desk.status()["gateway"]["n_restarts"] == 0
+    desk.call("down", "one")
+    assert desk.left() == []
+
+
+def test_with_the_controller_in_a_job_nothing_stays_on_the_login_node(desk: Desk) -> None:
+    key = up(desk, desk.write(gateway={**JOB, "drain_s": 2}, slurm={"controller": "job", "time": "10"}))
+    assert answer(desk, key).startswith("1:tell 2:me")
+    assert [one.argv for host, one in desk.marked() if host == "login"] == []
+
+    def controllers() -> list[HostProcess]:
+        return [one for _, one in desk.marked() if one.argv[1:3] == ["-m", "penstock.deployment.controller"]]
+
+    (before,) = controllers()
+    os.kill(before.outer_pid, 9)
+    desk.wait(lambda: [one.pid for one in controllers()] not in ([], [before.pid]), "its script starts it again")
+    desk.call("scale", "one", 2)
+    assert [row["state"] for row in desk.status()["replicas"]] == ["ready", "ready"]
+
+    job = desk.job("0", kind="controller")
+    desk.slurm.run(["scontrol", "update", f"jobid={job}", "timelimit=1"])
+    desk.wait(lambda: desk.status()["controller"]["unit"] == "1", "the next controls", 60)
+    desk.call("scale", "one", 1)
+    desk.slurm.run(["scancel", str(desk.job("1", kind="controller"))])
+    desk.wait(lambda: desk.status()["controller"]["state"] == "gone", "status tells that nobody controls")
+    desk.call("up", "/root/one.yaml")
+    desk.wait(lambda: desk.status()["controller"]["unit"] == "2", "up starts another", 60)
     desk.call("down", "one")
     assert desk.left() == []
 

@@ -6,9 +6,11 @@ import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 from penstock.engines.vllm import names
 from penstock.spec.deployment import TARGETS
+from penstock.targets import Capability, Target
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "penstock"
@@ -200,6 +202,13 @@ def test_targets_do_not_import_each_other() -> None:
 # Its block and its row in the file's type name a target; "ray" is also a package and an executor.
 MAY_NAME_TARGETS = {"spec/blocks.py": frozenset(TARGETS), "spec/deployment.py": frozenset(TARGETS)}
 RAY_THE_LIBRARY = ("planner", "engines", "node", "hardware", "deployment/doctor/nodes.py")
+
+
+def test_a_target_has_nine_methods_and_every_capability_is_read() -> None:
+    methods = {name for name, value in vars(Target).items() if callable(value) and not name.startswith("_")}
+    assert methods == {"check", "machines", "survey", "render", "place", "status", "logs", "end", "keep_up"}
+    outside = "".join(path.read_text("utf-8") for path in FILES if room_of_file(path) == "deployment")
+    assert [name for name in get_args(Capability) if f'"{name}"' not in outside] == []
 
 
 def test_only_targets_know_the_names_of_targets() -> None:
