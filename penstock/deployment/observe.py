@@ -44,7 +44,8 @@ class Observation(msgspec.Struct, frozen=True):
 
 def look(run: Run, last: Part) -> Observation:
     """Ask the target and the gateway; `last`: the gateway as it was. Blocks for at most a few seconds."""
-    placements = targets.load(run.handle().target).status(run)
+    handle = run.handle()
+    placements = targets.load(handle.target).status(run) if handle.units else {}
     if run.places("gateway"):
         part = _placed(run, last, placements)
     else:

@@ -130,12 +130,10 @@ def _signal_s(deployment: Deployment, drain_s: float) -> int:
 def render(deployment: Deployment, plan: Plan, run_path: str, python: str) -> str:
     """The script. sbatch gives it two words: the replica and the id of the launch."""
     block = deployment.slurm or Slurm()
-    has_own = block.modules or block.conda or block.venv or block.container
-    python = block.python or ("python3" if has_own else python)
     shell = "#!/bin/bash -l" if block.modules or block.conda else "#!/bin/bash"
     lines = [shell, *(f"#SBATCH --{line}" for line in directives(deployment, needs_of(plan, block), run_path))]
     inside = ["apptainer", "exec", *(["--nv"] if plan.device == "cuda" else []), "--bind", _bound(deployment, run_path)]
-    words = [*([*inside, block.container] if block.container else []), python]
+    words = [*([*inside, block.container] if block.container else []), _interpreter(block, python)]
     label = " --label" if plan.n_nodes > 1 else ""
     return "\n".join(lines) + "\n" + _BODY.format(
         name=deployment.name,
@@ -238,11 +236,16 @@ def controller(deployment: Deployment, run_path: str, python: str) -> str:
 def _python(deployment: Deployment, run_path: str, python: str) -> list[str]:
     """The words that run Python in the job of a gateway or controller."""
     block = deployment.slurm or Slurm()
-    has_own = block.modules or block.conda or block.venv or block.container
     store = store_file(deployment.gateway.store) if deployment.gateway.store else None
     shared = [run_path, str(store.parent)] if store is not None else [run_path]
     inside = ["apptainer", "exec", "--bind", ",".join(shared), block.container] if block.container else []
-    return [*inside, block.python or ("python3" if has_own else python)]
+    return [*inside, _interpreter(block, python)]
+
+
+def _interpreter(block: Slurm, python: str) -> str:
+    """The Python on the nodes: the file's, that of the environment which the file names, or `python`."""
+    has_own = block.modules or block.conda or block.venv or block.container
+    return block.python or ("python3" if has_own else python)
 
 
 def _service(deployment: Deployment, run_path: str, role: str, lines: Sequence[str], *commands: str) -> str:
@@ -263,18 +266,14 @@ def _service(deployment: Deployment, run_path: str, role: str, lines: Sequence[s
 def probe(deployment: Deployment, python: str) -> str:
     """A script that prints `node_facts` with the nodes' own Python, on a machine that shares it."""
     block = deployment.slurm or Slurm()
-    has_own = block.modules or block.conda or block.venv
-    python = block.python or ("python3" if has_own else python)
     head = ['give_up() { echo "$*" >&2; exit 1; }', *_prologue(block)]
-    return "\n".join([*head, f"{shlex.quote(python)} -m penstock.hardware.node_facts", ""])
+    return "\n".join([*head, f"{shlex.quote(_interpreter(block, python))} -m penstock.hardware.node_facts", ""])
 
 
 def survey(deployment: Deployment, python: str, argv: Sequence[str], folder: str) -> list[str]:
     """Words for srun that run `python ARGV` once on each node of a replica; the answers come as files in `folder`."""
     block = deployment.slurm or Slurm()
     words = [line for line in directives(deployment, Needs(0, None, None), folder) if not line.startswith(_NOT_ASKED)]
-    has_own = block.modules or block.conda or block.venv
-    python = block.python or ("python3" if has_own else python)
     inside = ["apptainer", "exec", "--bind", folder, block.container] if block.container else []
     script = "\n".join(
         [
@@ -287,7 +286,7 @@ def survey(deployment: Deployment, python: str, argv: Sequence[str], folder: str
         ]
     )
     flags = [f"--{line}" for line in words] + ["--time=2"]
-    return [*flags, "bash", "-c", script, "survey", *inside, python, *argv]
+    return [*flags, "bash", "-c", script, "survey", *inside, _interpreter(block, python), *argv]
 
 
 _NOT_ASKED = ("chdir=", "output=", "open-mode=", "signal=", "requeue", "no-requeue", "time=", "mem=", "exclusive")
