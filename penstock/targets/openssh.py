@@ -193,10 +193,6 @@ class Ssh:
         script += f"{{ rm -f {quoted}; exit 1; }}"
         self.check_run(host, ["sh", "-c", script], data, timeout_s)
 
-    def get(self, host: str, path: str, timeout_s: float = 600.0) -> bytes:
-        """Read a file on the host."""
-        return self.check_run(host, ["cat", path], timeout_s=timeout_s).out
-
     def close(self, hosts: Sequence[str]) -> None:
         """End the shared connections. Safe to repeat."""
         if not self._folder.is_dir():
