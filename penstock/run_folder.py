@@ -495,7 +495,7 @@ def every() -> list[Run]:
 
 
 class Left(msgspec.Struct, frozen=True):
-    """What a `down` could not reach, kept beside the runs until it is ended. `facts` are for the target's `finish`."""
+    """What a `down` could not reach, kept next to the runs until it is ended. `facts` are for the target's `finish`."""
 
     target: str
     run_id: str
@@ -517,11 +517,11 @@ def forget_left(run_id: str, place: str) -> None:
 
 def every_left() -> list[Left]:
     """All that is noted; a damaged note is not."""
-    found = []
+    notes = []
     for path in sorted((home() / "left-behind").glob("*.json")):
         with contextlib.suppress(OSError, msgspec.MsgspecError):
-            found.append(msgspec.json.decode(path.read_bytes(), type=Left))
-    return found
+            notes.append(msgspec.json.decode(path.read_bytes(), type=Left))
+    return notes
 
 
 def _left_path(run_id: str, place: str) -> Path:
@@ -532,7 +532,7 @@ Listen = Literal["loopback", "network"]
 
 
 class Launch(msgspec.Struct, frozen=True):
-    """What a node is told. Rendered into the artifact as launch.json; the token stays in its own file or variable.
+    """The instructions of a node. Rendered into the artifact as launch.json; the token stays in its own file or variable.
 
     `announce_urls`: the gateway's admin address, as it may be reached from a node; the first that answers is taken.
     `announce_file`: where that address is read instead, again and again, for the gateway moves (GatewayAddress); the

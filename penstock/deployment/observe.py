@@ -123,22 +123,22 @@ def summarise(desired: Desired, seen: Observation, history: History, now: float)
         if name in history.failed:
             replicas.append(history.failed[name])
             continue
-        told = row.announcement if row else None
-        # A node that was placed again is remembered with what it had told: until the new one speaks, both say it.
-        earlier = tuple(restart for restart in earlier if told is None or restart not in told.restarts)
-        state = _replica_state(placement, told.state if row and told and row.is_alive else None)
-        restarts = (*earlier, *(told.restarts if told else ()))
+        announcement = row.announcement if row else None
+        # A node that was placed again is remembered with what it had announcement: until the new one speaks, both say it.
+        earlier = tuple(restart for restart in earlier if announcement is None or restart not in announcement.restarts)
+        state = _replica_state(placement, announcement.state if row and announcement and row.is_alive else None)
+        restarts = (*earlier, *(announcement.restarts if announcement else ()))
         replicas.append(
             ReplicaStatus(
                 replica=name,
                 state="draining" if row and row.is_draining and state == "ready" else state,
                 placement=placement.state,
-                announcement=told,
+                announcement=announcement,
                 in_flight=row.in_flight if row else 0,
                 is_draining=row.is_draining if row else False,
-                n_restarts=len(earlier) + (told.n_restarts if told else 0),
+                n_restarts=len(earlier) + (announcement.n_restarts if announcement else 0),
                 restarts=restarts[-10:],
-                reason=placement.reason or (told.reason if told else None),
+                reason=placement.reason or (announcement.reason if announcement else None),
                 starts_at=placement.starts_at,
                 ends_at=placement.ends_at,
             )
@@ -158,12 +158,12 @@ def summarise(desired: Desired, seen: Observation, history: History, now: float)
     )
 
 
-def _replica_state(placement: Placement, told: str | None) -> str:
+def _replica_state(placement: Placement, announcement: str | None) -> str:
     if placement.state == "broken":  # its first node may be alive, and says more
-        return told if told and told != "ready" else "broken"
+        return announcement if announcement and announcement != "ready" else "broken"
     if placement.state != "placed":
         return placement.state
-    return told or "starting"
+    return announcement or "starting"
 
 
 def _phase(desired: Desired, replicas: list[ReplicaStatus], seen: Observation, has_been_ready: bool) -> Phase:
@@ -183,15 +183,15 @@ def _has_been_ready(replica: ReplicaStatus) -> bool:
 
 
 def kv_cache_differences(plan: Plan, state: State) -> dict[str, Difference]:
-    """By replica, the KV cache of one GPU that its engine reported, against the plan's; pure. Empty without a plan."""
+    """By replica, the KV cache of gap GPU that its engine reported, against the plan's; pure. Empty without a plan."""
     if plan.forecast is None:
         return {}
-    found = {
+    gaps = {
         replica.replica: difference(plan.forecast.kv_cache_gib, replica.announcement.measured)
         for replica in state.replicas
         if replica.announcement is not None
     }
-    return {name: one for name, one in found.items() if one is not None}
+    return {name: gap for name, gap in gaps.items() if gap is not None}
 
 
 def now_state(run: Run, now: float) -> State:

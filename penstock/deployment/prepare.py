@@ -80,7 +80,7 @@ def _unread_variables(deployment: Deployment, target: Target) -> list[str]:
 
 
 def rehearse(deployment: Deployment) -> Prepared:
-    """What `up` with these settings would send, beside or in place of what runs.  Raises as `prepare` does."""
+    """What `up` with these settings would send, next to or in place of what runs.  Raises as `prepare` does."""
     return prepare(deployment, existing=not_ended(deployment.name), is_rehearsal=True)
 
 
@@ -88,7 +88,7 @@ def _announce_urls(target: Target, admin_port: int) -> tuple[str, ...]:
     """The gateway's admin address as nodes may reach it."""
     if target.listen == "loopback":
         return (f"http://127.0.0.1:{admin_port}",)
-    addresses = [one.address for one in network.interfaces() if not one.is_virtual]
+    addresses = [interface.address for interface in network.interfaces() if not interface.is_virtual]
     beyond = [address for address in addresses if not address.startswith("127.")] or addresses
     return tuple(f"http://{address}:{admin_port}" for address in beyond)
 
@@ -145,18 +145,18 @@ def _machines(target: Target, deployment: Deployment, existing: Run | None) -> l
 
 def _freed(machine: Machine, existing: Run, n_nodes: int) -> Machine:
     """A machine without so many nodes of a run."""
-    made = existing.plan()
-    if made.device == "cuda":
+    plan = existing.plan()
+    if plan.device == "cuda":
         held = {index for entry in existing.handle().replicas.values() for index in entry.get("gpus", ())}
         if not held:  # a target that does not keep which they are: engines leave the least memory free
             fullest = sorted(machine.gpus, key=lambda gpu: gpu.memory_free_bytes)
-            held = {gpu.index for gpu in fullest[: n_nodes * made.layout.n_ranks // made.n_nodes]}
+            held = {gpu.index for gpu in fullest[: n_nodes * plan.layout.n_ranks // plan.n_nodes]}
         freed = [
             msgspec.structs.replace(gpu, memory_free_bytes=gpu.memory_bytes) if gpu.index in held else gpu
             for gpu in machine.gpus
         ]
         return msgspec.structs.replace(machine, gpus=tuple(freed))
-    held_bytes = made.need.total_bytes * n_nodes // made.n_nodes
+    held_bytes = plan.need.total_bytes * n_nodes // plan.n_nodes
     free_bytes = min(machine.memory_bytes, machine.memory_free_bytes + held_bytes)
     return msgspec.structs.replace(machine, memory_free_bytes=free_bytes)
 
@@ -194,7 +194,7 @@ def check_deployment(deployment: Deployment) -> Finding:
     try:
         prepared = prepare(deployment, existing=not_ended(deployment.name))
     except PenstockError as error:
-        found = error.message + (f": {error.detail}" if error.detail else "")
-        return Finding("deployment", "bad", found, error.hint)
+        refusal = error.message + (f": {error.detail}" if error.detail else "")
+        return Finding("deployment", "bad", refusal, error.hint)
     need = show_bytes(prepared.plan.need.total_bytes)
     return Finding("deployment", "ok", f"{deployment.name}: {prepared.plan.engine}, needs about {need} a replica")

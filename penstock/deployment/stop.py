@@ -20,10 +20,7 @@ from penstock.spec import deployment
 from penstock.targets import LeftBehind
 
 _CONTROLLER_GRACE_S = 3.0
-
-
 _NOW_GRACE_S = 1.0
-
 
 OnStep = Callable[[str], None]
 
@@ -31,8 +28,7 @@ OnStep = Callable[[str], None]
 def down(run: Run, now: bool = False, on_step: OnStep | None = None) -> list[Marked]:
     """End everything of a run: requests in flight finish first, unless `now`. Blocks; safe to repeat.
 
-    Needs nothing alive: a crash of ours leaves a folder from which this still works. Returns what had to be ended by
-    force at the last.
+    Needs nothing alive: a crash leaves a folder from which this still works. Returns what had to be ended by force.
     """
     with run_folder.locked(run.name):
         return end_run(run, now, on_step)
@@ -63,8 +59,8 @@ def end_run(run: Run, now: bool, on_step: OnStep | None, failure: State | None =
         run.add_event("left behind", exc.message)
     swept = processes.sweep(str(run.path))
     # What an engine mapped when it was last seen: its own helpers may have been killed with it.
-    told = [replica.announcement for replica in (last.replicas if last else ()) if replica.announcement]
-    processes.unlink_shared_memory(segment for announcement in told for segment in announcement.shared_memory)
+    announcements = [replica.announcement for replica in (last.replicas if last else ()) if replica.announcement]
+    processes.unlink_shared_memory(segment for announcement in announcements for segment in announcement.shared_memory)
     with contextlib.suppress(PenstockError):  # without its id, its temporary folders are for `clean` to find
         for path in _private_folders(run.record().id):
             shutil.rmtree(path, ignore_errors=True)
@@ -99,7 +95,7 @@ def _private_folders(run_id: str) -> Iterator[Path]:
 
 
 class Leftover(msgspec.Struct, frozen=True):
-    """Something of ours that no living deployment owns."""
+    """Something that no living deployment owns."""
 
     kind: str  # "process", "folder" (temporary), "run" (an ended deployment's folder), "host" (not reached by `down`)
     name: str
@@ -113,7 +109,7 @@ def leftovers(with_ended_runs: bool = False) -> list[Leftover]:
     marked = processes.find_marked()
     ended = [run for run in run_folder.every() if run.is_ended() and not run_folder.is_locked(run)]
     owned = _owned_ids(marked)
-    found = [
+    items = [
         Leftover("process", str(process.pid), f"{process.role} of {process.run}: {process.command}", process)
         for process in marked
         if process.run_id not in owned
@@ -121,19 +117,19 @@ def leftovers(with_ended_runs: bool = False) -> list[Leftover]:
     for path in sorted(Path(tempfile.gettempdir()).glob("penstock-*-*")):
         match = _PRIVATE_FOLDER.match(path.name)
         if match and path.is_dir() and match.group(1) not in owned:
-            found.append(Leftover("folder", str(path), "temporary folder of an engine"))
-    found += [Leftover("host", left.place, left.what, left=left) for left in run_folder.every_left()]
+            items.append(Leftover("folder", str(path), "temporary folder of an engine"))
+    items += [Leftover("host", left.place, left.what, left=left) for left in run_folder.every_left()]
     if with_ended_runs:
-        found += [Leftover("run", str(run.path), f'folder of the ended deployment "{run.name}"') for run in ended]
-    return found
+        items += [Leftover("run", str(run.path), f'folder of the ended deployment "{run.name}"') for run in ended]
+    return items
 
 
 def _owned_ids(marked: list[Marked]) -> set[str]:
-    """Ids of the launches that are not ended, or that a command is changing now: a `down` may drain for minutes."""
+    """Ids of the launches that have not ended, or that a command is changing now: a `down` may drain for minutes."""
     # A process tells its run folder, so that deployments of another PENSTOCK_HOME are left alone.
-    there = [Run(Path(process.run)) for process in marked if Path(process.run).is_absolute()]
-    known = {run.path: run for run in [*run_folder.every(), *there]}
-    # Of a target whose nodes have no run folder, on machines that others share: those who placed them end them.
+    foreign = [Run(Path(process.run)) for process in marked if Path(process.run).is_absolute()]
+    known = {run.path: run for run in [*run_folder.every(), *foreign]}
+    # Nodes on machines that others share have no run folder there: the target that placed them ends them.
     owned = {process.run_id for process in marked if not Path(process.run).is_absolute()}
     for run in known.values():
         if run_folder.is_locked(run) or (run.exists() and not run.is_ended()):
@@ -144,14 +140,14 @@ def _owned_ids(marked: list[Marked]) -> set[str]:
     return owned
 
 
-def clean(found: list[Leftover]) -> list[Leftover]:
+def clean(items: list[Leftover]) -> list[Leftover]:
     """Remove leftovers. Returns those that could not be removed."""
-    marked = [item.process for item in found if item.process is not None]
+    marked = [item.process for item in items if item.process is not None]
     segments = processes.shared_memory(marked)
     stuck = {process.pid for process in processes.end(marked, 3.0)}
     processes.unlink_shared_memory(segments)
-    left = [item for item in found if item.process is not None and item.process.pid in stuck]
-    for item in found:
+    left = [item for item in items if item.process is not None and item.process.pid in stuck]
+    for item in items:
         if item.left is not None:
             try:
                 targets.finish(item.left)

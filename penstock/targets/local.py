@@ -100,19 +100,19 @@ def _process(entry: dict[str, object]) -> Process:
 
 def _choose_gpus(run: Run, entries: dict[str, dict[str, Any]]) -> list[int]:
     """The GPUs for one more replica: free ones that no replica of the run has. None on a machine without GPUs."""
-    made = run.plan()
-    if made.device != "cuda":
+    plan = run.plan()
+    if plan.device != "cuda":
         return []
     taken = {index for entry in entries.values() for index in entry.get("gpus", ())}
-    usable = usable_gpus(this_machine(), made.gpu_memory_utilization)
+    usable = usable_gpus(this_machine(), plan.gpu_memory_utilization)
     free = [gpu.index for gpu in usable if gpu.index not in taken]
-    if len(free) < made.layout.n_ranks:
+    if len(free) < plan.layout.n_ranks:
         raise PenstockError(
-            f'could not place a replica of "{run.name}": it needs {made.layout.n_ranks} GPUs, {len(free)} are free',
+            f'could not place a replica of "{run.name}": it needs {plan.layout.n_ranks} GPUs, {len(free)} are free',
             hint="nvidia-smi shows what holds the others.",
             is_retryable=True,
         )
-    return free[: made.layout.n_ranks]
+    return free[: plan.layout.n_ranks]
 
 
 def _start(run: Run, replica: str, gpus: Sequence[int]) -> Process:

@@ -137,7 +137,7 @@ def leaving(seen: Observation, wall_s: float, drain_s: float) -> frozenset[str]:
     The lead is the target's, or twice the time that this start took and the drain. One that is not ready yet is not
     leaving: else a limit shorter than a start would place for ever.
     """
-    found = set()
+    names = set()
     for row in seen.view.replicas if seen.view else ():
         announcement, placement = row.announcement, seen.placements.get(replica(row.announcement.replica))
         if placement is None or placement.ends_at is None or announcement.state != "ready":
@@ -146,8 +146,8 @@ def leaving(seen: Observation, wall_s: float, drain_s: float) -> frozenset[str]:
         if lead_s is None:
             lead_s = 2 * (announcement.ready_after_s or 0.0) + drain_s + _LEAD_S
         if placement.ends_at - wall_s < lead_s:
-            found.add(announcement.replica)
-    return frozenset(found)
+            names.add(announcement.replica)
+    return frozenset(names)
 
 
 def _is_ready(row: ReplicaView | None) -> bool:

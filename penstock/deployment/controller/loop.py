@@ -126,22 +126,22 @@ class Controller:
     def _note_failures(self, seen: Observation) -> None:
         rows = {row.announcement.replica: row.announcement for row in (seen.view.replicas if seen.view else ())}
         self._spoke |= rows.keys()
-        for name, told in rows.items():
-            if told.state == "failed" and replica(name) in seen.placements:
-                self._fail(name, told.reason or "", told)
+        for name, announcement in rows.items():
+            if announcement.state == "failed" and replica(name) in seen.placements:
+                self._fail(name, announcement.reason or "", announcement)
         for unit, placement in seen.placements.items():
             if placement.state == "placed":
                 self._broken.discard(unit.name)
             if placement.is_final and placement.state == "gone":  # a job cancelled by hand stays cancelled
                 self._fail(unit.name, placement.reason or "it was ended by hand", rows.get(unit.name))
 
-    def _fail(self, name: str, reason: str, told: Announcement | None) -> None:
+    def _fail(self, name: str, reason: str, announcement: Announcement | None) -> None:
         """Note, once, that a replica is not placed again."""
         if name in self.history.failed:
             return
-        status = ReplicaStatus(name, "failed", "gone", told, reason=reason or None)
-        if told is not None:
-            status = msgspec.structs.replace(status, n_restarts=told.n_restarts, restarts=told.restarts)
+        status = ReplicaStatus(name, "failed", "gone", announcement, reason=reason or None)
+        if announcement is not None:
+            status = msgspec.structs.replace(status, n_restarts=announcement.n_restarts, restarts=announcement.restarts)
         self.history = msgspec.structs.replace(self.history, failed={**self.history.failed, name: status})
         self.run.add_event("replica failed", reason, replica=name)
 
@@ -173,18 +173,18 @@ class Controller:
     def _keep_measured(self, seen: Observation) -> None:
         """What each start of an engine reported, once, for the next plan."""
         for row in seen.view.replicas if seen.view else ():
-            told = row.announcement
-            start = (told.replica, told.started_at)
-            if told.state != "ready" or start in self._measured:
+            announcement = row.announcement
+            start = (announcement.replica, announcement.started_at)
+            if announcement.state != "ready" or start in self._measured:
                 continue
             self._measured.add(start)
             try:
-                path = measured.keep(self._plan, told.measured, time.time())
+                path = measured.keep(self._plan, announcement.measured, time.time())
             except OSError as exc:  # the next plan then estimates, as this one did
-                self.run.add_event("measured values lost", str(exc), replica=told.replica)
+                self.run.add_event("measured values lost", str(exc), replica=announcement.replica)
                 continue
             if path is not None:
-                self.run.add_event("measured values kept", str(path), replica=told.replica)
+                self.run.add_event("measured values kept", str(path), replica=announcement.replica)
 
     # ---- acting ------------------------------------------------------------------------------------------------------
 
@@ -292,13 +292,13 @@ class Controller:
             print(f"penstock: {path} {replica}: {exc.message}", flush=True)
 
     def _remember_restart(self, name: str, reason: str, seen: Observation) -> None:
-        told = [
+        reported = [
             restart
             for row in (seen.view.replicas if seen.view else ())
             if row.announcement.replica == name
             for restart in row.announcement.restarts
         ]
-        earlier = [*self.history.replicas.get(name, ()), *told, Restart(round(time.time(), 2), reason)]
+        earlier = [*self.history.replicas.get(name, ()), *reported, Restart(round(time.time(), 2), reason)]
         self.history = msgspec.structs.replace(
             self.history, replicas={**self.history.replicas, name: tuple(earlier[-KEPT_RESTARTS:])}
         )
@@ -351,5 +351,5 @@ def _placed_units(run: Run) -> frozenset[Unit]:
 
 def _seen_by_controller(row: ReplicaStatus) -> tuple[Restart, ...]:
     """A replica's restarts less those that its node tells by itself."""
-    told = row.announcement.restarts if row.announcement else ()
-    return tuple(restart for restart in row.restarts if restart not in told)
+    reported = row.announcement.restarts if row.announcement else ()
+    return tuple(restart for restart in row.restarts if restart not in reported)

@@ -127,11 +127,11 @@ def accounted(number: str) -> str:
 
 def read_site() -> site.Site:
     """The cluster's partitions and nodes.  Raises PenstockError when Slurm does not answer."""
-    told = [ask(["scontrol", "show", what, "-o"]) for what in ("partition", "node")]
-    for done in told:
+    answers = [ask(["scontrol", "show", what, "-o"]) for what in ("partition", "node")]
+    for done in answers:
         if done.returncode:
             raise PenstockError(f"could not ask Slurm what it has: {complaint(done)}", is_retryable=True)
-    return site.parse(told[0].stdout, told[1].stdout)
+    return site.parse(answers[0].stdout, answers[1].stdout)
 
 
 def tested(deployment: Deployment, run_path: str) -> list[Problem]:
@@ -142,12 +142,12 @@ def tested(deployment: Deployment, run_path: str) -> list[Problem]:
     asked = {"it": slurm_script.directives(deployment, needs, run_path)}
     if deployment.gateway.on == "job":
         asked["the gateway's job"] = slurm_script.gateway_directives(deployment, run_path)
-    variables, found = slurm_script.variables(deployment), []
+    variables, problems = slurm_script.variables(deployment), []
     for what, words in asked.items():
         lines = [f"#SBATCH --{line}" for line in words]
         done = ask(["sbatch", "--test-only"], stdin="\n".join(["#!/bin/bash", *lines, "true", ""]), variables=variables)
-        found += [Problem("slurm", f"sbatch refuses {what}: {complaint(done)}")] if done.returncode else []
-    return found
+        problems += [Problem("slurm", f"sbatch refuses {what}: {complaint(done)}")] if done.returncode else []
+    return problems
 
 
 def versions(deployment: Deployment) -> dict[str, str]:
@@ -157,8 +157,8 @@ def versions(deployment: Deployment) -> dict[str, str]:
     script = slurm_script.probe(deployment, sys.executable)
     done = ask(["bash", "-s"], stdin=script)
     try:
-        told = msgspec.json.decode(done.stdout.strip().splitlines()[-1])
-        return dict(told["machine"]["versions"])
+        facts = msgspec.json.decode(done.stdout.strip().splitlines()[-1])
+        return dict(facts["machine"]["versions"])
     except (IndexError, KeyError, TypeError, msgspec.DecodeError) as exc:
         raise UserError(
             "cannot run penstock with the Python that the nodes will use",

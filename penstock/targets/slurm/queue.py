@@ -127,7 +127,7 @@ def _time(text: str) -> float | None:
 
 
 def reason_in_words(reason: str) -> str:
-    """Why a job waits, for people; Slurm's own word stays beside it: users look it up, and tell it to their admin."""
+    """Why a job waits, for people; Slurm's own word stays next to it: users look it up, and quote it to their admin."""
     plain = reason.strip("()")
     words = _REASONS.get(plain) or _REASONS.get(plain.split(",")[0].split(":")[0].strip())
     limit = _LIMITS.match(plain)

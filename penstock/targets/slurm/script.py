@@ -146,7 +146,7 @@ def render(deployment: Deployment, plan: Plan, run_path: str, python: str) -> st
 
 
 def _bound(deployment: Deployment, run_path: str) -> str:
-    """What a container must see of the shared file system beside the home: the run, and where the model is."""
+    """What a container must see of the shared file system besides the home: the run, and where the model is."""
     model = deployment.model if deployment.model.startswith("/") else None
     return ",".join(path for path in (run_path, deployment.cache.weights, model) if path)
 
