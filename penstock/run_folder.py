@@ -532,7 +532,7 @@ Listen = Literal["loopback", "network"]
 
 
 class Launch(msgspec.Struct, frozen=True):
-    """The instructions of a node. Rendered into the artifact as launch.json; the token stays in its own file or variable.
+    """The instructions of a node: launch.json of the artifact. The token stays in its own file or variable.
 
     `announce_urls`: the gateway's admin address, as it may be reached from a node; the first that answers is taken.
     `announce_file`: where that address is read instead, again and again, for the gateway moves (GatewayAddress); the

@@ -124,7 +124,7 @@ def summarise(desired: Desired, seen: Observation, history: History, now: float)
             replicas.append(history.failed[name])
             continue
         announcement = row.announcement if row else None
-        # A node that was placed again is remembered with what it had announcement: until the new one speaks, both say it.
+        # A node that was placed again is remembered with its restarts: until the new one announces, both have them.
         earlier = tuple(restart for restart in earlier if announcement is None or restart not in announcement.restarts)
         state = _replica_state(placement, announcement.state if row and announcement and row.is_alive else None)
         restarts = (*earlier, *(announcement.restarts if announcement else ()))
