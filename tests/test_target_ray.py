@@ -85,7 +85,7 @@ def test_ray_keeps_the_contract_of_targets(place: Place, ray_cluster: RayCluster
     def leftovers() -> list[str]:
         roles = ("node", "engine")
         left = [f"{host}: {pids}" for role in roles for host, pids in on_hosts(ray_cluster, run, role).items() if pids]
-        return left + [job for job in Dashboard(ray_cluster.dashboard).jobs() if run.record().id in job]
+        return left + [job for job in Dashboard(ray_cluster.url).jobs() if run.record().id in job]
 
     check_target(targets.load("ray"), run, launch, sys.executable, leftovers, 30.0)
 
