@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 import penstock
+from penstock.paths import control_folder
 from penstock.spec.blocks import Ssh as Block
-from penstock.targets.openssh import Done, HostError, Ssh, control_folder, is_legal, reading, short_name
+from penstock.targets.openssh import Done, HostError, Ssh, is_legal, reading, short_name
 from penstock.targets.ssh import bundle, liveness
 from penstock.targets.ssh.bundle import HostPython
 from penstock.targets.ssh.install import Bringer, Looked
@@ -53,7 +54,7 @@ def test_a_host_is_named_without_its_user() -> None:
         ("No ED25519 host key is known for a\nHost key verification failed.", "its host key is not known"),
         ("cat: write error: No space left on device", "its disk is full"),
         ("first\nsomething new", "something new"),
-        ("", "ssh said nothing"),
+        ("", "ssh printed nothing"),
     ],
 )
 def test_complaints_are_read(complaint: str, meaning: str) -> None:

@@ -53,7 +53,7 @@ EFFECTS = {
     *("subprocess", "sys", "tempfile", "threading", "time", "urllib", "uuid", "datetime", "http.client"),
 }
 HEAVY = {
-    *("gguf", "gradio", "huggingface_hub", "kubernetes", "matplotlib", "numpy", "ray", "rich", "safetensors"),
+    *("gguf", "gradio", "huggingface_hub", "kubernetes", "matplotlib", "numpy", "ray", "rich", "safetensors", "scipy"),
     *("tokenizers", "torch", "transformers", "vllm", "xllamacpp", "yaml"),
 }
 # Modules of the room that are no target: the ssh program, and the verbs on a login node.

@@ -45,11 +45,13 @@ def prepare(
     """
     target = targets.load(deployment.target)
     problems = [*preflight.unsupported(deployment, target), *target.check(deployment, is_rehearsal)]
+    is_gateway_here = "gateway" not in target.placed(deployment)
+    if not is_rehearsal and is_gateway_here:
+        problems += preflight.unreadable_files(deployment.gateway)
     if deployment.engine.kind != "auto":
         problems += engines.load(deployment.engine.kind).problems(deployment.engine.args)
     if problems:
         raise SpecError(f'deployment "{deployment.name}"', problems)
-    is_gateway_here = "gateway" not in target.placed(deployment)
     if is_gateway_here and (existing is None or not _holds(existing, deployment)):
         network.check_port(deployment.gateway.host, deployment.gateway.port)
     machines = _machines(target, deployment, existing)
@@ -115,7 +117,7 @@ def make_plan(deployment: Deployment, machine: Machine, n_replicas: int) -> Plan
     problems = engine.problems(deployment.engine.args)
     if problems:
         raise SpecError(f'deployment "{deployment.name}"', problems)
-    model = files.read_facts(deployment.model, path, _form(engine.forms, path))
+    whole, model = facts.read_files(path, deployment.model, _form(engine.forms, path))
     if not engine.loads(model.form, deployment.engine.args):
         raise UserError(
             f'cannot serve model "{deployment.model}" on engine {name}: no *.{engine.forms[0]} in "{path}"',
@@ -123,7 +125,6 @@ def make_plan(deployment: Deployment, machine: Machine, n_replicas: int) -> Plan
         )
     if launch.device_of(machine, name) == "cpu":
         return launch.make(deployment, model, machine, name, preflight.engine_version(engine, machine), n_replicas)
-    whole = facts.read_folder(path, deployment.model)
     version = preflight.engine_version(engine, machine)
     sized = planning.size(deployment, whole, machine, version, n_replicas)
     return launch.make_on_gpus(deployment, model, machine, version, n_replicas, sized)
