@@ -67,7 +67,7 @@ def _with_free_port(config: GatewayConfig) -> GatewayConfig:
 
 def _write_address(options: argparse.Namespace, sockets: Sockets) -> None:
     """Clients that connect from now on wait in the socket's queue until the gateway serves."""
-    port, admin_port = sockets.public[0].getsockname()[1], sockets.admin.getsockname()[1]
+    port, admin_port = sockets.public.getsockname()[1], sockets.admin.getsockname()[1]
     admin = tuple(f"{host}:{admin_port}" for host in options.hosts)
     address = GatewayAddress(options.unit, f"{options.hosts[0]}:{port}", admin)
     write_atomically(options.address, msgspec.json.encode(address))
