@@ -1,4 +1,4 @@
-"""From a layout's memory and speed to the fields of a `Sizing`, and what is said beside them. Pure."""
+"""From a layout's memory and speed to the fields of a `Sizing`, and the warnings about them. Pure."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from penstock.planner.speed.estimate import Engine, Speed, estimate
 from penstock.spec.deployment import Parallel, Workload
 from penstock.text import GIB
 
-# A checkpoint's own bytes and what the config says may differ by this share before it is said.
+# A checkpoint's own bytes and what the config says may differ by this share before a warning says so.
 _MOST_DIFFERENCE = 0.01
 _CACHE_BYTES = {"fp8": 1.0, "fp8_e4m3": 1.0, "fp8_e5m2": 1.0, "nvfp4": 0.5625, "float32": 4.0}
 _THINK_TIME_S = 30.0
@@ -194,7 +194,7 @@ def warnings(inputs: SolveInputs, sizing: Sizing, memory: Memory) -> Iterator[st
     if gpu.vendor.lower() != "nvidia":
         yield f"memory and speed on {gpu.vendor} cards are estimated with NVIDIA's constants, not measured"
     if sizing.measured_on is not None:
-        yield f"memory beside the weights was measured at an earlier start on {sizing.measured_on}"
+        yield f"memory other than the weights was measured at an earlier start on {sizing.measured_on}"
     if sizing.layout is not None:
         yield from _tightness(inputs, memory.fit(sizing.layout))
 
@@ -206,8 +206,8 @@ def _tightness(inputs: SolveInputs, fit: MemoryFit) -> Iterator[str]:
     room = inputs.memory.total_bytes - inputs.memory.budget_bytes
     if outside > room:
         yield (
-            f"{outside / GIB:.2f} GiB stand beside the engine's budget (graphs, NCCL), {room / GIB:.2f} GiB are "
-            "left for them: lower --gpu-memory-utilization"
+            f"graphs and NCCL need {outside / GIB:.2f} GiB outside the engine's budget, {room / GIB:.2f} GiB are left "
+            "for them: lower --gpu-memory-utilization"
         )
     if fit.kv is not None and (low := fit.available[fit.tightest].low) < fit.kv.request_bytes:
         yield f"it fits by the likely estimate alone: at worst {max(0.0, low) / GIB:.2f} GiB of KV cache are left"
