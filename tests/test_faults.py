@@ -540,8 +540,8 @@ def test_node_that_dies_before_it_says_anything_fails_the_start(place: Place) ->
     assert done.code == 0
     run = place.run()
     (run.artifact_path / "launch.json").write_text("{}")
-    for replica in run.handle().replicas.values():
-        kill(replica["pid"])
+    for entry in run.handle().replicas.values():
+        kill(entry["pid"])
     told = call("up", file)
     assert told.code == 1
     assert "its node died 3 times before it said anything" in told.err
