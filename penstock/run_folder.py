@@ -291,7 +291,7 @@ class Run:
         """Where clients connect, with the path prefix."""
         settings = self.gateway_file()
         scheme = "https" if settings.tls_cert else "http"
-        return f"{scheme}://{reachable(self.listen)}{settings.path_prefix}"
+        return f"{scheme}://{reachable(self.listen)}{settings.path_prefix or ''}"
 
     @property
     def known_url(self) -> str | None:
@@ -377,7 +377,7 @@ class GatewayFile(msgspec.Struct, frozen=True):
     admin: str
     store: str | None = None
     tls_cert: str | None = None
-    path_prefix: str = ""
+    path_prefix: str | None = None
 
 
 class Draft(msgspec.Struct, frozen=True):

@@ -97,6 +97,13 @@ def test_what_this_version_does_not_do_is_refused_together() -> None:
     ]
 
 
+def test_a_gateway_in_a_job_needs_a_target_that_places_it() -> None:
+    wanted = deployment(gateway={"on": "job", "auth": "keys"})
+    (problem,) = preflight.unsupported(wanted, targets.load("local"))
+    assert str(problem) == 'gateway.on: "job", but target local places no gateway (remove it)'
+    assert preflight.unsupported(wanted, targets.load("slurm")) == []
+
+
 @pytest.mark.parametrize("replicas", [0, 1, 3, {"min": 0, "max": 1}])
 def test_a_fixed_number_of_replicas_is_supported(replicas: object) -> None:
     assert preflight.unsupported(deployment(replicas=replicas), targets.load("local")) == []
