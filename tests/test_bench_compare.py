@@ -108,7 +108,7 @@ def test_unlike_runs_are_named(tmp_path: Path) -> None:
     found = compare.compare(a, b)
     assert "flags.rate: 10.0, then 12" in found.unlike and "versions.penstock: 0.1.0, then not given" in found.unlike
     assert not any("url" in line for line in found.unlike)
-    assert "b is not valid: it does not say why" in found.notes
+    assert "b is not valid: no reason given" in found.notes
     shown = compare.text(found)
     assert "compare like with like" in shown and "no difference beyond noise" in shown and "note: b is not" in shown
 

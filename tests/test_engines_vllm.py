@@ -197,7 +197,7 @@ DEATHS = [
     (
         "ValueError: Free memory on device cuda:0 (10.0/79.1 GiB) on startup is less than desired GPU memory "
         "utilization (0.92, 72.8 GiB). Decrease it.",
-        "the memory it asks for is not free: Free memory on device cuda:0 (10.0/79.1 GiB) on startup is less than "
+        "the memory it needs is not free: Free memory on device cuda:0 (10.0/79.1 GiB) on startup is less than "
         "desired GPU memory utilization (0.92, 72.8 GiB)",
         "Lower engine.gpu_memory_utilization",
         True,
@@ -315,7 +315,7 @@ def test_recorded_refusals_are_explained(log: str, reason: str) -> None:
 @pytest.mark.parametrize(
     ("code", "words"),
     [
-        (-9, "vLLM was killed by signal 9 (SIGKILL: the kernel out of memory, or somebody)"),
+        (-9, "vLLM was killed by signal 9 (SIGKILL: the kernel ran out of memory, or another process sent it)"),
         (-11, "vLLM was killed by signal 11 (SIGSEGV)"),
         (-15, "vLLM was killed by signal 15"),
         (3, "vLLM exited with code 3"),

@@ -167,7 +167,7 @@ def test_killed_controller_and_warden_at_once_are_revived_by_up(place: Place) ->
 
     kill_both()
     status = call("status")
-    assert "the controller is gone: nothing is brought back until" in status.out
+    assert "the controller is gone: nothing is restarted until" in status.out
     assert now(run).phase == "ready"
     ask(run)
     kill(engine := engine_pid(run), pid_of(run, "gateway"))
@@ -308,7 +308,7 @@ FAILING_STARTS: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
         "the KV cache for one request of max_model_len does not fit",
         "Set engine.max_model_len to",
     ),
-    "not enough memory": ({"oom": "memory"}, {}, "the memory it asks for is not free", "engine.gpu_memory_utilization"),
+    "not enough memory": ({"oom": "memory"}, {}, "the memory it needs is not free", "engine.gpu_memory_utilization"),
     "an error nobody knows": ({"crash-at-start": "ValueError: no such thing"}, {}, "ValueError: no such thing", "logs"),
     "a flag that it does not know": ({"no-such-flag": 1}, {}, "refused its command line", "engine.args"),
     "too slow": ({"load-s": 30}, {"start_timeout_s": 1}, "it was not ready after", "penstock logs one"),
@@ -508,7 +508,7 @@ def test_down_while_up_waits_ends_both(place: Place) -> None:
         assert call("down", "one", "--now").code == 0
         assert waiting.wait(SOON_S) == 1
         assert waiting.stderr is not None
-        assert 'could not start deployment "one": somebody took it down meanwhile' in waiting.stderr.read()
+        assert 'could not start deployment "one": it was stopped while it was starting' in waiting.stderr.read()
     assert now(run).phase == "down"
 
 

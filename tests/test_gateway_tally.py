@@ -132,6 +132,6 @@ def test_numbers_without_room_are_said_once_and_the_last_ones_stay(caplog: pytes
     second.count(1)
     for _ in range(2):
         second.tally.post()
-    words = "the metrics of this worker are too many for the others to be told"
+    words = "this worker has too many metrics to share with the other workers"
     assert [record.message for record in caplog.records] == [words]
     assert (first.value(COMPLETE), second.value(COMPLETE)) == (1, 2)

@@ -42,7 +42,7 @@ class Cluster:
     def end_gateway(self, run: Run, jobs: Sequence[str], grace_s: float) -> None:
         if self.n_silent > 0:
             self.n_silent -= 1
-            raise PenstockError("could not ask Slurm for its jobs: Socket timed out")
+            raise PenstockError("could not read Slurm's job queue: Socket timed out")
         self.ended += jobs
 
     def serve(self, job: str, ends_in_s: float | None = None) -> None:
@@ -134,7 +134,7 @@ def test_one_that_could_not_be_told_to_end_is_told_again(cluster: Cluster, monke
     cluster.tick(READY)
     assert cluster.ended == ["1"], "again, and once"
     told = [event["text"] for event in cluster.run.events() if event["event"] == "gateway not ended"]
-    assert told == ["could not ask Slurm for its jobs: Socket timed out"]
+    assert told == ["could not read Slurm's job queue: Socket timed out"]
 
 
 def test_a_short_limit_does_not_replace_for_ever(cluster: Cluster) -> None:

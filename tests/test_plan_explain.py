@@ -61,7 +61,7 @@ def test_mla_and_states_and_windows_have_their_own_terms() -> None:
 @pytest.mark.parametrize(("version", "beside"), [("0.33", "NCCL, "), ("0.20", "graphs, ")])
 def test_what_stands_beside_the_budget_is_said(version: str, beside: str) -> None:
     told = explained("llama-3.1-70b", gpus_per_node=4, tensor=4, max_model_len=8192, engine_version=version)
-    assert beside in told["budget"].splitlines()[-1] and "beside the budget" in told["budget"]
+    assert beside in told["budget"].splitlines()[-1] and "outside the budget" in told["budget"]
 
 
 @pytest.mark.parametrize("model", [name for name in models_catalog.model_names() if name != "deepseek-v4-flash"])

@@ -59,7 +59,7 @@ def test_the_next_plan_has_the_kv_cache_that_the_engine_reported() -> None:
     after = planning.solve(H200)
     assert after.memory is not None and after.kv is not None
     assert after.measured_on == "2027-01-15"
-    assert "memory beside the weights was measured at an earlier start on 2027-01-15" in after.warnings
+    assert "memory other than the weights was measured at an earlier start on 2027-01-15" in after.warnings
     assert after.memory.kv_cache_gib.is_exact
     assert after.memory.kv_cache_gib.likely == pytest.approx(110.98, abs=0.02)
     assert after.kv.tokens == pytest.approx(909_136, rel=0.0002)
@@ -252,8 +252,7 @@ def test_what_is_not_modelled_stops_plan_and_not_up(version: str, config: dict[s
     said = planning.size(WANTED, facts, BOX, version, 1)
     assert said.sizing is None and said.not_modelled is not None
     made = launch.make_on_gpus(WANTED, LLAMA_70B, BOX, version, 1, said)
-    assert made.warnings == (f"not planned, started all the same: {said.not_modelled}; whether it fits is for vLLM to "
-                             "find out",)  # fmt: skip
+    assert made.warnings == (f"not planned, started anyway: {said.not_modelled}; vLLM decides whether it fits",)
 
 
 def test_plan_and_up_refuse_with_the_same_words() -> None:

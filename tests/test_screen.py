@@ -89,7 +89,7 @@ def test_a_status_tells_when_the_engine_has_another_kv_cache_than_planned(factor
         if words is None:
             assert lines == []
         else:
-            said = f"{planned * factor:.2f} GiB of KV cache a GPU, the plan said {planned:.2f} ({words})"
+            said = f"{planned * factor:.2f} GiB of KV cache a GPU, planned {planned:.2f} ({words})"
             assert lines == [f"  memory   {said}"]
 
 
@@ -99,7 +99,7 @@ def test_what_is_not_planned_is_not_shown_as_a_number() -> None:
     prepared = Prepared(deployment(), gpu_machine(2), made, Artifact(("true",), {}))
     shown = status_text.prepared_text(prepared)
     assert "# memory a replica: weights 6.0 MiB, the rest is not planned; 2 x NVIDIA H100 80GB HBM3 in box" in shown
-    assert "# warning: not planned, started all the same: no;" in shown
+    assert "# warning: not planned, started anyway: no;" in shown
 
 
 def test_a_status_says_what_is_wrong_and_the_reasons_of_restarts_newest_first() -> None:
@@ -122,7 +122,7 @@ def test_a_status_says_what_is_wrong_and_the_reasons_of_restarts_newest_first() 
         "  5.0 s ago  replica 0: was killed by signal 9\n"
         "  20.0 s ago  gateway: its process 5 was gone\n"
         "  1m00s ago  replica 0: stalled\n"
-        "\nthe controller is gone: nothing is brought back until `penstock up` starts it again"
+        "\nthe controller is gone: nothing is restarted until `penstock up` starts it again"
     )
 
 

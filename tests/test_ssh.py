@@ -53,7 +53,7 @@ def test_a_host_is_named_without_its_user() -> None:
         ("No ED25519 host key is known for a\nHost key verification failed.", "its host key is not known"),
         ("cat: write error: No space left on device", "its disk is full"),
         ("first\nsomething new", "something new"),
-        ("", "ssh said nothing"),
+        ("", "ssh printed nothing"),
     ],
 )
 def test_complaints_are_read(complaint: str, meaning: str) -> None:

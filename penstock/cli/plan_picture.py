@@ -118,7 +118,7 @@ def _draw_bars(axes: Any, shown: list[Bar]) -> None:
     ends = "; the black line is where the engine's budget ends"
     ends += ", the red one the card" if any(bar.over_gib for bar in shown) else ""
     is_beside = any(not bar.over_gib and sum(bar.parts[:-1]) > bar.budget_gib + 0.05 for bar in shown)
-    ends += "; what goes over it (NCCL) stands beside the budget" if is_beside else ""
+    ends += "; the NCCL buffers are outside the budget" if is_beside else ""
     axes.set_xlabel(f"GiB of one GPU{ends}", fontsize=8, color=_GREY)
     axes.tick_params(axis="x", labelsize=8)
     axes.spines[["top", "right", "left"]].set_visible(False)

@@ -92,7 +92,9 @@ def prepare(
     made = make_plan(deployment, machine, sharing(target, deployment, len(machines), deployment.replicas.min))
     made = msgspec.structs.replace(made, warnings=(*made.warnings, *_unread_variables(deployment)))
     if machine.gpus and not found.gpus:
-        warning = f"{found.host} has no GPU: this is for {len(machine.gpus)} x {machine.gpus[0].name}, as the file says"
+        warning = (
+            f"{found.host} has no GPU: this is for {len(machine.gpus)} x {machine.gpus[0].name}, as the file requires"
+        )
         made = msgspec.structs.replace(made, warnings=(*made.warnings, warning))
     run_path = paths.home() / "runs" / deployment.name
     told = Launch(
@@ -345,7 +347,7 @@ def watch(run: Run, on_state: OnState, is_done: Callable[[State], bool], timeout
             raise PenstockError(
                 f'deployment "{run.name}" is {state.phase} after {timeout_s:.0f} s',
                 detail=state.reason,
-                hint=f"It goes on in the background: penstock status {run.name}",
+                hint=f"It continues in the background: penstock status {run.name}",
                 is_retryable=True,
             )
         time.sleep(_POLL_S)
@@ -374,14 +376,14 @@ def _start_error(run: Run, state: State) -> PenstockError:
     failed = next((replica for replica in state.replicas if replica.state == "failed"), None)
     if failed is None or failed.announcement is None:
         if state.phase == "down":
-            return PenstockError(f'could not start deployment "{run.name}": somebody took it down meanwhile')
+            return PenstockError(f'could not start deployment "{run.name}": it was stopped while it was starting')
         last = state.gateway.restarts[-1].reason if state.gateway.restarts else None
         return PenstockError(f'could not start deployment "{run.name}": its gateway is gone', detail=last)
     log = run.log(f"replica-{failed.replica}")
     return EngineError(
         f'could not start replica {failed.replica} of "{run.name}": {failed.reason}',
         detail="its last lines:\n" + "\n".join(f"  {line}" for line in failed.announcement.log_tail),
-        hint=failed.announcement.hint or f"The whole log: penstock logs {run.name} ({log})",
+        hint=failed.announcement.hint or f"Full log: penstock logs {run.name} ({log})",
     )
 
 

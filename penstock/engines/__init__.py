@@ -158,7 +158,7 @@ def how_it_ended(exit_code: int) -> str:
     if exit_code >= 0:
         return f"exited with code {exit_code}"
     words = {
-        -9: " (SIGKILL: the kernel out of memory, or somebody)",
+        -9: " (SIGKILL: the kernel ran out of memory, or another process sent it)",
         -11: " (SIGSEGV)",
         -6: " (SIGABRT)",
         -4: " (SIGILL)",

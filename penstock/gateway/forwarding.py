@@ -390,7 +390,7 @@ class Forwarding:
             return
         if self._context.replicas.is_idle(replica, now, STALL_S):
             connection.discard()
-            self.lost(UpstreamError(f"no byte for {STALL_S:.0f} s, and the engine says that it works on nothing"))
+            self.lost(UpstreamError(f"no byte for {STALL_S:.0f} s, and the engine reports no running request"))
 
     def _may_retry(self, now: float) -> bool:
         return len(self._lost) + 1 < MAX_SENDS and self._context.budget.has_one(now)

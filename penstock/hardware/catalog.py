@@ -266,7 +266,7 @@ def _by_beginning(kind: str, name: str, wanted: str, rows: Iterable[str]) -> str
     if len(found) == 1:
         return found[0]
     if found:
-        raise UserError(f'cannot tell which {kind} "{name}" is', hint=f"It is one of {', '.join(found)}.")
+        raise UserError(f'cannot identify {kind} "{name}"', hint=f"It is one of {', '.join(found)}.")
     return refuse(kind, name, ids)
 
 

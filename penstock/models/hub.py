@@ -38,10 +38,10 @@ _ERROR_CODES = {
     "RepoNotFound": ("no such repository, or a private one", "Check the name; a private model needs HF_TOKEN."),
 }
 _STATUSES = {
-    401: ("the hub asks for a token", "Check the name; a gated or private model needs HF_TOKEN."),
+    401: ("the hub requires a token", "Check the name; a gated or private model needs HF_TOKEN."),
     403: ("the hub refuses this token", "Accept the licence on its hub page with the account of HF_TOKEN."),
     404: ("no such repository or file", "Check the name."),
-    429: ("the hub asks to wait (too many requests)", "Set HF_TOKEN, or try again in some minutes."),
+    429: ("the hub answers: too many requests", "Set HF_TOKEN, or try again in some minutes."),
 }
 
 

@@ -199,4 +199,4 @@ class NodeProcesses:
 
 def _last_words(process: EngineProcess) -> str:
     lines = [line for line in process.tail if any(word in line for word in ("rror", "annot", "ailed"))]
-    return (lines or list(process.tail) or ["it said nothing"])[-1][:300]
+    return (lines or list(process.tail) or ["it printed nothing"])[-1][:300]

@@ -126,7 +126,7 @@ def _budget(memory: MemoryAnswer, settings: Settings, weights_gib: float) -> tup
         f"{budget:.2f} - {' - '.join(uses)} = {kv:.2f} GiB for KV cache (the likely estimate)",
     ]
     if beside:
-        lines.append(f"{' and '.join(beside)} must fit in the {total - budget:.2f} GiB beside the budget")
+        lines.append(f"{' and '.join(beside)} must fit in the {total - budget:.2f} GiB outside the budget")
     return tuple(lines)
 
 

@@ -145,7 +145,7 @@ def _plan(
     if n_nodes > 1 and chosen.layout.data > 1:
         raise PlanError(
             f"cannot cut parallel.data {chosen.layout.data} over {n_nodes} nodes in this version",
-            hint="Use replicas in its place: each has a gateway connection of its own.",
+            hint="Use replicas instead: each has its own connection to the gateway.",
         )
     return Plan(
         deployment=deployment.name,
@@ -264,7 +264,7 @@ def _does_not_fit(
         f"for a replica, vLLM {settings.engine_version}, {settings.max_model_len} tokens a request, "
         f"{settings.gpu_memory_utilization:g} of the memory."
     )
-    hint = "Use more GPUs, a smaller or quantised model, or another parallel; `penstock plan` tells of every layout."
+    hint = "Use more GPUs, a smaller or quantised model, or another parallel; `penstock plan` shows every layout."
     longest = sizing.kv.largest_max_model_len if sizing.kv is not None else 0
     if sizing.is_refused:
         hint = "No other layout changes that: another card, checkpoint format, or engine.args."
@@ -287,7 +287,7 @@ def _not_modelled(
         tensor = max(size for size in sizes if (model.n_heads or 1) % size == 0)
         layout = Parallel(tensor=tensor, pipeline=deployment.hardware.nodes)
     length = deployment.engine.max_model_len or model.max_position
-    warning = f"not planned, started all the same: {why}; whether it fits is for vLLM to find out"
+    warning = f"not planned, started anyway: {why}; vLLM decides whether it fits"
     return _Chosen("cuda", layout, length, Need(model.weights_bytes, 0, 0), warnings=(warning,))
 
 

@@ -155,7 +155,7 @@ def tensor_refusal(shape: Shape, tensor: int) -> str | None:
 
 def pipeline_refusal(shape: Shape, pipeline: int) -> str | None:
     if pipeline > 1 and not shape.supports_pipeline:
-        return f"{shape.name} cannot be cut into pipeline stages in vLLM, pipeline {pipeline} was asked"
+        return f"{shape.name} cannot be cut into pipeline stages in vLLM, but pipeline is {pipeline}"
     if pipeline > shape.n_layers:
         return f"{shape.n_layers} layers are fewer than pipeline {pipeline}"
     return None

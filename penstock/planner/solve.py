@@ -478,10 +478,10 @@ def _warnings(question: _Question, sizing: Sizing, memory: Memory) -> tuple[str,
         longest = max(request.input_tokens + request.output_tokens, request.context_per_user or 0)
         found.append(
             f"requests of {longest:,} tokens are over max_model_len {question.settings.max_model_len:,}: the engine "
-            "would refuse each, so speed and users are not told"
+            "would refuse each, so speed and users are not estimated"
         )
     if request.nodes > 1 and request.network is None:
-        found.append("the network was not said: ten-gigabit Ethernet is assumed for speed; give --network")
+        found.append("no network is named: ten-gigabit Ethernet is assumed for speed; give --network")
     if gpu.stands_in is not None:
         found.append(
             f"{gpu.id} is not in the catalogue: {question.case.total_bytes / GIB:.2f} GiB of memory by its driver, "
@@ -499,14 +499,14 @@ def _warnings(question: _Question, sizing: Sizing, memory: Memory) -> tuple[str,
         found.append(f"memory and speed on {gpu.vendor} cards are estimated with NVIDIA's constants, not measured")
     fit = memory.fit(sizing.layout) if sizing.layout is not None else None
     if sizing.measured_on is not None:
-        found.append(f"memory beside the weights was measured at an earlier start on {sizing.measured_on}")
+        found.append(f"memory other than the weights was measured at an earlier start on {sizing.measured_on}")
     if fit is not None and fit.available and fit.fits:
         outside = max(known.beside_budget.likely for known in fit.overheads)
         room = question.case.total_bytes - question.case.budget_bytes
         if outside > room:
             found.append(
-                f"{outside / GIB:.2f} GiB stand beside the engine's budget (graphs, NCCL), {room / GIB:.2f} GiB are "
-                "left for them: lower --gpu-memory-utilization"
+                f"{outside / GIB:.2f} GiB are needed outside the engine's budget (graphs, NCCL), {room / GIB:.2f} GiB "
+                "are left for them: lower --gpu-memory-utilization"
             )
         if fit.kv is not None and (low := fit.available[fit.tightest].low) < fit.kv.request_bytes:
             found.append(

@@ -151,7 +151,7 @@ class Controller:
             if placement.state == "placed":
                 self._broken.discard(name)
             if placement.is_final and placement.state == "gone" and name not in self.history.failed:
-                self._fail_ended_by_others(name, placement.reason or "somebody ended it", seen)
+                self._fail_ended_by_others(name, placement.reason or "it was ended from outside", seen)
 
     def _fail_ended_by_others(self, name: str, reason: str, seen: Observation) -> None:
         """Who cancels a job of ours means it: it is not placed again behind his back."""
@@ -236,7 +236,7 @@ class Controller:
             model=self._plan.served_names[0],
             state="failed",
             lease_s=0.0,
-            reason=f"its node died {_SILENT_NODES} times before it said anything",
+            reason=f"its node ended {_SILENT_NODES} times before its first report",
             log_tail=self._log_tail(name),
         )
         status = ReplicaStatus(name, "failed", "gone", told, reason=told.reason)

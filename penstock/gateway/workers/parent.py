@@ -170,7 +170,7 @@ class _Parent:
             lived_s = time.monotonic() - self._started_at[slot]
             self._delay_s[slot] = RESTART_S if lived_s > RESTART_S_MAX else min(self._delay_s[slot] * 2, RESTART_S_MAX)
             log.error(
-                "worker %d ended by itself (%d), again in %.1f s",
+                "worker %d ended (%d), restart in %.1f s",
                 slot,
                 os.waitstatus_to_exitcode(status),
                 self._delay_s[slot] - RESTART_S,

@@ -93,7 +93,7 @@ class Tally:
         if board is None or board.post(self._slot, msgspec.msgpack.encode(numbers)) or self._is_told:
             return
         self._is_told = True
-        log.warning("the metrics of this worker are too many for the others to be told")
+        log.warning("this worker has too many metrics to share with the other workers")
 
     def _read(self, slot: int) -> Numbers | None:
         assert self._board is not None

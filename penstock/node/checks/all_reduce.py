@@ -207,7 +207,9 @@ def _answer(seat: Seat, out: str, err: str) -> Collective:
     with contextlib.suppress(msgspec.DecodeError, msgspec.ValidationError, IndexError):
         return msgspec.json.decode(lines[-1], type=Collective)
     said = err.strip().splitlines()
-    return Collective(seat.backend, seat.n_nodes, seat.ranks_each, error=said[-1][:300] if said else "it said nothing")
+    return Collective(
+        seat.backend, seat.n_nodes, seat.ranks_each, error=said[-1][:300] if said else "it printed nothing"
+    )
 
 
 def _network(seats: Sequence[Seat]) -> str | None:

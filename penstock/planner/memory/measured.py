@@ -55,7 +55,7 @@ class Difference(msgspec.Struct, frozen=True):
 
 
 def difference(planned_kv_gib: float, reported: Mapping[str, float]) -> Difference | None:
-    """The plan against what an engine reported of itself; None when it said nothing of its KV cache."""
+    """The plan against what an engine reported of itself; None when it printed nothing of its KV cache."""
     found = reported.get("kv_cache_gib")
     if found is None or planned_kv_gib <= 0:
         return None

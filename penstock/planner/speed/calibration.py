@@ -163,7 +163,7 @@ def fit(
     if median > _WORST_MEDIAN:
         raise UserError(
             f"cannot calibrate: after the best fit the points are still off by {math.expm1(median):.0%}",
-            detail="The measured deployment is not the one that was told: model, GPU, layout or engine.",
+            detail="The measured deployment differs from the named one in model, GPU, layout or engine.",
         )
     # Twice the typical residual, never tighter than a benchmark repeats itself, never wider than without.
     wide = max(_NARROWEST, 2 * median)

@@ -113,7 +113,8 @@ def address(login: Login, name: str) -> str:
         url = json.loads(done.stdout)["url"]
     except (ValueError, KeyError, TypeError) as exc:
         raise PenstockError(
-            f'could not ask login node "{login.host}" for "{name}"', detail=(done.stderr or done.stdout).strip()[-500:]
+            f'could not reach login node "{login.host}" for "{name}"',
+            detail=(done.stderr or done.stdout).strip()[-500:],
         ) from exc
     if url is None:
         raise run_folder.no_address(name)

@@ -287,14 +287,18 @@ def problems(deployment: Deployment, run_path: str) -> list[Problem]:
     for field in words:
         value = getattr(block, field)
         if value is not None and not _is_word(value):
-            found.append(Problem(f"slurm.{field}", f"{value!r} cannot stand in a batch script", "no quotes, no spaces"))
+            found.append(
+                Problem(f"slurm.{field}", f"{value!r} cannot be written in a batch script", "no quotes, no spaces")
+            )
     for field in ("conda", "venv", "container", "python"):
         value = getattr(block, field)
         if value is not None and not (value and value.isprintable()):
-            found.append(Problem(f"slurm.{field}", f"{value!r} cannot stand in a batch script", "one line of text"))
+            found.append(
+                Problem(f"slurm.{field}", f"{value!r} cannot be written in a batch script", "one line of text")
+            )
     for field in ("modules", "prologue"):
         found += [
-            Problem(f"slurm.{field}", f"{value!r} cannot stand in a batch script", "one line each")
+            Problem(f"slurm.{field}", f"{value!r} cannot be written in a batch script", "one line each")
             for value in getattr(block, field)
             if not value or not value.replace("\t", " ").isprintable()
         ]
@@ -308,7 +312,9 @@ def problems(deployment: Deployment, run_path: str) -> list[Problem]:
         found.append(Problem("slurm.successor_s", f"{block.successor_s:g} is below 0"))
     if not _PATH.match(run_path):
         found.append(
-            Problem("", f'the run folder "{run_path}" cannot stand in a batch script', "set PENSTOCK_HOME to another")
+            Problem(
+                "", f'the run folder "{run_path}" cannot be written in a batch script', "set PENSTOCK_HOME to another"
+            )
         )
     return [*found, *_directive_problems(block)]
 

@@ -284,7 +284,7 @@ class Slurm(Target):
         if left:
             raise PenstockError(
                 f"could not end job {', '.join(left)} of Slurm: it is still there {_KILL_S:.0f} s after scancel",
-                hint="`squeue -l` tells its state; a node that does not answer keeps it completing.",
+                hint="`squeue -l` shows its state; a node that does not answer keeps it completing.",
                 is_retryable=True,
             )
 
@@ -333,7 +333,7 @@ class Slurm(Target):
         self._asked_at = time.monotonic()
         if done.returncode:
             self._silence = _said(done)
-            raise PenstockError(f"could not ask Slurm for its jobs: {self._silence}", is_retryable=True)
+            raise PenstockError(f"could not read Slurm's job queue: {self._silence}", is_retryable=True)
         self._silence, self._jobs = None, queue.parse_jobs(done.stdout)
         return self._jobs
 
@@ -418,7 +418,7 @@ def _site() -> site.Site:
     told = [_ask(["scontrol", "show", what, "-o"]) for what in ("partition", "node")]
     for done in told:
         if done.returncode:
-            raise PenstockError(f"could not ask Slurm what it has: {_said(done)}", is_retryable=True)
+            raise PenstockError(f"could not read Slurm's nodes: {_said(done)}", is_retryable=True)
     return site.parse(told[0].stdout, told[1].stdout)
 
 

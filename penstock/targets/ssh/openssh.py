@@ -91,7 +91,7 @@ def reading(complaint: str) -> tuple[str, str | None]:
         if sign in lower:
             return meaning, hint
     lines = [line.strip() for line in complaint.splitlines() if line.strip()]
-    return (lines[-1][:200] if lines else "ssh said nothing"), None
+    return (lines[-1][:200] if lines else "ssh printed nothing"), None
 
 
 class Ssh:
