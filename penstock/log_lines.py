@@ -1,4 +1,4 @@
-"""Several logs as one stream of lines."""
+"""Lines of logs: of several as one stream, of one file as it grows, and the last words of a program."""
 
 from __future__ import annotations
 
@@ -6,13 +6,21 @@ import collections
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from penstock.errors import PenstockError
 
 _POLL_S = 0.2
 _QUEUED_LINES = 10_000
+_SIGNS = ("rror", "annot", "ailed")
+
+
+def last_words(lines: Iterable[str], signs: Sequence[str] = _SIGNS, most: int = 300) -> str | None:
+    """The last line with one of these signs of an error, else the last line; None when there is none."""
+    there = [line.strip() for line in lines if line.strip()]
+    telling = [line for line in there if any(sign in line for sign in signs)]
+    return (telling or there)[-1][:most] if there else None
 
 
 def named(front: str, lines: Iterator[str]) -> Iterator[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -49,11 +50,42 @@ def folder() -> Path:
     return path
 
 
+# Temporary folders are known by name, so that they are removed after a crash too: penstock-RUN-PART, where PART is a
+# replica with its node and its part ("0", "0n1", "0n1r"), or "ssh".
+_TEMPORARY = re.compile(r"penstock-([0-9a-f]+)-(?:ssh|[0-9]+(?:n[0-9]+)?[a-z]?)\Z")
+# The path of a Unix socket has at most 107 bytes, of which ssh's %C takes 40 and its temporary ending 17.
+_SHORT_FOLDER = 24
+
+
 def private_folder(run_id: str, replica: str, part: str = "") -> Path:
-    """The engine's own temporary folder: short, since Unix sockets go in it, and known beforehand, so that it is
-    removed also after a crash. `part` tells the processes of one replica on one machine apart."""
+    """The temporary folder of an engine. Short, since Unix sockets go in it.
+
+    `part` tells the processes of one replica on one machine apart: "n1" is node 1, then a letter for Ray or a guard.
+    """
     return Path(tempfile.gettempdir()) / f"penstock-{run_id}-{replica}{part}"
 
 
-# See engine_process.private_folder and ssh.program.control_folder.
-_PRIVATE_FOLDER = re.compile(r"penstock-([0-9a-f]+)-(?:ssh|[0-9]+(?:n[0-9]+)?[a-z]?)\Z")
+def control_folder(owner: str) -> Path:
+    """The folder of the sockets of shared ssh connections. `owner`: the run's id."""
+    place = tempfile.gettempdir()
+    return Path(place if len(place) <= _SHORT_FOLDER else "/tmp") / f"penstock-{owner}-ssh"
+
+
+def gpu_locks_folder() -> Path:
+    """The folder of this user's locks on the GPUs of this machine."""
+    return Path(tempfile.gettempdir()) / f"penstock-gpus-{os.getuid()}"
+
+
+def remove_temporary(run_id: str, part: str = "") -> None:
+    """Remove a run's temporary folders on this machine; with `part` those of a replica ("1") or of its node ("1n0")."""
+    front = f"penstock-{run_id}-{part}"
+    for path in Path(tempfile.gettempdir()).glob(f"{front}*"):
+        # Replica 1 is not replica 10.
+        if not part or not path.name.removeprefix(front)[:1].isdigit():
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def every_temporary() -> dict[Path, str]:
+    """The temporary folders of all runs on this machine, with the id of the run."""
+    paths = sorted(path for path in Path(tempfile.gettempdir()).glob("penstock-*-*") if path.is_dir())
+    return {path: match[1] for path in paths if (match := _TEMPORARY.match(path.name))}

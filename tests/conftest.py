@@ -5,14 +5,16 @@ With PENSTOCK_REQUIRE_ALL=1 a skipped test is a failed one: that is what continu
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+import inspect
 import os
 import shutil
 import signal
 import subprocess
 from collections.abc import Generator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 from hosts_fixtures import (  # noqa: F401 - fixtures
@@ -45,6 +47,25 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     # The sources are what is tested; test_native compiles them and tests the result.
     monkeypatch.setenv("PENSTOCK_NATIVE", "0")
     return path
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Runs a test that is `async def` on the event loop of its `loop_factory`."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    import gateway_rig
+
+    given: dict[str, Any] = pyfuncitem.funcargs
+    arguments = {name: given[name] for name in inspect.signature(pyfuncitem.obj).parameters}
+    gateway_rig.run(given["loop_factory"], pyfuncitem.obj(**arguments))
+    return True
+
+
+@pytest.fixture(params=["asyncio", "uvloop"])
+def loop_factory(request: pytest.FixtureRequest) -> object:
+    """Each event loop that the gateway runs on; for `async def` tests, which need not name it."""
+    return importlib.import_module(request.param).new_event_loop
 
 
 @pytest.fixture(scope="session")

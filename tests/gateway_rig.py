@@ -21,11 +21,15 @@ KEY = "sk-test"
 CHAT = b'{"model": "demo", "messages": []}'
 EVENTS = (b'data: {"n": 1}\n\n', b'data: {"n": 2}\n\n', b"data: [DONE]\n\n")
 SSE_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+STREAM = b'{"model": "demo", "stream": true}'
+DONE = EVENTS[2]
 ENGINE_DOWN = "the engine closed the connection"
 
 factories = pytest.mark.parametrize(
     "loop_factory", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"]
 )
+# For files of `async def` tests: each runs on both loops (conftest).
+both_loops = pytest.mark.usefixtures("loop_factory")
 LoopFactory = Callable[[], asyncio.AbstractEventLoop]
 
 
@@ -94,6 +98,12 @@ class Engine:
                 else:
                     head = event
         writer.close()
+
+
+def error_of(event: bytes) -> dict[str, Any]:
+    """The error in an error event."""
+    error: dict[str, Any] = json.loads(event.removeprefix(b"data: ").partition(b"\n\n")[0])["error"]
+    return error
 
 
 def chunk(data: bytes) -> bytes:

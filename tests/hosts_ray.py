@@ -141,10 +141,12 @@ class RayCluster:
             return False
         actors = self.fetch("/api/v0/actors")["data"]["result"]["result"]
         jobs = self.fetch("/api/jobs/")
-        return (
-            len(self._started) == len(self.nodes()) == len(self.hosts)
-            and all(actor["state"] == "DEAD" for actor in actors)
-            and all(job["status"] in ("SUCCEEDED", "FAILED", "STOPPED") for job in jobs)
+        if any(job["status"] not in ("SUCCEEDED", "FAILED", "STOPPED") for job in jobs):
+            return False
+        for number in [job["submission_id"] for job in jobs if job["submission_id"]]:  # drivers have none
+            self.fetch(f"/api/jobs/{number}", "DELETE")
+        return len(self._started) == len(self.nodes()) == len(self.hosts) and all(
+            actor["state"] == "DEAD" for actor in actors
         )
 
     def _start(self, node: Host) -> Inside:

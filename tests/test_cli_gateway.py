@@ -42,6 +42,21 @@ def test_arguments_become_a_config() -> None:
     assert config.admin == "unix:/run/x/admin.sock"
 
 
+def test_every_setting_of_the_file_has_an_argument() -> None:
+    config = config_of(
+        *(*UPSTREAM, "--upstream", "n=http://h:2", "--upstream-key", "m=/run/key", "--upstream-key", "n=env:KEY"),
+        *("--max-in-flight", "7", "--queue-requests", "9", "--queue-bytes", "10", "--queue-key-share", "0.25"),
+        *("--allow-origin", "https://a.example", "--path-prefix", "/p", "--body-timeout", "3", "--stall-timeout", "4"),
+    )
+    assert [(upstream.key_file, upstream.key_env) for upstream in config.upstreams] == [
+        ("/run/key", None),
+        (None, "KEY"),
+    ]
+    assert (config.max_in_flight, config.allowed_origins, config.path_prefix) == (7, ("https://a.example",), "/p")
+    assert (config.queue.n_requests, config.queue.body_bytes, config.queue.key_share) == (9, 10, 0.25)
+    assert (config.limits.body_s, config.limits.stall_s) == (3, 4)
+
+
 def test_ledger_days_are_a_number_or_all() -> None:
     days = [config_of(*UPSTREAM, *more).ledger_days for more in ((), ("--ledger-days", "7"), ("--ledger-days", "all"))]
     assert days == [90, 7, None]
@@ -64,6 +79,9 @@ def test_ledger_days_are_a_number_or_all() -> None:
         (["--admin", "127.0.0.1:1", *UPSTREAM], "without its token"),
         (["--alias", "other=x", *UPSTREAM], "no --upstream has"),
         (["--alias", "m=m", *UPSTREAM], "declared twice"),
+        (["--allow-origin", "*", *UPSTREAM], "without keys lets every web page"),
+        (["--path-prefix", "p", *UPSTREAM], "is not a path"),
+        (["--upstream-key", "x=/run/key", *UPSTREAM], "no --upstream has"),
         (["--policy", "fastest", *UPSTREAM], "least-load"),
     ],
 )

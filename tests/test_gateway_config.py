@@ -9,9 +9,10 @@ import pytest
 
 from penstock.errors import SpecError, UserError
 from penstock.gateway.__main__ import main
-from penstock.gateway.accounting.keys import Keyring, has_token, origin_headers
+from penstock.gateway.accounting.keys import Keyring, has_token
 from penstock.gateway.accounting.quota import LocalCounts
 from penstock.gateway.config import is_local_address, parse_address, parse_config, read_token
+from penstock.gateway.origins import origin_headers
 
 GOOD = {
     "listen": "127.0.0.1:8000",
@@ -118,3 +119,11 @@ def test_pages_of_other_machines_need_a_key() -> None:
     for origin in (b"https://evil.example", b"http://localhost.evil.example", b"null", b"http://[", b""):
         assert origin_headers(origin, needs_key=False) == ()
     assert origin_headers(b"https://page.example", needs_key=True)[0][1] == b"*"
+
+
+def test_only_the_named_origins_may_read_answers() -> None:
+    page, other = b"https://chat.example", b"https://evil.example"
+    for needs_key in (False, True):
+        assert origin_headers(page, needs_key, frozenset({page}))[0][1] == page
+        assert origin_headers(other, needs_key, frozenset({page})) == ()
+    assert origin_headers(other, True, frozenset({b"*"}))[0][1] == b"*"

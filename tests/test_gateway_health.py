@@ -2,9 +2,10 @@ from __future__ import annotations
 
 import msgspec
 
+from penstock.gateway import retries
 from penstock.gateway.config import ServedModel
 from penstock.gateway.routing import health
-from penstock.gateway.routing.health import Health, RetryBudget
+from penstock.gateway.routing.health import Health
 from penstock.gateway.routing.replicas import Replica, ReplicaTable, RoutingHints
 from penstock.gateway.workers.shared_memory import SharedCounters, SharedInFlight
 from penstock.wire.announcement import Announcement, EngineLoad, Progress
@@ -80,13 +81,13 @@ def test_returning_replica_takes_little_of_the_load() -> None:
 
 
 def test_retries_are_a_share_of_requests() -> None:
-    budget, n_retries = RetryBudget(), 0
+    budget, n_retries = retries.RetryBudget(), 0
     for _ in range(10_000):
         budget.add_request()
         if budget.has_one(0):
             budget.take()
             n_retries += 1
-    assert 2000 <= n_retries <= 2000 + health.RETRIES_START + 1
+    assert 2000 <= n_retries <= 2000 + retries.RETRIES_START + 1
     while budget.has_one(0):
         budget.take()
     assert budget.has_one(1.5)

@@ -3,12 +3,11 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.gateway.routing import queue as waiting_queue
 from penstock.gateway.routing.queue import FairQueue, QueueEntry, WaitingQueue
+from penstock.spec.gateway import QueueBounds
 
 
 def entry(flow: str, arrival: int, priority: int = 0, weight: float = 1.0) -> QueueEntry:
@@ -115,9 +114,8 @@ def test_those_who_left_are_never_served_and_all_others_once(rows: list[tuple[st
     assert queue.n_waiting == 0
 
 
-def test_one_key_cannot_fill_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting_queue, "MAX_WAITING", 4)
-    queue = WaitingQueue()
+def test_one_key_cannot_fill_the_queue() -> None:
+    queue = WaitingQueue(QueueBounds(n_requests=4))
     assert [queue.enter("m", b"a", 0, 0) is not None for _ in range(3)] == [True, True, False]
     assert [queue.enter("m", b"b", 0, 0) is not None for _ in range(3)] == [True, True, False]
 

@@ -2,44 +2,45 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.gateway.body_fields import Ask, Fields
-from penstock.gateway.request import UnreadableError, read_ask, read_form_model, read_timeout_s
-from penstock.wire.http1 import RequestHead, parse_request
+from penstock.gateway.request import Request, RequestFacts, UnreadableError, read_facts, read_form_model, read_timeout_s
+from penstock.wire.http1 import parse_request
 
 FORM = b"multipart/form-data; boundary=xYz"
 
 
-def head(*lines: bytes, method: bytes = b"POST") -> RequestHead:
-    return parse_request(b"\r\n".join((method + b" /v1/completions HTTP/1.1", b"Host: a", *lines)))
+def facts_of(body: bytes, *lines: bytes, method: bytes = b"POST", wants_prefix: bool = False) -> RequestFacts:
+    head = parse_request(b"\r\n".join((method + b" /v1/completions HTTP/1.1", b"Host: a", *lines)))
+    return read_facts(Request(head, body, b"id", 0.0), wants_prefix=wants_prefix)
 
 
 def test_body_is_read_for_what_routes_it() -> None:
     body = b'{"model":"m","stream":true,"user":"u1","priority":-3,"messages":[{"role":"user"}],"x":{"y":[1]}}'
-    assert read_ask(head(), body) == Ask(
-        model="m", streams=True, priority=-3, session=b'"u1"', fields=Fields(model="m", stream=True)
-    )
+    facts = facts_of(body)
+    assert (facts.model, facts.streams, facts.priority, facts.session) == ("m", True, -3, b'"u1"')
+    assert (facts.path, facts.n_body_bytes, facts.wants_usage) == (b"/v1/completions", len(body), False)
 
 
 def test_headers_are_stronger_than_the_body() -> None:
     lines = (b"X-Session-Id: s", b"X-Penstock-Priority: 7", b"X-Request-Timeout: 1500ms")
-    ask = read_ask(head(*lines), b'{"model":"m","user":"u1","priority":-3}')
-    assert (ask.session, ask.priority, ask.timeout_s) == (b"s", 7, 1.5)
+    facts = facts_of(b'{"model":"m","user":"u1","priority":-3}', *lines)
+    assert (facts.session, facts.priority, facts.timeout_s) == (b"s", 7, 1.5)
 
 
 @pytest.mark.parametrize("body", [b'{"stream":1,"user":[],"priority":"x","previous_response_id":null}', b"{}"])
 def test_odd_fields_are_for_the_engine_to_judge(body: bytes) -> None:
-    ask = read_ask(head(), body)
-    assert (ask.streams, ask.session, ask.priority) == (False, b"", 0)
+    facts = facts_of(body)
+    assert (facts.streams, facts.session, facts.priority) == (False, b"", 0)
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b'{"model":1}', b'{"model":'])
 def test_body_that_is_no_object_is_refused(body: bytes) -> None:
     with pytest.raises(UnreadableError):
-        read_ask(head(), body)
+        facts_of(body)
 
 
 def test_request_without_a_body_has_none_to_read() -> None:
-    assert read_ask(head(method=b"GET"), b"") == Ask()
+    facts = facts_of(b"", method=b"GET")
+    assert (facts.model, facts.streams, facts.n_body_bytes) == (None, False, 0)
 
 
 @pytest.mark.parametrize(("value", "timeout_s"), [(b"30", 30), (b"1.5", 1.5), (b"2s", 2), (b"250ms", 0.25)])
@@ -81,7 +82,7 @@ def test_forms_that_cannot_be_read_are_refused(kind: bytes, body: bytes) -> None
 
 
 def prefix_of(body: bytes) -> bytes:
-    return read_ask(head(), body, wants_prefix=True).prefix
+    return facts_of(body, wants_prefix=True).prefix
 
 
 def test_prefix_stays_the_same_as_a_conversation_grows() -> None:
@@ -96,4 +97,9 @@ def test_prefix_of_prompts_is_their_beginning() -> None:
     assert prefix_of(b'{"prompt":"%s"}' % (b"a" * 5000)) == b'"' + b"a" * 1023
     assert prefix_of(b'{"input":["x"]}') == b'["x"]'
     assert prefix_of(b"{}") == b""
-    assert read_ask(head(), b'{"prompt":"a"}').prefix == b""
+    assert facts_of(b'{"prompt":"a"}').prefix == b""
+
+
+def test_limits_that_are_none_are_not_taken_for_numbers() -> None:
+    facts = facts_of(b'{"max_tokens":"9","max_completion_tokens":true,"n":-1,"stream":"yes"}')
+    assert (facts.output_tokens_max, facts.n_choices, facts.wants_usage, facts.streams) == (None, 1, False, False)

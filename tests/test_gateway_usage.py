@@ -18,7 +18,7 @@ from penstock.gateway.accounting.token_usage import (
     ask_for_usage,
     find_usage,
 )
-from penstock.gateway.body_fields import Fields, Usage
+from penstock.gateway.body_fields import RequestBody, Usage
 
 ROLE = b'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}'
 TOKEN = b'data: {"choices":[{"index":0,"delta":{"content":" a \\"usage\\": {\\n\\n"}}]}'
@@ -129,15 +129,10 @@ def test_prompt_tokens_are_never_fewer_than_cached_ones() -> None:
     ],
 )
 def test_request_is_made_to_ask_for_its_usage(body: str) -> None:
-    ask = msgspec.json.decode(body, type=Fields)
-    asked = json.loads(ask_for_usage(body.encode(), ask))
+    fields = msgspec.json.decode(body, type=RequestBody)
+    asked = json.loads(ask_for_usage(body.encode(), fields.stream_options))
     options = asked.pop("stream_options")
     assert options["include_usage"] is True
     before = json.loads(body)
     assert options == {**(before.pop("stream_options", None) or {}), "include_usage": True}
     assert asked == before
-
-
-def test_limits_that_are_none_are_not_taken_for_numbers() -> None:
-    ask = msgspec.json.decode(b'{"max_tokens":"9","max_completion_tokens":true,"n":-1,"stream":"yes"}', type=Fields)
-    assert (ask.output_tokens_max, ask.n_choices, ask.wants_usage) == (None, 1, False)

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from gateway_rig import CHAT, Client, Engine, LoopFactory, Rig, Seen, chunk, echo, factories, rig_with, run
+from gateway_rig import CHAT, Client, Engine, LoopFactory, Rig, Seen, both_loops, echo, rig_with
 
 from penstock.errors import UserError
 from penstock.gateway.connections.client import ClientConnection
@@ -19,33 +19,30 @@ from penstock.gateway.routing import static_upstreams
 from penstock.gateway.routing.static_upstreams import name_upstreams
 from penstock.spec.gateway import Limits, Upstream
 
-pytestmark = factories
+pytestmark = both_loops
 
 CHUNKED = b"POST /v1/x HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
-def test_clients_and_engines_on_unix_sockets(loop_factory: LoopFactory, tmp_path: Path) -> None:
-    async def test() -> None:
-        listen, behind = tmp_path / "gateway.sock", tmp_path / "engine.sock"
-        engine = Engine(echo)
-        engine.server = await asyncio.start_unix_server(engine._serve, behind)
-        async with Rig(listen=f"unix:{listen}", admin=f"unix:{tmp_path}/admin.sock") as rig:
-            assert listen.stat().st_mode & 0o777 == 0o600
-            admin = Client(*await asyncio.open_unix_connection(tmp_path / "admin.sock"))
-            body = b'{"replica":"0","model":"demo","state":"ready","lease_s":30,"url":"unix:%s"}' % bytes(behind)
-            admin.post(body, "/admin/announce", "Authorization: Bearer admin-token\r\n")
-            assert (await admin.response())[0].status == 200
-            client = Client(*await asyncio.open_unix_connection(listen))
-            client.post(CHAT)
-            head, got, _ = await client.response()
-            assert (head.status, got) == (200, CHAT)
-            assert engine.seen[0].head.get(b"host") == b"localhost"
-            for each in (client, admin):
-                each.writer.close()
-            assert rig.gateway.public.port == 0
-        await engine.stop()
-
-    run(loop_factory, test())
+async def test_clients_and_engines_on_unix_sockets(tmp_path: Path) -> None:
+    listen, behind = tmp_path / "gateway.sock", tmp_path / "engine.sock"
+    engine = Engine(echo)
+    engine.server = await asyncio.start_unix_server(engine._serve, behind)
+    async with Rig(listen=f"unix:{listen}", admin=f"unix:{tmp_path}/admin.sock") as rig:
+        assert listen.stat().st_mode & 0o777 == 0o600
+        admin = Client(*await asyncio.open_unix_connection(tmp_path / "admin.sock"))
+        body = b'{"replica":"0","model":"demo","state":"ready","lease_s":30,"url":"unix:%s"}' % bytes(behind)
+        admin.post(body, "/admin/announce", "Authorization: Bearer admin-token\r\n")
+        assert (await admin.response())[0].status == 200
+        client = Client(*await asyncio.open_unix_connection(listen))
+        client.post(CHAT)
+        head, got, _ = await client.response()
+        assert (head.status, got) == (200, CHAT)
+        assert engine.seen[0].head.get(b"host") == b"localhost"
+        for each in (client, admin):
+            each.writer.close()
+        assert rig.gateway.public.port == 0
+    await engine.stop()
 
 
 def test_a_unix_socket_left_behind_is_replaced_and_a_living_one_is_not(
@@ -62,38 +59,33 @@ def test_a_unix_socket_left_behind_is_replaced_and_a_living_one_is_not(
     assert (tmp_path / "file").read_text() == "mine"
 
 
-def test_tls_clients_speak_http_11_and_others_are_let_go(
-    loop_factory: LoopFactory, certificate: tuple[Path, Path]
-) -> None:
-    async def test() -> None:
-        cert, key = certificate
-        trusts = ssl.create_default_context(cafile=str(cert))
-        trusts.set_alpn_protocols(["h2", "http/1.1"])
-        async with Rig(tls_cert=str(cert), tls_key=str(key)) as rig:
-            await rig.engine(echo)
-            streams = await asyncio.open_connection(
-                "127.0.0.1", rig.gateway.public.port, ssl=trusts, server_hostname="localhost"
-            )
-            client = Client(*streams)
-            assert streams[1].get_extra_info("ssl_object").selected_alpn_protocol() == "http/1.1"
-            for _ in range(2):
-                client.post(CHAT)
-                assert (await client.response())[1] == CHAT
-            client.writer.write(b"GET / HTTP/1.1\nHost: a\n\n")
-            assert (await client.response())[0].status == 400
-            client.writer.transport.abort()
-            plain = await rig.client()
-            plain.get("/health")
-            with contextlib.suppress(ConnectionError):
-                assert b"HTTP" not in await plain.reader.read(100)
-            old = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-            old.check_hostname, old.verify_mode = False, ssl.CERT_NONE
-            with pytest.warns(DeprecationWarning):
-                old.maximum_version = ssl.TLSVersion.TLSv1_1
-            with pytest.raises((ssl.SSLError, ConnectionError)):
-                await asyncio.open_connection("127.0.0.1", rig.gateway.public.port, ssl=old)
-
-    run(loop_factory, test())
+async def test_tls_clients_speak_http_11_and_others_are_let_go(certificate: tuple[Path, Path]) -> None:
+    cert, key = certificate
+    trusts = ssl.create_default_context(cafile=str(cert))
+    trusts.set_alpn_protocols(["h2", "http/1.1"])
+    async with Rig(tls_cert=str(cert), tls_key=str(key)) as rig:
+        await rig.engine(echo)
+        streams = await asyncio.open_connection(
+            "127.0.0.1", rig.gateway.public.port, ssl=trusts, server_hostname="localhost"
+        )
+        client = Client(*streams)
+        assert streams[1].get_extra_info("ssl_object").selected_alpn_protocol() == "http/1.1"
+        for _ in range(2):
+            client.post(CHAT)
+            assert (await client.response())[1] == CHAT
+        client.writer.write(b"GET / HTTP/1.1\nHost: a\n\n")
+        assert (await client.response())[0].status == 400
+        client.writer.transport.abort()
+        plain = await rig.client()
+        plain.get("/health")
+        with contextlib.suppress(ConnectionError):
+            assert b"HTTP" not in await plain.reader.read(100)
+        old = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        old.check_hostname, old.verify_mode = False, ssl.CERT_NONE
+        with pytest.warns(DeprecationWarning):
+            old.maximum_version = ssl.TLSVersion.TLSv1_1
+        with pytest.raises((ssl.SSLError, ConnectionError)):
+            await asyncio.open_connection("127.0.0.1", rig.gateway.public.port, ssl=old)
 
 
 def test_a_certificate_that_does_not_serve_is_refused_in_words(loop_factory: LoopFactory, tmp_path: Path) -> None:
@@ -116,93 +108,78 @@ def test_a_certificate_that_does_not_serve_is_refused_in_words(loop_factory: Loo
         ),
     ],
 )
-def test_limits_are_what_was_asked_for(loop_factory: LoopFactory, limits: Limits, data: bytes, status: int) -> None:
-    async def test() -> None:
-        async with Rig(limits=limits) as rig:
-            client = await rig.client()
-            client.writer.write(data)
-            assert (await client.error())[0] == status
-            assert await client.is_closed()
-
-    run(loop_factory, test())
+async def test_limits_are_what_was_asked_for(limits: Limits, data: bytes, status: int) -> None:
+    async with Rig(limits=limits) as rig:
+        client = await rig.client()
+        client.writer.write(data)
+        assert (await client.error())[0] == status
+        assert await client.is_closed()
 
 
-def test_connections_over_the_limit_are_told_and_closed(loop_factory: LoopFactory) -> None:
-    async def test() -> None:
-        async with Rig(limits=Limits(n_connections=1)) as rig:
-            first, second = await rig.client(), await rig.client()
-            status, error = await second.error()
-            assert (status, error["code"]) == (503, "overloaded")
-            first.get("/health")
-            assert (await first.response())[0].status == 200
-            first.writer.close()
-
-    run(loop_factory, test())
+async def test_connections_over_the_limit_are_told_and_closed() -> None:
+    async with Rig(limits=Limits(n_connections=1)) as rig:
+        first, second = await rig.client(), await rig.client()
+        status, error = await second.error()
+        assert (status, error["code"]) == (503, "overloaded")
+        first.get("/health")
+        assert (await first.response())[0].status == 200
+        first.writer.close()
 
 
-def test_times_that_ran_out_end_a_request(loop_factory: LoopFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test() -> None:
-        made: list[ClientConnection] = []
-        begin = ClientConnection.connection_made
+async def test_times_that_ran_out_end_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[ClientConnection] = []
+    begin = ClientConnection.connection_made
 
-        def remember(self: ClientConnection, transport: asyncio.BaseTransport) -> None:
-            made.append(self)
-            begin(self, transport)
+    def remember(self: ClientConnection, transport: asyncio.BaseTransport) -> None:
+        made.append(self)
+        begin(self, transport)
 
-        monkeypatch.setattr(ClientConnection, "connection_made", remember)
-        async with Rig(limits=Limits(head_s=5, total_s=50)) as rig:
-            client = await rig.client()
-            client.writer.write(b"POST /v1/x HTTP/1.1\r\n")
-            while not made or made[0]._phase != "head":
-                await asyncio.sleep(0.001)
-            now = time.monotonic()
-            made[0].close_if_stale(now + 4)
-            assert made[0]._phase == "head"
-            made[0].close_if_stale(now + 6)
-            assert (await client.error())[0] == 408
-            # A body that drips a byte in time would go on for ever without a limit of the whole.
-            slow = await rig.client()
-            slow.writer.write(b"POST /v1/x HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n{")
-            while len(made) < 2 or made[1]._phase != "body":
-                await asyncio.sleep(0.001)
-            made[1]._data_at = now + 51
-            made[1].close_if_stale(now + 52)
-            assert (await slow.error())[0] == 408
-
-    run(loop_factory, test())
+    monkeypatch.setattr(ClientConnection, "connection_made", remember)
+    async with Rig(limits=Limits(head_s=5, total_s=50)) as rig:
+        client = await rig.client()
+        client.writer.write(b"POST /v1/x HTTP/1.1\r\n")
+        while not made or made[0]._phase != "head":
+            await asyncio.sleep(0.001)
+        now = time.monotonic()
+        made[0].close_if_stale(now + 4)
+        assert made[0]._phase == "head"
+        made[0].close_if_stale(now + 6)
+        assert (await client.error())[0] == 408
+        # A body that drips a byte in time would go on for ever without a limit of the whole.
+        slow = await rig.client()
+        slow.writer.write(b"POST /v1/x HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n{")
+        while len(made) < 2 or made[1]._phase != "body":
+            await asyncio.sleep(0.001)
+        made[1]._data_at = now + 51
+        made[1].close_if_stale(now + 52)
+        assert (await slow.error())[0] == 408
 
 
-def test_engines_that_nobody_announces_are_asked_for_their_health(
-    loop_factory: LoopFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_engines_that_nobody_announces_are_asked_for_their_health(monkeypatch: pytest.MonkeyPatch) -> None:
     async def health(seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         writer.write(b"HTTP/1.1 %d X\r\nContent-Length: 2\r\n\r\nok" % status[0])
         return True
 
     status = [503]
-
-    async def test() -> None:
-        monkeypatch.setattr(static_upstreams, "PROBE_S", 0.005)
-        engine = Engine(health)
-        await engine.start()
-        async with Rig(upstreams=(Upstream(engine.url),)) as rig:
-            await rig.until(lambda view: bool(view["replicas"]))
-            assert (await rig.view())["replicas"][0]["announcement"]["state"] == "starting"
-            client = await rig.client()
-            client.post(CHAT)  # held until the engine is well
-            status[0] = 200
-            assert (await client.response())[0].status == 200
-            status[0] = 500
-            await rig.until(lambda view: view["replicas"][0]["announcement"]["state"] == "stalled")
-            status[0] = 200
-            await rig.until(lambda view: view["replicas"][0]["announcement"]["state"] == "ready")
-            await engine.stop()
-            await rig.until(lambda view: view["replicas"][0]["announcement"]["state"] == "stalled")
-        for task in engine.tasks:
-            if task:
-                task.cancel()
-
-    run(loop_factory, test())
+    monkeypatch.setattr(static_upstreams, "PROBE_S", 0.005)
+    engine = Engine(health)
+    await engine.start()
+    async with Rig(upstreams=(Upstream(engine.url),)) as rig:
+        await rig.until(lambda view: bool(view["replicas"]))
+        assert (await rig.view())["replicas"][0]["announcement"]["state"] == "starting"
+        client = await rig.client()
+        client.post(CHAT)  # held until the engine is well
+        status[0] = 200
+        assert (await client.response())[0].status == 200
+        status[0] = 500
+        await rig.until(lambda view: view["replicas"][0]["announcement"]["state"] == "stalled")
+        status[0] = 200
+        await rig.until(lambda view: view["replicas"][0]["announcement"]["state"] == "ready")
+        await engine.stop()
+        await rig.until(lambda view: view["replicas"][0]["announcement"]["state"] == "stalled")
+    for task in engine.tasks:
+        if task:
+            task.cancel()
 
 
 def test_upstreams_have_names_of_their_own(loop_factory: LoopFactory) -> None:
@@ -215,46 +192,17 @@ def test_upstreams_have_names_of_their_own(loop_factory: LoopFactory) -> None:
     ]
 
 
-def test_a_client_that_does_not_read_never_makes_memory_grow(loop_factory: LoopFactory) -> None:
-    """The engine is paused: what is under way fits into the kernel's buffers and ours."""
-
-    async def flood(seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(0.1):
-                while True:
-                    writer.write(chunk(b"x" * 65536))
-                    await writer.drain()
-                    sent[0] += 65536
-        return False
-
-    sent = [0]
-
-    async def test() -> None:
-        async with rig_with(flood) as (_, _, client):
-            client.reader._transport.pause_reading()  # type: ignore[attr-defined]
-            client.post(CHAT)
-            await asyncio.sleep(0.15)
-            # Loopback buffers of two sockets grow to 6 MB and 4 MB by default (tcp_rmem, tcp_wmem).
-            assert 0 < sent[0] < 40 * 2**20
-
-    run(loop_factory, test())
-
-
 @pytest.mark.parametrize("pieces", [1, 0])
-def test_a_hundred_pipelined_requests_are_answered_in_order(loop_factory: LoopFactory, pieces: int) -> None:
-    async def test() -> None:
-        async with rig_with(echo) as (_, engine, client):
-            bodies = [b'{"model":"demo","n":%d}' % number for number in range(100)]
-            for body in bodies:
-                client.post(body)
-                if pieces:
-                    await asyncio.sleep(0)
-            assert [(await client.response())[1] for _ in bodies] == bodies
-            # The next request may begin before the connection of the one before it is given back.
-            assert engine.n_connections <= 2
-
-    run(loop_factory, test())
+async def test_a_hundred_pipelined_requests_are_answered_in_order(pieces: int) -> None:
+    async with rig_with(echo) as (_, engine, client):
+        bodies = [b'{"model":"demo","n":%d}' % number for number in range(100)]
+        for body in bodies:
+            client.post(body)
+            if pieces:
+                await asyncio.sleep(0)
+        assert [(await client.response())[1] for _ in bodies] == bodies
+        # The next request may begin before the connection of the one before it is given back.
+        assert engine.n_connections <= 2
 
 
 def test_a_new_socket_shares_its_port_only_when_asked(loop_factory: LoopFactory) -> None:

@@ -53,6 +53,7 @@ def test_a_job_is_submitted_through_the_jobs_api_from_this_process(ray_cluster: 
     assert "node" in call(f"{ray_cluster.url}/api/jobs/{job}/logs")["logs"]
 
 
+@pytest.mark.nightly
 def test_a_node_that_loses_power_leaves_the_cluster_which_is_whole_for_the_next_test(ray_cluster: RayCluster) -> None:
     ray_cluster.hosts["node2"].kill()
     deadline = time.monotonic() + 60
@@ -63,6 +64,7 @@ def test_a_node_that_loses_power_leaves_the_cluster_which_is_whole_for_the_next_
     assert len(ray_cluster.nodes()) == 2
 
 
+@pytest.mark.nightly
 def test_ray_ends_on_every_host_and_leaves_none_of_its_processes() -> None:
     require_hosts()
     reason = missing_ray()

@@ -67,6 +67,7 @@ def test_what_a_job_leaves_running_ends_with_it_only_in_cgroups(slurm: Slurm) ->
     assert not [process for node in slurm.hosts for process in node.processes() if process.argv == ["sleep", "321"]]
 
 
+@pytest.mark.nightly
 def test_a_job_of_the_high_partition_preempts(slurm: Slurm) -> None:
     low = slurm.submit("#!/bin/sh\nexec sleep 300", "-N2", "--exclusive")
     slurm.wait(low, "RUNNING")
@@ -75,6 +76,7 @@ def test_a_job_of_the_high_partition_preempts(slurm: Slurm) -> None:
     assert slurm.job(low)["JobState"] == "PENDING" and slurm.job(low)["Restarts"] == "1"
 
 
+@pytest.mark.nightly
 def test_a_job_on_a_node_that_lost_power_fails_and_the_node_comes_back(slurm: Slurm) -> None:
     number = slurm.submit("#!/bin/sh\nexec sleep 300", "-w", "node2", "--no-requeue")
     slurm.wait(number, "RUNNING")

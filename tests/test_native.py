@@ -64,22 +64,25 @@ def test_without_a_compiler_it_says_what_is_missing(
     assert not list(empty_cache.rglob("*.so"))
 
 
+ESSENTIAL = "test_gateway_wire.py test_gateway_http1.py test_gateway_server.py test_bench_serve.py"
+
+
 @pytest.mark.processes
-def test_every_test_of_the_gateway_passes_compiled() -> None:
+@pytest.mark.parametrize("files", [ESSENTIAL, pytest.param("test_gateway*.py", marks=pytest.mark.nightly)])
+def test_tests_of_the_gateway_pass_compiled(files: str) -> None:
     try:
         compiled.build()
     except UserError as error:
         pytest.skip(f"{error.message} (make native)")
-    tests = sorted(str(path) for path in (ROOT / "tests").glob("test_gateway*.py"))
-    tests.append(str(ROOT / "tests" / "test_bench_serve.py"))
-    chosen = ["-m", "not slow and not postgres", "-k", " and ".join(f"not {name}" for name in REPLACING)]
+    tests = sorted(str(path) for pattern in files.split() for path in (ROOT / "tests").glob(pattern))
+    chosen = ["-m", "not nightly and not postgres", "-k", " and ".join(f"not {name}" for name in REPLACING)]
     done = subprocess.run(
         [sys.executable, "-c", ON_COMPILED, "-q", "-p", "no:cacheprovider", *chosen, *tests],
         env=os.environ | {"PENSTOCK_NATIVE": "1", "PYTHONPATH": str(ROOT)},
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]

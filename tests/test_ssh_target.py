@@ -225,6 +225,7 @@ def test_a_killed_up_leaves_nothing_after_down(place: Place, hosts: Hosts) -> No
     until(lambda: left_on(hosts) == [], "nothing is left", 3)
 
 
+@pytest.mark.nightly
 def test_three_cycles_leave_nothing(place: Place, hosts: Hosts) -> None:
     file = write(place, hosts, replicas=2)
     times = []
@@ -240,7 +241,7 @@ def test_three_cycles_leave_nothing(place: Place, hosts: Hosts) -> None:
     assert json.loads((place.folder / "home" / "runs" / "one" / "state.json").read_text())["phase"] == "down"
 
 
-@pytest.mark.parametrize("lost", [1, 0], ids=["the-second-host", "the-first-host"])
+@pytest.mark.parametrize("lost", [0, pytest.param(1, marks=pytest.mark.nightly)])
 def test_a_replica_over_two_hosts_comes_back_after_a_power_loss(place: Place, hosts: Hosts, lost: int) -> None:
     cut = {"hardware": {"nodes": 2}, "parallel": {"tensor": 2}, "engine": {"executor": "mp"}}
     run = place.up(write(place, hosts, args={"tokens_per_s": 50}, **cut))  # type: ignore[arg-type]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,21 @@ if TYPE_CHECKING:
 
 _amount = arguments.whole(1, 10**12)
 _POLICIES = ("least-load", "prefix", "round-robin", "sticky")
+# Option -> block and field of the settings, type, metavar, help.
+_BOUNDS: dict[str, tuple[str, str, Callable[[str], object], str, str]] = {
+    "--queue-requests": ("queue", "n_requests", _amount, "N", "requests that may wait (default: 4096)"),
+    "--queue-bytes": ("queue", "body_bytes", _amount, "N", "of their bodies together (default: 1073741824)"),
+    "--queue-key-share": ("queue", "key_share", arguments.share, "X", "one key's part of the queue (default: 0.5)"),
+    "--max-header-bytes": ("limits", "head_bytes", _amount, "N", "of a request's head (default: 32768)"),
+    "--max-headers": ("limits", "n_headers", _amount, "N", "header lines (default: 100)"),
+    "--max-body-bytes": ("limits", "body_bytes", _amount, "N", "of a request's body (default: 33554432)"),
+    "--max-connections": ("limits", "n_connections", _amount, "N", "of clients, per worker (default: 16384)"),
+    "--idle-timeout": ("limits", "idle_s", arguments.seconds, "SECONDS", "between requests (default: 120)"),
+    "--header-timeout": ("limits", "head_s", arguments.seconds, "SECONDS", "for a head to come (default: 20)"),
+    "--body-timeout": ("limits", "body_s", arguments.seconds, "SECONDS", "between pieces of a body (default: 30)"),
+    "--stall-timeout": ("limits", "stall_s", arguments.seconds, "SECONDS", "client reads nothing (default: 300)"),
+    "--total-timeout": ("limits", "total_s", arguments.seconds, "SECONDS", "request and answer (default: none)"),
+}
 
 
 def _upstream(text: str) -> tuple[str, str]:
@@ -50,6 +66,14 @@ def register(sub: argparse.ArgumentParser) -> None:
         metavar="MODEL=URL",
         help="a running engine: http://HOST:PORT or unix:/path; repeat it for more engines and models",
     )
+    sub.add_argument(
+        "--upstream-key",
+        action="append",
+        default=[],
+        type=_upstream,
+        metavar="MODEL=FILE",
+        help="the key that a model's engines ask for: a file of mode 600, or env:NAME for a variable",
+    )
     sub.add_argument("--alias", action="append", default=[], type=_upstream, metavar="MODEL=NAME", help="another name")
     sub.add_argument("--auth", choices=("none", "keys"), default="none", help="none: on loopback and Unix sockets only")
     sub.add_argument("--store", metavar="FILE|URL", help="keys and usage: a SQLite file, or postgresql://...")
@@ -62,6 +86,11 @@ def register(sub: argparse.ArgumentParser) -> None:
     )
     sub.add_argument("--policy", choices=_POLICIES, default="least-load", help="which engine of a model gets a request")
     sub.add_argument("--workers", type=arguments.whole(1, 64), default=1, metavar="N", help="processes on the one port")
+    sub.add_argument("--max-in-flight", type=_amount, metavar="N", help="requests on one engine; others wait here")
+    sub.add_argument(
+        "--allow-origin", action="append", default=[], metavar="ORIGIN", help="web pages that may read answers, or *"
+    )
+    sub.add_argument("--path-prefix", default="", metavar="/PATH", help="serve every route below this path too")
     sub.add_argument("--tls-cert", metavar="FILE", help="certificate chain, PEM: clients speak TLS")
     sub.add_argument("--tls-key", metavar="FILE", help="its key, PEM, without a passphrase")
     sub.add_argument("--admin", metavar="ADDRESS", help="admin address: HOST:PORT or unix:/path (needs its token)")
@@ -72,19 +101,8 @@ def register(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--drain", type=arguments.seconds, default=30.0, metavar="SECONDS", help="to finish requests after SIGTERM"
     )
-    sub.add_argument("--max-header-bytes", type=_amount, metavar="N", help="of a request's head (default: 32768)")
-    sub.add_argument("--max-headers", type=_amount, metavar="N", help="header lines (default: 100)")
-    sub.add_argument("--max-body-bytes", type=_amount, metavar="N", help="of a request's body (default: 33554432)")
-    sub.add_argument("--max-connections", type=_amount, metavar="N", help="of clients, per worker (default: 16384)")
-    sub.add_argument(
-        "--idle-timeout", type=arguments.seconds, metavar="SECONDS", help="between requests (default: 120)"
-    )
-    sub.add_argument(
-        "--header-timeout", type=arguments.seconds, metavar="SECONDS", help="for a head to come (default: 20)"
-    )
-    sub.add_argument(
-        "--total-timeout", type=arguments.seconds, metavar="SECONDS", help="request and answer (default: none)"
-    )
+    for option, (_, _, read, metavar, text) in _BOUNDS.items():
+        sub.add_argument(option, type=read, metavar=metavar, help=text)
     arguments.add_json(sub, "print the addresses as one line of JSON")
     examples = (
         "penstock gateway --upstream qwen=http://127.0.0.1:9100",
@@ -92,18 +110,6 @@ def register(sub: argparse.ArgumentParser) -> None:
         "penstock gateway --upstream m=unix:/run/m.sock --listen 0.0.0.0:8000 --auth keys --store keys.db",
     )
     arguments.complete(sub, run, examples)
-
-
-# Option -> field of Limits.
-_LIMITS = {
-    "max_header_bytes": "head_bytes",
-    "max_headers": "n_headers",
-    "max_body_bytes": "body_bytes",
-    "max_connections": "n_connections",
-    "idle_timeout": "idle_s",
-    "header_timeout": "head_s",
-    "total_timeout": "total_s",
-}
 
 
 def run(options: argparse.Namespace) -> int:
@@ -130,7 +136,7 @@ def run(options: argparse.Namespace) -> int:
 def make_config(options: argparse.Namespace, folder: Path) -> GatewayConfig:
     """The checked config. Raises UserError with what to do. `folder` holds the admin socket when none was asked for."""
     from penstock.gateway.config import GatewayConfig, find_problems, is_local_address, parse_address
-    from penstock.spec.gateway import Limits, Upstream
+    from penstock.spec.gateway import Limits, QueueBounds
 
     if options.auth == "none" and parse_address(options.listen) and not is_local_address(options.listen):
         raise UserError(
@@ -150,7 +156,11 @@ def make_config(options: argparse.Namespace, folder: Path) -> GatewayConfig:
             detail="Anyone who can call it decides where requests go.",
             hint="(umask 077; openssl rand -hex 16 > token); --admin-token-file token",
         )
-    given = {field: getattr(options, option) for option, field in _LIMITS.items() if getattr(options, option)}
+    bounds: dict[str, dict[str, Any]] = {"limits": {}, "queue": {}}
+    for option, (block, field, *_) in _BOUNDS.items():
+        value = getattr(options, option.strip("-").replace("-", "_"))
+        if value is not None:
+            bounds[block][field] = value
     config = GatewayConfig(
         listen=options.listen,
         admin=options.admin or f"unix:{folder}/admin.sock",
@@ -162,16 +172,37 @@ def make_config(options: argparse.Namespace, folder: Path) -> GatewayConfig:
         store=options.store,
         ledger_days=options.ledger_days,
         policy=options.policy,
-        upstreams=tuple(Upstream(url, model) for model, url in options.upstream),
+        upstreams=_upstreams(options),
         workers=options.workers,
         tls_cert=options.tls_cert,
         tls_key=options.tls_key,
-        limits=Limits(**given),
+        limits=Limits(**bounds["limits"]),
+        queue=QueueBounds(**bounds["queue"]),
+        max_in_flight=options.max_in_flight,
+        allowed_origins=tuple(options.allow_origin),
+        path_prefix=options.path_prefix,
     )
     problems = find_problems(config)
     if problems:
         raise SpecError("these arguments of `penstock gateway`", problems)
     return config
+
+
+def _upstreams(options: argparse.Namespace) -> tuple[Upstream, ...]:
+    from penstock.spec.gateway import Upstream
+
+    places = dict(options.upstream_key)
+    strangers = [model for model in places if model not in dict(options.upstream)]
+    if strangers:
+        raise UserError(f"--upstream-key names model {strangers[0]!r}, which no --upstream has")
+    upstreams = []
+    for model, url in options.upstream:
+        place = places.get(model, "")
+        if place.startswith("env:"):
+            upstreams.append(Upstream(url, model, key_env=place.removeprefix("env:")))
+        else:
+            upstreams.append(Upstream(url, model, key_file=place or None))
+    return tuple(upstreams)
 
 
 def _models(options: argparse.Namespace) -> tuple[ServedModel, ...]:
@@ -186,7 +217,7 @@ def _models(options: argparse.Namespace) -> tuple[ServedModel, ...]:
 
 def _tell(options: argparse.Namespace, config: GatewayConfig, sockets: Sockets) -> None:
     """One line when the addresses are bound: a program that reads it may connect."""
-    listen = _bound(config.listen, sockets.public[0], "https" if config.tls_cert else "http")
+    listen = _bound(config.listen, sockets.public[0], "https" if config.tls_cert else "http") + config.path_prefix
     admin = _bound(config.admin, sockets.admin, "http") if options.admin else None
     if options.json:
         facts: dict[str, Any] = {

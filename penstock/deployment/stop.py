@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
 from penstock import processes, run_folder, targets
 from penstock.errors import PenstockError
-from penstock.paths import _PRIVATE_FOLDER
+from penstock.paths import every_temporary, remove_temporary
 from penstock.processes import Marked
 from penstock.run_folder import Desired, Run, State
 from penstock.spec import deployment
@@ -65,8 +64,7 @@ def _end_run(run: Run, now: bool, on_step: OnStep | None, failure: State | None 
     told = [replica.announcement for replica in (last.replicas if last else ()) if replica.announcement]
     processes.unlink_shared_memory(segment for announcement in told for segment in announcement.shared_memory)
     with contextlib.suppress(PenstockError):  # without its id, its temporary folders are for `clean` to find
-        for path in _private_folders(run.record().id):
-            shutil.rmtree(path, ignore_errors=True)
+        remove_temporary(run.record().id)
     _write_end(run, last, failure)
     run.add_event("failed" if failure else "down", (failure.reason or "") if failure else "everything ended")
     return swept
@@ -93,10 +91,6 @@ def _write_end(run: Run, last: State | None, failure: State | None) -> None:
     run.write_state(state)
 
 
-def _private_folders(run_id: str) -> Iterator[Path]:
-    return Path(tempfile.gettempdir()).glob(f"penstock-{run_id}-*")
-
-
 class Leftover(msgspec.Struct, frozen=True):
     """Something of ours that no living deployment owns."""
 
@@ -117,9 +111,8 @@ def leftovers(with_ended_runs: bool = False) -> list[Leftover]:
         for process in marked
         if process.run_id not in owned
     ]
-    for path in sorted(Path(tempfile.gettempdir()).glob("penstock-*-*")):
-        match = _PRIVATE_FOLDER.match(path.name)
-        if match and path.is_dir() and match.group(1) not in owned:
+    for path, run_id in every_temporary().items():
+        if run_id not in owned:
             found.append(Leftover("folder", str(path), "temporary folder of an engine"))
     found += [Leftover("host", left.place, left.what, left=left) for left in run_folder.every_left()]
     if with_ended_runs:

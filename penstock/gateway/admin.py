@@ -13,8 +13,9 @@ from penstock.gateway import admin_keys
 from penstock.gateway.accounting.entry import Books
 from penstock.gateway.accounting.keys import has_token
 from penstock.gateway.board import RankBoard
-from penstock.gateway.connections.client import ClientConnection, Request
+from penstock.gateway.connections.client import ClientConnection
 from penstock.gateway.context import GatewayContext
+from penstock.gateway.request import Request
 from penstock.gateway.responses import Answer, error_answer, json_answer
 from penstock.gateway.workers.totals import Tally
 from penstock.wire.announcement import AnnounceAnswer, Announcement, Post
@@ -49,7 +50,7 @@ class Admin:
         self._token = token
         self._board = RankBoard(time.monotonic())
 
-    def refuse(self, head: RequestHead) -> Answer | None:
+    def refuse(self, head: RequestHead, *, is_whole: bool) -> Answer | None:
         """Calls without the token, unknown paths and wrong methods."""
         if not has_token(head.get(b"authorization"), self._token):
             return error_answer(401, "the admin token is needed", "invalid_admin_token")

@@ -13,7 +13,8 @@ import msgspec
 from penstock.errors import PenstockError, UserError
 from penstock.gateway.accounting.ledger import Ledger
 from penstock.gateway.accounting.store import ApiKey, Limits, Store, check_new_key
-from penstock.gateway.connections.client import ClientConnection, Request
+from penstock.gateway.connections.client import ClientConnection
+from penstock.gateway.request import Request
 from penstock.gateway.responses import Answer, error_answer, json_answer
 
 PATH = b"/admin/keys"

@@ -1,4 +1,4 @@
-"""What is read from and written into JSON on a request's way: structs that mypyc would not compile. Pure."""
+"""The JSON that a request's way reads and writes, as structs; mypyc would drop their options. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Details(msgspec.Struct):
 
 
 class Told(msgspec.Struct):
-    """The fields by which engines tell usage: chat and completions, responses, embeddings and rerank."""
+    """The fields in which engines report usage: chat and completions, responses, embeddings and rerank."""
 
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
@@ -42,8 +42,8 @@ class Usage(msgspec.Struct, frozen=True):
     output_tokens: int
 
 
-class Fields(msgspec.Struct, frozen=True):
-    """What the gateway reads of a request's body. Only the model's type is checked: the rest is for the engine."""
+class RequestBody(msgspec.Struct, frozen=True):
+    """The fields of a request's body that matter here. Only the model's type is checked: the rest is the engine's."""
 
     model: str | None = None
     stream: Any = None
@@ -52,52 +52,14 @@ class Fields(msgspec.Struct, frozen=True):
     max_completion_tokens: Any = None
     max_output_tokens: Any = None
     n: Any = None
-
-    @property
-    def wants_usage(self) -> bool:
-        options = self.stream_options
-        return isinstance(options, dict) and options.get("include_usage") is True
-
-    @property
-    def n_choices(self) -> int:
-        return self.n if type(self.n) is int and 0 < self.n <= 1024 else 1
-
-    @property
-    def output_tokens_max(self) -> int | None:
-        """The client's own limit, of one choice."""
-        for limit in (self.max_completion_tokens, self.max_tokens, self.max_output_tokens):
-            if type(limit) is int and limit > 0:
-                return limit
-        return None
-
-
-class Ask(msgspec.Struct, frozen=True):
-    """A request as the gateway understands it. Lower `priority` goes first, as in vLLM; `timeout_s` None means none.
-
-    `session`: what "sticky" goes by. `prefix`: what "prefix" goes by, only read when it is wanted. `response_id`: the
-    earlier response that only its replica knows. `replica`: the one that the client names. `fields`: for the books.
-    """
-
-    model: str | None = None
-    streams: bool = False
-    priority: int = 0
-    session: bytes = b""
-    prefix: bytes = b""
-    response_id: bytes = b""
-    timeout_s: float | None = None
-    replica: str | None = None
-    fields: Fields = Fields()
-
-
-class Body(Fields, frozen=True):
-    """The fields of a body that matter here. All but the model are left as they are: judging them is the engine's."""
-
     user: msgspec.Raw = msgspec.Raw()
     priority: msgspec.Raw = msgspec.Raw()
     previous_response_id: msgspec.Raw = msgspec.Raw()
 
 
-class LongBody(Body, frozen=True):
+class LongRequestBody(RequestBody, frozen=True):
+    """The same, with what policy "prefix" reads."""
+
     messages: msgspec.Raw = msgspec.Raw()
     prompt: msgspec.Raw = msgspec.Raw()
     input: msgspec.Raw = msgspec.Raw()

@@ -30,7 +30,7 @@ SWITCH = "PENSTOCK_NATIVE"
 MODULES = (
     *("penstock.bench.load.kernel_timestamps", "penstock.bench.load.connections", "penstock.wire.http1"),
     *("penstock.gateway.context", "penstock.gateway.metrics", "penstock.gateway.forwarding", "penstock.gateway.public"),
-    *("penstock.gateway.request", "penstock.gateway.streams"),
+    *("penstock.gateway.request", "penstock.gateway.retries", "penstock.gateway.streams"),
     *("penstock.gateway.accounting.keys", "penstock.gateway.accounting.entry", "penstock.gateway.accounting.quota"),
     "penstock.gateway.accounting.token_usage",
     *("penstock.gateway.connections.client", "penstock.gateway.connections.engine"),

@@ -1,71 +1,61 @@
-"""What every request under way shares, and what is done for all of them once a second."""
+"""State that all requests of a gateway share, and what is done for all of them once a second."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Final, Protocol
 
 from penstock.gateway.connections.engine import Pool
 from penstock.gateway.metrics import Counters
-from penstock.gateway.responses import Answer
-from penstock.gateway.routing.health import RetryBudget
+from penstock.gateway.retries import Retries
 from penstock.gateway.routing.queue import WaitingQueue
 from penstock.gateway.routing.replicas import Replica, ReplicaTable, ResponseOwners
-from penstock.wire.http1 import Headers, ResponseHead
+from penstock.wire.http1 import HOP_BY_HOP
+
+# The gateway's own replace the client's: the body is whole, and the engine is another host.
+OWN_HEADERS: Final = frozenset((b"host", b"content-length", b"expect", b"x-request-id", b"x-penstock-replica"))
+_DROPPED: Final = HOP_BY_HOP | OWN_HEADERS | {b"x-penstock-priority"}
+_KEYS: Final = frozenset((b"authorization", b"x-api-key"))
 
 
 class UnderWay(Protocol):
-    """A request between its arrival and its end."""
+    """A request between its arrival and its end: `forwarding.Forwarding`, which imports this module."""
 
-    def end_if_forgotten(self, now: float) -> None:
-        """Ends an exchange whose engine says that it works on nothing."""
-
-
-class Entry(Protocol):
-    """One request in the books: its key's limits, and the tokens that its response tells of."""
-
-    body: bytes  # what the engine is sent
-    strips_usage: bool  # the response must not be compressed
-
-    def start(self) -> Answer | None:
-        """Takes the request's share of its key's limits; an answer when there is none. `end` gives it back."""
-
-    def headers(self) -> Headers:
-        """For the response's head."""
-
-    def begin(self, head: ResponseHead) -> None:
-        """The response that the client gets begins."""
-
-    def feed(self, data: bytes, is_end: bool) -> bytes:
-        """A piece of the response's body; what of it the client gets now."""
-
-    def feed_chunks(self, data: bytes, is_end: bool) -> bool:
-        """The same for a read of whole chunks: True when it was noted and may pass as it is, else `feed` gets it."""
-
-    def add_token_chunks(self, n_chunks: int) -> None:
-        """So many more that passed as the last one did, and that `is_token_chunk` is true of."""
-
-    def end(self, outcome: str, replica: str) -> None:
-        """The request is over, however it ended."""
+    def end_if_forgotten(self, now: float) -> None: ...
 
 
-@dataclass(frozen=True)
 class GatewayContext:
-    """What every forwarding shares. `hides_key`: what a client gives as its key is not for the engine."""
+    """State shared by all requests.
 
-    replicas: ReplicaTable
-    queue: WaitingQueue
-    pool: Pool
-    counters: Counters
-    hold_s: float
-    needs_key: bool
-    hides_key: bool
-    budget: RetryBudget = field(default_factory=RetryBudget)
-    response_owners: ResponseOwners = field(default_factory=ResponseOwners)
-    under_way: set[UnderWay] = field(default_factory=set)
+    `hides_key`: strip the client's Authorization and x-api-key before forwarding; an engine's log must not hold a key
+    of the gateway. `dropped`: the request headers that an engine does not get; `dropped_plain`: the same, and those
+    that let it compress its answer.
+    """
+
+    def __init__(
+        self,
+        replicas: ReplicaTable,
+        queue: WaitingQueue,
+        pool: Pool,
+        counters: Counters,
+        hold_s: float,
+        *,
+        needs_key: bool,
+        hides_key: bool,
+        allowed_origins: Sequence[str] = (),
+    ) -> None:
+        self.replicas, self.queue, self.pool, self.counters = replicas, queue, pool, counters
+        self.hold_s = hold_s
+        self.needs_key = needs_key
+        self.allowed_origins = frozenset([origin.encode() for origin in allowed_origins])
+        self.dropped = _DROPPED | _KEYS if hides_key else _DROPPED
+        self.dropped_plain = self.dropped | {b"accept-encoding"}
+        self.retries = Retries(replicas, counters)
+        self.response_owners = ResponseOwners()
+        self.under_way: set[UnderWay] = set()
 
     def end(self, replica: Replica) -> None:
-        """A request is off this replica: the next one that waits may have its place."""
+        """A request on this replica ended: the next one that waits may have its place."""
         self.replicas.end(replica)
         if self.queue.waiting:
             self.queue.wake(replica.announcement.model, 1)

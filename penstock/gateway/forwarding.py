@@ -1,12 +1,8 @@
 """One request from a client to an engine and its response back.
 
-Until the first response byte nothing is lost for the client: a replica that refuses the connection is passed over,
-one that dies with the request or answers that it failed gets it sent once more elsewhere, and without any replica the
-request is held. Sending again is right: generating text has no side effects. After the first byte the only honest
-thing left is to end the stream with an error event.
-
-An engine whose inner process was killed answers 500 at once until its node ends it, so by least in flight it would get
-every request: of two replicas, the broken one turned 1728 of 1968 requests into errors.
+A replica that refuses the connection is passed over; a send that fails before the first byte of an answer follows the
+rule of `retries`; without any replica the request waits. After the first byte an honest end is all that is left: an
+error event.
 
 A request with a replica and a warm connection at hand has no task: it is sent from within the client's read, and every
 further step is a call from the upstream's read. Waiting and connecting have a task (`_find`), one at a time.
@@ -15,56 +11,42 @@ further step is a call from the upstream's read. Waiting and connecting have a t
 from __future__ import annotations
 
 import asyncio
-import enum
 import logging
 import time
 from operator import sub
 from typing import Final, NamedTuple
 
-from penstock.gateway.accounting.keys import origin_headers
+from penstock.gateway.accounting.entry import Entry
+from penstock.gateway.accounting.keys import credential
 from penstock.gateway.accounting.token_usage import is_token_chunk
-from penstock.gateway.body_fields import Ask
-from penstock.gateway.connections.client import ClientConnection, Request
+from penstock.gateway.connections.client import ClientConnection
 from penstock.gateway.connections.engine import UpstreamConnection, UpstreamError
-from penstock.gateway.context import Entry, GatewayContext
+from penstock.gateway.context import OWN_HEADERS, GatewayContext
 from penstock.gateway.metrics import Outcome, Series
+from penstock.gateway.origins import origin_headers
+from penstock.gateway.request import Request, RequestFacts
 from penstock.gateway.responses import error_answer, own_headers
+from penstock.gateway.retries import FAILED_STATUSES, Loss, why_not_again
 from penstock.gateway.routing.queue import QueueEntry
 from penstock.gateway.routing.replicas import NO_HINTS, RETRY_AFTER_S, Replica, RoutingHints, find_response_id
 from penstock.gateway.streams import Ending, is_event_stream, read_chunks, to_event
 from penstock.wire.http1 import HOP_BY_HOP, LAST_CHUNK, STATUS_LINE, Headers, ResponseHead, write_chunk
 
-MAX_SENDS: Final = 2
-# Before the second send to the same replica, when there is no other: a killed engine's listening socket outlives its
-# connections for a moment. Without it, 1 of 4 requests during a kill -9 was lost twice within 1 ms.
-AGAIN_S = 0.1
-# The same after an answer of FAILED_STATUSES. An announcement may lift the suspicion before the replica's node has seen
-# that an inner process is gone (it looks every 0.25 s), and the last send's answer is the client's.
-FAILED_AGAIN_S = 0.5
-# With these an engine says that it failed, not that the request is wrong. Not 501: that is for ever.
-FAILED_STATUSES: Final = frozenset((500, 502, 503, 504))
-# A held stream's client hears of it after the first, and then every so often: proxies and people give up on silence.
+# Comments to the client of a stream that waits: the first, and then every so often. Proxies give up on silence.
 QUIET_S = 3.0
 COMMENT_EVERY_S = 5.0
-# An engine that says for so long that it works on nothing does not work on a request that got no byte for as long.
+# A request that got no byte for so long, from an engine that was idle by its own word for as long, is lost.
 STALL_S = 30.0
-# Of an answer that came after a stream was begun for its client, which gets it as an event.
+# Of an answer to a client whose stream has begun: it gets the whole answer as one event.
 MAX_COLLECTED_BYTES: Final = 64 * 1024
 
-# Ours replace the client's: the body is whole, and the engine is another host. A gateway key is for the gateway: an
-# engine's log must not see it. What we may have to add to a stream of our own must not be compressed.
-_OURS: Final = frozenset((b"host", b"content-length", b"expect", b"x-request-id", b"x-penstock-replica"))
-_DROPPED_OF_REQUEST: Final = HOP_BY_HOP | _OURS | {b"x-penstock-priority"}
-_DROPPED_WITH_KEY: Final = _DROPPED_OF_REQUEST | {b"authorization"}
-_DROPPED_PLAIN: Final = _DROPPED_OF_REQUEST | {b"accept-encoding"}
-_DROPPED_PLAIN_WITH_KEY: Final = _DROPPED_WITH_KEY | {b"accept-encoding"}
-_DROPPED_OF_RESPONSE: Final = HOP_BY_HOP | _OURS | {b"server-timing"}
+_DROPPED_OF_RESPONSE: Final = HOP_BY_HOP | OWN_HEADERS | {b"server-timing"}
 
 log = logging.getLogger(__name__)
 
 
 class _Fault(NamedTuple):
-    """Why a request ends without its engine's whole answer, as its client is told."""
+    """Why a request ends without its engine's whole answer, in the client's words."""
 
     status: int
     code: str
@@ -72,13 +54,6 @@ class _Fault(NamedTuple):
     outcome: Outcome = "broken"
     param: str | None = None
     headers: Headers = ()
-
-
-class _Loss(enum.Enum):
-    """How a send came to nothing."""
-
-    LOST = enum.auto()  # sent, and no byte came back
-    FAILED = enum.auto()  # sent, and answered with one of FAILED_STATUSES, which is kept from the client
 
 
 class Forwarding:
@@ -89,7 +64,7 @@ class Forwarding:
     _hints = NO_HINTS
     _entry: Entry | None = None
     # Time that is not the gateway's own: waiting for a replica, and with one that lost the request.
-    _elsewhere_s = 0.0
+    _waited_s = 0.0
     _own_s = 0.0
     _sent_at = 0.0
     _last_at = 0.0  # of the last bytes, or of sending
@@ -113,7 +88,7 @@ class Forwarding:
     _has_ended = False
 
     def __init__(
-        self, context: GatewayContext, request: Request, client: ClientConnection, model: str, ask: Ask
+        self, context: GatewayContext, request: Request, client: ClientConnection, model: str, facts: RequestFacts
     ) -> None:
         self._context = context
         self._request_head = request.head
@@ -122,7 +97,7 @@ class Forwarding:
         self._received_at = request.received_at
         self._client = client
         self._model = model
-        self._ask = ask
+        self._facts = facts
 
     def start(self, hints: RoutingHints = NO_HINTS, entry: Entry | None = None) -> None:
         """Sends the request now if that is possible, else sees to it."""
@@ -130,7 +105,7 @@ class Forwarding:
         self._hints, self._entry = hints, entry
         self._client.work = self
         context.counters.n_requests += 1
-        context.budget.add_request()
+        context.retries.budget.add_request()
         context.under_way.add(self)
         try:
             refusal = entry.start() if entry is not None else None
@@ -141,8 +116,8 @@ class Forwarding:
                 return
             if entry is not None:
                 self._body = entry.body
-            if self._ask.timeout_s is not None:
-                delay_s = self._received_at + self._ask.timeout_s - time.monotonic()
+            if self._facts.timeout_s is not None:
+                delay_s = self._received_at + self._facts.timeout_s - time.monotonic()
                 self._timer = asyncio.get_running_loop().call_later(max(0.0, delay_s), self._be_late)
             if not context.queue.waiting_for(self._model):
                 self._replica = context.replicas.begin(self._model, time.monotonic(), hints)
@@ -169,8 +144,8 @@ class Forwarding:
 
     def _be_late(self) -> None:
         if not self._has_ended:
-            assert self._ask.timeout_s is not None
-            message = f"the request was not done within its x-request-timeout of {self._ask.timeout_s:g} s"
+            assert self._facts.timeout_s is not None
+            message = f"the request was not done within its x-request-timeout of {self._facts.timeout_s:g} s"
             self._end_early(_Fault(504, "deadline_exceeded", message, "late"))
 
     # Finding a replica.
@@ -180,7 +155,8 @@ class Forwarding:
         try:
             deadline = time.monotonic() + self._context.hold_s
             if pause_s:
-                await self._let_it_die(pause_s)
+                await asyncio.sleep(pause_s)
+                self._waited_s += pause_s
             while True:
                 if self._replica is None and not await self._wait_for_replica(deadline):
                     return
@@ -194,28 +170,21 @@ class Forwarding:
             self._task = None
             self._end_early(_Fault(500, "internal_error", "the gateway failed"))
 
-    async def _let_it_die(self, pause_s: float) -> None:
-        """Waits before another send when only replicas that lost this request could get it."""
-        started_at = time.monotonic()
-        if all(row.name in self._lost for row in self._context.replicas.ready(self._model, started_at)):
-            await asyncio.sleep(pause_s)
-            self._elsewhere_s += time.monotonic() - started_at
-
     async def _wait_for_replica(self, deadline: float) -> bool:
         """Whether there is a replica now, with this request counted on it. If not, the client was told so."""
-        context, ask, n_bytes = self._context, self._ask, len(self._body)
+        context, facts = self._context, self._facts
         began_at = time.monotonic()
         if not context.queue.waiting_for(self._model) and self._begin(began_at):
             return True
         if began_at >= deadline:
             self._refuse_for_now()
             return False
-        flow = self._request_head.get(b"authorization") or b""
-        place = self._queue_entry = context.queue.enter(self._model, flow, ask.priority, n_bytes)
+        key = credential(self._request_head) or b""
+        place = self._queue_entry = context.queue.enter(self._model, key, facts.priority, len(self._body))
         if place is None:
             self._refuse_full()
             return False
-        comment_at = began_at + QUIET_S if ask.streams else deadline
+        comment_at = began_at + QUIET_S if facts.streams else deadline
         try:
             while True:
                 now = time.monotonic()
@@ -231,7 +200,7 @@ class Forwarding:
                         return True
                     context.queue.return_to_queue(place)
         finally:
-            self._elsewhere_s += time.monotonic() - began_at
+            self._waited_s += time.monotonic() - began_at
             self._leave_queue()
 
     def _begin(self, now: float) -> bool:
@@ -262,9 +231,8 @@ class Forwarding:
         except OSError as error:
             self._replica = None
             context.counters.n_connect_failures += 1
-            self._note_failure(replica)
-            if context.replicas.suspect(replica, address):
-                log.warning("replica %s: could not connect, no traffic until it announces: %s", replica.name, error)
+            context.retries.note_failure(replica, time.monotonic())
+            context.retries.suspect(replica, address, f"could not connect: {error}")
             context.end(replica)
             return None
 
@@ -275,17 +243,16 @@ class Forwarding:
         self._connection = connection
         wire = self._write_request(connection)
         self._sent_at = self._last_at = time.monotonic()
-        self._own_s = self._sent_at - self._received_at - self._elsewhere_s
+        self._own_s = self._sent_at - self._received_at - self._waited_s
         context.counters.own_s.observe(self._own_s)
         self._client.source = connection
         connection.send(wire, self)
 
     def _write_request(self, connection: UpstreamConnection) -> bytes:
         head, entry, body = self._request_head, self._entry, self._body
-        if self._is_held_open or (entry is not None and entry.strips_usage):
-            dropped = _DROPPED_PLAIN_WITH_KEY if self._context.hides_key else _DROPPED_PLAIN
-        else:
-            dropped = _DROPPED_WITH_KEY if self._context.hides_key else _DROPPED_OF_REQUEST
+        # What the gateway may have to add to a stream of its own must not be compressed.
+        is_plain = self._is_held_open or (entry is not None and entry.strips_usage)
+        dropped = self._context.dropped_plain if is_plain else self._context.dropped
         length = b"content-length: %d\r\n" % len(body) if body or head.method == b"POST" else b""
         return b"%s %s HTTP/1.1\r\n%s%sx-request-id: %s\r\n%s\r\n%s" % (
             *(head.method, head.target, connection.origin_lines),
@@ -329,8 +296,8 @@ class Forwarding:
         """Passes on what came, in one write."""
         out = b""
         if head is not None:
-            if head.status in FAILED_STATUSES and self._may_retry(time.monotonic()):
-                self._lose(_Loss.FAILED, f"the engine answered {head.status}")
+            if head.status in FAILED_STATUSES and self._context.retries.may_retry(self._lost, time.monotonic()):
+                self._lose(Loss.FAILED, f"the engine answered {head.status}")
                 return
             out = self._begin_response(head)
         if self._series is not None and (data if self._streams else head is not None or is_end):
@@ -377,9 +344,9 @@ class Forwarding:
         assert self._replica is not None
         log.warning("request %s: replica %s: %s", self._request_id.decode(), self._replica.name, error)
         if self._response is None:
-            self._lose(_Loss.LOST, str(error))
+            self._lose(Loss.LOST, str(error))
         else:
-            self._note_failure(self._replica)
+            self._context.retries.note_failure(self._replica, time.monotonic())
             self._end_early(_broken(str(error)))
 
     def end_if_forgotten(self, now: float) -> None:
@@ -392,35 +359,22 @@ class Forwarding:
             connection.discard()
             self.lost(UpstreamError(f"no byte for {STALL_S:.0f} s, and the engine reports no running request"))
 
-    def _may_retry(self, now: float) -> bool:
-        return len(self._lost) + 1 < MAX_SENDS and self._context.budget.has_one(now)
-
-    def _lose(self, loss: _Loss, message: str) -> None:
-        """A send came to nothing: once more, elsewhere if possible; or the end."""
-        context, replica, connection = self._context, self._replica, self._connection
+    def _lose(self, loss: Loss, reason: str) -> None:
+        """The send failed: sends once more, or ends the request."""
+        replica, connection, retries = self._replica, self._connection, self._context.retries
         assert replica is not None
         assert connection is not None
         now = time.monotonic()
-        may_retry = self._may_retry(now)
-        self._elsewhere_s += now - self._sent_at
+        self._waited_s += now - self._sent_at
+        is_repeated = retries.lose(replica, connection.address, self._lost, loss, reason, now)
         self._lost += (replica.name,)
-        self._note_failure(replica)
-        if loss is _Loss.FAILED and context.replicas.suspect(replica, connection.address):
-            log.warning("replica %s: %s; no traffic until it announces", replica.name, message)
         connection.discard()
         self._detach()
-        if not may_retry:
-            why = "no retry is left in the gateway's budget" if len(self._lost) < MAX_SENDS else "sent twice"
-            self._end_early(_broken(f"{why}, and the last engine closed the connection without an answer"))
-            return
-        context.budget.take()
-        context.counters.retries[self._model] += 1
-        pause_s = AGAIN_S if loss is _Loss.LOST else FAILED_AGAIN_S
-        self._task = asyncio.get_running_loop().create_task(self._find(pause_s))
-
-    def _note_failure(self, replica: Replica) -> None:
-        if self._context.replicas.note_failure(replica, time.monotonic()):
-            log.warning("replica %s: ejected after failures in a row", replica.name)
+        if is_repeated:
+            pause_s = retries.pause_s(self._model, self._lost, loss, now)
+            self._task = asyncio.get_running_loop().create_task(self._find(pause_s))
+        else:
+            self._end_early(_broken(why_not_again(self._lost)))
 
     # The response.
 
@@ -433,9 +387,9 @@ class Forwarding:
         series.codes[head.status] += 1
         if head.status < 500:
             replica.health.succeed()
-        if self._entry is not None:
-            self._entry.begin(head)
         self._streams = is_event_stream(head)
+        if self._entry is not None:
+            self._entry.begin(head, self._streams)
         self._seeks_id = head.status == 200 and self._request_head.target.startswith(b"/v1/responses")
         if self._is_held_open:
             if not self._streams:
@@ -461,7 +415,7 @@ class Forwarding:
         more: Headers = self._entry.headers() if self._entry is not None else ()
         origin = self._request_head.get(b"origin")
         if origin is not None:
-            more += origin_headers(origin, self._context.needs_key)
+            more += origin_headers(origin, self._context.needs_key, self._context.allowed_origins)
         return b"x-request-id: %s\r\nx-penstock-replica: %s\r\nserver-timing: gateway;dur=%.3f\r\n%s%s\r\n" % (
             *(self._request_id, replica.name.encode() if replica else b"none", self._own_s * 1000),
             *(_write_headers(more), b"" if self._client.keeps_alive else b"connection: close\r\n"),
@@ -548,7 +502,7 @@ class Forwarding:
         if response is None and not self._is_held_open:
             name = replica.name if replica is not None else "none"
             self._context.counters.series(self._model, name).codes[fault.status] += 1
-            own_s = self._own_s or max(0.0, time.monotonic() - self._received_at - self._elsewhere_s)
+            own_s = self._own_s or max(0.0, time.monotonic() - self._received_at - self._waited_s)
             headers = (*fault.headers, *own_headers(own_s, name.encode()))
             client.respond(error_answer(fault.status, fault.message, fault.code, fault.param, headers))
         elif ending is not None:

@@ -7,15 +7,16 @@ import time
 from typing import Final
 from urllib.parse import parse_qs, unquote
 
-from penstock.gateway.accounting.entry import Asked, Books
-from penstock.gateway.accounting.keys import Holder, origin_headers, preflight_headers
-from penstock.gateway.body_fields import Ask, ModelFacts
+from penstock.gateway.accounting.entry import Books
+from penstock.gateway.accounting.keys import Holder
+from penstock.gateway.body_fields import ModelFacts
 from penstock.gateway.config import GatewayConfig, ServedModel
-from penstock.gateway.connections.client import ClientConnection, Request
+from penstock.gateway.connections.client import ClientConnection
 from penstock.gateway.context import GatewayContext
 from penstock.gateway.forwarding import Forwarding
 from penstock.gateway.metrics import CONTENT_TYPE
-from penstock.gateway.request import UnreadableError, read_ask
+from penstock.gateway.origins import origin_headers, preflight_headers
+from penstock.gateway.request import Request, RequestFacts, UnreadableError, read_facts
 from penstock.gateway.responses import Answer, error_answer, json_answer
 from penstock.gateway.routing.replicas import NO_HINTS, RoutingHints
 from penstock.gateway.workers.totals import Tally
@@ -45,26 +46,16 @@ class Public:
         self._names = {model.name: (model.name, *model.aliases) for model in context.replicas.models}
         self._created = int(time.time())
 
-    def refuse(self, head: RequestHead) -> Answer | None:
-        """Preflights, missing keys, unknown paths and wrong methods."""
-        path = head.path
+    def refuse(self, head: RequestHead, *, is_whole: bool) -> Answer | None:
+        """Preflights, missing keys, unknown paths and wrong methods. `handle` checks the key of a whole request."""
         if head.method == b"OPTIONS":
-            asked = head.get(b"access-control-request-headers")
-            return Answer(204, headers=preflight_headers(asked))
-        if path != b"/health" and self._context.needs_key and self._books.find(head) is None:
-            return self._refuse_key()
-        if path in _POST_PATHS and head.method == b"POST":
+            return Answer(204, headers=preflight_headers(head.get(b"access-control-request-headers")))
+        refusal = _refuse_path(head)
+        if is_whole and refusal is None:
             return None
-        is_own = path in _OWN_PATHS or path.startswith(_MODEL_PATH)
-        if not is_own and not _ENGINE_PATH.fullmatch(path):
-            return error_answer(404, f"there is nothing at {path.decode('latin-1')!r}", "not_found")
-        allowed = (b"GET", b"HEAD") if is_own else (b"POST",) if path in _POST_PATHS else _ENGINE_METHODS
-        if head.method not in allowed:
-            method = head.method.decode("latin-1")
-            return error_answer(
-                405, f"not with {method}", "method_not_allowed", headers=((b"allow", b", ".join(allowed)),)
-            )
-        return None
+        if head.path != b"/health" and self._context.needs_key and self._books.find(head) is None:
+            return self._refuse_key()
+        return refusal
 
     def handle(self, request: Request, client: ClientConnection) -> Answer | None:
         path = request.head.path
@@ -73,7 +64,7 @@ class Public:
             return json_answer({"status": "ok", "ready_replicas": n_ready})
         holder = self._books.find(request.head) if self._context.needs_key else None
         if holder is None and self._context.needs_key:
-            # It was good when the head came, and a body may take its time. From here on None means: no keys needed.
+            # Also of a body that took its time, while its key ended. From here on None means: no keys needed.
             return self._refuse_key()
         is_own = path in _OWN_PATHS or path.startswith(_MODEL_PATH)
         if not is_own:
@@ -86,23 +77,23 @@ class Public:
         return self._answer_model(holder, unquote(path.removeprefix(_MODEL_PATH).decode("latin-1")))
 
     def origin_headers(self, head: RequestHead) -> Headers:
-        return origin_headers(head.get(b"origin"), self._context.needs_key)
+        return origin_headers(head.get(b"origin"), self._context.needs_key, self._context.allowed_origins)
 
     def _refuse_key(self) -> Answer:
         self._books.totals.n_unknown_keys += 1
-        message = "a valid key is needed: Authorization: Bearer KEY"
+        message = "a valid key is needed: Authorization: Bearer KEY, or x-api-key: KEY"
         return error_answer(401, message, "invalid_api_key", headers=((b"www-authenticate", b"Bearer"),))
 
     def _forward(self, request: Request, client: ClientConnection, holder: Holder | None) -> Answer | None:
         head = request.head
         try:
-            ask = read_ask(head, request.body, wants_prefix=self._policy == "prefix")
+            facts = read_facts(request, wants_prefix=self._policy == "prefix")
         except UnreadableError as error:
             return error_answer(400, str(error), "invalid_body")
-        name = ask.model
+        name = facts.model
         if name is None and head.method != b"POST":
             name = _read_query_model(head.target)
-        response_id = ask.response_id or _find_response_id(head.path)
+        response_id = facts.response_id or _find_response_id(head.path)
         place = self._context.response_owners.find(response_id) if response_id else None
         model = place[0] if place is not None and name is None else self._replicas.resolve(name)
         if model is None and name is None:
@@ -110,18 +101,17 @@ class Public:
         if model is None:
             assert name is not None
             return _unknown_model(name)
-        asked = Asked(request, ask.fields, model)
         if holder is not None and not holder.may_use(name or model, *self._names[model]):
-            self._books.refuse(asked, holder, 403)
+            self._books.refuse(facts, model, holder, 403)
             return _forbidden_model(name or model)
-        forwarding = Forwarding(self._context, request, client, model, ask)
-        forwarding.start(self._hints(ask, name, place), self._books.open(asked, holder, request.body))
+        forwarding = Forwarding(self._context, request, client, model, facts)
+        forwarding.start(self._hints(facts, name, place), self._books.open(facts, model, holder, request.body))
         return None
 
-    def _hints(self, ask: Ask, name: str | None, place: tuple[str, str] | None) -> RoutingHints:
-        """What this request asks of the choice; most ask nothing."""
-        key = ask.session if self._policy == "sticky" else ask.prefix
-        replica = place[1] if place is not None else ask.replica
+    def _hints(self, facts: RequestFacts, name: str | None, place: tuple[str, str] | None) -> RoutingHints:
+        """Routing hints of this request; most have none."""
+        key = facts.session if self._policy == "sticky" else facts.prefix
+        replica = place[1] if place is not None else facts.replica
         adapter = name if self._replicas.has_adapter(name) else None
         return RoutingHints(key, adapter, replica) if key or replica or adapter else NO_HINTS
 
@@ -144,6 +134,21 @@ class Public:
     def _facts(self, model: ServedModel) -> ModelFacts:
         state = self._replicas.model_state(model.name, time.monotonic())
         return ModelFacts(model.name, self._created, model.aliases, state)
+
+
+def _refuse_path(head: RequestHead) -> Answer | None:
+    """Unknown paths and wrong methods."""
+    path = head.path
+    if path in _POST_PATHS and head.method == b"POST":
+        return None
+    is_own = path in _OWN_PATHS or path.startswith(_MODEL_PATH)
+    if not is_own and not _ENGINE_PATH.fullmatch(path):
+        return error_answer(404, f"there is nothing at {path.decode('latin-1')!r}", "not_found")
+    allowed = (b"GET", b"HEAD") if is_own else (b"POST",) if path in _POST_PATHS else _ENGINE_METHODS
+    if head.method not in allowed:
+        method = head.method.decode("latin-1")
+        return error_answer(405, f"not with {method}", "method_not_allowed", headers=((b"allow", b", ".join(allowed)),))
+    return None
 
 
 def _read_query_model(target: bytes) -> str | None:

@@ -1,4 +1,4 @@
-"""What the gateway reads of a request: whom it asks, and how it wants to be treated. Pure. Bodies are never changed."""
+"""What the gateway reads of a request: who should serve it, and how. Pure. Bodies are never changed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import msgspec
 
-from penstock.gateway.body_fields import Ask, Body, Fields, LongBody
+from penstock.gateway.body_fields import LongRequestBody, RequestBody
 from penstock.wire.http1 import RequestHead
 
 PREFIX_BYTES: Final = 1024  # about 256 tokens
@@ -33,52 +33,115 @@ class UnreadableError(ValueError):
     """The request cannot be understood; the text says why."""
 
 
-_read_body = msgspec.json.Decoder(Body).decode
-_read_long_body = msgspec.json.Decoder(LongBody).decode
+_read_body = msgspec.json.Decoder(RequestBody).decode
+_read_long_body = msgspec.json.Decoder(LongRequestBody).decode
 _read_raws = msgspec.json.Decoder(list[msgspec.Raw]).decode
 
 
-def read_ask(head: RequestHead, body: bytes, *, wants_prefix: bool = False) -> Ask:
-    """What `head` and `body` ask for. Raises UnreadableError."""
-    given = head.pick(_READ_HEADERS)
-    session = given.get(b"x-session-id", b"")[:SESSION_BYTES]
-    priority, timeout = given.get(b"x-penstock-priority"), given.get(b"x-request-timeout")
-    pinned, kind = given.get(b"x-penstock-replica"), given.get(b"content-type", b"")
-    replica = pinned.decode("latin-1") if pinned else None
-    timeout_s = None if timeout is None else read_timeout_s(timeout)
-    level = 0 if priority is None else _read_priority(priority)
+class Request:
+    """A whole request. `received_at` (monotonic): when its last byte came."""
+
+    __slots__ = ("body", "head", "received_at", "request_id")
+
+    def __init__(self, head: RequestHead, body: bytes, request_id: bytes, received_at: float) -> None:
+        self.head = head
+        self.body = body
+        self.request_id = request_id
+        self.received_at = received_at
+
+
+class RequestFacts:
+    """A request as the gateway understands it, for routing and for the ledger.
+
+    Without its body, which may have 32 MiB and is gone when the answer begins; and a plain class, because compiled code
+    reads its fields in 1 ns and those of a msgspec.Struct in 40.
+
+    `model`: the name in the request. Lower `priority` goes first, as in vLLM. `session`: the key of policy "sticky",
+    `prefix` that of "prefix". `response_id`: an earlier response that only its replica knows. `replica`: named by the
+    client. `output_tokens_max`: the client's limit of one choice.
+    """
+
+    # Defaults stay with the class: most requests set few of them.
+    model: str | None = None
+    streams = False
+    stream_options: Any = None
+    n_choices = 1
+    output_tokens_max: int | None = None
+    priority = 0
+    session = b""
+    prefix = b""
+    response_id = b""
+    timeout_s: float | None = None
+    replica: str | None = None
+
+    def __init__(self, path: bytes, request_id: bytes, received_at: float, n_body_bytes: int) -> None:
+        self.path = path
+        self.request_id = request_id
+        self.received_at = received_at
+        self.n_body_bytes = n_body_bytes
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether the client asked for the usage of a stream."""
+        options = self.stream_options
+        return isinstance(options, dict) and options.get("include_usage") is True
+
+
+def read_facts(request: Request, *, wants_prefix: bool = False) -> RequestFacts:
+    """What `request` asks for. Raises UnreadableError."""
+    head, body = request.head, request.body
+    facts = RequestFacts(head.path, request.request_id, request.received_at, len(body))
+    headers = head.pick(_READ_HEADERS)
+    if headers:
+        _read_headers(facts, headers)
     if not body and head.method != b"POST":
-        return Ask(session=session, priority=level, timeout_s=timeout_s, replica=replica)
+        return facts
+    kind = headers.get(b"content-type", b"")
     if kind[:10].lower() == b"multipart/":
-        return Ask(read_form_model(kind, body), False, level, session, timeout_s=timeout_s, replica=replica)
+        facts.model = read_form_model(kind, body)
+        return facts
     try:
         fields = _read_long_body(body) if wants_prefix else _read_body(body)
     except msgspec.DecodeError as error:
         raise UnreadableError(f"the request body cannot be routed: {error}") from error
-    user, urgency, previous = bytes(fields.user), bytes(fields.priority), bytes(fields.previous_response_id)
-    if priority is None and urgency and _INTEGER.fullmatch(urgency):
-        level = _bound(int(urgency))
-    if not session and user[:1] == b'"':
-        session = user[:SESSION_BYTES]
-    return Ask(
-        model=fields.model,
-        streams=fields.stream is True,
-        priority=level,
-        session=session,
-        prefix=_first_bytes(fields) if isinstance(fields, LongBody) else b"",
-        response_id=previous.strip(b'"')[:SESSION_BYTES],
-        timeout_s=timeout_s,
-        replica=replica,
-        fields=fields if type(fields) is Body and not (user or urgency or previous) else _copy(fields),
-    )
+    if isinstance(fields, LongRequestBody):
+        facts.prefix = _first_bytes(fields)
+    _take_fields(facts, fields, has_priority=b"x-penstock-priority" in headers)
+    return facts
 
 
-def _copy(fields: Body) -> Fields:
-    """The raw parts of a body would keep the whole of it as long as the response lives."""
-    return Fields(
-        *(fields.model, fields.stream, fields.stream_options, fields.max_tokens, fields.max_completion_tokens),
-        *(fields.max_output_tokens, fields.n),
-    )
+def _read_headers(facts: RequestFacts, headers: dict[bytes, bytes]) -> None:
+    facts.session = headers.get(b"x-session-id", b"")[:SESSION_BYTES]
+    replica, timeout = headers.get(b"x-penstock-replica"), headers.get(b"x-request-timeout")
+    if replica:
+        facts.replica = replica.decode("latin-1")
+    if timeout is not None:
+        facts.timeout_s = read_timeout_s(timeout)
+    priority = headers.get(b"x-penstock-priority")
+    if priority is not None:
+        if not _INTEGER.fullmatch(priority):
+            raise UnreadableError("x-penstock-priority is not a whole number")
+        facts.priority = _bound(int(priority))
+
+
+def _take_fields(facts: RequestFacts, fields: RequestBody, has_priority: bool) -> None:
+    """Copies what matters: a raw part would keep the whole body as long as the response lives. Headers come first."""
+    facts.model = fields.model
+    facts.streams = fields.stream is True
+    facts.stream_options = fields.stream_options
+    if type(fields.n) is int and 0 < fields.n <= 1024:
+        facts.n_choices = fields.n
+    for limit in (fields.max_completion_tokens, fields.max_tokens, fields.max_output_tokens):
+        if type(limit) is int and limit > 0:
+            facts.output_tokens_max = limit
+            break
+    user, priority, previous = bytes(fields.user), bytes(fields.priority), bytes(fields.previous_response_id)
+    if priority and not has_priority and _INTEGER.fullmatch(priority):
+        facts.priority = _bound(int(priority))
+    if not facts.session and user[:1] == b'"':
+        facts.session = user[:SESSION_BYTES]
+    if previous:
+        facts.response_id = previous.strip(b'"')[:SESSION_BYTES]
 
 
 def read_timeout_s(value: bytes) -> float:
@@ -88,12 +151,6 @@ def read_timeout_s(value: bytes) -> float:
     if not 0 < timeout_s <= TIMEOUT_S_MAX:
         raise UnreadableError("x-request-timeout is not a time like 30, 1.5s or 1500ms")
     return timeout_s
-
-
-def _read_priority(value: bytes) -> int:
-    if not _INTEGER.fullmatch(value):
-        raise UnreadableError("x-penstock-priority is not a whole number")
-    return _bound(int(value))
 
 
 def _bound(priority: int) -> int:
@@ -132,7 +189,7 @@ def _read_name(value: bytes) -> str:
         raise UnreadableError("the form's model is no name") from error
 
 
-def _first_bytes(fields: LongBody) -> bytes:
+def _first_bytes(fields: LongRequestBody) -> bytes:
     """The bytes that later requests of the same conversation begin with too.
 
     Of messages: instructions and the first question, since what follows them is new in every turn.

@@ -18,7 +18,7 @@ from penstock.gateway.accounting.entry import Books
 from penstock.gateway.accounting.quota_sync import Exchange
 from penstock.gateway.accounting.store import is_postgres
 from penstock.gateway.admin import Admin
-from penstock.gateway.config import GatewayConfig, parse_address
+from penstock.gateway.config import GatewayConfig, parse_address, upstream_keys
 from penstock.gateway.connections.client import Handler
 from penstock.gateway.connections.engine import Pool
 from penstock.gateway.connections.listener import Listener, open_socket, open_tls
@@ -121,10 +121,16 @@ class Gateway:
         self._seat = seat
         replicas = ReplicaTable(config.models, config.policy, config.max_in_flight)
         counters = Counters(model.name for model in config.models)
-        pool = Pool(engine_key(token) if config.engines_need_key else None)
+        keys = upstream_keys(config)
+        pool = Pool(engine_key(token) if config.engines_need_key else None, keys)
         needs_key = config.auth == "keys"
-        hides_key = needs_key or config.engines_need_key
-        self._context = GatewayContext(replicas, WaitingQueue(), pool, counters, config.hold_s, needs_key, hides_key)
+        hides_key = needs_key or config.engines_need_key or bool(keys)
+        self._context = GatewayContext(
+            *(replicas, WaitingQueue(config.queue), pool, counters, config.hold_s),
+            needs_key=needs_key,
+            hides_key=hides_key,
+            allowed_origins=config.allowed_origins,
+        )
         self._static_upstreams = StaticUpstreams(config.upstreams, replicas, self._context.queue, self._context.pool)
         # Without an admin address of their own, workers trust each other by their folder, which is ours alone.
         slot = seat.slot if seat else 0
@@ -146,7 +152,9 @@ class Gateway:
                 assert address is not None
                 admin_socket = open_socket(address, mode=0o600)
         public = Public(config, self.books, self._context, self._tally)
-        self.public = Listener(public, sockets.public[slot], config.limits, sockets.tls)
+        self.public = Listener(
+            *(public, sockets.public[slot], config.limits, sockets.tls), path_prefix=config.path_prefix
+        )
         self.admin = Listener(admin, admin_socket)
         self._lease_timer: asyncio.TimerHandle | None = None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import random
 import socket
 from pathlib import Path
 
@@ -12,12 +13,27 @@ import psutil
 from penstock.errors import UserError
 from penstock.hardware import Interface
 
+# Below the ports that Linux gives to outgoing connections (ip_local_port_range: 32768 and up).
+_LASTING_PORTS = range(21000, 32000)
+
 
 def free_port(host: str) -> int:
-    """A port that is free now. Somebody may take it before the engine does: that start is repeated."""
+    """A port that is free now. Another process may take it before the engine does: that start is repeated."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
+
+
+def free_lasting_ports(count: int) -> list[int]:
+    """Different ports of loopback that are free now, and that no outgoing connection is given by chance later."""
+    found: list[int] = []
+    for port in random.sample(_LASTING_PORTS, len(_LASTING_PORTS)):
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            found.append(port)
+        if len(found) == count:
+            return found
+    raise OSError("no free port")
 
 
 def check_port(host: str, port: int) -> None:

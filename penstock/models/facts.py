@@ -22,6 +22,7 @@ from penstock.errors import UserError, nearest, not_modelled
 from penstock.models import Facts, StoredTensor, catalog
 from penstock.models.files import BUNDLED
 from penstock.models.hub import Header, HubError, Repository, read_header
+from penstock.paths import write_atomically
 from penstock.spec.deployment import DEMO_MODEL
 
 INDEX = "model.safetensors.index.json"
@@ -296,8 +297,6 @@ def _read_kept(name: str) -> Kept | None:
 
 def _write_kept(name: str, kept: Kept) -> None:
     path = _kept_path(name)
-    part = path.with_suffix(f".{os.getpid()}.part")
     with contextlib.suppress(OSError):  # a home that cannot be written costs the next plan a few requests, no more
         path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_bytes(msgspec.json.encode(kept))
-        part.replace(path)
+        write_atomically(path, msgspec.json.encode(kept))

@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import os
 import random
-import tempfile
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import IO
 
 from penstock.errors import PenstockError
 from penstock.hardware import Gpu
 from penstock.hardware.detect import gpus
+from penstock.paths import gpu_locks_folder
 from penstock.text import show_bytes
 
 _WAIT_S = 30.0  # a dead predecessor's memory is free after a few seconds
@@ -73,7 +71,7 @@ def _take(there: Sequence[Gpu], count: int, utilization: float) -> Claim | None:
 
 
 def _lock(index: int) -> IO[bytes] | None:
-    folder = Path(tempfile.gettempdir()) / f"penstock-gpus-{os.getuid()}"
+    folder = gpu_locks_folder()
     folder.mkdir(mode=0o700, exist_ok=True)
     lock = (folder / str(index)).open("ab")
     with contextlib.suppress(BlockingIOError):

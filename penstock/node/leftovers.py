@@ -5,29 +5,22 @@ A job's last step runs it on every node. It finds processes by their mark and te
 
 from __future__ import annotations
 
-import re
-import shutil
 import signal
 import sys
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 
 from penstock import processes
+from penstock.paths import remove_temporary
 
 
 def main(argv: Sequence[str]) -> int:
-    """Sweep one replica's leftovers; the exit code of the process."""
+    """Sweep what one replica left; the exit code of the process."""
     run, launch, replica = argv
-    for number in (signal.SIGINT, signal.SIGTERM):  # whoever ends the job wants it tidy
+    for number in (signal.SIGINT, signal.SIGTERM):  # the job may be ended a second time while this tidies up
         signal.signal(number, signal.SIG_IGN)
     for process in processes.sweep(run, replica):
         print(f"penstock: ended {process.role or 'process'} {process.pid}, left behind: {process.command}", flush=True)
-    # engine_process.private_folder, whose end tells node and part
-    ours = re.compile(rf"penstock-{re.escape(launch)}-{re.escape(replica)}(n[0-9]+)?[a-z]?\Z")
-    for path in Path(tempfile.gettempdir()).glob(f"penstock-{launch}-*"):
-        if ours.match(path.name):
-            shutil.rmtree(path, ignore_errors=True)
+    remove_temporary(launch, replica)
     return 0
 
 

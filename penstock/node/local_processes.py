@@ -15,6 +15,7 @@ from penstock import processes
 from penstock.engines import Among, Command, Diagnosis, Engine, Place
 from penstock.hardware.network import free_port
 from penstock.hardware.node_facts import this_node
+from penstock.log_lines import last_words
 from penstock.node import gpu_locks, model_files
 from penstock.node.announcer import AdminClient
 from penstock.node.engine_process import EngineProcess
@@ -113,7 +114,7 @@ class NodeProcesses:
         while not self._is_stopped():
             code = self._ray.exit_code()
             if code is not None:
-                return Diagnosis(f"Ray did not start: {_last_words(self._ray)}")
+                return Diagnosis(f"Ray did not start: {self.ray_last_words()}")
             try:
                 socket.create_connection((formation.head.address, formation.ray_port), 1.0).close()
                 return None
@@ -161,7 +162,7 @@ class NodeProcesses:
         return self._ray is not None and self._ray.exit_code() is not None
 
     def ray_last_words(self) -> str:
-        return _last_words(self._ray) if self._ray is not None else ""
+        return (last_words(self._ray.tail) if self._ray is not None else None) or "it printed nothing"
 
     def end(self, grace_s: float) -> None:
         """The engine first: it may still be talking over Ray. Blocks."""
@@ -195,8 +196,3 @@ class NodeProcesses:
         rank = str(self._args.rank) if self._plan.n_nodes > 1 else None
         marks = processes.Marks(os.environ[processes.MARK_RUN], self._args.replica, rank)
         return EngineProcess(command, folder, marks, on_line)
-
-
-def _last_words(process: EngineProcess) -> str:
-    lines = [line for line in process.tail if any(word in line for word in ("rror", "annot", "ailed"))]
-    return (lines or list(process.tail) or ["it printed nothing"])[-1][:300]

@@ -1,7 +1,7 @@
 """HTTP/1.1 without I/O: bytes in, heads and body bytes out; and heads and chunks back to bytes.
 
 The rules are RFC 9112's, https://www.rfc-editor.org/rfc/rfc9112. Where the RFC lets a server be lenient (repeated
-Content-Length, Content-Length beside Transfer-Encoding, bare CR or LF, folded lines, blank lines first), this one
+Content-Length, Content-Length next to Transfer-Encoding, bare CR or LF, folded lines, blank lines first), this one
 refuses and the caller closes: two parsers that are lenient in different ways are how requests are smuggled. Only
 origin-form targets are taken. A `Reader` gives the same events however the bytes are cut.
 """

@@ -122,12 +122,8 @@ def ask_for_times(sock: socket.socket) -> bool:
     return True
 
 
-class _Timespec(ctypes.Structure):
-    _fields_ = (("s", ctypes.c_long), ("ns", ctypes.c_long))
-
-
-class _Itimerspec(ctypes.Structure):
-    _fields_ = (("interval", _Timespec), ("value", _Timespec))
+# struct itimerspec: interval and value, each in seconds and nanoseconds. mypyc cannot compile a ctypes.Structure.
+_ITIMERSPEC = ctypes.c_long * 4
 
 
 class PreciseTimer:
@@ -138,7 +134,7 @@ class PreciseTimer:
         self._handle: asyncio.TimerHandle | None = None
         self._at_s = 0.0
         self._fd = -1
-        self._spec = _Itimerspec()
+        self._spec = _ITIMERSPEC()
         if sys.platform == "linux":
             self._libc = ctypes.CDLL(None, use_errno=True)
             self._fd = self._libc.timerfd_create(_CLOCK_MONOTONIC, _TFD_NONBLOCK | _TFD_CLOEXEC)
@@ -151,7 +147,7 @@ class PreciseTimer:
             self._handle = self._loop.call_later(max(0.0, at_s - perf_counter()), self._on_loop_timer)
             return
         ns = max(1, round(at_s * 1e9))
-        self._spec.value.s, self._spec.value.ns = divmod(ns, 10**9)
+        self._spec[2], self._spec[3] = divmod(ns, 10**9)
         self._libc.timerfd_settime(self._fd, _TFD_TIMER_ABSTIME, ctypes.byref(self._spec), None)
 
     def close(self) -> None:

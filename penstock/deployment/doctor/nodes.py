@@ -10,6 +10,7 @@ import msgspec
 
 from penstock.deployment.preflight import Finding
 from penstock.hardware import Gpu
+from penstock.log_lines import last_words
 from penstock.node.checks.machine import Limits, NodeCheck, Space
 from penstock.node.group.addresses import variable_warnings, version_problems
 from penstock.planner.launch import usable_gpus
@@ -399,8 +400,7 @@ def unreachable(name: str, why: str) -> Finding:
 
 def broken(name: str, exit_code: int, err: str) -> Finding:
     """A node whose Python failed to run our program."""
-    lines = err.strip().splitlines()
-    reason = lines[-1][:300] if lines else f"exit code {exit_code}"
+    reason = last_words(err.splitlines(), signs=()) or f"exit code {exit_code}"
     cure = "Install the same penstock there, for the Python that the target uses."
     if not re.search(r"No module named '?penstock", reason):
         cure = "Run `python -m penstock.node.checks.machine` there to see the whole error."

@@ -13,17 +13,16 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Final
 
-from penstock.gateway.accounting.keys import Holder, Keyring
+from penstock.gateway.accounting.keys import Holder, Keyring, credential
 from penstock.gateway.accounting.ledger import Ledger, News
 from penstock.gateway.accounting.quota import Counts, LocalCounts, Quota, Refusal
 from penstock.gateway.accounting.store import Row, State
 from penstock.gateway.accounting.token_usage import BodyWatch, StreamStrip, StreamWatch, ask_for_usage
-from penstock.gateway.body_fields import Fields, Usage
+from penstock.gateway.body_fields import Usage
 from penstock.gateway.config import GatewayConfig
-from penstock.gateway.connections.client import Request
 from penstock.gateway.metrics import Family, Labels
+from penstock.gateway.request import RequestFacts
 from penstock.gateway.responses import Answer, error_answer
-from penstock.gateway.streams import is_event_stream
 from penstock.spec.gateway import Price
 from penstock.wire.http1 import Headers, RequestHead, ResponseHead, find_header
 
@@ -129,17 +128,17 @@ class Books:
 
     def find(self, head: RequestHead) -> Holder | None:
         """Whose key a request carries, if it is good now."""
-        return self.keyring.find(find_header(head.headers, b"authorization"), time.time())
+        return self.keyring.find(credential(head), time.time())
 
-    def open(self, asked: Asked, holder: Holder | None, body: bytes = b"") -> Entry | None:
+    def open(self, facts: RequestFacts, model: str, holder: Holder | None, body: bytes = b"") -> Entry | None:
         """An entry for a request that is about to be forwarded; None where nobody counts."""
         if self.ledger is None and (holder is None or not holder.quota.is_limited):
             return None
-        return Entry(self, asked, holder, body)
+        return Entry(self, facts, model, holder, body)
 
-    def refuse(self, asked: Asked, holder: Holder, status: int) -> None:
-        """Takes down a request that is refused before it is forwarded."""
-        entry = self.open(asked, holder)
+    def refuse(self, facts: RequestFacts, model: str, holder: Holder, status: int) -> None:
+        """Records a request rejected before forwarding."""
+        entry = self.open(facts, model, holder)
         if entry is not None:
             entry.refuse(status)
 
@@ -190,20 +189,6 @@ class Books:
             quota.spent_usd = news.spent_usd.get(key_id, 0.0) + waiting_usd
 
 
-class Asked:
-    """A request as its entry needs it. Not its body: that has up to 32 MiB, and an entry lives as its response."""
-
-    __slots__ = ("ask", "model", "n_body_bytes", "path", "received_at", "request_id")
-
-    def __init__(self, request: Request, ask: Fields, model: str) -> None:
-        self.path = request.head.path
-        self.n_body_bytes = len(request.body)
-        self.ask = ask
-        self.model = model
-        self.request_id = request.request_id
-        self.received_at = request.received_at
-
-
 class Entry:
     """One request in the books. `body`: what the engine is sent, until its answer begins. `strips_usage`: the client
     did not ask for the usage event that the answer will have.
@@ -217,17 +202,18 @@ class Entry:
     _n_reserved = 0
     _status = 0
 
-    def __init__(self, books: Books, asked: Asked, holder: Holder | None, body: bytes) -> None:
+    def __init__(self, books: Books, facts: RequestFacts, model: str, holder: Holder | None, body: bytes) -> None:
         self._books = books
-        self._asked = asked
+        self._facts = facts
+        self._model = model
         self._holder = holder
         self._at = time.time()
         self.body = body
         self._watch: Watch | None = None
-        if asked.ask.stream is True and not asked.ask.wants_usage:
-            self.strips_usage = _GENERATING.get(asked.path, _NOTHING)[0]
+        if facts.streams and not facts.wants_usage:
+            self.strips_usage = _GENERATING.get(facts.path, _NOTHING)[0]
             if self.strips_usage and body:
-                self.body = ask_for_usage(body, asked.ask)
+                self.body = ask_for_usage(body, facts.stream_options)
 
     def start(self) -> Answer | None:
         """Takes the request's share of its key's limits; an answer when there is none. `end` gives it back."""
@@ -249,22 +235,21 @@ class Entry:
         holder = self._holder
         return holder.quota.headers(time.monotonic()) if holder is not None and holder.quota.is_limited else ()
 
-    def begin(self, head: ResponseHead) -> None:
+    def begin(self, head: ResponseHead, is_stream: bool) -> None:
         """The response that the client gets begins; not called for those that are kept from it."""
         self.body = b""  # up to 32 MiB, and it will not be sent again
         self._status = head.status
         headers = head.headers
         if head.status >= 300 or find_header(headers, b"content-encoding") not in (None, b"identity"):
             return
-        content_type = find_header(headers, b"content-type")
-        if content_type == b"application/json" or not is_event_stream(head):
+        if not is_stream:
             self._watch = BodyWatch()
             return
         self._is_stream = True
         if self.strips_usage and head.length is None:
             self._watch = StreamStrip()
         else:
-            self._watch = StreamWatch(_GENERATING.get(self._asked.path, _NOTHING)[1])
+            self._watch = StreamWatch(_GENERATING.get(self._facts.path, _NOTHING)[1])
 
     def feed(self, data: bytes, is_end: bool) -> bytes:
         """A piece of the response's body and whether it is the last; returns what of it the client gets now."""
@@ -293,12 +278,12 @@ class Entry:
 
     def end(self, outcome: str, replica: str) -> None:
         """The request is over, however it ended: one row. `outcome` is forward's."""
-        books, asked, watch, holder = self._books, self._asked, self._watch, self._holder
-        account = books.account(asked.model)
+        books, facts, watch, holder = self._books, self._facts, self._watch, self._holder
+        account = books.account(self._model)
         usage, is_estimate = watch.usage() if watch is not None else None, 0
         if usage is not None and watch is not None:
-            account.learn(usage, asked.n_body_bytes, watch.n_events)
-        elif watch is None or asked.path not in _GENERATING:
+            account.learn(usage, facts.n_body_bytes, watch.n_events)
+        elif watch is None or facts.path not in _GENERATING:
             usage = _NO_TOKENS
         else:
             usage, is_estimate = self._estimate(watch, account, outcome), 1
@@ -322,18 +307,18 @@ class Entry:
                 ledger.next_number(),
                 self._at,
                 key_id,
-                asked.model,
+                self._model,
                 replica,
                 n_prompt,
                 n_cached,
                 n_output,
                 is_estimate,
-                None if self._first_at is None else (self._first_at - asked.received_at) * 1000,
-                (time.monotonic() - asked.received_at) * 1000,
+                None if self._first_at is None else (self._first_at - facts.received_at) * 1000,
+                (time.monotonic() - facts.received_at) * 1000,
                 state,
                 self._status or _OUTCOME_STATUSES.get(outcome, 0),
                 cost_usd,
-                str(asked.request_id, "latin-1"),
+                str(facts.request_id, "latin-1"),
             )
         )
         if cost_usd:
@@ -354,17 +339,17 @@ class Entry:
 
     def _estimate(self, watch: Watch, account: Account, outcome: str) -> Usage:
         """Our own count, of what passed."""
-        n_without_token = self._asked.ask.n_choices if self._asked.path == _CHAT else 0
+        n_without_token = self._facts.n_choices if self._facts.path == _CHAT else 0
         n_events = max(0, watch.n_events - n_without_token - (outcome == "complete" and watch.n_events > 0))
-        n_prompt = account.estimate_prompt(self._asked.n_body_bytes)
+        n_prompt = account.estimate_prompt(self._facts.n_body_bytes)
         return Usage(n_prompt, 0, math.ceil(n_events * account.tokens_per_event))
 
     def _estimate_tokens(self) -> int:
         """Prompt and answer, for a reservation."""
-        asked = self._asked
-        n_tokens = self._books.account(asked.model).estimate_prompt(asked.n_body_bytes)
-        if asked.path in _GENERATING:
-            n_tokens += (asked.ask.output_tokens_max or OUTPUT_TOKENS) * asked.ask.n_choices
+        facts = self._facts
+        n_tokens = self._books.account(self._model).estimate_prompt(facts.n_body_bytes)
+        if facts.path in _GENERATING:
+            n_tokens += (facts.output_tokens_max or OUTPUT_TOKENS) * facts.n_choices
         return n_tokens
 
 

@@ -1,4 +1,4 @@
-"""Who may ask: API keys by their hash, the admin token, and web pages by their origin. Pure."""
+"""Who may ask: API keys by their hash, and the admin token. Pure."""
 
 from __future__ import annotations
 
@@ -7,24 +7,13 @@ import hmac
 import math
 from collections.abc import Mapping, Sequence
 from typing import Final
-from urllib.parse import urlsplit
 
 import msgspec
 
 from penstock.gateway.accounting.quota import Counts, Quota
 from penstock.gateway.accounting.store import ApiKey, Limits
-from penstock.wire.http1 import Headers
+from penstock.wire.http1 import RequestHead
 
-_LOOPBACK_HOSTS: Final = frozenset(("localhost", "127.0.0.1", "::1"))
-_LIMITS: Final = b", ".join(
-    b"x-ratelimit-%s-%s" % (what, kind)
-    for kind in (b"requests", b"tokens")
-    for what in (b"limit", b"remaining", b"reset")
-)
-_EXPOSED: Final = (
-    b"access-control-expose-headers",
-    b"x-request-id, x-penstock-replica, server-timing, retry-after, " + _LIMITS,
-)
 _HALF: Final = 16  # bytes
 _NO_HASH: Final = bytes(32)
 _MAX_KNOWN: Final = 1024  # headers
@@ -36,6 +25,15 @@ def bearer(authorization: bytes | None) -> bytes | None:
         return authorization[7:].strip(b" ") or None
     scheme, _, credential = (authorization or b"").partition(b" ")
     return credential.strip(b" ") if scheme.lower() == b"bearer" and credential else None
+
+
+def credential(head: RequestHead) -> bytes | None:
+    """The client's key as an Authorization header's value; without a bearer one there, x-api-key holds the key."""
+    authorization = head.get(b"authorization")
+    if authorization is not None and authorization[:7].lower() == b"bearer ":
+        return authorization
+    key = head.get(b"x-api-key")
+    return authorization if key is None else b"Bearer " + key
 
 
 class Holder(msgspec.Struct, frozen=True):
@@ -123,31 +121,3 @@ class Keyring:
 def has_token(authorization: bytes | None, token: str) -> bool:
     """Whether the header carries the admin token."""
     return hmac.compare_digest(bearer(authorization) or b"", token.encode())
-
-
-def origin_headers(origin: bytes | None, needs_key: bool) -> Headers:
-    """What lets a web page of `origin` read an answer.
-
-    With keys any page may: it has to bring one. Without, only pages of this machine: else any page that the user
-    visits could talk to the engine behind the user's back.
-    """
-    if origin is None:
-        return ()
-    if needs_key:
-        return ((b"access-control-allow-origin", b"*"), _EXPOSED)
-    try:
-        host = urlsplit(origin.decode("latin-1")).hostname
-    except ValueError:
-        return ()
-    if host not in _LOOPBACK_HOSTS:
-        return ()
-    return ((b"access-control-allow-origin", origin), (b"vary", b"origin"), _EXPOSED)
-
-
-def preflight_headers(asked: bytes | None) -> Headers:
-    """What a preflight is told beside its origin; `asked` is its Access-Control-Request-Headers."""
-    return (
-        (b"access-control-allow-methods", b"GET, HEAD, POST, OPTIONS"),
-        (b"access-control-allow-headers", asked or b"authorization, content-type"),
-        (b"access-control-max-age", b"600"),
-    )

@@ -12,7 +12,7 @@ from typing import Final
 
 import msgspec
 
-from penstock.gateway.body_fields import Fields, Told, Usage, UsageBody, UsageEvent
+from penstock.gateway.body_fields import Told, Usage, UsageBody, UsageEvent
 
 _USAGE: Final = b'"usage"'
 _OBJECT: Final = re.compile(rb'"usage"\s*:\s*(?=\{)')
@@ -54,13 +54,13 @@ def is_token_chunk(data: bytes) -> bool:
 _WHOLE: Final = msgspec.json.Decoder(UsageBody)
 
 
-def ask_for_usage(body: bytes, ask: Fields) -> bytes:
+def ask_for_usage(body: bytes, stream_options: object) -> bytes:
     """The body with `stream_options.include_usage`, all other bytes as they were. Raises msgspec.DecodeError."""
     begin = _FIRST_BRACE.match(body)
-    if ask.stream_options is None and begin is not None and b'"stream_options"' not in body:
+    if stream_options is None and begin is not None and b'"stream_options"' not in body:
         return body[: begin.end()] + _INCLUDE + body[begin.end() :]
     fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-    options = ask.stream_options if isinstance(ask.stream_options, dict) else {}
+    options = stream_options if isinstance(stream_options, dict) else {}
     fields["stream_options"] = msgspec.Raw(msgspec.json.encode(options | {"include_usage": True}))
     return msgspec.json.encode(fields)
 

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from typing import Final, Literal, Protocol, cast
 
+from penstock.gateway.request import Request
 from penstock.gateway.responses import Answer, error_answer, own_headers
 from penstock.spec.gateway import Limits
 from penstock.text import KIB, MIB
@@ -51,18 +52,6 @@ class Work(Protocol):
 log = logging.getLogger(__name__)
 
 
-class Request:
-    """A whole request. `received_at` (monotonic): when its last byte came."""
-
-    __slots__ = ("body", "head", "received_at", "request_id")
-
-    def __init__(self, head: RequestHead, body: bytes, request_id: bytes, received_at: float) -> None:
-        self.head = head
-        self.body = body
-        self.request_id = request_id
-        self.received_at = received_at
-
-
 class Source(Protocol):
     """What a response comes from, for flow control. Both may be called at any time and more than once."""
 
@@ -73,8 +62,11 @@ class Source(Protocol):
 class Handler(Protocol):
     """What a listener serves. None of the three blocks."""
 
-    def refuse(self, head: RequestHead) -> Answer | None:
-        """An answer that needs no body, before the body is read; None when `handle` shall have the request."""
+    def refuse(self, head: RequestHead, *, is_whole: bool) -> Answer | None:
+        """An answer that needs no body, before the body is read; None when `handle` shall have the request.
+
+        `is_whole`: the body is there already, so that `handle` may judge the request instead.
+        """
 
     def handle(self, request: Request, client: ClientConnection) -> Answer | None:
         """The answer; or None when something at `client.work` will write the response, or has."""
@@ -335,7 +327,7 @@ class ClientConnection(asyncio.Protocol):
         self._enter("body")
         given = head.get(b"x-request-id") or b""
         self.request_id = given if given and _REQUEST_ID.fullmatch(given) else self._listener.new_request_id()
-        self._early = self._listener.handler.refuse(head)
+        self._early = self._listener.handler.refuse(head, is_whole=has_all)
         has_body = head.is_chunked or bool(head.length)
         if self._early is None and head.length is not None and head.length > self._limits.body_bytes:
             self._early = _too_large(self._limits.body_bytes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Final, Protocol, cast
 
 from penstock.gateway.accounting.token_usage import is_token_chunk
@@ -56,8 +56,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._write_token: Callable[[bytes], object] | None = None
         self._note_token: Callable[[float], object]
         self.address = address
-        # The lines that say whom a request is for; with the key that engines ask for.
-        self.origin_lines = b"host: %s\r\n%s" % (host_header(address), pool.key_line)
+        self.origin_lines = pool.origin_lines(address)
         self.idle_since = 0.0
 
     def send(self, request: bytes, sink: Sink) -> None:
@@ -194,13 +193,23 @@ class UpstreamConnection(asyncio.Protocol):
 
 
 class Pool:
-    """Idle connections to engines, the last used first. `engine_key`: what engines beyond loopback ask for."""
+    """Idle connections to engines, the last used first.
 
-    def __init__(self, engine_key: str | None = None) -> None:
-        self.key_line = b"authorization: Bearer %s\r\n" % engine_key.encode() if engine_key is not None else b""
+    `engine_key`: the key that engines beyond loopback ask for; `keys`: those of single engines, by address.
+    """
+
+    def __init__(self, engine_key: str | None = None, keys: Mapping[Address, str] | None = None) -> None:
+        self._engine_key = engine_key
+        self._keys = keys or {}
         self._idle: dict[Address, list[UpstreamConnection]] = {}
         # Shared: an engine's heads change with the second (date), and it has many connections.
         self.heads = Heads(parse_response, MAX_HEADS, keeps_secrets=False)
+
+    def origin_lines(self, address: Address) -> bytes:
+        """The head's lines that say for whom a request is, with the key that the engine asks for."""
+        host = b"host: %s\r\n" % host_header(address)
+        key = self._keys.get(address, self._engine_key)
+        return host if key is None else b"%sauthorization: Bearer %s\r\n" % (host, key.encode())
 
     def take(self, address: Address) -> UpstreamConnection | None:
         """An idle connection that is young enough to trust, if there is one."""

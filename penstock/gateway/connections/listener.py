@@ -48,13 +48,21 @@ class Listener:
     """A listening socket and the connections that came in by it."""
 
     def __init__(
-        self, handler: Handler, sock: socket.socket, limits: Limits | None = None, tls: ssl.SSLContext | None = None
+        self,
+        handler: Handler,
+        sock: socket.socket,
+        limits: Limits | None = None,
+        tls: ssl.SSLContext | None = None,
+        *,
+        path_prefix: str = "",
     ) -> None:
         self.handler = handler
         self.limits = limits or Limits()
         self.parse_head: Callable[[bytes], RequestHead] = functools.partial(
             parse_request, max_headers=self.limits.n_headers
         )
+        if path_prefix:
+            self.parse_head = functools.partial(_parse_below, path_prefix.encode(), self.limits.n_headers)
         self.is_draining = False
         self._tls = tls
         # Drawn here and not at import: workers are forked before they make their listeners.
@@ -149,6 +157,16 @@ class Listener:
         for connection in tuple(self._connections):
             connection.close_if_stale(time.monotonic())
         self._sweep_timer = loop.call_later(SWEEP_S, self._sweep)
+
+
+def _parse_below(prefix: bytes, n_headers: int, text: bytes) -> RequestHead:
+    """The head of a request whose target may begin with `prefix`, without it."""
+    head = parse_request(text, n_headers)
+    rest = head.target[len(prefix) :]
+    if head.target.startswith(prefix) and rest[:1] in (b"", b"/", b"?"):
+        head.target = rest if rest[:1] == b"/" else b"/" + rest
+        head.path = head.target.partition(b"?")[0]
+    return head
 
 
 def _refuse_new_connections(sock: socket.socket) -> None:

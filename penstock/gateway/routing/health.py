@@ -1,20 +1,14 @@
-"""What failures do to a replica's traffic, and how many retries the gateway allows itself. Pure: takes `now`."""
+"""What failures do to a replica's traffic. Pure: takes `now`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
 
 EJECT_AFTER = 3  # failures in a row
 EJECTION_S = 1.0  # the first one; each further one doubles it
 EJECTION_S_MAX = 60.0
 RAMP_S = 10.0  # from RAMP_FLOOR to the whole of its weight, after an ejection
 RAMP_FLOOR = 0.1
-
-RETRY_SHARE: Final = 0.2  # retries per request, in the long run
-RETRIES_PER_S = 1.0  # and these always, for a gateway with few requests
-RETRIES_START = 100.0
-RETRIES_MAX: Final = 1000.0
 
 
 @dataclass(slots=True)
@@ -51,28 +45,3 @@ class Health:
             self.n_ejections = 0
             return 1.0
         return max(RAMP_FLOOR, back_s / RAMP_S)
-
-
-class RetryBudget:
-    """A bucket of retries: a fleet in trouble must not get twice its load from us on top.
-
-    Each request adds RETRY_SHARE, each second RETRIES_PER_S. A killed replica's requests all come back at once, so
-    a gateway that ran well has many: RETRIES_START of them after its start.
-    """
-
-    def __init__(self) -> None:
-        self._n_left = RETRIES_START
-        self._at: float | None = None
-
-    def add_request(self) -> None:
-        if self._n_left < RETRIES_MAX:
-            self._n_left += RETRY_SHARE
-
-    def has_one(self, now: float) -> bool:
-        if self._at is not None:
-            self._n_left = min(self._n_left + (now - self._at) * RETRIES_PER_S, RETRIES_MAX)
-        self._at = now
-        return self._n_left >= 1
-
-    def take(self) -> None:
-        self._n_left -= 1

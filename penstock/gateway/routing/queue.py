@@ -13,12 +13,8 @@ import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from penstock.text import GIB
+from penstock.spec.gateway import QueueBounds
 
-MAX_WAITING = 4096
-MAX_WAITING_BYTES = GIB
-# One key may fill this part of the queue, so that there is room for the others.
-FLOW_SHARE = 0.5
 _CLOCKS_KEPT = 4096
 
 
@@ -110,7 +106,8 @@ def _clock(flow: _Flow) -> float:
 class WaitingQueue:
     """Waiting requests per model. `waiting` counts those between `enter` and `leave` that were not let go."""
 
-    def __init__(self) -> None:
+    def __init__(self, bounds: QueueBounds | None = None) -> None:
+        self._bounds = bounds or QueueBounds()
         self._queues: dict[str, FairQueue] = {}
         self._n_bytes = 0
         self._n_arrived = 0
@@ -121,12 +118,12 @@ class WaitingQueue:
         return queue.n_waiting if queue else 0
 
     def has_room(self, n_bytes: int) -> bool:
-        return self.waiting < MAX_WAITING and self._n_bytes + n_bytes <= MAX_WAITING_BYTES
+        return self.waiting < self._bounds.n_requests and self._n_bytes + n_bytes <= self._bounds.body_bytes
 
     def enter(self, model: str, flow: bytes, priority: int, n_bytes: int, weight: float = 1.0) -> QueueEntry | None:
         """A place in the queue, to be given back with `leave`; None when the queue or the flow's part of it is full."""
         queue = self._queues.setdefault(model, FairQueue())
-        is_crowd = queue.waiting_of(flow) >= MAX_WAITING * FLOW_SHARE and flow != b""
+        is_crowd = queue.waiting_of(flow) >= self._bounds.n_requests * self._bounds.key_share and flow != b""
         if is_crowd or not self.has_room(n_bytes):
             return None
         self._n_arrived += 1
@@ -150,7 +147,7 @@ class WaitingQueue:
         return True
 
     def return_to_queue(self, entry: QueueEntry) -> None:
-        """It was let go, and found no replica after all: it keeps its arrival, and so its place in its flow."""
+        """It was woken but found no replica; it goes back with its original position."""
         entry.future = None
         self._queues[entry.model].push(entry)
         self.waiting += 1

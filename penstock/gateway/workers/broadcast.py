@@ -13,8 +13,9 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from penstock.gateway.config import parse_address
-from penstock.gateway.connections.client import ClientConnection, Handler, Request
+from penstock.gateway.connections.client import ClientConnection, Handler
 from penstock.gateway.connections.engine import Pool, UpstreamConnection, UpstreamError, call
+from penstock.gateway.request import Request
 from penstock.gateway.responses import Answer
 from penstock.wire.http1 import Headers, RequestHead, write_request_head
 
@@ -147,8 +148,8 @@ class RelayingAdmin:
         self._relay = relay
         self._keep_drains = keep_drains
 
-    def refuse(self, head: RequestHead) -> Answer | None:
-        return self._admin.refuse(head)
+    def refuse(self, head: RequestHead, *, is_whole: bool) -> Answer | None:
+        return self._admin.refuse(head, is_whole=is_whole)
 
     def handle(self, request: Request, client: ClientConnection) -> Answer | None:
         outcome = self._admin.handle(request, client)

@@ -28,6 +28,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from penstock.log_lines import last_words
 from penstock.text import KIB, MIB
 
 Backend = Literal["gloo", "nccl"]
@@ -206,10 +207,8 @@ def _answer(seat: Seat, out: str, err: str) -> Collective:
     lines = out.strip().splitlines()
     with contextlib.suppress(msgspec.DecodeError, msgspec.ValidationError, IndexError):
         return msgspec.json.decode(lines[-1], type=Collective)
-    said = err.strip().splitlines()
-    return Collective(
-        seat.backend, seat.n_nodes, seat.ranks_each, error=said[-1][:300] if said else "it printed nothing"
-    )
+    error = last_words(err.splitlines(), signs=()) or "it printed nothing"
+    return Collective(seat.backend, seat.n_nodes, seat.ranks_each, error=error)
 
 
 def _network(seats: Sequence[Seat]) -> str | None:

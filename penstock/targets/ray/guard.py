@@ -12,12 +12,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -26,7 +24,7 @@ from typing import Any
 
 import penstock
 from penstock import processes
-from penstock.paths import private_folder
+from penstock.paths import private_folder, remove_temporary
 
 _ORPHAN_GRACE_S = 5.0  # nobody drains for us: Ray has given the node's GPUs away already
 _OTHER_S = 60.0
@@ -93,7 +91,7 @@ class Guard:
         rank = str(order["rank"]) if self._is_several else None
         processes.sweep(self._run, order["replica"], rank)
         at = f"n{order['rank']}" if self._is_several else ""
-        remove_folders(order["run_id"], order["replica"] + at)
+        remove_temporary(order["run_id"], order["replica"] + at)
 
 
 def _alone(name: str) -> socket.socket:
@@ -114,20 +112,12 @@ def _alone(name: str) -> socket.socket:
             time.sleep(0.1)
 
 
-def remove_folders(run_id: str, part: str) -> None:
-    """The private folders of a run's node on this machine."""
-    for path in Path(tempfile.gettempdir()).glob(f"penstock-{run_id}-{part}*"):
-        # "0n1" is not the beginning of "0n10", but "0n1" and "0n1r" are of one node.
-        if not path.name.removeprefix(f"penstock-{run_id}-{part}")[:1].isdigit():
-            shutil.rmtree(path, ignore_errors=True)
-
-
 def main(argv: Sequence[str]) -> int:
     """Guard one node, or sweep what a replica left on this machine; the exit code of the process."""
     if argv and argv[0] == "sweep":
         _, run, replica, run_id = argv
         processes.sweep(run, replica)
-        remove_folders(run_id, replica)
+        remove_temporary(run_id, replica)
         return 0
     # Ray kills the direct children of a worker that ends, and then this session's: we are neither.
     if os.fork():

@@ -19,6 +19,7 @@ import penstock
 from penstock import processes
 from penstock.errors import PenstockError, Problem
 from penstock.hardware import Machine, catalog
+from penstock.log_lines import last_words
 from penstock.planner import Plan
 from penstock.run_folder import Artifact, Handle, Launch, Record, Run
 from penstock.spec.blocks import RayCluster
@@ -490,6 +491,4 @@ def _of_group(state: str | None, away: str | None) -> Placement:
 
 
 def _last_word(job: Job) -> str:
-    lines = [line.strip() for line in job.message.splitlines() if line.strip()]
-    telling = [line for line in lines if "Error" in line or line.startswith("penstock")]
-    return (telling or lines or [job.state.lower()])[-1][:300]
+    return last_words(job.message.splitlines(), signs=("Error", "penstock: ")) or job.state.lower()

@@ -9,13 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 import select
-import shutil
 import signal
 import socket
 import sys
-import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,31 +20,17 @@ from pathlib import Path
 import msgspec
 
 from penstock import processes
+from penstock.hardware.network import free_lasting_ports
 from penstock.log_lines import file_lines
-from penstock.paths import write_atomically
+from penstock.paths import remove_temporary, write_atomically
 from penstock.targets.ssh.agent_messages import End, Ended, Start, Started
 
-# Below the ports that Linux gives to outgoing connections (ip_local_port_range: 32768 and up), so that nobody has one
-# of these by chance when an engine comes back to it.
-_PORTS = range(21000, 32000)
 _SILENCE_S = 15.0
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def boot_id() -> str:
     return _BOOT_ID.read_text().strip()
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports of loopback that nobody has now, none twice."""
-    found: list[int] = []
-    for port in random.sample(_PORTS, len(_PORTS)):
-        with contextlib.suppress(OSError), socket.socket() as probe:
-            probe.bind(("127.0.0.1", port))
-            found.append(port)
-        if len(found) == count:
-            return found
-    raise OSError("no free port")
 
 
 def start(asked: Start) -> Started:
@@ -62,7 +45,7 @@ def start(asked: Start) -> Started:
         write_atomically(folder / name, text.encode(), mode=0o600)
     processes.sweep(str(folder), asked.replica, str(asked.rank))
     port, announce = (
-        asked.ports.get(name) or free for name, free in zip(("port", "announce"), free_ports(2), strict=True)
+        asked.ports.get(name) or free for name, free in zip(("port", "announce"), free_lasting_ports(2), strict=True)
     )
     argv = [word.replace("{port}", str(port)).replace("{announce}", str(announce)) for word in asked.argv]
     marks = processes.marks(str(folder), asked.run_id, "node")
@@ -76,12 +59,7 @@ def end(asked: End) -> Ended:
     """End nodes: politely, then by force what carries the mark; then what they leave on the disk."""
     processes.end(asked.nodes, asked.grace_s)
     swept = processes.sweep(asked.folder, asked.replica)
-    part = f"{asked.replica}" if asked.replica is not None else ""
-    for path in Path(tempfile.gettempdir()).glob(f"penstock-{asked.run_id}-{part}*"):
-        # Replica 1 is not replica 10.
-        rest = path.name.removeprefix(f"penstock-{asked.run_id}-{part}")
-        if asked.replica is None or not rest[:1].isdigit():
-            shutil.rmtree(path, ignore_errors=True)
+    remove_temporary(asked.run_id, asked.replica or "")
     left = [f"process {process.pid}" for process in processes.find_marked(asked.folder, asked.replica)]
     return Ended(tuple(process.pid for process in swept), tuple(left))
 

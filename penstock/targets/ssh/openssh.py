@@ -21,9 +21,9 @@ from typing import IO, NamedTuple, TypeVar
 
 from penstock import processes
 from penstock.errors import PenstockError
+from penstock.log_lines import last_words
+from penstock.paths import control_folder
 
-# A socket's path has at most 107 bytes, of which %C takes 40 and ssh's own temporary ending 17.
-_SHORT_FOLDER = 24
 _CONNECT_S = 5
 _SILENCE_S = 3  # three of these without a word from the host end a connection
 _NO_LOGIN = 255  # ssh's own exit code: it did not get as far as the command
@@ -90,8 +90,7 @@ def reading(complaint: str) -> tuple[str, str | None]:
     for sign, meaning, hint in _COMPLAINTS:
         if sign in lower:
             return meaning, hint
-    lines = [line.strip() for line in complaint.splitlines() if line.strip()]
-    return (lines[-1][:200] if lines else "ssh printed nothing"), None
+    return last_words(complaint.splitlines(), signs=()) or "ssh printed nothing", None
 
 
 class Ssh:
@@ -211,12 +210,6 @@ class Ssh:
 
 
 Piped = subprocess.Popen[bytes]
-
-
-def control_folder(owner: str) -> Path:
-    """Where the sockets of shared connections are: known beforehand, so that a crash leaves nothing unknown."""
-    place = tempfile.gettempdir()
-    return Path(place if len(place) <= _SHORT_FOLDER else "/tmp") / f"penstock-{owner}-ssh"
 
 
 def failed(host: str, what: str, done: Done) -> HostError:

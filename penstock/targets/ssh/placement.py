@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import random
-import socket
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from penstock.wire.announcement import Process
-
-# As on the hosts: below the ports that Linux gives to outgoing connections.
-_PORTS = range(21000, 32000)
 
 
 class Node(msgspec.Struct, frozen=True):
@@ -46,14 +40,3 @@ def assign(
             chosen[replica] = tuple(hosts[at] for at in sorted(best))
             uses.update(chosen[replica])
     return chosen
-
-
-def free_local_port(taken: frozenset[int]) -> int:
-    """A port of our loopback that nobody has now, and none of `taken`."""
-    for port in random.sample(_PORTS, len(_PORTS)):
-        if port in taken:
-            continue
-        with contextlib.suppress(OSError), socket.socket() as probe:
-            probe.bind(("127.0.0.1", port))
-            return port
-    raise OSError("no free port")

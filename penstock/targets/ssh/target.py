@@ -24,6 +24,7 @@ from penstock import paths as penstock_paths
 from penstock import processes, run_folder
 from penstock.errors import PenstockError, Problem
 from penstock.hardware import Machine
+from penstock.hardware.network import free_lasting_ports
 from penstock.run_folder import Artifact, Handle, Launch, Run
 from penstock.spec.blocks import Ssh as Block
 from penstock.spec.deployment import DEMO_MODEL, Deployment
@@ -33,7 +34,7 @@ from penstock.targets.ssh.agent_messages import End, Ended, Start, Started
 from penstock.targets.ssh.install import Bringer, Contact, look
 from penstock.targets.ssh.liveness import Look, Watch
 from penstock.targets.ssh.openssh import Ssh, at_once, failed, is_legal, short_name
-from penstock.targets.ssh.placement import Node, assign, free_local_port
+from penstock.targets.ssh.placement import Node, assign
 from penstock.targets.ssh.tunnels import Tunnel, Tunnels
 from penstock.wire.announcement import Process
 
@@ -99,7 +100,7 @@ class _Room:
         self.ending.discard(replica)
         self.run.log(f"replica-{replica}").unlink(missing_ok=True)
         self._note_places(contacts)
-        local = before[0].local if before else free_local_port(frozenset())
+        local = before[0].local if before else free_lasting_ports(1)[0]
         ranks = [rank for rank in range(len(contacts)) if before is None or not _lives(before[rank], looks)]
         hosts = [contact.host for contact in contacts]
         found = at_once(

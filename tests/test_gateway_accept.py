@@ -1,0 +1,412 @@
+"""What the gateway takes and refuses, what passes through it, and what it answers itself."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import socket
+from pathlib import Path
+
+import pytest
+from gateway_rig import (
+    CHAT,
+    EVENTS,
+    KEY,
+    SSE_HEAD,
+    Engine,
+    Gate,
+    Rig,
+    Seen,
+    both_loops,
+    chunk,
+    echo,
+    rig_with,
+    say,
+)
+
+from penstock.errors import UserError
+from penstock.gateway.config import ServedModel
+from penstock.gateway.connections import engine as upstream
+from penstock.gateway.connections.listener import open_socket
+from penstock.spec.gateway import Limits, Upstream
+from penstock.wire.http1 import END
+
+pytestmark = both_loops
+
+
+async def test_stream_passes_unchanged_and_unheld() -> None:
+    gate = Gate(SSE_HEAD + chunk(EVENTS[0]), chunk(EVENTS[1]) + chunk(EVENTS[2]) + b"0\r\n\r\n")
+    async with rig_with(gate.reply) as (_, _, client):
+        client.post(CHAT)
+        head = await client.event()
+        assert head.get(b"content-type") == b"text/event-stream"
+        assert head.get(b"x-penstock-replica") == b"0"
+        assert head.get(b"server-timing").startswith(b"gateway;dur=")
+        # The engine has not sent the rest yet: this is here because nothing is held back.
+        assert await client.event() == EVENTS[0]
+        assert not gate.opened.is_set()
+        gate.opened.set()
+        body = b""
+        while (event := await client.event()) is not END:
+            body += event
+        assert body == EVENTS[1] + EVENTS[2]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"model":"demo","tools":[{"type":"function","function":{"name":"f","parameters":{}}}], "tool_choice":"auto"}',
+        b'{ "model" : "alias",\n "response_format":{"type":"json_schema","json_schema":{"name":"a"}}, "x": 1.10e3 }',
+        '{"messages":[{"role":"user","content":"größe \\u00e9 \U0001f600"}],"stream":null,"model":null}'.encode(),
+        b'{"model":"demo","x":"' + b"y" * 300_000 + b'"}',
+    ],
+)
+async def test_request_and_response_bodies_pass_byte_for_byte(body: bytes) -> None:
+    async with rig_with(echo) as (_, engine, client):
+        client.post(body, "/v1/chat/completions?a=b", "X-Custom: 1\r\nX-Request-Id: mine\r\nConnection: x-custom\r\n")
+        head, got, is_whole = await client.response()
+        assert (head.status, got, is_whole) == (200, body, True)
+        assert (head.get(b"x-engine"), head.get(b"x-request-id")) == (b"fake", b"mine")
+        (seen,) = engine.seen
+        assert (seen.head.target, seen.body) == (b"/v1/chat/completions?a=b", body)
+        assert seen.head.get(b"x-request-id") == b"mine"
+        assert seen.head.get(b"host") == f"127.0.0.1:{engine.port}".encode()
+        assert seen.head.get(b"x-custom") is None
+
+
+async def test_engine_refusal_passes_unchanged() -> None:
+    refusal = b'{"error":{"message":"The model does not support Embeddings API","code":400}}'
+    data = b"HTTP/1.1 400 Bad Request\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s"
+    async with rig_with(say(data % (len(refusal), refusal))) as (_, engine, client):
+        client.post(b'{"model":"demo","input":"x"}', "/v1/embeddings")
+        head, body, _ = await client.response()
+        assert (head.status, body) == (400, refusal)
+        assert engine.seen[0].head.path == b"/v1/embeddings"
+
+
+async def test_chunked_request_reaches_the_engine_whole() -> None:
+    async with rig_with(echo) as (_, engine, client):
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
+        for byte in head + chunk(CHAT[:7]) + chunk(CHAT[7:]) + b"0\r\n\r\n":
+            client.writer.write(bytes((byte,)))
+        assert (await client.response())[1] == CHAT
+        assert engine.seen[0].head.get(b"content-length") == b"%d" % len(CHAT)
+        assert engine.seen[0].head.get(b"transfer-encoding") is None
+
+
+async def test_pipelined_requests_are_answered_in_order() -> None:
+    async with rig_with(echo) as (rig, engine, client):
+        bodies = [b'{"n": %d}' % n for n in range(5)]
+        for body in bodies:
+            client.post(body)
+        client.get("/health")
+        assert [(await client.response())[1] for _ in bodies] == bodies
+        assert (await client.response())[1] == b'{"status":"ok","ready_replicas":1}'
+        assert [seen.body for seen in engine.seen] == bodies
+        assert (await rig.view())["in_flight_total"] == 0
+
+
+async def test_upstream_connection_is_used_again() -> None:
+    async with rig_with(echo) as (_, engine, client):
+        for _ in range(3):
+            client.post(CHAT)
+            await client.response()
+        assert (len(engine.seen), engine.n_connections) == (3, 1)
+
+
+async def test_body_until_the_end_of_the_connection_is_made_whole() -> None:
+    async with rig_with(say(b"HTTP/1.0 200 OK\r\n\r\nabc", then_close=True)) as (_, _, client):
+        client.post(CHAT)
+        assert (await client.response())[1:] == (b"abc", True)
+
+
+async def test_http_10_client_gets_a_plain_body_and_the_end() -> None:
+    async with rig_with(say(SSE_HEAD + chunk(EVENTS[0]) + b"0\r\n\r\n")) as (_, _, client):
+        client.writer.write(b"POST /v1/completions HTTP/1.0\r\nContent-Length: 2\r\n\r\n{}")
+        data = await client.reader.read()
+        assert b"transfer-encoding" not in data
+        assert data.partition(b"\r\n\r\n")[2] == EVENTS[0]
+
+
+async def test_http_10_client_sees_a_reset_when_its_body_is_cut() -> None:
+    data = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\n12345\r\n"
+    async with rig_with(say(data, then_close=True)) as (_, _, client):
+        client.writer.write(b"POST /v1/completions HTTP/1.0\r\nContent-Length: 2\r\n\r\n{}")
+        with pytest.raises(ConnectionResetError):
+            await client.reader.read()
+
+
+async def test_slow_reader_stops_the_engine_instead_of_filling_memory() -> None:
+    n_pieces, piece, n_written = 512, b"x" * 65536, 0
+
+    async def flood(seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        nonlocal n_written
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % (n_pieces * len(piece)))
+        for _ in range(n_pieces):
+            writer.write(piece)
+            await writer.drain()
+            n_written += 1
+        return True
+
+    async with rig_with(flood) as (rig, _, _):
+        raw = socket.socket()
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
+        raw.setblocking(False)
+        loop = asyncio.get_running_loop()
+        await loop.sock_connect(raw, ("127.0.0.1", rig.gateway.public.port))
+        await loop.sock_sendall(raw, b"POST /v1/x HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\n{}")
+        n_before = -1
+        while n_written != n_before or not n_written:
+            n_before = n_written
+            await asyncio.sleep(0.005)
+        # What is left of it sits in the kernel's buffers of two connections, at most a few MiB each.
+        assert n_written < n_pieces * 3 // 4
+        n_received = 0
+        while n_received < n_pieces * len(piece):
+            n_received += len(await loop.sock_recv(raw, 1 << 20))
+        raw.close()
+        assert n_written == n_pieces
+
+
+async def test_old_idle_connections_are_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(upstream, "IDLE_S", -1.0)
+    async with rig_with(echo) as (_, engine, client):
+        for _ in range(2):
+            client.post(CHAT)
+            await client.response()
+        assert (len(engine.seen), engine.n_connections) == (2, 2)
+
+
+async def test_unroutable_requests_get_openai_errors() -> None:
+    models = (ServedModel("demo"), ServedModel("other"))
+    async with Rig(models=models) as rig:
+        client = await rig.client()
+        for body, expected in (
+            (b'{"model":"nope"}', (404, "model_not_found", "model")),
+            (b"{}", (400, "model_missing", "model")),
+            (b'{"model":', (400, "invalid_body", None)),
+            (b'{"model":1}', (400, "invalid_body", None)),
+            (b"[]", (400, "invalid_body", None)),
+        ):
+            client.post(body)
+            status, error = await client.error()
+            assert (status, error["code"], error["param"]) == expected
+        for path in ("/", "/v1", "/v1/../sleep", "/sleep", "/admin/replicas", "/v1//x", "/v1/%2e%2e/sleep"):
+            client.get(path)
+            assert (await client.error())[0] == 404
+        client.get("/v1/chat/completions")
+        head, _, _ = await client.response()
+        assert (head.status, head.get(b"allow")) == (405, b"POST")
+
+
+@pytest.mark.parametrize("header", [f"Authorization: Bearer {KEY}", f"x-api-key: {KEY}"])
+async def test_key_is_asked_for_and_not_passed_on(header: str) -> None:
+    hashes = (hashlib.sha256(KEY.encode()).hexdigest(),)
+    async with rig_with(echo, auth="keys", key_hashes=hashes) as (_, engine, client):
+        for path in ("/v1/models", "/metrics", "/nothing"):
+            for wrong in ("", f"{header}x\r\n"):
+                client.get(path, wrong)
+                status, error = await client.error()
+                assert (status, error["code"]) == (401, "invalid_api_key")
+        client.get("/health")
+        assert (await client.response())[0].status == 200
+        client.post(CHAT)
+        assert (await client.error())[0] == 401
+        assert engine.seen == []
+        client.post(CHAT, headers=f"{header}\r\n")
+        assert (await client.response())[0].status == 200
+        assert (engine.seen[0].head.get(b"authorization"), engine.seen[0].head.get(b"x-api-key")) == (None, None)
+
+
+async def test_every_route_answers_below_the_path_prefix_too() -> None:
+    async with rig_with(echo, path_prefix="/penstock/a") as (_, engine, client):
+        for prefix in ("/penstock/a", ""):
+            client.get(f"{prefix}/health?x")
+            assert json.loads((await client.response())[1])["status"] == "ok"
+            client.get(f"{prefix}/v1/models/demo")
+            assert json.loads((await client.response())[1])["id"] == "demo"
+            client.post(CHAT, f"{prefix}/v1/chat/completions?a=b")
+            assert (await client.response())[1] == CHAT
+            assert engine.seen[-1].head.target == b"/v1/chat/completions?a=b"
+        for path in (
+            "/penstock/ab/health",
+            "/penstock/a",
+            "/penstock/a?x",
+            "/penstock/a/../health",
+            "/penstock/a//v1/x",
+        ):
+            client.get(path)
+            assert (await client.error())[0] == 404
+
+
+async def test_pages_of_the_named_origins_may_read_answers() -> None:
+    async with rig_with(echo, allowed_origins=("https://chat.example",)) as (_, _, client):
+        for origin, allowed in ((b"https://chat.example", b"https://chat.example"), (b"https://evil.example", None)):
+            for method in ("OPTIONS", "GET"):
+                client.get("/v1/models", f"Origin: {origin.decode()}\r\n", method)
+                assert (await client.response())[0].get(b"access-control-allow-origin") == allowed
+
+
+async def test_upstream_gets_its_own_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engines = [Engine(echo), Engine(echo)]
+    for engine in engines:
+        await engine.start()
+    (tmp_path / "key").write_text("sk-file\n")
+    (tmp_path / "key").chmod(0o600)
+    monkeypatch.setenv("ENGINE_KEY", "sk-env")
+    upstreams = (
+        Upstream(engines[0].url, key_file=str(tmp_path / "key")),
+        Upstream(engines[1].url, key_env="ENGINE_KEY"),
+    )
+    async with Rig(upstreams=upstreams) as rig:
+        await rig.until(lambda view: [row["announcement"]["state"] for row in view["replicas"]] == ["ready"] * 2)
+        client = await rig.client()
+        for _ in range(4):
+            client.post(CHAT, headers="Authorization: Bearer sk-client\r\n")
+            assert (await client.response())[1] == CHAT
+        for engine, key in zip(engines, (b"Bearer sk-file", b"Bearer sk-env"), strict=True):
+            asked = [seen.head for seen in engine.seen if seen.head.method == b"POST"]
+            assert {head.get(b"authorization") for head in asked} == {key}
+    for engine in engines:
+        await engine.stop()
+    monkeypatch.delenv("ENGINE_KEY")
+    with pytest.raises(UserError, match="variable ENGINE_KEY is not set"):
+        Rig(upstreams=upstreams)
+
+
+@pytest.mark.parametrize(
+    ("data", "status"),
+    [
+        (b"POST /v1/x HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n{}", 400),
+        (b"GET http://a/health HTTP/1.1\r\nHost: a\r\n\r\nGET /health HTTP/1.1\r\nHost: a\r\n\r\n", 400),
+        (b"POST /v1/x HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nnope\r\n", 400),
+        (b"GET / HTTP/1.1\r\nHost: a\r\nX: " + b"x" * 40000, 431),
+        (b"POST /v1/x HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n{" % (Limits().body_bytes + 1), 413),
+        (b"POST /nothing HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\n", 404),
+    ],
+)
+async def test_refused_request_is_answered_once_and_closed(data: bytes, status: int) -> None:
+    async with rig_with(echo) as (_, engine, client):
+        client.writer.write(data)
+        assert (await client.error())[0] == status
+        assert await client.is_closed()
+        assert engine.seen == []
+
+
+async def test_client_is_told_to_continue_only_when_it_waits_for_it() -> None:
+    async with rig_with(echo) as (_, _, client):
+        head = b"POST /v1/x HTTP/1.1\r\nHost: a\r\nExpect: 100-continue\r\nContent-Length: 2\r\n\r\n"
+        client.writer.write(head)
+        assert (await client.event()).status == 100
+        assert await client.event() is END
+        client.writer.write(b"{}")
+        assert (await client.response())[:2][1] == b"{}"
+        client.writer.write(head + b"{}")
+        assert (await client.response())[0].status == 200
+
+
+async def test_health_models_and_metrics() -> None:
+    async with rig_with(echo) as (_, _, client):
+        client.post(CHAT)
+        await client.response()
+        client.get("/health")
+        assert json.loads((await client.response())[1]) == {"status": "ok", "ready_replicas": 1}
+        client.get("/v1/models")
+        listing = json.loads((await client.response())[1])
+        client.get("/v1/models/alias")
+        assert json.loads((await client.response())[1]) == listing["data"][0]
+        (model,) = listing["data"]
+        assert isinstance(model.pop("created"), int)
+        assert model == {
+            "id": "demo",
+            "object": "model",
+            "owned_by": "penstock",
+            "aliases": ["alias"],
+            "state": "ready",
+        }
+        text = await client.metrics()
+        for line in (
+            'penstock_requests_total{model="demo",outcome="complete"} 1',
+            'penstock_responses_total{model="demo",replica="0",code="200"} 1',
+            'penstock_requests_in_flight{model="demo",replica="0"} 0',
+            'penstock_replicas_ready{model="demo"} 1',
+        ):
+            assert line in text.splitlines()
+        client.get("/v1/models/nope")
+        assert (await client.error())[0] == 404
+
+
+async def test_head_has_a_length_and_no_body() -> None:
+    async with Rig() as rig:
+        client = await rig.client()
+        client.get("/health", method="HEAD")
+        client.get("/health", "Connection: close\r\n")
+        heads = (await client.reader.read()).split(b"\r\n\r\n")
+        assert [head.partition(b"\r\n")[0] for head in heads] == [b"HTTP/1.1 200 OK"] * 2 + [heads[2]]
+        assert b"content-length: 34" in heads[0]
+        assert heads[2] == b'{"status":"ok","ready_replicas":0}'
+
+
+async def test_preflight_and_origin() -> None:
+    async with rig_with(say(SSE_HEAD + b"0\r\n\r\n")) as (_, _, client):
+        client.get("/v1/chat/completions", "Origin: http://localhost:3000\r\n", method="OPTIONS")
+        head, _, _ = await client.response()
+        assert (head.status, head.get(b"access-control-allow-methods")) == (204, b"GET, HEAD, POST, OPTIONS")
+        for origin, allowed in (("http://localhost:3000", b"http://localhost:3000"), ("http://evil.example", None)):
+            client.post(CHAT, headers=f"Origin: {origin}\r\n")
+            head, _, _ = await client.response()
+            assert head.get(b"access-control-allow-origin") == allowed
+
+
+async def test_admin_calls_need_the_token() -> None:
+    async with Rig() as rig:
+        assert await rig.admin("/admin/health") == (200, {"ok": True})
+        for path in ("/admin/health", "/admin/replicas", "/nothing"):
+            assert (await rig.admin(path, token="wrong"))[0] == 401
+        assert (await rig.admin("/nothing"))[0] == 404
+        assert (await rig.admin("/admin/drain"))[0] == 405
+        assert (await rig.admin("/admin/drain", {"name": "0"}))[0] == 400
+        status, answer = await rig.announce("0", "http://127.0.0.1:1", model="nope")
+        assert (status, answer["error"]["code"]) == (400, "bad_request")
+        assert (await rig.announce("0", None, "no such state"))[0] == 400
+
+
+async def test_taken_port_is_an_error_and_a_left_one_is_free_at_once() -> None:
+    async with Rig() as rig:
+        port = rig.gateway.public.port
+        client = await rig.client()
+        client.get("/health", "Connection: close\r\n")
+        await client.response()
+        with pytest.raises(UserError, match="the port is taken"):
+            open_socket(("127.0.0.1", port))
+        await rig.stop()
+    # The gateway closed first, so its end of that connection is in TIME_WAIT now.
+    open_socket(("127.0.0.1", port)).close()
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [("GET", "/nope", 404), ("GET", "/v1/models", 200), ("DELETE", "/v1/completions", 405)],
+)
+async def test_every_answer_says_who_and_how_long(method: str, path: str, status: int) -> None:
+    async with Rig() as rig:
+        client = await rig.client()
+        client.get(path, "X-Request-Id: mine\r\n", method)
+        head, _, _ = await client.response()
+        assert (head.status, head.get(b"x-request-id"), head.get(b"x-penstock-replica")) == (
+            status,
+            b"mine",
+            b"none",
+        )
+        assert (head.get(b"server-timing") or b"").startswith(b"gateway;dur=")
+
+
+async def test_form_upload_is_routed_by_its_model_part() -> None:
+    form = b'--b\r\nContent-Disposition: form-data; name="model"\r\n\r\n%s\r\n--b--\r\n'
+    headers = "Content-Type: multipart/form-data; boundary=b\r\n"
+    async with rig_with(echo) as (_, _, client):
+        client.post(form % b"alias", "/v1/audio/transcriptions", headers)
+        assert (await client.response())[1] == form % b"alias"
+        client.post(form % b"nope", "/v1/audio/transcriptions", headers)
+        assert (await client.error())[0] == 404

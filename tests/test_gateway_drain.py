@@ -1,0 +1,177 @@
+"""How requests end early: clients that leave, deadlines, and a gateway that stops."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import random
+import warnings
+
+import pytest
+from gateway_rig import (
+    CHAT,
+    DONE,
+    EVENTS,
+    SSE_HEAD,
+    STREAM,
+    Gate,
+    Rig,
+    Seen,
+    both_loops,
+    chunk,
+    echo,
+    error_of,
+    rig_with,
+)
+
+from penstock.gateway.connections import listener
+from penstock.wire.http1 import END
+
+pytestmark = both_loops
+
+
+async def test_leaving_client_closes_the_engine_connection() -> None:
+    for before in (b"", SSE_HEAD + chunk(EVENTS[0])):
+        gate = Gate(before, b"")
+        async with rig_with(gate.reply) as (rig, _, client):
+            client.post(CHAT)
+            await gate.reached.wait()
+            assert (await rig.view())["in_flight_total"] == 1
+            client.writer.close()
+            await gate.peer_left.wait()
+            await rig.until(lambda view: view["in_flight_total"] == 0)
+
+
+async def test_leaving_client_is_not_waiting_any_more() -> None:
+    async with Rig() as rig:
+        clients = [await rig.client() for _ in range(3)]
+        for client in clients:
+            client.post(CHAT)
+        await rig.until(lambda view: view["waiting"] == 3)
+        clients[0].writer.close()
+        clients[1].writer.transport.abort()
+        await rig.until(lambda view: view["waiting"] == 1)
+        engine = await rig.engine(echo)
+        assert (await clients[2].response())[1] == CHAT
+        assert len(engine.seen) == 1
+
+
+async def test_client_that_leaves_at_once_leaves_nothing_behind() -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        async with rig_with(echo) as (rig, _, client):
+            client.post(CHAT)
+            client.writer.close()
+            await rig.until(lambda view: view["in_flight_total"] == 0)
+        gc.collect()
+    assert [str(warning.message) for warning in caught] == []
+
+
+async def test_clients_that_leave_at_any_moment_leave_nothing() -> None:
+    async def slow(seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        writer.write(SSE_HEAD)
+        for _ in range(5):
+            await asyncio.sleep(0.001)
+            writer.write(chunk(EVENTS[0]))
+        writer.write(chunk(EVENTS[2]) + b"0\r\n\r\n")
+        return True
+
+    async def come_and_go(rig: Rig, chance: random.Random) -> None:
+        for _ in range(4):
+            client = await rig.client()
+            client.post(STREAM)
+            await asyncio.sleep(chance.random() * 0.008)
+            client.writer.transport.abort()
+
+    async with rig_with(slow) as (rig, engine, _):
+        await rig.announce("1", engine.url)
+        await asyncio.gather(*(come_and_go(rig, random.Random(seed)) for seed in range(10)))
+        context = rig.gateway._context
+        while sum(context.counters.outcomes.values()) < 40:
+            await asyncio.sleep(0.001)
+        assert (context.under_way, context.queue.waiting, context.replicas.in_flight_total) == (set(), 0, 0)
+
+
+async def test_stopping_gateway_finishes_requests_and_takes_no_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener, "DOOR_S", 0.005)
+    monkeypatch.setattr(listener, "GRACE_S", 0.01)
+    gate = Gate(SSE_HEAD, chunk(EVENTS[2]) + b"0\r\n\r\n")
+    async with rig_with(gate.reply, drain_s=5.0) as (rig, _, client):
+        idle, late, held = await rig.client(), await rig.client(), await rig.client()
+        idle.get("/health")
+        await idle.response()
+        client.post(CHAT)
+        await gate.reached.wait()
+        await rig.admin("/admin/drain", {"replica": "0"})
+        held.post(CHAT)
+        await rig.until(lambda view: view["waiting"] == 1)
+        port = rig.gateway.public.port
+        stopping = asyncio.ensure_future(rig.stop())
+        await asyncio.sleep(0.001)
+        late.get("/health")
+        assert (await late.response())[0].get(b"connection") == b"close"
+        assert await idle.is_closed()
+        with pytest.raises(OSError):
+            await asyncio.open_connection("127.0.0.1", port)
+        # The admin address is still there: the held request may still get its replica.
+        await rig.engine(echo, "1")
+        head, body, _ = await held.response()
+        assert (body, head.get(b"connection")) == (CHAT, b"close")
+        assert not stopping.done()
+        gate.opened.set()
+        assert (await client.response())[1:] == (EVENTS[2], True)
+        assert await client.is_closed()
+        await stopping
+
+
+async def test_request_that_outlasts_the_drain_is_told_so() -> None:
+    gate = Gate(SSE_HEAD + chunk(EVENTS[0]), b"")
+    async with rig_with(gate.reply) as (rig, _, client):
+        client.post(CHAT)
+        await gate.reached.wait()
+        await client.event()
+        assert await client.event() == EVENTS[0]
+        assert await rig.gateway.public.drain(0.0) == 1
+        assert b"the gateway is shutting down" in await client.event()
+        assert await client.event() is END
+        await gate.peer_left.wait()
+
+
+async def test_deadline_before_the_first_byte_gives_504_and_frees_the_engine() -> None:
+    gate = Gate(b"", b"")
+    async with rig_with(gate.reply) as (rig, _, client):
+        client.post(CHAT, headers="X-Request-Timeout: 150ms\r\n")
+        status, error = await client.error()
+        assert (status, error["code"]) == (504, "deadline_exceeded")
+        await gate.peer_left.wait()
+        assert (await rig.view())["in_flight_total"] == 0
+        assert 'penstock_requests_total{model="demo",outcome="late"} 1\n' in await (await rig.client()).metrics()
+
+
+async def test_deadline_in_a_stream_gives_an_error_event() -> None:
+    gate = Gate(SSE_HEAD + chunk(EVENTS[0]), b"")
+    async with rig_with(gate.reply) as (_, _, client):
+        client.post(STREAM, headers="X-Request-Timeout: 0.05\r\n")
+        _, body, is_whole = await client.response()
+        assert (is_whole, body.startswith(EVENTS[0]), body.endswith(DONE)) == (True, True, True)
+        assert error_of(body[len(EVENTS[0]) :])["code"] == "deadline_exceeded"
+        await gate.peer_left.wait()
+
+
+async def test_deadline_while_held_gives_504() -> None:
+    async with Rig() as rig:
+        client = await rig.client()
+        client.post(CHAT, headers="X-Request-Timeout: 5ms\r\n")
+        assert (await client.error())[0] == 504
+        assert (await rig.view())["waiting"] == 0
+        client.post(CHAT, headers="X-Request-Timeout: soon\r\n")
+        assert (await client.error())[0] == 400
+
+
+async def test_met_deadline_leaves_nothing() -> None:
+    async with rig_with(echo) as (_, _, client):
+        client.post(CHAT, headers="X-Request-Timeout: 10ms\r\n")
+        assert (await client.response())[1] == CHAT
+        await asyncio.sleep(0.02)
+        client.post(CHAT)
+        assert (await client.response())[1] == CHAT

@@ -1,0 +1,238 @@
+"""Requests that wait for a replica, and which replica gets them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+from gateway_rig import (
+    CHAT,
+    DONE,
+    EVENTS,
+    SSE_HEAD,
+    STREAM,
+    Client,
+    Gate,
+    Rig,
+    Seen,
+    both_loops,
+    chunk,
+    echo,
+    error_of,
+    rig_with,
+    say,
+)
+
+from penstock.gateway import forwarding
+from penstock.spec.gateway import QueueBounds
+from penstock.wire.http1 import END
+
+pytestmark = both_loops
+
+
+async def test_request_is_held_until_a_replica_is_announced() -> None:
+    async with Rig() as rig:
+        client = await rig.client()
+        client.post(CHAT)
+        await rig.until(lambda view: view["waiting"] == 1)
+        await rig.announce("0", None, "loading")
+        assert (await rig.view())["waiting"] == 1
+        engine = await rig.engine(echo)
+        assert (await client.response())[1] == CHAT
+        assert (len(engine.seen), (await rig.view())["waiting"]) == (1, 0)
+
+
+async def test_request_without_a_replica_gets_503_with_retry_after() -> None:
+    async with Rig(hold_s=0.002) as rig:
+        progress = {"stage": "weights", "eta_s": 40}
+        await rig.announce("0", None, "loading", progress=progress)
+        client = await rig.client()
+        client.post(CHAT)
+        head, body, _ = await client.response()
+        assert (head.status, head.get(b"retry-after")) == (503, b"40")
+        assert json.loads(body)["error"]["code"] == "no_replica"
+        assert (await rig.view())["waiting"] == 0
+
+
+async def test_request_waits_for_its_only_replica_to_come_back() -> None:
+    async with rig_with(echo) as (rig, engine, client):
+        await engine.stop()
+        client.post(CHAT)
+        await rig.until(lambda view: view["waiting"] == 1)
+        await engine.start()
+        await rig.announce("0", engine.url)
+        assert (await client.response())[1] == CHAT
+
+
+async def test_request_survives_the_end_of_its_replicas_lease() -> None:
+    gate = Gate(SSE_HEAD, chunk(EVENTS[2]) + b"0\r\n\r\n")
+    async with rig_with(gate.reply) as (rig, engine, client):
+        client.post(CHAT)
+        await gate.reached.wait()
+        await rig.announce("0", engine.url, "stalled", lease_s=0.001)
+        await rig.until(lambda view: not view["replicas"][0]["is_alive"])
+        gate.opened.set()
+        assert (await client.response())[1:] == (EVENTS[2], True)
+
+
+async def test_drained_replica_finishes_and_gets_nothing_new() -> None:
+    gate = Gate(SSE_HEAD, chunk(EVENTS[2]) + b"0\r\n\r\n")
+    async with rig_with(gate.reply) as (rig, engine, client):
+        client.post(CHAT)
+        await gate.reached.wait()
+        assert await rig.admin("/admin/drain", {"replica": "0"}) == (200, {"in_flight": 1})
+        assert await rig.announce("0", engine.url) == (200, {"draining": True})
+        other = await rig.client()
+        other.post(CHAT)
+        await rig.until(lambda view: view["waiting"] == 1)
+        gate.opened.set()
+        assert (await client.response())[1:] == (EVENTS[2], True)
+        assert await rig.admin("/admin/drain", {"replica": "0"}) == (200, {"in_flight": 0})
+        assert len(engine.seen) == 1
+        await rig.admin("/admin/undrain", {"replica": "0"})
+        assert (await other.response())[1:] == (EVENTS[2], True)
+        await rig.admin("/admin/forget", {"replica": "0"})
+        assert (await rig.view())["replicas"] == []
+
+
+@pytest.fixture
+def talkative(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forwarding, "QUIET_S", 0.005)
+    monkeypatch.setattr(forwarding, "COMMENT_EVERY_S", 0.005)
+
+
+async def held(rig: Rig) -> Client:
+    await rig.announce("0", None, "loading", progress={"stage": "weights", "fraction": 0.45, "eta_s": 12})
+    client = await rig.client()
+    client.post(STREAM)
+    head = await client.event()
+    assert (head.status, head.get(b"content-type")) == (200, b"text/event-stream")
+    assert head.get(b"x-penstock-replica") == b"none"
+    assert await client.event() == b": penstock loading 45% 12s\n\n"
+    return client
+
+
+async def rest(client: Client) -> bytes:
+    body = b""
+    while (event := await client.event()) is not END:
+        assert event is not None
+        body += event
+    return body.replace(b": penstock loading 45% 12s\n\n", b"")
+
+
+async def test_held_stream_hears_of_progress_and_then_its_engine(talkative: None) -> None:
+    async with Rig() as rig:
+        client = await held(rig)
+        engine = await rig.engine(say(SSE_HEAD + b"".join(map(chunk, EVENTS)) + b"0\r\n\r\n"))
+        assert await rest(client) == b"".join(EVENTS)
+        assert len(engine.seen) == 1
+        client.get("/health")
+        assert (await client.response())[0].status == 200
+
+
+@pytest.mark.parametrize(
+    ("reply", "expected"),
+    [
+        (
+            b'HTTP/1.1 400 No\r\nContent-Length: 29\r\n\r\n{"error": {\n "code": "bad" }}',
+            b'data: {"error":{"code":"bad"}}\n\n',
+        ),
+        (b"HTTP/1.1 404 No\r\nContent-Length: 4\r\n\r\nnope", b'"the engine answered 404 without JSON"'),
+    ],
+)
+async def test_refusal_after_a_held_stream_began_is_an_event(talkative: None, reply: bytes, expected: bytes) -> None:
+    async with Rig() as rig:
+        client = await held(rig)
+        await rig.engine(say(reply))
+        body = await rest(client)
+        assert expected in body
+        assert body.endswith(DONE)
+
+
+@pytest.mark.parametrize("reply", [SSE_HEAD + chunk(EVENTS[0]), SSE_HEAD, b""])
+async def test_engine_death_after_a_held_stream_began_is_an_event(talkative: None, reply: bytes) -> None:
+    async with Rig() as rig:
+        client = await held(rig)
+        await rig.engine(say(reply, then_close=True))
+        body = await rest(client)
+        assert body.endswith(DONE)
+        assert (
+            error_of(b"data: " + body.rpartition(b'data: {"error"')[2].join((b'{"error"', b"")))["source"] == "gateway"
+        )
+
+
+async def test_held_stream_without_a_replica_ends_with_an_event(talkative: None) -> None:
+    async with Rig(hold_s=0.05) as rig:
+        body = await rest(await held(rig))
+        assert error_of(body)["code"] == "no_replica"
+        assert body.endswith(DONE)
+
+
+async def test_requests_beyond_the_replicas_limit_wait_in_the_gateway() -> None:
+    gate = Gate(b"", b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 0\r\n\r\n")
+    async with rig_with(gate.reply, max_in_flight=1) as (rig, engine, client):
+        client.post(CHAT)
+        await gate.reached.wait()
+        bodies = [b'{"model":"demo","priority":%d}' % priority for priority in (1, 0, -1)]
+        waiting = [await rig.client() for _ in bodies]
+        for n, (other, body) in enumerate(zip(waiting, bodies, strict=True), 1):
+            other.post(body)
+            while (await rig.view())["waiting"] != n:
+                await asyncio.sleep(0.001)
+        engine.reply = echo
+        gate.opened.set()
+        for other, body in zip(waiting, bodies, strict=True):
+            assert (await other.response())[1] == body
+        assert [seen.body for seen in engine.seen[1:]] == bodies[::-1]
+
+
+async def test_full_queue_gives_429() -> None:
+    async with Rig(queue=QueueBounds(body_bytes=len(CHAT) - 1)) as rig:
+        client = await rig.client()
+        client.post(CHAT)
+        head, body, _ = await client.response()
+        assert (head.status, json.loads(body)["error"]["code"]) == (429, "queue_full")
+        assert head.get(b"retry-after") is not None
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_stored_response_is_asked_of_the_replica_that_has_it(is_stream: bool) -> None:
+    async def reply(seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        if seen.head.method != b"POST":
+            return await echo(seen, reader, writer)
+        body = b'{"id": "resp_%d", "object": "response"}' % len(engines[0].seen + engines[1].seen)
+        if is_stream:
+            body = b'event: response.created\ndata: {"response":' + body + b"}\n\n"
+            writer.write(SSE_HEAD + chunk(body) + chunk(EVENTS[2]) + b"0\r\n\r\n")
+        else:
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+        return True
+
+    async with Rig() as rig:
+        engines = [await rig.engine(reply, name) for name in "ab"]
+        client = await rig.client()
+        homes = []
+        for _ in range(4):
+            client.post(b'{"model":"demo","input":"x"}', "/v1/responses")
+            homes.append((await client.response())[0].get(b"x-penstock-replica"))
+        assert set(homes) == {b"a", b"b"}
+        for n, home in enumerate(homes, 1):
+            for method, path in (("GET", ""), ("DELETE", ""), ("POST", "/cancel")):
+                if method == "POST":
+                    client.post(b"{}", f"/v1/responses/resp_{n}{path}")
+                else:
+                    client.get(f"/v1/responses/resp_{n}{path}", method=method)
+                assert (await client.response())[0].get(b"x-penstock-replica") == home
+            client.post(b'{"model":"demo","previous_response_id":"resp_%d"}' % n, "/v1/responses")
+            assert (await client.response())[0].get(b"x-penstock-replica") == home
+
+
+async def test_client_can_name_its_replica() -> None:
+    async with Rig() as rig:
+        engines = [await rig.engine(echo, name) for name in "ab"]
+        client = await rig.client()
+        for _ in range(4):
+            client.get("/v1/responses/resp_1?model=demo", "X-Penstock-Replica: b\r\n")
+            assert (await client.response())[0].get(b"x-penstock-replica") == b"b"
+        assert [len(engine.seen) for engine in engines] == [0, 4]

@@ -1,0 +1,394 @@
+"""Engines that fail: what is sent once more, what becomes an error event, and what is the client's."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable
+
+import pytest
+from gateway_rig import (
+    CHAT,
+    DONE,
+    ENGINE_DOWN,
+    EVENTS,
+    SSE_HEAD,
+    STREAM,
+    Gate,
+    Rig,
+    Seen,
+    both_loops,
+    chunk,
+    echo,
+    error_of,
+    hang_up,
+    rig_with,
+    say,
+)
+
+from penstock.gateway import forwarding, retries
+from penstock.wire.http1 import RequestHead
+
+pytestmark = both_loops
+
+
+FAILURE = b'{"error": {"message": "EngineCore encountered an issue"}}'
+
+
+async def test_dead_replica_costs_one_retry_elsewhere() -> None:
+    async with Rig() as rig:
+        bad, good = await rig.engine(hang_up, "bad"), await rig.engine(echo, "good")
+        client = await rig.client()
+        for _ in range(4):
+            client.post(CHAT)
+            head, body, _ = await client.response()
+            assert (head.status, body, head.get(b"x-penstock-replica")) == (200, CHAT, b"good")
+        assert (len(good.seen), 0 < len(bad.seen) <= 4) == (4, True)
+
+
+async def test_lost_keep_alive_connection_costs_a_fresh_one() -> None:
+    async def once_per_connection(seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        # Closes on the second request of a connection without a word, as an engine's idle timer does.
+        ports.append(writer.get_extra_info("peername")[1])
+        return ports.count(ports[-1]) == 1 and await echo(seen, reader, writer)
+
+    ports: list[int] = []
+    async with rig_with(once_per_connection) as (_, engine, client):
+        for _ in range(2):
+            client.post(CHAT)
+            assert (await client.response())[1] == CHAT
+        assert (len(engine.seen), engine.n_connections) == (3, 2)
+
+
+async def test_request_that_kills_engines_is_sent_twice_at_most() -> None:
+    async with rig_with(hang_up) as (rig, engine, client):
+        client.post(CHAT)
+        status, error = await client.error()
+        assert (status, error["code"], error["type"]) == (502, "upstream_failed", "server_error")
+        assert len(engine.seen) == 2
+        assert 'penstock_requests_total{model="demo",outcome="broken"} 1\n' in await client.metrics()
+        assert (await rig.view())["in_flight_total"] == 0
+
+
+async def test_replica_that_refuses_connections_is_passed_over_until_it_announces() -> None:
+    async with Rig() as rig:
+        engines = [await rig.engine(echo, name) for name in ("a", "b")]
+        await engines[0].stop()
+        client = await rig.client()
+
+        async def replicas(n_requests: int) -> set[bytes | None]:
+            found = set()
+            for _ in range(n_requests):
+                client.post(CHAT)
+                found.add((await client.response())[0].get(b"x-penstock-replica"))
+            return found
+
+        assert await replicas(4) == {b"b"}
+        await engines[0].start()
+        assert await replicas(4) == {b"b"}
+        await rig.announce("a", engines[0].url)
+        assert await replicas(4) == {b"a", b"b"}
+
+
+async def test_request_lost_by_a_dying_replica_is_not_lost_to_it_again() -> None:
+    """A killed engine still accepts for a moment after its connections broke: the second send waits for that to end."""
+
+    async def die(seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        asyncio.get_running_loop().call_later(retries.AGAIN_S / 4, engine.server.close)  # type: ignore[union-attr]
+        return False
+
+    async with rig_with(die) as (rig, engine, client):
+        client.post(CHAT)
+        await rig.until(lambda view: view["waiting"] == 1)
+        assert len(engine.seen) == 1
+        revived = await rig.engine(echo, "0")
+        assert (await client.response())[1] == CHAT
+        assert len(revived.seen) == 1
+
+
+def failing(status: int = 500, body: bytes = FAILURE) -> Callable[..., Awaitable[bool]]:
+    return say(b"HTTP/1.1 %d No\r\nContent-Length: %d\r\nRetry-After: 7\r\n\r\n%s" % (status, len(body), body))
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retries, "FAILED_AGAIN_S", 0.0)
+
+
+@pytest.mark.parametrize("status", sorted(retries.FAILED_STATUSES))
+async def test_failed_answer_is_retried_elsewhere_and_ends_traffic_until_the_next_announcement(status: int) -> None:
+    async with Rig() as rig:
+        bad, good = await rig.engine(failing(status), "bad"), await rig.engine(echo, "good")
+        client = await rig.client()
+
+        async def ask(n_requests: int) -> None:
+            for _ in range(n_requests):
+                client.post(CHAT)
+                head, body, _ = await client.response()
+                assert (head.status, body, head.get(b"x-penstock-replica")) == (200, CHAT, b"good")
+
+        await ask(6)
+        assert (len(bad.seen), len(good.seen)) == (1, 6)
+        await rig.announce("bad", bad.url)
+        await ask(6)
+        assert (len(bad.seen), len(good.seen), bad.n_connections) == (2, 12, 2)
+        metrics = await client.metrics()
+        assert 'penstock_retries_total{model="demo"} 2\n' in metrics
+        assert 'penstock_responses_total{model="demo",replica="good",code="200"} 12\n' in metrics
+        assert f'code="{status}"' not in metrics
+        assert (await rig.view())["in_flight_total"] == 0
+
+
+@pytest.mark.parametrize("status", sorted(retries.FAILED_STATUSES))
+async def test_last_failed_answer_is_the_clients(impatient: None, status: int) -> None:
+    """A request that no engine can do is told so in the engine's words, and its last replica keeps its traffic."""
+    async with rig_with(failing(status)) as (rig, engine, client):
+        client.post(CHAT)
+        await rig.until(lambda view: view["waiting"] == 1)
+        assert len(engine.seen) == 1
+        await rig.announce("0", engine.url)
+        head, body, is_whole = await client.response()
+        assert (head.status, body, head.get(b"retry-after"), is_whole) == (status, FAILURE, b"7", True)
+        engine.reply = echo
+        client.post(CHAT)
+        assert (await client.response())[1] == CHAT
+        assert len(engine.seen) == 3
+        assert 'penstock_retries_total{model="demo"} 1\n' in await client.metrics()
+
+
+async def test_request_that_fails_everywhere_leaves_a_replica_with_traffic() -> None:
+    async with Rig() as rig:
+        engines = [await rig.engine(failing(), name) for name in ("a", "b")]
+        client = await rig.client()
+        client.post(CHAT)
+        assert (await client.response())[1] == FAILURE
+        assert [len(engine.seen) for engine in engines] == [1, 1]
+        for engine in engines:
+            engine.reply = echo
+        client.post(CHAT)
+        assert (await client.response())[1] == CHAT
+
+
+async def test_failed_answer_after_a_lost_send_is_the_clients() -> None:
+    async def lose_the_first(seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        return len(engine.seen) > 1 and await failing()(seen, reader, writer)
+
+    async with rig_with(lose_the_first) as (_, engine, client):
+        client.post(CHAT)
+        head, body, _ = await client.response()
+        assert (head.status, body, len(engine.seen)) == (500, FAILURE, 2)
+
+
+@pytest.mark.parametrize("status", [400, 404, 429, 499, 501])
+async def test_refusal_of_an_engine_is_never_retried(status: int) -> None:
+    async with Rig() as rig:
+        engines = [await rig.engine(failing(status), name) for name in ("a", "b")]
+        client = await rig.client()
+        for _ in range(4):
+            client.post(CHAT)
+            head, body, _ = await client.response()
+            assert (head.status, body) == (status, FAILURE)
+        assert [len(engine.seen) for engine in engines] == [2, 2]
+        assert 'penstock_retries_total{model="demo"} 0\n' in await client.metrics()
+
+
+async def test_long_failed_answer_is_not_read_to_its_end(impatient: None) -> None:
+    gate = Gate(b"HTTP/1.1 500 No\r\nContent-Length: 100000\r\n\r\nsome", b"")
+    async with Rig() as rig:
+        bad = await rig.engine(gate.reply, "bad")
+        client = await rig.client()
+        client.post(CHAT)
+        await gate.peer_left.wait()
+        await rig.engine(echo, "good")
+        assert (await client.response())[1] == CHAT
+        assert len(bad.seen) == 1
+
+
+async def test_client_that_leaves_after_a_failed_answer_is_not_sent_again() -> None:
+    async with rig_with(failing()) as (rig, engine, client):
+        client.post(CHAT)
+        while not engine.seen:
+            await asyncio.sleep(0.001)
+        client.writer.close()
+        other = await rig.client()
+        while 'outcome="client_gone"} 1\n' not in await other.metrics():
+            await asyncio.sleep(0.001)
+        engine.reply = echo
+        await rig.announce("0", engine.url)
+        other.post(CHAT)
+        assert (await other.response())[1] == CHAT
+        assert len(engine.seen) == 2
+        assert (await rig.view())["in_flight_total"] == 0
+
+
+async def test_time_with_a_failed_replica_is_not_the_gateways_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retries, "FAILED_AGAIN_S", 0.05)
+    async with rig_with(failing()) as (rig, engine, client):
+        began = time.monotonic()
+        client.post(CHAT)
+        while not engine.seen:
+            await asyncio.sleep(0.001)
+        revived = await rig.engine(echo, "0")
+        head, body, _ = await client.response()
+        assert (body, len(revived.seen)) == (CHAT, 1)
+        timing = head.get(b"server-timing")
+        assert timing is not None
+        # However slow this machine is: what the gateway calls its own and what it waited fit into the whole.
+        assert float(timing.partition(b"dur=")[2]) <= (time.monotonic() - began - 0.045) * 1000
+
+
+@pytest.mark.parametrize(
+    ("sent", "gap"),
+    [(EVENTS[0], b""), (b'data: {"n"', b"\n\n"), (b"", b""), (b": ping\r\n\r\n", b"")],
+)
+async def test_engine_death_in_a_stream_becomes_an_error_event(sent: bytes, gap: bytes) -> None:
+    data = SSE_HEAD + (chunk(sent) if sent else b"")
+    async with rig_with(say(data, then_close=True)) as (_, engine, client):
+        client.post(CHAT)
+        _, body, is_whole = await client.response()
+        assert is_whole
+        assert body.startswith(sent + gap + b"data: ")
+        event, done, rest = body[len(sent + gap) :].split(b"\n\n")
+        error = json.loads(event.removeprefix(b"data: "))["error"]
+        assert (error["source"], error["message"]) == ("gateway", ENGINE_DOWN)
+        assert (done, rest) == (b"data: [DONE]", b"")
+        assert len(engine.seen) == 1
+        client.get("/health")
+        assert (await client.response())[0].status == 200
+
+
+async def test_engine_death_after_done_is_no_error() -> None:
+    async with rig_with(say(SSE_HEAD + chunk(EVENTS[2]), then_close=True)) as (_, _, client):
+        client.post(CHAT)
+        assert (await client.response())[1:] == (EVENTS[2], True)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\n12345",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\n12345\r\n",
+    ],
+)
+async def test_engine_death_in_another_body_closes_the_connection(data: bytes) -> None:
+    async with rig_with(say(data, then_close=True)) as (rig, _, client):
+        client.post(CHAT)
+        _, body, is_whole = await client.response()
+        assert (body, is_whole) == (b"12345", False)
+        assert (await rig.view())["in_flight_total"] == 0
+
+
+@pytest.mark.parametrize("data", [b"SSH-2.0-OpenSSH\r\n\r\n", SSE_HEAD + b"no chunk\r\n"])
+async def test_engine_that_does_not_speak_http_gives_502(data: bytes) -> None:
+    async with rig_with(say(data)) as (_, _, client):
+        client.post(CHAT)
+        assert (await client.error())[0] == 502
+
+
+async def test_bug_in_a_handler_does_not_leave_the_client_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RequestHead, "keep", None)
+    async with rig_with(echo) as (rig, _, client):
+        client.post(CHAT)
+        status, error = await client.error()
+        assert (status, error["code"]) == (500, "internal_error")
+        assert (await rig.view())["in_flight_total"] == 0
+
+
+async def test_request_that_its_engine_forgot_is_sent_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forwarding, "STALL_S", 0.01)
+    gate = Gate(b"", b"")
+    async with rig_with(gate.reply) as (rig, engine, client):
+        client.post(CHAT)
+        await gate.reached.wait()
+        look_after = rig.gateway._context.look_after
+        look_after(time.monotonic() + 1)
+        assert not gate.peer_left.is_set()
+        await rig.announce("0", engine.url, load={"running": 0})
+        good = await rig.engine(echo, "1")
+        look_after(time.monotonic() + 1)
+        await gate.peer_left.wait()
+        assert (await client.response())[1] == CHAT
+        assert len(good.seen) == 1
+
+
+async def test_half_closed_engine_in_a_stream_becomes_an_error_event() -> None:
+    async def half_close(seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        writer.write(SSE_HEAD + chunk(EVENTS[0]))
+        writer.write_eof()
+        await reader.read()
+        return False
+
+    async with rig_with(half_close) as (_, _, client):
+        client.post(STREAM)
+        _, body, is_whole = await client.response()
+        assert is_whole
+        assert error_of(body[len(EVENTS[0]) :])["source"] == "gateway"
+
+
+@pytest.mark.parametrize("garbage", [b"zz\r\n", b"5\r\nabcdefgh", b"-1\r\n", b"\x00\xff" * 400, b"fffffffff\r\n"])
+async def test_garbage_in_a_stream_becomes_an_error_event(garbage: bytes) -> None:
+    async def reply(seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        writer.write(SSE_HEAD)
+        for event in EVENTS[:2]:
+            await asyncio.sleep(0.001)
+            writer.write(chunk(event))
+        await asyncio.sleep(0.001)
+        writer.write(garbage)
+        return True
+
+    async with rig_with(reply) as (_, _, client):
+        client.post(STREAM)
+        _, body, is_whole = await client.response()
+        assert is_whole
+        assert body.startswith(EVENTS[0] + EVENTS[1])
+        assert b"the engine broke HTTP" in body
+        assert body.endswith(DONE)
+
+
+async def test_retries_end_with_their_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with Rig() as rig:
+        for name in "ab":
+            await rig.engine(hang_up, name)
+        monkeypatch.setattr(rig.gateway._context.retries.budget, "has_one", lambda now: False)
+        client = await rig.client()
+        client.post(CHAT)
+        status, error = await client.error()
+        assert (status, "budget" in error["message"]) == (502, True)
+
+
+async def test_killed_replicas_fail_no_request_and_leave_no_stream_without_an_end() -> None:
+    async def answer(seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        await asyncio.sleep(0.004)
+        if b"stream" not in seen.body:
+            return await echo(seen, reader, writer)
+        writer.write(SSE_HEAD)
+        for event in (*EVENTS[:2], *EVENTS[:2], EVENTS[2]):
+            await asyncio.sleep(0.002)
+            writer.write(chunk(event))
+        writer.write(b"0\r\n\r\n")
+        return True
+
+    async def ask(rig: Rig, body: bytes) -> None:
+        client = await rig.client()
+        while not is_over.is_set():
+            client.post(body)
+            head, got, is_whole = await client.response()
+            assert (head.status, is_whole) == (200, True)
+            assert got.endswith(DONE) if body == STREAM else got == body
+
+    is_over = asyncio.Event()
+    async with Rig() as rig:
+        engines = [await rig.engine(answer, name) for name in "abc"]
+        asking = asyncio.gather(*(ask(rig, body) for body in (CHAT, STREAM) * 4))
+        for n in range(6):
+            await asyncio.sleep(0.02)
+            victim = engines[n % 3]
+            await victim.stop()
+            for writer in victim.writers:
+                writer.transport.abort()
+            await asyncio.sleep(0.005)
+            await victim.start()
+            await rig.announce("abc"[n % 3], victim.url)
+        is_over.set()
+        await asking
