@@ -19,7 +19,7 @@ import msgspec
 from penstock.hardware import catalog
 from penstock.models import facts
 from penstock.planner.architecture import dense
-from penstock.planner.solve import work_of_model
+from penstock.planner.inputs import model_costs
 from penstock.planner.speed import work
 from penstock.planner.speed.collectives import Fabric
 from penstock.planner.speed.estimate import Engine, Speed, estimate
@@ -97,9 +97,9 @@ def config_of(point: Point, formats: Mapping[str, Any]) -> dict[str, Any]:
     return config
 
 
-def predicted(point: Point, formats: Mapping[str, Any]) -> tuple[Speed, work.Work]:
+def predicted(point: Point, formats: Mapping[str, Any]) -> tuple[Speed, work.StepCosts]:
     """What the planner says of a point, without calibration."""
-    counted = work_of_model(dense.read(config_of(point, formats)))
+    counted = model_costs(dense.read(config_of(point, formats)))
     network = catalog.link(point.network) if point.network else None
     speed = estimate(
         counted,

@@ -19,6 +19,7 @@ from penstock.errors import PenstockError
 from penstock.hardware import Machine
 from penstock.hardware.network import free_port
 from penstock.models import files
+from penstock.models.facts import read_files
 from penstock.planner import Plan, launch
 from penstock.run_folder import Launch
 from penstock.spec import reading
@@ -39,7 +40,7 @@ def plan_for(engine: str, executor: str, parallel: dict[str, int], **engine_fiel
             "parallel": parallel,
         }
     )
-    facts = files.read_facts(wanted.model, files.locate(wanted), "safetensors")
+    facts = read_files(files.locate(wanted), wanted.model, "safetensors")[1]
     machine = Machine("node1", 2, 16 * GIB, 8 * GIB)
     return launch.make(wanted, facts, machine, engine, ENGINE_VERSIONS[engine], 1)
 

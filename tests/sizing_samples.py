@@ -73,6 +73,7 @@ FITS = Sizing(
     warnings=("catalogue: this config has 8 KV heads; the first release had 16",),
     engine_args=("--tensor-parallel-size", "4", "--max-model-len", "131072", "--gpu-memory-utilization", "0.92"),
     settings=SETTINGS,
+    ranks=(RankMemory("every GPU", 4, 32.86, 36.75, 2.12, 0.62, 0.41),),
     levers=(
         Lever("fp8 KV cache", ("--kv-cache-dtype", "fp8"), True, 963_360, 7.35),
         Lever("fp8 weights", ("--quantization", "fp8"), True, 694_500, 5.3, "needs a checkpoint, or 1% of quality"),
@@ -118,6 +119,7 @@ SHORT = Sizing(
         spread(79.11), spread(72.78), spread(2.12), spread(0.62), spread(0.41), spread(-61.79, -62.5, -61.0)
     ),
     settings=SETTINGS,
+    ranks=(RankMemory("every GPU", 1, 131.42, -61.79, 2.12, 0.62, 0.41),),
     levers=(
         Lever("fp8 weights", ("--quantization", "fp8"), False, 0, 0.0),
         Lever("int4 weights (AWQ)", ("--quantization", "awq"), True, 100_000, 0.76, "needs a checkpoint in AWQ"),

@@ -16,7 +16,7 @@ from penstock.errors import UserError
 from penstock.hardware import catalog
 from penstock.models import facts
 from penstock.planner.architecture.dense import read
-from penstock.planner.solve import work_of_model
+from penstock.planner.inputs import model_costs
 from penstock.planner.speed import calibration, estimate
 from penstock.planner.speed.collectives import Fabric
 from penstock.planner.speed.estimate import Calibration
@@ -33,7 +33,7 @@ LOADS = [(1, 1000, 200), (8, 1000, 200), (32, 1000, 200), (64, 2000, 100)]
 def measured(concurrency: int, n_in: int, n_out: int, layout: Parallel = ONE, **changed: Any) -> Result:
     """The result of a closed loop on that deployment."""
     told = estimate.estimate(
-        work_of_model(read(LLAMA.config)),
+        model_costs(read(LLAMA.config)),
         layout,
         Fabric(H100, layout.n_ranks),
         Workload(n_in, n_out, concurrency),
@@ -75,7 +75,7 @@ def test_the_planner_predicts_nearer_with_the_file(
 
 
 def test_only_valid_closed_loops_count() -> None:
-    assert calibrate.point_of(measured(8, 1000, 200)) == calibration.Measured(
+    assert calibrate.point_of(measured(8, 1000, 200)) == calibrate.BenchPoint(
         8, 1000, 200, *(measured(8, 1000, 200).summary[name] for name in ("mean_ttft_ms", "mean_tpot_ms"))
     )
     for changed in (
@@ -92,4 +92,4 @@ def test_only_valid_closed_loops_count() -> None:
 def test_tokens_are_counted_from_rows_where_totals_are_absent() -> None:
     rows = tuple(Request(0.0, 1.0, 5.0, 5.0, 9.0, 100 + i, 20, True) for i in (-10, 10))
     summary = {"completed": 2, "mean_ttft_ms": 5.0, "pace": {"concurrency": 4}}
-    assert calibrate.point_of(Result("a", summary, rows)) == calibration.Measured(4, 100, 20, 5.0, None)
+    assert calibrate.point_of(Result("a", summary, rows)) == calibrate.BenchPoint(4, 100, 20, 5.0, None)

@@ -238,6 +238,8 @@ def test_tokenizers_are_found_beside_the_model_and_in_the_cache(
     assert tokenizers.locate("org/name") is None
     folder = tmp_path / "models--org--name" / "snapshots" / "abc"
     folder.mkdir(parents=True)
+    (folder.parents[1] / "refs").mkdir()
+    (folder.parents[1] / "refs" / "main").write_text("abc")
     (folder / "tokenizer.json").write_bytes((files.BUNDLED / "tokenizer.json").read_bytes())
     assert tokenizers.locate("org/name") == folder / "tokenizer.json"
 

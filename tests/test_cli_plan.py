@@ -247,13 +247,13 @@ def test_the_file_names_a_folder_by_its_full_path_and_keeps_the_engines_flags(
     (tmp_path / "m").mkdir()
     request = replace(samples.REQUEST, facts=replace(samples.FACTS, reference="m", hub_id=None))
     flags = ("--tensor-parallel-size", "4", "--max-num-seqs", "64", "--enforce-eager", "--kv-cache-dtype=fp8")
-    made = reading.parse(plan.deployment_text(request, replace(samples.FITS, engine_args=flags)))
+    made = reading.parse(planning.deployment_text(request, replace(samples.FITS, engine_args=flags)))
     assert made.model == str(tmp_path / "m")
     assert made.engine.args == {"max-num-seqs": 64, "enforce-eager": True, "kv-cache-dtype": "fp8"}
 
 
 def test_a_picture_that_cannot_be_made_is_refused_before_the_work(asked: Asked, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="not a kind of picture"):
+    with pytest.raises(UserError, match="pictures are SVG"):
         run(*BASE, "--plot", str(tmp_path / "plan.pdf"))
     assert asked == []
 

@@ -8,15 +8,18 @@ import struct
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
+import huggingface_hub
+import huggingface_hub.errors
 import msgspec
 import pytest
 from samples import DEMO, demo_plan, deployment
 
 from penstock.errors import UserError
-from penstock.models import files
+from penstock.models import ModelFacts, files
+from penstock.models.facts import read_files
 from penstock.node import model_files
 from penstock.planner import Plan, kv_bytes_per_token
 
@@ -29,6 +32,10 @@ CONFIG: dict[str, Any] = {
     "vocab_size": 100,
     "max_position_embeddings": 512,
 }
+
+
+def record(reference: str, path: Path, form: str) -> ModelFacts:
+    return read_files(path, reference, form)[1]
 
 
 def refused(call: Callable[[], object]) -> UserError:
@@ -47,7 +54,7 @@ def folder(path: Path, config: object = CONFIG, shards: int = 2) -> Path:
 
 
 def test_a_folder_says_what_planning_needs(tmp_path: Path) -> None:
-    facts = files.read_facts("me/m", folder(tmp_path / "m"), "safetensors")
+    facts = record("me/m", folder(tmp_path / "m"), "safetensors")
     assert (facts.reference, facts.path, facts.form) == ("me/m", str(tmp_path / "m"), "safetensors")
     assert (facts.architecture, facts.weights_bytes, facts.n_shards) == ("LlamaForCausalLM", 200, 2)
     assert (facts.n_layers, facts.hidden, facts.n_heads, facts.n_kv_heads, facts.head_dim) == (2, 64, 8, 2, 8)
@@ -55,40 +62,38 @@ def test_a_folder_says_what_planning_needs(tmp_path: Path) -> None:
 
 
 def test_a_multimodal_config_keeps_its_numbers_one_level_down(tmp_path: Path) -> None:
-    facts = files.read_facts("m", folder(tmp_path, {"architectures": ["X"], "text_config": CONFIG}), "safetensors")
+    facts = record("m", folder(tmp_path, {"architectures": ["X"], "text_config": CONFIG}), "safetensors")
     assert (facts.architecture, facts.n_layers, facts.n_kv_heads) == ("X", 2, 2)
 
 
 def test_what_a_config_leaves_out_has_its_usual_value(tmp_path: Path) -> None:
     config = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1}
-    facts = files.read_facts("m", folder(tmp_path, config, shards=0), "safetensors")
+    facts = record("m", folder(tmp_path, config, shards=0), "safetensors")
     assert (facts.n_kv_heads, facts.head_dim, facts.max_position, facts.architecture) == (4, 16, 4096, "unknown")
     assert facts.form == "none"
 
 
 def test_a_folder_without_config_says_what_it_holds(tmp_path: Path) -> None:
-    error = refused(lambda: files.read_facts("m", tmp_path, "safetensors"))
+    error = refused(lambda: record("m", tmp_path, "safetensors"))
     assert error.message == f'cannot use model folder "{tmp_path}": no config.json'
     assert error.detail == "It holds nothing."
     for number in range(8):
         (tmp_path / f"{number}.bin").touch()
-    error = refused(lambda: files.read_facts("m", tmp_path, "safetensors"))
+    error = refused(lambda: record("m", tmp_path, "safetensors"))
     assert error.detail == "It holds 0.bin, 1.bin, 2.bin, 3.bin, 4.bin, 5.bin and 2 more."
     assert "Give the folder that has config.json" in str(error.hint)
 
 
-@pytest.mark.parametrize(
-    ("config", "problem"), [("{", "config.json is not JSON"), ("[]", "config.json is not an object")]
-)
+@pytest.mark.parametrize(("config", "problem"), [("{", "it is not JSON"), ("[]", "it is not a JSON object")])
 def test_a_broken_config_is_refused(tmp_path: Path, config: str, problem: str) -> None:
-    error = refused(lambda: files.read_facts("m", folder(tmp_path, config), "safetensors"))
-    assert error.message == f'cannot use model folder "{tmp_path}": {problem}'
+    error = refused(lambda: record("m", folder(tmp_path, config), "safetensors"))
+    assert error.message == f'cannot use "{tmp_path}/config.json": {problem}'
 
 
 def test_a_gguf_file_is_not_read_as_a_folder(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     path.touch()
-    error = refused(lambda: files.read_facts("m", path, "safetensors"))
+    error = refused(lambda: record("m", path, "safetensors"))
     assert error.message == f'cannot use model file "{path}": not a folder with config.json and *.safetensors'
     assert error.hint == "Use --engine llamacpp for a GGUF file."
 
@@ -121,12 +126,12 @@ GGUF = gguf(
 
 def test_a_gguf_header_says_the_same(tmp_path: Path) -> None:
     (tmp_path / "m-Q8_0.gguf").write_bytes(GGUF)
-    facts = files.read_facts("m", tmp_path, "gguf")
+    facts = record("m", tmp_path, "gguf")
     assert facts.path == str(tmp_path / "m-Q8_0.gguf")
     assert (facts.form, facts.architecture, facts.weights_bytes, facts.n_shards) == ("gguf", "llama", len(GGUF), 1)
     assert (facts.n_layers, facts.hidden, facts.n_heads, facts.n_kv_heads, facts.head_dim) == (2, 64, 8, 2, 8)
     assert (facts.max_position, facts.vocab) == (512, 0)
-    assert files.read_facts("m", tmp_path / "m-Q8_0.gguf", "gguf") == facts
+    assert record("m", tmp_path / "m-Q8_0.gguf", "gguf") == facts
 
 
 @pytest.mark.parametrize(
@@ -143,7 +148,7 @@ def test_a_gguf_header_says_the_same(tmp_path: Path) -> None:
 def test_what_is_no_gguf_is_refused(tmp_path: Path, data: bytes, problem: str) -> None:
     path = tmp_path / "m.gguf"
     path.write_bytes(data)
-    error = refused(lambda: files.read_facts("m", path, "gguf"))
+    error = refused(lambda: record("m", path, "gguf"))
     assert error.message == f'cannot read "{path}": it is not a GGUF file'
     assert problem in str(error.detail)
 
@@ -152,7 +157,7 @@ def test_what_is_no_gguf_is_refused(tmp_path: Path, data: bytes, problem: str) -
 def test_a_folder_without_a_language_model_in_gguf_is_refused(tmp_path: Path, names: list[str]) -> None:
     for name in names:
         (tmp_path / name).touch()
-    error = refused(lambda: files.read_facts("m", tmp_path, "gguf"))
+    error = refused(lambda: record("m", tmp_path, "gguf"))
     assert error.message == f'cannot use model folder "{tmp_path}": no *.gguf in it'
     assert f"It holds {names[0]}." in str(error.detail)
     assert error.hint == "Use --engine vllm, or a folder with a GGUF file."
@@ -178,7 +183,7 @@ def test_one_quantisation_is_chosen_with_all_its_parts(names: list[str], chosen:
 def test_all_parts_of_a_split_gguf_are_counted(tmp_path: Path) -> None:
     for number in (1, 2):
         (tmp_path / f"m-Q8_0-0000{number}-of-00002.gguf").write_bytes(GGUF)
-    facts = files.read_facts("m", tmp_path, "gguf")
+    facts = record("m", tmp_path, "gguf")
     assert (facts.weights_bytes, facts.n_shards) == (2 * len(GGUF), 2)
     assert facts.path.endswith("00001-of-00002.gguf")
 
@@ -195,7 +200,7 @@ def test_forms_are_those_of_the_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize("form", ["safetensors", "gguf"])
 def test_the_bundled_model_is_what_its_config_says(form: str) -> None:
     path = files.locate(deployment("penstock-demo"))
-    facts = files.read_facts("penstock-demo", path, form)
+    facts = record("penstock-demo", path, form)
     assert files.forms_of(path) == ("safetensors", "gguf")
     assert (facts.n_layers, facts.hidden, facts.n_heads, facts.n_kv_heads, facts.head_dim) == (4, 256, 8, 4, 32)
     assert facts.max_position == 1024
@@ -220,99 +225,89 @@ def test_a_path_that_is_not_there_is_refused(model: str) -> None:
     assert error.hint == "Check the path, or give a hub id such as Qwen/Qwen3-0.6B."
 
 
-class Hub(ModuleType):
+class Hub:
     """The hub's package: what was asked of it, and how it answers."""
 
-    def __init__(self, answer: Path | Exception) -> None:
-        super().__init__("huggingface_hub")
-        self.asked: list[Any] = []
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, answer: Path | Exception) -> None:
+        self.asked: list[tuple[str, dict[str, Any]]] = []
         self.answer = answer
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", self.snapshot_download)
+        monkeypatch.setattr(huggingface_hub, "list_repo_files", self.list_repo_files)
 
     def list_repo_files(self, model: str) -> list[str]:
         if isinstance(self.answer, Exception):
             raise self.answer
         return ["m-Q8_0.gguf", "m-Q4_K_M.gguf", "config.json"]
 
-    def snapshot_download(self, model: str, allow_patterns: list[str], cache_dir: str | None) -> str:
-        self.asked.append((model, allow_patterns, cache_dir))
+    def snapshot_download(self, model: str, **options: Any) -> str:
+        self.asked.append((model, options))
         if isinstance(self.answer, Exception):
             raise self.answer
         return os.fspath(self.answer)
 
 
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path | Exception], Hub]:
-    def install(answer: Path | Exception) -> Hub:
-        stub = Hub(answer)
-        monkeypatch.setitem(sys.modules, "huggingface_hub", stub)
-        return stub
-
-    return install
-
-
-def test_only_safetensors_and_texts_are_fetched(tmp_path: Path, hub: Callable[[Path], Hub]) -> None:
-    stub = hub(tmp_path)
+def test_only_safetensors_and_texts_are_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = Hub(monkeypatch, tmp_path)
     assert files.locate(deployment("org/name", cache={"weights": "/shared"})) == tmp_path
-    ((model, patterns, cache),) = stub.asked
-    assert (model, cache) == ("org/name", "/shared")
-    assert "*.safetensors" in patterns
-    assert not {pattern for pattern in patterns if pattern in ("*.bin", "*.py", "*.gguf", "*")}
+    ((model, options),) = hub.asked
+    assert (model, options["cache_dir"]) == ("org/name", "/shared")
+    assert "*.safetensors" in options["allow_patterns"]
+    assert not {"*.bin", "*.py", "*.gguf", "*"} & {*options["allow_patterns"]}
 
 
 @pytest.mark.parametrize("model", ["org/name-GGUF", "org/name"])
-def test_of_gguf_files_only_one_quantisation_is_fetched(tmp_path: Path, hub: Callable[[Path], Hub], model: str) -> None:
-    stub = hub(tmp_path)
+def test_of_gguf_files_only_one_quantisation_is_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str
+) -> None:
+    hub = Hub(monkeypatch, tmp_path)
     files.locate(deployment(model, engine={"kind": "llamacpp"}))
-    assert stub.asked == [(model, ["*.json", "*.jinja", "m-Q4_K_M.gguf"], None)]
+    assert hub.asked[0][1]["allow_patterns"] == ["*.json", "*.jinja", "m-Q4_K_M.gguf"]
 
 
-def hub_error(name: str, words: str) -> Exception:
-    errors = pytest.importorskip("huggingface_hub.errors")
-    kind = getattr(errors, name)
-    if issubclass(kind, errors.HfHubHTTPError):
-        answer = SimpleNamespace(headers={}, request=None, status_code=403)
-        return kind(words, response=answer)  # type: ignore[no-any-return]
-    return kind(words)  # type: ignore[no-any-return]
+class ConnectError(Exception):
+    """As httpx has it: no OSError."""
+
+
+def hub_error(name: str) -> Exception:
+    words = "the hub's\n  own words"
+    kind: Any = getattr(huggingface_hub.errors, name, ConnectError)
+    if not issubclass(kind, huggingface_hub.errors.HfHubHTTPError):
+        return cast(Exception, kind(words))
+    return cast(Exception, kind(words, response=SimpleNamespace(headers={}, request=None, status_code=403)))
 
 
 @pytest.mark.parametrize(
-    ("name", "hint"),
+    ("name", "message", "hint"),
     [
-        ("GatedRepoError", "Accept the model's licence on its hub page, then set HF_TOKEN."),
-        ("RepositoryNotFoundError", "Check the name; a private model needs HF_TOKEN."),
+        ("GatedRepoError", "it is gated", "Accept the licence on its hub page, then set HF_TOKEN."),
+        ("RepositoryNotFoundError", "a private one", "Check the name; a private model needs HF_TOKEN."),
         (
             "LocalEntryNotFoundError",
+            "the hub was not reached",
             "This machine does not reach the hub: copy the model's folder here, give its path.",
         ),
-        ("HFValidationError", "Check the network, or give a local folder."),
-        ("OfflineModeIsEnabled", "Check the network, or give a local folder."),
+        ("HFValidationError", "HFValidationError", "Check the network, or give a local folder."),
+        ("OfflineModeIsEnabled", "OfflineModeIsEnabled", "Check the network, or give a local folder."),
+        ("ConnectError", "ConnectError", "Check the network, or give a local folder."),
     ],
 )
-def test_an_error_of_the_hub_is_explained(hub: Callable[[Exception], Hub], name: str, hint: str) -> None:
-    error = hub_error(name, "the hub's\n  own words")
-    hub(error)
-    found = refused(lambda: files.locate(deployment("org/name")))
-    assert found.message == f'could not fetch model "org/name" from the hub: {name}'
-    assert found.detail == "the hub's own words"
-    assert found.hint == hint
-    assert found.__cause__ is error
-
-
-def test_a_lost_connection_is_explained_whatever_its_family(hub: Callable[[Exception], Hub]) -> None:
-    class ConnectError(Exception):
-        """As httpx has it: no OSError."""
-
-    hub(ConnectError("no route"))
-    found = refused(lambda: files.locate(deployment("org/name-gguf")))
-    assert found.message == 'could not fetch model "org/name-gguf" from the hub: ConnectError'
-    assert found.hint == "Check the network, or give a local folder."
+@pytest.mark.parametrize("model", ["org/name", "org/name-gguf"])
+def test_an_error_of_the_hub_is_explained(
+    monkeypatch: pytest.MonkeyPatch, model: str, name: str, message: str, hint: str
+) -> None:
+    error = hub_error(name)
+    Hub(monkeypatch, error)
+    caught = refused(lambda: files.locate(deployment(model)))
+    assert f'"{model}"' in caught.message and message in caught.message
+    assert "the hub's own words" in str(caught.detail)
+    assert caught.hint == hint
+    assert caught.__cause__ is error
 
 
 def test_without_the_hubs_package_the_line_that_installs_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    found = refused(lambda: files.locate(deployment("org/name")))
-    assert found.message == 'cannot fetch model "org/name": the package huggingface_hub is not installed'
-    assert found.hint == "pip install huggingface_hub"
+    caught = refused(lambda: files.locate(deployment("org/name")))
+    assert "huggingface_hub is not installed" in caught.message and "pip install huggingface_hub" in str(caught.hint)
 
 
 def planned(path: str, reference: str, form: str = "safetensors") -> Plan:
@@ -335,18 +330,11 @@ def test_a_folder_is_where_it_was_or_the_node_says_what_it_lacks(tmp_path: Path)
 
 
 def test_a_hub_model_is_taken_in_the_planned_revision(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    asked: list[tuple[str, dict[str, object]]] = []
-
-    def snapshot_download(name: str, **options: object) -> str:
-        asked.append((name, options))
-        return str(tmp_path)
-
-    monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(snapshot_download=snapshot_download))
+    hub = Hub(monkeypatch, tmp_path)
     revision = "c1899de289a04d12100db370d81485cdf75e47ca"
     base = f"/elsewhere/hub/models--Qwen--Qwen3-0.6B/snapshots/{revision}"
-    found = model_files.on_this_node(planned(base, "Qwen/Qwen3-0.6B"))
-    assert found.model.path == str(tmp_path)
-    assert asked[0][0] == "Qwen/Qwen3-0.6B" and asked[0][1]["revision"] == revision
+    assert model_files.on_this_node(planned(base, "Qwen/Qwen3-0.6B")).model.path == str(tmp_path)
     gguf = model_files.on_this_node(planned(f"{base}/q4/x-q4_k_m.gguf", "Qwen/Qwen3-0.6B", "gguf"))
     assert gguf.model.path == str(tmp_path / "q4" / "x-q4_k_m.gguf")
-    assert "q4/x-q4_k_m.gguf" in asked[1][1]["allow_patterns"]  # type: ignore[operator]
+    assert [(name, options["revision"]) for name, options in hub.asked] == [("Qwen/Qwen3-0.6B", revision)] * 2
+    assert "q4/x-q4_k_m.gguf" in hub.asked[1][1]["allow_patterns"]

@@ -9,6 +9,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from penstock.bench import calibrate
+from penstock.bench.calibrate import BenchPoint
 from penstock.cli import plan
 from penstock.deployment import planning
 from penstock.errors import UserError
@@ -17,10 +19,10 @@ from penstock.models import facts
 from penstock.planner.architecture.dense import read
 from penstock.planner.request import SizingRequest
 from penstock.planner.speed import calibration, estimate
-from penstock.planner.speed.calibration import Calibrated, Measured
+from penstock.planner.speed.calibration import Calibrated
 from penstock.planner.speed.collectives import Fabric
 from penstock.planner.speed.estimate import Calibration
-from penstock.planner.speed.work import Work, work_of
+from penstock.planner.speed.work import StepCosts, step_costs
 from penstock.spec.deployment import Parallel, Workload
 
 H100 = Fabric(catalog.gpu("h100-sxm"), 8)
@@ -28,17 +30,17 @@ ENGINE, ONE = estimate.Engine(), Parallel()
 LOADS = [(1, 1000, 200), (8, 1000, 200), (32, 1000, 200), (128, 1000, 200), (1, 8000, 50), (16, 8000, 400)]
 
 
-def llama_8b() -> Work:
-    return work_of(read(facts.read("llama-3.1-8b").config))
+def llama_8b() -> StepCosts:
+    return step_costs(read(facts.read("llama-3.1-8b").config))
 
 
-def points(truth: Calibration, noise: float = 0.0) -> list[Measured]:
+def points(truth: Calibration, noise: float = 0.0) -> list[BenchPoint]:
     """What a deployment with these constants would be measured at."""
     rng, found = random.Random(1), []
     for concurrency, n_in, n_out in LOADS:
         told = estimate.estimate(llama_8b(), ONE, H100, Workload(n_in, n_out, concurrency), ENGINE, truth)
         ttft, tpot = (value * (1 + rng.uniform(-noise, noise)) for value in (told.ttft_ms.likely, told.tpot_ms.likely))
-        found.append(Measured(concurrency, n_in, n_out, ttft, tpot))
+        found.append(BenchPoint(concurrency, n_in, n_out, ttft, tpot))
     return found
 
 
@@ -48,7 +50,7 @@ TRUTH = Calibration(
 
 
 def test_a_fit_finds_the_constants_that_made_its_points() -> None:
-    found, error = calibration.fit(llama_8b(), ONE, H100, ENGINE, points(TRUTH))
+    found, error = calibrate.fit(llama_8b(), ONE, H100, ENGINE, points(TRUTH))
     assert error < 0.005
     assert found.memory_efficiency == pytest.approx(0.7, rel=0.03)
     assert found.compute_efficiency == pytest.approx(0.45, rel=0.05)
@@ -59,12 +61,12 @@ def test_a_fit_finds_the_constants_that_made_its_points() -> None:
 def test_one_wild_point_hardly_moves_it() -> None:
     measured = points(TRUTH, noise=0.03)
     measured[2] = msgspec.structs.replace(measured[2], tpot_ms=10 * (measured[2].tpot_ms or 1))
-    found, error = calibration.fit(llama_8b(), ONE, H100, ENGINE, measured)
+    found, error = calibrate.fit(llama_8b(), ONE, H100, ENGINE, measured)
     assert error < 0.1 and found.memory_efficiency == pytest.approx(0.7, rel=0.12)
 
 
 def test_a_calibrated_range_is_narrower_and_holds_the_truth() -> None:
-    found, _ = calibration.fit(llama_8b(), ONE, H100, ENGINE, points(TRUTH))
+    found, _ = calibrate.fit(llama_8b(), ONE, H100, ENGINE, points(TRUTH))
     load = Workload(2000, 300, 24)
     truth, before, after = (
         estimate.estimate(llama_8b(), ONE, H100, load, ENGINE, known).tpot_ms for known in (TRUTH, None, found)
@@ -80,7 +82,7 @@ def test_absurd_points_are_refused_or_kept_in_bounds(factor: float) -> None:
         for one in points(Calibration())
     ]
     try:
-        found, _ = calibration.fit(llama_8b(), ONE, H100, ENGINE, measured)
+        found, _ = calibrate.fit(llama_8b(), ONE, H100, ENGINE, measured)
     except UserError as exc:
         assert "off by" in exc.message
     else:
@@ -88,14 +90,14 @@ def test_absurd_points_are_refused_or_kept_in_bounds(factor: float) -> None:
 
 
 def test_what_no_point_speaks_about_stays() -> None:
-    found, _ = calibration.fit(llama_8b(), ONE, H100, ENGINE, [Measured(1, 100, 100, None, t) for t in (6.6, 6.7)])
+    found, _ = calibrate.fit(llama_8b(), ONE, H100, ENGINE, [BenchPoint(1, 100, 100, None, t) for t in (6.6, 6.7)])
     assert found.ttft_fixed_ms == pytest.approx(37, rel=0.01) and found.wave_share == pytest.approx(0.14, rel=0.01)
 
 
 @pytest.mark.parametrize("numbers", [[], [5.0], [5.0, 0.0], [5.0, float("nan")], [5.0, float("inf")]])
 def test_too_little_is_refused(numbers: list[float]) -> None:
     with pytest.raises(UserError):
-        calibration.fit(llama_8b(), ONE, H100, ENGINE, [Measured(1, 10, 10, None, number) for number in numbers])
+        calibrate.fit(llama_8b(), ONE, H100, ENGINE, [BenchPoint(1, 10, 10, None, number) for number in numbers])
 
 
 # ---- the file --------------------------------------------------------------------------------------------------------

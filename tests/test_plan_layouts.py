@@ -44,11 +44,11 @@ def fabric(gpu: str = "h100-sxm", gpus_per_node: int = 8, n_nodes: int = 1, netw
 
 
 def refusal(arch: Architecture, layout: Parallel, n_gpus: int | None = None, version: str = "0.33") -> str | None:
-    return layouts.refusal(layouts.shape_of(arch, profile(version)), layout, n_gpus)
+    return layouts.refusal(layouts.divisibility_of(arch, profile(version)), layout, n_gpus)
 
 
 def estimator(arch: Architecture, machines: Fabric, load: Workload) -> Callable[[Parallel], Speed]:
-    counted = work.work_of(arch)
+    counted = work.step_costs(arch)
     return lambda layout: estimate.estimate(counted, layout, machines, load)
 
 
@@ -131,13 +131,13 @@ def test_int4_groups_stay_whole() -> None:
 
 def test_a_thousand_gpus_are_few_checks() -> None:
     for machines in (fabric("h100-sxm", 8, 128), fabric("gb200", 4, 256, "ib-xdr-800")):
-        found = layouts.enumerate_layouts(layouts.shape_of(QWEN_235B_FP8, profile()), machines)
+        found = layouts.enumerate_layouts(layouts.divisibility_of(QWEN_235B_FP8, profile()), machines)
         assert found.n_checks < 2_000 and 100 < len(found.legal) < 1_000
         assert len(found.legal) == len(set(found.legal)) and len(found.refused) <= found.n_checks
 
 
 def test_each_refused_size_is_told_once_with_its_number() -> None:
-    found = layouts.enumerate_layouts(layouts.shape_of(LLAMA_70B, profile()), fabric(n_nodes=2))
+    found = layouts.enumerate_layouts(layouts.divisibility_of(LLAMA_70B, profile()), fabric(n_nodes=2))
     by_tensor = {row.layout.tensor: row.reason for row in found.refused}
     assert {3, 11, 12} <= by_tensor.keys() and not {1, 2, 4, 8, 16} & by_tensor.keys()
     assert by_tensor[11] == "64 attention heads do not divide by tensor 11"
@@ -145,9 +145,11 @@ def test_each_refused_size_is_told_once_with_its_number() -> None:
 
 
 def test_fixed_sizes_are_kept() -> None:
-    found = layouts.enumerate_layouts(layouts.shape_of(LLAMA_70B, profile()), fabric(), tensor=4, pipeline=2, data=1)
+    found = layouts.enumerate_layouts(
+        layouts.divisibility_of(LLAMA_70B, profile()), fabric(), tensor=4, pipeline=2, data=1
+    )
     assert found.legal == (Parallel(4, 2),)
-    none = layouts.enumerate_layouts(layouts.shape_of(LLAMA_70B, profile()), fabric(), tensor=16)
+    none = layouts.enumerate_layouts(layouts.divisibility_of(LLAMA_70B, profile()), fabric(), tensor=16)
     assert none.legal == () and "there are 8" in none.refused[0].reason
 
 
@@ -158,7 +160,7 @@ def choose(
     arch: Architecture, machines: Fabric, fits: Callable[[Parallel], str | None], load: Workload | None = None
 ) -> layouts.Choice:
     load = load or Workload(1000, 200, 8)
-    found = layouts.enumerate_layouts(layouts.shape_of(arch, profile()), machines)
+    found = layouts.enumerate_layouts(layouts.divisibility_of(arch, profile()), machines)
     return layouts.choose(found, machines, load, fits, estimator(arch, machines, load))
 
 
@@ -248,7 +250,7 @@ def test_the_chosen_layout_is_always_legal_and_fits(
     if choice.chosen is None:
         return
     layout = choice.chosen.layout
-    assert layouts.refusal(layouts.shape_of(arch, profile()), layout, machines.n_gpus) is None
+    assert layouts.refusal(layouts.divisibility_of(arch, profile()), layout, machines.n_gpus) is None
     assert at_least(least)(layout) is None
     for layer in arch.layers:
         assert layer.attention is not None and layer.attention.n_heads % layout.tensor == 0

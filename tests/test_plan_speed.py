@@ -45,7 +45,7 @@ def over_pods(tensor: int, is_eager: bool = False, network: str = "pod-network-t
     """Seconds of s2-20's latency test: 8 requests of 32 tokens in and 128 out, 13B over one-GPU pods."""
     pods = fabric("a100-sxm4-40", 1, 4, network)
     found = estimate.estimate(
-        work.work_of(VICUNA_13B), Parallel(tensor), pods, Workload(32, 128, 8), estimate.Engine(is_eager=is_eager)
+        work.step_costs(VICUNA_13B), Parallel(tensor), pods, Workload(32, 128, 8), estimate.Engine(is_eager=is_eager)
     )
     return (found.ttft_ms.likely + 127 * found.tpot_ms.likely) / 1e3
 
@@ -54,14 +54,14 @@ def over_pods(tensor: int, is_eager: bool = False, network: str = "pod-network-t
 
 
 def test_a_layer_of_llama_70b_has_the_published_parameters() -> None:
-    counted = work.work_of(LLAMA_70B)
+    counted = work.step_costs(LLAMA_70B)
     assert len(counted.layers) == 1 and counted.layers[0][1] == 80
     assert work.weight_bytes_read(counted, Parallel(), 1) == pytest.approx(139.0e9, rel=0.001)
     assert work.weight_bytes_read(counted, Parallel(tensor=2), 1) == pytest.approx(69.5e9, rel=0.001)
 
 
 def test_keys_and_values_are_copied_once_tensor_exceeds_their_heads() -> None:
-    counted = work.work_of(LLAMA_70B)
+    counted = work.step_costs(LLAMA_70B)
     one, eight, sixteen = (
         work.cache_bytes_read(counted, Parallel(tensor=tensor), work.Step(1, 0, 1000, 0)) for tensor in (1, 8, 16)
     )
@@ -69,7 +69,7 @@ def test_keys_and_values_are_copied_once_tensor_exceeds_their_heads() -> None:
 
 
 def test_a_window_bounds_what_is_read() -> None:
-    counted = work.work_of(GPT_OSS_120B)
+    counted = work.step_costs(GPT_OSS_120B)
     far, near = (work.cache_bytes_read(counted, Parallel(), work.Step(1, 0, n, 0)) for n in (100_000, 100))
     assert far == 18 * 2 * 8 * 64 * 2 * (100_000 + 128) and near == 36 * 2 * 8 * 64 * 2 * 100
 
@@ -82,7 +82,7 @@ def test_experts_hit_grow_from_the_chosen_to_all() -> None:
 
 
 def test_a_mixture_reads_active_parameters_for_one_token() -> None:
-    counted = work.work_of(GPT_OSS_120B)
+    counted = work.step_costs(GPT_OSS_120B)
     others = counted.head_params + sum(
         n * (one.cut_params + one.kv_params + one.copied_params) for one, n in counted.layers
     )
@@ -94,7 +94,7 @@ def test_a_mixture_reads_active_parameters_for_one_token() -> None:
 def test_formats_leave_out_what_they_exclude() -> None:
     whole, partly = (
         work.total_bytes(
-            work.work_of(dense(8, 4096, 32, 8, 14336, 1000, quantization=Quantization("fp8", excluded=names)))
+            work.step_costs(dense(8, 4096, 32, 8, 14336, 1000, quantization=Quantization("fp8", excluded=names)))
         )
         for names in ((), ("model.layers.0", "*.self_attn"))
     )
@@ -105,7 +105,7 @@ def test_formats_leave_out_what_they_exclude() -> None:
 def test_mla_cache_is_not_divided_and_its_down_projections_are_copied() -> None:
     mla = Attention("mla", 128, 1, 192, 128, q_lora_rank=1536, kv_lora_rank=512, rope_dim=64)
     layers = (Layer(mla, mlp=Mlp(2048, n_experts=256, top_k=8, shared_intermediate=2048)),) * 58
-    counted = work.work_of(Architecture("ds", "deepseek", 7168, 129280, layers, 4096, "bfloat16", False))
+    counted = work.step_costs(Architecture("ds", "deepseek", 7168, 129280, layers, 4096, "bfloat16", False))
     step = work.Step(1, 0, 1000, 0)
     assert work.cache_bytes_read(counted, Parallel(8), step) == 58 * 576 * 2 * 1000
     assert counted.layers[0][0].copied_params == 7168 * (576 + 1536 + 256)
@@ -115,7 +115,7 @@ def test_mla_cache_is_not_divided_and_its_down_projections_are_copied() -> None:
 
 
 def test_exact_bytes_replace_the_estimate() -> None:
-    exact = work.with_weight_bytes(work.work_of(LLAMA_8B), 15.5e9)
+    exact = work.with_weight_bytes(work.step_costs(LLAMA_8B), 15.5e9)
     assert work.total_bytes(exact) == pytest.approx(15.5e9)
     assert work.weight_bytes_read(exact, Parallel(), 1) == pytest.approx(15.5e9)
 
@@ -196,7 +196,7 @@ def test_throughput_over_pods_falls_with_tensor(at_tp1: int) -> None:
     How many ran at once at TP 1 is not published: the KV cache holds about 10 at utilization 0.7 and 40 at 0.9, for
     which 1.0 and 3.6 a second are predicted. So only the order and TP 4 against TP 2 are checked.
     """
-    pods, counted = fabric("a100-sxm4-40", 1, 4, "pod-network-tcp"), work.work_of(VICUNA_13B)
+    pods, counted = fabric("a100-sxm4-40", 1, 4, "pod-network-tcp"), work.step_costs(VICUNA_13B)
     rates = [
         estimate.estimate(
             counted,
@@ -214,7 +214,7 @@ def test_throughput_over_pods_falls_with_tensor(at_tp1: int) -> None:
 def test_70b_over_two_pods_is_a_few_tokens_a_second() -> None:
     """s1-18: 2.6 and 4.4 tokens a second in the log; the published one lies in the range."""
     pods = fabric("a100-sxm4-80", 1, 2, "pod-network-tcp")
-    tpot = estimate.estimate(work.work_of(LLAMA_70B), Parallel(2), pods, Workload(5, 102, 1)).tpot_ms
+    tpot = estimate.estimate(work.step_costs(LLAMA_70B), Parallel(2), pods, Workload(5, 102, 1)).tpot_ms
     assert 1e3 / tpot.high < 4.4 < 1e3 / tpot.likely < 7
 
 
@@ -227,7 +227,7 @@ def test_forward_passes_of_qwen3_32b(tensor: int, decodes: int, measured_ms: flo
     b200, engine = fabric("b200-sxm"), estimate.Engine()
     known = estimate.constants(b200.gpu, engine)
     step = work.Step(decodes, 0, 4096, 0)
-    found = estimate.step_time(work.work_of(QWEN_32B), Parallel(tensor), b200, step, engine, known)
+    found = estimate.step_time(work.step_costs(QWEN_32B), Parallel(tensor), b200, step, engine, known)
     assert found.likely_ms == pytest.approx(measured_ms, rel=0.13)
 
 
@@ -237,7 +237,7 @@ def test_forward_passes_of_qwen3_32b(tensor: int, decodes: int, measured_ms: flo
 def test_prefill_of_qwen3_32b(tensor: int, tokens: int, measured_ms: float) -> None:
     b200, engine = fabric("b200-sxm"), estimate.Engine()
     known = estimate.constants(b200.gpu, engine)
-    found = estimate.prefill_time(work.work_of(QWEN_32B), Parallel(tensor), b200, tokens, engine, known)
+    found = estimate.prefill_time(work.step_costs(QWEN_32B), Parallel(tensor), b200, tokens, engine, known)
     assert found.likely == pytest.approx(measured_ms, rel=0.08)
 
 
@@ -255,7 +255,7 @@ def test_prefill_of_qwen3_32b(tensor: int, tokens: int, measured_ms: float) -> N
 def test_gpt_oss_120b_on_h100(inputs: int, outputs: int, concurrency: int, tensor: int, measured_ms: float) -> None:
     """SemiAnalysis InferenceX issue 828, vLLM, mean TPOT."""
     load = Workload(inputs, outputs, concurrency)
-    found = estimate.estimate(work.work_of(GPT_OSS_120B), Parallel(tensor), fabric("h100-sxm"), load)
+    found = estimate.estimate(work.step_costs(GPT_OSS_120B), Parallel(tensor), fabric("h100-sxm"), load)
     assert found.tpot_ms.likely == pytest.approx(measured_ms, rel=0.13)
 
 
@@ -295,7 +295,7 @@ def test_eager_is_slower() -> None:
     h100, load = fabric("h100-sxm"), Workload(1000, 200, 8)
     graphs, eager = (
         estimate.estimate(
-            work.work_of(LLAMA_8B), Parallel(), h100, load, estimate.Engine(is_eager=is_eager)
+            work.step_costs(LLAMA_8B), Parallel(), h100, load, estimate.Engine(is_eager=is_eager)
         ).tpot_ms.likely
         for is_eager in (False, True)
     )
@@ -305,7 +305,7 @@ def test_eager_is_slower() -> None:
 def test_requests_that_wait_delay_the_first_token_only() -> None:
     h100, load = fabric("h100-sxm"), Workload(1000, 200, 64)
     free, held = (
-        estimate.estimate(work.work_of(LLAMA_8B), Parallel(), h100, load, estimate.Engine(max_running=running))
+        estimate.estimate(work.step_costs(LLAMA_8B), Parallel(), h100, load, estimate.Engine(max_running=running))
         for running in (None, 16)
     )
     assert held.ttft_ms.likely > 2 * free.ttft_ms.likely and held.tpot_ms.likely < free.tpot_ms.likely
@@ -313,7 +313,7 @@ def test_requests_that_wait_delay_the_first_token_only() -> None:
 
 
 def test_a_long_prompt_is_read_in_chunks() -> None:
-    h100, counted = fabric("h100-sxm"), work.work_of(LLAMA_8B)
+    h100, counted = fabric("h100-sxm"), work.step_costs(LLAMA_8B)
     known = estimate.constants(h100.gpu, estimate.Engine())
     whole, pieces = (
         estimate.prefill_time(
@@ -327,7 +327,7 @@ def test_a_long_prompt_is_read_in_chunks() -> None:
 def test_states_are_read_and_written_whatever_the_context() -> None:
     state = State("gdn", 8192, 4, 32, 128, 128)
     layers = (Layer(state=state, mlp=Mlp(512, n_experts=256, top_k=8)),) * 4
-    counted = work.work_of(Architecture("gdn", "qwen3_next", 2048, 1000, layers, 4096, "bfloat16", False))
+    counted = work.step_costs(Architecture("gdn", "qwen3_next", 2048, 1000, layers, 4096, "bfloat16", False))
     one, far = (work.cache_bytes_read(counted, Parallel(), work.Step(1, 0, n, 0)) for n in (1, 100_000))
     assert one == far == 4 * 2 * (32 * 128 * 128 * 4 + 8192 * 3 * 2) and counted.n_state_layers == 4
 
@@ -336,7 +336,7 @@ def test_the_busiest_rank_of_whole_experts_has_more_than_its_share() -> None:
     assert work.busiest_share(57, 256, 8) == pytest.approx(11.9 / 7.1, rel=0.02)
     assert work.busiest_share(256, 256, 8) == pytest.approx(1) and work.busiest_share(57, 256, 1) == 1
     cut, whole = (
-        work.expert_bytes_read(work.work_of(GPT_OSS_120B), Parallel(8, expert=expert), 8) for expert in (False, True)
+        work.expert_bytes_read(work.step_costs(GPT_OSS_120B), Parallel(8, expert=expert), 8) for expert in (False, True)
     )
     assert cut < whole < 3 * cut
 
@@ -351,21 +351,21 @@ def test_the_busiest_rank_has_neither_less_than_the_mean_nor_more_than_there_is(
 
 
 def test_each_part_is_multiplied_in_its_own_precision() -> None:
-    flops = work.linear_flops(work.work_of(GPT_OSS_120B), Parallel(), work.Step(1, 0, 1, 0))
+    flops = work.linear_flops(work.step_costs(GPT_OSS_120B), Parallel(), work.Step(1, 0, 1, 0))
     assert flops.experts > 0 and flops.plain > 0 and flops.quantised == 0
-    plain = work.linear_flops(work.work_of(LLAMA_8B), Parallel(), work.Step(1, 0, 1, 0))
+    plain = work.linear_flops(work.step_costs(LLAMA_8B), Parallel(), work.Step(1, 0, 1, 0))
     assert plain.quantised == plain.experts == 0 and plain.total == 2 * (8_030_261_248 - (128_256 + 65) * 4096)
 
 
 def test_alone_nobody_elses_prompt_is_waited_for() -> None:
-    h100, counted = fabric("h100-sxm"), work.work_of(LLAMA_8B)
+    h100, counted = fabric("h100-sxm"), work.step_costs(LLAMA_8B)
     alone, two = (estimate.estimate(counted, Parallel(), h100, Workload(8000, 100, n)) for n in (1, 2))
     assert alone.step_parts_ms["prompts"] == 0 < two.step_parts_ms["prompts"]
     assert alone.ttft_ms.likely == alone.ttft_steady_ms.likely == pytest.approx(alone.ttft_wave_ms.likely)
 
 
 def test_a_benchmark_lies_between_requests_that_come_alone_and_together() -> None:
-    found = estimate.estimate(work.work_of(LLAMA_8B), Parallel(), fabric("h100-sxm"), Workload(2000, 200, 32))
+    found = estimate.estimate(work.step_costs(LLAMA_8B), Parallel(), fabric("h100-sxm"), Workload(2000, 200, 32))
     assert found.ttft_steady_ms.likely < found.ttft_ms.likely < found.ttft_wave_ms.likely
     assert found.ttft_wave_ms.likely > 5 * found.ttft_steady_ms.likely and found.ttft_ms.low == found.ttft_steady_ms.low
 
@@ -378,7 +378,7 @@ def test_a_collective_that_the_cpu_starts_takes_longer_over_a_network() -> None:
 
 
 def test_old_engines_start_the_kernels_of_a_mixture_one_by_one() -> None:
-    h200, counted = catalog.gpu("h200"), work.work_of(GPT_OSS_120B)
+    h200, counted = catalog.gpu("h200"), work.step_costs(GPT_OSS_120B)
     old, new = (estimate.constants(h200, estimate.Engine(version)) for version in ("0.11", "0.20"))
     assert estimate.overhead_us(old, counted, 1) > estimate.overhead_us(new, counted, 1) + 1000
 
@@ -394,7 +394,7 @@ LOADS = st.builds(Workload, st.integers(1, 20_000), st.integers(1, 2_000), st.in
 def test_every_estimate_is_a_rising_range_that_adds_up(
     model: Architecture, gpu: str, layout: Parallel, load: Workload, network: str | None
 ) -> None:
-    found = estimate.estimate(work.work_of(model), layout, fabric(gpu, 4, 8, network), load)
+    found = estimate.estimate(work.step_costs(model), layout, fabric(gpu, 4, 8, network), load)
     for value in (found.ttft_ms, found.tpot_ms, found.output_tokens_per_s, found.requests_per_s):
         assert 0 < value.low <= value.likely <= value.high
     parts = found.step_parts_ms
@@ -406,7 +406,7 @@ def test_every_estimate_is_a_rising_range_that_adds_up(
 @settings(max_examples=40, deadline=None)
 @given(MODELS, GPUS, LOADS)
 def test_more_requests_never_make_a_token_faster(model: Architecture, gpu: str, load: Workload) -> None:
-    counted, one = work.work_of(model), fabric(gpu, 1)
+    counted, one = work.step_costs(model), fabric(gpu, 1)
     more = Workload(load.input_tokens, load.output_tokens, load.concurrency + 8)
     slow, fast = estimate.estimate(counted, Parallel(), one, more), estimate.estimate(counted, Parallel(), one, load)
     assert slow.tpot_ms.likely >= fast.tpot_ms.likely and slow.ttft_ms.likely >= fast.ttft_ms.likely

@@ -17,7 +17,7 @@ from penstock.planner.users import Capacity, Person
 from penstock.spec.deployment import Parallel, Workload
 
 LAYERS = (Layer(Attention("full", 32, 8, 128, 128), mlp=Mlp(14336)),) * 32
-LLAMA_8B = work.work_of(Architecture("8b", "llama", 4096, 128256, LAYERS, 131072, "bfloat16", False))
+LLAMA_8B = work.step_costs(Architecture("8b", "llama", 4096, 128256, LAYERS, 131072, "bfloat16", False))
 H100 = Fabric(catalog.gpu("h100-sxm"), 1)
 
 

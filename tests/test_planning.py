@@ -15,8 +15,8 @@ from penstock.hardware import Gpu, Machine, catalog
 from penstock.models import Facts
 from penstock.models import catalog as models_catalog
 from penstock.planner import Plan, launch
+from penstock.planner.inputs import key_of
 from penstock.planner.request import Sizing, SizingRequest
-from penstock.planner.solve import key_of
 from penstock.spec.deployment import Parallel
 from penstock.text import GIB, MIB
 

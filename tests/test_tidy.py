@@ -50,7 +50,7 @@ EFFECTS = {
     *("subprocess", "sys", "tempfile", "threading", "time", "urllib", "uuid", "datetime", "http.client"),
 }
 HEAVY = {
-    *("gguf", "gradio", "huggingface_hub", "kubernetes", "matplotlib", "numpy", "ray", "rich", "safetensors"),
+    *("gguf", "gradio", "huggingface_hub", "kubernetes", "matplotlib", "numpy", "ray", "rich", "safetensors", "scipy"),
     *("tokenizers", "torch", "transformers", "vllm", "xllamacpp", "yaml"),
 }
 FORBIDDEN_MODULES = {"utils", "util", "common", "helpers", "helper", "base", "core", "types", "manager", "managers"}

@@ -1,11 +1,13 @@
-"""From runs of a load test to the planner's calibration file: which runs say something, and the fit over them. Pure.
+"""From runs of a load test to the planner's calibration file: which runs say something, and the fit over them.
 
-Only closed loops do: the planner predicts a steady number of requests at once. Each layout has constants of its own, so
-a file is of one.
+Only closed loops do: the planner predicts a steady number of requests at once. Each layout has its own constants, so a
+file belongs to one.
 """
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,14 +18,41 @@ from penstock.errors import UserError
 from penstock.hardware.catalog import GpuFacts, LinkFacts
 from penstock.models import Facts
 from penstock.planner.architecture.dense import read
-from penstock.planner.solve import work_of_model
-from penstock.planner.speed import calibration
-from penstock.planner.speed.calibration import Calibrated, Measured
+from penstock.planner.inputs import model_costs
+from penstock.planner.speed.calibration import BOUNDS, Calibrated
 from penstock.planner.speed.collectives import Fabric
-from penstock.planner.speed.estimate import Engine
-from penstock.spec.deployment import Parallel
+from penstock.planner.speed.estimate import Calibration, Constants, Engine, constants, estimate
+from penstock.planner.speed.work import StepCosts
+from penstock.spec.deployment import Parallel, Workload
 
 _HINT = "Runs at concurrency 1, 8 and 32 make a good fit: penstock bench sweep --by concurrency."
+
+
+# What is moved together by one factor: a layer's and a step's overhead cannot be told apart from outside.
+_FACTORS: tuple[tuple[str, ...], ...] = (
+    ("memory_efficiency",),
+    ("compute_efficiency",),
+    ("dense_layer_us", "moe_layer_us", "step_us"),
+    ("ttft_fixed_ms",),
+    ("wave_share",),
+)
+# Residuals beyond this (logarithm, so a tenth) count by their size and no longer by its square (Huber).
+_ORDINARY = 0.1
+# How much a factor that no point speaks about is held at 1, against one point's weight.
+_HELD = 1e-4
+# A fit whose typical point is off by more than this did not see the deployment it was given.
+_WORST_MEDIAN = 0.35
+_NARROWEST = 0.06
+
+
+class BenchPoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One benchmark run: a closed loop of `concurrency` requests. Means, times in ms; None was not measured."""
+
+    concurrency: int
+    input_tokens: int
+    output_tokens: int
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
 
 
 class Deployed(msgspec.Struct, frozen=True):
@@ -48,20 +77,94 @@ def calibrated(runs: Sequence[Result], deployed: Deployed) -> Calibrated:
     ranks_each = deployed.layout.n_ranks // deployed.n_nodes
     fabric = Fabric(deployed.gpu, ranks_each, deployed.n_nodes, deployed.network)
     engine = Engine(version=deployed.engine_version, is_eager=deployed.is_eager)
-    work = work_of_model(read(deployed.facts.config))
-    constants, error = calibration.fit(work, deployed.layout, fabric, engine, points)
+    costs = model_costs(read(deployed.facts.config))
+    fitted, error = fit(costs, deployed.layout, fabric, engine, points)
     return Calibrated(
         model=deployed.facts.hub_id or deployed.facts.reference,
         gpu=deployed.gpu.id,
         layout=deployed.layout,
         engine_version=deployed.engine_version,
-        constants=constants,
+        constants=fitted,
         n_points=len(points),
         median_error=round(error, 4),
     )
 
 
-def point_of(run: Result) -> Measured | None:
+def fit(
+    costs: StepCosts, layout: Parallel, fabric: Fabric, engine: Engine, points: Sequence[BenchPoint]
+) -> tuple[Calibration, float]:
+    """(the constants that predict `points` best, the median error that is left).  Raises UserError.
+
+    Robust least squares on at most five logarithms of factors: one wild point hardly moves them, a number that the
+    points say nothing about stays as it was, and none leaves its bounds.
+    """
+    numbers = [number for point in points for number in (point.ttft_ms, point.tpot_ms) if number is not None]
+    if len(numbers) < 2 or not all(0 < number < math.inf for number in numbers):
+        raise UserError(
+            f"cannot calibrate from {len(numbers)} measured number(s)",
+            detail="At least two times above 0 are needed; runs at concurrency 1, 8 and 32 make a good fit.",
+        )
+    try:
+        from scipy.optimize import least_squares
+    except ImportError as exc:
+        raise UserError(
+            "cannot calibrate: the package scipy is not installed", hint="pip install 'penstock[calibrate]'"
+        ) from exc
+    start = constants(fabric.gpu, engine)
+
+    def errors(logs: Sequence[float]) -> list[float]:
+        """Logarithms of predicted over measured."""
+        return _errors(costs, layout, fabric, engine, points, _moved(start, logs))
+
+    def held(logs: Sequence[float]) -> list[float]:
+        return [*errors(logs), *(math.sqrt(_HELD) * log for log in logs)]
+
+    bounds = [_log_bounds(start, names[0]) for names in _FACTORS]
+    solution = least_squares(
+        held, [0.0] * len(_FACTORS), bounds=tuple(zip(*bounds, strict=True)), loss="huber", f_scale=_ORDINARY
+    )
+    logs = [float(log) for log in solution.x]
+    median = statistics.median(abs(error) for error in errors(logs))
+    if median > _WORST_MEDIAN:
+        raise UserError(
+            f"cannot calibrate: after the best fit the points are still off by {math.expm1(median):.0%}",
+            detail="The measured deployment is not the one that was named: model, GPU, layout or engine.",
+        )
+    # Twice the typical error, never tighter than a benchmark repeats itself, never wider than without.
+    wide = max(_NARROWEST, 2 * median)
+    low, high = start.spread
+    spread = (max(low, math.exp(-wide)), min(high, math.exp(wide)))
+    return msgspec.structs.replace(_moved(start, logs), spread=spread), math.expm1(median)
+
+
+def _log_bounds(start: Constants, name: str) -> tuple[float, float]:
+    low, high = (bound / getattr(start, name) for bound in BOUNDS[name])
+    return max(-3.0, math.log(low) if low else -3.0), min(3.0, math.log(high))
+
+
+def _errors(
+    costs: StepCosts, layout: Parallel, fabric: Fabric, engine: Engine, points: Sequence[BenchPoint], tried: Calibration
+) -> list[float]:
+    errors = []
+    for point in points:
+        load = Workload(point.input_tokens, point.output_tokens, point.concurrency)
+        speed = estimate(costs, layout, fabric, load, engine, tried)
+        both = ((speed.ttft_ms.likely, point.ttft_ms), (speed.tpot_ms.likely, point.tpot_ms))
+        errors += [math.log(likely / number) for likely, number in both if number is not None]
+    return errors
+
+
+def _moved(start: Constants, logs: Sequence[float]) -> Calibration:
+    """The constants times their factors, inside their bounds."""
+    values = {}
+    for names, log in zip(_FACTORS, logs, strict=True):
+        for name in names:
+            low, high = BOUNDS[name]
+            values[name] = min(high, max(low, getattr(start, name) * math.exp(log)))
+    return Calibration(**values)
+
+
+def point_of(run: Result) -> BenchPoint | None:
     """A run as the fit takes it: mean times, mean tokens a request. None for an open loop, or one that is not valid."""
     concurrency = _whole(run.summary, "pace") or _whole(run.summary, "flags")
     done = run.done
@@ -73,7 +176,7 @@ def point_of(run: Result) -> Measured | None:
     ttft, tpot = run.number("mean_ttft_ms"), run.number("mean_tpot_ms")
     if ttft is None and tpot is None:
         return None
-    return Measured(concurrency, round(n_in), max(1, round(n_out)), ttft, tpot)
+    return BenchPoint(concurrency, round(n_in), max(1, round(n_out)), ttft, tpot)
 
 
 def _whole(summary: dict[str, Any], block: str) -> int | None:

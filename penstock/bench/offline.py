@@ -31,6 +31,7 @@ from penstock.text import show_seconds
 
 _TAIL_LINES = 400
 _SHOWN_LINES = 25
+_LATENCY_TOKEN_IDS = 10_000  # vllm 0.32 `benchmarks/latency.py`
 _MOST_AT_ONCE = 32  # of many prompts on the CPU, where the plan sets how many run
 
 
@@ -132,6 +133,12 @@ def _plan(deployment: Deployment, tensor: int, task: Task) -> Plan:
         raise UserError(
             f"cannot request {task.n_tokens} tokens of prompt and answer: max_model_len is {plan.max_model_len}",
             hint="Lower --input-len or --output-len.",
+        )
+    if task.verb == "latency" and 0 < plan.model.vocab < _LATENCY_TOKEN_IDS:
+        raise UserError(
+            f"cannot time a batch of a model with {plan.model.vocab} tokens in its vocabulary",
+            detail=f"`vllm bench latency` draws token ids up to {_LATENCY_TOKEN_IDS}.",
+            hint="penstock bench throughput takes any model.",
         )
     return plan
 

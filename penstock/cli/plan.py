@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import shutil
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from penstock.cli import arguments
+from penstock.cli import arguments, output
 from penstock.errors import UserError
 from penstock.text import flag
 
@@ -125,7 +122,7 @@ def register(parser: argparse.ArgumentParser) -> None:
     out = parser.add_argument_group("output")
     out.add_argument("--json", action="store_true", help="print JSON")
     out.add_argument("--explain", action="store_true", help="show each formula with its numbers")
-    out.add_argument("--plot", type=Path, metavar="FILE", help="draw the answer into a .png or .svg (needs matplotlib)")
+    out.add_argument("--plot", type=Path, metavar="FILE", help="draw the answer into an .svg file")
     out.add_argument("--write", type=Path, metavar="FILE", help="write a file for `penstock up`, when it fits")
     out.add_argument("--force", action="store_true", help="let --write replace a file")
     examples = (
@@ -151,7 +148,7 @@ def run(options: argparse.Namespace) -> int:
     is_written = bool(options.write) and sizing.fits
     if is_written:
         base = _file_mapping(Path(options.model)) if reading.is_yaml(options.model) else {}
-        _write(options.write, deployment_text(request, sizing, base), options.force)
+        _write(options.write, planning.deployment_text(request, sizing, base), options.force)
     if options.json:
         from penstock.planner.request import contract
 
@@ -160,12 +157,10 @@ def run(options: argparse.Namespace) -> int:
     else:
         from penstock.cli import plan_text
 
-        is_seen = sys.stdout.isatty()
-        has_colour = is_seen and "NO_COLOR" not in os.environ
-        width = shutil.get_terminal_size((plan_text.WIDTH, 24)).columns if is_seen else plan_text.WIDTH
-        print(plan_text.text(request, sizing, has_colour, width))
+        shown = output.width(plan_text.WIDTH), output.has_colour(sys.stdout)
+        print(plan_text.text(request, sizing, *shown))
         if options.explain:
-            print(f"\n{plan_text.explained(_explained(request, sizing), has_colour, width)}")
+            print(f"\n{plan_text.explained(_explained(request, sizing), *shown)}")
         for path, is_there in ((options.plot, True), (options.write, is_written)):
             if path:
                 print(f"\nwrote {path}" if is_there else f"\ndid not write {path}: it does not fit")
@@ -239,92 +234,9 @@ def _write(path: Path, text: str, force: bool) -> None:
         raise UserError(f'could not write "{path}": {exc.strerror}') from exc
 
 
-def deployment_text(request: SizingRequest, sizing: Sizing, base: Mapping[str, Any] | None = None) -> str:
-    """A file for `penstock up` with the chosen layout: only what is not a default, checked as `up` checks it.
-
-    `base` is the file that was planned: what planning does not know of stays as it is there.
-    """
-    import yaml
-
-    from penstock.engines.vllm import names as vllm_names
-    from penstock.spec import reading
-
-    layout, settings = sizing.layout, sizing.settings
-    assert layout is not None, "what fits has a layout"
-    folder = Path(request.facts.reference).expanduser()
-    model = request.facts.hub_id or (str(folder.resolve()) if folder.exists() else request.facts.reference)
-    utilization = settings.gpu_memory_utilization if settings else request.gpu_memory_utilization
-    length = settings.max_model_len if settings else request.max_model_len
-    args = {name: value for name, value in _args(sizing.engine_args).items() if name not in vllm_names.OURS}
-    workload = {
-        "input_tokens": request.input_tokens,
-        "output_tokens": request.output_tokens,
-        "concurrency": request.concurrency,
-        "ttft_ms": request.ttft_ms,
-        "tpot_ms": request.tpot_ms,
-    }
-    hardware = {
-        "gpu": request.gpu,
-        "gpus_per_node": request.gpus_per_node,
-        "nodes": request.nodes,
-        "network": request.network,
-    }
-    cut = {"tensor": layout.tensor, "pipeline": layout.pipeline, "data": layout.data, "expert": layout.expert}
-    engine = {"kind": "vllm", "max_model_len": length, "gpu_memory_utilization": utilization, "args": args or None}
-    own = dict(base or {})
-    own_hardware = own.get("hardware") or {}
-    # In a file it is for all replicas, in a request for one.
-    hardware["gpus_per_node"] = max(request.gpus_per_node, own_hardware.get("gpus_per_node") or 0)
-    plain = {
-        **own,
-        "model": own.get("model", model),
-        "hardware": {**own_hardware, **hardware},
-        "parallel": cut,
-        "engine": {**(own.get("engine") or {}), **engine},
-        "workload": workload,
-    }
-    known = {
-        key: {name: item for name, item in value.items() if item is not None} if isinstance(value, dict) else value
-        for key, value in plain.items()
-    }
-    reading.from_mapping(known, "the file to write")
-    return f"# Made by `penstock plan`: {' '.join(sizing.reason.split())}\n" + str(
-        yaml.safe_dump(known, sort_keys=False, width=120)
-    )
-
-
 def _file_mapping(path: Path) -> dict[str, Any]:
     """A deployment file that was read before, as it stands there."""
     import yaml
 
     mapping: dict[str, Any] = yaml.safe_load(path.read_text("utf-8"))
     return mapping
-
-
-def _args(engine_args: tuple[str, ...]) -> dict[str, Any]:
-    """Flags as `engine.args` has them: --block-size 32 --enforce-eager -> {"block-size": 32, "enforce-eager": True}.
-
-    Several words after a flag become a list.
-    """
-    args: dict[str, Any] = {}
-    name = ""
-    for word in engine_args:
-        if word.startswith("--"):
-            name, equals, value = word.removeprefix("--").partition("=")
-            args[name] = _scalar(value) if equals else True
-        elif name:
-            args[name] = _scalar(word) if args[name] is True else [*_listed(args[name]), _scalar(word)]
-    return args
-
-
-def _listed(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
-
-
-def _scalar(word: str) -> int | float | str:
-    for kind in (int, float):
-        try:
-            return kind(word)
-        except ValueError:
-            continue
-    return word

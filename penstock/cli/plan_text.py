@@ -1,16 +1,18 @@
-"""What `penstock plan` shows: a `Sizing` as plain text of at most 100 columns. Formats only; `cli_plan` prints.
+"""What `penstock plan` shows: a `Sizing` as text of at most 100 columns. Builds tables; `cli.output` draws them.
 
 Top to bottom: the verdict, a bar per rank class whose parts add up to the card, the layout over the nodes, the KV
-cache, speed, users, levers, refused layouts, warnings, and the command. `bars` and `placement` serve the picture too.
+cache, speed, users, levers, refused layouts, warnings, and the command. The picture shows the same.
 """
 
 from __future__ import annotations
 
+import itertools
 import shlex
 import textwrap
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
 
+from penstock.cli import output
 from penstock.planner.explain import Formula
 from penstock.planner.ranges import Range
 from penstock.planner.request import (
@@ -22,6 +24,7 @@ from penstock.planner.request import (
     Sizing,
     SizingRequest,
     SpeedAnswer,
+    stage_letter,
 )
 from penstock.planner.users import Users
 from penstock.spec.deployment import Parallel
@@ -35,32 +38,38 @@ _MAX_BARS = 8
 _MAX_REJECTED = 12
 _MAX_LEVERS = 5
 
+Span = tuple[str, str]  # words and their style
+Cell = str | tuple[Span, ...]
+
+
+class Grid(NamedTuple):
+    """Rows of aligned columns, the last of them wrapped under itself. `right`: columns of numbers."""
+
+    rows: Sequence[Sequence[Cell]]
+    right: Collection[int] = ()
+    indent: int = 2
+
 
 class Kind(NamedTuple):
-    """One use of a GPU's memory: its name, its block in the bar, its colour on a terminal (SGR) and in the picture."""
+    """One use of a GPU's memory, its block in the bar and its colour."""
 
     name: str
     block: str
-    sgr: str
-    rgb: str
+    style: str
+    meaning: str = ""
 
 
-# Blocks differ by shape as well as colour; the picture's colours are Okabe and Ito's, told apart by colour-blind eyes:
-# https://jfly.uni-koeln.de/color/
+# Blocks differ by shape as well as colour.
 KINDS = (
-    Kind("weights", "█", "34", "#0072B2"),
-    Kind("KV cache", "▓", "32", "#009E73"),
-    Kind("activations", "▒", "33", "#E69F00"),
-    Kind("graphs", "░", "35", "#CC79A7"),
-    Kind("other", "=", "36", "#56B4E9"),
-    Kind("unused", "-", "2", "#DDDDDD"),
-    Kind("reserve", "·", "2", "#F2F2F2"),
+    Kind("weights", "█", "blue"),
+    Kind("KV cache", "▓", "green"),
+    Kind("activations", "▒", "yellow"),
+    Kind("graphs", "░", "magenta"),
+    Kind("other", "=", "cyan", "context, NCCL, workspaces"),
+    Kind("unused", "-", "dim", "another stage has less"),
+    Kind("reserve", "·", "dim", "not given to the engine"),
 )
-_MEANINGS = {
-    "other": "other: context, NCCL, workspaces",
-    "unused": "unused: another stage has less",
-    "reserve": "reserve: not given to the engine",
-}
+_MEANING_WIDTH = 45  # of a row of figures, what stands beside the numbers
 
 
 class Bar(NamedTuple):
@@ -76,49 +85,62 @@ class Bar(NamedTuple):
     over_gib: float = 0.0
 
 
-class Page:
-    """Puts SGR colours around text, or nothing; `width` columns wide."""
-
-    def __init__(self, has_colour: bool, width: int = WIDTH) -> None:
-        self.has_colour = has_colour
-        self.width = max(_MIN_WIDTH, min(WIDTH, width))
-
-    def __call__(self, text: str, sgr: str) -> str:
-        return f"\033[{sgr}m{text}\033[0m" if self.has_colour and text else text
-
-
-def text(request: SizingRequest, sizing: Sizing, has_colour: bool = False, width: int = WIDTH) -> str:
+def text(request: SizingRequest, sizing: Sizing, width: int = WIDTH, has_colour: bool = False) -> str:
     """The whole view, without a newline at the end. No line is over `width` columns (72 to 100) but for long words."""
-    page = Page(has_colour, width)
-    parts: list[list[str]] = [_verdict(request, sizing, page), _bars(sizing, page)]
-    if sizing.layout is not None:
-        parts.append(_nodes(sizing.layout, request, page))
-    if sizing.kv is not None:
-        parts.append(_kv(sizing.kv, sizing.settings, page))
-    if sizing.speed is not None:
-        parts.append(_speed(sizing.speed, request, page))
-    if sizing.users is not None:
-        parts.append(_users(sizing.users, page))
-    parts.append(_levers(sizing.levers, sizing, page))
-    parts.append(_rejected(sizing.rejected, page))
-    parts.append(
-        [line for warning in sizing.warnings for line in _wrapped(f"warning: {warning}", "", "  ", page, has_bold=True)]
-    )
-    if sizing.fits:
-        parts.append(_command(request, sizing, page))
-    return "\n\n".join("\n".join(part) for part in parts if part)
+    width = max(_MIN_WIDTH, min(WIDTH, width))
+    shown = output.render(page(sections(request, sizing, width)), width, has_colour)
+    return f"{shown}\n\n{_command(request, sizing, width, has_colour)}" if sizing.fits else shown
 
 
-def explained(formulas: Sequence[Formula], has_colour: bool = False, width: int = WIDTH) -> str:
+def explained(formulas: Sequence[Formula], width: int = WIDTH, has_colour: bool = False) -> str:
     """The formulas of `--explain`, a paragraph each."""
-    page = Page(has_colour, width)
-    shown = [
-        "\n".join(
-            [page(formula.name, "1"), *(row for line in formula.lines for row in _wrapped(line, "  ", "    ", page))]
-        )
-        for formula in formulas
+    if not formulas:
+        return "nothing was counted: no layout is legal"
+    grids = [_title("how it was counted")]
+    for formula in formulas:
+        grids += [_title(formula.name), Grid([[line] for line in formula.lines])]
+    return output.render(page([grids]), max(_MIN_WIDTH, min(WIDTH, width)), has_colour)
+
+
+def page(parts: Sequence[Sequence[Grid]]) -> Any:
+    """The sections as one rich renderable, an empty line between each two."""
+    from rich.console import Group
+    from rich.padding import Padding
+    from rich.table import Table
+    from rich.text import Text
+
+    drawn: list[Any] = []
+    for grids in filter(None, parts):
+        drawn += [""] if drawn else []
+        for grid in grids:
+            table = Table.grid(padding=(0, 2, 0, 0))
+            n_columns = len(grid.rows[0])
+            for column in range(n_columns):
+                justify: Any = "right" if column in grid.right else "left"
+                table.add_column(justify=justify, no_wrap=column < n_columns - 1, overflow="fold")
+            for row in grid.rows:
+                table.add_row(*(Text(cell) if isinstance(cell, str) else Text.assemble(*cell) for cell in row))
+            drawn.append(Padding(table, (0, 0, 0, grid.indent)))
+    return Group(*drawn)
+
+
+def sections(request: SizingRequest, sizing: Sizing, width: int = WIDTH) -> list[list[Grid]]:
+    """The view but for the command."""
+    return [
+        _verdict(request, sizing),
+        _bars(sizing, width),
+        _nodes(sizing.layout, request, width) if sizing.layout is not None else [],
+        _kv(sizing.kv, sizing.settings) if sizing.kv is not None else [],
+        _speed(sizing.speed, request) if sizing.speed is not None else [],
+        _users(sizing.users) if sizing.users is not None else [],
+        _levers(sizing.levers, sizing),
+        _rejected(sizing.rejected),
+        [_title("warning:", warning) for warning in sizing.warnings],
     ]
-    return "\n".join(["how it was counted", *shown]) if shown else "nothing was counted: no layout can be"
+
+
+def _title(name: str, words: str = "") -> Grid:
+    return Grid([[((name, "bold"),), words]] if words else [[((name, "bold"),)]], indent=0)
 
 
 def layout_text(layout: Parallel | RejectedLayout) -> str:
@@ -139,44 +161,31 @@ def subject_text(request: SizingRequest, sizing: Sizing) -> str:
     return f"{request.facts.reference} on {nodes} {gpu}{network}{engine}"
 
 
+def _verdict(request: SizingRequest, sizing: Sizing) -> list[Grid]:
+    word, style = ("FITS", "bold green") if sizing.fits else ("DOES NOT FIT", "bold red")
+    spans = [("DOES NOT START" if sizing.is_refused else word, style)]
+    if sizing.layout is not None:
+        n_all = request.nodes * request.gpus_per_node
+        spans.append((f"  {layout_text(sizing.layout)}: {sizing.layout.n_ranks} of {_count(n_all, 'GPU')}", ""))
+    return [Grid([[subject_text(request, sizing)], [tuple(spans)]], indent=0), Grid([[sizing.reason]])]
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
 def bars(sizing: Sizing) -> list[Bar]:
-    """A bar per rank class, from `ranks`, or from the tightest GPU's numbers where the solver gave no ranks."""
+    """A bar per rank class."""
     if sizing.memory is None:
         return []
     total, budget = sizing.memory.total_gib.likely, sizing.memory.budget_gib.likely
-    return [_bar(rank, total, budget) for rank in sizing.ranks or _ranks(sizing)]
-
-
-def _ranks(sizing: Sizing) -> tuple[RankMemory, ...]:
-    memory, weights, layout = sizing.memory, sizing.weights, sizing.layout
-    if memory is None or weights is None or layout is None:
-        return ()
-    classes = weights.per_gpu_gib
-    stages = len(classes) == layout.pipeline > 1
-    kv = memory.kv_cache_gib.likely
-    others = memory.activation_gib.likely, memory.cuda_graph_gib.likely, memory.non_torch_gib.likely
-    made = []
-    for number, own in enumerate(classes):
-        name = (
-            f"stage {stage_letter(number)}" if stages else "every GPU" if len(classes) == 1 else f"class {number + 1}"
-        )
-        unused = max(0.0, memory.budget_gib.likely - own - sum(others) - max(kv, 0.0))
-        # A single class has nothing to wait for: what is left of its budget is KV cache that makes no whole block.
-        if len(classes) == 1:
-            unused = 0.0
-        made.append(RankMemory(name, layout.n_ranks // len(classes), own, kv, *others, unused))
-    return tuple(made)
+    return [_bar(rank, total, budget) for rank in sizing.ranks]
 
 
 def _bar(rank: RankMemory, total_gib: float, budget_gib: float) -> Bar:
     """Rounded to what is shown, so that the row adds up; the rest of the card is the reserve."""
     uses = (
-        rank.weights_gib,
-        max(0.0, rank.kv_cache_gib),
-        rank.activation_gib,
-        rank.cuda_graph_gib,
-        rank.non_torch_gib,
-        rank.unused_gib,
+        *(rank.weights_gib, max(0.0, rank.kv_cache_gib), rank.activation_gib, rank.cuda_graph_gib),
+        *(rank.non_torch_gib, rank.unused_gib),
     )
     shown = tuple(round(use, 2) for use in uses)
     total = round(total_gib, 2)
@@ -206,10 +215,46 @@ def cells(parts: Sequence[float], total: float, n_cells: int) -> list[int]:
     return counts
 
 
-def stage_letter(stage: int) -> str:
-    """Pipeline stages as letters: 0 -> "A", 25 -> "Z", 26 -> "AA"."""
-    high, low = divmod(stage, 26)
-    return (stage_letter(high - 1) if high else "") + chr(ord("A") + low)
+def _bars(sizing: Sizing, width: int) -> list[Grid]:
+    every = bars(sizing)
+    if not every:
+        return []
+    how = f"measured on {sizing.measured_on}" if sizing.measured_on else "estimates: the likely ones"
+    shown = every if len(every) <= _MAX_BARS else every[: _MAX_BARS - 1] + every[-1:]
+    name_width = max(len(bar.name) for bar in shown)
+    n_cells = min(_BAR_CELLS, width - 4 - name_width)
+    drawn: list[list[Cell]] = []
+    for bar in shown:
+        counts = cells(bar.parts, bar.total_gib, n_cells)
+        blocks = ((kind.block * count, kind.style) for kind, count in zip(KINDS, counts, strict=True))
+        drawn.append([bar.name, tuple(blocks)])
+        if bar.over_gib:
+            drawn.append(["", ((_budget_mark(bar, n_cells), "red"),)])
+    grids = [_title("memory of one GPU, GiB", f"(activations, graphs and other are {how})"), Grid(drawn)]
+    if len(shown) < len(every):
+        grids.append(Grid([[f"({len(every) - len(shown)} more classes between the last two)"]]))
+    n_beside = max(1, (width - _MEANING_WIDTH) // (name_width + 2))
+    return [*grids, *(_figures(shown[at : at + n_beside]) for at in range(0, len(shown), n_beside))]
+
+
+def _figures(shown: Sequence[Bar]) -> Grid:
+    """The bars in numbers, a column for each."""
+    rows = [["", *(bar.name for bar in shown), ""]] if len(shown) > 1 else []
+    for index, kind in enumerate(KINDS):
+        if any(bar.parts[index] for bar in shown):
+            rows.append([f"{kind.block} {kind.name}", *(f"{bar.parts[index]:.2f}" for bar in shown), kind.meaning])
+    rows.append(["  total", *(f"{bar.total_gib:.2f}" for bar in shown), ""])
+    return Grid(rows, right=range(1, len(shown) + 1))
+
+
+def _budget_mark(bar: Bar, n_cells: int) -> str:
+    """A pointer under an overdrawn bar at the place where the budget ends."""
+    at = round(bar.budget_gib / max(bar.total_gib, sum(bar.parts)) * n_cells)
+    words = f"the budget ends here: {bar.budget_gib:.2f}, it is {bar.over_gib:.2f} too little"
+    return " " * at + f"^ {words}" if at + 2 + len(words) <= n_cells else f"{words} ^".rjust(at + 1)
+
+
+# ---- nodes -----------------------------------------------------------------------------------------------------------
 
 
 def placement(layout: Parallel, gpus_per_node: int, n_nodes: int) -> list[list[tuple[int, int] | None]]:
@@ -233,140 +278,64 @@ def placement(layout: Parallel, gpus_per_node: int, n_nodes: int) -> list[list[t
     return nodes
 
 
-def cell_text(place: tuple[int, int] | None, layout: Parallel) -> str:
-    """A GPU in the drawing: its stage's letter, and its data rank from 1 where there are several; "." when idle."""
+def _nodes(layout: Parallel, request: SizingRequest, width: int) -> list[Grid]:
+    placed = placement(layout, request.gpus_per_node, request.nodes)
+    drawn = [_row_text([_place_text(place, layout) for place in row], width) for row in placed]
+    meaning = ["letters are pipeline stages" if layout.pipeline > 1 else "A is a GPU in use"]
+    meaning += ["numbers data-parallel ranks"] if layout.data > 1 else []
+    meaning += ["a dot is an idle GPU"] if any(place is None for row in placed for place in row) else []
+    grids = [_title("nodes", ", ".join(meaning))]
+    if request.links is not None:
+        grids.append(Grid([[f"this machine: {request.links.words}"]]))
+    rows, first = [], 1
+    for row, alike in itertools.groupby(drawn):
+        last = first + len(list(alike)) - 1
+        rows.append([f"node {first}" if first == last else f"nodes {first}-{last}", row])
+        first = last + 1
+    if len(rows) <= _MAX_NODES:
+        return [*grids, Grid(rows)]
+    rows = rows[: _MAX_NODES - 1]
+    rest = placed[int(rows[-1][0].split()[-1].split("-")[-1]) :]
+    n_idle = sum(all(place is None for place in row) for row in rest)
+    more = f"... and {_count(len(rest) - n_idle, 'more node')} in use" + (f", {n_idle} idle" if n_idle else "")
+    return [*grids, Grid(rows), Grid([[more]])]
+
+
+def _place_text(place: tuple[int, int] | None, layout: Parallel) -> str:
+    """A GPU: its stage's letter, and its data rank from 1 where there are several; "." when idle."""
     if place is None:
         return "."
     return stage_letter(place[0]) + (str(place[1] + 1) if layout.data > 1 else "")
 
 
-def verdict_text(sizing: Sizing) -> str:
-    if sizing.fits:
-        return "FITS"
-    return "DOES NOT START" if sizing.is_refused else "DOES NOT FIT"
-
-
-def _verdict(request: SizingRequest, sizing: Sizing, page: Page) -> list[str]:
-    word = page("FITS", "1;32") if sizing.fits else page(verdict_text(sizing), "1;31")
-    lines = _wrapped(subject_text(request, sizing), "", "  ", page)
-    if sizing.layout is not None:
-        n_all = request.nodes * request.gpus_per_node
-        word += f"  {layout_text(sizing.layout)}: {sizing.layout.n_ranks} of {_count(n_all, 'GPU')}"
-    return [*lines, word, *_wrapped(sizing.reason, "  ", "  ", page)]
-
-
-def _bars(sizing: Sizing, page: Page) -> list[str]:
-    made = bars(sizing)
-    if not made:
-        return []
-    how = f"measured on {sizing.measured_on}" if sizing.measured_on else "estimates: the likely ones"
-    title = "memory of one GPU, GiB"
-    lines = _wrapped(f"{title} (activations, graphs and other are {how})", "", "  ", page)
-    lines[0] = lines[0].replace(title, page(title, "1"))
-    name_width = max(len(bar.name) for bar in made)
-    shown = made if len(made) <= _MAX_BARS else made[: _MAX_BARS - 1] + made[-1:]
-    n_cells = min(_BAR_CELLS, page.width - 4 - name_width)
-    for bar in shown:
-        lines.append(f"  {bar.name.ljust(name_width)}  {_drawn(bar, n_cells, page)}")
-        if bar.over_gib:
-            lines.append(" " * (4 + name_width) + _budget_mark(bar, n_cells, page))
-    if len(shown) < len(made):
-        lines.append(f"  ({len(made) - len(shown)} more classes between the last two)")
-    used = [index for index in range(len(KINDS)) if any(bar.parts[index] for bar in made)]
-    lines += _figures(shown, used, page)
-    notes = [_MEANINGS[KINDS[index].name] for index in used if KINDS[index].name in _MEANINGS]
-    lines += _wrapped("; ".join(notes), "  ", "  ", page)
-    return lines
-
-
-def _figures(shown: Sequence[Bar], used: Sequence[int], page: Page) -> list[str]:
-    """The bars in numbers: a table, or lines of "name number" where the page is too narrow for one."""
-    rows = [["", *(f"{KINDS[i].block} {KINDS[i].name}" for i in used), "total"]]
-    rows += [[bar.name, *(f"{bar.parts[i]:.2f}" for i in used), f"{bar.total_gib:.2f}"] for bar in shown]
-    table = [f"  {line}" for line in _aligned(rows)]
-    if max(map(len, table)) <= page.width:
-        return table
-    lines = []
-    for bar in shown:
-        words = [f"{KINDS[i].block} {KINDS[i].name} {bar.parts[i]:.2f}".replace(" ", "\0") for i in used]
-        told = _wrapped(f"{bar.name}: {' + '.join(words)} of {bar.total_gib:.2f}", "  ", "    ", page)
-        lines += [line.replace("\0", " ") for line in told]
-    return lines
-
-
-def _drawn(bar: Bar, n_cells: int, page: Page) -> str:
-    counts = cells(bar.parts, bar.total_gib, n_cells)
-    return "".join(page(kind.block * count, kind.sgr) for kind, count in zip(KINDS, counts, strict=True))
-
-
-def _budget_mark(bar: Bar, n_cells: int, page: Page) -> str:
-    """A pointer under an overdrawn bar at the place where the budget ends."""
-    at = round(bar.budget_gib / max(bar.total_gib, sum(bar.parts)) * n_cells)
-    words = f"the budget ends here: {bar.budget_gib:.2f}, it is {bar.over_gib:.2f} too little"
-    fits_right = at + 2 + len(words) <= n_cells
-    return page(" " * at + f"^ {words}" if fits_right else f"{words} ^".rjust(at + 1), "31")
-
-
-def _nodes(layout: Parallel, request: SizingRequest, page: Page) -> list[str]:
-    rows = placement(layout, request.gpus_per_node, request.nodes)
-    drawn = [_row_text([cell_text(place, layout) for place in row], page) for row in rows]
-    meaning = ["letters are pipeline stages" if layout.pipeline > 1 else "A is a GPU in use"]
-    meaning += ["numbers data-parallel ranks"] if layout.data > 1 else []
-    meaning += ["a dot is an idle GPU"] if any(place is None for row in rows for place in row) else []
-    lines = _wrapped(f"nodes  {', '.join(meaning)}", "", "  ", page, has_bold=True)
-    if request.links is not None:
-        lines += _wrapped(f"this machine: {request.links.words}", "  ", "  ", page)
-    groups: list[tuple[int, int, str]] = []
-    for number, row in enumerate(drawn, 1):
-        if groups and groups[-1][2] == row:
-            groups[-1] = (groups[-1][0], number, row)
-        else:
-            groups.append((number, number, row))
-    names = [f"node {first}" if first == last else f"nodes {first}-{last}" for first, last, _ in groups]
-    shown = groups if len(groups) <= _MAX_NODES else groups[: _MAX_NODES - 1]
-    width = max(len(name) for name in names[: len(shown)])
-    lines += [f"  {name.ljust(width)}  {row}" for name, (_, _, row) in zip(names, shown, strict=False)]
-    if len(shown) < len(groups):
-        rest = rows[shown[-1][1] :]
-        n_idle = sum(all(place is None for place in row) for row in rest)
-        lines.append(
-            f"  ... and {_count(len(rest) - n_idle, 'more node')} in use" + (f", {n_idle} idle" if n_idle else "")
-        )
-    return lines
-
-
-def _row_text(words: Sequence[str], page: Page) -> str:
+def _row_text(places: Sequence[str], width: int) -> str:
     """The GPUs of a node side by side; a long row as runs ("A1 x36, B1 x36")."""
-    width = max(len(word) for word in words)
-    row = " ".join(word.ljust(width) for word in words).rstrip()
-    if len(row) <= page.width - 20:
+    row = " ".join(place.ljust(max(map(len, places))) for place in places).rstrip()
+    if len(row) <= width - 20:
         return row
-    runs: list[tuple[str, int]] = []
-    for word in words:
-        if runs and runs[-1][0] == word:
-            runs[-1] = (word, runs[-1][1] + 1)
-        else:
-            runs.append((word, 1))
-    return textwrap.shorten(", ".join(f"{word} x{count}" for word, count in runs), page.width - 20, placeholder=" ...")
+    runs = ", ".join(f"{place} x{len(list(alike))}" for place, alike in itertools.groupby(places))
+    return textwrap.shorten(runs, width - 20, placeholder=" ...")
 
 
-def _kv(kv: KvAnswer, settings: Settings | None, page: Page) -> list[str]:
+# ---- KV cache, speed, users ------------------------------------------------------------------------------------------
+
+
+def _kv(kv: KvAnswer, settings: Settings | None) -> list[Grid]:
     length = f" of {settings.max_model_len:,} tokens" if settings else " of max_model_len"
+    token = f"one token of the whole model: {show_bytes(kv.bytes_per_token)}"
     if not kv.num_blocks:
-        first, told = "no room", [f"one request{length} takes {kv.per_gpu_gib_one_request:.2f} GiB a GPU; "]
-    else:
-        first = f"{kv.tokens:,} tokens in {kv.num_blocks:,} blocks of {kv.block_size}"
-        one = f"one takes {kv.per_gpu_gib_one_request:.2f} GiB a GPU"
-        told = [f"requests{length} at once: {kv.max_concurrency:.2f}; {one}"]
-        told += [f"longest request that fits: {kv.largest_max_model_len:,} tokens; "]
-    told[-1] += f"one token of the whole model: {show_bytes(kv.bytes_per_token)}"
-    return [
-        page("KV cache", "1") + f"  {first}",
-        *(line for words in told for line in _wrapped(words, "  ", "    ", page)),
+        request = f"one request{length} takes {kv.per_gpu_gib_one_request:.2f} GiB a GPU"
+        return [_title("KV cache", "no room"), Grid([[f"{request}; {token}"]])]
+    one = f"one takes {kv.per_gpu_gib_one_request:.2f} GiB a GPU"
+    lines = [
+        f"requests{length} at once: {kv.max_concurrency:.2f}; {one}",
+        f"longest request that fits: {kv.largest_max_model_len:,} tokens; {token}",
     ]
+    first = f"{kv.tokens:,} tokens in {kv.num_blocks:,} blocks of {kv.block_size}"
+    return [_title("KV cache", first), Grid([[line] for line in lines])]
 
 
-def _speed(speed: SpeedAnswer, request: SizingRequest, page: Page) -> list[str]:
+def _speed(speed: SpeedAnswer, request: SizingRequest) -> list[Grid]:
     asked = f"{request.input_tokens:,} tokens in, {request.output_tokens:,} out, {request.concurrency:,} at once"
     rows = [
         ["", "low", "likely", "high", ""],
@@ -375,8 +344,7 @@ def _speed(speed: SpeedAnswer, request: SizingRequest, page: Page) -> list[str]:
         _speed_row("output tokens a second", speed.output_tokens_per_s, None),
         _speed_row("requests a second", speed.requests_per_s, None),
     ]
-    title = _wrapped(f"speed  {asked} (estimates)", "", "  ", page, has_bold=True)
-    return [*title, *(f"  {line}" for line in _aligned(rows))]
+    return [_title("speed", f"{asked} (estimates)"), Grid(rows, right=(1, 2, 3))]
 
 
 def _speed_row(name: str, spread: Range, limit: float | None) -> list[str]:
@@ -385,18 +353,21 @@ def _speed_row(name: str, spread: Range, limit: float | None) -> list[str]:
     return [name, *values, word]
 
 
-def _users(users: Users, page: Page) -> list[str]:
+def _users(users: Users) -> list[Grid]:
     people = users.n_users
     counts = f"about {people.likely:,.0f} people ({people.low:,.0f} to {people.high:,.0f})"
     wait = f"{users.n_at_once:,} of them wait for a reply at any time"
     whole = f"a whole reply takes {show_seconds(users.response_s.likely)}"
     return [
-        *_wrapped(f"users  {counts}; the first limit: {users.first_limit}", "", "  ", page, has_bold=True),
-        *_wrapped(f"{wait}, {whole}; assumed: {users.assumed}", "  ", "  ", page),
+        _title("users", f"{counts}; the first limit: {users.first_limit}"),
+        Grid([[f"{wait}, {whole}; assumed: {users.assumed}"]]),
     ]
 
 
-def _levers(levers: Sequence[Lever], sizing: Sizing, page: Page) -> list[str]:
+# ---- what else -------------------------------------------------------------------------------------------------------
+
+
+def _levers(levers: Sequence[Lever], sizing: Sizing) -> list[Grid]:
     if not levers:
         return []
     now = sizing.kv.max_concurrency if sizing.kv is not None and sizing.fits else 0.0
@@ -404,21 +375,21 @@ def _levers(levers: Sequence[Lever], sizing: Sizing, page: Page) -> list[str]:
     for lever in levers[:_MAX_LEVERS]:
         gain = f" (x{lever.max_concurrency / now:.1f})" if now else ""
         at_once = f"{lever.max_concurrency:.2f}{gain}" if lever.fits else ""
-        rows.append([lever.name, f"{lever.tokens:,}" if lever.fits else "no fit", at_once, " ".join(lever.flags)])
-        if lever.note:
-            rows[-1][-1] += f"  ({lever.note})" if lever.flags else lever.note
-    return [page("levers", "1"), *_last_wrapped(rows, page)]
+        note = f"({lever.note})" if lever.note and lever.flags else lever.note
+        words = "  ".join(filter(None, (" ".join(lever.flags), note)))
+        rows.append([lever.name, f"{lever.tokens:,}" if lever.fits else "no fit", at_once, words])
+    return [_title("levers"), Grid(rows)]
 
 
-def _rejected(rejected: Sequence[RejectedLayout], page: Page) -> list[str]:
+def _rejected(rejected: Sequence[RejectedLayout]) -> list[Grid]:
     if not rejected:
         return []
     groups = by_reason(rejected)
-    shown = groups[:_MAX_REJECTED]
-    lines = [page("not chosen", "1"), *_last_wrapped(shown, page)]
-    if len(shown) < len(groups):
-        lines.append(f"  ... and {len(groups) - len(shown):,} more reasons: --json has all {len(rejected):,} layouts")
-    return lines
+    grids = [_title("not chosen"), Grid(groups[:_MAX_REJECTED])]
+    n_more = len(groups) - _MAX_REJECTED
+    if n_more > 0:
+        grids.append(Grid([[f"... and {n_more:,} more reasons: --json has all {len(rejected):,} layouts"]]))
+    return grids
 
 
 def by_reason(rejected: Sequence[RejectedLayout]) -> list[list[str]]:
@@ -439,23 +410,15 @@ def by_reason(rejected: Sequence[RejectedLayout]) -> list[list[str]]:
     return sorted(rows, key=lambda row: 0 if " by tensor " in row[1] else 1 if row[1].startswith("fits") else 2)
 
 
-def _command(request: SizingRequest, sizing: Sizing, page: Page) -> list[str]:
-    """The engine's command line, a flag with its value never torn apart."""
-    model = request.facts.hub_id or request.facts.reference
-    words: list[str] = []
-    for arg in map(shlex.quote, sizing.engine_args):
-        if words and not arg.startswith("-") and words[-1].startswith("-") and " " not in words[-1]:
-            words[-1] += f" {arg}"
-        else:
-            words.append(arg)
-    lines, line = [], f"  vllm serve {shlex.quote(model)}"
-    for word in words:
-        if len(line) + 1 + len(word) + 2 > page.width:
-            lines.append(f"{line} \\")
-            line = f"    {word}"
-        else:
-            line += f" {word}"
-    return [page("start it", "1"), *lines, line]
+def _command(request: SizingRequest, sizing: Sizing, width: int, has_colour: bool) -> str:
+    """The engine's command line, a flag with its value never torn apart, nor a long word."""
+    words = f"vllm serve {shlex.quote(request.facts.hub_id or request.facts.reference)}"
+    for word, before in zip(sizing.engine_args, ("", *sizing.engine_args), strict=False):
+        is_value = before.startswith("-") and not word.startswith("-")
+        words += ("\0" if is_value else " ") + shlex.quote(word)
+    wrapper = textwrap.TextWrapper(width - 2, "  ", "    ", break_long_words=False, break_on_hyphens=False)
+    title = "\033[1mstart it\033[0m" if has_colour else "start it"
+    return f"{title}\n" + " \\\n".join(wrapper.wrap(words)).replace("\0", " ")
 
 
 def _figure(value: float) -> str:
@@ -467,38 +430,3 @@ def _figure(value: float) -> str:
 
 def _count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Columns two spaces apart: the first to the left, numbers to the right, an unnamed last one to the left."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    has_words = rows[0][-1] == ""
-    lines = []
-    for row in rows:
-        made = [row[0].ljust(widths[0])]
-        for column in range(1, len(row)):
-            is_words = has_words and column == len(row) - 1
-            made.append(row[column] if is_words else row[column].rjust(widths[column]))
-        lines.append("  ".join(made).rstrip())
-    return lines
-
-
-def _last_wrapped(rows: Sequence[Sequence[str]], page: Page) -> list[str]:
-    """Columns aligned to the left, the last one wrapped inside the width under itself."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
-    lines = []
-    for row in rows:
-        head = "  " + "  ".join(cell.ljust(width) for cell, width in zip(row[:-1], widths, strict=True)) + "  "
-        lines += _wrapped(row[-1], head, " " * len(head), page) if row[-1] else [head.rstrip()]
-    return lines
-
-
-def _wrapped(words: str, first: str, rest: str, page: Page, *, has_bold: bool = False) -> list[str]:
-    """`words` in lines of the page's width; with `has_bold` the first word is bold."""
-    lines: list[str] = textwrap.wrap(
-        words, page.width, initial_indent=first, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False
-    )
-    if has_bold and lines:
-        word, _, others = lines[0].partition(" ")
-        lines[0] = f"{page(word, '1')} {others}"
-    return lines

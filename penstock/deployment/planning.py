@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -18,10 +19,12 @@ from penstock.hardware import Gpu, Links, Machine, catalog, detect
 from penstock.hardware.catalog import GpuFacts, LinkFacts
 from penstock.models import Facts, facts
 from penstock.planner import Key
+from penstock.planner.inputs import key_of
 from penstock.planner.launch import Sized, gpus_for_each
 from penstock.planner.request import Sizing, SizingRequest
-from penstock.planner.solve import key_of, sizing_of, speed_of
+from penstock.planner.solve import sizing_of, speed_of
 from penstock.planner.speed.estimate import Speed
+from penstock.spec import reading
 from penstock.spec.deployment import Deployment, Parallel, Scalar
 from penstock.text import bare_flag
 
@@ -230,3 +233,81 @@ def _kept_under(request: SizingRequest, gpu: GpuFacts) -> Key:
 def _uncounted(words: Sequence[str]) -> tuple[str, ...]:
     flags = [word for word in words if word.startswith("--") and bare_flag(word) in names.UNCOUNTED]
     return (f"the memory of {', '.join(flags)} is not modelled, and not counted",) if flags else ()
+
+
+# ---- the file for `penstock up` --------------------------------------------------------------------------------------
+
+
+def deployment_text(request: SizingRequest, sizing: Sizing, base: Mapping[str, Any] | None = None) -> str:
+    """A file for `penstock up` with the chosen layout: only what is not a default, checked as `up` checks it.
+
+    `base` is the file that was planned: what planning does not know of stays as it is there.
+    """
+    import yaml
+
+    layout, settings = sizing.layout, sizing.settings
+    assert layout is not None and settings is not None, "what fits has a layout and settings"
+    own = dict(base or {})
+    folder = Path(request.facts.reference).expanduser()
+    model = request.facts.hub_id or (str(folder.resolve()) if folder.exists() else request.facts.reference)
+    args = {name: value for name, value in _args(sizing.engine_args).items() if name not in names.OURS}
+    blocks = {
+        "hardware": {name: getattr(request, name) for name in ("gpu", "gpus_per_node", "nodes", "network")},
+        "parallel": {
+            "tensor": layout.tensor,
+            "pipeline": layout.pipeline,
+            "data": layout.data,
+            "expert": layout.expert,
+        },
+        "engine": {
+            "kind": "vllm",
+            "max_model_len": settings.max_model_len,
+            "gpu_memory_utilization": settings.gpu_memory_utilization,
+            "args": args or None,
+        },
+        "workload": {
+            name: getattr(request, name)
+            for name in ("input_tokens", "output_tokens", "concurrency", "ttft_ms", "tpot_ms")
+        },
+    }
+    # In a file it is for all replicas, in a request for one.
+    own_gpus = (own.get("hardware") or {}).get("gpus_per_node") or 0
+    blocks["hardware"]["gpus_per_node"] = max(request.gpus_per_node, own_gpus)
+    plain = {**own, "model": own.get("model", model)}
+    for name, block in blocks.items():
+        before = own.get(name) if name in ("hardware", "engine") else None
+        merged = {**(before or {}), **block}
+        plain[name] = {key: value for key, value in merged.items() if value is not None}
+    reading.from_mapping(plain, "the file to write")
+    made_by = f"# Made by `penstock plan`: {' '.join(sizing.reason.split())}\n"
+    return made_by + str(yaml.safe_dump(plain, sort_keys=False, width=120))
+
+
+def _args(engine_args: Sequence[str]) -> dict[str, Any]:
+    """Flags as `engine.args` has them: --block-size 32 --enforce-eager -> {"block-size": 32, "enforce-eager": True}.
+
+    Several words after a flag become a list.
+    """
+    args: dict[str, list[str]] = {}
+    for word in engine_args:
+        if word.startswith("--"):
+            name, equals, value = word.removeprefix("--").partition("=")
+            args.pop(name, None)
+            args[name] = [value] if equals else []
+        elif args:
+            next(reversed(args.values())).append(word)
+    return {name: _value(words) for name, words in args.items()}
+
+
+def _value(words: Sequence[str]) -> Any:
+    values = [_scalar(word) for word in words]
+    return values if len(values) > 1 else values[0] if values else True
+
+
+def _scalar(word: str) -> int | float | str:
+    for kind in (int, float):
+        try:
+            return kind(word)
+        except ValueError:
+            continue
+    return word

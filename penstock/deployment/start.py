@@ -146,7 +146,7 @@ def make_plan(deployment: Deployment, machine: Machine, n_replicas: int) -> Plan
     problems = engine.problems(deployment.engine.args)
     if problems:
         raise SpecError(f'deployment "{deployment.name}"', problems)
-    model = files.read_facts(deployment.model, path, _form(engine.forms, path))
+    whole, model = facts.read_files(path, deployment.model, _form(engine.forms, path))
     if not engine.loads(model.form, deployment.engine.args):
         raise UserError(
             f'cannot serve model "{deployment.model}" on engine {name}: no *.{engine.forms[0]} in "{path}"',
@@ -154,7 +154,6 @@ def make_plan(deployment: Deployment, machine: Machine, n_replicas: int) -> Plan
         )
     if launch.device_of(machine, name) == "cpu":
         return launch.make(deployment, model, machine, name, preflight.engine_version(engine, machine), n_replicas)
-    whole = facts.read_folder(path, deployment.model)
     version = preflight.engine_version(engine, machine)
     sized = planning.size(deployment, whole, machine, version, n_replicas)
     return launch.make_on_gpus(deployment, model, machine, version, n_replicas, sized)

@@ -31,6 +31,13 @@ class StoredTensor(msgspec.Struct, frozen=True):
     shape: tuple[int, ...]
 
 
+class Header(msgspec.Struct, frozen=True):
+    """The beginning of one safetensors file: its tensors, and the bytes they take."""
+
+    tensors: tuple[StoredTensor, ...]
+    n_bytes: int
+
+
 class Facts(msgspec.Struct, frozen=True):
     """What a model's own files say. `config` is config.json as it is; `hub_id` is the model's name on the hub, if any.
 

@@ -8,31 +8,35 @@ uses what was kept, or what the hub's own cache on this machine has, or the cata
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from penstock import paths
 from penstock.errors import UserError, nearest, not_modelled
-from penstock.models import Facts, StoredTensor, catalog
-from penstock.models.files import BUNDLED
-from penstock.models.hub import Header, HubError, Repository, read_header
+from penstock.models import Facts, Header, ModelFacts, StoredTensor, catalog, gguf, hub
+from penstock.models.files import (
+    BUNDLED,
+    INDEX,
+    gguf_parts,
+    listing,
+    read_header,
+    read_object,
+    shards_of,
+    wanted_shards,
+)
+from penstock.models.hub import HubError
 from penstock.paths import write_atomically
 from penstock.spec.deployment import DEMO_MODEL
 
-INDEX = "model.safetensors.index.json"
 # Where modelopt keeps its format in checkpoints whose config.json has no quantization_config; vLLM reads it there too.
 _MODELOPT = "hf_quant_config.json"
 _SINGLE = "model.safetensors"
 _OLD_INDEX = "pytorch_model.bin.index.json"
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+\Z")
-# The values that huggingface_hub takes as true (`huggingface_hub/constants.py`).
-_TRUE = {"1", "ON", "YES", "TRUE"}
 
 
 class Kept(msgspec.Struct, frozen=True):
@@ -76,20 +80,20 @@ def _from_file(path: Path, reference: str) -> Facts:
 
 def read_folder(folder: Path, reference: str) -> Facts:
     """The facts in a local folder: config.json, and the headers of its safetensors files when all are there."""
-    config = _json_object(folder / "config.json")
+    config = read_object(folder / "config.json")
     if (folder / _MODELOPT).is_file():
-        config = _with_modelopt(config, _json_object(folder / _MODELOPT))
+        config = _with_modelopt(config, read_object(folder / _MODELOPT))
     notes: list[str] = []
     tensors, n_bytes = None, None
-    index = _json_object(folder / INDEX) if (folder / INDEX).is_file() else None
-    names = _shards_of(index) if index is not None else _shards_in(folder)
+    index = read_object(folder / INDEX) if (folder / INDEX).is_file() else None
+    names = wanted_shards(folder)
     missing = [name for name in names if not (folder / name).is_file()]
     if names and not missing:
         try:
-            tensors, n_bytes = _joined([_local_header(folder / name) for name in names])
+            tensors, n_bytes = _joined([read_header(folder / name) for name in names])
         except (OSError, ValueError) as exc:
             notes.append(f"{exc}: the weights were counted from the config (is it a Git LFS pointer?)")
-    elif len(missing) < len(names):  # none of them is the folder of someone who plans; some is a broken download
+    elif len(missing) < len(names):  # a folder with none of them is for planning; with some, a broken download
         notes.append(f"{len(missing)} of {len(names)} safetensors files named by the index are not in {folder}")
     if n_bytes is None and index is not None:
         n_bytes = _total_size(index)
@@ -97,68 +101,65 @@ def read_folder(folder: Path, reference: str) -> Facts:
     return Facts(reference, config, f"{folder}: {what}", tensors, n_bytes, notes=tuple(notes))
 
 
+def read_files(path: Path, reference: str, form: str) -> tuple[Facts, ModelFacts]:
+    """The facts in the files of one form that an engine will load, and the record of them in its plan.
+
+    Raises UserError for a folder that holds no such model.
+    """
+    if form == "gguf":
+        parts = gguf_parts(path)
+        if not parts:
+            raise UserError(
+                f'cannot use model folder "{path}": no *.gguf in it',
+                detail=f"It holds {listing(path)}. The embedded engine (llamacpp) loads GGUF files only.",
+                hint="Use --engine vllm, or a folder with a GGUF file.",
+            )
+        facts = Facts(reference, gguf.read_config(parts[0]), f"{parts[0]}: its header")
+        return facts, _record(facts, parts[0], "gguf", parts)
+    if path.is_file():
+        raise UserError(
+            f'cannot use model file "{path}": not a folder with config.json and *.safetensors',
+            hint="Use --engine llamacpp for a GGUF file.",
+        )
+    facts = read_folder(path, reference)
+    shards = [path / name for name in wanted_shards(path) if (path / name).is_file()]
+    return facts, _record(facts, path, "safetensors" if shards else "none", shards)
+
+
+def _record(
+    facts: Facts, path: Path, form: Literal["safetensors", "gguf", "none"], weights: Sequence[Path]
+) -> ModelFacts:
+    # Multimodal configs keep the language model's numbers one level down.
+    config = facts.config.get("text_config")
+    text = config if isinstance(config, dict) else facts.config
+
+    def number(key: str) -> int:
+        value = text.get(key)
+        return value if isinstance(value, int) else 0
+
+    n_heads, hidden = number("num_attention_heads"), number("hidden_size")
+    return ModelFacts(
+        reference=facts.reference,
+        path=str(path),
+        form=form,
+        architecture=str((facts.config.get("architectures") or ["unknown"])[0]),
+        weights_bytes=sum(file.stat().st_size for file in weights),
+        n_shards=len(weights),
+        n_layers=number("num_hidden_layers"),
+        hidden=hidden,
+        n_heads=n_heads,
+        n_kv_heads=number("num_key_value_heads") or n_heads,
+        head_dim=number("head_dim") or (hidden // n_heads if n_heads else 0),
+        vocab=number("vocab_size"),
+        max_position=number("max_position_embeddings") or 4096,
+    )
+
+
 def _with_modelopt(config: dict[str, Any], own: Mapping[str, Any] | None) -> dict[str, Any]:
     """The config with modelopt's own file as its quantization_config, when it has none."""
     if not own or config.get("quantization_config"):
         return config
     return {**config, "quantization_config": {"quant_method": "modelopt", **own}}
-
-
-def _json_object(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text("utf-8"))
-    except FileNotFoundError as exc:
-        names = ", ".join(sorted(item.name for item in path.parent.iterdir())[:6])
-        raise UserError(
-            f'cannot use model folder "{path.parent}": no {path.name}',
-            detail=f"It holds {names or 'nothing'}.",
-            hint="Give the folder that has config.json (the full path, not its parent).",
-        ) from exc
-    except OSError as exc:
-        raise UserError(f'could not read "{path}": {exc.strerror}') from exc
-    except (ValueError, RecursionError) as exc:
-        raise UserError(f'cannot use "{path}": it is not JSON', detail=str(exc)) from exc
-    if not isinstance(value, dict):
-        raise UserError(f'cannot use "{path}": it is not a JSON object')
-    return value
-
-
-def _local_header(path: Path) -> Header:
-    try:
-        with path.open("rb") as stream:
-            return read_header(stream)
-    except ValueError as exc:
-        raise ValueError(f"the header of {path} could not be read: {exc}") from exc
-
-
-def wanted_shards(folder: Path) -> list[str]:
-    """Names of the safetensors files that an engine would read from a folder: the index's, else those that are there.
-
-    None where its index cannot be read.
-    """
-    if not (folder / INDEX).is_file():
-        return _shards_in(folder)
-    try:
-        index = json.loads((folder / INDEX).read_text("utf-8"))
-    except (OSError, ValueError):
-        return []
-    return _shards_of(index) if isinstance(index, dict) else []
-
-
-def _shards_of(index: Mapping[str, Any]) -> list[str]:
-    """The files that an index names; names that lead out of the folder are none."""
-    table = index.get("weight_map")
-    names = set(map(str, table.values())) if isinstance(table, dict) else set[str]()
-    return sorted(name for name in names if name.endswith(".safetensors") and ".." not in name and name[0] != "/")
-
-
-def _shards_in(folder: Path) -> list[str]:
-    """The safetensors files of a folder without an index. Mistral's consolidated.* repeats the others, where both are.
-
-    As vLLM filters them: `model_executor/model_loader/default_loader.py`.
-    """
-    names = sorted(path.name for path in folder.glob("*.safetensors"))
-    return [name for name in names if not name.startswith("consolidated")] or names
 
 
 def _total_size(index: Mapping[str, Any]) -> int | None:
@@ -188,7 +189,7 @@ def from_catalog(name: str) -> Facts:
 
 def from_hub(name: str) -> Facts:
     """The facts of a hub repository. Asks for config.json each time, for the rest once a commit.  Raises UserError."""
-    if os.environ.get("HF_HUB_OFFLINE", "").upper() in _TRUE:
+    if hub.is_offline():
         found = _without_network(name, "HF_HUB_OFFLINE is set")
         if found is None:
             raise UserError(
@@ -196,9 +197,8 @@ def from_hub(name: str) -> Facts:
                 hint=f"Unset HF_HUB_OFFLINE, or give a folder with its config.json.{_near(name)}",
             )
         return found
-    repository = Repository(name)
     try:
-        config, commit = repository.config()
+        config, commit = hub.read_json(name, "config.json")
     except HubError as error:
         found = _without_network(name, error.message)
         if found is None:
@@ -208,7 +208,7 @@ def from_hub(name: str) -> Facts:
     kept = _read_kept(name)
     if kept is not None and commit is not None and kept.commit == commit:
         return kept.facts
-    facts, is_whole = _fetch(repository, config)
+    facts, is_whole = _fetch(name, config)
     if is_whole and commit is not None:
         _write_kept(name, Kept(commit, facts))
     return facts
@@ -219,30 +219,38 @@ def _near(name: str) -> str:
     return f' The nearest in the catalogue is "{near}".' if near else ""
 
 
-def _fetch(repository: Repository, config: dict[str, Any]) -> tuple[Facts, bool]:
+def _fetch(name: str, config: dict[str, Any]) -> tuple[Facts, bool]:
     """Facts from the network, and whether they are whole (nothing failed that may work next time)."""
-    name, where = repository.name, f"{repository.name} on {repository.endpoint}"
-    n_bytes, notes = None, []
+    where = f"{name} on {hub.endpoint()}"
+    n_bytes, notes, is_whole = None, [], True
     try:
         if not config.get("quantization_config"):
-            config = _with_modelopt(config, repository.json(_MODELOPT))
-        index = repository.json(INDEX)
-        if index is not None:
-            n_bytes = _total_size(index)
-        shards = [_SINGLE] if index is None else _shards_of(index)
+            config = _with_modelopt(config, _optional(name, _MODELOPT))
+        index = _optional(name, INDEX)
+        n_bytes = None if index is None else _total_size(index)
+        shards = [_SINGLE] if index is None else shards_of(index)
         if shards:
-            tensors, n_bytes = _joined(repository.headers(shards))
+            tensors, n_bytes = _joined(hub.read_headers(name, shards))
             return Facts(name, config, f"{where}: {len(shards)} safetensors headers", tensors, n_bytes, name), True
-        is_whole = True
     except HubError as error:
         is_whole = error.is_missing
         if not is_whole:
             notes.append(f"the safetensors headers could not be read ({error.message}): the config alone was counted")
     if is_whole and n_bytes is None:
         with contextlib.suppress(HubError):  # only a cross-check: weights in the old format have no headers
-            n_bytes = _total_size(repository.json(_OLD_INDEX) or {})
+            n_bytes = _total_size(_optional(name, _OLD_INDEX) or {})
     what = "index" if n_bytes else "config.json alone"
     return Facts(name, config, f"{where}: {what}", None, n_bytes, name, tuple(notes)), is_whole
+
+
+def _optional(name: str, path: str) -> dict[str, Any] | None:
+    """A JSON file of a hub repository; None when there is no such file.  Raises HubError."""
+    try:
+        return hub.read_json(name, path)[0]
+    except HubError as error:
+        if error.is_missing:
+            return None
+        raise
 
 
 def _without_network(name: str, why: str) -> Facts | None:
@@ -250,7 +258,7 @@ def _without_network(name: str, why: str) -> Facts | None:
     kept = _read_kept(name)
     if kept is not None:
         return _noted(kept.facts, f"{why}; using what an earlier plan read of {name}")
-    snapshot = hub_snapshot(name, hub_cache())
+    snapshot = hub.snapshot(name)
     if snapshot is not None and (snapshot / "config.json").is_file():
         found = msgspec.structs.replace(read_folder(snapshot, name), hub_id=name)
         return _noted(found, f"{why}; using the hub's cache in {snapshot}")
@@ -262,26 +270,6 @@ def _without_network(name: str, why: str) -> Facts | None:
 
 def _noted(facts: Facts, note: str) -> Facts:
     return msgspec.structs.replace(facts, notes=(note, *facts.notes))
-
-
-def hub_cache() -> Path:
-    """The folder where huggingface_hub keeps what it fetched on this machine."""
-    home = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
-    return Path(os.environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
-
-
-def hub_snapshot(name: str, cache: Path) -> Path | None:
-    """The folder where a cache keeps the main revision of a repository; None when it has not.
-
-    https://huggingface.co/docs/huggingface_hub/guides/manage-cache
-    """
-    repository = cache / f"models--{name.replace('/', '--')}"
-    try:
-        commit = (repository / "refs" / "main").read_text("utf-8").strip()
-    except OSError:
-        return None
-    snapshot = repository / "snapshots" / commit
-    return snapshot if snapshot.is_dir() else None
 
 
 def _kept_path(name: str) -> Path:

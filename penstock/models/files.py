@@ -1,25 +1,26 @@
-"""Where a model's files are and what they say: the bundled one, a local folder, or a hub id. Never remote code."""
+"""Where a model's files are, which of them an engine reads, and their JSON and headers. Never remote code."""
 
 from __future__ import annotations
 
 import json
-import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from penstock.errors import UserError
-from penstock.models import ModelFacts
-from penstock.models.gguf import read_gguf_keys
+from penstock.models import Header, StoredTensor, hub
 from penstock.spec.deployment import DEMO_MODEL, Deployment
 
 BUNDLED = Path(__file__).parent / "demo_model"
 
 # What an engine needs from a hub repository, by the form of the weights.
-_PATTERNS = {
-    "safetensors": ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "*.txt", "*.model", "tiktoken*"],
-    "gguf": ["*.gguf", "*.json", "*.jinja"],
+PATTERNS = {
+    "safetensors": ("*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "*.txt", "*.model", "tiktoken*"),
+    "gguf": ("*.gguf", "*.json", "*.jinja"),
 }
+INDEX = "model.safetensors.index.json"
+_LENGTH_BYTES = 8
+_MAX_HEADER_BYTES = 100_000_000
 
 
 def locate(deployment: Deployment) -> Path:
@@ -40,42 +41,11 @@ def locate(deployment: Deployment) -> Path:
 
 
 def _from_hub(deployment: Deployment) -> Path:
-    try:
-        import huggingface_hub
-    except ImportError as exc:
-        raise UserError(
-            f'cannot fetch model "{deployment.model}": the package huggingface_hub is not installed',
-            hint="pip install huggingface_hub",
-        ) from exc
-    form = (
-        "gguf" if deployment.engine.kind == "llamacpp" or deployment.model.lower().endswith("gguf") else "safetensors"
-    )
-    patterns = _PATTERNS[form]
-    try:
-        if form == "gguf":
-            chosen = choose_gguf(huggingface_hub.list_repo_files(deployment.model))
-            patterns = [*_PATTERNS["gguf"][1:], *chosen]
-        return Path(
-            huggingface_hub.snapshot_download(
-                deployment.model, allow_patterns=patterns, cache_dir=deployment.cache.weights
-            )
-        )
-    except Exception as exc:  # its HTTP library, and so the family of a lost connection, changes by version
-        raise _hub_error(deployment.model, exc) from exc
-
-
-def _hub_error(model: str, exc: Exception) -> UserError:
-    kind = type(exc).__name__
-    hints = {
-        "GatedRepoError": "Accept the model's licence on its hub page, then set HF_TOKEN.",
-        "RepositoryNotFoundError": "Check the name; a private model needs HF_TOKEN.",
-        "LocalEntryNotFoundError": "This machine does not reach the hub: copy the model's folder here, give its path.",
-    }
-    return UserError(
-        f'could not fetch model "{model}" from the hub: {kind}',
-        detail=" ".join(str(exc).split())[:500],
-        hint=hints.get(kind, "Check the network, or give a local folder."),
-    )
+    name, is_gguf = deployment.model, deployment.engine.kind == "llamacpp" or deployment.model.lower().endswith("gguf")
+    patterns = PATTERNS["gguf"] if is_gguf else PATTERNS["safetensors"]
+    if is_gguf:
+        patterns = (*patterns[1:], *choose_gguf(hub.list_files(name)))
+    return hub.download(name, patterns, deployment.cache.weights)
 
 
 def choose_gguf(names: Sequence[str]) -> list[str]:
@@ -103,97 +73,92 @@ def _gguf_files(path: Path) -> list[Path]:
     return [*path.glob("*.gguf"), *path.glob("*/*.gguf")]
 
 
-def read_facts(reference: str, path: Path, form: str) -> ModelFacts:
-    """What the files of one form say.  Raises UserError for a folder that holds no such model."""
-    if form == "gguf":
-        return _gguf_facts(reference, path)
-    if path.is_file():
-        raise UserError(
-            f'cannot use model file "{path}": not a folder with config.json and *.safetensors',
-            hint="Use --engine llamacpp for a GGUF file.",
-        )
-    config_path = path / "config.json"
-    if not config_path.is_file():
-        raise UserError(
-            f'cannot use model folder "{path}": no config.json',
-            detail=f"It holds {_listing(path)}.",
-            hint="Give the folder that has config.json, tokenizer and *.safetensors (the full path, not its parent).",
-        )
+def wanted_shards(folder: Path) -> list[str]:
+    """Names of the safetensors files that an engine would read from a folder: the index's, else those that are there.
+
+    None where its index cannot be read.
+    """
+    if not (folder / INDEX).is_file():
+        return _shards_in(folder)
     try:
-        config = json.loads(config_path.read_text("utf-8"))
-    except ValueError as exc:
-        raise UserError(f'cannot use model folder "{path}": config.json is not JSON', detail=str(exc)) from exc
-    if not isinstance(config, dict):
-        raise UserError(f'cannot use model folder "{path}": config.json is not an object')
-    shards = sorted(path.glob("*.safetensors"))
-    # Multimodal configs keep the language model's numbers one level down.
-    text = config.get("text_config") if isinstance(config.get("text_config"), dict) else config
-    assert isinstance(text, dict)
-    n_heads, hidden = _number(text, "num_attention_heads"), _number(text, "hidden_size")
-    return ModelFacts(
-        reference=reference,
-        path=str(path),
-        form="safetensors" if shards else "none",
-        architecture=str((config.get("architectures") or ["unknown"])[0]),
-        weights_bytes=sum(shard.stat().st_size for shard in shards),
-        n_shards=len(shards),
-        n_layers=_number(text, "num_hidden_layers"),
-        hidden=hidden,
-        n_heads=n_heads,
-        n_kv_heads=_number(text, "num_key_value_heads") or n_heads,
-        head_dim=_number(text, "head_dim") or (hidden // n_heads if n_heads else 0),
-        vocab=_number(text, "vocab_size"),
-        max_position=_number(text, "max_position_embeddings") or 4096,
-    )
+        index = json.loads((folder / INDEX).read_text("utf-8"))
+    except (OSError, ValueError):
+        return []
+    return shards_of(index) if isinstance(index, dict) else []
 
 
-def _number(config: dict[str, Any], key: str) -> int:
-    value = config.get(key)
-    return value if isinstance(value, int) else 0
+def shards_of(index: Mapping[str, Any]) -> list[str]:
+    """The files that an index names; names that lead out of the folder are none."""
+    table = index.get("weight_map")
+    names = set(map(str, table.values())) if isinstance(table, dict) else set[str]()
+    return sorted(name for name in names if name.endswith(".safetensors") and ".." not in name and name[0] != "/")
 
 
-def _listing(path: Path) -> str:
-    names = sorted(item.name for item in path.iterdir())
-    if not names:
-        return "nothing"
+def _shards_in(folder: Path) -> list[str]:
+    """The safetensors files of a folder without an index. Mistral's consolidated.* repeats the others, where both are.
+
+    As vLLM filters them: `model_executor/model_loader/default_loader.py`.
+    """
+    names = sorted(path.name for path in folder.glob("*.safetensors"))
+    return [name for name in names if not name.startswith("consolidated")] or names
+
+
+def gguf_parts(path: Path) -> list[Path]:
+    """The files of the GGUF model at `path`: the file itself, or the quantisation chosen in a folder."""
+    if path.is_file():
+        return [path]
+    return [path / name for name in choose_gguf([str(file.relative_to(path)) for file in _gguf_files(path)])]
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file of a model's folder.  Raises UserError."""
+    try:
+        value = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError as exc:
+        raise UserError(
+            f'cannot use model folder "{path.parent}": no {path.name}',
+            detail=f"It holds {listing(path.parent)}.",
+            hint="Give the folder that has config.json, tokenizer and *.safetensors (the full path, not its parent).",
+        ) from exc
+    except OSError as exc:
+        raise UserError(f'could not read "{path}": {exc.strerror}') from exc
+    except (ValueError, RecursionError) as exc:
+        raise UserError(f'cannot use "{path}": it is not JSON', detail=str(exc)) from exc
+    if not isinstance(value, dict):
+        raise UserError(f'cannot use "{path}": it is not a JSON object')
+    return value
+
+
+def listing(folder: Path) -> str:
+    """The first names in a folder, for a message."""
+    names = sorted(item.name for item in folder.iterdir()) or ["nothing"]
     return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
 
 
-def _gguf_facts(reference: str, path: Path) -> ModelFacts:
-    files = [path]
-    if path.is_dir():
-        names = [str(file.relative_to(path)) for file in _gguf_files(path)]
-        files = [path / name for name in choose_gguf(names)]
-    if not files:
-        raise UserError(
-            f'cannot use model folder "{path}": no *.gguf in it',
-            detail=f"It holds {_listing(path)}. The embedded engine (llamacpp) loads GGUF files only.",
-            hint="Use --engine vllm, or a folder with a GGUF file.",
-        )
+def read_header(path: Path) -> Header:
+    """The header of a safetensors file: https://github.com/huggingface/safetensors#format.  Raises ValueError."""
     try:
-        with files[0].open("rb") as stream:
-            keys = read_gguf_keys(stream)
-    except (OSError, ValueError, struct.error) as exc:
-        raise UserError(f'cannot read "{files[0]}": it is not a GGUF file', detail=str(exc)) from exc
-    architecture = str(keys.get("general.architecture", "unknown"))
+        with path.open("rb") as stream:
+            raw = stream.read(_LENGTH_BYTES)
+            length = int.from_bytes(raw, "little")
+            if len(raw) < _LENGTH_BYTES or not 2 <= length <= _MAX_HEADER_BYTES:
+                raise ValueError("it is not a safetensors file")
+            return _parsed(json.loads(stream.read(length)))
+    except ValueError as exc:
+        raise ValueError(f"the header of {path} could not be read: {exc}") from exc
 
-    def number(key: str) -> int:
-        value = keys.get(f"{architecture}.{key}")
-        return value if isinstance(value, int) else 0
 
-    n_heads, hidden = number("attention.head_count"), number("embedding_length")
-    return ModelFacts(
-        reference=reference,
-        path=str(files[0]),
-        form="gguf",
-        architecture=architecture,
-        weights_bytes=sum(file.stat().st_size for file in files),
-        n_shards=len(files),
-        n_layers=number("block_count"),
-        hidden=hidden,
-        n_heads=n_heads,
-        n_kv_heads=number("attention.head_count_kv") or n_heads,
-        head_dim=number("attention.key_length") or (hidden // n_heads if n_heads else 0),
-        vocab=number("vocab_size"),
-        max_position=number("context_length") or 4096,
-    )
+def _parsed(rows: object) -> Header:
+    if not isinstance(rows, dict):
+        raise ValueError("the header is not an object")
+    tensors, n_bytes = [], 0
+    for name, row in rows.items():
+        if name == "__metadata__":
+            continue
+        try:
+            begin, end = row["data_offsets"]
+            tensors.append(StoredTensor(name, str(row["dtype"]), tuple(int(size) for size in row["shape"])))
+            n_bytes += int(end) - int(begin)
+        except (KeyError, TypeError) as exc:
+            raise ValueError(f"tensor {name!r} has no dtype, shape and data_offsets") from exc
+    return Header(tuple(tensors), n_bytes)

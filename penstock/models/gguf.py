@@ -1,21 +1,44 @@
-"""Reads the header of a GGUF file."""
+"""Reads the header of a GGUF file, and gives it the words of config.json."""
 
 from __future__ import annotations
 
 import math
 import struct
+from pathlib import Path
 from typing import BinaryIO
 
+from penstock.errors import UserError
 from penstock.text import MIB
 
 # https://github.com/ggml-org/ggml/blob/master/docs/gguf.md: value types of the key-value header.
 _GGUF_SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
-
-
 _GGUF_STRING, _GGUF_ARRAY = 8, 9
-
-
 _MAX_GGUF_TEXT_BYTES = 16 * MIB  # chat templates are the longest, some 10 KB; a damaged length must not fill the memory
+
+# config.json's word -> the key of a GGUF header, after its architecture.
+_WORDS = {
+    "num_hidden_layers": "block_count",
+    "hidden_size": "embedding_length",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "vocab_size": "vocab_size",
+    "max_position_embeddings": "context_length",
+}
+
+
+def read_config(path: Path) -> dict[str, object]:
+    """The numbers of a GGUF file by the words of config.json.  Raises UserError when it is no GGUF file."""
+    try:
+        with path.open("rb") as stream:
+            keys = read_gguf_keys(stream)
+    except (OSError, ValueError, struct.error) as exc:
+        raise UserError(f'cannot read "{path}": it is not a GGUF file', detail=str(exc)) from exc
+    architecture = str(keys.get("general.architecture", "unknown"))
+    return {
+        "architectures": [architecture],
+        **{word: keys.get(f"{architecture}.{key}") for word, key in _WORDS.items()},
+    }
 
 
 def read_gguf_keys(stream: BinaryIO) -> dict[str, object]:

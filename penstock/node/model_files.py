@@ -9,8 +9,8 @@ from pathlib import Path
 import msgspec
 
 from penstock.errors import UserError
-from penstock.models import ModelFacts
-from penstock.models.files import _PATTERNS, BUNDLED, _hub_error, read_facts
+from penstock.models import ModelFacts, hub
+from penstock.models.files import BUNDLED, PATTERNS, gguf_parts
 from penstock.planner import Plan
 from penstock.spec.deployment import DEMO_MODEL
 
@@ -23,7 +23,7 @@ def on_this_node(plan: Plan) -> Plan:
     """
     model = plan.model
     if model.reference == DEMO_MODEL:
-        path = read_facts(model.reference, BUNDLED, model.form).path
+        path = str(gguf_parts(BUNDLED)[0] if model.form == "gguf" else BUNDLED)
     elif Path(model.path).exists():
         return plan
     elif _SNAPSHOT.search(model.path):
@@ -42,19 +42,8 @@ _SNAPSHOT = re.compile(r"/models--[^/]+/snapshots/([0-9a-f]{40})(/.*)?\Z")
 
 def _snapshot_here(model: ModelFacts) -> str:
     """The path, in this machine's cache, of a hub model that has another path elsewhere."""
-    try:
-        import huggingface_hub
-    except ImportError as exc:
-        raise UserError(
-            f'cannot fetch model "{model.reference}" on {socket.gethostname()}: huggingface_hub is not installed there',
-            hint="pip install huggingface_hub there, or put the model on a file system that every node has.",
-        ) from exc
     found = _SNAPSHOT.search(model.path)
     assert found is not None
     revision, inside = found.group(1), (found.group(2) or "").lstrip("/")
-    patterns = _PATTERNS[model.form] if model.form in _PATTERNS and not inside else [inside, *_PATTERNS["gguf"][1:]]
-    try:
-        folder = huggingface_hub.snapshot_download(model.reference, revision=revision, allow_patterns=patterns)
-    except Exception as exc:  # as in `_from_hub`
-        raise _hub_error(model.reference, exc) from exc
-    return str(Path(folder) / inside)
+    patterns = PATTERNS[model.form] if model.form in PATTERNS and not inside else (inside, *PATTERNS["gguf"][1:])
+    return str(hub.download(model.reference, patterns, revision=revision) / inside)

@@ -1,8 +1,8 @@
 """How a model may be cut over GPUs, and which cut to take. Every refusal carries the number that refused it.
 
-Rules are vLLM's own (sizing.md 1.5). A `Shape` collects, once a model, the few distinct numbers they look at; a check
-is then a dozen divisions. Sizes of one dimension are checked alone first and only legal ones combined: a thousand GPUs
-are enumerated in milliseconds.
+The rules are vLLM's. `DivisibilityRules` are the few distinct numbers of a model that they look at; a check is then a
+dozen divisions. Sizes of one dimension are checked alone first and only legal ones combined: a thousand GPUs are
+enumerated in milliseconds.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MOST_PIPELINE = 64
 _Part = TypeVar("_Part", Attention, State, Mlp)
 
 
-class Shape(msgspec.Struct, frozen=True):
+class DivisibilityRules(msgspec.Struct, frozen=True):
     """The numbers of a model that layouts must divide, each list without repetition.
 
     rows: (what, width, unit) of quantised matrices cut along their input, whose share must be a multiple of the
@@ -83,7 +83,7 @@ class Choice(msgspec.Struct, frozen=True):
     price: str | None = None
 
 
-def shape_of(arch: Architecture, rules: EngineProfile) -> Shape:
+def divisibility_of(arch: Architecture, rules: EngineProfile) -> DivisibilityRules:
     """What layouts must divide in this model, as this version of the engine loads it."""
     attentions = _distinct(layer.attention for layer in arch.layers)
     states = _distinct(layer.state for layer in arch.layers)
@@ -95,7 +95,7 @@ def shape_of(arch: Architecture, rules: EngineProfile) -> Shape:
     matrices = [("attention output", "attention", outputs), ("MLP width", "dense", dense)]
     matrices.append(("shared expert width", "shared", shared))
     quant = arch.quantization
-    return Shape(
+    return DivisibilityRules(
         name=arch.name,
         n_layers=arch.n_layers,
         hidden=arch.hidden,
@@ -113,68 +113,72 @@ def shape_of(arch: Architecture, rules: EngineProfile) -> Shape:
     )
 
 
-def refusal(shape: Shape, layout: Parallel, n_gpus: int | None = None) -> str | None:
+def refusal(divisors: DivisibilityRules, layout: Parallel, n_gpus: int | None = None) -> str | None:
     """Why this layout cannot be, with the number; None when it can.
 
     Llama-3.1-70B: tensor 3 -> "64 attention heads do not divide by tensor 3".
     """
     return (
         _too_many(layout, n_gpus)
-        or tensor_refusal(shape, layout.tensor)
-        or pipeline_refusal(shape, layout.pipeline)
-        or expert_refusal(shape, layout)
+        or tensor_refusal(divisors, layout.tensor)
+        or pipeline_refusal(divisors, layout.pipeline)
+        or expert_refusal(divisors, layout)
     )
 
 
-def tensor_refusal(shape: Shape, tensor: int) -> str | None:
+def tensor_refusal(divisors: DivisibilityRules, tensor: int) -> str | None:
     """What refuses this TP size alone: heads, KV heads, states, widths, vocabulary, the weight format's blocks."""
     if tensor == 1:
         return None
-    for heads in shape.heads:
+    for heads in divisors.heads:
         if heads % tensor:
             return f"{heads} attention heads do not divide by tensor {tensor}"
-    for kv_heads in shape.kv_heads:
+    for kv_heads in divisors.kv_heads:
         if kv_heads % tensor and tensor % kv_heads:
             return f"{kv_heads} KV heads neither divide by tensor {tensor} nor divide it"
-    for heads in shape.state_heads:
+    for heads in divisors.state_heads:
         if heads % tensor:
             return f"{heads} state heads do not divide by tensor {tensor}"
-    for what, width in shape.widths:
+    for what, width in divisors.widths:
         if width % tensor:
             return f"{what} {width} does not divide by tensor {tensor}"
-    if shape.padded_vocab % tensor:
-        return f"vocabulary of {shape.padded_vocab} (padded) does not divide by tensor {tensor}"
-    for what, width, unit in shape.rows:
+    if divisors.padded_vocab % tensor:
+        return f"vocabulary of {divisors.padded_vocab} (padded) does not divide by tensor {tensor}"
+    for what, width, unit in divisors.rows:
         if width // tensor % unit:
             return (
                 f"{what} {width} / tensor {tensor} = {width // tensor} is not a multiple of the weights' "
-                f"{shape.unit_name} of {unit}"
+                f"{divisors.unit_name} of {unit}"
             )
     return None
 
 
-def pipeline_refusal(shape: Shape, pipeline: int) -> str | None:
-    if pipeline > 1 and not shape.supports_pipeline:
-        return f"{shape.name} cannot be cut into pipeline stages in vLLM, but pipeline is {pipeline}"
-    if pipeline > shape.n_layers:
-        return f"{shape.n_layers} layers are fewer than pipeline {pipeline}"
+def pipeline_refusal(divisors: DivisibilityRules, pipeline: int) -> str | None:
+    if pipeline > 1 and not divisors.supports_pipeline:
+        return f"{divisors.name} cannot be cut into pipeline stages in vLLM, but pipeline is {pipeline}"
+    if pipeline > divisors.n_layers:
+        return f"{divisors.n_layers} layers are fewer than pipeline {pipeline}"
     return None
 
 
-def expert_refusal(shape: Shape, layout: Parallel) -> str | None:
+def expert_refusal(divisors: DivisibilityRules, layout: Parallel) -> str | None:
     """What refuses the cut of the experts: over tensor x data, whole ones with `expert`, slices of each without."""
     group = layout.tensor * layout.data
     if layout.expert:
-        if not shape.n_experts:
+        if not divisors.n_experts:
             return "expert parallelism needs experts, this model has 0"
-        return f"{shape.n_experts} experts are fewer than tensor x data = {group}" if shape.n_experts < group else None
-    for width in shape.expert_widths:
+        return (
+            f"{divisors.n_experts} experts are fewer than tensor x data = {group}"
+            if divisors.n_experts < group
+            else None
+        )
+    for width in divisors.expert_widths:
         if width % group:
             return f"expert width {width} does not divide by tensor x data = {group}"
-        if group > 1 and shape.expert_unit and width // group % shape.expert_unit:
+        if group > 1 and divisors.expert_unit and width // group % divisors.expert_unit:
             return (
                 f"expert width {width} / (tensor x data = {group}) = {width // group} is not a multiple of the "
-                f"weights' {shape.unit_name} of {shape.expert_unit}"
+                f"weights' {divisors.unit_name} of {divisors.expert_unit}"
             )
     return None
 
@@ -192,7 +196,12 @@ def crossing(layout: Parallel, fabric: Fabric) -> str | None:
 
 
 def enumerate_layouts(
-    shape: Shape, fabric: Fabric, *, tensor: int | None = None, pipeline: int | None = None, data: int | None = None
+    divisors: DivisibilityRules,
+    fabric: Fabric,
+    *,
+    tensor: int | None = None,
+    pipeline: int | None = None,
+    data: int | None = None,
 ) -> Layouts:
     """All layouts worth looking at on these machines, and the refused ones; given sizes are kept fixed.
 
@@ -205,19 +214,19 @@ def enumerate_layouts(
     tensors: list[int] = []
     for size in [tensor] if tensor else _tensor_sizes(fabric):
         n_checks += 1
-        reason = _too_many(Parallel(size), total) or tensor_refusal(shape, size)
+        reason = _too_many(Parallel(size), total) or tensor_refusal(divisors, size)
         refused += [Refused(Parallel(size), reason)] if reason else []
         tensors += [] if reason else [size]
     for size in tensors:
-        for stages in [pipeline] if pipeline else _pipeline_sizes(total // size, fabric.n_nodes, shape.n_layers):
+        for stages in [pipeline] if pipeline else _pipeline_sizes(total // size, fabric.n_nodes, divisors.n_layers):
             n_checks += 1
-            reason = _too_many(Parallel(size, stages), total) or pipeline_refusal(shape, stages)
+            reason = _too_many(Parallel(size, stages), total) or pipeline_refusal(divisors, stages)
             if reason:
                 refused.append(Refused(Parallel(size, stages), reason))
                 continue
-            for layout in _with_data(shape, size, stages, total, data):
+            for layout in _with_data(divisors, size, stages, total, data):
                 n_checks += 1
-                reason = _too_many(layout, total) or expert_refusal(shape, layout)
+                reason = _too_many(layout, total) or expert_refusal(divisors, layout)
                 if reason:
                     refused.append(Refused(layout, reason))
                 else:
@@ -309,12 +318,14 @@ def _pipeline_sizes(most: int, n_nodes: int, n_layers: int) -> list[int]:
     return sorted(size for size in sizes if size <= min(most, n_layers, _MOST_PIPELINE))
 
 
-def _with_data(shape: Shape, tensor: int, pipeline: int, total: int, data: int | None) -> Iterator[Parallel]:
+def _with_data(
+    divisors: DivisibilityRules, tensor: int, pipeline: int, total: int, data: int | None
+) -> Iterator[Parallel]:
     most = total // (tensor * pipeline)
     sizes = [data] if data else sorted({*_powers(most), most} if most else set())
     for size in sizes:
         yield Parallel(tensor, pipeline, size)
-        if shape.n_experts and tensor * size > 1:
+        if divisors.n_experts and tensor * size > 1:
             yield Parallel(tensor, pipeline, size, expert=True)
 
 

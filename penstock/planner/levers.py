@@ -1,20 +1,22 @@
 """What else could be done: a shorter context, an fp8 cache, fp8 weights, more GPUs, each with what it gives. Pure.
 
-A lever that the card refuses is not told. Where none makes it fit alone, all that cost no GPU are tried together.
+A lever that the card refuses is left out. Where none makes it fit alone, all that cost no GPU are tried together.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 
 from penstock.errors import UserError
 from penstock.planner import engine_limits, layouts
 from penstock.planner.architecture.quantization import with_choice
-from penstock.planner.memory.fit import Case, Fit, Memory
-from penstock.planner.request import Lever
+from penstock.planner.inputs import SolveInputs
+from penstock.planner.memory.fit import Memory, MemoryFit, MemoryInputs
+from penstock.planner.request import Lever, SizingRequest
 from penstock.spec.deployment import Parallel
 
 _SHORT_CONTEXT = 8192
@@ -22,114 +24,99 @@ _GPUS_OF_A_NODE = 8  # what a larger machine has
 _COSTS_ACCURACY = "costs some accuracy"
 
 
-class Room(msgspec.Struct, frozen=True):
-    """The machines, and the shortest context that still takes a request of the workload."""
-
-    shape: layouts.Shape
-    gpus_per_node: int
-    nodes: int
-    least_tokens: int
-
-
 class _Change(msgspec.Struct, frozen=True):
-    """A case with something changed, and the flags that ask for it."""
+    """New values for fields of the memory inputs or of their cache settings, and the flags that ask for them."""
 
     name: str
     flags: tuple[str, ...]
-    case: Case
     note: str = ""
+    fields: dict[str, Any] = {}
+    cache: dict[str, Any] = {}
 
 
-def levers(case: Case, fit: Fit, room: Room) -> tuple[Lever, ...]:
+def levers(inputs: SolveInputs, fit: MemoryFit) -> tuple[Lever, ...]:
     """Each change alone with the same layout, all together when none of them fits, and more GPUs."""
-    changes = list(_changes(case, room))
-    found = [_lever(change, fit.layout) for change in changes]
+    memory = inputs.memory
+    changes = list(_changes(inputs))
+    found = [_lever(memory, change, fit.layout) for change in changes]
     if len(changes) > 1 and not fit.fits and not any(lever and lever.fits for lever in found):
-        together = _lever(_all_of(case, changes), fit.layout)
+        together = _lever(memory, _all_of(changes), fit.layout)
         found += [together] if together is not None and together.fits else []
-    found.append(_more_gpus(case, fit.layout, room))
+    found.append(_more_gpus(inputs, fit.layout))
     return tuple(lever for lever in found if lever is not None)
 
 
-def _changes(case: Case, room: Room) -> Iterator[_Change]:
-    length = min(_SHORT_CONTEXT, case.cache.max_model_len // 2)
-    if length >= room.least_tokens:
-        cache = msgspec.structs.replace(case.cache, max_model_len=length)
-        changed = msgspec.structs.replace(case, cache=cache)
-        yield _Change("shorter context", ("--max-model-len", f"{length}"), changed)
-    if case.cache.kv_cache_dtype == "auto" and not engine_limits.cache_refusal(case.arch, case.gpu, "fp8", case.rules):
-        cache = msgspec.structs.replace(case.cache, kv_cache_dtype="fp8")
-        changed = msgspec.structs.replace(case, cache=cache)
-        yield _Change("fp8 KV cache", ("--kv-cache-dtype", "fp8"), changed, _COSTS_ACCURACY)
-    if case.arch.quantization is None:
-        arch = with_choice(case.arch, "fp8")
-        if not engine_limits.format_refusal(arch.quantization, case.gpu, case.rules):
-            changed = msgspec.structs.replace(case, arch=arch)
-            yield _Change("fp8 weights", ("--quantization", "fp8"), changed, _COSTS_ACCURACY)
+def _changes(inputs: SolveInputs) -> Iterator[_Change]:
+    memory, request = inputs.memory, inputs.request
+    length = min(_SHORT_CONTEXT, memory.cache.max_model_len // 2)
+    if length >= request.input_tokens + request.output_tokens:
+        yield _Change("shorter context", ("--max-model-len", f"{length}"), cache={"max_model_len": length})
+    is_auto = memory.cache.kv_cache_dtype == "auto"
+    if is_auto and not engine_limits.cache_refusal(memory.arch, memory.gpu, "fp8", memory.rules):
+        flags = ("--kv-cache-dtype", "fp8")
+        yield _Change("fp8 KV cache", flags, _COSTS_ACCURACY, cache={"kv_cache_dtype": "fp8"})
+    if memory.arch.quantization is None:
+        arch = with_choice(memory.arch, "fp8")
+        if not engine_limits.format_refusal(arch.quantization, memory.gpu, memory.rules):
+            yield _Change("fp8 weights", ("--quantization", "fp8"), _COSTS_ACCURACY, fields={"arch": arch})
 
 
-def _all_of(case: Case, changes: list[_Change]) -> _Change:
-    made = case
-    for change in changes:
-        if change.case.arch is not case.arch:
-            made = msgspec.structs.replace(made, arch=change.case.arch)
-        fields = {
-            name: getattr(change.case.cache, name)
-            for name in ("max_model_len", "kv_cache_dtype")
-            if getattr(change.case.cache, name) != getattr(case.cache, name)
-        }
-        made = msgspec.structs.replace(made, cache=msgspec.structs.replace(made.cache, **fields))
+def _all_of(changes: list[_Change]) -> _Change:
     flags = tuple(word for change in changes for word in change.flags)
-    return _Change("all of these", flags, made, _COSTS_ACCURACY)
+    fields = {name: value for change in changes for name, value in change.fields.items()}
+    cache = {name: value for change in changes for name, value in change.cache.items()}
+    return _Change("all of these", flags, _COSTS_ACCURACY, fields, cache)
 
 
-def _more_gpus(case: Case, layout: Parallel, room: Room) -> Lever | None:
+def _more_gpus(inputs: SolveInputs, layout: Parallel) -> Lever | None:
     """The next wider layout that is legal and fits, or else the next that is legal."""
     first = None
-    for wider in _wider(layout, room):
-        if layouts.refusal(room.shape, wider):
+    for wider in _wider(layout, inputs.request):
+        if layouts.refusal(inputs.divisors, wider):
             continue
-        change = _Change("more GPUs", _flags(wider, room), case, f"{wider.n_ranks} GPUs")
-        lever = _lever(change, wider)
+        change = _Change("more GPUs", _flags(wider, inputs.request), f"{wider.n_ranks} GPUs")
+        lever = _lever(inputs.memory, change, wider)
         if lever is not None and lever.fits:
             return lever
         first = first or lever
     return first
 
 
-def _wider(layout: Parallel, room: Room) -> Iterator[Parallel]:
+def _wider(layout: Parallel, request: SizingRequest) -> Iterator[Parallel]:
     """Tensor groups doubled to a node's GPUs, then a pipeline over more nodes."""
     tensor, pipeline = layout.tensor, layout.pipeline
-    most = room.gpus_per_node if room.nodes > 1 else max(_GPUS_OF_A_NODE, room.gpus_per_node)
-    while tensor * 2 * pipeline * layout.data <= most * room.nodes and tensor * 2 <= most:
+    most = request.gpus_per_node if request.nodes > 1 else max(_GPUS_OF_A_NODE, request.gpus_per_node)
+    while tensor * 2 * pipeline * layout.data <= most * request.nodes and tensor * 2 <= most:
         tensor *= 2
         yield Parallel(tensor, pipeline, layout.data, layout.expert)
     for more in (2, 4):
         yield Parallel(tensor, pipeline * more, layout.data, layout.expert)
 
 
-def _flags(wider: Parallel, room: Room) -> tuple[str, ...]:
+def _flags(wider: Parallel, request: SizingRequest) -> tuple[str, ...]:
     """What asks for it, more machines included where they are needed."""
     words = ["--tensor", f"{wider.tensor}"]
     words += ["--pipeline", f"{wider.pipeline}"] if wider.pipeline > 1 else []
     words += ["--data", f"{wider.data}"] if wider.data > 1 else []
     words += ["--expert"] if wider.expert else []
-    if wider.n_ranks <= room.gpus_per_node * room.nodes:
+    if wider.n_ranks <= request.gpus_per_node * request.nodes:
         return tuple(words)
-    per_node = max(room.gpus_per_node, _GPUS_OF_A_NODE if room.nodes == 1 else 0)
-    if room.nodes == 1 and wider.n_ranks <= per_node:
+    per_node = max(request.gpus_per_node, _GPUS_OF_A_NODE if request.nodes == 1 else 0)
+    if request.nodes == 1 and wider.n_ranks <= per_node:
         return (*words, "--gpus-per-node", f"{wider.n_ranks}")
     n_nodes = math.ceil(wider.n_ranks / per_node)
-    grown = ("--gpus-per-node", f"{per_node}") if per_node > room.gpus_per_node else ()
+    grown = ("--gpus-per-node", f"{per_node}") if per_node > request.gpus_per_node else ()
     return (*words, *grown, "--nodes", f"{n_nodes}")
 
 
-def _lever(change: _Change, layout: Parallel) -> Lever | None:
+def _lever(memory: MemoryInputs, change: _Change, layout: Parallel) -> Lever | None:
     """None where what it would give is not modelled."""
+    cache = msgspec.structs.replace(memory.cache, **change.cache)
+    changed = msgspec.structs.replace(memory, cache=cache, **change.fields)
     try:
-        kv = (fit := Memory(change.case).fit(layout)).kv
+        fit = Memory(changed).fit(layout)
     except UserError:
         return None
-    if kv is None:
+    if fit.kv is None:
         return None
-    return Lever(change.name, change.flags, fit.fits, kv.tokens, kv.max_concurrency, change.note)
+    return Lever(change.name, change.flags, fit.fits, fit.kv.tokens, fit.kv.max_concurrency, change.note)

@@ -215,3 +215,9 @@ def contract(sizing: Sizing) -> dict[str, Any]:
     """The JSON of `penstock plan --json`: exactly the fields of the contract, in its order."""
     plain: dict[str, Any] = msgspec.to_builtins(sizing)
     return {key: value for key, value in plain.items() if key not in _FOR_THE_EYE}
+
+
+def stage_letter(stage: int) -> str:
+    """Pipeline stages as letters: 0 -> "A", 25 -> "Z", 26 -> "AA"."""
+    high, low = divmod(stage, 26)
+    return (stage_letter(high - 1) if high else "") + chr(ord("A") + low)

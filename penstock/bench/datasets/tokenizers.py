@@ -6,14 +6,13 @@ Nothing is downloaded: a hub id is looked up in the local cache alone.
 from __future__ import annotations
 
 import json
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from penstock.errors import PenstockError, UserError
-from penstock.models import files
+from penstock.models import files, hub
 from penstock.spec.deployment import DEMO_MODEL
 from penstock.wire.client import Client
 
@@ -157,15 +156,8 @@ def locate(model: str) -> Path | None:
     for folder in (path, path.parent):  # a GGUF file has it beside it
         if (folder / _FILE).is_file() and (folder == path or path.is_file()):
             return folder / _FILE
-    return _cached(model) if model.count("/") == 1 else None
-
-
-def _cached(hub_id: str) -> Path | None:
-    """The newest snapshot's file in the hub's cache: https://huggingface.co/docs/huggingface_hub/guides/manage-cache."""
-    home = os.environ.get("HF_HUB_CACHE") or str(Path(os.environ.get("HF_HOME") or "~/.cache/huggingface") / "hub")
-    repository = Path(home).expanduser() / f"models--{hub_id.replace('/', '--')}" / "snapshots"
-    found = sorted(repository.glob(f"*/{_FILE}"), key=lambda path: path.stat().st_mtime)
-    return found[-1] if found else None
+    snapshot = hub.snapshot(model) if model.count("/") == 1 else None
+    return snapshot / _FILE if snapshot is not None and (snapshot / _FILE).is_file() else None
 
 
 def _template_of(folder: Path) -> tuple[str | None, dict[str, Any]]:

@@ -8,8 +8,7 @@ import msgspec
 
 from penstock.deployment.preflight import Finding
 from penstock.errors import PenstockError
-from penstock.models import Facts, facts, files
-from penstock.models.hub import HubError, Repository
+from penstock.models import Facts, facts, files, hub
 from penstock.node.checks.machine import find_weights, is_of_hub
 from penstock.spec.deployment import Deployment
 from penstock.text import show_bytes
@@ -45,19 +44,17 @@ def _of_hub(deployment: Deployment) -> ModelCheck:
     model = deployment.model
     here = find_weights(model, deployment.cache.weights, is_read=False)
     is_absent = bool(here.absent)
-    is_offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
     if not is_absent:
         finding = Finding("model", "ok", f"{model}: {show_bytes(here.n_bytes)} in the hub's cache on this machine")
         return ModelCheck((finding,), _read(model), here.n_bytes)
-    if is_offline:
+    if hub.is_offline():
         text = f"{model} is not in the cache of this machine, and HF_HUB_OFFLINE is set"
         finding = Finding("model", "bad", text, "Unset HF_HUB_OFFLINE, or give a folder.")
         return ModelCheck((finding,), is_absent=True, download_bytes=0)
     try:
-        Repository(model).config()
-    except HubError as error:
-        # Repositories of GGUF files have no config.json, which is no error.
-        if not (error.is_missing and "no such repository or file" in error.message):
+        hub.read_json(model, "config.json")
+    except hub.HubError as error:
+        if not error.is_missing:  # repositories of GGUF files have no config.json
             return ModelCheck((_bad(error),), is_absent=True, download_bytes=0)
     whole = _read(model)
     n_bytes = (whole.index_bytes if whole is not None else None) or 0

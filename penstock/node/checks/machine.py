@@ -27,8 +27,8 @@ import psutil
 from penstock.hardware import NodeFacts
 from penstock.hardware.detect import nvidia_smi
 from penstock.hardware.node_facts import this_node
-from penstock.models.facts import hub_cache, hub_snapshot, wanted_shards
-from penstock.models.files import BUNDLED, choose_gguf
+from penstock.models import hub
+from penstock.models.files import BUNDLED, choose_gguf, wanted_shards
 from penstock.spec.deployment import DEMO_MODEL
 from penstock.text import GIB, MIB
 
@@ -140,12 +140,12 @@ def is_of_hub(model: str) -> bool:
 
 def find_weights(model: str, cache: str | None, is_read: bool = True) -> Weights:
     """Where a model's files are on this machine, and with `is_read` how fast they come (3 seconds at most)."""
-    home = Path(cache).expanduser() if cache else hub_cache()
+    home = Path(cache).expanduser() if cache else hub.cache()
     path = Path(model).expanduser()
     if model == DEMO_MODEL:
         path = BUNDLED
     elif is_of_hub(model):
-        found = hub_snapshot(model, home)
+        found = hub.snapshot(model, home)
         if found is None:
             return Weights(str(home), _free_bytes(home), absent=(f"{model} is not in the cache",))
         path = found

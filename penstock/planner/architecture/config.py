@@ -135,9 +135,16 @@ def attention_of(f: Fields, window: int | None = None, **extra: Any) -> Attentio
 
 
 def stack(
-    f: Fields, family: str, layers: Sequence[Layer], tables: tuple[RopeTable, ...], *, ties: bool = False
+    f: Fields,
+    family: str,
+    layers: Sequence[Layer],
+    tables: tuple[RopeTable, ...],
+    *,
+    ties: bool = False,
+    positions: int | None = None,
+    norm_params: int | None = None,
 ) -> Architecture:
-    """The whole model around its layers: one final norm of `hidden` weights."""
+    """The whole model around its layers. Defaults: one final norm of `hidden` weights, `positions` when unsaid."""
     hidden = f.n("hidden_size")
     return Architecture(
         name=f.architecture,
@@ -145,11 +152,11 @@ def stack(
         hidden=hidden,
         vocab=f.n("vocab_size"),
         layers=tuple(layers),
-        max_position=f.n("max_position_embeddings"),
+        max_position=f.n("max_position_embeddings", default=positions),
         dtype=f.dtype,
         ties_embeddings=f.flag("tie_word_embeddings", ties),
         ropes=tables,
-        norm_params=hidden,
+        norm_params=hidden if norm_params is None else norm_params,
     )
 
 

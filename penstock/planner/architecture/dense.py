@@ -1,22 +1,33 @@
 """From a config.json to an `Architecture`: one table row an architecture, dense families here.
 
 Every reader says what the checkpoint holds as vLLM 0.33 loads it (its `model_executor/models/<family>.py`); the shapes
-are checked against transformers' own count of parameters in tests/test_plan_families.py. A row is data where the
-family is a stack of attention and MLP; what differs more is a reader of its own, in `families_moe` and
-`families_hybrid`.
+are checked against transformers' own count of parameters in tests/test_plan_families.py. A family that is a stack of
+attention and MLP is a row of data/dense_families.yaml; others have readers, here, in `moe` and in `hybrid`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
 
 from penstock.errors import UserError, nearest, not_modelled
-from penstock.planner.architecture import Architecture, Attention, Layer, Mlp, QkNorm, hybrid, moe, quantization, vision
-from penstock.planner.architecture import config as soundness
-from penstock.planner.architecture.config import Fields, fields, layer_windows
+from penstock.hardware.catalog import read_yaml
+from penstock.planner.architecture import (
+    Architecture,
+    Attention,
+    Layer,
+    Mlp,
+    QkNorm,
+    RopeTable,
+    hybrid,
+    moe,
+    quantization,
+    vision,
+)
+from penstock.planner.architecture.config import Fields, attention_of, check, fields, layer_windows, stack
 from penstock.planner.architecture.rope import ropes, ropes_by_layer_kind
 
 Reader = Callable[[Fields], Architecture]
@@ -42,46 +53,9 @@ class Dense(msgspec.Struct, frozen=True):
     has_rope_table: bool = True
 
 
-_LLAMA = Dense("llama", "attention_bias", "attention_bias", "mlp_bias")
-_QWEN2 = Dense("qwen2", True)
-_QWEN3 = Dense("qwen3", "attention_bias", "attention_bias", qk_norm="head")
-DENSE: Mapping[str, Dense] = {
-    "LlamaForCausalLM": _LLAMA,
-    "MistralForCausalLM": _LLAMA,
-    "Mistral3ForConditionalGeneration": _LLAMA,
-    "Qwen2ForCausalLM": _QWEN2,
-    "MiMoForCausalLM": _QWEN2,
-    "Qwen3ForCausalLM": _QWEN3,
-    "Qwen3VLForConditionalGeneration": _QWEN3,
-    "InternLM2ForCausalLM": Dense("internlm2", "bias", "bias"),
-    "Phi3ForCausalLM": Dense("phi3"),
-    "GraniteForCausalLM": Dense("granite", "attention_bias", "attention_bias", "mlp_bias"),
-    "SeedOssForCausalLM": Dense("seed_oss", "attention_bias", "attention_out_bias", "mlp_bias", has_rope_table=False),
-    "Glm4ForCausalLM": Dense("glm4", "attention_bias", n_norms=4),
-    "GemmaForCausalLM": Dense("gemma", "attention_bias", "attention_bias", ties=True, windows=None),
-    "CohereForCausalLM": Dense("cohere", "attention_bias", "attention_bias", n_norms=1, ties=True),
-    "Cohere2ForCausalLM": Dense("cohere", "attention_bias", "attention_bias", n_norms=1, ties=True),
-    "Olmo2ForCausalLM": Dense("olmo2", "attention_bias", "attention_bias", qk_norm="full", has_rope_table=False),
-    "Olmo3ForCausalLM": Dense("olmo2", "attention_bias", "attention_bias", qk_norm="full", has_rope_table=False),
-    "SmolLM3ForCausalLM": Dense(
-        "smollm3", "attention_bias", "attention_bias", "mlp_bias", ties=True, has_rope_table=False
-    ),
-    "Qwen2_5_VLForConditionalGeneration": _QWEN2,
-    "Starcoder2ForCausalLM": Dense(
-        *("starcoder2", "use_bias", "use_bias", "use_bias"),
-        is_gated=False,
-        norm_bias=True,
-        ties=True,
-        has_rope_table=False,
-    ),
-    "Gemma2ForCausalLM": Dense("gemma2", "attention_bias", "attention_bias", n_norms=4, ties=True, windows="alternate"),
-    "Gemma3ForCausalLM": Dense(
-        *("gemma3", "attention_bias", "attention_bias"), qk_norm="head", n_norms=4, ties=True, windows="pattern"
-    ),
-    "Gemma3ForConditionalGeneration": Dense(
-        *("gemma3", "attention_bias", "attention_bias"), qk_norm="head", n_norms=4, ties=True, windows="pattern"
-    ),
-}
+@functools.cache
+def _rows() -> dict[str, Dense]:
+    return msgspec.convert(read_yaml("penstock.planner", "dense_families.yaml"), dict[str, Dense])
 
 
 def _bias(f: Fields, bias: bool | str) -> bool:
@@ -90,49 +64,28 @@ def _bias(f: Fields, bias: bool | str) -> bool:
 
 def _dense(f: Fields, row: Dense) -> Architecture:
     """A stack of equal layers that differ at most in their window."""
-    hidden, n_heads, head_dim = f.n("hidden_size"), f.n("num_attention_heads"), f.head_dim
     mlp = Mlp(f.n("intermediate_size"), row.is_gated, has_bias=_bias(f, row.mlp_bias))
-    norm = hidden * (2 if row.norm_bias else 1)
-    windows = layer_windows(f, row.windows)
-    uses_qk_norm: QkNorm | None = "heads" if row.family == "cohere" and f.flag("use_qk_norm") else row.qk_norm
-    layers = tuple(
-        Layer(
-            Attention(
-                "full" if window is None else "sliding",
-                n_heads=n_heads,
-                n_kv_heads=f.n("num_key_value_heads", default=n_heads),
-                head_dim_k=head_dim,
-                head_dim_v=head_dim,
-                window=window,
-                has_qkv_bias=_bias(f, row.qkv_bias),
-                has_output_bias=_bias(f, row.output_bias),
-                qk_norm=uses_qk_norm,
-            ),
-            mlp=mlp,
-            norm_params=row.n_norms * norm,
-        )
-        for window in windows
-    )
-    return Architecture(
-        name=f.architecture,
-        family=row.family,
-        hidden=hidden,
-        vocab=f.n("vocab_size"),
-        layers=layers,
-        max_position=f.n("max_position_embeddings"),
-        dtype=f.dtype,
-        ties_embeddings=f.flag("tie_word_embeddings", row.ties),
-        ropes=_ropes(f, row, layers),
-        norm_params=norm,
-    )
+    norm = f.n("hidden_size") * (2 if row.norm_bias else 1)
+    qk_norm: QkNorm | None = "heads" if row.family == "cohere" and f.flag("use_qk_norm") else row.qk_norm
+    biases = {"has_qkv_bias": _bias(f, row.qkv_bias), "has_output_bias": _bias(f, row.output_bias)}
+    layers = [
+        Layer(attention_of(f, window, qk_norm=qk_norm, **biases), mlp=mlp, norm_params=row.n_norms * norm)
+        for window in layer_windows(f, row.windows)
+    ]
+    return stack(f, row.family, layers, _ropes(f, row, layers), ties=row.ties, norm_params=norm)
 
 
-def _ropes(f: Fields, row: Dense, layers: tuple[Layer, ...]) -> Any:
+def _ropes(f: Fields, row: Dense, layers: Sequence[Layer]) -> tuple[RopeTable, ...]:
     if not row.has_rope_table:
         return ()
     if row.family == "gemma3":
         return ropes_by_layer_kind(f, {layer.attention.kind for layer in layers if layer.attention})
     return ropes(f, f.head_dim)
+
+
+def _biased(f: Fields, n_heads: int, n_kv_heads: int, has_bias: bool) -> Attention:
+    head_dim = f.n("hidden_size") // max(1, n_heads)
+    return Attention("full", n_heads, n_kv_heads, head_dim, head_dim, has_qkv_bias=has_bias, has_output_bias=has_bias)
 
 
 def _falcon(f: Fields) -> Architecture:
@@ -143,46 +96,20 @@ def _falcon(f: Fields) -> Architecture:
         f.n("num_kv_heads", "n_head_kv", default=n_heads) if is_new else 1 if f.flag("multi_query", True) else n_heads
     )
     n_norms = f.n("num_ln_in_parallel_attn", default=2) if is_new else 1 if f.flag("parallel_attn", True) else 2
-    head_dim = hidden // max(1, n_heads)
-    layer = Layer(
-        Attention("full", n_heads, n_kv, head_dim, head_dim, has_qkv_bias=has_bias, has_output_bias=has_bias),
-        mlp=Mlp(f.n("ffn_hidden_size", default=4 * hidden), is_gated=False, has_bias=has_bias),
-        norm_params=n_norms * 2 * hidden,
-    )
-    return Architecture(
-        name=f.architecture,
-        family="falcon",
-        hidden=hidden,
-        vocab=f.n("vocab_size"),
-        layers=(layer,) * f.n("num_hidden_layers", "n_layer"),
-        max_position=f.n("max_position_embeddings", default=2048),
-        dtype=f.dtype,
-        ties_embeddings=f.flag("tie_word_embeddings", True),
-        ropes=() if f.flag("alibi") else ropes(f, head_dim, default_positions=8192),
-        norm_params=2 * hidden,
-    )
+    attention = _biased(f, n_heads, n_kv, has_bias)
+    mlp = Mlp(f.n("ffn_hidden_size", default=4 * hidden), is_gated=False, has_bias=has_bias)
+    layers = [Layer(attention, mlp=mlp, norm_params=n_norms * 2 * hidden)] * f.n("num_hidden_layers", "n_layer")
+    tables = () if f.flag("alibi") else ropes(f, attention.head_dim_k, default_positions=8192)
+    return stack(f, "falcon", layers, tables, ties=True, positions=2048, norm_params=2 * hidden)
 
 
 def _gpt_neox(f: Fields) -> Architecture:
     """GPT-NeoX and Pythia: everything has a bias, two LayerNorms, no gate; vLLM runs transformers' own code."""
-    hidden, n_heads, has_bias = f.n("hidden_size"), f.n("num_attention_heads"), f.flag("attention_bias", True)
-    head_dim = hidden // max(1, n_heads)
-    layer = Layer(
-        Attention("full", n_heads, n_heads, head_dim, head_dim, has_qkv_bias=has_bias, has_output_bias=has_bias),
-        mlp=Mlp(f.n("intermediate_size"), is_gated=False, has_bias=True),
-        norm_params=4 * hidden,
-    )
-    return Architecture(
-        name=f.architecture,
-        family="gpt_neox",
-        hidden=hidden,
-        vocab=f.n("vocab_size"),
-        layers=(layer,) * f.n("num_hidden_layers"),
-        max_position=f.n("max_position_embeddings", default=2048),
-        dtype=f.dtype,
-        ties_embeddings=f.flag("tie_word_embeddings"),
-        norm_params=2 * hidden,
-    )
+    hidden, n_heads = f.n("hidden_size"), f.n("num_attention_heads")
+    attention = _biased(f, n_heads, n_heads, f.flag("attention_bias", True))
+    mlp = Mlp(f.n("intermediate_size"), is_gated=False, has_bias=True)
+    layers = [Layer(attention, mlp=mlp, norm_params=4 * hidden)] * f.n("num_hidden_layers")
+    return stack(f, "gpt_neox", layers, (), positions=2048, norm_params=2 * hidden)
 
 
 def _opt(f: Fields) -> Architecture:
@@ -190,25 +117,12 @@ def _opt(f: Fields) -> Architecture:
     hidden, n_heads, has_bias = f.n("hidden_size"), f.n("num_attention_heads"), f.flag("enable_bias", True)
     f.refuse_unless(f.n("word_embed_proj_dim", default=hidden) == hidden, "embeddings narrower than the model")
     f.refuse_unless(f.flag("layer_norm_elementwise_affine", True), "norms without weights are not modelled")
-    head_dim, positions = hidden // max(1, n_heads), f.n("max_position_embeddings")
-    layer = Layer(
-        Attention("full", n_heads, n_heads, head_dim, head_dim, has_qkv_bias=has_bias, has_output_bias=has_bias),
-        mlp=Mlp(f.n("ffn_dim"), is_gated=False, has_bias=has_bias),
-        norm_params=4 * hidden,
-    )
+    attention = _biased(f, n_heads, n_heads, has_bias)
+    mlp = Mlp(f.n("ffn_dim"), is_gated=False, has_bias=has_bias)
+    layers = [Layer(attention, mlp=mlp, norm_params=4 * hidden)] * f.n("num_hidden_layers")
     ends_in_norm = f.flag("do_layer_norm_before", True) and not f.flag("_remove_final_layer_norm")
-    return Architecture(
-        name=f.architecture,
-        family="opt",
-        hidden=hidden,
-        vocab=f.n("vocab_size"),
-        layers=(layer,) * f.n("num_hidden_layers"),
-        max_position=positions,
-        dtype=f.dtype,
-        ties_embeddings=f.flag("tie_word_embeddings", True),
-        norm_params=2 * hidden if ends_in_norm else 0,
-        learned_positions=positions + 2,
-    )
+    arch = stack(f, "opt", layers, (), ties=True, norm_params=2 * hidden if ends_in_norm else 0)
+    return msgspec.structs.replace(arch, learned_positions=arch.max_position + 2)
 
 
 READERS: Mapping[str, Reader] = {
@@ -222,7 +136,7 @@ READERS: Mapping[str, Reader] = {
 
 def names() -> tuple[str, ...]:
     """Every architecture that is modelled."""
-    return tuple(sorted({*DENSE, *READERS}))
+    return tuple(sorted({*_rows(), *READERS}))
 
 
 def read(config: Mapping[str, Any]) -> Architecture:
@@ -239,11 +153,12 @@ def read(config: Mapping[str, Any]) -> Architecture:
             detail=f"model_type: {config.get('model_type')}",
             hint='A model that vLLM serves has "architectures": ["..."] in its config.json.',
         )
-    if name not in DENSE and name not in READERS:
+    rows = _rows()
+    if name not in rows and name not in READERS:
         close = nearest(name, names())
         raise not_modelled("architecture", name, "it is not modelled", hint=f"did you mean {close}?" if close else None)
     try:
-        arch = _dense(f, DENSE[name]) if name in DENSE else READERS[name](f)
+        arch = _dense(f, rows[name]) if name in rows else READERS[name](f)
         arch = msgspec.structs.replace(
             arch,
             quantization=quantization.read(config),
@@ -257,5 +172,5 @@ def read(config: Mapping[str, Any]) -> Architecture:
             detail=f"architecture: {name}; {type(exc).__name__}: {exc}",
             hint="Compare the file with the one on the model's page: it may be incomplete.",
         ) from exc
-    soundness.check(arch)
+    check(arch)
     return arch

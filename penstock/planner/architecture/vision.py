@@ -6,10 +6,14 @@ of transformers' class, as vLLM does. Every pipeline stage makes the tower.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import msgspec
+
 from penstock.errors import UserError
+from penstock.hardware.catalog import read_yaml
 from penstock.planner.architecture import Cut, Tensor
 from penstock.planner.architecture.config import Fields
 
@@ -141,56 +145,6 @@ def _llama4(f: Fields, v: _Sizes) -> Iterator[Tensor]:
     yield _one("projector", (f.n("hidden_size"), v("vision_output_dim")), "column")
 
 
-# What transformers' config classes put where a file has nothing, by builder.
-_DEFAULTS: Mapping[_Builder, Mapping[str, int]] = {
-    _siglip: {
-        "hidden_size": 768,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 12,
-        "image_size": 224,
-        "patch_size": 16,
-    },
-    _pixtral: {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "patch_size": 14},
-    _qwen3_vl: {
-        "depth": 27,
-        "hidden_size": 1152,
-        "intermediate_size": 4304,
-        "in_channels": 3,
-        "patch_size": 16,
-        "temporal_patch_size": 2,
-        "spatial_merge_size": 2,
-        "num_position_embeddings": 2304,
-        "out_hidden_size": 3584,
-    },
-    _qwen2_5_vl: {
-        "depth": 32,
-        "hidden_size": 3584,
-        "intermediate_size": 3420,
-        "in_channels": 3,
-        "patch_size": 14,
-        "temporal_patch_size": 2,
-        "spatial_merge_size": 2,
-        "out_hidden_size": 3584,
-    },
-    _gemma4: {
-        "hidden_size": 768,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 16,
-        "patch_size": 16,
-        "head_dim": 64,
-        "position_embedding_size": 10240,
-    },
-    _llama4: {
-        "hidden_size": 768,
-        "intermediate_size": 5632,
-        "num_hidden_layers": 34,
-        "image_size": 448,
-        "patch_size": 14,
-        "projector_input_dim": 4096,
-        "projector_output_dim": 4096,
-        "vision_output_dim": 7680,
-    },
-}
 _TOWERS: Mapping[str, _Builder] = {
     "Gemma3ForConditionalGeneration": _siglip,
     "Mistral3ForConditionalGeneration": _pixtral,
@@ -207,7 +161,14 @@ _TOWERS: Mapping[str, _Builder] = {
 def towers(f: Fields) -> tuple[Tensor, ...]:
     """The vision part of an architecture; empty for a language model."""
     build = _TOWERS.get(f.architecture)
-    return tuple(build(f, _Sizes(f.table("vision_config"), _DEFAULTS[build]))) if build else ()
+    if build is None:
+        return ()
+    return tuple(build(f, _Sizes(f.table("vision_config"), _defaults()[build.__name__.removeprefix("_")])))
+
+
+@functools.cache
+def _defaults() -> dict[str, dict[str, int]]:
+    return msgspec.convert(read_yaml("penstock.planner", "vision_defaults.yaml"), dict[str, dict[str, int]])
 
 
 def is_multimodal(architecture: str) -> bool:

@@ -1,7 +1,7 @@
 """Whether one layout fits one machine: weights, overhead and KV cache put together, for `solve`. Pure.
 
-A `Case` is everything but the layout. Weights, overhead and KV cache are kept by the sizes that move them, so a plan
-over a thousand GPUs works each out once.
+`MemoryInputs` are everything but the layout. Weights, overhead and KV cache are kept by the sizes that move them, so a
+plan over a thousand GPUs works each out once.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from penstock.spec.deployment import Parallel
 from penstock.text import GIB
 
 
-class Case(msgspec.Struct, frozen=True):
+class MemoryInputs(msgspec.Struct, frozen=True):
     """A model on a card with an engine's settings. `available_kv_bytes`: given instead of the estimate (else empty).
 
     `measured`: by layout, what earlier starts of the same model, card and settings reported.
@@ -47,7 +47,7 @@ class Case(msgspec.Struct, frozen=True):
         return overhead_.budget_bytes(self.total_bytes, self.utilization)
 
 
-class Fit(msgspec.Struct, frozen=True):
+class MemoryFit(msgspec.Struct, frozen=True):
     """One layout's memory. By stage: the fullest rank's weights, its overhead, the bytes left for KV cache.
 
     `refusal` None: the engine would start. `available` is empty when the bytes were given. `margin_bytes`: what is left
@@ -103,19 +103,19 @@ def measured_overhead(estimate: Overhead, measurement: MemoryMeasurement, weight
 
 
 class Memory:
-    """`fit` of every layout of one case, remembered."""
+    """`fit` of every layout for the same inputs, remembered."""
 
-    def __init__(self, case: Case) -> None:
-        self.case = case
-        self._ledger = Ledger(case.arch)
+    def __init__(self, inputs: MemoryInputs) -> None:
+        self.inputs = inputs
+        self._ledger = Ledger(inputs.arch)
         self._weights: dict[tuple[int, int, int, bool], tuple[RankWeights, ...]] = {}
         self._overheads: dict[Parallel, tuple[Overhead, ...]] = {}
-        self._fits: dict[Parallel, Fit] = {}
+        self._fits: dict[Parallel, MemoryFit] = {}
         self._groups: dict[int, tuple[Group, ...]] = {}
         # Which layers are alike, by number: a model repeats a few kinds, and numbers are cheaper to compare.
         kinds: dict[Layer, int] = {}
-        self._kinds = [kinds.setdefault(layer, len(kinds)) for layer in case.arch.layers]
-        mlps = [layer.mlp for layer in case.arch.layers if layer.mlp is not None]
+        self._kinds = [kinds.setdefault(layer, len(kinds)) for layer in inputs.arch.layers]
+        mlps = [layer.mlp for layer in inputs.arch.layers if layer.mlp is not None]
         self._has_experts = any(mlp.n_experts for mlp in mlps)
 
     def weights(self, layout: Parallel) -> tuple[RankWeights, ...]:
@@ -125,7 +125,7 @@ class Memory:
         if key not in self._weights:
             alike = Parallel(layout.tensor, layout.pipeline, data, layout.expert)
             found = rank_weights(
-                self.case.arch, alike, capability=capability(self.case.gpu) or (0, 0), ledger=self._ledger
+                self.inputs.arch, alike, capability=capability(self.inputs.gpu) or (0, 0), ledger=self._ledger
             )
             self._weights[key] = found
         copies = layout.data // data
@@ -134,7 +134,7 @@ class Memory:
             for rank in self._weights[key]
         )
 
-    def fit(self, layout: Parallel) -> Fit:
+    def fit(self, layout: Parallel) -> MemoryFit:
         if layout not in self._fits:
             self._fits[layout] = self._fit(layout)
         return self._fits[layout]
@@ -147,7 +147,7 @@ class Memory:
 
     def _each_overhead(self, layout: Parallel) -> Iterator[Overhead]:
         """Stage by stage; stages in the middle with as many layers of the same kinds are alike."""
-        arch, rules, run = self.case.arch, self.case.rules, self.case.run
+        arch, rules, run = self.inputs.arch, self.inputs.rules, self.inputs.run
         known: dict[tuple[bool, bool, int, frozenset[int]], Overhead] = {}
         for stage, layers in enumerate(split_layers(arch.n_layers, layout.pipeline)):
             kinds = frozenset(self._kinds[layers.start : layers.stop])
@@ -158,39 +158,41 @@ class Memory:
 
     def _cache_groups(self, tensor: int) -> tuple[Group, ...]:
         if tensor not in self._groups:
-            arch, rules, settings = self.case.arch, self.case.rules, self.case.cache
+            arch, rules, settings = self.inputs.arch, self.inputs.rules, self.inputs.cache
             self._groups[tensor] = groups_of(caches_of(arch, rules, settings, tensor), rules)
         return self._groups[tensor]
 
-    def _fit(self, layout: Parallel) -> Fit:
-        case, ranks = self.case, self.weights(layout)
+    def _fit(self, layout: Parallel) -> MemoryFit:
+        inputs, ranks = self.inputs, self.weights(layout)
         stages = range(layout.pipeline)
         weights = tuple(max(rank.total_bytes for rank in ranks if rank.stage == stage) for stage in stages)
-        if case.available_kv_bytes:
-            return self._with_cache(Fit(layout, ranks, weights, (), (), None, None, 0.0), case.available_kv_bytes)
+        if inputs.available_kv_bytes:
+            return self._with_cache(
+                MemoryFit(layout, ranks, weights, (), (), None, None, 0.0), inputs.available_kv_bytes
+            )
         overheads = self._stage_overheads(layout)
-        measurement = case.measured.get(layout)
+        measurement = inputs.measured.get(layout)
         day = measurement.day if measurement is not None and measurement.has_parts else None
         if measurement is not None and day is not None:
             overheads = tuple(
                 measured_overhead(estimate, measurement, own) for own, estimate in zip(weights, overheads, strict=True)
             )
         left = tuple(
-            estimate.in_budget.left_of(case.budget_bytes - own)
+            estimate.in_budget.left_of(inputs.budget_bytes - own)
             for own, estimate in zip(weights, overheads, strict=True)
         )
-        known = Fit(layout, ranks, weights, overheads, left, None, None, 0.0, day)
+        known = MemoryFit(layout, ranks, weights, overheads, left, None, None, 0.0, day)
         lacking = min(stages, key=lambda stage: left[stage].likely)
         if left[lacking].likely <= 0:
             refusal = self._weights_refusal(weights[lacking], overheads[lacking])
             return self._with_cache(known, tuple(max(0, int(one.likely)) for one in left), refusal)
         return self._with_cache(known, tuple(int(one.likely) for one in left))
 
-    def _with_cache(self, known: Fit, available: tuple[int, ...], refusal: str | None = None) -> Fit:
-        case = self.case
+    def _with_cache(self, known: MemoryFit, available: tuple[int, ...], refusal: str | None = None) -> MemoryFit:
+        inputs = self.inputs
         try:
             groups = self._cache_groups(known.layout.tensor)
-            kv = kv_plan(case.arch, known.layout, case.rules, case.cache, available, groups)
+            kv = kv_plan(inputs.arch, known.layout, inputs.rules, inputs.cache, available, groups)
         except NotModelled:
             raise
         except UserError as error:
@@ -200,10 +202,10 @@ class Memory:
         return msgspec.structs.replace(known, kv=kv, refusal=refusal or kv.refusal, margin_bytes=margin)
 
     def _weights_refusal(self, weights: int, estimate: Overhead) -> str:
-        case = self.case
-        budget, rest = case.budget_bytes / GIB, estimate.in_budget.likely / GIB
-        room = f"{budget:.2f} GiB ({case.utilization:g} of {case.total_bytes / GIB:.2f})"
-        if weights >= case.budget_bytes:
+        inputs = self.inputs
+        budget, rest = inputs.budget_bytes / GIB, estimate.in_budget.likely / GIB
+        room = f"{budget:.2f} GiB ({inputs.utilization:g} of {inputs.total_bytes / GIB:.2f})"
+        if weights >= inputs.budget_bytes:
             return f"weights take {weights / GIB:.2f} GiB of a GPU, the engine may use {room}"
         return (
             f"weights take {weights / GIB:.2f} GiB of a GPU and the engine's own needs about {rest:.2f}; "

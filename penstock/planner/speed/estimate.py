@@ -22,7 +22,7 @@ from penstock.planner.engine_versions import NEWEST, profile
 from penstock.planner.ranges import ZERO, Range, highest, total
 from penstock.planner.speed import work as work_
 from penstock.planner.speed.collectives import Fabric, all_to_all_us, allreduce_us, n_boundaries_between_nodes, send_us
-from penstock.planner.speed.work import Step, Work
+from penstock.planner.speed.work import Step, StepCosts
 from penstock.spec.deployment import Parallel, Workload
 
 WIDE_SPREAD = (0.75, 1.3)
@@ -191,7 +191,7 @@ def layer_us(known: Constants, hidden: int, *, is_moe: bool) -> float:
     return known.dense_layer_us * min(1.0, max(known.narrow_share, share))
 
 
-def overhead_us(known: Constants, work: Work, n_tokens: float) -> float:
+def overhead_us(known: Constants, work: StepCosts, n_tokens: float) -> float:
     """All layers' overhead and the fixed part of a step. Beyond the captured sizes it pays the CPU's kernel starts."""
     n_moe = work.n_moe_layers
     n_dense = work.n_layers - n_moe
@@ -231,7 +231,9 @@ class StepTime(msgspec.Struct, frozen=True):
         return Range(own * factors[0] + self.comm_ms.low, self.likely_ms, own * factors[1] + self.comm_ms.high)
 
 
-def step_time(work: Work, layout: Parallel, fabric: Fabric, step: Step, engine: Engine, known: Constants) -> StepTime:
+def step_time(
+    work: StepCosts, layout: Parallel, fabric: Fabric, step: Step, engine: Engine, known: Constants
+) -> StepTime:
     """One step on one data rank through every stage. With pp stages `step` is one of the pp batches in flight."""
     gpu = fabric.gpu
     experts = work_.expert_bytes_read(work, layout, step.n_tokens)
@@ -254,7 +256,7 @@ def step_time(work: Work, layout: Parallel, fabric: Fabric, step: Step, engine: 
     )
 
 
-def comm_ms(work: Work, layout: Parallel, fabric: Fabric, n_tokens: float, *, is_captured: bool = True) -> Range:
+def comm_ms(work: StepCosts, layout: Parallel, fabric: Fabric, n_tokens: float, *, is_captured: bool = True) -> Range:
     """Collectives of one step, in milliseconds: TP all-reduces, expert dispatch and combine, pipeline sends."""
     message = n_tokens * work.hidden * work.dtype_bytes
     waits = []
@@ -276,7 +278,7 @@ def comm_ms(work: Work, layout: Parallel, fabric: Fabric, n_tokens: float, *, is
 
 
 def prefill_time(
-    work: Work, layout: Parallel, fabric: Fabric, n_tokens: int, engine: Engine, known: Constants
+    work: StepCosts, layout: Parallel, fabric: Fabric, n_tokens: int, engine: Engine, known: Constants
 ) -> Range:
     """One prompt alone, in ms, in chunks of max_num_batched_tokens. Of very many chunks some stand for all."""
     chunks = _chunks(n_tokens, engine.max_num_batched_tokens)
@@ -291,7 +293,7 @@ def prefill_time(
 
 
 def estimate(
-    work: Work,
+    work: StepCosts,
     layout: Parallel,
     fabric: Fabric,
     workload: Workload,
@@ -340,7 +342,7 @@ def estimate(
 class _Loop(msgspec.Struct, frozen=True):
     """A closed loop with everything that times depend on; `running` requests at once on one data rank."""
 
-    work: Work
+    work: StepCosts
     layout: Parallel
     fabric: Fabric
     workload: Workload

@@ -1,7 +1,7 @@
 """What one engine step must read and multiply: parameters by how they are cut, bytes, FLOPs. No times here.
 
 A model's layers are few distinct ones repeated, so they are counted once each: 126 layers of Llama-3.1-405B are one
-`LayerWork` with count 126. `step_bytes` and `step_flops` then cost the same for 16 layers as for 126.
+`LayerCosts` with count 126. `step_bytes` and `step_flops` then cost the same for 16 layers as for 126.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _PART_NAMES = {
 }
 
 
-class LayerWork(msgspec.Struct, frozen=True):
+class LayerCosts(msgspec.Struct, frozen=True):
     """One layer. Parameters are counts, bytes what they take in memory.
 
     cut: divided by TP (query and output projections, dense MLP, shared experts, states). kv: key and value projections,
@@ -74,13 +74,13 @@ class LayerWork(msgspec.Struct, frozen=True):
         return self.n_experts > 0
 
 
-class Work(msgspec.Struct, frozen=True):
+class StepCosts(msgspec.Struct, frozen=True):
     """A whole model. `layers` is (distinct layer, how many). `weight_kind` None: weights in the model's dtype.
 
     `n_heads` of the attention layers, for legality; `head_params` is the output matrix, read once a step.
     """
 
-    layers: tuple[tuple[LayerWork, int], ...]
+    layers: tuple[tuple[LayerCosts, int], ...]
     hidden: int
     vocab: int
     head_params: int
@@ -126,21 +126,21 @@ class Step(msgspec.Struct, frozen=True):
         return self.n_decodes + self.prefill_tokens
 
 
-def work_of(arch: Architecture) -> Work:
+def step_costs(arch: Architecture) -> StepCosts:
     """The work of a model.
 
     Llama-3.1-70B: 80 equal layers of 855_638_016 parameters (151.0 M attention, 704.6 M MLP), a head of 8192 x 128256.
     """
     dtype_bytes = _DTYPE_BYTES.get(arch.dtype, 2.0)
-    counted: Counter[LayerWork] = Counter(
+    counted: Counter[LayerCosts] = Counter(
         _layer_work(arch, layer, index, dtype_bytes) for index, layer in enumerate(arch.layers)
     )
     head = arch.hidden * arch.vocab
     kind = arch.quantization.kind if arch.quantization else None
-    return Work(tuple(counted.items()), arch.hidden, arch.vocab, head, head * dtype_bytes, dtype_bytes, kind)
+    return StepCosts(tuple(counted.items()), arch.hidden, arch.vocab, head, head * dtype_bytes, dtype_bytes, kind)
 
 
-def with_weight_bytes(work: Work, read_bytes: float) -> Work:
+def with_weight_bytes(work: StepCosts, read_bytes: float) -> StepCosts:
     """The same work with every layer's bytes scaled so that all layers and the head together take `read_bytes`.
 
     For exact bytes from the tensor inventory (all weights but the input embedding).
@@ -162,7 +162,7 @@ def with_weight_bytes(work: Work, read_bytes: float) -> Work:
     return msgspec.structs.replace(work, layers=scaled)
 
 
-def total_bytes(work: Work) -> float:
+def total_bytes(work: StepCosts) -> float:
     """Bytes of all layers and the head in memory, before any cut."""
     return work.head_bytes + sum(
         count * (layer.cut_bytes + layer.kv_bytes + layer.copied_bytes + layer.n_experts * layer.expert_bytes)
@@ -189,7 +189,7 @@ def busiest_share(n_hit: float, n_experts: int, n_ranks: int) -> float:
     return min(most, n_hit, n_experts / n_ranks) / mean if n_hit > n_ranks else min(most, n_hit) / mean
 
 
-def expert_bytes_read(work: Work, layout: Parallel, n_tokens: float) -> float:
+def expert_bytes_read(work: StepCosts, layout: Parallel, n_tokens: float) -> float:
     """Of `weight_bytes_read`, the routed experts'. The tokens of all data ranks choose among them.
 
     Experts are cut over tp x dp with and without expert parallelism; with it each is whole on one rank, and the
@@ -203,7 +203,7 @@ def expert_bytes_read(work: Work, layout: Parallel, n_tokens: float) -> float:
     return total
 
 
-def weight_bytes_read(work: Work, layout: Parallel, n_tokens: float) -> float:
+def weight_bytes_read(work: StepCosts, layout: Parallel, n_tokens: float) -> float:
     """Weight bytes that one rank of each pipeline stage reads in a step, summed over the stages."""
     tp = layout.tensor
     total = work.head_bytes / tp + expert_bytes_read(work, layout, n_tokens)
@@ -212,7 +212,7 @@ def weight_bytes_read(work: Work, layout: Parallel, n_tokens: float) -> float:
     return total
 
 
-def cache_bytes_read(work: Work, layout: Parallel, step: Step, cache_dtype_bytes: float = 2.0) -> float:
+def cache_bytes_read(work: StepCosts, layout: Parallel, step: Step, cache_dtype_bytes: float = 2.0) -> float:
     """Bytes of KV cache that one rank of each stage reads, and of states it reads and writes, in a step."""
     tp, total = layout.tensor, 0.0
     for layer, count in work.layers:
@@ -241,7 +241,7 @@ class Flops(msgspec.Struct, frozen=True):
         return self.plain + self.quantised + self.experts
 
 
-def linear_flops(work: Work, layout: Parallel, step: Step) -> Flops:
+def linear_flops(work: StepCosts, layout: Parallel, step: Step) -> Flops:
     """2 a parameter a token; the head only where a token is made. Routed experts count top_k times, divided by TP
     (each data rank brings its own tokens). Which part is quantised is seen by its bytes: Kimi-K2.5 has experts alone in
     int4, and its attention runs in bf16."""
@@ -260,7 +260,7 @@ def linear_flops(work: Work, layout: Parallel, step: Step) -> Flops:
     return Flops(by_kind[False], by_kind[True], experts)
 
 
-def attention_flops(work: Work, layout: Parallel, step: Step) -> float:
+def attention_flops(work: StepCosts, layout: Parallel, step: Step) -> float:
     """FLOPs of scores and values on one rank of each stage: 2 x heads x (d_k + d_v) a token a token before it.
 
     MLA decodes in the compressed space (heads x (2 x kv_lora_rank + rope_dim)).
@@ -277,7 +277,7 @@ def attention_flops(work: Work, layout: Parallel, step: Step) -> float:
     return total / layout.tensor
 
 
-def _layer_work(arch: Architecture, layer: Layer, index: int, dtype_bytes: float) -> LayerWork:
+def _layer_work(arch: Architecture, layer: Layer, index: int, dtype_bytes: float) -> LayerCosts:
     cut = kv = copied = expert = 0
     cut_bytes = 0.0
     quant = arch.quantization
@@ -302,7 +302,7 @@ def _layer_work(arch: Architecture, layer: Layer, index: int, dtype_bytes: float
         cut_bytes += dense * each("dense") + shared * each("shared")
         copied += arch.hidden * mlp.n_experts
         copied_bytes += arch.hidden * mlp.n_experts * dtype_bytes
-    return LayerWork(
+    return LayerCosts(
         cut_params=cut,
         cut_bytes=cut_bytes,
         kv_params=kv,
