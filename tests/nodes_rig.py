@@ -1,4 +1,4 @@
-"""One replica over two real hosts without a target: its nodes are started by hand, as any target would start them."""
+"""A gateway and the nodes of one replica, started by hand as any target would start them: here or on real hosts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from hosts import ROOT, Hosts, Inside
+from hosts import ROOT, Hosts
 
 from penstock.errors import PenstockError
 from penstock.hardware import Machine
@@ -30,6 +30,8 @@ from penstock.wire.client import Client
 TOKEN = "rig-token"
 ENGINE_VERSIONS = {"vllm": "0.32.0", "fake": "1"}
 
+Popen = Callable[..., Any]
+
 
 def plan_for(engine: str, executor: str, parallel: dict[str, int], **engine_fields: Any) -> Plan:
     wanted = reading.from_mapping(
@@ -45,97 +47,97 @@ def plan_for(engine: str, executor: str, parallel: dict[str, int], **engine_fiel
     return launch.make(wanted, facts, machine, engine, ENGINE_VERSIONS[engine], 1)
 
 
-class Replica:
-    """A gateway here, and one node of replica 0 on each host."""
+class Rig:
+    """A gateway with its admin address on `address`, and nodes of replica 0."""
 
-    def __init__(self, hosts: Hosts, plan: Plan) -> None:
-        self.hosts, self.plan = hosts, plan
-        self.folder = hosts.shared / "run"
-        (self.folder / "artifact").mkdir(parents=True)
-        token = self.folder / "token"
+    def __init__(self, folder: Path, plan: Plan, address: str = "127.0.0.1", **settings: Any) -> None:
+        self.folder, self.run, self.plan = folder, folder / "run", plan
+        (self.run / "artifact").mkdir(parents=True)
+        token = folder / "token"
         token.write_text(TOKEN)
         token.chmod(0o600)
-        self._admin, self._public = free_port(hosts.own_address), free_port("127.0.0.1")
-        settings = {
-            "listen": f"127.0.0.1:{self._public}",
-            "admin": f"{hosts.own_address}:{self._admin}",
+        admin, public = free_port(address), free_port("127.0.0.1")
+        settings |= {
+            "listen": f"127.0.0.1:{public}",
+            "admin": f"{address}:{admin}",
             "admin_token_file": str(token),
             "models": [{"name": plan.served_names[0]}],
             "auth": "none",
-            "engines_need_key": True,
         }
-        (self.folder / "gateway.json").write_text(json.dumps(settings))
+        (folder / "gateway.json").write_text(json.dumps(settings))
         # The first address does not answer: a node takes the next one.
-        urls = ("http://127.0.0.1:9", f"http://{hosts.own_address}:{self._admin}")
-        told = Launch(plan.deployment, plan, urls, str(token), listen="network")
-        (self.folder / "artifact" / "launch.json").write_bytes(msgspec.json.encode(told))
-        self.nodes: dict[int, Inside] = {}
-        with (self.folder / "gateway.log").open("wb") as log:
-            argv = [sys.executable, "-m", "penstock.gateway", str(self.folder / "gateway.json")]
-            self._gateway = subprocess.Popen(argv, stdout=log, stderr=log, env={**os.environ, "PYTHONPATH": str(ROOT)})
-        self.client = Client(f"http://127.0.0.1:{self._public}", timeout_s=60.0)
+        urls = ("http://127.0.0.1:9", f"http://{address}:{admin}")
+        listen: Any = "loopback" if address == "127.0.0.1" else "network"
+        made = Launch(plan.deployment, plan, urls, str(token), listen=listen)
+        (self.run / "artifact" / "launch.json").write_bytes(msgspec.json.encode(made))
+        self.admin = Client(f"http://{address}:{admin}", api_key=TOKEN, timeout_s=5.0)
+        self.client = Client(f"http://127.0.0.1:{public}", timeout_s=60.0)
+        self.nodes: list[Any] = []
+        self._gateway = self._start(subprocess.Popen, "penstock.gateway", str(folder / "gateway.json"))
+        self.until(self._answers, "the gateway")
 
-    def start(self, *ranks: int, env: dict[str, str] | None = None) -> None:
-        for rank in ranks:
-            argv = [sys.executable, "-m", "penstock.node", str(self.folder / "artifact" / "launch.json")]
-            argv += ["--replica", "0", "--rank", str(rank), "--hosts", ",".join(self.hosts.names)]
-            more = {"PYTHONPATH": str(ROOT), "PENSTOCK_RUN_ID": "0badcafe", **(env or {})}
-            with self.log(rank).open("ab") as log:
-                options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
-                self.nodes[rank] = self.hosts[rank].popen(argv, env=more, **options)
+    def node(self, rank: int = 0, *words: str, popen: Popen = subprocess.Popen) -> Any:
+        argv = [str(self.run / "artifact" / "launch.json"), "--replica", "0", "--rank", str(rank), *words]
+        self.nodes.append(self._start(popen, "penstock.node", *argv))
+        return self.nodes[-1]
 
-    def log(self, rank: int) -> Path:
-        return self.folder / f"node{rank}.log"
+    def _start(self, popen: Popen, *words: str) -> Any:
+        more = {"PYTHONPATH": str(ROOT), "PENSTOCK_RUN_ID": "0badcafe"}
+        env = {**os.environ, **more} if popen is subprocess.Popen else more
+        with (self.folder / "log").open("ab") as log:
+            return popen([sys.executable, "-m", *words], env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+
+    def _answers(self) -> bool:
+        with contextlib.suppress(PenstockError):
+            return bool(self.admin.get_json("/admin/health"))
+        return False
 
     def row(self) -> ReplicaView | None:
-        admin = Client(f"http://{self.hosts.own_address}:{self._admin}", api_key=TOKEN, timeout_s=5.0)
-        try:
-            view = msgspec.convert(admin.get_json("/admin/replicas"), GatewayView)
-        except PenstockError:
-            return None
-        return view.replicas[0] if view.replicas else None
+        rows = msgspec.convert(self.admin.get_json("/admin/replicas"), GatewayView).replicas
+        return rows[0] if rows else None
 
-    def wait(self, is_so: Callable[[Announcement], object], what: str, timeout_s: float = 300.0) -> Announcement:
+    def until(self, is_so: Callable[[], object], what: str, timeout_s: float = 300.0) -> None:
         deadline = time.monotonic() + timeout_s
-        while True:
+        while not is_so():
+            log = (self.folder / "log").read_text("utf-8", "replace")[-4000:]
+            assert time.monotonic() < deadline, f"expected: {what}\n{log}"
+            time.sleep(0.05)
+
+    def wait_state(self, state: str) -> Announcement:
+        """Until the replica is in that state; it must not fail before."""
+
+        def is_so() -> bool:
             row = self.row()
-            if row is not None and is_so(row.announcement):
-                return row.announcement
-            assert time.monotonic() < deadline, f"expected: {what}; it is {row}\n{self._tails()}"
-            time.sleep(0.1)
+            assert row is None or row.announcement.state != "failed", row
+            return row is not None and row.announcement.state == state
 
-    def wait_ready(self) -> Announcement:
-        found = self.wait(lambda told: told.state in ("ready", "failed"), "ready")
-        assert found.state == "ready", f"{found.reason}\n{self._tails()}"
-        return found
+        self.until(is_so, state)
+        row = self.row()
+        assert row is not None
+        return row.announcement
 
-    def stop(self) -> dict[int, int]:
-        """As a target ends a replica: every node is told at once. Their exit codes."""
-        for node in self.nodes.values():
+    def stop(self) -> list[int]:
+        """As a target ends a replica: every node gets SIGTERM. Their exit codes."""
+        for node in self.nodes:
             node.terminate()
-        return {rank: node.wait(60) for rank, node in self.nodes.items()}
+        return [node.wait(60) for node in self.nodes]
 
     def close(self) -> None:
+        for node in self.nodes:
+            if node.poll() is None:
+                node.kill()
+                node.wait(10)
         self._gateway.terminate()
         self._gateway.wait(10)
 
-    def _tails(self) -> str:
-        paths = [self.log(rank) for rank in (0, 1)] + [self.folder / "gateway.log"]
-        return "\n".join(
-            f"--- {path.name}\n" + "\n".join(path.read_text("utf-8", "replace").splitlines()[-25:])
-            for path in paths
-            if path.exists()
-        )
-
 
 @contextlib.contextmanager
-def a_replica(hosts: Hosts, plan: Plan) -> Iterator[Replica]:
-    replica = Replica(hosts, plan)
+def a_replica(hosts: Hosts, plan: Plan) -> Iterator[Rig]:
+    """A gateway here, and one node of replica 0 on each host."""
+    rig = Rig(hosts.shared, plan, hosts.own_address, engines_need_key=True)
     try:
-        yield replica
+        for rank in (0, 1):
+            rig.node(rank, "--hosts", ",".join(hosts.names), popen=hosts[rank].popen)
+        yield rig
     finally:
-        for rank, node in replica.nodes.items():
-            if hosts[rank].is_on and node.poll() is None:
-                node.kill()
-                node.wait(10)
-        replica.close()
+        rig.close()

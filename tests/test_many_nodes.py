@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 from hosts import Hosts
-from nodes_rig import Replica, a_replica, plan_for
+from nodes_rig import Rig, a_replica, plan_for
 
 from penstock.testing.demo_prompts import DEMO_PROMPTS, MAX_TOKENS
 from penstock.wire.client import Client, HttpError
@@ -18,18 +18,18 @@ pytestmark = [pytest.mark.hosts, pytest.mark.vllm]
 CHATS = [row for row in DEMO_PROMPTS if row.kind == "chat"][:12]
 
 
-def texts(replica: Replica) -> dict[str, str]:
+def texts(rig: Rig) -> dict[str, str]:
     found = {}
     for row in CHATS:
         messages = [{"role": "user", "content": row.prompt}]
-        model = replica.plan.served_names[0]
-        found[row.prompt] = replica.client.chat(messages, model=model, max_tokens=MAX_TOKENS, temperature=0).text
+        model = rig.plan.served_names[0]
+        found[row.prompt] = rig.client.chat(messages, model=model, max_tokens=MAX_TOKENS, temperature=0).text
     return found
 
 
-def assert_nothing_left(replica: Replica) -> None:
+def assert_nothing_left(hosts: Hosts) -> None:
     """On the hosts that are on: no process of the replica, no shared memory, no folder."""
-    for host in replica.hosts:
+    for host in hosts:
         if not host.is_on:
             continue
         ours = [process.argv for process in host.processes() if "PENSTOCK_RUN" in process.env]
@@ -48,18 +48,17 @@ def assert_nothing_left(replica: Replica) -> None:
     ],
 )
 def test_the_text_is_that_of_the_uncut_model(hosts: Hosts, executor: str, parallel: dict[str, int]) -> None:
-    with a_replica(hosts, plan_for("vllm", executor, parallel)) as replica:
-        replica.start(0, 1)
-        told = replica.wait_ready()
+    with a_replica(hosts, plan_for("vllm", executor, parallel)) as rig:
+        told = rig.wait_state("ready")
         assert [(node.host, node.address, node.state, node.ranks) for node in told.nodes] == [
             ("node1", hosts[0].address, "here", (0,)),
             ("node2", hosts[1].address, "here", (1,)),
         ]
-        assert texts(replica) == {row.prompt: row.text for row in CHATS}
+        assert texts(rig) == {row.prompt: row.text for row in CHATS}
         assert told.url is not None and told.url.startswith(f"http://{hosts[0].address}:")
         assert_a_stranger_is_refused(told.url)
-        assert replica.stop() == {0: 0, 1: 0}
-        assert_nothing_left(replica)
+        assert rig.stop() == [0, 0]
+        assert_nothing_left(hosts)
 
 
 def assert_a_stranger_is_refused(url: str) -> None:

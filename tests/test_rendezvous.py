@@ -95,13 +95,14 @@ class Second:
 
     def vanish(self) -> None:
         self.board.post = lambda epoch, **content: None  # type: ignore[method-assign]
-        self.board._admin = CutOff()  # type: ignore[assignment]
+        self.board._admin = no_power()
         self.member.stops = 2
 
 
-class CutOff:
-    def post_json(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        raise NoAnswer("no power")
+def no_power() -> Any:
+    desk = Desk()
+    desk.is_down = True
+    return desk
 
 
 def a_board(desk: Desk, rank: int) -> BoardClient:
@@ -133,7 +134,6 @@ def seconds(desk: Desk) -> Iterator[Callable[..., Second]]:
     yield make
     for second in made:
         second.member.stops = 2
-        second.member.stop()
         second.thread.join(5)
         assert not second.thread.is_alive()
 
@@ -260,7 +260,7 @@ def test_a_lead_that_vanishes_ends_the_part_and_another_lead_takes_over(
 ) -> None:
     leader, second = a_leader(desk), seconds()
     formed(leader)
-    leader._board._admin = CutOff()  # type: ignore[assignment]
+    leader._board._admin = no_power()
     until(lambda: second.started[0].is_ended, "the part of a vanished leader is ended")
     formed(a_leader(desk))
     assert len(second.started) == 2

@@ -1,14 +1,16 @@
-"""Engines: what runs a model. One file each; this module holds the seam and the name table.
+"""Engines: what runs a model. One folder each; this module holds the seam and the name table.
 
-An engine is small and mostly pure: it says whether it is installed, makes its command line from a plan, reads its
-own log into progress, names its metrics and reads its own death. It starts nothing; `node` does.
+An engine is small and mostly pure: it says whether it is installed, makes its command line from a plan, reads its log
+into progress, names its metrics and explains its end. It starts nothing; `node` does.
 """
 
 from __future__ import annotations
 
 import importlib
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -76,12 +78,21 @@ class Seen(msgspec.Struct, frozen=True):
 
 
 class Diagnosis(msgspec.Struct, frozen=True):
-    """Our reading of a death. `is_final`: starting again unchanged would fail the same way. `line`: what told us."""
+    """Why an engine ended. `is_final`: starting again unchanged would fail the same way. `line`: of its log."""
 
     reason: str
     hint: str | None = None
     is_final: bool = False
     line: str | None = None
+
+
+class Death(NamedTuple):
+    """A line of an engine's log that explains its end; {0}, {1} in `reason` and `hint` are its groups."""
+
+    pattern: re.Pattern[str]
+    reason: str
+    hint: str | None = None
+    is_final: bool = True
 
 
 class Metrics(msgspec.Struct, frozen=True):
@@ -129,7 +140,7 @@ class Engine(ABC):
 
     @abstractmethod
     def diagnose(self, exit_code: int, tail: Sequence[str]) -> Diagnosis:
-        """Our reading of an engine that ended, from its exit code (negative: signal) and last lines."""
+        """Why it ended, from its exit code (negative: signal) and last lines."""
 
 
 def load(name: str) -> Engine:
@@ -138,6 +149,18 @@ def load(name: str) -> Engine:
     engine = getattr(importlib.import_module(module), attribute)()
     assert isinstance(engine, Engine)
     return engine
+
+
+def explain(ended: str, deaths: Sequence[Death], lines: Sequence[str]) -> Diagnosis:
+    """The diagnosis of the first death in the table that a line matches. `ended`: "vLLM exited with code 1"."""
+    for death in deaths:
+        for line in lines:
+            match = death.pattern.search(line)
+            if match:
+                groups = [(group or "").strip() for group in match.groups()]
+                hint = death.hint.format(*groups) if death.hint else None
+                return Diagnosis(f"{ended}: {death.reason.format(*groups)}", hint, death.is_final, line)
+    return Diagnosis(ended)
 
 
 def telling_lines(tail: Sequence[str], cause: str | None, count: int) -> list[str]:
@@ -158,7 +181,7 @@ def how_it_ended(exit_code: int) -> str:
     if exit_code >= 0:
         return f"exited with code {exit_code}"
     words = {
-        -9: " (SIGKILL: the kernel ran out of memory, or another process sent it)",
+        -9: " (SIGKILL: out of memory, or ended by another process)",
         -11: " (SIGSEGV)",
         -6: " (SIGABRT)",
         -4: " (SIGILL)",

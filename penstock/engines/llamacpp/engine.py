@@ -20,7 +20,19 @@ from typing import Any
 
 import msgspec
 
-from penstock.engines import KEY_VARIABLE, Command, Diagnosis, Engine, Metrics, Missing, Place, Seen, how_it_ended
+from penstock.engines import (
+    KEY_VARIABLE,
+    Command,
+    Death,
+    Diagnosis,
+    Engine,
+    Metrics,
+    Missing,
+    Place,
+    Seen,
+    explain,
+    how_it_ended,
+)
 from penstock.errors import Problem
 from penstock.planner import Plan
 from penstock.spec.deployment import Scalar
@@ -36,25 +48,25 @@ _MILESTONES = (
 )
 _OPENMP = "libgomp.so.1"
 _DEATHS = (
-    (re.compile(r"ImportError: (.*)"), "a library is missing", "See docs/reference/engines.md.", True),
-    (re.compile(r"(?i)(address already in use|couldn't bind)"), "its port was taken by another process", None, False),
-    (
-        re.compile(r"(?i)failed to open GGUF|invalid magic|error loading model: (.*)"),
-        "the GGUF cannot be read",
-        None,
-        True,
+    Death(re.compile(r"(ImportError: .*)"), "a library is missing ({0})", "See docs/reference/engines.md."),
+    Death(
+        re.compile(r"(?i)(.*(?:address already in use|couldn't bind).*)"),
+        "its port was taken by another process ({0})",
+        is_final=False,
     ),
-    (
-        re.compile(r"(?i)(failed to allocate|bad_alloc|out of memory)"),
-        "out of memory",
+    Death(
+        re.compile(r"(?i)(.*(?:failed to open GGUF|invalid magic|error loading model: ).*)"),
+        "the GGUF cannot be read ({0})",
+    ),
+    Death(
+        re.compile(r"(?i)(.*(?:failed to allocate|bad_alloc|out of memory).*)"),
+        "out of memory ({0})",
         "Lower engine.max_model_len.",
-        True,
     ),
-    (
-        re.compile(r"error: (unrecognized arguments: .*|argument .*)"),
-        "it refused its command line",
+    Death(
+        re.compile(r"(.*error: (?:unrecognized arguments: |argument ).*)"),
+        "it refused its command line ({0})",
         "Check engine.args (docs/reference/engines.md).",
-        True,
     ),
 )
 # Set by penstock from other fields of the file.
@@ -121,12 +133,7 @@ class LlamaCpp(Engine):
         return seen
 
     def diagnose(self, exit_code: int, tail: Sequence[str]) -> Diagnosis:
-        ended = how_it_ended(exit_code)
-        for pattern, reason, hint, is_final in _DEATHS:
-            found = [line for line in tail if pattern.search(line)]
-            if found:
-                return Diagnosis(f"llama.cpp {ended}: {reason} ({found[0].strip()[:200]})", hint, is_final, found[0])
-        return Diagnosis(f"llama.cpp {ended}")
+        return explain(f"llama.cpp {how_it_ended(exit_code)}", _DEATHS, tail)
 
 
 def _openmp_folder(python: str) -> str:
@@ -157,7 +164,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def options_of(argv: Sequence[str] | None) -> argparse.Namespace:
-    """What the program was told on its command line."""
+    """The options on its command line."""
     parser = argparse.ArgumentParser(prog="penstock.engines.llamacpp.engine")
     parser.add_argument("--model", required=True)
     parser.add_argument("--alias", nargs="+", required=True)
@@ -187,7 +194,7 @@ def server_of(options: argparse.Namespace) -> Any:
     params.cpuparams_batch.n_threads = options.threads
     params.endpoint_metrics = True
     params.ui = False
-    # llama.cpp leaves /health and /v1/models open all the same; neither tells a secret.
+    # llama.cpp leaves /health and /v1/models open; neither tells a secret.
     params.api_keys = [key for key in (os.environ.get(KEY_VARIABLE),) if key]
     params.cache_ram_mib = 0  # its default keeps up to 8 GiB of old prompts, which no plan has counted
     if options.n_batch:

@@ -9,7 +9,18 @@ from importlib import metadata
 
 import msgspec
 
-from penstock.engines import KEY_VARIABLE, Command, Diagnosis, Engine, Metrics, Missing, Place, Seen, how_it_ended
+from penstock.engines import (
+    KEY_VARIABLE,
+    Command,
+    Diagnosis,
+    Engine,
+    Metrics,
+    Missing,
+    Place,
+    Seen,
+    explain,
+    how_it_ended,
+)
 from penstock.engines.vllm import names
 from penstock.errors import Problem
 from penstock.planner import Plan
@@ -94,14 +105,7 @@ class Vllm(Engine):
         if exit_code < 0:  # a signal from outside: no line of its log explains it
             return Diagnosis(f"vLLM {ended}")
         lines = [line for line in tail if not names.HARMLESS.search(line)]
-        for death in names.DEATHS:
-            for line in lines:
-                match = death.pattern.search(line)
-                if match:
-                    hint = death.hint.format(*match.groups()) if death.hint else None
-                    reason = death.reason.format(*(group.strip() for group in match.groups()))
-                    return Diagnosis(f"vLLM {ended}: {reason}", hint, death.is_final, line)
-        return Diagnosis(f"vLLM {ended}")
+        return explain(f"vLLM {ended}", names.DEATHS, lines)
 
 
 def _missing_library() -> Missing | None:

