@@ -332,7 +332,7 @@ def _directive_problems(block: Slurm) -> Iterator[Problem]:
         elif name in _OURS:
             yield Problem("slurm.directives", f'"{name}" is set by penstock', "remove it")
         elif name in _FIELDS:
-            yield Problem("slurm.directives", f'"{name}" has a field of its own', f"set slurm.{_FIELDS[name]}")
+            yield Problem("slurm.directives", f'"{name}" is set by another field', f"set slurm.{_FIELDS[name]}")
 
 
 def _is_word(value: str) -> bool:
