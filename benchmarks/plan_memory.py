@@ -115,7 +115,7 @@ class Judged(msgspec.Struct, frozen=True):
 
 def starts(path: Path = LOGS) -> dict[str, list[Start]]:
     """The starts of the file, by section: "public" logs and our "own"."""
-    return msgspec.convert(yaml.safe_load(path.read_text("utf-8")), dict[str, list[Start]])
+    return msgspec.convert(yaml.load(path.read_text("utf-8"), yaml.CSafeLoader), dict[str, list[Start]])
 
 
 def judge(start: Start) -> Judged:
@@ -129,8 +129,7 @@ def judge(start: Start) -> Judged:
     except NotModelled as refusal:
         return Judged(start, None, refusal.message, None, None, None, None, weights_bar, bar, True, None)
     said, memory, weights = start.said, answer.memory, answer.weights
-    block_gib = _block_gib(start)
-    kv_said = said.kv_gib if said.kv_gib is not None or said.blocks is None else said.blocks * block_gib
+    kv_said = said.kv_gib if said.kv_gib is not None or said.blocks is None else said.blocks * _block_gib(start)
     kv = memory.kv_cache_gib.likely if memory else None
     # Below zero nothing is left, and there is no number to compare.
     comparable = kv is not None and kv_said is not None and kv_said > 0

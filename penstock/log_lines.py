@@ -43,7 +43,7 @@ def in_turn(sources: Sequence[Iterator[str]]) -> Iterator[str]:
 def as_they_come(sources: Sequence[Iterator[str]]) -> Iterator[str]:
     """Lines of all sources as they come, until all have ended or one of them fails: its error is raised at once.
 
-    Each is read by a thread of its own, which waits when nobody takes its lines.
+    Each is read by a thread, which waits while its lines are not taken.
     """
     arrived: queue.Queue[str | Exception | None] = queue.Queue(_QUEUED_LINES)
 
@@ -94,7 +94,7 @@ def file_lines(
             elif was_over:
                 break
             else:
-                was_over = is_over()  # then once more: its last words may have come since
+                was_over = is_over()  # then once more: its last lines may have come since
                 time.sleep(_POLL_S)
         if begun:
             yield begun

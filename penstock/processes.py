@@ -1,6 +1,6 @@
-"""Processes that stay recognisable: started detached and marked, found again, ended by id, with what they leave.
+"""Processes by pid and start time: started detached and marked, found by the mark, ended with what they leave.
 
-Every process we start carries PENSTOCK_RUN (its run folder) and PENSTOCK_RUN_ID in its environment, and so do the
+Every process of penstock carries PENSTOCK_RUN (its run folder) and PENSTOCK_RUN_ID in its environment, and so do the
 children that an engine forks. A pid alone is never trusted: it is compared with the process's start time.
 """
 
@@ -51,7 +51,7 @@ class Backoff:
 
 
 class Marks(NamedTuple):
-    """By what the processes of one node are found; None: whatever it is."""
+    """What the processes of one node carry; None: any."""
 
     run: str
     replica: str | None = None
@@ -94,7 +94,7 @@ def started_at(pid: int) -> float:
 def start_detached(
     argv: Sequence[str], marks: Mapping[str, str], log: Path, environment: Mapping[str, str] | None = None
 ) -> Process:
-    """Start a process in a session of its own, output appended to `log`, and say who it is. It outlives us."""
+    """Start a process in a new session, its output appended to `log`. It outlives this one."""
     env = {**(os.environ if environment is None else environment), **marks}
     with log.open("ab") as output:
         child = subprocess.Popen(
@@ -116,8 +116,8 @@ def is_alive(process: Process) -> bool:
 
 
 def find_marked(run: str | None = None, replica: str | None = None, rank: str | None = None) -> list[Marked]:
-    """Living processes that carry our mark, of one run folder (and replica, and node), or of all. Never ourselves."""
-    found = []
+    """Living processes with the mark of a run folder (and replica, and rank), or of any. Never this process."""
+    marked = []
     for entry in psutil.process_iter():
         if entry.pid == os.getpid():
             continue
@@ -127,8 +127,8 @@ def find_marked(run: str | None = None, replica: str | None = None, rank: str | 
                 continue
             asked = ((MARK_RUN, run), (MARK_REPLICA, replica), (MARK_RANK, rank))
             if all(value is None or env.get(name) == value for name, value in asked):
-                found.append(_marked(entry, env))
-    return found
+                marked.append(_marked(entry, env))
+    return marked
 
 
 def _marked(entry: psutil.Process, env: Mapping[str, str]) -> Marked:
@@ -174,19 +174,19 @@ def sweep(run: str, replica: str | None = None, rank: str | None = None, keep: I
     """Kill whatever still carries the mark of a run (or one replica or node of it), and unlink the shared memory it
     mapped.
 
-    Used after the polite end. Returns what it found. Python's resource trackers get two seconds to tidy up after
+    Used after the polite end. Returns what it killed. Python's resource trackers get two seconds to tidy up after
     the others, since killing them is what leaks segments.
     """
     kept = set(keep)
     swept: list[Marked] = []
     for _ in range(10):  # a process may fork while we look
-        found = [process for process in find_marked(run, replica, rank) if process.pid not in kept]
-        if not found:
+        living = [process for process in find_marked(run, replica, rank) if process.pid not in kept]
+        if not living:
             break
-        swept += found
-        segments = shared_memory(found)
-        trackers = [process for process in found if _TRACKER in process.command]
-        others = [process for process in found if process not in trackers]
+        swept += living
+        segments = shared_memory(living)
+        trackers = [process for process in living if _TRACKER in process.command]
+        others = [process for process in living if process not in trackers]
         for process in others:
             signal_process(process, signal.SIGKILL)
         wait_gone(others, 5.0)

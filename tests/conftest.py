@@ -12,7 +12,7 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,6 +28,7 @@ from hosts_fixtures import (  # noqa: F401 - fixtures
     two_hosts,
     two_hosts_behind_login,
 )
+from launching import Place, a_place
 
 # Marker -> the package without which its tests cannot run.
 NEEDS = {"llamacpp": "xllamacpp", "vllm": "vllm"}
@@ -66,6 +67,13 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 def loop_factory(request: pytest.FixtureRequest) -> object:
     """Each event loop that the gateway runs on; for `async def` tests, which need not name it."""
     return importlib.import_module(request.param).new_event_loop
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Place]:
+    """A home to start deployments in with the fake engine; nothing may be left of them."""
+    with a_place(tmp_path) as found:
+        yield found
 
 
 @pytest.fixture(scope="session")

@@ -31,6 +31,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import yaml
@@ -108,10 +109,10 @@ def interrupt(*words: object, when: Callable[[], bool]) -> Done:
 
 def port_is_free(address: str) -> bool:
     """Whether "host:port" (a URL will do) refuses connections."""
-    host, _, port = address.removeprefix("http://").rpartition(":")
+    parts = urlsplit(address if "://" in address else f"//{address}")
     with socket.socket() as probe:
         probe.settimeout(1.0)
-        return probe.connect_ex((host, int(port))) != 0
+        return probe.connect_ex((parts.hostname or "", parts.port or 0)) != 0
 
 
 def kill(*pids: int) -> None:

@@ -1,8 +1,16 @@
-"""Models as the planner sees them, written by hand from their config.json, for the tests of cache and overhead."""
+"""Models as the planner sees them, for its tests: read from the catalogue's config.json, and a few made by hand."""
 
 from __future__ import annotations
 
-from penstock.planner.architecture import Architecture, Attention, AttentionKind, Layer, Mlp, State
+from typing import Any
+
+from penstock.models import catalog
+from penstock.planner.architecture import Architecture, Attention, AttentionKind, Layer, Mlp, State, dense
+
+
+def arch(name: str, **changes: Any) -> Architecture:
+    """A model of the catalogue; `changes` go over its config.json."""
+    return dense.read({**catalog.model_config(name), **changes})
 
 
 def attention(
@@ -11,130 +19,45 @@ def attention(
     return Attention(kind, heads, kv_heads, size, size, window, shares_kv_with=shares)
 
 
-def mla(heads: int = 128, index_dim: int = 0) -> Attention:
-    return Attention("mla", heads, 1, 192, 128, q_lora_rank=1536, kv_lora_rank=512, rope_dim=64, index_dim=index_dim)
+def mla() -> Attention:
+    return Attention("mla", 128, 1, 192, 128, q_lora_rank=1536, kv_lora_rank=512, rope_dim=64)
 
 
-def model(name: str, hidden: int, vocab: int, layers: list[Layer], max_position: int = 131_072) -> Architecture:
-    return Architecture(name, name, hidden, vocab, tuple(layers), max_position, "bfloat16", ties_embeddings=False)
+def model(name: str, hidden: int, vocab: int, layers: list[Layer], **more: Any) -> Architecture:
+    known: dict[str, Any] = {"dtype": "bfloat16", "ties_embeddings": False, **more}
+    return Architecture(name, "llama", hidden, vocab, tuple(layers), 131_072, **known)
 
 
-def dense(
-    name: str, n_layers: int, hidden: int, heads: int, kv_heads: int, mlp: int, vocab: int = 128_256, size: int = 128
-) -> Architecture:
-    layer = Layer(attention("full", heads, kv_heads, size), mlp=Mlp(mlp))
-    return model(name, hidden, vocab, [layer] * n_layers)
-
-
-def alternating(
-    name: str, n_layers: int, is_full: set[int], local: Attention, full: Attention, mlp: Mlp, hidden: int, vocab: int
-) -> Architecture:
-    layers = [Layer(full if index in is_full else local, mlp=mlp) for index in range(n_layers)]
-    return model(name, hidden, vocab, layers)
-
-
-LLAMA_8B = dense("llama-3.1-8b", 32, 4096, 32, 8, 14336)
-LLAMA_70B = dense("llama-3.1-70b", 80, 8192, 64, 8, 28672)
-LLAMA_405B = dense("llama-3.1-405b", 126, 16384, 128, 8, 53248)
-LLAMA_405B_FIRST = dense("llama-3.1-405b, July 2024", 126, 16384, 128, 16, 53248)
-LLAMA_2_7B = dense("llama-2-7b", 32, 4096, 32, 32, 11008, vocab=32_000)
-QWEN2_5_32B = dense("qwen2.5-32b", 64, 5120, 40, 8, 27648, vocab=152_064)
-QWEN3_0_6B = dense("qwen3-0.6b", 28, 1024, 16, 8, 3072, vocab=151_936)
-QWEN3_8B = dense("qwen3-8b", 36, 4096, 32, 8, 12288, vocab=151_936)
-QWEN3_32B = dense("qwen3-32b", 64, 5120, 64, 8, 25600, vocab=151_936)
-QWEN3_4B = dense("qwen3-4b", 36, 2560, 32, 8, 9728, vocab=151_936)
-DEEPSEEK_V3 = model("deepseek-v3", 7168, 129_280, [Layer(mla(), mlp=Mlp(2048, True, 256, 8, 2048))] * 61, 163_840)
-DEEPSEEK_V32 = model("deepseek-v3.2", 7168, 129_280, [Layer(mla(index_dim=128), mlp=Mlp(2048, True, 256, 8))] * 61)
-GPT_OSS_20B = alternating(
-    "gpt-oss-20b",
-    24,
-    set(range(1, 24, 2)),
-    attention("sliding", 64, 8, 64, 128),
-    attention("full", 64, 8, 64),
-    Mlp(2880, True, 32, 4),
-    2880,
-    201_088,
+LLAMA_8B = arch("llama-3.1-8b")
+LLAMA_70B = arch("llama-3.1-70b")
+LLAMA_405B = arch("llama-3.1-405b")
+LLAMA_405B_FIRST = arch("llama-3.1-405b", num_key_value_heads=16)
+LLAMA_2_7B = arch("llama-2-7b")
+VICUNA_13B = arch("vicuna-13b-v1.3")
+QWEN2_5_32B = arch("qwen2.5-32b")
+QWEN3_0_6B = arch("qwen3-0.6b")
+QWEN3_32B = arch("qwen3-32b")
+DEEPSEEK_V3 = arch("deepseek-v3")
+DEEPSEEK_V32 = arch("deepseek-v3.2")
+GPT_OSS_20B = arch("gpt-oss-20b")
+GPT_OSS_120B = arch("gpt-oss-120b")
+GEMMA_3_27B = arch("gemma-3-27b")
+LLAMA_4_SCOUT = arch("llama-4-scout-17b-16e")
+MISTRAL_7B = arch("mistral-7b-v0.1")
+QWEN3_NEXT = arch("qwen3-next-80b-a3b")
+GRANITE_4 = arch("granite-4.0-h-small")
+JAMBA = arch("jamba-v0.1")
+GDN = next(layer.state for layer in QWEN3_NEXT.layers if layer.state is not None)
+GRANITE_STATE = next(layer.state for layer in GRANITE_4.layers if layer.state is not None)
+# Gemma 4 31B, not in the catalogue: sliding layers of 16 x 256, full ones of 4 x 512: pages of two sizes.
+_SLIDING, _FULL = attention("sliding", 32, 16, 256, 1024), attention("full", 32, 4, 512)
+GEMMA_4_31B = model(
+    "gemma-4-31b", 5376, 262_144, [Layer(_FULL if i % 6 == 5 else _SLIDING, mlp=Mlp(21504)) for i in range(60)]
 )
-GEMMA_3_27B = alternating(
-    "gemma-3-27b",
-    62,
-    set(range(5, 62, 6)),
-    attention("sliding", 32, 16, 128, 1024),
-    attention("full", 32, 16, 128),
-    Mlp(21504),
-    5376,
-    262_208,
-)
-# Gemma 4: sliding layers of 16 x 256, full ones of 4 x 512: pages of two sizes.
-GEMMA_4_31B = alternating(
-    "gemma-4-31b",
-    60,
-    set(range(5, 60, 6)),
-    attention("sliding", 32, 16, 256, 1024),
-    attention("full", 32, 4, 512),
-    Mlp(21504),
-    5376,
-    262_144,
-)
-LLAMA_4_SCOUT = alternating(
-    "llama-4-scout",
-    48,
-    set(range(3, 48, 4)),
-    attention("chunked", 40, 8, 128, 8192),
-    attention("full", 40, 8, 128),
-    Mlp(8192, True, 16, 1, 8192),
-    5120,
-    202_048,
-)
-MISTRAL_7B = model(
-    "mistral-7b-v0.1", 4096, 32_000, [Layer(attention("sliding", 32, 8, 128, 4096), mlp=Mlp(14336))] * 32
-)
-# Full attention with more or fewer KV heads by layer (Nemotron Super).
-MIXED_HEADS = model(
-    "mixed heads",
-    4096,
-    32_000,
-    [Layer(attention("full", 32, 8 if i % 2 else 4, 128), mlp=Mlp(8192)) for i in range(10)],
-)
-GDN = State("gdn", 8192, 4, 32, 128, 128, state_dtype="bfloat16", has_conv_bias=False)
-QWEN3_NEXT = model(
-    "qwen3-next-80b-a3b",
-    2048,
-    151_936,
-    [
-        Layer(attention("full", 16, 2, 256), mlp=Mlp(512, True, 512, 10, 512))
-        if index % 4 == 3
-        else Layer(state=GDN, mlp=Mlp(512, True, 512, 10, 512))
-        for index in range(48)
-    ],
-)
-# Granite 4.0-H-Small: 36 Mamba-2 layers (128 heads of 64, one group of 128) and 4 of attention.
-GRANITE_STATE = State("mamba2", 8192 + 2 * 128, 4, 128, 64, 128, state_dtype="bfloat16")
-GRANITE_4 = model(
-    "granite-4.0-h-small",
-    4096,
-    100_352,
-    [
-        Layer(attention("full", 32, 8, 128), mlp=Mlp(768, True, 72, 10, 1536))
-        if index in (5, 15, 25, 35)
-        else Layer(state=GRANITE_STATE, mlp=Mlp(768, True, 72, 10, 1536))
-        for index in range(40)
-    ],
-)
-# Jamba v0.1: Mamba-1, 4 of 32 layers are attention.
-_JAMBA = State("mamba1", 8192, 4, 8192, 1, 16, state_dtype="bfloat16")
-JAMBA = model(
-    "jamba-v0.1",
-    4096,
-    65_536,
-    [Layer(attention("full", 32, 8, 128) if i % 8 == 4 else None, None if i % 8 == 4 else _JAMBA) for i in range(32)],
-)
-# Nemotron-H-56B: 118 layers, 54 Mamba-2 (256 heads of 64, 8 groups of 256), 10 attention, 54 MLP.
+# Near Nemotron-H-56B: 59 Mamba-2 layers (256 heads of 64, 8 groups of 256, states in fp32) and 10 of attention.
 _NEMOTRON = State("mamba2", 16384 + 2 * 8 * 256, 4, 256, 64, 256)
 NEMOTRON_H = model(
-    "nemotron-h-56b",
-    8192,
-    131_072,
+    *("nemotron-h-56b", 8192, 131_072),
     [
         Layer(attention("full", 64, 8, 128))
         if i in range(7, 118, 12)
@@ -142,27 +65,18 @@ NEMOTRON_H = model(
         for i in range(118)
     ],
 )
+# Full attention with more or fewer KV heads by layer (Nemotron Super).
+MIXED_HEADS = model(
+    *("mixed heads", 4096, 32_000),
+    [Layer(attention("full", 32, 8 if i % 2 else 4, 128), mlp=Mlp(8192)) for i in range(10)],
+)
 # Every second half of the layers reads the cache of the first half.
 SHARING = model(
-    "sharing",
-    2048,
-    32_000,
+    *("sharing", 2048, 32_000),
     [Layer(attention("full", 16, 8, 128, shares=i - 10 if i >= 10 else None), mlp=Mlp(8192)) for i in range(20)],
 )
+KDA = model("kda", 64, 64, [Layer(mla()), Layer(None, State("kda", 12_288, 4, 32, 128, 128))])
 EVERY = (
-    LLAMA_8B,
-    LLAMA_2_7B,
-    DEEPSEEK_V3,
-    DEEPSEEK_V32,
-    GPT_OSS_20B,
-    GEMMA_3_27B,
-    GEMMA_4_31B,
-    LLAMA_4_SCOUT,
-    MISTRAL_7B,
-    MIXED_HEADS,
-    QWEN3_NEXT,
-    GRANITE_4,
-    JAMBA,
-    NEMOTRON_H,
-    SHARING,
+    *(LLAMA_8B, LLAMA_2_7B, DEEPSEEK_V3, DEEPSEEK_V32, GPT_OSS_20B, GEMMA_3_27B, GEMMA_4_31B, LLAMA_4_SCOUT),
+    *(MISTRAL_7B, MIXED_HEADS, QWEN3_NEXT, GRANITE_4, JAMBA, NEMOTRON_H, SHARING),
 )

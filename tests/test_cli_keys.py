@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 from gateway_rig import SSE_HEAD, chunk, rig_with, run, say
-from test_store import row
+from store_rig import Store, row
 
 from penstock.cli import keys, main
-from penstock.gateway.accounting.store import Limits, Store
+from penstock.gateway.accounting.key_store import Limits
 
 Shell = Callable[..., tuple[int, str, str]]
 
@@ -97,9 +97,9 @@ def test_what_makes_no_sense_is_refused_in_words(shell: Shell, argv: list[str]) 
 def test_usage_by_what_is_asked_and_at_what_price(shell: Shell, tmp_path: Path) -> None:
     store = Store(str(tmp_path / "store.sqlite"))
     now = time.time()
-    key, _ = store.create_key("alice", Limits(), now)
+    key, _ = store.keys.create("alice", Limits(), now)
     rows = [row(n, at=now, key_id=key.id, prompt_tokens=1000, cached_tokens=400, output_tokens=500) for n in range(10)]
-    store.add_rows("w", [*rows, row(10, at=now - 9 * 86400, model="old", cost_usd=0.25)])
+    store.usage.add_rows("w", [*rows, row(10, at=now - 9 * 86400, model="old", cost_usd=0.25)])
     store.close()
     lines = as_json(shell, "usage", "--by", "key,model")
     assert lines[0] == {
@@ -144,12 +144,12 @@ def test_usage_by_what_is_asked_and_at_what_price(shell: Shell, tmp_path: Path) 
 def test_usage_is_pruned_and_tells_the_same(shell: Shell, tmp_path: Path) -> None:
     store = Store(str(tmp_path / "store.sqlite"))
     now = time.time()
-    store.add_rows("w", [row(number, at=now - number * 86400, cost_usd=0.5) for number in range(100)])
+    store.usage.add_rows("w", [row(number, at=now - number * 86400, cost_usd=0.5) for number in range(100)])
     usage = as_json(shell, "usage", "--by", "day,key,model,state,replica")
     told = as_json(shell, "usage", "prune", "--keep", "89d")
     assert told["requests"] == 10
     assert told["before"] == usage[10]["day"]
-    assert store._all("SELECT count(*) FROM requests", ()) == [(90,)]
+    assert store.database.all("SELECT count(*) FROM requests", ()) == [(90,)]
     assert as_json(shell, "usage", "--by", "day,key,model,state,replica") == usage
     code, out, _ = shell("usage", "prune", "--before", usage[20]["day"])
     assert (code, out) == (0, f"10 requests from before {usage[20]['day']} (UTC) are kept as sums by day\n")

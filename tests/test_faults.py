@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import socket
 import threading
 from collections.abc import Iterator
@@ -23,7 +24,6 @@ from launching import (
     SOON_S,
     Asking,
     Place,
-    a_place,
     ask,
     call,
     engine_pid,
@@ -46,12 +46,6 @@ from penstock.wire.announcement import Restart
 from penstock.wire.client import HttpError
 
 pytestmark = pytest.mark.processes
-
-
-@pytest.fixture
-def place(tmp_path: Path) -> Iterator[Place]:
-    with a_place(tmp_path) as found:
-        yield found
 
 
 def restarts(run: Run, part: str) -> list[Restart]:
@@ -527,3 +521,29 @@ def test_down_ends_a_deployment_whose_folder_is_damaged(place: Place, broken: st
         shutil.rmtree(folder)
     again = place.up(place.write("one"))
     ask(again)
+
+
+def test_hung_gateway_is_ended_and_another_started(place: Place) -> None:
+    run = place.up(place.write("one"))
+    hung = pid_of(run, "gateway")
+    os.kill(hung, signal.SIGSTOP)
+    wait_until(lambda: now(run).phase == "degraded", "status says that something is wrong")
+    wait_until(lambda: now(run).gateway.n_restarts == 1 and now(run).phase == "ready", "another gateway serves", 25)
+    assert pid_of(run, "gateway") != hung
+    assert any(event["event"] == "gateway hung" for event in run.events())
+    ask(run)
+
+
+def test_node_that_dies_before_it_says_anything_fails_the_start(place: Place) -> None:
+    file = place.write("one")
+    done = call("up", file, "--no-wait")
+    assert done.code == 0
+    run = place.run()
+    (run.artifact_path / "launch.json").write_text("{}")
+    for replica in run.handle().replicas.values():
+        kill(replica["pid"])
+    told = call("up", file)
+    assert told.code == 1
+    assert "its node died 3 times before it said anything" in told.err
+    assert "ValidationError" in told.err, "the node's own last lines are shown"
+    call("down", "one")

@@ -13,9 +13,12 @@ from typing import Any
 
 import pytest
 from gateway_rig import CHAT, KEY, SSE_HEAD, Gate, Rig, chunk, hang_up, rig_with, run, say
+from store_rig import Store
 
 from penstock.gateway.accounting import ledger
-from penstock.gateway.accounting.store import FOLD_ROWS, Limits, Row, Store, month_of
+from penstock.gateway.accounting.key_store import Limits
+from penstock.gateway.accounting.running_totals import new_totals
+from penstock.gateway.accounting.usage_store import FOLD_ROWS, Row, UsageStore, month_of
 from penstock.gateway.config import ServedModel
 from penstock.spec.gateway import Price
 
@@ -37,7 +40,7 @@ def place(tmp_path: Path) -> str:
 
 def make_key(place: str, name: str = "alice", **limits: Any) -> str:
     store = Store(place)
-    _, secret = store.create_key(name, Limits(**limits), time.time())
+    _, secret = store.keys.create(name, Limits(**limits), time.time())
     store.close()
     return secret
 
@@ -48,10 +51,10 @@ def bearer(secret: str) -> str:
 
 async def rows(rig: Rig) -> list[dict[str, Any]]:
     """The ledger as it is on the disk, with all that happened so far."""
-    kept = rig.gateway.books.ledger
+    kept = rig.gateway.accounting.ledger
     assert kept is not None
     await kept.call(lambda store: None)
-    connection = sqlite3.connect(kept._store.place)
+    connection = sqlite3.connect(kept._database.place)
     connection.row_factory = sqlite3.Row
     found = [dict(row) for row in connection.execute("SELECT * FROM requests ORDER BY number")]
     connection.close()
@@ -290,7 +293,7 @@ def test_key_that_ends_while_the_body_comes_is_refused(place: str, path: str) ->
             client.writer.write(CHAT)
             status, error = await client.error()
             assert (status, error["code"]) == (401, "invalid_api_key")
-            assert rig.gateway.books.totals.n_unknown_keys == 1
+            assert rig.gateway.accounting.totals.n_unknown_keys == 1
             assert [row["status"] for row in await until_rows(rig, 1)] == [200]
             assert len(engine.seen) == 1
 
@@ -358,7 +361,7 @@ def test_locked_store_stops_no_request_and_loses_no_row(place: str, monkeypatch:
     async def test() -> None:
         async with rig_with(say(ANSWER), store=place) as (rig, _, client):
             mend = break_by_lock(place)
-            kept = rig.gateway.books.ledger
+            kept = rig.gateway.accounting.ledger
             assert kept is not None
             for _ in range(5):
                 client.post(CHAT)
@@ -386,17 +389,17 @@ def test_full_disk_stops_no_request(place: str, monkeypatch: pytest.MonkeyPatch)
 
     async def test() -> None:
         async with rig_with(say(ANSWER), store=place) as (rig, _, client):
-            kept = rig.gateway.books.ledger
+            kept = rig.gateway.accounting.ledger
             assert kept is not None
             # SQLite's own way to a full disk: the file may not grow.
-            n_pages = await kept.call(lambda store: store._all("PRAGMA page_count", ())[0][0])
-            await kept.call(lambda store: store._all(f"PRAGMA max_page_count = {n_pages}", ()))
+            n_pages = await kept.call(lambda database: database.all("PRAGMA page_count", ())[0][0])
+            await kept.call(lambda database: database.all(f"PRAGMA max_page_count = {n_pages}", ()))
             n_sent = 0
             while not has_lost(kept):
                 client.post(b'{"model":"demo","x":"%s"}' % (b"y" * 50), headers=f"X-Request-Id: {'z' * 128}\r\n")
                 assert (await client.response())[0].status == 200
                 n_sent += 1
-            await kept.call(lambda store: store._all("PRAGMA max_page_count = 100000", ()))
+            await kept.call(lambda database: database.all("PRAGMA max_page_count = 100000", ()))
             while kept.n_waiting:
                 await asyncio.sleep(0.002)
             assert kept.n_written + kept.n_lost == n_sent
@@ -409,7 +412,7 @@ def test_busy_turn_is_folded_and_a_calm_one_unfolds_it(place: str, monkeypatch: 
     monkeypatch.setattr(ledger, "PERIOD_S", 0.01)
 
     async def test() -> None:
-        kept = ledger.Ledger(place)
+        kept = ledger.Ledger(place, new_totals())
         for _ in range(2 * FOLD_ROWS):
             kept.add(Row(kept.next_number(), 1.0, "k", "m", "0", 1, 0, 1, 0, None, 1.0, "complete", 200, None, "id"))
         kept._turn()
@@ -427,20 +430,20 @@ def test_busy_turn_is_folded_and_a_calm_one_unfolds_it(place: str, monkeypatch: 
 
 def test_rows_that_come_while_a_turn_writes_are_the_next_turns(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy gateway's turn would never end, and write a few rows at a time: each time it takes the loop's lock."""
-    kept = ledger.Ledger(place)
-    add_rows = Store.add_rows
+    kept = ledger.Ledger(place, new_totals())
+    add_rows = UsageStore.add_rows
     writes: list[list[int]] = []
 
     def come() -> None:
         kept.add(Row(kept.next_number(), 1.0, "k", "m", "0", 1, 0, 1, 0, None, 1.0, "complete", 200, None, "id"))
 
-    def busy(store: Store, writer: str, batch: list[Row], *, is_again: bool) -> None:
+    def busy(store: UsageStore, writer: str, batch: list[Row], *, is_again: bool) -> None:
         assert len(writes) < 5
         writes.append([row.number for row in batch])
         add_rows(store, writer, batch, is_again=is_again)
         come()
 
-    monkeypatch.setattr(Store, "add_rows", busy)
+    monkeypatch.setattr(UsageStore, "add_rows", busy)
     come()
     for n_turns in (1, 2):
         kept._turn()
@@ -452,14 +455,14 @@ def test_rows_that_come_while_a_turn_writes_are_the_next_turns(place: str, monke
 def test_gateway_prunes_old_rows_and_a_budget_stays_spent(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ledger, "PERIOD_S", 0.01)
     secret = make_key(place, budget_usd=0.0005)
-    key_id = Store(place).find_key("alice").id
+    key_id = Store(place).keys.find("alice").id
     # The row of a request of this month that was dear, and so old that it is pruned.
     before = Store(place)
     rows_of_old = [
         Row(n, 86400.0 * 3, key_id, "demo", "0", 5, 0, 1, 0, None, 1.0, "complete", 200, 1.0, "id") for n in (1, 2)
     ]
-    before.add_rows("old", rows_of_old)
-    before._execute("UPDATE spend SET month = ?", (month_of(time.time()),))
+    before.usage.add_rows("old", rows_of_old)
+    before.database.execute("UPDATE spend SET month = ?", (month_of(time.time()),))
     before.close()
 
     async def test() -> None:
@@ -469,9 +472,9 @@ def test_gateway_prunes_old_rows_and_a_budget_stays_spent(place: str, monkeypatc
             assert (await client.error())[1]["code"] == "insufficient_quota"
             while len(await rows(rig)) != 1:
                 await asyncio.sleep(0.002)
-            kept = rig.gateway.books.ledger
+            kept = rig.gateway.accounting.ledger
             assert kept is not None
-            usage = await kept.call(lambda store: store.usage(("day", "state")))
+            usage = await kept.call(lambda database: UsageStore(database).usage(("day", "state")))
             assert [(line.group[1], line.n_requests) for line in usage] == [("complete", 2), ("refused", 1)]
             assert usage[0].group[0] == "1970-01-04"
             client.post(CHAT, headers=bearer(secret))
@@ -482,17 +485,17 @@ def test_gateway_prunes_old_rows_and_a_budget_stays_spent(place: str, monkeypatc
 
 def test_ledger_that_keeps_all_prunes_nothing(place: str) -> None:
     store = Store(place)
-    store.add_rows("old", [Row(1, 5.0, "k", "demo", "0", 5, 0, 1, 0, None, 1.0, "complete", 200, 1.0, "id")])
-    kept = ledger.Ledger(place)
+    store.usage.add_rows("old", [Row(1, 5.0, "k", "demo", "0", 5, 0, 1, 0, None, 1.0, "complete", 200, 1.0, "id")])
+    kept = ledger.Ledger(place, new_totals())
     kept._turn()
-    assert store._all("SELECT count(*) FROM requests", ()) == [(1,)]
+    assert store.database.all("SELECT count(*) FROM requests", ()) == [(1,)]
     kept.keep_days = 1
     kept._turn()
-    assert store._all("SELECT count(*) FROM requests", ()) == [(0,)]
+    assert store.database.all("SELECT count(*) FROM requests", ()) == [(0,)]
     # The next look is due in ten minutes only.
-    store.add_rows("old", [Row(2, 5.0, "k", "demo", "0", 5, 0, 1, 0, None, 1.0, "complete", 200, 1.0, "id")])
+    store.usage.add_rows("old", [Row(2, 5.0, "k", "demo", "0", 5, 0, 1, 0, None, 1.0, "complete", 200, 1.0, "id")])
     kept._turn()
-    assert store._all("SELECT count(*) FROM requests", ()) == [(1,)]
+    assert store.database.all("SELECT count(*) FROM requests", ()) == [(1,)]
     kept.close()
     store.close()
 
@@ -504,7 +507,7 @@ def test_rows_are_written_when_the_gateway_stops(place: str) -> None:
             await client.response()
             await rig.stop()
         store = Store(place)
-        assert store.usage(())[0].n_requests == 1
+        assert store.usage.usage(())[0].n_requests == 1
         store.close()
 
     run(LOOP, test())

@@ -10,7 +10,7 @@ import pytest
 from penstock.errors import SpecError, UserError
 from penstock.gateway.__main__ import main
 from penstock.gateway.accounting.keys import Keyring, has_token
-from penstock.gateway.accounting.quota import LocalCounts
+from penstock.gateway.accounting.running_totals import new_totals
 from penstock.gateway.config import is_local_address, parse_address, parse_config, read_token
 from penstock.gateway.origins import origin_headers
 
@@ -104,7 +104,7 @@ def test_unreadable_config_ends_the_process_with_code_2(tmp_path: Path) -> None:
 
 
 def test_keys_are_compared_by_hash() -> None:
-    keyring = Keyring(["0" * 64, KEY_HASH], LocalCounts())
+    keyring = Keyring(["0" * 64, KEY_HASH], new_totals())
     assert keyring.find(b"Bearer sk-1", 0.0)
     assert keyring.find(b"bearer sk-1", 0.0)
     for wrong in (None, b"", b"sk-1", b"Basic sk-1", b"Bearer sk-2", b"Bearer ", KEY_HASH.encode()):

@@ -3,18 +3,18 @@ from __future__ import annotations
 import msgspec
 
 from penstock.gateway import retries
+from penstock.gateway.accounting.running_totals import Totals, new_totals
 from penstock.gateway.config import ServedModel
 from penstock.gateway.routing import health
 from penstock.gateway.routing.health import Health
 from penstock.gateway.routing.replicas import Replica, ReplicaTable, RoutingHints
-from penstock.gateway.workers.shared_memory import SharedCounters, SharedInFlight
 from penstock.wire.announcement import Announcement, EngineLoad, Progress
 
 READY = Announcement(replica="a", model="demo", state="ready", lease_s=1e6, url="http://127.0.0.1:41234")
 
 
-def table_of(*names: str, max_in_flight: int | None = None) -> ReplicaTable:
-    table = ReplicaTable((ServedModel("demo"),), max_in_flight=max_in_flight)
+def table_of(*names: str, max_in_flight: int | None = None, totals: Totals | None = None) -> ReplicaTable:
+    table = ReplicaTable((ServedModel("demo"),), max_in_flight=max_in_flight, totals=totals)
     for name in names:
         table.announce(msgspec.structs.replace(READY, replica=name), now=0)
     return table
@@ -131,24 +131,16 @@ def test_full_kv_cache_makes_a_replica_weaker() -> None:
 
 
 def test_other_workers_requests_count() -> None:
-    class Others:
-        added = 0
-
-        def others(self, name: str) -> int:
-            return 3
-
-        def add(self, name: str, n_requests: int) -> None:
-            self.added += n_requests
-
-    table = table_of("a")
-    table.shared = others = Others()
+    totals = new_totals()
+    table = table_of("a", max_in_flight=9, totals=totals)
+    totals["replica:a:at_once"].others = 3
     announce(table, "a", EngineLoad(running=4), 1)
     assert row(table, "a").load == 4
     replica = table.begin("demo", 1)
     assert replica is not None
-    assert (others.added, table.drain("a"), row(table, "a").load) == (1, 4, 5)
+    assert (totals["replica:a:at_once"].own, table.drain("a"), row(table, "a").load) == (1, 1, 5)
     table.end(replica)
-    assert others.added == 0
+    assert totals["replica:a:at_once"].own == 0
 
 
 def test_engine_is_idle_since_it_first_said_so() -> None:
@@ -169,19 +161,12 @@ def test_full_replicas_take_no_more() -> None:
 
 
 def test_what_other_workers_have_on_a_replica_fills_it_too() -> None:
-    fleets = [table_of("a", max_in_flight=3) for _ in range(2)]
-    counters = SharedCounters(n_slots=2)
-    begun = []
-    for slot in (0, 1, 0, 1, 0):
-        counters.bind(slot)
-        fleets[slot].shared = SharedInFlight(counters)
-        begun.append(fleets[slot].begin("demo", 1))
-    assert [replica is not None for replica in begun] == [True, True, True, False, False]
-    assert begun[1] is not None
-    counters.bind(1)
-    fleets[1].end(begun[1])
-    counters.bind(0)
-    assert fleets[0].begin("demo", 1) is not None
+    totals = new_totals()
+    table = table_of("a", max_in_flight=3, totals=totals)
+    totals["replica:a:at_once"].others = 2
+    assert [table.begin("demo", 1) is not None for _ in range(2)] == [True, False]
+    totals["replica:a:at_once"].others = 1
+    assert table.begin("demo", 1) is not None
 
 
 # Names.

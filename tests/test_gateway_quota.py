@@ -5,32 +5,16 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.gateway.accounting.quota import LocalCounts, Quota, Refusal
-from penstock.gateway.accounting.store import Limits
+from penstock.gateway.accounting.key_store import Limits
+from penstock.gateway.accounting.quota import Quota, Refusal
+from penstock.gateway.accounting.running_totals import new_totals
 
 steps = st.lists(st.tuples(st.floats(0, 20), st.integers(1, 400), st.integers(0, 500)), max_size=60)
 
 
-class Worker:
-    """The shared counts as one of several workers sees them: `total` is over all rows."""
-
-    def __init__(self, rows: list[LocalCounts], own: int) -> None:
-        self._rows, self._own = rows, own
-
-    def column(self, name: str) -> int | None:
-        columns = [row.column(name) for row in self._rows]
-        return columns[0]
-
-    def add(self, column: int, amount: int) -> None:
-        self._rows[self._own].add(column, amount)
-
-    def total(self, column: int) -> int:
-        return sum(row.total(column) for row in self._rows)
-
-
 @given(steps, st.integers(1, 60))
 def test_no_stretch_of_time_lets_in_more_than_a_minute_and_its_length(steps: list[tuple], rpm: int) -> None:  # type: ignore[type-arg]
-    quota, now, passed = Quota("k", Limits(rpm=rpm), LocalCounts(), 0.0), 0.0, []
+    quota, now, passed = Quota("k", Limits(rpm=rpm), new_totals(), 0.0), 0.0, []
     for wait_s, _, _ in steps:
         now += wait_s / 20
         if quota.take(now, 0) is None:
@@ -43,7 +27,7 @@ def test_no_stretch_of_time_lets_in_more_than_a_minute_and_its_length(steps: lis
 
 @given(steps, st.integers(50, 1000))
 def test_used_tokens_stay_within_the_rate_and_one_overdraft(steps: list[tuple], tpm: int) -> None:  # type: ignore[type-arg]
-    quota, now, used = Quota("k", Limits(tpm=tpm), LocalCounts(), 0.0), 0.0, 0
+    quota, now, used = Quota("k", Limits(tpm=tpm), new_totals(), 0.0), 0.0, 0
     for wait_s, reserved, actual in steps:
         now += wait_s
         if quota.take(now, reserved) is None:
@@ -54,7 +38,7 @@ def test_used_tokens_stay_within_the_rate_and_one_overdraft(steps: list[tuple], 
 
 @given(steps)
 def test_who_waits_as_long_as_told_is_let_in(steps: list[tuple]) -> None:  # type: ignore[type-arg]
-    quota, now = Quota("k", Limits(rpm=7, tpm=300), LocalCounts(), 0.0), 0.0
+    quota, now = Quota("k", Limits(rpm=7, tpm=300), new_totals(), 0.0), 0.0
     for wait_s, reserved, actual in steps:
         now += wait_s
         refusal = quota.take(now, reserved)
@@ -68,9 +52,9 @@ def test_who_waits_as_long_as_told_is_let_in(steps: list[tuple]) -> None:  # typ
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.booleans()), max_size=80))
-def test_workers_share_concurrency_and_give_all_of_it_back(steps: list[tuple[int, bool]]) -> None:
-    rows = [LocalCounts() for _ in range(3)]
-    quotas = [Quota("k", Limits(concurrency=4), Worker(rows, own), 0.0) for own in range(3)]
+def test_quotas_over_one_total_share_concurrency_and_give_all_of_it_back(steps: list[tuple[int, bool]]) -> None:
+    totals = new_totals()
+    quotas = [Quota("k", Limits(concurrency=4), totals, 0.0) for _ in range(3)]
     running: list[int] = []
     for worker, begins in steps:
         if begins:
@@ -87,42 +71,24 @@ def test_workers_share_concurrency_and_give_all_of_it_back(steps: list[tuple[int
     assert all(quota.take(0.0, 0) is None for quota in (quotas[0], *quotas))
 
 
-def test_workers_share_requests_a_minute() -> None:
-    rows = [LocalCounts() for _ in range(2)]
-    quotas = [Quota("k", Limits(rpm=10), Worker(rows, own), 0.0) for own in range(2)]
+def test_quotas_over_one_total_share_requests_a_minute() -> None:
+    totals = new_totals()
+    quotas = [Quota("k", Limits(rpm=10), totals, 0.0) for _ in range(2)]
     passed = sum(quotas[turn % 2].take(0.0, 0) is None for turn in range(40))
     assert passed == 10
     assert sum(quotas[turn % 2].take(6.0, 0) is None for turn in range(40)) == 1
 
 
-def test_worker_that_died_gives_no_more_than_a_full_bucket() -> None:
-    rows = [LocalCounts() for _ in range(2)]
-    quota = Quota("k", Limits(rpm=10), Worker(rows, 0), 0.0)
-    other = Quota("k", Limits(rpm=10), Worker(rows, 1), 0.0)
-    assert all(other.take(0.0, 0) is None for _ in range(10))
-    assert quota.take(0.0, 0) is not None
-    rows[1]._totals = [0] * len(rows[1]._totals)  # as a whole that lost what it counted
+def test_total_that_loses_what_others_counted_gives_no_more_than_a_full_bucket() -> None:
+    totals = new_totals()
+    totals["key:k:requests"].others = 100
+    quota = Quota("k", Limits(rpm=10), totals, 0.0)
+    totals["key:k:requests"].others = 0
     assert sum(quota.take(0.0, 0) is None for _ in range(40)) == 10
 
 
-def test_without_room_among_the_shared_counts_a_worker_counts_for_itself() -> None:
-    class Full:
-        def column(self, name: str) -> int | None:
-            return None
-
-        def add(self, column: int, amount: int) -> None:
-            raise AssertionError("there is no column")
-
-        def total(self, column: int) -> int:
-            raise AssertionError("there is no column")
-
-    quota = Quota("k", Limits(rpm=1), Full(), 0.0)
-    assert quota.take(0.0, 0) is None
-    assert quota.take(0.0, 0) == Refusal("requests", 1, 60.0)
-
-
 def test_request_above_a_minutes_tokens_waits_for_a_full_bucket() -> None:
-    quota = Quota("k", Limits(tpm=60), LocalCounts(), 0.0)
+    quota = Quota("k", Limits(tpm=60), new_totals(), 0.0)
     assert quota.take(0.0, 600) is None
     assert dict(quota.headers(0.0))[b"x-ratelimit-remaining-tokens"] == b"0"
     quota.give_back(600, 30)
@@ -131,7 +97,7 @@ def test_request_above_a_minutes_tokens_waits_for_a_full_bucket() -> None:
 
 
 def test_budget_ends_at_its_last_dollar() -> None:
-    quota = Quota("k", Limits(budget_usd=1.0), LocalCounts(), 0.0)
+    quota = Quota("k", Limits(budget_usd=1.0), new_totals(), 0.0)
     quota.spent_usd = 0.99
     assert quota.take(0.0, 5) is None
     quota.spent_usd = 1.0
@@ -139,11 +105,11 @@ def test_budget_ends_at_its_last_dollar() -> None:
 
 
 def test_headers_tell_only_of_limits_that_there_are() -> None:
-    quota = Quota("k", Limits(rpm=60), LocalCounts(), 0.0)
+    quota = Quota("k", Limits(rpm=60), new_totals(), 0.0)
     quota.take(0.0, 5)
     assert dict(quota.headers(0.0)) == {
         b"x-ratelimit-limit-requests": b"60",
         b"x-ratelimit-remaining-requests": b"59",
         b"x-ratelimit-reset-requests": b"1.000s",
     }
-    assert Quota("k", Limits(), LocalCounts(), 0.0).headers(0.0) == ()
+    assert Quota("k", Limits(), new_totals(), 0.0).headers(0.0) == ()

@@ -46,5 +46,5 @@ def test_it_waits_for_the_memory_of_a_dead_one(monkeypatch: pytest.MonkeyPatch) 
 def test_a_refusal_says_what_is_free() -> None:
     with pytest.raises(PenstockError, match=r"GPU 0 10\.0 GiB"):
         gpu_locks.claim(1, 0.9, wait_s=0.0, look=lambda: machine(10))
-    with pytest.raises(PenstockError, match="it shows none"):
+    with pytest.raises(PenstockError, match="it has none"):
         gpu_locks.claim(1, 0.9, wait_s=0.0, look=list)

@@ -24,25 +24,6 @@ for path in sorted(glob.glob(sys.argv[1] + "/dev/gpu*")):
 
 
 @both
-def test_srun_reaches_every_node(slurm: Slurm) -> None:
-    assert sorted(slurm.run(["srun", "-N2", "hostname"]).split()) == ["node1", "node2"]
-    assert sorted(slurm.hosts.ssh("login", "srun", "-N2", "hostname").stdout.split()) == ["node1", "node2"]
-
-
-@both
-def test_a_job_is_submitted_seen_and_cancelled(slurm: Slurm) -> None:
-    number = slurm.submit("#!/bin/sh\necho started\nexec sleep 60", "--gpus-per-node=2", "-N2")
-    job = slurm.wait(number, "RUNNING")
-    assert job["NumNodes"] == "2"
-    assert slurm.run(["squeue", "-h", "-o", "%i %T"]).split() == [str(number), "RUNNING"]
-    slurm.run(["scancel", str(number)])
-    slurm.wait(number, "CANCELLED")
-    slurm.wait_idle()
-    # Homes are shared: the output that a node wrote is on login.
-    assert slurm.run(["cat", f"slurm-{number}.out"]).startswith("started")
-
-
-@both
 def test_jobs_see_their_gpus_and_only_cgroups_keep_them_from_others(slurm: Slurm) -> None:
     folder = str(slurm.hosts.base)
     words = ["srun", "-N1", "--gpus=1", "python3", "-c", OPEN_GPUS, folder]
@@ -65,25 +46,6 @@ def test_what_a_job_leaves_running_ends_with_it_only_in_cgroups(slurm: Slurm) ->
     assert len(left) == (0 if slurm.proctrack == "cgroup" else 1)
     slurm.clear()
     assert not [process for node in slurm.hosts for process in node.processes() if process.argv == ["sleep", "321"]]
-
-
-@pytest.mark.nightly
-def test_a_job_of_the_high_partition_preempts(slurm: Slurm) -> None:
-    low = slurm.submit("#!/bin/sh\nexec sleep 300", "-N2", "--exclusive")
-    slurm.wait(low, "RUNNING")
-    high = slurm.submit("#!/bin/sh\nexec sleep 300", "-N2", "--exclusive", "-p", "high")
-    slurm.wait(high, "RUNNING", timeout_s=60)
-    assert slurm.job(low)["JobState"] == "PENDING" and slurm.job(low)["Restarts"] == "1"
-
-
-@pytest.mark.nightly
-def test_a_job_on_a_node_that_lost_power_fails_and_the_node_comes_back(slurm: Slurm) -> None:
-    number = slurm.submit("#!/bin/sh\nexec sleep 300", "-w", "node2", "--no-requeue")
-    slurm.wait(number, "RUNNING")
-    slurm.hosts["node2"].kill()
-    slurm.wait(number, "NODE_FAIL", timeout_s=60)
-    slurm.clear()
-    assert sorted(slurm.run(["srun", "-N2", "hostname"]).split()) == ["node1", "node2"]
 
 
 def test_between_tests_disks_are_emptied_and_what_is_mounted_stays(slurm: Slurm) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from launching import (
     Asking,
     Done,
     Place,
-    a_place,
     ask,
     call,
     engine_pid,
@@ -42,12 +40,6 @@ def nightly(*values: object) -> list[Any]:
 
 
 SLOW = {"tokens-per-s": 20}  # 40 tokens take 2 s: time to scale under them
-
-
-@pytest.fixture
-def place(tmp_path: Path) -> Iterator[Place]:
-    with a_place(tmp_path) as found:
-        yield found
 
 
 def test_up_talks_is_seen_and_leaves_nothing_after_down(place: Place) -> None:

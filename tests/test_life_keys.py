@@ -4,21 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-from launching import Place, a_place, ask, call, now, pid_of, wait_until
+from launching import Place, ask, call, now, pid_of, wait_until
 
 from penstock.wire.client import HttpError
 
 pytestmark = pytest.mark.processes
-
-
-@pytest.fixture
-def place(tmp_path: Path) -> Iterator[Place]:
-    with a_place(tmp_path) as found:
-        yield found
 
 
 def n_requests(key: str) -> int:

@@ -32,42 +32,18 @@ def estimated(
     return overhead(arch, layout, profile(version), RunSettings(tokens, rows, **fields), layout.pipeline - 1)
 
 
-@pytest.mark.parametrize(
-    ("arch", "version", "tokens", "rows", "layout", "logged_gib"),
-    [
-        # llm-d's capacity planner on H100 (figures.md E.5), a sort in the sampler; 5.65 is what its KV figure leaves.
-        (shapes.LLAMA_8B, "0.11", 8192, 1024, ONE, 4.76),
-        (shapes.GPT_OSS_20B, "0.11", 8192, 1024, ONE, 7.38),
-        (shapes.QWEN3_32B, "0.11", 8192, 1024, ONE, 5.65),
-        # Our H200s: 2.14 with 1.23 of graphs, 3.72 with 2.20, 2.05 with 1.17.
-        (shapes.QWEN3_0_6B, "0.33", 8192, 1024, ONE, 0.89),
-        (shapes.QWEN3_32B, "0.33", 8192, 1024, ONE, 1.52),
-        (shapes.LLAMA_70B, "0.33", 8192, 1024, Parallel(4), 0.88),
-    ],
-)
-def test_activation_peak_of_public_logs(
-    arch: Architecture, version: str, tokens: int, rows: int, layout: Parallel, logged_gib: float
-) -> None:
-    found = estimated(arch, version, tokens, rows, layout)
-    assert found.activation.likely / GIB == pytest.approx(logged_gib, rel=0.08)  # but for the last, 1%
-    assert found.activation.low <= logged_gib * GIB <= found.activation.high
+def test_a_sort_in_the_sampler_is_what_llm_ds_planner_measured() -> None:
+    """H100, vLLM 0.11; other starts are in benchmarks/data/startup_logs.yaml, whose parts test_plan_accuracy checks."""
+    found = estimated(shapes.QWEN3_32B, "0.11", 8192, 1024).activation
+    assert found.likely / GIB == pytest.approx(5.65, rel=0.08) and found.low <= 5.65 * GIB <= found.high
 
 
-@pytest.mark.parametrize(
-    ("arch", "tensor", "logged_gib"),
-    [
-        (shapes.LLAMA_8B, 1, 0.68),
-        (shapes.QWEN3_32B, 1, 0.79),
-        (shapes.QWEN3_0_6B, 1, 0.86),
-        (shapes.LLAMA_70B, 2, 1.43),
-        (shapes.LLAMA_70B, 4, 1.41),
-    ],
-)
-def test_the_second_runner_keeps_counts_for_its_penalties(arch: Architecture, tensor: int, logged_gib: float) -> None:
+@pytest.mark.parametrize(("arch", "logged_gib"), [(shapes.QWEN3_32B, 0.79), (shapes.QWEN3_0_6B, 0.86)])
+def test_the_second_runner_keeps_counts_for_its_penalties(arch: Architecture, logged_gib: float) -> None:
     """Consumed memory beside the weights on our H200s, vLLM 0.33: rows x vocabulary x 4.125 bytes are most of it."""
-    found = estimated(arch, "0.33", 8192, 1024, Parallel(tensor)).non_torch
+    found = estimated(arch, "0.33", 8192, 1024).non_torch
     assert found.likely / GIB == pytest.approx(logged_gib, abs=0.1)
-    few = estimated(arch, "0.33", 8192, 16, Parallel(tensor)).non_torch
+    few = estimated(arch, "0.33", 8192, 16).non_torch
     assert found.likely - few.likely == pytest.approx(1008 * arch.vocab * 4.125)
     assert estimated(arch, "0.24", 8192, 1024).non_torch == estimated(arch, "0.24", 8192, 16).non_torch
 
@@ -79,23 +55,6 @@ def test_communicators_take_little_without_nvlink_and_twice_for_a_mixture() -> N
     joined = estimated(shapes.QWEN3_NEXT, "0.11", 8192, 1024, Parallel(2))
     assert (joined.non_torch + joined.nccl).likely / GIB == pytest.approx(1.38, rel=0.2)
     assert joined.nccl == estimated(shapes.QWEN2_5_32B, "0.11", 8192, 1024, Parallel(2)).nccl * 2
-
-
-@pytest.mark.parametrize(
-    ("arch", "layout", "logged_gib"),
-    [
-        (shapes.LLAMA_8B, ONE, 0.92),
-        (shapes.LLAMA_8B, Parallel(1, 2), 0.81),
-        (shapes.QWEN3_0_6B, ONE, 0.57),
-        (shapes.QWEN3_32B, ONE, 2.20),
-        (shapes.LLAMA_70B, Parallel(2), 1.56),
-        (shapes.LLAMA_70B, Parallel(4), 1.17),
-    ],
-)
-def test_estimated_graphs_of_our_h200s(arch: Architecture, layout: Parallel, logged_gib: float) -> None:
-    found = estimated(arch, "0.33", 8192, 1024, layout).graphs
-    assert found.likely / GIB == pytest.approx(logged_gib, rel=0.2)
-    assert found.low <= logged_gib * GIB <= found.high
 
 
 def test_our_h200_start_end_to_end() -> None:
@@ -211,7 +170,7 @@ def test_ranges_rise_and_add() -> None:
     assert total([gib(1, 1, 2), exact(GIB)]) == gib(2, 2, 3)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     st.sampled_from(shapes.EVERY),
     st.sampled_from(["0.11", "0.20", "0.33"]),

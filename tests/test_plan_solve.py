@@ -17,14 +17,10 @@ from penstock.cli import main
 from penstock.hardware import catalog
 from penstock.models import Facts
 from penstock.models import catalog as models_catalog
-from penstock.planner import layouts
-from penstock.planner.architecture import dense
-from penstock.planner.engine_versions import profile
 from penstock.planner.memory.tensors import inventory, split_layers, stage_layers
 from penstock.planner.ranges import Range
 from penstock.planner.request import Sizing, SizingRequest
 from penstock.planner.solve import sizing_of
-from penstock.spec.deployment import Parallel
 from penstock.text import GIB
 
 Plan = Callable[..., tuple[int, dict[str, Any]]]
@@ -60,25 +56,6 @@ def test_8b_on_one_h200_as_vllm_0_33_logged_it(plan: Plan) -> None:
     assert answer["engine_args"] == ["--max-model-len", "8192", "--gpu-memory-utilization", "0.92"]
 
 
-def test_the_json_has_the_fields_of_the_contract(plan: Plan) -> None:
-    _, answer = plan("llama-3.1-8b", "--gpu", "h200")
-    spread = {"low", "likely", "high"}
-    assert set(answer["layout"]) == {"tensor", "pipeline", "data", "expert"}
-    assert set(answer["weights"]) == {"total_bytes", "params", "per_gpu_gib"}
-    parts = {"total_gib", "budget_gib", "activation_gib", "cuda_graph_gib", "non_torch_gib", "kv_cache_gib"}
-    assert set(answer["memory"]) == parts
-    assert set(answer["speed"]) == {"ttft_ms", "tpot_ms", "output_tokens_per_s", "requests_per_s"}
-    assert all(set(value) == spread for part in ("memory", "speed") for value in answer[part].values())
-    assert {"reason", "rejected", "warnings", "engine_args"} <= set(answer)
-
-
-def test_the_given_memory_is_counted_to_the_block(plan: Plan) -> None:
-    words = ("--max-model-len", "8192", "--available-kv-gib", "110.98")
-    code, answer = plan("llama-3.1-8b", "--gpu", "h200", *words)
-    assert code == 0 and answer["memory"] is None
-    assert (answer["kv"]["num_blocks"], answer["kv"]["tokens"]) == (56_821, 909_136)
-
-
 def test_given_memory_for_each_stage(plan: Plan) -> None:
     words = ("--pipeline", "2", "--max-model-len", "8192", "--gpus-per-node", "2")
     _, even = plan("llama-3.1-8b", "--gpu", "h200", *words, "--available-kv-gib", "20")
@@ -106,17 +83,11 @@ def test_70b_on_eight_h100_takes_four_of_them(plan: Plan) -> None:
     assert all(any(letter.isdigit() for letter in reason) for reason in refused.values())
 
 
-@pytest.mark.parametrize("tensor", [3, 6])
-def test_an_illegal_layout_is_refused_with_the_heads(plan: Plan, tensor: int) -> None:
-    code, answer = plan("llama-3.1-70b", *H100X8, "--tensor", str(tensor))
+@pytest.mark.parametrize(("model", "tensor", "heads"), [("llama-3.1-70b", 3, 64), ("llama-3.1-405b", 12, 128)])
+def test_an_illegal_layout_is_refused_with_the_heads(plan: Plan, model: str, tensor: int, heads: int) -> None:
+    code, answer = plan(model, *H100X8, "--nodes", "2", "--tensor", str(tensor))
     assert code == 3 and answer["layout"] is None
-    assert answer["reason"] == f"64 attention heads do not divide by tensor {tensor}"
-
-
-@pytest.mark.parametrize(("n_gpus", "pipeline"), [(3, 1), (11, 1), (12, 1)])
-def test_405b_has_no_such_tensor_size(plan: Plan, n_gpus: int, pipeline: int) -> None:
-    code, answer = plan("llama-3.1-405b", *H100X8, "--nodes", "2", "--tensor", str(n_gpus))
-    assert code == 3 and f"128 attention heads do not divide by tensor {n_gpus}" in answer["reason"]
+    assert answer["reason"] == f"{heads} attention heads do not divide by tensor {tensor}"
 
 
 def test_405b_on_sixteen_is_tensor_8_and_pipeline_2(plan: Plan) -> None:
@@ -144,14 +115,16 @@ def test_what_is_not_modelled_is_exit_4(plan: Plan) -> None:
     assert code == 4 and "DeepseekV4ForCausalLM" in json.dumps(answer)
 
 
-def test_an_unknown_gpu_is_refused_with_the_nearest(plan: Plan) -> None:
-    code, answer = plan("llama-3.1-8b", "--gpu", "h101-sxm")
-    assert code == 2 and "h100-sxm" in json.dumps(answer)
-
-
-def test_an_unknown_network_is_refused(plan: Plan) -> None:
-    code, answer = plan("llama-3.1-8b", *H100X8, "--nodes", "2", "--network", "ib-ndx")
-    assert code == 2 and "ib-nd" in json.dumps(answer)
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (("llama-3.1-8b", "--gpu", "h101-sxm"), "h100-sxm"),
+        (("llama-3.1-8b", *H100X8, "--nodes", "2", "--network", "ib-ndx"), "ib-nd"),
+    ],
+)
+def test_an_unknown_gpu_or_network_is_refused_with_the_nearest(plan: Plan, words: tuple[str, ...], named: str) -> None:
+    code, answer = plan(*words)
+    assert code == 2 and named in json.dumps(answer)
 
 
 def test_a_folder_with_only_a_config(plan: Plan, tmp_path: Path) -> None:
@@ -170,12 +143,6 @@ def test_a_checkpoint_of_another_size_is_said(plan: Plan, tmp_path: Path) -> Non
     assert any("20.00 GB" in warning and "16.06 GB" in warning for warning in answer["warnings"])
 
 
-def test_text_has_every_part(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.run(["plan", "llama-3.1-70b", *H100X8]) == 0
-    text = capsys.readouterr().out
-    assert all(word in text for word in ("FITS", "weights", "KV cache", "users", "levers", "not chosen", "vllm serve"))
-
-
 def test_the_bars_add_up_to_the_card() -> None:
     sizing = solved("llama-3.1-70b", "h100-sxm", gpus_per_node=8, pipeline=4, max_model_len=8192)
     total = sizing.memory.budget_gib.likely if sizing.memory else 0.0
@@ -185,7 +152,7 @@ def test_the_bars_add_up_to_the_card() -> None:
     assert [rank.n_gpus for rank in sizing.ranks] == [1, 1, 1, 1]
 
 
-@pytest.mark.parametrize("model", ["llama-3.1-405b", "deepseek-v3", "qwen3-235b-a22b"])
+@pytest.mark.parametrize("model", ["llama-3.1-405b", "qwen3-235b-a22b"])
 def test_a_thousand_gpus_take_few_calls(model: str) -> None:
     """Asked: under a CPU-second (`benchmarks/cli_cost.py`). Calls are counted: a busy machine changes seconds."""
     facts = Facts(model, models_catalog.model_config(model), "the catalogue")
@@ -218,18 +185,7 @@ def test_planning_imports_neither_torch_nor_vllm() -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("model", [name for name in models_catalog.model_names() if name != "deepseek-v4-flash"])
-def test_every_model_of_the_catalogue_gets_an_answer(plan: Plan, model: str) -> None:
-    code, answer = plan(model, "--gpu", "h200", "--gpus-per-node", "8", "--max-model-len", "4096")
-    assert code in (0, 3), answer
-    assert answer["reason"]
-    if code == 0:
-        arch = dense.read(models_catalog.model_config(model))
-        assert layouts.refusal(layouts.divisibility_of(arch, profile()), Parallel(**answer["layout"]), 8) is None
-        assert answer["kv"]["tokens"] > 0 and answer["speed"]["tpot_ms"]["likely"] > 0
-
-
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(gib=st.floats(30, 200), more=st.floats(0, 50))
 def test_more_memory_never_means_fewer_tokens(gib: float, more: float) -> None:
     def tokens(memory: float) -> int:
@@ -247,7 +203,7 @@ def test_more_memory_never_means_fewer_tokens(gib: float, more: float) -> None:
     assert tokens(gib + more) >= tokens(gib)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(tensor=st.sampled_from([1, 2, 4, 8]), pipeline=st.integers(1, 4))
 def test_shards_are_the_whole_and_what_is_copied(tensor: int, pipeline: int) -> None:
     sizing = solved("llama-3.1-8b", "h100-sxm", gpus_per_node=32, tensor=tensor, pipeline=pipeline, max_model_len=2048)

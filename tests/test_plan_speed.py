@@ -2,39 +2,19 @@
 
 from __future__ import annotations
 
+import plan_shapes as shapes
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plan_shapes import GPT_OSS_120B, LLAMA_8B, LLAMA_70B, VICUNA_13B
+from plan_shapes import QWEN3_32B as QWEN_32B
 
 from penstock.hardware import catalog
-from penstock.planner.architecture import Architecture, Attention, Layer, Mlp, Quantization, State
+from penstock.planner.architecture import Architecture, Layer, Mlp, State
 from penstock.planner.ranges import Range
 from penstock.planner.speed import collectives, estimate, work
 from penstock.planner.speed.collectives import Fabric
 from penstock.spec.deployment import Parallel, Workload
-
-
-def dense(n_layers: int, hidden: int, heads: int, kv: int, inner: int, vocab: int, **more: object) -> Architecture:
-    layer = Layer(Attention("full", heads, kv, 128, 128), mlp=Mlp(inner))
-    known: dict[str, object] = {"dtype": "bfloat16", "ties_embeddings": False, **more}
-    return Architecture("dense", "llama", hidden, vocab, (layer,) * n_layers, 131072, **known)  # type: ignore[arg-type]
-
-
-def mixture(quantization: Quantization | None = None) -> Architecture:
-    """gpt-oss-120b: 36 layers, every second one with a window of 128, 128 experts of which 4."""
-    mlp = Mlp(2880, n_experts=128, top_k=4)
-    layers = tuple(
-        Layer(Attention("full" if i % 2 else "sliding", 64, 8, 64, 64, window=None if i % 2 else 128), mlp=mlp)
-        for i in range(36)
-    )
-    return Architecture("gpt-oss", "gpt_oss", 2880, 201088, layers, 131072, "bfloat16", False, quantization)
-
-
-VICUNA_13B = dense(40, 5120, 40, 40, 13824, 32000, dtype="float16")
-LLAMA_70B = dense(80, 8192, 64, 8, 28672, 128256)
-LLAMA_8B = dense(32, 4096, 32, 8, 14336, 128256)
-QWEN_32B = dense(64, 5120, 64, 8, 25600, 151936)
-GPT_OSS_120B = mixture(Quantization("mxfp4", excluded=("self_attn", "mlp.router")))
 
 
 def fabric(gpu: str, gpus_per_node: int = 8, n_nodes: int = 1, network: str | None = None) -> Fabric:
@@ -92,26 +72,24 @@ def test_a_mixture_reads_active_parameters_for_one_token() -> None:
 
 
 def test_formats_leave_out_what_they_exclude() -> None:
+    quant = {"quant_method": "fp8"}
     whole, partly = (
         work.total_bytes(
-            work.step_costs(dense(8, 4096, 32, 8, 14336, 1000, quantization=Quantization("fp8", excluded=names)))
+            work.step_costs(shapes.arch("llama-3.1-8b", quantization_config={**quant, "ignored_layers": names}))
         )
-        for names in ((), ("model.layers.0", "*.self_attn"))
+        for names in ([], ["model.layers.0", "*.self_attn"])
     )
     attention, mlp = 4096 * 4096 * 2 + 4096 * 1024 * 2, 3 * 4096 * 14336
-    assert partly - whole == 8 * attention + mlp
+    assert partly - whole == 32 * attention + mlp
 
 
 def test_mla_cache_is_not_divided_and_its_down_projections_are_copied() -> None:
-    mla = Attention("mla", 128, 1, 192, 128, q_lora_rank=1536, kv_lora_rank=512, rope_dim=64)
-    layers = (Layer(mla, mlp=Mlp(2048, n_experts=256, top_k=8, shared_intermediate=2048)),) * 58
-    counted = work.step_costs(Architecture("ds", "deepseek", 7168, 129280, layers, 4096, "bfloat16", False))
+    counted = work.step_costs(shapes.DEEPSEEK_V3)
     step = work.Step(1, 0, 1000, 0)
-    assert work.cache_bytes_read(counted, Parallel(8), step) == 58 * 576 * 2 * 1000
-    assert counted.layers[0][0].copied_params == 7168 * (576 + 1536 + 256)
-    assert counted.layers[0][0].cut_params - 3 * 7168 * 2048 == (
-        1536 * 128 * 192 + 512 * 128 * (128 + 128) + 128 * 128 * 7168
-    )
+    assert work.cache_bytes_read(counted, Parallel(8), step) == 61 * 576 * 2 * 1000
+    sparse = next(layer for layer, _ in counted.layers if layer.n_experts)
+    assert sparse.copied_params == 7168 * (576 + 1536 + 256)
+    assert sparse.cut_params - 3 * 7168 * 2048 == 1536 * 128 * 192 + 512 * 128 * (128 + 128) + 128 * 128 * 7168
 
 
 def test_exact_bytes_replace_the_estimate() -> None:

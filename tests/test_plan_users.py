@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import plan_shapes as shapes
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.hardware import catalog
 from penstock.planner import users
-from penstock.planner.architecture import Architecture, Attention, Layer, Mlp
 from penstock.planner.ranges import Range
 from penstock.planner.speed import estimate, work
 from penstock.planner.speed.collectives import Fabric
@@ -16,8 +16,7 @@ from penstock.planner.speed.estimate import Speed
 from penstock.planner.users import Capacity, Person
 from penstock.spec.deployment import Parallel, Workload
 
-LAYERS = (Layer(Attention("full", 32, 8, 128, 128), mlp=Mlp(14336)),) * 32
-LLAMA_8B = work.step_costs(Architecture("8b", "llama", 4096, 128256, LAYERS, 131072, "bfloat16", False))
+LLAMA_8B = work.step_costs(shapes.LLAMA_8B)
 H100 = Fabric(catalog.gpu("h100-sxm"), 1)
 
 

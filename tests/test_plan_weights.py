@@ -2,36 +2,24 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
+import plan_shapes as shapes
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import NotModelled
 from penstock.planner.architecture import Architecture, Quantization, Tensor, quantization
-from penstock.planner.architecture.dense import read
 from penstock.planner.memory.tensors import inventory, stage_layers, tensor_bytes
 from penstock.planner.memory.weights import RankWeights, bytes_on_disk, expert_counts, rank_weights, rope_bytes
 from penstock.spec.deployment import Parallel
 
-MODELS = Path(__file__).parent.parent / "penstock" / "models" / "data" / "models"
 GIB = 2**30
 
 
-def config_of(name: str, **changes: Any) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((MODELS / name / "config.json").read_text("utf-8"))
-    return {**found, **changes}
-
-
-def arch_of(name: str, **changes: Any) -> Architecture:
-    return read(config_of(name, **changes))
-
-
 def first_rank(name: str, layout: Parallel, **changes: Any) -> RankWeights:
-    return rank_weights(arch_of(name, **changes), layout)[0]
+    return rank_weights(shapes.arch(name, **changes), layout)[0]
 
 
 @pytest.mark.parametrize(
@@ -39,7 +27,7 @@ def first_rank(name: str, layout: Parallel, **changes: Any) -> RankWeights:
     [("llama-3.1-70b", 141_107_412_992), ("llama-3.1-8b", 16_060_522_496), ("mixtral-8x7b", 93_405_585_408)],
 )
 def test_published_index_sizes_are_met_to_the_byte(name: str, published: int) -> None:
-    assert bytes_on_disk(arch_of(name)) == published
+    assert bytes_on_disk(shapes.arch(name)) == published
 
 
 def test_llama_8b_on_one_gpu_is_what_vllm_logs() -> None:
@@ -61,7 +49,7 @@ def test_llama_405b_fp8_leaves_57_75_gib_on_each_of_eight() -> None:
 
 def test_70b_over_two_gpus_and_405b_over_sixteen() -> None:
     assert first_rank("llama-3.1-70b", Parallel(2)).total_bytes / GIB == pytest.approx(65.74, abs=0.01)
-    stages = rank_weights(arch_of("llama-3.1-405b"), Parallel(8, 2))
+    stages = rank_weights(shapes.arch("llama-3.1-405b"), Parallel(8, 2))
     assert [one.n_layers for one in stages] == [63, 63]
     assert sum(one.n_ranks for one in stages) == 16
     assert sum(one.weight_bytes for one in stages) * 8 / 1e9 == pytest.approx(811.7, rel=0.001)
@@ -93,7 +81,7 @@ def test_logged_weights_on_h100(name: str, tensor: int, changes: dict[str, Any],
 
 def test_mxfp4_experts_are_padded_as_the_kernel_wants() -> None:
     """2880 x 2880 becomes 2944 x 3072 on Blackwell and with Marlin: +9.0%; on Hopper values 2880 x 3072: +6.3%."""
-    arch = arch_of("gpt-oss-120b")
+    arch = shapes.arch("gpt-oss-120b")
     n = 36 * 128 * 3 * 2880 * 2880
     biases = 36 * 128 * 3 * 2880 * 2
     hopper, blackwell = (
@@ -105,7 +93,7 @@ def test_mxfp4_experts_are_padded_as_the_kernel_wants() -> None:
 
 def test_qwen3_235b_fp8_over_four_and_eight_gpus() -> None:
     """Worked: 94 layers x 128 experts x 3 x 4096 x 1536 numbers, a fourth each, and an fp32 scale for 128 x 128."""
-    arch = arch_of("qwen3-235b-a22b-fp8")
+    arch = shapes.arch("qwen3-235b-a22b-fp8")
     four, eight = (rank_weights(arch, Parallel(n))[0] for n in (4, 8))
     assert four.expert_bytes == 94 * 128 * 3 * (4096 * 384 + 4 * 32 * 3)
     # Eight ranks hold four KV heads twice, and block scales of 1536 / 8 columns round up.
@@ -113,7 +101,7 @@ def test_qwen3_235b_fp8_over_four_and_eight_gpus() -> None:
 
 
 def test_deepseek_keeps_a_16_bit_copy_of_kv_b() -> None:
-    arch = arch_of("deepseek-v3")
+    arch = shapes.arch("deepseek-v3")
     copies = [one for one in inventory(arch) if one.is_derived]
     assert len(copies) == 61 and copies[0].shape == (128 * 256, 512)
     # 79.41 GiB a rank at TP8 before the copies (61 x 32,768 x 512 x 2 B / 8 = 0.24 GiB) in a log of vLLM's HPU fork.
@@ -131,16 +119,16 @@ def test_layers_over_stages_as_vllm_puts_them(n_layers: int, n_stages: int, want
 
 def test_kv_heads_are_copied_once_tp_exceeds_them() -> None:
     """Falcon-7B's one KV head stands on both ranks: 2 x 64 x 4544 numbers a layer beyond half."""
-    arch = arch_of("falcon-7b")
+    arch = shapes.arch("falcon-7b")
     whole, half = (rank_weights(arch, Parallel(n))[0].weight_bytes for n in (1, 2))
     norms = (32 * 2 * 4544 + 2 * 4544) * 2
     assert 2 * half - whole >= 32 * 2 * 64 * 4544 * 2 + norms
 
 
 def test_a_tied_embedding_stands_on_the_first_and_the_last_stage() -> None:
-    first, last = rank_weights(arch_of("qwen3-0.6b"), Parallel(1, 2))
+    first, last = rank_weights(shapes.arch("qwen3-0.6b"), Parallel(1, 2))
     assert first.embedding_bytes == last.embedding_bytes == 151_936 * 1024 * 2
-    whole = rank_weights(arch_of("qwen3-0.6b"), Parallel())[0]
+    whole = rank_weights(shapes.arch("qwen3-0.6b"), Parallel())[0]
     assert whole.embedding_bytes == first.embedding_bytes
 
 
@@ -152,7 +140,7 @@ def test_the_vocabulary_is_padded_to_64() -> None:
 
 def test_expert_parallelism_gives_whole_experts_and_early_ranks_one_more() -> None:
     assert expert_counts(128, 48) == ((3, 32), (2, 16))
-    classes = rank_weights(arch_of("qwen3-30b-a3b"), Parallel(tensor=1, data=48, expert=True))
+    classes = rank_weights(shapes.arch("qwen3-30b-a3b"), Parallel(tensor=1, data=48, expert=True))
     assert [(one.n_experts, one.n_ranks) for one in classes] == [(3, 32), (2, 16)]
     assert (
         sum(one.expert_bytes * one.n_ranks for one in classes) == first_rank("qwen3-30b-a3b", Parallel()).expert_bytes
@@ -190,7 +178,7 @@ def bytes_of_copies(arch: Architecture, one: Tensor, tensor: int, pipeline: int)
 @settings(max_examples=15, deadline=None)
 @given(st.sampled_from(ALL_NAMES), st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 3, 4]), st.booleans())
 def test_shards_sum_to_the_whole_plus_what_is_replicated(name: str, tensor: int, pipeline: int, expert: bool) -> None:
-    arch = arch_of(name)
+    arch = shapes.arch(name)
     assume(all(one.attention is None or one.attention.n_heads % tensor == 0 for one in arch.layers))
     whole = rank_weights(arch, Parallel())[0].weight_bytes
     total = sum(one.weight_bytes * one.n_ranks for one in rank_weights(arch, Parallel(tensor, pipeline, 1, expert)))
@@ -274,7 +262,7 @@ def test_exclusions_name_modules(pattern: str, module: str, is_named: bool) -> N
 
 def test_fp8_made_while_loading_halves_the_linears_only() -> None:
     """Llama-3.1-8B: 6,979,321,856 numbers in linears take one byte, embedding and head (1,050,673,152) two."""
-    arch = quantization.with_choice(arch_of("llama-3.1-8b"), "fp8")
+    arch = quantization.with_choice(shapes.arch("llama-3.1-8b"), "fp8")
     one = rank_weights(arch, Parallel())[0]
     assert one.weight_bytes == pytest.approx(6_979_321_856 + 2 * 1_050_673_152 + 2 * 266_240, rel=1e-6)
     assert bytes_on_disk(arch) == 16_060_522_496
@@ -282,10 +270,10 @@ def test_fp8_made_while_loading_halves_the_linears_only() -> None:
 
 def test_a_choice_that_is_not_the_checkpoints_is_refused() -> None:
     with pytest.raises(NotModelled, match="stored as fp8-block"):
-        quantization.with_choice(arch_of("qwen3-32b-fp8"), "awq")
+        quantization.with_choice(shapes.arch("qwen3-32b-fp8"), "awq")
     with pytest.raises(NotModelled, match="16-bit weights"):
-        quantization.with_choice(arch_of("llama-3.1-8b"), "awq")
-    assert quantization.with_choice(arch_of("qwen3-32b-fp8"), "fp8") == arch_of("qwen3-32b-fp8")
+        quantization.with_choice(shapes.arch("llama-3.1-8b"), "awq")
+    assert quantization.with_choice(shapes.arch("qwen3-32b-fp8"), "fp8") == shapes.arch("qwen3-32b-fp8")
 
 
 def test_an_unknown_format_is_refused() -> None:
@@ -297,10 +285,10 @@ def test_an_unknown_format_is_refused() -> None:
 
 def test_a_rope_table_is_as_long_as_the_model_whatever_is_served() -> None:
     """Llama 4 Scout: 10,485,760 positions x 128 x 2 B = 2.5 GiB."""
-    assert rope_bytes(arch_of("llama-4-scout-17b-16e")) == 10_485_760 * 128 * 2
-    assert rope_bytes(arch_of("phi-4-mini")) == (131_072 + 4096) * 96 * 2
-    assert rope_bytes(arch_of("gpt-oss-20b")) == 131_072 * 64 * 4
-    assert rope_bytes(arch_of("jamba-v0.1")) == 0
+    assert rope_bytes(shapes.arch("llama-4-scout-17b-16e")) == 10_485_760 * 128 * 2
+    assert rope_bytes(shapes.arch("phi-4-mini")) == (131_072 + 4096) * 96 * 2
+    assert rope_bytes(shapes.arch("gpt-oss-20b")) == 131_072 * 64 * 4
+    assert rope_bytes(shapes.arch("jamba-v0.1")) == 0
 
 
 def test_quantization_is_a_value() -> None:

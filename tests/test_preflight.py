@@ -15,6 +15,8 @@ from samples import cpu_machine, deployment, gpu_machine
 from penstock.deployment import planning, preflight
 from penstock.errors import SpecError, UserError
 from penstock.hardware import Gpu, Machine, catalog, network
+from penstock.spec.deployment import GatewaySpec
+from penstock.spec.gateway import Upstream
 from penstock.text import GIB
 
 
@@ -175,3 +177,12 @@ def test_a_host_that_is_not_this_machine_is_told_by_its_field(host: str) -> None
         network.check_port(host, 0)
     assert caught.value.hint is not None
     assert caught.value.hint.startswith("Set gateway.host")
+
+
+def test_files_and_variables_of_the_gateway_are_checked_before_anything_starts() -> None:
+    upstreams = (Upstream("http://h:1", key_env="NO_SUCH_KEY"), Upstream("http://h:2", key_file=__file__))
+    wanted = GatewaySpec(tls_cert="/no/cert.pem", tls_key=__file__, upstreams=upstreams)
+    assert [str(problem) for problem in preflight.unreadable_files(wanted)] == [
+        "gateway.upstreams[0].key_env: NO_SUCH_KEY is not set",
+        'gateway.tls_cert: cannot read "/no/cert.pem" (check the path)',
+    ]

@@ -11,9 +11,10 @@ import time
 from pathlib import Path
 
 import pytest
-from test_store import NOW, postgres, row, store
+from store_rig import NOW, Store, postgres, row, store
 
-from penstock.gateway.accounting.store import DAY_S, FOLD_ROWS, GROUPINGS, Grouping, Limits, Row, Store, Usage, day_of
+from penstock.gateway.accounting.key_store import Limits
+from penstock.gateway.accounting.usage_store import DAY_S, FOLD_ROWS, GROUPINGS, Grouping, Row, Usage, day_of
 
 __all__ = ["postgres", "store"]  # the fixtures
 
@@ -38,57 +39,61 @@ def old_rows(n_rows: int, *, first: int = 0) -> list[Row]:
 
 
 def all_usage(store: Store) -> list[list[Usage]]:
-    return [store.usage(by) for by in GROUPED]
+    return [store.usage.usage(by) for by in GROUPED]
 
 
 def test_pruning_changes_no_sum_and_no_budget(store: Store) -> None:
-    key, _ = store.create_key("alice", Limits(), NOW)
-    store.add_rows("w", old_rows(200))
-    store.add_rows("v", [row(0, at=MIDNIGHT, key_id=key.id, cost_usd=1.0), row(1, at=MIDNIGHT - 1, key_id=key.id)])
-    usage, spent = all_usage(store), store.spend("2026-09")
+    key, _ = store.keys.create("alice", Limits(), NOW)
+    store.usage.add_rows("w", old_rows(200))
+    store.usage.add_rows(
+        "v", [row(0, at=MIDNIGHT, key_id=key.id, cost_usd=1.0), row(1, at=MIDNIGHT - 1, key_id=key.id)]
+    )
+    usage, spent = all_usage(store), store.usage.spend("2026-09")
     assert spent == {"k0": 8.5, "k1": 8.25, key.id: 1.0}
     # Not whole days: 201 rows are older than the midnight before.
-    assert [store.prune(MIDNIGHT + 3600, n_rows_max=64) for _ in range(5)] == [64, 64, 64, 9, 0]
-    assert store._all("SELECT count(*) FROM requests", ()) == [(1,)]
-    assert (all_usage(store), store.spend("2026-09")) == (usage, spent)
+    assert [store.usage.prune(MIDNIGHT + 3600, n_rows_max=64) for _ in range(5)] == [64, 64, 64, 9, 0]
+    assert store.database.all("SELECT count(*) FROM requests", ()) == [(1,)]
+    assert (all_usage(store), store.usage.spend("2026-09")) == (usage, spent)
     # Late rows of a day that was pruned are added to it.
-    store.add_rows("late", [row(0, at=MIDNIGHT - 5, key_id="k0", cost_usd=0.5)])
-    n_before = {line.group: line.n_requests for line in store.usage(("day",))}
-    assert store.prune(MIDNIGHT) == 1
-    assert {line.group: line.n_requests for line in store.usage(("day",))} == n_before
-    assert store.spend("2026-09")["k0"] == 9.0
-    assert sum(line.cost_usd or 0 for line in store.usage(("key",))) == 18.25
+    store.usage.add_rows("late", [row(0, at=MIDNIGHT - 5, key_id="k0", cost_usd=0.5)])
+    n_before = {line.group: line.n_requests for line in store.usage.usage(("day",))}
+    assert store.usage.prune(MIDNIGHT) == 1
+    assert {line.group: line.n_requests for line in store.usage.usage(("day",))} == n_before
+    assert store.usage.spend("2026-09")["k0"] == 9.0
+    assert sum(line.cost_usd or 0 for line in store.usage.usage(("key",))) == 18.25
 
 
 def test_pruned_days_are_told_whole_or_not_at_all(store: Store) -> None:
-    store.add_rows("w", old_rows(300))
-    assert store.prune(MIDNIGHT) == 300
-    counts = [sum(line.n_requests for line in store.usage((), since)) for since in (0.0, -1e15, MIDNIGHT - 2 * DAY_S)]
+    store.usage.add_rows("w", old_rows(300))
+    assert store.usage.prune(MIDNIGHT) == 300
+    counts = [
+        sum(line.n_requests for line in store.usage.usage((), since)) for since in (0.0, -1e15, MIDNIGHT - 2 * DAY_S)
+    ]
     assert counts == [300, 300, 200]
-    assert sum(line.n_requests for line in store.usage((), MIDNIGHT - 2 * DAY_S + 1)) == 100
-    assert store.usage((), MIDNIGHT) == []
-    assert [line.group for line in store.usage(("day",))] == [(day_of(MIDNIGHT - n * DAY_S),) for n in (3, 2, 1)]
+    assert sum(line.n_requests for line in store.usage.usage((), MIDNIGHT - 2 * DAY_S + 1)) == 100
+    assert store.usage.usage((), MIDNIGHT) == []
+    assert [line.group for line in store.usage.usage(("day",))] == [(day_of(MIDNIGHT - n * DAY_S),) for n in (3, 2, 1)]
 
 
 def test_costs_nobody_knows_stay_unknown(store: Store) -> None:
-    store.add_rows("w", [row(number, at=MIDNIGHT - 10 - number) for number in range(4)])
+    store.usage.add_rows("w", [row(number, at=MIDNIGHT - 10 - number) for number in range(4)])
     for _ in range(2):
-        assert store.prune(MIDNIGHT, n_rows_max=2) == 2
-        assert store.usage(())[0].cost_usd is None
-    store.add_rows("w", [row(9, at=MIDNIGHT - 10, cost_usd=0.5)])
-    store.prune(MIDNIGHT)
-    assert (store.usage(())[0].cost_usd, store.usage(())[0].n_requests) == (0.5, 5)
+        assert store.usage.prune(MIDNIGHT, n_rows_max=2) == 2
+        assert store.usage.usage(())[0].cost_usd is None
+    store.usage.add_rows("w", [row(9, at=MIDNIGHT - 10, cost_usd=0.5)])
+    store.usage.prune(MIDNIGHT)
+    assert (store.usage.usage(())[0].cost_usd, store.usage.usage(())[0].n_requests) == (0.5, 5)
 
 
 def test_folded_batches_are_pruned_too_and_young_ones_stay_folded(tmp_path: Path) -> None:
     opened = Store(str(tmp_path / "store.sqlite"))
-    opened.add_rows("w", old_rows(FOLD_ROWS))
-    opened.add_rows("w", [row(number, at=MIDNIGHT) for number in range(FOLD_ROWS, 2 * FOLD_ROWS)])
-    assert opened.prune(MIDNIGHT) == FOLD_ROWS
-    assert opened.prune(MIDNIGHT) == 0
+    opened.usage.add_rows("w", old_rows(FOLD_ROWS))
+    opened.usage.add_rows("w", [row(number, at=MIDNIGHT) for number in range(FOLD_ROWS, 2 * FOLD_ROWS)])
+    assert opened.usage.prune(MIDNIGHT) == FOLD_ROWS
+    assert opened.usage.prune(MIDNIGHT) == 0
     count = "SELECT (SELECT count(*) FROM requests), (SELECT count(*) FROM folded_requests)"
-    assert opened._all(count, ()) == [(0, 1)]
-    assert opened.usage(())[0].n_requests == 2 * FOLD_ROWS
+    assert opened.database.all(count, ()) == [(0, 1)]
+    assert opened.usage.usage(())[0].n_requests == 2 * FOLD_ROWS
     opened.close()
 
 
@@ -97,15 +102,15 @@ def test_pruned_space_is_used_again_and_given_back(tmp_path: Path) -> None:
     opened, other = Store(str(path)), Store(str(path))
     sizes = []
     for turn in range(3):
-        opened.add_rows(f"w{turn}", old_rows(FOLD_ROWS * 8))
-        while opened.prune(MIDNIGHT):
+        opened.usage.add_rows(f"w{turn}", old_rows(FOLD_ROWS * 8))
+        while opened.usage.prune(MIDNIGHT):
             pass
-        opened._execute("PRAGMA wal_checkpoint(TRUNCATE)", ())
+        opened.database.execute("PRAGMA wal_checkpoint(TRUNCATE)", ())
         sizes.append(path.stat().st_size)
     assert sizes[2] <= sizes[0] * 1.2
-    opened.compact()
+    opened.database.compact()
     assert path.stat().st_size < sizes[2] / 4
-    assert other.usage(())[0].n_requests == 3 * FOLD_ROWS * 8  # another one sees no seam
+    assert other.usage.usage(())[0].n_requests == 3 * FOLD_ROWS * 8  # another one sees no seam
     opened.close()
     other.close()
 
@@ -114,13 +119,13 @@ def test_pruned_space_is_used_again_and_given_back(tmp_path: Path) -> None:
 def test_two_gateways_that_prune_at_once_count_every_row_once(postgres: str) -> None:
     opened, other = Store(postgres), Store(postgres)
     for table in ("requests", "daily_usage"):
-        opened._execute(f"DELETE FROM {table}", ())
-    opened.add_rows("w", old_rows(3000))
-    usage, counts = opened.usage(GROUPINGS), {opened: 0, other: 0}
+        opened.database.execute(f"DELETE FROM {table}", ())
+    opened.usage.add_rows("w", old_rows(3000))
+    usage, counts = opened.usage.usage(GROUPINGS), {opened: 0, other: 0}
 
     def prune(mine: Store) -> None:
-        while mine._all("SELECT count(*) FROM requests", ()) != [(0,)]:
-            counts[mine] += mine.prune(MIDNIGHT, n_rows_max=50)
+        while mine.database.all("SELECT count(*) FROM requests", ()) != [(0,)]:
+            counts[mine] += mine.usage.prune(MIDNIGHT, n_rows_max=50)
 
     threads = [threading.Thread(target=prune, args=(mine,)) for mine in counts]
     for thread in threads:
@@ -128,15 +133,16 @@ def test_two_gateways_that_prune_at_once_count_every_row_once(postgres: str) -> 
     for thread in threads:
         thread.join(20)
     assert sum(counts.values()) == 3000
-    assert opened.usage(GROUPINGS) == usage
+    assert opened.usage.usage(GROUPINGS) == usage
     opened.close()
     other.close()
 
 
 _PRUNER = """
 import sys
-from penstock.gateway.accounting.store import Store
-store = Store({place!r})
+from penstock.gateway.accounting.store import connect
+from penstock.gateway.accounting.usage_store import UsageStore
+store = UsageStore(connect({place!r}))
 print("go", flush=True)
 while store.prune({before}, n_rows_max=20):
     pass
@@ -147,8 +153,8 @@ while store.prune({before}, n_rows_max=20):
 def test_killed_pruning_loses_and_doubles_nothing(tmp_path: Path) -> None:
     place = str(tmp_path / "store.sqlite")
     opened = Store(place)
-    opened.add_rows("w", old_rows(20_000))
-    usage = opened.usage(GROUPINGS)
+    opened.usage.add_rows("w", old_rows(20_000))
+    usage = opened.usage.usage(GROUPINGS)
     left = [20_000]
     code = textwrap.dedent(_PRUNER).format(place=place, before=MIDNIGHT)
     for after_s in (0.02, 0.05, 0.08):
@@ -158,7 +164,7 @@ def test_killed_pruning_loses_and_doubles_nothing(tmp_path: Path) -> None:
         time.sleep(after_s)
         pruner.send_signal(signal.SIGKILL)
         pruner.communicate()
-        left.append(opened._all("SELECT count(*) FROM requests", ())[0][0])
-        assert opened.usage(GROUPINGS) == usage
+        left.append(opened.database.all("SELECT count(*) FROM requests", ())[0][0])
+        assert opened.usage.usage(GROUPINGS) == usage
     assert 0 < left[-1] < left[0]
     opened.close()

@@ -217,7 +217,7 @@ def _models(options: argparse.Namespace) -> tuple[ServedModel, ...]:
 
 def _tell(options: argparse.Namespace, config: GatewayConfig, sockets: Sockets) -> None:
     """One line when the addresses are bound: a program that reads it may connect."""
-    listen = _bound(config.listen, sockets.public[0], "https" if config.tls_cert else "http") + config.path_prefix
+    listen = _bound(config.listen, sockets.public, "https" if config.tls_cert else "http") + config.path_prefix
     admin = _bound(config.admin, sockets.admin, "http") if options.admin else None
     if options.json:
         facts: dict[str, Any] = {

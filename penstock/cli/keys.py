@@ -17,7 +17,9 @@ from penstock.cli.output import print_json, table
 from penstock.errors import UserError
 
 if TYPE_CHECKING:
-    from penstock.gateway.accounting.store import ApiKey, Grouping, Store, Usage
+    from penstock.gateway.accounting.key_store import ApiKey
+    from penstock.gateway.accounting.store import Database
+    from penstock.gateway.accounting.usage_store import Grouping, Usage, UsageStore
 
 Price = tuple[float, float, float]  # US dollars per million input, output and cached tokens
 
@@ -101,7 +103,7 @@ def register_usage(parser: argparse.ArgumentParser) -> None:
     arguments.complete(parser, _run_usage, examples)
 
 
-def _open(options: argparse.Namespace, *, may_create: bool = False) -> Store:
+def _open(options: argparse.Namespace, *, may_create: bool = False) -> Database:
     from penstock import run_folder
     from penstock.gateway.accounting import store
 
@@ -119,12 +121,12 @@ def _open(options: argparse.Namespace, *, may_create: bool = False) -> Store:
         may_create = True
     if not may_create and not store.is_postgres(place) and not Path(place).is_file():
         raise UserError(f'cannot find store "{place[:200]}"', hint="`penstock keys create --store` creates one.")
-    return store.Store(place)
+    return store.connect(place)
 
 
 def _run_keys(options: argparse.Namespace) -> int:
     """Standard output holds the new secret alone; what people read goes to standard error."""
-    from penstock.gateway.accounting.store import Limits, check_new_key
+    from penstock.gateway.accounting.key_store import KeyStore, Limits, check_new_key
 
     now = time.time()
     if options.action == "create":
@@ -135,18 +137,19 @@ def _run_keys(options: argparse.Namespace) -> int:
         numbers = (options.rpm, options.tpm, options.concurrency, options.budget)
         limits = Limits(options.models, *numbers, expires_at)
         check_new_key(name, limits, now)
-        _show_secret(*_open(options, may_create=True).create_key(name, limits, now), options.json)
+        store = KeyStore(_open(options, may_create=True))
+        _show_secret(*store.create(name, limits, now), options.json)
         return 0
-    store = _open(options)
+    store = KeyStore(_open(options))
     if options.action == "list":
-        _show_keys(store.all_keys(), now, options.json)
+        _show_keys(store.all(), now, options.json)
         return 0
     if options.key is None:
         raise UserError(f"cannot {options.action} a key without its name", hint=f"penstock keys {options.action} NAME")
     if options.action == "rotate":
-        _show_secret(*store.rotate_key(options.key, options.grace, now), options.json)
+        _show_secret(*store.rotate(options.key, options.grace, now), options.json)
         return 0
-    key = store.revoke_key(options.key, now)
+    key = store.revoke(options.key, now)
     time.sleep(SEEN_S)
     if options.json:
         print_json(_key_facts(key, now))
@@ -221,11 +224,12 @@ def _show_keys(keys: Sequence[ApiKey], now: float, as_json: bool) -> None:
 
 def _run_usage(options: argparse.Namespace) -> int:
     """One line per group, with its cost where a price is known."""
+    from penstock.gateway.accounting.usage_store import UsageStore
+
     if options.action == "prune" or options.before is not None or options.keep is not None:
         return _prune(options)
-    opened = _open(options)
     since = 0.0 if options.since is None else time.time() - options.since
-    lines = _priced(opened, options.by, since, dict(options.price))
+    lines = _priced(UsageStore(_open(options)), options.by, since, dict(options.price))
     columns = (*options.by, "requests", "prompt_tokens", "cached_tokens", "output_tokens", "estimates", "cost_usd")
     rows = [
         (*line.group, line.n_requests, line.prompt_tokens, line.cached_tokens, line.output_tokens)
@@ -249,18 +253,19 @@ def _run_usage(options: argparse.Namespace) -> int:
 
 def _prune(options: argparse.Namespace) -> int:
     """`usage prune`. After a kill, the next one continues where it stopped."""
-    from penstock.gateway.accounting.store import DAY_S, day_of
+    from penstock.gateway.accounting.usage_store import DAY_S, UsageStore, day_of
 
     if options.action != "prune" or (options.before is None) == (options.keep is None):
         raise UserError("cannot prune usage without one limit", hint="penstock usage prune --keep 90d, or --before DAY")
     before = options.before if options.keep is None else time.time() - options.keep
     # Not today: gateways still add to it.
     before = max(0.0, min(before, time.time())) // DAY_S * DAY_S
-    opened = _open(options)
+    database = _open(options)
+    store = UsageStore(database)
     n_rows = 0
-    while n_pruned := opened.prune(before):
+    while n_pruned := store.prune(before):
         n_rows += n_pruned
-    opened.compact()
+    database.compact()
     if options.json:
         print_json({"before": day_of(before), "requests": n_rows})
     else:
@@ -268,14 +273,14 @@ def _prune(options: argparse.Namespace) -> int:
     return 0
 
 
-def _priced(opened: Store, by: tuple[Grouping, ...], since: float, prices: dict[str, Price]) -> list[Usage]:
+def _priced(store: UsageStore, by: tuple[Grouping, ...], since: float, prices: dict[str, Price]) -> list[Usage]:
     """The usage with the cost by the given prices, for the models that have one."""
-    from penstock.gateway.accounting.store import Usage
+    from penstock.gateway.accounting.usage_store import Usage
 
     if not prices:
-        return opened.usage(by, since)
+        return store.usage(by, since)
     by_group: dict[tuple[str, ...], Usage] = {}
-    for line in opened.usage((*by, "model") if "model" not in by else by, since):
+    for line in store.usage((*by, "model") if "model" not in by else by, since):
         model = line.group[by.index("model")] if "model" in by else line.group[-1]
         group = line.group[: len(by)]
         before = by_group.get(group, Usage(group, 0, 0, 0, 0, 0, None))

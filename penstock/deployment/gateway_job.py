@@ -75,7 +75,7 @@ def own_addresses(seen_from: Sequence[str]) -> list[str]:
 
 def _tell(run: Run, job: str, hosts: Sequence[str], sockets: Sockets) -> None:
     """Whoever connects now waits in the socket's queue until the gateway serves."""
-    port, admin_port = sockets.public[0].getsockname()[1], sockets.admin.getsockname()[1]
+    port, admin_port = sockets.public.getsockname()[1], sockets.admin.getsockname()[1]
     address = GatewayAddress(job, f"{hosts[0]}:{port}", tuple(f"{host}:{admin_port}" for host in hosts))
     write_atomically(run.gateway_address_file, msgspec.json.encode(address))
     log.info("clients: http://%s, admin: %s", address.listen, ", ".join(address.admin))

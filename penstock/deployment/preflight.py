@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 import socket
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -12,7 +14,7 @@ import msgspec
 from penstock.engines import Engine, Missing
 from penstock.errors import Problem, SpecError
 from penstock.hardware import Gpu, Machine, catalog
-from penstock.spec.deployment import Deployment
+from penstock.spec.deployment import Deployment, GatewaySpec
 from penstock.text import MIB
 
 
@@ -29,6 +31,20 @@ def unsupported(deployment: Deployment) -> list[Problem]:
         hint = "set replicas to a number, and change it with `penstock scale`"
         found.append(Problem("replicas.max", "this version has no autoscaling yet", hint))
     return found
+
+
+def unreadable_files(gateway: GatewaySpec) -> list[Problem]:
+    """The files and variables that the gateway will need, on the machine that starts it."""
+    files = {"tls_cert": gateway.tls_cert, "tls_key": gateway.tls_key}
+    problems = []
+    for index, upstream in enumerate(gateway.upstreams):
+        files[f"upstreams[{index}].key_file"] = upstream.key_file
+        if upstream.key_env is not None and not os.environ.get(upstream.key_env):
+            problems.append(Problem(f"gateway.upstreams[{index}].key_env", f"{upstream.key_env} is not set"))
+    for field, name in files.items():
+        if name is not None and not os.access(Path(name).expanduser(), os.R_OK):
+            problems.append(Problem(f"gateway.{field}", f'cannot read "{name}"', "check the path"))
+    return problems
 
 
 def as_named(deployment: Deployment, machine: Machine, is_rehearsal: bool) -> Machine:

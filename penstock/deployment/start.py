@@ -80,6 +80,8 @@ def prepare(
     target = targets.load(deployment.target)
     target = target.rehearsed() if is_rehearsal else target
     problems = [*preflight.unsupported(deployment), *target.check(deployment)]
+    if not is_rehearsal and deployment.gateway.on == "login":
+        problems += preflight.unreadable_files(deployment.gateway)
     if deployment.engine.kind != "auto":
         problems += engines.load(deployment.engine.kind).problems(deployment.engine.args)
     if problems:

@@ -136,7 +136,7 @@ class Engine(ABC):
 
     @abstractmethod
     def read(self, line: str, seen: Seen, plan: Plan) -> Seen:
-        """`seen` after one more line of log; the same object when the line says nothing."""
+        """`seen` after one more line of log; the same object when the line is not known."""
 
     @abstractmethod
     def diagnose(self, exit_code: int, tail: Sequence[str]) -> Diagnosis:
@@ -166,7 +166,7 @@ def explain(ended: str, deaths: Sequence[Death], lines: Sequence[str]) -> Diagno
 def telling_lines(tail: Sequence[str], cause: str | None, count: int) -> list[str]:
     """The last `count` lines, or where the cause stands further up, the lines that lead to it and then the last.
 
-    vLLM's parent process prints a long traceback of its own after the one of the process that failed.
+    vLLM's parent process prints a long traceback after the one of the process that failed.
     """
     lines = list(tail)
     if cause is None or cause in lines[-count:] or cause not in lines:

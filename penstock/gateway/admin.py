@@ -1,23 +1,27 @@
-"""What the admin address serves: announcements of replicas, and the controller's hand on traffic."""
+"""What the admin address serves: announcements of replicas, the controller's hold on traffic, and API keys."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
+from collections.abc import Callable
 from typing import Any
+from urllib.parse import unquote
 
 import msgspec
 
-from penstock.errors import UserError
-from penstock.gateway import admin_keys
-from penstock.gateway.accounting.entry import Books
+from penstock.errors import PenstockError, UserError
+from penstock.gateway.accounting.entry import Accounting
+from penstock.gateway.accounting.key_store import ApiKey, KeyStore, Limits, check_new_key
 from penstock.gateway.accounting.keys import has_token
+from penstock.gateway.accounting.ledger import Ledger
 from penstock.gateway.board import RankBoard
 from penstock.gateway.connections.client import ClientConnection
 from penstock.gateway.context import GatewayContext
 from penstock.gateway.request import Request
 from penstock.gateway.responses import Answer, error_answer, json_answer
-from penstock.gateway.workers.totals import Tally
+from penstock.gateway.workers.reports import Reporter, WorkerReport
 from penstock.wire.announcement import AnnounceAnswer, Announcement, Post
 from penstock.wire.http1 import Headers, RequestHead
 
@@ -31,6 +35,9 @@ _METHODS = {
     b"/admin/leave": (b"POST",),
     b"/admin/forget": (b"POST",),
 }
+_REPEATED = (b"/admin/announce", b"/admin/board")  # nodes send them again within seconds: nobody waits for the others
+_DRAINS = (b"/admin/drain", b"/admin/leave")
+_KEYS = b"/admin/keys"
 
 log = logging.getLogger(__name__)
 
@@ -39,13 +46,31 @@ class _Named(msgspec.Struct, forbid_unknown_fields=True):
     replica: str
 
 
-class Admin:
-    """The handler of the admin listener. Every call needs the token, health too."""
+class _NewKey(msgspec.Struct, forbid_unknown_fields=True):
+    name: str
+    models: tuple[str, ...] = ()
+    rpm: int | None = None
+    tpm: int | None = None
+    concurrency: int | None = None
+    budget_usd: float | None = None
+    expires_s: float | None = None
 
-    def __init__(self, context: GatewayContext, books: Books, tally: Tally, token: str) -> None:
+
+class _Rotation(msgspec.Struct, forbid_unknown_fields=True):
+    key: str
+    grace_s: float = 0.0
+
+
+class AdminApi:
+    """The handler of the admin listener. Every call needs the token, health too.
+
+    Any worker may get a call. What it changes of the replicas is done by the other workers too, through the reporter.
+    """
+
+    def __init__(self, context: GatewayContext, accounting: Accounting, reporter: Reporter, token: str) -> None:
         self._context = context
-        self._tally = tally
-        self._books = books
+        self._reporter = reporter
+        self._accounting = accounting
         self._replicas = context.replicas
         self._token = token
         self._board = RankBoard(time.monotonic())
@@ -54,7 +79,7 @@ class Admin:
         """Calls without the token, unknown paths and wrong methods."""
         if not has_token(head.get(b"authorization"), self._token):
             return error_answer(401, "the admin token is needed", "invalid_admin_token")
-        methods = admin_keys.METHODS if admin_keys.is_path(head.path) else _METHODS.get(head.path)
+        methods = (b"GET", b"POST", b"DELETE") if _is_of_keys(head.path) else _METHODS.get(head.path)
         if methods is None:
             return error_answer(404, "there is no such admin call", "not_found")
         if head.method not in methods:
@@ -63,21 +88,32 @@ class Admin:
         return None
 
     def handle(self, request: Request, client: ClientConnection) -> Answer | None:
+        path, body = request.head.path, request.body
         try:
-            if admin_keys.is_path(request.head.path):
-                return admin_keys.begin(request, client, self._books.ledger)
-            return json_answer(self._do(request.head.path, request.body))
+            if _is_of_keys(path):
+                return _call_store(request, client, self._accounting.ledger)
+            if path == b"/admin/health":
+                return json_answer({"ok": True})
+            if path == b"/admin/replicas":
+                return self._reporter.respond(client, lambda report: json_answer(self._reporter.view(report)))
+            answer = self.apply(path, body)
         except (msgspec.DecodeError, UserError) as error:
             return error_answer(400, str(error), "bad_request")
+        if path in _REPEATED:
+            self._reporter.relay(path, body)
+            return json_answer(answer)
+        name = msgspec.json.decode(body, type=_Named).replica
+
+        def write(report: WorkerReport) -> Answer:
+            return json_answer({"in_flight": report.in_flight.get(name, 0)} if path in _DRAINS else answer)
+
+        return self._reporter.respond(client, write, path, body)
 
     def origin_headers(self, head: RequestHead) -> Headers:
         return ()
 
-    def _do(self, path: bytes, body: bytes) -> Any:
-        if path == b"/admin/health":
-            return {"ok": True}
-        if path == b"/admin/replicas":
-            return self._tally.view()
+    def apply(self, path: bytes, body: bytes) -> Any:
+        """Does a call that changes something, of this worker alone. Raises msgspec.DecodeError and UserError."""
         if path == b"/admin/announce":
             return self._announce(msgspec.json.decode(body, type=Announcement))
         if path == b"/admin/board":
@@ -86,10 +122,10 @@ class Admin:
         name = msgspec.json.decode(body, type=_Named).replica
         log.info("replica %r: %s", name, path.decode().removeprefix("/admin/"))
         if path == b"/admin/drain":
-            return {"in_flight": self._replicas.drain(name)}
-        if path == b"/admin/leave":
-            return {"in_flight": self._replicas.leave(name)}
-        if path == b"/admin/undrain":
+            self._replicas.drain(name)
+        elif path == b"/admin/leave":
+            self._replicas.leave(name)
+        elif path == b"/admin/undrain":
             self._replicas.undrain(name)
             self._wake(name)
         else:
@@ -109,3 +145,61 @@ class Admin:
         replica = self._replicas.find(name)
         if replica is not None and self._replicas.is_ready(replica, time.monotonic()):
             self._context.queue.wake(replica.announcement.model)
+
+
+# API keys: created, listed, rotated, revoked while the gateway runs.
+
+
+def _is_of_keys(path: bytes) -> bool:
+    return path == _KEYS or path.startswith(_KEYS + b"/")
+
+
+def key_facts(key: ApiKey, secret: str | None = None) -> dict[str, Any]:
+    """A key as shown: never its hash; `key` is the secret, when it has just been made."""
+    facts: dict[str, Any] = {"id": key.id, "name": key.name}
+    if secret is not None:
+        facts["key"] = secret
+    facts["endings"] = [f"sk-...{kept.ending}" for kept in key.secrets]
+    facts |= msgspec.structs.asdict(key.limits)
+    return facts | {"created_at": key.created_at, "revoked_at": key.revoked_at}
+
+
+def _call_store(request: Request, client: ClientConnection, ledger: Ledger | None) -> Answer | None:
+    """Does a call for keys, and answers it when the store has. Raises msgspec.DecodeError and UserError."""
+    if ledger is None:
+        return error_answer(409, "this gateway has no store: its keys are those of its config", "no_store")
+    job = _job(request)
+
+    async def work() -> None:
+        client.respond(await _answer(ledger, job))
+
+    client.work = asyncio.get_running_loop().create_task(work())
+    return None
+
+
+async def _answer(ledger: Ledger, job: Callable[[KeyStore], Any]) -> Answer:
+    try:
+        return json_answer(await ledger.call(lambda database: job(KeyStore(database))))
+    except UserError as error:
+        return error_answer(400, error.message, "bad_request")
+    except PenstockError as error:
+        return error_answer(503, error.message, "store_unavailable", headers=((b"retry-after", b"1"),))
+
+
+def _job(request: Request) -> Callable[[KeyStore], Any]:
+    head, now = request.head, time.time()
+    name = unquote(head.path[len(_KEYS) + 1 :].decode("latin-1"))
+    if head.method == b"GET" and not name:
+        return lambda store: [key_facts(key) for key in store.all()]
+    if head.method == b"DELETE" and name:
+        return lambda store: key_facts(store.revoke(name, now))
+    if head.method == b"POST" and name == "rotate":
+        rotation = msgspec.json.decode(request.body, type=_Rotation)
+        return lambda store: key_facts(*store.rotate(rotation.key, rotation.grace_s, now))
+    if head.method == b"POST" and not name:
+        new = msgspec.json.decode(request.body, type=_NewKey)
+        expires_at = None if new.expires_s is None else now + new.expires_s
+        limits = Limits(new.models, new.rpm, new.tpm, new.concurrency, new.budget_usd, expires_at)
+        check_new_key(new.name, limits, now)
+        return lambda store: key_facts(*store.create(new.name, limits, now))
+    raise UserError("there is no such call: GET or POST /admin/keys, POST /admin/keys/rotate, DELETE /admin/keys/NAME")

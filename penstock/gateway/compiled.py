@@ -32,6 +32,7 @@ MODULES = (
     *("penstock.gateway.context", "penstock.gateway.metrics", "penstock.gateway.forwarding", "penstock.gateway.public"),
     *("penstock.gateway.request", "penstock.gateway.retries", "penstock.gateway.streams"),
     *("penstock.gateway.accounting.keys", "penstock.gateway.accounting.entry", "penstock.gateway.accounting.quota"),
+    "penstock.gateway.accounting.running_totals",
     "penstock.gateway.accounting.token_usage",
     *("penstock.gateway.connections.client", "penstock.gateway.connections.engine"),
     *("penstock.gateway.routing.replicas", "penstock.gateway.routing.health", "penstock.gateway.routing.policies"),

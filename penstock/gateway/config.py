@@ -109,8 +109,6 @@ def find_problems(config: GatewayConfig) -> list[Problem]:
         problems.append(Problem("hold_s, drain_s", "must not be negative"))
     if config.ledger_days is not None and config.ledger_days < 1:
         problems.append(Problem("ledger_days", "must be at least 1, or null for ever"))
-    if config.workers > 1 and config.listen.startswith(UNIX):
-        problems.append(Problem("workers", "several cannot share a Unix socket", "workers: 1, or listen on host:port"))
     return [*problems, *_upstream_problems(config), *_find_price_problems(config), *_find_name_problems(config.models)]
 
 

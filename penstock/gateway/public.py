@@ -7,19 +7,18 @@ import time
 from typing import Final
 from urllib.parse import parse_qs, unquote
 
-from penstock.gateway.accounting.entry import Books
-from penstock.gateway.accounting.keys import Holder
+from penstock.gateway.accounting.entry import Accounting
+from penstock.gateway.accounting.keys import KeyHolder
 from penstock.gateway.body_fields import ModelFacts
 from penstock.gateway.config import GatewayConfig, ServedModel
 from penstock.gateway.connections.client import ClientConnection
 from penstock.gateway.context import GatewayContext
 from penstock.gateway.forwarding import Forwarding
-from penstock.gateway.metrics import CONTENT_TYPE
 from penstock.gateway.origins import origin_headers, preflight_headers
 from penstock.gateway.request import Request, RequestFacts, UnreadableError, read_facts
 from penstock.gateway.responses import Answer, error_answer, json_answer
 from penstock.gateway.routing.replicas import NO_HINTS, RoutingHints
-from penstock.gateway.workers.totals import Tally
+from penstock.gateway.workers.reports import Reporter, metrics_answer
 from penstock.wire.http1 import Headers, RequestHead
 
 _OWN_PATHS: Final = (b"/health", b"/metrics", b"/v1/models")
@@ -37,10 +36,12 @@ _POST_PATHS: Final = frozenset(
 class Public:
     """The handler of the public listener."""
 
-    def __init__(self, config: GatewayConfig, books: Books, context: GatewayContext, tally: Tally) -> None:
-        self._books = books
+    def __init__(
+        self, config: GatewayConfig, accounting: Accounting, context: GatewayContext, reporter: Reporter
+    ) -> None:
+        self._accounting = accounting
         self._context = context
-        self._tally = tally
+        self._reporter = reporter
         self._replicas = context.replicas
         self._policy = config.policy
         self._names = {model.name: (model.name, *model.aliases) for model in context.replicas.models}
@@ -53,7 +54,7 @@ class Public:
         refusal = _refuse_path(head)
         if is_whole and refusal is None:
             return None
-        if head.path != b"/health" and self._context.needs_key and self._books.find(head) is None:
+        if head.path != b"/health" and self._context.needs_key and self._accounting.find(head) is None:
             return self._refuse_key()
         return refusal
 
@@ -62,7 +63,7 @@ class Public:
         if path == b"/health":
             n_ready = sum(self._count_ready().values())
             return json_answer({"status": "ok", "ready_replicas": n_ready})
-        holder = self._books.find(request.head) if self._context.needs_key else None
+        holder = self._accounting.find(request.head) if self._context.needs_key else None
         if holder is None and self._context.needs_key:
             # Also of a body that took its time, while its key ended. From here on None means: no keys needed.
             return self._refuse_key()
@@ -70,7 +71,7 @@ class Public:
         if not is_own:
             return self._forward(request, client, holder)
         if path == b"/metrics":
-            return Answer(200, self._tally.metrics(), CONTENT_TYPE)
+            return self._reporter.respond(client, metrics_answer)
         if path == b"/v1/models":
             data = [self._facts(model) for model in self._replicas.models if self._may_use(holder, model)]
             return json_answer({"object": "list", "data": data})
@@ -80,11 +81,11 @@ class Public:
         return origin_headers(head.get(b"origin"), self._context.needs_key, self._context.allowed_origins)
 
     def _refuse_key(self) -> Answer:
-        self._books.totals.n_unknown_keys += 1
+        self._accounting.totals.n_unknown_keys += 1
         message = "a valid key is needed: Authorization: Bearer KEY, or x-api-key: KEY"
         return error_answer(401, message, "invalid_api_key", headers=((b"www-authenticate", b"Bearer"),))
 
-    def _forward(self, request: Request, client: ClientConnection, holder: Holder | None) -> Answer | None:
+    def _forward(self, request: Request, client: ClientConnection, holder: KeyHolder | None) -> Answer | None:
         head = request.head
         try:
             facts = read_facts(request, wants_prefix=self._policy == "prefix")
@@ -102,10 +103,10 @@ class Public:
             assert name is not None
             return _unknown_model(name)
         if holder is not None and not holder.may_use(name or model, *self._names[model]):
-            self._books.refuse(facts, model, holder, 403)
+            self._accounting.refuse(facts, model, holder, 403)
             return _forbidden_model(name or model)
         forwarding = Forwarding(self._context, request, client, model, facts)
-        forwarding.start(self._hints(facts, name, place), self._books.open(facts, model, holder, request.body))
+        forwarding.start(self._hints(facts, name, place), self._accounting.open(facts, model, holder, request.body))
         return None
 
     def _hints(self, facts: RequestFacts, name: str | None, place: tuple[str, str] | None) -> RoutingHints:
@@ -115,10 +116,10 @@ class Public:
         adapter = name if self._replicas.has_adapter(name) else None
         return RoutingHints(key, adapter, replica) if key or replica or adapter else NO_HINTS
 
-    def _may_use(self, holder: Holder | None, model: ServedModel) -> bool:
+    def _may_use(self, holder: KeyHolder | None, model: ServedModel) -> bool:
         return holder is None or holder.may_use(*self._names[model.name])
 
-    def _answer_model(self, holder: Holder | None, name: str) -> Answer:
+    def _answer_model(self, holder: KeyHolder | None, name: str) -> Answer:
         known = self._replicas.resolve(name)
         for model in self._replicas.models:
             if model.name == known:

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import os
 import secrets
+import signal
 import socket
 import ssl
 import time
 from dataclasses import dataclass
-from pathlib import Path
-
-import msgspec
 
 from penstock.gateway import compiled
-from penstock.gateway.accounting.entry import Books
-from penstock.gateway.accounting.quota_sync import Exchange
-from penstock.gateway.accounting.store import is_postgres
-from penstock.gateway.admin import Admin
+from penstock.gateway.accounting.entry import Accounting
+from penstock.gateway.accounting.running_totals import Totals
+from penstock.gateway.admin import AdminApi
 from penstock.gateway.config import GatewayConfig, parse_address, upstream_keys
-from penstock.gateway.connections.client import Handler
 from penstock.gateway.connections.engine import Pool
 from penstock.gateway.connections.listener import Listener, open_socket, open_tls
 from penstock.gateway.context import GatewayContext
@@ -28,9 +26,8 @@ from penstock.gateway.public import Public
 from penstock.gateway.routing.queue import WaitingQueue
 from penstock.gateway.routing.replicas import ReplicaTable
 from penstock.gateway.routing.static_upstreams import StaticUpstreams
-from penstock.gateway.workers.broadcast import Relay, RelayingAdmin
-from penstock.gateway.workers.shared_memory import Board, SharedCounters, SharedInFlight
-from penstock.gateway.workers.totals import Tally
+from penstock.gateway.workers.link import ParentLink, WorkerSlot
+from penstock.gateway.workers.reports import Reporter
 from penstock.wire.announcement import engine_key
 
 LEASE_CHECK_S = 1.0
@@ -40,86 +37,48 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Sockets:
-    """What a gateway listens on: one public socket per worker, and the admin's."""
+    """What a gateway listens on. Workers share both: each accepts from the same queues."""
 
-    public: tuple[socket.socket, ...]
+    public: socket.socket
     admin: socket.socket
     tls: ssl.SSLContext | None
 
     def close(self) -> None:
-        for sock in (*self.public, self.admin):
+        for sock in (self.public, self.admin):
             sock.close()
 
 
 def open_sockets(config: GatewayConfig) -> Sockets:
-    """All of them bound and listening, or none. Raises UserError."""
+    """Both of them bound and listening, or none. Raises UserError."""
     listen, admin = parse_address(config.listen), parse_address(config.admin)
     assert listen is not None
     assert admin is not None
     tls = open_tls(config.tls_cert, config.tls_key) if config.tls_cert and config.tls_key else None
     # Without keys only our own user may come in by a Unix socket; with them, a front end of another user may.
-    mode = 0o600 if config.auth == "none" else 0o666
-    opened: list[socket.socket] = []
+    public = open_socket(listen, mode=0o600 if config.auth == "none" else 0o666)
     try:
-        shares_port = config.workers > 1
-        opened.append(open_socket(listen, shares_port=False, mode=mode))
-        if shares_port:
-            # Bound alone first: it tells whether somebody else has the port. And 0 becomes the port that all share.
-            listen = (listen[0], opened[0].getsockname()[1])
-            opened.pop().close()
-            opened += [open_socket(listen, shares_port=True) for _ in range(config.workers)]
-        opened.append(open_socket(admin, mode=0o600))
+        return Sockets(public, open_socket(admin, mode=0o600), tls)
     except BaseException:
-        for sock in opened:
-            sock.close()
+        public.close()
         raise
-    return Sockets(tuple(opened[:-1]), opened[-1], tls)
-
-
-@dataclass(frozen=True)
-class Seat:
-    """A worker's place among the others: its row of the shared counts, the folder of their admin sockets, the board
-    with the numbers of each, the one that worker 0 keeps the drains on, and what other gateways call this one.
-    """
-
-    slot: int
-    n_workers: int
-    counters: SharedCounters
-    folder: Path
-    numbers: Board
-    drains: Board
-    name: str
-
-    def drained(self) -> list[str]:
-        """What was drained before this worker was started: it must not send a single request there."""
-        posted = self.drains.read(0)
-        return [] if posted is None else msgspec.json.decode(posted, type=list[str])
-
-    def keep_drained(self, names: list[str]) -> None:
-        if not self.drains.post(0, msgspec.json.encode(names)):
-            log.warning("%d drains are too many: a worker that is started again will not know them", len(names))
-
-    def admin_address(self, slot: int) -> str:
-        return f"unix:{self.folder}/worker-{slot}.sock"
 
 
 class Gateway:
     """A running gateway, or one worker of it. Both addresses are bound when the constructor returns."""
 
     def __init__(
-        self, config: GatewayConfig, token: str, sockets: Sockets | None = None, seat: Seat | None = None
+        self, config: GatewayConfig, token: str, sockets: Sockets | None = None, slot: WorkerSlot | None = None
     ) -> None:
         # Each worker has its own connection to the store: it is opened after the fork.
-        exchange = _exchange(config, seat)
-        self.books = Books(config, exchange or (seat.counters if seat else None))
+        self.accounting = Accounting(config)
         try:
             sockets = sockets or open_sockets(config)
         except BaseException:
-            self.books.close()
+            self.accounting.close()
             raise
         self._config = config
-        self._seat = seat
-        replicas = ReplicaTable(config.models, config.policy, config.max_in_flight)
+        self._slot = slot
+        replicas = _replica_table(config, self.accounting.running_totals)
         counters = Counters(model.name for model in config.models)
         keys = upstream_keys(config)
         pool = Pool(engine_key(token) if config.engines_need_key else None, keys)
@@ -132,48 +91,41 @@ class Gateway:
             allowed_origins=config.allowed_origins,
         )
         self._static_upstreams = StaticUpstreams(config.upstreams, replicas, self._context.queue, self._context.pool)
-        # Without an admin address of their own, workers trust each other by their folder, which is ours alone.
-        slot = seat.slot if seat else 0
-        if slot == 0 and self.books.ledger is not None:
-            self.books.ledger.keep_days = config.ledger_days
-            self.books.ledger.exchange = exchange
-        self._tally = Tally(self._context, self.books, seat.numbers if seat else None, slot)
-        admin: Handler = Admin(self._context, self.books, self._tally, token or secrets.token_hex(16))
-        self._relay: Relay | None = None
-        admin_socket = sockets.admin
-        if seat is not None:
-            replicas.shared = SharedInFlight(seat.counters)
-            for name in seat.drained():
-                replicas.drain(name)
-            if slot == 0:
-                admin = self._relaying(admin, replicas, seat, token)
-            else:
-                address = parse_address(seat.admin_address(slot))
-                assert address is not None
-                admin_socket = open_socket(address, mode=0o600)
-        public = Public(config, self.books, self._context, self._tally)
+        if self.accounting.ledger is not None and (slot is None or slot.index == 0):
+            self.accounting.ledger.keep_days = config.ledger_days
+        self._reporter = Reporter(self._context, self.accounting, slot.before if slot else None)
+        # Without an admin address of its own nobody may call: a token that nobody knows.
+        self._api = AdminApi(self._context, self.accounting, self._reporter, token or secrets.token_hex(16))
+        if slot is not None:
+            for path, body in slot.calls:
+                self._api.apply(path, body)
+            self._reporter.link = ParentLink(self._reporter.encode, self._api.apply, self._end_without_parent)
+        public = Public(config, self.accounting, self._context, self._reporter)
         self.public = Listener(
-            *(public, sockets.public[slot], config.limits, sockets.tls), path_prefix=config.path_prefix
+            *(public, sockets.public, config.limits, sockets.tls),
+            share=slot.public if slot else None,
+            path_prefix=config.path_prefix,
         )
-        self.admin = Listener(admin, admin_socket)
+        self.admin = Listener(self._api, sockets.admin, share=slot.admin if slot else None)
         self._lease_timer: asyncio.TimerHandle | None = None
+        self._ending: asyncio.Task[int] | None = None
 
-    def _relaying(self, admin: Handler, replicas: ReplicaTable, seat: Seat, token: str) -> Handler:
-        """Worker 0's admin: what it hears goes to the others, and drains outlive it."""
-        peers = [seat.admin_address(slot) for slot in range(1, seat.n_workers)]
-        self._relay = Relay(peers, token)
-        return RelayingAdmin(admin, self._relay, lambda: seat.keep_drained(replicas.draining))
+    def _end_without_parent(self) -> None:
+        """The parent died: whoever takes its place needs both addresses, also before the last request is done."""
+        log.error("the parent process has died")
+        self._ending = asyncio.get_running_loop().create_task(self.admin.drain(0.0))
+        os.kill(os.getpid(), signal.SIGTERM)
 
     async def start(self) -> None:
         """Begins to serve, admin first: a replica may announce before the first request comes."""
-        self.books.start()
+        self.accounting.start()
         await self.admin.start()
         self._static_upstreams.start()
-        if self._relay is not None:
-            self._relay.start()
+        if self._slot is not None and self._reporter.link is not None:
+            await self._reporter.link.start(self._slot.socket)
         await self.public.start()
         self._check_leases()
-        worker = f" as worker {self._seat.slot}" if self._seat else ""
+        worker = f" as worker {self._slot.index}" if self._slot else ""
         form = "compiled" if compiled.is_active() else "as Python; `python -m penstock.gateway.compiled` compiles it"
         log.info("serving on %s, admin on %s%s (%s)", self._config.listen, self._config.admin, worker, form)
 
@@ -188,12 +140,13 @@ class Gateway:
         n_cut = await self.public.drain(self._config.drain_s)
         await self.admin.drain(0.0)
         self._static_upstreams.stop()
-        if self._relay is not None:
-            self._relay.stop()
         if self._lease_timer is not None:
             self._lease_timer.cancel()
         self._context.pool.close()
-        await self.books.stop()
+        await self.accounting.stop()
+        if self._reporter.link is not None:
+            self._reporter.link.report()
+            self._reporter.link.close()
         log.info("stopped, %d requests cut", n_cut)
         return n_cut
 
@@ -204,15 +157,14 @@ class Gateway:
         for name in self._context.replicas.take_lapsed(now):
             log.warning("replica %s: its lease ran out", name)
         self._context.look_after(now)
-        if self._seat is not None:
-            self._tally.post()
+        if self._reporter.link is not None:
+            self._reporter.link.report()
         self._lease_timer = loop.call_later(LEASE_CHECK_S, self._check_leases)
 
 
-def _exchange(config: GatewayConfig, seat: Seat | None) -> Exchange | None:
-    """A PostgreSQL store may be that of other gateways too; an SQLite file is one gateway's."""
-    if config.store is None or not is_postgres(config.store):
-        return None
-    if seat is not None:
-        return Exchange(seat.name, seat.counters)
-    return Exchange(secrets.token_hex(8), SharedCounters(n_slots=1))
+def _replica_table(config: GatewayConfig, totals: Totals) -> ReplicaTable:
+    """`max_in_flight` holds over all gateways on the store; without a store each worker has its share of it."""
+    most = config.max_in_flight
+    if most is None or config.store is not None:
+        return ReplicaTable(config.models, config.policy, most, totals)
+    return ReplicaTable(config.models, config.policy, math.ceil(most / config.workers))

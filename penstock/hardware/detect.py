@@ -26,14 +26,14 @@ def this_machine() -> Machine:
     limit, used = _cgroup_bytes("memory.max"), _cgroup_bytes("memory.current")
     if limit is not None and limit < total:
         total, free = limit, max(0, min(free, limit - (used or 0)))
-    found = tuple(gpus())
+    cards = tuple(gpus())
     return Machine(
         host=socket.gethostname(),
         n_cpus=len(psutil.Process().cpu_affinity() or [1]),
         memory_bytes=total,
         memory_free_bytes=free,
-        gpus=found,
-        links=links([gpu.index for gpu in found]) if found else None,
+        gpus=cards,
+        links=links([gpu.index for gpu in cards]) if cards else None,
     )
 
 
@@ -53,7 +53,7 @@ def gpus() -> list[Gpu]:
 
 
 def links(indices: Collection[int]) -> Links | None:
-    """How these GPUs are joined, as the driver tells it. None when it does not tell. Blocks a second or two."""
+    """How these GPUs are joined; None when the driver does not report it. Blocks a second or two."""
     if len(indices) == 1:
         return Links(1, 1)
     topology, peers = (parse_matrix(nvidia_smi("topo", *words)) for words in (("-m",), ("-p2p", "r")))
@@ -79,7 +79,7 @@ def parse_gpus(text: str, visible: str | None) -> list[Gpu]:
     `visible` is CUDA_VISIBLE_DEVICES: indices or (beginnings of) UUIDs, separated by commas.
     """
     asked = None if visible is None else [word.strip() for word in visible.split(",") if word.strip()]
-    found = []
+    rows = []
     for line in text.splitlines():
         words = [word.strip() for word in line.split(",")]
         if len(words) != 5 or not words[0].isdigit():
@@ -87,5 +87,5 @@ def parse_gpus(text: str, visible: str | None) -> list[Gpu]:
         index, uuid, name, total, free = words
         is_asked = asked is None or any(word == index or uuid.startswith(word) for word in asked)
         if total.isdigit() and free.isdigit() and is_asked:
-            found.append(Gpu(int(index), name, int(total) * MIB, int(free) * MIB))
-    return found
+            rows.append(Gpu(int(index), name, int(total) * MIB, int(free) * MIB))
+    return rows

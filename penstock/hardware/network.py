@@ -26,20 +26,20 @@ def free_port(host: str) -> int:
 
 def free_lasting_ports(count: int) -> list[int]:
     """Different ports of loopback that are free now, and that no outgoing connection is given by chance later."""
-    found: list[int] = []
+    ports: list[int] = []
     for port in random.sample(_LASTING_PORTS, len(_LASTING_PORTS)):
         with contextlib.suppress(OSError), socket.socket() as probe:
             probe.bind(("127.0.0.1", port))
-            found.append(port)
-        if len(found) == count:
-            return found
+            ports.append(port)
+        if len(ports) == count:
+            return ports
     raise OSError("no free port")
 
 
 def check_port(host: str, port: int) -> None:
     """Nothing when the port of that host can be listened on; 0 is any free one.
 
-    Raises UserError that names who holds the port, or the host when it is none of this machine.
+    Raises UserError that names who holds the port, or the host when this machine does not have it.
     """
     try:
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
@@ -81,14 +81,14 @@ _NET = Path("/sys/class/net")
 def interfaces() -> list[Interface]:
     """Interfaces that are up and have an IPv4 address, loopback last."""
     state = psutil.net_if_stats()
-    found = []
+    rows = []
     for name, addresses in psutil.net_if_addrs().items():
         if name not in state or not state[name].isup:
             continue
         for entry in addresses:
             if entry.family.name == "AF_INET":
-                found.append(_interface(name, entry.address, entry.netmask, state[name].speed))
-    return sorted(found, key=lambda one: (one.is_loopback, one.is_virtual, one.name))
+                rows.append(_interface(name, entry.address, entry.netmask, state[name].speed))
+    return sorted(rows, key=lambda row: (row.is_loopback, row.is_virtual, row.name))
 
 
 def _interface(name: str, address: str, netmask: str | None, speed: int) -> Interface:

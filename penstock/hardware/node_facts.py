@@ -1,7 +1,6 @@
-"""What a node is, told by itself: `python -m penstock.hardware.node_facts` prints it as JSON.
+"""The facts of this node: `python -m penstock.hardware.node_facts` prints them as JSON.
 
-The nodes of a replica tell each other, `doctor` asks every node, and a target whose machines are far away learns
-here what the planner must know.
+The nodes of a replica exchange them, `doctor` checks them, and a target of remote machines reads them for the planner.
 """
 
 from __future__ import annotations
@@ -31,23 +30,23 @@ def this_node() -> NodeFacts:
         shm_bytes = psutil.disk_usage("/dev/shm").free
     except OSError:
         shm_bytes = 0
-    told = {
+    variables = {
         name: value
         for name, value in os.environ.items()
         if name.startswith(("NCCL_", "GLOO_", "VLLM_", "UCX_", "TP_SOCKET")) and "KEY" not in name
     }
-    return NodeFacts(machine.host, machine, tuple(interfaces()), shm_bytes, told)
+    return NodeFacts(machine.host, machine, tuple(interfaces()), shm_bytes, variables)
 
 
 def versions() -> dict[str, str]:
     """Versions of Python, penstock, and of the engine's packages that are installed here; imports none of them."""
-    found = {"python": platform.python_version(), "penstock": __version__}
+    versions = {"python": platform.python_version(), "penstock": __version__}
     for package in _PACKAGES:
         for name in (package, _ALSO.get(package, package)):
             with contextlib.suppress(metadata.PackageNotFoundError):
-                found[package] = metadata.version(name)
+                versions[package] = metadata.version(name)
                 break
-    return found
+    return versions
 
 
 def main() -> int:

@@ -55,24 +55,24 @@ def _member(
 
 def parser() -> argparse.ArgumentParser:
     """The command line of a node."""
-    made = argparse.ArgumentParser(prog="penstock.node")
-    made.add_argument("launch", type=Path)
-    made.add_argument("--replica", required=True)
-    rank = made.add_mutually_exclusive_group()
+    arguments = argparse.ArgumentParser(prog="penstock.node")
+    arguments.add_argument("launch", type=Path)
+    arguments.add_argument("--replica", required=True)
+    rank = arguments.add_mutually_exclusive_group()
     rank.add_argument("--rank", type=int, default=0, help="of this node among those of the replica")
     rank.add_argument(
         "--rank-from-hostname", action="store_true", help="the number at the end of the host name: NAME-3 is rank 3"
     )
-    made.add_argument("--hosts", default="", help="names of the replica's nodes by rank, with commas")
-    made.add_argument("--port", type=int, help="where the engine listens (default: a free port)")
-    made.add_argument("--url", help="how the gateway calls the engine (default: where it listens)")
-    made.add_argument("--announce", action="append", help="the gateway's admin address as seen from here")
-    made.add_argument("--ready-file", type=Path, help="exists while this node is ready, for a readiness probe")
-    made.add_argument(
+    arguments.add_argument("--hosts", default="", help="names of the replica's nodes by rank, with commas")
+    arguments.add_argument("--port", type=int, help="where the engine listens (default: a free port)")
+    arguments.add_argument("--url", help="how the gateway calls the engine (default: where it listens)")
+    arguments.add_argument("--announce", action="append", help="the gateway's admin address as this node reaches it")
+    arguments.add_argument("--ready-file", type=Path, help="exists while this node is ready, for a readiness probe")
+    arguments.add_argument(
         "--kill-after", type=float, help="SIGTERM is followed by SIGKILL after so many seconds: be done before"
     )
-    made.add_argument("--claim-gpus", action="store_true", help="take free GPUs that no other node has")
-    return made
+    arguments.add_argument("--claim-gpus", action="store_true", help="take free GPUs that no other node has")
+    return arguments
 
 
 def rank_of(host: str, n_nodes: int) -> int:

@@ -1,4 +1,4 @@
-"""One engine process as its node holds it: started in its own session, its output read, ended with all it forked."""
+"""One engine process: started in a session, its output read, ended with all it forked."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SEARCH_PATHS = ("PYTHONPATH", "LD_LIBRARY_PATH")  # an engine's come before the
 
 
 class EngineProcess:
-    """A running engine. `on_line` is called for every line of its output, from a thread of ours.
+    """A running engine. `on_line` is called for every line of its output, from another thread.
 
     `end` also ends what else carries this node's marks (`replica`, and `rank` where a replica has several nodes).
     """
@@ -66,13 +66,13 @@ class EngineProcess:
 
     def processes(self) -> tuple[Process, ...]:
         """The engine and all it forked, the engine's own process first."""
-        found = []
+        family = []
         with contextlib.suppress(psutil.Error):
             root = psutil.Process(self.pid)
             for entry in [root, *root.children(recursive=True)]:
                 role = "engine" if entry.pid == self.pid else _role(entry)
-                found.append(processes.identify(entry.pid, role))
-        return tuple(found)
+                family.append(processes.identify(entry.pid, role))
+        return tuple(family)
 
     def end(self, grace_s: float) -> None:
         """SIGTERM, wait `grace_s`, then kill all with these marks. Blocks; safe to repeat; its folder goes too."""
@@ -83,7 +83,7 @@ class EngineProcess:
         self._finish(segments)
 
     def end_alone(self) -> None:
-        """As `end`, for a helper beside the engine: only itself and what it forked."""
+        """As `end`, for a helper of the engine: only itself and what it forked."""
         segments = processes.shared_memory(self.processes())
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
@@ -129,7 +129,7 @@ class EngineProcess:
 
 
 def _environment(extra: Mapping[str, str], folder: Path) -> dict[str, str]:
-    # SPT_NOENV keeps setproctitle (vLLM uses it) from overwriting the environment that our mark is read from.
+    # SPT_NOENV keeps setproctitle (vLLM uses it) from overwriting the environment, where the marks are read.
     env = {**os.environ, "TMPDIR": str(folder / "tmp"), "SPT_NOENV": "1", "PYTHONUNBUFFERED": "1"}
     env[processes.MARK_ROLE] = "engine"
     env |= extra

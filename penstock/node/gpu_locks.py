@@ -1,8 +1,7 @@
-"""GPUs that a node takes for itself on a machine that nobody shares out: one lock a GPU, held while the node lives.
+"""GPUs that a node claims on a machine without a scheduler: one lock per GPU, held while the node lives.
 
-Two replicas that start on one machine at the same time both see all GPUs free. The lock tells them apart, in whatever
-order they start; it goes with the process, however that ends. Users of one machine do not see each other's locks, only
-each other's memory.
+Two replicas that start on one machine at the same time both see all GPUs free; the locks keep them apart. A lock ends
+with its process. Users of one machine do not see each other's locks, only each other's memory.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _POLL_S = 0.5
 
 
 class Claim:
-    """GPUs that are ours until `release`, or our end."""
+    """GPUs of this process until `release`, or its end."""
 
     def __init__(self, indices: tuple[int, ...], locks: Sequence[IO[bytes]]) -> None:
         self.indices = indices
@@ -48,11 +47,11 @@ def claim(count: int, utilization: float, wait_s: float = _WAIT_S, look: Callabl
             return taken
         if time.monotonic() > deadline:
             raise PenstockError(
-                f"could not get {count} GPUs on this machine: {_told(there, utilization)}",
+                f"could not get {count} GPUs on this machine: {_free_text(there, utilization)}",
                 hint="nvidia-smi there shows what holds the others; or lower engine.gpu_memory_utilization.",
                 is_retryable=True,
             )
-        # Not in step with another that wants the same.
+        # Another process may wait for the same GPUs: not in step with it.
         time.sleep(_POLL_S * random.uniform(0.5, 1.5))
 
 
@@ -81,8 +80,8 @@ def _lock(index: int) -> IO[bytes] | None:
     return None
 
 
-def _told(there: Sequence[Gpu], utilization: float) -> str:
+def _free_text(there: Sequence[Gpu], utilization: float) -> str:
     if not there:
-        return "it shows none"
+        return "it has none"
     free = ", ".join(f"GPU {gpu.index} {show_bytes(gpu.memory_free_bytes)}" for gpu in there)
     return f"free are {free} ({utilization:.0%} of each is needed), less those that other replicas hold"

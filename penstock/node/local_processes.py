@@ -1,4 +1,4 @@
-"""What one node runs of a replica: the engine's process, and Ray's where the replica is cut over machines by Ray."""
+"""The processes of a replica on one node: the engine, and Ray where Ray spreads it over machines."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class NodeProcesses:
     def start_ray(self, formation: Formation) -> EngineProcess:
         """Start Ray on this node: the head on rank 0, else one that joins it."""
         node = formation.nodes[self._args.rank]
-        # A name of its own beside the engine's folder: both are made and removed with their process.
+        # Not the engine's folder: each is made and removed with its process.
         place = self._place("r", node.address, 0, None, formation)
         folder = Path(place.folder)
         base = self._engine.command(self._plan, place)
@@ -125,7 +125,7 @@ class NodeProcesses:
         return None
 
     def check_ray(self, formation: Formation) -> Diagnosis | None:
-        """Whether Ray has every node and would place one rank on each GPU that is meant; why not, or None."""
+        """Whether Ray has every node and would place one rank on each planned GPU; why not, or None."""
         address = f"{formation.head.address}:{formation.ray_port}"
         command = ray.check(address, self._plan.n_nodes, self._plan.ranks_each, _RAY_JOIN_S)
         env = ray.environment(address, str(self._folder("r")))
@@ -147,14 +147,14 @@ class NodeProcesses:
         return None
 
     def look(self) -> tuple[Process, ...]:
-        """The engine and all it forked. What they and Ray's workers map is remembered: a killed one cannot be asked."""
+        """The engine and all it forked. What they and Ray's workers map is remembered: a killed process has no maps."""
         own = self.engine.processes() if self.engine is not None and self.engine.exit_code() is None else ()
         workers = self._ray.processes() if self._ray is not None else ()
         self.segments |= set(processes.shared_memory([*own, *workers]))
         return own
 
     def exit_code(self) -> int | None:
-        """Of the engine, or of Ray beside it; None while both run."""
+        """Of the engine, or of Ray; None while both run."""
         codes = [part.exit_code() for part in (self.engine, self._ray) if part is not None]
         return next((code for code in codes if code is not None), None)
 

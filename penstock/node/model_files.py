@@ -42,8 +42,8 @@ _SNAPSHOT = re.compile(r"/models--[^/]+/snapshots/([0-9a-f]{40})(/.*)?\Z")
 
 def _snapshot_here(model: ModelFacts) -> str:
     """The path, in this machine's cache, of a hub model that has another path elsewhere."""
-    found = _SNAPSHOT.search(model.path)
-    assert found is not None
-    revision, inside = found.group(1), (found.group(2) or "").lstrip("/")
+    match = _SNAPSHOT.search(model.path)
+    assert match is not None
+    revision, inside = match.group(1), (match.group(2) or "").lstrip("/")
     patterns = PATTERNS[model.form] if model.form in PATTERNS and not inside else (inside, *PATTERNS["gguf"][1:])
     return str(hub.download(model.reference, patterns, revision=revision) / inside)

@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import msgspec
 
-from penstock.planner.architecture import Architecture, Attention, dense
+from penstock.planner.architecture import Architecture, Attention, dense, dtype_bytes
 from penstock.planner.architecture.quantization import with_choice
 from penstock.planner.engine_versions import profile
-from penstock.planner.memory.kv_pages import dtype_bytes, model_bytes_per_token
+from penstock.planner.memory.kv_pages import model_bytes_per_token
 from penstock.planner.memory.weights import rope_bytes
 from penstock.planner.request import KvAnswer, MemoryAnswer, Settings, Sizing, SizingRequest, WeightsAnswer
 from penstock.spec.deployment import Parallel
@@ -61,7 +61,7 @@ def _weights(arch: Architecture, weights: WeightsAnswer, layout: Parallel) -> tu
     more = [f"{show_bytes(rope_bytes(arch))} of rope table"] if rope_bytes(arch) else []
     if layout.tensor > 1:
         more += ["norms"]
-        more += ["routers"] if any(layer.mlp and layer.mlp.n_experts for layer in arch.layers) else []
+        more += ["routers"] if any(layer.has_experts for layer in arch.layers) else []
         more += ["MLA's down-projections"] if any(a.kind == "mla" for a in _attentions(arch)) else []
     more += ["the embedding or the head"] if layout.pipeline > 1 else []
     return first, second + (f" (whole on each: {', '.join(more)})" if more else "")

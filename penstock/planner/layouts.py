@@ -343,10 +343,7 @@ def _state_heads(state: State) -> tuple[int, ...]:
 
 
 def _unit(arch: Architecture, part: str, rules: EngineProfile) -> int | None:
-    """What a TP share of a part's inputs must be a multiple of, by its weights' format; None when of nothing.
-
-    The parts of the middle layer stand for all: first and last layers are those that formats leave out.
-    """
+    """What a TP share of a part's inputs must be a multiple of, by its weights' format; None when of nothing."""
     quant = part_format(arch.quantization, part, arch.n_layers // 2)
     if quant is None:
         return None

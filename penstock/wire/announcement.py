@@ -1,4 +1,4 @@
-"""What a node tells the gateway about its replica, on every target alike.
+"""What a node announces to the gateway about its replica, on every target alike.
 
 A ready engine announces itself to the gateway's admin address and renews a lease; the controller reads the same
 facts back. No shared file system is needed. The gateway keeps announcements; it never starts or ends anything.
@@ -18,7 +18,7 @@ ReplicaState = Literal[
 
 
 class Progress(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How far a start has come. `None` where the engine does not say.
+    """How far a start has come. `None` where the engine does not report it.
 
     `stage` is a word for people ("imports", "weights", "kv cache", "graphs", "probe"); `eta_s` is an estimate.
     """
@@ -77,8 +77,11 @@ class NodeView(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Post(msgspec.Struct, frozen=True):
-    """What one node of a replica tells the others. `instance` is new in every process, `epoch` in every start of the
-    engine; `content` is for `penstock.node.group.rendezvous` alone."""
+    """What one node of a replica posts for the others.
+
+    `instance` is new in every process, `epoch` in every start of the engine; only
+    `penstock.node.group` reads `content`.
+    """
 
     replica: str
     rank: int
@@ -112,8 +115,8 @@ class Announcement(msgspec.Struct, frozen=True, omit_defaults=True):
     `url` is the engine's base URL, once it listens. `lease_s`: without a newer announcement in that time the
     replica gets no traffic. `restarts` holds the last ten; `n_restarts` counts all. `reason` says why the state
     is not what was asked for, `hint` what to do about it; `log_tail` is given with "failed". `load` is None when the
-    engine does not say. A replica of `weight` 2 gets twice the requests of one of 1. `adapters` are further names that
-    it serves (LoRA). `nodes` is empty for a replica on one machine.
+    engine does not report it. A replica of `weight` 2 gets twice the requests of weight 1. `adapters` are further
+    names that it serves (LoRA). `nodes` is empty for a replica on one machine.
     """
 
     replica: str

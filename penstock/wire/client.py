@@ -314,7 +314,9 @@ class _Exchange:
         if isinstance(exc, socket.gaierror):
             return PenstockError(f"cannot find the host of {where}: {exc.strerror}")
         if isinstance(exc, ssl.SSLError):
-            return PenstockError(f"cannot make a secure connection to {where}: {exc.reason or exc}")
+            hint = "For a certificate of your own: SSL_CERT_FILE=cert.pem, and a host name that stands in it."
+            reason = getattr(exc, "verify_message", None) or exc.reason or exc
+            return PenstockError(f"cannot make a secure connection to {where}: {reason}", hint=hint)
         what = "the connection was closed" if isinstance(exc, http.client.IncompleteRead) else str(exc) or repr(exc)
         doing = "lost the connection to" if self._is_connected else "could not connect to"
         return PenstockError(f"{doing} {where}: {what}", is_retryable=True)

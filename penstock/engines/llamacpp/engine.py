@@ -1,6 +1,6 @@
 """llama.cpp inside a wheel (`xllamacpp`): the default where there is no GPU. GGUF files only, ready in under a second.
 
-This file is also the program that `command` starts: the wheel has no server command of its own.
+This file is also the program that `command` starts: the wheel has no server command.
 """
 
 from __future__ import annotations
@@ -102,14 +102,14 @@ class LlamaCpp(Engine):
         return metadata.version("xllamacpp")
 
     def problems(self, args: dict[str, Scalar | list[Scalar]]) -> list[Problem]:
-        found = []
+        problems = []
         for key in args:
             flag = bare_flag(key)
             if flag in _OURS:
-                found.append(Problem(f"engine.args.{key}", "penstock sets this", f"use {_OURS[flag]}"))
+                problems.append(Problem(f"engine.args.{key}", "penstock sets this", f"use {_OURS[flag]}"))
             elif flag not in _LEGAL:
-                found.append(Problem(f"engine.args.{key}", "unknown to llamacpp", f"legal: {', '.join(_LEGAL)}"))
-        return found
+                problems.append(Problem(f"engine.args.{key}", "unknown to llamacpp", f"legal: {', '.join(_LEGAL)}"))
+        return problems
 
     def command(self, plan: Plan, place: Place) -> Command:
         argv = [place.python, "-m", "penstock.engines.llamacpp.engine", "--model", plan.model.path]

@@ -27,13 +27,13 @@ def __getattr__(name: str) -> Any:
             "get_device_communicator_cls": staticmethod(_communicator),
             "__module__": __name__,
         }
-        made: Any = type(name, (CpuPlatform,), fields)
+        loaded: Any = type(name, (CpuPlatform,), fields)
     elif name == "NodeCommunicator":
-        made = _communicator_that_knows_nodes()
+        loaded = _communicator_that_knows_nodes()
     else:
         raise AttributeError(name)
-    globals()[name] = made
-    return made
+    globals()[name] = loaded
+    return loaded
 
 
 def _communicator_that_knows_nodes() -> Any:

@@ -63,14 +63,14 @@ class Vllm(Engine):
         return form in self.forms or (form == "none" and is_dummy)
 
     def problems(self, args: dict[str, Scalar | list[Scalar]]) -> list[Problem]:
-        found = []
+        problems = []
         for key in args:
             flag = bare_flag(key)
             if flag in names.GONE:
-                found.append(Problem(f"engine.args.{key}", "vLLM no longer has this flag", names.GONE[flag]))
+                problems.append(Problem(f"engine.args.{key}", "vLLM no longer has this flag", names.GONE[flag]))
             elif flag in names.OURS:
-                found.append(Problem(f"engine.args.{key}", "penstock sets this flag", f"use {names.OURS[flag]}"))
-        return found
+                problems.append(Problem(f"engine.args.{key}", "penstock sets this flag", f"use {names.OURS[flag]}"))
+        return problems
 
     def command(self, plan: Plan, place: Place) -> Command:
         argv = [place.python, "-m", PROGRAM, "serve", plan.model.path]

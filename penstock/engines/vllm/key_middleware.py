@@ -1,4 +1,4 @@
-"""Keeps strangers out of a vLLM that must listen beyond loopback: ASGI middleware that asks for a key on every path.
+"""ASGI middleware that asks for a key on every path, for a vLLM that listens beyond loopback.
 
 vLLM's own key covers /v1 alone: /invocations, which generates text, and /metrics stay open.
 """
@@ -38,5 +38,5 @@ class RequireKey:
         await self._app(scope, receive, send)
 
     def _is_known(self, scope: _Scope) -> bool:
-        given = [value for name, value in scope["headers"] if name == b"authorization"]
-        return len(given) == 1 and hmac.compare_digest(given[0], self._expected)
+        keys = [value for name, value in scope["headers"] if name == b"authorization"]
+        return len(keys) == 1 and hmac.compare_digest(keys[0], self._expected)

@@ -13,11 +13,12 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Final
 
-from penstock.gateway.accounting.keys import Holder, Keyring, credential
+from penstock.gateway.accounting.keys import KeyHolder, Keyring, credential
 from penstock.gateway.accounting.ledger import Ledger, News
-from penstock.gateway.accounting.quota import Counts, LocalCounts, Quota, Refusal
-from penstock.gateway.accounting.store import Row, State
+from penstock.gateway.accounting.quota import Quota, Refusal
+from penstock.gateway.accounting.running_totals import new_totals
 from penstock.gateway.accounting.token_usage import BodyWatch, StreamStrip, StreamWatch, ask_for_usage
+from penstock.gateway.accounting.usage_store import Row, State
 from penstock.gateway.body_fields import Usage
 from penstock.gateway.config import GatewayConfig
 from penstock.gateway.metrics import Family, Labels
@@ -70,7 +71,7 @@ _WORDS: Final = {
 
 @dataclass
 class Account:
-    """What the books know of a model: its price, its counts since the gateway started, and what its complete requests
+    """What is known of a model: its price, its counts since the gateway started, and what its complete requests
     taught for estimates where one ends without the engine's count.
     """
 
@@ -100,13 +101,14 @@ class Totals:
     refusals: Counter[str] = field(default_factory=Counter)  # by limit
 
 
-class Books:
+class Accounting:
     """Keys, quotas and the ledger of one gateway. UserError when the config's store cannot be opened."""
 
-    def __init__(self, config: GatewayConfig, counts: Counts | None = None) -> None:
+    def __init__(self, config: GatewayConfig) -> None:
         self.needs_key = config.auth == "keys"
-        self.ledger = Ledger(config.store) if config.store else None
-        self.keyring = Keyring(config.key_hashes, counts or LocalCounts())
+        self.running_totals = new_totals()
+        self.ledger = Ledger(config.store, self.running_totals) if config.store else None
+        self.keyring = Keyring(config.key_hashes, self.running_totals)
         self.totals = Totals()
         self._prices = config.prices
         self._accounts: dict[str, Account] = {}
@@ -126,17 +128,17 @@ class Books:
         if self.ledger is not None:
             self.ledger.close()
 
-    def find(self, head: RequestHead) -> Holder | None:
+    def find(self, head: RequestHead) -> KeyHolder | None:
         """Whose key a request carries, if it is good now."""
         return self.keyring.find(credential(head), time.time())
 
-    def open(self, facts: RequestFacts, model: str, holder: Holder | None, body: bytes = b"") -> Entry | None:
+    def open(self, facts: RequestFacts, model: str, holder: KeyHolder | None, body: bytes = b"") -> Entry | None:
         """An entry for a request that is about to be forwarded; None where nobody counts."""
         if self.ledger is None and (holder is None or not holder.quota.is_limited):
             return None
         return Entry(self, facts, model, holder, body)
 
-    def refuse(self, facts: RequestFacts, model: str, holder: Holder, status: int) -> None:
+    def refuse(self, facts: RequestFacts, model: str, holder: KeyHolder, status: int) -> None:
         """Records a request rejected before forwarding."""
         entry = self.open(facts, model, holder)
         if entry is not None:
@@ -190,7 +192,7 @@ class Books:
 
 
 class Entry:
-    """One request in the books. `body`: what the engine is sent, until its answer begins. `strips_usage`: the client
+    """One request in the ledger. `body`: what the engine is sent, until its answer begins. `strips_usage`: the client
     did not ask for the usage event that the answer will have.
     """
 
@@ -202,8 +204,10 @@ class Entry:
     _n_reserved = 0
     _status = 0
 
-    def __init__(self, books: Books, facts: RequestFacts, model: str, holder: Holder | None, body: bytes) -> None:
-        self._books = books
+    def __init__(
+        self, accounting: Accounting, facts: RequestFacts, model: str, holder: KeyHolder | None, body: bytes
+    ) -> None:
+        self._accounting = accounting
         self._facts = facts
         self._model = model
         self._holder = holder
@@ -226,7 +230,7 @@ class Entry:
         if refusal is None:
             self._is_open = True
             return None
-        self._books.totals.refusals[refusal.kind] += 1
+        self._accounting.totals.refusals[refusal.kind] += 1
         self._status = 429
         return _refused(refusal, holder, now)
 
@@ -278,8 +282,8 @@ class Entry:
 
     def end(self, outcome: str, replica: str) -> None:
         """The request is over, however it ended: one row. `outcome` is forward's."""
-        books, facts, watch, holder = self._books, self._facts, self._watch, self._holder
-        account = books.account(self._model)
+        accounting, facts, watch, holder = self._accounting, self._facts, self._watch, self._holder
+        account = accounting.account(self._model)
         usage, is_estimate = watch.usage() if watch is not None else None, 0
         if usage is not None and watch is not None:
             account.learn(usage, facts.n_body_bytes, watch.n_events)
@@ -297,7 +301,7 @@ class Entry:
         account.n_prompt += n_prompt
         account.n_cached += n_cached
         account.n_output += n_output
-        ledger = books.ledger
+        ledger = accounting.ledger
         if ledger is None:
             return
         cost_usd = None if price is None else price.cost_usd(n_prompt, n_cached, n_output)
@@ -322,7 +326,7 @@ class Entry:
             )
         )
         if cost_usd:
-            books.charge(key_id, cost_usd, quota)
+            accounting.charge(key_id, cost_usd, quota)
 
     def refuse(self, status: int) -> None:
         """The gateway answers this status itself, and nothing is forwarded."""
@@ -347,13 +351,13 @@ class Entry:
     def _estimate_tokens(self) -> int:
         """Prompt and answer, for a reservation."""
         facts = self._facts
-        n_tokens = self._books.account(self._model).estimate_prompt(facts.n_body_bytes)
+        n_tokens = self._accounting.account(self._model).estimate_prompt(facts.n_body_bytes)
         if facts.path in _GENERATING:
             n_tokens += (facts.output_tokens_max or OUTPUT_TOKENS) * facts.n_choices
         return n_tokens
 
 
-def _refused(refusal: Refusal, holder: Holder, now: float) -> Answer:
+def _refused(refusal: Refusal, holder: KeyHolder, now: float) -> Answer:
     code, words = _WORDS[refusal.kind]
     told = words.format(limit=refusal.limit)
     wait_s = refusal.retry_after_s or _until_next_month_s(time.time())

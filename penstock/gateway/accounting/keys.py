@@ -10,8 +10,9 @@ from typing import Final
 
 import msgspec
 
-from penstock.gateway.accounting.quota import Counts, Quota
-from penstock.gateway.accounting.store import ApiKey, Limits
+from penstock.gateway.accounting.key_store import ApiKey, Limits
+from penstock.gateway.accounting.quota import Quota
+from penstock.gateway.accounting.running_totals import Totals
 from penstock.wire.http1 import RequestHead
 
 _HALF: Final = 16  # bytes
@@ -36,7 +37,7 @@ def credential(head: RequestHead) -> bytes | None:
     return authorization if key is None else b"Bearer " + key
 
 
-class Holder(msgspec.Struct, frozen=True):
+class KeyHolder(msgspec.Struct, frozen=True):
     """Whom a key belongs to, as requests are judged: `secret_until` is when the secret that was sent ends."""
 
     id: str
@@ -53,19 +54,19 @@ class Holder(msgspec.Struct, frozen=True):
 class Keyring:
     """All keys that are good, in memory, found by the SHA-256 of what was sent.
 
-    The index is the first half of that hash, and the whole is then compared in constant time. What the look-up's time
-    tells is about the hash of what a stranger sent: he cannot choose hashes, so it leads him nowhere.
+    The index is the first half of that hash, and the whole is then compared in constant time. Lookup time leaks only
+    bits of the hash of the submitted key, which an attacker cannot choose.
 
     Headers that were good are found again without hashing (3.4 us of a busy gateway's request): by Python's own keyed
-    hash of bytes, which a stranger cannot steer either. They are a few, and forgotten when any key changes.
+    hash of bytes, which an attacker cannot choose either. They are a few, and forgotten when any key changes.
     """
 
-    def __init__(self, key_hashes: Sequence[str], counts: Counts) -> None:
-        self._counts = counts
+    def __init__(self, key_hashes: Sequence[str], totals: Totals) -> None:
+        self._totals = totals
         self._fixed = tuple(key_hashes)
         self._quotas: dict[str, tuple[Limits, Quota]] = {}
-        self._by_half: dict[bytes, tuple[bytes, Holder]] = {}
-        self._known: dict[bytes, Holder] = {}
+        self._by_half: dict[bytes, tuple[bytes, KeyHolder]] = {}
+        self._known: dict[bytes, KeyHolder] = {}
         self.replace((), 0.0)
 
     def replace(self, keys: Sequence[ApiKey], now: float) -> None:
@@ -73,27 +74,27 @@ class Keyring:
 
         A key whose limits are the same keeps its buckets.
         """
-        found: dict[bytes, tuple[bytes, Holder]] = {}
+        found: dict[bytes, tuple[bytes, KeyHolder]] = {}
         quotas: dict[str, tuple[Limits, Quota]] = {}
         for key in keys:
             if key.revoked_at is None:
                 known = self._quotas.get(key.id)
                 if known is None or known[0] != key.limits:
-                    known = (key.limits, Quota(key.id, key.limits, self._counts, now))
+                    known = (key.limits, Quota(key.id, key.limits, self._totals, now))
                 quotas[key.id] = known
                 for secret in key.secrets:
                     until = min(secret.expires_at or math.inf, key.limits.expires_at or math.inf)
-                    holder = Holder(key.id, key.name, known[1], frozenset(key.limits.models), until)
+                    holder = KeyHolder(key.id, key.name, known[1], frozenset(key.limits.models), until)
                     key_hash = bytes.fromhex(secret.hash)
                     found[key_hash[:_HALF]] = (key_hash, holder)
         for index, fixed in enumerate(self._fixed):
             key_hash = bytes.fromhex(fixed)
             name = "first" if index == 0 else f"first-{index + 1}"
-            unlimited = Quota(name, Limits(), self._counts, now)
-            found[key_hash[:_HALF]] = (key_hash, Holder(name, name, unlimited, frozenset(), math.inf))
+            unlimited = Quota(name, Limits(), self._totals, now)
+            found[key_hash[:_HALF]] = (key_hash, KeyHolder(name, name, unlimited, frozenset(), math.inf))
         self._by_half, self._quotas, self._known = found, quotas, {}
 
-    def find(self, authorization: bytes | None, now: float) -> Holder | None:
+    def find(self, authorization: bytes | None, now: float) -> KeyHolder | None:
         """Whose key the header carries, if it is good at `now` (Unix seconds)."""
         if authorization is None:
             return None
@@ -104,7 +105,7 @@ class Keyring:
         """By key id, without those of the config, which have no limits."""
         return {key_id: quota for key_id, (_, quota) in self._quotas.items()}
 
-    def _look_up(self, authorization: bytes) -> Holder | None:
+    def _look_up(self, authorization: bytes) -> KeyHolder | None:
         key = bearer(authorization)
         if key is None:
             return None

@@ -22,8 +22,11 @@ from typing import Any, TypeVar
 import msgspec
 
 from penstock.errors import PenstockError
-from penstock.gateway.accounting.quota_sync import Exchange
-from penstock.gateway.accounting.store import DAY_S, ApiKey, Row, Store, month_of
+from penstock.gateway.accounting.key_store import ApiKey, KeyStore
+from penstock.gateway.accounting.quota_sync import QuotaSync
+from penstock.gateway.accounting.running_totals import Totals
+from penstock.gateway.accounting.store import Database, connect
+from penstock.gateway.accounting.usage_store import DAY_S, Row, UsageStore, month_of
 
 PERIOD_S = 0.5  # at most this much is lost with the process, and a changed key is seen this late
 MAX_WAITING = 200_000  # about 100 MB of rows
@@ -50,15 +53,16 @@ class News(msgspec.Struct, frozen=True):
 class Ledger:
     """A store with its thread. The constructor opens the store and reads it: UserError when it cannot be."""
 
-    def __init__(self, place: str) -> None:
-        self._store = Store(place)
+    def __init__(self, place: str, totals: Totals) -> None:
+        self._database = connect(place)
+        self._keys, self._usage = KeyStore(self._database), UsageStore(self._database)
         self._writer = secrets.token_hex(6)
         # Gives the number of the next row. In C, as everything is that a request calls and can be.
         self.next_number = itertools.count(1).__next__
         self._rows: deque[Row] = deque()
         self._batch: list[Row] = []
         self._is_again = False
-        self._jobs: deque[tuple[Callable[[Store], Any], Future[Any]]] = deque()
+        self._jobs: deque[tuple[Callable[[Database], Any], Future[Any]]] = deque()
         self._submitted_usd: dict[str, float] = {}
         self._revision = -1
         self._last_news: News | None = None
@@ -67,7 +71,7 @@ class Ledger:
         # After so many days a row is only part of its day's sums. One ledger of a gateway's does that.
         self.keep_days: int | None = None
         self._prune_at = 0.0
-        self.exchange: Exchange | None = None
+        self._quota_sync = QuotaSync(self._writer, totals)
         self._thread: threading.Thread | None = None
         self._tell: Callable[[News], None] = lambda _: None
         self.n_written = 0
@@ -89,7 +93,7 @@ class Ledger:
             return
         self._rows.append(row)
 
-    def call(self, job: Callable[[Store], T]) -> asyncio.Future[T]:
+    def call(self, job: Callable[[Database], T]) -> asyncio.Future[T]:
         """Runs `job` on the thread, soon; what it changed of the keys is news before the future is done."""
         future: Future[T] = Future()
         self._jobs.append((job, future))
@@ -121,7 +125,7 @@ class Ledger:
         if self._thread is not None:
             self._thread.join()
         else:
-            self._store.close()
+            self._database.close()
 
     # The thread's side.
 
@@ -136,7 +140,9 @@ class Ledger:
                 break
         if self.n_waiting:
             log.error("store: %d rows of usage are lost, it could not be written to the end", self.n_waiting)
-        self._store.close()
+        with contextlib.suppress(PenstockError):
+            self._quota_sync.leave(self._usage)
+        self._database.close()
 
     def _turn(self) -> None:
         is_calm = self.n_waiting < CALM_ROWS
@@ -146,8 +152,7 @@ class Ledger:
         outcomes = [(future, *self._try_job(job)) for job, future in jobs]
         try:
             self._flush()
-            if self.exchange is not None:
-                self.exchange.turn(self._store)
+            self._quota_sync.turn(self._usage)
             news = self._read()
             if news != self._last_news or news.keys is not None:
                 self._last_news = news
@@ -160,8 +165,7 @@ class Ledger:
             self.is_failing = False
         except Exception as error:  # noqa: BLE001 - the thread must outlive whatever a database does
             self.n_failures += 1
-            if self.exchange is not None:
-                self.exchange.miss_turn()
+            self._quota_sync.miss_turn()
             if not self.is_failing:
                 log.error("store: %s; requests continue, their usage waits in memory", _told(error))
             self.is_failing = True
@@ -171,9 +175,9 @@ class Ledger:
             else:
                 future.set_result(result)
 
-    def _try_job(self, job: Callable[[Store], Any]) -> tuple[Any, BaseException | None]:
+    def _try_job(self, job: Callable[[Database], Any]) -> tuple[Any, BaseException | None]:
         try:
-            return job(self._store), None
+            return job(self._database), None
         except Exception as error:  # noqa: BLE001 - it is raised where the job was asked for
             return None, error
 
@@ -188,7 +192,7 @@ class Ledger:
             if not self._batch:
                 self._batch = [self._rows.popleft() for _ in range(min(n_left, MAX_BATCH))]
             try:
-                self._store.add_rows(self._writer, self._batch, is_again=self._is_again)
+                self._usage.add_rows(self._writer, self._batch, is_again=self._is_again)
             except BaseException:
                 self._is_again = True
                 raise
@@ -204,7 +208,7 @@ class Ledger:
     def _unfold(self) -> None:
         """Unfolds batches until there is something better to do."""
         while not self._is_closing and not self._jobs and len(self._rows) < CALM_ROWS:
-            if not self._store.unfold_rows():
+            if not self._usage.unfold_rows():
                 break
 
     def _prune(self) -> None:
@@ -213,14 +217,14 @@ class Ledger:
         if self.keep_days is None or now < self._prune_at:
             return
         while not self._is_closing and not self._jobs and time.monotonic() < until:
-            if not self._store.prune(now - self.keep_days * DAY_S):
+            if not self._usage.prune(now - self.keep_days * DAY_S):
                 self._prune_at = now + PRUNE_PERIOD_S
                 break
 
     def _read(self) -> News:
-        revision = self._store.keys_revision()
-        keys = self._store.all_keys() if revision != self._revision else None
-        spent_usd = self._store.spend(month_of(time.time()))
+        revision = self._keys.revision()
+        keys = self._keys.all() if revision != self._revision else None
+        spent_usd = self._usage.spend(month_of(time.time()))
         self._revision = revision
         return News(keys, spent_usd, dict(self._submitted_usd))
 

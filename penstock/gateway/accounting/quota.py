@@ -1,8 +1,8 @@
 """Requests and tokens a minute, requests at once, dollars a month: who may go now, and who when. Pure: takes `now`.
 
 A bucket holds one minute's worth and fills steadily. It does not count what it gave: it looks at a running total that
-other workers add to as well, takes what has been added since its last look, and so each worker's bucket follows what
-all of them let in. Two looks at one moment by two workers may let in one request more; nothing adds up over time.
+holds what other gateways took as well, takes off what has been added since its last look, and so each one's bucket
+follows what all of them let in.
 
 Tokens are reserved before a request goes (its prompt by an estimate, its answer by its limit) and settled with what
 the engine counted. A request that reserves more than a minute's worth waits for a full bucket and leaves it in debt.
@@ -10,68 +10,17 @@ the engine counted. A request that reserves more than a minute's worth waits for
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from typing import Literal
 
 import msgspec
 
-from penstock.gateway.accounting.store import Limits
+from penstock.gateway.accounting.key_store import Limits
+from penstock.gateway.accounting.running_totals import AT_ONCE, Total, Totals
 from penstock.wire.http1 import Headers
 
 Kind = Literal["requests", "tokens", "concurrency", "budget"]
 
-AT_ONCE = ":at_once"  # ends the name of what is given back when a request ends, with its worker too
 BUSY_RETRY_S = 1.0  # after too many at once: when one ends nobody knows
-
-
-class Counts(Protocol):
-    """Running totals in named columns, which other processes may add to (`shared.SharedCounters`). None blocks."""
-
-    def column(self, name: str) -> int | None:
-        """The column of that name; None when there is no room for it."""
-
-    def add(self, column: int, amount: int) -> None: ...
-    def total(self, column: int) -> int: ...
-
-
-class LocalCounts:
-    """The totals of one process."""
-
-    def __init__(self) -> None:
-        self._columns: dict[str, int] = {}
-        self._totals: list[int] = []
-
-    def column(self, name: str) -> int:
-        column = self._columns.setdefault(name, len(self._totals))
-        if column == len(self._totals):
-            self._totals.append(0)
-        return column
-
-    def add(self, column: int, amount: int) -> None:
-        self._totals[column] += amount
-
-    def total(self, column: int) -> int:
-        return self._totals[column]
-
-
-class Total:
-    """One running total. Without room among the shared ones it is counted by this process alone."""
-
-    __slots__ = ("_column", "_counts")
-
-    def __init__(self, counts: Counts, name: str) -> None:
-        column = counts.column(name)
-        self._counts: Counts = counts
-        if column is None:
-            self._counts = LocalCounts()
-            column = self._counts.column(name)
-        assert column is not None
-        self._column = column
-
-    def add(self, amount: int) -> None:
-        self._counts.add(self._column, amount)
-
-    def now(self) -> int:
-        return self._counts.total(self._column)
 
 
 class Refusal(msgspec.Struct, frozen=True):
@@ -112,15 +61,15 @@ class Quota:
 
     __slots__ = ("_at_once", "_requests", "_tokens", "is_limited", "limits", "spent_usd")
 
-    def __init__(self, key_id: str, limits: Limits, counts: Counts, now: float) -> None:
+    def __init__(self, key_id: str, limits: Limits, totals: Totals, now: float) -> None:
         def bucket(kind: str, per_minute: int | None) -> Bucket | None:
-            return None if per_minute is None else Bucket(per_minute, now, Total(counts, f"key:{key_id}:{kind}"))
+            return None if per_minute is None else Bucket(per_minute, now, totals[f"key:{key_id}:{kind}"])
 
         self.limits = limits
         self.spent_usd = 0.0  # this month, told from outside
         self._requests = bucket("requests", limits.rpm)
         self._tokens = bucket("tokens", limits.tpm)
-        self._at_once = Total(counts, f"key:{key_id}{AT_ONCE}") if limits.concurrency is not None else None
+        self._at_once = totals[f"key:{key_id}{AT_ONCE}"] if limits.concurrency is not None else None
         numbers = (limits.rpm, limits.tpm, limits.concurrency, limits.budget_usd)
         self.is_limited = any(limit is not None for limit in numbers)
 
@@ -140,19 +89,19 @@ class Quota:
             wanted = min(n_tokens, tokens.per_minute)
             if tokens.look(now) < wanted:
                 return Refusal("tokens", tokens.per_minute, tokens.wait_s(wanted))
-            tokens.total.add(n_tokens)
+            tokens.total.own += n_tokens
         if requests is not None:
-            requests.total.add(1)
+            requests.total.own += 1
         if at_once is not None:
-            at_once.add(1)
+            at_once.own += 1
         return None
 
     def give_back(self, n_reserved: int, n_used: int) -> None:
         """The request is over and used so many tokens."""
         if self._tokens is not None:
-            self._tokens.total.add(n_used - n_reserved)
+            self._tokens.total.own += n_used - n_reserved
         if self._at_once is not None:
-            self._at_once.add(-1)
+            self._at_once.own -= 1
 
     def headers(self, now: float) -> Headers:
         """x-ratelimit-* of the key's limits, with OpenAI's names; a reset is when the bucket is full again."""

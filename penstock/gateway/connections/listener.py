@@ -20,6 +20,7 @@ from pathlib import Path
 from penstock.errors import UserError
 from penstock.gateway.config import UNIX, Address
 from penstock.gateway.connections.client import ClientConnection, Handler
+from penstock.gateway.connections.shared_server import Share, SharedServer
 from penstock.spec.gateway import Limits
 from penstock.wire.http1 import RequestHead, parse_request
 
@@ -54,8 +55,10 @@ class Listener:
         limits: Limits | None = None,
         tls: ssl.SSLContext | None = None,
         *,
+        share: Share | None = None,
         path_prefix: str = "",
     ) -> None:
+        """`share`: other processes accept from this socket too."""
         self.handler = handler
         self.limits = limits or Limits()
         self.parse_head: Callable[[bytes], RequestHead] = functools.partial(
@@ -69,7 +72,8 @@ class Listener:
         self._id_prefix = os.urandom(8).hex().encode()
         self._n_request_ids = 0
         self._sock = sock
-        self._server: asyncio.Server | None = None
+        self._share = share
+        self._server: asyncio.Server | SharedServer | None = None
         self._connections: set[ClientConnection] = set()
         self._emptied = asyncio.Event()
         self._sweep_timer: asyncio.TimerHandle | None = None
@@ -94,15 +98,27 @@ class Listener:
     def add(self, connection: ClientConnection) -> None:
         self._connections.add(connection)
         self._emptied.clear()
+        self._count()
 
     def remove(self, connection: ClientConnection) -> None:
         self._connections.discard(connection)
+        self._count()
         if not self._connections:
             self._emptied.set()
+
+    def _count(self) -> None:
+        if self._share is not None:
+            self._share.set(len(self._connections))
 
     async def start(self) -> None:
         loop = asyncio.get_running_loop()
         self._emptied.set()
+        self._count()
+        if self._share is not None:
+            handshake_s = self.limits.head_s
+            self._server = SharedServer(self._sock, lambda: ClientConnection(self), self._share, self._tls, handshake_s)
+            self._sweep()
+            return
         create = loop.create_unix_server if self._sock.family == socket.AF_UNIX else loop.create_server
         # A handshake of TLS counts as a head: a client that never ends it is let go.
         timeout_s = self.limits.head_s if self._tls else None
@@ -128,6 +144,8 @@ class Listener:
             _refuse_new_connections(self._sock)
         await asyncio.sleep(min(DOOR_S, drain_s))
         self._server.close()
+        if isinstance(self._server, SharedServer):
+            await self._server.wait_connected()
         grace_timer = asyncio.get_running_loop().call_later(min(GRACE_S, drain_s), self._close_idle)
         await self._wait_empty(drain_s)
         grace_timer.cancel()
@@ -203,12 +221,11 @@ def open_tls(cert: str, key: str) -> ssl.SSLContext:
     return context
 
 
-def open_socket(address: Address, *, shares_port: bool = False, mode: int | None = None) -> socket.socket:
+def open_socket(address: Address, *, mode: int | None = None) -> socket.socket:
     """A bound, listening socket. Raises UserError when the port is taken or the address is not ours.
 
-    SO_REUSEADDR lets a restart after a kill come back while old connections linger in TIME_WAIT. SO_REUSEPORT only for
-    the workers of one gateway (`shares_port`): with it a second gateway would take half of the connections instead of
-    being told. `mode`: of a Unix socket's file.
+    SO_REUSEADDR lets a restart after a kill come back while old connections linger in TIME_WAIT. Not SO_REUSEPORT: a
+    second gateway would take half of the connections instead of an error. `mode`: of a Unix socket's file.
     """
     host, port = address
     if host.startswith(UNIX):
@@ -216,8 +233,6 @@ def open_socket(address: Address, *, shares_port: bool = False, mode: int | None
     sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if shares_port:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         # Accepted connections inherit it: it finds clients that vanished without a word during a long prefill.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         sock.bind(address)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Final, Literal, NamedTuple, Protocol
+from typing import Final, Literal, NamedTuple
 
 from penstock.errors import UserError
+from penstock.gateway.accounting.running_totals import AT_ONCE, Total, Totals
 from penstock.gateway.config import Address, ServedModel, parse_url
 from penstock.gateway.routing.health import Health
 from penstock.gateway.routing.policies import choose
@@ -27,13 +28,6 @@ MAX_ADAPTERS = 1024
 
 _NAME: Final = re.compile(r"[A-Za-z0-9._:\-]{1,128}\Z")
 _COMING_STATES: Final = frozenset(("queued", "starting", "loading", "warming", "restarting"))
-
-
-class OtherWorkers(Protocol):
-    """Requests in flight by replica, over the workers of one gateway."""
-
-    def others(self, replica: str, /) -> int: ...
-    def add(self, replica: str, amount: int, /) -> None: ...
 
 
 class RoutingHints(NamedTuple):
@@ -65,7 +59,7 @@ class Replica:
     effective_weight: float = 1.0
     weight: float = 1.0
     external_load: float = 0.0
-    load_of_other_workers: int = 0
+    shared: Total | None = None  # what all workers and gateways have on it, where they add that up
     idle_since: float | None = None  # the engine's own word
     health: Health = field(default_factory=Health)
     _peaks: tuple[int, int] = (0, 0)  # most in flight since the last announcement, and in the time before it
@@ -77,6 +71,10 @@ class Replica:
     @property
     def load(self) -> float:
         return self.in_flight + self.load_of_other_workers + self.external_load
+
+    @property
+    def load_of_other_workers(self) -> int:
+        return 0 if self.shared is None else self.shared.others
 
     def is_alive(self, now: float) -> bool:
         return now - self.announced_at <= self.announcement.lease_s
@@ -114,6 +112,7 @@ class ReplicaTable:
         models: Collection[ServedModel],
         policy: PolicyName = "least-load",
         max_in_flight: int | None = None,
+        totals: Totals | None = None,
     ) -> None:
         self.models = tuple(models)
         self._policy = policy
@@ -127,8 +126,8 @@ class ReplicaTable:
         self._leaving: set[str] = set()
         self._turn = 0
         self.in_flight_total = 0
-        # What the other workers of this gateway have in flight; None when there are none.
-        self.shared: OtherWorkers | None = None
+        # Requests in flight are added up with others where a limit counts them.
+        self._totals = totals if max_in_flight is not None else None
         self.n_ejections: Counter[str] = Counter()
 
     def resolve(self, name: str | None) -> str | None:
@@ -162,13 +161,14 @@ class ReplicaTable:
         had_adapters = row.announcement.adapters if row else ()
         if row is None:
             row = self._replicas[announcement.replica] = Replica(announcement, address, now)
+            if self._totals is not None:
+                row.shared = self._totals[f"replica:{row.name}{AT_ONCE}"]
             self._by_model[announcement.model].append(row)
         else:
             if row.announcement.state == "stopping" and announcement.state != "stopping":
                 self._end_order(announcement.replica)  # another node of that name: the one that was ordered is gone
             row.announcement, row.address, row.announced_at = announcement, address, now
             row.is_suspect = row.is_lapsed = False
-        self._update_other_workers((row,))
         row.reconcile(announcement.load, now)
         if had_adapters != announcement.adapters:
             self._find_adapters()
@@ -186,12 +186,7 @@ class ReplicaTable:
         """No new requests for this replica, now and after later announcements; returns those in flight."""
         self._draining.add(name)
         row = self._replicas.get(name)
-        return self.in_flight(row) if row else 0
-
-    @property
-    def draining(self) -> list[str]:
-        """Whatever is drained, replicas that never announced themselves too."""
-        return sorted(self._draining)
+        return row.in_flight if row else 0
 
     def leave(self, name: str) -> int:
         """Drains this replica and orders its nodes to leave, until it is gone; returns the requests in flight."""
@@ -256,7 +251,6 @@ class ReplicaTable:
     ) -> Replica | None:
         """Chooses a replica and counts a request on it; every one begun must be ended."""
         rows = self.ready(model, now)
-        self._update_other_workers(rows)
         if self._max_in_flight is not None:
             rows = [row for row in rows if row.in_flight + row.load_of_other_workers < self._max_in_flight]
         if not rows:
@@ -266,8 +260,8 @@ class ReplicaTable:
         if replica is not None:
             replica.begin()
             self.in_flight_total += 1
-            if self.shared is not None:
-                self.shared.add(replica.name, 1)
+            if replica.shared is not None:
+                replica.shared.own += 1
         return replica
 
     def _choose(self, rows: list[Replica], now: float, hints: RoutingHints, avoid: Collection[str]) -> Replica | None:
@@ -287,18 +281,8 @@ class ReplicaTable:
     def end(self, replica: Replica) -> None:
         replica.in_flight -= 1
         self.in_flight_total -= 1
-        if self.shared is not None:
-            self.shared.add(replica.name, -1)
-
-    def in_flight(self, replica: Replica) -> int:
-        """Requests on this replica, those of the gateway's other workers too."""
-        self._update_other_workers((replica,))
-        return replica.in_flight + replica.load_of_other_workers
-
-    def _update_other_workers(self, rows: Iterable[Replica]) -> None:
-        if self.shared is not None:
-            for row in rows:
-                row.load_of_other_workers = self.shared.others(row.name)
+        if replica.shared is not None:
+            replica.shared.own -= 1
 
     def is_idle(self, replica: Replica, now: float, for_s: float) -> bool:
         """Whether the engine has said for `for_s` seconds that it works on nothing."""
@@ -356,7 +340,7 @@ class ReplicaTable:
                 age_s=round(now - row.announced_at, 3),
                 is_alive=row.is_alive(now),
                 is_draining=row.name in self._draining,
-                in_flight=self.in_flight(row),
+                in_flight=row.in_flight,
                 is_ejected=now < row.health.ejected_until,
             )
             for row in self._replicas.values()

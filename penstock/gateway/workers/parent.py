@@ -1,39 +1,51 @@
-"""The gateway in the foreground until SIGTERM or SIGINT: one process, or workers on one port under a parent.
+"""The gateway in the foreground until SIGTERM or SIGINT: one process, or several workers under a parent.
 
-The parent opens all sockets, forks, and keeps the sockets open: while a worker that died is replaced, its connections
-wait in the kernel's queue instead of being refused. The parent serves nothing and has no event loop. Worker 0 also
-has the admin address and tells the others what comes in there (`relay`).
+Each worker is a whole gateway. The parent opens the two listening sockets and forks; all workers accept from the same
+queue, so that a connection belongs to no worker before one has accepted it: those of a worker that hangs or dies go to
+the others. The parent serves no client. It passes admin calls from the worker that got them to the others, keeps each
+one's last report, replaces workers that end, and kills those that do not report (`messages`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import gc
 import logging
+import math
 import os
-import secrets
+import selectors
 import signal
+import socket
 import sys
-import tempfile
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
 
-from penstock.gateway.accounting.quota import AT_ONCE
-from penstock.gateway.accounting.store import Store
+import msgspec
+
+from penstock.gateway.accounting.store import connect
 from penstock.gateway.config import GatewayConfig
-from penstock.gateway.service import Gateway, Seat, Sockets, open_sockets
-from penstock.gateway.workers.shared_memory import IN_FLIGHT, Board, SharedCounters
+from penstock.gateway.connections.shared_server import Share
+from penstock.gateway.service import Gateway, Sockets, open_sockets
+from penstock.gateway.workers.link import WorkerSlot
+from penstock.gateway.workers.messages import AdminCall, Frames, Report, Reports, frame
 
 # A worker that ends at once, again and again, must not keep a core busy.
 RESTART_S = 0.5
 RESTART_S_MAX = 10.0
 # What a worker may need beyond `drain_s`, in which requests finish, to cut the rest and to write what is left.
 EXTRA_S = 10.0
+START_S = 60.0  # until the first report
+HANG_S = 5.0  # without a report: five were due
+CALL_S = 0.5  # for the others' reports; what a worker that hangs reported last stands for it
+TICK_S = 0.2
+MAX_UNSENT_BYTES = 16 * 2**20
 GC_THRESHOLD = 20_000
 _SIGNALS = frozenset((signal.SIGTERM, signal.SIGINT, signal.SIGCHLD))
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+# Which earlier call about the same replica a call takes the place of.
+_ANNOUNCE, _LEAVE, _FORGET = b"/admin/announce", b"/admin/leave", b"/admin/forget"
+_KINDS: Final = {_ANNOUNCE: "state", b"/admin/drain": "drain", b"/admin/undrain": "drain", _LEAVE: "drain"}
 
 log = logging.getLogger("penstock.gateway")
 
@@ -45,16 +57,15 @@ def serve(config: GatewayConfig, token: str, on_bound: Callable[[Sockets], None]
     """
     sockets = open_sockets(config)
     if config.store is not None:
-        # Whoever is told of the address may rely on it. And a worker that cannot open the store would be started again
-        # for ever; its connection cannot be made here, for it must not cross the fork.
-        Store(config.store).close()
+        # Whoever learns the address may rely on it. And a worker that cannot open the store would be started again for
+        # ever; its connection cannot be made here, for it must not cross the fork.
+        connect(config.store).close()
     if on_bound is not None:
         on_bound(sockets)
     if config.workers == 1:
         run_loop(lambda: Gateway(config, token, sockets), config)
-        return
-    with tempfile.TemporaryDirectory(prefix="penstock-gw-") as folder:
-        _Parent(config, token, sockets, Path(folder)).run()
+    else:
+        _Parent(config, token, sockets).run()
 
 
 def run_loop(make: Callable[[], Gateway], config: GatewayConfig) -> None:
@@ -76,8 +87,8 @@ async def _serve(make: Callable[[], Gateway], config: GatewayConfig) -> None:
     stop = asyncio.Event()
 
     def on_signal() -> None:
-        # A worker's first signal may come twice: Ctrl-C and systemd tell the whole group, and the parent passes it on.
-        # So the parent counts, and kills.
+        # A worker's first signal may come twice: Ctrl-C and systemd signal the whole group, and the parent passes it
+        # on. So the parent counts, and kills.
         if stop.is_set() and config.workers == 1:
             os._exit(1)
         stop.set()
@@ -99,106 +110,276 @@ async def _serve(make: Callable[[], Gateway], config: GatewayConfig) -> None:
         log.warning("%d requests were not done within drain_s %.1f", n_cut, config.drain_s)
 
 
-class _Parent:
-    """Starts the workers, replaces those that die, and ends them."""
+@dataclass(eq=False)
+class _Worker:
+    slot: int
+    pid: int
+    socket: socket.socket
+    started_at: float
+    reported_at: float | None = None
+    frames: Frames = field(default_factory=Frames)
+    unsent: bytearray = field(default_factory=bytearray)
 
-    def __init__(self, config: GatewayConfig, token: str, sockets: Sockets, folder: Path) -> None:
-        self._config, self._token, self._sockets, self._folder = config, token, sockets, folder
-        self._counters = SharedCounters(config.workers, passing=(IN_FLIGHT, AT_ONCE))
-        self._name = secrets.token_hex(8)
-        self._numbers, self._drains = Board(config.workers), Board(1)
-        self._workers: dict[int, int] = {}  # pid -> slot
-        self._started_at = [0.0] * config.workers
+
+@dataclass
+class _Gathering:
+    """A worker waits for the reports of the others, `missing` of which have not answered."""
+
+    asker: _Worker
+    number: int
+    missing: set[int]
+    until: float
+
+
+class _Named(msgspec.Struct):
+    """Of an admin call's body."""
+
+    replica: str
+    state: str = ""
+    lease_s: float = math.inf  # a drain holds until it is taken back
+
+
+class _Kept(NamedTuple):
+    """An admin call that a new worker must know of."""
+
+    path: bytes
+    body: bytes
+    state: str
+    until: float
+
+
+class _Parent:
+    """Starts the workers, replaces those that end or hang, and ends them."""
+
+    def __init__(self, config: GatewayConfig, token: str, sockets: Sockets) -> None:
+        self._config, self._token, self._sockets = config, token, sockets
+        self._public, self._admin = Share(config.workers), Share(config.workers)
+        self._selector = selectors.PollSelector()  # no file of its own that a child would inherit
+        self._wake_reader, self._wake_writer = socket.socketpair()
+        self._workers: dict[int, _Worker] = {}  # by slot
+        self._reports: dict[int, bytes] = {}  # the last of each slot
+        self._ended: set[int] = set()  # slots whose report is that of a worker that ended
         self._delay_s = [RESTART_S] * config.workers
-        self._due: dict[int, float] = {}  # slot -> when to start it again
+        self._due: dict[int, float] = dict.fromkeys(range(config.workers), 0.0)  # slot -> when to start it
+        self._gatherings: dict[int, _Gathering] = {}
+        self._n_gatherings = 0
+        self._calls: dict[tuple[str, str], _Kept] = {}  # by replica and kind
+        self._n_signals = 0
 
     def run(self) -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-        for slot in range(self._config.workers):
-            self._start(slot)
-        while True:
-            now = time.monotonic()
-            wait_s = min((max(0.0, due - now) for due in self._due.values()), default=3600.0)
-            received = signal.sigtimedwait(_SIGNALS, wait_s)
-            if received is not None and received.si_signo != signal.SIGCHLD:
-                break
-            self._reap()
-            for slot in [slot for slot, due in self._due.items() if due <= time.monotonic()]:
-                del self._due[slot]
-                self._start(slot)
+        self._catch_signals()
+        while not self._n_signals:
+            self._turn()
+            self._kill_hung()
+            self._start_due()
         self._stop()
 
+    def _catch_signals(self) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+        for sock in (self._wake_reader, self._wake_writer):
+            sock.setblocking(False)
+        signal.set_wakeup_fd(self._wake_writer.fileno(), warn_on_full_buffer=False)
+        for number in _SIGNALS:
+            signal.signal(number, lambda *_: None)
+        self._selector.register(self._wake_reader, selectors.EVENT_READ)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+
+    def _turn(self) -> None:
+        """Waits for news of the workers, a moment at most, and does what they ask."""
+        began_at = time.monotonic()
+        for key, _ in self._selector.select(TICK_S):
+            if key.data is None:
+                numbers = self._wake_reader.recv(4096)
+                self._n_signals += sum(number != signal.SIGCHLD for number in numbers)
+            else:
+                self._read(key.data)
+                self._write(key.data)
+        now = time.monotonic()
+        if now - began_at > TICK_S + HANG_S / 2:
+            # This process did not run for a while, so perhaps the workers did not either (Ctrl-Z).
+            for worker in self._workers.values():
+                worker.reported_at = now
+        for number, gathering in list(self._gatherings.items()):
+            if not gathering.missing or now >= gathering.until:
+                del self._gatherings[number]
+                self._answer(gathering)
+        self._reap()
+
+    # Workers come and go.
+
+    def _start_due(self) -> None:
+        for slot in [slot for slot, due in self._due.items() if due <= time.monotonic()]:
+            del self._due[slot]
+            self._start(slot)
+
     def _start(self, slot: int) -> None:
-        self._started_at[slot] = time.monotonic()
-        parent = os.getpid()
+        ours, theirs = socket.socketpair()
+        now = time.monotonic()
+        calls = tuple(self._calls_that_hold())
+        # A signal between the fork and the child's own handlers waits.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         pid = os.fork()
         if pid == 0:
-            self._work(slot, parent)
-        self._workers[pid] = slot
+            ours.close()
+            shares = (self._public.of(slot), self._admin.of(slot))
+            self._work(WorkerSlot(slot, theirs, *shares, calls, self._reports.get(slot)))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+        theirs.close()
+        ours.setblocking(False)
+        worker = self._workers[slot] = _Worker(slot, pid, ours, now)
+        self._selector.register(ours, selectors.EVENT_READ, worker)
 
-    def _work(self, slot: int, parent: int) -> None:
+    def _work(self, slot: WorkerSlot) -> None:
         """The child; does not return."""
         code = 1
         try:
-            _die_with(parent)
-            self._counters.bind(slot)
-            for other, sock in enumerate(self._sockets.public):
-                if other != slot:
-                    sock.close()
-            boards = (self._numbers, self._drains)
-            seat = Seat(slot, self._config.workers, self._counters, self._folder, *boards, self._name)
-            run_loop(lambda: Gateway(self._config, self._token, self._sockets, seat), self._config)
+            signal.set_wakeup_fd(-1)
+            # The other workers' sockets must end with the parent, or nobody would learn that it has died.
+            for worker in self._workers.values():
+                worker.socket.close()
+            self._wake_reader.close()
+            self._wake_writer.close()
+            run_loop(lambda: Gateway(self._config, self._token, self._sockets, slot), self._config)
             code = 0
         except BaseException:
-            log.exception("worker %d failed", slot)
+            log.exception("worker %d failed", slot.index)
         finally:
             for stream in (sys.stdout, sys.stderr):
                 stream.flush()
             # Not sys.exit: what the parent registered to be done at its end is not the child's to do.
             os._exit(code)
 
-    def _reap(self, *, replaces: bool = True) -> None:
-        for pid, slot in list(self._workers.items()):
-            ended, status = os.waitpid(pid, os.WNOHANG)
-            if ended == 0:
+    def _kill_hung(self) -> None:
+        now = time.monotonic()
+        for worker in self._workers.values():
+            since = worker.reported_at or worker.started_at + START_S - HANG_S
+            if now - since > HANG_S or len(worker.unsent) > MAX_UNSENT_BYTES:
+                log.error("worker %d hangs: no report for %.0f s", worker.slot, now - since)
+                os.kill(worker.pid, signal.SIGKILL)
+
+    def _reap(self) -> None:
+        for slot, worker in list(self._workers.items()):
+            pid, status = os.waitpid(worker.pid, os.WNOHANG)
+            if pid == 0:
                 continue
-            del self._workers[pid]
-            self._counters.clear(slot)
-            self._numbers.retire(slot)
-            if not replaces:
+            self._read(worker)  # its last reports
+            self._selector.unregister(worker.socket)
+            worker.socket.close()
+            del self._workers[slot]
+            self._ended.add(slot)
+            for gathering in self._gatherings.values():
+                gathering.missing.discard(slot)
+            if self._n_signals:
                 continue
-            lived_s = time.monotonic() - self._started_at[slot]
+            now = time.monotonic()
+            lived_s = now - worker.started_at
             self._delay_s[slot] = RESTART_S if lived_s > RESTART_S_MAX else min(self._delay_s[slot] * 2, RESTART_S_MAX)
-            log.error(
-                "worker %d ended (%d), restart in %.1f s",
-                slot,
-                os.waitstatus_to_exitcode(status),
-                self._delay_s[slot] - RESTART_S,
-            )
-            self._due[slot] = time.monotonic() + self._delay_s[slot] - RESTART_S
+            pause_s = self._delay_s[slot] - RESTART_S
+            code = os.waitstatus_to_exitcode(status)
+            log.error("worker %d ended (%d), restart in %.1f s", slot, code, pause_s)
+            self._due[slot] = now + pause_s
 
     def _stop(self) -> None:
         """Lets every worker drain; a second signal, or time, ends what is left, and then this process with 1."""
         self._sockets.close()
-        for pid in self._workers:
-            os.kill(pid, signal.SIGTERM)
+        for worker in self._workers.values():
+            os.kill(worker.pid, signal.SIGTERM)
         deadline = time.monotonic() + self._config.drain_s + EXTRA_S
-        while self._workers and (left_s := deadline - time.monotonic()) > 0:
-            received = signal.sigtimedwait(_SIGNALS, min(left_s, 1.0))
-            if received is not None and received.si_signo != signal.SIGCHLD:
-                break
-            self._reap(replaces=False)
-        for pid in self._workers:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+        while self._workers and self._n_signals < 2 and time.monotonic() < deadline:
+            self._turn()
+        for worker in self._workers.values():
+            os.kill(worker.pid, signal.SIGKILL)
+            os.waitpid(worker.pid, 0)
         if self._workers:
             # Not os._exit: our caller has folders to remove.
             raise SystemExit(1)
 
+    # What they tell each other.
 
-def _die_with(parent: int) -> None:
-    """A parent that was killed leaves no workers behind. `parent` is its id, taken before the fork."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:  # it died before the call
-            os._exit(1)
+    def _read(self, worker: _Worker) -> None:
+        """Takes all that a worker has sent."""
+        while True:
+            try:
+                data = worker.socket.recv(1 << 18)
+            except (BlockingIOError, ConnectionError):
+                return
+            if not data:
+                return
+            for message in worker.frames.feed(data):
+                if isinstance(message, Report):
+                    self._take_report(worker, message)
+                elif isinstance(message, AdminCall):
+                    self._pass_on(worker, message)
+
+    def _take_report(self, worker: _Worker, report: Report) -> None:
+        worker.reported_at = time.monotonic()
+        self._reports[worker.slot] = report.content
+        self._ended.discard(worker.slot)
+        gathering = self._gatherings.get(report.number)
+        if gathering is not None:
+            gathering.missing.discard(worker.slot)
+
+    def _pass_on(self, asker: _Worker, call: AdminCall) -> None:
+        others = [worker for worker in self._workers.values() if worker is not asker]
+        number = 0
+        if call.number:
+            self._n_gatherings += 1
+            number = self._n_gatherings
+            # One that starts has nothing to report; it was given every call that holds.
+            missing = {worker.slot for worker in others if worker.reported_at is not None}
+            until = time.monotonic() + CALL_S
+            self._gatherings[number] = _Gathering(asker, call.number, missing, until)
+        self._keep(call)
+        for worker in others:
+            self._send(worker, frame(AdminCall(call.path, call.body, number)))
+
+    def _keep(self, call: AdminCall) -> None:
+        """For workers that start later. Of calls about one replica the last counts."""
+        if call.path not in _KINDS and call.path != _FORGET:
+            return
+        named, now = msgspec.json.decode(call.body, type=_Named), time.monotonic()
+        state, drain = (named.replica, "state"), (named.replica, "drain")
+        before = self._calls.get(state)
+        if call.path == _ANNOUNCE and before is not None:
+            is_another = (before.state == "stopping" and named.state != "stopping") or before.until < now
+            if is_another and drain in self._calls and self._calls[drain].path == _LEAVE:
+                del self._calls[drain]  # the node that was ordered to leave is gone
+        if call.path in (_FORGET, b"/admin/undrain"):
+            self._calls.pop(drain, None)
+            if call.path == _FORGET:
+                self._calls.pop(state, None)
+        else:
+            kept = _Kept(call.path, call.body, named.state, now + named.lease_s)
+            self._calls[named.replica, _KINDS[call.path]] = kept
+
+    def _calls_that_hold(self) -> Iterator[tuple[bytes, bytes]]:
+        now = time.monotonic()
+        for (replica, _), kept in self._calls.items():
+            state = self._calls.get((replica, "state"))
+            has_left = kept.path == _LEAVE and state is not None and state.until < now
+            if kept.until > now and not has_left:
+                yield kept.path, kept.body
+
+    def _answer(self, gathering: _Gathering) -> None:
+        asker = gathering.asker
+        if self._workers.get(asker.slot) is not asker:
+            return
+        others = [slot for slot in self._reports if slot != asker.slot]
+        running = [self._reports[slot] for slot in others if slot not in self._ended]
+        ended = [self._reports[slot] for slot in others if slot in self._ended]
+        self._send(asker, frame(Reports(gathering.number, running, ended)))
+
+    def _send(self, worker: _Worker, data: bytes) -> None:
+        worker.unsent += data
+        self._write(worker)
+
+    def _write(self, worker: _Worker) -> None:
+        """Never waits for a worker that does not read."""
+        if worker.unsent:
+            try:
+                del worker.unsent[: worker.socket.send(worker.unsent)]
+            except (BlockingIOError, ConnectionError):
+                pass
+        if self._workers.get(worker.slot) is worker:
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if worker.unsent else 0)
+            self._selector.modify(worker.socket, events, worker)

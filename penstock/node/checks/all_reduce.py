@@ -7,7 +7,7 @@ from what a decoding step sends to what shows the bandwidth. Bus bandwidth is th
 (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md): bytes / time * 2(n-1)/n over n ranks. What a
 whole machine sends is bytes / time * 2(m-1)/m over m machines; both are equal with one rank on each.
 
-Whatever hangs is ended by a watch, which says how far it came.
+A watch ends what hangs and prints how far it came.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Timed(msgspec.Struct, frozen=True):
 
 
 class Collective(msgspec.Struct, frozen=True):
-    """What was measured, or how far it came (`error`). `network`: what NCCL says it goes over."""
+    """The measurement, or how far it came (`error`). `network`: as NCCL names it."""
 
     backend: Backend
     n_nodes: int
@@ -68,17 +68,17 @@ class Collective(msgspec.Struct, frozen=True):
     def n_ranks(self) -> int:
         return self.n_nodes * self.ranks_each
 
-    def bus_gbs(self, one: Timed) -> float:
+    def bus_gbs(self, timed: Timed) -> float:
         """GB/s as nccl-tests counts. 64 MiB in 0.1 s over 2 ranks: 67.1e6 / 0.1 * 2 * 1/2 = 0.67 GB/s."""
-        return one.n_bytes / one.took_s * 2 * (self.n_ranks - 1) / self.n_ranks / 1e9
+        return timed.n_bytes / timed.took_s * 2 * (self.n_ranks - 1) / self.n_ranks / 1e9
 
-    def node_gbs(self, one: Timed) -> float:
+    def node_gbs(self, timed: Timed) -> float:
         """GB/s that a machine sends to the others; 0 with one machine."""
-        return one.n_bytes / one.took_s * 2 * (self.n_nodes - 1) / self.n_nodes / 1e9
+        return timed.n_bytes / timed.took_s * 2 * (self.n_nodes - 1) / self.n_nodes / 1e9
 
 
-class Seat(msgspec.Struct, frozen=True):
-    """The place of one process: where rank 0 listens, which interface is taken, how long it may take."""
+class RankArgs(msgspec.Struct, frozen=True):
+    """One process: its place among all, where rank 0 listens, which interface it uses, how long it may take."""
 
     node: int
     n_nodes: int
@@ -95,11 +95,14 @@ class Seat(msgspec.Struct, frozen=True):
     def rank(self) -> int:
         return self.node * self.ranks_each + self.local
 
+    def failed(self, error: str) -> Collective:
+        return Collective(self.backend, self.n_nodes, self.ranks_each, error=error)
 
-def measure(seat: Seat) -> Collective:
+
+def measure(args: RankArgs) -> Collective:
     """All-reduces of growing sizes for `seconds`. Blocks; every rank must call it at about the same time."""
     progress = ["import torch"]
-    watch = threading.Timer(seat.timeout_s, _give_up, (seat, progress))
+    watch = threading.Timer(args.timeout_s, _give_up, (args, progress))
     watch.daemon = True
     watch.start()
     try:
@@ -107,126 +110,124 @@ def measure(seat: Seat) -> Collective:
         import torch
         import torch.distributed as dist
 
-        progress[0] = f"join: waiting for the others at {seat.address}:{seat.port}"
-        device = torch.device("cuda", seat.local) if seat.backend == "nccl" else torch.device("cpu")
-        if seat.backend == "nccl":
+        progress[0] = f"join: waiting for the others at {args.address}:{args.port}"
+        device = torch.device("cuda", args.local) if args.backend == "nccl" else torch.device("cpu")
+        if args.backend == "nccl":
             torch.cuda.set_device(device)
         dist.init_process_group(
-            seat.backend,
-            init_method=f"tcp://{seat.address}:{seat.port}",
-            rank=seat.rank,
-            world_size=seat.n_nodes * seat.ranks_each,
-            timeout=timedelta(seconds=seat.timeout_s),
+            args.backend,
+            init_method=f"tcp://{args.address}:{args.port}",
+            rank=args.rank,
+            world_size=args.n_nodes * args.ranks_each,
+            timeout=timedelta(seconds=args.timeout_s),
         )
-        sizes = tuple(_timed(seat, torch, dist, device, progress))
+        sizes = tuple(_timed(args, torch, dist, device, progress))
         progress[0] = "leave"
         dist.destroy_process_group()
-    except Exception as exc:  # noqa: BLE001 - torch raises what it likes; the words are all that can be told
-        said = " ".join(str(exc).split())[:300]
-        return Collective(seat.backend, seat.n_nodes, seat.ranks_each, error=f"{progress[0]}: {said}")
+    except Exception as exc:  # noqa: BLE001 - torch raises errors of any type
+        message = " ".join(str(exc).split())[:300]
+        return args.failed(f"{progress[0]}: {message}")
     finally:
         watch.cancel()
-    return Collective(seat.backend, seat.n_nodes, seat.ranks_each, sizes)
+    return Collective(args.backend, args.n_nodes, args.ranks_each, sizes)
 
 
-def _timed(seat: Seat, torch: Any, dist: Any, device: Any, progress: list[str]) -> Iterator[Timed]:
-    """Each size for its part of the seconds. How often is rank 0's word: all must call equally often."""
-    share_s = seat.seconds / len(_SIZES[seat.backend])
-    for n_bytes in _SIZES[seat.backend]:
-        progress[0] = f"all-reduce of {n_bytes // KIB} KiB over {seat.interface or 'any interface'}"
+def _timed(args: RankArgs, torch: Any, dist: Any, device: Any, progress: list[str]) -> Iterator[Timed]:
+    """Each size for its part of the seconds. Rank 0 decides how often: all must call equally often."""
+    share_s = args.seconds / len(_SIZES[args.backend])
+    for n_bytes in _SIZES[args.backend]:
+        progress[0] = f"all-reduce of {n_bytes // KIB} KiB over {args.interface or 'any interface'}"
         data = torch.zeros(n_bytes // 4, dtype=torch.float32, device=device)
         for _ in range(_N_WARM):
             dist.all_reduce(data)
-        _settle(torch, seat)
+        _settle(torch, args)
         began = time.monotonic()
         dist.all_reduce(data)
-        _settle(torch, seat)
+        _settle(torch, args)
         n_times = torch.tensor([min(_N_MAX, max(1, int(share_s / (time.monotonic() - began))))], device=device)
         dist.broadcast(n_times, 0)
         n = int(n_times.item())
         began = time.monotonic()
         for _ in range(n):
             dist.all_reduce(data)
-        _settle(torch, seat)
+        _settle(torch, args)
         yield Timed(n_bytes, (time.monotonic() - began) / n, n)
 
 
-def _settle(torch: Any, seat: Seat) -> None:
-    if seat.backend == "nccl":
+def _settle(torch: Any, args: RankArgs) -> None:
+    if args.backend == "nccl":
         torch.cuda.synchronize()
 
 
-def _give_up(seat: Seat, progress: list[str]) -> None:
-    error = f"{progress[0]}: no end after {seat.timeout_s:.0f} s"
-    _tell(Collective(seat.backend, seat.n_nodes, seat.ranks_each, error=error))
+def _give_up(args: RankArgs, progress: list[str]) -> None:
+    _print(args.failed(f"{progress[0]}: no end after {args.timeout_s:.0f} s"))
     os._exit(_HUNG)
 
 
-def _tell(found: Collective) -> None:
-    sys.stdout.write(msgspec.json.encode(found).decode() + "\n")
+def _print(result: Collective) -> None:
+    sys.stdout.write(msgspec.json.encode(result).decode() + "\n")
     sys.stdout.flush()
 
 
-def environment(seat: Seat) -> dict[str, str]:
-    """What makes Gloo and NCCL take the interface, and NCCL tell what it goes over."""
-    chosen = {f"{name}_SOCKET_IFNAME": seat.interface for name in ("GLOO", "NCCL", "TP") if seat.interface}
-    if seat.backend == "nccl":
+def environment(args: RankArgs) -> dict[str, str]:
+    """Makes Gloo and NCCL use the interface, and NCCL log its network."""
+    chosen = {f"{name}_SOCKET_IFNAME": args.interface for name in ("GLOO", "NCCL", "TP") if args.interface}
+    if args.backend == "nccl":
         # NVLink multicast needs a fabric manager that containers often lack; its absence hangs the first all-reduce.
         chosen |= {"NCCL_NVLS_ENABLE": "0", "NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET"}
     return chosen
 
 
-def _start(seat: Seat) -> subprocess.Popen[str]:
-    argv = [sys.executable, "-m", "penstock.node.checks.all_reduce", "--seat", msgspec.json.encode(seat).decode()]
-    more = environment(seat)
-    if seat.backend == "nccl":
-        more["NCCL_DEBUG_FILE"] = _debug_file(seat)
+def _start(args: RankArgs) -> subprocess.Popen[str]:
+    argv = [sys.executable, "-m", "penstock.node.checks.all_reduce", "--rank-args", msgspec.json.encode(args).decode()]
+    more = environment(args)
+    if args.backend == "nccl":
+        more["NCCL_DEBUG_FILE"] = _debug_file(args)
     return subprocess.Popen(argv, env=os.environ | more, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def _debug_file(seat: Seat) -> str:
-    return str(Path(tempfile.gettempdir()) / f"penstock-nccl-{os.getpid()}-{seat.local}")
+def _debug_file(args: RankArgs) -> str:
+    return str(Path(tempfile.gettempdir()) / f"penstock-nccl-{os.getpid()}-{args.local}")
 
 
-def run_node(seats: Sequence[Seat]) -> Collective:
+def run_node(all_args: Sequence[RankArgs]) -> Collective:
     """One process for each rank of this node; the answer of its first one, or the first error."""
-    children = [_start(seat) for seat in seats]
-    told = []
-    for seat, child in zip(seats, children, strict=True):
+    children = [_start(args) for args in all_args]
+    answers = []
+    for args, child in zip(all_args, children, strict=True):
         try:
-            out, err = child.communicate(timeout=seat.timeout_s + 15.0)
+            out, err = child.communicate(timeout=args.timeout_s + 15.0)
         except subprocess.TimeoutExpired:
             child.kill()
             out, err = child.communicate()
-        told.append(_answer(seat, out, err))
-    failed = next((one for one in told if one.error), None)
-    return msgspec.structs.replace(failed or told[0], network=_network(seats))
+        answers.append(_answer(args, out, err))
+    failed = next((answer for answer in answers if answer.error), None)
+    return msgspec.structs.replace(failed or answers[0], network=_network(all_args))
 
 
-def _answer(seat: Seat, out: str, err: str) -> Collective:
+def _answer(args: RankArgs, out: str, err: str) -> Collective:
     lines = out.strip().splitlines()
     with contextlib.suppress(msgspec.DecodeError, msgspec.ValidationError, IndexError):
         return msgspec.json.decode(lines[-1], type=Collective)
-    error = last_words(err.splitlines(), signs=()) or "it printed nothing"
-    return Collective(seat.backend, seat.n_nodes, seat.ranks_each, error=error)
+    return args.failed(last_words(err.splitlines(), signs=()) or "it printed nothing")
 
 
-def _network(seats: Sequence[Seat]) -> str | None:
-    """What NCCL's own log says; the log is removed."""
-    found = None
-    for seat in seats:
-        path = Path(_debug_file(seat))
+def _network(all_args: Sequence[RankArgs]) -> str | None:
+    """The network in NCCL's log; the log is removed."""
+    network = None
+    for args in all_args:
+        path = Path(_debug_file(args))
         with contextlib.suppress(OSError):
             match = _NET.search(path.read_text("utf-8", "replace"))
-            found = found or (match[1].strip()[:60] if match else None)
+            network = network or (match[1].strip()[:60] if match else None)
             path.unlink()
-    return found
+    return network
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print what was measured as JSON, on one line. `--ranks`: the places of the nodes that take part, in order."""
+    """Print what was measured as JSON, on one line. `--ranks`: the nodes that take part, in order."""
     parser = argparse.ArgumentParser(prog="python -m penstock.node.checks.all_reduce")
-    parser.add_argument("--seat", type=lambda text: msgspec.json.decode(text, type=Seat))
+    parser.add_argument("--rank-args", type=lambda text: msgspec.json.decode(text, type=RankArgs))
     parser.add_argument("--rank", type=int)
     parser.add_argument("--ranks", type=lambda text: [int(word) for word in text.split(",")])
     parser.add_argument("--interfaces", type=lambda text: text.split(","), help="one for each of the ranks")
@@ -237,14 +238,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--timeout", type=float, default=60.0)
     options = parser.parse_args(argv)
-    if options.seat is not None:
-        _tell(measure(options.seat))
+    if options.rank_args is not None:
+        _print(measure(options.rank_args))
         return 0
     if options.rank not in options.ranks:
         return 0
     node = options.ranks.index(options.rank)
-    seats = [
-        Seat(
+    all_args = [
+        RankArgs(
             node=node,
             n_nodes=len(options.ranks),
             local=local,
@@ -258,7 +259,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         for local in range(options.each)
     ]
-    _tell(run_node(seats))
+    _print(run_node(all_args))
     return 0
 
 

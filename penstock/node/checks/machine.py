@@ -1,7 +1,7 @@
-"""What `doctor` wants to know of a node, as JSON: `python -m penstock.node.checks.machine --model M`.
+"""What `doctor` checks of a node, as JSON: `python -m penstock.node.checks.machine --model M`.
 
-Facts alone: what of them is bad is for `findings` to say. Nothing is changed but for pages of one weights file, which
-leave the page cache where a file system cannot be read past it.
+Facts alone; the doctor judges them. Nothing changes except that pages of one weights file leave the page cache where
+a file system has no direct reads.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from penstock.text import GIB, MIB
 
 # Enough to leave a disk's own cache behind, little enough for a network file system that gives 100 MB/s.
 _READ_BYTES, _READ_S = GIB, 2.5
-# vLLM's ranks read beside each other; one reader alone gets a third of an NVMe disk or of NFS.
+# vLLM's ranks read in parallel; one reader alone gets a third of an NVMe disk or of NFS.
 _N_READERS, _BLOCK_BYTES = 4, 8 * MIB
 _N_SAMPLES = 32
 
@@ -49,7 +49,7 @@ class Limits(msgspec.Struct, frozen=True):
 
 
 class Reading(msgspec.Struct, frozen=True):
-    """A part of a weights file, read. `is_direct`: past the page cache; else `cached_share` (None: not told) of it may
+    """A part of a weights file, read. `is_direct`: past the page cache; else `cached_share` (None: unknown) of it may
     have come from memory."""
 
     path: str
@@ -145,10 +145,10 @@ def find_weights(model: str, cache: str | None, is_read: bool = True) -> Weights
     if model == DEMO_MODEL:
         path = BUNDLED
     elif is_of_hub(model):
-        found = hub.snapshot(model, home)
-        if found is None:
+        snapshot = hub.snapshot(model, home)
+        if snapshot is None:
             return Weights(str(home), _free_bytes(home), absent=(f"{model} is not in the cache",))
-        path = found
+        path = snapshot
     if not path.exists():
         return Weights(str(path), _free_bytes(path), absent=("no such folder",))
     names = [path.name] if path.is_file() else _names_of_weights(path)
@@ -177,9 +177,9 @@ def read_rate(path: Path, n_bytes_max: int = _READ_BYTES, seconds: float = _READ
         with path.open("rb") as stream:
             cached = _cached_share(stream.fileno(), size)
         for is_direct in (True, False):
-            found = _read(path, size, seconds, is_direct)
-            if found is not None:
-                return Reading(str(path), *found, is_direct, cached)
+            amount = _read(path, size, seconds, is_direct)
+            if amount is not None:
+                return Reading(str(path), *amount, is_direct, cached)
     except OSError:
         pass
     return None
@@ -218,7 +218,7 @@ def _read(path: Path, size: int, seconds: float, is_direct: bool) -> tuple[int, 
     threads = [threading.Thread(target=reader, daemon=True) for _ in range(_N_READERS)]
     for thread in threads:
         thread.start()
-    # A file system that hangs (NFS whose server is away) must not hold this program for ever.
+    # A file system that hangs (NFS without its server) must not block this program for ever.
     for thread in threads:
         thread.join(seconds + 10.0)
     took_s = time.monotonic() - began
@@ -226,7 +226,7 @@ def _read(path: Path, size: int, seconds: float, is_direct: bool) -> tuple[int, 
 
 
 def _cached_share(fd: int, size: int) -> float | None:
-    """How much of the beginning of a file is in the page cache, by samples; None where the kernel does not tell."""
+    """The share of the file's beginning in the page cache, by samples; None where the kernel does not report it."""
     n_cached = 0
     for number in range(_N_SAMPLES):
         try:
@@ -264,21 +264,21 @@ def _driver() -> str | None:
 
 
 def _holders() -> list[Holder]:
-    """Processes on the GPUs, as the driver tells them."""
+    """Processes on the GPUs, as the driver reports them."""
     numbers = {}
     for line in nvidia_smi("--query-gpu=index,uuid", "--format=csv,noheader").splitlines():
         index, _, uuid = line.partition(",")
         if index.strip().isdigit():
             numbers[uuid.strip()] = int(index)
-    found = []
+    holders = []
     asked = nvidia_smi("--query-compute-apps=gpu_uuid,pid,used_memory,process_name", "--format=csv,noheader,nounits")
     for line in asked.splitlines():
         words = [word.strip() for word in line.split(",", 3)]
         if len(words) == 4 and words[0] in numbers and words[1].isdigit():
-            # In a container the driver may not tell how much ("[N/A]").
+            # In a container the driver may not report how much ("[N/A]").
             n_bytes = int(words[2]) * MIB if words[2].isdigit() else 0
-            found.append(Holder(numbers[words[0]], int(words[1]), n_bytes, words[3], _user_of(int(words[1]))))
-    return found
+            holders.append(Holder(numbers[words[0]], int(words[1]), n_bytes, words[3], _user_of(int(words[1]))))
+    return holders
 
 
 def _user_of(pid: int) -> str | None:
@@ -292,11 +292,11 @@ def torch_cuda() -> str | None:
 
     Read from its version.py: an import takes seconds and memory on every GPU.
     """
-    found = util.find_spec("torch")
-    if found is None or found.origin is None:
+    spec = util.find_spec("torch")
+    if spec is None or spec.origin is None:
         return None
     with contextlib.suppress(OSError):
-        text = (Path(found.origin).parent / "version.py").read_text("utf-8")
+        text = (Path(spec.origin).parent / "version.py").read_text("utf-8")
         match = re.search(r"^cuda\b[^=\n]*=\s*['\"]([\d.]+)['\"]", text, re.MULTILINE)
         return match[1] if match else None
     return None
@@ -314,7 +314,7 @@ def wanted_torch() -> str | None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print what this node is as JSON, on one line."""
+    """Print the check of this node as JSON, on one line."""
     parser = argparse.ArgumentParser(prog="python -m penstock.node.checks.machine")
     parser.add_argument("--model")
     parser.add_argument("--cache")

@@ -60,7 +60,7 @@ def start(plan: Plan, formation: Formation, rank: int, folder: str, base: Comman
     else:
         argv += ["--address", f"{formation.head.address}:{formation.ray_port}"]
     env = {**base.env, **environment(f"{formation.head.address}:{formation.ray_port}", folder)}
-    del env["RAY_ADDRESS"]  # `ray start` is told by its flags, and refuses a head with an address
+    del env["RAY_ADDRESS"]  # `ray start` takes flags, and refuses a head with this variable
     return Command(tuple(argv), env, base.files)
 
 

@@ -1,7 +1,7 @@
-"""What a model is made of, as planning sees it: a stack of layers with their attention, state and MLP. Types only.
+"""What a model is made of, as planning sees it: a stack of layers with their attention, state and MLP.
 
-`families` fills these from a config.json; `tensors` turns them into an inventory of weights, `cache` into bytes of KV
-cache, `speed` into bytes and FLOPs a step. Sizes are counts (heads, channels), never bytes.
+`dense` fills these from a config.json; `memory.tensors` turns them into an inventory of weights, `memory.kv_pages` into
+bytes of KV cache, `speed.work` into bytes and FLOPs a step. Sizes are counts (heads, channels), never bytes.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 from typing import Literal
 
 import msgspec
+
+from penstock.errors import not_modelled
 
 AttentionKind = Literal["full", "sliding", "chunked", "mla"]
 StateKind = Literal["mamba1", "mamba2", "gdn", "kda"]
@@ -92,6 +94,10 @@ class Layer(msgspec.Struct, frozen=True):
     mlp: Mlp | None = None
     norm_params: int = 0
 
+    @property
+    def has_experts(self) -> bool:
+        return self.mlp is not None and self.mlp.n_experts > 0
+
 
 class RopeTable(msgspec.Struct, frozen=True):
     """One cos/sin table that vLLM makes at start: n_positions x rotary_dim numbers, on every rank with attention."""
@@ -173,3 +179,19 @@ class Architecture(msgspec.Struct, frozen=True):
     @property
     def n_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def is_moe_or_hybrid(self) -> bool:
+        return any(layer.state is not None or layer.has_experts for layer in self.layers)
+
+
+# Bytes of one number, dtype as torch writes it.
+_DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "half": 2, "float32": 4, "float": 4, "float8_e4m3fn": 1, "int8": 1}
+
+
+def dtype_bytes(name: str) -> int:
+    """2 for "bfloat16". Raises NotModelled for a dtype that is not in the table."""
+    size = _DTYPE_BYTES.get(name.removeprefix("torch."))
+    if size is None:
+        raise not_modelled("dtype", name, "its size is not known", hint="one of " + ", ".join(_DTYPE_BYTES))
+    return size

@@ -15,10 +15,7 @@ def _state_dtype(f: Fields, *names: str) -> str:
 
 
 def _qwen3_next(f: Fields) -> Architecture:
-    """models/qwen3_next.py and qwen3_5.py: gated delta nets, every full_attention_interval-th layer is gated attention.
-
-    Convolution channels: 2 x key heads x key size + value heads x value size (Qwen3-Next-80B: 2 x 2048 + 4096 = 8192).
-    """
+    """models/qwen3_next.py, qwen3_5.py: gated delta nets, every full_attention_interval-th layer is gated attention."""
     hidden, n_layers = f.n("hidden_size"), f.n("num_hidden_layers")
     interval = f.n("full_attention_interval", default=4)
     types = f.words("layer_types") or tuple(
@@ -189,10 +186,7 @@ def _granite_hybrid(f: Fields) -> Architecture:
 
 
 def _decilm(f: Fields) -> Architecture:
-    """models/nemotron_nas.py: each layer has its own KV head count and MLP width, or no attention or MLP at all.
-
-    Width: 2 x ffn_mult x hidden / 3, rounded up to 256 (ffn_mult 5.25, hidden 8192: 28,672).
-    """
+    """models/nemotron_nas.py: each layer has its own KV head count and MLP width, or no attention or MLP at all."""
     hidden, n_heads, head_dim = f.n("hidden_size"), f.n("num_attention_heads"), f.head_dim
     bias = f.flag("attention_bias") or f.flag("bias")
     layers = []

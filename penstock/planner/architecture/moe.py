@@ -24,10 +24,7 @@ def _mixtral(f: Fields) -> Architecture:
 
 
 def _qwen3_moe(f: Fields) -> Architecture:
-    """models/qwen3_moe.py, and qwen2_moe.py with a gated shared expert and QKV biases.
-
-    Experts stand where (i + 1) % decoder_sparse_step == 0 and i is not in mlp_only_layers.
-    """
+    """models/qwen3_moe.py, and qwen2_moe.py with a gated shared expert and QKV biases."""
     hidden, n_experts = f.n("hidden_size"), f.n("num_experts", "num_local_experts")
     is_second = f.architecture == "Qwen2MoeForCausalLM"
     sparse = Mlp(
@@ -122,10 +119,7 @@ def _gpt_oss(f: Fields) -> Architecture:
 
 
 def _llama4(f: Fields) -> Architecture:
-    """models/llama4.py: three of four layers see chunks of attention_chunk_size and turn, the fourth sees all.
-
-    Every interleave_moe_layer_step-th layer has experts and one shared expert of the same width; the rest is dense.
-    """
+    """models/llama4.py: three of four layers see chunks of attention_chunk_size and turn, the fourth sees all."""
     hidden, step, chunk = (
         f.n("hidden_size"),
         f.n("interleave_moe_layer_step", default=1),
@@ -157,11 +151,7 @@ def _llama4(f: Fields) -> Architecture:
 
 
 def _gemma4(f: Fields) -> Architecture:
-    """models/gemma4.py: sliding and full layers of different head size; a dense MLP, with enable_moe_block experts.
-
-    The dense MLP is modelled as what every token passes beside the experts. Norms: four, three more with experts, a
-    router scale and one number an expert; q and k norms of a head. attention_k_eq_v: no v_proj on disk in full layers.
-    """
+    """models/gemma4.py: sliding and full layers of different head size; a dense MLP, with enable_moe_block experts."""
     hidden, n_heads, window = f.n("hidden_size"), f.n("num_attention_heads"), f.maybe_n("sliding_window")
     f.refuse_unless(not f.maybe_n("hidden_size_per_layer_input"), "per-layer input embeddings are not modelled")
     f.refuse_unless(not f.flag("use_double_wide_mlp"), "double-wide MLPs of layers that share KV are not modelled")
@@ -217,11 +207,7 @@ def _mla_attention(f: Fields) -> Attention:
 
 
 def _deepseek(f: Fields) -> Architecture:
-    """models/deepseek_v2.py and vllm/models/deepseek_v32 (V2, V3, R1, V3.2, Kimi K2, GLM-5).
-
-    The first layers are dense; the rest has experts, shared ones and, with topk_method noaux_tc, a correction bias.
-    V3.2's indexer turns with a table of its own. Multi-token-prediction layers are not loaded without speculation.
-    """
+    """models/deepseek_v2.py and vllm/models/deepseek_v32 (V2, V3, R1, V3.2, Kimi K2, GLM-5)."""
     hidden, moe = f.n("hidden_size"), f.n("moe_intermediate_size")
     f.refuse_unless(
         f.n("index_topk_freq", default=1) == 1 and not f.get("index_topk_pattern"), "a shared indexer is not modelled"

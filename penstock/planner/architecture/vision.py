@@ -119,10 +119,7 @@ def _qwen2_5_vl(_: Fields, v: _Sizes) -> Iterator[Tensor]:
 
 
 def _gemma4(f: Fields, v: _Sizes) -> Iterator[Tensor]:
-    """Gemma 4 (models/gemma4_mm.py): gated, four norms and q/k norms of a head, two position tables.
-
-    vLLM builds transformers' own tower, which tensor parallelism does not cut.
-    """
+    """Gemma 4 (models/gemma4_mm.py): gated, four norms and q/k norms of a head, two position tables."""
     f.refuse_unless(not f.table("audio_config"), "the audio encoder is not modelled")
     hidden, width, n = v("hidden_size"), v("intermediate_size"), v("num_hidden_layers")
     yield _one("attention", (4 * hidden, hidden), "replicated", n)

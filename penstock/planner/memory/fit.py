@@ -115,8 +115,7 @@ class Memory:
         # Which layers are alike, by number: a model repeats a few kinds, and numbers are cheaper to compare.
         kinds: dict[Layer, int] = {}
         self._kinds = [kinds.setdefault(layer, len(kinds)) for layer in inputs.arch.layers]
-        mlps = [layer.mlp for layer in inputs.arch.layers if layer.mlp is not None]
-        self._has_experts = any(mlp.n_experts for mlp in mlps)
+        self._has_experts = any(layer.has_experts for layer in inputs.arch.layers)
 
     def weights(self, layout: Parallel) -> tuple[RankWeights, ...]:
         """One entry a rank class. Data ranks of a dense model are copies: the numbers of ranks are then put right."""

@@ -179,8 +179,7 @@ def _batches_in_flight(arch: Architecture, rules: EngineProfile, pipeline: int) 
     """
     if not rules.counts_batches_in_flight:
         return 1
-    is_plain = not any(layer.state is not None or (layer.mlp and layer.mlp.n_experts) for layer in arch.layers)
-    if rules.uses_runner_v2(not is_plain):
+    if rules.uses_runner_v2(arch.is_moe_or_hybrid):
         return pipeline + 1
     return 2 if pipeline == 1 else pipeline
 

@@ -12,11 +12,10 @@ from typing import Literal
 import msgspec
 
 from penstock.errors import UserError, not_modelled
-from penstock.planner.architecture import Architecture, Attention, Layer, State
+from penstock.planner.architecture import Architecture, Attention, Layer, State, dtype_bytes
 from penstock.planner.engine_versions import EngineProfile
 
 PageKind = Literal["full", "sliding", "chunked", "state"]
-DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "half": 2, "float32": 4, "float": 4, "float8_e4m3fn": 1}
 _FP8 = ("fp8", "fp8_e4m3", "fp8_e5m2")
 _WIDE = {"float16": 2, "bfloat16": 2}
 # Bytes a token of the packed MLA layouts (`mla_attention.py`): 512 latent numbers and 64 of rope with their scales.
@@ -66,14 +65,6 @@ class Cache(msgspec.Struct, frozen=True):
 
     layer: int
     page: Page
-
-
-def dtype_bytes(name: str) -> int:
-    """Bytes of one number. Raises NotModelled for a dtype that is not in the table."""
-    size = DTYPE_BYTES.get(name.removeprefix("torch."))
-    if size is None:
-        raise not_modelled("dtype", name, "its size is not known", hint="one of " + ", ".join(DTYPE_BYTES))
-    return size
 
 
 def kv_heads_on_rank(n_kv_heads: int, tensor: int) -> int:

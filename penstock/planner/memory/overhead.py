@@ -16,9 +16,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from penstock.planner.architecture import Architecture, Layer
+from penstock.planner.architecture import Architecture, Layer, dtype_bytes
 from penstock.planner.engine_versions import EngineProfile, graph_sizes
-from penstock.planner.memory.kv_pages import dtype_bytes, kv_heads_on_rank
+from penstock.planner.memory.kv_pages import kv_heads_on_rank
 from penstock.planner.memory.tensors import split_layers
 from penstock.planner.ranges import ZERO, Range, exact, gib, highest
 from penstock.spec.deployment import Parallel
@@ -95,8 +95,7 @@ def overhead(arch: Architecture, layout: Parallel, rules: EngineProfile, run: Ru
     layers = [arch.layers[index] for index in split_layers(arch.n_layers, layout.pipeline)[stage]]
     is_last = stage == layout.pipeline - 1
     workspace = _workspace(arch, layers, layout, run)
-    mixed = any(layer.state is not None or _has_experts(layer) for layer in arch.layers)
-    is_v2 = rules.uses_runner_v2(mixed)
+    is_v2 = rules.uses_runner_v2(arch.is_moe_or_hybrid)
     forward = _spread(_forward_bytes(arch, layers, layout, run, keeps_inputs=is_v2 and stage == 0), _FORWARD_SPREAD)
     uses = [forward if rules.keeps_moe_workspace else forward + workspace]
     if is_last:
@@ -178,10 +177,6 @@ def _sampler_bytes(arch: Architecture, bytes_per_entry: float, run: RunSettings)
     return run.n_rows * arch.vocab * bytes_per_entry + hidden
 
 
-def _has_experts(layer: Layer) -> bool:
-    return layer.mlp is not None and layer.mlp.n_experts > 0
-
-
 def _with_encoder(activation: Range, arch: Architecture, layout: Parallel) -> Range:
     """The forward pass or the vision encoder before it, whichever is larger; the encoder's outputs stay for the former.
 
@@ -220,7 +215,7 @@ def _nccl(layers: Sequence[Layer], layout: Parallel, run: RunSettings) -> Range:
     if not run.has_nvlink:
         return _NCCL_OVER_PCIE
     group = _NCCL_A_GROUP + _NCCL_A_RANK * layout.tensor
-    return group * 2 if any(map(_has_experts, layers)) else group
+    return group * 2 if any(layer.has_experts for layer in layers) else group
 
 
 def _graphs(

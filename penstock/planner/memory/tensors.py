@@ -14,11 +14,8 @@ from math import prod
 import msgspec
 
 from penstock.errors import not_modelled
-from penstock.planner.architecture import Architecture, Attention, Cut, Layer, Mlp, State, Tensor
+from penstock.planner.architecture import Architecture, Attention, Cut, Layer, Mlp, State, Tensor, dtype_bytes
 from penstock.planner.architecture.quantization import format_of, matrix_bytes
-
-# Bytes of one number, dtype as torch writes it.
-DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "int8": 1}
 
 # What a family calls (attention, state, MLP) where it is not (self_attn, mamba, mlp).
 _MODULES: Mapping[str, tuple[str, str, str]] = {
@@ -243,13 +240,6 @@ def tensor_bytes(tensor: Tensor, shape: tuple[int, ...], dtype: str, *, on_disk:
     if tensor.quant is not None:
         return matrix_bytes(shape[0], shape[1], tensor.quant, on_disk=on_disk)
     return prod(shape) * dtype_bytes(tensor.dtype or dtype)
-
-
-def dtype_bytes(dtype: str) -> int:
-    """2 for "bfloat16". NotModelled for a dtype without a row."""
-    if dtype not in DTYPE_BYTES:
-        raise not_modelled("dtype", dtype, "its size is not known")
-    return DTYPE_BYTES[dtype]
 
 
 @cache

@@ -21,8 +21,8 @@ from collections.abc import Iterable
 
 import msgspec
 
-from penstock.planner.architecture import Architecture, Tensor
-from penstock.planner.memory.tensors import dtype_bytes, inventory, stage_layers, tensor_bytes
+from penstock.planner.architecture import Architecture, Tensor, dtype_bytes
+from penstock.planner.memory.tensors import inventory, stage_layers, tensor_bytes
 from penstock.spec.deployment import Parallel
 
 VOCAB_PADDING = 64

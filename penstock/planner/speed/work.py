@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from penstock.planner.architecture import Architecture, Attention, Layer, Quantization, QuantKind, State
+from penstock.planner.architecture import Architecture, Attention, Layer, Quantization, QuantKind, State, dtype_bytes
 from penstock.planner.architecture.quantization import format_of
 from penstock.spec.deployment import Parallel
 
@@ -30,7 +30,6 @@ _BYTES: Mapping[QuantKind, float] = {
     "bnb-nf4": 0.5625,
     "bnb-int8": 1.0,
 }
-_DTYPE_BYTES = {"bfloat16": 2.0, "float16": 2.0, "float32": 4.0}
 
 # Names that checkpoints give to each part of a layer, to ask whether a format leaves it in the model's dtype.
 _PART_NAMES = {
@@ -131,13 +130,16 @@ def step_costs(arch: Architecture) -> StepCosts:
 
     Llama-3.1-70B: 80 equal layers of 855_638_016 parameters (151.0 M attention, 704.6 M MLP), a head of 8192 x 128256.
     """
-    dtype_bytes = _DTYPE_BYTES.get(arch.dtype, 2.0)
-    counted: Counter[LayerCosts] = Counter(
-        _layer_work(arch, layer, index, dtype_bytes) for index, layer in enumerate(arch.layers)
-    )
+    number = float(dtype_bytes(arch.dtype))
+    counted: Counter[LayerCosts] = Counter()
+    if arch.quantization is None:  # layers of one kind have the same bytes wherever they stand
+        for layer, count in Counter(arch.layers).items():
+            counted[_layer_costs(arch, layer, 0, number)] += count
+    else:
+        counted.update(_layer_costs(arch, layer, index, number) for index, layer in enumerate(arch.layers))
     head = arch.hidden * arch.vocab
     kind = arch.quantization.kind if arch.quantization else None
-    return StepCosts(tuple(counted.items()), arch.hidden, arch.vocab, head, head * dtype_bytes, dtype_bytes, kind)
+    return StepCosts(tuple(counted.items()), arch.hidden, arch.vocab, head, head * number, number, kind)
 
 
 def with_weight_bytes(work: StepCosts, read_bytes: float) -> StepCosts:
@@ -277,13 +279,13 @@ def attention_flops(work: StepCosts, layout: Parallel, step: Step) -> float:
     return total / layout.tensor
 
 
-def _layer_work(arch: Architecture, layer: Layer, index: int, dtype_bytes: float) -> LayerCosts:
+def _layer_costs(arch: Architecture, layer: Layer, index: int, number_bytes: float) -> LayerCosts:
     cut = kv = copied = expert = 0
     cut_bytes = 0.0
     quant = arch.quantization
 
     def each(part: str) -> float:
-        return _part_bytes(quant, part, index, dtype_bytes)
+        return _part_bytes(quant, part, index, number_bytes)
 
     attention, state, mlp = layer.attention, layer.state, layer.mlp
     if attention:
@@ -301,7 +303,7 @@ def _layer_work(arch: Architecture, layer: Layer, index: int, dtype_bytes: float
         cut += dense + shared
         cut_bytes += dense * each("dense") + shared * each("shared")
         copied += arch.hidden * mlp.n_experts
-        copied_bytes += arch.hidden * mlp.n_experts * dtype_bytes
+        copied_bytes += arch.hidden * mlp.n_experts * number_bytes
     return LayerCosts(
         cut_params=cut,
         cut_bytes=cut_bytes,
@@ -319,7 +321,7 @@ def _layer_work(arch: Architecture, layer: Layer, index: int, dtype_bytes: float
         is_mla=attention is not None and attention.kind == "mla",
         attention_numbers=attention.n_heads * (attention.head_dim_k + attention.head_dim_v) if attention else 0,
         decode_numbers=_decode_numbers(attention),
-        state_bytes=_state_bytes(state, dtype_bytes),
+        state_bytes=_state_bytes(state, number_bytes),
         n_allreduces=bool(attention or state) + bool(mlp),
     )
 
@@ -357,10 +359,7 @@ def _decode_numbers(attention: Attention | None) -> int:
 
 
 def _state_params(state: State, hidden: int) -> int:
-    """In- and output projections: everything that enters the convolution, a gate of the inner width, a step a head.
-
-    Mamba-1 makes its steps and matrices from the inner width instead: x_proj and dt_proj.
-    """
+    """In- and output projections: everything that enters the convolution, a gate of the inner width, a step a head."""
     inner = state.n_heads * state.head_dim_v
     projections = hidden * (state.conv_channels + inner) + inner * hidden
     if state.kind == "mamba1":
@@ -368,12 +367,12 @@ def _state_params(state: State, hidden: int) -> int:
     return projections + hidden * state.n_heads
 
 
-def _state_bytes(state: State | None, dtype_bytes: float) -> float:
+def _state_bytes(state: State | None, number_bytes: float) -> float:
     """A request's state in one layer: conv window in the model's dtype, matrix in the state's own."""
     if state is None:
         return 0.0
-    matrix = state.n_heads * state.head_dim_v * state.head_dim_k * _DTYPE_BYTES.get(state.state_dtype, 4.0)
-    return state.conv_channels * (state.conv_kernel - 1) * dtype_bytes + matrix
+    matrix = state.n_heads * state.head_dim_v * state.head_dim_k * dtype_bytes(state.state_dtype)
+    return state.conv_channels * (state.conv_kernel - 1) * number_bytes + matrix
 
 
 def part_format(quant: Quantization | None, part: str, index: int) -> Quantization | None:
@@ -386,11 +385,11 @@ def part_format(quant: Quantization | None, part: str, index: int) -> Quantizati
     return named[0] if named and (names_modules or len(named) == len(found)) else None
 
 
-def _part_bytes(quant: Quantization | None, part: str, index: int, dtype_bytes: float) -> float:
+def _part_bytes(quant: Quantization | None, part: str, index: int, number_bytes: float) -> float:
     """Bytes of one weight of a part of layer `index`, scales in."""
     found = part_format(quant, part, index)
     if found is None:
-        return dtype_bytes
+        return number_bytes
     return _BYTES[found.kind] * (found.bits / 4 if found.kind in ("awq", "gptq", "int4") else 1)
 
 

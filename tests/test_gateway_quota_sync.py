@@ -9,16 +9,17 @@ from pathlib import Path
 from typing import cast
 
 import pytest
-from gateway_rig import CHAT, Rig, echo, rig_with, run
-from test_store import postgres
+from gateway_rig import CHAT, echo, rig_with, run
+from store_rig import Store, postgres
 
 from penstock.errors import PenstockError
 from penstock.gateway.accounting import quota_sync
+from penstock.gateway.accounting.key_store import Limits
 from penstock.gateway.accounting.ledger import Ledger
 from penstock.gateway.accounting.quota import Quota
-from penstock.gateway.accounting.quota_sync import Exchange
-from penstock.gateway.accounting.store import Limits, Store
-from penstock.gateway.workers.shared_memory import SharedCounters
+from penstock.gateway.accounting.quota_sync import QuotaSync
+from penstock.gateway.accounting.running_totals import new_totals
+from penstock.gateway.accounting.usage_store import UsageStore
 
 __all__ = ["postgres"]  # the fixture
 
@@ -42,6 +43,9 @@ class Shelf:
         found = [(*key, count, at > self.now - fresh_s) for key, (count, at) in self.rows.items() if key[0] != gateway]
         return [row for row in found if are_all or row[3]]
 
+    def remove_counts(self, gateway: str) -> None:
+        self.rows = {key: row for key, row in self.rows.items() if key[0] != gateway}
+
     def forget_gateways(self, silent_s: float) -> None:
         if self.is_away:
             raise PenstockError("away")
@@ -53,15 +57,22 @@ class Side:
     """A gateway of one process."""
 
     def __init__(self, shelf: Shelf, name: str, limits: Limits) -> None:
-        self._shelf = cast(Store, shelf)
-        self.exchange = Exchange(name, SharedCounters(1, 64, passing=(":at_once",)))
-        self.quota = Quota("k", limits, self.exchange, 0.0)
+        self._shelf = cast(UsageStore, shelf)
+        self.totals = new_totals()
+        self.sync = QuotaSync(name, self.totals)
+        self.quota = Quota("k", limits, self.totals, 0.0)
 
     def turn(self) -> None:
         try:
-            self.exchange.turn(self._shelf)
+            self.sync.turn(self._shelf)
         except PenstockError:
-            self.exchange.miss_turn()
+            self.sync.miss_turn()
+
+    def leave(self) -> None:
+        self.sync.leave(self._shelf)
+
+    def total(self, kind: str) -> int:
+        return self.totals[f"key:k:{kind}"].now()
 
     def let_in(self, now: float, n_requests: int, n_tokens: int = 0) -> int:
         return sum(self.quota.take(now, n_tokens) is None for _ in range(n_requests))
@@ -139,14 +150,14 @@ def test_without_the_store_each_counts_for_itself_and_tells_it_afterwards(monkey
         side.turn()
     monkeypatch.undo()
     # What the others have at once nobody knows; what they took is not forgotten.
-    assert a.exchange.total(a.exchange.column("key:k:at_once") or 0) == 0
-    assert a.exchange.total(a.exchange.column("key:k:requests") or 0) == 20
+    assert a.total("at_once") == 0
+    assert a.total("requests") == 20
     assert a.let_in(0.0, 100) == 40
     shelf.is_away = False
     shelf.now += 60
     for side in (a, b):
         side.turn()
-    assert b.exchange.total(b.exchange.column("key:k:requests") or 0) == 60
+    assert b.total("requests") == 60
 
 
 def test_a_gateway_that_starts_later_or_again_counts_nothing_twice() -> None:
@@ -155,19 +166,29 @@ def test_a_gateway_that_starts_later_or_again_counts_nothing_twice() -> None:
     a.turn()
     late = Side(shelf, "late", Limits(rpm=60))
     late.turn()
-    assert late.exchange.total(late.exchange.column("key:k:requests") or 0) == 0
+    assert late.total("requests") == 0
     assert late.let_in(0.0, 10) == 10
     late.turn()
     a.turn()
-    column = a.exchange.column("key:k:requests") or 0
-    assert a.exchange.total(column) == 40
-    # Worker 0 of it is started again: the counts are in memory that outlives it.
-    again = Exchange("late", late.exchange._counters)
-    again.column("key:k:requests")
-    for _ in range(2):
-        again.turn(cast(Store, shelf))
-        a.turn()
-    assert a.exchange.total(column) == 40
+    assert a.total("requests") == 40
+    # One that ends takes its counts along, and its successor begins anew.
+    late.leave()
+    a.turn()
+    again = Side(shelf, "again", Limits(rpm=60))
+    for side in (again, a, again):
+        side.turn()
+    assert (a.total("requests"), again.total("requests")) == (40, 0)
+
+
+def test_requests_at_once_of_a_gateway_that_ended_hold_back_nobody() -> None:
+    _, (a, b) = sides(Limits(concurrency=2))
+    assert a.let_in(0.0, 2) == 2
+    a.turn()
+    b.turn()
+    assert b.let_in(0.0, 1) == 0
+    a.leave()
+    b.turn()
+    assert b.let_in(0.0, 3) == 2
 
 
 def test_gateways_that_are_silent_for_a_day_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,53 +206,65 @@ def test_gateways_that_are_silent_for_a_day_are_forgotten(monkeypatch: pytest.Mo
     assert a.let_in(0.0, 100) >= 50
 
 
-def test_a_table_without_room_is_one_gateways() -> None:
-    exchange_ = Exchange("a", SharedCounters(1, 1))
-    column = exchange_.column("key:k:requests")
-    assert column is not None
-    exchange_.add(column, 2)
-    assert (exchange_.total(column), exchange_.column("key:l:requests")) == (2, None)
+@pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "sqlite":
+        return str(tmp_path / "store.sqlite")
+    return str(request.getfixturevalue("postgres"))
 
 
-@pytest.mark.postgres
-def test_two_ledgers_exchange_counts_by_postgres(postgres: str) -> None:
-    ledgers = [Ledger(postgres) for _ in range(2)]
-    quotas = []
-    for number, ledger in enumerate(ledgers):
-        ledger.exchange = Exchange(f"g{number}", SharedCounters(1, 64, passing=(":at_once",)))
-        quotas.append(Quota("k", Limits(rpm=60, concurrency=1000), ledger.exchange, time.monotonic()))
+def test_two_ledgers_sync_totals_by_their_store(place: str) -> None:
+    everybodys = [new_totals() for _ in range(2)]
+    ledgers = [Ledger(place, totals) for totals in everybodys]
+    first, second = (Quota("k", Limits(rpm=60, concurrency=1000), totals, time.monotonic()) for totals in everybodys)
     for ledger in (*ledgers, *ledgers):
         ledger._turn()
         assert not ledger.is_failing
     now = time.monotonic()
-    assert sum(quotas[0].take(now, 0) is None for _ in range(70)) in (60, 61)
+    assert sum(first.take(now, 0) is None for _ in range(70)) in (60, 61)
     for ledger in ledgers:
         ledger._turn()
-    assert sum(quotas[1].take(now, 0) is None for _ in range(70)) <= 1
-    # It goes away and comes back.
-    store = ledgers[1]._store
-    pid = store._all("SELECT pg_backend_pid()", ())[0][0]
-    ledgers[0]._store._all("SELECT pg_terminate_backend(%s)", (pid,))
-    found = []
-    for _ in range(2):
-        ledgers[1]._turn()
-        found.append(ledgers[1].is_failing)
-    assert found == [True, False]
-    store.forget_gateways(86400.0)
-    assert {row[0] for row in store.others_counts("", 60.0, are_all=False)} == {"g0", "g1"}
-    store.forget_gateways(-1.0)
-    assert store.others_counts("", 60.0, are_all=True) == []
+    assert sum(second.take(now, 0) is None for _ in range(70)) <= 1
+    store = Store(place)
+    assert {row[1] for row in store.usage.others_counts("", 60.0, are_all=False)} == {
+        "",
+        "key:k:requests",
+        "key:k:at_once",
+    }
+    store.usage.forget_gateways(86400.0)
+    assert len({row[0] for row in store.usage.others_counts("", 60.0, are_all=True)}) == 2
+    store.usage.forget_gateways(-1.0)
+    assert store.usage.others_counts("", 60.0, are_all=True) == []
+    store.close()
     for ledger in ledgers:
         ledger.close()
 
 
 @pytest.mark.postgres
-def test_two_gateways_on_one_postgres_keep_a_limit_together(postgres: str) -> None:
-    store = Store(postgres)
-    _, secret = store.create_key("both", Limits(rpm=6), time.time())
+def test_ledger_finds_a_postgres_that_went_away_again(postgres: str) -> None:
+    totals, store = new_totals(), Store(postgres)
+    ledger = Ledger(postgres, totals)
+    totals["key:k:requests"].own = 1
+    ledger._turn()
+    pids = (
+        "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid() AND datname IS NOT NULL"
+    )
+    store.database.all(pids)
+    failures = []
+    for _ in range(2):
+        ledger._turn()
+        failures.append(ledger.is_failing)
+    assert failures == [True, False]
+    ledger.close()
+    store.close()
+
+
+def test_two_gateways_on_one_store_keep_a_limit_together(place: str) -> None:
+    store = Store(place)
+    _, secret = store.keys.create("both", Limits(rpm=6), time.time())
 
     async def test() -> None:
-        changes = {"store": postgres, "auth": "keys"}
+        changes = {"store": place, "auth": "keys"}
         async with rig_with(echo, **changes) as (_, _, first), rig_with(echo, **changes) as (_, _, second):
             await asyncio.sleep(1.2)  # two turns of both
             for _ in range(6):
@@ -243,12 +276,3 @@ def test_two_gateways_on_one_postgres_keep_a_limit_together(postgres: str) -> No
 
     run(asyncio.new_event_loop, test())
     store.close()
-
-
-def test_a_file_is_one_gateways_store(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with Rig(store=str(tmp_path / "store.sqlite")) as rig:
-            assert rig.gateway.books.ledger is not None
-            assert rig.gateway.books.ledger.exchange is None
-
-    run(asyncio.new_event_loop, test())

@@ -1,0 +1,174 @@
+"""API keys in the store. Every call blocks.
+
+Secrets are 256 random bits, so one SHA-256 is the right hash: nobody can try them all, and a slow hash (made for words
+that people choose) would cost every request its milliseconds. What is kept besides the hash is the last four letters.
+
+The revision in the table meta grows with every change of a key: a gateway that keeps the keys in memory reads one row
+to know whether they are still the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+import re
+import secrets
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from penstock.errors import UserError, nearest
+from penstock.gateway.accounting.store import Database
+
+_KEY_BYTES = 32
+_KEY_NAME = re.compile(r"(?!key_)[A-Za-z0-9._@:][A-Za-z0-9._@:\-]{0,63}")
+_FAR_FUTURE = 2.0**40  # seconds; years that calendars of programs still write
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """What a key may do; None is no limit. `models` empty: every model. `budget_usd` is for a calendar month (UTC)."""
+
+    models: tuple[str, ...] = ()
+    rpm: int | None = None
+    tpm: int | None = None
+    concurrency: int | None = None
+    budget_usd: float | None = None
+    expires_at: float | None = None
+
+
+class Secret(msgspec.Struct, frozen=True):
+    """One secret of a key: its SHA-256 (lower-case hex), how it ends, and until when it is good."""
+
+    hash: str
+    ending: str
+    expires_at: float | None = None
+
+
+class ApiKey(msgspec.Struct, frozen=True):
+    """A key as kept; times are Unix seconds."""
+
+    id: str
+    name: str
+    limits: Limits
+    created_at: float
+    revoked_at: float | None = None
+    secrets: tuple[Secret, ...] = ()
+
+
+def new_secret() -> str:
+    """A new API key."""
+    return f"sk-{secrets.token_urlsafe(_KEY_BYTES)}"
+
+
+def hash_of(secret: str) -> str:
+    return hashlib.sha256(secret.encode()).hexdigest()
+
+
+def check_new_key(name: str, limits: Limits, now: float) -> None:
+    """Raises UserError with all that is wrong with a key to be made."""
+    problems = []
+    if not _KEY_NAME.fullmatch(name):
+        problems.append("name: 1 to 64 of letters, digits and . _ @ : -, not beginning with - or key_")
+    for field in ("rpm", "tpm", "concurrency"):
+        value = getattr(limits, field)
+        if value is not None and not 0 < value < 2**53:
+            problems.append(f"{field}: {value} is not a count above 0")
+    if limits.budget_usd is not None and not 0 <= limits.budget_usd < math.inf:
+        problems.append(f"budget: {limits.budget_usd} is not an amount of dollars")
+    if limits.expires_at is not None and not now < limits.expires_at < _FAR_FUTURE:
+        problems.append("expires: it is not in the future, or too far in it")
+    if any(not model for model in limits.models):
+        problems.append("models: one is empty")
+    if problems:
+        raise UserError(f'cannot create key "{name[:80]}"', detail="\n".join(problems))
+
+
+class KeyStore:
+    """The keys of an open database; errors are those of `Database`."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def create(self, name: str, limits: Limits, now: float) -> tuple[ApiKey, str]:
+        """A new key and its secret, which is nowhere else.  Raises UserError for a name that is taken."""
+        secret = new_secret()
+        with self._writing_keys():
+            if any(key.name == name and key.revoked_at is None for key in self.all()):
+                raise UserError(f'cannot create key "{name}": there is one of that name', hint="Revoke or rotate it.")
+            key = ApiKey(f"key_{secrets.token_hex(6)}", name, limits, now)
+            self._database.execute(
+                f"INSERT INTO api_keys VALUES ({', '.join('?' * 10)})",
+                (key.id, name, msgspec.json.encode(limits.models).decode(), limits.rpm, limits.tpm)
+                + (limits.concurrency, limits.budget_usd, now, limits.expires_at, None),
+            )
+            self._add_secret(key.id, secret, now)
+            return self.find(key.id), secret
+
+    def rotate(self, name_or_id: str, grace_s: float, now: float) -> tuple[ApiKey, str]:
+        """A new secret for a key; the old ones are good for `grace_s` more."""
+        secret = new_secret()
+        with self._writing_keys():
+            key = self.find(name_or_id)
+            self._database.execute("DELETE FROM api_secrets WHERE key_id = ? AND expires_at <= ?", (key.id, now))
+            self._database.execute(
+                "UPDATE api_secrets SET expires_at = ? WHERE key_id = ? AND (expires_at IS NULL OR expires_at > ?)",
+                (now + grace_s, key.id, now + grace_s),
+            )
+            self._add_secret(key.id, secret, now)
+            return self.find(key.id), secret
+
+    def revoke(self, name_or_id: str, now: float) -> ApiKey:
+        """Ends a key at once; its usage stays."""
+        with self._writing_keys():
+            key = self.find(name_or_id)
+            self._database.execute("UPDATE api_keys SET revoked_at = ? WHERE id = ?", (now, key.id))
+        return msgspec.structs.replace(key, revoked_at=now)
+
+    def find(self, name_or_id: str) -> ApiKey:
+        """The living key of that name or id.  Raises UserError with the nearest name."""
+        living = [key for key in self.all() if key.revoked_at is None]
+        for key in living:
+            if name_or_id in (key.name, key.id):
+                return key
+        close = nearest(name_or_id, [key.name for key in living])
+        raise UserError(
+            f'cannot find key "{name_or_id[:80]}"',
+            hint=f'Did you mean "{close}"?' if close else "penstock keys list shows them.",
+        )
+
+    def all(self) -> list[ApiKey]:
+        """All keys, revoked ones too, oldest first."""
+        secrets_of: dict[str, list[Secret]] = {}
+        for key_id, digest, ending, until in self._database.all(
+            "SELECT key_id, hash, ending, expires_at FROM api_secrets ORDER BY created_at", ()
+        ):
+            secrets_of.setdefault(key_id, []).append(Secret(digest, ending, until))
+        rows = self._database.all(
+            "SELECT id, name, models, rpm, tpm, concurrency, budget_usd, expires_at, created_at, revoked_at"
+            " FROM api_keys ORDER BY created_at, id",
+            (),
+        )
+        return [
+            ApiKey(row[0], row[1], _limits(row[2:8]), row[8], row[9], tuple(secrets_of.get(row[0], ()))) for row in rows
+        ]
+
+    def revision(self) -> int:
+        """Another number than before when a key was changed, by whomever."""
+        return int(self._database.all("SELECT value FROM meta WHERE name = 'keys_revision'")[0][0])
+
+    def _add_secret(self, key_id: str, secret: str, now: float) -> None:
+        values = (hash_of(secret), key_id, secret[-4:], now, None)
+        self._database.execute("INSERT INTO api_secrets VALUES (?, ?, ?, ?, ?)", values)
+
+    @contextlib.contextmanager
+    def _writing_keys(self) -> Iterator[None]:
+        with self._database.writing(locks=True):
+            yield
+            self._database.execute("UPDATE meta SET value = value + 1 WHERE name = 'keys_revision'")
+
+
+def _limits(row: Sequence[Any]) -> Limits:
+    models = msgspec.json.decode(row[0], type=tuple[str, ...])
+    return Limits(models, *row[1:])

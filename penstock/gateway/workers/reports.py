@@ -1,0 +1,133 @@
+"""What the gateway reports of itself, all workers together: `/metrics` and the view of the admin address.
+
+Reported totals never decrease: a worker publishes its own numbers before it reports, and a worker that takes the place
+of one that ended counts on from what that one published last. What a killed worker counted after that, in a second at
+most, was in no report, and is lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from penstock.gateway import metrics
+from penstock.gateway.accounting.entry import Accounting
+from penstock.gateway.connections.client import ClientConnection
+from penstock.gateway.context import GatewayContext
+from penstock.gateway.metrics import Distribution, Family, Gauges
+from penstock.gateway.responses import Answer
+from penstock.gateway.workers.link import ParentLink
+from penstock.wire.announcement import GatewayView
+
+
+class WorkerReport(msgspec.Struct, frozen=True, array_like=True):
+    """Of one worker, or of several. `n_requests` is since the start; `in_flight` (by replica) and the rest are now."""
+
+    families: list[Family]
+    distributions: list[Distribution]
+    n_requests: int = 0
+    in_flight_total: int = 0
+    n_waiting: int = 0
+    in_flight: dict[str, int] = {}
+
+
+_decode = msgspec.msgpack.Decoder(WorkerReport).decode
+
+
+class Reporter:
+    """This worker's report, and with a `link` that of all workers."""
+
+    link: ParentLink | None = None
+
+    def __init__(self, context: GatewayContext, accounting: Accounting, before: bytes | None = None) -> None:
+        self._context = context
+        self._accounting = accounting
+        self._before = [ended(before)] if before is not None else []
+
+    def encode(self) -> bytes:
+        return msgspec.msgpack.encode(self._own())
+
+    def relay(self, path: bytes, body: bytes) -> None:
+        """The other workers do this admin call too, soon."""
+        if self.link is not None:
+            self.link.relay(path, body)
+
+    def respond(
+        self,
+        client: ClientConnection,
+        write: Callable[[WorkerReport], Answer],
+        path: bytes = b"",
+        body: bytes = b"",
+    ) -> Answer | None:
+        """What `write` makes of everyone's report, at once or later; the other workers do the call `path` first."""
+        if self.link is None:
+            return write(self._own())
+        client.work = asyncio.get_running_loop().create_task(self._respond(self.link, client, write, path, body))
+        return None
+
+    async def _respond(
+        self,
+        link: ParentLink,
+        client: ClientConnection,
+        write: Callable[[WorkerReport], Answer],
+        path: bytes,
+        body: bytes,
+    ) -> None:
+        reports = await link.gather(path, body)
+        others = [*map(_decode, reports.running), *map(ended, reports.ended)]
+        client.respond(write(add([self._own(), *others])))
+
+    def view(self, report: WorkerReport) -> GatewayView:
+        """The answer of GET /admin/replicas."""
+        view = self._context.replicas.view(time.monotonic(), report.n_waiting, report.n_requests)
+        rows = tuple(
+            msgspec.structs.replace(row, in_flight=report.in_flight.get(row.announcement.replica, 0))
+            for row in view.replicas
+        )
+        return msgspec.structs.replace(view, replicas=rows, in_flight_total=report.in_flight_total)
+
+    def _own(self) -> WorkerReport:
+        context = self._context
+        replicas, counters, now = context.replicas, context.counters, time.monotonic()
+        view = replicas.view(now, context.queue.waiting, counters.n_requests)
+        waiting = {model.name: context.queue.waiting_for(model.name) for model in replicas.models}
+        ready = {model.name: len(replicas.ready(model.name, now)) for model in replicas.models}
+        families = metrics.families(counters, Gauges(view, waiting, ready, replicas.n_ejections))
+        report = WorkerReport(
+            families + self._accounting.families(),
+            metrics.distributions(counters),
+            view.requests_total,
+            view.in_flight_total,
+            view.waiting,
+            {row.announcement.replica: row.in_flight for row in view.replicas},
+        )
+        return add([report, *self._before]) if self._before else report
+
+
+def metrics_answer(report: WorkerReport) -> Answer:
+    """The answer of GET /metrics."""
+    return Answer(200, metrics.write_metrics(report.families, report.distributions), metrics.CONTENT_TYPE)
+
+
+def ended(content: bytes) -> WorkerReport:
+    """What stays true of a worker that ended: its counts, without what it had under way."""
+    report = _decode(content)
+    return WorkerReport(metrics.only_counters(report.families), report.distributions, report.n_requests)
+
+
+def add(parts: Sequence[WorkerReport]) -> WorkerReport:
+    in_flight: Counter[str] = Counter()
+    for part in parts:
+        in_flight.update(part.in_flight)
+    return WorkerReport(
+        metrics.add_families(part.families for part in parts),
+        metrics.add_distributions(part.distributions for part in parts),
+        sum(part.n_requests for part in parts),
+        sum(part.in_flight_total for part in parts),
+        sum(part.n_waiting for part in parts),
+        dict(in_flight),
+    )

@@ -1,0 +1,124 @@
+"""What tests of a real `penstock gateway` share: an engine, a gateway, and questions to them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+FAKE = """
+import http.server, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    def do_GET(self): self.say(b"ok")
+    def do_POST(self): self.rfile.read(int(self.headers["content-length"])); self.say(b'{"by": "fake"}')
+    def say(self, body):
+        self.send_response(200); self.send_header("content-length", str(len(body)))
+        self.end_headers(); self.wfile.write(body)
+    def log_message(self, *_): pass
+http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+@contextlib.contextmanager
+def running(argv: list[str]) -> Iterator[subprocess.Popen[str]]:
+    # Killed, it leaves the folder of its admin socket: that goes with ours.
+    with tempfile.TemporaryDirectory(prefix="penstock-test-") as folder:
+        env = {**os.environ, "TMPDIR": folder}
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(argv, stdout=pipe, stderr=pipe, text=True, process_group=0, env=env)
+        try:
+            yield process
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # a worker that outlived it would hold its pipes
+            process.communicate()
+
+
+def ask(url: str, body: object = None, token: str | None = None) -> Any:
+    data = None if body is None else json.dumps(body).encode()
+    headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {token}"} if token else {})
+    with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=5) as answer:
+        return json.loads(answer.read())
+
+
+def until(condition: Callable[[], bool]) -> None:
+    for _ in range(1000):
+        if condition():
+            return
+        time.sleep(0.01)
+    raise AssertionError("not within 10 s")
+
+
+def children(pid: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def read_until(gateway: subprocess.Popen[str], words: str, n_lines: int) -> None:
+    """Reads standard error until so many lines hold the words."""
+    assert gateway.stderr is not None
+    for line in gateway.stderr:
+        n_lines -= words in line
+        if n_lines == 0:
+            return
+    raise AssertionError(f"it ended before it said {words!r}")
+
+
+@dataclass
+class Workers:
+    """A gateway with several workers in front of one engine, with the admin token "secret"."""
+
+    process: subprocess.Popen[str]
+    listen: str
+    admin: str
+    replica: str  # the engine's name
+
+    @property
+    def pids(self) -> list[int]:
+        return children(self.process.pid)
+
+    def chat(self, key: str | None = None) -> Any:
+        """By a connection of its own."""
+        return ask(f"{self.listen}/v1/chat/completions", {"model": "m"}, key)
+
+    def call(self, path: str, body: object = None) -> Any:
+        return ask(f"{self.admin}/admin/{path}", body, "secret")
+
+    def ready(self) -> set[int]:
+        """What the workers say of the replicas that are ready."""
+        return {ask(f"{self.listen}/health")["ready_replicas"] for _ in range(20)}
+
+
+@contextlib.contextmanager
+def workers(folder: Path, n_workers: int, *more: str) -> Iterator[Workers]:
+    """It serves, and all its workers know the engine."""
+    token = folder / "token"
+    token.touch(0o600)
+    token.write_text("secret")
+    upstream = free_port()
+    argv = [sys.executable, "-m", "penstock", "gateway", "--listen", "127.0.0.1:0", "--workers", str(n_workers)]
+    argv += ["--json", "--upstream", f"m=http://127.0.0.1:{upstream}", "--admin", "127.0.0.1:0"]
+    argv += ["--admin-token-file", str(token), *more]
+    with running([sys.executable, "-c", FAKE, str(upstream)]), running(argv) as process:
+        assert process.stdout is not None
+        addresses = json.loads(process.stdout.readline())
+        gateway = Workers(process, addresses["listen"], addresses["admin"], f"127.0.0.1:{upstream}")
+        until(lambda: gateway.ready() == {1})
+        yield gateway

@@ -1,0 +1,99 @@
+"""What tests of the store share: an open one on either database, and rows."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.gateway.accounting.key_store import KeyStore
+from penstock.gateway.accounting.store import connect
+from penstock.gateway.accounting.usage_store import Row, UsageStore
+
+NOW = 1_790_000_000.0  # 2026-09-21 in UTC
+
+
+class Store:
+    """An open database with both of its stores."""
+
+    def __init__(self, place: str) -> None:
+        self.place = place
+        self.database = connect(place)
+        self.keys, self.usage = KeyStore(self.database), UsageStore(self.database)
+
+    def close(self) -> None:
+        self.database.close()
+
+
+def row(number: int, **changes: Any) -> Row:
+    facts: dict[str, Any] = {
+        "number": number,
+        "at": NOW,
+        "key_id": "k",
+        "model": "m",
+        "replica": "0",
+        "prompt_tokens": 10,
+        "cached_tokens": 4,
+        "output_tokens": 5,
+        "is_estimate": 0,
+        "ttft_ms": None,
+        "duration_ms": 1.5,
+        "state": "complete",
+        "status": 200,
+        "cost_usd": None,
+        "request_id": "r'\"\\",
+    }
+    return Row(**(facts | changes))
+
+
+def postgres_programs() -> Path | None:
+    found = shutil.which("pg_ctl")
+    places = [Path(found).resolve().parent] if found else sorted(Path("/usr/lib/postgresql").glob("*/bin"))
+    return places[-1] if places else None
+
+
+@pytest.fixture(scope="module")
+def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A PostgreSQL server of this test's own, on a Unix socket."""
+    pytest.importorskip("psycopg", reason="pip install 'penstock[postgres]'")
+    programs = postgres_programs()
+    if programs is None:
+        pytest.skip("PostgreSQL is not installed: make postgres")
+    folder = Path(f"/tmp/penstock-test-postgres-{os.getpid()}")  # short, for the socket's path
+    folder.mkdir()
+    as_user: list[str] = []
+    if os.geteuid() == 0:  # the server refuses to run as root
+        shutil.chown(folder, "postgres", "postgres")
+        as_user = ["setpriv", "--reuid", "postgres", "--regid", "postgres", "--clear-groups"]
+
+    def run(program: str, *arguments: str) -> None:
+        line = [*as_user, str(programs / program), *arguments]
+        subprocess.run(line, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd="/", timeout=60)
+
+    data = str(folder / "data")
+    try:
+        run("initdb", "-D", data, "-A", "trust", "-U", "penstock", "--no-sync")
+        run("pg_ctl", "-D", data, "-w", "-l", str(folder / "log"), "-o", f"-k {folder} -c listen_addresses=''", "start")
+        yield f"postgresql://penstock@/postgres?host={folder}"
+    finally:
+        subprocess.run(
+            [*as_user, str(programs / "pg_ctl"), "-D", data, "-m", "immediate", "stop"], check=False, cwd="/"
+        )
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+    if request.param == "sqlite":
+        opened = Store(str(tmp_path / "store.sqlite"))
+    else:
+        opened = Store(request.getfixturevalue("postgres"))
+        for table in ("api_keys", "api_secrets", "requests", "daily_usage", "spend", "gateway_counts"):
+            opened.database.execute(f"DELETE FROM {table}")
+    yield opened
+    opened.close()

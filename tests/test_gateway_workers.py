@@ -1,0 +1,271 @@
+"""Several workers of one gateway: what they report and obey together, and what is lost with one of them: nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import msgspec
+import pytest
+from gateway_processes import Workers, ask, children, running, until, workers
+from store_rig import Store
+
+from penstock.gateway.accounting.entry import Accounting
+from penstock.gateway.accounting.key_store import Limits
+from penstock.gateway.config import GatewayConfig, ServedModel
+from penstock.gateway.connections.engine import Pool
+from penstock.gateway.context import GatewayContext
+from penstock.gateway.metrics import Counters
+from penstock.gateway.routing.queue import WaitingQueue
+from penstock.gateway.routing.replicas import ReplicaTable
+from penstock.gateway.workers.messages import AdminCall, Frames, Message, Report, Reports, frame
+from penstock.gateway.workers.reports import Reporter, WorkerReport, add, ended, metrics_answer
+from penstock.wire import prometheus
+
+COMPLETE = 'penstock_requests_total{model="m",outcome="complete"}'
+BELOW_1_S = 'penstock_request_seconds_bucket{model="m",replica="0",le="1.0"}'
+SECONDS = 'penstock_request_seconds_sum{model="m",replica="0"}'
+WAITING = 'penstock_requests_waiting{model="m"}'
+
+
+class Worker:
+    """One that counts, without its sockets."""
+
+    def __init__(self, store: Path | None = None, before: bytes | None = None) -> None:
+        config = GatewayConfig(
+            listen="127.0.0.1:0",
+            admin="127.0.0.1:0",
+            admin_token_file="",
+            models=(ServedModel("m"),),
+            auth="none",
+            store=str(store) if store else None,
+        )
+        self.counters, self.queue = Counters(["m"]), WaitingQueue()
+        context = GatewayContext(
+            ReplicaTable(config.models), self.queue, Pool(), self.counters, 1.0, needs_key=False, hides_key=False
+        )
+        self.accounting = Accounting(config)
+        self._reporter = Reporter(context, self.accounting, before)
+
+    def count(self, n_requests: int, seconds: float = 0.25) -> None:
+        for _ in range(n_requests):
+            self.counters.n_requests += 1
+            self.counters.outcomes["m", "complete"] += 1
+            self.counters.series("m", "0").duration_s.observe(seconds)
+
+    def encode(self) -> bytes:
+        return self._reporter.encode()
+
+    def report(self) -> WorkerReport:
+        return msgspec.msgpack.decode(self.encode(), type=WorkerReport)
+
+
+def samples(report: WorkerReport) -> dict[str, float]:
+    """By line, each of which is there once."""
+    lines = [line.rpartition(" ") for line in metrics_answer(report).body.decode().splitlines() if line[0] != "#"]
+    assert len({name for name, _, _ in lines}) == len(lines)
+    return {name: float(value) for name, _, value in lines}
+
+
+def test_reports_of_workers_are_added() -> None:
+    first, second = Worker(), Worker()
+    first.count(2)
+    second.count(3, seconds=2.0)
+    report = add([first.report(), second.report(), Worker().report()])
+    assert [samples(report)[name] for name in (COMPLETE, BELOW_1_S, SECONDS)] == [5, 2, 6.5]
+    assert samples(report)['penstock_replicas_ready{model="m"}'] == 0
+    assert report.n_requests == 5
+    assert prometheus.parse(metrics_answer(report).body.decode())
+
+
+def test_counts_of_a_worker_that_ended_stay_and_its_waiting_requests_do_not() -> None:
+    worker = Worker()
+    worker.count(4)
+    assert worker.queue.enter("m", b"", 0, 10) is not None
+    assert (samples(worker.report())[WAITING], worker.report().n_waiting) == (1, 1)
+    content = worker.encode()
+    assert (samples(ended(content)).get(WAITING), ended(content).n_waiting, ended(content).n_requests) == (None, 0, 4)
+    for n_generations in (1, 2, 3):
+        worker = Worker(before=content)
+        worker.count(1)
+        content = worker.encode()
+        assert (samples(worker.report())[COMPLETE], worker.report().n_requests) == (4 + n_generations,) * 2
+
+
+def test_a_store_that_fails_for_one_worker_is_not_up(tmp_path: Path) -> None:
+    first, second = (Worker(tmp_path / "store.sqlite") for _ in range(2))
+    assert second.accounting.ledger is not None
+    second.accounting.ledger.is_failing, second.accounting.ledger.n_failures = True, 3
+    report = samples(add([first.report(), second.report()]))
+    assert (report["penstock_store_up"], report["penstock_store_failures_total"]) == (0, 3)
+    for worker in (first, second):
+        worker.accounting.close()
+
+
+def test_messages_are_cut_from_a_stream_wherever_it_is_torn() -> None:
+    messages: list[Message] = [Report(b"x" * 300, 7), AdminCall(b"/admin/drain", b"{}"), Reports(1, [b"a", b""], [])]
+    data = b"".join([frame(message) for message in messages])
+    for size in (1, 3, 100, len(data)):
+        frames = Frames()
+        pieces = [data[at : at + size] for at in range(0, len(data), size)]
+        assert [message for piece in pieces for message in frames.feed(piece)] == messages
+
+
+# Real ones.
+
+
+def count(gateway: Workers) -> float:
+    with urllib.request.urlopen(f"{gateway.listen}/metrics", timeout=5) as answer:
+        return prometheus.parse(answer.read().decode()).get("penstock_requests_total", 0.0)
+
+
+@pytest.mark.processes
+def test_all_workers_obey_and_report_whoever_is_asked(tmp_path: Path) -> None:
+    with workers(tmp_path, 3) as gateway:
+        replica = {"replica": gateway.replica}
+        for number in range(1, 6):
+            gateway.chat()
+            assert [count(gateway) for _ in range(3)] == [number] * 3
+        for path, n_ready in (("drain", 0), ("undrain", 1), ("drain", 0)):
+            gateway.call(path, replica)
+            assert gateway.ready() == {n_ready}
+        # Each in turn is killed. The next one knows the drain before its first request, and counts on.
+        before = set(gateway.pids)
+        for pid in sorted(before):
+            pids = set(gateway.pids)
+            os.kill(pid, signal.SIGKILL)
+            until(lambda pids=pids: len(set(gateway.pids) - pids) == 1)  # type: ignore[misc]
+            for _ in range(10):
+                assert (gateway.ready(), count(gateway)) == ({0}, 5)
+        assert not before & set(gateway.pids)
+        view = gateway.call("replicas")
+        assert (view["requests_total"], view["replicas"][0]["is_draining"]) == (5, True)
+        # An announcement and a node's post reach all of them.
+        announcement = {"replica": "b", "model": "m", "state": "ready", "lease_s": 60, "url": "http://127.0.0.1:9"}
+        gateway.call("announce", announcement)
+        post = {"replica": "b", "instance": "i", "epoch": "e"}
+        for rank in range(4):
+            gateway.call("board", post | {"rank": rank})
+        until(lambda: gateway.ready() == {1})
+        until(lambda: all(len(gateway.call("board", post | {"rank": 0})["posts"]) == 4 for _ in range(6)))
+        pids_left = gateway.pids
+        gateway.process.send_signal(signal.SIGTERM)
+        assert gateway.process.wait(10) == 0
+        assert not any(Path(f"/proc/{pid}").exists() for pid in pids_left)
+
+
+def begin_requests(gateway: Workers, n_requests: int) -> list[socket.socket]:
+    """Requests on connections that wait to be accepted."""
+    host, port = gateway.listen.removeprefix("http://").split(":")
+    body = json.dumps({"model": "m"}).encode()
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
+    clients = [socket.create_connection((host, int(port)), timeout=15) for _ in range(n_requests)]
+    for client in clients:
+        client.sendall(head % len(body) + body)
+    return clients
+
+
+def statuses(clients: list[socket.socket]) -> set[bytes]:
+    answers = set()
+    for client in clients:
+        with client, client.makefile("rb") as file:
+            answers.add(file.read()[9:12])
+    return answers
+
+
+@pytest.mark.processes
+def test_worker_that_stops_or_dies_takes_no_connection_that_it_had_not_accepted(tmp_path: Path) -> None:
+    with workers(tmp_path, 2) as gateway:
+        until(lambda: len(gateway.pids) == 2)
+        hung = gateway.pids[0]
+        os.kill(hung, signal.SIGSTOP)
+        began_at = time.monotonic()
+        assert {gateway.chat()["by"] for _ in range(100)} == {"fake"}
+        assert count(gateway) == 100  # what the stopped one reported last stands for it
+        # It does not report: another takes its place, long before anybody starts it again.
+        until(lambda: hung not in gateway.pids and len(gateway.pids) == 2)
+        assert 3 < time.monotonic() - began_at < 12
+        until(lambda: gateway.ready() == {1})
+        # Nobody accepts, and then one that stands still is killed, or both.
+        for n_killed in (1, 2):
+            pids = gateway.pids
+            for pid in pids:
+                os.kill(pid, signal.SIGSTOP)
+            clients = begin_requests(gateway, 20)
+            for pid in pids[:n_killed]:
+                os.kill(pid, signal.SIGKILL)
+            for pid in pids[n_killed:]:
+                os.kill(pid, signal.SIGCONT)
+            assert statuses(clients) == {b"200"}
+            until(lambda: len(gateway.pids) == 2)
+            assert count(gateway) == 100 + 20 * n_killed
+
+
+@pytest.mark.processes
+def test_gateway_that_was_stopped_whole_goes_on_with_its_workers(tmp_path: Path) -> None:
+    with workers(tmp_path, 2) as gateway:
+        until(lambda: len(gateway.pids) == 2)
+        pids = gateway.pids
+        for pid in (gateway.process.pid, *pids):
+            os.kill(pid, signal.SIGSTOP)
+        time.sleep(6.0)
+        for pid in (gateway.process.pid, *pids):
+            os.kill(pid, signal.SIGCONT)
+        assert gateway.chat() == {"by": "fake"}
+        assert gateway.pids == pids
+
+
+@pytest.mark.processes
+def test_workers_on_one_file_keep_a_limit_together(tmp_path: Path) -> None:
+    store = Store(str(tmp_path / "store.sqlite"))
+    _, key = store.keys.create("alice", Limits(rpm=6), time.time())
+    with workers(tmp_path, 2, "--auth", "keys", "--store", store.place) as gateway:
+        time.sleep(1.2)  # two turns of each
+        passed = 0
+        for _ in range(20):
+            with contextlib.suppress(urllib.error.HTTPError):
+                gateway.chat(key)
+                passed += 1
+            time.sleep(0.2)
+        # Six, one for each ten seconds, and for as long as they do not know of each other six at most.
+        assert 6 <= passed <= 12
+        (usage,) = store.usage.usage(("key",))
+        assert usage.group == ("alice",)
+    store.close()
+
+
+@pytest.mark.processes
+def test_workers_end_with_a_parent_that_was_killed_and_leave_its_addresses(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.touch(0o600)
+    token.write_text("secret")
+    argv = [sys.executable, "-m", "penstock", "gateway", "--listen", "127.0.0.1:0", "--workers", "2", "--json"]
+    argv += ["--upstream", "m=http://127.0.0.1:9", "--admin", "127.0.0.1:0", "--admin-token-file", str(token)]
+    with running(argv) as gateway:
+        assert gateway.stdout is not None
+        addresses = json.loads(gateway.stdout.readline())
+        until(lambda: len(children(gateway.pid)) == 2 and ask(f"{addresses['listen']}/health")["status"] == "ok")
+        pids = children(gateway.pid)
+        with socket.create_connection(("127.0.0.1", int(addresses["listen"].rpartition(":")[2]))) as client:
+            # It waits for an engine: one worker drains for as long as it may, 30 s.
+            client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\n{}")
+            time.sleep(0.5)
+            gateway.kill()
+
+            def is_free(address: str) -> bool:
+                with socket.socket() as sock, contextlib.suppress(OSError):
+                    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                    sock.bind(("127.0.0.1", int(address.rpartition(":")[2])))
+                    return True
+                return False
+
+            until(lambda: is_free(addresses["listen"]) and is_free(addresses["admin"]))
+        until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
