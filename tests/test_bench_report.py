@@ -88,7 +88,7 @@ def test_predicted_stands_beside_measured(one: Result) -> None:
 def test_several_runs_stand_beside_each_other(one: Result, tmp_path: Path) -> None:
     two = folder.load(write_run(tmp_path / "two & more", 4))
     words = Page(html.page([one, two])).words
-    assert "two & more" in words and "Beside each other" in words
+    assert "two & more" in words and "Side by side" in words
 
 
 def test_a_run_with_a_summary_alone_has_a_page(tmp_path: Path) -> None:

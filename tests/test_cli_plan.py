@@ -193,7 +193,7 @@ def test_write_makes_a_file_that_up_takes(asked: Asked, tmp_path: Path, capsys: 
 def test_write_replaces_a_file_only_by_force(asked: Asked, tmp_path: Path) -> None:
     path = tmp_path / "penstock.yaml"
     path.write_text("mine", "utf-8")
-    with pytest.raises(UserError, match="it is there already"):
+    with pytest.raises(UserError, match="the file exists"):
         run(*BASE, "--write", str(path))
     assert path.read_text("utf-8") == "mine" and asked == []
     assert run(*BASE, "--write", str(path), "--force") == 0

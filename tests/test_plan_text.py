@@ -93,13 +93,13 @@ def test_every_formula_is_explained_as_in_the_golden_text() -> None:
 def test_every_model_of_the_catalogue_is_answered_and_explained() -> None:
     for model in set(models_catalog.model_names()) - {"deepseek-v4-flash"}:
         config = models_catalog.model_config(model)
-        request = SizingRequest(Facts(model, config, "the catalogue"), "h200", 8, max_model_len=4096)
+        request = SizingRequest(Facts(model, config, "the catalogue"), "h200", 4, max_model_len=4096)
         sizing = sizing_of(request, catalog.gpu("h200"))
         assert sizing.reason, model
         if sizing.fits:
             assert sizing.layout and sizing.kv and sizing.speed, model
             rules = layouts.divisibility_of(dense.read(config), profile())
-            assert layouts.refusal(rules, sizing.layout, 8) is None, model
+            assert layouts.refusal(rules, sizing.layout, 4) is None, model
             assert sizing.kv.tokens > 0 and sizing.speed.tpot_ms.likely > 0, model
             assert {"weights", "one token"} <= {formula.name for formula in explanation(request, sizing)}, model
 

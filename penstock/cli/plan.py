@@ -152,8 +152,8 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         from penstock.planner.request import contract
 
-        told = {formula.name: formula.lines for formula in _explained(request, sizing)} if options.explain else {}
-        print(json.dumps(contract(sizing) | ({"explanation": told} if options.explain else {})))
+        formulas = {formula.name: formula.lines for formula in _explained(request, sizing)} if options.explain else {}
+        print(json.dumps(contract(sizing) | ({"explanation": formulas} if options.explain else {})))
     else:
         from penstock.cli import plan_text
 
@@ -221,7 +221,7 @@ def _check_outputs(options: argparse.Namespace) -> None:
 
         plan_picture.check(options.plot)
     if options.write and not options.force and options.write.exists():
-        raise UserError(f'cannot write "{options.write}": it is there already', hint="Add --force to replace it.")
+        raise UserError(f'cannot write "{options.write}": the file exists', hint="Add --force to replace it.")
 
 
 def _write(path: Path, text: str, force: bool) -> None:
@@ -229,7 +229,7 @@ def _write(path: Path, text: str, force: bool) -> None:
         with path.open("w" if force else "x", encoding="utf-8") as stream:
             stream.write(text)
     except FileExistsError as exc:
-        raise UserError(f'cannot write "{path}": it is there already', hint="Add --force to replace it.") from exc
+        raise UserError(f'cannot write "{path}": the file exists', hint="Add --force to replace it.") from exc
     except OSError as exc:
         raise UserError(f'could not write "{path}": {exc.strerror}') from exc
 

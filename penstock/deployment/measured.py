@@ -21,7 +21,7 @@ from penstock.spec.deployment import Parallel
 
 def read(key: Key) -> tuple[dict[Parallel, MemoryMeasurement], tuple[str, ...]]:
     """The starts that are kept under a key, by layout, and a warning for each file that is damaged."""
-    found, warnings = {}, []
+    starts, warnings = {}, []
     for path in sorted(_folder(key).glob("*.json")):
         try:
             measurement = msgspec.json.decode(path.read_bytes(), type=MemoryMeasurement)
@@ -29,8 +29,8 @@ def read(key: Key) -> tuple[dict[Parallel, MemoryMeasurement], tuple[str, ...]]:
             warnings.append(f"measured values in {path} cannot be read and were left out: {exc}")
             continue
         if measurement.key == key:
-            found[measurement.layout] = measurement
-    return found, tuple(warnings)
+            starts[measurement.layout] = measurement
+    return starts, tuple(warnings)
 
 
 def keep(plan: Plan, reported: Mapping[str, float], now: float) -> Path | None:

@@ -37,7 +37,7 @@ def solve(
     with_measured: bool = True,
     network: LinkFacts | None = None,
 ) -> Sizing:
-    """The planner's answer, with what facts and kept values want said among its warnings.
+    """The planner's answer, with the notes of facts and kept values among its warnings.
 
     `card` is the GPU where the catalogue may not have it, `network` a measured one in place of the named one.
     Raises NotModelled and UserError.
@@ -101,10 +101,15 @@ def notes_of(card: GpuFacts) -> tuple[str, ...]:
     known = card.memory if card.stands_in is not None else catalog.gpu(card.id).memory
     if known == card.memory:
         return ()
+<<<<<<< HEAD
     told = (
         f"the driver reports {card.memory.nvidia_smi_mib or 0:,} MiB a GPU, the catalogue {known.nvidia_smi_mib or 0:,}"
     )
     return (f"{told}: the driver's value is used",)
+=======
+    both = f"the driver says {card.memory.nvidia_smi_mib or 0:,} MiB a GPU, the catalogue {known.nvidia_smi_mib or 0:,}"
+    return (f"{both}: the driver's number is used",)
+>>>>>>> main
 
 
 def request_for(source: str | Deployment, asked: Mapping[str, Any]) -> tuple[SizingRequest, GpuFacts | None]:

@@ -186,7 +186,7 @@ def gpu_of_machine(name: str, memory_bytes: int) -> GpuFacts:
     """The card that a driver calls `name`, with the memory that the driver says.
 
     A card that is not in the catalogue gets the facts of the one nearest in memory, and a note (`stands_in`): what
-    fits is then told by its own memory, speed by the other's.
+    fits then follows from its own memory, speed from the other's.
     """
     total_gib = default_total_gib(memory_bytes // 2**20)
     try:
@@ -262,11 +262,19 @@ def _plain(name: str) -> str:
 
 def _by_beginning(kind: str, name: str, wanted: str, rows: Iterable[str]) -> str:
     ids = list(rows)
+<<<<<<< HEAD
     found = [own for own in ids if wanted and own.startswith(wanted)]
     if len(found) == 1:
         return found[0]
     if found:
         raise UserError(f'cannot identify {kind} "{name}"', hint=f"It is one of {', '.join(found)}.")
+=======
+    matches = [own for own in ids if wanted and own.startswith(wanted)]
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
+        raise UserError(f'cannot tell which {kind} "{name}" is', hint=f"It is one of {', '.join(matches)}.")
+>>>>>>> main
     return refuse(kind, name, ids)
 
 

@@ -28,7 +28,7 @@ def parse_matrix(text: str) -> Matrix:
 
     "GPU0  X  NV18" under "GPU0 GPU1" -> {(0, 1): "NV18"}. Network cards and affinities are left out.
     """
-    found: dict[tuple[int, int], str] = {}
+    words_between: dict[tuple[int, int], str] = {}
     columns: list[int] = []
     for line in _ESCAPE.sub("", text).splitlines():
         words = line.split()
@@ -38,8 +38,8 @@ def parse_matrix(text: str) -> Matrix:
         elif columns and words and (row := _GPU.match(words[0])):
             for column, word in zip(columns, words[1:], strict=False):
                 if int(row[1]) != column:
-                    found[int(row[1]), column] = word
-    return found
+                    words_between[int(row[1]), column] = word
+    return words_between
 
 
 def parse_rate(text: str) -> float | None:

@@ -63,8 +63,8 @@ def _model_name(name: str) -> str:
     rows = _model_rows()
     if name in rows:
         return name
-    found = [own for own, row in rows.items() if row.hf_id.lower() == name.lower() or own == name.lower()]
-    return found[0] if found else refuse("model", name, [*rows, *(row.hf_id for row in rows.values())])
+    matches = [own for own, row in rows.items() if row.hf_id.lower() == name.lower() or own == name.lower()]
+    return matches[0] if matches else refuse("model", name, [*rows, *(row.hf_id for row in rows.values())])
 
 
 @functools.cache

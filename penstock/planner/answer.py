@@ -1,4 +1,4 @@
-"""From a layout's memory and speed to the fields of a `Sizing`, and what is said beside them. Pure."""
+"""From a layout's memory and speed to the fields of a `Sizing`, and the warnings about them. Pure."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from penstock.planner.speed.estimate import Engine, Speed, estimate
 from penstock.spec.deployment import Parallel, Workload
 from penstock.text import GIB
 
-# A checkpoint's own bytes and what the config says may differ by this share before it is said.
+# A checkpoint's own bytes and what the config says may differ by this share before a warning says so.
 _MOST_DIFFERENCE = 0.01
 _CACHE_BYTES = {"fp8": 1.0, "fp8_e4m3": 1.0, "fp8_e5m2": 1.0, "nvfp4": 0.5625, "float32": 4.0}
 _THINK_TIME_S = 30.0
@@ -206,8 +206,13 @@ def _tightness(inputs: SolveInputs, fit: MemoryFit) -> Iterator[str]:
     room = inputs.memory.total_bytes - inputs.memory.budget_bytes
     if outside > room:
         yield (
+<<<<<<< HEAD
             f"{outside / GIB:.2f} GiB are needed outside the engine's budget (graphs, NCCL), {room / GIB:.2f} GiB are "
             "left for them: lower --gpu-memory-utilization"
+=======
+            f"graphs and NCCL need {outside / GIB:.2f} GiB outside the engine's budget, {room / GIB:.2f} GiB are left "
+            "for them: lower --gpu-memory-utilization"
+>>>>>>> main
         )
     if fit.kv is not None and (low := fit.available[fit.tightest].low) < fit.kv.request_bytes:
         yield f"it fits by the likely estimate alone: at worst {max(0.0, low) / GIB:.2f} GiB of KV cache are left"

@@ -80,32 +80,32 @@ def warnings(
     request: SizingRequest, arch: Architecture, gpu: GpuFacts, settings: Settings, context: Context, wheels_cuda: int
 ) -> list[str]:
     """What starts, and is not what one would expect. `wheels_cuda`: the CUDA version of this vLLM's wheels."""
-    found = []
+    notes = []
     if 0 < context.limit < settings.max_model_len:
         # Not a refusal: it is the user's to lift, and presets of one model differ in this number (Llama 2: 2048, 4096).
-        found.append(
+        notes.append(
             f"max_model_len {settings.max_model_len:,} is over the model's {context.limit:,}: vLLM refuses it unless "
             "VLLM_ALLOW_LONG_MAX_MODEL_LEN=1, with answers that may be wrong"
         )
     kind = arch.quantization.kind if arch.quantization is not None else ""
     has_unit = gpu.native.fp8 if kind.startswith("fp8") else gpu.native.fp4 if kind in ("nvfp4", "mxfp4") else True
     if not has_unit:
-        found.append(
+        notes.append(
             f"{gpu.id} cannot multiply {kind}: weights are unpacked to 16 bits; it saves memory, not arithmetic"
         )
     if request.max_model_len is None and context.default < context.limit:
-        found.append(
+        notes.append(
             f"vLLM takes {context.default:,} tokens of context for this model (LongRoPE) unless --max-model-len asks "
             f"for more; it allows {context.limit:,}"
         )
     if request.dtype in (None, "auto") and _lacks(gpu, _BF16) and settings.dtype in ("float16", "float32"):
-        found.append(f"{gpu.id} has no bfloat16: vLLM loads a bfloat16 model as {settings.dtype}")
+        notes.append(f"{gpu.id} has no bfloat16: vLLM loads a bfloat16 model as {settings.dtype}")
     if capability(gpu) == _VOLTA and wheels_cuda >= _FIRST_CUDA_WITHOUT_VOLTA:
-        found.append(
+        notes.append(
             f"vLLM's wheels are built with CUDA {wheels_cuda}, which has no code for {gpu.id} (compute capability "
             "7.0): build vLLM with CUDA 12"
         )
-    return found
+    return notes
 
 
 def _dtype_refusal(request: SizingRequest, arch: Architecture, gpu: GpuFacts) -> str | None:
@@ -158,8 +158,8 @@ def format_refusal(quant: Quantization | None, gpu: GpuFacts, rules: EngineProfi
 
 
 def _method(request: SizingRequest) -> str:
-    found = request.facts.config.get("quantization_config")
-    return str(found.get("quant_method", "")).lower() if isinstance(found, Mapping) else ""
+    quantization = request.facts.config.get("quantization_config")
+    return str(quantization.get("quant_method", "")).lower() if isinstance(quantization, Mapping) else ""
 
 
 def _model_type(request: SizingRequest) -> str:

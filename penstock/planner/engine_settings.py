@@ -19,15 +19,15 @@ _CACHE_FORMATS = {"fp8": "fp8", "fp8_e4m3": "fp8", "fp8_e5m2": "fp8", "nvfp4": "
 
 
 def total_bytes(request: SizingRequest, gpu: GpuFacts) -> int:
-    """What the CUDA runtime reports for one GPU: said, or the catalogue's."""
+    """What the CUDA runtime reports for one GPU: as asked, or the catalogue's."""
     return int((request.gpu_memory_gib or gpu.memory.torch_total_gib) * GIB)
 
 
 def checkpoint_cache_dtype(config: Mapping[str, Any]) -> str:
     """The KV cache's format that a checkpoint brings with `kv_cache_dtype` auto: "fp8", "nvfp4", or "auto"."""
-    found = config.get("quantization_config") or config.get("compression_config") or {}
-    inner = found.get("quantization") or found
-    scheme = inner.get("kv_cache_scheme") or found.get("kv_cache_scheme") or inner.get("kv_cache_quant_algo")
+    quantization = config.get("quantization_config") or config.get("compression_config") or {}
+    inner = quantization.get("quantization") or quantization
+    scheme = inner.get("kv_cache_scheme") or quantization.get("kv_cache_scheme") or inner.get("kv_cache_quant_algo")
     if isinstance(scheme, Mapping):
         bits = scheme.get("num_bits") if scheme.get("type") == "float" else None
         return "fp8" if bits == 8 else "nvfp4" if bits == 4 else "auto"

@@ -34,13 +34,13 @@ def explanation(request: SizingRequest, sizing: Sizing) -> tuple[Formula, ...]:
         return ()
     arch = with_choice(dense.read(request.facts.config), request.quantization, request.dtype)
     arch = msgspec.structs.replace(arch, dtype=settings.dtype)
-    found = [Formula("weights", _weights(arch, weights, layout))]
-    found.append(Formula("one token", _token(arch, settings, sizing.kv)))
+    formulas = [Formula("weights", _weights(arch, weights, layout))]
+    formulas.append(Formula("one token", _token(arch, settings, sizing.kv)))
     if sizing.memory is not None:
-        found.append(Formula("budget", _budget(sizing.memory, settings, max(weights.per_gpu_gib))))
+        formulas.append(Formula("budget", _budget(sizing.memory, settings, max(weights.per_gpu_gib))))
     if sizing.kv is not None and sizing.kv.num_blocks and sizing.kv.max_concurrency:
-        found.append(Formula("blocks", _blocks(sizing.kv, settings)))
-    return tuple(found)
+        formulas.append(Formula("blocks", _blocks(sizing.kv, settings)))
+    return tuple(formulas)
 
 
 def _weights(arch: Architecture, weights: WeightsAnswer, layout: Parallel) -> tuple[str, ...]:
@@ -87,8 +87,10 @@ def _token(arch: Architecture, settings: Settings, kv: KvAnswer | None) -> tuple
         lines.append(f"{n_states} layers have a state instead: the same bytes a request, however long it is")
     windows = sorted({attention.window for attention in held if attention.window})
     if windows:
-        told = " and ".join(f"{window:,}" for window in windows)
-        lines.append(f"layers that see {told} tokens alone are counted in full here, not for requests and blocks below")
+        sizes = " and ".join(f"{window:,}" for window in windows)
+        lines.append(
+            f"layers that see {sizes} tokens alone are counted in full here, not for requests and blocks below"
+        )
     lines += [
         f"{n_tokens:,} tokens x {total:,} B = {n_tokens * total / GIB:.2f} GiB, the whole model"
         for n_tokens in dict.fromkeys((_PUBLISHED_TOKENS, settings.max_model_len))

@@ -207,7 +207,7 @@ def enumerate_layouts(
 
     Tensor: every size to the fast link domain, multiples of it beyond, and the number of GPUs itself. Pipeline: up to
     8, the number of machines and powers of two. Data: powers of two and what fills the machines. Sizes that one rule
-    refuses are told once, not once a combination.
+    refuses are listed once, not once a combination.
     """
     total, legal, refused = fabric.n_gpus, list[Parallel](), list[Refused]()
     n_checks = 0
@@ -276,20 +276,20 @@ def _rank(
     estimate: Callable[[Parallel], Speed],
     refused: list[Refused],
 ) -> list[Candidate]:
-    found = []
+    candidates = []
     for layout in layouts:
         reason = fits(layout)
         if reason:
             refused.append(Refused(layout, reason))
             continue
         speed = estimate(layout)
-        found.append(Candidate(layout, speed, crossing(layout, fabric), misses(speed, workload)))
+        candidates.append(Candidate(layout, speed, crossing(layout, fabric), misses(speed, workload)))
 
     def order(one: Candidate) -> tuple[float, int, float, int]:
         rate = one.speed.output_tokens_per_s.likely * (_PIPELINE_HANDICAP if one.layout.pipeline > 1 else 1)
         return (one.misses, one.layout.n_ranks, -rate, one.layout.pipeline)
 
-    return sorted(found, key=order)
+    return sorted(candidates, key=order)
 
 
 def _price(candidate: Candidate) -> str:

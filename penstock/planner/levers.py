@@ -38,12 +38,12 @@ def levers(inputs: SolveInputs, fit: MemoryFit) -> tuple[Lever, ...]:
     """Each change alone with the same layout, all together when none of them fits, and more GPUs."""
     memory = inputs.memory
     changes = list(_changes(inputs))
-    found = [_lever(memory, change, fit.layout) for change in changes]
-    if len(changes) > 1 and not fit.fits and not any(lever and lever.fits for lever in found):
+    answers = [_lever(memory, change, fit.layout) for change in changes]
+    if len(changes) > 1 and not fit.fits and not any(lever and lever.fits for lever in answers):
         together = _lever(memory, _all_of(changes), fit.layout)
-        found += [together] if together is not None and together.fits else []
-    found.append(_more_gpus(inputs, fit.layout))
-    return tuple(lever for lever in found if lever is not None)
+        answers += [together] if together is not None and together.fits else []
+    answers.append(_more_gpus(inputs, fit.layout))
+    return tuple(lever for lever in answers if lever is not None)
 
 
 def _changes(inputs: SolveInputs) -> Iterator[_Change]:

@@ -19,7 +19,7 @@ from penstock.spec.deployment import Parallel
 
 
 class SizingRequest(msgspec.Struct, frozen=True):
-    """Everything `penstock plan` was asked. None means: not said, the engine's or the planner's default holds.
+    """Everything `penstock plan` was asked. None means: not asked, the engine's or the planner's default holds.
 
     `gpu` is a catalogue id or a driver's name for it, `network` a catalogue id. `layout` fixes the cut (evaluated
     alone); `tensor`, `pipeline`, `data` are the single sizes that were fixed, `expert` is True when asked for.
@@ -184,8 +184,8 @@ class Settings(msgspec.Struct, frozen=True):
 class Sizing(msgspec.Struct, frozen=True):
     """The answer. `layout` and what follows from it are None only when no layout is legal at all.
 
-    When a layout is legal but does not fit, the nearest one is told with its numbers and `fits` is False. `memory` is
-    None when --available-kv-gib replaced the estimate, `speed` when it cannot be told. `measured_on` is the day of the
+    When layouts are legal but none fits, the nearest one is the answer, with its numbers and `fits` False. `memory` is
+    None when --available-kv-gib replaced the estimate, `speed` when there is none. `measured_on` is the day of the
     earlier start whose values replace the estimates of `memory`; None: they are estimates.
     """
 

@@ -79,10 +79,11 @@ def _unreached(
     blind = [name for name, found in reached_by.items() if not found]
     if usable:
         others = ", ".join(f"{interface.address} ({interface.name})" for interface in usable)
+        which = f"in {wanted}" if "/" in (wanted or "") else wanted
         return Finding(
             "network",
             "bad",
-            f"no interface of {wanted} on {node.name} is reached by the other nodes (it has {addresses})",
+            f"no interface {which} of {node.name} is reached by the other nodes (it has {addresses})",
             f"change hardware.network or NCCL_SOCKET_IFNAME; those that are reached: {others}",
         )
     if blind:

@@ -43,14 +43,14 @@ class Fields(msgspec.Struct, frozen=True):
 
     def n(self, *names: str, default: int | None = None) -> int:
         """As `maybe_n`, but there must be one, or a default."""
-        found = self.maybe_n(*names)
-        if found is None:
-            found = default
-        if found is None:
+        count = self.maybe_n(*names)
+        if count is None:
+            count = default
+        if count is None:
             raise UserError(
                 f"cannot read config.json: it has no {names[0]}", detail=f"architecture: {self.architecture}"
             )
-        return found
+        return count
 
     def flag(self, name: str, default: bool = False) -> bool:
         value = self.get(name)
@@ -84,16 +84,16 @@ class Fields(msgspec.Struct, frozen=True):
     @property
     def head_dim(self) -> int:
         """hidden / heads unless the config says otherwise."""
-        found = self.maybe_n("head_dim", "attention_head_dim")
-        return found or self.n("hidden_size") // max(1, self.n("num_attention_heads"))
+        size = self.maybe_n("head_dim", "attention_head_dim")
+        return size or self.n("hidden_size") // max(1, self.n("num_attention_heads"))
 
     @property
     def dtype(self) -> str:
         """What vLLM's `--dtype auto` loads: the config's, float32 as bfloat16 (config/model.py)."""
         for source in (self.text, self.outer):
-            found = source.get("dtype") or source.get("torch_dtype")
-            if found:
-                name = str(found).removeprefix("torch.")
+            dtype = source.get("dtype") or source.get("torch_dtype")
+            if dtype:
+                name = str(dtype).removeprefix("torch.")
                 return "bfloat16" if name in ("float32", "auto") else name
         return "bfloat16"
 

@@ -124,11 +124,11 @@ def read(config: Mapping[str, Any]) -> Quantization | None:
     nested = text if isinstance(text, Mapping) else {}
     for holder in (config, nested):
         for key in ("quantization_config", "compression_config"):
-            found = holder.get(key)
-            if found and not isinstance(found, Mapping):
+            block = holder.get(key)
+            if block and not isinstance(block, Mapping):
                 raise UserError(f"cannot read config.json: {key} is not an object")
-            if isinstance(found, Mapping) and found:
-                return from_config(found)
+            if isinstance(block, Mapping) and block:
+                return from_config(block)
     return None
 
 

@@ -27,7 +27,7 @@ _INDEX_SCALE_GROUP = 128  # the indexer of DeepSeek's sparse attention: one fp32
 
 
 class CacheSettings(msgspec.Struct, frozen=True):
-    """What the engine is told about its cache. `kv_cache_dtype` "auto": the model's; `block_size` None: the back end's.
+    """The engine's cache settings. `kv_cache_dtype` "auto": the model's; `block_size` None: the back end's.
 
     `kv_cache_dtype` must already be "fp8" for a checkpoint whose quantisation says so. `compute_capability` is (9, 0)
     for Hopper; None reads as Hopper or older.

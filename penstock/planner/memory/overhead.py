@@ -46,7 +46,7 @@ _MOE_CHUNK = 32768  # tokens that an MoE layer sees at once (VLLM_FUSED_MOE_CHUN
 
 
 class RunSettings(msgspec.Struct, frozen=True):
-    """What the engine is told that moves the profile run, and what the GPU is like."""
+    """Engine settings and GPU properties that the profile run depends on."""
 
     max_num_batched_tokens: int
     max_num_seqs: int

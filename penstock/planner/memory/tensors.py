@@ -42,14 +42,14 @@ class _Maker(msgspec.Struct, frozen=True):
         """A matrix (outputs, inputs) that a quantised checkpoint may keep in its own format."""
         module = f"{self.prefix}.{name}" if self.prefix else name
         quant = format_of(module, self.arch.quantization)
-        made = Tensor(f"{module}.weight", shape, cut, self.layer, is_quantized=quant is not None, quant=quant)
-        return msgspec.structs.replace(made, **extra) if extra else made
+        tensor = Tensor(f"{module}.weight", shape, cut, self.layer, is_quantized=quant is not None, quant=quant)
+        return msgspec.structs.replace(tensor, **extra) if extra else tensor
 
     def plain(self, name: str, shape: tuple[int, ...], cut: Cut = "replicated", **extra: object) -> Tensor:
         """A parameter that is never quantised: norms, biases, routers, convolutions."""
         full = f"{self.prefix}.{name}" if self.prefix else name
-        made = Tensor(full, shape, cut, self.layer)
-        return msgspec.structs.replace(made, **extra) if extra else made
+        tensor = Tensor(full, shape, cut, self.layer)
+        return msgspec.structs.replace(tensor, **extra) if extra else tensor
 
 
 def _attention(make: _Maker, a: Attention, hidden: int) -> Iterator[Tensor]:
@@ -205,22 +205,22 @@ def inventory(arch: Architecture) -> tuple[Tensor, ...]:
 
     Multi-token-prediction layers are not there: vLLM loads them for speculation only. A tied head is not listed.
     """
-    found = [Tensor("model.embed_tokens.weight", (arch.vocab, arch.hidden), "vocab", "embed")]
+    tensors = [Tensor("model.embed_tokens.weight", (arch.vocab, arch.hidden), "vocab", "embed")]
     if arch.learned_positions:
         shape = (arch.learned_positions, arch.hidden)
-        found.append(Tensor("model.embed_positions.weight", shape, "replicated", "positions"))
+        tensors.append(Tensor("model.embed_positions.weight", shape, "replicated", "positions"))
     for index, layer in enumerate(arch.layers):
-        found.extend(_layer(arch, index, layer))
-    found.append(Tensor("model.norm.weight", (arch.norm_params,), "replicated", "norm"))
+        tensors.extend(_layer(arch, index, layer))
+    tensors.append(Tensor("model.norm.weight", (arch.norm_params,), "replicated", "norm"))
     if not arch.ties_embeddings:
         head = Tensor("lm_head.weight", (arch.vocab, arch.hidden), "vocab", "head")
         if arch.quantization is not None and arch.quantization.quantizes_head:
             head = msgspec.structs.replace(head, is_quantized=True, quant=arch.quantization)
-        found.append(head)
+        tensors.append(head)
     if arch.has_head_bias:
-        found.append(Tensor("lm_head.bias", (arch.vocab,), "vocab", "head"))
-    found.extend(arch.towers)
-    return tuple(found)
+        tensors.append(Tensor("lm_head.bias", (arch.vocab,), "vocab", "head"))
+    tensors.extend(arch.towers)
+    return tuple(tensors)
 
 
 def n_params(arch: Architecture, *, has_towers: bool = True) -> int:

@@ -54,8 +54,8 @@ class RankWeights(msgspec.Struct, frozen=True):
 def expert_counts(n_experts: int, n_ranks: int) -> tuple[tuple[int, int], ...]:
     """(experts on a rank, ranks with so many), most first: 128 over 48 is ((3, 32), (2, 16))."""
     base, rest = divmod(n_experts, n_ranks)
-    found = ((base + 1, rest), (base, n_ranks - rest))
-    return tuple((experts, ranks) for experts, ranks in found if ranks)
+    classes = ((base + 1, rest), (base, n_ranks - rest))
+    return tuple((experts, ranks) for experts, ranks in classes if ranks)
 
 
 class _Mxfp4Padding(msgspec.Struct, frozen=True):
@@ -156,10 +156,10 @@ def _bytes(tensors: Iterable[Tensor], cut: _Cut, dtype: str) -> tuple[int, int, 
 
 
 def _by_layer(tensors: Iterable[Tensor]) -> dict[int | str, list[Tensor]]:
-    found: dict[int | str, list[Tensor]] = {}
+    layers: dict[int | str, list[Tensor]] = {}
     for one in tensors:
-        found.setdefault(one.layer, []).append(one)
-    return found
+        layers.setdefault(one.layer, []).append(one)
+    return layers
 
 
 def _stage_places(arch: Architecture, places: Iterable[int | str], stage: int, n_stages: int) -> tuple[int | str, ...]:
@@ -245,14 +245,14 @@ def rank_weights(
             layout.expert and layout.tensor > 1 and layout.data > 1,
         )
         sizes[local_experts] = ledger.sizes(cut)
-    found = []
+    ranks = []
     for stage, here in enumerate(ledger.stages(n_stages)):
         first = sum(counts[:stage])
         has_attention = any(layer.attention for layer in arch.layers[first : first + counts[stage]])
         for local_experts, n_ranks in classes:
             own = [sizes[local_experts][place] for place in here]
             total, experts, embedding = (sum(one[at] for one in own) for at in range(3))
-            found.append(
+            ranks.append(
                 RankWeights(
                     *(stage, n_ranks, counts[stage], total, rope_bytes(arch) if has_attention else 0),
                     expert_bytes=experts,
@@ -260,7 +260,7 @@ def rank_weights(
                     n_experts=n_experts if local_experts is None else local_experts,
                 )
             )
-    return tuple(found)
+    return tuple(ranks)
 
 
 def bytes_on_disk(arch: Architecture) -> int:

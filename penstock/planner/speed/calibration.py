@@ -52,19 +52,19 @@ def read(text: str, name: str) -> Calibrated:
             raise UserError(
                 f'cannot use calibration "{name}": schema {schema!r}, this version reads {SCHEMA}', hint=hint
             )
-        found = msgspec.convert(plain, Calibrated)
+        calibrated = msgspec.convert(plain, Calibrated)
     except (msgspec.DecodeError, msgspec.ValidationError) as exc:
         raise UserError(f'cannot read calibration "{name}"', detail=str(exc), hint=hint) from exc
     for field, (low, high) in BOUNDS.items():
-        value = getattr(found.constants, field)
+        value = getattr(calibrated.constants, field)
         if value is not None and not low <= value <= high:
             raise UserError(
                 f'cannot use calibration "{name}": {field} is {value:g}', detail=f"From {low:g} to {high:g}.", hint=hint
             )
-    spread = found.constants.spread
+    spread = calibrated.constants.spread
     if spread is not None and not 0.1 <= spread[0] <= 1 <= spread[1] <= 10:
         raise UserError(f'cannot use calibration "{name}": spread is {spread}', hint=hint)
-    return found
+    return calibrated
 
 
 def write(calibrated: Calibrated) -> str:
@@ -98,12 +98,12 @@ def constants_for(calibrated: Calibrated, layout: Parallel, version: str) -> Cal
 
 def differs(calibrated: Calibrated, layout: Parallel, version: str) -> str:
     """What was measured otherwise than is planned, in words; empty when nothing was."""
-    found = []
+    differences = []
     if layout != calibrated.layout:
-        found.append(f"layout {_named(calibrated.layout)} (planned: {_named(layout)})")
+        differences.append(f"layout {_named(calibrated.layout)} (planned: {_named(layout)})")
     if version.split(".")[:2] != calibrated.engine_version.split(".")[:2]:
-        found.append(f"vLLM {calibrated.engine_version} (planned: {version})")
-    return " and ".join(found)
+        differences.append(f"vLLM {calibrated.engine_version} (planned: {version})")
+    return " and ".join(differences)
 
 
 def _short(name: str) -> str:

@@ -40,7 +40,7 @@ _SMALL, _MIDDLE = 16 * 1024, 2**20
 
 
 class Fabric(msgspec.Struct, frozen=True):
-    """Equal machines and what joins them. `network` None: not said; taken as ten-gigabit TCP."""
+    """Equal machines and what joins them. `network` None: not named; ten-gigabit TCP is assumed."""
 
     gpu: GpuFacts
     gpus_per_node: int

@@ -379,18 +379,18 @@ def part_format(quant: Quantization | None, part: str, index: int) -> Quantizati
     """The format of a part of layer `index` (a key of `_PART_NAMES`); None: the model's dtype."""
     if quant is None:
         return None
-    found = [format_of(f"model.layers.{index}.{name}", quant) for name in _PART_NAMES[part]]
+    formats = [format_of(f"model.layers.{index}.{name}", quant) for name in _PART_NAMES[part]]
     names_modules = any(one.included for one in (quant, *quant.also))
-    named = [one for one in found if one is not None]
-    return named[0] if named and (names_modules or len(named) == len(found)) else None
+    named = [one for one in formats if one is not None]
+    return named[0] if named and (names_modules or len(named) == len(formats)) else None
 
 
 def _part_bytes(quant: Quantization | None, part: str, index: int, number_bytes: float) -> float:
     """Bytes of one weight of a part of layer `index`, scales in."""
-    found = part_format(quant, part, index)
-    if found is None:
+    quantization = part_format(quant, part, index)
+    if quantization is None:
         return number_bytes
-    return _BYTES[found.kind] * (found.bits / 4 if found.kind in ("awq", "gptq", "int4") else 1)
+    return _BYTES[quantization.kind] * (quantization.bits / 4 if quantization.kind in ("awq", "gptq", "int4") else 1)
 
 
 def bytes_per_node(weights_bytes: int, n_nodes: int) -> int:
