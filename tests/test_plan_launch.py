@@ -209,11 +209,7 @@ def test_what_is_not_modelled_is_started_all_the_same_with_a_warning() -> None:
     odd = msgspec.structs.replace(LLAMA_70B, n_heads=12)
     made = launch.make_on_gpus(wanted, odd, BOX, "0.33.0", 1, unknown)
     assert (made.layout, made.max_model_len, made.forecast) == (Parallel(tensor=6), 4096, None)
-<<<<<<< HEAD
-    assert made.warnings[0].startswith("not planned, started anyway: cannot plan x: no")
-=======
     assert made.warnings[0].startswith("not planned: cannot plan x: no; vLLM is started anyway")
->>>>>>> main
     two = launch.make_on_gpus(wanted, odd, BOX, "0.33.0", 2, unknown)
     assert two.layout == Parallel(tensor=4)
     fixed = deployment(LLAMA, parallel={"tensor": 5})

@@ -252,12 +252,8 @@ def test_what_is_not_modelled_stops_plan_and_not_up(version: str, config: dict[s
     said = planning.size(WANTED, facts, BOX, version, 1)
     assert said.sizing is None and said.not_modelled is not None
     made = launch.make_on_gpus(WANTED, LLAMA_70B, BOX, version, 1, said)
-<<<<<<< HEAD
-    assert made.warnings == (f"not planned, started anyway: {said.not_modelled}; vLLM decides whether it fits",)
-=======
     decides = "vLLM is started anyway and decides whether it fits"
     assert made.warnings == (f"not planned: {said.not_modelled}; {decides}",)
->>>>>>> main
 
 
 def test_plan_and_up_refuse_with_the_same_words() -> None:

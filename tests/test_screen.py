@@ -99,11 +99,7 @@ def test_what_is_not_planned_is_not_shown_as_a_number() -> None:
     prepared = Prepared(deployment(), gpu_machine(2), made, Artifact(("true",), {}))
     shown = status_text.prepared_text(prepared)
     assert "# memory a replica: weights 6.0 MiB, the rest is not planned; 2 x NVIDIA H100 80GB HBM3 in box" in shown
-<<<<<<< HEAD
-    assert "# warning: not planned, started anyway: no;" in shown
-=======
     assert "# warning: not planned: no;" in shown
->>>>>>> main
 
 
 def test_a_status_says_what_is_wrong_and_the_reasons_of_restarts_newest_first() -> None:

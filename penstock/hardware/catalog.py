@@ -262,19 +262,11 @@ def _plain(name: str) -> str:
 
 def _by_beginning(kind: str, name: str, wanted: str, rows: Iterable[str]) -> str:
     ids = list(rows)
-<<<<<<< HEAD
-    found = [own for own in ids if wanted and own.startswith(wanted)]
-    if len(found) == 1:
-        return found[0]
-    if found:
-        raise UserError(f'cannot identify {kind} "{name}"', hint=f"It is one of {', '.join(found)}.")
-=======
     matches = [own for own in ids if wanted and own.startswith(wanted)]
     if len(matches) == 1:
         return matches[0]
     if matches:
-        raise UserError(f'cannot tell which {kind} "{name}" is', hint=f"It is one of {', '.join(matches)}.")
->>>>>>> main
+        raise UserError(f'cannot identify {kind} "{name}" is', hint=f"It is one of {', '.join(matches)}.")
     return refuse(kind, name, ids)
 
 

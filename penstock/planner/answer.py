@@ -206,13 +206,8 @@ def _tightness(inputs: SolveInputs, fit: MemoryFit) -> Iterator[str]:
     room = inputs.memory.total_bytes - inputs.memory.budget_bytes
     if outside > room:
         yield (
-<<<<<<< HEAD
-            f"{outside / GIB:.2f} GiB are needed outside the engine's budget (graphs, NCCL), {room / GIB:.2f} GiB are "
-            "left for them: lower --gpu-memory-utilization"
-=======
             f"graphs and NCCL need {outside / GIB:.2f} GiB outside the engine's budget, {room / GIB:.2f} GiB are left "
             "for them: lower --gpu-memory-utilization"
->>>>>>> main
         )
     if fit.kv is not None and (low := fit.available[fit.tightest].low) < fit.kv.request_bytes:
         yield f"it fits by the likely estimate alone: at worst {max(0.0, low) / GIB:.2f} GiB of KV cache are left"

@@ -145,11 +145,7 @@ def _plan(
     if n_nodes > 1 and chosen.layout.data > 1:
         raise PlanError(
             f"cannot cut parallel.data {chosen.layout.data} over {n_nodes} nodes in this version",
-<<<<<<< HEAD
-            hint="Use replicas instead: each has its own connection to the gateway.",
-=======
             hint="Use replicas instead: each has its own gateway connection.",
->>>>>>> main
         )
     return Plan(
         deployment=deployment.name,
@@ -268,11 +264,7 @@ def _does_not_fit(
         f"for a replica, vLLM {settings.engine_version}, {settings.max_model_len} tokens a request, "
         f"{settings.gpu_memory_utilization:g} of the memory."
     )
-<<<<<<< HEAD
-    hint = "Use more GPUs, a smaller or quantised model, or another parallel; `penstock plan` shows every layout."
-=======
     hint = "Use more GPUs, a smaller or quantised model, or another parallel; `penstock plan` lists every layout."
->>>>>>> main
     longest = sizing.kv.largest_max_model_len if sizing.kv is not None else 0
     if sizing.is_refused:
         hint = "No other layout changes that: another card, checkpoint format, or engine.args."
@@ -295,11 +287,7 @@ def _not_modelled(
         tensor = max(size for size in sizes if (model.n_heads or 1) % size == 0)
         layout = Parallel(tensor=tensor, pipeline=deployment.hardware.nodes)
     length = deployment.engine.max_model_len or model.max_position
-<<<<<<< HEAD
-    warning = f"not planned, started anyway: {why}; vLLM decides whether it fits"
-=======
     warning = f"not planned: {why}; vLLM is started anyway and decides whether it fits"
->>>>>>> main
     return _Chosen("cuda", layout, length, Need(model.weights_bytes, 0, 0), warnings=(warning,))
 
 

@@ -55,14 +55,8 @@ class Difference(msgspec.Struct, frozen=True):
 
 
 def difference(planned_kv_gib: float, reported: Mapping[str, float]) -> Difference | None:
-<<<<<<< HEAD
-    """The plan against what an engine reported of itself; None when it printed nothing of its KV cache."""
-    found = reported.get("kv_cache_gib")
-    if found is None or planned_kv_gib <= 0:
-=======
     """The plan against what an engine reported of itself; None when it reported no KV cache."""
     measured_gib = reported.get("kv_cache_gib")
     if measured_gib is None or planned_kv_gib <= 0:
->>>>>>> main
         return None
     return Difference(planned_kv_gib, measured_gib, measured_gib / planned_kv_gib - 1)
