@@ -57,24 +57,6 @@ def test_report_writes_its_page(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "predicted is off by" in (run / "report.html").read_text()
 
 
-def test_report_writes_the_planners_calibration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    runs = []
-    for concurrency, ttft, tpot in ((1, 60.0, 9.0), (8, 130.0, 10.5), (32, 400.0, 15.0)):
-        flags: Any = {"concurrency": concurrency}
-        times: Any = {
-            "mean_ttft_ms": ttft,
-            "mean_tpot_ms": tpot,
-            "total_input_tokens": 58_000,
-            "total_output_tokens": 11_600,
-        }
-        runs.append(str(write_run(tmp_path / str(concurrency), n=60, flags=flags, **times)))
-    file = tmp_path / "calibration.json"
-    words = ["--calibrate", str(file), "--calibrate-model", "llama-3.1-8b", "--gpu", "h100-sxm"]
-    assert main.run(["bench", "report", *runs, *words, "--out", str(tmp_path / "r.html")]) == 0
-    assert str(file) in capsys.readouterr().out
-    assert main.run(["plan", "llama-3.1-8b", "--gpu", "h100-sxm", "--calibration", str(file), "--json"]) == 0
-
-
 # ---- sweeps ----------------------------------------------------------------------------------------------------------
 
 

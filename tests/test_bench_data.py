@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 
 from penstock.bench.datasets import synthetic, tokenizers
 from penstock.bench.datasets.files import Wanted
-from penstock.bench.datasets.tokenizers import FileTokens, ServerTokens, Tokens, tokens_of
+from penstock.bench.datasets.tokenizers import ServerTokens, Tokens, tokens_of
 from penstock.bench.load.arrivals import PlannedRequest
 from penstock.errors import UserError
 from penstock.models import files
@@ -35,9 +34,6 @@ class Pairs(Tokens):
 
     def count(self, text: str, special: bool = True) -> int:
         return -(-len(text) // 2) + special
-
-    def count_chat(self, messages: Sequence[tokenizers.Message]) -> int | None:
-        return None
 
 
 def text_of(ask: PlannedRequest) -> str:
@@ -78,7 +74,7 @@ def test_shared_prefixes_are_shared_and_whole_prompts_exact() -> None:
 
 def test_conversations_hold_what_was_said_and_wait_for_the_turn_before() -> None:
     asks = synthetic.from_spec("turns:sessions=3,turns=4,first=30", Wanted(100, input_tokens=10, output_tokens=5), demo)
-    assert len(asks) == 12 and len({ask.session for ask in asks}) == 3
+    assert len(asks) == 12
     for index, ask in enumerate(asks):
         assert isinstance(ask.prompt, list)
         roles = [message["role"] for message in ask.prompt]
@@ -88,19 +84,7 @@ def test_conversations_hold_what_was_said_and_wait_for_the_turn_before() -> None
         assert ask.input_tokens == 30 + turn * 15
         assert ask.wait_for == (index - 3 if turn else None)
         if ask.wait_for is not None:
-            assert asks[ask.wait_for].session == ask.session
             assert asks[ask.wait_for].prompt == ask.prompt[:-2]
-
-
-def test_the_chat_template_is_told_apart() -> None:
-    said = [{"role": "user", "content": "Hello there"}]
-    whole = DEMO.count_chat(said)
-    assert whole == DEMO.count("<|im_start|>user\nHello there<|im_end|>\n<|im_start|>assistant\n", special=False)
-
-
-def test_the_same_prompt_every_time() -> None:
-    asks = synthetic.from_spec("prompt:Singapore is a", Wanted(50, output_tokens=64), refuse)
-    assert asks == [PlannedRequest("Singapore is a", None, 64)] * 50
 
 
 SHAREGPT = [
@@ -125,12 +109,9 @@ def test_sharegpt_keeps_what_vllm_keeps(tmp_path: Path) -> None:
     assert {text_of(ask) for ask in asks} == {"What is the capital of South Korea?", "Tell me about the sea. "}
     assert all(ask.input_tokens == DEMO.count(text_of(ask), special=False) for ask in asks)
     answers = {text_of(ask)[:4]: ask.output_tokens for ask in asks}
+    again = synthetic.from_spec(sharegpt(tmp_path), Wanted(7, output_tokens=2), demo)
+    assert len(again) == 7 and {ask.output_tokens for ask in again} == {2}
     assert answers == {"What": DEMO.count(SHAREGPT[0]["conversations"][0]["value"]), "Tell": DEMO.count("It is " * 20)}  # type: ignore[index]
-
-
-def test_sharegpt_comes_again_where_it_has_fewer(tmp_path: Path) -> None:
-    asks = synthetic.from_spec(sharegpt(tmp_path), Wanted(7, output_tokens=2), demo)
-    assert len(asks) == 7 and {ask.output_tokens for ask in asks} == {2}
 
 
 @pytest.mark.parametrize("rows", [{}, [], SHAREGPT[1:4]])
@@ -209,18 +190,13 @@ def test_what_cannot_be_understood_is_refused(spec: str) -> None:
     with pytest.raises(UserError) as caught:
         synthetic.from_spec(spec, Wanted(), demo)
     assert (caught.value.message.startswith("cannot") and caught.value.hint) or "read" in caught.value.message
+    assert ("nowhere.json" not in spec) or "Nothing is downloaded" in str(caught.value.hint)
 
 
 @pytest.mark.parametrize("wanted", [Wanted(0), Wanted(1, input_tokens=0)])
 def test_absurd_amounts_are_refused(wanted: Wanted) -> None:
     with pytest.raises(UserError):
         synthetic.from_spec("random", wanted, demo)
-
-
-def test_a_missing_file_says_that_nothing_is_downloaded() -> None:
-    with pytest.raises(UserError) as caught:
-        synthetic.from_spec("sharegpt:/nowhere.json", Wanted(), demo)
-    assert "Nothing is downloaded" in (caught.value.hint or "") and "no such file" in caught.value.message
 
 
 # ---- counting --------------------------------------------------------------------------------------------------------
@@ -263,27 +239,13 @@ class Server(Client):
         assert path == "/tokenize" and body["model"] == "m"
         if not self.knows:
             return {"detail": "Not Found"}
-        n = DEMO.count_chat(body["messages"]) if "messages" in body else DEMO.count(body["prompt"])
-        return {"count": n, "tokens": [0] * (n or 0)}
+        return {"tokens": [0] * DEMO.count(body["prompt"])}
 
 
 def test_a_server_counts_where_there_is_no_file() -> None:
     counter = tokens_of("org/nowhere", Server(), "m")
     assert isinstance(counter, ServerTokens) and counter.count("Hello there") == DEMO.count("Hello there")
-    assert counter.count_chat([{"role": "user", "content": "a"}]) == DEMO.count_chat([{"role": "user", "content": "a"}])
     asks = synthetic.from_spec("random", Wanted(2, input_tokens=33), lambda: counter)
     assert [DEMO.count(text_of(ask)) for ask in asks] == [33, 33]
     with pytest.raises(UserError, match="no list of tokens"):
         tokens_of(None, Server(knows=False), "m")
-
-
-def test_chat_templates_are_found_in_all_their_places(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").write_bytes((files.BUNDLED / "tokenizer.json").read_bytes())
-    assert FileTokens(tmp_path / "tokenizer.json").count_chat([]) is None
-    several = [{"name": "tools", "template": "x"}, {"name": "default", "template": "{{ bos_token }}"}]
-    settings = {"chat_template": several, "bos_token": {"content": "<|im_start|>"}}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    assert FileTokens(tmp_path / "tokenizer.json").count_chat([]) == 1
-    (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('no') }}")
-    with pytest.raises(UserError, match="chat template"):
-        FileTokens(tmp_path / "tokenizer.json").count_chat([])

@@ -70,12 +70,6 @@ def test_a_page_tells_the_numbers_the_verdict_and_the_circumstances(one: Result)
     assert html.number_text(one.number("p99_ttft_ms")) in words
 
 
-def test_a_run_that_is_not_valid_says_so_first(tmp_path: Path) -> None:
-    bad = folder.load(write_run(tmp_path / "bad", valid=False, invalid_because=["late by 80 ms <p99>"]))
-    words = Page(html.page([bad])).words
-    assert "not valid: late by 80 ms <p99>" in words
-
-
 def test_predicted_stands_beside_measured(one: Result) -> None:
     found = calibrate.pairs(one, PLAN)
     assert [pair.words for pair in found] == ["mean TTFT, ms", "mean TPOT, ms"]
@@ -86,14 +80,12 @@ def test_predicted_stands_beside_measured(one: Result) -> None:
 
 
 def test_several_runs_stand_beside_each_other(one: Result, tmp_path: Path) -> None:
-    two = folder.load(write_run(tmp_path / "two & more", 4))
+    why = ["late by 80 ms <p99>"]
+    two = folder.load(write_run(tmp_path / "two & more", 4, valid=False, invalid_because=why))
     words = Page(html.page([one, two])).words
-    assert "two & more" in words and "Side by side" in words
-
-
-def test_a_run_with_a_summary_alone_has_a_page(tmp_path: Path) -> None:
+    assert "two & more" in words and "Side by side" in words and "not valid: late by 80 ms <p99>" in words
     (tmp_path / "result.json").write_text('{"completed": 3}')
-    assert "Drawn" not in Page(html.page([folder.load(tmp_path)])).words
+    assert "Drawn" not in Page(html.page([folder.load(tmp_path)])).words  # a summary alone
 
 
 def test_the_charts_of_a_run_say_what_its_rows_say(one: Result) -> None:
@@ -136,11 +128,7 @@ def test_any_points_make_a_drawing_inside_its_frame(points: tuple[svg.Point, ...
 
 def test_ticks_and_numbers_as_people_write_them() -> None:
     assert [svg.tick_text(value) for value in (0.5, 1500, 12000, 3e6)] == ["0.5", "1500", "12k", "3M"]
+    few = svg.thinned(many := [(float(x), 0.0) for x in range(10_000)], 100)
+    assert len(few) == 100 and few[0] == many[0] and few[-1] == many[-1]
     numbers = (None, 0.0312, 0.9, 12.345, 12345.6, 7.0)
     assert [html.number_text(value) for value in numbers] == ["-", "0.031", "0.90", "12.3", "12,346", "7"]
-
-
-def test_many_points_are_thinned_to_their_ends() -> None:
-    many = [(float(x), 0.0) for x in range(10_000)]
-    few = svg.thinned(many, 100)
-    assert len(few) == 100 and few[0] == many[0] and few[-1] == many[-1]

@@ -66,16 +66,10 @@ def test_an_open_loop_sends_by_its_clock(engine: InThread) -> None:
     report = serve.run(service(engine.url), asked("a", 3), pace, {"ttft": 5000.0})
     assert [round(request.intended_s, 6) for request in report.requests] == [index / 200 for index in range(20)]
     assert all(request.asked_s >= request.intended_s for request in report.requests)
-    assert report.summary.goodput_share == 1.0
-    assert report.rows
-    assert report.rows[0].kind == "vllm"
+    assert report.summary.goodput_share == 1.0 and report.rows[0].kind == "vllm"
+    timed = serve.run(service(engine.url), asked("a", 2), Pace(concurrency=2, duration_s=0.05), {}, 0)
+    assert timed.summary.completed > 2
     assert report.result["engine"][f"{engine.url}/metrics"]["generation_tokens"] >= 0
-
-
-def test_a_duration_ends_a_closed_loop(engine: InThread) -> None:
-    report = serve.run(service(engine.url), asked("a", 2), Pace(concurrency=2, duration_s=0.05), {}, 0)
-    assert report.summary.completed > 2
-    assert report.result["warmup_requests"] == 0
 
 
 def test_a_turn_waits_for_the_turn_before(engine: InThread) -> None:
@@ -96,12 +90,9 @@ def test_a_first_request_that_fails_ends_it_with_the_servers_words(engine: InThr
         serve.run(service(engine.url, model="nobody"), asked("a", 1), CLOSED, {})
     with pytest.raises(PenstockError, match="connection refused"):
         serve.run(service(f"http://127.0.0.1:{free_port()}"), asked("a", 1), CLOSED, {})
-
-
-def test_without_a_warm_up_failures_are_counted(engine: InThread) -> None:
-    report = serve.run(service(engine.url, model="nobody"), asked("a", 1), CLOSED, {}, 0)
-    assert report.summary.errors == {"http 404": 12}
-    assert not report.verdict.valid
+    report = serve.run(service(engine.url, model="nobody"), asked("a", 1), CLOSED, {}, 0)  # without a warm-up
+    assert report.summary.errors == {"http 404": 12} and not report.verdict.valid
+    assert report.result["warmup_requests"] == 0
 
 
 @pytest.mark.parametrize("url", ["ftp://a", "http://", "http://a:b", "http://.foo", f"http://{'a' * 70}.b"])
@@ -165,6 +156,7 @@ def test_the_command_prints_vllms_names_and_writes_the_folder(
 
 def test_people_get_the_blocks_they_know(engine: InThread, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = f"bench serve --url {engine.url} --model m --requests 20 --rate 1000 --max-tokens 3 --no-stream --formulas"
+    words += " --burstiness 0.2"
     assert main.run([*words.split(), "--prompt", "Singapore is a"]) == 0
     shown = capsys.readouterr().out
     for line in (
@@ -180,7 +172,9 @@ def test_people_get_the_blocks_they_know(engine: InThread, home: Path, capsys: p
     ):
         assert line in shown
     assert "Time to First Token" not in shown.split("tpot:")[0]
-    assert [path.name for path in (home / "bench").iterdir()]
+    (folder,) = (home / "bench").iterdir()
+    pace = json.loads((folder / "result.json").read_text())["pace"]
+    assert (pace["arrival"], pace["burstiness"]) == ("gamma", 0.2)  # a burstiness alone means gamma
 
 
 @pytest.mark.parametrize(
@@ -214,17 +208,6 @@ def test_what_cannot_be_run_is_refused(words: str, said: str, home: Path, capsys
     assert main.run(["bench", "serve", "--url", "http://127.0.0.1:1", "--model", "m", "--json", *words.split()]) == 2
     assert said in json.loads(capsys.readouterr().out)["error"]["message"]
     assert not [*home.glob("bench/*")]
-
-
-def test_a_burstiness_alone_means_gamma(engine: InThread, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = f"bench serve --url {engine.url} --requests 3 --rate 900 --burstiness 0.2 --prompt a --max-tokens 1 --json"
-    assert main.run(words.split()) == 0
-    result = json.loads(capsys.readouterr().out)
-    assert (result["pace"]["arrival"], result["pace"]["burstiness"], result["flags"]["arrival"]) == (
-        "gamma",
-        0.2,
-        "gamma",
-    )
 
 
 def test_a_trace_is_replayed_to_its_end(engine: InThread, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -469,11 +452,6 @@ def test_a_broken_connection_is_an_error_of_its_kind(answer: Callable[[socket.so
     with server(answer) as address:
         outcome = run_load(address, Load([REQUEST], concurrency=2, n_requests=4))
     assert [exchange.error for exchange in outcome.exchanges] == [error] * 4
-
-
-def test_nobody_there_is_refused() -> None:
-    outcome = run_load(Address("http", "127.0.0.1", free_port(), "a"), Load([REQUEST], concurrency=2, n_requests=3))
-    assert [exchange.error for exchange in outcome.exchanges] == ["connection refused"] * 3
 
 
 def test_an_answer_that_never_ends_is_a_timeout() -> None:

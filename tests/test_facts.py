@@ -190,16 +190,6 @@ def test_a_shard_that_is_none_is_told_and_not_counted(body: bytes, tmp_path: Pat
     assert "could not be read" in found.notes[0] and "Git LFS" in found.notes[0]
 
 
-@pytest.mark.parametrize(
-    ("body", "message"), [(None, "no config.json"), (b"{", "it is not JSON"), (b"[]", "it is not a JSON object")]
-)
-def test_a_folder_without_a_config_is_refused(body: bytes | None, message: str, tmp_path: Path) -> None:
-    path = folder(tmp_path / "m", **({} if body is None else {"config__json": body}))
-    with pytest.raises(UserError, match=message) as caught:
-        facts.read(str(path))
-    assert caught.value.exit_code == 2
-
-
 def test_a_catalogue_name_needs_no_network() -> None:
     found = facts.read("llama-3.1-70b")
     assert found.config["num_hidden_layers"] == 80
@@ -214,18 +204,19 @@ def test_the_bundled_model_is_known_by_its_name() -> None:
 
 @pytest.mark.parametrize(
     ("reference", "hint"),
-    [("llama-3.1-70", 'Did you mean "llama-3.1-70b"?'), ("./nowhere", "Check the path"), ("a/b/c", "Check the path")],
+    [
+        ("llama-3.1-70", 'Did you mean "llama-3.1-70b"?'),
+        *(("./nowhere", "Check the path"), ("a/b/c", "Check the path"), ("./m.gguf", "Give the folder")),
+    ],
 )
-def test_an_unknown_name_is_refused_with_the_nearest(reference: str, hint: str) -> None:
+def test_an_unknown_name_is_refused_with_the_nearest(
+    reference: str, hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "m.gguf").write_bytes(b"GGUF")
     with pytest.raises(UserError) as caught:
         facts.read(reference)
     assert caught.value.hint is not None and hint in caught.value.hint
-
-
-def test_a_gguf_file_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "m.gguf").write_bytes(b"GGUF")
-    with pytest.raises(UserError, match="cannot plan model file"):
-        facts.read(str(tmp_path / "m.gguf"))
 
 
 def sharded(served: Hub, name: str = NAME) -> None:
@@ -288,21 +279,10 @@ def test_the_token_goes_to_the_hub_and_to_no_other_host(served: Hub, monkeypatch
     assert other.asked[0][2] is not None  # the range goes along
 
 
-def test_a_gated_model_is_explained(served: Hub) -> None:
-    served.token = "another"
-    with pytest.raises(UserError, match="it is gated") as caught:
-        facts.read(NAME)
-    assert caught.value.exit_code == 2
-    assert caught.value.hint == "Accept the licence on its hub page, then set HF_TOKEN."
-    assert "ask first" in str(caught.value.detail)
-
-
-def test_a_model_that_is_not_there_is_explained(served: Hub) -> None:
+def test_a_hub_that_breaks_once_is_asked_again(served: Hub) -> None:
     with pytest.raises(UserError, match="no such file"):
         facts.read(NAME)
-
-
-def test_a_hub_that_breaks_once_is_asked_again(served: Hub) -> None:
+    served.asked.clear()
     served.add(NAME, config__json=as_json(CONFIG), model__safetensors=ONE)
     served.n_broken = 1
     assert facts.read(NAME).tensors
@@ -318,8 +298,12 @@ def test_a_hub_that_stays_broken_falls_back_to_what_was_kept(served: Hub) -> Non
     assert "HTTP 500; using what an earlier plan read" in found.notes[0]
 
 
-def test_a_gated_model_of_the_catalogue_is_taken_from_there_and_told(served: Hub) -> None:
+def test_a_gated_model_is_explained_or_taken_from_the_catalogue(served: Hub) -> None:
     served.token = "another"
+    with pytest.raises(UserError, match="it is gated") as caught:
+        facts.read(NAME)
+    assert caught.value.hint == "Accept the licence on its hub page, then set HF_TOKEN."
+    assert caught.value.exit_code == 2 and "ask first" in str(caught.value.detail)
     found = facts.read(CATALOGUED)
     assert (found.reference, found.config["num_hidden_layers"]) == (CATALOGUED, 80)
     assert "it is gated; using the catalogue's copy" in found.notes[0]

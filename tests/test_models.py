@@ -84,12 +84,6 @@ def test_a_folder_without_config_says_what_it_holds(tmp_path: Path) -> None:
     assert "Give the folder that has config.json" in str(error.hint)
 
 
-@pytest.mark.parametrize(("config", "problem"), [("{", "it is not JSON"), ("[]", "it is not a JSON object")])
-def test_a_broken_config_is_refused(tmp_path: Path, config: str, problem: str) -> None:
-    error = refused(lambda: record("m", folder(tmp_path, config), "safetensors"))
-    assert error.message == f'cannot use "{tmp_path}/config.json": {problem}'
-
-
 def test_a_gguf_file_is_not_read_as_a_folder(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     path.touch()

@@ -226,11 +226,6 @@ def test_targets_that_are_missed_are_told() -> None:
     assert on_cpu.warnings == ("workload.tpot_ms is not checked: speed is planned for vLLM on GPUs alone",)
 
 
-def test_targets_choose_the_layout() -> None:
-    quick = on_gpus(workload={"tpot_ms": 12}, engine={"max_model_len": 8192})
-    assert quick.layout.n_ranks > 2
-
-
 def test_replicas_too_large_for_a_machine_are_refused_with_the_sum() -> None:
     message, detail, _ = refused(
         launch.make, deployment(engine={"max_model_len": 1024}), DEMO, cpu_machine(2), "vllm", "1", 3

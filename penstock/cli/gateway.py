@@ -90,7 +90,7 @@ def register(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--allow-origin", action="append", default=[], metavar="ORIGIN", help="web pages that may read answers, or *"
     )
-    sub.add_argument("--path-prefix", default="", metavar="/PATH", help="serve every route below this path too")
+    sub.add_argument("--path-prefix", metavar="/PATH", help="serve every route below this path too")
     sub.add_argument("--tls-cert", metavar="FILE", help="certificate chain, PEM: clients speak TLS")
     sub.add_argument("--tls-key", metavar="FILE", help="its key, PEM, without a passphrase")
     sub.add_argument("--admin", metavar="ADDRESS", help="admin address: HOST:PORT or unix:/path (needs its token)")
@@ -217,7 +217,8 @@ def _models(options: argparse.Namespace) -> tuple[ServedModel, ...]:
 
 def _tell(options: argparse.Namespace, config: GatewayConfig, sockets: Sockets) -> None:
     """One line when the addresses are bound: a program that reads it may connect."""
-    listen = _bound(config.listen, sockets.public, "https" if config.tls_cert else "http") + config.path_prefix
+    listen = _bound(config.listen, sockets.public, "https" if config.tls_cert else "http")
+    listen += config.path_prefix or ""
     admin = _bound(config.admin, sockets.admin, "http") if options.admin else None
     if options.json:
         facts: dict[str, Any] = {

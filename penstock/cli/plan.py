@@ -1,4 +1,4 @@
-"""`penstock plan`: its arguments, and what it prints. `planning` answers, `facts` reads, `plan_view` formats.
+"""`penstock plan`: its arguments, and what it prints. `planning` answers, `plan_text` formats.
 
 Exit codes: 0 it fits, 3 it does not (with the whole answer all the same), 2 bad input, 4 not modelled.
 """
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 EXIT_FITS, EXIT_DOES_NOT_FIT = 0, 3
 
+_count = arguments.token_count
 _share = arguments.number(0, 1, is_above=True, what="a share")
 _DTYPES = ("auto", "bfloat16", "half", "float16", "float", "float32")
 
@@ -38,43 +39,33 @@ class _Option(NamedTuple):
 
 _MACHINES = (
     _Option("gpu", str, "ID", "the GPU, a catalogue id (h100-sxm) or its driver's name; default: this machine's"),
-    _Option("gpus_per_node", arguments.token_count, "N", "GPUs in each node (default 1)"),
-    _Option("nodes", arguments.token_count, "M", "how many nodes (default 1)"),
+    _Option("gpus_per_node", _count, "N", "GPUs in each node (default 1)"),
+    _Option("nodes", _count, "M", "how many nodes (default 1)"),
     _Option("network", str, "ID", "what joins the nodes, a catalogue id"),
     _Option("gpu_memory_gib", arguments.positive, "GIB", "memory of one GPU as the CUDA runtime reports it"),
 )
 _LAYOUT = (
-    _Option("tensor", arguments.token_count, "T", "tensor-parallel size"),
-    _Option("pipeline", arguments.token_count, "P", "pipeline-parallel size"),
-    _Option("data", arguments.token_count, "D", "data-parallel size"),
+    _Option("tensor", _count, "T", "tensor-parallel size"),
+    _Option("pipeline", _count, "P", "pipeline-parallel size"),
+    _Option("data", _count, "D", "data-parallel size"),
 )
 _ENGINE = (
-    _Option(
-        "max_model_len",
-        arguments.token_count,
-        "L",
-        "tokens of one request, 128K is 131,072 (default: what the model allows)",
-    ),
-    _Option("max_num_seqs", arguments.token_count, "S", "requests in one step"),
-    _Option("max_num_batched_tokens", arguments.token_count, "B", "tokens in one step"),
+    _Option("max_model_len", _count, "L", "tokens of one request, 128K is 131,072 (default: what the model allows)"),
+    _Option("max_num_seqs", _count, "S", "requests in one step"),
+    _Option("max_num_batched_tokens", _count, "B", "tokens in one step"),
     _Option("kv_cache_dtype", str, "DTYPE", "auto, bfloat16, fp8, fp8_e4m3, fp8_e5m2, nvfp4, ..."),
     _Option("quantization", str, "Q", "quantise on loading, or a checkpoint of that kind: fp8, awq, ..."),
     _Option("gpu_memory_utilization", _share, "SHARE", "the engine's share of a GPU's memory"),
-    _Option("block_size", arguments.token_count, "K", "tokens of one KV-cache block"),
+    _Option("block_size", _count, "K", "tokens of one KV-cache block"),
     _Option("engine_version", str, "V", "vLLM's version, 0.11 to 0.33 (default: the newest)"),
 )
 _WORKLOAD = (
-    _Option("input_tokens", arguments.token_count, "I", "tokens of a prompt (default 1000)"),
-    _Option("output_tokens", arguments.token_count, "O", "tokens of a reply (default 200)"),
-    _Option("concurrency", arguments.token_count, "C", "requests at once (default 8)"),
+    _Option("input_tokens", _count, "I", "tokens of a prompt (default 1000)"),
+    _Option("output_tokens", _count, "O", "tokens of a reply (default 200)"),
+    _Option("concurrency", _count, "C", "requests at once (default 8)"),
     _Option("ttft_ms", arguments.positive, "MS", "time to the first token that must be kept"),
     _Option("tpot_ms", arguments.positive, "MS", "time per further token that must be kept"),
-    _Option(
-        "context_per_user",
-        arguments.token_count,
-        "N",
-        "tokens that one person's conversation holds, for the number of users",
-    ),
+    _Option("context_per_user", _count, "N", "tokens that one person's conversation holds, for the number of users"),
     _Option("think_time_s", arguments.positive, "S", "seconds a person thinks between a reply and the next prompt"),
 )
 _GROUPS = (

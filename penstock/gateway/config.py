@@ -1,4 +1,4 @@
-"""The file the gateway is started with, as frozen types, and what must hold before anything listens."""
+"""The gateway's own file as frozen types, and what must be true before anything listens."""
 
 from __future__ import annotations
 

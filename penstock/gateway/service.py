@@ -104,7 +104,7 @@ class Gateway:
         self.public = Listener(
             *(public, sockets.public, config.limits, sockets.tls),
             share=slot.public if slot else None,
-            path_prefix=config.path_prefix,
+            path_prefix=config.path_prefix or "",
         )
         self.admin = Listener(self._api, sockets.admin, share=slot.admin if slot else None)
         self._lease_timer: asyncio.TimerHandle | None = None

@@ -99,7 +99,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     tls_cert: str | None = None
     tls_key: str | None = None
     allowed_origins: tuple[str, ...] = ()
-    path_prefix: str = ""
+    path_prefix: str | None = None
 
 
 def setting_problems(settings: GatewaySettings, needs_key: bool) -> Iterator[Problem]:
@@ -111,7 +111,7 @@ def setting_problems(settings: GatewaySettings, needs_key: bool) -> Iterator[Pro
     if (settings.tls_cert is None) != (settings.tls_key is None):
         missing = "tls_cert" if settings.tls_cert is None else "tls_key"
         yield Problem(missing, "is missing", "TLS needs a certificate and its key")
-    if settings.path_prefix and not _PATH_PREFIX.match(settings.path_prefix):
+    if settings.path_prefix is not None and not _PATH_PREFIX.match(settings.path_prefix):
         yield Problem("path_prefix", f'"{settings.path_prefix}" is not a path', "example: /penstock")
     yield from _bound_problems(settings)
     for index, origin in enumerate(settings.allowed_origins):

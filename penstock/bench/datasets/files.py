@@ -94,8 +94,8 @@ def _first_two(row: Any) -> tuple[str, str] | None:
 def jsonl(path: str, wanted: Wanted, _: Callable[[], Tokens]) -> list[PlannedRequest]:
     """One request a line: {"prompt": text} or {"messages": [...]}, and how long the answer may be ("max_tokens").
 
-    In the file's order, from its beginning again where it has fewer than wanted. "session" and "offset_s" are kept;
-    where lines have times, these must be in order.
+    In the file's order, from its beginning again where it has fewer than wanted. Where lines
+    have times ("offset_s"), these must be in order.
     """
     requests = []
     before = 0.0
@@ -110,7 +110,7 @@ def jsonl(path: str, wanted: Wanted, _: Callable[[], Tokens]) -> list[PlannedReq
                 f'cannot use "{path}", line {number}: no prompt, or no whole number of max_tokens',
                 hint='{"prompt": "text", "max_tokens": 64} or {"messages": [{"role": "user", "content": "text"}]}',
             )
-        offset, session = row.get("offset_s"), row.get("session")
+        offset = row.get("offset_s")
         if isinstance(offset, int | float):
             if not before <= offset < math.inf:
                 raise UserError(f'cannot use "{path}", line {number}: its time is before the row above it, or below 0')
@@ -120,7 +120,6 @@ def jsonl(path: str, wanted: Wanted, _: Callable[[], Tokens]) -> list[PlannedReq
                 prompt,
                 None,
                 limit,
-                session=None if session is None else str(session),
                 offset_s=float(offset) if isinstance(offset, int | float) else None,
             )
         )

@@ -127,7 +127,7 @@ def _turns(rest: str, wanted: Wanted, tokens: Callable[[], Tokens]) -> list[Plan
             messages.append({"role": "user", "content": writer.text(n_new)})
             lengths[session] += n_new
             before = len(requests) - sizes["sessions"] if turn else None
-            requests.append(PlannedRequest([*messages], lengths[session], n_out, f"session-{session}", before))
+            requests.append(PlannedRequest([*messages], lengths[session], n_out, before))
     return requests[: wanted.n_requests]
 
 

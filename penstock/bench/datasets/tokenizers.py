@@ -5,9 +5,7 @@ Nothing is downloaded: a hub id is looked up in the local cache alone.
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +14,7 @@ from penstock.models import files, hub
 from penstock.spec.deployment import DEMO_MODEL
 from penstock.wire.client import Client
 
-Message = Mapping[str, Any]
 _FILE = "tokenizer.json"
-_SETTINGS = "tokenizer_config.json"
-_TEMPLATE = "chat_template.jinja"
 # How many tokens of a vocabulary are looked at for whole words: enough that no two prompts begin alike by chance.
 _SAMPLED = 8192
 
@@ -33,10 +28,6 @@ class Tokens(ABC):
     def count(self, text: str, special: bool = True) -> int:
         """Tokens of a plain prompt; with `special` those that the tokenizer puts around it (a beginning-of-text)."""
 
-    @abstractmethod
-    def count_chat(self, messages: Sequence[Message]) -> int | None:
-        """Tokens of a conversation inside its chat template, the opening of the answer too; None: it has none."""
-
     def words(self) -> list[str]:
         """Pieces of text, each with a space before it, that mostly are one token each."""
         return [f" {word}" for word in _WORDS.split()]
@@ -49,9 +40,6 @@ class Words(Tokens):
 
     def count(self, text: str, special: bool = True) -> int:
         return len(text.split())
-
-    def count_chat(self, messages: Sequence[Message]) -> int | None:
-        return None
 
 
 class FileTokens(Tokens):
@@ -70,17 +58,10 @@ class FileTokens(Tokens):
             raise UserError(f'cannot read tokenizer "{path}"', detail=" ".join(str(exc).split())[:300]) from exc
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._template, self._settings = _template_of(path.parent)
         self.source = str(path)
 
     def count(self, text: str, special: bool = True) -> int:
         return len(self._tokenizer.encode(text, add_special_tokens=special).ids)
-
-    def count_chat(self, messages: Sequence[Message]) -> int | None:
-        if self._template is None:
-            return None
-        # The template writes the special tokens itself: vLLM adds none to it either.
-        return self.count(_rendered(self._template, self._settings, messages), special=False)
 
     def words(self) -> list[str]:
         """Words of the vocabulary that stay one token each anywhere; the seam's list when there are few."""
@@ -103,15 +84,6 @@ class ServerTokens(Tokens):
 
     def count(self, text: str, special: bool = True) -> int:
         body = {"prompt": text, "content": text, "add_special_tokens": special, "add_special": special}
-        return self._ask(body)
-
-    def count_chat(self, messages: Sequence[Message]) -> int | None:
-        try:
-            return self._ask({"messages": [*messages], "add_generation_prompt": True})
-        except UserError:
-            return None
-
-    def _ask(self, body: dict[str, Any]) -> int:
         named = {"model": self._model} if self._model else {}
         try:
             answer = self._client.post_json("/tokenize", {**named, **body})
@@ -158,52 +130,6 @@ def locate(model: str) -> Path | None:
             return folder / _FILE
     snapshot = hub.snapshot(model) if model.count("/") == 1 else None
     return snapshot / _FILE if snapshot is not None and (snapshot / _FILE).is_file() else None
-
-
-def _template_of(folder: Path) -> tuple[str | None, dict[str, Any]]:
-    """(the chat template's text, the special tokens that it names) of a model's folder."""
-    settings: dict[str, Any] = {}
-    try:
-        read = json.loads((folder / _SETTINGS).read_text("utf-8"))
-        settings = read if isinstance(read, dict) else {}
-    except (OSError, ValueError):
-        pass
-    template = settings.get("chat_template")
-    if isinstance(template, list):  # several, by name
-        named = {row.get("name"): row.get("template") for row in template if isinstance(row, dict)}
-        template = named.get("default")
-    if (folder / _TEMPLATE).is_file():
-        template = (folder / _TEMPLATE).read_text("utf-8")
-    special = {key: _text_of(value) for key, value in settings.items() if key.endswith("_token")}
-    return (template if isinstance(template, str) else None), special
-
-
-def _text_of(token: Any) -> str:
-    """A special token as settings hold it: text, {"content": text}, or nothing."""
-    return str(token.get("content") or "") if isinstance(token, dict) else str(token or "")
-
-
-def _rendered(template: str, special: Mapping[str, str], messages: Sequence[Message]) -> str:
-    """A conversation in its chat template, in a sandbox: a template is a program of whoever published the model."""
-    try:
-        from jinja2 import TemplateError
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-    except ImportError as exc:
-        raise UserError(
-            "cannot count the chat template: the package jinja2 is not installed", hint="pip install 'penstock[bench]'"
-        ) from exc
-
-    def refuse(message: str) -> None:
-        raise TemplateError(message)
-
-    # trim and lstrip as transformers sets them: without, each line of a template would add white space.
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-    environment.globals["raise_exception"] = refuse
-    try:
-        made = environment.from_string(template)
-        return made.render(messages=[*messages], add_generation_prompt=True, **special)
-    except TemplateError as exc:
-        raise UserError("cannot use the model's chat template", detail=str(exc)[:300]) from exc
 
 
 # Common words that most vocabularies hold whole: what texts are made of where the vocabulary cannot be read.

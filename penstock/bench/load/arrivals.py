@@ -17,7 +17,6 @@ import msgspec
 
 from penstock.errors import UserError
 
-ARRIVALS = ("poisson", "constant", "gamma", "ramp", "replay")
 _MAX_RATE = 1e6
 
 
@@ -33,7 +32,6 @@ class PlannedRequest(msgspec.Struct, frozen=True):
     prompt: str | list[dict[str, Any]]
     input_tokens: int | None
     output_tokens: int
-    session: str | None = None
     wait_for: int | None = None
     offset_s: float | None = None
 

@@ -289,7 +289,6 @@ class Pool:
         self.n_spare = 0
         self.n_opened = 0
         self.n_open = 0
-        self.n_retried = 0
 
     async def warm(self, n_connections: int) -> None:
         """Opens connections ahead. What fails here will fail, and be counted, when it is needed; where a whole batch

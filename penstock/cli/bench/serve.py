@@ -57,7 +57,11 @@ def register(sub: argparse.ArgumentParser) -> None:
     pace.add_argument("--request-rate", type=positive, dest="rate", metavar="R", help=argparse.SUPPRESS)
     pace.add_argument("--concurrency", type=count, metavar="C", help="C at a time, the next when one ends")
     pace.add_argument("--max-concurrency", type=count, dest="concurrency", metavar="C", help=argparse.SUPPRESS)
-    pace.add_argument("--arrival", choices=_ARRIVALS, help="of an open loop (default: poisson)")
+    pace.add_argument(
+        "--arrival",
+        choices=_ARRIVALS,
+        help="of an open loop (default: poisson)",
+    )
     pace.add_argument("--burstiness", type=positive, default=1.0, metavar="K", help="gamma arrivals: below 1 in bursts")
     pace.add_argument("--rate-from", type=not_negative, default=0.0, metavar="R", help="where a ramp to --rate starts")
     pace.add_argument("--warmup", type=count_or_zero, default=1, metavar="N", help="requests before, not counted")

@@ -278,7 +278,7 @@ class ClientConnection(asyncio.Protocol):
         self._begun_at = self._phase_at
 
     def _take_whole(self, data: bytes) -> bool:
-        """Whether the read was one whole request, which is being worked on now."""
+        """Takes a read that is one whole request; False for any other."""
         if self._is_advancing:
             return False
         self._begun_at = self._data_at

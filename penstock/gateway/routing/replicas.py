@@ -25,13 +25,16 @@ RETRY_AFTER_S_MAX = 600
 KV_PRESSURE = 0.9
 WEIGHT_MIN, WEIGHT_MAX = 0.001, 1000.0
 MAX_ADAPTERS = 1024
+MAX_KEPT = 65536  # response ids
+SEARCHED_BYTES = 4096  # of a response, for its id
 
 _NAME: Final = re.compile(r"[A-Za-z0-9._:\-]{1,128}\Z")
+_RESPONSE_ID: Final = re.compile(rb"\"id\"\s*:\s*\"(resp_[A-Za-z0-9_\-]{1,128})\"")
 _COMING_STATES: Final = frozenset(("queued", "starting", "loading", "warming", "restarting"))
 
 
 class RoutingHints(NamedTuple):
-    """What a request asks of the choice: a key for the policy, an adapter, a replica that knows what others do not."""
+    """Routing hints of one request: a key for the policy, an adapter, the replica that has its stored response."""
 
     key: bytes = b""
     adapter: str | None = None
@@ -216,9 +219,7 @@ class ReplicaTable:
     def suspect(self, replica: Replica, address: Address) -> bool:
         """No new requests until the next announcement, after a refused connection or a failed answer.
 
-        Returns whether that is news.
-
-        None of it when the replica has announced another address in the meantime.
+        Returns whether that is news; it is not for a replica that has announced another address since.
         """
         is_news = replica.address == address and not replica.is_suspect
         replica.is_suspect = replica.is_suspect or is_news
@@ -289,7 +290,7 @@ class ReplicaTable:
         return replica.idle_since is not None and now - replica.idle_since >= for_s
 
     def coming_words(self, model: str, now: float) -> str:
-        """How the nearest replica of `model` comes along, for people: "loading 45% 12s", or "waiting"."""
+        """Progress of the replica of `model` that is nearest to ready, for people: "loading 45% 12s", or "waiting"."""
         rows = [row for row in self._coming(model, now) if row.announcement.progress is not None]
         words = ["loading" if self._coming(model, now) else "waiting"]
         if rows:
@@ -325,7 +326,7 @@ class ReplicaTable:
         ]
 
     def take_lapsed(self, now: float) -> list[str]:
-        """Replicas whose lease ran out since the last call, each told once."""
+        """Replicas whose lease ran out since the last call, each reported once."""
         lapsed = [row for row in self._replicas.values() if not row.is_lapsed and not row.is_alive(now)]
         for row in lapsed:
             row.is_lapsed = True
@@ -373,15 +374,6 @@ def _parse_url(url: str) -> Address:
     if address is None:
         raise UserError(f"url {url!r} is not http://host:port")
     return address
-
-
-MAX_KEPT = 65536
-
-
-SEARCHED_BYTES = 4096
-
-
-_RESPONSE_ID: Final = re.compile(rb"\"id\"\s*:\s*\"(resp_[A-Za-z0-9_\-]{1,128})\"")
 
 
 class ResponseOwners:

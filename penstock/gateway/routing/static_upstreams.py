@@ -1,7 +1,7 @@
-"""Engines that run already and that nobody announces: asked for their health, and announced with what they say.
+"""Engines that penstock did not start: probed for their health, and announced with the result.
 
-So they are rows of the table like any other: one that is asked and does not answer loses its traffic at once, and one
-whose prober is gone loses it when its lease ends.
+So they are rows of the table like any other: an engine that does not answer loses its traffic at once, and one whose
+prober has ended when its lease ends.
 """
 
 from __future__ import annotations

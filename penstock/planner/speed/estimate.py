@@ -63,7 +63,7 @@ class Constants(msgspec.Struct, frozen=True):
 
 
 class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a benchmark of this very deployment measured; None where it did not. `calibration.fit` makes it."""
+    """What a benchmark of this very deployment measured; None where it did not. `bench.calibrate.fit` makes it."""
 
     memory_efficiency: float | None = None
     compute_efficiency: float | None = None
