@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gateway_rig import CHAT, KEY, SSE_HEAD, Gate, Rig, chunk, hang_up, rig_with, run, say
+from gateway_rig import CHAT, KEY, SSE_HEAD, Gate, Rig, Seen, chunk, hang_up, rig_with, run, say
 from store_rig import Store
 
 from penstock.gateway.accounting import ledger
@@ -90,6 +90,26 @@ def test_stream_is_counted_and_the_client_gets_what_it_asked_for(place: str) -> 
             assert (await client.response())[1] == b"".join(events)
             assert engine.seen[1].body == asked
             assert [row["output_tokens"] for row in await until_rows(rig, 2)] == [3, 3]
+
+    run(LOOP, test())
+
+
+def test_tokens_are_counted_however_their_chunks_come(place: str) -> None:
+    async def reply(seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        writer.write(SSE_HEAD + chunk(ROLE))
+        for n_tokens in (1, 1, 1, 3, 1, 1):  # those that come alone pass by a shorter way
+            await asyncio.sleep(0.002)
+            writer.write(chunk(TOKEN) * n_tokens)
+        await asyncio.sleep(0.002)
+        writer.write(chunk(DONE) + b"0\r\n\r\n")
+        return True
+
+    async def test() -> None:
+        async with rig_with(reply, store=place) as (rig, _, client):
+            client.post(STREAM)
+            assert (await client.response())[1] == ROLE + TOKEN * 8 + DONE
+            (row,) = await until_rows(rig, 1)
+            assert (row["output_tokens"], row["is_estimate"]) == (8, 1)
 
     run(LOOP, test())
 

@@ -8,7 +8,7 @@ import random
 import pytest
 from gateway_rig import SSE_HEAD, LoopFactory, Seen, chunk, factories, rig_with, run
 
-from penstock.gateway.accounting.token_usage import StreamStrip, StreamWatch, is_token_chunk
+from penstock.gateway.accounting.token_usage import is_token_chunk
 from penstock.gateway.connections.engine import UpstreamConnection
 from penstock.gateway.metrics import GAP_S, Histogram
 
@@ -47,16 +47,6 @@ def test_only_one_chunk_with_one_tokens_event_takes_the_short_way(read: bytes) -
     assert is_token_chunk(chunk(TOKEN))
     assert is_token_chunk(chunk(TOKEN_SGLANG))
     assert not is_token_chunk(read)
-
-
-@pytest.mark.parametrize("token", [TOKEN, TOKEN_SGLANG])
-@pytest.mark.parametrize("watch", [StreamStrip, lambda: StreamWatch(None)])
-def test_token_chunks_are_counted_as_if_they_were_seen(watch: type[StreamStrip], token: bytes) -> None:
-    one, other = watch(), watch()
-    assert all(one.note_chunks(chunk(token)) for _ in range(4))
-    assert other.note_chunks(chunk(token))
-    other.add_token_chunks(3)
-    assert one.n_events == other.n_events == 4
 
 
 @pytest.mark.parametrize("n_values", [0, 1, 7, 500])

@@ -265,10 +265,13 @@ class Forwarding:
         """Passes on whole chunks as they came, in one write."""
         if self._series is not None and self._streams:
             self._note_time(self._series)
-        passes = self._entry is None or self._entry.feed_chunks(data, is_end)
-        if self._entry is not None and not passes:
-            data = self._entry.feed(read_chunks(data), is_end)
-            data = (write_chunk(data) if data else b"") + (LAST_CHUNK if is_end else b"")
+        passes = True
+        if self._entry is not None:
+            body = read_chunks(data)
+            passed = self._entry.feed(body, is_end)
+            passes = passed == body
+            if not passes:
+                data = (write_chunk(passed) if passed else b"") + (LAST_CHUNK if is_end else b"")
         if data:
             self._client.write(data)
         if is_end:

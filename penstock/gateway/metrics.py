@@ -2,7 +2,8 @@
 
 https://prometheus.io/docs/instrumenting/exposition_formats/#text-based-format
 Labels take values from a bounded set: declared models, announced replicas (MAX_SERIES pairs, the rest are "other"),
-status codes. A client cannot make a new one.
+status codes. A client cannot make a new one. Not prometheus_client: what a request counts costs 0.8 us here, 3.2 to
+6.3 us there, and 7.4 to 10.7 us in its mode for several processes.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ Labels = tuple[tuple[str, str], ...]
 Family = tuple[str, str, str, Mapping[Labels, float]]  # name after "penstock_", kind, one line, values by labels
 # Name, one line, upper ends of the buckets, and by labels the counts of the buckets and the sum.
 Distribution = tuple[str, str, tuple[float, ...], Mapping[Labels, tuple[list[int], float]]]
-# Of several workers these gauges are not a sum. The first two are what each of them knows of all.
-_KNOWN_TO_EACH = frozenset(("requests_in_flight", "replicas_ready"))
+# Of several workers these gauges are not a sum. The first is what each of them knows of all.
+_KNOWN_TO_EACH = frozenset(("replicas_ready",))
 _LEAST_COUNTS = frozenset(("store_up",))
 
 

@@ -202,6 +202,7 @@ class Entry:
     _is_open = False  # its share of the limits is taken
     _is_stream = False
     _n_reserved = 0
+    _n_token_chunks = 0
     _status = 0
 
     def __init__(
@@ -264,21 +265,14 @@ class Entry:
             self._first_at = time.monotonic()
         return watch.feed(data, is_end)
 
-    def feed_chunks(self, data: bytes, is_end: bool) -> bool:
-        """The same for a read of whole chunks: True when it was noted and may pass as it is, else `feed` gets it."""
-        watch = self._watch
-        if watch is None:
-            return True
-        if is_end or not watch.note_chunks(data):
-            return False
-        if self._first_at is None:
-            self._first_at = time.monotonic()
-        return True
-
     def add_token_chunks(self, n_chunks: int) -> None:
-        """So many more that passed as the last one did, and that `is_token_chunk` is true of."""
-        if self._watch is not None:
-            self._watch.add_token_chunks(n_chunks)
+        """So many events of one token passed after those that were fed."""
+        self._n_token_chunks += n_chunks
+
+    def _n_events(self, watch: Watch) -> int:
+        # A path whose tokens have a mark of their own counts nothing else.
+        has_mark = _GENERATING.get(self._facts.path, _NOTHING)[1] is not None
+        return watch.n_events + (0 if has_mark else self._n_token_chunks)
 
     def end(self, outcome: str, replica: str) -> None:
         """The request is over, however it ended: one row. `outcome` is forward's."""
@@ -286,7 +280,7 @@ class Entry:
         account = accounting.account(self._model)
         usage, is_estimate = watch.usage() if watch is not None else None, 0
         if usage is not None and watch is not None:
-            account.learn(usage, facts.n_body_bytes, watch.n_events)
+            account.learn(usage, facts.n_body_bytes, self._n_events(watch))
         elif watch is None or facts.path not in _GENERATING:
             usage = _NO_TOKENS
         else:
@@ -344,7 +338,8 @@ class Entry:
     def _estimate(self, watch: Watch, account: Account, outcome: str) -> Usage:
         """Our own count, of what passed."""
         n_without_token = self._facts.n_choices if self._facts.path == _CHAT else 0
-        n_events = max(0, watch.n_events - n_without_token - (outcome == "complete" and watch.n_events > 0))
+        n_seen = self._n_events(watch)
+        n_events = max(0, n_seen - n_without_token - (outcome == "complete" and n_seen > 0))
         n_prompt = account.estimate_prompt(self._facts.n_body_bytes)
         return Usage(n_prompt, 0, math.ceil(n_events * account.tokens_per_event))
 

@@ -20,7 +20,6 @@ _BRACE: Final = re.compile(rb"[{}]")
 _FIRST_BRACE: Final = re.compile(rb"\s*\{")
 _INCLUDE: Final = b'"stream_options":{"include_usage":true},'
 _TOKEN_END: Final = b"}]}\n\n"
-_CHUNK_GAP: Final = b"\n\n\r\n"  # the end of a chunk that ends an event
 _ERROR: Final = b'"error"'
 _LF_GAP, _CRLF_GAP = b"\n\n", b"\r\n\r\n"
 
@@ -109,13 +108,6 @@ class BodyWatch:
     _tail = b""
     _whole: bytes | None = None  # a short body that came at once
 
-    def add_token_chunks(self, n_chunks: int) -> None:
-        """So many reads passed for which `is_token_chunk` is true, after one that was noted."""
-
-    def note_chunks(self, data: bytes) -> bool:
-        """A read of whole chunks, still in chunked coding: whether it was noted as well as `feed` would."""
-        return False
-
     def feed(self, data: bytes, is_end: bool) -> bytes:
         if not self._tail:
             if is_end and len(data) <= MAX_WHOLE_BYTES:
@@ -149,19 +141,6 @@ class StreamWatch:
     @property
     def n_events(self) -> int:
         return self._n_lines // (2 if self._mark is None else 1)
-
-    def note_chunks(self, data: bytes) -> bool:
-        """As BodyWatch's: whole events that tell neither usage nor an error, as almost all reads are."""
-        if self._mark is not None or not data.endswith(_CHUNK_GAP) or _ERROR in data:
-            return False
-        if _USAGE in data and not is_token_chunk(data):
-            return False
-        self._n_lines += 2 * data.count(_LF_GAP)
-        return True
-
-    def add_token_chunks(self, n_chunks: int) -> None:
-        """As BodyWatch's. An event without a line that names it has no mark."""
-        self._n_lines += 2 * n_chunks if self._mark is None else 0
 
     def feed(self, data: bytes, is_end: bool) -> bytes:
         if data:
@@ -207,19 +186,6 @@ class StreamStrip:
         if _USAGE in data or _ERROR in data:
             return self._without_usage(data, gap)
         return data
-
-    def note_chunks(self, data: bytes) -> bool:
-        """As BodyWatch's: whole events that tell neither usage nor an error, as almost all reads are."""
-        if self._held or self._is_in_long or not data.endswith(_CHUNK_GAP) or _ERROR in data:
-            return False
-        if _USAGE in data and not is_token_chunk(data):
-            return False
-        self.n_events += data.count(_LF_GAP)
-        return True
-
-    def add_token_chunks(self, n_chunks: int) -> None:
-        """As BodyWatch's."""
-        self.n_events += n_chunks
 
     def usage(self) -> Usage | None:
         return self._usage
