@@ -161,7 +161,7 @@ def test_killed_controller_and_watchdog_at_once_are_revived_by_up(place: Place) 
 
     kill_both()
     status = call("status")
-    assert "the controller is gone: nothing is brought back until" in status.out
+    assert "the controller is gone: nothing is restarted until" in status.out
     assert now(run).phase == "ready"
     ask(run)
     kill(engine := engine_pid(run), pid_of(run, "gateway"))
@@ -302,7 +302,7 @@ FAILING_STARTS: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
         "the KV cache for one request of max_model_len does not fit",
         "Set engine.max_model_len to",
     ),
-    "not enough memory": ({"oom": "memory"}, {}, "the memory it asks for is not free", "engine.gpu_memory_utilization"),
+    "not enough memory": ({"oom": "memory"}, {}, "the memory it needs is not free", "engine.gpu_memory_utilization"),
     "an error nobody knows": ({"crash-at-start": "ValueError: no such thing"}, {}, "ValueError: no such thing", "logs"),
     "a flag that it does not know": ({"no-such-flag": 1}, {}, "refused its command line", "engine.args"),
     "too slow": ({"load-s": 30}, {"start_timeout_s": 1}, "it was not ready after", "penstock logs one"),

@@ -92,7 +92,7 @@ def test_what_this_version_does_not_do_is_refused_together() -> None:
         "ui: this version has no browser chat yet (use: penstock chat)",
         "observe.prometheus: this version does not set it up yet (scrape the gateway's /metrics yourself)",
         "observe.grafana: this version does not set it up yet (scrape the gateway's /metrics yourself)",
-        "replicas.max: this version does not scale by itself yet "
+        "replicas.max: this version has no autoscaling yet "
         "(set replicas to a number, and change it with `penstock scale`)",
     ]
 

@@ -90,7 +90,7 @@ def test_a_status_tells_when_the_engine_has_another_kv_cache_than_planned(factor
         if words is None:
             assert lines == []
         else:
-            said = f"{planned * factor:.2f} GiB of KV cache a GPU, the plan said {planned:.2f} ({words})"
+            said = f"{planned * factor:.2f} GiB of KV cache a GPU, planned {planned:.2f} ({words})"
             assert lines == [f"  memory   {said}"]
 
 
@@ -123,7 +123,7 @@ def test_a_status_says_what_is_wrong_and_the_reasons_of_restarts_newest_first() 
         "  5.0 s ago  replica 0: was killed by signal 9\n"
         "  20.0 s ago  gateway: its process 5 was gone\n"
         "  1m00s ago  replica 0: stalled\n"
-        "\nthe controller is gone: nothing is brought back until `penstock up` starts it again"
+        "\nthe controller is gone: nothing is restarted until `penstock up` starts it again"
     )
 
 

@@ -131,7 +131,7 @@ def _plan(deployment: Deployment, tensor: int, task: Task) -> Plan:
         )
     if task.n_tokens > plan.max_model_len:
         raise UserError(
-            f"cannot ask for {task.n_tokens} tokens of prompt and answer: max_model_len is {plan.max_model_len}",
+            f"cannot request {task.n_tokens} tokens of prompt and answer: max_model_len is {plan.max_model_len}",
             hint="Lower --input-len or --output-len.",
         )
     if task.verb == "latency" and 0 < plan.model.vocab < _LATENCY_TOKEN_IDS:

@@ -33,7 +33,7 @@ def unsupported(deployment: Deployment, target: Target) -> list[Problem]:
             found.append(Problem(f"observe.{field}", "this version does not set it up yet", hint))
     if deployment.replicas.max > max(1, deployment.replicas.min):
         hint = "set replicas to a number, and change it with `penstock scale`"
-        found.append(Problem("replicas.max", "this version does not scale by itself yet", hint))
+        found.append(Problem("replicas.max", "this version has no autoscaling yet", hint))
     return found
 
 

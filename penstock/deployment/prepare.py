@@ -61,7 +61,7 @@ def prepare(
     warnings = [*plan.warnings, *_unread_variables(deployment, target)]
     if machine.gpus and not least.gpus:
         gpus = f"{len(machine.gpus)} x {machine.gpus[0].name}"
-        warnings.append(f"{least.host} has no GPU: this is for {gpus}, as the file says")
+        warnings.append(f"{least.host} has no GPU: this is for {gpus}, as the file requires")
     plan = msgspec.structs.replace(plan, warnings=tuple(warnings))
     run_path = paths.home() / "runs" / deployment.name
     instructions = Launch(

@@ -204,7 +204,7 @@ def watch(run: Run, on_state: OnState, is_done: Callable[[State], bool], timeout
             raise PenstockError(
                 f'deployment "{run.name}" is {state.phase} after {timeout_s:.0f} s',
                 detail=state.reason,
-                hint=f"It goes on in the background: penstock status {run.name}",
+                hint=f"It continues in the background: penstock status {run.name}",
                 is_retryable=True,
             )
         time.sleep(_POLL_S)
@@ -240,5 +240,5 @@ def _start_error(run: Run, state: State) -> PenstockError:
     return EngineError(
         f'could not start replica {failed.replica} of "{run.name}": {failed.reason}',
         detail="its last lines:\n" + "\n".join(f"  {line}" for line in failed.announcement.log_tail),
-        hint=failed.announcement.hint or f"The whole log: penstock logs {run.name} ({log})",
+        hint=failed.announcement.hint or f"Full log: penstock logs {run.name} ({log})",
     )

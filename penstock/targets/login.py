@@ -95,7 +95,7 @@ def address(login: Login, name: str) -> str:
         url = json.loads(done.out)["url"]
     except (ValueError, KeyError, TypeError) as exc:
         raise PenstockError(
-            f'could not ask login node "{login.host}" for "{name}"', detail=(done.err or done.text).strip()[-500:]
+            f'could not reach login node "{login.host}" for "{name}"', detail=(done.err or done.text).strip()[-500:]
         ) from exc
     if url is None:
         raise run_folder.no_address(name)

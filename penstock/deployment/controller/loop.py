@@ -133,7 +133,7 @@ class Controller:
             if placement.state == "placed":
                 self._broken.discard(unit.name)
             if placement.is_final and placement.state == "gone":  # a job cancelled by hand stays cancelled
-                self._fail(unit.name, placement.reason or "it was ended by hand", rows.get(unit.name))
+                self._fail(unit.name, placement.reason or "it was ended from outside", rows.get(unit.name))
 
     def _fail(self, name: str, reason: str, announcement: Announcement | None) -> None:
         """Note, once, that a replica is not placed again."""
@@ -147,7 +147,7 @@ class Controller:
 
     def _fail_silent_node(self, name: str) -> None:
         """The node died before its first announcement; only its log is left."""
-        reason = f"its node died {_SILENT_NODES} times before it said anything"
+        reason = f"its node ended {_SILENT_NODES} times before its first report"
         self._fail(
             name,
             reason,

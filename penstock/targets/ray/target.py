@@ -87,13 +87,13 @@ class RayJobs(Target):
             try:
                 facts = msgspec.json.decode(told["out"].strip().splitlines()[-1], type=_Facts)
             except (msgspec.MsgspecError, IndexError):
-                last = (told["err"].strip().splitlines() or ["it said nothing"])[-1]
+                last = (told["err"].strip().splitlines() or ["it printed nothing"])[-1]
                 wrong.append(f"{told['host']}: {last[:300]}")
                 continue
             found.append(_as_ray_gives(facts.machine, int(told["resources"].get("GPU", 0))))
         if not found:
             raise PenstockError(
-                f"could not ask any node of the Ray cluster {_block(deployment).address} what it is",
+                f"could not survey any node of the Ray cluster {_block(deployment).address}",
                 detail="\n".join(wrong),
                 hint="Set ray.python to an interpreter on its nodes that has vLLM and penstock's requirements, "
                 "or ray.runtime_env: {pip: [msgspec, psutil, pyyaml, rich, uvloop]}.",
@@ -243,7 +243,7 @@ class RayJobs(Target):
             raise PenstockError(
                 f'could not end {len(left)} job(s) of "{run.name}" on {dashboard.address}',
                 detail=", ".join(left),
-                hint="`ray job stop` and `ray job list` on the cluster say more.",
+                hint="`ray job stop` and `ray job list` on the cluster show more.",
                 is_retryable=True,
             )
         ended_at = time.monotonic()
@@ -297,7 +297,7 @@ class RayJobs(Target):
             look = _Look(time.monotonic(), dashboard.jobs(), dashboard.groups())
         except PenstockError as exc:
             # A dashboard that is away says nothing of the jobs: they run without it.
-            away = f"Ray's dashboard does not answer, this is its last word: {exc.message}"
+            away = f"Ray's dashboard does not answer, its last answer: {exc.message}"
             look = _Look(time.monotonic(), before.jobs if before else {}, before.groups if before else {}, away)
         self._looks[address] = look
         return look
@@ -444,7 +444,7 @@ def _ask(dashboard: Dashboard, block: RayCluster, argv: Sequence[str], timeout_s
                 break
             time.sleep(_POLL_S)
         why = _last_word(row) if row is not None and row.has_ended else "its job did not end in time"
-        raise PenstockError(f"could not ask the nodes of {dashboard.address}: {why}", detail="\n".join(lines[-10:]))
+        raise PenstockError(f"could not survey the nodes of {dashboard.address}: {why}", detail="\n".join(lines[-10:]))
     finally:
         # Nobody waits for it but the interpreter's end.
         threading.Thread(target=_forget, args=(dashboard, job), name="forget-job").start()

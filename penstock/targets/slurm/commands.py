@@ -63,7 +63,7 @@ class Queue:
         self._asked_at = time.monotonic()
         if done.returncode:
             self.silence = complaint(done)
-            raise PenstockError(f"could not ask Slurm for its jobs: {self.silence}", is_retryable=True)
+            raise PenstockError(f"could not read Slurm's job queue: {self.silence}", is_retryable=True)
         self.silence, self._jobs = None, queue.parse_jobs(done.stdout)
         return self._jobs
 
@@ -130,7 +130,7 @@ def read_site() -> site.Site:
     answers = [ask(["scontrol", "show", what, "-o"]) for what in ("partition", "node")]
     for done in answers:
         if done.returncode:
-            raise PenstockError(f"could not ask Slurm what it has: {complaint(done)}", is_retryable=True)
+            raise PenstockError(f"could not read Slurm's nodes: {complaint(done)}", is_retryable=True)
     return site.parse(answers[0].stdout, answers[1].stdout)
 
 

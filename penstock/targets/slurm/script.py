@@ -312,14 +312,18 @@ def problems(deployment: Deployment, run_path: str) -> list[Problem]:
     for field in words:
         value = getattr(block, field)
         if value is not None and not _is_word(value):
-            found.append(Problem(f"slurm.{field}", f"{value!r} cannot stand in a batch script", "no quotes, no spaces"))
+            found.append(
+                Problem(f"slurm.{field}", f"{value!r} cannot be written in a batch script", "no quotes, no spaces")
+            )
     for field in ("conda", "venv", "container", "python"):
         value = getattr(block, field)
         if value is not None and not (value and value.isprintable()):
-            found.append(Problem(f"slurm.{field}", f"{value!r} cannot stand in a batch script", "one line of text"))
+            found.append(
+                Problem(f"slurm.{field}", f"{value!r} cannot be written in a batch script", "one line of text")
+            )
     for field in ("modules", "prologue"):
         found += [
-            Problem(f"slurm.{field}", f"{value!r} cannot stand in a batch script", "one line each")
+            Problem(f"slurm.{field}", f"{value!r} cannot be written in a batch script", "one line each")
             for value in getattr(block, field)
             if not value or not value.replace("\t", " ").isprintable()
         ]
@@ -335,7 +339,9 @@ def problems(deployment: Deployment, run_path: str) -> list[Problem]:
         found.append(Problem("slurm.successor_s", f"{block.successor_s:g} is below 0"))
     if not _PATH.match(run_path):
         found.append(
-            Problem("", f'the run folder "{run_path}" cannot stand in a batch script', "set PENSTOCK_HOME to another")
+            Problem(
+                "", f'the run folder "{run_path}" cannot be written in a batch script', "set PENSTOCK_HOME to another"
+            )
         )
     return [*found, *_directive_problems(block)]
 
@@ -353,7 +359,7 @@ def _directive_problems(block: Slurm) -> Iterator[Problem]:
         elif name in _OURS:
             yield Problem("slurm.directives", f'"{name}" is set by penstock', "remove it")
         elif name in _FIELDS:
-            yield Problem("slurm.directives", f'"{name}" has a field of its own', f"set slurm.{_FIELDS[name]}")
+            yield Problem("slurm.directives", f'"{name}" is set by another field', f"set slurm.{_FIELDS[name]}")
 
 
 def _is_word(value: str) -> bool:

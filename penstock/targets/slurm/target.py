@@ -283,7 +283,7 @@ class Slurm(Target):
         if left:
             raise PenstockError(
                 f"could not end job {', '.join(left)} of Slurm: it is still there {_KILL_S:.0f} s after scancel",
-                hint="`squeue -l` tells its state; a node that does not answer keeps it completing.",
+                hint="`squeue -l` shows its state; a node that does not answer keeps it completing.",
                 is_retryable=True,
             )
 

@@ -67,7 +67,7 @@ class Watch:
             # A question that was ending as we came had its answer forgotten: it is asked again.
             self._start([host for host in unknown if not self._knows(host, wanted[host])], wanted)
             self._changed.wait_for(lambda: all(self._knows(host, wanted[host]) for host in unknown), _FIRST_S)
-            return {host: self._looks.get(host, Look(error="it was not asked yet")) for host in wanted}
+            return {host: self._looks.get(host, Look(error="not checked yet")) for host in wanted}
 
     def _start(self, hosts: Collection[str], wanted: Mapping[str, Collection[int]]) -> None:
         for host in hosts:

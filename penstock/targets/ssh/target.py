@@ -281,7 +281,7 @@ class OverSsh(Target):
         for one in told:
             if one.exit_code != 0:
                 raise PenstockError(
-                    f"could not ask {one.host} what it has: {(one.err.strip().splitlines() or ['no answer'])[-1]}",
+                    f"could not survey {one.host}: {(one.err.strip().splitlines() or ['no answer'])[-1]}",
                     hint="Does `ssh HOST` work by hand?",
                     is_retryable=True,
                 )
@@ -444,13 +444,13 @@ def _problems(deployment: Deployment, block: Block) -> list[Problem]:
     if block.config is not None:
         path = Path(block.config).expanduser()
         if not path.is_absolute():
-            found.append(Problem("ssh.config", f'"{block.config}" is not a whole path', f'"{path.resolve()}"'))
+            found.append(Problem("ssh.config", f'"{block.config}" is not an absolute path', f'"{path.resolve()}"'))
         elif not path.is_file():
             found.append(Problem("ssh.config", f'no file "{path}"', "remove it to use ~/.ssh/config"))
     if not block.python or block.python.startswith("-"):
         found.append(Problem("ssh.python", f'"{block.python}" is no program', "the path of a Python on the hosts"))
     if not block.folder.startswith(("/", "~/")) or "\n" in block.folder:
-        found.append(Problem("ssh.folder", f'"{block.folder}" is not a whole path', "/a/folder, or ~/a/folder"))
+        found.append(Problem("ssh.folder", f'"{block.folder}" is not an absolute path', "/a/folder, or ~/a/folder"))
     return found
 
 
@@ -524,7 +524,7 @@ def _end_there(ssh: Ssh, place: _Place, order: End) -> None:
 def _how_gone(node: Node, seen: Look) -> str:
     name = short_name(node.host)
     if seen.boot != node.boot:
-        return f"{name} was started anew"
+        return f"{name} was restarted"
     return f"its node process {node.process.pid} on {name} is gone"
 
 
