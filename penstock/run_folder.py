@@ -26,7 +26,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import msgspec
 
@@ -44,14 +44,45 @@ T = TypeVar("T")
 KEPT_RESTARTS = 10
 
 
+Kind = Literal["replica", "gateway", "controller"]
+
+
+class Unit(NamedTuple):
+    """What a target places. `name` is unique among the units of its kind."""
+
+    kind: Kind
+    name: str
+
+    @property
+    def key(self) -> str:
+        """How a handle names it: "replica/0"."""
+        return f"{self.kind}/{self.name}"
+
+
+def unit_of(key: str) -> Unit:
+    """The unit that has this key."""
+    kind, _, name = key.partition("/")
+    return Unit(cast(Kind, kind), name)
+
+
+def order(unit: Unit) -> tuple[str, int, str]:
+    """Sorts units by kind, and by number within a kind: 2 before 10."""
+    return unit.kind, len(unit.name), unit.name
+
+
+def replica(name: str) -> Unit:
+    return Unit("replica", name)
+
+
 class Record(msgspec.Struct, frozen=True):
-    """run.json: which launch this folder is of."""
+    """run.json: which launch this folder is of. `placed`: the kinds of units that its target places."""
 
     id: str
     name: str
     target: str
     created_at: float
     penstock_version: str
+    placed: tuple[Kind, ...] = ("replica",)
 
 
 class Artifact(msgspec.Struct, frozen=True):
@@ -65,10 +96,15 @@ class Artifact(msgspec.Struct, frozen=True):
 
 
 class Handle(msgspec.Struct, frozen=True):
-    """handle.json: per replica, what its target needs to find it again (a process, a job id, ...)."""
+    """handle.json: by the key of each unit, what its target needs to find it again (a process, a job id, ...)."""
 
     target: str
-    replicas: dict[str, dict[str, Any]] = {}
+    units: dict[str, dict[str, Any]] = {}
+
+    @property
+    def replicas(self) -> dict[str, dict[str, Any]]:
+        """As `units`, of the replicas alone and by their names."""
+        return {unit_of(key).name: facts for key, facts in self.units.items() if unit_of(key).kind == "replica"}
 
 
 class Desired(msgspec.Struct, frozen=True):
@@ -79,14 +115,14 @@ class Desired(msgspec.Struct, frozen=True):
 
 
 class Part(msgspec.Struct, frozen=True):
-    """The controller or the gateway, as last seen. A gateway that its target places has a `job` in place of a
+    """The controller or the gateway, as last seen. One that its target places has the name of its `unit` in place of a
     process; `note` is the target's word on it."""
 
     state: Literal["running", "queued", "starting", "gone"]
     process: Process | None = None
     n_restarts: int = 0
     restarts: tuple[Restart, ...] = ()
-    job: str | None = None
+    unit: str | None = None
     note: str | None = None
 
     def restarted(self, reason: str) -> Part:
@@ -161,16 +197,19 @@ class Run:
 
     @property
     def gateway_folder(self) -> Path:
-        """It is there when the target places the gateway, which may then move from one machine to another."""
+        """Only where the target places the gateway, which may then move from one machine to another."""
         return self.path / "gateway"
 
     @property
     def gateway_address_file(self) -> Path:
         return self.gateway_folder / "address.json"
 
-    @property
-    def is_gateway_placed(self) -> bool:
-        return self.gateway_folder.is_dir()
+    def places(self, kind: Kind) -> bool:
+        """Whether its target places units of this kind; the others live next to `up`."""
+        try:
+            return kind in self.record().placed
+        except PenstockError:  # a damaged folder
+            return kind == "replica"
 
     def gateway_address(self) -> GatewayAddress:
         """Where the gateway is that the target placed.  Raises PenstockError before the first has started."""
@@ -239,31 +278,29 @@ class Run:
     def write_state(self, state: State) -> None:
         self._write("state.json", state)
 
-    def gateway_settings(self) -> dict[str, Any]:
-        return self._read("gateway.json", dict[str, Any])
+    def gateway_file(self) -> GatewayFile:
+        return self._read("gateway.json", GatewayFile)
 
     @property
     def listen(self) -> str:
         """The gateway's own address, "host:port"."""
-        return self.gateway_address().listen if self.is_gateway_placed else self._gateway_setting("listen")
+        return self.gateway_address().listen if self.places("gateway") else self.gateway_file().listen
 
     @property
     def url(self) -> str:
         """Where clients connect, with the path prefix."""
-        settings = self.gateway_settings()
-        scheme = "https" if settings.get("tls_cert") else "http"
-        return f"{scheme}://{reachable(self.listen)}{settings.get('path_prefix') or ''}"
+        settings = self.gateway_file()
+        scheme = "https" if settings.tls_cert else "http"
+        return f"{scheme}://{reachable(self.listen)}{settings.path_prefix or ''}"
 
     @property
     def known_url(self) -> str | None:
         """As `url`; None while the gateway's job waits."""
-        return None if self.is_gateway_placed and not self.gateway_address_file.exists() else self.url
+        return None if self.places("gateway") and not self.gateway_address_file.exists() else self.url
 
     @property
     def admin_url(self) -> str:
-        if self.is_gateway_placed:
-            return "http://" + self.gateway_address().admin[0]
-        return "http://" + self._gateway_setting("admin")
+        return "http://" + (self.gateway_address().admin[0] if self.places("gateway") else self.gateway_file().admin)
 
     def admin_token(self) -> str:
         try:
@@ -283,12 +320,6 @@ class Run:
             return []
         with path.open(encoding="utf-8") as stream:
             return [json.loads(line) for line in stream if line.endswith("\n")]
-
-    def _gateway_setting(self, name: str) -> str:
-        value = self.gateway_settings().get(name)
-        if not isinstance(value, str):
-            raise self._unreadable("gateway.json", f'it has no "{name}"')
-        return value
 
     def _read(self, name: str, kind: type[T]) -> T:
         try:
@@ -339,14 +370,25 @@ def is_locked(run: Run) -> bool:
     return False
 
 
+class GatewayFile(msgspec.Struct, frozen=True):
+    """What others than the gateway read in gateway.json."""
+
+    listen: str
+    admin: str
+    store: str | None = None
+    tls_cert: str | None = None
+    path_prefix: str | None = None
+
+
 class Draft(msgspec.Struct, frozen=True):
-    """All that a new run folder holds at first."""
+    """All that a new run folder holds at first. `gateway`: its whole config. `placed`: as in `Record`."""
 
     deployment: Deployment
     plan: Plan
     artifact: Artifact
-    gateway: dict[str, Any]
+    gateway: msgspec.Struct
     admin_token: str
+    placed: tuple[Kind, ...] = ("replica",)
 
 
 def create(draft: Draft, now: float) -> Run:
@@ -384,18 +426,19 @@ def _fill(run: Run, draft: Draft, now: float) -> None:
     for sub in ("artifact", "logs"):
         (run.path / sub).mkdir()
     (run.path / "secrets").mkdir(mode=0o700)
-    if draft.deployment.gateway.on == "job":
+    if "gateway" in draft.placed:
         run.gateway_folder.mkdir()
     write_atomically(run.admin_token_file, draft.admin_token.encode(), mode=0o600)
     deployment = draft.deployment
-    record = Record(secrets.token_hex(6), deployment.name, deployment.target, now, __version__)
+    record = Record(secrets.token_hex(6), deployment.name, deployment.target, now, __version__, draft.placed)
     run._write("run.json", record)
     write_atomically(run.path / "spec.yaml", reading.to_yaml(deployment).encode())
     run._write("plan.json", draft.plan)
     run._write("artifact.json", draft.artifact)
     for name, text in draft.artifact.files.items():
         write_atomically(run.artifact_path / name, text.encode())
-    write_atomically(run.gateway_config, json.dumps(draft.gateway, indent=2).encode(), mode=0o600)
+    config = msgspec.json.format(msgspec.json.encode(draft.gateway), indent=2)
+    write_atomically(run.gateway_config, config, mode=0o600)
     run.write_desired(Desired("up", deployment.replicas.min))
     run.write_handle(Handle(deployment.target))
     (run.path / "events.jsonl").touch()
@@ -452,7 +495,7 @@ def every() -> list[Run]:
 
 
 class Left(msgspec.Struct, frozen=True):
-    """What a `down` could not reach, kept beside the runs until it is ended. `facts` are for the target's `finish`."""
+    """What a `down` could not reach, kept next to the runs until it is ended. `facts` are for the target's `finish`."""
 
     target: str
     run_id: str
@@ -474,11 +517,11 @@ def forget_left(run_id: str, place: str) -> None:
 
 def every_left() -> list[Left]:
     """All that is noted; a damaged note is not."""
-    found = []
+    notes = []
     for path in sorted((home() / "left-behind").glob("*.json")):
         with contextlib.suppress(OSError, msgspec.MsgspecError):
-            found.append(msgspec.json.decode(path.read_bytes(), type=Left))
-    return found
+            notes.append(msgspec.json.decode(path.read_bytes(), type=Left))
+    return notes
 
 
 def _left_path(run_id: str, place: str) -> Path:
@@ -489,7 +532,7 @@ Listen = Literal["loopback", "network"]
 
 
 class Launch(msgspec.Struct, frozen=True):
-    """What a node is told. Rendered into the artifact as launch.json; the token stays in its own file or variable.
+    """The instructions of a node: launch.json of the artifact. The token stays in its own file or variable.
 
     `announce_urls`: the gateway's admin address, as it may be reached from a node; the first that answers is taken.
     `announce_file`: where that address is read instead, again and again, for the gateway moves (GatewayAddress); the

@@ -274,7 +274,7 @@ def engine_pid(run: Run, name: str = "0") -> int:
 
 
 def pids(run: Run, role: str, replica: str | None = None) -> list[int]:
-    """Living processes of a run by role: "controller", "warden", "gateway", "node", "engine"."""
+    """Living processes of a run by role: "controller", "watchdog", "gateway", "node", "engine"."""
     return [process.pid for process in processes.find_marked(str(run.path), replica) if process.role == role]
 
 

@@ -108,8 +108,8 @@ def assert_nothing_left(live: Live, segments: set[str]) -> None:
 
 def ports_of(live: Live) -> list[int]:
     """Every port that the deployment listens on."""
-    settings = live.run.gateway_settings()
-    urls = [settings["listen"], settings["admin"], live.status()["replicas"][0]["announcement"]["url"]]
+    settings = live.run.gateway_file()
+    urls = [settings.listen, settings.admin, live.status()["replicas"][0]["announcement"]["url"]]
     return [int(url.rpartition(":")[2]) for url in urls]
 
 

@@ -12,7 +12,7 @@ from penstock.hardware import Gpu, Machine
 from penstock.models import Facts, ModelFacts, catalog
 from penstock.planner import Plan, launch
 from penstock.planner.launch import Sized
-from penstock.run_folder import Artifact, Draft, Run
+from penstock.run_folder import Artifact, Draft, GatewayFile, Run
 from penstock.spec import reading
 from penstock.spec.deployment import Deployment
 from penstock.text import GIB, MIB
@@ -87,7 +87,7 @@ def draft(wanted: Deployment | None = None) -> Draft:
         wanted or deployment(),
         demo_plan(),
         Artifact(("python", "-m", "penstock.node"), {"launch.json": "{}\n"}),
-        {"listen": "127.0.0.1:8000", "admin": "127.0.0.1:8001"},
+        GatewayFile("127.0.0.1:8000", "127.0.0.1:8001"),
         "secret-token",
     )
 

@@ -72,9 +72,9 @@ class Desk:
     def replica(self, number: str = "0", name: str = "one") -> dict[str, Any]:
         return next((row for row in self.status(name)["replicas"] if row["replica"] == number), {})
 
-    def job(self, replica: str = "0", name: str = "one") -> int:
+    def job(self, unit: str = "0", name: str = "one", kind: str = "replica") -> int:
         handle = json.loads((self.run_path(name) / "handle.json").read_text("utf-8"))
-        return int(handle["replicas"][replica]["job"])
+        return int(handle["units"][f"{kind}/{unit}"]["job"])
 
     def wait(self, is_so: Callable[[], bool], what: str, timeout_s: float = 30.0) -> None:
         deadline = time.monotonic() + timeout_s

@@ -24,7 +24,7 @@ from penstock.bench import offline, serve
 from penstock.cli import main
 from penstock.cli.bench import sweep
 from penstock.cli.bench.sweep import Place
-from penstock.deployment import start
+from penstock.deployment import prepare
 from penstock.engines import Place as EnginePlace
 from penstock.engines.vllm.offline import Latency, Throughput
 from penstock.engines.vllm.offline import command as bench_command
@@ -231,7 +231,7 @@ def test_data_sets_go_by_vllms_names(dataset: str, words: str, tmp_path: Path) -
 def test_vllm_bench_gets_the_plans_flags_without_the_servers() -> None:
     args = {"enable_auto_tool_choice": True, "tool-call-parser": "hermes", "block-size": 16}
     text = {"model": "penstock-demo", "engine": {"kind": "vllm", "args": args}}
-    plan = start.make_plan(reading.from_mapping(text, "a test", []), detect.this_machine(), 1)
+    plan = prepare.make_plan(reading.from_mapping(text, "a test", []), detect.this_machine(), 1)
     argv = bench_command(plan, EnginePlace("127.0.0.1", 0, "/f", "python"), "latency", ("--seed", "1")).argv
     assert argv[:5] == ("python", "-m", "vllm.entrypoints.cli.main", "bench", "latency")
     assert "--max-model-len" in argv and "--block-size" in argv and argv[-2:] == ("--output-json", "/f/answer.json")

@@ -83,7 +83,7 @@ def test_several_runs_stand_beside_each_other(one: Result, tmp_path: Path) -> No
     why = ["late by 80 ms <p99>"]
     two = folder.load(write_run(tmp_path / "two & more", 4, valid=False, invalid_because=why))
     words = Page(html.page([one, two])).words
-    assert "two & more" in words and "Beside each other" in words and "not valid: late by 80 ms <p99>" in words
+    assert "two & more" in words and "Side by side" in words and "not valid: late by 80 ms <p99>" in words
     (tmp_path / "result.json").write_text('{"completed": 3}')
     assert "Drawn" not in Page(html.page([folder.load(tmp_path)])).words  # a summary alone
 

@@ -46,7 +46,7 @@ def test_an_unknown_gpu_is_refused_with_the_nearest() -> None:
     with pytest.raises(UserError, match='the nearest is "h100-sxm"') as refused:
         catalog.gpu("h100-smx")
     assert refused.value.exit_code == 2
-    with pytest.raises(UserError, match="cannot tell which GPU") as unclear:
+    with pytest.raises(UserError, match="cannot identify GPU") as unclear:
         catalog.gpu("h100")
     assert "h100-pcie, h100-sxm" in str(unclear.value.hint)
 

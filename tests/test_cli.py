@@ -18,7 +18,7 @@ from samples import NOW, cpu_machine, deployment, draft, gpu_machine, run_folder
 from penstock import __version__
 from penstock import run_folder as runs
 from penstock.cli import lifecycle, main, output
-from penstock.deployment import start, stop
+from penstock.deployment import prepare, start, stop
 from penstock.engines.llamacpp.engine import LlamaCpp
 from penstock.engines.vllm.engine import Vllm
 from penstock.errors import PenstockError, UserError
@@ -260,7 +260,7 @@ def test_a_fault_of_ours_is_no_traceback(shell: Shell, monkeypatch: pytest.Monke
     def fail(deployment: object) -> None:
         raise ZeroDivisionError("division by zero")
 
-    monkeypatch.setattr(start, "rehearse", fail)
+    monkeypatch.setattr(prepare, "rehearse", fail)
     code, _, errors = shell("render", "--port", "0")
     assert code == 1
     assert errors.startswith("error: penstock failed: ZeroDivisionError: division by zero\n")
@@ -279,7 +279,7 @@ def test_every_other_end_has_its_code(
     def fail(deployment: object) -> None:
         raise error
 
-    monkeypatch.setattr(start, "rehearse", fail)
+    monkeypatch.setattr(prepare, "rehearse", fail)
     monkeypatch.setattr(os, "dup2", lambda *_: None)  # a broken pipe closes the real standard output
     monkeypatch.setattr(sys.stdout, "fileno", lambda: 1)
     assert shell("render", "--port", "0")[0] == code

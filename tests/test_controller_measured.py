@@ -14,7 +14,7 @@ from penstock.deployment import measured
 from penstock.deployment.controller.loop import Controller
 from penstock.deployment.observe import Observation
 from penstock.planner import Plan
-from penstock.run_folder import Run
+from penstock.run_folder import Part, Run
 
 REPORTED = {"kv_cache_gib": 50.0, "consumed_gib": 20.0, "peak_gib": 2.0, "weights_gib": 15.0}
 
@@ -25,7 +25,7 @@ def run() -> Run:
 
 
 def look(state: str = "ready", started_at: float = 1.0, **facts: Any) -> Observation:
-    return Observation({}, view(told("0", state, started_at=started_at, **facts)), True)
+    return Observation({}, view(told("0", state, started_at=started_at, **facts)), Part("running"))
 
 
 def kept(run: Run) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from samples import run_folder, told, view
 from penstock.deployment.controller.loop import Controller
 from penstock.deployment.observe import Observation, summarise
 from penstock.errors import PenstockError
-from penstock.run_folder import Desired, Handle, Run
+from penstock.run_folder import Desired, Handle, Part, Run, Unit, replica
 from penstock.targets import Placement
 
 READY = view(told("0"))
@@ -21,17 +22,16 @@ TWO = Desired("up", 2)
 class Stubborn:
     """A target with one replica that takes what is in `allows`, and keeps what is in `holds`."""
 
-    features = frozenset({"resize"})
-
     def __init__(self) -> None:
         self.n_tries, self.allows, self.holds = 0, {"0"}, set[str]()
 
-    def resize(self, run: Run, handle: Handle, replicas: Any) -> Handle:
+    def place(self, run: Run, units: Collection[Unit]) -> Handle:
         self.n_tries += 1
-        made: dict[str, Any] = {name: {} for name in {*replicas, *self.holds} if name in self.allows | self.holds}
-        if made == handle.replicas:
+        wanted = {unit.name for unit in units} | self.holds
+        placed: dict[str, Any] = {replica(name).key: {} for name in wanted if name in self.allows | self.holds}
+        if placed == run.handle().units:
             raise PenstockError("node3 has no room")
-        return Handle("local", made)
+        return Handle("local", placed)
 
 
 class Desk:
@@ -39,7 +39,7 @@ class Desk:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.run = run_folder()
-        self.run.write_handle(Handle("local", {"0": {}}))
+        self.run.write_handle(Handle("local", {"replica/0": {}}))
         self.now = 1000.0
         monkeypatch.setattr(time, "monotonic", lambda: self.now)
         self.controller = Controller(self.run)
@@ -47,8 +47,9 @@ class Desk:
         self.controller.target = self.target  # type: ignore[assignment]
 
     def tick(self, desired: Desired) -> Any:
-        placements = {name: Placement("placed") for name in self.controller.handle.replicas}
-        seen = Observation(placements, READY, gateway_is_alive=True)
+        placements = {replica(name): Placement("placed") for name in self.run.handle().replicas}
+        gateway = {Unit("gateway", "0"): Placement("placed")}
+        seen = Observation(placements | gateway, READY, Part("running", unit="0"))
         self.controller._act(desired, seen)
         if self.controller._worker is not None:
             self.controller._worker.join()

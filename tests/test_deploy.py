@@ -14,7 +14,7 @@ from samples import NOW, cpu_machine, demo_plan, deployment, draft, gpu_machine,
 
 from penstock import processes
 from penstock import run_folder as runs
-from penstock.deployment import scale, stop
+from penstock.deployment import prepare, scale, stop
 from penstock.deployment import start as deploy
 from penstock.errors import EngineError, PlanError, UserError
 from penstock.hardware import Machine
@@ -111,14 +111,14 @@ def test_a_folder_that_is_not_an_engines_is_left_alone(tmp_path: Path, marked: l
 class Cluster:
     """Three machines of one GPU, and a run with a replica on each of the first two."""
 
-    name, features, listen = "ssh", frozenset({"resize"}), "loopback"
+    name, listen, is_elastic = "ssh", "loopback", False
 
     def machines(self, wanted: Deployment) -> list[Machine]:
         free = gpu_machine(1)
         used = msgspec.structs.replace(free, gpus=(msgspec.structs.replace(free.gpus[0], memory_free_bytes=GIB),))
         return [used, used, free]
 
-    def spread(self, wanted: Deployment, handle: Handle, n_more: int = 0) -> list[int]:
+    def nodes_per_machine(self, wanted: Deployment, handle: Handle, n_more: int = 0) -> list[int]:
         return [1, 1, n_more]
 
 
@@ -131,7 +131,7 @@ def test_more_replicas_are_judged_by_the_machines_that_they_would_get(monkeypatc
     run = run_of(deployment(target="ssh"))
     run.write_desired(Desired("up", 2))
     monkeypatch.setattr("penstock.targets.load", lambda _: Cluster())
-    monkeypatch.setattr(deploy, "_revive", lambda _: None)
+    monkeypatch.setattr(scale, "revive", lambda _: None)
     scale.scale(run, 3)
     assert run.desired().replicas == 3
     with pytest.raises(PlanError, match="cannot place 2 x 1 ranks"):
@@ -142,9 +142,9 @@ def test_more_replicas_are_judged_by_the_machines_that_they_would_get(monkeypatc
 def test_what_a_run_holds_of_its_hosts_counts_as_free_for_its_replacement() -> None:
     wanted = deployment(target="ssh")
     run = run_of(wanted)
-    found = deploy._machines(cast(Target, Cluster()), wanted, run)
+    found = prepare._machines(cast(Target, Cluster()), wanted, run)
     assert [machine.gpus[0].memory_free_bytes for machine in found] == [80 * GIB] * 3
-    found = deploy._machines(cast(Target, Cluster()), wanted, run_of(deployment()))
+    found = prepare._machines(cast(Target, Cluster()), wanted, run_of(deployment()))
     assert found[0].gpus[0].memory_free_bytes == GIB, "another target's run holds nothing here"
 
 
@@ -236,7 +236,7 @@ def test_a_run_that_is_stopping_is_not_taken_for_a_running_one(marked: list[Mark
     run = run_folder(deployment(name="d"))
     run.write_desired(Desired("down", 0))
     assert deploy._running("d") is None
-    found = deploy._not_ended("d")
+    found = prepare.not_ended("d")
     assert found is not None
     assert found.path == run.path
 
@@ -254,8 +254,8 @@ def test_a_start_that_broke_off_is_ended_although_ctrl_c_comes_again(
     monkeypatch.setattr(deploy, "start_controller", press)
     monkeypatch.setattr(processes, "sweep", interrupt_again)
     wanted = deployment(name="d", replicas=0, gateway={"port": 0})
-    prepared = deploy.Prepared(wanted, cpu_machine(), demo_plan(), Artifact(("true",), {}))
-    monkeypatch.setattr(deploy, "prepare", lambda *_: prepared)
+    prepared = prepare.Prepared(wanted, cpu_machine(), demo_plan(), Artifact(("true",), {}))
+    monkeypatch.setattr(prepare, "prepare", lambda *_: prepared)
     said: list[str] = []
     with pytest.raises(KeyboardInterrupt):
         deploy.up(wanted, on_step=said.append)
@@ -283,5 +283,5 @@ def test_a_home_with_a_placeholder_in_its_name_is_kept_as_it_is(
 def test_a_variable_that_nobody_reads_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_LOGING_LEVEL", "DEBUG")
     wanted = deployment(gateway={"port": 0}, engine={"env": {"NCCL_SOCKET_IFNAM": "eth0"}})
-    told = deploy.prepare(wanted).plan.warnings
+    told = prepare.prepare(wanted).plan.warnings
     assert [warning.partition(" is no variable")[0] for warning in told] == ["NCCL_SOCKET_IFNAM", "VLLM_LOGING_LEVEL"]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -62,3 +64,65 @@ def anchors(path: Path) -> set[str]:
         return set()
     heads = re.findall(r"^#+ +(.*)$", path.read_text("utf-8"), flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", head.lower()).strip().replace(" ", "-") for head in heads}
+
+
+# The voice of messages, help and how-to pages (docs/reference/glossary.md has the words to use instead).
+FORBIDDEN = re.compile(
+    r"\b(mend(s|ed)?|told|somebody|meanwhile|knock(s|ed)?|doors?|crews?|parcels?|desks?|beside|anew|whoever"
+    r"|all the same|of its own|brought back)\b",
+    re.IGNORECASE,
+)
+# Word lists and corpora of the bundled model are no messages.
+NO_MESSAGES = ("penstock/testing/", "penstock/bench/datasets/tokenizers.py")
+# Plain words that module names may use beyond the glossary.
+PLAIN = """
+addresses admin agent announcement announcer api arguments arrivals blocks board body bootstrap bundle calibrate
+calibration catalog child collectives commands compare compiled config conformance connections cpu decide dense
+detect doctor driver entry errors estimate examine explain facts fake fields figures fit forwarding guard health
+host html http1 hub hybrid init inputs install kernel key leader leftovers levers library lifecycle limits lines
+link listener liveness local locks login loop main measured member middleware network observe offline openssh
+options origins overhead parent parse paths picture placed placement planning policies prepare progress public queue
+quota ranges reachability reading ready reduce remote rendezvous replies report responses retries rope scale schema
+script server service settings setup shared site solve sse startup static stats status stop store supervisor svg
+sweep sync synthetic timestamps topology totals tunnel tunnels upstreams validity versions vision warden watchdog
+"""
+
+
+def messages(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, text) of every string of a file that a person may read: two spaces or more, and no docstring."""
+    tree = ast.parse(path.read_text("utf-8"))
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    constants = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in docstrings]
+    for node in constants:
+        if isinstance(node.value, str) and node.value.count(" ") >= 2:
+            yield node.lineno, node.value
+
+
+def test_messages_and_how_to_pages_are_in_plain_english() -> None:
+    wrong = [
+        f"{name}:{line}: {text[:100]}"
+        for path in sorted((ROOT / "penstock").rglob("*.py"))
+        if not (name := path.relative_to(ROOT).as_posix()).startswith(NO_MESSAGES)
+        for line, text in messages(path)
+        if FORBIDDEN.search(text)
+    ]
+    wrong += [
+        f"{path.name}:{number}: {line}"
+        for path in [*sorted((ROOT / "docs" / "how-to").glob("*.md")), ROOT / "docs" / "reference" / "cli.md"]
+        for number, line in enumerate(path.read_text("utf-8").splitlines(), 1)
+        if FORBIDDEN.search(line)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_module_names_use_the_words_of_the_glossary() -> None:
+    legal = set(PLAIN.split()) | set(
+        re.findall(r"[a-z0-9]+", (ROOT / "docs" / "reference" / "glossary.md").read_text("utf-8").lower())
+    )
+    wrong = [
+        f"{path.relative_to(ROOT)}: {word}"
+        for path in sorted((ROOT / "penstock").rglob("*.py"))
+        for word in path.stem.strip("_").split("_")
+        if word not in legal and word.removesuffix("s") not in legal
+    ]
+    assert not wrong, "add to the glossary, or to PLAIN in this test:\n" + "\n".join(wrong)

@@ -12,7 +12,7 @@ import pytest
 from samples import cpu_machine, deployment, gpu_machine
 from test_facts import Hub, as_json, served  # noqa: F401 - a fixture
 
-from penstock import engines
+from penstock import engines, targets
 from penstock.deployment.doctor import examine, network
 from penstock.deployment.doctor import nodes as findings
 from penstock.deployment.doctor.model import check_model
@@ -192,10 +192,10 @@ def test_an_engine_that_a_node_lacks_is_bad() -> None:
 def test_loading_cannot_be_faster_than_the_disk() -> None:
     assert load_time_s(bytes_per_node(131 * GIB, 2), 1e9) == pytest.approx(70.33, abs=0.01)
     slow = surveyed(1, weights=Weights("/m", GIB, 200 * GIB, (), Reading("/m/a", GIB, 10.0, True, None)))
-    (found,) = findings.of_loading([surveyed(), slow], deployment())
+    (found,) = findings.of_loading([surveyed(), slow], deployment(), None)
     assert (found.state, found.found) == ("ok", "at best 33m20s: 200 GiB per node, node1 reads slowest")
     wanted = deployment(target="slurm", slurm={"time": "20:00"}, engine={"start_timeout_s": 60})
-    told = findings.of_loading([slow], wanted)
+    told = findings.of_loading([slow], wanted, targets.load("slurm").time_limit_s(wanted))
     assert [(f.state, f.found.partition("; but ")[2]) for f in told] == [
         ("bad", "engine.start_timeout_s is 1m00s"),
         ("bad", "slurm.time is 20m00s"),

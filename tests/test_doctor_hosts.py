@@ -40,13 +40,13 @@ class OverHosts(Target):
     """Nodes are hosts; `env` and `wrap` are what a test plants on one of them, by name."""
 
     name = "ssh"
-    features = frozenset({"many-nodes"})
+    capabilities = frozenset({"survey"})
     hosts: ClassVar[Hosts]
     env: ClassVar[dict[str, dict[str, str]]] = {}
     wrap: ClassVar[dict[str, list[str]]] = {}
     problems: ClassVar[list[Problem]] = []
 
-    def check(self, deployment: Deployment) -> list[Problem]:
+    def check(self, deployment: Deployment, is_rehearsal: bool = False) -> list[Problem]:
         return self.problems
 
     def machines(self, deployment: Deployment) -> list[Machine]:

@@ -40,7 +40,7 @@ from launching import (
 from penstock import paths, processes, run_folder, targets
 from penstock.hardware import network
 from penstock.hardware.network import free_port
-from penstock.run_folder import Run
+from penstock.run_folder import Run, replica
 from penstock.testing.fake_engine.requests import expected_text
 from penstock.wire.announcement import Restart
 from penstock.wire.client import HttpError
@@ -132,13 +132,13 @@ def test_killed_engine_child_costs_no_request_beside_a_healthy_replica(place: Pl
     assert sum(client.result() for client in asking) > 8
 
 
-def test_killed_controller_and_warden_come_back(place: Place) -> None:
+def test_killed_controller_and_watchdog_come_back(place: Place) -> None:
     run = place.up(place.write("one"))
     parts = {role: pid_of(run, role) for role in ("gateway", "node", "engine")}
-    warden = pid_of(run, "warden")
-    kill(warden)
-    wait_until(lambda: bool({*pids(run, "warden")} - {warden}), "another warden")
-    assert f"warden restarted: its process {warden} was gone" in call("logs", "--part", "events").out
+    watchdog = pid_of(run, "watchdog")
+    kill(watchdog)
+    wait_until(lambda: bool({*pids(run, "watchdog")} - {watchdog}), "another watchdog")
+    assert f"watchdog restarted: its process {watchdog} was gone" in call("logs", "--part", "events").out
 
     controller = pid_of(run, "controller")
     kill(controller)
@@ -147,21 +147,21 @@ def test_killed_controller_and_warden_come_back(place: Place) -> None:
     ask(run)
     wait_restarted(run, "controller", 0, f"its process {controller} was gone")
     assert now(run).controller.state == "running"
-    wait_until(lambda: len(pids(run, "warden")) == 1, "one warden")
+    wait_until(lambda: len(pids(run, "watchdog")) == 1, "one watchdog")
     assert {role: pid_of(run, role) for role in parts} == parts, "nothing else was touched"
 
 
-def test_killed_controller_and_warden_at_once_are_revived_by_up(place: Place) -> None:
+def test_killed_controller_and_watchdog_at_once_are_revived_by_up(place: Place) -> None:
     file = place.write("one")
     run = place.up(file)
 
     def kill_both() -> None:
-        kill(pid_of(run, "warden"), pid_of(run, "controller"))
-        wait_until(lambda: not pids(run, "controller") and not pids(run, "warden"), "both are gone")
+        kill(pid_of(run, "watchdog"), pid_of(run, "controller"))
+        wait_until(lambda: not pids(run, "controller") and not pids(run, "watchdog"), "both are gone")
 
     kill_both()
     status = call("status")
-    assert "the controller is gone: nothing is brought back until" in status.out
+    assert "the controller is gone: nothing is restarted until" in status.out
     assert now(run).phase == "ready"
     ask(run)
     kill(engine := engine_pid(run), pid_of(run, "gateway"))
@@ -180,7 +180,7 @@ def test_killed_controller_and_warden_at_once_are_revived_by_up(place: Place) ->
 
 def kill_all(run: Run) -> None:
     def is_empty() -> bool:
-        """Again and again: a controller that outlives its warden by a moment starts another."""
+        """Again and again: a controller that outlives its watchdog by a moment starts another."""
         left = processes.find_marked(str(run.path))
         kill(*(process.pid for process in left))
         return not left
@@ -207,7 +207,7 @@ def test_step_of_the_clock_makes_no_process_a_stranger(place: Place, monkeypatch
     boot_time = psutil.boot_time()
     monkeypatch.setattr("psutil._pslinux.boot_time", lambda: boot_time + 3600)
     assert all(processes.is_alive(part) for part in parts)
-    assert targets.load("local").status(run, run.handle())["0"].state == "placed"
+    assert targets.load("local").status(run)[replica("0")].state == "placed"
 
 
 def test_shared_memory_of_killed_processes_is_removed(place: Place) -> None:
@@ -302,7 +302,7 @@ FAILING_STARTS: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
         "the KV cache for one request of max_model_len does not fit",
         "Set engine.max_model_len to",
     ),
-    "not enough memory": ({"oom": "memory"}, {}, "the memory it asks for is not free", "engine.gpu_memory_utilization"),
+    "not enough memory": ({"oom": "memory"}, {}, "the memory it needs is not free", "engine.gpu_memory_utilization"),
     "an error nobody knows": ({"crash-at-start": "ValueError: no such thing"}, {}, "ValueError: no such thing", "logs"),
     "a flag that it does not know": ({"no-such-flag": 1}, {}, "refused its command line", "engine.args"),
     "too slow": ({"load-s": 30}, {"start_timeout_s": 1}, "it was not ready after", "penstock logs one"),
@@ -408,7 +408,7 @@ def test_orphans_of_a_deleted_run_folder_are_found_and_cleaned(place: Place) -> 
     run, other = place.up(place.write("one")), place.up(place.write("two"))
     path, run_id = str(run.path), run.record().id
     wait_until(lambda: remove(run.path), "the folder is gone")
-    wait_until(lambda: not pids(run, "controller") and not pids(run, "warden"), "the controller ends by itself")
+    wait_until(lambda: not pids(run, "controller") and not pids(run, "watchdog"), "the controller ends by itself")
     assert call("status", "one").code == 2
     dry = call("clean")
     assert dry.code == 0
@@ -502,7 +502,7 @@ def test_down_while_up_waits_ends_both(place: Place) -> None:
         assert call("down", "one", "--now").code == 0
         assert waiting.wait(SOON_S) == 1
         assert waiting.stderr is not None
-        assert 'could not start deployment "one": somebody took it down meanwhile' in waiting.stderr.read()
+        assert 'could not start deployment "one": it was stopped while it was starting' in waiting.stderr.read()
     assert now(run).phase == "down"
 
 
@@ -510,7 +510,7 @@ def test_down_while_up_waits_ends_both(place: Place) -> None:
 def test_down_ends_a_deployment_whose_folder_is_damaged(place: Place, broken: str) -> None:
     run = place.up(place.write("one"))
     run_id = run.record().id
-    kill(pid_of(run, "warden"), pid_of(run, "controller"))  # a living controller would write some of them anew
+    kill(pid_of(run, "watchdog"), pid_of(run, "controller"))  # a living controller would write some of them anew
     (run.path / broken).write_text("")
     assert call("ls").code == 0
     assert call("down", "one", "--now").code == 0
@@ -540,8 +540,8 @@ def test_node_that_dies_before_it_says_anything_fails_the_start(place: Place) ->
     assert done.code == 0
     run = place.run()
     (run.artifact_path / "launch.json").write_text("{}")
-    for replica in run.handle().replicas.values():
-        kill(replica["pid"])
+    for entry in run.handle().replicas.values():
+        kill(entry["pid"])
     told = call("up", file)
     assert told.code == 1
     assert "its node died 3 times before it said anything" in told.err

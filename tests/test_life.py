@@ -65,7 +65,7 @@ def test_up_talks_is_seen_and_leaves_nothing_after_down(place: Place) -> None:
 def test_up_twice_starts_nothing_the_second_time(place: Place) -> None:
     file = place.write("one")
     run = place.up(file)
-    before = {role: pid_of(run, role) for role in ("controller", "warden", "gateway", "node", "engine")}
+    before = {role: pid_of(run, role) for role in ("controller", "watchdog", "gateway", "node", "engine")}
     again = call("up", file, "--json")
     assert again.code == 0
     assert again.events[0]["was_running"] is True

@@ -95,7 +95,7 @@ def test_the_file_reaches_what_the_gateway_can_do(
     port = int(run.listen.rpartition(":")[2])
     assert run.url == f"https://localhost:{port}/penstock"
     assert f"{run.url}/v1" in call("status", "one").out
-    kept = run.gateway_settings()
+    kept = json.loads(run.gateway_config.read_text("utf-8"))
     assert {name: kept[name] for name in ("policy", "max_in_flight")} == {"policy": "round-robin", "max_in_flight": 3}
     assert kept["queue"] == {"n_requests": 5, "body_bytes": 2**30, "key_share": 1.0}
     assert "sk-upstream" not in json.dumps(kept)

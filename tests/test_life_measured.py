@@ -73,7 +73,7 @@ def test_what_a_start_reports_is_shown_and_planned_with(place: Place) -> None:
     made = run.plan()
     assert (made.device, made.engine_version, made.forecast is not None) == ("cuda", "0.33.0", True)
     planned = before["memory"]["kv_cache_gib"]["likely"]
-    line = f"110.98 GiB of KV cache a GPU, the plan said {planned:.2f} ({110.98 / planned - 1:+.1%})"
+    line = f"110.98 GiB of KV cache a GPU, planned {planned:.2f} ({110.98 / planned - 1:+.1%})"
     assert line in done.out
     assert line in call("status", "gpu").out
     difference = call("status", "gpu", "--json").json["kv_cache"]["0"]

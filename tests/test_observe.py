@@ -10,7 +10,7 @@ from samples import NOW, demo_plan, gpu_plan, run_folder, told, view
 from penstock import processes
 from penstock.deployment import observe
 from penstock.deployment.observe import History, Observation, summarise
-from penstock.run_folder import Desired, Part, ReplicaStatus, State
+from penstock.run_folder import Desired, Part, ReplicaStatus, State, replica
 from penstock.targets import Placement
 from penstock.wire.announcement import GatewayView, Process, ReplicaView, Restart
 
@@ -21,7 +21,8 @@ FAILED = ReplicaStatus("0", "failed", "gone", reason="out of memory | Use less."
 
 
 def look(rows: GatewayView | None, gateway: bool = True, **placements: Placement) -> Observation:
-    return Observation({name.removeprefix("r"): place for name, place in placements.items()}, rows, gateway)
+    units = {replica(name.removeprefix("r")): place for name, place in placements.items()}
+    return Observation(units, rows, Part("running" if gateway else "gone"))
 
 
 @pytest.mark.parametrize(

@@ -156,7 +156,7 @@ def test_same_as_vllm(
 
 def test_layers_that_share_a_cache_cost_nothing() -> None:
     assert model_bytes_per_token(shapes.SHARING) == 10 * 4096
-    with pytest.raises(UserError, match="layer 10 reads the KV cache of layer 0, which stands on another stage"):
+    with pytest.raises(UserError, match="layer 10 reads the KV cache of layer 0, which is on another stage"):
         planned(shapes.SHARING, 10.0, 4096, Parallel(1, 2))
 
 

@@ -130,7 +130,7 @@ def test_a_written_file_goes_through_plan_and_up(
     made = json.loads(capsys.readouterr().out)["plan"]
     assert (code, made["device"], made["layout"]["tensor"]) == (0, "cuda", 2)
     assert made["forecast"]["kv_cache_gib"] == pytest.approx(first["memory"]["kv_cache_gib"]["likely"])
-    assert made["warnings"][-1] == "desk has no GPU: this is for 2 x NVIDIA L4, as the file says"
+    assert made["warnings"][-1] == "desk has no GPU: this is for 2 x NVIDIA L4, as the file requires"
 
 
 def test_up_itself_refuses_what_only_a_dry_run_may_assume(

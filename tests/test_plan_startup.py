@@ -145,7 +145,7 @@ def changed(model: str = "llama-3.1-8b", **fields: Any) -> dict[str, Any]:
         ({"vocab_size": "many"}, "vocab_size is 'many', not a count"),
         ({"num_attention_heads": 0}, "attention heads is 0"),
         ({"num_key_value_heads": 3}, "32 attention heads do not divide by 3 KV heads"),
-        ({"architectures": []}, "does not say its architecture"),
+        ({"architectures": []}, "it names no architecture"),
         ({"architectures": 7}, "architectures is 7, not a list"),
         ({"quantization_config": "fp8"}, "quantization_config is not an object"),
         ({"quantization_config": {"quant_method": "fp8", "ignored_layers": ["re:("]}}, "no regular expression"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 from collections.abc import Iterator
 
 import msgspec
@@ -12,6 +11,7 @@ import psutil
 import pytest
 from samples import cpu_machine, deployment, gpu_machine
 
+from penstock import targets
 from penstock.deployment import planning, preflight
 from penstock.errors import SpecError, UserError
 from penstock.hardware import Gpu, Machine, catalog, network
@@ -35,7 +35,7 @@ def test_a_port_in_use_names_who_holds_it(taken: int) -> None:
     error = caught.value
     assert error.message == f"cannot listen on 127.0.0.1:{taken}: address already in use"
     assert error.detail is not None
-    assert error.detail.startswith(f"Process {os.getpid()} listens there: {sys.executable}"[:60])
+    assert error.detail.startswith(f"Process {os.getpid()} listens there: ")
     assert error.hint == "End that process, or choose another port: --set gateway.port=PORT (0 takes any free one)."
 
 
@@ -88,18 +88,25 @@ def test_what_this_version_does_not_do_is_refused_together() -> None:
         observe={"prometheus": True, "grafana": True},
         replicas={"min": 1, "max": 3},
     )
-    assert [str(problem) for problem in preflight.unsupported(wanted)] == [
+    assert [str(problem) for problem in preflight.unsupported(wanted, targets.load("local"))] == [
         "ui: this version has no browser chat yet (use: penstock chat)",
         "observe.prometheus: this version does not set it up yet (scrape the gateway's /metrics yourself)",
         "observe.grafana: this version does not set it up yet (scrape the gateway's /metrics yourself)",
-        "replicas.max: this version does not scale by itself yet "
+        "replicas.max: this version has no autoscaling yet "
         "(set replicas to a number, and change it with `penstock scale`)",
     ]
 
 
+def test_a_gateway_in_a_job_needs_a_target_that_places_it() -> None:
+    wanted = deployment(gateway={"on": "job", "auth": "keys"})
+    (problem,) = preflight.unsupported(wanted, targets.load("local"))
+    assert str(problem) == 'gateway.on: "job", but target local places no gateway (remove it)'
+    assert preflight.unsupported(wanted, targets.load("slurm")) == []
+
+
 @pytest.mark.parametrize("replicas", [0, 1, 3, {"min": 0, "max": 1}])
 def test_a_fixed_number_of_replicas_is_supported(replicas: object) -> None:
-    assert preflight.unsupported(deployment(replicas=replicas)) == []
+    assert preflight.unsupported(deployment(replicas=replicas), targets.load("local")) == []
 
 
 H100X2 = gpu_machine(2)

@@ -23,7 +23,7 @@ import penstock
 from penstock.errors import PenstockError, Problem, UserError
 from penstock.hardware import Gpu
 from penstock.planner import Plan
-from penstock.run_folder import Desired, Handle, Launch, Run
+from penstock.run_folder import Desired, Handle, Launch, Run, replica
 from penstock.spec import reading
 from penstock.spec.deployment import Deployment, Parallel
 from penstock.targets import Placement
@@ -148,6 +148,9 @@ class FakeRun:
     def is_ended(self) -> bool:
         return self._state == "down"
 
+    def handle(self) -> Handle:
+        return Handle("ray", {"replica/0": {"job": "j", "address": "http://head:8265"}})
+
     def artifact(self) -> Any:
         return RayJobs().render(launch(n_gpus=4, n_nodes=2), "python", deployment())
 
@@ -169,8 +172,7 @@ def launch(n_gpus: int = 0, n_nodes: int = 1) -> Launch:
 
 
 def placed(target: RayJobs, state: str = "up") -> Placement:
-    handle = Handle("ray", {"0": {"job": "j", "address": "http://head:8265"}})
-    return target.status(FakeRun(state), handle)["0"]  # type: ignore[arg-type]
+    return target.status(cast(Run, FakeRun(state)))[replica("0")]
 
 
 def test_a_job_and_its_placement_group_become_a_placement(cluster: type[FakeDashboard]) -> None:
@@ -377,14 +379,14 @@ def test_a_followed_log_goes_on_after_a_break_where_it_was(
 
     class Following(FakeRun):
         def handle(self) -> Handle:
-            return Handle("ray", {"0": {"job": next(entries), "address": "http://head:8265"}})
+            return Handle("ray", {"replica/0": {"job": next(entries), "address": "http://head:8265"}})
 
     monkeypatch.setattr(cluster, "follow", follow, raising=False)
     monkeypatch.setattr(cluster, "job", lambda self, job: self.jobs().get(job), raising=False)
     monkeypatch.setattr(target_ray, "_AGAIN_S", 0.0)
     FakeDashboard.jobs_now = {"j": Job("j", "RUNNING")}
     run: Any = Following()
-    lines = RayJobs().logs(run, run.handle(), "0", follow=True)
+    lines = RayJobs().logs(run, replica("0"), follow=True)
     assert [next(lines) for _ in range(6)] == ["a", "b", "c", "d", "e", "A"]
     FakeDashboard.fails = True
     with pytest.raises(NoAnswer):
@@ -394,8 +396,8 @@ def test_a_followed_log_goes_on_after_a_break_where_it_was(
 def test_a_followed_log_ends_with_the_deployment(cluster: type[FakeDashboard], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster, "follow", lambda self, job: iter(["its last words"]), raising=False)
     monkeypatch.setattr(cluster, "job", lambda self, job: None, raising=False)
-    handle, run = Handle("ray", {"0": {"job": "j", "address": "http://head:8265"}}), cast(Run, FakeRun("down"))
-    assert list(RayJobs().logs(run, handle, "0", follow=True)) == ["its last words"]
+    run = cast(Run, FakeRun("down"))
+    assert list(RayJobs().logs(run, replica("0"), follow=True)) == ["its last words"]
 
 
 def test_the_job_on_the_cluster_needs_nothing_of_ours() -> None:

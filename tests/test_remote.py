@@ -15,8 +15,9 @@ import pytest
 from penstock.cli import remote as cli_remote
 from penstock.errors import PenstockError, UserError
 from penstock.hardware.network import free_port
-from penstock.targets.slurm import login as remote
-from penstock.targets.slurm.login import Login, Tunnel
+from penstock.targets import Login
+from penstock.targets import login as remote
+from penstock.targets.login import Tunnel
 
 # A tunnel says more than a pipe holds, and breaks when there is a file `go`.
 PROGRAM = """#!{python}

@@ -113,7 +113,7 @@ def test_files_are_replaced_whole(tmp_path: Path) -> None:
 def test_what_changes_is_written_and_read_again() -> None:
     run = run_folder()
     run.write_desired(Desired("down", 0))
-    run.write_handle(Handle("local", {"0": {"pid": 1, "started_at": 2.0}}))
+    run.write_handle(Handle("local", {"replica/0": {"pid": 1, "started_at": 2.0}}))
     run.write_state(State(NOW, "ready", 1))
     again = Run(run.path)
     assert again.desired() == Desired("down", 0)

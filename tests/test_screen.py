@@ -14,7 +14,8 @@ from samples import DEMO, NOW, cpu_machine, demo_plan, deployment, draft, gpu_ma
 from penstock import run_folder as runs
 from penstock.cli import progress, status_text
 from penstock.deployment.preflight import Finding
-from penstock.deployment.start import Prepared, Started
+from penstock.deployment.prepare import Prepared
+from penstock.deployment.start import Started
 from penstock.planner import launch
 from penstock.planner.launch import Sized
 from penstock.run_folder import Artifact, Part, ReplicaStatus, State
@@ -89,7 +90,7 @@ def test_a_status_tells_when_the_engine_has_another_kv_cache_than_planned(factor
         if words is None:
             assert lines == []
         else:
-            said = f"{planned * factor:.2f} GiB of KV cache a GPU, the plan said {planned:.2f} ({words})"
+            said = f"{planned * factor:.2f} GiB of KV cache a GPU, planned {planned:.2f} ({words})"
             assert lines == [f"  memory   {said}"]
 
 
@@ -122,7 +123,7 @@ def test_a_status_says_what_is_wrong_and_the_reasons_of_restarts_newest_first() 
         "  5.0 s ago  replica 0: was killed by signal 9\n"
         "  20.0 s ago  gateway: its process 5 was gone\n"
         "  1m00s ago  replica 0: stalled\n"
-        "\nthe controller is gone: nothing is brought back until `penstock up` starts it again"
+        "\nthe controller is gone: nothing is restarted until `penstock up` starts it again"
     )
 
 

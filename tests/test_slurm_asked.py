@@ -10,12 +10,13 @@ from subprocess import CompletedProcess
 
 import msgspec
 import pytest
-from samples import deployment, run_folder
+from samples import NOW, deployment, draft
 
 from penstock.errors import PenstockError, UserError
-from penstock.run_folder import Handle, Run
+from penstock.run_folder import Handle, Kind, Run, Unit, create, replica
 from penstock.spec.deployment import Deployment, GatewaySpec
-from penstock.targets.slurm import target
+from penstock.targets.slurm import commands as commands_module
+from penstock.targets.slurm import script, target
 from penstock.targets.slurm.queue import SEPARATOR
 
 
@@ -24,11 +25,15 @@ class Commands:
 
     def __init__(self) -> None:
         self.now, self.asked, self.states = 1000.0, list[list[str]](), dict[str, str]()
-        self.folder, self.n_silent = "", 0  # so many times the next squeue fails
+        self.prefix, self.folder, self.n_silent = "one-", "", 0  # so many times the next squeue fails
+        self.n_unheard = 0  # so many times the next scancel fails
         self.has_steps, self.submitted = True, "17\n"
         self.on_sleep: Callable[[], None] = lambda: None
 
     def monotonic(self) -> float:
+        return self.now
+
+    def time(self) -> float:
         return self.now
 
     def sleep(self, seconds: float) -> None:
@@ -43,6 +48,9 @@ class Commands:
             self.n_silent -= 1
             self.now += 1.0
             return CompletedProcess(words, 1, "", "slurm_load_jobs error: Socket timed out on send/recv operation\n")
+        if words[0] == "scancel" and self.n_unheard > 0:
+            self.n_unheard -= 1
+            return CompletedProcess(words, 1, "", "scancel: error: Socket timed out\n")
         return CompletedProcess(words, 0, getattr(self, words[0])(list(words[1:])), "")
 
     def squeue(self, words: Sequence[str]) -> str:
@@ -50,7 +58,8 @@ class Commands:
             return "".join(f"{job}.0\n" for job, state in self.states.items() if state == "RUNNING")
         assert words[words.index("-u") + 1] == getpass.getuser()
         rows = (
-            (job, state, "N/A", "N/A", "n1", f"one-{job}", self.folder, "None") for job, state in self.states.items()
+            (job, state, "N/A", "N/A", "n1", f"{self.prefix}{job}", self.folder, "None")
+            for job, state in self.states.items()
         )
         return "".join(SEPARATOR.join(row) + "\n" for row in rows)
 
@@ -72,43 +81,54 @@ class Commands:
 @pytest.fixture
 def commands(monkeypatch: pytest.MonkeyPatch) -> Commands:
     made = Commands()
-    monkeypatch.setattr(target, "_ask", made)
-    monkeypatch.setattr(target, "time", made)
+    for module in (commands_module, target):
+        monkeypatch.setattr(module, "ask", made)
+        monkeypatch.setattr(module, "time", made)
     monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
     return made
 
 
 def run_of(commands: Commands, states: Mapping[str, str], is_gateway: bool = False) -> Run:
-    """A run whose replicas' jobs, or whose gateway's, are these."""
+    """A run whose replicas' jobs, or whose gateway's, are these; the handle has them all."""
     wanted: Deployment = msgspec.structs.replace(deployment(name="one"), target="slurm")
+    placed: tuple[Kind, ...] = ("replica",)
     if is_gateway:
-        wanted = msgspec.structs.replace(wanted, gateway=GatewaySpec(on="job", auth="keys"))
-    run = run_folder(wanted)
+        wanted = msgspec.structs.replace(wanted, gateway=GatewaySpec(on="job", auth="keys", drain_s=10))
+        placed, commands.prefix = ("replica", "gateway"), "one-gateway-"
+    run = create(msgspec.structs.replace(draft(wanted), placed=placed), NOW)
     commands.states = dict(states)
     commands.folder = str(run.gateway_folder if is_gateway else run.path)
+    kind: Kind = "gateway" if is_gateway else "replica"
+    entries = {Unit(kind, str(name)).key: {"job": job} for name, job in enumerate(states)}
+    run.write_handle(Handle("slurm", entries))
     return run
 
 
-def test_a_gateway_that_could_not_be_ended_is_still_one_to_end(commands: Commands) -> None:
-    """Told to drain, but nobody saw whether it did: with its note it would run on unseen."""
+def test_a_gateway_that_does_not_drain_in_time_is_cancelled(commands: Commands) -> None:
+    """It was told once; the placing does not wait for it."""
     run, slurm = run_of(commands, {"1": "RUNNING"}, is_gateway=True), target.Slurm()
-
-    def goes_silent() -> None:
-        commands.n_silent = 1000
-
-    commands.on_sleep = goes_silent
-    with pytest.raises(PenstockError, match="Socket timed out"):
-        slurm.end_gateway(run, ["1"], 5.0)
+    run.write_handle(slurm.place(run, []))
     assert commands.of("scancel") == [["--signal=TERM", "--batch", "1"]]
-    commands.on_sleep, commands.n_silent = lambda: None, 0
-    commands.now += 60
-    assert list(slurm.gateway_jobs(run) or {}) == ["1"]
-    slurm.end_gateway(run, ["1"], 5.0)
+    assert slurm.status(run) == {}, "it is no gateway any more"
+    (note,) = run.gateway_folder.glob("told-*")
+    os.utime(note, (commands.now, commands.now))
+    slurm.place(run, [])
+    commands.now += 20
+    slurm.keep_up(run)
+    assert commands.of("scancel") == [["--signal=TERM", "--batch", "1"]], "it is told once, and has its time"
+    commands.now += 20
+    slurm.keep_up(run)
     assert commands.states == {"1": "CANCELLED"}
 
 
-def handle_of(**jobs: str) -> Handle:
-    return Handle("slurm", {replica.removeprefix("r"): {"job": job} for replica, job in jobs.items()})
+def test_a_gateway_that_could_not_be_told_is_told_again(commands: Commands) -> None:
+    run, slurm = run_of(commands, {"1": "RUNNING"}, is_gateway=True), target.Slurm()
+    commands.n_unheard = 1
+    slurm.place(run, [])
+    assert not list(run.gateway_folder.glob("told-*"))
+    slurm.place(run, [])
+    assert commands.of("scancel") == [["--signal=TERM", "--batch", "1"]] * 2
+    assert list(run.gateway_folder.glob("told-*"))
 
 
 def test_a_squeue_that_fails_once_does_not_break_off_an_end(commands: Commands) -> None:
@@ -124,19 +144,19 @@ def test_a_squeue_that_fails_once_does_not_break_off_an_end(commands: Commands) 
             commands.states = {"1": "COMPLETED", "2": "COMPLETED"}
 
     commands.on_sleep = goes_by
-    slurm.cancel(run, handle_of(r0="1", r1="2"), 30.0)
+    slurm.end(run, 30.0)
     assert commands.of("scancel") == [["--signal=INT", "1"], ["--signal=INT", "2"]], "they drained"
 
 
 def test_an_end_begins_when_slurm_is_back(commands: Commands) -> None:
     run, slurm = run_of(commands, {"1": "PENDING"}), target.Slurm()
     commands.n_silent = 3
-    slurm.cancel(run, handle_of(r0="1"), 30.0)
+    slurm.end(run, 30.0)
     assert commands.states == {"1": "CANCELLED"}
     commands.n_silent = 1000
     began = commands.now
     with pytest.raises(PenstockError, match="Socket timed out"):
-        slurm.cancel(run, handle_of(r0="1"), 30.0)
+        slurm.end(run, 30.0)
     assert commands.now - began < 20
 
 
@@ -148,15 +168,15 @@ def test_without_its_steps_a_job_that_runs_is_drained_all_the_same(commands: Com
         commands.states["1"] = "COMPLETED"
 
     commands.on_sleep = ends
-    slurm.cancel(run, handle_of(r0="1", r1="2", r2="3"), 30.0)
+    slurm.end(run, 30.0)
     assert commands.of("scancel") == [["2", "3"], ["--signal=INT", "1"]]
 
 
 def test_a_job_that_went_to_another_cluster_is_taken_back(commands: Commands) -> None:
-    run, slurm = run_of(commands, {}), target.Slurm()
+    run, slurm = run_of(commands, {}, is_gateway=True), target.Slurm()
     commands.submitted = "17;gpu\n"
     with pytest.raises(UserError, match='sbatch sent it to cluster "gpu"'):
-        slurm.start_gateway(run)
+        slurm.place(run, [Unit("gateway", "0")])
     assert commands.of("scancel") == [["-M", "gpu", "17"]]
     assert not list(run.path.glob("logs/*17*"))
 
@@ -176,20 +196,20 @@ def test_sbatch_does_not_see_variables_that_beat_the_script(
     for name, value in (("ACCOUNT", "mine"), ("PARTITION", "other"), ("CLUSTERS", "gpu")):
         monkeypatch.setenv(f"SBATCH_{name}", value)
     wanted = deployment(name="one", target="slurm", slurm={"account": account})
-    (problem,) = target._tested(wanted, "/shared/runs/one")
+    (problem,) = commands_module.tested(wanted, "/shared/runs/one")
     assert problem.message == f"sbatch refuses it: {told}"
     with pytest.raises(PenstockError, match=told):
-        target.Slurm().start_gateway(run_folder(wanted))
+        commands_module.Queue().submit(["sbatch"], "it", "", script.variables(wanted))
 
 
 def test_who_cancelled_a_job_is_asked_once(commands: Commands) -> None:
-    run, slurm, handle = run_of(commands, {"1": "CANCELLED"}), target.Slurm(), handle_of(r0="1")
+    run, slurm = run_of(commands, {"1": "CANCELLED"}), target.Slurm()
     for _ in range(3):
         commands.now += 60
-        told = slurm.status(run, handle)["0"]
+        told = slurm.status(run)[replica("0")]
         assert (told.state, told.is_final) == ("gone", True)
         assert told.reason == "its job 1 was cancelled by hand (by uid 1000)"
     assert len(commands.of("sacct")) == 1
     commands.now += 60
     commands.states["1"] = "PENDING"
-    assert slurm.status(run, handle)["0"].state == "queued", "requeued by hand, it is none that is over"
+    assert slurm.status(run)[replica("0")].state == "queued", "requeued by hand, it is none that is over"

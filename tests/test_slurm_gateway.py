@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hosts import HostProcess
 from hosts_slurm import PROCTRACKS
 from slurm_cluster import ENV, Desk
 from test_slurm_remote import Laptop
@@ -44,33 +46,62 @@ def test_a_gateway_in_a_job_serves_comes_back_and_leaves_nothing(desk: Desk) -> 
     first = address(desk)
     status = desk.status()
     assert (status["url"], status["gateway"]["state"]) == (f"http://{first['listen']}", "running")
-    row = re.compile(rf"gateway +running +- +0 +job {first['job']} on node")
+    first_job = desk.job("0", kind="gateway")
+    row = re.compile(rf"gateway +running +- +0 +job {first_job} on node")
     desk.wait(lambda: row.search(desk.call("status", "one")) is not None, "the queue tells its node too")
     assert [host for host, one in desk.marked() if one.env.get("PENSTOCK_ROLE") == "gateway"] != ["login"]
     made = desk.call("keys", "create", "--name", "ada", "--deployment", "one")
     assert answer(desk, re.search(r"sk-\S+", made).group()).startswith("1:tell")  # type: ignore[union-attr]
 
-    desk.slurm.run(["scancel", first["job"]])
-    desk.wait(lambda: address(desk)["job"] != first["job"], "another job tells its address", 60)
+    desk.slurm.run(["scancel", str(first_job)])
+    desk.wait(lambda: address(desk)["unit"] != first["unit"], "another job tells its address", 60)
     assert answer(desk, key).startswith("1:tell 2:me")
     desk.wait(lambda: desk.status()["phase"] == "ready", "it is ready again")
     assert desk.status()["gateway"]["n_restarts"] == 1
     assert desk.replica()["n_restarts"] == 0
+    job = desk.job(address(desk)["unit"], kind="gateway")
     desk.call("down", "one")
     assert desk.left() == []
-    assert desk.slurm.job(int(address(desk)["job"]))["JobState"] == "COMPLETED", "it drained"
+    assert desk.slurm.job(job)["JobState"] == "COMPLETED", "it drained"
 
 
 def test_before_its_time_is_over_the_gateway_moves_to_another_job(desk: Desk) -> None:
     """The replica's job has the same limit, but its successor is sent much later."""
     key = up(desk, desk.write(gateway={**JOB, "drain_s": 2}, slurm={"time": "10"}))
     first = address(desk)
-    desk.slurm.run(["scontrol", "update", f"jobid={first['job']}", "timelimit=1"])
-    desk.wait(lambda: address(desk)["job"] != first["job"], "the next tells its address", 60)
+    job = desk.job("0", kind="gateway")
+    desk.slurm.run(["scontrol", "update", f"jobid={job}", "timelimit=1"])
+    desk.wait(lambda: address(desk)["unit"] != first["unit"], "the next tells its address", 60)
     assert answer(desk, key).startswith("1:tell 2:me")
-    desk.wait(lambda: desk.slurm.job(int(first["job"]))["JobState"] == "COMPLETED", "the first has drained", 60)
+    desk.wait(lambda: desk.slurm.job(job)["JobState"] == "COMPLETED", "the first has drained", 60)
     assert answer(desk, key).startswith("1:tell 2:me")
     assert desk.status()["gateway"]["n_restarts"] == 0
+    desk.call("down", "one")
+    assert desk.left() == []
+
+
+def test_with_the_controller_in_a_job_nothing_stays_on_the_login_node(desk: Desk) -> None:
+    key = up(desk, desk.write(gateway={**JOB, "drain_s": 2}, slurm={"controller": "job", "time": "10"}))
+    assert answer(desk, key).startswith("1:tell 2:me")
+    assert [one.argv for host, one in desk.marked() if host == "login"] == []
+
+    def controllers() -> list[HostProcess]:
+        return [one for _, one in desk.marked() if one.argv[1:3] == ["-m", "penstock.deployment.controller"]]
+
+    (before,) = controllers()
+    os.kill(before.outer_pid, 9)
+    desk.wait(lambda: [one.pid for one in controllers()] not in ([], [before.pid]), "its script starts it again")
+    desk.call("scale", "one", 2)
+    assert [row["state"] for row in desk.status()["replicas"]] == ["ready", "ready"]
+
+    job = desk.job("0", kind="controller")
+    desk.slurm.run(["scontrol", "update", f"jobid={job}", "timelimit=1"])
+    desk.wait(lambda: desk.status()["controller"]["unit"] == "1", "the next controls", 60)
+    desk.call("scale", "one", 1)
+    desk.slurm.run(["scancel", str(desk.job("1", kind="controller"))])
+    desk.wait(lambda: desk.status()["controller"]["state"] == "gone", "status tells that nobody controls")
+    desk.call("up", "/root/one.yaml")
+    desk.wait(lambda: desk.status()["controller"]["unit"] == "2", "up starts another", 60)
     desk.call("down", "one")
     assert desk.left() == []
 
@@ -106,8 +137,6 @@ def test_from_a_laptop_the_tunnel_leads_to_the_job(desk: Desk, tmp_path: Path) -
 
 def test_without_keys_it_is_refused(desk: Desk) -> None:
     code, _, said = desk.ask("up", desk.write(gateway={"on": "job"}))
-    file = desk.write(target="local", gateway=JOB, slurm={})
-    assert '"job" is for target slurm' in desk.ask("up", file)[2]
     assert code == 2
     assert "gateway.auth" in said
     assert "set gateway.auth: keys, or on: login" in said

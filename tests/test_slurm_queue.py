@@ -55,7 +55,7 @@ def test_the_number_of_a_new_job_and_its_cluster(text: str, sent: tuple[str, str
         ("AssocGrpCPUMinutesLimit", "its account has as much as it may of CPUs (AssocGrpCPUMinutesLimit)"),
         (
             "ReqNodeNotAvail, UnavailableNodes:node1",
-            "the nodes that it asks for are not available (ReqNodeNotAvail, UnavailableNodes:node1)",
+            "the requested nodes are not available (ReqNodeNotAvail, UnavailableNodes:node1)",
         ),
         ("SomethingNew", "SomethingNew"),
     ],

@@ -105,7 +105,7 @@ def test_a_login_node_without_penstock_or_without_an_answer_is_told(laptop: Lapt
     assert not (laptop.folder / "home" / "runs" / "one").exists()
     done = laptop.call("up", laptop.write(login="nowhere"))
     assert done.returncode == 1
-    assert 'could not reach login node "nowhere"' in done.stderr
+    assert "nowhere cannot be reached over ssh: there is no such host" in done.stderr
     done = laptop.call("up", laptop.write(login="-oProxyCommand=x"))
-    assert "it is no host" in done.stderr
+    assert "it is not a host name" in done.stderr
     assert laptop.call("tunnel", "one").returncode == 2

@@ -90,7 +90,7 @@ def refused(**block: object) -> list[str]:
 @pytest.mark.parametrize(
     ("block", "words"),
     [
-        ({"partition": "gpu\n#SBATCH --uid=0"}, "slurm.partition: 'gpu\\n#SBATCH --uid=0' cannot stand"),
+        ({"partition": "gpu\n#SBATCH --uid=0"}, "slurm.partition: 'gpu\\n#SBATCH --uid=0' cannot be written"),
         ({"account": 'a"b'}, "slurm.account"),
         ({"qos": "a b"}, "slurm.qos"),
         ({"time": "soon"}, 'slurm.time: "soon" is no time'),
@@ -99,7 +99,7 @@ def refused(**block: object) -> list[str]:
         ({"prologue": ["export A=1\nexport B=2"]}, "slurm.prologue"),
         ({"venv": "/x\n"}, "slurm.venv"),
         ({"directives": ["output=/tmp/x"]}, 'slurm.directives: "output" is set by penstock'),
-        ({"directives": ["--mem=3G"]}, 'slurm.directives: "mem" has a field of its own'),
+        ({"directives": ["--mem=3G"]}, 'slurm.directives: "mem" is set by another field'),
         ({"directives": ["mail-type=END\n"]}, "slurm.directives"),
         ({"directives": ["clusters=gpu"]}, 'slurm.directives: "clusters" would send the jobs to another cluster'),
         ({"directives": ["--cluster gpu"]}, 'slurm.directives: "cluster" would send the jobs to another cluster'),

@@ -84,7 +84,7 @@ def test_a_good_request_is_not_refused() -> None:
         ),
         (
             {"hardware": GPUS, "slurm": {"partition": "long", "constraint": "a100"}},
-            'slurm.constraint: no node of partition "long" has what constraint and nodelist ask for (features',
+            'slurm.constraint: no node of partition "long" matches constraint and nodelist (features',
         ),
         (
             {"hardware": GPUS, "slurm": {"partition": "gpu"}},
@@ -92,7 +92,7 @@ def test_a_good_request_is_not_refused() -> None:
         ),
         (
             {"slurm": {"partition": "long"}},
-            "hardware.gpu: is missing: Slurm tells of its GPUs only the type h100 (one of h100-pcie, h100-sxm)",
+            "hardware.gpu: is missing: Slurm reports only the GPU type h100 (one of h100-pcie, h100-sxm)",
         ),
         ({"slurm": {"memory": "600G"}}, 'slurm.memory: "600G", but no node has more than 512000M'),
         ({"slurm": {"cpus_per_node": 65}}, "slurm.cpus_per_node: 65, but no node has more than 64"),

@@ -12,24 +12,28 @@ both = pytest.mark.parametrize("slurm", PROCTRACKS, indirect=True)
 
 
 CONFORMANCE = """
-import sys, time
+import subprocess, sys
 from pathlib import Path
-from penstock import run_folder, targets
-from penstock.deployment import start
-from penstock.run_folder import Draft, Launch
+from penstock import processes, targets
+from penstock.deployment import prepare, start
+from penstock.run_folder import Launch
 from penstock.spec import reading
 from penstock.testing.conformance import check_target
-prepared = start.prepare(reading.load(Path(sys.argv[1])))
-settings = {"listen": "127.0.0.1:1", "admin": "127.0.0.1:1"}
-run = run_folder.create(Draft(prepared.deployment, prepared.plan, prepared.artifact, settings, "token"), time.time())
+
+def leftovers():
+    return subprocess.run(["squeue", "-h"], capture_output=True, text=True, check=True).stdout.splitlines()
+
+prepared = prepare.prepare(reading.load(Path(sys.argv[1])))
+run = start.write_run(prepared, 1, "sk-test")
 launch = Launch("one", prepared.plan, ("http://127.0.0.1:1",), str(run.admin_token_file), listen="network")
-check_target(targets.load("slurm"), run, launch, sys.executable, settle_s=20.0)
+check_target(targets.load("slurm"), run, launch, sys.executable, leftovers, settle_s=30.0)
 """
 
 
 @both
 def test_target_keeps_its_contract(desk: Desk) -> None:
-    desk.python(CONFORMANCE, desk.write(), timeout_s=120)
+    file = desk.write(gateway={"on": "job", "auth": "keys", "drain_s": 2})
+    desk.python(CONFORMANCE, file, timeout_s=180)
     assert desk.left() == []
 
 

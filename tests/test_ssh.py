@@ -14,11 +14,11 @@ import pytest
 import penstock
 from penstock.paths import control_folder
 from penstock.spec.blocks import Ssh as Block
+from penstock.targets.openssh import Done, HostError, Ssh, is_legal, reading, short_name
 from penstock.targets.ssh import bundle, liveness
 from penstock.targets.ssh.bundle import HostPython
 from penstock.targets.ssh.install import Bringer, Looked
 from penstock.targets.ssh.liveness import Look, Watch
-from penstock.targets.ssh.openssh import Done, HostError, Ssh, is_legal, reading, short_name
 from penstock.targets.ssh.placement import assign
 from penstock.wire.announcement import Process
 

@@ -11,10 +11,10 @@ from samples import deployment, run_folder
 
 from penstock import targets
 from penstock.deployment import logs
-from penstock.run_folder import Desired, Handle, Run
+from penstock.run_folder import Desired, Handle, Run, Unit
 from penstock.targets import LeftBehind
+from penstock.targets.openssh import HostError, Ssh
 from penstock.targets.ssh import logs as streams
-from penstock.targets.ssh.openssh import HostError, Ssh
 from penstock.targets.ssh.placement import Node
 from penstock.targets.ssh.target import _Room
 from penstock.wire.announcement import Process
@@ -119,12 +119,12 @@ def test_a_log_that_a_host_cannot_print_is_told(ssh: Ssh) -> None:
 def test_followed_logs_of_replicas_tell_a_break_unless_the_deployment_goes_down(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run.write_handle(Handle("ssh", {"0": {}, "1": {}}))
+    run.write_handle(Handle("ssh", {"replica/0": {}, "replica/1": {}}))
 
     class Breaking:
-        def logs(self, run: Run, handle: Handle, replica: str, follow: bool, last: int | None = None) -> Iterator[str]:
-            yield f"line of {replica}"
-            if replica == "0" or is_down:
+        def logs(self, run: Run, unit: Unit, follow: bool, last: int | None = None) -> Iterator[str]:
+            yield f"line of {unit.name}"
+            if unit.name == "0" or is_down:
                 if is_down:
                     run.write_desired(Desired("down", 0))
                 raise HostError("a", "a is away", detail=None, hint=None, is_away=True)

@@ -124,8 +124,8 @@ def test_all_that_is_wrong_with_the_file_at_once(place: Place, hosts: Hosts) -> 
         'ssh.hosts[0]: "-oProxyCommand=touch /tmp/owned" is no host',
         'ssh.hosts[2]: "node1" is there twice',
         "hardware.nodes: 4 nodes a replica, but ssh.hosts has 3",
-        'ssh.config: "here" is not a whole path',
-        'ssh.folder: "there" is not a whole path',
+        'ssh.config: "here" is not an absolute path',
+        'ssh.folder: "there" is not an absolute path',
     ):
         assert part in told
     assert "ssh.hosts: no host" in refusal(place, hosts, {"hosts": []})

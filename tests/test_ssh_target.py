@@ -16,9 +16,10 @@ from hosts import Hosts
 from launching import Asking, Place, a_place, ask, call, now, replica_of, started, wait_until
 from ssh_rig import left_on, node_of, ours, until, write
 
-from penstock import processes, run_folder, targets
-from penstock.deployment import start, stop
-from penstock.run_folder import Draft, Launch, Run
+from penstock import processes, targets
+from penstock.deployment import prepare, start, stop
+from penstock.hardware.network import free_port
+from penstock.run_folder import Launch, Run
 from penstock.spec import reading
 from penstock.testing.conformance import check_target
 
@@ -33,18 +34,18 @@ def place(tmp_path: Path, hosts: Hosts) -> Iterator[Place]:
 
 def written(place: Place, hosts: Hosts) -> tuple[Run, Launch]:
     """A run whose folder is written and whose work is not sent yet."""
-    prepared = start.prepare(reading.load(write(place, hosts)))
-    settings = {"listen": "127.0.0.1:1", "admin": "127.0.0.1:1"}
-    run = run_folder.create(
-        Draft(prepared.deployment, prepared.plan, prepared.artifact, settings, "token"), time.time()
-    )
+    prepared = prepare.prepare(reading.load(write(place, hosts)))
+    run = start.write_run(prepared, free_port("127.0.0.1"), None)
     return place.note(run), Launch("one", prepared.plan, ("http://127.0.0.1:1",), str(run.admin_token_file))
 
 
 def test_ssh_keeps_its_contract(place: Place, hosts: Hosts) -> None:
     run, launch = written(place, hosts)
-    check_target(targets.load("ssh"), run, launch, sys.executable)
-    until(lambda: left_on(hosts) == [], "nothing is left", 3)
+
+    def leftovers() -> list[str]:
+        return [*left_on(hosts), *(found.command for found in processes.find_marked(str(run.path)))]
+
+    check_target(targets.load("ssh"), run, launch, sys.executable, leftovers)
 
 
 def test_hosts_with_a_bare_python_get_all_they_need(place: Place, hosts: Hosts) -> None:

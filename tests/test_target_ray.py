@@ -17,9 +17,10 @@ import pytest
 from hosts_ray import RayCluster
 from launching import Asking, Place, a_place, ask, call, now, replica_of, wait_until
 
-from penstock import processes, run_folder, targets
-from penstock.deployment import start
-from penstock.run_folder import Draft, Launch, Run
+from penstock import processes, targets
+from penstock.deployment import prepare, start
+from penstock.hardware.network import free_port
+from penstock.run_folder import Launch, Run, replica
 from penstock.spec import reading
 from penstock.targets.ray.jobs_api import Dashboard
 from penstock.testing.conformance import check_target
@@ -77,12 +78,16 @@ def on_hosts(ray_cluster: RayCluster, run: Run, role: str) -> dict[str, list[int
 
 
 def test_ray_keeps_the_contract_of_targets(place: Place, ray_cluster: RayCluster) -> None:
-    prepared = start.prepare(reading.load(file_for(place, ray_cluster)))
-    settings = {"listen": "127.0.0.1:1", "admin": "127.0.0.1:1"}
-    draft = Draft(prepared.deployment, prepared.plan, prepared.artifact, settings, "token")
-    run = place.note(run_folder.create(draft, time.time()))
+    prepared = prepare.prepare(reading.load(file_for(place, ray_cluster)))
+    run = place.note(start.write_run(prepared, free_port("127.0.0.1"), None))
     launch = Launch("one", prepared.plan, ("http://127.0.0.1:1",), str(run.admin_token_file))
-    check_target(targets.load("ray"), run, launch, sys.executable, 30.0)
+
+    def leftovers() -> list[str]:
+        roles = ("node", "engine")
+        left = [f"{host}: {pids}" for role in roles for host, pids in on_hosts(ray_cluster, run, role).items() if pids]
+        return left + [job for job in Dashboard(ray_cluster.url).jobs() if run.record().id in job]
+
+    check_target(targets.load("ray"), run, launch, sys.executable, leftovers, 30.0)
 
 
 def test_a_deployment_lives_on_the_cluster_and_shows_its_token_to_nobody(place: Place, ray_cluster: RayCluster) -> None:
@@ -95,9 +100,9 @@ def test_a_deployment_lives_on_the_cluster_and_shows_its_token_to_nobody(place: 
     place.note(run)
     log = call("logs", "one", "--replica", "0")
     assert "penstock: ready after" in log.out, log
-    followed = targets.load("ray").logs(run, run.handle(), "0", follow=True, last=2)
+    followed = targets.load("ray").logs(run, replica("0"), follow=True, last=2)
     lines = [next(followed), next(followed)]
-    assert set(lines) <= set(targets.load("ray").logs(run, run.handle(), "0", follow=False))
+    assert set(lines) <= set(targets.load("ray").logs(run, replica("0"), follow=False))
     assert not set(lines) & set(log.out.splitlines()[:3]), "it began with the last lines"
     token = run.admin_token()
     told = [ray_cluster.fetch(path) for path in ("/api/jobs/", "/api/v0/runtime_envs", "/api/v0/actors?detail=1")]

@@ -6,8 +6,11 @@ import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 from penstock.engines.vllm import names
+from penstock.spec.deployment import TARGETS
+from penstock.targets import Capability, Target
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "penstock"
@@ -35,7 +38,7 @@ MAX_FOLDERS, MAX_FILES = 14, 8
 # The gateway must start alone in a small container; the watchdog must survive whatever breaks the rest.
 ALONE = {
     "penstock/gateway": {"penstock", "errors", "paths", "text", "spec", "wire", "gateway"},
-    "penstock/deployment/controller/warden.py": set[str](),
+    "penstock/deployment/controller/watchdog.py": set[str](),
 }
 PURE = (
     *sorted(path.relative_to(PACKAGE).as_posix() for path in (PACKAGE / "planner").rglob("*.py")),
@@ -53,6 +56,8 @@ HEAVY = {
     *("gguf", "gradio", "huggingface_hub", "kubernetes", "matplotlib", "numpy", "ray", "rich", "safetensors", "scipy"),
     *("tokenizers", "torch", "transformers", "vllm", "xllamacpp", "yaml"),
 }
+# Modules of the room that are no target: the ssh program, and the verbs on a login node.
+SHARED_BY_TARGETS = {"openssh", "login"}
 FORBIDDEN_MODULES = {"utils", "util", "common", "helpers", "helper", "base", "core", "types", "manager", "managers"}
 FORBIDDEN_CLASS = re.compile(r"^Abstract|Mixin$|Impl$|Manager$")
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_PARAMETERS = 600, 70, 8
@@ -189,8 +194,42 @@ def test_targets_do_not_import_each_other() -> None:
         for path in targets.rglob("*.py")
         for line, name in ours_imported(path)
         if name.startswith("penstock.targets.")
-        and name.split(".")[2] != path.relative_to(targets).parts[0].removesuffix(".py")
+        and name.split(".")[2] not in {path.relative_to(targets).parts[0].removesuffix(".py"), *SHARED_BY_TARGETS}
     ]
+    assert not wrong, "\n".join(wrong)
+
+
+# Its block and its row in the file's type name a target; "ray" is also a package and an executor.
+MAY_NAME_TARGETS = {"spec/blocks.py": frozenset(TARGETS), "spec/deployment.py": frozenset(TARGETS)}
+RAY_THE_LIBRARY = ("planner", "engines", "node", "hardware", "deployment/doctor/nodes.py")
+
+
+def test_a_target_has_nine_methods_and_every_capability_is_read() -> None:
+    methods = {name for name, value in vars(Target).items() if callable(value) and not name.startswith("_")}
+    assert methods == {"check", "machines", "survey", "render", "place", "status", "logs", "end", "keep_up"}
+    outside = "".join(path.read_text("utf-8") for path in FILES if room_of_file(path) == "deployment")
+    assert [name for name in get_args(Capability) if f'"{name}"' not in outside] == []
+
+
+def test_only_targets_know_the_names_of_targets() -> None:
+    """As a word of its own, or at the head of a field's path ("slurm.time"); an import of one counts too."""
+    wrong = []
+    for path in FILES:
+        if room_of_file(path) == "targets":
+            continue
+        legal = MAY_NAME_TARGETS.get(where(path), frozenset())
+        legal |= {"ray"} if where(path).startswith(RAY_THE_LIBRARY) else frozenset()
+        words = [
+            (node.lineno, node.value.partition(".")[0])
+            for node in ast.walk(tree(path))
+            if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        ]
+        words += [
+            (line, name.split(".")[2])
+            for line, name in ours_imported(path)
+            if name.startswith("penstock.targets.") and name.count(".") >= 2
+        ]
+        wrong += [f"{where(path)}:{line} names {word}" for line, word in words if word in {*TARGETS} - legal]
     assert not wrong, "\n".join(wrong)
 
 

@@ -19,7 +19,7 @@ from penstock.cli import main as cli
 from penstock.spec import deployment, reading
 
 ROOT = Path(__file__).resolve().parent.parent
-WRITTEN = "<!-- Written by tools/write_docs.py; `make docs` writes it anew. -->"
+WRITTEN = "<!-- Written by tools/write_docs.py; `make docs` writes it again. -->"
 
 _KINDS = {str: "text", int: "whole number", float: "number", bool: "true or false"}
 _SPEC_HEAD = """

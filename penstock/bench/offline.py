@@ -19,7 +19,7 @@ import msgspec
 import penstock
 from penstock import engines, processes
 from penstock.bench.datasets import files, synthetic
-from penstock.deployment import start
+from penstock.deployment import prepare
 from penstock.engines import Place, telling_lines
 from penstock.engines.vllm import offline
 from penstock.engines.vllm.offline import Latency, Throughput, Verb
@@ -120,7 +120,7 @@ def _plan(deployment: Deployment, tensor: int, task: Task) -> Plan:
     # A file's own layout stays where one alone is asked for.
     layout = deployment.parallel if tensor == 1 and isinstance(deployment.parallel, Parallel) else Parallel()
     layout = msgspec.structs.replace(layout, tensor=tensor)
-    plan = start.make_plan(
+    plan = prepare.make_plan(
         msgspec.structs.replace(deployment, workload=workload, parallel=layout), detect.this_machine(), 1
     )
     if plan.engine != "vllm":
@@ -131,7 +131,7 @@ def _plan(deployment: Deployment, tensor: int, task: Task) -> Plan:
         )
     if task.n_tokens > plan.max_model_len:
         raise UserError(
-            f"cannot ask for {task.n_tokens} tokens of prompt and answer: max_model_len is {plan.max_model_len}",
+            f"cannot request {task.n_tokens} tokens of prompt and answer: max_model_len is {plan.max_model_len}",
             hint="Lower --input-len or --output-len.",
         )
     if task.verb == "latency" and 0 < plan.model.vocab < _LATENCY_TOKEN_IDS:

@@ -206,7 +206,7 @@ def _refused(service: Service, answer: Timed) -> PenstockError:
     if answer.status in (401, 403):
         return UserError(message, hint="Set OPENAI_API_KEY to a key that may use this model.")
     if answer.status in (400, 404, 422):
-        return UserError(message, hint="Check --model, --endpoint and the lengths asked for.")
+        return UserError(message, hint="Check --model, --endpoint and the requested lengths.")
     return PenstockError(message, hint="Is it running, and is this its address?", is_retryable=True)
 
 

@@ -56,7 +56,7 @@ def _days(text: str) -> int | None:
 
 def register(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
-        "--listen", default="127.0.0.1:9300", metavar="ADDRESS", help="where clients ask: HOST:PORT or unix:/path"
+        "--listen", default="127.0.0.1:9300", metavar="ADDRESS", help="the address for clients: HOST:PORT or unix:/path"
     )
     sub.add_argument(
         "--upstream",
@@ -64,7 +64,7 @@ def register(sub: argparse.ArgumentParser) -> None:
         required=True,
         type=_upstream,
         metavar="MODEL=URL",
-        help="an engine that runs: http://HOST:PORT or unix:/path; repeat it for more engines and models",
+        help="a running engine: http://HOST:PORT or unix:/path; repeat it for more engines and models",
     )
     sub.add_argument(
         "--upstream-key",
@@ -141,7 +141,7 @@ def make_config(options: argparse.Namespace, folder: Path) -> GatewayConfig:
     if options.auth == "none" and parse_address(options.listen) and not is_local_address(options.listen):
         raise UserError(
             f"cannot listen on {options.listen} with --auth none",
-            detail="Whoever reaches that address could use the engines; without keys only this machine may.",
+            detail="Anyone who can reach that address could use the engines; without keys, only this machine may.",
             hint="--auth keys --store FILE, after `penstock keys create --store FILE`; or listen on 127.0.0.1.",
         )
     if options.auth == "keys" and options.store is None:
@@ -153,7 +153,7 @@ def make_config(options: argparse.Namespace, folder: Path) -> GatewayConfig:
     if options.admin and not options.admin_token_file:
         raise UserError(
             "cannot open an admin address without its token",
-            detail="Whoever calls it decides where requests go.",
+            detail="Anyone who can call it decides where requests go.",
             hint="(umask 077; openssl rand -hex 16 > token); --admin-token-file token",
         )
     bounds: dict[str, dict[str, Any]] = {"limits": {}, "queue": {}}

@@ -112,7 +112,7 @@ def _open(options: argparse.Namespace, *, may_create: bool = False) -> Database:
     place = options.store or (None if options.deployment else os.environ.get("PENSTOCK_STORE"))
     if place is None:
         run = run_folder.choose(options.deployment)
-        place = run.gateway_settings().get("store")
+        place = run.gateway_file().store
         if not isinstance(place, str):
             raise UserError(
                 f'cannot use the store of deployment "{run.name}": it has none',

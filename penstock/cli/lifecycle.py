@@ -85,11 +85,11 @@ def register_clean(parser: argparse.ArgumentParser) -> None:
 def _up(options: argparse.Namespace) -> int:
     from penstock import run_folder
     from penstock.cli import progress, status_text
-    from penstock.deployment import start
+    from penstock.deployment import prepare, start
 
     deployment = arguments.deployment_of(options)
     if options.dry_run:
-        return _print_prepared(start.rehearse(deployment), options.json)
+        return _print_prepared(prepare.rehearse(deployment), options.json)
     before = _launch_id(deployment.name)
     try:
         started = start.up(deployment, options.replace, lambda step: print_step(f"\n{step}"))
@@ -139,9 +139,9 @@ def _undo(name: str) -> None:
 
 
 def _render(options: argparse.Namespace) -> int:
-    from penstock.deployment import start
+    from penstock.deployment import prepare
 
-    return _print_prepared(start.rehearse(arguments.deployment_of(options)), options.json)
+    return _print_prepared(prepare.rehearse(arguments.deployment_of(options)), options.json)
 
 
 def _print_prepared(prepared: Any, as_json: bool) -> int:

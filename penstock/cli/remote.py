@@ -14,7 +14,7 @@ from penstock.cli import arguments
 from penstock.errors import PenstockError, UserError
 
 if TYPE_CHECKING:
-    from penstock.targets.slurm.login import Login
+    from penstock.targets import Login
 
 _WITH_FILE = ("up", "render", "doctor")
 _THROUGH_TUNNEL = ("chat", "bench serve")
@@ -50,7 +50,7 @@ def forward(options: argparse.Namespace, argv: Sequence[str]) -> int | None:
 
 
 def _with_file(options: argparse.Namespace) -> int | None:
-    from penstock.targets.slurm import login as remote
+    from penstock.targets import login as remote
 
     deployment = arguments.deployment_of(options)
     login = remote.login_of(deployment)
@@ -71,7 +71,7 @@ def _with_file(options: argparse.Namespace) -> int | None:
 
 def _with_name(options: argparse.Namespace, argv: Sequence[str]) -> int | None:
     from penstock import run_folder
-    from penstock.targets.slurm import login as remote
+    from penstock.targets import login as remote
 
     given = _given(options)
     name = given
@@ -113,7 +113,7 @@ def _named(argv: Sequence[str], options: argparse.Namespace, name: str) -> list[
 
 
 def _hold(login: Login, name: str, port: int | None) -> int:
-    from penstock.targets.slurm import login as remote
+    from penstock.targets import login as remote
 
     with remote.tunnel(login, name, port) as tunnel:
         print(f"{name} is at {tunnel.url}/v1 until Ctrl-C", flush=True)

@@ -21,7 +21,8 @@ from penstock.text import show_bytes, show_seconds
 
 if TYPE_CHECKING:
     from penstock.deployment.preflight import Finding
-    from penstock.deployment.start import Prepared, Started
+    from penstock.deployment.prepare import Prepared
+    from penstock.deployment.start import Started
 
 
 def command_name() -> str:
@@ -153,7 +154,7 @@ def status_text(run: Run, state: State, now: float) -> str:
     if reasons:
         lines += ["", "restarts, newest first:", *reasons]
     if state.controller.state == "gone" and state.phase not in ("down", "failed", "stopping"):
-        lines += ["", f"the controller is gone: nothing is brought back until `{command_name()} up` starts it again"]
+        lines += ["", f"the controller is gone: nothing is restarted until `{command_name()} up` starts it again"]
     return "\n".join(lines)
 
 
@@ -164,7 +165,7 @@ def _kv_cache_lines(plan: Plan, state: State) -> list[str]:
         return []
     worst = max(found, key=lambda one: abs(one.share))
     return [
-        f"  memory   {worst.measured_kv_gib:.2f} GiB of KV cache a GPU, the plan said {worst.planned_kv_gib:.2f} "
+        f"  memory   {worst.measured_kv_gib:.2f} GiB of KV cache a GPU, planned {worst.planned_kv_gib:.2f} "
         f"({worst.share:+.1%})"
     ]
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from penstock import targets
 from penstock.errors import PenstockError, UserError
 from penstock.log_lines import as_they_come, file_lines, in_turn, named
-from penstock.run_folder import Run
+from penstock.run_folder import Run, Unit
 
 
 def lines(run: Run, part: str, replica: str | None, last: int | None, follow: bool) -> Iterator[str]:
@@ -37,7 +37,7 @@ def _replica_lines(run: Run, replica: str | None, last: int | None, follow: bool
 
     def of_one(name: str) -> Iterator[str]:
         try:
-            yield from target.logs(run, handle, name, follow, last)
+            yield from target.logs(run, Unit("replica", name), follow, last)
         except PenstockError:
             # `down` ends the connections that its logs are read by.
             if not follow or run.desired().state == "up":

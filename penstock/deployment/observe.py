@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -10,13 +12,14 @@ from penstock import processes, targets
 from penstock.errors import PenstockError
 from penstock.planner import Plan
 from penstock.planner.memory.measured import Difference, difference
-from penstock.run_folder import Desired, Handle, Part, Phase, ReplicaStatus, Run, State
+from penstock.run_folder import Desired, Part, Phase, ReplicaStatus, Run, State, Unit, order
 from penstock.targets import Placement
 from penstock.wire.announcement import GatewayView, Restart
 from penstock.wire.client import Client
 
 _TIMEOUT_S = 2.0
 _FRESH_S = 5.0
+_PLACED_FRESH_S = 60.0  # its files come by a shared file system, and its clock is another machine's
 
 
 class History(msgspec.Struct, frozen=True):
@@ -31,49 +34,67 @@ class History(msgspec.Struct, frozen=True):
 
 
 class Observation(msgspec.Struct, frozen=True):
-    """One look: placements by replica, the gateway's view (None when it does not answer).
+    """One look: the placement of every unit, the gateway's view (None when it does not answer), and the gateway as a
+    part of the deployment. A gateway next to `up` counts as a unit too; its name is the number of its restarts."""
 
-    Of a gateway that the target places: its part as it is now, and what the target says (None when it cannot).
-    """
-
-    placements: dict[str, Placement]
+    placements: dict[Unit, Placement]
     view: GatewayView | None
-    gateway_is_alive: bool
-    gateway: Part | None = None
-    gateway_jobs: dict[str, Placement] | None = None
+    gateway: Part
 
 
-def look(run: Run, handle: Handle, gateway: Part) -> Observation:
-    """Ask the target and the gateway. Blocks for at most a few seconds."""
-    target = targets.load(handle.target)
-    placements = target.status(run, handle) if handle.replicas else {}
-    if run.is_gateway_placed:
-        jobs = target.gateway_jobs(run)
-        part = gateway if jobs is None else _placed(run, gateway, jobs)
-        is_alive = part.state == "running"
-        return Observation(placements, admin_view(run) if is_alive else None, is_alive, part, jobs)
-    alive = gateway.process is not None and processes.is_alive(gateway.process)
-    return Observation(placements, admin_view(run) if alive else None, alive)
+def look(run: Run, last: Part) -> Observation:
+    """Ask the target and the gateway; `last`: the gateway as it was. Blocks for at most a few seconds."""
+    handle = run.handle()
+    placements = targets.load(handle.target).status(run) if handle.units else {}
+    if run.places("gateway"):
+        part = _placed(run, last, placements)
+    else:
+        part, beside = _beside(run, last)
+        placements = placements | beside
+    return Observation(placements, admin_view(run) if part.state == "running" else None, part)
 
 
-def _placed(run: Run, last: Part, jobs: dict[str, Placement]) -> Part:
-    """The gateway's part, from its target's word and the address that its newest job wrote."""
-    alive = {job: place for job, place in jobs.items() if place.state in ("queued", "placed")}
-    serving = run.gateway_address().job if run.gateway_address_file.exists() else None
-    names = list(jobs)
-    newest = next(reversed(alive), None)
+def _beside(run: Run, last: Part) -> tuple[Part, dict[Unit, Placement]]:
+    """A gateway that is a process of this machine."""
+    if last.process is None:
+        return msgspec.structs.replace(last, state="gone"), {}
+    unit = Unit("gateway", str(last.n_restarts))
+    if processes.is_alive(last.process):
+        return msgspec.structs.replace(last, state="running", unit=unit.name), {unit: Placement("placed")}
+    reason = f"its process {last.process.pid} was gone{_last_words(run.log('gateway'))}"
+    return msgspec.structs.replace(last, state="gone", unit=unit.name), {unit: Placement("gone", reason)}
+
+
+def _placed(run: Run, last: Part, placements: Mapping[Unit, Placement]) -> Part:
+    """A gateway that its target places, from the target's word and the address that the newest has written."""
+    alive = sorted(
+        (unit for unit, place in placements.items() if unit.kind == "gateway" and place.state != "gone"), key=order
+    )
+    serving = Unit("gateway", run.gateway_address().unit) if run.gateway_address_file.exists() else None
+    newest = alive[-1] if alive else None
     if serving in alive:
         # It has told its address: a queue that still has it waiting was asked before it started.
-        notes = [f"job {serving}" if alive[serving].state == "queued" else alive[serving].reason]
+        is_late = placements[serving].state == "queued"
+        notes = [f"gateway {serving.name}" if is_late else placements[serving].reason]
         if newest is not None and newest != serving:
-            notes.append(alive[newest].reason)
-        return msgspec.structs.replace(last, state="running", job=serving, note="; ".join(filter(None, notes)))
+            notes.append(placements[newest].reason)
+        note = "; ".join(filter(None, notes))
+        return msgspec.structs.replace(last, state="running", unit=serving.name, note=note)
     # One that is older than the last that served cannot take its address back.
-    if newest is None or (serving in names and names.index(serving) > names.index(newest)):
+    if newest is None or (serving is not None and order(newest) < order(serving)):
         return msgspec.structs.replace(last, state="gone", note=None)
-    place = jobs[newest]
+    place = placements[newest]
     state: Literal["queued", "starting"] = "queued" if place.state == "queued" else "starting"
-    return msgspec.structs.replace(last, state=state, job=newest, note=place.reason)
+    return msgspec.structs.replace(last, state=state, unit=newest.name, note=place.reason)
+
+
+def _last_words(log: Path) -> str:
+    try:
+        lines = log.read_text("utf-8", "replace").strip().splitlines()
+    except OSError:
+        return ""
+    explains = lines and any(word in lines[-1].lower() for word in ("error", "cannot "))
+    return f"; its last line: {lines[-1][:200]}" if explains else ""
 
 
 def admin_client(run: Run) -> Client:
@@ -92,40 +113,39 @@ def admin_view(run: Run) -> GatewayView | None:
 def summarise(desired: Desired, seen: Observation, history: History, now: float) -> State:
     """The state of a deployment from one look. Pure; `now` in Unix seconds."""
     rows = {row.announcement.replica: row for row in (seen.view.replicas if seen.view else ())}
-    names = sorted({*seen.placements, *history.failed, *history.refused}, key=lambda name: (len(name), name))
+    placements = {unit.name: placement for unit, placement in seen.placements.items() if unit.kind == "replica"}
+    names = sorted({*placements, *history.failed, *history.refused}, key=lambda name: (len(name), name))
     replicas = []
     for name in names:
         waits = Placement("queued", history.refused[name]) if name in history.refused else Placement("gone")
-        placement = seen.placements.get(name, waits)
+        placement = placements.get(name, waits)
         row, earlier = rows.get(name), history.replicas.get(name, ())
         if name in history.failed:
             replicas.append(history.failed[name])
             continue
-        told = row.announcement if row else None
-        # A node that was placed again is remembered with what it had told: until the new one speaks, both say it.
-        earlier = tuple(restart for restart in earlier if told is None or restart not in told.restarts)
-        state = _replica_state(placement, told.state if row and told and row.is_alive else None)
-        restarts = (*earlier, *(told.restarts if told else ()))
+        announcement = row.announcement if row else None
+        # A node that was placed again is remembered with its restarts: until the new one announces, both have them.
+        earlier = tuple(restart for restart in earlier if announcement is None or restart not in announcement.restarts)
+        state = _replica_state(placement, announcement.state if row and announcement and row.is_alive else None)
+        restarts = (*earlier, *(announcement.restarts if announcement else ()))
         replicas.append(
             ReplicaStatus(
                 replica=name,
                 state="draining" if row and row.is_draining and state == "ready" else state,
                 placement=placement.state,
-                announcement=told,
+                announcement=announcement,
                 in_flight=row.in_flight if row else 0,
                 is_draining=row.is_draining if row else False,
-                n_restarts=len(earlier) + (told.n_restarts if told else 0),
+                n_restarts=len(earlier) + (announcement.n_restarts if announcement else 0),
                 restarts=restarts[-10:],
-                reason=placement.reason or (told.reason if told else None),
+                reason=placement.reason or (announcement.reason if announcement else None),
                 starts_at=placement.starts_at,
                 ends_at=placement.ends_at,
             )
         )
-    gateway = msgspec.structs.replace(history.gateway, state="running" if seen.gateway_is_alive else "gone")
-    if seen.gateway is not None:
-        gateway = msgspec.structs.replace(
-            seen.gateway, n_restarts=history.gateway.n_restarts, restarts=history.gateway.restarts
-        )
+    gateway = msgspec.structs.replace(
+        history.gateway, state=seen.gateway.state, unit=seen.gateway.unit, note=seen.gateway.note
+    )
     return State(
         observed_at=round(now, 3),
         phase=_phase(desired, replicas, seen, history.was_ready),
@@ -138,17 +158,17 @@ def summarise(desired: Desired, seen: Observation, history: History, now: float)
     )
 
 
-def _replica_state(placement: Placement, told: str | None) -> str:
+def _replica_state(placement: Placement, announcement: str | None) -> str:
     if placement.state == "broken":  # its first node may be alive, and says more
-        return told if told and told != "ready" else "broken"
+        return announcement if announcement and announcement != "ready" else "broken"
     if placement.state != "placed":
         return placement.state
-    return told or "starting"
+    return announcement or "starting"
 
 
 def _phase(desired: Desired, replicas: list[ReplicaStatus], seen: Observation, has_been_ready: bool) -> Phase:
     if desired.state == "down":
-        return "stopping" if replicas or seen.gateway_is_alive else "down"
+        return "stopping" if replicas or seen.gateway.state == "running" else "down"
     n_ready = sum(replica.state == "ready" for replica in replicas)
     if n_ready >= desired.replicas and seen.view is not None:
         return "ready"
@@ -163,15 +183,15 @@ def _has_been_ready(replica: ReplicaStatus) -> bool:
 
 
 def kv_cache_differences(plan: Plan, state: State) -> dict[str, Difference]:
-    """By replica, the KV cache of one GPU that its engine reported, against the plan's; pure. Empty without a plan."""
+    """By replica, the KV cache of gap GPU that its engine reported, against the plan's; pure. Empty without a plan."""
     if plan.forecast is None:
         return {}
-    found = {
+    gaps = {
         replica.replica: difference(plan.forecast.kv_cache_gib, replica.announcement.measured)
         for replica in state.replicas
         if replica.announcement is not None
     }
-    return {name: one for name, one in found.items() if one is not None}
+    return {name: gap for name, gap in gaps.items() if gap is not None}
 
 
 def now_state(run: Run, now: float) -> State:
@@ -180,8 +200,9 @@ def now_state(run: Run, now: float) -> State:
     if last is not None and run.is_ended():
         return last
     controller = last.controller if last else Part("gone")
-    alive = controller.process is not None and processes.is_alive(controller.process)
-    if last is not None and alive and now - last.observed_at < _FRESH_S:
+    alive = _is_controlled(run, controller)
+    fresh_s = _FRESH_S if controller.unit is None else _PLACED_FRESH_S
+    if last is not None and alive and now - last.observed_at < fresh_s:
         return last if desired.state == "up" else msgspec.structs.replace(last, phase="stopping")
     history = History(
         controller=msgspec.structs.replace(controller, state="running" if alive else "gone"),
@@ -190,7 +211,15 @@ def now_state(run: Run, now: float) -> State:
         failed={replica.replica: replica for replica in (last.replicas if last else ()) if replica.state == "failed"},
         was_ready=last is not None and last.phase in ("ready", "degraded"),
     )
-    state = summarise(desired, look(run, run.handle(), history.gateway), history, now)
+    state = summarise(desired, look(run, history.gateway), history, now)
     if desired.state == "down":  # also when nothing of it lives any more: a `down` that broke off wrote no end
         return msgspec.structs.replace(state, phase="stopping")
     return state
+
+
+def _is_controlled(run: Run, controller: Part) -> bool:
+    """Whether the controller lives: a process of this machine, or a unit of the target's."""
+    if controller.unit is not None:
+        placement = targets.load(run.handle().target).status(run).get(Unit("controller", controller.unit))
+        return placement is not None and placement.state == "placed"
+    return controller.process is not None and processes.is_alive(controller.process)

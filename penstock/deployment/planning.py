@@ -90,7 +90,9 @@ def notes_of(card: GpuFacts) -> tuple[str, ...]:
     known = card.memory if card.stands_in is not None else catalog.gpu(card.id).memory
     if known == card.memory:
         return ()
-    both = f"the driver says {card.memory.nvidia_smi_mib or 0:,} MiB a GPU, the catalogue {known.nvidia_smi_mib or 0:,}"
+    both = (
+        f"the driver reports {card.memory.nvidia_smi_mib or 0:,} MiB a GPU, the catalogue {known.nvidia_smi_mib or 0:,}"
+    )
     return (f"{both}: the driver's number is used",)
 
 

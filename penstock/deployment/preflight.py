@@ -15,12 +15,16 @@ from penstock.engines import Engine, Missing
 from penstock.errors import Problem, SpecError
 from penstock.hardware import Gpu, Machine, catalog
 from penstock.spec.deployment import Deployment, GatewaySpec
+from penstock.targets import Target
 from penstock.text import MIB
 
 
-def unsupported(deployment: Deployment) -> list[Problem]:
-    """Fields that the file may hold but this version does not act on: refused, not ignored."""
+def unsupported(deployment: Deployment, target: Target) -> list[Problem]:
+    """Fields that the file may hold but this version, or its target, does not act on: refused, not ignored."""
     found = []
+    if deployment.gateway.on == "job" and "places-gateway" not in target.capabilities:
+        message = f'"job", but target {target.name} places no gateway'
+        found.append(Problem("gateway.on", message, "remove it"))
     if deployment.ui:
         found.append(Problem("ui", "this version has no browser chat yet", "use: penstock chat"))
     for field in ("prometheus", "grafana"):
@@ -29,7 +33,7 @@ def unsupported(deployment: Deployment) -> list[Problem]:
             found.append(Problem(f"observe.{field}", "this version does not set it up yet", hint))
     if deployment.replicas.max > max(1, deployment.replicas.min):
         hint = "set replicas to a number, and change it with `penstock scale`"
-        found.append(Problem("replicas.max", "this version does not scale by itself yet", hint))
+        found.append(Problem("replicas.max", "this version has no autoscaling yet", hint))
     return found
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock import run_folder, targets
-from penstock.deployment.start import OnState, _revive, watch
+from penstock.deployment.start import OnState, revive, watch
 from penstock.errors import PenstockError, UserError
 from penstock.planner import launch
 from penstock.run_folder import Desired, Run, State
@@ -18,16 +18,14 @@ def scale(run: Run, n_replicas: int) -> None:
         more = n_replicas - desired.replicas
         deployment = run.deployment()
         target = targets.load(deployment.target)
-        if "resize" not in target.features:
-            raise UserError(f'cannot scale on target "{deployment.target}"', hint="Change replicas and use --replace.")
-        if more > 0 and "elastic" not in target.features:
-            now, then = (target.spread(deployment, run.handle(), n_more) for n_more in (0, more))
+        if more > 0 and not target.is_elastic:
+            now, then = (target.nodes_per_machine(deployment, run.handle(), n_more) for n_more in (0, more))
             for machine, n_before, n_after in zip(target.machines(deployment), now, then, strict=True):
                 if n_after > n_before:
                     launch.check_room(deployment, run.plan(), machine, n_after - n_before)
         run.write_desired(Desired("up", n_replicas))
         run.add_event("scale", f"{desired.replicas} -> {n_replicas} replicas")
-        _revive(run)
+        revive(run)
 
 
 def wait_scaled(run: Run, n_replicas: int, on_state: OnState, timeout_s: float | None = None) -> State:

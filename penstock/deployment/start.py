@@ -1,14 +1,12 @@
-"""The verbs: up, status, scale, down, clean. The only place that orders effects.
+"""The verb `up`: writes the run folder, places its units, starts the controller, and waits until it is ready.
 
-`prepare` collects everything that is wrong and changes nothing; `up` writes the run folder, then submits, then starts
-the controller. Whatever fails after the folder is written is taken down again.
+Whatever fails after the folder is written is taken down again.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 import secrets
 import signal
 import sys
@@ -19,41 +17,25 @@ from pathlib import Path
 
 import msgspec
 
-from penstock import engines, paths, processes, run_folder, targets
-from penstock.deployment import observe, planning, preflight
-from penstock.deployment.preflight import Finding
-from penstock.deployment.stop import OnStep, _end_run
-from penstock.errors import EngineError, PenstockError, SpecError, UserError
+from penstock import paths, processes, run_folder, targets
+from penstock.deployment import observe
+from penstock.deployment.prepare import Prepared, not_ended, prepare
+from penstock.deployment.stop import OnStep, end_run
+from penstock.errors import EngineError, PenstockError, UserError
 from penstock.gateway.accounting import store
-from penstock.hardware import Machine, network
+from penstock.gateway.config import GatewayConfig, ServedModel
 from penstock.hardware.network import free_port
-from penstock.models import facts, files
-from penstock.node.group import addresses as formation
-from penstock.planner import Plan, launch
-from penstock.run_folder import Artifact, Draft, Launch, Listen, Run, State
+from penstock.run_folder import Draft, Run, State, Unit
 from penstock.spec import reading
-from penstock.spec.deployment import Deployment, GatewaySpec, store_file
+from penstock.spec.deployment import Deployment, store_file
 from penstock.spec.gateway import GatewaySettings
 from penstock.targets import Target
-from penstock.text import show_bytes
 
 _POLL_S = 0.15
 _GATEWAY_STARTS = 3  # a gateway that died this often during `up` will not come
 _ENDED = ("down", "failed")
 
 OnState = Callable[[State], None]
-
-
-class Prepared(msgspec.Struct, frozen=True):
-    """A deployment that was found good: what `up` will write and send. `render` shows it and sends nothing.
-
-    `machine` is the least of those that a replica may get.
-    """
-
-    deployment: Deployment
-    machine: Machine
-    plan: Plan
-    artifact: Artifact
 
 
 class Started(msgspec.Struct, frozen=True):
@@ -68,134 +50,6 @@ class Started(msgspec.Struct, frozen=True):
     was_running: bool = False
 
 
-def prepare(
-    deployment: Deployment, admin_port: int = 0, existing: Run | None = None, is_rehearsal: bool = False
-) -> Prepared:
-    """Check, gather facts, plan and render. Changes nothing (but a hub model is downloaded to its cache).
-
-    `existing` is a running deployment that this one would replace: its port and memory count as free. A rehearsal on a
-    machine without GPUs takes those that the file names.
-    Raises SpecError with all problems of the file, then UserError or PlanError.
-    """
-    target = targets.load(deployment.target)
-    target = target.rehearsed() if is_rehearsal else target
-    problems = [*preflight.unsupported(deployment), *target.check(deployment)]
-    if not is_rehearsal and deployment.gateway.on == "login":
-        problems += preflight.unreadable_files(deployment.gateway)
-    if deployment.engine.kind != "auto":
-        problems += engines.load(deployment.engine.kind).problems(deployment.engine.args)
-    if problems:
-        raise SpecError(f'deployment "{deployment.name}"', problems)
-    if deployment.gateway.on == "login" and (existing is None or not _holds(existing, deployment)):
-        network.check_port(deployment.gateway.host, deployment.gateway.port)
-    machines = _machines(target, deployment, existing)
-    found = preflight.least(machines)
-    machine = preflight.as_named(deployment, found, is_rehearsal)
-    made = make_plan(deployment, machine, sharing(target, deployment, len(machines), deployment.replicas.min))
-    made = msgspec.structs.replace(made, warnings=(*made.warnings, *_unread_variables(deployment)))
-    if machine.gpus and not found.gpus:
-        warning = f"{found.host} has no GPU: this is for {len(machine.gpus)} x {machine.gpus[0].name}, as the file says"
-        made = msgspec.structs.replace(made, warnings=(*made.warnings, warning))
-    run_path = paths.home() / "runs" / deployment.name
-    told = Launch(
-        deployment=deployment.name,
-        plan=made,
-        announce_urls=_announce_urls(target, admin_port),
-        token_file=str(Run(run_path).admin_token_file),
-        listen=target.listen,
-        announce_file=str(Run(run_path).gateway_address_file) if deployment.gateway.on == "job" else None,
-    )
-    return Prepared(deployment, machine, made, target.render(told, sys.executable, deployment))
-
-
-def _unread_variables(deployment: Deployment) -> list[str]:
-    """Warnings about variables that the engine will have and nobody reads: the file's, and ours where it inherits."""
-    inherited = dict(os.environ) if deployment.target == "local" else {}
-    return formation.variable_warnings(inherited | deployment.engine.env)
-
-
-def rehearse(deployment: Deployment) -> Prepared:
-    """What `up` with these settings would send, beside or in place of what runs.  Raises as `prepare` does."""
-    return prepare(deployment, existing=_not_ended(deployment.name), is_rehearsal=True)
-
-
-def _announce_urls(target: Target, admin_port: int) -> tuple[str, ...]:
-    """The gateway's admin address as nodes may reach it."""
-    if target.listen == "loopback":
-        return (f"http://127.0.0.1:{admin_port}",)
-    addresses = [one.address for one in network.interfaces() if not one.is_virtual]
-    beyond = [address for address in addresses if not address.startswith("127.")] or addresses
-    return tuple(f"http://{address}:{admin_port}" for address in beyond)
-
-
-def sharing(target: Target, deployment: Deployment, n_machines: int, n_replicas: int) -> int:
-    """How many of the replicas share a machine, at most."""
-    if "elastic" in target.features:
-        return min(1, n_replicas)
-    return -(-n_replicas * deployment.hardware.nodes // n_machines)
-
-
-def make_plan(deployment: Deployment, machine: Machine, n_replicas: int) -> Plan:
-    """The plan for this many new replicas that share a machine.  Raises UserError or PlanError."""
-    path = files.locate(deployment)
-    name = preflight.choose_engine(deployment.engine.kind, bool(machine.gpus), files.forms_of(path))
-    engine = engines.load(name)
-    missing = preflight.missing_engine(engine, machine)
-    if missing is not None:
-        raise UserError(f"cannot start engine {name}: {missing.reason}", hint=f"Install it: {missing.install}")
-    problems = engine.problems(deployment.engine.args)
-    if problems:
-        raise SpecError(f'deployment "{deployment.name}"', problems)
-    whole, model = facts.read_files(path, deployment.model, _form(engine.forms, path))
-    if not engine.loads(model.form, deployment.engine.args):
-        raise UserError(
-            f'cannot serve model "{deployment.model}" on engine {name}: no *.{engine.forms[0]} in "{path}"',
-            hint=f"Engine {name} loads {' or '.join(engine.forms)}.",
-        )
-    if launch.device_of(machine, name) == "cpu":
-        return launch.make(deployment, model, machine, name, preflight.engine_version(engine, machine), n_replicas)
-    version = preflight.engine_version(engine, machine)
-    sized = planning.size(deployment, whole, machine, version, n_replicas)
-    return launch.make_on_gpus(deployment, model, machine, version, n_replicas, sized)
-
-
-def _form(loads: tuple[str, ...], path: Path) -> str:
-    present = files.forms_of(path)
-    return next((form for form in loads if form in present), loads[0])
-
-
-def _machines(target: Target, deployment: Deployment, existing: Run | None) -> list[Machine]:
-    """The target's machines; what `existing` holds of them counts as free."""
-    machines = target.machines(deployment)
-    if existing is None or "elastic" in target.features or existing.deployment().target != target.name:
-        return machines
-    n_nodes = target.spread(deployment, existing.handle())
-    return [_freed(machine, existing, n) for machine, n in zip(machines, n_nodes, strict=True)]
-
-
-def _freed(machine: Machine, existing: Run, n_nodes: int) -> Machine:
-    """A machine without so many nodes of a run."""
-    made = existing.plan()
-    if made.device == "cuda":
-        held = {index for entry in existing.handle().replicas.values() for index in entry.get("gpus", ())}
-        if not held:  # a target that does not keep which they are: engines leave the least memory free
-            fullest = sorted(machine.gpus, key=lambda gpu: gpu.memory_free_bytes)
-            held = {gpu.index for gpu in fullest[: n_nodes * made.layout.n_ranks // made.n_nodes]}
-        freed = [
-            msgspec.structs.replace(gpu, memory_free_bytes=gpu.memory_bytes) if gpu.index in held else gpu
-            for gpu in machine.gpus
-        ]
-        return msgspec.structs.replace(machine, gpus=tuple(freed))
-    held_bytes = made.need.total_bytes * n_nodes // made.n_nodes
-    free_bytes = min(machine.memory_bytes, machine.memory_free_bytes + held_bytes)
-    return msgspec.structs.replace(machine, memory_free_bytes=free_bytes)
-
-
-def _holds(existing: Run, deployment: Deployment) -> bool:
-    wanted = f"{deployment.gateway.host}:{deployment.gateway.port}"
-    return not existing.is_gateway_placed and existing.listen == wanted
-
-
 def up(deployment: Deployment, replace: bool = False, on_step: OnStep | None = None) -> Started:
     """Start a deployment, or find that it runs already. Returns when everything is submitted; see `wait_ready`.
 
@@ -207,7 +61,7 @@ def up(deployment: Deployment, replace: bool = False, on_step: OnStep | None = N
         if existing is not None:
             changes = reading.differences(existing.deployment(), deployment)
             if not changes:
-                _revive(existing)
+                revive(existing)
                 return Started(existing.name, existing.known_url, was_running=True)
             if not replace:
                 raise UserError(
@@ -216,34 +70,37 @@ def up(deployment: Deployment, replace: bool = False, on_step: OnStep | None = N
                     hint="Add --replace to end it and start the new one, or give another --name.",
                 )
         admin_port = free_port("127.0.0.1")
-        prepared = prepare(deployment, admin_port, _not_ended(deployment.name))
+        prepared = prepare(deployment, admin_port, not_ended(deployment.name))
         old = Run(paths.home() / "runs" / deployment.name)
         if old.exists():
-            _end_run(old, now=False, on_step=None)
+            end_run(old, now=False, on_step=None)
         return _start(prepared, admin_port, on_step)
 
 
-def _not_ended(name: str) -> Run | None:
-    """The run of that name that was not taken down whole: it holds its port and memory, also when it failed."""
-    run = Run(paths.home() / "runs" / name)
-    return run if run.exists() and not run.is_ended() else None
-
-
 def _running(name: str) -> Run | None:
-    run = _not_ended(name)
+    run = not_ended(name)
     return None if run is None or observe.now_state(run, time.time()).phase in (*_ENDED, "stopping") else run
 
 
-def _revive(run: Run) -> None:
-    """Start a controller for a run whose controller and warden are both gone."""
+def revive(run: Run) -> None:
+    """Start a controller for a run whose controller and watchdog are both gone."""
+    if run.places("controller"):
+        target = targets.load(run.record().target)
+        placements = target.status(run)
+        if not any(unit.kind == "controller" and place.state != "gone" for unit, place in placements.items()):
+            alive = {unit for unit, place in placements.items() if unit.kind != "controller"}
+            names = [int(unit.name) for unit in placements if unit.kind == "controller"]
+            new = Unit("controller", str(max(names, default=-1) + 1))
+            run.write_handle(target.place(run, {*alive, new}))
+        return
     roles = {process.role for process in processes.find_marked(str(run.path))}
-    if not roles & {"controller", "warden"}:
+    if not roles & {"controller", "watchdog"}:
         start_controller(run)
 
 
 @contextlib.contextmanager
 def ctrl_c_ignored() -> Iterator[None]:
-    """Ctrl-C does nothing meanwhile: who presses it twice does not leave half a deployment."""
+    """Ctrl-C does nothing in this block: pressed twice, it must not leave half a deployment."""
     if threading.current_thread() is not threading.main_thread():  # there it never interrupts
         yield
         return
@@ -257,71 +114,72 @@ def ctrl_c_ignored() -> Iterator[None]:
 def _start(prepared: Prepared, admin_port: int, on_step: OnStep | None) -> Started:
     deployment = prepared.deployment
     key = f"sk-{secrets.token_urlsafe(24)}" if deployment.gateway.auth == "keys" else None
-    token = secrets.token_urlsafe(24)
-    run_path = paths.home() / "runs" / deployment.name
-    listens = targets.load(deployment.target).listen
-    settings = {
-        **_addresses(deployment, listens, admin_port),
-        "admin_token_file": str(Run(run_path).admin_token_file),
-        "models": [{"name": prepared.plan.served_names[0], "aliases": list(prepared.plan.served_names[1:])}],
-        "auth": deployment.gateway.auth,
-        "key_hashes": [hashlib.sha256(key.encode()).hexdigest()] if key else [],
-        **_service_settings(deployment.gateway),
-        "store": _store(deployment, Run(run_path)),
-        "prices": _prices(prepared),
-        "engines_need_key": listens == "network",
-    }
-    run = run_folder.create(Draft(deployment, prepared.plan, prepared.artifact, settings, token), time.time())
+    run = write_run(prepared, admin_port, key)
     run.add_event("up", f"penstock up {deployment.name}", model=deployment.model, target=deployment.target)
     try:
-        if run.is_gateway_placed:
-            store.share(_store(deployment, run))
-        replicas = [str(number) for number in range(deployment.replicas.min)]
-        run.write_handle(targets.load(deployment.target).submit(run, replicas))
-        start_controller(run)
+        place = run.gateway_file().store
+        if run.places("gateway") and place is not None:
+            store.share(place)
+        _place(run, targets.load(deployment.target))
+        if not run.places("controller"):
+            start_controller(run)
     except BaseException:
         with ctrl_c_ignored():
             if on_step is not None:
                 on_step(f"ending {run.name} ...")
-            _end_run(run, now=True, on_step=None)
+            end_run(run, now=True, on_step=None)
         raise
     return Started(run.name, run.known_url, key)
 
 
-def _addresses(deployment: Deployment, listens: Listen, admin_port: int) -> dict[str, str]:
-    """Where the gateway listens. In a job that is any address of its node, which tells the ports that it got."""
-    if deployment.gateway.on == "job":
-        return {"listen": f"0.0.0.0:{deployment.gateway.port}", "admin": "0.0.0.0:0"}
-    return {
-        "listen": f"{deployment.gateway.host}:{deployment.gateway.port or free_port(deployment.gateway.host)}",
-        "admin": f"{'127.0.0.1' if listens == 'loopback' else '0.0.0.0'}:{admin_port}",
+def write_run(prepared: Prepared, admin_port: int, key: str | None) -> Run:
+    """The run folder of a deployment, whole; nothing is started. `key`: the client's."""
+    deployment, target = prepared.deployment, targets.load(prepared.deployment.target)
+    config, token = _gateway_config(prepared, target, admin_port, key), secrets.token_urlsafe(24)
+    draft = Draft(deployment, prepared.plan, prepared.artifact, config, token, target.placed(deployment))
+    return run_folder.create(draft, time.time())
+
+
+def _place(run: Run, target: Target) -> None:
+    """Place all that the target places of a new run."""
+    units = {Unit("replica", str(number)) for number in range(run.desired().replicas)}
+    units |= {Unit(kind, "0") for kind in run.record().placed if kind != "replica"}
+    run.write_handle(target.place(run, units))
+    if run.handle().units.keys() != {unit.key for unit in units}:
+        run.write_handle(target.place(run, units))  # raises what kept it from placing the others
+
+
+def _gateway_config(prepared: Prepared, target: Target, admin_port: int, key: str | None) -> GatewayConfig:
+    """All that the gateway is told. Where the target places it, it listens on any address of its machine."""
+    deployment, names = prepared.deployment, prepared.plan.served_names
+    run, spec = Run(paths.home() / "runs" / deployment.name), prepared.deployment.gateway
+    listen, admin = f"0.0.0.0:{spec.port}", "0.0.0.0:0"
+    if "gateway" not in target.placed(deployment):
+        listen = f"{spec.host}:{spec.port or free_port(spec.host)}"
+        admin = f"{'127.0.0.1' if target.listen == 'loopback' else '0.0.0.0'}:{admin_port}"
+    settings = {field: getattr(spec, field) for field in GatewaySettings.__struct_fields__} | {
+        "store": str(run.store_file if spec.store is None else store_file(spec.store) or spec.store),
+        "tls_cert": _whole_path(spec.tls_cert),
+        "tls_key": _whole_path(spec.tls_key),
+        "upstreams": tuple(
+            msgspec.structs.replace(upstream, key_file=_whole_path(upstream.key_file)) for upstream in spec.upstreams
+        ),
     }
-
-
-def _service_settings(gateway: GatewaySpec) -> dict[str, object]:
-    """The settings that the file's block and the gateway share; files by their whole paths."""
-    settings = {field: msgspec.to_builtins(getattr(gateway, field)) for field in GatewaySettings.__struct_fields__}
-    for field in ("tls_cert", "tls_key"):
-        settings[field] = _whole_path(getattr(gateway, field))
-    for row in settings["upstreams"]:
-        row["key_file"] = _whole_path(row["key_file"])
-    return settings
+    return GatewayConfig(
+        **settings,
+        listen=listen,
+        admin=admin,
+        admin_token_file=str(run.admin_token_file),
+        models=(ServedModel(names[0], tuple(names[1:])),),
+        auth=spec.auth,
+        key_hashes=(hashlib.sha256(key.encode()).hexdigest(),) if key else (),
+        engines_need_key=target.listen == "network",
+        prices={} if spec.price is None else {names[0]: spec.price},
+    )
 
 
 def _whole_path(path: str | None) -> str | None:
     return None if path is None else str(Path(path).expanduser().resolve())
-
-
-def _store(deployment: Deployment, run: Run) -> str:
-    place = deployment.gateway.store
-    if place is None:
-        return str(run.store_file)
-    return str(store_file(place) or place)
-
-
-def _prices(prepared: Prepared) -> dict[str, object]:
-    price = prepared.deployment.gateway.price
-    return {} if price is None else {prepared.plan.served_names[0]: msgspec.to_builtins(price)}
 
 
 def start_controller(run: Run) -> None:
@@ -346,7 +204,7 @@ def watch(run: Run, on_state: OnState, is_done: Callable[[State], bool], timeout
             raise PenstockError(
                 f'deployment "{run.name}" is {state.phase} after {timeout_s:.0f} s',
                 detail=state.reason,
-                hint=f"It goes on in the background: penstock status {run.name}",
+                hint=f"It continues in the background: penstock status {run.name}",
                 is_retryable=True,
             )
         time.sleep(_POLL_S)
@@ -365,9 +223,9 @@ def wait_ready(run: Run, on_state: OnState, timeout_s: float | None = None, is_o
     error = _start_error(run, state)
     if is_ours and state.phase != "down":
         failure = msgspec.structs.replace(state, reason=state.reason or error.detail)
-        # Who holds the lock is ending it, most likely; the reason of the failure must be told all the same.
+        # Another command that holds the lock is most likely ending it; the reason of the failure is told in any case.
         with contextlib.suppress(UserError), run_folder.locked(run.name):
-            _end_run(run, now=True, on_step=None, failure=failure)
+            end_run(run, now=True, on_step=None, failure=failure)
     raise error
 
 
@@ -375,40 +233,12 @@ def _start_error(run: Run, state: State) -> PenstockError:
     failed = next((replica for replica in state.replicas if replica.state == "failed"), None)
     if failed is None or failed.announcement is None:
         if state.phase == "down":
-            return PenstockError(f'could not start deployment "{run.name}": somebody took it down meanwhile')
+            return PenstockError(f'could not start deployment "{run.name}": it was stopped while it was starting')
         last = state.gateway.restarts[-1].reason if state.gateway.restarts else None
         return PenstockError(f'could not start deployment "{run.name}": its gateway is gone', detail=last)
     log = run.log(f"replica-{failed.replica}")
     return EngineError(
         f'could not start replica {failed.replica} of "{run.name}": {failed.reason}',
         detail="its last lines:\n" + "\n".join(f"  {line}" for line in failed.announcement.log_tail),
-        hint=failed.announcement.hint or f"The whole log: penstock logs {run.name} ({log})",
+        hint=failed.announcement.hint or f"Full log: penstock logs {run.name} ({log})",
     )
-
-
-def plan_now(deployment: Deployment) -> Plan:
-    """The plan that `up` would make of the target's machines as they are; nothing else is checked.
-
-    Raises UserError or PlanError.
-    """
-    target, existing = targets.load(deployment.target), _not_ended(deployment.name)
-    machines = _machines(target, deployment, existing)
-    machine = preflight.as_named(deployment, preflight.least(machines), is_rehearsal=False)
-    return make_plan(deployment, machine, sharing(target, deployment, len(machines), deployment.replicas.min))
-
-
-def holds_port(deployment: Deployment) -> bool:
-    """Whether the port of a deployment is taken by its own gateway, which runs."""
-    existing = _not_ended(deployment.name)
-    return existing is not None and _holds(existing, deployment)
-
-
-def check_deployment(deployment: Deployment) -> Finding:
-    """`doctor`'s last line: whether `up` would accept this deployment now, and if not, why."""
-    try:
-        prepared = prepare(deployment, existing=_not_ended(deployment.name))
-    except PenstockError as error:
-        found = error.message + (f": {error.detail}" if error.detail else "")
-        return Finding("deployment", "bad", found, error.hint)
-    need = show_bytes(prepared.plan.need.total_bytes)
-    return Finding("deployment", "ok", f"{deployment.name}: {prepared.plan.engine}, needs about {need} a replica")

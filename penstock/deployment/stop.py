@@ -19,10 +19,7 @@ from penstock.spec import deployment
 from penstock.targets import LeftBehind
 
 _CONTROLLER_GRACE_S = 3.0
-
-
 _NOW_GRACE_S = 1.0
-
 
 OnStep = Callable[[str], None]
 
@@ -30,39 +27,39 @@ OnStep = Callable[[str], None]
 def down(run: Run, now: bool = False, on_step: OnStep | None = None) -> list[Marked]:
     """End everything of a run: requests in flight finish first, unless `now`. Blocks; safe to repeat.
 
-    Needs nothing alive: a crash of ours leaves a folder from which this still works. Returns what had to be ended by
-    force at the last.
+    Needs nothing alive: a crash leaves a folder from which this still works. Returns what had to be ended by force.
     """
     with run_folder.locked(run.name):
-        return _end_run(run, now, on_step)
+        return end_run(run, now, on_step)
 
 
-def _end_run(run: Run, now: bool, on_step: OnStep | None, failure: State | None = None) -> list[Marked]:
+def end_run(run: Run, now: bool, on_step: OnStep | None, failure: State | None = None) -> list[Marked]:
+    """As `down`, for a caller that holds the lock. `failure`: the state that stays, of a start that failed."""
     say = on_step or (lambda _: None)
     last = failure or run.state()
     run.write_desired(Desired("down", 0))
     say("ending the controller")
     processes.end(
-        [p for p in processes.find_marked(str(run.path)) if p.role in ("warden", "controller")], _CONTROLLER_GRACE_S
+        [p for p in processes.find_marked(str(run.path)) if p.role in ("watchdog", "controller")], _CONTROLLER_GRACE_S
     )
-    handle = run.handle()
     gateways = [p for p in processes.find_marked(str(run.path)) if p.role == "gateway"]
     if gateways:
         drain_s = _gateway_drain_s(run)
         say("ending the gateway" if now else f"draining the gateway (at most {drain_s:.0f} s)")
         processes.end(gateways, _NOW_GRACE_S if now else drain_s + 2.0)
-    targets.load(handle.target).end_gateway(run, None, _NOW_GRACE_S if now else _gateway_drain_s(run) + 2.0)
     say("ending the replicas")
-    # The gateway has drained, so the engines are idle; the grace is for their own tidy end.
+    grace_s = _engine_drain_s(run) + 10.0  # a gateway has drained then, so this is for the engines' own tidy end
+    if run.places("gateway"):
+        grace_s = max(grace_s, _gateway_drain_s(run) + 2.0)
     try:
-        targets.load(handle.target).cancel(run, handle, _NOW_GRACE_S if now else _engine_drain_s(run) + 10.0)
+        targets.load(run.handle().target).end(run, _NOW_GRACE_S if now else grace_s)
     except LeftBehind as exc:  # the rest ends all the same
         say(f"{exc.message}. {exc.hint}")
         run.add_event("left behind", exc.message)
     swept = processes.sweep(str(run.path))
     # What an engine mapped when it was last seen: its own helpers may have been killed with it.
-    told = [replica.announcement for replica in (last.replicas if last else ()) if replica.announcement]
-    processes.unlink_shared_memory(segment for announcement in told for segment in announcement.shared_memory)
+    announcements = [replica.announcement for replica in (last.replicas if last else ()) if replica.announcement]
+    processes.unlink_shared_memory(segment for announcement in announcements for segment in announcement.shared_memory)
     with contextlib.suppress(PenstockError):  # without its id, its temporary folders are for `clean` to find
         remove_temporary(run.record().id)
     _write_end(run, last, failure)
@@ -92,7 +89,7 @@ def _write_end(run: Run, last: State | None, failure: State | None) -> None:
 
 
 class Leftover(msgspec.Struct, frozen=True):
-    """Something of ours that no living deployment owns."""
+    """Something that no living deployment owns."""
 
     kind: str  # "process", "folder" (temporary), "run" (an ended deployment's folder), "host" (not reached by `down`)
     name: str
@@ -106,26 +103,26 @@ def leftovers(with_ended_runs: bool = False) -> list[Leftover]:
     marked = processes.find_marked()
     ended = [run for run in run_folder.every() if run.is_ended() and not run_folder.is_locked(run)]
     owned = _owned_ids(marked)
-    found = [
+    items = [
         Leftover("process", str(process.pid), f"{process.role} of {process.run}: {process.command}", process)
         for process in marked
         if process.run_id not in owned
     ]
     for path, run_id in every_temporary().items():
         if run_id not in owned:
-            found.append(Leftover("folder", str(path), "temporary folder of an engine"))
-    found += [Leftover("host", left.place, left.what, left=left) for left in run_folder.every_left()]
+            items.append(Leftover("folder", str(path), "temporary folder of an engine"))
+    items += [Leftover("host", left.place, left.what, left=left) for left in run_folder.every_left()]
     if with_ended_runs:
-        found += [Leftover("run", str(run.path), f'folder of the ended deployment "{run.name}"') for run in ended]
-    return found
+        items += [Leftover("run", str(run.path), f'folder of the ended deployment "{run.name}"') for run in ended]
+    return items
 
 
 def _owned_ids(marked: list[Marked]) -> set[str]:
-    """Ids of the launches that are not ended, or that a command is changing now: a `down` may drain for minutes."""
+    """Ids of the launches that have not ended, or that a command is changing now: a `down` may drain for minutes."""
     # A process tells its run folder, so that deployments of another PENSTOCK_HOME are left alone.
-    there = [Run(Path(process.run)) for process in marked if Path(process.run).is_absolute()]
-    known = {run.path: run for run in [*run_folder.every(), *there]}
-    # Of a target whose nodes have no run folder, on machines that others share: those who placed them end them.
+    foreign = [Run(Path(process.run)) for process in marked if Path(process.run).is_absolute()]
+    known = {run.path: run for run in [*run_folder.every(), *foreign]}
+    # Nodes on machines that others share have no run folder there: the target that placed them ends them.
     owned = {process.run_id for process in marked if not Path(process.run).is_absolute()}
     for run in known.values():
         if run_folder.is_locked(run) or (run.exists() and not run.is_ended()):
@@ -136,17 +133,17 @@ def _owned_ids(marked: list[Marked]) -> set[str]:
     return owned
 
 
-def clean(found: list[Leftover]) -> list[Leftover]:
+def clean(items: list[Leftover]) -> list[Leftover]:
     """Remove leftovers. Returns those that could not be removed."""
-    marked = [item.process for item in found if item.process is not None]
+    marked = [item.process for item in items if item.process is not None]
     segments = processes.shared_memory(marked)
     stuck = {process.pid for process in processes.end(marked, 3.0)}
     processes.unlink_shared_memory(segments)
-    left = [item for item in found if item.process is not None and item.process.pid in stuck]
-    for item in found:
+    left = [item for item in items if item.process is not None and item.process.pid in stuck]
+    for item in items:
         if item.left is not None:
             try:
-                targets.load(item.left.target).finish(item.left.facts)
+                targets.finish(item.left)
             except PenstockError:
                 left.append(item)
         elif item.process is None:

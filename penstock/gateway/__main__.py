@@ -10,9 +10,18 @@ import argparse
 import logging
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from penstock.errors import PenstockError
+import msgspec
+
+from penstock.errors import PenstockError, UserError
 from penstock.gateway import compiled
+from penstock.paths import write_atomically
+from penstock.wire.announcement import GatewayAddress
+
+if TYPE_CHECKING:
+    from penstock.gateway.config import GatewayConfig
+    from penstock.gateway.service import Sockets
 
 log = logging.getLogger("penstock.gateway")
 
@@ -20,6 +29,9 @@ log = logging.getLogger("penstock.gateway")
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m penstock.gateway", description="The gateway, alone.")
     parser.add_argument("config", type=Path, help="a JSON file, see docs/reference/gateway.md")
+    parser.add_argument("--address", type=Path, help="write here where this gateway serves, once it listens")
+    parser.add_argument("--unit", default="0", help="the name of this gateway in that file")
+    parser.add_argument("--hosts", nargs="+", default=["127.0.0.1"], help="addresses of this machine, the best first")
     options = parser.parse_args(arguments)
     compiled.activate()  # before any of the modules that it is for
     from penstock.gateway.config import load_config, read_token
@@ -28,12 +40,38 @@ def main(arguments: list[str] | None = None) -> int:
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s gateway: %(message)s")
     try:
         config = load_config(options.config)
-        serve(config, read_token(Path(config.admin_token_file)))
+        token = read_token(Path(config.admin_token_file))
+        if options.address is None:
+            serve(config, token)
+        else:
+            serve(_with_free_port(config), token, lambda sockets: _write_address(options, sockets))
     except PenstockError as error:
         facts = (error.message, (error.detail or "").replace("\n", "; "), error.hint)
         log.error(" | ".join(fact for fact in facts if fact))
         return error.exit_code
     return 0
+
+
+def _with_free_port(config: GatewayConfig) -> GatewayConfig:
+    """The config with any free port, where the port that it names is taken on this machine."""
+    from penstock.gateway.service import open_sockets
+
+    try:
+        open_sockets(config).close()
+    except UserError as error:
+        host = config.listen.rpartition(":")[0]
+        log.warning("%s: taking any other port", error.message)
+        return msgspec.structs.replace(config, listen=f"{host}:0")
+    return config
+
+
+def _write_address(options: argparse.Namespace, sockets: Sockets) -> None:
+    """Clients that connect from now on wait in the socket's queue until the gateway serves."""
+    port, admin_port = sockets.public.getsockname()[1], sockets.admin.getsockname()[1]
+    admin = tuple(f"{host}:{admin_port}" for host in options.hosts)
+    address = GatewayAddress(options.unit, f"{options.hosts[0]}:{port}", admin)
+    write_atomically(options.address, msgspec.json.encode(address))
+    log.info("clients: http://%s, admin: %s", address.listen, ", ".join(admin))
 
 
 if __name__ == "__main__":

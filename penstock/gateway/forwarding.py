@@ -360,7 +360,7 @@ class Forwarding:
             return
         if self._context.replicas.is_idle(replica, now, STALL_S):
             connection.discard()
-            self.lost(UpstreamError(f"no byte for {STALL_S:.0f} s, and the engine says that it works on nothing"))
+            self.lost(UpstreamError(f"no byte for {STALL_S:.0f} s, and the engine reports no running request"))
 
     def _lose(self, loss: Loss, reason: str) -> None:
         """The send failed: sends once more, or ends the request."""

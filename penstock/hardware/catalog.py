@@ -250,7 +250,7 @@ def _by_beginning(kind: str, name: str, wanted: str, rows: Iterable[str]) -> str
     if len(matches) == 1:
         return matches[0]
     if matches:
-        raise UserError(f'cannot tell which {kind} "{name}" is', hint=f"It is one of {', '.join(matches)}.")
+        raise UserError(f'cannot identify {kind} "{name}" is', hint=f"It is one of {', '.join(matches)}.")
     return refuse(kind, name, ids)
 
 

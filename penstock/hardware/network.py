@@ -1,4 +1,7 @@
-"""Interfaces, addresses and ports of this machine."""
+"""Interfaces, addresses and ports of this machine.
+
+`python -m penstock.hardware.network [ADDRESS ...]` prints this machine's addresses, first those that lead there.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ import contextlib
 import errno
 import random
 import socket
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -98,3 +103,19 @@ def _interface(name: str, address: str, netmask: str | None, speed: int) -> Inte
         is_infiniband = (_NET / name / "type").read_text().strip() == "32"
         return Interface(name, address, prefix_length, speed or None, is_infiniband, name.startswith(_VIRTUAL))
     return Interface(name, address, prefix_length, speed or None, False, name.startswith(_VIRTUAL))
+
+
+def own_addresses(seen_from: Sequence[str]) -> list[str]:
+    """This machine's addresses, first those from which it reaches one of these."""
+    addresses = []
+    for address in seen_from:
+        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((address, 9))  # sends nothing: it only asks the routes
+            addresses.append(str(probe.getsockname()[0]))
+    addresses += [interface.address for interface in interfaces() if not interface.is_virtual]
+    beyond = [address for address in dict.fromkeys(addresses) if not address.startswith("127.")]
+    return beyond or ["127.0.0.1"]
+
+
+if __name__ == "__main__":
+    sys.stdout.write(" ".join(own_addresses(sys.argv[1:])) + "\n")

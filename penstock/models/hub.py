@@ -35,10 +35,10 @@ _REASONS: dict[str | int, tuple[str, str]] = {
         "the hub was not reached",
         "This machine does not reach the hub: copy the model's folder here, give its path.",
     ),
-    401: ("the hub asks for a token", "Check the name; a gated or private model needs HF_TOKEN."),
+    401: ("the hub requires a token", "Check the name; a gated or private model needs HF_TOKEN."),
     403: ("the hub refuses this token", "Accept the licence on its hub page with the account of HF_TOKEN."),
     404: ("no such file or revision", "Check the name."),
-    429: ("the hub asks to wait (too many requests)", "Set HF_TOKEN, or try again in some minutes."),
+    429: ("the hub answers: too many requests", "Set HF_TOKEN, or try again in some minutes."),
 }
 
 

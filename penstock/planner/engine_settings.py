@@ -41,7 +41,7 @@ def settings_of(
     max_model_len = request.max_model_len or context.default
     if not max_model_len:
         raise UserError(
-            "cannot tell the context length: the config has none", hint="Add --max-model-len (engine.max_model_len)."
+            "cannot find the context length: the config has none", hint="Add --max-model-len (engine.max_model_len)."
         )
     name = gpu.names[0] if gpu.names else gpu.id
     tokens, seqs = batch_defaults(rules, total_bytes(request, gpu), name, max_model_len)

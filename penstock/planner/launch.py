@@ -144,8 +144,7 @@ def _plan(
         engine_version=engine[1],
         device=chosen.device,
         layout=chosen.layout,
-        # On a Ray cluster that is not ours, vLLM's ranks need no second Ray.
-        executor=executor if executor != "auto" else "ray" if n_nodes > 1 and deployment.target != "ray" else "mp",
+        executor=executor if executor != "auto" else "ray" if n_nodes > 1 else "mp",
         max_model_len=chosen.max_model_len,
         max_num_seqs=deployment.workload.concurrency,
         need=chosen.need,

@@ -148,7 +148,7 @@ def tensor_refusal(divisors: DivisibilityRules, tensor: int) -> str | None:
 
 def pipeline_refusal(divisors: DivisibilityRules, pipeline: int) -> str | None:
     if pipeline > 1 and not divisors.supports_pipeline:
-        return f"{divisors.name} cannot be cut into pipeline stages in vLLM, pipeline {pipeline} was asked"
+        return f"{divisors.name} cannot be cut into pipeline stages in vLLM, but pipeline is {pipeline}"
     if pipeline > divisors.n_layers:
         return f"{divisors.n_layers} layers are fewer than pipeline {pipeline}"
     return None

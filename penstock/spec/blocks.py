@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
+
+# Blocks of targets that this version does not have: any field is taken.
+UNTYPED = ("kubernetes", "cloudera", "vessl")
 
 
 class Ssh(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -36,12 +39,13 @@ class Slurm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Jobs of Slurm: one for each replica, of `hardware.nodes` nodes. Words are sbatch's own.
 
     `login`: the login node by ssh, when penstock does not run there itself; `ssh_config` in place of ~/.ssh/config.
-    `directives`: further #SBATCH lines, as
-    they follow `--`. `modules`, `conda`, `venv`: loaded in this order, then the lines of `prologue`. `container`: an
-    Apptainer image that node and engine run in. `python`: the interpreter on the nodes that has penstock and the
-    engine; that of the login node when absent. `successor_s`: so long before the time limit the next job is
-    submitted; twice the time that a start took when absent. `gateway_partition`: for the gateway's job (gateway.on:
-    job), which needs no GPU; without it that is `partition`, with `qos` and `directives` too.
+    `directives`: further #SBATCH lines, as they follow `--`. `modules`, `conda`, `venv`: loaded in this order, then the
+    lines of `prologue`. `container`: an Apptainer image that node and engine run in. `python`: the interpreter on the
+    nodes that has penstock and the engine; that of the login node when absent. `successor_s`: so long before the time
+    limit the next job is submitted; twice the time that a start took when absent. `gateway_partition`: for the
+    gateway's job (gateway.on: job), which needs no GPU; without it that is `partition`, with `qos` and `directives`
+    too. `controller: job` puts the controller into a job like the gateway's, so that nothing of the deployment stays on
+    the login node.
     """
 
     login: str | None = None
@@ -65,3 +69,4 @@ class Slurm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     python: str | None = None
     successor_s: float | None = None
     gateway_partition: str | None = None
+    controller: Literal["login", "job"] = "login"

@@ -101,8 +101,8 @@ class Replicas(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class GatewaySpec(GatewaySettings, frozen=True, forbid_unknown_fields=True):
     """Where clients connect. `port: 0` takes any free port. Beyond loopback `auth: keys` is required.
 
-    `on` is for target slurm: the gateway runs where `up` runs (login), or in a job (job); then `host` is that node's
-    address, and `port` any free one if taken.
+    `on`: the gateway runs where `up` runs (login), or in a job (job), which only target slurm can do; then `host` is
+    that node's address, and `port` any free one if taken.
     `price` is what the ledger and budgets count. `store` (a file, or a postgresql:// URL for several gateways) holds
     keys and usage; its default is a file in the run's folder. After `ledger_days` a request's row becomes part of its
     day's sums; `null` keeps it for ever.

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from penstock.errors import Problem, SpecError, UserError, nearest
+from penstock.spec.blocks import UNTYPED
 from penstock.spec.deployment import DEMO_MODEL, TARGETS, Deployment, default_name, is_legal_name
 from penstock.spec.gateway import is_loopback, setting_problems
 
@@ -276,7 +277,7 @@ def _join(path: str, key: object) -> str:
 
 
 _ENGINE_URL = re.compile(r"(http://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:\d{1,5})?/?|unix:/.+)\Z")
-_FREE = ("args", "env", "runtime_env", "kubernetes", "cloudera", "vessl")
+_FREE = ("args", "env", "runtime_env", *UNTYPED)
 
 
 # Lower bounds (inclusive) by path; checked after the types.
@@ -349,9 +350,7 @@ def _rules(deployment: Deployment) -> Iterator[Problem]:
         )
     if _has_password(deployment.gateway.store):
         yield Problem("gateway.store", "has a password in it", "put it into ~/.pgpass or PGPASSWORD")
-    if deployment.gateway.on != "login" and deployment.target != "slurm":
-        yield Problem("gateway.on", f'"{deployment.gateway.on}" is for target slurm', "remove it")
-    elif deployment.gateway.on == "job" and deployment.gateway.auth == "none":
+    if deployment.gateway.on == "job" and deployment.gateway.auth == "none":
         yield Problem(
             "gateway.auth", '"none" with on: job, where others reach it', "set gateway.auth: keys, or on: login"
         )

@@ -1,8 +1,8 @@
-"""Targets: where replicas run. One file each; this module holds the seam, its contract and the name table.
+"""Targets: where units run. One folder or file each; this module holds the seam, its contract and the name table.
 
-A target places `python -m penstock.node` somewhere and knows whether it is still there. It knows no engine and no
-Ray; it does not restart what dies (the controller decides that) and does not say when an engine is ready (the node
-announces that to the gateway).
+A target places units: replicas (`python -m penstock.node`) and, where it can, the gateway and the controller. It knows
+whether a unit is still there. It knows no engine and no Ray; it does not restart what dies (the controller decides
+that) and does not say when an engine is ready (the node announces that to the gateway).
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from __future__ import annotations
 import functools
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from collections.abc import Collection, Iterator, Sequence
+from typing import ClassVar, Literal
 
 import msgspec
 
 from penstock.errors import PenstockError, Problem, UserError
 from penstock.hardware import Machine
-from penstock.run_folder import Artifact, Handle, Launch, Listen, Run
+from penstock.run_folder import Artifact, Handle, Kind, Launch, Left, Listen, Run, Unit
 from penstock.spec.deployment import Deployment
 
 # name -> "module:Class"
@@ -27,20 +27,24 @@ TABLE = {
     "slurm": "penstock.targets.slurm.target:Slurm",
     "ssh": "penstock.targets.ssh.target:OverSsh",
 }
+# "survey": runs a program on the nodes, for `doctor`. "places-gateway": takes gateway.on: job.
+Capability = Literal["survey", "places-gateway"]
 
 
 class Placement(msgspec.Struct, frozen=True):
-    """Where a replica is in its target's eyes.
+    """Where a unit is in its target's eyes.
 
     "queued": waits for machines, `starts_at` (Unix seconds) is the target's estimate. "placed": on all its nodes.
-    "broken": some of its nodes are gone and `resize` brings them back. "gone": nothing of it runs. `is_final`: placing
-    it again is not what its owner wants (somebody cancelled its job). `ends_at`: when its machines are taken away;
-    `lead_s`: so long before, the next must be started (None: as long as starts take).
+    "broken": some of its nodes are gone; `place` brings them back, unless `is_repaired_by_target` says that the target
+    does so by itself. "gone": nothing of it runs. `is_final`: its owner does not want it placed again (its job was
+    cancelled by hand). `ends_at`: when its machines are taken away; `lead_s`: so long before, the next must be started
+    (None: as long as starts take).
     """
 
     state: Literal["queued", "placed", "broken", "gone"]
     reason: str | None = None
     is_final: bool = False
+    is_repaired_by_target: bool = False
     starts_at: float | None = None
     ends_at: float | None = None
     lead_s: float | None = None
@@ -56,92 +60,105 @@ class Surveyed(msgspec.Struct, frozen=True):
 
 
 class LeftBehind(PenstockError):
-    """Raised by `cancel` when it has ended all that it could reach, and has noted the rest for `finish`."""
+    """Raised by `end` when it has ended all that it could reach, and has noted the rest for `finish`."""
 
 
-class Target(ABC):
-    """The seam. `testing/conformance.py` checks every target against this contract.
+class Login(msgspec.Struct, frozen=True):
+    """A login node, as ssh calls it, and the Python there that has penstock."""
 
-    `render` is pure. `check`, `machines`, `survey` and `status` change nothing. `submit`, `resize` and `cancel` block
-    until the target has accepted, are safe to repeat, and never touch another run. "gone" means that no process of the
-    replica is left.
+    host: str
+    python: str = "python3"
+    ssh_config: str | None = None
+
+
+class Facts:
+    """What is true of a target without asking it.
+
+    `listen`: where engines listen. `is_this_machine`: replicas run on the machine of `up`. `is_elastic`: each replica
+    gets its own machines. `owns_ray`: replicas run in a Ray cluster, so their nodes need no second one.
     """
 
-    name: str
-    features: frozenset[str]  # of: "resize", "logs-follow", "many-nodes", "elastic" (each replica gets own machines)
-    listen: Listen = "loopback"
+    name: ClassVar[str]
+    capabilities: ClassVar[frozenset[Capability]] = frozenset()
+    listen: ClassVar[Listen] = "loopback"
+    is_this_machine: ClassVar[bool] = False
+    is_elastic: ClassVar[bool] = False
+    owns_ray: ClassVar[bool] = False
 
-    @abstractmethod
-    def check(self, deployment: Deployment) -> list[Problem]:
-        """All reasons why this deployment could not be submitted here."""
+    def placed(self, deployment: Deployment) -> tuple[Kind, ...]:
+        """The kinds of units that it places. The others live next to `up`."""
+        return ("replica",)
 
-    @abstractmethod
-    def machines(self, deployment: Deployment) -> list[Machine]:
-        """The machines a replica may use, as they are now."""
+    def time_limit_s(self, deployment: Deployment) -> tuple[str, float] | None:
+        """How long a replica may run, and the field of the file that says so."""
+        return None
 
-    @abstractmethod
-    def survey(self, deployment: Deployment, argv: Sequence[str], timeout_s: float) -> list[Surveyed]:
-        """What `python ARGV` prints on the nodes that replicas may use, run on all of them at once.
+    def login(self, deployment: Deployment) -> Login | None:
+        """The login node where the verbs of this deployment must run; None for here."""
+        return None
 
-        In `argv` "{rank}" is the node's place in the answer, from 0.
-        """
-
-    @abstractmethod
-    def render(self, launch: Launch, python: str, deployment: Deployment) -> Artifact:
-        """Exactly what `submit` would send."""
-
-    def spread(self, deployment: Deployment, handle: Handle, n_more: int = 0) -> list[int]:
+    def nodes_per_machine(self, deployment: Deployment, handle: Handle, n_more: int = 0) -> list[int]:
         """How many nodes of a run each of `machines` has, in their order, once so many more replicas are placed.
 
         Not asked of elastic targets.
         """
         return [len(handle.replicas) + n_more]
 
-    def rehearsed(self) -> Target:
-        """This target for `render` and `--dry-run`: where its machines cannot be asked, the file's word is taken."""
-        return self
+
+class Target(Facts, ABC):
+    """The seam. `testing/conformance.py` checks every target against this contract.
+
+    `render` is pure. `check`, `machines`, `survey` and `status` change nothing. `place` and `end` block until the
+    target has accepted, are safe to repeat, and never touch another run. "gone" means that no process of the unit is
+    left.
+    """
 
     @abstractmethod
-    def submit(self, run: Run, replicas: Sequence[str]) -> Handle:
-        """Place the replicas of a run whose folder is written. What was placed before an error is ended again."""
+    def check(self, deployment: Deployment, is_rehearsal: bool = False) -> list[Problem]:
+        """All reasons why this deployment could not be placed here. A rehearsal may be on a machine from which the
+        target cannot be asked: then the file alone is checked."""
 
     @abstractmethod
-    def status(self, run: Run, handle: Handle) -> dict[str, Placement]:
-        """The placement of every replica in the handle."""
+    def machines(self, deployment: Deployment) -> list[Machine]:
+        """The machines a replica may use, as they are now; the file's word where the target cannot be asked."""
+
+    def survey(self, deployment: Deployment, argv: Sequence[str], timeout_s: float) -> list[Surveyed]:
+        """What `python ARGV` prints on the nodes that replicas may use, run on all of them at once.
+
+        In `argv` "{rank}" is the node's place in the answer, from 0. Only with the capability "survey".
+        """
+        raise UserError(f'cannot ask the nodes of target "{self.name}"')
 
     @abstractmethod
-    def logs(self, run: Run, handle: Handle, replica: str, follow: bool, last: int | None = None) -> Iterator[str]:
-        """Lines of a replica's log: all, or the `last` that are there; with `follow` it then waits for more until the
+    def render(self, launch: Launch, python: str, deployment: Deployment) -> Artifact:
+        """Exactly what `place` would send."""
+
+    @abstractmethod
+    def place(self, run: Run, units: Collection[Unit]) -> Handle:
+        """Make exactly these units placed: start what is absent, gone or broken, end what is not named.
+
+        The caller writes the handle. Raises PenstockError when nothing could be changed; when only a part could, the
+        handle says which, and the next call raises why.
+        """
+
+    @abstractmethod
+    def status(self, run: Run) -> dict[Unit, Placement]:
+        """The placement of every unit in the run's handle that was not told to end."""
+
+    @abstractmethod
+    def logs(self, run: Run, unit: Unit, follow: bool, last: int | None = None) -> Iterator[str]:
+        """Lines of a unit's log: all, or the `last` that are there; with `follow` it then waits for more until the
         caller stops."""
 
     @abstractmethod
-    def resize(self, run: Run, handle: Handle, replicas: Sequence[str]) -> Handle:
-        """Make exactly these replicas placed: start what is absent or gone, end what is not named."""
+    def end(self, run: Run, grace_s: float) -> None:
+        """End every unit, gateways first; after `grace_s` by force. Nothing of them is left when it returns.
 
-    def tend(self, run: Run, handle: Handle) -> None:  # noqa: B027 - most targets have nothing of the kind
-        """Called again and again while the run lives: keeps up what the target itself holds beside it (a tunnel)."""
-
-    def gateway_jobs(self, run: Run) -> dict[str, Placement] | None:
-        """Gateways of the run that this target placed and was not told to end, oldest first, those that are over too.
-
-        None while it cannot say. Only for runs whose gateway is not a process beside the controller.
+        Works on a damaged folder too.
         """
-        raise NotImplementedError
 
-    def start_gateway(self, run: Run) -> str:
-        """Place one more gateway, which writes its address into the run's folder when it listens; its job."""
-        raise NotImplementedError
-
-    def end_gateway(self, run: Run, jobs: Sequence[str] | None, grace_s: float) -> None:  # noqa: B027 - as above
-        """Drain these gateways, or all; after `grace_s` by force. Blocks; safe to repeat."""
-
-    def finish(self, facts: dict[str, Any]) -> None:
-        """End what an earlier `cancel` could not reach, from its note alone.  Raises PenstockError while it cannot."""
-        raise UserError(f'target "{self.name}" leaves nothing behind')
-
-    @abstractmethod
-    def cancel(self, run: Run, handle: Handle, grace_s: float) -> None:
-        """End every replica; after `grace_s` by force. Nothing of them is left when it returns."""
+    def keep_up(self, run: Run) -> None:
+        """Called again and again while the run lives: keeps up what the target itself holds besides units (tunnels)."""
 
 
 @functools.cache
@@ -156,3 +173,8 @@ def load(name: str) -> Target:
     target = getattr(importlib.import_module(module), attribute)()
     assert isinstance(target, Target)
     return target
+
+
+def finish(left: Left) -> None:
+    """End what an earlier `end` could not reach, from its note alone.  Raises PenstockError while it cannot."""
+    importlib.import_module(TABLE[left.target].partition(":")[0]).finish(left)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -15,7 +15,7 @@ from penstock.errors import PenstockError, Problem
 from penstock.hardware import Machine
 from penstock.hardware.detect import this_machine
 from penstock.planner.launch import usable_gpus
-from penstock.run_folder import Artifact, Handle, Launch, Run
+from penstock.run_folder import Artifact, Handle, Launch, Run, Unit, replica
 from penstock.spec.deployment import Deployment
 from penstock.targets import Placement, Surveyed, Target
 from penstock.wire.announcement import Process
@@ -23,9 +23,10 @@ from penstock.wire.announcement import Process
 
 class Local(Target):
     name = "local"
-    features = frozenset({"resize", "logs-follow"})
+    capabilities = frozenset({"survey"})
+    is_this_machine = True
 
-    def check(self, deployment: Deployment) -> list[Problem]:
+    def check(self, deployment: Deployment, is_rehearsal: bool = False) -> list[Problem]:
         if deployment.hardware.nodes > 1:
             hint = "Set hardware.nodes: 1, or another target."
             return [
@@ -50,38 +51,40 @@ class Local(Target):
         argv = (python, "-m", "penstock.node", "{run}/artifact/launch.json", "--replica", "{replica}")
         return Artifact(argv, {"launch.json": text + "\n"})
 
-    def submit(self, run: Run, replicas: Sequence[str]) -> Handle:
-        try:
-            return self.resize(run, Handle(self.name), replicas)
-        except BaseException:
-            processes.sweep(str(run.path))
-            raise
-
-    def status(self, run: Run, handle: Handle) -> dict[str, Placement]:
-        return {replica: _placement(entry) for replica, entry in handle.replicas.items()}
-
-    def logs(self, run: Run, handle: Handle, replica: str, follow: bool, last: int | None = None) -> Iterator[str]:
-        return run.log_lines(f"replica-{replica}", follow, last)
-
-    def resize(self, run: Run, handle: Handle, replicas: Sequence[str]) -> Handle:
-        entries = dict(handle.replicas)
-        for replica in [replica for replica in entries if replica not in replicas]:
+    def place(self, run: Run, units: Collection[Unit]) -> Handle:
+        entries, problems = run.handle().replicas, list[PenstockError]()
+        before = dict(entries)
+        wanted = {unit.name for unit in units}
+        for name in [name for name in entries if name not in wanted]:
             # The node drains its engine by itself after SIGTERM; the plan says for how long at most.
-            _end(run, replica, entries.pop(replica), grace_s=run.plan().drain_s + 15)
-        for replica in replicas:
-            if replica in entries and _placement(entries[replica]).state == "placed":
+            processes.end([_process(entries.pop(name))], run.plan().drain_s + 15)
+            processes.sweep(str(run.path), name)
+        for name in sorted(wanted):
+            if name in entries and _placement(entries[name]).state == "placed":
                 continue
-            processes.sweep(str(run.path), replica)
-            entries.pop(replica, None)
-            chosen = _choose_gpus(run, entries)
-            entries[replica] = {**msgspec.to_builtins(_start(run, replica, chosen)), "gpus": chosen}
-        return Handle(self.name, entries)
+            processes.sweep(str(run.path), name)
+            entries.pop(name, None)
+            try:
+                chosen = _choose_gpus(run, entries)
+            except PenstockError as exc:
+                problems.append(exc)
+                continue
+            entries[name] = {**msgspec.to_builtins(_start(run, name, chosen)), "gpus": chosen}
+        if problems and entries == before:
+            raise problems[0]
+        return Handle(self.name, {replica(name).key: entry for name, entry in entries.items()})
 
-    def cancel(self, run: Run, handle: Handle, grace_s: float) -> None:
-        nodes = [_process(entry) for entry in handle.replicas.values()]
-        processes.end(nodes, grace_s)
-        for replica in handle.replicas:
-            processes.sweep(str(run.path), replica)
+    def status(self, run: Run) -> dict[Unit, Placement]:
+        return {replica(name): _placement(entry) for name, entry in run.handle().replicas.items()}
+
+    def logs(self, run: Run, unit: Unit, follow: bool, last: int | None = None) -> Iterator[str]:
+        return run.log_lines(f"replica-{unit.name}", follow, last)
+
+    def end(self, run: Run, grace_s: float) -> None:
+        # By their marks: a handle may be damaged, or not be written yet.
+        processes.end([process for process in processes.find_marked(str(run.path)) if process.role == "node"], grace_s)
+        for name in {process.replica for process in processes.find_marked(str(run.path))} - {""}:
+            processes.sweep(str(run.path), name)
 
 
 def _placement(entry: dict[str, object]) -> Placement:
@@ -97,19 +100,19 @@ def _process(entry: dict[str, object]) -> Process:
 
 def _choose_gpus(run: Run, entries: dict[str, dict[str, Any]]) -> list[int]:
     """The GPUs for one more replica: free ones that no replica of the run has. None on a machine without GPUs."""
-    made = run.plan()
-    if made.device != "cuda":
+    plan = run.plan()
+    if plan.device != "cuda":
         return []
     taken = {index for entry in entries.values() for index in entry.get("gpus", ())}
-    usable = usable_gpus(this_machine(), made.gpu_memory_utilization)
+    usable = usable_gpus(this_machine(), plan.gpu_memory_utilization)
     free = [gpu.index for gpu in usable if gpu.index not in taken]
-    if len(free) < made.layout.n_ranks:
+    if len(free) < plan.layout.n_ranks:
         raise PenstockError(
-            f'could not place a replica of "{run.name}": it needs {made.layout.n_ranks} GPUs, {len(free)} are free',
+            f'could not place a replica of "{run.name}": it needs {plan.layout.n_ranks} GPUs, {len(free)} are free',
             hint="nvidia-smi shows what holds the others.",
             is_retryable=True,
         )
-    return free[: made.layout.n_ranks]
+    return free[: plan.layout.n_ranks]
 
 
 def _start(run: Run, replica: str, gpus: Sequence[int]) -> Process:
@@ -120,8 +123,3 @@ def _start(run: Run, replica: str, gpus: Sequence[int]) -> Process:
     if gpus:
         marks["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
     return processes.start_detached(argv, marks, run.log(f"replica-{replica}"))
-
-
-def _end(run: Run, replica: str, entry: dict[str, object], grace_s: float) -> None:
-    processes.end([_process(entry)], grace_s)
-    processes.sweep(str(run.path), replica)

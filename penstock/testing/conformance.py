@@ -1,55 +1,114 @@
 """What every target must do, as one check that tests run over each of them. Shipped, so that a new target has it too.
 
 `check_target` takes a run whose folder is written and whose engine starts in well under a second (the fake one). It
-places, looks, grows, shrinks and ends, and raises AssertionError with what was expected.
+places, looks, grows, shrinks, tries each capability, damages the folder and ends, and raises AssertionError with what
+was expected.
 """
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import get_args
 
-from penstock import processes
-from penstock.run_folder import Handle, Launch, Run
+from penstock.run_folder import Handle, Launch, Run, Unit, replica
 from penstock.spec.deployment import Deployment
-from penstock.targets import Target
+from penstock.targets import Capability, Placement, Target
+
+# What is left of a run in the target's own eyes: processes, jobs, folders, in words.
+Leftovers = Callable[[], Sequence[str]]
+
+_SURVEY_S = 60.0
+_END_S = 15.0
+_ZERO, _ONE, _GATEWAY = replica("0"), replica("1"), Unit("gateway", "0")
 
 
-def check_target(target: Target, run: Run, launch: Launch, python: str, settle_s: float = 10.0) -> None:
+def check_target(
+    target: Target, run: Run, launch: Launch, python: str, leftovers: Leftovers, settle_s: float = 10.0
+) -> None:
     """Run the whole contract of `Target` against one target. Blocks for a few seconds; leaves nothing behind."""
     check_render_is_pure(target, launch, python, run.deployment())
-    handle = target.submit(run, ["0"])
+    assert target.capabilities <= set(get_args(Capability)), "every capability is one that penstock knows"
+    assert target.check(run.deployment()) == [], "a deployment that can be placed has no problems"
+    assert target.machines(run.deployment()), "a target has machines"
+    check_survey(target, run.deployment())
     try:
-        _wait(lambda: _states(target, run, handle) == {"0": "placed"}, settle_s, "replica 0 is placed after submit")
-        again = target.resize(run, handle, ["0"])
-        assert again == handle, "resize to what is placed already changes nothing"
-        if "resize" in target.features:
-            handle = target.resize(run, handle, ["0", "1"])
-            _wait(lambda: _states(target, run, handle)["1"] == "placed", settle_s, "replica 1 is placed after resize")
-            handle = target.resize(run, handle, ["1"])
-            assert _states(target, run, handle) == {"1": "placed"}, "resize ends what is not named"
-            assert not processes.find_marked(str(run.path), "0"), "nothing of an ended replica is left"
-        replica = next(iter(handle.replicas))
-        _wait(lambda: any(target.logs(run, handle, replica, follow=False)), settle_s, "the replica's log has lines")
-        first = list(itertools.islice(target.logs(run, handle, replica, follow=True), 1))
-        assert first, "a followed log yields what is there already"
+        handle = _place(target, run, _ZERO)
+        _wait(lambda: _states(target, run) == {_ZERO: "placed"}, settle_s, "replica 0 is placed")
+        assert _place(target, run, _ZERO) == handle, "placing what is placed changes nothing"
+        _place(target, run, _ZERO, _ONE)
+        _wait(lambda: _states(target, run).get(_ONE) == "placed", settle_s, "replica 1 is placed too")
+        _place(target, run, _ONE)
+        assert _states(target, run) == {_ONE: "placed"}, "what is not named is ended"
+        if "places-gateway" in target.capabilities:
+            _check_gateway(target, run, settle_s)
+        _check_logs(target, run, settle_s)
+        target.keep_up(run)
     finally:
-        target.cancel(run, handle, grace_s=5.0)
-    assert set(_states(target, run, handle).values()) <= {"gone"}, "after cancel every replica is gone"
-    target.cancel(run, handle, grace_s=0.1)
-    assert not processes.find_marked(str(run.path)), "cancel leaves no process, also when repeated"
+        target.end(run, grace_s=5.0)
+    assert set(_states(target, run).values()) <= {"gone"}, "after the end every unit is gone"
+    target.end(run, grace_s=0.1)
+    _wait(lambda: not leftovers(), _END_S, f"an end leaves nothing, also when repeated: {leftovers()}")
+    check_damaged_run_ends(target, run, leftovers, settle_s)
 
 
 def check_render_is_pure(target: Target, launch: Launch, python: str, deployment: Deployment) -> None:
-    """The same launch renders to the same artifact, and the artifact holds no secret."""
+    """The same launch renders to the same artifact, and the artifact has files."""
     first, second = (target.render(launch, python, deployment) for _ in range(2))
     assert first == second, "render gives the same artifact for the same launch"
-    assert first.argv, "an artifact has a command"
+    assert first.files, "an artifact has files"
 
 
-def _states(target: Target, run: Run, handle: Handle) -> dict[str, str]:
-    return {replica: placement.state for replica, placement in target.status(run, handle).items()}
+def check_survey(target: Target, deployment: Deployment) -> None:
+    """The capability "survey": a program runs on every node, and says what it printed there."""
+    if "survey" not in target.capabilities:
+        return
+    rows = target.survey(deployment, ["-c", "import sys; print(6 * 7, sys.argv[1])", "{rank}"], _SURVEY_S)
+    answers = [(row.exit_code, row.out.split()) for row in rows]
+    assert answers == [(0, ["42", str(rank)]) for rank in range(len(rows))], f"every node answers: {rows}"
+
+
+def check_damaged_run_ends(target: Target, run: Run, leftovers: Leftovers, settle_s: float) -> None:
+    """A run whose handle cannot be read ends too."""
+    run.write_handle(Handle(target.name))
+    try:
+        _place(target, run, _ZERO)
+        _wait(lambda: _states(target, run) == {_ZERO: "placed"}, settle_s, "replica 0 is placed after an end")
+        assert leftovers(), "what runs is seen by `leftovers`"
+        (run.path / "handle.json").write_text('{"target": ')
+    finally:
+        target.end(run, grace_s=5.0)
+    _wait(lambda: not leftovers(), _END_S, f"an end without a handle leaves nothing: {leftovers()}")
+
+
+def _check_logs(target: Target, run: Run, settle_s: float) -> None:
+    _wait(lambda: any(target.logs(run, _ONE, follow=False)), settle_s, "the replica's log has lines")
+    first = list(itertools.islice(target.logs(run, _ONE, follow=True), 1))
+    assert first, "a followed log yields what is there already"
+
+
+def _check_gateway(target: Target, run: Run, settle_s: float) -> None:
+    """The capability "places-gateway": it runs, has written its address, and is ended when it is not named."""
+    _place(target, run, _ONE, _GATEWAY)
+    _wait(lambda: _states(target, run).get(_GATEWAY) == "placed", settle_s, "the gateway is placed")
+    _wait(run.gateway_address_file.exists, settle_s, "the gateway has written its address")
+    assert run.gateway_address().unit == _GATEWAY.name, "the address tells which gateway it is of"
+    _check_logs(target, run, settle_s)  # a node may wait for the gateway before it starts its engine
+    _place(target, run, _ONE)
+    assert _GATEWAY not in _states(target, run), "a gateway that is not named is ended"
+
+
+def _place(target: Target, run: Run, *units: Unit) -> Handle:
+    """Place these units, and write the handle as the controller does."""
+    handle = target.place(run, units)
+    run.write_handle(handle)
+    return handle
+
+
+def _states(target: Target, run: Run) -> dict[Unit, str]:
+    placements: dict[Unit, Placement] = target.status(run)
+    return {unit: placement.state for unit, placement in placements.items()}
 
 
 def _wait(is_so: Callable[[], bool], timeout_s: float, what: str) -> None:

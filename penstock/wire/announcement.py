@@ -47,9 +47,12 @@ class Process(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class GatewayAddress(msgspec.Struct, frozen=True):
-    """gateway/address.json: where the gateway's newest job serves, "host:port" each; `admin` the best first."""
+    """gateway/address.json: where the newest gateway serves, "host:port" each; `admin` the best first.
 
-    job: str
+    `unit`: the name of that gateway.
+    """
+
+    unit: str
     listen: str
     admin: tuple[str, ...]
 

@@ -70,12 +70,12 @@ def check(pace: Pace, replayed: Sequence[float | None] = ()) -> None:
             raise UserError("cannot replay times at a rate", hint="--arrival replay takes its times from the dataset.")
     elif (pace.rate is None) == (pace.concurrency is None):
         raise UserError(
-            "cannot tell how fast to send",
+            "cannot choose a rate",
             hint="Give --rate R (requests/s, whatever the answers do) or --concurrency C (C at a time), not both.",
         )
     _check_shape(pace)
     if pace.n_requests is None and pace.duration_s is None:
-        raise UserError("cannot tell when to end", hint="Give --requests N or --duration SECONDS.")
+        raise UserError("cannot decide when to end", hint="Give --requests N or --duration SECONDS.")
     if pace.rate is not None and not 0 < pace.rate <= _MAX_RATE:
         raise UserError(f"cannot send at {pace.rate:g} requests/s", hint="A rate above 0, at most 1000000.")
     if pace.arrival == "gamma" and not 0 < pace.burstiness <= 1e6:

@@ -174,7 +174,7 @@ def _beside(runs: Sequence[Result]) -> str:
         for name, words in _CARDS
         if any(run.number(name) is not None for run in runs)
     ]
-    return "<h2>Beside each other</h2>" + _table(("", *(run.name for run in runs)), rows)
+    return "<h2>Side by side</h2>" + _table(("", *(run.name for run in runs)), rows)
 
 
 def _prediction(run: Result, plan: Mapping[str, Any] | None) -> str:
@@ -192,7 +192,7 @@ def _prediction(run: Result, plan: Mapping[str, Any] | None) -> str:
         for pair in found
     ]
     head = ("", "predicted", "measured", "predicted is off by", "in the range")
-    return f"<h2>Predicted beside measured: {escape(run.name)}</h2>" + _table(head, rows)
+    return f"<h2>Predicted and measured: {escape(run.name)}</h2>" + _table(head, rows)
 
 
 def _drawn(charts: Sequence[Chart]) -> str:

@@ -89,7 +89,7 @@ def _is_invalid(run: Result) -> bool:
 
 def _why(run: Result) -> str:
     reasons = run.summary.get("invalid_because")
-    return "; ".join(map(str, reasons)) if isinstance(reasons, list) and reasons else "it does not say why"
+    return "; ".join(map(str, reasons)) if isinstance(reasons, list) and reasons else "no reason given"
 
 
 def _lacks_usage(run: Result) -> bool:

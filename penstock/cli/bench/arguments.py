@@ -58,7 +58,7 @@ def add_calibrate(sub: argparse.ArgumentParser) -> None:
     )
     group = sub.add_argument_group("calibration of `penstock plan`", text)
     group.add_argument("--calibrate", type=Path, metavar="FILE", help="write the planner's constants from these runs")
-    group.add_argument("--calibrate-model", metavar="MODEL", help="what `penstock plan` will be asked about")
+    group.add_argument("--calibrate-model", metavar="MODEL", help="the model to calibrate for")
     group.add_argument("--gpu", metavar="ID", help="a catalogue id; else this machine's")
     group.add_argument("--layout", type=counts, metavar="T[,P[,D]]", help="tensor, pipeline, data sizes; else 1")
     group.add_argument("--engine-version", metavar="V", help="vLLM's version; else the newest")

@@ -207,4 +207,4 @@ def _launch_of(runs: Sequence[Result]) -> Mapping[str, Any]:
 
 
 def _words(launch: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in launch.items() if value) or "a run that does not tell"
+    return ", ".join(f"{name} {value}" for name, value in launch.items() if value) or "unknown"

@@ -82,7 +82,7 @@ def _sweep(options: argparse.Namespace) -> int:
 
     slo = sweep.slo_of(options.slo, options.failed)
     if not slo.bounds and not options.steps:
-        raise UserError("cannot tell when to stop", hint="Give --slo ttft:2000 tpot:60, or --steps 1,2,4,8.")
+        raise UserError("cannot decide when to stop", hint="Give --slo ttft:2000 tpot:60, or --steps 1,2,4,8.")
     if options.url and (options.tensor or options.source):
         raise UserError("cannot deploy layouts at --url", hint="Give FILE|MODEL with --tensor, or --url alone.")
     if options.url:

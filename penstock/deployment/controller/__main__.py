@@ -1,10 +1,15 @@
-"""The controller's program: `python -m penstock.deployment.controller RUN_FOLDER`."""
+"""The controller's program: `python -m penstock.deployment.controller RUN_FOLDER [--unit NAME]`.
+
+`--unit`: the target placed it, so it waits until the controller before it has ended.
+"""
 
 from __future__ import annotations
 
+import argparse
 import fcntl
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
@@ -12,9 +17,11 @@ from typing import TextIO
 from penstock.deployment.controller.loop import Controller
 from penstock.run_folder import Run
 
+_WAIT_S = 1.0
+
 
 def _hold(run: Run) -> TextIO | None:
-    """The lock that makes us the only controller of a run; None when another has it."""
+    """The lock that makes this the only controller of a run; None when another has it."""
     stream = (run.path / "controller.lock").open("w")
     try:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -26,17 +33,24 @@ def _hold(run: Run) -> TextIO | None:
 
 def main(argv: Sequence[str]) -> int:
     """Control the run in a folder until it is to go down; the exit code of the process."""
-    run = Run(Path(argv[0]))
+    parser = argparse.ArgumentParser(prog="python -m penstock.deployment.controller")
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--unit")
+    options = parser.parse_args(argv)
+    run = Run(options.run)
     lock = _hold(run)
+    while lock is None and options.unit is not None and run.desired().state == "up":
+        time.sleep(_WAIT_S)
+        lock = _hold(run)
     if lock is None:
         return 0
-    controller = Controller(run)
+    controller = Controller(run, options.unit)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: controller.stop.set())
     try:
         controller.run_until_stopped()
     finally:
-        controller.end_warden()
+        controller.end_watchdog()
         lock.close()
     return 0
 

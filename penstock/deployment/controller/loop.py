@@ -3,8 +3,8 @@
     python -m penstock.deployment.controller RUN_FOLDER
 
 One detached process per deployment; it outlives the command line and finds everything again from the run folder, so
-killing it loses nothing: its warden starts another. `decide` is pure. What blocks (a target) runs in one worker
-thread, so that the state on disk stays fresh meanwhile.
+killing it loses nothing: its watchdog starts another. `decide` is pure. What blocks (a target) runs in one worker
+thread, so that the state on disk stays fresh.
 """
 
 from __future__ import annotations
@@ -14,45 +14,44 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Collection, Sequence
 
 import msgspec
 
 from penstock import processes, targets
 from penstock.deployment import measured
-from penstock.deployment.controller.decide import decide, leaving
-from penstock.deployment.controller.placed_gateway import Keeper
+from penstock.deployment.controller.decide import Decision, Memory, decide
 from penstock.deployment.observe import History, Observation, admin_client, look, summarise
 from penstock.errors import PenstockError
-from penstock.run_folder import KEPT_RESTARTS, Desired, Part, ReplicaStatus, Run, State
+from penstock.processes import Backoff
+from penstock.run_folder import KEPT_RESTARTS, Desired, Part, ReplicaStatus, Run, State, Unit, order, replica, unit_of
 from penstock.wire.announcement import Announcement, Process, Restart
 
 _TICK_S = 0.4
 _WRITE_EVERY_S = 1.0
-_MAX_PAUSE_S = 30.0
-_GATEWAY_SILENCE_S = 8.0
 _SILENT_NODES = 3  # a node that died this often before it said anything will not come
 _TAIL_LINES = 20
 
 
 class _Refusal(msgspec.Struct, frozen=True):
-    """What the target would not do. `changes`: the replicas to place or to end; `again_at`: monotonic seconds."""
+    """What the target would not do. `changes`: the units to place or to end; `again_at`: monotonic seconds."""
 
-    changes: frozenset[str]
+    changes: frozenset[Unit]
     message: str
-    n_times: int
+    backoff: Backoff
     again_at: float
 
 
 class Controller:
-    """The thin part that acts."""
+    """The thin part that acts. `own`: its name, where the target placed it."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, own: str | None = None) -> None:
         self.run = run
-        self.target = targets.load(run.record().target)
-        self.handle = run.handle()
+        record, deployment = run.record(), run.deployment()
+        self.target = targets.load(record.target)
         self.stop = threading.Event()
+        self._placed = frozenset(record.placed)
+        self._own = own
         last = run.state()
         self.history = History(
             controller=self._own_part(last),
@@ -62,36 +61,33 @@ class Controller:
             was_ready=last is not None and last.phase in ("ready", "degraded"),
         )
         self._plan = run.plan()
-        placed = run.is_gateway_placed
-        self._keeper = Keeper(run, self.target, run.deployment().gateway.drain_s) if placed else None
+        self._memory = Memory(self._plan.drain_s, deployment.gateway.drain_s, own=own)
         self._measured: set[tuple[str, float | None]] = set()
-        self._drain_since: dict[str, float] = {}
-        self._gateway_starts: list[float] = []
-        self._gateway_silent_since: float | None = None
-        self._leaving: frozenset[str] = frozenset()
-        self._broken: set[str] = set()
         self._spoke: set[str] = set()
-        self._place_times: dict[str, list[float]] = {}
+        self._broken: set[str] = set()
+        self._gateway_backoff = Backoff(1.0, 30.0, 60.0)
+        self._replica_backoffs: dict[str, Backoff] = {}
+        self._due_at: dict[str, float] = {}
+        self._n_deaths: dict[str, int] = {}
         self._worker: threading.Thread | None = None
         self._refusal: _Refusal | None = None
-        self._warden: Process | None = None
+        self._watchdog: Process | None = None
         self._written: tuple[float, State] | None = None
 
     def run_until_stopped(self) -> None:
         while not self.stop.is_set() and self.run.exists():
-            self._tend_warden()
+            if self._own is None:
+                self._keep_watchdog()
             desired = self.run.desired()
             if desired.state == "down":
                 return
-            seen = look(self.run, self.handle, self.history.gateway)
-            self.target.tend(self.run, self.handle)
+            seen = look(self.run, self.history.gateway)
+            self.history = msgspec.structs.replace(self.history, gateway=seen.gateway)
+            self.target.keep_up(self.run)
             self._note_failures(seen)
             self._keep_measured(seen)
-            if self._keeper is not None:
-                self.history = msgspec.structs.replace(self.history, gateway=self._keeper.tend(seen))
-            else:
-                self._end_hung_gateway(seen)
-            self._act(desired, seen)
+            if self._act(desired, seen).hands_over:
+                return
             self._note_refusal()
             state = summarise(desired, seen, self.history, time.time())
             self.history = msgspec.structs.replace(
@@ -100,189 +96,194 @@ class Controller:
             self._write(state)
             self.stop.wait(_TICK_S)
 
-    def end_warden(self) -> None:
-        if self._warden is not None:
-            processes.end([self._warden], 1.0)
+    def end_watchdog(self) -> None:
+        if self._watchdog is not None:
+            processes.end([self._watchdog], 1.0)
 
     def _own_part(self, last: State | None) -> Part:
-        part = Part("running", processes.identify(os.getpid(), "controller"))
-        if last is None or last.controller.process is None:
-            return part
-        reason = f"its process {last.controller.process.pid} was gone"
+        part = Part("running", processes.identify(os.getpid(), "controller"), unit=self._own)
+        before = last.controller if last is not None else Part("gone")
+        is_successor = before.unit != self._own
+        if before.process is None or is_successor:
+            return msgspec.structs.replace(part, n_restarts=before.n_restarts, restarts=before.restarts)
+        reason = f"its process {before.process.pid} was gone"
         self.run.add_event("controller restarted", reason)
-        return msgspec.structs.replace(part, **_counts(last.controller)).restarted(reason)
+        return msgspec.structs.replace(part, n_restarts=before.n_restarts, restarts=before.restarts).restarted(reason)
 
-    def _tend_warden(self) -> None:
-        if self._warden is not None and processes.is_alive(self._warden):
+    def _keep_watchdog(self) -> None:
+        if self._watchdog is not None and processes.is_alive(self._watchdog):
             return
-        if self._warden is not None:
-            self.run.add_event("warden restarted", f"its process {self._warden.pid} was gone")
-        argv = [sys.executable, "-m", "penstock.deployment.controller.warden", str(self.run.path), str(os.getpid())]
-        self._warden = processes.start_detached(argv, self._marks("warden"), self.run.log("controller"))
+        if self._watchdog is not None:
+            self.run.add_event("watchdog restarted", f"its process {self._watchdog.pid} was gone")
+        argv = [sys.executable, "-m", "penstock.deployment.controller.watchdog", str(self.run.path), str(os.getpid())]
+        self._watchdog = processes.start_detached(argv, self._marks("watchdog"), self.run.log("controller"))
 
     def _marks(self, role: str) -> dict[str, str]:
         return processes.marks(str(self.run.path), self.run.record().id, role)
 
-    def _end_hung_gateway(self, seen: Observation) -> None:
-        """A gateway that lives and does not answer is killed; the next tick starts another."""
-        now = time.monotonic()
-        if seen.view is not None or not seen.gateway_is_alive:
-            self._gateway_silent_since = None
-            return
-        self._gateway_silent_since = self._gateway_silent_since or now
-        if now - self._gateway_silent_since > _GATEWAY_SILENCE_S and self.history.gateway.process is not None:
-            self.run.add_event("gateway hung", f"it did not answer for {_GATEWAY_SILENCE_S:.0f} s")
-            processes.signal_process(self.history.gateway.process, signal.SIGKILL)
+    # ---- replicas that fail ------------------------------------------------------------------------------------------
 
     def _note_failures(self, seen: Observation) -> None:
-        for row in seen.view.replicas if seen.view else ():
-            told = row.announcement
-            self._spoke.add(told.replica)
-            if told.state == "failed" and told.replica in seen.placements and told.replica not in self.history.failed:
-                status = ReplicaStatus(
-                    told.replica, "failed", "gone", told, n_restarts=told.n_restarts, restarts=told.restarts,
-                    reason=told.reason,
-                )  # fmt: skip
-                self.history = msgspec.structs.replace(
-                    self.history, failed={**self.history.failed, told.replica: status}
-                )
-                self.run.add_event("replica failed", told.reason or "", replica=told.replica)
-        for name, placement in seen.placements.items():
+        rows = {row.announcement.replica: row.announcement for row in (seen.view.replicas if seen.view else ())}
+        self._spoke |= rows.keys()
+        for name, announcement in rows.items():
+            if announcement.state == "failed" and replica(name) in seen.placements:
+                self._fail(name, announcement.reason or "", announcement)
+        for unit, placement in seen.placements.items():
             if placement.state == "placed":
-                self._broken.discard(name)
-            if placement.is_final and placement.state == "gone" and name not in self.history.failed:
-                self._fail_ended_by_others(name, placement.reason or "somebody ended it", seen)
+                self._broken.discard(unit.name)
+            if placement.is_final and placement.state == "gone":  # a job cancelled by hand stays cancelled
+                self._fail(unit.name, placement.reason or "it was ended from outside", rows.get(unit.name))
 
-    def _fail_ended_by_others(self, name: str, reason: str, seen: Observation) -> None:
-        """Who cancels a job of ours means it: it is not placed again behind his back."""
-        rows = seen.view.replicas if seen.view else ()
-        told = next((row.announcement for row in rows if row.announcement.replica == name), None)
-        status = ReplicaStatus(name, "failed", "gone", told, reason=reason)
+    def _fail(self, name: str, reason: str, announcement: Announcement | None) -> None:
+        """Note, once, that a replica is not placed again."""
+        if name in self.history.failed:
+            return
+        status = ReplicaStatus(name, "failed", "gone", announcement, reason=reason or None)
+        if announcement is not None:
+            status = msgspec.structs.replace(status, n_restarts=announcement.n_restarts, restarts=announcement.restarts)
         self.history = msgspec.structs.replace(self.history, failed={**self.history.failed, name: status})
         self.run.add_event("replica failed", reason, replica=name)
+
+    def _fail_silent_node(self, name: str) -> None:
+        """The node died before its first announcement; only its log is left."""
+        reason = f"its node ended {_SILENT_NODES} times before its first report"
+        self._fail(
+            name,
+            reason,
+            Announcement(
+                replica=name,
+                model=self._plan.served_names[0],
+                state="failed",
+                lease_s=0.0,
+                reason=reason,
+                log_tail=self._log_tail(name),
+            ),
+        )
+
+    def _log_tail(self, name: str) -> tuple[str, ...]:
+        lines = []
+        try:
+            for line in self.target.logs(self.run, replica(name), follow=False, last=_TAIL_LINES):
+                lines.append(line)
+        except PenstockError as exc:  # a part of it may be on a host that is away now
+            lines.append(exc.message)
+        return tuple(lines)
 
     def _keep_measured(self, seen: Observation) -> None:
         """What each start of an engine reported, once, for the next plan."""
         for row in seen.view.replicas if seen.view else ():
-            told = row.announcement
-            start = (told.replica, told.started_at)
-            if told.state != "ready" or start in self._measured:
+            announcement = row.announcement
+            start = (announcement.replica, announcement.started_at)
+            if announcement.state != "ready" or start in self._measured:
                 continue
             self._measured.add(start)
             try:
-                path = measured.keep(self._plan, told.measured, time.time())
+                path = measured.keep(self._plan, announcement.measured, time.time())
             except OSError as exc:  # the next plan then estimates, as this one did
-                self.run.add_event("measured values lost", str(exc), replica=told.replica)
+                self.run.add_event("measured values lost", str(exc), replica=announcement.replica)
                 continue
             if path is not None:
-                self.run.add_event("measured values kept", str(path), replica=told.replica)
+                self.run.add_event("measured values kept", str(path), replica=announcement.replica)
 
-    def _act(self, desired: Desired, seen: Observation) -> None:
+    # ---- acting ------------------------------------------------------------------------------------------------------
+
+    def _act(self, desired: Desired, seen: Observation) -> Decision:
         now = time.monotonic()
-        failed = frozenset(self.history.failed)
-        going = leaving(seen, time.time(), self._plan.drain_s)
-        for name in sorted(going - self._leaving):
-            self.run.add_event("replica leaving", "its machines are taken away soon: the next is placed", replica=name)
-        self._leaving = going
-        choice = decide(
-            desired, seen, failed, lambda name: now - self._drain_since.get(name, now) > self._plan.drain_s, going
-        )
-        if choice.forget:
-            kept = {name: row for name, row in self.history.failed.items() if name not in choice.forget}
-            self.history = msgspec.structs.replace(self.history, failed=kept)
-        if choice.start_gateway and self._keeper is None:
-            self._start_gateway(now)
-        for name in choice.drain:
-            self._drain_since.setdefault(name, now)
-            self._tell_gateway("/admin/drain", name)
-        for name in choice.undrain:
-            self._drain_since.pop(name, None)
-            self._tell_gateway("/admin/undrain", name)
-        if self._worker is not None and self._worker.is_alive():
-            return
-        placed = frozenset(self.handle.replicas)
-        changes = placed ^ frozenset(placed if choice.place is None else choice.place)
-        if self._refusal is not None and self._refusal.changes != changes:
+        memory = msgspec.structs.replace(self._memory, failed=frozenset(self.history.failed))
+        decision, self._memory = decide(desired, seen, memory, now, time.time())
+        for event in decision.events:
+            facts = {} if event.replica is None else {"replica": event.replica}
+            self.run.add_event(event.kind, event.text, **facts)
+        self._forget(decision.forget)
+        self._drain(decision)
+        is_busy = self._worker is not None and self._worker.is_alive()
+        if "gateway" not in self._placed:
+            self._place_beside(decision, seen, now)
+        if is_busy:
+            return decision
+        placed = _placed_units(self.run)
+        units = placed if decision.place is None else frozenset(u for u in decision.place if u.kind in self._placed)
+        if self._refusal is not None and self._refusal.changes != placed ^ units:
             self._refusal = None
-        if choice.place is None:
-            return
-        again = [name for name in choice.again if self._may_place(name, now)]
-        is_due = bool(changes) and (self._refusal is None or now >= self._refusal.again_at)
-        if not again and not is_due:
-            return
-        for name in again:
-            if len(self._place_times.get(name, ())) >= _SILENT_NODES - 1 and seen.view and name not in self._spoke:
-                self._fail_silent_node(name)
-                return
-            reason = seen.placements[name].reason or "it was gone"
-            is_broken = seen.placements[name].state == "broken"
-            if not (is_broken and name in self._broken):  # a lost node is told once, however often it is tried
-                self._remember_restart(name, reason, seen)
-            if is_broken:
-                self._broken.add(name)
-            self._place_times.setdefault(name, []).append(now)
+        if decision.place is None:
+            return decision
+        if decision.starts_gateway and "gateway" in self._placed:
+            self._note_gateway(decision, seen, now)
+        again = self._due_again(decision, seen, now)
+        # The target is asked at once, but later each time that it refuses the same.
+        is_due = units != placed and (self._refusal is None or now >= self._refusal.again_at)
+        if again is None or not (again or is_due):
+            return decision
         # What an engine mapped when it was last seen: it may have been killed together with its node.
         rows = seen.view.replicas if seen.view else ()
         segments = [
             path for row in rows if row.announcement.replica in again for path in row.announcement.shared_memory
         ]
-        self._worker = threading.Thread(target=self._place, args=(choice.place, segments), name="place", daemon=True)
+        self._worker = threading.Thread(target=self._place, args=(units, segments), name="place", daemon=True)
         self._worker.start()
+        return decision
 
-    def _fail_silent_node(self, name: str) -> None:
-        """A node that cannot even say that it fails: its log is all there is."""
-        told = Announcement(
-            replica=name,
-            model=self._plan.served_names[0],
-            state="failed",
-            lease_s=0.0,
-            reason=f"its node died {_SILENT_NODES} times before it said anything",
-            log_tail=self._log_tail(name),
-        )
-        status = ReplicaStatus(name, "failed", "gone", told, reason=told.reason)
-        self.history = msgspec.structs.replace(self.history, failed={**self.history.failed, name: status})
-        self.run.add_event("replica failed", told.reason or "", replica=name)
+    def _forget(self, names: Collection[str]) -> None:
+        failed = {name: row for name, row in self.history.failed.items() if name not in names}
+        self.history = msgspec.structs.replace(self.history, failed=failed)
 
-    def _log_tail(self, name: str) -> tuple[str, ...]:
-        lines = []
+    def _drain(self, decision: Decision) -> None:
+        for name in decision.drain:
+            self._tell_gateway("/admin/drain", name)
+        for name in decision.undrain:
+            self._tell_gateway("/admin/undrain", name)
+
+    def _due_again(self, decision: Decision, seen: Observation, now: float) -> list[str] | None:
+        """The gone and broken replicas to place again now, noted as restarts; None when one of them failed."""
+        again = [name for name in decision.again if now >= self._due_at.get(name, now)]
+        for name in again:
+            if self._n_deaths.get(name, 0) >= _SILENT_NODES - 1 and seen.view and name not in self._spoke:
+                self._fail_silent_node(name)
+                return None
+            placement = seen.placements[replica(name)]
+            is_broken = placement.state == "broken"
+            if not (is_broken and name in self._broken):  # a lost node is told once, however often it is tried
+                self._remember_restart(name, placement.reason or "it was gone", seen)
+            if is_broken:
+                self._broken.add(name)
+            self._n_deaths[name] = self._n_deaths.get(name, 0) + 1
+            backoff = self._replica_backoffs.setdefault(name, Backoff(1.0, 30.0, 300.0))
+            self._due_at[name] = now + backoff.next(now)
+        return again
+
+    def _place(self, units: Collection[Unit], segments: Sequence[str]) -> None:
+        before = _placed_units(self.run)
         try:
-            for line in self.target.logs(self.run, self.handle, name, follow=False, last=_TAIL_LINES):
-                lines.append(line)
-        except PenstockError as exc:  # a part of it may be where nobody can look now
-            lines.append(exc.message)
-        return tuple(lines)
-
-    def _note_refusal(self) -> None:
-        """Status tells replicas that the target would not place, which are in no list of its own."""
-        refusal = self._refusal
-        refused = dict.fromkeys(refusal.changes - set(self.handle.replicas), refusal.message) if refusal else {}
-        self.history = msgspec.structs.replace(self.history, refused=refused)
-
-    def _may_place(self, name: str, now: float) -> bool:
-        times = self._place_times.get(name, [])
-        return not times or now - times[-1] > _pause_s(len(times))
-
-    def _place(self, names: Sequence[str], segments: Sequence[str]) -> None:
-        before = set(self.handle.replicas)
-        try:
-            self.handle = self.target.resize(self.run, self.handle, names)
-            self.run.write_handle(self.handle)
+            self.run.write_handle(self.target.place(self.run, units))
         except PenstockError as exc:
-            if self._refusal is None or self._refusal.message != exc.message:
-                self.run.add_event("place failed", exc.message)
-            n_times = self._refusal.n_times + 1 if self._refusal is not None else 1
-            changes = frozenset(names) ^ before
-            self._refusal = _Refusal(changes, exc.message, n_times, time.monotonic() + _pause_s(n_times))
+            self._refuse(frozenset(units) ^ before, exc.message)
             return
         self._refusal = None
         processes.unlink_shared_memory(segments)
-        now_there = set(self.handle.replicas)  # not all that was asked for, where a host does not answer
-        for name in sorted(before - now_there):
-            self._drain_since.pop(name, None)
-            self._tell_gateway("/admin/forget", name)
-            self.run.add_event("replica ended", f"replica {name} drained and ended", replica=name)
-        for name in sorted(now_there - before):
-            self.run.add_event("replica placed", f"replica {name} placed", replica=name)
+        after = _placed_units(self.run)  # not all that was asked for, where a host does not answer
+        for unit in sorted(before - after, key=order):
+            if unit.kind == "replica":
+                self._tell_gateway("/admin/forget", unit.name)
+                self.run.add_event("replica ended", f"replica {unit.name} drained and ended", replica=unit.name)
+        for unit in sorted(after - before, key=order):
+            facts = {"replica": unit.name} if unit.kind == "replica" else {}
+            self.run.add_event(f"{unit.kind} placed", f"{unit.kind} {unit.name} placed", **facts)
+
+    def _refuse(self, changes: frozenset[Unit], message: str) -> None:
+        if self._refusal is None or self._refusal.message != message:
+            self.run.add_event("place failed", message)
+        now = time.monotonic()
+        backoff = self._refusal.backoff if self._refusal is not None else Backoff(1.0, 30.0, 300.0)
+        self._refusal = _Refusal(changes, message, backoff, now + backoff.next(now))
+
+    def _note_refusal(self) -> None:
+        """`status` shows replicas that the target would not place, although no handle has them."""
+        refused = {}
+        if self._refusal is not None:
+            new = self._refusal.changes - _placed_units(self.run)
+            refused = {unit.name: self._refusal.message for unit in new if unit.kind == "replica"}
+        self.history = msgspec.structs.replace(self.history, refused=refused)
 
     def _tell_gateway(self, path: str, replica: str) -> None:
         try:
@@ -291,32 +292,47 @@ class Controller:
             print(f"penstock: {path} {replica}: {exc.message}", flush=True)
 
     def _remember_restart(self, name: str, reason: str, seen: Observation) -> None:
-        told = [
+        reported = [
             restart
             for row in (seen.view.replicas if seen.view else ())
             if row.announcement.replica == name
             for restart in row.announcement.restarts
         ]
-        earlier = [*self.history.replicas.get(name, ()), *told, Restart(round(time.time(), 2), reason)]
+        earlier = [*self.history.replicas.get(name, ()), *reported, Restart(round(time.time(), 2), reason)]
         self.history = msgspec.structs.replace(
             self.history, replicas={**self.history.replicas, name: tuple(earlier[-KEPT_RESTARTS:])}
         )
         self.run.add_event("replica restarted", reason, replica=name)
 
-    def _start_gateway(self, now: float) -> None:
-        recent = [at for at in self._gateway_starts if now - at < 60]
-        if recent and now - recent[-1] < min(_MAX_PAUSE_S, 2.0 ** (len(recent) - 1)):
+    # ---- the gateway -------------------------------------------------------------------------------------------------
+
+    def _place_beside(self, decision: Decision, seen: Observation, now: float) -> None:
+        """The gateway is a process next to this one: end one that hangs, start one that is wanted."""
+        process = self.history.gateway.process
+        wanted = decision.place is None or any(unit.kind == "gateway" for unit in decision.place)
+        if not wanted and process is not None and seen.gateway.state == "running":
+            processes.signal_process(process, signal.SIGKILL)
+        if not decision.starts_gateway:
             return
-        self._gateway_starts = [*recent, now]
-        part, old = self.history.gateway, self.history.gateway.process
-        if old is not None:
-            reason = f"its process {old.pid} was gone{_last_words(self.run.log('gateway'))}"
-            self.run.add_event("gateway restarted", reason)
-            part = part.restarted(reason)
+        self._note_gateway(decision, seen, now)
         argv = [sys.executable, "-m", "penstock.gateway", str(self.run.gateway_config)]
         process = processes.start_detached(argv, self._marks("gateway"), self.run.log("gateway"))
-        part = msgspec.structs.replace(part, state="running", process=process)
+        part = msgspec.structs.replace(self.history.gateway, state="running", process=process)
         self.history = msgspec.structs.replace(self.history, gateway=part)
+
+    def _note_gateway(self, decision: Decision, seen: Observation, now: float) -> None:
+        """A gateway is started: the next waits, and one that was lost is counted."""
+        due_at = now + self._gateway_backoff.next(now)
+        self._memory = msgspec.structs.replace(self._memory, gateway_due_at=due_at)
+        part = self.history.gateway
+        if not decision.is_restart or part.unit is None:
+            return
+        placement = seen.placements.get(Unit("gateway", part.unit))
+        reason = (placement.reason if placement is not None else None) or f"gateway {part.unit} is gone"
+        self.run.add_event("gateway restarted", reason)
+        self.history = msgspec.structs.replace(
+            self.history, gateway=msgspec.structs.replace(part.restarted(reason), unit=None)
+        )
 
     def _write(self, state: State) -> None:
         now = time.monotonic()
@@ -329,25 +345,11 @@ class Controller:
         self.run.write_state(state)
 
 
-def _pause_s(n_times: int) -> float:
-    """How long a replica that was placed so often waits for the next time: 1, 3, 7, 15, then 30 s."""
-    return min(_MAX_PAUSE_S, 2.0 ** min(n_times, 5) - 1)
+def _placed_units(run: Run) -> frozenset[Unit]:
+    return frozenset(map(unit_of, run.handle().units))
 
 
 def _seen_by_controller(row: ReplicaStatus) -> tuple[Restart, ...]:
     """A replica's restarts less those that its node tells by itself."""
-    told = row.announcement.restarts if row.announcement else ()
-    return tuple(restart for restart in row.restarts if restart not in told)
-
-
-def _counts(part: Part) -> dict[str, object]:
-    return {"n_restarts": part.n_restarts, "restarts": part.restarts}
-
-
-def _last_words(log: Path) -> str:
-    try:
-        lines = log.read_text("utf-8", "replace").strip().splitlines()
-    except OSError:
-        return ""
-    explains = lines and any(word in lines[-1].lower() for word in ("error", "cannot "))
-    return f"; its last line: {lines[-1][:200]}" if explains else ""
+    reported = row.announcement.restarts if row.announcement else ()
+    return tuple(restart for restart in row.restarts if restart not in reported)

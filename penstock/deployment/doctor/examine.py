@@ -21,7 +21,7 @@ from typing import Literal, TypeVar
 import msgspec
 
 from penstock import __version__, engines, paths, targets
-from penstock.deployment import preflight, start
+from penstock.deployment import preflight, prepare
 from penstock.deployment.doctor import network
 from penstock.deployment.doctor import nodes as node_findings
 from penstock.deployment.doctor.model import ModelCheck, check_model
@@ -70,7 +70,7 @@ def examine(deployment: Deployment, is_quick: bool = False, on_step: OnStep | No
         nodes, survey_findings = survey.result()
         model = model_check.result()
         findings = [*here.result(), *model.findings, *survey_findings]
-    findings += _judge(nodes, deployment, model)
+    findings += _judge(target, nodes, deployment, model)
     findings += node_findings.of_environment(deployment.engine.env, "engine.env")
     with ThreadPoolExecutor(1) as pool:
         planned = pool.submit(_plan, deployment, model)
@@ -88,10 +88,10 @@ def examine(deployment: Deployment, is_quick: bool = False, on_step: OnStep | No
 def examine_here() -> list[Finding]:
     """Every check of this machine, as of a node, all of them also after a bad one. Changes nothing."""
     deployment = reading.from_mapping({"model": DEMO_MODEL}, "the demo", [])
-    target = targets.load("local")
+    target = targets.load(deployment.target)
     nodes, findings = _survey_nodes(target, deployment, ["-m", _MACHINE_CHECK])
     own = [_python(), _disk(), _port(None), *(_engine(name) for name in _ENGINES)]
-    return [*own, *findings, *_judge(nodes, deployment, ModelCheck())]
+    return [*own, *findings, *_judge(target, nodes, deployment, ModelCheck())]
 
 
 def _python() -> Finding:
@@ -117,7 +117,7 @@ def _engine(name: str) -> Finding:
 
 def _port(deployment: Deployment | None) -> Finding:
     host, port = (deployment.gateway.host, deployment.gateway.port) if deployment else ("127.0.0.1", 8000)
-    if deployment is not None and start.holds_port(deployment):
+    if deployment is not None and prepare.holds_port(deployment):
         return Finding("port", "ok", f"{host}:{port} is held by this deployment, which runs")
     try:
         hardware_network.check_port(host, port)
@@ -134,9 +134,9 @@ def _port(deployment: Deployment | None) -> Finding:
 def _here(target: Target, deployment: Deployment) -> list[Finding]:
     """What `up` needs of this machine, and which fields of the file this version or its target refuses."""
     findings = [_python(), _disk(), _port(deployment)]
-    if _is_here(target):
+    if target.is_this_machine:
         findings += [_engine(name) for name in _ENGINES]
-    problems = preflight.unsupported(deployment)
+    problems = preflight.unsupported(deployment, target)
     try:
         problems += target.check(deployment)
         if deployment.engine.kind != "auto":
@@ -161,14 +161,9 @@ def _survey_nodes(
         # The node read its clock at some time between our question and its answer.
         behind_s, error_s = (began + ended) / 2 - check.at, (ended - began) / 2
         nodes.append(SurveyedNode(rank, name, check, behind_s, error_s))
-    if nodes and not _is_here(target):
+    if nodes and not target.is_this_machine:
         findings.append(Finding("nodes", "ok", f"{len(nodes)} answered within {ended - began:.1f} s"))
     return nodes, findings
-
-
-def _is_here(target: Target) -> bool:
-    """Whether the target's only node is this machine."""
-    return target.name == "local"
 
 
 def _model_argv(deployment: Deployment) -> list[str]:
@@ -181,6 +176,8 @@ def _run_on_nodes(
 ) -> tuple[dict[int, tuple[str, Answer]], list[Finding]]:
     """What one of our programs printed on each node, by rank, with its name; and a finding for each failure."""
     try:
+        if "survey" not in target.capabilities:
+            return {}, [Finding("nodes", "warning", f"target {target.name} cannot be asked for its nodes")]
         surveyed = target.survey(deployment, argv, timeout_s)
     except PenstockError as error:
         return {}, [_of_error("nodes", error)]
@@ -213,13 +210,13 @@ def _parsed(row: Surveyed, kind: type[Answer]) -> Answer | Finding | None:
         return node_findings.broken(row.host, row.exit_code, why)
 
 
-def _judge(nodes: Sequence[SurveyedNode], deployment: Deployment, model: ModelCheck) -> list[Finding]:
+def _judge(target: Target, nodes: Sequence[SurveyedNode], deployment: Deployment, model: ModelCheck) -> list[Finding]:
     findings = [finding for node in nodes for finding in node_findings.of_node(node, deployment)]
     findings += [finding for node in nodes for finding in node_findings.of_weights(node, model.download_bytes)]
     if nodes:
         findings += node_findings.of_all(nodes, deployment, __version__)
-    findings += node_findings.of_loading(nodes, deployment)
-    if deployment.target != "local":
+    findings += node_findings.of_loading(nodes, deployment, target.time_limit_s(deployment))
+    if not target.is_this_machine:
         return findings
     # This machine is the node; its engines answer for themselves.
     return [msgspec.structs.replace(finding, node=None) for finding in findings if finding.check != "engine"]
@@ -297,7 +294,7 @@ def _effect(
         return network.inside(measured, machine)
     version = machine.versions.get("vllm")
     if machine.gpus and model.whole is not None and version is not None:
-        n_replicas = start.sharing(
+        n_replicas = prepare.sharing(
             targets.load(deployment.target), deployment, len(route.nodes), deployment.replicas.min
         )
         return network.planned(deployment, model.whole, machine, version, max(1, n_replicas), measured)
@@ -315,7 +312,7 @@ def _plan(deployment: Deployment, model: ModelCheck) -> tuple[Plan | None, list[
         why = "not planned completely: `up` downloads the model first"
         return None, [Finding("deployment", "warning", why, "`penstock plan` sizes it from its headers alone.")]
     try:
-        plan = start.plan_now(deployment)
+        plan = prepare.plan_now(deployment)
     except PenstockError as error:
         return None, [_of_error("deployment", error)]
     return plan, [Finding("plan", "warning", warning) for warning in plan.warnings]
@@ -331,7 +328,7 @@ def _conclusion(deployment: Deployment, planned: Sequence[Finding], earlier: Seq
     if n_bad:
         text = f"`up` would refuse it, or it would fail: {n_bad} problem{'s' if n_bad > 1 else ''} above"
         return [*new, Finding("deployment", "bad", text, "Fix the problems above first.")]
-    return [*new, start.check_deployment(deployment)]
+    return [*new, prepare.check_deployment(deployment)]
 
 
 def _of_error(check: str, error: PenstockError) -> Finding:

@@ -6,6 +6,7 @@ import os
 
 import msgspec
 
+from penstock import targets
 from penstock.deployment.preflight import Finding
 from penstock.errors import PenstockError
 from penstock.models import Facts, facts, files, hub
@@ -34,7 +35,7 @@ def check_model(deployment: Deployment) -> ModelCheck:
         path = files.locate(deployment)
         whole = None if path.is_file() else facts.read_folder(path, deployment.model)
     except PenstockError as error:
-        if deployment.target != "local" and error.message.endswith("no such folder"):
+        if not targets.load(deployment.target).is_this_machine and error.message.endswith("no such folder"):
             return ModelCheck()  # the nodes must have it
         return ModelCheck((_bad(error),))
     return ModelCheck((Finding("model", "ok", f"{deployment.model} ({path})"),), whole)

@@ -16,7 +16,6 @@ from penstock.node.group.addresses import variable_warnings, version_problems
 from penstock.planner.launch import usable_gpus
 from penstock.planner.speed.work import bytes_per_node, load_time_s
 from penstock.spec.deployment import Deployment
-from penstock.targets.slurm.queue import seconds_of
 from penstock.text import GIB, MIB, show_bytes, show_seconds
 
 # The oldest driver branch on which a CUDA major version runs ("CUDA Toolkit and Minimum Required Driver Version for
@@ -364,8 +363,13 @@ def _equal_gpus(nodes: Sequence[SurveyedNode], deployment: Deployment) -> Iterat
         yield Finding("gpu", "warning", f"several kinds ({text})", "Use nodes of one kind: the slowest sets the speed.")
 
 
-def of_loading(nodes: Sequence[SurveyedNode], deployment: Deployment) -> list[Finding]:
-    """The least time that loading takes on the slowest node, against the limits of the file."""
+def of_loading(
+    nodes: Sequence[SurveyedNode], deployment: Deployment, time_limit_s: tuple[str, float] | None
+) -> list[Finding]:
+    """The least time that loading takes on the slowest node, against the limits of the file.
+
+    `time_limit_s`: how long a replica may run, after the field that says so.
+    """
     times = []
     for node in nodes:
         weights = node.check.weights
@@ -378,9 +382,8 @@ def of_loading(nodes: Sequence[SurveyedNode], deployment: Deployment) -> list[Fi
     took_s, n_bytes, slowest = max(times, key=lambda row: row[0])
     text = f"at best {show_seconds(took_s)}: {show_bytes(n_bytes)} per node, {slowest.name} reads slowest"
     limits = [("engine.start_timeout_s", deployment.engine.start_timeout_s)]
-    job_s = seconds_of((deployment.slurm.time or "") if deployment.slurm is not None else "")
-    if job_s is not None:
-        limits.append(("slurm.time", job_s))
+    if time_limit_s is not None:
+        limits.append(time_limit_s)
     findings = [
         Finding(
             "loading", "bad", f"{text}; but {name} is {show_seconds(limit_s)}",

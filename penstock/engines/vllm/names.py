@@ -64,7 +64,7 @@ OURS = {
 GONE = {
     "disable-frontend-multiprocessing": "remove it, or set engine.env VLLM_ENABLE_V1_MULTIPROCESSING: '0'",
     "swap-space": "remove it: the V1 engine recomputes instead of swapping",
-    "num-scheduler-steps": "remove it: the V1 engine schedules asynchronously by itself",
+    "num-scheduler-steps": "remove it: the V1 engine always schedules asynchronously",
     "use-v2-block-manager": "remove it: there is one block manager",
     "worker-use-ray": "set engine.executor: ray",
     "engine-use-ray": "set engine.executor: ray",
@@ -201,7 +201,7 @@ DEATHS = (
     ),
     Death(
         re.compile(r"((?:Free|Available) memory on (?:device|node).*? is less than desired[^(]*(?:\([^)]*\))?)"),
-        "the memory it asks for is not free: {0}",
+        "the memory it needs is not free: {0}",
         "Lower engine.gpu_memory_utilization, or end what holds the memory.",
     ),
     Death(

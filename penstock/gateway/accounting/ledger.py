@@ -167,7 +167,7 @@ class Ledger:
             self.n_failures += 1
             self._quota_sync.miss_turn()
             if not self.is_failing:
-                log.error("store: %s; requests go on, their usage waits in memory", _told(error))
+                log.error("store: %s; requests continue, their usage waits in memory", _told(error))
             self.is_failing = True
         for future, result, failure in outcomes:
             if failure is not None:

@@ -276,7 +276,7 @@ class _Parent:
             self._delay_s[slot] = RESTART_S if lived_s > RESTART_S_MAX else min(self._delay_s[slot] * 2, RESTART_S_MAX)
             pause_s = self._delay_s[slot] - RESTART_S
             code = os.waitstatus_to_exitcode(status)
-            log.error("worker %d ended by itself (%d), again in %.1f s", slot, code, pause_s)
+            log.error("worker %d ended (%d), restart in %.1f s", slot, code, pause_s)
             self._due[slot] = now + pause_s
 
     def _stop(self) -> None:

@@ -187,7 +187,7 @@ def check(arch: Architecture) -> None:
         raise UserError(
             f"cannot use config.json: {wrong}",
             detail=f"architecture: {arch.name}",
-            hint="Is the file whole? Compare it with the one on the model's page.",
+            hint="Compare the file with the one on the model's page: it may be incomplete.",
         )
 
 

@@ -142,7 +142,7 @@ def read(config: Mapping[str, Any]) -> Architecture:
     name = f.architecture
     if not name:
         raise UserError(
-            "cannot use config.json: it does not say its architecture",
+            "cannot use config.json: it names no architecture",
             detail=f"model_type: {config.get('model_type')}",
             hint='A model that vLLM serves has "architectures": ["..."] in its config.json.',
         )
@@ -163,7 +163,7 @@ def read(config: Mapping[str, Any]) -> Architecture:
         raise UserError(
             "cannot use config.json: a field has a value of the wrong kind",
             detail=f"architecture: {name}; {type(exc).__name__}: {exc}",
-            hint="Is the file whole? Compare it with the one on the model's page.",
+            hint="Compare the file with the one on the model's page: it may be incomplete.",
         ) from exc
     check(arch)
     return arch

@@ -164,7 +164,7 @@ def _check_sharing(arch: Architecture, stages: Sequence[range]) -> None:
             if attention is not None and attention.shares_kv_with not in (None, *stage):
                 raise UserError(
                     f"cannot cut the model into {len(stages)} pipeline stages: layer {index} reads the KV cache of "
-                    f"layer {attention.shares_kv_with}, which stands on another stage"
+                    f"layer {attention.shares_kv_with}, which is on another stage"
                 )
 
 

@@ -315,7 +315,7 @@ def drive(key: str) -> int:
     _connect()
     raw = _take(key)
     if raw is None:
-        _say("what this replica is told is not there any more: its job waited too long, or somebody took it")
+        _say("the launch instructions of this replica are gone: its job waited too long, or another process read them")
         return 1
     parcel = json.loads(raw)
     most_cpus = max((node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]), default=1)

@@ -282,7 +282,7 @@ def _frames(stream: io.BufferedIOBase) -> Iterator[str]:
 def _exactly(stream: io.BufferedIOBase, n_bytes: int) -> bytes:
     got = stream.read(n_bytes)
     if len(got) < n_bytes:
-        raise ConnectionError("it was closed without a word")
+        raise ConnectionError("it was closed without a reason")
     return got
 
 

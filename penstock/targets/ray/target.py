@@ -9,7 +9,7 @@ import secrets
 import shlex
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from penstock.errors import PenstockError, Problem
 from penstock.hardware import Machine, catalog
 from penstock.log_lines import last_words
 from penstock.planner import Plan
-from penstock.run_folder import Artifact, Handle, Launch, Record, Run
+from penstock.run_folder import Artifact, Handle, Launch, Record, Run, Unit, replica
 from penstock.spec.blocks import RayCluster
 from penstock.spec.deployment import Deployment
 from penstock.targets import Placement, Surveyed, Target
@@ -45,15 +45,17 @@ _META_ID, _META_REPLICA = "penstock_run_id", "penstock_replica"
 
 class RayJobs(Target):
     name = "ray"
-    features = frozenset({"resize", "logs-follow", "many-nodes", "elastic"})
+    capabilities = frozenset({"survey"})
     listen = "network"
+    is_elastic = True
+    owns_ray = True
 
     def __init__(self) -> None:
         self._looks: dict[str, _Look] = {}
         self._whys: dict[str, tuple[float, str]] = {}
         self._ending: set[str] = set()
 
-    def check(self, deployment: Deployment) -> list[Problem]:
+    def check(self, deployment: Deployment, is_rehearsal: bool = False) -> list[Problem]:
         block = _block(deployment)
         found = _own_problems(deployment, block)
         try:
@@ -85,13 +87,13 @@ class RayJobs(Target):
             try:
                 facts = msgspec.json.decode(told["out"].strip().splitlines()[-1], type=_Facts)
             except (msgspec.MsgspecError, IndexError):
-                last = (told["err"].strip().splitlines() or ["it said nothing"])[-1]
+                last = (told["err"].strip().splitlines() or ["it printed nothing"])[-1]
                 wrong.append(f"{told['host']}: {last[:300]}")
                 continue
             found.append(_as_ray_gives(facts.machine, int(told["resources"].get("GPU", 0))))
         if not found:
             raise PenstockError(
-                f"could not ask any node of the Ray cluster {_block(deployment).address} what it is",
+                f"could not survey any node of the Ray cluster {_block(deployment).address}",
                 detail="\n".join(wrong),
                 hint="Set ray.python to an interpreter on its nodes that has vLLM and penstock's requirements, "
                 "or ray.runtime_env: {pip: [msgspec, psutil, pyyaml, rich, uvloop]}.",
@@ -116,25 +118,18 @@ class RayJobs(Target):
         parts = {"launch.json": told, "job.json": job, "nodes.json": nodes}
         return Artifact(argv, {name: jobs_api.dumped(part) + "\n" for name, part in parts.items()})
 
-    def submit(self, run: Run, replicas: Sequence[str]) -> Handle:
-        handle = Handle(self.name)
-        try:
-            return self.resize(run, handle, replicas)
-        except BaseException:
-            self.cancel(run, handle, 0.0)
-            raise
-
-    def status(self, run: Run, handle: Handle) -> dict[str, Placement]:
+    def status(self, run: Run) -> dict[Unit, Placement]:
         is_down = run.desired().state == "down"
-        found = {}
-        for replica, entry in handle.replicas.items():
-            found[replica] = self._placement(entry["address"], entry["job"], is_down)
-            if found[replica].reason == _WAITS:
-                found[replica] = msgspec.structs.replace(found[replica], reason=self._why(entry["address"], run))
-        return found
+        placements = {}
+        for name, entry in run.handle().replicas.items():
+            placement = self._placement(entry["address"], entry["job"], is_down)
+            if placement.reason == _WAITS:
+                placement = msgspec.structs.replace(placement, reason=self._why(entry["address"], run))
+            placements[replica(name)] = placement
+        return placements
 
-    def logs(self, run: Run, handle: Handle, replica: str, follow: bool, last: int | None = None) -> Iterator[str]:
-        entry = handle.replicas.get(replica)
+    def logs(self, run: Run, unit: Unit, follow: bool, last: int | None = None) -> Iterator[str]:
+        entry = run.handle().replicas.get(unit.name)
         if entry is None:
             return
         dashboard, job = Dashboard(entry["address"]), entry["job"]
@@ -155,7 +150,7 @@ class RayJobs(Target):
                 is_whole = False
             row = dashboard.job(job)
             if row is None or (is_whole and row.has_ended):
-                after = self._next_job(run, replica, job)
+                after = self._next_job(run, unit.name, job)
                 if after is None:
                     return
                 job, skip = after, 0
@@ -171,31 +166,33 @@ class RayJobs(Target):
                 return str(found)
         return None
 
-    def resize(self, run: Run, handle: Handle, replicas: Sequence[str]) -> Handle:
-        dashboard = Dashboard(_address(run, handle))
-        run_id, entries = run.record().id, dict(handle.replicas)
-        jobs = dashboard.jobs()
-        kept = {
-            replica: entries[replica]
-            for replica in replicas
-            if replica in entries and _is_alive(jobs.get(entries[replica]["job"]))
-        }
+    def place(self, run: Run, units: Collection[Unit]) -> Handle:
+        dashboard = Dashboard(_address(run))
+        run_id, entries = run.record().id, run.handle().replicas
+        jobs, names = dashboard.jobs(), sorted(unit.name for unit in units)
+        kept = {name: entries[name] for name in names if name in entries and _is_alive(jobs.get(entries[name]["job"]))}
         wanted = {entry["job"] for entry in kept.values()}
-        # One that ended by itself stays in Ray's list, with its log, until `cancel`.
+        # One that ended by itself stays in Ray's list, with its log, until `end`.
         extra = [job for job in _of_run(jobs, run_id) if job.id not in wanted and not job.has_ended]
         self._end(dashboard, run, extra, run.plan().drain_s + _SPARE_S)
-        for replica in replicas:
-            if replica not in kept:
-                kept[replica] = {"job": self._place(dashboard, run, replica), "address": dashboard.address}
+        problems = []
+        for name in names:
+            if name not in kept:
+                try:
+                    kept[name] = {"job": self._place(dashboard, run, name), "address": dashboard.address}
+                except PenstockError as exc:
+                    problems.append(exc)
         self._looks.pop(dashboard.address, None)
-        return Handle(self.name, {replica: kept[replica] for replica in replicas})
+        if problems and kept == entries:
+            raise problems[0]
+        return Handle(self.name, {replica(name).key: entry for name, entry in kept.items()})
 
-    def cancel(self, run: Run, handle: Handle, grace_s: float) -> None:
-        dashboard = Dashboard(_address(run, handle))
+    def end(self, run: Run, grace_s: float) -> None:
+        dashboard = Dashboard(_address(run))
         try:
             jobs = dashboard.jobs()
         except PenstockError as exc:
-            if not handle.replicas:  # nothing was placed that we know of
+            if not run.handle().units:  # nothing was placed that we know of
                 return
             raise PenstockError(
                 f'could not end the jobs of "{run.name}": {exc.message}',
@@ -246,7 +243,7 @@ class RayJobs(Target):
             raise PenstockError(
                 f'could not end {len(left)} job(s) of "{run.name}" on {dashboard.address}',
                 detail=", ".join(left),
-                hint="`ray job stop` and `ray job list` on the cluster say more.",
+                hint="`ray job stop` and `ray job list` on the cluster show more.",
                 is_retryable=True,
             )
         ended_at = time.monotonic()
@@ -300,7 +297,7 @@ class RayJobs(Target):
             look = _Look(time.monotonic(), dashboard.jobs(), dashboard.groups())
         except PenstockError as exc:
             # A dashboard that is away says nothing of the jobs: they run without it.
-            away = f"Ray's dashboard does not answer, this is its last word: {exc.message}"
+            away = f"Ray's dashboard does not answer, its last answer: {exc.message}"
             look = _Look(time.monotonic(), before.jobs if before else {}, before.groups if before else {}, away)
         self._looks[address] = look
         return look
@@ -447,7 +444,7 @@ def _ask(dashboard: Dashboard, block: RayCluster, argv: Sequence[str], timeout_s
                 break
             time.sleep(_POLL_S)
         why = _last_word(row) if row is not None and row.has_ended else "its job did not end in time"
-        raise PenstockError(f"could not ask the nodes of {dashboard.address}: {why}", detail="\n".join(lines[-10:]))
+        raise PenstockError(f"could not survey the nodes of {dashboard.address}: {why}", detail="\n".join(lines[-10:]))
     finally:
         # Nobody waits for it but the interpreter's end.
         threading.Thread(target=_forget, args=(dashboard, job), name="forget-job").start()
@@ -465,8 +462,8 @@ def _forget(dashboard: Dashboard, job: str) -> None:
         dashboard.delete(job)
 
 
-def _address(run: Run, handle: Handle) -> str:
-    for entry in handle.replicas.values():
+def _address(run: Run) -> str:
+    for entry in run.handle().units.values():
         return str(entry["address"])
     return _block(run.deployment()).address
 
@@ -484,7 +481,7 @@ def _of_group(state: str | None, away: str | None) -> Placement:
     if state == "CREATED":
         return Placement("placed", away)
     if state == "RESCHEDULING":
-        return Placement("broken", "Ray lost a node of it, and waits for another")
+        return Placement("broken", "Ray lost a node of it, and waits for another", is_repaired_by_target=True)
     if state == "REMOVED":
         return Placement("placed", "its nodes have ended")
     return Placement("queued", "its driver starts" if state is None else _WAITS)

@@ -23,7 +23,7 @@ _ENDED = {
     "NODE_FAIL": "lost a node",
     "TIMEOUT": "came to its time limit",
     "DEADLINE": "came to its deadline",
-    "OUT_OF_MEMORY": "used more memory than it asked for (slurm.memory)",
+    "OUT_OF_MEMORY": "used more memory than its request (slurm.memory)",
     "PREEMPTED": "was preempted",
     "BOOT_FAIL": "got a node that does not boot",
     "REVOKED": "runs on another cluster",
@@ -39,13 +39,13 @@ _REASONS = {
     "DependencyNeverSatisfied": "waits for a job that failed: it will never start",
     "JobHeldAdmin": "an administrator holds it",
     "JobHeldUser": "it is held (scontrol release)",
-    "ReqNodeNotAvail": "the nodes that it asks for are not available",
+    "ReqNodeNotAvail": "the requested nodes are not available",
     "PartitionDown": "its partition is down",
     "PartitionInactive": "its partition is inactive",
-    "PartitionNodeLimit": "it asks for more nodes than its partition allows",
+    "PartitionNodeLimit": "it requests more nodes than its partition allows",
     "PartitionTimeLimit": "its time limit is above its partition's: it will not start",
-    "PartitionConfig": "its partition does not allow what it asks for",
-    "BadConstraints": "no node has what it asks for: it will not start",
+    "PartitionConfig": "its partition does not allow this request",
+    "BadConstraints": "no node fits its request: it will not start",
     "AccountNotAllowed": "its account may not use this partition",
     "QOSNotAllowed": "its QOS may not use this partition or account",
     "InvalidAccount": "its account is unknown: it will not start",
@@ -127,7 +127,7 @@ def _time(text: str) -> float | None:
 
 
 def reason_in_words(reason: str) -> str:
-    """Why a job waits, for people; Slurm's own word stays beside it: users look it up, and tell it to their admin."""
+    """Why a job waits, for people; Slurm's own word stays next to it: users look it up, and quote it to their admin."""
     plain = reason.strip("()")
     words = _REASONS.get(plain) or _REASONS.get(plain.split(",")[0].split(":")[0].strip())
     limit = _LIMITS.match(plain)
@@ -142,7 +142,7 @@ def end_in_words(state: str, note: str | None) -> str:
     """What a job did that is over. `note` is the last line of the job's own file: "ended 137", "failed because"."""
     word, _, rest = (note or "").partition(" ")
     if word == "ended" and rest == _TOLD_TO_END:
-        return "was told to end by Slurm: preempted, or its time was over"
+        return "was ended by Slurm: preempted, or out of time"
     why = f": {rest}" if word == "failed" else f" with code {rest}" if word == "ended" and rest != "0" else ""
     return _ENDED.get(state, state.lower()) + why
 

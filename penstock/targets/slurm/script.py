@@ -21,6 +21,7 @@ from penstock.text import MIB
 
 FILE = "job.sh"
 GATEWAY_FILE = "gateway.sh"
+CONTROLLER_FILE = "controller.sh"
 _PLAIN = re.compile(r"[\w@%+=:,./\[\]|&*-]+\Z")
 # Paths stand in #SBATCH lines, where % is a pattern of Slurm's, and between quotes of the shell.
 _PATH = re.compile(r"[\w@+=:,./ ~-]+\Z")
@@ -129,12 +130,10 @@ def _signal_s(deployment: Deployment, drain_s: float) -> int:
 def render(deployment: Deployment, plan: Plan, run_path: str, python: str) -> str:
     """The script. sbatch gives it two words: the replica and the id of the launch."""
     block = deployment.slurm or Slurm()
-    has_own = block.modules or block.conda or block.venv or block.container
-    python = block.python or ("python3" if has_own else python)
     shell = "#!/bin/bash -l" if block.modules or block.conda else "#!/bin/bash"
     lines = [shell, *(f"#SBATCH --{line}" for line in directives(deployment, needs_of(plan, block), run_path))]
     inside = ["apptainer", "exec", *(["--nv"] if plan.device == "cuda" else []), "--bind", _bound(deployment, run_path)]
-    words = [*([*inside, block.container] if block.container else []), python]
+    words = [*([*inside, block.container] if block.container else []), _interpreter(block, python)]
     label = " --label" if plan.n_nodes > 1 else ""
     return "\n".join(lines) + "\n" + _BODY.format(
         name=deployment.name,
@@ -147,7 +146,7 @@ def render(deployment: Deployment, plan: Plan, run_path: str, python: str) -> st
 
 
 def _bound(deployment: Deployment, run_path: str) -> str:
-    """What a container must see of the shared file system beside the home: the run, and where the model is."""
+    """What a container must see of the shared file system besides the home: the run, and where the model is."""
     model = deployment.model if deployment.model.startswith("/") else None
     return ",".join(path for path in (run_path, deployment.cache.weights, model) if path)
 
@@ -212,23 +211,53 @@ def gateway_directives(deployment: Deployment, run_path: str) -> list[str]:
 
 
 def gateway(deployment: Deployment, run_path: str, python: str, seen_from: Sequence[str]) -> str:
-    """The script of the gateway's job. sbatch gives it the id of the launch."""
+    """The script of a gateway's job. sbatch gives it the id of the launch and the name of the unit."""
+    words = shlex.join(_python(deployment, run_path, python))
+    address = f"{run_path}/gateway/address.json"
+    return _service(
+        deployment, run_path, "gateway", gateway_directives(deployment, run_path),
+        f"hosts=$({words} -m penstock.hardware.network {shlex.join(seen_from)})",
+        # In the shell's place, so that a signal to the batch step is the gateway's.
+        f"exec {words} -m penstock.gateway {shlex.quote(f'{run_path}/gateway.json')}"
+        f' --address {shlex.quote(address)} --unit "$2" --hosts $hosts',
+    )  # fmt: skip
+
+
+def controller(deployment: Deployment, run_path: str, python: str) -> str:
+    """The script of a controller's job, with the words of the gateway's. It brings the controller back by itself."""
+    words = shlex.join(_python(deployment, run_path, python))
+    lines = [line for line in gateway_directives(deployment, run_path) if not line.startswith(("signal", "no-requeue"))]
+    return _service(
+        deployment, run_path, "controller", [*lines, "requeue"],
+        f'until {words} -m penstock.deployment.controller {shlex.quote(run_path)} --unit "$2"; do sleep 5; done',
+    )  # fmt: skip
+
+
+def _python(deployment: Deployment, run_path: str, python: str) -> list[str]:
+    """The words that run Python in the job of a gateway or controller."""
     block = deployment.slurm or Slurm()
-    has_own = block.modules or block.conda or block.venv or block.container
-    python = block.python or ("python3" if has_own else python)
     store = store_file(deployment.gateway.store) if deployment.gateway.store else None
-    beside = [run_path, str(store.parent)] if store is not None else [run_path]
-    inside = ["apptainer", "exec", "--bind", ",".join(beside), block.container] if block.container else []
+    shared = [run_path, str(store.parent)] if store is not None else [run_path]
+    inside = ["apptainer", "exec", "--bind", ",".join(shared), block.container] if block.container else []
+    return [*inside, _interpreter(block, python)]
+
+
+def _interpreter(block: Slurm, python: str) -> str:
+    """The Python on the nodes: the file's, that of the environment which the file names, or `python`."""
+    has_own = block.modules or block.conda or block.venv or block.container
+    return block.python or ("python3" if has_own else python)
+
+
+def _service(deployment: Deployment, run_path: str, role: str, lines: Sequence[str], *commands: str) -> str:
+    block = deployment.slurm or Slurm()
     return "\n".join(
         [
             "#!/bin/bash -l" if block.modules or block.conda else "#!/bin/bash",
-            *(f"#SBATCH --{line}" for line in gateway_directives(deployment, run_path)),
+            *(f"#SBATCH --{line}" for line in lines),
             'give_up() { echo "penstock: $*"; exit 1; }',
             *_prologue(block),
-            f'export PENSTOCK_RUN={shlex.quote(run_path)} PENSTOCK_RUN_ID="$1" PENSTOCK_ROLE=gateway',
-            # In the shell's place, so that a signal to the batch step is the gateway's.
-            f"exec {shlex.join([*inside, python, '-m', 'penstock.deployment.gateway_job', run_path])}"
-            f' "$SLURM_JOB_ID" {shlex.join(seen_from)}',
+            f'export PENSTOCK_RUN={shlex.quote(run_path)} PENSTOCK_RUN_ID="$1" PENSTOCK_ROLE={role}',
+            *commands,
             "",
         ]
     )
@@ -237,18 +266,14 @@ def gateway(deployment: Deployment, run_path: str, python: str, seen_from: Seque
 def probe(deployment: Deployment, python: str) -> str:
     """A script that prints `node_facts` with the nodes' own Python, on a machine that shares it."""
     block = deployment.slurm or Slurm()
-    has_own = block.modules or block.conda or block.venv
-    python = block.python or ("python3" if has_own else python)
     head = ['give_up() { echo "$*" >&2; exit 1; }', *_prologue(block)]
-    return "\n".join([*head, f"{shlex.quote(python)} -m penstock.hardware.node_facts", ""])
+    return "\n".join([*head, f"{shlex.quote(_interpreter(block, python))} -m penstock.hardware.node_facts", ""])
 
 
 def survey(deployment: Deployment, python: str, argv: Sequence[str], folder: str) -> list[str]:
     """Words for srun that run `python ARGV` once on each node of a replica; the answers come as files in `folder`."""
     block = deployment.slurm or Slurm()
     words = [line for line in directives(deployment, Needs(0, None, None), folder) if not line.startswith(_NOT_ASKED)]
-    has_own = block.modules or block.conda or block.venv
-    python = block.python or ("python3" if has_own else python)
     inside = ["apptainer", "exec", "--bind", folder, block.container] if block.container else []
     script = "\n".join(
         [
@@ -261,7 +286,7 @@ def survey(deployment: Deployment, python: str, argv: Sequence[str], folder: str
         ]
     )
     flags = [f"--{line}" for line in words] + ["--time=2"]
-    return [*flags, "bash", "-c", script, "survey", *inside, python, *argv]
+    return [*flags, "bash", "-c", script, "survey", *inside, _interpreter(block, python), *argv]
 
 
 _NOT_ASKED = ("chdir=", "output=", "open-mode=", "signal=", "requeue", "no-requeue", "time=", "mem=", "exclusive")
@@ -287,14 +312,18 @@ def problems(deployment: Deployment, run_path: str) -> list[Problem]:
     for field in words:
         value = getattr(block, field)
         if value is not None and not _is_word(value):
-            found.append(Problem(f"slurm.{field}", f"{value!r} cannot stand in a batch script", "no quotes, no spaces"))
+            found.append(
+                Problem(f"slurm.{field}", f"{value!r} cannot be written in a batch script", "no quotes, no spaces")
+            )
     for field in ("conda", "venv", "container", "python"):
         value = getattr(block, field)
         if value is not None and not (value and value.isprintable()):
-            found.append(Problem(f"slurm.{field}", f"{value!r} cannot stand in a batch script", "one line of text"))
+            found.append(
+                Problem(f"slurm.{field}", f"{value!r} cannot be written in a batch script", "one line of text")
+            )
     for field in ("modules", "prologue"):
         found += [
-            Problem(f"slurm.{field}", f"{value!r} cannot stand in a batch script", "one line each")
+            Problem(f"slurm.{field}", f"{value!r} cannot be written in a batch script", "one line each")
             for value in getattr(block, field)
             if not value or not value.replace("\t", " ").isprintable()
         ]
@@ -304,11 +333,15 @@ def problems(deployment: Deployment, run_path: str) -> list[Problem]:
         found.append(Problem("slurm.memory", f'"{block.memory}" is no size', "a number with K, M, G or T: 64G; 0: all"))
     if block.cpus_per_node is not None and block.cpus_per_node < 1:
         found.append(Problem("slurm.cpus_per_node", f"{block.cpus_per_node} is below 1"))
+    if block.controller == "job" and deployment.gateway.on != "job":
+        found.append(Problem("slurm.controller", '"job", but the gateway is not in a job', "set gateway.on: job"))
     if block.successor_s is not None and block.successor_s < 0:
         found.append(Problem("slurm.successor_s", f"{block.successor_s:g} is below 0"))
     if not _PATH.match(run_path):
         found.append(
-            Problem("", f'the run folder "{run_path}" cannot stand in a batch script', "set PENSTOCK_HOME to another")
+            Problem(
+                "", f'the run folder "{run_path}" cannot be written in a batch script', "set PENSTOCK_HOME to another"
+            )
         )
     return [*found, *_directive_problems(block)]
 
@@ -326,7 +359,7 @@ def _directive_problems(block: Slurm) -> Iterator[Problem]:
         elif name in _OURS:
             yield Problem("slurm.directives", f'"{name}" is set by penstock', "remove it")
         elif name in _FIELDS:
-            yield Problem("slurm.directives", f'"{name}" has a field of its own', f"set slurm.{_FIELDS[name]}")
+            yield Problem("slurm.directives", f'"{name}" is set by another field', f"set slurm.{_FIELDS[name]}")
 
 
 def _is_word(value: str) -> bool:

@@ -196,7 +196,7 @@ def _node_problems(
     block, n_nodes = deployment.slurm or Slurm(), deployment.hardware.nodes
     found = candidates(site, block)
     if not found and not any(_gres_problems(block, here)):
-        words = f'no node of partition "{partition.name}" has what constraint and nodelist ask for'
+        words = f'no node of partition "{partition.name}" matches constraint and nodelist'
         features = sorted(set().union(*(node.features for node in here))) if here else []
         yield Problem("slurm.constraint", words, f"features there: {', '.join(features) or 'none'}")
     most = max(((node.n_gpus, node.name) for node in found), default=(0, ""))
@@ -233,9 +233,9 @@ def _card_problems(deployment: Deployment, found: Sequence[SiteNode]) -> Iterato
         return
     if hardware.gpu is None:
         like = [card for card in catalog.gpu_ids() if any(kind and kind in card for kind in kinds)]
-        hint = f"one of {', '.join(like)}" if like else "`penstock plan --help` tells where the names are"
+        hint = f"one of {', '.join(like)}" if like else "`penstock plan --help` shows where to find the names"
         told = ", ".join(kind or "(no type)" for kind in kinds)
-        yield Problem("hardware.gpu", f"is missing: Slurm tells of its GPUs only the type {told}", hint)
+        yield Problem("hardware.gpu", f"is missing: Slurm reports only the GPU type {told}", hint)
     if len({frozenset(node.gpus) for node in found}) > 1 and not (deployment.slurm or Slurm()).gres:
         words = f"nodes have GPUs of several kinds: {', '.join(kind or '(no type)' for kind in kinds)}"
         yield Problem("slurm.gres", words, f"example: gres: gpu:{next(filter(None, kinds), 'h100')}:4")

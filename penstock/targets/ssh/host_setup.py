@@ -85,7 +85,7 @@ def install(asked: dict[str, Any]) -> dict[str, Any]:
             (site / "zz-penstock-base.pth").write_text("\n".join(lines) + "\n")
         tried = subprocess.run([str(python), "-c", "import penstock.targets.ssh.agent"], capture_output=True, text=True)
         if tried.returncode:
-            return {"problem": (tried.stderr.strip().splitlines() or ["it said nothing"])[-1]}
+            return {"problem": (tried.stderr.strip().splitlines() or ["it printed nothing"])[-1]}
         with contextlib.suppress(OSError):  # another was first
             new.rename(final)
     finally:

@@ -12,9 +12,9 @@ from typing import Any
 import msgspec
 
 from penstock.spec.blocks import Ssh as Block
+from penstock.targets.openssh import HostError, Ssh, failed, short_name
 from penstock.targets.ssh import bundle, host_setup
 from penstock.targets.ssh.bundle import HostPython
-from penstock.targets.ssh.openssh import HostError, Ssh, failed, short_name
 
 _LOOK_S = 20.0
 _INSTALL_S = 120.0

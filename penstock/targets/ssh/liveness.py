@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping
 import msgspec
 
 from penstock.errors import PenstockError
-from penstock.targets.ssh.openssh import HostError, Ssh, at_once
+from penstock.targets.openssh import HostError, Ssh, at_once
 from penstock.wire.announcement import Process
 
 _FRESH_S = 1.5
@@ -67,7 +67,7 @@ class Watch:
             # A question that was ending as we came had its answer forgotten: it is asked again.
             self._start([host for host in unknown if not self._knows(host, wanted[host])], wanted)
             self._changed.wait_for(lambda: all(self._knows(host, wanted[host]) for host in unknown), _FIRST_S)
-            return {host: self._looks.get(host, Look(error="it was not asked yet")) for host in wanted}
+            return {host: self._looks.get(host, Look(error="not checked yet")) for host in wanted}
 
     def _start(self, hosts: Collection[str], wanted: Mapping[str, Collection[int]]) -> None:
         for host in hosts:

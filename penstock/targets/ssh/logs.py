@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 
 from penstock.log_lines import as_they_come, in_turn, named
-from penstock.targets.ssh.openssh import Done, Ssh, failed, short_name
+from penstock.targets.openssh import Done, Ssh, failed, short_name
 
 
 class Source:

@@ -16,7 +16,6 @@ import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -25,15 +24,15 @@ from penstock import processes, run_folder
 from penstock.errors import PenstockError, Problem
 from penstock.hardware import Machine
 from penstock.hardware.network import free_lasting_ports
-from penstock.run_folder import Artifact, Handle, Launch, Run
+from penstock.run_folder import Artifact, Handle, Launch, Left, Run, Unit, replica
 from penstock.spec.blocks import Ssh as Block
 from penstock.spec.deployment import DEMO_MODEL, Deployment
 from penstock.targets import LeftBehind, Placement, Surveyed, Target
+from penstock.targets.openssh import Ssh, at_once, failed, is_legal, short_name
 from penstock.targets.ssh import logs as streams
 from penstock.targets.ssh.agent_messages import End, Ended, Start, Started
 from penstock.targets.ssh.install import Bringer, Contact, look
 from penstock.targets.ssh.liveness import Look, Watch
-from penstock.targets.ssh.openssh import Ssh, at_once, failed, is_legal, short_name
 from penstock.targets.ssh.placement import Node, assign
 from penstock.targets.ssh.tunnels import Tunnel, Tunnels
 from penstock.wire.announcement import Process
@@ -181,8 +180,8 @@ class _Room:
         self.ending |= set(entries)
         places = _by_host(self._places(), nodes)
         away = self._end_on(places, None, grace_s)
-        for replica, replica_nodes in entries.items():
-            self._keep_log(replica, replica_nodes, away)
+        for name, replica_nodes in entries.items():
+            self._keep_log(name, replica_nodes, away)
         at_once(
             [host for host in places if host not in away],
             lambda host: self.ssh.run(host, ["rm", "-rf", places[host][0].folder]),
@@ -248,7 +247,7 @@ class _Room:
 
 class OverSsh(Target):
     name = "ssh"
-    features = frozenset({"resize", "logs-follow", "many-nodes"})
+    capabilities = frozenset({"survey"})
 
     def __init__(self) -> None:
         self._rooms: dict[str, _Room] = {}
@@ -258,7 +257,7 @@ class OverSsh(Target):
 
     # ---- before a run ------------------------------------------------------------------------------------------------
 
-    def check(self, deployment: Deployment) -> list[Problem]:
+    def check(self, deployment: Deployment, is_rehearsal: bool = False) -> list[Problem]:
         block = deployment.ssh or Block()
         problems = _problems(deployment, block)
         if problems:
@@ -282,7 +281,7 @@ class OverSsh(Target):
         for one in told:
             if one.exit_code != 0:
                 raise PenstockError(
-                    f"could not ask {one.host} what it has: {(one.err.strip().splitlines() or ['no answer'])[-1]}",
+                    f"could not survey {one.host}: {(one.err.strip().splitlines() or ['no answer'])[-1]}",
                     hint="Does `ssh HOST` work by hand?",
                     is_retryable=True,
                 )
@@ -306,7 +305,7 @@ class OverSsh(Target):
             for host, one in told.items()
         ]
 
-    def spread(self, deployment: Deployment, handle: Handle, n_more: int = 0) -> list[int]:
+    def nodes_per_machine(self, deployment: Deployment, handle: Handle, n_more: int = 0) -> list[int]:
         hosts = _block(deployment).hosts
         placed = {replica: [node.host for node in _nodes(entry)] for replica, entry in handle.replicas.items()}
         more = [f"+{number}" for number in range(n_more)]
@@ -326,81 +325,63 @@ class OverSsh(Target):
 
     # ---- a run -------------------------------------------------------------------------------------------------------
 
-    def submit(self, run: Run, replicas: Sequence[str]) -> Handle:
-        try:
-            return self.resize(run, Handle(self.name), replicas)
-        except BaseException:
-            with contextlib.suppress(PenstockError):
-                self.cancel(run, Handle(self.name), 0.0)
-            raise
-
-    def status(self, run: Run, handle: Handle) -> dict[str, Placement]:
-        room = self._room(run)
-        entries = {replica: _nodes(entry) for replica, entry in handle.replicas.items()}
+    def status(self, run: Run) -> dict[Unit, Placement]:
+        room, entries = self._room(run), _entries(run)
         looks = room.watch.see(_pids_by_host(entries))
-        return {replica: room.placement(replica, nodes, looks) for replica, nodes in entries.items()}
+        return {replica(name): room.placement(name, nodes, looks) for name, nodes in entries.items()}
 
-    def logs(self, run: Run, handle: Handle, replica: str, follow: bool, last: int | None = None) -> Iterator[str]:
-        kept = f"replica-{replica}"
-        if replica not in handle.replicas or run.log(kept).exists():  # it has ended, and its log was fetched
+    def logs(self, run: Run, unit: Unit, follow: bool, last: int | None = None) -> Iterator[str]:
+        kept, nodes = f"replica-{unit.name}", _entries(run).get(unit.name)
+        if nodes is None or run.log(kept).exists():  # it has ended, and its log was fetched
             return run.log_lines(kept, follow, last)
-        nodes = _nodes(handle.replicas[replica])
         sources = [
-            streams.Source(node.host, node.python, f"{node.folder}/{_log_name(replica, rank)}")
+            streams.Source(node.host, node.python, f"{node.folder}/{_log_name(unit.name, rank)}")
             for rank, node in enumerate(nodes)
         ]
         return streams.lines(self._room(run).ssh, sources, follow, last)
 
-    def resize(self, run: Run, handle: Handle, replicas: Sequence[str]) -> Handle:
-        room = self._room(run)
-        entries = {replica: _nodes(entry) for replica, entry in handle.replicas.items()}
+    def place(self, run: Run, units: Collection[Unit]) -> Handle:
+        room, entries = self._room(run), _entries(run)
+        before, wanted = dict(entries), sorted(unit.name for unit in units)
         problems: list[PenstockError] = []
-        for replica in [replica for replica in entries if replica not in replicas]:
+        for name in [name for name in entries if name not in wanted]:
             try:
-                room.end_replica(replica, entries[replica])
-                del entries[replica]
+                room.end_replica(name, entries[name])
+                del entries[name]
             except PenstockError as exc:  # it holds its GPUs until its host is back: it stays known, and is tried again
                 problems.append(exc)
         looks = room.watch.see_now(_pids_by_host(entries))
         hosts_of = assign(
-            room.block.hosts, run.deployment().hardware.nodes, [*replicas, *(set(entries) - set(replicas))],
-            {replica: [node.host for node in nodes] for replica, nodes in entries.items()},
+            room.block.hosts, run.deployment().hardware.nodes, [*wanted, *(set(entries) - set(wanted))],
+            {name: [node.host for node in nodes] for name, nodes in entries.items()},
         )  # fmt: skip
-        for replica in replicas:
-            before = entries.get(replica)
-            if before is not None and all(_lives(node, looks) for node in before):
-                room.ending.discard(replica)  # it was to be ended, and could not be
+        for name in wanted:
+            nodes = entries.get(name)
+            if nodes is not None and all(_lives(node, looks) for node in nodes):
+                room.ending.discard(name)  # it was to be ended, and could not be
                 continue
             try:
-                contacts = self._bring(run.deployment(), hosts_of[replica])
-                entries[replica] = room.place(replica, [contacts[host] for host in hosts_of[replica]], before, looks)
+                contacts = self._bring(run.deployment(), hosts_of[name])
+                entries[name] = room.place(name, [contacts[host] for host in hosts_of[name]], nodes, looks)
             except PenstockError as exc:
                 # What is known to be gone may come back another time; the others are not made to wait for it.
-                self._forget(hosts_of[replica])
+                self._forget(hosts_of[name])
                 problems.append(exc)
-        made = Handle(self.name, {replica: {"nodes": msgspec.to_builtins(nodes)} for replica, nodes in entries.items()})
-        if problems and (made == handle or not handle.replicas):
+        if problems and entries == before:
             raise problems[0]
-        return made
+        return Handle(
+            self.name, {replica(name).key: {"nodes": msgspec.to_builtins(nodes)} for name, nodes in entries.items()}
+        )
 
-    def tend(self, run: Run, handle: Handle) -> None:
+    def keep_up(self, run: Run) -> None:
         room = self._room(run)
-        for replica, entry in handle.replicas.items():
-            if replica not in room.ending:
-                for rank, node in enumerate(_nodes(entry)):
-                    room.tunnels.keep(room.tunnel(replica, rank, node))
+        for name, nodes in _entries(run).items():
+            if name not in room.ending:
+                for rank, node in enumerate(nodes):
+                    room.tunnels.keep(room.tunnel(name, rank, node))
 
-    def cancel(self, run: Run, handle: Handle, grace_s: float) -> None:
-        room = self._room(run)
-        entries = {replica: _nodes(entry) for replica, entry in handle.replicas.items()}
-        room.end_all(entries, grace_s)
-
-    def finish(self, facts: dict[str, Any]) -> None:
-        place, run_id = msgspec.convert(facts["place"], _Place), str(facts["run_id"])
-        ssh = self._program(Block(hosts=(place.host,), config=facts["config"]))
-        _end_there(ssh, place, End(place.folder, run_id, (), 0.0))
-        ssh.check_run(place.host, ["rm", "-rf", place.folder])
-        run_folder.forget_left(run_id, place.host)
+    def end(self, run: Run, grace_s: float) -> None:
+        self._room(run).end_all(_entries(run), grace_s)
 
     # ---- what it keeps -----------------------------------------------------------------------------------------------
 
@@ -463,13 +444,13 @@ def _problems(deployment: Deployment, block: Block) -> list[Problem]:
     if block.config is not None:
         path = Path(block.config).expanduser()
         if not path.is_absolute():
-            found.append(Problem("ssh.config", f'"{block.config}" is not a whole path', f'"{path.resolve()}"'))
+            found.append(Problem("ssh.config", f'"{block.config}" is not an absolute path', f'"{path.resolve()}"'))
         elif not path.is_file():
             found.append(Problem("ssh.config", f'no file "{path}"', "remove it to use ~/.ssh/config"))
     if not block.python or block.python.startswith("-"):
         found.append(Problem("ssh.python", f'"{block.python}" is no program', "the path of a Python on the hosts"))
     if not block.folder.startswith(("/", "~/")) or "\n" in block.folder:
-        found.append(Problem("ssh.folder", f'"{block.folder}" is not a whole path', "/a/folder, or ~/a/folder"))
+        found.append(Problem("ssh.folder", f'"{block.folder}" is not an absolute path', "/a/folder, or ~/a/folder"))
     return found
 
 
@@ -479,6 +460,22 @@ def _paths_of(deployment: Deployment) -> tuple[str, ...]:
         return ()
     path = Path(deployment.model).expanduser()
     return (str(path.resolve()),) if path.exists() else ()
+
+
+def finish(left: Left) -> None:
+    """End on a host what an earlier `end` could not reach."""
+    place, run_id = msgspec.convert(left.facts["place"], _Place), str(left.facts["run_id"])
+    ssh = Ssh(left.facts["config"], secrets.token_hex(6))
+    try:
+        _end_there(ssh, place, End(place.folder, run_id, (), 0.0))
+        ssh.check_run(place.host, ["rm", "-rf", place.folder])
+    finally:
+        ssh.close([place.host])
+    run_folder.forget_left(run_id, place.host)
+
+
+def _entries(run: Run) -> dict[str, tuple[Node, ...]]:
+    return {name: _nodes(entry) for name, entry in run.handle().replicas.items()}
 
 
 def _nodes(entry: Mapping[str, object]) -> tuple[Node, ...]:
@@ -527,7 +524,7 @@ def _end_there(ssh: Ssh, place: _Place, order: End) -> None:
 def _how_gone(node: Node, seen: Look) -> str:
     name = short_name(node.host)
     if seen.boot != node.boot:
-        return f"{name} was started anew"
+        return f"{name} was restarted"
     return f"its node process {node.process.pid} on {name} is gone"
 
 

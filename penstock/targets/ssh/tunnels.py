@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from penstock import processes
-from penstock.targets.ssh.openssh import Ssh, reading
+from penstock.targets.openssh import Ssh, reading
 from penstock.wire.announcement import Process
 
 _TOLD_AFTER_S = 3.0

@@ -1,8 +1,8 @@
 """Brings the controller back when it is killed. Nothing else: it imports little, so that little can end it.
 
-    python -m penstock.deployment.controller.warden RUN_FOLDER PID
+    python -m penstock.deployment.controller.watchdog RUN_FOLDER PID
 
-The controller starts its warden and starts another when that one is gone; each watches the other.
+The controller starts its watchdog and starts another when that one is gone; each watches the other.
 """
 
 from __future__ import annotations

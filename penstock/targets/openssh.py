@@ -26,6 +26,7 @@ from penstock.paths import control_folder
 
 _CONNECT_S = 5
 _SILENCE_S = 3  # three of these without a word from the host end a connection
+_PATIENT_CONNECT_S, _PATIENT_SILENCE_S = 20, 15  # for a person
 _NO_LOGIN = 255  # ssh's own exit code: it did not get as far as the command
 _LEGAL = re.compile(r"(ssh://)?([A-Za-z0-9_][\w.+-]*@)?(\[[0-9A-Fa-f:.]+(%\w+)?\]|[A-Za-z0-9_][\w.:-]*)(:\d+)?/?\Z")
 T = TypeVar("T")
@@ -97,19 +98,33 @@ class Ssh:
     """The ssh program with the settings of one deployment. Its methods block, and may be called by several threads.
 
     `owner` names who shares the connections (the id of a run): they end with `close`, or a minute after the last use.
-    `marks`: the environment that makes the shared connections findable as processes of a run.
+    `marks`: the environment that makes the shared connections findable as processes of a run. `is_interactive`: for a
+    person at a terminal, who may type a password, and whose own settings for connections hold: none are shared here.
     """
 
-    def __init__(self, config: str | None, owner: str, marks: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, config: str | None, owner: str, marks: Mapping[str, str] | None = None, is_interactive: bool = False
+    ) -> None:
+        self._is_interactive = is_interactive
         self._config = str(Path(config).expanduser()) if config else None
         self._folder = control_folder(owner)
         # A connection that is shared outlives the command that made it: it must not look like the controller.
         kept = {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_")}
         self._env = {**kept, **(marks or {}), **({processes.MARK_ROLE: "ssh"} if marks else {})}
 
-    def argv(self, host: str, shares: bool = True) -> list[str]:
-        """The words before the command. What asks for a password fails: nobody is there to type it."""
+    def argv(self, host: str, shares: bool = True, more: Sequence[str] = ()) -> list[str]:
+        """The words before the command, `more` options of ssh among them. What asks for a password fails, unless it is
+        interactive."""
         assert is_legal(host), host
+        words = ["ssh", *(["-F", self._config] if self._config else [])]
+        if self._is_interactive:
+            options: dict[str, str | int] = {
+                "ConnectTimeout": _PATIENT_CONNECT_S,
+                "ServerAliveInterval": _PATIENT_SILENCE_S,
+                "ServerAliveCountMax": 3,
+            }
+            words += [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
+            return [*words, *more, "--", host]
         options = {
             "BatchMode": "yes",
             "ConnectTimeout": _CONNECT_S,
@@ -120,7 +135,6 @@ class Ssh:
             "PermitLocalCommand": "no",
             "RequestTTY": "no",
         }
-        words = ["ssh", *(["-F", self._config] if self._config else [])]
         if shares:
             options |= {"ControlMaster": "auto", "ControlPersist": 60, "ControlPath": f"{self._folder}/%C"}
             # Ports that ~/.ssh/config forwards are for people: a second connection would fail on them.
@@ -128,7 +142,7 @@ class Ssh:
         else:
             options |= {"ControlMaster": "no", "ControlPath": "none"}
         words += [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
-        return [*words, "--", host]
+        return [*words, *more, "--", host]
 
     def popen(self, host: str, words: Sequence[str], stdout: int | IO[bytes], stderr: int | IO[bytes]) -> Piped:
         """Start a command whose input stays open: on the host it reads an end when we stop."""
@@ -178,10 +192,6 @@ class Ssh:
         script += f"{{ rm -f {quoted}; exit 1; }}"
         self.check_run(host, ["sh", "-c", script], data, timeout_s)
 
-    def get(self, host: str, path: str, timeout_s: float = 600.0) -> bytes:
-        """Read a file on the host."""
-        return self.check_run(host, ["cat", path], timeout_s=timeout_s).out
-
     def close(self, hosts: Sequence[str]) -> None:
         """End the shared connections. Safe to repeat."""
         if not self._folder.is_dir():
@@ -202,6 +212,8 @@ class Ssh:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _make_folder(self) -> None:
+        if self._is_interactive:
+            return
         self._folder.mkdir(mode=0o700, exist_ok=True)
         # Who owns the folder of the socket may speak through our connections.
         told = self._folder.lstat()

@@ -1,0 +1,201 @@
+"""What `up` would write and send: checks, facts, plan and artifact. Changes nothing, and reports all that is wrong."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import msgspec
+
+from penstock import engines, paths, targets
+from penstock.deployment import planning, preflight
+from penstock.deployment.preflight import Finding
+from penstock.errors import PenstockError, SpecError, UserError
+from penstock.hardware import Machine, network
+from penstock.models import facts, files
+from penstock.node.group import addresses as formation
+from penstock.planner import Plan, launch
+from penstock.run_folder import Artifact, Launch, Run
+from penstock.spec.deployment import Deployment
+from penstock.targets import Target
+from penstock.text import show_bytes
+
+
+class Prepared(msgspec.Struct, frozen=True):
+    """A deployment that was found good: what `up` will write and send. `render` shows it and sends nothing.
+
+    `machine` is the least of those that a replica may get.
+    """
+
+    deployment: Deployment
+    machine: Machine
+    plan: Plan
+    artifact: Artifact
+
+
+def prepare(
+    deployment: Deployment, admin_port: int = 0, existing: Run | None = None, is_rehearsal: bool = False
+) -> Prepared:
+    """Check, gather facts, plan and render. Changes nothing (but a hub model is downloaded to its cache).
+
+    `existing` is a running deployment that this one would replace: its port and memory count as free. A rehearsal on a
+    machine without GPUs takes those that the file names.
+    Raises SpecError with all problems of the file, then UserError or PlanError.
+    """
+    target = targets.load(deployment.target)
+    problems = [*preflight.unsupported(deployment, target), *target.check(deployment, is_rehearsal)]
+    is_gateway_here = "gateway" not in target.placed(deployment)
+    if not is_rehearsal and is_gateway_here:
+        problems += preflight.unreadable_files(deployment.gateway)
+    if deployment.engine.kind != "auto":
+        problems += engines.load(deployment.engine.kind).problems(deployment.engine.args)
+    if problems:
+        raise SpecError(f'deployment "{deployment.name}"', problems)
+    if is_gateway_here and (existing is None or not _holds(existing, deployment)):
+        network.check_port(deployment.gateway.host, deployment.gateway.port)
+    machines = _machines(target, deployment, existing)
+    least = preflight.least(machines)
+    machine = preflight.as_named(deployment, least, is_rehearsal)
+    plan = make_plan(deployment, machine, sharing(target, deployment, len(machines), deployment.replicas.min))
+    warnings = [*plan.warnings, *_unread_variables(deployment, target)]
+    if machine.gpus and not least.gpus:
+        gpus = f"{len(machine.gpus)} x {machine.gpus[0].name}"
+        warnings.append(f"{least.host} has no GPU: this is for {gpus}, as the file requires")
+    plan = msgspec.structs.replace(plan, warnings=tuple(warnings))
+    run_path = paths.home() / "runs" / deployment.name
+    instructions = Launch(
+        deployment=deployment.name,
+        plan=plan,
+        announce_urls=_announce_urls(target, admin_port),
+        token_file=str(Run(run_path).admin_token_file),
+        listen=target.listen,
+        announce_file=None if is_gateway_here else str(Run(run_path).gateway_address_file),
+    )
+    return Prepared(deployment, machine, plan, target.render(instructions, sys.executable, deployment))
+
+
+def _unread_variables(deployment: Deployment, target: Target) -> list[str]:
+    """Warnings about variables that the engine will have and nobody reads: the file's, and ours where it inherits."""
+    inherited = dict(os.environ) if target.is_this_machine else {}
+    return formation.variable_warnings(inherited | deployment.engine.env)
+
+
+def rehearse(deployment: Deployment) -> Prepared:
+    """What `up` with these settings would send, next to or in place of what runs.  Raises as `prepare` does."""
+    return prepare(deployment, existing=not_ended(deployment.name), is_rehearsal=True)
+
+
+def _announce_urls(target: Target, admin_port: int) -> tuple[str, ...]:
+    """The gateway's admin address as nodes may reach it."""
+    if target.listen == "loopback":
+        return (f"http://127.0.0.1:{admin_port}",)
+    addresses = [interface.address for interface in network.interfaces() if not interface.is_virtual]
+    beyond = [address for address in addresses if not address.startswith("127.")] or addresses
+    return tuple(f"http://{address}:{admin_port}" for address in beyond)
+
+
+def sharing(target: Target, deployment: Deployment, n_machines: int, n_replicas: int) -> int:
+    """How many of the replicas share a machine, at most."""
+    if target.is_elastic:
+        return min(1, n_replicas)
+    return -(-n_replicas * deployment.hardware.nodes // n_machines)
+
+
+def make_plan(deployment: Deployment, machine: Machine, n_replicas: int) -> Plan:
+    """The plan for this many new replicas that share a machine.  Raises UserError or PlanError."""
+    if targets.load(deployment.target).owns_ray and deployment.engine.executor == "auto":
+        # On a Ray cluster that is not ours, vLLM's ranks need no second Ray.
+        engine_spec = msgspec.structs.replace(deployment.engine, executor="mp")
+        deployment = msgspec.structs.replace(deployment, engine=engine_spec)
+    path = files.locate(deployment)
+    name = preflight.choose_engine(deployment.engine.kind, bool(machine.gpus), files.forms_of(path))
+    engine = engines.load(name)
+    missing = preflight.missing_engine(engine, machine)
+    if missing is not None:
+        raise UserError(f"cannot start engine {name}: {missing.reason}", hint=f"Install it: {missing.install}")
+    problems = engine.problems(deployment.engine.args)
+    if problems:
+        raise SpecError(f'deployment "{deployment.name}"', problems)
+    whole, model = facts.read_files(path, deployment.model, _form(engine.forms, path))
+    if not engine.loads(model.form, deployment.engine.args):
+        raise UserError(
+            f'cannot serve model "{deployment.model}" on engine {name}: no *.{engine.forms[0]} in "{path}"',
+            hint=f"Engine {name} loads {' or '.join(engine.forms)}.",
+        )
+    if launch.device_of(machine, name) == "cpu":
+        return launch.make(deployment, model, machine, name, preflight.engine_version(engine, machine), n_replicas)
+    version = preflight.engine_version(engine, machine)
+    sized = planning.size(deployment, whole, machine, version, n_replicas)
+    return launch.make_on_gpus(deployment, model, machine, version, n_replicas, sized)
+
+
+def _form(loads: tuple[str, ...], path: Path) -> str:
+    present = files.forms_of(path)
+    return next((form for form in loads if form in present), loads[0])
+
+
+def _machines(target: Target, deployment: Deployment, existing: Run | None) -> list[Machine]:
+    """The target's machines; what `existing` holds of them counts as free."""
+    machines = target.machines(deployment)
+    if existing is None or target.is_elastic or existing.deployment().target != target.name:
+        return machines
+    n_nodes = target.nodes_per_machine(deployment, existing.handle())
+    return [_freed(machine, existing, n) for machine, n in zip(machines, n_nodes, strict=True)]
+
+
+def _freed(machine: Machine, existing: Run, n_nodes: int) -> Machine:
+    """A machine without so many nodes of a run."""
+    plan = existing.plan()
+    if plan.device == "cuda":
+        held = {index for entry in existing.handle().replicas.values() for index in entry.get("gpus", ())}
+        if not held:  # a target that does not keep which they are: engines leave the least memory free
+            fullest = sorted(machine.gpus, key=lambda gpu: gpu.memory_free_bytes)
+            held = {gpu.index for gpu in fullest[: n_nodes * plan.layout.n_ranks // plan.n_nodes]}
+        freed = [
+            msgspec.structs.replace(gpu, memory_free_bytes=gpu.memory_bytes) if gpu.index in held else gpu
+            for gpu in machine.gpus
+        ]
+        return msgspec.structs.replace(machine, gpus=tuple(freed))
+    held_bytes = plan.need.total_bytes * n_nodes // plan.n_nodes
+    free_bytes = min(machine.memory_bytes, machine.memory_free_bytes + held_bytes)
+    return msgspec.structs.replace(machine, memory_free_bytes=free_bytes)
+
+
+def _holds(existing: Run, deployment: Deployment) -> bool:
+    wanted = f"{deployment.gateway.host}:{deployment.gateway.port}"
+    return not existing.places("gateway") and existing.listen == wanted
+
+
+def not_ended(name: str) -> Run | None:
+    """The run of that name that was not taken down whole: it holds its port and memory, also when it failed."""
+    run = Run(paths.home() / "runs" / name)
+    return run if run.exists() and not run.is_ended() else None
+
+
+def plan_now(deployment: Deployment) -> Plan:
+    """The plan that `up` would make of the target's machines as they are; nothing else is checked.
+
+    Raises UserError or PlanError.
+    """
+    target, existing = targets.load(deployment.target), not_ended(deployment.name)
+    machines = _machines(target, deployment, existing)
+    machine = preflight.as_named(deployment, preflight.least(machines), is_rehearsal=False)
+    return make_plan(deployment, machine, sharing(target, deployment, len(machines), deployment.replicas.min))
+
+
+def holds_port(deployment: Deployment) -> bool:
+    """Whether the port of a deployment is taken by its own gateway, which runs."""
+    existing = not_ended(deployment.name)
+    return existing is not None and _holds(existing, deployment)
+
+
+def check_deployment(deployment: Deployment) -> Finding:
+    """`doctor`'s last line: whether `up` would accept this deployment now, and if not, why."""
+    try:
+        prepared = prepare(deployment, existing=not_ended(deployment.name))
+    except PenstockError as error:
+        refusal = error.message + (f": {error.detail}" if error.detail else "")
+        return Finding("deployment", "bad", refusal, error.hint)
+    need = show_bytes(prepared.plan.need.total_bytes)
+    return Finding("deployment", "ok", f"{deployment.name}: {prepared.plan.engine}, needs about {need} a replica")

@@ -1,0 +1,171 @@
+"""Deployments that live on a login node: the same verbs, run there over ssh. This machine keeps only where that is.
+
+`runs/NAME/remote.json` in the local home is such a note. Everything goes through the user's own `ssh`, with the user's
+settings and keys; $PENSTOCK_SSH_CONFIG, or the target's `ssh_config`, names another file than ~/.ssh/config.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shlex
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from typing import IO
+from urllib.parse import urlsplit
+
+import msgspec
+
+from penstock import paths, run_folder, targets
+from penstock.errors import PenstockError, UserError
+from penstock.hardware import network
+from penstock.hardware.network import free_port
+from penstock.spec import reading
+from penstock.spec.deployment import Deployment, is_legal_name
+from penstock.targets import Login
+from penstock.targets.openssh import Done, Ssh, failed
+
+_NOTE = "remote.json"
+_ANSWER_S = 60.0
+_TUNNEL_S = 20.0
+_NO_CONNECTION = 255  # ssh(1), EXIT STATUS
+
+
+def login_of(deployment: Deployment) -> Login | None:
+    """Where the verbs of a deployment must run; None for here."""
+    return targets.load(deployment.target).login(deployment) if deployment.target in targets.TABLE else None
+
+
+def remember(name: str, login: Login) -> None:
+    """Note where a deployment of that name lives."""
+    path = paths.folder() / name
+    path.mkdir(exist_ok=True)
+    paths.write_atomically(path / _NOTE, msgspec.json.encode(login))
+
+
+def remembered(name: str) -> Login | None:
+    """Where the deployment of that name lives; None for here, or nowhere."""
+    path = paths.home() / "runs" / name
+    if not is_legal_name(name) or run_folder.Run(path).exists():
+        return None
+    try:
+        return msgspec.json.decode((path / _NOTE).read_bytes(), type=Login)
+    except (OSError, msgspec.MsgspecError):
+        return None
+
+
+def names() -> list[str]:
+    """Of all deployments that live elsewhere."""
+    parent = paths.home() / "runs"
+    folders = sorted(parent.iterdir()) if parent.is_dir() else []
+    return [path.name for path in folders if remembered(path.name) is not None]
+
+
+def put(login: Login, deployment: Deployment) -> str:
+    """Write the resolved file on the login node, and see that penstock is there; its path for the verbs there."""
+    path = f".penstock/files/{deployment.name}.yaml"
+    check = shlex.join([login.python, "-c", "import penstock; print(penstock.__version__)"])
+    line = f"mkdir -p .penstock/files && cat >{shlex.quote(path)} && {check}"
+    done = _ssh(login).run(login.host, ["sh", "-c", line], reading.to_yaml(deployment).encode(), _ANSWER_S)
+    if done.code:
+        raise UserError(
+            f'cannot use login node "{login.host}": its {login.python} has no penstock',
+            detail=done.err.strip()[-500:] or None,
+            hint=f"Install it there (pip install penstock), or set {deployment.target}.python to a Python that has it.",
+        )
+    return path
+
+
+def run(login: Login, words: Sequence[str], is_terminal: bool) -> int:
+    """Run a verb there, with our input and output; its exit code."""
+    argv = _ssh(login).argv(login.host, more=["-t", "-q"] if is_terminal else [])
+    code = subprocess.call([*argv, shlex.join(_verb(login, words))])
+    if code == _NO_CONNECTION:
+        raise _unreachable(login, "")
+    return code
+
+
+def address(login: Login, name: str) -> str:
+    """The gateway's URL of a deployment, as the login node has it."""
+    done = _ssh(login).run(login.host, _verb(login, ["status", name, "--json"]), timeout_s=_ANSWER_S)
+    try:
+        url = json.loads(done.out)["url"]
+    except (ValueError, KeyError, TypeError) as exc:
+        raise PenstockError(
+            f'could not reach login node "{login.host}" for "{name}"', detail=(done.err or done.text).strip()[-500:]
+        ) from exc
+    if url is None:
+        raise run_folder.no_address(name)
+    return str(url)
+
+
+class Tunnel:
+    """An open tunnel: `url` is its end on this machine."""
+
+    def __init__(self, url: str, child: subprocess.Popen[bytes], errors: IO[bytes]) -> None:
+        self.url, self._child, self._errors = url, child, errors
+
+    def last_words(self) -> str | None:
+        """What ssh said, when it has ended; None while the tunnel is there."""
+        if self._child.poll() is None:
+            return None
+        self._errors.seek(0)
+        return self._errors.read().decode("utf-8", "replace").strip()[-500:]
+
+
+@contextlib.contextmanager
+def tunnel(login: Login, name: str, port: int | None = None) -> Iterator[Tunnel]:
+    """A way from this machine to the deployment's gateway, for as long as the block lasts.
+
+    Raises UserError when something else has the port: it would be taken for the deployment, and told its keys.
+    """
+    if port is not None:
+        try:
+            network.check_port("127.0.0.1", port)
+        except UserError as exc:
+            raise UserError(
+                exc.message, detail=exc.detail, hint="Give another --port, or none for a free one."
+            ) from exc
+    parts = urlsplit(address(login, name))
+    local = port or free_port("127.0.0.1")
+    host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
+    forward = f"127.0.0.1:{local}:{host}:{parts.port}"
+    words = _ssh(login).argv(login.host, more=["-N", "-o", "ExitOnForwardFailure=yes", "-L", forward])
+    # A file, not a pipe: nobody reads what ssh says while it lives, and a full pipe would stop it.
+    with tempfile.TemporaryFile() as errors:
+        child = subprocess.Popen(words, stdin=subprocess.DEVNULL, stderr=errors, start_new_session=True)
+        try:
+            opened = Tunnel(f"http://127.0.0.1:{local}", child, errors)
+            _wait_open(opened, login, local)
+            yield opened
+        finally:
+            child.terminate()
+            child.wait()
+
+
+def _wait_open(tunnel: Tunnel, login: Login, port: int) -> None:
+    deadline = time.monotonic() + _TUNNEL_S
+    while time.monotonic() < deadline:
+        complaint = tunnel.last_words()
+        if complaint is not None:
+            raise _unreachable(login, complaint)
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1.0):
+            return
+        time.sleep(0.05)
+    raise _unreachable(login, f"the tunnel did not open within {_TUNNEL_S:.0f} s")
+
+
+def _ssh(login: Login) -> Ssh:
+    return Ssh(login.ssh_config, "login", is_interactive=True)
+
+
+def _verb(login: Login, words: Sequence[str]) -> list[str]:
+    """A command for the login shell there, whose home is the working folder."""
+    return [login.python, "-m", "penstock", *words]
+
+
+def _unreachable(login: Login, complaint: str) -> PenstockError:
+    return failed(login.host, "", Done(_NO_CONNECTION, b"", complaint))

@@ -1,0 +1,200 @@
+"""Slurm's own commands, run: what they answer, and what a silence means."""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Collection, Sequence
+from typing import NoReturn
+
+import msgspec
+
+from penstock import processes
+from penstock.errors import PenstockError, Problem, UserError
+from penstock.spec.deployment import Deployment
+from penstock.targets.slurm import queue, site
+from penstock.targets.slurm import script as slurm_script
+from penstock.targets.slurm.queue import Job
+
+_ASK_TIMEOUT_S = 30.0
+_SUBMIT_TIMEOUT_S = 120.0
+_FRESH_S = 1.0
+_SILENT_S = 5.0
+_POLL_S = 0.3
+_AWAY_S = 15.0  # a slurmctld that restarts; squeue itself waits for MessageTimeout, by default 10 s
+_RETRY_S = 1.0
+
+
+class Queue:
+    """The jobs of this user, as squeue lists them. Its last answer is kept."""
+
+    def __init__(self) -> None:
+        self.silence: str | None = None  # why Slurm does not answer
+        self._jobs: dict[str, Job] | None = None
+        self._asked_at = -1e9
+
+    def cached(self) -> dict[str, Job] | None:
+        """All jobs, at most a second old; None while Slurm does not answer."""
+        if time.monotonic() - self._asked_at > (_FRESH_S if self.silence is None else _SILENT_S):
+            with contextlib.suppress(PenstockError):
+                self.now()
+        return self._jobs if self.silence is None else None
+
+    def answered(self, patience_s: float = _AWAY_S) -> dict[str, Job]:
+        """As `now`, which is asked again for so long: half an end is worse than a late one."""
+        deadline = time.monotonic() + patience_s
+        while True:
+            try:
+                return self.now()
+            except PenstockError:
+                if time.monotonic() >= deadline:
+                    raise
+            time.sleep(_RETRY_S)
+
+    def now(self) -> dict[str, Job]:
+        """All jobs, also those that ended a few minutes ago.  Raises PenstockError."""
+        done = ask(["squeue", "-h", "-t", "all", "-u", getpass.getuser(), "-o", queue.FORMAT])
+        self._asked_at = time.monotonic()
+        if done.returncode:
+            self.silence = complaint(done)
+            raise PenstockError(f"could not read Slurm's job queue: {self.silence}", is_retryable=True)
+        self.silence, self._jobs = None, queue.parse_jobs(done.stdout)
+        return self._jobs
+
+    def submit(self, argv: Sequence[str], what: str, hint: str, variables: Collection[str]) -> str:
+        """Run sbatch; the number of the job."""
+        done = ask(argv, _SUBMIT_TIMEOUT_S, variables=variables)
+        sent = queue.parse_submitted(done.stdout)
+        self._asked_at = -1e9
+        if done.returncode or sent is None:
+            raise PenstockError(f"could not submit {what}: {complaint(done)}", hint=hint, is_retryable=True)
+        number, cluster = sent
+        if cluster is not None:
+            _take_back(number, cluster, what)
+        return number
+
+    def cancel(self, numbers: Sequence[str]) -> None:
+        if numbers:
+            ask(["scancel", *numbers])
+
+    def wait_over(self, numbers: Sequence[str], timeout_s: float) -> list[str]:
+        """Those that are not over when the time is. One that is requeued in that time is cancelled at once.
+
+        Raises PenstockError when Slurm does not answer then.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            jobs = self.answered(max(_AWAY_S, deadline - time.monotonic()))
+            left = [number for number in numbers if number in jobs and not jobs[number].is_over]
+            if not left or time.monotonic() >= deadline:
+                return left
+            self.cancel([number for number in left if jobs[number].is_queued])
+            time.sleep(_POLL_S)
+
+    def with_steps(self, numbers: Sequence[str]) -> set[str]:
+        """Those with a step that a signal reaches; where Slurm does not tell its steps, all that run."""
+        done = ask(["squeue", "-h", "-s", "-j", ",".join(numbers), "-o", "%i"])
+        if done.returncode:
+            jobs = self.answered()
+            # A signal to a job that waits hangs until it runs.
+            return {job for job in numbers if job in jobs and not (jobs[job].is_queued or jobs[job].is_over)}
+        return {job for job, _, step in (word.partition(".") for word in done.stdout.split()) if step.isdigit()}
+
+
+def _take_back(number: str, cluster: str, what: str) -> NoReturn:
+    """Cancel a job that something of the site sent to a cluster by name: squeue here may never tell of it."""
+    done = ask(["scancel", "-M", cluster, number])
+    raise UserError(
+        f'cannot use job {number} for {what}: sbatch sent it to cluster "{cluster}"',
+        detail=f"scancel -M {cluster} {number}: {complaint(done) if done.returncode else 'done'}",
+        hint="Run penstock on a login node of that cluster; whatever adds --clusters to sbatch here must not.",
+    )
+
+
+def accounted(number: str) -> str:
+    """A job's last state by Slurm's accounting, where the site has one."""
+    if shutil.which("sacct") is None:
+        return ""
+    done = ask(["sacct", "-X", "-n", "-P", "-j", number, "-o", "JobIDRaw,State"])
+    return queue.parse_sacct(done.stdout).get(number, "")
+
+
+def read_site() -> site.Site:
+    """The cluster's partitions and nodes.  Raises PenstockError when Slurm does not answer."""
+    answers = [ask(["scontrol", "show", what, "-o"]) for what in ("partition", "node")]
+    for done in answers:
+        if done.returncode:
+            raise PenstockError(f"could not read Slurm's nodes: {complaint(done)}", is_retryable=True)
+    return site.parse(answers[0].stdout, answers[1].stdout)
+
+
+def tested(deployment: Deployment, run_path: str) -> list[Problem]:
+    """What sbatch itself says of the request, which knows accounts, QOS and limits."""
+    needs = slurm_script.Needs(deployment.hardware.gpus_per_node or 0, None, None)
+    if deployment.slurm is not None and deployment.slurm.gres is not None:
+        needs = slurm_script.Needs(0, None, None)
+    asked = {"it": slurm_script.directives(deployment, needs, run_path)}
+    if deployment.gateway.on == "job":
+        asked["the gateway's job"] = slurm_script.gateway_directives(deployment, run_path)
+    variables, problems = slurm_script.variables(deployment), []
+    for what, words in asked.items():
+        lines = [f"#SBATCH --{line}" for line in words]
+        done = ask(["sbatch", "--test-only"], stdin="\n".join(["#!/bin/bash", *lines, "true", ""]), variables=variables)
+        problems += [Problem("slurm", f"sbatch refuses {what}: {complaint(done)}")] if done.returncode else []
+    return problems
+
+
+def versions(deployment: Deployment) -> dict[str, str]:
+    """Versions of the engines' packages on the nodes, from the same Python here: they share it."""
+    if deployment.slurm is not None and deployment.slurm.container:
+        return {"vllm": "", "ray": ""}  # an image may need a node to run; its vLLM is found out there
+    script = slurm_script.probe(deployment, sys.executable)
+    done = ask(["bash", "-s"], stdin=script)
+    try:
+        facts = msgspec.json.decode(done.stdout.strip().splitlines()[-1])
+        return dict(facts["machine"]["versions"])
+    except (IndexError, KeyError, TypeError, msgspec.DecodeError) as exc:
+        raise UserError(
+            "cannot run penstock with the Python that the nodes will use",
+            detail=complaint(done),
+            hint="Set slurm.python, slurm.venv or slurm.conda to one that has penstock and the engine.",
+        ) from exc
+
+
+def environment(variables: Collection[str] = ()) -> dict[str, str]:
+    """Ours without what would change Slurm's commands, or mark a job as a process of ours on this machine.
+
+    `variables`: those that the command may have all the same.
+    """
+    strange = ("SLURM_", "SBATCH_", "SQUEUE_", "SCANCEL_", "SRUN_", "SACCT_", "SCONTROL_")
+    marks = (processes.MARK_RUN, processes.MARK_RUN_ID, processes.MARK_ROLE, processes.MARK_REPLICA)
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(strange) or k in {"SLURM_CONF", *variables}}
+    return {name: value for name, value in kept.items() if name not in marks}
+
+
+def ask(
+    words: Sequence[str], timeout_s: float = _ASK_TIMEOUT_S, stdin: str = "", variables: Collection[str] = ()
+) -> subprocess.CompletedProcess[str]:
+    """Run a command of Slurm's. One that cannot be run, or hangs, is one that failed with words."""
+    run: Callable[..., subprocess.CompletedProcess[str]] = subprocess.run
+    try:
+        return run(
+            list(words), input=stdin, env=environment(variables), capture_output=True, text=True, errors="replace",
+            timeout=timeout_s,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired) as exc:
+        why = f"no answer within {timeout_s:.0f} s" if isinstance(exc, subprocess.TimeoutExpired) else str(exc)
+        return subprocess.CompletedProcess(list(words), 1, "", f"{shlex.join(words[:1])}: {why}")
+
+
+def complaint(done: subprocess.CompletedProcess[str]) -> str:
+    """A command's own words in one line, without its name and level in front."""
+    lines = (done.stderr or done.stdout).strip().splitlines()
+    plain = [line.partition("error: ")[2] or line for line in lines]
+    return "; ".join(dict.fromkeys(plain))[:500] or f"it ended with code {done.returncode}"
