@@ -48,7 +48,7 @@ def solve(
 
 
 def speed(request: SizingRequest) -> Speed | None:
-    """What is predicted of a request's fixed layout; None where `solve` has no speed. Raises NotModelled and UserError."""
+    """What is predicted of a request's fixed layout; None where `solve` has no speed.  Raises as `solve` does."""
     network = catalog.link(request.network) if request.network else None
     return speed_of(request, catalog.gpu(request.gpu), network)
 

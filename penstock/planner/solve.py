@@ -45,7 +45,7 @@ def sizing_of(
 
 
 def speed_of(request: SizingRequest, gpu: GpuFacts, network: LinkFacts | None = None) -> Speed | None:
-    """All that is predicted of the request's fixed layout; None where `sizing_of` has no speed.  Raises as that does."""
+    """All that is predicted of the request's fixed layout; None where `sizing_of` has no speed.  Raises as it does."""
     layout = request.fixed_layout
     assert layout is not None, "asked only when there is one"
     inputs = inputs_of(request, gpu, network, {})

@@ -33,7 +33,7 @@ class Capacity(msgspec.Struct, frozen=True):
 
 
 class Users(msgspec.Struct, frozen=True):
-    """`n_users` people, `n_at_once` of them waiting `response_s` for an answer. `first_limit` is what stops one more."""
+    """`n_users` people, `n_at_once` of them waiting `response_s` for an answer; `first_limit` stops one more."""
 
     n_users: Range
     n_at_once: int

@@ -1,4 +1,5 @@
-"""Mixture-of-experts and multi-head-latent-attention families: config.json to `Architecture`; readers name vLLM's file."""
+"""Mixture-of-experts and multi-head-latent-attention families: config.json to `Architecture`, as vLLM's file reads it.
+"""
 
 from __future__ import annotations
 

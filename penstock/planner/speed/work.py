@@ -169,8 +169,7 @@ def experts_hit(n_experts: int, top_k: int, n_tokens: float) -> float:
 def busiest_share(n_hit: float, n_experts: int, n_ranks: int) -> float:
     """How much more than an even share the rank with the most work has, whole experts being spread over `n_ranks`.
     A rank has E / n experts, each chosen with p = hit / E: mean m = p E / n, variance m (1 - p), the most of n such
-    numbers sqrt(2 ln n) deviations above. 57 of 256 on 8 ranks: 7.1 on average, 11.9 the busiest. Real traffic is less
-    even."""
+    numbers sqrt(2 ln n) deviations above. 57 of 256 on 8 ranks: 7.1 on average, 11.9 the busiest."""
     mean = n_hit / n_ranks
     if n_ranks < 2 or not mean:
         return 1.0
