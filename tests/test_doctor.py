@@ -27,7 +27,6 @@ from penstock.models import Facts, catalog
 from penstock.node.checks import machine as node_check
 from penstock.node.checks.all_reduce import Collective, Timed
 from penstock.node.checks.machine import Holder, Limits, NodeCheck, Reading, Space, Weights
-from penstock.planner.speed.work import bytes_per_node, load_time_s
 from penstock.spec.deployment import Parallel
 from penstock.targets import Surveyed
 from penstock.targets.local import Local
@@ -190,10 +189,11 @@ def test_an_engine_that_a_node_lacks_is_bad() -> None:
 
 
 def test_loading_cannot_be_faster_than_the_disk() -> None:
-    assert load_time_s(bytes_per_node(131 * GIB, 2), 1e9) == pytest.approx(70.33, abs=0.01)
     slow = surveyed(1, weights=Weights("/m", GIB, 200 * GIB, (), Reading("/m/a", GIB, 10.0, True, None)))
     (found,) = findings.of_loading([surveyed(), slow], deployment(), None)
     assert (found.state, found.found) == ("ok", "at best 33m20s: 200 GiB per node, node1 reads slowest")
+    (half,) = findings.of_loading([surveyed(), slow], deployment(target="ssh", hardware={"nodes": 2}), None)
+    assert half.found == "at best 16m40s: 100 GiB per node, node1 reads slowest"
     wanted = deployment(target="slurm", slurm={"time": "20:00"}, engine={"start_timeout_s": 60})
     told = findings.of_loading([slow], wanted, targets.load("slurm").time_limit_s(wanted))
     assert [(f.state, f.found.partition("; but ")[2]) for f in told] == [

@@ -17,7 +17,7 @@ from penstock.cli import main
 from penstock.hardware import catalog
 from penstock.models import Facts
 from penstock.models import catalog as models_catalog
-from penstock.planner.memory.tensors import inventory, split_layers, stage_layers
+from penstock.planner.memory.tensors import inventory, split_layers
 from penstock.planner.request import Sizing, SizingRequest
 from penstock.planner.solve import sizing_of
 from penstock.text import GIB
@@ -163,7 +163,6 @@ def test_a_thousand_gpus_take_few_calls(model: str) -> None:
         n_calls += event == "call"
 
     split_layers.cache_clear()
-    stage_layers.cache_clear()
     inventory.cache_clear()
     sys.setprofile(count)
     try:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from penstock.errors import NotModelled
 from penstock.planner.architecture import Architecture, Quantization, Tensor, quantization
-from penstock.planner.memory.tensors import inventory, stage_layers, tensor_bytes
+from penstock.planner.memory.tensors import inventory, split_layers, tensor_bytes
 from penstock.planner.memory.weights import RankWeights, bytes_on_disk, expert_counts, rank_weights, rope_bytes
 from penstock.spec.deployment import Parallel
 
@@ -114,7 +114,7 @@ def test_deepseek_keeps_a_16_bit_copy_of_kv_b() -> None:
     [(61, 4, (15, 15, 16, 15)), (10, 4, (2, 3, 3, 2)), (80, 2, (40, 40)), (7, 2, (4, 3)), (11, 4, (3, 3, 3, 2))],
 )
 def test_layers_over_stages_as_vllm_puts_them(n_layers: int, n_stages: int, wanted: tuple[int, ...]) -> None:
-    assert stage_layers(n_layers, n_stages) == wanted
+    assert tuple(map(len, split_layers(n_layers, n_stages))) == wanted
 
 
 def test_kv_heads_are_copied_once_tp_exceeds_them() -> None:
@@ -193,8 +193,9 @@ def test_shards_sum_to_the_whole_plus_what_is_replicated(name: str, tensor: int,
 @given(st.integers(1, 200), st.integers(1, 16))
 def test_every_layer_stands_on_one_stage(n_layers: int, n_stages: int) -> None:
     assume(n_stages <= n_layers)
-    found = stage_layers(n_layers, n_stages)
-    assert sum(found) == n_layers and max(found) - min(found) <= 1
+    stages = split_layers(n_layers, n_stages)
+    assert [index for stage in stages for index in stage] == list(range(n_layers))
+    assert max(map(len, stages)) - min(map(len, stages)) <= 1
 
 
 # ---- quantisation ----------------------------------------------------------------------------------------------------

@@ -98,8 +98,7 @@ def check_room(deployment: Deployment, made: Plan, machine: Machine, n_more: int
 
 
 def usable_gpus(machine: Machine, utilization: float) -> tuple[Gpu, ...]:
-    """GPUs whose free memory is at least the engine's share of the whole: vLLM refuses others (`v1/worker/utils.py`).
-    """
+    """GPUs with at least the engine's share of the memory free: vLLM refuses others (`v1/worker/utils.py`)."""
     return tuple(gpu for gpu in machine.gpus if gpu.memory_free_bytes >= gpu.memory_bytes * utilization)
 
 

@@ -13,6 +13,7 @@ import msgspec
 
 from penstock.planner.architecture import Architecture, Attention, Mlp, State
 from penstock.planner.engine_versions import EngineProfile
+from penstock.planner.memory.weights import VOCAB_PADDING
 from penstock.planner.speed.collectives import Fabric
 from penstock.planner.speed.estimate import Speed
 from penstock.planner.speed.work import part_format
@@ -21,7 +22,6 @@ from penstock.spec.deployment import Parallel, Workload
 # Of two layouts with as many GPUs the pipeline must be this much faster: bubbles at uneven load are not modelled (an
 # estimate). vLLM's own advice is the same: tensor inside a node, pipeline where its links are slow (PCIe).
 _PIPELINE_HANDICAP = 0.85
-_VOCAB_PADDING = 64  # layers/vocab_parallel_embedding.py, DEFAULT_VOCAB_PADDING_SIZE
 _MOST_PIPELINE = 64
 
 _Part = TypeVar("_Part", Attention, State, Mlp)
@@ -34,7 +34,6 @@ class DivisibilityRules(msgspec.Struct, frozen=True):
 
     name: str
     n_layers: int
-    hidden: int
     padded_vocab: int
     heads: tuple[int, ...]
     kv_heads: tuple[int, ...]
@@ -94,8 +93,7 @@ def divisibility_of(arch: Architecture, rules: EngineProfile) -> DivisibilityRul
     return DivisibilityRules(
         name=arch.name,
         n_layers=arch.n_layers,
-        hidden=arch.hidden,
-        padded_vocab=math.ceil(arch.vocab / _VOCAB_PADDING) * _VOCAB_PADDING,
+        padded_vocab=math.ceil(arch.vocab / VOCAB_PADDING) * VOCAB_PADDING,
         heads=tuple(sorted({attention.n_heads for attention in attentions})),
         kv_heads=tuple(sorted({attention.n_kv_heads for attention in attentions if attention.kind != "mla"})),
         state_heads=tuple(sorted({count for state in states for count in _state_heads(state)})),

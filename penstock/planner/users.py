@@ -6,6 +6,7 @@ answered at any moment (the interactive response time law), so C requests at onc
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable
 
 import msgspec
@@ -53,7 +54,11 @@ def users(person: Person, capacity: Capacity, workload: Workload, speed_at: Call
     65,536 tokens of KV cache, 4,000 a person: 16 at once; 6 s an answer and 30 s to think: 16 x 36 / 6 = 96 people.
     `speed_at` must not get faster with concurrency."""
     room, first_limit = _room(person, capacity)
-    n_at_once = _most(person, workload, speed_at, room) if room else 0
+    n_at_once = bisect.bisect_left(
+        range(1, room + 1),
+        True,
+        key=lambda n: bool(_missed(speed_at(workload_of(person, n, workload)), workload)),
+    )
     if n_at_once < room:
         first_limit = _missed(speed_at(workload_of(person, n_at_once + 1, workload)), workload)
     assumed = f"{person.context_tokens:,} tokens of context, {person.reply_tokens:,} a reply, "
@@ -61,11 +66,10 @@ def users(person: Person, capacity: Capacity, workload: Workload, speed_at: Call
     if not n_at_once:
         return Users(Range(0, 0, 0), 0, first_limit, Range(0, 0, 0), assumed)
     speed = speed_at(workload_of(person, n_at_once, workload))
-    response = _response_s(speed, person)
-    counts = [
-        _people(n_at_once, seconds, person.think_time_s) for seconds in (response.high, response.likely, response.low)
-    ]
-    return Users(Range(*counts), n_at_once, first_limit, response, assumed)
+    response = (speed.ttft_ms + speed.tpot_ms * max(0, person.reply_tokens - 1)) * 1e-3
+    waits = (response.high, response.likely, response.low)
+    people = Range(*(float(int(n_at_once * (wait + person.think_time_s) / wait)) for wait in waits))
+    return Users(people, n_at_once, first_limit, response, assumed)
 
 
 def _room(person: Person, capacity: Capacity) -> tuple[int, str]:
@@ -79,18 +83,6 @@ def _room(person: Person, capacity: Capacity) -> tuple[int, str]:
     return capacity.max_num_seqs, f"max_num_seqs {capacity.max_num_seqs:,} at once"
 
 
-def _most(person: Person, workload: Workload, speed_at: Callable[[Workload], Speed], room: int) -> int:
-    """The most at once, to `room`, that meets the targets: binary search, log2(room) estimates."""
-    low, high = 0, room
-    while low < high:
-        middle = (low + high + 1) // 2
-        if _missed(speed_at(workload_of(person, middle, workload)), workload):
-            high = middle - 1
-        else:
-            low = middle
-    return low
-
-
 def _missed(speed: Speed, workload: Workload) -> str:
     """The target that the likely speed misses, with both numbers; empty when all are met."""
     rows = (
@@ -100,17 +92,3 @@ def _missed(speed: Speed, workload: Workload) -> str:
     return next(
         (f"{what}: {value:.0f} ms, at most {most:g}" for what, value, most in rows if most and value > most), ""
     )
-
-
-def _response_s(speed: Speed, person: Person) -> Range:
-    more = max(0, person.reply_tokens - 1)
-    first, each = speed.ttft_ms, speed.tpot_ms
-    return Range(
-        (first.low + more * each.low) / 1e3,
-        (first.likely + more * each.likely) / 1e3,
-        (first.high + more * each.high) / 1e3,
-    )
-
-
-def _people(n_at_once: int, response_s: float, think_time_s: float) -> float:
-    return float(int(n_at_once * (response_s + think_time_s) / response_s))

@@ -14,7 +14,6 @@ from penstock.log_lines import last_words
 from penstock.node.checks.machine import Limits, NodeCheck, Space
 from penstock.node.group.addresses import variable_warnings, version_problems
 from penstock.planner.launch import usable_gpus
-from penstock.planner.speed.work import bytes_per_node, load_time_s
 from penstock.spec.deployment import Deployment
 from penstock.text import GIB, MIB, show_bytes, show_seconds
 
@@ -375,8 +374,9 @@ def of_loading(
         weights = node.check.weights
         if weights is None or weights.reading is None or weights.absent:
             continue
-        n_bytes = bytes_per_node(weights.n_bytes, deployment.hardware.nodes)
-        times.append((load_time_s(n_bytes, weights.reading.bytes_per_s), n_bytes, node))
+        # vLLM maps the files and copies what its ranks keep: a node reads its share at least.
+        n_bytes = -(-weights.n_bytes // deployment.hardware.nodes)
+        times.append((n_bytes / weights.reading.bytes_per_s, n_bytes, node))
     if not times:
         return []
     took_s, n_bytes, slowest = max(times, key=lambda row: row[0])

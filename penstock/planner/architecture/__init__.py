@@ -133,7 +133,6 @@ class Tensor(msgspec.Struct, frozen=True):
     cut: Cut
     layer: int | str
     count: int = 1
-    is_quantized: bool = False
     n_groups: int = 0
     cuts_inputs: bool = False
     dtype: str | None = None

@@ -1,5 +1,4 @@
-"""Mixture-of-experts and multi-head-latent-attention families: config.json to `Architecture`, as vLLM's file reads it.
-"""
+"""Mixture-of-experts and multi-head-latent-attention families: config.json to `Architecture`, as vLLM reads it."""
 
 from __future__ import annotations
 

@@ -10,7 +10,8 @@ the smallest pipeline stage can hold. Concurrency is the pool over the blocks of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import bisect
+from collections.abc import Sequence
 
 import msgspec
 
@@ -74,7 +75,10 @@ def kv_plan(
         groups = groups_of(caches_of(arch, rules, settings, layout.tensor), rules)
     stages = split_layers(arch.n_layers, layout.pipeline)
     _check_sharing(arch, stages)
-    per_block = tuple(_bytes_per_block(groups, stage) for stage in stages)
+    per_block = tuple(
+        max((sum(c.page.page_bytes for c in group.caches if c.layer in stage) for group in groups), default=0)
+        for stage in stages
+    )
     batches = _batches_in_flight(arch, rules, layout.pipeline)
     pool = _Pool(groups, stages, per_block, _per_stage(available_bytes, layout.pipeline), rules, settings, batches)
     one = request_blocks(groups, settings, settings.max_model_len, batches)
@@ -89,7 +93,7 @@ def kv_plan(
         tokens=_printed_tokens(groups, rules, settings, pool.num_blocks, concurrency),
         max_concurrency=concurrency,
         request_bytes=one * max(per_block),
-        largest_max_model_len=_longest(lambda n_tokens: pool.lacks(n_tokens) is None, limit),
+        largest_max_model_len=bisect.bisect_left(range(1, limit + 1), True, key=lambda n: pool.lacks(n) is not None),
         n_groups=len(groups),
         refusal=pool.refusal(one),
     )
@@ -206,16 +210,13 @@ def groups_of(caches: Sequence[Cache], rules: EngineProfile) -> tuple[Group, ...
         return ()
     kinds = {cache.page.kind for cache in held}
     if "chunked" in kinds and "full" in kinds and not rules.chunked_windows:
-        held = tuple(msgspec.structs.replace(c, page=_as_full(c.page)) for c in held)
+        full = [msgspec.structs.replace(c.page, kind="full", window=None) for c in held]
+        held = tuple(Cache(cache.layer, page) for cache, page in zip(held, full, strict=True))
     if len(_buckets(held)) == 1:
         return (Group(held),)
     if _is_of_one_type(held):
         return (Group(held, has_own_pages=True),)
     return _groups_of_equal_pages(_with_equal_pages(held), rules)
-
-
-def _as_full(page: Page) -> Page:
-    return msgspec.structs.replace(page, kind="full", window=None)
 
 
 def _buckets(caches: Sequence[Cache]) -> list[list[Cache]]:
@@ -261,10 +262,6 @@ def _groups_of_equal_pages(caches: Sequence[Cache], rules: EngineProfile) -> tup
     return tuple(groups)
 
 
-def _bytes_per_block(groups: Sequence[Group], stage: range) -> int:
-    return max((sum(c.page.page_bytes for c in group.caches if c.layer in stage) for group in groups), default=0)
-
-
 def _bytes_per_token(groups: Sequence[Group], stage: range) -> int:
     pages = [c.page for group in groups for c in group.caches if c.layer in stage and c.page.kind != "state"]
     return sum(page.page_bytes // page.block_size for page in pages)
@@ -282,15 +279,6 @@ def _printed_tokens(
     if rules.prints_concurrency or not groups:
         return int(concurrency * settings.max_model_len)
     return blocks // len(groups) * min(group.caches[0].page.block_size for group in groups)
-
-
-def _longest(fits: Callable[[int], bool], limit: int) -> int:
-    """The largest n in 0..limit that fits; more tokens never need fewer blocks."""
-    low, high = 0, limit
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return low
 
 
 def _ceil(number: int, step: int) -> int:

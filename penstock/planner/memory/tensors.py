@@ -41,7 +41,7 @@ class _Maker(msgspec.Struct, frozen=True):
         """A matrix (outputs, inputs) that a quantised checkpoint may keep in its own format."""
         module = f"{self.prefix}.{name}" if self.prefix else name
         quant = format_of(module, self.arch.quantization)
-        tensor = Tensor(f"{module}.weight", shape, cut, self.layer, is_quantized=quant is not None, quant=quant)
+        tensor = Tensor(f"{module}.weight", shape, cut, self.layer, quant=quant)
         return msgspec.structs.replace(tensor, **extra) if extra else tensor
 
     def plain(self, name: str, shape: tuple[int, ...], cut: Cut = "replicated", **extra: object) -> Tensor:
@@ -89,7 +89,7 @@ def _mla(make: _Maker, a: Attention, hidden: int) -> Iterator[Tensor]:
     yield make.plain("kv_a_layernorm.weight", (a.kv_lora_rank,))
     kv_b = make.linear("kv_b_proj", (a.n_heads * (nope + a.head_dim_v), a.kv_lora_rank))
     yield kv_b
-    if kv_b.is_quantized:
+    if kv_b.quant is not None:
         yield make.plain("kv_b_absorbed", kv_b.shape, "column", is_derived=True)
     yield make.linear("o_proj", (hidden, a.n_heads * a.head_dim_v), "row")
     if a.n_index_heads and rank is not None:
@@ -209,7 +209,7 @@ def inventory(arch: Architecture) -> tuple[Tensor, ...]:
     if not arch.ties_embeddings:
         head = Tensor("lm_head.weight", (arch.vocab, arch.hidden), "vocab", "head")
         if arch.quantization is not None and arch.quantization.quantizes_head:
-            head = msgspec.structs.replace(head, is_quantized=True, quant=arch.quantization)
+            head = msgspec.structs.replace(head, quant=arch.quantization)
         tensors.append(head)
     if arch.has_head_bias:
         tensors.append(Tensor("lm_head.bias", (arch.vocab,), "vocab", "head"))
@@ -235,21 +235,12 @@ def tensor_bytes(tensor: Tensor, shape: tuple[int, ...], dtype: str, *, on_disk:
 
 
 @cache
-def stage_layers(n_layers: int, n_stages: int) -> tuple[int, ...]:
-    """How many layers each stage has, as vLLM cuts them (`distributed/utils.py`, `get_pp_indices`).
-
-    n_layers // n_stages each; the remainder goes one by one to the stages from the second-last backwards, never to the
-    last, which has the head. 61 layers over 4 stages: 15, 15, 16, 15; 10 over 4: 2, 3, 3, 2.
-    """
-    counts = [n_layers // n_stages] * n_stages
-    for index in range(2, n_layers % n_stages + 2):
-        counts[-index] += 1
-    return tuple(counts)
-
-
-@cache
 def split_layers(n_layers: int, pipeline: int) -> tuple[range, ...]:
-    """The layers of each stage, by index: 61 over 2 is (range(0, 31), range(31, 61))."""
-    sizes = stage_layers(n_layers, pipeline)
+    """The layers of each stage, by index (`distributed/utils.py`, `get_pp_indices`): 61 over 4 is 15, 15, 16, 15.
+    The remainder goes one by one to the stages from the second-last backwards, never to the last, which has the head.
+    """
+    sizes = [n_layers // pipeline] * pipeline
+    for index in range(2, n_layers % pipeline + 2):
+        sizes[-index] += 1
     ends = [sum(sizes[: stage + 1]) for stage in range(pipeline)]
     return tuple(range(end - size, end) for end, size in zip(ends, sizes, strict=True))

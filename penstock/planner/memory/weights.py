@@ -22,10 +22,10 @@ from collections.abc import Iterable
 import msgspec
 
 from penstock.planner.architecture import Architecture, Tensor, dtype_bytes
-from penstock.planner.memory.tensors import inventory, stage_layers, tensor_bytes
+from penstock.planner.memory.tensors import inventory, split_layers, tensor_bytes
 from penstock.spec.deployment import Parallel
 
-VOCAB_PADDING = 64
+VOCAB_PADDING = 64  # layers/vocab_parallel_embedding.py, DEFAULT_VOCAB_PADDING_SIZE
 
 Capability = tuple[int, int]
 
@@ -78,7 +78,6 @@ class _Cut(msgspec.Struct, frozen=True):
     tensor: int
     expert_parts: int
     n_experts: int | None
-    vocab_padding: int
     mxfp4: _Mxfp4Padding
     copies_shared_experts: bool
 
@@ -101,7 +100,7 @@ def _shard(tensor: Tensor, cut: _Cut) -> tuple[int, tuple[int, ...]]:
     if tensor.cut == "row":
         return tensor.count, (*shape[:-1], _share(shape[-1], cut.tensor))
     if tensor.cut == "vocab":
-        return tensor.count, (_share(_up(first, cut.vocab_padding), cut.tensor), *shape[1:])
+        return tensor.count, (_share(_up(first, VOCAB_PADDING), cut.tensor), *shape[1:])
     if tensor.cut == "kv":
         groups = max(tensor.n_groups, 1)
         return tensor.count, (first // groups * max(1, _share(groups, cut.tensor)), *shape[1:])
@@ -150,22 +149,14 @@ def _bytes(tensors: Iterable[Tensor], cut: _Cut, dtype: str) -> tuple[int, int, 
     return total, experts, embedding
 
 
-def _by_layer(tensors: Iterable[Tensor]) -> dict[int | str, list[Tensor]]:
-    layers: dict[int | str, list[Tensor]] = {}
-    for one in tensors:
-        layers.setdefault(one.layer, []).append(one)
-    return layers
-
-
 def _stage_places(arch: Architecture, places: Iterable[int | str], stage: int, n_stages: int) -> tuple[int | str, ...]:
     """What stands on a stage: its layers, towers on every one, embedding first, head and norm last."""
-    counts = stage_layers(arch.n_layers, n_stages)
-    first, is_first, is_last = sum(counts[:stage]), stage == 0, stage == n_stages - 1
+    layers, is_first, is_last = split_layers(arch.n_layers, n_stages)[stage], stage == 0, stage == n_stages - 1
     needs_embedding = is_first or (is_last and arch.ties_embeddings)
 
     def stands_here(place: int | str) -> bool:
         if isinstance(place, int):
-            return first <= place < first + counts[stage]
+            return place in layers
         if place == "embed":
             return needs_embedding
         return place == "vision" or (is_first if place == "positions" else is_last)
@@ -178,22 +169,22 @@ def rope_bytes(arch: Architecture) -> int:
     return sum(t.n_positions * t.rotary_dim * dtype_bytes(t.dtype or arch.dtype) for t in arch.ropes)
 
 
-def _without_place(tensor: Tensor) -> Tensor:
-    return msgspec.structs.replace(tensor, name="", layer="")
-
-
 class Ledger:
     """A model's tensors by where they stand, and their bytes for each cut: worked out once for many layouts."""
 
     def __init__(self, arch: Architecture) -> None:
-        self.places = _by_layer(inventory(arch))
+        self.places: dict[int | str, list[Tensor]] = {}
+        for tensor in inventory(arch):
+            self.places.setdefault(tensor.layer, []).append(tensor)
         self._arch = arch
         self._sizes: dict[_Cut, dict[int | str, tuple[int, int, int]]] = {}
         self._stages: dict[int, list[tuple[int | str, ...]]] = {}
         # Layers with the same tensors have the same bytes: one of each kind is counted.
         kinds: dict[tuple[Tensor, ...], int | str] = {}
-        nameless = {place: tuple(map(_without_place, tensors)) for place, tensors in self.places.items()}
-        self._like = {place: kinds.setdefault(tensors, place) for place, tensors in nameless.items()}
+        self._like = {
+            place: kinds.setdefault(tuple(msgspec.structs.replace(t, name="", layer="") for t in tensors), place)
+            for place, tensors in self.places.items()
+        }
 
     def stages(self, n_stages: int) -> list[tuple[int | str, ...]]:
         """What stands on each of `n_stages`."""
@@ -215,7 +206,6 @@ def rank_weights(
     layout: Parallel,
     *,
     capability: Capability = (9, 0),
-    vocab_padding: int = VOCAB_PADDING,
     ledger: Ledger | None = None,
 ) -> tuple[RankWeights, ...]:
     """One entry a class of equal ranks, by stage, fullest first; `n_ranks` adds up to the layout's.
@@ -225,29 +215,27 @@ def rank_weights(
     parts = layout.tensor * layout.data
     n_experts = max((layer.mlp.n_experts for layer in arch.layers if layer.mlp is not None), default=0)
     classes = expert_counts(n_experts, parts) if layout.expert and n_experts else ((None, parts),)
-    counts = stage_layers(arch.n_layers, n_stages)
     sizes: dict[int | None, dict[int | str, tuple[int, int, int]]] = {}
     for local_experts, _ in classes:
         cut = _Cut(
             layout.tensor,
             1 if layout.expert else parts,
             local_experts,
-            vocab_padding,
             _MXFP4_HOPPER if capability[0] == 9 else _MXFP4_ELSEWHERE,
             # `use_sequence_parallel_moe` (config/parallel.py): shared experts whole on every rank.
             layout.expert and layout.tensor > 1 and layout.data > 1,
         )
         sizes[local_experts] = ledger.sizes(cut)
     ranks = []
-    for stage, here in enumerate(ledger.stages(n_stages)):
-        first = sum(counts[:stage])
-        has_attention = any(layer.attention for layer in arch.layers[first : first + counts[stage]])
+    for stage, layers in enumerate(split_layers(arch.n_layers, n_stages)):
+        here = ledger.stages(n_stages)[stage]
+        has_attention = any(arch.layers[index].attention for index in layers)
         for local_experts, n_ranks in classes:
             own = [sizes[local_experts][place] for place in here]
             total, experts, embedding = (sum(one[at] for one in own) for at in range(3))
             ranks.append(
                 RankWeights(
-                    *(stage, n_ranks, counts[stage], total, rope_bytes(arch) if has_attention else 0),
+                    *(stage, n_ranks, len(layers), total, rope_bytes(arch) if has_attention else 0),
                     expert_bytes=experts,
                     embedding_bytes=embedding,
                     n_experts=n_experts if local_experts is None else local_experts,

@@ -13,6 +13,7 @@ import msgspec
 
 from penstock.planner.architecture import Architecture, Attention, Layer, Quantization, QuantKind, State, dtype_bytes
 from penstock.planner.architecture.quantization import format_of
+from penstock.planner.memory.kv_pages import state_bytes
 from penstock.spec.deployment import Parallel
 
 # Bytes of one weight with its scales: the table of sizing.md section 2, from the formats' own definitions.
@@ -299,7 +300,7 @@ def _layer_costs(arch: Architecture, layer: Layer, index: int, number_bytes: flo
         is_mla=attention is not None and attention.kind == "mla",
         attention_numbers=attention.n_heads * (attention.head_dim_k + attention.head_dim_v) if attention else 0,
         decode_numbers=_decode_numbers(attention),
-        state_bytes=_state_bytes(state, number_bytes),
+        state_bytes=state_bytes(state, arch.dtype, 1) if state else 0.0,
         n_allreduces=bool(attention or state) + bool(mlp),
     )
 
@@ -345,14 +346,6 @@ def _state_params(state: State, hidden: int) -> int:
     return projections + hidden * state.n_heads
 
 
-def _state_bytes(state: State | None, number_bytes: float) -> float:
-    """A request's state in one layer: conv window in the model's dtype, matrix in the state's own."""
-    if state is None:
-        return 0.0
-    matrix = state.n_heads * state.head_dim_v * state.head_dim_k * dtype_bytes(state.state_dtype)
-    return state.conv_channels * (state.conv_kernel - 1) * number_bytes + matrix
-
-
 def part_format(quant: Quantization | None, part: str, index: int) -> Quantization | None:
     """The format of a part of layer `index` (a key of `_PART_NAMES`); None: the model's dtype."""
     if quant is None:
@@ -369,20 +362,3 @@ def _part_bytes(quant: Quantization | None, part: str, index: int, number_bytes:
     if quantization is None:
         return number_bytes
     return _BYTES[quantization.kind] * (quantization.bits / 4 if quantization.kind in ("awq", "gptq", "int4") else 1)
-
-
-def bytes_per_node(weights_bytes: int, n_nodes: int) -> int:
-    """What a node must read of a checkpoint at least: its share.
-
-    vLLM maps the files and copies what its ranks keep, so a cut over nodes reads less on each; matrices that are cut by
-    columns touch every page all the same, so it may read up to the whole. 141 GB over 2 nodes: 70.5 GB at least.
-    """
-    return -(-weights_bytes // n_nodes)
-
-
-def load_time_s(n_bytes_per_node: float, bytes_per_s: float) -> float:
-    """Seconds to read that many bytes at a measured rate: no start loads faster, and most take longer.
-
-    131 GiB at 2.0 GB/s: 140.7e9 / 2.0e9 = 70.3 s.
-    """
-    return n_bytes_per_node / bytes_per_s
