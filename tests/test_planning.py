@@ -193,8 +193,6 @@ def test_notes_of_the_facts_and_flags_whose_memory_is_not_counted_become_warning
     noted = msgspec.structs.replace(asked, facts=msgspec.structs.replace(FACTS, notes=("read from a copy",)))
     warnings = ("read from a copy", "the memory of --speculative-config is not modelled, and not counted")
     assert planning.solve(noted).warnings[:2] == warnings
-    with pytest.raises(UserError, match="no network"):
-        up(hardware={"network": "carrier-pigeon"})
 
 
 # ---- cards -----------------------------------------------------------------------------------------------------------
@@ -232,3 +230,8 @@ def test_what_is_not_modelled_stops_plan_and_not_up(version: str, config: dict[s
     made = launch.make_on_gpus(WANTED, LLAMA_70B, BOX, version, 1, said)
     decides = "vLLM is started anyway and decides whether it fits"
     assert made.warnings == (f"not planned: {said.not_modelled}; {decides}",)
+
+
+def test_an_unknown_network_is_the_users_mistake() -> None:
+    with pytest.raises(UserError, match="no network"):
+        up(hardware={"network": "carrier-pigeon"})
