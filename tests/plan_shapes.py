@@ -1,16 +1,34 @@
-"""Models as the planner sees them, for its tests: read from the catalogue's config.json, and a few made by hand."""
+"""Models and machines as the planner sees them, for its tests, and its answer for a model of the catalogue."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from penstock.models import catalog
+from penstock.hardware import catalog as hardware
+from penstock.models import Facts, catalog
 from penstock.planner.architecture import Architecture, Attention, AttentionKind, Layer, Mlp, State, dense
+from penstock.planner.request import Sizing, SizingRequest
+from penstock.planner.solve import sizing_of
+from penstock.planner.speed.collectives import Fabric
 
 
 def arch(name: str, **changes: Any) -> Architecture:
     """A model of the catalogue; `changes` go over its config.json."""
     return dense.read({**catalog.model_config(name), **changes})
+
+
+def asked(model: str, gpu: str, config: dict[str, Any] | None = None, **fields: Any) -> SizingRequest:
+    return SizingRequest(Facts(model, config or catalog.model_config(model), "the catalogue"), gpu, **fields)
+
+
+def solved(model: str, gpu: str, config: dict[str, Any] | None = None, **fields: Any) -> Sizing:
+    return sizing_of(asked(model, gpu, config, **fields), hardware.gpu(gpu))
+
+
+def fabric(
+    gpu: str = "h100-sxm", gpus_per_node: int = 8, n_nodes: int = 1, network: str | None = "ib-ndr-400"
+) -> Fabric:
+    return Fabric(hardware.gpu(gpu), gpus_per_node, n_nodes, hardware.link(network) if network else None)
 
 
 def attention(

@@ -70,7 +70,7 @@ class OverHosts(Target):
     def render(self, *_: object) -> Artifact:
         return Artifact((), {})
 
-    def submit(self, *_: object) -> Any:
+    def place(self, *_: object) -> Any:
         raise NotImplementedError
 
     def status(self, *_: object) -> Any:
@@ -79,10 +79,7 @@ class OverHosts(Target):
     def logs(self, *_: object) -> Any:
         raise NotImplementedError
 
-    def resize(self, *_: object) -> Any:
-        raise NotImplementedError
-
-    def cancel(self, *_: object) -> Any:
+    def end(self, *_: object) -> Any:
         raise NotImplementedError
 
 

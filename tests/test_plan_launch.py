@@ -22,8 +22,7 @@ LLAMA = "meta-llama/Llama-3.1-70B-Instruct"
 SMALL_LLAMA = msgspec.structs.replace(
     LLAMA_70B, weights_bytes=15 * GIB, n_layers=32, n_heads=32, n_kv_heads=8, max_position=131_072
 )
-
-
+SMALL: dict[str, Any] = {"model": "llama-3.1-8b", "facts": SMALL_LLAMA}
 BOX = gpu_machine(8)
 
 
@@ -66,17 +65,19 @@ def test_a_plan_carries_what_the_engine_needs_of_the_file() -> None:
     assert (made.engine, made.engine_version, made.deployment) == ("vllm", "0.32.0", "d")
 
 
-def test_kv_cache_covers_the_concurrency_up_to_half_of_what_the_weights_leave() -> None:
-    few = deployment(LLAMA, engine={"max_model_len": 2048}, workload={"concurrency": 4})
-    asked = launch.make(few, SMALL_LLAMA, cpu_machine(64), "vllm", "1", 1)
-    assert asked.need.kv_cache_bytes == 4 * 2048 * 131_072
-    made = launch.make(deployment(LLAMA), SMALL_LLAMA, cpu_machine(55), "vllm", "1", 1)
-    assert made.need.kv_cache_bytes == 20 * GIB
-
-
-def test_kv_cache_holds_at_least_one_whole_request() -> None:
-    made = launch.make(deployment(LLAMA), SMALL_LLAMA, cpu_machine(40), "vllm", "1", 1)
-    assert made.need.kv_cache_bytes == 131_072 * 131_072  # 16 GiB, more than half of the 25 GiB left
+@pytest.mark.parametrize(
+    ("fields", "free_gib", "kv_bytes"),
+    [
+        ({"engine": {"max_model_len": 2048}, "workload": {"concurrency": 4}}, 64, 4 * 2048 * 131_072),
+        ({}, 55, 20 * GIB),
+        ({}, 40, 131_072 * 131_072),  # one whole request, 16 GiB: more than half of the 25 GiB left
+    ],
+)
+def test_kv_cache_covers_the_concurrency_up_to_half_of_what_the_weights_leave(
+    fields: dict[str, Any], free_gib: int, kv_bytes: int
+) -> None:
+    made = launch.make(deployment(LLAMA, **fields), SMALL_LLAMA, cpu_machine(free_gib), "vllm", "1", 1)
+    assert made.need.kv_cache_bytes == kv_bytes
 
 
 def test_replicas_share_the_memory_of_a_machine() -> None:
@@ -86,6 +87,9 @@ def test_replicas_share_the_memory_of_a_machine() -> None:
     assert one.need.kv_cache_bytes == (64 - 15) * GIB // 2
     assert two.need.kv_cache_bytes == (64 // 2 - 15) * GIB // 2
     assert 2 * two.need.total_bytes <= 64 * GIB
+    cut = deployment(LLAMA, parallel={"tensor": 2}, engine={"max_model_len": 1024})
+    ranks = launch.make(cut, SMALL_LLAMA, cpu_machine(64), "vllm", "1", 1)
+    assert ranks.need.overhead_bytes == (1200 + 850) * MIB  # a worker process for each further rank
 
 
 @pytest.mark.parametrize(("n_cpus", "n_replicas", "expected"), [(8, 1, 7), (8, 2, 3), (2, 1, 1), (1, 1, 1), (2, 4, 1)])
@@ -116,19 +120,11 @@ def test_the_layout_on_gpus_is_the_planners() -> None:
     assert (made.device, made.layout, made.max_model_len) == ("cuda", Parallel(tensor=4), 131_072)
     assert made.need.weights_bytes == pytest.approx(131.4 * GIB, rel=0.01)
     assert made.need.total_bytes <= 4 * 79.2 * GIB  # NCCL stands beside the engine's share
-    assert made.forecast is not None
+    assert made.forecast is not None and made.warnings == ()
     assert made.need.kv_cache_bytes == pytest.approx(4 * made.forecast.kv_cache_gib * GIB, rel=0.001)
-    assert made.warnings == ()
-
-
-def test_a_shorter_context_takes_fewer_gpus() -> None:
     assert on_gpus(engine={"max_model_len": 8192}).layout == Parallel(tensor=2)
-
-
-def test_a_layout_in_the_file_is_kept() -> None:
-    made = on_gpus(parallel={"tensor": 4, "pipeline": 2}, engine={"gpu_memory_utilization": 0.8})
-    assert made.layout == Parallel(tensor=4, pipeline=2)
-    assert made.gpu_memory_utilization == 0.8
+    kept = on_gpus(parallel={"tensor": 4, "pipeline": 2}, engine={"gpu_memory_utilization": 0.8})
+    assert (kept.layout, kept.gpu_memory_utilization) == (Parallel(tensor=4, pipeline=2), 0.8)
 
 
 def test_a_model_too_large_is_refused_in_the_planners_words_with_the_length_that_fits() -> None:
@@ -148,17 +144,6 @@ def test_a_model_too_large_is_refused_in_the_planners_words_with_the_length_that
     assert refused(on_gpus, machine, engine={"max_model_len": longest + 1})
 
 
-def test_weights_that_do_not_fit_at_all_have_no_length_that_does() -> None:
-    message, _, hint = refused(on_gpus, gpu_machine(1))
-    assert "weights take 131.45 GiB of a GPU" in message
-    assert hint is not None and hint.startswith("Use more GPUs")
-
-
-def test_an_illegal_layout_is_refused_in_the_planners_words() -> None:
-    message, _, _ = refused(on_gpus, parallel={"tensor": 3})
-    assert message == f'cannot place model "{LLAMA}" on box: 64 attention heads do not divide by tensor 3'
-
-
 def test_a_context_longer_than_the_models_is_refused_unless_vllm_is_told_to_take_it() -> None:
     longer = {"max_model_len": 131_073}
     message, _, hint = refused(on_gpus, engine=longer)
@@ -170,38 +155,47 @@ def test_a_context_longer_than_the_models_is_refused_unless_vllm_is_told_to_take
 
 
 def test_replicas_share_the_gpus_of_a_machine() -> None:
-    small: dict[str, Any] = {"model": "llama-3.1-8b", "facts": SMALL_LLAMA}
-    assert on_gpus(gpu_machine(4), 4, **small).layout == Parallel()
-    message, detail, _ = refused(on_gpus, gpu_machine(4), 2, parallel={"tensor": 2, "pipeline": 2}, **small)
-    assert message == "cannot place 2 x 4 ranks on box: it has 4 GPUs, 4 with 92% of the memory free"
-    assert detail is not None
-    assert detail.startswith("parallel: tensor 2, pipeline 2, data 1; free: GPU 0 80.0 GiB, GPU 1")
+    assert on_gpus(gpu_machine(4), 4, **SMALL).layout == Parallel()
 
 
-def test_a_refusal_says_how_many_gpus_a_replica_could_have() -> None:
-    message, detail, _ = refused(on_gpus, gpu_machine(4), 2)
-    assert "no layout fits 2 GPUs; the nearest: " in message
-    assert detail is not None and detail.startswith("2 of 4 x NVIDIA H100 80GB HBM3 in box for a replica, ")
+@pytest.mark.parametrize(
+    ("n_gpus", "n_replicas", "fields", "message", "detail", "hint"),
+    [
+        (1, 1, {}, "weights take 131.45 GiB of a GPU", "1 x NVIDIA H100", "Use more GPUs"),
+        (4, 2, {}, "no layout fits 2 GPUs; the nearest: ", "2 of 4 x NVIDIA H100 80GB HBM3 in box for a replica, ", ""),
+        (8, 1, {"hardware": {"gpus_per_node": 2}}, "one request of 131,072 tokens needs 20.00 GiB", "", ""),
+        (8, 1, {"parallel": {"tensor": 3}}, "on box: 64 attention heads do not divide by tensor 3", "", ""),
+        (
+            *(8, 2, {"hardware": {"gpus_per_node": 4}, "parallel": {"tensor": 4}}),
+            *("cannot place 2 x 4 ranks on box", "parallel: tensor 4", ""),
+        ),
+        (
+            *(4, 2, {**SMALL, "parallel": {"tensor": 2, "pipeline": 2}}),
+            "cannot place 2 x 4 ranks on box: it has 4 GPUs, 4 with 92% of the memory free",
+            *("parallel: tensor 2, pipeline 2, data 1; free: GPU 0 80.0 GiB, GPU 1", "nvidia-smi"),
+        ),
+    ],
+)
+def test_what_the_gpus_cannot_hold_is_refused_with_the_numbers(
+    n_gpus: int, n_replicas: int, fields: dict[str, Any], message: str, detail: str, hint: str
+) -> None:
+    error = refused(on_gpus, gpu_machine(n_gpus), n_replicas, **fields)
+    assert message in error[0] and str(error[1]).startswith(detail) and hint in str(error[2])
 
 
-def test_no_more_gpus_are_taken_than_the_file_allows() -> None:
-    message, _, _ = refused(on_gpus, hardware={"gpus_per_node": 2})
-    assert "one request of 131,072 tokens needs 20.00 GiB" in message
-    message, _, _ = refused(on_gpus, BOX, 2, hardware={"gpus_per_node": 4}, parallel={"tensor": 4})
-    assert message.startswith("cannot place 2 x 4 ranks on box")
-
-
-def test_a_gpu_that_somebody_else_fills_does_not_count() -> None:
+def test_a_gpu_that_another_process_fills_does_not_count() -> None:
     box = gpu_machine(2)
     full = msgspec.structs.replace(box.gpus[0], memory_free_bytes=20 * GIB)
     busy = msgspec.structs.replace(box, gpus=(full, box.gpus[1]))
-    small: dict[str, Any] = {"model": "llama-3.1-8b", "facts": SMALL_LLAMA}
     assert [gpu.index for gpu in launch.usable_gpus(busy, 0.92)] == [1]
-    assert on_gpus(busy, **small).layout == Parallel()
-    message, _, hint = refused(on_gpus, busy, 2, **small)
-    assert message == "cannot place 2 x 1 ranks on box: it has 2 GPUs, 1 with 92% of the memory free"
-    assert hint is not None
-    assert "nvidia-smi" in hint
+    made = on_gpus(busy, **SMALL)
+    assert made.layout == Parallel()
+    launch.check_room(deployment(LLAMA), made, busy, n_more=1)
+    for message, _, _ in (
+        refused(on_gpus, busy, 2, **SMALL),
+        refused(launch.check_room, deployment(LLAMA), made, busy, n_more=2),
+    ):
+        assert message == "cannot place 2 x 1 ranks on box: it has 2 GPUs, 1 with 92% of the memory free"
 
 
 def test_what_is_not_modelled_is_started_all_the_same_with_a_warning() -> None:
@@ -226,41 +220,6 @@ def test_targets_that_are_missed_are_told() -> None:
     assert on_cpu.warnings == ("workload.tpot_ms is not checked: speed is planned for vLLM on GPUs alone",)
 
 
-def test_replicas_too_large_for_a_machine_are_refused_with_the_sum() -> None:
-    message, detail, _ = refused(
-        launch.make, deployment(engine={"max_model_len": 1024}), DEMO, cpu_machine(2), "vllm", "1", 3
-    )
-    assert message == 'cannot place model "penstock-demo" on desk: needs 3.7 GiB, has free 2.0 GiB'
-    assert detail == (
-        "3 replicas x (Weights 6.0 MiB + KV cache 64.0 MiB (1024 tokens a request) + engine 1.2 GiB (estimate)); "
-        "32.0 GiB of memory in all."
-    )
-
-
-def test_on_the_cpu_a_context_longer_than_the_models_is_refused() -> None:
-    wanted = deployment(engine={"max_model_len": 2000})
-    assert refused(launch.make, wanted, DEMO, cpu_machine(), "vllm", "1", 1) == (
-        'cannot serve model "penstock-demo" with max_model_len 2000',
-        "Its own files allow 1024 tokens (max_position_embeddings or context_length).",
-        "Set engine.max_model_len to 1024 or less.",
-    )
-
-
-def test_heads_that_do_not_divide_are_refused_with_what_would() -> None:
-    message, detail, hint = refused(
-        launch.make, deployment(parallel={"tensor": 3}), DEMO, cpu_machine(), "vllm", "1", 1
-    )
-    assert message == 'cannot cut model "penstock-demo" over tensor: 3'
-    assert detail == "Its 8 attention heads do not divide by 3."
-    assert hint == "Set parallel.tensor to one of 1, 2, 4, 8."
-
-
-def test_ranks_on_a_cpu_cost_a_worker_process_each() -> None:
-    cut = deployment(LLAMA, parallel={"tensor": 2}, engine={"max_model_len": 1024})
-    made = launch.make(cut, SMALL_LLAMA, cpu_machine(64), "vllm", "1", 1)
-    assert made.need.overhead_bytes == (1200 + 850) * MIB
-
-
 def test_more_replicas_are_checked_with_the_memory_that_each_takes() -> None:
     wanted, made = deployment(), demo_plan("vllm")  # 1270 MiB each
     launch.check_room(wanted, made, cpu_machine(3), n_more=2)
@@ -268,17 +227,37 @@ def test_more_replicas_are_checked_with_the_memory_that_each_takes() -> None:
     assert message == 'cannot place model "penstock-demo" on desk: needs 3.7 GiB, has free 3.0 GiB'
 
 
-def test_more_replicas_need_free_gpus() -> None:
-    box = gpu_machine(2)
-    made = on_gpus(box, model="llama-3.1-8b", facts=SMALL_LLAMA)
-    in_use = msgspec.structs.replace(box.gpus[0], memory_free_bytes=5 * GIB)
-    left = msgspec.structs.replace(box, gpus=(in_use, box.gpus[1]))
-    launch.check_room(deployment(LLAMA), made, left, n_more=1)
-    message, _, _ = refused(launch.check_room, deployment(LLAMA), made, left, n_more=2)
-    assert message == "cannot place 2 x 1 ranks on box: it has 2 GPUs, 1 with 92% of the memory free"
-
-
-def test_llamacpp_refuses_to_be_cut() -> None:
-    message, _, hint = refused(launch.make, deployment(parallel={"tensor": 4}), DEMO, cpu_machine(), "llamacpp", "1", 1)
-    assert message == "cannot cut a model over 4 ranks on engine llamacpp: it runs in one process"
-    assert hint == "Remove parallel and hardware.nodes, or use --engine vllm."
+@pytest.mark.parametrize(
+    ("fields", "engine", "n_replicas", "message", "detail", "hint"),
+    [
+        (
+            *({"engine": {"max_model_len": 1024}}, "vllm", 3),
+            'cannot place model "penstock-demo" on desk: needs 3.7 GiB, has free 2.0 GiB',
+            "3 replicas x (Weights 6.0 MiB + KV cache 64.0 MiB (1024 tokens a request) + engine 1.2 GiB (estimate)); "
+            "32.0 GiB of memory in all.",
+            "Use a smaller or quantised model, a lower engine.max_model_len, fewer replicas, or a larger machine.",
+        ),
+        (
+            *({"engine": {"max_model_len": 2000}}, "vllm", 1),
+            'cannot serve model "penstock-demo" with max_model_len 2000',
+            "Its own files allow 1024 tokens (max_position_embeddings or context_length).",
+            "Set engine.max_model_len to 1024 or less.",
+        ),
+        (
+            *({"parallel": {"tensor": 3}}, "vllm", 1),
+            'cannot cut model "penstock-demo" over tensor: 3',
+            "Its 8 attention heads do not divide by 3.",
+            "Set parallel.tensor to one of 1, 2, 4, 8.",
+        ),
+        (
+            *({"parallel": {"tensor": 4}}, "llamacpp", 1),
+            "cannot cut a model over 4 ranks on engine llamacpp: it runs in one process",
+            *(None, "Remove parallel and hardware.nodes, or use --engine vllm."),
+        ),
+    ],
+)
+def test_what_the_cpu_cannot_take_is_refused(
+    fields: dict[str, Any], engine: str, n_replicas: int, message: str, detail: str | None, hint: str
+) -> None:
+    wanted = deployment(**fields)
+    assert refused(launch.make, wanted, DEMO, cpu_machine(2), engine, "1", n_replicas) == (message, detail, hint)

@@ -8,8 +8,8 @@ import plan_shapes as shapes
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plan_shapes import fabric
 
-from penstock.hardware import catalog
 from penstock.planner import layouts
 from penstock.planner.architecture import Architecture, Attention, Layer, Mlp, State
 from penstock.planner.engine_versions import profile
@@ -26,10 +26,6 @@ def model(layer: Layer, n_layers: int = 32, hidden: int = 8192, vocab: int = 128
 LLAMA_70B, LLAMA_405B, LLAMA_8B, VICUNA_13B = shapes.LLAMA_70B, shapes.LLAMA_405B, shapes.LLAMA_8B, shapes.VICUNA_13B
 QWEN_235B_FP8 = shapes.arch("qwen3-235b-a22b-fp8")
 QWEN_72B_AWQ = shapes.arch("qwen2.5-72b", quantization_config={"quant_method": "awq", "group_size": 128})
-
-
-def fabric(gpu: str = "h100-sxm", gpus_per_node: int = 8, n_nodes: int = 1, network: str = "ib-ndr-400") -> Fabric:
-    return Fabric(catalog.gpu(gpu), gpus_per_node, n_nodes, catalog.link(network))
 
 
 def refusal(arch: Architecture, layout: Parallel, n_gpus: int | None = None, version: str = "0.33") -> str | None:

@@ -5,17 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from plan_shapes import solved
 
-from penstock.hardware import catalog
-from penstock.models import Facts
-from penstock.models import catalog as models_catalog
-from penstock.planner.request import Lever, Sizing, SizingRequest
-from penstock.planner.solve import sizing_of
-
-
-def solved(model: str, gpu: str, **asked: Any) -> Sizing:
-    facts = Facts(model, models_catalog.model_config(model), "the catalogue")
-    return sizing_of(SizingRequest(facts=facts, gpu=gpu, **asked), catalog.gpu(gpu))
+from penstock.planner.request import Lever
 
 
 def levers(model: str, gpu: str, **asked: Any) -> dict[str, Lever]:
@@ -26,10 +18,8 @@ def test_70b_on_one_h100_is_told_how_many_would_do() -> None:
     found = levers("llama-3.1-70b", "h100-sxm")
     assert found["more GPUs"].flags == ("--tensor", "4", "--gpus-per-node", "4") and found["more GPUs"].fits
     assert not found["fp8 weights"].fits and not found["fp8 KV cache"].fits
-
-
-def test_what_lies_idle_needs_no_larger_machine() -> None:
-    assert levers("llama-3.1-70b", "h100-sxm", gpus_per_node=8)["more GPUs"].flags == ("--tensor", "8")
+    idle = levers("llama-3.1-70b", "h100-sxm", gpus_per_node=8)
+    assert idle["more GPUs"].flags == ("--tensor", "8")
 
 
 def test_beyond_a_node_comes_a_pipeline_over_more_nodes() -> None:

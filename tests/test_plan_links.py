@@ -11,13 +11,10 @@ import subprocess
 from typing import Any
 
 import pytest
+from plan_shapes import solved
 
 from penstock.hardware import Links, catalog, detect
 from penstock.hardware.topology import links_of, parse_matrix, parse_rate, rewired
-from penstock.models import Facts
-from penstock.models import catalog as models_catalog
-from penstock.planner.request import Sizing, SizingRequest
-from penstock.planner.solve import sizing_of
 from penstock.planner.speed.collectives import Fabric, allreduce_us
 
 LEGEND = """
@@ -25,10 +22,6 @@ Legend:
 
   X    = Self
   SYS  = Connection traversing PCIe as well as the SMP interconnect between NUMA nodes (e.g., QPI/UPI)
-  NODE = Connection traversing PCIe as well as the interconnect between PCIe Host Bridges within a NUMA node
-  PHB  = Connection traversing PCIe as well as a PCIe Host Bridge (typically the CPU)
-  PXB  = Connection traversing multiple PCIe bridges (without traversing the PCIe Host Bridge)
-  PIX  = Connection traversing at most a single PCIe bridge
   NV#  = Connection traversing a bonded set of # NVLinks
 """
 
@@ -52,10 +45,6 @@ def peers(n_gpus: int, word: str) -> str:
     return "\n".join(lines) + "\n\nLegend:\n\n  X    = Self\n  OK   = Status Ok\n  CNS  = Chipset not supported\n"
 
 
-def square(n_gpus: int, word: str) -> list[list[str]]:
-    return [["X" if row == n else word for n in range(n_gpus)] for row in range(n_gpus)]
-
-
 def status(n_gpus: int, links: int, rate: str) -> str:
     lines = []
     for gpu in range(n_gpus):
@@ -64,22 +53,12 @@ def status(n_gpus: int, links: int, rate: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-H100X8 = table(square(8, "NV18"), nics=4)
 PCIE_X4 = table(
-    [["X", "PHB", "NODE", "SYS"], ["PHB", "X", "NODE", "SYS"], ["NODE", "NODE", "X", "SYS"], ["SYS", "SYS", "SYS", "X"]]
+    [row.split() for row in ("X PHB NODE SYS", "PHB X NODE SYS", "NODE NODE X SYS", "SYS SYS SYS X")], nics=4
 )
-BRIDGED = table([["X", "NV4", "SYS", "SYS"], ["NV4", "X", "SYS", "SYS"], ["SYS", "SYS", "X", "NV4"]] + [
-    ["SYS", "SYS", "NV4", "X"]
-])  # fmt: skip
+BRIDGED = table([row.split() for row in ("X NV4 SYS SYS", "NV4 X SYS SYS", "SYS SYS X NV4", "SYS SYS NV4 X")])
 # DGX-1: a cube of V100s, where some pairs are two hops apart.
-CUBE = table(
-    [
-        ["X", "NV1", "NV2", "SYS"],
-        ["NV1", "X", "SYS", "NV2"],
-        ["NV2", "SYS", "X", "NV1"],
-        ["SYS", "NV2", "NV1", "X"],
-    ]
-)
+CUBE = table([row.split() for row in ("X NV1 NV2 SYS", "NV1 X SYS NV2", "NV2 SYS X NV1", "SYS NV2 NV1 X")])
 RECORDED = (
     "\t\x1b[4mGPU0\tGPU1\tGPU2\tGPU3\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m\n"
     "GPU0\t X \tNV18\tNV18\tNV18\t0-63\t0\t\tN/A\nGPU1\tNV18\t X \tNV18\tNV18\t0-63\t0\t\tN/A\n"
@@ -103,47 +82,40 @@ def found(topology: str, p2p: str, rates: str = "", indices: tuple[int, ...] | N
     return links_of(matrix, parse_matrix(p2p), parse_rate(rates), every)
 
 
-def test_eight_h100_stand_in_one_nvlink_group() -> None:
-    links = found(H100X8, peers(8, "OK"), status(8, 18, "26.562"))
-    assert links == Links(8, 8, 18 * 26.562, None, True)
-    assert links.words == "NVLink joins all 8 GPUs, peer-to-peer works"
+NVLINK_H200 = Links(4, 4, 18 * 26.562, None, True)
 
 
-def test_four_h200_as_recorded() -> None:
-    links = found(RECORDED, RECORDED_PEERS, status(4, 18, "26.562"))
-    assert links == Links(4, 4, 18 * 26.562, None, True)
-
-
-def test_four_pcie_cards_tell_their_longest_way() -> None:
-    links = found(PCIE_X4, peers(4, "OK"))
-    assert links == Links(4, 1, None, "SYS", True) and links.words == "PCIe (SYS) joins 4 GPUs, peer-to-peer works"
-
-
-def test_bridged_pairs_are_groups_of_two() -> None:
-    links = found(BRIDGED, peers(4, "OK"), status(4, 4, "14.062"))
-    assert links == Links(4, 2, 4 * 14.062, "SYS", True)
-    assert links.words == "NVLink joins groups of 2, PCIe (SYS) the rest, peer-to-peer works"
-    pair = found(BRIDGED, peers(4, "OK"), indices=(2, 3))
-    assert pair is not None and (pair.n_gpus, pair.joined, pair.farthest) == (2, 2, None)
-    strangers = found(BRIDGED, peers(4, "OK"), indices=(1, 2))
-    assert strangers is not None and (strangers.joined, strangers.farthest) == (1, "SYS")
-
-
-def test_a_cube_of_nvlinks_is_one_group() -> None:
-    links = found(CUBE, peers(4, "OK"))
-    assert links is not None and links.joined == 4
-
-
-@pytest.mark.parametrize("word", ["NS", "CNS", "GNS", "U", "DR"])
-def test_geforce_has_no_peer_to_peer(word: str) -> None:
-    links = found(GEFORCE, peers(2, word))
-    assert links == Links(2, 1, None, "PHB", False) and links.words == "PCIe (PHB) joins 2 GPUs, no peer-to-peer"
-
-
-def test_one_gpu_has_nothing_to_join() -> None:
-    assert parse_matrix(table([["X"]])) == {}
-    links = found(table([["X"]]), peers(1, "OK"), indices=(0,))
-    assert links == Links(1, 1) and links.words == "one GPU"
+@pytest.mark.parametrize(
+    ("links", "expected", "words"),
+    [
+        (
+            found(RECORDED, RECORDED_PEERS, status(4, 18, "26.562")),
+            NVLINK_H200,
+            "NVLink joins all 4 GPUs",
+        ),
+        (found(PCIE_X4, peers(4, "OK")), Links(4, 1, None, "SYS", True), "PCIe (SYS) joins 4 GPUs, peer-to-peer works"),
+        (found(PCIE_X4, ""), Links(4, 1, None, "SYS", None), "PCIe (SYS) joins 4 GPUs"),
+        (
+            found(BRIDGED, peers(4, "OK"), status(4, 4, "14.062")),
+            Links(4, 2, 4 * 14.062, "SYS", True),
+            "NVLink joins groups of 2, PCIe (SYS) the rest, peer-to-peer works",
+        ),
+        (found(BRIDGED, peers(4, "OK"), indices=(2, 3)), Links(2, 2, None, None, True), "NVLink joins all 2"),
+        (found(BRIDGED, peers(4, "OK"), indices=(1, 2)), Links(2, 1, None, "SYS", True), "PCIe (SYS) joins 2"),
+        (found(CUBE, peers(4, "OK")), Links(4, 4, None, None, True), "NVLink joins all 4"),
+        *(
+            (
+                found(GEFORCE, peers(2, word)),
+                Links(2, 1, None, "PHB", False),
+                "PCIe (PHB) joins 2 GPUs, no peer",
+            )
+            for word in ("NS", "CNS", "GNS", "U", "DR")
+        ),
+        (found(table([["X"]]), peers(1, "OK"), indices=(0,)), Links(1, 1), "one GPU"),
+    ],
+)
+def test_what_joins_the_gpus_is_read_from_the_tables(links: Links | None, expected: Links, words: str) -> None:
+    assert links == expected and links.words.startswith(words)
 
 
 @pytest.mark.parametrize("text", ["", "No devices were found\n", "Failed to initialize NVML: Driver/library\n", LEGEND])
@@ -156,11 +128,6 @@ def test_inactive_links_have_no_rate() -> None:
     text = "GPU 0: NVIDIA RTX A6000 (UUID: GPU-1)\n\t Link 0: <inactive>\n\t Link 1: <inactive>\n"
     assert parse_rate(text) is None
     assert parse_rate(text + "GPU 1: NVIDIA RTX A6000 (UUID: GPU-2)\n\t Link 0: 14.062 GB/s\n") == 14.062
-
-
-def test_unknown_peers_are_not_told() -> None:
-    links = found(PCIE_X4, "")
-    assert links is not None and links.has_peer_to_peer is None and links.words == "PCIe (SYS) joins 4 GPUs"
 
 
 # ---- what the machine asks -------------------------------------------------------------------------------------------
@@ -178,9 +145,8 @@ def fake_smi(monkeypatch: pytest.MonkeyPatch, answers: dict[str, str | Exception
 
 
 def test_the_machine_asks_three_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_smi(monkeypatch, {"-m": H100X8, "r": peers(8, "OK"), "--status": status(8, 18, "26.562")})
-    links = detect.links(range(4))
-    assert links is not None and (links.n_gpus, links.joined, links.has_peer_to_peer) == (4, 4, True)
+    fake_smi(monkeypatch, {"-m": RECORDED, "r": RECORDED_PEERS, "--status": status(4, 18, "26.562")})
+    assert detect.links(range(4)) == NVLINK_H200
     assert detect.links([0]) == Links(1, 1)  # asks nothing
 
 
@@ -213,15 +179,12 @@ def test_a_bridge_speeds_pairs_up_and_nothing_wider() -> None:
     assert us("rtx-a6000", bridge, 4) == us("rtx-a6000", plain, 4)
 
 
-def solved(gpu: str, links: Links | None) -> Sizing:
-    facts = Facts("qwen3-32b", models_catalog.model_config("qwen3-32b"), "the catalogue")
-    # Graphs without peer-to-peer were seen to be large before 0.21 (vllm#7553).
-    asked = SizingRequest(facts, gpu, 4, tensor=4, max_model_len=8192, links=links, engine_version="0.20")
-    return sizing_of(asked, catalog.gpu(gpu))
-
-
 def test_without_peer_to_peer_graphs_cost_memory_and_it_is_said() -> None:
-    with_peers, without = (solved("l40s", Links(4, 1, None, "SYS", can)) for can in (True, False))
+    """Graphs without peer-to-peer were seen to be large before 0.21 (vllm#7553)."""
+    asked: dict[str, Any] = {"gpus_per_node": 4, "tensor": 4, "max_model_len": 8192, "engine_version": "0.20"}
+    with_peers, without = (
+        solved("qwen3-32b", "l40s", links=Links(4, 1, None, "SYS", can), **asked) for can in (True, False)
+    )
     assert with_peers.memory is not None and without.memory is not None
     assert without.memory.cuda_graph_gib.likely > with_peers.memory.cuda_graph_gib.likely
     assert any("no peer-to-peer" in warning for warning in without.warnings)

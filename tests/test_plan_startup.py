@@ -9,18 +9,10 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from plan_shapes import solved
 
 from penstock.errors import PenstockError, UserError
-from penstock.hardware import catalog
-from penstock.models import Facts
-from penstock.models import catalog as models_catalog
-from penstock.planner.request import Sizing, SizingRequest
-from penstock.planner.solve import sizing_of
-
-
-def solved(model: str, gpu: str, config: dict[str, Any] | None = None, **asked: Any) -> Sizing:
-    facts = Facts(model, config or models_catalog.model_config(model), "the catalogue")
-    return sizing_of(SizingRequest(facts=facts, gpu=gpu, **asked), catalog.gpu(gpu))
+from penstock.models import catalog
 
 
 @pytest.mark.parametrize(
@@ -91,11 +83,6 @@ def test_an_unknown_quantization_is_told_the_nearest() -> None:
     assert caught.value.exit_code == 4 and caught.value.hint == "did you mean fp8_per_channel?"
 
 
-def test_experts_of_a_dense_model_are_refused_with_their_number() -> None:
-    sizing = solved("llama-3.1-8b", "h100-sxm", expert=True)
-    assert not sizing.fits and sizing.reason == "expert parallelism needs experts, this model has 0"
-
-
 def test_longrope_starts_with_its_original_length() -> None:
     short, asked = solved("phi-3.5-mini", "h100-sxm"), solved("phi-3.5-mini", "h100-sxm", max_model_len=131_072)
     assert short.settings is not None and short.settings.max_model_len == 4096
@@ -105,7 +92,7 @@ def test_longrope_starts_with_its_original_length() -> None:
 
 def test_a_config_may_allow_more_than_its_positions() -> None:
     """Cohere's model_max_length (config/model.py)."""
-    config = {**models_catalog.model_config("command-r-v01"), "model_max_length": 131_072}
+    config = {**catalog.model_config("command-r-v01"), "model_max_length": 131_072}
     assert not solved("command-r-v01", "h200-sxm", config, max_model_len=100_000).is_refused
 
 
@@ -126,14 +113,10 @@ def test_requests_over_the_context_have_no_speed() -> None:
 
 
 def test_a_vision_part_of_nonsense_is_refused() -> None:
-    config = models_catalog.model_config("qwen3-vl-8b")
+    config = catalog.model_config("qwen3-vl-8b")
     config["vision_config"]["hidden_size"] = -5
     with pytest.raises(UserError, match="hidden_size of vision_config is -5, not a count"):
         solved("qwen3-vl-8b", "h100-sxm", config)
-
-
-def changed(model: str = "llama-3.1-8b", **fields: Any) -> dict[str, Any]:
-    return {**models_catalog.model_config(model), **fields}
 
 
 @pytest.mark.parametrize(
@@ -154,7 +137,7 @@ def changed(model: str = "llama-3.1-8b", **fields: Any) -> dict[str, Any]:
 )
 def test_a_config_that_cannot_be_is_refused(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError) as caught:
-        solved("llama-3.1-8b", "h100-sxm", changed(**fields))
+        solved("llama-3.1-8b", "h100-sxm", {**catalog.model_config("llama-3.1-8b"), **fields})
     assert words in caught.value.message and caught.value.exit_code == 2
 
 
@@ -177,8 +160,8 @@ def spots(config: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
 @given(st.data())
 def test_broken_configs_are_answered_or_refused(data: st.DataObject) -> None:
     """A field dropped, of another type, zero or huge: exit code 0, 2, 3 or 4, never a traceback."""
-    model = data.draw(st.sampled_from(models_catalog.model_names()))
-    config = copy.deepcopy(models_catalog.model_config(model))
+    model = data.draw(st.sampled_from(catalog.model_names()))
+    config = copy.deepcopy(catalog.model_config(model))
     for _ in range(data.draw(st.integers(1, 2))):
         holder, key = data.draw(st.sampled_from(list(spots(config))))
         if data.draw(st.booleans()):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import plan_shapes as shapes
 import pytest
 import sizing_samples as samples
 from hypothesis import given
@@ -19,10 +20,8 @@ from hypothesis import strategies as st
 from penstock.cli import plan_picture, plan_text
 from penstock.errors import UserError
 from penstock.hardware import Links, catalog
-from penstock.models import Facts
 from penstock.models import catalog as models_catalog
 from penstock.planner import layouts
-from penstock.planner.architecture import dense
 from penstock.planner.engine_versions import profile
 from penstock.planner.explain import explanation
 from penstock.planner.request import RejectedLayout, Sizing, SizingRequest, contract, stage_letter
@@ -68,7 +67,7 @@ def test_the_view_is_the_golden_text(name: str) -> None:
 
 
 def explained(model: str, gpu: str = "h100-sxm", **asked: Any) -> str:
-    request = SizingRequest(Facts(model, models_catalog.model_config(model), "the catalogue"), gpu, **asked)
+    request = shapes.asked(model, gpu, **asked)
     return plan_text.explained(explanation(request, sizing_of(request, catalog.gpu(gpu))))
 
 
@@ -92,13 +91,12 @@ def test_every_formula_is_explained_as_in_the_golden_text() -> None:
 
 def test_every_model_of_the_catalogue_is_answered_and_explained() -> None:
     for model in set(models_catalog.model_names()) - {"deepseek-v4-flash"}:
-        config = models_catalog.model_config(model)
-        request = SizingRequest(Facts(model, config, "the catalogue"), "h200", 4, max_model_len=4096)
+        request = shapes.asked(model, "h200", gpus_per_node=4, max_model_len=4096)
         sizing = sizing_of(request, catalog.gpu("h200"))
         assert sizing.reason, model
         if sizing.fits:
             assert sizing.layout and sizing.kv and sizing.speed, model
-            rules = layouts.divisibility_of(dense.read(config), profile())
+            rules = layouts.divisibility_of(shapes.arch(model), profile())
             assert layouts.refusal(rules, sizing.layout, 4) is None, model
             assert sizing.kv.tokens > 0 and sizing.speed.tpot_ms.likely > 0, model
             assert {"weights", "one token"} <= {formula.name for formula in explanation(request, sizing)}, model

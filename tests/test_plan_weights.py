@@ -1,4 +1,4 @@
-"""Bytes of weights a GPU, against vLLM's logs and published sizes."""
+"""Bytes of weights a GPU, against published sizes; test_plan_accuracy has vLLM's logs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import NotModelled
-from penstock.planner.architecture import Architecture, Quantization, Tensor, quantization
+from penstock.planner.architecture import Architecture, Tensor, quantization
 from penstock.planner.memory.tensors import inventory, split_layers, tensor_bytes
 from penstock.planner.memory.weights import RankWeights, bytes_on_disk, expert_counts, rank_weights, rope_bytes
 from penstock.spec.deployment import Parallel
@@ -30,14 +30,6 @@ def test_published_index_sizes_are_met_to_the_byte(name: str, published: int) ->
     assert bytes_on_disk(shapes.arch(name)) == published
 
 
-def test_llama_8b_on_one_gpu_is_what_vllm_logs() -> None:
-    """vLLM logs 14.9889 GiB: 14.957 of weights and 32 MiB of rope table."""
-    one = first_rank("llama-3.1-8b", Parallel())
-    assert one.weight_bytes / GIB == pytest.approx(14.957, abs=0.001)
-    assert one.rope_bytes == 32 * 2**20
-    assert one.total_bytes / GIB == pytest.approx(14.9889, rel=1e-4)
-
-
 def test_llama_405b_fp8_leaves_57_75_gib_on_each_of_eight() -> None:
     """Meta's FP8 checkpoint: attention and the first and last layer in bf16; the first release had 16 KV heads."""
     kept = [f"model.layers.{i}.self_attn.{p}_proj" for i in range(126) for p in "qkvo"]
@@ -53,30 +45,6 @@ def test_70b_over_two_gpus_and_405b_over_sixteen() -> None:
     assert [one.n_layers for one in stages] == [63, 63]
     assert sum(one.n_ranks for one in stages) == 16
     assert sum(one.weight_bytes for one in stages) * 8 / 1e9 == pytest.approx(811.7, rel=0.001)
-
-
-CHANNEL_FP8 = {
-    "quant_method": "compressed-tensors",
-    "format": "float-quantized",
-    "config_groups": {"a": {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", "strategy": "channel"}}},
-    "ignore": ["lm_head"],
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "tensor", "changes", "logged_gib"),
-    [
-        ("llama-3.1-8b", 1, {}, 14.99),
-        ("qwen3-0.6b", 1, {}, 1.12),
-        ("qwen3-32b", 1, {}, 61.03),
-        ("llama-3.1-70b", 2, {"quantization_config": CHANNEL_FP8}, 33.88),
-        ("gpt-oss-20b", 1, {}, 13.47),
-        ("gpt-oss-120b", 1, {}, 64.38),
-    ],
-)
-def test_logged_weights_on_h100(name: str, tensor: int, changes: dict[str, Any], logged_gib: float) -> None:
-    """Weights in vLLM's logs on H100, collected by llm-d's capacity planner. Within the bar of 0.5%."""
-    assert first_rank(name, Parallel(tensor), **changes).total_bytes / GIB == pytest.approx(logged_gib, rel=0.005)
 
 
 def test_mxfp4_experts_are_padded_as_the_kernel_wants() -> None:
@@ -110,11 +78,11 @@ def test_deepseek_keeps_a_16_bit_copy_of_kv_b() -> None:
 
 
 @pytest.mark.parametrize(
-    ("n_layers", "n_stages", "wanted"),
-    [(61, 4, (15, 15, 16, 15)), (10, 4, (2, 3, 3, 2)), (80, 2, (40, 40)), (7, 2, (4, 3)), (11, 4, (3, 3, 3, 2))],
+    ("n_layers", "wanted"),
+    [(61, (15, 15, 16, 15)), (10, (2, 3, 3, 2)), (80, (40, 40)), (7, (4, 3)), (11, (3, 3, 3, 2))],
 )
-def test_layers_over_stages_as_vllm_puts_them(n_layers: int, n_stages: int, wanted: tuple[int, ...]) -> None:
-    assert tuple(map(len, split_layers(n_layers, n_stages))) == wanted
+def test_layers_over_stages_as_vllm_puts_them(n_layers: int, wanted: tuple[int, ...]) -> None:
+    assert tuple(map(len, split_layers(n_layers, len(wanted)))) == wanted
 
 
 def test_kv_heads_are_copied_once_tp_exceeds_them() -> None:
@@ -153,15 +121,9 @@ def test_data_parallelism_cuts_experts_but_copies_attention() -> None:
     assert (eight.weight_bytes - eight.expert_bytes) * 2 == pytest.approx(one.weight_bytes - one.expert_bytes, rel=0.01)
 
 
-DENSE_NAMES = ["llama-3.1-8b", "qwen2.5-72b", "gemma-2-9b", "olmo-2-7b", "starcoder2-7b", "falcon-40b"]
 ALL_NAMES = [
-    *DENSE_NAMES,
-    "mixtral-8x7b",
-    "deepseek-v3",
-    "qwen3-next-80b-a3b",
-    "nemotron-h-56b",
-    "gpt-oss-20b",
-    "qwen3-vl-8b",
+    *("llama-3.1-8b", "qwen2.5-72b", "gemma-2-9b", "olmo-2-7b", "starcoder2-7b", "falcon-40b", "mixtral-8x7b"),
+    *("deepseek-v3", "qwen3-next-80b-a3b", "nemotron-h-56b", "gpt-oss-20b", "qwen3-vl-8b"),
 ]
 
 
@@ -219,26 +181,18 @@ def test_bytes_a_parameter_of_each_format(config: dict[str, Any], bytes_a_parame
     assert quantization.matrix_bytes(4096, 4096, quant) / 4096**2 == pytest.approx(bytes_a_parameter, abs=2e-6)
 
 
-def weights(num_bits: int, kind: str, strategy: str, **extra: Any) -> dict[str, Any]:
-    return {"targets": ["Linear"], "weights": {"num_bits": num_bits, "type": kind, "strategy": strategy, **extra}}
-
-
 @pytest.mark.parametrize(
-    ("group", "storage", "kind"),
+    ("scheme", "storage", "kind"),
     [
-        (weights(8, "float", "channel"), "float-quantized", "fp8"),
-        (weights(8, "int", "channel"), "int-quantized", "int8"),
-        (weights(4, "int", "group", group_size=128), "pack-quantized", "int4"),
-        (weights(4, "float", "tensor_group", group_size=16), "nvfp4-pack-quantized", "nvfp4"),
+        ({"num_bits": 8, "type": "float", "strategy": "channel"}, "float-quantized", "fp8"),
+        ({"num_bits": 8, "type": "int", "strategy": "channel"}, "int-quantized", "int8"),
+        ({"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}, "pack-quantized", "int4"),
+        ({"num_bits": 4, "type": "float", "strategy": "group", "group_size": 16}, "nvfp4-pack-quantized", "nvfp4"),
     ],
 )
-def test_compressed_tensors_schemes(group: dict[str, Any], storage: str, kind: str) -> None:
-    config = {
-        "quant_method": "compressed-tensors",
-        "format": storage,
-        "config_groups": {"group_0": group},
-        "ignore": ["lm_head"],
-    }
+def test_compressed_tensors_schemes(scheme: dict[str, Any], storage: str, kind: str) -> None:
+    groups = {"group_0": {"targets": ["Linear"], "weights": scheme}}
+    config = {"quant_method": "compressed-tensors", "format": storage, "config_groups": groups, "ignore": ["lm_head"]}
     found = quantization.from_config(config)
     assert found.kind == kind and found.excluded == ("lm_head",)
 
@@ -290,7 +244,4 @@ def test_a_rope_table_is_as_long_as_the_model_whatever_is_served() -> None:
     assert rope_bytes(shapes.arch("phi-4-mini")) == (131_072 + 4096) * 96 * 2
     assert rope_bytes(shapes.arch("gpt-oss-20b")) == 131_072 * 64 * 4
     assert rope_bytes(shapes.arch("jamba-v0.1")) == 0
-
-
-def test_quantization_is_a_value() -> None:
-    assert hash(Quantization("fp8")) == hash(Quantization("fp8"))
+    assert first_rank("llama-3.1-8b", Parallel()).rope_bytes == 32 * 2**20

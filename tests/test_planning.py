@@ -10,13 +10,13 @@ import pytest
 from samples import DEMO, LLAMA_70B, NOW, cpu_machine, deployment, gpu_machine, sized
 
 from penstock.deployment import measured, planning
-from penstock.errors import NotModelled, PlanError, UserError
+from penstock.errors import NotModelled, UserError
 from penstock.hardware import Gpu, Machine, catalog
 from penstock.models import Facts
 from penstock.models import catalog as models_catalog
 from penstock.planner import Plan, launch
 from penstock.planner.inputs import key_of
-from penstock.planner.request import Sizing, SizingRequest
+from penstock.planner.request import SizingRequest
 from penstock.spec.deployment import Parallel
 from penstock.text import GIB, MIB
 
@@ -65,6 +65,7 @@ def test_the_next_plan_has_the_kv_cache_that_the_engine_reported() -> None:
     assert after.kv.tokens == pytest.approx(909_136, rel=0.0002)
     assert after.memory.activation_gib.likely == pytest.approx(1.04, abs=0.001)
     assert after.memory.cuda_graph_gib.likely == pytest.approx(0.92, abs=0.001)
+    assert planning.solve(H200, with_measured=False).measured_on is None
 
 
 def test_up_knows_what_plan_knows() -> None:
@@ -106,20 +107,9 @@ def test_what_moves_memory_is_another_start(changed: dict[str, Any]) -> None:
 def test_copies_of_a_config_that_differ_in_nothing_that_matters_are_one_model() -> None:
     copy = Facts("./mine", {**FACTS.config, "transformers_version": "9.9", "_name_or_path": "x"}, "a folder")
     card = catalog.gpu("h200")
-    assert key_of(msgspec.structs.replace(H200, facts=copy), card) == key_of(H200, card)
+    assert key_of(msgspec.structs.replace(H200, facts=copy, engine_version="0.33"), card) == key_of(H200, card)
     other = Facts("./mine", {**FACTS.config, "num_hidden_layers": 31}, "a folder")
     assert key_of(msgspec.structs.replace(H200, facts=other), card) != key_of(H200, card)
-
-
-def test_versions_that_are_written_differently_are_one() -> None:
-    card = catalog.gpu("h200")
-    short = msgspec.structs.replace(H200, engine_version="0.33")
-    assert key_of(short, card) == key_of(H200, card)
-
-
-def test_measured_values_can_be_left_out() -> None:
-    kept(up())
-    assert planning.solve(H200, with_measured=False).measured_on is None
 
 
 def test_a_later_start_replaces_an_earlier_one() -> None:
@@ -149,10 +139,7 @@ def test_nothing_is_kept_of_what_was_not_planned_or_did_not_report() -> None:
     on_cpu = launch.make(deployment(), DEMO, cpu_machine(), "vllm", "0.32.0", 1)
     assert measured.keep(on_cpu, H200_START, NOW) is None
     assert measured.keep(up(), {"load_s": 1.0}, NOW) is None
-
-
-def test_a_start_without_all_its_numbers_is_kept_but_replaces_nothing() -> None:
-    path = measured.keep(up(), {"kv_cache_gib": 110.98}, NOW)
+    path = measured.keep(up(), {"kv_cache_gib": 110.98}, NOW)  # kept without all its numbers: it replaces nothing
     assert path is not None and path.name == "TP1-PP1-DP1.json"
     assert planning.solve(H200).measured_on is None
 
@@ -201,21 +188,21 @@ def test_the_workload_and_the_layout_reach_the_planner() -> None:
     assert request().fixed_layout is None
 
 
-def test_flags_whose_memory_is_not_counted_are_told() -> None:
-    sizing = planning.solve(request(engine={"args": {"speculative-config": "{}", "seed": 1}}))
-    assert "the memory of --speculative-config is not modelled, and not counted" in sizing.warnings
-
-
-def test_notes_of_the_facts_become_warnings_once() -> None:
-    noted = msgspec.structs.replace(FACTS, notes=("read from a copy",))
-    assert planning.solve(msgspec.structs.replace(H200, facts=noted)).warnings[0] == "read from a copy"
+def test_notes_of_the_facts_and_flags_whose_memory_is_not_counted_become_warnings() -> None:
+    asked = request(engine={"args": {"speculative-config": "{}", "seed": 1}})
+    noted = msgspec.structs.replace(asked, facts=msgspec.structs.replace(FACTS, notes=("read from a copy",)))
+    warnings = ("read from a copy", "the memory of --speculative-config is not modelled, and not counted")
+    assert planning.solve(noted).warnings[:2] == warnings
 
 
 # ---- cards -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_card_that_the_catalogue_knows_has_its_facts() -> None:
+def test_a_card_that_the_catalogue_knows_has_its_facts_and_its_own_memory() -> None:
     assert planning.card_of(BOX.gpus) == catalog.gpu("h200")
+    assert planning.card_of((*BOX.gpus, *gpu_machine(1).gpus)).id == "h100-sxm"  # of different cards the smallest
+    mig_slice = catalog.gpu_of_machine("NVIDIA H200", 71_000 * MIB)
+    assert mig_slice.id == "h200-sxm" and mig_slice.memory.torch_total_gib < 70
 
 
 def test_an_unknown_card_is_planned_by_its_drivers_memory() -> None:
@@ -226,17 +213,6 @@ def test_an_unknown_card_is_planned_by_its_drivers_memory() -> None:
     made = up(unknown)
     assert made.need.total_bytes <= 49_140 * MIB
     assert any(warning.startswith("NVIDIA X900 is not in the catalogue: 47.44 GiB") for warning in made.warnings)
-
-
-def test_a_part_of_a_card_has_its_own_memory() -> None:
-    slice_of_it = catalog.gpu_of_machine("NVIDIA H200", 71_000 * MIB)
-    assert slice_of_it.id == "h200-sxm"
-    assert slice_of_it.memory.torch_total_gib < 70
-
-
-def test_of_different_cards_the_smallest_decides() -> None:
-    mixed = (*BOX.gpus, *gpu_machine(1).gpus)
-    assert planning.card_of(mixed).id == "h100-sxm"
 
 
 # ---- what is not modelled --------------------------------------------------------------------------------------------
@@ -254,16 +230,6 @@ def test_what_is_not_modelled_stops_plan_and_not_up(version: str, config: dict[s
     made = launch.make_on_gpus(WANTED, LLAMA_70B, BOX, version, 1, said)
     decides = "vLLM is started anyway and decides whether it fits"
     assert made.warnings == (f"not planned: {said.not_modelled}; {decides}",)
-
-
-def test_plan_and_up_refuse_with_the_same_words() -> None:
-    machine = gpu_machine(1)
-    asked = SizingRequest(FACTS, gpu="h100-sxm", max_model_len=131_072, gpu_memory_utilization=0.3)
-    said: Sizing = planning.solve(asked)
-    assert not said.fits
-    with pytest.raises(PlanError) as caught:
-        up(machine, engine={"max_model_len": 131_072, "gpu_memory_utilization": 0.3})
-    assert caught.value.message.endswith(f"on box: {said.reason}")
 
 
 def test_an_unknown_network_is_the_users_mistake() -> None:

@@ -215,6 +215,9 @@ class Controller:
         is_due = units != placed and (self._refusal is None or now >= self._refusal.again_at)
         if again is None or not (again or is_due):
             return decision
+        for name in again:
+            if seen.placements[replica(name)].state == "gone":  # else its last lease would count for the next one
+                self._tell_gateway("/admin/forget", name)
         # What an engine mapped when it was last seen: it may have been killed together with its node.
         rows = seen.view.replicas if seen.view else ()
         segments = [

@@ -134,6 +134,23 @@ def attention_of(f: Fields, window: int | None = None, **extra: Any) -> Attentio
     )
 
 
+def biased_attention(f: Fields, **extra: Any) -> Attention:
+    """`attention_of` with biases where the config's `attention_bias` says so."""
+    bias = f.flag("attention_bias")
+    return attention_of(f, has_qkv_bias=bias, has_output_bias=bias, **extra)
+
+
+def mixture(f: Fields, width: int, n_experts: int, **extra: Any) -> Mlp:
+    """A mixture with num_experts_per_tok experts a token; `extra` are further fields of `Mlp`."""
+    return Mlp(width, n_experts=n_experts, **{"top_k": f.n("num_experts_per_tok"), **extra})
+
+
+def sparse_steps(f: Fields, n_experts: int) -> tuple[bool, ...]:
+    """Whether each layer has experts, as Qwen's configs say it (decoder_sparse_step, mlp_only_layers)."""
+    only, step = f.get("mlp_only_layers") or (), f.n("decoder_sparse_step", default=1)
+    return tuple(n_experts > 0 and at not in only and (at + 1) % step == 0 for at in range(f.n("num_hidden_layers")))
+
+
 def stack(
     f: Fields,
     family: str,

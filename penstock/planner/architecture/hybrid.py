@@ -4,8 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import msgspec
+
 from penstock.planner.architecture import Architecture, Attention, Layer, Mlp, State
-from penstock.planner.architecture.config import Fields, Reader, attention_of, stack
+from penstock.planner.architecture.config import (
+    Fields,
+    Reader,
+    attention_of,
+    biased_attention,
+    mixture,
+    sparse_steps,
+    stack,
+)
 from penstock.planner.architecture.rope import ropes
 
 
@@ -33,38 +43,25 @@ def _qwen3_next(f: Fields) -> Architecture:
         state_dtype=_state_dtype(f, "mamba_ssm_dtype", "mamba_ssm_cache_dtype"),
         has_conv_bias=False,
     )
-    attention = attention_of(
-        f,
-        has_qkv_bias=f.flag("attention_bias"),
-        has_output_bias=f.flag("attention_bias"),
-        qk_norm="head",
-        has_output_gate=f.flag("attn_output_gate", True),
-    )
-    n_experts, only = f.n("num_experts", default=0), f.get("mlp_only_layers") or ()
-    step = f.n("decoder_sparse_step", default=1)
+    attention = biased_attention(f, qk_norm="head", has_output_gate=f.flag("attn_output_gate", True))
+    n_experts, shared = f.n("num_experts", default=0), f.n("shared_expert_intermediate_size", default=0)
+
+    def mlp(is_sparse: bool) -> Mlp:
+        if not is_sparse:
+            return Mlp(f.n("intermediate_size"))
+        width = f.n("moe_intermediate_size")
+        return mixture(f, width, n_experts, shared_intermediate=shared, has_shared_gate=shared > 0)
+
     layers = [
         Layer(
             attention if kind == "full_attention" else None,
             state if kind == "linear_attention" else None,
-            _qwen_mlp(f, is_sparse=n_experts > 0 and index not in only and (index + 1) % step == 0),
+            mlp(is_sparse),
             norm_params=2 * hidden,
         )
-        for index, kind in enumerate(types)
+        for kind, is_sparse in zip(types, sparse_steps(f, n_experts), strict=False)
     ]
     return stack(f, "qwen3_next", layers, ropes(f, f.head_dim))
-
-
-def _qwen_mlp(f: Fields, *, is_sparse: bool) -> Mlp:
-    if not is_sparse:
-        return Mlp(f.n("intermediate_size"))
-    shared = f.n("shared_expert_intermediate_size", default=0)
-    return Mlp(
-        f.n("moe_intermediate_size"),
-        n_experts=f.n("num_experts"),
-        top_k=f.n("num_experts_per_tok"),
-        shared_intermediate=shared,
-        has_shared_gate=shared > 0,
-    )
 
 
 def _mamba2(f: Fields, n_heads: int, head_dim: int, state_size: int, kernel: int) -> State:
@@ -97,7 +94,7 @@ def _nemotron_h(f: Fields) -> Architecture:
     f.refuse_unless(bool(blocks) and not unknown, f"layer kinds {unknown} are not modelled")
     f.refuse_unless(not f.maybe_n("moe_latent_size"), "experts in a latent space are not modelled")
     state = _mamba2(f, f.n("mamba_num_heads"), f.n("mamba_head_dim"), f.n("ssm_state_size"), f.n("conv_kernel"))
-    attention = attention_of(f, has_qkv_bias=f.flag("attention_bias"), has_output_bias=f.flag("attention_bias"))
+    attention = biased_attention(f)
     mlp = Mlp(f.n("intermediate_size"), is_gated=False, has_bias=f.flag("mlp_bias"))
     n_shared = f.n("n_shared_experts", default=0)
     moe = Mlp(
@@ -108,14 +105,10 @@ def _nemotron_h(f: Fields) -> Architecture:
         shared_intermediate=n_shared * f.n("moe_shared_expert_intermediate_size", default=0),
         has_correction_bias=True,
     )
-    kinds = {
-        "mamba": Layer(state=state, norm_params=hidden),
-        "attention": Layer(attention, norm_params=hidden),
-        "mlp": Layer(mlp=mlp, norm_params=hidden),
-        "moe": Layer(mlp=moe, norm_params=hidden),
-    }
+    kinds = {"mamba": Layer(state=state), "attention": Layer(attention), "mlp": Layer(mlp=mlp), "moe": Layer(mlp=moe)}
     # No rope: attention in these models has no positions.
-    return stack(f, "nemotron_h", [kinds[block] for block in blocks], ())
+    layers = [msgspec.structs.replace(kinds[block], norm_params=hidden) for block in blocks]
+    return stack(f, "nemotron_h", layers, ())
 
 
 def _jamba(f: Fields) -> Architecture:
@@ -134,7 +127,7 @@ def _jamba(f: Fields) -> Architecture:
     )
     attention = attention_of(f)
     width, n_experts = f.n("intermediate_size"), f.n("num_experts")
-    dense, sparse = Mlp(width), Mlp(width, n_experts=n_experts, top_k=f.n("num_experts_per_tok"))
+    dense, sparse = Mlp(width), mixture(f, width, n_experts)
     layers = []
     for index in range(f.n("num_hidden_layers")):
         is_attention = index % f.n("attn_layer_period", default=8) == f.n("attn_layer_offset", default=4)
@@ -158,29 +151,14 @@ def _granite_hybrid(f: Fields) -> Architecture:
     inner = f.n("mamba_expand", default=2) * hidden
     n_heads = f.n("mamba_n_heads")
     head_dim = f.get("mamba_d_head")
-    state = _mamba2(
-        f,
-        n_heads,
-        head_dim if isinstance(head_dim, int) else inner // n_heads,
-        f.n("mamba_d_state"),
-        f.n("mamba_d_conv"),
-    )
-    attention = attention_of(f, has_qkv_bias=f.flag("attention_bias"), has_output_bias=f.flag("attention_bias"))
+    width = head_dim if isinstance(head_dim, int) else inner // n_heads
+    state = _mamba2(f, n_heads, width, f.n("mamba_d_state"), f.n("mamba_d_conv"))
     n_experts, shared = f.n("num_local_experts", default=0), f.n("shared_intermediate_size")
-    mlp = (
-        Mlp(f.n("intermediate_size"), n_experts=n_experts, top_k=f.n("num_experts_per_tok"), shared_intermediate=shared)
-        if n_experts
-        else Mlp(shared)
-    )
-    layers = [
-        Layer(
-            attention if kind == "attention" else None,
-            state if kind == "mamba" else None,
-            mlp,
-            norm_params=2 * hidden,
-        )
-        for kind in types
-    ]
+    mlp = Mlp(shared)
+    if n_experts:
+        mlp = mixture(f, f.n("intermediate_size"), n_experts, shared_intermediate=shared)
+    kinds = {"attention": Layer(biased_attention(f), mlp=mlp), "mamba": Layer(state=state, mlp=mlp)}
+    layers = [msgspec.structs.replace(kinds.get(kind, Layer(mlp=mlp)), norm_params=2 * hidden) for kind in types]
     tables = ropes(f, f.head_dim) if f.get("position_embedding_type") == "rope" else ()
     return stack(f, "granite_hybrid", layers, tables)
 

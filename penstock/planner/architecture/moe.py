@@ -4,14 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import msgspec
+
 from penstock.planner.architecture import Architecture, Attention, Layer, Mlp, RopeTable
-from penstock.planner.architecture.config import Fields, Reader, attention_of, layer_windows, stack
+from penstock.planner.architecture.config import (
+    Fields,
+    Reader,
+    attention_of,
+    biased_attention,
+    layer_windows,
+    mixture,
+    sparse_steps,
+    stack,
+)
 from penstock.planner.architecture.rope import ropes, ropes_gemma4
 
 
 def _mixtral(f: Fields) -> Architecture:
     """models/mixtral.py, granitemoe.py: every layer has num_local_experts gated experts."""
-    mlp = Mlp(f.n("intermediate_size"), n_experts=f.n("num_local_experts"), top_k=f.n("num_experts_per_tok"))
+    mlp = mixture(f, f.n("intermediate_size"), f.n("num_local_experts"))
     layers = [
         Layer(attention_of(f, window=w), mlp=mlp, norm_params=2 * f.n("hidden_size"))
         for w in layer_windows(f, "layer_types")
@@ -21,58 +32,50 @@ def _mixtral(f: Fields) -> Architecture:
 
 def _qwen3_moe(f: Fields) -> Architecture:
     """models/qwen3_moe.py, and qwen2_moe.py with a gated shared expert and QKV biases."""
-    hidden, n_experts = f.n("hidden_size"), f.n("num_experts", "num_local_experts")
-    is_second = f.architecture == "Qwen2MoeForCausalLM"
-    sparse = Mlp(
-        f.n("moe_intermediate_size"),
-        n_experts=n_experts,
-        top_k=f.n("num_experts_per_tok"),
-        shared_intermediate=f.n("shared_expert_intermediate_size") if is_second else 0,
-        has_shared_gate=is_second,
-    )
-    dense = Mlp(f.n("intermediate_size"))
-    only, step = f.get("mlp_only_layers") or (), f.n("decoder_sparse_step", default=1)
+    n_experts, is_second = f.n("num_experts", "num_local_experts"), f.architecture == "Qwen2MoeForCausalLM"
+    shared = f.n("shared_expert_intermediate_size") if is_second else 0
+    width, dense = f.n("moe_intermediate_size"), Mlp(f.n("intermediate_size"))
+    sparse = mixture(f, width, n_experts, shared_intermediate=shared, has_shared_gate=is_second)
     bias = f.flag("qkv_bias", True) if is_second else f.flag("attention_bias")
     attention = attention_of(f, has_qkv_bias=bias, qk_norm=None if is_second else "head")
     layers = [
-        Layer(
-            attention,
-            mlp=sparse if index not in only and n_experts > 0 and (index + 1) % step == 0 else dense,
-            norm_params=2 * hidden,
-        )
-        for index in range(f.n("num_hidden_layers"))
+        Layer(attention, mlp=sparse if is_sparse else dense, norm_params=2 * f.n("hidden_size"))
+        for is_sparse in sparse_steps(f, n_experts)
     ]
     return stack(f, "qwen3_moe", layers, ropes(f, f.head_dim))
 
 
 def _glm4_moe(f: Fields) -> Architecture:
     """models/glm4_moe.py: dense for the first layers, then routed and shared experts; the router is fp32."""
-    hidden, moe = f.n("hidden_size"), f.n("moe_intermediate_size")
-    sparse = Mlp(
-        moe,
-        n_experts=f.n("n_routed_experts"),
-        top_k=f.n("num_experts_per_tok"),
-        shared_intermediate=moe * f.n("n_shared_experts", default=0),
-        has_correction_bias=True,
-        router_dtype="float32",
-    )
-    dense, n_dense = Mlp(f.n("intermediate_size")), f.n("first_k_dense_replace", default=1)
-    attention = attention_of(
-        f, has_qkv_bias=f.flag("attention_bias"), qk_norm="head" if f.flag("use_qk_norm") else None
-    )
-    layers = [
-        Layer(attention, mlp=dense if index < n_dense else sparse, norm_params=2 * hidden)
+    sparse = _routed(f, has_correction_bias=True, router_dtype="float32")
+    qk_norm = "head" if f.flag("use_qk_norm") else None
+    attention = attention_of(f, has_qkv_bias=f.flag("attention_bias"), qk_norm=qk_norm)
+    n_dense = f.n("first_k_dense_replace", default=1)
+    return stack(f, "glm4_moe", _dense_first(f, attention, sparse, n_dense), ropes(f, f.head_dim))
+
+
+def _routed(f: Fields, **extra: object) -> Mlp:
+    """Routed experts and n_shared_experts that every token passes, of one width."""
+    width = f.n("moe_intermediate_size")
+    shared = width * f.n("n_shared_experts", default=0)
+    return mixture(f, width, f.n("n_routed_experts"), shared_intermediate=shared, **extra)
+
+
+def _dense_first(f: Fields, attention: Attention, sparse: Mlp, n_dense: int, freq: int = 1) -> list[Layer]:
+    """Dense MLPs for the first layers, then experts in every `freq`-th."""
+    dense, norms = Mlp(f.n("intermediate_size")), 2 * f.n("hidden_size")
+    return [
+        Layer(attention, mlp=sparse if index >= n_dense and index % freq == 0 else dense, norm_params=norms)
         for index in range(f.n("num_hidden_layers"))
     ]
-    return stack(f, "glm4_moe", layers, ropes(f, f.head_dim))
 
 
 def _minimax_m2(f: Fields) -> Architecture:
     """models/minimax_m2.py: experts in every layer, q and k norms over all heads, fp32 router with its bias."""
-    mlp = Mlp(
+    mlp = mixture(
+        f,
         f.n("intermediate_size"),
-        n_experts=f.n("num_local_experts"),
-        top_k=f.n("num_experts_per_tok"),
+        f.n("num_local_experts"),
         shared_intermediate=f.n("shared_intermediate_size", default=0),
         has_correction_bias=f.flag("use_routing_bias"),
         router_dtype="float32",
@@ -84,7 +87,7 @@ def _minimax_m2(f: Fields) -> Architecture:
 
 def _gpt_oss(f: Fields) -> Architecture:
     """models/gpt_oss.py: even layers slide, everything has a bias, one sink a head; the rope table is fp32."""
-    window, n_heads = f.n("sliding_window"), f.n("num_attention_heads")
+    window = f.n("sliding_window")
     mlp = Mlp(
         f.n("intermediate_size"),
         n_experts=f.n("num_local_experts", "num_experts"),
@@ -94,17 +97,7 @@ def _gpt_oss(f: Fields) -> Architecture:
     )
     layers = [
         Layer(
-            Attention(
-                "full" if index % 2 else "sliding",
-                n_heads=n_heads,
-                n_kv_heads=f.n("num_key_value_heads"),
-                head_dim_k=f.head_dim,
-                head_dim_v=f.head_dim,
-                window=None if index % 2 else window,
-                has_qkv_bias=True,
-                has_output_bias=True,
-                has_sinks=True,
-            ),
+            attention_of(f, None if index % 2 else window, has_qkv_bias=True, has_output_bias=True, has_sinks=True),
             mlp=mlp,
             norm_params=2 * f.n("hidden_size"),
         )
@@ -116,33 +109,18 @@ def _gpt_oss(f: Fields) -> Architecture:
 
 def _llama4(f: Fields) -> Architecture:
     """models/llama4.py: three of four layers see chunks of attention_chunk_size and turn, the fourth sees all."""
-    hidden, step, chunk = (
-        f.n("hidden_size"),
-        f.n("interleave_moe_layer_step", default=1),
-        f.maybe_n("attention_chunk_size"),
-    )
-    width = f.n("intermediate_size")
-    sparse = Mlp(
-        width,
-        n_experts=f.n("num_local_experts"),
-        top_k=f.n("num_experts_per_tok", default=1),
-        shared_intermediate=width,
-    )
-    dense = Mlp(f.n("intermediate_size_mlp"))
+    step, chunk = f.n("interleave_moe_layer_step", default=1), f.maybe_n("attention_chunk_size")
+    width, dense = f.n("intermediate_size"), Mlp(f.n("intermediate_size_mlp"))
+    top_k = f.n("num_experts_per_tok", default=1)
+    sparse = Mlp(width, n_experts=f.n("num_local_experts"), top_k=top_k, shared_intermediate=width)
+    plain = biased_attention(f)
+    chunked = msgspec.structs.replace(plain, kind="chunked", window=chunk) if chunk else plain
     no_rope, moe_layers = f.get("no_rope_layers"), f.get("moe_layers")
     layers = []
     for index in range(f.n("num_hidden_layers")):
         turns = bool(no_rope[index]) if no_rope else (index + 1) % 4 != 0
-        plain = attention_of(f, has_qkv_bias=f.flag("attention_bias"))
-        attention = Attention(
-            *("chunked" if turns and chunk else "full", plain.n_heads, plain.n_kv_heads, plain.head_dim_k),
-            plain.head_dim_v,
-            window=chunk if turns else None,
-            has_qkv_bias=plain.has_qkv_bias,
-            has_output_bias=plain.has_qkv_bias,
-        )
-        is_sparse = index in moe_layers if moe_layers else (index + 1) % step == 0
-        layers.append(Layer(attention, mlp=sparse if is_sparse else dense, norm_params=2 * hidden))
+        mlp = sparse if (index in moe_layers if moe_layers else (index + 1) % step == 0) else dense
+        layers.append(Layer(chunked if turns else plain, mlp=mlp, norm_params=2 * f.n("hidden_size")))
     return stack(f, "llama4", layers, ropes(f, f.head_dim))
 
 
@@ -158,11 +136,10 @@ def _gemma4(f: Fields) -> Architecture:
     )
     n_experts = f.n("num_experts", default=0) if f.flag("enable_moe_block") else 0
     dense = f.n("intermediate_size")
-    mlp = (
-        Mlp(f.n("moe_intermediate_size"), n_experts=n_experts, top_k=f.n("top_k_experts"), shared_intermediate=dense)
-        if n_experts
-        else Mlp(dense)
-    )
+    mlp = Mlp(dense)
+    if n_experts:
+        width, top_k = f.n("moe_intermediate_size"), f.n("top_k_experts")
+        mlp = Mlp(width, n_experts=n_experts, top_k=top_k, shared_intermediate=dense)
     norm_params = 4 * hidden + (4 * hidden + n_experts if n_experts else 0)
     layers = []
     for kind in types:
@@ -204,24 +181,12 @@ def _mla_attention(f: Fields) -> Attention:
 
 def _deepseek(f: Fields) -> Architecture:
     """models/deepseek_v2.py and vllm/models/deepseek_v32 (V2, V3, R1, V3.2, Kimi K2, GLM-5)."""
-    hidden, moe = f.n("hidden_size"), f.n("moe_intermediate_size")
     f.refuse_unless(
         f.n("index_topk_freq", default=1) == 1 and not f.get("index_topk_pattern"), "a shared indexer is not modelled"
     )
-    sparse = Mlp(
-        moe,
-        n_experts=f.n("n_routed_experts"),
-        top_k=f.n("num_experts_per_tok"),
-        shared_intermediate=moe * f.n("n_shared_experts", default=0),
-        has_correction_bias=f.get("topk_method") == "noaux_tc",
-    )
-    dense, n_dense = Mlp(f.n("intermediate_size")), f.n("first_k_dense_replace", default=0)
-    freq = f.n("moe_layer_freq", default=1)
-    attention = _mla_attention(f)
-    layers = [
-        Layer(attention, mlp=sparse if index >= n_dense and index % freq == 0 else dense, norm_params=2 * hidden)
-        for index in range(f.n("num_hidden_layers"))
-    ]
+    attention, sparse = _mla_attention(f), _routed(f, has_correction_bias=f.get("topk_method") == "noaux_tc")
+    n_dense, freq = f.n("first_k_dense_replace", default=0), f.n("moe_layer_freq", default=1)
+    layers = _dense_first(f, attention, sparse, n_dense, freq)
     tables = ropes(f, f.n("qk_rope_head_dim", default=64), is_partial=False)
     if attention.n_index_heads and not f.flag("indexer_rope_interleave"):
         tables *= 2

@@ -137,10 +137,9 @@ def from_config(q: Mapping[str, Any]) -> Quantization:
     if isinstance(q.get("quantization"), Mapping):
         q = {"quant_method": "modelopt", **q["quantization"]}
     method = str(q.get("quant_method", "modelopt" if "quant_algo" in q else "")).lower()
-    reader = _METHODS.get(method)
-    if reader is None:
+    if method not in _METHODS:
         raise not_modelled("quantization", method or "unknown", "its bytes are not modelled")
-    return reader(q)
+    return _METHODS[method][0](q)
 
 
 def _names(q: Mapping[str, Any], *keys: str) -> tuple[str, ...]:
@@ -267,19 +266,23 @@ def _scheme(group: Mapping[str, Any], storage: str) -> Quantization:
     raise not_modelled("quantization", f"compressed-tensors {kind}{bits}", "its bytes are not modelled")
 
 
-_METHODS: Mapping[str, Callable[[Mapping[str, Any]], Quantization]] = {
-    "fp8": _fp8,
-    "fbgemm_fp8": _fbgemm_fp8,
-    "awq": _awq,
-    "awq_marlin": _awq,
-    "gptq": _gptq,
-    "gptq_marlin": _gptq,
-    "mxfp4": _mxfp4,
-    "gpt_oss_mxfp4": _mxfp4,
-    "bitsandbytes": _bitsandbytes,
-    "modelopt": _modelopt,
-    "modelopt_fp4": _modelopt,
-    "compressed-tensors": _compressed_tensors,
+# How a quant_method is read, and the kinds of checkpoint for which vLLM takes `--quantization` of that name.
+_METHODS: Mapping[str, tuple[Callable[[Mapping[str, Any]], Quantization], frozenset[str]]] = {
+    "fp8": (_fp8, frozenset({"fp8", "fp8-block"})),
+    "fbgemm_fp8": (_fbgemm_fp8, frozenset({"fp8"})),
+    "awq": (_awq, frozenset({"awq"})),
+    "awq_marlin": (_awq, frozenset({"awq"})),
+    "gptq": (_gptq, frozenset({"gptq"})),
+    "gptq_marlin": (_gptq, frozenset({"gptq"})),
+    "mxfp4": (_mxfp4, frozenset({"mxfp4"})),
+    "gpt_oss_mxfp4": (_mxfp4, frozenset({"mxfp4"})),
+    "bitsandbytes": (_bitsandbytes, frozenset({"bnb-nf4", "bnb-int8"})),
+    "modelopt": (_modelopt, frozenset({"fp8", "nvfp4", "fp8-block"})),
+    "modelopt_fp4": (_modelopt, frozenset({"nvfp4"})),
+    "compressed-tensors": (
+        _compressed_tensors,
+        frozenset({"fp8", "fp8-block", "int8", "int4", "nvfp4", "mxfp4"}),
+    ),
 }
 
 # `--quantization` on a 16-bit checkpoint (layers/quantization/online, bitsandbytes.py): what vLLM makes while loading.
@@ -291,20 +294,6 @@ ONLINE: Mapping[str, Quantization] = {
     "bitsandbytes": Quantization("bnb-nf4", is_online=True),
     "mxfp4": Quantization("mxfp4", group_size=_MXFP4_GROUP, is_online=True),
 }
-# The same format under the names that vLLM accepts for it, by the kind in the checkpoint.
-_SAME: Mapping[str, frozenset[str]] = {
-    "fp8": frozenset({"fp8", "fp8-block"}),
-    "awq": frozenset({"awq"}),
-    "awq_marlin": frozenset({"awq"}),
-    "gptq": frozenset({"gptq"}),
-    "gptq_marlin": frozenset({"gptq"}),
-    "mxfp4": frozenset({"mxfp4"}),
-    "bitsandbytes": frozenset({"bnb-nf4", "bnb-int8"}),
-    "modelopt": frozenset({"fp8", "nvfp4", "fp8-block"}),
-    "modelopt_fp4": frozenset({"nvfp4"}),
-    "fbgemm_fp8": frozenset({"fp8"}),
-    "compressed-tensors": frozenset({"fp8", "fp8-block", "int8", "int4", "nvfp4", "mxfp4"}),
-}
 
 
 def with_choice(arch: Architecture, choice: str | None, dtype: str | None = None) -> Architecture:
@@ -314,13 +303,13 @@ def with_choice(arch: Architecture, choice: str | None, dtype: str | None = None
         arch = msgspec.structs.replace(arch, dtype={"half": "float16", "float": "float32"}.get(str(dtype), str(dtype)))
     if choice is None:
         return arch
-    if choice not in ONLINE and choice not in _SAME:
-        close = nearest(choice, {*ONLINE, *_SAME})
+    if choice not in ONLINE and choice not in _METHODS:
+        close = nearest(choice, {*ONLINE, *_METHODS})
         raise not_modelled(
             "quantization", choice, "it is not modelled", hint=f"did you mean {close}?" if close else None
         )
     if arch.quantization is not None:
-        if arch.quantization.kind in _SAME.get(choice, frozenset()):
+        if choice in _METHODS and arch.quantization.kind in _METHODS[choice][1]:
             return arch
         raise not_modelled("quantization", choice, f"the checkpoint is stored as {arch.quantization.kind}")
     if choice not in ONLINE:
