@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import NotModelled, UserError
-from penstock.planner.architecture import Architecture, Attention, Layer, dtype_bytes
+from penstock.planner.architecture import Architecture, Attention, Layer
 from penstock.planner.engine_versions import profile
 from penstock.planner.memory.kv_blocks import CacheSettings, KvPlan, kv_plan
-from penstock.planner.memory.kv_pages import kv_heads_on_rank, model_bytes_per_token, state_bytes
+from penstock.planner.memory.kv_pages import model_bytes_per_token, state_bytes
 from penstock.spec.deployment import Parallel
 from penstock.text import GIB
 
@@ -38,14 +38,45 @@ def planned(
     return kv_plan(arch, layout, profile(version), cache, [int(amount * GIB) for amount in amounts])
 
 
-def test_published_sizes() -> None:
-    assert model_bytes_per_token(shapes.LLAMA_70B) == 327_680
-    assert model_bytes_per_token(shapes.LLAMA_70B) * 128_000 / GIB == pytest.approx(39.06, abs=0.005)
-    assert model_bytes_per_token(shapes.LLAMA_405B) * 128_000 / GIB == pytest.approx(61.52, abs=0.005)
-    assert model_bytes_per_token(shapes.LLAMA_405B_FIRST) * 128_000 / GIB == pytest.approx(123.05, abs=0.005)
-    assert model_bytes_per_token(shapes.LLAMA_2_7B) == 524_288
-    assert model_bytes_per_token(shapes.DEEPSEEK_V3) == 70_272
-    assert model_bytes_per_token(shapes.LLAMA_8B, "fp8") == 65_536
+@pytest.mark.parametrize(
+    ("arch", "dtype", "n_bytes"),
+    [
+        (shapes.LLAMA_70B, "auto", 327_680),  # 39.06 GiB for 128,000 tokens
+        (shapes.LLAMA_405B, "auto", 516_096),  # 61.52 GiB
+        (shapes.LLAMA_405B_FIRST, "auto", 1_032_192),  # 123.05 GiB
+        (shapes.LLAMA_2_7B, "auto", 524_288),
+        (shapes.DEEPSEEK_V3, "auto", 70_272),
+        (shapes.LLAMA_8B, "fp8", 65_536),
+        (shapes.SHARING, "auto", 10 * 4096),  # layers that share a cache cost nothing
+    ],
+)
+def test_published_sizes_of_a_token(arch: Architecture, dtype: str, n_bytes: int) -> None:
+    assert model_bytes_per_token(arch, dtype) == n_bytes
+
+
+@pytest.mark.parametrize(
+    ("arch", "fields", "block_size", "bytes_per_token"),
+    [
+        (shapes.DEEPSEEK_V3, {}, 16, 61 * 1152),
+        (shapes.DEEPSEEK_V3, {"layout": Parallel(8)}, 16, 61 * 1152),  # not divided by tensor parallelism
+        (shapes.DEEPSEEK_V3, {"kv_cache_dtype": "fp8"}, 64, 61 * 576),
+        (shapes.DEEPSEEK_V3, {"compute_capability": (10, 0)}, 32, 61 * 1152),
+        (shapes.DEEPSEEK_V3, {"compute_capability": (8, 0)}, 16, 61 * 1152),
+        (shapes.DEEPSEEK_V3, {"version": "0.11"}, 64, 61 * 1152),
+        (shapes.DEEPSEEK_V3, {"version": "0.11", "compute_capability": (10, 0)}, 128, 61 * 1152),
+        # Sparse attention has an indexer beside its latent.
+        (shapes.DEEPSEEK_V32, {}, 64, 61 * (1152 + 132)),
+        (shapes.DEEPSEEK_V32, {"kv_cache_dtype": "fp8"}, 64, 61 * (656 + 132)),
+        (shapes.DEEPSEEK_V32, {"kv_cache_dtype": "fp8", "compute_capability": (10, 0)}, 64, 61 * (576 + 132)),
+        (shapes.LLAMA_8B, {"kv_cache_dtype": "nvfp4"}, 16, 32 * 2 * 8 * (64 + 8)),
+        (shapes.LLAMA_8B, {"kv_cache_dtype": "fp8_e5m2"}, 16, 65_536),
+    ],
+)
+def test_pages_follow_the_format_and_the_back_end(
+    arch: Architecture, fields: dict[str, Any], block_size: int, bytes_per_token: int
+) -> None:
+    found = planned(arch, 20.0, 8192, **fields)
+    assert (found.block_size, found.bytes_per_token) == (block_size, bytes_per_token)
 
 
 def test_one_request_of_131072_tokens_takes_20_gib_a_gpu_at_tensor_2() -> None:
@@ -128,63 +159,24 @@ def test_same_as_vllm(
     assert (found.num_blocks, found.tokens, f"{found.max_concurrency:.3f}") == expected
 
 
-def test_layers_that_share_a_cache_cost_nothing() -> None:
-    assert model_bytes_per_token(shapes.SHARING) == 10 * 4096
+def test_layers_that_share_a_cache_stand_on_one_stage() -> None:
     with pytest.raises(UserError, match="layer 10 reads the KV cache of layer 0, which is on another stage"):
         planned(shapes.SHARING, 10.0, 4096, Parallel(1, 2))
-
-
-def test_mla_is_not_divided_by_tensor_parallelism() -> None:
-    one, eight = (planned(shapes.DEEPSEEK_V3, 20.0, 8192, Parallel(tensor)) for tensor in (1, 8))
-    assert one.bytes_per_token == eight.bytes_per_token == 61 * 1152
-    assert planned(shapes.DEEPSEEK_V3, 20.0, 8192, kv_cache_dtype="fp8").bytes_per_token == 61 * 576
-
-
-def test_sparse_attention_has_an_indexer_beside_its_latent() -> None:
-    found = planned(shapes.DEEPSEEK_V32, 20.0, 8192)
-    assert (found.block_size, found.bytes_per_token) == (64, 61 * (1152 + 132))
-    fp8 = planned(shapes.DEEPSEEK_V32, 20.0, 8192, kv_cache_dtype="fp8")
-    assert fp8.bytes_per_token == 61 * (656 + 132)
-    on_blackwell = planned(shapes.DEEPSEEK_V32, 20.0, 8192, kv_cache_dtype="fp8", compute_capability=(10, 0))
-    assert on_blackwell.bytes_per_token == 61 * (576 + 132)
-
-
-@pytest.mark.parametrize(
-    ("version", "capability", "dtype", "expected"),
-    [
-        ("0.33", (9, 0), "auto", 16),
-        ("0.33", (9, 0), "fp8", 64),
-        ("0.33", (10, 0), "auto", 32),
-        ("0.33", (8, 0), "auto", 16),
-        ("0.11", (9, 0), "auto", 64),
-        ("0.11", (10, 0), "auto", 128),
-    ],
-)
-def test_mla_block_size_is_its_back_ends(version: str, capability: tuple[int, int], dtype: str, expected: int) -> None:
-    found = planned(
-        shapes.DEEPSEEK_V3, 20.0, 8192, version=version, compute_capability=capability, kv_cache_dtype=dtype
-    )
-    assert found.block_size == expected
 
 
 def test_states_are_aligned_with_attention() -> None:
     """Qwen3-Next: 1,097,728 bytes of state, blocks of 544 tokens x 2,048 bytes; 576 where FlashInfer exports states."""
     assert state_bytes(shapes.GDN, "bfloat16", 1) == 49_152 + 1_048_576
+    # Fewer Mamba groups than ranks are copied.
+    assert state_bytes(shapes.GRANITE_STATE, "bfloat16", 4) == (8192 + 8 * 128) // 4 * 3 * 2 + 32 * 64 * 128 * 2
     plain = planned(shapes.QWEN3_NEXT, 10.0, 32_768, prefix_caching=False)
     assert (plain.block_size, plain.n_groups, plain.request_blocks) == (544, 4, 61 + 3)
     cached = planned(shapes.QWEN3_NEXT, 10.0, 32_768)
     assert (cached.block_size, cached.request_blocks) == (576, 57 + 3 * 3)
     on_ampere = planned(shapes.QWEN3_NEXT, 10.0, 32_768, compute_capability=(8, 0))
     assert (on_ampere.block_size, on_ampere.request_blocks) == (544, 61 + 3 * 2)
-    assert (
-        planned(shapes.GRANITE_4, 10.0, 8192).request_blocks
-        == planned(shapes.GRANITE_4, 10.0, 8192, prefix_caching=False).request_blocks + 2 * 9
-    )
-
-
-def test_fewer_mamba_groups_than_ranks_are_copied() -> None:
-    state = shapes.GRANITE_STATE
-    assert state_bytes(state, "bfloat16", 4) == (8192 + 2 * 4 * 128) // 4 * 3 * 2 + 32 * 64 * 128 * 2
+    mamba, alone = (planned(shapes.GRANITE_4, 10.0, 8192, prefix_caching=caching) for caching in (True, False))
+    assert mamba.request_blocks == alone.request_blocks + 2 * 9
 
 
 def test_window_everywhere_is_charged_as_a_window() -> None:
@@ -194,11 +186,6 @@ def test_window_everywhere_is_charged_as_a_window() -> None:
 def test_chunked_attention_is_charged_as_full_before_0_12() -> None:
     assert planned(shapes.LLAMA_4_SCOUT, 40.0, 131_072, version="0.11").n_groups == 1
     assert planned(shapes.LLAMA_4_SCOUT, 40.0, 131_072, version="0.12").n_groups == 4
-
-
-def test_nvfp4_and_fp8_pages() -> None:
-    assert planned(shapes.LLAMA_8B, 10.0, 8192, kv_cache_dtype="nvfp4").bytes_per_token == 32 * 2 * 8 * (64 + 8)
-    assert planned(shapes.LLAMA_8B, 10.0, 8192, kv_cache_dtype="fp8_e5m2").bytes_per_token == 65_536
 
 
 def test_smallest_stage_decides() -> None:
@@ -216,42 +203,34 @@ def test_a_stage_without_cache_is_refused() -> None:
 def test_one_block_is_held_back() -> None:
     """Exactly one request's blocks are not enough: the null block is one of them (since 0.26)."""
     exactly = 512 * 16 * 131_072 / GIB
-    assert not planned(shapes.LLAMA_8B, exactly, 8192).fits
     assert planned(shapes.LLAMA_8B, exactly, 8192).largest_max_model_len == 8176
     assert planned(shapes.LLAMA_8B, exactly + 0.01, 8192).fits
     assert planned(shapes.LLAMA_8B, exactly, 8192, version="0.25").fits
+    none = planned(shapes.LLAMA_8B, -1.0, 8192)
+    assert (none.num_blocks, none.tokens, none.largest_max_model_len) == (0, 0, 0)
+    assert none.refusal == "one request of 8,192 tokens needs 1.00 GiB of KV cache on a GPU, 0.00 GiB are available"
 
 
-def test_no_memory_is_refused_with_zero() -> None:
-    found = planned(shapes.LLAMA_8B, -1.0, 8192)
-    assert (found.num_blocks, found.tokens, found.largest_max_model_len) == (0, 0, 0)
-    assert found.refusal == "one request of 8,192 tokens needs 1.00 GiB of KV cache on a GPU, 0.00 GiB are available"
+ODD = shapes.model("odd", 64, 64, [Layer(Attention("full", 8, 8, 128, 64))])
 
 
 @pytest.mark.parametrize(
-    ("arch", "version", "fields", "match"),
+    ("arch", "fields", "error", "match"),
     [
-        (shapes.LLAMA_8B, "0.33", {"kv_cache_dtype": "turboquant_k8v4"}, "KV cache dtype"),
-        (shapes.DEEPSEEK_V32, "0.12", {}, "sparse attention is modelled since"),
+        (shapes.LLAMA_8B, {"kv_cache_dtype": "turboquant_k8v4"}, NotModelled, "KV cache dtype"),
+        (shapes.DEEPSEEK_V32, {"version": "0.12"}, NotModelled, "sparse attention is modelled since"),
+        (shapes.KDA, {}, NotModelled, "kda"),
+        (ODD, {"kv_cache_dtype": "nvfp4"}, NotModelled, "different head sizes"),
+        (shapes.LLAMA_8B, {"layout": Parallel(3)}, UserError, "cannot cut 8 KV heads over 3"),
+        (msgspec.structs.replace(shapes.LLAMA_8B, dtype="int3"), {}, NotModelled, 'dtype "int3"'),
+        (shapes.LLAMA_8B, {"gib": (1.0, 2.0), "layout": Parallel(1, 3)}, ValueError, "2 amounts of memory for 3"),
     ],
 )
-def test_what_is_not_modelled_says_so(arch: Architecture, version: str, fields: dict[str, Any], match: str) -> None:
-    with pytest.raises(NotModelled, match=match):
-        planned(arch, 10.0, 8192, version=version, **fields)
-
-
-def test_other_refusals() -> None:
-    with pytest.raises(UserError, match="cannot cut 8 KV heads over 3"):
-        kv_heads_on_rank(8, 3)
-    with pytest.raises(NotModelled, match='dtype "int3"'):
-        dtype_bytes("int3")
-    with pytest.raises(NotModelled, match="kda"):
-        planned(shapes.KDA, 1.0, 8192)
-    with pytest.raises(NotModelled, match="different head sizes"):
-        odd = shapes.model("odd", 64, 64, [Layer(Attention("full", 8, 8, 128, 64))])
-        planned(odd, 1.0, 8192, kv_cache_dtype="nvfp4")
-    with pytest.raises(ValueError, match="2 amounts of memory for 3 pipeline stages"):
-        planned(shapes.LLAMA_8B, (1.0, 2.0), 8192, Parallel(1, 3))
+def test_what_is_not_modelled_or_cannot_be_says_so(
+    arch: Architecture, fields: dict[str, Any], error: type[Exception], match: str
+) -> None:
+    with pytest.raises(error, match=match):
+        planned(arch, **{"gib": 10.0, "max_model_len": 8192, **fields})
 
 
 MODELS = st.sampled_from([arch for arch in shapes.EVERY if arch is not shapes.SHARING])

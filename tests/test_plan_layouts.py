@@ -40,75 +40,57 @@ def estimator(arch: Architecture, machines: Fabric, load: Workload) -> Callable[
 # ---- legality --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("arch", "heads"), [(LLAMA_70B, 64), (LLAMA_405B, 128)])
-@pytest.mark.parametrize("tensor", [3, 11, 12])
-def test_3_11_and_12_gpus_are_no_layouts(arch: Architecture, heads: int, tensor: int) -> None:
-    assert refusal(arch, Parallel(tensor)) == f"{heads} attention heads do not divide by tensor {tensor}"
+ODD_KV = model(Layer(Attention("full", 48, 6, 128, 128), mlp=Mlp(12288)))
+FALCON = model(Layer(Attention("full", 71, 1, 64, 64), mlp=Mlp(18176)))
+MLA = model(Layer(Attention("mla", 128, 1, 192, 128, kv_lora_rank=512, rope_dim=64), mlp=Mlp(18432)))
+ODD_WIDTH = model(Layer(Attention("full", 64, 8, 128, 128), mlp=Mlp(28673)))
+ODD_VOCAB = model(Layer(Attention("full", 36, 36, 128, 128), mlp=Mlp(9216)), vocab=50277)
+GDN = model(Layer(state=State("gdn", 8192, 4, 32, 128, 128), mlp=Mlp(5120)))
+ONE_STAGE = model(Layer(Attention("full", 64, 8, 128, 128), mlp=Mlp(28672)), 80, supports_pipeline=False)
+MOE = model(Layer(Attention("full", 64, 8, 128, 128), mlp=Mlp(1536, n_experts=8, top_k=2)))
+FP8_EXPERTS = "expert width 1536 / (tensor x data = 8) = 192 is not a multiple of the weights' block of 128"
+INT4_GROUPS = "MLP width 29568 / tensor 2 = 14784 is not a multiple of the weights' group of 128"  # vllm#13640
 
 
-@pytest.mark.parametrize("arch", [LLAMA_70B, LLAMA_405B])
-def test_16_gpus_are_tensor_8_times_pipeline_2(arch: Architecture) -> None:
-    assert refusal(arch, Parallel(8, 2), 16) is None
+@pytest.mark.parametrize(
+    ("arch", "layout", "reason"),
+    [
+        *((LLAMA_70B, Parallel(n), f"64 attention heads do not divide by tensor {n}") for n in (3, 11, 12)),
+        *((LLAMA_405B, Parallel(n), f"128 attention heads do not divide by tensor {n}") for n in (3, 11, 12)),
+        (ODD_KV, Parallel(4), "6 KV heads neither divide by tensor 4 nor divide it"),
+        (ODD_KV, Parallel(12), None),
+        (LLAMA_70B, Parallel(16), None),  # 16 % 8: each KV head twice
+        (FALCON, Parallel(2), "71 attention heads do not divide by tensor 2"),
+        (MLA, Parallel(16), None),  # no KV heads to divide
+        (ODD_WIDTH, Parallel(2), "MLP width 28673 does not divide by tensor 2"),
+        (ODD_VOCAB, Parallel(9), "vocabulary of 50304 (padded) does not divide by tensor 9"),
+        (GDN, Parallel(16), None),
+        (GDN, Parallel(32), "16 state heads do not divide by tensor 32"),  # its key heads
+        (ONE_STAGE, Parallel(1, 2), "a model cannot be cut into pipeline stages in vLLM, but pipeline is 2"),
+        (LLAMA_8B, Parallel(1, 33), "32 layers are fewer than pipeline 33"),
+        (MOE, Parallel(8, expert=True), None),
+        (MOE, Parallel(8, data=2, expert=True), "8 experts are fewer than tensor x data = 16"),
+        (MOE, Parallel(1, data=5), "expert width 1536 does not divide by tensor x data = 5"),
+        (LLAMA_70B, Parallel(2, expert=True), "expert parallelism needs experts, this model has 0"),
+        (QWEN_72B_AWQ, Parallel(2), INT4_GROUPS),
+        (QWEN_72B_AWQ, Parallel(1), None),
+    ],
+)
+def test_what_does_not_divide_is_refused(arch: Architecture, layout: Parallel, reason: str | None) -> None:
+    assert refusal(arch, layout) == reason
 
 
 def test_too_few_gpus_are_told_with_both_numbers() -> None:
     assert refusal(LLAMA_70B, Parallel(8, 2), 8) == "tensor 8 x pipeline 2 x data 1 needs 16 GPUs, there are 8"
-
-
-def test_kv_heads_divide_or_are_divided() -> None:
-    odd = model(Layer(Attention("full", 48, 6, 128, 128), mlp=Mlp(12288)))
-    assert refusal(odd, Parallel(4)) == "6 KV heads neither divide by tensor 4 nor divide it"
-    assert refusal(odd, Parallel(12)) is None
-    assert refusal(LLAMA_70B, Parallel(16)) is None  # 16 % 8: each head twice
-    falcon = model(Layer(Attention("full", 71, 1, 64, 64), mlp=Mlp(18176)))
-    assert refusal(falcon, Parallel(2)) == "71 attention heads do not divide by tensor 2"
-
-
-def test_mla_has_no_kv_heads_to_divide() -> None:
-    mla = Attention("mla", 128, 1, 192, 128, kv_lora_rank=512, rope_dim=64)
-    assert refusal(model(Layer(mla, mlp=Mlp(18432))), Parallel(16)) is None
-
-
-def test_vocabulary_and_widths_must_divide() -> None:
-    width = model(Layer(Attention("full", 64, 8, 128, 128), mlp=Mlp(28673)))
-    assert refusal(width, Parallel(2)) == "MLP width 28673 does not divide by tensor 2"
-    vocab = model(Layer(Attention("full", 36, 36, 128, 128), mlp=Mlp(9216)), vocab=50277)
-    assert refusal(vocab, Parallel(9)) == "vocabulary of 50304 (padded) does not divide by tensor 9"
-
-
-def test_states_divide_by_their_heads_and_key_heads() -> None:
-    gdn = model(Layer(state=State("gdn", 8192, 4, 32, 128, 128), mlp=Mlp(5120)))
-    assert refusal(gdn, Parallel(16)) is None
-    assert refusal(gdn, Parallel(32)) == "16 state heads do not divide by tensor 32"
-
-
-def test_pipeline_needs_support_and_layers() -> None:
-    single = model(Layer(Attention("full", 64, 8, 128, 128), mlp=Mlp(28672)), supports_pipeline=False)
-    assert "cannot be cut into pipeline stages" in str(refusal(single, Parallel(1, 2)))
-    assert refusal(LLAMA_8B, Parallel(1, 33)) == "32 layers are fewer than pipeline 33"
-
-
-def test_experts_are_cut_whole_or_in_slices() -> None:
-    moe = model(Layer(Attention("full", 64, 8, 128, 128), mlp=Mlp(1536, n_experts=8, top_k=2)))
-    assert refusal(moe, Parallel(8, expert=True)) is None
-    assert refusal(moe, Parallel(8, data=2, expert=True)) == "8 experts are fewer than tensor x data = 16"
-    assert refusal(moe, Parallel(1, data=5)) == "expert width 1536 does not divide by tensor x data = 5"
-    assert refusal(LLAMA_70B, Parallel(2, expert=True)) == "expert parallelism needs experts, this model has 0"
+    assert refusal(LLAMA_70B, Parallel(8, 2), 16) is refusal(LLAMA_405B, Parallel(8, 2), 16) is None
 
 
 def test_block_fp8_experts_were_refused_until_scales_were_refined() -> None:
-    reason = "expert width 1536 / (tensor x data = 8) = 192 is not a multiple of the weights' block of 128"
-    assert refusal(QWEN_235B_FP8, Parallel(8), version="0.31") == reason
+    assert refusal(QWEN_235B_FP8, Parallel(8), version="0.31") == FP8_EXPERTS
     assert refusal(QWEN_235B_FP8, Parallel(8), version="0.33.0") is None
     assert refusal(QWEN_235B_FP8, Parallel(8, expert=True), version="0.31") is None
     assert refusal(QWEN_235B_FP8, Parallel(4), version="0.31") is None
-
-
-def test_int4_groups_stay_whole() -> None:
-    """vllm#13640: Qwen2.5-72B AWQ at TP 2."""
-    reason = "MLP width 29568 / tensor 2 = 14784 is not a multiple of the weights' group of 128"
-    assert refusal(QWEN_72B_AWQ, Parallel(2)) == reason and refusal(QWEN_72B_AWQ, Parallel(1)) is None
-    assert refusal(QWEN_72B_AWQ, Parallel(2), version="0.31") == reason
+    assert refusal(QWEN_72B_AWQ, Parallel(2), version="0.31") == INT4_GROUPS
 
 
 # ---- enumeration -----------------------------------------------------------------------------------------------------
@@ -130,11 +112,9 @@ def test_each_refused_size_is_told_once_with_its_number() -> None:
 
 
 def test_fixed_sizes_are_kept() -> None:
-    found = layouts.enumerate_layouts(
-        layouts.divisibility_of(LLAMA_70B, profile()), fabric(), tensor=4, pipeline=2, data=1
-    )
-    assert found.legal == (Parallel(4, 2),)
-    none = layouts.enumerate_layouts(layouts.divisibility_of(LLAMA_70B, profile()), fabric(), tensor=16)
+    rules = layouts.divisibility_of(LLAMA_70B, profile())
+    assert layouts.enumerate_layouts(rules, fabric(), tensor=4, pipeline=2, data=1).legal == (Parallel(4, 2),)
+    none = layouts.enumerate_layouts(rules, fabric(), tensor=16)
     assert none.legal == () and "there are 8" in none.refused[0].reason
 
 
@@ -184,8 +164,7 @@ def test_two_machines_are_a_pipeline_of_tensor_groups() -> None:
 
 def test_slow_links_are_crossed_only_when_nothing_else_fits_and_the_price_is_told() -> None:
     pods = fabric("a100-sxm4-80", 1, 2, "pod-network-tcp")
-    single = model(Layer(Attention("full", 64, 8, 128, 128), mlp=Mlp(28672)), 80, supports_pipeline=False)
-    choice = choose(single, pods, at_least(2))
+    choice = choose(ONE_STAGE, pods, at_least(2))
     assert choice.chosen is not None and choice.chosen.layout == Parallel(2) and choice.chosen.crosses
     assert choice.price is not None and "ms a token" in choice.price and "pod-network-tcp" in choice.price
 
