@@ -14,8 +14,7 @@ from penstock.text import flag
 
 if TYPE_CHECKING:
     from penstock.hardware.catalog import GpuFacts
-    from penstock.planner.explain import Formula
-    from penstock.planner.request import Sizing, SizingRequest
+    from penstock.planner.request import SizingRequest
     from penstock.planner.speed.calibration import Calibrated
 
 EXIT_FITS, EXIT_DOES_NOT_FIT = 0, 3
@@ -124,6 +123,7 @@ def register(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Answer on standard output; the exit code.  Raises UserError (2) and NotModelled (4)."""
     from penstock.deployment import planning
+    from penstock.planner.explain import explanation
     from penstock.spec import reading
 
     _check_outputs(options)
@@ -135,30 +135,27 @@ def run(options: argparse.Namespace) -> int:
         plan_picture.save(request, sizing, options.plot)
     is_written = bool(options.write) and sizing.fits
     if is_written:
-        base = _file_mapping(Path(options.model)) if reading.is_yaml(options.model) else {}
+        import yaml
+
+        base = yaml.safe_load(Path(options.model).read_text("utf-8")) if reading.is_yaml(options.model) else {}
         _write(options.write, planning.deployment_text(request, sizing, base), options.force)
+    formulas = explanation(request, sizing) if options.explain else ()
     if options.json:
         from penstock.planner.request import contract
 
-        formulas = {formula.name: formula.lines for formula in _explained(request, sizing)} if options.explain else {}
-        print(json.dumps(contract(sizing) | ({"explanation": formulas} if options.explain else {})))
+        explained = {"explanation": {formula.name: formula.lines for formula in formulas}} if options.explain else {}
+        print(json.dumps(contract(sizing) | explained))
     else:
         from penstock.cli import plan_text
 
         shown = output.width(plan_text.WIDTH), output.has_colour(sys.stdout)
         print(plan_text.text(request, sizing, *shown))
         if options.explain:
-            print(f"\n{plan_text.explained(_explained(request, sizing), *shown)}")
+            print(f"\n{plan_text.explained(formulas, *shown)}")
         for path, is_there in ((options.plot, True), (options.write, is_written)):
             if path:
                 print(f"\nwrote {path}" if is_there else f"\ndid not write {path}: it does not fit")
     return EXIT_FITS if sizing.fits else EXIT_DOES_NOT_FIT
-
-
-def _explained(request: SizingRequest, sizing: Sizing) -> tuple[Formula, ...]:
-    from penstock.planner.explain import explanation
-
-    return explanation(request, sizing)
 
 
 def request_of(options: argparse.Namespace) -> tuple[SizingRequest, GpuFacts | None]:
@@ -218,11 +215,3 @@ def _write(path: Path, text: str, force: bool) -> None:
         raise UserError(f'cannot write "{path}": the file exists', hint="Add --force to replace it.") from exc
     except OSError as exc:
         raise UserError(f'could not write "{path}": {exc.strerror}') from exc
-
-
-def _file_mapping(path: Path) -> dict[str, Any]:
-    """A deployment file that was read before, as it stands there."""
-    import yaml
-
-    mapping: dict[str, Any] = yaml.safe_load(path.read_text("utf-8"))
-    return mapping

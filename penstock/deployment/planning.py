@@ -238,12 +238,7 @@ def deployment_text(request: SizingRequest, sizing: Sizing, base: Mapping[str, A
     args = {name: value for name, value in _args(sizing.engine_args).items() if name not in names.OURS}
     blocks = {
         "hardware": {name: getattr(request, name) for name in ("gpu", "gpus_per_node", "nodes", "network")},
-        "parallel": {
-            "tensor": layout.tensor,
-            "pipeline": layout.pipeline,
-            "data": layout.data,
-            "expert": layout.expert,
-        },
+        "parallel": {name: getattr(layout, name) for name in ("tensor", "pipeline", "data", "expert")},
         "engine": {
             "kind": "vllm",
             "max_model_len": settings.max_model_len,

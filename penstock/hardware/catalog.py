@@ -52,13 +52,11 @@ class Nvlink(msgspec.Struct, frozen=True):
 
 class Xgmi(msgspec.Struct, frozen=True):
     peers: int
-    gbs_per_dir_per_peer: float
     gbs_per_dir_total: float
 
 
 class Pcie(msgspec.Struct, frozen=True):
     gen: int
-    lanes: int
     gbs_per_dir: float
 
 
@@ -93,7 +91,6 @@ class GpuFacts(msgspec.Struct, frozen=True):
     nvlink: Nvlink | None = None
     xgmi: Xgmi | None = None
     allreduce: AllReduce | None = None
-    unverified: tuple[str, ...] = ()
     notes: str | None = None
     stands_in: str | None = None
 
@@ -151,10 +148,10 @@ _TRANSPORTS: Mapping[str, Transport] = {
     "aws-efa": "efa",
 }
 
-# Whose measured all-reduce stands in for a card without its own: the one with the same kind of link. The L40S host is
-# the only measured PCIe 4 one, and a bad one (its own note); the RTX PRO 6000 host stands for PCIe 5 and later.
 # The driver's total and the catalogue's differ by firmware reserves; by more, it is another card, or a part of one.
 _SAME_MEMORY = 0.01
+# Whose measured all-reduce stands in for a card without its own: the one with the same kind of link. The L40S host is
+# the only measured PCIe 4 one, and a bad one (its own note); the RTX PRO 6000 host stands for PCIe 5 and later.
 _NVLINK_LIKE = {2: "a100-sxm4-80", 3: "a100-sxm4-80", 4: "h100-sxm", 5: "b200-sxm"}
 _NVLINK_GENERATION = {"volta": 2, "turing": 2, "ampere": 3, "ada": 3, "hopper": 4, "blackwell": 5}
 _PCIE_LIKE = {3: "l40s", 4: "l40s", 5: "rtx-pro-6000-blackwell", 6: "rtx-pro-6000-blackwell"}
@@ -208,22 +205,15 @@ def bridged(card: GpuFacts, n_joined: int, gbs_per_dir: float | None) -> GpuFact
     """A PCIe card of which NVLink joins groups of `n_joined`: up to so many, all-reduce times are NVLink's.
     `gbs_per_dir` None: the nominal rate of a card with that NVLink. Borrowed from one with the same generation."""
     like = _gpus()[_NVLINK_LIKE[_NVLINK_GENERATION.get(card.generation, 3)]]
-    table, own = like.allreduce, card.allreduce
-    assert table is not None and own is not None, "every card of the catalogue has an all-reduce table"
-    scale = (gbs_per_dir or like.peer_gbs) / like.peer_gbs
+    own = card.allreduce
+    assert own is not None, "every card of the catalogue has an all-reduce table"
+    table = _scaled(like, (gbs_per_dir or like.peer_gbs) / like.peer_gbs)
     sizes = {n: n if n in table.us_16KiB else max(table.us_16KiB) for n in own.us_16KiB if n <= n_joined}
     merged = msgspec.structs.replace(
         own,
-        us_16KiB={n: table.us_16KiB[sizes[n]] if n in sizes else us for n, us in own.us_16KiB.items()},
-        us_1MiB={
-            n: table.us_16KiB[sizes[n]] + (table.us_1MiB[sizes[n]] - table.us_16KiB[sizes[n]]) / scale
-            if n in sizes
-            else us
-            for n, us in own.us_1MiB.items()
-        },
-        bus_gbs_large={
-            n: table.bus_gbs_large[sizes[n]] * scale if n in sizes else rate for n, rate in own.bus_gbs_large.items()
-        },
+        us_16KiB=own.us_16KiB | {n: table.us_16KiB[at] for n, at in sizes.items()},
+        us_1MiB=own.us_1MiB | {n: table.us_1MiB[at] for n, at in sizes.items()},
+        bus_gbs_large=own.bus_gbs_large | {n: table.bus_gbs_large[at] for n, at in sizes.items()},
         borrowed_from=f"{like.id} to {n_joined} GPUs, {own.borrowed_from or card.id} beyond",
     )
     return msgspec.structs.replace(card, allreduce=merged)
@@ -287,25 +277,29 @@ def _with_borrowed(row: GpuFacts, rows: Mapping[str, GpuFacts]) -> GpuFacts:
         like = rows[_NVLINK_LIKE[row.nvlink.gen]]
     else:
         like = rows["h100-sxm" if row.xgmi else _PCIE_LIKE[row.pcie.gen]]
-    table, scale = like.allreduce, row.peer_gbs / like.peer_gbs
+    return msgspec.structs.replace(row, allreduce=_scaled(like, row.peer_gbs / like.peer_gbs))
+
+
+def _scaled(like: GpuFacts, scale: float) -> AllReduce:
+    """A card's own table for a link of `scale` times its bandwidth."""
+    table = like.allreduce
     assert table is not None, f"{like.id} has no measured all-reduce"
-    borrowed = msgspec.structs.replace(
+    return msgspec.structs.replace(
         table,
         bus_gbs_large={n: rate * scale for n, rate in table.bus_gbs_large.items()},
         us_1MiB={n: table.us_16KiB[n] + (us - table.us_16KiB[n]) / scale for n, us in table.us_1MiB.items()},
         borrowed_from=like.id,
     )
-    return msgspec.structs.replace(row, allreduce=borrowed)
 
 
 @functools.cache
 def _links() -> dict[str, LinkFacts]:
     rows = msgspec.convert(_hardware()["interconnects"], tuple[LinkFacts, ...])
-    return {row.id: msgspec.structs.replace(row, transport=_transport(row.id)) for row in rows}
-
-
-def _transport(name: str) -> Transport:
-    return next((kind for beginning, kind in _TRANSPORTS.items() if name.startswith(beginning)), "tcp")
+    kinds = _TRANSPORTS.items()
+    transports = {
+        row.id: next((kind for start, kind in kinds if row.id.startswith(start)), row.transport) for row in rows
+    }
+    return {row.id: msgspec.structs.replace(row, transport=transports[row.id]) for row in rows}
 
 
 @functools.cache

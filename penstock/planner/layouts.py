@@ -53,11 +53,8 @@ class Refused(msgspec.Struct, frozen=True):
 
 
 class Layouts(msgspec.Struct, frozen=True):
-    """`n_checks` is the work that was done, for tests."""
-
     legal: tuple[Parallel, ...]
     refused: tuple[Refused, ...]
-    n_checks: int = 0
 
 
 class Candidate(msgspec.Struct, frozen=True):
@@ -197,28 +194,22 @@ def enumerate_layouts(
     """All layouts worth looking at on these machines, and the refused ones; given sizes are kept fixed.
     Sizes that one rule refuses are listed once, not once a combination."""
     total, legal, refused = fabric.n_gpus, list[Parallel](), list[Refused]()
-    n_checks = 0
     tensors: list[int] = []
     for size in [tensor] if tensor else _tensor_sizes(fabric):
-        n_checks += 1
         reason = _too_many(Parallel(size), total) or tensor_refusal(divisors, size)
         refused += [Refused(Parallel(size), reason)] if reason else []
         tensors += [] if reason else [size]
     for size in tensors:
         for stages in [pipeline] if pipeline else _pipeline_sizes(total // size, fabric.n_nodes, divisors.n_layers):
-            n_checks += 1
             reason = _too_many(Parallel(size, stages), total) or pipeline_refusal(divisors, stages)
             if reason:
                 refused.append(Refused(Parallel(size, stages), reason))
                 continue
             for layout in _with_data(divisors, size, stages, total, data):
-                n_checks += 1
                 reason = _too_many(layout, total) or expert_refusal(divisors, layout)
-                if reason:
-                    refused.append(Refused(layout, reason))
-                else:
-                    legal.append(layout)
-    return Layouts(tuple(legal), tuple(refused), n_checks)
+                refused += [Refused(layout, reason)] if reason else []
+                legal += [] if reason else [layout]
+    return Layouts(tuple(legal), tuple(refused))
 
 
 def choose(

@@ -77,7 +77,7 @@ def _chosen(inputs: SolveInputs, memory: Memory) -> Sizing:
     possible = layouts.enumerate_layouts(inputs.divisors, fabric, pipeline=n_given if n_given > 1 else None)
     if request.expert:
         with_experts = tuple(layout for layout in possible.legal if layout.expert)
-        possible = Layouts(with_experts, possible.refused, possible.n_checks)
+        possible = Layouts(with_experts, possible.refused)
     choice = layouts.choose(
         possible,
         fabric,

@@ -8,7 +8,7 @@ from typing import Any, cast
 import msgspec
 
 from penstock.errors import UserError, not_modelled
-from penstock.planner.architecture import Architecture, Attention, Layer, Mlp, RopeTable, State
+from penstock.planner.architecture import Architecture, Attention, Layer, Mlp, RopeTable
 
 # Where multimodal configs keep the language model (transformers' `get_text_config`, and what older files call it).
 TEXT_KEYS = ("text_config", "llm_config", "language_config")
@@ -209,42 +209,31 @@ def check(arch: Architecture) -> None:
 
 
 def _wrong(arch: Architecture) -> Iterator[str]:
-    for name, value in (("hidden_size", arch.hidden), ("vocab_size", arch.vocab), ("num_hidden_layers", arch.n_layers)):
-        if value < 1:
-            yield f"{name} is {value}"
+    yield from _under_one(hidden_size=arch.hidden, vocab_size=arch.vocab, num_hidden_layers=arch.n_layers)
     for layer in dict.fromkeys(arch.layers):
-        if layer.attention is not None:
-            yield from _wrong_attention(layer.attention)
-        if layer.state is not None:
-            yield from _wrong_state(layer.state)
-        if layer.mlp is not None:
-            yield from _wrong_mlp(layer.mlp)
+        attention, state, mlp = layer.attention, layer.state, layer.mlp
+        if attention is not None:
+            yield from _wrong_attention(attention)
+        if state is not None:
+            sizes = (state.conv_channels, state.n_heads, state.head_dim_v, state.head_dim_k, state.conv_kernel)
+            yield from _under_one(**{"a size of a recurrent layer": min(sizes)})
+        if mlp is not None:
+            yield from _under_one(**{"the width of an MLP": mlp.intermediate})
+            if mlp.n_experts and not 1 <= mlp.top_k <= mlp.n_experts:
+                yield f"{mlp.top_k} of {mlp.n_experts} experts are chosen for a token"
+
+
+def _under_one(**counts: int) -> Iterator[str]:
+    return (f"{name} is {count}" for name, count in counts.items() if count < 1)
 
 
 def _wrong_attention(attention: Attention) -> Iterator[str]:
-    for name, value in (
-        ("the number of attention heads", attention.n_heads),
-        ("the number of KV heads", attention.n_kv_heads),
-        ("the size of a head", min(attention.head_dim_k, attention.head_dim_v)),
-    ):
-        if value < 1:
-            yield f"{name} is {value}"
-    if attention.n_kv_heads > 0 and attention.n_heads % attention.n_kv_heads:
-        yield f"{attention.n_heads} attention heads do not divide by {attention.n_kv_heads} KV heads"
+    heads, kv_heads = attention.n_heads, attention.n_kv_heads
+    yield from _under_one(**{"the number of attention heads": heads, "the number of KV heads": kv_heads})
+    yield from _under_one(**{"the size of a head": min(attention.head_dim_k, attention.head_dim_v)})
+    if kv_heads > 0 and heads % kv_heads:
+        yield f"{heads} attention heads do not divide by {kv_heads} KV heads"
     if attention.kind == "mla" and not attention.kv_lora_rank:
         yield "kv_lora_rank is 0"
     if attention.kind in ("sliding", "chunked") and not attention.window:
         yield "a layer has a window of 0 tokens"
-
-
-def _wrong_state(state: State) -> Iterator[str]:
-    sizes = (state.conv_channels, state.n_heads, state.head_dim_v, state.head_dim_k, state.conv_kernel)
-    if min(sizes) < 1:
-        yield f"a recurrent layer has a size of {min(sizes)}"
-
-
-def _wrong_mlp(mlp: Mlp) -> Iterator[str]:
-    if mlp.intermediate < 1:
-        yield f"the width of an MLP is {mlp.intermediate}"
-    if mlp.n_experts and not 1 <= mlp.top_k <= mlp.n_experts:
-        yield f"{mlp.top_k} of {mlp.n_experts} experts are chosen for a token"

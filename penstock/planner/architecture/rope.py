@@ -18,22 +18,13 @@ _PLAIN = {"default", "llama3", "linear", "dynamic", "proportional"}
 _MROPE_FACTOR = 4
 
 
-def _parameters(f: Fields) -> Mapping[str, Any]:
-    return f.table("rope_parameters") or f.table("rope_scaling")
-
-
 def ropes(
     f: Fields, head_dim: int, *, default_positions: int | None = None, is_partial: bool = True
 ) -> tuple[RopeTable, ...]:
     """The one table of a model whose attention layers all turn alike. `head_dim`: channels of one head."""
-    return (
-        _table(
-            f,
-            _parameters(f),
-            head_dim if not is_partial else _rotary_dim(f, _parameters(f), head_dim),
-            default_positions,
-        ),
-    )
+    rope = f.table("rope_parameters") or f.table("rope_scaling")
+    rotary_dim = _rotary_dim(f, rope, head_dim) if is_partial else head_dim
+    return (_table(f, rope, rotary_dim, default_positions),)
 
 
 def ropes_by_layer_kind(f: Fields, kinds: Collection[str]) -> tuple[RopeTable, ...]:

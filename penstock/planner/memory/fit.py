@@ -5,6 +5,7 @@ Each is kept by the sizes that move it, so a plan over a thousand GPUs works it 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 
 import msgspec
@@ -102,41 +103,32 @@ class Memory:
     def __init__(self, inputs: MemoryInputs) -> None:
         self.inputs = inputs
         self._ledger = Ledger(inputs.arch)
-        self._weights: dict[tuple[int, int, int, bool], tuple[RankWeights, ...]] = {}
-        self._overheads: dict[Parallel, tuple[Overhead, ...]] = {}
-        self._fits: dict[Parallel, MemoryFit] = {}
-        self._groups: dict[int, tuple[Group, ...]] = {}
         # Which layers are alike, by number: a model repeats a few kinds, and numbers are cheaper to compare.
         kinds: dict[Layer, int] = {}
         self._kinds = [kinds.setdefault(layer, len(kinds)) for layer in inputs.arch.layers]
         self._has_experts = any(layer.has_experts for layer in inputs.arch.layers)
+        self.fit = functools.cache(self._fit)
+        self._rank_weights = functools.cache(self._weights_of)
+        self._overheads = functools.cache(self._overheads_of)
+        self._cache_groups = functools.cache(self._cache_groups_of)
 
     def weights(self, layout: Parallel) -> tuple[RankWeights, ...]:
         """One entry a rank class. Data ranks of a dense model are copies: the numbers of ranks are then put right."""
-        data = layout.data if self._has_experts else 1
-        key = (layout.tensor, layout.pipeline, data, layout.expert)
-        if key not in self._weights:
-            alike = Parallel(layout.tensor, layout.pipeline, data, layout.expert)
-            found = rank_weights(
-                self.inputs.arch, alike, capability=capability(self.inputs.gpu) or (0, 0), ledger=self._ledger
-            )
-            self._weights[key] = found
-        copies = layout.data // data
-        return tuple(
-            msgspec.structs.replace(rank, n_ranks=rank.n_ranks * copies) if copies > 1 else rank
-            for rank in self._weights[key]
-        )
+        if self._has_experts or layout.data == 1:
+            return self._rank_weights(layout)
+        one = self._rank_weights(msgspec.structs.replace(layout, data=1))
+        return tuple(msgspec.structs.replace(rank, n_ranks=rank.n_ranks * layout.data) for rank in one)
 
-    def fit(self, layout: Parallel) -> MemoryFit:
-        if layout not in self._fits:
-            self._fits[layout] = self._fit(layout)
-        return self._fits[layout]
+    def _weights_of(self, layout: Parallel) -> tuple[RankWeights, ...]:
+        card = capability(self.inputs.gpu) or (0, 0)
+        return rank_weights(self.inputs.arch, layout, capability=card, ledger=self._ledger)
 
-    def _stage_overheads(self, layout: Parallel) -> tuple[Overhead, ...]:
-        key = layout if self._has_experts else Parallel(layout.tensor, layout.pipeline)
-        if key not in self._overheads:
-            self._overheads[key] = tuple(self._each_overhead(key))
-        return self._overheads[key]
+    def _overheads_of(self, layout: Parallel) -> tuple[Overhead, ...]:
+        return tuple(self._each_overhead(layout))
+
+    def _cache_groups_of(self, tensor: int) -> tuple[Group, ...]:
+        arch, rules, settings = self.inputs.arch, self.inputs.rules, self.inputs.cache
+        return groups_of(caches_of(arch, rules, settings, tensor), rules)
 
     def _each_overhead(self, layout: Parallel) -> Iterator[Overhead]:
         """Stage by stage; stages in the middle with as many layers of the same kinds are alike."""
@@ -149,12 +141,6 @@ class Memory:
                 known[alike] = overhead_.overhead(arch, layout, rules, run, stage)
             yield known[alike]
 
-    def _cache_groups(self, tensor: int) -> tuple[Group, ...]:
-        if tensor not in self._groups:
-            arch, rules, settings = self.inputs.arch, self.inputs.rules, self.inputs.cache
-            self._groups[tensor] = groups_of(caches_of(arch, rules, settings, tensor), rules)
-        return self._groups[tensor]
-
     def _fit(self, layout: Parallel) -> MemoryFit:
         inputs, ranks = self.inputs, self.weights(layout)
         stages = range(layout.pipeline)
@@ -163,7 +149,7 @@ class Memory:
             return self._with_cache(
                 MemoryFit(layout, ranks, weights, (), (), None, None, 0.0), inputs.available_kv_bytes
             )
-        overheads = self._stage_overheads(layout)
+        overheads = self._overheads(layout if self._has_experts else Parallel(layout.tensor, layout.pipeline))
         measurement = inputs.measured.get(layout)
         day = measurement.day if measurement is not None and measurement.has_parts else None
         if measurement is not None and day is not None:

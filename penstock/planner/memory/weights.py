@@ -18,6 +18,7 @@ Worked numbers: Llama-3.1-8B on one GPU 16,060,522,496 B + 33,554,432 B of rope 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
 
 import msgspec
 
@@ -177,28 +178,23 @@ class Ledger:
         for tensor in inventory(arch):
             self.places.setdefault(tensor.layer, []).append(tensor)
         self._arch = arch
-        self._sizes: dict[_Cut, dict[int | str, tuple[int, int, int]]] = {}
-        self._stages: dict[int, list[tuple[int | str, ...]]] = {}
         # Layers with the same tensors have the same bytes: one of each kind is counted.
         kinds: dict[tuple[Tensor, ...], int | str] = {}
         self._like = {
             place: kinds.setdefault(tuple(msgspec.structs.replace(t, name="", layer="") for t in tensors), place)
             for place, tensors in self.places.items()
         }
+        self.stages = cache(self._stages)
+        self.sizes = cache(self._sizes)
 
-    def stages(self, n_stages: int) -> list[tuple[int | str, ...]]:
+    def _stages(self, n_stages: int) -> list[tuple[int | str, ...]]:
         """What stands on each of `n_stages`."""
-        if n_stages not in self._stages:
-            stages = range(n_stages)
-            self._stages[n_stages] = [_stage_places(self._arch, self.places, stage, n_stages) for stage in stages]
-        return self._stages[n_stages]
+        return [_stage_places(self._arch, self.places, stage, n_stages) for stage in range(n_stages)]
 
-    def sizes(self, cut: _Cut) -> dict[int | str, tuple[int, int, int]]:
-        if cut not in self._sizes:
-            dtype = self._arch.dtype
-            known = {kind: _bytes(self.places[kind], cut, dtype) for kind in set(self._like.values())}
-            self._sizes[cut] = {place: known[kind] for place, kind in self._like.items()}
-        return self._sizes[cut]
+    def _sizes(self, cut: _Cut) -> dict[int | str, tuple[int, int, int]]:
+        """Bytes by place: (all, routed experts, embedding and head)."""
+        known = {kind: _bytes(self.places[kind], cut, self._arch.dtype) for kind in set(self._like.values())}
+        return {place: known[kind] for place, kind in self._like.items()}
 
 
 def rank_weights(
@@ -215,17 +211,14 @@ def rank_weights(
     parts = layout.tensor * layout.data
     n_experts = max((layer.mlp.n_experts for layer in arch.layers if layer.mlp is not None), default=0)
     classes = expert_counts(n_experts, parts) if layout.expert and n_experts else ((None, parts),)
-    sizes: dict[int | None, dict[int | str, tuple[int, int, int]]] = {}
-    for local_experts, _ in classes:
-        cut = _Cut(
-            layout.tensor,
-            1 if layout.expert else parts,
-            local_experts,
-            _MXFP4_HOPPER if capability[0] == 9 else _MXFP4_ELSEWHERE,
-            # `use_sequence_parallel_moe` (config/parallel.py): shared experts whole on every rank.
-            layout.expert and layout.tensor > 1 and layout.data > 1,
-        )
-        sizes[local_experts] = ledger.sizes(cut)
+    mxfp4 = _MXFP4_HOPPER if capability[0] == 9 else _MXFP4_ELSEWHERE
+    # `use_sequence_parallel_moe` (config/parallel.py): shared experts whole on every rank.
+    copies_shared = layout.expert and layout.tensor > 1 and layout.data > 1
+    expert_parts = 1 if layout.expert else parts
+    sizes = {
+        local_experts: ledger.sizes(_Cut(layout.tensor, expert_parts, local_experts, mxfp4, copies_shared))
+        for local_experts, _ in classes
+    }
     ranks = []
     for stage, layers in enumerate(split_layers(arch.n_layers, n_stages)):
         here = ledger.stages(n_stages)[stage]
