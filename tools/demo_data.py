@@ -86,7 +86,7 @@ VERBS = {
     "logs": "penstock logs shows the log of a deployment, from every node.",
     "scale": "penstock scale changes the number of replicas of a deployment.",
     "down": "penstock down ends everything that penstock up started and frees the memory.",
-    "clean": "penstock clean finds orphans, processes that nobody looks after any more. It only lists them unless you say so.",
+    "clean": "penstock clean finds orphans, processes whose deployment has ended. It only lists them unless you say so.",
     "ls": "penstock ls lists all deployments.",
     "chat": "penstock chat talks to a model in the terminal.",
     "tunnel": "penstock tunnel opens an address on this machine that leads to a deployment on a login node.",
