@@ -60,10 +60,7 @@ FITS = Sizing(
     rejected=(
         RejectedLayout(1, 1, 1, False, "weights of 131.42 GiB a GPU, the budget is 72.78 GiB (0.92 of 79.11)"),
         RejectedLayout(
-            2,
-            1,
-            1,
-            False,
+            *(2, 1, 1, False),
             "one request of 131,072 tokens needs 20.00 GiB of KV cache a GPU, 3.94 GiB are left; the longest that fits "
             "is 25,808 tokens",
         ),

@@ -26,12 +26,8 @@ def test_every_gpu_row_has_what_planning_needs() -> None:
 @pytest.mark.parametrize(
     ("name", "own"),
     [
-        ("h100-sxm", "h100-sxm"),
-        ("NVIDIA H100 80GB HBM3", "h100-sxm"),
-        ("NVIDIA-H100-80GB-HBM3", "h100-sxm"),
-        ("nvidia-l4", "l4"),
-        ("Tesla T4", "t4"),
-        ("nvidia-tesla-t4", "t4"),
+        *((name, "h100-sxm") for name in ("h100-sxm", "NVIDIA H100 80GB HBM3", "NVIDIA-H100-80GB-HBM3")),
+        *(("nvidia-l4", "l4"), ("Tesla T4", "t4"), ("nvidia-tesla-t4", "t4")),
         ("h200", "h200-sxm"),
         ("B200", "b200-sxm"),
         ("NVIDIA GeForce RTX 4090", "rtx-4090"),
@@ -51,16 +47,9 @@ def test_an_unknown_gpu_is_refused_with_the_nearest() -> None:
     assert "h100-pcie, h100-sxm" in str(unclear.value.hint)
 
 
-LINKS = {
-    "ib-ndr-400": "rdma",
-    "roce-100g": "rdma",
-    "gcp-a3-ultra-roce": "rdma",
-    "pod-network-tcp": "tcp",
-    "gcp-tcp-fallback": "tcp",
-    "eth-25g": "tcp",
-    "aws-efa-3200": "efa",
-    "gcp-tcpxo-a3-mega": "efa",
-}
+LINKS = dict.fromkeys(("ib-ndr-400", "roce-100g", "gcp-a3-ultra-roce"), "rdma")
+LINKS |= dict.fromkeys(("pod-network-tcp", "gcp-tcp-fallback", "eth-25g"), "tcp")
+LINKS |= dict.fromkeys(("aws-efa-3200", "gcp-tcpxo-a3-mega"), "efa")
 
 
 def test_links_know_their_transport() -> None:
@@ -91,10 +80,8 @@ def test_every_model_has_a_config_and_every_config_a_row() -> None:
 
 
 def test_a_model_answers_to_its_hub_id_too() -> None:
-    assert (
-        models_catalog.model("llama-3.1-405b").hf_id
-        == models_catalog.model(models_catalog.model("llama-3.1-405b").hf_id).hf_id
-    )
+    row = models_catalog.model("llama-3.1-405b")
+    assert models_catalog.model(row.hf_id) == row
     assert models_catalog.model_config("lmsys/vicuna-13b-v1.3") == models_catalog.model_config("vicuna-13b-v1.3")
     assert models_catalog.has_model("vicuna-13b-v1.3") and not models_catalog.has_model("nobody/nothing")
     with pytest.raises(UserError, match='the nearest is "qwen3-32b"'):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from plan_shapes import LLAMA_8B
 
 from penstock.bench import calibrate
 from penstock.bench.calibrate import BenchPoint
@@ -16,29 +17,25 @@ from penstock.deployment import planning
 from penstock.errors import UserError
 from penstock.hardware import catalog
 from penstock.models import facts
-from penstock.planner.architecture.dense import read
 from penstock.planner.request import SizingRequest
 from penstock.planner.speed import calibration, estimate
 from penstock.planner.speed.calibration import Calibrated
 from penstock.planner.speed.collectives import Fabric
 from penstock.planner.speed.estimate import Calibration
-from penstock.planner.speed.work import StepCosts, step_costs
+from penstock.planner.speed.work import step_costs
 from penstock.spec.deployment import Parallel, Workload
 
 H100 = Fabric(catalog.gpu("h100-sxm"), 8)
 ENGINE, ONE = estimate.Engine(), Parallel()
+COSTS = step_costs(LLAMA_8B)
 LOADS = [(1, 1000, 200), (8, 1000, 200), (32, 1000, 200), (128, 1000, 200), (1, 8000, 50), (16, 8000, 400)]
-
-
-def llama_8b() -> StepCosts:
-    return step_costs(read(facts.read("llama-3.1-8b").config))
 
 
 def points(truth: Calibration, noise: float = 0.0) -> list[BenchPoint]:
     """What a deployment with these constants would be measured at."""
     rng, found = random.Random(1), []
     for concurrency, n_in, n_out in LOADS:
-        told = estimate.estimate(llama_8b(), ONE, H100, Workload(n_in, n_out, concurrency), ENGINE, truth)
+        told = estimate.estimate(COSTS, ONE, H100, Workload(n_in, n_out, concurrency), ENGINE, truth)
         ttft, tpot = (value * (1 + rng.uniform(-noise, noise)) for value in (told.ttft_ms.likely, told.tpot_ms.likely))
         found.append(BenchPoint(concurrency, n_in, n_out, ttft, tpot))
     return found
@@ -50,7 +47,7 @@ TRUTH = Calibration(
 
 
 def test_a_fit_finds_the_constants_that_made_its_points() -> None:
-    found, error = calibrate.fit(llama_8b(), ONE, H100, ENGINE, points(TRUTH))
+    found, error = calibrate.fit(COSTS, ONE, H100, ENGINE, points(TRUTH))
     assert error < 0.005
     assert found.memory_efficiency == pytest.approx(0.7, rel=0.03)
     assert found.compute_efficiency == pytest.approx(0.45, rel=0.05)
@@ -61,15 +58,15 @@ def test_a_fit_finds_the_constants_that_made_its_points() -> None:
 def test_one_wild_point_hardly_moves_it() -> None:
     measured = points(TRUTH, noise=0.03)
     measured[2] = msgspec.structs.replace(measured[2], tpot_ms=10 * (measured[2].tpot_ms or 1))
-    found, error = calibrate.fit(llama_8b(), ONE, H100, ENGINE, measured)
+    found, error = calibrate.fit(COSTS, ONE, H100, ENGINE, measured)
     assert error < 0.1 and found.memory_efficiency == pytest.approx(0.7, rel=0.12)
 
 
 def test_a_calibrated_range_is_narrower_and_holds_the_truth() -> None:
-    found, _ = calibrate.fit(llama_8b(), ONE, H100, ENGINE, points(TRUTH))
+    found, _ = calibrate.fit(COSTS, ONE, H100, ENGINE, points(TRUTH))
     load = Workload(2000, 300, 24)
     truth, before, after = (
-        estimate.estimate(llama_8b(), ONE, H100, load, ENGINE, known).tpot_ms for known in (TRUTH, None, found)
+        estimate.estimate(COSTS, ONE, H100, load, ENGINE, known).tpot_ms for known in (TRUTH, None, found)
     )
     assert after.low <= truth.likely <= after.high
     assert after.high - after.low < 0.4 * (before.high - before.low)
@@ -82,7 +79,7 @@ def test_absurd_points_are_refused_or_kept_in_bounds(factor: float) -> None:
         for one in points(Calibration())
     ]
     try:
-        found, _ = calibrate.fit(llama_8b(), ONE, H100, ENGINE, measured)
+        found, _ = calibrate.fit(COSTS, ONE, H100, ENGINE, measured)
     except UserError as exc:
         assert "off by" in exc.message
     else:
@@ -90,14 +87,14 @@ def test_absurd_points_are_refused_or_kept_in_bounds(factor: float) -> None:
 
 
 def test_what_no_point_speaks_about_stays() -> None:
-    found, _ = calibrate.fit(llama_8b(), ONE, H100, ENGINE, [BenchPoint(1, 100, 100, None, t) for t in (6.6, 6.7)])
+    found, _ = calibrate.fit(COSTS, ONE, H100, ENGINE, [BenchPoint(1, 100, 100, None, t) for t in (6.6, 6.7)])
     assert found.ttft_fixed_ms == pytest.approx(37, rel=0.01) and found.wave_share == pytest.approx(0.14, rel=0.01)
 
 
 @pytest.mark.parametrize("numbers", [[], [5.0], [5.0, 0.0], [5.0, float("nan")], [5.0, float("inf")]])
 def test_too_little_is_refused(numbers: list[float]) -> None:
     with pytest.raises(UserError):
-        calibrate.fit(llama_8b(), ONE, H100, ENGINE, [BenchPoint(1, 10, 10, None, number) for number in numbers])
+        calibrate.fit(COSTS, ONE, H100, ENGINE, [BenchPoint(1, 10, 10, None, number) for number in numbers])
 
 
 # ---- the file --------------------------------------------------------------------------------------------------------
@@ -114,13 +111,8 @@ def test_a_file_reads_as_it_was_written() -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "",
-        "{",
-        "[]",
-        '{"schema": 2}',
-        '{"schema": 1}',
-        calibration.write(KNOWN).replace("0.8", "7"),
-        calibration.write(KNOWN).replace("0.8", '"fast"'),
+        *("", "{", "[]", '{"schema": 2}', '{"schema": 1}'),
+        *(calibration.write(KNOWN).replace("0.8", value) for value in ("7", '"fast"')),
         calibration.write(KNOWN).replace("memory_eff", "memroy_eff"),
     ],
 )

@@ -41,18 +41,15 @@ def test_people_follow_the_response_time_law() -> None:
     assert found.assumed == "4,000 tokens of context, 60 a reply, 30 s to think"
 
 
-def test_the_engines_own_limit_comes_first_when_it_is_lower() -> None:
-    found = users.users(Person(), Capacity(10**9, 8), Workload(), lambda load: steady(1, 1))
-    assert found.n_at_once == 8 and found.first_limit == "max_num_seqs 8 at once"
-
-
-def test_a_target_can_be_the_first_limit() -> None:
+def test_a_target_or_the_engines_own_limit_can_be_the_first() -> None:
     def slower(load: Workload) -> Speed:
         return steady(10.0 * load.concurrency, 5.0 * load.concurrency)
 
     by_tpot = users.users(Person(), Capacity(10**9, 1000), Workload(tpot_ms=50), slower)
     assert by_tpot.n_at_once == 10 and by_tpot.first_limit == "time per token: 55 ms, at most 50"
     by_ttft = users.users(Person(), Capacity(10**9, 1000), Workload(ttft_ms=50, tpot_ms=50), slower)
+    at_once = users.users(Person(), Capacity(10**9, 8), Workload(), slower)
+    assert at_once.n_at_once == 8 and at_once.first_limit == "max_num_seqs 8 at once"
     assert by_ttft.n_at_once == 5 and by_ttft.first_limit == "time to first token: 60 ms, at most 50"
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from penstock.errors import NotModelled
 from penstock.planner.architecture import Architecture, Tensor, quantization
 from penstock.planner.memory.tensors import inventory, split_layers, tensor_bytes
-from penstock.planner.memory.weights import RankWeights, bytes_on_disk, expert_counts, rank_weights, rope_bytes
+from penstock.planner.memory.weights import RankWeights, bytes_on_disk, rank_weights, rope_bytes
 from penstock.spec.deployment import Parallel
 
 GIB = 2**30
@@ -94,10 +94,8 @@ def test_kv_heads_are_copied_once_tp_exceeds_them() -> None:
 
 
 def test_a_tied_embedding_stands_on_the_first_and_the_last_stage() -> None:
-    first, last = rank_weights(shapes.arch("qwen3-0.6b"), Parallel(1, 2))
-    assert first.embedding_bytes == last.embedding_bytes == 151_936 * 1024 * 2
-    whole = rank_weights(shapes.arch("qwen3-0.6b"), Parallel())[0]
-    assert whole.embedding_bytes == first.embedding_bytes
+    (whole,), stages = (rank_weights(shapes.QWEN3_0_6B, Parallel(1, n)) for n in (1, 2))
+    assert {rank.embedding_bytes for rank in (whole, *stages)} == {151_936 * 1024 * 2}
 
 
 def test_the_vocabulary_is_padded_to_64() -> None:
@@ -107,12 +105,11 @@ def test_the_vocabulary_is_padded_to_64() -> None:
 
 
 def test_expert_parallelism_gives_whole_experts_and_early_ranks_one_more() -> None:
-    assert expert_counts(128, 48) == ((3, 32), (2, 16))
-    classes = rank_weights(shapes.arch("qwen3-30b-a3b"), Parallel(tensor=1, data=48, expert=True))
+    arch = shapes.arch("qwen3-30b-a3b")
+    classes = rank_weights(arch, Parallel(tensor=1, data=48, expert=True))
     assert [(one.n_experts, one.n_ranks) for one in classes] == [(3, 32), (2, 16)]
-    assert (
-        sum(one.expert_bytes * one.n_ranks for one in classes) == first_rank("qwen3-30b-a3b", Parallel()).expert_bytes
-    )
+    (whole,) = rank_weights(arch, Parallel())
+    assert sum(one.expert_bytes * one.n_ranks for one in classes) == whole.expert_bytes
 
 
 def test_data_parallelism_cuts_experts_but_copies_attention() -> None:
@@ -223,15 +220,12 @@ def test_fp8_made_while_loading_halves_the_linears_only() -> None:
     assert bytes_on_disk(arch) == 16_060_522_496
 
 
-def test_a_choice_that_is_not_the_checkpoints_is_refused() -> None:
+def test_an_unknown_format_or_one_that_is_not_the_checkpoints_is_refused() -> None:
     with pytest.raises(NotModelled, match="stored as fp8-block"):
         quantization.with_choice(shapes.arch("qwen3-32b-fp8"), "awq")
     with pytest.raises(NotModelled, match="16-bit weights"):
-        quantization.with_choice(shapes.arch("llama-3.1-8b"), "awq")
+        quantization.with_choice(shapes.LLAMA_8B, "awq")
     assert quantization.with_choice(shapes.arch("qwen3-32b-fp8"), "fp8") == shapes.arch("qwen3-32b-fp8")
-
-
-def test_an_unknown_format_is_refused() -> None:
     with pytest.raises(NotModelled, match='quantization "aqlm"'):
         quantization.from_config({"quant_method": "aqlm"})
     with pytest.raises(NotModelled, match="W4A8"):
