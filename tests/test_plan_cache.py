@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from penstock.errors import NotModelled, UserError
 from penstock.planner.architecture import Architecture, Attention, Layer
 from penstock.planner.engine_versions import profile
-from penstock.planner.memory.kv_blocks import CacheSettings, KvPlan, kv_plan
-from penstock.planner.memory.kv_pages import model_bytes_per_token, state_bytes
+from penstock.planner.memory.kv_blocks import KvPlan, kv_plan
+from penstock.planner.memory.kv_pages import CacheSettings, model_bytes_per_token, state_bytes
 from penstock.spec.deployment import Parallel
 from penstock.text import GIB
 

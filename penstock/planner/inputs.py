@@ -18,7 +18,7 @@ from penstock.planner.engine_settings import settings_of, total_bytes
 from penstock.planner.engine_versions import EngineProfile, parse_version, profile
 from penstock.planner.layouts import DivisibilityRules
 from penstock.planner.memory.fit import MemoryInputs, capability
-from penstock.planner.memory.kv_blocks import CacheSettings
+from penstock.planner.memory.kv_pages import CacheSettings
 from penstock.planner.memory.measured import MemoryMeasurement
 from penstock.planner.memory.overhead import RunSettings
 from penstock.planner.memory.weights import rank_weights

@@ -102,11 +102,7 @@ def _chosen(inputs: SolveInputs, memory: Memory) -> Sizing:
 
 
 def _is_pipeline_early(layout: Parallel, widest: int, fabric: Fabric) -> bool:
-    """A pipeline of tensor groups smaller than fast links allow: taken only when no other layout fits.
-
-    vLLM's guide: tensor parallel up to the machine, pipeline over machines. Stages work one after another, so a token
-    waits for all of them: Llama-3.1-70B on H100, TP1 x PP3 57 ms, TP4 21. Without NVLink a pipeline may well be better.
-    """
+    """A pipeline of tensor groups smaller than NVLink allows: a token waits for all stages (vLLM's guide)."""
     return fabric.gpu.nvlink is not None and layout.pipeline > 1 and layout.tensor < widest
 
 

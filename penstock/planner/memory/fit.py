@@ -15,8 +15,8 @@ from penstock.hardware.catalog import GpuFacts
 from penstock.planner.architecture import Architecture, Layer
 from penstock.planner.engine_versions import EngineProfile
 from penstock.planner.memory import overhead as overhead_
-from penstock.planner.memory.kv_blocks import CacheSettings, Group, KvPlan, groups_of, kv_plan
-from penstock.planner.memory.kv_pages import caches_of
+from penstock.planner.memory.kv_blocks import Group, KvPlan, groups_of, kv_plan
+from penstock.planner.memory.kv_pages import CacheSettings, caches_of
 from penstock.planner.memory.measured import MemoryMeasurement
 from penstock.planner.memory.overhead import Overhead, RunSettings
 from penstock.planner.memory.tensors import split_layers

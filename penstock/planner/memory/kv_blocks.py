@@ -23,8 +23,6 @@ from penstock.planner.memory.tensors import split_layers
 from penstock.spec.deployment import Parallel
 from penstock.text import GIB, MIB
 
-__all__ = ["CacheSettings", "Group", "KvPlan", "groups_of", "kv_plan", "request_blocks"]
-
 
 class Group(msgspec.Struct, frozen=True):
     """Layers with one block table. `has_own_pages`: their pages differ, and a block holds one of each."""

@@ -11,7 +11,16 @@ from collections.abc import Mapping
 
 import msgspec
 
-from penstock.planner.architecture import Architecture, Attention, Layer, Quantization, QuantKind, State, dtype_bytes
+from penstock.planner.architecture import (
+    Architecture,
+    Attention,
+    Layer,
+    Mlp,
+    Quantization,
+    QuantKind,
+    State,
+    dtype_bytes,
+)
 from penstock.planner.architecture.quantization import format_of
 from penstock.planner.memory.kv_pages import state_bytes
 from penstock.spec.deployment import Parallel
@@ -71,6 +80,10 @@ class LayerCosts(msgspec.Struct, frozen=True):
     @property
     def is_moe(self) -> bool:
         return self.n_experts > 0
+
+    def sees(self, n_tokens: float) -> float:
+        """Of so many tokens those in the window."""
+        return n_tokens if self.window is None else min(n_tokens, self.window)
 
 
 class StepCosts(msgspec.Struct, frozen=True):
@@ -203,8 +216,7 @@ def cache_bytes_read(work: StepCosts, layout: Parallel, step: Step, cache_dtype_
     tp, total = layout.tensor, 0.0
     for layer, count in work.layers:
         share = 1.0 if layer.is_mla else 1 / min(tp, layer.n_kv_heads)
-        seen = step.context if layer.window is None else min(step.context, layer.window)
-        before = step.prefill_context if layer.window is None else min(step.prefill_context, layer.window)
+        seen, before = layer.sees(step.context), layer.sees(step.prefill_context)
         # A prefilled chunk reads what stands before it once, not once a token: charged as one request's worth.
         n_tokens = step.n_decodes * seen + (before if step.prefill_tokens >= 1 else before * step.prefill_tokens)
         total += count * (layer.cache_numbers * share * cache_dtype_bytes * n_tokens)
@@ -248,93 +260,64 @@ def attention_flops(work: StepCosts, layout: Parallel, step: Step) -> float:
     MLA decodes in the compressed space: heads x (2 x kv_lora_rank + rope_dim)."""
     total = 0.0
     for layer, count in work.layers:
-        seen = step.context if layer.window is None else min(step.context, layer.window)
-        before = step.prefill_context if layer.window is None else min(step.prefill_context, layer.window)
-        total += (
-            count
-            * 2
-            * (layer.decode_numbers * seen * step.n_decodes + layer.attention_numbers * before * step.prefill_tokens)
-        )
+        seen, before = layer.sees(step.context), layer.sees(step.prefill_context)
+        decode = layer.decode_numbers * seen * step.n_decodes
+        total += count * 2 * (decode + layer.attention_numbers * before * step.prefill_tokens)
     return total / layout.tensor
 
 
 def _layer_costs(arch: Architecture, layer: Layer, index: int, number_bytes: float) -> LayerCosts:
-    cut = kv = copied = expert = 0
-    cut_bytes = 0.0
-    quant = arch.quantization
-
     def each(part: str) -> float:
-        return _part_bytes(quant, part, index, number_bytes)
+        return _part_bytes(arch.quantization, part, index, number_bytes)
 
-    attention, state, mlp = layer.attention, layer.state, layer.mlp
-    if attention:
-        own, kv, down = _attention_params(attention, arch.hidden)
-        cut, copied, cut_bytes = cut + own, copied + down, cut_bytes + own * each("attention")
-    if state:
-        own = _state_params(state, arch.hidden)
-        cut, cut_bytes = cut + own, cut_bytes + own * each("state")
-    copied_bytes = copied * each("attention")
-    if mlp:
-        n_matrices = 3 if mlp.is_gated else 2
-        shared = n_matrices * arch.hidden * mlp.shared_intermediate
-        one = n_matrices * arch.hidden * mlp.intermediate
-        dense, expert = (0, one) if mlp.n_experts else (one, 0)
-        cut += dense + shared
-        cut_bytes += dense * each("dense") + shared * each("shared")
-        copied += arch.hidden * mlp.n_experts
-        copied_bytes += arch.hidden * mlp.n_experts * number_bytes
-    return LayerCosts(
-        cut_params=cut,
-        cut_bytes=cut_bytes,
-        kv_params=kv,
-        kv_bytes=kv * each("attention"),
-        n_kv_heads=attention.n_kv_heads if attention else 1,
-        copied_params=copied,
-        copied_bytes=copied_bytes,
+    hidden, state, mlp = arch.hidden, layer.state, layer.mlp or Mlp(0)
+    costs = _attention_costs(layer.attention, hidden, each("attention")) if layer.attention else LayerCosts()
+    of_state = _state_params(state, hidden) if state else 0
+    one_width = hidden * (3 if mlp.is_gated else 2)
+    dense, expert = (0, one_width * mlp.intermediate) if mlp.n_experts else (one_width * mlp.intermediate, 0)
+    shared, router = one_width * mlp.shared_intermediate, hidden * mlp.n_experts
+    cut_bytes = costs.cut_bytes + of_state * each("state")
+    return msgspec.structs.replace(
+        costs,
+        cut_params=costs.cut_params + of_state + dense + shared,
+        cut_bytes=cut_bytes + (dense * each("dense") + shared * each("shared")),
+        copied_params=costs.copied_params + router,
+        copied_bytes=costs.copied_bytes + router * number_bytes,
         expert_params=expert,
         expert_bytes=expert * each("experts"),
-        n_experts=mlp.n_experts if mlp else 0,
-        top_k=mlp.top_k if mlp else 0,
-        cache_numbers=_cache_numbers(attention),
-        window=attention.window if attention else None,
-        is_mla=attention is not None and attention.kind == "mla",
-        attention_numbers=attention.n_heads * (attention.head_dim_k + attention.head_dim_v) if attention else 0,
-        decode_numbers=_decode_numbers(attention),
+        n_experts=mlp.n_experts,
+        top_k=mlp.top_k,
         state_bytes=state_bytes(state, arch.dtype, 1) if state else 0.0,
-        n_allreduces=bool(attention or state) + bool(mlp),
+        n_allreduces=bool(layer.attention or state) + bool(layer.mlp),
     )
 
 
-def _attention_params(attention: Attention, hidden: int) -> tuple[int, int, int]:
-    """(cut by TP, cut by KV heads, copied)."""
+def _attention_costs(attention: Attention, hidden: int, each: float) -> LayerCosts:
+    """`each`: bytes of one weight. A layer that reads another's cache has no key and value projections of its own."""
     heads, d_k, d_v = attention.n_heads, attention.head_dim_k, attention.head_dim_v
-    output = heads * d_v * hidden
-    n_queries = 2 if attention.has_output_gate else 1
-    if attention.kind != "mla":
-        # A layer that reads another's cache has no key and value projections of its own.
-        kv = 0 if attention.shares_kv_with is not None else attention.n_kv_heads * (d_k + d_v) * hidden
-        return n_queries * heads * d_k * hidden + output, kv, 0
-    lora, rope = attention.kv_lora_rank or 0, attention.rope_dim or 0
-    q_rank = attention.q_lora_rank
-    query = heads * d_k * (q_rank or hidden)
-    down = hidden * (lora + rope) + (hidden * q_rank if q_rank else 0)
-    return query + lora * heads * (d_k - rope + d_v) + output, 0, down
-
-
-def _cache_numbers(attention: Attention | None) -> int:
-    if attention is None or attention.shares_kv_with is not None:
-        return 0
     if attention.kind == "mla":
-        return (attention.kv_lora_rank or 0) + (attention.rope_dim or 0)
-    return attention.n_kv_heads * (attention.head_dim_k + attention.head_dim_v)
-
-
-def _decode_numbers(attention: Attention | None) -> int:
-    if attention is None:
-        return 0
-    if attention.kind == "mla":
-        return attention.n_heads * (2 * (attention.kv_lora_rank or 0) + (attention.rope_dim or 0))
-    return attention.n_heads * (attention.head_dim_k + attention.head_dim_v)
+        lora, rope, q_rank = attention.kv_lora_rank or 0, attention.rope_dim or 0, attention.q_lora_rank or 0
+        cut = heads * d_k * (q_rank or hidden) + lora * heads * (d_k - rope + d_v)
+        kv, copied, cache, decode = 0, hidden * (lora + rope + q_rank), lora + rope, heads * (2 * lora + rope)
+    else:
+        cut, copied = heads * d_k * hidden * (2 if attention.has_output_gate else 1), 0
+        cache, decode = attention.n_kv_heads * (d_k + d_v), heads * (d_k + d_v)
+        kv = cache * hidden if attention.shares_kv_with is None else 0
+    cut += heads * d_v * hidden
+    return LayerCosts(
+        cut_params=cut,
+        cut_bytes=cut * each,
+        kv_params=kv,
+        kv_bytes=kv * each,
+        n_kv_heads=attention.n_kv_heads,
+        copied_params=copied,
+        copied_bytes=copied * each,
+        cache_numbers=cache if attention.shares_kv_with is None else 0,
+        window=attention.window,
+        is_mla=attention.kind == "mla",
+        attention_numbers=heads * (d_k + d_v),
+        decode_numbers=decode,
+    )
 
 
 def _state_params(state: State, hidden: int) -> int:
