@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
+from pathlib import Path
 from typing import Any
 
 from penstock.hardware import catalog as hardware
@@ -10,6 +13,17 @@ from penstock.planner.architecture import Architecture, Attention, AttentionKind
 from penstock.planner.request import Sizing, SizingRequest
 from penstock.planner.solve import sizing_of
 from penstock.planner.speed.collectives import Fabric
+
+
+def benchmark(name: str) -> Any:
+    """A program of benchmarks/ as a module."""
+    path = Path(__file__).parent.parent / "benchmarks" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # msgspec looks the annotations up there
+    spec.loader.exec_module(module)
+    return module
 
 
 def arch(name: str, **changes: Any) -> Architecture:

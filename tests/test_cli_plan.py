@@ -200,9 +200,11 @@ def test_the_file_names_a_folder_by_its_full_path_and_keeps_the_engines_flags(
     assert made.engine.args == {"max-num-seqs": 64, "enforce-eager": True, "kv-cache-dtype": "fp8"}
 
 
-def test_a_picture_that_cannot_be_made_is_refused_before_the_work(asked: Asked, tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_made_or_read_is_refused_before_the_work(asked: Asked, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="pictures are SVG"):
         run(*BASE, "--plot", str(tmp_path / "plan.pdf"))
+    with pytest.raises(UserError, match="cannot read calibration"):
+        run(*BASE, "--calibration", str(tmp_path / "none.json"))
     assert asked == []
 
 

@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+from plan_shapes import benchmark
 
 from penstock.hardware import catalog
 from penstock.models import catalog as models_catalog
 from penstock.planner.request import SizingRequest
 
-
-def _benchmark() -> Any:
-    path = Path(__file__).parent.parent / "benchmarks" / "plan_memory.py"
-    spec = importlib.util.spec_from_file_location("plan_memory", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["plan_memory"] = module  # msgspec looks the annotations up there
-    spec.loader.exec_module(module)
-    return module
-
-
-plan_memory = _benchmark()
+plan_memory = benchmark("plan_memory")
 SECTIONS = plan_memory.starts()
 EVERY = [start for listed in SECTIONS.values() for start in listed]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -12,7 +11,6 @@ from plan_shapes import LLAMA_8B
 
 from penstock.bench import calibrate
 from penstock.bench.calibrate import BenchPoint
-from penstock.cli import plan
 from penstock.deployment import planning
 from penstock.errors import UserError
 from penstock.hardware import catalog
@@ -147,8 +145,3 @@ def test_a_plan_is_narrower_with_it_and_wide_with_another_layouts() -> None:
     assert width(two) > 1.6
     assert any("measured with layout TP 1" in warning for warning in planning.solve(two).warnings)
     assert not any("calibration" in warning for warning in planning.solve(request()).warnings)
-
-
-def test_the_command_refuses_a_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="cannot read calibration"):
-        plan._calibration(tmp_path / "none.json")

@@ -211,7 +211,5 @@ def _write(path: Path, text: str, force: bool) -> None:
     try:
         with path.open("w" if force else "x", encoding="utf-8") as stream:
             stream.write(text)
-    except FileExistsError as exc:
-        raise UserError(f'cannot write "{path}": the file exists', hint="Add --force to replace it.") from exc
     except OSError as exc:
         raise UserError(f'could not write "{path}": {exc.strerror}') from exc
