@@ -59,48 +59,59 @@ def test_every_problem_of_the_start_is_told() -> None:
     assert all(word in told for word in ("max_model_len 1,000,000", "bfloat16 needs", "KV cache in fp8"))
 
 
-def test_a_card_without_bfloat16_loads_float16_or_float32() -> None:
-    """Gemma 2 is unstable in float16: vLLM falls back to float32, twice the bytes."""
-    half, whole = solved("qwen3-0.6b", "t4", max_model_len=4096), solved("gemma-2-9b", "v100-sxm2-32")
-    assert half.settings is not None and half.settings.dtype == "float16"
-    assert whole.settings is not None and whole.settings.dtype == "float32"
-    assert whole.weights is not None and whole.weights.per_gpu_gib[0] > 34
-    assert any("no bfloat16" in warning for warning in half.warnings)
-
-
-def test_formats_without_units_save_memory_alone() -> None:
-    def warned(model: str, gpu: str) -> bool:
-        sizing = solved(model, gpu, gpus_per_node=8, max_model_len=4096)
-        return any("it saves memory, not arithmetic" in warning for warning in sizing.warnings)
-
-    assert warned("gpt-oss-20b", "h100-sxm") and not warned("gpt-oss-20b", "b200-sxm")
-    assert warned("qwen3-32b-fp8", "a100-sxm4-80") and not warned("qwen3-32b-fp8", "h100-sxm")
-
-
 def test_an_unknown_quantization_is_told_the_nearest() -> None:
     with pytest.raises(PenstockError) as caught:
         solved("llama-3.1-8b", "h100-sxm", quantization="fp8_per_chanel")
     assert caught.value.exit_code == 4 and caught.value.hint == "did you mean fp8_per_channel?"
 
 
-def test_longrope_starts_with_its_original_length() -> None:
-    short, asked = solved("phi-3.5-mini", "h100-sxm"), solved("phi-3.5-mini", "h100-sxm", max_model_len=131_072)
-    assert short.settings is not None and short.settings.max_model_len == 4096
-    assert any("4,096 tokens of context" in warning for warning in short.warnings)
-    assert asked.fits and not any("LongRoPE" in warning for warning in asked.warnings)
+NO_UNIT, LONGROPE = "it saves memory, not arithmetic", "4,096 tokens of context for this model (LongRoPE)"
 
 
-def test_a_config_may_allow_more_than_its_positions() -> None:
-    """Cohere's model_max_length (config/model.py)."""
-    config = {**catalog.model_config("command-r-v01"), "model_max_length": 131_072}
-    assert not solved("command-r-v01", "h200-sxm", config, max_model_len=100_000).is_refused
+@pytest.mark.parametrize(
+    ("model", "gpu", "asked", "words", "is_said"),
+    [
+        ("qwen3-0.6b", "t4", {"max_model_len": 4096}, "no bfloat16", True),
+        ("gpt-oss-20b", "h100-sxm", {}, NO_UNIT, True),
+        ("gpt-oss-20b", "b200-sxm", {}, NO_UNIT, False),
+        ("qwen3-32b-fp8", "a100-sxm4-80", {"max_model_len": 4096}, NO_UNIT, True),
+        ("qwen3-32b-fp8", "h100-sxm", {"max_model_len": 4096}, NO_UNIT, False),
+        ("phi-3.5-mini", "h100-sxm", {}, LONGROPE, True),
+        ("phi-3.5-mini", "h100-sxm", {"max_model_len": 131_072}, LONGROPE, False),
+        ("qwen3-0.6b", "v100-sxm2-32", {"max_model_len": 4096}, "CUDA 13", True),
+        ("qwen3-0.6b", "v100-sxm2-32", {"max_model_len": 4096, "engine_version": "0.11"}, "CUDA 13", False),
+        # A user may lift the model's own length, so it is no refusal.
+        ("llama-3.1-8b", "h200-sxm", {"max_model_len": 131_073}, "over the model's 131,072: vLLM refuses it", True),
+        ("command-r-v01", "h200-sxm", {"max_model_len": 8193}, "over the model's 8,192: vLLM refuses it", True),
+    ],
+)
+def test_what_starts_otherwise_than_expected_is_warned_of(
+    model: str, gpu: str, asked: dict[str, Any], words: str, is_said: bool
+) -> None:
+    sizing = solved(model, gpu, **asked)
+    assert sizing.fits and any(words in warning for warning in sizing.warnings) is is_said
 
 
-def test_volta_needs_wheels_of_cuda_12() -> None:
-    def warned(**asked: Any) -> bool:
-        return any("CUDA 13" in w for w in solved("qwen3-0.6b", "v100-sxm2-32", max_model_len=4096, **asked).warnings)
+@pytest.mark.parametrize(
+    ("model", "gpu", "asked", "dtype", "length"),
+    [
+        ("qwen3-0.6b", "t4", {"max_model_len": 4096}, "float16", 4096),
+        ("gemma-2-9b", "v100-sxm2-32", {}, "float32", 8192),  # unstable in float16
+        ("phi-3.5-mini", "h100-sxm", {}, "bfloat16", 4096),  # LongRoPE starts with its original length
+        ("command-r-v01", "h200-sxm", {"config": {"model_max_length": 131_072}}, "bfloat16", 131_072),
+    ],
+)
+def test_dtype_and_length_are_those_that_vllm_falls_back_to(
+    model: str, gpu: str, asked: dict[str, Any], dtype: str, length: int
+) -> None:
+    config = {**catalog.model_config(model), **asked.get("config", {})}
+    settings = solved(model, gpu, **{**asked, "config": config}).settings
+    assert settings is not None and (settings.dtype, settings.max_model_len) == (dtype, length)
 
-    assert warned() and not warned(engine_version="0.11")
+
+def test_float32_takes_twice_the_bytes() -> None:
+    weights = solved("gemma-2-9b", "v100-sxm2-32").weights
+    assert weights is not None and weights.per_gpu_gib[0] > 34
 
 
 def test_requests_over_the_context_have_no_speed() -> None:
@@ -176,9 +187,3 @@ def test_broken_configs_are_answered_or_refused(data: st.DataObject) -> None:
         assert error.exit_code in (2, 4)
     else:
         assert sizing.reason
-
-
-def test_a_context_over_the_models_own_is_warned_of_for_the_user_may_lift_it() -> None:
-    for model, length, own in (("llama-3.1-8b", 131_073, "131,072"), ("command-r-v01", 8193, "8,192")):
-        sizing = solved(model, "h200-sxm", max_model_len=length)
-        assert sizing.fits and any(f"over the model's {own}: vLLM refuses it" in told for told in sizing.warnings)

@@ -60,7 +60,7 @@ def test_the_next_plan_has_the_kv_cache_that_the_engine_reported() -> None:
     assert after.memory is not None and after.kv is not None
     assert after.measured_on == "2027-01-15"
     assert "memory other than the weights was measured at an earlier start on 2027-01-15" in after.warnings
-    assert after.memory.kv_cache_gib.is_exact
+    assert after.memory.kv_cache_gib.low == after.memory.kv_cache_gib.high
     assert after.memory.kv_cache_gib.likely == pytest.approx(110.98, abs=0.02)
     assert after.kv.tokens == pytest.approx(909_136, rel=0.0002)
     assert after.memory.activation_gib.likely == pytest.approx(1.04, abs=0.001)

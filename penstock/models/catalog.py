@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from importlib import resources
+from importlib.resources.abc import Traversable
 from typing import Any
 
 import msgspec
@@ -38,20 +39,18 @@ def model(name: str) -> ModelRow:
 
 def model_config(name: str) -> dict[str, Any]:
     """config.json of a model, by catalogue name or hub id; the caller's own copy.  Raises UserError."""
-    text = (resources.files("penstock.models") / "data" / "models" / _model_name(name) / "config.json").read_text(
-        "utf-8"
-    )
-    config: dict[str, Any] = json.loads(text)
+    config: dict[str, Any] = json.loads(_file(name, "config.json").read_text("utf-8"))
     return config
 
 
 def model_quantization(name: str) -> dict[str, Any] | None:
     """hf_quant_config.json of a model, where modelopt wrote its format there and not in config.json; else None."""
-    path = resources.files("penstock.models") / "data" / "models" / _model_name(name) / "hf_quant_config.json"
-    if not path.is_file():
-        return None
-    own: dict[str, Any] = json.loads(path.read_text("utf-8"))
-    return own
+    path = _file(name, "hf_quant_config.json")
+    return json.loads(path.read_text("utf-8")) if path.is_file() else None
+
+
+def _file(name: str, file: str) -> Traversable:
+    return resources.files("penstock.models") / "data" / "models" / _model_name(name) / file
 
 
 def has_model(name: str) -> bool:

@@ -31,18 +31,16 @@ class EngineProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Memory: `graphs_in_budget`, `nccl_in_budget`: paid from total x utilization, else from the rest of the card.
     `measures_consumed`: non-torch memory is measured by free memory, with what the allocator keeps. `sampler_bytes`: of
-    the first runner, by row and vocabulary entry, at the peak of the profile run. `keeps_moe_workspace`: the MoE
-    kernels' buffers stay allocated after it.
-    KV cache: `prints_concurrency`: "GPU KV cache size" is concurrency x max_model_len, else the blocks over the groups.
+    the first runner, by row and vocabulary entry. `keeps_moe_workspace`: the MoE kernels' buffers stay allocated. KV
+    cache: `prints_concurrency`: "GPU KV cache size" is concurrency x max_model_len, else the blocks over the groups.
     `chunked_windows`: chunked-local layers (Llama 4) are charged for their chunk. `counts_batches_in_flight`: a window
     is charged for every batch in flight. `reserves_null_block`, `checks_groups`: the start-up check holds one block
     back, and counts padded groups. `group_slack`: layer kinds with counts closer than this factor share the larger one
-    as group size. `caches_states`: prefix caching is on for hybrids, which then hold two states for each request, and
-    three where the prefill kernel writes one more (`mamba2_checkpoints`, `gdn_checkpoints`).
-    Limits: `least_capability` by weight format; a format without a row is gone. `fp8_cache_capability` for fp8 caches.
-    `packed_inputs`, `packed_expert_inputs`: what the input share of a 4-bit matrix must be a multiple of, beside its
-    group; `fp8_expert_block`: the smallest block that scales of fp8 experts are refined to.
-    Speed: `step_us`, `wait_steps` as in `speed.estimate.Constants`; `least_moe_layer_us`, `mla_layer_us`: of a layer.
+    as group size. `caches_states`: prefix caching is on for hybrids: two states a request, three with
+    `mamba2_checkpoints` or `gdn_checkpoints`. Limits: `least_capability` by weight format; a format without a row is
+    gone. `packed_inputs`, `packed_expert_inputs`: what the input share of a 4-bit matrix must be a multiple of, beside
+    its group; `fp8_expert_block`: the smallest block that scales of fp8 experts are refined to. Speed: as in
+    `speed.estimate.Constants`.
     """
 
     version: str

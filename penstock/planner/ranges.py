@@ -31,10 +31,6 @@ class Range(msgspec.Struct, frozen=True):
         """What remains of `whole`: the low end is what the high end leaves. 100 less (1, 2, 5) is (95, 98, 99)."""
         return Range(whole - self.high, whole - self.likely, whole - self.low)
 
-    @property
-    def is_exact(self) -> bool:
-        return self.low == self.high
-
 
 ZERO = Range(0, 0, 0)
 

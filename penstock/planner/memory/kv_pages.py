@@ -16,7 +16,7 @@ from penstock.planner.engine_versions import EngineProfile
 
 PageKind = Literal["full", "sliding", "chunked", "state"]
 _FP8 = ("fp8", "fp8_e4m3", "fp8_e5m2")
-_WIDE = {"float16": 2, "bfloat16": 2}
+_ELEMENT_BYTES = {"float16": 2, "bfloat16": 2, **dict.fromkeys(_FP8, 1)}
 # Bytes a token of the packed MLA layouts (`mla_attention.py`): 512 latent numbers and 64 of rope with their scales.
 _PACKED_MLA = {"fp8_ds_mla": 656, "nvfp4_ds_mla": 352}
 _DEFAULT_BLOCK = 16
@@ -97,11 +97,9 @@ def _mla_bytes(attention: Attention, dtype: str, settings: CacheSettings) -> int
 def _element_bytes(cache_dtype: str, dtype: str) -> int:
     if cache_dtype == "auto":
         return dtype_bytes(dtype)
-    if cache_dtype in _FP8:
-        return 1
-    if cache_dtype in _WIDE:
-        return _WIDE[cache_dtype]
-    known = ("auto", *_WIDE, *_FP8, "nvfp4")
+    if cache_dtype in _ELEMENT_BYTES:
+        return _ELEMENT_BYTES[cache_dtype]
+    known = ("auto", *_ELEMENT_BYTES, "nvfp4")
     raise not_modelled("KV cache dtype", cache_dtype, "its page layout is unknown", hint="one of " + ", ".join(known))
 
 

@@ -1,12 +1,8 @@
 """Memory of a GPU beside weights and KV cache, as low / likely / high: what the profile run finds and what it does not.
 
-`activation` is transient: the forward pass of the largest batch and, after it, the sampler over max_num_seqs rows; the
-larger of the two counts. `workspace` are the MoE kernels' buffers, `non_torch` what the CUDA libraries and the
-allocator keep, `nccl` the communicators, `graphs` the captured CUDA graphs. Which of them the budget (total x
-utilization) pays for changed between versions: see `engine_versions`.
-
-The constants are fits to public start-up logs and to ours, unless a comment says otherwise;
-docs/measurements/plan-accuracy.md lists the logs.
+`activation` is transient: the larger of the largest batch's forward pass and the sampler over max_num_seqs rows.
+`workspace` are the MoE kernels' buffers, `non_torch` what the CUDA libraries and the allocator keep, `nccl` the
+communicators. Constants are fits to start-up logs unless a comment says otherwise (docs/measurements/plan-accuracy.md).
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Times of collectives: measured tables inside a machine, hops and bandwidth between machines. Microseconds.
 
-Inside a fast link domain (a host, or an NVLink rack) all-reduce times come from the catalogue's measurements at
-16 KiB, 1 MiB and 1 GiB, interpolated on a logarithmic scale. Between machines NCCL goes round a ring (2(n-1) hops) or
-up and down a tree (2 log2 n hops), whichever has fewer; each hop has a latency of the network's kind, and 2(n-1)/n of
-the message passes the machine's network cards. At decode messages are small and latency is all: 13B over one-GPU pods
-spends 81 all-reduces x 2 hops x 0.37 ms = 60 ms of every step waiting at TP 2, and 120 ms at TP 4.
+Inside a fast link domain (a host, or an NVLink rack) all-reduce times come from the catalogue's measurements at 16 KiB,
+1 MiB and 1 GiB, interpolated on a logarithmic scale. Between machines NCCL goes round a ring or up and down a tree;
+each hop has a latency of the network's kind, and 2(n-1)/n of the message passes the machine's network cards.
 """
 
 from __future__ import annotations
