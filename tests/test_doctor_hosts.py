@@ -166,7 +166,7 @@ def test_two_healthy_nodes_are_measured(hosts: Hosts, examine: Examine) -> None:
 
 def test_an_interface_that_no_node_has_is_named(examine: Examine) -> None:
     (one,) = bad(examine(engine={"env": {"NCCL_SOCKET_IFNAME": "ib9"}}))
-    assert one.check == "network" and "no interface of ib9 on node1 is reached" in one.found
+    assert one.check == "network" and "no interface ib9 of node1 is reached" in one.found
     assert "eth0" in (one.cure or "")
 
 
