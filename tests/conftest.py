@@ -35,7 +35,7 @@ NEEDS = {"llamacpp": "xllamacpp", "vllm": "vllm"}
 # Rig -> the worker process that runs its tests, the longest first: there is one Slurm and one Ray in a run. Sets of
 # hosts are cheap, so the tests that copy penstock to them (ssh) have a set, and all others another.
 RIGS = {"slurm_on": "slurm", "ray_on_two_hosts": "ray", "two_hosts": "hosts", "two_hosts_behind_login": "hosts"}
-LONGEST_FIRST = ("ssh", "real engines", "slurm", "ray", "hosts")
+LONGEST_FIRST = ("ssh", "vllm", "slurm", "ray", "hosts", "llamacpp", "postgres")
 
 ReportT = TypeVar("ReportT", pytest.TestReport, pytest.CollectReport)
 
@@ -115,9 +115,8 @@ def worker_group(item: pytest.Item) -> str | None:
         return "ssh"
     if rigs or item.get_closest_marker("hosts"):
         return rigs[0] if rigs else "hosts"
-    if item.get_closest_marker("vllm") or item.get_closest_marker("llamacpp"):
-        return "real engines"  # two starts of real vLLM at once take longer than one after another
-    return "postgres" if item.get_closest_marker("postgres") else None
+    # A module's tests on one engine follow each other, so that it is started once.
+    return next((name for name in ("vllm", "llamacpp", "postgres") if item.get_closest_marker(name)), None)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
