@@ -29,6 +29,7 @@ from penstock.hardware import Machine, NodeFacts
 from penstock.run_folder import Artifact
 from penstock.spec.deployment import Deployment
 from penstock.targets import Surveyed, Target
+from penstock.targets.slurm.target import Slurm
 from penstock.text import GIB
 
 pytestmark = pytest.mark.hosts
@@ -66,6 +67,9 @@ class OverHosts(Target):
         env = own | {"PYTHONPATH": f"{own.get('PYTHONPATH', '')}:{ROOT}".lstrip(":")}
         done = host.run(words, env=env, check=False, timeout_s=timeout_s)
         return Surveyed(host.name, done.returncode, done.stdout, done.stderr)
+
+    def time_limit_s(self, deployment: Deployment) -> tuple[str, float] | None:
+        return Slurm().time_limit_s(deployment)
 
     def render(self, *_: object) -> Artifact:
         return Artifact((), {})

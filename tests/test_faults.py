@@ -544,6 +544,6 @@ def test_node_that_dies_before_it_says_anything_fails_the_start(place: Place) ->
         kill(entry["pid"])
     told = call("up", file)
     assert told.code == 1
-    assert "its node died 3 times before it said anything" in told.err
+    assert "its node ended 3 times before its first report" in told.err
     assert "ValidationError" in told.err, "the node's own last lines are shown"
     call("down", "one")

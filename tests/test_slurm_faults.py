@@ -83,7 +83,7 @@ def test_a_preempted_replica_leaves_at_once_and_its_next_job_waits(desk: Desk) -
     desk.slurm.wait(high, "RUNNING", timeout_s=60)
     desk.wait(lambda: desk.replica()["state"] == "queued", "its next job is in the queue")
     assert [host for host, one in desk.marked() if one.env.get("PENSTOCK_ROLE") in ("node", "engine")] == []
-    assert f"its job {job} was told to end by Slurm: preempted" in desk.call("status", "one")
+    assert f"its job {job} was ended by Slurm: preempted" in desk.call("status", "one")
     desk.slurm.run(["scancel", str(high)])
     desk.wait(lambda: desk.status()["phase"] == "ready", "it serves again", 60)
     assert desk.answer().startswith("1:tell 2:me")

@@ -113,7 +113,7 @@ def test_a_killed_node_comes_back(place: Place, hosts: Hosts) -> None:
     ask(run)
 
 
-def test_a_killed_tunnel_and_a_killed_keeper_come_back(place: Place, hosts: Hosts) -> None:
+def test_a_killed_ssh_and_a_killed_tunnel_process_come_back(place: Place, hosts: Hosts) -> None:
     run = place.up(write(place, hosts, args={"tokens_per_s": 50}))
     before = node_of(hosts[0]).pid
 
@@ -123,8 +123,9 @@ def test_a_killed_tunnel_and_a_killed_keeper_come_back(place: Place, hosts: Host
     def is_kept() -> bool:
         return len(tunnels()) == 2 and replica_of(run).state == "ready" and (replica_of(run).announcement is not None)
 
-    for kind in ("hold", "keeper"):
-        (victim,) = [process for process in tunnels() if ("keeper" in process.command) == (kind == "keeper")]
+    for kind in ("ssh", "tunnel process"):
+        is_parent = kind == "tunnel process"
+        (victim,) = [process for process in tunnels() if ("tunnel_process" in process.command) == is_parent]
         os.kill(victim.pid, 9)
         until(lambda victim=victim: is_kept() and victim.pid not in [p.pid for p in tunnels()], f"{kind} is back")  # type: ignore[misc]
         wait_until(lambda: _answers(run), "requests go through", 20)
