@@ -129,8 +129,9 @@ class Controller:
         for name, announcement in rows.items():
             if announcement.state == "failed" and replica(name) in seen.placements:
                 self._fail(name, announcement.reason or "", announcement)
+        serving = {row.announcement.replica for row in (seen.view.replicas if seen.view else ()) if row.is_alive}
         for unit, placement in seen.placements.items():
-            if placement.state == "placed":
+            if placement.state == "placed" and unit.name in serving:
                 self._broken.discard(unit.name)
             if placement.is_final and placement.state == "gone":  # a job cancelled by hand stays cancelled
                 self._fail(unit.name, placement.reason or "it was ended from outside", rows.get(unit.name))
