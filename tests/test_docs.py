@@ -76,7 +76,7 @@ FORBIDDEN = re.compile(
 NO_MESSAGES = ("penstock/testing/", "penstock/bench/datasets/tokenizers.py")
 # Plain words that module names may use beyond the glossary.
 PLAIN = """
-addresses admin agent announcement announcer api arguments arrivals blocks board body bootstrap bundle calibrate
+addresses admin agent amx announcement announcer api arguments arrivals blocks board body bootstrap bundle calibrate
 calibration catalog child collectives commands compare compiled config conformance connections cpu decide dense
 detect doctor driver entry errors estimate examine explain facts fake fields figures fit forwarding guard health
 host html http1 hub hybrid init inputs install kernel key leader leftovers levers library lifecycle limits lines

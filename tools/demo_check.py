@@ -74,7 +74,7 @@ The saved bf16 weights, greedy, in transformers. A right answer is right word fo
 python tools/train_demo_model.py
 ```
 
-{steps} steps, {minutes} minutes on {threads} threads, last loss {loss} nats per token. The corpus is written
+{steps} steps, {minutes} minutes on {place}, last loss {loss} nats per token. The corpus is written
 out in the repository; nothing is downloaded. The seed is fixed and the operations are deterministic: the
 first 60 steps, run twice on one machine, gave the same bits (torch {torch}, tokenizers {tokenizers}). Another
 processor may round differently.

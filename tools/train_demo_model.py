@@ -267,7 +267,7 @@ def main() -> None:
         "n_parameters": f"{sum(p.numel() for p in model.parameters()):,}",
         "steps": str(recipe.steps),
         "minutes": f"{minutes:.0f}",
-        "threads": str(recipe.threads),
+        "place": torch.cuda.get_device_name() if torch.cuda.is_available() else f"{recipe.threads} threads",
         "loss": f"{loss:.4f}",
         "torch": torch.__version__,
         "tokenizers": tokenizers.__version__,

