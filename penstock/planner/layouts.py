@@ -183,20 +183,13 @@ def crossing(layout: Parallel, fabric: Fabric) -> str | None:
     )
 
 
-def enumerate_layouts(
-    divisors: DivisibilityRules,
-    fabric: Fabric,
-    *,
-    tensor: int | None = None,
-    pipeline: int | None = None,
-    data: int | None = None,
-) -> Layouts:
-    """All layouts worth looking at on these machines, and the refused ones; given sizes are kept fixed.
+def enumerate_layouts(divisors: DivisibilityRules, fabric: Fabric, *, pipeline: int | None = None) -> Layouts:
+    """All layouts worth looking at on these machines, and the refused ones; a given `pipeline` is kept.
     Sizes that one rule refuses are listed once, not once a combination."""
     total, legal, refused = fabric.n_gpus, list[Parallel](), list[Refused]()
     tensors: list[int] = []
-    for size in [tensor] if tensor else _tensor_sizes(fabric):
-        reason = _too_many(Parallel(size), total) or tensor_refusal(divisors, size)
+    for size in _tensor_sizes(fabric):
+        reason = tensor_refusal(divisors, size)
         refused += [Refused(Parallel(size), reason)] if reason else []
         tensors += [] if reason else [size]
     for size in tensors:
@@ -205,8 +198,8 @@ def enumerate_layouts(
             if reason:
                 refused.append(Refused(Parallel(size, stages), reason))
                 continue
-            for layout in _with_data(divisors, size, stages, total, data):
-                reason = _too_many(layout, total) or expert_refusal(divisors, layout)
+            for layout in _with_data(divisors, size, stages, total):
+                reason = expert_refusal(divisors, layout)
                 refused += [Refused(layout, reason)] if reason else []
                 legal += [] if reason else [layout]
     return Layouts(tuple(legal), tuple(refused))
@@ -223,14 +216,23 @@ def choose(
     `fits` says why a layout does not fit in memory, `estimate` its speed. Tensor groups leave the fast link domain only
     when nothing else fits; `price` says what that costs."""
     refused = list(layouts.refused)
-    inside = [layout for layout in layouts.legal if crossing(layout, fabric) is None]
-    outside = [layout for layout in layouts.legal if crossing(layout, fabric) is not None]
-    ranked = _rank(inside, fabric, workload, fits, estimate, refused)
-    price = None
+    crosses = {layout: crossing(layout, fabric) for layout in layouts.legal}
+
+    def ranked_of(are_inside: bool) -> list[Candidate]:
+        candidates = []
+        for layout in (layout for layout, why in crosses.items() if (why is None) is are_inside):
+            if reason := fits(layout):
+                refused.append(Refused(layout, reason))
+                continue
+            speed = estimate(layout)
+            candidates.append(Candidate(layout, speed, crosses[layout], misses(speed, workload)))
+        return sorted(candidates, key=_order)
+
+    ranked, price = ranked_of(are_inside=True), None
     if ranked:
-        refused += [Refused(layout, str(crossing(layout, fabric))) for layout in outside]
+        refused += [Refused(layout, why) for layout, why in crosses.items() if why is not None]
     else:
-        ranked = _rank(outside, fabric, workload, fits, estimate, refused)
+        ranked = ranked_of(are_inside=False)
         price = _price(ranked[0]) if ranked else None
     return Choice(ranked[0] if ranked else None, tuple(ranked), tuple(refused), price)
 
@@ -244,28 +246,9 @@ def misses(speed: Speed, workload: Workload) -> float:
     return over
 
 
-def _rank(
-    layouts: Iterable[Parallel],
-    fabric: Fabric,
-    workload: Workload,
-    fits: Callable[[Parallel], str | None],
-    estimate: Callable[[Parallel], Speed],
-    refused: list[Refused],
-) -> list[Candidate]:
-    candidates = []
-    for layout in layouts:
-        reason = fits(layout)
-        if reason:
-            refused.append(Refused(layout, reason))
-            continue
-        speed = estimate(layout)
-        candidates.append(Candidate(layout, speed, crossing(layout, fabric), misses(speed, workload)))
-
-    def order(one: Candidate) -> tuple[float, int, float, int]:
-        rate = one.speed.output_tokens_per_s.likely * (_PIPELINE_HANDICAP if one.layout.pipeline > 1 else 1)
-        return (one.misses, one.layout.n_ranks, -rate, one.layout.pipeline)
-
-    return sorted(candidates, key=order)
+def _order(one: Candidate) -> tuple[float, int, float, int]:
+    rate = one.speed.output_tokens_per_s.likely * (_PIPELINE_HANDICAP if one.layout.pipeline > 1 else 1)
+    return (one.misses, one.layout.n_ranks, -rate, one.layout.pipeline)
 
 
 def _price(candidate: Candidate) -> str:
@@ -294,12 +277,9 @@ def _pipeline_sizes(most: int, n_nodes: int, n_layers: int) -> list[int]:
     return sorted(size for size in sizes if size <= min(most, n_layers, _MOST_PIPELINE))
 
 
-def _with_data(
-    divisors: DivisibilityRules, tensor: int, pipeline: int, total: int, data: int | None
-) -> Iterator[Parallel]:
+def _with_data(divisors: DivisibilityRules, tensor: int, pipeline: int, total: int) -> Iterator[Parallel]:
     most = total // (tensor * pipeline)
-    sizes = [data] if data else sorted({*_powers(most), most} if most else set())
-    for size in sizes:
+    for size in sorted({*_powers(most), most}):
         yield Parallel(tensor, pipeline, size)
         if divisors.n_experts and tensor * size > 1:
             yield Parallel(tensor, pipeline, size, expert=True)
