@@ -31,11 +31,7 @@ class EngineProcess:
     """
 
     def __init__(
-        self,
-        command: Command,
-        folder: Path,
-        marks: processes.Marks,
-        on_line: Callable[[str], None] | None = None,
+        self, command: Command, folder: Path, marks: processes.Marks, on_line: Callable[[str], None] | None = None
     ) -> None:
         self.folder = folder
         self.tail: collections.deque[str] = collections.deque(maxlen=_TAIL_LINES)
