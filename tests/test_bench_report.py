@@ -113,8 +113,7 @@ def test_a_sweep_has_its_curve_and_its_table(one: Result) -> None:
 
 
 @pytest.mark.parametrize(
-    "points",
-    [(), ((0.0, 0.0),), ((5.0, 7.0), (5.0, 7.0)), ((-1.0, 2.0), (3.0, 1e9)), ((0.0, 1e-9), (1e-9, 2e-9))],
+    "points", [(), ((0.0, 0.0),), ((5.0, 7.0), (5.0, 7.0)), ((-1.0, 2.0), (3.0, 1e9)), ((0.0, 1e-9), (1e-9, 2e-9))]
 )
 @pytest.mark.parametrize("is_log", [True, False])
 def test_any_points_make_a_drawing_inside_its_frame(points: tuple[svg.Point, ...], is_log: bool) -> None:

@@ -1,11 +1,8 @@
-"""The connections of the load generator: requests out, and the time and bytes of every read. Nothing is parsed here.
+"""The connections of the load generator: requests out, and the time and bytes of every read.
 
-A generator that decodes JSON per chunk measures its own queue: at 500 streams of 100 chunks a second a read has 20 us,
-of which the kernel takes a quarter. So a read is stamped and kept. Only the end of a response is looked for (in its
-head once, then in the last bytes of each read); `results/parse.py` finds events, tokens and usage after the run.
-
-Connections are kept alive and hold one request at a time. A request that meets a connection which the server has just
-closed is sent again on another, once, as every HTTP client does; its times count from the first try.
+Nothing is parsed here: at 500 streams of 100 chunks a second a read has 20 us, of which the kernel takes a quarter.
+Only the end of a response is looked for; `results/parse.py` finds events after the run. A request that meets a
+connection which the server has just closed is sent again on another, once; its times count from the first try.
 """
 
 from __future__ import annotations
@@ -40,9 +37,7 @@ UNFINISHED: Final = "unfinished"  # the run was ended first
 class Exchange:
     """One request and the raw response. Times are `perf_counter` seconds; 0 is "not yet".
 
-    `intended_s`: when it should be sent; `asked_s`: when the generator came to it; `sent_s`: when a connection took it;
-    `end_s`: its last byte. `times[i]` is when `reads[i]` came. `dial_s`: what opening a connection for it took, 0 where
-    one was open.
+    `asked_s`: when the generator came to it; `sent_s`: when a connection took it; `dial_s`: what opening one took.
     """
 
     def __init__(self, index: int, request: bytes, intended_s: float) -> None:
@@ -62,8 +57,6 @@ class Exchange:
 
 
 class Connection(asyncio.Protocol):
-    """One connection; one exchange at a time."""
-
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
         self._transport: asyncio.Transport
@@ -90,7 +83,6 @@ class Connection(asyncio.Protocol):
         return not self._transport.is_closing()
 
     def begin(self, exchange: Exchange) -> None:
-        """Sends the request now."""
         self._exchange = exchange
         self._framing = _HEAD
         self._walker = None
@@ -260,9 +252,8 @@ class Connection(asyncio.Protocol):
 class Pool:
     """Connections to one address. `on_end` gets every exchange once: whole, or with its error.
 
-    `host` and `port` are where to connect (a resolved address), `name` what TLS checks. `n_spare` connections are
-    kept open ahead of need, so that a burst does not measure the dialling. `timeout_s` bounds each dialling: the
-    kernel's own bound is minutes.
+    `name`: what TLS checks. `n_spare` are kept open ahead of need, so that a burst does not measure dialling.
+    `timeout_s` bounds each dialling.
     """
 
     def __init__(
@@ -291,8 +282,7 @@ class Pool:
         self.n_open = 0
 
     async def warm(self, n_connections: int) -> None:
-        """Opens connections ahead. What fails here will fail, and be counted, when it is needed; where a whole batch
-        fails no more are tried."""
+        """Opens connections ahead; stops after a batch of which all fail."""
         missing = n_connections - len(self._idle)
         while missing > 0:  # a listener's backlog may be short
             batch = min(missing, 64)
@@ -301,7 +291,6 @@ class Pool:
             missing = missing - batch if self.n_opened > n_before else 0
 
     def send(self, exchange: Exchange) -> None:
-        """Sends on an open connection at once, or on the next that there is."""
         if exchange.asked_s == 0.0:
             exchange.asked_s = perf_counter()
         idle = self._idle
@@ -316,7 +305,6 @@ class Pool:
         self._spawn(exchange)
 
     def put(self, connection: Connection) -> None:
-        """A connection is free."""
         if self._waiting:
             # Not from within its own last read: the one that ended is told first.
             self._loop.call_soon(self._serve_waiting)
@@ -346,7 +334,6 @@ class Pool:
         self.on_end(exchange)
 
     def drop(self, exchange: Exchange, kind: str) -> None:
-        """Ends an exchange that is on its way."""
         connection = exchange.connection
         if connection is not None:
             exchange.connection = None

@@ -1,4 +1,4 @@
-"""The run itself: sends by the plan, on one event loop, and records its own lateness. Reads are kept raw."""
+"""The run: sends by the plan on one event loop, keeps reads raw, and records its own lateness."""
 
 from __future__ import annotations
 
@@ -38,7 +38,6 @@ class Address:
 
     @property
     def authority(self) -> str:
-        """For the header Host."""
         name = f"[{self.name}]" if ":" in self.name else self.name
         return name if self.port == (443 if self.is_tls else 80) else f"{name}:{self.port}"
 
@@ -47,9 +46,7 @@ class Address:
 class Load:
     """What to send and how. `requests` are whole HTTP messages; `wait_for[i]` is the index before request i, or None.
 
-    `times`: send times in seconds from the start for an open loop (`concurrency` None). A closed loop sends
-    `n_requests` (None: until `duration_s`), going round `requests`. `timeout_s` bounds a whole answer, and before it
-    the dialling.
+    `times`: an open loop's, in seconds from the start. A closed loop sends `n_requests`, going round `requests`.
     """
 
     requests: Sequence[bytes]
@@ -64,7 +61,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run is, for a live line. Latencies are of the last requests, in seconds; `left_s` None: unknown."""
+    """Where a run is. Latencies are of the last requests, in seconds; `left_s` None: unknown."""
 
     n_sent: int
     n_ended: int
@@ -153,7 +150,6 @@ class _LoadRun:
         self._arm()
 
     def _send_next(self) -> bool:
-        """The next request of a closed loop; False when there is none."""
         load = self._load
         if not self._is_sending:
             return False
@@ -208,7 +204,6 @@ class _LoadRun:
             self.done.set_result(None)
 
     def interrupt(self) -> None:
-        """Ends at once: what is in flight is dropped and marked."""
         if self._is_sending or not self.done.done():
             self.outcome.was_interrupted = True
             self._is_sending = False
@@ -230,7 +225,6 @@ class _LoadRun:
         self._lag_timer.set(self._lag_due_s)
 
     def drop_late(self) -> None:
-        """Ends what is over its timeout."""
         bound_s = time.perf_counter() - self._load.timeout_s
         late = [exchange for exchange in self._on_way.values() if (exchange.sent_s or exchange.asked_s) < bound_s]
         for exchange in late:
@@ -263,8 +257,6 @@ class _LoadRun:
 
 @dataclass(frozen=True)
 class Source:
-    """A page of metrics that is asked every `every_s` seconds."""
-
     address: Address
     request: bytes
     every_s: float = 1.0
@@ -277,7 +269,7 @@ def run(
     sources: Sequence[Source] = (),
     on_progress: Callable[[Progress], None] | None = None,
 ) -> Outcome:
-    """Runs the load to its end, or to a SIGINT, and gives what was recorded. Blocks; owns the main thread's loop."""
+    """Runs the load to its end, or to a SIGINT. Blocks; owns the main thread's event loop."""
     import uvloop
 
     _raise_file_limit()
@@ -357,7 +349,7 @@ async def _watch_progress(run: _LoadRun, on_progress: Callable[[Progress], None]
 
 
 class _Scraper:
-    """Asks one page again and again, on a connection of its own, with one answer outstanding at most."""
+    """Asks one page again and again on a separate connection, one request at a time."""
 
     def __init__(
         self,
@@ -397,7 +389,6 @@ class _Scraper:
         self._answered.set()
 
     async def stop(self) -> None:
-        """A last answer, for the end of the interval."""
         if self._task is not None:
             self._task.cancel()
         if self._pending is None:
@@ -410,7 +401,6 @@ class _Scraper:
 
 
 def _raise_file_limit() -> None:
-    """As many connections as the system allows, instead of a shell's 1024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
     if soft != resource.RLIM_INFINITY and soft < wanted:

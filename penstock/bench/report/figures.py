@@ -72,13 +72,11 @@ def _cdf_points(ordered: Sequence[float]) -> tuple[Point, ...]:
 
 
 def _is_wide(series: Sequence[Series]) -> bool:
-    """Whether values span so much that a straight scale would show a corner."""
     values = [x for line in series for x, _ in line.points if x > 0]
     return bool(values) and max(values) > 50 * min(values)
 
 
 def _course(run: Result) -> list[Chart]:
-    """By seconds of the run: requests, tokens, how many were in flight, and each first token."""
     ends = [request.end_s for request in run.requests if request.end_s is not None]
     if not ends:
         return []
@@ -121,7 +119,6 @@ def _course(run: Result) -> list[Chart]:
 
 
 def _in_flight(requests: Sequence[Request], width: float, n_slices: int) -> tuple[Point, ...]:
-    """How many were begun and not ended, on average over each slice of time."""
     sums = [0.0] * n_slices
     for request in requests:
         begun, end = request.intended_s, request.end_s
@@ -133,7 +130,6 @@ def _in_flight(requests: Sequence[Request], width: float, n_slices: int) -> tupl
 
 
 def _engine(run: Result) -> list[Chart]:
-    """What engines and gateways said, a line for each page."""
     sources = list(dict.fromkeys(row.source for row in run.engine))
 
     def series(column: str, words: str) -> list[Series]:

@@ -1,7 +1,4 @@
-"""One HTML page of one run, several, or a sweep: it stands alone, reads on a phone, and prints. Pure.
-
-No network, no script: drawings are inline SVG, colours follow the reader's light or dark setting.
-"""
+"""One HTML page of one run, several, or a sweep: without network or script, for phones and print. Pure."""
 
 from __future__ import annotations
 
@@ -67,7 +64,6 @@ class SweepPoint(msgspec.Struct, frozen=True):
 
 
 def page(runs: Sequence[Result], plan: Mapping[str, Any] | None = None) -> str:
-    """The report of runs; of one in full, of several beside each other."""
     title = f"Load test {runs[0].name}" if len(runs) == 1 else f"{len(runs)} load tests"
     parts = [f"<h1>{escape(title)}</h1>"]
     for run in runs:
@@ -83,7 +79,7 @@ def page(runs: Sequence[Result], plan: Mapping[str, Any] | None = None) -> str:
 
 
 def sweep_page(points: Sequence[SweepPoint], label: str, slo: str, answers: Sequence[str]) -> str:
-    """The report of a sweep. `label`: what was raised; `slo` in words; `answers`: what was found, a line a layout."""
+    """The report of a sweep. `label`: what was raised; `slo` and `answers` in words."""
     title = f"Sweep over {label}"
     parts = [f"<h1>{escape(title)}</h1>", f'<p class="soft">bound: {escape(slo)}</p>']
     parts += [f"<p><b>{escape(answer)}</b></p>" for answer in answers]

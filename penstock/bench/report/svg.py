@@ -1,7 +1,6 @@
-"""Charts as values, and as inline SVG that needs no network, no script and no colours of its own. Pure.
+"""Charts as values, and as inline SVG. Pure.
 
-A page scales them: on a phone a chart is as wide as the screen, so texts are large for the drawing. Lines differ by
-dashes too, for print in black and white.
+Lines differ by dashes too, for print in black and white.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ Point = tuple[float, float]
 
 
 class Series(msgspec.Struct, frozen=True):
-    """One line, or dots. `points` in the order of drawing."""
+    """One line, or dots."""
 
     name: str
     points: tuple[Point, ...]
@@ -46,7 +45,6 @@ class Chart(msgspec.Struct, frozen=True):
 
 
 def svg(chart: Chart) -> str:
-    """The chart as an <svg> element of its own size in a page; its words can be searched and read aloud."""
     points = [point for series in chart.series for point in series.points]
     xs = [x for x, _ in points] + ([0.0] if chart.begins_at_zero else [])
     x_axis = _Axis.of(xs, chart.is_log_x, False)
@@ -63,7 +61,6 @@ def svg(chart: Chart) -> str:
 
 
 def thinned(points: Sequence[Point], most: int = _MOST_POINTS) -> tuple[Point, ...]:
-    """At most so many of the points, evenly, the first and the last among them."""
     if len(points) <= most:
         return tuple(points)
     step = (len(points) - 1) / (most - 1)
@@ -92,7 +89,6 @@ class _Axis(msgspec.Struct, frozen=True):
         return cls(low, top, False, ticks)
 
     def share(self, value: float) -> float:
-        """Where a value is, from 0 at the low end to 1 at the high end."""
         if self.is_log:
             return math.log(max(value, self.low) / self.low) / math.log(self.high / self.low)
         return (value - self.low) / (self.high - self.low)

@@ -1,7 +1,6 @@
 """What changed between two runs of a load test, and whether it is more than noise. Pure.
 
-An interval sees the noise inside each run alone; what differs between two starts of the same thing (another node, a
-warmer cache) it cannot see: repeat runs before a small difference is believed.
+An interval sees the noise inside each run alone, not what differs between two starts of the same thing.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class Change(msgspec.Struct, frozen=True):
 
 
 class Comparison(msgspec.Struct, frozen=True):
-    """`unlike`: what was not the same but the thing under test; `notes`: what to know before believing."""
+    """`unlike`: what differs besides the thing under test; `notes`: what to know before believing."""
 
     a: str
     b: str
@@ -49,7 +48,6 @@ class Comparison(msgspec.Struct, frozen=True):
 
 
 def compare(a: Result, b: Result, seed: int = 0) -> Comparison:
-    """Throughput by slices of time, latencies by quantiles, both by bootstrap from requests.csv."""
     changes = [*_rates(a, b, seed), *_latencies(a, b, seed)]
     notes = [f"{run.name} is not valid: {_why(run)}" for run in (a, b) if _is_invalid(run)]
     notes += [
@@ -68,7 +66,6 @@ def compare(a: Result, b: Result, seed: int = 0) -> Comparison:
 
 
 def text(found: Comparison) -> str:
-    """The comparison as people read it; widths of up to 100."""
     lines = [f"A  {found.a}", f"B  {found.b}", ""]
     if found.unlike:
         lines += ["not alike (compare like with like):", *(f"  {line}" for line in found.unlike), ""]

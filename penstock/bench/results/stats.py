@@ -1,8 +1,4 @@
-"""The numbers of a run. Pure: recorded requests in, numbers out; FORMULAS defines each.
-
-Percentiles interpolate linearly between the closest ranks (type 7, numpy's default). Failed requests have no latency:
-they are counted by kind, and count against goodput.
-"""
+"""The numbers of a run; FORMULAS defines each. Pure."""
 
 from __future__ import annotations
 
@@ -35,8 +31,7 @@ class Timed(msgspec.Struct, frozen=True):
     """One request, measured. Times are seconds from the start of the run; token counts are the server's usage.
 
     `intended_s`: by the schedule; `asked_s`: when the generator came to it; `sent_s`: when a connection took it.
-    `token_times_s`: one for each token event of a stream, ascending; empty for whole answers. `answered_s`: the first
-    byte. `error`: its kind; None for a completed request.
+    `token_times_s`: one for each token event; empty for whole answers. `answered_s`: the first byte.
     """
 
     index: int
@@ -230,7 +225,6 @@ def summarise(
 
 
 def peak_concurrency(requests: Sequence[Timed]) -> int:
-    """The most requests that were on their way at one time."""
     moments = sorted([(r.sent_s, 1) for r in requests] + [(r.end_s, -1) for r in requests])
     most = now = 0
     for _, change in moments:

@@ -1,6 +1,4 @@
-"""The deployment behind what `penstock bench` measures: what was launched, what the planner predicts of the load, and
-the calibration file that comes of it.
-"""
+"""The deployment behind a load test: what was launched, what the planner predicts of it, and its calibration file."""
 
 from __future__ import annotations
 
@@ -36,7 +34,6 @@ class Launch(NamedTuple):
 
     @property
     def model(self) -> str | None:
-        """Where its tokenizer is."""
         return self.plan.model.path if self.plan else None
 
     @property
@@ -69,7 +66,6 @@ class Launch(NamedTuple):
             report.result["predicted"] = None
 
     def keep(self, folder: Path) -> None:
-        """Copies file and plan to what was measured of them."""
         for file in self.files:
             shutil.copyfile(file, folder / file.name)
 
@@ -89,12 +85,10 @@ def behind(url: str) -> Launch:
 
 
 def predicted(launch: Launch, result: Mapping[str, Any], *, is_wave: bool) -> dict[str, Any] | None:
-    """`speed` of `penstock plan --json` for the closed loop that was measured: as many tokens, as many at once.
+    """`speed` of `penstock plan --json` for the closed loop that was measured.
 
-    `is_wave`: the requests were equally long, so that all end, and come back, together: their first tokens wait for one
-    another (where some wait for a free place first, they come one by one all the same). Replicas share the load evenly.
-    None for an open loop, for an engine without a GPU, and for what does not fit by the planner's word.  Raises
-    NotModelled and UserError.
+    `is_wave`: equally long requests end together, so that their first tokens wait for one another. None for an open
+    loop, an engine without a GPU, and what does not fit.  Raises NotModelled and UserError.
     """
     import msgspec
 
@@ -137,10 +131,7 @@ def predicted(launch: Launch, result: Mapping[str, Any], *, is_wave: bool) -> di
 
 
 def deployed_of(options: argparse.Namespace, launch: Mapping[str, Any]) -> Deployed:
-    """What a calibration is of: the flags, or else what was launched, or else TP 1 on this machine's GPU.
-
-    Raises UserError.
-    """
+    """What a calibration describes: flags, else what was launched, else TP 1 on this GPU.  Raises UserError."""
     from penstock.bench.calibrate import Deployed
     from penstock.hardware import catalog
     from penstock.models import facts
@@ -184,7 +175,6 @@ def _card(named: str | None, launched: str | None) -> GpuFacts:
 
 
 def calibrated(options: argparse.Namespace, runs: Sequence[Result]) -> str:
-    """The text of the planner's calibration file.  Raises UserError."""
     from penstock.bench import calibrate
     from penstock.planner.speed import calibration
 

@@ -46,7 +46,6 @@ class Options:
 
 
 def parse(argv: Sequence[str]) -> Options:
-    """The flags as Options. Prints argparse's message and exits 2 for what it does not know, as vLLM does."""
     given = vars(_parser().parse_args(argv))
     given["served_model_name"] = tuple(given["served_model_name"])
     return Options(**{field.name: given[field.name] for field in fields(Options)})
