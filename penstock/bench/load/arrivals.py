@@ -20,7 +20,7 @@ _MAX_RATE = 1e6
 class PlannedRequest(msgspec.Struct, frozen=True):
     """What to ask, and when.
 
-    `input_tokens`: by the model's tokenizer, None where not counted. `output_tokens`: the most. `wait_for`: the index of
+    `input_tokens`: by the model's tokenizer, None: not counted. `output_tokens`: the most. `wait_for`: the index of
     the request that must be answered first. `offset_s`: seconds from the start, where times are replayed.
     """
 
