@@ -21,7 +21,8 @@ import pytest
 from penstock.bench import serve
 from penstock.bench.datasets.tokenizers import FileTokens
 from penstock.bench.load.arrivals import Pace, PlannedRequest
-from penstock.bench.load.run import Address, Load
+from penstock.bench.load.connections import Address
+from penstock.bench.load.run import Load
 from penstock.bench.load.run import run as run_load
 from penstock.bench.results import folder as record
 from penstock.bench.results.parse import parse_exchange

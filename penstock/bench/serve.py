@@ -16,8 +16,8 @@ import msgspec
 from penstock import __version__
 from penstock.bench.load import arrivals
 from penstock.bench.load.arrivals import PlannedRequest
-from penstock.bench.load.connections import UNFINISHED, Exchange
-from penstock.bench.load.run import Address, Load, Outcome, Progress, Source
+from penstock.bench.load.connections import UNFINISHED, Address, Exchange
+from penstock.bench.load.run import Load, Outcome, Progress, Source
 from penstock.bench.load.run import run as run_load
 from penstock.bench.results import engine_metrics, stats, validity
 from penstock.bench.results.engine_metrics import Row

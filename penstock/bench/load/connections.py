@@ -8,14 +8,16 @@ connection which the server has just closed is sent again on another, once; its 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import ssl
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Final, cast
 
-from penstock.bench.load.kernel_timestamps import KernelTimestamps, ask_for_times, is_possible
+from penstock.bench.load.kernel_timestamps import IS_POSSIBLE, KernelTimestamps, ask_for_times
 from penstock.wire.http1 import END, ProtocolError, Reader, parse_response
 
 _HEAD: Final = 0  # how the present response goes on
@@ -32,6 +34,26 @@ CLOSED: Final = "connection closed"
 MALFORMED: Final = "malformed HTTP"
 TIMEOUT: Final = "timeout"
 UNFINISHED: Final = "unfinished"  # the run was ended first
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where to send. `host` is resolved once; `name` is what TLS checks; `prefix` comes before "/v1"."""
+
+    scheme: str
+    host: str
+    port: int
+    name: str
+    prefix: str = ""
+
+    @property
+    def is_tls(self) -> bool:
+        return self.scheme == "https"
+
+    @property
+    def authority(self) -> str:
+        name = f"[{self.name}]" if ":" in self.name else self.name
+        return name if self.port == (443 if self.is_tls else 80) else f"{name}:{self.port}"
 
 
 class Exchange:
@@ -88,21 +110,15 @@ class Connection(asyncio.Protocol):
         self._walker = None
         exchange.connection = self
         request = exchange.request
+        if exchange.sent_s == 0.0:
+            exchange.sent_s = perf_counter()
         if self._fd >= 0 and self._transport.get_write_buffer_size() == 0:
             # uvloop keeps writes until it has gone through all the reads that are ready: at 500 streams that was up to
             # 3 ms after the time stamp. So the first write goes to the kernel here.
-            if exchange.sent_s == 0.0:
-                exchange.sent_s = perf_counter()
-            try:
-                n_written = os.write(self._fd, request)
-            except OSError:
-                n_written = 0  # full, or gone: the transport finds out which
-            if n_written < len(request):
-                self._transport.write(request[n_written:])
-            return
-        if exchange.sent_s == 0.0:
-            exchange.sent_s = perf_counter()
-        self._transport.write(request)
+            with contextlib.suppress(OSError):  # full, or gone: the transport finds out which
+                request = request[os.write(self._fd, request) :]
+        if request:
+            self._transport.write(request)
 
     def abort(self) -> None:
         self._exchange = None
@@ -221,14 +237,12 @@ class Connection(asyncio.Protocol):
             self._pool.put(self)
         else:
             self._transport.abort()
-            self._pool.left()
         self._pool.on_end(exchange)
 
     def _fail(self, exchange: Exchange, kind: str, detail: str) -> None:
         self._exchange = None
         exchange.connection = None
         self._transport.abort()
-        self._pool.left()
         self._pool.fail(exchange, kind, detail)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -238,7 +252,6 @@ class Connection(asyncio.Protocol):
             return
         self._exchange = None
         exchange.connection = None
-        self._pool.left()
         if self._framing == _UNTIL_CLOSED and exc is None:
             exchange.end_s = exchange.times[-1]
             self._pool.on_end(exchange)
@@ -252,34 +265,29 @@ class Connection(asyncio.Protocol):
 class Pool:
     """Connections to one address. `on_end` gets every exchange once: whole, or with its error.
 
-    `name`: what TLS checks. `n_spare` are kept open ahead of need, so that a burst does not measure dialling.
+    `n_spare` are kept open ahead of need, so that a burst does not measure dialling.
     `timeout_s` bounds each dialling.
     """
 
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
-        host: str,
-        port: int,
+        address: Address,
         tls: ssl.SSLContext | None,
-        name: str | None,
         timeout_s: float,
-        on_end: Callable[[Exchange], None],
     ) -> None:
         self._loop = loop
         self._timeout_s = timeout_s
-        self._host, self._port, self._tls, self._name = host, port, tls, name
+        self._address, self._tls = address, tls
         self.is_tls = tls is not None
-        self.timestamps = KernelTimestamps(loop) if is_possible() and tls is None else None
-        self.on_end = on_end
+        self.timestamps = KernelTimestamps(loop) if IS_POSSIBLE and tls is None else None
+        self.on_end: Callable[[Exchange], None]
         self._idle: list[Connection] = []
         self._waiting: deque[Exchange] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._n_opening = 0
         self._is_closed = False
         self.n_spare = 0
         self.n_opened = 0
-        self.n_open = 0
 
     async def warm(self, n_connections: int) -> None:
         """Opens connections ahead; stops after a batch of which all fail."""
@@ -298,7 +306,7 @@ class Pool:
             connection = idle.pop()
             if connection.is_open:
                 connection.begin(exchange)
-                if len(idle) + self._n_opening < self.n_spare:
+                if len(idle) + len(self._tasks) < self.n_spare:
                     self._spawn(None)
                 return
         self._waiting.append(exchange)
@@ -316,14 +324,10 @@ class Pool:
             if connection.is_open:
                 connection.begin(self._waiting.popleft())
 
-    def left(self) -> None:
-        self.n_open -= 1
-
     def forget(self, connection: Connection) -> None:
         """An idle connection was closed by the server."""
         if connection in self._idle:
             self._idle.remove(connection)
-            self.n_open -= 1
 
     def fail(self, exchange: Exchange, kind: str, detail: str) -> None:
         exchange.error = kind
@@ -338,7 +342,6 @@ class Pool:
         if connection is not None:
             exchange.connection = None
             connection.abort()
-            self.left()
         elif exchange in self._waiting:
             self._waiting.remove(exchange)
         self.fail(exchange, kind, "")
@@ -355,22 +358,17 @@ class Pool:
             self.timestamps.close()
 
     def _spawn(self, exchange: Exchange | None) -> None:
-        self._n_opening += 1
-        task = self._loop.create_task(self._open_counted(exchange))
+        task = self._loop.create_task(self._open(exchange))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-    async def _open_counted(self, exchange: Exchange | None) -> None:
-        try:
-            await self._open(exchange)
-        finally:
-            self._n_opening -= 1
 
     async def _open(self, exchange: Exchange | None) -> None:
         began = perf_counter()
         try:
+            place = self._address
+            name = place.name if self._tls else None
             dialling = self._loop.create_connection(
-                self._make, self._host, self._port, ssl=self._tls, server_hostname=self._name if self._tls else None
+                lambda: Connection(self), place.host, place.port, ssl=self._tls, server_hostname=name
             )
             transport, connection = await asyncio.wait_for(dialling, self._timeout_s)
         except (OSError, ssl.SSLError) as error:
@@ -384,11 +382,7 @@ class Pool:
             transport.abort()
             return
         self.n_opened += 1
-        self.n_open += 1
         if exchange is not None:
             exchange.dial_s = perf_counter() - began
         self._idle.append(connection)
         self._serve_waiting()
-
-    def _make(self) -> Connection:
-        return Connection(self)

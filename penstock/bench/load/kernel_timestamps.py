@@ -18,6 +18,7 @@ from collections.abc import Callable
 from time import perf_counter, time
 from typing import Final, Protocol
 
+IS_POSSIBLE: Final = sys.platform == "linux"
 TICK_S: Final = 0.001
 # With many streams a look costs more than it finds; gaps below two milliseconds are rare there.
 _CROWDED_TICK_S: Final = 0.002
@@ -41,7 +42,7 @@ class StreamReader(Protocol):
 
 
 class KernelTimestamps:
-    """Reads sockets once a tick, with the kernel's times. Linux only (`is_possible`), and no TLS."""
+    """Reads sockets once a tick, with the kernel's times. Linux only (IS_POSSIBLE), and no TLS."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._epoll = select.epoll()
@@ -103,10 +104,6 @@ class KernelTimestamps:
             self._is_ticking = False
 
 
-def is_possible() -> bool:
-    return sys.platform == "linux"
-
-
 def ask_for_times(sock: socket.socket) -> bool:
     """Have the kernel note when bytes arrive; False where it cannot."""
     try:
@@ -129,7 +126,7 @@ class PreciseTimer:
         self._at_s = 0.0
         self._fd = -1
         self._spec = _ITIMERSPEC()
-        if sys.platform == "linux":
+        if IS_POSSIBLE:
             self._libc = ctypes.CDLL(None, use_errno=True)
             self._fd = self._libc.timerfd_create(_CLOCK_MONOTONIC, _TFD_NONBLOCK | _TFD_CLOEXEC)
         if self._fd >= 0:

@@ -13,33 +13,13 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from penstock.bench.load.connections import TIMEOUT, UNFINISHED, Exchange, Pool
+from penstock.bench.load.connections import TIMEOUT, UNFINISHED, Address, Exchange, Pool
 from penstock.bench.load.kernel_timestamps import PreciseTimer
 
 LAG_EVERY_S = 0.02
 _TICK_S = 0.5
 _LEAST_TICK_S = 0.02
 _MAX_RECENT = 2000
-
-
-@dataclass(frozen=True)
-class Address:
-    """Where to send. `host` is resolved once; `name` is what TLS checks; `prefix` comes before "/v1"."""
-
-    scheme: str
-    host: str
-    port: int
-    name: str
-    prefix: str = ""
-
-    @property
-    def is_tls(self) -> bool:
-        return self.scheme == "https"
-
-    @property
-    def authority(self) -> str:
-        name = f"[{self.name}]" if ":" in self.name else self.name
-        return name if self.port == (443 if self.is_tls else 80) else f"{name}:{self.port}"
 
 
 @dataclass(frozen=True)
@@ -293,16 +273,15 @@ async def _run(
 ) -> Outcome:
     loop = asyncio.get_running_loop()
     bound_s = load.timeout_s
-    pool = Pool(
-        loop, address.host, address.port, tls, address.name, bound_s, lambda exchange: load_run.on_end(exchange)
-    )
+    pool = Pool(loop, address, tls, bound_s)
     load_run = _LoadRun(loop, load, pool)
+    pool.on_end = load_run.on_end
     scrapers = [_Scraper(loop, index, source, tls, bound_s, load_run.outcome) for index, source in enumerate(sources)]
     await pool.warm(load.concurrency or load.n_spare)
     pool.n_spare = load.n_spare
-    watching = [loop.create_task(_watch_late(load_run, min(_TICK_S, max(_LEAST_TICK_S, bound_s / 4))))]
+    watching = [loop.create_task(_repeat(load_run.drop_late, min(_TICK_S, max(_LEAST_TICK_S, bound_s / 4))))]
     if on_progress is not None:
-        watching.append(loop.create_task(_watch_progress(load_run, on_progress)))
+        watching.append(loop.create_task(_repeat(lambda: on_progress(load_run.progress()), _TICK_S)))
     try:
         for scraper in scrapers:
             scraper.start()
@@ -336,16 +315,10 @@ def _signals_stop(loop: asyncio.AbstractEventLoop, stop: Callable[[], None]) -> 
             signal.signal(number, handler)
 
 
-async def _watch_late(run: _LoadRun, every_s: float) -> None:
+async def _repeat(action: Callable[[], None], every_s: float) -> None:
     while True:
         await asyncio.sleep(every_s)
-        run.drop_late()
-
-
-async def _watch_progress(run: _LoadRun, on_progress: Callable[[Progress], None]) -> None:
-    while True:
-        await asyncio.sleep(_TICK_S)
-        on_progress(run.progress())
+        action()
 
 
 class _Scraper:
@@ -361,9 +334,8 @@ class _Scraper:
         outcome: Outcome,
     ) -> None:
         self._index, self._source, self._outcome = index, source, outcome
-        address = source.address
-        tls = tls if address.is_tls else None
-        self._pool = Pool(loop, address.host, address.port, tls, address.name, timeout_s, self._on_end)
+        self._pool = Pool(loop, source.address, tls if source.address.is_tls else None, timeout_s)
+        self._pool.on_end = self._on_end
         self._loop = loop
         self._pending: Exchange | None = None
         self._task: asyncio.Task[None] | None = None
@@ -393,10 +365,8 @@ class _Scraper:
             self._task.cancel()
         if self._pending is None:
             self._ask()
-        try:
+        with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._answered.wait(), 2.0)
-        except TimeoutError:
-            pass
         self._pool.close()
 
 

@@ -39,13 +39,11 @@ def curve(points: Sequence[tuple[str, float, Result]], label: str) -> list[Chart
     charts = []
     for metric, words in (("p99_ttft_ms", "p99 TTFT, ms"), ("median_tpot_ms", "median TPOT, ms")):
         series = lines(lambda _, run: run.number("output_throughput"), metric)
-        charts.append(
-            Chart(f"throughput against {words.split(',')[0]}", "output tokens/s", words, series, begins_at_zero=True)
-        )
+        charts.append(Chart(f"throughput against {words.split(',')[0]}", "output tokens/s", words, series))
     series = lines(lambda offered, _: offered, "output_throughput")
-    charts.append(Chart(f"output tokens/s by {label}", label, "output tokens/s", series, begins_at_zero=True))
+    charts.append(Chart(f"output tokens/s by {label}", label, "output tokens/s", series))
     series = lines(lambda offered, _: offered, "p99_e2el_ms")
-    charts.append(Chart(f"p99 of whole requests by {label}", label, "ms", series, begins_at_zero=True))
+    charts.append(Chart(f"p99 of whole requests by {label}", label, "ms", series))
     return [chart for chart in charts if chart.has_points]
 
 
@@ -54,14 +52,16 @@ def _cdf(runs: Sequence[Result], title: str, name: str) -> Chart:
     for run in runs:
         values = sorted(value for request in run.done if (value := getattr(request, name)) is not None)
         series.append(Series(run.name, _cdf_points(values)))
-    return Chart(f"{title}: share of requests", "ms", "share", tuple(series), is_log_x=_is_wide(series))
+    return Chart(f"{title}: share of requests", "ms", "share", tuple(series), _is_wide(series), begins_at_zero=False)
 
 
 def _gaps_cdf(runs: Sequence[Result]) -> Chart:
     """Tokens that came together have no gap: they count in the share, so a curve may begin above 0."""
     whole = [(run.name, _cdf_points(sorted(run.gaps))) for run in runs]
     series = [Series(name, tuple(point for point in points if point[0] > 0)) for name, points in whole]
-    return Chart("gaps between tokens: share of gaps", "ms", "share", tuple(series), is_log_x=_is_wide(series))
+    return Chart(
+        "gaps between tokens: share of gaps", "ms", "share", tuple(series), _is_wide(series), begins_at_zero=False
+    )
 
 
 def _cdf_points(ordered: Sequence[float]) -> tuple[Point, ...]:
@@ -98,23 +98,13 @@ def _course(run: Result) -> list[Chart]:
     # Some answers' tokens alone would be drawn as a lower rate.
     tokens = (Series("output tokens", rate(counted)),) if len(counted) == len(done) else ()
     dots = [(request.intended_s, request.ttft_ms) for request in run.done if request.ttft_ms is not None]
+    in_flight = Series("in flight", _in_flight(run.requests, width, n_slices))
+    first_tokens = Series("TTFT", thinned(dots, _MOST_DOTS), "dots")
     return [
-        Chart("requests a second", "seconds", "requests/s", lines, begins_at_zero=True),
-        Chart("output tokens a second, by when answers ended", "seconds", "tokens/s", tokens, begins_at_zero=True),
-        Chart(
-            "requests in flight, mean of each slice",
-            "seconds",
-            "requests",
-            (Series("in flight", _in_flight(run.requests, width, n_slices)),),
-            begins_at_zero=True,
-        ),
-        Chart(
-            "time to first token, each request",
-            "seconds",
-            "ms",
-            (Series("TTFT", thinned(dots, _MOST_DOTS), "dots"),),
-            begins_at_zero=True,
-        ),
+        Chart("requests a second", "seconds", "requests/s", lines),
+        Chart("output tokens a second, by when answers ended", "seconds", "tokens/s", tokens),
+        Chart("requests in flight, mean of each slice", "seconds", "requests", (in_flight,)),
+        Chart("time to first token, each request", "seconds", "ms", (first_tokens,)),
     ]
 
 
@@ -142,10 +132,8 @@ def _engine(run: Result) -> list[Chart]:
 
     both = (*series("running", "running"), *series("waiting", "waiting"))
     return [
-        Chart("the engine: requests", "seconds", "requests", both, begins_at_zero=True),
-        Chart(
-            "the engine: KV cache in use", "seconds", "share", tuple(series("kv_use", "KV cache")), begins_at_zero=True
-        ),
+        Chart("the engine: requests", "seconds", "requests", both),
+        Chart("the engine: KV cache in use", "seconds", "share", tuple(series("kv_use", "KV cache"))),
     ]
 
 

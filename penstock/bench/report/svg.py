@@ -37,7 +37,7 @@ class Chart(msgspec.Struct, frozen=True):
     y_label: str
     series: tuple[Series, ...]
     is_log_x: bool = False
-    begins_at_zero: bool = False
+    begins_at_zero: bool = True
 
     @property
     def has_points(self) -> bool:
