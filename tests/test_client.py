@@ -114,7 +114,7 @@ def test_a_streamed_completion_gives_the_same_text_as_a_whole_one(client: Client
 
 
 def test_what_is_not_given_is_left_to_the_server_and_extra_goes_through(engine: InThread, client: Client) -> None:
-    client.chat(HI, extra={"ignore_eos": True, "max_tokens": 1})
+    client.chat(HI, ignore_eos=True, max_tokens=1)
     sent = msgspec.json.decode(engine.seen[-1].body)
     assert sent == {"messages": HI, "ignore_eos": True, "max_tokens": 1}
 
