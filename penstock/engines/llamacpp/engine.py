@@ -1,7 +1,4 @@
-"""llama.cpp inside a wheel (`xllamacpp`): the default where there is no GPU. GGUF files only, ready in under a second.
-
-This file is also the program that `command` starts: the wheel has no server command.
-"""
+"""llama.cpp from the wheel `xllamacpp`, which has no server command: this file is also the program to start."""
 
 from __future__ import annotations
 
@@ -164,7 +161,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def options_of(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The options on its command line."""
     parser = argparse.ArgumentParser(prog="penstock.engines.llamacpp.engine")
     parser.add_argument("--model", required=True)
     parser.add_argument("--alias", nargs="+", required=True)
@@ -180,7 +176,6 @@ def options_of(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def server_of(options: argparse.Namespace) -> Any:
-    """The engine with its HTTP server, loaded and listening."""
     import xllamacpp
 
     params = xllamacpp.CommonParams()
@@ -194,7 +189,7 @@ def server_of(options: argparse.Namespace) -> Any:
     params.cpuparams_batch.n_threads = options.threads
     params.endpoint_metrics = True
     params.ui = False
-    # llama.cpp leaves /health and /v1/models open; neither tells a secret.
+    # llama.cpp leaves /health and /v1/models open; neither has a secret.
     params.api_keys = [key for key in (os.environ.get(KEY_VARIABLE),) if key]
     params.cache_ram_mib = 0  # its default keeps up to 8 GiB of old prompts, which no plan has counted
     if options.n_batch:
