@@ -1,12 +1,4 @@
-"""One request from a client to an engine and its response back.
-
-A replica that refuses the connection is passed over; a send that fails before the first byte of an answer follows the
-rule of `retries`; without any replica the request waits. After the first byte an honest end is all that is left: an
-error event.
-
-A request with a replica and a warm connection at hand has no task: it is sent from within the client's read, and every
-further step is a call from the upstream's read. Waiting and connecting have a task (`_find`), one at a time.
-"""
+"""One request from a client to an engine and its response back, without a task where nothing must be waited for."""
 
 from __future__ import annotations
 
@@ -100,7 +92,7 @@ class Forwarding:
         self._facts = facts
 
     def start(self, hints: RoutingHints = NO_HINTS, entry: Entry | None = None) -> None:
-        """Sends the request now if that is possible, else sees to it."""
+        """Sends the request now if that is possible, else waits for a replica or a connection in a task."""
         context = self._context
         self._hints, self._entry = hints, entry
         self._client.work = self
@@ -151,7 +143,6 @@ class Forwarding:
     # Finding a replica.
 
     async def _find(self, pause_s: float = 0.0) -> None:
-        """A replica and a connection to it, however long that takes; then sends."""
         try:
             deadline = time.monotonic() + self._context.hold_s
             if pause_s:
@@ -171,7 +162,7 @@ class Forwarding:
             self._end_early(_Fault(500, "internal_error", "the gateway failed"))
 
     async def _wait_for_replica(self, deadline: float) -> bool:
-        """Whether there is a replica now, with this request counted on it. If not, the client was told so."""
+        """Whether there is a replica now, with this request counted on it. If not, the client has its answer."""
         context, facts = self._context, self._facts
         began_at = time.monotonic()
         if not context.queue.waiting_for(self._model) and self._begin(began_at):
@@ -262,7 +253,6 @@ class Forwarding:
     # The sink's side: called by the upstream connection for every read.
 
     def receive_chunks(self, data: bytes, is_end: bool) -> None:
-        """Passes on whole chunks as they came, in one write."""
         if self._series is not None and self._streams:
             self._note_time(self._series)
         passes = True
@@ -285,7 +275,7 @@ class Forwarding:
                 self._connection.pass_tokens(self._client.write_begun, self._token_times)
 
     def _note_tokens(self) -> None:
-        """Takes down what passed by `pass_tokens`."""
+        """Counts what passed by `pass_tokens`."""
         times = self._token_times
         if times:
             assert self._series is not None
@@ -296,7 +286,6 @@ class Forwarding:
             times.clear()
 
     def receive(self, head: ResponseHead | None, data: bytes, is_end: bool) -> None:
-        """Passes on what came, in one write."""
         out = b""
         if head is not None:
             if head.status in FAILED_STATUSES and self._context.retries.may_retry(self._lost, time.monotonic()):
@@ -324,7 +313,7 @@ class Forwarding:
             self._complete()
 
     def _note_time(self, series: Series) -> None:
-        """Something came: a stream's next piece, or another answer's beginning or end."""
+        """Measures the first byte, a stream's gaps, and another answer's beginning or end."""
         self._note_tokens()
         now = time.monotonic()
         if not self._has_first:
@@ -343,7 +332,6 @@ class Forwarding:
             self._context.response_owners.keep(response_id, self._model, self._replica.name)
 
     def lost(self, error: UpstreamError) -> None:
-        """The upstream connection broke, or broke HTTP."""
         assert self._replica is not None
         log.warning("request %s: replica %s: %s", self._request_id.decode(), self._replica.name, error)
         if self._response is None:
@@ -363,7 +351,6 @@ class Forwarding:
             self.lost(UpstreamError(f"no byte for {STALL_S:.0f} s, and the engine reports no running request"))
 
     def _lose(self, loss: Loss, reason: str) -> None:
-        """The send failed: sends once more, or ends the request."""
         replica, connection, retries = self._replica, self._connection, self._context.retries
         assert replica is not None
         assert connection is not None
@@ -414,7 +401,6 @@ class Forwarding:
         return STATUS_LINE[head.status] + kept + framing + self._write_own_headers(replica)
 
     def _write_own_headers(self, replica: Replica | None) -> bytes:
-        """The last lines of a head, and its end."""
         more: Headers = self._entry.headers() if self._entry is not None else ()
         origin = self._request_head.get(b"origin")
         if origin is not None:
@@ -425,7 +411,7 @@ class Forwarding:
         )
 
     def _send_comment(self, now: float) -> None:
-        """Tells the client of a held stream how things stand; the first time, that there will be a stream."""
+        """Tells the client of a waiting stream how the replicas are loading; the first comment begins the stream."""
         out = b""
         if not self._is_held_open:
             self._is_held_open = True
@@ -439,7 +425,7 @@ class Forwarding:
         self._client.write(out + (write_chunk(comment) if self._is_chunked else comment))
 
     def _collect(self, data: bytes, is_end: bool) -> None:
-        """An answer that is no stream, for a client that was promised one: it becomes an event."""
+        """Keeps an answer that is no stream, for a client that was promised one: it becomes an event."""
         assert self._collected is not None
         if len(self._collected) + len(data) > MAX_COLLECTED_BYTES:
             self._end_early(_broken("the engine's answer is too long for an event"))
@@ -461,7 +447,6 @@ class Forwarding:
         self._client.finish()
 
     def _detach(self) -> None:
-        """Off the replica and its connection."""
         replica, self._replica = self._replica, None
         connection, self._connection = self._connection, None
         if connection is not None:
@@ -471,7 +456,7 @@ class Forwarding:
             self._context.end(replica)
 
     def _settle(self, outcome: Outcome) -> None:
-        """It is over: counts how, and gives everything back. The client is not touched."""
+        """Counts the outcome and gives everything back. The client is not touched."""
         self._has_ended = True
         self._note_tokens()
         context, entry = self._context, self._entry

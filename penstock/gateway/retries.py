@@ -76,11 +76,9 @@ class Retries:
         self._replicas, self._counters = replicas, counters
 
     def may_retry(self, lost: tuple[str, ...], now: float) -> bool:
-        """Whether one more send may follow, when the present one fails too."""
         return len(lost) + 1 < MAX_SENDS and self.budget.has_one(now)
 
     def note_failure(self, replica: Replica, now: float) -> None:
-        """A request failed because of this replica: enough of them in a row eject it."""
         if self._replicas.note_failure(replica, now):
             log.warning("replica %s: ejected after failures in a row", replica.name)
 
@@ -110,6 +108,5 @@ class Retries:
 
 
 def why_not_again(lost: tuple[str, ...]) -> str:
-    """For the client of a request that is not sent again."""
     why = "no retry is left in the gateway's budget" if len(lost) < MAX_SENDS else "sent twice"
     return f"{why}, and the last engine closed the connection without an answer"

@@ -76,7 +76,7 @@ class Handler(Protocol):
 
 
 class Acceptor(Protocol):
-    """What a connection asks of the listener that accepted it."""
+    """What a connection needs of its listener."""
 
     limits: Limits
     handler: Handler
@@ -193,12 +193,10 @@ class ClientConnection(asyncio.Protocol):
         return self._transport.write
 
     def respond(self, answer: Answer) -> None:
-        """A whole response."""
         self._write_answer(answer, self.keeps_alive)
         self.finish()
 
     def finish(self) -> None:
-        """The response is whole: the next request's turn, or the end."""
         was_kept_alive = self.keeps_alive
         self.work, self._head, self._early = None, None, None
         if not was_kept_alive:
@@ -233,7 +231,6 @@ class ClientConnection(asyncio.Protocol):
         return self._phase == "busy"
 
     def close_if_idle(self) -> None:
-        """Closes a connection without a request, for a drain."""
         if self._phase == "idle":
             self._close()
 
@@ -248,7 +245,6 @@ class ClientConnection(asyncio.Protocol):
         self._transport.abort()
 
     def close_if_stale(self, now: float) -> None:
-        """Closes a connection that has used up the time its phase may take."""
         spent_s = now - self._phase_at
         silent_s = now - self._data_at
         limits = self._limits
@@ -300,7 +296,6 @@ class ClientConnection(asyncio.Protocol):
         return True
 
     def _advance(self) -> None:
-        """Takes what the reader has until a request is being worked on or bytes are missing."""
         if self._is_advancing:
             return
         self._is_advancing = True

@@ -42,8 +42,6 @@ class Sink(Protocol):
 
 
 class UpstreamConnection(asyncio.Protocol):
-    """One connection to an engine."""
-
     def __init__(self, pool: Pool, address: Address) -> None:
         self._pool = pool
         self._transport: asyncio.Transport
@@ -212,7 +210,6 @@ class Pool:
         return host if key is None else b"%sauthorization: Bearer %s\r\n" % (host, key.encode())
 
     def take(self, address: Address) -> UpstreamConnection | None:
-        """An idle connection that is young enough to trust, if there is one."""
         now = time.monotonic()
         idle = self._idle.get(address, [])
         while idle:
@@ -223,7 +220,7 @@ class Pool:
         return None
 
     async def connect(self, address: Address) -> UpstreamConnection:
-        """A new connection. Raises OSError, which TimeoutError is one of."""
+        """Raises OSError, which TimeoutError is."""
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(CONNECT_S):
             if address[0].startswith(UNIX):

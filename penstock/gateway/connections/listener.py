@@ -46,8 +46,6 @@ _DROP_SYN = b"".join(
 
 
 class Listener:
-    """A listening socket and the connections that came in by it."""
-
     def __init__(
         self,
         handler: Handler,
@@ -88,10 +86,7 @@ class Listener:
         return len(self._connections) > self.limits.n_connections
 
     def new_request_id(self) -> bytes:
-        """32 hex digits that no other listener gives: a number of our own, and how many came before it.
-
-        0.2 us; 16 bytes of os.urandom are 0.4 us.
-        """
+        """32 hex digits that no other listener gives. 0.2 us; 16 bytes of os.urandom are 0.4 us."""
         self._n_request_ids += 1
         return b"%s%016x" % (self._id_prefix, self._n_request_ids)
 
@@ -178,7 +173,6 @@ class Listener:
 
 
 def _parse_below(prefix: bytes, n_headers: int, text: bytes) -> RequestHead:
-    """The head of a request whose target may begin with `prefix`, without it."""
     head = parse_request(text, n_headers)
     rest = head.target[len(prefix) :]
     if head.target.startswith(prefix) and rest[:1] in (b"", b"/", b"?"):
@@ -203,10 +197,7 @@ def _refuse_new_connections(sock: socket.socket) -> None:
 
 
 def open_tls(cert: str, key: str) -> ssl.SSLContext:
-    """A server's context with a certificate chain and its key. Raises UserError when the files do not serve.
-
-    TLS 1.2 and later with Python's own choice of ciphers; only HTTP/1.1 is offered, so that no client tries HTTP/2.
-    """
+    """A server's context: TLS 1.2 and later, only HTTP/1.1 offered. Raises UserError for files that cannot be used."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.options |= ssl.OP_NO_RENEGOTIATION
@@ -245,7 +236,7 @@ def open_socket(address: Address, *, mode: int | None = None) -> socket.socket:
 
 
 def _open_unix_socket(path: Path, mode: int | None) -> socket.socket:
-    """As open_socket. A file that a killed gateway left is replaced, one that somebody listens on is not."""
+    """As open_socket; replaces a file that a killed gateway left, but not one that a process listens on."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         if path.exists() and stat.S_ISSOCK(path.stat().st_mode) and not _answers(path):

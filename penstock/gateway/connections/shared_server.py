@@ -34,7 +34,6 @@ class Share:
         self._own = 0
 
     def of(self, own: int) -> Share:
-        """The same counts, for the process with this number."""
         share = copy.copy(self)
         share._own = own
         return share
@@ -71,7 +70,7 @@ class SharedServer:
         self._resume()
 
     def close(self) -> None:
-        """Takes what is in the queue, and leaves the socket to the others."""
+        """Accepts what is in the queue, and leaves the socket to the others."""
         while self._accept():
             pass
         if self._pause_timer is not None:
@@ -81,7 +80,6 @@ class SharedServer:
         self._sock.close()
 
     async def wait_connected(self) -> None:
-        """Until what was accepted is a connection."""
         if self._connecting:
             await asyncio.wait(self._connecting)
 

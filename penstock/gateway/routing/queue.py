@@ -20,8 +20,6 @@ _CLOCKS_KEPT = 4096
 
 @dataclass(eq=False, slots=True)
 class QueueEntry:
-    """One request's place."""
-
     model: str
     flow: bytes
     order: tuple[int, int]  # priority, arrival
@@ -62,7 +60,7 @@ class FairQueue:
         return len(row.entries) if row else 0
 
     def remove(self, entry: QueueEntry) -> bool:
-        """Takes a entry out wherever it is; False when it is not in here."""
+        """Whether the entry was in the queue."""
         flow = self._flows.get(entry.flow)
         if flow is None or entry not in flow.entries:
             return False
@@ -147,7 +145,7 @@ class WaitingQueue:
         return True
 
     def return_to_queue(self, entry: QueueEntry) -> None:
-        """It was woken but found no replica; it goes back with its original position."""
+        """Restores the position of an entry that was woken but found no replica."""
         entry.future = None
         self._queues[entry.model].push(entry)
         self.waiting += 1

@@ -34,7 +34,7 @@ _COMING_STATES: Final = frozenset(("queued", "starting", "loading", "warming", "
 
 
 class RoutingHints(NamedTuple):
-    """Routing hints of one request: a key for the policy, an adapter, the replica that has its stored response."""
+    """A key for the policy, an adapter, and the replica that has the request's stored response."""
 
     key: bytes = b""
     adapter: str | None = None
@@ -226,7 +226,7 @@ class ReplicaTable:
         return is_news
 
     def note_failure(self, replica: Replica, now: float) -> bool:
-        """A request failed because of this replica. Returns whether that ejects it."""
+        """Records a failure that the replica caused; returns whether that ejects it."""
         is_ejected = replica.health.fail(now)
         if is_ejected:
             self.n_ejections[replica.name] += 1
@@ -286,11 +286,11 @@ class ReplicaTable:
             replica.shared.own -= 1
 
     def is_idle(self, replica: Replica, now: float, for_s: float) -> bool:
-        """Whether the engine has said for `for_s` seconds that it works on nothing."""
+        """Whether the engine has reported no request for `for_s` seconds."""
         return replica.idle_since is not None and now - replica.idle_since >= for_s
 
     def coming_words(self, model: str, now: float) -> str:
-        """Progress of the replica of `model` that is nearest to ready, for people: "loading 45% 12s", or "waiting"."""
+        """Progress of the replica that is nearest to ready, for people: "loading 45% 12s", or "waiting"."""
         rows = [row for row in self._coming(model, now) if row.announcement.progress is not None]
         words = ["loading" if self._coming(model, now) else "waiting"]
         if rows:
@@ -326,7 +326,7 @@ class ReplicaTable:
         ]
 
     def take_lapsed(self, now: float) -> list[str]:
-        """Replicas whose lease ran out since the last call, each reported once."""
+        """Replicas whose lease ended since the last call."""
         lapsed = [row for row in self._replicas.values() if not row.is_lapsed and not row.is_alive(now)]
         for row in lapsed:
             row.is_lapsed = True
@@ -334,7 +334,6 @@ class ReplicaTable:
         return [row.name for row in lapsed]
 
     def view(self, now: float, waiting: int, requests_total: int) -> GatewayView:
-        """The answer of GET /admin/replicas; the gateway's own counts come from the caller."""
         rows = tuple(
             ReplicaView(
                 announcement=row.announcement,
@@ -388,7 +387,6 @@ class ResponseOwners:
             del self._places[next(iter(self._places))]
 
     def find(self, response_id: bytes) -> tuple[str, str] | None:
-        """Model and replica."""
         return self._places.get(response_id)
 
 

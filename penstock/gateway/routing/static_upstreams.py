@@ -1,8 +1,4 @@
-"""Engines that penstock did not start: probed for their health, and announced with the result.
-
-So they are rows of the table like any other: an engine that does not answer loses its traffic at once, and one whose
-prober has ended when its lease ends.
-"""
+"""Engines that penstock did not start: probed for their health, and announced like any other replica."""
 
 from __future__ import annotations
 
@@ -49,8 +45,6 @@ def _next_state(problem: Exception | None, was_ready: bool) -> ReplicaState:
 
 
 class StaticUpstreams:
-    """Probers, one task an upstream, from `start` to `stop`."""
-
     def __init__(self, upstreams: Sequence[Upstream], replicas: ReplicaTable, queue: WaitingQueue, pool: Pool) -> None:
         self._upstreams = tuple(zip(name_upstreams(upstreams), upstreams, strict=True))
         self._replicas, self._queue, self._pool = replicas, queue, pool
@@ -82,7 +76,7 @@ class StaticUpstreams:
             await asyncio.sleep(PROBE_S)
 
     async def _probe(self, address: Address) -> Exception | None:
-        """None when the engine says that it is well. A status below 500 does: not every engine has /health."""
+        """The problem, if any. A status below 500 is healthy: not every engine has /health."""
         status = 0
         try:
             async with asyncio.timeout(PROBE_TIMEOUT_S):
