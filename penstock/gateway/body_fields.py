@@ -13,7 +13,7 @@ class Details(msgspec.Struct):
     cached_tokens: int | None = None
 
 
-class Told(msgspec.Struct):
+class UsageReport(msgspec.Struct):
     """The fields in which engines report usage: chat and completions, responses, embeddings and rerank."""
 
     prompt_tokens: int | None = None
@@ -27,11 +27,11 @@ class Told(msgspec.Struct):
 
 class UsageEvent(msgspec.Struct):
     choices: list[msgspec.Raw] | None = None
-    usage: Told | None = None
+    usage: UsageReport | None = None
 
 
 class UsageBody(msgspec.Struct):
-    usage: Told | None = None
+    usage: UsageReport | None = None
 
 
 class Usage(msgspec.Struct, frozen=True):

@@ -79,7 +79,7 @@ class Public:
         return origin_headers(head.get(b"origin"), self._context.needs_key, self._context.allowed_origins)
 
     def _refuse_key(self) -> Answer:
-        self._accounting.totals.n_unknown_keys += 1
+        self._accounting.n_unknown_keys += 1
         message = "a valid key is needed: Authorization: Bearer KEY, or x-api-key: KEY"
         return error_answer(401, message, "invalid_api_key", headers=((b"www-authenticate", b"Bearer"),))
 
