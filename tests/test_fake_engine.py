@@ -156,7 +156,7 @@ def test_an_answer_echoes_its_prompt_and_has_vllms_lengths(engine: InThread) -> 
     client = Client(engine.url)
     reply = client.chat(messages, max_tokens=3)
     assert (reply.text, reply.prompt_tokens) == ("1:a 2:b 3:日本", 2 + 3 + 2 * requests.TOKENS_PER_MESSAGE)
-    reply = client.chat(HI, extra={"ignore_eos": True})
+    reply = client.chat(HI, ignore_eos=True)
     assert (reply.prompt_tokens, reply.output_tokens) == (8, 512 - 8)  # the context is full
     reply = client.complete("a " * 510, max_tokens=512)
     assert (reply.output_tokens, reply.finish_reason) == (2, "length")
@@ -165,7 +165,7 @@ def test_an_answer_echoes_its_prompt_and_has_vllms_lengths(engine: InThread) -> 
     assert (completion.finish_reason, completion.output_tokens) == ("length", 16)
     for extra in ({"n": 2}, {"prompt": ["a", "b"]}, {"stream_options": {"include_usage": True}}):
         with pytest.raises(HttpError, match="answered 400"):
-            client.complete("a", extra=extra)
+            client.post_json("/v1/completions", {"prompt": "a"} | extra)
 
 
 def test_echo_body_answers_with_the_hash_of_the_bytes_that_arrived() -> None:

@@ -109,7 +109,7 @@ def run(deployment: Deployment, tensors: Sequence[int], task: Task, on_step: Cal
 def _plan(deployment: Deployment, tensor: int, task: Task) -> Plan:
     """As `up` would plan it, with room for so many at once.  Raises PlanError, and UserError for another engine."""
     workload = msgspec.structs.replace(deployment.workload, concurrency=task.n_at_once)
-    # A file's own layout stays where one alone is asked for.
+    # The layout of the file stays where only one size is measured.
     layout = deployment.parallel if tensor == 1 and isinstance(deployment.parallel, Parallel) else Parallel()
     layout = msgspec.structs.replace(layout, tensor=tensor)
     plan = prepare.make_plan(
@@ -192,10 +192,10 @@ def line(row: Row) -> str:
     """A row as such tables are published: tokens/s counts prompts and answers, latency is the mean of all rounds."""
     numbers = f" {row.refusal}"
     if isinstance(row.measured, Throughput):
-        found = row.measured
-        output = found.output_tokens / found.elapsed_time
-        numbers = f"{found.requests_per_second:12.2f}{found.tokens_per_second:12.2f}{output:17.2f}"
-        numbers += f"{show_seconds(found.elapsed_time):>10}"
+        measured = row.measured
+        output = measured.output_tokens / measured.elapsed_time
+        numbers = f"{measured.requests_per_second:12.2f}{measured.tokens_per_second:12.2f}{output:17.2f}"
+        numbers += f"{show_seconds(measured.elapsed_time):>10}"
     elif row.measured is not None:
         percentiles = "".join(f"{row.measured.percentiles[share]:8.3f} s" for share in ("50", "90", "99"))
         numbers = f"{row.measured.avg_latency:10.3f} s{percentiles}{len(row.measured.latencies):8}"

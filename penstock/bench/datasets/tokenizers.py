@@ -65,9 +65,9 @@ class FileTokens(Tokens):
         size = self._tokenizer.get_vocab_size()
         step = max(1, size // _SAMPLED)
         texts = self._tokenizer.decode_batch([[number] for number in range(0, size, step)])
-        found = [text for text in texts if text.startswith(" ") and text[1:].isascii() and text[1:].isalpha()]
-        twice = self._tokenizer.encode_batch([text + text for text in found], add_special_tokens=False)
-        whole = [text for text, coded in zip(found, twice, strict=True) if len(coded.ids) == 2]
+        candidates = [text for text in texts if text.startswith(" ") and text[1:].isascii() and text[1:].isalpha()]
+        twice = self._tokenizer.encode_batch([text + text for text in candidates], add_special_tokens=False)
+        whole = [text for text, coded in zip(candidates, twice, strict=True) if len(coded.ids) == 2]
         return whole if len(whole) >= 64 else super().words()
 
 
@@ -117,7 +117,7 @@ def locate(model: str) -> Path | None:
     path = Path(model).expanduser()
     if path.name == _FILE and path.is_file():
         return path
-    for folder in (path, path.parent):  # a GGUF file has it beside it
+    for folder in (path, path.parent):  # a GGUF file has it in its folder
         if (folder / _FILE).is_file() and (folder == path or path.is_file()):
             return folder / _FILE
     snapshot = hub.snapshot(model) if model.count("/") == 1 else None

@@ -314,7 +314,7 @@ class Pool:
 
     def put(self, connection: Connection) -> None:
         if self._waiting:
-            # Not from within its own last read: the one that ended is told first.
+            # After the last read: `on_end` of the exchange that ended comes first.
             self._loop.call_soon(self._serve_waiting)
         self._idle.append(connection)
 

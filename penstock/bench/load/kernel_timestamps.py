@@ -74,7 +74,7 @@ class KernelTimestamps:
 
     def _on_tick(self) -> None:
         began_s = perf_counter()
-        epoch_s = time() - began_s  # anew each tick: the clock of day is slewed, ours is not
+        epoch_s = time() - began_s  # each tick again: the clock of day is slewed
         owners, sockets, unpack = self._owners, self._sockets, self._unpack
         for fd, _ in self._epoll.poll(0, len(owners) or 1):
             try:

@@ -29,12 +29,12 @@ def curve(points: Sequence[tuple[str, float, Result]], label: str) -> list[Chart
     names = list(dict.fromkeys(name for name, _, _ in points))
 
     def lines(x: Callable[[float, Result], float | None], y: str) -> tuple[Series, ...]:
-        found = []
+        series = []
         for name in names:
             own = [(x(offered, run), run.number(y)) for layout, offered, run in points if layout == name]
             pairs = sorted((a, b) for a, b in own if a is not None and b is not None)
-            found.append(Series(name, tuple(pairs)))
-        return tuple(found)
+            series.append(Series(name, tuple(pairs)))
+        return tuple(series)
 
     charts = []
     for metric, words in (("p99_ttft_ms", "p99 TTFT, ms"), ("median_tpot_ms", "median TPOT, ms")):
@@ -123,12 +123,12 @@ def _engine(run: Result) -> list[Chart]:
     sources = list(dict.fromkeys(row.source for row in run.engine))
 
     def series(column: str, words: str) -> list[Series]:
-        found = []
+        lines = []
         for index, source in enumerate(sources):
             name = words if len(sources) == 1 else f"{words} {index + 1}"
             points = _column([row for row in run.engine if row.source == source], column)
-            found += [Series(name, points)] if points else []
-        return found
+            lines += [Series(name, points)] if points else []
+        return lines
 
     both = (*series("running", "running"), *series("waiting", "waiting"))
     return [

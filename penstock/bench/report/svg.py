@@ -156,15 +156,15 @@ def _drawn(series: Series, index: int, x_axis: _Axis, y_axis: _Axis) -> str:
 
 
 def _legend(series: Sequence[Series]) -> list[str]:
-    """Names beside their lines, in one row under the title; nothing for one series, which the title names."""
+    """Names next to their lines, in one row under the title; nothing for one series, which the title names."""
     if len(series) < 2:
         return []
     parts, x = [], float(_LEFT)
-    for index, one in enumerate(series):
+    for index, line in enumerate(series):
         colour, dash = COLOURS[index % len(COLOURS)], DASHES[index % len(DASHES)]
         parts.append(
             f'<line class="line" x1="{x:.0f}" x2="{x + 20:.0f}" y1="25" y2="25" stroke="{colour}" '
-            f'stroke-dasharray="{dash}"/><text class="small" x="{x + 24:.0f}" y="29">{escape(one.name)}</text>'
+            f'stroke-dasharray="{dash}"/><text class="small" x="{x + 24:.0f}" y="29">{escape(line.name)}</text>'
         )
-        x += 36 + 6.2 * len(one.name)
+        x += 36 + 6.2 * len(line.name)
     return parts

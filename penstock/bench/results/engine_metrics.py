@@ -40,10 +40,10 @@ class Row(msgspec.Struct, frozen=True):
 
 def read_page(text: str, time_s: float, source: str) -> Row | None:
     """The row of one page; None for an unknown kind."""
-    found = prometheus.parse(text)
+    samples = prometheus.parse(text)
     for kind, names in PAGES.items():
-        if any(name in found for name in names.values()):
-            return Row(time_s, source, kind, {word: found.get(names.get(word, "")) for word in COLUMNS})
+        if any(name in samples for name in names.values()):
+            return Row(time_s, source, kind, {word: samples.get(names.get(word, "")) for word in COLUMNS})
     return None
 
 

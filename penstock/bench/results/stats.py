@@ -178,7 +178,9 @@ def summarise(
         "itl": gaps,
         "e2el": [request.e2el_s(is_open) for request in whole],
     }
-    spreads = {name: found for name, values in lists.items() if (found := spread(values, 1000.0)) is not None}
+    spreads = {
+        name: distribution for name, values in lists.items() if (distribution := spread(values, 1000.0)) is not None
+    }
     n_input = _total([request.input_tokens for request in whole])
     n_output = _total([request.output_tokens for request in whole])
     kept = [is_good(request, bounds_ms, is_open) for request in whole] if bounds_ms else []

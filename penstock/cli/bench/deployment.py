@@ -57,7 +57,9 @@ class Launch(NamedTuple):
 
     def tell(self, report: Report) -> None:
         """Writes into a run's result what was launched, and what the planner predicts of a load like it."""
-        lengths = {(one.input_tokens, one.output_tokens) for one in report.requests if one.error is None}
+        lengths = {
+            (request.input_tokens, request.output_tokens) for request in report.requests if request.error is None
+        }
         report.result["versions"] |= self.versions
         report.result["launch"] = self.facts or None
         try:
@@ -79,7 +81,7 @@ def behind(url: str) -> Launch:
             if run.is_ended() or run.known_url != url.removesuffix("/v1").rstrip("/"):
                 continue
             return Launch(run.deployment(), run.plan(), (run.path / "plan.json", run.path / "spec.yaml"))
-        except PenstockError:  # a damaged folder of somebody else's
+        except PenstockError:  # a damaged folder
             continue
     return Launch()
 
@@ -121,13 +123,13 @@ def predicted(launch: Launch, result: Mapping[str, Any], *, is_wave: bool) -> di
     if speed is None:
         return None
     is_wave = is_wave and speed.n_running * plan.layout.data >= of_one
-    told = {
+    prediction = {
         "ttft_ms": speed.ttft_wave_ms if is_wave else speed.ttft_ms,
         "tpot_ms": speed.tpot_wave_ms if is_wave else speed.tpot_ms,
         "output_tokens_per_s": speed.output_tokens_per_s * (at_once / of_one),
         "requests_per_s": speed.requests_per_s * (at_once / of_one),
     }
-    return {name: msgspec.to_builtins(value) for name, value in told.items()}
+    return {name: msgspec.to_builtins(value) for name, value in prediction.items()}
 
 
 def deployed_of(options: argparse.Namespace, launch: Mapping[str, Any]) -> Deployed:
@@ -168,32 +170,32 @@ def _card(named: str | None, launched: str | None) -> GpuFacts:
         own = planning.card_of(here)
         if launched in (None, own.id):
             return own
-    found = named or launched
-    if found is None:
+    gpu = named or launched
+    if gpu is None:
         raise UserError("cannot calibrate: this machine has no GPU, and none was named", hint="--gpu h100-sxm")
-    return catalog.gpu(found)
+    return catalog.gpu(gpu)
 
 
 def calibrated(options: argparse.Namespace, runs: Sequence[Result]) -> str:
     from penstock.bench import calibrate
     from penstock.planner.speed import calibration
 
-    given = (options.calibrate_model, options.gpu, options.layout, options.engine_version)
-    launch = {} if all(given) else _launch_of(runs)
+    named = (options.calibrate_model, options.gpu, options.layout, options.engine_version)
+    launch = {} if all(named) else _launch_of(runs)
     return calibration.write(calibrate.calibrated(runs, deployed_of(options, launch)))
 
 
 def _launch_of(runs: Sequence[Result]) -> Mapping[str, Any]:
     """What was launched; empty where no run knows it.  Raises UserError where they differ: constants are of one."""
-    told = [run.summary.get("launch") or {} for run in runs]
-    unlike = {json.dumps(launch, sort_keys=True): launch for launch in told}
+    launches = [run.summary.get("launch") or {} for run in runs]
+    unlike = {json.dumps(launch, sort_keys=True): launch for launch in launches}
     if len(unlike) > 1:
         raise UserError(
             f"cannot calibrate from runs of {len(unlike)} different launches",
             detail="\n".join(_words(launch) for launch in unlike.values()),
             hint="Give the runs of one; or name --calibrate-model, --gpu, --layout and --engine-version.",
         )
-    return told[0]
+    return launches[0]
 
 
 def _words(launch: Mapping[str, Any]) -> str:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from penstock.bench.serve import Report, Service
 
 _INTERRUPTED = 130
-_TOKENS = 128  # of a prompt and of an answer, where nobody says
+_TOKENS = 128  # of a prompt and of an answer by default
 # Prompts that are drawn where a run ends by time, and comes to them again: counted ones cost time, words do not.
 _MOST_DRAWN, _MOST_WORDS = 1000, 10_000
 _TIMED = ("replay", "jsonl")  # data sets that may say when to send

@@ -186,7 +186,7 @@ def _place(options: argparse.Namespace, deployment: Deployment | None, tensor: i
     name = f"{deployment.name[:50]}-bench"
     changed = {"name": name, "gateway": msgspec.structs.replace(deployment.gateway, port=0)}
     if tensor is not None:
-        # A layout of its own file stays where only the tensor size is changed.
+        # The rest of the layout in the file stays where only the tensor size is changed.
         cut = deployment.parallel if isinstance(deployment.parallel, Parallel) else Parallel()
         changed["parallel"] = msgspec.structs.replace(cut, tensor=tensor)
     print_step(f"starting {name}{f' with tensor {tensor}' if tensor else ''} ...")

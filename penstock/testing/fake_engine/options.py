@@ -46,9 +46,9 @@ class Options:
 
 
 def parse(argv: Sequence[str]) -> Options:
-    given = vars(_parser().parse_args(argv))
-    given["served_model_name"] = tuple(given["served_model_name"])
-    return Options(**{field.name: given[field.name] for field in fields(Options)})
+    flags = vars(_parser().parse_args(argv))
+    flags["served_model_name"] = tuple(flags["served_model_name"])
+    return Options(**{field.name: flags[field.name] for field in fields(Options)})
 
 
 _HELP = {

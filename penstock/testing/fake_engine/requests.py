@@ -123,13 +123,13 @@ def error(message: str, kind: str, param: str | None, code: int) -> dict[str, ob
 
 
 def bad_request(message: str, param: str | None, value: object = None) -> Refusal:
-    told = f" (parameter={param}" + (f", value={value})" if value is not None else ")") if param else ""
-    return Refusal(400, error(message + told, "BadRequestError", param, 400))
+    parameter = f" (parameter={param}" + (f", value={value})" if value is not None else ")") if param else ""
+    return Refusal(400, error(message + parameter, "BadRequestError", param, 400))
 
 
-def _invalid(where: str, kind: str, message: str, given: object, context: object = None) -> Refusal:
+def _invalid(where: str, kind: str, message: str, value: object, context: object = None) -> Refusal:
     """A refusal by the schema, in the words of FastAPI as vLLM prints them."""
-    facts: dict[str, object] = {"type": kind, "loc": where, "msg": message, "input": given}
+    facts: dict[str, object] = {"type": kind, "loc": where, "msg": message, "input": value}
     if context is not None:
         facts["ctx"] = context
     return Refusal(400, error(f"1 validation error:\n  {facts}", "Bad Request", where, 400))

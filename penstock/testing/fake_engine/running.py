@@ -129,8 +129,8 @@ class AsProcess:
         return self.log()
 
     def wait_until_ready(self) -> None:
-        found = _URL.search(self.wait_for("Application startup complete."))
-        self.url = found.group(1) if found else ""
+        match = _URL.search(self.wait_for("Application startup complete."))
+        self.url = match.group(1) if match else ""
 
     def kill_all(self) -> None:
         with contextlib.suppress(ProcessLookupError):
