@@ -16,8 +16,8 @@ from penstock.text import show_bytes
 
 
 class ModelCheck(msgspec.Struct, frozen=True):
-    """`whole`: the facts for planning, when readable. `download_bytes`: of a hub id. `is_absent`: `up` would
-    download it here."""
+    """`whole`: the facts for planning. `download_bytes`: of a hub id. `is_absent`: `up` would download the model
+    here."""
 
     findings: tuple[Finding, ...] = ()
     whole: Facts | None = None
