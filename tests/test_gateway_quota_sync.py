@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import cast
 
 import pytest
-from gateway_rig import CHAT, echo, rig_with, run
+from gateway_rig import CHAT, echo, rig_with
 from store_rig import Store, postgres
 
 from penstock.errors import PenstockError
@@ -259,20 +259,16 @@ def test_ledger_finds_a_postgres_that_went_away_again(postgres: str) -> None:
     store.close()
 
 
-def test_two_gateways_on_one_store_keep_a_limit_together(place: str) -> None:
+async def test_two_gateways_on_one_store_keep_a_limit_together(place: str) -> None:
     store = Store(place)
     _, secret = store.keys.create("both", Limits(rpm=6), time.time())
-
-    async def test() -> None:
-        changes = {"store": place, "auth": "keys"}
-        async with rig_with(echo, **changes) as (_, _, first), rig_with(echo, **changes) as (_, _, second):
-            await asyncio.sleep(1.2)  # two turns of both
-            for _ in range(6):
-                first.post(CHAT, headers=f"Authorization: Bearer {secret}\r\n")
-                assert (await first.response())[0].status == 200
-            await asyncio.sleep(1.2)
-            second.post(CHAT, headers=f"Authorization: Bearer {secret}\r\n")
-            assert (await second.error())[0] == 429
-
-    run(asyncio.new_event_loop, test())
+    changes = {"store": place, "auth": "keys"}
+    async with rig_with(echo, **changes) as (_, _, first), rig_with(echo, **changes) as (_, _, second):
+        await asyncio.sleep(1.2)  # two turns of both
+        for _ in range(6):
+            first.post(CHAT, headers=f"Authorization: Bearer {secret}\r\n")
+            assert (await first.response())[0].status == 200
+        await asyncio.sleep(1.2)
+        second.post(CHAT, headers=f"Authorization: Bearer {secret}\r\n")
+        assert (await second.error())[0] == 429
     store.close()
