@@ -162,7 +162,7 @@ def test_a_chat_echoes_its_last_message_and_counts_all_of_them(engine: InThread)
 
 
 def test_an_answer_stops_where_the_context_is_full(engine: InThread) -> None:
-    reply = Client(engine.url).chat(HI, extra={"ignore_eos": True})
+    reply = Client(engine.url).chat(HI, ignore_eos=True)
     assert (reply.prompt_tokens, reply.output_tokens) == (8, 512 - 8)
     reply = Client(engine.url).complete("a " * 510, max_tokens=512)
     assert (reply.output_tokens, reply.finish_reason) == (2, "length")
@@ -171,7 +171,7 @@ def test_an_answer_stops_where_the_context_is_full(engine: InThread) -> None:
 def test_what_the_fake_cannot_do_is_refused_and_not_made_up(engine: InThread) -> None:
     for extra in ({"n": 2}, {"prompt": ["a", "b"]}, {"stream_options": {"include_usage": True}}):
         with pytest.raises(HttpError, match="answered 400"):
-            Client(engine.url).complete("a", extra=extra)
+            Client(engine.url).post_json("/v1/completions", {"prompt": "a"} | extra)
 
 
 def test_echo_body_answers_with_the_hash_of_the_bytes_that_arrived() -> None:

@@ -237,11 +237,12 @@ class _Session:
 
     def _ask(self, text: str, question: Message) -> Stream:
         settings = self._settings
+        fields = {"max_tokens": settings.max_tokens, "temperature": settings.temperature}
         if settings.completion:
-            return self._client.stream_complete(text, self._model, settings.max_tokens, settings.temperature)
+            return self._client.stream_complete(text, self._model, **fields)
         system: list[Message] = [{"role": "system", "content": self._system}] if self._system else []
         messages = [*system, *self._messages, question]
-        return self._client.stream_chat(messages, self._model, settings.max_tokens, settings.temperature)
+        return self._client.stream_chat(messages, self._model, **fields)
 
     def _show(self, chunk: Chunk, shown: list[str]) -> None:
         if not chunk.is_reasoning:
