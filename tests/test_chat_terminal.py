@@ -167,9 +167,9 @@ def test_ctrl_c_stops_the_answer_closes_the_stream_and_keeps_what_was_said() -> 
     asked: list[list[Message]] = []
     original = client.stream_chat
 
-    def remember(messages: list[Message], *rest: object) -> Stream:
+    def remember(messages: list[Message], *rest: object, **fields: object) -> Stream:
         asked.append(list(messages))
-        return original(messages, *rest)
+        return original(messages, *rest, **fields)
 
     client.stream_chat = remember  # type: ignore[method-assign, assignment]
     client.models = lambda: ()  # type: ignore[method-assign]

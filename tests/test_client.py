@@ -21,6 +21,7 @@ FAST = Options(model="m", served_model_name=("m", "alias"), ttft_s=0.0, tokens_p
 HI = [{"role": "user", "content": "tell me a story"}]
 STREAM = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nx-penstock-replica: 3\r\nx-request-id: abc\r\n"
 CHUNKED = STREAM + b"transfer-encoding: chunked\r\n\r\n"
+ODD = b'data: {"choices":null,"usage":null}\n\ndata: {"choices":[{"delta":null}]}\n\ndata: {}\n\n'
 
 
 @pytest.fixture(scope="module")
@@ -71,14 +72,13 @@ def delta(text: str, finish: str | None = None) -> bytes:
     return b"data: " + msgspec.json.encode({"model": "m", "choices": [choice]}) + b"\n\n"
 
 
-def stream_of(url: str) -> tuple[list[Chunk], Reply | None]:
-    items = list(Client(url, timeout_s=5).stream_chat(HI))
-    chunks = [item for item in items if isinstance(item, Chunk)]
-    last = items[-1]
-    return chunks, last if isinstance(last, Reply) else None
+def stream_of(url: str) -> tuple[list[Chunk], Reply]:
+    *chunks, reply = Client(url, timeout_s=5).stream_chat(HI)
+    assert isinstance(reply, Reply)
+    return [chunk for chunk in chunks if isinstance(chunk, Chunk)], reply
 
 
-def test_models_are_listed_with_state_and_aliases_when_the_server_tells_them(client: Client) -> None:
+def test_models_are_listed_with_state_and_aliases_when_the_server_names_them(client: Client) -> None:
     assert [card.name for card in client.models()] == ["m", "alias"]
     body = b'{"data":[{"id":"a","state":"loading","aliases":["b"]}]}'
     with answering(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(body) + body) as url:
@@ -86,37 +86,21 @@ def test_models_are_listed_with_state_and_aliases_when_the_server_tells_them(cli
     assert (card.name, card.state, card.aliases) == ("a", "loading", ("b",))
 
 
-def test_a_chat_is_answered_whole_with_its_counts(client: Client) -> None:
-    reply = client.chat(HI, max_tokens=5)
-    assert reply.text == expected_text("tell me a story", 5)
-    assert (reply.finish_reason, reply.prompt_tokens, reply.output_tokens) == ("length", 8, 5)
-    assert reply.ttft_s is None
-    assert reply.model == "m"
-
-
-def test_a_completion_continues_a_raw_prompt(client: Client) -> None:
-    assert client.complete("Singapore is a", max_tokens=2).text == "1:Singapore 2:is"
-
-
-def test_a_stream_gives_every_piece_once_and_then_the_reply(client: Client) -> None:
-    items = list(client.stream_chat(HI, max_tokens=40, model="alias"))
-    *chunks, reply = items
-    assert isinstance(reply, Reply)
+def test_whole_and_streamed_answers_have_the_same_text_and_counts(engine: InThread, client: Client) -> None:
+    whole = client.chat(HI, max_tokens=40)
+    *chunks, streamed = client.stream_chat(HI, max_tokens=40, model="alias")
+    assert isinstance(streamed, Reply)
     texts = [chunk.text for chunk in chunks if isinstance(chunk, Chunk)]
-    assert "".join(texts) == reply.text == expected_text("tell me a story", 40)
-    assert len(texts) == reply.output_tokens == 40
-
-
-def test_a_streamed_completion_gives_the_same_text_as_a_whole_one(client: Client) -> None:
-    *_, reply = client.stream_complete("a b c", max_tokens=9)
-    assert isinstance(reply, Reply)
-    assert reply.text == client.complete("a b c", max_tokens=9).text
-
-
-def test_what_is_not_given_is_left_to_the_server_and_extra_goes_through(engine: InThread, client: Client) -> None:
-    client.chat(HI, extra={"ignore_eos": True, "max_tokens": 1})
-    sent = msgspec.json.decode(engine.seen[-1].body)
-    assert sent == {"messages": HI, "ignore_eos": True, "max_tokens": 1}
+    assert "".join(texts) == streamed.text == whole.text == expected_text("tell me a story", 40)
+    assert len(texts) == streamed.output_tokens == 40
+    assert (whole.finish_reason, whole.prompt_tokens, whole.output_tokens) == ("length", 8, 40)
+    assert (whole.ttft_s, whole.model) == (None, "m")
+    assert client.complete("Singapore is a", max_tokens=2).text == "1:Singapore 2:is"
+    *_, streamed = client.stream_complete("Singapore is a", max_tokens=2)
+    assert isinstance(streamed, Reply)
+    assert streamed.text == "1:Singapore 2:is"
+    client.chat(HI, ignore_eos=True, max_tokens=1, temperature=None)
+    assert msgspec.json.decode(engine.seen[-1].body) == {"messages": HI, "ignore_eos": True, "max_tokens": 1}
 
 
 def test_the_key_travels_in_the_authorization_header_only(engine: InThread) -> None:
@@ -126,10 +110,13 @@ def test_the_key_travels_in_the_authorization_header_only(engine: InThread) -> N
     assert "authorization" not in engine.seen[-1].headers
 
 
+def usage(n_tokens: int) -> bytes:
+    return b'data: {"choices":[],"usage":{"prompt_tokens":4,"completion_tokens":%d}}\n\n' % n_tokens
+
+
 def test_times_count_from_the_request_and_speed_from_the_first_piece() -> None:
     ticks = iter([10.0, 10.5, 10.75, 11.0, 12.0])  # sent, three pieces, end
-    usage = b'data: {"choices":[],"usage":{"prompt_tokens":4,"completion_tokens":11}}\n\n'
-    body = chunked(delta("a"), delta("b"), delta("c", "stop"), usage, b"data: [DONE]\n\n")
+    body = chunked(delta("a"), delta("b"), delta("c", "stop"), usage(11), b"data: [DONE]\n\n")
     with answering(CHUNKED + body) as url:
         *chunks, reply = Client(url, clock=lambda: next(ticks)).stream_chat(HI)
     assert [chunk.at_s for chunk in chunks if isinstance(chunk, Chunk)] == [0.5, 0.75, 1.0]
@@ -138,19 +125,19 @@ def test_times_count_from_the_request_and_speed_from_the_first_piece() -> None:
     assert (reply.output_tokens, reply.replica, reply.request_id) == (11, "3", "abc")
 
 
-def test_one_piece_has_no_speed() -> None:
-    usage = b'data: {"choices":[],"usage":{"prompt_tokens":4,"completion_tokens":64}}\n\n'
-    with answering(CHUNKED + chunked(delta("all", "stop"), usage)) as url:
+@pytest.mark.parametrize(
+    ("answer", "text", "output_tokens"),
+    [
+        (CHUNKED + chunked(delta("all", "stop"), usage(64)), "all", 64),  # one piece has no speed
+        (CHUNKED + chunked(delta("a"), delta("b", "stop")), "ab", None),  # counts are not guessed
+        (STREAM + b"\r\n" + delta("a", "stop"), "a", None),  # ends with the connection, without [DONE]
+        (CHUNKED + chunked(ODD, delta("a", "stop")), "a", None),  # parts that are missing or null
+    ],
+)
+def test_a_stream_that_gave_its_reason_is_whole(answer: bytes, text: str, output_tokens: int | None) -> None:
+    with answering(answer) as url:
         _, reply = stream_of(url)
-    assert reply is not None
-    assert (reply.output_tokens, reply.tokens_per_s) == (64, None)
-
-
-def test_without_usage_the_counts_are_unknown_and_not_guessed() -> None:
-    with answering(CHUNKED + chunked(delta("a"), delta("b", "stop"))) as url:
-        _, reply = stream_of(url)
-    assert reply is not None
-    assert (reply.text, reply.output_tokens, reply.tokens_per_s) == ("ab", None, None)
+    assert (reply.text, reply.output_tokens, reply.tokens_per_s) == (text, output_tokens, None)
 
 
 def test_a_stream_cut_into_single_bytes_reads_the_same() -> None:
@@ -159,44 +146,25 @@ def test_a_stream_cut_into_single_bytes_reads_the_same() -> None:
     with answering(CHUNKED, *pieces, b"0\r\n\r\n") as url:
         chunks, reply = stream_of(url)
     assert [chunk.text for chunk in chunks] == ["日本", " 🚰"]
-    assert reply is not None
     assert reply.text == "日本 🚰"
 
 
-def test_a_stream_without_done_ends_well_when_it_gave_its_reason() -> None:
-    with answering(STREAM + b"\r\n", delta("a", "stop")) as url:  # ends with the connection
-        _, reply = stream_of(url)
-    assert reply is not None
-    assert reply.text == "a"
+ERROR_EVENT = b'data: {"error":{"message":"EngineCore encountered an issue.","code":500,"source":"gateway"}}\n\n'
 
 
-def test_a_stream_that_ends_without_a_reason_is_a_failure() -> None:
-    with (
-        answering(CHUNKED + chunked(delta("half"))) as url,
-        pytest.raises(PenstockError, match="ended the stream") as seen,
-    ):
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (chunked(delta("half")), "ended the stream"),
+        (chunked(delta("half"))[:-5], "was closed"),
+        (chunked(delta("half"), ERROR_EVENT, b"data: [DONE]\n\n"), "broke off: EngineCore encountered an issue"),
+    ],
+)
+def test_a_broken_stream_is_a_failure_that_may_be_retried(body: bytes, message: str) -> None:
+    with answering(CHUNKED + body) as url, pytest.raises(PenstockError, match=message) as caught:
         stream_of(url)
-    assert seen.value.is_retryable
-    assert "after 4 characters" in str(seen.value.detail)
-
-
-def test_a_connection_lost_in_the_middle_is_a_failure() -> None:
-    with (
-        answering(CHUNKED + chunked(delta("half"))[:-5]) as url,
-        pytest.raises(PenstockError, match="was closed") as seen,
-    ):
-        stream_of(url)
-    assert seen.value.is_retryable
-
-
-def test_an_error_event_carries_the_words_of_the_server() -> None:
-    event = b'data: {"error":{"message":"EngineCore encountered an issue.","code":500,"source":"gateway"}}\n\n'
-    body = chunked(delta("half"), event, b"data: [DONE]\n\n")
-    with (
-        answering(CHUNKED + body) as url,
-        pytest.raises(PenstockError, match="broke off: EngineCore encountered an issue"),
-    ):
-        stream_of(url)
+    assert caught.value.is_retryable
+    assert message != "ended the stream" or "after 4 characters" in str(caught.value.detail)
 
 
 def test_reasoning_comes_apart_from_the_answer_and_starts_the_clock() -> None:
@@ -205,9 +173,7 @@ def test_reasoning_comes_apart_from_the_answer_and_starts_the_clock() -> None:
     with answering(CHUNKED + chunked(thought, delta("yes", "stop"))) as url:
         chunks, reply = stream_of(url)
     assert [(chunk.text, chunk.is_reasoning) for chunk in chunks] == [("hm", True), ("!", True), ("yes", False)]
-    assert reply is not None
-    assert reply.text == "yes"
-    assert reply.ttft_s == chunks[0].at_s
+    assert (reply.text, reply.ttft_s) == ("yes", chunks[0].at_s)
 
 
 def test_closing_a_stream_early_stops_the_engine() -> None:
@@ -223,22 +189,18 @@ def test_closing_a_stream_early_stops_the_engine() -> None:
         assert engine.metrics.finished["abort"] == 1
 
 
-def test_nobody_listening_is_said_plainly_and_may_be_retried() -> None:
+def test_a_server_that_does_not_answer_is_a_failure_that_may_be_retried() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    with pytest.raises(PenstockError, match="connection refused") as seen:
+    with pytest.raises(PenstockError, match="connection refused") as caught:
         Client(f"http://127.0.0.1:{port}").models()
-    assert seen.value.is_retryable
-    assert seen.value.hint
-
-
-def test_a_server_that_never_answers_times_out() -> None:
-    with answering(closes=False) as url, pytest.raises(NoAnswer, match="within 20 ms") as seen:
+    assert (caught.value.is_retryable, bool(caught.value.hint)) == (True, True)
+    with answering(closes=False) as url, pytest.raises(NoAnswer, match="within 20 ms") as caught:
         Client(url, timeout_s=0.02).models()
-    assert seen.value.is_retryable
-
-
-def test_a_stream_that_stalls_times_out() -> None:
+    assert caught.value.is_retryable
+    with answering() as url, pytest.raises(PenstockError, match="lost the connection") as caught:
+        Client(url).models()
+    assert caught.value.is_retryable
     with answering(CHUNKED + chunked(delta("a"))[:-5], closes=False) as url:
         stream = Client(url, timeout_s=0.02).stream_chat(HI)
         next(stream)
@@ -246,21 +208,10 @@ def test_a_stream_that_stalls_times_out() -> None:
             next(stream)
 
 
-def test_a_server_that_hangs_up_without_a_word_is_said_plainly() -> None:
-    with answering() as url, pytest.raises(PenstockError, match="lost the connection") as seen:
-        Client(url).models()
-    assert seen.value.is_retryable
-
-
 @pytest.mark.parametrize(
     ("status", "body", "message", "is_retryable"),
     [
-        (
-            404,
-            b'{"error":{"message":"The model `x` does not exist.","code":404}}',
-            "answered 404: The model `x`",
-            False,
-        ),
+        (404, b'{"error":{"message":"The model `x` does not exist.","code":404}}', "404: The model `x`", False),
         (401, b'{"error":"Unauthorized"}', "answered 401: Unauthorized", False),
         (404, b'{"detail":"Not Found"}', "answered 404: Not Found", False),
         (502, b"<html>Bad\n gateway</html>", "answered 502: <html>Bad gateway</html>", True),
@@ -273,46 +224,28 @@ def test_an_error_status_carries_the_words_of_the_server(
     status: int, body: bytes, message: str, is_retryable: bool
 ) -> None:
     head = b"HTTP/1.1 %d Because\r\nretry-after: 7\r\ncontent-length: %d\r\n\r\n" % (status, len(body))
-    with answering(head + body) as url, pytest.raises(HttpError) as seen:
+    with answering(head + body) as url, pytest.raises(HttpError) as caught:
         list(Client(url).stream_chat(HI))
-    assert message in seen.value.message
-    assert (seen.value.status, seen.value.is_retryable, seen.value.retry_after_s) == (status, is_retryable, 7.0)
+    assert message in caught.value.message
+    assert (caught.value.status, caught.value.is_retryable, caught.value.retry_after_s) == (status, is_retryable, 7.0)
 
 
 def test_an_answer_that_is_not_json_is_shown_in_the_detail() -> None:
-    with answering(b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nhello") as url, pytest.raises(PenstockError) as seen:
+    answer = b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nhello"
+    with answering(answer) as url, pytest.raises(PenstockError) as caught:
         Client(url).get_json("/x")
-    assert seen.value.detail == "hello"
+    assert caught.value.detail == "hello"
 
 
-def test_chunks_with_parts_missing_or_null_are_read_past() -> None:
-    odd = b'data: {"choices":null,"usage":null}\n\ndata: {"choices":[{"delta":null}]}\n\ndata: {}\n\n'
-    with answering(CHUNKED + chunked(odd, delta("a", "stop"))) as url:
-        chunks, _ = stream_of(url)
-    assert [chunk.text for chunk in chunks] == ["a"]
-
-
-@pytest.mark.parametrize("end", ["", "/", "/v1", "/v1/"])
-def test_a_base_url_works_with_and_without_v1(engine: InThread, end: str) -> None:
-    client = Client(engine.url + end)
-    assert client.base_url == engine.url
-    assert client.models()[0].name == "m"
-
-
-def test_a_base_url_may_have_a_path_and_no_scheme() -> None:
+def test_a_base_url_works_with_and_without_v1_a_path_and_a_scheme(engine: InThread) -> None:
+    for end in ("", "/", "/v1", "/v1/"):
+        client = Client(engine.url + end)
+        assert (client.base_url, client.models()[0].name) == (engine.url, "m")
     assert Client("gpu1:8000/team/v1").base_url == "http://gpu1:8000/team"
     assert Client("https://user:secret@api.example.org/v1").base_url == "https://api.example.org"
-
-
-@pytest.mark.parametrize("url", ["", "ftp://x", "http://", "http://h:port", "http://h:99999"])
-def test_a_base_url_that_is_none_is_refused(url: str) -> None:
-    with pytest.raises(PenstockError, match="cannot use base URL"):
-        Client(url)
-
-
-def test_text_and_empty_answers_can_be_fetched(client: Client) -> None:
-    assert client.get_text("/health") == ""
-    assert "vllm:num_requests_running" in client.get_text("/metrics")
+    for url in ("", "ftp://x", "http://", "http://h:port", "http://h:99999"):
+        with pytest.raises(PenstockError, match="cannot use base URL"):
+            Client(url)
 
 
 class Note(msgspec.Struct):
@@ -320,9 +253,11 @@ class Note(msgspec.Struct):
     age_s: float | None = None
 
 
-def test_our_own_structs_can_be_posted_with_headers(engine: InThread) -> None:
+def test_text_can_be_fetched_and_our_own_structs_posted_with_headers(engine: InThread, client: Client) -> None:
+    assert client.get_text("/health") == ""
+    assert "vllm:num_requests_running" in client.get_text("/metrics")
     with pytest.raises(HttpError, match="404"):
-        Client(engine.url).post_json("/admin/announce", Note("hi"), {"authorization": "Bearer t"})
+        client.post_json("/admin/announce", Note("hi"), {"authorization": "Bearer t"})
     assert engine.seen[-1].body == b'{"text":"hi","age_s":null}'
-    assert engine.seen[-1].headers["authorization"] == "Bearer t"
-    assert engine.seen[-1].headers["content-type"] == "application/json"
+    headers = engine.seen[-1].headers
+    assert (headers["authorization"], headers["content-type"]) == ("Bearer t", "application/json")

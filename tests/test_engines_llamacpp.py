@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
 import msgspec
 import pytest
 from samples import DEMO, demo_plan
@@ -9,6 +15,7 @@ from samples import DEMO, demo_plan
 from penstock.engines import Diagnosis, Place, Seen
 from penstock.engines.llamacpp.engine import LlamaCpp, main
 from penstock.errors import Problem
+from penstock.models.files import BUNDLED, gguf_parts
 from penstock.planner import Plan
 from penstock.spec.deployment import Scalar
 from penstock.wire.announcement import Progress
@@ -29,7 +36,7 @@ def test_the_command_starts_the_program_in_the_engines_file() -> None:
         "/venv/bin/python -m penstock.engines.llamacpp.engine --model /models/demo.gguf --alias penstock-demo "
         "--host 127.0.0.1 --port 41000 --max-model-len 1024 --parallel 8 --threads 7"
     )
-    assert command.env == {"A": "1", "LD_LIBRARY_PATH": "/venv/lib/openmp"}
+    assert command.env == {"A": "1"}
 
 
 def test_arguments_of_the_file_replace_the_plans() -> None:
@@ -106,8 +113,29 @@ def test_a_missing_openmp_runtime_is_told_with_its_package(monkeypatch: pytest.M
 
     monkeypatch.setattr("ctypes.CDLL", cannot_load)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    monkeypatch.setattr("sys.executable", "/nowhere/bin/python")
+    assert LlamaCpp().missing() is None  # simsimd, a dependency, carries one
+    monkeypatch.setattr("site.getsitepackages", lambda: ["/nowhere"])
     missing = LlamaCpp().missing()
     assert missing is not None
     assert missing.reason.startswith("libgomp.so.1, the OpenMP runtime")
     assert missing.install.startswith("apt-get install libgomp1")
+
+
+@pytest.mark.llamacpp
+def test_a_system_without_openmp_serves_with_the_runtime_of_a_wheel(tmp_path: Path) -> None:
+    """The system's library is hidden in a mount namespace, where the system has one."""
+    paths = subprocess.run(["/sbin/ldconfig", "-p"], capture_output=True, text=True, check=True).stdout
+    hide = [
+        f"mount --bind /dev/null {os.path.realpath(path)} &&"
+        for path in re.findall(r"libgomp\.so\.1 .*=> (\S+)", paths)
+    ]
+    argv = f"{sys.executable} -m penstock.engines.llamacpp.engine --model {gguf_parts(BUNDLED)[0]} --alias a --port 0"
+    command = ["unshare", "--map-root-user", "--mount", "sh", "-c", f"{' '.join(hide)} exec {argv} --max-model-len 512"]
+    engine = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(tmp_path)})
+    try:
+        assert engine.stderr is not None
+        assert any("penstock: listening" in line for line in engine.stderr)
+        assert not hide or (tmp_path / "libgomp.so.1").is_symlink()
+    finally:
+        engine.terminate()
+        engine.communicate(timeout=30)

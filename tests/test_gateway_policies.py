@@ -32,11 +32,8 @@ def place(rows: list[Row], key: bytes, policy: PolicyName = "sticky") -> str:
     return row.name
 
 
-def test_least_load_wins() -> None:
+def test_least_load_wins_and_equals_take_turns() -> None:
     assert names([Row("a", 2), Row("b", 1), Row("c", 3)], 3) == "bbb"
-
-
-def test_equals_take_turns() -> None:
     assert names([Row("a", 1), Row("b", 1), Row("c", 2), Row("d", 1)], 7) == "abdabda"
 
 
@@ -57,11 +54,8 @@ def test_replica_that_lost_the_request_is_avoided(policy: PolicyName) -> None:
     assert choose(policy, [], 0) is None
 
 
-def test_round_robin_looks_at_no_load() -> None:
+def test_round_robin_looks_at_weights_and_not_at_load() -> None:
     assert names([Row("a", 9), Row("b", 0), Row("c", 0)], 6, policy="round-robin") == "abcabc"
-
-
-def test_round_robin_keeps_to_weights() -> None:
     counts = Counter(names([Row("a", 0, 2.0), Row("b", 0)], 3000, policy="round-robin"))
     assert abs(counts["a"] - 2000) <= 3
 

@@ -1,3 +1,5 @@
+"""The table of replicas: leases, drains, orders to leave, failures, and what engines count themselves."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -6,181 +8,159 @@ import msgspec
 import pytest
 
 from penstock.errors import UserError
+from penstock.gateway import retries
+from penstock.gateway.accounting.running_totals import Totals, new_totals
 from penstock.gateway.config import ServedModel
-from penstock.gateway.routing.replicas import RETRY_AFTER_S, ReplicaTable
-from penstock.wire.announcement import Announcement, Progress
+from penstock.gateway.routing import health
+from penstock.gateway.routing.health import Health
+from penstock.gateway.routing.replicas import RETRY_AFTER_S, Replica, ReplicaTable, RoutingHints
+from penstock.wire.announcement import Announcement, EngineLoad, Progress
 
 MODELS = (ServedModel("demo", ("alias",)), ServedModel("other"))
-READY = Announcement(replica="0", model="demo", state="ready", lease_s=10, url="http://127.0.0.1:41234")
+READY = Announcement(replica="a", model="demo", state="ready", lease_s=10, url="http://127.0.0.1:41234")
+OLD_ADDRESS, STOPPING = ("127.0.0.1", 41234), msgspec.structs.replace(READY, state="stopping")
 
 
-def ready_names(table: ReplicaTable, now: float) -> list[str]:
-    return [replica.name for replica in table.ready("demo", now)]
+def announce(table: ReplicaTable, now: float, name: str = "a", **changes: object) -> bool:
+    return table.announce(msgspec.structs.replace(READY, replica=name, **changes), now)
 
 
-def test_traffic_ends_with_the_lease_and_returns_with_the_next_announcement() -> None:
-    table = ReplicaTable(MODELS)
-    table.announce(READY, now=100)
-    assert ready_names(table, 110) == ["0"]
-    assert ready_names(table, 110.1) == []
-    table.announce(READY, now=200)
-    assert ready_names(table, 201) == ["0"]
+def table_of(
+    names: str, lease_s: float = 1e6, max_in_flight: int | None = None, totals: Totals | None = None
+) -> ReplicaTable:
+    table = ReplicaTable(MODELS, max_in_flight=max_in_flight, totals=totals)
+    for name in names:
+        announce(table, 0, name, lease_s=lease_s)
+    return table
 
 
-@pytest.mark.parametrize("state", ["queued", "starting", "loading", "warming", "stalled", "restarting", "failed"])
-def test_only_ready_replicas_get_traffic(state: str) -> None:
-    table = ReplicaTable(MODELS)
-    table.announce(msgspec.structs.replace(READY, state=state), now=0)
-    assert ready_names(table, 0) == []
+def row(table: ReplicaTable, name: str = "a") -> Replica:
+    replica = table.find(name)
+    assert replica is not None
+    return replica
+
+
+def begin(table: ReplicaTable, n_requests: int, hints: RoutingHints | None = None, now: float = 1.0) -> str:
+    """The replicas that get the next requests; "-" where none takes one."""
+    begun = [table.begin("demo", now, hints or RoutingHints()) for _ in range(n_requests)]
+    return "".join(replica.name if replica else "-" for replica in begun)
+
+
+def ready_names(table: ReplicaTable, now: float) -> str:
+    return "".join(replica.name for replica in table.ready("demo", now))
+
+
+def test_traffic_ends_with_the_lease_which_is_reported_once_and_returns_with_an_announcement() -> None:
+    table = table_of("a", lease_s=10)
+    assert (ready_names(table, 10), ready_names(table, 10.1)) == ("a", "")
+    assert [table.take_lapsed(now) for now in (5, 11, 12)] == [[], ["a"], []]
+    announce(table, 200)
+    assert ready_names(table, 201) == "a"
+
+
+def test_only_ready_replicas_get_traffic() -> None:
+    for state in ("queued", "starting", "loading", "warming", "stalled", "restarting", "failed"):
+        table = table_of("a")
+        announce(table, 0, state=state)
+        assert ready_names(table, 0) == "", state
 
 
 def test_request_in_flight_survives_lease_and_forget() -> None:
-    table = ReplicaTable(MODELS)
-    table.announce(READY, now=0)
+    table = table_of("a", lease_s=10)
     replica = table.begin("demo", now=1)
     assert replica is not None
     assert table.begin("demo", now=99) is None
     assert table.view(99, 0, 1).replicas[0].in_flight == 1
-    table.forget("0")
+    table.forget("a")
     assert table.in_flight_total == 1
     table.end(replica)
     assert table.in_flight_total == 0
 
 
-def test_drain_before_the_first_announcement_holds() -> None:
-    table = ReplicaTable(MODELS)
-    assert table.drain("0") == 0
-    assert table.announce(READY, now=0) is True
-    assert ready_names(table, 0) == []
-    table.undrain("0")
-    assert table.announce(READY, now=1) is False
-    assert ready_names(table, 1) == ["0"]
-
-
-def test_drain_is_idempotent_and_tells_what_is_in_flight() -> None:
-    table = ReplicaTable(MODELS)
-    table.announce(READY, now=0)
-    table.begin("demo", now=0)
-    assert (table.drain("0"), table.drain("0")) == (1, 1)
-
-
-def test_forgotten_replica_starts_anew() -> None:
-    table = ReplicaTable(MODELS)
-    table.announce(READY, now=0)
-    table.drain("0")
-    table.forget("0")
+def test_drain_holds_over_announcements_until_it_is_taken_back_or_the_replica_forgotten() -> None:
+    table = table_of("")
+    assert table.drain("a") == 0, "before its first announcement"
+    assert (announce(table, 0), ready_names(table, 0)) == (True, "")
+    table.undrain("a")
+    assert (announce(table, 1), ready_names(table, 1)) == (False, "a")
+    begin(table, 1)
+    assert (table.drain("a"), table.drain("a")) == (1, 1)
+    table.forget("a")
     assert table.view(0, 0, 0).replicas == ()
-    assert table.announce(READY, now=1) is False
-
-
-STOPPING = msgspec.structs.replace(READY, state="stopping")
+    assert announce(table, 1) is False
 
 
 @pytest.mark.parametrize(
     "end",
     [
-        lambda table: table.forget("0"),
-        lambda table: table.undrain("0"),
+        lambda table: table.forget("a"),
+        lambda table: table.undrain("a"),
         lambda table: table.take_lapsed(now=100),
         lambda table: (table.announce(STOPPING, now=1), table.announce(READY, now=2)),
     ],
-    ids=["forgotten", "taken back", "its lease ran out", "a successor announces"],
+    ids=["forgotten", "taken back", "its lease ended", "a successor announces"],
 )
 def test_an_order_to_leave_holds_until_the_replica_is_gone(end: Callable[[ReplicaTable], object]) -> None:
-    table = ReplicaTable(MODELS)
-    assert table.leave("0") == 0, "before its first announcement"
-    table.announce(READY, now=0)
-    assert (table.must_leave("0"), ready_names(table, 0)) == (True, [])
-    table.leave("0")
+    table = table_of("")
+    assert table.leave("a") == 0, "before its first announcement"
+    announce(table, 0)
+    assert (table.must_leave("a"), ready_names(table, 0)) == (True, "")
+    table.leave("a")
     end(table)
-    assert table.must_leave("0") is False
-    assert table.announce(READY, now=3) is False
+    assert table.must_leave("a") is False
+    assert announce(table, 3) is False
 
 
 def test_suspect_is_passed_over_until_it_announces() -> None:
-    table = ReplicaTable(MODELS)
-    table.announce(READY, now=0)
-    replica = table.find("0")
-    assert replica is not None
-    assert table.suspect(replica, ("127.0.0.1", 41234)) is True
-    assert table.suspect(replica, ("127.0.0.1", 41234)) is False
-    assert ready_names(table, 1) == []
-    table.announce(READY, now=2)
-    assert ready_names(table, 2) == ["0"]
+    table = table_of("a")
+    assert [table.suspect(row(table), OLD_ADDRESS) for _ in range(2)] == [True, False]
+    assert ready_names(table, 1) == ""
+    announce(table, 2, url="http://127.0.0.1:41235")
+    assert ready_names(table, 2) == "a"
+    assert table.suspect(row(table), OLD_ADDRESS) is False, "an old address says nothing about the new one"
+    assert ready_names(table, 2) == "a"
 
 
-def test_refusal_of_an_old_address_says_nothing_about_the_new_one() -> None:
-    table = ReplicaTable(MODELS)
-    table.announce(READY, now=0)
-    replica = table.find("0")
-    assert replica is not None
-    table.announce(msgspec.structs.replace(READY, url="http://127.0.0.1:41235"), now=1)
-    assert table.suspect(replica, ("127.0.0.1", 41234)) is False
-    assert ready_names(table, 1) == ["0"]
-
-
-def test_in_flight_requests_are_spread() -> None:
-    table = ReplicaTable(MODELS)
-    for name in "abc":
-        table.announce(msgspec.structs.replace(READY, replica=name), now=0)
-    chosen = [table.begin("demo", now=0) for _ in range(6)]
-    assert sorted(replica.name for replica in chosen if replica) == ["a", "a", "b", "b", "c", "c"]
-
-
-def test_names_resolve_to_declared_models() -> None:
-    table = ReplicaTable(MODELS)
-    assert [table.resolve(name) for name in ("demo", "alias", "other", "nope", None)] == [
-        "demo",
-        "demo",
-        "other",
-        None,
-        None,
-    ]
+def test_names_resolve_to_declared_models_and_adapters_go_to_those_who_have_them() -> None:
+    table = table_of("ab")
+    names = ("demo", "alias", "other", "nope", None, "demo:sql", "sql")
+    assert [table.resolve(name) for name in names] == ["demo", "demo", "other", None, None, "demo", None]
     assert ReplicaTable(MODELS[:1]).resolve(None) == "demo"
+    announce(table, 0, "b", adapters=("sql",))
+    assert table.resolve("sql") == "demo"
+    assert begin(table, 9, RoutingHints(adapter="sql")) == "b" * 9
+    table.forget("b")
+    assert table.resolve("sql") is None
 
 
-def test_model_state_follows_its_replicas() -> None:
+def test_wanted_replica_is_taken_if_it_is_there() -> None:
+    table = table_of("ab")
+    assert begin(table, 9, RoutingHints(replica="b")) == "b" * 9
+    assert table.begin("demo", 1, RoutingHints(replica="b"), avoid=["b"]) is row(table, "a")
+    assert table.begin("demo", 1, RoutingHints(replica="z")) is not None
+
+
+def test_model_state_and_retry_after_follow_what_replicas_announce() -> None:
     table = ReplicaTable(MODELS)
-    assert table.model_state("demo", 0) == "unavailable"
-    table.announce(msgspec.structs.replace(READY, state="loading", url=None), now=0)
-    assert table.model_state("demo", 1) == "loading"
-    assert table.model_state("demo", 11) == "unavailable"
-    table.announce(READY, now=12)
-    assert table.model_state("demo", 12) == "ready"
-    assert table.model_state("other", 12) == "unavailable"
-
-
-def test_retry_after_is_the_shortest_estimate() -> None:
-    table = ReplicaTable(MODELS)
-    assert table.retry_after_s("demo", 0) == RETRY_AFTER_S
+    assert (table.model_state("demo", 0), table.retry_after_s("demo", 0)) == ("unavailable", RETRY_AFTER_S)
+    assert table.coming_words("demo", 0) == "waiting"
     for name, eta_s in (("a", 42.0), ("b", 20.5)):
-        progress = Progress("weights", eta_s=eta_s)
-        table.announce(Announcement(name, "demo", "loading", 60, progress=progress), now=0)
-    assert table.retry_after_s("demo", 10) == 11
-    assert table.retry_after_s("demo", 50) == 1
-
-
-def test_lapsed_leases_are_told_once() -> None:
-    table = ReplicaTable(MODELS)
-    table.announce(READY, now=0)
-    assert [table.take_lapsed(now) for now in (5, 11, 12)] == [[], ["0"], []]
+        progress = Progress("weights", fraction=0.45, eta_s=eta_s)
+        announce(table, 0, name, state="loading", url=None, lease_s=60, progress=progress)
+    assert (table.retry_after_s("demo", 10), table.retry_after_s("demo", 50)) == (11, 1)
+    assert table.coming_words("demo", 0) in ("loading 45% 42s", "loading 45% 20s")
+    assert [table.model_state("demo", now) for now in (1, 61)] == ["loading", "unavailable"]
+    announce(table, 62)
+    assert [table.model_state(name, 62) for name in ("demo", "other")] == ["ready", "unavailable"]
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        {"replica": "a b"},
-        {"replica": "0\r\nx: y"},
-        {"replica": ""},
-        {"model": "alias"},
-        {"model": "nope"},
-        {"lease_s": 0},
-        {"lease_s": float("nan")},
-        {"lease_s": float("inf")},
-        {"url": None},
-        {"url": "https://127.0.0.1:1"},
-        {"url": "http://127.0.0.1:1/v1"},
-        {"url": "http://127.0.0.1:99999"},
+        *({"replica": name} for name in ("a b", "0\r\nx: y", "")),
+        *({"model": name} for name in ("alias", "nope")),
+        *({"lease_s": lease_s} for lease_s in (0, float("nan"), float("inf"))),
+        *({"url": url} for url in (None, "https://127.0.0.1:1", "http://127.0.0.1:1/v1", "http://127.0.0.1:99999")),
         {"url": "127.0.0.1:1"},
     ],
 )
@@ -198,3 +178,124 @@ def test_view_keeps_the_announcement_as_it_was() -> None:
     view = table.view(0.25, 4, 17)
     assert view.replicas[0].announcement == announcement
     assert (view.replicas[0].age_s, view.replicas[0].is_alive, view.waiting, view.requests_total) == (0.25, True, 4, 17)
+
+
+# Failures.
+
+
+def test_failures_in_a_row_eject_and_a_success_between_does_not() -> None:
+    table = table_of("ab")
+    assert [table.note_failure(row(table), 1) for _ in range(2)] == [False, False]
+    row(table).health.succeed()
+    assert [table.note_failure(row(table), 1) for _ in range(3)] == [False, False, True]
+    assert ready_names(table, 1.5) == "b"
+    announce(table, 1.6, lease_s=1e6)
+    assert ready_names(table, 1.7) == "b"
+    assert table.view(1.7, 0, 0).replicas[0].is_ejected
+    assert ready_names(table, 2) == "ab"
+    assert table.n_ejections == {"a": 1}
+
+
+def test_ejections_grow_and_are_bounded() -> None:
+    record, now, lengths = Health(), 0.0, []
+    for _ in range(9):
+        while not record.fail(now):
+            pass
+        lengths.append(record.ejected_until - now)
+        now = record.ejected_until
+    assert lengths == [1, 2, 4, 8, 16, 32, 60, 60, 60]
+
+
+def test_last_replica_is_never_ejected() -> None:
+    table = table_of("ab")
+    for name in "ab":
+        for _ in range(3):
+            table.note_failure(row(table, name), 1)
+    assert ready_names(table, 1.1) == "ab"
+
+
+def test_returning_replica_gets_its_share_slowly() -> None:
+    record, table = Health(), table_of("ab")
+    for _ in range(3):
+        record.fail(0)
+        table.note_failure(row(table), 0)
+    assert [record.share(1 + back_s) for back_s in (0, 2.5, 5)] == [health.RAMP_FLOOR, 0.25, 0.5]
+    assert record.fail(7) is True
+    assert record.share(9 + health.RAMP_S) == 1
+    assert record.n_ejections == 0
+    begin(table, 110)
+    assert (row(table, "a").in_flight, row(table, "b").in_flight) == (10, 100)
+
+
+def test_retries_are_a_share_of_requests() -> None:
+    budget, n_retries = retries.RetryBudget(), 0
+    for _ in range(10_000):
+        budget.add_request()
+        if budget.has_one(0):
+            budget.take()
+            n_retries += 1
+    assert 2000 <= n_retries <= 2000 + retries.RETRIES_START + 1
+    while budget.has_one(0):
+        budget.take()
+    assert budget.has_one(1.5)
+
+
+# Load.
+
+
+def test_in_flight_requests_are_spread_and_load_that_others_put_on_an_engine_counts() -> None:
+    assert sorted(begin(table_of("abc"), 6)) == list("aabbcc")
+    table = table_of("ab")
+    announce(table, 1, "a", load=EngineLoad(running=7))
+    assert begin(table, 7) == "b" * 7
+
+
+def test_own_requests_are_not_counted_twice() -> None:
+    table = table_of("a")
+    replicas = [table.begin("demo", 1) for _ in range(5)]
+    announce(table, 2, load=EngineLoad(running=5))
+    assert row(table).load == 5
+    for replica in replicas:
+        assert replica is not None
+        table.end(replica)
+    # The engine's count is older than our last answers.
+    announce(table, 3, load=EngineLoad(running=5))
+    assert row(table).load == 0
+    for now in (4, 5):
+        announce(table, now, load=EngineLoad(running=5))
+    assert row(table).load == 5
+
+
+def test_full_kv_cache_makes_a_replica_weaker() -> None:
+    table = table_of("a")
+    for now, kv_use, weight in ((1, 0.9, 1), (2, 1.0, 0.5)):
+        announce(table, now, load=EngineLoad(1, kv_use=kv_use))
+        assert round(row(table).weight, 6) == weight
+
+
+def test_engine_is_idle_since_it_first_reported_that() -> None:
+    table = table_of("a")
+    assert not table.is_idle(row(table), 100, 0)
+    for now in (10, 11, 12):
+        announce(table, now, load=EngineLoad(0))
+    assert table.is_idle(row(table), 40, 30)
+    assert not table.is_idle(row(table), 39, 30)
+    announce(table, 41, load=EngineLoad(1))
+    assert not table.is_idle(row(table), 90, 30)
+
+
+def test_other_workers_requests_count_and_fill_a_replica() -> None:
+    assert begin(table_of("ab", max_in_flight=2), 5).endswith("-")
+    totals = new_totals()
+    table = table_of("a", max_in_flight=4, totals=totals)
+    shared = totals["replica:a:at_once"]
+    shared.others = 3
+    announce(table, 1, load=EngineLoad(running=4), lease_s=1e6)
+    assert row(table).load == 4
+    assert begin(table, 2) == "a-"
+    assert (shared.own, table.drain("a"), row(table).load) == (1, 1, 5)
+    table.undrain("a")
+    shared.others = 2
+    assert begin(table, 2) == "a-"
+    table.end(row(table))
+    assert shared.own == 1

@@ -68,8 +68,7 @@ def test_no_byte_of_the_corpus_reaches_the_engine() -> None:
                 assert answer.count(b"connection: close\r\n") == 1, name
             assert (engine.n_connections, engine.seen) == (0, [])
             client = await rig.client()
-            client.post(CHAT)
-            assert (await client.response())[0].status == 200
+            assert (await client.post(CHAT).response())[0].status == 200
 
     run(uvloop.new_event_loop, test())
 
@@ -82,8 +81,7 @@ def test_a_models_name_never_becomes_a_header(name: str) -> None:
         async with Rig() as rig:
             engine = await rig.engine(echo)
             client = await rig.client()
-            client.post(json.dumps({"model": name}).encode())
-            status, error = await client.error()
+            status, error = await client.post(json.dumps({"model": name}).encode()).error()
             assert (status, error["code"]) == (404, "model_not_found")
             assert engine.seen == []
 
@@ -182,8 +180,7 @@ def test_ten_thousand_malformed_requests_leave_nothing_behind() -> None:
             assert count_connections() < 100
             assert all(seen.head.method == b"POST" for seen in engine.seen)
             client = await rig.client()
-            client.post(CHAT)
-            assert (await client.response())[0].status == 200
+            assert (await client.post(CHAT).response())[0].status == 200
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(asyncio.wait_for(test(), 120))

@@ -20,8 +20,6 @@ from penstock.spec.gateway import Limits, Upstream
 
 pytestmark = both_loops
 
-CHUNKED = b"POST /v1/x HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
-
 
 async def test_clients_and_engines_on_unix_sockets(tmp_path: Path) -> None:
     listen, behind = tmp_path / "gateway.sock", tmp_path / "engine.sock"
@@ -31,11 +29,11 @@ async def test_clients_and_engines_on_unix_sockets(tmp_path: Path) -> None:
         assert listen.stat().st_mode & 0o777 == 0o600
         admin = Client(*await asyncio.open_unix_connection(tmp_path / "admin.sock"))
         body = b'{"replica":"0","model":"demo","state":"ready","lease_s":30,"url":"unix:%s"}' % bytes(behind)
-        admin.post(body, "/admin/announce", "Authorization: Bearer admin-token\r\n")
-        assert (await admin.response())[0].status == 200
+        assert (await admin.post(body, "/admin/announce", "Authorization: Bearer admin-token\r\n").response())[
+            0
+        ].status == 200
         client = Client(*await asyncio.open_unix_connection(listen))
-        client.post(CHAT)
-        head, got, _ = await client.response()
+        head, got, _ = await client.post(CHAT).response()
         assert (head.status, got) == (200, CHAT)
         assert engine.seen[0].head.get(b"host") == b"localhost"
         for each in (client, admin):
@@ -70,8 +68,7 @@ async def test_tls_clients_speak_http_11_and_others_are_let_go(certificate: tupl
         client = Client(*streams)
         assert streams[1].get_extra_info("ssl_object").selected_alpn_protocol() == "http/1.1"
         for _ in range(2):
-            client.post(CHAT)
-            assert (await client.response())[1] == CHAT
+            assert (await client.post(CHAT).response())[1] == CHAT
         client.writer.write(b"GET / HTTP/1.1\nHost: a\n\n")
         assert (await client.response())[0].status == 400
         client.writer.transport.abort()
@@ -120,8 +117,7 @@ async def test_connections_over_the_limit_are_told_and_closed() -> None:
         first, second = await rig.client(), await rig.client()
         status, error = await second.error()
         assert (status, error["code"]) == (503, "overloaded")
-        first.get("/health")
-        assert (await first.response())[0].status == 200
+        assert (await first.get("/health").response())[0].status == 200
         first.writer.close()
 
 

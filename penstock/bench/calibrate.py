@@ -1,8 +1,4 @@
-"""From runs of a load test to the planner's calibration file: which runs say something, and the fit over them.
-
-Only closed loops do: the planner predicts a steady number of requests at once. Each layout has its own constants, so a
-file belongs to one.
-"""
+"""From closed-loop runs of a load test to the planner's calibration file, which belongs to one layout."""
 
 from __future__ import annotations
 
@@ -26,9 +22,7 @@ from penstock.planner.speed.work import StepCosts
 from penstock.spec.deployment import Parallel, Workload
 
 _HINT = "Runs at concurrency 1, 8 and 32 make a good fit: penstock bench sweep --by concurrency."
-
-
-# What is moved together by one factor: a layer's and a step's overhead cannot be told apart from outside.
+# What one factor moves together: a layer's and a step's overhead cannot be separated from outside.
 _FACTORS: tuple[tuple[str, ...], ...] = (
     ("memory_efficiency",),
     ("compute_efficiency",),
@@ -38,9 +32,9 @@ _FACTORS: tuple[tuple[str, ...], ...] = (
 )
 # Residuals beyond this (logarithm, so a tenth) count by their size and no longer by its square (Huber).
 _ORDINARY = 0.1
-# How much a factor that no point speaks about is held at 1, against one point's weight.
+# How firmly a factor that no point determines is held at 1, against one point's weight.
 _HELD = 1e-4
-# A fit whose typical point is off by more than this did not see the deployment it was given.
+# A typical point that is off by more than this was measured on another deployment.
 _WORST_MEDIAN = 0.35
 _NARROWEST = 0.06
 
@@ -56,7 +50,7 @@ class BenchPoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Deployed(msgspec.Struct, frozen=True):
-    """What was measured: the planner must know it as well as the runs do. Each node has equally many of its ranks."""
+    """What was measured. Each node has equally many of its ranks."""
 
     facts: Facts
     gpu: GpuFacts
@@ -68,7 +62,7 @@ class Deployed(msgspec.Struct, frozen=True):
 
 
 def calibrated(runs: Sequence[Result], deployed: Deployed) -> Calibrated:
-    """The constants that predict these runs best.  Raises UserError when they say too little, or do not fit at all."""
+    """The constants that predict these runs best.  Raises UserError for too few runs, or another deployment's."""
     points = [point for run in runs if (point := point_of(run)) is not None]
     if not points:
         raise UserError(
@@ -94,10 +88,7 @@ def fit(
     costs: StepCosts, layout: Parallel, fabric: Fabric, engine: Engine, points: Sequence[BenchPoint]
 ) -> tuple[Calibration, float]:
     """(the constants that predict `points` best, the median error that is left).  Raises UserError.
-
-    Robust least squares on at most five logarithms of factors: one wild point hardly moves them, a number that the
-    points say nothing about stays as it was, and none leaves its bounds.
-    """
+    Robust least squares on logarithms of factors, each within its bounds: one wild point hardly moves them."""
     numbers = [number for point in points for number in (point.ttft_ms, point.tpot_ms) if number is not None]
     if len(numbers) < 2 or not all(0 < number < math.inf for number in numbers):
         raise UserError(
@@ -113,8 +104,13 @@ def fit(
     start = constants(fabric.gpu, engine)
 
     def errors(logs: Sequence[float]) -> list[float]:
-        """Logarithms of predicted over measured."""
-        return _errors(costs, layout, fabric, engine, points, _moved(start, logs))
+        logarithms, tried = [], _moved(start, logs)
+        for point in points:
+            load = Workload(point.input_tokens, point.output_tokens, point.concurrency)
+            speed = estimate(costs, layout, fabric, load, engine, tried)
+            both = ((speed.ttft_ms.likely, point.ttft_ms), (speed.tpot_ms.likely, point.tpot_ms))
+            logarithms += [math.log(likely / number) for likely, number in both if number is not None]
+        return logarithms
 
     def held(logs: Sequence[float]) -> list[float]:
         return [*errors(logs), *(math.sqrt(_HELD) * log for log in logs)]
@@ -142,20 +138,7 @@ def _log_bounds(start: Constants, name: str) -> tuple[float, float]:
     return max(-3.0, math.log(low) if low else -3.0), min(3.0, math.log(high))
 
 
-def _errors(
-    costs: StepCosts, layout: Parallel, fabric: Fabric, engine: Engine, points: Sequence[BenchPoint], tried: Calibration
-) -> list[float]:
-    errors = []
-    for point in points:
-        load = Workload(point.input_tokens, point.output_tokens, point.concurrency)
-        speed = estimate(costs, layout, fabric, load, engine, tried)
-        both = ((speed.ttft_ms.likely, point.ttft_ms), (speed.tpot_ms.likely, point.tpot_ms))
-        errors += [math.log(likely / number) for likely, number in both if number is not None]
-    return errors
-
-
 def _moved(start: Constants, logs: Sequence[float]) -> Calibration:
-    """The constants times their factors, inside their bounds."""
     values = {}
     for names, log in zip(_FACTORS, logs, strict=True):
         for name in names:
@@ -180,8 +163,8 @@ def point_of(run: Result) -> BenchPoint | None:
 
 
 def _whole(summary: dict[str, Any], block: str) -> int | None:
-    found = summary.get(block)
-    value = found.get("concurrency") if isinstance(found, dict) else None
+    fields = summary.get(block)
+    value = fields.get("concurrency") if isinstance(fields, dict) else None
     return value if isinstance(value, int) and value > 0 else None
 
 
@@ -217,19 +200,18 @@ class Pair(msgspec.Struct, frozen=True):
 
     @property
     def off(self) -> float:
-        """How far the likely value is from the measured one: 0.1 is a tenth too high."""
         return self.likely / self.measured - 1 if self.measured else 0.0
 
 
 def pairs(run: Result, plan: Mapping[str, Any] | None = None) -> list[Pair]:
-    """What `plan`, or else the run's own prediction, said of it; empty when it told no speed."""
+    """What `plan`, or else the run's own prediction, says of it; empty without a speed."""
     speed = plan.get("speed") if plan else run.summary.get("predicted")
-    found = []
+    both = []
     for name, measured_name, words in _PAIRS:
-        told = speed.get(name) if isinstance(speed, Mapping) else None
+        predicted = speed.get(name) if isinstance(speed, Mapping) else None
         measured = run.number(measured_name)
-        if isinstance(told, Mapping) and measured is not None:
-            low, likely, high = (told.get(key) for key in ("low", "likely", "high"))
+        if isinstance(predicted, Mapping) and measured is not None:
+            low, likely, high = (predicted.get(key) for key in ("low", "likely", "high"))
             if low is not None and likely is not None and high is not None:
-                found.append(Pair(words, float(low), float(likely), float(high), measured))
-    return found
+                both.append(Pair(words, float(low), float(likely), float(high), measured))
+    return both

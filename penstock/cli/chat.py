@@ -172,8 +172,6 @@ def to_json(reply: Reply) -> str:
 
 
 class _Session:
-    """One conversation and where it is shown."""
-
     def __init__(self, client: Client, settings: ChatSettings, out: TextIO, is_interactive: bool) -> None:
         self._client = client
         self._settings = settings
@@ -188,7 +186,6 @@ class _Session:
         self._is_over = False
 
     def greet(self) -> None:
-        """Finds out whom we talk to, and says so to a person."""
         if not self._is_interactive:
             return
         cards = self._client.models()
@@ -197,7 +194,6 @@ class _Session:
         self._note(f"{self._model or 'no model'} at {self._client.base_url} (/help lists commands, Ctrl-D leaves)")
 
     def run(self, read_line: ReadLine) -> None:
-        """Reads messages until the end."""
         while not self._is_over:
             try:
                 text = read_message(read_line)
@@ -241,11 +237,12 @@ class _Session:
 
     def _ask(self, text: str, question: Message) -> Stream:
         settings = self._settings
+        fields = {"max_tokens": settings.max_tokens, "temperature": settings.temperature}
         if settings.completion:
-            return self._client.stream_complete(text, self._model, settings.max_tokens, settings.temperature)
+            return self._client.stream_complete(text, self._model, **fields)
         system: list[Message] = [{"role": "system", "content": self._system}] if self._system else []
         messages = [*system, *self._messages, question]
-        return self._client.stream_chat(messages, self._model, settings.max_tokens, settings.temperature)
+        return self._client.stream_chat(messages, self._model, **fields)
 
     def _show(self, chunk: Chunk, shown: list[str]) -> None:
         if not chunk.is_reasoning:
@@ -266,12 +263,10 @@ class _Session:
         self._out.flush()
 
     def _end_line(self, shown: list[str]) -> None:
-        """What follows begins on a line of its own."""
         if not self._settings.as_json and not "".join(shown).endswith("\n"):
             self._out.write("\n")
 
     def _guard(self, act: Callable[[str], None], text: str) -> None:
-        """A person sees a failure and goes on; a script gets it raised."""
         try:
             act(text)
         except PenstockError as exc:
@@ -320,7 +315,6 @@ class _Session:
         self._note(f"(stats {'on' if self._shows_stats else 'off'})")
 
     def _note(self, text: str) -> None:
-        """Says something of ours: only to a person, so that a script's output holds answers only."""
         if self._is_interactive and not self._settings.as_json:
             self._out.write(self._dim(text) + "\n")
             self._out.flush()
@@ -341,8 +335,6 @@ _COMMANDS = {
 
 
 def _lines_of(stdin: TextIO) -> ReadLine:
-    """Reads lines without a prompt."""
-
     def read_line(_: str) -> str:
         line = stdin.readline()
         if not line:

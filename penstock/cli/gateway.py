@@ -1,19 +1,17 @@
-"""`penstock gateway`: its arguments, and what it prints. `gateway.workers` serves.
-
-Exit codes: 0 after a drain, 1 after a second signal, 2 when it cannot be started so.
-"""
+"""`penstock gateway`. Exit codes: 0 after a drain, 1 after a second signal, 2 when it cannot start."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.cli import arguments
-from penstock.errors import SpecError, UserError
+from penstock.errors import UserError
 
 if TYPE_CHECKING:
     from penstock.gateway.config import GatewayConfig, ServedModel
@@ -39,7 +37,7 @@ _BOUNDS: dict[str, tuple[str, str, Callable[[str], object], str, str]] = {
 }
 
 
-def _upstream(text: str) -> tuple[str, str]:
+def _pair(text: str) -> tuple[str, str]:
     model, equals, url = text.partition("=")
     # A name may hold "=" no more than it may hold a line end: it is looked up, written into logs and metrics.
     if not (equals and model and url) or not model.isprintable():
@@ -48,61 +46,40 @@ def _upstream(text: str) -> tuple[str, str]:
 
 
 def _days(text: str) -> int | None:
-    """None for "all"."""
     if text == "all":
         return None
     return arguments.whole(1, 10**6, what='"all" or a whole number of days')(text)
 
 
 def register(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument(
-        "--listen", default="127.0.0.1:9300", metavar="ADDRESS", help="the address for clients: HOST:PORT or unix:/path"
-    )
-    sub.add_argument(
-        "--upstream",
-        action="append",
-        required=True,
-        type=_upstream,
-        metavar="MODEL=URL",
-        help="a running engine: http://HOST:PORT or unix:/path; repeat it for more engines and models",
-    )
-    sub.add_argument(
-        "--upstream-key",
-        action="append",
-        default=[],
-        type=_upstream,
-        metavar="MODEL=FILE",
-        help="the key that a model's engines ask for: a file of mode 600, or env:NAME for a variable",
-    )
-    sub.add_argument("--alias", action="append", default=[], type=_upstream, metavar="MODEL=NAME", help="another name")
-    sub.add_argument("--auth", choices=("none", "keys"), default="none", help="none: on loopback and Unix sockets only")
-    sub.add_argument("--store", metavar="FILE|URL", help="keys and usage: a SQLite file, or postgresql://...")
-    sub.add_argument(
-        "--ledger-days",
-        type=_days,
-        default=90,
-        metavar="N|all",
-        help="how long a request's row is kept; older ones become sums by day",
-    )
-    sub.add_argument("--policy", choices=_POLICIES, default="least-load", help="which engine of a model gets a request")
-    sub.add_argument("--workers", type=arguments.whole(1, 64), default=1, metavar="N", help="processes on the one port")
-    sub.add_argument("--max-in-flight", type=_amount, metavar="N", help="requests on one engine; others wait here")
-    sub.add_argument(
-        "--allow-origin", action="append", default=[], metavar="ORIGIN", help="web pages that may read answers, or *"
-    )
-    sub.add_argument("--path-prefix", metavar="/PATH", help="serve every route below this path too")
-    sub.add_argument("--tls-cert", metavar="FILE", help="certificate chain, PEM: clients speak TLS")
-    sub.add_argument("--tls-key", metavar="FILE", help="its key, PEM, without a passphrase")
-    sub.add_argument("--admin", metavar="ADDRESS", help="admin address: HOST:PORT or unix:/path (needs its token)")
-    sub.add_argument("--admin-token-file", metavar="FILE", help="the token that admin calls need; a file of mode 600")
-    sub.add_argument(
-        "--hold", type=arguments.seconds, default=60.0, metavar="SECONDS", help="a request's wait for an engine"
-    )
-    sub.add_argument(
-        "--drain", type=arguments.seconds, default=30.0, metavar="SECONDS", help="to finish requests after SIGTERM"
-    )
+    """`dest` of an argument is the field of the config that it sets, where there is one."""
+    add = sub.add_argument
+    add("--listen", default="127.0.0.1:9300", metavar="ADDRESS", help="address for clients: HOST:PORT or unix:/path")
+    text = "a running engine: http://HOST:PORT or unix:/path; repeat it for more engines and models"
+    add("--upstream", action="append", required=True, type=_pair, metavar="MODEL=URL", help=text)
+    text = "the key that a model's engines ask for: a file of mode 600, or env:NAME for a variable"
+    add("--upstream-key", action="append", default=[], type=_pair, metavar="MODEL=FILE", help=text)
+    add("--alias", action="append", default=[], type=_pair, metavar="MODEL=NAME", help="another name")
+    add("--auth", choices=("none", "keys"), default="none", help="none: on loopback and Unix sockets only")
+    add("--store", metavar="FILE|URL", help="keys and usage: a SQLite file, or postgresql://...")
+    text = "how long a request's row is kept; older ones become sums by day"
+    add("--ledger-days", type=_days, default=90, metavar="N|all", help=text)
+    add("--policy", choices=_POLICIES, default="least-load", help="which engine of a model gets a request")
+    add("--workers", type=arguments.whole(1, 64), default=1, metavar="N", help="processes on the one port")
+    add("--max-in-flight", type=_amount, metavar="N", help="requests on one engine; others wait here")
+    text = "web pages that may read answers, or *"
+    add("--allow-origin", action="append", default=[], metavar="ORIGIN", dest="allowed_origins", help=text)
+    add("--path-prefix", metavar="/PATH", help="serve every route below this path too")
+    add("--tls-cert", metavar="FILE", help="certificate chain, PEM: clients speak TLS")
+    add("--tls-key", metavar="FILE", help="its key, PEM, without a passphrase")
+    add("--admin", metavar="ADDRESS", help="admin address: HOST:PORT or unix:/path (needs its token)")
+    add("--admin-token-file", metavar="FILE", help="the token that admin calls need; a file of mode 600")
+    text = "a request's wait for an engine"
+    add("--hold", type=arguments.seconds, default=60.0, metavar="SECONDS", dest="hold_s", help=text)
+    text = "to finish requests after SIGTERM"
+    add("--drain", type=arguments.seconds, default=30.0, metavar="SECONDS", dest="drain_s", help=text)
     for option, (_, _, read, metavar, text) in _BOUNDS.items():
-        sub.add_argument(option, type=read, metavar=metavar, help=text)
+        add(option, type=read, metavar=metavar, help=text)
     arguments.add_json(sub, "print the addresses as one line of JSON")
     examples = (
         "penstock gateway --upstream qwen=http://127.0.0.1:9100",
@@ -134,8 +111,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def make_config(options: argparse.Namespace, folder: Path) -> GatewayConfig:
-    """The checked config. Raises UserError with what to do. `folder` holds the admin socket when none was asked for."""
-    from penstock.gateway.config import GatewayConfig, find_problems, is_local_address, parse_address
+    """The checked config. Raises UserError. `folder` holds the admin socket when no admin address is given."""
+    from penstock.gateway.config import GatewayConfig, check, is_local_address, parse_address
     from penstock.spec.gateway import Limits, QueueBounds
 
     if options.auth == "none" and parse_address(options.listen) and not is_local_address(options.listen):
@@ -161,30 +138,18 @@ def make_config(options: argparse.Namespace, folder: Path) -> GatewayConfig:
         value = getattr(options, option.strip("-").replace("-", "_"))
         if value is not None:
             bounds[block][field] = value
-    config = GatewayConfig(
-        listen=options.listen,
-        admin=options.admin or f"unix:{folder}/admin.sock",
-        admin_token_file=options.admin_token_file or "",
-        models=_models(options),
-        auth=options.auth,
-        hold_s=options.hold,
-        drain_s=options.drain,
-        store=options.store,
-        ledger_days=options.ledger_days,
-        policy=options.policy,
-        upstreams=_upstreams(options),
-        workers=options.workers,
-        tls_cert=options.tls_cert,
-        tls_key=options.tls_key,
-        limits=Limits(**bounds["limits"]),
-        queue=QueueBounds(**bounds["queue"]),
-        max_in_flight=options.max_in_flight,
-        allowed_origins=tuple(options.allow_origin),
-        path_prefix=options.path_prefix,
-    )
-    problems = find_problems(config)
-    if problems:
-        raise SpecError("these arguments of `penstock gateway`", problems)
+    settings = {name: value for name, value in vars(options).items() if name in GatewayConfig.__struct_fields__}
+    settings |= {
+        "admin": options.admin or f"unix:{folder}/admin.sock",
+        "admin_token_file": options.admin_token_file or "",
+        "models": _models(options),
+        "upstreams": _upstreams(options),
+        "limits": Limits(**bounds["limits"]),
+        "queue": QueueBounds(**bounds["queue"]),
+        "allowed_origins": tuple(options.allowed_origins),
+    }
+    config = GatewayConfig(**settings)
+    check(config, "these arguments of `penstock gateway`")
     return config
 
 
@@ -216,7 +181,6 @@ def _models(options: argparse.Namespace) -> tuple[ServedModel, ...]:
 
 
 def _tell(options: argparse.Namespace, config: GatewayConfig, sockets: Sockets) -> None:
-    """One line when the addresses are bound: a program that reads it may connect."""
     listen = _bound(config.listen, sockets.public, "https" if config.tls_cert else "http")
     listen += config.path_prefix or ""
     admin = _bound(config.admin, sockets.admin, "http") if options.admin else None
@@ -231,19 +195,15 @@ def _tell(options: argparse.Namespace, config: GatewayConfig, sockets: Sockets) 
         }
         print(json.dumps(facts), flush=True)
         return
-    models = ", ".join(f"{model.name} ({_count(config.upstreams, model.name)})" for model in config.models)
+    counts = Counter(upstream.model for upstream in config.upstreams)
+    engines = {name: "1 engine" if count == 1 else f"{count} engines" for name, count in counts.items()}
+    models = ", ".join(f"{model.name} ({engines[model.name]})" for model in config.models)
     ends = f"; admin on {admin}" if admin else ""
     keys = "keys needed" if config.auth == "keys" else "no keys"
     print(f"listening on {listen}, {keys}: {models}{ends}", flush=True)
 
 
-def _count(upstreams: tuple[Upstream, ...], model: str) -> str:
-    n_upstreams = sum(upstream.model == model for upstream in upstreams)
-    return "1 engine" if n_upstreams == 1 else f"{n_upstreams} engines"
-
-
 def _bound(text: str, sock: Any, scheme: str) -> str:
-    """The address with the port that 0 became."""
     if text.startswith("unix:"):
         return text
     return f"{scheme}://{text.rpartition(':')[0]}:{sock.getsockname()[1]}"

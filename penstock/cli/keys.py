@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from penstock.gateway.accounting.key_store import ApiKey
     from penstock.gateway.accounting.store import Database
     from penstock.gateway.accounting.usage_store import Grouping, Usage, UsageStore
-
-Price = tuple[float, float, float]  # US dollars per million input, output and cached tokens
+    from penstock.spec.gateway import Price
 
 # A running gateway reads changed keys every 0.5 s (gateway/accounting/ledger.py): a key that was shown works.
 SEEN_S = 0.6
@@ -30,12 +29,14 @@ _limit, _amount = arguments.whole(1, 2**53 - 1), arguments.number(0)
 
 
 def _price(text: str) -> tuple[str, Price]:
-    """("m", (0.5, 1.5, 0.1)) for "m=0.5/1.5/0.1"; without the third, cached tokens cost what others do."""
+    """("m", Price(0.5, 1.5, 0.1)) for "m=0.5/1.5/0.1"."""
+    from penstock.spec.gateway import Price
+
     model, _, amounts = text.rpartition("=")
     parts = [_amount(part) for part in amounts.split("/")]
     if not model or len(parts) not in (2, 3):
         raise arguments.refusal(text, "MODEL=INPUT/OUTPUT or MODEL=INPUT/OUTPUT/CACHED")
-    return model, (parts[0], parts[1], parts[-1] if len(parts) == 3 else parts[0])
+    return model, Price(*parts)
 
 
 def _groupings(text: str) -> tuple[str, ...]:
@@ -125,7 +126,6 @@ def _open(options: argparse.Namespace, *, may_create: bool = False) -> Database:
 
 
 def _run_keys(options: argparse.Namespace) -> int:
-    """Standard output holds the new secret alone; what people read goes to standard error."""
     from penstock.gateway.accounting.key_store import KeyStore, Limits, check_new_key
 
     now = time.time()
@@ -223,7 +223,6 @@ def _show_keys(keys: Sequence[ApiKey], now: float, as_json: bool) -> None:
 
 
 def _run_usage(options: argparse.Namespace) -> int:
-    """One line per group, with its cost where a price is known."""
     from penstock.gateway.accounting.usage_store import UsageStore
 
     if options.action == "prune" or options.before is not None or options.keep is not None:
@@ -274,32 +273,14 @@ def _prune(options: argparse.Namespace) -> int:
 
 
 def _priced(store: UsageStore, by: tuple[Grouping, ...], since: float, prices: dict[str, Price]) -> list[Usage]:
-    """The usage with the cost by the given prices, for the models that have one."""
-    from penstock.gateway.accounting.usage_store import Usage
+    import msgspec
 
-    if not prices:
-        return store.usage(by, since)
-    by_group: dict[tuple[str, ...], Usage] = {}
-    for line in store.usage((*by, "model") if "model" not in by else by, since):
-        model = line.group[by.index("model")] if "model" in by else line.group[-1]
-        group = line.group[: len(by)]
-        before = by_group.get(group, Usage(group, 0, 0, 0, 0, 0, None))
-        by_group[group] = Usage(
-            group,
-            before.n_requests + line.n_requests,
-            before.prompt_tokens + line.prompt_tokens,
-            before.cached_tokens + line.cached_tokens,
-            before.output_tokens + line.output_tokens,
-            before.n_estimates + line.n_estimates,
-            _sum(before.cost_usd, _cost(line, prices[model]) if model in prices else line.cost_usd),
-        )
-    return list(by_group.values())
+    from penstock.gateway.accounting.usage_store import add_usage
 
-
-def _cost(line: Usage, price: Price) -> float:
-    fresh_tokens = line.prompt_tokens - line.cached_tokens
-    return (fresh_tokens * price[0] + line.output_tokens * price[1] + line.cached_tokens * price[2]) / 1e6
-
-
-def _sum(first: float | None, second: float | None) -> float | None:
-    return second if first is None else first if second is None else first + second
+    with_model: tuple[Grouping, ...] = by if "model" in by or not prices else (*by, "model")
+    lines = []
+    for line in store.usage(with_model, since):
+        price = prices.get(line.group[with_model.index("model")]) if prices else None
+        known = line.cost_usd if price is None else price.cost_usd(*line.tokens)
+        lines.append(msgspec.structs.replace(line, group=line.group[: len(by)], cost_usd=known))
+    return add_usage(lines)

@@ -25,7 +25,7 @@ _DTYPES = ("auto", "bfloat16", "half", "float16", "float", "float32")
 
 
 class _Option(NamedTuple):
-    """A flag with a value: the field of SizingRequest that it fills (its own name with dashes for underscores)."""
+    """A flag with a value: the field of SizingRequest that it fills."""
 
     field: str
     kind: Any
@@ -139,11 +139,11 @@ def run(options: argparse.Namespace) -> int:
 
         base = yaml.safe_load(Path(options.model).read_text("utf-8")) if reading.is_yaml(options.model) else {}
         _write(options.write, planning.deployment_text(request, sizing, base), options.force)
-    formulas = explanation(request, sizing) if options.explain else ()
+    formulas = explanation(request, sizing) if options.explain else {}
     if options.json:
         from penstock.planner.request import contract
 
-        explained = {"explanation": {formula.name: formula.lines for formula in formulas}} if options.explain else {}
+        explained = {"explanation": formulas} if options.explain else {}
         print(json.dumps(contract(sizing) | explained))
     else:
         from penstock.cli import plan_text
@@ -159,8 +159,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def request_of(options: argparse.Namespace) -> tuple[SizingRequest, GpuFacts | None]:
-    """What was asked, with the model's facts read, and the card when it is this machine's.  Raises UserError.
-    Reads files, and the hub for a hub id. Flags go over what a deployment file says."""
+    """The request, and the card when it is this machine's. Flags go over a deployment file.  Raises UserError."""
     from penstock.deployment import planning
     from penstock.spec import reading
 
@@ -170,7 +169,7 @@ def request_of(options: argparse.Namespace) -> tuple[SizingRequest, GpuFacts | N
         for option in group
         if (value := getattr(options, option.field)) is not None
     }
-    if given.keys() & {option.field for option in _LAYOUT}:  # a layout that flags ask for stands alone
+    if given.keys() & {option.field for option in _LAYOUT}:  # a layout of flags replaces the file's
         given = {"tensor": None, "pipeline": None, "data": None, "expert": False, **given}
     switches = {
         "expert": options.expert or None,
@@ -186,7 +185,6 @@ def request_of(options: argparse.Namespace) -> tuple[SizingRequest, GpuFacts | N
 
 
 def _calibration(path: Path) -> Calibrated:
-    """The file's calibration.  Raises UserError."""
     from penstock.planner.speed import calibration
 
     try:
@@ -198,7 +196,7 @@ def _calibration(path: Path) -> Calibrated:
 
 
 def _check_outputs(options: argparse.Namespace) -> None:
-    """Refuse a file that could not be written before the work, not after it."""
+    """Before the work, not after it."""
     if options.plot:
         from penstock.cli import plan_picture
 

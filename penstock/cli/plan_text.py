@@ -1,15 +1,14 @@
-"""What `penstock plan` shows: a `Sizing` as text of at most 100 columns. Builds tables; `cli.output` draws them."""
+"""What `penstock plan` shows: a `Sizing` as text of at most 100 columns."""
 
 from __future__ import annotations
 
 import itertools
 import shlex
 import textwrap
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from penstock.cli import output
-from penstock.planner.explain import Formula
 from penstock.planner.ranges import Range
 from penstock.planner.request import (
     KvAnswer,
@@ -47,8 +46,6 @@ class Grid(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """One use of a GPU's memory, its block in the bar and its colour."""
-
     name: str
     block: str
     style: str
@@ -65,11 +62,11 @@ KINDS = (
     Kind("unused", "-", "dim", "another stage has less"),
     Kind("reserve", "·", "dim", "not given to the engine"),
 )
-_MEANING_WIDTH = 45  # of a row of figures, what stands beside the numbers
+_MEANING_WIDTH = 45  # of a row of figures, without the numbers
 
 
 class Bar(NamedTuple):
-    """A rank class: GiB by kind, in the order of KINDS, adding up to `total_gib` unless they go beyond the card.
+    """A rank class: GiB in the order of KINDS, which add up to `total_gib` unless they go beyond the card.
     `over_gib` is what goes beyond the budget, or the card."""
 
     name: str
@@ -86,18 +83,17 @@ def text(request: SizingRequest, sizing: Sizing, width: int = WIDTH, has_colour:
     return f"{shown}\n\n{_command(request, sizing, width, has_colour)}" if sizing.fits else shown
 
 
-def explained(formulas: Sequence[Formula], width: int = WIDTH, has_colour: bool = False) -> str:
-    """The formulas of `--explain`, a paragraph each."""
+def explained(formulas: Mapping[str, Sequence[str]], width: int = WIDTH, has_colour: bool = False) -> str:
     if not formulas:
         return "nothing was counted: no layout is legal"
     grids = [_title("how it was counted")]
-    for formula in formulas:
-        grids += [_title(formula.name), Grid([[line] for line in formula.lines])]
+    for name, lines in formulas.items():
+        grids += [_title(name), Grid([[line] for line in lines])]
     return output.render(page([grids]), max(_MIN_WIDTH, min(WIDTH, width)), has_colour)
 
 
 def page(parts: Sequence[Sequence[Grid]]) -> Any:
-    """The sections as one rich renderable, an empty line between each two."""
+    """The sections as a rich renderable, with an empty line between them."""
     from rich.console import Group
     from rich.padding import Padding
     from rich.table import Table
@@ -119,7 +115,6 @@ def page(parts: Sequence[Sequence[Grid]]) -> Any:
 
 
 def sections(request: SizingRequest, sizing: Sizing, width: int = WIDTH) -> list[list[Grid]]:
-    """The view but for the command."""
     return [
         _verdict(request, sizing),
         _bars(sizing, width),
@@ -168,7 +163,6 @@ def _verdict(request: SizingRequest, sizing: Sizing) -> list[Grid]:
 
 
 def bars(sizing: Sizing) -> list[Bar]:
-    """A bar per rank class."""
     if sizing.memory is None:
         return []
     total, budget = sizing.memory.total_gib.likely, sizing.memory.budget_gib.likely
@@ -176,7 +170,6 @@ def bars(sizing: Sizing) -> list[Bar]:
 
 
 def _bar(rank: RankMemory, total_gib: float, budget_gib: float) -> Bar:
-    """Rounded to what is shown, so that the row adds up; the rest of the card is the reserve."""
     uses = (
         *(rank.weights_gib, max(0.0, rank.kv_cache_gib), rank.activation_gib, rank.cuda_graph_gib),
         *(rank.non_torch_gib, rank.unused_gib),
@@ -191,7 +184,7 @@ def _bar(rank: RankMemory, total_gib: float, budget_gib: float) -> Bar:
 
 
 def cells(parts: Sequence[float], total: float, n_cells: int) -> list[int]:
-    """`n_cells` shared out in proportion to `parts` of `total`, the largest remainders rounded up, no part without one.
+    """`n_cells` in proportion to `parts` of `total`, the largest remainders rounded up, at least one for each part.
     (50, 30, 20) of 100 over 7 -> 4, 2, 1; (98, 1, 1) of 100 over 10 -> 8, 1, 1."""
     whole = max(total, sum(parts)) or 1.0
     exact = [part / whole * n_cells for part in parts]
@@ -229,7 +222,6 @@ def _bars(sizing: Sizing, width: int) -> list[Grid]:
 
 
 def _figures(shown: Sequence[Bar]) -> Grid:
-    """The bars in numbers, a column for each."""
     rows = [["", *(bar.name for bar in shown), ""]] if len(shown) > 1 else []
     for index, kind in enumerate(KINDS):
         if any(bar.parts[index] for bar in shown):
@@ -239,7 +231,6 @@ def _figures(shown: Sequence[Bar]) -> Grid:
 
 
 def _budget_mark(bar: Bar, n_cells: int) -> str:
-    """A pointer under an overdrawn bar at the place where the budget ends."""
     at = round(bar.budget_gib / max(bar.total_gib, sum(bar.parts)) * n_cells)
     words = f"the budget ends here: {bar.budget_gib:.2f}, it is {bar.over_gib:.2f} too little"
     return " " * at + f"^ {words}" if at + 2 + len(words) <= n_cells else f"{words} ^".rjust(at + 1)
@@ -291,7 +282,6 @@ def _nodes(layout: Parallel, request: SizingRequest, width: int) -> list[Grid]:
 
 
 def _place_text(place: tuple[int, int] | None, layout: Parallel) -> str:
-    """A GPU: its stage's letter, and its data rank from 1 where there are several; "." when idle."""
     if place is None:
         return "."
     return stage_letter(place[0]) + (str(place[1] + 1) if layout.data > 1 else "")
@@ -392,7 +382,7 @@ def by_reason(rejected: Sequence[RejectedLayout]) -> list[list[str]]:
         if alike[0].reason != reason:
             reason += " by tensor " + ", ".join(str(layout.tensor) for layout in alike)
         rows.append([name, reason])
-    # What fits and lost says most; the many sizes that memory refuses come last.
+    # What fits and was not chosen first; the many sizes that memory refuses last.
     return sorted(rows, key=lambda row: 0 if " by tensor " in row[1] else 1 if row[1].startswith("fits") else 2)
 
 

@@ -1,7 +1,4 @@
-"""What engines reported of their memory, kept for the next plan: measured/<key>/TP4-PP1-DP1.json in the penstock home.
-
-The controller writes when a replica becomes ready; planning reads. A file that cannot be read is left out with a note.
-"""
+"""What engines reported of their memory, for the next plan: measured/<key>/TP4-PP1-DP1.json in the penstock home."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from penstock.spec.deployment import Parallel
 
 
 def read(key: Key) -> tuple[dict[Parallel, MemoryMeasurement], tuple[str, ...]]:
-    """The starts that are kept under a key, by layout, and a warning for each file that is damaged."""
+    """The measured starts of a key, by layout, and a warning for each damaged file, which is left out."""
     starts, warnings = {}, []
     for path in sorted(_folder(key).glob("*.json")):
         try:
@@ -32,8 +29,8 @@ def read(key: Key) -> tuple[dict[Parallel, MemoryMeasurement], tuple[str, ...]]:
 
 
 def keep(plan: Plan, reported: Mapping[str, float], now: float) -> Path | None:
-    """Keep what the engine of a plan reported, in place of an earlier start; None when there is nothing to keep.
-    `now` is in Unix seconds. Raises OSError when the penstock home cannot be written."""
+    """Keep what a plan's engine reported, in place of an earlier start; None when there is nothing to keep.
+    `now` is in Unix seconds. Raises OSError."""
     forecast, kv_cache_gib = plan.forecast, reported.get("kv_cache_gib")
     if forecast is None or kv_cache_gib is None:
         return None

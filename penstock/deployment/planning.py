@@ -1,4 +1,4 @@
-"""The planner with what it must read: the catalogue, this machine's cards, values kept from earlier starts."""
+"""The planner with what it reads: the catalogue, this machine's cards, measurements of earlier starts."""
 
 from __future__ import annotations
 
@@ -34,9 +34,8 @@ def solve(
     with_measured: bool = True,
     network: LinkFacts | None = None,
 ) -> Sizing:
-    """The planner's answer, with the notes of facts and kept values among its warnings.
-    `card` is the GPU where the catalogue may not have it, `network` a measured one in place of the named one. Raises
-    NotModelled and UserError."""
+    """The planner's answer, notes on facts and measurements among its warnings.  Raises NotModelled and UserError.
+    `card`: a GPU that the catalogue may not have; `network`: a measured one in place of the named one."""
     gpu = card or catalog.gpu(request.gpu)
     if network is None and request.network:
         network = catalog.link(request.network)
@@ -48,7 +47,7 @@ def solve(
 
 
 def speed(request: SizingRequest) -> Speed | None:
-    """What is predicted of a request's fixed layout; None where `solve` has no speed.  Raises as `solve` does."""
+    """Of a request's fixed layout; None where `solve` has no speed.  Raises as `solve` does."""
     network = catalog.link(request.network) if request.network else None
     return speed_of(request, catalog.gpu(request.gpu), network)
 
@@ -61,8 +60,8 @@ def size(
     n_replicas: int,
     network: LinkFacts | None = None,
 ) -> Sized:
-    """What the planner says of `n_replicas` of a deployment on a machine's GPUs.  Raises UserError.
-    `network` is a measured one between its machines, in place of the file's. What is not modelled is no error here."""
+    """The planner's answer for `n_replicas` of a deployment on a machine's GPUs.  Raises UserError, never NotModelled.
+    `network` is a measured one between its machines, in place of the file's."""
     card = card_of(machine.gpus)
     of_model = msgspec.structs.replace(of_model, notes=(*of_model.notes, *notes_of(card)))
     request = request_of(deployment, of_model, card.id)
@@ -86,7 +85,7 @@ def card_of(gpus: Sequence[Gpu]) -> GpuFacts:
 
 
 def notes_of(card: GpuFacts) -> tuple[str, ...]:
-    """What is to be known of a card that was asked: where the driver's word stands against the catalogue's."""
+    """Where a card's driver and the catalogue differ."""
     known = card.memory if card.stands_in is not None else catalog.gpu(card.id).memory
     if known == card.memory:
         return ()
@@ -98,8 +97,7 @@ def notes_of(card: GpuFacts) -> tuple[str, ...]:
 
 def request_for(source: str | Deployment, asked: Mapping[str, Any]) -> tuple[SizingRequest, GpuFacts | None]:
     """The request for a model or a deployment, `asked` over it; and the card when it is this machine's.
-    Without a GPU in either, this machine's are meant; replicas share them. Reads files and the hub. Raises UserError.
-    """
+    Without a GPU in either, this machine's are meant, shared by replicas. Reads files and the hub. Raises UserError."""
     if isinstance(source, str):
         of_model = facts.read(source)
         if "gpu" in asked:
@@ -126,8 +124,6 @@ def request_for(source: str | Deployment, asked: Mapping[str, Any]) -> tuple[Siz
 
 
 class LocalGpus(NamedTuple):
-    """The GPUs of this machine, all of one kind, and notes about them."""
-
     card: GpuFacts
     n_gpus: int
     links: Links | None
@@ -157,7 +153,7 @@ def local_gpus(n_wanted: int | None) -> LocalGpus:
 
 
 def request_of(deployment: Deployment, of_model: Facts, gpu: str) -> SizingRequest:
-    """What a deployment asks of the planner, on these cards; how many there are is its file's word, or 1."""
+    """The request of a deployment on these cards, as many as its file says, or 1."""
     hardware, workload = deployment.hardware, deployment.workload
     known, more = _planned(deployment.engine.args)
     cut = deployment.parallel if isinstance(deployment.parallel, Parallel) else None
@@ -185,7 +181,6 @@ def request_of(deployment: Deployment, of_model: Facts, gpu: str) -> SizingReque
 
 
 def _planned(args: Mapping[str, _Value]) -> tuple[dict[str, Any], dict[str, _Value]]:
-    """`engine.args` in two: fields of a request, and what planning does not know."""
     known: dict[str, Any] = {}
     more: dict[str, _Value] = {}
     kinds = {field.name: field.type for field in msgspec.structs.fields(SizingRequest)}
@@ -200,13 +195,13 @@ def _planned(args: Mapping[str, _Value]) -> tuple[dict[str, Any], dict[str, _Val
             continue
         try:
             known[field] = msgspec.convert(given, kinds[field], strict=False)
-        except msgspec.ValidationError:  # not a number as we write it: vLLM may understand it
+        except msgspec.ValidationError:  # vLLM may understand a number that we do not
             more[key] = value
     return known, more
 
 
 def _kept_under(request: SizingRequest, gpu: GpuFacts) -> Key:
-    """Where the measured values of this engine are: flags that move no memory make no other engine of it."""
+    """The key of this engine's measurements: flags that change no memory do not make another engine."""
     words: list[str] = []
     is_left_out = False
     for word in request.more_args:
@@ -226,8 +221,8 @@ def _uncounted(words: Sequence[str]) -> tuple[str, ...]:
 
 
 def deployment_text(request: SizingRequest, sizing: Sizing, base: Mapping[str, Any] | None = None) -> str:
-    """A file for `penstock up` with the chosen layout: only what is not a default, checked as `up` checks it.
-    `base` is the file that was planned: what planning does not know of stays as it is there."""
+    """A file for `penstock up` with the chosen layout, checked as `up` checks it.
+    `base` is the file that was planned: what planning does not know stays as it is there."""
     import yaml
 
     layout, settings = sizing.layout, sizing.settings

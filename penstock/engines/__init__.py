@@ -1,8 +1,4 @@
-"""Engines: what runs a model. One folder each; this module holds the seam and the name table.
-
-An engine is small and mostly pure: it says whether it is installed, makes its command line from a plan, reads its log
-into progress, names its metrics and explains its end. It starts nothing; `node` does.
-"""
+"""Engines: what runs a model. One package each; this module has the seam and the table. `node` starts them."""
 
 from __future__ import annotations
 
@@ -25,8 +21,6 @@ TABLE = {
     "llamacpp": "penstock.engines.llamacpp.engine:LlamaCpp",
     "fake": "penstock.engines.fake:Fake",
 }
-
-
 # In the environment of an engine that listens beyond loopback: every call must bring this key as a bearer token.
 KEY_VARIABLE = "PENSTOCK_ENGINE_KEY"
 
@@ -49,9 +43,7 @@ class Among(msgspec.Struct, frozen=True):
 
 class Place(msgspec.Struct, frozen=True):
     """What only the node knows: where to listen, a private folder (short path, removed afterwards), the Python.
-
-    `key`: every call must bring it, since `host` is no loopback. `env`: what the network between the nodes needs.
-    """
+    `key`: every call must bring it, since `host` is not loopback. `env`: what the network between nodes needs."""
 
     host: str
     port: int
@@ -71,14 +63,14 @@ class Command(msgspec.Struct, frozen=True):
 
 
 class Seen(msgspec.Struct, frozen=True):
-    """What the log has said so far. `measured` holds the engine's own numbers, in the units of their names."""
+    """What the log has reported so far. `measured`: the engine's numbers, in the units of their names."""
 
     progress: Progress
     measured: dict[str, float] = {}
 
 
 class Diagnosis(msgspec.Struct, frozen=True):
-    """Why an engine ended. `is_final`: starting again unchanged would fail the same way. `line`: of its log."""
+    """Why an engine ended. `is_final`: the same start would fail the same way. `line`: of its log."""
 
     reason: str
     hint: str | None = None
@@ -164,10 +156,8 @@ def explain(ended: str, deaths: Sequence[Death], lines: Sequence[str]) -> Diagno
 
 
 def telling_lines(tail: Sequence[str], cause: str | None, count: int) -> list[str]:
-    """The last `count` lines, or where the cause stands further up, the lines that lead to it and then the last.
-
-    vLLM's parent process prints a long traceback after the one of the process that failed.
-    """
+    """The last `count` lines, with the lines that lead to a cause further up: vLLM's parent process prints a long
+    traceback after that of the process that failed."""
     lines = list(tail)
     if cause is None or cause in lines[-count:] or cause not in lines:
         return lines[-count:]

@@ -1,7 +1,6 @@
 """python -m penstock.gateway CONFIG.json: serves in the foreground until SIGTERM or SIGINT, then drains.
 
-Exit codes: 0 after a drain, 2 when the config, an address or the store cannot be used. A second signal ends it at once
-with 1.
+Exit codes: 0 after a drain, 1 after a second signal, 2 when the config, an address or the store cannot be used.
 """
 
 from __future__ import annotations

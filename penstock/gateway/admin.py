@@ -1,4 +1,4 @@
-"""What the admin address serves: announcements of replicas, the controller's hold on traffic, and API keys."""
+"""What the admin address serves: announcements of replicas, the controller's orders, and API keys."""
 
 from __future__ import annotations
 
@@ -25,16 +25,9 @@ from penstock.gateway.workers.reports import Reporter, WorkerReport
 from penstock.wire.announcement import AnnounceAnswer, Announcement, Post
 from penstock.wire.http1 import Headers, RequestHead
 
-_METHODS = {
-    b"/admin/health": (b"GET",),
-    b"/admin/replicas": (b"GET",),
-    b"/admin/announce": (b"POST",),
-    b"/admin/board": (b"POST",),
-    b"/admin/drain": (b"POST",),
-    b"/admin/undrain": (b"POST",),
-    b"/admin/leave": (b"POST",),
-    b"/admin/forget": (b"POST",),
-}
+_ORDERS = ("announce", "board", "drain", "undrain", "leave", "forget")
+_METHODS = dict.fromkeys((b"/admin/health", b"/admin/replicas"), (b"GET",))
+_METHODS |= {f"/admin/{order}".encode(): (b"POST",) for order in _ORDERS}
 _REPEATED = (b"/admin/announce", b"/admin/board")  # nodes send them again within seconds: nobody waits for the others
 _DRAINS = (b"/admin/drain", b"/admin/leave")
 _KEYS = b"/admin/keys"
@@ -64,7 +57,7 @@ class _Rotation(msgspec.Struct, forbid_unknown_fields=True):
 class AdminApi:
     """The handler of the admin listener. Every call needs the token, health too.
 
-    Any worker may get a call. What it changes of the replicas is done by the other workers too, through the reporter.
+    Any worker may get a call; what it changes of the replicas is relayed to the other workers.
     """
 
     def __init__(self, context: GatewayContext, accounting: Accounting, reporter: Reporter, token: str) -> None:
@@ -76,7 +69,6 @@ class AdminApi:
         self._board = RankBoard(time.monotonic())
 
     def refuse(self, head: RequestHead, *, is_whole: bool) -> Answer | None:
-        """Calls without the token, unknown paths and wrong methods."""
         if not has_token(head.get(b"authorization"), self._token):
             return error_answer(401, "the admin token is needed", "invalid_admin_token")
         methods = (b"GET", b"POST", b"DELETE") if _is_of_keys(head.path) else _METHODS.get(head.path)
@@ -113,7 +105,7 @@ class AdminApi:
         return ()
 
     def apply(self, path: bytes, body: bytes) -> Any:
-        """Does a call that changes something, of this worker alone. Raises msgspec.DecodeError and UserError."""
+        """Does a call in this worker alone. Raises msgspec.DecodeError and UserError."""
         if path == b"/admin/announce":
             return self._announce(msgspec.json.decode(body, type=Announcement))
         if path == b"/admin/board":
@@ -155,7 +147,7 @@ def _is_of_keys(path: bytes) -> bool:
 
 
 def key_facts(key: ApiKey, secret: str | None = None) -> dict[str, Any]:
-    """A key as shown: never its hash; `key` is the secret, when it has just been made."""
+    """A key as shown: never its hash; `secret` only when it is new."""
     facts: dict[str, Any] = {"id": key.id, "name": key.name}
     if secret is not None:
         facts["key"] = secret
@@ -165,25 +157,22 @@ def key_facts(key: ApiKey, secret: str | None = None) -> dict[str, Any]:
 
 
 def _call_store(request: Request, client: ClientConnection, ledger: Ledger | None) -> Answer | None:
-    """Does a call for keys, and answers it when the store has. Raises msgspec.DecodeError and UserError."""
+    """Answers when the store has. Raises msgspec.DecodeError and UserError."""
     if ledger is None:
         return error_answer(409, "this gateway has no store: its keys are those of its config", "no_store")
     job = _job(request)
 
     async def work() -> None:
-        client.respond(await _answer(ledger, job))
+        try:
+            answer = json_answer(await ledger.call(lambda database: job(KeyStore(database))))
+        except UserError as error:
+            answer = error_answer(400, error.message, "bad_request")
+        except PenstockError as error:
+            answer = error_answer(503, error.message, "store_unavailable", headers=((b"retry-after", b"1"),))
+        client.respond(answer)
 
     client.work = asyncio.get_running_loop().create_task(work())
     return None
-
-
-async def _answer(ledger: Ledger, job: Callable[[KeyStore], Any]) -> Answer:
-    try:
-        return json_answer(await ledger.call(lambda database: job(KeyStore(database))))
-    except UserError as error:
-        return error_answer(400, error.message, "bad_request")
-    except PenstockError as error:
-        return error_answer(503, error.message, "store_unavailable", headers=((b"retry-after", b"1"),))
 
 
 def _job(request: Request) -> Callable[[KeyStore], Any]:

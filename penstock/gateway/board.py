@@ -1,7 +1,6 @@
-"""What the nodes of one replica tell each other before and while they run together. Pure: the clock is passed in.
+"""The posts that the nodes of one replica leave for each other. Pure: takes `now`.
 
-The gateway is the one place that every node reaches on every target; it keeps the last word of each rank and hands
-all of them back. It reads none of it.
+Every node reaches the gateway on every target. It keeps the last post of each rank, unread, and returns all of them.
 """
 
 from __future__ import annotations
@@ -12,8 +11,6 @@ FORGET_AFTER_S = 600.0
 
 
 class RankBoard:
-    """The last post of every rank of every replica."""
-
     def __init__(self, now: float) -> None:
         self._began = now
         self._posts: dict[str, dict[int, tuple[float, Post]]] = {}
@@ -22,7 +19,7 @@ class RankBoard:
     def post(self, post: Post, now: float, *, must_leave: bool = False) -> BoardView:
         """Replaces the rank's last post and returns those of every rank.
 
-        `must_leave`: the replica is ordered to leave. The order is not for a process that replaced one that left.
+        `must_leave`: the replica must leave. The order does not hold for a process that replaced one that left.
         """
         rows = self._posts.setdefault(post.replica, {})
         if must_leave and post.rank in rows and rows[post.rank][1].instance != post.instance:

@@ -13,7 +13,7 @@ class Details(msgspec.Struct):
     cached_tokens: int | None = None
 
 
-class Told(msgspec.Struct):
+class UsageReport(msgspec.Struct):
     """The fields in which engines report usage: chat and completions, responses, embeddings and rerank."""
 
     prompt_tokens: int | None = None
@@ -27,11 +27,11 @@ class Told(msgspec.Struct):
 
 class UsageEvent(msgspec.Struct):
     choices: list[msgspec.Raw] | None = None
-    usage: Told | None = None
+    usage: UsageReport | None = None
 
 
 class UsageBody(msgspec.Struct):
-    usage: Told | None = None
+    usage: UsageReport | None = None
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -43,7 +43,7 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 class RequestBody(msgspec.Struct, frozen=True):
-    """The fields of a request's body that matter here. Only the model's type is checked: the rest is the engine's."""
+    """The fields of a body that matter here. Only the model's type is checked: the engine judges the rest."""
 
     model: str | None = None
     stream: Any = None
@@ -58,8 +58,6 @@ class RequestBody(msgspec.Struct, frozen=True):
 
 
 class LongRequestBody(RequestBody, frozen=True):
-    """The same, with what policy "prefix" reads."""
-
     messages: msgspec.Raw = msgspec.Raw()
     prompt: msgspec.Raw = msgspec.Raw()
     input: msgspec.Raw = msgspec.Raw()

@@ -1,9 +1,8 @@
 """The gateway's hot modules as machine code, where they were compiled: about half the CPU a request.
 
-`python -m penstock.gateway.compiled` compiles them with mypyc (https://mypyc.readthedocs.io; it needs mypy and a C
-compiler) from the sources that run as Python everywhere else, into a folder of the user's cache named by the sources'
-hash: code of changed sources is not found, so it can never run. Only a gateway's own process uses it (`activate`);
-PENSTOCK_NATIVE=0 keeps it on Python.
+`python -m penstock.gateway.compiled` compiles them with mypyc (https://mypyc.readthedocs.io) into a folder of the cache
+named by the sources' hash, so code of changed sources never runs. Only a gateway's process uses it (`activate`);
+PENSTOCK_NATIVE=0 turns it off.
 """
 
 from __future__ import annotations
@@ -47,45 +46,33 @@ setup(ext_modules=mypycify(["--ignore-missing-imports", *{files!r}]))
 _COMPILE_S = 600.0
 
 
-def is_wanted() -> bool:
-    return os.environ.get(SWITCH, "1") != "0"
-
-
 def folder() -> Path:
-    """Where the code of these sources is, or would be."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     digest = hashlib.sha256(_SUFFIX.encode())
     # All of the gateway counts: what a compiled module calls may have changed its shape.
     package = _ROOT / "penstock"
-    for path in sorted(
-        [
-            *(package / "gateway").rglob("*.py"),
-            *(package / "wire").glob("*.py"),
-            *(package / "bench" / "load").glob("*.py"),
-        ]
-    ):
+    patterns = ("gateway/**/*.py", "wire/*.py", "bench/load/*.py")
+    for path in sorted(path for pattern in patterns for path in package.glob(pattern)):
         digest.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes())
     return cache / "penstock" / "native" / digest.hexdigest()[:20]
 
 
 def activate() -> bool:
-    """Makes later imports of MODULES find their compiled form, if there is one. To be called before any of them."""
-    if not is_wanted() or any(name in sys.modules for name in MODULES):
+    """Makes later imports of MODULES find their compiled form, if there is one. Call it before any of them."""
+    if os.environ.get(SWITCH) == "0" or any(name in sys.modules for name in MODULES):
         return False
-    found = _files(folder())
-    if not found:
-        return False
-    sys.meta_path.insert(0, _Finder(found))
-    return True
+    files = _files(folder())
+    if files:
+        sys.meta_path.insert(0, _Finder(files))
+    return bool(files)
 
 
 def is_active() -> bool:
-    """Whether this process runs the compiled modules."""
     return any(isinstance(finder, _Finder) for finder in sys.meta_path)
 
 
 def build() -> tuple[Path, float]:
-    """(folder of the compiled modules, seconds it took; 0 when they were there).  Raises UserError, PenstockError."""
+    """(folder of the compiled modules, seconds it took; 0 when they were there). Raises UserError, PenstockError."""
     target = folder()
     if _files(target):
         return target, 0.0
@@ -113,25 +100,22 @@ def build() -> tuple[Path, float]:
 
 
 class _Finder:
-    """Finds compiled modules by their full names, the library that they share too."""
-
     def __init__(self, files: dict[str, Path]) -> None:
         self._files = files
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        found = self._files.get(name)
-        if found is None:
+        file = self._files.get(name)
+        if file is None:
             return None
-        loader = importlib.machinery.ExtensionFileLoader(name, str(found))
-        return importlib.util.spec_from_file_location(name, found, loader=loader)
+        loader = importlib.machinery.ExtensionFileLoader(name, str(file))
+        return importlib.util.spec_from_file_location(name, file, loader=loader)
 
 
 def _files(place: Path) -> dict[str, Path]:
-    """The compiled modules in `place` by name; none when one is missing."""
-    found = {path.name.removesuffix(_SUFFIX): path for path in place.glob(f"*{_SUFFIX}")}
-    return found if all(name in found for name in MODULES) else {}
+    files = {path.name.removesuffix(_SUFFIX): path for path in place.glob(f"*{_SUFFIX}")}
+    return files if all(name in files for name in MODULES) else {}
 
 
 def _check_tools() -> None:

@@ -1,4 +1,4 @@
-"""The gateway's own file as frozen types, and what must be true before anything listens."""
+"""The gateway's own file as frozen types, and its checks before anything listens."""
 
 from __future__ import annotations
 
@@ -44,9 +44,8 @@ class ServedModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class GatewayConfig(GatewaySettings, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """`listen` and `admin` are "host:port" or "unix:/path"; `key_hashes` are SHA-256 of keys, in lower-case hex.
 
-    `store`: the file or postgresql:// URL of keys and usage. `ledger_days`: how many days a request has a row; then it
-    is part of its day's sums. `prices`: by model. `upstreams`: engines that nobody announces, probed for their health
-    instead. `engines_need_key`: engines ask for the key that nodes and gateway derive from the admin token.
+    `store`: a file or a postgresql:// URL. `ledger_days`: days that a request keeps its row. `prices`: by model.
+    `engines_need_key`: engines ask for the key that nodes and gateway derive from the admin token.
     """
 
     listen: str
@@ -61,7 +60,7 @@ class GatewayConfig(GatewaySettings, frozen=True, forbid_unknown_fields=True, kw
 
 
 def load_config(path: Path) -> GatewayConfig:
-    """The checked config in `path`. Raises UserError when it cannot be read, SpecError with all that is wrong."""
+    """The checked config in `path`. Raises UserError when it cannot be read, SpecError with all problems."""
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -75,10 +74,15 @@ def parse_config(content: bytes, source: str) -> GatewayConfig:
         config = msgspec.json.decode(content, type=GatewayConfig)
     except msgspec.DecodeError as error:
         raise SpecError(source, [_read_problem(str(error))]) from error
-    problems = find_problems(config)
+    check(config, source)
+    return config
+
+
+def check(config: GatewayConfig, source: str) -> None:
+    """Raises SpecError with all problems; `source` names the config."""
+    problems = list(find_problems(config))
     if problems:
         raise SpecError(source, problems)
-    return config
 
 
 def _read_problem(message: str) -> Problem:
@@ -90,29 +94,28 @@ def _read_problem(message: str) -> Problem:
     return Problem(path.strip("`").lstrip("."), where, f"did you mean {guess}?" if guess else None)
 
 
-def find_problems(config: GatewayConfig) -> list[Problem]:
-    """Everything that types do not catch."""
-    problems = list(setting_problems(config, config.auth == "keys"))
+def find_problems(config: GatewayConfig) -> Iterator[Problem]:
+    """Problems that types do not catch."""
+    yield from setting_problems(config, config.auth == "keys")
     for path, text in (("listen", config.listen), ("admin", config.admin)):
         if parse_address(text) is None:
-            problems.append(Problem(path, f"{text!r} is neither host:port nor unix:/path"))
+            yield Problem(path, f"{text!r} is neither host:port nor unix:/path")
     if config.auth == "none" and not is_local_address(config.listen):
-        problems.append(
-            Problem("auth", f"none is refused beyond loopback, and listen is {config.listen!r}", "auth: keys")
-        )
+        yield Problem("auth", f"none is refused beyond loopback, and listen is {config.listen!r}", "auth: keys")
     if config.auth == "keys" and not config.key_hashes and config.store is None:
-        problems.append(Problem("key_hashes", "empty, so no request could pass with auth: keys", "or name a store"))
+        yield Problem("key_hashes", "empty, so no request could pass with auth: keys", "or name a store")
     for index, key_hash in enumerate(config.key_hashes):
         if not _SHA256_HEX.match(key_hash):
-            problems.append(Problem(f"key_hashes[{index}]", "not 64 lower-case hex digits"))
+            yield Problem(f"key_hashes[{index}]", "not 64 lower-case hex digits")
     if config.hold_s < 0 or config.drain_s < 0:
-        problems.append(Problem("hold_s, drain_s", "must not be negative"))
+        yield Problem("hold_s, drain_s", "must not be negative")
     if config.ledger_days is not None and config.ledger_days < 1:
-        problems.append(Problem("ledger_days", "must be at least 1, or null for ever"))
-    return [*problems, *_upstream_problems(config), *_find_price_problems(config), *_find_name_problems(config.models)]
-
-
-def _upstream_problems(config: GatewayConfig) -> Iterator[Problem]:
+        yield Problem("ledger_days", "must be at least 1, or null for ever")
+    if not config.models:
+        yield Problem("models", "empty: the gateway serves the models that are declared here")
+    names = [name for model in config.models for name in (model.name, *model.aliases)]
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        yield Problem("models", f"name {name!r} is declared twice")
     declared = {model.name for model in config.models}
     for index, upstream in enumerate(config.upstreams):
         if upstream.model is None and len(declared) > 1:
@@ -121,31 +124,15 @@ def _upstream_problems(config: GatewayConfig) -> Iterator[Problem]:
             yield Problem(f"upstreams[{index}].model", f"{upstream.model!r} is not declared in models")
         if parse_url(upstream.url) is None:
             yield Problem(f"upstreams[{index}].url", f"{upstream.url!r} is not http://host:port or unix:/path")
-
-
-def _find_price_problems(config: GatewayConfig) -> list[Problem]:
-    problems = []
     for name, price in config.prices.items():
-        if name not in {model.name for model in config.models}:
-            problems.append(Problem("prices", f"{name!r} is not declared in models"))
+        if name not in declared:
+            yield Problem("prices", f"{name!r} is not declared in models")
         if not all(0 <= value < math.inf for value in (price.input, price.output, price.cached or 0.0)):
-            problems.append(Problem(f"prices.{name}", "a price is below 0 or not finite"))
-    return problems
-
-
-def _find_name_problems(models: tuple[ServedModel, ...]) -> list[Problem]:
-    if not models:
-        return [Problem("models", "empty: the gateway serves the models that are declared here")]
-    names = [name for model in models for name in (model.name, *model.aliases)]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    return [Problem("models", f"name {name!r} is declared twice") for name in twice]
+            yield Problem(f"prices.{name}", "a price is below 0 or not finite")
 
 
 def parse_address(text: str) -> Address | None:
-    """("127.0.0.1", 8000) for "127.0.0.1:8000", ("::1", 8000) for "[::1]:8000"; None for anything else.
-
-    "unix:/run/a.sock" gives ("unix:/run/a.sock", 0).
-    """
+    """("127.0.0.1", 8000) for "127.0.0.1:8000", ("::1", 8000) for "[::1]:8000", ("unix:/a.sock", 0); None otherwise."""
     if text.startswith(UNIX):
         return (text, 0) if _UNIX_PATH.match(text) else None
     host, colon, port = text.rpartition(":")
@@ -170,7 +157,6 @@ def parse_url(url: str) -> Address | None:
 
 
 def host_header(address: Address) -> bytes:
-    """What a request to `address` says in Host."""
     host, port = address
     if host.startswith(UNIX):
         return b"localhost"
@@ -178,13 +164,13 @@ def host_header(address: Address) -> bytes:
 
 
 def is_local_address(text: str) -> bool:
-    """Whether the address can be reached from this machine only. Names are not resolved."""
+    """Whether only this machine can reach the address. Names are not resolved."""
     address = parse_address(text)
     return address is not None and (address[0].startswith(UNIX) or is_loopback(address[0]))
 
 
 def read_token(path: Path, what: str = "admin token") -> str:
-    """The secret in a file. Raises UserError for a file that others can read, or that holds nothing."""
+    """The secret in a file. Raises UserError for a file that is empty or that others can read."""
     try:
         is_shared = bool(path.stat().st_mode & 0o077)
         token = path.read_text().strip()

@@ -55,7 +55,7 @@ class GatewayContext:
         self.under_way: set[UnderWay] = set()
 
     def end(self, replica: Replica) -> None:
-        """A request on this replica ended: the next one that waits may have its place."""
+        """Ends a request on this replica: the next one that waits may have its place."""
         self.replicas.end(replica)
         if self.queue.waiting:
             self.queue.wake(replica.announcement.model, 1)

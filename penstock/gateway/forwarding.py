@@ -1,12 +1,4 @@
-"""One request from a client to an engine and its response back.
-
-A replica that refuses the connection is passed over; a send that fails before the first byte of an answer follows the
-rule of `retries`; without any replica the request waits. After the first byte an honest end is all that is left: an
-error event.
-
-A request with a replica and a warm connection at hand has no task: it is sent from within the client's read, and every
-further step is a call from the upstream's read. Waiting and connecting have a task (`_find`), one at a time.
-"""
+"""One request from a client to an engine and its response back, without a task where nothing must be waited for."""
 
 from __future__ import annotations
 
@@ -35,9 +27,9 @@ from penstock.wire.http1 import HOP_BY_HOP, LAST_CHUNK, STATUS_LINE, Headers, Re
 # Comments to the client of a stream that waits: the first, and then every so often. Proxies give up on silence.
 QUIET_S = 3.0
 COMMENT_EVERY_S = 5.0
-# A request that got no byte for so long, from an engine that was idle by its own word for as long, is lost.
+# A request that got no byte for so long, from an engine that reported itself idle for as long, is lost.
 STALL_S = 30.0
-# Of an answer to a client whose stream has begun: it gets the whole answer as one event.
+# An answer to a client whose stream has begun becomes one event of at most this.
 MAX_COLLECTED_BYTES: Final = 64 * 1024
 
 _DROPPED_OF_RESPONSE: Final = HOP_BY_HOP | OWN_HEADERS | {b"server-timing"}
@@ -78,7 +70,7 @@ class Forwarding:
     _task: asyncio.Task[None] | None = None
     _queue_entry: QueueEntry | None = None
     _timer: asyncio.TimerHandle | None = None
-    # When token chunks came that went from connection to connection, until `_note_tokens` takes them down.
+    # When token chunks went from connection to connection, until `_note_tokens` counts them.
     _token_times: list[float] | None = None
     _is_chunked = False
     _is_held_open = False
@@ -100,7 +92,7 @@ class Forwarding:
         self._facts = facts
 
     def start(self, hints: RoutingHints = NO_HINTS, entry: Entry | None = None) -> None:
-        """Sends the request now if that is possible, else sees to it."""
+        """Sends the request now if that is possible, else waits for a replica or a connection in a task."""
         context = self._context
         self._hints, self._entry = hints, entry
         self._client.work = self
@@ -120,7 +112,7 @@ class Forwarding:
                 delay_s = self._received_at + self._facts.timeout_s - time.monotonic()
                 self._timer = asyncio.get_running_loop().call_later(max(0.0, delay_s), self._be_late)
             if not context.queue.waiting_for(self._model):
-                self._replica = context.replicas.begin(self._model, time.monotonic(), hints)
+                self._take_replica()
             if self._replica is not None and self._replica.address is not None:
                 connection = context.pool.take(self._replica.address)
                 if connection is not None:
@@ -130,8 +122,6 @@ class Forwarding:
         except BaseException:
             self._settle("broken")
             raise
-
-    # The client's side.
 
     def cancel(self) -> None:
         """The client left, or the gateway must end."""
@@ -148,10 +138,7 @@ class Forwarding:
             message = f"the request was not done within its x-request-timeout of {self._facts.timeout_s:g} s"
             self._end_early(_Fault(504, "deadline_exceeded", message, "late"))
 
-    # Finding a replica.
-
     async def _find(self, pause_s: float = 0.0) -> None:
-        """A replica and a connection to it, however long that takes; then sends."""
         try:
             deadline = time.monotonic() + self._context.hold_s
             if pause_s:
@@ -171,18 +158,20 @@ class Forwarding:
             self._end_early(_Fault(500, "internal_error", "the gateway failed"))
 
     async def _wait_for_replica(self, deadline: float) -> bool:
-        """Whether there is a replica now, with this request counted on it. If not, the client was told so."""
+        """Whether there is a replica now, with this request counted on it. If not, the client has its answer."""
         context, facts = self._context, self._facts
         began_at = time.monotonic()
-        if not context.queue.waiting_for(self._model) and self._begin(began_at):
+        if not context.queue.waiting_for(self._model) and self._take_replica():
             return True
         if began_at >= deadline:
             self._refuse_for_now()
             return False
         key = credential(self._request_head) or b""
-        place = self._queue_entry = context.queue.enter(self._model, key, facts.priority, len(self._body))
-        if place is None:
-            self._refuse_full()
+        entry = self._queue_entry = context.queue.enter(self._model, key, facts.priority, len(self._body))
+        if entry is None:
+            message = f"too many requests wait for model {self._model!r} already"
+            headers = ((b"retry-after", b"%d" % RETRY_AFTER_S),)
+            self._end_early(_Fault(429, "queue_full", message, "queue_full", "model", headers))
             return False
         comment_at = began_at + QUIET_S if facts.streams else deadline
         try:
@@ -195,26 +184,25 @@ class Forwarding:
                 if now >= comment_at:
                     self._send_comment(now)
                     comment_at = now + COMMENT_EVERY_S
-                if await context.queue.wait(place, min(deadline, comment_at) - now):
-                    if self._begin(time.monotonic()):
+                if await context.queue.wait(entry, min(deadline, comment_at) - now):
+                    if self._take_replica():
                         return True
-                    context.queue.return_to_queue(place)
+                    context.queue.return_to_queue(entry)
         finally:
             self._waited_s += time.monotonic() - began_at
             self._leave_queue()
 
-    def _begin(self, now: float) -> bool:
-        self._replica = self._context.replicas.begin(self._model, now, self._hints, self._lost)
+    def _take_replica(self) -> bool:
+        self._replica = self._context.replicas.begin(self._model, time.monotonic(), self._hints, self._lost)
         return self._replica is not None
 
     def _leave_queue(self) -> None:
-        place, self._queue_entry = self._queue_entry, None
-        if place is None:
+        entry, self._queue_entry = self._queue_entry, None
+        if entry is None:
             return
-        self._context.queue.leave(place)
-        if place.future is not None and place.future.done() and self._replica is None:
-            # It was its turn, and it does not need it.
-            self._context.queue.wake(self._model, 1)
+        self._context.queue.leave(entry)
+        if entry.future is not None and entry.future.done() and self._replica is None:
+            self._context.queue.wake(self._model, 1)  # the turn that this request does not need
 
     async def _connect(self) -> UpstreamConnection | None:
         """A connection to the replica; a new one, whose state is beyond doubt, for a request that was lost before."""
@@ -236,8 +224,6 @@ class Forwarding:
             context.end(replica)
             return None
 
-    # Sending.
-
     def _send(self, connection: UpstreamConnection) -> None:
         context = self._context
         self._connection = connection
@@ -245,7 +231,7 @@ class Forwarding:
         self._sent_at = self._last_at = time.monotonic()
         self._own_s = self._sent_at - self._received_at - self._waited_s
         context.counters.own_s.observe(self._own_s)
-        self._client.source = connection
+        self._client.read_from(connection)
         connection.send(wire, self)
 
     def _write_request(self, connection: UpstreamConnection) -> bytes:
@@ -259,10 +245,9 @@ class Forwarding:
             *(head.keep(dropped), self._request_id, length, body),
         )
 
-    # The sink's side: called by the upstream connection for every read.
+    # Called by the upstream connection for every read.
 
     def receive_chunks(self, data: bytes, is_end: bool) -> None:
-        """Passes on whole chunks as they came, in one write."""
         if self._series is not None and self._streams:
             self._note_time(self._series)
         passes = True
@@ -285,7 +270,7 @@ class Forwarding:
                 self._connection.pass_tokens(self._client.write_begun, self._token_times)
 
     def _note_tokens(self) -> None:
-        """Takes down what passed by `pass_tokens`."""
+        """Counts what passed by `pass_tokens`."""
         times = self._token_times
         if times:
             assert self._series is not None
@@ -296,7 +281,6 @@ class Forwarding:
             times.clear()
 
     def receive(self, head: ResponseHead | None, data: bytes, is_end: bool) -> None:
-        """Passes on what came, in one write."""
         out = b""
         if head is not None:
             if head.status in FAILED_STATUSES and self._context.retries.may_retry(self._lost, time.monotonic()):
@@ -324,7 +308,7 @@ class Forwarding:
             self._complete()
 
     def _note_time(self, series: Series) -> None:
-        """Something came: a stream's next piece, or another answer's beginning or end."""
+        """Measures the first byte, a stream's gaps, and another answer's beginning or end."""
         self._note_tokens()
         now = time.monotonic()
         if not self._has_first:
@@ -343,7 +327,6 @@ class Forwarding:
             self._context.response_owners.keep(response_id, self._model, self._replica.name)
 
     def lost(self, error: UpstreamError) -> None:
-        """The upstream connection broke, or broke HTTP."""
         assert self._replica is not None
         log.warning("request %s: replica %s: %s", self._request_id.decode(), self._replica.name, error)
         if self._response is None:
@@ -363,7 +346,6 @@ class Forwarding:
             self.lost(UpstreamError(f"no byte for {STALL_S:.0f} s, and the engine reports no running request"))
 
     def _lose(self, loss: Loss, reason: str) -> None:
-        """The send failed: sends once more, or ends the request."""
         replica, connection, retries = self._replica, self._connection, self._context.retries
         assert replica is not None
         assert connection is not None
@@ -378,8 +360,6 @@ class Forwarding:
             self._task = asyncio.get_running_loop().create_task(self._find(pause_s))
         else:
             self._end_early(_broken(why_not_again(self._lost)))
-
-    # The response.
 
     def _begin_response(self, head: ResponseHead) -> bytes:
         replica = self._replica
@@ -414,7 +394,6 @@ class Forwarding:
         return STATUS_LINE[head.status] + kept + framing + self._write_own_headers(replica)
 
     def _write_own_headers(self, replica: Replica | None) -> bytes:
-        """The last lines of a head, and its end."""
         more: Headers = self._entry.headers() if self._entry is not None else ()
         origin = self._request_head.get(b"origin")
         if origin is not None:
@@ -425,7 +404,7 @@ class Forwarding:
         )
 
     def _send_comment(self, now: float) -> None:
-        """Tells the client of a held stream how things stand; the first time, that there will be a stream."""
+        """Tells the client of a waiting stream how the replicas are loading; the first comment begins the stream."""
         out = b""
         if not self._is_held_open:
             self._is_held_open = True
@@ -439,7 +418,7 @@ class Forwarding:
         self._client.write(out + (write_chunk(comment) if self._is_chunked else comment))
 
     def _collect(self, data: bytes, is_end: bool) -> None:
-        """An answer that is no stream, for a client that was promised one: it becomes an event."""
+        """Keeps an answer that is no stream, for a client that was promised one: it becomes an event."""
         assert self._collected is not None
         if len(self._collected) + len(data) > MAX_COLLECTED_BYTES:
             self._end_early(_broken("the engine's answer is too long for an event"))
@@ -451,8 +430,6 @@ class Forwarding:
             self._client.write(write_chunk(event) + LAST_CHUNK if self._is_chunked else event)
             self._complete()
 
-    # The end.
-
     def _complete(self) -> None:
         assert self._series is not None
         self._series.duration_s.observe(self._last_at - self._received_at)
@@ -461,17 +438,16 @@ class Forwarding:
         self._client.finish()
 
     def _detach(self) -> None:
-        """Off the replica and its connection."""
         replica, self._replica = self._replica, None
         connection, self._connection = self._connection, None
         if connection is not None:
-            self._client.source = None
+            self._client.read_from(None)
             connection.release()
         if replica is not None:
             self._context.end(replica)
 
     def _settle(self, outcome: Outcome) -> None:
-        """It is over: counts how, and gives everything back. The client is not touched."""
+        """Counts the outcome and gives everything back. The client is not touched."""
         self._has_ended = True
         self._note_tokens()
         context, entry = self._context, self._entry
@@ -492,11 +468,6 @@ class Forwarding:
         message = f"model {self._model!r} has no replica that takes requests now"
         headers = ((b"retry-after", b"%d" % wait_s),)
         self._end_early(_Fault(503, "no_replica", message, "no_replica", "model", headers))
-
-    def _refuse_full(self) -> None:
-        message = f"too many requests wait for model {self._model!r} already"
-        headers = ((b"retry-after", b"%d" % RETRY_AFTER_S),)
-        self._end_early(_Fault(429, "queue_full", message, "queue_full", "model", headers))
 
     def _end_early(self, fault: _Fault) -> None:
         """Ends a response that cannot be completed, as truthfully as its form allows."""

@@ -34,8 +34,6 @@ _POST_PATHS: Final = frozenset(
 
 
 class Public:
-    """The handler of the public listener."""
-
     def __init__(
         self, config: GatewayConfig, accounting: Accounting, context: GatewayContext, reporter: Reporter
     ) -> None:
@@ -81,7 +79,7 @@ class Public:
         return origin_headers(head.get(b"origin"), self._context.needs_key, self._context.allowed_origins)
 
     def _refuse_key(self) -> Answer:
-        self._accounting.totals.n_unknown_keys += 1
+        self._accounting.n_unknown_keys += 1
         message = "a valid key is needed: Authorization: Bearer KEY, or x-api-key: KEY"
         return error_answer(401, message, "invalid_api_key", headers=((b"www-authenticate", b"Bearer"),))
 
@@ -110,7 +108,6 @@ class Public:
         return None
 
     def _hints(self, facts: RequestFacts, name: str | None, place: tuple[str, str] | None) -> RoutingHints:
-        """Routing hints of this request; most have none."""
         key = facts.session if self._policy == "sticky" else facts.prefix
         replica = place[1] if place is not None else facts.replica
         adapter = name if self._replicas.has_adapter(name) else None
@@ -138,7 +135,6 @@ class Public:
 
 
 def _refuse_path(head: RequestHead) -> Answer | None:
-    """Unknown paths and wrong methods."""
     path = head.path
     if path in _POST_PATHS and head.method == b"POST":
         return None
@@ -153,7 +149,6 @@ def _refuse_path(head: RequestHead) -> Answer | None:
 
 
 def _read_query_model(target: bytes) -> str | None:
-    """The model of a request without a body: ?model=NAME."""
     names = parse_qs(target.partition(b"?")[2].decode("latin-1")).get("model")
     return names[0] if names else None
 

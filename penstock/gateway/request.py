@@ -88,7 +88,7 @@ class RequestFacts:
 
 
 def read_facts(request: Request, *, wants_prefix: bool = False) -> RequestFacts:
-    """What `request` asks for. Raises UnreadableError."""
+    """Raises UnreadableError."""
     head, body = request.head, request.body
     facts = RequestFacts(head.path, request.request_id, request.received_at, len(body))
     headers = head.pick(_READ_HEADERS)

@@ -29,7 +29,6 @@ class _ErrorBody(msgspec.Struct, frozen=True):
 
 
 def json_answer(value: object) -> Answer:
-    """200 with `value` as JSON."""
     return Answer(200, msgspec.json.encode(value))
 
 
@@ -40,7 +39,6 @@ def error_body(status: int, message: str, code: str, param: str | None = None) -
 
 
 def error_answer(status: int, message: str, code: str, param: str | None = None, headers: Headers = ()) -> Answer:
-    """An error of the gateway's own."""
     return Answer(status, error_body(status, message, code, param), headers=headers)
 
 

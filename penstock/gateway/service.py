@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Sockets:
-    """What a gateway listens on. Workers share both: each accepts from the same queues."""
+    """The sockets of a gateway. Its workers share both: each accepts from the same queues."""
 
     public: socket.socket
     admin: socket.socket
@@ -151,7 +151,7 @@ class Gateway:
         return n_cut
 
     def _check_leases(self) -> None:
-        """Tells of lapsed leases, which end traffic with or without this, and looks after requests."""
+        """Logs leases that ended (which end traffic in any case) and looks after requests."""
         loop = asyncio.get_running_loop()
         now = time.monotonic()
         for name in self._context.replicas.take_lapsed(now):

@@ -35,12 +35,10 @@ class Ending:
         self._older = self._newest = b""
 
     def note(self, data: bytes) -> None:
-        """`data` went to the client."""
         self._tail = (self._read_tail() + data[-_TAIL_BYTES:])[-_TAIL_BYTES:]
         self._older = self._newest = b""
 
     def note_chunks(self, data: bytes) -> None:
-        """`data`, which is whole chunks, went to the client."""
         self._older, self._newest = self._newest, data
         if len(data) > _KEPT_READ_BYTES:
             self.note(b"")

@@ -1,7 +1,4 @@
-"""What a launch is planned from and what it comes to, as frozen types. `launch` fills them, `solve` sizes GPUs.
-
-Every module of this package is pure: model facts come from `models` and `facts`, machine facts from a target.
-"""
+"""What a launch is planned from and what it comes to, as frozen types. Every module of this package is pure."""
 
 from __future__ import annotations
 
@@ -36,8 +33,8 @@ class Forecast(msgspec.Struct, frozen=True):
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """All that an engine's command line is made of. One plan serves every replica of a deployment.
-    A replica takes `n_nodes` machines with equally many ranks on each. `forecast` is None for what is not modelled."""
+    """All that an engine's command line is made of, the same for every replica of a deployment. A replica takes
+    `n_nodes` machines with equally many ranks on each; `forecast` is None for what is not modelled."""
 
     deployment: str
     served_names: tuple[str, ...]
@@ -66,7 +63,6 @@ class Plan(msgspec.Struct, frozen=True):
 
     @property
     def ranks_each(self) -> int:
-        """Ranks on each node."""
         return self.layout.n_ranks // self.n_nodes
 
 
@@ -77,10 +73,10 @@ def kv_bytes_per_token(model: ModelFacts, dtype_bytes: int = 2) -> int:
 
 
 class Key(msgspec.Struct, frozen=True):
-    """All that moves the memory of an engine beside weights, but for the layout. Equal keys: equal measurements.
+    """All that changes the memory of an engine besides weights and layout. Equal keys: equal measurements.
 
-    `model` is a fingerprint of its config.json. The share of the GPU and the longest request are not in it: they move
-    the KV cache, which follows from the rest. `more` are flags and variables whose effect planning does not know.
+    `model` is a fingerprint of its config.json. The share of the GPU and the longest request change only the KV cache,
+    which follows from the rest. `more` are flags and variables whose effect planning does not know.
     """
 
     model: str
@@ -98,5 +94,4 @@ class Key(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """The key as the name of a file."""
         return hashlib.sha256(msgspec.json.encode(self)).hexdigest()[:20]

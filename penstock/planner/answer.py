@@ -29,14 +29,13 @@ from penstock.planner.speed.estimate import Engine, Speed, estimate
 from penstock.spec.deployment import Parallel, Workload
 from penstock.text import GIB
 
-# A checkpoint's own bytes and what the config says may differ by this share before a warning says so.
+# A checkpoint's bytes and its config's may differ by this share without a warning.
 _MOST_DIFFERENCE = 0.01
 _CACHE_BYTES = {"fp8": 1.0, "fp8_e4m3": 1.0, "fp8_e5m2": 1.0, "nvfp4": 0.5625, "float32": 4.0}
 _THINK_TIME_S = 30.0
 
 
 def answer(inputs: SolveInputs, fit: MemoryFit, reason: str, refused: Iterable[Refused], warning: str | None) -> Sizing:
-    """The answer for one layout; `refused` are the others."""
     layout = fit.layout
     sizes = {"tensor": layout.tensor, "pipeline": layout.pipeline, "data": layout.data}
     speed = speed_of_fit(inputs, fit)
@@ -86,7 +85,6 @@ def _kv(inputs: SolveInputs, fit: MemoryFit) -> KvAnswer | None:
 
 
 def _memory(inputs: MemoryInputs, fit: MemoryFit) -> MemoryAnswer:
-    """Of the tightest stage, with what a version pays beside its budget (graphs, NCCL)."""
     overhead, left = fit.overheads[fit.tightest], fit.available[fit.tightest]
     return MemoryAnswer(
         total_gib=exact(inputs.total_bytes / GIB),
@@ -99,7 +97,6 @@ def _memory(inputs: MemoryInputs, fit: MemoryFit) -> MemoryAnswer:
 
 
 def _ranks(inputs: MemoryInputs, fit: MemoryFit) -> tuple[RankMemory, ...]:
-    """A bar for each rank class: every stage's cache has as many blocks as the fullest stage can hold."""
     if fit.kv is None:
         return ()
     bars = []
@@ -129,12 +126,12 @@ def _ranks(inputs: MemoryInputs, fit: MemoryFit) -> tuple[RankMemory, ...]:
 
 
 def speed_of_fit(inputs: SolveInputs, fit: MemoryFit) -> Speed | None:
-    """None for what does not run: there is no room, or the requests are longer than the engine takes."""
+    """None for what does not run: too little memory, or requests longer than the engine takes."""
     return speed_at(inputs, fit) if fit.fits and not inputs.is_too_long else None
 
 
 def speed_at(inputs: SolveInputs, fit: MemoryFit, workload: Workload | None = None) -> Speed:
-    """The speed of a layout at `workload`, or at the one that was asked."""
+    """At `workload`, or at the request's."""
     asked, settings = workload or inputs.workload, inputs.settings
     room = fit.kv.tokens // (asked.input_tokens + asked.output_tokens) if fit.kv else 1
     model_bytes = 4.0 if inputs.arch.dtype == "float32" else 2.0
@@ -167,7 +164,6 @@ def _users(inputs: SolveInputs, fit: MemoryFit) -> users.Users | None:
 
 
 def warnings(inputs: SolveInputs, sizing: Sizing, memory: Memory) -> Iterator[str]:
-    """What a reader of the answer should know."""
     yield from _difference(inputs)
     request, gpu, settings = inputs.request, inputs.fabric.gpu, inputs.settings
     if request.calibration is not None and sizing.layout is not None:
@@ -214,7 +210,6 @@ def _tightness(inputs: SolveInputs, fit: MemoryFit) -> Iterator[str]:
 
 
 def _difference(inputs: SolveInputs) -> Iterator[str]:
-    """The checkpoint's bytes against the config's. Prediction layers are on disk and not loaded."""
     facts = inputs.request.facts
     if not facts.index_bytes:
         return

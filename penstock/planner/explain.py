@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import NamedTuple
 
 import msgspec
 
@@ -20,27 +19,19 @@ _SEEN_GIB = 0.005  # what two decimals show
 _PUBLISHED_TOKENS = 128_000  # the length of the tables that people quote
 
 
-class Formula(NamedTuple):
-    """One thing that was counted: its name, and lines of arithmetic."""
-
-    name: str
-    lines: tuple[str, ...]
-
-
-def explanation(request: SizingRequest, sizing: Sizing) -> tuple[Formula, ...]:
-    """How the answer was counted, in the order of the view; empty for a layout that cannot be."""
+def explanation(request: SizingRequest, sizing: Sizing) -> dict[str, tuple[str, ...]]:
+    """How the answer was counted: lines of arithmetic by name, none for a layout that is not legal."""
     settings, weights, layout = sizing.settings, sizing.weights, sizing.layout
     if settings is None or weights is None or layout is None:
-        return ()
+        return {}
     arch = with_choice(dense.read(request.facts.config), request.quantization, request.dtype)
     arch = msgspec.structs.replace(arch, dtype=settings.dtype)
-    formulas = [Formula("weights", _weights(arch, weights, layout))]
-    formulas.append(Formula("one token", _token(arch, settings, sizing.kv)))
+    formulas = {"weights": _weights(arch, weights, layout), "one token": _token(arch, settings, sizing.kv)}
     if sizing.memory is not None:
-        formulas.append(Formula("budget", _budget(sizing.memory, settings, max(weights.per_gpu_gib))))
+        formulas["budget"] = _budget(sizing.memory, settings, max(weights.per_gpu_gib))
     if sizing.kv is not None and sizing.kv.num_blocks and sizing.kv.max_concurrency:
-        formulas.append(Formula("blocks", _blocks(sizing.kv, settings)))
-    return tuple(formulas)
+        formulas["blocks"] = _blocks(sizing.kv, settings)
+    return formulas
 
 
 def _weights(arch: Architecture, weights: WeightsAnswer, layout: Parallel) -> tuple[str, ...]:
@@ -68,12 +59,10 @@ def _weights(arch: Architecture, weights: WeightsAnswer, layout: Parallel) -> tu
 
 
 def _attentions(arch: Architecture) -> list[Attention]:
-    """Of the layers that have a cache of their own."""
     return [layer.attention for layer in arch.layers if layer.attention and layer.attention.shares_kv_with is None]
 
 
 def _token(arch: Architecture, settings: Settings, kv: KvAnswer | None) -> tuple[str, ...]:
-    """Layers of one kind are one term: 2 x 80 layers x 8 KV heads x 128 x 2 B."""
     total = model_bytes_per_token(arch, settings.kv_cache_dtype)
     held = _attentions(arch)
     is_plain = settings.kv_cache_dtype in ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2")

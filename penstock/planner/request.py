@@ -1,7 +1,4 @@
-"""The question and the answer of `penstock plan`, as frozen types. No arithmetic: `solve` fills them.
-
-`Sizing` up to `measured_on` is the JSON contract, field for field; `contract` cuts off what follows.
-"""
+"""The question and the answer of `penstock plan`, as frozen types: `solve` fills them."""
 
 from __future__ import annotations
 
@@ -18,11 +15,11 @@ from penstock.spec.deployment import Parallel
 
 
 class SizingRequest(msgspec.Struct, frozen=True):
-    """Everything `penstock plan` was asked. None means: not asked, the engine's or the planner's default holds.
+    """What `penstock plan` was asked. None: the engine's or the planner's default.
 
-    `gpu` is a catalogue id or a driver's name for it, `network` a catalogue id. `available_kv_gib` (one value, or one
-    per pipeline stage) replaces the memory estimate. `more_args` (words of the engine's command line) and `environment`
-    ("NAME=value") are handed on. `links` is how this machine joins its GPUs; None: as the catalogue's card.
+    `gpu` is a catalogue id or a driver's name, `network` a catalogue id. `available_kv_gib` (one value, or one per
+    pipeline stage) replaces the memory estimate. `more_args` (words of the engine's command line) and `environment`
+    ("NAME=value") are passed on. `links` is how this machine joins its GPUs; None: as the catalogue says.
     """
 
     facts: Facts
@@ -60,14 +57,9 @@ class SizingRequest(msgspec.Struct, frozen=True):
     links: Links | None = None
 
     @property
-    def has_fixed_layout(self) -> bool:
-        """Whether any of T, P, D was given: that layout alone is evaluated, the absent ones being 1."""
-        return any(size is not None for size in (self.tensor, self.pipeline, self.data))
-
-    @property
     def fixed_layout(self) -> Parallel | None:
-        """The one layout to evaluate, or None when the planner chooses."""
-        if not self.has_fixed_layout:
+        """The only layout to evaluate; absent sizes are 1. None: the planner chooses."""
+        if (self.tensor, self.pipeline, self.data) == (None, None, None):
             return None
         return Parallel(self.tensor or 1, self.pipeline or 1, self.data or 1, self.expert)
 
@@ -81,11 +73,8 @@ class WeightsAnswer(msgspec.Struct, frozen=True):
 
 
 class KvAnswer(msgspec.Struct, frozen=True):
-    """As vLLM computes and prints it, for one data-parallel rank.
-
-    `bytes_per_token` of the whole model, every layer and KV head once. `per_gpu_gib_one_request` is of max_model_len.
-    `tokens` is what vLLM prints as "GPU KV cache size", `max_concurrency` as "Maximum concurrency".
-    """
+    """As vLLM prints it for one data-parallel rank: `tokens` is its "GPU KV cache size", `max_concurrency` its "Maximum
+    concurrency". `bytes_per_token` is of the whole model, `per_gpu_gib_one_request` of max_model_len."""
 
     bytes_per_token: float
     block_size: int
@@ -108,8 +97,6 @@ class MemoryAnswer(msgspec.Struct, frozen=True):
 
 
 class SpeedAnswer(msgspec.Struct, frozen=True):
-    """At the asked prompt, output and concurrency, over the whole deployment (all data ranks)."""
-
     ttft_ms: Range
     tpot_ms: Range
     output_tokens_per_s: Range
@@ -117,8 +104,6 @@ class SpeedAnswer(msgspec.Struct, frozen=True):
 
 
 class RejectedLayout(msgspec.Struct, frozen=True):
-    """A layout that was not chosen; `reason` carries the number that refused it."""
-
     tensor: int
     pipeline: int
     data: int
@@ -167,10 +152,10 @@ class Settings(msgspec.Struct, frozen=True):
 
 
 class Sizing(msgspec.Struct, frozen=True):
-    """The answer. `layout` and what follows from it are None only when no layout is legal at all.
+    """The answer: the nearest legal layout where none fits, no layout where none is legal.
 
-    When none fits, the nearest legal one is the answer, with `fits` False. `memory` is None when --available-kv-gib
-    replaced the estimate. `measured_on`: the day of the earlier start whose values replace the estimates, if any.
+    `memory` is None when --available-kv-gib replaced the estimate. `measured_on`: the day of the earlier start whose
+    values replace the estimates, if any.
     """
 
     fits: bool
@@ -184,7 +169,7 @@ class Sizing(msgspec.Struct, frozen=True):
     warnings: tuple[str, ...] = ()
     engine_args: tuple[str, ...] = ()
     measured_on: str | None = None
-    # Below: for the terminal view and the picture.
+    # Not in the JSON: for the terminal view and the picture.
     settings: Settings | None = None
     ranks: tuple[RankMemory, ...] = ()
     levers: tuple[Lever, ...] = ()
@@ -192,13 +177,13 @@ class Sizing(msgspec.Struct, frozen=True):
     is_refused: bool = False  # the engine would not start, whatever the memory
 
 
-_FOR_THE_EYE = ("settings", "ranks", "levers", "users", "is_refused")
+_VIEW_FIELDS = ("settings", "ranks", "levers", "users", "is_refused")
 
 
 def contract(sizing: Sizing) -> dict[str, Any]:
-    """The JSON of `penstock plan --json`: exactly the fields of the contract, in its order."""
+    """The JSON of `penstock plan --json`: the fields up to `measured_on`, in this order."""
     plain: dict[str, Any] = msgspec.to_builtins(sizing)
-    return {key: value for key, value in plain.items() if key not in _FOR_THE_EYE}
+    return {key: value for key, value in plain.items() if key not in _VIEW_FIELDS}
 
 
 def stage_letter(stage: int) -> str:

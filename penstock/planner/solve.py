@@ -1,4 +1,4 @@
-"""The planner: a request with its facts in, a `Sizing` out. Puts the parts of this package together. Pure."""
+"""The planner: a request with its facts in, a `Sizing` out. Pure."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def sizing_of(
     `measured` are the starts that are kept under `key_of` the request, by layout: they replace the estimates."""
     inputs = inputs_of(request, gpu, network, measured or {})
     memory = Memory(inputs.memory)
-    sizing = _fixed(inputs, memory) if request.has_fixed_layout else _chosen(inputs, memory)
+    sizing = _fixed(inputs, memory) if request.fixed_layout else _chosen(inputs, memory)
     warned = (*sizing.warnings, *warnings(inputs, sizing, memory))
     if not inputs.stops:
         return msgspec.structs.replace(sizing, warnings=warned)
@@ -128,7 +128,6 @@ def _why_it_fits(fit: MemoryFit) -> str:
 
 
 def _why_not(one: Candidate, best: Candidate, request: SizingRequest) -> str:
-    """Why a layout that fits was not taken, with the numbers."""
     if one.misses > best.misses:
         ttft, tpot = one.speed.ttft_ms.likely, one.speed.tpot_ms.likely
         targets = (("TTFT", request.ttft_ms), ("TPOT", request.tpot_ms))

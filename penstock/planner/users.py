@@ -1,7 +1,7 @@
-"""How many people a deployment serves, and the first limit that they hit. Pure arithmetic over speed and KV cache.
+"""How many people a deployment serves, and the first limit that they reach. Pure.
 
-A person thinks for Z seconds, asks, and waits R seconds for the whole answer: N x R / (R + Z) of N people are being
-answered at any moment (the interactive response time law), so C requests at once serve C x (R + Z) / R people.
+A person thinks for Z seconds, asks, and waits R seconds for the whole answer: by the interactive response time law
+C requests at once serve C x (R + Z) / R people.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from penstock.spec.deployment import Workload
 
 
 class Person(msgspec.Struct, frozen=True):
-    """One user. context_tokens: the conversation so far with the answer, what KV cache must hold while it is made;
-    new_tokens: of it what must be read in anew each turn (the rest is in the prefix cache; None: all of it)."""
+    """One user. context_tokens: the conversation with the answer, in the KV cache; new_tokens: what must be
+    read again each turn (the rest is in the prefix cache; None: all of it)."""
 
     context_tokens: int = 4000
     reply_tokens: int = 300
@@ -27,14 +27,14 @@ class Person(msgspec.Struct, frozen=True):
 
 
 class Capacity(msgspec.Struct, frozen=True):
-    """What the deployment has, over all data ranks: tokens of KV cache, requests at once that the engine takes."""
+    """Of the deployment, over all data ranks."""
 
     kv_tokens: int
     max_num_seqs: int
 
 
 class Users(msgspec.Struct, frozen=True):
-    """`n_users` people, `n_at_once` of them waiting `response_s` for an answer; `first_limit` stops one more."""
+    """`n_users` people, `n_at_once` of them waiting `response_s`; `first_limit` stops one more."""
 
     n_users: Range
     n_at_once: int
@@ -73,7 +73,6 @@ def users(person: Person, capacity: Capacity, workload: Workload, speed_at: Call
 
 
 def _room(person: Person, capacity: Capacity) -> tuple[int, str]:
-    """(requests at once that memory and the engine's setting allow, which of the two stops one more)."""
     by_cache = capacity.kv_tokens // max(1, person.context_tokens)
     if by_cache <= capacity.max_num_seqs:
         return (
@@ -84,7 +83,6 @@ def _room(person: Person, capacity: Capacity) -> tuple[int, str]:
 
 
 def _missed(speed: Speed, workload: Workload) -> str:
-    """The target that the likely speed misses, with both numbers; empty when all are met."""
     rows = (
         ("time to first token", speed.ttft_ms.likely, workload.ttft_ms),
         ("time per token", speed.tpot_ms.likely, workload.tpot_ms),

@@ -1,7 +1,4 @@
-"""What a gateway can be set to: the deployment file's `gateway` block, and the settings of the gateway's own file.
-
-Both inherit `GatewaySettings`, so that a field, its default and its problems exist once. Pure.
-"""
+"""Settings of a gateway: the deployment file's `gateway` block and the gateway's own file both inherit them. Pure."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 
 
 class Price(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """US dollars per million tokens; `cached` (prompt tokens that were in the cache) is as `input` when absent."""
+    """US dollars per million tokens; `cached`: prompt tokens from the cache, as `input` when absent."""
 
     input: float
     output: float
@@ -41,11 +38,10 @@ class Price(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What one client may take. `total_s` absent: a request may last as long as its engine works.
+    """Limits of one client. `n_connections` is per worker.
 
     `idle_s`: between requests; `head_s`: for a request's head; `body_s`: between two pieces of its body; `stall_s`: a
-    client that reads nothing of a response; `total_s`: from a request's first byte to the end of its answer.
-    `n_connections` is per worker.
+    client that reads nothing; `total_s`: from a request's first byte to the end of its answer.
     """
 
     head_bytes: int = 32 * KIB
@@ -62,7 +58,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class QueueBounds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Bounds of the queue in which requests wait for a replica, per worker; a request beyond them gets 429.
 
-    `key_share`: the part of the queue that requests of one key may fill, so that other keys find room.
+    `key_share`: the part of the queue that requests of one key may fill.
     """
 
     n_requests: int = 4096
@@ -73,8 +69,8 @@ class QueueBounds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Upstream(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A running engine that penstock did not start: `url` is http://HOST:PORT or unix:/path.
 
-    `model` may be absent where one model is served. The engine's own key is read from `key_file` (mode 600) or from
-    the environment variable `key_env` of the gateway.
+    `model` may be absent where one model is served. The engine's key comes from `key_file` (mode 600) or from the
+    environment variable `key_env` of the gateway.
     """
 
     url: str
@@ -84,8 +80,6 @@ class Upstream(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class GatewaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Settings of every gateway, whoever starts it."""
-
     hold_s: float = 60.0
     drain_s: float = 120.0
     store: str | None = None
@@ -103,7 +97,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
 
 def setting_problems(settings: GatewaySettings, needs_key: bool) -> Iterator[Problem]:
-    """What types do not catch, with paths inside the block."""
+    """Problems that types do not catch, with paths inside the block."""
     if not 1 <= settings.workers <= MAX_WORKERS:
         yield Problem("workers", f"{settings.workers} is not from 1 to {MAX_WORKERS}")
     if settings.max_in_flight is not None and settings.max_in_flight < 1:
@@ -138,7 +132,7 @@ def _bound_problems(settings: GatewaySettings) -> Iterator[Problem]:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host can be reached from its own machine only. Names are not resolved."""
+    """Whether only this machine can reach the host. Names are not resolved."""
     if host == "localhost":
         return True
     try:

@@ -1,8 +1,4 @@
-"""What a node announces to the gateway about its replica, on every target alike.
-
-A ready engine announces itself to the gateway's admin address and renews a lease; the controller reads the same
-facts back. No shared file system is needed. The gateway keeps announcements; it never starts or ends anything.
-"""
+"""What a node announces to the gateway about its replica, and what the controller reads back."""
 
 from __future__ import annotations
 
@@ -39,7 +35,7 @@ class Restart(msgspec.Struct, frozen=True):
 
 
 class Process(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A process that stays recognisable after its pid is reused: pid and start (seconds since boot) together."""
+    """A process that stays recognisable after its pid is reused: `started_at` is in seconds since boot."""
 
     pid: int
     started_at: float
@@ -94,8 +90,6 @@ class Post(msgspec.Struct, frozen=True):
 
 
 class PostView(msgspec.Struct, frozen=True):
-    """A post and how long ago it came."""
-
     post: Post
     age_s: float
 
@@ -164,8 +158,6 @@ class ReplicaView(msgspec.Struct, frozen=True):
 
 
 class GatewayView(msgspec.Struct, frozen=True):
-    """The answer of GET /admin/replicas."""
-
     replicas: tuple[ReplicaView, ...]
     in_flight_total: int
     waiting: int

@@ -1,11 +1,8 @@
-"""A small synchronous client for OpenAI's API and for our own JSON: streams, keeps times, explains failures.
-
-It uses the standard library's http.client, which knows no proxies. `OPENAI_BASE_URL` and the like are read by
-callers. One connection per call: what is slow to open belongs to a load generator, not to a chat.
-"""
+"""A small synchronous client for OpenAI's API and for our own JSON. One connection per call, no proxies."""
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import socket
@@ -71,7 +68,7 @@ Stream = Generator[Chunk | Reply, None, None]  # chunks, then one reply
 
 
 class HttpError(PenstockError):
-    """The server answered with an error status; the message carries its own words."""
+    """The server answered with an error status; the message carries the server's words."""
 
     def __init__(
         self, message: str, status: int, *, hint: str | None = None, retry_after_s: float | None = None
@@ -131,7 +128,6 @@ class Client:
         self._root = _root(parts.path)
 
     def models(self) -> tuple[ModelCard, ...]:
-        """What the server serves."""
         answer = self.get_json("/v1/models")
         rows = answer.get("data") if isinstance(answer, dict) else None
         if not isinstance(rows, list):
@@ -142,87 +138,56 @@ class Client:
             if isinstance(row, dict)
         )
 
-    def chat(
-        self,
-        messages: Sequence[Message],
-        model: str | None = None,
-        max_tokens: int | None = None,
-        temperature: float | None = None,
-        extra: Mapping[str, object] | None = None,
-    ) -> Reply:
-        """One answer to a conversation, not streamed. Without `model` the server takes its only one."""
-        return self._whole(
-            "/v1/chat/completions", _body({"messages": [*messages]}, model, max_tokens, temperature, extra)
-        )
+    def chat(self, messages: Sequence[Message], model: str | None = None, **fields: object) -> Reply:
+        """One answer to a conversation, not streamed. Without `model` the server takes its only one.
 
-    def complete(
-        self,
-        prompt: str,
-        model: str | None = None,
-        max_tokens: int | None = None,
-        temperature: float | None = None,
-        extra: Mapping[str, object] | None = None,
-    ) -> Reply:
-        """The continuation of `prompt`, not streamed."""
-        return self._whole("/v1/completions", _body({"prompt": prompt}, model, max_tokens, temperature, extra))
+        `fields`: others of the API's (max_tokens, temperature, ...); None is left to the server.
+        """
+        return self._whole("/v1/chat/completions", {"messages": [*messages], "model": model} | fields)
 
-    def stream_chat(
-        self,
-        messages: Sequence[Message],
-        model: str | None = None,
-        max_tokens: int | None = None,
-        temperature: float | None = None,
-        extra: Mapping[str, object] | None = None,
-    ) -> Stream:
+    def complete(self, prompt: str, model: str | None = None, **fields: object) -> Reply:
+        return self._whole("/v1/completions", {"prompt": prompt, "model": model} | fields)
+
+    def stream_chat(self, messages: Sequence[Message], model: str | None = None, **fields: object) -> Stream:
         """Chunks as they come, then one Reply. Closing the iterator early closes the connection: the engine stops."""
-        body = _body({"messages": [*messages]}, model, max_tokens, temperature, extra)
-        return self._stream("/v1/chat/completions", body)
+        return self._stream("/v1/chat/completions", {"messages": [*messages], "model": model} | fields)
 
-    def stream_complete(
-        self,
-        prompt: str,
-        model: str | None = None,
-        max_tokens: int | None = None,
-        temperature: float | None = None,
-        extra: Mapping[str, object] | None = None,
-    ) -> Stream:
+    def stream_complete(self, prompt: str, model: str | None = None, **fields: object) -> Stream:
         """As `stream_chat`, for a raw prompt."""
-        return self._stream("/v1/completions", _body({"prompt": prompt}, model, max_tokens, temperature, extra))
+        return self._stream("/v1/completions", {"prompt": prompt, "model": model} | fields)
 
     def get_json(self, path: str, headers: Mapping[str, str] | None = None) -> Any:
         """The JSON behind GET `path` ("/admin/replicas"). Raises HttpError, NoAnswer or PenstockError."""
         return self._json("GET", path, None, headers)
 
     def get_text(self, path: str) -> str:
-        """The body of GET `path` as text ("/metrics", "/health"); raises as `get_json` does."""
-        with _Exchange(self, "GET", path, None, None) as response:
-            return response.read().decode("utf-8", "replace")
+        """As `get_json`, as text ("/metrics", "/health")."""
+        return self.send("GET", path).decode("utf-8", "replace")
 
     def post_json(self, path: str, body: object, headers: Mapping[str, str] | None = None) -> Any:
         """The JSON that answers POST `path`. `body` may be anything msgspec encodes, our structs included."""
         return self._json("POST", path, msgspec.json.encode(body), headers)
 
     def send(self, method: str, path: str, body: bytes | None = None) -> bytes:
-        """The body that answers any other method; raises as `get_json` does."""
-        with _Exchange(self, method, path, body, None) as response:
+        with self._exchange(method, path, body) as response:
             return response.read()
 
     def _json(self, method: str, path: str, body: bytes | None, headers: Mapping[str, str] | None) -> Any:
-        with _Exchange(self, method, path, body, headers) as response:
+        with self._exchange(method, path, body, headers) as response:
             return _decode(response.read(), f"{method} {self.base_url}{path}")
 
-    def _whole(self, path: str, body: dict[str, object]) -> Reply:
+    def _whole(self, path: str, fields: Mapping[str, object]) -> Reply:
         sent_at = self._clock()
-        with _Exchange(self, "POST", path, msgspec.json.encode(body), None) as response:
+        with self._exchange("POST", path, _encode(fields)) as response:
             answer = _decode(response.read(), f"POST {self.base_url}{path}")
             tally = _Tally(response)
         tally.take(answer)
         return tally.reply(self._clock() - sent_at)
 
-    def _stream(self, path: str, body: dict[str, object]) -> Stream:
-        body |= {"stream": True, "stream_options": {"include_usage": True}}
+    def _stream(self, path: str, fields: Mapping[str, object]) -> Stream:
         sent_at = self._clock()
-        with _Exchange(self, "POST", path, msgspec.json.encode(body), None) as response:
+        body = _encode({**fields, "stream": True, "stream_options": {"include_usage": True}})
+        with self._exchange("POST", path, body) as response:
             tally = _Tally(response)
             for event in _events(response):
                 for text, is_reasoning in tally.take(event):
@@ -231,104 +196,75 @@ class Client:
                     yield chunk
             reply = tally.reply(self._clock() - sent_at)
         if reply.finish_reason is None:
-            raise _broken_off(tally)
+            detail = f"The stream ended without a finish reason after {len(reply.text)} characters."
+            message = "the answer broke off: the server ended the stream early"
+            raise PenstockError(message, detail=detail, is_retryable=True)
         yield reply
 
-
-class _Exchange:
-    """One request and its response as a context: every failure inside becomes a PenstockError, every exit closes."""
-
-    def __init__(
-        self, client: Client, method: str, path: str, body: bytes | None, headers: Mapping[str, str] | None
-    ) -> None:
-        self._client = client
-        self._method, self._path, self._body = method, path, body
-        self._headers = {"accept": "application/json, text/event-stream", "user-agent": f"penstock/{__version__}"}
+    @contextlib.contextmanager
+    def _exchange(
+        self, method: str, path: str, body: bytes | None, headers: Mapping[str, str] | None = None
+    ) -> Iterator[http.client.HTTPResponse]:
+        """One request and its response: every failure inside becomes a PenstockError, every exit closes."""
+        lines = {"accept": "application/json, text/event-stream", "user-agent": f"penstock/{__version__}"}
         if body is not None:
-            self._headers["content-type"] = "application/json"
-        if client.api_key:
-            self._headers["authorization"] = f"Bearer {client.api_key}"
-        self._headers |= headers or {}
-        self._connection: http.client.HTTPConnection | None = None
-        self._response: http.client.HTTPResponse | None = None
-        self._is_connected = False
-
-    def __enter__(self) -> http.client.HTTPResponse:
-        try:
-            response = self._send()
-            if response.status >= 400:
-                raise self._http_error(response)
-            return response
-        except (OSError, http.client.HTTPException) as exc:
-            self._close()
-            raise self._explain(exc) from exc
-        except BaseException:  # an interrupt included: the connection is the engine's sign to stop
-            self._close()
-            raise
-
-    def __exit__(self, kind: object, exc: BaseException | None, trace: object) -> None:
-        self._close()
-        if isinstance(exc, OSError | http.client.HTTPException):
-            raise self._explain(exc) from exc
-
-    def _send(self) -> http.client.HTTPResponse:
-        client = self._client
-        if client._is_tls:
-            self._connection = http.client.HTTPSConnection(
-                client._host, client._port, timeout=client.timeout_s, context=tls_context(client._is_insecure)
+            lines["content-type"] = "application/json"
+        if self.api_key:
+            lines["authorization"] = f"Bearer {self.api_key}"
+        if self._is_tls:
+            context = tls_context(self._is_insecure)
+            connection: http.client.HTTPConnection = http.client.HTTPSConnection(
+                self._host, self._port, timeout=self.timeout_s, context=context
             )
         else:
-            self._connection = http.client.HTTPConnection(client._host, client._port, timeout=client.timeout_s)
-        self._connection.connect()
-        self._is_connected = True
-        self._connection.request(self._method, client._root + self._path, self._body, self._headers)
-        self._response = self._connection.getresponse()
-        return self._response
+            connection = http.client.HTTPConnection(self._host, self._port, timeout=self.timeout_s)
+        doing = "could not connect to"
+        try:
+            with contextlib.closing(connection):
+                connection.connect()
+                doing = "lost the connection to"
+                connection.request(method, self._root + path, body, lines | dict(headers or {}))
+                # Closed too: a response that ends with its connection has taken the socket over.
+                with connection.getresponse() as response:
+                    if response.status >= 400:
+                        raise self._http_error(path, response)
+                    yield response
+        except (OSError, http.client.HTTPException) as exc:
+            raise self._explain(exc, doing) from exc
 
-    def _close(self) -> None:
-        # Both: a response that ends with its connection has taken the socket over.
-        if self._response is not None:
-            self._response.close()
-        if self._connection is not None:
-            self._connection.close()
-
-    def _http_error(self, response: http.client.HTTPResponse) -> HttpError:
-        said = _server_message(response.read(_PIECE_BYTES)) or response.reason
+    def _http_error(self, path: str, response: http.client.HTTPResponse) -> HttpError:
+        words = _server_message(response.read(_PIECE_BYTES)) or response.reason
         after = response.getheader("retry-after", "")
         return HttpError(
-            f"{self._client.base_url}{self._path} answered {response.status}: {said}",
+            f"{self.base_url}{path} answered {response.status}: {words}",
             response.status,
             hint="Check the API key." if response.status == 401 else None,
             retry_after_s=float(after) if after.isdigit() else None,
         )
 
-    def _explain(self, exc: OSError | http.client.HTTPException) -> PenstockError:
+    def _explain(self, exc: OSError | http.client.HTTPException, doing: str) -> PenstockError:
         """A connection's failure in words, and whether to try again."""
-        where = self._client.base_url
+        where = self.base_url
         if isinstance(exc, TimeoutError):
-            waited = show_seconds(self._client.timeout_s)
-            return NoAnswer(f"no answer from {where} within {waited}", is_retryable=True)
+            return NoAnswer(f"no answer from {where} within {show_seconds(self.timeout_s)}", is_retryable=True)
         if isinstance(exc, ConnectionRefusedError):
             hint = "Nothing listens there: is it running?"
             return PenstockError(f"could not connect to {where}: connection refused", hint=hint, is_retryable=True)
         if isinstance(exc, socket.gaierror):
             return PenstockError(f"cannot find the host of {where}: {exc.strerror}")
         if isinstance(exc, ssl.SSLError):
-            hint = "For a certificate of your own: SSL_CERT_FILE=cert.pem, and a host name that stands in it."
+            hint = "For your own certificate: SSL_CERT_FILE=cert.pem, and a host name that the certificate names."
             reason = getattr(exc, "verify_message", None) or exc.reason or exc
             return PenstockError(f"cannot make a secure connection to {where}: {reason}", hint=hint)
         what = "the connection was closed" if isinstance(exc, http.client.IncompleteRead) else str(exc) or repr(exc)
-        doing = "lost the connection to" if self._is_connected else "could not connect to"
         return PenstockError(f"{doing} {where}: {what}", is_retryable=True)
 
 
 class _Tally:
-    """What a server has said of one answer so far."""
-
     def __init__(self, response: http.client.HTTPResponse) -> None:
-        self.replica = response.getheader("x-penstock-replica")
-        self.request_id = response.getheader("x-request-id")
-        self.texts: list[str] = []
+        self._replica = response.getheader("x-penstock-replica")
+        self._request_id = response.getheader("x-request-id")
+        self._texts: list[str] = []
         self._finish_reason: str | None = None
         self._model: str | None = None
         self._prompt_tokens: int | None = None
@@ -337,7 +273,7 @@ class _Tally:
         self._last_at_s = 0.0
 
     def take(self, answer: Any) -> list[tuple[str, bool]]:
-        """Notes one JSON answer or chunk; gives its pieces of text, and whether each is reasoning."""
+        """Adds one JSON answer or chunk; returns its pieces of text, and whether each is reasoning."""
         if not isinstance(answer, dict):
             raise PenstockError("cannot read the answer: not a JSON object")
         if answer.get("error"):
@@ -353,37 +289,31 @@ class _Tally:
         reasoning = part.get("reasoning") or part.get("reasoning_content")  # vLLM's old name
         text = part.get("content") or choice.get("text")
         if text:
-            self.texts.append(text)
+            self._texts.append(text)
         return [(piece, piece is reasoning) for piece in (reasoning, text) if piece]
 
     def mark(self, at_s: float) -> None:
-        """A piece came."""
         self._first_at_s = at_s if self._first_at_s is None else self._first_at_s
         self._last_at_s = at_s
 
     def reply(self, duration_s: float) -> Reply:
+        seconds = self._last_at_s - (self._first_at_s or 0.0)
+        has_speed = seconds > 0 and self._output_tokens is not None and self._output_tokens > 1
         return Reply(
-            text="".join(self.texts),
+            text="".join(self._texts),
             finish_reason=self._finish_reason,
             prompt_tokens=self._prompt_tokens,
             output_tokens=self._output_tokens,
             ttft_s=self._first_at_s,
             duration_s=duration_s,
-            tokens_per_s=self._tokens_per_s(),
-            replica=self.replica,
-            request_id=self.request_id,
+            tokens_per_s=((self._output_tokens or 0) - 1) / seconds if has_speed else None,
+            replica=self._replica,
+            request_id=self._request_id,
             model=self._model,
         )
 
-    def _tokens_per_s(self) -> float | None:
-        if self._output_tokens is None or self._first_at_s is None:
-            return None
-        seconds = self._last_at_s - self._first_at_s
-        return (self._output_tokens - 1) / seconds if seconds > 0 and self._output_tokens > 1 else None
-
 
 def _events(response: http.client.HTTPResponse) -> Iterator[Any]:
-    """The JSON of each event until [DONE] or the end of the body."""
     parser = Parser()
     while True:
         piece = response.read1(_PIECE_BYTES)
@@ -396,20 +326,11 @@ def _events(response: http.client.HTTPResponse) -> Iterator[Any]:
 
 
 def _object(value: object) -> dict[str, Any]:
-    """A part of foreign JSON that should be an object, or an empty one."""
     return value if isinstance(value, dict) else {}
 
 
-def _body(
-    prompt: dict[str, object],
-    model: str | None,
-    max_tokens: int | None,
-    temperature: float | None,
-    extra: Mapping[str, object] | None,
-) -> dict[str, object]:
-    """A request's JSON: what is None is left to the server."""
-    asked = {"model": model, **prompt, "max_tokens": max_tokens, "temperature": temperature}
-    return {key: value for key, value in asked.items() if value is not None} | dict(extra or {})
+def _encode(fields: Mapping[str, object]) -> bytes:
+    return msgspec.json.encode({name: value for name, value in fields.items() if value is not None})
 
 
 def _decode(body: bytes, source: str) -> Any:
@@ -421,7 +342,7 @@ def _decode(body: bytes, source: str) -> Any:
 
 
 def _server_message(body: bytes) -> str:
-    """The words in an error body, whatever its form: OpenAI's object, a bare string, {"detail": ...} or plain text."""
+    """The message in an error body: OpenAI's object, a bare string, {"detail": ...} or plain text."""
     try:
         answer = json.loads(body)
     except ValueError:
@@ -434,12 +355,6 @@ def _message_of(answer: dict[str, Any]) -> str:
     if isinstance(error, dict):
         error = error.get("message") or error
     return " ".join(str(error).split())
-
-
-def _broken_off(tally: _Tally) -> PenstockError:
-    n_chars = sum(map(len, tally.texts))
-    detail = f"The stream ended without a finish reason after {n_chars} characters."
-    return PenstockError("the answer broke off: the server ended the stream early", detail=detail, is_retryable=True)
 
 
 def _root(path: str) -> str:

@@ -70,8 +70,6 @@ class ProtocolError(Exception):
 
 
 class End(enum.Enum):
-    """The event after the last body byte of a message."""
-
     END = enum.auto()
 
 
@@ -113,7 +111,6 @@ class Head:
         return lines
 
     def with_length(self, length: int) -> Head:
-        """The same message head with another content-length."""
         raise NotImplementedError
 
     def _values(self) -> tuple[object, ...]:
@@ -180,7 +177,6 @@ def _put_length(headers: Headers, length: int) -> Headers:
 
 
 def find_header(headers: Headers, name: bytes) -> bytes | None:
-    """The first value of `name` (lower case)."""
     for key, value in headers:
         if key == name:
             return value
@@ -252,7 +248,6 @@ def parse_request(head: bytes, max_headers: int = MAX_HEADERS) -> RequestHead:
 
 
 def parse_response(head: bytes) -> ResponseHead:
-    """The response head in `head`, without its closing blank line. Raises ProtocolError."""
     lines = head.split(b"\r\n")
     headers, special = _read_headers(lines, MAX_HEADERS)
     line = _STATUS_LINE.fullmatch(lines[0])
@@ -271,7 +266,7 @@ _Special = dict[bytes, list[bytes]]
 
 
 def _read_headers(lines: list[bytes], max_headers: int) -> tuple[Headers, _Special]:
-    """All headers after the first line, and the values of those that say how to read the message."""
+    """All headers, and the values of those that say how to read the message."""
     if len(lines) - 1 > max_headers:
         raise ProtocolError(431, f"more than {max_headers} header lines")
     get, read = _known.headers.get, _known.read_header
@@ -327,7 +322,6 @@ class BodyReader:
         return self._n_left is None and not self._is_chunked
 
     def take(self, data: bytes, at: int) -> tuple[bytes, int]:
-        """The body bytes of `data` from `at` on, and where they end. Raises ProtocolError."""
         if self._is_chunked:
             return self._take_chunks(data, at)
         if self._n_left is None:
@@ -472,12 +466,11 @@ class Reader(Generic[HeadT]):
 
     @property
     def is_between_chunks(self) -> bool:
-        """Whether the next byte begins a chunk of a chunked body."""
         return self._body is not None and self._at == len(self._data) and self._body.is_between_chunks
 
     @property
     def may_end_here(self) -> bool:
-        """Whether the peer's closing would end the present message properly."""
+        """Whether closing the connection now would end the message properly."""
         return self._body is not None and self._body.ends_with_connection
 
     def feed(self, data: bytes) -> None:
@@ -565,12 +558,11 @@ class Reader(Generic[HeadT]):
 
 
 def write_response_head(status: int, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """The head's bytes. Headers must come from a parsed head, or be known to hold no line end."""
+    """Headers must come from a parsed head, or be known to hold no line end."""
     return STATUS_LINE[status] + b"".join([b"%s: %s\r\n" % header for header in headers]) + b"\r\n"
 
 
 def write_request_head(method: bytes, target: bytes, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """As write_response_head, for a request."""
     lines = b"".join([b"%s: %s\r\n" % header for header in headers])
     return b"%s %s HTTP/1.1\r\n%s\r\n" % (method, target, lines)
 

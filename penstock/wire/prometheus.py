@@ -1,4 +1,4 @@
-"""Prometheus text, read. Series are summed over their labels: the totals of one process are what we compare."""
+"""Reads Prometheus text. Series are summed over their labels: what is compared are totals of one process."""
 
 from __future__ import annotations
 

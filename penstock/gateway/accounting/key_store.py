@@ -1,10 +1,7 @@
 """API keys in the store. Every call blocks.
 
-Secrets are 256 random bits, so one SHA-256 is the right hash: nobody can try them all, and a slow hash (made for words
-that people choose) would cost every request its milliseconds. What is kept besides the hash is the last four letters.
-
-The revision in the table meta grows with every change of a key: a gateway that keeps the keys in memory reads one row
-to know whether they are still the same.
+Secrets are 256 random bits, so one SHA-256 is the right hash: a slow hash would cost every request milliseconds.
+The revision in table meta grows with every change of a key: a gateway reads one row to know whether to read all keys.
 """
 
 from __future__ import annotations
@@ -28,7 +25,7 @@ _FAR_FUTURE = 2.0**40  # seconds; years that calendars of programs still write
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """What a key may do; None is no limit. `models` empty: every model. `budget_usd` is for a calendar month (UTC)."""
+    """Limits of a key; None is no limit. `models` empty: every model. `budget_usd` is for a calendar month (UTC)."""
 
     models: tuple[str, ...] = ()
     rpm: int | None = None
@@ -39,7 +36,7 @@ class Limits(msgspec.Struct, frozen=True):
 
 
 class Secret(msgspec.Struct, frozen=True):
-    """One secret of a key: its SHA-256 (lower-case hex), how it ends, and until when it is good."""
+    """One secret of a key: its SHA-256 in lower-case hex and its last four characters."""
 
     hash: str
     ending: str
@@ -47,7 +44,7 @@ class Secret(msgspec.Struct, frozen=True):
 
 
 class ApiKey(msgspec.Struct, frozen=True):
-    """A key as kept; times are Unix seconds."""
+    """A stored key; times are Unix seconds."""
 
     id: str
     name: str
@@ -58,7 +55,6 @@ class ApiKey(msgspec.Struct, frozen=True):
 
 
 def new_secret() -> str:
-    """A new API key."""
     return f"sk-{secrets.token_urlsafe(_KEY_BYTES)}"
 
 
@@ -67,7 +63,7 @@ def hash_of(secret: str) -> str:
 
 
 def check_new_key(name: str, limits: Limits, now: float) -> None:
-    """Raises UserError with all that is wrong with a key to be made."""
+    """Raises UserError with all problems of a new key."""
     problems = []
     if not _KEY_NAME.fullmatch(name):
         problems.append("name: 1 to 64 of letters, digits and . _ @ : -, not beginning with - or key_")
@@ -92,7 +88,7 @@ class KeyStore:
         self._database = database
 
     def create(self, name: str, limits: Limits, now: float) -> tuple[ApiKey, str]:
-        """A new key and its secret, which is nowhere else.  Raises UserError for a name that is taken."""
+        """A new key and its secret, which is not stored. Raises UserError for a name that is taken."""
         secret = new_secret()
         with self._writing_keys():
             if any(key.name == name and key.revoked_at is None for key in self.all()):
@@ -107,7 +103,7 @@ class KeyStore:
             return self.find(key.id), secret
 
     def rotate(self, name_or_id: str, grace_s: float, now: float) -> tuple[ApiKey, str]:
-        """A new secret for a key; the old ones are good for `grace_s` more."""
+        """A new secret for a key; the old ones stay valid for `grace_s`."""
         secret = new_secret()
         with self._writing_keys():
             key = self.find(name_or_id)
@@ -127,7 +123,7 @@ class KeyStore:
         return msgspec.structs.replace(key, revoked_at=now)
 
     def find(self, name_or_id: str) -> ApiKey:
-        """The living key of that name or id.  Raises UserError with the nearest name."""
+        """The valid key of that name or id. Raises UserError with the nearest name."""
         living = [key for key in self.all() if key.revoked_at is None]
         for key in living:
             if name_or_id in (key.name, key.id):
@@ -155,7 +151,6 @@ class KeyStore:
         ]
 
     def revision(self) -> int:
-        """Another number than before when a key was changed, by whomever."""
         return int(self._database.all("SELECT value FROM meta WHERE name = 'keys_revision'")[0][0])
 
     def _add_secret(self, key_id: str, secret: str, now: float) -> None:

@@ -21,8 +21,7 @@ _MAX_KNOWN: Final = 1024  # headers
 
 
 def bearer(authorization: bytes | None) -> bytes | None:
-    """The credential in an Authorization header's value, when it is a bearer one."""
-    if authorization is not None and authorization[:7] == b"Bearer ":  # as good as always; the rest is for the others
+    if authorization is not None and authorization[:7] == b"Bearer ":  # nearly always
         return authorization[7:].strip(b" ") or None
     scheme, _, credential = (authorization or b"").partition(b" ")
     return credential.strip(b" ") if scheme.lower() == b"bearer" and credential else None
@@ -38,7 +37,7 @@ def credential(head: RequestHead) -> bytes | None:
 
 
 class KeyHolder(msgspec.Struct, frozen=True):
-    """Whom a key belongs to, as requests are judged: `secret_until` is when the secret that was sent ends."""
+    """The key of a request. `secret_until` is when the secret that was sent expires."""
 
     id: str
     name: str
@@ -47,18 +46,15 @@ class KeyHolder(msgspec.Struct, frozen=True):
     secret_until: float
 
     def may_use(self, *names: str | None) -> bool:
-        """Whether one of these names of a model is among the key's."""
         return not self.models or not self.models.isdisjoint(names)
 
 
 class Keyring:
-    """All keys that are good, in memory, found by the SHA-256 of what was sent.
+    """All valid keys, in memory, found by the SHA-256 of what was sent.
 
-    The index is the first half of that hash, and the whole is then compared in constant time. Lookup time leaks only
-    bits of the hash of the submitted key, which an attacker cannot choose.
-
-    Headers that were good are found again without hashing (3.4 us of a busy gateway's request): by Python's own keyed
-    hash of bytes, which an attacker cannot choose either. They are a few, and forgotten when any key changes.
+    The index is the first half of that hash; the whole hash is then compared in constant time. Lookup time leaks only
+    bits of the hash of the submitted key, which an attacker cannot choose. Headers that were valid are found again
+    without hashing (3.4 us of a busy gateway's request), until any key changes.
     """
 
     def __init__(self, key_hashes: Sequence[str], totals: Totals) -> None:
@@ -70,11 +66,8 @@ class Keyring:
         self.replace((), 0.0)
 
     def replace(self, keys: Sequence[ApiKey], now: float) -> None:
-        """Takes these keys for those before, but for the ones of the config. `now` is monotonic.
-
-        A key whose limits are the same keeps its buckets.
-        """
-        found: dict[bytes, tuple[bytes, KeyHolder]] = {}
+        """Replaces all keys but those of the config. `now` is monotonic. A key whose limits stay keeps its buckets."""
+        by_half: dict[bytes, tuple[bytes, KeyHolder]] = {}
         quotas: dict[str, tuple[Limits, Quota]] = {}
         for key in keys:
             if key.revoked_at is None:
@@ -86,23 +79,23 @@ class Keyring:
                     until = min(secret.expires_at or math.inf, key.limits.expires_at or math.inf)
                     holder = KeyHolder(key.id, key.name, known[1], frozenset(key.limits.models), until)
                     key_hash = bytes.fromhex(secret.hash)
-                    found[key_hash[:_HALF]] = (key_hash, holder)
+                    by_half[key_hash[:_HALF]] = (key_hash, holder)
         for index, fixed in enumerate(self._fixed):
             key_hash = bytes.fromhex(fixed)
             name = "first" if index == 0 else f"first-{index + 1}"
             unlimited = Quota(name, Limits(), self._totals, now)
-            found[key_hash[:_HALF]] = (key_hash, KeyHolder(name, name, unlimited, frozenset(), math.inf))
-        self._by_half, self._quotas, self._known = found, quotas, {}
+            by_half[key_hash[:_HALF]] = (key_hash, KeyHolder(name, name, unlimited, frozenset(), math.inf))
+        self._by_half, self._quotas, self._known = by_half, quotas, {}
 
     def find(self, authorization: bytes | None, now: float) -> KeyHolder | None:
-        """Whose key the header carries, if it is good at `now` (Unix seconds)."""
+        """The holder of the header's key, if it is valid at `now` (Unix seconds)."""
         if authorization is None:
             return None
         holder = self._known.get(authorization) or self._look_up(authorization)
         return holder if holder is not None and now < holder.secret_until else None
 
     def quotas(self) -> Mapping[str, Quota]:
-        """By key id, without those of the config, which have no limits."""
+        """By key id, without the keys of the config, which have no limits."""
         return {key_id: quota for key_id, (_, quota) in self._quotas.items()}
 
     def _look_up(self, authorization: bytes) -> KeyHolder | None:
@@ -120,5 +113,4 @@ class Keyring:
 
 
 def has_token(authorization: bytes | None, token: str) -> bool:
-    """Whether the header carries the admin token."""
     return hmac.compare_digest(bearer(authorization) or b"", token.encode())

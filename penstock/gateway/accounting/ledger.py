@@ -1,8 +1,7 @@
-"""The gateway's hand on its store: one thread writes rows in batches, runs changes of keys, and sees those of others.
+"""The thread between the gateway and its store: writes rows in batches, changes keys, reads what others changed.
 
-The event loop never waits for it: rows go into a queue, what the thread read comes back with `call_soon_threadsafe`.
-While the store is locked, full or away, requests go on with the keys in memory; rows wait in the queue, up to
-MAX_WAITING, and the log and the metrics say so.
+The event loop never waits for it. While the store is locked, full or away, requests go on with the keys in memory; up
+to MAX_WAITING rows wait in the queue, and the log and the metrics report it.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import logging
 import secrets
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
@@ -42,8 +41,7 @@ log = logging.getLogger(__name__)
 
 
 class News(msgspec.Struct, frozen=True):
-    """What the thread read: the keys when they changed, dollars spent this month by key id, and how much of what this
-    process ever submitted is among those."""
+    """`keys` is None when they did not change; dollars spent this month, and what this process wrote, by key id."""
 
     keys: list[ApiKey] | None
     spent_usd: dict[str, float]
@@ -51,25 +49,23 @@ class News(msgspec.Struct, frozen=True):
 
 
 class Ledger:
-    """A store with its thread. The constructor opens the store and reads it: UserError when it cannot be."""
+    """A store with its thread. The constructor opens and reads the store. Raises UserError."""
 
     def __init__(self, place: str, totals: Totals) -> None:
         self._database = connect(place)
         self._keys, self._usage = KeyStore(self._database), UsageStore(self._database)
         self._writer = secrets.token_hex(6)
-        # Gives the number of the next row. In C, as everything is that a request calls and can be.
-        self.next_number = itertools.count(1).__next__
+        self.next_number = itertools.count(1).__next__  # of the next row; in C, for a request calls it
         self._rows: deque[Row] = deque()
         self._batch: list[Row] = []
         self._is_again = False
         self._jobs: deque[tuple[Callable[[Database], Any], Future[Any]]] = deque()
-        self._submitted_usd: dict[str, float] = {}
+        self._submitted_usd: defaultdict[str, float] = defaultdict(float)
         self._revision = -1
         self._last_news: News | None = None
         self._wake = threading.Event()
         self._is_closing = False
-        # After so many days a row is only part of its day's sums. One ledger of a gateway's does that.
-        self.keep_days: int | None = None
+        self.keep_days: int | None = None  # after which a row becomes part of its day's sums; one worker does that
         self._prune_at = 0.0
         self._quota_sync = QuotaSync(self._writer, totals)
         self._thread: threading.Thread | None = None
@@ -87,21 +83,20 @@ class Ledger:
         return len(self._rows) + len(self._batch)
 
     def add(self, row: Row) -> None:
-        """Takes a row; it is on the disk within a second, if the disk allows it. 0.1 us."""
         if len(self._rows) >= MAX_WAITING:
             self.n_lost += 1
             return
         self._rows.append(row)
 
     def call(self, job: Callable[[Database], T]) -> asyncio.Future[T]:
-        """Runs `job` on the thread, soon; what it changed of the keys is news before the future is done."""
+        """Runs `job` on the thread; its changes of keys are news before the future is done."""
         future: Future[T] = Future()
         self._jobs.append((job, future))
         self._wake.set()
         return asyncio.wrap_future(future)
 
     def start(self, on_news: Callable[[News], None]) -> None:
-        """Begins to write and to look; `on_news` is called on the running loop."""
+        """Starts the thread; `on_news` is called on the running loop."""
         loop = asyncio.get_running_loop()
 
         def tell(news: News) -> None:
@@ -146,8 +141,8 @@ class Ledger:
 
     def _turn(self) -> None:
         is_calm = self.n_waiting < CALM_ROWS
-        # From here on a future cannot be cancelled: its client may leave meanwhile.
         asked = [self._jobs.popleft() for _ in range(len(self._jobs))]
+        # From here on a future cannot be cancelled, also when its client leaves.
         jobs = [(job, future) for job, future in asked if future.set_running_or_notify_cancel()]
         outcomes = [(future, *self._try_job(job)) for job, future in jobs]
         try:
@@ -158,7 +153,9 @@ class Ledger:
                 self._last_news = news
                 self._tell(news)
             if is_calm and not asked:
-                self._unfold()
+                while not self._is_closing and not self._jobs and len(self._rows) < CALM_ROWS:
+                    if not self._usage.unfold_rows():
+                        break
             self._prune()
             if self.is_failing:
                 log.warning("store: it works again, %d rows wait", self.n_waiting)
@@ -167,7 +164,8 @@ class Ledger:
             self.n_failures += 1
             self._quota_sync.miss_turn()
             if not self.is_failing:
-                log.error("store: %s; requests continue, their usage waits in memory", _told(error))
+                reason = error.message if isinstance(error, PenstockError) else f"{type(error).__name__}: {error}"
+                log.error("store: %s; requests continue, their usage waits in memory", reason)
             self.is_failing = True
         for future, result, failure in outcomes:
             if failure is not None:
@@ -184,8 +182,8 @@ class Ledger:
     def _flush(self) -> None:
         """Writes the rows that are there, in batches that stay the same until they are written: none is written twice.
 
-        Rows that come meanwhile are the next turn's. A busy gateway would never be done, and each batch of a few rows
-        takes Python's lock from the loop dozens of times: a third of a request's cost was that.
+        Later rows wait for the next turn: a busy gateway would never be done, and each batch of a few rows takes
+        Python's lock from the loop dozens of times (a third of a request's cost).
         """
         n_left = self.n_waiting
         while n_left > 0:
@@ -200,19 +198,11 @@ class Ledger:
             self.n_written += len(self._batch)
             for row in self._batch:
                 if row.cost_usd:
-                    before = self._submitted_usd.get(row.key_id, 0.0)
-                    self._submitted_usd[row.key_id] = before + row.cost_usd
+                    self._submitted_usd[row.key_id] += row.cost_usd
             n_left -= len(self._batch)
             self._batch = []
 
-    def _unfold(self) -> None:
-        """Unfolds batches until there is something better to do."""
-        while not self._is_closing and not self._jobs and len(self._rows) < CALM_ROWS:
-            if not self._usage.unfold_rows():
-                break
-
     def _prune(self) -> None:
-        """Adds up and drops what is too old, a little in every turn until there is none."""
         now, until = time.time(), time.monotonic() + PRUNE_S
         if self.keep_days is None or now < self._prune_at:
             return
@@ -227,7 +217,3 @@ class Ledger:
         spent_usd = self._usage.spend(month_of(time.time()))
         self._revision = revision
         return News(keys, spent_usd, dict(self._submitted_usd))
-
-
-def _told(error: Exception) -> str:
-    return error.message if isinstance(error, PenstockError) else f"{type(error).__name__}: {error}"

@@ -1,11 +1,9 @@
-"""Requests and tokens a minute, requests at once, dollars a month: who may go now, and who when. Pure: takes `now`.
+"""Requests and tokens a minute, requests at once, dollars a month. Pure: takes `now`.
 
-A bucket holds one minute's worth and fills steadily. It does not count what it gave: it looks at a running total that
-holds what other gateways took as well, takes off what has been added since its last look, and so each one's bucket
-follows what all of them let in.
-
-Tokens are reserved before a request goes (its prompt by an estimate, its answer by its limit) and settled with what
-the engine counted. A request that reserves more than a minute's worth waits for a full bucket and leaves it in debt.
+A bucket holds one minute's worth and fills steadily. It follows a running total that includes what other gateways took,
+and takes off what was added since its last look. Tokens are reserved before a request goes (its prompt by an estimate,
+its answer by its limit) and settled with what the engine counted. A request that reserves more than a minute's worth
+waits for a full bucket and leaves it in debt.
 """
 
 from __future__ import annotations
@@ -24,15 +22,13 @@ BUSY_RETRY_S = 1.0  # after too many at once: when one ends nobody knows
 
 
 class Refusal(msgspec.Struct, frozen=True):
-    """Which limit a request would pass, and after how many seconds it may come again."""
-
     kind: Kind
     limit: float
     retry_after_s: float
 
 
 class Bucket:
-    """`per_minute` at once after a rest, and as many every minute; `total` is what was ever taken, by everybody."""
+    """`per_minute` at once after a rest, and as many every minute; `total` is what all gateways took."""
 
     __slots__ = ("_at", "_seen", "level", "per_minute", "total")
 
@@ -52,13 +48,11 @@ class Bucket:
         return self.level
 
     def wait_s(self, n: float) -> float:
-        """Seconds after the last look until `n` are there, which is at most a minute's worth."""
+        """Seconds after the last look until `n` are there; `n` is at most a minute's worth."""
         return max(0.0, (n - self.level) * 60 / self.per_minute)
 
 
 class Quota:
-    """One key's limits against its running totals."""
-
     __slots__ = ("_at_once", "_requests", "_tokens", "is_limited", "limits", "spent_usd")
 
     def __init__(self, key_id: str, limits: Limits, totals: Totals, now: float) -> None:
@@ -74,10 +68,7 @@ class Quota:
         self.is_limited = any(limit is not None for limit in numbers)
 
     def take(self, now: float, n_tokens: int) -> Refusal | None:
-        """Lets a request in that reserves `n_tokens`, or says why not. A refused one counts for nothing.
-
-        Who is let in is ended by `give_back`, exactly once.
-        """
+        """Admits a request that reserves `n_tokens`, until `give_back`, or returns the limit it would pass."""
         limits, requests, tokens, at_once = self.limits, self._requests, self._tokens, self._at_once
         if limits.budget_usd is not None and self.spent_usd >= limits.budget_usd:
             return Refusal("budget", limits.budget_usd, 0.0)
@@ -97,7 +88,6 @@ class Quota:
         return None
 
     def give_back(self, n_reserved: int, n_used: int) -> None:
-        """The request is over and used so many tokens."""
         if self._tokens is not None:
             self._tokens.total.own += n_used - n_reserved
         if self._at_once is not None:
@@ -105,13 +95,13 @@ class Quota:
 
     def headers(self, now: float) -> Headers:
         """x-ratelimit-* of the key's limits, with OpenAI's names; a reset is when the bucket is full again."""
-        found: list[tuple[bytes, bytes]] = []
+        headers: list[tuple[bytes, bytes]] = []
         for name, bucket in ((b"requests", self._requests), (b"tokens", self._tokens)):
             if bucket is not None:
                 level = bucket.look(now)
-                found += [
+                headers += [
                     (b"x-ratelimit-limit-" + name, b"%d" % bucket.per_minute),
                     (b"x-ratelimit-remaining-" + name, b"%d" % max(0, int(level))),
                     (b"x-ratelimit-reset-" + name, b"%.3fs" % bucket.wait_s(bucket.per_minute)),
                 ]
-        return tuple(found)
+        return tuple(headers)

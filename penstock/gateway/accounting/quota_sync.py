@@ -1,13 +1,11 @@
-"""Requests and tokens a minute, and requests at once, over all gateways that share a store.
+"""Requests and tokens a minute, and requests at once, over all gateways and workers that share a store.
 
-Each gateway, and each worker of one, puts its running totals into the store and reads those of the others, in the turn
-that its ledger's thread takes twice a second anyway. What the others took since the last look is added beside our own,
-and the buckets read both: nothing waits for the store. So gateways know each other's requests after a second at most,
-let in too much for that long, and then too little: a bucket that others emptied goes into debt. Requests at once have
-no debt.
+Twice a second, in a turn of the ledger's thread, each one writes its running totals and reads those of the others;
+buckets read the sum. So gateways learn of each other's requests within a second, let in too much for that long, and
+then too little: an emptied bucket goes into debt. Requests at once have no debt.
 
-While the store is away each gateway counts for itself; what was taken in that time is made up for afterwards. Requests
-at once of a gateway that is silent for FRESH_S are those of a dead one.
+Without the store each gateway counts for itself and catches up afterwards. Requests at once of a gateway that is silent
+for FRESH_S are dropped: it is dead.
 """
 
 from __future__ import annotations
@@ -25,10 +23,10 @@ _HEARTBEAT = ""  # a name that no total has: a gateway without requests is not a
 
 
 class QuotaSync:
-    """Keeps `others` of each total right. Its calls are for the ledger's thread."""
+    """Keeps `others` of each total right. Call it from the ledger's thread."""
 
     def __init__(self, gateway: str, totals: Totals) -> None:
-        """`gateway`: a name that no other gateway or worker on the store has, nor one before it."""
+        """`gateway`: a name that no other gateway or worker on the store has or had."""
         self._gateway = gateway
         self._totals = totals
         self._put: dict[str, int] = {}
@@ -38,7 +36,6 @@ class QuotaSync:
         self._heartbeat_at = 0.0
 
     def turn(self, store: UsageStore) -> None:
-        """Writes our totals and reads the others'."""
         now, totals = time.monotonic(), dict(self._totals)
         if not totals:
             return
@@ -64,7 +61,7 @@ class QuotaSync:
         self._good_at = now
 
     def miss_turn(self) -> None:
-        """The store did not work: nobody knows what the others have at once."""
+        """The store did not work: what the others have at once is unknown."""
         self._is_behind = True
         if time.monotonic() - self._good_at > FRESH_S:
             for name, total in dict(self._totals).items():
@@ -72,7 +69,7 @@ class QuotaSync:
                     total.others = 0
 
     def leave(self, store: UsageStore) -> None:
-        """The gateway ends: what it had at once does not hold back its successor."""
+        """The gateway ends: its requests at once must not hold back its successor."""
         if self._put:
             store.remove_counts(self._gateway)
 

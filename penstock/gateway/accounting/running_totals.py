@@ -1,4 +1,4 @@
-"""Counts that gateways add up over a store: what a key took, what a replica has. Pure."""
+"""Counts that gateways add up over a store. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ AT_ONCE: Final = ":at_once"
 
 
 class Total:
-    """One running total: what this process counted, and what others on the same store did."""
+    """What this process counted, and what others on the same store did."""
 
     __slots__ = ("others", "own")
 

@@ -26,7 +26,7 @@ def is_postgres(place: str) -> bool:
 
 def connect(place: str) -> Database:
     """Opens a file or a URL and brings its tables up to date. Raises UserError."""
-    database = _Postgres(place) if is_postgres(place) else _Sqlite(place)
+    database = _Postgres(place) if is_postgres(place) else Database(place)
     try:
         _migrate(database)
     except BaseException:
@@ -36,10 +36,9 @@ def connect(place: str) -> Database:
 
 
 def share(place: str) -> None:
-    """Make a store ready for processes on several machines: SQLite's write-ahead log needs memory that they share.
+    """Makes a store usable from several machines: SQLite's write-ahead log needs shared memory, its journal not.
 
-    https://www.sqlite.org/wal.html: "All processes using a database must be on the same host computer". The rollback
-    journal needs no more than locks that the file system keeps.
+    https://www.sqlite.org/wal.html: "All processes using a database must be on the same host computer".
     """
     connect(place).close()
     if not is_postgres(place):
@@ -48,10 +47,10 @@ def share(place: str) -> None:
 
 
 class Database:
-    """An open database, for one thread at a time. Statements have "?" for values.
+    """An open database, for one thread at a time: SQLite here. Statements have "?" for values.
 
-    UserError: it cannot be opened or what was asked for does not fit. PenstockError with `is_retryable`: it is locked,
-    full or away; nothing of the call happened, except that a PostgreSQL which went away may have committed.
+    UserError: it cannot be opened, or the request is wrong. PenstockError with `is_retryable`: it is locked, full or
+    away, and nothing of the call was written, except that a PostgreSQL which went away may have committed.
     """
 
     is_postgres = False
@@ -59,20 +58,20 @@ class Database:
 
     def __init__(self, place: str) -> None:
         self.place = place
-        self._connect()
+        with _explaining(place, UserError):
+            self._connect()
 
     def close(self) -> None:
         self._connection.close()
 
     @contextlib.contextmanager
     def writing(self, *, locks: bool = False) -> Iterator[None]:
-        """One transaction: whole at the end, nothing after an error. `locks`: no other one with it between a read and
-        its write."""
+        """One transaction, all or nothing. `locks`: no other such transaction runs between its reads and its writes."""
         with _explaining(self.place, PenstockError), self._transaction(locks):
             yield
 
     def execute(self, sql: str, values: Sequence[Any] = ()) -> int:
-        """Within `writing`; the number of rows that it changed."""
+        """Within `writing`; returns the number of changed rows."""
         return int(self._execute(sql, values).rowcount)
 
     def all(self, sql: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
@@ -80,36 +79,23 @@ class Database:
             return cast(list[tuple[Any, ...]], self._execute(sql, values).fetchall())
 
     def compact(self) -> None:
-        """Gives unused space back to the disk. SQLite copies the file for it, and others cannot write until it is
-        done; PostgreSQL does it by itself.
-        """
+        """Returns unused space to the disk. SQLite copies the file and blocks writers; PostgreSQL needs nothing."""
+        self.all("VACUUM")
+        self.all("PRAGMA wal_checkpoint(TRUNCATE)")
 
-    def _connect(self) -> None:
-        raise NotImplementedError
-
-    def _transaction(self, locks: bool) -> contextlib.AbstractContextManager[None]:
-        raise NotImplementedError
-
-    def _execute(self, sql: str, values: Sequence[Any]) -> Any:
-        return self._connection.execute(sql, values)
-
-
-class _Sqlite(Database):
     def _connect(self) -> None:
         path = Path(self.place)
-        with _explaining(self.place, UserError):
-            os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))  # usage is nobody else's business
-            is_new = path.stat().st_size == 0
-            connection = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
-            try:
-                if is_new:  # one that is for several machines stays so, whoever opens it
-                    connection.execute("PRAGMA journal_mode=WAL").fetchall()
-                # A commit is on the disk: two a second cost nothing here, and a power cut loses the last one at most.
-                connection.execute("PRAGMA synchronous=FULL")
-            except BaseException:
-                connection.close()
-                raise
-        self._connection = connection
+        os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))  # usage is private
+        is_new = path.stat().st_size == 0
+        self._connection = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
+        try:
+            if is_new:  # a store for several machines keeps its journal
+                self._execute("PRAGMA journal_mode=WAL", ()).fetchall()
+            # A commit is on the disk: two a second cost nothing here, and a power cut loses the last one at most.
+            self._execute("PRAGMA synchronous=FULL", ())
+        except BaseException:
+            self.close()
+            raise
 
     @contextlib.contextmanager
     def _transaction(self, locks: bool) -> Iterator[None]:
@@ -122,14 +108,15 @@ class _Sqlite(Database):
                 self._connection.execute("ROLLBACK")
             raise
 
-    def compact(self) -> None:
-        with _explaining(self.place, PenstockError):
-            self._connection.execute("VACUUM")
-            self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+    def _execute(self, sql: str, values: Sequence[Any]) -> Any:
+        return self._connection.execute(sql, values)
 
 
 class _Postgres(Database):
     is_postgres = True
+
+    def compact(self) -> None:
+        pass
 
     def _connect(self) -> None:
         try:
@@ -138,10 +125,9 @@ class _Postgres(Database):
             raise UserError(
                 "cannot use a PostgreSQL store: psycopg is not installed", hint="pip install 'penstock[postgres]'"
             ) from exc
-        with _explaining(self.place, UserError):
-            self._connection = psycopg.connect(
-                self.place, autocommit=True, connect_timeout=CONNECT_S, options="-c statement_timeout=10000"
-            )
+        self._connection = psycopg.connect(
+            self.place, autocommit=True, connect_timeout=CONNECT_S, options="-c statement_timeout=10000"
+        )
 
     @contextlib.contextmanager
     def _transaction(self, locks: bool) -> Iterator[None]:
@@ -165,8 +151,8 @@ def _migrate(database: Database) -> None:
         version = int(rows[0][0]) if rows else 0
         if version > SCHEMA_VERSION:
             raise UserError(
-                f'cannot use store "{_named(database.place)}": its schema is version {version}, this penstock knows '
-                f"{SCHEMA_VERSION}",
+                f'cannot use store "{_without_password(database.place)}": its schema is version {version}, this '
+                f"penstock knows {SCHEMA_VERSION}",
                 hint="Use the newer penstock that wrote it.",
             )
         if version == SCHEMA_VERSION:
@@ -179,27 +165,20 @@ def _migrate(database: Database) -> None:
         )
 
 
-def _named(place: str) -> str:
-    """The place without a password, for messages."""
+def _without_password(place: str) -> str:
     before, at, after = place.rpartition("@")
     return f"{place.partition('://')[0]}://...@{after}" if is_postgres(place) and at and before else place
 
 
 @contextlib.contextmanager
 def _explaining(place: str, kind: type[PenstockError]) -> Iterator[None]:
-    """Errors of a database and of the disk as ours."""
     try:
         yield
     except PenstockError:
         raise
-    except (sqlite3.Error, OSError) as exc:
-        raise kind(f'could not use store "{_named(place)}": {exc}', is_retryable=True) from exc
     except Exception as exc:
-        # psycopg's family, without importing it; its messages tell the host and never the password.
-        if not type(exc).__module__.startswith("psycopg"):
+        # psycopg's errors without importing it; their messages name the host and never the password.
+        if not isinstance(exc, sqlite3.Error | OSError) and not type(exc).__module__.startswith("psycopg"):
             raise
-        raise kind(f'could not use store "{_named(place)}": {_first_line(exc)}', is_retryable=True) from exc
-
-
-def _first_line(exc: Exception) -> str:
-    return (str(exc).strip().splitlines() or [type(exc).__name__])[0]
+        reason = (str(exc).strip().splitlines() or [type(exc).__name__])[0]
+        raise kind(f'could not use store "{_without_password(place)}": {reason}', is_retryable=True) from exc

@@ -1,4 +1,4 @@
-"""The store's tables, as steps from each version to the next. Types that both databases read."""
+"""The store's tables, as steps from each version to the next. Both databases know these types."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What a response says about its tokens, read from the bytes that pass, and the request that makes it say so. Pure.
+"""The usage that a response reports, read from the bytes that pass, and the request that asks for it. Pure.
 
-A stream tells its usage only when it is asked (`stream_options.include_usage`), in one event with empty `choices`
-just before `[DONE]`. Where the client did not ask, the gateway does, and takes that event out again. Nothing is
-parsed but events with a "usage" key: inside a JSON string its quotes would be escaped, so the bytes cannot lie.
+A stream reports usage only when asked (`stream_options.include_usage`), in one event with empty `choices` just before
+`[DONE]`. Where the client did not ask, the gateway does, and takes that event out again. Only events with a "usage" key
+are parsed: inside a JSON string its quotes would be escaped, so no text can imitate one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Final
 
 import msgspec
 
-from penstock.gateway.body_fields import Told, Usage, UsageBody, UsageEvent
+from penstock.gateway.body_fields import Usage, UsageBody, UsageEvent, UsageReport
 
 _USAGE: Final = b'"usage"'
 _OBJECT: Final = re.compile(rb'"usage"\s*:\s*(?=\{)')
@@ -39,9 +39,9 @@ _N_NO_USAGE: Final = len(_NO_USAGE_END) - 3
 
 
 def is_token_chunk(data: bytes) -> bool:
-    """Whether a read between two chunks is one chunk with one event: a token's, as almost all of a stream's reads are.
+    """Whether a read between two chunks is one chunk with one token's event, as almost all reads of a stream are.
 
-    Neither usage nor an error nor `[DONE]` ends like one. 0.3 us; `rfind` takes 60 ns where `in` takes 160.
+    Usage, errors and `[DONE]` do not end like one. 0.3 us; `rfind` takes 60 ns where `in` takes 160.
     """
     if not data.startswith(_CHUNK_BEGINS.get(len(data), _NO_BEGIN)) or data.find(b"\n", 10) != len(data) - 4:
         return False
@@ -54,7 +54,7 @@ _WHOLE: Final = msgspec.json.Decoder(UsageBody)
 
 
 def ask_for_usage(body: bytes, stream_options: object) -> bytes:
-    """The body with `stream_options.include_usage`, all other bytes as they were. Raises msgspec.DecodeError."""
+    """The body with `stream_options.include_usage`; all other bytes stay. Raises msgspec.DecodeError."""
     begin = _FIRST_BRACE.match(body)
     if stream_options is None and begin is not None and b'"stream_options"' not in body:
         return body[: begin.end()] + _INCLUDE + body[begin.end() :]
@@ -72,7 +72,7 @@ def find_usage(data: bytes) -> Usage | None:
         text = _object_at(data, begin.end()) if begin else None
         if text is not None:
             try:
-                return _usage_of(msgspec.json.decode(text, type=Told))
+                return _usage_of(msgspec.json.decode(text, type=UsageReport))
             except msgspec.DecodeError:
                 continue
     return None
@@ -88,12 +88,12 @@ def _object_at(data: bytes, begin: int) -> bytes | None:
     return None
 
 
-def _usage_of(told: Told) -> Usage:
-    output = told.completion_tokens if told.completion_tokens is not None else told.output_tokens
-    prompt = told.prompt_tokens if told.prompt_tokens is not None else told.input_tokens
+def _usage_of(report: UsageReport) -> Usage:
+    output = report.completion_tokens if report.completion_tokens is not None else report.output_tokens
+    prompt = report.prompt_tokens if report.prompt_tokens is not None else report.input_tokens
     if prompt is None:
-        prompt = max(0, (told.total_tokens or 0) - (output or 0))
-    details = told.prompt_tokens_details or told.input_tokens_details
+        prompt = max(0, (report.total_tokens or 0) - (output or 0))
+    details = report.prompt_tokens_details or report.input_tokens_details
     cached = details.cached_tokens if details is not None else None
     return Usage(prompt, min(prompt, cached or 0), output or 0)
 
@@ -120,8 +120,8 @@ class BodyWatch:
     def usage(self) -> Usage | None:
         if self._whole is not None:
             try:
-                told = _WHOLE.decode(self._whole).usage
-                return None if told is None else _usage_of(told)
+                report = _WHOLE.decode(self._whole).usage
+                return None if report is None else _usage_of(report)
             except msgspec.DecodeError:
                 return find_usage(self._whole)
         return find_usage(self._tail[-TAIL_BYTES:]) or find_usage(self._head)
@@ -158,7 +158,7 @@ class StreamWatch:
 
 
 class StreamStrip:
-    """A stream whose usage event is taken out. Whole events pass at once; of a torn one the rest is waited for."""
+    """Removes the usage event from a stream. Whole events pass at once; the start of a torn one waits for its rest."""
 
     __slots__ = ("_gap", "_held", "_is_in_long", "_usage", "has_error", "n_events")
 
@@ -171,7 +171,6 @@ class StreamStrip:
         self.has_error = False
 
     def feed(self, data: bytes, is_end: bool) -> bytes:
-        """What of it the client gets now."""
         if self._held:
             data = self._held + data
             self._held = b""
@@ -184,7 +183,7 @@ class StreamStrip:
             data = self._hold_back(data, gap)
         self.n_events += data.count(gap)
         if _USAGE in data or _ERROR in data:
-            return self._without_usage(data, gap)
+            return gap.join(event for event in data.split(gap) if not self._is_usage(event))
         return data
 
     def usage(self) -> Usage | None:
@@ -198,7 +197,7 @@ class StreamStrip:
         return self._gap or _LF_GAP
 
     def _hold_back(self, data: bytes, gap: bytes) -> bytes:
-        """Keeps what follows the last whole event, but for an event that is too long to be the one looked for."""
+        """Keeps what follows the last whole event, unless it is too long to be the usage event."""
         cut = data.rfind(gap)
         if cut >= 0:
             self._is_in_long = False
@@ -215,20 +214,17 @@ class StreamStrip:
             self._held = data[cut:]
         return data[:cut]
 
-    def _without_usage(self, data: bytes, gap: bytes) -> bytes:
-        return gap.join(event for event in data.split(gap) if not self._is_usage(event))
-
     def _is_usage(self, event: bytes) -> bool:
-        """Whether this is the event to take out; takes down what it tells."""
+        """Whether to remove this event; notes its usage and errors."""
         if event.startswith(b'data: {"error"'):
             self.has_error = True
         if _USAGE not in event or not event.startswith(b"data:"):
             return False
         try:
-            told = msgspec.json.decode(event[5:], type=UsageEvent)
+            decoded = msgspec.json.decode(event[5:], type=UsageEvent)
         except msgspec.DecodeError:
             return False
-        if told.usage is None:
+        if decoded.usage is None:
             return False
-        self._usage = _usage_of(told.usage)
-        return told.choices == []
+        self._usage = _usage_of(decoded.usage)
+        return decoded.choices == []

@@ -1,20 +1,19 @@
-"""The usage ledger in the store: rows of requests, their sums, and what gateways count together. Every call blocks.
+"""The usage ledger in the store: rows of requests, their sums, and the counts that gateways share. Every call blocks.
 
-Rows go in many to a statement: Python's lock is free while the database works, and `executemany` takes it back for
-every row, when a busy event loop may hold it for 5 ms each time. It is cheaper too: 2.2 us a row (3.1 by
-`executemany`, 5.8 as one JSON value).
+One statement inserts many rows: `executemany` takes Python's lock back for every row, and a busy event loop may hold it
+for 5 ms each time. It is cheaper too: 2.2 us a row (3.1 by `executemany`, 5.8 as one JSON value).
 
-Into SQLite a batch of many goes folded: one value, MessagePack, 0.2 us a row and one step of the database, where the
-rows themselves cost a busy gateway ten times that and as much again for the lock. `unfold_rows` makes rows of it when
-there is time, and `usage` before it reads. Money is not folded: `spend` is right with every batch.
+SQLite gets a large batch folded: one MessagePack value, 0.2 us a row; its rows cost a busy gateway ten times that.
+`unfold_rows` makes rows of it when there is time, and before `usage` reads. Money is not folded.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
 
 import msgspec
 
@@ -31,7 +30,7 @@ DAY_S = 86_400
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One request in the ledger; `number` counts within its writer. The order is that of `_COLUMNS`."""
+    """One request in the ledger; `number` counts within its writer. The fields are the table's columns, in order."""
 
     number: int
     at: float
@@ -55,7 +54,7 @@ _FOLDED = msgspec.msgpack.Decoder(list[Row])
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """One line of `penstock usage`: the values of what it is grouped by, and sums over those requests."""
+    """One line of `penstock usage`: the values it is grouped by, and sums over those requests."""
 
     group: tuple[str, ...]
     n_requests: int
@@ -65,6 +64,10 @@ class Usage(msgspec.Struct, frozen=True):
     n_estimates: int
     cost_usd: float | None
 
+    @property
+    def tokens(self) -> tuple[int, int, int]:
+        return self.prompt_tokens, self.cached_tokens, self.output_tokens
+
 
 class UsageStore:
     """The ledger of an open database; errors are those of `Database`."""
@@ -73,7 +76,7 @@ class UsageStore:
         self._database = database
 
     def add_rows(self, writer: str, rows: Sequence[Row], *, is_again: bool = False) -> None:
-        """Adds a batch, all or nothing. `is_again`: it may be there already, from a call whose answer was lost."""
+        """Adds a batch, all or nothing. `is_again`: an earlier call may have written it before its answer was lost."""
         if not rows:
             return
         with self._database.writing():
@@ -90,9 +93,7 @@ class UsageStore:
                 self._database.execute(_SPEND, (month, key_id, cost_usd))
 
     def unfold_rows(self, before: float = math.inf) -> int:
-        """Makes ledger rows of the oldest folded batch, if one of it is from before that time; how many, 0 when none
-        is left. A few milliseconds.
-        """
+        """Unfolds the oldest batch, if any of it is older than `before`; returns how many rows. A few milliseconds."""
         if self._database.is_postgres or not self._database.all("SELECT 1 FROM folded_requests LIMIT 1"):
             return 0
         with self._database.writing():
@@ -108,9 +109,9 @@ class UsageStore:
         return 0  # another process was faster
 
     def prune(self, before: float, n_rows_max: int = PRUNE_ROWS) -> int:
-        """Adds up rows from before the day (UTC) of that time, and drops them; how many, 0 when none is left.
+        """Moves rows from before the day (UTC) of that time into daily sums; returns how many, 0 when none is left.
 
-        Budgets, and all that `usage` tells, stay what they were.
+        Budgets and `usage` stay the same.
         """
         midnight = before // DAY_S * DAY_S
         self.unfold_rows(midnight)
@@ -126,46 +127,42 @@ class UsageStore:
         return dict(self._database.all("SELECT key_id, cost_usd FROM spend WHERE month = ?", (month,)))
 
     def usage(self, by: Sequence[Grouping], since: float = 0.0) -> list[Usage]:
-        """Sums over all requests since then, grouped. Keys are told by their names where they have one.
+        """Sums over all requests since then, grouped; a key goes by its name where it has one.
 
-        Of pruned days those count that lie wholly after `since`. What a busy gateway has folded is unfolded first: a
-        second for some 300 000 requests.
+        Pruned days count that lie wholly after `since`. Unfolds all batches first: a second for some 300 000 requests.
         """
         while self.unfold_rows():
             pass
         first_day = day_of(math.ceil(max(0.0, since) / DAY_S) * DAY_S)
         days = _DAY_POSTGRES if self._database.is_postgres else _DAY_SQLITE
-        rows = self._sums("requests", by, days, ("count(*)", "sum(is_estimate)"), "at >= ?", since)
-        pruned = self._sums("daily_usage", by, "day", ("sum(n_requests)", "sum(n_estimates)"), "day >= ?", first_day)
-        found = {line.group: line for line in rows}
-        for line in pruned:
-            found[line.group] = _plus(found[line.group], line) if line.group in found else line
-        return [found[group] for group in sorted(found)]
+        rows = self._sums("requests", by, days, ("1", "is_estimate"), "at >= ?", since)
+        return add_usage(
+            rows + self._sums("daily_usage", by, "day", ("n_requests", "n_estimates"), "day >= ?", first_day)
+        )
 
     def _sums(
         self, table: str, by: Sequence[Grouping], days: str, counts: tuple[str, str], wanted: str, since: float | str
     ) -> list[Usage]:
         columns = {"key": "coalesce(k.name, r.key_id)", "day": days}
-        picked = "".join(f"{columns.get(group, group)}, " for group in by)
-        sql = (
-            f"SELECT {picked}{counts[0]}, sum(prompt_tokens), sum(cached_tokens), sum(output_tokens), {counts[1]},"
-            f" sum(cost_usd) FROM {table} r LEFT JOIN api_keys k ON k.id = r.key_id WHERE {wanted}"
-        )
+        picked = [columns.get(group, group) for group in by]
+        # A sum of PostgreSQL's is a Decimal without the cast.
+        names = (counts[0], "prompt_tokens", "cached_tokens", "output_tokens", counts[1])
+        picked += [*(f"CAST(sum({name}) AS BIGINT)" for name in names), "sum(cost_usd)"]
+        sql = f"SELECT {', '.join(picked)} FROM {table} r LEFT JOIN api_keys k ON k.id = r.key_id WHERE {wanted}"
+        n = len(by)
         if by:
-            sql += f" GROUP BY {', '.join(str(number + 1) for number in range(len(by)))}"
-        rows = [row for row in self._database.all(sql, (since,)) if row[len(by)]]
-        return [_usage_of(tuple(map(str, row[: len(by)])), row[len(by) :]) for row in rows]
+            sql += f" GROUP BY {', '.join(str(number + 1) for number in range(n))}"
+        return [Usage(tuple(map(str, row[:n])), *row[n:]) for row in self._database.all(sql, (since,)) if row[n]]
 
     # What gateways count in a minute and at once, for each other.
 
     def put_counts(self, gateway: str, counts: Mapping[str, int]) -> None:
-        """Replaces what a gateway counted under these names."""
         sql = _PUT_COUNTS_POSTGRES if self._database.is_postgres else _PUT_COUNTS_SQLITE
         with self._database.writing():
             self._database.execute(sql, (gateway, msgspec.json.encode(counts).decode()))
 
     def others_counts(self, gateway: str, fresh_s: float, *, are_all: bool) -> list[OthersCount]:
-        """The counts of the others that were put in the last `fresh_s`; `are_all`: old ones too."""
+        """The counts that other gateways wrote in the last `fresh_s`; `are_all`: old ones too."""
         is_fresh = f"at > {self._now} - CAST(? AS DOUBLE PRECISION)"
         sql = f"SELECT gateway, name, count, {is_fresh} FROM gateway_counts WHERE gateway <> ?"
         values: tuple[float | str, ...] = (fresh_s, gateway)
@@ -178,7 +175,7 @@ class UsageStore:
             self._database.execute("DELETE FROM gateway_counts WHERE gateway = ?", (gateway,))
 
     def forget_gateways(self, silent_s: float) -> None:
-        """Drops the counts of gateways that put none for so long."""
+        """Drops the counts of gateways that have been silent for so long."""
         with self._database.writing():
             self._database.execute(
                 "DELETE FROM gateway_counts WHERE gateway NOT IN"
@@ -199,37 +196,34 @@ class UsageStore:
                 begin += size
 
     def _has_row(self, writer: str, number: int) -> bool:
-        """Whether a batch that begins with this row is there."""
         tables = ("requests", "folded_requests")
         wanted = "SELECT 1 FROM {} WHERE writer = ? AND number = ?"
         return any(self._database.all(wanted.format(table), (writer, number)) for table in tables)
 
 
-def _usage_of(group: tuple[str, ...], sums: Sequence[Any]) -> Usage:
-    n_requests, prompt, cached, output, n_estimates = map(int, sums[:5])
-    return Usage(group, n_requests, prompt, cached, output, n_estimates, sums[5])
-
-
-def _plus(one: Usage, other: Usage) -> Usage:
-    costs = [cost for cost in (one.cost_usd, other.cost_usd) if cost is not None]
-    return Usage(
-        one.group,
-        one.n_requests + other.n_requests,
-        one.prompt_tokens + other.prompt_tokens,
-        one.cached_tokens + other.cached_tokens,
-        one.output_tokens + other.output_tokens,
-        one.n_estimates + other.n_estimates,
-        sum(costs) if costs else None,
-    )
+def add_usage(lines: Iterable[Usage]) -> list[Usage]:
+    """One line for each group, in order; the cost is that of the lines whose cost is known."""
+    sums: dict[tuple[str, ...], Usage] = {}
+    for line in lines:
+        before = sums.get(line.group, Usage(line.group, 0, 0, 0, 0, 0, None))
+        costs = [cost for cost in (before.cost_usd, line.cost_usd) if cost is not None]
+        sums[line.group] = Usage(
+            line.group,
+            before.n_requests + line.n_requests,
+            before.prompt_tokens + line.prompt_tokens,
+            before.cached_tokens + line.cached_tokens,
+            before.output_tokens + line.output_tokens,
+            before.n_estimates + line.n_estimates,
+            sum(costs) if costs else None,
+        )
+    return [sums[group] for group in sorted(sums)]
 
 
 def _spend_of(rows: Sequence[Row]) -> dict[tuple[str, str], float]:
-    """US dollars by month and key."""
-    spent: dict[tuple[str, str], float] = {}
+    spent: defaultdict[tuple[str, str], float] = defaultdict(float)
     for row in rows:
         if row.cost_usd:
-            entry = (month_of(row.at), row.key_id)
-            spent[entry] = spent.get(entry, 0.0) + row.cost_usd
+            spent[month_of(row.at), row.key_id] += row.cost_usd
     return spent
 
 
@@ -239,7 +233,6 @@ def month_of(at: float) -> str:
 
 
 def day_of(at: float) -> str:
-    """The day (UTC) of a time in Unix seconds, such as "2026-11-20"."""
     return time.strftime("%Y-%m-%d", time.gmtime(at))
 
 
@@ -263,7 +256,7 @@ _SPEND = (
     " ON CONFLICT (month, key_id) DO UPDATE SET cost_usd = spend.cost_usd + excluded.cost_usd"
 )
 _OLDEST = "FROM requests WHERE at < ? ORDER BY at"
-_SUMMED = ("n_requests", "prompt_tokens", "cached_tokens", "output_tokens", "n_estimates")
+_SUMMED = Usage.__struct_fields__[1:-1]
 _DAYS = (
     f"INSERT INTO daily_usage (day, key_id, model, replica, state, {', '.join(_SUMMED)}, cost_usd)"
     " SELECT {day}, key_id, model, replica, state, count(*), sum(prompt_tokens), sum(cached_tokens),"

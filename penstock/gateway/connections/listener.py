@@ -25,7 +25,7 @@ from penstock.spec.gateway import Limits
 from penstock.wire.http1 import RequestHead, parse_request
 
 BACKLOG = 1024
-DOOR_S = 0.05  # in a drain: for handshakes that are under way
+HANDSHAKES_S = 0.05  # in a drain: for handshakes that are under way
 GRACE_S = 0.5  # in a drain: for requests on their way on an idle connection
 FLUSH_S = 1.0  # in a drain: for what is written when time is over
 SWEEP_S = 5.0
@@ -46,8 +46,6 @@ _DROP_SYN = b"".join(
 
 
 class Listener:
-    """A listening socket and the connections that came in by it."""
-
     def __init__(
         self,
         handler: Handler,
@@ -88,10 +86,7 @@ class Listener:
         return len(self._connections) > self.limits.n_connections
 
     def new_request_id(self) -> bytes:
-        """32 hex digits that no other listener gives: a number of our own, and how many came before it.
-
-        0.2 us; 16 bytes of os.urandom are 0.4 us.
-        """
+        """32 hex digits that no other listener gives. 0.2 us; 16 bytes of os.urandom are 0.4 us."""
         self._n_request_ids += 1
         return b"%s%016x" % (self._id_prefix, self._n_request_ids)
 
@@ -111,38 +106,35 @@ class Listener:
             self._share.set(len(self._connections))
 
     async def start(self) -> None:
-        loop = asyncio.get_running_loop()
         self._emptied.set()
         self._count()
+        # A TLS handshake counts as a head: a client that never ends it is disconnected.
+        handshake_s = self.limits.head_s if self._tls else None
         if self._share is not None:
-            handshake_s = self.limits.head_s
             self._server = SharedServer(self._sock, lambda: ClientConnection(self), self._share, self._tls, handshake_s)
-            self._sweep()
-            return
-        create = loop.create_unix_server if self._sock.family == socket.AF_UNIX else loop.create_server
-        # A handshake of TLS counts as a head: a client that never ends it is let go.
-        timeout_s = self.limits.head_s if self._tls else None
-        self._server = await create(
-            lambda: ClientConnection(self),
-            sock=self._sock,
-            backlog=BACKLOG,
-            ssl=self._tls,
-            ssl_handshake_timeout=timeout_s,
-        )
+        else:
+            loop = asyncio.get_running_loop()
+            create = loop.create_unix_server if self._sock.family == socket.AF_UNIX else loop.create_server
+            self._server = await create(
+                lambda: ClientConnection(self),
+                sock=self._sock,
+                backlog=BACKLOG,
+                ssl=self._tls,
+                ssl_handshake_timeout=handshake_s,
+            )
         self._sweep()
 
     async def drain(self, drain_s: float) -> int:
         """Stops listening, lets requests finish, closes the rest; returns how many requests were cut.
 
-        Closing a listening socket resets the connections that it has not accepted yet, and closing an idle one
-        may cross a request on its way: both would be lost requests. So the door is closed first and the socket
-        after it, and an idle connection has a moment in which a request is still answered, with "close".
+        Closing a listening socket resets what it has not accepted yet, and closing an idle connection may cross a
+        request: both would lose requests. So handshakes are refused first, and idle connections have GRACE_S.
         """
         assert self._server is not None
         self.is_draining = True
         if self._sock.family != socket.AF_UNIX:
             _refuse_new_connections(self._sock)
-        await asyncio.sleep(min(DOOR_S, drain_s))
+        await asyncio.sleep(min(HANDSHAKES_S, drain_s))
         self._server.close()
         if isinstance(self._server, SharedServer):
             await self._server.wait_connected()
@@ -160,25 +152,21 @@ class Listener:
         return n_cut
 
     async def _wait_empty(self, timeout_s: float) -> None:
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._emptied.wait()
-        except TimeoutError:
-            pass
 
     def _close_idle(self) -> None:
         for connection in tuple(self._connections):
             connection.close_if_idle()
 
     def _sweep(self) -> None:
-        loop = asyncio.get_running_loop()
         for connection in tuple(self._connections):
             connection.close_if_stale(time.monotonic())
-        self._sweep_timer = loop.call_later(SWEEP_S, self._sweep)
+        self._sweep_timer = asyncio.get_running_loop().call_later(SWEEP_S, self._sweep)
 
 
 def _parse_below(prefix: bytes, n_headers: int, text: bytes) -> RequestHead:
-    """The head of a request whose target may begin with `prefix`, without it."""
     head = parse_request(text, n_headers)
     rest = head.target[len(prefix) :]
     if head.target.startswith(prefix) and rest[:1] in (b"", b"/", b"?"):
@@ -190,8 +178,7 @@ def _parse_below(prefix: bytes, n_headers: int, text: bytes) -> RequestHead:
 def _refuse_new_connections(sock: socket.socket) -> None:
     """No new handshake begins; those begun end well and are accepted. A client's kernel tries again after 1 s.
 
-    Measured over 8 stops under load from 12 clients that connect anew for each request: 58 resets without it, none
-    with it. Linux only; elsewhere the small risk remains.
+    8 stops under load from 12 clients that connect for each request: 58 resets without it, none with it. Linux only.
     """
     if sys.platform != "linux":
         return
@@ -203,10 +190,7 @@ def _refuse_new_connections(sock: socket.socket) -> None:
 
 
 def open_tls(cert: str, key: str) -> ssl.SSLContext:
-    """A server's context with a certificate chain and its key. Raises UserError when the files do not serve.
-
-    TLS 1.2 and later with Python's own choice of ciphers; only HTTP/1.1 is offered, so that no client tries HTTP/2.
-    """
+    """A server's context: TLS 1.2 and later, only HTTP/1.1 offered. Raises UserError for files that cannot be used."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.options |= ssl.OP_NO_RENEGOTIATION
@@ -245,7 +229,7 @@ def open_socket(address: Address, *, mode: int | None = None) -> socket.socket:
 
 
 def _open_unix_socket(path: Path, mode: int | None) -> socket.socket:
-    """As open_socket. A file that a killed gateway left is replaced, one that somebody listens on is not."""
+    """As open_socket; replaces a file that a killed gateway left, but not one that a process listens on."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         if path.exists() and stat.S_ISSOCK(path.stat().st_mode) and not _answers(path):
@@ -266,7 +250,7 @@ def _cannot_listen(place: str, what: str, who_holds_it: str, error: OSError) -> 
     taken = error.errno == errno.EADDRINUSE
     return UserError(
         f"cannot listen on {place}: " + (f"the {what} is taken" if taken else str(error.strerror or error)),
-        hint=f"see who holds it: {who_holds_it}" if taken else None,
+        hint=f"see which process has it: {who_holds_it}" if taken else None,
     )
 
 

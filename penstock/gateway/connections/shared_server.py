@@ -34,7 +34,6 @@ class Share:
         self._own = 0
 
     def of(self, own: int) -> Share:
-        """The same counts, for the process with this number."""
         share = copy.copy(self)
         share._own = own
         return share
@@ -60,18 +59,18 @@ class SharedServer:
         make: Callable[[], asyncio.Protocol],
         share: Share,
         tls: ssl.SSLContext | None,
-        handshake_s: float,
+        handshake_s: float | None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._sock, self._make, self._share, self._tls = sock, make, share, tls
-        self._handshake_s = handshake_s if tls is not None else None
+        self._handshake_s = handshake_s
         self._connecting: set[asyncio.Task[None]] = set()
         self._pause_timer: asyncio.TimerHandle | None = None
         self._has_waited = False
         self._resume()
 
     def close(self) -> None:
-        """Takes what is in the queue, and leaves the socket to the others."""
+        """Accepts what is in the queue, and leaves the socket to the others."""
         while self._accept():
             pass
         if self._pause_timer is not None:
@@ -81,7 +80,6 @@ class SharedServer:
         self._sock.close()
 
     async def wait_connected(self) -> None:
-        """Until what was accepted is a connection."""
         if self._connecting:
             await asyncio.wait(self._connecting)
 

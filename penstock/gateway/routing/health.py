@@ -13,17 +13,14 @@ RAMP_FLOOR = 0.1
 
 @dataclass(slots=True)
 class Health:
-    """One replica's record. Times are monotonic seconds; `ejected_until` lies in the past for a replica in use."""
+    """One replica's failures. Times are monotonic seconds; `ejected_until` is in the past for a replica in use."""
 
     n_failures: int = 0  # in a row
     n_ejections: int = 0  # since it last went through a whole ramp
     ejected_until: float = 0.0
 
     def fail(self, now: float) -> bool:
-        """A request failed for a reason of the replica's. Returns whether that ejects it.
-
-        One failure is enough for a replica that is on its way back.
-        """
+        """Records a failure that the replica caused; returns whether it ejects. After an ejection one is enough."""
         self.n_failures += 1
         is_back = self.n_ejections > 0 and now < self.ejected_until + RAMP_S
         if now < self.ejected_until or self.n_failures < (1 if is_back else EJECT_AFTER):
@@ -37,7 +34,7 @@ class Health:
         self.n_failures = 0
 
     def share(self, now: float) -> float:
-        """How much of its weight counts: 1 for a replica that was never ejected or has been back for RAMP_S."""
+        """The part of its weight that counts: 1 unless it was ejected less than RAMP_S ago."""
         if not self.n_ejections:
             return 1.0
         back_s = now - self.ejected_until

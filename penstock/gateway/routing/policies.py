@@ -60,7 +60,7 @@ def least_load(candidates: Sequence[CandidateT], turn: int, _key: bytes = b"") -
 
 
 def round_robin(candidates: Sequence[CandidateT], turn: int, _key: bytes = b"") -> CandidateT:
-    """In turn whatever their load, each as often as its weight says: of weights 2 and 1 two of three."""
+    """In turn whatever their load, each as often as its weight: of weights 2 and 1 two of three."""
     if all(candidate.weight == candidates[0].weight for candidate in candidates):
         return candidates[turn % len(candidates)]
     # Steps of the golden ratio spread the turns of a heavy replica between those of the others.

@@ -15,7 +15,7 @@ from penstock.gateway.config import Address, ServedModel, parse_url
 from penstock.gateway.routing.health import Health
 from penstock.gateway.routing.policies import choose
 from penstock.spec.gateway import PolicyName
-from penstock.wire.announcement import Announcement, EngineLoad, GatewayView, Progress, ReplicaView
+from penstock.wire.announcement import Announcement, EngineLoad, GatewayView, ReplicaView
 
 ModelState = Literal["ready", "loading", "unavailable"]
 
@@ -34,7 +34,7 @@ _COMING_STATES: Final = frozenset(("queued", "starting", "loading", "warming", "
 
 
 class RoutingHints(NamedTuple):
-    """Routing hints of one request: a key for the policy, an adapter, the replica that has its stored response."""
+    """A key for the policy, an adapter, and the replica that has the request's stored response."""
 
     key: bytes = b""
     adapter: str | None = None
@@ -158,9 +158,6 @@ class ReplicaTable:
         if announcement.model not in (model.name for model in self.models):
             raise UserError(f"model {announcement.model!r} is not declared at this gateway")
         row = self._replicas.get(announcement.replica)
-        if row is not None and row.announcement.model != announcement.model:
-            self._by_model[row.announcement.model].remove(row)
-            self._by_model[announcement.model].append(row)
         had_adapters = row.announcement.adapters if row else ()
         if row is None:
             row = self._replicas[announcement.replica] = Replica(announcement, address, now)
@@ -168,6 +165,9 @@ class ReplicaTable:
                 row.shared = self._totals[f"replica:{row.name}{AT_ONCE}"]
             self._by_model[announcement.model].append(row)
         else:
+            if row.announcement.model != announcement.model:
+                self._by_model[row.announcement.model].remove(row)
+                self._by_model[announcement.model].append(row)
             if row.announcement.state == "stopping" and announcement.state != "stopping":
                 self._end_order(announcement.replica)  # another node of that name: the one that was ordered is gone
             row.announcement, row.address, row.announced_at = announcement, address, now
@@ -226,7 +226,7 @@ class ReplicaTable:
         return is_news
 
     def note_failure(self, replica: Replica, now: float) -> bool:
-        """A request failed because of this replica. Returns whether that ejects it."""
+        """Records a failure that the replica caused; returns whether that ejects it."""
         is_ejected = replica.health.fail(now)
         if is_ejected:
             self.n_ejections[replica.name] += 1
@@ -286,15 +286,16 @@ class ReplicaTable:
             replica.shared.own -= 1
 
     def is_idle(self, replica: Replica, now: float, for_s: float) -> bool:
-        """Whether the engine has said for `for_s` seconds that it works on nothing."""
+        """Whether the engine has reported no request for `for_s` seconds."""
         return replica.idle_since is not None and now - replica.idle_since >= for_s
 
     def coming_words(self, model: str, now: float) -> str:
-        """Progress of the replica of `model` that is nearest to ready, for people: "loading 45% 12s", or "waiting"."""
-        rows = [row for row in self._coming(model, now) if row.announcement.progress is not None]
-        words = ["loading" if self._coming(model, now) else "waiting"]
-        if rows:
-            progress = max((row.announcement.progress for row in rows if row.announcement.progress), key=_fraction)
+        """Progress of the replica that is nearest to ready, for people: "loading 45% 12s", or "waiting"."""
+        coming = self._coming(model, now)
+        words = ["loading" if coming else "waiting"]
+        progresses = [row.announcement.progress for row in coming if row.announcement.progress is not None]
+        if progresses:
+            progress = max(progresses, key=lambda progress: progress.fraction or 0.0)
             if progress.fraction is not None:
                 words.append(f"{min(max(progress.fraction, 0.0), 1.0):.0%}")
             if progress.eta_s is not None:
@@ -326,7 +327,7 @@ class ReplicaTable:
         ]
 
     def take_lapsed(self, now: float) -> list[str]:
-        """Replicas whose lease ran out since the last call, each reported once."""
+        """Replicas whose lease ended since the last call."""
         lapsed = [row for row in self._replicas.values() if not row.is_lapsed and not row.is_alive(now)]
         for row in lapsed:
             row.is_lapsed = True
@@ -334,7 +335,6 @@ class ReplicaTable:
         return [row.name for row in lapsed]
 
     def view(self, now: float, waiting: int, requests_total: int) -> GatewayView:
-        """The answer of GET /admin/replicas; the gateway's own counts come from the caller."""
         rows = tuple(
             ReplicaView(
                 announcement=row.announcement,
@@ -347,10 +347,6 @@ class ReplicaTable:
             for row in self._replicas.values()
         )
         return GatewayView(rows, self.in_flight_total, waiting, requests_total)
-
-
-def _fraction(progress: Progress) -> float:
-    return progress.fraction or 0.0
 
 
 def _check(announcement: Announcement) -> Address | None:
@@ -366,13 +362,9 @@ def _check(announcement: Announcement) -> Address | None:
         if announcement.state == "ready":
             raise UserError(f"replica {announcement.replica!r} is ready without a url")
         return None
-    return _parse_url(announcement.url)
-
-
-def _parse_url(url: str) -> Address:
-    address = parse_url(url)
+    address = parse_url(announcement.url)
     if address is None:
-        raise UserError(f"url {url!r} is not http://host:port")
+        raise UserError(f"url {announcement.url!r} is not http://host:port")
     return address
 
 
@@ -388,7 +380,6 @@ class ResponseOwners:
             del self._places[next(iter(self._places))]
 
     def find(self, response_id: bytes) -> tuple[str, str] | None:
-        """Model and replica."""
         return self._places.get(response_id)
 
 

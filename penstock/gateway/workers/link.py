@@ -20,8 +20,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class WorkerSlot:
-    """What the parent gives a worker: its number, its end of the socket pair, its share of the connections, the admin
-    calls that still hold, and the last report of the worker before it.
+    """What the parent gives a worker.
+
+    `socket`: its end of the pair; `calls`: the admin calls that still hold; `before`: its predecessor's last report.
     """
 
     index: int
@@ -33,12 +34,12 @@ class WorkerSlot:
 
 
 class ParentLink(asyncio.Protocol):
-    """Reports to the parent, and reaches the other workers through it. None of its calls blocks."""
+    """Reports to the parent, and reaches the other workers through it. No call blocks."""
 
     def __init__(
         self, write_report: Callable[[], bytes], apply: Callable[[bytes, bytes], object], on_lost: Callable[[], object]
     ) -> None:
-        """`apply` does an admin call that another worker got; `on_lost` is called when the parent has died."""
+        """`apply` does an admin call that another worker got; `on_lost`: the parent died."""
         self._write_report = write_report
         self._apply = apply
         self._on_lost = on_lost
@@ -53,26 +54,24 @@ class ParentLink(asyncio.Protocol):
         self.report()
 
     def close(self) -> None:
-        """After this the parent may die without consequence."""
         transport, self._transport = self._transport, None
         if transport is not None:
             transport.close()
 
     def report(self, number: int = 0) -> None:
-        """Publishes this worker's numbers. Left out while the parent does not read, unless it asked."""
+        """Publishes this worker's numbers, unless the parent does not read and did not ask."""
         transport = self._transport
         if transport is not None and (number or not transport.get_write_buffer_size()):
             transport.write(frame(Report(self._write_report(), number)))
 
     def relay(self, path: bytes, body: bytes, number: int = 0) -> None:
-        """Passes an admin call on to the other workers."""
         if self._transport is not None:
             self._transport.write(frame(AdminCall(path, body, number)))
 
     async def gather(self, path: bytes = b"", body: bytes = b"") -> Reports:
-        """The other workers' reports, after each has done the call; of one that does not answer, its last.
+        """The other workers' reports after each has done the call; the last report of a worker that does not answer.
 
-        Own numbers are published first: no worker that is asked later can know less than the answer to this.
+        Own numbers go first: a worker that is asked later then knows at least as much.
         """
         number = next(self._numbers)
         future = self._waiting[number] = asyncio.get_running_loop().create_future()

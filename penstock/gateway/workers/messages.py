@@ -1,7 +1,7 @@
-"""What a worker and its parent tell each other over a socket pair: MessagePack behind four bytes of length.
+"""Messages between a worker and its parent over a socket pair: MessagePack after four bytes of length.
 
-A worker sends a Report every second, which is also its sign of life. It sends an AdminCall that it got; the parent
-passes it on to the other workers. With a `number` the parent waits for their reports, and answers with all of them.
+A worker sends a Report every second, its sign of life, and every AdminCall that it got; the parent passes that on to
+the other workers. With a `number` the parent waits for their reports and answers with all of them.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ _LENGTH_BYTES = 4
 
 
 class Report(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """`content` is an encoded WorkerReport, which the parent keeps and does not read. `number`: the call it answers."""
+    """`content` is an encoded WorkerReport, which the parent keeps unread. `number`: the call it answers."""
 
     content: bytes
     number: int = 0
 
 
 class AdminCall(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """A call of the admin address; without a path it only asks for reports. `number` 0: nobody waits for it."""
+    """A call of the admin address; without a path it only asks for reports. `number` 0: no answer is awaited."""
 
     path: bytes
     body: bytes
@@ -27,7 +27,7 @@ class AdminCall(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Reports(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The last report of every other worker that runs, and of those that ended and have no successor yet."""
+    """The last report of every other worker that runs, and of those that ended without a successor yet."""
 
     number: int
     running: list[bytes]

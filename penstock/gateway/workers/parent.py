@@ -1,15 +1,16 @@
-"""The gateway in the foreground until SIGTERM or SIGINT: one process, or several workers under a parent.
+"""Runs the gateway in the foreground until SIGTERM or SIGINT: one process, or several workers under a parent.
 
-Each worker is a whole gateway. The parent opens the two listening sockets and forks; all workers accept from the same
-queue, so that a connection belongs to no worker before one has accepted it: those of a worker that hangs or dies go to
-the others. The parent serves no client. It passes admin calls from the worker that got them to the others, keeps each
-one's last report, replaces workers that end, and kills those that do not report (`messages`).
+Each worker is a whole gateway. The parent opens both listening sockets and forks; all workers accept from the same
+queues, so a worker that hangs or dies takes no connection that it had not accepted. The parent serves no client: it
+relays admin calls, keeps each worker's last report, replaces workers that end and kills those that do not report.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
+import itertools
 import logging
 import math
 import os
@@ -57,8 +58,8 @@ def serve(config: GatewayConfig, token: str, on_bound: Callable[[Sockets], None]
     """
     sockets = open_sockets(config)
     if config.store is not None:
-        # Whoever learns the address may rely on it. And a worker that cannot open the store would be started again for
-        # ever; its connection cannot be made here, for it must not cross the fork.
+        # Before the address is known: a worker that cannot open the store would be restarted for ever. Workers make
+        # their own connections, which must not cross the fork.
         connect(config.store).close()
     if on_bound is not None:
         on_bound(sockets)
@@ -69,7 +70,6 @@ def serve(config: GatewayConfig, token: str, on_bound: Callable[[Sockets], None]
 
 
 def run_loop(make: Callable[[], Gateway], config: GatewayConfig) -> None:
-    """One event loop with one gateway on it."""
     # Until the loop hears signals they wait: the handler from before would end a worker with a traceback.
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
@@ -87,8 +87,8 @@ async def _serve(make: Callable[[], Gateway], config: GatewayConfig) -> None:
     stop = asyncio.Event()
 
     def on_signal() -> None:
-        # A worker's first signal may come twice: Ctrl-C and systemd signal the whole group, and the parent passes it
-        # on. So the parent counts, and kills.
+        # A worker's first signal may come twice, from the terminal (Ctrl-C) or systemd and from the parent; so the
+        # parent counts, and kills.
         if stop.is_set() and config.workers == 1:
             os._exit(1)
         stop.set()
@@ -99,8 +99,8 @@ async def _serve(make: Callable[[], Gateway], config: GatewayConfig) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     gateway = make()
     await gateway.start()
-    # What is here now stays: the collector need not look at it again and again. A request makes some tens of objects
-    # without cycles: looking after every 700 finds nothing, and a cycle that there is waits a little longer.
+    # What is here now stays, so the collector need not look at it again. A request makes some tens of objects without
+    # cycles: looking after every 700 finds nothing.
     gc.collect()
     gc.freeze()
     gc.set_threshold(GC_THRESHOLD)
@@ -123,7 +123,7 @@ class _Worker:
 
 @dataclass
 class _Gathering:
-    """A worker waits for the reports of the others, `missing` of which have not answered."""
+    """`asker` waits for the reports of the others, `missing` of which have not answered."""
 
     asker: _Worker
     number: int
@@ -132,7 +132,7 @@ class _Gathering:
 
 
 class _Named(msgspec.Struct):
-    """Of an admin call's body."""
+    """The part of an admin call's body that the parent reads."""
 
     replica: str
     state: str = ""
@@ -162,7 +162,7 @@ class _Parent:
         self._delay_s = [RESTART_S] * config.workers
         self._due: dict[int, float] = dict.fromkeys(range(config.workers), 0.0)  # slot -> when to start it
         self._gatherings: dict[int, _Gathering] = {}
-        self._n_gatherings = 0
+        self._numbers = itertools.count(1)
         self._calls: dict[tuple[str, str], _Kept] = {}  # by replica and kind
         self._n_signals = 0
 
@@ -230,7 +230,6 @@ class _Parent:
         self._selector.register(ours, selectors.EVENT_READ, worker)
 
     def _work(self, slot: WorkerSlot) -> None:
-        """The child; does not return."""
         code = 1
         try:
             signal.set_wakeup_fd(-1)
@@ -280,7 +279,7 @@ class _Parent:
             self._due[slot] = now + pause_s
 
     def _stop(self) -> None:
-        """Lets every worker drain; a second signal, or time, ends what is left, and then this process with 1."""
+        """Drains every worker; a second signal, or time, kills what is left and ends this process with 1."""
         self._sockets.close()
         for worker in self._workers.values():
             os.kill(worker.pid, signal.SIGTERM)
@@ -294,37 +293,29 @@ class _Parent:
             # Not os._exit: our caller has folders to remove.
             raise SystemExit(1)
 
-    # What they tell each other.
+    # Messages.
 
     def _read(self, worker: _Worker) -> None:
-        """Takes all that a worker has sent."""
-        while True:
-            try:
-                data = worker.socket.recv(1 << 18)
-            except (BlockingIOError, ConnectionError):
-                return
-            if not data:
-                return
-            for message in worker.frames.feed(data):
-                if isinstance(message, Report):
-                    self._take_report(worker, message)
-                elif isinstance(message, AdminCall):
-                    self._pass_on(worker, message)
+        with contextlib.suppress(BlockingIOError, ConnectionError):
+            while data := worker.socket.recv(1 << 18):
+                for message in worker.frames.feed(data):
+                    if isinstance(message, Report):
+                        self._take_report(worker, message)
+                    elif isinstance(message, AdminCall):
+                        self._pass_on(worker, message)
 
     def _take_report(self, worker: _Worker, report: Report) -> None:
         worker.reported_at = time.monotonic()
         self._reports[worker.slot] = report.content
         self._ended.discard(worker.slot)
-        gathering = self._gatherings.get(report.number)
-        if gathering is not None:
-            gathering.missing.discard(worker.slot)
+        if report.number in self._gatherings:
+            self._gatherings[report.number].missing.discard(worker.slot)
 
     def _pass_on(self, asker: _Worker, call: AdminCall) -> None:
         others = [worker for worker in self._workers.values() if worker is not asker]
         number = 0
         if call.number:
-            self._n_gatherings += 1
-            number = self._n_gatherings
+            number = next(self._numbers)
             # One that starts has nothing to report; it was given every call that holds.
             missing = {worker.slot for worker in others if worker.reported_at is not None}
             until = time.monotonic() + CALL_S
@@ -334,7 +325,7 @@ class _Parent:
             self._send(worker, frame(AdminCall(call.path, call.body, number)))
 
     def _keep(self, call: AdminCall) -> None:
-        """For workers that start later. Of calls about one replica the last counts."""
+        """Keeps the call for workers that start later. Of calls about one replica the last counts."""
         if call.path not in _KINDS and call.path != _FORGET:
             return
         named, now = msgspec.json.decode(call.body, type=_Named), time.monotonic()
@@ -374,12 +365,9 @@ class _Parent:
         self._write(worker)
 
     def _write(self, worker: _Worker) -> None:
-        """Never waits for a worker that does not read."""
         if worker.unsent:
-            try:
+            with contextlib.suppress(BlockingIOError, ConnectionError):
                 del worker.unsent[: worker.socket.send(worker.unsent)]
-            except (BlockingIOError, ConnectionError):
-                pass
         if self._workers.get(worker.slot) is worker:
             events = selectors.EVENT_READ | (selectors.EVENT_WRITE if worker.unsent else 0)
             self._selector.modify(worker.socket, events, worker)

@@ -1,8 +1,7 @@
 """What the gateway reports of itself, all workers together: `/metrics` and the view of the admin address.
 
-Reported totals never decrease: a worker publishes its own numbers before it reports, and a worker that takes the place
-of one that ended counts on from what that one published last. What a killed worker counted after that, in a second at
-most, was in no report, and is lost.
+Reported totals never decrease: a worker publishes its numbers before it reports, and its successor counts on from them.
+What a killed worker counted after its last report, in a second at most, is lost.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ from penstock.gateway import metrics
 from penstock.gateway.accounting.entry import Accounting
 from penstock.gateway.connections.client import ClientConnection
 from penstock.gateway.context import GatewayContext
-from penstock.gateway.metrics import Distribution, Family, Gauges
+from penstock.gateway.metrics import Distribution, Family
 from penstock.gateway.responses import Answer
 from penstock.gateway.workers.link import ParentLink
 from penstock.wire.announcement import GatewayView
 
 
 class WorkerReport(msgspec.Struct, frozen=True, array_like=True):
-    """Of one worker, or of several. `n_requests` is since the start; `in_flight` (by replica) and the rest are now."""
+    """Of one worker, or of several. `n_requests` is since the start; `in_flight` is by replica."""
 
     families: list[Family]
     distributions: list[Distribution]
@@ -52,7 +51,6 @@ class Reporter:
         return msgspec.msgpack.encode(self._own())
 
     def relay(self, path: bytes, body: bytes) -> None:
-        """The other workers do this admin call too, soon."""
         if self.link is not None:
             self.link.relay(path, body)
 
@@ -63,7 +61,7 @@ class Reporter:
         path: bytes = b"",
         body: bytes = b"",
     ) -> Answer | None:
-        """What `write` makes of everyone's report, at once or later; the other workers do the call `path` first."""
+        """Answers with what `write` makes of all reports, now or later; the other workers do the call `path` first."""
         if self.link is None:
             return write(self._own())
         client.work = asyncio.get_running_loop().create_task(self._respond(self.link, client, write, path, body))
@@ -82,7 +80,6 @@ class Reporter:
         client.respond(write(add([self._own(), *others])))
 
     def view(self, report: WorkerReport) -> GatewayView:
-        """The answer of GET /admin/replicas."""
         view = self._context.replicas.view(time.monotonic(), report.n_waiting, report.n_requests)
         rows = tuple(
             msgspec.structs.replace(row, in_flight=report.in_flight.get(row.announcement.replica, 0))
@@ -96,9 +93,8 @@ class Reporter:
         view = replicas.view(now, context.queue.waiting, counters.n_requests)
         waiting = {model.name: context.queue.waiting_for(model.name) for model in replicas.models}
         ready = {model.name: len(replicas.ready(model.name, now)) for model in replicas.models}
-        families = metrics.families(counters, Gauges(view, waiting, ready, replicas.n_ejections))
         report = WorkerReport(
-            families + self._accounting.families(),
+            metrics.families(counters, view, waiting, ready, replicas.n_ejections) + self._accounting.families(),
             metrics.distributions(counters),
             view.requests_total,
             view.in_flight_total,
@@ -109,20 +105,18 @@ class Reporter:
 
 
 def metrics_answer(report: WorkerReport) -> Answer:
-    """The answer of GET /metrics."""
     return Answer(200, metrics.write_metrics(report.families, report.distributions), metrics.CONTENT_TYPE)
 
 
 def ended(content: bytes) -> WorkerReport:
-    """What stays true of a worker that ended: its counts, without what it had under way."""
+    """The report of a worker that ended: its counts, without its gauges."""
     report = _decode(content)
-    return WorkerReport(metrics.only_counters(report.families), report.distributions, report.n_requests)
+    counters = [family for family in report.families if family[1] == "counter"]
+    return WorkerReport(counters, report.distributions, report.n_requests)
 
 
 def add(parts: Sequence[WorkerReport]) -> WorkerReport:
-    in_flight: Counter[str] = Counter()
-    for part in parts:
-        in_flight.update(part.in_flight)
+    in_flight = sum((Counter(part.in_flight) for part in parts), Counter[str]())
     return WorkerReport(
         metrics.add_families(part.families for part in parts),
         metrics.add_distributions(part.distributions for part in parts),

@@ -1,4 +1,4 @@
-"""Calibration: constants of the speed model as a benchmark of one deployment measured them, and their file. Pure."""
+"""Constants of the speed model as a benchmark of one deployment measured them, and their file. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.spec.deployment import Parallel
 
 SCHEMA = 1
 
-# What each number may be, in a file and in a fit. Over 1 a share would beat the hardware; the rest is wide on purpose.
+# What each number may be, in a file and in a fit. A share over 1 would beat the hardware; the rest is wide on purpose.
 BOUNDS: Mapping[str, tuple[float, float]] = {
     "memory_efficiency": (0.2, 1.0),
     "compute_efficiency": (0.05, 1.0),
@@ -40,7 +40,7 @@ class Calibrated(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read(text: str, name: str) -> Calibrated:
-    """The calibration in a file's text; `name` is the file's, for messages.  Raises UserError."""
+    """The calibration in a file's text; `name` is for messages.  Raises UserError."""
     hint = "Make it again with `penstock bench --calibrate`, or plan without --calibration."
     try:
         plain = msgspec.json.decode(text)
@@ -73,7 +73,7 @@ def write(calibrated: Calibrated) -> str:
 
 
 def check(calibrated: Calibrated, models: Sequence[str], gpus: Sequence[str]) -> None:
-    """Refuse another model's or card's calibration. `models`, `gpus`: all names of what is planned.  Raises UserError.
+    """Raises UserError for another model's or card's calibration. `models`, `gpus`: all names of what is planned.
     "meta-llama/Llama-3.1-8B", "llama-3.1-8b" and "/models/Llama-3.1-8B" are one model."""
     pairs = (("model", calibrated.model, models), ("GPU", calibrated.gpu, gpus))
     for what, theirs, ours in pairs:
@@ -85,14 +85,13 @@ def check(calibrated: Calibrated, models: Sequence[str], gpus: Sequence[str]) ->
 
 
 def constants_for(calibrated: Calibrated, layout: Parallel, version: str) -> Calibration:
-    """The constants for a layout and an engine; for others than were measured they hold with the ranges left wide."""
+    """The constants, with wide ranges for another layout or engine than was measured."""
     if not differs(calibrated, layout, version):
         return calibrated.constants
     return msgspec.structs.replace(calibrated.constants, spread=WIDE_SPREAD)
 
 
 def differs(calibrated: Calibrated, layout: Parallel, version: str) -> str:
-    """What was measured otherwise than is planned, in words; empty when nothing was."""
     differences = []
     if layout != calibrated.layout:
         differences.append(f"layout {_named(calibrated.layout)} (planned: {_named(layout)})")

@@ -1,9 +1,4 @@
-"""Times of collectives: measured tables inside a machine, hops and bandwidth between machines. Microseconds.
-
-Inside a fast link domain (a host, or an NVLink rack) all-reduce times come from the catalogue's measurements at 16 KiB,
-1 MiB and 1 GiB, interpolated on a logarithmic scale. Between machines NCCL goes round a ring or up and down a tree;
-each hop has a latency of the network's kind, and 2(n-1)/n of the message passes the machine's network cards.
-"""
+"""Times of collectives: measured tables inside a machine, hops and bandwidth between machines. Microseconds."""
 
 from __future__ import annotations
 
@@ -24,12 +19,11 @@ _HOP_US: Mapping[str, Range] = {
     "efa": Range(10, 25, 60),
     "tcp": Range(60, 330, 580),
 }
-# Where in the measured interval of a row the likely value lies: without CUDA graphs, where Python starts each
-# collective while the network waits, and in a captured graph.
+# Where in a row's measured interval the likely value is: without CUDA graphs, and in a captured graph.
 _EAGER_SHARE, _CAPTURED_SHARE = 0.65, 0.0
-# A measured hop was measured with a message of this size (8 x 5120 x 2 bytes): only what is beyond it costs bandwidth.
+# The message (8 x 5120 x 2 bytes) that measured hops were measured with: only what is beyond it costs bandwidth.
 _MEASURED_BYTES = 80 * 1024
-# A network that nobody named: ten-gigabit Ethernet over TCP.
+# A network that is not named: ten-gigabit Ethernet over TCP.
 _UNKNOWN_GBS = 1.25
 _IN_STEP_US = 1.5  # on top of a table's time inside a model's step: launch, and waiting for the slowest rank
 _FITTED_US, _KERNEL_US = 13.5, 5.0  # the fit's all-reduce in all, and the kernel's part of it
@@ -58,7 +52,7 @@ class Fabric(msgspec.Struct, frozen=True):
         return self.gpus_per_node
 
     def n_domains(self, n_ranks: int, n_groups: int = 1) -> int:
-        """How many fast link domains the worst of `n_groups` groups of neighbouring ranks touches.
+        """Fast link domains that the worst of `n_groups` groups of neighbouring ranks touches.
         On machines of 6, one group of 4 stays inside, of two the second straddles."""
         size = self.domain_gpus
         if n_ranks > size:
@@ -81,8 +75,7 @@ def hop_us(fabric: Fabric, *, is_captured: bool = True) -> Range:
 
 def node_gbs(fabric: Fabric) -> float:
     """GB/s in one direction that a whole machine gets into the network with NCCL: measured, or nominal x 0.61.
-    A rate a GPU counts once a GPU; RDMA cards stand beside every GPU of an NVLink machine, other cards once a machine.
-    """
+    NVLink machines have an RDMA card for every GPU; other cards count once a machine."""
     link, per_node = fabric.network, fabric.gpus_per_node
     if link is None:
         return _UNKNOWN_GBS * COMM_EFFICIENCY
@@ -99,9 +92,9 @@ def node_gbs(fabric: Fabric) -> float:
 
 
 def allreduce_us(fabric: Fabric, n_ranks: int, n_bytes: float, n_groups: int = 1, *, is_captured: bool = True) -> Range:
-    """An all-reduce of `n_bytes` over neighbouring ranks, in microseconds; 0 for one rank. `n_groups` do so at once.
-    Over m machines: inside each, then between them, each passing 2(m-1)/m of the message. H100, 8 ranks, 16 KiB: 5.2 +
-    1.5 = 6.7 us likely. Two one-GPU pods, 80 KiB: 2 hops x 370 = 740 us."""
+    """An all-reduce of `n_bytes` over neighbouring ranks, `n_groups` at once, in microseconds; 0 for one rank.
+    Over m machines: inside each, then between them, each passing 2(m-1)/m of the message (a ring, or a tree).
+    H100, 8 ranks, 16 KiB: 5.2 + 1.5 = 6.7 us likely. Two one-GPU pods, 80 KiB: 2 hops x 370 = 740 us."""
     if n_ranks == 1:
         return Range(0, 0, 0)
     n_domains = fabric.n_domains(n_ranks, n_groups)
@@ -164,7 +157,6 @@ def _table(gpu: GpuFacts) -> AllReduce:
 
 
 def _table_us(table: AllReduce, n_ranks: int, n_bytes: float) -> float:
-    """Between 16 KiB and 1 MiB linear in the logarithms; above, the rest at the large-message rate."""
     small, middle = _by_ranks(table.us_16KiB, n_ranks), _by_ranks(table.us_1MiB, n_ranks)
     if n_bytes <= _SMALL:
         return small
@@ -176,7 +168,7 @@ def _table_us(table: AllReduce, n_ranks: int, n_bytes: float) -> float:
 
 
 def _by_ranks(row: Mapping[int, float], n_ranks: int, *, is_rate: bool = False) -> float:
-    """The entry of the next measured number of GPUs; beyond the last, times grow with log2 n and rates stay."""
+    """Of the next measured number of GPUs; beyond the last, times grow with log2 n and rates stay."""
     known = sorted(row)
     for n in known:
         if n_ranks <= n:

@@ -223,7 +223,6 @@ class StepTime(msgspec.Struct, frozen=True):
         return max(self.memory_ms, self.compute_ms) + self.comm_ms.likely + self.overhead_ms
 
     def spread(self, factors: tuple[float, float]) -> Range:
-        """The step as a range: the machine's own part times `factors`, communication by its own bounds."""
         own = max(self.memory_ms, self.compute_ms) + self.overhead_ms
         return Range(own * factors[0] + self.comm_ms.low, self.likely_ms, own * factors[1] + self.comm_ms.high)
 
@@ -335,8 +334,6 @@ def estimate(
 
 
 class _Loop(msgspec.Struct, frozen=True):
-    """A closed loop with everything that times depend on; `running` requests at once on one data rank."""
-
     work: StepCosts
     layout: Parallel
     fabric: Fabric

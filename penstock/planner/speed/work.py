@@ -1,7 +1,4 @@
-"""What one engine step must read and multiply: parameters by how they are cut, bytes, FLOPs. No times here.
-
-Layers that are alike are counted once: 126 layers of Llama-3.1-405B are one `LayerCosts` with count 126.
-"""
+"""What one engine step must read and multiply: parameters by how they are cut, bytes, FLOPs. No times here."""
 
 from __future__ import annotations
 
@@ -82,12 +79,11 @@ class LayerCosts(msgspec.Struct, frozen=True):
         return self.n_experts > 0
 
     def sees(self, n_tokens: float) -> float:
-        """Of so many tokens those in the window."""
         return n_tokens if self.window is None else min(n_tokens, self.window)
 
 
 class StepCosts(msgspec.Struct, frozen=True):
-    """A whole model: `layers` is (distinct layer, how many), `head_params` the output matrix, read once a step.
+    """A whole model: `layers` is (distinct layer, how many), `head_params` the output matrix.
     `weight_kind` None: weights in the model's dtype."""
 
     layers: tuple[tuple[LayerCosts, int], ...]
@@ -116,7 +112,7 @@ class StepCosts(msgspec.Struct, frozen=True):
 
     @property
     def n_allreduces(self) -> int:
-        """All-reduces a step under TP: two a layer of the usual kind, and one after the embedding."""
+        """Two a layer of the usual kind, and one after the embedding."""
         return 1 + sum(layer.n_allreduces * count for layer, count in self.layers)
 
 
@@ -192,8 +188,8 @@ def busiest_share(n_hit: float, n_experts: int, n_ranks: int) -> float:
 
 
 def expert_bytes_read(work: StepCosts, layout: Parallel, n_tokens: float) -> float:
-    """Of `weight_bytes_read`, the routed experts', cut over tp x dp; the tokens of all data ranks choose among them.
-    With expert parallelism each is whole on one rank, and the busiest rank counts."""
+    """Of `weight_bytes_read`, the routed experts', cut over tp x dp; tokens of all data ranks choose among them.
+    With expert parallelism each expert is whole on one rank, and the busiest rank counts."""
     n_ranks, total = layout.tensor * layout.data, 0.0
     for layer, count in work.layers:
         hit = experts_hit(layer.n_experts, layer.top_k, n_tokens * layout.data)
@@ -217,7 +213,7 @@ def cache_bytes_read(work: StepCosts, layout: Parallel, step: Step, cache_dtype_
     for layer, count in work.layers:
         share = 1.0 if layer.is_mla else 1 / min(tp, layer.n_kv_heads)
         seen, before = layer.sees(step.context), layer.sees(step.prefill_context)
-        # A prefilled chunk reads what stands before it once, not once a token: charged as one request's worth.
+        # A prefilled chunk reads what is before it once, not once a token: charged as one request's worth.
         n_tokens = step.n_decodes * seen + (before if step.prefill_tokens >= 1 else before * step.prefill_tokens)
         total += count * (layer.cache_numbers * share * cache_dtype_bytes * n_tokens)
         total += count * 2 * layer.state_bytes / tp * step.n_decodes
@@ -231,10 +227,6 @@ class Flops(msgspec.Struct, frozen=True):
     plain: float = 0.0
     quantised: float = 0.0
     experts: float = 0.0
-
-    @property
-    def total(self) -> float:
-        return self.plain + self.quantised + self.experts
 
 
 def linear_flops(work: StepCosts, layout: Parallel, step: Step) -> Flops:
@@ -335,12 +327,11 @@ def part_format(quant: Quantization | None, part: str, index: int) -> Quantizati
         return None
     formats = [format_of(f"model.layers.{index}.{name}", quant) for name in _PART_NAMES[part]]
     names_modules = any(one.included for one in (quant, *quant.also))
-    named = [one for one in formats if one is not None]
+    named = [chosen for chosen in formats if chosen is not None]
     return named[0] if named and (names_modules or len(named) == len(formats)) else None
 
 
 def _part_bytes(quant: Quantization | None, part: str, index: int, number_bytes: float) -> float:
-    """Bytes of one weight of a part of layer `index`, scales in."""
     quantization = part_format(quant, part, index)
     if quantization is None:
         return number_bytes
