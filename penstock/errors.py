@@ -1,17 +1,15 @@
-"""The error family: message, detail, hint, and whether a retry is sensible.
+"""The error family: message, detail, hint, and whether a retry is sensible. Only `cli` prints them.
 
-A message is one line, lower case, without a full stop; it names kind and value. "cannot" is for ever, "could not"
-may work next time. `cli` prints them; nothing else does.
+A message is one line, lower case, without a full stop. "cannot" is for ever, "could not" may work next time.
 """
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
-EXIT_OURS = 1
-EXIT_USER = 2
+EXIT_OURS, EXIT_USER, EXIT_NOT_MODELLED = 1, 2, 4
 
 
 @dataclass(frozen=True)
@@ -42,20 +40,12 @@ class PenstockError(Exception):
         self.is_retryable = is_retryable
 
     def facts(self) -> dict[str, object]:
-        """What `--json` prints for this error."""
-        return {
-            "error": {
-                "message": self.message,
-                "detail": self.detail,
-                "hint": self.hint,
-                "is_retryable": self.is_retryable,
-                "exit_code": self.exit_code,
-            }
-        }
+        fields = ("message", "detail", "hint", "is_retryable", "exit_code")
+        return {"error": {field: getattr(self, field) for field in fields}}
 
 
 class UserError(PenstockError):
-    """The user can mend it: bad input, a missing engine, a port in use."""
+    """The user can fix it: bad input, a missing engine, a port in use."""
 
     exit_code = EXIT_USER
 
@@ -73,9 +63,7 @@ class SpecError(UserError):
         )
 
     def facts(self) -> dict[str, object]:
-        facts = super().facts()
-        facts["problems"] = [{"path": p.path, "message": p.message, "hint": p.hint} for p in self.problems]
-        return facts
+        return super().facts() | {"problems": [asdict(problem) for problem in self.problems]}
 
 
 class PlanError(UserError):
@@ -83,17 +71,14 @@ class PlanError(UserError):
 
 
 class EngineError(PenstockError):
-    """The engine would not start or died; the detail carries its last lines and our reading of them."""
+    """The engine did not start, or died; the detail carries its last lines."""
 
 
 def nearest(word: str, legal: Iterable[str]) -> str | None:
     """The legal name closest to `word`, or None when nothing is close."""
     names = {name.replace("_", "-"): name for name in legal}
-    found = difflib.get_close_matches(word.replace("_", "-"), names, 1, 0.6)
-    return names[found[0]] if found else None
-
-
-EXIT_NOT_MODELLED = 4
+    close = difflib.get_close_matches(word.replace("_", "-"), names, 1, 0.6)
+    return names[close[0]] if close else None
 
 
 class NotModelled(UserError):
@@ -103,5 +88,4 @@ class NotModelled(UserError):
 
 
 def not_modelled(kind: str, name: str, why: str, hint: str | None = None) -> NotModelled:
-    """The refusal for one unknown thing: `cannot plan architecture "X": why`."""
     return NotModelled(f'cannot plan {kind} "{name}": {why}', hint=hint)

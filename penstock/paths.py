@@ -10,16 +10,16 @@ from pathlib import Path
 
 from penstock.errors import UserError
 
+_SET_HOME = "Set PENSTOCK_HOME to a folder you may write."
+
 
 def home() -> Path:
-    """Where penstock keeps its things: $PENSTOCK_HOME, or ~/.penstock.  Raises UserError when there is none such."""
+    """Where penstock keeps its files: $PENSTOCK_HOME, or ~/.penstock.  Raises UserError."""
     place = os.environ.get("PENSTOCK_HOME") or "~/.penstock"
     try:
         return Path(place).expanduser().resolve()
     except (RuntimeError, OSError) as exc:
-        raise UserError(
-            f'cannot use "{place}" as the home of penstock: {exc}', hint="Set PENSTOCK_HOME to a folder you may write."
-        ) from exc
+        raise UserError(f'cannot use "{place}" as the home of penstock: {exc}', hint=_SET_HOME) from exc
 
 
 def write_atomically(path: Path, data: bytes, mode: int = 0o644) -> None:
@@ -43,10 +43,7 @@ def folder() -> Path:
         with tempfile.NamedTemporaryFile(dir=path, prefix=".probe."):
             pass
     except OSError as exc:
-        raise UserError(
-            f'cannot write run folder "{path}": {exc.strerror}',
-            hint="Set PENSTOCK_HOME to a folder you may write.",
-        ) from exc
+        raise UserError(f'cannot write run folder "{path}": {exc.strerror}', hint=_SET_HOME) from exc
     return path
 
 
@@ -66,13 +63,11 @@ def private_folder(run_id: str, replica: str, part: str = "") -> Path:
 
 
 def control_folder(owner: str) -> Path:
-    """The folder of the sockets of shared ssh connections. `owner`: the run's id."""
     place = tempfile.gettempdir()
     return Path(place if len(place) <= _SHORT_FOLDER else "/tmp") / f"penstock-{owner}-ssh"
 
 
 def gpu_locks_folder() -> Path:
-    """The folder of this user's locks on the GPUs of this machine."""
     return Path(tempfile.gettempdir()) / f"penstock-gpus-{os.getuid()}"
 
 

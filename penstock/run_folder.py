@@ -1,4 +1,4 @@
-"""One readable folder per deployment: what was asked, what was planned, what was sent, what lives, what happened.
+"""One readable folder per deployment: what was asked, planned and sent, what lives, what happened.
 
     ~/.penstock/runs/NAME/         (PENSTOCK_HOME moves ~/.penstock)
       run.json                     id, time, version, target
@@ -10,8 +10,7 @@
       desired.json state.json      what should be, and what the controller last saw
       events.jsonl logs/           what happened, one JSON a line; the output of every part
 
-A folder appears whole, by one rename, before anything is sent. Every file is replaced by rename, so a reader never
-sees half of one and a crash leaves the last whole version.
+A folder appears whole, by one rename. Every file is replaced by rename, so a reader never sees half of one.
 """
 
 from __future__ import annotations
@@ -40,27 +39,24 @@ from penstock.spec.deployment import Deployment, is_legal_name
 from penstock.wire.announcement import Announcement, GatewayAddress, Process, Restart
 
 Phase = Literal["starting", "ready", "degraded", "failed", "stopping", "down"]
+Kind = Literal["replica", "gateway", "controller"]
+Listen = Literal["loopback", "network"]
 T = TypeVar("T")
 KEPT_RESTARTS = 10
 
 
-Kind = Literal["replica", "gateway", "controller"]
-
-
 class Unit(NamedTuple):
-    """What a target places. `name` is unique among the units of its kind."""
+    """What a target places. `name` is unique among the units of its kind; `key` names it in a handle: "replica/0"."""
 
     kind: Kind
     name: str
 
     @property
     def key(self) -> str:
-        """How a handle names it: "replica/0"."""
         return f"{self.kind}/{self.name}"
 
 
 def unit_of(key: str) -> Unit:
-    """The unit that has this key."""
     kind, _, name = key.partition("/")
     return Unit(cast(Kind, kind), name)
 
@@ -103,7 +99,6 @@ class Handle(msgspec.Struct, frozen=True):
 
     @property
     def replicas(self) -> dict[str, dict[str, Any]]:
-        """As `units`, of the replicas alone and by their names."""
         return {unit_of(key).name: facts for key, facts in self.units.items() if unit_of(key).kind == "replica"}
 
 
@@ -115,8 +110,7 @@ class Desired(msgspec.Struct, frozen=True):
 
 
 class Part(msgspec.Struct, frozen=True):
-    """The controller or the gateway, as last seen. One that its target places has the name of its `unit` in place of a
-    process; `note` is the target's word on it."""
+    """The controller or the gateway, as last seen. A placed one has a `unit` and its target's `note`, no process."""
 
     state: Literal["running", "queued", "starting", "gone"]
     process: Process | None = None
@@ -126,15 +120,14 @@ class Part(msgspec.Struct, frozen=True):
     note: str | None = None
 
     def restarted(self, reason: str) -> Part:
-        """The same part after one more restart, now."""
         restarts = (*self.restarts, Restart(round(time.time(), 2), reason))[-KEPT_RESTARTS:]
         return msgspec.structs.replace(self, n_restarts=self.n_restarts + 1, restarts=restarts)
 
 
 class ReplicaStatus(msgspec.Struct, frozen=True):
-    """One replica as last seen: the node's own word, its place, and what the gateway adds.
+    """One replica as last seen: its announcement, its placement, and what the gateway adds.
 
-    `restarts` joins the engine's (told by the node) and the node's own (seen by the controller), newest last.
+    `restarts` joins the engine's (announced by the node) and the node's own (seen by the controller), newest last.
     `starts_at` is a queue's estimate, `ends_at` when its machines are taken away (Unix seconds).
     """
 
@@ -167,8 +160,7 @@ class State(msgspec.Struct, frozen=True):
 class Run:
     """A run folder, with typed access to its files. Methods block on the disk; writes are atomic.
 
-    A file that is absent or damaged is a PenstockError, except for those that `down` needs: `handle`, `desired` and
-    `state` then say what is safe to believe.
+    An absent or damaged file is a PenstockError; for `down`, `handle`, `desired` and `state` have safe defaults.
     """
 
     def __init__(self, path: Path) -> None:
@@ -197,7 +189,6 @@ class Run:
 
     @property
     def gateway_folder(self) -> Path:
-        """Only where the target places the gateway, which may then move from one machine to another."""
         return self.path / "gateway"
 
     @property
@@ -288,14 +279,12 @@ class Run:
 
     @property
     def url(self) -> str:
-        """Where clients connect, with the path prefix."""
         settings = self.gateway_file()
         scheme = "https" if settings.tls_cert else "http"
         return f"{scheme}://{reachable(self.listen)}{settings.path_prefix or ''}"
 
     @property
     def known_url(self) -> str | None:
-        """As `url`; None while the gateway's job waits."""
         return None if self.places("gateway") and not self.gateway_address_file.exists() else self.url
 
     @property
@@ -309,7 +298,6 @@ class Run:
             raise self._unreadable("secrets/admin-token", str(exc)) from exc
 
     def add_event(self, kind: str, text: str, **facts: object) -> None:
-        """Append one line to events.jsonl."""
         line = json.dumps({"at": round(time.time(), 3), "event": kind, "text": text, **facts})
         with (self.path / "events.jsonl").open("a", encoding="utf-8") as stream:
             stream.write(line + "\n")
@@ -371,7 +359,7 @@ def is_locked(run: Run) -> bool:
 
 
 class GatewayFile(msgspec.Struct, frozen=True):
-    """What others than the gateway read in gateway.json."""
+    """The fields of gateway.json that others than the gateway read."""
 
     listen: str
     admin: str
@@ -381,7 +369,7 @@ class GatewayFile(msgspec.Struct, frozen=True):
 
 
 class Draft(msgspec.Struct, frozen=True):
-    """All that a new run folder holds at first. `gateway`: its whole config. `placed`: as in `Record`."""
+    """All that a new run folder holds at first. `gateway`: its whole config."""
 
     deployment: Deployment
     plan: Plan
@@ -392,7 +380,7 @@ class Draft(msgspec.Struct, frozen=True):
 
 
 def create(draft: Draft, now: float) -> Run:
-    """A new folder, whole, in place of an ended one of the same name. The caller made sure that it has ended."""
+    """A new folder, whole, in place of the ended one of that name; the caller made sure that it has ended."""
     parent = folder()
     name = draft.deployment.name
     new = Path(tempfile.mkdtemp(dir=parent, prefix=f".{name}.new."))
@@ -465,19 +453,16 @@ def choose(name: str | None) -> Run:
         return live[0]
     names = ", ".join(run.name for run in live)
     if not live:
-        raise UserError(
-            "cannot choose a deployment: none runs", hint="Start one: penstock up. Ended ones: penstock ls -a."
-        )
+        hint = "Start one: penstock up. Ended ones: penstock ls -a."
+        raise UserError("cannot choose a deployment: none runs", hint=hint)
     raise UserError(f"cannot choose a deployment: {len(live)} run", hint=f"Name one of: {names}.")
 
 
 def living() -> list[Run]:
-    """All runs that are not ended, by name."""
     return [run for run in every() if not run.is_ended()]
 
 
 def no_address(name: str) -> PenstockError:
-    """What is said of a gateway whose job still waits."""
     return PenstockError(
         f'the gateway of "{name}" has no address yet: its job has not started',
         hint=f"Watch it with: penstock status {name}",
@@ -486,7 +471,6 @@ def no_address(name: str) -> PenstockError:
 
 
 def every() -> list[Run]:
-    """All run folders, by name."""
     parent = home() / "runs"
     if not parent.is_dir():
         return []
@@ -505,7 +489,6 @@ class Left(msgspec.Struct, frozen=True):
 
 
 def note_left(left: Left) -> None:
-    """Remember it, across new launches of the same name."""
     path = _left_path(left.run_id, left.place)
     path.parent.mkdir(mode=0o700, exist_ok=True)
     write_atomically(path, msgspec.json.encode(left), mode=0o600)
@@ -516,7 +499,6 @@ def forget_left(run_id: str, place: str) -> None:
 
 
 def every_left() -> list[Left]:
-    """All that is noted; a damaged note is not."""
     notes = []
     for path in sorted((home() / "left-behind").glob("*.json")):
         with contextlib.suppress(OSError, msgspec.MsgspecError):
@@ -528,15 +510,11 @@ def _left_path(run_id: str, place: str) -> Path:
     return home() / "left-behind" / f"{run_id}-{hashlib.sha256(place.encode()).hexdigest()[:12]}.json"
 
 
-Listen = Literal["loopback", "network"]
-
-
 class Launch(msgspec.Struct, frozen=True):
     """The instructions of a node: launch.json of the artifact. The token stays in its own file or variable.
 
-    `announce_urls`: the gateway's admin address, as it may be reached from a node; the first that answers is taken.
-    `announce_file`: where that address is read instead, again and again, for the gateway moves (GatewayAddress); the
-    URLs then only tell the addresses of the machine that `up` runs on.
+    `announce_urls`: the gateway's admin address as a node may reach it; the first that answers is used.
+    `announce_file`: where a placed gateway, which can move, writes that address (GatewayAddress); nodes read it again.
     `listen`: whether the engine listens on loopback, or with a key on the address that the gateway reaches.
     """
 

@@ -29,7 +29,7 @@ def show_seconds(seconds: float) -> str:
 
 
 def printable(text: str) -> str:
-    """Text of a stranger as a terminal may have it: lines stay, control characters become spaces."""
+    """Untrusted text for a terminal: control characters become spaces, line ends stay."""
     return "".join(char if char.isprintable() or char in "\n\t" else " " for char in text)
 
 

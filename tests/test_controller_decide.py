@@ -40,95 +40,98 @@ def row(name: str, is_draining: bool = False, in_flight: int = 0) -> ReplicaView
     return ReplicaView(told(name), 0.1, True, is_draining, in_flight)
 
 
-def choose(
-    n_replicas: int, looked: Observation, failed: Sequence[str] = (), late: Sequence[str] = (), left: Sequence[str] = ()
-) -> Decision:
+def choose(n_replicas: int, looked: Observation, **remembered: Any) -> Decision:
     """What is decided of replicas. Those that are `late` had their time to drain; those that `left` were leaving."""
-    memory = Memory(10.0, 10.0, frozenset(failed), dict.fromkeys(late, -100.0), frozenset(left))
+    failed, late, left = (remembered.pop(name, ()) for name in ("failed", "late", "left"))
+    memory = Memory(10.0, 10.0, frozenset(failed), dict.fromkeys(late, -100.0), frozenset(left), **remembered)
     decision, _ = decide(Desired("up", n_replicas), looked, memory, 0.0, NOW)
     place = decision.place and tuple(unit for unit in decision.place if unit.kind == "replica")
     return msgspec.structs.replace(decision, place=place, events=())
 
 
-def test_nothing_is_done_when_all_is_right() -> None:
-    assert choose(2, seen("0", "1", rows=view(row("0"), row("1")))) == Decision()
+ONE, BOTH = view(row("0")), view(row("0"), row("1"))
+DRAINED = view(row("0"), row("1", is_draining=True))
+DRAINING = view(row("0"), row("1", is_draining=True, in_flight=1))
+LEAVING = {"0": "placed", "1": "placed"}
+DECISIONS: dict[str, tuple[int, Observation, dict[str, Any], Decision]] = {
+    "nothing is done when all is right": (2, seen("0", "1", rows=BOTH), {}, Decision()),
+    "absent replicas are placed next to those that run": (3, seen("0", rows=ONE), {}, Decision(units("0", "1", "2"))),
+    "the first is placed": (1, seen(), {}, Decision(units("0"))),
+    "a free number is used again": (3, seen("0", "2", rows=view()), {}, Decision(units("0", "1", "2"))),
+    "a replica that is gone is placed again, and its lease forgotten": (
+        2, seen("0", "1", gone=["1"], rows=view()), {}, Decision(units("0", "1"), again=("1",), evict=("1",))
+    ),
+    "but not before its pause is over": (
+        2, seen("0", "1", gone=["1"], rows=view()), {"due_at": {"1": 1.0}}, Decision(units("0", "1"))
+    ),
+    "one that lost a node is placed again, and keeps its lease": (
+        1, placed({"0": "broken"}, ONE), {}, Decision(units("0"), again=("0",))
+    ),
+    "one that its target repairs is left alone": (
+        1, placed({"0": "broken"}, ONE, is_repaired_by_target=True), {}, Decision()
+    ),
+    "one too many is drained first": (
+        1, seen("0", "1", rows=view(row("0"), row("1", in_flight=2))), {}, Decision(drain=("1",))
+    ),
+    "idle but not yet draining it stays, since a request may come": (
+        1, seen("0", "1", rows=BOTH), {}, Decision(drain=("1",))
+    ),
+    "while requests run on it it stays": (1, seen("0", "1", rows=DRAINING), {}, Decision(drain=("1",))),
+    "drained and idle it is ended": (1, seen("0", "1", rows=DRAINED), {}, Decision(units("0"), drain=("1",))),
+    "one that the gateway never knew is ended at once": (
+        1, seen("0", "1", rows=ONE), {}, Decision(units("0"), drain=("1",))
+    ),
+    "without a gateway it may drain": (1, seen("0", "1"), {}, Decision(drain=("1",))),
+    "without a gateway time ends a drain": (1, seen("0", "1"), {"late": "1"}, Decision(units("0"), drain=("1",))),
+    "when its time is over it is ended with requests on it": (
+        1, seen("0", "1", rows=DRAINING), {"late": "1"}, Decision(units("0"), drain=("1",))
+    ),
+    "one that is wanted again stops draining": (2, seen("0", "1", rows=DRAINED), {}, Decision(undrain=("1",))),
+    "scaling to nothing drains all": (
+        0, seen("0", rows=view(row("0", is_draining=True))), {}, Decision(units(), drain=("0",))
+    ),
+    "a failed replica is not placed again": (
+        2, seen("0", "1", gone=["1"], rows=view()), {"failed": "1"}, Decision()
+    ),
+    "a failed replica that left its target is not placed again": (2, seen("0", rows=ONE), {"failed": "1"}, Decision()),
+    "the next after a failed one has another number": (
+        3, seen("0", rows=view()), {"failed": "1"}, Decision(units("0", "2"))
+    ),
+    "a failed replica is ended before a healthy one": (
+        1, seen("0", "1", gone=["0"], rows=view(row("1"))), {"failed": "0"}, Decision(units("1"), drain=("0",))
+    ),
+    # Without it, `penstock scale` back to what runs waited for ever.
+    "a failed replica that is not wanted any more is forgotten": (
+        1, seen("0", rows=ONE), {"failed": "1"}, Decision(forget=("1",))
+    ),
+    "one that is leaving gets a successor": (
+        1, placed({"0": "placed"}, ONE, leaving="0"), {}, Decision(units("1", "0"))
+    ),
+    "it stays until its successor is ready": (
+        1, placed(LEAVING, view(row("0"), told("1", "loading")), leaving="0"), {}, Decision()
+    ),
+    "then it drains": (1, placed(LEAVING, BOTH, leaving="0"), {}, Decision(drain=("0",))),
+    "and is ended": (
+        1, placed(LEAVING, view(row("0", is_draining=True), row("1")), leaving="0"), {},
+        Decision(units("1"), drain=("0",)),
+    ),
+    "of two that leave one is ended when one successor is ready": (
+        2,
+        placed(dict.fromkeys("0123", "placed"), view(*map(row, "012"), told("3", "loading")), leaving="01"),
+        {},
+        Decision(drain=("1",)),
+    ),
+    "one that left before its successor was ready is not placed again": (
+        1, placed({"0": "gone", "1": "placed"}, view(told("1", "loading"))), {"left": "0"},
+        Decision(units("1"), drain=("0",)),
+    ),
+}  # fmt: skip
 
 
-def test_absent_replicas_are_placed_beside_those_that_run() -> None:
-    assert choose(3, seen("0", rows=view(row("0")))) == Decision(place=units("0", "1", "2"))
-    assert choose(1, seen()).place == units("0")
-
-
-def test_a_free_number_is_used_again() -> None:
-    assert choose(3, seen("0", "2", rows=view())).place == units("0", "1", "2")
-
-
-def test_a_replica_that_is_gone_is_placed_again() -> None:
-    assert choose(2, seen("0", "1", gone=["1"], rows=view())) == Decision(place=units("0", "1"), again=("1",))
-
-
-def test_one_too_many_is_drained_first() -> None:
-    looked = seen("0", "1", rows=view(row("0"), row("1", in_flight=2)))
-    assert choose(1, looked) == Decision(drain=("1",))
-
-
-def test_while_requests_run_on_it_it_stays() -> None:
-    looked = seen("0", "1", rows=view(row("0"), row("1", is_draining=True, in_flight=1)))
-    assert choose(1, looked) == Decision(drain=("1",))
-
-
-def test_drained_and_idle_it_is_ended() -> None:
-    looked = seen("0", "1", rows=view(row("0"), row("1", is_draining=True)))
-    assert choose(1, looked) == Decision(drain=("1",), place=units("0"))
-
-
-def test_idle_but_not_yet_draining_it_stays_since_a_request_may_come() -> None:
-    assert choose(1, seen("0", "1", rows=view(row("0"), row("1")))).place is None
-
-
-def test_one_the_gateway_never_knew_is_ended_at_once() -> None:
-    assert choose(1, seen("0", "1", rows=view(row("0")))).place == units("0")
-
-
-def test_without_a_gateway_only_time_ends_a_drain() -> None:
-    assert choose(1, seen("0", "1")).place is None
-    assert choose(1, seen("0", "1"), late=["1"]).place == units("0")
-
-
-def test_when_its_time_is_over_it_is_ended_with_requests_on_it() -> None:
-    looked = seen("0", "1", rows=view(row("0"), row("1", is_draining=True, in_flight=1)))
-    assert choose(1, looked, late=["1"]).place == units("0")
-
-
-def test_one_that_is_wanted_again_stops_draining() -> None:
-    looked = seen("0", "1", rows=view(row("0"), row("1", is_draining=True)))
-    assert choose(2, looked) == Decision(undrain=("1",))
-
-
-def test_scaling_to_nothing_drains_all() -> None:
-    looked = seen("0", rows=view(row("0", is_draining=True)))
-    assert choose(0, looked) == Decision(drain=("0",), place=units())
-
-
-def test_a_failed_replica_is_not_placed_again() -> None:
-    assert choose(2, seen("0", "1", gone=["1"], rows=view()), failed=["1"]) == Decision()
-
-
-def test_a_failed_replica_that_left_its_target_is_not_placed_again() -> None:
-    assert choose(2, seen("0", rows=view()), failed=["1"]) == Decision()
-    assert choose(3, seen("0", rows=view()), failed=["1"]).place == units("0", "2")
-
-
-def test_with_one_less_a_failed_replica_goes_before_a_healthy_one() -> None:
-    looked = seen("0", "1", gone=["0"], rows=view(row("1")))
-    assert choose(1, looked, failed=["0"]) == Decision(drain=("0",), place=units("1"))
-
-
-def test_a_failed_replica_nobody_asks_for_any_more_is_forgotten() -> None:
-    """Without it, `penstock scale` back to what runs waited for ever."""
-    assert choose(1, seen("0", rows=view(row("0"))), failed=["1"]).forget == ("1",)
-    assert choose(2, seen("0", rows=view(row("0"))), failed=["1"]).forget == ()
-    assert choose(1, seen("0", "1", gone=["1"], rows=view(row("0"))), failed=["1"]).forget == ()
+@pytest.mark.parametrize("case", DECISIONS)
+def test_replicas(case: str) -> None:
+    n_replicas, looked, remembered, expected = DECISIONS[case]
+    assert choose(n_replicas, looked, **remembered) == expected
 
 
 @pytest.mark.parametrize(
@@ -146,39 +149,11 @@ def test_a_failed_replica_nobody_asks_for_any_more_is_forgotten() -> None:
 def test_the_lowest_numbers_are_kept(
     current: list[str], n_replicas: int, failed: list[str], expected: list[str]
 ) -> None:
-    decision = choose(n_replicas, placed(dict.fromkeys(current, "placed"), view()), failed, late=current)
+    decision = choose(n_replicas, placed(dict.fromkeys(current, "placed"), view()), failed=failed, late=current)
     if decision.place is None:
         assert current == expected
     else:
         assert [unit.name for unit in decision.place] == [name for name in expected if name not in failed]
-
-
-def test_a_replica_that_lost_a_node_is_placed_again() -> None:
-    looked = placed({"0": "broken"}, view(row("0")))
-    assert choose(1, looked) == Decision(place=units("0"), again=("0",))
-
-
-def test_a_replica_that_its_target_repairs_is_left_alone() -> None:
-    assert choose(1, placed({"0": "broken"}, view(row("0")), is_repaired_by_target=True)) == Decision()
-
-
-def test_one_that_is_leaving_gets_a_successor_and_stays_until_it_is_ready() -> None:
-    assert choose(1, placed({"0": "placed"}, view(row("0")), leaving="0")) == Decision(place=units("1", "0"))
-    two = {"0": "placed", "1": "placed"}
-    assert choose(1, placed(two, view(row("0"), told("1", "loading")), leaving="0")) == Decision()
-    assert choose(1, placed(two, view(row("0"), row("1")), leaving="0")) == Decision(drain=("0",))
-    drained = view(row("0", is_draining=True), row("1"))
-    assert choose(1, placed(two, drained, leaving="0")) == Decision(drain=("0",), place=units("1"))
-
-
-def test_of_two_that_leave_one_is_ended_when_one_successor_is_ready() -> None:
-    rows = view(row("0"), row("1"), row("2"), told("3", "loading"))
-    assert choose(2, placed(dict.fromkeys("0123", "placed"), rows, leaving="01")) == Decision(drain=("1",))
-
-
-def test_one_that_left_before_its_successor_was_ready_is_not_placed_again() -> None:
-    looked = placed({"0": "gone", "1": "placed"}, view(told("1", "loading")))
-    assert choose(1, looked, left="0") == Decision(drain=("0",), place=units("1"))
 
 
 @pytest.mark.parametrize(
@@ -190,8 +165,5 @@ def test_a_replica_leaves_so_long_before_the_end_as_a_start_takes_twice(
 ) -> None:
     looked = placed({"0": "placed"}, view(told("0", ready_after_s=40.0)), ends_at=NOW + left_s, lead_s=lead_s)
     assert leaving(looked, NOW, drain_s=30.0) == expected
-
-
-def test_one_that_is_not_ready_is_not_leaving() -> None:
-    looked = placed({"0": "placed"}, view(told("0", "loading")), ends_at=NOW + 1)
-    assert leaving(looked, NOW, drain_s=30.0) == set()
+    loading = placed({"0": "placed"}, view(told("0", "loading")), ends_at=NOW + 1)
+    assert leaving(loading, NOW, drain_s=30.0) == set()

@@ -34,8 +34,8 @@ class Stubborn:
         return Handle("local", placed)
 
 
-class Desk:
-    """A controller whose ticks are made one by one, at times that are told."""
+class Ticks:
+    """A controller whose ticks are made one by one, at given times."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.run = run_folder()
@@ -61,44 +61,44 @@ class Desk:
 
 
 @pytest.fixture
-def desk(monkeypatch: pytest.MonkeyPatch) -> Desk:
-    return Desk(monkeypatch)
+def ticks(monkeypatch: pytest.MonkeyPatch) -> Ticks:
+    return Ticks(monkeypatch)
 
 
-def test_one_that_is_refused_is_tried_ever_later_and_status_says_why(desk: Desk) -> None:
+def test_one_that_is_refused_is_tried_ever_later_and_status_says_why(ticks: Ticks) -> None:
     tries = []
     for _ in range(100):  # 40 seconds of ticks
-        state = desk.tick(TWO)
-        tries.append(desk.target.n_tries)
-        desk.now += 0.4
+        state = ticks.tick(TWO)
+        tries.append(ticks.target.n_tries)
+        ticks.now += 0.4
     assert tries[0] == 1
     assert tries[-1] <= 6, "after 1, 3, 7, 15 seconds"
     assert [(row.replica, row.state, row.reason) for row in state.replicas] == [
         ("0", "ready", None),
         ("1", "queued", "node3 has no room"),
     ]
-    assert desk.events().count("place failed") == 1
+    assert ticks.events().count("place failed") == 1
 
-    desk.target.allows.add("1")
-    desk.now += 30
-    assert [row.replica for row in desk.tick(TWO).replicas] == ["0"], "as it was when it was looked at"
-    assert desk.tick(TWO).replicas[1].reason is None
-    assert "replica placed" in desk.events()
-
-
-def test_another_wish_is_tried_at_once_and_the_old_one_forgotten(desk: Desk) -> None:
-    desk.tick(TWO)
-    assert desk.tick(Desired("up", 1)).replicas[-1].replica == "0"
-    desk.tick(TWO)
-    assert desk.target.n_tries == 2
+    ticks.target.allows.add("1")
+    ticks.now += 30
+    assert [row.replica for row in ticks.tick(TWO).replicas] == ["0"], "as it was when it was looked at"
+    assert ticks.tick(TWO).replicas[1].reason is None
+    assert "replica placed" in ticks.events()
 
 
-def test_one_that_cannot_be_ended_is_not_said_to_have_ended(desk: Desk) -> None:
-    desk.target.allows, desk.target.holds = {"0", "1"}, set()
-    desk.tick(TWO)
-    desk.target.holds = {"1"}
-    assert [row.replica for row in desk.tick(Desired("up", 1)).replicas] == ["0", "1"]
-    assert "replica ended" not in desk.events()
-    desk.target.holds, desk.now = set(), desk.now + 30
-    desk.tick(Desired("up", 1))
-    assert "replica ended" in desk.events()
+def test_another_wish_is_tried_at_once_and_the_old_one_forgotten(ticks: Ticks) -> None:
+    ticks.tick(TWO)
+    assert ticks.tick(Desired("up", 1)).replicas[-1].replica == "0"
+    ticks.tick(TWO)
+    assert ticks.target.n_tries == 2
+
+
+def test_one_that_cannot_be_ended_is_not_reported_as_ended(ticks: Ticks) -> None:
+    ticks.target.allows, ticks.target.holds = {"0", "1"}, set()
+    ticks.tick(TWO)
+    ticks.target.holds = {"1"}
+    assert [row.replica for row in ticks.tick(Desired("up", 1)).replicas] == ["0", "1"]
+    assert "replica ended" not in ticks.events()
+    ticks.target.holds, ticks.now = set(), ticks.now + 30
+    ticks.tick(Desired("up", 1))
+    assert "replica ended" in ticks.events()

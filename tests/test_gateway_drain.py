@@ -93,7 +93,7 @@ async def test_clients_that_leave_at_any_moment_leave_nothing() -> None:
 
 
 async def test_stopping_gateway_finishes_requests_and_takes_no_connections(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listener, "DOOR_S", 0.005)
+    monkeypatch.setattr(listener, "HANDSHAKES_S", 0.005)
     monkeypatch.setattr(listener, "GRACE_S", 0.01)
     gate = Gate(SSE_HEAD, chunk(EVENTS[2]) + b"0\r\n\r\n")
     async with rig_with(gate.reply, drain_s=5.0) as (rig, _, client):

@@ -65,65 +65,48 @@ def test_the_engines_kv_cache_is_compared_with_the_plans() -> None:
 
 def test_a_lost_gateway_is_not_ready_even_when_the_engine_is() -> None:
     state = summarise(UP, look(None, gateway=False, r0=PLACED), History(gateway=Part("running")), NOW)
-    assert state.phase != "ready"
-    assert state.gateway.state == "gone"
+    assert (state.phase, state.gateway.state) == ("starting", "gone")
 
 
 def test_a_failed_replica_fails_the_deployment_or_degrades_it() -> None:
     history = History(failed={"0": FAILED})
     alone = summarise(UP, look(view()), history, NOW)
     assert (alone.phase, alone.reason, alone.replicas) == ("failed", "out of memory | Use less.", (FAILED,))
-    beside = summarise(Desired("up", 2), look(view(told("1")), r1=PLACED), history, NOW)
-    assert beside.phase == "degraded"
+    assert summarise(Desired("up", 2), look(view(told("1")), r1=PLACED), history, NOW).phase == "degraded"
 
 
-def test_a_replica_without_a_lease_is_not_called_ready() -> None:
-    late = ReplicaView(READY, 9.0, False, False, 0)
-    (replica,) = summarise(UP, look(view(late), r0=PLACED), History(), NOW).replicas
-    assert replica.state == "starting"
+def test_a_replica_without_a_lease_is_not_called_ready_and_one_whose_node_is_gone_says_so() -> None:
+    (late,) = summarise(UP, look(view(ReplicaView(READY, 9.0, False, False, 0)), r0=PLACED), History(), NOW).replicas
+    assert late.state == "starting"
+    (gone,) = summarise(UP, look(view(READY), r0=GONE), History(), NOW).replicas
+    assert (gone.state, gone.placement, gone.reason) == ("gone", "gone", "its node process 7 is gone")
 
 
-def test_a_replica_whose_node_is_gone_says_so() -> None:
-    (replica,) = summarise(UP, look(view(READY), r0=GONE), History(), NOW).replicas
-    assert (replica.state, replica.placement, replica.reason) == ("gone", "gone", "its node process 7 is gone")
-
-
-def test_a_draining_replica_is_shown_as_such_with_its_requests() -> None:
+def test_a_draining_replica_is_shown_with_its_requests_and_replicas_in_the_order_of_their_numbers() -> None:
     row = ReplicaView(READY, 0.1, True, True, 3)
-    state = summarise(UP, look(view(row, requests_total=9), r0=PLACED), History(), NOW)
-    (replica,) = state.replicas
-    assert (replica.state, replica.in_flight, replica.is_draining) == ("draining", 3, True)
+    state = summarise(UP, look(view(row, requests_total=9), r10=PLACED, r0=PLACED), History(), NOW)
+    assert [replica.replica for replica in state.replicas] == ["0", "10"]
+    draining = state.replicas[0]
+    assert (draining.state, draining.in_flight, draining.is_draining) == ("draining", 3, True)
     assert state.requests_total == 9
 
 
-def test_replicas_are_in_the_order_of_their_numbers() -> None:
-    state = summarise(UP, look(view(), r10=PLACED, r2=PLACED), History(), NOW)
-    assert [replica.replica for replica in state.replicas] == ["2", "10"]
+def restarted(n_of_engine: int, engine: list[Restart], by_controller: list[Restart]) -> ReplicaStatus:
+    node = told("0", n_restarts=n_of_engine, restarts=tuple(engine))
+    history = History(replicas={"0": tuple(by_controller)})
+    (replica,) = summarise(UP, look(view(node), r0=PLACED), history, NOW).replicas
+    return replica
 
 
-def test_restarts_of_node_and_engine_are_joined_newest_last() -> None:
-    engine = told("0", n_restarts=7, restarts=(Restart(20.0, "stalled"),))
-    history = History(replicas={"0": (Restart(10.0, "its node was gone"),)})
-    (replica,) = summarise(UP, look(view(engine), r0=PLACED), history, NOW).replicas
-    assert [restart.reason for restart in replica.restarts] == ["its node was gone", "stalled"]
-    assert replica.n_restarts == 8
-
-
-def test_a_restart_that_node_and_controller_both_tell_is_counted_once() -> None:
+def test_restarts_of_node_and_engine_are_joined_newest_last_and_counted_once() -> None:
     """A node placed again is remembered with its engine's restarts, which the gateway still shows for a moment."""
-    stalled, gone = Restart(20.0, "stalled"), Restart(30.0, "its node was gone")
-    history = History(replicas={"0": (stalled, gone)})
-    before = told("0", n_restarts=1, restarts=(stalled,))
-    (replica,) = summarise(UP, look(view(before), r0=PLACED), history, NOW).replicas
-    assert replica.n_restarts == 2
-    assert sorted(restart.at for restart in replica.restarts) == [20.0, 30.0]
-
-
-def test_only_the_last_ten_restarts_are_kept() -> None:
-    history = History(replicas={"0": tuple(Restart(float(at), "x") for at in range(9))})
-    engine = told("0", n_restarts=4, restarts=tuple(Restart(100.0 + at, "y") for at in range(4)))
-    (replica,) = summarise(UP, look(view(engine), r0=PLACED), history, NOW).replicas
-    assert (len(replica.restarts), replica.n_restarts, replica.restarts[-1].at) == (10, 13, 103.0)
+    gone, stalled = Restart(10.0, "its node was gone"), Restart(20.0, "stalled")
+    joined = restarted(7, [stalled], [gone])
+    assert ([restart.reason for restart in joined.restarts], joined.n_restarts) == (["its node was gone", "stalled"], 8)
+    joined = restarted(1, [stalled], [stalled, gone])
+    assert (joined.n_restarts, sorted(restart.at for restart in joined.restarts)) == (2, [10.0, 20.0])
+    many = restarted(4, [Restart(100.0 + at, "y") for at in range(4)], [Restart(float(at), "x") for at in range(9)])
+    assert (len(many.restarts), many.n_restarts, many.restarts[-1].at) == (10, 13, 103.0)
 
 
 def me() -> Process:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
-from samples import NOW, demo_plan, deployment, draft, run_folder
+from samples import NOW, demo_plan, deployment, run_folder
 
 from penstock import log_lines, paths
 from penstock import run_folder as runs
@@ -74,32 +74,34 @@ def test_a_folder_that_could_not_be_filled_leaves_nothing(home: Path, monkeypatc
     assert list((home / "runs").iterdir()) == []
 
 
-def test_a_home_that_cannot_be_written_is_the_users_to_mend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_home_that_cannot_be_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path / "file"))
     with pytest.raises(UserError) as caught:
         paths.folder()
     assert caught.value.message == f'cannot write run folder "{tmp_path / "file" / "runs"}": Not a directory'
     assert caught.value.hint == "Set PENSTOCK_HOME to a folder you may write."
-    assert caught.value.exit_code == 2
+    monkeypatch.setenv("PENSTOCK_HOME", "~nobody-of-that-name/x")
+    with pytest.raises(UserError, match=r"cannot use .* as the home of penstock"):
+        paths.home()
 
 
-def test_the_folder_of_runs_is_private() -> None:
+def test_home_is_in_the_users_folder_unless_said_otherwise_and_private(monkeypatch: pytest.MonkeyPatch) -> None:
     assert mode(paths.folder()) == 0o700
-
-
-def test_home_is_in_the_users_folder_unless_said_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_HOME", "")
     monkeypatch.setenv("HOME", "/home/somebody")
     assert paths.home() == Path("/home/somebody/.penstock")
 
 
-def test_a_name_is_changed_by_one_command_at_a_time() -> None:
+def test_a_name_is_changed_by_one_command_at_a_time_and_others_see_its_lock() -> None:
+    run = run_folder(deployment(name="d"))
     with runs.locked("d"), pytest.raises(UserError) as caught, runs.locked("d"):
         pass
     assert caught.value.message == 'cannot change deployment "d": another penstock command is changing it'
+    assert not runs.is_locked(run)
     with runs.locked("d"), runs.locked("e"):
-        pass
+        assert runs.is_locked(run)
+    assert not runs.is_locked(run)
 
 
 def test_files_are_replaced_whole(tmp_path: Path) -> None:
@@ -130,15 +132,11 @@ def test_events_are_lines_and_half_a_line_is_not_read() -> None:
     assert (event["event"], event["text"], event["model"]) == ("up", "it starts", "m")
 
 
-def test_runs_are_found_by_name() -> None:
-    for name in ("b", "a"):
+def test_runs_are_found_by_name_or_the_nearest_is_named() -> None:
+    for name in ("llama70", "a"):
         run_folder(deployment(name=name))
     assert runs.find("a").record().name == "a"
-    assert [run.name for run in runs.every()] == ["a", "b"]
-
-
-def test_a_wrong_name_gets_the_nearest_one() -> None:
-    run_folder(deployment(name="llama70"))
+    assert [run.name for run in runs.every()] == ["a", "llama70"]
     with pytest.raises(UserError) as caught:
         runs.find("lama70")
     assert (caught.value.message, caught.value.hint) == (
@@ -147,21 +145,17 @@ def test_a_wrong_name_gets_the_nearest_one() -> None:
     )
     with pytest.raises(UserError) as caught:
         runs.find("zzz")
-    assert caught.value.hint == "Known: llama70."
+    assert caught.value.hint == "Known: a, llama70."
 
 
 @pytest.mark.parametrize("name", ["x", "", "..", "../runs"])
-def test_without_runs_no_name_is_found(name: str) -> None:
+def test_without_runs_no_name_is_found(home: Path, name: str) -> None:
+    (home / "runs" / ".d.new.x").mkdir(parents=True)  # half made
+    (home / "runs" / "d").mkdir()
     assert runs.every() == []
     with pytest.raises(UserError) as caught:
         runs.find(name)
     assert caught.value.hint == "There is none on this machine yet; start one: penstock up"
-
-
-def test_a_half_made_folder_is_no_run(home: Path) -> None:
-    (home / "runs" / ".d.new.x").mkdir(parents=True)
-    (home / "runs" / "d").mkdir()
-    assert runs.every() == []
 
 
 @pytest.mark.parametrize(
@@ -178,12 +172,6 @@ def test_a_half_made_folder_is_no_run(home: Path) -> None:
 )
 def test_an_address_to_listen_on_becomes_one_to_connect_to(listen: str, expected: str) -> None:
     assert runs.reachable(listen) == expected
-
-
-def test_a_draft_is_not_changed_by_a_run() -> None:
-    before = draft()
-    runs.create(before, NOW)
-    assert before == draft()
 
 
 def test_a_log_is_read_in_whole_lines(tmp_path: Path) -> None:
@@ -210,12 +198,6 @@ def test_following_a_log_ends_with_its_last_words(tmp_path: Path) -> None:
     log.write_text("one\n")
     assert list(log_lines.file_lines(log, follow=True, is_over=is_over)) == ["one", "two", "thr"]
     assert list(log_lines.file_lines(tmp_path / "absent", follow=True, is_over=lambda: True)) == []
-
-
-def test_a_home_that_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PENSTOCK_HOME", "~nobody-of-that-name/x")
-    with pytest.raises(UserError, match=r"cannot use .* as the home of penstock"):
-        paths.home()
 
 
 ENDED = State(NOW, "down", 0)
@@ -264,21 +246,9 @@ def test_a_file_that_cannot_be_read_is_named(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["b/../b", "b/", "./b", "B", "b.old", "", "a" * 5000])
 def test_a_name_that_no_deployment_may_have_is_not_found(home: Path, name: str) -> None:
-    run_folder(deployment(name="b"))
-    with pytest.raises(UserError, match="cannot find deployment"):
-        runs.find(name)
-
-
-def test_a_copy_of_a_folder_is_no_run(home: Path) -> None:
-    """Its handle names the processes of the one it was copied from: `down -a` would end those."""
+    """The handle of a copy names the processes of the folder it was copied from: `down -a` would end those."""
     run = run_folder(deployment(name="b"))
     shutil.copytree(run.path, home / "runs" / "b.old")
     assert [run.name for run in runs.every()] == ["b"]
-
-
-def test_a_held_lock_is_seen_without_taking_it() -> None:
-    run = run_folder(deployment(name="d"))
-    assert not runs.is_locked(run)
-    with runs.locked("d"):
-        assert runs.is_locked(run)
-    assert not runs.is_locked(run)
+    with pytest.raises(UserError, match="cannot find deployment"):
+        runs.find(name)

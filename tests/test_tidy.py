@@ -16,7 +16,6 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "penstock"
 FILES = sorted(PACKAGE.rglob("*.py"))
 OURS = [*FILES, *sorted((ROOT / "tools").glob("*.py")), *sorted((ROOT / "tests").glob("*.py"))]
-MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in FILES}
 TREES = {path: ast.parse(path.read_text("utf-8")) for path in OURS}
 
 # A room is a module or a folder at the top of the package. It imports rooms of a lower level, and itself.
@@ -37,8 +36,8 @@ LEVELS = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
 MAX_FOLDERS, MAX_FILES = 14, 8
 # The gateway must start alone in a small container; the watchdog must survive whatever breaks the rest.
 ALONE = {
-    "penstock/gateway": {"penstock", "errors", "paths", "text", "spec", "wire", "gateway"},
-    "penstock/deployment/controller/watchdog.py": set[str](),
+    "gateway/": {"penstock", "errors", "paths", "text", "spec", "wire", "gateway"},
+    "deployment/controller/watchdog.py": set[str](),
 }
 PURE = (
     *sorted(path.relative_to(PACKAGE).as_posix() for path in (PACKAGE / "planner").rglob("*.py")),
@@ -76,29 +75,22 @@ def where(path: Path) -> str:
     return path.relative_to(PACKAGE if path.is_relative_to(PACKAGE) else ROOT).as_posix()
 
 
-def tree(path: Path) -> ast.Module:
-    return TREES[path]
-
-
 def room_of(module: str) -> str:
     """ "penstock.gateway.http1" -> "gateway"; "penstock" itself stays."""
-    parts = module.split(".")
-    return parts[1] if len(parts) > 1 else parts[0]
-
-
-def room_of_file(path: Path) -> str:
-    first = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-    return "penstock" if first == "__init__" else first
+    return module.split(".")[1] if "." in module else module
 
 
 def module_of(path: Path) -> str:
-    name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-    return name.removesuffix(".__init__")
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def room_of_file(path: Path) -> str:
+    return room_of(module_of(path))
 
 
 def imported(path: Path) -> Iterator[tuple[int, str]]:
     """(line, module) of every import in a file, inside functions too; `from penstock import text` is penstock.text."""
-    for node in ast.walk(tree(path)):
+    for node in ast.walk(TREES[path]):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, name.name) for name in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -117,36 +109,49 @@ def ours_imported(path: Path) -> Iterator[tuple[int, str]]:
     return ((line, name) for line, name in imported(path) if name.partition(".")[0] == "penstock")
 
 
-def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    return (node for node in ast.walk(tree(path)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
-
-
-def test_every_room_has_a_level() -> None:
+def test_every_room_has_a_level_and_the_top_of_the_package_is_small() -> None:
     rooms = {room_of_file(path) for path in FILES} - {"penstock"}
     assert rooms == LEVELS.keys(), f"LEVELS and the package differ in {sorted(rooms ^ LEVELS.keys())}"
-
-
-def test_the_top_of_the_package_is_small() -> None:
     folders = [path for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"]
-    files = list(PACKAGE.glob("*.py"))
-    assert len(folders) <= MAX_FOLDERS, sorted(folders)
-    assert len(files) <= MAX_FILES, sorted(files)
+    assert len(folders) <= MAX_FOLDERS and len(list(PACKAGE.glob("*.py"))) <= MAX_FILES
 
 
-def test_imports_only_go_down() -> None:
-    up = [
-        f"{where(path)}:{line} imports {name}: {room} is on level {LEVELS[room]}, {other} on {LEVELS[other]}"
-        for path in FILES
-        if (room := room_of_file(path)) != "penstock"
-        for line, name in ours_imported(path)
-        if (other := room_of(name)) not in (room, "penstock") and LEVELS[other] >= LEVELS[room]
-    ]
-    assert not up, "\n".join(up)
+def import_problems(path: Path) -> Iterator[str]:
+    """What the imports of one file of ours break."""
+    room, targets = room_of_file(path), PACKAGE / "targets"
+    legal = next((rooms for place, rooms in ALONE.items() if where(path).startswith(place)), None)
+    for line, name in ours_imported(path):
+        other = room_of(name)
+        problem = f"{where(path)}:{line} imports {name}"
+        if "penstock" not in (room, other) and other != room and LEVELS[other] >= LEVELS[room]:
+            yield f"{problem}: {room} is on level {LEVELS[room]}, {other} on {LEVELS[other]}"
+        if path.name == "__init__.py" and path.parent != PACKAGE and name.startswith(f"{module_of(path)}."):
+            yield f"{problem}: a package does not import its own submodules"
+        if legal is not None and other not in legal:
+            yield f"{problem}: it must start alone"
+        if path.is_relative_to(targets) and name.startswith("penstock.targets."):
+            own = path.relative_to(targets).parts[0].removesuffix(".py")
+            if name.split(".")[2] not in {own, *SHARED_BY_TARGETS}:
+                yield f"{problem}: a target does not import another"
+    for line, name in imported(path):
+        if where(path) in PURE and name in EFFECTS:
+            yield f"{where(path)}:{line} imports {name}: it is pure"
+    heads = [node.lineno for node in TREES[path].body if isinstance(node, ast.Import | ast.ImportFrom)]
+    for line, name in imported(path):
+        if line in heads and name.partition(".")[0] in HEAVY:
+            yield f"{where(path)}:{line} imports {name}: heavy packages are imported inside functions"
+
+
+def test_imports_only_go_down_and_pure_modules_import_nothing_that_acts() -> None:
+    assert [name for name in PURE if not (PACKAGE / name).is_file()] == []
+    problems = [problem for path in FILES for problem in import_problems(path)]
+    assert not problems, "\n".join(problems)
 
 
 def test_no_import_goes_in_a_circle() -> None:
     """Within a room too. Imports inside functions count: they are circles that Python happens to survive."""
-    graph = {module_of(path): {name for _, name in ours_imported(path)} & MODULES for path in FILES}
+    graph = {module_of(path): {name for _, name in ours_imported(path)} for path in FILES}
+    graph = {module: names & graph.keys() for module, names in graph.items()}
     graph["penstock"] = set()  # the library's face: it imports when a name is used, and for type checkers
     done: set[str] = set()
     circles = []
@@ -162,41 +167,6 @@ def test_no_import_goes_in_a_circle() -> None:
     for module in sorted(graph):
         visit(module, ())
     assert not circles, "\n".join(circles)
-
-
-def test_no_package_imports_its_own_submodules() -> None:
-    wrong = [
-        f"{where(path)}:{line} imports {name}"
-        for path in FILES
-        if path.name == "__init__.py" and path.parent != PACKAGE
-        for line, name in ours_imported(path)
-        if name.startswith(f"{module_of(path)}.")
-    ]
-    assert not wrong, "\n".join(wrong)
-
-
-def test_rooms_that_start_alone_import_little() -> None:
-    too_much = [
-        f"{where(path)}:{line} imports {name}"
-        for place, legal in ALONE.items()
-        for path in FILES
-        if path.relative_to(ROOT).as_posix().startswith(place)
-        for line, name in ours_imported(path)
-        if room_of(name) not in legal
-    ]
-    assert not too_much, "\n".join(too_much)
-
-
-def test_targets_do_not_import_each_other() -> None:
-    targets = PACKAGE / "targets"
-    wrong = [
-        f"{where(path)}:{line} imports {name}"
-        for path in targets.rglob("*.py")
-        for line, name in ours_imported(path)
-        if name.startswith("penstock.targets.")
-        and name.split(".")[2] not in {path.relative_to(targets).parts[0].removesuffix(".py"), *SHARED_BY_TARGETS}
-    ]
-    assert not wrong, "\n".join(wrong)
 
 
 # Its block and its row in the file's type name a target; "ray" is also a package and an executor.
@@ -221,7 +191,7 @@ def test_only_targets_know_the_names_of_targets() -> None:
         legal |= {"ray"} if where(path).startswith(RAY_THE_LIBRARY) else frozenset()
         words = [
             (node.lineno, node.value.partition(".")[0])
-            for node in ast.walk(tree(path))
+            for node in ast.walk(TREES[path])
             if isinstance(node, ast.Constant) and isinstance(node.value, str)
         ]
         words += [
@@ -233,67 +203,28 @@ def test_only_targets_know_the_names_of_targets() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_pure_modules_import_nothing_that_acts() -> None:
-    acting = [
-        f"{name}:{line} imports {module}"
-        for name in PURE
-        for line, module in imported(PACKAGE / name)
-        if module in EFFECTS
-    ]
-    assert not acting, "\n".join(acting)
+def shape_problems(path: Path) -> Iterator[str]:
+    """Names that say nothing, and what is too long."""
+    if {path.stem, path.parent.name} & FORBIDDEN_MODULES:
+        yield f"{where(path)}: not a noun of the field"
+    n_lines = len(path.read_text("utf-8").splitlines())
+    if n_lines > MAX_FILE_LINES:
+        yield f"{where(path)}: {n_lines} lines"
+    for node in ast.walk(TREES[path]):
+        if isinstance(node, ast.ClassDef) and FORBIDDEN_CLASS.search(node.name):
+            yield f"{where(path)}:{node.lineno} {node.name}: not a noun of the field"
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            if length > MAX_FUNCTION_LINES:
+                yield f"{where(path)}:{node.lineno} {node.name}: {length} lines"
+            parameters = {argument.arg for argument in [*node.args.args, *node.args.kwonlyargs]} - {"self", "cls"}
+            if path in FILES and len(parameters) > MAX_PARAMETERS:
+                yield f"{where(path)}:{node.lineno} {node.name}: {len(parameters)} parameters, use a frozen struct"
 
 
-def test_heavy_packages_are_imported_inside_functions() -> None:
-    heavy = [
-        f"{where(path)}:{node.lineno} imports {name} for the whole module"
-        for path in FILES
-        for node in tree(path).body
-        if isinstance(node, ast.Import | ast.ImportFrom)
-        for name in ([node.module or ""] if isinstance(node, ast.ImportFrom) else [a.name for a in node.names])
-        if name.partition(".")[0] in HEAVY
-    ]
-    assert not heavy, "\n".join(heavy)
-
-
-def test_modules_are_nouns_of_the_field() -> None:
-    wrong = [where(path) for path in OURS if {path.stem, path.parent.name} & FORBIDDEN_MODULES]
-    assert not wrong, f"not a noun of the field: {wrong}"
-
-
-def test_class_names_say_what_they_are() -> None:
-    wrong = [
-        f"{where(path)}:{node.lineno} {node.name}"
-        for path in OURS
-        for node in ast.walk(tree(path))
-        if isinstance(node, ast.ClassDef) and FORBIDDEN_CLASS.search(node.name)
-    ]
-    assert not wrong, "\n".join(wrong)
-
-
-def test_files_are_short() -> None:
-    lines = {where(path): len(path.read_text("utf-8").splitlines()) for path in OURS}
-    long = [f"{name}: {count} lines" for name, count in lines.items() if count > MAX_FILE_LINES]
-    assert not long, f"over {MAX_FILE_LINES}: {long}"
-
-
-def test_functions_are_short() -> None:
-    long = [
-        f"{where(path)}:{node.lineno} {node.name}: {node.end_lineno - node.lineno + 1} lines"
-        for path in OURS
-        for node in functions(path)
-        if node.end_lineno is not None and node.end_lineno - node.lineno + 1 > MAX_FUNCTION_LINES
-    ]
-    assert not long, f"over {MAX_FUNCTION_LINES}:\n" + "\n".join(long)
-
-
-def test_functions_take_few_parameters() -> None:
-    many = [
-        f"{where(path)}:{node.lineno} {node.name}"
-        for path in FILES
-        for node in functions(path)
-        if len([a for a in [*node.args.args, *node.args.kwonlyargs] if a.arg not in ("self", "cls")]) > MAX_PARAMETERS
-    ]
-    assert not many, f"over {MAX_PARAMETERS} parameters, use a frozen struct:\n" + "\n".join(many)
+def test_names_are_nouns_of_the_field_and_files_and_functions_are_short() -> None:
+    problems = [problem for path in OURS for problem in shape_problems(path)]
+    assert not problems, "\n".join(problems)
 
 
 def test_only_the_command_line_and_programs_print() -> None:
@@ -301,7 +232,7 @@ def test_only_the_command_line_and_programs_print() -> None:
         f"{where(path)}:{node.lineno}"
         for path in FILES
         if not any(where(path).startswith(place) for place in MAY_PRINT)
-        for node in ast.walk(tree(path))
+        for node in ast.walk(TREES[path])
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
     ]
     assert not prints, f"only {sorted(MAY_PRINT)} may print: {prints}"
@@ -324,7 +255,7 @@ def test_names_of_vllm_are_data_in_one_file() -> None:
         f"{where(path)}:{node.lineno} {node.value!r}"
         for path in FILES
         if where(path) != "engines/vllm/names.py" and room_of_file(path) != "testing"
-        for node in ast.walk(tree(path))
+        for node in ast.walk(TREES[path])
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
         if node.value in flags or re.search(r"\bvllm:[a-z]", node.value)
     ]

@@ -28,7 +28,7 @@ OnState = Callable[[State], None]
 
 
 class PlanOptions(TypedDict, total=False):
-    """Further facts for `plan`; those of `penstock plan --help` have the same names."""
+    """Further facts for `plan`, named as in `penstock plan --help`."""
 
     nodes: int
     network: str
@@ -59,7 +59,6 @@ class RunningDeployment(msgspec.Struct, frozen=True):
     was_running: bool = False
 
     def client(self, key: str | None = None) -> Client:
-        """A client of its gateway.  Raises PenstockError while there is no address."""
         return Client(run_folder.find(self.name).url, key or self.key)
 
     def status(self) -> State:
@@ -154,7 +153,6 @@ def down(name: str | None = None, *, now: bool = False) -> None:
 
 
 def deployment_of(source: Source, settings: Sequence[str] = ()) -> Deployment:
-    """The deployment of a YAML file, a mapping, a model folder or file, or a hub id; `settings` are "key=value"."""
     if isinstance(source, Deployment):
         return source
     if isinstance(source, Mapping):

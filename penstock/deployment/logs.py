@@ -13,8 +13,7 @@ from penstock.run_folder import Run, Unit
 
 
 def lines(run: Run, part: str, replica: str | None, last: int | None, follow: bool) -> Iterator[str]:
-    """Lines of one part: "replicas" (all, or one), "gateway", "controller" or "events". With `follow` it does not
-    end while the deployment is up.
+    """Lines of one part: "replicas" (all, or one), "gateway", "controller" or "events"; with `follow` until it is down.
 
     Raises UserError for a replica that the run does not have, PenstockError for one whose log cannot be reached: after
     the lines of the others, with `follow` at once.
@@ -30,7 +29,8 @@ def lines(run: Run, part: str, replica: str | None, last: int | None, follow: bo
 
 def _replica_lines(run: Run, replica: str | None, last: int | None, follow: bool) -> Iterator[str]:
     handle = run.handle()
-    names = sorted({*_logged(run), *handle.replicas})
+    written = {path.stem.removeprefix("replica-") for path in (run.path / "logs").glob("replica-*.log")}
+    names = sorted({*written, *handle.replicas})
     if replica is not None and replica not in names:
         raise UserError(f'cannot find replica "{replica}" of "{run.name}"', hint=f"It has: {', '.join(names)}.")
     target = targets.load(handle.target)
@@ -48,11 +48,6 @@ def _replica_lines(run: Run, replica: str | None, last: int | None, follow: bool
     else:
         fronted = [named(f"[{name}]", of_one(name)) for name in names]
         yield from as_they_come(fronted) if follow else in_turn(fronted)
-
-
-def _logged(run: Run) -> list[str]:
-    """Replicas that wrote a log here, ended ones too."""
-    return sorted(path.stem.removeprefix("replica-") for path in (run.path / "logs").glob("replica-*.log"))
 
 
 def _event_text(line: str) -> str:

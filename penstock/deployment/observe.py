@@ -23,19 +23,19 @@ _PLACED_FRESH_S = 60.0  # its files come by a shared file system, and its clock 
 
 
 class History(msgspec.Struct, frozen=True):
-    """What an observation alone cannot know: restarts of parts, and nodes that were placed again."""
+    """What an observation alone cannot know: restarts, failures, and units that the target refused, with its reason."""
 
     controller: Part = Part("gone")
     gateway: Part = Part("gone")
     replicas: dict[str, tuple[Restart, ...]] = {}
     failed: dict[str, ReplicaStatus] = {}
-    refused: dict[str, str] = {}  # by the target when they were last placed, and why
+    refused: dict[str, str] = {}
     was_ready: bool = False
 
 
 class Observation(msgspec.Struct, frozen=True):
-    """One look: the placement of every unit, the gateway's view (None when it does not answer), and the gateway as a
-    part of the deployment. A gateway next to `up` counts as a unit too; its name is the number of its restarts."""
+    """One look. `view`: the gateway's replica table, None when it does not answer. A gateway next to `up` counts as a
+    unit too; its name is the number of its restarts."""
 
     placements: dict[Unit, Placement]
     view: GatewayView | None
@@ -49,13 +49,12 @@ def look(run: Run, last: Part) -> Observation:
     if run.places("gateway"):
         part = _placed(run, last, placements)
     else:
-        part, beside = _beside(run, last)
-        placements = placements | beside
+        part, local = _local(run, last)
+        placements = placements | local
     return Observation(placements, admin_view(run) if part.state == "running" else None, part)
 
 
-def _beside(run: Run, last: Part) -> tuple[Part, dict[Unit, Placement]]:
-    """A gateway that is a process of this machine."""
+def _local(run: Run, last: Part) -> tuple[Part, dict[Unit, Placement]]:
     if last.process is None:
         return msgspec.structs.replace(last, state="gone"), {}
     unit = Unit("gateway", str(last.n_restarts))
@@ -66,14 +65,13 @@ def _beside(run: Run, last: Part) -> tuple[Part, dict[Unit, Placement]]:
 
 
 def _placed(run: Run, last: Part, placements: Mapping[Unit, Placement]) -> Part:
-    """A gateway that its target places, from the target's word and the address that the newest has written."""
     alive = sorted(
         (unit for unit, place in placements.items() if unit.kind == "gateway" and place.state != "gone"), key=order
     )
     serving = Unit("gateway", run.gateway_address().unit) if run.gateway_address_file.exists() else None
     newest = alive[-1] if alive else None
     if serving in alive:
-        # It has told its address: a queue that still has it waiting was asked before it started.
+        # It has written its address: a queue in which it still waits was read before it started.
         is_late = placements[serving].state == "queued"
         notes = [f"gateway {serving.name}" if is_late else placements[serving].reason]
         if newest is not None and newest != serving:
@@ -98,7 +96,6 @@ def _last_words(log: Path) -> str:
 
 
 def admin_client(run: Run) -> Client:
-    """The gateway's admin address, with its token."""
     return Client(run.admin_url, api_key=run.admin_token(), timeout_s=_TIMEOUT_S)
 
 
@@ -174,16 +171,15 @@ def _phase(desired: Desired, replicas: list[ReplicaStatus], seen: Observation, h
         return "ready"
     if any(replica.state == "failed" for replica in replicas):
         return "degraded" if n_ready else "failed"
-    was_ready = has_been_ready or any(replica.n_restarts or _has_been_ready(replica) for replica in replicas)
+    was_ready = has_been_ready or any(
+        replica.n_restarts or (replica.announcement and replica.announcement.ready_after_s is not None)
+        for replica in replicas
+    )
     return "degraded" if n_ready or was_ready else "starting"
 
 
-def _has_been_ready(replica: ReplicaStatus) -> bool:
-    return bool(replica.announcement and replica.announcement.ready_after_s is not None)
-
-
 def kv_cache_differences(plan: Plan, state: State) -> dict[str, Difference]:
-    """By replica, the KV cache of gap GPU that its engine reported, against the plan's; pure. Empty without a plan."""
+    """By replica, the KV cache that its engine reported against the plan's; pure. Empty without a forecast."""
     if plan.forecast is None:
         return {}
     gaps = {
@@ -195,7 +191,7 @@ def kv_cache_differences(plan: Plan, state: State) -> dict[str, Difference]:
 
 
 def now_state(run: Run, now: float) -> State:
-    """The truth about a run: the controller's last word when it is alive and fresh, else a look of our own."""
+    """The state of a run: the controller's last one when it is alive and fresh, else a look of our own."""
     last, desired = run.state(), run.desired()
     if last is not None and run.is_ended():
         return last
@@ -218,7 +214,6 @@ def now_state(run: Run, now: float) -> State:
 
 
 def _is_controlled(run: Run, controller: Part) -> bool:
-    """Whether the controller lives: a process of this machine, or a unit of the target's."""
     if controller.unit is not None:
         placement = targets.load(run.handle().target).status(run).get(Unit("controller", controller.unit))
         return placement is not None and placement.state == "placed"

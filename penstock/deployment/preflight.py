@@ -1,4 +1,4 @@
-"""Checks before anything is sent: what this version cannot do, the port, the engine to use; a line of `doctor`."""
+"""Checks before anything is sent: what this version cannot do, the machines, the engine to use; a line of `doctor`."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from penstock.text import MIB
 
 
 def unsupported(deployment: Deployment, target: Target) -> list[Problem]:
-    """Fields that the file may hold but this version, or its target, does not act on: refused, not ignored."""
-    found = []
+    """Fields that the file may hold but this version, or its target, does not act on."""
+    problems = []
     if deployment.gateway.on == "job" and "places-gateway" not in target.capabilities:
         message = f'"job", but target {target.name} places no gateway'
-        found.append(Problem("gateway.on", message, "remove it"))
+        problems.append(Problem("gateway.on", message, "remove it"))
     if deployment.ui:
-        found.append(Problem("ui", "this version has no browser chat yet", "use: penstock chat"))
+        problems.append(Problem("ui", "this version has no browser chat yet", "use: penstock chat"))
     for field in ("prometheus", "grafana"):
         if getattr(deployment.observe, field):
             hint = "scrape the gateway's /metrics yourself"
-            found.append(Problem(f"observe.{field}", "this version does not set it up yet", hint))
+            problems.append(Problem(f"observe.{field}", "this version does not set it up yet", hint))
     if deployment.replicas.max > max(1, deployment.replicas.min):
         hint = "set replicas to a number, and change it with `penstock scale`"
-        found.append(Problem("replicas.max", "this version has no autoscaling yet", hint))
-    return found
+        problems.append(Problem("replicas.max", "this version has no autoscaling yet", hint))
+    return problems
 
 
 def unreadable_files(gateway: GatewaySpec) -> list[Problem]:
@@ -66,8 +66,8 @@ def as_named(deployment: Deployment, machine: Machine, is_rehearsal: bool) -> Ma
     problems = []
     others = sorted({gpu.name for gpu in gpus if hardware.gpu and not _is_card(gpu, hardware.gpu)})
     if hardware.gpu and n_said != 0 and (others or not gpus):
-        found = ", ".join(others) or "no GPU"
-        problems.append(Problem("hardware.gpu", f'"{hardware.gpu}", but {machine.host} has {found}', "remove it"))
+        present = ", ".join(others) or "no GPU"
+        problems.append(Problem("hardware.gpu", f'"{hardware.gpu}", but {machine.host} has {present}', "remove it"))
     if n_said is not None and n_said > len(gpus):
         problems.append(Problem("hardware.gpus_per_node", f"{n_said}, but {machine.host} has {len(gpus)}", "remove it"))
     if problems:
@@ -76,7 +76,6 @@ def as_named(deployment: Deployment, machine: Machine, is_rehearsal: bool) -> Ma
 
 
 def _is_card(gpu: Gpu, name: str) -> bool:
-    """Whether a driver's GPU is the card of that name, in the driver's or the catalogue's words."""
     return gpu.name == name or catalog.gpu_of_machine(gpu.name, gpu.memory_bytes).id == catalog.gpu(name).id
 
 
@@ -85,10 +84,10 @@ def least(machines: Sequence[Machine]) -> Machine:
     first = machines[0]
     if len(machines) == 1:
         return first
-    smallest = min(machines, key=lambda one: len(one.gpus))
+    smallest = min(machines, key=lambda machine: len(machine.gpus))
     return msgspec.structs.replace(
-        min(machines, key=lambda one: one.memory_free_bytes),
-        n_cpus=min(one.n_cpus for one in machines),
+        min(machines, key=lambda machine: machine.memory_free_bytes),
+        n_cpus=min(machine.n_cpus for machine in machines),
         gpus=smallest.gpus,
         links=smallest.links,
         versions=first.versions,
@@ -106,7 +105,6 @@ def missing_engine(engine: Engine, machine: Machine) -> Missing | None:
 
 
 def engine_version(engine: Engine, machine: Machine) -> str:
-    """The version on that machine, which is the one that will run."""
     return machine.versions.get(engine.package or "") or engine.version()
 
 
@@ -120,8 +118,7 @@ def choose_engine(kind: str, has_gpus: bool, forms: Sequence[str]) -> str:
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """One line of `doctor`: a check, how it went, what was found, the cure, and the node it is of (None: this machine,
-    the file, or all nodes together)."""
+    """One line of `doctor`. `node` is None for this machine, the file, or all nodes together."""
 
     check: str
     state: Literal["ok", "warning", "bad"]

@@ -1,10 +1,9 @@
-"""What `up` would write and send: checks, facts, plan and artifact. Changes nothing, and reports all that is wrong."""
+"""What `up` would write and send: checks, facts, plan and artifact. Changes nothing."""
 
 from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
 
 import msgspec
 
@@ -23,10 +22,7 @@ from penstock.text import show_bytes
 
 
 class Prepared(msgspec.Struct, frozen=True):
-    """A deployment that was found good: what `up` will write and send. `render` shows it and sends nothing.
-
-    `machine` is the least of those that a replica may get.
-    """
+    """What `up` will write and send, and `render` shows. `machine` is the least of those that a replica may get."""
 
     deployment: Deployment
     machine: Machine
@@ -58,7 +54,8 @@ def prepare(
     least = preflight.least(machines)
     machine = preflight.as_named(deployment, least, is_rehearsal)
     plan = make_plan(deployment, machine, sharing(target, deployment, len(machines), deployment.replicas.min))
-    warnings = [*plan.warnings, *_unread_variables(deployment, target)]
+    inherited = dict(os.environ) if target.is_this_machine else {}
+    warnings = [*plan.warnings, *formation.variable_warnings(inherited | deployment.engine.env)]
     if machine.gpus and not least.gpus:
         gpus = f"{len(machine.gpus)} x {machine.gpus[0].name}"
         warnings.append(f"{least.host} has no GPU: this is for {gpus}, as the file requires")
@@ -75,19 +72,12 @@ def prepare(
     return Prepared(deployment, machine, plan, target.render(instructions, sys.executable, deployment))
 
 
-def _unread_variables(deployment: Deployment, target: Target) -> list[str]:
-    """Warnings about variables that the engine will have and nobody reads: the file's, and ours where it inherits."""
-    inherited = dict(os.environ) if target.is_this_machine else {}
-    return formation.variable_warnings(inherited | deployment.engine.env)
-
-
 def rehearse(deployment: Deployment) -> Prepared:
     """What `up` with these settings would send, next to or in place of what runs.  Raises as `prepare` does."""
     return prepare(deployment, existing=not_ended(deployment.name), is_rehearsal=True)
 
 
 def _announce_urls(target: Target, admin_port: int) -> tuple[str, ...]:
-    """The gateway's admin address as nodes may reach it."""
     if target.listen == "loopback":
         return (f"http://127.0.0.1:{admin_port}",)
     addresses = [interface.address for interface in network.interfaces() if not interface.is_virtual]
@@ -96,7 +86,6 @@ def _announce_urls(target: Target, admin_port: int) -> tuple[str, ...]:
 
 
 def sharing(target: Target, deployment: Deployment, n_machines: int, n_replicas: int) -> int:
-    """How many of the replicas share a machine, at most."""
     if target.is_elastic:
         return min(1, n_replicas)
     return -(-n_replicas * deployment.hardware.nodes // n_machines)
@@ -117,7 +106,9 @@ def make_plan(deployment: Deployment, machine: Machine, n_replicas: int) -> Plan
     problems = engine.problems(deployment.engine.args)
     if problems:
         raise SpecError(f'deployment "{deployment.name}"', problems)
-    whole, model = facts.read_files(path, deployment.model, _form(engine.forms, path))
+    present = files.forms_of(path)
+    form = next((form for form in engine.forms if form in present), engine.forms[0])
+    whole, model = facts.read_files(path, deployment.model, form)
     if not engine.loads(model.form, deployment.engine.args):
         raise UserError(
             f'cannot serve model "{deployment.model}" on engine {name}: no *.{engine.forms[0]} in "{path}"',
@@ -130,11 +121,6 @@ def make_plan(deployment: Deployment, machine: Machine, n_replicas: int) -> Plan
     return launch.make_on_gpus(deployment, model, machine, version, n_replicas, sized)
 
 
-def _form(loads: tuple[str, ...], path: Path) -> str:
-    present = files.forms_of(path)
-    return next((form for form in loads if form in present), loads[0])
-
-
 def _machines(target: Target, deployment: Deployment, existing: Run | None) -> list[Machine]:
     """The target's machines; what `existing` holds of them counts as free."""
     machines = target.machines(deployment)
@@ -145,7 +131,6 @@ def _machines(target: Target, deployment: Deployment, existing: Run | None) -> l
 
 
 def _freed(machine: Machine, existing: Run, n_nodes: int) -> Machine:
-    """A machine without so many nodes of a run."""
     plan = existing.plan()
     if plan.device == "cuda":
         held = {index for entry in existing.handle().replicas.values() for index in entry.get("gpus", ())}
@@ -168,16 +153,13 @@ def _holds(existing: Run, deployment: Deployment) -> bool:
 
 
 def not_ended(name: str) -> Run | None:
-    """The run of that name that was not taken down whole: it holds its port and memory, also when it failed."""
+    """The run of that name that was not ended whole: it holds its port and memory, also when it failed."""
     run = Run(paths.home() / "runs" / name)
     return run if run.exists() and not run.is_ended() else None
 
 
 def plan_now(deployment: Deployment) -> Plan:
-    """The plan that `up` would make of the target's machines as they are; nothing else is checked.
-
-    Raises UserError or PlanError.
-    """
+    """The plan that `up` would make of the target's machines now.  Raises UserError or PlanError."""
     target, existing = targets.load(deployment.target), not_ended(deployment.name)
     machines = _machines(target, deployment, existing)
     machine = preflight.as_named(deployment, preflight.least(machines), is_rehearsal=False)
@@ -185,7 +167,6 @@ def plan_now(deployment: Deployment) -> Plan:
 
 
 def holds_port(deployment: Deployment) -> bool:
-    """Whether the port of a deployment is taken by its own gateway, which runs."""
     existing = not_ended(deployment.name)
     return existing is not None and _holds(existing, deployment)
 

@@ -38,6 +38,5 @@ def wait_scaled(run: Run, n_replicas: int, on_state: OnState, timeout_s: float |
 
 
 def is_scaled(state: State, n_replicas: int) -> bool:
-    """Whether exactly this many replicas are placed and ready, or one of them failed."""
     settled = len(state.replicas) == n_replicas and all(r.state in ("ready", "failed") for r in state.replicas)
     return settled and state.desired_replicas == n_replicas

@@ -39,10 +39,7 @@ OnState = Callable[[State], None]
 
 
 class Started(msgspec.Struct, frozen=True):
-    """What `up` did. `key` is the client's key, shown this once; `was_running` says that nothing had to be started.
-
-    `url` is None while the gateway waits in a queue.
-    """
+    """What `up` did. `key`: the client's, shown this once. `url` is None while the gateway waits in a queue."""
 
     name: str
     url: str | None
@@ -51,10 +48,9 @@ class Started(msgspec.Struct, frozen=True):
 
 
 def up(deployment: Deployment, replace: bool = False, on_step: OnStep | None = None) -> Started:
-    """Start a deployment, or find that it runs already. Returns when everything is submitted; see `wait_ready`.
+    """Start a deployment, or find it running. Returns when everything is submitted; see `wait_ready`. Idempotent.
 
-    Idempotent. Raises UserError when it runs with other settings and `replace` is false. `on_step` hears that a start
-    which failed or was interrupted is being ended.
+    Raises UserError when it runs with other settings and `replace` is false. `on_step`: the end of a failed start.
     """
     with run_folder.locked(deployment.name):
         existing = _running(deployment.name)
@@ -141,7 +137,6 @@ def write_run(prepared: Prepared, admin_port: int, key: str | None) -> Run:
 
 
 def _place(run: Run, target: Target) -> None:
-    """Place all that the target places of a new run."""
     units = {Unit("replica", str(number)) for number in range(run.desired().replicas)}
     units |= {Unit(kind, "0") for kind in run.record().placed if kind != "replica"}
     run.write_handle(target.place(run, units))
@@ -150,7 +145,7 @@ def _place(run: Run, target: Target) -> None:
 
 
 def _gateway_config(prepared: Prepared, target: Target, admin_port: int, key: str | None) -> GatewayConfig:
-    """All that the gateway is told. Where the target places it, it listens on any address of its machine."""
+    """The gateway's whole config. Where the target places it, it listens on any address of its machine."""
     deployment, names = prepared.deployment, prepared.plan.served_names
     run, spec = Run(paths.home() / "runs" / deployment.name), prepared.deployment.gateway
     listen, admin = f"0.0.0.0:{spec.port}", "0.0.0.0:0"
@@ -211,7 +206,7 @@ def watch(run: Run, on_state: OnState, is_done: Callable[[State], bool], timeout
 
 
 def wait_ready(run: Run, on_state: OnState, timeout_s: float | None = None, is_ours: bool = True) -> State:
-    """Block until every replica is ready. A start that failed is raised as EngineError, and taken down if `is_ours`."""
+    """Block until every replica is ready. Raises EngineError for a failed start, which is ended if `is_ours`."""
 
     def is_over(state: State) -> bool:
         gateway_failed = state.gateway.n_restarts >= _GATEWAY_STARTS and state.requests_total == 0
@@ -223,7 +218,7 @@ def wait_ready(run: Run, on_state: OnState, timeout_s: float | None = None, is_o
     error = _start_error(run, state)
     if is_ours and state.phase != "down":
         failure = msgspec.structs.replace(state, reason=state.reason or error.detail)
-        # Another command that holds the lock is most likely ending it; the reason of the failure is told in any case.
+        # Another command that holds the lock is most likely ending it; the failure is reported in any case.
         with contextlib.suppress(UserError), run_folder.locked(run.name):
             end_run(run, now=True, on_step=None, failure=failure)
     raise error

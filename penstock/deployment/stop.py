@@ -53,7 +53,7 @@ def end_run(run: Run, now: bool, on_step: OnStep | None, failure: State | None =
         grace_s = max(grace_s, _gateway_drain_s(run) + 2.0)
     try:
         targets.load(run.handle().target).end(run, _NOW_GRACE_S if now else grace_s)
-    except LeftBehind as exc:  # the rest ends all the same
+    except LeftBehind as exc:  # the rest still ends
         say(f"{exc.message}. {exc.hint}")
         run.add_event("left behind", exc.message)
     swept = processes.sweep(str(run.path))

@@ -27,9 +27,9 @@ from penstock.wire.http1 import HOP_BY_HOP, LAST_CHUNK, STATUS_LINE, Headers, Re
 # Comments to the client of a stream that waits: the first, and then every so often. Proxies give up on silence.
 QUIET_S = 3.0
 COMMENT_EVERY_S = 5.0
-# A request that got no byte for so long, from an engine that was idle by its own word for as long, is lost.
+# A request that got no byte for so long, from an engine that reported itself idle for as long, is lost.
 STALL_S = 30.0
-# Of an answer to a client whose stream has begun: it gets the whole answer as one event.
+# An answer to a client whose stream has begun becomes one event of at most this.
 MAX_COLLECTED_BYTES: Final = 64 * 1024
 
 _DROPPED_OF_RESPONSE: Final = HOP_BY_HOP | OWN_HEADERS | {b"server-timing"}
@@ -70,7 +70,7 @@ class Forwarding:
     _task: asyncio.Task[None] | None = None
     _queue_entry: QueueEntry | None = None
     _timer: asyncio.TimerHandle | None = None
-    # When token chunks came that went from connection to connection, until `_note_tokens` takes them down.
+    # When token chunks went from connection to connection, until `_note_tokens` counts them.
     _token_times: list[float] | None = None
     _is_chunked = False
     _is_held_open = False
@@ -112,7 +112,7 @@ class Forwarding:
                 delay_s = self._received_at + self._facts.timeout_s - time.monotonic()
                 self._timer = asyncio.get_running_loop().call_later(max(0.0, delay_s), self._be_late)
             if not context.queue.waiting_for(self._model):
-                self._replica = context.replicas.begin(self._model, time.monotonic(), hints)
+                self._take_replica()
             if self._replica is not None and self._replica.address is not None:
                 connection = context.pool.take(self._replica.address)
                 if connection is not None:
@@ -122,8 +122,6 @@ class Forwarding:
         except BaseException:
             self._settle("broken")
             raise
-
-    # The client's side.
 
     def cancel(self) -> None:
         """The client left, or the gateway must end."""
@@ -139,8 +137,6 @@ class Forwarding:
             assert self._facts.timeout_s is not None
             message = f"the request was not done within its x-request-timeout of {self._facts.timeout_s:g} s"
             self._end_early(_Fault(504, "deadline_exceeded", message, "late"))
-
-    # Finding a replica.
 
     async def _find(self, pause_s: float = 0.0) -> None:
         try:
@@ -165,15 +161,17 @@ class Forwarding:
         """Whether there is a replica now, with this request counted on it. If not, the client has its answer."""
         context, facts = self._context, self._facts
         began_at = time.monotonic()
-        if not context.queue.waiting_for(self._model) and self._begin(began_at):
+        if not context.queue.waiting_for(self._model) and self._take_replica():
             return True
         if began_at >= deadline:
             self._refuse_for_now()
             return False
         key = credential(self._request_head) or b""
-        place = self._queue_entry = context.queue.enter(self._model, key, facts.priority, len(self._body))
-        if place is None:
-            self._refuse_full()
+        entry = self._queue_entry = context.queue.enter(self._model, key, facts.priority, len(self._body))
+        if entry is None:
+            message = f"too many requests wait for model {self._model!r} already"
+            headers = ((b"retry-after", b"%d" % RETRY_AFTER_S),)
+            self._end_early(_Fault(429, "queue_full", message, "queue_full", "model", headers))
             return False
         comment_at = began_at + QUIET_S if facts.streams else deadline
         try:
@@ -186,26 +184,25 @@ class Forwarding:
                 if now >= comment_at:
                     self._send_comment(now)
                     comment_at = now + COMMENT_EVERY_S
-                if await context.queue.wait(place, min(deadline, comment_at) - now):
-                    if self._begin(time.monotonic()):
+                if await context.queue.wait(entry, min(deadline, comment_at) - now):
+                    if self._take_replica():
                         return True
-                    context.queue.return_to_queue(place)
+                    context.queue.return_to_queue(entry)
         finally:
             self._waited_s += time.monotonic() - began_at
             self._leave_queue()
 
-    def _begin(self, now: float) -> bool:
-        self._replica = self._context.replicas.begin(self._model, now, self._hints, self._lost)
+    def _take_replica(self) -> bool:
+        self._replica = self._context.replicas.begin(self._model, time.monotonic(), self._hints, self._lost)
         return self._replica is not None
 
     def _leave_queue(self) -> None:
-        place, self._queue_entry = self._queue_entry, None
-        if place is None:
+        entry, self._queue_entry = self._queue_entry, None
+        if entry is None:
             return
-        self._context.queue.leave(place)
-        if place.future is not None and place.future.done() and self._replica is None:
-            # It was its turn, and it does not need it.
-            self._context.queue.wake(self._model, 1)
+        self._context.queue.leave(entry)
+        if entry.future is not None and entry.future.done() and self._replica is None:
+            self._context.queue.wake(self._model, 1)  # the turn that this request does not need
 
     async def _connect(self) -> UpstreamConnection | None:
         """A connection to the replica; a new one, whose state is beyond doubt, for a request that was lost before."""
@@ -227,8 +224,6 @@ class Forwarding:
             context.end(replica)
             return None
 
-    # Sending.
-
     def _send(self, connection: UpstreamConnection) -> None:
         context = self._context
         self._connection = connection
@@ -236,7 +231,7 @@ class Forwarding:
         self._sent_at = self._last_at = time.monotonic()
         self._own_s = self._sent_at - self._received_at - self._waited_s
         context.counters.own_s.observe(self._own_s)
-        self._client.source = connection
+        self._client.read_from(connection)
         connection.send(wire, self)
 
     def _write_request(self, connection: UpstreamConnection) -> bytes:
@@ -250,7 +245,7 @@ class Forwarding:
             *(head.keep(dropped), self._request_id, length, body),
         )
 
-    # The sink's side: called by the upstream connection for every read.
+    # Called by the upstream connection for every read.
 
     def receive_chunks(self, data: bytes, is_end: bool) -> None:
         if self._series is not None and self._streams:
@@ -366,8 +361,6 @@ class Forwarding:
         else:
             self._end_early(_broken(why_not_again(self._lost)))
 
-    # The response.
-
     def _begin_response(self, head: ResponseHead) -> bytes:
         replica = self._replica
         assert replica is not None
@@ -437,8 +430,6 @@ class Forwarding:
             self._client.write(write_chunk(event) + LAST_CHUNK if self._is_chunked else event)
             self._complete()
 
-    # The end.
-
     def _complete(self) -> None:
         assert self._series is not None
         self._series.duration_s.observe(self._last_at - self._received_at)
@@ -450,7 +441,7 @@ class Forwarding:
         replica, self._replica = self._replica, None
         connection, self._connection = self._connection, None
         if connection is not None:
-            self._client.source = None
+            self._client.read_from(None)
             connection.release()
         if replica is not None:
             self._context.end(replica)
@@ -477,11 +468,6 @@ class Forwarding:
         message = f"model {self._model!r} has no replica that takes requests now"
         headers = ((b"retry-after", b"%d" % wait_s),)
         self._end_early(_Fault(503, "no_replica", message, "no_replica", "model", headers))
-
-    def _refuse_full(self) -> None:
-        message = f"too many requests wait for model {self._model!r} already"
-        headers = ((b"retry-after", b"%d" % RETRY_AFTER_S),)
-        self._end_early(_Fault(429, "queue_full", message, "queue_full", "model", headers))
 
     def _end_early(self, fault: _Fault) -> None:
         """Ends a response that cannot be completed, as truthfully as its form allows."""

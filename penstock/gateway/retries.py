@@ -1,8 +1,7 @@
 """The retry rule: what happens when a request was sent to an engine and nothing came back for its client.
 
-Until the first byte of an answer the client has lost nothing, so the request is sent once more, to another replica
-where there is one: generating text has no side effects. Two sends are the limit, and a budget bounds the retries of all
-requests together. Pure, but for the log: takes `now`.
+Until the first byte of an answer the client has lost nothing, and generating text has no side effects: the request is
+sent once more, elsewhere if possible. A budget bounds the retries of all requests. Pure, but for the log: takes `now`.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from penstock.gateway.metrics import Counters
 from penstock.gateway.routing.replicas import Replica, ReplicaTable
 
 MAX_SENDS: Final = 2
-# Before the second send to the same replica, when there is no other: a killed engine's listening socket outlives its
-# connections for a moment. Without it, 1 of 4 requests during a kill -9 was lost twice within 1 ms.
+# Before a second send to the same replica: a killed engine's listening socket outlives its connections for a moment.
+# Without it, 1 of 4 requests during a kill -9 was lost twice within 1 ms.
 AGAIN_S = 0.1
 # The same after an answer of FAILED_STATUSES. An announcement may lift the suspicion before the replica's node has seen
 # that an inner process is gone (it looks every 0.25 s), and the last send's answer is the client's.
@@ -41,10 +40,10 @@ class Loss(enum.Enum):
 
 
 class RetryBudget:
-    """A bucket of retries: replicas in trouble must not get twice their load from us on top.
+    """A bucket of retries, so that replicas in trouble do not get twice their load.
 
-    Each request adds RETRY_SHARE, each second RETRIES_PER_S. A killed replica's requests all come back at once, so
-    a gateway that ran well has many: RETRIES_START of them after its start.
+    Each request adds RETRY_SHARE, each second RETRIES_PER_S. A killed replica's requests all come back at once: hence
+    RETRIES_START and RETRIES_MAX.
     """
 
     def __init__(self) -> None:
@@ -66,10 +65,7 @@ class RetryBudget:
 
 
 class Retries:
-    """Decides for every request of a gateway whether a send that failed is repeated.
-
-    `lost` is a request's own record: the names of the replicas that lost it so far.
-    """
+    """Decides whether a failed send is repeated. `lost`: the names of the replicas that lost the request so far."""
 
     def __init__(self, replicas: ReplicaTable, counters: Counters) -> None:
         self.budget = RetryBudget()

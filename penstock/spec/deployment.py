@@ -1,7 +1,4 @@
-"""The deployment file as frozen types. Every default lives here; unknown keys are refused with the nearest legal name.
-
-`parse` reports all problems together, each with its path. Inside the program a `Deployment` is trusted.
-"""
+"""The deployment file as frozen types. Every default lives here; `reading` finds the problems of a file."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ EngineKind = Literal["auto", "vllm", "llamacpp", "fake"]
 
 
 class Hardware(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the machines have: `up` refuses one that has not, and `plan` and `render` take it where there is none.
+    """What the machines must have: `up` rejects one that lacks it, `plan` and `render` assume it without a machine.
 
     Absent fields are asked of the target. `network` is what joins the nodes: a catalogue id (ib-ndr) for the planner,
     or the network (10.9.0.0/16) whose addresses they use among themselves.
@@ -36,12 +33,10 @@ class Hardware(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def link(self) -> str | None:
-        """`network` as a catalogue id."""
         return self.network if self.subnet is None else None
 
     @property
     def subnet(self) -> str | None:
-        """`network` as a CIDR."""
         return self.network if self.network is not None and "/" in self.network else None
 
 
@@ -63,7 +58,7 @@ class EngineSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     `executor` is how the ranks of one replica find each other: Ray, or vLLM's own processes (mp); auto takes mp inside
     one node and ray across nodes. `join_timeout_s`: how long the first node waits for the others. `ray_dashboard_host`:
-    beyond loopback Ray's dashboard lets everybody run programs who reaches it.
+    anyone who can reach Ray's dashboard can run code on the cluster, so keep it on loopback.
     """
 
     kind: EngineKind = "auto"
@@ -166,7 +161,7 @@ def default_name(model: str) -> str:
 
 
 def is_legal_name(name: str) -> bool:
-    """Whether a deployment may have that name; such a name is also a file name of its own."""
+    """Whether a deployment may have that name, which is also the name of its folder."""
     return _NAME.match(name) is not None
 
 

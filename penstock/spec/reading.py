@@ -54,7 +54,6 @@ def load(path: Path, settings: Sequence[str] = ()) -> Deployment:
 
 
 def parse(text: str, source: str = "the file", settings: Sequence[str] = ()) -> Deployment:
-    """The deployment in YAML text.  Raises SpecError with all problems."""
     import yaml
 
     try:
@@ -68,7 +67,7 @@ def parse(text: str, source: str = "the file", settings: Sequence[str] = ()) -> 
 
 
 def _repeated_keys(node: Any, path: str) -> Iterator[str]:
-    """Paths of keys that stand twice in one mapping; YAML itself silently takes the last."""
+    """Paths of keys that stand twice in one mapping; YAML itself takes the last."""
     if not isinstance(getattr(node, "value", None), list):
         return
     seen: set[str] = set()
@@ -314,7 +313,6 @@ def _is_network(text: str) -> bool:
 
 
 def _rules(deployment: Deployment) -> Iterator[Problem]:
-    """Problems that types cannot say: ranges, and fields that contradict each other."""
     if not is_legal_name(deployment.name):
         yield Problem(
             "name",

@@ -32,7 +32,6 @@ def _hold(run: Run) -> TextIO | None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Control the run in a folder until it is to go down; the exit code of the process."""
     parser = argparse.ArgumentParser(prog="python -m penstock.deployment.controller")
     parser.add_argument("run", type=Path)
     parser.add_argument("--unit")

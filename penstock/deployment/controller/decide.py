@@ -15,8 +15,8 @@ _LEAD_S = 60.0
 _GATEWAY_LEAD_S = 120.0
 _CONTROLLER_LEAD_S = 120.0
 _CONTROLLER_PAUSE_S = 30.0
-# A gateway that lives and does not answer for so long is ended: next to `up`, in a place of its target's, and one that
-# has not told its address yet.
+# A gateway that lives and does not answer for so long is ended: next to `up`, placed by the target, and one that has
+# not written its address yet.
 _HUNG_S, _PLACED_HUNG_S, _STARTING_HUNG_S = 8.0, 20.0, 180.0
 _HANDOVER_S = 60.0
 
@@ -32,10 +32,11 @@ class Event(msgspec.Struct, frozen=True):
 class Memory(msgspec.Struct, frozen=True):
     """What is known from earlier looks; times in monotonic seconds.
 
-    `drain_s`: of an engine. `failed`: replicas that are not placed again. `drain_since`: when a replica was first told
-    to drain. `gateway_due_at`: no gateway is started before. `own`: the name of this controller, when it was placed.
-    `silent_since`: since when the gateway does not answer; `handover_since`: since when two serve; `n_ready`: replicas
-    that the last gateway knew; `lives_s`: how long a unit had to live when that was first seen.
+    `failed`: replicas that are not placed again. `drain_since`: when a replica was first ordered to drain. `own`: the
+    name of this controller, when it was placed. `silent_since`: since when the gateway does not answer;
+    `handover_since`: since when two serve; `n_ready`: replicas that the last gateway knew; `lives_s`: how long a
+    unit had
+    to live when that was first seen; `due_at`: before that time a lost replica is not placed again.
     """
 
     drain_s: float
@@ -50,20 +51,24 @@ class Memory(msgspec.Struct, frozen=True):
     handover_since: float | None = None
     n_ready: int = 0
     lives_s: dict[str, float] = {}
+    due_at: dict[str, float] = {}
 
 
 class Decision(msgspec.Struct, frozen=True):
     """What to do now. `place` is the whole set of units that shall be placed, None when it is right already.
 
-    `again`: replicas in it that are gone or broken. `forget`: failed replicas that nobody asks for any more.
-    `starts_gateway`: a gateway in `place` is new, `is_restart`: because none was left. `hands_over`: another controller
-    runs, so this one ends.
+    `again`: replicas in it that are gone or broken, and due. `evict`: those of them whose last lease the gateway
+    forgets,
+    so that it does not count for the next. `forget`: failed replicas that are not wanted any more. `starts_gateway`: a
+    gateway in `place` is new, `is_restart`: because none was left. `hands_over`: another controller runs, this
+    one ends.
     """
 
     place: tuple[Unit, ...] | None = None
     drain: tuple[str, ...] = ()
     undrain: tuple[str, ...] = ()
     again: tuple[str, ...] = ()
+    evict: tuple[str, ...] = ()
     forget: tuple[str, ...] = ()
     starts_gateway: bool = False
     is_restart: bool = False
@@ -102,9 +107,9 @@ def decide(desired: Desired, seen: Observation, memory: Memory, now: float, wall
 
 
 def _replicas(desired: Desired, seen: Observation, memory: Memory, now: float) -> Decision:
-    """Replicas beyond the number (failed ones first, then the highest numbers) are drained first, and ended when
-    nothing runs on them. A replica whose machines are about to be reclaimed is replaced before it is ended.
-    """
+    """Replicas beyond the number (failed ones first, then the highest numbers) drain, and end when nothing runs on
+    them.
+    A replica whose machines are about to be reclaimed is replaced before it is ended."""
     failed = memory.failed
     current = [unit.name for unit in _of(seen, "replica")]
     staying = [name for name in current if name not in memory.leaving]
@@ -120,15 +125,17 @@ def _replicas(desired: Desired, seen: Observation, memory: Memory, now: float) -
         if now - memory.drain_since.get(name, now) > memory.drain_s
         or (seen.view is not None and (name not in rows or rows[name].is_draining) and not in_flight.get(name))
     ]
-    again = [name for name in wanted if name not in failed and name in current and _is_to_repair(seen, name)]
+    lost = [name for name in wanted if name not in failed and name in current and _is_to_repair(seen, name)]
     absent = [name for name in wanted if name not in failed and name not in current]
     place = None
-    if again or absent or drained:
+    if lost or absent or drained:
         names = [name for name in [*wanted, *kept, *extra] if name not in drained and name not in failed]
         place = tuple(map(replica, names))
     undrain = tuple(name for name in wanted if name in rows and rows[name].is_draining)
+    again = tuple(name for name in lost if now >= memory.due_at.get(name, now))
+    evict = tuple(name for name in again if _is_gone(seen, name))
     forget = tuple(sorted(failed - {*wanted, *current}, key=_number))
-    return Decision(place, tuple(extra), undrain, tuple(again), forget)
+    return Decision(place, tuple(extra), undrain, again, evict, forget)
 
 
 def leaving(seen: Observation, wall_s: float, drain_s: float) -> frozenset[str]:
@@ -189,18 +196,14 @@ def _is_to_repair(seen: Observation, name: str) -> bool:
 def _gateways(
     seen: Observation, memory: Memory, now: float, wall_s: float
 ) -> tuple[tuple[Unit, ...], Decision, Memory]:
-    """The gateways to have; what `Decision` says of them."""
     current = _of(seen, "gateway")
     alive = _alive(seen, current)
     is_due = now >= memory.gateway_due_at
     new = _next("gateway", current, seen.gateway.unit)
     if not alive:
         memory = msgspec.structs.replace(memory, silent_since=None)
-        return (
-            ((new,), Decision(starts_gateway=True, is_restart=True), memory)
-            if is_due
-            else (current, Decision(), memory)
-        )
+        restart = Decision(starts_gateway=True, is_restart=True)
+        return ((new,), restart, memory) if is_due else (current, Decision(), memory)
     newest, serving = alive[-1], seen.gateway.unit if seen.gateway.state == "running" else None
     hung, memory = _hung(seen, memory, newest, now)
     if hung is not None:
@@ -237,7 +240,6 @@ def _hand_over(
 
 
 def _hung(seen: Observation, memory: Memory, newest: Unit, now: float) -> tuple[Unit | None, Memory]:
-    """The gateway that runs and has not answered for too long."""
     part = seen.gateway
     if seen.view is not None or part.state not in ("running", "starting"):
         return None, msgspec.structs.replace(memory, silent_since=None)

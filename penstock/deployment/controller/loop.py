@@ -1,10 +1,7 @@
 """Keeps a deployment as it was asked for: observe -> decide -> act, once a tick, until `down`.
 
-    python -m penstock.deployment.controller RUN_FOLDER
-
-One detached process per deployment; it outlives the command line and finds everything again from the run folder, so
-killing it loses nothing: its watchdog starts another. `decide` is pure. What blocks (a target) runs in one worker
-thread, so that the state on disk stays fresh.
+One detached process per deployment; it finds everything again from the run folder, so killing it loses nothing: its
+watchdog starts another. What blocks (a target) runs in one worker thread, so that the state on disk stays fresh.
 """
 
 from __future__ import annotations
@@ -29,7 +26,7 @@ from penstock.wire.announcement import Announcement, Process, Restart
 
 _TICK_S = 0.4
 _WRITE_EVERY_S = 1.0
-_SILENT_NODES = 3  # a node that died this often before it said anything will not come
+_SILENT_NODES = 3  # a node that died this often before its first report will not come
 _TAIL_LINES = 20
 
 
@@ -63,7 +60,7 @@ class Controller:
         self._plan = run.plan()
         self._memory = Memory(self._plan.drain_s, deployment.gateway.drain_s, own=own)
         self._measured: set[tuple[str, float | None]] = set()
-        self._spoke: set[str] = set()
+        self._reported: set[str] = set()
         self._broken: set[str] = set()
         self._gateway_backoff = Backoff(1.0, 30.0, 60.0)
         self._replica_backoffs: dict[str, Backoff] = {}
@@ -90,9 +87,8 @@ class Controller:
                 return
             self._note_refusal()
             state = summarise(desired, seen, self.history, time.time())
-            self.history = msgspec.structs.replace(
-                self.history, was_ready=self.history.was_ready or state.phase == "ready"
-            )
+            was_ready = self.history.was_ready or state.phase == "ready"
+            self.history = msgspec.structs.replace(self.history, was_ready=was_ready)
             self._write(state)
             self.stop.wait(_TICK_S)
 
@@ -125,7 +121,7 @@ class Controller:
 
     def _note_failures(self, seen: Observation) -> None:
         rows = {row.announcement.replica: row.announcement for row in (seen.view.replicas if seen.view else ())}
-        self._spoke |= rows.keys()
+        self._reported |= rows.keys()
         for name, announcement in rows.items():
             if announcement.state == "failed" and replica(name) in seen.placements:
                 self._fail(name, announcement.reason or "", announcement)
@@ -137,36 +133,26 @@ class Controller:
                 self._fail(unit.name, placement.reason or "it was ended from outside", rows.get(unit.name))
 
     def _fail(self, name: str, reason: str, announcement: Announcement | None) -> None:
-        """Note, once, that a replica is not placed again."""
         if name in self.history.failed:
             return
-        status = ReplicaStatus(name, "failed", "gone", announcement, reason=reason or None)
-        if announcement is not None:
-            status = msgspec.structs.replace(status, n_restarts=announcement.n_restarts, restarts=announcement.restarts)
+        restarts = announcement.restarts if announcement is not None else ()
+        status = ReplicaStatus(
+            name, "failed", "gone", announcement, reason=reason or None, restarts=restarts,
+            n_restarts=announcement.n_restarts if announcement is not None else 0,
+        )  # fmt: skip
         self.history = msgspec.structs.replace(self.history, failed={**self.history.failed, name: status})
         self.run.add_event("replica failed", reason, replica=name)
 
     def _fail_silent_node(self, name: str) -> None:
-        """The node died before its first announcement; only its log is left."""
         reason = f"its node ended {_SILENT_NODES} times before its first report"
-        self._fail(
-            name,
-            reason,
-            Announcement(
-                replica=name,
-                model=self._plan.served_names[0],
-                state="failed",
-                lease_s=0.0,
-                reason=reason,
-                log_tail=self._log_tail(name),
-            ),
-        )
+        model, tail = self._plan.served_names[0], self._log_tail(name)
+        last = Announcement(replica=name, model=model, state="failed", lease_s=0.0, reason=reason, log_tail=tail)
+        self._fail(name, reason, last)
 
     def _log_tail(self, name: str) -> tuple[str, ...]:
-        lines = []
+        lines: list[str] = []
         try:
-            for line in self.target.logs(self.run, replica(name), follow=False, last=_TAIL_LINES):
-                lines.append(line)
+            lines.extend(self.target.logs(self.run, replica(name), follow=False, last=_TAIL_LINES))
         except PenstockError as exc:  # a part of it may be on a host that is away now
             lines.append(exc.message)
         return tuple(lines)
@@ -191,70 +177,60 @@ class Controller:
 
     def _act(self, desired: Desired, seen: Observation) -> Decision:
         now = time.monotonic()
-        memory = msgspec.structs.replace(self._memory, failed=frozenset(self.history.failed))
+        memory = msgspec.structs.replace(self._memory, failed=frozenset(self.history.failed), due_at=self._due_at)
         decision, self._memory = decide(desired, seen, memory, now, time.time())
         for event in decision.events:
             facts = {} if event.replica is None else {"replica": event.replica}
             self.run.add_event(event.kind, event.text, **facts)
-        self._forget(decision.forget)
-        self._drain(decision)
-        is_busy = self._worker is not None and self._worker.is_alive()
+        failed = {name: row for name, row in self.history.failed.items() if name not in decision.forget}
+        self.history = msgspec.structs.replace(self.history, failed=failed)
+        self._post_each("/admin/drain", decision.drain)
+        self._post_each("/admin/undrain", decision.undrain)
         if "gateway" not in self._placed:
-            self._place_beside(decision, seen, now)
-        if is_busy:
-            return decision
+            self._run_gateway_here(decision, seen, now)
+        if self._worker is None or not self._worker.is_alive():
+            self._start_placing(decision, seen, now)
+        return decision
+
+    def _start_placing(self, decision: Decision, seen: Observation, now: float) -> None:
         placed = _placed_units(self.run)
         units = placed if decision.place is None else frozenset(u for u in decision.place if u.kind in self._placed)
         if self._refusal is not None and self._refusal.changes != placed ^ units:
             self._refusal = None
         if decision.place is None:
-            return decision
+            return
         if decision.starts_gateway and "gateway" in self._placed:
             self._note_gateway(decision, seen, now)
-        again = self._due_again(decision, seen, now)
+        if not self._note_restarts(decision, seen, now):
+            return
         # The target is asked at once, but later each time that it refuses the same.
         is_due = units != placed and (self._refusal is None or now >= self._refusal.again_at)
-        if again is None or not (again or is_due):
-            return decision
-        for name in again:
-            if seen.placements[replica(name)].state == "gone":  # else its last lease would count for the next one
-                self._tell_gateway("/admin/forget", name)
+        if not (decision.again or is_due):
+            return
+        self._post_each("/admin/forget", decision.evict)
         # What an engine mapped when it was last seen: it may have been killed together with its node.
         rows = seen.view.replicas if seen.view else ()
-        segments = [
-            path for row in rows if row.announcement.replica in again for path in row.announcement.shared_memory
-        ]
+        lost = [row.announcement for row in rows if row.announcement.replica in decision.again]
+        segments = [path for announcement in lost for path in announcement.shared_memory]
         self._worker = threading.Thread(target=self._place, args=(units, segments), name="place", daemon=True)
         self._worker.start()
-        return decision
 
-    def _forget(self, names: Collection[str]) -> None:
-        failed = {name: row for name, row in self.history.failed.items() if name not in names}
-        self.history = msgspec.structs.replace(self.history, failed=failed)
-
-    def _drain(self, decision: Decision) -> None:
-        for name in decision.drain:
-            self._tell_gateway("/admin/drain", name)
-        for name in decision.undrain:
-            self._tell_gateway("/admin/undrain", name)
-
-    def _due_again(self, decision: Decision, seen: Observation, now: float) -> list[str] | None:
-        """The gone and broken replicas to place again now, noted as restarts; None when one of them failed."""
-        again = [name for name in decision.again if now >= self._due_at.get(name, now)]
-        for name in again:
-            if self._n_deaths.get(name, 0) >= _SILENT_NODES - 1 and seen.view and name not in self._spoke:
+    def _note_restarts(self, decision: Decision, seen: Observation, now: float) -> bool:
+        """Note the replicas that are placed again as restarts; False when one of them failed."""
+        for name in decision.again:
+            if self._n_deaths.get(name, 0) >= _SILENT_NODES - 1 and seen.view and name not in self._reported:
                 self._fail_silent_node(name)
-                return None
+                return False
             placement = seen.placements[replica(name)]
             is_broken = placement.state == "broken"
-            if not (is_broken and name in self._broken):  # a lost node is told once, however often it is tried
+            if not (is_broken and name in self._broken):  # a lost node is reported once, however often it is tried
                 self._remember_restart(name, placement.reason or "it was gone", seen)
             if is_broken:
                 self._broken.add(name)
             self._n_deaths[name] = self._n_deaths.get(name, 0) + 1
             backoff = self._replica_backoffs.setdefault(name, Backoff(1.0, 30.0, 300.0))
             self._due_at[name] = now + backoff.next(now)
-        return again
+        return True
 
     def _place(self, units: Collection[Unit], segments: Sequence[str]) -> None:
         before = _placed_units(self.run)
@@ -268,7 +244,7 @@ class Controller:
         after = _placed_units(self.run)  # not all that was asked for, where a host does not answer
         for unit in sorted(before - after, key=order):
             if unit.kind == "replica":
-                self._tell_gateway("/admin/forget", unit.name)
+                self._post_each("/admin/forget", [unit.name])
                 self.run.add_event("replica ended", f"replica {unit.name} drained and ended", replica=unit.name)
         for unit in sorted(after - before, key=order):
             facts = {"replica": unit.name} if unit.kind == "replica" else {}
@@ -289,11 +265,12 @@ class Controller:
             refused = {unit.name: self._refusal.message for unit in new if unit.kind == "replica"}
         self.history = msgspec.structs.replace(self.history, refused=refused)
 
-    def _tell_gateway(self, path: str, replica: str) -> None:
-        try:
-            admin_client(self.run).post_json(path, {"replica": replica})
-        except PenstockError as exc:
-            print(f"penstock: {path} {replica}: {exc.message}", flush=True)
+    def _post_each(self, path: str, replicas: Collection[str]) -> None:
+        for name in replicas:
+            try:
+                admin_client(self.run).post_json(path, {"replica": name})
+            except PenstockError as exc:
+                print(f"penstock: {path} {name}: {exc.message}", flush=True)
 
     def _remember_restart(self, name: str, reason: str, seen: Observation) -> None:
         reported = [
@@ -310,8 +287,7 @@ class Controller:
 
     # ---- the gateway -------------------------------------------------------------------------------------------------
 
-    def _place_beside(self, decision: Decision, seen: Observation, now: float) -> None:
-        """The gateway is a process next to this one: end one that hangs, start one that is wanted."""
+    def _run_gateway_here(self, decision: Decision, seen: Observation, now: float) -> None:
         process = self.history.gateway.process
         wanted = decision.place is None or any(unit.kind == "gateway" for unit in decision.place)
         if not wanted and process is not None and seen.gateway.state == "running":
@@ -325,7 +301,6 @@ class Controller:
         self.history = msgspec.structs.replace(self.history, gateway=part)
 
     def _note_gateway(self, decision: Decision, seen: Observation, now: float) -> None:
-        """A gateway is started: the next waits, and one that was lost is counted."""
         due_at = now + self._gateway_backoff.next(now)
         self._memory = msgspec.structs.replace(self._memory, gateway_due_at=due_at)
         part = self.history.gateway
@@ -354,6 +329,5 @@ def _placed_units(run: Run) -> frozenset[Unit]:
 
 
 def _seen_by_controller(row: ReplicaStatus) -> tuple[Restart, ...]:
-    """A replica's restarts less those that its node tells by itself."""
     reported = row.announcement.restarts if row.announcement else ()
     return tuple(restart for restart in row.restarts if restart not in reported)
