@@ -60,7 +60,9 @@ def test_without_a_compiler_it_says_what_is_missing(
     assert not list(empty_cache.rglob("*.so"))
 
 
-ESSENTIAL = "test_gateway_wire.py test_gateway_http1.py test_gateway_accept.py test_gateway_retry.py test_bench_serve.py"
+ESSENTIAL = (
+    "test_gateway_wire.py test_gateway_http1.py test_gateway_accept.py test_gateway_retry.py test_bench_serve.py"
+)
 
 
 @pytest.mark.processes
