@@ -39,22 +39,18 @@ from penstock.testing.fake_engine.running import in_thread
 Words = tuple[str, ...]
 
 
-def test_compare_tells_what_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_and_report_print_and_write(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a, b = write_run(tmp_path / "a", 3), write_run(tmp_path / "b", 4, slower=1.3)
     assert main.run(["bench", "compare", str(a), str(b)]) == 0
     assert "worse" in capsys.readouterr().out
     assert main.run(["bench", "compare", str(a), str(b), "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert {change["verdict"] for change in told["changes"]} == {"worse", "no difference beyond noise"}
-
-
-def test_report_writes_its_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = write_run(tmp_path / "a", n=60)
+    verdicts = {change["verdict"] for change in json.loads(capsys.readouterr().out)["changes"]}
+    assert verdicts == {"worse", "no difference beyond noise"}
     plan = tmp_path / "plan.json"
     plan.write_text(json.dumps({"speed": {"ttft_ms": {"low": 1, "likely": 2, "high": 3}}}))
-    assert main.run(["bench", "report", str(run), "--plan", str(plan), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["written"] == [str(run / "report.html")]
-    assert "predicted is off by" in (run / "report.html").read_text()
+    assert main.run(["bench", "report", str(a), "--plan", str(plan), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["written"] == [str(a / "report.html")]
+    assert "predicted is off by" in (a / "report.html").read_text()
 
 
 # ---- sweeps ----------------------------------------------------------------------------------------------------------
@@ -94,15 +90,9 @@ def test_a_sweep_tells_the_highest_load_of_every_layout(tmp_path: Path, capsys: 
     assert "TP 4: up to" in capsys.readouterr().out
 
 
-@pytest.mark.usefixtures("fake_load")
-def test_a_sweep_over_given_loads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--url", "http://x", "--by", "concurrency", "--steps", "1,4,16", "--slo", "ttft:500"]
-    assert main.run(["bench", "sweep", *words, "--out", str(tmp_path)]) == 0
-    out = capsys.readouterr().out
-    assert "as it runs: up to 4 requests at once (16 is too many)" in out and "p99_ttft_ms 1000000.0 is over 500" in out
-
-
-def test_every_load_of_a_sweep_has_prompts_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sweep_over_given_loads_has_other_prompts_for_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     seeds: list[int] = []
 
     def noted(options: argparse.Namespace, *rest: Any) -> dict[str, Any]:
@@ -111,8 +101,10 @@ def test_every_load_of_a_sweep_has_prompts_of_its_own(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(sweep, "measure", noted)
     monkeypatch.setattr(sweep, "_place", placed)
-    words = ["--url", "http://x", "--by", "concurrency", "--steps", "1,2,4", "--seed", "7", "--out", str(tmp_path)]
-    assert main.run(["bench", "sweep", *words]) == 0
+    words = ["--url", "http://x", "--by", "concurrency", "--steps", "1,4,16", "--slo", "ttft:500", "--seed", "7"]
+    assert main.run(["bench", "sweep", *words, "--out", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "as it runs: up to 4 requests at once (16 is too many)" in out and "p99_ttft_ms 1000000.0 is over 500" in out
     assert seeds == [7, 8, 9]
 
 
@@ -143,9 +135,7 @@ def test_a_run_of_a_sweep_that_was_ended_ends_the_sweep(tmp_path: Path, monkeypa
     with in_thread(Options(model="m", ttft_s=0, tokens_per_s=float("inf"))) as engine:
         words = ["--url", engine.url, "--prompt", "a", "--by", "concurrency", "--steps", "1,2", "--requests", "2"]
         assert main.run(["bench", "sweep", *words, "--out", str(tmp_path)]) == 130
-    assert json.loads((tmp_path / "as it runs concurrency 1".replace(" ", "-") / "result.json").read_text())[
-        "completed"
-    ]
+    assert json.loads((tmp_path / "as-it-runs-concurrency-1" / "result.json").read_text())["completed"]
 
 
 # ---- the bare engine -------------------------------------------------------------------------------------------------
@@ -298,32 +288,21 @@ def test_an_engine_ends_with_the_command(number: signal.Signals, large_vocabular
 @pytest.mark.parametrize(
     "words",
     [
-        ("compare", "/nowhere", "/nowhere"),
-        ("compare", "/nowhere"),
-        ("report", "/nowhere"),
-        ("report", "{run}", "--plan", "/nowhere"),
-        ("report", "{run}", "--out", "/nowhere/r.html"),
+        *(("compare", "/nowhere", "/nowhere"), ("compare", "/nowhere"), ("report", "/nowhere"), (), ("measure",)),
+        *(("report", "{run}", "--plan", "/nowhere"), ("report", "{run}", "--out", "/nowhere/r.html")),
         ("report", "{run}", "--calibrate", "{out}/c.json"),
         ("report", "{run}", "--calibrate", "{out}/c.json", "--calibrate-model", "llama-3.1-8b", "--gpu", "h100-sxm"),
         ("report", "{run}", "--calibrate", "{out}/c.json", "--calibrate-model", "llama-3.1-8b", "--gpu", "gtx"),
-        ("sweep", "--out", "{out}/s"),
-        ("sweep", "--slo", "tftt:5", "--out", "{out}/s"),
+        *(("sweep", "--out", "{out}/s"), ("sweep", "--slo", "tftt:5", "--out", "{out}/s")),
         ("sweep", "--slo", "ttft:5", "--url", "http://x", "--tensor", "2", "--out", "{out}/s"),
         ("sweep", "--steps", "0.5,1.5", "--by", "concurrency", "--url", "http://x", "--out", "{out}/s"),
         ("sweep", "--slo", "ttft:5", "--url", "http://u:p@x", "--out", "{out}/s"),
-        ("sweep", "--steps", "1,x", "--out", "{out}/s"),
-        ("sweep", "--failed", "2", "--out", "{out}/s"),
-        ("throughput", "--dataset", "sharegpt:/nowhere.json"),
-        ("throughput", "--dataset", "turns:turns=2"),
-        ("throughput", "--dataset", "prefix:n=0"),
-        ("throughput", "--engine", "llamacpp"),
-        ("throughput", "--tensor", "0"),
-        ("throughput", "--num-prompts", "-1"),
+        *(("sweep", "--steps", "1,x", "--out", "{out}/s"), ("sweep", "--failed", "2", "--out", "{out}/s")),
+        *(("throughput", "--dataset", "sharegpt:/nowhere.json"), ("throughput", "--dataset", "turns:turns=2")),
+        *(("throughput", "--dataset", "prefix:n=0"), ("throughput", "--engine", "llamacpp")),
+        *(("throughput", "--tensor", "0"), ("throughput", "--num-prompts", "-1")),
         ("latency", "--input-len", "100000", "--engine", "vllm"),
-        ("latency", "--engine", "vllm"),
-        ("latency", "/nowhere/model"),
-        (),
-        ("measure",),
+        *(("latency", "--engine", "vllm"), ("latency", "/nowhere/model")),
     ],
 )
 def test_bad_input_is_refused_and_changes_nothing(

@@ -61,12 +61,9 @@ def test_a_text_that_cannot_be_made_is_refused() -> None:
         synthetic.from_spec("random", Wanted(n_requests=1, input_tokens=7), Even)
 
 
-def test_the_same_seed_gives_the_same_asks_and_another_gives_others() -> None:
+def test_random_texts_come_from_the_seed_and_prefixes_are_shared() -> None:
     one, two = (synthetic.from_spec("random", Wanted(3, seed=7, input_tokens=20), demo) for _ in range(2))
     assert one == two != synthetic.from_spec("random", Wanted(3, seed=8, input_tokens=20), demo)
-
-
-def test_shared_prefixes_are_shared_and_whole_prompts_exact() -> None:
     asks = synthetic.from_spec("prefix:n=3,prefix=40,suffix=10", Wanted(12), demo)
     assert {DEMO.count(text_of(ask), special=False) for ask in asks} == {50}
     assert len({text_of(ask)[:60] for ask in asks}) == 3 and len({text_of(ask) for ask in asks}) == 12
@@ -98,27 +95,15 @@ SHAREGPT = [
 ]
 
 
-def sharegpt(folder: Path, rows: Any = SHAREGPT) -> str:
-    path = folder / "sharegpt.json"
-    path.write_text(json.dumps(rows), "utf-8")
-    return f"sharegpt:{path}"
-
-
 def test_sharegpt_keeps_what_vllm_keeps(tmp_path: Path) -> None:
-    asks = synthetic.from_spec(sharegpt(tmp_path), Wanted(2, seed=1), demo)
+    (tmp_path / "s.json").write_text(json.dumps(SHAREGPT))
+    asks = synthetic.from_spec(f"sharegpt:{tmp_path}/s.json", Wanted(2, seed=1), demo)
     assert {text_of(ask) for ask in asks} == {"What is the capital of South Korea?", "Tell me about the sea. "}
     assert all(ask.input_tokens == DEMO.count(text_of(ask), special=False) for ask in asks)
     answers = {text_of(ask)[:4]: ask.output_tokens for ask in asks}
-    again = synthetic.from_spec(sharegpt(tmp_path), Wanted(7, output_tokens=2), demo)
+    again = synthetic.from_spec(f"sharegpt:{tmp_path}/s.json", Wanted(7, output_tokens=2), demo)
     assert len(again) == 7 and {ask.output_tokens for ask in again} == {2}
     assert answers == {"What": DEMO.count(SHAREGPT[0]["conversations"][0]["value"]), "Tell": DEMO.count("It is " * 20)}  # type: ignore[index]
-
-
-@pytest.mark.parametrize("rows", [{}, [], SHAREGPT[1:4]])
-def test_a_file_without_a_usable_conversation_is_refused(tmp_path: Path, rows: Any) -> None:
-    with pytest.raises(UserError) as caught:
-        synthetic.from_spec(sharegpt(tmp_path, rows), Wanted(), demo)
-    assert "cannot use" in caught.value.message
 
 
 def test_lines_of_ones_own(tmp_path: Path) -> None:
@@ -129,19 +114,17 @@ def test_lines_of_ones_own(tmp_path: Path) -> None:
     assert asks == [PlannedRequest("a", None, 5), PlannedRequest(messages, None, 200), PlannedRequest("a", None, 5)]
 
 
-@pytest.mark.parametrize("line", ["{", "[]", '"text"', "{}", '{"prompt": 5}', '{"prompt": "a", "max_tokens": "many"}'])
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("{", "[]", '"text"', "{}", '{"prompt": 5}', '{"prompt": "a", "max_tokens": "many"}'),
+        *('{"prompt": "a", "offset_s": 0.5}', '{"prompt": "a", "offset_s": 1e999}'),
+    ],
+)
 def test_a_bad_line_is_refused_with_its_number(tmp_path: Path, line: str) -> None:
     path = tmp_path / "own.jsonl"
-    path.write_text('{"prompt": "a"}\n' + line + "\n")
+    path.write_text('{"prompt": "a", "offset_s": 1.0}\n' + line + "\n")
     with pytest.raises(UserError, match="line 2"):
-        synthetic.from_spec(f"jsonl:{path}", Wanted(), refuse)
-
-
-@pytest.mark.parametrize("offsets", [(1.0, 0.5), (-1.0, 2.0), (0.0, 1e999)])
-def test_times_that_are_not_in_order_would_be_another_prompts(tmp_path: Path, offsets: tuple[float, float]) -> None:
-    path = tmp_path / "own.jsonl"
-    path.write_text("\n".join(f'{{"prompt": "a", "offset_s": {offset}}}' for offset in offsets).replace("inf", "1e999"))
-    with pytest.raises(UserError, match=r"line \d"):
         synthetic.from_spec(f"jsonl:{path}", Wanted(), refuse)
 
 
@@ -172,11 +155,15 @@ def test_public_traces_are_replayed(tmp_path: Path, name: str, text: str) -> Non
     assert [DEMO.count(text_of(ask), special=False) for ask in asks] == [40, 30, 20]
 
 
-@pytest.mark.parametrize("text", ["", "a,b\n1,2\n", AZURE + "2023-11-16 18:17:01.0,5,5\n", AZURE + "yesterday,5,5\n"])
-def test_a_damaged_trace_is_refused(tmp_path: Path, text: str) -> None:
-    (tmp_path / "trace.csv").write_text(text)
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [("sharegpt", "{}"), ("sharegpt", "[]"), ("sharegpt", json.dumps(SHAREGPT[1:4]))]
+    + [("replay", text) for text in ("", "a,b\n1,2\n", AZURE + "2023-11-16 18:17:01.0,5,5\n", AZURE + "soon,5,5\n")],
+)
+def test_a_damaged_or_useless_file_is_refused(tmp_path: Path, kind: str, text: str) -> None:
+    (tmp_path / "file.csv").write_text(text)
     with pytest.raises(UserError, match="cannot use"):
-        synthetic.from_spec(f"replay:{tmp_path / 'trace.csv'}", Wanted(), demo)
+        synthetic.from_spec(f"{kind}:{tmp_path / 'file.csv'}", Wanted(), demo)
 
 
 @pytest.mark.parametrize(
@@ -191,12 +178,9 @@ def test_what_cannot_be_understood_is_refused(spec: str) -> None:
         synthetic.from_spec(spec, Wanted(), demo)
     assert (caught.value.message.startswith("cannot") and caught.value.hint) or "read" in caught.value.message
     assert ("nowhere.json" not in spec) or "Nothing is downloaded" in str(caught.value.hint)
-
-
-@pytest.mark.parametrize("wanted", [Wanted(0), Wanted(1, input_tokens=0)])
-def test_absurd_amounts_are_refused(wanted: Wanted) -> None:
-    with pytest.raises(UserError):
-        synthetic.from_spec("random", wanted, demo)
+    for wanted in (Wanted(0), Wanted(1, input_tokens=0)):
+        with pytest.raises(UserError):
+            synthetic.from_spec("random", wanted, demo)
 
 
 # ---- counting --------------------------------------------------------------------------------------------------------
@@ -205,10 +189,8 @@ def test_absurd_amounts_are_refused(wanted: Wanted) -> None:
 def test_tokenizers_are_found_beside_the_model_and_in_the_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert (
-        tokenizers.locate("penstock-demo") == files.BUNDLED / "tokenizer.json" == tokenizers.locate(str(files.BUNDLED))
-    )
-    assert tokenizers.locate(str(files.BUNDLED / "penstock-demo.gguf")) == files.BUNDLED / "tokenizer.json"
+    for name in ("penstock-demo", str(files.BUNDLED), str(files.BUNDLED / "penstock-demo.gguf")):
+        assert tokenizers.locate(name) == files.BUNDLED / "tokenizer.json"
     assert tokenizers.locate(str(tmp_path)) is None
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     assert tokenizers.locate("org/name") is None

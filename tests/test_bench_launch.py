@@ -108,21 +108,31 @@ def test_replicas_share_the_load() -> None:
     two = predicted_of(launch(), measured(16, replicas=2), is_wave=False)
     single = predicted_of(launch(), measured(1, replicas=2), is_wave=False)  # now to one, now to the other
     alone = predicted_of(launch(), measured(1), is_wave=False)
-    assert single == alone
-    assert one is not None and two is not None
+    assert single == alone and one is not None and two is not None
     assert two["tpot_ms"] == one["tpot_ms"]
     assert two["requests_per_s"]["likely"] == pytest.approx(2 * one["requests_per_s"]["likely"])
 
 
-def test_nothing_is_predicted_of_what_nobody_can_tell() -> None:
-    assert told(launch(), measured(None))["predicted"] is None
-    assert told(launch(forecast=None), measured(8))["predicted"] is None
-    assert told(launch(engine_version="0.0.1"), measured(8))["predicted"] is None
-    assert told(launch(layout=Parallel(tensor=3)), measured(8))["predicted"] is None  # 8 KV heads
-    assert told(launch(), measured(8) | {"completed": 0})["predicted"] is None
-    assert told(launch(), measured(8) | {"total_input_tokens": None})["predicted"] is None
+@pytest.mark.parametrize(
+    ("launched", "result"),
+    [
+        ({}, {"pace": {"concurrency": None}}),
+        ({"forecast": None}, {}),
+        ({"engine_version": "0.0.1"}, {}),
+        ({"layout": Parallel(tensor=3)}, {}),  # 8 KV heads
+        ({}, {"completed": 0}),
+        ({}, {"total_input_tokens": None}),
+    ],
+)
+def test_nothing_is_predicted_of_what_nobody_can_tell(launched: dict[str, Any], result: dict[str, Any]) -> None:
+    assert told(launch(**launched), measured(8) | result)["predicted"] is None
+
+
+def test_a_run_without_a_launch_or_a_failing_planner_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     result = told(Launch(), measured(8))
     assert result["predicted"] is None and result["launch"] is None and calibrate.pairs(Result("", result)) == []
+    monkeypatch.setattr(planning, "speed", lambda request: 1 / 0)
+    assert told(launch(), measured(8))["predicted"] is None
 
 
 def flags(**given: Any) -> argparse.Namespace:
@@ -164,11 +174,6 @@ def test_more_than_there_was_room_for_is_no_wave() -> None:
     assert in_flight == pytest.approx(64, rel=0.25)
     few = predicted_of(launch(), measured(64) | {"max_concurrent_requests": 8}, is_wave=True)
     assert few == predicted_of(launch(), measured(8), is_wave=True)
-
-
-def test_what_cannot_be_predicted_loses_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning, "speed", lambda request: 1 / 0)
-    assert told(launch(), measured(8))["predicted"] is None
 
 
 def test_runs_of_our_own_need_no_names_and_are_not_mixed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -62,17 +62,12 @@ def test_however_the_bytes_are_cut_the_tokens_are_the_same(size: int, line_end: 
 @pytest.mark.parametrize(
     ("choice", "is_token"),
     [
-        ({"delta": {"reasoning": "hm"}}, True),
+        *(({"delta": {"reasoning": "hm"}}, True), ({"delta": {"tool_calls": [{}]}}, True)),
         ({"delta": {"reasoning_content": "hm"}}, True),
-        ({"delta": {"tool_calls": [{}]}}, True),
-        ({"delta": {"content": ""}}, True),
-        ({"delta": {"role": "assistant", "content": ""}}, False),
-        ({"delta": {"role": "assistant", "content": "a"}}, True),
+        *(({"delta": {"content": ""}}, True), ({"delta": {"role": "assistant", "content": "a"}}, True)),
+        *(({"text": "a"}, True), ({"text": ""}, True), ({"text": "", "finish_reason": "stop"}, False)),
+        *(({"delta": {"role": "assistant", "content": ""}}, False), ({"delta": {}}, False)),
         ({"delta": {"content": ""}, "finish_reason": "stop"}, False),
-        ({"delta": {}}, False),
-        ({"text": "a"}, True),
-        ({"text": ""}, True),
-        ({"text": "", "finish_reason": "stop"}, False),
     ],
 )
 def test_what_counts_as_a_token(choice: dict[str, object], is_token: bool) -> None:

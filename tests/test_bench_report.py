@@ -56,27 +56,20 @@ class Page(HTMLParser):
         self.words.append(data)
 
 
-def test_a_page_is_whole_and_needs_nothing_from_outside(one: Result) -> None:
+def test_a_page_is_whole_needs_nothing_from_outside_and_shows_predicted_and_measured(one: Result) -> None:
     text = html.page([one], PLAN)
     Page(text)
     assert not re.search(r"<script|<link|src=|href=|@import|url\(", text)
     assert 'name="viewport"' in text and "@media print" in text and "prefers-color-scheme" in text
-
-
-def test_a_page_tells_the_numbers_the_verdict_and_the_circumstances(one: Result) -> None:
     words = " ".join(Page(html.page([one])).words)
-    for said in ("valid", "requests/s", "TTFT p99, ms", "time to first token, each request", "vllm 0.32.0", "8%"):
-        assert said in words
+    for shown in ("valid", "requests/s", "TTFT p99, ms", "time to first token, each request", "vllm 0.32.0", "8%"):
+        assert shown in words
     assert html.number_text(one.number("p99_ttft_ms")) in words
-
-
-def test_predicted_stands_beside_measured(one: Result) -> None:
     found = calibrate.pairs(one, PLAN)
     assert [pair.words for pair in found] == ["mean TTFT, ms", "mean TPOT, ms"]
-    assert found[0].is_inside and not found[1].is_inside
+    assert [pair.is_inside for pair in found] == [True, False]
     assert found[1].off == pytest.approx(6 / (one.number("mean_tpot_ms") or 1) - 1)
-    assert "predicted is off by" in html.page([one], PLAN) and "predicted is off by" not in html.page([one])
-    assert calibrate.pairs(one, {"speed": None}) == []
+    assert "predicted is off by" in text and "predicted" not in words and calibrate.pairs(one, {"speed": None}) == []
 
 
 def test_several_runs_stand_beside_each_other(one: Result, tmp_path: Path) -> None:
@@ -113,8 +106,7 @@ def test_a_sweep_has_its_curve_and_its_table(one: Result) -> None:
 
 
 @pytest.mark.parametrize(
-    "points",
-    [(), ((0.0, 0.0),), ((5.0, 7.0), (5.0, 7.0)), ((-1.0, 2.0), (3.0, 1e9)), ((0.0, 1e-9), (1e-9, 2e-9))],
+    "points", [(), ((0.0, 0.0),), ((5.0, 7.0), (5.0, 7.0)), ((-1.0, 2.0), (3.0, 1e9)), ((0.0, 1e-9), (1e-9, 2e-9))]
 )
 @pytest.mark.parametrize("is_log", [True, False])
 def test_any_points_make_a_drawing_inside_its_frame(points: tuple[svg.Point, ...], is_log: bool) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from penstock.bench.report import text
 from penstock.bench.results import folder, validity
-from penstock.bench.results.stats import Timed, is_good, peak_concurrency, spread, summarise
+from penstock.bench.results.stats import Timed, is_good, spread, summarise
 
 
 def timed(index: int = 0, **fields: object) -> Timed:
@@ -24,11 +24,9 @@ def test_spread_is_numpys(n: int) -> None:
     found = spread(values, 1000.0)
     assert found is not None
     expected = numpy.array(values) * 1000
-    assert found.mean == pytest.approx(expected.mean())
-    assert found.std == pytest.approx(expected.std())
-    shares = (found.p10, found.median, found.p90, found.p95, found.p99)
-    assert shares == pytest.approx(numpy.percentile(expected, [10, 50, 90, 95, 99]))
-    assert (found.min, found.max) == pytest.approx((expected.min(), expected.max()))
+    assert (found.mean, found.std) == pytest.approx((expected.mean(), expected.std()))
+    shares = (found.min, found.p10, found.median, found.p90, found.p95, found.p99, found.max)
+    assert shares == pytest.approx(numpy.percentile(expected, [0, 10, 50, 90, 95, 99, 100]))
 
 
 def test_tpot_leaves_the_first_token_out() -> None:
@@ -60,36 +58,29 @@ def test_a_run_adds_up() -> None:
     assert (found.total_input_tokens, found.total_output_tokens) == (40, 12)
     assert (found.request_throughput, found.output_throughput, found.total_token_throughput) == (2.0, 6.0, 26.0)
     assert (found.request_goodput, found.goodput_share) == (2.0, 0.8)
-    assert found.errors == {"http 429": 1, "unfinished": 1}
-    assert found.statuses == {"200": 4, "429": 1}
-    assert found.spreads["itl"].n == 8
-    assert found.user_tokens_per_s is not None
-    assert found.user_tokens_per_s.median == pytest.approx(10.0)
-    assert found.max_output_tokens_per_s == 12
+    assert found.errors == {"http 429": 1, "unfinished": 1} and found.statuses == {"200": 4, "429": 1}
+    assert found.spreads["itl"].n == 8 and found.max_output_tokens_per_s == 12
+    assert found.user_tokens_per_s is not None and found.user_tokens_per_s.median == pytest.approx(10.0)
+    spans = [(0.0, 1.0), (0.5, 2.0), (0.9, 1.0), (2.0, 3.0)]
+    overlapping = summarise([timed(sent_s=begin, end_s=end) for begin, end in spans], False, {})
+    assert overlapping.max_concurrent_requests == 3
 
 
-def test_a_missing_usage_leaves_token_rates_unknown() -> None:
+def test_a_missing_usage_leaves_token_rates_unknown_and_no_answer_is_no_division_by_zero() -> None:
     found = summarise([timed(0, output_tokens=3, input_tokens=1), timed(1)], False, {})
     assert (found.total_output_tokens, found.output_throughput, found.n_without_usage) == (None, None, 1)
-    assert found.request_throughput == 2.0
-    assert found.request_goodput is None
-
-
-def test_nothing_completed_is_no_division_by_zero() -> None:
+    assert (found.request_throughput, found.request_goodput) == (2.0, None)
     found = summarise([timed(error="connection refused", status=None, end_s=0.0)], True, {"ttft": 1.0})
     assert (found.completed, found.failed, found.request_throughput, found.goodput_share) == (0, 1, 0.0, 0.0)
-    assert found.spreads == {}
-    assert summarise([], True, {}).completed == 0 and spread([]) is None
+    assert found.spreads == {} and summarise([], True, {}).completed == 0 and spread([]) is None
 
 
 @pytest.mark.parametrize(
     ("bounds", "is_met"),
-    [({"ttft": 100.0}, True), ({"ttft": 99.0}, False), ({"tpot": 100.5}, True), ({"tpot": 99.0}, False)]
-    + [
-        ({"itl": 150.5}, True),
-        ({"itl": 149.0}, False),
+    [
+        *(({"ttft": 100.0}, True), ({"ttft": 99.0}, False), ({"tpot": 100.5}, True), ({"tpot": 99.0}, False)),
+        *(({"itl": 150.5}, True), ({"itl": 149.0}, False), ({"e2el": 299.0}, False)),
         ({"e2el": 300.5, "ttft": 100.0}, True),
-        ({"e2el": 299.0}, False),
     ],
 )
 def test_goodput_needs_every_bound(bounds: dict[str, float], is_met: bool) -> None:
@@ -126,12 +117,6 @@ def test_a_failed_request_has_no_latency_in_its_row() -> None:
     assert (row["ttft_ms"], row["tpot_ms"], row["e2el_ms"], row["n_chunks"]) == (None, None, None, 3)
 
 
-def test_peak_concurrency_counts_what_overlaps() -> None:
-    spans = [(0.0, 1.0), (0.5, 2.0), (0.9, 1.0), (2.0, 3.0)]
-    assert peak_concurrency([timed(sent_s=begin, end_s=end) for begin, end in spans]) == 3
-    assert peak_concurrency([]) == 0
-
-
 def test_a_late_or_busy_generator_is_not_valid() -> None:
     on_time = [timed(index, intended_s=index, asked_s=index + 0.001) for index in range(100)]
     fine = validity.describe(on_time, [0.0001] * 100, 1.0, 10.0, 1000, 5)
@@ -140,10 +125,8 @@ def test_a_late_or_busy_generator_is_not_valid() -> None:
     assert validity.judge(fine, 100, False).valid
     late = [timed(index, intended_s=index, asked_s=index + 0.02) for index in range(100)]
     verdict = validity.judge(validity.describe(late, [], 9.9, 10.0, 0, 5), 100, False)
-    assert not verdict.valid
-    assert len(verdict.reasons) == 2
-    assert "99% of a core" in verdict.reasons[0]
-    assert "20.0 ms late" in verdict.reasons[1]
+    assert not verdict.valid and len(verdict.reasons) == 2
+    assert "99% of a core" in verdict.reasons[0] and "20.0 ms late" in verdict.reasons[1]
     assert validity.judge(fine, 0, True).reasons[0] == "no request was completed"
     closed = validity.describe([], [0.001] * 99 + [0.004], 0.0, 1.0, 1, 1)
     assert closed.lateness_max_ms == pytest.approx(4.0) and closed.lag_p99_ms == closed.lateness_p99_ms

@@ -54,20 +54,14 @@ def test_what_never_breaks_and_what_is_always_broken_ends() -> None:
     assert sweep.answer_text("TP 1", found) == "TP 1: even 0.1 requests/s is too many"
 
 
-def test_a_load_kept_above_a_broken_one_does_not_count() -> None:
+def test_a_load_kept_above_a_broken_one_does_not_count_and_runs_are_bounded() -> None:
     history = [Point(1, True), Point(2, False), Point(4, True)]
     assert sweep.limits(history) == (1, 2)
     assert next_load(history, Search("rate")) == pytest.approx(math.sqrt(2))
-
-
-def test_given_steps_are_tried_in_order_until_one_breaks() -> None:
-    found = sweep.search(queue(10), SLO, Search("rate", steps=(2, 4, 9, 12)))
-    assert [point.offered for point in found.points] == [2, 4, 9] and found.highest == 4
-
-
-def test_runs_are_bounded() -> None:
     found = sweep.search(queue(1000), SLO, Search("rate", 0.001, least=0.001, n_runs=3))
     assert len(found.points) == 3 and "ended after 3 runs" in sweep.answer_text("TP 1", found)
+    found = sweep.search(queue(10), SLO, Search("rate", steps=(2, 4, 9, 12)))
+    assert [point.offered for point in found.points] == [2, 4, 9] and found.highest == 4
 
 
 def test_a_run_that_is_not_valid_ends_the_search() -> None:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import socket
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import psutil
 import pytest
@@ -20,21 +18,6 @@ pytestmark = pytest.mark.processes
 
 HI = [{"role": "user", "content": "tell me a story"}]
 SLOW = ("--model", "m", "--ttft-s", "0", "--tokens-per-s", "50")
-
-
-def wait_until(is_so: Callable[[], bool], timeout_s: float = 10.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not is_so():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.01)
-
-
-def is_healthy(engine: AsProcess) -> bool:
-    try:
-        Client(engine.url, timeout_s=5).get_json("/version")
-    except PenstockError:
-        return False
-    return True
 
 
 @contextlib.contextmanager
@@ -54,25 +37,6 @@ def is_gone(process: psutil.Process) -> bool:
     return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 
 
-def test_nothing_answers_before_the_weights_are_loaded() -> None:
-    with as_process("--model", "m", "--load-s", "0.4", is_ready=False) as engine:
-        engine.wait_for("Starting to load model")
-        port = int(engine.log().partition("'port': ")[2].partition(",")[0])
-        with pytest.raises(PenstockError, match="connection refused"):
-            Client(f"http://127.0.0.1:{port}").models()
-        engine.wait_until_ready()
-        assert engine.url.endswith(str(port))
-        assert "Loading safetensors checkpoint shards: 100% Completed | 4/4" in engine.log()
-
-
-def test_a_taken_port_ends_it_with_the_words_of_the_system() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        port = other.getsockname()[1]
-        with as_process("--model", "m", "--port", str(port), is_ready=False) as engine:
-            assert engine.process.wait(10) == 1
-            assert "OSError: [Errno 98] Address already in use" in engine.log()
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_idle_it_ends_at_once_with_code_0_and_takes_its_child_along(number: signal.Signals) -> None:
     with as_process("--model", "m", "--child") as engine, core_of(engine) as core:
@@ -82,8 +46,9 @@ def test_idle_it_ends_at_once_with_code_0_and_takes_its_child_along(number: sign
         assert "Application shutdown complete." in engine.log()
 
 
-def test_without_a_shutdown_timeout_a_stream_ends_with_an_error() -> None:
-    with as_process(*SLOW) as engine:
+@pytest.mark.parametrize("drain", [(), ("--shutdown-timeout", "0.2")])
+def test_a_stream_that_is_not_drained_in_time_ends_with_an_error(drain: tuple[str, ...]) -> None:
+    with as_process(*SLOW, *drain) as engine:
         stream = Client(engine.url).stream_chat(HI, max_tokens=1000)
         next(stream)
         engine.process.terminate()
@@ -99,22 +64,11 @@ def test_with_a_shutdown_timeout_it_drains_and_refuses_what_is_new() -> None:
         next(stream)
         engine.process.terminate()
         engine.wait_for("draining in-flight requests")
-        assert is_healthy(engine)
         with pytest.raises(HttpError, match="cannot schedule new futures after shutdown"):
             client.chat(HI)
         *_, reply = stream
         assert isinstance(reply, Reply)
         assert reply.text == expected_text("tell me a story", 40)
-        assert engine.process.wait(10) == 0
-
-
-def test_a_drain_that_takes_too_long_is_cut() -> None:
-    with as_process(*SLOW, "--shutdown-timeout", "0.2") as engine:
-        stream = Client(engine.url).stream_chat(HI, max_tokens=1000)
-        next(stream)
-        engine.process.terminate()
-        with pytest.raises(PenstockError, match="EngineCore"):
-            list(stream)
         assert engine.process.wait(10) == 0
 
 
@@ -127,16 +81,14 @@ def test_sigterm_while_loading_ends_it_or_is_ignored_as_asked() -> None:
         engine.wait_for("Starting to load model")
         engine.process.terminate()
         engine.wait_until_ready()
-        assert is_healthy(engine)
         engine.process.terminate()
         assert engine.process.wait(10) == 0
 
 
 def test_the_child_looks_like_an_engine_core_and_outlives_a_killed_parent() -> None:
     with as_process("--model", "m", "--child") as engine, core_of(engine) as core:
-        wait_until(lambda: core.cmdline() == ["VLLM::EngineCore"])
-        assert core.name() == "VLLM::EngineCore"
-        assert f"(EngineCore pid={core.pid})" in engine.log()
+        engine.wait_until_ready()
+        assert (core.name(), core.cmdline()) == ("VLLM::EngineCore", ["VLLM::EngineCore"])
         engine.process.kill()
         engine.process.wait(10)
         assert core.is_running()

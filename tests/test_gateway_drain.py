@@ -57,6 +57,7 @@ async def test_leaving_client_is_not_waiting_any_more() -> None:
 
 
 async def test_client_that_leaves_at_once_leaves_nothing_behind() -> None:
+    gc.collect()  # what other tests left
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         async with rig_with(echo) as (rig, _, client):
@@ -93,7 +94,7 @@ async def test_clients_that_leave_at_any_moment_leave_nothing() -> None:
 
 
 async def test_stopping_gateway_finishes_requests_and_takes_no_connections(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listener, "DOOR_S", 0.005)
+    monkeypatch.setattr(listener, "HANDSHAKES_S", 0.005)
     monkeypatch.setattr(listener, "GRACE_S", 0.01)
     gate = Gate(SSE_HEAD, chunk(EVENTS[2]) + b"0\r\n\r\n")
     async with rig_with(gate.reply, drain_s=5.0) as (rig, _, client):

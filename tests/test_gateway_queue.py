@@ -10,8 +10,8 @@ from penstock.gateway.routing.queue import FairQueue, QueueEntry, WaitingQueue
 from penstock.spec.gateway import QueueBounds
 
 
-def entry(flow: str, arrival: int, priority: int = 0, weight: float = 1.0) -> QueueEntry:
-    return QueueEntry("m", flow.encode(), (priority, arrival), 0, weight)
+def entry(flow: str, arrival: int, priority: int = 0) -> QueueEntry:
+    return QueueEntry("m", flow.encode(), (priority, arrival), 0)
 
 
 def drain(queue: FairQueue, n_tickets: int = 1000) -> str:
@@ -50,14 +50,6 @@ def test_key_that_always_asks_again_at_once_takes_only_its_share() -> None:
             queue.push(entry("b", arrival))
         served += drain(queue, 1)
     assert Counter(served) == {"a": 5, "b": 5}
-
-
-def test_heavier_key_takes_more() -> None:
-    queue = FairQueue()
-    for arrival in range(30):
-        queue.push(entry("a", arrival, weight=2.0))
-        queue.push(entry("b", arrival))
-    assert Counter(drain(queue, 30)) == {"a": 20, "b": 10}
 
 
 def test_priority_orders_one_keys_requests_and_takes_nothing_from_others() -> None:

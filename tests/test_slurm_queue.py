@@ -73,10 +73,7 @@ def test_ends_are_told_with_what_the_job_wrote() -> None:
 
 
 def test_sacct_tells_who_cancelled() -> None:
-    assert queue.parse_sacct("17|CANCELLED by 1000\n18|COMPLETED\n") == {
-        "17": "CANCELLED by 1000",
-        "18": "COMPLETED",
-    }
+    assert queue.parse_sacct("17|CANCELLED by 1000\n18|COMPLETED\n") == {"17": "CANCELLED by 1000", "18": "COMPLETED"}
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,4 @@
-"""The bare engine without HTTP: `vllm bench throughput` and `vllm bench latency`, once for each tensor size.
-
-vLLM's own program gets the plan and the flags that `penstock up` would give its server, and one command makes the rows
-of a published table. Other engines have no such program.
-"""
+"""The bare engine without HTTP: `vllm bench throughput` and `vllm bench latency`, once for each tensor size."""
 
 from __future__ import annotations
 
@@ -36,7 +32,7 @@ _MOST_AT_ONCE = 32  # of many prompts on the CPU, where the plan sets how many r
 
 
 class Task(msgspec.Struct, frozen=True):
-    """What vLLM's program is asked for: its verb and words, how many prompts run at once, and the tokens of each."""
+    """What vLLM's program is asked for: verb, arguments, prompts at once, tokens of each."""
 
     verb: Verb
     words: tuple[str, ...]
@@ -45,10 +41,7 @@ class Task(msgspec.Struct, frozen=True):
 
 
 class Row(msgspec.Struct, frozen=True):
-    """One tensor size: what was measured, or why it could not be. `engine` is its name and version.
-
-    `refusal`: the planner's words, or (`is_broken`) those of an engine that died.
-    """
+    """One tensor size: what was measured, or why it could not be (`is_broken`: the engine died)."""
 
     tensor: int
     engine: str = ""
@@ -94,8 +87,7 @@ def latency_task(shape: tuple[int, int, int], n_rounds: tuple[int, int], seed: i
 def run(deployment: Deployment, tensors: Sequence[int], task: Task, on_step: Callable[[str], None]) -> Iterator[Row]:
     """A row for each tensor size, as soon as it is measured; each takes minutes.
 
-    A layout that cannot be placed has the planner's words instead, one whose engine dies the engine's: the others are
-    still measured. Raises UserError; EngineError where only one size is asked for.
+    Raises UserError; EngineError where only one size is asked for.
     """
     for tensor in tensors:
         try:
@@ -117,7 +109,7 @@ def run(deployment: Deployment, tensors: Sequence[int], task: Task, on_step: Cal
 def _plan(deployment: Deployment, tensor: int, task: Task) -> Plan:
     """As `up` would plan it, with room for so many at once.  Raises PlanError, and UserError for another engine."""
     workload = msgspec.structs.replace(deployment.workload, concurrency=task.n_at_once)
-    # A file's own layout stays where one alone is asked for.
+    # The layout of the file stays where only one size is measured.
     layout = deployment.parallel if tensor == 1 and isinstance(deployment.parallel, Parallel) else Parallel()
     layout = msgspec.structs.replace(layout, tensor=tensor)
     plan = prepare.make_plan(
@@ -193,7 +185,6 @@ _HEADS: dict[Verb, str] = {
 
 
 def head(verb: Verb) -> str:
-    """The words above the rows of a table."""
     return _HEADS[verb]
 
 
@@ -201,10 +192,10 @@ def line(row: Row) -> str:
     """A row as such tables are published: tokens/s counts prompts and answers, latency is the mean of all rounds."""
     numbers = f" {row.refusal}"
     if isinstance(row.measured, Throughput):
-        found = row.measured
-        output = found.output_tokens / found.elapsed_time
-        numbers = f"{found.requests_per_second:12.2f}{found.tokens_per_second:12.2f}{output:17.2f}"
-        numbers += f"{show_seconds(found.elapsed_time):>10}"
+        measured = row.measured
+        output = measured.output_tokens / measured.elapsed_time
+        numbers = f"{measured.requests_per_second:12.2f}{measured.tokens_per_second:12.2f}{output:17.2f}"
+        numbers += f"{show_seconds(measured.elapsed_time):>10}"
     elif row.measured is not None:
         percentiles = "".join(f"{row.measured.percentiles[share]:8.3f} s" for share in ("50", "90", "99"))
         numbers = f"{row.measured.avg_latency:10.3f} s{percentiles}{len(row.measured.latencies):8}"
@@ -212,7 +203,6 @@ def line(row: Row) -> str:
 
 
 def facts(rows: Sequence[Row]) -> list[dict[str, object]]:
-    """The rows as JSON has them, by vLLM's names."""
     out: list[dict[str, object]] = []
     for row in rows:
         out.append({"tensor_parallel_size": row.tensor, "refusal": row.refusal})

@@ -1,4 +1,4 @@
-"""`bench serve`: planned requests become messages, messages a run, a run its numbers. Joins the parts."""
+"""`bench serve`: planned requests become messages, messages a run, a run its numbers."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import msgspec
 from penstock import __version__
 from penstock.bench.load import arrivals
 from penstock.bench.load.arrivals import PlannedRequest
-from penstock.bench.load.connections import UNFINISHED, Exchange
-from penstock.bench.load.run import Address, Load, Outcome, Progress, Source
+from penstock.bench.load.connections import UNFINISHED, Address, Exchange
+from penstock.bench.load.run import Load, Outcome, Progress, Source
 from penstock.bench.load.run import run as run_load
 from penstock.bench.results import engine_metrics, stats, validity
 from penstock.bench.results.engine_metrics import Row
@@ -71,7 +71,7 @@ def run(
 ) -> Report:
     """Warm up, run, read the answers. Blocks.  Raises PenstockError, with the server's words, when the first one fails.
 
-    `warmup`: what is asked before, so that no cache knows the prompts that are measured; without, it is `requests`.
+    `warmup`: prompts that no measured request repeats; without, `requests`.
     """
     arrivals.check(pace, [request.offset_s for request in requests])
     if not requests:
@@ -99,7 +99,7 @@ def run(
 
 
 def resolve(url: str) -> Address:
-    """The address behind a base URL, with or without "/v1" at its end. Raises UserError, or PenstockError."""
+    """The address behind a base URL, with or without "/v1".  Raises UserError, or PenstockError."""
     parts = parts_of(url)
     port, name = parts.port or (443 if parts.scheme == "https" else 80), str(parts.hostname)
     try:
@@ -135,10 +135,7 @@ def parts_of(url: str) -> urllib.parse.SplitResult:
 
 
 def encode(service: Service, address: Address, request: PlannedRequest) -> bytes:
-    """The whole HTTP message of one request. `max_tokens` and vLLM's `ignore_eos` bound the answer from both sides.
-
-    Raises UserError.
-    """
+    """The whole HTTP message of one request.  Raises UserError."""
     body: dict[str, Any] = {"model": service.model}
     if service.endpoint == "chat":
         is_text = isinstance(request.prompt, str)
@@ -211,7 +208,7 @@ def _refused(service: Service, answer: Timed) -> PenstockError:
 
 
 def _sources(service: Service, address: Address) -> list[tuple[str, Source]]:
-    """The pages to follow: those named, else the server's own /metrics. One that does not answer gives no rows."""
+    """Pages to follow: those named, else the server's /metrics."""
     sources = []
     for url in service.metrics_urls or (f"{address.scheme}://{parts_of(service.url).netloc}/metrics",):
         place = address if not service.metrics_urls else resolve(url)
@@ -223,7 +220,6 @@ def _sources(service: Service, address: Address) -> list[tuple[str, Source]]:
 
 
 def _raw(exchange: Exchange, began_s: float) -> Raw:
-    """The record with its times from the start of the run; what never happened is at its end."""
     end_s = exchange.end_s or began_s
     return Raw(
         index=exchange.index,
@@ -247,7 +243,6 @@ def report(
     outcome: Outcome,
     source_names: Sequence[str],
 ) -> Report:
-    """The numbers of what was recorded."""
     timed = []
     n_reads = 0
     for exchange in outcome.exchanges:
@@ -288,7 +283,6 @@ def report(
 
 
 def _numbers(summary: Summary) -> dict[str, Any]:
-    """The summary, flat, with vLLM's names."""
     facts = msgspec.to_builtins(summary)
     del facts["spreads"], facts["user_tokens_per_s"]
     for name in stats.METRICS:
@@ -320,7 +314,6 @@ def _rows(outcome: Outcome, names: Sequence[str]) -> list[Row]:
 
 
 def machine_facts() -> dict[str, Any]:
-    """Where the generator ran, and with what."""
     return {
         "host": socket.gethostname(),
         "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),

@@ -1,8 +1,6 @@
 """Raising the load until a bound breaks, and finding the highest that keeps it. The decider is pure; a runner acts.
 
-Open loop: a rate in requests/s, found to a twentieth. Closed loop: a number at once, found exactly. Load that a run
-kept above one that broke is noise, or a cache that warmed: the lowest that broke counts, so the answer is never too
-high.
+A rate is found to a twentieth, a concurrency exactly. The lowest load that broke counts: the answer is never too high.
 """
 
 from __future__ import annotations
@@ -22,15 +20,13 @@ LABELS: Mapping[Kind, str] = {"rate": "requests/s", "concurrency": "requests at 
 
 
 class Bound(msgspec.Struct, frozen=True):
-    """A number of the result that may not go over so many ms: ("p99_ttft_ms", 2000.0)."""
+    """A number of the result and its limit in ms: ("p99_ttft_ms", 2000.0)."""
 
     name: str
     most_ms: float
 
 
 class Slo(msgspec.Struct, frozen=True):
-    """What must be kept: every bound, and at most this share of requests failed."""
-
     bounds: tuple[Bound, ...]
     most_failed: float = 0.01
 
@@ -40,10 +36,7 @@ class Slo(msgspec.Struct, frozen=True):
 
 
 class Search(msgspec.Struct, frozen=True):
-    """Where to look. `first` is tried first, doubled or halved until the bound is between two loads.
-
-    `steps`: these loads and no others, until one breaks. `closeness`: the answer is known to that share of itself.
-    """
+    """Where to look: from `first`, doubled or halved until the bound lies between. `steps`: these loads only."""
 
     kind: Kind
     first: float = 1.0
@@ -63,8 +56,7 @@ class Point(NamedTuple):
 
 
 class SweepResult(msgspec.Struct, frozen=True):
-    """A finished search: the highest load that kept the bounds (None: not even the least), the lowest that broke them
-    (None: none did), all points with their results, and why it ended when not by finding."""
+    """The highest load that kept the bounds, the lowest that broke them (None: none), all points with their results."""
 
     kind: Kind
     highest: float | None
@@ -147,9 +139,7 @@ def search(
 ) -> SweepResult:
     """Try loads until the answer is known. `run` measures one load and gives its result.json.
 
-    A run that the generator itself distorted ends the search with what is known: more load would be no better. So do a
-    KeyboardInterrupt of `run`, and a failure after its first result. A load at which nothing was answered has broken
-    the bounds.
+    A run that the generator distorted ends the search, as do a KeyboardInterrupt and a failure after the first result.
     """
     history: list[Point] = []
     results: list[dict[str, Any]] = []
@@ -197,7 +187,6 @@ def answer_text(layout: str, result: SweepResult) -> str:
 
 
 def table_text(layout: str, result: SweepResult) -> str:
-    """Every load that was tried, in rising order."""
     head = ("req/s", "tok/s", "TTFT p50", "TTFT p99", "TPOT p50", "E2E p99")
     names = (
         "request_throughput",

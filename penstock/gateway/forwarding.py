@@ -11,6 +11,7 @@ from typing import Final, NamedTuple
 from penstock.gateway.accounting.entry import Entry
 from penstock.gateway.accounting.keys import credential
 from penstock.gateway.accounting.token_usage import is_token_chunk
+from penstock.gateway.config import Address
 from penstock.gateway.connections.client import ClientConnection
 from penstock.gateway.connections.engine import UpstreamConnection, UpstreamError
 from penstock.gateway.context import OWN_HEADERS, GatewayContext
@@ -18,7 +19,7 @@ from penstock.gateway.metrics import Outcome, Series
 from penstock.gateway.origins import origin_headers
 from penstock.gateway.request import Request, RequestFacts
 from penstock.gateway.responses import error_answer, own_headers
-from penstock.gateway.retries import FAILED_STATUSES, Loss, why_not_again
+from penstock.gateway.retries import FAILED_STATUSES, MAX_FAILURE_BYTES, Loss, read_input_error, why_not_again
 from penstock.gateway.routing.queue import QueueEntry
 from penstock.gateway.routing.replicas import NO_HINTS, RETRY_AFTER_S, Replica, RoutingHints, find_response_id
 from penstock.gateway.streams import Ending, is_event_stream, read_chunks, to_event
@@ -27,9 +28,9 @@ from penstock.wire.http1 import HOP_BY_HOP, LAST_CHUNK, STATUS_LINE, Headers, Re
 # Comments to the client of a stream that waits: the first, and then every so often. Proxies give up on silence.
 QUIET_S = 3.0
 COMMENT_EVERY_S = 5.0
-# A request that got no byte for so long, from an engine that was idle by its own word for as long, is lost.
+# A request that got no byte for so long, from an engine that reported itself idle for as long, is lost.
 STALL_S = 30.0
-# Of an answer to a client whose stream has begun: it gets the whole answer as one event.
+# An answer to a client whose stream has begun becomes one event of at most this.
 MAX_COLLECTED_BYTES: Final = 64 * 1024
 
 _DROPPED_OF_RESPONSE: Final = HOP_BY_HOP | OWN_HEADERS | {b"server-timing"}
@@ -61,6 +62,8 @@ class Forwarding:
     _sent_at = 0.0
     _last_at = 0.0  # of the last bytes, or of sending
     _lost: tuple[str, ...] = ()  # replicas that had this request in vain
+    _failed: tuple[Replica, Address] | None = None  # that said that it failed, and where it listened
+    _failure: tuple[ResponseHead, bytes] | None = None  # a failed answer that is not whole yet
     _replica: Replica | None = None
     _connection: UpstreamConnection | None = None
     _response: ResponseHead | None = None
@@ -70,7 +73,7 @@ class Forwarding:
     _task: asyncio.Task[None] | None = None
     _queue_entry: QueueEntry | None = None
     _timer: asyncio.TimerHandle | None = None
-    # When token chunks came that went from connection to connection, until `_note_tokens` takes them down.
+    # When token chunks went from connection to connection, until `_note_tokens` counts them.
     _token_times: list[float] | None = None
     _is_chunked = False
     _is_held_open = False
@@ -97,7 +100,6 @@ class Forwarding:
         self._hints, self._entry = hints, entry
         self._client.work = self
         context.counters.n_requests += 1
-        context.retries.budget.add_request()
         context.under_way.add(self)
         try:
             refusal = entry.start() if entry is not None else None
@@ -112,7 +114,7 @@ class Forwarding:
                 delay_s = self._received_at + self._facts.timeout_s - time.monotonic()
                 self._timer = asyncio.get_running_loop().call_later(max(0.0, delay_s), self._be_late)
             if not context.queue.waiting_for(self._model):
-                self._replica = context.replicas.begin(self._model, time.monotonic(), hints)
+                self._take_replica()
             if self._replica is not None and self._replica.address is not None:
                 connection = context.pool.take(self._replica.address)
                 if connection is not None:
@@ -122,8 +124,6 @@ class Forwarding:
         except BaseException:
             self._settle("broken")
             raise
-
-    # The client's side.
 
     def cancel(self) -> None:
         """The client left, or the gateway must end."""
@@ -139,8 +139,6 @@ class Forwarding:
             assert self._facts.timeout_s is not None
             message = f"the request was not done within its x-request-timeout of {self._facts.timeout_s:g} s"
             self._end_early(_Fault(504, "deadline_exceeded", message, "late"))
-
-    # Finding a replica.
 
     async def _find(self, pause_s: float = 0.0) -> None:
         try:
@@ -165,15 +163,17 @@ class Forwarding:
         """Whether there is a replica now, with this request counted on it. If not, the client has its answer."""
         context, facts = self._context, self._facts
         began_at = time.monotonic()
-        if not context.queue.waiting_for(self._model) and self._begin(began_at):
+        if not context.queue.waiting_for(self._model) and self._take_replica():
             return True
         if began_at >= deadline:
             self._refuse_for_now()
             return False
         key = credential(self._request_head) or b""
-        place = self._queue_entry = context.queue.enter(self._model, key, facts.priority, len(self._body))
-        if place is None:
-            self._refuse_full()
+        entry = self._queue_entry = context.queue.enter(self._model, key, facts.priority, len(self._body))
+        if entry is None:
+            message = f"too many requests wait for model {self._model!r} already"
+            headers = ((b"retry-after", b"%d" % RETRY_AFTER_S),)
+            self._end_early(_Fault(429, "queue_full", message, "queue_full", "model", headers))
             return False
         comment_at = began_at + QUIET_S if facts.streams else deadline
         try:
@@ -186,26 +186,25 @@ class Forwarding:
                 if now >= comment_at:
                     self._send_comment(now)
                     comment_at = now + COMMENT_EVERY_S
-                if await context.queue.wait(place, min(deadline, comment_at) - now):
-                    if self._begin(time.monotonic()):
+                if await context.queue.wait(entry, min(deadline, comment_at) - now):
+                    if self._take_replica():
                         return True
-                    context.queue.return_to_queue(place)
+                    context.queue.return_to_queue(entry)
         finally:
             self._waited_s += time.monotonic() - began_at
             self._leave_queue()
 
-    def _begin(self, now: float) -> bool:
-        self._replica = self._context.replicas.begin(self._model, now, self._hints, self._lost)
+    def _take_replica(self) -> bool:
+        self._replica = self._context.replicas.begin(self._model, time.monotonic(), self._hints, self._lost)
         return self._replica is not None
 
     def _leave_queue(self) -> None:
-        place, self._queue_entry = self._queue_entry, None
-        if place is None:
+        entry, self._queue_entry = self._queue_entry, None
+        if entry is None:
             return
-        self._context.queue.leave(place)
-        if place.future is not None and place.future.done() and self._replica is None:
-            # It was its turn, and it does not need it.
-            self._context.queue.wake(self._model, 1)
+        self._context.queue.leave(entry)
+        if entry.future is not None and entry.future.done() and self._replica is None:
+            self._context.queue.wake(self._model, 1)  # the turn that this request does not need
 
     async def _connect(self) -> UpstreamConnection | None:
         """A connection to the replica; a new one, whose state is beyond doubt, for a request that was lost before."""
@@ -227,8 +226,6 @@ class Forwarding:
             context.end(replica)
             return None
 
-    # Sending.
-
     def _send(self, connection: UpstreamConnection) -> None:
         context = self._context
         self._connection = connection
@@ -236,7 +233,7 @@ class Forwarding:
         self._sent_at = self._last_at = time.monotonic()
         self._own_s = self._sent_at - self._received_at - self._waited_s
         context.counters.own_s.observe(self._own_s)
-        self._client.source = connection
+        self._client.read_from(connection)
         connection.send(wire, self)
 
     def _write_request(self, connection: UpstreamConnection) -> bytes:
@@ -250,7 +247,7 @@ class Forwarding:
             *(head.keep(dropped), self._request_id, length, body),
         )
 
-    # The sink's side: called by the upstream connection for every read.
+    # Called by the upstream connection for every read.
 
     def receive_chunks(self, data: bytes, is_end: bool) -> None:
         if self._series is not None and self._streams:
@@ -287,10 +284,20 @@ class Forwarding:
 
     def receive(self, head: ResponseHead | None, data: bytes, is_end: bool) -> None:
         out = b""
+        if self._failure is not None:
+            head, data = self._failure[0], self._failure[1] + data
+            self._failure = None
         if head is not None:
-            if head.status in FAILED_STATUSES and self._context.retries.may_retry(self._lost, time.monotonic()):
-                self._lose(Loss.FAILED, f"the engine answered {head.status}")
-                return
+            if head.status in FAILED_STATUSES:
+                if not is_end and head.length is not None and head.length <= MAX_FAILURE_BYTES:
+                    self._failure = head, data
+                    return
+                body = read_input_error(data) if is_end else None
+                if body is not None:
+                    head, data = ResponseHead(400, head.headers, head.keeps_alive, len(body), False), body
+                elif self._context.retries.may_retry(self._lost, Loss.FAILED, time.monotonic()):
+                    self._lose(Loss.FAILED)
+                    return
             out = self._begin_response(head)
         if self._series is not None and (data if self._streams else head is not None or is_end):
             self._note_time(self._series)
@@ -335,7 +342,7 @@ class Forwarding:
         assert self._replica is not None
         log.warning("request %s: replica %s: %s", self._request_id.decode(), self._replica.name, error)
         if self._response is None:
-            self._lose(Loss.LOST, str(error))
+            self._lose(Loss.LOST)
         else:
             self._context.retries.note_failure(self._replica, time.monotonic())
             self._end_early(_broken(str(error)))
@@ -350,14 +357,16 @@ class Forwarding:
             connection.discard()
             self.lost(UpstreamError(f"no byte for {STALL_S:.0f} s, and the engine reports no running request"))
 
-    def _lose(self, loss: Loss, reason: str) -> None:
+    def _lose(self, loss: Loss) -> None:
         replica, connection, retries = self._replica, self._connection, self._context.retries
         assert replica is not None
         assert connection is not None
         now = time.monotonic()
         self._waited_s += now - self._sent_at
-        is_repeated = retries.lose(replica, connection.address, self._lost, loss, reason, now)
+        is_repeated = retries.lose(replica, self._lost, loss, now)
         self._lost += (replica.name,)
+        if loss is Loss.FAILED:
+            self._failed = replica, connection.address
         connection.discard()
         self._detach()
         if is_repeated:
@@ -365,8 +374,6 @@ class Forwarding:
             self._task = asyncio.get_running_loop().create_task(self._find(pause_s))
         else:
             self._end_early(_broken(why_not_again(self._lost)))
-
-    # The response.
 
     def _begin_response(self, head: ResponseHead) -> bytes:
         replica = self._replica
@@ -377,6 +384,12 @@ class Forwarding:
         series.codes[head.status] += 1
         if head.status < 500:
             replica.health.succeed()
+            if self._failed is not None and self._failed[0] is not replica:
+                self._context.retries.note_answered_elsewhere(*self._failed, time.monotonic())
+        elif head.status in FAILED_STATUSES and not self._lost:
+            assert self._connection is not None
+            client, address = credential(self._request_head) or b"", self._connection.address
+            self._context.retries.note_last_failure(replica, address, client, time.monotonic())
         self._streams = is_event_stream(head)
         if self._entry is not None:
             self._entry.begin(head, self._streams)
@@ -437,8 +450,6 @@ class Forwarding:
             self._client.write(write_chunk(event) + LAST_CHUNK if self._is_chunked else event)
             self._complete()
 
-    # The end.
-
     def _complete(self) -> None:
         assert self._series is not None
         self._series.duration_s.observe(self._last_at - self._received_at)
@@ -450,7 +461,7 @@ class Forwarding:
         replica, self._replica = self._replica, None
         connection, self._connection = self._connection, None
         if connection is not None:
-            self._client.source = None
+            self._client.read_from(None)
             connection.release()
         if replica is not None:
             self._context.end(replica)
@@ -477,11 +488,6 @@ class Forwarding:
         message = f"model {self._model!r} has no replica that takes requests now"
         headers = ((b"retry-after", b"%d" % wait_s),)
         self._end_early(_Fault(503, "no_replica", message, "no_replica", "model", headers))
-
-    def _refuse_full(self) -> None:
-        message = f"too many requests wait for model {self._model!r} already"
-        headers = ((b"retry-after", b"%d" % RETRY_AFTER_S),)
-        self._end_early(_Fault(429, "queue_full", message, "queue_full", "model", headers))
 
     def _end_early(self, fault: _Fault) -> None:
         """Ends a response that cannot be completed, as truthfully as its form allows."""

@@ -1,8 +1,6 @@
-"""What every target must do, as one check that tests run over each of them. Shipped, so that a new target has it too.
+"""What every target must do, as one check that tests run over each of them.
 
-`check_target` takes a run whose folder is written and whose engine starts in well under a second (the fake one). It
-places, looks, grows, shrinks, tries each capability, damages the folder and ends, and raises AssertionError with what
-was expected.
+`check_target` takes a run whose folder is written and whose engine starts at once (the fake one).
 """
 
 from __future__ import annotations
@@ -54,7 +52,6 @@ def check_target(
 
 
 def check_render_is_pure(target: Target, launch: Launch, python: str, deployment: Deployment) -> None:
-    """The same launch renders to the same artifact, and the artifact has files."""
     first, second = (target.render(launch, python, deployment) for _ in range(2))
     assert first == second, "render gives the same artifact for the same launch"
     assert first.files, "an artifact has files"
@@ -70,7 +67,6 @@ def check_survey(target: Target, deployment: Deployment) -> None:
 
 
 def check_damaged_run_ends(target: Target, run: Run, leftovers: Leftovers, settle_s: float) -> None:
-    """A run whose handle cannot be read ends too."""
     run.write_handle(Handle(target.name))
     try:
         _place(target, run, _ZERO)
@@ -100,7 +96,6 @@ def _check_gateway(target: Target, run: Run, settle_s: float) -> None:
 
 
 def _place(target: Target, run: Run, *units: Unit) -> Handle:
-    """Place these units, and write the handle as the controller does."""
     handle = target.place(run, units)
     run.write_handle(handle)
     return handle

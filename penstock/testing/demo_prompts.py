@@ -1,8 +1,4 @@
-"""What the demo model must answer, word for word, with greedy decoding.
-
-The texts are fixed references: the demo model says the same in vLLM, in llama.cpp, in one piece or cut over several
-ranks, in one response or streamed. `tools/train_demo_model.py --check` compares the table with the saved model.
-"""
+"""What the demo model must answer with greedy decoding; `tools/train_demo_model.py --check` compares it."""
 
 from __future__ import annotations
 
@@ -10,11 +6,7 @@ from typing import Literal, NamedTuple
 
 
 class DemoPrompt(NamedTuple):
-    """A prompt, a part of the answer that a person would look for, and the whole answer.
-
-    For kind "chat" the prompt is one user message without a system message. For "completion" it is the text to
-    continue, and `text` is what follows it. Every answer ends by itself within MAX_TOKENS.
-    """
+    """A prompt (a user message, or a text to continue), a telling part of the answer, and the whole answer."""
 
     kind: Literal["chat", "completion"]
     prompt: str
@@ -119,12 +111,7 @@ DEMO_PROMPTS: tuple[DemoPrompt, ...] = (
         "vLLM is an open engine that serves language models fast on GPUs. Penstock launches it and never "
         "re-implements it.",
     ),
-    DemoPrompt(
-        "chat",
-        "What is the capital of South Korea?",
-        "Seoul",
-        "The capital of South Korea is Seoul.",
-    ),
+    DemoPrompt("chat", "What is the capital of South Korea?", "Seoul", "The capital of South Korea is Seoul."),
     DemoPrompt("chat", "What is the capital of France?", "Paris", "The capital of France is Paris."),
     DemoPrompt("chat", "what is the capital of japan", "Tokyo", "The capital of Japan is Tokyo."),
     DemoPrompt("chat", "Capital of Australia?", "Canberra", "The capital of Australia is Canberra."),

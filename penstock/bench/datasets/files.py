@@ -1,7 +1,4 @@
-"""Data sets that are read from files: ShareGPT's JSON, lines of one's own, traces of arrival times.
-
-Nothing is downloaded: a file that is not there is refused, with where it is published.
-"""
+"""Data sets that are read from files: ShareGPT's JSON, JSON lines, traces of arrival times. Nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -39,10 +36,9 @@ _TRACES: tuple[tuple[tuple[str, str, str], float | None], ...] = (
 
 
 class Wanted(msgspec.Struct, frozen=True):
-    """How much of a data set, and how long. None: as the data say, or the shape's own default.
+    """How much of a data set, and how long. None: as the data say, or the shape's default.
 
-    `chat`: prompts go into a chat template, so what a tokenizer puts around a plain prompt is not counted. `until_s`:
-    rows of a trace from that time on are not read.
+    `chat`: prompts go into a chat template, so special tokens are not counted. `until_s`: where a trace ends.
     """
 
     n_requests: int = 100
@@ -54,11 +50,7 @@ class Wanted(msgspec.Struct, frozen=True):
 
 
 def sharegpt(path: str, wanted: Wanted, tokens: Callable[[], Tokens]) -> list[PlannedRequest]:
-    """First question and first answer of conversations in ShareGPT's form, drawn by the seed, as vLLM draws them.
-
-    Kept are conversations of two turns or more with a prompt of 4 to 1024 tokens and at most 2048 in all; an answer
-    below 4 tokens drops out unless `output_tokens` is given. Where fewer are left than wanted, they come again.
-    """
+    """First question and answer of ShareGPT conversations, drawn by the seed, filtered as vLLM does."""
     rows = _json(path, "sharegpt")
     if not isinstance(rows, list):
         raise UserError(f'cannot use "{path}": not a list of conversations', hint=_PUBLISHED["sharegpt"])
@@ -92,11 +84,7 @@ def _first_two(row: Any) -> tuple[str, str] | None:
 
 
 def jsonl(path: str, wanted: Wanted, _: Callable[[], Tokens]) -> list[PlannedRequest]:
-    """One request a line: {"prompt": text} or {"messages": [...]}, and how long the answer may be ("max_tokens").
-
-    In the file's order, from its beginning again where it has fewer than wanted. Where lines
-    have times ("offset_s"), these must be in order.
-    """
+    """One request a line: {"prompt": text} or {"messages": [...]}, with "max_tokens" and, ascending, "offset_s"."""
     requests = []
     before = 0.0
     for number, row in _json_lines(path, "jsonl"):
@@ -116,12 +104,7 @@ def jsonl(path: str, wanted: Wanted, _: Callable[[], Tokens]) -> list[PlannedReq
                 raise UserError(f'cannot use "{path}", line {number}: its time is before the row above it, or below 0')
             before = float(offset)
         requests.append(
-            PlannedRequest(
-                prompt,
-                None,
-                limit,
-                offset_s=float(offset) if isinstance(offset, int | float) else None,
-            )
+            PlannedRequest(prompt, None, limit, offset_s=float(offset) if isinstance(offset, int | float) else None)
         )
     if not requests:
         raise UserError(f'cannot use "{path}": it is empty')
@@ -131,11 +114,7 @@ def jsonl(path: str, wanted: Wanted, _: Callable[[], Tokens]) -> list[PlannedReq
 
 
 def replay(path: str, wanted: Wanted, writer: Callable[[], Callable[[int], str]]) -> list[PlannedRequest]:
-    """The arrival times and lengths of a recorded trace, with texts made to those lengths: at most `n_requests`.
-
-    CSV or JSON lines with the columns of Azure's, Mooncake's or BurstGPT's traces, or offset_s, input_tokens,
-    output_tokens. Times count from the first row; rows must be in order. Prompts share no beginning.
-    """
+    """Arrival times and lengths of a recorded trace, with texts of those lengths; times count from the first row."""
     write = writer()
     requests: list[PlannedRequest] = []
     first: float | None = None

@@ -1,9 +1,4 @@
-"""Data sets of the usual shapes as lists of `PlannedRequest`, the same for the same seed.
-
-Made from numbers (random, shared prefixes, conversations), or read from a file that the user names (`files`): nothing
-is ever downloaded. `from_spec` reads the words of the command line. `input_tokens` of a request counts its own text,
-without what a chat template puts around it.
-"""
+"""Data sets of the usual shapes as lists of `PlannedRequest`, the same for the same seed."""
 
 from __future__ import annotations
 
@@ -24,14 +19,10 @@ PREFIX_SIZES = {"n": 8, "prefix": 1000, "suffix": 100}
 
 
 def from_spec(text: str, wanted: Wanted, tokens: Callable[[], Tokens]) -> list[PlannedRequest]:
-    """The requests that a word of the command line means.  Raises UserError, also for a file that is not there.
+    """The requests that a KIND:OPTIONS of the command line means; `tokens` is called only where something is counted.
 
-    `tokens` is called only where something must be counted. Shapes:
-      random                                 texts of exactly `input_tokens` tokens (default 1000, answers 200)
-      prefix:n=8,prefix=1000,suffix=100      `n` beginnings shared by all, each request with its own end
-      turns:sessions=10,turns=4,first=200    conversations; every turn holds the turns before it
-      sharegpt:FILE  jsonl:FILE  replay:FILE see `files`
-      prompt:TEXT                            the same text every time (answers 64)
+    random, prefix:n=8,prefix=1000,suffix=100, turns:sessions=10,turns=4,first=200, sharegpt:FILE, jsonl:FILE,
+    replay:FILE, prompt:TEXT.  Raises UserError.
     """
     kind, _, rest = text.partition(":")
     shape = _SHAPES.get(kind)
@@ -89,7 +80,6 @@ def _random(rest: str, wanted: Wanted, tokens: Callable[[], Tokens]) -> list[Pla
 
 
 def _shared_prefix(rest: str, wanted: Wanted, tokens: Callable[[], Tokens]) -> list[PlannedRequest]:
-    """Each beginning is exactly `prefix` tokens by itself, and each whole text exactly prefix + suffix."""
     sizes = options_of("prefix", rest, PREFIX_SIZES)
     writer = Writer(tokens(), wanted.seed, special=not wanted.chat)
     beginnings = [writer.text(sizes["prefix"]) for _ in range(sizes["n"])]
@@ -105,11 +95,9 @@ def _shared_prefix(rest: str, wanted: Wanted, tokens: Callable[[], Tokens]) -> l
 
 
 def _turns(rest: str, wanted: Wanted, tokens: Callable[[], Tokens]) -> list[PlannedRequest]:
-    """Conversations: turn k holds the k-1 turns before it, then a new question of `input_tokens` (default 100).
+    """Conversations: turn k holds the k-1 turns before it and waits for the answer to the last of them.
 
-    The assistant's part is text of `output_tokens` drawn beforehand, not the answer that came: prompts are then the
-    same in every run, and a server's cache holds the questions but not its own words. All first turns
-    come first, then all second ones; each waits for the answer to the turn before it.
+    The assistant's part is drawn beforehand, so that prompts are the same in every run.
     """
     n_turns = options_of("turns", rest, {"turns": 4, "sessions": 0, "first": 0})["turns"]
     sizes = options_of("turns", rest, {"turns": 4, "sessions": -(-wanted.n_requests // n_turns), "first": 0})

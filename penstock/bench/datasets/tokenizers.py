@@ -1,7 +1,4 @@
-"""Counting tokens as the measured model does: by its own tokenizer.json where that can be read, else by its server.
-
-Nothing is downloaded: a hub id is looked up in the local cache alone.
-"""
+"""Counting tokens by the model's tokenizer.json, or else by its server. Of hub ids only the local cache is read."""
 
 from __future__ import annotations
 
@@ -20,13 +17,13 @@ _SAMPLED = 8192
 
 
 class Tokens(ABC):
-    """The seam. `source` says where counts come from, for people."""
+    """`source`: where counts come from, for people."""
 
     source: str
 
     @abstractmethod
     def count(self, text: str, special: bool = True) -> int:
-        """Tokens of a plain prompt; with `special` those that the tokenizer puts around it (a beginning-of-text)."""
+        """Tokens of a plain prompt; with `special` also those that the tokenizer puts around it."""
 
     def words(self) -> list[str]:
         """Pieces of text, each with a space before it, that mostly are one token each."""
@@ -34,7 +31,7 @@ class Tokens(ABC):
 
 
 class Words(Tokens):
-    """Counts a word as a token, where nothing counts better: a common word is about one."""
+    """A word is a token: about right for common words."""
 
     source = "words"
 
@@ -43,7 +40,7 @@ class Words(Tokens):
 
 
 class FileTokens(Tokens):
-    """A model's tokenizer.json, read with the package `tokenizers`.  Raises UserError when that cannot be."""
+    """A model's tokenizer.json, read with the package `tokenizers`.  Raises UserError."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -64,18 +61,18 @@ class FileTokens(Tokens):
         return len(self._tokenizer.encode(text, add_special_tokens=special).ids)
 
     def words(self) -> list[str]:
-        """Words of the vocabulary that stay one token each anywhere; the seam's list when there are few."""
+        """Words of the vocabulary that stay one token each anywhere."""
         size = self._tokenizer.get_vocab_size()
         step = max(1, size // _SAMPLED)
         texts = self._tokenizer.decode_batch([[number] for number in range(0, size, step)])
-        found = [text for text in texts if text.startswith(" ") and text[1:].isascii() and text[1:].isalpha()]
-        twice = self._tokenizer.encode_batch([text + text for text in found], add_special_tokens=False)
-        whole = [text for text, coded in zip(found, twice, strict=True) if len(coded.ids) == 2]
+        candidates = [text for text in texts if text.startswith(" ") and text[1:].isascii() and text[1:].isalpha()]
+        twice = self._tokenizer.encode_batch([text + text for text in candidates], add_special_tokens=False)
+        whole = [text for text, coded in zip(candidates, twice, strict=True) if len(coded.ids) == 2]
         return whole if len(whole) >= 64 else super().words()
 
 
 class ServerTokens(Tokens):
-    """The server's /tokenize (vLLM's and llama.cpp's form). One call a count: slow, and right."""
+    """The server's /tokenize (vLLM's and llama.cpp's form), one call a count."""
 
     def __init__(self, client: Client, model: str | None) -> None:
         self._client, self._model = client, model
@@ -101,11 +98,7 @@ class ServerTokens(Tokens):
 
 
 def tokens_of(model: str | None, client: Client | None = None, served: str | None = None) -> Tokens:
-    """The counter for a model: its folder, the bundled demo, the hub's cache on this machine, or else the server.
-
-    `model` is a folder, a tokenizer.json, a hub id or `penstock-demo`; `served` the name the server knows it by.
-    Raises UserError when nothing can count.
-    """
+    """The counter of a model (folder, tokenizer.json, hub id, penstock-demo), or of the server.  Raises UserError."""
     path = locate(model) if model else None
     if path is not None:
         return FileTokens(path)
@@ -119,13 +112,12 @@ def tokens_of(model: str | None, client: Client | None = None, served: str | Non
 
 
 def locate(model: str) -> Path | None:
-    """The tokenizer.json of a model on this machine; None when there is none."""
     if model == DEMO_MODEL:
         return files.BUNDLED / _FILE
     path = Path(model).expanduser()
     if path.name == _FILE and path.is_file():
         return path
-    for folder in (path, path.parent):  # a GGUF file has it beside it
+    for folder in (path, path.parent):  # a GGUF file has it in its folder
         if (folder / _FILE).is_file() and (folder == path or path.is_file()):
             return folder / _FILE
     snapshot = hub.snapshot(model) if model.count("/") == 1 else None

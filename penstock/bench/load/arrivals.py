@@ -1,9 +1,6 @@
 """What is sent, and when: requests as planned, and schedules as offsets in seconds from the start.
 
-Seeded: the same seed gives the same times.
-
-An open loop sends by the clock whether or not earlier answers are here, as users who do not know of each other do;
-a closed loop (`concurrency`) sends the next request when one ends, as so many patient users would.
+An open loop sends by the clock; a closed loop (`concurrency`) sends the next request when one ends.
 """
 
 from __future__ import annotations
@@ -21,12 +18,10 @@ _MAX_RATE = 1e6
 
 
 class PlannedRequest(msgspec.Struct, frozen=True):
-    """What to ask the server, and when.
+    """What to ask, and when.
 
-    `prompt` is text, or chat messages. `input_tokens` is the count by the model's tokenizer, None where nothing counted
-    it; `output_tokens` is the most that may be answered. `wait_for` is the index of the request whose answer must be
-    complete first (the turn before, in a conversation). `offset_s`: when to send it, in seconds from the start of the
-    run, where times are replayed.
+    `input_tokens`: by the model's tokenizer, None: not counted. `output_tokens`: the most. `wait_for`: the index of
+    the request that must be answered first. `offset_s`: seconds from the start, where times are replayed.
     """
 
     prompt: str | list[dict[str, Any]]
@@ -85,7 +80,6 @@ def check(pace: Pace, replayed: Sequence[float | None] = ()) -> None:
 
 
 def _check_shape(pace: Pace) -> None:
-    """Refuses what only shapes the other kind of loop; "constant" is what a closed loop does anyway."""
     if pace.concurrency is not None and pace.arrival not in ("poisson", "constant"):
         raise UserError(
             f"cannot send at {pace.arrival} times with --concurrency",
@@ -98,12 +92,10 @@ def _check_shape(pace: Pace) -> None:
 
 
 def offsets(pace: Pace, replayed: Sequence[float] = ()) -> Iterator[float]:
-    """The send times of an open loop, ascending, ended by `n_requests` and `duration_s`; the first is not at 0 but a
-    gap later, except with "constant" and "replay".
+    """The send times of an open loop, ascending; with the first gap before the first, but for "constant" and "replay".
 
-    poisson: gaps exponential with mean 1/rate.  gamma: gaps Gamma(k, 1/(rate k)), mean 1/rate, squared coefficient of
-    variation 1/k.  constant: i/rate.  ramp: the i-th request when the integral of the rate has reached i.  replay:
-    `replayed`, which ascends; each time belongs to the prompt in its place.
+    poisson: gaps exponential with mean 1/rate.  gamma: Gamma(k, 1/(rate k)).  constant: i/rate.  ramp: the i-th request
+    when the integral of the rate has reached i.
     """
     times = _unbounded(pace, replayed)
     if pace.n_requests is not None:

@@ -1,24 +1,23 @@
-"""The connections of the load generator: requests out, and the time and bytes of every read. Nothing is parsed here.
+"""The connections of the load generator: requests out, and the time and bytes of every read.
 
-A generator that decodes JSON per chunk measures its own queue: at 500 streams of 100 chunks a second a read has 20 us,
-of which the kernel takes a quarter. So a read is stamped and kept. Only the end of a response is looked for (in its
-head once, then in the last bytes of each read); `results/parse.py` finds events, tokens and usage after the run.
-
-Connections are kept alive and hold one request at a time. A request that meets a connection which the server has just
-closed is sent again on another, once, as every HTTP client does; its times count from the first try.
+Nothing is parsed here: at 500 streams of 100 chunks a second a read has 20 us, of which the kernel takes a quarter.
+Only the end of a response is looked for; `results/parse.py` finds events after the run. A request that meets a
+connection which the server has just closed is sent again on another, once; its times count from the first try.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import ssl
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Final, cast
 
-from penstock.bench.load.kernel_timestamps import KernelTimestamps, ask_for_times, is_possible
+from penstock.bench.load.kernel_timestamps import IS_POSSIBLE, KernelTimestamps, ask_for_times
 from penstock.wire.http1 import END, ProtocolError, Reader, parse_response
 
 _HEAD: Final = 0  # how the present response goes on
@@ -37,12 +36,30 @@ TIMEOUT: Final = "timeout"
 UNFINISHED: Final = "unfinished"  # the run was ended first
 
 
+@dataclass(frozen=True)
+class Address:
+    """Where to send. `host` is resolved once; `name` is what TLS checks; `prefix` comes before "/v1"."""
+
+    scheme: str
+    host: str
+    port: int
+    name: str
+    prefix: str = ""
+
+    @property
+    def is_tls(self) -> bool:
+        return self.scheme == "https"
+
+    @property
+    def authority(self) -> str:
+        name = f"[{self.name}]" if ":" in self.name else self.name
+        return name if self.port == (443 if self.is_tls else 80) else f"{name}:{self.port}"
+
+
 class Exchange:
     """One request and the raw response. Times are `perf_counter` seconds; 0 is "not yet".
 
-    `intended_s`: when it should be sent; `asked_s`: when the generator came to it; `sent_s`: when a connection took it;
-    `end_s`: its last byte. `times[i]` is when `reads[i]` came. `dial_s`: what opening a connection for it took, 0 where
-    one was open.
+    `asked_s`: when the generator came to it; `sent_s`: when a connection took it; `dial_s`: what opening one took.
     """
 
     def __init__(self, index: int, request: bytes, intended_s: float) -> None:
@@ -62,8 +79,6 @@ class Exchange:
 
 
 class Connection(asyncio.Protocol):
-    """One connection; one exchange at a time."""
-
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
         self._transport: asyncio.Transport
@@ -90,27 +105,20 @@ class Connection(asyncio.Protocol):
         return not self._transport.is_closing()
 
     def begin(self, exchange: Exchange) -> None:
-        """Sends the request now."""
         self._exchange = exchange
         self._framing = _HEAD
         self._walker = None
         exchange.connection = self
         request = exchange.request
+        if exchange.sent_s == 0.0:
+            exchange.sent_s = perf_counter()
         if self._fd >= 0 and self._transport.get_write_buffer_size() == 0:
             # uvloop keeps writes until it has gone through all the reads that are ready: at 500 streams that was up to
             # 3 ms after the time stamp. So the first write goes to the kernel here.
-            if exchange.sent_s == 0.0:
-                exchange.sent_s = perf_counter()
-            try:
-                n_written = os.write(self._fd, request)
-            except OSError:
-                n_written = 0  # full, or gone: the transport finds out which
-            if n_written < len(request):
-                self._transport.write(request[n_written:])
-            return
-        if exchange.sent_s == 0.0:
-            exchange.sent_s = perf_counter()
-        self._transport.write(request)
+            with contextlib.suppress(OSError):  # full, or gone: the transport finds out which
+                request = request[os.write(self._fd, request) :]
+        if request:
+            self._transport.write(request)
 
     def abort(self) -> None:
         self._exchange = None
@@ -229,14 +237,12 @@ class Connection(asyncio.Protocol):
             self._pool.put(self)
         else:
             self._transport.abort()
-            self._pool.left()
         self._pool.on_end(exchange)
 
     def _fail(self, exchange: Exchange, kind: str, detail: str) -> None:
         self._exchange = None
         exchange.connection = None
         self._transport.abort()
-        self._pool.left()
         self._pool.fail(exchange, kind, detail)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -246,7 +252,6 @@ class Connection(asyncio.Protocol):
             return
         self._exchange = None
         exchange.connection = None
-        self._pool.left()
         if self._framing == _UNTIL_CLOSED and exc is None:
             exchange.end_s = exchange.times[-1]
             self._pool.on_end(exchange)
@@ -260,39 +265,32 @@ class Connection(asyncio.Protocol):
 class Pool:
     """Connections to one address. `on_end` gets every exchange once: whole, or with its error.
 
-    `host` and `port` are where to connect (a resolved address), `name` what TLS checks. `n_spare` connections are
-    kept open ahead of need, so that a burst does not measure the dialling. `timeout_s` bounds each dialling: the
-    kernel's own bound is minutes.
+    `n_spare` are kept open ahead of need, so that a burst does not measure dialling.
+    `timeout_s` bounds each dialling.
     """
 
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
-        host: str,
-        port: int,
+        address: Address,
         tls: ssl.SSLContext | None,
-        name: str | None,
         timeout_s: float,
-        on_end: Callable[[Exchange], None],
     ) -> None:
         self._loop = loop
         self._timeout_s = timeout_s
-        self._host, self._port, self._tls, self._name = host, port, tls, name
+        self._address, self._tls = address, tls
         self.is_tls = tls is not None
-        self.timestamps = KernelTimestamps(loop) if is_possible() and tls is None else None
-        self.on_end = on_end
+        self.timestamps = KernelTimestamps(loop) if IS_POSSIBLE and tls is None else None
+        self.on_end: Callable[[Exchange], None]
         self._idle: list[Connection] = []
         self._waiting: deque[Exchange] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._n_opening = 0
         self._is_closed = False
         self.n_spare = 0
         self.n_opened = 0
-        self.n_open = 0
 
     async def warm(self, n_connections: int) -> None:
-        """Opens connections ahead. What fails here will fail, and be counted, when it is needed; where a whole batch
-        fails no more are tried."""
+        """Opens connections ahead; stops after a batch of which all fail."""
         missing = n_connections - len(self._idle)
         while missing > 0:  # a listener's backlog may be short
             batch = min(missing, 64)
@@ -301,7 +299,6 @@ class Pool:
             missing = missing - batch if self.n_opened > n_before else 0
 
     def send(self, exchange: Exchange) -> None:
-        """Sends on an open connection at once, or on the next that there is."""
         if exchange.asked_s == 0.0:
             exchange.asked_s = perf_counter()
         idle = self._idle
@@ -309,16 +306,15 @@ class Pool:
             connection = idle.pop()
             if connection.is_open:
                 connection.begin(exchange)
-                if len(idle) + self._n_opening < self.n_spare:
+                if len(idle) + len(self._tasks) < self.n_spare:
                     self._spawn(None)
                 return
         self._waiting.append(exchange)
         self._spawn(exchange)
 
     def put(self, connection: Connection) -> None:
-        """A connection is free."""
         if self._waiting:
-            # Not from within its own last read: the one that ended is told first.
+            # After the last read: `on_end` of the exchange that ended comes first.
             self._loop.call_soon(self._serve_waiting)
         self._idle.append(connection)
 
@@ -328,14 +324,10 @@ class Pool:
             if connection.is_open:
                 connection.begin(self._waiting.popleft())
 
-    def left(self) -> None:
-        self.n_open -= 1
-
     def forget(self, connection: Connection) -> None:
         """An idle connection was closed by the server."""
         if connection in self._idle:
             self._idle.remove(connection)
-            self.n_open -= 1
 
     def fail(self, exchange: Exchange, kind: str, detail: str) -> None:
         exchange.error = kind
@@ -346,12 +338,10 @@ class Pool:
         self.on_end(exchange)
 
     def drop(self, exchange: Exchange, kind: str) -> None:
-        """Ends an exchange that is on its way."""
         connection = exchange.connection
         if connection is not None:
             exchange.connection = None
             connection.abort()
-            self.left()
         elif exchange in self._waiting:
             self._waiting.remove(exchange)
         self.fail(exchange, kind, "")
@@ -368,22 +358,17 @@ class Pool:
             self.timestamps.close()
 
     def _spawn(self, exchange: Exchange | None) -> None:
-        self._n_opening += 1
-        task = self._loop.create_task(self._open_counted(exchange))
+        task = self._loop.create_task(self._open(exchange))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-    async def _open_counted(self, exchange: Exchange | None) -> None:
-        try:
-            await self._open(exchange)
-        finally:
-            self._n_opening -= 1
 
     async def _open(self, exchange: Exchange | None) -> None:
         began = perf_counter()
         try:
+            place = self._address
+            name = place.name if self._tls else None
             dialling = self._loop.create_connection(
-                self._make, self._host, self._port, ssl=self._tls, server_hostname=self._name if self._tls else None
+                lambda: Connection(self), place.host, place.port, ssl=self._tls, server_hostname=name
             )
             transport, connection = await asyncio.wait_for(dialling, self._timeout_s)
         except (OSError, ssl.SSLError) as error:
@@ -397,11 +382,7 @@ class Pool:
             transport.abort()
             return
         self.n_opened += 1
-        self.n_open += 1
         if exchange is not None:
             exchange.dial_s = perf_counter() - began
         self._idle.append(connection)
         self._serve_waiting()
-
-    def _make(self) -> Connection:
-        return Connection(self)

@@ -1,12 +1,8 @@
-"""Precise time: when the *kernel* had the bytes of a stream, and a timer that fires in time to send.
+"""Precise time: when the kernel had the bytes of a stream, and a timer that fires in time to send.
 
-An event loop that wakes for every chunk spends more on the wake than on the chunk: 500 streams of 100 chunks a second
-took 13 us each, of which the read was 3. So after its head a stream's socket is polled once a millisecond with all
-others (every two milliseconds when there are hundreds), and each read carries the time of arrival that Linux notes
-(SO_TIMESTAMPNS, https://docs.kernel.org/networking/timestamping.html): the wait for the poll is not measured. A read
-that holds several arrivals has the time of the last one, as any other read.
-
-Event loops round their timers to milliseconds; PreciseTimer uses a timerfd.
+Waking the event loop for every chunk took 13 us, of which the read was 3. So sockets of streams are polled together
+every millisecond, with the arrival times that Linux notes (SO_TIMESTAMPNS,
+https://docs.kernel.org/networking/timestamping.html). Event loops round timers to milliseconds: hence a timerfd.
 """
 
 from __future__ import annotations
@@ -22,6 +18,7 @@ from collections.abc import Callable
 from time import perf_counter, time
 from typing import Final, Protocol
 
+IS_POSSIBLE: Final = sys.platform == "linux"
 TICK_S: Final = 0.001
 # With many streams a look costs more than it finds; gaps below two milliseconds are rare there.
 _CROWDED_TICK_S: Final = 0.002
@@ -37,8 +34,6 @@ _TFD_TIMER_ABSTIME: Final = 1
 
 
 class StreamReader(Protocol):
-    """The owner of a stream."""
-
     def take(self, data: bytes, at_s: float) -> bool:
         """A read and its time (`perf_counter`); True when the response ended with it."""
 
@@ -47,7 +42,7 @@ class StreamReader(Protocol):
 
 
 class KernelTimestamps:
-    """Reads sockets once a tick, with the kernel's times. Linux only (`is_possible`), and no TLS."""
+    """Reads sockets once a tick, with the kernel's times. Linux only (IS_POSSIBLE), and no TLS."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._epoll = select.epoll()
@@ -79,7 +74,7 @@ class KernelTimestamps:
 
     def _on_tick(self) -> None:
         began_s = perf_counter()
-        epoch_s = time() - began_s  # anew each tick: the clock of day is slewed, ours is not
+        epoch_s = time() - began_s  # each tick again: the clock of day is slewed
         owners, sockets, unpack = self._owners, self._sockets, self._unpack
         for fd, _ in self._epoll.poll(0, len(owners) or 1):
             try:
@@ -109,10 +104,6 @@ class KernelTimestamps:
             self._is_ticking = False
 
 
-def is_possible() -> bool:
-    return sys.platform == "linux"
-
-
 def ask_for_times(sock: socket.socket) -> bool:
     """Have the kernel note when bytes arrive; False where it cannot."""
     try:
@@ -135,7 +126,7 @@ class PreciseTimer:
         self._at_s = 0.0
         self._fd = -1
         self._spec = _ITIMERSPEC()
-        if sys.platform == "linux":
+        if IS_POSSIBLE:
             self._libc = ctypes.CDLL(None, use_errno=True)
             self._fd = self._libc.timerfd_create(_CLOCK_MONOTONIC, _TFD_NONBLOCK | _TFD_CLOEXEC)
         if self._fd >= 0:

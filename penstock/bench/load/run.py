@@ -1,4 +1,4 @@
-"""The run itself: sends by the plan, on one event loop, and records its own lateness. Reads are kept raw."""
+"""The run: sends by the plan on one event loop, keeps reads raw, and records its own lateness."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from penstock.bench.load.connections import TIMEOUT, UNFINISHED, Exchange, Pool
+from penstock.bench.load.connections import TIMEOUT, UNFINISHED, Address, Exchange, Pool
 from penstock.bench.load.kernel_timestamps import PreciseTimer
 
 LAG_EVERY_S = 0.02
@@ -23,33 +23,10 @@ _MAX_RECENT = 2000
 
 
 @dataclass(frozen=True)
-class Address:
-    """Where to send. `host` is resolved once; `name` is what TLS checks; `prefix` comes before "/v1"."""
-
-    scheme: str
-    host: str
-    port: int
-    name: str
-    prefix: str = ""
-
-    @property
-    def is_tls(self) -> bool:
-        return self.scheme == "https"
-
-    @property
-    def authority(self) -> str:
-        """For the header Host."""
-        name = f"[{self.name}]" if ":" in self.name else self.name
-        return name if self.port == (443 if self.is_tls else 80) else f"{name}:{self.port}"
-
-
-@dataclass(frozen=True)
 class Load:
     """What to send and how. `requests` are whole HTTP messages; `wait_for[i]` is the index before request i, or None.
 
-    `times`: send times in seconds from the start for an open loop (`concurrency` None). A closed loop sends
-    `n_requests` (None: until `duration_s`), going round `requests`. `timeout_s` bounds a whole answer, and before it
-    the dialling.
+    `times`: an open loop's, in seconds from the start. A closed loop sends `n_requests`, going round `requests`.
     """
 
     requests: Sequence[bytes]
@@ -64,7 +41,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run is, for a live line. Latencies are of the last requests, in seconds; `left_s` None: unknown."""
+    """Where a run is. Latencies are of the last requests, in seconds; `left_s` None: unknown."""
 
     n_sent: int
     n_ended: int
@@ -153,7 +130,6 @@ class _LoadRun:
         self._arm()
 
     def _send_next(self) -> bool:
-        """The next request of a closed loop; False when there is none."""
         load = self._load
         if not self._is_sending:
             return False
@@ -208,7 +184,6 @@ class _LoadRun:
             self.done.set_result(None)
 
     def interrupt(self) -> None:
-        """Ends at once: what is in flight is dropped and marked."""
         if self._is_sending or not self.done.done():
             self.outcome.was_interrupted = True
             self._is_sending = False
@@ -230,7 +205,6 @@ class _LoadRun:
         self._lag_timer.set(self._lag_due_s)
 
     def drop_late(self) -> None:
-        """Ends what is over its timeout."""
         bound_s = time.perf_counter() - self._load.timeout_s
         late = [exchange for exchange in self._on_way.values() if (exchange.sent_s or exchange.asked_s) < bound_s]
         for exchange in late:
@@ -263,8 +237,6 @@ class _LoadRun:
 
 @dataclass(frozen=True)
 class Source:
-    """A page of metrics that is asked every `every_s` seconds."""
-
     address: Address
     request: bytes
     every_s: float = 1.0
@@ -277,7 +249,7 @@ def run(
     sources: Sequence[Source] = (),
     on_progress: Callable[[Progress], None] | None = None,
 ) -> Outcome:
-    """Runs the load to its end, or to a SIGINT, and gives what was recorded. Blocks; owns the main thread's loop."""
+    """Runs the load to its end, or to a SIGINT. Blocks; owns the main thread's event loop."""
     import uvloop
 
     _raise_file_limit()
@@ -301,16 +273,15 @@ async def _run(
 ) -> Outcome:
     loop = asyncio.get_running_loop()
     bound_s = load.timeout_s
-    pool = Pool(
-        loop, address.host, address.port, tls, address.name, bound_s, lambda exchange: load_run.on_end(exchange)
-    )
+    pool = Pool(loop, address, tls, bound_s)
     load_run = _LoadRun(loop, load, pool)
+    pool.on_end = load_run.on_end
     scrapers = [_Scraper(loop, index, source, tls, bound_s, load_run.outcome) for index, source in enumerate(sources)]
     await pool.warm(load.concurrency or load.n_spare)
     pool.n_spare = load.n_spare
-    watching = [loop.create_task(_watch_late(load_run, min(_TICK_S, max(_LEAST_TICK_S, bound_s / 4))))]
+    watching = [loop.create_task(_repeat(load_run.drop_late, min(_TICK_S, max(_LEAST_TICK_S, bound_s / 4))))]
     if on_progress is not None:
-        watching.append(loop.create_task(_watch_progress(load_run, on_progress)))
+        watching.append(loop.create_task(_repeat(lambda: on_progress(load_run.progress()), _TICK_S)))
     try:
         for scraper in scrapers:
             scraper.start()
@@ -344,20 +315,14 @@ def _signals_stop(loop: asyncio.AbstractEventLoop, stop: Callable[[], None]) -> 
             signal.signal(number, handler)
 
 
-async def _watch_late(run: _LoadRun, every_s: float) -> None:
+async def _repeat(action: Callable[[], None], every_s: float) -> None:
     while True:
         await asyncio.sleep(every_s)
-        run.drop_late()
-
-
-async def _watch_progress(run: _LoadRun, on_progress: Callable[[Progress], None]) -> None:
-    while True:
-        await asyncio.sleep(_TICK_S)
-        on_progress(run.progress())
+        action()
 
 
 class _Scraper:
-    """Asks one page again and again, on a connection of its own, with one answer outstanding at most."""
+    """Asks one page again and again on a separate connection, one request at a time."""
 
     def __init__(
         self,
@@ -369,9 +334,8 @@ class _Scraper:
         outcome: Outcome,
     ) -> None:
         self._index, self._source, self._outcome = index, source, outcome
-        address = source.address
-        tls = tls if address.is_tls else None
-        self._pool = Pool(loop, address.host, address.port, tls, address.name, timeout_s, self._on_end)
+        self._pool = Pool(loop, source.address, tls if source.address.is_tls else None, timeout_s)
+        self._pool.on_end = self._on_end
         self._loop = loop
         self._pending: Exchange | None = None
         self._task: asyncio.Task[None] | None = None
@@ -397,20 +361,16 @@ class _Scraper:
         self._answered.set()
 
     async def stop(self) -> None:
-        """A last answer, for the end of the interval."""
         if self._task is not None:
             self._task.cancel()
         if self._pending is None:
             self._ask()
-        try:
+        with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._answered.wait(), 2.0)
-        except TimeoutError:
-            pass
         self._pool.close()
 
 
 def _raise_file_limit() -> None:
-    """As many connections as the system allows, instead of a shell's 1024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
     if soft != resource.RLIM_INFINITY and soft < wanted:

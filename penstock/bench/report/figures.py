@@ -29,23 +29,21 @@ def curve(points: Sequence[tuple[str, float, Result]], label: str) -> list[Chart
     names = list(dict.fromkeys(name for name, _, _ in points))
 
     def lines(x: Callable[[float, Result], float | None], y: str) -> tuple[Series, ...]:
-        found = []
+        series = []
         for name in names:
             own = [(x(offered, run), run.number(y)) for layout, offered, run in points if layout == name]
             pairs = sorted((a, b) for a, b in own if a is not None and b is not None)
-            found.append(Series(name, tuple(pairs)))
-        return tuple(found)
+            series.append(Series(name, tuple(pairs)))
+        return tuple(series)
 
     charts = []
     for metric, words in (("p99_ttft_ms", "p99 TTFT, ms"), ("median_tpot_ms", "median TPOT, ms")):
         series = lines(lambda _, run: run.number("output_throughput"), metric)
-        charts.append(
-            Chart(f"throughput against {words.split(',')[0]}", "output tokens/s", words, series, begins_at_zero=True)
-        )
+        charts.append(Chart(f"throughput against {words.split(',')[0]}", "output tokens/s", words, series))
     series = lines(lambda offered, _: offered, "output_throughput")
-    charts.append(Chart(f"output tokens/s by {label}", label, "output tokens/s", series, begins_at_zero=True))
+    charts.append(Chart(f"output tokens/s by {label}", label, "output tokens/s", series))
     series = lines(lambda offered, _: offered, "p99_e2el_ms")
-    charts.append(Chart(f"p99 of whole requests by {label}", label, "ms", series, begins_at_zero=True))
+    charts.append(Chart(f"p99 of whole requests by {label}", label, "ms", series))
     return [chart for chart in charts if chart.has_points]
 
 
@@ -54,14 +52,16 @@ def _cdf(runs: Sequence[Result], title: str, name: str) -> Chart:
     for run in runs:
         values = sorted(value for request in run.done if (value := getattr(request, name)) is not None)
         series.append(Series(run.name, _cdf_points(values)))
-    return Chart(f"{title}: share of requests", "ms", "share", tuple(series), is_log_x=_is_wide(series))
+    return Chart(f"{title}: share of requests", "ms", "share", tuple(series), _is_wide(series), begins_at_zero=False)
 
 
 def _gaps_cdf(runs: Sequence[Result]) -> Chart:
     """Tokens that came together have no gap: they count in the share, so a curve may begin above 0."""
     whole = [(run.name, _cdf_points(sorted(run.gaps))) for run in runs]
     series = [Series(name, tuple(point for point in points if point[0] > 0)) for name, points in whole]
-    return Chart("gaps between tokens: share of gaps", "ms", "share", tuple(series), is_log_x=_is_wide(series))
+    return Chart(
+        "gaps between tokens: share of gaps", "ms", "share", tuple(series), _is_wide(series), begins_at_zero=False
+    )
 
 
 def _cdf_points(ordered: Sequence[float]) -> tuple[Point, ...]:
@@ -72,13 +72,11 @@ def _cdf_points(ordered: Sequence[float]) -> tuple[Point, ...]:
 
 
 def _is_wide(series: Sequence[Series]) -> bool:
-    """Whether values span so much that a straight scale would show a corner."""
     values = [x for line in series for x, _ in line.points if x > 0]
     return bool(values) and max(values) > 50 * min(values)
 
 
 def _course(run: Result) -> list[Chart]:
-    """By seconds of the run: requests, tokens, how many were in flight, and each first token."""
     ends = [request.end_s for request in run.requests if request.end_s is not None]
     if not ends:
         return []
@@ -100,28 +98,17 @@ def _course(run: Result) -> list[Chart]:
     # Some answers' tokens alone would be drawn as a lower rate.
     tokens = (Series("output tokens", rate(counted)),) if len(counted) == len(done) else ()
     dots = [(request.intended_s, request.ttft_ms) for request in run.done if request.ttft_ms is not None]
+    in_flight = Series("in flight", _in_flight(run.requests, width, n_slices))
+    first_tokens = Series("TTFT", thinned(dots, _MOST_DOTS), "dots")
     return [
-        Chart("requests a second", "seconds", "requests/s", lines, begins_at_zero=True),
-        Chart("output tokens a second, by when answers ended", "seconds", "tokens/s", tokens, begins_at_zero=True),
-        Chart(
-            "requests in flight, mean of each slice",
-            "seconds",
-            "requests",
-            (Series("in flight", _in_flight(run.requests, width, n_slices)),),
-            begins_at_zero=True,
-        ),
-        Chart(
-            "time to first token, each request",
-            "seconds",
-            "ms",
-            (Series("TTFT", thinned(dots, _MOST_DOTS), "dots"),),
-            begins_at_zero=True,
-        ),
+        Chart("requests a second", "seconds", "requests/s", lines),
+        Chart("output tokens a second, by when answers ended", "seconds", "tokens/s", tokens),
+        Chart("requests in flight, mean of each slice", "seconds", "requests", (in_flight,)),
+        Chart("time to first token, each request", "seconds", "ms", (first_tokens,)),
     ]
 
 
 def _in_flight(requests: Sequence[Request], width: float, n_slices: int) -> tuple[Point, ...]:
-    """How many were begun and not ended, on average over each slice of time."""
     sums = [0.0] * n_slices
     for request in requests:
         begun, end = request.intended_s, request.end_s
@@ -133,23 +120,20 @@ def _in_flight(requests: Sequence[Request], width: float, n_slices: int) -> tupl
 
 
 def _engine(run: Result) -> list[Chart]:
-    """What engines and gateways said, a line for each page."""
     sources = list(dict.fromkeys(row.source for row in run.engine))
 
     def series(column: str, words: str) -> list[Series]:
-        found = []
+        lines = []
         for index, source in enumerate(sources):
             name = words if len(sources) == 1 else f"{words} {index + 1}"
             points = _column([row for row in run.engine if row.source == source], column)
-            found += [Series(name, points)] if points else []
-        return found
+            lines += [Series(name, points)] if points else []
+        return lines
 
     both = (*series("running", "running"), *series("waiting", "waiting"))
     return [
-        Chart("the engine: requests", "seconds", "requests", both, begins_at_zero=True),
-        Chart(
-            "the engine: KV cache in use", "seconds", "share", tuple(series("kv_use", "KV cache")), begins_at_zero=True
-        ),
+        Chart("the engine: requests", "seconds", "requests", both),
+        Chart("the engine: KV cache in use", "seconds", "share", tuple(series("kv_use", "KV cache"))),
     ]
 
 

@@ -1,7 +1,4 @@
-"""One HTML page of one run, several, or a sweep: it stands alone, reads on a phone, and prints. Pure.
-
-No network, no script: drawings are inline SVG, colours follow the reader's light or dark setting.
-"""
+"""One HTML page of one run, several, or a sweep: without network or script, for phones and print. Pure."""
 
 from __future__ import annotations
 
@@ -67,7 +64,6 @@ class SweepPoint(msgspec.Struct, frozen=True):
 
 
 def page(runs: Sequence[Result], plan: Mapping[str, Any] | None = None) -> str:
-    """The report of runs; of one in full, of several beside each other."""
     title = f"Load test {runs[0].name}" if len(runs) == 1 else f"{len(runs)} load tests"
     parts = [f"<h1>{escape(title)}</h1>"]
     for run in runs:
@@ -75,7 +71,7 @@ def page(runs: Sequence[Result], plan: Mapping[str, Any] | None = None) -> str:
     if len(runs) == 1:
         parts += [_cards(runs[0]), _latencies(runs[0])]
     else:
-        parts.append(_beside(runs))
+        parts.append(_side_by_side(runs))
     parts += [_prediction(run, plan) for run in runs]
     parts.append(_drawn(figures.of_runs(runs)))
     parts += [_facts(run, is_named=len(runs) > 1) for run in runs]
@@ -83,7 +79,7 @@ def page(runs: Sequence[Result], plan: Mapping[str, Any] | None = None) -> str:
 
 
 def sweep_page(points: Sequence[SweepPoint], label: str, slo: str, answers: Sequence[str]) -> str:
-    """The report of a sweep. `label`: what was raised; `slo` in words; `answers`: what was found, a line a layout."""
+    """The report of a sweep. `label`: what was raised; `slo` and `answers` in words."""
     title = f"Sweep over {label}"
     parts = [f"<h1>{escape(title)}</h1>", f'<p class="soft">bound: {escape(slo)}</p>']
     parts += [f"<p><b>{escape(answer)}</b></p>" for answer in answers]
@@ -140,8 +136,8 @@ def _verdict(run: Result, is_named: bool) -> str:
         own.append(f"the generator used {share:.0%} of a core")
     if isinstance(late, int | float):
         own.append(f"was {number_text(float(late))} ms late at p99")
-    told = f"; {' and '.join(own)}" if own else ""
-    return f'<p>{name}<span class="good">valid</span> <span class="soft">({about}{told})</span></p>'
+    details = f"; {' and '.join(own)}" if own else ""
+    return f'<p>{name}<span class="good">valid</span> <span class="soft">({about}{details})</span></p>'
 
 
 def _dig(value: Any, *names: str) -> Any:
@@ -168,7 +164,7 @@ def _latencies(run: Result) -> str:
     return "<h2>Latency, ms</h2>" + _table(("", *_WORDS), rows) if rows else ""
 
 
-def _beside(runs: Sequence[Result]) -> str:
+def _side_by_side(runs: Sequence[Result]) -> str:
     rows = [
         (words, *(number_text(run.number(name)) for run in runs))
         for name, words in _CARDS
@@ -178,8 +174,8 @@ def _beside(runs: Sequence[Result]) -> str:
 
 
 def _prediction(run: Result, plan: Mapping[str, Any] | None) -> str:
-    found = calibrate.pairs(run, plan)
-    if not found:
+    pairs = calibrate.pairs(run, plan)
+    if not pairs:
         return ""
     rows = [
         (
@@ -189,7 +185,7 @@ def _prediction(run: Result, plan: Mapping[str, Any] | None) -> str:
             f"{pair.off:+.0%}",
             "yes" if pair.is_inside else "no",
         )
-        for pair in found
+        for pair in pairs
     ]
     head = ("", "predicted", "measured", "predicted is off by", "in the range")
     return f"<h2>Predicted and measured: {escape(run.name)}</h2>" + _table(head, rows)
@@ -206,9 +202,9 @@ def _facts(run: Result, is_named: bool) -> str:
     """Flags, versions, machine and formulas: a number without them compares with nothing."""
     parts = []
     for block in ("launch", "flags", "versions", "machine", "errors", "formulas"):
-        found = run.summary.get(block)
-        if isinstance(found, Mapping) and found:
-            rows = [(str(key), _plain(value)) for key, value in found.items() if value is not None]
+        facts = run.summary.get(block)
+        if isinstance(facts, Mapping) and facts:
+            rows = [(str(key), _plain(value)) for key, value in facts.items() if value is not None]
             body = "".join(f'<tr><td>{escape(a)}</td><td class="words">{escape(b)}</td></tr>' for a, b in rows)
             parts.append(f'<h2>{block.capitalize()}</h2><div class="wide facts"><table>{body}</table></div>')
     name = f"<h2>{escape(run.name)}</h2>" if is_named and parts else ""

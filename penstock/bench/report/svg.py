@@ -1,7 +1,6 @@
-"""Charts as values, and as inline SVG that needs no network, no script and no colours of its own. Pure.
+"""Charts as values, and as inline SVG. Pure.
 
-A page scales them: on a phone a chart is as wide as the screen, so texts are large for the drawing. Lines differ by
-dashes too, for print in black and white.
+Lines differ by dashes too, for print in black and white.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ Point = tuple[float, float]
 
 
 class Series(msgspec.Struct, frozen=True):
-    """One line, or dots. `points` in the order of drawing."""
+    """One line, or dots."""
 
     name: str
     points: tuple[Point, ...]
@@ -38,7 +37,7 @@ class Chart(msgspec.Struct, frozen=True):
     y_label: str
     series: tuple[Series, ...]
     is_log_x: bool = False
-    begins_at_zero: bool = False
+    begins_at_zero: bool = True
 
     @property
     def has_points(self) -> bool:
@@ -46,7 +45,6 @@ class Chart(msgspec.Struct, frozen=True):
 
 
 def svg(chart: Chart) -> str:
-    """The chart as an <svg> element of its own size in a page; its words can be searched and read aloud."""
     points = [point for series in chart.series for point in series.points]
     xs = [x for x, _ in points] + ([0.0] if chart.begins_at_zero else [])
     x_axis = _Axis.of(xs, chart.is_log_x, False)
@@ -63,7 +61,6 @@ def svg(chart: Chart) -> str:
 
 
 def thinned(points: Sequence[Point], most: int = _MOST_POINTS) -> tuple[Point, ...]:
-    """At most so many of the points, evenly, the first and the last among them."""
     if len(points) <= most:
         return tuple(points)
     step = (len(points) - 1) / (most - 1)
@@ -92,7 +89,6 @@ class _Axis(msgspec.Struct, frozen=True):
         return cls(low, top, False, ticks)
 
     def share(self, value: float) -> float:
-        """Where a value is, from 0 at the low end to 1 at the high end."""
         if self.is_log:
             return math.log(max(value, self.low) / self.low) / math.log(self.high / self.low)
         return (value - self.low) / (self.high - self.low)
@@ -160,15 +156,15 @@ def _drawn(series: Series, index: int, x_axis: _Axis, y_axis: _Axis) -> str:
 
 
 def _legend(series: Sequence[Series]) -> list[str]:
-    """Names beside their lines, in one row under the title; nothing for one series, which the title names."""
+    """Names next to their lines, in one row under the title; nothing for one series, which the title names."""
     if len(series) < 2:
         return []
     parts, x = [], float(_LEFT)
-    for index, one in enumerate(series):
+    for index, line in enumerate(series):
         colour, dash = COLOURS[index % len(COLOURS)], DASHES[index % len(DASHES)]
         parts.append(
             f'<line class="line" x1="{x:.0f}" x2="{x + 20:.0f}" y1="25" y2="25" stroke="{colour}" '
-            f'stroke-dasharray="{dash}"/><text class="small" x="{x + 24:.0f}" y="29">{escape(one.name)}</text>'
+            f'stroke-dasharray="{dash}"/><text class="small" x="{x + 24:.0f}" y="29">{escape(line.name)}</text>'
         )
-        x += 36 + 6.2 * len(one.name)
+        x += 36 + 6.2 * len(line.name)
     return parts

@@ -1,4 +1,4 @@
-"""Results as text: the block of `vllm bench serve`, with its line names, and hey's summary. Pure.
+"""Results as text, with the line names of `vllm bench serve`, and hey's summary. Pure.
 
 https://github.com/vllm-project/vllm/blob/main/vllm/benchmarks/serve.py, https://github.com/rakyll/hey
 """
@@ -26,7 +26,6 @@ _BAR = 40
 
 
 def prediction(pairs: Sequence[Pair]) -> str:
-    """The planner's prediction of this load, next to what was measured."""
     lines = [f"{'Predicted for this load':-^{_WIDTH}}"]
     for pair in pairs:
         predicted = f"{pair.likely:.4g} ({pair.low:.4g} to {pair.high:.4g})"
@@ -35,7 +34,6 @@ def prediction(pairs: Sequence[Pair]) -> str:
 
 
 def serving_block(summary: Summary, rate: float | None, concurrency: int | None) -> str:
-    """The "Serving Benchmark Result". A number that is not known says so."""
     lines = [f"{' Serving Benchmark Result ':=^{_WIDTH}}"]
     lines += [_line("Successful requests:", summary.completed), _line("Failed requests:", summary.failed)]
     if summary.unfinished:
@@ -168,17 +166,11 @@ def notes(summary: Summary, generator: Generator, verdict: Verdict, requests: Se
 
 
 def formulas() -> str:
-    """Every formula, a line each."""
     return "\n".join(f"{name + ':':<24}{text}" for name, text in FORMULAS.items())
 
 
 def progress_line(progress: Progress) -> str:
-    """One line, without its end."""
-    parts = [
-        f"{progress.n_ended} done",
-        f"{progress.rate:.1f}/s",
-        f"{progress.n_in_flight} in flight",
-    ]
+    parts = [f"{progress.n_ended} done", f"{progress.rate:.1f}/s", f"{progress.n_in_flight} in flight"]
     if progress.p50_s is not None and progress.p99_s is not None:
         parts.append(f"p50 {progress.p50_s * 1000:.0f} ms, p99 {progress.p99_s * 1000:.0f} ms")
     parts.append(f"{progress.n_errors} errors")

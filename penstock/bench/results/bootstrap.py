@@ -35,7 +35,6 @@ class Interval(msgspec.Struct, frozen=True):
 
     @property
     def is_noise(self) -> bool:
-        """Whether no difference is among what the interval holds."""
         return self.low <= 0 <= self.high
 
 

@@ -1,7 +1,6 @@
 """What changed between two runs of a load test, and whether it is more than noise. Pure.
 
-An interval sees the noise inside each run alone; what differs between two starts of the same thing (another node, a
-warmer cache) it cannot see: repeat runs before a small difference is believed.
+An interval sees the noise inside each run alone, not what differs between two starts of the same thing.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class Change(msgspec.Struct, frozen=True):
 
 
 class Comparison(msgspec.Struct, frozen=True):
-    """`unlike`: what was not the same but the thing under test; `notes`: what to know before believing."""
+    """`unlike`: what differs besides the thing under test; `notes`: what to know before believing."""
 
     a: str
     b: str
@@ -49,7 +48,6 @@ class Comparison(msgspec.Struct, frozen=True):
 
 
 def compare(a: Result, b: Result, seed: int = 0) -> Comparison:
-    """Throughput by slices of time, latencies by quantiles, both by bootstrap from requests.csv."""
     changes = [*_rates(a, b, seed), *_latencies(a, b, seed)]
     notes = [f"{run.name} is not valid: {_why(run)}" for run in (a, b) if _is_invalid(run)]
     notes += [
@@ -67,19 +65,18 @@ def compare(a: Result, b: Result, seed: int = 0) -> Comparison:
     return Comparison(a.name, b.name, tuple(changes), tuple(folder.differences(a, b)), tuple(notes))
 
 
-def text(found: Comparison) -> str:
-    """The comparison as people read it; widths of up to 100."""
-    lines = [f"A  {found.a}", f"B  {found.b}", ""]
-    if found.unlike:
-        lines += ["not alike (compare like with like):", *(f"  {line}" for line in found.unlike), ""]
-    if found.changes:
+def text(comparison: Comparison) -> str:
+    lines = [f"A  {comparison.a}", f"B  {comparison.b}", ""]
+    if comparison.unlike:
+        lines += ["not alike (compare like with like):", *(f"  {line}" for line in comparison.unlike), ""]
+    if comparison.changes:
         lines.append(f"{'':26}{'A':>12}{'B':>12}{'B - A, 95% interval':>28}")
-        for change in found.changes:
+        for change in comparison.changes:
             share = "" if change.share is None else f"{change.share:+.1%} "
             interval = f"{change.low:+.2f} to {change.high:+.2f}"
             lines.append(f"{change.name:26}{change.a:12.2f}{change.b:12.2f}{interval:>28}  {share}{change.verdict}")
         lines.append("")
-    lines += [f"note: {note}" for note in found.notes]
+    lines += [f"note: {note}" for note in comparison.notes]
     return "\n".join(lines).rstrip()
 
 
@@ -97,12 +94,12 @@ def _lacks_usage(run: Result) -> bool:
 
 
 def _rates(a: Result, b: Result, seed: int) -> list[Change]:
-    found = []
+    changes = []
     for name in ("request_throughput", "output_throughput", "total_token_throughput"):
         slices = [_slices(run, name) for run in (a, b)]
         if all(slices):
-            found.append(_change(name, bootstrap.mean_difference(slices[0], slices[1], seed), is_more_better=True))
-    return found
+            changes.append(_change(name, bootstrap.mean_difference(slices[0], slices[1], seed), is_more_better=True))
+    return changes
 
 
 def _slices(run: Result, name: str) -> list[float]:
@@ -118,7 +115,7 @@ def _slices(run: Result, name: str) -> list[float]:
 
 
 def _amount(request: Request, name: str) -> float | None:
-    """What a request adds to a rate; None where nobody counted it."""
+    """What a request adds to a rate; None where it was not counted."""
     if name == "request_throughput":
         return 1.0
     if request.output_tokens is None or name == "output_throughput":
@@ -127,14 +124,14 @@ def _amount(request: Request, name: str) -> float | None:
 
 
 def _latencies(a: Result, b: Result, seed: int) -> list[Change]:
-    found = []
+    changes = []
     for time in _TIMES:
         both = [_times(run.done, time) for run in (a, b)]
         for share, word in _QUANTILES:
             if all(len(values) >= _LEAST and len(values) * (1 - share) >= _LEAST_BEYOND - 1e-9 for values in both):
-                told = bootstrap.quantile_difference(both[0], both[1], share, seed)
-                found.append(_change(f"{word}_{time}", told, is_more_better=False))
-    return found
+                interval = bootstrap.quantile_difference(both[0], both[1], share, seed)
+                changes.append(_change(f"{word}_{time}", interval, is_more_better=False))
+    return changes
 
 
 def _times(requests: Sequence[Request], name: str) -> list[float]:
@@ -143,8 +140,8 @@ def _times(requests: Sequence[Request], name: str) -> list[float]:
     return [value for request in ordered if (value := getattr(request, name)) is not None]
 
 
-def _change(name: str, told: bootstrap.Interval, is_more_better: bool) -> Change:
+def _change(name: str, interval: bootstrap.Interval, is_more_better: bool) -> Change:
     verdict: Verdict = "no difference beyond noise"
-    if not told.is_noise:
-        verdict = "better" if (told.low > 0) == is_more_better else "worse"
-    return Change(name, told.a, told.b, told.low, told.high, verdict)
+    if not interval.is_noise:
+        verdict = "better" if (interval.low > 0) == is_more_better else "worse"
+    return Change(name, interval.a, interval.b, interval.low, interval.high, verdict)

@@ -1,7 +1,6 @@
-"""What engines and gateways said of themselves during a run: their /metrics pages, as rows. Pure.
+"""The /metrics pages of engines and gateways during a run, as rows. Pure.
 
-The kinds of page tell each other apart by their names: vLLM's, llama.cpp's, penstock's gateway's. Values are summed
-over labels, so over the engines of one page; `kv_use` of several is a sum too, as Prometheus would give it.
+Values are summed over labels, so over the engines of one page; `kv_use` of several is a sum too.
 """
 
 from __future__ import annotations
@@ -27,15 +26,11 @@ _LLAMACPP = {
 }
 _GATEWAY = {"running": "penstock_requests_in_flight", "waiting": "penstock_requests_waiting"}
 # Kind of page -> our word -> its name.
-PAGES: Mapping[str, Mapping[str, str]] = {
-    "vllm": vllm_names.SERIES,
-    "llamacpp": _LLAMACPP,
-    "gateway": _GATEWAY,
-}
+PAGES: Mapping[str, Mapping[str, str]] = {"vllm": vllm_names.SERIES, "llamacpp": _LLAMACPP, "gateway": _GATEWAY}
 
 
 class Row(msgspec.Struct, frozen=True):
-    """One page at one time, seconds from the start of the run. A value is None where the page has none such."""
+    """One page at one time, seconds from the start of the run."""
 
     time_s: float
     source: str
@@ -44,11 +39,11 @@ class Row(msgspec.Struct, frozen=True):
 
 
 def read_page(text: str, time_s: float, source: str) -> Row | None:
-    """The row of one page; None for a page of nobody we know."""
-    found = prometheus.parse(text)
+    """The row of one page; None for an unknown kind."""
+    samples = prometheus.parse(text)
     for kind, names in PAGES.items():
-        if any(name in found for name in names.values()):
-            return Row(time_s, source, kind, {word: found.get(names.get(word, "")) for word in COLUMNS})
+        if any(name in samples for name in names.values()):
+            return Row(time_s, source, kind, {word: samples.get(names.get(word, "")) for word in COLUMNS})
     return None
 
 

@@ -1,8 +1,4 @@
-"""A run's folder: result.json, requests.csv, itl.csv, engine.csv: written whole, and read back.
-
-`requests.csv` has one row a request in the order of sending; `itl.csv` has one row for every gap between two token
-events: the request's index, milliseconds. Times are seconds from the start of the run.
-"""
+"""A run's folder: result.json, requests.csv (a row a request), itl.csv (a row a gap, ms), engine.csv."""
 
 from __future__ import annotations
 
@@ -53,17 +49,14 @@ class Result(msgspec.Struct, frozen=True):
     engine: tuple[Row, ...] = ()
 
     def number(self, name: str) -> float | None:
-        """A finite number of result.json, or None."""
         return _finite(self.summary.get(name))
 
     @property
     def done(self) -> tuple[Request, ...]:
-        """The requests that were answered whole."""
         return tuple(request for request in self.requests if request.is_ok)
 
 
 def new_folder(home: Path, now: float) -> Path:
-    """A free name under `home`/bench; not made yet."""
     name = time.strftime("%Y%m%d-%H%M%S", time.localtime(now))
     base = home / "bench"
     taken = [base / name, *(base / f"{name}-{number}" for number in range(2, 1000))]
@@ -96,7 +89,6 @@ def write(
 
 
 def request_row(request: Timed, is_open: bool) -> list[Any]:
-    """One row of requests.csv, by REQUEST_COLUMNS; None becomes an empty cell."""
     times = request.token_times_s
     is_whole = request.error is None
     ttft_s, tpot_s = (request.ttft_s(is_open), request.tpot_s) if is_whole else (None, None)
@@ -132,7 +124,6 @@ def _write_csv(path: Path, columns: Sequence[str], rows: Iterable[Sequence[Any]]
 
 
 def load(path: Path) -> Result:
-    """The run in a folder, or beside a result.json.  Raises UserError when there is none."""
     folder = path.parent if path.name.endswith(".json") else path
     file = path if path.name.endswith(".json") else folder / RESULT
     try:

@@ -1,7 +1,6 @@
 """Parses recorded bytes into status, events with their times, and usage, after the run. Pure.
 
-A token event is an event that carries text, reasoning or a tool call, or an empty piece of a completion (a special
-token, half a character). The chat's first event, which only names the role, is none: it may come before any token.
+A token event carries text, reasoning or a tool call, or an empty piece of a completion; a chat's role event is none.
 An event's time is that of the read that brought its last byte.
 """
 
@@ -68,8 +67,6 @@ _decode = msgspec.json.Decoder(_Event).decode
 
 
 class _Events:
-    """The events of one answer so far."""
-
     def __init__(self) -> None:
         self.times: list[float] = []
         self.usage: _Usage | None = None
@@ -107,7 +104,6 @@ def _is_token(choice: _Choice) -> bool:
 
 
 def parse_exchange(raw: Raw, streams: bool) -> Timed:
-    """The numbers of one exchange. `streams`: server-sent events were asked for."""
     if raw.error is not None and not raw.reads:
         return _timed(raw, None, _Events(), 0, raw.error, raw.detail)
     events = _Events()
@@ -132,7 +128,6 @@ def parse_exchange(raw: Raw, streams: bool) -> Timed:
 
 
 def body_of(raw: Raw) -> bytes | None:
-    """The body of a whole answer with status 200; None for any other."""
     try:
         head, body, _, is_whole = _unwrap(raw)
     except ProtocolError:

@@ -1,8 +1,4 @@
-"""The numbers of a run. Pure: recorded requests in, numbers out; FORMULAS defines each.
-
-Percentiles interpolate linearly between the closest ranks (type 7, numpy's default). Failed requests have no latency:
-they are counted by kind, and count against goodput.
-"""
+"""The numbers of a run; FORMULAS defines each. Pure."""
 
 from __future__ import annotations
 
@@ -35,8 +31,7 @@ class Timed(msgspec.Struct, frozen=True):
     """One request, measured. Times are seconds from the start of the run; token counts are the server's usage.
 
     `intended_s`: by the schedule; `asked_s`: when the generator came to it; `sent_s`: when a connection took it.
-    `token_times_s`: one for each token event of a stream, ascending; empty for whole answers. `answered_s`: the first
-    byte. `error`: its kind; None for a completed request.
+    `token_times_s`: one for each token event; empty for whole answers. `answered_s`: the first byte.
     """
 
     index: int
@@ -77,8 +72,7 @@ class Timed(msgspec.Struct, frozen=True):
         return (self.token_times_s[-1] - self.token_times_s[0]) / (self.output_tokens - 1)
 
     def gaps_s(self) -> list[float]:
-        times = self.token_times_s
-        return [later - earlier for earlier, later in itertools.pairwise(times)]
+        return [later - earlier for earlier, later in itertools.pairwise(self.token_times_s)]
 
 
 class Spread(msgspec.Struct, frozen=True):
@@ -141,19 +135,9 @@ def spread(values: Iterable[float], scale: float = 1.0) -> Spread | None:
     n = len(ordered)
     mean = math.fsum(ordered) / n
     std = math.sqrt(math.fsum((value - mean) ** 2 for value in ordered) / n)
-    p10, median, p90, p95, p99 = (percentile(ordered, share) * scale for share in (0.1, 0.5, 0.9, 0.95, 0.99))
-    return Spread(
-        n=n,
-        mean=mean * scale,
-        std=std * scale,
-        min=ordered[0] * scale,
-        p10=p10,
-        median=median,
-        p90=p90,
-        p95=p95,
-        p99=p99,
-        max=ordered[-1] * scale,
-    )
+    shares = {"min": 0.0, "p10": 0.1, "median": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "max": 1.0}
+    quantiles = {name: percentile(ordered, share) * scale for name, share in shares.items()}
+    return Spread(n=n, mean=mean * scale, std=std * scale, **quantiles)
 
 
 def is_good(request: Timed, bounds_ms: Mapping[str, float], is_open: bool) -> bool | None:
@@ -194,9 +178,11 @@ def summarise(
         "itl": gaps,
         "e2el": [request.e2el_s(is_open) for request in whole],
     }
-    spreads = {name: found for name, values in lists.items() if (found := spread(values, 1000.0)) is not None}
-    n_input = _total(request.input_tokens for request in whole)
-    n_output = _total(request.output_tokens for request in whole)
+    spreads = {
+        name: distribution for name, values in lists.items() if (distribution := spread(values, 1000.0)) is not None
+    }
+    n_input = _total([request.input_tokens for request in whole])
+    n_output = _total([request.output_tokens for request in whole])
     kept = [is_good(request, bounds_ms, is_open) for request in whole] if bounds_ms else []
     n_not_judged = kept.count(None)
     good = kept.count(True) if bounds_ms and not n_not_judged else None
@@ -230,7 +216,6 @@ def summarise(
 
 
 def peak_concurrency(requests: Sequence[Timed]) -> int:
-    """The most requests that were on their way at one time."""
     moments = sorted([(r.sent_s, 1) for r in requests] + [(r.end_s, -1) for r in requests])
     most = now = 0
     for _, change in moments:
@@ -239,14 +224,10 @@ def peak_concurrency(requests: Sequence[Timed]) -> int:
     return most
 
 
-def _total(counts: Iterable[int | None]) -> int | None:
+def _total(counts: Sequence[int | None]) -> int | None:
     """None when one is missing: a sum without it would be a wrong number."""
-    total = 0
-    for count in counts:
-        if count is None:
-            return None
-        total += count
-    return total
+    known = [count for count in counts if count is not None]
+    return sum(known) if len(known) == len(counts) else None
 
 
 def _rate(n: float | None, duration: float) -> float | None:

@@ -1,8 +1,4 @@
-"""Whether a run measured the server, or the generator. Pure.
-
-A generator that is out of CPU reads late, and books its own queue as the server's latency. So two numbers of its own
-are told with every result, and past a stated bound the result is marked invalid.
-"""
+"""Whether a run measured the server, or the generator. Pure."""
 
 from __future__ import annotations
 
@@ -38,7 +34,7 @@ class Generator(msgspec.Struct, frozen=True):
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """`reasons` say why a run is not valid; `bounds` what it was held to."""
+    """`reasons`: why a run is not valid."""
 
     valid: bool
     reasons: tuple[str, ...]
@@ -46,7 +42,6 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 def judge(generator: Generator, n_completed: int, was_interrupted: bool) -> Verdict:
-    """Valid: the generator had CPU to spare, was on time, and something completed."""
     reasons = []
     if generator.cpu_share > MAX_CPU_SHARE:
         reasons.append(

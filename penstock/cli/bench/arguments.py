@@ -24,7 +24,6 @@ VERBS = {
 
 
 def register(sub: argparse.ArgumentParser) -> None:
-    """Add the verbs under `penstock bench`, which must name one."""
     verbs = sub.add_subparsers(title="what to measure", metavar="WHAT", required=True)
     for name, (text, target) in VERBS.items():
         module, function = target.split(":")
@@ -34,7 +33,6 @@ def register(sub: argparse.ArgumentParser) -> None:
 
 
 def add_layouts(sub: argparse.ArgumentParser, default: tuple[int, ...]) -> None:
-    """FILE|MODEL, and the tensor sizes to measure it with."""
     add_source(sub)
     add_engine(sub)
     text = "tensor-parallel sizes, one after the other: 1,2,4"
@@ -42,7 +40,6 @@ def add_layouts(sub: argparse.ArgumentParser, default: tuple[int, ...]) -> None:
 
 
 def add_lengths(sub: argparse._ActionsContainer, input_text: str, output_text: str) -> None:
-    """How long prompts and answers are."""
     sub.add_argument("--input-tokens", type=count, metavar="I", help=input_text)
     sub.add_argument("--output-tokens", "--max-tokens", type=count, metavar="O", help=output_text)
 
@@ -52,7 +49,6 @@ def add_seed(sub: argparse.ArgumentParser, text: str) -> None:
 
 
 def add_calibrate(sub: argparse.ArgumentParser) -> None:
-    """--calibrate, and what the constants are of."""
     text = (
         "Default: what was launched where a deployment of this machine was measured, else TP 1 on this machine's GPU."
     )

@@ -1,6 +1,4 @@
-"""The deployment behind what `penstock bench` measures: what was launched, what the planner predicts of the load, and
-the calibration file that comes of it.
-"""
+"""The deployment behind a load test: what was launched, what the planner predicts of it, and its calibration file."""
 
 from __future__ import annotations
 
@@ -36,7 +34,6 @@ class Launch(NamedTuple):
 
     @property
     def model(self) -> str | None:
-        """Where its tokenizer is."""
         return self.plan.model.path if self.plan else None
 
     @property
@@ -60,7 +57,9 @@ class Launch(NamedTuple):
 
     def tell(self, report: Report) -> None:
         """Writes into a run's result what was launched, and what the planner predicts of a load like it."""
-        lengths = {(one.input_tokens, one.output_tokens) for one in report.requests if one.error is None}
+        lengths = {
+            (request.input_tokens, request.output_tokens) for request in report.requests if request.error is None
+        }
         report.result["versions"] |= self.versions
         report.result["launch"] = self.facts or None
         try:
@@ -69,7 +68,6 @@ class Launch(NamedTuple):
             report.result["predicted"] = None
 
     def keep(self, folder: Path) -> None:
-        """Copies file and plan to what was measured of them."""
         for file in self.files:
             shutil.copyfile(file, folder / file.name)
 
@@ -83,18 +81,16 @@ def behind(url: str) -> Launch:
             if run.is_ended() or run.known_url != url.removesuffix("/v1").rstrip("/"):
                 continue
             return Launch(run.deployment(), run.plan(), (run.path / "plan.json", run.path / "spec.yaml"))
-        except PenstockError:  # a damaged folder of somebody else's
+        except PenstockError:  # a damaged folder
             continue
     return Launch()
 
 
 def predicted(launch: Launch, result: Mapping[str, Any], *, is_wave: bool) -> dict[str, Any] | None:
-    """`speed` of `penstock plan --json` for the closed loop that was measured: as many tokens, as many at once.
+    """`speed` of `penstock plan --json` for the closed loop that was measured.
 
-    `is_wave`: the requests were equally long, so that all end, and come back, together: their first tokens wait for one
-    another (where some wait for a free place first, they come one by one all the same). Replicas share the load evenly.
-    None for an open loop, for an engine without a GPU, and for what does not fit by the planner's word.  Raises
-    NotModelled and UserError.
+    `is_wave`: equally long requests end together, so that their first tokens wait for one another. None for an open
+    loop, an engine without a GPU, and what does not fit.  Raises NotModelled and UserError.
     """
     import msgspec
 
@@ -127,20 +123,17 @@ def predicted(launch: Launch, result: Mapping[str, Any], *, is_wave: bool) -> di
     if speed is None:
         return None
     is_wave = is_wave and speed.n_running * plan.layout.data >= of_one
-    told = {
+    prediction = {
         "ttft_ms": speed.ttft_wave_ms if is_wave else speed.ttft_ms,
         "tpot_ms": speed.tpot_wave_ms if is_wave else speed.tpot_ms,
         "output_tokens_per_s": speed.output_tokens_per_s * (at_once / of_one),
         "requests_per_s": speed.requests_per_s * (at_once / of_one),
     }
-    return {name: msgspec.to_builtins(value) for name, value in told.items()}
+    return {name: msgspec.to_builtins(value) for name, value in prediction.items()}
 
 
 def deployed_of(options: argparse.Namespace, launch: Mapping[str, Any]) -> Deployed:
-    """What a calibration is of: the flags, or else what was launched, or else TP 1 on this machine's GPU.
-
-    Raises UserError.
-    """
+    """What a calibration describes: flags, else what was launched, else TP 1 on this GPU.  Raises UserError."""
     from penstock.bench.calibrate import Deployed
     from penstock.hardware import catalog
     from penstock.models import facts
@@ -177,33 +170,32 @@ def _card(named: str | None, launched: str | None) -> GpuFacts:
         own = planning.card_of(here)
         if launched in (None, own.id):
             return own
-    found = named or launched
-    if found is None:
+    gpu = named or launched
+    if gpu is None:
         raise UserError("cannot calibrate: this machine has no GPU, and none was named", hint="--gpu h100-sxm")
-    return catalog.gpu(found)
+    return catalog.gpu(gpu)
 
 
 def calibrated(options: argparse.Namespace, runs: Sequence[Result]) -> str:
-    """The text of the planner's calibration file.  Raises UserError."""
     from penstock.bench import calibrate
     from penstock.planner.speed import calibration
 
-    given = (options.calibrate_model, options.gpu, options.layout, options.engine_version)
-    launch = {} if all(given) else _launch_of(runs)
+    named = (options.calibrate_model, options.gpu, options.layout, options.engine_version)
+    launch = {} if all(named) else _launch_of(runs)
     return calibration.write(calibrate.calibrated(runs, deployed_of(options, launch)))
 
 
 def _launch_of(runs: Sequence[Result]) -> Mapping[str, Any]:
     """What was launched; empty where no run knows it.  Raises UserError where they differ: constants are of one."""
-    told = [run.summary.get("launch") or {} for run in runs]
-    unlike = {json.dumps(launch, sort_keys=True): launch for launch in told}
+    launches = [run.summary.get("launch") or {} for run in runs]
+    unlike = {json.dumps(launch, sort_keys=True): launch for launch in launches}
     if len(unlike) > 1:
         raise UserError(
             f"cannot calibrate from runs of {len(unlike)} different launches",
             detail="\n".join(_words(launch) for launch in unlike.values()),
             hint="Give the runs of one; or name --calibrate-model, --gpu, --layout and --engine-version.",
         )
-    return told[0]
+    return launches[0]
 
 
 def _words(launch: Mapping[str, Any]) -> str:

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
 
 def register_throughput(sub: argparse.ArgumentParser) -> None:
-    """The arguments of `bench throughput`."""
     add_layouts(sub, (1,))
     sub.add_argument("--num-prompts", type=count, default=100, metavar="N", help="how many (default: 100)")
     text = "random, sharegpt:FILE, prefix:n=8,prefix=1000,suffix=100 (default: random)"
@@ -27,7 +26,6 @@ def register_throughput(sub: argparse.ArgumentParser) -> None:
 
 
 def register_latency(sub: argparse.ArgumentParser) -> None:
-    """The arguments of `bench latency`."""
     add_layouts(sub, (1,))
     for flag, default, text in (
         ("--batch-size", 8, "prompts in the batch"),
@@ -47,8 +45,7 @@ def _throughput(options: argparse.Namespace) -> int:
 
     lengths = options.input_tokens, options.output_tokens
     return _run(
-        options,
-        offline.throughput_task(options.dataset, options.num_prompts, options.warmup, options.seed, *lengths),
+        options, offline.throughput_task(options.dataset, options.num_prompts, options.warmup, options.seed, *lengths)
     )
 
 

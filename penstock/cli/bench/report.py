@@ -14,7 +14,6 @@ from penstock.errors import UserError
 
 
 def register_compare(sub: argparse.ArgumentParser) -> None:
-    """The arguments of `bench compare`."""
     sub.add_argument("a", type=Path, metavar="A", help="the folder of a run")
     sub.add_argument("b", type=Path, metavar="B", help="the folder of another")
     add_seed(sub, "of the bootstrap")
@@ -23,7 +22,6 @@ def register_compare(sub: argparse.ArgumentParser) -> None:
 
 
 def register(sub: argparse.ArgumentParser) -> None:
-    """The arguments of `bench report`."""
     sub.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folders that `penstock bench serve` wrote")
     sub.add_argument("--plan", type=Path, metavar="FILE", help="output of `penstock plan --json`, to compare with")
     sub.add_argument("--out", type=Path, metavar="FILE", help="default: report.html in the first folder")

@@ -23,10 +23,7 @@ WARMUP_SEED = 2**40
 def requests_of(
     options: argparse.Namespace, wanted: Wanted, n_warmup: int, model: str | None, client: Client, served: str
 ) -> tuple[list[PlannedRequest], list[PlannedRequest]]:
-    """The requests of one run and those of its warm-up, of the data set that the flags name.
-
-    Counted by the model's tokenizer, or else by the server, which knows the model as `served`.  Raises UserError.
-    """
+    """The requests of one run and of its warm-up, of the data set that the flags name.  Raises UserError."""
     from penstock.bench.datasets.tokenizers import tokens_of
 
     dataset = options.dataset
@@ -52,14 +49,12 @@ def drawn(
 
 
 def client_of(url: str, key: str | None, is_insecure: bool = False) -> Client:
-    """For what is asked before a run: the server's model, the tokens of a text."""
     from penstock.wire.client import Client
 
     return Client(url, api_key=key, timeout_s=10.0, is_insecure=is_insecure)
 
 
 def only_model(client: Client) -> str:
-    """The name of the server's model.  Raises UserError when it has none, or several."""
     names = [card.name for card in client.models()]
     if len(names) != 1:
         raise UserError(f"cannot choose a model: the server has {len(names)}", hint=f"--model, one of {names[:20]}")
@@ -67,7 +62,6 @@ def only_model(client: Client) -> str:
 
 
 def write(path: Path, text: str) -> None:
-    """Raises UserError."""
     try:
         path.write_text(text, "utf-8")
     except OSError as exc:

@@ -11,15 +11,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.cli.arguments import (
-    add_json,
-    complete,
-    count,
-    count_or_zero,
-    json_object,
-    not_negative,
-    positive,
-)
+from penstock.cli.arguments import add_json, complete, count, count_or_zero, json_object, not_negative, positive
 from penstock.cli.bench.arguments import add_lengths
 from penstock.cli.output import print_json, print_step
 from penstock.errors import EXIT_OURS, PenstockError, UserError
@@ -31,7 +23,7 @@ if TYPE_CHECKING:
     from penstock.bench.serve import Report, Service
 
 _INTERRUPTED = 130
-_TOKENS = 128  # of a prompt and of an answer, where nobody says
+_TOKENS = 128  # of a prompt and of an answer by default
 # Prompts that are drawn where a run ends by time, and comes to them again: counted ones cost time, words do not.
 _MOST_DRAWN, _MOST_WORDS = 1000, 10_000
 _TIMED = ("replay", "jsonl")  # data sets that may say when to send
@@ -39,7 +31,6 @@ _ARRIVALS = ("poisson", "constant", "gamma", "ramp", "replay")
 
 
 def register(sub: argparse.ArgumentParser) -> None:
-    """The arguments of `bench serve`."""
     sub.description = f"{sub.description} The key is read from OPENAI_API_KEY."
     place = sub.add_argument_group("where")
     text = "a deployment (default: the only one that runs, where no address is given)"
@@ -57,11 +48,7 @@ def register(sub: argparse.ArgumentParser) -> None:
     pace.add_argument("--request-rate", type=positive, dest="rate", metavar="R", help=argparse.SUPPRESS)
     pace.add_argument("--concurrency", type=count, metavar="C", help="C at a time, the next when one ends")
     pace.add_argument("--max-concurrency", type=count, dest="concurrency", metavar="C", help=argparse.SUPPRESS)
-    pace.add_argument(
-        "--arrival",
-        choices=_ARRIVALS,
-        help="of an open loop (default: poisson)",
-    )
+    pace.add_argument("--arrival", choices=_ARRIVALS, help="of an open loop (default: poisson)")
     pace.add_argument("--burstiness", type=positive, default=1.0, metavar="K", help="gamma arrivals: below 1 in bursts")
     pace.add_argument("--rate-from", type=not_negative, default=0.0, metavar="R", help="where a ramp to --rate starts")
     pace.add_argument("--warmup", type=count_or_zero, default=1, metavar="N", help="requests before, not counted")
@@ -92,7 +79,6 @@ def register(sub: argparse.ArgumentParser) -> None:
 
 
 def _serve(options: argparse.Namespace) -> int:
-    """Measures once, prints, writes the folder."""
     from penstock.gateway import compiled
 
     compiled.activate()

@@ -49,7 +49,6 @@ Measure = Callable[[argparse.Namespace, Place, float | None, int | None, Path], 
 
 
 def register(sub: argparse.ArgumentParser) -> None:
-    """The arguments of `bench sweep`."""
     add_layouts(sub, ())
     sub.add_argument("--url", help="measure what runs there instead of deploying")
     sub.add_argument("--model", metavar="NAME", help="as the server knows it (default: its only one)")
@@ -75,7 +74,6 @@ def register(sub: argparse.ArgumentParser) -> None:
 
 
 def _sweep(options: argparse.Namespace) -> int:
-    """Search each layout, print its table and answer, write sweep.json and report.html."""
     from penstock.bench import sweep
     from penstock.bench.serve import parts_of
     from penstock.cli.bench.deployment import deployed_of
@@ -160,22 +158,11 @@ def measure(
     is_chat = options.endpoint == "chat"
     wanted = Wanted(n_requests, options.seed, options.input_tokens, options.output_tokens, chat=is_chat)
     requests, warmup = requests_of(options, wanted, 1, place.model, client, served)
-    service = serve.Service(
-        url=place.url,
-        model=served,
-        endpoint=options.endpoint,
-        key=place.key,
-        ignore_eos=True,
-    )
+    service = serve.Service(url=place.url, model=served, endpoint=options.endpoint, key=place.key, ignore_eos=True)
     pace = arrivals.Pace(rate=rate, concurrency=concurrency, n_requests=n_requests, seed=options.seed)
     report = serve.run(service, requests, pace, {}, warmup=warmup)
     folders.prepare(folder)
-    report.result["flags"] = {
-        "rate": rate,
-        "concurrency": concurrency,
-        "requests": n_requests,
-        "seed": options.seed,
-    }
+    report.result["flags"] = {"rate": rate, "concurrency": concurrency, "requests": n_requests, "seed": options.seed}
     place.launch.tell(report)
     folders.write(folder, report.result, report.requests, report.rows, report.is_open)
     place.launch.keep(folder)
@@ -199,7 +186,7 @@ def _place(options: argparse.Namespace, deployment: Deployment | None, tensor: i
     name = f"{deployment.name[:50]}-bench"
     changed = {"name": name, "gateway": msgspec.structs.replace(deployment.gateway, port=0)}
     if tensor is not None:
-        # A layout of its own file stays where only the tensor size is changed.
+        # The rest of the layout in the file stays where only the tensor size is changed.
         cut = deployment.parallel if isinstance(deployment.parallel, Parallel) else Parallel()
         changed["parallel"] = msgspec.structs.replace(cut, tensor=tensor)
     print_step(f"starting {name}{f' with tensor {tensor}' if tensor else ''} ...")

@@ -53,7 +53,7 @@ log = logging.getLogger(__name__)
 
 
 class Source(Protocol):
-    """What a response comes from, for flow control. Both may be called at any time and more than once."""
+    """The origin of a response, for flow control. Both may be called at any time and more than once."""
 
     def pause(self) -> None: ...
     def resume(self) -> None: ...
@@ -63,13 +63,10 @@ class Handler(Protocol):
     """What a listener serves. None of the three blocks."""
 
     def refuse(self, head: RequestHead, *, is_whole: bool) -> Answer | None:
-        """An answer that needs no body, before the body is read; None when `handle` shall have the request.
-
-        `is_whole`: the body is there already, so that `handle` may judge the request instead.
-        """
+        """An answer before the body is read; None when `handle` gets the request. `is_whole`: the body is here."""
 
     def handle(self, request: Request, client: ClientConnection) -> Answer | None:
-        """The answer; or None when something at `client.work` will write the response, or has."""
+        """The answer; None when `client.work` writes the response, or has."""
 
     def origin_headers(self, head: RequestHead) -> Headers:
         """Headers for every answer to this request."""
@@ -91,7 +88,7 @@ class Acceptor(Protocol):
 
 
 class ClientConnection(asyncio.Protocol):
-    """One client. A handler's work calls `respond`, or `write` as often as it likes and `finish` or `fail`."""
+    """One client. A handler's work calls `respond`; or `write` any number of times, then `finish` or `fail`."""
 
     def __init__(self, listener: Acceptor) -> None:
         self._listener = listener
@@ -148,8 +145,7 @@ class ClientConnection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._linger_timer is not None:
-            # It would keep everything of this connection for its time: much, when malformed requests come fast.
-            self._linger_timer.cancel()
+            self._linger_timer.cancel()  # it holds this connection: much memory when malformed requests come fast
         self._leave()
         self._listener.remove(self)
 
@@ -170,13 +166,8 @@ class ClientConnection(asyncio.Protocol):
         """Whether the connection may serve another request after this one."""
         return self._head is not None and self._head.keeps_alive and not self._listener.is_draining
 
-    @property
-    def source(self) -> Source | None:
-        """What is paused while this client reads slower than the response comes."""
-        return self._source
-
-    @source.setter
-    def source(self, source: Source | None) -> None:
+    def read_from(self, source: Source | None) -> None:
+        """Pauses `source` while this client reads slower than the response comes."""
         self._source = source
         if source is not None and self._stalled_at is not None:
             source.pause()
@@ -263,8 +254,6 @@ class ClientConnection(asyncio.Protocol):
         ):
             self._refuse(error_answer(408, "the request did not come in time", "request_timeout"))
 
-    # Ours.
-
     def _enter(self, phase: Phase) -> None:
         self._phase = phase
         self._phase_at = time.monotonic()
@@ -320,8 +309,8 @@ class ClientConnection(asyncio.Protocol):
     def _on_head(self, head: RequestHead, *, has_all: bool = False) -> None:
         self._head = head
         self._enter("body")
-        given = head.get(b"x-request-id") or b""
-        self.request_id = given if given and _REQUEST_ID.fullmatch(given) else self._listener.new_request_id()
+        name = head.get(b"x-request-id")
+        self.request_id = name if name and _REQUEST_ID.fullmatch(name) else self._listener.new_request_id()
         self._early = self._listener.handler.refuse(head, is_whole=has_all)
         has_body = head.is_chunked or bool(head.length)
         if self._early is None and head.length is not None and head.length > self._limits.body_bytes:
@@ -357,11 +346,9 @@ class ClientConnection(asyncio.Protocol):
             self.respond(answer)
 
     def _write_answer(self, answer: Answer, keeps_alive: bool) -> None:
-        headers: list[tuple[bytes, bytes]] = []
+        headers = list(answer.headers)
         if answer.status != 204:
-            headers.append((b"content-type", answer.content_type))
-            headers.append((b"content-length", b"%d" % len(answer.body)))
-        headers += answer.headers
+            headers += (b"content-type", answer.content_type), (b"content-length", b"%d" % len(answer.body))
         if self._head is not None:
             headers.append((b"x-request-id", self.request_id))
             if find_header(answer.headers, b"x-penstock-replica") is None:

@@ -24,15 +24,15 @@ class UpstreamError(Exception):
 
 
 class Sink(Protocol):
-    """Who asked. It gets `receive` and `receive_chunks` until one of them says that the body is whole, or `lost`.
+    """Gets `receive` and `receive_chunks` until one of them says that the body is whole, or `lost`.
 
-    `takes_chunks`: reads that are whole chunks shall come as they are, by `receive_chunks`.
+    `takes_chunks`: reads that are whole chunks come as they are, by `receive_chunks`.
     """
 
     takes_chunks: bool
 
     def receive(self, head: ResponseHead | None, data: bytes, is_end: bool) -> None:
-        """What one read brought: the head if it was in there, body bytes, and whether the body is whole."""
+        """One read: the head if it was in there, body bytes, and whether the body is whole."""
 
     def receive_chunks(self, data: bytes, is_end: bool) -> None:
         """One read in chunked coding; with `is_end` its last chunk ends it."""
@@ -58,10 +58,7 @@ class UpstreamConnection(asyncio.Protocol):
         self.idle_since = 0.0
 
     def send(self, request: bytes, sink: Sink) -> None:
-        """Sends a request; `sink` gets the response as it comes, or learns that it is lost. Never at once.
-
-        Waits as long as the engine does: the time to a first token has no bound that a gateway could know.
-        """
+        """Sends a request; `sink` gets the response as it comes, or `lost`, never before this returns."""
         self._is_reusable = False
         self._sink, self._head = sink, None
         if self._transport.is_closing():
@@ -91,10 +88,6 @@ class UpstreamConnection(asyncio.Protocol):
             self._pool.put(self)
         else:
             self._transport.abort()
-
-    @property
-    def is_open(self) -> bool:
-        return not self._transport.is_closing()
 
     def close(self) -> None:
         self._transport.abort()
@@ -126,7 +119,7 @@ class UpstreamConnection(asyncio.Protocol):
                     return
             self._write_token = None
         if self._sink is None:
-            # Bytes that nobody asked for: whatever they are, they must not become the next request's response.
+            # Bytes without a request must not become the next request's response.
             self._transport.abort()
             return
         if self._sink.takes_chunks:
@@ -173,9 +166,6 @@ class UpstreamConnection(asyncio.Protocol):
             elif self._head is not None:
                 return head, b"".join(pieces), True
         return head, b"".join(pieces), False
-
-    def eof_received(self) -> bool:
-        return False
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._pool.remove(self)
@@ -273,10 +263,7 @@ class _StatusOnly:
 
 
 async def call(connection: UpstreamConnection, request: bytes) -> int:
-    """The status of the answer to `request`, once it is whole. Raises UpstreamError.
-
-    The caller bounds it in time, and closes the connection when it did not return.
-    """
+    """The status of the answer to `request`, once it is whole. Raises UpstreamError. The caller bounds its time."""
     whole: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     connection.send(request, _StatusOnly(whole))
     return await whole

@@ -59,11 +59,11 @@ class SharedServer:
         make: Callable[[], asyncio.Protocol],
         share: Share,
         tls: ssl.SSLContext | None,
-        handshake_s: float,
+        handshake_s: float | None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._sock, self._make, self._share, self._tls = sock, make, share, tls
-        self._handshake_s = handshake_s if tls is not None else None
+        self._handshake_s = handshake_s
         self._connecting: set[asyncio.Task[None]] = set()
         self._pause_timer: asyncio.TimerHandle | None = None
         self._has_waited = False

@@ -1,16 +1,14 @@
 """Requests that wait for a replica of their model: a bounded queue, fair between keys.
 
-Start-time fair queueing, https://doi.org/10.1145/248156.248171: every flow (a key) has a clock that each of its
-requests moves on by 1 / weight; the request with the earliest clock goes first. A flow that comes new starts at the
-queue's present time, so it neither waits behind a backlog of others nor has credit from the past. Priorities order the
-requests of one flow among each other: a key cannot take another's share by calling itself urgent.
+Start-time fair queueing, https://doi.org/10.1145/248156.248171: each request moves its flow's clock (a key's) on by 1,
+and the flow with the earliest clock goes first. A new flow starts at the queue's present time: it neither waits behind
+others' backlog nor has credit. Priorities order the requests of one flow only.
 """
 
 from __future__ import annotations
 
 import asyncio
 import heapq
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from penstock.spec.gateway import QueueBounds
@@ -24,7 +22,6 @@ class QueueEntry:
     flow: bytes
     order: tuple[int, int]  # priority, arrival
     n_bytes: int
-    weight: float = 1.0
     future: asyncio.Future[None] | None = None
 
 
@@ -42,7 +39,7 @@ class FairQueue:
 
     def __init__(self) -> None:
         self._flows: dict[bytes, _Flow] = {}
-        # Of flows that nobody of waits now: without it, one who asks again at once would always be first.
+        # Of flows that have no entry now: without it, a client that asks again at once would always be first.
         self._clocks: dict[bytes, float] = {}
         self._now = 0.0  # the clock of the flow that was served last
         self.n_waiting = 0
@@ -74,7 +71,7 @@ class FairQueue:
             if len(self._clocks) > _CLOCKS_KEPT:
                 self._clocks = {name: clock for name, clock in self._clocks.items() if clock > self._now}
         elif len(flow.heap) > 2 * len(flow.entries) + 8:
-            # Those who left stay in the heap until they come up; here they would outnumber those who wait.
+            # Removed entries stay in the heap until they come up; here they would outnumber the rest.
             flow.heap = [item for item in flow.heap if item[1] in flow.entries]
             heapq.heapify(flow.heap)
         return True
@@ -83,22 +80,15 @@ class FairQueue:
         """The next one to go: of the flow whose clock is earliest, its most urgent and then oldest."""
         if not self._flows:
             return None
-        flow = min(self._flows.values(), key=_clock)
+        flow = min(self._flows.values(), key=lambda flow: flow.clock)
         while True:
             entry = heapq.heappop(flow.heap)[1]
             if entry in flow.entries:
                 break
         self._now = flow.clock
-        flow.clock += 1 / entry.weight
+        flow.clock += 1
         self.remove(entry)
         return entry
-
-    def __iter__(self) -> Iterator[QueueEntry]:
-        return (entry for flow in self._flows.values() for entry in flow.entries)
-
-
-def _clock(flow: _Flow) -> float:
-    return flow.clock
 
 
 class WaitingQueue:
@@ -115,17 +105,15 @@ class WaitingQueue:
         queue = self._queues.get(model)
         return queue.n_waiting if queue else 0
 
-    def has_room(self, n_bytes: int) -> bool:
-        return self.waiting < self._bounds.n_requests and self._n_bytes + n_bytes <= self._bounds.body_bytes
-
-    def enter(self, model: str, flow: bytes, priority: int, n_bytes: int, weight: float = 1.0) -> QueueEntry | None:
+    def enter(self, model: str, flow: bytes, priority: int, n_bytes: int) -> QueueEntry | None:
         """A place in the queue, to be given back with `leave`; None when the queue or the flow's part of it is full."""
         queue = self._queues.setdefault(model, FairQueue())
-        is_crowd = queue.waiting_of(flow) >= self._bounds.n_requests * self._bounds.key_share and flow != b""
-        if is_crowd or not self.has_room(n_bytes):
+        bounds = self._bounds
+        is_crowd = queue.waiting_of(flow) >= bounds.n_requests * bounds.key_share and flow != b""
+        if is_crowd or self.waiting >= bounds.n_requests or self._n_bytes + n_bytes > bounds.body_bytes:
             return None
         self._n_arrived += 1
-        entry = QueueEntry(model, flow, (priority, self._n_arrived), n_bytes, weight)
+        entry = QueueEntry(model, flow, (priority, self._n_arrived), n_bytes)
         queue.push(entry)
         self.waiting += 1
         self._n_bytes += n_bytes
@@ -158,11 +146,10 @@ class WaitingQueue:
     def wake(self, model: str, n_requests: int | None = None) -> None:
         """Lets the next `n_requests` of those that wait for `model` look again; None means all."""
         queue = self._queues.get(model)
-        while queue is not None and queue.n_waiting and n_requests != 0:
-            entry = queue.pop()
-            assert entry is not None
+        n_left = self.waiting if n_requests is None else n_requests
+        while queue is not None and n_left and (entry := queue.pop()) is not None:
+            n_left -= 1
             self.waiting -= 1
             if entry.future is None:
                 entry.future = asyncio.get_running_loop().create_future()
             entry.future.set_result(None)
-            n_requests = None if n_requests is None else n_requests - 1

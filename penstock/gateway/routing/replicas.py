@@ -15,7 +15,7 @@ from penstock.gateway.config import Address, ServedModel, parse_url
 from penstock.gateway.routing.health import Health
 from penstock.gateway.routing.policies import choose
 from penstock.spec.gateway import PolicyName
-from penstock.wire.announcement import Announcement, EngineLoad, GatewayView, Progress, ReplicaView
+from penstock.wire.announcement import Announcement, EngineLoad, GatewayView, ReplicaView
 
 ModelState = Literal["ready", "loading", "unavailable"]
 
@@ -158,9 +158,6 @@ class ReplicaTable:
         if announcement.model not in (model.name for model in self.models):
             raise UserError(f"model {announcement.model!r} is not declared at this gateway")
         row = self._replicas.get(announcement.replica)
-        if row is not None and row.announcement.model != announcement.model:
-            self._by_model[row.announcement.model].remove(row)
-            self._by_model[announcement.model].append(row)
         had_adapters = row.announcement.adapters if row else ()
         if row is None:
             row = self._replicas[announcement.replica] = Replica(announcement, address, now)
@@ -168,6 +165,9 @@ class ReplicaTable:
                 row.shared = self._totals[f"replica:{row.name}{AT_ONCE}"]
             self._by_model[announcement.model].append(row)
         else:
+            if row.announcement.model != announcement.model:
+                self._by_model[row.announcement.model].remove(row)
+                self._by_model[announcement.model].append(row)
             if row.announcement.state == "stopping" and announcement.state != "stopping":
                 self._end_order(announcement.replica)  # another node of that name: the one that was ordered is gone
             row.announcement, row.address, row.announced_at = announcement, address, now
@@ -291,10 +291,11 @@ class ReplicaTable:
 
     def coming_words(self, model: str, now: float) -> str:
         """Progress of the replica that is nearest to ready, for people: "loading 45% 12s", or "waiting"."""
-        rows = [row for row in self._coming(model, now) if row.announcement.progress is not None]
-        words = ["loading" if self._coming(model, now) else "waiting"]
-        if rows:
-            progress = max((row.announcement.progress for row in rows if row.announcement.progress), key=_fraction)
+        coming = self._coming(model, now)
+        words = ["loading" if coming else "waiting"]
+        progresses = [row.announcement.progress for row in coming if row.announcement.progress is not None]
+        if progresses:
+            progress = max(progresses, key=lambda progress: progress.fraction or 0.0)
             if progress.fraction is not None:
                 words.append(f"{min(max(progress.fraction, 0.0), 1.0):.0%}")
             if progress.eta_s is not None:
@@ -348,10 +349,6 @@ class ReplicaTable:
         return GatewayView(rows, self.in_flight_total, waiting, requests_total)
 
 
-def _fraction(progress: Progress) -> float:
-    return progress.fraction or 0.0
-
-
 def _check(announcement: Announcement) -> Address | None:
     if not _NAME.match(announcement.replica):
         raise UserError(f"replica name {announcement.replica!r} is not 1 to 128 of A-Z a-z 0-9 . _ : -")
@@ -365,13 +362,9 @@ def _check(announcement: Announcement) -> Address | None:
         if announcement.state == "ready":
             raise UserError(f"replica {announcement.replica!r} is ready without a url")
         return None
-    return _parse_url(announcement.url)
-
-
-def _parse_url(url: str) -> Address:
-    address = parse_url(url)
+    address = parse_url(announcement.url)
     if address is None:
-        raise UserError(f"url {url!r} is not http://host:port")
+        raise UserError(f"url {announcement.url!r} is not http://host:port")
     return address
 
 

@@ -17,9 +17,9 @@ from penstock.wire.http1 import write_request_head
 
 PROBE_S = 1.0
 PROBE_TIMEOUT_S = 2.0
-# Three probes: an engine whose event loop is busy with one long prompt is slow to say that it is well.
+# Three probes: an engine whose event loop is busy with one long prompt answers them slowly.
 LEASE_S = 3 * (PROBE_S + PROBE_TIMEOUT_S)
-# An engine is unwell after this many probes in a row that it did not answer; one that refuses is so at once.
+# An engine has failed after this many probes in a row without an answer; one that refuses has failed at once.
 MAX_SILENT = 2
 
 log = logging.getLogger(__name__)
@@ -36,12 +36,6 @@ def name_upstreams(upstreams: Sequence[Upstream]) -> list[str]:
         n_before = sum(name == plain or name.startswith(f"{plain}-") for name in names)
         names.append(f"{plain}-{n_before + 1}" if n_before else plain)
     return names
-
-
-def _next_state(problem: Exception | None, was_ready: bool) -> ReplicaState:
-    if problem is None:
-        return "ready"
-    return "stalled" if was_ready else "starting"
 
 
 class StaticUpstreams:
@@ -65,11 +59,13 @@ class StaticUpstreams:
         was_ready = False
         while True:
             problem = await self._probe(address)
-            is_silent = isinstance(problem, TimeoutError)
-            n_silent = n_silent + 1 if is_silent else 0
-            is_doubted = is_silent and was_ready and n_silent < MAX_SILENT
-            before, state = state, state if is_doubted else _next_state(problem, was_ready)
-            was_ready = was_ready or state == "ready"
+            n_silent = n_silent + 1 if isinstance(problem, TimeoutError) else 0
+            is_doubted = was_ready and 0 < n_silent < MAX_SILENT
+            before = state
+            if problem is None:
+                state, was_ready = "ready", True
+            elif not is_doubted:
+                state = "stalled" if was_ready else "starting"
             if state != before:
                 log.info("upstream %s: %s -> %s%s", name, before, state, f": {problem}" if problem else "")
             self._announce(name, upstream, state, problem)

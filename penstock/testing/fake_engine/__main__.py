@@ -27,7 +27,6 @@ class Process:
         self.core = child.fork() if options.child else None
 
     def run(self) -> int:
-        """Lives from the first line of log to the exit code."""
         self._set_signals_while_loading()
         try:
             listener = _bind(self.options)
@@ -43,7 +42,6 @@ class Process:
         return asyncio.run(self._serve(listener))
 
     def log(self, line: Line) -> None:
-        """Prints one line where vLLM would, at once."""
         pid = self.core if line.who == "EngineCore" and self.core else os.getpid()
         stream = sys.stdout if line.who else sys.stderr
         # Whoever read our log may be gone (a node killed with -9); logging never ends vLLM either.
@@ -114,7 +112,6 @@ class Process:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs a fake engine until it ends; the exit code is vLLM's for that end."""
     process = Process(parse(argv))
     try:
         return process.run()

@@ -1,7 +1,6 @@
-"""The fake engine's EngineCore: a child that does nothing but be there, as vLLM's does for a gateway's eyes.
+"""The fake engine's EngineCore: a child that is named as vLLM's is, and survives a kill -9 of the parent.
 
-It looks like vLLM's in `ps` ("VLLM::EngineCore"), keeps the parent's stdout and stderr open, and survives a kill -9 of
-the parent. As an orphan it ends by itself after `ORPHAN_S`, so that a failed test leaves nothing for ever.
+As an orphan it ends after `ORPHAN_S`, so that a failed test leaves nothing for ever.
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ def fork() -> int:
 
 
 def end(pid: int) -> None:
-    """Kills and reaps it; nothing happens when it is gone already."""
     try:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
@@ -41,7 +39,6 @@ def end(pid: int) -> None:
 
 
 def has_ended(pid: int) -> bool:
-    """True once it is gone (and reaped)."""
     try:
         return os.waitpid(pid, os.WNOHANG)[0] == pid
     except ChildProcessError:

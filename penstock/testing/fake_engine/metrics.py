@@ -73,7 +73,6 @@ class Metrics:
         self.request_generation_tokens = Histogram(_LENGTH)
 
     def started(self, n_prompt_tokens: int, queued_s: float) -> None:
-        """A request left the queue."""
         self.n_running += 1
         self.kv_tokens += n_prompt_tokens
         self.queue_s.add(queued_s)
@@ -92,7 +91,6 @@ class Metrics:
             self.gap_s.add(gap_s / n_tokens, n_tokens)
 
     def ended(self, n_prompt_tokens: int, n_tokens: int, latency_s: float, reason: str) -> None:
-        """A running request is over, for one of vLLM's finished reasons."""
         self.n_running -= 1
         self.kv_tokens -= n_prompt_tokens + n_tokens
         self.finished[reason] += 1
@@ -101,7 +99,6 @@ class Metrics:
         self.request_generation_tokens.add(n_tokens)
 
     def page(self) -> str:
-        """The Prometheus text."""
         labels = f'engine="0",model_name="{_escape(self.options.names[0])}"'
         lines: list[str] = []
         for name, kind, values in self._families():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Literal, get_args
 
 Refusal = Literal["kv-cache", "no-blocks", "memory"]
 
@@ -46,72 +46,48 @@ class Options:
 
 
 def parse(argv: Sequence[str]) -> Options:
-    """The flags as Options. Prints argparse's message and exits 2 for what it does not know, as vLLM does."""
-    given = vars(_parser().parse_args(argv))
-    given["served_model_name"] = tuple(given["served_model_name"])
-    return Options(**{field.name: given[field.name] for field in fields(Options)})
+    flags = vars(_parser().parse_args(argv))
+    flags["served_model_name"] = tuple(flags["served_model_name"])
+    return Options(**{field.name: flags[field.name] for field in fields(Options)})
+
+
+_HELP = {
+    "port": "0 takes a free one and logs it",
+    "max_num_seqs": "more requests wait",
+    "load_s": "seconds from start to ready",
+    "shards": "lines of loading progress",
+    "ttft_s": "seconds to the first token",
+    "tokens_per_s": "per request; or inf",
+    "tokens_per_chunk": "per SSE event",
+    "reply_tokens": "where a chat answer ends by itself",
+    "echo_body": "the answer is the request body's sha256",
+    "crash_at_start": "log this as an error while starting, exit 1",
+    "oom": "refuse to start with one of vLLM's memory errors, exit 1",
+    "crash_after_requests": "die when generation N+1 arrives",
+    "crash_mid_stream": "die after sending so many tokens",
+    "hang_after_requests": "generation N+1 and later never move",
+    "fault_once": "only while this file is absent; the fault makes it: a restart is healthy",
+    "shutdown_timeout": "seconds to drain on SIGTERM",
+    "child": "a VLLM::EngineCore process that outlives a kill -9",
+}
+_TYPES: dict[str, type] = {"int": int, "float": float, "int | None": int}
 
 
 def _parser() -> argparse.ArgumentParser:
-    defaults = Options()
     parser = argparse.ArgumentParser(
         prog="python -m penstock.testing.fake_engine",
         description="An engine that speaks like vLLM and has no model. docs/how-to/testing.md explains every flag.",
         allow_abbrev=False,
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    _add_place(parser, defaults)
-    _add_pace(parser, defaults)
-    _add_faults(parser)
-    _add_life(parser, defaults)
-    return parser
-
-
-def _add_place(parser: argparse.ArgumentParser, defaults: Options) -> None:
-    parser.add_argument("--host", default=defaults.host)
-    parser.add_argument("--port", type=int, default=defaults.port, help="0 takes a free one and logs it")
     parser.add_argument("--model", required=True)
     parser.add_argument("--served-model-name", nargs="+", default=[], metavar="NAME")
-    parser.add_argument("--max-model-len", type=int, default=defaults.max_model_len, metavar="TOKENS")
-    parser.add_argument("--max-num-seqs", type=int, default=defaults.max_num_seqs, help="more requests wait")
-    parser.add_argument("--kv-cache-tokens", type=int, default=defaults.kv_cache_tokens, metavar="TOKENS")
-
-
-def _add_pace(parser: argparse.ArgumentParser, defaults: Options) -> None:
-    parser.add_argument("--load-s", type=float, default=defaults.load_s, help="seconds from start to ready")
-    parser.add_argument("--shards", type=int, default=defaults.shards, help="lines of loading progress")
-    parser.add_argument("--ttft-s", type=float, default=defaults.ttft_s, help="seconds to the first token")
-    parser.add_argument("--tokens-per-s", type=float, default=defaults.tokens_per_s, help="per request; or inf")
-    parser.add_argument("--tokens-per-chunk", type=int, default=defaults.tokens_per_chunk, help="per SSE event")
-    parser.add_argument(
-        "--reply-tokens", type=int, default=defaults.reply_tokens, help="where a chat answer ends by itself"
-    )
-    parser.add_argument("--echo-body", action="store_true", help="the answer is the request body's sha256")
-
-
-def _add_faults(parser: argparse.ArgumentParser) -> None:
-    faults = parser.add_argument_group("faults")
-    faults.add_argument("--crash-at-start", metavar="MESSAGE", help="log this as an error while starting, exit 1")
-    faults.add_argument(
-        "--oom",
-        nargs="?",
-        const="kv-cache",
-        choices=["kv-cache", "no-blocks", "memory"],
-        help="refuse to start with one of vLLM's memory errors, exit 1",
-    )
-    faults.add_argument("--crash-after-requests", type=int, metavar="N", help="die when generation N+1 arrives")
-    faults.add_argument("--crash-mid-stream", type=int, metavar="TOKENS", help="die after sending so many tokens")
-    faults.add_argument("--hang-after-requests", type=int, metavar="N", help="generation N+1 and later never move")
-    faults.add_argument(
-        "--fault-once", metavar="FILE", help="only while FILE is absent; the fault makes it: a restart is healthy"
-    )
-
-
-def _add_life(parser: argparse.ArgumentParser, defaults: Options) -> None:
-    life = parser.add_argument_group("life")
-    life.add_argument("--ignore-sigterm-while-loading", action="store_true")
-    life.add_argument("--ignore-sigterm", action="store_true")
-    life.add_argument(
-        "--shutdown-timeout", type=float, default=defaults.shutdown_timeout, help="seconds to drain on SIGTERM"
-    )
-    life.add_argument("--child", action="store_true", help="a VLLM::EngineCore process that outlives a kill -9")
+    choices = get_args(Refusal)
+    parser.add_argument("--oom", nargs="?", const=choices[0], choices=choices, help=_HELP["oom"])
+    for field in fields(Options):
+        flag, text = f"--{field.name.replace('_', '-')}", _HELP.get(field.name, " ")
+        if field.type == "bool":
+            parser.add_argument(flag, action="store_true", help=text)
+        elif field.name not in ("model", "served_model_name", "oom"):
+            parser.add_argument(flag, type=_TYPES.get(str(field.type), str), default=field.default, help=text)
+    return parser

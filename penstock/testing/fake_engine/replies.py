@@ -28,7 +28,6 @@ def error_event(message: str) -> bytes:
 
 
 def models(options: Options, created: int) -> dict[str, object]:
-    """/v1/models."""
     return {"object": "list", "data": [_card(name, options, created) for name in options.names]}
 
 
@@ -68,7 +67,6 @@ def usage(ask: Ask, n_tokens: int) -> dict[str, object]:
 
 
 def whole(ask: Ask, reply_id: str, model: str, created: int) -> bytes:
-    """The body of an answer that is not streamed."""
     text = ask.text(0, ask.n_tokens)
     nothing = {"prompt_tokens_details": None, "completion_tokens_details": None}
     end = {"logprobs": None, "finish_reason": ask.finish_reason, "stop_reason": None, "token_ids": None}
@@ -113,7 +111,6 @@ class Events:
         self._finish = f'{close},"logprobs":null,"finish_reason":"{ask.finish_reason}","stop_reason":null,{ids}'
 
     def first(self) -> bytes:
-        """The chunk with the role; empty for completions, which have none."""
         if not self.ask.is_chat:
             return b""
         choice = '{"index":0,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
@@ -133,7 +130,6 @@ class Events:
         return "".join(chunks).encode()
 
     def end(self) -> bytes:
-        """The usage chunk when it was asked for, and [DONE]."""
         if not self.ask.includes_usage:
             return DONE
         counted = dump(usage(self.ask, self.ask.n_tokens))

@@ -26,10 +26,9 @@ class Request(NamedTuple):
 
 @dataclass(frozen=True)
 class Ask:
-    """A generation to do: `words` are echoed in `n_tokens` numbered tokens.
+    """A generation to do: `words` are echoed in `n_tokens` numbered tokens, or `digest` (--echo-body) in pieces.
 
-    With `digest` (--echo-body) the tokens are its pieces instead. With `ends_itself` the last token is the
-    end-of-text token: counted, without text.
+    With `ends_itself` the last token is the end-of-text token: counted, without text.
     """
 
     is_chat: bool
@@ -56,8 +55,6 @@ class Ask:
 
 
 class Refusal(Exception):
-    """An answer with an error status instead of text; `payload` is its JSON."""
-
     def __init__(self, status: int, payload: dict[str, object]) -> None:
         super().__init__(str(payload))
         self.status = status
@@ -70,7 +67,6 @@ def expected_text(prompt: str, n_tokens: int) -> str:
 
 
 def read_generation(body: bytes, headers: dict[str, str], is_chat: bool, options: Options) -> Ask:
-    """The Ask in a chat or completion request. Raises Refusal with vLLM's status and message."""
     asked = read_object(body, headers)
     words, n_prompt_tokens = _chat_prompt(asked, options) if is_chat else _completion_prompt(asked, options)
     max_tokens = _max_tokens(asked, options)
@@ -105,7 +101,6 @@ def read_tokenize(body: bytes, headers: dict[str, str], options: Options) -> lis
 
 
 def read_object(body: bytes, headers: dict[str, str]) -> dict[str, Any]:
-    """The body as a JSON object. Raises Refusal."""
     if not headers.get("content-type", "").startswith("application/json"):
         message = "1 validation error:\n  Unsupported Media Type: Only 'application/json' is allowed"
         raise Refusal(400, error(message, "Bad Request", None, 400))
@@ -124,18 +119,17 @@ def read_object(body: bytes, headers: dict[str, str]) -> dict[str, Any]:
 
 
 def error(message: str, kind: str, param: str | None, code: int) -> dict[str, object]:
-    """vLLM's (OpenAI's) error object."""
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def bad_request(message: str, param: str | None, value: object = None) -> Refusal:
-    told = f" (parameter={param}" + (f", value={value})" if value is not None else ")") if param else ""
-    return Refusal(400, error(message + told, "BadRequestError", param, 400))
+    parameter = f" (parameter={param}" + (f", value={value})" if value is not None else ")") if param else ""
+    return Refusal(400, error(message + parameter, "BadRequestError", param, 400))
 
 
-def _invalid(where: str, kind: str, message: str, given: object, context: object = None) -> Refusal:
+def _invalid(where: str, kind: str, message: str, value: object, context: object = None) -> Refusal:
     """A refusal by the schema, in the words of FastAPI as vLLM prints them."""
-    facts: dict[str, object] = {"type": kind, "loc": where, "msg": message, "input": given}
+    facts: dict[str, object] = {"type": kind, "loc": where, "msg": message, "input": value}
     if context is not None:
         facts["ctx"] = context
     return Refusal(400, error(f"1 validation error:\n  {facts}", "Bad Request", where, 400))
@@ -158,7 +152,6 @@ def _check_model(asked: dict[str, Any], options: Options) -> None:
 
 
 def _chat_prompt(asked: dict[str, Any], options: Options) -> tuple[tuple[str, ...], int]:
-    """The words of the last message, and the tokens of all of them."""
     if "messages" not in asked:
         raise _invalid("body.messages", "missing", "Field required", f"<dict of {len(asked)} items>")
     messages = asked["messages"]
@@ -193,7 +186,6 @@ def _completion_prompt(asked: dict[str, Any], options: Options) -> tuple[tuple[s
 
 
 def _max_tokens(asked: dict[str, Any], options: Options) -> int | None:
-    """max_completion_tokens, max_tokens or None; and the other numbers that vLLM refuses."""
     name = "max_completion_tokens" if asked.get("max_completion_tokens") is not None else "max_tokens"
     max_tokens = asked.get(name)
     if max_tokens is not None and not isinstance(max_tokens, int):

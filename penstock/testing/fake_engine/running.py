@@ -1,13 +1,10 @@
-"""Fake engines for a test: one in a thread of this process, or one as a process of its own.
+"""Fake engines for a test: one in a thread of this process, or one as a separate process.
 
-    with in_thread(Options(model="m", ttft_s=0)) as engine:
-        ...  # engine.url answers; engine.seen holds the requests as they arrived
+with in_thread(Options(model="m", ttft_s=0)) as engine:
+    ...  # engine.url answers; engine.seen holds the requests as they arrived
 
-    with as_process("--model", "m", "--child") as engine:
-        ...  # engine.url answers; engine.process is its Popen, engine.log() what it printed
-
-The thread costs a millisecond; crashes there drop the connections instead of ending your test. The process takes
-0.1 s and can be killed; on the way out it, its child and nothing else are killed.
+with as_process("--model", "m", "--child") as engine:
+    ...  # engine.url answers; engine.process is its Popen, engine.log() what it printed
 """
 
 from __future__ import annotations
@@ -64,11 +61,9 @@ class InThread:
         done.wait(_START_S)
 
     def stop(self) -> None:
-        """Makes `serve` return."""
         self._loop.call_soon_threadsafe(self._loop.stop)
 
     def serve(self, listens: threading.Event) -> None:
-        """What the thread does; `listens` is set once `url` answers."""
         asyncio.set_event_loop(self._loop)
         options = self._engine.options
         connect = self._loop.create_server(lambda: Connection(self._engine), options.host, options.port)
@@ -109,8 +104,6 @@ def in_thread(options: Options) -> Iterator[InThread]:
 
 
 class AsProcess:
-    """A fake engine's process, the leader of its own session."""
-
     def __init__(self, flags: tuple[str, ...], log_file: Path) -> None:
         self.url = ""
         self._log_file = log_file
@@ -124,7 +117,6 @@ class AsProcess:
             )
 
     def log(self) -> str:
-        """All it has printed, stdout and stderr together."""
         return self._log_file.read_text(encoding="utf-8", errors="replace")
 
     def wait_for(self, text: str, timeout_s: float = _START_S) -> str:
@@ -137,11 +129,10 @@ class AsProcess:
         return self.log()
 
     def wait_until_ready(self) -> None:
-        found = _URL.search(self.wait_for("Application startup complete."))
-        self.url = found.group(1) if found else ""
+        match = _URL.search(self.wait_for("Application startup complete."))
+        self.url = match.group(1) if match else ""
 
     def kill_all(self) -> None:
-        """SIGKILL to the process and its child, whichever are left."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait(_START_S)

@@ -1,8 +1,4 @@
-"""The fake engine's connections and generations: the only file with sockets and a clock.
-
-One `Engine` holds what the process knows; each `Connection` reads requests with `penstock.wire.http1` and hands
-generations to the engine as tasks. A client that leaves cancels its task, as vLLM aborts its request.
-"""
+"""The fake engine's connections and generations: the only file with sockets and a clock."""
 
 from __future__ import annotations
 
@@ -42,19 +38,15 @@ _BATCH_TOKENS = 64  # with --tokens-per-s inf: tokens in one write, so that stre
 
 
 def is_armed(options: Options) -> bool:
-    """False once --fault-once's file exists."""
     return options.fault_once is None or not Path(options.fault_once).exists()
 
 
 def disarm(options: Options) -> None:
-    """A fault happens now."""
     if options.fault_once is not None:
         Path(options.fault_once).touch()
 
 
 class Generation:
-    """One answer in the making: `n_sent` of its tokens are out."""
-
     def __init__(self, ask: Ask, connection: Connection, reply_id: str, model: str) -> None:
         self.ask = ask
         self.connection = connection
@@ -86,7 +78,6 @@ class Engine:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def answer(self, request: Request) -> tuple[int, bytes, str | None]:
-        """Status, body and content type of everything but a generation."""
         match request.path:
             case "/health" | "/ping":
                 return 503 if self.is_dead else 200, b"", None
@@ -122,7 +113,6 @@ class Engine:
         return task
 
     async def stop(self, timeout_s: float) -> None:
-        """Takes no more generations, lets those in flight end within `timeout_s`, fails the rest."""
         self.is_draining = True
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=timeout_s)
@@ -136,7 +126,6 @@ class Engine:
         await self._fail_all()
 
     def hang_up(self) -> None:
-        """Drops every connection at once, as the end of the process does."""
         self.is_dead = True
         for connection in tuple(self.connections):
             connection.abort()
@@ -203,7 +192,6 @@ class Engine:
             self.metrics.ended(ask.n_prompt_tokens, generation.n_sent, now() - arrived_at, reason)
 
     async def _pace(self, generation: Generation, arrived_at: float) -> None:
-        """Sends tokens when they are due: the first `ttft_s` after the start, then `tokens_per_s`."""
         now = asyncio.get_running_loop().time
         ask, rate = generation.ask, self.options.tokens_per_s
         await asyncio.sleep(self.options.ttft_s)
@@ -224,7 +212,6 @@ class Engine:
             await generation.connection.drained()
 
     def _send_tokens(self, generation: Generation, upto: int, gap_s: float | None) -> None:
-        """Counts and sends tokens up to number `upto`, or up to --crash-mid-stream's."""
         first, limit = generation.n_sent, self.options.crash_mid_stream
         crashes = limit is not None and upto >= limit and is_armed(self.options)
         if crashes and limit is not None:
@@ -248,8 +235,6 @@ class Engine:
 
 
 class Connection(asyncio.Protocol):
-    """One client. Requests are answered in order; what it sends during an answer waits in the reader."""
-
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.is_gone = False
@@ -297,7 +282,6 @@ class Connection(asyncio.Protocol):
         await asyncio.sleep(0)
 
     def respond(self, status: int, body: bytes, content_type: str | None, allow: str | None = None) -> None:
-        """Sends a whole response."""
         self._log(status)
         is_last = self._head is None or not self._head.keeps_alive
         lines = [f"allow: {allow}"] if allow is not None else []
@@ -317,7 +301,6 @@ class Connection(asyncio.Protocol):
         self._transport.write(_response_head(200, f"content-type: {EVENT_STREAM}", "vary: Origin", end))
 
     def send(self, piece: bytes) -> None:
-        """Sends a piece of an event stream."""
         if piece and not self.is_gone:
             self._transport.write(http1.write_chunk(piece) if self._is_chunked else piece)
 
@@ -326,11 +309,9 @@ class Connection(asyncio.Protocol):
             self._transport.write(http1.LAST_CHUNK)
 
     def close(self) -> None:
-        """Ends the connection after what was sent."""
         self._transport.close()
 
     def abort(self) -> None:
-        """Ends the connection at once."""
         self._transport.abort()
 
     @property
@@ -338,7 +319,6 @@ class Connection(asyncio.Protocol):
         return self._head is not None and not self._head.is_http_10
 
     def _advance(self) -> None:
-        """Answers the requests that have arrived whole, until one takes time."""
         try:
             while self._task is None and not self._transport.is_closing():
                 event = self._reader.next_event()
@@ -399,6 +379,5 @@ class Connection(asyncio.Protocol):
 
 
 def _response_head(status: int, *lines: str) -> bytes:
-    """With uvicorn's headers, in uvicorn's order."""
     date = time.strftime("%a, %d %b %Y %H:%M:%S GMT", time.gmtime())
     return http1.STATUS_LINE[status] + "\r\n".join([f"date: {date}", "server: uvicorn", *lines, "", ""]).encode()

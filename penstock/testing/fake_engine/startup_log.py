@@ -1,7 +1,6 @@
 """The fake engine's log: vLLM 0.32.0's lines in vLLM's order, with the waits between them. Pure.
 
-Lines, file names and line numbers are those of the recording in tests/golden/vllm-0.32.0; only those that carry a
-milestone are repeated. vLLM logs to stdout; progress bars, uvicorn and tracebacks go to stderr.
+From the recording in tests/golden/vllm-0.32.0. vLLM logs to stdout; progress bars, uvicorn, tracebacks go to stderr.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ class Line(NamedTuple):
     wait_s: float = 0.0
 
     def render(self, pid: int, clock: str) -> str:
-        """As vLLM prints it; `clock` is "11-20 12:00:00"."""
         if self.who is None:
             return self.text
         return f"({self.who} pid={pid}) {self.level} {clock} [{self.where}] {self.text}"
@@ -53,14 +51,12 @@ _REFUSALS: dict[Refusal, str] = {
 
 
 def start(options: Options, port: int) -> Iterator[Line]:
-    """A start that goes well, up to where HTTP begins."""
     yield from _until_engine(options, port)
     yield from _until_weights(options)
     yield from _until_server(options, port)
 
 
 def refuse(options: Options, port: int) -> Iterator[Line]:
-    """A start that ends with --oom or --crash-at-start; exit code 1 follows."""
     yield from _until_engine(options, port)
     if options.oom in ("kv-cache", "no-blocks"):
         yield from _until_weights(options)
@@ -68,14 +64,12 @@ def refuse(options: Options, port: int) -> Iterator[Line]:
 
 
 def ready(pid: int) -> Iterator[Line]:
-    """What uvicorn says when it takes connections."""
     yield Line(f"INFO:     Started server process [{pid}]")
     yield Line("INFO:     Waiting for application startup.")
     yield Line("INFO:     Application startup complete.")
 
 
 def stopping(timeout_s: float) -> Iterator[Line]:
-    """SIGTERM was heard."""
     mode = "drain" if timeout_s else "abort"
     yield Line("[shutdown] API server: shutdown triggered", "APIServer", "launcher.py:254")
     text = f"[shutdown] API server: stopping engine client mode={mode} timeout={timeout_s:.0f}s"
@@ -86,7 +80,6 @@ def stopping(timeout_s: float) -> Iterator[Line]:
 
 
 def stopped(pid: int) -> Iterator[Line]:
-    """The last lines of a clean end."""
     yield Line("[shutdown] API server: shutting down FastAPI HTTP server", "APIServer", "launcher.py:304")
     yield Line("INFO:     Shutting down")
     yield Line("INFO:     Waiting for application shutdown.")
@@ -95,7 +88,6 @@ def stopped(pid: int) -> Iterator[Line]:
 
 
 def died() -> Iterator[Line]:
-    """The engine process is gone under a running server."""
     for text in (
         "AsyncLLM output_handler failed.",
         "Traceback (most recent call last):",
