@@ -200,7 +200,7 @@ def test_a_killed_worker_of_ray_takes_its_node_with_it_and_both_come_back(
         found.outer_pid
         for host in ray_cluster.hosts
         for found in host.processes()
-        if found.argv and found.argv[0].startswith("ray::NodeKeeper")
+        if found.argv and found.argv[0].startswith("ray::NodeActor")
     ]
     os.kill(keeper, 9)
     wait_until(lambda: on_hosts(ray_cluster, run, "node") != before, "its node has ended", 20.0)

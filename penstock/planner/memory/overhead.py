@@ -1,9 +1,9 @@
-"""Memory of a GPU beside weights and KV cache, as low / likely / high: what the profile run finds and what it does not.
+"""Memory of a GPU other than weights and KV cache, as low / likely / high.
 
 `activation` is transient: the larger of the largest batch's forward pass and the sampler over max_num_seqs rows.
 `workspace` are the MoE kernels' buffers, `non_torch` what the CUDA libraries and the allocator keep, `nccl` the
-communicators. Constants are fits to start-up logs unless a comment says otherwise (docs/measurements/plan-accuracy.md).
-"""
+communicators. Constants are fits to start-up logs unless a comment says otherwise
+(docs/measurements/plan-accuracy.md)."""
 
 from __future__ import annotations
 
@@ -42,8 +42,6 @@ _MOE_CHUNK = 32768  # tokens that an MoE layer sees at once (VLLM_FUSED_MOE_CHUN
 
 
 class RunSettings(msgspec.Struct, frozen=True):
-    """Engine settings and GPU properties that the profile run depends on."""
-
     max_num_batched_tokens: int
     max_num_seqs: int
     enforce_eager: bool = False
@@ -58,7 +56,7 @@ class RunSettings(msgspec.Struct, frozen=True):
 
 
 class Overhead(msgspec.Struct, frozen=True):
-    """Bytes on one GPU of a pipeline stage. `graphs` and `nccl` are in the budget or beside it, as the flags say."""
+    """Bytes on one GPU of a pipeline stage. `graphs` and `nccl` are in the budget or outside it."""
 
     activation: Range
     workspace: Range
@@ -93,11 +91,10 @@ def overhead(arch: Architecture, layout: Parallel, rules: EngineProfile, run: Ru
     forward = _spread(_forward_bytes(arch, layers, layout, run, keeps_inputs=is_v2 and stage == 0), _FORWARD_SPREAD)
     uses = [forward if rules.keeps_moe_workspace else forward + workspace]
     if is_last:
-        uses.append(
-            _spread(
-                _sampler_bytes(arch, _SAMPLER_BYTES_RUNNER_V2 if is_v2 else rules.sampler_bytes, run), _SAMPLER_SPREAD
-            )
-        )
+        # Rows x vocabulary x bytes an entry, and the hidden states of the batch, which live until the sampler is done.
+        entries = run.n_rows * arch.vocab * (_SAMPLER_BYTES_RUNNER_V2 if is_v2 else rules.sampler_bytes)
+        batch = run.max_num_batched_tokens * arch.hidden * dtype_bytes(arch.dtype)
+        uses.append(_spread(entries + batch, _SAMPLER_SPREAD))
     activation = highest(uses)
     if arch.is_multimodal and stage == 0:
         activation = _with_encoder(activation, arch, layout)
@@ -131,7 +128,7 @@ def _forward_bytes(
 
 
 def _width(layer: Layer, tensor: int) -> float:
-    """Numbers a token between the input and the output of a layer's widest part, on one rank."""
+    """Numbers a token between input and output of a layer's widest part, on one rank."""
     parts = [0.0]
     if layer.mlp is not None:
         width = layer.mlp.shared_intermediate if layer.mlp.n_experts else layer.mlp.intermediate
@@ -156,12 +153,6 @@ def _workspace(arch: Architecture, layers: Sequence[Layer], layout: Parallel, ru
     cut = 1 if layout.expert else layout.tensor * layout.data
     widest = max(mlp.top_k * max(2 * mlp.intermediate / cut, arch.hidden) for mlp in mixtures)
     return _spread(2 * likely_tokens * widest * dtype_bytes(arch.dtype), _WORKSPACE_SPREAD)
-
-
-def _sampler_bytes(arch: Architecture, bytes_per_entry: float, run: RunSettings) -> float:
-    """rows x vocabulary x bytes an entry, and the hidden states of the batch, which live until the sampler is done."""
-    hidden = run.max_num_batched_tokens * arch.hidden * dtype_bytes(arch.dtype)
-    return run.n_rows * arch.vocab * bytes_per_entry + hidden
 
 
 def _with_encoder(activation: Range, arch: Architecture, layout: Parallel) -> Range:
