@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import json
 import os
 import signal
@@ -84,6 +85,32 @@ def test_a_preempted_replica_leaves_at_once_and_its_next_job_waits(desk: Desk) -
     desk.wait(lambda: desk.status()["phase"] == "ready", "it serves again", 60)
     assert desk.answer().startswith("1:tell 2:me")
     desk.down()
+
+
+STREAM = """
+import sys
+from penstock.wire.client import Client
+client = Client(sys.argv[1], timeout_s=60.0)
+*_, reply = client.stream_chat([{"role": "user", "content": "hi"}], max_tokens=40)
+print(reply.finish_reason)
+"""
+
+
+@both
+@pytest.mark.parametrize("how", ["requeue", "preempt"])
+def test_a_stream_in_flight_ends_well_when_slurm_takes_the_job(desk: Desk, how: str) -> None:
+    """40 tokens at 8 a second are five seconds: less than KillWait."""
+    desk.up(desk.write(args={"tokens-per-s": 8}))
+    job = desk.job()
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        reply = pool.submit(desk.python, STREAM, desk.status()["url"])
+        desk.wait(lambda: desk.replica()["in_flight"] == 1, "the stream runs")
+        if how == "requeue":
+            desk.slurm.run(["scontrol", "requeue", str(job)])
+        else:
+            desk.slurm.submit("#!/bin/sh\nexec sleep 300", "-N2", "--exclusive", "-p", "high")
+        assert reply.result().strip() == "length", desk.said()
+    desk.call("down", "one")
 
 
 def test_a_requeued_job_is_the_same_replica(desk: Desk) -> None:
