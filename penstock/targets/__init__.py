@@ -70,12 +70,8 @@ class Login(msgspec.Struct, frozen=True):
     ssh_config: str | None = None
 
 
-class Target(ABC):
-    """The seam. `testing/conformance.py` checks every target against this contract.
-
-    `render` is pure. `check`, `machines`, `survey` and `status` change nothing. `place` and `end` block until the
-    target has accepted, are safe to repeat, and never touch another run. "gone" means that no process of the unit is
-    left.
+class Facts:
+    """What is true of a target without asking it.
 
     `listen`: where engines listen. `is_this_machine`: replicas run on the machine of `up`. `is_elastic`: each replica
     gets its own machines. `owns_ray`: replicas run in a Ray cluster, so their nodes need no second one.
@@ -103,6 +99,15 @@ class Target(ABC):
     def nodes_per_machine(self, deployment: Deployment, handle: Handle, n_more: int = 0) -> list[int]:
         """Nodes of a run on each of `machines`, in their order, with `n_more` replicas; not for elastic targets."""
         return [len(handle.replicas) + n_more]
+
+
+class Target(Facts, ABC):
+    """The seam. `testing/conformance.py` checks every target against this contract.
+
+    `render` is pure. `check`, `machines`, `survey` and `status` change nothing. `place` and `end` block until the
+    target has accepted, are safe to repeat, and never touch another run. "gone" means that no process of the unit is
+    left.
+    """
 
     @abstractmethod
     def check(self, deployment: Deployment, is_rehearsal: bool = False) -> list[Problem]:
@@ -147,7 +152,7 @@ class Target(ABC):
         Works on a damaged folder too.
         """
 
-    def keep_up(self, run: Run) -> None:  # noqa: B027 - most targets hold nothing
+    def keep_up(self, run: Run) -> None:
         """Called every second or so while the run lives: keeps up what the target holds besides units (tunnels)."""
 
 
