@@ -31,12 +31,12 @@ LOADS = [(1, 1000, 200), (8, 1000, 200), (32, 1000, 200), (128, 1000, 200), (1, 
 
 def points(truth: Calibration, noise: float = 0.0) -> list[BenchPoint]:
     """What a deployment with these constants would be measured at."""
-    rng, found = random.Random(1), []
+    rng, measured = random.Random(1), []
     for concurrency, n_in, n_out in LOADS:
-        told = estimate.estimate(COSTS, ONE, H100, Workload(n_in, n_out, concurrency), ENGINE, truth)
-        ttft, tpot = (value * (1 + rng.uniform(-noise, noise)) for value in (told.ttft_ms.likely, told.tpot_ms.likely))
-        found.append(BenchPoint(concurrency, n_in, n_out, ttft, tpot))
-    return found
+        speed = estimate.estimate(COSTS, ONE, H100, Workload(n_in, n_out, concurrency), ENGINE, truth)
+        times = (time.likely * (1 + rng.uniform(-noise, noise)) for time in (speed.ttft_ms, speed.tpot_ms))
+        measured.append(BenchPoint(concurrency, n_in, n_out, *times))
+    return measured
 
 
 TRUTH = Calibration(
