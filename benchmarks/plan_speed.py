@@ -180,10 +180,11 @@ _INTRODUCTION = """
 What `penstock plan` predicts without calibration against latencies that others published. `tuned` points moved
 constants, `held_out` ones did not; the split was set by source, before. We did see the held-out errors while the form
 of the model was made, so they are not blind. Points of vLLM before 0.11, which the planner no longer knows, left the
-table. A TTFT is compared with the prediction of the same statistic: the mean of a benchmark, the median of requests that
-come by themselves, or the mean of equally long requests over as many rounds as the benchmark had (in the first round all
-come at once, later arrivals follow departures). `penstock plan` prints the first of the three, with the second as its low
-end: at concurrency 64 and long prompts the median of a benchmark is two to four times lower than its mean. Worst first.
+table. A TTFT is compared with the prediction of the same statistic: the mean of a benchmark, the median of requests
+that come by themselves, or the mean of equally long requests over as many rounds as the benchmark had (in the first
+round all come at once, later arrivals follow departures). `penstock plan` prints the first of the three, with the
+second as its low end: at concurrency 64 and long prompts the median of a benchmark is two to four times lower than its
+mean. Worst first.
 """.strip()
 
 
