@@ -18,7 +18,7 @@ import pytest
 from samples import DEMO, demo_plan, deployment
 
 from penstock.errors import UserError
-from penstock.models import ModelFacts, files
+from penstock.models import ModelFacts, demo, files
 from penstock.models.facts import read_files
 from penstock.node import model_files
 from penstock.planner import Plan, kv_bytes_per_token
@@ -313,7 +313,7 @@ def test_the_bundled_model_is_found_in_each_machines_own_copy() -> None:
     found = model_files.on_this_node(planned("/elsewhere/penstock/models/demo_model", "penstock-demo"))
     assert found.model.path == str(files.BUNDLED)
     gguf = model_files.on_this_node(planned("/elsewhere/penstock-demo.gguf", "penstock-demo", "gguf"))
-    assert Path(gguf.model.path).parent == files.BUNDLED and gguf.model.path.endswith(".gguf")
+    assert gguf.model.path == str(demo.gguf_file())
 
 
 def test_a_folder_is_where_it_was_or_the_node_says_what_it_lacks(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import msgspec
 
 from penstock import paths
 from penstock.errors import UserError, nearest, not_modelled
-from penstock.models import Facts, Header, ModelFacts, StoredTensor, catalog, gguf, hub
+from penstock.models import Facts, Header, ModelFacts, StoredTensor, catalog, demo, gguf, hub
 from penstock.models.files import (
     BUNDLED,
     INDEX,
@@ -98,7 +98,7 @@ def read_files(path: Path, reference: str, form: str) -> tuple[Facts, ModelFacts
     """The facts in the files of one form that an engine will load, and the record of them in its plan.
     Raises UserError for a folder that holds no such model."""
     if form == "gguf":
-        parts = gguf_parts(path)
+        parts = [demo.gguf_file()] if path == BUNDLED else gguf_parts(path)
         if not parts:
             raise UserError(
                 f'cannot use model folder "{path}": no *.gguf in it',

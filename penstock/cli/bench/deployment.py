@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from penstock.errors import PenstockError, UserError
+from penstock.spec.deployment import DEMO_MODEL
 
 if TYPE_CHECKING:
     from penstock.bench.calibrate import Deployed
@@ -34,7 +35,10 @@ class Launch(NamedTuple):
 
     @property
     def model(self) -> str | None:
-        return self.plan.model.path if self.plan else None
+        if self.plan is None:
+            return None
+        model = self.plan.model
+        return model.reference if model.reference == DEMO_MODEL else model.path  # its GGUF file has no tokenizer by it
 
     @property
     def facts(self) -> dict[str, Any]:
