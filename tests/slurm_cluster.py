@@ -65,9 +65,14 @@ class Desk:
         self.names.append(Path(file).stem)
         self.call("up", file, *words, timeout_s=timeout_s)
 
+    def down(self, *words: object) -> None:
+        """End "one"; nothing of any deployment may be left."""
+        self.call("down", "one", *words)
+        assert self.left() == []
+
     def status(self, name: str = "one") -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self.call("status", name, "--json"))
-        return found
+        status: dict[str, Any] = json.loads(self.call("status", name, "--json"))
+        return status
 
     def replica(self, number: str = "0", name: str = "one") -> dict[str, Any]:
         return next((row for row in self.status(name)["replicas"] if row["replica"] == number), {})

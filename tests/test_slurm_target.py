@@ -48,8 +48,7 @@ def test_a_deployment_comes_up_scales_and_leaves_nothing(desk: Desk) -> None:
     assert "GET /health" in desk.call("logs", "one", "--replica", 1)
     desk.call("scale", "one", 1)
     assert [row["replica"] for row in desk.status()["replicas"]] == ["0"]
-    desk.call("down", "one")
-    assert desk.left() == []
+    desk.down()
     job = desk.slurm.job(desk.job())
     assert job["JobState"] == "COMPLETED", "it ended by itself, and was not cancelled"
 
@@ -60,5 +59,4 @@ def test_two_nodes_make_one_replica(desk: Desk) -> None:
     told = desk.replica()["announcement"]["nodes"]
     assert [node["host"] for node in told] == ["node1", "node2"]
     assert desk.answer().startswith("1:tell 2:me")
-    desk.call("down", "one", "--now")
-    assert desk.left() == []
+    desk.down("--now")

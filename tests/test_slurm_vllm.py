@@ -44,7 +44,6 @@ def test_the_text_of_a_job_of_two_nodes_is_that_of_the_uncut_model(
         told = json.loads(desk.python(ASK, desk.status()["url"], prompts, str(MAX_TOKENS), timeout_s=120))
         assert told == [row.text for row in CHATS]
         assert [node["host"] for node in desk.replica()["announcement"]["nodes"]] == ["node1", "node2"]
-        desk.call("down", "one")
-        assert desk.left() == []
+        desk.down()
     finally:
         desk.ask("down", "one", "--now")

@@ -117,11 +117,14 @@ def choose_engine(kind: str, has_gpus: bool, forms: Sequence[str]) -> str:
     return "llamacpp"
 
 
+State = Literal["ok", "warning", "bad"]
+
+
 class Finding(msgspec.Struct, frozen=True):
     """One line of `doctor`. `node` is None for this machine, the file, or all nodes together."""
 
     check: str
-    state: Literal["ok", "warning", "bad"]
+    state: State
     found: str
     cure: str | None = None
     node: str | None = None

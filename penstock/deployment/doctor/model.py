@@ -16,10 +16,8 @@ from penstock.text import show_bytes
 
 
 class ModelCheck(msgspec.Struct, frozen=True):
-    """`whole`: the facts for planning, when they could be read. `download_bytes`: of a hub id, None for a folder.
-
-    `is_absent`: `up` would have to download it here first.
-    """
+    """`whole`: the facts for planning. `download_bytes`: of a hub id. `is_absent`: `up` would download the model
+    here."""
 
     findings: tuple[Finding, ...] = ()
     whole: Facts | None = None
