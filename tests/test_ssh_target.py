@@ -16,7 +16,7 @@ from launching import Asking, Place, a_place, ask, call, now, replica_of, starte
 from ssh_rig import left_on, node_of, ours, until, write
 
 from penstock import processes, targets
-from penstock.deployment import stop
+from penstock.deployment import leftovers
 from penstock.run_folder import Run
 from penstock.testing.conformance import check_target
 
@@ -171,11 +171,11 @@ def test_down_with_a_dead_host_ends_the_rest_and_clean_ends_it_later(place: Plac
     hosts[1].mend()
     assert ours(hosts[1]) and not ours(hosts[0])
     # Alone: processes on the tests' hosts are this machine's too, and those of other tests are none of ours.
-    (found,) = [item for item in stop.leftovers() if item.kind == "host"]
+    (found,) = [item for item in leftovers.leftovers().found if item.kind == "host"]
     assert found.what == "one on node2, which could not be reached"
-    until(lambda: stop.clean([found]) == [], "clean reaches the host", 30)
+    until(lambda: leftovers.clean([found]) == [], "clean reaches the host", 30)
     until(lambda: left_on(hosts) == [], "nothing is left", 3)
-    assert not [item for item in stop.leftovers() if item.kind == "host"]
+    assert not [item for item in leftovers.leftovers().found if item.kind == "host"]
     assert run.is_ended()
 
 

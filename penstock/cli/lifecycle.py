@@ -281,20 +281,21 @@ def _down(options: argparse.Namespace) -> int:
 def _clean(options: argparse.Namespace) -> int:
     import msgspec
 
-    from penstock.deployment import stop
+    from penstock.deployment import leftovers
 
-    leftovers = stop.leftovers(options.runs)
-    stuck = stop.clean(leftovers) if options.yes else []
+    items = leftovers.leftovers(options.runs)
+    stuck = leftovers.clean(items.found) if options.yes else []
     if options.json:
-        print_json(
-            {"found": msgspec.to_builtins(leftovers), "removed": options.yes, "stuck": msgspec.to_builtins(stuck)}
-        )
-    elif not leftovers:
-        print("nothing is left behind")
+        facts = msgspec.to_builtins({"found": items.found, "unknown": items.unknown, "stuck": stuck})
+        print_json(facts | {"removed": options.yes})
     else:
-        for item in leftovers:
-            print(f"{item.kind:8} {item.name}  {item.what}")
-        print("removed" if options.yes and not stuck else "" if stuck else "run `penstock clean --yes` to remove these")
+        rows = [(item.kind, item.name, item.what) for item in items.found]
+        rows += [("unknown", item.name, f"{item.what} (its run folder cannot be seen)") for item in items.unknown]
+        print(table(rows) if rows else "nothing is left behind")
+        if items.unknown:
+            print("what is unknown may be in use: is its home mounted here? It is left alone")
+        if items.found and not stuck:
+            print("removed" if options.yes else "run `penstock clean --yes` to remove these")
     if stuck:
         raise PenstockError("could not remove everything", detail="\n".join(item.name for item in stuck))
     return 0

@@ -1,18 +1,16 @@
-"""The verbs `down` and `clean`: end a deployment, find what nobody owns."""
+"""The verb `down`."""
 
 from __future__ import annotations
 
 import contextlib
-import shutil
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import msgspec
 
 from penstock import processes, run_folder, targets
 from penstock.errors import PenstockError
-from penstock.paths import every_temporary, remove_temporary
+from penstock.paths import remove_temporary
 from penstock.processes import Marked
 from penstock.run_folder import Desired, Run, State
 from penstock.spec import deployment
@@ -86,69 +84,3 @@ def _write_end(run: Run, last: State | None, failure: State | None) -> None:
     if failure is not None and last is not None:
         state = msgspec.structs.replace(state, replicas=last.replicas, reason=failure.reason)
     run.write_state(state)
-
-
-class Leftover(msgspec.Struct, frozen=True):
-    """Something that no living deployment owns."""
-
-    kind: str  # "process", "folder" (temporary), "run" (an ended deployment's folder), "host" (not reached by `down`)
-    name: str
-    what: str
-    process: Marked | None = None
-    left: run_folder.Left | None = None
-
-
-def leftovers(with_ended_runs: bool = False) -> list[Leftover]:
-    """Processes and temporary folders whose deployment is gone or ended; ended run folders when asked."""
-    marked = processes.find_marked()
-    ended = [run for run in run_folder.every() if run.is_ended() and not run_folder.is_locked(run)]
-    owned = _owned_ids(marked)
-    items = [
-        Leftover("process", str(process.pid), f"{process.role} of {process.run}: {process.command}", process)
-        for process in marked
-        if process.run_id not in owned
-    ]
-    for path, run_id in every_temporary().items():
-        if run_id not in owned:
-            items.append(Leftover("folder", str(path), "temporary folder of an engine"))
-    items += [Leftover("host", left.place, left.what, left=left) for left in run_folder.every_left()]
-    if with_ended_runs:
-        items += [Leftover("run", str(run.path), f'folder of the ended deployment "{run.name}"') for run in ended]
-    return items
-
-
-def _owned_ids(marked: list[Marked]) -> set[str]:
-    """Ids of the launches that have not ended, or that a command is changing now: a `down` may drain for minutes."""
-    # A process tells its run folder, so that deployments of another PENSTOCK_HOME are left alone.
-    foreign = [Run(Path(process.run)) for process in marked if Path(process.run).is_absolute()]
-    known = {run.path: run for run in [*run_folder.every(), *foreign]}
-    # Nodes on machines that others share have no run folder there: the target that placed them ends them.
-    owned = {process.run_id for process in marked if not Path(process.run).is_absolute()}
-    for run in known.values():
-        if run_folder.is_locked(run) or (run.exists() and not run.is_ended()):
-            try:
-                owned.add(run.record().id)
-            except PenstockError:  # a damaged folder: its processes know their id
-                owned |= {process.run_id for process in marked if process.run == str(run.path)}
-    return owned
-
-
-def clean(items: list[Leftover]) -> list[Leftover]:
-    """Remove leftovers. Returns those that could not be removed."""
-    marked = [item.process for item in items if item.process is not None]
-    segments = processes.shared_memory(marked)
-    stuck = {process.pid for process in processes.end(marked, 3.0)}
-    processes.unlink_shared_memory(segments)
-    left = [item for item in items if item.process is not None and item.process.pid in stuck]
-    for item in items:
-        if item.left is not None:
-            try:
-                targets.finish(item.left)
-            except PenstockError:
-                left.append(item)
-        elif item.process is None:
-            with contextlib.suppress(OSError):
-                shutil.rmtree(item.name)
-            if Path(item.name).exists():
-                left.append(item)
-    return left
