@@ -200,7 +200,7 @@ def test_the_bundled_model_is_what_its_config_says(form: str) -> None:
     assert facts.max_position == 1024
     assert kv_bytes_per_token(facts) == 2048
     assert facts.weights_bytes > 6_000_000
-    assert facts.n_shards == (3 if form == "safetensors" else 1)
+    assert facts.n_shards == 3
 
 
 def test_a_local_path_is_taken_before_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,12 +12,12 @@ from penstock.errors import UserError
 from penstock.models.files import BUNDLED, read_object, wanted_shards
 
 # All before the tensors. `tools/write_gguf.py` writes it, with the tensors in the order of the safetensors files.
-_HEAD = BUNDLED / "penstock-demo.gguf.head"
+HEAD = BUNDLED / "penstock-demo.gguf.head"
 
 
 def gguf_file() -> Path:
     """The file, under the penstock home; written when it is absent.  Raises UserError when it cannot be written."""
-    head, shards = _HEAD.read_bytes(), [(BUNDLED / name).read_bytes() for name in wanted_shards(BUNDLED)]
+    head, shards = HEAD.read_bytes(), [(BUNDLED / name).read_bytes() for name in wanted_shards(BUNDLED)]
     digest = hashlib.sha256(head + b"".join(shards)).hexdigest()
     path = paths.home() / "cache" / f"penstock-demo-{digest[:12]}.gguf"
     if path.is_file():

@@ -98,7 +98,10 @@ def read_files(path: Path, reference: str, form: str) -> tuple[Facts, ModelFacts
     """The facts in the files of one form that an engine will load, and the record of them in its plan.
     Raises UserError for a folder that holds no such model."""
     if form == "gguf":
-        parts = [demo.gguf_file()] if path == BUNDLED else gguf_parts(path)
+        if path == BUNDLED:  # its file is written on the node that loads it
+            facts = Facts(reference, gguf.read_config(demo.HEAD), f"{demo.HEAD}: a header")
+            return facts, _record(facts, path, "gguf", [path / name for name in wanted_shards(path)])
+        parts = gguf_parts(path)
         if not parts:
             raise UserError(
                 f'cannot use model folder "{path}": no *.gguf in it',

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from penstock.errors import PenstockError, UserError
-from penstock.spec.deployment import DEMO_MODEL
 
 if TYPE_CHECKING:
     from penstock.bench.calibrate import Deployed
@@ -35,10 +34,7 @@ class Launch(NamedTuple):
 
     @property
     def model(self) -> str | None:
-        if self.plan is None:
-            return None
-        model = self.plan.model
-        return model.reference if model.reference == DEMO_MODEL else model.path  # its GGUF file has no tokenizer by it
+        return self.plan.model.path if self.plan else None
 
     @property
     def facts(self) -> dict[str, Any]:
