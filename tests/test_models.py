@@ -18,7 +18,7 @@ import pytest
 from samples import DEMO, demo_plan, deployment
 
 from penstock.errors import UserError
-from penstock.models import ModelFacts, files
+from penstock.models import ModelFacts, demo, files
 from penstock.models.facts import read_files
 from penstock.node import model_files
 from penstock.planner import Plan, kv_bytes_per_token
@@ -172,10 +172,10 @@ def test_forms_are_those_of_the_files(tmp_path: Path) -> None:
 def test_the_bundled_model_is_what_its_config_says() -> None:
     path = files.locate(deployment("penstock-demo"))
     assert files.forms_of(path) == ("safetensors", "gguf")
-    for form, n_shards in (("safetensors", 3), ("gguf", 1)):
+    for form in ("safetensors", "gguf"):
         facts = record("penstock-demo", path, form)
         assert (facts.n_layers, facts.hidden, facts.n_heads, facts.n_kv_heads, facts.head_dim) == (4, 256, 8, 4, 32)
-        assert (facts.max_position, kv_bytes_per_token(facts), facts.n_shards) == (1024, 2048, n_shards)
+        assert (facts.max_position, kv_bytes_per_token(facts), facts.n_shards) == (1024, 2048, 3)
         assert facts.weights_bytes > 6_000_000
 
 
@@ -273,7 +273,7 @@ def test_a_node_has_its_own_copy_of_the_bundled_model_and_folders_where_they_wer
     plan = model_files.on_this_node(planned("/elsewhere/penstock/models/demo_model", "penstock-demo"))
     assert plan.model.path == str(files.BUNDLED)
     gguf = model_files.on_this_node(planned("/elsewhere/penstock-demo.gguf", "penstock-demo", "gguf"))
-    assert Path(gguf.model.path).parent == files.BUNDLED and gguf.model.path.endswith(".gguf")
+    assert gguf.model.path == str(demo.gguf_file())
     here = planned(str(tmp_path), str(tmp_path))
     assert model_files.on_this_node(here) is here
     with pytest.raises(UserError, match='there is no "/nowhere/model" on '):

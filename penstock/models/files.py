@@ -67,7 +67,7 @@ def forms_of(path: Path) -> tuple[str, ...]:
     if path.is_file():
         return ("gguf",)
     # Hub repositories keep large quantisations of a GGUF in folders of their own.
-    forms = {"safetensors": any(path.glob("*.safetensors")), "gguf": bool(_gguf_files(path))}
+    forms = {"safetensors": any(path.glob("*.safetensors")), "gguf": path == BUNDLED or bool(_gguf_files(path))}
     return tuple(form for form, is_there in forms.items() if is_there)
 
 
