@@ -511,6 +511,12 @@ def forget_left(run_id: str, place: str) -> None:
     _left_path(run_id, place).unlink(missing_ok=True)
 
 
+def forget_every_left(run: Run) -> None:
+    for left in every_left():
+        if left.run_id == run.record().id:
+            forget_left(left.run_id, left.place)
+
+
 def every_left() -> list[Left]:
     notes = []
     for path in sorted((home() / "left-behind").glob("*.json")):

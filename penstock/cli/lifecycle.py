@@ -71,6 +71,7 @@ def register_down(parser: argparse.ArgumentParser) -> None:
     arguments.add_name(parser)
     parser.add_argument("--now", action="store_true", help="do not wait for requests in flight")
     parser.add_argument("-a", "--all", action="store_true", help="end every deployment")
+    parser.add_argument("--forget", action="store_true", help="give up what is on machines that are gone for good")
     arguments.add_json(parser)
     arguments.complete(parser, _down, ("penstock down", "penstock down qwen --now", "penstock down --all"))
 
@@ -98,7 +99,7 @@ def _up(options: argparse.Namespace) -> int:
             facts = {"name": started.name, "url": started.url, "was_running": started.was_running, "key": started.key}
             print_json({"event": "submitted", **facts, "warnings": run.plan().warnings})
         elif options.no_wait or options.timeout is not None:
-            print(status_text.submitted_text(started))
+            print(status_text.submitted_text(started, run))
         if not options.json and not started.was_running:
             for warning in run.plan().warnings:
                 print(f"warning: {warning}", file=sys.stderr)
@@ -266,7 +267,7 @@ def _down(options: argparse.Namespace) -> int:
     for run in chosen:
         on_step = None if options.json else lambda step, name=run.name: print(f"{name}: {step}", flush=True)
         try:
-            swept = stop.down(run, options.now, on_step)
+            swept = stop.down(run, options.now, on_step, options.forget)
         except PenstockError as error:
             if not options.all:
                 raise

@@ -24,16 +24,19 @@ OnStep = Callable[[str], None]
 T = TypeVar("T")
 
 
-def down(run: Run, now: bool = False, on_step: OnStep | None = None) -> list[Marked]:
+def down(run: Run, now: bool = False, on_step: OnStep | None = None, forget: bool = False) -> list[Marked]:
     """End everything of a run: requests in flight finish first, unless `now`. Blocks; safe to repeat.
 
-    Needs nothing alive: a crash leaves a folder from which this still works. Returns what had to be ended by force.
+    Needs nothing alive: a crash leaves a folder from which this still works. `forget`: give up what cannot be reached,
+    on machines that are gone for good. Returns what had to be ended by force.
     """
     with run_folder.locked(run.name):
-        return end_run(run, now, on_step)
+        return end_run(run, now, on_step, forget=forget)
 
 
-def end_run(run: Run, now: bool, on_step: OnStep | None, failure: State | None = None) -> list[Marked]:
+def end_run(
+    run: Run, now: bool, on_step: OnStep | None, failure: State | None = None, forget: bool = False
+) -> list[Marked]:
     """As `down`, for a caller that holds the lock. `failure`: the state that stays, of a start that failed."""
     say = on_step or (lambda _: None)
     last = failure or run.state()
@@ -53,9 +56,13 @@ def end_run(run: Run, now: bool, on_step: OnStep | None, failure: State | None =
         grace_s = max(grace_s, _gateway_drain_s(run) + 2.0)
     try:
         targets.load(run.handle().target).end(run, _NOW_GRACE_S if now else grace_s)
-    except LeftBehind as exc:  # the rest still ends
-        say(f"{exc.message}. {exc.hint}")
-        run.add_event("left behind", exc.message)
+    except PenstockError as exc:
+        if not forget and not isinstance(exc, LeftBehind):
+            raise
+        say(f"{exc.message}. {'It is forgotten.' if forget else exc.hint}")  # the rest still ends
+        run.add_event("forgotten" if forget else "left behind", exc.message)
+    if forget:
+        run_folder.forget_every_left(run)
     swept = processes.sweep(str(run.path))
     # What an engine mapped when it was last seen: its own helpers may have been killed with it.
     announcements = [replica.announcement for replica in (last.replicas if last else ()) if replica.announcement]
