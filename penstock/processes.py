@@ -112,6 +112,24 @@ def is_alive(process: Process) -> bool:
         return False
 
 
+def is_near(pid: int) -> bool:
+    """Whether a process is our user's, and sees the files and the processes that we see: it is in no container."""
+    entry, own = Path(f"/proc/{pid}"), Path("/proc/self")
+    with contextlib.suppress(OSError):
+        is_same_view = all((entry / name).samefile(own / name) for name in ("ns/mnt", "ns/pid", "root"))
+        return is_same_view and entry.stat().st_uid == os.getuid()
+    return False
+
+
+def _means(pid: int, run: str) -> bool:
+    """Whether a process's run folder is the one that we see at that path: in a container it may be another."""
+    if not run.startswith("/") or is_near(pid):
+        return True
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/root{run}").samefile(run)
+    return False
+
+
 def find_marked(run: str | None = None, replica: str | None = None, rank: str | None = None) -> list[Marked]:
     """Living processes with the mark of a run folder (and replica, and rank), or of any. Never this process."""
     marked, wanted = [], ((MARK_RUN, run), (MARK_REPLICA, replica), (MARK_RANK, rank))
@@ -119,6 +137,7 @@ def find_marked(run: str | None = None, replica: str | None = None, rank: str | 
         with contextlib.suppress(psutil.Error, OSError):
             env = {} if entry.pid == os.getpid() else entry.environ()
             is_wanted = MARK_RUN in env and all(value is None or env.get(name) == value for name, value in wanted)
+            is_wanted = is_wanted and (run is None or _means(entry.pid, run))
             if is_wanted and entry.status() != psutil.STATUS_ZOMBIE:
                 role, run_id, of = (env.get(name, "") for name in (MARK_ROLE, MARK_RUN_ID, MARK_REPLICA))
                 command = " ".join(entry.cmdline())[:200]

@@ -320,23 +320,76 @@ async def test_locked_store_stops_no_request_and_loses_no_row(
         assert not kept.is_failing
 
 
-async def test_full_disk_stops_no_request(place: str, quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_full_disk_stops_no_request_and_no_revocation(
+    place: str, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(ledger, "MAX_WAITING", 150)
-    async with rig_with(say(ANSWER), store=place) as (rig, _, client):
+    secret, revoked = make_key(place), make_key(place, "bob")
+    async with rig_with(say(ANSWER), store=place, auth="keys") as (rig, _, client):
         kept = ledger_of(rig)
         # SQLite's own way to a full disk: the file may not grow.
         n_pages = await kept.call(lambda database: database.all("PRAGMA page_count")[0][0])
         await kept.call(lambda database: database.all(f"PRAGMA max_page_count = {n_pages}"))
         n_sent = 0
         while not (kept.is_failing and kept.n_lost > 0):
-            client.post(b'{"model":"demo","x":"%s"}' % (b"y" * 50), headers=f"X-Request-Id: {'z' * 128}\r\n")
+            client.post(
+                b'{"model":"demo","x":"%s"}' % (b"y" * 50), headers=f"X-Request-Id: {'z' * 128}\r\n{bearer(secret)}"
+            )
             assert (await client.response())[0].status == 200
             n_sent += 1
+        store = Store(place)
+        store.keys.revoke("bob", time.time())
+        store.close()
+        while await statuses(rig, revoked, 1) != [401]:
+            await asyncio.sleep(0.002)
+            n_sent += 1
+        assert kept.is_failing
         await kept.call(lambda database: database.all("PRAGMA max_page_count = 100000"))
         while kept.n_waiting:
             await asyncio.sleep(0.002)
         assert kept.n_written + kept.n_lost == n_sent
         assert len(await rows(rig)) == kept.n_written
+
+
+@pytest.mark.parametrize("count", ["9" * 30, "-5", "9" * 4000, "1e400"])
+async def test_absurd_usage_stops_neither_the_ledger_nor_keys(place: str, quick: None, count: str) -> None:
+    secret = make_key(place, tpm=10**9)
+    usage = b'{"usage":{"prompt_tokens":1,"completion_tokens":%s}}' % count.encode()
+    deep = b'{"choices":[%s],"usage":{"prompt_tokens":1}}' % (b"[" * 3000 + b"]" * 3000)
+    events = chunk(b"data: %s\n\n" % deep) + chunk(b"data: %s\n\n" % usage) + chunk(DONE) + b"0\r\n\r\n"
+    async with rig_with(say(SSE_HEAD + events), store=place, auth="keys", prices=PRICES) as (rig, _, client):
+        client.post(STREAM, headers=bearer(secret))
+        assert (await client.response())[2]
+        (line,) = await rows(rig, 1)
+        assert 0 <= line["output_tokens"] <= 2**53
+        assert not ledger_of(rig).is_failing
+        store = Store(place)
+        assert 0 <= store.usage.usage(())[0].output_tokens <= 2**53
+        store.keys.revoke("alice", time.time())
+        store.close()
+        while await statuses(rig, secret, 1) != [401]:
+            await asyncio.sleep(0.002)
+
+
+@pytest.mark.parametrize("n_choices", [1, 1024])
+async def test_absurd_limit_of_tokens_is_answered(place: str, quick: None, n_choices: int) -> None:
+    secret = make_key(place, tpm=1000)
+    body = b'{"model":"demo","n":%d,"max_tokens":%s}' % (n_choices, b"9" * 400)
+    async with rig_with(say(ANSWER), store=place, auth="keys") as (rig, _, _):
+        assert await statuses(rig, secret, 2, body) == [200, 429]
+        await rows(rig, 2)
+        assert not ledger_of(rig).is_failing
+
+
+@pytest.mark.parametrize("n_rows", [3, FOLD_ROWS + 3])
+def test_row_that_can_never_be_stored_is_dropped_and_counted(place: str, n_rows: int) -> None:
+    kept = ledger.Ledger(place, new_totals())
+    for number in range(n_rows):
+        kept.add(row(kept.next_number(), prompt_tokens=2**70 if number == 1 else 5))
+    kept._turn()
+    assert (kept.is_failing, kept.n_lost, kept.n_written, kept.n_waiting) == (False, 1, n_rows - 1, 0)
+    assert UsageStore(kept._database).usage(())[0].n_requests == n_rows - 1
+    kept.close()
 
 
 async def test_busy_turn_is_folded_and_a_calm_one_unfolds_it(place: str, quick: None) -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import cast
 
 import pytest
-from gateway_rig import CHAT, echo, rig_with
 from store_rig import Store, postgres
 
 from penstock.errors import PenstockError
@@ -227,19 +225,4 @@ def test_ledger_finds_a_postgres_that_went_away_again(postgres: str) -> None:
         failures.append(ledger.is_failing)
     assert failures == [True, False]
     ledger.close()
-    store.close()
-
-
-async def test_two_gateways_on_one_store_keep_a_limit_together(place: str) -> None:
-    store = Store(place)
-    _, secret = store.keys.create("both", Limits(rpm=6), time.time())
-    changes = {"store": place, "auth": "keys"}
-    async with rig_with(echo, **changes) as (_, _, first), rig_with(echo, **changes) as (_, _, second):
-        await asyncio.sleep(1.2)  # two turns of both
-        for _ in range(6):
-            first.post(CHAT, headers=f"Authorization: Bearer {secret}\r\n")
-            assert (await first.response())[0].status == 200
-        await asyncio.sleep(1.2)
-        second.post(CHAT, headers=f"Authorization: Bearer {secret}\r\n")
-        assert (await second.error())[0] == 429
     store.close()

@@ -38,20 +38,16 @@ WAITING = 'penstock_requests_waiting{model="m"}'
 class Worker:
     """One that counts, without its sockets."""
 
-    def __init__(self, store: Path | None = None, before: bytes | None = None) -> None:
+    def __init__(self, store: str | None = None, before: bytes | None = None) -> None:
+        address = "127.0.0.1:0"
+        models = (ServedModel("m"),)
         config = GatewayConfig(
-            listen="127.0.0.1:0",
-            admin="127.0.0.1:0",
-            admin_token_file="",
-            models=(ServedModel("m"),),
-            auth="none",
-            store=str(store) if store else None,
+            listen=address, admin=address, admin_token_file="", models=models, auth="none", store=store
         )
         self.counters, self.queue = Counters(["m"]), WaitingQueue()
-        context = GatewayContext(
-            ReplicaTable(config.models), self.queue, Pool(), self.counters, 1.0, needs_key=False, hides_key=False
-        )
+        parts = (ReplicaTable(models), self.queue, Pool(), self.counters, 1.0)
         self.accounting = Accounting(config)
+        context = GatewayContext(*parts, needs_key=False, hides_key=False)
         self._reporter = Reporter(context, self.accounting, before)
 
     def count(self, n_requests: int, seconds: float = 0.25) -> None:
@@ -100,7 +96,7 @@ def test_counts_of_a_worker_that_ended_stay_and_its_waiting_requests_do_not() ->
 
 
 def test_a_store_that_fails_for_one_worker_is_not_up(tmp_path: Path) -> None:
-    first, second = (Worker(tmp_path / "store.sqlite") for _ in range(2))
+    first, second = (Worker(str(tmp_path / "store.sqlite")) for _ in range(2))
     assert second.accounting.ledger is not None
     second.accounting.ledger.is_failing, second.accounting.ledger.n_failures = True, 3
     report = samples(add([first.report(), second.report()]))

@@ -19,10 +19,11 @@ import pytest
 from samples import cpu_machine, demo_plan, run_folder
 
 import penstock
-from penstock.errors import Problem, UserError
+from penstock.deployment import stop
+from penstock.errors import PenstockError, Problem, UserError
 from penstock.hardware import Gpu
 from penstock.planner import Plan
-from penstock.run_folder import Desired, Handle, Launch, Run, replica
+from penstock.run_folder import Desired, Handle, Launch, Left, Run, every_left, note_left, replica
 from penstock.spec import reading
 from penstock.spec.deployment import Deployment, Parallel
 from penstock.targets import Placement
@@ -322,6 +323,21 @@ def test_the_last_lines_of_a_log_and_the_end_with_the_deployment(cluster: type[F
     assert list(RayJobs().logs(run, replica("0"), follow=False, last=2)) == ["b", "c"]
     cluster.jobs_now, cluster.logs_now = {}, ["its first\nits last words"]
     assert list(RayJobs().logs(run, replica("0"), follow=True, last=1)) == ["its last words"]
+
+
+def test_down_forgets_a_cluster_that_is_gone_for_good(cluster: type[FakeDashboard]) -> None:
+    run = run_folder(deployment())
+    run.write_handle(Handle("ray", {"replica/0": {"job": "j", "address": "http://head:8265"}}))
+    cluster.fails = True
+    note_left(Left("ray", run.record().id, "node2", "one on node2", {}))
+    with pytest.raises(PenstockError, match='could not end the jobs of "one"') as caught:
+        stop.down(run)
+    assert caught.value.hint == "When the cluster is gone for good: penstock down one --forget"
+    assert not run.is_ended()
+    steps = list[str]()
+    stop.down(run, on_step=steps.append, forget=True)
+    assert run.is_ended() and every_left() == []
+    assert "no answer from it" in steps[-1] and "It is forgotten." in steps[-1]
 
 
 def test_the_job_on_the_cluster_needs_nothing_of_ours() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import fcntl
 import os
 import shutil
 import signal
@@ -41,6 +42,9 @@ class EngineProcess:
         for name, text in command.files.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_text(text, "utf-8")
+        # The engine holds a lock on its folder, so that `clean` knows one that it cannot see (in a container).
+        lock = os.open(folder, os.O_RDONLY)
+        fcntl.flock(lock, fcntl.LOCK_SH)
         self._child = subprocess.Popen(
             command.argv,
             env=_environment(command.env, folder),
@@ -48,7 +52,9 @@ class EngineProcess:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            pass_fds=(lock,),
         )
+        os.close(lock)
         self._reader = threading.Thread(target=self._read, name="engine-output", daemon=True)
         self._reader.start()
 

@@ -204,7 +204,7 @@ class RayJobs(Target):
                 return
             raise PenstockError(
                 f'could not end the jobs of "{run.name}": {exc.message}',
-                hint=f"When the cluster is gone for good, so are they: remove {run.path}",
+                hint=f"When the cluster is gone for good: penstock down {run.name} --forget",
                 is_retryable=True,
             ) from exc
         self._end(dashboard, run, _of_run(jobs, run.record().id), grace_s)

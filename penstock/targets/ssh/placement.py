@@ -238,7 +238,8 @@ class RunHosts:
         if away:
             raise LeftBehind(
                 f"could not end what runs on {', '.join(map(short_name, away))}: {next(iter(away.values())).message}",
-                hint="It is noted: `penstock clean --yes` ends it when the host is back.",
+                hint="It is noted: `penstock clean --yes` ends it when the host is back. "
+                f"When the host is gone for good: penstock down {self.run.name} --forget",
                 is_retryable=True,
             )
 
