@@ -77,7 +77,13 @@ def test_a_failed_replica_fails_the_deployment_or_degrades_it() -> None:
 
 def test_a_replica_without_a_lease_is_not_called_ready_and_one_whose_node_is_gone_says_so() -> None:
     (late,) = summarise(UP, look(view(ReplicaView(READY, 9.0, False, False, 0)), r0=PLACED), History(), NOW).replicas
-    assert late.state == "starting"
+    assert (late.state, late.reason) == ("silent", "its node has not reported for 9 s")
+    on_slurm = Placement("placed", placed_at=NOW - 60, where="job 7 on n1")
+    (late,) = summarise(UP, look(view(ReplicaView(READY, 9.0, False, False, 0)), r0=on_slurm), History(), NOW).replicas
+    assert (late.state, late.reason) == ("silent", "job 7 on n1 has not reported for 9 s")
+    requeued = Placement("placed", placed_at=NOW - 5)
+    (new,) = summarise(UP, look(view(ReplicaView(READY, 9.0, False, False, 0)), r0=requeued), History(), NOW).replicas
+    assert (new.state, new.reason) == ("starting", None)
     (gone,) = summarise(UP, look(view(READY), r0=GONE), History(), NOW).replicas
     assert (gone.state, gone.placement, gone.reason) == ("gone", "gone", "its node process 7 is gone")
 

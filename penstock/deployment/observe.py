@@ -14,10 +14,11 @@ from penstock.planner import Plan
 from penstock.planner.memory.measured import Difference, difference
 from penstock.run_folder import Desired, Part, Phase, ReplicaStatus, Run, State, Unit, order
 from penstock.targets import Placement
-from penstock.wire.announcement import GatewayView, Restart
+from penstock.wire.announcement import GatewayView, ReplicaView, Restart
 from penstock.wire.client import Client
 
 _TIMEOUT_S = 2.0
+_SILENT_S = 2.0  # beyond its lease
 _FRESH_S = 5.0
 _PLACED_FRESH_S = 60.0  # its files come by a shared file system, and its clock is another machine's
 
@@ -124,6 +125,9 @@ def summarise(desired: Desired, seen: Observation, history: History, now: float)
         # A node that was placed again is remembered with its restarts: until the new one announces, both have them.
         earlier = tuple(restart for restart in earlier if announcement is None or restart not in announcement.restarts)
         state = _replica_state(placement, announcement.state if row and announcement and row.is_alive else None)
+        reason = placement.reason or (announcement.reason if announcement else None)
+        if row is not None and is_silent(row, placement, now):
+            state, reason = "silent", f"{placement.where or 'its node'} has not reported for {row.age_s:.0f} s"
         restarts = (*earlier, *(announcement.restarts if announcement else ()))
         replicas.append(
             ReplicaStatus(
@@ -135,7 +139,7 @@ def summarise(desired: Desired, seen: Observation, history: History, now: float)
                 is_draining=row.is_draining if row else False,
                 n_restarts=len(earlier) + (announcement.n_restarts if announcement else 0),
                 restarts=restarts[-10:],
-                reason=placement.reason or (announcement.reason if announcement else None),
+                reason=reason,
                 starts_at=placement.starts_at,
                 ends_at=placement.ends_at,
             )
@@ -153,6 +157,14 @@ def summarise(desired: Desired, seen: Observation, history: History, now: float)
         requests_total=seen.view.requests_total if seen.view else 0,
         reason=next((replica.reason for replica in replicas if replica.state == "failed"), None),
     )
+
+
+def is_silent(row: ReplicaView, placement: Placement, wall_s: float) -> bool:
+    """Whether a placed unit has stopped announcing since: its machine may be lost. `wall_s`: Unix time."""
+    lease_s = row.announcement.lease_s
+    if placement.state != "placed" or row.is_alive or row.announcement.state in ("stopping", "failed"):
+        return False
+    return row.age_s > lease_s + _SILENT_S and wall_s - row.age_s > (placement.placed_at or 0.0)
 
 
 def _replica_state(placement: Placement, announcement: str | None) -> str:

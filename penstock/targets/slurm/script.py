@@ -123,6 +123,12 @@ def _option(line: str) -> str:
     return re.split("[= ]", line.lstrip("-"), maxsplit=1)[0]
 
 
+def excluded(deployment: Deployment) -> list[str]:
+    """The nodes that the file's own directives exclude: an option of the command would replace them."""
+    lines = (line.lstrip("-") for line in (deployment.slurm or Slurm()).directives)
+    return [re.split("[= ]", line, maxsplit=1)[1] for line in lines if re.match(r"(exclude|x)[= ]", line)]
+
+
 def _signal_s(deployment: Deployment, drain_s: float) -> int:
     """Seconds before the time limit at which a job drains: its time to drain, at most a quarter of the limit."""
     wanted = drain_s + _GOODBYE_S
