@@ -22,6 +22,7 @@ from penstock.gateway.config import UNIX, Address
 from penstock.gateway.connections.client import ClientConnection, Handler
 from penstock.gateway.connections.shared_server import Share, SharedServer
 from penstock.spec.gateway import Limits
+from penstock.text import MIB
 from penstock.wire.http1 import RequestHead, parse_request
 
 BACKLOG = 1024
@@ -29,6 +30,8 @@ HANDSHAKES_S = 0.05  # in a drain: for handshakes that are under way
 GRACE_S = 0.5  # in a drain: for requests on their way on an idle connection
 FLUSH_S = 1.0  # in a drain: for what is written when time is over
 SWEEP_S = 5.0
+ARRIVING_BYTES = 256 * MIB  # of bodies that are not whole yet, all connections together
+SLOW_BODY_S = 10.0
 
 # A filter program over the TCP header (offset 13 holds the flags) that drops segments with SYN and without ACK.
 # https://www.kernel.org/doc/html/latest/networking/filter.html; SO_ATTACH_FILTER is 26 in asm-generic/socket.h.
@@ -73,8 +76,26 @@ class Listener:
         self._share = share
         self._server: asyncio.Server | SharedServer | None = None
         self._connections: set[ClientConnection] = set()
+        self._n_body_bytes = 0
         self._emptied = asyncio.Event()
         self._sweep_timer: asyncio.TimerHandle | None = None
+
+    def reserve(self, n_bytes: int) -> bool:
+        """Takes from the budget for bodies that are arriving; False when it is used up.
+
+        A slow one then gives way: else a few clients that send almost nothing would refuse all large requests.
+        """
+        if self._n_body_bytes + n_bytes > max(ARRIVING_BYTES, 2 * self.limits.body_bytes):
+            now = time.monotonic()
+            slow = next((each for each in self._connections if each.has_slow_body(now - SLOW_BODY_S)), None)
+            if slow is None:
+                return False
+            slow.refuse_late()
+        self._n_body_bytes += n_bytes
+        return True
+
+    def give_back(self, n_bytes: int) -> None:
+        self._n_body_bytes -= n_bytes
 
     @property
     def port(self) -> int:
