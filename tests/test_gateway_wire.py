@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
+import resource
 import ssl
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from gateway_rig import CHAT, Client, Engine, LoopFactory, Rig, Seen, both_loops, echo, rig_with
@@ -160,6 +164,37 @@ async def test_connections_over_the_limit_are_told_and_closed() -> None:
         assert (status, error["code"]) == (503, "overloaded")
         assert (await first.get("/health").response())[0].status == 200
         first.writer.close()
+
+
+async def test_a_full_table_of_files_is_not_the_replicas_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> Any:
+        errors.append(OSError(errno.EMFILE, "Too many open files"))
+        raise errors[-1]
+
+    errors: list[OSError] = []
+    async with rig_with(echo) as (rig, _, client):
+        with monkeypatch.context() as patch:
+            patch.setattr(rig.gateway._context.pool, "connect", full)
+            head, body, _ = await client.post(CHAT).response()
+            assert (head.status, head.get(b"retry-after")) == (503, b"1")
+            assert json.loads(body)["error"]["code"] == "overloaded"
+        assert (await client.post(CHAT).response())[1] == CHAT
+        with monkeypatch.context() as patch:
+            server = rig.gateway.public._server
+            assert server is not None
+            patch.setattr(server, "_sock", SimpleNamespace(accept=full, fileno=server._sock.fileno))
+            waiting = await rig.client()
+            while len(errors) < 2:
+                await asyncio.sleep(0.001)
+        assert (await waiting.get("/health").response())[0].status == 200
+
+
+def test_connections_fit_into_the_files_that_are_allowed(loop_factory: LoopFactory) -> None:
+    n_files = listener.raise_file_limit()
+    assert n_files == resource.getrlimit(resource.RLIMIT_NOFILE)[0] == resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    assert listener.fit_connections(Limits(), 1_000_000).n_connections == Limits().n_connections
+    assert listener.fit_connections(Limits(), 1024).n_connections == 384
+    assert listener.fit_connections(Limits(n_connections=10), 1024).n_connections == 10
 
 
 async def test_times_that_ran_out_end_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
