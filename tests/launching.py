@@ -168,7 +168,7 @@ class Place:
     def write(self, name: str = "one", args: dict[str, Any] | None = None, **fields: Any) -> Path:
         """A deployment file with the fake engine. `fields` are those of the file; `engine` and `gateway` are merged."""
         engine = {"kind": "fake", "args": args or {}, "drain_s": 10, **fields.pop("engine", {})}
-        gateway = {"port": 0, "hold_s": 20, "drain_s": 10, **fields.pop("gateway", {})}
+        gateway = {"port": 0, "auth": "none", "hold_s": 20, "drain_s": 10, **fields.pop("gateway", {})}
         facts = {"name": name, "model": "penstock-demo", "engine": engine, "gateway": gateway, **fields}
         path = self.folder / f"{name}.yaml"
         path.write_text(yaml.safe_dump(facts), "utf-8")
@@ -183,7 +183,7 @@ class Place:
     def written(self, file: Path) -> tuple[Run, Launch]:
         """A run whose folder is written and that is not placed yet, and the launch of its nodes."""
         prepared = prepare.prepare(reading.load(file))
-        run = start.write_run(prepared, free_port("127.0.0.1"), None)
+        run = start.write_run(prepared, free_port("127.0.0.1"))
         return self.note(run), Launch("one", prepared.plan, ("http://127.0.0.1:1",), str(run.admin_token_file))
 
     def run(self, name: str = "one") -> Run:
