@@ -104,6 +104,7 @@ def _up(options: argparse.Namespace) -> int:
             for warning in run.plan().warnings:
                 print(f"warning: {warning}", file=sys.stderr)
         if options.no_wait:
+            start.wait_listening(run)
             return 0
         with progress.StartDisplay(sys.stdout, options.json) as display:
             state = start.wait_ready(run, display.show, options.timeout, is_ours=not started.was_running)
