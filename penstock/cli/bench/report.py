@@ -18,7 +18,7 @@ def register_compare(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("b", type=Path, metavar="B", help="the folder of another")
     add_seed(sub, "of the bootstrap")
     add_json(sub)
-    complete(sub, _compare)
+    complete(sub, _compare, ["penstock bench compare before/ after/"])
 
 
 def register(sub: argparse.ArgumentParser) -> None:
@@ -27,7 +27,7 @@ def register(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--out", type=Path, metavar="FILE", help="default: report.html in the first folder")
     add_calibrate(sub)
     add_json(sub)
-    complete(sub, _report)
+    complete(sub, _report, ["penstock bench report run/", "penstock bench report run-a/ run-b/ --out both.html"])
 
 
 def _compare(options: argparse.Namespace) -> int:

@@ -75,7 +75,12 @@ def register(sub: argparse.ArgumentParser) -> None:
     out.add_argument("--out", type=Path, metavar="DIR", help="default: $PENSTOCK_HOME/bench/TIME")
     out.add_argument("--formulas", action="store_true", help="print how each number is computed")
     add_json(sub, "print the result as JSON")
-    complete(sub, _serve)
+    examples = (
+        "penstock bench serve --concurrency 8 --requests 200",
+        "penstock bench serve --url http://127.0.0.1:8000 --rate 4 --duration 60 --goodput ttft:500 tpot:50",
+        "penstock bench serve --dataset replay:trace.csv --arrival replay --duration 300",
+    )
+    complete(sub, _serve, examples)
 
 
 def _serve(options: argparse.Namespace) -> int:

@@ -70,7 +70,11 @@ def register(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--out", type=Path, metavar="DIR", help="default: $PENSTOCK_HOME/bench/sweep-TIME")
     add_calibrate(sub)
     add_json(sub)
-    complete(sub, _sweep)
+    examples = (
+        "penstock bench sweep --url http://127.0.0.1:8000 --slo ttft:500 tpot:50",
+        "penstock bench sweep Qwen/Qwen3-8B --tensor 1,2 --by concurrency --steps 1,4,16,64",
+    )
+    complete(sub, _sweep, examples)
 
 
 def _sweep(options: argparse.Namespace) -> int:
