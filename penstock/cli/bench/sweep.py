@@ -164,11 +164,12 @@ def measure(
     requests, warmup = requests_of(options, wanted, 1, place.model, client, served)
     service = serve.Service(url=place.url, model=served, endpoint=options.endpoint, key=place.key, ignore_eos=True)
     pace = arrivals.Pace(rate=rate, concurrency=concurrency, n_requests=n_requests, seed=options.seed)
-    report = serve.run(service, requests, pace, {}, warmup=warmup)
+    flags = {"rate": rate, "concurrency": concurrency, "requests": n_requests, "seed": options.seed}
     folders.prepare(folder)
-    report.result["flags"] = {"rate": rate, "concurrency": concurrency, "requests": n_requests, "seed": options.seed}
+    what = serve.Run(service, pace, flags=flags, most_failed=options.failed)
+    report = serve.run(what, requests, warmup=warmup, out=folder)
     place.launch.tell(report)
-    folders.write(folder, report.result, report.requests, report.rows, report.is_open)
+    folders.write(folder, report.result, report.rows)
     place.launch.keep(folder)
     if report.was_interrupted:
         raise KeyboardInterrupt
