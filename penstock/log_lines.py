@@ -1,4 +1,4 @@
-"""Lines of logs: of several as one stream, of one file as it grows, and the last words of a program."""
+"""Lines of logs: several as one stream, a file as it grows, and a program's last message."""
 
 from __future__ import annotations
 
@@ -18,18 +18,17 @@ _SIGNS = ("rror", "annot", "ailed")
 
 def last_words(lines: Iterable[str], signs: Sequence[str] = _SIGNS, most: int = 300) -> str | None:
     """The last line with one of these signs of an error, else the last line; None when there is none."""
-    there = [line.strip() for line in lines if line.strip()]
-    telling = [line for line in there if any(sign in line for sign in signs)]
-    return (telling or there)[-1][:most] if there else None
+    texts = [line.strip() for line in lines if line.strip()]
+    errors = [line for line in texts if any(sign in line for sign in signs)]
+    return (errors or texts)[-1][:most] if texts else None
 
 
 def named(front: str, lines: Iterator[str]) -> Iterator[str]:
-    """These lines with a word in front of each."""
     return (f"{front} {line}" for line in lines)
 
 
 def in_turn(sources: Sequence[Iterator[str]]) -> Iterator[str]:
-    """Lines of one source after the other. When all have been read it raises the first PenstockError of theirs."""
+    """Lines of one source after the other; after the last it raises the first PenstockError of any."""
     errors = []
     for source in sources:
         try:
@@ -41,9 +40,9 @@ def in_turn(sources: Sequence[Iterator[str]]) -> Iterator[str]:
 
 
 def as_they_come(sources: Sequence[Iterator[str]]) -> Iterator[str]:
-    """Lines of all sources as they come, until all have ended or one of them fails: its error is raised at once.
+    """Lines of all sources as they come, until all have ended or one fails: its error is raised at once.
 
-    Each is read by a thread, which waits while its lines are not taken.
+    A thread reads each, and waits while its lines are not taken.
     """
     arrived: queue.Queue[str | Exception | None] = queue.Queue(_QUEUED_LINES)
 
@@ -60,28 +59,27 @@ def as_they_come(sources: Sequence[Iterator[str]]) -> Iterator[str]:
         threading.Thread(target=pump, args=(source,), daemon=True).start()
     n_left = len(sources)
     while n_left:
-        got = arrived.get()
-        if isinstance(got, Exception):
-            raise got
-        if got is None:
+        line = arrived.get()
+        if isinstance(line, Exception):
+            raise line
+        if line is None:
             n_left -= 1
         else:
-            yield got
+            yield line
 
 
 def file_lines(
     path: Path, follow: bool, last: int | None = None, is_over: Callable[[], bool] = lambda: False
 ) -> Iterator[str]:
-    """Lines of a log, whole ones: all, or the `last` that are there. With `follow` it then waits for more (and first
-    for the file) until the caller stops, or nothing more comes and it `is_over`."""
+    """Whole lines of a log: all, or the `last` of them. With `follow` it also waits, for the file and for more lines,
+    until the caller stops, or no more come and it `is_over`."""
     while not path.exists():
         if not follow or is_over():
             return
         time.sleep(_POLL_S)
     with path.open(encoding="utf-8", errors="replace") as stream:
-        there = stream if last is None else collections.deque(stream, maxlen=last)
         begun = ""
-        for line in there:
+        for line in stream if last is None else collections.deque(stream, maxlen=last):
             begun = "" if line.endswith("\n") else line
             if not begun:
                 yield line.rstrip("\n")
@@ -94,7 +92,7 @@ def file_lines(
             elif was_over:
                 break
             else:
-                was_over = is_over()  # then once more: its last lines may have come since
+                was_over = is_over()  # then read once more: its last lines may have come since
                 time.sleep(_POLL_S)
         if begun:
             yield begun

@@ -27,15 +27,13 @@ MARK_REPLICA = "PENSTOCK_REPLICA"
 MARK_RANK = "PENSTOCK_RANK"  # of a node among those of its replica
 
 _SHARED_MEMORY = re.compile(r"(/dev/shm/\S+)")
-# Python's own helper that unlinks shared memory of dead processes; it ends by itself when nobody holds its pipe.
+# Python's helper that unlinks shared memory of dead processes; it ends when no process holds its pipe.
 _TRACKER = "multiprocessing.resource_tracker"
 
 
 class Backoff:
-    """How long restarts wait: `first_s`, then twice as long each time, at most `most_s`.
-
-    It starts over once nothing has failed for `calm_s` after a wait. Pure: the caller passes `now` in seconds.
-    """
+    """How long restarts wait: `first_s`, then twice as long each time, at most `most_s`; `first_s` again after `calm_s`
+    without a failure. Pure: the caller passes `now` in seconds."""
 
     def __init__(self, first_s: float, most_s: float, calm_s: float) -> None:
         self._first_s, self._most_s, self._calm_s = first_s, most_s, calm_s
@@ -80,8 +78,7 @@ def identify(pid: int, role: str = "") -> Process:
 def started_at(pid: int) -> float:
     """When a process started, in seconds since boot.  Raises psutil.NoSuchProcess.
 
-    psutil's create_time adds the boot time as the wall clock has it now: after a step of the clock (NTP, a virtual
-    machine that was moved) every process would be taken for a stranger, and started again.
+    psutil's create_time depends on the wall clock: after a step of it (NTP) every process would look like another.
     """
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
@@ -105,7 +102,7 @@ def start_detached(
 
 
 def is_alive(process: Process) -> bool:
-    """Whether that very process still runs; a zombie does not. Reaps it when it is our child."""
+    """Whether that process still runs; a zombie does not. Reaps a child."""
     with contextlib.suppress(ChildProcessError, OSError):
         os.waitpid(process.pid, os.WNOHANG)
     try:
@@ -115,43 +112,48 @@ def is_alive(process: Process) -> bool:
         return False
 
 
+def is_near(pid: int) -> bool:
+    """Whether a process is our user's, and sees the files and the processes that we see: it is in no container."""
+    entry, own = Path(f"/proc/{pid}"), Path("/proc/self")
+    with contextlib.suppress(OSError):
+        is_same_view = all((entry / name).samefile(own / name) for name in ("ns/mnt", "ns/pid", "root"))
+        return is_same_view and entry.stat().st_uid == os.getuid()
+    return False
+
+
+def _means(pid: int, run: str) -> bool:
+    """Whether a process's run folder is the one that we see at that path: in a container it may be another."""
+    if not run.startswith("/") or is_near(pid):
+        return True
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/root{run}").samefile(run)
+    return False
+
+
 def find_marked(run: str | None = None, replica: str | None = None, rank: str | None = None) -> list[Marked]:
     """Living processes with the mark of a run folder (and replica, and rank), or of any. Never this process."""
-    marked = []
+    marked, wanted = [], ((MARK_RUN, run), (MARK_REPLICA, replica), (MARK_RANK, rank))
     for entry in psutil.process_iter():
-        if entry.pid == os.getpid():
-            continue
         with contextlib.suppress(psutil.Error, OSError):
-            env = entry.environ()
-            if MARK_RUN not in env or entry.status() == psutil.STATUS_ZOMBIE:
-                continue
-            asked = ((MARK_RUN, run), (MARK_REPLICA, replica), (MARK_RANK, rank))
-            if all(value is None or env.get(name) == value for name, value in asked):
-                marked.append(_marked(entry, env))
+            env = {} if entry.pid == os.getpid() else entry.environ()
+            is_wanted = MARK_RUN in env and all(value is None or env.get(name) == value for name, value in wanted)
+            is_wanted = is_wanted and (run is None or _means(entry.pid, run))
+            if is_wanted and entry.status() != psutil.STATUS_ZOMBIE:
+                role, run_id, of = (env.get(name, "") for name in (MARK_ROLE, MARK_RUN_ID, MARK_REPLICA))
+                command = " ".join(entry.cmdline())[:200]
+                marked.append(Marked(entry.pid, started_at(entry.pid), role, env[MARK_RUN], run_id, of, command))
     return marked
 
 
-def _marked(entry: psutil.Process, env: Mapping[str, str]) -> Marked:
-    return Marked(
-        entry.pid,
-        started_at(entry.pid),
-        env.get(MARK_ROLE, ""),
-        env[MARK_RUN],
-        env.get(MARK_RUN_ID, ""),
-        env.get(MARK_REPLICA, ""),
-        " ".join(entry.cmdline())[:200],
-    )
-
-
 def signal_process(process: Process, number: signal.Signals) -> None:
-    """Send a signal to that very process; nothing when it is gone."""
+    """Send a signal to that process, if it still runs."""
     if is_alive(process):
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, number)
 
 
 def wait_gone(processes: Iterable[Process], timeout_s: float) -> list[Process]:
-    """Wait until they are gone, at most `timeout_s`; those that still live are returned."""
+    """Wait until they are gone, at most `timeout_s`; those that still live."""
     deadline = time.monotonic() + timeout_s
     left = [process for process in processes if is_alive(process)]
     while left and time.monotonic() < deadline:
@@ -161,7 +163,7 @@ def wait_gone(processes: Iterable[Process], timeout_s: float) -> list[Process]:
 
 
 def end(processes: Sequence[Process], grace_s: float) -> list[Process]:
-    """SIGTERM, wait `grace_s`, SIGKILL, wait. Returns what could not be ended. Idempotent; blocks."""
+    """SIGTERM, wait `grace_s`, SIGKILL, wait; those that could not be ended. Idempotent; blocks."""
     for process in processes:
         signal_process(process, signal.SIGTERM)
     left = wait_gone(processes, grace_s)
@@ -171,11 +173,9 @@ def end(processes: Sequence[Process], grace_s: float) -> list[Process]:
 
 
 def sweep(run: str, replica: str | None = None, rank: str | None = None, keep: Iterable[int] = ()) -> list[Marked]:
-    """Kill whatever still carries the mark of a run (or one replica or node of it), and unlink the shared memory it
-    mapped.
+    """Kill all with the mark of a run (or one replica or node of it), and unlink the shared memory they mapped.
 
-    Used after the polite end. Returns what it killed. Python's resource trackers get two seconds to tidy up after
-    the others, since killing them is what leaks segments.
+    Returns what it killed. Python's resource trackers get two seconds to clean up: killing them leaks segments.
     """
     kept = set(keep)
     swept: list[Marked] = []

@@ -5,6 +5,7 @@ With PENSTOCK_REQUIRE_ALL=1 a skipped test is a failed one: that is what continu
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import importlib.util
 import inspect
@@ -52,14 +53,14 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Runs a test that is `async def` on the event loop of its `loop_factory`."""
+    """Runs an `async def` test on the event loop of its `loop_factory`; without one, on asyncio's."""
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
     import gateway_rig
 
     given: dict[str, Any] = pyfuncitem.funcargs
     arguments = {name: given[name] for name in inspect.signature(pyfuncitem.obj).parameters}
-    gateway_rig.run(given["loop_factory"], pyfuncitem.obj(**arguments))
+    gateway_rig.run(given.get("loop_factory", asyncio.new_event_loop), pyfuncitem.obj(**arguments))
     return True
 
 

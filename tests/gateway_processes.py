@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 FAKE = """
-import http.server, sys
+import http.server
 class Handler(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     def do_GET(self): self.say(b"ok")
@@ -27,14 +26,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.send_response(200); self.send_header("content-length", str(len(body)))
         self.end_headers(); self.wfile.write(body)
     def log_message(self, *_): pass
-http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+print(server.server_port, flush=True)
+server.serve_forever()
 """
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 @contextlib.contextmanager
@@ -106,19 +101,27 @@ class Workers:
         return {ask(f"{self.listen}/health")["ready_replicas"] for _ in range(20)}
 
 
+def begin(process: subprocess.Popen[str]) -> Any:
+    """The first line of standard output, decoded."""
+    assert process.stdout is not None
+    return json.loads(process.stdout.readline())
+
+
+def gateway_argv(*more: str) -> list[str]:
+    return [sys.executable, "-m", "penstock", "gateway", "--listen", "127.0.0.1:0", "--json", *more]
+
+
 @contextlib.contextmanager
 def workers(folder: Path, n_workers: int, *more: str) -> Iterator[Workers]:
     """It serves, and all its workers know the engine."""
     token = folder / "token"
     token.touch(0o600)
     token.write_text("secret")
-    upstream = free_port()
-    argv = [sys.executable, "-m", "penstock", "gateway", "--listen", "127.0.0.1:0", "--workers", str(n_workers)]
-    argv += ["--json", "--upstream", f"m=http://127.0.0.1:{upstream}", "--admin", "127.0.0.1:0"]
-    argv += ["--admin-token-file", str(token), *more]
-    with running([sys.executable, "-c", FAKE, str(upstream)]), running(argv) as process:
-        assert process.stdout is not None
-        addresses = json.loads(process.stdout.readline())
-        gateway = Workers(process, addresses["listen"], addresses["admin"], f"127.0.0.1:{upstream}")
-        until(lambda: gateway.ready() == {1})
-        yield gateway
+    with running([sys.executable, "-c", FAKE]) as engine:
+        replica = f"127.0.0.1:{begin(engine)}"
+        argv = gateway_argv("--workers", str(n_workers), "--upstream", f"m=http://{replica}", "--admin", "127.0.0.1:0")
+        with running([*argv, "--admin-token-file", str(token), *more]) as process:
+            addresses = begin(process)
+            gateway = Workers(process, addresses["listen"], addresses["admin"], replica)
+            until(lambda: gateway.ready() == {1})
+            yield gateway

@@ -13,15 +13,14 @@ everywhere are the repository, the Python that runs the tests, and `hosts.shared
     with login:     this process (10.78.S.1) -- login (10.78.S.2, 10.77.S.1) -- bridge -- node1, node2 ...
                     and this process, a laptop, cannot reach the nodes except through login.
 
-S is a slot that one set of hosts holds by a file lock, so several test sessions run beside each other.
+S is a slot that one set of hosts holds by a file lock, so that several test sessions can run at the same time.
 
-No names of network namespaces and no daemon of ours: pid 1 of a host is a shell that reads a pipe, the lifeline, whose
-other end only this process holds. When this process ends, killed or not, every pid 1 reads the end of the pipe, and
-with it the kernel ends its processes and its network. hosts_janitor.py, which reads the same pipe, removes the rest.
+Pid 1 of a host is a shell that reads a pipe, the lifeline, whose other end only this process holds. When this process
+ends, killed or not, every pid 1 reads the end of the pipe and ends, and the kernel ends its processes and its network.
+hosts_janitor.py, which reads the same pipe, removes the rest.
 
-OpenSSH finds ~/.ssh/config by the password file, not by $HOME: seen with 9.2, `HOME=folder ssh node1` reads nothing in
-the folder. From this process use `ssh -F hosts.ssh_config`. On a host root's home is its own folder, so there plain
-`ssh node2` works.
+OpenSSH finds ~/.ssh/config by the password file, not by $HOME: from this process use `ssh -F hosts.ssh_config`. On a
+host plain `ssh node2` works.
 """
 
 from __future__ import annotations
@@ -144,8 +143,7 @@ class Host:
         return _finish(process, words, f"on {self.name}", stdin, check, timeout_s)
 
     def service(self, words: Sequence[str]) -> None:
-        """Start a daemon that stays in the foreground, now and at every later start of the host. Its output is in
-        `log("services")`."""
+        """Start a daemon that stays in the foreground, now and at every later start of the host."""
         self.services.append(list(words))
         self._serve(words)
 
@@ -156,11 +154,8 @@ class Host:
     def processes(self) -> list[HostProcess]:
         """All that run on this host, pid 1 included."""
         space = Path(f"/proc/{self.pid}/ns/pid").readlink()
-        return [
-            found
-            for entry in Path("/proc").iterdir()
-            if entry.name.isdigit() and (found := _process(entry, space)) is not None
-        ]
+        entries = [entry for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+        return [process for entry in entries if (process := _process(entry, space)) is not None]
 
     def cut(self) -> None:
         """Pull the network cable. Of login: the one to this process."""
@@ -231,20 +226,17 @@ class Host:
 class Hosts:
     """`count` hosts named node1, node2 ..., with `login` one more. Started by the constructor, ended by close()."""
 
-    def __init__(
-        self, count: int, *, login: bool = False, shared_home: bool = False, keep: Sequence[Path] = ()
-    ) -> None:
-        """`shared_home`: root has one home on all hosts, as users of clusters do. `keep`: more folders of this machine
-        that every host sees, where it would see its own (those in /tmp, /var/tmp and /root)."""
+    def __init__(self, count: int, *, login: bool = False, shared_home: bool = False) -> None:
+        """`shared_home`: root has one home on all hosts, as users of clusters do."""
         reason = missing()
         assert reason is None, reason
         self.slot, self._lock = take_slot()
         self.base = Path(tempfile.mkdtemp(prefix="penstock-hosts-", dir="/tmp"))
         self.base.chmod(0o755)
         self.shared = self.base / "shared"
-        self.ssh_config, self.home = self.base / "keys" / "ssh_config", self.base / "home"
+        self.ssh_config = self.base / "keys" / "ssh_config"
         python = [Path(sys.prefix), Path(sys.base_prefix), Path(sys.executable).resolve().parent.parent]
-        self.kept = sorted({ROOT, *python, self.base, *keep}, key=lambda path: len(path.parts))
+        self.kept = sorted({ROOT, *python, self.base}, key=lambda path: len(path.parts))
         net = f"10.77.{self.slot}"
         self._hosts = {f"node{i}": Host(self, f"node{i}", f"{net}.{10 + i}") for i in range(1, count + 1)}
         self._has_login, self._shared_home = login, shared_home
@@ -259,8 +251,6 @@ class Hosts:
         except BaseException:
             self.close()
             raise
-
-    # --- which there are
 
     @property
     def names(self) -> list[str]:
@@ -346,7 +336,7 @@ class Hosts:
 
     def _prepare(self) -> None:
         base = self.base
-        for name in ("etc/system", "keys", "log", "run", "shared", "home/.ssh", "root"):
+        for name in ("etc/system", "keys", "log", "run", "shared", "root"):
             (base / name).mkdir(parents=True)
         (base / "init.sh").write_text(INIT)
         (base / "etc" / "sshd_config").write_text(SSHD_CONFIG.format(base=base))
@@ -367,13 +357,8 @@ class Hosts:
 
     def _furnish(self, host: Host) -> None:
         """The host's disks as they are before its first start."""
-        for place, mode in (
-            ("tmp", 0o1777),
-            ("var/tmp", 0o1777),
-            ("root", 0o700),
-            ("root/.ssh", 0o700),
-            ("cgroup", 0o755),
-        ):
+        modes = {"tmp": 0o1777, "var/tmp": 0o1777, "root": 0o700, "root/.ssh": 0o700, "cgroup": 0o755}
+        for place, mode in modes.items():
             folder = self.base / "hosts" / host.name / place
             if place == "root" and self._shared_home:
                 folder.symlink_to(self.base / "root")
@@ -415,7 +400,6 @@ class Hosts:
             here += f"Host {host.name}\n  HostName {outer.get(host.name, host.address)}\n{jump}"
             inside += f"Host {host.name}\n  HostName {host.address}\n"
         self.ssh_config.write_text(here)
-        (self.home / ".ssh" / "config").write_text(here)
         (keys / "ssh_config_of_hosts").write_text(inside)
 
     def _start(self) -> None:
@@ -467,11 +451,8 @@ class Hosts:
         self._ip(f"link add {self._leg} type veth peer name leg address {mac} netns {switch.pid}")
         self._ip(f"addr add {self.own_address}/{30 if self._has_login else 24} dev {self._leg}")
         self._ip(f"link set {self._leg} up")
-        bridge = [
-            f"link add br0 address 02:70:68:{self.slot:02x}:01:00 type bridge",
-            "link set br0 up",
-            "link set leg up",
-        ]
+        bridge = [f"link add br0 address 02:70:68:{self.slot:02x}:01:00 type bridge"]
+        bridge += ["link set br0 up", "link set leg up"]
         if not self._has_login:
             self._ip(*bridge, "link set leg master br0", within=switch)
             return

@@ -1,14 +1,11 @@
 """Fixtures over hosts.py: sets of hosts that live as long as the session, and are as new for every test.
 
-    def test_x(hosts: Hosts) -> None:          # node1, node2; this process is on their network
-    def test_x(login_hosts: Hosts) -> None:    # login, node1, node2; this process is a laptop that reaches only login
-    def test_x(slurm: Slurm) -> None:          # Slurm on login, node1, node2, of its own: slurm.hosts
+def test_x(hosts: Hosts) -> None:              # node1, node2; this process is on their network
+def test_x(login_hosts: Hosts) -> None:        # login, node1, node2; this process reaches only login
+def test_x(slurm: Slurm) -> None:              # Slurm on login, node1, node2: slurm.hosts
+def test_x(ray_cluster: RayCluster) -> None:   # Ray on node1, node2: ray_cluster.hosts
 
-    def test_x(ray_cluster: RayCluster) -> None:   # Ray on node1, node2, of its own: ray_cluster.hosts
-
-    @pytest.mark.parametrize("slurm", PROCTRACKS, indirect=True)  # once on each kind of cluster
-
-Where no hosts can be made, the tests are skipped with the reason.
+@pytest.mark.parametrize("slurm", PROCTRACKS, indirect=True)  # once on each kind of cluster
 """
 
 from __future__ import annotations
@@ -23,8 +20,9 @@ from hosts_slurm import Slurm, missing_slurm
 from slurm_cluster import Desk
 
 
-def require_hosts() -> None:
-    reason = missing()
+def require_hosts(reason: str | None = None) -> None:
+    """Skip the test where no hosts can be made, or for another reason."""
+    reason = reason or missing()
     if reason is not None:
         pytest.skip(reason)
 
@@ -75,10 +73,7 @@ def slurm_on() -> Iterator[Callable[[str], Slurm]]:
 @pytest.fixture
 def slurm(request: pytest.FixtureRequest, slurm_on: Callable[[str], Slurm]) -> Iterator[Slurm]:
     proctrack = getattr(request, "param", "linuxproc")
-    require_hosts()
-    reason = missing_slurm(proctrack)
-    if reason is not None:
-        pytest.skip(reason)
+    require_hosts(missing_slurm(proctrack))
     found = slurm_on(proctrack)
     yield found
     found.clear()
@@ -87,11 +82,8 @@ def slurm(request: pytest.FixtureRequest, slurm_on: Callable[[str], Slurm]) -> I
 @pytest.fixture(scope="session")
 def ray_on_two_hosts() -> Iterator[RayCluster]:
     """Use `ray_cluster`."""
-    require_hosts()
-    reason = missing_ray()
-    if reason is not None:
-        pytest.skip(reason)
-    with Hosts(2) as made, RayCluster(made) as cluster:
+    require_hosts(missing_ray())
+    with Hosts(2) as made, contextlib.closing(RayCluster(made)) as cluster:
         yield cluster
 
 

@@ -1,12 +1,7 @@
 """A real Ray on hosts (hosts.py): the head on the first node, one `ray start --block` per node, pretended GPUs.
 
-    with RayCluster(hosts) as ray:
-        ray.address      # of the GCS, "10.77.1.11:6379": for RAY_ADDRESS on a host
-        ray.url          # of the dashboard and its Jobs API, reachable from this process (without login)
-        ray.nodes()      # alive nodes, as the dashboard lists them
-
-Every port is Ray's usual one: each host has its own. /tmp/ray is each host's own as well, so no cluster finds another's
-"current cluster" file. Nothing calls `ray stop`, which ends every Ray it can see: the started processes get signals.
+Every port is Ray's usual one: each host has its own, and its own /tmp/ray. Nothing calls `ray stop`, which ends every
+Ray it can see: the started processes get signals.
 """
 
 from __future__ import annotations
@@ -18,9 +13,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from hosts import PATH, Host, HostProcess, Hosts, Inside
@@ -34,6 +27,7 @@ QUICK_HEALTH = {
     "RAY_health_check_failure_threshold": "4",
 }
 OBJECT_STORE_BYTES = 100_000_000
+CPUS, GPUS = 2, 1  # that each node claims
 # Asks the dashboard from the host itself: behind a login this process cannot.
 FETCH = """
 import sys, urllib.request
@@ -56,28 +50,18 @@ def _is_ray(process: HostProcess) -> bool:
 class RayCluster:
     """A Ray on all nodes of `hosts`. Ready when the constructor returns; `close` ends it, and so do its hosts."""
 
-    def __init__(self, hosts: Hosts, *, gpus: int = 1, cpus: int = 2, env: Mapping[str, str] | None = None) -> None:
-        """Each node claims `gpus` and `cpus`. `env` is in the environment of each raylet, and so of every worker."""
+    def __init__(self, hosts: Hosts) -> None:
         self.hosts, self.head = hosts, hosts[0]
-        self.gpus, self.cpus = gpus, cpus
         self.env = {
             "PATH": f"{Path(sys.executable).parent}:{PATH}",
             "RAY_USAGE_STATS_ENABLED": "0",
             # A raylet that gets SIGTERM drains for up to 30 s.
             "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
             **QUICK_HEALTH,
-            **(env or {}),
         }
-        self.address = f"{self.head.address}:{GCS_PORT}"
         self.url = f"http://{self.head.address}:{DASHBOARD_PORT}"
         self._started: dict[str, Inside] = {}
         self.start()
-
-    def __enter__(self) -> RayCluster:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
 
     def start(self) -> None:
         """Start Ray where it does not run, and wait until every node is in the cluster."""
@@ -109,13 +93,6 @@ class RayCluster:
         for node in reversed(list(self.hosts)):
             if node.name in self._started:
                 self.stop(node)
-
-    def run(
-        self, words: list[str], *, check: bool = True, timeout_s: float = 60.0, env: Mapping[str, str] | None = None
-    ) -> str:
-        """Standard output of a program on the head, with Ray's commands in PATH and RAY_ADDRESS set."""
-        env = {**self.env, "RAY_ADDRESS": self.address, **(env or {})}
-        return self.head.run(words, check=check, timeout_s=timeout_s, env=env).stdout
 
     def fetch(self, path: str, method: str = "GET", body: object = None) -> Any:
         """An answer of the dashboard's HTTP API. AssertionError if it is none."""
@@ -153,12 +130,12 @@ class RayCluster:
         where = (
             ["--head", f"--port={GCS_PORT}", "--dashboard-host=0.0.0.0", "--include-dashboard=true"]
             if node is self.head
-            else [f"--address={self.address}"]
+            else [f"--address={self.head.address}:{GCS_PORT}"]
         )
         what = [
             f"--node-ip-address={node.address}",  # Ray may choose 127.0.0.1
-            f"--num-cpus={self.cpus}",
-            f"--num-gpus={self.gpus}",
+            f"--num-cpus={CPUS}",
+            f"--num-gpus={GPUS}",
             f"--object-store-memory={OBJECT_STORE_BYTES}",
         ]
         with node.log("ray").open("a") as log:

@@ -1,15 +1,10 @@
 """What the tests with real processes share: a home of its own, the CLI, and a way out that leaves nothing behind.
 
-    @pytest.fixture
-    def place(tmp_path: Path) -> Iterator[Place]:
-        with a_place(tmp_path) as found:
-            yield found
-
-    def test_x(place: Place) -> None:
+    with a_place(tmp_path) as place:
         run = place.up(place.write("one"))
         ask(run)
 
-The engine is the fake one. When a test ends, the place takes down what it started and asserts that nothing is left: no
+The engine is the fake one. At the end the place takes down what it started and asserts that nothing is left: no
 process, no temporary folder, no taken port, no shared memory.
 """
 
@@ -38,9 +33,11 @@ import yaml
 
 from penstock import processes, run_folder
 from penstock.cli import main
-from penstock.deployment import observe
+from penstock.deployment import observe, prepare, start
 from penstock.errors import PenstockError
-from penstock.run_folder import ReplicaStatus, Run, State
+from penstock.hardware.network import free_port
+from penstock.run_folder import Launch, ReplicaStatus, Run, State
+from penstock.spec import reading
 from penstock.testing.fake_engine.requests import expected_text
 from penstock.wire.client import Client, Reply
 
@@ -171,7 +168,7 @@ class Place:
     def write(self, name: str = "one", args: dict[str, Any] | None = None, **fields: Any) -> Path:
         """A deployment file with the fake engine. `fields` are those of the file; `engine` and `gateway` are merged."""
         engine = {"kind": "fake", "args": args or {}, "drain_s": 10, **fields.pop("engine", {})}
-        gateway = {"port": 0, "hold_s": 20, "drain_s": 10, **fields.pop("gateway", {})}
+        gateway = {"port": 0, "auth": "none", "hold_s": 20, "drain_s": 10, **fields.pop("gateway", {})}
         facts = {"name": name, "model": "penstock-demo", "engine": engine, "gateway": gateway, **fields}
         path = self.folder / f"{name}.yaml"
         path.write_text(yaml.safe_dump(facts), "utf-8")
@@ -183,6 +180,12 @@ class Place:
         assert done.code == 0, done
         return self.note(run_folder.find(str(done.events[0]["name"])))
 
+    def written(self, file: Path) -> tuple[Run, Launch]:
+        """A run whose folder is written and that is not placed yet, and the launch of its nodes."""
+        prepared = prepare.prepare(reading.load(file))
+        run = start.write_run(prepared, free_port("127.0.0.1"))
+        return self.note(run), Launch("one", prepared.plan, ("http://127.0.0.1:1",), str(run.admin_token_file))
+
     def run(self, name: str = "one") -> Run:
         return self.note(run_folder.find(name))
 
@@ -192,14 +195,13 @@ class Place:
             self.run_paths[str(run.path)] = run.record().id
             self.addresses |= {run.url, run.admin_url}
             self.segments.update(processes.shared_memory(processes.find_marked(str(run.path))))
-            for replica in now(run).replicas:
-                if (told := replica.announcement) is not None:
-                    self.addresses |= {told.url} if told.url is not None else set()
-                    self.segments.update(told.shared_memory)
+            for announcement in (replica.announcement for replica in now(run).replicas):
+                if announcement is not None:
+                    self.addresses |= {announcement.url} if announcement.url is not None else set()
+                    self.segments.update(announcement.shared_memory)
         return run
 
     def assert_nothing_left(self) -> None:
-        """No process, temporary folder or taken port of any run of this place."""
         for path in self.run_paths:
             self.assert_nothing_left_of(path)
         assert [address for address in self.addresses if not port_is_free(address)] == []
@@ -231,19 +233,19 @@ class Place:
 def a_place(folder: Path, deadline_s: float = DEADLINE_S) -> Iterator[Place]:
     """A place to start deployments in, with a home of its own and a deadline, and checked to leave nothing."""
     home = folder / "home"
-    found = Place(folder)
+    place = Place(folder)
     with pytest.MonkeyPatch.context() as patch, _bounded(deadline_s):
         patch.setenv("PENSTOCK_HOME", str(home))
         try:
-            yield found
+            yield place
         finally:
-            found.end()
+            place.end()
             assert [process for process in processes.find_marked() if process.run.startswith(str(home))] == []
 
 
 @contextlib.contextmanager
 def _bounded(deadline_s: float) -> Iterator[None]:
-    """Ends a test that hangs: after the deadline, and with as much time again for its way out."""
+    """End a test that hangs: after the deadline, with as much time again for its way out."""
 
     def on_alarm(*_: object) -> None:
         signal.alarm(int(deadline_s))
@@ -259,7 +261,6 @@ def _bounded(deadline_s: float) -> Iterator[None]:
 
 
 def now(run: Run) -> State:
-    """What `status` would tell now."""
     return observe.now_state(run, time.time())
 
 
@@ -268,9 +269,9 @@ def replica_of(run: Run, name: str = "0") -> ReplicaStatus:
 
 
 def engine_pid(run: Run, name: str = "0") -> int:
-    told = replica_of(run, name).announcement
-    assert told is not None and told.processes, "the replica runs"
-    return told.processes[0].pid
+    announcement = replica_of(run, name).announcement
+    assert announcement is not None and announcement.processes, "the replica runs"
+    return announcement.processes[0].pid
 
 
 def pids(run: Run, role: str, replica: str | None = None) -> list[int]:

@@ -47,7 +47,7 @@ class Desk:
             "target": "slurm",
             **fields,
             "engine": {"kind": "fake", "args": args or {}, "drain_s": 10, **fields.get("engine", {})},
-            "gateway": {"port": 0, "hold_s": 20, "drain_s": 10, **fields.get("gateway", {})},
+            "gateway": {"port": 0, "auth": "none", "hold_s": 20, "drain_s": 10, **fields.get("gateway", {})},
             "slurm": {"cpus_per_node": 2, "time": "10", **fields.get("slurm", {})},
         }
         (self.home / f"{name}.yaml").write_text(yaml.safe_dump(facts), "utf-8")
@@ -65,9 +65,14 @@ class Desk:
         self.names.append(Path(file).stem)
         self.call("up", file, *words, timeout_s=timeout_s)
 
+    def down(self, *words: object) -> None:
+        """End "one"; nothing of any deployment may be left."""
+        self.call("down", "one", *words)
+        assert self.left() == []
+
     def status(self, name: str = "one") -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self.call("status", name, "--json"))
-        return found
+        status: dict[str, Any] = json.loads(self.call("status", name, "--json"))
+        return status
 
     def replica(self, number: str = "0", name: str = "one") -> dict[str, Any]:
         return next((row for row in self.status(name)["replicas"] if row["replica"] == number), {})

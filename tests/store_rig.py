@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from penstock.gateway.accounting.key_store import KeyStore
@@ -30,39 +31,20 @@ class Store:
         self.database.close()
 
 
+ROW = Row(0, NOW, "k", "m", "0", 10, 4, 5, 0, None, 1.5, "complete", 200, None, "r'\"\\")
+
+
 def row(number: int, **changes: Any) -> Row:
-    facts: dict[str, Any] = {
-        "number": number,
-        "at": NOW,
-        "key_id": "k",
-        "model": "m",
-        "replica": "0",
-        "prompt_tokens": 10,
-        "cached_tokens": 4,
-        "output_tokens": 5,
-        "is_estimate": 0,
-        "ttft_ms": None,
-        "duration_ms": 1.5,
-        "state": "complete",
-        "status": 200,
-        "cost_usd": None,
-        "request_id": "r'\"\\",
-    }
-    return Row(**(facts | changes))
-
-
-def postgres_programs() -> Path | None:
-    found = shutil.which("pg_ctl")
-    places = [Path(found).resolve().parent] if found else sorted(Path("/usr/lib/postgresql").glob("*/bin"))
-    return places[-1] if places else None
+    return msgspec.structs.replace(ROW, number=number, **changes)
 
 
 @pytest.fixture(scope="module")
 def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A PostgreSQL server of this test's own, on a Unix socket."""
     pytest.importorskip("psycopg", reason="pip install 'penstock[postgres]'")
-    programs = postgres_programs()
-    if programs is None:
+    pg_ctl = shutil.which("pg_ctl")
+    folders = [Path(pg_ctl).resolve().parent] if pg_ctl else sorted(Path("/usr/lib/postgresql").glob("*/bin"))
+    if not folders:
         pytest.skip("PostgreSQL is not installed: make postgres")
     folder = Path(f"/tmp/penstock-test-postgres-{os.getpid()}")  # short, for the socket's path
     folder.mkdir()
@@ -72,7 +54,7 @@ def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         as_user = ["setpriv", "--reuid", "postgres", "--regid", "postgres", "--clear-groups"]
 
     def run(program: str, *arguments: str) -> None:
-        line = [*as_user, str(programs / program), *arguments]
+        line = [*as_user, str(folders[-1] / program), *arguments]
         subprocess.run(line, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd="/", timeout=60)
 
     data = str(folder / "data")
@@ -82,7 +64,7 @@ def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield f"postgresql://penstock@/postgres?host={folder}"
     finally:
         subprocess.run(
-            [*as_user, str(programs / "pg_ctl"), "-D", data, "-m", "immediate", "stop"], check=False, cwd="/"
+            [*as_user, str(folders[-1] / "pg_ctl"), "-D", data, "-m", "immediate", "stop"], check=False, cwd="/"
         )
         shutil.rmtree(folder, ignore_errors=True)
 

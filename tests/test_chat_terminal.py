@@ -92,18 +92,17 @@ def interrupt() -> None:
     raise KeyboardInterrupt
 
 
-def test_one_question_is_answered_and_nothing_else_is_printed(engine: InThread) -> None:
+def test_one_question_or_lines_from_a_pipe_give_answers_only(engine: InThread) -> None:
     out = io.StringIO()
     chat(Client(engine.url), SHORT, once="hello there", stdout=out)
     assert out.getvalue() == "1:hello 2:there 3:hello\n"
-
-
-def test_lines_from_a_pipe_give_answers_only(engine: InThread) -> None:
-    assert pipe(engine, "a b\n\n  \nc\n") == "1:a 2:b 3:a\n1:c 2:c 3:c\n"
+    assert pipe(engine, "tell me\n", ChatSettings(max_tokens=20)) == expected_text("tell me", 20) + "\n"
+    pipe(engine, " /etc/passwd\n")  # a space before a slash sends it
+    assert sent(engine) == [{"role": "user", "content": "/etc/passwd"}]
 
 
 def test_a_conversation_is_remembered_and_reset_forgets_it(engine: InThread) -> None:
-    pipe(engine, "a b\nc\n")
+    assert pipe(engine, "a b\n\n  \nc\n") == "1:a 2:b 3:a\n1:c 2:c 3:c\n"
     assert sent(engine) == [
         {"role": "user", "content": "a b"},
         {"role": "assistant", "content": "1:a 2:b 3:a"},
@@ -153,10 +152,7 @@ def test_a_person_is_greeted_and_may_leave_with_quit_or_ctrl_d(engine: InThread)
     assert shown.startswith(f"m at {engine.url} (/help lists commands, Ctrl-D leaves)\n")
     assert "never" not in shown
     assert talk(engine).endswith("leaves)\n\n")
-
-
-def test_ctrl_c_at_the_prompt_does_not_leave(engine: InThread) -> None:
-    shown = talk(engine, KeyboardInterrupt, "a")
+    shown = talk(engine, KeyboardInterrupt, "a")  # Ctrl-C at the prompt does not leave
     assert "(/quit or Ctrl-D leaves)" in shown
     assert "1:a 2:a 3:a" in shown
 
@@ -178,13 +174,10 @@ def test_ctrl_c_stops_the_answer_closes_the_stream_and_keeps_what_was_said() -> 
     assert "half\n(stopped)\n" in out.getvalue()
     assert "never" not in out.getvalue()
     assert asked[1][:2] == [{"role": "user", "content": "one"}, {"role": "assistant", "content": "half"}]
-
-
-def test_ctrl_c_in_a_script_ends_the_script() -> None:
-    client = Scripted(Chunk("half", 0.1), interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        chat(client, ChatSettings(), once="x", stdout=io.StringIO())
-    assert client.is_closed
+    script = Scripted(Chunk("half", 0.1), interrupt)
+    with pytest.raises(KeyboardInterrupt):  # a script ends
+        chat(script, ChatSettings(), once="x", stdout=io.StringIO())
+    assert script.is_closed
 
 
 def test_stopping_a_real_stream_stops_the_engine() -> None:
@@ -204,27 +197,17 @@ def test_stopping_a_real_stream_stops_the_engine() -> None:
         assert engine.metrics.finished["abort"] == 1
 
 
-def test_models_are_listed_and_changed(engine: InThread) -> None:
-    shown = talk(engine, "/model", "/model nope", "/model other", "a")
+def test_models_are_listed_and_changed_and_help_names_every_command(engine: InThread) -> None:
+    shown = talk(engine, "/help", "/model", "/model nope", "/model other", "a")
+    assert all(word in shown for word in ("/reset", "/system", "/model", "/stats", "/quit", "Ctrl-C"))
     assert "* m\n  other\n" in shown
     assert 'error: no model "nope"\nhint: There are: m, other.\n' in shown
     assert json.loads(engine.seen[-1].body)["model"] == "other"
 
 
-def test_help_names_every_command(engine: InThread) -> None:
-    shown = talk(engine, "/help")
-    for command in ("/reset", "/system", "/model", "/stats", "/quit", "Ctrl-C"):
-        assert command in shown
-
-
-def test_stats_show_after_each_answer_when_asked(engine: InThread) -> None:
+def test_stats_show_what_is_known_after_each_answer_when_asked(engine: InThread) -> None:
     shown = talk(engine, "/stats", "a", "/stats", "b")
-    assert shown.count(" 3 tokens,") == 1
-    assert "(stats on)" in shown
-    assert "(stats off)" in shown
-
-
-def test_stats_say_what_is_known() -> None:
+    assert shown.count(" 3 tokens,") == 1 and "(stats on)" in shown and "(stats off)" in shown
     assert stats(reply("x", 34)) == "(TTFT 12 ms, 34 tokens, 310 tokens/s)"
     assert stats(Reply("x", None, None, 1, None, 1.0, None, None, None)) == "(1 token)"
     assert stats(Reply("x", None, None, 9, 2.0, 1.0, 4.567, None, None)) == "(TTFT 2.0 s, 9 tokens, 4.57 tokens/s)"
@@ -241,19 +224,22 @@ def test_only_a_terminal_gets_colour_and_no_color_takes_it_away(
     assert "\x1b" not in talk(engine, "a", settings=settings, tty=True)
 
 
-def test_a_model_cannot_drive_the_terminal_but_a_pipe_gets_its_bytes() -> None:
-    text = "a\x1b]0;owned\x07\tb\x9b2J\n"
-    client = Scripted(Chunk(text, 0.1), reply(text))
-    for out, expected in ((Terminal(), "a]0;owned\tb2J\n"), (io.StringIO(), text)):
-        chat(client, ChatSettings(), once="x", stdout=out)
-        assert out.getvalue() == expected
+OWNED = "a\x1b]0;owned\x07\tb\x9b2J\n"  # a model cannot drive the terminal, but a pipe gets its bytes
 
 
-def test_reasoning_shows_on_a_terminal_and_stays_out_of_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("chunks", "on_terminal", "in_pipe"),
+    [
+        ((Chunk(OWNED, 0.1), reply(OWNED)), "a]0;owned\tb2J\n", OWNED),
+        ((Chunk("hm ", 0.1, is_reasoning=True), Chunk("yes", 0.2), reply("yes")), "hm yes\n", "yes\n"),
+    ],
+)
+def test_control_characters_and_reasoning(
+    chunks: tuple[Chunk | Reply, ...], on_terminal: str, in_pipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
-    client = Scripted(Chunk("hm ", 0.1, is_reasoning=True), Chunk("yes", 0.2), reply("yes"))
-    for out, expected in ((Terminal(), "hm yes\n"), (io.StringIO(), "yes\n")):
-        chat(client, ChatSettings(), once="x", stdout=out)
+    for out, expected in ((Terminal(), on_terminal), (io.StringIO(), in_pipe)):
+        chat(Scripted(*chunks), ChatSettings(), once="x", stdout=out)
         assert out.getvalue() == expected
 
 
@@ -265,11 +251,6 @@ def test_a_message_may_span_lines() -> None:
     assert read_message(typing("a\\")) == "a"
     with pytest.raises(EOFError):
         read_message(typing())
-
-
-def test_a_space_before_a_slash_sends_it(engine: InThread) -> None:
-    pipe(engine, " /etc/passwd\n")
-    assert sent(engine) == [{"role": "user", "content": "/etc/passwd"}]
 
 
 def test_an_answer_that_breaks_off_ends_its_line_before_the_error() -> None:
@@ -301,7 +282,3 @@ def test_history_is_kept_in_the_file_it_is_given(
         chat(Client(engine.url), ChatSettings(history_file=history), stdin=Terminal(), stdout=io.StringIO())
     assert remembered == [None, "a typed line"]
     readline.clear_history()
-
-
-def test_the_expected_text_is_what_is_shown(engine: InThread) -> None:
-    assert pipe(engine, "tell me\n", ChatSettings(max_tokens=20)) == expected_text("tell me", 20) + "\n"

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from gateway_processes import read_until, running
+from gateway_processes import begin, gateway_argv, read_until, running
 
 from penstock.cli import gateway as cli_gateway
 from penstock.cli import main
+from penstock.gateway.config import GatewayConfig, ServedModel
+from penstock.spec.gateway import Limits, QueueBounds, Upstream
 
 UPSTREAM = ["--upstream", "m=http://127.0.0.1:9"]
 
@@ -26,37 +26,42 @@ def config_of(*arguments: str) -> Any:
     return cli_gateway.make_config(main.parser().parse_args(["gateway", *arguments]), Path("/run/x"))
 
 
-def test_arguments_become_a_config() -> None:
+def test_every_argument_becomes_a_setting() -> None:
     config = config_of(
         *("--upstream", "a=http://h:1", "--upstream", "a=unix:/e.sock", "--upstream", "b=http://h:2"),
         *("--alias", "a=gpt", "--auth", "keys", "--store", "postgresql://db/x", "--policy", "prefix"),
+        *("--upstream-key", "a=/run/key", "--upstream-key", "b=env:KEY", "--ledger-days", "all"),
         *("--listen", "0.0.0.0:80", "--workers", "4", "--max-body-bytes", "1000", "--total-timeout", "9.5"),
-    )
-    assert [(model.name, model.aliases) for model in config.models] == [("a", ("gpt",)), ("b", ())]
-    assert [(upstream.model, upstream.url) for upstream in config.upstreams][1] == ("a", "unix:/e.sock")
-    assert (config.store, config.policy, config.workers) == ("postgresql://db/x", "prefix", 4)
-    assert (config.limits.body_bytes, config.limits.total_s, config.limits.head_bytes) == (1000, 9.5, 32768)
-    assert config.admin == "unix:/run/x/admin.sock"
-
-
-def test_every_setting_of_the_file_has_an_argument() -> None:
-    config = config_of(
-        *(*UPSTREAM, "--upstream", "n=http://h:2", "--upstream-key", "m=/run/key", "--upstream-key", "n=env:KEY"),
         *("--max-in-flight", "7", "--queue-requests", "9", "--queue-bytes", "10", "--queue-key-share", "0.25"),
         *("--allow-origin", "https://a.example", "--path-prefix", "/p", "--body-timeout", "3", "--stall-timeout", "4"),
+        *("--hold", "5", "--drain", "6", "--tls-cert", "c", "--tls-key", "k"),
     )
-    assert [(upstream.key_file, upstream.key_env) for upstream in config.upstreams] == [
-        ("/run/key", None),
-        (None, "KEY"),
-    ]
-    assert (config.max_in_flight, config.allowed_origins, config.path_prefix) == (7, ("https://a.example",), "/p")
-    assert (config.queue.n_requests, config.queue.body_bytes, config.queue.key_share) == (9, 10, 0.25)
-    assert (config.limits.body_s, config.limits.stall_s) == (3, 4)
-
-
-def test_ledger_days_are_a_number_or_all() -> None:
-    days = [config_of(*UPSTREAM, *more).ledger_days for more in ((), ("--ledger-days", "7"), ("--ledger-days", "all"))]
-    assert days == [90, 7, None]
+    assert config == GatewayConfig(
+        listen="0.0.0.0:80",
+        admin="unix:/run/x/admin.sock",
+        admin_token_file="",
+        models=(ServedModel("a", ("gpt",)), ServedModel("b")),
+        auth="keys",
+        hold_s=5.0,
+        drain_s=6.0,
+        store="postgresql://db/x",
+        ledger_days=None,
+        workers=4,
+        policy="prefix",
+        max_in_flight=7,
+        queue=QueueBounds(9, 10, 0.25),
+        limits=Limits(body_bytes=1000, total_s=9.5, body_s=3.0, stall_s=4.0),
+        upstreams=(
+            Upstream("http://h:1", "a", "/run/key"),
+            Upstream("unix:/e.sock", "a", "/run/key"),
+            Upstream("http://h:2", "b", key_env="KEY"),
+        ),
+        tls_cert="c",
+        tls_key="k",
+        allowed_origins=("https://a.example",),
+        path_prefix="/p",
+    )
+    assert config_of(*UPSTREAM).ledger_days == 90
 
 
 @pytest.mark.parametrize(
@@ -94,20 +99,17 @@ def test_wrong_arguments_are_refused_in_words(
 @pytest.mark.processes
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_store_that_cannot_be_opened_is_told_before_anybody_is_sent_here(workers: str, tmp_path: Path) -> None:
-    argv = [sys.executable, "-m", "penstock", "gateway", "--listen", "127.0.0.1:0", "--workers", workers, *UPSTREAM]
-    with running([*argv, "--auth", "keys", "--store", str(tmp_path / "absent" / "x.db")]) as gateway:
-        told, error = gateway.communicate(timeout=20)
-    assert (gateway.returncode, told) == (2, "")
-    assert "could not use store" in error
+    store = ("--auth", "keys", "--store", str(tmp_path / "absent" / "x.db"))
+    with running(gateway_argv("--workers", workers, *UPSTREAM, *store)) as gateway:
+        assert "could not use store" in begin(gateway)["error"]["message"]  # and no address
+        assert gateway.wait(20) == 2
 
 
 @contextlib.contextmanager
 def holding(workers: int) -> Iterator[subprocess.Popen[str]]:
     """A gateway that drains for as long as it may: one request waits for an engine that is not there."""
-    argv = [sys.executable, "-m", "penstock", "gateway", "--listen", "127.0.0.1:0", "--json", *UPSTREAM]
-    with running([*argv, "--workers", str(workers)]) as gateway:
-        assert gateway.stdout is not None
-        listen = json.loads(gateway.stdout.readline())["listen"]
+    with running(gateway_argv("--workers", str(workers), *UPSTREAM)) as gateway:
+        listen = begin(gateway)["listen"]
         read_until(gateway, "serving on", workers)
         with socket.create_connection(("127.0.0.1", int(listen.rpartition(":")[2]))) as client:
             client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\n{}")

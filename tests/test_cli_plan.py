@@ -51,14 +51,6 @@ def answer(monkeypatch: pytest.MonkeyPatch, sizing: Sizing) -> None:
     monkeypatch.setattr(planning, "solve", lambda *_, **__: sizing)
 
 
-def test_what_is_not_said_is_left_to_the_solver(asked: Asked) -> None:
-    assert run(*BASE) == 0
-    (request,) = asked
-    assert request == SizingRequest(request.facts, gpu="h100-sxm", gpus_per_node=8)
-    assert request.facts.config["num_hidden_layers"] == 80
-    assert request.fixed_layout is None
-
-
 def test_every_flag_of_the_contract_reaches_the_solver(asked: Asked) -> None:
     words = (
         "--nodes 2 --network ib-ndr-400 --gpu-memory-gib 79.1 --tensor 4 --pipeline 2 --data 1 --expert "
@@ -68,7 +60,9 @@ def test_every_flag_of_the_contract_reaches_the_solver(asked: Asked) -> None:
         "--ttft-ms 400 --tpot-ms 20 --context-per-user 9000 --think-time-s 12.5 --json"
     )
     run(*BASE, *words.split())
-    (request,) = asked
+    assert run(*BASE) == 0
+    request, plain = asked
+    assert plain == SizingRequest(plain.facts, gpu="h100-sxm", gpus_per_node=8)  # the rest is the solver's
     more = {"available_kv_gib": (10.5, 12.0), "expert": True, "prefix_caching": False, "enforce_eager": True}
     numbers = {
         "nodes": 2, "gpu_memory_gib": 79.1, "tensor": 4, "pipeline": 2, "data": 1, "max_model_len": 131_072,
@@ -82,11 +76,9 @@ def test_every_flag_of_the_contract_reaches_the_solver(asked: Asked) -> None:
     )
     assert request.fixed_layout == Parallel(4, 2, 1, True)
 
-
-@pytest.mark.parametrize("words", [["7", "8"], ["7,8"], ["7, 8"]])
-def test_memory_per_stage_may_be_words_or_a_list(words: list[str], asked: Asked) -> None:
-    run(*BASE, "--available-kv-gib", *words)
-    assert asked[0].available_kv_gib == (7.0, 8.0)
+    for listed in (["7", "8"], ["7,8"], ["7, 8"]):
+        run(*BASE, "--available-kv-gib", *listed)
+        assert asked[-1].available_kv_gib == (7.0, 8.0)
 
 
 @pytest.mark.parametrize(
@@ -104,14 +96,11 @@ def test_bad_values_exit_with_2(words: str, asked: Asked) -> None:
     assert asked == []
 
 
-def test_json_is_the_contract_and_nothing_else(asked: Asked, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_is_the_contract_and_what_does_not_fit_exits_with_3(
+    asked: Asked, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(*BASE, "--json") == 0
     assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(contract(samples.FITS)))
-
-
-def test_what_does_not_fit_exits_with_3_and_says_all_the_same(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
     answer(monkeypatch, samples.SHORT)
     assert run(*BASE, "--json") == 3
     plain = json.loads(capsys.readouterr().out)
@@ -120,19 +109,23 @@ def test_what_does_not_fit_exits_with_3_and_says_all_the_same(
     assert "DOES NOT FIT" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("no_colour", [False, True])
+@pytest.mark.parametrize(
+    ("is_terminal", "no_color", "has_colour"), [(True, False, True), (True, True, False), (False, False, False)]
+)
 def test_a_terminal_has_colour_unless_no_color_is_set(
-    no_colour: bool, asked: Asked, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    is_terminal: bool,
+    no_color: bool,
+    has_colour: bool,
+    asked: Asked,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal)
     monkeypatch.delenv("NO_COLOR", raising=False)
-    if no_colour:
+    if no_color:
         monkeypatch.setenv("NO_COLOR", "1")
     run(*BASE)
-    assert ("\033[" in capsys.readouterr().out) is not no_colour
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: False)
-    run(*BASE)
-    assert "\033[" not in capsys.readouterr().out
+    assert ("\033[" in capsys.readouterr().out) is has_colour
 
 
 def test_without_a_gpu_named_this_machines_are_taken(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,48 +136,34 @@ def test_without_a_gpu_named_this_machines_are_taken(asked: Asked, monkeypatch: 
     assert [(request.gpu, request.gpus_per_node) for request in asked] == [("l4", 2), ("l4", 1)]
     assert [request.links and request.links.n_gpus for request in asked] == [2, 1]
     assert all(request.gpu_memory_gib is None for request in asked)
-
-
-def test_what_the_driver_does_not_tell_is_the_catalogues_with_a_warning(
-    asked: Asked, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    # What the driver does not report is the catalogue's, with a warning.
     monkeypatch.setattr(detect, "gpus", lambda: [Gpu(0, "NVIDIA L4", 11_000 * MIB, 1)])
     monkeypatch.setattr(detect, "links", lambda indices: None)
     run("llama-3.1-70b")
-    (request,) = asked
-    assert request.links is None
-    told = " ".join(request.facts.notes)
-    assert "the catalogue's links are used" in told and "11,000 MiB a GPU, the catalogue 23,034" in told
+    notes = " ".join(asked[-1].facts.notes)
+    assert "the catalogue's links are used" in notes and "11,000 MiB a GPU, the catalogue 23,034" in notes
+    for names, word in (([], "no GPU"), (["NVIDIA L4", "NVIDIA A10"], "several kinds")):
+        monkeypatch.setattr(detect, "gpus", lambda names=names: [Gpu(at, name, 1, 1) for at, name in enumerate(names)])
+        with pytest.raises(UserError, match=word) as caught:
+            run("llama-3.1-70b")
+        assert "--gpu h100-sxm" in str(caught.value.hint)
 
 
-@pytest.mark.parametrize(("names", "word"), [([], "no GPU"), (["NVIDIA L4", "NVIDIA A10"], "several kinds")])
-def test_a_machine_that_says_nothing_needs_a_gpu_named(
-    names: list[str], word: str, asked: Asked, monkeypatch: pytest.MonkeyPatch
+def test_write_replaces_a_file_only_by_force_and_writes_none_for_what_does_not_fit(
+    asked: Asked, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(detect, "gpus", lambda: [Gpu(at, name, 1, 1) for at, name in enumerate(names)])
-    with pytest.raises(UserError, match=word) as caught:
-        run("llama-3.1-70b")
-    assert "--gpu h100-sxm" in str(caught.value.hint)
-
-
-def test_write_replaces_a_file_only_by_force(asked: Asked, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "penstock.yaml"
     path.write_text("mine", "utf-8")
     with pytest.raises(UserError, match="the file exists"):
         run(*BASE, "--write", str(path))
     assert path.read_text("utf-8") == "mine" and asked == []
     assert run(*BASE, "--write", str(path), "--force") == 0
-    made = reading.load(path)
-    assert (made.model, made.parallel) == (asked[0].facts.hub_id, Parallel(tensor=4))
+    written = reading.load(path)
+    assert (written.model, written.parallel) == (asked[0].facts.hub_id, Parallel(tensor=4))
     assert f"wrote {path}" in capsys.readouterr().out
-
-
-def test_write_leaves_no_file_for_what_does_not_fit(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
     answer(monkeypatch, samples.SHORT)
-    assert run(*BASE, "--write", str(tmp_path / "penstock.yaml")) == 3
-    assert not (tmp_path / "penstock.yaml").exists()
+    assert run(*BASE, "--write", str(tmp_path / "other.yaml")) == 3
+    assert not (tmp_path / "other.yaml").exists()
     assert "did not write" in capsys.readouterr().out
 
 

@@ -32,7 +32,7 @@ def kept(run: Run) -> list[dict[str, Any]]:
     return [event for event in run.events() if event["event"].startswith("measured values")]
 
 
-def test_values_are_kept_when_a_replica_is_ready(run: Run, home: Path) -> None:
+def test_values_are_kept_when_a_replica_is_ready_once_a_start(run: Run, home: Path) -> None:
     controller = Controller(run)
     for state in ("starting", "loading", "warming"):
         controller._keep_measured(look(state, measured=REPORTED))
@@ -47,11 +47,6 @@ def test_values_are_kept_when_a_replica_is_ready(run: Run, home: Path) -> None:
     (measurement,) = found.values()
     assert (measurement.kv_cache_gib, measurement.planned_kv_gib) == (50.0, forecast.kv_cache_gib)
     assert event["text"] == str(next((home / "measured").rglob("*.json")))
-
-
-def test_another_start_is_kept_anew(run: Run) -> None:
-    controller = Controller(run)
-    controller._keep_measured(look(measured=REPORTED))
     controller._keep_measured(look(started_at=2.0, measured=REPORTED | {"kv_cache_gib": 49.0}))
     assert len(kept(run)) == 2
 
@@ -59,8 +54,7 @@ def test_another_start_is_kept_anew(run: Run) -> None:
 def test_what_was_not_planned_is_not_kept(home: Path) -> None:
     run = run_folder.create(draft(deployment(name="d")), NOW)
     Controller(run)._keep_measured(look(measured=REPORTED))
-    assert kept(run) == []
-    assert not (home / "measured").exists()
+    assert kept(run) == [] and not (home / "measured").exists()
 
 
 def test_values_that_cannot_be_written_are_lost_and_no_more(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

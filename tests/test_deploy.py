@@ -14,7 +14,7 @@ from samples import NOW, cpu_machine, demo_plan, deployment, draft, gpu_machine,
 
 from penstock import processes
 from penstock import run_folder as runs
-from penstock.deployment import prepare, scale, stop
+from penstock.deployment import prepare, scale
 from penstock.deployment import start as deploy
 from penstock.errors import EngineError, PlanError, UserError
 from penstock.hardware import Machine
@@ -33,79 +33,6 @@ def marked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Marked]:
     monkeypatch.setattr(processes, "find_marked", lambda *_: found)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     return found
-
-
-def process_of(run: Run, run_id: str | None = None, pid: int = 7) -> Marked:
-    return Marked(pid, 1.0, "node", str(run.path), run_id or run.record().id, "0", "python -m penstock.node")
-
-
-def private_folder(tmp_path: Path, run_id: str) -> Path:
-    path = tmp_path / f"penstock-{run_id}-0"
-    path.mkdir()
-    return path
-
-
-def test_what_a_running_deployment_owns_is_not_left_behind(tmp_path: Path, marked: list[Marked]) -> None:
-    run = run_folder()
-    marked.append(process_of(run))
-    private_folder(tmp_path, run.record().id)
-    assert stop.leftovers(with_ended_runs=True) == []
-
-
-def end(run: Run) -> None:
-    """As the end of `down` leaves it."""
-    run.write_desired(Desired("down", 0))
-    run.write_state(State(NOW, "down", 0))
-
-
-def test_what_an_ended_deployment_left_is_found(tmp_path: Path, marked: list[Marked]) -> None:
-    run = run_folder()
-    end(run)
-    marked.append(process_of(run))
-    folder = private_folder(tmp_path, run.record().id)
-    found = stop.leftovers()
-    assert [(item.kind, item.name) for item in found] == [("process", "7"), ("folder", str(folder))]
-    assert found[0].what == f"node of {run.path}: python -m penstock.node"
-    assert [item.kind for item in stop.leftovers(with_ended_runs=True)] == ["process", "folder", "run"]
-
-
-def test_a_process_of_an_earlier_launch_of_the_same_name_is_left_behind(marked: list[Marked]) -> None:
-    run = run_folder()
-    marked.append(process_of(run, run_id="0a1b2c"))
-    assert [item.name for item in stop.leftovers()] == ["7"]
-
-
-def test_a_process_whose_run_folder_is_gone_is_left_behind(tmp_path: Path, marked: list[Marked]) -> None:
-    marked.append(process_of(Run(tmp_path / "gone"), run_id="0a1b2c"))
-    assert [item.name for item in stop.leftovers()] == ["7"]
-
-
-def test_a_node_that_somebody_placed_here_from_another_machine_is_left_alone(
-    tmp_path: Path, marked: list[Marked]
-) -> None:
-    """On a shared Ray cluster: no run folder is here, and the engine's temporary folder is in use."""
-    marked.append(Marked(7, 1.0, "node", "ray:chat-0a1b2c", "0a1b2c", "0", "python -m penstock.node"))
-    private_folder(tmp_path, "0a1b2c")
-    assert stop.leftovers() == []
-
-
-def test_a_deployment_of_another_home_is_left_alone(
-    tmp_path: Path, marked: list[Marked], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`clean --yes` used to kill what ran under another PENSTOCK_HOME."""
-    monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path / "other"))
-    run = run_folder()
-    marked.append(process_of(run))
-    private_folder(tmp_path, run.record().id)
-    monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path / "mine"))
-    assert runs.every() == []
-    assert stop.leftovers() == []
-
-
-@pytest.mark.parametrize("name", ["penstock-home-abc", "penstock-notes-2024", "penstock-0a1b-0-x", "penstock-0a1b"])
-def test_a_folder_that_is_not_an_engines_is_left_alone(tmp_path: Path, marked: list[Marked], name: str) -> None:
-    (tmp_path / name).mkdir()
-    assert stop.leftovers() == []
 
 
 class Cluster:
@@ -148,12 +75,6 @@ def test_what_a_run_holds_of_its_hosts_counts_as_free_for_its_replacement() -> N
     assert found[0].gpus[0].memory_free_bytes == GIB, "another target's run holds nothing here"
 
 
-def test_clean_removes_folders_and_says_what_stayed(tmp_path: Path, marked: list[Marked]) -> None:
-    folder = private_folder(tmp_path, "0a1b2c")
-    assert stop.clean(stop.leftovers()) == []
-    assert not folder.exists()
-
-
 def rows(*states: str) -> tuple[ReplicaStatus, ...]:
     return tuple(ReplicaStatus(str(number), state, "placed") for number, state in enumerate(states))
 
@@ -188,38 +109,6 @@ def test_other_settings_do_not_replace_what_runs_unasked() -> None:
     assert caught.value.message == 'deployment "d" runs with other settings'
     assert caught.value.detail == "workload.concurrency: 8 -> 9"
     assert caught.value.hint == "Add --replace to end it and start the new one, or give another --name."
-
-
-def test_what_a_down_that_broke_off_left_is_for_down_not_clean(tmp_path: Path, marked: list[Marked]) -> None:
-    run = run_folder()
-    run.write_desired(Desired("down", 0))
-    marked.append(process_of(run))
-    private_folder(tmp_path, run.record().id)
-    assert stop.leftovers(with_ended_runs=True) == []
-
-
-@pytest.mark.parametrize("home", ["mine", "other"])
-def test_what_a_command_is_changing_is_not_left_behind(
-    tmp_path: Path, marked: list[Marked], monkeypatch: pytest.MonkeyPatch, home: str
-) -> None:
-    """`clean --yes` used to kill what a `down` was draining, of any PENSTOCK_HOME."""
-    monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path / home))
-    run = run_folder(deployment(name="d"))
-    end(run)
-    marked.append(process_of(run))
-    private_folder(tmp_path, run.record().id)
-    with runs.locked("d"):
-        monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path / "mine"))
-        assert stop.leftovers(with_ended_runs=True) == []
-    assert {item.kind for item in stop.leftovers()} == {"process", "folder"}
-
-
-def test_what_a_damaged_deployment_owns_is_not_left_behind(tmp_path: Path, marked: list[Marked]) -> None:
-    run = run_folder()
-    marked.append(process_of(run))
-    private_folder(tmp_path, run.record().id)
-    (run.path / "run.json").write_text("")
-    assert stop.leftovers() == []
 
 
 def test_a_failed_start_is_told_also_when_somebody_else_is_ending_it(marked: list[Marked]) -> None:

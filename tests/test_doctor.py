@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import time
 from pathlib import Path
 from typing import Any
@@ -48,7 +47,9 @@ def free_port(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("free_port")
-def test_this_machine_gets_the_checks_of_a_node_and_of_up(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_this_machine_gets_the_checks_of_a_node_and_of_up(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     checks = checks_here(monkeypatch, weights=None)
     own = {"python", "disk", "port", "engine llamacpp", "engine vllm"}
     assert set(checks) == own | {"memory", "/dev/shm", "ulimits", "gpu", "versions", "addresses"}
@@ -59,10 +60,7 @@ def test_this_machine_gets_the_checks_of_a_node_and_of_up(home: Path, monkeypatc
     assert not home.exists()
     checks = checks_here(monkeypatch, cpu_machine(0.5), shm_bytes=GIB // 2)
     assert (checks["memory"].state, checks["/dev/shm"].state) == ("bad", "warning")
-
-
-@pytest.mark.usefixtures("free_port")
-def test_a_home_that_cannot_be_written_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert findings.of_run_folders(Space("run folders", "/h", 63 * MIB, True)).state == "bad", "as `up` says"
     (tmp_path / "file").touch()
     monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path / "file"))
     disk = checks_here(monkeypatch)["disk"]
@@ -71,9 +69,7 @@ def test_a_home_that_cannot_be_written_is_shown(tmp_path: Path, monkeypatch: pyt
 
 def test_doctor_shows_who_holds_the_port(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(host: str, port: int) -> None:
-        raise UserError("cannot listen", detail="Process 7 listens there", hint="End it.") from OSError(
-            errno.EADDRINUSE, "in use"
-        )
+        raise UserError("cannot listen", detail="Process 7 listens there", hint="End it.")
 
     monkeypatch.setattr(preflight, "check_port", refuse)
     port = checks_here(monkeypatch)["port"]  # 8000 without a file is a guess
@@ -81,13 +77,11 @@ def test_doctor_shows_who_holds_the_port(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.usefixtures("free_port")
-@pytest.mark.parametrize(("n_gpus", "llamacpp", "vllm"), [(0, "bad", "warning"), (2, "warning", "bad")])
-def test_an_absent_engine_is_bad_where_it_would_be_chosen(
-    monkeypatch: pytest.MonkeyPatch, n_gpus: int, llamacpp: str, vllm: str
-) -> None:
+def test_an_absent_engine_is_bad_where_it_would_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    findings = checks_here(monkeypatch, gpu_machine(n_gpus))
-    assert (findings["engine llamacpp"].state, findings["engine vllm"].state) == (llamacpp, vllm)
+    for n_gpus, llamacpp, vllm in ((0, "bad", "warning"), (2, "warning", "bad")):
+        findings = checks_here(monkeypatch, gpu_machine(n_gpus))
+        assert (findings["engine llamacpp"].state, findings["engine vllm"].state) == (llamacpp, vllm)
     missing = LlamaCpp().missing()
     assert isinstance(missing, engines.Missing)
     assert findings["engine llamacpp"].cure == missing.install
@@ -167,22 +161,18 @@ def test_memory_of_a_gpu_that_another_process_holds_names_it() -> None:
         assert "process 4242 (python train.py, user bob) holds 70.0 GiB" in bad.found
 
 
-def test_nodes_that_differ_are_named() -> None:
-    nodes = [surveyed(0, gpu_machine(2)), surveyed(1, gpu_machine(1))]
-    found = findings.of_all(nodes, deployment(), "1.0")
+def test_nodes_that_differ_are_named_and_one_that_lacks_the_engine() -> None:
+    found = findings.of_all([surveyed(0, gpu_machine(2)), surveyed(1, gpu_machine(1))], deployment(), "1.0")
     assert [(f.node, f.found) for f in found if f.state == "bad"] == [("node1", "has 1 GPUs, others have 2")]
     found = findings.of_all([surveyed()], deployment(hardware={"gpus_per_node": 1}), "1.1")
     assert [f.found for f in found if f.state == "bad"] == [
         "penstock is 1.1 here, 1.0 on node0",
         "has 0 GPUs, 1 are needed",
     ]
-
-
-def test_an_engine_that_a_node_lacks_is_bad() -> None:
-    bare = surveyed()
-    machine = msgspec.structs.replace(bare.check.facts.machine, versions={"penstock": "1.0"})
-    facts = msgspec.structs.replace(bare.check.facts, machine=machine)
-    bare = msgspec.structs.replace(bare, check=msgspec.structs.replace(bare.check, facts=facts))
+    node = surveyed()
+    machine = msgspec.structs.replace(node.check.facts.machine, versions={"penstock": "1.0"})
+    facts = msgspec.structs.replace(node.check.facts, machine=machine)
+    bare = msgspec.structs.replace(node, check=msgspec.structs.replace(node.check, facts=facts))
     assert ("engine", "bad") not in wrong(findings.of_node(bare, deployment()))
     found = findings.of_node(bare, deployment(target="ssh", hardware={"nodes": 2}))
     assert [f.found for f in found if f.check == "engine"] == ["vLLM is not installed", "Ray is not installed"]
@@ -218,16 +208,13 @@ ROUTE = Route((surveyed(0), surveyed(1)), (ETH, msgspec.structs.replace(ETH, add
 GLOO = Collective("gloo", 2, 1, (Timed(80 * 1024, 0.0004, 900), Timed(64 * MIB, 0.1, 10)))
 
 
-def test_bus_bandwidth_is_that_of_nccl_tests() -> None:
-    assert GLOO.bus_gbs(GLOO.sizes[1]) == pytest.approx(0.671, abs=1e-3)
-    eight = Collective("nccl", 2, 4, (Timed(64 * MIB, 0.001, 10),))
-    assert eight.bus_gbs(eight.sizes[0]) == pytest.approx(117.4, abs=0.1)
-    assert eight.node_gbs(eight.sizes[0]) == pytest.approx(67.1, abs=0.1)
-
-
 def test_an_all_reduce_is_shown_against_the_line_rate() -> None:
     found = network.of_collective(GLOO, ROUTE)
     assert found.state == "ok"
+    assert GLOO.bus_gbs(GLOO.sizes[1]) == pytest.approx(0.671, abs=1e-3)  # that of nccl-tests
+    eight = Collective("nccl", 2, 4, (Timed(64 * MIB, 0.001, 10),))
+    assert eight.bus_gbs(eight.sizes[0]) == pytest.approx(117.4, abs=0.1)
+    assert eight.node_gbs(eight.sizes[0]) == pytest.approx(67.1, abs=0.1)
     assert found.found == ("gloo, 2 ranks over eth0: bus bandwidth 0.67 GB/s at 64.0 MiB, 80.0 KiB in 400 us")
     slow = msgspec.structs.replace(GLOO, sizes=(Timed(80 * 1024, 0.05, 9), Timed(64 * MIB, 5.0, 1)))
     assert "the line rate is 1.25 GB/s" in network.of_collective(slow, ROUTE).found
@@ -268,18 +255,15 @@ def test_a_slow_network_changes_the_plan_and_says_how() -> None:
     fast = Collective("nccl", 2, 4, (Timed(80 * 1024, 2e-5, 900), Timed(64 * MIB, 0.0006, 10)))
     quick = network.planned(wanted, model, gpu_machine(4), "0.33.0", 1, fast)
     assert quick is not None and "TPOT" in quick.found
-
-
-def test_a_better_cut_over_nodes_is_told_as_the_file_has_it() -> None:
     words, cure = network._better(Parallel(tensor=8, pipeline=2), 8)
     assert words == "the better layout over this network is tensor 8, pipeline 2, data 1"
     assert cure == "parallel: {tensor: 8, pipeline: 2, data: 1}, or fix the network."
 
 
-def test_on_cpus_the_wait_of_a_token_is_told() -> None:
-    cut = network.on_cpus(GLOO, Parallel(tensor=2), 40)
-    assert cut is not None and cut.state == "ok"
-    assert "a token waits for 81 of them: 32.4 ms per token" in cut.found
+def test_on_cpus_the_wait_of_a_token_is_shown() -> None:
+    split = network.on_cpus(GLOO, Parallel(tensor=2), 40)
+    assert split is not None and split.state == "ok"
+    assert "a token waits for 81 of them: 32.4 ms per token" in split.found
     chain = network.on_cpus(GLOO, Parallel(pipeline=2), 40)
     assert chain is not None and "by pipeline over nodes" in chain.found
 
@@ -301,22 +285,23 @@ def test_a_model_of_the_hub_is_found_with_its_size(served: Hub) -> None:  # noqa
     assert [f.found for f in told.findings] == [f"{NAME} is on the hub: 40.0 GiB"]
 
 
-def test_a_gated_model_is_named_with_the_way_in(served: Hub) -> None:  # noqa: F811
+def test_a_gated_or_missing_model_is_named_with_the_way_in(
+    served: Hub,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def finding(model: str = NAME) -> Finding:
+        (only,) = check_model(deployment(model)).findings
+        return only
+
     served.refused[f"{NAME}/resolve/main/config.json"] = (403, "GatedRepo")
-    (found,) = check_model(deployment(NAME)).findings
-    assert found.state == "bad" and "it is gated" in found.found
-    assert found.cure == "Accept the licence on its hub page, then set HF_TOKEN. (HF_TOKEN is not set here)"
-
-
-def test_a_missing_model_is_named(served: Hub, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    gated = finding()
+    assert gated.state == "bad" and "it is gated" in gated.found
+    assert gated.cure == "Accept the licence on its hub page, then set HF_TOKEN. (HF_TOKEN is not set here)"
     served.refused[f"{NAME}/resolve/main/config.json"] = (401, "RepoNotFound")
-    (found,) = check_model(deployment(NAME)).findings
-    assert found.state == "bad" and "no such repository, or a private one" in found.found
-    (found,) = check_model(deployment("/models/absent")).findings
-    assert found.found.startswith('cannot use model "/models/absent": no such folder')
+    assert "no such repository, or a private one" in finding().found
+    assert finding("/models/absent").found.startswith('cannot use model "/models/absent": no such folder')
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    (found,) = check_model(deployment(NAME)).findings
-    assert "HF_HUB_OFFLINE is set" in found.found
+    assert "HF_HUB_OFFLINE is set" in finding().found
 
 
 def test_a_file_is_read_past_the_cache_or_by_way_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -174,21 +174,18 @@ def test_an_interface_that_no_node_has_is_named(examine: Examine) -> None:
     assert "eth0" in (one.cure or "")
 
 
-def test_a_cut_cable_between_nodes_is_named(hosts: Hosts, examine: Examine) -> None:
+def test_a_cut_cable_and_a_firewall_between_nodes_are_named(hosts: Hosts, examine: Examine) -> None:
+    # The address is there, but what is sent to it goes nowhere.
+    hosts["node1"].run(["ip", "route", "add", "blackhole", f"{hosts['node2'].address}/32"])
+    (blocked,) = bad(examine(is_quick=False))
+    assert blocked.check == "network" and "is not reached from" in blocked.found
+    assert any(host.address in (blocked.cure or "") for host in hosts)
     hosts["node2"].cut()
     found = {one.check: one for one in bad(examine(is_quick=False))}
     assert found.keys() == {"addresses", "network"}
     assert (found["addresses"].node, found["addresses"].found) == ("node2", "none but loopback")
     assert "is not reached from" in found["network"].found
     assert "open the network between them" in (found["network"].cure or "")
-
-
-def test_a_firewall_between_nodes_is_named(hosts: Hosts, examine: Examine) -> None:
-    """The address is there, but what is sent to it goes nowhere."""
-    hosts["node1"].run(["ip", "route", "add", "blackhole", f"{hosts['node2'].address}/32"])
-    (one,) = bad(examine(is_quick=False))
-    assert one.check == "network" and "is not reached from" in one.found
-    assert hosts["node2"].address in (one.cure or "") or hosts["node1"].address in (one.cure or "")
 
 
 def test_a_node_without_power_is_named_and_takes_no_other_check_away(hosts: Hosts, examine: Examine) -> None:
@@ -209,55 +206,45 @@ def test_a_port_that_is_taken_is_named_and_the_rest_is_planned(examine: Examine)
     assert 'cannot cut model "penstock-demo" over tensor: 3' in names["deployment"].found
 
 
-def test_heads_that_do_not_divide_are_named(examine: Examine) -> None:
-    (one,) = bad(examine(parallel={"tensor": 3}))
-    assert "Its 8 attention heads do not divide by 3" in one.found
-    assert one.cure == "Set parallel.tensor to one of 1, 2, 4, 8."
-
-
-def test_another_version_on_one_node_is_named(hosts: Hosts, examine: Examine) -> None:
+def test_what_is_wrong_on_one_node_is_named_all_together(hosts: Hosts, examine: Examine) -> None:
     folder = hosts.shared / "python"
     (folder / "vllm-0.31.0.dist-info").mkdir(parents=True)
     (folder / "vllm-0.31.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.31.0\n")
-    OverHosts.env["node2"] = {"PYTHONPATH": str(folder)}
-    (one,) = bad(examine())
-    assert one.check == "versions" and "vllm is 0.31.0 on node2 (rank 1)" in one.found
-
-
-def test_a_misspelt_variable_is_warned_of_in_the_file_and_on_a_node(examine: Examine) -> None:
-    OverHosts.env["node2"] = {"NCCL_IB_HCAS": "mlx5_0"}
+    OverHosts.env["node2"] = {"PYTHONPATH": str(folder), "NCCL_IB_HCAS": "mlx5_0"}
+    hosts["node2"].run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", "/dev/shm"])
+    OverHosts.wrap["node2"] = ["sh", "-c", 'ulimit -n 256; exec "$@"', "sh"]
     found = examine(engine={"env": {"NCCL_SOCKET_IFNAM": "eth0"}})
+    (one,) = bad(found)
+    assert one.check == "versions" and "vllm is 0.31.0 on node2 (rank 1)" in one.found
     rows = [(one.node, one.found) for one in found if one.check == "variables"]
     assert [node for node, _ in rows] == ["node2", None]
     assert "did you mean NCCL_IB_HCA?" in rows[0][1] and "did you mean NCCL_SOCKET_IFNAME?" in rows[1][1]
-
-
-def test_a_gpu_that_one_node_lacks_is_named(hosts: Hosts, examine: Examine) -> None:
-    nvidia_smi(hosts, "node1", 2)
-    with_cuda(hosts, "node1", "13.0")
-    rows = bad(examine(hardware={"nodes": 2, "gpu": "h100-sxm", "gpus_per_node": 2}))
-    assert ("gpu", "node2", "has 0 GPUs, 2 are needed") in [(one.check, one.node, one.found) for one in rows]
-
-
-def test_an_old_driver_and_memory_that_somebody_holds_are_named(hosts: Hosts, examine: Examine) -> None:
-    for node in hosts.names:
-        nvidia_smi(hosts, node, 1, *(("535.104.05", 70000) if node == "node2" else ()))
-        with_cuda(hosts, node, "13.0")
-    found = examine()
-    told = {(one.check, one.node): one.found for one in bad(found)}
-    assert told["driver", "node2"] == "driver 535.104.05, torch built with CUDA 13.0, which needs driver 580 or newer"
-    assert "process 1 (/usr/bin/trainer, user root) holds 68.4 GiB" in told["gpu", "node2"]
-    assert ("driver", "node1") not in told and ("gpu", "node1") not in told
-
-
-def test_little_shared_memory_and_low_limits_are_named(hosts: Hosts, examine: Examine) -> None:
-    hosts["node2"].run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", "/dev/shm"])
-    OverHosts.wrap["node2"] = ["sh", "-c", 'ulimit -n 256; exec "$@"', "sh"]
-    found = examine()
     shm, limits = the(found, "/dev/shm", "node2"), the(found, "ulimits", "node2")
     assert shm.state == "warning" and shm.found.startswith("64.0 MiB free of 64.0 MiB")
     assert limits.state == "warning" and limits.found.startswith("open files: 256,")
     assert the(found, "/dev/shm", "node1").state == the(found, "ulimits", "node1").state == "ok"
+
+
+def test_gpus_that_are_too_few_old_or_full_are_named(hosts: Hosts, examine: Examine) -> None:
+    nvidia_smi(hosts, "node1", 2)
+    with_cuda(hosts, "node1", "13.0")
+    hardware = {"nodes": 2, "gpu": "h100-sxm", "gpus_per_node": 2}
+    assert ("node2", "has 0 GPUs, 2 are needed") in gpu_findings(examine(hardware=hardware))
+    nvidia_smi(hosts, "node1", 1)
+    nvidia_smi(hosts, "node2", 1, "535.104.05", 70000)
+    with_cuda(hosts, "node2", "13.0")
+    found = {(one.check, one.node): one.found for one in bad(examine())}
+    assert found["driver", "node2"] == "driver 535.104.05, torch built with CUDA 13.0, which needs driver 580 or newer"
+    assert "process 1 (/usr/bin/trainer, user root) holds 68.4 GiB" in found["gpu", "node2"]
+    assert ("driver", "node1") not in found and ("gpu", "node1") not in found
+    rows = bad(examine(hardware={"nodes": 2, "gpus_per_node": 16}))
+    assert {("node1", "has 1 GPUs, 16 are needed"), ("node2", "has 1 GPUs, 16 are needed")} <= gpu_findings(rows)
+    refusals = {one.found for one in rows if one.check == "deployment"}
+    assert refusals & {f"hardware.gpus_per_node: 16, but {name} has 1" for name in hosts.names}
+
+
+def gpu_findings(found: list[Finding]) -> set[tuple[str | None, str]]:
+    return {(one.node, one.found) for one in bad(found) if one.check == "gpu"}
 
 
 def test_a_disk_without_room_for_the_model_is_named(hosts: Hosts, examine: Examine, served: Hub) -> None:  # noqa: F811
@@ -312,17 +299,5 @@ def test_what_the_target_refuses_is_told_beside_the_rest(examine: Examine) -> No
     rows = {one.check: one for one in bad(examine(parallel={"tensor": 3}))}
     assert rows["file"].found == 'slurm.partition: no partition "gpus"'
     assert rows["file"].cure == "there are: gpu, debug"
-    assert "do not divide by 3" in rows["deployment"].found
-
-
-def test_more_gpus_than_the_nodes_have_are_named(hosts: Hosts, examine: Examine) -> None:
-    for node in hosts.names:
-        nvidia_smi(hosts, node, 1)
-        with_cuda(hosts, node, "13.0")
-    rows = bad(examine(hardware={"nodes": 2, "gpus_per_node": 16}))
-    assert {(one.node, one.found) for one in rows if one.check == "gpu"} == {
-        ("node1", "has 1 GPUs, 16 are needed"),
-        ("node2", "has 1 GPUs, 16 are needed"),
-    }
-    told = {one.found for one in rows if one.check == "deployment"}
-    assert told & {f"hardware.gpus_per_node: 16, but {name} has 1" for name in hosts.names}
+    assert "Its 8 attention heads do not divide by 3" in rows["deployment"].found
+    assert rows["deployment"].cure == "Set parallel.tensor to one of 1, 2, 4, 8."

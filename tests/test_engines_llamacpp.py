@@ -15,7 +15,7 @@ from samples import DEMO, demo_plan
 from penstock.engines import Diagnosis, Place, Seen
 from penstock.engines.llamacpp.engine import LlamaCpp, main
 from penstock.errors import Problem
-from penstock.models.files import BUNDLED, gguf_parts
+from penstock.models import demo
 from penstock.planner import Plan
 from penstock.spec.deployment import Scalar
 from penstock.wire.announcement import Progress
@@ -30,7 +30,7 @@ def gguf_plan(args: dict[str, Scalar | list[Scalar]] | None = None) -> Plan:
     return demo_plan(model=model, args=args or {}, env={"A": "1"})
 
 
-def test_the_command_starts_the_program_in_the_engines_file() -> None:
+def test_the_command_starts_the_program_in_the_engines_file_with_the_files_arguments() -> None:
     command = ENGINE.command(gguf_plan(), PLACE)
     assert " ".join(command.argv) == (
         "/venv/bin/python -m penstock.engines.llamacpp.engine --model /models/demo.gguf --alias penstock-demo "
@@ -38,23 +38,17 @@ def test_the_command_starts_the_program_in_the_engines_file() -> None:
     )
     assert command.env == {"A": "1"}
 
-
-def test_arguments_of_the_file_replace_the_plans() -> None:
     argv = ENGINE.command(gguf_plan({"n_batch": 64, "threads": 2}), PLACE).argv
     assert argv[-4:] == ("--threads", "2", "--n-batch", "64")
 
 
-@pytest.mark.parametrize(
-    ("flag", "problem"),
-    [
-        ("model", Problem("engine.args.model", "penstock sets this", "use model")),
-        ("--port", Problem("engine.args.--port", "penstock sets this", "use gateway.port")),
-        ("n_ctx", Problem("engine.args.n_ctx", "penstock sets this", "use engine.max_model_len")),
-        ("flash", Problem("engine.args.flash", "unknown to llamacpp", LEGAL)),
-    ],
-)
-def test_arguments_it_does_not_take_are_refused(flag: str, problem: Problem) -> None:
-    assert ENGINE.problems({flag: 1, "n_batch": 1}) == [problem]
+def test_arguments_it_does_not_take_are_refused() -> None:
+    assert ENGINE.problems({"model": 1, "--port": 1, "n_ctx": 1, "flash": 1, "n_batch": 1}) == [
+        Problem("engine.args.model", "penstock sets this", "use model"),
+        Problem("engine.args.--port", "penstock sets this", "use gateway.port"),
+        Problem("engine.args.n_ctx", "penstock sets this", "use engine.max_model_len"),
+        Problem("engine.args.flash", "unknown to llamacpp", LEGAL),
+    ]
 
 
 def test_its_log_is_read_stage_by_stage_and_never_backwards() -> None:
@@ -85,9 +79,6 @@ def test_a_death_is_explained_with_its_line(line: str, reason: str, is_final: bo
     found = ENGINE.diagnose(1, ["x", line])
     assert found.reason == f"llama.cpp exited with code 1: {reason} ({line})"
     assert found.is_final is is_final
-
-
-def test_an_end_without_an_explanation_says_how_it_ended() -> None:
     assert ENGINE.diagnose(-11, ["x"]) == Diagnosis("llama.cpp was killed by signal 11 (SIGSEGV)")
 
 
@@ -129,7 +120,7 @@ def test_a_system_without_openmp_serves_with_the_runtime_of_a_wheel(tmp_path: Pa
         f"mount --bind /dev/null {os.path.realpath(path)} &&"
         for path in re.findall(r"libgomp\.so\.1 .*=> (\S+)", paths)
     ]
-    argv = f"{sys.executable} -m penstock.engines.llamacpp.engine --model {gguf_parts(BUNDLED)[0]} --alias a --port 0"
+    argv = f"{sys.executable} -m penstock.engines.llamacpp.engine --model {demo.gguf_file()} --alias a --port 0"
     command = ["unshare", "--map-root-user", "--mount", "sh", "-c", f"{' '.join(hide)} exec {argv} --max-model-len 512"]
     engine = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(tmp_path)})
     try:

@@ -5,14 +5,14 @@ Each time: status tells the truth, the part comes back or the refusal says why, 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
 import signal
 import socket
+import subprocess
+import sys
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ from launching import (
     wait_until,
 )
 
-from penstock import paths, processes, run_folder, targets
+from penstock import paths, processes, targets
 from penstock.hardware import network
 from penstock.hardware.network import free_port
 from penstock.run_folder import Run, replica
@@ -290,10 +290,6 @@ def test_engine_that_crashes_again_and_again_is_kept_trying_and_tells_why(place:
     place.note(run)
 
 
-def wait_failed(run: Run) -> None:
-    wait_until(lambda: now(run).phase == "failed", "the start has failed")
-
-
 FAILING_STARTS: dict[str, tuple[dict[str, Any], dict[str, Any], str, str]] = {
     # what the engine does, its settings, the reading of it, and the hint
     "no room for the KV cache": (
@@ -335,7 +331,7 @@ def test_failed_start_can_be_tried_again_on_the_same_port(place: Place) -> None:
     gateway = {"port": free_port("127.0.0.1")}
     assert call("up", place.write("one", args={"oom": "kv-cache"}, gateway=gateway), "--no-wait").code == 0
     run = place.run()
-    wait_failed(run)
+    wait_until(lambda: now(run).phase == "failed", "the start has failed")
     assert call("up", place.write("one", gateway=gateway)).code == 0
     place.note(run)
     ask(run)
@@ -375,25 +371,12 @@ def test_down_ends_an_engine_that_ignores_sigterm(place: Place) -> None:
     place.assert_nothing_left()
 
 
-@contextlib.contextmanager
-def taken_port() -> Iterator[int]:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        yield listener.getsockname()[1]
-
-
-def test_taken_port_is_refused_before_the_start(place: Place) -> None:
-    with taken_port() as port:
-        done = call("up", place.write("one", gateway={"port": port}))
-    assert done.code == 2
-    assert f"cannot listen on 127.0.0.1:{port}" in done.err
-    assert not (paths.home() / "runs" / "one").exists()
-
-
 def test_port_taken_between_check_and_start_is_told_and_leaves_nothing(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(network, "check_port", lambda host, port: None)
-    with taken_port() as port:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
         done = call("up", place.write("one", gateway={"port": port}))
     run = place.run()
     assert done.code == 1, done
@@ -404,7 +387,7 @@ def test_port_taken_between_check_and_start_is_told_and_leaves_nothing(
     assert f"cannot listen on 127.0.0.1:{port}" in call("status", "one").out
 
 
-def test_orphans_of_a_deleted_run_folder_are_found_and_cleaned(place: Place) -> None:
+def test_orphans_of_a_deleted_run_folder_are_found_and_cleaned(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     run, other = place.up(place.write("one")), place.up(place.write("two"))
     path, run_id = str(run.path), run.record().id
     wait_until(lambda: remove(run.path), "the folder is gone")
@@ -416,6 +399,9 @@ def test_orphans_of_a_deleted_run_folder_are_found_and_cleaned(place: Place) -> 
     assert f"penstock-{run_id}-0" in dry.out
     assert str(other.path) not in dry.out
     assert processes.find_marked(path), "a dry run removes nothing"
+    with monkeypatch.context() as patch:
+        patch.setenv("PENSTOCK_HOME", str(place.folder / "elsewhere"))
+        assert other.record().id not in call("clean", "--json").out
     assert call("clean", "--yes").code == 0
     place.assert_nothing_left_of(path)
     ask(other)
@@ -426,59 +412,6 @@ def remove(path: Path) -> bool:
     """As `rm -rf`, again while somebody writes into it."""
     shutil.rmtree(path, ignore_errors=True)
     return not path.exists()
-
-
-def test_clean_of_another_home_leaves_a_living_deployment_alone(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = place.up(place.write("one"))
-    with monkeypatch.context() as patch:
-        patch.setenv("PENSTOCK_HOME", str(place.folder / "elsewhere"))
-        found = call("clean", "--json").json["found"]
-    assert not [item for item in found if run.record().id in json.dumps(item)]
-
-
-def test_unwritable_home_is_refused(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = place.write("one")
-    with monkeypatch.context() as patch:
-        patch.setenv("PENSTOCK_HOME", "/proc/penstock")
-        done = call("up", file)
-        assert call("ls").code == 0
-    assert done.code == 2
-    assert 'cannot write run folder "/proc/penstock/runs"' in done.err
-    assert "PENSTOCK_HOME" in done.err
-
-
-def test_model_folder_without_config_is_refused(place: Place) -> None:
-    model = place.folder / "model"
-    model.mkdir()
-    (model / "readme.txt").write_text("nothing here")
-    done = call("up", place.write("one", model=str(model)))
-    assert done.code == 2
-    assert "no config.json" in done.err
-    assert "readme.txt" in done.err
-    assert run_folder.every() == []
-
-
-def test_model_too_large_is_refused_with_numbers(place: Place) -> None:
-    model = place.folder / "model"
-    model.mkdir()
-    facts = {
-        "architectures": ["LlamaForCausalLM"],
-        "num_hidden_layers": 80,
-        "hidden_size": 8192,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "vocab_size": 128256,
-        "max_position_embeddings": 8192,
-    }
-    (model / "config.json").write_text(json.dumps(facts))
-    with (model / "model.safetensors").open("wb") as weights:
-        weights.truncate(2**40)
-    done = call("up", place.write("one", model=str(model)))
-    assert done.code == 2
-    assert f'cannot place model "{model}"' in done.err
-    assert "Weights 1.0 TiB" in done.err
-    assert "KV cache" in done.err
-    assert run_folder.every() == []
 
 
 def test_two_ups_at_once_start_one_deployment(place: Place) -> None:
@@ -547,3 +480,23 @@ def test_node_that_dies_before_it_says_anything_fails_the_start(place: Place) ->
     assert "its node ended 3 times before its first report" in told.err
     assert "ValidationError" in told.err, "the node's own last lines are shown"
     call("down", "one")
+
+
+def test_on_a_full_disk_the_controller_survives_down_works_and_up_refuses(place: Place) -> None:
+    """A home of its own, 100 MiB, that fills while a deployment runs."""
+    file, home = place.write("one"), Path(os.environ["PENSTOCK_HOME"])
+    home.mkdir(exist_ok=True)
+    penstock, controller = f"{sys.executable} -m penstock.cli.main", f'pgrep -f "penstock.deployment.controller {home}"'
+    script = f"""
+        mount -t tmpfs -o size=100m tmpfs {home}; {penstock} up {file} >&2
+        cat /dev/zero > {home}/filler 2> /dev/null || true
+        before=$({controller}); sleep 3; [ "$before" = "$({controller})" ] && echo "the controller lives"
+        {penstock} status one; {penstock} down one
+        {sys.executable} -c "from penstock import processes; print(len(processes.find_marked()), 'processes left')"
+        {penstock} ls; {penstock} up {file} --json || echo "refused"
+    """
+    words = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c", script]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    for line in ("the controller lives", "one is ready", "one is down", "0 processes left", "(1 ended: ", "refused"):
+        assert line in done.stdout, done
+    assert " of its disk are free" in done.stdout, done

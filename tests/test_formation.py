@@ -20,67 +20,68 @@ VERSIONS = {"python": "3.11.7", "penstock": "1.0", "vllm": "0.33.0", "ray": "2.6
 
 
 def node(number: int, *interfaces: Interface, machine: Machine | None = None, **versions: str) -> NodeFacts:
-    made = machine or cpu_machine()
-    made = msgspec.structs.replace(made, host=f"node{number}", versions=VERSIONS | versions)
-    rows = tuple(msgspec.structs.replace(one, address=one.address.format(number + 1)) for one in interfaces)
-    return NodeFacts(f"node{number}", made, rows, 1 << 30)
+    machine = msgspec.structs.replace(machine or cpu_machine(), host=f"node{number}", versions=VERSIONS | versions)
+    rows = tuple(msgspec.structs.replace(row, address=row.address.format(number + 1)) for row in interfaces)
+    return NodeFacts(f"node{number}", machine, rows, 1 << 30)
+
+
+def both(*interfaces: Interface) -> list[NodeFacts]:
+    return [node(0, *interfaces), node(1, *interfaces)]
 
 
 def chosen(facts: list[NodeFacts], addresses_to_gateway: str = "", wanted: str | None = None) -> str:
     """The chosen interfaces, or why there are none. `addresses_to_gateway`: by rank, as words; "-" is unknown."""
     words = addresses_to_gateway.split() or ["-"] * len(facts)
     nodes = [Introduction(row, None if word == "-" else word) for row, word in zip(facts, words, strict=True)]
-    found = addresses.choose_addresses(nodes, wanted)
-    if isinstance(found, Problem):
-        return str(found)
-    return ", ".join(f"{one.name} {one.address}" for one in found)
+    interfaces = addresses.choose_addresses(nodes, wanted)
+    if isinstance(interfaces, Problem):
+        return str(interfaces)
+    return ", ".join(f"{row.name} {row.address}" for row in interfaces)
 
 
-BOTH = [node(0, DOCKER, ETH, IB, LO), node(1, DOCKER, ETH, IB, LO)]
+ALL = both(DOCKER, ETH, IB, LO)
+ON_ETH, ON_IB = "eth0 10.0.0.1, eth0 10.0.0.2", "ib0 10.9.0.1, ib0 10.9.0.2"
 
 
-def test_a_node_uses_the_address_by_which_it_reaches_the_gateway() -> None:
-    assert chosen(BOTH, "10.0.0.1 10.0.0.2") == "eth0 10.0.0.1, eth0 10.0.0.2"
-    assert chosen(BOTH, "10.9.0.1 10.9.0.2") == "ib0 10.9.0.1, ib0 10.9.0.2"
-
-
-def test_a_node_that_reaches_the_gateway_over_loopback_joins_the_network_of_the_others() -> None:
-    assert chosen(BOTH, "127.0.0.1 10.0.0.2") == "eth0 10.0.0.1, eth0 10.0.0.2"
-
-
-@pytest.mark.parametrize("unknown", ["127.0.0.1 127.0.0.1", "- -"], ids=["tunnels", "unknown"])
-def test_without_a_way_to_the_gateway_infiniband_is_before_ethernet_before_a_bridge_of_containers(unknown: str) -> None:
-    assert chosen(BOTH, unknown) == "ib0 10.9.0.1, ib0 10.9.0.2"
-    assert chosen([node(0, DOCKER, ETH), node(1, DOCKER, ETH)], unknown) == "eth0 10.0.0.1, eth0 10.0.0.2"
-    # Node 1 has no InfiniBand: node 0 then uses Ethernet too.
-    assert chosen([node(0, ETH, IB), node(1, ETH)], unknown) == "eth0 10.0.0.1, eth0 10.0.0.2"
-
-
-def test_networks_that_differ_but_are_routed_will_do() -> None:
-    other = Interface("ens5", "10.77.3.{}", 24)
-    # Their bridges of containers have one network in common, and lead nowhere.
-    assert chosen([node(0, ETH, DOCKER), node(1, other, DOCKER)]) == "eth0 10.0.0.1, ens5 10.77.3.2"
-
-
-def test_nodes_on_one_machine_may_use_loopback() -> None:
-    assert chosen([node(0, LO), node(0, LO)], "127.0.0.1 127.0.0.1") == "lo 127.0.0.1, lo 127.0.0.1"
-
-
-def test_a_node_without_an_address_for_the_others_is_named() -> None:
-    text = chosen([node(0, ETH), node(1, LO)])
-    assert text.startswith("node1 (rank 1) has no address that the other nodes could reach (it has lo 127.0.0.1)")
+@pytest.mark.parametrize(
+    ("facts", "to_gateway", "interfaces"),
+    [
+        pytest.param(ALL, "10.0.0.1 10.0.0.2", ON_ETH, id="its way to the gateway"),
+        pytest.param(ALL, "10.9.0.1 10.9.0.2", ON_IB, id="its way to the gateway over InfiniBand"),
+        pytest.param(ALL, "127.0.0.1 10.0.0.2", ON_ETH, id="from the gateway's machine, the network of the others"),
+        pytest.param(ALL, "127.0.0.1 127.0.0.1", ON_IB, id="over tunnels, InfiniBand before Ethernet"),
+        pytest.param(ALL, "- -", ON_IB, id="unknown, InfiniBand before Ethernet"),
+        pytest.param(both(DOCKER, ETH), "- -", ON_ETH, id="Ethernet before a bridge of containers"),
+        pytest.param([node(0, ETH, IB), node(1, ETH)], "- -", ON_ETH, id="only one has InfiniBand"),
+        # Their bridges of containers have one network in common, and lead nowhere.
+        pytest.param(
+            [node(0, ETH, DOCKER), node(1, Interface("ens5", "10.77.3.{}", 24), DOCKER)],
+            "- -",
+            "eth0 10.0.0.1, ens5 10.77.3.2",
+            id="networks that differ are routed",
+        ),
+        pytest.param(
+            [node(0, LO), node(0, LO)], "127.0.0.1 127.0.0.1", "lo 127.0.0.1, lo 127.0.0.1", id="one machine, loopback"
+        ),
+    ],
+)
+def test_the_address_of_each_node_for_the_others(facts: list[NodeFacts], to_gateway: str, interfaces: str) -> None:
+    assert chosen(facts, to_gateway) == interfaces
 
 
 @pytest.mark.parametrize("wanted", ["eth", "=eth0", "^ib,docker,lo", "eth0", "10.0.0.0/24", "10.0.0.7/8"])
-def test_the_users_interface_or_network_is_taken_before_the_way_to_the_gateway(wanted: str) -> None:
-    facts = [node(0, ETH, LO), node(1, ETH, LO)] if wanted == "10.0.0.7/8" else BOTH
-    assert chosen(facts, "10.9.0.1 10.9.0.2", wanted) == "eth0 10.0.0.1, eth0 10.0.0.2"
+def test_the_users_interface_or_network_overrides_the_way_to_the_gateway(wanted: str) -> None:
+    facts = both(ETH, LO) if wanted == "10.0.0.7/8" else ALL
+    assert chosen(facts, "10.9.0.1 10.9.0.2", wanted) == ON_ETH
 
 
-@pytest.mark.parametrize("wanted", ["ib0", "10.9.0.0/16"])
-def test_an_interface_that_is_not_there_is_refused_with_those_that_are(wanted: str) -> None:
-    text = chosen([node(0, ETH), node(1, ETH)], wanted=wanted)
-    assert text.startswith(f"node0 (rank 0) has no interface of {wanted} for the other nodes (it has eth0 10.0.0.1)")
+def test_a_node_without_an_address_or_the_wanted_interface_is_named_with_what_it_has() -> None:
+    text = chosen([node(0, ETH), node(1, LO)])
+    assert text.startswith("node1 (rank 1) has no address that the other nodes could reach (it has lo 127.0.0.1)")
+    for wanted in ("ib0", "10.9.0.0/16"):
+        text = chosen(both(ETH), wanted=wanted)
+        words = f"node0 (rank 0) has no interface of {wanted} for the other nodes (it has eth0 10.0.0.1)"
+        assert text.startswith(words)
 
 
 def test_the_users_interface_is_before_the_users_network() -> None:
@@ -92,23 +93,16 @@ def test_the_users_interface_is_before_the_users_network() -> None:
 PLAN = demo_plan("vllm", n_nodes=2, layout=Parallel(tensor=2), executor="ray")
 
 
-def test_equal_nodes_have_no_problem() -> None:
+def test_every_difference_of_versions_is_reported_at_once() -> None:
     assert addresses.problems(PLAN, [node(0, ETH), node(1, ETH, python="3.11.2")]) == []
-
-
-def test_every_difference_of_versions_is_told_at_once() -> None:
+    without_ray = msgspec.structs.replace(PLAN, executor="mp")
+    assert addresses.problems(without_ray, [node(0, ETH), node(1, ETH, ray="2.54.0")]) == []
     other = node(1, ETH, python="3.12.1", vllm="0.32.0", ray="2.54.0")
-    found = [str(problem) for problem in addresses.problems(PLAN, [node(0, ETH), other])]
-    assert found == [
+    assert [str(problem) for problem in addresses.problems(PLAN, [node(0, ETH), other])] == [
         "vllm is 0.32.0 on node1 (rank 1), 0.33.0 on node0 (rank 0) (install the same vllm on every node)",
         "ray is 2.54.0 on node1 (rank 1), 2.60.0 on node0 (rank 0) (install the same ray on every node)",
         "python is 3.12 on node1 (rank 1), 3.11 on node0 (rank 0) (install the same python on every node)",
     ]
-
-
-def test_rays_version_does_not_matter_without_ray() -> None:
-    plan = msgspec.structs.replace(PLAN, executor="mp")
-    assert addresses.problems(plan, [node(0, ETH), node(1, ETH, ray="2.54.0")]) == []
 
 
 def test_a_node_that_lacks_a_gpu_is_named() -> None:
@@ -119,9 +113,10 @@ def test_a_node_that_lacks_a_gpu_is_named() -> None:
     ]
 
 
-def test_a_misspelt_variable_is_told_with_the_right_one() -> None:
-    told = {"NCCL_SOCKET_IFNAM": "ib0", "NCCL_DEBUG": "INFO", "VLLM_HOST_IP": "x", "HF_HOME": "y", "NCCL_ZZZ_Q": "1"}
-    assert addresses.variable_warnings(told) == [
+def test_an_unknown_variable_is_reported_with_a_similar_one() -> None:
+    of_images = "NCCL_VERSION"
+    names = ("NCCL_SOCKET_IFNAM", "NCCL_DEBUG", "VLLM_HOST_IP", "HF_HOME", "NCCL_ZZZ_Q", of_images)
+    assert addresses.variable_warnings(dict.fromkeys(names, "1")) == [
         "NCCL_SOCKET_IFNAM is no variable that NCCL, Gloo or vLLM know: it does nothing; "
         "did you mean NCCL_SOCKET_IFNAME?",
         "NCCL_ZZZ_Q is no variable that NCCL, Gloo or vLLM know: it does nothing",
@@ -145,7 +140,3 @@ def test_one_interface_is_set_for_vllm_nccl_and_gloo_together() -> None:
         "GLOO_SOCKET_IFNAME": "eth0",
         "TP_SOCKET_IFNAME": "eth0",
     }
-
-
-def test_what_images_set_for_themselves_is_no_misspelling() -> None:
-    assert addresses.variable_warnings({"NCCL_VERSION": "2.28.3-1"}) == []

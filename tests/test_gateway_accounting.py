@@ -1,4 +1,4 @@
-"""Keys, quotas and the ledger through a running gateway: what a client sees, and what is written down."""
+"""Keys, quotas and the ledger through a running gateway: what a client sees, and what is written."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ import hashlib
 import json
 import sqlite3
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from gateway_rig import CHAT, KEY, SSE_HEAD, Gate, Rig, Seen, chunk, hang_up, rig_with, run, say
-from store_rig import Store
+from gateway_rig import CHAT, KEY, SSE_HEAD, Gate, Rig, Seen, chunk, hang_up, rig_with, say
+from store_rig import Store, row
 
 from penstock.gateway.accounting import ledger
 from penstock.gateway.accounting.key_store import Limits
@@ -22,7 +21,6 @@ from penstock.gateway.accounting.usage_store import FOLD_ROWS, Row, UsageStore, 
 from penstock.gateway.config import ServedModel
 from penstock.spec.gateway import Price
 
-LOOP = asyncio.new_event_loop
 STREAM = b'{"model":"demo","stream":true,"messages":[{"role":"user","content":"hello"}]}'
 ROLE = b'data: {"choices":[{"delta":{"role":"assistant","content":""}}]}\n\n'
 TOKEN = b'data: {"choices":[{"delta":{"content":"a"}}]}\n\n'
@@ -31,11 +29,18 @@ DONE = b"data: [DONE]\n\n"
 BODY = b'{"choices":[],"usage":{"prompt_tokens":40,"completion_tokens":3,"prompt_tokens_details":{"cached_tokens":8}}}'
 ANSWER = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s" % (len(BODY), BODY)
 MODELS = (ServedModel("demo", ("alias",)), ServedModel("other"))
+PRICES = {"demo": Price(1000.0, 2000.0)}
 
 
 @pytest.fixture
 def place(tmp_path: Path) -> str:
     return str(tmp_path / "store.sqlite")
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ledger's thread looks a hundred times a second."""
+    monkeypatch.setattr(ledger, "PERIOD_S", 0.01)
 
 
 def make_key(place: str, name: str = "alice", **limits: Any) -> str:
@@ -49,52 +54,63 @@ def bearer(secret: str) -> str:
     return f"Authorization: Bearer {secret}\r\n"
 
 
-async def rows(rig: Rig) -> list[dict[str, Any]]:
-    """The ledger as it is on the disk, with all that happened so far."""
-    kept = rig.gateway.accounting.ledger
-    assert kept is not None
-    await kept.call(lambda store: None)
-    connection = sqlite3.connect(kept._database.place)
-    connection.row_factory = sqlite3.Row
-    found = [dict(row) for row in connection.execute("SELECT * FROM requests ORDER BY number")]
-    connection.close()
-    return found
+def ledger_of(rig: Rig) -> ledger.Ledger:
+    assert rig.gateway.accounting.ledger is not None
+    return rig.gateway.accounting.ledger
 
 
-async def until_rows(rig: Rig, n_rows: int) -> list[dict[str, Any]]:
-    while len(found := await rows(rig)) < n_rows:
-        await asyncio.sleep(0.001)
-    return found
+async def rows(rig: Rig, n_rows: int = 0) -> list[dict[str, Any]]:
+    """The ledger on the disk, once it has so many rows and all that happened so far."""
+    with sqlite3.connect(ledger_of(rig)._database.place) as connection:
+        connection.row_factory = sqlite3.Row
+        while True:
+            await ledger_of(rig).call(lambda store: None)
+            kept = [dict(line) for line in connection.execute("SELECT * FROM requests ORDER BY number")]
+            if len(kept) >= n_rows:
+                return kept
+            await asyncio.sleep(0.001)
 
 
-def test_stream_is_counted_and_the_client_gets_what_it_asked_for(place: str) -> None:
+async def statuses(rig: Rig, secret: str, n_requests: int, body: bytes = CHAT) -> list[int]:
+    """A connection each: a refused body closes its own."""
+    answers = []
+    for _ in range(n_requests):
+        client = await rig.client()
+        client.post(body, headers=bearer(secret))
+        answers.append((await client.response())[0].status)
+    return answers
+
+
+async def revoke(rig: Rig, name: str) -> None:
+    admin = await rig.client(rig.gateway.admin.port)
+    admin.get(f"/admin/keys/{name}", bearer("admin-token"), method="DELETE")
+    assert (await admin.response())[0].status == 200
+
+
+async def test_stream_is_counted_and_the_client_gets_what_it_asked_for(place: str) -> None:
     events = [ROLE, TOKEN, TOKEN, TOKEN, USAGE, DONE]
-
-    async def test() -> None:
-        reply = say(SSE_HEAD + b"".join(map(chunk, events)) + b"0\r\n\r\n")
-        async with rig_with(reply, store=place, prices={"demo": Price(1000.0, 2000.0)}) as (rig, engine, client):
-            client.post(STREAM, headers="Accept-Encoding: gzip\r\nX-Request-Id: mine\r\n")
-            _, body, is_whole = await client.response()
-            assert (body, is_whole) == (b"".join(events).replace(USAGE, b""), True)
-            assert json.loads(engine.seen[0].body)["stream_options"] == {"include_usage": True}
-            assert engine.seen[0].head.get(b"accept-encoding") is None
-            (row,) = await until_rows(rig, 1)
-            assert (row["prompt_tokens"], row["output_tokens"], row["is_estimate"]) == (40, 3, 0)
-            assert (row["state"], row["status"], row["request_id"]) == ("complete", 200, "mine")
-            assert (row["model"], row["replica"], row["key_id"]) == ("demo", "0", "")
-            assert row["cost_usd"] == pytest.approx(0.046)
-            assert 0 <= row["ttft_ms"] <= row["duration_ms"]
-            # One that asks for its usage gets it, and its bytes are not touched.
-            asked = STREAM.replace(b'"stream":true', b'"stream":true,"stream_options":{"include_usage":true}')
-            client.post(asked)
-            assert (await client.response())[1] == b"".join(events)
-            assert engine.seen[1].body == asked
-            assert [row["output_tokens"] for row in await until_rows(rig, 2)] == [3, 3]
-
-    run(LOOP, test())
+    reply = say(SSE_HEAD + b"".join(map(chunk, events)) + b"0\r\n\r\n")
+    async with rig_with(reply, store=place, prices=PRICES) as (rig, engine, client):
+        client.post(STREAM, headers="Accept-Encoding: gzip\r\nX-Request-Id: mine\r\n")
+        _, body, is_whole = await client.response()
+        assert (body, is_whole) == (b"".join(events).replace(USAGE, b""), True)
+        assert json.loads(engine.seen[0].body)["stream_options"] == {"include_usage": True}
+        assert engine.seen[0].head.get(b"accept-encoding") is None
+        (line,) = await rows(rig, 1)
+        assert (line["prompt_tokens"], line["output_tokens"], line["is_estimate"]) == (40, 3, 0)
+        assert (line["state"], line["status"], line["request_id"]) == ("complete", 200, "mine")
+        assert (line["model"], line["replica"], line["key_id"]) == ("demo", "0", "")
+        assert line["cost_usd"] == pytest.approx(0.046)
+        assert 0 <= line["ttft_ms"] <= line["duration_ms"]
+        # One that asks for its usage gets it, and its bytes are not touched.
+        asked = STREAM.replace(b'"stream":true', b'"stream":true,"stream_options":{"include_usage":true}')
+        client.post(asked)
+        assert (await client.response())[1] == b"".join(events)
+        assert engine.seen[1].body == asked
+        assert [line["output_tokens"] for line in await rows(rig, 2)] == [3, 3]
 
 
-def test_tokens_are_counted_however_their_chunks_come(place: str) -> None:
+async def test_tokens_are_counted_however_their_chunks_come(place: str) -> None:
     async def reply(seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         writer.write(SSE_HEAD + chunk(ROLE))
         for n_tokens in (1, 1, 1, 3, 1, 1):  # those that come alone pass by a shorter way
@@ -104,117 +120,78 @@ def test_tokens_are_counted_however_their_chunks_come(place: str) -> None:
         writer.write(chunk(DONE) + b"0\r\n\r\n")
         return True
 
-    async def test() -> None:
-        async with rig_with(reply, store=place) as (rig, _, client):
-            client.post(STREAM)
-            assert (await client.response())[1] == ROLE + TOKEN * 8 + DONE
-            (row,) = await until_rows(rig, 1)
-            assert (row["output_tokens"], row["is_estimate"]) == (8, 1)
-
-    run(LOOP, test())
+    async with rig_with(reply, store=place) as (rig, _, client):
+        client.post(STREAM)
+        assert (await client.response())[1] == ROLE + TOKEN * 8 + DONE
+        (line,) = await rows(rig, 1)
+        assert (line["output_tokens"], line["is_estimate"]) == (8, 1)
 
 
-def test_answer_in_one_piece_is_counted(place: str) -> None:
-    async def test() -> None:
-        async with rig_with(say(ANSWER), store=place) as (rig, engine, client):
-            client.post(CHAT)
-            assert (await client.response())[1] == BODY
-            assert engine.seen[0].body == CHAT
-            (row,) = await until_rows(rig, 1)
-            assert (row["prompt_tokens"], row["cached_tokens"], row["output_tokens"]) == (40, 8, 3)
-            assert (row["ttft_ms"], row["cost_usd"], row["state"]) == (None, None, "complete")
-
-    run(LOOP, test())
+async def test_answer_in_one_piece_is_counted_and_written_when_the_gateway_stops(place: str) -> None:
+    async with rig_with(say(ANSWER), store=place) as (rig, engine, client):
+        client.post(CHAT)
+        assert (await client.response())[1] == BODY
+        assert engine.seen[0].body == CHAT
+        await rig.stop()
+    store = Store(place)
+    sql = "SELECT prompt_tokens, cached_tokens, output_tokens, ttft_ms, cost_usd, state FROM requests"
+    assert store.database.all(sql) == [(40, 8, 3, None, None, "complete")]
+    store.close()
 
 
 @pytest.mark.parametrize("n_tokens", [0, 1, 7])
-def test_client_that_hangs_up_pays_for_what_was_generated(place: str, n_tokens: int) -> None:
-    async def test() -> None:
-        gate = Gate(SSE_HEAD + chunk(ROLE) + b"".join([chunk(TOKEN)] * n_tokens), b"")
-        async with rig_with(gate.reply, store=place) as (rig, _, client):
-            client.post(STREAM)
-            await client.event()
-            got = b""
-            while len(got) < len(ROLE) + n_tokens * len(TOKEN):
-                got += await client.event()
-            client.writer.transport.abort()
-            await gate.peer_left.wait()
-            (row,) = await until_rows(rig, 1)
-            assert (row["state"], row["output_tokens"], row["is_estimate"]) == ("client-cancelled", n_tokens, 1)
-            assert row["prompt_tokens"] > 0
-
-    run(LOOP, test())
+async def test_client_that_hangs_up_pays_for_what_was_generated(place: str, n_tokens: int) -> None:
+    gate = Gate(SSE_HEAD + chunk(ROLE) + chunk(TOKEN) * n_tokens, b"")
+    async with rig_with(gate.reply, store=place) as (rig, _, client):
+        client.post(STREAM)
+        await client.event()
+        received = b""
+        while len(received) < len(ROLE) + n_tokens * len(TOKEN):
+            received += await client.event()
+        client.writer.transport.abort()
+        await gate.peer_left.wait()
+        (line,) = await rows(rig, 1)
+        assert (line["state"], line["output_tokens"], line["is_estimate"]) == ("client-cancelled", n_tokens, 1)
+        assert line["prompt_tokens"] > 0
 
 
-def test_every_end_has_its_state(place: str) -> None:
+async def test_every_end_has_its_state(place: str) -> None:
     broken = say(SSE_HEAD + chunk(ROLE) + chunk(TOKEN), then_close=True)
     refused = say(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 2\r\n\r\n{}")
-    told = say(SSE_HEAD + chunk(b'data: {"error": {"message": "oom"}}\n\n' + DONE) + b"0\r\n\r\n")
-    replies = [(broken, "engine-failed", 200, 1), (refused, "refused", 400, 0), (told, "engine-failed", 200, 0)]
-
-    async def test() -> None:
-        async with Rig(store=place, hold_s=0.0) as rig:
-            client = await rig.client()
-            for number, (reply, state, status, n_tokens) in enumerate(replies):
-                await rig.engine(reply)
-                client.post(STREAM)
-                await client.response()
-                row = (await until_rows(rig, number + 1))[-1]
-                assert (row["state"], row["status"], row["output_tokens"]) == (state, status, n_tokens)
-            await rig.admin("/admin/forget", {"replica": "0"})
-            client.post(STREAM)
-            assert (await client.error())[0] == 503
-            row = (await until_rows(rig, 4))[-1]
-            assert (row["state"], row["status"], row["prompt_tokens"], row["replica"]) == ("refused", 503, 0, "")
-
-    run(LOOP, test())
-
-
-def test_lost_twice_is_an_engine_failure(place: str) -> None:
-    async def test() -> None:
-        async with rig_with(hang_up, store=place) as (rig, _, client):
-            client.post(CHAT)
-            assert (await client.error())[0] == 502
-            (row,) = await until_rows(rig, 1)
-            assert (row["state"], row["status"]) == ("engine-failed", 502)
-
-    run(LOOP, test())
-
-
-def test_key_sees_its_models_only(place: str) -> None:
-    secret, other = make_key(place, models=("alias",)), make_key(place, "bob")
-
-    async def test() -> None:
-        async with rig_with(say(ANSWER), store=place, auth="keys", models=MODELS) as (rig, _, client):
-
-            async def ask(model: str, key: str, status: int) -> None:
-                assert await statuses(rig, key, 1, b'{"model":"%s"}' % model.encode()) == [status]
-
-            await ask("demo", secret, 200)
-            await ask("alias", secret, 200)
-            await ask("other", secret, 403)
-            await ask("absent", secret, 404)
-            await ask("demo", "sk-wrong", 401)
-            for key, seen in ((secret, ["demo"]), (other, ["demo", "other"])):
-                client.get("/v1/models", bearer(key))
-                assert [model["id"] for model in json.loads((await client.response())[1])["data"]] == seen
-            client.get("/v1/models/other", bearer(secret))
-            assert (await client.error())[1]["code"] == "model_not_allowed"
-            found = await until_rows(rig, 3)
-            assert [(row["status"], row["state"]) for row in found][2] == (403, "refused")
-            assert len({row["key_id"] for row in found}) == 1
-
-    run(LOOP, test())
-
-
-async def statuses(rig: Rig, secret: str, n_requests: int, body: bytes = CHAT) -> list[int]:
-    """A connection each: a refused body closes its own."""
-    found = []
-    for _ in range(n_requests):
+    error = say(SSE_HEAD + chunk(b'data: {"error": {"message": "oom"}}\n\n' + DONE) + b"0\r\n\r\n")
+    replies = [
+        *((broken, "engine-failed", 200, 1), (refused, "refused", 400, 0), (error, "engine-failed", 200, 0)),
+        (hang_up, "engine-failed", 502, 0),
+    ]
+    async with Rig(store=place, hold_s=0.0) as rig:
         client = await rig.client()
-        client.post(body, headers=bearer(secret))
-        found.append((await client.response())[0].status)
-    return found
+        for number, (reply, *expected) in enumerate(replies, 1):
+            await rig.engine(reply)
+            client.post(STREAM)
+            await client.response()
+            line = (await rows(rig, number))[-1]
+            assert [line["state"], line["status"], line["output_tokens"]] == expected
+        await rig.admin("/admin/forget", {"replica": "0"})
+        client.post(STREAM)
+        assert (await client.error())[0] == 503
+        line = (await rows(rig, 5))[-1]
+        assert (line["state"], line["status"], line["prompt_tokens"], line["replica"]) == ("refused", 503, 0, "")
+
+
+async def test_key_sees_its_models_only(place: str) -> None:
+    secret, other = make_key(place, models=("alias",)), make_key(place, "bob")
+    async with rig_with(say(ANSWER), store=place, auth="keys", models=MODELS) as (rig, _, client):
+        for model, status in (("demo", 200), ("alias", 200), ("other", 403), ("absent", 404)):
+            assert await statuses(rig, secret, 1, b'{"model":"%s"}' % model.encode()) == [status]
+        assert await statuses(rig, "sk-wrong", 1) == [401]
+        for key, names in ((secret, ["demo"]), (other, ["demo", "other"])):
+            client.get("/v1/models", bearer(key))
+            assert [model["id"] for model in json.loads((await client.response())[1])["data"]] == names
+        client.get("/v1/models/other", bearer(secret))
+        assert (await client.error())[1]["code"] == "model_not_allowed"
+        kept = await rows(rig, 3)
+        assert (kept[2]["status"], kept[2]["state"]) == (403, "refused")
+        assert len({line["key_id"] for line in kept}) == 1
 
 
 @pytest.mark.parametrize(
@@ -225,246 +202,225 @@ async def statuses(rig: Rig, secret: str, n_requests: int, body: bytes = CHAT) -
         ({"budget_usd": 0.09}, "insufficient_quota", None),
     ],
 )
-def test_limits_answer_429(place: str, limits: dict[str, Any], code: str, header: bytes | None) -> None:
+async def test_limits_answer_429(place: str, limits: dict[str, Any], code: str, header: bytes | None) -> None:
     secret = make_key(place, **limits)
-    prices = {"demo": Price(1000.0, 2000.0)}
-
-    async def test() -> None:
-        async with rig_with(say(ANSWER), store=place, auth="keys", prices=prices) as (rig, _, client):
-            body = b'{"model":"demo","max_tokens":510}'
-            assert await statuses(rig, secret, 2, body) == [200, 200]
-            client.post(body, headers=bearer(secret))
-            head, answer, _ = await client.response()
-            assert (head.status, json.loads(answer)["error"]["code"]) == (429, code)
-            retry_after_s = int(head.get(b"retry-after") or b"")
-            assert 1 <= retry_after_s <= (60 if header else 31 * 86400)
-            assert header is None or int(head.get(header) or b"") > 0
-            assert (await until_rows(rig, 3))[-1]["status"] == 429
-            assert "penstock_quota_refusals_total{limit=" in await client.metrics(bearer(secret))
-
-    run(LOOP, test())
+    async with rig_with(say(ANSWER), store=place, auth="keys", prices=PRICES) as (rig, _, client):
+        body = b'{"model":"demo","max_tokens":510}'
+        assert await statuses(rig, secret, 2, body) == [200, 200]
+        client.post(body, headers=bearer(secret))
+        head, answer, _ = await client.response()
+        assert (head.status, json.loads(answer)["error"]["code"]) == (429, code)
+        assert 1 <= int(head.get(b"retry-after") or b"") <= (60 if header else 31 * 86400)
+        assert header is None or int(head.get(header) or b"") > 0
+        assert (await rows(rig, 3))[-1]["status"] == 429
+        assert "penstock_quota_refusals_total{limit=" in await client.metrics(bearer(secret))
 
 
-def test_concurrency_is_given_back_however_a_request_ends(place: str) -> None:
+async def test_concurrency_is_given_back_however_a_request_ends(place: str) -> None:
     secret = make_key(place, concurrency=1)
-
-    async def test() -> None:
-        gate = Gate(SSE_HEAD + chunk(ROLE), b"0\r\n\r\n")
-        async with rig_with(gate.reply, store=place, auth="keys") as (rig, _, client):
-            client.post(STREAM, headers=bearer(secret))
-            await client.event()
-            assert await statuses(rig, secret, 1) == [429]
-            client.writer.transport.abort()
-            await until_rows(rig, 2)
-            gate.opened.set()
-            assert await statuses(rig, secret, 1, STREAM) == [200]
-            # One that leaves before its request was begun leaves nothing behind.
-            for _ in range(5):
-                gone = await rig.client()
-                gone.post(STREAM, headers=bearer(secret))
-                gone.writer.close()
-            await rig.until(lambda view: not any(row["in_flight"] for row in view["replicas"]))
-            await asyncio.sleep(0.01)
-            assert await statuses(rig, secret, 1, STREAM) == [200]
-
-    run(LOOP, test())
+    gate = Gate(SSE_HEAD + chunk(ROLE), b"0\r\n\r\n")
+    async with rig_with(gate.reply, store=place, auth="keys") as (rig, _, client):
+        client.post(STREAM, headers=bearer(secret))
+        await client.event()
+        assert await statuses(rig, secret, 1) == [429]
+        client.writer.transport.abort()
+        await rows(rig, 2)
+        gate.opened.set()
+        assert await statuses(rig, secret, 1, STREAM) == [200]
+        # One that leaves before its request was begun leaves nothing behind.
+        for _ in range(5):
+            gone = await rig.client()
+            gone.post(STREAM, headers=bearer(secret))
+            gone.writer.close()
+        await rig.until(lambda view: not any(row["in_flight"] for row in view["replicas"]))
+        await asyncio.sleep(0.01)
+        assert await statuses(rig, secret, 1, STREAM) == [200]
 
 
-def test_keys_are_made_seen_rotated_and_revoked_by_the_admin_address(place: str) -> None:
-    async def test() -> None:
-        async with rig_with(say(ANSWER), store=place, auth="keys") as (rig, _, _):
-            status, made = await rig.admin("/admin/keys", {"name": "carol", "rpm": 100})
-            assert (status, made["name"], made["rpm"], made["revoked_at"]) == (200, "carol", 100, None)
-            assert made["endings"] == [f"sk-...{made['key'][-4:]}"]
-            assert await statuses(rig, made["key"], 1) == [200]
-            shown = json.dumps((await rig.admin("/admin/keys"))[1])
-            assert "carol" in shown
-            assert made["key"] not in shown
-            assert hashlib.sha256(made["key"].encode()).hexdigest() not in shown
-            _, rotated = await rig.admin("/admin/keys/rotate", {"key": "carol", "grace_s": 60})
-            assert await statuses(rig, made["key"], 1) == [200]
-            assert await statuses(rig, rotated["key"], 1) == [200]
-            _, last = await rig.admin("/admin/keys/rotate", {"key": "carol"})
-            assert [(await statuses(rig, key["key"], 1))[0] for key in (made, rotated, last)] == [401, 401, 200]
-            admin = await rig.client(rig.gateway.admin.port)
-            admin.get("/admin/keys/carol", bearer("admin-token"), method="DELETE")
-            assert (await admin.response())[0].status == 200
-            assert await statuses(rig, last["key"], 1) == [401]
-            for wrong in ({"name": ""}, {"name": "x", "rpm": 0}, {"name": "x", "expires_s": -1}, {"nam": "x"}):
-                assert (await rig.admin("/admin/keys", wrong))[0] == 400
-
-    run(LOOP, test())
+async def test_keys_are_made_seen_rotated_and_revoked_by_the_admin_address(place: str) -> None:
+    async with rig_with(say(ANSWER), store=place, auth="keys") as (rig, _, _):
+        status, key = await rig.admin("/admin/keys", {"name": "carol", "rpm": 100})
+        assert (status, key["name"], key["rpm"], key["revoked_at"]) == (200, "carol", 100, None)
+        assert key["endings"] == [f"sk-...{key['key'][-4:]}"]
+        assert await statuses(rig, key["key"], 1) == [200]
+        shown = json.dumps((await rig.admin("/admin/keys"))[1])
+        assert "carol" in shown
+        assert key["key"] not in shown
+        assert hashlib.sha256(key["key"].encode()).hexdigest() not in shown
+        _, rotated = await rig.admin("/admin/keys/rotate", {"key": "carol", "grace_s": 60})
+        assert [await statuses(rig, secret["key"], 1) for secret in (key, rotated)] == [[200], [200]]
+        _, last = await rig.admin("/admin/keys/rotate", {"key": "carol"})
+        assert [(await statuses(rig, secret["key"], 1))[0] for secret in (key, rotated, last)] == [401, 401, 200]
+        await revoke(rig, "carol")
+        assert await statuses(rig, last["key"], 1) == [401]
+        for wrong in ({"name": ""}, {"name": "x", "rpm": 0}, {"name": "x", "expires_s": -1}, {"nam": "x"}):
+            assert (await rig.admin("/admin/keys", wrong))[0] == 400
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/models", "/v1/models/other", "/metrics"])
-def test_key_that_ends_while_the_body_comes_is_refused(place: str, path: str) -> None:
+async def test_key_that_ends_while_the_body_comes_is_refused(place: str, path: str) -> None:
     secret = make_key(place, models=("demo",), rpm=100)
-
-    async def test() -> None:
-        async with rig_with(say(ANSWER), store=place, auth="keys", models=MODELS) as (rig, engine, client):
-            assert await statuses(rig, secret, 1) == [200]
-            method = "POST" if "completions" in path else "GET"
-            headers = f"Content-Length: {len(CHAT)}\r\nExpect: 100-continue\r\n"
-            client.get(path, headers + bearer(secret), method)
-            assert (await client.reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 100 ")
-            admin = await rig.client(rig.gateway.admin.port)
-            admin.get("/admin/keys/alice", bearer("admin-token"), method="DELETE")
-            assert (await admin.response())[0].status == 200
-            client.writer.write(CHAT)
-            status, error = await client.error()
-            assert (status, error["code"]) == (401, "invalid_api_key")
-            assert rig.gateway.accounting.n_unknown_keys == 1
-            assert [row["status"] for row in await until_rows(rig, 1)] == [200]
-            assert len(engine.seen) == 1
-
-    run(LOOP, test())
+    async with rig_with(say(ANSWER), store=place, auth="keys", models=MODELS) as (rig, engine, client):
+        assert await statuses(rig, secret, 1) == [200]
+        method = "POST" if "completions" in path else "GET"
+        headers = f"Content-Length: {len(CHAT)}\r\nExpect: 100-continue\r\n"
+        client.get(path, headers + bearer(secret), method)
+        assert (await client.reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 100 ")
+        await revoke(rig, "alice")
+        client.writer.write(CHAT)
+        status, error = await client.error()
+        assert (status, error["code"]) == (401, "invalid_api_key")
+        assert rig.gateway.accounting.n_unknown_keys == 1
+        assert [line["status"] for line in await rows(rig, 1)] == [200]
+        assert len(engine.seen) == 1
 
 
-def test_key_expires_and_the_configs_own_key_stays_good(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_key_expires_and_the_configs_own_key_stays_valid(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     secret = make_key(place, expires_at=time.time() + 60)
     hashes = (hashlib.sha256(KEY.encode()).hexdigest(),)
-
-    async def test() -> None:
-        async with rig_with(say(ANSWER), store=place, auth="keys", key_hashes=hashes) as (rig, _, _):
-            assert await statuses(rig, secret, 1) == [200]
-            later = time.time() + 61
-            monkeypatch.setattr(time, "time", lambda: later)
-            assert await statuses(rig, secret, 1) == [401]
-            assert await statuses(rig, KEY, 1) == [200]
-            assert (await until_rows(rig, 2))[-1]["key_id"] == "first"
-
-    run(LOOP, test())
+    async with rig_with(say(ANSWER), store=place, auth="keys", key_hashes=hashes) as (rig, _, _):
+        assert await statuses(rig, secret, 1) == [200]
+        later = time.time() + 61
+        monkeypatch.setattr(time, "time", lambda: later)
+        assert await statuses(rig, secret, 1) == [401]
+        assert await statuses(rig, KEY, 1) == [200]
+        assert (await rows(rig, 2))[-1]["key_id"] == "first"
 
 
-def test_key_made_by_another_process_is_seen(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ledger, "PERIOD_S", 0.01)
-
-    async def test() -> None:
-        async with rig_with(say(ANSWER), store=place, auth="keys") as (rig, _, _):
-            secret = make_key(place)
-            while await statuses(rig, secret, 1) != [200]:
-                await asyncio.sleep(0.005)
-
-    run(LOOP, test())
-
-
-def test_budget_spent_elsewhere_counts(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ledger, "PERIOD_S", 0.01)
-    secret = make_key(place, budget_usd=0.05)
-    prices = {"demo": Price(1000.0, 2000.0)}
-
-    async def test() -> None:
-        facts: dict[str, Any] = {"store": place, "auth": "keys", "prices": prices}
-        async with rig_with(say(ANSWER), **facts) as (rig, _, _), rig_with(say(ANSWER), **facts) as (other, _, _):
-            assert await statuses(other, secret, 2) == [200, 200]
-            while await statuses(rig, secret, 1) != [429]:
-                await asyncio.sleep(0.005)
-
-    run(LOOP, test())
+async def test_keys_and_spending_of_another_process_are_seen(place: str, quick: None) -> None:
+    facts: dict[str, Any] = {"store": place, "auth": "keys", "prices": PRICES}
+    async with rig_with(say(ANSWER), **facts) as (rig, _, _), rig_with(say(ANSWER), **facts) as (other, _, _):
+        secret = make_key(place, budget_usd=0.05)
+        while await statuses(other, secret, 1) != [200]:
+            await asyncio.sleep(0.005)
+        assert await statuses(other, secret, 1) == [200]
+        while await statuses(rig, secret, 1) != [429]:
+            await asyncio.sleep(0.005)
 
 
-def break_by_lock(place: str) -> Callable[[], None]:
-    other = sqlite3.connect(place, isolation_level=None)
-    other.execute("BEGIN IMMEDIATE")
-
-    def mend() -> None:
-        other.execute("ROLLBACK")
-        other.close()
-
-    return mend
-
-
-def test_locked_store_stops_no_request_and_loses_no_row(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_locked_store_stops_no_request_and_loses_no_row(
+    place: str, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("penstock.gateway.accounting.store.BUSY_S", 0.01)
-    monkeypatch.setattr(ledger, "PERIOD_S", 0.01)
-
-    async def test() -> None:
-        async with rig_with(say(ANSWER), store=place) as (rig, _, client):
-            mend = break_by_lock(place)
-            kept = rig.gateway.accounting.ledger
-            assert kept is not None
-            for _ in range(5):
-                client.post(CHAT)
-                assert (await client.response())[0].status == 200
-            while not kept.is_failing:
-                await asyncio.sleep(0.002)
-            text = await client.metrics()
-            assert "penstock_store_up 0\n" in text
-            assert "penstock_ledger_rows_waiting 5\n" in text
-            assert (await rig.admin("/admin/keys", {"name": "x"}))[0] == 503
-            mend()
-            assert len(await until_rows(rig, 5)) == 5
-            assert not kept.is_failing
-
-    run(LOOP, test())
-
-
-def has_lost(kept: ledger.Ledger) -> bool:
-    return kept.is_failing and kept.n_lost > 0
-
-
-def test_full_disk_stops_no_request(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ledger, "PERIOD_S", 0.01)
-    monkeypatch.setattr(ledger, "MAX_WAITING", 150)
-
-    async def test() -> None:
-        async with rig_with(say(ANSWER), store=place) as (rig, _, client):
-            kept = rig.gateway.accounting.ledger
-            assert kept is not None
-            # SQLite's own way to a full disk: the file may not grow.
-            n_pages = await kept.call(lambda database: database.all("PRAGMA page_count", ())[0][0])
-            await kept.call(lambda database: database.all(f"PRAGMA max_page_count = {n_pages}", ()))
-            n_sent = 0
-            while not has_lost(kept):
-                client.post(b'{"model":"demo","x":"%s"}' % (b"y" * 50), headers=f"X-Request-Id: {'z' * 128}\r\n")
-                assert (await client.response())[0].status == 200
-                n_sent += 1
-            await kept.call(lambda database: database.all("PRAGMA max_page_count = 100000", ()))
-            while kept.n_waiting:
-                await asyncio.sleep(0.002)
-            assert kept.n_written + kept.n_lost == n_sent
-            assert len(await rows(rig)) == kept.n_written
-
-    run(LOOP, test())
-
-
-def test_busy_turn_is_folded_and_a_calm_one_unfolds_it(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ledger, "PERIOD_S", 0.01)
-
-    async def test() -> None:
-        kept = ledger.Ledger(place, new_totals())
-        for _ in range(2 * FOLD_ROWS):
-            kept.add(Row(kept.next_number(), 1.0, "k", "m", "0", 1, 0, 1, 0, None, 1.0, "complete", 200, None, "id"))
-        kept._turn()
-        other = sqlite3.connect(place)
-        counts = "SELECT (SELECT count(*) FROM requests), (SELECT count(*) FROM folded_requests)"
-        assert other.execute(counts).fetchone() == (0, 1)
-        kept.start(lambda news: None)
-        while other.execute(counts).fetchone() != (2 * FOLD_ROWS, 0):
+    async with rig_with(say(ANSWER), store=place) as (rig, _, client):
+        other = sqlite3.connect(place, isolation_level=None)
+        other.execute("BEGIN IMMEDIATE")
+        kept = ledger_of(rig)
+        for _ in range(5):
+            client.post(CHAT)
+            assert (await client.response())[0].status == 200
+        while not kept.is_failing:
             await asyncio.sleep(0.002)
+        text = await client.metrics()
+        assert "penstock_store_up 0\n" in text
+        assert "penstock_ledger_rows_waiting 5\n" in text
+        assert (await rig.admin("/admin/keys", {"name": "x"}))[0] == 503
         other.close()
-        await kept.stop()
+        assert len(await rows(rig, 5)) == 5
+        assert not kept.is_failing
 
-    run(LOOP, test())
+
+async def test_full_disk_stops_no_request_and_no_revocation(
+    place: str, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ledger, "MAX_WAITING", 150)
+    secret, revoked = make_key(place), make_key(place, "bob")
+    async with rig_with(say(ANSWER), store=place, auth="keys") as (rig, _, client):
+        kept = ledger_of(rig)
+        # SQLite's own way to a full disk: the file may not grow.
+        n_pages = await kept.call(lambda database: database.all("PRAGMA page_count")[0][0])
+        await kept.call(lambda database: database.all(f"PRAGMA max_page_count = {n_pages}"))
+        n_sent = 0
+        while not (kept.is_failing and kept.n_lost > 0):
+            client.post(
+                b'{"model":"demo","x":"%s"}' % (b"y" * 50), headers=f"X-Request-Id: {'z' * 128}\r\n{bearer(secret)}"
+            )
+            assert (await client.response())[0].status == 200
+            n_sent += 1
+        store = Store(place)
+        store.keys.revoke("bob", time.time())
+        store.close()
+        while await statuses(rig, revoked, 1) != [401]:
+            await asyncio.sleep(0.002)
+            n_sent += 1
+        assert kept.is_failing
+        await kept.call(lambda database: database.all("PRAGMA max_page_count = 100000"))
+        while kept.n_waiting:
+            await asyncio.sleep(0.002)
+        assert kept.n_written + kept.n_lost == n_sent
+        assert len(await rows(rig)) == kept.n_written
+
+
+@pytest.mark.parametrize("count", ["9" * 30, "-5", "9" * 4000, "1e400"])
+async def test_absurd_usage_stops_neither_the_ledger_nor_keys(place: str, quick: None, count: str) -> None:
+    secret = make_key(place, tpm=10**9)
+    usage = b'{"usage":{"prompt_tokens":1,"completion_tokens":%s}}' % count.encode()
+    deep = b'{"choices":[%s],"usage":{"prompt_tokens":1}}' % (b"[" * 3000 + b"]" * 3000)
+    events = chunk(b"data: %s\n\n" % deep) + chunk(b"data: %s\n\n" % usage) + chunk(DONE) + b"0\r\n\r\n"
+    async with rig_with(say(SSE_HEAD + events), store=place, auth="keys", prices=PRICES) as (rig, _, client):
+        client.post(STREAM, headers=bearer(secret))
+        assert (await client.response())[2]
+        (line,) = await rows(rig, 1)
+        assert 0 <= line["output_tokens"] <= 2**53
+        assert not ledger_of(rig).is_failing
+        store = Store(place)
+        assert 0 <= store.usage.usage(())[0].output_tokens <= 2**53
+        store.keys.revoke("alice", time.time())
+        store.close()
+        while await statuses(rig, secret, 1) != [401]:
+            await asyncio.sleep(0.002)
+
+
+@pytest.mark.parametrize("n_choices", [1, 1024])
+async def test_absurd_limit_of_tokens_is_answered(place: str, quick: None, n_choices: int) -> None:
+    secret = make_key(place, tpm=1000)
+    body = b'{"model":"demo","n":%d,"max_tokens":%s}' % (n_choices, b"9" * 400)
+    async with rig_with(say(ANSWER), store=place, auth="keys") as (rig, _, _):
+        assert await statuses(rig, secret, 2, body) == [200, 429]
+        await rows(rig, 2)
+        assert not ledger_of(rig).is_failing
+
+
+@pytest.mark.parametrize("n_rows", [3, FOLD_ROWS + 3])
+def test_row_that_can_never_be_stored_is_dropped_and_counted(place: str, n_rows: int) -> None:
+    kept = ledger.Ledger(place, new_totals())
+    for number in range(n_rows):
+        kept.add(row(kept.next_number(), prompt_tokens=2**70 if number == 1 else 5))
+    kept._turn()
+    assert (kept.is_failing, kept.n_lost, kept.n_written, kept.n_waiting) == (False, 1, n_rows - 1, 0)
+    assert UsageStore(kept._database).usage(())[0].n_requests == n_rows - 1
+    kept.close()
+
+
+async def test_busy_turn_is_folded_and_a_calm_one_unfolds_it(place: str, quick: None) -> None:
+    kept = ledger.Ledger(place, new_totals())
+    for _ in range(2 * FOLD_ROWS):
+        kept.add(row(kept.next_number()))
+    kept._turn()
+    other = sqlite3.connect(place)
+    counts = "SELECT (SELECT count(*) FROM requests), (SELECT count(*) FROM folded_requests)"
+    assert other.execute(counts).fetchone() == (0, 1)
+    kept.start(lambda news: None)
+    while other.execute(counts).fetchone() != (2 * FOLD_ROWS, 0):
+        await asyncio.sleep(0.002)
+    other.close()
+    await kept.stop()
 
 
 def test_rows_that_come_while_a_turn_writes_are_the_next_turns(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A busy gateway's turn would never end, and write a few rows at a time: each time it takes the loop's lock."""
+    """Else a busy gateway's turn never ends, writes a few rows at a time, and each time takes the loop's lock."""
     kept = ledger.Ledger(place, new_totals())
     add_rows = UsageStore.add_rows
     writes: list[list[int]] = []
 
-    def come() -> None:
-        kept.add(Row(kept.next_number(), 1.0, "k", "m", "0", 1, 0, 1, 0, None, 1.0, "complete", 200, None, "id"))
-
     def busy(store: UsageStore, writer: str, batch: list[Row], *, is_again: bool) -> None:
         assert len(writes) < 5
-        writes.append([row.number for row in batch])
+        writes.append([line.number for line in batch])
         add_rows(store, writer, batch, is_again=is_again)
-        come()
+        kept.add(row(kept.next_number()))
 
     monkeypatch.setattr(UsageStore, "add_rows", busy)
-    come()
+    kept.add(row(kept.next_number()))
     for n_turns in (1, 2):
         kept._turn()
         assert (kept.n_written, kept.n_waiting) == (n_turns, 1)
@@ -472,62 +428,34 @@ def test_rows_that_come_while_a_turn_writes_are_the_next_turns(place: str, monke
     kept.close()
 
 
-def test_gateway_prunes_old_rows_and_a_budget_stays_spent(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ledger, "PERIOD_S", 0.01)
+async def test_gateway_prunes_old_rows_and_a_budget_stays_spent(place: str, quick: None) -> None:
     secret = make_key(place, budget_usd=0.0005)
-    key_id = Store(place).keys.find("alice").id
-    # The row of a request of this month that was dear, and so old that it is pruned.
-    before = Store(place)
-    rows_of_old = [
-        Row(n, 86400.0 * 3, key_id, "demo", "0", 5, 0, 1, 0, None, 1.0, "complete", 200, 1.0, "id") for n in (1, 2)
-    ]
-    before.usage.add_rows("old", rows_of_old)
-    before.database.execute("UPDATE spend SET month = ?", (month_of(time.time()),))
-    before.close()
-
-    async def test() -> None:
-        changes = {"store": place, "auth": "keys", "ledger_days": 30}
-        async with rig_with(say(ANSWER), **changes) as (rig, _, client):
-            client.post(CHAT, headers=bearer(secret))
-            assert (await client.error())[1]["code"] == "insufficient_quota"
-            while len(await rows(rig)) != 1:
-                await asyncio.sleep(0.002)
-            kept = rig.gateway.accounting.ledger
-            assert kept is not None
-            usage = await kept.call(lambda database: UsageStore(database).usage(("day", "state")))
-            assert [(line.group[1], line.n_requests) for line in usage] == [("complete", 2), ("refused", 1)]
-            assert usage[0].group[0] == "1970-01-04"
-            client.post(CHAT, headers=bearer(secret))
-            assert (await client.error())[1]["code"] == "insufficient_quota"
-
-    run(LOOP, test())
-
-
-def test_ledger_that_keeps_all_prunes_nothing(place: str) -> None:
     store = Store(place)
-    store.usage.add_rows("old", [Row(1, 5.0, "k", "demo", "0", 5, 0, 1, 0, None, 1.0, "complete", 200, 1.0, "id")])
+    key_id = store.keys.find("alice").id
+    # Requests of this month that cost too much, so old that they are pruned.
+    old = [row(number, at=86400.0 * 3, key_id=key_id, model="demo", cost_usd=1.0) for number in (1, 2)]
+    store.usage.add_rows("old", old)
+    store.database.execute("UPDATE spend SET month = ?", (month_of(time.time()),))
+    store.close()
+    async with rig_with(say(ANSWER), store=place, auth="keys", ledger_days=30) as (rig, _, client):
+        client.post(CHAT, headers=bearer(secret))
+        assert (await client.error())[1]["code"] == "insufficient_quota"
+        while len(await rows(rig)) != 1:
+            await asyncio.sleep(0.002)
+        usage = await ledger_of(rig).call(lambda database: UsageStore(database).usage(("day", "state")))
+        assert [(line.group[1], line.n_requests) for line in usage] == [("complete", 2), ("refused", 1)]
+        assert usage[0].group[0] == "1970-01-04"
+        client.post(CHAT, headers=bearer(secret))
+        assert (await client.error())[1]["code"] == "insufficient_quota"
+
+
+def test_ledger_prunes_only_when_asked_and_every_ten_minutes(place: str) -> None:
+    store = Store(place)
     kept = ledger.Ledger(place, new_totals())
-    kept._turn()
-    assert store.database.all("SELECT count(*) FROM requests", ()) == [(1,)]
-    kept.keep_days = 1
-    kept._turn()
-    assert store.database.all("SELECT count(*) FROM requests", ()) == [(0,)]
-    # The next look is due in ten minutes only.
-    store.usage.add_rows("old", [Row(2, 5.0, "k", "demo", "0", 5, 0, 1, 0, None, 1.0, "complete", 200, 1.0, "id")])
-    kept._turn()
-    assert store.database.all("SELECT count(*) FROM requests", ()) == [(1,)]
+    for number, (keep_days, n_rows) in enumerate([(None, 1), (1, 0), (1, 1)]):
+        store.usage.add_rows("old", [row(number, at=5.0)] if number != 1 else [])
+        kept.keep_days = keep_days
+        kept._turn()
+        assert store.database.all("SELECT count(*) FROM requests") == [(n_rows,)]
     kept.close()
     store.close()
-
-
-def test_rows_are_written_when_the_gateway_stops(place: str) -> None:
-    async def test() -> None:
-        async with rig_with(say(ANSWER), store=place) as (rig, _, client):
-            client.post(CHAT)
-            await client.response()
-            await rig.stop()
-        store = Store(place)
-        assert store.usage.usage(())[0].n_requests == 1
-        store.close()
-
-    run(LOOP, test())

@@ -57,6 +57,7 @@ async def test_leaving_client_is_not_waiting_any_more() -> None:
 
 
 async def test_client_that_leaves_at_once_leaves_nothing_behind() -> None:
+    gc.collect()  # what other tests left
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         async with rig_with(echo) as (rig, _, client):

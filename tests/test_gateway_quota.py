@@ -9,11 +9,12 @@ from penstock.gateway.accounting.key_store import Limits
 from penstock.gateway.accounting.quota import Quota, Refusal
 from penstock.gateway.accounting.running_totals import new_totals
 
+Steps = list[tuple[float, int, int]]
 steps = st.lists(st.tuples(st.floats(0, 20), st.integers(1, 400), st.integers(0, 500)), max_size=60)
 
 
 @given(steps, st.integers(1, 60))
-def test_no_stretch_of_time_lets_in_more_than_a_minute_and_its_length(steps: list[tuple], rpm: int) -> None:  # type: ignore[type-arg]
+def test_no_stretch_of_time_lets_in_more_than_a_minute_and_its_length(steps: Steps, rpm: int) -> None:
     quota, now, passed = Quota("k", Limits(rpm=rpm), new_totals(), 0.0), 0.0, []
     for wait_s, _, _ in steps:
         now += wait_s / 20
@@ -26,7 +27,7 @@ def test_no_stretch_of_time_lets_in_more_than_a_minute_and_its_length(steps: lis
 
 
 @given(steps, st.integers(50, 1000))
-def test_used_tokens_stay_within_the_rate_and_one_overdraft(steps: list[tuple], tpm: int) -> None:  # type: ignore[type-arg]
+def test_used_tokens_stay_within_the_rate_and_one_overdraft(steps: Steps, tpm: int) -> None:
     quota, now, used = Quota("k", Limits(tpm=tpm), new_totals(), 0.0), 0.0, 0
     for wait_s, reserved, actual in steps:
         now += wait_s
@@ -37,7 +38,7 @@ def test_used_tokens_stay_within_the_rate_and_one_overdraft(steps: list[tuple], 
 
 
 @given(steps)
-def test_who_waits_as_long_as_told_is_let_in(steps: list[tuple]) -> None:  # type: ignore[type-arg]
+def test_who_waits_as_long_as_told_is_let_in(steps: Steps) -> None:
     quota, now = Quota("k", Limits(rpm=7, tpm=300), new_totals(), 0.0), 0.0
     for wait_s, reserved, actual in steps:
         now += wait_s
@@ -74,13 +75,9 @@ def test_quotas_over_one_total_share_concurrency_and_give_all_of_it_back(steps: 
 def test_quotas_over_one_total_share_requests_a_minute() -> None:
     totals = new_totals()
     quotas = [Quota("k", Limits(rpm=10), totals, 0.0) for _ in range(2)]
-    passed = sum(quotas[turn % 2].take(0.0, 0) is None for turn in range(40))
-    assert passed == 10
+    assert sum(quotas[turn % 2].take(0.0, 0) is None for turn in range(40)) == 10
     assert sum(quotas[turn % 2].take(6.0, 0) is None for turn in range(40)) == 1
-
-
-def test_total_that_loses_what_others_counted_gives_no_more_than_a_full_bucket() -> None:
-    totals = new_totals()
+    # A total that loses what others counted gives no more than a full bucket.
     totals["key:k:requests"].others = 100
     quota = Quota("k", Limits(rpm=10), totals, 0.0)
     totals["key:k:requests"].others = 0

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import cast
 
 import pytest
-from gateway_rig import CHAT, echo, rig_with, run
 from store_rig import Store, postgres
 
 from penstock.errors import PenstockError
@@ -33,22 +31,18 @@ class Shelf:
         self.rows: dict[tuple[str, str], tuple[int, float]] = {}
 
     def put_counts(self, gateway: str, counts: Mapping[str, int]) -> None:
-        if self.is_away:
-            raise PenstockError("away")
         self.rows |= {(gateway, name): (count, self.now) for name, count in counts.items()}
 
     def others_counts(self, gateway: str, fresh_s: float, *, are_all: bool) -> list[tuple[str, str, int, bool]]:
         if self.is_away:
             raise PenstockError("away")
-        found = [(*key, count, at > self.now - fresh_s) for key, (count, at) in self.rows.items() if key[0] != gateway]
-        return [row for row in found if are_all or row[3]]
+        counts = [(*key, count, at > self.now - fresh_s) for key, (count, at) in self.rows.items() if key[0] != gateway]
+        return [row for row in counts if are_all or row[3]]
 
     def remove_counts(self, gateway: str) -> None:
         self.rows = {key: row for key, row in self.rows.items() if key[0] != gateway}
 
     def forget_gateways(self, silent_s: float) -> None:
-        if self.is_away:
-            raise PenstockError("away")
         heard = {gateway for (gateway, _), (_, at) in self.rows.items() if at > self.now - silent_s}
         self.rows = {key: row for key, row in self.rows.items() if key[0] in heard}
 
@@ -62,12 +56,6 @@ class Side:
         self.sync = QuotaSync(name, self.totals)
         self.quota = Quota("k", limits, self.totals, 0.0)
 
-    def turn(self) -> None:
-        try:
-            self.sync.turn(self._shelf)
-        except PenstockError:
-            self.sync.miss_turn()
-
     def leave(self) -> None:
         self.sync.leave(self._shelf)
 
@@ -78,131 +66,115 @@ class Side:
         return sum(self.quota.take(now, n_tokens) is None for _ in range(n_requests))
 
 
+def turn(*sides: Side) -> None:
+    for side in sides:
+        try:
+            side.sync.turn(side._shelf)
+        except PenstockError:
+            side.sync.miss_turn()
+
+
 def sides(limits: Limits, names: str = "ab") -> tuple[Shelf, list[Side]]:
     shelf = Shelf()
-    found = [Side(shelf, name, limits) for name in names]
-    for _ in range(2):
-        for side in found:
-            side.turn()
-    return shelf, found
+    gateways = [Side(shelf, name, limits) for name in names]
+    turn(*gateways, *gateways)
+    return shelf, gateways
 
 
 def test_gateways_know_of_each_other_after_a_turn_and_make_up_for_what_was_too_much() -> None:
     _, (a, b) = sides(Limits(rpm=60))
     assert (a.let_in(0.0, 100), b.let_in(0.0, 100)) == (60, 60)
-    for side in (a, b, a):
-        side.turn()
+    turn(a, b, a)
     # 60 too many were let in: for a minute there is none, and after that as many as for one gateway.
     assert (a.let_in(59.0, 10), b.let_in(59.0, 10)) == (0, 0)
     n_passed = 0
     for second in range(61, 361):
         for side in (a, b):
             n_passed += side.let_in(float(second), 5)
-            side.turn()
+            turn(side)
     assert 295 <= n_passed <= 310
 
 
 def test_tokens_are_settled_everywhere() -> None:
     _, (a, b) = sides(Limits(tpm=600))
     assert a.let_in(0.0, 1, 500) == 1
-    a.turn()
-    b.turn()
+    turn(a, b)
     assert b.let_in(0.0, 1, 200) == 0
     a.quota.give_back(500, 50)
-    a.turn()
-    b.turn()
+    turn(a, b)
     assert b.let_in(0.0, 1, 200) == 1
 
 
-def test_requests_at_once_are_given_back_also_by_a_gateway_that_died() -> None:
+def test_requests_at_once_are_given_back_also_by_a_gateway_that_died_or_ended() -> None:
     shelf, (a, b, c) = sides(Limits(concurrency=4), "abc")
     assert a.let_in(0.0, 3) == 3
-    a.turn()
-    b.turn()
+    turn(a, b)
     assert b.let_in(0.0, 3) == 1
-    b.turn()
-    c.turn()
+    turn(b, c)
     assert c.let_in(0.0, 1) == 0
     b.quota.give_back(0, 0)
-    b.turn()
-    c.turn()
+    turn(b, c)
     assert c.let_in(0.0, 2) == 1
-    # A request that lasts is told again and again; a silent gateway's are forgotten.
+    # A request that lasts is counted again and again; a silent gateway's are forgotten.
     for _ in range(3):
         shelf.now += 2.0
-        a.turn()
-        b.turn()
+        turn(a, b)
     assert b.let_in(0.0, 5) == 1
     shelf.now += quota_sync.FRESH_S
-    b.turn()
-    c.turn()
+    turn(b, c)
     assert c.let_in(0.0, 5) == 2
+    turn(c, a)
+    a.quota.give_back(0, 0)
+    assert a.let_in(0.0, 1) == 0
+    c.leave()
+    turn(a)
+    assert a.let_in(0.0, 5) == 1
 
 
-def test_without_the_store_each_counts_for_itself_and_tells_it_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_store_each_counts_for_itself_and_reports_it_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
     shelf, (a, b) = sides(Limits(rpm=60, concurrency=100))
     assert b.let_in(0.0, 20) == 20
-    b.turn()
-    a.turn()
+    turn(b, a)
     shelf.is_away = True
     monkeypatch.setattr(quota_sync, "FRESH_S", -1.0)
-    for side in (a, b):
-        side.turn()
+    turn(a, b)
     monkeypatch.undo()
-    # What the others have at once nobody knows; what they took is not forgotten.
-    assert a.total("at_once") == 0
-    assert a.total("requests") == 20
+    # What the others have at once is unknown; what they took is not forgotten.
+    assert (a.total("at_once"), a.total("requests")) == (0, 20)
     assert a.let_in(0.0, 100) == 40
     shelf.is_away = False
     shelf.now += 60
-    for side in (a, b):
-        side.turn()
+    turn(a, b)
     assert b.total("requests") == 60
 
 
 def test_a_gateway_that_starts_later_or_again_counts_nothing_twice() -> None:
     shelf, (a,) = sides(Limits(rpm=60), "a")
     assert a.let_in(0.0, 30) == 30
-    a.turn()
+    turn(a)
     late = Side(shelf, "late", Limits(rpm=60))
-    late.turn()
-    assert late.total("requests") == 0
-    assert late.let_in(0.0, 10) == 10
-    late.turn()
-    a.turn()
+    turn(late)
+    assert (late.total("requests"), late.let_in(0.0, 10)) == (0, 10)
+    turn(late, a)
     assert a.total("requests") == 40
     # One that ends takes its counts along, and its successor begins anew.
     late.leave()
-    a.turn()
+    turn(a)
     again = Side(shelf, "again", Limits(rpm=60))
-    for side in (again, a, again):
-        side.turn()
+    turn(again, a, again)
     assert (a.total("requests"), again.total("requests")) == (40, 0)
-
-
-def test_requests_at_once_of_a_gateway_that_ended_hold_back_nobody() -> None:
-    _, (a, b) = sides(Limits(concurrency=2))
-    assert a.let_in(0.0, 2) == 2
-    a.turn()
-    b.turn()
-    assert b.let_in(0.0, 1) == 0
-    a.leave()
-    b.turn()
-    assert b.let_in(0.0, 3) == 2
 
 
 def test_gateways_that_are_silent_for_a_day_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quota_sync, "_HEARTBEAT_S", 0.0)
     shelf, (a, b) = sides(Limits(rpm=60))
     b.let_in(0.0, 5)
-    b.turn()
+    turn(b)
     shelf.now += quota_sync.FORGET_S + 1
-    a.turn()
-    a.turn()
+    turn(a, a)
     assert {gateway for gateway, _ in shelf.rows} == {"a"}
-    # It was not dead, and all it ever counted is told again: five of a minute's sixty.
-    b.turn()
-    a.turn()
+    # It was not dead, and all it ever counted is reported again: five of a minute's sixty.
+    turn(b, a)
     assert a.let_in(0.0, 100) >= 50
 
 
@@ -226,11 +198,8 @@ def test_two_ledgers_sync_totals_by_their_store(place: str) -> None:
         ledger._turn()
     assert sum(second.take(now, 0) is None for _ in range(70)) <= 1
     store = Store(place)
-    assert {row[1] for row in store.usage.others_counts("", 60.0, are_all=False)} == {
-        "",
-        "key:k:requests",
-        "key:k:at_once",
-    }
+    names = {row[1] for row in store.usage.others_counts("", 60.0, are_all=False)}
+    assert names == {"", "key:k:requests", "key:k:at_once"}
     store.usage.forget_gateways(86400.0)
     assert len({row[0] for row in store.usage.others_counts("", 60.0, are_all=True)}) == 2
     store.usage.forget_gateways(-1.0)
@@ -256,23 +225,4 @@ def test_ledger_finds_a_postgres_that_went_away_again(postgres: str) -> None:
         failures.append(ledger.is_failing)
     assert failures == [True, False]
     ledger.close()
-    store.close()
-
-
-def test_two_gateways_on_one_store_keep_a_limit_together(place: str) -> None:
-    store = Store(place)
-    _, secret = store.keys.create("both", Limits(rpm=6), time.time())
-
-    async def test() -> None:
-        changes = {"store": place, "auth": "keys"}
-        async with rig_with(echo, **changes) as (_, _, first), rig_with(echo, **changes) as (_, _, second):
-            await asyncio.sleep(1.2)  # two turns of both
-            for _ in range(6):
-                first.post(CHAT, headers=f"Authorization: Bearer {secret}\r\n")
-                assert (await first.response())[0].status == 200
-            await asyncio.sleep(1.2)
-            second.post(CHAT, headers=f"Authorization: Bearer {secret}\r\n")
-            assert (await second.error())[0] == 429
-
-    run(asyncio.new_event_loop, test())
     store.close()

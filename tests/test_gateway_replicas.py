@@ -229,15 +229,21 @@ def test_returning_replica_gets_its_share_slowly() -> None:
 
 def test_retries_are_a_share_of_requests() -> None:
     budget, n_retries = retries.RetryBudget(), 0
-    for _ in range(10_000):
-        budget.add_request()
-        if budget.has_one(0):
+    for n_requests in range(10_000):
+        if budget.has_one(0, n_requests):
             budget.take()
             n_retries += 1
     assert 2000 <= n_retries <= 2000 + retries.RETRIES_START + 1
-    while budget.has_one(0):
+    while budget.has_one(0, 10_000):
         budget.take()
-    assert budget.has_one(1.5)
+    assert budget.has_one(1.5, 10_000)
+
+
+def test_failed_answers_count_against_a_replica_when_several_clients_get_them_in_a_row() -> None:
+    record = Health()
+    assert [record.fail_for(client) for client in (b"a", b"a", b"b")] == [False, False, True]
+    record.succeed()
+    assert record.fail_for(b"b") is False
 
 
 # Load.

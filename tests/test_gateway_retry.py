@@ -27,6 +27,7 @@ from gateway_rig import (
 )
 
 from penstock.gateway import forwarding, retries
+from penstock.gateway.retries import Loss
 from penstock.wire.http1 import RequestHead
 
 pytestmark = both_loops
@@ -108,7 +109,7 @@ def failing(status: int = 500, body: bytes = FAILURE) -> Callable[..., Awaitable
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retries, "FAILED_AGAIN_S", 0.0)
+    monkeypatch.setattr(retries, "FAILED_AGAIN_S", 0.05)
 
 
 @pytest.mark.parametrize("status", sorted(retries.FAILED_STATUSES))
@@ -134,31 +135,56 @@ async def test_failed_answer_is_retried_elsewhere_and_ends_traffic_until_the_nex
         assert (await rig.view())["in_flight_total"] == 0
 
 
-@pytest.mark.parametrize("status", sorted(retries.FAILED_STATUSES))
-async def test_last_failed_answer_is_the_clients(impatient: None, status: int) -> None:
-    """A request that no engine can do is told so in the engine's words, and its last replica keeps its traffic."""
-    async with rig_with(failing(status)) as (rig, engine, client):
-        client.post(CHAT)
-        await rig.until(lambda view: view["waiting"] == 1)
-        assert len(engine.seen) == 1
-        await rig.announce("0", engine.url)
-        head, body, is_whole = await client.response()
-        assert (head.status, body, head.get(b"retry-after"), is_whole) == (status, FAILURE, b"7", True)
-        engine.reply = echo
-        assert (await client.post(CHAT).response())[1] == CHAT
-        assert len(engine.seen) == 3
-        assert 'penstock_retries_total{model="demo"} 1\n' in await client.metrics()
+async def test_last_failed_answer_is_the_clients(impatient: None) -> None:
+    """A request that no engine can do gets the engine's words, and costs no replica its traffic."""
+    for names in ("a", "ab"):
+        async with Rig() as rig:
+            engines = [await rig.engine(failing(), name) for name in names]
+            client = await rig.client()
+            head, body, is_whole = await client.post(CHAT).response()
+            assert (head.status, body, head.get(b"retry-after"), is_whole) == (500, FAILURE, b"7", True)
+            assert sum(len(engine.seen) for engine in engines) == 2
+            assert 'penstock_retries_total{model="demo"} 1\n' in await client.metrics()
+            for engine in engines:
+                engine.reply = echo
+            replicas = {(await client.post(CHAT).response())[0].get(b"x-penstock-replica") for _ in names}
+            assert replicas == {name.encode() for name in names}
 
 
-async def test_request_that_fails_everywhere_leaves_a_replica_with_traffic() -> None:
-    async with Rig() as rig:
-        engines = [await rig.engine(failing(), name) for name in ("a", "b")]
-        client = await rig.client()
-        assert (await client.post(CHAT).response())[1] == FAILURE
-        assert [len(engine.seen) for engine in engines] == [1, 1]
-        for engine in engines:
-            engine.reply = echo
-        assert (await client.post(CHAT).response())[1] == CHAT
+async def test_one_clients_bad_requests_degrade_no_other() -> None:
+    async def judge(seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        return await (failing() if b"bad" in seen.body else echo)(seen, reader, writer)
+
+    async with Rig(hold_s=0.0) as rig:
+        for name in "abc":
+            await rig.engine(judge, name)
+        client, other = await rig.client(), await rig.client()
+        for _ in range(30):
+            assert (await client.post(b'{"model":"demo","bad":1}').response())[0].status == 500
+            assert (await other.post(CHAT).response())[0].status == 200
+        text = await client.metrics()
+        assert "penstock_ejections_total{replica=" not in text
+        # Retries of failed answers have their own budget: what a replica loses is still sent again.
+        assert rig.gateway._context.retries.may_retry((), Loss.LOST, time.monotonic())
+
+
+@pytest.mark.parametrize(
+    "message", [b"image input is not supported - hint: mmproj", b"Failed to parse tools: no array"]
+)
+@pytest.mark.parametrize("cut", [0, 20, 1000])
+async def test_input_errors_of_llamacpp_are_the_requests_fault(message: bytes, cut: int) -> None:
+    body = b'{"error":{"code":500,"message":"%s","type":"server_error"}}' % message
+
+    async def reply(seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        writer.write(b"HTTP/1.1 500 No\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body[:cut]))
+        await asyncio.sleep(0.001)
+        writer.write(body[cut:])
+        return True
+
+    async with rig_with(reply) as (_, engine, client):
+        head, answer, is_whole = await client.post(CHAT).response()
+        assert (head.status, is_whole, len(engine.seen)) == (400, True, 1)
+        assert answer == b'{"error":{"code":400,"message":"%s","type":"invalid_request_error"}}' % message
 
 
 async def test_failed_answer_after_a_lost_send_is_the_clients() -> None:
@@ -212,8 +238,7 @@ async def test_client_that_leaves_after_a_failed_answer_is_not_sent_again() -> N
         assert (await rig.view())["in_flight_total"] == 0
 
 
-async def test_time_with_a_failed_replica_is_not_the_gateways_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retries, "FAILED_AGAIN_S", 0.05)
+async def test_time_with_a_failed_replica_is_not_the_gateways_own(impatient: None) -> None:
     async with rig_with(failing()) as (rig, engine, client):
         began = time.monotonic()
         client.post(CHAT)
@@ -314,13 +339,16 @@ async def test_half_closed_engine_or_garbage_in_a_stream_becomes_an_error_event(
 
 
 async def test_retries_end_with_their_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retries, "RETRIES_START", 0.0)
     async with Rig() as rig:
-        for name in "ab":
-            await rig.engine(hang_up, name)
-        monkeypatch.setattr(rig.gateway._context.retries.budget, "has_one", lambda now: False)
+        engines = [await rig.engine(hang_up, name) for name in "ab"]
         client = await rig.client()
         status, error = await client.post(CHAT).error()
         assert (status, "budget" in error["message"]) == (502, True)
+        for engine in engines:
+            engine.reply = failing()
+        assert (await client.post(CHAT).response())[:2][1] == FAILURE
+        assert sum(len(engine.seen) for engine in engines) == 2
 
 
 async def test_killed_replicas_fail_no_request_and_leave_no_stream_without_an_end() -> None:

@@ -6,19 +6,18 @@ import asyncio
 import random
 
 import pytest
-from gateway_rig import SSE_HEAD, LoopFactory, Seen, chunk, factories, rig_with, run
+from gateway_rig import DONE, SSE_HEAD, STREAM, Seen, both_loops, chunk, rig_with
 
 from penstock.gateway.accounting.token_usage import is_token_chunk
 from penstock.gateway.connections.engine import UpstreamConnection
 from penstock.gateway.metrics import GAP_S, Histogram
 
-STREAM = b'{"model": "demo", "stream": true}'
 TOKEN = b'data: {"choices":[{"index":0,"delta":{"content":" word"}}]}\n\n'
 TOKEN_SGLANG = b'data: {"choices":[{"index":0,"delta":{"content":" word"},"matched_stop":null}],"usage":null}\n\n'
 USAGE = b'data: {"choices":[],"usage":{"prompt_tokens":7,"completion_tokens":3}}\n\n'
-DONE = b"data: [DONE]\n\n"
 
-tokens_only = pytest.mark.parametrize(
+
+@pytest.mark.parametrize(
     "read",
     [
         chunk(USAGE),
@@ -40,9 +39,6 @@ tokens_only = pytest.mark.parametrize(
         chunk(TOKEN) + b"0\r\n\r\n",
     ],
 )
-
-
-@tokens_only
 def test_only_one_chunk_with_one_tokens_event_takes_the_short_way(read: bytes) -> None:
     assert is_token_chunk(chunk(TOKEN))
     assert is_token_chunk(chunk(TOKEN_SGLANG))
@@ -61,11 +57,9 @@ def test_histogram_counts_many_values_as_it_counts_one(n_values: int) -> None:
     assert many.sum == pytest.approx(one.sum)
 
 
-@factories
+@both_loops
 @pytest.mark.parametrize("is_whole", [True, False])
-def test_stream_keeps_its_bytes_its_count_and_its_end(
-    loop_factory: LoopFactory, monkeypatch: pytest.MonkeyPatch, is_whole: bool
-) -> None:
+async def test_stream_keeps_its_bytes_its_count_and_its_end(monkeypatch: pytest.MonkeyPatch, is_whole: bool) -> None:
     n_short = 0
     pass_tokens = UpstreamConnection.pass_tokens
 
@@ -74,27 +68,24 @@ def test_stream_keeps_its_bytes_its_count_and_its_end(
         n_short += 1
         pass_tokens(connection, write, times)  # type: ignore[arg-type]
 
-    async def test() -> None:
-        wire = chunk(TOKEN)
-        pieces = [SSE_HEAD, wire, wire, wire, wire[:9], wire[9:], wire, wire]
+    wire = chunk(TOKEN)
+    pieces = [SSE_HEAD, wire, wire, wire, wire[:9], wire[9:], wire, wire]
 
-        async def reply(seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-            for piece in pieces + ([chunk(DONE) + b"0\r\n\r\n"] if is_whole else []):
-                writer.write(piece)
-                await asyncio.sleep(0.002)
-            return is_whole
+    async def reply(seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        for piece in pieces + ([chunk(DONE) + b"0\r\n\r\n"] if is_whole else []):
+            writer.write(piece)
+            await asyncio.sleep(0.002)
+        return is_whole
 
-        monkeypatch.setattr(UpstreamConnection, "pass_tokens", count)
-        async with rig_with(reply) as (rig, _, client):
-            client.post(STREAM)
-            _, body, has_end = await client.response()
-            assert (body.startswith(TOKEN * 6), body.endswith(DONE), has_end) == (True, True, True)
-            assert body == TOKEN * 6 + DONE if is_whole else body[len(TOKEN) * 6 :].startswith(b'data: {"error"')
-            (series,) = [row for _, row in rig.gateway._context.counters.all_series()]
-            # On a slow machine two pieces may come as one read.
-            assert 1 <= sum(series.gap_s.counts) <= (7 if is_whole else 6)
-            assert 1 <= n_short <= 2
-            client.post(STREAM)  # the connection, and what it remembers, is used again
-            assert (await client.response())[1].startswith(TOKEN * 6)
-
-    run(loop_factory, test())
+    monkeypatch.setattr(UpstreamConnection, "pass_tokens", count)
+    async with rig_with(reply) as (rig, _, client):
+        client.post(STREAM)
+        _, body, has_end = await client.response()
+        assert (body.startswith(TOKEN * 6), body.endswith(DONE), has_end) == (True, True, True)
+        assert body == TOKEN * 6 + DONE if is_whole else body[len(TOKEN) * 6 :].startswith(b'data: {"error"')
+        (series,) = [row for _, row in rig.gateway._context.counters.all_series()]
+        # On a slow machine two pieces may come as one read.
+        assert 1 <= sum(series.gap_s.counts) <= (7 if is_whole else 6)
+        assert 1 <= n_short <= 2
+        client.post(STREAM)  # the connection, and what it remembers, is used again
+        assert (await client.response())[1].startswith(TOKEN * 6)

@@ -16,7 +16,6 @@ from penstock.gateway.accounting.token_usage import (
     StreamStrip,
     StreamWatch,
     ask_for_usage,
-    find_usage,
 )
 from penstock.gateway.body_fields import RequestBody, Usage
 
@@ -67,10 +66,10 @@ def test_all_but_the_usage_event_passes_byte_for_byte(events: list[bytes], cuts:
     assert watch.usage() == TOLD
 
 
-def test_usage_beside_choices_is_read_and_stays() -> None:
+def test_usage_next_to_choices_is_read_and_stays() -> None:
     last = b'data: {"choices":[{"text":""}],"usage":{"prompt_tokens":1,"completion_tokens":2}}'
-    got, watch = strip(stream(last, DONE))
-    assert (got, watch.usage()) == (stream(last, DONE), Usage(1, 0, 2))
+    assert strip(stream(last, DONE))[0] == stream(last, DONE)
+    assert strip(stream(last, DONE))[1].usage() == Usage(1, 0, 2)
 
 
 def test_stream_that_asked_itself_is_only_watched() -> None:
@@ -100,6 +99,7 @@ def test_responses_events_are_counted_by_their_deltas() -> None:
         (b'{"choices":[],"usage":{"prompt_tokens":7,"completion_tokens":3},"x":null}', TOLD),
         (b'{"usage" : {"total_tokens": 9}, "results":[' + b"0," * 9000 + b"0]}", Usage(9, 0, 0)),
         (b'{"text":"\\"usage\\":{\\"prompt_tokens\\":5}"}', None),
+        (b'{"usage":{"prompt_tokens":4,"prompt_tokens_details":{"cached_tokens":9}}}', Usage(4, 4, 0)),
         (b'{"usage":null}', None),
         (b'{"usage":{"prompt_tokens":"7"}}', None),
         (b'{"usage":{"prompt_tokens":7', None),
@@ -112,11 +112,6 @@ def test_usage_of_a_body_in_one_piece(body: bytes, usage: Usage | None) -> None:
         for begin in range(0, len(body), size):
             watch.feed(body[begin : begin + size], False)
         assert watch.usage() == (usage if size > 10 or len(body) < 100 else watch.usage())
-
-
-def test_prompt_tokens_are_never_fewer_than_cached_ones() -> None:
-    told = b'"usage":{"prompt_tokens":4,"prompt_tokens_details":{"cached_tokens":9}}'
-    assert find_usage(told) == Usage(4, 4, 0)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import socket
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from gateway_processes import Workers, ask, children, running, until, workers
+from gateway_processes import Workers, until, workers
 from store_rig import Store
 
 from penstock.gateway.accounting.entry import Accounting
@@ -39,20 +38,16 @@ WAITING = 'penstock_requests_waiting{model="m"}'
 class Worker:
     """One that counts, without its sockets."""
 
-    def __init__(self, store: Path | None = None, before: bytes | None = None) -> None:
+    def __init__(self, store: str | None = None, before: bytes | None = None) -> None:
+        address = "127.0.0.1:0"
+        models = (ServedModel("m"),)
         config = GatewayConfig(
-            listen="127.0.0.1:0",
-            admin="127.0.0.1:0",
-            admin_token_file="",
-            models=(ServedModel("m"),),
-            auth="none",
-            store=str(store) if store else None,
+            listen=address, admin=address, admin_token_file="", models=models, auth="none", store=store
         )
         self.counters, self.queue = Counters(["m"]), WaitingQueue()
-        context = GatewayContext(
-            ReplicaTable(config.models), self.queue, Pool(), self.counters, 1.0, needs_key=False, hides_key=False
-        )
+        parts = (ReplicaTable(models), self.queue, Pool(), self.counters, 1.0)
         self.accounting = Accounting(config)
+        context = GatewayContext(*parts, needs_key=False, hides_key=False)
         self._reporter = Reporter(context, self.accounting, before)
 
     def count(self, n_requests: int, seconds: float = 0.25) -> None:
@@ -101,7 +96,7 @@ def test_counts_of_a_worker_that_ended_stay_and_its_waiting_requests_do_not() ->
 
 
 def test_a_store_that_fails_for_one_worker_is_not_up(tmp_path: Path) -> None:
-    first, second = (Worker(tmp_path / "store.sqlite") for _ in range(2))
+    first, second = (Worker(str(tmp_path / "store.sqlite")) for _ in range(2))
     assert second.accounting.ledger is not None
     second.accounting.ledger.is_failing, second.accounting.ledger.n_failures = True, 3
     report = samples(add([first.report(), second.report()]))
@@ -242,30 +237,22 @@ def test_workers_on_one_file_keep_a_limit_together(tmp_path: Path) -> None:
     store.close()
 
 
+def is_free(address: str) -> bool:
+    with socket.socket() as sock, contextlib.suppress(OSError):
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(("127.0.0.1", int(address.rpartition(":")[2])))
+        return True
+    return False
+
+
 @pytest.mark.processes
 def test_workers_end_with_a_parent_that_was_killed_and_leave_its_addresses(tmp_path: Path) -> None:
-    token = tmp_path / "token"
-    token.touch(0o600)
-    token.write_text("secret")
-    argv = [sys.executable, "-m", "penstock", "gateway", "--listen", "127.0.0.1:0", "--workers", "2", "--json"]
-    argv += ["--upstream", "m=http://127.0.0.1:9", "--admin", "127.0.0.1:0", "--admin-token-file", str(token)]
-    with running(argv) as gateway:
-        assert gateway.stdout is not None
-        addresses = json.loads(gateway.stdout.readline())
-        until(lambda: len(children(gateway.pid)) == 2 and ask(f"{addresses['listen']}/health")["status"] == "ok")
-        pids = children(gateway.pid)
-        with socket.create_connection(("127.0.0.1", int(addresses["listen"].rpartition(":")[2]))) as client:
+    with workers(tmp_path, 2) as gateway:
+        pids = gateway.pids
+        gateway.call("drain", {"replica": gateway.replica})
+        with contextlib.closing(begin_requests(gateway, 1)[0]):
             # It waits for an engine: one worker drains for as long as it may, 30 s.
-            client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\n{}")
             time.sleep(0.5)
-            gateway.kill()
-
-            def is_free(address: str) -> bool:
-                with socket.socket() as sock, contextlib.suppress(OSError):
-                    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                    sock.bind(("127.0.0.1", int(address.rpartition(":")[2])))
-                    return True
-                return False
-
-            until(lambda: is_free(addresses["listen"]) and is_free(addresses["admin"]))
+            gateway.process.kill()
+            until(lambda: is_free(gateway.listen) and is_free(gateway.admin))
         until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +20,7 @@ from launching import (
     now,
     pid_of,
     pids,
+    port_is_free,
     replica_of,
     started,
     wait_until,
@@ -62,38 +62,30 @@ def test_up_talks_is_seen_and_leaves_nothing_after_down(place: Place) -> None:
     assert call("down", "one").code == 0, "a second down finds nothing to do"
 
 
-def test_up_twice_starts_nothing_the_second_time(place: Place) -> None:
-    file = place.write("one")
+def test_up_again_starts_nothing_refuses_changes_and_replaces_when_asked(place: Place) -> None:
+    gateway = {"port": free_port("127.0.0.1")}
+    file = place.write("one", gateway=gateway)
     run = place.up(file)
     before = {role: pid_of(run, role) for role in ("controller", "watchdog", "gateway", "node", "engine")}
     again = call("up", file, "--json")
     assert again.code == 0
     assert again.events[0]["was_running"] is True
-    assert {role: pid_of(run, role) for role in before} == before
-
-
-def test_changed_file_is_refused_with_the_change_and_replaced_when_asked(place: Place) -> None:
-    old = place.up(place.write("one"))
-    controller, run_id = pid_of(old, "controller"), old.record().id
-    changed = place.write("one", args={"reply-tokens": 5})
+    changed = place.write("one", args={"reply-tokens": 5}, gateway=gateway)
     refused = call("up", changed)
     assert refused.code == 2
     assert "engine.args.reply-tokens: (not set) -> 5" in refused.err
     assert "--replace" in refused.err
-    assert pid_of(old, "controller") == controller, "the refusal changed nothing"
-    new = place.up(changed, "--replace")
+    refused = call("up", place.write("one", gateway={"host": "192.0.2.1", "auth": "keys"}), "--replace")
+    assert refused.code == 2
+    assert "Set gateway.host" in refused.err
+    assert {role: pid_of(run, role) for role in before} == before, "nothing was changed"
+    run_id = run.record().id
+    new = place.up(place.write("one", args={"reply-tokens": 5}, gateway=gateway), "--replace")
     assert new.record().id != run_id
+    assert new.url == f"http://127.0.0.1:{gateway['port']}"
     assert {process.run_id for process in processes.find_marked(str(new.path))} == {new.record().id}
     reply = Client(new.url).chat([{"role": "user", "content": PROMPT}])
     assert reply.text == expected_text(PROMPT, 5)
-
-
-def test_replace_keeps_a_fixed_port(place: Place) -> None:
-    port = free_port("127.0.0.1")
-    place.up(place.write("one", gateway={"port": port}))
-    run = place.up(place.write("one", args={"reply-tokens": 5}, gateway={"port": port}), "--replace")
-    assert run.url == f"http://127.0.0.1:{port}"
-    ask(run)
 
 
 def busy(run: Run, n_replicas: int) -> bool:
@@ -146,29 +138,26 @@ def test_down_lets_a_stream_end_whole(place: Place) -> None:
     place.assert_nothing_left()
 
 
-def test_up_without_waiting_returns_while_the_engine_loads(place: Place) -> None:
-    done = call("up", place.write("one", args={"load-s": 1}), "--no-wait")
+def test_up_without_waiting_returns_while_the_engine_loads_and_shows_the_key(place: Place) -> None:
+    done = call("up", place.write("one", args={"load-s": 1}, gateway={"auth": "keys"}), "--no-wait")
     assert done.code == 0
     assert "penstock status one" in done.out
-    run = place.run()
-    assert now(run).phase == "starting"
-    wait_until(lambda: now(run).phase == "ready", "it becomes ready by itself")
-    place.note(run)
-    ask(run)
-
-
-def test_up_with_a_timeout_leaves_it_going_on(place: Place) -> None:
-    done = call("up", place.write("one", args={"load-s": 1.5}, gateway={"auth": "keys"}), "--timeout", "0.5")
-    assert done.code == 1
-    assert "penstock status one" in done.err
-    assert "sk-" in done.out, "the key is shown although `up` did not wait for the end"
-    run = place.run()
-    wait_until(lambda: now(run).phase == "ready", "it becomes ready by itself")
-    place.note(run)
+    assert "sk-" in done.out
+    assert now(place.run()).phase == "starting"
+    assert not port_is_free(place.run().url), "the gateway listens already"
+    late = call("up", place.write("two", args={"load-s": 1.5}, gateway={"auth": "keys"}), "--timeout", "0.5")
+    assert late.code == 1
+    assert "penstock status two" in late.err
+    assert "sk-" in late.out
+    three = call("up", place.write("three", gateway={"auth": "keys"}), "--no-wait", "--json")
+    for name in ("one", "two", "three"):
+        wait_until(lambda name=name: now(place.run(name)).phase == "ready", "it becomes ready by itself")  # type: ignore[misc]
+        place.note(place.run(name))
+    ask(place.run("three"), key=three.events[0]["key"])
 
 
 def test_up_tells_its_events_as_json(place: Place) -> None:
-    done = call("up", place.write("one", args={"load-s": 1, "shards": 4}), "--json")
+    done = call("up", place.write("one", args={"load-s": 3, "shards": 4}), "--json")
     first, *progress, last = done.events
     run = place.run()
     facts = {"name": "one", "url": run.url, "was_running": False, "key": None, "warnings": []}
@@ -180,7 +169,7 @@ def test_up_tells_its_events_as_json(place: Place) -> None:
     assert stages[-1] == "ready"
 
 
-def test_logs_tell_each_part(place: Place) -> None:
+def test_logs_show_each_part_and_go_on_until_ctrl_c(place: Place) -> None:
     run = place.up(place.write("one", replicas=2))
     assert "[1] INFO:     Application startup complete." in call("logs").out.splitlines()
     one = call("logs", "one", "--replica", "0").out
@@ -192,10 +181,6 @@ def test_logs_tell_each_part(place: Place) -> None:
     unknown = call("logs", "--replica", "7")
     assert unknown.code == 2
     assert "0, 1" in unknown.err
-
-
-def test_followed_logs_go_on_as_lines_come_and_end_by_ctrl_c(place: Place) -> None:
-    run = place.up(place.write("one"))
     with started("logs", "-f") as following:
         assert following.stdout is not None
         lines = iter(following.stdout.readline, "")
@@ -241,14 +226,6 @@ def test_key_is_shown_once_and_kept_as_a_hash_only(place: Place) -> None:
     assert kept == []
 
 
-def test_key_is_shown_when_up_does_not_wait(place: Place) -> None:
-    text = call("up", place.write("one", gateway={"auth": "keys"}), "--no-wait").out
-    assert "sk-" in text
-    done = call("up", place.write("two", gateway={"auth": "keys"}), "--no-wait", "--json")
-    wait_until(lambda: now(place.run("two")).phase == "ready", "it is ready")
-    ask(place.run("two"), key=done.events[0]["key"])
-
-
 def test_ctrl_c_while_the_engine_loads_leaves_nothing(place: Place) -> None:
     file = place.write("one", args={"load-s": 20, "ignore-sigterm-while-loading": True})
 
@@ -272,12 +249,7 @@ def test_ctrl_c_at_any_moment_of_a_start_leaves_nothing(place: Place, after_s: f
         place.note(run)
         assert run.desired().state == "down"
     place.assert_nothing_left()
-    assert hidden(paths.home() / "runs") == []
-
-
-def hidden(folder: Path) -> list[Path]:
-    """Half-made run folders."""
-    return [path for path in folder.glob(".*") if path.is_dir()]
+    assert [path for path in (paths.home() / "runs").glob(".*") if path.is_dir()] == [], "half-made folders"
 
 
 @pytest.mark.parametrize("after_s", [0.3, *nightly(0.15)])
@@ -363,11 +335,3 @@ def test_ctrl_c_twice_leaves_nothing(place: Place, after_s: float, pause_s: floa
         assert run.is_ended()
         assert "ending one ..." in err
     place.assert_nothing_left()
-
-
-def test_replace_on_a_host_that_nobody_knows_ends_nothing(place: Place) -> None:
-    run = place.up(place.write("one"))
-    refused = call("up", place.write("one", gateway={"host": "192.0.2.1", "auth": "keys"}), "--replace")
-    assert refused.code == 2
-    assert "Set gateway.host" in refused.err
-    ask(run)

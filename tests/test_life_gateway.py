@@ -11,17 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from launching import PROMPT, Place, a_place, call
+from launching import PROMPT, Place, call
 
 from penstock import run_folder
 
 pytestmark = pytest.mark.processes
-
-
-@pytest.fixture
-def place(tmp_path: Path) -> Iterator[Place]:
-    with a_place(tmp_path) as found:
-        yield found
 
 
 class Upstream(http.server.BaseHTTPRequestHandler):
@@ -77,16 +71,9 @@ def test_the_file_reaches_what_the_gateway_can_do(
         "allowed_origins": ["https://chat.example"],
         "path_prefix": "/penstock",
     }
-    file = place.write(
-        gateway={
-            "host": "localhost",
-            "auth": "keys",
-            "tls_cert": str(cert),
-            "tls_key": str(cert_key),
-            **settings,
-            "upstreams": [{"url": url, "key_file": str(tmp_path / "engine.key")}],
-        }
-    )
+    tls = {"host": "localhost", "auth": "keys", "tls_cert": str(cert), "tls_key": str(cert_key)}
+    upstreams = [{"url": url, "key_file": str(tmp_path / "engine.key")}]
+    file = place.write(gateway={**tls, **settings, "upstreams": upstreams})
     monkeypatch.setenv("SSL_CERT_FILE", str(cert))
     started = call("up", file, "--json")
     assert started.code == 0, started
@@ -108,10 +95,8 @@ def test_the_file_reaches_what_the_gateway_can_do(
 
     assert request("GET", "/penstock/v1/models").getheader("access-control-allow-origin") == "https://chat.example"
     assert request("POST", "/penstock/v1/completions", b"x" * 2001).status == 413
-    answers = [
-        request("POST", "/penstock/v1/completions", b'{"model": "one", "prompt": "a", "max_tokens": 1}')
-        for _ in range(4)
-    ]
+    body = b'{"model": "one", "prompt": "a", "max_tokens": 1}'
+    answers = [request("POST", "/penstock/v1/completions", body) for _ in range(4)]
     assert [answer.status for answer in answers] == [200] * 4
     replicas = [answer.getheader("x-penstock-replica") for answer in answers]
     assert sorted(map(str, replicas)) == ["0", "0", *[url.removeprefix("http://")] * 2]

@@ -6,7 +6,7 @@ import os
 import signal
 
 import pytest
-from launching import Place, ask, call, now, pid_of, wait_until
+from launching import PROMPT, Place, ask, call, now, pid_of, wait_until
 
 from penstock.wire.client import HttpError
 
@@ -31,10 +31,12 @@ def test_keys_are_made_for_a_running_deployment_and_outlive_it(place: Place) -> 
     gateway = {"auth": "keys", "price": {"input": 1.0, "output": 1000.0}}
     file = place.write("one", gateway=gateway)
     first = call("up", file, "--json").events[-1]["key"]
+    assert [key["name"] for key in call("keys", "list", "--json").json] == ["first"]
     made = call("keys", "create", "--name", "alice", "--budget", "100")
     key = made.out.strip()
     wait_until(lambda: is_answered(place, key), "the gateway sees the new key")
     ask(place.run(), key=first)
+    assert call("chat", "one", "--message", PROMPT).code == 0  # by the owner, without a key
     wait_until(lambda: n_requests("alice") == 1 and n_requests("first") == 1, "both requests are in the ledger")
     (line,) = (line for line in call("usage", "--by", "key,model", "--json").json if line["key"] == "alice")
     assert (line["model"], line["output_tokens"], line["estimates"]) == ("one", 8, 0)
@@ -48,6 +50,8 @@ def test_keys_are_made_for_a_running_deployment_and_outlive_it(place: Place) -> 
 
     second = call("keys", "create", "bob").out.strip()
     call("down", "one")
-    assert call("up", file, "--json").code == 0
-    assert is_answered(place, second)
+    again = call("up", file, "--json").events[-1]["key"]
+    assert [is_answered(place, key) for key in (second, again, first)] == [True, True, False]
     assert n_requests("alice") >= 2
+    call("keys", "revoke", "first")
+    wait_until(lambda: not is_answered(place, again), "the key that `up` printed is revoked")

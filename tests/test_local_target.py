@@ -1,4 +1,4 @@
-"""Targets keep their contract with real processes: the shipped conformance check, over every target there is."""
+"""Target local with real processes: its contract, by the shipped conformance check, and faults."""
 
 from __future__ import annotations
 
@@ -11,57 +11,44 @@ import pytest
 from launching import Place, a_place, wait_until
 
 from penstock import processes, targets
-from penstock.deployment import prepare, start
-from penstock.hardware.network import free_port
-from penstock.run_folder import Launch, Run, replica
-from penstock.spec import reading
+from penstock.run_folder import replica
 from penstock.testing.conformance import check_target
 
 pytestmark = pytest.mark.processes
 
-# target -> the fields of a deployment file for it. A new target joins by a row.
-FILES: dict[str, dict[str, Any]] = {"local": {}}
-# Those that need machines have a test of their own.
-ELSEWHERE = {"ray": "test_target_ray.py", "slurm": "test_slurm_target.py", "ssh": "test_ssh_target.py"}
+# Tests that check the contract of a target. A new target joins by a row.
+CHECKED = {
+    "local": "test_local_target.py",
+    "ray": "test_target_ray.py",
+    "slurm": "test_slurm_target.py",
+    "ssh": "test_ssh_target.py",
+}
 
 
 @pytest.fixture
 def place(tmp_path: Path) -> Iterator[Place]:
-    with a_place(tmp_path) as found:
-        yield found
+    with a_place(tmp_path) as ours:
+        yield ours
 
 
-def written(place: Place, target: str) -> tuple[Run, Launch]:
-    """A run whose folder is written and whose work is not sent yet, and what its nodes are told."""
-    prepared = prepare.prepare(reading.load(place.write("one", target=target, **FILES[target])))
-    run = start.write_run(prepared, free_port("127.0.0.1"), None)
-    return place.note(run), Launch("one", prepared.plan, ("http://127.0.0.1:1",), str(run.admin_token_file))
-
-
-def test_every_target_is_checked() -> None:
-    assert FILES.keys() | ELSEWHERE.keys() == targets.TABLE.keys()
-    for name in ELSEWHERE.values():
+def test_local_keeps_the_contract_of_targets_and_every_target_is_checked(place: Place) -> None:
+    assert CHECKED.keys() == targets.TABLE.keys()
+    for name in CHECKED.values():
         assert "check_target(" in Path(__file__).with_name(name).read_text("utf-8")
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_target_keeps_its_contract(place: Place, name: str) -> None:
-    run, launch = written(place, name)
-    path = str(run.path)
+    run, launch = place.written(place.write())
 
     def leftovers() -> list[str]:
-        return [found.command for found in processes.find_marked(path)]
+        return [process.command for process in processes.find_marked(str(run.path))]
 
-    check_target(targets.load(name), run, launch, sys.executable, leftovers)
+    check_target(targets.load("local"), run, launch, sys.executable, leftovers)
 
 
 def test_local_sees_a_killed_node_and_ends_its_orphan_before_it_places_again(place: Place) -> None:
-    run, _ = written(place, "local")
+    run, _ = place.written(place.write())
     target, unit = targets.load("local"), replica("0")
     run.write_handle(target.place(run, [unit]))
     wait_until(lambda: len(processes.find_marked(str(run.path), "0")) == 2, "the node has started its engine")
-    (orphan,) = [process for process in processes.find_marked(str(run.path), "0") if process.role == "engine"]
-    (node,) = [process for process in processes.find_marked(str(run.path), "0") if process.role == "node"]
+    node, orphan = sorted(processes.find_marked(str(run.path), "0"), key=lambda process: process.role != "node")
     processes.end([node], 0.0)
     assert target.status(run)[unit].state == "gone"
     assert processes.is_alive(orphan)
@@ -73,7 +60,7 @@ def test_local_sees_a_killed_node_and_ends_its_orphan_before_it_places_again(pla
 
 
 def test_what_a_failed_place_started_is_ended(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, _ = written(place, "local")
+    run, _ = place.written(place.write())
     started, n_starts = processes.start_detached, iter(range(10))
 
     def start_once(*words: Any) -> Any:

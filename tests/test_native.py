@@ -36,13 +36,10 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_what_was_not_compiled_is_not_found(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_not_compiled_whole_is_not_found(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_NATIVE", "1")
     assert not compiled.activate()
     assert not compiled.is_active()
-
-
-def test_a_folder_with_a_module_missing_is_none(empty_cache: Path) -> None:
     compiled.folder().mkdir(parents=True)
     for name in compiled.MODULES[1:]:
         (compiled.folder() / f"{name}{compiled._SUFFIX}").touch()
@@ -63,7 +60,9 @@ def test_without_a_compiler_it_says_what_is_missing(
     assert not list(empty_cache.rglob("*.so"))
 
 
-ESSENTIAL = "test_gateway_wire.py test_gateway_http1.py test_gateway_server.py test_bench_serve.py"
+ESSENTIAL = (
+    "test_gateway_wire.py test_gateway_http1.py test_gateway_accept.py test_gateway_retry.py test_bench_serve.py"
+)
 
 
 @pytest.mark.processes
@@ -74,12 +73,8 @@ def test_tests_of_the_gateway_pass_compiled(files: str) -> None:
     except UserError as error:
         pytest.skip(f"{error.message} (make native)")
     tests = sorted(str(path) for pattern in files.split() for path in (ROOT / "tests").glob(pattern))
-    chosen = [
-        "-m",
-        "not nightly and not postgres and not processes",
-        "-k",
-        " and ".join(f"not {name}" for name in REPLACING),
-    ]
+    names = " and ".join(f"not {name}" for name in REPLACING)
+    chosen = ["-m", "not nightly and not postgres and not processes", "-k", names]
     done = subprocess.run(
         [sys.executable, "-c", ON_COMPILED, "-q", "-p", "no:cacheprovider", *chosen, *tests],
         env=os.environ | {"PENSTOCK_NATIVE": "1", "PYTHONPATH": str(ROOT)},

@@ -89,7 +89,7 @@ def test_one_that_serves_is_not_said_to_wait(cluster: Cluster) -> None:
     assert cluster.part.note == "job 0 on n; job 1 waits"
 
 
-def test_one_that_is_gone_is_replaced_and_the_next_waits_a_moment(cluster: Cluster) -> None:
+def test_one_that_is_gone_is_replaced_after_a_pause_or_at_once_if_its_successor_died(cluster: Cluster) -> None:
     cluster.tick()
     cluster.serve("0")
     cluster.tick(READY, seconds=0.1)
@@ -98,6 +98,11 @@ def test_one_that_is_gone_is_replaced_and_the_next_waits_a_moment(cluster: Clust
     decision = cluster.tick()
     assert (decision.starts_gateway, decision.is_restart) == (True, True)
     assert list(cluster.gateways) == ["1"]
+    cluster.serve("1")
+    cluster.tick(READY)
+    cluster.gateways = {"0": Placement("placed"), "1": Placement("gone", "its job 1 failed")}
+    cluster.tick()
+    assert list(cluster.gateways) == ["0", "2"], "gateway 0 cannot take the address back"
 
 
 def test_before_the_end_the_next_takes_over_when_it_knows_the_replicas(cluster: Cluster) -> None:
@@ -128,15 +133,6 @@ def test_one_that_never_learns_the_replicas_takes_over_after_a_minute(cluster: C
 def test_a_short_limit_does_not_replace_for_ever(cluster: Cluster) -> None:
     cluster.serve("0", ends_in_s=60)
     assert cluster.tick(READY).place is None, "half of its life is not over"
-
-
-def test_the_next_that_took_over_and_died_is_replaced_at_once(cluster: Cluster) -> None:
-    cluster.gateways["0"] = Placement("placed")
-    cluster.serve("1")
-    cluster.tick(READY)
-    cluster.gateways = {"0": Placement("placed"), "1": Placement("gone", "its job 1 failed")}
-    cluster.tick()
-    assert list(cluster.gateways) == ["0", "2"], "gateway 0 cannot take the address back"
 
 
 @pytest.mark.parametrize(("serves", "limit_s"), [(True, 20.0), (False, 180.0)])

@@ -53,7 +53,7 @@ def test_the_data_is_well_formed() -> None:
     assert len({start.id for start in EVERY}) == len(EVERY)
     assert {start.use for start in EVERY} == {"held out", "tuned"} and set(SECTIONS) == {"public", "own"}
     for start in EVERY:
-        assert catalog.gpu(start.gpu).id in catalog.gpu_ids() and models_catalog.has_model(start.model), start.id
+        assert catalog.gpu(start.gpu).id in catalog.gpu_ids() and models_catalog.find(start.model), start.id
         assert set(start.asked) <= set(SizingRequest.__struct_fields__), start.id
 
 

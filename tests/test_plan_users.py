@@ -68,20 +68,16 @@ def test_a_prefix_cache_spares_reading_the_conversation_again() -> None:
     assert cached.n_users.likely > anew.n_users.likely and cached.first_limit.startswith("KV cache")
 
 
-def test_an_8b_on_one_h100_serves_hundreds() -> None:
-    found = users.users(Person(), Capacity(430_000, 1024), Workload(ttft_ms=2000, tpot_ms=60), at_h100)
-    assert 200 < found.n_users.likely < 2000
-    assert found.n_users.low <= found.n_users.likely <= found.n_users.high
-
-
-def test_few_estimates_are_enough() -> None:
+def test_an_8b_on_one_h100_serves_hundreds_and_few_estimates_are_enough() -> None:
     asked: list[int] = []
 
     def counted(load: Workload) -> Speed:
         asked.append(load.concurrency)
         return at_h100(load)
 
-    users.users(Person(), Capacity(10**8, 4096), Workload(tpot_ms=30), counted)
+    answer = users.users(Person(), Capacity(430_000, 1024), Workload(ttft_ms=2000, tpot_ms=60), counted)
+    assert 200 < answer.n_users.likely < 2000
+    assert answer.n_users.low <= answer.n_users.likely <= answer.n_users.high
     assert len(asked) < 20
 
 

@@ -68,40 +68,31 @@ def test_the_next_plan_has_the_kv_cache_that_the_engine_reported() -> None:
     assert planning.solve(H200, with_measured=False).measured_on is None
 
 
-def test_up_knows_what_plan_knows() -> None:
+def test_up_and_another_length_and_share_of_the_same_engine_use_it_too() -> None:
     kept(up())
-    made = up()
-    assert made.forecast is not None
-    assert made.forecast.kv_cache_gib == pytest.approx(110.98, abs=0.02)
-    assert any("2027-01-15" in warning for warning in made.warnings)
-
-
-def test_another_length_and_share_of_the_same_engine_use_it_too() -> None:
-    kept(up())
+    plan = up()
+    assert plan.forecast is not None and any("2027-01-15" in warning for warning in plan.warnings)
+    assert plan.forecast.kv_cache_gib == pytest.approx(110.98, abs=0.02)
     other = planning.solve(msgspec.structs.replace(H200, max_model_len=16_384, gpu_memory_utilization=0.8))
     assert other.measured_on is not None and other.memory is not None
     assert other.memory.activation_gib.likely == pytest.approx(1.04, abs=0.001)
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"max_num_seqs": 64},
-        {"max_num_batched_tokens": 4096},
-        {"enforce_eager": True},
-        {"kv_cache_dtype": "fp8"},
-        {"quantization": "fp8"},
-        {"engine_version": "0.32.0"},
-        {"gpu": "h100-sxm"},
-        {"tensor": 2, "gpus_per_node": 2},
-        {"more_args": ("--attention-backend", "TRITON_ATTN")},
-        {"environment": ("VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS=0",)},
-    ],
-    ids=str,
-)
-def test_what_moves_memory_is_another_start(changed: dict[str, Any]) -> None:
+def test_what_changes_memory_is_another_start() -> None:
     kept(up())
-    assert planning.solve(msgspec.structs.replace(H200, **changed)).measured_on is None
+    others: dict[str, Any] = {
+        "max_num_seqs": 64,
+        "max_num_batched_tokens": 4096,
+        "enforce_eager": True,
+        "kv_cache_dtype": "fp8",
+        "quantization": "fp8",
+        "engine_version": "0.32.0",
+        "gpu": "h100-sxm",
+        "more_args": ("--attention-backend", "TRITON_ATTN"),
+        "environment": ("VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS=0",),
+    }
+    for changed in ({"tensor": 2, "gpus_per_node": 2}, *({name: value} for name, value in others.items())):
+        assert planning.solve(msgspec.structs.replace(H200, **changed)).measured_on is None, changed
 
 
 def test_copies_of_a_config_that_differ_in_nothing_that_matters_are_one_model() -> None:
@@ -119,19 +110,16 @@ def test_a_later_start_replaces_an_earlier_one() -> None:
     assert sizing.memory.kv_cache_gib.likely == pytest.approx(100.0, abs=0.02)
 
 
-@pytest.mark.parametrize("text", [b"", b"{", b"[]", b'{"key": 1}', b"\xff\xfe"])
-def test_a_damaged_file_is_left_out_with_a_warning(text: bytes) -> None:
+def test_a_damaged_file_is_left_out_with_a_warning_and_that_of_another_key_without() -> None:
     path = kept(up())
-    path.write_bytes(text)
-    sizing = planning.solve(H200)
-    assert sizing.fits and sizing.measured_on is None
-    (warning,) = [warning for warning in sizing.warnings if "measured values" in warning]
-    assert warning.startswith(f"measured values in {path} cannot be read and were left out: ")
-
-
-def test_a_file_of_another_key_is_left_alone() -> None:
-    path = kept(up())
-    path.write_bytes(path.read_bytes().replace(b'"h200-sxm"', b'"h100-sxm"'))
+    whole = path.read_bytes()
+    for text in (b"", b"{", b"[]", b'{"key": 1}', b"\xff\xfe"):
+        path.write_bytes(text)
+        sizing = planning.solve(H200)
+        assert sizing.fits and sizing.measured_on is None
+        (warning,) = [warning for warning in sizing.warnings if "measured values" in warning]
+        assert warning.startswith(f"measured values in {path} cannot be read and were left out: ")
+    path.write_bytes(whole.replace(b'"h200-sxm"', b'"h100-sxm"'))
     assert planning.solve(H200).measured_on is None
 
 
@@ -165,19 +153,12 @@ def test_flags_that_planning_knows_are_read_from_the_engines_arguments() -> None
     assert asked.prefix_caching is False
     assert asked.more_args == ("--seed", "7", "--middleware", "a", "b")
     assert asked.environment == ("A=1", "B=2")
-
-
-@pytest.mark.parametrize(
-    ("args", "has_caching"),
-    [({}, True), ({"no-enable-prefix-caching": True}, False), ({"no-enable-prefix-caching": None}, False)],
-)
-def test_a_switch_may_be_given_by_its_opposite(args: dict[str, Any], has_caching: bool) -> None:
-    assert request(engine={"args": args}).prefix_caching is has_caching
-
-
-def test_a_value_that_only_vllm_understands_is_handed_on() -> None:
-    asked = request(engine={"args": {"max-num-batched-tokens": "8k"}})
-    assert (asked.max_num_batched_tokens, asked.more_args) == (None, ("--max-num-batched-tokens", "8k"))
+    # A switch may be given by its opposite; a value that only vLLM understands is passed on.
+    for value in (True, None):
+        assert request(engine={"args": {"no-enable-prefix-caching": value}}).prefix_caching is False
+    assert request().prefix_caching is True
+    odd = request(engine={"args": {"max-num-batched-tokens": "8k"}})
+    assert (odd.max_num_batched_tokens, odd.more_args) == (None, ("--max-num-batched-tokens", "8k"))
 
 
 def test_the_workload_and_the_layout_reach_the_planner() -> None:

@@ -48,43 +48,33 @@ class Starter:
 
 @pytest.fixture
 def starter(tmp_path: Path) -> Iterator[Starter]:
-    found = Starter(tmp_path)
-    yield found
-    processes.end(found.started, 0.0)
+    starter = Starter(tmp_path)
+    yield starter
+    processes.end(starter.started, 0.0)
 
 
-def test_a_started_process_is_marked_and_found(starter: Starter) -> None:
+def test_a_started_process_is_marked_and_found_by_run_and_replica(starter: Starter) -> None:
     process = starter.start()
-    assert process.role == "node"
-    (found,) = processes.find_marked(starter.run)
-    assert (found.pid, found.started_at, found.role) == (process.pid, process.started_at, "node")
-    assert (found.run, found.run_id, found.replica) == (starter.run, "0a1b", "0")
-    assert found.command.startswith(sys.executable)
+    (marked,) = processes.find_marked(starter.run)
+    assert (marked.pid, marked.started_at, marked.role) == (process.pid, process.started_at, process.role)
+    assert (marked.run, marked.run_id, marked.replica, marked.role) == (starter.run, "0a1b", "0", "node")
+    assert marked.command.startswith(sys.executable)
     assert starter.log.read_text() == "up\n"
-
-
-def test_only_the_asked_run_and_replica_are_found(starter: Starter) -> None:
-    starter.start(replica="0")
     one = starter.start(replica="1")
-    assert [found.pid for found in processes.find_marked(starter.run, "1")] == [one.pid]
+    assert [marked.pid for marked in processes.find_marked(starter.run, "1")] == [one.pid]
     assert processes.find_marked(starter.run + "x") == []
     assert len(processes.find_marked(starter.run)) == 2
 
 
-def test_a_pid_alone_is_not_trusted(starter: Starter) -> None:
+def test_a_process_is_ended_once_or_twice_but_never_by_its_pid_alone(starter: Starter) -> None:
     process = starter.start()
     stranger = msgspec.structs.replace(process, started_at=process.started_at - 100)
-    assert processes.is_alive(process)
     assert not processes.is_alive(stranger)
     assert processes.end([stranger], 0.0) == []
     assert processes.is_alive(process)
-
-
-def test_a_process_is_ended_and_may_be_ended_again(starter: Starter) -> None:
-    process = starter.start()
-    assert processes.end([process], 5.0) == []
-    assert not processes.is_alive(process)
-    assert processes.end([process], 5.0) == []
+    for _ in range(2):
+        assert processes.end([process], 5.0) == []
+        assert not processes.is_alive(process)
 
 
 def test_one_that_ignores_the_polite_end_is_killed(starter: Starter) -> None:

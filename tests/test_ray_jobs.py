@@ -6,7 +6,6 @@ import ast
 import contextlib
 import io
 import json
-import socket
 import sys
 import threading
 import zipfile
@@ -20,21 +19,22 @@ import pytest
 from samples import cpu_machine, demo_plan, run_folder
 
 import penstock
+from penstock.deployment import stop
 from penstock.errors import PenstockError, Problem, UserError
 from penstock.hardware import Gpu
 from penstock.planner import Plan
-from penstock.run_folder import Desired, Handle, Launch, Run, replica
+from penstock.run_folder import Desired, Handle, Launch, Left, Run, every_left, note_left, replica
 from penstock.spec import reading
 from penstock.spec.deployment import Deployment, Parallel
 from penstock.targets import Placement
-from penstock.targets.ray import driver, jobs_api
+from penstock.targets.ray import driver
 from penstock.targets.ray import target as target_ray
-from penstock.targets.ray.jobs_api import Broken, Dashboard, Job, RayNode, _frames, _free, _watch_link, package
-from penstock.targets.ray.target import RayJobs, _as_ray_gives, _mark, _pin, _shortage
+from penstock.targets.ray.jobs_api import Dashboard, Job, RayNode, _free, package
+from penstock.targets.ray.placement import as_ray_gives, gpu_kind, shortage
+from penstock.targets.ray.target import RayJobs, _mark
 from penstock.wire.client import HttpError, NoAnswer
 
 NODES = [RayNode("a", "10.0.0.1", {"CPU": 8.0, "GPU": 4.0}), RayNode("b", "10.0.0.2", {"CPU": 4.0, "GPU": 4.0})]
-VERSION = json.dumps({"version": "4", "ray_version": "2.60.0"})
 
 
 def deployment(**fields: Any) -> Deployment:
@@ -80,20 +80,18 @@ def test_what_answers_in_place_of_a_dashboard_is_told(status: int, text: str, sa
     assert problem.path == "ray.address" and said in problem.message and problem.hint
 
 
-def test_a_log_has_the_lines_that_following_it_has() -> None:
+def test_a_log_is_all_text_and_nothing_when_its_job_is_gone() -> None:
     with answering(200, json.dumps({"logs": "10%\r20%\rdone\nnext\nbegu"})) as (address, _):
-        assert Dashboard(address).log("j") == ["10%\r20%\rdone", "next", "begu"]
-    with answering(200, json.dumps({"logs": ""})) as (address, _):
-        assert Dashboard(address).log("j") == []
+        assert Dashboard(address).log("j") == "10%\r20%\rdone\nnext\nbegu"
     with answering(404, "no such job") as (address, _):
-        assert Dashboard(address).log("j") == []
+        assert Dashboard(address).log("j") == ""
     with answering(403, "Forbidden") as (address, _), pytest.raises(HttpError):
         Dashboard(address).log("j")
 
 
 def test_the_clusters_token_is_sent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("RAY_AUTH_TOKEN", "word")
-    with answering(200, VERSION) as (address, seen):
+    with answering(200, json.dumps({"version": "4", "ray_version": "2.60.0"})) as (address, seen):
         assert Dashboard(address).ray_version() == "2.60.0"
         monkeypatch.delenv("RAY_AUTH_TOKEN")
         (tmp_path / "token").write_text("filed\n")
@@ -110,6 +108,7 @@ class FakeDashboard:
 
     jobs_now: dict[str, Job] = {}
     groups_now: dict[str, str] = {}
+    logs_now: list[str] = []
     fails = False
 
     def __init__(self, address: str) -> None:
@@ -131,6 +130,12 @@ class FakeDashboard:
 
     def nodes(self) -> Any:
         return self._answer(NODES)
+
+    def job(self, job: str) -> Job | None:
+        return self.jobs().get(job)  # type: ignore[no-any-return]
+
+    def log(self, job: str) -> str:
+        return str(self._answer(FakeDashboard.logs_now.pop(0)))
 
     def free(self) -> Any:
         return self._answer({"a": {"CPU": 8.0, "GPU": 4.0}, "b": {"CPU": 4.0, "GPU": 1.0}})
@@ -159,6 +164,7 @@ class FakeRun:
 def cluster(monkeypatch: pytest.MonkeyPatch) -> type[FakeDashboard]:
     monkeypatch.setattr(target_ray, "Dashboard", FakeDashboard)
     monkeypatch.setattr(target_ray, "_FRESH_S", 0.0)
+    monkeypatch.setattr(target_ray, "_AGAIN_S", 0.0)
     FakeDashboard.jobs_now, FakeDashboard.groups_now, FakeDashboard.fails = {}, {}, False
     return FakeDashboard
 
@@ -237,11 +243,11 @@ def test_a_cluster_of_several_kinds_of_gpu_is_asked_for_the_one_of_the_file(clus
     ]
     named = [RayNode("7", "10.0.0.7", {"GPU": 8.0, "accelerator_type:H100": 1.0}), *mixed]
     wanted = deployment(hardware={"gpu": "h100-sxm"})
-    assert _pin(wanted, named) == {"accelerator_type:H100": 0.001}
-    assert _pin(wanted, named[:1]) == {} == _pin(wanted, mixed) == _pin(deployment(), named)
+    assert gpu_kind(wanted, named) == {"accelerator_type:H100": 0.001}
+    assert gpu_kind(wanted, named[:1]) == {} == gpu_kind(wanted, mixed) == gpu_kind(deployment(), named)
     machine = cpu_machine()
     gpus = tuple(Gpu(n, "H100", 80, 3) for n in range(8))
-    given = _as_ray_gives(msgspec.structs.replace(machine, gpus=gpus), 2)
+    given = as_ray_gives(msgspec.structs.replace(machine, gpus=gpus), 2)
     assert [(gpu.index, gpu.memory_free_bytes) for gpu in given.gpus] == [(0, 80), (1, 80)]
 
 
@@ -249,7 +255,7 @@ def test_what_is_sent_keeps_the_users_environment_and_holds_no_secret() -> None:
     block = {"python": "/opt/my env/python", "runtime_env": {"env_vars": {"A": "1"}, "pip": ["x"]}}
     artifact = RayJobs().render(launch(n_gpus=4, n_nodes=2), "python", deployment(ray=block))
     job, nodes = json.loads(artifact.files["job.json"]), json.loads(artifact.files["nodes.json"])
-    assert job["entrypoint"] == "exec python -m penstock.targets.ray.driver drive {parcel}", (
+    assert job["entrypoint"] == "exec python -m penstock.targets.ray.driver drive {replica_args}", (
         "the driver needs Ray, not an engine"
     )
     assert job["runtime_env"]["pip"] == ["x"] and job["runtime_env"]["py_modules"] == ["gcs://{package}"]
@@ -283,121 +289,55 @@ def test_the_package_is_named_by_its_content() -> None:
     assert not [found for found in names if "demo_model" in found or "__pycache__" in found or found.endswith(".so")]
 
 
-def test_free_resources_are_read_from_the_dashboards_words() -> None:
+def test_free_resources_are_read_and_a_shortage_names_nodes_that_are_too_small() -> None:
     text = "2.0/8.0 CPU (1.0 used of 2.0 reserved in placement groups)\n0.0/4.0 GPU\n0B/19.82GiB memory"
     assert _free(text) == {"CPU": 6.0, "GPU": 4.0}
-
-
-def test_a_shortage_names_nodes_that_are_too_small() -> None:
     wanted = {"n_nodes": 1, "bundle": {"CPU": 9.0}}
-    assert _shortage(wanted, NODES, {"a": {"CPU": 1.0}, "b": {"CPU": 4.0}}) == (
+    assert shortage(wanted, NODES, {"a": {"CPU": 1.0}, "b": {"CPU": 4.0}}) == (
         "needs 1 node(s) with 8 CPU free, 0 of 2 have it: 10.0.0.1 has 1 of 8, 10.0.0.2 has 4 of 4"
     )
 
 
-def test_frames_of_a_websocket_become_texts() -> None:
-    long = b"x" * 300
-    wire = b"\x81\x02ab" + b"\x01\x01c" + b"\x80\x01d" + b"\x89\x01p" + b"\x81\x7e\x01\x2c" + long + b"\x88\x00" + b"zz"
-    assert list(_frames(io.BytesIO(wire))) == ["ab", "cd", "x" * 300]
-    with pytest.raises(ConnectionError):
-        list(_frames(io.BytesIO(b"")))
-
-
-@contextlib.contextmanager
-def tailing(wire: bytes) -> Iterator[Dashboard]:
-    """A dashboard that sends these bytes of a WebSocket to one client, and closes."""
-    server = socket.create_server(("127.0.0.1", 0))
-
-    def serve() -> None:
-        client, _ = server.accept()
-        with client:
-            client.recv(4096)
-            client.sendall(b"HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\n\r\n" + wire)
-
-    thread = threading.Thread(target=serve)
-    thread.start()
-    yield Dashboard(f"http://127.0.0.1:{server.getsockname()[1]}")
-    thread.join()
-    server.close()
-
-
-@pytest.mark.parametrize(
-    "cut", [b"", b"\x81", b"\x81\x05cd", b"\x81\x7e\x01"], ids=["between", "head", "text", "length"]
-)
-def test_a_log_whose_connection_breaks_is_told_from_one_that_ends(cut: bytes) -> None:
-    text = b"\x81\x05ab\ncd"
-    with tailing(text + b"\x88\x00") as dashboard:
-        assert list(dashboard.follow("j")) == ["ab", "cd"]
-    seen = []
-    with tailing(text + cut) as dashboard, pytest.raises(Broken):
-        for line in dashboard.follow("j"):
-            seen.append(line)
-    assert seen == ["ab"], "the line that was begun comes whole when it is asked for again"
-
-
-def test_a_log_that_a_dashboard_does_not_let_follow_is_told() -> None:
-    with answering(404, "") as (address, _):
-        assert list(Dashboard(address).follow("j")) == []
-    with answering(403, "") as (address, _), pytest.raises(PenstockError, match="answered 403"):
-        list(Dashboard(address).follow("j"))
-
-
-def test_a_dashboard_has_ten_seconds_to_answer_and_an_engine_may_be_quiet_for_ever(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(jobs_api, "_TIMEOUT_S", 0.02)
-    with socket.create_server(("127.0.0.1", 0)) as server, pytest.raises(Broken):
-        list(Dashboard(f"http://127.0.0.1:{server.getsockname()[1]}").follow("j"))
-    with socket.socket() as link:
-        _watch_link(link)
-        assert link.gettimeout() is None
-        assert link.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
-        assert link.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 15
-
-
-def test_a_followed_log_goes_on_after_a_break_where_it_was(
-    cluster: type[FakeDashboard], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tails: list[tuple[list[str], bool]] = [
-        (["a", "b"], False),
-        ([], False),
-        (["a", "b", "c"], True),  # Ray's agent went away: the job runs
-        (["a", "b", "c", "d"], False),  # the last words come although it has ended meanwhile
-        (["a", "b", "c", "d", "e"], True),
-        (["A"], True),
-    ]
-
-    def follow(_: object, job: str) -> Iterator[str]:
-        lines, is_whole = tails.pop(0)
-        yield from lines
-        if not is_whole:
-            if len(tails) == 2:
-                FakeDashboard.jobs_now = {"j": Job("j", "SUCCEEDED")}
-            raise Broken("lost the connection")
-
+def test_a_followed_log_goes_on_where_it_was_and_to_the_next_job(cluster: type[FakeDashboard]) -> None:
+    """Also while Ray's agent does not answer (an empty log), and past a line that is only begun."""
+    cluster.logs_now = ["a\nb\nc", "", "a\nb\ncc\nd", "a\nb\ncc\nd\ne", "A\n"]
     entries = iter(["j", "k"])
 
     class Following(FakeRun):
         def handle(self) -> Handle:
             return Handle("ray", {"replica/0": {"job": next(entries), "address": "http://head:8265"}})
 
-    monkeypatch.setattr(cluster, "follow", follow, raising=False)
-    monkeypatch.setattr(cluster, "job", lambda self, job: self.jobs().get(job), raising=False)
-    monkeypatch.setattr(target_ray, "_AGAIN_S", 0.0)
-    FakeDashboard.jobs_now = {"j": Job("j", "RUNNING")}
-    run: Any = Following()
-    lines = RayJobs().logs(run, replica("0"), follow=True)
-    assert [next(lines) for _ in range(6)] == ["a", "b", "c", "d", "e", "A"]
-    FakeDashboard.fails = True
+    cluster.jobs_now = {"j": Job("j", "RUNNING"), "k": Job("k", "RUNNING")}
+    lines = RayJobs().logs(cast(Run, Following()), replica("0"), follow=True)
+    assert [next(lines) for _ in range(3)] == ["a", "b", "cc"]
+    cluster.jobs_now["j"] = Job("j", "SUCCEEDED")
+    assert [next(lines) for _ in range(3)] == ["d", "e", "A"], "the last words, then the next job's"
+    cluster.fails = True
     with pytest.raises(NoAnswer):
         next(lines)
 
 
-def test_a_followed_log_ends_with_the_deployment(cluster: type[FakeDashboard], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster, "follow", lambda self, job: iter(["its last words"]), raising=False)
-    monkeypatch.setattr(cluster, "job", lambda self, job: None, raising=False)
+def test_the_last_lines_of_a_log_and_the_end_with_the_deployment(cluster: type[FakeDashboard]) -> None:
     run = cast(Run, FakeRun("down"))
-    assert list(RayJobs().logs(run, replica("0"), follow=True)) == ["its last words"]
+    cluster.jobs_now, cluster.logs_now = {"j": Job("j", "RUNNING")}, ["a\nb\nc"]
+    assert list(RayJobs().logs(run, replica("0"), follow=False, last=2)) == ["b", "c"]
+    cluster.jobs_now, cluster.logs_now = {}, ["its first\nits last words"]
+    assert list(RayJobs().logs(run, replica("0"), follow=True, last=1)) == ["its last words"]
+
+
+def test_down_forgets_a_cluster_that_is_gone_for_good(cluster: type[FakeDashboard]) -> None:
+    run = run_folder(deployment())
+    run.write_handle(Handle("ray", {"replica/0": {"job": "j", "address": "http://head:8265"}}))
+    cluster.fails = True
+    note_left(Left("ray", run.record().id, "node2", "one on node2", {}))
+    with pytest.raises(PenstockError, match='could not end the jobs of "one"') as caught:
+        stop.down(run)
+    assert caught.value.hint == "When the cluster is gone for good: penstock down one --forget"
+    assert not run.is_ended()
+    steps = list[str]()
+    stop.down(run, on_step=steps.append, forget=True)
+    assert run.is_ended() and every_left() == []
+    assert "no answer from it" in steps[-1] and "It is forgotten." in steps[-1]
 
 
 def test_the_job_on_the_cluster_needs_nothing_of_ours() -> None:

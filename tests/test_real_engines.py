@@ -12,12 +12,19 @@ from real_engine import Live
 
 from penstock.testing.demo_prompts import DEMO_PROMPTS
 
+# The toy model fills an answer up with blanks where a grammar allows them.
+FLAGS = {
+    "vllm": (
+        "--set",
+        """engine.args.structured-outputs-config='{"backend":"xgrammar","disable_any_whitespace":true}'""",
+    )
+}
 ENGINES = [pytest.param("llamacpp", marks=pytest.mark.llamacpp), pytest.param("vllm", marks=pytest.mark.vllm)]
 
 
 @pytest.fixture(scope="module", params=ENGINES)
 def live(request: pytest.FixtureRequest) -> Iterator[Live]:
-    with real_engine.deployed(request.param, f"real-{request.param}") as running:
+    with real_engine.deployed(request.param, f"real-{request.param}", *FLAGS.get(request.param, ())) as running:
         yield running
 
 

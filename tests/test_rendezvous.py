@@ -1,7 +1,6 @@
-"""Nodes of one replica find each other over a real board, go together, and all notice when one is lost.
+"""Nodes of one replica meet on a real board, start together, and all notice when one is lost.
 
-The board is the gateway's own, in this process; the parts that a node would run are stand-ins, as no engine is needed
-to see who waits for whom.
+The board is the gateway's, in this process; stand-ins take the place of engines.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import pytest
@@ -25,16 +24,15 @@ from penstock.node.group.leader import GroupLeader
 from penstock.node.group.member import GroupMember
 from penstock.node.group.rendezvous import BoardClient
 from penstock.node.ready_file import ReadyFile
-from penstock.planner import Plan
 from penstock.spec.deployment import Parallel
 from penstock.wire.announcement import NodeView, Post
 from penstock.wire.client import NoAnswer
 
-LAN = (Interface("eth0", "0.0.0.0", 0), Interface("eth0", "10.0.0.2", 0))  # rank 0 binds a port on its own
+LAN = (Interface("eth0", "0.0.0.0", 0), Interface("eth0", "10.0.0.2", 0))  # rank 0 binds a port
 PLAN = demo_plan("fake", n_nodes=2, layout=Parallel(tensor=2), executor="mp", drain_s=2.0)
 
 
-class Desk:
+class Gateway:
     """The gateway's admin address, as a node calls it; `is_down` cuts it off."""
 
     def __init__(self) -> None:
@@ -43,13 +41,12 @@ class Desk:
         self._lock = threading.Lock()
 
     def post_json(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        assert path == "/admin/board"
         if self.is_down:
             raise NoAnswer("the gateway is away")
         with self._lock:
             view = self.board.post(msgspec.convert(body, Post), time.monotonic())
-        told: dict[str, Any] = msgspec.to_builtins(view)
-        return told
+        answer: dict[str, Any] = msgspec.to_builtins(view)
+        return answer
 
 
 class StandIn:
@@ -77,69 +74,86 @@ def introduction(host: str, **versions: str) -> Introduction:
 
 
 class Second:
-    """The second node: a follower in a thread. `vanish` is power loss: no word any more."""
+    """The second node, in a thread. `vanish` is power loss."""
 
-    def __init__(self, desk: Desk, plan: Plan = PLAN, **versions: str) -> None:
+    def __init__(self, gateway: Gateway, **versions: str) -> None:
         self.started: list[StandIn] = []
-        self.board = a_board(desk, 1)
+        self.board = board_client(gateway, 1)
 
-        def start(made: Formation) -> Any:
+        def start(_: Formation) -> Any:
             self.started.append(StandIn())
             return self.started[-1]
 
+        engine = engines.load("vllm")
         self.member = GroupMember(
-            plan, self.board, engines.load("vllm"), lambda: introduction("beta", **versions), start, ReadyFile()
+            PLAN, self.board, engine, lambda: introduction("beta", **versions), start, ReadyFile()
         )
         self.thread = threading.Thread(target=self.member.run, daemon=True)
         self.thread.start()
 
     def vanish(self) -> None:
         self.board.post = lambda epoch, **content: None  # type: ignore[method-assign]
-        self.board._admin = no_power()
+        cut_off(self.board)
         self.member.stops = 2
 
-
-def no_power() -> Any:
-    desk = Desk()
-    desk.is_down = True
-    return desk
+    def left(self) -> bool:
+        return not self.thread.is_alive()
 
 
-def a_board(desk: Desk, rank: int) -> BoardClient:
-    board = BoardClient(desk, "0", rank, lambda: None)  # type: ignore[arg-type]
+def cut_off(board: BoardClient) -> None:
+    gateway: Any = Gateway()
+    gateway.is_down, board._admin = True, gateway
+
+
+def board_client(gateway: Gateway, rank: int) -> BoardClient:
+    board = BoardClient(gateway, "0", rank, lambda: None)  # type: ignore[arg-type]
     board.start()
     return board
 
 
+class Group(NamedTuple):
+    gateway: Gateway
+    leader: GroupLeader
+    second: Second
+
+
 @pytest.fixture(autouse=True)
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A node that is silent for one second is gone, so that the tests need not wait for six."""
+    """A node that is silent for one second, not six, is gone."""
     monkeypatch.setattr(rendezvous, "_GONE_AFTER_S", 1.0)
     monkeypatch.setattr(rendezvous, "_POST_EVERY_S", 0.1)
 
 
 @pytest.fixture
-def desk() -> Desk:
-    return Desk()
+def gateway() -> Gateway:
+    return Gateway()
 
 
 @pytest.fixture
-def seconds(desk: Desk) -> Iterator[Callable[..., Second]]:
-    made: list[Second] = []
+def second_of(gateway: Gateway) -> Iterator[Callable[..., Second]]:
+    nodes: list[Second] = []
 
-    def make(**more: Any) -> Second:
-        made.append(Second(desk, **more))
-        return made[-1]
+    def start(**versions: str) -> Second:
+        nodes.append(Second(gateway, **versions))
+        return nodes[-1]
 
-    yield make
-    for second in made:
-        second.member.stops = 2
-        second.thread.join(5)
-        assert not second.thread.is_alive()
+    yield start
+    for node in nodes:
+        node.member.stops = 2
+        node.thread.join(5)
+        assert node.left()
 
 
-def a_leader(desk: Desk, plan: Plan = PLAN) -> GroupLeader:
-    return GroupLeader(plan, a_board(desk, 0), ("alpha", "beta"), lambda: False)
+@pytest.fixture
+def group(gateway: Gateway, second_of: Callable[..., Second]) -> Group:
+    """Two nodes that have formed."""
+    group = Group(gateway, leader_of(gateway), second_of())
+    formed(group.leader)
+    return group
+
+
+def leader_of(gateway: Gateway) -> GroupLeader:
+    return GroupLeader(PLAN, board_client(gateway, 0), ("alpha", "beta"), lambda: False)
 
 
 def nothing(what: str, nodes: tuple[NodeView, ...]) -> None:
@@ -147,10 +161,10 @@ def nothing(what: str, nodes: tuple[NodeView, ...]) -> None:
 
 
 def formed(leader: GroupLeader, patience_s: float | None = 10.0) -> Formation:
-    made = leader.form(introduction("alpha"), patience_s, nothing)
-    assert isinstance(made, Formation), made
-    assert leader.go(made) is None
-    return made
+    formation = leader.form(introduction("alpha"), patience_s, nothing)
+    assert isinstance(formation, Formation), formation
+    assert leader.go(formation) is None
+    return formation
 
 
 def until(is_so: Callable[[], object], what: str, timeout_s: float = 10.0) -> None:
@@ -160,147 +174,117 @@ def until(is_so: Callable[[], object], what: str, timeout_s: float = 10.0) -> No
         time.sleep(0.02)
 
 
-def test_two_nodes_form_and_go(desk: Desk, seconds: Callable[..., Second]) -> None:
-    leader, second = a_leader(desk), seconds()
-    made = formed(leader)
-    assert [(node.host, node.address, node.interface) for node in made.nodes] == [
-        ("alpha", "0.0.0.0", "eth0"),
-        ("beta", "10.0.0.2", "eth0"),
-    ]
-    assert len(second.started) == 1
+def trouble(leader: GroupLeader) -> str:
+    """The reason, once there is one."""
+    until(lambda: leader.trouble() is not None, "trouble")
+    diagnosis = leader.trouble()
+    assert diagnosis is not None
+    return diagnosis.reason
+
+
+def test_two_nodes_form_and_go_and_again_in_the_next_epoch(group: Group) -> None:
+    _, leader, second = group
     assert leader.trouble() is None
-    assert [(view.host, view.state, view.ranks) for view in leader.views()] == [
-        ("alpha", "here", (0,)),
-        ("beta", "here", (1,)),
-    ]
-
-
-def test_the_end_of_an_epoch_ends_the_part_and_the_next_one_starts_it_again(
-    desk: Desk, seconds: Callable[..., Second]
-) -> None:
-    leader, second = a_leader(desk), seconds()
-    formed(leader)
+    views = [(view.host, view.address, view.interface, view.state, view.ranks) for view in leader.views()]
+    assert views == [("alpha", "0.0.0.0", "eth0", "here", (0,)), ("beta", "10.0.0.2", "eth0", "here", (1,))]
+    assert len(second.started) == 1
     leader.over()
-    until(lambda: second.started[0].is_ended, "the part has ended")
+    until(lambda: second.started[0].is_ended, "the end of the epoch ends its engine")
     formed(leader)
-    assert len(second.started) == 2
-    assert not second.started[1].is_ended
+    assert [engine.is_ended for engine in second.started] == [True, False]
 
 
-def test_who_is_missing_is_said_by_name_and_only_so_long(desk: Desk) -> None:
-    said: list[tuple[str, list[str]]] = []
-    found = a_leader(desk).form(
-        introduction("alpha"), 0.5, lambda what, nodes: said.append((what, [node.state for node in nodes]))
+def test_a_missing_node_is_named_and_awaited_only_so_long(gateway: Gateway) -> None:
+    stages: list[tuple[str, list[str]]] = []
+    diagnosis = leader_of(gateway).form(
+        introduction("alpha"), 0.5, lambda what, nodes: stages.append((what, [node.state for node in nodes]))
     )
-    assert isinstance(found, Diagnosis)
-    assert found.reason.startswith("beta (node 1) did not join within")
-    assert found.is_final
-    assert said[0] == ("waiting for beta (node 1)", ["here", "waiting"])
+    assert isinstance(diagnosis, Diagnosis) and diagnosis.is_final
+    assert diagnosis.reason.startswith("beta (node 1) did not join within")
+    assert stages[0] == ("waiting for beta (node 1)", ["here", "waiting"])
 
 
-def test_a_node_that_vanishes_is_named_and_can_come_back(desk: Desk, seconds: Callable[..., Second]) -> None:
-    leader, second = a_leader(desk), seconds()
-    formed(leader)
+def test_a_node_that_vanishes_is_named_and_can_come_back(group: Group, second_of: Callable[..., Second]) -> None:
+    _, leader, second = group
     second.vanish()
-    until(lambda: leader.trouble() is not None, "the loss is noticed")
-    trouble = leader.trouble()
-    assert trouble is not None
-    assert trouble.reason == "node 1 beta (10.0.0.2) does not answer any more"
+    assert trouble(leader) == "node 1 beta (10.0.0.2) does not answer any more"
     assert [view.state for view in leader.views()] == ["here", "gone"]
-    again = seconds()
+    again = second_of()
     formed(leader, patience_s=None)
     assert len(again.started) == 1
 
 
-def test_a_node_that_was_started_again_ends_the_epoch_at_once(desk: Desk, seconds: Callable[..., Second]) -> None:
-    leader, second = a_leader(desk), seconds()
-    formed(leader)
-    second.vanish()
-    again = seconds()
-    until(lambda: leader.trouble() is not None, "another instance is noticed")
-    trouble = leader.trouble()
-    assert trouble is not None and trouble.reason == "node 1 beta (10.0.0.2) was started again"
+def test_a_node_that_was_started_again_ends_the_epoch_at_once(group: Group, second_of: Callable[..., Second]) -> None:
+    group.second.vanish()
+    again = second_of()
+    assert trouble(group.leader) == "node 1 beta (10.0.0.2) was started again"
     assert again.started == [], "it does not join what runs already"
 
 
-def test_a_part_that_dies_tells_why(desk: Desk, seconds: Callable[..., Second]) -> None:
-    leader, second = a_leader(desk), seconds()
-    formed(leader)
-    second.started[0].code = 1
-    until(lambda: leader.trouble() is not None, "the death is told")
-    trouble = leader.trouble()
-    assert trouble is not None and trouble.reason.startswith("node 1 beta: vLLM exited with code 1")
-    assert "out of memory" in trouble.reason.lower()
+def test_a_part_that_dies_tells_why(group: Group) -> None:
+    group.second.started[0].code = 1
+    reason = trouble(group.leader)
+    assert reason.startswith("node 1 beta: vLLM exited with code 1")
+    assert "out of memory" in reason.lower()
 
 
-def test_versions_that_differ_are_refused_before_anything_starts(desk: Desk, seconds: Callable[..., Second]) -> None:
-    second = seconds(vllm="0.32.0")
-    found = a_leader(desk).form(introduction("alpha"), 10.0, nothing)
-    assert isinstance(found, Diagnosis) and found.is_final
-    assert found.reason == "vllm is 0.32.0 on beta (rank 1), 0.33.0 on alpha (rank 0)"
+def test_versions_that_differ_are_refused_before_anything_starts(
+    gateway: Gateway, second_of: Callable[..., Second]
+) -> None:
+    second = second_of(vllm="0.32.0")
+    diagnosis = leader_of(gateway).form(introduction("alpha"), 10.0, nothing)
+    assert isinstance(diagnosis, Diagnosis) and diagnosis.is_final
+    assert diagnosis.reason == "vllm is 0.32.0 on beta (rank 1), 0.33.0 on alpha (rank 0)"
     assert second.started == []
 
 
-def test_a_gateway_that_is_away_is_no_loss_of_a_node(desk: Desk, seconds: Callable[..., Second]) -> None:
-    leader, second = a_leader(desk), seconds()
-    formed(leader)
-    desk.is_down = True
+def test_a_gateway_that_is_away_is_no_loss_of_a_node(group: Group) -> None:
+    gateway, leader, second = group
+    gateway.is_down = True
     time.sleep(2.0)
     assert leader.trouble() is None
-    desk.board = RankBoard(time.monotonic())  # another process: it knows nobody
-    desk.is_down = False
-    until(lambda: len(leader._board.posts()) == 1, "the other has spoken again")
+    gateway.board = RankBoard(time.monotonic())  # another process: it knows no node
+    gateway.is_down = False
+    until(lambda: len(leader._board.posts()) == 1, "the other has posted again")
     time.sleep(1.5)
     assert leader.trouble() is None
     assert not second.started[0].is_ended
 
 
-def test_a_lead_that_vanishes_ends_the_part_and_another_lead_takes_over(
-    desk: Desk, seconds: Callable[..., Second]
-) -> None:
-    leader, second = a_leader(desk), seconds()
-    formed(leader)
-    leader._board._admin = no_power()
-    until(lambda: second.started[0].is_ended, "the part of a vanished leader is ended")
-    formed(a_leader(desk))
-    assert len(second.started) == 2
+def test_a_leader_that_vanishes_ends_the_part_and_another_takes_over(group: Group) -> None:
+    cut_off(group.leader._board)
+    until(lambda: group.second.started[0].is_ended, "the part of a vanished leader is ended")
+    formed(leader_of(group.gateway))
+    assert len(group.second.started) == 2
 
 
-def test_told_to_stop_when_the_gateway_is_gone_too_a_node_leaves(
-    desk: Desk, seconds: Callable[..., Second], monkeypatch: pytest.MonkeyPatch
+def test_a_node_that_is_stopped_when_the_gateway_is_gone_too_leaves(
+    group: Group, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(member, "_GATEWAY_GONE_S", 0.5)
-    leader, second = a_leader(desk), seconds()
-    formed(leader)
-    desk.is_down = True
+    gateway, _, second = group
+    gateway.is_down = True
     time.sleep(1.0)
-    assert not second.started[0].is_ended, "nobody told it to stop"
+    assert not second.started[0].is_ended, "it was not stopped"
     second.member.stop()
-    until(lambda: not second.thread.is_alive(), "it does not wait for a word that cannot come")
+    until(second.left, "it does not wait for a post that cannot come")
     assert second.started[0].is_ended
 
 
-def test_told_to_stop_a_node_keeps_its_part_until_the_first_has_drained(
-    desk: Desk, seconds: Callable[..., Second]
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_node_that_is_stopped_keeps_its_part_until_the_first_has_drained_or_the_drain_is_over(
+    group: Group, ends: bool
 ) -> None:
-    leader, second = a_leader(desk), seconds()
-    formed(leader)
-    second.member.stop()
+    group.second.member.stop()
     time.sleep(0.6)
-    assert not second.started[0].is_ended
-    leader.over("stopping")
-    until(lambda: not second.thread.is_alive(), "it leaves with the first")
-    assert second.started[0].is_ended
+    assert not group.second.started[0].is_ended
+    if ends:
+        group.leader.over("stopping")
+    until(group.second.left, "it leaves with the first, or after drain_s", timeout_s=5.0)
+    assert group.second.started[0].is_ended
 
 
-def test_told_to_stop_it_waits_no_longer_than_a_drain(desk: Desk, seconds: Callable[..., Second]) -> None:
-    leader, second = a_leader(desk), seconds()
-    formed(leader)
-    second.member.stop()
-    until(lambda: not second.thread.is_alive(), "the time of the drain is over", timeout_s=5.0)
-
-
-def test_the_board_forgets_what_nobody_renews() -> None:
+def test_the_board_forgets_what_is_not_renewed() -> None:
     board = RankBoard(0.0)
     board.post(Post("0", 0, "a", "e"), 0.0)
     board.post(Post("1", 0, "b", "e"), 1.0)
@@ -311,10 +295,14 @@ def test_the_board_forgets_what_nobody_renews() -> None:
 
 def test_an_order_to_leave_is_not_for_the_process_that_replaces_one_that_left() -> None:
     board = RankBoard(0.0)
-    assert board.post(Post("0", 1, "old", ""), 0.0).leave is False
-    assert board.post(Post("0", 1, "old", ""), 1.0, must_leave=True).leave is True
-    assert board.post(Post("0", 1, "new", ""), 2.0, must_leave=True).leave is False
-    assert board.post(Post("0", 1, "new", ""), 3.0, must_leave=True).leave is False
-    assert board.post(Post("0", 2, "late", ""), 3.0, must_leave=True).leave is True
-    board.post(Post("0", 1, "new", ""), 4.0)
-    assert board.post(Post("0", 1, "new", ""), 5.0, must_leave=True).leave is True, "the next order"
+    looks = [
+        (1, "old", False, False),
+        (1, "old", True, True),
+        (1, "new", True, False),
+        (1, "new", True, False),
+        (2, "late", True, True),
+        (1, "new", False, False),
+        (1, "new", True, True),  # the next order
+    ]
+    for now, (rank, instance, must_leave, leaves) in enumerate(looks):
+        assert board.post(Post("0", rank, instance, ""), float(now), must_leave=must_leave).leave is leaves

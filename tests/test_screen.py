@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -18,8 +20,10 @@ from penstock.deployment.prepare import Prepared
 from penstock.deployment.start import Started
 from penstock.planner import launch
 from penstock.planner.launch import Sized
-from penstock.run_folder import Artifact, Part, ReplicaStatus, State
+from penstock.run_folder import Artifact, Part, ReplicaStatus, Run, State
 from penstock.wire.announcement import Progress, Restart
+
+GOLDEN = Path(__file__).parent / "golden" / "screen.txt"
 
 
 @pytest.fixture(autouse=True)
@@ -40,150 +44,90 @@ def state(*replicas: ReplicaStatus, phase: str = "ready", **facts: object) -> St
 LOADING = Progress("weights", 17, 30, 2.1 * 2**30, 40.0, 0.6)
 
 
-@pytest.mark.parametrize(
-    ("shown", "expected"),
-    [
-        (replica(state="loading", progress=LOADING), "weights, shard 17/30, 2.1 GiB/s, about 40.0 s left"),
-        (replica(state="loading", progress=Progress("kv cache", fraction=0.8)), "kv cache"),
-        (replica(state="ready", progress=LOADING), ""),
-        (replica(state="draining"), ""),
-        (ReplicaStatus("0", "starting", "placed"), ""),
-        (ReplicaStatus("0", "failed", "gone", reason="out of memory"), "out of memory"),
-        (ReplicaStatus("0", "gone", "gone", reason="its node is gone"), "its node is gone"),
-    ],
-)
-def test_progress_is_said_in_words(shown: ReplicaStatus, expected: str) -> None:
-    assert status_text.progress_text(shown) == expected
+def kv_differs(factor: float) -> str:
+    """The status of a replica whose engine reports another KV cache than was planned; the plan has 57.02 GiB."""
+    plan = gpu_plan()
+    assert plan.forecast is not None
+    run = runs.create(msgspec.structs.replace(draft(deployment(name="d")), plan=plan), NOW)
+    ready = replica(measured={"kv_cache_gib": plan.forecast.kv_cache_gib * factor}, ready_after_s=2.0)
+    shown = state(ready, replica("1"))
+    started = status_text.ready_text(run, shown, Started("d", "http://127.0.0.1:8000"))
+    return f"{status_text.status_text(run, shown, NOW)}\n{started}".replace(str(run.path), "FOLDER")
 
 
-def test_a_status_shows_every_part_at_a_glance() -> None:
-    run = run_folder(deployment(name="d"))
-    ready = replica(url="http://127.0.0.1:41000", ready_after_s=2.0)
-    shown = status_text.status_text(run, state(ready, requests_total=7), NOW + 75)
-    assert shown == "\n".join(
-        [
-            "d is ready",
-            "  model    penstock-demo on llamacpp 1.0 (cpu)",
-            "  address  http://127.0.0.1:8000/v1   7 requests since its gateway started",
-            f"  folder   {run.path}   started 1m15s ago",
-            "",
-            "PART        STATE    PID  RESTARTS",
-            "controller  running  100  0",
-            "gateway     running  101  0",
-            "replica 0   ready    100  0         http://127.0.0.1:41000, ready in 2.0 s",
-        ]
-    )
+def status(run: Run, shown: State, now: float = NOW) -> str:
+    return status_text.status_text(run, shown, now).replace(str(run.path), "FOLDER")
 
 
-@pytest.mark.parametrize(("factor", "words"), [(0.96, None), (1.04, None), (0.9, "-10.0%"), (1.2, "+20.0%")])
-def test_a_status_tells_when_the_engine_has_another_kv_cache_than_planned(factor: float, words: str | None) -> None:
-    made = gpu_plan()
-    assert made.forecast is not None
-    planned = made.forecast.kv_cache_gib
-    run = runs.create(msgspec.structs.replace(draft(deployment(name="d")), plan=made), NOW)
-    shown = state(replica(measured={"kv_cache_gib": planned * factor}, ready_after_s=2.0), replica("1"))
-    for text in (
-        status_text.status_text(run, shown, NOW),
-        status_text.ready_text(run, shown, Started("d", "http://127.0.0.1:8000")),
-    ):
-        lines = [line for line in text.splitlines() if line.startswith("  memory ")]
-        if words is None:
-            assert lines == []
-        else:
-            said = f"{planned * factor:.2f} GiB of KV cache a GPU, planned {planned:.2f} ({words})"
-            assert lines == [f"  memory   {said}"]
-
-
-def test_what_is_not_planned_is_not_shown_as_a_number() -> None:
-    unknown = Sized(not_modelled="no")
-    made = launch.make_on_gpus(deployment(), DEMO, gpu_machine(2), "0.33.0", 1, unknown)
-    prepared = Prepared(deployment(), gpu_machine(2), made, Artifact(("true",), {}))
-    shown = status_text.prepared_text(prepared)
-    assert "# memory a replica: weights 6.0 MiB, the rest is not planned; 2 x NVIDIA H100 80GB HBM3 in box" in shown
-    assert "# warning: not planned: no;" in shown
-
-
-def test_a_status_says_what_is_wrong_and_the_reasons_of_restarts_newest_first() -> None:
-    run = run_folder()
-    restarted = ReplicaStatus(
+def restarted() -> str:
+    gateway = Part("gone", n_restarts=1, restarts=(Restart(NOW - 20, "its process 5 was gone"),))
+    loading = ReplicaStatus(
         "0", "loading", "placed", told("0", "loading", progress=LOADING), in_flight=2, n_restarts=2,
         restarts=(Restart(NOW - 60, "stalled"), Restart(NOW - 5, "was killed by signal 9")),
     )  # fmt: skip
-    gateway = Part("gone", n_restarts=1, restarts=(Restart(NOW - 20, "its process 5 was gone"),))
-    shown = status_text.status_text(
-        run, state(restarted, phase="degraded", gateway=gateway, controller=Part("gone"), reason="x"), NOW
-    )
-    assert shown.startswith("penstock-demo is degraded: x\n")
-    assert "gateway     gone     -    1\n" in shown
-    assert (
-        "replica 0   loading  100  2         weights, shard 17/30, 2.1 GiB/s, about 40.0 s left, 2 in flight" in shown
-    )
-    assert shown.endswith(
-        "\n\nrestarts, newest first:\n"
-        "  5.0 s ago  replica 0: was killed by signal 9\n"
-        "  20.0 s ago  gateway: its process 5 was gone\n"
-        "  1m00s ago  replica 0: stalled\n"
-        "\nthe controller is gone: nothing is restarted until `penstock up` starts it again"
-    )
+    return status(run_folder(), state(loading, phase="degraded", gateway=gateway, controller=Part("gone"), reason="x"))
 
 
-def test_an_ended_deployment_needs_no_controller() -> None:
-    shown = status_text.status_text(run_folder(), State(NOW, "down", 0), NOW)
-    assert shown.startswith("penstock-demo is down\n")
-    assert "the controller is gone" not in shown
+def listed() -> str:
+    loading = state(replica(state="loading"), phase="starting")
+    rows = [(deployment(name="a"), state(replica())), (deployment(name="longer-name"), loading)]
+    return status_text.list_text([(run_folder(wanted), shown) for wanted, shown in rows])
 
 
-def test_a_list_is_a_table() -> None:
-    rows = [
-        (run_folder(deployment(name="a")), state(replica())),
-        (run_folder(deployment(name="longer-name")), state(replica(state="loading"), phase="starting")),
-    ]
-    assert status_text.list_text(rows).splitlines() == [
-        "NAME         STATE     REPLICAS  ENGINE    ADDRESS                MODEL",
-        "a            ready     1/1       llamacpp  http://127.0.0.1:8000  penstock-demo",
-        "longer-name  starting  0/1       llamacpp  http://127.0.0.1:8000  penstock-demo",
-    ]
+def after_up() -> str:
+    run, ready = run_folder(), state(replica(ready_after_s=1.26))
+    first = status_text.ready_text(run, ready, Started(run.name, run.url, "sk-secret"))
+    again = Started("d", run.url, was_running=True)
+    return f"{first}\n\n{status_text.ready_text(run_folder(deployment(name='d')), ready, again)}"
 
 
-def test_a_successful_up_ends_with_what_to_type_next() -> None:
-    run = run_folder()
-    ready = state(replica(ready_after_s=1.26))
-    shown = status_text.ready_text(run, ready, Started(run.name, run.url, "sk-secret"))
-    assert shown.splitlines() == [
-        "penstock-demo is ready (its engine took 1.3 s): penstock-demo on llamacpp 1.0, 1 replica",
-        "  address  http://127.0.0.1:8000/v1   model penstock-demo",
-        "  key      sk-secret   (shown this once: export OPENAI_API_KEY=sk-secret)",
-        "  next     penstock chat   penstock status   penstock down",
-    ]
-    again = status_text.ready_text(run_folder(deployment(name="d")), ready, Started("d", run.url, was_running=True))
-    assert again.splitlines()[0] == "d runs already: penstock-demo on llamacpp 1.0, 1 replica"
-    assert again.splitlines()[-1] == "  next     penstock chat d   penstock status d   penstock down d"
-
-
-def test_a_rendered_deployment_shows_the_file_the_sum_the_files_and_the_command() -> None:
+def rendered() -> str:
     artifact = Artifact(("python", "-m", "penstock.node", "a b"), {"launch.json": '{"x": 1}\n'})
     shown = status_text.prepared_text(Prepared(deployment(), cpu_machine(), demo_plan("vllm"), artifact))
-    assert "\nmodel: penstock-demo\n" in shown
-    assert "# the plan: vllm 1.0 on cpu, 1 rank(s) a replica, 1024 tokens a request" in shown
-    assert (
-        "# memory a replica: 1.2 GiB = weights 6.0 MiB + KV cache 64.0 MiB + engine 1.2 GiB (estimate); "
-        "desk has 16.0 GiB free" in shown
-    )
-    assert '# file artifact/launch.json\n{"x": 1}\n' in shown
-    assert shown.endswith("# started for each replica\npython -m penstock.node 'a b'")
+    assert "\nmodel: penstock-demo\n" in shown  # the whole file, which is test_spec's
+    return shown[shown.index("# the plan") :]
 
 
-def test_doctor_puts_the_cure_below_what_is_wrong() -> None:
-    findings = [Finding("python", "ok", "3.11", "unused"), Finding("disk", "warning", "1 GiB", "free space")]
-    assert status_text.doctor_text(findings).splitlines() == [
-        "ok  python  3.11",
-        "!!  disk    1 GiB",
-        "            fix: free space",
-        "no problem found",
-    ]
-    bad = status_text.doctor_text([Finding("memory", "bad", "none", "end it")])
-    assert bad.splitlines()[0].startswith("XX  memory")
-    assert bad.splitlines()[-1] == "1 problem to fix before `up`"
+def not_planned() -> str:
+    plan = launch.make_on_gpus(deployment(), DEMO, gpu_machine(2), "0.33.0", 1, Sized(not_modelled="no"))
+    shown = status_text.prepared_text(Prepared(deployment(), gpu_machine(2), plan, Artifact(("true",), {})))
+    return "\n".join(line for line in shown.splitlines() if "memory a replica" in line or "warning" in line)
+
+
+def examined() -> str:
+    well = [Finding("python", "ok", "3.11", "unused"), Finding("disk", "warning", "1 GiB", "free space")]
+    bad = [Finding("memory", "bad", "none", "end it")]
+    return f"{status_text.doctor_text(well)}\n\n{status_text.doctor_text(bad)}"
+
+
+READY = replica(url="http://127.0.0.1:41000", ready_after_s=2.0)
+SHOWN: dict[str, Callable[[], str]] = {
+    "loading": lambda: status_text.progress_text(replica(state="loading", progress=LOADING)),
+    "loading without shards": lambda: status_text.progress_text(
+        replica(state="loading", progress=Progress("kv cache", fraction=0.8))
+    ),
+    "ready": lambda: status_text.progress_text(replica(state="ready", progress=LOADING)),
+    "starting": lambda: status_text.progress_text(ReplicaStatus("0", "starting", "placed")),
+    "failed": lambda: status_text.progress_text(ReplicaStatus("0", "failed", "gone", reason="out of memory")),
+    "status": lambda: status(run_folder(deployment(name="d")), state(READY, requests_total=7), NOW + 75),
+    "status with 4% more KV cache than planned": lambda: kv_differs(1.04),
+    "status with 10% less KV cache than planned": lambda: kv_differs(0.9),
+    "status after restarts": restarted,
+    "status of an ended deployment": lambda: status(run_folder(), State(NOW, "down", 0)),
+    "list": listed,
+    "after up": after_up,
+    "rendered": rendered,
+    "not planned": not_planned,
+    "doctor": examined,
+}
+
+
+def test_every_text_is_the_golden_one(home: Path) -> None:
+    """PENSTOCK_WRITE_GOLDEN=1 writes the file; read the difference before committing it."""
+    shown = "".join(f"== {name}\n{text()}\n\n" for name, text in SHOWN.items())
+    if os.environ.get("PENSTOCK_WRITE_GOLDEN"):
+        GOLDEN.write_text(shown, "utf-8")
+    assert shown == GOLDEN.read_text("utf-8")
 
 
 def test_a_start_without_a_terminal_is_one_line_a_change() -> None:

@@ -1,4 +1,4 @@
-"""What target "slurm" makes of the answers of Slurm's commands, and of their silence: against scripted ones."""
+"""What target "slurm" does with the answers of Slurm's commands, and with their silence: against scripted ones."""
 
 from __future__ import annotations
 
@@ -80,12 +80,12 @@ class Commands:
 
 @pytest.fixture
 def commands(monkeypatch: pytest.MonkeyPatch) -> Commands:
-    made = Commands()
+    scripted = Commands()
     for module in (commands_module, target):
-        monkeypatch.setattr(module, "ask", made)
-        monkeypatch.setattr(module, "time", made)
+        monkeypatch.setattr(module, "ask", scripted)
+        monkeypatch.setattr(module, "time", scripted)
     monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
-    return made
+    return scripted
 
 
 def run_of(commands: Commands, states: Mapping[str, str], is_gateway: bool = False) -> Run:
@@ -104,46 +104,40 @@ def run_of(commands: Commands, states: Mapping[str, str], is_gateway: bool = Fal
     return run
 
 
-def test_a_gateway_that_does_not_drain_in_time_is_cancelled(commands: Commands) -> None:
-    """It was told once; the placing does not wait for it."""
+TERM = ["--signal=TERM", "--batch", "1"]
+
+
+def test_a_gateway_is_told_once_to_drain_and_cancelled_after_its_time(commands: Commands) -> None:
     run, slurm = run_of(commands, {"1": "RUNNING"}, is_gateway=True), target.Slurm()
+    commands.n_unheard = 1
+    slurm.place(run, [])
+    assert not list(run.gateway_folder.glob("told-*"))
     run.write_handle(slurm.place(run, []))
-    assert commands.of("scancel") == [["--signal=TERM", "--batch", "1"]]
+    assert commands.of("scancel") == [TERM] * 2, "the first signal did not arrive"
     assert slurm.status(run) == {}, "it is no gateway any more"
     (note,) = run.gateway_folder.glob("told-*")
     os.utime(note, (commands.now, commands.now))
     slurm.place(run, [])
     commands.now += 20
     slurm.keep_up(run)
-    assert commands.of("scancel") == [["--signal=TERM", "--batch", "1"]], "it is told once, and has its time"
+    assert commands.of("scancel") == [TERM] * 2, "it has its time"
     commands.now += 20
     slurm.keep_up(run)
     assert commands.states == {"1": "CANCELLED"}
 
 
-def test_a_gateway_that_could_not_be_told_is_told_again(commands: Commands) -> None:
-    run, slurm = run_of(commands, {"1": "RUNNING"}, is_gateway=True), target.Slurm()
-    commands.n_unheard = 1
-    slurm.place(run, [])
-    assert not list(run.gateway_folder.glob("told-*"))
-    slurm.place(run, [])
-    assert commands.of("scancel") == [["--signal=TERM", "--batch", "1"]] * 2
-    assert list(run.gateway_folder.glob("told-*"))
-
-
 def test_a_squeue_that_fails_once_does_not_break_off_an_end(commands: Commands) -> None:
     run, slurm = run_of(commands, {"1": "RUNNING", "2": "RUNNING"}), target.Slurm()
-    n_sleeps = 0
+    sleeps = iter(range(1, 100))
 
-    def goes_by() -> None:
-        nonlocal n_sleeps
-        n_sleeps += 1
+    def on_sleep() -> None:
+        n_sleeps = next(sleeps)
         if n_sleeps == 2:
             commands.n_silent = 3
         if n_sleeps == 8:
             commands.states = {"1": "COMPLETED", "2": "COMPLETED"}
 
-    commands.on_sleep = goes_by
+    commands.on_sleep = on_sleep
     slurm.end(run, 30.0)
     assert commands.of("scancel") == [["--signal=INT", "1"], ["--signal=INT", "2"]], "they drained"
 
@@ -160,14 +154,10 @@ def test_an_end_begins_when_slurm_is_back(commands: Commands) -> None:
     assert commands.now - began < 20
 
 
-def test_without_its_steps_a_job_that_runs_is_drained_all_the_same(commands: Commands) -> None:
+def test_a_job_that_runs_is_drained_even_if_slurm_does_not_list_its_steps(commands: Commands) -> None:
     run, slurm = run_of(commands, {"1": "RUNNING", "2": "PENDING", "3": "COMPLETED"}), target.Slurm()
     commands.has_steps = False
-
-    def ends() -> None:
-        commands.states["1"] = "COMPLETED"
-
-    commands.on_sleep = ends
+    commands.on_sleep = lambda: commands.states.update({"1": "COMPLETED"})
     slurm.end(run, 30.0)
     assert commands.of("scancel") == [["2", "3"], ["--signal=INT", "1"]]
 
@@ -184,9 +174,9 @@ def test_a_job_that_went_to_another_cluster_is_taken_back(commands: Commands) ->
 FAKE_SBATCH = '#!/bin/sh\necho "${SBATCH_ACCOUNT-none} ${SBATCH_PARTITION-none} ${SBATCH_CLUSTERS-none}"\nexit 1\n'
 
 
-@pytest.mark.parametrize(("account", "told"), [(None, "mine none none"), ("lab", "none none none")])
-def test_sbatch_does_not_see_variables_that_beat_the_script(
-    account: str | None, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("account", "values"), [(None, "mine none none"), ("lab", "none none none")])
+def test_sbatch_does_not_see_variables_that_override_the_script(
+    account: str | None, values: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sbatch = tmp_path / "bin" / "sbatch"
     sbatch.parent.mkdir()
@@ -197,19 +187,19 @@ def test_sbatch_does_not_see_variables_that_beat_the_script(
         monkeypatch.setenv(f"SBATCH_{name}", value)
     wanted = deployment(name="one", target="slurm", slurm={"account": account})
     (problem,) = commands_module.tested(wanted, "/shared/runs/one")
-    assert problem.message == f"sbatch refuses it: {told}"
-    with pytest.raises(PenstockError, match=told):
+    assert problem.message == f"sbatch refuses it: {values}"
+    with pytest.raises(PenstockError, match=values):
         commands_module.Queue().submit(["sbatch"], "it", "", script.variables(wanted))
 
 
-def test_who_cancelled_a_job_is_asked_once(commands: Commands) -> None:
+def test_sacct_is_asked_once_who_cancelled_a_job(commands: Commands) -> None:
     run, slurm = run_of(commands, {"1": "CANCELLED"}), target.Slurm()
     for _ in range(3):
         commands.now += 60
-        told = slurm.status(run)[replica("0")]
-        assert (told.state, told.is_final) == ("gone", True)
-        assert told.reason == "its job 1 was cancelled by hand (by uid 1000)"
+        placement = slurm.status(run)[replica("0")]
+        assert (placement.state, placement.is_final) == ("gone", True)
+        assert placement.reason == "its job 1 was cancelled by hand (by uid 1000)"
     assert len(commands.of("sacct")) == 1
     commands.now += 60
     commands.states["1"] = "PENDING"
-    assert slurm.status(run)[replica("0")].state == "queued", "requeued by hand, it is none that is over"
+    assert slurm.status(run)[replica("0")].state == "queued", "requeued by hand, it is not over"

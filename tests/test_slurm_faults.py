@@ -34,8 +34,7 @@ def test_what_a_killed_node_leaves_is_swept_and_the_replica_comes_back(desk: Des
     assert not set(engines) & set(node_pids(desk, "engine"))
     assert f"its job {job} failed with code 137" in desk.call("status", "one")
     assert desk.answer().startswith("1:tell 2:me")
-    desk.call("down", "one")
-    assert desk.left() == []
+    desk.down()
 
 
 def test_a_lost_node_of_two_ends_the_job_and_another_serves(desk: Desk) -> None:
@@ -44,8 +43,7 @@ def test_a_lost_node_of_two_ends_the_job_and_another_serves(desk: Desk) -> None:
     (further,) = [one.outer_pid for _, one in desk.marked() if one.argv[-2:] == ["--rank", "1"]]
     os.kill(further, signal.SIGKILL)
     desk.wait(lambda: desk.job() != job and desk.replica()["state"] == "ready", "another job serves", 90)
-    desk.call("down", "one")
-    assert desk.left() == []
+    desk.down()
 
 
 def test_a_job_that_is_cancelled_by_hand_stays_so(desk: Desk) -> None:
@@ -57,8 +55,7 @@ def test_a_job_that_is_cancelled_by_hand_stays_so(desk: Desk) -> None:
     desk.slurm.wait_idle()
     assert desk.status()["phase"] == "failed"
     assert desk.slurm.run(["squeue", "-h"]) == ""
-    desk.call("down", "one")
-    assert desk.left() == []
+    desk.down()
 
 
 def test_a_full_queue_is_told_in_words_and_left_by_itself(desk: Desk) -> None:
@@ -72,8 +69,7 @@ def test_a_full_queue_is_told_in_words_and_left_by_itself(desk: Desk) -> None:
     desk.wait(lambda: bool(desk.replica()["starts_at"]), "Slurm estimates the start")
     desk.slurm.run(["scancel", str(blocker)])
     desk.wait(lambda: desk.status()["phase"] == "ready", "it starts")
-    desk.call("down", "one")
-    assert desk.left() == []
+    desk.down()
 
 
 def test_a_preempted_replica_leaves_at_once_and_its_next_job_waits(desk: Desk) -> None:
@@ -87,22 +83,20 @@ def test_a_preempted_replica_leaves_at_once_and_its_next_job_waits(desk: Desk) -
     desk.slurm.run(["scancel", str(high)])
     desk.wait(lambda: desk.status()["phase"] == "ready", "it serves again", 60)
     assert desk.answer().startswith("1:tell 2:me")
-    desk.call("down", "one")
-    assert desk.left() == []
+    desk.down()
 
 
 def test_a_requeued_job_is_the_same_replica(desk: Desk) -> None:
     desk.up(desk.write())
     job = desk.job()
     desk.slurm.run(["scontrol", "requeue", str(job)])
-    told = f"job {job} was requeued: its earliest start has not come"
-    desk.wait(lambda: told in (desk.replica()["reason"] or ""), "it is queued again, and says why")
+    reason = f"job {job} was requeued: its earliest start has not come"
+    desk.wait(lambda: reason in (desk.replica()["reason"] or ""), "it is queued again, and says why")
     desk.slurm.run(["scontrol", "update", f"jobid={job}", "starttime=now"])  # else two minutes
     desk.wait(lambda: desk.status()["phase"] == "ready", "it serves again", 60)
     assert desk.job() == job
     assert desk.answer().startswith("1:tell 2:me")
-    desk.call("down", "one")
-    assert desk.left() == []
+    desk.down()
 
 
 def test_a_node_without_power_gives_its_replica_to_another(desk: Desk) -> None:
@@ -115,8 +109,7 @@ def test_a_node_without_power_gives_its_replica_to_another(desk: Desk) -> None:
     desk.wait(lambda: desk.status()["phase"] == "ready", "the other node serves", 60)
     assert desk.slurm.job(desk.job())["NodeList"] != where.name
     assert desk.answer().startswith("1:tell 2:me")
-    desk.call("down", "one")
-    assert desk.left() == []
+    desk.down()
 
 
 def test_before_the_time_limit_a_successor_takes_over(desk: Desk) -> None:
@@ -132,8 +125,7 @@ def test_before_the_time_limit_a_successor_takes_over(desk: Desk) -> None:
     events = desk.call("logs", "one", "--part", "events")
     assert "replica leaving" in events
     assert desk.status()["phase"] == "ready"
-    desk.call("down", "one")
-    assert desk.left() == []
+    desk.down()
 
 
 def until_saved(desk: Desk, job: int) -> None:
@@ -144,33 +136,31 @@ def until_saved(desk: Desk, job: int) -> None:
     desk.wait(lambda: float(desk.slurm.login.run(saved).stdout) > began, "its state is saved", 30)
 
 
-def test_a_slurmctld_that_is_away_loses_nothing(desk: Desk) -> None:
+def test_a_slurmctld_that_is_away_loses_nothing_and_down_waits_for_it_and_drains(desk: Desk) -> None:
     desk.up(desk.write())
     job = desk.job()
-    (controller,) = [one for one in desk.slurm.login.processes() if one.argv[:1] == ["slurmctld"]]
-    until_saved(desk, job)
-    os.kill(controller.outer_pid, signal.SIGKILL)
+
+    def kill() -> None:
+        (controller,) = [one for one in desk.slurm.login.processes() if one.argv[:1] == ["slurmctld"]]
+        until_saved(desk, job)
+        os.kill(controller.outer_pid, signal.SIGKILL)
+
+    def start() -> None:
+        desk.slurm.login.run(["setsid", "--fork", "slurmctld", "-i"], check=False)
+
+    kill()
     try:
         assert desk.answer().startswith("1:tell 2:me")
-        desk.wait(lambda: "Slurm does not answer" in (desk.replica()["reason"] or ""), "status tells it", 60)
+        desk.wait(lambda: "Slurm does not answer" in (desk.replica()["reason"] or ""), "status says so", 60)
         assert desk.status()["phase"] == "ready"
     finally:
-        desk.slurm.login.run(["setsid", "--fork", "slurmctld", "-i"], check=False)
+        start()
     desk.wait(lambda: desk.replica()["reason"] is None, "it is back", 60)
     assert desk.job() == job
     assert desk.replica()["n_restarts"] == 0
-    desk.call("down", "one")
-    assert desk.left() == []
 
-
-def test_down_waits_for_a_slurmctld_that_restarts_and_drains(desk: Desk) -> None:
-    desk.up(desk.write())
-    job = desk.job()
-    (controller,) = [one for one in desk.slurm.login.processes() if one.argv[:1] == ["slurmctld"]]
-    until_saved(desk, job)
-    os.kill(controller.outer_pid, signal.SIGKILL)
-    # squeue itself waits ten seconds.
-    again = threading.Timer(13.0, desk.slurm.login.run, (["setsid", "--fork", "slurmctld", "-i"],), {"check": False})
+    kill()
+    again = threading.Timer(13.0, start)  # squeue itself waits ten seconds
     again.start()
     try:
         desk.call("down", "one")
@@ -187,9 +177,9 @@ def test_what_the_cluster_does_not_have_is_refused_before_anything_is_sent(desk:
         return err
 
     assert 'there is no partition "mian" (did you mean "main"?)' in refused(partition="mian")
-    told = refused(gres="gpu:a100:9", time="3-0", nodelist="node1")
-    assert 'no node of this partition has GPUs of type "a100" (did you mean "h100"?)' in told
-    assert '"3-0" is above the 1d00h of partition "main"' in told
+    problems = refused(gres="gpu:a100:9", time="3-0", nodelist="node1")
+    assert 'no node of this partition has GPUs of type "a100" (did you mean "h100"?)' in problems
+    assert '"3-0" is above the 1d00h of partition "main"' in problems
     assert "9 GPUs a node" in refused(gres="gpu:h100:9")
     assert "sbatch refuses it" in refused(directives=["licenses=none-such"])
     code, _, err = desk.ask("up", desk.write(hardware={"nodes": 3}))
@@ -210,8 +200,8 @@ print(json.dumps(msgspec.to_builtins(found)))
 
 def test_a_survey_asks_every_node_or_says_that_none_is_free(desk: Desk) -> None:
     file = desk.write(hardware={"nodes": 2})
-    told = json.loads(desk.python(SURVEY, file, "20"))
-    assert [(one["host"], one["exit_code"], one["out"]) for one in told] == [("node1", 0, "0\n"), ("node2", 0, "1\n")]
+    rows = json.loads(desk.python(SURVEY, file, "20"))
+    assert [(row["host"], row["exit_code"], row["out"]) for row in rows] == [("node1", 0, "0\n"), ("node2", 0, "1\n")]
     blocker = desk.slurm.submit("#!/bin/sh\nexec sleep 300", "-N2", "--exclusive", "--time=5")
     desk.slurm.wait(blocker, "RUNNING")
     (one,) = json.loads(desk.python(SURVEY, file, "4"))

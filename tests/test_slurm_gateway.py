@@ -60,8 +60,7 @@ def test_a_gateway_in_a_job_serves_comes_back_and_leaves_nothing(desk: Desk) -> 
     assert desk.status()["gateway"]["n_restarts"] == 1
     assert desk.replica()["n_restarts"] == 0
     job = desk.job(address(desk)["unit"], kind="gateway")
-    desk.call("down", "one")
-    assert desk.left() == []
+    desk.down()
     assert desk.slurm.job(job)["JobState"] == "COMPLETED", "it drained"
 
 
@@ -76,8 +75,7 @@ def test_before_its_time_is_over_the_gateway_moves_to_another_job(desk: Desk) ->
     desk.wait(lambda: desk.slurm.job(job)["JobState"] == "COMPLETED", "the first has drained", 60)
     assert answer(desk, key).startswith("1:tell 2:me")
     assert desk.status()["gateway"]["n_restarts"] == 0
-    desk.call("down", "one")
-    assert desk.left() == []
+    desk.down()
 
 
 def test_with_the_controller_in_a_job_nothing_stays_on_the_login_node(desk: Desk) -> None:
@@ -102,8 +100,7 @@ def test_with_the_controller_in_a_job_nothing_stays_on_the_login_node(desk: Desk
     desk.wait(lambda: desk.status()["controller"]["state"] == "gone", "status tells that nobody controls")
     desk.call("up", "/root/one.yaml")
     desk.wait(lambda: desk.status()["controller"]["unit"] == "2", "up starts another", 60)
-    desk.call("down", "one")
-    assert desk.left() == []
+    desk.down()
 
 
 def test_a_gateway_that_waits_is_told_and_down_ends_it(desk: Desk) -> None:

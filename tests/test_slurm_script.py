@@ -60,17 +60,11 @@ def script(deployment: Deployment) -> str:
 @pytest.mark.parametrize("file", EXAMPLES, ids=lambda path: path.stem)
 def test_the_script_of_an_example_is_the_golden_one(file: Path) -> None:
     """After a change that is meant: PENSTOCK_WRITE_GOLDEN=1 writes them anew, and the diff is read."""
-    told = script(reading.load(file))
-    golden = GOLDEN / f"{file.stem}.sh"
+    text, golden = script(reading.load(file)), GOLDEN / f"{file.stem}.sh"
     if os.environ.get("PENSTOCK_WRITE_GOLDEN"):
-        golden.parent.mkdir(exist_ok=True)
-        golden.write_text(told, "utf-8")
-    assert told == golden.read_text("utf-8")
-
-
-@pytest.mark.parametrize("file", EXAMPLES, ids=lambda path: path.stem)
-def test_a_shell_can_read_the_script(file: Path) -> None:
-    subprocess.run(["bash", "-n"], input=script(reading.load(file)), text=True, check=True)
+        golden.write_text(text, "utf-8")
+    assert text == golden.read_text("utf-8")
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
 
 
 def test_an_artifact_holds_script_and_launch_and_no_secret() -> None:
@@ -114,9 +108,11 @@ def test_a_word_that_would_be_another_line_is_refused(block: dict[str, object], 
     assert told.startswith(words)
 
 
-def test_good_words_are_taken() -> None:
+def test_good_words_are_taken_and_a_run_folder_that_a_script_cannot_name_is_refused() -> None:
     assert refused(partition="gpu,gpu-long", constraint="h100&ib", time="1-12:30", memory="64G", gres="gpu:h100:4",
                    directives=["--reservation=x", "no-requeue", "mail-user=a@b.c"]) == []  # fmt: skip
+    (problem,) = slurm_script.problems(Deployment("m", "one", "slurm"), "/home/a$b/runs/one")
+    assert "PENSTOCK_HOME" in str(problem.hint)
 
 
 def test_sbatch_reads_from_the_environment_only_what_the_file_leaves_open() -> None:
@@ -129,11 +125,6 @@ def test_sbatch_reads_from_the_environment_only_what_the_file_leaves_open() -> N
     assert variables(qos="high", directives=["wckey x"]) == ["SBATCH_ACCOUNT", "SBATCH_RESERVATION"]
 
 
-def test_a_run_folder_that_a_script_cannot_name_is_refused() -> None:
-    (problem,) = slurm_script.problems(Deployment("m", "one", "slurm"), "/home/a$b/runs/one")
-    assert "PENSTOCK_HOME" in str(problem.hint)
-
-
 def test_a_job_on_the_cpu_asks_for_its_memory_and_one_on_gpus_for_those() -> None:
     on_cpu = Deployment("m", "one", "slurm")
     assert slurm_script.needs_of(planned(on_cpu), Slurm()) == slurm_script.Needs(0, 7, 182 * 1024 * 5 // 4 + 1024)
@@ -143,9 +134,7 @@ def test_a_job_on_the_cpu_asks_for_its_memory_and_one_on_gpus_for_those() -> Non
     assert slurm_script.needs_of(planned(on_gpus), Slurm(gres="gpu:h100:4")).gpus == 0
 
 
-def test_the_drain_before_the_limit_leaves_most_of_a_short_one() -> None:
-    short = Deployment("m", "one", "slurm", slurm=Slurm(time="2"))
-    lines = slurm_script.directives(short, slurm_script.Needs(0, 1, None), RUN)
-    assert "signal=INT@30" in lines
-    long = Deployment("m", "one", "slurm", slurm=Slurm(time="4:00:00"))
-    assert "signal=INT@140" in slurm_script.directives(long, slurm_script.Needs(0, 1, None), RUN)
+@pytest.mark.parametrize(("limit", "signal"), [("2", "signal=INT@30"), ("4:00:00", "signal=INT@140")])
+def test_the_drain_before_the_limit_leaves_most_of_a_short_one(limit: str, signal: str) -> None:
+    deployment = Deployment("m", "one", "slurm", slurm=Slurm(time=limit))
+    assert signal in slurm_script.directives(deployment, slurm_script.Needs(0, 1, None), RUN)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
+from penstock.hardware import Machine
 from penstock.spec import reading
 from penstock.spec.blocks import Slurm
 from penstock.targets.slurm import site as slurm_site
 from penstock.targets.slurm.site import Site, expand, parse_gres
 
+VERSIONS = {"vllm": "0.33.0"}
 PARTITIONS = """\
 PartitionName=cpu AllowGroups=ALL Default=YES MaxNodes=UNLIMITED MaxTime=1-00:00:00 Nodes=c[1-2] State=UP
 PartitionName=gpu AllowGroups=ALL Default=NO MaxNodes=2 MaxTime=12:00:00 Nodes=g[1-3],old1 State=UP
@@ -37,24 +37,24 @@ NODES = (
 )  # fmt: skip
 
 
-def site() -> Site:
-    return slurm_site.parse(PARTITIONS, NODES)
-
-
-def told(**fields: object) -> list[str]:
-    raw = {"model": "m/x", "target": "slurm", **fields}
-    return [str(problem) for problem in slurm_site.problems(site(), reading.from_mapping(raw))]
-
-
+SITE = slurm_site.parse(PARTITIONS, NODES)
 GPUS = {"gpu": "h100-sxm", "gpus_per_node": 4}
 
 
+def problems(**fields: object) -> list[str]:
+    raw = {"model": "m/x", "target": "slurm", **fields}
+    return [str(problem) for problem in slurm_site.problems(SITE, reading.from_mapping(raw))]
+
+
+def machines(site: Site | None = SITE, **fields: object) -> list[Machine]:
+    return slurm_site.machines(site, reading.from_mapping({"model": "m/x", "target": "slurm", **fields}), VERSIONS)
+
+
 def test_a_good_request_is_not_refused() -> None:
-    assert (
-        told(hardware={**GPUS, "nodes": 2}, slurm={"partition": "gpu", "gres": "gpu:h100:4", "time": "12:00:00"}) == []
-    )
-    assert told(hardware={**GPUS, "nodes": 3}, slurm={"partition": "long", "time": "7-0"}) == []
-    assert told(engine={"kind": "vllm"}) == []
+    block = {"partition": "gpu", "gres": "gpu:h100:4", "time": "12:00:00"}
+    assert problems(hardware={**GPUS, "nodes": 2}, slurm=block) == []
+    assert problems(hardware={**GPUS, "nodes": 3}, slurm={"partition": "long", "time": "7-0"}) == []
+    assert problems(engine={"kind": "vllm"}) == []
 
 
 @pytest.mark.parametrize(
@@ -102,56 +102,45 @@ def test_a_good_request_is_not_refused() -> None:
         ),
     ],
 )
-def test_what_there_is_not_is_refused_with_what_there_is(fields: dict[str, object], words: str) -> None:
-    (problem,) = told(**fields)
+def test_what_the_site_lacks_is_refused_with_what_it_has(fields: dict[str, object], words: str) -> None:
+    (problem,) = problems(**fields)
     assert words in problem
 
 
 def test_all_problems_come_together() -> None:
     block = {"partition": "gpu", "time": "2-0", "gres": "gpu:tpu:1", "cpus_per_node": 100}
-    assert len(told(hardware={"gpu": "h100-sxm"}, slurm=block)) == 2
+    assert len(problems(hardware={"gpu": "h100-sxm"}, slurm=block)) == 2
 
 
 def test_machines_are_those_that_a_job_may_get() -> None:
-    raw = {"model": "m/x", "target": "slurm", "hardware": GPUS, "slurm": {"partition": "long", "memory": "100G"}}
-    found = slurm_site.machines(site(), reading.from_mapping(raw), {"vllm": "0.33.0"})
-    assert [machine.host for machine in found] == ["g1", "g2"], "a drained node is not counted on"
-    assert len(found[0].gpus) == 4
-    assert found[0].gpus[0].memory_bytes > 79 * 2**30
-    assert found[0].memory_free_bytes == 100 * 2**30
-    assert found[0].versions == {"vllm": "0.33.0"}
+    first, second = machines(hardware=GPUS, slurm={"partition": "long", "memory": "100G"})
+    assert (first.host, second.host) == ("g1", "g2"), "a drained node is not counted on"
+    assert (len(first.gpus), first.memory_free_bytes, first.versions) == (4, 100 * 2**30, VERSIONS)
+    assert first.gpus[0].memory_bytes > 79 * 2**30
 
 
 @pytest.mark.parametrize("gres", ["gpu:h100", "gpu", "gpu:h100,shard:2", "shard,gpu:h100:1"])
-def test_without_a_number_one_is_asked_for(gres: str) -> None:
-    """As Slurm takes it: the plan must not be that of the whole node."""
-    raw = {"model": "m/x", "target": "slurm", "slurm": {"partition": "gpu", "gres": gres}}
-    found = slurm_site.machines(site(), reading.from_mapping(raw), {})
-    assert {len(machine.gpus) for machine in found} == {1}
-    assert ("old1" in [machine.host for machine in found]) == (gres == "gpu"), "only nodes with that type"
+def test_a_gres_without_a_number_is_one_as_for_slurm(gres: str) -> None:
+    nodes = machines(slurm={"partition": "gpu", "gres": gres})
+    assert {len(machine.gpus) for machine in nodes} == {1}
+    assert ("old1" in [machine.host for machine in nodes]) == (gres == "gpu"), "only nodes with that type"
 
 
-@pytest.mark.parametrize("asked", [{"slurm": {"gres": "shard:8"}}, {"hardware": {"gpus_per_node": 0}}])
-def test_who_asks_for_no_gpu_is_planned_without(asked: dict[str, Any]) -> None:
-    raw = {"model": "m/x", "target": "slurm", **asked}
-    assert {len(machine.gpus) for machine in slurm_site.machines(site(), reading.from_mapping(raw), {})} == {0}
-
-
-def test_a_type_may_begin_with_a_number() -> None:
-    assert slurm_site.requested(Slurm(gres="gpu:3g.20gb")) == [("gpu", "3g.20gb", 1)]
-    assert slurm_site.requested(Slurm(gres="gpu:2")) == [("gpu", "", 2)]
-    assert slurm_site.requested(Slurm()) == []
+def test_a_request_without_gpus_is_planned_without() -> None:
+    for request in ({"slurm": {"gres": "shard:8"}}, {"hardware": {"gpus_per_node": 0}}):
+        assert {len(machine.gpus) for machine in machines(**request)} == {0}
 
 
 def test_without_a_site_the_file_is_believed() -> None:
-    raw = {"model": "m/x", "target": "slurm", "hardware": {**GPUS, "nodes": 2}}
-    found = slurm_site.machines(None, reading.from_mapping(raw), {})
-    assert [len(machine.gpus) for machine in found] == [4, 4]
-    raw = {"model": "m/x", "target": "slurm", "hardware": {"gpu": "h100-sxm"}, "slurm": {"gres": "gpu:h100:2"}}
-    assert [len(machine.gpus) for machine in slurm_site.machines(None, reading.from_mapping(raw), {})] == [2]
+    assert [len(machine.gpus) for machine in machines(None, hardware={**GPUS, "nodes": 2})] == [4, 4]
+    alone = machines(None, hardware={"gpu": "h100-sxm"}, slurm={"gres": "gpu:h100:2"})
+    assert [len(machine.gpus) for machine in alone] == [2]
 
 
 def test_gres_and_node_lists() -> None:
+    assert slurm_site.requested(Slurm(gres="gpu:3g.20gb")) == [("gpu", "3g.20gb", 1)]
+    assert slurm_site.requested(Slurm(gres="gpu:2")) == [("gpu", "", 2)]
+    assert slurm_site.requested(Slurm()) == []
     assert parse_gres("gpu:h100:4(S:0,1),shard:8,gpu:2") == [("gpu", "h100", 4), ("shard", "", 8), ("gpu", "", 2)]
     assert parse_gres("(null)") == []
     assert expand("a[1-2,07]x,b") == ["a1x", "a2x", "a07x", "b"]

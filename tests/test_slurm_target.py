@@ -24,7 +24,7 @@ def leftovers():
     return subprocess.run(["squeue", "-h"], capture_output=True, text=True, check=True).stdout.splitlines()
 
 prepared = prepare.prepare(reading.load(Path(sys.argv[1])))
-run = start.write_run(prepared, 1, "sk-test")
+run = start.write_run(prepared, 1)
 launch = Launch("one", prepared.plan, ("http://127.0.0.1:1",), str(run.admin_token_file), listen="network")
 check_target(targets.load("slurm"), run, launch, sys.executable, leftovers, settle_s=30.0)
 """
@@ -48,8 +48,7 @@ def test_a_deployment_comes_up_scales_and_leaves_nothing(desk: Desk) -> None:
     assert "GET /health" in desk.call("logs", "one", "--replica", 1)
     desk.call("scale", "one", 1)
     assert [row["replica"] for row in desk.status()["replicas"]] == ["0"]
-    desk.call("down", "one")
-    assert desk.left() == []
+    desk.down()
     job = desk.slurm.job(desk.job())
     assert job["JobState"] == "COMPLETED", "it ended by itself, and was not cancelled"
 
@@ -60,5 +59,4 @@ def test_two_nodes_make_one_replica(desk: Desk) -> None:
     told = desk.replica()["announcement"]["nodes"]
     assert [node["host"] for node in told] == ["node1", "node2"]
     assert desk.answer().startswith("1:tell 2:me")
-    desk.call("down", "one", "--now")
-    assert desk.left() == []
+    desk.down("--now")

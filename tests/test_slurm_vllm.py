@@ -30,10 +30,7 @@ print(json.dumps(found))
 
 @pytest.mark.parametrize(
     ("executor", "parallel"),
-    [
-        pytest.param("mp", {"tensor": 2}, id="mp-tensor"),
-        pytest.param("ray", {"pipeline": 2}, id="ray-pipeline"),
-    ],
+    [pytest.param("mp", {"tensor": 2}, id="mp-tensor"), pytest.param("ray", {"pipeline": 2}, id="ray-pipeline")],
 )
 def test_the_text_of_a_job_of_two_nodes_is_that_of_the_uncut_model(
     slurm: Slurm, executor: str, parallel: dict[str, int]
@@ -47,7 +44,6 @@ def test_the_text_of_a_job_of_two_nodes_is_that_of_the_uncut_model(
         told = json.loads(desk.python(ASK, desk.status()["url"], prompts, str(MAX_TOKENS), timeout_s=120))
         assert told == [row.text for row in CHATS]
         assert [node["host"] for node in desk.replica()["announcement"]["nodes"]] == ["node1", "node2"]
-        desk.call("down", "one")
-        assert desk.left() == []
+        desk.down()
     finally:
         desk.ask("down", "one", "--now")

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+import os
+import sys
+import sysconfig
 import tarfile
 import time
 from collections.abc import Sequence
@@ -15,31 +18,20 @@ import penstock
 from penstock.paths import control_folder
 from penstock.spec.blocks import Ssh as Block
 from penstock.targets.openssh import Done, HostError, Ssh, is_legal, reading, short_name
-from penstock.targets.ssh import bundle, liveness
+from penstock.targets.ssh import bundle, host_setup, liveness
 from penstock.targets.ssh.bundle import HostPython
-from penstock.targets.ssh.install import Bringer, Looked
+from penstock.targets.ssh.install import HostFacts, HostInstaller
 from penstock.targets.ssh.liveness import Look, Watch
 from penstock.targets.ssh.placement import assign
 from penstock.wire.announcement import Process
 
 BOOT = "5a1c3c60-3d6b-4c54-9e0c-5a3f1d2b7e11"
+LEGAL = ["node1", "me@node1", "me.too@10.0.0.1", "ssh://me@node1:2222", "ssh://[fe80::1%eth0]:22", "a-b.example"]
+ILLEGAL = ["", "-oProxyCommand=x", "-l", "me@-oX", "a b", "a;b", "$(x)", "a\nb", "node1\n", "@a", "a@", "`x`"]
 
 
-@pytest.mark.parametrize(
-    "host", ["node1", "me@node1", "me.too@10.0.0.1", "ssh://me@node1:2222", "ssh://[fe80::1%eth0]:22", "a-b.example"]
-)
-def test_what_ssh_takes_for_a_host(host: str) -> None:
-    assert is_legal(host)
-
-
-@pytest.mark.parametrize(
-    "host", ["", "-oProxyCommand=x", "-l", "me@-oX", "a b", "a;b", "$(x)", "a\nb", "node1\n", "@a", "a@", "`x`"]
-)
-def test_what_is_refused_as_a_host(host: str) -> None:
-    assert not is_legal(host)
-
-
-def test_a_host_is_named_without_its_user() -> None:
+def test_what_ssh_takes_for_a_host_and_how_messages_name_it() -> None:
+    assert [host for host in LEGAL + ILLEGAL if is_legal(host)] == LEGAL
     assert [short_name(host) for host in ("me@a", "ssh://me@b:22", "c")] == ["a", "b:22", "c"]
 
 
@@ -61,22 +53,15 @@ def test_complaints_are_read(complaint: str, meaning: str) -> None:
     assert meaning in reading(complaint)[0]
 
 
-def test_one_node_replicas_go_round_the_hosts() -> None:
-    placed = assign(["a", "b"], 1, ["0", "1", "2"], {})
-    assert placed == {"0": ("a",), "1": ("b",), "2": ("a",)}
-
-
-def test_a_new_replica_takes_what_is_least_used_and_the_others_stay() -> None:
+def test_replicas_go_round_the_hosts_and_those_that_are_placed_stay() -> None:
+    assert assign(["a", "b"], 1, ["0", "1", "2"], {}) == {"0": ("a",), "1": ("b",), "2": ("a",)}
     assert assign(["a", "b", "c"], 1, ["1", "3"], {"1": ["b"], "2": ["c"]}) == {"1": ("b",), "3": ("a",)}
-
-
-def test_replicas_of_two_nodes_take_hosts_in_order() -> None:
-    placed = assign(["a", "b", "c", "d"], 2, ["0", "1", "2"], {})
-    assert placed == {"0": ("a", "b"), "1": ("c", "d"), "2": ("a", "b")}
+    pairs = assign(["a", "b", "c", "d"], 2, ["0", "1", "2"], {})
+    assert pairs == {"0": ("a", "b"), "1": ("c", "d"), "2": ("a", "b")}
     assert assign(["a", "b", "c"], 2, ["0", "1"], {}) == {"0": ("a", "b"), "1": ("a", "c")}
 
 
-def test_a_command_line_holds_no_option_of_the_user_and_asks_for_nothing(tmp_path: Path) -> None:
+def test_a_command_line_holds_no_option_of_the_user_and_asks_for_nothing() -> None:
     argv = Ssh("/x/config", "0badcafe").argv("me@node1")
     assert argv[:3] == ["ssh", "-F", "/x/config"] and argv[-2:] == ["--", "me@node1"]
     assert "BatchMode=yes" in argv
@@ -85,30 +70,16 @@ def test_a_command_line_holds_no_option_of_the_user_and_asks_for_nothing(tmp_pat
 
 
 def python(**fields: Any) -> HostPython:
-    import sys
-    import sysconfig
-
-    ours = f"{sys.version_info[0]}.{sys.version_info[1]}.0"
-    known: dict[str, Any] = {"platform": sysconfig.get_platform(), "libc": "glibc 2.17", **fields}
-    return HostPython(
-        fields.get("version", ours),
-        sys.implementation.name,
-        known["platform"],
-        known["libc"],
-        fields.get("has", {}),
-    )
+    ours = {"version": f"{sys.version_info[0]}.{sys.version_info[1]}.0", "implementation": sys.implementation.name}
+    return HostPython(**{**ours, "platform": sysconfig.get_platform(), "libc": "glibc 2.17", **fields})
 
 
-def test_only_what_a_host_lacks_is_brought() -> None:
+def test_only_what_a_host_lacks_is_brought_and_compiled_files_only_to_a_python_like_ours() -> None:
     assert bundle.lacking({}) == ["msgspec", "psutil", "PyYAML"]
     assert bundle.lacking({"msgspec": "0.19.0", "psutil": "5.9.8", "PyYAML": "6.0.2"}) == ["psutil"]
-
-
-def test_compiled_files_go_only_to_a_python_like_ours() -> None:
     assert bundle.is_like_ours(python())
-    assert not bundle.is_like_ours(python(version="3.19.1"))
-    assert not bundle.is_like_ours(python(platform="linux-s390x"))
-    assert not bundle.is_like_ours(python(libc=""))
+    for other in ({"version": "3.19.1"}, {"platform": "linux-s390x"}, {"libc": ""}):
+        assert not bundle.is_like_ours(python(**other))
 
 
 def test_a_bundle_is_an_installed_package_named_by_its_bytes(tmp_path: Path) -> None:
@@ -122,34 +93,14 @@ def test_a_bundle_is_an_installed_package_named_by_its_bytes(tmp_path: Path) -> 
         assert f"penstock-{penstock.__version__}.dist-info/METADATA" in archive.getnames()
     small.write_text("X = 2\n")
     assert bundle.key_of(members) != key
-
-
-def test_our_own_files_are_in_the_bundle(tmp_path: Path) -> None:
-    names = [name for name, _ in bundle.contents(python(), tmp_path)]
-    assert {
-        "penstock/node/supervisor.py",
-        "penstock/targets/ssh/agent.py",
-        "penstock/models/demo_model/config.json",
-    } <= set(names)
+    names = {name for name, _ in bundle.contents(python(), tmp_path)}
+    assert {"penstock/node/supervisor.py", "penstock/targets/ssh/agent.py"} <= names
+    assert "penstock/models/demo_model/config.json" in names
     assert [name for name in names if name.startswith("msgspec/")] and not [n for n in names if n.endswith(".pyc")]
 
 
-def test_a_base_that_was_made_anew_gets_an_environment_of_its_own(tmp_path: Path) -> None:
-    """~/vllm/bin/python may be another Python today, whose packages are elsewhere."""
-
-    def environment(looked: HostPython) -> str:
-        bringer = Bringer(FakeSsh("{}"), Block(hosts=("a",), python="~/vllm/bin/python"), tmp_path)
-        return bringer.bring("a", Looked("a", "/f", looked, (), ())).python
-
-    has = {"msgspec": "0.20", "psutil": "7", "PyYAML": "6.0.2"}
-    first = environment(python(has=has))
-    assert environment(python(has=has)) == first
-    assert environment(python(version="3.19.1", has=has)) != first
-    assert environment(python(has={"msgspec": "0.20", "psutil": "7"})) != first
-
-
 class FakeSsh(Ssh):
-    """A host that prints what it is told to, or cannot be reached."""
+    """A host that prints these answers, the last again and again; "away" cannot be reached."""
 
     def __init__(self, *answers: str) -> None:
         self.answers = list(answers)
@@ -157,10 +108,22 @@ class FakeSsh(Ssh):
     def run(self, host: str, words: Sequence[str], given: bytes = b"", timeout_s: float = 30.0) -> Done:
         answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
         if answer == "away":
-            raise HostError(
-                host, f"{host} cannot be reached over ssh: it does not answer", detail=None, hint=None, is_away=True
-            )
+            raise HostError(f"{host} cannot be reached over ssh: it does not answer", is_retryable=True)
         return Done(0, answer.encode(), "")
+
+
+def test_a_base_that_was_made_anew_gets_an_environment_of_its_own(tmp_path: Path) -> None:
+    """~/vllm/bin/python may be another Python today, whose packages are elsewhere."""
+
+    def environment(**fields: Any) -> str:
+        installer = HostInstaller(FakeSsh("{}"), Block(hosts=("a",), python="~/vllm/bin/python"), tmp_path)
+        return installer.bring("a", HostFacts("a", "/f", python(**fields), (), ())).python
+
+    has = {"msgspec": "0.20", "psutil": "7", "PyYAML": "6.0.2"}
+    first = environment(has=has)
+    assert environment(has=has) == first
+    assert environment(version="3.19.1", has=has) != first
+    assert environment(has={"msgspec": "0.20", "psutil": "7"}) != first
 
 
 def stat(pid: int, name: str = "python", state: str = "S", ticks: int = 4200) -> str:
@@ -169,49 +132,34 @@ def stat(pid: int, name: str = "python", state: str = "S", ticks: int = 4200) ->
 
 def test_processes_are_told_by_their_start_and_zombies_are_dead() -> None:
     lines = [BOOT, stat(7), stat(8, "a (b) c", ticks=500), stat(9, state="Z"), "."]
-    boot, started = liveness.alive(FakeSsh("\n".join(lines) + "\n"), "a", [7, 8, 9])
-    assert boot == BOOT
-    assert started == {7: 42.0, 8: 5.0}
-
-
-def test_an_answer_that_was_cut_off_is_none() -> None:
-    with pytest.raises(HostError):
+    assert liveness.alive(FakeSsh("\n".join(lines) + "\n"), "a", [7, 8, 9]) == (BOOT, {7: 42.0, 8: 5.0})
+    with pytest.raises(HostError):  # cut off
         liveness.alive(FakeSsh(f"{BOOT}\n{stat(7)}\n"), "a", [7])
 
 
-def test_a_process_of_another_boot_or_another_start_is_another() -> None:
-    look = Look(frozenset({7}), BOOT, {7: 42.0}, 0.0, 0.0)
+def test_a_process_of_another_boot_or_another_start_is_another_and_a_silent_host_is_believed_for_a_moment() -> None:
+    look = Look(frozenset({7}), BOOT, {7: 42.0}, good_at=100.0, tried_at=104.0, error="it does not answer")
     assert look.has(Process(7, 42.0), BOOT)
     assert not look.has(Process(7, 43.0), BOOT)
     assert not look.has(Process(7, 42.0), "another")
     assert not look.has(Process(8, 42.0), BOOT)
-
-
-def test_a_silent_host_is_believed_for_a_moment() -> None:
-    look = Look(frozenset({7}), BOOT, {7: 42.0}, good_at=100.0, tried_at=104.0, error="it does not answer")
-    assert not look.is_away(104.0)
-    assert look.is_away(106.0)
+    assert not look.is_away(104.0) and look.is_away(106.0)
     assert Look(error="never reached").is_away(0.0)
 
 
 def test_a_watch_remembers_and_forgets() -> None:
-    ssh = FakeSsh(f"{BOOT}\n{stat(7)}\n.\n", f"{BOOT}\n.\n", "away")
-    seen = Watch(ssh)
-    assert seen.see({"a": [7]})["a"].has(Process(7, 42.0), BOOT)
-    assert seen.see({"a": [7]})["a"].has(Process(7, 42.0), BOOT), "it is fresh"
-    seen.forget(["a"])
-    assert not seen.see({"a": [7]})["a"].has(Process(7, 42.0), BOOT)
-    late = seen.see_now({"a": [7]})["a"]
+    watch = Watch(FakeSsh(f"{BOOT}\n{stat(7)}\n.\n", f"{BOOT}\n.\n", "away"))
+    assert watch.see({"a": [7]})["a"].has(Process(7, 42.0), BOOT)
+    assert watch.see({"a": [7]})["a"].has(Process(7, 42.0), BOOT), "it is fresh"
+    watch.forget(["a"])
+    assert not watch.see({"a": [7]})["a"].has(Process(7, 42.0), BOOT)
+    late = watch.see_now({"a": [7]})["a"]
     assert late.error is not None and late.boot == BOOT and late.is_away(time.monotonic() + 60)
 
 
 def test_versions_of_long_ago_are_removed_but_not_those_that_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import os
-
-    from penstock.targets.ssh import host_setup
-
     for number in range(8):
         (tmp_path / f"v{number}").mkdir()
         long_ago = time.time() - (40 + number) * 86400

@@ -15,8 +15,7 @@ from penstock.run_folder import Desired, Handle, Run, Unit
 from penstock.targets import LeftBehind
 from penstock.targets.openssh import HostError, Ssh
 from penstock.targets.ssh import logs as streams
-from penstock.targets.ssh.placement import Node
-from penstock.targets.ssh.target import _Room
+from penstock.targets.ssh.placement import Node, RunHosts
 from penstock.wire.announcement import Process
 
 PROGRAM = """#!/bin/sh
@@ -72,14 +71,14 @@ def test_the_log_of_a_living_rank_is_kept_when_the_host_of_an_earlier_one_is_awa
     (folder / "logs").mkdir(parents=True)
     (folder / "logs" / "replica-0-1.log").write_text("rank 1 says\n")
     with pytest.raises(LeftBehind):
-        _Room(run).end_all({"0": [node("away", folder), node("here", folder)]}, 0.0)
+        RunHosts(run).end_all({"0": [node("away", folder), node("here", folder)]}, 0.0)
     assert run.log("replica-0").read_text() == "here: rank 1 says\n"
     assert not folder.exists()
 
 
 def test_what_tail_printed_before_it_failed_is_not_taken_for_a_log(run: Run, tmp_path: Path) -> None:
     program(tmp_path / "bin" / "tail", "#!/bin/sh\necho a part; exit 1\n")
-    _Room(run).end_all({"0": [node("here", tmp_path / "there")]}, 0.0)
+    RunHosts(run).end_all({"0": [node("here", tmp_path / "there")]}, 0.0)
     assert not run.log("replica-0").exists()
 
 
@@ -127,7 +126,7 @@ def test_followed_logs_of_replicas_tell_a_break_unless_the_deployment_goes_down(
             if unit.name == "0" or is_down:
                 if is_down:
                     run.write_desired(Desired("down", 0))
-                raise HostError("a", "a is away", detail=None, hint=None, is_away=True)
+                raise HostError("a is away", is_retryable=True)
 
     monkeypatch.setattr(targets, "load", lambda _: Breaking())
     is_down, seen = False, list[str]()

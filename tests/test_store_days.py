@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import textwrap
 import threading
 import time
 from pathlib import Path
@@ -22,7 +21,7 @@ MIDNIGHT = NOW // DAY_S * DAY_S
 GROUPED: tuple[tuple[Grouping, ...], ...] = ((), ("key",), ("model", "day"), GROUPINGS)
 
 
-def old_rows(n_rows: int, *, first: int = 0) -> list[Row]:
+def old_rows(n_rows: int) -> list[Row]:
     """Of three days before MIDNIGHT, of two keys and all kinds; one in three has a price."""
     return [
         row(
@@ -34,7 +33,7 @@ def old_rows(n_rows: int, *, first: int = 0) -> list[Row]:
             cost_usd=None if number % 3 else 0.25,
             is_estimate=int(number % 4 == 0),
         )
-        for number in range(first, n_rows)
+        for number in range(n_rows)
     ]
 
 
@@ -52,7 +51,7 @@ def test_pruning_changes_no_sum_and_no_budget(store: Store) -> None:
     assert spent == {"k0": 8.5, "k1": 8.25, key.id: 1.0}
     # Not whole days: 201 rows are older than the midnight before.
     assert [store.usage.prune(MIDNIGHT + 3600, n_rows_max=64) for _ in range(5)] == [64, 64, 64, 9, 0]
-    assert store.database.all("SELECT count(*) FROM requests", ()) == [(1,)]
+    assert store.database.all("SELECT count(*) FROM requests") == [(1,)]
     assert (all_usage(store), store.usage.spend("2026-09")) == (usage, spent)
     # Late rows of a day that was pruned are added to it.
     store.usage.add_rows("late", [row(0, at=MIDNIGHT - 5, key_id="k0", cost_usd=0.5)])
@@ -92,7 +91,7 @@ def test_folded_batches_are_pruned_too_and_young_ones_stay_folded(tmp_path: Path
     assert opened.usage.prune(MIDNIGHT) == FOLD_ROWS
     assert opened.usage.prune(MIDNIGHT) == 0
     count = "SELECT (SELECT count(*) FROM requests), (SELECT count(*) FROM folded_requests)"
-    assert opened.database.all(count, ()) == [(0, 1)]
+    assert opened.database.all(count) == [(0, 1)]
     assert opened.usage.usage(())[0].n_requests == 2 * FOLD_ROWS
     opened.close()
 
@@ -105,7 +104,7 @@ def test_pruned_space_is_used_again_and_given_back(tmp_path: Path) -> None:
         opened.usage.add_rows(f"w{turn}", old_rows(FOLD_ROWS * 8))
         while opened.usage.prune(MIDNIGHT):
             pass
-        opened.database.execute("PRAGMA wal_checkpoint(TRUNCATE)", ())
+        opened.database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         sizes.append(path.stat().st_size)
     assert sizes[2] <= sizes[0] * 1.2
     opened.database.compact()
@@ -119,12 +118,12 @@ def test_pruned_space_is_used_again_and_given_back(tmp_path: Path) -> None:
 def test_two_gateways_that_prune_at_once_count_every_row_once(postgres: str) -> None:
     opened, other = Store(postgres), Store(postgres)
     for table in ("requests", "daily_usage"):
-        opened.database.execute(f"DELETE FROM {table}", ())
+        opened.database.execute(f"DELETE FROM {table}")
     opened.usage.add_rows("w", old_rows(3000))
     usage, counts = opened.usage.usage(GROUPINGS), {opened: 0, other: 0}
 
     def prune(mine: Store) -> None:
-        while mine.database.all("SELECT count(*) FROM requests", ()) != [(0,)]:
+        while mine.database.all("SELECT count(*) FROM requests") != [(0,)]:
             counts[mine] += mine.usage.prune(MIDNIGHT, n_rows_max=50)
 
     threads = [threading.Thread(target=prune, args=(mine,)) for mine in counts]
@@ -138,13 +137,13 @@ def test_two_gateways_that_prune_at_once_count_every_row_once(postgres: str) -> 
     other.close()
 
 
-_PRUNER = """
+_PRUNER = f"""
 import sys
 from penstock.gateway.accounting.store import connect
 from penstock.gateway.accounting.usage_store import UsageStore
-store = UsageStore(connect({place!r}))
+store = UsageStore(connect(sys.argv[1]))
 print("go", flush=True)
-while store.prune({before}, n_rows_max=20):
+while store.prune({MIDNIGHT}, n_rows_max=20):
     pass
 """
 
@@ -156,15 +155,14 @@ def test_killed_pruning_loses_and_doubles_nothing(tmp_path: Path) -> None:
     opened.usage.add_rows("w", old_rows(20_000))
     usage = opened.usage.usage(GROUPINGS)
     left = [20_000]
-    code = textwrap.dedent(_PRUNER).format(place=place, before=MIDNIGHT)
     for after_s in (0.02, 0.05, 0.08):
-        pruner = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+        pruner = subprocess.Popen([sys.executable, "-c", _PRUNER, place], stdout=subprocess.PIPE, text=True)
         assert pruner.stdout is not None
         assert pruner.stdout.readline() == "go\n"
         time.sleep(after_s)
         pruner.send_signal(signal.SIGKILL)
         pruner.communicate()
-        left.append(opened.database.all("SELECT count(*) FROM requests", ())[0][0])
+        left.append(opened.database.all("SELECT count(*) FROM requests")[0][0])
         assert opened.usage.usage(GROUPINGS) == usage
     assert 0 < left[-1] < left[0]
     opened.close()

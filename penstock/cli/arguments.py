@@ -1,11 +1,7 @@
-"""Argument types and common arguments of every verb.
+"""Argument types (all refuse with one sentence, `"x" is not a whole number from 1 to 64`) and common arguments.
 
-Types, for `add_argument(type=...)`; all refuse with one sentence, `"x" is not a whole number from 1 to 64`:
-    whole(1, 64), count (1 and up), count_or_zero, token_count ("128K")
-    number(0, 1), positive (above 0), not_negative, share (0 to 1), seconds (above 0), period_s ("90s", "12h", "30d")
-    counts ("1,2,4"), numbers ("0.5,1"), names ("a,b"), day ("2026-11-20"), not_empty, json_object
-Arguments: add_json, add_name, add_source (FILE|MODEL and --set), add_deployment (those and --name, --engine, ...).
-What they describe: deployment_of(options).  `complete(parser, action, examples)` gives a verb its action and examples.
+`complete(parser, action, examples)` gives a verb its action and examples; `deployment_of(options)` is what FILE|MODEL
+and the flags of `add_deployment` describe.
 """
 
 from __future__ import annotations
@@ -34,19 +30,13 @@ _FACTORS = {"k": 10**3, "m": 10**6, "K": 2**10, "M": 2**20}
 
 
 def refusal(text: str, what: str) -> argparse.ArgumentTypeError:
-    """The one error text of an argument: `"x" is not WHAT`."""
     return argparse.ArgumentTypeError(f'"{text[:60]}" is not {what}')
 
 
-# ---- types -----------------------------------------------------------------------------------------------------------
-
-
 def whole(least: int, most: int = MOST, *, what: str = "a whole number") -> Callable[[str], int]:
-    """A whole number within these bounds, written in digits."""
-
     def read(text: str) -> int:
         digits = text.removeprefix("-") if least < 0 else text
-        # The length first: nobody has to compute with thousands of digits.
+        # The length first: int() of thousands of digits is slow.
         if not (digits.isascii() and digits.isdigit() and len(digits) <= 18 and least <= int(text) <= most):
             raise refusal(text, f"{what} from {least:,} to {most:,}")
         return int(text)
@@ -95,7 +85,6 @@ counts, numbers = _listed(count), _listed(positive)
 
 
 def names(text: str) -> tuple[str, ...]:
-    """("a", "b") of "a, b"."""
     return tuple(part.strip() for part in text.split(","))
 
 
@@ -137,7 +126,6 @@ def json_object(text: str) -> dict[str, Any]:
 
 
 def complete(parser: argparse.ArgumentParser, action: Action, examples: Sequence[str] = ()) -> None:
-    """Give a verb what it does and the examples under its --help."""
     parser.set_defaults(verb=action)
     if examples:
         parser.epilog = "\n".join(["examples:", *(f"  {example}" for example in examples)])
@@ -170,23 +158,18 @@ def add_deployment(parser: argparse.ArgumentParser) -> None:
 
 
 def deployment_of(options: argparse.Namespace) -> Deployment:
-    """The deployment that FILE|MODEL and the flags describe; the bundled demo when there is none.  Raises UserError."""
+    """The deployment that FILE|MODEL and the flags describe; the bundled demo without either.  Raises UserError."""
     from penstock.spec import reading
 
     # As JSON, which YAML reads the same way: a name such as 123 stays text.
-    settings = [f"{key}={json.dumps(value)}" for key, value in _flag_settings(options) if value is not None]
-    settings += options.set
+    fields = {"name": "name", "engine": "engine.kind", "replicas": "replicas", "port": "gateway.port"}
+    values = {field: getattr(options, flag, None) for flag, field in fields.items()}
+    settings = [f"{field}={json.dumps(value)}" for field, value in values.items() if value is not None] + options.set
     return _demo(settings) if options.source is None else reading.read(options.source, settings)
 
 
 def shortened(text: str) -> str:
-    """At most 200 characters of what a user typed, for a message."""
     return text if len(text) <= 200 else f"{text[:200]}..."
-
-
-def _flag_settings(options: argparse.Namespace) -> list[tuple[str, object]]:
-    fields = {"name": "name", "engine": "engine.kind", "replicas": "replicas", "port": "gateway.port"}
-    return [(field, getattr(options, flag, None)) for flag, field in fields.items()]
 
 
 def _demo(settings: list[str]) -> Deployment:

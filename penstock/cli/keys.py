@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import datetime
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,10 +21,12 @@ if TYPE_CHECKING:
     from penstock.gateway.accounting.key_store import ApiKey
     from penstock.gateway.accounting.store import Database
     from penstock.gateway.accounting.usage_store import Grouping, Usage, UsageStore
+    from penstock.run_folder import Run
     from penstock.spec.gateway import Price
 
 # A running gateway reads changed keys every 0.5 s (gateway/accounting/ledger.py): a key that was shown works.
 SEEN_S = 0.6
+_OWNER_S = 12 * 3600.0  # the last command's key lives on: one chat need not end another
 _GROUPINGS = ("key", "model", "day", "state", "replica")
 _limit, _amount = arguments.whole(1, 2**53 - 1), arguments.number(0)
 
@@ -46,29 +49,27 @@ def _groupings(text: str) -> tuple[str, ...]:
     return by
 
 
-def _add_store(parser: argparse.ArgumentParser) -> None:
-    text = "an SQLite file or postgresql://... ($PENSTOCK_STORE)"
-    parser.add_argument("--store", metavar="FILE|URL", help=text)
+def _add_store(add: Callable[..., object]) -> None:
+    add("--store", metavar="FILE|URL", help="an SQLite file or postgresql://... ($PENSTOCK_STORE)")
     text = "the store of that deployment (default: the only deployment that runs)"
-    parser.add_argument("--deployment", metavar="NAME", help=text)
+    add("--deployment", metavar="NAME", help=text)
 
 
 def register_keys(parser: argparse.ArgumentParser) -> None:
+    add, time_s = parser.add_argument, arguments.period_s
     actions = ("create", "list", "rotate", "revoke")
-    parser.add_argument("action", choices=actions, help="rotate: a new secret with the same limits")
-    parser.add_argument("key", nargs="?", metavar="NAME|ID", help="the key to rotate or revoke, or the new key's name")
-    parser.add_argument("--name", help="create: the name of the key")
+    add("action", choices=actions, help="rotate: a new secret with the same limits")
+    add("key", nargs="?", metavar="NAME|ID", help="the key to rotate or revoke, or the new key's name")
+    add("--name", help="create: the name of the key")
     text = "create: the models it may use (default: all)"
-    parser.add_argument("--models", type=arguments.names, default=(), metavar="M,M", help=text)
-    parser.add_argument("--rpm", type=_limit, metavar="N", help="create: requests per minute")
-    parser.add_argument("--tpm", type=_limit, metavar="N", help="create: tokens per minute, prompt and answer")
-    parser.add_argument("--concurrency", type=_limit, metavar="N", help="create: requests at once")
-    parser.add_argument("--budget", type=_amount, metavar="USD", help="create: dollars per calendar month (UTC)")
-    text = "create: the key expires after this time, such as 30d"
-    parser.add_argument("--expires", type=arguments.period_s, metavar="TIME", help=text)
-    text = "rotate: the old secret stays valid this long"
-    parser.add_argument("--grace", type=arguments.period_s, default=0.0, metavar="TIME", help=text)
-    _add_store(parser)
+    add("--models", type=arguments.names, default=(), metavar="M,M", help=text)
+    add("--rpm", type=_limit, metavar="N", help="create: requests per minute")
+    add("--tpm", type=_limit, metavar="N", help="create: tokens per minute, prompt and answer")
+    add("--concurrency", type=_limit, metavar="N", help="create: requests at once")
+    add("--budget", type=_amount, metavar="USD", help="create: dollars per calendar month (UTC)")
+    add("--expires", type=time_s, metavar="TIME", help="create: the key expires after this time, such as 30d")
+    add("--grace", type=time_s, default=0.0, metavar="TIME", help="rotate: the old secret stays valid this long")
+    _add_store(add)
     arguments.add_json(parser)
     examples = (
         "penstock keys create --name alice --rpm 60 --expires 30d",
@@ -79,20 +80,18 @@ def register_keys(parser: argparse.ArgumentParser) -> None:
 
 
 def register_usage(parser: argparse.ArgumentParser) -> None:
-    text = "prune: replace the rows of old requests by one sum per day"
-    parser.add_argument("action", nargs="?", choices=("prune",), help=text)
-    parser.add_argument("--before", type=arguments.day, metavar="DAY", help="prune: requests before this day (UTC)")
-    text = "prune: requests older than this, such as 90d"
-    parser.add_argument("--keep", type=arguments.period_s, metavar="TIME", help=text)
-    parser.add_argument("--by", type=_groupings, default=("key", "model"), metavar="A,B", help=", ".join(_GROUPINGS))
-    text = "only the last 7d, 12h, ... (default: all)"
-    parser.add_argument("--since", type=arguments.period_s, metavar="TIME", help=text)
+    add, time_s = parser.add_argument, arguments.period_s
+    add("action", nargs="?", choices=("prune",), help="prune: replace the rows of old requests by one sum per day")
+    add("--before", type=arguments.day, metavar="DAY", help="prune: requests before this day (UTC)")
+    add("--keep", type=time_s, metavar="TIME", help="prune: requests older than this, such as 90d")
+    add("--by", type=_groupings, default=("key", "model"), metavar="A,B", help=", ".join(_GROUPINGS))
+    add("--since", type=time_s, metavar="TIME", help="only the last 7d, 12h, ... (default: all)")
     text = (
         "dollars per million tokens of a model, M=0.5/1.5, or with cached tokens M=0.5/1.5/0.1; replaces the price"
         " that the gateway used"
     )
-    parser.add_argument("--price", action="append", type=_price, default=[], metavar="M=IN/OUT", help=text)
-    _add_store(parser)
+    add("--price", action="append", type=_price, default=[], metavar="M=IN/OUT", help=text)
+    _add_store(add)
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--csv", action="store_true", help="print CSV")
     form.add_argument("--json", action="store_true", help="print JSON")
@@ -102,6 +101,20 @@ def register_usage(parser: argparse.ArgumentParser) -> None:
         "penstock usage prune --keep 90d",
     )
     arguments.complete(parser, _run_usage, examples)
+
+
+def owner_key(run: Run) -> str | None:
+    """A key for a command of the deployment's owner, who can write its store; None where none is needed."""
+    from penstock.gateway.accounting import store
+    from penstock.gateway.accounting.key_store import KeyStore
+
+    config = run.gateway_file()
+    if run.deployment().gateway.auth == "none" or config.store is None:
+        return None
+    with contextlib.closing(store.connect(config.store)) as database:
+        secret = KeyStore(database).renew("owner", _OWNER_S, time.time())
+    time.sleep(SEEN_S)
+    return secret
 
 
 def _open(options: argparse.Namespace, *, may_create: bool = False) -> Database:

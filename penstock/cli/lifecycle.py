@@ -71,6 +71,7 @@ def register_down(parser: argparse.ArgumentParser) -> None:
     arguments.add_name(parser)
     parser.add_argument("--now", action="store_true", help="do not wait for requests in flight")
     parser.add_argument("-a", "--all", action="store_true", help="end every deployment")
+    parser.add_argument("--forget", action="store_true", help="give up what is on machines that are gone for good")
     arguments.add_json(parser)
     arguments.complete(parser, _down, ("penstock down", "penstock down qwen --now", "penstock down --all"))
 
@@ -98,11 +99,12 @@ def _up(options: argparse.Namespace) -> int:
             facts = {"name": started.name, "url": started.url, "was_running": started.was_running, "key": started.key}
             print_json({"event": "submitted", **facts, "warnings": run.plan().warnings})
         elif options.no_wait or options.timeout is not None:
-            print(status_text.submitted_text(started))
+            print(status_text.submitted_text(started, run))
         if not options.json and not started.was_running:
             for warning in run.plan().warnings:
                 print(f"warning: {warning}", file=sys.stderr)
         if options.no_wait:
+            start.wait_listening(run)
             return 0
         with progress.StartDisplay(sys.stdout, options.json) as display:
             state = start.wait_ready(run, display.show, options.timeout, is_ours=not started.was_running)
@@ -265,7 +267,7 @@ def _down(options: argparse.Namespace) -> int:
     for run in chosen:
         on_step = None if options.json else lambda step, name=run.name: print(f"{name}: {step}", flush=True)
         try:
-            swept = stop.down(run, options.now, on_step)
+            swept = stop.down(run, options.now, on_step, options.forget)
         except PenstockError as error:
             if not options.all:
                 raise
@@ -281,20 +283,21 @@ def _down(options: argparse.Namespace) -> int:
 def _clean(options: argparse.Namespace) -> int:
     import msgspec
 
-    from penstock.deployment import stop
+    from penstock.deployment import leftovers
 
-    leftovers = stop.leftovers(options.runs)
-    stuck = stop.clean(leftovers) if options.yes else []
+    items = leftovers.leftovers(options.runs)
+    stuck = leftovers.clean(items.found) if options.yes else []
     if options.json:
-        print_json(
-            {"found": msgspec.to_builtins(leftovers), "removed": options.yes, "stuck": msgspec.to_builtins(stuck)}
-        )
-    elif not leftovers:
-        print("nothing is left behind")
+        facts = msgspec.to_builtins({"found": items.found, "unknown": items.unknown, "stuck": stuck})
+        print_json(facts | {"removed": options.yes})
     else:
-        for item in leftovers:
-            print(f"{item.kind:8} {item.name}  {item.what}")
-        print("removed" if options.yes and not stuck else "" if stuck else "run `penstock clean --yes` to remove these")
+        rows = [(item.kind, item.name, item.what) for item in items.found]
+        rows += [("unknown", item.name, f"{item.what} (its run folder cannot be seen)") for item in items.unknown]
+        print(table(rows) if rows else "nothing is left behind")
+        if items.unknown:
+            print("what is unknown may be in use: is its home mounted here? It is left alone")
+        if items.found and not stuck:
+            print("removed" if options.yes else "run `penstock clean --yes` to remove these")
     if stuck:
         raise PenstockError("could not remove everything", detail="\n".join(item.name for item in stuck))
     return 0

@@ -1,4 +1,4 @@
-"""The command tree: runs one verb, prints its errors, exits. Each verb is registered by its own module.
+"""The command tree: runs one verb, prints its errors, exits.
 
 Only the modules of the verb that was typed are imported: `penstock --help` imports argparse and the error family.
 """
@@ -52,8 +52,6 @@ VERBS = {
 
 
 class _UsageError(UserError):
-    """What argparse refuses, with its line of usage."""
-
     def __init__(self, message: str, usage: str) -> None:
         super().__init__(message)
         self.usage = usage
@@ -103,9 +101,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run one verb; the exit code."""
     for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed by who started us: penstock status >&-
+        if getattr(sys, name) is None:  # closed by the parent: penstock status >&-
             setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115 - for as long as we live
     as_json = "--json" in argv
     try:
@@ -138,7 +135,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _drop_unwritten_output() -> None:
-    """Drop what cannot be written (a closed pipe, a full disk): Python would try again when it exits, and complain."""
+    """Drop what cannot be written (a closed pipe, a full disk): Python would try again when it exits."""
     try:
         sys.stdout.flush()
     except OSError:

@@ -1,10 +1,4 @@
-"""What every verb prints with.
-
-print_json(value): one line of JSON, flushed.  print_step(text): progress, on standard error.
-print_error(error, as_json): message, detail and hint on standard error, or JSON on standard output.
-table(rows, head): aligned columns.  render(thing, width, has_colour): any rich renderable as plain lines.
-width(): columns of this terminal; UNLIMITED where output goes into a pipe or a file, whose lines stay whole.
-"""
+"""Prints JSON, steps, errors and tables. Output into a pipe or a file keeps its lines whole: `UNLIMITED` columns."""
 
 from __future__ import annotations
 
@@ -28,12 +22,11 @@ def print_json(value: Any) -> None:
 
 
 def print_step(text: str) -> None:
-    """A step of something that takes long, for the person who waits."""
     print(text, file=sys.stderr, flush=True)
 
 
 def print_error(error: PenstockError, as_json: bool) -> int:
-    """Print an error where its reader looks; its exit code."""
+    """Print an error on standard error, or as JSON on standard output; its exit code."""
     with contextlib.suppress(OSError):  # a closed or full output: the exit code is all that is left
         if as_json:
             print_json(error.facts())
@@ -85,8 +78,7 @@ def table(
     indent: int = 0,
 ) -> str:
     """Aligned columns, two spaces between them. Text too wide for `columns` (default: `width()`) continues below, in
-    its own column: nothing is cut off. `right`: the numbers of the columns that are aligned at their right end.
-    """
+    its own column: nothing is cut off. `right`: the numbers of the columns that are aligned at their right end."""
     from rich.padding import Padding
     from rich.table import Table
     from rich.text import Text

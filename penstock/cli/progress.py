@@ -65,24 +65,19 @@ class StartDisplay:
         import msgspec
 
         progress = _progress(replica)
-        event = {
-            "event": "progress",
-            "replica": replica.replica,
-            "state": replica.state,
-            "progress": msgspec.to_builtins(progress) if progress else None,
-            "reason": replica.reason,
-        }
-        text = json.dumps(event)
-        if self._last.get(replica.replica) != text:
-            self._last[replica.replica] = text
-            print(text, file=self._stream, flush=True)
+        facts = msgspec.to_builtins(progress) if progress else None
+        event = {"event": "progress", "replica": replica.replica, "state": replica.state, "progress": facts}
+        self._print_change(replica, json.dumps(event | {"reason": replica.reason}))
 
     def _show_line(self, replica: ReplicaStatus) -> None:
-        text = f"{replica.state} {progress_text(replica)}".strip()
+        elapsed = time.monotonic() - self._began
+        front = f"[{elapsed:5.1f} s] replica {replica.replica}: "
+        self._print_change(replica, f"{replica.state} {progress_text(replica)}".strip(), front)
+
+    def _print_change(self, replica: ReplicaStatus, text: str, front: str = "") -> None:
         if self._last.get(replica.replica) != text:
             self._last[replica.replica] = text
-            elapsed = time.monotonic() - self._began
-            print(f"[{elapsed:5.1f} s] replica {replica.replica}: {text}", file=self._stream, flush=True)
+            print(front + text, file=self._stream, flush=True)
 
 
 def _progress(replica: ReplicaStatus) -> Progress | None:

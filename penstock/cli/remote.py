@@ -73,8 +73,8 @@ def _with_name(options: argparse.Namespace, argv: Sequence[str]) -> int | None:
     from penstock import run_folder
     from penstock.targets import login as remote
 
-    given = _given(options)
-    name = given
+    typed = _typed_name(options)
+    name = typed
     if name is None:
         elsewhere = remote.names()
         name = elsewhere[0] if len(elsewhere) == 1 and not run_folder.living() else None
@@ -87,10 +87,10 @@ def _with_name(options: argparse.Namespace, argv: Sequence[str]) -> int | None:
             return int(options.verb(options) or 0)
     if options.verb_name == "tunnel":
         return _hold(login, name, options.port)
-    return remote.run(login, list(argv) if given else _named(argv, options, name), _is_terminal())
+    return remote.run(login, list(argv) if typed else _named(argv, options, name), _is_terminal())
 
 
-def _given(options: argparse.Namespace) -> str | None:
+def _typed_name(options: argparse.Namespace) -> str | None:
     """The deployment that the command line names."""
     if options.verb_name == "scale":
         return options.words[0] if len(options.words) > 1 else None

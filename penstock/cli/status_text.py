@@ -1,4 +1,4 @@
-"""What the commands show, as text, and the progress display of a start. Formats only; `cli` prints."""
+"""What the commands show, as text. Formats only; `cli` prints."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -17,7 +17,9 @@ from penstock.deployment import observe
 from penstock.hardware import Machine
 from penstock.planner import Device, Plan
 from penstock.run_folder import Part, ReplicaStatus, Run, State
+from penstock.spec.blocks import SHARED
 from penstock.text import show_bytes, show_seconds
+from penstock.wire.announcement import Restart
 
 if TYPE_CHECKING:
     from penstock.deployment.preflight import Finding
@@ -28,8 +30,8 @@ if TYPE_CHECKING:
 def command_name() -> str:
     """How the user starts penstock: by name when that is on the PATH, else by the path to it."""
     here = Path(sys.executable).with_name("penstock")
-    found = shutil.which("penstock")
-    if found and Path(found).resolve() == here.resolve():
+    on_path = shutil.which("penstock")
+    if on_path and Path(on_path).resolve() == here.resolve():
         return "penstock"
     try:
         return str(here.relative_to(Path.cwd()))
@@ -58,7 +60,6 @@ def progress_text(replica: ReplicaStatus) -> str:
 
 
 def ready_text(run: Run, state: State, started: Started) -> str:
-    """The last words of a successful `up`: where it is, its key, what to type next."""
     plan, me = run.plan(), command_name()
     slowest = max((r.announcement.ready_after_s or 0.0 for r in state.replicas if r.announcement), default=0.0)
     was = "runs already" if started.was_running else f"is ready (its engine took {show_seconds(slowest)})"
@@ -68,25 +69,27 @@ def ready_text(run: Run, state: State, started: Started) -> str:
         f"  address  {run.url}/v1   model {plan.served_names[0]}",
     ]
     if started.key:
-        lines.append(_key_line(started.key))
+        lines += _key_lines(started.key, run)
     lines += _kv_cache_lines(plan, state)
     only = f" {run.name}" if run.name != "penstock-demo" else ""
     lines.append(f"  next     {me} chat{only}   {me} status{only}   {me} down{only}")
     return "\n".join(lines)
 
 
-def submitted_text(started: Started) -> str:
+def submitted_text(started: Started, run: Run) -> str:
     """What an `up` says that may not be there any more when the deployment is ready."""
     lines = [f"{started.name} is starting; watch it with: {command_name()} status {started.name}"]
-    return "\n".join([*lines, _key_line(started.key)] if started.key else lines)
+    return "\n".join([*lines, *_key_lines(started.key, run)] if started.key else lines)
 
 
-def _key_line(key: str) -> str:
-    return f"  key      {key}   (shown this once: export OPENAI_API_KEY={key})"
+def _key_lines(key: str, run: Run) -> list[str]:
+    lines = [f"  key      {key}   (shown this once: export OPENAI_API_KEY={key})"]
+    if run.deployment().target in SHARED:
+        lines.append("  clients  need a key, since others may log in to this machine; more: penstock keys create NAME")
+    return lines
 
 
 def prepared_text(prepared: Prepared) -> str:
-    """What `up` would send, as files and a command a reader can follow."""
     from penstock.spec import reading
 
     plan = prepared.plan
@@ -134,7 +137,6 @@ def list_text(rows: Sequence[tuple[Run, State]]) -> str:
 
 
 def status_text(run: Run, state: State, now: float) -> str:
-    """A deployment at a glance: what is wrong is in words, with the last reasons of restarts."""
     plan = run.plan()
     age = now - run.record().created_at
     lines = [
@@ -159,11 +161,11 @@ def status_text(run: Run, state: State, now: float) -> str:
 
 
 def _kv_cache_lines(plan: Plan, state: State) -> list[str]:
-    """One line for the replica whose engine is furthest from the plan, when that is worth saying."""
-    found = [one for one in observe.kv_cache_differences(plan, state).values() if one.is_worth_saying]
-    if not found:
+    """One line for the replica whose engine is furthest from the plan, when the difference is large."""
+    large = [gap for gap in observe.kv_cache_differences(plan, state).values() if gap.is_worth_saying]
+    if not large:
         return []
-    worst = max(found, key=lambda one: abs(one.share))
+    worst = max(large, key=lambda gap: abs(gap.share))
     return [
         f"  memory   {worst.measured_kv_gib:.2f} GiB of KV cache a GPU, planned {worst.planned_kv_gib:.2f} "
         f"({worst.share:+.1%})"
@@ -181,22 +183,21 @@ def _address(run: Run) -> str:
 
 
 def _replica_row(replica: ReplicaStatus) -> tuple[str, str, str, str, str]:
-    told = replica.announcement
-    pid = str(told.processes[0].pid) if told and told.processes else "-"
+    node = replica.announcement
+    pid = str(node.processes[0].pid) if node and node.processes else "-"
     words = [progress_text(replica) if replica.state != "ready" else replica.reason or ""]
     if replica.in_flight:
         words.append(f"{replica.in_flight} in flight")
-    if replica.state == "ready" and told and told.url:
-        words.append(told.url)
-    if told and told.ready_after_s is not None and replica.state == "ready":
-        words.append(f"ready in {show_seconds(told.ready_after_s)}")
+    if replica.state == "ready" and node and node.url:
+        words.append(node.url)
+    if replica.state == "ready" and node and node.ready_after_s is not None:
+        words.append(f"ready in {show_seconds(node.ready_after_s)}")
     if replica.ends_at is not None:
         words.append(f"its machines until {time.strftime('%a %H:%M', time.localtime(replica.ends_at))}")
     return f"replica {replica.replica}", replica.state, pid, str(replica.n_restarts), ", ".join(filter(None, words))
 
 
 def _node_lines(replica: ReplicaStatus) -> list[str]:
-    """The nodes of a replica that is cut over several, and why one of them is gone."""
     nodes = replica.announcement.nodes if replica.announcement else ()
     if not nodes:
         return []
@@ -210,17 +211,14 @@ def _node_lines(replica: ReplicaStatus) -> list[str]:
 
 
 def _reasons(state: State, now: float) -> list[str]:
-    found = [(restart.at, part, restart.reason) for part, restarts in _all_restarts(state) for restart in restarts]
-    newest = sorted(found, reverse=True)[:8]
+    parts: dict[str, Sequence[Restart]] = {
+        "controller": state.controller.restarts,
+        "gateway": state.gateway.restarts,
+        **{f"replica {replica.replica}": replica.restarts for replica in state.replicas},
+    }
+    reasons = [(restart.at, part, restart.reason) for part, restarts in parts.items() for restart in restarts]
+    newest = sorted(reasons, reverse=True)[:8]
     return [f"  {show_seconds(max(0.0, now - at))} ago  {part}: {reason}" for at, part, reason in newest]
-
-
-def _all_restarts(state: State) -> list[tuple[str, Sequence[Any]]]:
-    parts: list[tuple[str, Sequence[Any]]] = [
-        ("controller", state.controller.restarts),
-        ("gateway", state.gateway.restarts),
-    ]
-    return parts + [(f"replica {replica.replica}", replica.restarts) for replica in state.replicas]
 
 
 def doctor_text(findings: Sequence[Finding]) -> str:
@@ -230,18 +228,13 @@ def doctor_text(findings: Sequence[Finding]) -> str:
     for finding in findings:
         names = nodes.setdefault(msgspec.structs.replace(finding, node=None), [])
         names += [finding.node] if finding.node is not None else []
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for finding, names in nodes.items():
-        where = f"{_shortened_names(names)}: " if names else ""
+        shown = names if len(names) <= 4 else [*names[:2], f"{len(names) - 2} more"]
+        where = f"{', '.join(shown)}: " if names else ""
         rows.append((signs[finding.state], finding.check, f"{where}{finding.found}"))
         if finding.cure and finding.state != "ok":
             rows.append(("", "", f"fix: {finding.cure}"))
     n_bad = sum(finding.state == "bad" for finding in findings)
     last = "no problem found" if not n_bad else f"{n_bad} problem{'s' if n_bad > 1 else ''} to fix before `up`"
     return f"{table(rows)}\n{last}"
-
-
-def _shortened_names(names: Sequence[str]) -> str:
-    if len(names) <= 4:
-        return ", ".join(names)
-    return f"{names[0]}, {names[1]} and {len(names) - 2} more"

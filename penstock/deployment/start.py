@@ -6,7 +6,6 @@ Whatever fails after the folder is written is taken down again.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import secrets
 import signal
 import sys
@@ -23,6 +22,7 @@ from penstock.deployment.prepare import Prepared, not_ended, prepare
 from penstock.deployment.stop import OnStep, end_run
 from penstock.errors import EngineError, PenstockError, UserError
 from penstock.gateway.accounting import store
+from penstock.gateway.accounting.key_store import KeyStore
 from penstock.gateway.config import GatewayConfig, ServedModel
 from penstock.hardware.network import free_port
 from penstock.run_folder import Draft, Run, State, Unit
@@ -53,20 +53,18 @@ def up(deployment: Deployment, replace: bool = False, on_step: OnStep | None = N
     Raises UserError when it runs with other settings and `replace` is false. `on_step`: the end of a failed start.
     """
     with run_folder.locked(deployment.name):
-        existing = _running(deployment.name)
+        existing, refusals = _running(deployment.name), list[PenstockError]()
         if existing is not None:
             changes = reading.differences(existing.deployment(), deployment)
             if not changes:
                 revive(existing)
                 return Started(existing.name, existing.known_url, was_running=True)
             if not replace:
-                raise UserError(
-                    f'deployment "{deployment.name}" runs with other settings',
-                    detail="\n".join(changes),
-                    hint="Add --replace to end it and start the new one, or give another --name.",
-                )
+                hint = "Add --replace to end it and start the new one, or give another --name."
+                message = f'deployment "{deployment.name}" runs with other settings'
+                refusals.append(UserError(message, detail="\n".join(changes), hint=hint))
         admin_port = free_port("127.0.0.1")
-        prepared = prepare(deployment, admin_port, not_ended(deployment.name))
+        prepared = prepare(deployment, admin_port, not_ended(deployment.name), refusals=refusals)
         old = Run(paths.home() / "runs" / deployment.name)
         if old.exists():
             end_run(old, now=False, on_step=None)
@@ -108,12 +106,14 @@ def ctrl_c_ignored() -> Iterator[None]:
 
 
 def _start(prepared: Prepared, admin_port: int, on_step: OnStep | None) -> Started:
-    deployment = prepared.deployment
-    key = f"sk-{secrets.token_urlsafe(24)}" if deployment.gateway.auth == "keys" else None
-    run = write_run(prepared, admin_port, key)
+    deployment, key = prepared.deployment, None
+    run = write_run(prepared, admin_port)
     run.add_event("up", f"penstock up {deployment.name}", model=deployment.model, target=deployment.target)
     try:
         place = run.gateway_file().store
+        if deployment.gateway.auth == "keys" and place is not None:
+            with contextlib.closing(store.connect(place)) as database:
+                key = KeyStore(database).renew("first", 0.0, time.time())
         if run.places("gateway") and place is not None:
             store.share(place)
         _place(run, targets.load(deployment.target))
@@ -128,10 +128,10 @@ def _start(prepared: Prepared, admin_port: int, on_step: OnStep | None) -> Start
     return Started(run.name, run.known_url, key)
 
 
-def write_run(prepared: Prepared, admin_port: int, key: str | None) -> Run:
-    """The run folder of a deployment, whole; nothing is started. `key`: the client's."""
+def write_run(prepared: Prepared, admin_port: int) -> Run:
+    """The run folder of a deployment, whole; nothing is started."""
     deployment, target = prepared.deployment, targets.load(prepared.deployment.target)
-    config, token = _gateway_config(prepared, target, admin_port, key), secrets.token_urlsafe(24)
+    config, token = _gateway_config(prepared, target, admin_port), secrets.token_urlsafe(24)
     draft = Draft(deployment, prepared.plan, prepared.artifact, config, token, target.placed(deployment))
     return run_folder.create(draft, time.time())
 
@@ -144,7 +144,7 @@ def _place(run: Run, target: Target) -> None:
         run.write_handle(target.place(run, units))  # raises what kept it from placing the others
 
 
-def _gateway_config(prepared: Prepared, target: Target, admin_port: int, key: str | None) -> GatewayConfig:
+def _gateway_config(prepared: Prepared, target: Target, admin_port: int) -> GatewayConfig:
     """The gateway's whole config. Where the target places it, it listens on any address of its machine."""
     deployment, names = prepared.deployment, prepared.plan.served_names
     run, spec = Run(paths.home() / "runs" / deployment.name), prepared.deployment.gateway
@@ -167,7 +167,6 @@ def _gateway_config(prepared: Prepared, target: Target, admin_port: int, key: st
         admin_token_file=str(run.admin_token_file),
         models=(ServedModel(names[0], tuple(names[1:])),),
         auth=spec.auth,
-        key_hashes=(hashlib.sha256(key.encode()).hexdigest(),) if key else (),
         engines_need_key=target.listen == "network",
         prices={} if spec.price is None else {names[0]: spec.price},
     )
@@ -205,12 +204,24 @@ def watch(run: Run, on_state: OnState, is_done: Callable[[State], bool], timeout
         time.sleep(_POLL_S)
 
 
+def wait_listening(run: Run) -> None:
+    """Block until the gateway listens; not for one that its target places, which may wait in a queue for hours."""
+    if not run.places("gateway"):
+        state = watch(run, lambda _: None, lambda state: observe.admin_view(run) is not None or _has_failed(state), 30)
+        if _has_failed(state):
+            raise _start_error(run, state)
+
+
+def _has_failed(state: State) -> bool:
+    gateway_failed = state.gateway.n_restarts >= _GATEWAY_STARTS and state.requests_total == 0
+    return state.phase in _ENDED or gateway_failed
+
+
 def wait_ready(run: Run, on_state: OnState, timeout_s: float | None = None, is_ours: bool = True) -> State:
     """Block until every replica is ready. Raises EngineError for a failed start, which is ended if `is_ours`."""
 
     def is_over(state: State) -> bool:
-        gateway_failed = state.gateway.n_restarts >= _GATEWAY_STARTS and state.requests_total == 0
-        return state.phase in ("ready", *_ENDED) or any(r.state == "failed" for r in state.replicas) or gateway_failed
+        return state.phase == "ready" or any(r.state == "failed" for r in state.replicas) or _has_failed(state)
 
     state = watch(run, on_state, is_over, timeout_s)
     if state.phase == "ready":

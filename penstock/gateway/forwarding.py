@@ -11,6 +11,7 @@ from typing import Final, NamedTuple
 from penstock.gateway.accounting.entry import Entry
 from penstock.gateway.accounting.keys import credential
 from penstock.gateway.accounting.token_usage import is_token_chunk
+from penstock.gateway.config import Address
 from penstock.gateway.connections.client import ClientConnection
 from penstock.gateway.connections.engine import UpstreamConnection, UpstreamError
 from penstock.gateway.context import OWN_HEADERS, GatewayContext
@@ -18,7 +19,7 @@ from penstock.gateway.metrics import Outcome, Series
 from penstock.gateway.origins import origin_headers
 from penstock.gateway.request import Request, RequestFacts
 from penstock.gateway.responses import error_answer, own_headers
-from penstock.gateway.retries import FAILED_STATUSES, Loss, why_not_again
+from penstock.gateway.retries import FAILED_STATUSES, MAX_FAILURE_BYTES, Loss, read_input_error, why_not_again
 from penstock.gateway.routing.queue import QueueEntry
 from penstock.gateway.routing.replicas import NO_HINTS, RETRY_AFTER_S, Replica, RoutingHints, find_response_id
 from penstock.gateway.streams import Ending, is_event_stream, read_chunks, to_event
@@ -29,6 +30,8 @@ QUIET_S = 3.0
 COMMENT_EVERY_S = 5.0
 # A request that got no byte for so long, from an engine that reported itself idle for as long, is lost.
 STALL_S = 30.0
+# The same with a machine that answered no probe for as long. More than 25 s: a network may fail for a moment.
+SILENT_S = 30.0
 # An answer to a client whose stream has begun becomes one event of at most this.
 MAX_COLLECTED_BYTES: Final = 64 * 1024
 
@@ -61,6 +64,8 @@ class Forwarding:
     _sent_at = 0.0
     _last_at = 0.0  # of the last bytes, or of sending
     _lost: tuple[str, ...] = ()  # replicas that had this request in vain
+    _failed: tuple[Replica, Address] | None = None  # that said that it failed, and where it listened
+    _failure: tuple[ResponseHead, bytes] | None = None  # a failed answer that is not whole yet
     _replica: Replica | None = None
     _connection: UpstreamConnection | None = None
     _response: ResponseHead | None = None
@@ -97,7 +102,6 @@ class Forwarding:
         self._hints, self._entry = hints, entry
         self._client.work = self
         context.counters.n_requests += 1
-        context.retries.budget.add_request()
         context.under_way.add(self)
         try:
             refusal = entry.start() if entry is not None else None
@@ -282,10 +286,20 @@ class Forwarding:
 
     def receive(self, head: ResponseHead | None, data: bytes, is_end: bool) -> None:
         out = b""
+        if self._failure is not None:
+            head, data = self._failure[0], self._failure[1] + data
+            self._failure = None
         if head is not None:
-            if head.status in FAILED_STATUSES and self._context.retries.may_retry(self._lost, time.monotonic()):
-                self._lose(Loss.FAILED, f"the engine answered {head.status}")
-                return
+            if head.status in FAILED_STATUSES:
+                if not is_end and head.length is not None and head.length <= MAX_FAILURE_BYTES:
+                    self._failure = head, data
+                    return
+                body = read_input_error(data) if is_end else None
+                if body is not None:
+                    head, data = ResponseHead(400, head.headers, head.keeps_alive, len(body), False), body
+                elif self._context.retries.may_retry(self._lost, Loss.FAILED, time.monotonic()):
+                    self._lose(Loss.FAILED)
+                    return
             out = self._begin_response(head)
         if self._series is not None and (data if self._streams else head is not None or is_end):
             self._note_time(self._series)
@@ -330,29 +344,37 @@ class Forwarding:
         assert self._replica is not None
         log.warning("request %s: replica %s: %s", self._request_id.decode(), self._replica.name, error)
         if self._response is None:
-            self._lose(Loss.LOST, str(error))
+            self._lose(Loss.LOST)
         else:
             self._context.retries.note_failure(self._replica, time.monotonic())
             self._end_early(_broken(str(error)))
 
-    def end_if_forgotten(self, now: float) -> None:
-        """Ends an exchange whose engine says that it works on nothing."""
+    def end_if_lost(self, now: float) -> None:
+        """Ends an exchange whose engine reports that it works on nothing, or whose machine is silent."""
         self._note_tokens()
-        replica, connection = self._replica, self._connection
-        if connection is None or replica is None or now - self._last_at < STALL_S:
+        replica, connection, silent_s = self._replica, self._connection, now - self._last_at
+        if connection is None or replica is None:
             return
-        if self._context.replicas.is_idle(replica, now, STALL_S):
-            connection.discard()
-            self.lost(UpstreamError(f"no byte for {STALL_S:.0f} s, and the engine reports no running request"))
+        if silent_s >= STALL_S and self._context.replicas.is_idle(replica, now, STALL_S):
+            reason = f"no byte for {STALL_S:.0f} s, and the engine reports no running request"
+        elif silent_s >= SILENT_S and replica.is_silent(now, SILENT_S):
+            host = connection.address[0]
+            reason = f"machine {host} of replica {replica.name} does not answer: no byte for {silent_s:.0f} s"
+        else:
+            return
+        connection.discard()
+        self.lost(UpstreamError(reason))
 
-    def _lose(self, loss: Loss, reason: str) -> None:
+    def _lose(self, loss: Loss) -> None:
         replica, connection, retries = self._replica, self._connection, self._context.retries
         assert replica is not None
         assert connection is not None
         now = time.monotonic()
         self._waited_s += now - self._sent_at
-        is_repeated = retries.lose(replica, connection.address, self._lost, loss, reason, now)
+        is_repeated = retries.lose(replica, self._lost, loss, now)
         self._lost += (replica.name,)
+        if loss is Loss.FAILED:
+            self._failed = replica, connection.address
         connection.discard()
         self._detach()
         if is_repeated:
@@ -370,6 +392,12 @@ class Forwarding:
         series.codes[head.status] += 1
         if head.status < 500:
             replica.health.succeed()
+            if self._failed is not None and self._failed[0] is not replica:
+                self._context.retries.note_answered_elsewhere(*self._failed, time.monotonic())
+        elif head.status in FAILED_STATUSES and not self._lost:
+            assert self._connection is not None
+            client, address = credential(self._request_head) or b"", self._connection.address
+            self._context.retries.note_last_failure(replica, address, client, time.monotonic())
         self._streams = is_event_stream(head)
         if self._entry is not None:
             self._entry.begin(head, self._streams)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import logging
+import re
 from typing import Final
 
 from penstock.gateway.config import Address
@@ -29,6 +30,13 @@ RETRIES_PER_S = 1.0  # and these always, for a gateway with few requests
 RETRIES_START = 100.0
 RETRIES_MAX: Final = 1000.0
 
+# llama.cpp answers 500 to these; xllamacpp 2026.10.
+_INPUT_ERROR: Final = re.compile(
+    rb'"message":"(?:\w+ input is not supported|Failed to parse (?:messages|tools):|\[json\.exception'
+    rb"|vector::_M_range_check)"
+)
+MAX_FAILURE_BYTES: Final = 16 * 1024  # a failed answer of more is no such error
+
 log = logging.getLogger(__name__)
 
 
@@ -48,16 +56,16 @@ class RetryBudget:
 
     def __init__(self) -> None:
         self._n_left = RETRIES_START
+        self._n_requests = 0
         self._at: float | None = None
 
-    def add_request(self) -> None:
-        if self._n_left < RETRIES_MAX:
-            self._n_left += RETRY_SHARE
-
-    def has_one(self, now: float) -> bool:
+    def has_one(self, now: float, n_requests: int) -> bool:
+        """`n_requests`: all that came so far."""
+        added = (n_requests - self._n_requests) * RETRY_SHARE
         if self._at is not None:
-            self._n_left = min(self._n_left + (now - self._at) * RETRIES_PER_S, RETRIES_MAX)
-        self._at = now
+            added += (now - self._at) * RETRIES_PER_S
+        self._n_requests, self._at = n_requests, now
+        self._n_left = min(self._n_left + added, RETRIES_MAX)
         return self._n_left >= 1
 
     def take(self) -> None:
@@ -65,14 +73,19 @@ class RetryBudget:
 
 
 class Retries:
-    """Decides whether a failed send is repeated. `lost`: the names of the replicas that lost the request so far."""
+    """Decides whether a failed send is repeated. `lost`: the names of the replicas that lost the request so far.
+
+    The request itself may be what makes an engine fail. So a failed answer counts against its replica only when
+    another replica answers the same request, or when requests of several clients fail there and none succeeds.
+    """
 
     def __init__(self, replicas: ReplicaTable, counters: Counters) -> None:
-        self.budget = RetryBudget()
+        # One each: requests that make engines fail must not use up the retries of those that a replica lost.
+        self._budgets = {loss: RetryBudget() for loss in Loss}
         self._replicas, self._counters = replicas, counters
 
-    def may_retry(self, lost: tuple[str, ...], now: float) -> bool:
-        return len(lost) + 1 < MAX_SENDS and self.budget.has_one(now)
+    def may_retry(self, lost: tuple[str, ...], loss: Loss, now: float) -> bool:
+        return len(lost) + 1 < MAX_SENDS and self._budgets[loss].has_one(now, self._counters.n_requests)
 
     def note_failure(self, replica: Replica, now: float) -> None:
         if self._replicas.note_failure(replica, now):
@@ -83,24 +96,39 @@ class Retries:
         if self._replicas.suspect(replica, address):
             log.warning("replica %s: %s; no traffic until it announces", replica.name, reason)
 
-    def lose(
-        self, replica: Replica, address: Address, lost: tuple[str, ...], loss: Loss, reason: str, now: float
-    ) -> bool:
+    def lose(self, replica: Replica, lost: tuple[str, ...], loss: Loss, now: float) -> bool:
         """Records that a send to `replica` failed; returns whether the request is to be sent again."""
-        is_repeated = self.may_retry(lost, now)
-        self.note_failure(replica, now)
-        if loss is Loss.FAILED:
-            self.suspect(replica, address, reason)
+        is_repeated = self.may_retry(lost, loss, now)
+        if loss is Loss.LOST:
+            self.note_failure(replica, now)
         if is_repeated:
-            self.budget.take()
+            self._budgets[loss].take()
             self._counters.retries[replica.announcement.model] += 1
         return is_repeated
+
+    def note_answered_elsewhere(self, failed: Replica, address: Address, now: float) -> None:
+        """Another replica answered the request for which `failed` said that it failed."""
+        self.note_failure(failed, now)
+        self.suspect(failed, address, "it failed a request that another replica answered")
+
+    def note_last_failure(self, replica: Replica, address: Address, client: bytes, now: float) -> None:
+        """A failed answer went to its client without a second send."""
+        if replica.health.fail_for(client):
+            self.note_failure(replica, now)
+            self.suspect(replica, address, "it fails the requests of several clients")
 
     def pause_s(self, model: str, lost: tuple[str, ...], loss: Loss, now: float) -> float:
         """How long to wait before the next send: 0 when a replica that did not lose the request is ready."""
         if any(replica.name not in lost for replica in self._replicas.ready(model, now)):
             return 0.0
         return AGAIN_S if loss is Loss.LOST else FAILED_AGAIN_S
+
+
+def read_input_error(body: bytes) -> bytes | None:
+    """The body of a 500 that is an error of its request, with 400 in it; None for any other."""
+    if not _INPUT_ERROR.search(body):
+        return None
+    return body.replace(b'"code":500', b'"code":400').replace(b'"server_error"', b'"invalid_request_error"')
 
 
 def why_not_again(lost: tuple[str, ...]) -> str:

@@ -11,10 +11,8 @@ class Gpu(msgspec.Struct, frozen=True):
 
 
 class Machine(msgspec.Struct, frozen=True):
-    """One node as its target sees it. `memory_free_bytes` is what a new process could get without swapping.
-
-    `versions`: of "python", "penstock", and of what is installed of "vllm", "ray", "torch"; empty when not asked.
-    """
+    """One node as its target reports it; free memory is what a new process could get without swapping.
+    `versions`: of "python", "penstock", and of installed "vllm", "ray", "torch"; empty when not asked."""
 
     host: str
     n_cpus: int
@@ -26,7 +24,7 @@ class Machine(msgspec.Struct, frozen=True):
 
 
 class Interface(msgspec.Struct, frozen=True):
-    """A network interface with one IPv4 address. `speed_mbps` is None where the driver does not tell."""
+    """A network interface with one IPv4 address. `speed_mbps` None: the driver does not report it."""
 
     name: str
     address: str
@@ -51,12 +49,8 @@ class NodeFacts(msgspec.Struct, frozen=True):
 
 
 class Links(msgspec.Struct, frozen=True):
-    """What joins the GPUs of one machine.
-
-    `joined`: GPUs that NVLink joins, in the smallest such group (1: none); `n_gpus`: how many there are. `gbs` is one
-    GPU's NVLink in one direction, GB/s, when told. `farthest` is the longest PCIe way ("SYS"), None when NVLink joins
-    all. `has_peer_to_peer` None: not told.
-    """
+    """What joins the GPUs of one machine. `joined`: GPUs in the smallest group that NVLink joins (1: none). `gbs`: one
+    GPU's NVLink, GB/s in one direction. `farthest`: the longest PCIe way ("SYS"), None when NVLink joins all."""
 
     n_gpus: int
     joined: int
@@ -67,13 +61,11 @@ class Links(msgspec.Struct, frozen=True):
     @property
     def words(self) -> str:
         """ "NVLink joins all 8 GPUs, peer-to-peer works"."""
+        peers = {True: ", peer-to-peer works", False: ", no peer-to-peer", None: ""}[self.has_peer_to_peer]
         if self.n_gpus == 1:
             return "one GPU"
         if self.joined == self.n_gpus:
-            found = f"NVLink joins all {self.n_gpus} GPUs"
-        elif self.joined > 1:
-            found = f"NVLink joins groups of {self.joined}, PCIe ({self.farthest}) the rest"
-        else:
-            found = f"PCIe ({self.farthest}) joins {self.n_gpus} GPUs"
-        told = {True: ", peer-to-peer works", False: ", no peer-to-peer", None: ""}
-        return found + told[self.has_peer_to_peer]
+            return f"NVLink joins all {self.n_gpus} GPUs{peers}"
+        if self.joined > 1:
+            return f"NVLink joins groups of {self.joined}, PCIe ({self.farthest}) the rest{peers}"
+        return f"PCIe ({self.farthest}) joins {self.n_gpus} GPUs{peers}"

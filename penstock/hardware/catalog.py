@@ -1,7 +1,4 @@
-"""Known GPUs, links and models: data rows, each with its source. Read when first asked, then kept.
-
-A name that is not there is refused with the nearest one. GB/s and TFLOPS are decimal, `*_gib` and `*_mib` binary.
-"""
+"""Known GPUs and links: data rows, each with its source. GB/s and TFLOPS are decimal, `*_gib` and `*_mib` binary."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ Transport = Literal["nvlink", "pcie", "rdma", "efa", "tcp"]
 
 
 class GpuMemory(msgspec.Struct, frozen=True):
-    """`torch_total_gib` is what the CUDA runtime reports: vLLM multiplies this by gpu_memory_utilization."""
+    """`torch_total_gib`: as the CUDA runtime reports it; vLLM multiplies it by gpu_memory_utilization."""
 
     marketing_gb: float
     torch_total_gib: float
@@ -26,7 +23,7 @@ class GpuMemory(msgspec.Struct, frozen=True):
 
 
 class Tflops(msgspec.Struct, frozen=True):
-    """Dense matrix rates by operand, without sparsity, fp32 accumulate. None: the card has no such unit."""
+    """Dense matrix rates by operand, fp32 accumulate. None: the card has no such unit."""
 
     fp16: float
     bf16: float | None
@@ -42,7 +39,7 @@ class Native(msgspec.Struct, frozen=True):
 
 
 class Nvlink(msgspec.Struct, frozen=True):
-    """`domain_gpus` is how many GPUs one NVLink fabric joins, when that is more than one host (`gpus_per_host`)."""
+    """`domain_gpus`: GPUs of one NVLink fabric, when it joins more than one host (`gpus_per_host`)."""
 
     gen: int
     gbs_per_dir: float
@@ -61,9 +58,8 @@ class Pcie(msgspec.Struct, frozen=True):
 
 
 class AllReduce(msgspec.Struct, frozen=True):
-    """Measured all-reduce times inside one host, by number of GPUs: microseconds for 16 KiB and 1 MiB of bf16, and bus
-    bandwidth at 1 GiB in GB/s (algorithm bandwidth x 2(n-1)/n). `borrowed_from` names the GPU it was measured on when
-    that is another one with the same kind of link; bandwidth is then scaled by the links' rates."""
+    """Measured all-reduce times inside one host by number of GPUs: microseconds for 16 KiB and 1 MiB of bf16, bus GB/s
+    at 1 GiB (algorithm bandwidth x 2(n-1)/n). `borrowed_from`: the GPU with the same link that it was measured on."""
 
     us_16KiB: dict[int, float]
     us_1MiB: dict[int, float]
@@ -74,8 +70,8 @@ class AllReduce(msgspec.Struct, frozen=True):
 
 
 class GpuFacts(msgspec.Struct, frozen=True):
-    """One card. `allreduce` is always filled: measured on it, or borrowed.
-    `stands_in`: the id of the card whose facts these are, where the catalogue does not have the card itself."""
+    """One card. `allreduce` is measured on it, or borrowed. `stands_in`: the id of the card whose facts these are,
+    where the catalogue does not have the card itself."""
 
     id: str
     vendor: str
@@ -96,7 +92,7 @@ class GpuFacts(msgspec.Struct, frozen=True):
 
     @property
     def generation(self) -> str:
-        """The chip generation: "7.0" -> "volta" ... "10.3" -> "blackwell"; AMD cards by their gfx name."""
+        """ "7.0" -> "volta" ... "10.3" -> "blackwell"; AMD cards by their gfx name."""
         return _GENERATIONS.get(self.compute_capability or "", self.gfx or "unknown")
 
     @property
@@ -108,8 +104,8 @@ class GpuFacts(msgspec.Struct, frozen=True):
 
 
 class LinkFacts(msgspec.Struct, frozen=True):
-    """One kind of interconnect; which of the rates is known differs by source. `transport` says how NCCL drives it.
-    `step_latency_us` is (fastest, slowest) of one hop of a collective, measured."""
+    """One kind of interconnect; sources differ in the rate they give. `step_latency_us`: (fastest, slowest) of one
+    hop."""
 
     id: str
     source: str
@@ -171,21 +167,25 @@ def gpu(name: str) -> GpuFacts:
 
 
 def gpu_of_machine(name: str, memory_bytes: int) -> GpuFacts:
-    """The card that a driver calls `name`, with the memory that the driver says.
-    One that is not in the catalogue gets the facts of the one nearest in memory, and a note (`stands_in`)."""
+    """The card that a driver calls `name`, with the memory that the driver reports.
+    A card outside the catalogue gets the facts of the one nearest in memory (`stands_in`)."""
     total_gib = default_total_gib(memory_bytes // 2**20)
     try:
         row = gpu(name)
     except UserError:
         like = min(_gpus().values(), key=lambda row: abs(row.memory.torch_total_gib - total_gib))
-        memory = msgspec.structs.replace(like.memory, torch_total_gib=total_gib, nvidia_smi_mib=memory_bytes // 2**20)
-        return msgspec.structs.replace(like, id=name, names=(name,), memory=memory, stands_in=like.id)
+        like = _with_memory(like, total_gib, memory_bytes)
+        return msgspec.structs.replace(like, id=name, names=(name,), stands_in=like.id)
     known_mib = row.memory.nvidia_smi_mib or row.memory.torch_total_gib * 1024
     if abs(memory_bytes / 2**20 / known_mib - 1) <= _SAME_MEMORY:
         return row
     # Another size under the same name, or a part of the card (a MIG slice, a virtual GPU).
-    told = msgspec.structs.replace(row.memory, torch_total_gib=total_gib, nvidia_smi_mib=memory_bytes // 2**20)
-    return msgspec.structs.replace(row, memory=told)
+    return _with_memory(row, total_gib, memory_bytes)
+
+
+def _with_memory(card: GpuFacts, total_gib: float, memory_bytes: int) -> GpuFacts:
+    memory = msgspec.structs.replace(card.memory, torch_total_gib=total_gib, nvidia_smi_mib=memory_bytes // 2**20)
+    return msgspec.structs.replace(card, memory=memory)
 
 
 def link(name: str) -> LinkFacts:
@@ -195,7 +195,7 @@ def link(name: str) -> LinkFacts:
 
 
 def over_pcie(card: GpuFacts) -> GpuFacts:
-    """The card as it is in a machine that joins it by PCIe alone."""
+    """The card in a machine that joins it by PCIe alone."""
     if card.nvlink is None:
         return card
     return _with_borrowed(msgspec.structs.replace(card, nvlink=None, allreduce=None), _gpus())
@@ -203,20 +203,16 @@ def over_pcie(card: GpuFacts) -> GpuFacts:
 
 def bridged(card: GpuFacts, n_joined: int, gbs_per_dir: float | None) -> GpuFacts:
     """A PCIe card of which NVLink joins groups of `n_joined`: up to so many, all-reduce times are NVLink's.
-    `gbs_per_dir` None: the nominal rate of a card with that NVLink. Borrowed from one with the same generation."""
+    `gbs_per_dir` None: the nominal rate of the card that has this NVLink generation, and whose times these are."""
     like = _gpus()[_NVLINK_LIKE[_NVLINK_GENERATION.get(card.generation, 3)]]
     own = card.allreduce
     assert own is not None, "every card of the catalogue has an all-reduce table"
     table = _scaled(like, (gbs_per_dir or like.peer_gbs) / like.peer_gbs)
     sizes = {n: n if n in table.us_16KiB else max(table.us_16KiB) for n in own.us_16KiB if n <= n_joined}
-    merged = msgspec.structs.replace(
-        own,
-        us_16KiB=own.us_16KiB | {n: table.us_16KiB[at] for n, at in sizes.items()},
-        us_1MiB=own.us_1MiB | {n: table.us_1MiB[at] for n, at in sizes.items()},
-        bus_gbs_large=own.bus_gbs_large | {n: table.bus_gbs_large[at] for n, at in sizes.items()},
-        borrowed_from=f"{like.id} to {n_joined} GPUs, {own.borrowed_from or card.id} beyond",
-    )
-    return msgspec.structs.replace(card, allreduce=merged)
+    names = ("us_16KiB", "us_1MiB", "bus_gbs_large")
+    rows = {name: getattr(own, name) | {n: getattr(table, name)[at] for n, at in sizes.items()} for name in names}
+    source = f"{like.id} to {n_joined} GPUs, {own.borrowed_from or card.id} beyond"
+    return msgspec.structs.replace(card, allreduce=msgspec.structs.replace(own, **rows, borrowed_from=source))
 
 
 def default_total_gib(nvidia_smi_mib: int) -> float:
@@ -240,16 +236,11 @@ def _by_beginning(kind: str, name: str, wanted: str, rows: Iterable[str]) -> str
     if len(matches) == 1:
         return matches[0]
     if matches:
-        raise UserError(f'cannot identify {kind} "{name}" is', hint=f"It is one of {', '.join(matches)}.")
-    return refuse(kind, name, ids)
-
-
-def refuse(kind: str, name: str, legal: Iterable[str]) -> str:
-    ids = list(legal)
+        raise UserError(f'cannot identify {kind} "{name}"', hint=f"It is one of {', '.join(matches)}.")
     near = nearest(name.lower(), ids)
     raise UserError(
         f'no {kind} "{name}" in the catalogue' + (f', the nearest is "{near}"' if near else ""),
-        hint=f"Known: {', '.join(ids)}." if len(ids) < 60 else None,
+        hint=f"Known: {', '.join(ids)}.",
     )
 
 
@@ -272,7 +263,7 @@ def _gpus() -> dict[str, GpuFacts]:
 
 
 def _with_borrowed(row: GpuFacts, rows: Mapping[str, GpuFacts]) -> GpuFacts:
-    """The card with the all-reduce table of one like it, bandwidth scaled by the nominal rates of the two links."""
+    """The all-reduce table of a like card, bandwidth scaled by the nominal rates of the two links."""
     if row.nvlink:
         like = rows[_NVLINK_LIKE[row.nvlink.gen]]
     else:
@@ -281,7 +272,6 @@ def _with_borrowed(row: GpuFacts, rows: Mapping[str, GpuFacts]) -> GpuFacts:
 
 
 def _scaled(like: GpuFacts, scale: float) -> AllReduce:
-    """A card's own table for a link of `scale` times its bandwidth."""
     table = like.allreduce
     assert table is not None, f"{like.id} has no measured all-reduce"
     return msgspec.structs.replace(
@@ -294,12 +284,11 @@ def _scaled(like: GpuFacts, scale: float) -> AllReduce:
 
 @functools.cache
 def _links() -> dict[str, LinkFacts]:
-    rows = msgspec.convert(_hardware()["interconnects"], tuple[LinkFacts, ...])
-    kinds = _TRANSPORTS.items()
-    transports = {
-        row.id: next((kind for start, kind in kinds if row.id.startswith(start)), row.transport) for row in rows
-    }
-    return {row.id: msgspec.structs.replace(row, transport=transports[row.id]) for row in rows}
+    links = {}
+    for row in msgspec.convert(_hardware()["interconnects"], tuple[LinkFacts, ...]):
+        transport = next((kind for start, kind in _TRANSPORTS.items() if row.id.startswith(start)), row.transport)
+        links[row.id] = msgspec.structs.replace(row, transport=transport)
+    return links
 
 
 @functools.cache

@@ -20,7 +20,6 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def this_machine() -> Machine:
-    """This machine's CPUs, memory and GPUs as they are now."""
     memory = psutil.virtual_memory()
     total, free = memory.total, memory.available
     limit, used = _cgroup_bytes("memory.max"), _cgroup_bytes("memory.current")
@@ -38,7 +37,7 @@ def this_machine() -> Machine:
 
 
 def _cgroup_bytes(name: str) -> int | None:
-    """A number of this process's own cgroup as a container sees it (its root); None without a limit."""
+    """A number of this process's own cgroup; None without a limit."""
     try:
         text = (_CGROUP / name).read_text().strip()
     except OSError:
@@ -47,13 +46,13 @@ def _cgroup_bytes(name: str) -> int | None:
 
 
 def gpus() -> list[Gpu]:
-    """NVIDIA GPUs as nvidia-smi lists them; of those in CUDA_VISIBLE_DEVICES where it is set; none when it fails."""
+    """NVIDIA GPUs as nvidia-smi lists them, those of CUDA_VISIBLE_DEVICES where it is set; none when it fails."""
     text = nvidia_smi("--query-gpu=index,uuid,name,memory.total,memory.free", "--format=csv,noheader,nounits")
     return parse_gpus(text, os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
 def links(indices: Collection[int]) -> Links | None:
-    """How these GPUs are joined; None when the driver does not report it. Blocks a second or two."""
+    """How these GPUs are joined; None when the driver does not report it. Blocks for a second or two."""
     if len(indices) == 1:
         return Links(1, 1)
     topology, peers = (parse_matrix(nvidia_smi("topo", *words)) for words in (("-m",), ("-p2p", "r")))
@@ -61,7 +60,7 @@ def links(indices: Collection[int]) -> Links | None:
 
 
 def nvidia_smi(*words: str) -> str:
-    """What nvidia-smi prints; nothing when it is not there, fails or hangs."""
+    """What nvidia-smi prints; "" when it is absent, fails or hangs."""
     if shutil.which("nvidia-smi") is None:
         return ""
     try:
@@ -75,9 +74,7 @@ def nvidia_smi(*words: str) -> str:
 
 def parse_gpus(text: str, visible: str | None) -> list[Gpu]:
     """The rows of nvidia-smi ("0, GPU-4f1c..., NVIDIA H200, 143771, 143000": MiB) that `visible` names, all when None.
-
-    `visible` is CUDA_VISIBLE_DEVICES: indices or (beginnings of) UUIDs, separated by commas.
-    """
+    `visible` is CUDA_VISIBLE_DEVICES: indices or (beginnings of) UUIDs, separated by commas."""
     asked = None if visible is None else [word.strip() for word in visible.split(",") if word.strip()]
     rows = []
     for line in text.splitlines():

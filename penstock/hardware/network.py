@@ -20,6 +20,9 @@ from penstock.hardware import Interface
 
 # Below the ports that Linux gives to outgoing connections (ip_local_port_range: 32768 and up).
 _LASTING_PORTS = range(21000, 32000)
+# Interfaces of containers and virtual machines on this host: other machines do not reach them.
+_VIRTUAL = ("docker", "veth", "virbr", "br-", "cni", "flannel", "cali", "tun", "tap", "podman", "kube", "lxc")
+_NET = Path("/sys/class/net")
 
 
 def free_port(host: str) -> int:
@@ -30,7 +33,7 @@ def free_port(host: str) -> int:
 
 
 def free_lasting_ports(count: int) -> list[int]:
-    """Different ports of loopback that are free now, and that no outgoing connection is given by chance later."""
+    """Different ports of loopback that are free now, outside the range of outgoing connections."""
     ports: list[int] = []
     for port in random.sample(_LASTING_PORTS, len(_LASTING_PORTS)):
         with contextlib.suppress(OSError), socket.socket() as probe:
@@ -43,9 +46,7 @@ def free_lasting_ports(count: int) -> list[int]:
 
 def check_port(host: str, port: int) -> None:
     """Nothing when the port of that host can be listened on; 0 is any free one.
-
-    Raises UserError that names who holds the port, or the host when this machine does not have it.
-    """
+    Raises UserError that names the process that holds the port, or the host when this machine does not have it."""
     try:
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -64,23 +65,13 @@ def check_port(host: str, port: int) -> None:
 
 
 def _holder(port: int) -> str | None:
-    try:
+    with contextlib.suppress(psutil.Error):
         for connection in psutil.net_connections("tcp"):
-            if connection.laddr and connection.laddr.port == port and connection.status == psutil.CONN_LISTEN:
-                if connection.pid is None:
-                    break
+            is_here = connection.laddr and connection.laddr.port == port and connection.status == psutil.CONN_LISTEN
+            if is_here and connection.pid is not None:
                 command = " ".join(psutil.Process(connection.pid).cmdline())[:120]
                 return f"Process {connection.pid} listens there: {command}"
-    except psutil.Error:
-        pass
     return None
-
-
-# Interfaces of containers and virtual machines on this host: other machines do not reach them.
-_VIRTUAL = ("docker", "veth", "virbr", "br-", "cni", "flannel", "cali", "tun", "tap", "podman", "kube", "lxc")
-
-
-_NET = Path("/sys/class/net")
 
 
 def interfaces() -> list[Interface]:
@@ -98,11 +89,11 @@ def interfaces() -> list[Interface]:
 
 def _interface(name: str, address: str, netmask: str | None, speed: int) -> Interface:
     prefix_length = sum(bin(int(part)).count("1") for part in (netmask or "255.255.255.255").split("."))
+    kind = ""
     with contextlib.suppress(OSError):
-        # https://www.kernel.org/doc/html/latest/networking/netdevices.html: 32 is ARPHRD_INFINIBAND
-        is_infiniband = (_NET / name / "type").read_text().strip() == "32"
-        return Interface(name, address, prefix_length, speed or None, is_infiniband, name.startswith(_VIRTUAL))
-    return Interface(name, address, prefix_length, speed or None, False, name.startswith(_VIRTUAL))
+        kind = (_NET / name / "type").read_text().strip()
+    # https://www.kernel.org/doc/html/latest/networking/netdevices.html: 32 is ARPHRD_INFINIBAND
+    return Interface(name, address, prefix_length, speed or None, kind == "32", name.startswith(_VIRTUAL))
 
 
 def own_addresses(seen_from: Sequence[str]) -> list[str]:

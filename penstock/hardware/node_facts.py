@@ -1,7 +1,4 @@
-"""The facts of this node: `python -m penstock.hardware.node_facts` prints them as JSON.
-
-The nodes of a replica exchange them, `doctor` checks them, and a target of remote machines reads them for the planner.
-"""
+"""The facts of this node; `python -m penstock.hardware.node_facts` prints them as JSON."""
 
 from __future__ import annotations
 
@@ -39,7 +36,7 @@ def this_node() -> NodeFacts:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python, penstock, and of the engine's packages that are installed here; imports none of them."""
+    """Versions of Python, penstock, and the installed packages of engines; imports none of them."""
     versions = {"python": platform.python_version(), "penstock": __version__}
     for package in _PACKAGES:
         for name in (package, _ALSO.get(package, package)):
@@ -49,11 +46,5 @@ def versions() -> dict[str, str]:
     return versions
 
 
-def main() -> int:
-    """Print the facts of this node as JSON."""
-    sys.stdout.write(msgspec.json.encode(this_node()).decode() + "\n")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.stdout.write(msgspec.json.encode(this_node()).decode() + "\n")

@@ -1,7 +1,7 @@
-"""How the GPUs of one machine are joined, from nvidia-smi's own words, and the catalogue's card corrected by it. Pure.
+"""How the GPUs of one machine are joined, read from nvidia-smi, and the catalogue's card corrected by it. Pure.
 
-`topo -m` says what lies between each two GPUs, `topo -p2p r` who may read whose memory, `nvlink --status` the rates.
-"""
+`topo -m` gives what lies between each two GPUs, `topo -p2p r` which can read whose memory, `nvlink --status` the
+rates."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def parse_rate(text: str) -> float | None:
 
 
 def links_of(topology: Matrix, peers: Matrix, gbs: float | None, indices: Collection[int]) -> Links | None:
-    """What joins the GPUs of these indices; None when the table does not have them all."""
+    """What joins the GPUs of these indices; None when the table lacks one."""
     gpus = sorted(indices)
     pairs = [(one, other) for one in gpus for other in gpus if one != other]
     if not gpus or any(pair not in topology for pair in pairs):
@@ -66,7 +66,7 @@ def links_of(topology: Matrix, peers: Matrix, gbs: float | None, indices: Collec
 
 
 def rewired(gpu: GpuFacts, links: Links) -> GpuFacts:
-    """The card as this machine joins it: its NVLink taken away where there is none, or a bridge's put in."""
+    """The card as this machine joins it: without NVLink where there is none, or with a bridge's."""
     if links.joined >= links.n_gpus and (gpu.nvlink is not None or links.n_gpus == 1):
         return gpu
     plain = catalog.over_pcie(gpu)
@@ -74,7 +74,7 @@ def rewired(gpu: GpuFacts, links: Links) -> GpuFacts:
 
 
 def _groups(gpus: list[int], topology: Matrix) -> list[set[int]]:
-    """GPUs that NVLink joins, directly or by way of another: V100s in a cube stand in one group."""
+    """GPUs that NVLink joins, directly or through another: V100s in a cube are one group."""
     left, groups = set(gpus), []
     while left:
         group, new = set[int](), {min(left)}

@@ -6,7 +6,7 @@ import msgspec
 
 
 class ModelFacts(msgspec.Struct, frozen=True):
-    """What planning needs to know of a model; read from its own files. Sizes in bytes, dtype included."""
+    """What a plan keeps of a model; read from its own files. Sizes in bytes."""
 
     reference: str
     path: str
@@ -24,7 +24,7 @@ class ModelFacts(msgspec.Struct, frozen=True):
 
 
 class StoredTensor(msgspec.Struct, frozen=True):
-    """One tensor of a safetensors header. `dtype` is the header's own word ("BF16", "F8_E4M3", "U8", "I32")."""
+    """One tensor of a safetensors header; `dtype` is the header's own word ("BF16", "F8_E4M3", "U8")."""
 
     name: str
     dtype: str
@@ -32,20 +32,16 @@ class StoredTensor(msgspec.Struct, frozen=True):
 
 
 class Header(msgspec.Struct, frozen=True):
-    """The beginning of one safetensors file: its tensors, and the bytes they take."""
+    """One safetensors file: its tensors, and the bytes they take."""
 
     tensors: tuple[StoredTensor, ...]
     n_bytes: int
 
 
 class Facts(msgspec.Struct, frozen=True):
-    """What a model's own files say. `config` is config.json as it is; `hub_id` is the model's name on the hub, if any.
-
-    `tensors` is every tensor of every safetensors header, when there were any; `index_bytes` the bytes of all tensors
-    as the headers add up to, or else the index says (metadata.total_size), or a published count. `source` says where
-    all this was read, for people; `notes` are what the reader must know (a copy from the catalogue was used, headers
-    could not be read): they become warnings.
-    """
+    """What a model's own files say. `config` is config.json as it is; `tensors` every safetensors header, if any was
+    read. `index_bytes`: bytes of all tensors by the headers, else the index (metadata.total_size), else a published
+    count. `source` says where this was read; `notes` become warnings."""
 
     reference: str
     config: dict[str, Any]

@@ -1,16 +1,15 @@
-"""The models that penstock knows, with the source of each row; rows and configs stand in `data/`."""
+"""The models that penstock knows, each row with its source; rows and configs stand in `data/`."""
 
 from __future__ import annotations
 
 import functools
 import json
 from importlib import resources
-from importlib.resources.abc import Traversable
 from typing import Any
 
 import msgspec
 
-from penstock.hardware.catalog import read_yaml, refuse
+from penstock.hardware.catalog import read_yaml
 
 
 class ModelRow(msgspec.Struct, frozen=True):
@@ -33,37 +32,21 @@ def model_names() -> tuple[str, ...]:
 
 
 def model(name: str) -> ModelRow:
-    """What is known of a model, by catalogue name or hub id.  Raises UserError with the nearest name."""
-    return _model_rows()[_model_name(name)]
+    """What is known of a model, by the catalogue's name.  Raises KeyError."""
+    return _model_rows()[name]
 
 
-def model_config(name: str) -> dict[str, Any]:
-    """config.json of a model, by catalogue name or hub id; the caller's own copy.  Raises UserError."""
-    config: dict[str, Any] = json.loads(_file(name, "config.json").read_text("utf-8"))
+def model_config(name: str, file: str = "config.json") -> dict[str, Any]:
+    """A JSON file of a model, by the catalogue's name; the caller's own copy. Empty when the model does not have it."""
+    path = resources.files("penstock.models") / "data" / "models" / name / file
+    config: dict[str, Any] = json.loads(path.read_text("utf-8")) if path.is_file() else {}
     return config
 
 
-def model_quantization(name: str) -> dict[str, Any] | None:
-    """hf_quant_config.json of a model, where modelopt wrote its format there and not in config.json; else None."""
-    path = _file(name, "hf_quant_config.json")
-    return json.loads(path.read_text("utf-8")) if path.is_file() else None
-
-
-def _file(name: str, file: str) -> Traversable:
-    return resources.files("penstock.models") / "data" / "models" / _model_name(name) / file
-
-
-def has_model(name: str) -> bool:
-    rows = _model_rows()
-    return name in rows or name.lower() in {row.hf_id.lower() for row in rows.values()}
-
-
-def _model_name(name: str) -> str:
-    rows = _model_rows()
-    if name in rows:
-        return name
-    matches = [own for own, row in rows.items() if row.hf_id.lower() == name.lower() or own == name.lower()]
-    return matches[0] if matches else refuse("model", name, [*rows, *(row.hf_id for row in rows.values())])
+def find(name: str) -> str | None:
+    """The catalogue's name of a model that is given by that name or by its hub id; None when it is not there."""
+    names = ((own, row.hf_id.lower()) for own, row in _model_rows().items())
+    return next((own for own, hub_id in names if name.lower() in (own, hub_id)), None)
 
 
 @functools.cache

@@ -1,9 +1,8 @@
 """What planning must know of a model, from whatever names it: a folder, a catalogue name, a hub id. Never remote code.
 
-A folder needs no more than a config.json. Of a hub repository only config.json, the index and the headers are read;
-they are kept under the penstock home by commit, so a second plan asks for config.json alone, and one without a network
-uses what was kept, or what the hub's own cache on this machine has, or the catalogue's copy, and says so.
-"""
+Of a hub repository only config.json, the index and the headers are read. They are kept under the penstock home by
+commit: a second plan asks for config.json alone. Without a network that copy is used, or the hub's own cache on this
+machine, or the catalogue's copy, with a note."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ import msgspec
 
 from penstock import paths
 from penstock.errors import UserError, nearest, not_modelled
-from penstock.models import Facts, Header, ModelFacts, StoredTensor, catalog, gguf, hub
+from penstock.models import Facts, Header, ModelFacts, StoredTensor, catalog, demo, gguf, hub
 from penstock.models.files import (
     BUNDLED,
     INDEX,
@@ -40,8 +39,6 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+\Z")
 
 
 class Kept(msgspec.Struct, frozen=True):
-    """One repository as it was read: the file in the cache."""
-
     commit: str | None
     facts: Facts
 
@@ -51,15 +48,21 @@ def read(reference: str) -> Facts:
     if reference == DEMO_MODEL:
         return read_folder(BUNDLED, reference)
     path = Path(reference).expanduser()
+    if path.is_file() and path.name == "config.json":
+        path = path.parent
     if path.is_dir():
         return read_folder(path, reference)
     if path.is_file():
-        return _from_file(path, reference)
+        raise UserError(
+            f'cannot plan model file "{reference}"',
+            detail="Planning reads the config.json of a model that vLLM serves; a GGUF file has none.",
+            hint="Give the folder that has config.json, or a hub id.",
+        )
     looks_local = reference.startswith(("/", "./", "../", "~"))
-    if not looks_local and "/" not in reference and catalog.has_model(reference):
-        return from_catalog(reference)
+    if not looks_local and "/" not in reference and catalog.find(reference):
+        return _from_catalog(reference)
     if not looks_local and _HUB_ID.match(reference):
-        return from_hub(reference)
+        return _from_hub(reference)
     near = None if looks_local else nearest(reference.lower(), catalog.model_names())
     raise UserError(
         f'cannot use model "{reference}": no such folder' + ("" if looks_local else " and not in the catalogue"),
@@ -68,18 +71,8 @@ def read(reference: str) -> Facts:
     )
 
 
-def _from_file(path: Path, reference: str) -> Facts:
-    if path.name == "config.json":
-        return read_folder(path.parent, reference)
-    raise UserError(
-        f'cannot plan model file "{reference}"',
-        detail="Planning reads the config.json of a model that vLLM serves; a GGUF file has none.",
-        hint="Give the folder that has config.json, or a hub id.",
-    )
-
-
 def read_folder(folder: Path, reference: str) -> Facts:
-    """The facts in a local folder: config.json, and the headers of its safetensors files when all are there."""
+    """The facts in a folder: config.json, and the headers of its safetensors files when all are there."""
     config = read_object(folder / "config.json")
     if (folder / _MODELOPT).is_file():
         config = _with_modelopt(config, read_object(folder / _MODELOPT))
@@ -103,10 +96,11 @@ def read_folder(folder: Path, reference: str) -> Facts:
 
 def read_files(path: Path, reference: str, form: str) -> tuple[Facts, ModelFacts]:
     """The facts in the files of one form that an engine will load, and the record of them in its plan.
-
-    Raises UserError for a folder that holds no such model.
-    """
+    Raises UserError for a folder that holds no such model."""
     if form == "gguf":
+        if path == BUNDLED:  # its file is written on the node that loads it
+            facts = Facts(reference, gguf.read_config(demo.HEAD), f"{demo.HEAD}: a header")
+            return facts, _record(facts, path, "gguf", [path / name for name in wanted_shards(path)])
         parts = gguf_parts(path)
         if not parts:
             raise UserError(
@@ -132,12 +126,8 @@ def _record(
     # Multimodal configs keep the language model's numbers one level down.
     config = facts.config.get("text_config")
     text = config if isinstance(config, dict) else facts.config
-
-    def number(key: str) -> int:
-        value = text.get(key)
-        return value if isinstance(value, int) else 0
-
-    n_heads, hidden = number("num_attention_heads"), number("hidden_size")
+    numbers = {key: value for key, value in text.items() if isinstance(value, int)}
+    n_heads, hidden = numbers.get("num_attention_heads", 0), numbers.get("hidden_size", 0)
     return ModelFacts(
         reference=facts.reference,
         path=str(path),
@@ -145,18 +135,17 @@ def _record(
         architecture=str((facts.config.get("architectures") or ["unknown"])[0]),
         weights_bytes=sum(file.stat().st_size for file in weights),
         n_shards=len(weights),
-        n_layers=number("num_hidden_layers"),
+        n_layers=numbers.get("num_hidden_layers", 0),
         hidden=hidden,
         n_heads=n_heads,
-        n_kv_heads=number("num_key_value_heads") or n_heads,
-        head_dim=number("head_dim") or (hidden // n_heads if n_heads else 0),
-        vocab=number("vocab_size"),
-        max_position=number("max_position_embeddings") or 4096,
+        n_kv_heads=numbers.get("num_key_value_heads", 0) or n_heads,
+        head_dim=numbers.get("head_dim", 0) or (hidden // n_heads if n_heads else 0),
+        vocab=numbers.get("vocab_size", 0),
+        max_position=numbers.get("max_position_embeddings", 0) or 4096,
     )
 
 
 def _with_modelopt(config: dict[str, Any], own: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The config with modelopt's own file as its quantization_config, when it has none."""
     if not own or config.get("quantization_config"):
         return config
     return {**config, "quantization_config": {"quant_method": "modelopt", **own}}
@@ -173,38 +162,38 @@ def _joined(headers: Sequence[Header]) -> tuple[tuple[StoredTensor, ...], int]:
     return tensors, sum(header.n_bytes for header in headers)
 
 
-def from_catalog(name: str) -> Facts:
+def _from_catalog(reference: str) -> Facts:
     """The catalogue's copy of a config.json, and the published bytes of its weights when they are known exactly."""
+    name = catalog.find(reference)
+    assert name is not None, "the caller has looked"
     row = catalog.model(name)
     exact = row.weight_bytes if row.weight_bytes_kind == "exact" else None
     notes = [] if row.config_kind == "verbatim" else [f"the catalogue's config.json is not the hub's own: {row.source}"]
     if row.note:
         notes.append(f"catalogue: {row.note}")
     source = f"the catalogue's copy of {row.hf_id}"
-    config = _with_modelopt(catalog.model_config(name), catalog.model_quantization(name))
+    config = _with_modelopt(catalog.model_config(name), catalog.model_config(name, _MODELOPT))
     if row.quant_method and not config.get("quantization_config"):
         raise not_modelled("model", name, f"the catalogue does not have the format of its {row.quant_method} weights")
-    return Facts(name, config, source, None, exact, row.hf_id, tuple(notes))
+    return Facts(reference, config, source, None, exact, row.hf_id, tuple(notes))
 
 
-def from_hub(name: str) -> Facts:
+def _from_hub(name: str) -> Facts:
     """The facts of a hub repository. Asks for config.json each time, for the rest once a commit.  Raises UserError."""
     if hub.is_offline():
-        found = _without_network(name, "HF_HUB_OFFLINE is set")
-        if found is None:
-            raise UserError(
-                f'cannot fetch model "{name}": HF_HUB_OFFLINE is set, and nothing of it is kept on this machine',
-                hint=f"Unset HF_HUB_OFFLINE, or give a folder with its config.json.{_near(name)}",
-            )
-        return found
+        if (facts := _without_network(name, "HF_HUB_OFFLINE is set")) is not None:
+            return facts
+        raise UserError(
+            f'cannot fetch model "{name}": HF_HUB_OFFLINE is set, and nothing of it is kept on this machine',
+            hint=f"Unset HF_HUB_OFFLINE, or give a folder with its config.json.{_near(name)}",
+        )
     try:
         config, commit = hub.read_json(name, "config.json")
     except HubError as error:
-        found = _without_network(name, error.message)
-        if found is None:
-            error.hint = f"{error.hint}{_near(name)}"
-            raise
-        return found
+        if (facts := _without_network(name, error.message)) is not None:
+            return facts
+        error.hint = f"{error.hint}{_near(name)}"
+        raise
     kept = _read_kept(name)
     if kept is not None and commit is not None and kept.commit == commit:
         return kept.facts
@@ -244,7 +233,6 @@ def _fetch(name: str, config: dict[str, Any]) -> tuple[Facts, bool]:
 
 
 def _optional(name: str, path: str) -> dict[str, Any] | None:
-    """A JSON file of a hub repository; None when there is no such file.  Raises HubError."""
     try:
         return hub.read_json(name, path)[0]
     except HubError as error:
@@ -254,22 +242,18 @@ def _optional(name: str, path: str) -> dict[str, Any] | None:
 
 
 def _without_network(name: str, why: str) -> Facts | None:
-    """What this machine has of a repository, newest first: our cache, the hub's own cache, the catalogue."""
-    kept = _read_kept(name)
+    """What this machine has of a repository: our cache, else the hub's own cache, else the catalogue's copy."""
+    kept, snapshot = _read_kept(name), hub.snapshot(name)
     if kept is not None:
-        return _noted(kept.facts, f"{why}; using what an earlier plan read of {name}")
-    snapshot = hub.snapshot(name)
-    if snapshot is not None and (snapshot / "config.json").is_file():
-        found = msgspec.structs.replace(read_folder(snapshot, name), hub_id=name)
-        return _noted(found, f"{why}; using the hub's cache in {snapshot}")
-    if catalog.has_model(name):
-        found = msgspec.structs.replace(from_catalog(name), reference=name)
-        return _noted(found, f"{why}; using the catalogue's copy of {name}")
-    return None
-
-
-def _noted(facts: Facts, note: str) -> Facts:
-    return msgspec.structs.replace(facts, notes=(note, *facts.notes))
+        facts, source = kept.facts, f"what an earlier plan read of {name}"
+    elif snapshot is not None and (snapshot / "config.json").is_file():
+        facts = msgspec.structs.replace(read_folder(snapshot, name), hub_id=name)
+        source = f"the hub's cache in {snapshot}"
+    elif catalog.find(name):
+        facts, source = _from_catalog(name), f"the catalogue's copy of {name}"
+    else:
+        return None
+    return msgspec.structs.replace(facts, notes=(f"{why}; using {source}", *facts.notes))
 
 
 def _kept_path(name: str) -> Path:

@@ -1,4 +1,4 @@
-"""Where a model's files are, which of them an engine reads, and their JSON and headers. Never remote code."""
+"""Where a model's files are, which of them an engine reads, their JSON and headers. Never remote code."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from penstock.errors import UserError
 from penstock.models import Header, StoredTensor, hub
@@ -23,6 +25,12 @@ _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000
 
 
+class _Row(msgspec.Struct, frozen=True):
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
 def locate(deployment: Deployment) -> Path:
     """The folder of the model: bundled, local, or downloaded from the hub (resumed, cached).  Raises UserError."""
     if deployment.model == DEMO_MODEL:
@@ -37,25 +45,20 @@ def locate(deployment: Deployment) -> Path:
             detail="A model is a hub id (organisation/name), a folder, or penstock-demo.",
             hint="Check the path, or give a hub id such as Qwen/Qwen3-0.6B.",
         )
-    return _from_hub(deployment)
-
-
-def _from_hub(deployment: Deployment) -> Path:
-    name, is_gguf = deployment.model, deployment.engine.kind == "llamacpp" or deployment.model.lower().endswith("gguf")
-    patterns = PATTERNS["gguf"] if is_gguf else PATTERNS["safetensors"]
-    if is_gguf:
-        patterns = (*patterns[1:], *choose_gguf(hub.list_files(name)))
-    return hub.download(name, patterns, deployment.cache.weights)
+    patterns = PATTERNS["safetensors"]
+    if deployment.engine.kind == "llamacpp" or deployment.model.lower().endswith("gguf"):
+        patterns = (*PATTERNS["gguf"][1:], *choose_gguf(hub.list_files(deployment.model)))
+    return hub.download(deployment.model, patterns, deployment.cache.weights)
 
 
 def choose_gguf(names: Sequence[str]) -> list[str]:
-    """The files of one quantisation among a repository's: Q4_K_M, else Q8_0, else the first; all its parts."""
+    """The files of one quantisation: Q4_K_M, else Q8_0, else the first; all its parts."""
     files = sorted(name for name in names if name.lower().endswith(".gguf") and "mmproj" not in name.lower())
     for wanted in ("q4_k_m", "q8_0", ""):
-        found = [name for name in files if wanted in name.lower()]
-        if found:
-            stem = found[0].split("-00001-of-")[0]
-            return [name for name in found if name.startswith(stem)] if "-00001-of-" in found[0] else found[:1]
+        matches = [name for name in files if wanted in name.lower()]
+        if matches:
+            stem, is_split, _ = matches[0].partition("-00001-of-")
+            return [name for name in matches if name.startswith(stem)] if is_split else matches[:1]
     return []
 
 
@@ -64,22 +67,21 @@ def forms_of(path: Path) -> tuple[str, ...]:
     if path.is_file():
         return ("gguf",)
     # Hub repositories keep large quantisations of a GGUF in folders of their own.
-    found = {"safetensors": any(path.glob("*.safetensors")), "gguf": bool(_gguf_files(path))}
-    return tuple(form for form, is_there in found.items() if is_there)
+    forms = {"safetensors": any(path.glob("*.safetensors")), "gguf": path == BUNDLED or bool(_gguf_files(path))}
+    return tuple(form for form, is_there in forms.items() if is_there)
 
 
 def _gguf_files(path: Path) -> list[Path]:
-    """GGUF files of a folder and of the folders in it; no deeper, since a path may be given by mistake ("/")."""
+    """GGUF files of a folder and of the folders in it; no deeper, since a path may be wrong ("/")."""
     return [*path.glob("*.gguf"), *path.glob("*/*.gguf")]
 
 
 def wanted_shards(folder: Path) -> list[str]:
-    """Names of the safetensors files that an engine would read from a folder: the index's, else those that are there.
-
-    None where its index cannot be read.
-    """
+    """The safetensors files that an engine would read from a folder: the index's, else those that are there."""
     if not (folder / INDEX).is_file():
-        return _shards_in(folder)
+        # As vLLM filters them (`default_loader.py`): Mistral's consolidated.* repeats the others, where both are.
+        names = sorted(path.name for path in folder.glob("*.safetensors"))
+        return [name for name in names if not name.startswith("consolidated")] or names
     try:
         index = json.loads((folder / INDEX).read_text("utf-8"))
     except (OSError, ValueError):
@@ -88,23 +90,14 @@ def wanted_shards(folder: Path) -> list[str]:
 
 
 def shards_of(index: Mapping[str, Any]) -> list[str]:
-    """The files that an index names; names that lead out of the folder are none."""
+    """The files that an index names; names that lead out of the folder are left out."""
     table = index.get("weight_map")
     names = set(map(str, table.values())) if isinstance(table, dict) else set[str]()
     return sorted(name for name in names if name.endswith(".safetensors") and ".." not in name and name[0] != "/")
 
 
-def _shards_in(folder: Path) -> list[str]:
-    """The safetensors files of a folder without an index. Mistral's consolidated.* repeats the others, where both are.
-
-    As vLLM filters them: `model_executor/model_loader/default_loader.py`.
-    """
-    names = sorted(path.name for path in folder.glob("*.safetensors"))
-    return [name for name in names if not name.startswith("consolidated")] or names
-
-
 def gguf_parts(path: Path) -> list[Path]:
-    """The files of the GGUF model at `path`: the file itself, or the quantisation chosen in a folder."""
+    """The file itself, or the quantisation chosen in a folder."""
     if path.is_file():
         return [path]
     return [path / name for name in choose_gguf([str(file.relative_to(path)) for file in _gguf_files(path)])]
@@ -130,7 +123,6 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def listing(folder: Path) -> str:
-    """The first names in a folder, for a message."""
     names = sorted(item.name for item in folder.iterdir()) or ["nothing"]
     return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
 
@@ -143,22 +135,10 @@ def read_header(path: Path) -> Header:
             length = int.from_bytes(raw, "little")
             if len(raw) < _LENGTH_BYTES or not 2 <= length <= _MAX_HEADER_BYTES:
                 raise ValueError("it is not a safetensors file")
-            return _parsed(json.loads(stream.read(length)))
-    except ValueError as exc:
+            parts = msgspec.json.decode(stream.read(length), type=dict[str, msgspec.Raw])
+            parts.pop("__metadata__", None)
+            rows = {name: msgspec.json.decode(part, type=_Row) for name, part in parts.items()}
+    except (ValueError, msgspec.MsgspecError) as exc:
         raise ValueError(f"the header of {path} could not be read: {exc}") from exc
-
-
-def _parsed(rows: object) -> Header:
-    if not isinstance(rows, dict):
-        raise ValueError("the header is not an object")
-    tensors, n_bytes = [], 0
-    for name, row in rows.items():
-        if name == "__metadata__":
-            continue
-        try:
-            begin, end = row["data_offsets"]
-            tensors.append(StoredTensor(name, str(row["dtype"]), tuple(int(size) for size in row["shape"])))
-            n_bytes += int(end) - int(begin)
-        except (KeyError, TypeError) as exc:
-            raise ValueError(f"tensor {name!r} has no dtype, shape and data_offsets") from exc
-    return Header(tuple(tensors), n_bytes)
+    tensors = tuple(StoredTensor(name, row.dtype, row.shape) for name, row in rows.items())
+    return Header(tensors, sum(row.data_offsets[1] - row.data_offsets[0] for row in rows.values()))

@@ -1,4 +1,4 @@
-"""Reads the header of a GGUF file, and gives it the words of config.json."""
+"""Reads the header of a GGUF file, in the terms of config.json."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _WORDS = {
 
 
 def read_config(path: Path) -> dict[str, object]:
-    """The numbers of a GGUF file by the words of config.json.  Raises UserError when it is no GGUF file."""
+    """The numbers of a GGUF file under the keys of config.json.  Raises UserError when it is no GGUF file."""
     try:
         with path.open("rb") as stream:
             keys = read_gguf_keys(stream)
@@ -42,7 +42,6 @@ def read_config(path: Path) -> dict[str, object]:
 
 
 def read_gguf_keys(stream: BinaryIO) -> dict[str, object]:
-    """The scalar and text keys of a GGUF header; arrays are skipped.  Raises ValueError or struct.error."""
     if stream.read(4) != b"GGUF":
         raise ValueError("it does not begin with GGUF")
     version, _, n_keys = struct.unpack("<IQQ", stream.read(20))

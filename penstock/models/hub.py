@@ -1,8 +1,7 @@
-"""What penstock asks of the model hub, by `huggingface_hub`, and where that package keeps what it fetched.
+"""Reads the model hub through `huggingface_hub`, and knows where that package keeps what it fetched.
 
-Planning reads config.json, the index and the headers of the safetensors files (range requests), never the weights and
-never code. HF_ENDPOINT (a mirror), HF_TOKEN, HF_HUB_OFFLINE, HF_HUB_CACHE and the proxies of the environment count.
-"""
+Planning reads config.json, the index and safetensors headers (range requests), never weights or code. HF_ENDPOINT (a
+mirror), HF_TOKEN, HF_HUB_OFFLINE, HF_HUB_CACHE and the proxies of the environment count."""
 
 from __future__ import annotations
 
@@ -43,7 +42,7 @@ _REASONS: dict[str | int, tuple[str, str]] = {
 
 
 class HubError(UserError):
-    """The hub did not answer with it. `is_missing`: the repository has no such file; `is_retryable`: it may later."""
+    """`is_missing`: the repository has no such file."""
 
     def __init__(self, message: str, *, detail: str, hint: str, status: int | None, is_missing: bool = False) -> None:
         super().__init__(message, detail=detail, hint=hint, is_retryable=status is None or status >= 429)
@@ -51,12 +50,10 @@ class HubError(UserError):
 
 
 def is_offline() -> bool:
-    """Whether HF_HUB_OFFLINE forbids to ask the hub."""
     return os.environ.get("HF_HUB_OFFLINE", "").upper() in _TRUE
 
 
 def endpoint() -> str:
-    """The hub, or the mirror that HF_ENDPOINT names."""
     return (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
 
 
@@ -67,22 +64,20 @@ def cache() -> Path:
 
 
 def snapshot(name: str, folder: Path | None = None) -> Path | None:
-    """Where a cache keeps the main revision of a repository, whole or in part; None when it has nothing of it.
-
-    Read from the documented layout, since `snapshot_download(local_files_only=True)` refuses one that lacks a file.
-    https://huggingface.co/docs/huggingface_hub/guides/manage-cache
-    """
+    """The folder where a cache keeps the main revision of a repository, whole or in part; None when it has none.
+    Read from the documented layout: `snapshot_download(local_files_only=True)` refuses one that lacks a file.
+    https://huggingface.co/docs/huggingface_hub/guides/manage-cache"""
     repository = (folder or cache()) / f"models--{name.replace('/', '--')}"
     try:
         commit = (repository / "refs" / "main").read_text("utf-8").strip()
     except OSError:
         return None
-    found = repository / "snapshots" / commit
-    return found if found.is_dir() else None
+    snapshot = repository / "snapshots" / commit
+    return snapshot if snapshot.is_dir() else None
 
 
 def read_json(name: str, path: str) -> tuple[dict[str, Any], str | None]:
-    """A JSON file of a repository, and the commit that it is of.  Raises HubError."""
+    """A JSON file of a repository, and its commit.  Raises HubError."""
     library = _library(name)
     from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
@@ -97,11 +92,13 @@ def read_json(name: str, path: str) -> tuple[dict[str, Any], str | None]:
     body, commit = _asked(name, fetch)
     try:
         value = json.loads(body)
+        if not isinstance(value, dict):
+            raise ValueError(f"it is a {type(value).__name__}")
+        return value, commit
     except ValueError as exc:
-        raise _unusable(name, path, f"it is not JSON: {exc}") from exc
-    if not isinstance(value, dict):
-        raise _unusable(name, path, "it is not a JSON object")
-    return value, commit
+        message = f'cannot use "{path}" of "{name}" on the hub: it is not a JSON object: {exc}'
+        hint = "Give a folder with its config.json."
+        raise HubError(message, detail=endpoint(), hint=hint, status=200) from exc
 
 
 def read_headers(name: str, paths: Sequence[str]) -> list[Header]:
@@ -166,8 +163,3 @@ def _explained(name: str, exc: Exception) -> HubError:
     why, hint = _REASONS.get(family or 404, (f"HTTP {status}", "Try again later."))
     message = f'could not fetch model "{name}" from the hub: {why}'
     return HubError(message, detail=detail, hint=hint, status=status, is_missing=is_missing)
-
-
-def _unusable(name: str, path: str, why: str) -> HubError:
-    message = f'cannot use "{path}" of "{name}" on the hub: {why}'
-    return HubError(message, detail=endpoint(), hint="Give a folder with its config.json.", status=200)

@@ -28,12 +28,7 @@ from penstock.run_folder import Launch
 
 
 def _member(
-    launch: Launch,
-    args: NodeArgs,
-    engine: Engine,
-    admin: AdminClient,
-    prerequisites: Prerequisites,
-    ready_file: ReadyFile,
+    launch: Launch, args: NodeArgs, engine: Engine, admin: AdminClient, prerequisites: Prerequisites, file: ReadyFile
 ) -> GroupMember:
     """A node that is not the first of its replica."""
     plan = launch.plan
@@ -48,7 +43,7 @@ def _member(
         return local
 
     board = BoardClient(admin, args.replica, args.rank, lambda: member.leave())
-    member = GroupMember(plan, board, engine, lambda: prerequisites.introduce(admin), start, ready_file)
+    member = GroupMember(plan, board, engine, lambda: prerequisites.introduce(admin), start, file)
     board.start()
     return member
 
@@ -76,7 +71,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def rank_of(host: str, n_nodes: int) -> int:
-    """The rank that a host name ends in, as Kubernetes names the pods of a StatefulSet.  Raises UserError."""
+    """The number at the end of a host name, as in the pods of a StatefulSet.  Raises UserError."""
     number = re.search(r"-(\d+)\Z", host.partition(".")[0])
     if number is None:
         hint = "The host name must end in a hyphen and the rank (replica-0, replica-1), or use --rank."
@@ -88,7 +83,7 @@ def rank_of(host: str, n_nodes: int) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Supervise one node of a replica of a launch; the exit code of the process."""
+    """Supervise one node of a replica; the exit code of the process."""
     options = parser().parse_args(argv)
     launch = msgspec.json.decode(options.launch.read_bytes(), type=Launch)
     rank = rank_of(socket.gethostname(), launch.plan.n_nodes) if options.rank_from_hostname else options.rank
@@ -99,38 +94,37 @@ def main(argv: Sequence[str] | None = None) -> int:
     hosts = tuple(name for name in options.hosts.split(",") if name)
     args = NodeArgs(options.replica, rank, options.port, options.url, hosts)
     file = Path(launch.announce_file) if launch.announce_file and not options.announce else None
-    admin = AdminClient(
-        options.announce or launch.announce_urls, Path(launch.token_file).read_text("utf-8").strip(), file
-    )
+    token = Path(launch.token_file).read_text("utf-8").strip()
+    admin = AdminClient(options.announce or launch.announce_urls, token, file)
     ready_file = ReadyFile(options.ready_file)
     prerequisites = Prerequisites(launch.plan, args, options.claim_gpus)
     make = NodeSupervisor if rank == 0 else _member
     supervisor = make(launch, args, engines.load(launch.plan.engine), admin, prerequisites, ready_file)
-    is_ended = _on_signals(supervisor.stop, options.kill_after)
+    terms = _on_signals(supervisor.stop, options.kill_after)
     try:
         code = supervisor.run()
     finally:
         ready_file.set(is_ready=False)
-    # Whoever reads it then knows that the scheduler ended this node.
-    return 128 + signal.SIGTERM if is_ended() and options.kill_after is not None and code == 0 else code
+    # The exit code shows that the scheduler ended this node.
+    return 128 + signal.SIGTERM if terms and options.kill_after is not None and code == 0 else code
 
 
-def _on_signals(stop: Callable[[], None], kill_after_s: float | None) -> Callable[[], bool]:
-    """SIGTERM and SIGINT stop the node; whether a SIGTERM came, as a function."""
-    terms = []
+def _on_signals(stop: Callable[[], None], kill_after_s: float | None) -> list[int]:
+    """SIGTERM and SIGINT stop the node; each SIGTERM is added to the returned list."""
+    terms: list[int] = []
 
-    def on_term(*_: object) -> None:
-        terms.append(1)
+    def on_term(number: int, _: object) -> None:
+        terms.append(number)
         stop()
         if kill_after_s is not None:
-            # A second stop, which does not wait any more, while there is time to end the engine.
+            # A second stop ends the drain while there is time to end the engine.
             timer = threading.Timer(max(0.5, kill_after_s - END_S), stop)
             timer.daemon = True
             timer.start()
 
     signal.signal(signal.SIGTERM, on_term)
     signal.signal(signal.SIGINT, lambda *_: stop())
-    return lambda: bool(terms)
+    return terms
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A node's calls to its gateway: the client of the admin address, and the announcement that is renewed on it."""
+"""A node's calls to its gateway: the client of the admin address, and the announcement that it renews there."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _TIMEOUT_S = 3.0
 
 
 class AdminClient:
-    """The gateway's admin address as this node reaches it. Of several addresses it uses the one that answered last.
+    """The gateway's admin address as this node reaches it; of several it uses the one that answered last.
 
-    `file` is read before every call: the gateway may have moved, and its old job, which drains, would still answer.
+    `file` is read before every call: the gateway may have moved, and its old job still answers while it drains.
     """
 
     def __init__(self, urls: Sequence[str], token: str, file: Path | None = None) -> None:
@@ -60,7 +60,7 @@ class AdminClient:
             raise
 
     def own_address(self) -> str | None:
-        """This machine's end of a connection to the gateway; None while no admin address can be reached. Blocks."""
+        """This machine's end of a connection to the gateway; None while no address can be reached. Blocks."""
         self._read_file()
         for url in self._urls[self._at :] + self._urls[: self._at]:
             parts = urlsplit(url)
@@ -112,13 +112,11 @@ class Announcer(threading.Thread):
                 answer = self._admin.post_json("/admin/announce", msgspec.to_builtins(newest))
                 if msgspec.convert(answer, AnnounceAnswer).leave:
                     self._on_leave()
+                is_taken = True
             except (PenstockError, msgspec.ValidationError):
-                self._note(refused=newest)
-                time.sleep(0.5)  # the gateway is down or starting: the controller brings it back
-                continue
-            self._note(posted=newest)
-
-    def _note(self, posted: Announcement | None = None, refused: Announcement | None = None) -> None:
-        with self._changed:
-            self._posted, self._refused = posted or self._posted, refused
-            self._changed.notify_all()
+                is_taken = False
+            with self._changed:
+                self._posted, self._refused = (newest, None) if is_taken else (self._posted, newest)
+                self._changed.notify_all()
+            if not is_taken:
+                time.sleep(0.5)  # the gateway is down or starting: the controller restarts it

@@ -1,4 +1,4 @@
-"""The HTTP of one running engine, as its node asks it: health, metrics, names, and one token as a probe."""
+"""A node's HTTP client of its engine: health, metrics, names, and one token as a probe."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ADAPTERS_MAX = 1024
 
 
 class StallWatch:
-    """For how long requests have been running without the engine making a step. Pure: the clock is passed in."""
+    """How long requests have run without a step of the engine. Pure: the clock is passed in."""
 
     def __init__(self) -> None:
         self._iterations = -1.0
@@ -53,7 +53,7 @@ class EngineClient:
         return True
 
     def health_problem(self) -> str | None:
-        """Why its health check has failed; an answer that does not come may be late a few times."""
+        """Why its health check failed, or None; a few timeouts in a row count as late answers."""
         try:
             self._http.get_text("/health")
         except NoAnswer as exc:
@@ -65,7 +65,7 @@ class EngineClient:
         return None
 
     def gives_token(self) -> bool:
-        """Whether it answers a request. A healthy engine may die of its first one (vLLM with a pipeline did)."""
+        """Whether it answers a request. A healthy engine may die of its first one, as vLLM with a pipeline did."""
         body = {"model": self._plan.served_names[0], "prompt": "1", "max_tokens": 1, "temperature": 0}
         try:
             answer = self._slow_http.post_json("/v1/completions", body)
@@ -78,7 +78,7 @@ class EngineClient:
         return bool(answer.get("choices"))
 
     def adapters(self) -> tuple[str, ...]:
-        """The names that it serves in addition to the model's own."""
+        """The names that it serves besides the model's."""
         try:
             rows: list[Any] = self._http.get_json("/v1/models").get("data") or []
         except PenstockError:
@@ -100,9 +100,8 @@ class EngineClient:
     def is_busy(self) -> bool | None:
         """Whether requests run or wait; None when it does not answer."""
         samples = self._metrics()
-        if samples is None:
-            return None
-        return samples.get(self._names.running, 0.0) + samples.get(self._names.waiting, 0.0) > 0
+        names = (self._names.running, self._names.waiting)
+        return None if samples is None else any(samples.get(name) for name in names)
 
     def _metrics(self) -> dict[str, float] | None:
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import fcntl
 import os
 import shutil
 import signal
@@ -31,11 +32,7 @@ class EngineProcess:
     """
 
     def __init__(
-        self,
-        command: Command,
-        folder: Path,
-        marks: processes.Marks,
-        on_line: Callable[[str], None] | None = None,
+        self, command: Command, folder: Path, marks: processes.Marks, on_line: Callable[[str], None] | None = None
     ) -> None:
         self.folder = folder
         self.tail: collections.deque[str] = collections.deque(maxlen=_TAIL_LINES)
@@ -45,6 +42,9 @@ class EngineProcess:
         for name, text in command.files.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_text(text, "utf-8")
+        # The engine holds a lock on its folder, so that `clean` knows one that it cannot see (in a container).
+        lock = os.open(folder, os.O_RDONLY)
+        fcntl.flock(lock, fcntl.LOCK_SH)
         self._child = subprocess.Popen(
             command.argv,
             env=_environment(command.env, folder),
@@ -52,13 +52,11 @@ class EngineProcess:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            pass_fds=(lock,),
         )
+        os.close(lock)
         self._reader = threading.Thread(target=self._read, name="engine-output", daemon=True)
         self._reader.start()
-
-    @property
-    def pid(self) -> int:
-        return self._child.pid
 
     def exit_code(self) -> int | None:
         """None while it runs; negative for a signal."""
@@ -68,16 +66,20 @@ class EngineProcess:
         """The engine and all it forked, the engine's own process first."""
         family = []
         with contextlib.suppress(psutil.Error):
-            root = psutil.Process(self.pid)
+            root = psutil.Process(self._child.pid)
             for entry in [root, *root.children(recursive=True)]:
-                role = "engine" if entry.pid == self.pid else _role(entry)
-                family.append(processes.identify(entry.pid, role))
+                family.append(processes.identify(entry.pid, "engine" if entry == root else _role(entry)))
         return tuple(family)
 
     def end(self, grace_s: float) -> None:
-        """SIGTERM, wait `grace_s`, then kill all with these marks. Blocks; safe to repeat; its folder goes too."""
+        """SIGTERM, wait `grace_s`, kill all with these marks, and remove its folder. Blocks; safe to repeat."""
         segments = processes.shared_memory(self.processes())
-        self._end_polite(grace_s)
+        if self.exit_code() is None and grace_s > 0:
+            self._child.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._child.wait(grace_s)
+        if self.exit_code() is None:
+            self._child.kill()
         # An engine's children outlive a killed parent (vLLM's EngineCore does), so the mark finds them, not the pid.
         processes.sweep(self._marks.run, self._marks.replica, self._marks.rank)
         self._finish(segments)
@@ -86,20 +88,12 @@ class EngineProcess:
         """As `end`, for a helper of the engine: only itself and what it forked."""
         segments = processes.shared_memory(self.processes())
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
+            os.killpg(self._child.pid, signal.SIGKILL)
         self._finish(segments)
 
     def join_output(self) -> None:
         """After its end: until all its output is read."""
         self._reader.join(5)
-
-    def _end_polite(self, grace_s: float) -> None:
-        if self.exit_code() is None and grace_s > 0:
-            self._child.send_signal(signal.SIGTERM)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._child.wait(grace_s)
-        if self.exit_code() is None:
-            self._child.kill()
 
     def _finish(self, segments: list[str]) -> None:
         self._child.wait(10)
@@ -130,14 +124,10 @@ class EngineProcess:
 
 def _environment(extra: Mapping[str, str], folder: Path) -> dict[str, str]:
     # SPT_NOENV keeps setproctitle (vLLM uses it) from overwriting the environment, where the marks are read.
-    env = {**os.environ, "TMPDIR": str(folder / "tmp"), "SPT_NOENV": "1", "PYTHONUNBUFFERED": "1"}
-    env[processes.MARK_ROLE] = "engine"
-    env |= extra
-    for name in _SEARCH_PATHS:
-        parts = (extra.get(name), os.environ.get(name))
-        if any(parts):
-            env[name] = os.pathsep.join(part for part in parts if part)
-    return env
+    ours = {"TMPDIR": str(folder / "tmp"), "SPT_NOENV": "1", "PYTHONUNBUFFERED": "1", processes.MARK_ROLE: "engine"}
+    paths = {name: [text for env in (extra, os.environ) if (text := env.get(name))] for name in _SEARCH_PATHS}
+    joined = {name: os.pathsep.join(texts) for name, texts in paths.items() if texts}
+    return {**os.environ, **ours, **extra, **joined}
 
 
 def _role(entry: psutil.Process) -> str:

@@ -1,7 +1,7 @@
-"""GPUs that a node claims on a machine without a scheduler: one lock per GPU, held while the node lives.
+"""GPUs that a node claims on a machine without a scheduler: one lock per GPU, which ends with the process.
 
-Two replicas that start on one machine at the same time both see all GPUs free; the locks keep them apart. A lock ends
-with its process. Users of one machine do not see each other's locks, only each other's memory.
+Two replicas that start at the same time both see all GPUs free; the locks keep them apart. Users do not see each
+other's locks, only each other's memory.
 """
 
 from __future__ import annotations
@@ -37,36 +37,36 @@ class Claim:
 
 
 def claim(count: int, utilization: float, wait_s: float = _WAIT_S, look: Callable[[], Sequence[Gpu]] = gpus) -> Claim:
-    """`count` GPUs with that share of their memory free, of those that this process may use. Blocks for at most
-    `wait_s`.  Raises PenstockError with what is free."""
+    """`count` of this process's GPUs with that share of their memory free. Blocks for at most `wait_s`.
+
+    Raises PenstockError with what is free.
+    """
     deadline = time.monotonic() + wait_s
     while True:
-        there = look()
-        taken = _take(there, count, utilization)
-        if taken is not None:
-            return taken
+        machine = look()
+        claim = _take(machine, count, utilization)
+        if len(claim.indices) == count:
+            return claim
+        claim.release()
         if time.monotonic() > deadline:
             raise PenstockError(
-                f"could not get {count} GPUs on this machine: {_free_text(there, utilization)}",
+                f"could not get {count} GPUs on this machine: {_free_text(machine, utilization)}",
                 hint="nvidia-smi there shows what holds the others; or lower engine.gpu_memory_utilization.",
                 is_retryable=True,
             )
-        # Another process may wait for the same GPUs: not in step with it.
+        # Out of step with another process that waits for the same GPUs.
         time.sleep(_POLL_S * random.uniform(0.5, 1.5))
 
 
-def _take(there: Sequence[Gpu], count: int, utilization: float) -> Claim | None:
-    locks: list[tuple[int, IO[bytes]]] = []
-    for gpu in there:
+def _take(machine: Sequence[Gpu], count: int, utilization: float) -> Claim:
+    """At most `count` GPUs."""
+    locks: dict[int, IO[bytes]] = {}
+    for gpu in machine:
         if len(locks) < count and gpu.memory_free_bytes >= gpu.memory_bytes * utilization:
             lock = _lock(gpu.index)
             if lock is not None:
-                locks.append((gpu.index, lock))
-    if len(locks) == count:
-        return Claim(tuple(index for index, _ in locks), [lock for _, lock in locks])
-    for _, lock in locks:
-        lock.close()
-    return None
+                locks[gpu.index] = lock
+    return Claim(tuple(locks), list(locks.values()))
 
 
 def _lock(index: int) -> IO[bytes] | None:
@@ -80,8 +80,8 @@ def _lock(index: int) -> IO[bytes] | None:
     return None
 
 
-def _free_text(there: Sequence[Gpu], utilization: float) -> str:
-    if not there:
+def _free_text(machine: Sequence[Gpu], utilization: float) -> str:
+    if not machine:
         return "it has none"
-    free = ", ".join(f"GPU {gpu.index} {show_bytes(gpu.memory_free_bytes)}" for gpu in there)
+    free = ", ".join(f"GPU {gpu.index} {show_bytes(gpu.memory_free_bytes)}" for gpu in machine)
     return f"free are {free} ({utilization:.0%} of each is needed), less those that other replicas hold"

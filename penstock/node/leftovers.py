@@ -14,9 +14,8 @@ from penstock.paths import remove_temporary
 
 
 def main(argv: Sequence[str]) -> int:
-    """Sweep what one replica left; the exit code of the process."""
     run, launch, replica = argv
-    for number in (signal.SIGINT, signal.SIGTERM):  # the job may be ended a second time while this tidies up
+    for number in (signal.SIGINT, signal.SIGTERM):  # the job may be ended again while this runs
         signal.signal(number, signal.SIG_IGN)
     for process in processes.sweep(run, replica):
         print(f"penstock: ended {process.role or 'process'} {process.pid}, left behind: {process.command}", flush=True)

@@ -33,8 +33,10 @@ OnLine = Callable[[str], None]
 
 
 class NodeArgs(msgspec.Struct, frozen=True):
-    """A node's command line. `port` and `url`: where the engine listens, and how the gateway calls it, when the target
-    decides that. `hosts`: names of the replica's nodes by rank, for messages. `gpus`: those it claimed for itself."""
+    """A node's command line. `port`, `url`: where the engine listens and how the gateway calls it, if decided before.
+
+    `hosts`: names of the replica's nodes by rank, for messages. `gpus`: those that it claimed.
+    """
 
     replica: str
     rank: int = 0
@@ -53,10 +55,7 @@ class Prerequisites:
         self._claim: gpu_locks.Claim | None = None
 
     def resolve(self) -> tuple[Plan, NodeArgs]:
-        """The plan with this machine's paths, the arguments with its GPUs. Blocks, for a download too.
-
-        Raises PenstockError.
-        """
+        """The plan with this machine's paths, the arguments with its GPUs. May download.  Raises PenstockError."""
         if self._resolved is None:
             plan, args = model_files.on_this_node(self._plan), self._args
             if self._claims_gpus and plan.device == "cuda":
@@ -66,7 +65,7 @@ class Prerequisites:
         return self._resolved
 
     def introduce(self, admin: AdminClient) -> Introduction:
-        """This node for its group, with the GPUs that it gives. Blocks.  Raises PenstockError."""
+        """This node's introduction to its group, with its GPUs. Blocks.  Raises PenstockError."""
         args, facts = self.resolve()[1], this_node()
         if args.gpus:
             gpus = tuple(gpu for gpu in facts.machine.gpus if gpu.index in args.gpus)
@@ -88,27 +87,24 @@ class NodeProcesses:
         self._plan, self._args = plan, args
 
     def start_engine(self, host: str, key: str | None, formation: Formation | None, on_line: OnLine | None) -> str:
-        """Start this node's own engine process; the base URL where it will listen (rank 0 only serves)."""
+        """Start this node's engine process; the base URL where it will listen (rank 0 only serves)."""
         port = self._args.port or free_port(host)
         place = self._place("", host, port, key, formation)
         command = self._engine.command(self._plan, place)
         print(f"penstock: starting {' '.join(command.argv)}", flush=True)
-        self.engine = self._run(command, Path(place.folder), on_line)
+        self.engine = self._run(command, place.folder, on_line)
         return f"http://{host}:{port}"
 
-    def start_ray(self, formation: Formation) -> EngineProcess:
+    def start_ray(self, formation: Formation) -> None:
         """Start Ray on this node: the head on rank 0, else one that joins it."""
         node = formation.nodes[self._args.rank]
         # Not the engine's folder: each is made and removed with its process.
         place = self._place("r", node.address, 0, None, formation)
-        folder = Path(place.folder)
         base = self._engine.command(self._plan, place)
-        command = ray.start(self._plan, formation, node.rank, str(folder), base)
-        self._ray = self._run(command, folder, None)
-        return self._ray
+        self._ray = self._run(ray.start(self._plan, formation, node.rank, place.folder, base), place.folder)
 
     def wait_ray_head(self, formation: Formation) -> Diagnosis | None:
-        """Until the head of Ray takes connections; why not, or None."""
+        """Wait until the head of Ray accepts connections; why it does not, or None."""
         assert self._ray is not None
         deadline = time.monotonic() + _RAY_HEAD_S
         while not self._is_stopped():
@@ -125,11 +121,11 @@ class NodeProcesses:
         return None
 
     def check_ray(self, formation: Formation) -> Diagnosis | None:
-        """Whether Ray has every node and would place one rank on each planned GPU; why not, or None."""
+        """Why Ray lacks a node or would not place one rank on each planned GPU, or None."""
         address = f"{formation.head.address}:{formation.ray_port}"
         command = ray.check(address, self._plan.n_nodes, self._plan.ranks_each, _RAY_JOIN_S)
         env = ray.environment(address, str(self._folder("r")))
-        check = self._run(Command(command.argv, env), self._folder("c"), None)
+        check = self._run(Command(command.argv, env), str(self._folder("c")))
         try:
             while check.exit_code() is None and not self._is_stopped():
                 time.sleep(_POLL_S)
@@ -147,7 +143,7 @@ class NodeProcesses:
         return None
 
     def look(self) -> tuple[Process, ...]:
-        """The engine and all it forked. What they and Ray's workers map is remembered: a killed process has no maps."""
+        """The engine and all it forked. Remembers what they and Ray's workers map: a killed process has no maps."""
         own = self.engine.processes() if self.engine is not None and self.engine.exit_code() is None else ()
         workers = self._ray.processes() if self._ray is not None else ()
         self.segments |= set(processes.shared_memory([*own, *workers]))
@@ -192,7 +188,7 @@ class NodeProcesses:
                 env |= ray.environment(f"{formation.head.address}:{formation.ray_port}", str(self._folder("r")))
         return Place(host, port, str(self._folder(part)), sys.executable, key, among, env)
 
-    def _run(self, command: Command, folder: Path, on_line: OnLine | None) -> EngineProcess:
+    def _run(self, command: Command, folder: str, on_line: OnLine | None = None) -> EngineProcess:
         rank = str(self._args.rank) if self._plan.n_nodes > 1 else None
         marks = processes.Marks(os.environ[processes.MARK_RUN], self._args.replica, rank)
-        return EngineProcess(command, folder, marks, on_line)
+        return EngineProcess(command, Path(folder), marks, on_line)

@@ -1,4 +1,4 @@
-"""The file that a readiness probe looks for: there while this node is ready, and at no other time."""
+"""The file of a readiness probe: it exists while this node is ready, and at no other time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ class ReadyFile:
         self.set(is_ready=False)
 
     def set(self, *, is_ready: bool) -> None:
-        """Write or remove the file where that has changed."""
         if self._path is None or is_ready == self._is_ready:
             return
         self._is_ready = is_ready

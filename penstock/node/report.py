@@ -1,4 +1,4 @@
-"""What a node announces of its replica: the state, how it got there, and what runs."""
+"""What a node announces of its replica."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import time
 from penstock.engines import Diagnosis, Seen
 from penstock.node.announcer import Announcer
 from penstock.node.ready_file import ReadyFile
-from penstock.planner import Plan
 from penstock.run_folder import Launch
 from penstock.wire.announcement import Announcement, EngineLoad, NodeView, Process, Progress, ReplicaState, Restart
 
@@ -17,8 +16,8 @@ _KEPT_RESTARTS = 10
 class ReplicaReport:
     """The supervisor sets the fields; `announce` hands them to the announcer and keeps the ready file."""
 
-    def __init__(self, launch: Launch, plan: Plan, replica: str, announcer: Announcer, ready_file: ReadyFile) -> None:
-        self._launch, self._plan, self._replica = launch, plan, replica
+    def __init__(self, launch: Launch, replica: str, announcer: Announcer, ready_file: ReadyFile) -> None:
+        self._launch, self._plan, self._replica = launch, launch.plan, replica
         self._announcer, self._ready_file = announcer, ready_file
         self.state: ReplicaState = "starting"
         self.reason: str | None = None
@@ -38,12 +37,11 @@ class ReplicaReport:
         self._started_at = time.time()
 
     def begin(self) -> None:
-        """Another start of the engine."""
         self.stage("imports")
         self._started_at, self.ready_after_s = time.time(), None
 
     def stage(self, stage: str) -> None:
-        """Progress that the log of the engine does not show."""
+        """Set progress that the engine's log does not show."""
         self.seen = Seen(Progress(stage, fraction=0.0))
 
     def ready(self, adapters: tuple[str, ...]) -> None:

@@ -1,12 +1,9 @@
-"""Runs beside every engine: starts it, watches it, announces it, brings it back, ends it.
+"""Runs next to every engine: starts, watches, announces, restarts and ends it.
 
-    python -m penstock.node LAUNCH.json --replica 0
-
-Life of an engine: starting -> loading -> warming (its /health answers) -> ready (it also gave a token). A ready
-engine that dies, answers /health with an error, or has requests running but makes no step for `stall_s` is ended with
-all it forked and started again after a pause; the reason is kept and announced. An engine that never became ready and
-cannot is "failed": the node says why and exits. SIGTERM, or the gateway's order to leave, drains; a second SIGTERM
-does not wait.
+Life of an engine: starting -> loading -> warming (its /health answers) -> ready (it also gave a token). A ready engine
+that dies, fails its health check, or makes no step for `stall_s` with requests running is ended with all it forked and
+restarted after a pause. One that cannot become ready is "failed": the node announces why and exits. SIGTERM, or the
+gateway's order to leave, drains; a second SIGTERM ends the drain.
 """
 
 from __future__ import annotations
@@ -46,19 +43,13 @@ class NodeSupervisor:
     """Supervises one engine until it is stopped."""
 
     def __init__(
-        self,
-        launch: Launch,
-        args: NodeArgs,
-        engine: Engine,
-        admin: AdminClient,
-        prerequisites: Prerequisites,
-        ready_file: ReadyFile,
+        self, launch: Launch, args: NodeArgs, engine: Engine, admin: AdminClient, needs: Prerequisites, file: ReadyFile
     ) -> None:
         self.stops = 0
         self._launch, self._plan, self._engine = launch, launch.plan, engine
-        self._args, self._admin, self._prerequisites = args, admin, prerequisites
+        self._args, self._admin, self._prerequisites = args, admin, needs
         self._announcer = Announcer(admin, self.leave)
-        self._report = ReplicaReport(launch, launch.plan, args.replica, self._announcer, ready_file)
+        self._report = ReplicaReport(launch, args.replica, self._announcer, file)
         self._wake = threading.Event()
         self._local = NodeProcesses(launch.plan, engine, args, self._is_stopped)
         self._leader: GroupLeader | None = None
@@ -74,7 +65,7 @@ class NodeSupervisor:
         self._wake.set()
 
     def leave(self) -> None:
-        """The gateway's order to leave: as a first stop, however often it is repeated."""
+        """The gateway's order to leave: a first stop, never a second one."""
         if not self.stops:
             self.stop()
 
@@ -120,12 +111,12 @@ class NodeSupervisor:
             self._local.end(_ENGINE_GRACE_S if is_polite else 0.0)
             if self._leader is not None and not self.stops:
                 self._leader.over()
-            # What it mapped when it was last seen: it may have been killed together with its children.
+            # What it mapped when last looked at: it may have been killed together with its children.
             processes.unlink_shared_memory(self._report.segments)
             self._report.url = self._report.load = None
 
     def _start(self) -> Diagnosis | None:
-        """Start the engine, on all its nodes; why that cannot be, or None."""
+        """Start the engine, on all its nodes; why that failed, or None."""
         self._report.begin()
         if self._report.state != "restarting":
             self._announce("starting")
@@ -153,28 +144,25 @@ class NodeSupervisor:
         return None
 
     def _own_address(self) -> str | None:
-        """This machine's address as the gateway sees it, which may start later; None when the node is stopped."""
-        is_waiting = False
-        while not self.stops:
-            address = self._admin.own_address()
-            if address is not None:
-                return address
-            if not is_waiting:
-                where = self._launch.announce_file or ", ".join(self._launch.announce_urls)
-                print(f"penstock: waiting for the gateway at {where}", flush=True)
-            is_waiting = True
+        """This machine's address as the gateway sees it. Waits for the gateway; None when the node is stopped."""
+        address = self._admin.own_address()
+        if address is None:
+            where = self._launch.announce_file or ", ".join(self._launch.announce_urls)
+            print(f"penstock: waiting for the gateway at {where}", flush=True)
+        while address is None and not self.stops:
             self._pause(_TICK_S)
-        return None
+            address = self._admin.own_address()
+        return address
 
     def _form(self, leader: GroupLeader) -> Formation | Diagnosis | None:
-        """All nodes together, with Ray over them where the plan says so."""
+        """Form the group of all nodes, with Ray where the plan says so."""
 
         def on_wait(stage: str, nodes: tuple[NodeView, ...]) -> None:
             self._report.stage(stage)
             self._report.nodes = nodes
             self._report.announce("restarting" if self._report.n_restarts else "starting")
 
-        # Nodes that were together once come back some time; a first start has people waiting for it.
+        # Nodes that formed before will come back; a user waits for a first start.
         patience_s = None if self._report.was_ready else self._plan.join_timeout_s
         formation = leader.form(self._prerequisites.introduce(self._admin), patience_s, on_wait)
         if not isinstance(formation, Formation):
@@ -182,7 +170,7 @@ class NodeSupervisor:
         self._report.nodes = leader.views()
         print("\n".join(f"penstock: {line}" for line in addresses.table(self._report.nodes)), flush=True)
         if self._plan.executor != "ray":
-            leader.post_go(formation)  # all start together, and vLLM's own processes wait for each other
+            leader.post_go(formation)  # all start together: vLLM's processes wait for each other
             return formation
         self._report.stage("ray")
         self._announce("starting")
@@ -192,8 +180,7 @@ class NodeSupervisor:
 
     def _end_group(self, phase: str) -> None:
         if self._leader is not None:
-            self._leader.over(phase)
-            self._leader.wait_posted(2.0)
+            self._leader.over(phase, wait_s=2.0)
 
     def _on_line(self, line: str) -> None:
         seen = self._engine.read(line, self._report.seen, self._plan)
@@ -235,7 +222,7 @@ class NodeSupervisor:
             code = process.exit_code()
             if code is not None:
                 return self._death(process, code)
-            # Every tick (0.1 ms): its server lives on for a moment, and answers every request with an error.
+            # Every tick (0.1 ms): its server lives on for a moment and answers every request with an error.
             lost = self._lost_process(process) or self._trouble()
             if lost:
                 return lost
@@ -262,13 +249,13 @@ class NodeSupervisor:
         return self._local.engine, self._client
 
     def _trouble(self) -> Diagnosis | None:
-        """What ended a part of the engine that is not its own process: another node, or Ray."""
+        """Why a part of the engine outside its own process ended: another node, or Ray."""
         if self._local.ray_has_ended():
             return Diagnosis(f"Ray ended on this node: {self._local.ray_last_words()}")
         return self._leader.trouble() if self._leader is not None else None
 
     def _lost_process(self, process: EngineProcess) -> Diagnosis | None:
-        """A process that the engine cannot live without is gone, often seconds before the engine notices."""
+        """A vital process of the engine is gone, often seconds before the engine notices."""
         gone = [part for part in self._vital if not processes.is_alive(part)]
         if not gone:
             return None
@@ -277,14 +264,14 @@ class NodeSupervisor:
         return Diagnosis(f"its process {gone[0].role} (pid {gone[0].pid}) is gone{why}", death.hint)
 
     def _refresh(self) -> None:
-        """What runs and who is there, for the report. Walks the process table: not on every tick."""
+        """Update processes and nodes in the report. Walks the process table: not for every tick."""
         self._report.processes = self._local.look()
         self._report.segments = tuple(sorted(self._local.segments))
         if self._leader is not None:
             self._report.nodes = self._leader.views() or self._report.nodes
 
     def _drain(self) -> None:
-        """Let running requests finish: no new ones come, since the gateway knows that the node is stopping."""
+        """Let running requests finish; the gateway sends no new ones to a node that is stopping."""
         self._announce("stopping")
         self._announcer.wait_posted(2.0)
         if self._report.ready_after_s is None:
@@ -293,7 +280,7 @@ class NodeSupervisor:
         deadline, n_idle = time.monotonic() + self._plan.drain_s, 0
         while self.stops < 2 and time.monotonic() < deadline and n_idle < 2:
             is_busy = client.is_busy()
-            if is_busy is None:
+            if is_busy is None:  # it died
                 return
             n_idle = 0 if is_busy else n_idle + 1
             self._wake.clear()

@@ -1,7 +1,6 @@
-"""What vLLM refuses at start whatever the memory: a dtype, a format or a cache that the card lacks kernels for.
+"""What vLLM refuses at start whatever the memory: a dtype, format or cache that the card has no kernels for.
 
-Rules of vLLM 0.32 (`config/model.py`, `config/vllm.py`, `platforms/cuda.py`). AMD cards are not judged.
-"""
+Rules of vLLM 0.32 (`config/model.py`, `config/vllm.py`, `platforms/cuda.py`). AMD cards are not judged."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ class Context(msgspec.Struct, frozen=True):
 
 def context_of(config: Mapping[str, Any], arch: Architecture) -> Context:
     """Both lengths from the config.json, 0 when it has none. internlm2.5-7b: 32,768 x dynamic 2 = 65,536.
-    LongRoPE models start with their original length when nothing is asked: phi-3.5-mini 4,096 of 131,072."""
+    LongRoPE models start with their original length: phi-3.5-mini 4,096 of 131,072."""
     f = fields(config)
     limit = f.maybe_n("model_max_length") or arch.max_position
     rope = f.table("rope_parameters") or f.table("rope_scaling")
@@ -51,7 +50,7 @@ def context_of(config: Mapping[str, Any], arch: Architecture) -> Context:
 
 
 def loaded_dtype(request: SizingRequest, arch: Architecture, gpu: GpuFacts) -> str:
-    """The dtype of the weights as vLLM loads them: `--dtype auto` falls back where the card has no bfloat16."""
+    """The dtype as vLLM loads the weights: `--dtype auto` falls back where the card has no bfloat16."""
     if request.dtype not in (None, "auto") or arch.dtype != "bfloat16" or not _lacks(gpu, _BF16):
         return arch.dtype
     return "float32" if _model_type(request) in _NO_FLOAT16 else "float16"
@@ -60,12 +59,14 @@ def loaded_dtype(request: SizingRequest, arch: Architecture, gpu: GpuFacts) -> s
 def refusals(
     request: SizingRequest, arch: Architecture, gpu: GpuFacts, settings: Settings, rules: EngineProfile
 ) -> tuple[str, ...]:
-    """Why this engine would not start on this card, each with its number; empty when nothing is known against it."""
+    """Why this engine would not start on this card, each with its number."""
+    quantization = request.facts.config.get("quantization_config")
+    method = str(quantization.get("quant_method", "")).lower() if isinstance(quantization, Mapping) else ""
     reasons = (
         _dtype_refusal(request, arch, gpu),
         _block_refusal(request, gpu),
         cache_refusal(arch, gpu, settings.kv_cache_dtype, rules),
-        format_refusal(arch.quantization, gpu, rules, _method(request)),
+        format_refusal(arch.quantization, gpu, rules, method),
     )
     return tuple(reason for reason in reasons if reason)
 
@@ -119,7 +120,7 @@ def cache_refusal(arch: Architecture, gpu: GpuFacts, kind: str, rules: EnginePro
     is_mla = any(attention.kind == "mla" for attention in attentions)
     least = _NATIVE_FP8 if is_mla else rules.fp8_cache_capability if is_fp8 else _FP4_CACHE
     if _lacks(gpu, least):
-        return f"a KV cache in {kind} needs compute capability {_shown(least)}, {gpu.id} has {gpu.compute_capability}"
+        return f"a KV cache in {kind} needs {_shown(least, gpu)}"
     is_blackwell = (capability(gpu) or (0, 0))[0] == 10
     if is_fp4 and not is_blackwell and any(attention.head_dim_k == 64 for attention in attentions):
         return f"a KV cache in {kind} is misread at head size 64 below Blackwell, {gpu.id} has {gpu.compute_capability}"
@@ -145,15 +146,8 @@ def format_refusal(quant: Quantization | None, gpu: GpuFacts, rules: EngineProfi
         if one.kind == "fp8" and method == "modelopt":
             least = max(least, _MODELOPT_FP8)
         if _lacks(gpu, least):
-            return (
-                f"weights in {one.kind} need compute capability {_shown(least)}, {gpu.id} has {gpu.compute_capability}"
-            )
+            return f"weights in {one.kind} need {_shown(least, gpu)}"
     return None
-
-
-def _method(request: SizingRequest) -> str:
-    quantization = request.facts.config.get("quantization_config")
-    return str(quantization.get("quant_method", "")).lower() if isinstance(quantization, Mapping) else ""
 
 
 def _model_type(request: SizingRequest) -> str:
@@ -165,5 +159,5 @@ def _lacks(gpu: GpuFacts, least: Capability) -> bool:
     return own is not None and own < least
 
 
-def _shown(least: Capability) -> str:
-    return f"{least[0]}.{least[1]}"
+def _shown(least: Capability, gpu: GpuFacts) -> str:
+    return f"compute capability {least[0]}.{least[1]}, {gpu.id} has {gpu.compute_capability}"

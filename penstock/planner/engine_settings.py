@@ -16,6 +16,11 @@ from penstock.text import GIB, flag
 # Cache dtypes by what modelopt and compressed-tensors write (vllm/utils/torch_utils.py of 0.32,
 # `get_kv_cache_quant_algo_string`). Every fp8 spelling is one byte.
 _CACHE_FORMATS = {"fp8": "fp8", "fp8_e4m3": "fp8", "fp8_e5m2": "fp8", "nvfp4": "nvfp4"}
+# Fields of a request that are flags of the engine, by the same name.
+_OPTIONS = (
+    *("max_model_len", "gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens"),
+    *("kv_cache_dtype", "block_size", "quantization", "dtype"),
+)
 
 
 def total_bytes(request: SizingRequest, gpu: GpuFacts) -> int:
@@ -23,7 +28,7 @@ def total_bytes(request: SizingRequest, gpu: GpuFacts) -> int:
     return int((request.gpu_memory_gib or gpu.memory.torch_total_gib) * GIB)
 
 
-def checkpoint_cache_dtype(config: Mapping[str, Any]) -> str:
+def _checkpoint_cache_dtype(config: Mapping[str, Any]) -> str:
     """The KV cache's format that a checkpoint brings with `kv_cache_dtype` auto: "fp8", "nvfp4", or "auto"."""
     quantization = config.get("quantization_config") or config.get("compression_config") or {}
     inner = quantization.get("quantization") or quantization
@@ -37,7 +42,7 @@ def checkpoint_cache_dtype(config: Mapping[str, Any]) -> str:
 def settings_of(
     request: SizingRequest, gpu: GpuFacts, arch: Architecture, rules: EngineProfile, context: Context
 ) -> Settings:
-    """What the engine would run with (`engine/arg_utils.py`); `context` is the model's own.  Raises UserError."""
+    """What the engine would run with (`engine/arg_utils.py`).  Raises UserError."""
     max_model_len = request.max_model_len or context.default
     if not max_model_len:
         raise UserError(
@@ -50,9 +55,8 @@ def settings_of(
     elif request.max_num_seqs:
         tokens = min(max(tokens, request.max_num_seqs), request.max_num_seqs * max_model_len)
     seqs = request.max_num_seqs or min(seqs, tokens)
-    cache_dtype = request.kv_cache_dtype or "auto"
-    if cache_dtype == "auto":
-        cache_dtype = checkpoint_cache_dtype(request.facts.config)
+    if (cache_dtype := request.kv_cache_dtype or "auto") == "auto":
+        cache_dtype = _checkpoint_cache_dtype(request.facts.config)
     return Settings(
         engine_version=rules.version,
         gpu_name=name,
@@ -68,20 +72,13 @@ def settings_of(
 
 
 def engine_args(request: SizingRequest, sizes: Mapping[str, int], is_expert: bool) -> tuple[str, ...]:
-    """The flags of `vllm serve` for what was asked and chosen; what is the engine's default is left out."""
-    given: dict[str, object] = {f"{name}_parallel_size": size for name, size in sizes.items() if size > 1}
-    given |= {
-        name: value
-        for name in (
-            *("max_model_len", "gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens"),
-            *("kv_cache_dtype", "block_size", "quantization", "dtype"),
-        )
-        if (value := getattr(request, name)) is not None
-    }
+    """The flags of `vllm serve` for what was asked and chosen, without the engine's defaults."""
+    options: dict[str, object] = {f"{name}_parallel_size": size for name, size in sizes.items() if size > 1}
+    options |= {name: value for name in _OPTIONS if (value := getattr(request, name)) is not None}
     switches = {
         "enable_expert_parallel": is_expert,
         "no_enable_prefix_caching": not request.prefix_caching,
         "enforce_eager": request.enforce_eager,
     }
-    words = [word for name, value in given.items() for word in (flag(name), f"{value}")]
+    words = [word for name, value in options.items() for word in (flag(name), f"{value}")]
     return (*words, *(flag(name) for name, is_on in switches.items() if is_on), *request.more_args)

@@ -27,21 +27,18 @@ class BatchDefaults(msgspec.Struct, frozen=True):
 
 
 class EngineProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The rules of one version of vLLM.
-
-    Memory: `graphs_in_budget`, `nccl_in_budget`: paid from total x utilization, else from the rest of the card.
-    `measures_consumed`: non-torch memory is measured by free memory, with what the allocator keeps. `sampler_bytes`: of
-    the first runner, by row and vocabulary entry. `keeps_moe_workspace`: the MoE kernels' buffers stay allocated. KV
-    cache: `prints_concurrency`: "GPU KV cache size" is concurrency x max_model_len, else the blocks over the groups.
-    `chunked_windows`: chunked-local layers (Llama 4) are charged for their chunk. `counts_batches_in_flight`: a window
-    is charged for every batch in flight. `reserves_null_block`, `checks_groups`: the start-up check holds one block
-    back, and counts padded groups. `group_slack`: layer kinds with counts closer than this factor share the larger one
-    as group size. `caches_states`: prefix caching is on for hybrids: two states a request, three with
-    `mamba2_checkpoints` or `gdn_checkpoints`. Limits: `least_capability` by weight format; a format without a row is
-    gone. `packed_inputs`, `packed_expert_inputs`: what the input share of a 4-bit matrix must be a multiple of, beside
-    its group; `fp8_expert_block`: the smallest block that scales of fp8 experts are refined to. Speed: as in
-    `speed.estimate.Constants`.
-    """
+    """The rules of one version of vLLM. Memory: `graphs_in_budget`, `nccl_in_budget`: paid from total x utilization,
+    else from the rest of the card. `measures_consumed`: non-torch memory is measured by free memory, with what the
+    allocator keeps. `sampler_bytes`: of the first runner, by row and vocabulary entry. `keeps_moe_workspace`: the MoE
+    kernels' buffers stay allocated. KV cache: `prints_concurrency`: "GPU KV cache size" is concurrency x max_model_len,
+    else the blocks over the groups. `chunked_windows`: chunked-local layers (Llama 4) are charged for their chunk.
+    `counts_batches_in_flight`: a window is charged for every batch in flight. `reserves_null_block`, `checks_groups`:
+    the start-up check holds one block back, counts padded groups. `group_slack`: layer kinds with counts closer than
+    this factor share the larger one as group size. `caches_states`: prefix caching is on for hybrids: two states a
+    request, three with `*_checkpoints`. Limits: `least_capability` by weight format; a format without a row is gone.
+    `packed_inputs`, `packed_expert_inputs`: what the input share of a 4-bit matrix must be a multiple of;
+    `fp8_expert_block`: the smallest block that scales of fp8 experts are refined to. Speed: as in
+    `speed.estimate.Constants`."""
 
     version: str
     default_utilization: float
@@ -79,7 +76,6 @@ class EngineProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     mla_layer_us: float
 
     def uses_runner_v2(self, is_moe_or_hybrid: bool) -> bool:
-        """Whether the second model runner is the default for a model of this kind."""
         return self.runner_v2 == "all" or (self.runner_v2 == "dense" and not is_moe_or_hybrid)
 
 
@@ -93,7 +89,7 @@ def parse_version(text: str) -> tuple[int, int, int]:
 
 @functools.lru_cache(maxsize=256)
 def profile(version: str | None = None) -> EngineProfile:
-    """The rules of `version` ("0.33", "0.11.2.post1"), None for the newest. Raises NotModelled outside the table."""
+    """The rules of `version` ("0.33", "0.11.2.post1"), None for the newest.  Raises NotModelled outside the table."""
     text = version or NEWEST
     asked, newest = parse_version(text), parse_version(NEWEST)
     fields: dict[str, Any] = {}
@@ -121,8 +117,8 @@ def _table() -> dict[str, dict[str, Any]]:
 
 
 def batch_defaults(rules: EngineProfile, gpu_memory_bytes: int, gpu_name: str, max_model_len: int) -> tuple[int, int]:
-    """(max_num_batched_tokens, max_num_seqs) of the API server when nobody sets them (`engine/arg_utils.py`).
-    `gpu_memory_bytes` is what the CUDA runtime reports. H100 (79.2 GiB), vLLM 0.33: (8192, 1024). A100: (2048, 256)."""
+    """(max_num_batched_tokens, max_num_seqs) of the API server when neither is set (`engine/arg_utils.py`).
+    H100 (79.2 GiB by the CUDA runtime), vLLM 0.33: (8192, 1024). A100: (2048, 256)."""
     is_small = any(name in gpu_name.lower() for name in rules.small_batches_on)
     memory_gib = 0 if is_small else gpu_memory_bytes / GIB
     row = [row for row in rules.batch_defaults if row.from_memory_gib <= memory_gib][-1]

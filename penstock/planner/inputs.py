@@ -1,4 +1,4 @@
-"""A request with everything that follows from it alone: the loaded model, the engine's rules and settings. Pure."""
+"""A request with all that follows from it alone: the model, the engine's rules and settings. Pure."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""How a model may be cut over GPUs, and which cut to take. Every refusal carries the number that refused it.
+"""How a model may be cut over GPUs, and which cut to take. Every refusal has the number that refused it.
 
-Sizes of one dimension are checked alone first and only legal ones combined: a thousand GPUs take milliseconds.
-"""
+Sizes of one dimension are checked alone first and only legal ones combined: a thousand GPUs take milliseconds."""
 
 from __future__ import annotations
 
@@ -28,17 +27,13 @@ _Part = TypeVar("_Part", Attention, State, Mlp)
 
 
 class DivisibilityRules(msgspec.Struct, frozen=True):
-    """The numbers of a model that layouts must divide, each list without repetition.
-    rows: (what, width, unit) of quantised matrices cut along their input, whose share must be a multiple of the
-    format's block or group; expert_widths: of routed experts, with `expert_unit` likewise."""
+    """The numbers of a model that layouts must divide, without repetition. rows: (what, width, unit) of quantised
+    matrices cut along their input, whose share must be a multiple of the format's block or group; `expert_unit`:
+    likewise for routed experts."""
 
     name: str
     n_layers: int
-    padded_vocab: int
-    heads: tuple[int, ...]
-    kv_heads: tuple[int, ...]
-    state_heads: tuple[int, ...]
-    widths: tuple[tuple[str, int], ...]
+    sizes: tuple[tuple[str, int, bool], ...]
     rows: tuple[tuple[str, int, int], ...]
     expert_widths: tuple[int, ...]
     n_experts: int
@@ -58,7 +53,7 @@ class Layouts(msgspec.Struct, frozen=True):
 
 
 class Candidate(msgspec.Struct, frozen=True):
-    """A legal layout that fits, with its speed. `misses` is how far it is over the workload's targets (0: all met)."""
+    """A legal layout that fits. `misses`: how far it is over the workload's targets (0: all met)."""
 
     layout: Parallel
     speed: Speed
@@ -67,7 +62,7 @@ class Candidate(msgspec.Struct, frozen=True):
 
 
 class Choice(msgspec.Struct, frozen=True):
-    """`chosen` None: nothing fits. `ranked` best first; `price`: what crossing slow links costs, if it must."""
+    """`chosen` None: nothing fits. `ranked` best first; `price`: what crossing slow links costs."""
 
     chosen: Candidate | None
     ranked: tuple[Candidate, ...]
@@ -76,7 +71,6 @@ class Choice(msgspec.Struct, frozen=True):
 
 
 def divisibility_of(arch: Architecture, rules: EngineProfile) -> DivisibilityRules:
-    """What layouts must divide in this model, as this version of the engine loads it."""
     attentions = _distinct(layer.attention for layer in arch.layers)
     states = _distinct(layer.state for layer in arch.layers)
     mlps = _distinct(layer.mlp for layer in arch.layers)
@@ -84,18 +78,24 @@ def divisibility_of(arch: Architecture, rules: EngineProfile) -> DivisibilityRul
     shared = sorted({mlp.shared_intermediate for mlp in mlps if mlp.shared_intermediate})
     outputs = sorted({attention.n_heads * attention.head_dim_v for attention in attentions})
     units = {part: _unit(arch, part, rules) for part in ("attention", "dense", "shared", "experts")}
-    matrices = [("attention output", "attention", outputs), ("MLP width", "dense", dense)]
-    matrices.append(("shared expert width", "shared", shared))
+    matrices = [("MLP width", "dense", dense), ("shared expert width", "shared", shared)]
+    rows = [("attention output", "attention", outputs), *matrices]
+    padded_vocab = math.ceil(arch.vocab / VOCAB_PADDING) * VOCAB_PADDING
+    heads = sorted({attention.n_heads for attention in attentions})
+    kv_heads = sorted({attention.n_kv_heads for attention in attentions if attention.kind != "mla"})
+    state_heads = sorted({count for state in states for count in _state_heads(state)})
     quant = arch.quantization
     return DivisibilityRules(
         name=arch.name,
         n_layers=arch.n_layers,
-        padded_vocab=math.ceil(arch.vocab / VOCAB_PADDING) * VOCAB_PADDING,
-        heads=tuple(sorted({attention.n_heads for attention in attentions})),
-        kv_heads=tuple(sorted({attention.n_kv_heads for attention in attentions if attention.kind != "mla"})),
-        state_heads=tuple(sorted({count for state in states for count in _state_heads(state)})),
-        widths=tuple((what, width) for what, part, sizes in matrices[1:] for width in sizes),
-        rows=tuple((what, width, unit) for what, part, sizes in matrices for width in sizes if (unit := units[part])),
+        sizes=(
+            *((f"{n} attention heads do not divide by tensor {{}}", n, False) for n in heads),
+            *((f"{n} KV heads neither divide by tensor {{}} nor divide it", n, True) for n in kv_heads),
+            *((f"{n} state heads do not divide by tensor {{}}", n, False) for n in state_heads),
+            *((f"{what} {n} does not divide by tensor {{}}", n, False) for what, _, widths in matrices for n in widths),
+            (f"vocabulary of {padded_vocab} (padded) does not divide by tensor {{}}", padded_vocab, False),
+        ),
+        rows=tuple((what, width, unit) for what, part, sizes in rows for width in sizes if (unit := units[part])),
         expert_widths=tuple(sorted({mlp.intermediate for mlp in mlps if mlp.n_experts})),
         n_experts=max((mlp.n_experts for mlp in mlps), default=0),
         expert_unit=units["experts"],
@@ -105,7 +105,7 @@ def divisibility_of(arch: Architecture, rules: EngineProfile) -> DivisibilityRul
 
 
 def refusal(divisors: DivisibilityRules, layout: Parallel, n_gpus: int | None = None) -> str | None:
-    """Why this layout cannot be, with the number ("64 attention heads do not divide by tensor 3"); None when it can."""
+    """Why this layout cannot be, with the number ("64 attention heads do not divide by tensor 3"), or None."""
     return (
         _too_many(layout, n_gpus)
         or tensor_refusal(divisors, layout.tensor)
@@ -115,23 +115,11 @@ def refusal(divisors: DivisibilityRules, layout: Parallel, n_gpus: int | None = 
 
 
 def tensor_refusal(divisors: DivisibilityRules, tensor: int) -> str | None:
-    """What refuses this TP size alone: heads, KV heads, states, widths, vocabulary, the weight format's blocks."""
     if tensor == 1:
         return None
-    for heads in divisors.heads:
-        if heads % tensor:
-            return f"{heads} attention heads do not divide by tensor {tensor}"
-    for kv_heads in divisors.kv_heads:
-        if kv_heads % tensor and tensor % kv_heads:
-            return f"{kv_heads} KV heads neither divide by tensor {tensor} nor divide it"
-    for heads in divisors.state_heads:
-        if heads % tensor:
-            return f"{heads} state heads do not divide by tensor {tensor}"
-    for what, width in divisors.widths:
-        if width % tensor:
-            return f"{what} {width} does not divide by tensor {tensor}"
-    if divisors.padded_vocab % tensor:
-        return f"vocabulary of {divisors.padded_vocab} (padded) does not divide by tensor {tensor}"
+    for reason, size, is_copied in divisors.sizes:
+        if size % tensor and not (is_copied and tensor % size == 0):
+            return reason.format(tensor)
     for what, width, unit in divisors.rows:
         if width // tensor % unit:
             return (
@@ -150,17 +138,13 @@ def pipeline_refusal(divisors: DivisibilityRules, pipeline: int) -> str | None:
 
 
 def expert_refusal(divisors: DivisibilityRules, layout: Parallel) -> str | None:
-    """What refuses the cut of the experts: over tensor x data, whole ones with `expert`, slices of each without."""
+    """Why the experts cannot be cut over tensor x data: whole ones with `expert`, slices of each without."""
     group = layout.tensor * layout.data
-    if layout.expert:
-        if not divisors.n_experts:
-            return "expert parallelism needs experts, this model has 0"
-        return (
-            f"{divisors.n_experts} experts are fewer than tensor x data = {group}"
-            if divisors.n_experts < group
-            else None
-        )
-    for width in divisors.expert_widths:
+    if layout.expert and not divisors.n_experts:
+        return "expert parallelism needs experts, this model has 0"
+    if layout.expert and divisors.n_experts < group:
+        return f"{divisors.n_experts} experts are fewer than tensor x data = {group}"
+    for width in () if layout.expert else divisors.expert_widths:
         if width % group:
             return f"expert width {width} does not divide by tensor x data = {group}"
         if group > 1 and divisors.expert_unit and width // group % divisors.expert_unit:
@@ -172,7 +156,7 @@ def expert_refusal(divisors: DivisibilityRules, layout: Parallel) -> str | None:
 
 
 def crossing(layout: Parallel, fabric: Fabric) -> str | None:
-    """Why a layout's tensor group leaves the fast link domain, with the number; None when it stays inside."""
+    """Why a layout's tensor group leaves the fast link domain, or None."""
     n_domains = fabric.n_domains(layout.tensor, layout.pipeline * layout.data)
     if n_domains == 1:
         return None
@@ -184,25 +168,24 @@ def crossing(layout: Parallel, fabric: Fabric) -> str | None:
 
 
 def enumerate_layouts(divisors: DivisibilityRules, fabric: Fabric, *, pipeline: int | None = None) -> Layouts:
-    """All layouts worth looking at on these machines, and the refused ones; a given `pipeline` is kept.
+    """All layouts worth considering on these machines, and the refused ones; a given `pipeline` is kept.
     Sizes that one rule refuses are listed once, not once a combination."""
-    total, legal, refused = fabric.n_gpus, list[Parallel](), list[Refused]()
-    tensors: list[int] = []
-    for size in _tensor_sizes(fabric):
-        reason = tensor_refusal(divisors, size)
-        refused += [Refused(Parallel(size), reason)] if reason else []
-        tensors += [] if reason else [size]
+    total, refused = fabric.n_gpus, list[Refused]()
+
+    def is_legal(layout: Parallel, reason: str | None) -> bool:
+        if reason:
+            refused.append(Refused(layout, reason))
+        return not reason
+
+    tensors = [size for size in _tensor_sizes(fabric) if is_legal(Parallel(size), tensor_refusal(divisors, size))]
+    cuts = list[Parallel]()
     for size in tensors:
         for stages in [pipeline] if pipeline else _pipeline_sizes(total // size, fabric.n_nodes, divisors.n_layers):
-            reason = _too_many(Parallel(size, stages), total) or pipeline_refusal(divisors, stages)
-            if reason:
-                refused.append(Refused(Parallel(size, stages), reason))
-                continue
-            for layout in _with_data(divisors, size, stages, total):
-                reason = expert_refusal(divisors, layout)
-                refused += [Refused(layout, reason)] if reason else []
-                legal += [] if reason else [layout]
-    return Layouts(tuple(legal), tuple(refused))
+            cut = Parallel(size, stages)
+            if is_legal(cut, _too_many(cut, total) or pipeline_refusal(divisors, stages)):
+                cuts += _with_data(divisors, size, stages, total)
+    legal = tuple(layout for layout in cuts if is_legal(layout, expert_refusal(divisors, layout)))
+    return Layouts(legal, tuple(refused))
 
 
 def choose(
@@ -212,9 +195,8 @@ def choose(
     fits: Callable[[Parallel], str | None],
     estimate: Callable[[Parallel], Speed],
 ) -> Choice:
-    """The layout to take: targets met first, then the fewest GPUs, then the most tokens a second.
-    `fits` says why a layout does not fit in memory, `estimate` its speed. Tensor groups leave the fast link domain only
-    when nothing else fits; `price` says what that costs."""
+    """The layout to take: targets met first, then the fewest GPUs, then the most tokens a second. `fits` says why a
+    layout does not fit in memory. Tensor groups leave the fast link domain only when nothing else fits."""
     refused = list(layouts.refused)
     crosses = {layout: crossing(layout, fabric) for layout in layouts.legal}
 
@@ -231,29 +213,21 @@ def choose(
     ranked, price = ranked_of(are_inside=True), None
     if ranked:
         refused += [Refused(layout, why) for layout, why in crosses.items() if why is not None]
-    else:
-        ranked = ranked_of(are_inside=False)
-        price = _price(ranked[0]) if ranked else None
+    elif ranked := ranked_of(are_inside=False):
+        waiting, token = ranked[0].speed.step_parts_ms["communication"], ranked[0].speed.tpot_ms.likely
+        price = f"{ranked[0].crosses}; {waiting:.0f} of {token:.0f} ms a token"
     return Choice(ranked[0] if ranked else None, tuple(ranked), tuple(refused), price)
 
 
 def misses(speed: Speed, workload: Workload) -> float:
-    """How far the likely TTFT and TPOT are over the workload's targets: 0 when met, 0.5 when one is half over."""
-    over = 0.0
-    for target, value in ((workload.ttft_ms, speed.ttft_ms.likely), (workload.tpot_ms, speed.tpot_ms.likely)):
-        if target:
-            over = max(over, value / target - 1)
-    return over
+    pairs = ((workload.ttft_ms, speed.ttft_ms.likely), (workload.tpot_ms, speed.tpot_ms.likely))
+    return max(0.0, *(value / target - 1 if target else 0.0 for target, value in pairs))
 
 
-def _order(one: Candidate) -> tuple[float, int, float, int]:
-    rate = one.speed.output_tokens_per_s.likely * (_PIPELINE_HANDICAP if one.layout.pipeline > 1 else 1)
-    return (one.misses, one.layout.n_ranks, -rate, one.layout.pipeline)
-
-
-def _price(candidate: Candidate) -> str:
-    waiting = candidate.speed.step_parts_ms["communication"]
-    return f"{candidate.crosses}; {waiting:.0f} of {candidate.speed.tpot_ms.likely:.0f} ms a token"
+def _order(candidate: Candidate) -> tuple[float, int, float, int]:
+    layout, speed = candidate.layout, candidate.speed
+    rate = speed.output_tokens_per_s.likely * (_PIPELINE_HANDICAP if layout.pipeline > 1 else 1)
+    return (candidate.misses, layout.n_ranks, -rate, layout.pipeline)
 
 
 def _too_many(layout: Parallel, n_gpus: int | None) -> str | None:
@@ -286,7 +260,7 @@ def _with_data(divisors: DivisibilityRules, tensor: int, pipeline: int, total: i
 
 
 def _powers(most: int) -> list[int]:
-    """1, 2, 4 ... not over `most`."""
+    """1, 2, 4 ... up to `most`."""
     return [2**power for power in range(most.bit_length())] if most else []
 
 
@@ -299,7 +273,7 @@ def _state_heads(state: State) -> tuple[int, ...]:
 
 
 def _unit(arch: Architecture, part: str, rules: EngineProfile) -> int | None:
-    """What a TP share of a part's inputs must be a multiple of, by its weights' format; None when of nothing."""
+    """What a TP share of a part's inputs must be a multiple of, by its weights' format."""
     quant = part_format(arch.quantization, part, arch.n_layers // 2)
     if quant is None:
         return None

@@ -1,4 +1,4 @@
-"""A number that is estimated: low, likely and high, with the arithmetic that estimates need."""
+"""A number that is estimated: low, likely and high."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from penstock.text import GIB
 
 
 class Range(msgspec.Struct, frozen=True):
-    """An estimate with low <= likely <= high; the unit is in the name of the field. Sums add the ends."""
+    """low <= likely <= high; the unit is in the name of the field. Sums add the ends."""
 
     low: float
     likely: float
@@ -36,7 +36,6 @@ ZERO = Range(0, 0, 0)
 
 
 def exact(value: float) -> Range:
-    """A number that is known."""
     return Range(value, value, value)
 
 
@@ -46,13 +45,10 @@ def gib(low: float, likely: float, high: float) -> Range:
 
 
 def highest(ranges: Iterable[Range]) -> Range:
-    """The largest low, the largest likely, the largest high: for uses of memory that follow one another."""
-    known = list(ranges)
-    if not known:
-        return ZERO
+    """The largest low, likely and high: for uses of memory that follow one another."""
+    known = list(ranges) or [ZERO]
     return Range(max(r.low for r in known), max(r.likely for r in known), max(r.high for r in known))
 
 
 def total(ranges: Iterable[Range]) -> Range:
-    """The sum; of none it is zero."""
     return sum(ranges, start=ZERO)

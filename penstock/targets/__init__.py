@@ -1,8 +1,8 @@
-"""Targets: where units run. One folder or file each; this module holds the seam, its contract and the name table.
+"""Targets: where units run. This module holds the seam, its contract and the name table.
 
 A target places units: replicas (`python -m penstock.node`) and, where it can, the gateway and the controller. It knows
-whether a unit is still there. It knows no engine and no Ray; it does not restart what dies (the controller decides
-that) and does not say when an engine is ready (the node announces that to the gateway).
+whether a unit is still there. It does not restart what dies (the controller decides that) and does not say when an
+engine is ready (the node announces that).
 """
 
 from __future__ import annotations
@@ -34,11 +34,10 @@ Capability = Literal["survey", "places-gateway"]
 class Placement(msgspec.Struct, frozen=True):
     """Where a unit is in its target's eyes.
 
-    "queued": waits for machines, `starts_at` (Unix seconds) is the target's estimate. "placed": on all its nodes.
-    "broken": some of its nodes are gone; `place` brings them back, unless `is_repaired_by_target` says that the target
-    does so by itself. "gone": nothing of it runs. `is_final`: its owner does not want it placed again (its job was
-    cancelled by hand). `ends_at`: when its machines are taken away; `lead_s`: so long before, the next must be started
-    (None: as long as starts take).
+    "queued": waits for machines, until `starts_at` (Unix seconds) as the target estimates. "placed": on all its nodes.
+    "broken": some nodes are gone; `place` brings them back, or with `is_repaired_by_target` the target does. "gone":
+    nothing of it runs. `is_final`: its owner ended it, so it is not placed again. `ends_at`: when its machines are
+    taken away; `lead_s`: so long before that its successor starts (None: as long as starts take).
     """
 
     state: Literal["queued", "placed", "broken", "gone"]
@@ -51,7 +50,7 @@ class Placement(msgspec.Struct, frozen=True):
 
 
 class Surveyed(msgspec.Struct, frozen=True):
-    """What a command printed on one node. `exit_code` None: the node could not be asked, and `err` says why."""
+    """What a command printed on one node. `exit_code` None: the node did not answer, and `err` says why."""
 
     host: str
     exit_code: int | None
@@ -98,10 +97,7 @@ class Facts:
         return None
 
     def nodes_per_machine(self, deployment: Deployment, handle: Handle, n_more: int = 0) -> list[int]:
-        """How many nodes of a run each of `machines` has, in their order, once so many more replicas are placed.
-
-        Not asked of elastic targets.
-        """
+        """Nodes of a run on each of `machines`, in their order, with `n_more` replicas; not for elastic targets."""
         return [len(handle.replicas) + n_more]
 
 
@@ -115,15 +111,15 @@ class Target(Facts, ABC):
 
     @abstractmethod
     def check(self, deployment: Deployment, is_rehearsal: bool = False) -> list[Problem]:
-        """All reasons why this deployment could not be placed here. A rehearsal may be on a machine from which the
-        target cannot be asked: then the file alone is checked."""
+        """All reasons why this deployment could not be placed. A rehearsal may be where the target cannot be asked:
+        then only the file is checked."""
 
     @abstractmethod
     def machines(self, deployment: Deployment) -> list[Machine]:
         """The machines a replica may use, as they are now; the file's word where the target cannot be asked."""
 
     def survey(self, deployment: Deployment, argv: Sequence[str], timeout_s: float) -> list[Surveyed]:
-        """What `python ARGV` prints on the nodes that replicas may use, run on all of them at once.
+        """What `python ARGV` prints on the nodes that replicas may use, all asked at the same time.
 
         In `argv` "{rank}" is the node's place in the answer, from 0. Only with the capability "survey".
         """
@@ -135,7 +131,7 @@ class Target(Facts, ABC):
 
     @abstractmethod
     def place(self, run: Run, units: Collection[Unit]) -> Handle:
-        """Make exactly these units placed: start what is absent, gone or broken, end what is not named.
+        """Place exactly these units: start what is absent, gone or broken, end what is not named.
 
         The caller writes the handle. Raises PenstockError when nothing could be changed; when only a part could, the
         handle says which, and the next call raises why.
@@ -147,8 +143,7 @@ class Target(Facts, ABC):
 
     @abstractmethod
     def logs(self, run: Run, unit: Unit, follow: bool, last: int | None = None) -> Iterator[str]:
-        """Lines of a unit's log: all, or the `last` that are there; with `follow` it then waits for more until the
-        caller stops."""
+        """Lines of a unit's log, all or the `last`; with `follow` it then waits for more until the caller stops."""
 
     @abstractmethod
     def end(self, run: Run, grace_s: float) -> None:
@@ -158,7 +153,7 @@ class Target(Facts, ABC):
         """
 
     def keep_up(self, run: Run) -> None:
-        """Called again and again while the run lives: keeps up what the target itself holds besides units (tunnels)."""
+        """Called every second or so while the run lives: keeps up what the target holds besides units (tunnels)."""
 
 
 @functools.cache

@@ -27,12 +27,9 @@ class Local(Target):
     is_this_machine = True
 
     def check(self, deployment: Deployment, is_rehearsal: bool = False) -> list[Problem]:
-        if deployment.hardware.nodes > 1:
-            hint = "Set hardware.nodes: 1, or another target."
-            return [
-                Problem("hardware.nodes", f"{deployment.hardware.nodes} nodes, but target local is one machine", hint)
-            ]
-        return []
+        nodes = deployment.hardware.nodes
+        message = f"{nodes} nodes, but target local is one machine"
+        return [Problem("hardware.nodes", message, "Set hardware.nodes: 1, or another target.")] if nodes > 1 else []
 
     def machines(self, deployment: Deployment) -> list[Machine]:
         return [this_machine()]
@@ -56,7 +53,7 @@ class Local(Target):
         before = dict(entries)
         wanted = {unit.name for unit in units}
         for name in [name for name in entries if name not in wanted]:
-            # The node drains its engine by itself after SIGTERM; the plan says for how long at most.
+            # After SIGTERM the node drains its engine, at most for as long as the plan says.
             processes.end([_process(entries.pop(name))], run.plan().drain_s + 15)
             processes.sweep(str(run.path), name)
         for name in sorted(wanted):
@@ -89,9 +86,8 @@ class Local(Target):
 
 def _placement(entry: dict[str, object]) -> Placement:
     process = _process(entry)
-    if processes.is_alive(process):
-        return Placement("placed")
-    return Placement("gone", f"its node process {process.pid} is gone")
+    is_alive = processes.is_alive(process)
+    return Placement("placed") if is_alive else Placement("gone", f"its node process {process.pid} is gone")
 
 
 def _process(entry: dict[str, object]) -> Process:

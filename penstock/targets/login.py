@@ -1,7 +1,6 @@
-"""Deployments that live on a login node: the same verbs, run there over ssh. This machine keeps only where that is.
+"""Deployments that live on a login node: the same verbs, run there by the user's own `ssh`.
 
-`runs/NAME/remote.json` in the local home is such a note. Everything goes through the user's own `ssh`, with the user's
-settings and keys; $PENSTOCK_SSH_CONFIG, or the target's `ssh_config`, names another file than ~/.ssh/config.
+This machine keeps only where that is, in `runs/NAME/remote.json`.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ import msgspec
 from penstock import paths, run_folder, targets
 from penstock.errors import PenstockError, UserError
 from penstock.hardware import network
-from penstock.hardware.network import free_port
 from penstock.spec import reading
 from penstock.spec.deployment import Deployment, is_legal_name
 from penstock.targets import Login
@@ -47,7 +45,7 @@ def remember(name: str, login: Login) -> None:
 
 
 def remembered(name: str) -> Login | None:
-    """Where the deployment of that name lives; None for here, or nowhere."""
+    """The login node of the deployment of that name; None when it is here or does not exist."""
     path = paths.home() / "runs" / name
     if not is_legal_name(name) or run_folder.Run(path).exists():
         return None
@@ -58,14 +56,14 @@ def remembered(name: str) -> Login | None:
 
 
 def names() -> list[str]:
-    """Of all deployments that live elsewhere."""
+    """All deployments that live on login nodes."""
     parent = paths.home() / "runs"
     folders = sorted(parent.iterdir()) if parent.is_dir() else []
     return [path.name for path in folders if remembered(path.name) is not None]
 
 
 def put(login: Login, deployment: Deployment) -> str:
-    """Write the resolved file on the login node, and see that penstock is there; its path for the verbs there."""
+    """Write the resolved file on the login node and check that penstock is there; the file's path there."""
     path = f".penstock/files/{deployment.name}.yaml"
     check = shlex.join([login.python, "-c", "import penstock; print(penstock.__version__)"])
     line = f"mkdir -p .penstock/files && cat >{shlex.quote(path)} && {check}"
@@ -89,7 +87,7 @@ def run(login: Login, words: Sequence[str], is_terminal: bool) -> int:
 
 
 def address(login: Login, name: str) -> str:
-    """The gateway's URL of a deployment, as the login node has it."""
+    """The URL of a deployment's gateway, as seen from the login node."""
     done = _ssh(login).run(login.host, _verb(login, ["status", name, "--json"]), timeout_s=_ANSWER_S)
     try:
         url = json.loads(done.out)["url"]
@@ -109,7 +107,7 @@ class Tunnel:
         self.url, self._child, self._errors = url, child, errors
 
     def last_words(self) -> str | None:
-        """What ssh said, when it has ended; None while the tunnel is there."""
+        """What ssh printed before it ended; None while the tunnel is open."""
         if self._child.poll() is None:
             return None
         self._errors.seek(0)
@@ -118,23 +116,22 @@ class Tunnel:
 
 @contextlib.contextmanager
 def tunnel(login: Login, name: str, port: int | None = None) -> Iterator[Tunnel]:
-    """A way from this machine to the deployment's gateway, for as long as the block lasts.
+    """A tunnel from this machine to the deployment's gateway, for as long as the block lasts.
 
-    Raises UserError when something else has the port: it would be taken for the deployment, and told its keys.
+    Raises UserError when another process has the port: it would receive the deployment's keys.
     """
     if port is not None:
         try:
             network.check_port("127.0.0.1", port)
         except UserError as exc:
-            raise UserError(
-                exc.message, detail=exc.detail, hint="Give another --port, or none for a free one."
-            ) from exc
+            hint = "Give another --port, or none for a free one."
+            raise UserError(exc.message, detail=exc.detail, hint=hint) from exc
     parts = urlsplit(address(login, name))
-    local = port or free_port("127.0.0.1")
+    local = port or network.free_port("127.0.0.1")
     host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
     forward = f"127.0.0.1:{local}:{host}:{parts.port}"
     words = _ssh(login).argv(login.host, more=["-N", "-o", "ExitOnForwardFailure=yes", "-L", forward])
-    # A file, not a pipe: nobody reads what ssh says while it lives, and a full pipe would stop it.
+    # A file: ssh would block on a pipe that is full and not read.
     with tempfile.TemporaryFile() as errors:
         child = subprocess.Popen(words, stdin=subprocess.DEVNULL, stderr=errors, start_new_session=True)
         try:
@@ -163,7 +160,6 @@ def _ssh(login: Login) -> Ssh:
 
 
 def _verb(login: Login, words: Sequence[str]) -> list[str]:
-    """A command for the login shell there, whose home is the working folder."""
     return [login.python, "-m", "penstock", *words]
 
 

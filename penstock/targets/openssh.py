@@ -1,13 +1,11 @@
-"""Hosts by the `ssh` program of this machine: three verbs, run, put and get, and errors in words.
+"""Hosts by the `ssh` program of this machine, with the user's own ~/.ssh/config, and its errors in words.
 
-Everything that a user set up for ssh works as it is: names, jumps, keys and agents of ~/.ssh/config. Connections to a
-host are shared (ControlMaster): the first command costs a login, the next 10 ms. Nothing of OpenSSH's is parsed but
-its complaints, and neither scp nor sftp is needed on the hosts.
+Connections to a host are shared (ControlMaster): the first command costs a login, the next 10 ms. Hosts need neither
+scp nor sftp.
 """
 
 from __future__ import annotations
 
-import base64
 import os
 import re
 import shlex
@@ -55,12 +53,7 @@ _COMPLAINTS = (
 
 
 class HostError(PenstockError):
-    """A host that does not do what it was told. `is_away`: it could not be reached, so nobody knows what runs there."""
-
-    def __init__(self, host: str, message: str, *, detail: str | None, hint: str | None, is_away: bool) -> None:
-        super().__init__(message, detail=detail, hint=hint, is_retryable=is_away)
-        self.host = host
-        self.is_away = is_away
+    """A host that failed. Retryable: it could not be reached, so what runs there is unknown."""
 
 
 class Done(NamedTuple):
@@ -86,7 +79,7 @@ def short_name(host: str) -> str:
 
 
 def reading(complaint: str) -> tuple[str, str | None]:
-    """What a complaint of ssh or of a host's shell means, in words, and what to do. Pure."""
+    """What a complaint of ssh or of a host's shell means, and what to do. Pure."""
     lower = complaint.lower()
     for sign, meaning, hint in _COMPLAINTS:
         if sign in lower:
@@ -95,11 +88,11 @@ def reading(complaint: str) -> tuple[str, str | None]:
 
 
 class Ssh:
-    """The ssh program with the settings of one deployment. Its methods block, and may be called by several threads.
+    """The ssh program with the settings of one deployment. Its methods block; threads may share it.
 
     `owner` names who shares the connections (the id of a run): they end with `close`, or a minute after the last use.
-    `marks`: the environment that makes the shared connections findable as processes of a run. `is_interactive`: for a
-    person at a terminal, who may type a password, and whose own settings for connections hold: none are shared here.
+    `marks`: the environment by which the connections are found as processes of a run. `is_interactive`: for a person
+    at a terminal, who may type a password; the person's own settings hold, and no connection is shared.
     """
 
     def __init__(
@@ -108,39 +101,35 @@ class Ssh:
         self._is_interactive = is_interactive
         self._config = str(Path(config).expanduser()) if config else None
         self._folder = control_folder(owner)
-        # A connection that is shared outlives the command that made it: it must not look like the controller.
+        # A shared connection outlives the command that made it: it must not look like the controller.
         kept = {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_")}
         self._env = {**kept, **(marks or {}), **({processes.MARK_ROLE: "ssh"} if marks else {})}
 
     def argv(self, host: str, shares: bool = True, more: Sequence[str] = ()) -> list[str]:
-        """The words before the command, `more` options of ssh among them. What asks for a password fails, unless it is
-        interactive."""
+        """The words before the command, with `more` options. Unless interactive, ssh fails where it would ask."""
         assert is_legal(host), host
-        words = ["ssh", *(["-F", self._config] if self._config else [])]
+        options: dict[str, str | int]
         if self._is_interactive:
-            options: dict[str, str | int] = {
-                "ConnectTimeout": _PATIENT_CONNECT_S,
-                "ServerAliveInterval": _PATIENT_SILENCE_S,
-                "ServerAliveCountMax": 3,
-            }
-            words += [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
-            return [*words, *more, "--", host]
-        options = {
-            "BatchMode": "yes",
-            "ConnectTimeout": _CONNECT_S,
-            "ServerAliveInterval": _SILENCE_S,
-            "ServerAliveCountMax": 3,
-            "ForwardX11": "no",
-            "ForwardAgent": "no",
-            "PermitLocalCommand": "no",
-            "RequestTTY": "no",
-        }
-        if shares:
-            options |= {"ControlMaster": "auto", "ControlPersist": 60, "ControlPath": f"{self._folder}/%C"}
-            # Ports that ~/.ssh/config forwards are for people: a second connection would fail on them.
-            words += ["-o", "ClearAllForwardings=yes"]
+            options = {"ConnectTimeout": _PATIENT_CONNECT_S, "ServerAliveInterval": _PATIENT_SILENCE_S}
+            options |= {"ServerAliveCountMax": 3}
         else:
-            options |= {"ControlMaster": "no", "ControlPath": "none"}
+            options = {
+                "BatchMode": "yes",
+                "ConnectTimeout": _CONNECT_S,
+                "ServerAliveInterval": _SILENCE_S,
+                "ServerAliveCountMax": 3,
+                "ForwardX11": "no",
+                "ForwardAgent": "no",
+                "PermitLocalCommand": "no",
+                "RequestTTY": "no",
+            }
+            if shares:
+                # Ports that ~/.ssh/config forwards are for people: a second connection would fail on them.
+                options |= {"ClearAllForwardings": "yes"}
+                options |= {"ControlMaster": "auto", "ControlPersist": 60, "ControlPath": f"{self._folder}/%C"}
+            else:
+                options |= {"ControlMaster": "no", "ControlPath": "none"}
+        words = ["ssh", *(["-F", self._config] if self._config else [])]
         words += [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
         return [*words, *more, "--", host]
 
@@ -151,24 +140,20 @@ class Ssh:
         return subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=stdout, stderr=stderr, env=self._env)
 
     def run(self, host: str, words: Sequence[str], given: bytes = b"", timeout_s: float = 30.0) -> Done:
-        """Run a command to its end.  Raises HostError when the host could not be asked; the exit code is the command's.
+        """Run a command to its end; `given` is its input, the words reach the host's shell quoted.
 
-        The words reach the host's shell quoted. `given` is what it reads.
+        Raises HostError when the host could not be reached; the exit code is the command's.
         """
-        self._make_folder()
         # Files, not pipes: a connection that is left open for others holds the error output open too.
         with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-            argv = [*self.argv(host), shlex.join(words)]
-            child = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=out, stderr=err, env=self._env)
+            child = self.popen(host, words, out, err)
             try:
                 child.communicate(given, timeout=timeout_s)
-            except subprocess.TimeoutExpired:
+            except BaseException as exc:
                 child.kill()
                 child.wait()
-                raise _away(host, f"no answer within {timeout_s:.0f} s: timed out") from None
-            except BaseException:
-                child.kill()
-                child.wait()
+                if isinstance(exc, subprocess.TimeoutExpired):
+                    raise _away(host, f"no answer within {timeout_s:.0f} s: timed out") from None
                 raise
             out.seek(0)
             err.seek(0)
@@ -184,24 +169,15 @@ class Ssh:
             raise failed(host, f"`{words[0]}` failed", done)
         return done
 
-    def put(self, host: str, data: bytes, path: str, mode: int = 0o600, timeout_s: float = 600.0) -> None:
-        """Write a file on the host, whole or not at all. Its folder must be there."""
-        temporary = f"{path}.{os.getpid()}.{base64.b32encode(os.urandom(5)).decode().lower()}"
-        quoted, final = shlex.quote(temporary), shlex.quote(path)
-        script = f"umask 077 && cat >{quoted} && chmod {mode:o} {quoted} && mv -f {quoted} {final} || "
-        script += f"{{ rm -f {quoted}; exit 1; }}"
-        self.check_run(host, ["sh", "-c", script], data, timeout_s)
-
     def close(self, hosts: Sequence[str]) -> None:
         """End the shared connections. Safe to repeat."""
         if not self._folder.is_dir():
             return
-        # No threads: at the end of a program there are no new ones.
+        # Processes, not threads: at the exit of the interpreter no thread can start.
         leaving = []
         for host in hosts:
-            argv = self.argv(host)
-            argv[-2:-2] = ["-O", "exit"]
             null = subprocess.DEVNULL
+            argv = self.argv(host, more=["-O", "exit"])
             leaving.append(subprocess.Popen(argv, stdin=null, stdout=null, stderr=null, env=self._env))
         for child in leaving:
             try:
@@ -215,27 +191,24 @@ class Ssh:
         if self._is_interactive:
             return
         self._folder.mkdir(mode=0o700, exist_ok=True)
-        # Who owns the folder of the socket may speak through our connections.
-        told = self._folder.lstat()
-        if told.st_uid != os.getuid() or told.st_mode & 0o077 or self._folder.is_symlink():
-            raise PenstockError(f'cannot use "{self._folder}" for connections: it is not ours alone', hint="Remove it.")
+        # The owner of the socket's folder can use our connections.
+        facts = self._folder.lstat()
+        if facts.st_uid != os.getuid() or facts.st_mode & 0o077 or self._folder.is_symlink():
+            raise PenstockError(
+                f'cannot use "{self._folder}" for connections: other users can reach it', hint="Remove it."
+            )
 
 
 Piped = subprocess.Popen[bytes]
 
 
 def failed(host: str, what: str, done: Done) -> HostError:
-    """The error of a command that ended badly, or of a host that could not be asked."""
+    """The error of a command that failed, or of a host that could not be reached."""
     if done.code == _NO_LOGIN or done.code < 0:
         return _away(host, done.err)
-    meaning, hint = reading(done.err or done.text)
-    return HostError(
-        host,
-        f"{what} on {short_name(host)}: {meaning}",
-        detail=_last_lines(done.err or done.text),
-        hint=hint,
-        is_away=False,
-    )
+    complaint = done.err or done.text
+    meaning, hint = reading(complaint)
+    return HostError(f"{what} on {short_name(host)}: {meaning}", detail=_last_lines(complaint), hint=hint)
 
 
 def _away(host: str, complaint: str) -> HostError:
@@ -243,20 +216,19 @@ def _away(host: str, complaint: str) -> HostError:
     name = short_name(host)
     if hint is not None and hint.endswith((": ssh", "keygen -R")):
         hint += f" {name}" if hint.endswith("-R") else f" {host}"
-    return HostError(
-        host, f"{name} cannot be reached over ssh: {meaning}", detail=_last_lines(complaint), hint=hint, is_away=True
-    )  # fmt: skip
+    message = f"{name} cannot be reached over ssh: {meaning}"
+    return HostError(message, detail=_last_lines(complaint), hint=hint, is_retryable=True)
 
 
-def _last_lines(text: str, count: int = 5) -> str | None:
+def _last_lines(text: str) -> str | None:
     lines = [line.rstrip() for line in text.splitlines() if line.strip() and set(line.strip()) != {"@"}]
-    return "\n".join(line[:300] for line in lines[-count:]) or None
+    return "\n".join(line[:300] for line in lines[-5:]) or None
 
 
 def at_once(hosts: Sequence[str], ask: Callable[[str], T]) -> dict[str, T | PenstockError]:
-    """What `ask` returns, or the error that it raises, for all hosts at once."""
+    """What `ask` returns, or the error that it raises, for all hosts at the same time."""
 
-    def one(host: str) -> T | PenstockError:
+    def answer(host: str) -> T | PenstockError:
         try:
             return ask(host)
         except PenstockError as exc:
@@ -266,4 +238,4 @@ def at_once(hosts: Sequence[str], ask: Callable[[str], T]) -> dict[str, T | Pens
     if not names:
         return {}
     with ThreadPoolExecutor(min(64, len(names)), thread_name_prefix="ssh") as pool:
-        return dict(zip(names, pool.map(one, names), strict=True))
+        return dict(zip(names, pool.map(answer, names), strict=True))

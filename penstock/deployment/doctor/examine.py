@@ -1,8 +1,7 @@
-"""`penstock doctor`: every reason why a deployment would not start, each with its fix.
+"""`penstock doctor`: every reason why a deployment would not start, each with its fix. Nothing is started.
 
-Without a file it checks this machine. With one it surveys the nodes of the file's target, three times: what they are
-(`node.checks.machine`), which of them reach each other (`reachability`), and how fast they are together
-(`all_reduce`). A node that does not answer is one finding and prevents no other check. Nothing is started.
+With a file it surveys the nodes of its target three times: what they are (`node.checks.machine`), which of them reach
+each other (`reachability`), and how fast they are together (`all_reduce`).
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Literal, TypeVar
 
 import msgspec
@@ -50,6 +50,8 @@ _MEASURE_TIMEOUT_S = 60.0
 _N_PORTS = 3
 # Below what Linux gives out by itself (net.ipv4.ip_local_port_range begins at 32768).
 _PORTS = range(20000, 32000)
+# Older Pythons cannot import this file; what can be wrong is a Python that the user did not mean.
+_PYTHON = Finding("python", "ok", f"{platform.python_version()} ({sys.executable})")
 
 OnStep = Callable[[str], None]
 Answer = TypeVar("Answer")
@@ -62,9 +64,11 @@ def examine(deployment: Deployment, is_quick: bool = False, on_step: OnStep | No
     """
     say = on_step or (lambda _: None)
     target = targets.load(deployment.target)
+    cache = ["--cache", deployment.cache.weights] if deployment.cache.weights else []
+    argv = ["-m", _MACHINE_CHECK, "--model", deployment.model, *cache]
     say("surveying the nodes, and looking up the model")
     with ThreadPoolExecutor(3) as pool:
-        survey = pool.submit(_survey_nodes, target, deployment, _model_argv(deployment))
+        survey = pool.submit(_survey_nodes, target, deployment, argv)
         model_check = pool.submit(check_model, deployment)
         here = pool.submit(_here, target, deployment)
         nodes, survey_findings = survey.result()
@@ -86,17 +90,12 @@ def examine(deployment: Deployment, is_quick: bool = False, on_step: OnStep | No
 
 
 def examine_here() -> list[Finding]:
-    """Every check of this machine, as of a node, all of them also after a bad one. Changes nothing."""
+    """Every check of this machine, as of a node."""
     deployment = reading.from_mapping({"model": DEMO_MODEL}, "the demo", [])
     target = targets.load(deployment.target)
     nodes, findings = _survey_nodes(target, deployment, ["-m", _MACHINE_CHECK])
-    own = [_python(), _disk(), _port(None), *(_engine(name) for name in _ENGINES)]
+    own = [_PYTHON, _disk(), _port(None), *map(_engine, _ENGINES)]
     return [*own, *findings, *_judge(target, nodes, deployment, ModelCheck())]
-
-
-def _python() -> Finding:
-    # Older Pythons cannot import this file; what can be wrong is a Python that the user did not mean.
-    return Finding("python", "ok", f"{platform.python_version()} ({sys.executable})")
 
 
 def _disk() -> Finding:
@@ -133,9 +132,7 @@ def _port(deployment: Deployment | None) -> Finding:
 
 def _here(target: Target, deployment: Deployment) -> list[Finding]:
     """What `up` needs of this machine, and which fields of the file this version or its target refuses."""
-    findings = [_python(), _disk(), _port(deployment)]
-    if target.is_this_machine:
-        findings += [_engine(name) for name in _ENGINES]
+    findings = [_PYTHON, _disk(), _port(deployment), *(map(_engine, _ENGINES) if target.is_this_machine else ())]
     problems = preflight.unsupported(deployment, target)
     try:
         problems += target.check(deployment)
@@ -143,10 +140,7 @@ def _here(target: Target, deployment: Deployment) -> list[Finding]:
             problems += engines.load(deployment.engine.kind).problems(deployment.engine.args)
     except PenstockError as error:
         findings.append(_of_error("target", error))
-    for problem in problems:
-        where = f"{problem.path}: " if problem.path else ""
-        findings.append(Finding("file", "bad", where + problem.message, problem.hint))
-    return findings
+    return [*findings, *(Finding("file", "bad", str(replace(each, hint=None)), each.hint) for each in problems)]
 
 
 def _survey_nodes(
@@ -164,11 +158,6 @@ def _survey_nodes(
     if nodes and not target.is_this_machine:
         findings.append(Finding("nodes", "ok", f"{len(nodes)} answered within {ended - began:.1f} s"))
     return nodes, findings
-
-
-def _model_argv(deployment: Deployment) -> list[str]:
-    cache = ["--cache", deployment.cache.weights] if deployment.cache.weights else []
-    return ["-m", _MACHINE_CHECK, "--model", deployment.model, *cache]
 
 
 def _run_on_nodes(
@@ -255,7 +244,6 @@ def _reach(
 def _measure(
     target: Target, deployment: Deployment, route: Route, known: tuple[Plan | None, ModelCheck], say: OnStep
 ) -> list[Finding]:
-    """The all-reduce over the chosen interfaces, and what the planner makes of it."""
     checks = [node.check for node in route.nodes]
     n_gpus = min(len(check.facts.machine.gpus) for check in checks)
     backend = "nccl" if n_gpus and all(check.torch_cuda for check in checks) else "gloo"

@@ -73,7 +73,6 @@ def of_reach(
 def _unreached(
     node: SurveyedNode, reached_by: Mapping[str, set[str]], usable: Sequence[Interface], wanted: str | None
 ) -> Finding:
-    """Why no interface of a node will do."""
     interfaces = [interface for interface in node.check.facts.interfaces if not interface.is_loopback]
     addresses = ", ".join(f"{interface.address} ({interface.name})" for interface in interfaces) or "none but loopback"
     blind = [name for name, found in reached_by.items() if not found]
@@ -106,9 +105,8 @@ def _far(route: Route, times: Mapping[int, Mapping[int, Mapping[str, float]]]) -
     text = f"a connection takes {worst[0] * 1e3:.2f} ms ({worst[1]} to {worst[2]})"
     if len(rows) > 2:
         text += f", at least {least[0] * 1e3:.2f} ms"
-    if worst[0] > _FAR_S:
-        return Finding("distance", "warning", text, "Use nodes of one data centre, on one switch.")
-    return Finding("distance", "ok", text)
+    cure = "Use nodes of one data centre, on one switch."
+    return Finding("distance", "warning" if worst[0] > _FAR_S else "ok", text, cure)
 
 
 def of_collective(result: Collective, route: Route) -> Finding:
@@ -160,7 +158,7 @@ def _cure(result: Collective) -> str:
 
 
 def measured_link(result: Collective) -> LinkFacts:
-    """The network as it was measured, in the planner's terms: the rate of a machine, and the time of one hop."""
+    """The measured network in the planner's terms: the rate of a machine, and the time of one hop."""
     large = max(result.sizes, key=result.node_gbs)
     hop_us = result.sizes[0].took_s * 1e6 / collective_hops(result.n_nodes)
     is_rdma = (result.network or "").startswith("IB")
@@ -188,14 +186,13 @@ def inside(result: Collective, machine: Machine) -> Finding | None:
         f"{show_bytes(large.n_bytes)} between the {result.n_ranks} GPUs takes {show_seconds_fine(large.took_s)}, "
         f"the plan assumes {show_seconds_fine(assumed_us / 1e6)} ({card.id})"
     )
-    if large.took_s * 1e6 > _BROKEN * assumed_us:
-        cure = "Look for links that are down (nvidia-smi topo -m), or peer-to-peer that is off (IOMMU, ACS)."
-        return Finding("planner", "warning", text, cure)
-    return Finding("planner", "ok", text)
+    is_slow = large.took_s * 1e6 > _BROKEN * assumed_us
+    cure = "Look for links that are down (nvidia-smi topo -m), or peer-to-peer that is off (IOMMU, ACS)."
+    return Finding("planner", "warning" if is_slow else "ok", text, cure)
 
 
 def on_cpus(result: Collective, layout: Parallel | None, n_layers: int) -> Finding | None:
-    """What the network costs a token where speed is not planned: the all-reduces of a cut by tensor over nodes."""
+    """The cost of the network where speed is not planned: the all-reduces of a split by tensor over nodes."""
     if not result.sizes or layout is None or result.n_nodes < 2:
         return None
     small = result.sizes[0]
@@ -210,17 +207,14 @@ def on_cpus(result: Collective, layout: Parallel | None, n_layers: int) -> Findi
         f"a {each}, a token waits for {n_times} of them: {show_seconds_fine(took_s)} per token (an estimate); "
         f"by pipeline it would wait for {result.n_nodes - 1} hand-over(s)"
     )
-    if took_s > 0.05:
-        return Finding(
-            "planner", "warning", text, f"parallel: {{tensor: 1, pipeline: {layout.n_ranks}}} may be faster."
-        )
-    return Finding("planner", "ok", text)
+    cure = f"parallel: {{tensor: 1, pipeline: {layout.n_ranks}}} may be faster."
+    return Finding("planner", "warning" if took_s > 0.05 else "ok", text, cure)
 
 
 def planned(
     deployment: Deployment, whole: Facts, machine: Machine, version: str, n_replicas: int, result: Collective
 ) -> Finding | None:
-    """The planner's answer with the measured network, next to that with the assumed one. None where there is none."""
+    """The planner's answer with the measured network, next to that with the assumed one; None without a speed."""
     link = measured_link(result)
 
     def ask(asked: Deployment, network: LinkFacts | None) -> Sizing | None:
@@ -242,12 +236,10 @@ def planned(
         f"TPOT {now:.1f} ms instead of {was:.1f} ms (estimates)"
     )
     if free is not None and free.layout is not None and free.layout != after.layout:
-        better, cure = _better(free.layout, len(machine.gpus))
-        return Finding("planner", "warning", f"{text}; {better}", cure)
-    if now > was * _SLOWER:
-        cure = "Fix the network, correct hardware.network, or split by pipeline over nodes."
-        return Finding("planner", "warning", text, cure)
-    return Finding("planner", "ok", text)
+        better, fix = _better(free.layout, len(machine.gpus))
+        return Finding("planner", "warning", f"{text}; {better}", fix)
+    cure = "Fix the network, correct hardware.network, or split by pipeline over nodes."
+    return Finding("planner", "warning" if now > was * _SLOWER else "ok", text, cure)
 
 
 def _better(cut: Parallel, gpus_per_node: int) -> tuple[str, str]:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal
 
 import msgspec
 
-from penstock.deployment.preflight import Finding
+from penstock.deployment.preflight import MIN_FREE_BYTES, Finding, State
 from penstock.hardware import Gpu
 from penstock.log_lines import last_words
 from penstock.node.checks.machine import Limits, NodeCheck, Space
@@ -47,7 +46,6 @@ class SurveyedNode(msgspec.Struct, frozen=True):
 
 
 def of_node(node: SurveyedNode, deployment: Deployment) -> list[Finding]:
-    """Everything about one node alone."""
     findings = [
         *_memory(node),
         *_shared_memory(node),
@@ -57,7 +55,7 @@ def of_node(node: SurveyedNode, deployment: Deployment) -> list[Finding]:
         *_driver(node),
         *_engine(node, deployment),
         *_clock(node),
-        *_variables(node),
+        *of_environment(node.check.facts.environment, f"the environment on {node.name}"),
         *_addresses(node),
     ]
     return [msgspec.structs.replace(finding, node=node.name) for finding in findings]
@@ -77,10 +75,8 @@ def of_environment(environment: Mapping[str, str], where: str) -> list[Finding]:
 def _memory(node: SurveyedNode) -> Iterator[Finding]:
     machine = node.check.facts.machine
     text = f"{show_bytes(machine.memory_free_bytes)} free of {show_bytes(machine.memory_bytes)}, {machine.n_cpus} CPUs"
-    if machine.memory_free_bytes < _MIN_MEMORY_BYTES:
-        yield Finding("memory", "bad", text, "End the processes that hold the memory.")
-    else:
-        yield Finding("memory", "ok", text)
+    state: State = "bad" if machine.memory_free_bytes < _MIN_MEMORY_BYTES else "ok"
+    yield Finding("memory", state, text, "End the processes that hold the memory.")
 
 
 def _shared_memory(node: SurveyedNode) -> Iterator[Finding]:
@@ -128,10 +124,10 @@ def _shown(number: int | None) -> str:
 
 
 def of_run_folders(space: Space) -> Finding:
-    """The folder that `up` itself writes to."""
     if not space.is_writable:
         return Finding("disk", "bad", _unwritable(space), "Set PENSTOCK_HOME to a folder you may write.")
-    return _of_space(space, "Free space, or set PENSTOCK_HOME to a larger disk.")
+    finding = _of_space(space, "Free space, or set PENSTOCK_HOME to a larger disk.")
+    return msgspec.structs.replace(finding, state="bad") if space.free_bytes < MIN_FREE_BYTES else finding
 
 
 def _spaces(node: SurveyedNode) -> Iterator[Finding]:
@@ -147,7 +143,7 @@ def _unwritable(space: Space) -> str:
 
 
 def _of_space(space: Space, cure: str) -> Finding:
-    state: Literal["ok", "warning"] = "ok" if space.free_bytes >= _MIN_SPACE_BYTES else "warning"
+    state: State = "ok" if space.free_bytes >= _MIN_SPACE_BYTES else "warning"
     return Finding("disk", state, f"{space.name}: {show_bytes(space.free_bytes)} free at {space.path}", cure)
 
 
@@ -189,12 +185,8 @@ def _driver(node: SurveyedNode) -> Iterator[Finding]:
     torch, wanted = check.facts.machine.versions.get("torch"), check.wanted_torch
     if torch is not None and wanted is not None and torch.partition("+")[0] != wanted:
         text = f"torch {torch}, but the installed vLLM was built for {wanted}"
-        yield Finding(
-            "torch",
-            "bad",
-            text,
-            f"Run pip install torch=={wanted}, or install vLLM again: its compiled modules do not load.",
-        )
+        cure = f"Run pip install torch=={wanted}, or install vLLM again: its compiled modules do not load."
+        yield Finding("torch", "bad", text, cure)
     if not check.facts.machine.gpus:
         return
     if check.torch_cuda is None:
@@ -203,43 +195,33 @@ def _driver(node: SurveyedNode) -> Iterator[Finding]:
             yield Finding("driver", "bad", text, "Install the torch (and vLLM) wheel for CUDA.")
         return
     major = int(check.torch_cuda.partition(".")[0])
-    least, text = (
-        _MIN_DRIVER.get(major),
-        f"driver {check.driver or 'unknown'}, torch built with CUDA {check.torch_cuda}",
-    )
+    least = _MIN_DRIVER.get(major)
+    text = f"driver {check.driver or 'unknown'}, torch built with CUDA {check.torch_cuda}"
     if check.driver is None or least is None:
-        yield Finding(
-            "driver", "warning", text, "nvidia-smi prints the driver's version; compare it with NVIDIA's release notes."
-        )
-    elif int(check.driver.partition(".")[0]) < least:
-        cuda = _runs_on(check.driver)
+        cure = "nvidia-smi prints the driver's version; compare it with NVIDIA's release notes."
+        yield Finding("driver", "warning", text, cure)
+    elif (branch := int(check.driver.partition(".")[0])) < least:
+        cuda = max((major for major, oldest in _MIN_DRIVER.items() if oldest <= branch), default="10 or older")
         cure = f"Update the driver to {least} or newer, or install torch and vLLM built with CUDA {cuda}."
         yield Finding("driver", "bad", f"{text}, which needs driver {least} or newer", cure)
     else:
         yield Finding("driver", "ok", text)
 
 
-def _runs_on(driver: str) -> str:
-    branch = int(driver.partition(".")[0])
-    return str(max((major for major, least in _MIN_DRIVER.items() if least <= branch), default="10 or older"))
-
-
 def _engine(node: SurveyedNode, deployment: Deployment) -> Iterator[Finding]:
     versions, kind = node.check.facts.machine.versions, deployment.engine.kind
     is_vllm = kind == "vllm" or (kind == "auto" and (node.check.facts.machine.gpus or deployment.hardware.nodes > 1))
     if is_vllm and "vllm" not in versions:
-        yield Finding(
-            "engine", "bad", "vLLM is not installed", "Run pip install vllm on that node, for the same Python."
-        )
+        cure = "Run pip install vllm on that node, for the same Python."
+        yield Finding("engine", "bad", "vLLM is not installed", cure)
     elif is_vllm:
         yield Finding("engine", "ok", f"vLLM {versions['vllm']}")
     is_ray = deployment.engine.executor == "ray" or (
         deployment.engine.executor == "auto" and deployment.hardware.nodes > 1 and kind != "fake"
     )
     if is_ray and "ray" not in versions:
-        yield Finding(
-            "engine", "bad", "Ray is not installed", "Run pip install ray on that node, or set engine.executor: mp."
-        )
+        cure = "Run pip install ray on that node, or set engine.executor: mp."
+        yield Finding("engine", "bad", "Ray is not installed", cure)
 
 
 def of_weights(node: SurveyedNode, download_bytes: int | None) -> list[Finding]:
@@ -268,10 +250,9 @@ def _download(node: SurveyedNode, n_bytes: int) -> Finding:
     weights = node.check.weights
     assert weights is not None
     left = n_bytes - weights.n_bytes
-    if left > weights.free_bytes:
-        text = f"{show_bytes(left)} to download, {show_bytes(weights.free_bytes)} free at {weights.path}"
-        return Finding("weights", "bad", text, "Free space there, or set cache.weights to a folder on a larger disk.")
     text = f"{show_bytes(left)} to download, {show_bytes(weights.free_bytes)} free at {weights.path}"
+    if left > weights.free_bytes:
+        return Finding("weights", "bad", text, "Free space there, or set cache.weights to a folder on a larger disk.")
     return Finding("weights", "warning", text, "`up` downloads it first; doctor can measure the read rate after that.")
 
 
@@ -280,26 +261,14 @@ def _reading(node: SurveyedNode) -> Finding:
     assert weights is not None and weights.reading is not None
     reading = weights.reading
     rate = f"{reading.bytes_per_s / 1e9:.2f} GB/s"
-    text = f"{rate} from {reading.path} ({show_bytes(reading.n_bytes)} read {_how(reading.is_direct)}{_cached(node)})"
+    how = "past the page cache" if reading.is_direct else "through the page cache"
+    if reading.cached_share is not None and reading.cached_share >= 0.1:
+        how += f"; {reading.cached_share:.0%} of it was in memory, so a cold load may be slower"
+    text = f"{rate} from {reading.path} ({show_bytes(reading.n_bytes)} read {how})"
     if reading.n_bytes < _TOO_SMALL_BYTES:
         return Finding("read rate", "ok", f"{text}; too little to measure a disk")
-    if reading.bytes_per_s < _SLOW_BYTES_PER_S:
-        cure = "Copy the weights to a local disk (cache.weights), or engine.args: {load-format: runai_streamer}."
-        return Finding("read rate", "warning", text, cure)
-    return Finding("read rate", "ok", text)
-
-
-def _how(is_direct: bool) -> str:
-    return "past the page cache" if is_direct else "through the page cache"
-
-
-def _cached(node: SurveyedNode) -> str:
-    weights = node.check.weights
-    assert weights is not None and weights.reading is not None
-    share = weights.reading.cached_share
-    if not share or share < 0.1:
-        return ""
-    return f"; {share:.0%} of it was in memory, so a cold load may be slower"
+    cure = "Copy the weights to a local disk (cache.weights), or engine.args: {load-format: runai_streamer}."
+    return Finding("read rate", "warning" if reading.bytes_per_s < _SLOW_BYTES_PER_S else "ok", text, cure)
 
 
 def _clock(node: SurveyedNode) -> Iterator[Finding]:
@@ -309,10 +278,6 @@ def _clock(node: SurveyedNode) -> Iterator[Finding]:
         yield Finding("clock", "warning", text, "Synchronise it by NTP (timedatectl set-ntp true).")
 
 
-def _variables(node: SurveyedNode) -> Iterator[Finding]:
-    yield from of_environment(node.check.facts.environment, f"the environment on {node.name}")
-
-
 def _addresses(node: SurveyedNode) -> Iterator[Finding]:
     shown = []
     for interface in node.check.facts.interfaces:
@@ -320,11 +285,9 @@ def _addresses(node: SurveyedNode) -> Iterator[Finding]:
         speed = f" {interface.speed_mbps / 1000:g} Gb/s" if interface.speed_mbps and interface.speed_mbps > 0 else ""
         if not interface.is_loopback:
             shown.append(f"{interface.address} ({interface.name}{kind}{speed})")
+    state: State = "ok" if shown else "warning" if node.rank == 0 else "bad"
     cure = "Connect the node to an IPv4 network: vLLM and NCCL get IPv4 addresses."
-    if shown:
-        yield Finding("addresses", "ok", ", ".join(shown))
-    else:
-        yield Finding("addresses", "warning" if node.rank == 0 else "bad", "none but loopback", cure)
+    yield Finding("addresses", state, ", ".join(shown) or "none but loopback", cure)
 
 
 def _versions(nodes: Sequence[SurveyedNode], deployment: Deployment, own_version: str) -> Iterator[Finding]:
@@ -396,13 +359,11 @@ def of_loading(
 
 
 def unreachable(name: str, why: str) -> Finding:
-    """A node that did not run our program."""
     reason = " ".join(why.split())[-300:] or "no answer"
     return Finding("node", "bad", f"could not be checked: {reason}", "Check that it is on and reachable.", name)
 
 
 def broken(name: str, exit_code: int, err: str) -> Finding:
-    """A node whose Python failed to run our program."""
     reason = last_words(err.splitlines(), signs=()) or f"exit code {exit_code}"
     cure = "Install the same penstock there, for the Python that the target uses."
     if not re.search(r"No module named '?penstock", reason):

@@ -16,7 +16,7 @@ from penstock.gateway.accounting.keys import KeyHolder, Keyring, credential
 from penstock.gateway.accounting.ledger import Ledger, News
 from penstock.gateway.accounting.quota import Quota
 from penstock.gateway.accounting.running_totals import new_totals
-from penstock.gateway.accounting.token_usage import BodyWatch, StreamStrip, StreamWatch, ask_for_usage
+from penstock.gateway.accounting.token_usage import MAX_TOKENS, BodyWatch, StreamStrip, StreamWatch, ask_for_usage
 from penstock.gateway.accounting.usage_store import Row, State
 from penstock.gateway.body_fields import Usage
 from penstock.gateway.config import GatewayConfig
@@ -156,7 +156,12 @@ class Accounting:
             ("tokens_total", "counter", "Tokens in the ledger; cached ones are prompt tokens too.", tokens),
             ("ledger_requests_total", "counter", "Requests in the ledger, by state.", rows),
             ("ledger_rows_waiting", "gauge", "Rows that are not on the disk yet.", {(): ledger.n_waiting}),
-            ("ledger_rows_lost_total", "counter", "Rows that found the queue full.", {(): ledger.n_lost}),
+            (
+                "ledger_rows_lost_total",
+                "counter",
+                "Rows that found the queue full, or can never be stored.",
+                {(): ledger.n_lost},
+            ),
             ("store_failures_total", "counter", "Turns of the store that failed.", {(): ledger.n_failures}),
             ("store_up", "gauge", "Whether the store's last turn worked.", {(): int(not ledger.is_failing)}),
         ]
@@ -322,14 +327,14 @@ class Entry:
         n_events = self._n_events(watch)
         n_token_events = max(0, n_events - n_without_token - (outcome == "complete" and n_events > 0))
         n_prompt = account.estimate_prompt(self._facts.n_body_bytes)
-        return Usage(n_prompt, 0, math.ceil(n_token_events * account.tokens_per_event))
+        return Usage(n_prompt, 0, min(MAX_TOKENS, math.ceil(n_token_events * account.tokens_per_event)))
 
     def _estimate_tokens(self) -> int:
         facts = self._facts
         n_tokens = self._accounting.account(self._model).estimate_prompt(facts.n_body_bytes)
         if facts.path in _GENERATING:
             n_tokens += (facts.output_tokens_max or OUTPUT_TOKENS) * facts.n_choices
-        return n_tokens
+        return min(n_tokens, MAX_TOKENS)
 
 
 def _until_next_month_s(now: float) -> float:

@@ -58,6 +58,7 @@ class Ledger:
         self.next_number = itertools.count(1).__next__  # of the next row; in C, for a request calls it
         self._rows: deque[Row] = deque()
         self._batch: list[Row] = []
+        self._batch_rows = MAX_BATCH
         self._is_again = False
         self._jobs: deque[tuple[Callable[[Database], Any], Future[Any]]] = deque()
         self._submitted_usd: defaultdict[str, float] = defaultdict(float)
@@ -146,12 +147,11 @@ class Ledger:
         jobs = [(job, future) for job, future in asked if future.set_running_or_notify_cancel()]
         outcomes = [(future, *self._try_job(job)) for job, future in jobs]
         try:
-            self._flush()
-            self._quota_sync.turn(self._usage)
-            news = self._read()
-            if news != self._last_news or news.keys is not None:
-                self._last_news = news
-                self._tell(news)
+            try:
+                self._flush()
+                self._quota_sync.turn(self._usage)
+            finally:
+                self._read_news()  # keys must end also while nothing can be written
             if is_calm and not asked:
                 while not self._is_closing and not self._jobs and len(self._rows) < CALM_ROWS:
                     if not self._usage.unfold_rows():
@@ -188,19 +188,34 @@ class Ledger:
         n_left = self.n_waiting
         while n_left > 0:
             if not self._batch:
-                self._batch = [self._rows.popleft() for _ in range(min(n_left, MAX_BATCH))]
+                self._batch = [self._rows.popleft() for _ in range(min(n_left, self._batch_rows))]
             try:
                 self._usage.add_rows(self._writer, self._batch, is_again=self._is_again)
-            except BaseException:
-                self._is_again = True
-                raise
+            except (PenstockError, ValueError, OverflowError) as error:
+                if isinstance(error, PenstockError) and error.is_retryable:
+                    self._is_again = True
+                    raise
+                n_left -= self._split_batch(error)
+                continue
             self._is_again = False
+            self._batch_rows = min(2 * self._batch_rows, MAX_BATCH)
             self.n_written += len(self._batch)
             for row in self._batch:
                 if row.cost_usd:
                     self._submitted_usd[row.key_id] += row.cost_usd
             n_left -= len(self._batch)
             self._batch = []
+
+    def _split_batch(self, error: Exception) -> int:
+        """Looks for the row that can never be stored by halves; returns 1 when it is found, and dropped."""
+        rows, self._batch = self._batch, []
+        if len(rows) > 1:
+            self._batch_rows = len(rows) // 2
+            self._rows.extendleft(reversed(rows))
+            return 0
+        self.n_lost += 1
+        log.error("store: the row of request %s is dropped, it can never be stored: %s", rows[0].request_id, error)
+        return 1
 
     def _prune(self) -> None:
         now, until = time.time(), time.monotonic() + PRUNE_S
@@ -210,6 +225,12 @@ class Ledger:
             if not self._usage.prune(now - self.keep_days * DAY_S):
                 self._prune_at = now + PRUNE_PERIOD_S
                 break
+
+    def _read_news(self) -> None:
+        news = self._read()
+        if news != self._last_news or news.keys is not None:
+            self._last_news = news
+            self._tell(news)
 
     def _read(self) -> News:
         revision = self._keys.revision()

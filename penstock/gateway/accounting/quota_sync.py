@@ -18,6 +18,7 @@ from penstock.gateway.accounting.usage_store import OthersCount, UsageStore
 
 FRESH_S = 3.0
 FORGET_S = 86_400.0
+MAX_COUNT = 2**62  # what a database holds
 _HEARTBEAT_S = 600.0
 _HEARTBEAT = ""  # a name that no total has: a gateway without requests is not a dead one
 
@@ -45,7 +46,7 @@ class QuotaSync:
             # What was forgotten need not be known either.
             self._is_behind = True
         news = {
-            name: total.own
+            name: max(-MAX_COUNT, min(total.own, MAX_COUNT))
             for name, total in totals.items()
             if total.own != self._put.get(name, 0) or (total.own and name.endswith(AT_ONCE))
         }

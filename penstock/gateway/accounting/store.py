@@ -50,7 +50,8 @@ class Database:
     """An open database, for one thread at a time: SQLite here. Statements have "?" for values.
 
     UserError: it cannot be opened, or the request is wrong. PenstockError with `is_retryable`: it is locked, full or
-    away, and nothing of the call was written, except that a PostgreSQL which went away may have committed.
+    away, and nothing of the call was written, except that a PostgreSQL which went away may have committed; without:
+    these values can never be stored.
     """
 
     is_postgres = False
@@ -181,4 +182,6 @@ def _explaining(place: str, kind: type[PenstockError]) -> Iterator[None]:
         if not isinstance(exc, sqlite3.Error | OSError) and not type(exc).__module__.startswith("psycopg"):
             raise
         reason = (str(exc).strip().splitlines() or [type(exc).__name__])[0]
-        raise kind(f'could not use store "{_without_password(place)}": {reason}', is_retryable=True) from exc
+        # Values that the tables can never hold; both databases have errors of these names.
+        is_retryable = not {"DataError", "IntegrityError"} & {base.__name__ for base in type(exc).__mro__}
+        raise kind(f'could not use store "{_without_password(place)}": {reason}', is_retryable=is_retryable) from exc

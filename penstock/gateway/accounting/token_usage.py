@@ -27,6 +27,8 @@ TAIL_BYTES: Final = 4096
 HEAD_BYTES: Final = 1024
 MAX_WHOLE_BYTES: Final = 8 * 1024
 MAX_HELD_BYTES: Final = 16 * 1024  # an event of more is not the one with the usage
+# No request has so many tokens; sums of eight million such rows fit into the 64 bits of a database.
+MAX_TOKENS: Final = 2**40
 
 
 # How a chunk of one event begins, by the length of the whole chunk.
@@ -51,6 +53,7 @@ def is_token_chunk(data: bytes) -> bool:
 
 
 _WHOLE: Final = msgspec.json.Decoder(UsageBody)
+_UNREADABLE: Final = (msgspec.DecodeError, RecursionError)
 
 
 def ask_for_usage(body: bytes, stream_options: object) -> bytes:
@@ -58,7 +61,10 @@ def ask_for_usage(body: bytes, stream_options: object) -> bytes:
     begin = _FIRST_BRACE.match(body)
     if stream_options is None and begin is not None and b'"stream_options"' not in body:
         return body[: begin.end()] + _INCLUDE + body[begin.end() :]
-    fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    try:
+        fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    except RecursionError:
+        return body  # counted by an estimate
     options = stream_options if isinstance(stream_options, dict) else {}
     fields["stream_options"] = msgspec.Raw(msgspec.json.encode(options | {"include_usage": True}))
     return msgspec.json.encode(fields)
@@ -73,7 +79,7 @@ def find_usage(data: bytes) -> Usage | None:
         if text is not None:
             try:
                 return _usage_of(msgspec.json.decode(text, type=UsageReport))
-            except msgspec.DecodeError:
+            except _UNREADABLE:
                 continue
     return None
 
@@ -92,10 +98,15 @@ def _usage_of(report: UsageReport) -> Usage:
     output = report.completion_tokens if report.completion_tokens is not None else report.output_tokens
     prompt = report.prompt_tokens if report.prompt_tokens is not None else report.input_tokens
     if prompt is None:
-        prompt = max(0, (report.total_tokens or 0) - (output or 0))
+        prompt = (report.total_tokens or 0) - (output or 0)
     details = report.prompt_tokens_details or report.input_tokens_details
     cached = details.cached_tokens if details is not None else None
-    return Usage(prompt, min(prompt, cached or 0), output or 0)
+    prompt = _clamp(prompt)
+    return Usage(prompt, min(prompt, _clamp(cached or 0)), _clamp(output or 0))
+
+
+def _clamp(n_tokens: int) -> int:
+    return max(0, min(n_tokens, MAX_TOKENS))
 
 
 class BodyWatch:
@@ -122,7 +133,7 @@ class BodyWatch:
             try:
                 report = _WHOLE.decode(self._whole).usage
                 return None if report is None else _usage_of(report)
-            except msgspec.DecodeError:
+            except _UNREADABLE:
                 return find_usage(self._whole)
         return find_usage(self._tail[-TAIL_BYTES:]) or find_usage(self._head)
 
@@ -222,7 +233,7 @@ class StreamStrip:
             return False
         try:
             decoded = msgspec.json.decode(event[5:], type=UsageEvent)
-        except msgspec.DecodeError:
+        except _UNREADABLE:
             return False
         if decoded.usage is None:
             return False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 EJECT_AFTER = 3  # failures in a row
 EJECTION_S = 1.0  # the first one; each further one doubles it
@@ -18,6 +18,7 @@ class Health:
     n_failures: int = 0  # in a row
     n_ejections: int = 0  # since it last went through a whole ramp
     ejected_until: float = 0.0
+    failed_clients: set[bytes] = field(default_factory=set)  # whose requests failed since the last success
 
     def fail(self, now: float) -> bool:
         """Records a failure that the replica caused; returns whether it ejects. After an ejection one is enough."""
@@ -30,8 +31,15 @@ class Health:
         self.n_failures = 0
         return True
 
+    def fail_for(self, client: bytes) -> bool:
+        """Whether requests of several clients have failed since the last success."""
+        self.failed_clients.add(client)
+        return len(self.failed_clients) > 1
+
     def succeed(self) -> None:
         self.n_failures = 0
+        if self.failed_clients:
+            self.failed_clients.clear()
 
     def share(self, now: float) -> float:
         """The part of its weight that counts: 1 unless it was ejected less than RAMP_S ago."""

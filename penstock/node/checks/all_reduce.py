@@ -1,13 +1,7 @@
-"""A measured all-reduce between nodes, printed as JSON.
+"""A measured all-reduce between nodes, printed as JSON: `python -m penstock.node.checks.all_reduce` on all at once.
 
-Start `python -m penstock.node.checks.all_reduce` on all of them at once.
-
-torch.distributed does it, as in an engine: gloo between CPUs, NCCL between GPUs, one process for each GPU. Sizes grow
-from what a decoding step sends to what shows the bandwidth. Bus bandwidth is that of nccl-tests
-(https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md): bytes / time * 2(n-1)/n over n ranks. What a
-whole machine sends is bytes / time * 2(m-1)/m over m machines; both are equal with one rank on each.
-
-A watch ends what hangs and prints how far it came.
+torch.distributed as in an engine: gloo between CPUs, NCCL between GPUs, one process for each GPU. Sizes grow from those
+of a decoding step to those that show the bandwidth.
 """
 
 from __future__ import annotations
@@ -33,7 +27,7 @@ from penstock.text import KIB, MIB
 
 Backend = Literal["gloo", "nccl"]
 
-# The first is what the planner's measured hops are for (plan/comm.py): 8 requests x 5120 x 2 bytes.
+# The first size is that of the planner's measured hops (planner/speed/collectives.py): 8 requests x 5120 x 2 bytes.
 _SIZES: dict[Backend, tuple[int, ...]] = {
     "gloo": (80 * KIB, MIB, 8 * MIB, 64 * MIB),
     "nccl": (80 * KIB, MIB, 16 * MIB, 256 * MIB),
@@ -41,8 +35,8 @@ _SIZES: dict[Backend, tuple[int, ...]] = {
 _N_WARM = 3
 _N_MAX = 2000
 _HUNG = 3
-# What NCCL says with NCCL_DEBUG=INFO: "Using network Socket", or IB, AWS Libfabric. Its line "NET/IB : Using [RO]"
-# comes also where there is no InfiniBand (seen with 2.28 on two H200s).
+# NCCL_DEBUG=INFO prints "Using network Socket", or IB, AWS Libfabric. It prints "NET/IB : Using [RO]" also where there
+# is no InfiniBand (2.28 on two H200s).
 _NET = re.compile(r"Using network ([^\n]+)")
 
 
@@ -69,7 +63,10 @@ class Collective(msgspec.Struct, frozen=True):
         return self.n_nodes * self.ranks_each
 
     def bus_gbs(self, timed: Timed) -> float:
-        """GB/s as nccl-tests counts. 64 MiB in 0.1 s over 2 ranks: 67.1e6 / 0.1 * 2 * 1/2 = 0.67 GB/s."""
+        """GB/s as nccl-tests counts: bytes / time * 2(n-1)/n. 64 MiB in 0.1 s over 2 ranks: 0.67 GB/s.
+
+        https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
+        """
         return timed.n_bytes / timed.took_s * 2 * (self.n_ranks - 1) / self.n_ranks / 1e9
 
     def node_gbs(self, timed: Timed) -> float:
@@ -100,19 +97,22 @@ class RankArgs(msgspec.Struct, frozen=True):
 
 
 def measure(args: RankArgs) -> Collective:
-    """All-reduces of growing sizes for `seconds`. Blocks; every rank must call it at about the same time."""
+    """All-reduces of growing sizes for `seconds`. Blocks; every rank must call it at about the same time.
+
+    What hangs ends the process after `timeout_s`, and prints how far it came.
+    """
     progress = ["import torch"]
     watch = threading.Timer(args.timeout_s, _give_up, (args, progress))
     watch.daemon = True
     watch.start()
     try:
-        # One device is all that a process sees of the GPUs, so that no other can be taken by mistake.
         import torch
         import torch.distributed as dist
 
         progress[0] = f"join: waiting for the others at {args.address}:{args.port}"
-        device = torch.device("cuda", args.local) if args.backend == "nccl" else torch.device("cpu")
+        device = torch.device("cpu")
         if args.backend == "nccl":
+            device = torch.device("cuda", args.local)
             torch.cuda.set_device(device)
         dist.init_process_group(
             args.backend,
@@ -193,27 +193,24 @@ def _debug_file(args: RankArgs) -> str:
 def run_node(all_args: Sequence[RankArgs]) -> Collective:
     """One process for each rank of this node; the answer of its first one, or the first error."""
     children = [_start(args) for args in all_args]
-    answers = []
-    for args, child in zip(all_args, children, strict=True):
-        try:
-            out, err = child.communicate(timeout=args.timeout_s + 15.0)
-        except subprocess.TimeoutExpired:
-            child.kill()
-            out, err = child.communicate()
-        answers.append(_answer(args, out, err))
+    answers = [_answer(args, child) for args, child in zip(all_args, children, strict=True)]
     failed = next((answer for answer in answers if answer.error), None)
     return msgspec.structs.replace(failed or answers[0], network=_network(all_args))
 
 
-def _answer(args: RankArgs, out: str, err: str) -> Collective:
-    lines = out.strip().splitlines()
-    with contextlib.suppress(msgspec.DecodeError, msgspec.ValidationError, IndexError):
-        return msgspec.json.decode(lines[-1], type=Collective)
+def _answer(args: RankArgs, child: subprocess.Popen[str]) -> Collective:
+    try:
+        out, err = child.communicate(timeout=args.timeout_s + 15.0)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        out, err = child.communicate()
+    with contextlib.suppress(msgspec.DecodeError, IndexError):
+        return msgspec.json.decode(out.strip().splitlines()[-1], type=Collective)
     return args.failed(last_words(err.splitlines(), signs=()) or "it printed nothing")
 
 
 def _network(all_args: Sequence[RankArgs]) -> str | None:
-    """The network in NCCL's log; the log is removed."""
+    """The network in NCCL's logs, which it removes."""
     network = None
     for args in all_args:
         path = Path(_debug_file(args))
@@ -225,7 +222,7 @@ def _network(all_args: Sequence[RankArgs]) -> str | None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print what was measured as JSON, on one line. `--ranks`: the nodes that take part, in order."""
+    """Print the measurement as JSON, on one line. `--ranks`: the nodes that take part, in order."""
     parser = argparse.ArgumentParser(prog="python -m penstock.node.checks.all_reduce")
     parser.add_argument("--rank-args", type=lambda text: msgspec.json.decode(text, type=RankArgs))
     parser.add_argument("--rank", type=int)

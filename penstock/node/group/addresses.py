@@ -1,7 +1,6 @@
-"""How the nodes of one replica become a group: which address each has for the others, and what forbids it. Pure.
+"""How the nodes of one replica form a group: the address of each for the others, and what prevents it. Pure.
 
-Every node introduces itself with its facts and the address by which it reaches the gateway; rank 0 decides with these
-functions before anything loads. Whether the nodes reach each other is for `doctor` to try.
+Rank 0 decides before anything loads. Whether the nodes reach each other is a check of `doctor`.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ _OF_IMAGES = {"NCCL_VERSION"}
 
 
 class Introduction(msgspec.Struct, frozen=True):
-    """What a node posts when a group forms. `address`: its end of a connection to the gateway, None when unknown."""
+    """What a node posts when a group forms. `address`: its end of a connection to the gateway."""
 
     facts: NodeFacts
     address: str | None = None
 
 
 class GroupNode(msgspec.Struct, frozen=True):
-    """A node of a formation: its address for the others, the interface that has it, and the GPUs that it gives."""
+    """A node of a formation: its address for the others, on which interface, and its GPUs."""
 
     rank: int
     host: str
@@ -42,7 +41,7 @@ class GroupNode(msgspec.Struct, frozen=True):
 
 
 class Formation(msgspec.Struct, frozen=True):
-    """What rank 0 decided. `master_port` is free on rank 0's node; `ray_port` is 0 without Ray."""
+    """Rank 0's decision. `master_port` is free on rank 0's node; `ray_port` is 0 without Ray."""
 
     nodes: tuple[GroupNode, ...]
     master_port: int
@@ -56,38 +55,32 @@ class Formation(msgspec.Struct, frozen=True):
 def choose_addresses(nodes: Sequence[Introduction], wanted: str | None = None) -> list[Interface] | Problem:
     """The interface of every node, by rank; or which node has none.
 
-    A node takes the interface by which it reaches the gateway. Where that is loopback (a tunnel, or the gateway's own
-    machine) it takes one in a network that all have. `wanted` overrides it: a network (CIDR), or interface names in
-    NCCL's words.
+    A node uses the interface by which it reaches the gateway. Where that is loopback (a tunnel, or the gateway's own
+    machine) it uses one in a network that all have. `wanted` overrides it: a network (CIDR), or interface names as
+    NCCL takes them.
     """
     is_one_machine = len({node.facts.host for node in nodes}) == 1
     options: list[list[Interface]] = []
     for rank, node in enumerate(nodes):
         # A bridge of containers may have the same address on every machine: it leads to the node itself.
-        elsewhere = {
-            interface.address
-            for other in nodes
-            if other.facts.host != node.facts.host
-            for interface in other.facts.interfaces
-        }
+        others = [other.facts for other in nodes if other.facts.host != node.facts.host]
+        elsewhere = {interface.address for facts in others for interface in facts.interfaces}
         usable = [
             interface
             for interface in node.facts.interfaces
-            if interface.address not in elsewhere and (is_one_machine or not interface.is_loopback)
+            if interface.address not in elsewhere
+            and (is_one_machine or not interface.is_loopback)
+            and (wanted is None or is_wanted(interface, wanted))
         ]
-        if wanted is not None:
-            usable = [interface for interface in usable if is_wanted(interface, wanted)]
         if not usable:
             return _no_interface(rank, node.facts, wanted)
-        towards_gateway = [
-            interface for interface in usable if interface.address == node.address and not interface.is_loopback
-        ]
-        options.append(usable if wanted is not None else towards_gateway or usable)
+        to_gateway = [row for row in usable if row.address == node.address and not row.is_loopback]
+        options.append(usable if wanted is not None else to_gateway or usable)
     return best_of(options)
 
 
 def best_of(options: Sequence[Sequence[Interface]]) -> list[Interface]:
-    """One interface of each node: in one network that all have before a mixture; InfiniBand first, then the faster."""
+    """One interface of each node: of one network if all share one; InfiniBand first, then the faster."""
     for network in _common_networks(options):
         return [next(interface for interface in row if _network(interface) == network) for row in options]
     return [min(row, key=_worth) for row in options]
@@ -95,21 +88,15 @@ def best_of(options: Sequence[Sequence[Interface]]) -> list[Interface]:
 
 def _no_interface(rank: int, facts: NodeFacts, wanted: str | None) -> Problem:
     names = ", ".join(f"{interface.name} {interface.address}" for interface in facts.interfaces) or "none"
-    if wanted is None:
-        return Problem(
-            "",
-            f"{facts.host} (rank {rank}) has no address that the other nodes could reach (it has {names})",
-            "connect it to the network of the other nodes",
-        )
-    return Problem(
-        "",
-        f"{facts.host} (rank {rank}) has no interface of {wanted} for the other nodes (it has {names})",
-        "change hardware.network, or NCCL_SOCKET_IFNAME in engine.env; without either penstock chooses",
-    )
+    lacks, hint = "address that the other nodes could reach", "connect it to the network of the other nodes"
+    if wanted is not None:
+        lacks = f"interface of {wanted} for the other nodes"
+        hint = "change hardware.network, or NCCL_SOCKET_IFNAME in engine.env; without either penstock chooses"
+    return Problem("", f"{facts.host} (rank {rank}) has no {lacks} (it has {names})", hint)
 
 
 def is_wanted(interface: Interface, wanted: str) -> bool:
-    """Whether an interface is in that network (CIDR), or is named so: a prefix, `=name` exactly, `^name` not that one.
+    """Whether an interface is in that network (CIDR), or has such a name: a prefix, `=name` exactly, `^name` excluded.
 
     https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html#nccl-socket-ifname
     """
@@ -138,7 +125,7 @@ def _worth(interface: Interface) -> tuple[bool, bool, bool, int, str]:
 
 
 def _common_networks(options: Sequence[Sequence[Interface]]) -> list[str]:
-    """Networks that every node has an address in, the best first: its worst node counts."""
+    """Networks in which every node has an address, the best first: the worst node counts."""
     everywhere = set.intersection(*({_network(interface) for interface in row} for row in options))
     worth = {
         network: max(min(_worth(interface) for interface in row if _network(interface) == network) for row in options)
@@ -149,21 +136,20 @@ def _common_networks(options: Sequence[Sequence[Interface]]) -> list[str]:
 
 def problems(plan: Plan, facts: Sequence[NodeFacts]) -> list[Problem]:
     """All that keeps these nodes from serving `plan` together: versions that differ, GPUs that are missing."""
-    found, head = version_problems(facts, is_ray=plan.executor == "ray"), facts[0]
+    problems, head = version_problems(facts, is_ray=plan.executor == "ray"), facts[0]
     if plan.executor == "ray" and "ray" not in head.machine.versions:
-        found.append(Problem("engine.executor", f"ray is not installed on {head.host}", "pip install ray, or use mp"))
-    hint = "its driver, CUDA_VISIBLE_DEVICES, or what the scheduler gave (nvidia-smi there)"
-    return found + [
-        Problem(
-            "", f"{node.host} (rank {rank}) shows {len(node.machine.gpus)} GPUs, {plan.ranks_each} are needed", hint
-        )
-        for rank, node in enumerate(facts)
-        if plan.device == "cuda" and len(node.machine.gpus) < plan.ranks_each
-    ]
+        words = f"ray is not installed on {head.host}"
+        problems.append(Problem("engine.executor", words, "pip install ray, or use mp"))
+    hint = "its driver, CUDA_VISIBLE_DEVICES, or what the scheduler allocated (nvidia-smi there)"
+    for rank, node in enumerate(facts):
+        if plan.device == "cuda" and len(node.machine.gpus) < plan.ranks_each:
+            words = f"{node.host} (rank {rank}) shows {len(node.machine.gpus)} GPUs, {plan.ranks_each} are needed"
+            problems.append(Problem("", words, hint))
+    return problems
 
 
 def version_problems(facts: Sequence[NodeFacts], *, is_ray: bool) -> list[Problem]:
-    """Packages whose version differs from that on rank 0. Without `is_ray` Ray's does not matter."""
+    """Packages whose version differs from that on rank 0; Ray's counts only with `is_ray`."""
     head, *others = facts
     return [
         Problem(
@@ -180,13 +166,13 @@ def version_problems(facts: Sequence[NodeFacts], *, is_ray: bool) -> list[Proble
 
 
 def _version(package: str, facts: NodeFacts) -> str | None:
-    """Without Python's patch level, which does not matter to its packages."""
+    """Without Python's patch level."""
     version = facts.machine.versions.get(package)
     return ".".join(version.split(".")[:2]) if version and package == "python" else version
 
 
 def variable_warnings(environment: Mapping[str, str]) -> list[str]:
-    """Variables that are named like those of NCCL, Gloo or vLLM and are unknown: they do nothing."""
+    """Unknown variables with the prefix of NCCL, Gloo or vLLM: they have no effect."""
     known, warnings = catalog.known_variables() | _OF_IMAGES, []
     for name in sorted(environment):
         if not name.startswith(("NCCL_", "GLOO_", "VLLM_")) or name in known:
@@ -203,12 +189,12 @@ def network_environment(node: GroupNode) -> dict[str, str]:
 
 
 def wanted_network(plan: Plan) -> str | None:
-    """What the user set: the interface in engine.env, else the network (CIDR) in hardware.network."""
+    """The user's interface in engine.env, else the network (CIDR) in hardware.network."""
     return next((plan.env[name] for name in INTERFACE_VARIABLES if plan.env.get(name)), plan.network)
 
 
 def ranks_of(plan: Plan, node: int) -> tuple[int, ...]:
-    """The engine's ranks on that node: vLLM gives them out node by node."""
+    """The engine's ranks on that node: vLLM assigns them node by node."""
     return tuple(range(node * plan.ranks_each, (node + 1) * plan.ranks_each))
 
 
@@ -230,7 +216,7 @@ def as_views(plan: Plan, formation: Formation, gone: Mapping[int, str] = {}) -> 
 
 
 def table(nodes: Sequence[NodeView]) -> list[str]:
-    """Node, address, GPUs and ranks as lines of text."""
+    """Lines with node, address, GPUs and ranks."""
     rows = [("node", "address", "GPUs", "ranks")]
     for node in nodes:
         gpus = ",".join(node.gpus) or "-"

@@ -1,4 +1,4 @@
-"""Rank 0 of a replica that is cut over several machines: gathers the other nodes, decides, and watches them."""
+"""Rank 0 of a replica on several machines: gathers the other nodes, decides, and watches them."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class GroupLeader:
         self._gone: dict[int, str] = {}
 
     def form(self, own: Introduction, patience_s: float | None, on_wait: OnWait) -> Formation | Diagnosis | None:
-        """Gather all nodes and decide; a Diagnosis when that cannot be, None when the node is stopped.
+        """Gather all nodes and decide; a Diagnosis if the group cannot form, None if the node is stopped.
 
-        `patience_s`: how long to wait for the others, None for as long as it takes.
+        `patience_s`: how long to wait for the others; None: no limit.
         """
         self._formation, self._gone = None, {}
         self._epoch = secrets.token_hex(4)
@@ -57,7 +57,7 @@ class GroupLeader:
         self._post("go", formation=msgspec.to_builtins(formation))
 
     def go(self, formation: Formation) -> Diagnosis | None:
-        """Let the others start, and wait until they have; why not, or None."""
+        """Let the others start and wait until they have; why they have not, or None."""
         self.post_go(formation)
         if wait_for(lambda: self._all_in("running") or self.trouble() is not None, self._is_stopped, _START_S):
             return self.trouble()
@@ -66,7 +66,7 @@ class GroupLeader:
         return self.trouble() or Diagnosis(f"not every node started within {_START_S:.0f} s")
 
     def trouble(self) -> Diagnosis | None:
-        """Why this epoch cannot go on: a node is gone, was started again, or its engine died. None when all is well."""
+        """Why this epoch cannot go on (a node is gone, restarted, or its engine died), or None."""
         posts = self._board.posts()
         for node in self._formation.nodes[1:] if self._formation else ():
             reason = self._trouble_of(node, posts.get(node.rank))
@@ -88,13 +88,13 @@ class GroupLeader:
             return f"{node.host}: {row.post.content.get('reason')}"
         return None
 
-    def over(self, phase: str = "over") -> None:
-        """This epoch has ended: the others end their engines. "stopping" and "failed" end the nodes too."""
-        self._post(phase)
+    def over(self, phase: str = "over", wait_s: float = 0.0) -> None:
+        """End this epoch: the others end their engines, with "stopping" and "failed" also themselves.
 
-    def wait_posted(self, timeout_s: float) -> None:
-        """Until the others can read the last post."""
-        self._board.wait_posted(timeout_s)
+        Waits `wait_s` at most until they can read it.
+        """
+        self._post(phase)
+        self._board.wait_posted(wait_s)
 
     def views(self) -> tuple[NodeView, ...]:
         return addresses.as_views(self._plan, self._formation, self._gone) if self._formation else ()
@@ -103,7 +103,7 @@ class GroupLeader:
         self._board.post(self._epoch, phase=phase, **content)
 
     def _all_in(self, phase: str, on_wait: OnWait | None = None) -> bool:
-        """Whether all others are in that phase of this epoch, or have died in it."""
+        """Whether all others have reached that phase of this epoch, or died in it."""
         posts = self._board.posts()
         missing = [
             rank
@@ -126,7 +126,7 @@ class GroupLeader:
         return f"{self._hosts[rank]} (node {rank})" if rank < len(self._hosts) else f"node {rank}"
 
     def _died_early(self, posts: Mapping[int, PostView]) -> Diagnosis | None:
-        """Why a node cannot take part at all: it has no model, or no GPU."""
+        """Why a node cannot take part: it has no model, or no GPU."""
         contents = {rank: row.post.content for rank, row in posts.items() if row.post.content.get("phase") == "died"}
         if not contents:
             return None
@@ -164,6 +164,6 @@ class GroupLeader:
 
 
 def _refused(problems: Sequence[Problem]) -> Diagnosis:
-    """All problems of these nodes at once: starting again unchanged would end the same way."""
+    """All problems of these nodes at once; a restart would not change them."""
     hints = "; ".join(dict.fromkeys(problem.hint for problem in problems if problem.hint))
     return Diagnosis("; ".join(problem.message for problem in problems), hints or None, is_final=True)

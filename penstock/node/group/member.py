@@ -1,4 +1,4 @@
-"""Every further node of a replica: runs its ranks of the engine while rank 0 says so, and reports how they do."""
+"""Every node of a replica but the first: runs its ranks of the engine while rank 0 says so, and reports on them."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _LEADER_ENDS = ("stopping", "failed")
 class GroupMember:
     """Follows rank 0 through epochs until it is stopped, or rank 0 ends for good.
 
-    All ranks get SIGTERM together. This rank's engine is kept until rank 0 has drained, a second signal comes, or the
-    gateway is gone too: then there is no traffic to drain, and no board to learn of rank 0's end from.
+    All ranks get SIGTERM together. This rank keeps its engine until rank 0 has drained, a second signal comes, or the
+    gateway is gone too: then there is nothing to drain, and no board that shows rank 0's end.
     """
 
     def __init__(
@@ -54,12 +54,12 @@ class GroupMember:
         self._wake.set()
 
     def leave(self) -> None:
-        """The gateway's order to leave: as a first stop, however often it is repeated."""
+        """The gateway's order to leave: a first stop, never a second one."""
         if not self.stops:
             self.stop()
 
     def run(self) -> int:
-        """0 when it ends, whatever ended it."""
+        """Blocks until it ends; always 0."""
         self._board.post("", phase="here")
         while not self._must_leave():
             epoch, content = self._leader()
@@ -72,7 +72,6 @@ class GroupMember:
         return 0
 
     def _run_epoch(self, epoch: str) -> None:
-        """From rank 0's call to the end of this node's processes."""
         try:
             introduction = self._introduce()
         except PenstockError as exc:
@@ -122,7 +121,7 @@ class GroupMember:
         self._board.wait_posted(2.0)
 
     def _leader(self) -> tuple[str, Mapping[str, Any]]:
-        """Rank 0's epoch and post; its last ones while nobody can judge whether it is gone.
+        """Rank 0's epoch and post; its last ones until it certainly is gone.
 
         A post from before this process started ("stopping") was for the process before it.
         """
@@ -134,7 +133,7 @@ class GroupMember:
         return self._last
 
     def _wait_go(self, epoch: str) -> Mapping[str, Any] | None:
-        """Rank 0's post that lets this epoch start; None when the epoch ended before."""
+        """Rank 0's post that starts this epoch; None when the epoch ended before."""
         while not self._must_leave():
             leader_epoch, content = self._leader()
             if leader_epoch != epoch or content.get("phase") in ("over", *_LEADER_ENDS):

@@ -1,10 +1,8 @@
-"""Ray under one replica: a private cluster with private ports and folder, which ends with the replica.
+"""Ray under one replica: a private cluster with its own ports and folder, which ends with the replica.
 
-    python -m penstock.node.group.ray ADDRESS N_NODES GPUS_EACH TIMEOUT_S
-
-is the check before vLLM starts: it waits for the nodes, asks Ray for the placement that vLLM will ask for, prints
-where the ranks would be as JSON, and gives it back. Ray is started with `--block` as our child and ended by its pid;
-`ray stop` would end every Ray on the machine.
+Ray is started with `--block` and ended by its pid; `ray stop` would end every Ray on the machine. The check before vLLM
+starts, `python -m penstock.node.group.ray ADDRESS N_NODES GPUS_EACH TIMEOUT_S`, requests the placement that vLLM will
+request, prints it as JSON, and frees it.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ _POLL_S = 0.3
 
 
 def environment(address: str, folder: str) -> dict[str, str]:
-    """For Ray's processes and for vLLM: use this cluster alone, and send no usage reports."""
+    """For Ray's processes and vLLM: only this cluster, no usage reports."""
     return {
         "RAY_ADDRESS": address,
         "RAY_TMPDIR": folder,
@@ -44,8 +42,7 @@ def environment(address: str, folder: str) -> dict[str, str]:
 
 
 def start(plan: Plan, formation: Formation, rank: int, folder: str, base: Command) -> Command:
-    """The Ray process of a node: the head on rank 0, else one that joins it. `base`: the engine's own command, whose
-    environment Ray's workers must have."""
+    """The Ray process of a node: the head on rank 0, else one that joins it. Workers get the environment of `base`."""
     node, n_gpus = formation.nodes[rank], plan.ranks_each
     argv = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
     argv += ["--node-ip-address", node.address, "--temp-dir", folder, "--num-gpus", str(n_gpus)]
@@ -65,7 +62,7 @@ def start(plan: Plan, formation: Formation, rank: int, folder: str, base: Comman
 
 
 def check(address: str, n_nodes: int, gpus_each: int, timeout_s: float) -> Command:
-    """The check before vLLM starts, as a process: Ray is not imported into the node."""
+    """The check before vLLM starts, in another process: the node does not import Ray."""
     argv = [sys.executable, "-m", "penstock.node.group.ray", address, str(n_nodes), str(gpus_each), str(timeout_s)]
     return Command(tuple(argv))
 
@@ -112,7 +109,6 @@ def _why_short(alive: Sequence[Mapping[str, Any]], n_nodes: int, gpus_each: int,
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print where Ray would place the ranks; the exit code of the process."""
     address, n_nodes, gpus_each, timeout_s = argv
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:

@@ -1,15 +1,16 @@
-"""How the nodes of one replica find each other, over the gateway's board: the only place that every node reaches.
+"""How the nodes of one replica meet: on the gateway's board, the only place that every node reaches.
 
 Rank 0 leads. Every start of the engine is an epoch:
 
     rank 0: gather  -> (all are here) go, with the formation -> ... -> over
     others: here    ->                running                -> died or over
 
-A node that vanishes stops posting; one that was started again is another instance. Both end the epoch for all.
+A node that vanishes stops posting; a restarted one is another instance. Both end the epoch for all.
 """
 
 from __future__ import annotations
 
+import math
 import secrets
 import threading
 import time
@@ -47,7 +48,7 @@ class BoardClient(threading.Thread):
         self._pause_s = _POST_EVERY_S
 
     def post(self, epoch: str, **content: Any) -> None:
-        """Replace this node's post. Does not block: it is sent at once and then renewed."""
+        """Replace this node's post, which is sent at once and then renewed. Does not block."""
         self._pause_s = _FORMING_POST_EVERY_S if content.get("phase") in _FORMING else _POST_EVERY_S
         mine = Post(self._replica, self.rank, self.instance, epoch, msgspec.to_builtins(content))
         with self._changed:
@@ -67,7 +68,7 @@ class BoardClient(threading.Thread):
         }
 
     def can_judge(self) -> bool:
-        """Whether the board is fresh and old enough that a rank missing from it is really gone."""
+        """Whether the board is fresh and old enough that a rank missing from it is gone."""
         with self._changed:
             is_old = self._view is not None and self._view.age_s > _GONE_AFTER_S
             return is_old and time.monotonic() - self._answered_at < 3 * _POST_EVERY_S
@@ -92,7 +93,7 @@ class BoardClient(threading.Thread):
                 answer = self._admin.post_json("/admin/board", msgspec.to_builtins(mine))
                 view = msgspec.convert(answer, BoardView)
             except (PenstockError, msgspec.ValidationError):
-                time.sleep(_POST_EVERY_S)  # the gateway is down or starting: until it answers nobody counts as gone
+                time.sleep(_POST_EVERY_S)  # the gateway is down or starting: until it answers no node counts as gone
                 continue
             if view.leave:
                 self._on_leave()
@@ -103,12 +104,12 @@ class BoardClient(threading.Thread):
 
 
 def wait_for(is_so: Callable[[], bool], is_stopped: Callable[[], bool], timeout_s: float | None) -> bool:
-    """Poll until it is so (True), the time is over, or the node is stopped (False)."""
-    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    """Poll until it is so (True), or the time is over or the node is stopped (False)."""
+    deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
     while not is_stopped():
         if is_so():
             return True
-        if deadline is not None and time.monotonic() > deadline:
+        if time.monotonic() > deadline:
             return False
         time.sleep(0.1)
     return False

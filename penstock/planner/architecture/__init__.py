@@ -1,4 +1,4 @@
-"""What a model is made of, as planning sees it: layers with attention, state and MLP. Sizes are counts, not bytes."""
+"""What a model is made of for planning: layers with attention, state and MLP. Sizes are counts, not bytes."""
 
 from __future__ import annotations
 
@@ -17,12 +17,10 @@ QuantKind = Literal["fp8", "fp8-block", "int8", "awq", "gptq", "int4", "mxfp4", 
 
 class Attention(msgspec.Struct, frozen=True):
     """One attention layer. For MLA `n_kv_heads` is 1 and the cache holds kv_lora_rank + rope_dim numbers a token.
-
-    `window`: of sliding or chunked attention, in tokens. `shares_kv_with`: the earlier layer whose cache this one
-    reads. `qk_norm` "head" has one weight a channel of a head, "heads" one for each head's channels, "full" one norm
-    over all. `has_output_gate` doubles the query projection. `has_v_weight` False: values are the keys' projection
-    (Gemma 4), once on disk, twice in vLLM. `n_index_heads` and `index_dim` are DeepSeek sparse attention's indexer.
-    """
+    `window`: tokens. `shares_kv_with`: the earlier layer whose cache this one reads. `qk_norm`: one weight a channel of
+    a head ("head"), one for each head's channels ("heads"), or one norm over all ("full"). `has_output_gate` doubles
+    the query projection. `has_v_weight` False: values are the keys' projection (Gemma 4), once on disk, twice in vLLM.
+    `n_index_heads`, `index_dim`: DeepSeek's sparse attention."""
 
     kind: AttentionKind
     n_heads: int
@@ -46,8 +44,8 @@ class Attention(msgspec.Struct, frozen=True):
 
 class State(msgspec.Struct, frozen=True):
     """One recurrent layer: a fixed state a request. conv: channels x (kernel - 1); ssm: heads x d_v x d_k.
-    conv_channels hold n_heads x head_dim_v values and twice groups x head_dim_k (GDN: key heads x head_dim_k). Mamba-1
-    has one channel a head (head_dim_v 1), and `dt_rank`."""
+    conv_channels: n_heads x head_dim_v values and twice groups x head_dim_k. Mamba-1 has one channel a head, and
+    `dt_rank`."""
 
     kind: StateKind
     conv_channels: int
@@ -61,9 +59,8 @@ class State(msgspec.Struct, frozen=True):
 
 
 class Mlp(msgspec.Struct, frozen=True):
-    """A dense MLP (`n_experts` 0) or a mixture of experts; `is_gated`: three matrices, else two.
-    `intermediate` is the width of one expert in a mixture, `shared_intermediate` that of what every token passes beside
-    them. `has_correction_bias`: the router's bias for each expert, in fp32."""
+    """A dense MLP (`n_experts` 0) or a mixture of experts; `is_gated`: three matrices, else two. In a mixture
+    `intermediate` is one expert's width, `shared_intermediate` that of the experts that every token passes."""
 
     intermediate: int
     is_gated: bool = True
@@ -78,7 +75,7 @@ class Mlp(msgspec.Struct, frozen=True):
 
 
 class Layer(msgspec.Struct, frozen=True):
-    """What stands in one layer; hybrids leave parts out. `norm_params`: numbers in its norms and lone scales."""
+    """One layer; hybrids leave parts out. `norm_params`: numbers in its norms and lone scales."""
 
     attention: Attention | None = None
     state: State | None = None
@@ -91,7 +88,7 @@ class Layer(msgspec.Struct, frozen=True):
 
 
 class RopeTable(msgspec.Struct, frozen=True):
-    """One cos/sin table that vLLM makes at start: n_positions x rotary_dim numbers, on every rank with attention."""
+    """One cos/sin table that vLLM makes at start: n_positions x rotary_dim numbers on every rank with attention."""
 
     n_positions: int
     rotary_dim: int
@@ -99,12 +96,9 @@ class RopeTable(msgspec.Struct, frozen=True):
 
 
 class Quantization(msgspec.Struct, frozen=True):
-    """How the weights are stored. `excluded`: names, globs or "re:" patterns of modules that keep the model's dtype.
-
-    `group_size` counts inputs a scale, `block` (outputs, inputs) a scale; `is_per_channel`: one fp32 scale an output.
-    `bits` is for "gptq", "awq" and "int4". `included`: only these modules, all when empty; `also`: further formats of a
-    mixed checkpoint, tried in order. `is_online`: vLLM quantises while it loads a 16-bit file.
-    """
+    """How weights are stored. `excluded`: names, globs or "re:" patterns of modules that keep the model's dtype.
+    `group_size`: inputs a scale; `block`: (outputs, inputs) a scale; `bits`: of "gptq", "awq", "int4". `included`: only
+    these modules, all when empty; `also`: further formats, tried in order. `is_online`: made by vLLM while it loads."""
 
     kind: QuantKind
     group_size: int | None = None
@@ -120,13 +114,10 @@ class Quantization(msgspec.Struct, frozen=True):
 
 
 class Tensor(msgspec.Struct, frozen=True):
-    """`count` equal weight tensors of one shape, and how vLLM cuts them.
-
-    `cut`: "column" and "row" by TP along output or input; "vocab" along the padded vocabulary; "kv" along `n_groups` KV
-    heads (Mamba groups), copied once TP exceeds them; "expert" by EP or by TP x DP; "replicated" on every TP rank.
-    `layer` is the index, or "embed", "positions", "head", "norm", "vision". `cuts_inputs`: an "expert" tensor that TP
-    divides along its input (down). `dtype` None is the model's. `is_derived`: made by vLLM after loading, not on disk.
-    """
+    """`count` equal weight tensors of one shape, and how vLLM cuts them. `cut`: "column" and "row" by TP along output
+    or input; "vocab" along the padded vocabulary; "kv" along `n_groups` KV heads (Mamba groups), copied once TP exceeds
+    them; "expert" by EP or by TP x DP, along its input with `cuts_inputs`. `layer`: the index, or "embed", "positions",
+    "head", "norm", "vision". `is_derived`: made after loading, not on disk."""
 
     name: str
     shape: tuple[int, ...]
@@ -141,7 +132,7 @@ class Tensor(msgspec.Struct, frozen=True):
 
 
 class Architecture(msgspec.Struct, frozen=True):
-    """A whole model, dtype as torch writes it ("bfloat16"). `norm_params`: numbers in the norms outside the layers.
+    """A whole model, dtype as torch writes it. `norm_params`: numbers in the norms outside the layers.
     `learned_positions`: rows of a position embedding. `towers`: vision encoders and their projectors."""
 
     name: str
@@ -175,7 +166,7 @@ _DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "half": 2, "float32": 4, "float": 4
 
 
 def dtype_bytes(name: str) -> int:
-    """2 for "bfloat16". Raises NotModelled for a dtype that is not in the table."""
+    """2 for "bfloat16".  Raises NotModelled for an unknown dtype."""
     size = _DTYPE_BYTES.get(name.removeprefix("torch."))
     if size is None:
         raise not_modelled("dtype", name, "its size is not known", hint="one of " + ", ".join(_DTYPE_BYTES))

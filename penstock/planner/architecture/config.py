@@ -1,4 +1,4 @@
-"""Reading a model's config.json with types: numbers, flags and lists, each with the names it has in the wild."""
+"""Reads a model's config.json with types: numbers, flags and lists, each under the names it has in the wild."""
 
 from __future__ import annotations
 
@@ -42,15 +42,13 @@ class Fields(msgspec.Struct, frozen=True):
         return None
 
     def n(self, *names: str, default: int | None = None) -> int:
-        """As `maybe_n`, but there must be one, or a default."""
+        """As `maybe_n`, but required unless there is a default."""
         count = self.maybe_n(*names)
-        if count is None:
-            count = default
-        if count is None:
+        if count is None and default is None:
             raise UserError(
                 f"cannot read config.json: it has no {names[0]}", detail=f"architecture: {self.architecture}"
             )
-        return count
+        return cast(int, default if count is None else count)
 
     def flag(self, name: str, default: bool = False) -> bool:
         value = self.get(name)
@@ -61,7 +59,6 @@ class Fields(msgspec.Struct, frozen=True):
         return float(value) if isinstance(value, int | float) else default
 
     def words(self, name: str) -> tuple[str, ...] | None:
-        """A list of words, one a layer; None when absent."""
         value = self.get(name)
         if value is None:
             return None
@@ -70,7 +67,6 @@ class Fields(msgspec.Struct, frozen=True):
         return tuple(str(word) for word in value)
 
     def table(self, name: str) -> Mapping[str, Any]:
-        """A nested object; empty when absent."""
         value = self.get(name)
         return cast("Mapping[str, Any]", value) if isinstance(value, Mapping) else {}
 
@@ -98,7 +94,6 @@ class Fields(msgspec.Struct, frozen=True):
         return "bfloat16"
 
     def refuse_unless(self, holds: bool, why: str) -> None:
-        """NotModelled when a field has a value whose memory we do not know."""
         if not holds:
             raise not_modelled("architecture", self.architecture, why)
 
@@ -109,7 +104,6 @@ def _short(value: object) -> str:
 
 
 def fields(config: Mapping[str, Any]) -> Fields:
-    """The config with its text part found."""
     for key in TEXT_KEYS:
         nested = config.get(key)
         if isinstance(nested, Mapping):
@@ -121,7 +115,7 @@ Reader = Callable[[Fields], Architecture]
 
 
 def attention_of(f: Fields, window: int | None = None, **extra: Any) -> Attention:
-    """Grouped-query attention of one layer; `extra` are further fields of `Attention`."""
+    """Grouped-query attention of one layer; `extra`: further fields of `Attention`."""
     n_heads, head_dim = f.n("num_attention_heads"), f.head_dim
     return Attention(
         "full" if window is None else "sliding",
@@ -135,20 +129,26 @@ def attention_of(f: Fields, window: int | None = None, **extra: Any) -> Attentio
 
 
 def biased_attention(f: Fields, **extra: Any) -> Attention:
-    """`attention_of` with biases where the config's `attention_bias` says so."""
     bias = f.flag("attention_bias")
     return attention_of(f, has_qkv_bias=bias, has_output_bias=bias, **extra)
 
 
 def mixture(f: Fields, width: int, n_experts: int, **extra: Any) -> Mlp:
-    """A mixture with num_experts_per_tok experts a token; `extra` are further fields of `Mlp`."""
+    """A mixture with num_experts_per_tok experts a token; `extra`: further fields of `Mlp`."""
     return Mlp(width, n_experts=n_experts, **{"top_k": f.n("num_experts_per_tok"), **extra})
 
 
 def sparse_steps(f: Fields, n_experts: int) -> tuple[bool, ...]:
-    """Whether each layer has experts, as Qwen's configs say it (decoder_sparse_step, mlp_only_layers)."""
+    """Whether each layer has experts, by Qwen's keys (decoder_sparse_step, mlp_only_layers)."""
     only, step = f.get("mlp_only_layers") or (), f.n("decoder_sparse_step", default=1)
     return tuple(n_experts > 0 and at not in only and (at + 1) % step == 0 for at in range(f.n("num_hidden_layers")))
+
+
+def layer_types(f: Fields, interval: int, other: str) -> tuple[str, ...]:
+    """The config's kind of each layer; without any, every `interval`-th has full attention and the rest `other`."""
+    indices = range(f.n("num_hidden_layers"))
+    rule = tuple("full_attention" if (index + 1) % interval == 0 else other for index in indices)
+    return f.words("layer_types") or rule
 
 
 def stack(
@@ -161,7 +161,8 @@ def stack(
     positions: int | None = None,
     norm_params: int | None = None,
 ) -> Architecture:
-    """The whole model around its layers. Defaults: one final norm of `hidden` weights, `positions` when unsaid."""
+    """The whole model around its layers. Defaults: one final norm of `hidden` weights, `positions` when the config has
+    none."""
     hidden = f.n("hidden_size")
     return Architecture(
         name=f.architecture,
@@ -178,10 +179,9 @@ def stack(
 
 
 def layer_windows(f: Fields, rule: str | None) -> tuple[int | None, ...]:
-    """One window (tokens) a layer; `layer_types` in the config wins over `rule` (transformers writes it since 4.53).
-    "alternate" is Gemma 2 (even layers slide), "pattern" Gemma 3 (every `sliding_window_pattern`-th is full). Else one
-    `sliding_window` holds for every layer, unless `use_sliding_window` is false, or from `max_window_layers` on (Qwen).
-    """
+    """One window (tokens) a layer; `layer_types` of the config wins over `rule` (transformers writes it since 4.53).
+    "alternate" is Gemma 2 (even layers slide), "pattern" Gemma 3 (every `sliding_window_pattern`-th is full); else one
+    window for every layer, unless `use_sliding_window` is false, or from `max_window_layers` on (Qwen)."""
     n_layers, window = f.n("num_hidden_layers"), f.maybe_n("sliding_window")
     types = f.words("layer_types")
     if not window or rule is None or f.get("use_sliding_window") is False:
@@ -198,7 +198,7 @@ def layer_windows(f: Fields, rule: str | None) -> tuple[int | None, ...]:
 
 
 def check(arch: Architecture) -> None:
-    """Nothing when every number can be.  Raises UserError with the first that cannot."""
+    """Raises UserError with the first number that cannot be."""
     wrong = next(_wrong(arch), None)
     if wrong:
         raise UserError(
@@ -213,7 +213,15 @@ def _wrong(arch: Architecture) -> Iterator[str]:
     for layer in dict.fromkeys(arch.layers):
         attention, state, mlp = layer.attention, layer.state, layer.mlp
         if attention is not None:
-            yield from _wrong_attention(attention)
+            heads, kv_heads = attention.n_heads, attention.n_kv_heads
+            yield from _under_one(**{"the number of attention heads": heads, "the number of KV heads": kv_heads})
+            yield from _under_one(**{"the size of a head": min(attention.head_dim_k, attention.head_dim_v)})
+            if kv_heads > 0 and heads % kv_heads:
+                yield f"{heads} attention heads do not divide by {kv_heads} KV heads"
+            if attention.kind == "mla" and not attention.kv_lora_rank:
+                yield "kv_lora_rank is 0"
+            if attention.kind in ("sliding", "chunked") and not attention.window:
+                yield "a layer has a window of 0 tokens"
         if state is not None:
             sizes = (state.conv_channels, state.n_heads, state.head_dim_v, state.head_dim_k, state.conv_kernel)
             yield from _under_one(**{"a size of a recurrent layer": min(sizes)})
@@ -225,15 +233,3 @@ def _wrong(arch: Architecture) -> Iterator[str]:
 
 def _under_one(**counts: int) -> Iterator[str]:
     return (f"{name} is {count}" for name, count in counts.items() if count < 1)
-
-
-def _wrong_attention(attention: Attention) -> Iterator[str]:
-    heads, kv_heads = attention.n_heads, attention.n_kv_heads
-    yield from _under_one(**{"the number of attention heads": heads, "the number of KV heads": kv_heads})
-    yield from _under_one(**{"the size of a head": min(attention.head_dim_k, attention.head_dim_v)})
-    if kv_heads > 0 and heads % kv_heads:
-        yield f"{heads} attention heads do not divide by {kv_heads} KV heads"
-    if attention.kind == "mla" and not attention.kv_lora_rank:
-        yield "kv_lora_rank is 0"
-    if attention.kind in ("sliding", "chunked") and not attention.window:
-        yield "a layer has a window of 0 tokens"

@@ -1,12 +1,11 @@
 """From a config.json to an `Architecture`: the table of readers, and dense families (data/dense_families.yaml).
 
-Readers say what vLLM 0.33 loads (`model_executor/models/<family>.py`), checked against transformers' own count.
-"""
+Readers follow what vLLM 0.33 loads (`model_executor/models/<family>.py`), checked against transformers' own count."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
@@ -25,16 +24,14 @@ from penstock.planner.architecture import (
     quantization,
     vision,
 )
-from penstock.planner.architecture.config import Fields, attention_of, check, fields, layer_windows, stack
-from penstock.planner.architecture.rope import ropes, ropes_by_layer_kind
-
-Reader = Callable[[Fields], Architecture]
+from penstock.planner.architecture.config import Fields, Reader, attention_of, check, fields, layer_windows, stack
+from penstock.planner.architecture.rope import ropes
 
 
 class Dense(msgspec.Struct, frozen=True):
-    """What tells one dense family from another. A bias is True, False, or the config's key that says so.
-    `n_norms` a layer; `norm_bias`: LayerNorm with a bias; `ties`: the default of tie_word_embeddings in transformers;
-    `has_rope_table`: False for models that vLLM runs through transformers' own code."""
+    """One dense family. A bias is True, False, or the config's key for it. `n_norms` a layer; `norm_bias`: LayerNorm
+    with a bias; `ties`: transformers' default of tie_word_embeddings; no `has_rope_table` where vLLM runs transformers'
+    code."""
 
     family: str
     qkv_bias: bool | str = False
@@ -59,7 +56,6 @@ def _bias(f: Fields, bias: bool | str) -> bool:
 
 
 def _dense(f: Fields, row: Dense) -> Architecture:
-    """A stack of equal layers that differ at most in their window."""
     mlp = Mlp(f.n("intermediate_size"), row.is_gated, has_bias=_bias(f, row.mlp_bias))
     norm = f.n("hidden_size") * (2 if row.norm_bias else 1)
     qk_norm: QkNorm | None = "heads" if row.family == "cohere" and f.flag("use_qk_norm") else row.qk_norm
@@ -68,15 +64,11 @@ def _dense(f: Fields, row: Dense) -> Architecture:
         Layer(attention_of(f, window, qk_norm=qk_norm, **biases), mlp=mlp, norm_params=row.n_norms * norm)
         for window in layer_windows(f, row.windows)
     ]
-    return stack(f, row.family, layers, _ropes(f, row, layers), ties=row.ties, norm_params=norm)
-
-
-def _ropes(f: Fields, row: Dense, layers: Sequence[Layer]) -> tuple[RopeTable, ...]:
-    if not row.has_rope_table:
-        return ()
-    if row.family == "gemma3":
-        return ropes_by_layer_kind(f, {layer.attention.kind for layer in layers if layer.attention})
-    return ropes(f, f.head_dim)
+    tables = ropes(f, f.head_dim) if row.has_rope_table else ()
+    if row.family == "gemma3":  # one table for full layers and one for sliding ones (another base, never scaled)
+        kinds = {layer.attention.kind for layer in layers if layer.attention}
+        tables = (RopeTable(f.n("max_position_embeddings"), f.head_dim),) * len(kinds)
+    return stack(f, row.family, layers, tables, ties=row.ties, norm_params=norm)
 
 
 def _biased(f: Fields, n_heads: int, n_kv_heads: int, has_bias: bool) -> Attention:
@@ -130,11 +122,6 @@ READERS: Mapping[str, Reader] = {
 }
 
 
-def names() -> tuple[str, ...]:
-    """Every architecture that is modelled."""
-    return tuple(sorted({*_rows(), *READERS}))
-
-
 def read(config: Mapping[str, Any]) -> Architecture:
     """The architecture of a config.json, quantisation and vision tower included.
     NotModelled for an unknown architecture or field meaning; UserError for numbers that are missing or impossible."""
@@ -148,7 +135,7 @@ def read(config: Mapping[str, Any]) -> Architecture:
         )
     rows = _rows()
     if name not in rows and name not in READERS:
-        close = nearest(name, names())
+        close = nearest(name, {*rows, *READERS})
         raise not_modelled("architecture", name, "it is not modelled", hint=f"did you mean {close}?" if close else None)
     try:
         arch = _dense(f, rows[name]) if name in rows else READERS[name](f)
@@ -156,10 +143,9 @@ def read(config: Mapping[str, Any]) -> Architecture:
             arch,
             quantization=quantization.read(config),
             towers=vision.towers(f),
-            is_multimodal=vision.is_multimodal(name),
+            is_multimodal=name in vision.TOWERS,
         )
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as exc:
-        # The file is foreign: a value of a kind that no reader foresaw is its mistake, not ours.
         raise UserError(
             "cannot use config.json: a field has a value of the wrong kind",
             detail=f"architecture: {name}; {type(exc).__name__}: {exc}",

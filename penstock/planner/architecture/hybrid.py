@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -12,6 +12,7 @@ from penstock.planner.architecture.config import (
     Reader,
     attention_of,
     biased_attention,
+    layer_types,
     mixture,
     sparse_steps,
     stack,
@@ -20,17 +21,12 @@ from penstock.planner.architecture.rope import ropes
 
 
 def _state_dtype(f: Fields, *names: str) -> str:
-    """The config's own dtype of the recurrent state, else the model's (`--mamba-ssm-cache-dtype auto`)."""
+    """The config's dtype of the recurrent state, else the model's (`--mamba-ssm-cache-dtype auto`)."""
     return next((str(f.get(name)) for name in names if f.get(name)), f.dtype)
 
 
 def _qwen3_next(f: Fields) -> Architecture:
     """models/qwen3_next.py, qwen3_5.py: gated delta nets, every full_attention_interval-th layer is gated attention."""
-    hidden, n_layers = f.n("hidden_size"), f.n("num_hidden_layers")
-    interval = f.n("full_attention_interval", default=4)
-    types = f.words("layer_types") or tuple(
-        "full_attention" if (index + 1) % interval == 0 else "linear_attention" for index in range(n_layers)
-    )
     n_k, d_k = f.n("linear_num_key_heads"), f.n("linear_key_head_dim")
     n_v, d_v = f.n("linear_num_value_heads"), f.n("linear_value_head_dim")
     state = State(
@@ -45,22 +41,16 @@ def _qwen3_next(f: Fields) -> Architecture:
     )
     attention = biased_attention(f, qk_norm="head", has_output_gate=f.flag("attn_output_gate", True))
     n_experts, shared = f.n("num_experts", default=0), f.n("shared_expert_intermediate_size", default=0)
-
-    def mlp(is_sparse: bool) -> Mlp:
-        if not is_sparse:
-            return Mlp(f.n("intermediate_size"))
-        width = f.n("moe_intermediate_size")
-        return mixture(f, width, n_experts, shared_intermediate=shared, has_shared_gate=shared > 0)
-
-    layers = [
-        Layer(
-            attention if kind == "full_attention" else None,
-            state if kind == "linear_attention" else None,
-            mlp(is_sparse),
-            norm_params=2 * hidden,
-        )
-        for kind, is_sparse in zip(types, sparse_steps(f, n_experts), strict=False)
-    ]
+    layers = []
+    types = layer_types(f, f.n("full_attention_interval", default=4), "linear_attention")
+    for kind, is_sparse in zip(types, sparse_steps(f, n_experts), strict=False):
+        if is_sparse:
+            width, experts = f.n("moe_intermediate_size"), {"shared_intermediate": shared}
+            mlp = mixture(f, width, n_experts, **experts, has_shared_gate=shared > 0)
+        else:
+            mlp = Mlp(f.n("intermediate_size"))
+        parts = {"full_attention": (attention, None), "linear_attention": (None, state)}.get(kind, (None, None))
+        layers.append(Layer(*parts, mlp, norm_params=2 * f.n("hidden_size")))
     return stack(f, "qwen3_next", layers, ropes(f, f.head_dim))
 
 
@@ -87,9 +77,8 @@ def _nemotron_h(f: Fields) -> Architecture:
     """models/nemotron_h.py: one norm and one block a layer: Mamba-2, attention, MLP of two matrices, or experts."""
     hidden = f.n("hidden_size")
     pattern = f.get("hybrid_override_pattern")
-    blocks = (
-        tuple(_NEMOTRON_BLOCKS.get(str(c), str(c)) for c in pattern) if pattern else f.words("layers_block_type") or ()
-    )
+    blocks: Sequence[str] = [_NEMOTRON_BLOCKS.get(str(letter), str(letter)) for letter in pattern or ()]
+    blocks = blocks or f.words("layers_block_type") or ()
     unknown = sorted(set(blocks) - set(_NEMOTRON_BLOCKS.values()))
     f.refuse_unless(bool(blocks) and not unknown, f"layer kinds {unknown} are not modelled")
     f.refuse_unless(not f.maybe_n("moe_latent_size"), "experts in a latent space are not modelled")
@@ -128,20 +117,14 @@ def _jamba(f: Fields) -> Architecture:
     attention = attention_of(f)
     width, n_experts = f.n("intermediate_size"), f.n("num_experts")
     dense, sparse = Mlp(width), mixture(f, width, n_experts)
+    period, offset = f.n("attn_layer_period", default=8), f.n("attn_layer_offset", default=4)
+    sparse_period, sparse_offset = f.n("expert_layer_period", default=2), f.n("expert_layer_offset", default=1)
     layers = []
     for index in range(f.n("num_hidden_layers")):
-        is_attention = index % f.n("attn_layer_period", default=8) == f.n("attn_layer_offset", default=4)
-        is_sparse = n_experts > 1 and index % f.n("expert_layer_period", default=2) == f.n(
-            "expert_layer_offset", default=1
-        )
-        layers.append(
-            Layer(
-                attention if is_attention else None,
-                None if is_attention else state,
-                sparse if is_sparse else dense,
-                norm_params=2 * hidden,
-            )
-        )
+        mlp = sparse if n_experts > 1 and index % sparse_period == sparse_offset else dense
+        is_attention = index % period == offset
+        layer = Layer(attention, mlp=mlp) if is_attention else Layer(state=state, mlp=mlp)
+        layers.append(msgspec.structs.replace(layer, norm_params=2 * hidden))
     return stack(f, "jamba", layers, ())
 
 
@@ -149,14 +132,12 @@ def _granite_hybrid(f: Fields) -> Architecture:
     """models/granitemoehybrid.py: Mamba-2 or attention, then experts (when there are any) and a shared MLP."""
     hidden, types = f.n("hidden_size"), f.words("layer_types") or f.words("layers_block_type") or ()
     inner = f.n("mamba_expand", default=2) * hidden
-    n_heads = f.n("mamba_n_heads")
-    head_dim = f.get("mamba_d_head")
+    n_heads, head_dim = f.n("mamba_n_heads"), f.get("mamba_d_head")
     width = head_dim if isinstance(head_dim, int) else inner // n_heads
     state = _mamba2(f, n_heads, width, f.n("mamba_d_state"), f.n("mamba_d_conv"))
     n_experts, shared = f.n("num_local_experts", default=0), f.n("shared_intermediate_size")
-    mlp = Mlp(shared)
-    if n_experts:
-        mlp = mixture(f, f.n("intermediate_size"), n_experts, shared_intermediate=shared)
+    experts = mixture(f, f.n("intermediate_size"), n_experts, shared_intermediate=shared) if n_experts else None
+    mlp = experts or Mlp(shared)
     kinds = {"attention": Layer(biased_attention(f), mlp=mlp), "mamba": Layer(state=state, mlp=mlp)}
     layers = [msgspec.structs.replace(kinds.get(kind, Layer(mlp=mlp)), norm_params=2 * hidden) for kind in types]
     tables = ropes(f, f.head_dim) if f.get("position_embedding_type") == "rope" else ()
@@ -170,22 +151,16 @@ def _decilm(f: Fields) -> Architecture:
     layers = []
     for block in f.get("block_configs") or ():
         attention, ffn = block["attention"], block["ffn"]
-        f.refuse_unless(
-            not attention.get("replace_with_linear") and not ffn.get("replace_with_linear"),
-            "blocks replaced by a linear layer are not loaded by vLLM",
-        )
+        is_linear = attention.get("replace_with_linear") or ffn.get("replace_with_linear")
+        f.refuse_unless(not is_linear, "blocks replaced by a linear layer are not loaded by vLLM")
         width = ffn.get("intermediate_size") or -(-int(2 * (ffn.get("ffn_mult") or 0) * hidden / 3) // 256) * 256
-        has_attention, has_mlp = not attention.get("no_op"), not ffn.get("no_op")
         n_kv = n_heads // int(attention.get("n_heads_in_group") or 1)
-        layers.append(
-            Layer(
-                Attention("full", n_heads, n_kv, head_dim, head_dim, has_qkv_bias=bias, has_output_bias=bias)
-                if has_attention
-                else None,
-                mlp=Mlp(int(width), has_bias=f.flag("mlp_bias")) if has_mlp else None,
-                norm_params=hidden * (has_attention + has_mlp),
-            )
-        )
+        own = Attention("full", n_heads, n_kv, head_dim, head_dim, has_qkv_bias=bias, has_output_bias=bias)
+        mlp = Mlp(int(width), has_bias=f.flag("mlp_bias"))
+        has_attention, has_mlp = not attention.get("no_op"), not ffn.get("no_op")
+        norm_params = hidden * (has_attention + has_mlp)
+        layer = Layer(own if has_attention else None, mlp=mlp if has_mlp else None, norm_params=norm_params)
+        layers.append(layer)
     f.refuse_unless(len(layers) == f.n("num_hidden_layers"), "it has no block_configs")
     return stack(f, "decilm", layers, ropes(f, head_dim))
 

@@ -12,21 +12,20 @@ from penstock.planner.architecture.config import (
     Reader,
     attention_of,
     biased_attention,
+    layer_types,
     layer_windows,
     mixture,
     sparse_steps,
     stack,
 )
-from penstock.planner.architecture.rope import ropes, ropes_gemma4
+from penstock.planner.architecture.rope import ropes
 
 
 def _mixtral(f: Fields) -> Architecture:
     """models/mixtral.py, granitemoe.py: every layer has num_local_experts gated experts."""
     mlp = mixture(f, f.n("intermediate_size"), f.n("num_local_experts"))
-    layers = [
-        Layer(attention_of(f, window=w), mlp=mlp, norm_params=2 * f.n("hidden_size"))
-        for w in layer_windows(f, "layer_types")
-    ]
+    attentions, norms = (attention_of(f, window) for window in layer_windows(f, "layer_types")), 2 * f.n("hidden_size")
+    layers = [Layer(attention, mlp=mlp, norm_params=norms) for attention in attentions]
     return stack(f, "mixtral", layers, ropes(f, f.head_dim), ties=f.architecture.startswith("Granite"))
 
 
@@ -72,14 +71,9 @@ def _dense_first(f: Fields, attention: Attention, sparse: Mlp, n_dense: int, fre
 
 def _minimax_m2(f: Fields) -> Architecture:
     """models/minimax_m2.py: experts in every layer, q and k norms over all heads, fp32 router with its bias."""
-    mlp = mixture(
-        f,
-        f.n("intermediate_size"),
-        f.n("num_local_experts"),
-        shared_intermediate=f.n("shared_intermediate_size", default=0),
-        has_correction_bias=f.flag("use_routing_bias"),
-        router_dtype="float32",
-    )
+    shared, has_bias = f.n("shared_intermediate_size", default=0), f.flag("use_routing_bias")
+    router = {"has_correction_bias": has_bias, "router_dtype": "float32"}
+    mlp = mixture(f, f.n("intermediate_size"), f.n("num_local_experts"), shared_intermediate=shared, **router)
     attention = attention_of(f, has_qkv_bias=f.flag("attention_bias"), qk_norm="full")
     layer = Layer(attention, mlp=mlp, norm_params=2 * f.n("hidden_size"))
     return stack(f, "minimax_m2", [layer] * f.n("num_hidden_layers"), ropes(f, f.head_dim))
@@ -87,22 +81,12 @@ def _minimax_m2(f: Fields) -> Architecture:
 
 def _gpt_oss(f: Fields) -> Architecture:
     """models/gpt_oss.py: even layers slide, everything has a bias, one sink a head; the rope table is fp32."""
-    window = f.n("sliding_window")
-    mlp = Mlp(
-        f.n("intermediate_size"),
-        n_experts=f.n("num_local_experts", "num_experts"),
-        top_k=f.n("num_experts_per_tok", "experts_per_token"),
-        has_bias=True,
-        has_router_bias=True,
-    )
-    layers = [
-        Layer(
-            attention_of(f, None if index % 2 else window, has_qkv_bias=True, has_output_bias=True, has_sinks=True),
-            mlp=mlp,
-            norm_params=2 * f.n("hidden_size"),
-        )
-        for index in range(f.n("num_hidden_layers"))
-    ]
+    n_experts, top_k = f.n("num_local_experts", "num_experts"), f.n("num_experts_per_tok", "experts_per_token")
+    mlp = Mlp(f.n("intermediate_size"), n_experts=n_experts, top_k=top_k, has_bias=True, has_router_bias=True)
+    biased = {"has_qkv_bias": True, "has_output_bias": True, "has_sinks": True}
+    both = [attention_of(f, window, **biased) for window in (f.n("sliding_window"), None)]
+    indices, norm_params = range(f.n("num_hidden_layers")), 2 * f.n("hidden_size")
+    layers = [Layer(both[index % 2], mlp=mlp, norm_params=norm_params) for index in indices]
     tables = tuple(RopeTable(table.n_positions, table.rotary_dim, "float32") for table in ropes(f, f.head_dim))
     return stack(f, "gpt_oss", layers, tables)
 
@@ -129,36 +113,25 @@ def _gemma4(f: Fields) -> Architecture:
     hidden, n_heads, window = f.n("hidden_size"), f.n("num_attention_heads"), f.maybe_n("sliding_window")
     f.refuse_unless(not f.maybe_n("hidden_size_per_layer_input"), "per-layer input embeddings are not modelled")
     f.refuse_unless(not f.flag("use_double_wide_mlp"), "double-wide MLPs of layers that share KV are not modelled")
-    n_layers, n_shared = f.n("num_hidden_layers"), f.n("num_kv_shared_layers", default=0)
-    f.refuse_unless(n_shared == 0, "layers that share KV are not modelled")
-    types = f.words("layer_types") or tuple(
-        "full_attention" if (index + 1) % 6 == 0 else "sliding_attention" for index in range(n_layers)
-    )
-    n_experts = f.n("num_experts", default=0) if f.flag("enable_moe_block") else 0
-    dense = f.n("intermediate_size")
-    mlp = Mlp(dense)
+    f.refuse_unless(not f.maybe_n("num_kv_shared_layers"), "layers that share KV are not modelled")
+    types = layer_types(f, 6, "sliding_attention")
+    n_experts, dense = f.n("num_experts", default=0) if f.flag("enable_moe_block") else 0, f.n("intermediate_size")
+    mlp, norm_params = Mlp(dense), 4 * hidden
     if n_experts:
-        width, top_k = f.n("moe_intermediate_size"), f.n("top_k_experts")
-        mlp = Mlp(width, n_experts=n_experts, top_k=top_k, shared_intermediate=dense)
-    norm_params = 4 * hidden + (4 * hidden + n_experts if n_experts else 0)
-    layers = []
-    for kind in types:
-        is_full = kind == "full_attention"
-        head_dim = f.n("global_head_dim", default=f.head_dim) if is_full else f.head_dim
-        n_kv = f.n("num_key_value_heads")
-        k_is_v = is_full and f.flag("attention_k_eq_v")
-        attention = Attention(
-            "full" if is_full else "sliding",
-            n_heads=n_heads,
-            n_kv_heads=f.n("num_global_key_value_heads", default=n_kv) if k_is_v else n_kv,
-            head_dim_k=head_dim,
-            head_dim_v=head_dim,
-            window=None if is_full else window,
-            qk_norm="head",
-            has_v_weight=not k_is_v,
-        )
-        layers.append(Layer(attention, mlp=mlp, norm_params=norm_params))
-    return stack(f, "gemma4", layers, ropes_gemma4(f), ties=True)
+        top_k = f.n("top_k_experts")
+        mlp = Mlp(f.n("moe_intermediate_size"), n_experts=n_experts, top_k=top_k, shared_intermediate=dense)
+        norm_params += 4 * hidden + n_experts
+    # Full layers have wider heads, and fewer KV heads where their values are their keys.
+    full_dim, n_kv = f.n("global_head_dim", default=f.head_dim), f.n("num_key_value_heads")
+    k_is_v = f.flag("attention_k_eq_v")
+    n_kv_full = f.n("num_global_key_value_heads", default=n_kv) if k_is_v else n_kv
+    sliding = Attention("sliding", n_heads, n_kv, f.head_dim, f.head_dim, window, qk_norm="head")
+    full = Attention("full", n_heads, n_kv_full, full_dim, full_dim, qk_norm="head", has_v_weight=not k_is_v)
+    attentions = (full if kind == "full_attention" else sliding for kind in types)
+    layers = [Layer(attention, mlp=mlp, norm_params=norm_params) for attention in attentions]
+    positions = f.n("max_position_embeddings")
+    tables = (RopeTable(positions, full_dim), RopeTable(positions, f.head_dim))
+    return stack(f, "gemma4", layers, tables, ties=True)
 
 
 def _mla_attention(f: Fields) -> Attention:
@@ -181,9 +154,8 @@ def _mla_attention(f: Fields) -> Attention:
 
 def _deepseek(f: Fields) -> Architecture:
     """models/deepseek_v2.py and vllm/models/deepseek_v32 (V2, V3, R1, V3.2, Kimi K2, GLM-5)."""
-    f.refuse_unless(
-        f.n("index_topk_freq", default=1) == 1 and not f.get("index_topk_pattern"), "a shared indexer is not modelled"
-    )
+    has_own = f.n("index_topk_freq", default=1) == 1 and not f.get("index_topk_pattern")
+    f.refuse_unless(has_own, "a shared indexer is not modelled")
     attention, sparse = _mla_attention(f), _routed(f, has_correction_bias=f.get("topk_method") == "noaux_tc")
     n_dense, freq = f.n("first_k_dense_replace", default=0), f.n("moe_layer_freq", default=1)
     layers = _dense_first(f, attention, sparse, n_dense, freq)

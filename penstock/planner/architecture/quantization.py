@@ -1,13 +1,10 @@
 """How weights are stored: from `quantization_config` (or `--quantization`) to formats, exclusions and bytes.
 
-Bytes of one matrix of `outputs` x `inputs` (sizing notes, section 2; each method's `create_weights` in vLLM 0.33):
-fp8 one byte and an fp32 scale a matrix, a channel or a block; int8 one byte and an fp32 scale a channel; AWQ and GPTQ
-bits/8, an fp16 scale a group and, where they stay, a packed zero a group; compressed-tensors int4 the same without
-zeros; MXFP4 half a byte and one scale byte for 32; NVFP4 half a byte, one fp8 scale for 16 and two fp32 for the matrix;
-bitsandbytes NF4 half a byte and an fp32 scale for 64.
-
-Worked numbers: AWQ g128, 4096 x 4096: 8,388,608 + 262,144 + 65,536 = 8,716,288 B (0.5195 a parameter).
-"""
+Bytes of one matrix of `outputs` x `inputs` (each method's `create_weights` in vLLM 0.33): fp8 one byte and an fp32
+scale a matrix, channel or block; int8 one byte and an fp32 scale a channel; AWQ and GPTQ bits/8, an fp16 scale a group
+and, where they stay, a packed zero a group; compressed-tensors int4 the same without zeros; MXFP4 half a byte and one
+scale byte for 32; NVFP4 half a byte, one fp8 scale for 16 and two fp32 for the matrix; NF4 half a byte and an fp32
+scale for 64. AWQ g128, 4096 x 4096: 8,388,608 + 262,144 + 65,536 = 8,716,288 B (0.5195 a parameter)."""
 
 from __future__ import annotations
 
@@ -57,7 +54,7 @@ def _ceil(n: int, unit: int) -> int:
 
 
 class _Patterns(msgspec.Struct, frozen=True):
-    """Compiled patterns: `plain` names and name parts, and one expression for globs and "re:" patterns."""
+    """`plain` names and name parts, and one expression for globs and "re:" patterns."""
 
     plain: frozenset[str]
     wild: re.Pattern[str] | None
@@ -133,7 +130,7 @@ def read(config: Mapping[str, Any]) -> Quantization | None:
 
 
 def from_config(q: Mapping[str, Any]) -> Quantization:
-    """One `quantization_config`, or the content of modelopt's hf_quant_config.json."""
+    """One `quantization_config`, or modelopt's hf_quant_config.json."""
     if isinstance(q.get("quantization"), Mapping):
         q = {"quant_method": "modelopt", **q["quantization"]}
     method = str(q.get("quant_method", "modelopt" if "quant_algo" in q else "")).lower()
@@ -148,21 +145,23 @@ def _names(q: Mapping[str, Any], *keys: str) -> tuple[str, ...]:
 
 def _fp8(q: Mapping[str, Any]) -> Quantization:
     block = q.get("weight_block_size")
-    excluded = _names(q, "modules_to_not_convert", "ignored_layers")
-    if block:
-        return Quantization("fp8-block", block=(int(block[0]), int(block[1])), excluded=excluded)
-    return Quantization("fp8", excluded=excluded)
+    quant = Quantization("fp8-block", block=(int(block[0]), int(block[1]))) if block else Quantization("fp8")
+    return msgspec.structs.replace(quant, excluded=_names(q, "modules_to_not_convert", "ignored_layers"))
 
 
 def _fbgemm_fp8(q: Mapping[str, Any]) -> Quantization:
     return Quantization("fp8", is_per_channel=True, excluded=_names(q, "modules_to_not_convert"))
 
 
+def _group_size(size: object) -> int | None:
+    """-1 in the file means one group a column."""
+    return size if isinstance(size, int) and size > 0 else None
+
+
 def _awq(q: Mapping[str, Any]) -> Quantization:
-    bits, group = int(q.get("bits", q.get("w_bit", 4))), int(q.get("group_size", q.get("q_group_size", 128)))
-    return Quantization(
-        "awq", group_size=_group(group), bits=bits, is_symmetric=False, excluded=_names(q, "modules_to_not_convert")
-    )
+    bits, excluded = int(q.get("bits", q.get("w_bit", 4))), _names(q, "modules_to_not_convert")
+    group_size = _group_size(q.get("group_size", q.get("q_group_size", 128)))
+    return Quantization("awq", group_size=group_size, bits=bits, is_symmetric=False, excluded=excluded)
 
 
 def _gptq(q: Mapping[str, Any]) -> Quantization:
@@ -172,17 +171,12 @@ def _gptq(q: Mapping[str, Any]) -> Quantization:
         raise not_modelled("quantization", "gptq", "it gives modules formats of their own")
     return Quantization(
         "gptq",
-        group_size=_group(int(q.get("group_size", 128))),
+        group_size=_group_size(q.get("group_size", 128)),
         bits=int(q.get("bits", 4)),
         is_symmetric=bool(q.get("sym", True)),
         excluded=(*_names(q, "modules_to_not_convert"), *("re:.*" + str(name)[2:] for name in dynamic)),
         quantizes_head=bool(q.get("lm_head")),
     )
-
-
-def _group(size: int) -> int | None:
-    """-1 in the file means one group a column."""
-    return None if size <= 0 else size
 
 
 def _mxfp4(q: Mapping[str, Any]) -> Quantization:
@@ -193,10 +187,8 @@ def _mxfp4(q: Mapping[str, Any]) -> Quantization:
 
 
 def _bitsandbytes(q: Mapping[str, Any]) -> Quantization:
-    skipped = _names(q, "llm_int8_skip_modules")
-    if q.get("load_in_8bit") or q.get("_load_in_8bit"):
-        return Quantization("bnb-int8", excluded=skipped)
-    return Quantization("bnb-nf4", excluded=skipped)
+    is_int8 = q.get("load_in_8bit") or q.get("_load_in_8bit")
+    return Quantization("bnb-int8" if is_int8 else "bnb-nf4", excluded=_names(q, "llm_int8_skip_modules"))
 
 
 # modelopt's quant_algo (layers/quantization/modelopt.py).
@@ -260,9 +252,8 @@ def _scheme(group: Mapping[str, Any], storage: str) -> Quantization:
     if kind == "int" and bits == 8 and storage != "pack-quantized":
         return Quantization("int8", included=included)
     if kind == "int" and bits in (4, 8):
-        symmetric = bool(weights.get("symmetric", True))
-        size = int(group_size) if isinstance(group_size, int) and group_size > 0 else None
-        return Quantization("int4", group_size=size, bits=bits, is_symmetric=symmetric, included=included)
+        is_symmetric, size = bool(weights.get("symmetric", True)), _group_size(group_size)
+        return Quantization("int4", group_size=size, bits=bits, is_symmetric=is_symmetric, included=included)
     raise not_modelled("quantization", f"compressed-tensors {kind}{bits}", "its bytes are not modelled")
 
 
@@ -297,7 +288,7 @@ ONLINE: Mapping[str, Quantization] = {
 
 
 def with_choice(arch: Architecture, choice: str | None, dtype: str | None = None) -> Architecture:
-    """The architecture as `--quantization` and `--dtype` load it, experts included.
+    """The architecture as `--quantization` and `--dtype` load it.
     The checkpoint's own format changes nothing; a 16-bit one takes what vLLM makes while loading. Else NotModelled."""
     if dtype not in (None, "auto"):
         arch = msgspec.structs.replace(arch, dtype={"half": "float16", "float": "float32"}.get(str(dtype), str(dtype)))

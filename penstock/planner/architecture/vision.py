@@ -1,15 +1,10 @@
-"""Vision encoders and their projectors, as tensors of layer "vision", in the model's dtype, on every pipeline stage.
-
-A config without a vision part gets the defaults of transformers' class, as vLLM does.
-"""
+"""Vision encoders and their projectors, as tensors of layer "vision" in the model's dtype, on every pipeline stage."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
-
-import msgspec
 
 from penstock.errors import UserError
 from penstock.hardware.catalog import read_yaml
@@ -18,7 +13,7 @@ from penstock.planner.architecture.config import Fields
 
 
 class _Sizes:
-    """A vision config's counts with transformers' defaults behind."""
+    """A vision config's counts; those it lacks are transformers' defaults, as in vLLM."""
 
     def __init__(self, found: Mapping[str, Any], defaults: Mapping[str, int]) -> None:
         self.found, self.defaults = found, defaults
@@ -70,12 +65,8 @@ def _siglip(f: Fields, v: _Sizes) -> Iterator[Tensor]:
 
 def _pixtral(f: Fields, v: _Sizes) -> Iterator[Tensor]:
     """Mistral 3 (models/pixtral.py, mistral3.py): gated, no biases; a patch merger and a two-layer projector."""
-    hidden, patch, merge, text = (
-        v("hidden_size"),
-        v("patch_size"),
-        f.n("spatial_merge_size", default=2),
-        f.n("hidden_size"),
-    )
+    hidden, patch, text = v("hidden_size"), v("patch_size"), f.n("hidden_size")
+    merge = f.n("spatial_merge_size", default=2)
     yield from _encoder(
         v("num_hidden_layers"), hidden, v("intermediate_size"), is_gated=True, norm_params=2 * hidden, has_bias=False
     )
@@ -141,7 +132,7 @@ def _llama4(f: Fields, v: _Sizes) -> Iterator[Tensor]:
     yield _one("projector", (f.n("hidden_size"), v("vision_output_dim")), "column")
 
 
-_TOWERS: Mapping[str, _Builder] = {
+TOWERS: Mapping[str, _Builder] = {
     "Gemma3ForConditionalGeneration": _siglip,
     "Mistral3ForConditionalGeneration": _pixtral,
     "Qwen2_5_VLForConditionalGeneration": _qwen2_5_vl,
@@ -155,8 +146,7 @@ _TOWERS: Mapping[str, _Builder] = {
 
 
 def towers(f: Fields) -> tuple[Tensor, ...]:
-    """The vision part of an architecture; empty for a language model."""
-    build = _TOWERS.get(f.architecture)
+    build = TOWERS.get(f.architecture)
     if build is None:
         return ()
     return tuple(build(f, _Sizes(f.table("vision_config"), _defaults()[build.__name__.removeprefix("_")])))
@@ -164,8 +154,5 @@ def towers(f: Fields) -> tuple[Tensor, ...]:
 
 @functools.cache
 def _defaults() -> dict[str, dict[str, int]]:
-    return msgspec.convert(read_yaml("penstock.planner", "vision_defaults.yaml"), dict[str, dict[str, int]])
-
-
-def is_multimodal(architecture: str) -> bool:
-    return architecture in _TOWERS
+    defaults: dict[str, dict[str, int]] = read_yaml("penstock.planner", "vision_defaults.yaml")
+    return defaults

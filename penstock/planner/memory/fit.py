@@ -1,12 +1,9 @@
-"""Whether one layout fits one machine: weights, overhead and KV cache put together, for `solve`. Pure.
-
-Each is kept by the sizes that move it, so a plan over a thousand GPUs works it out once.
-"""
+"""Whether one layout fits one machine: weights, overhead and KV cache put together, for `solve`. Pure."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import msgspec
 
@@ -27,7 +24,7 @@ from penstock.text import GIB
 
 
 class MemoryInputs(msgspec.Struct, frozen=True):
-    """A model on a card with an engine's settings. `available_kv_bytes`: given instead of the estimate (else empty).
+    """A model on a card with an engine's settings. `available_kv_bytes` replaces the estimate unless empty.
     `measured`: by layout, what earlier starts of the same model, card and settings reported."""
 
     arch: Architecture
@@ -47,11 +44,8 @@ class MemoryInputs(msgspec.Struct, frozen=True):
 
 class MemoryFit(msgspec.Struct, frozen=True):
     """One layout's memory. By stage: the fullest rank's weights, its overhead, the bytes left for KV cache.
-
     `refusal` None: the engine would start. `available` is empty when the bytes were given. `margin_bytes`: left for KV
-    cache beyond one request of the longest length. `measured_on`: the day of the start whose values are the overheads,
-    if any.
-    """
+    cache beyond one request of the longest length. `measured_on`: the day of the start that the overheads come from."""
 
     layout: Parallel
     ranks: tuple[RankWeights, ...]
@@ -74,7 +68,7 @@ class MemoryFit(msgspec.Struct, frozen=True):
 
 
 def capability(gpu: GpuFacts) -> Capability | None:
-    """ "9.0" -> (9, 0); None for cards that have none (AMD)."""
+    """ "9.0" -> (9, 0); None for AMD cards."""
     if gpu.compute_capability is None:
         return None
     major, minor = gpu.compute_capability.split(".")
@@ -98,74 +92,64 @@ def measured_overhead(estimate: Overhead, measurement: MemoryMeasurement, weight
 
 
 class Memory:
-    """`fit` of every layout for the same inputs, remembered."""
+    """`fit` of every layout for the same inputs; each part is kept by the sizes that move it."""
 
     def __init__(self, inputs: MemoryInputs) -> None:
         self.inputs = inputs
-        self._ledger = Ledger(inputs.arch)
         # Which layers are alike, by number: a model repeats a few kinds, and numbers are cheaper to compare.
         kinds: dict[Layer, int] = {}
         self._kinds = [kinds.setdefault(layer, len(kinds)) for layer in inputs.arch.layers]
         self._has_experts = any(layer.has_experts for layer in inputs.arch.layers)
         self.fit = functools.cache(self._fit)
-        self._rank_weights = functools.cache(self._weights_of)
+        card, ledger = capability(inputs.gpu) or (0, 0), Ledger(inputs.arch)
+        weights = functools.partial(rank_weights, inputs.arch, capability=card, ledger=ledger)
+        self._rank_weights = functools.cache(weights)
         self._overheads = functools.cache(self._overheads_of)
         self._cache_groups = functools.cache(self._cache_groups_of)
 
     def weights(self, layout: Parallel) -> tuple[RankWeights, ...]:
-        """One entry a rank class. Data ranks of a dense model are copies: the numbers of ranks are then put right."""
+        """One entry a rank class; data ranks of a dense model are copies."""
         if self._has_experts or layout.data == 1:
             return self._rank_weights(layout)
-        one = self._rank_weights(msgspec.structs.replace(layout, data=1))
-        return tuple(msgspec.structs.replace(rank, n_ranks=rank.n_ranks * layout.data) for rank in one)
-
-    def _weights_of(self, layout: Parallel) -> tuple[RankWeights, ...]:
-        card = capability(self.inputs.gpu) or (0, 0)
-        return rank_weights(self.inputs.arch, layout, capability=card, ledger=self._ledger)
-
-    def _overheads_of(self, layout: Parallel) -> tuple[Overhead, ...]:
-        return tuple(self._each_overhead(layout))
+        ranks = self._rank_weights(msgspec.structs.replace(layout, data=1))
+        return tuple(msgspec.structs.replace(rank, n_ranks=rank.n_ranks * layout.data) for rank in ranks)
 
     def _cache_groups_of(self, tensor: int) -> tuple[Group, ...]:
         arch, rules, settings = self.inputs.arch, self.inputs.rules, self.inputs.cache
         return groups_of(caches_of(arch, rules, settings, tensor), rules)
 
-    def _each_overhead(self, layout: Parallel) -> Iterator[Overhead]:
-        """Stage by stage; stages in the middle with as many layers of the same kinds are alike."""
+    def _overheads_of(self, layout: Parallel) -> tuple[Overhead, ...]:
+        """By stage; stages in the middle with as many layers of the same kinds are alike."""
         arch, rules, run = self.inputs.arch, self.inputs.rules, self.inputs.run
         known: dict[tuple[bool, bool, int, frozenset[int]], Overhead] = {}
+        overheads = []
         for stage, layers in enumerate(split_layers(arch.n_layers, layout.pipeline)):
             kinds = frozenset(self._kinds[layers.start : layers.stop])
             alike = (stage == 0, stage == layout.pipeline - 1, len(layers), kinds)
             if alike not in known:
                 known[alike] = overhead_.overhead(arch, layout, rules, run, stage)
-            yield known[alike]
+            overheads.append(known[alike])
+        return tuple(overheads)
 
     def _fit(self, layout: Parallel) -> MemoryFit:
         inputs, ranks = self.inputs, self.weights(layout)
         stages = range(layout.pipeline)
         weights = tuple(max(rank.total_bytes for rank in ranks if rank.stage == stage) for stage in stages)
         if inputs.available_kv_bytes:
-            return self._with_cache(
-                MemoryFit(layout, ranks, weights, (), (), None, None, 0.0), inputs.available_kv_bytes
-            )
+            fit = MemoryFit(layout, ranks, weights, (), (), None, None, 0.0)
+            return self._with_cache(fit, inputs.available_kv_bytes)
         overheads = self._overheads(layout if self._has_experts else Parallel(layout.tensor, layout.pipeline))
-        measurement = inputs.measured.get(layout)
-        day = measurement.day if measurement is not None and measurement.has_parts else None
-        if measurement is not None and day is not None:
-            overheads = tuple(
-                measured_overhead(estimate, measurement, own) for own, estimate in zip(weights, overheads, strict=True)
-            )
-        left = tuple(
-            estimate.in_budget.left_of(inputs.budget_bytes - own)
-            for own, estimate in zip(weights, overheads, strict=True)
-        )
-        known = MemoryFit(layout, ranks, weights, overheads, left, None, None, 0.0, day)
-        lacking = min(stages, key=lambda stage: left[stage].likely)
-        if left[lacking].likely <= 0:
-            refusal = self._weights_refusal(weights[lacking], overheads[lacking])
-            return self._with_cache(known, tuple(max(0, int(one.likely)) for one in left), refusal)
-        return self._with_cache(known, tuple(int(one.likely) for one in left))
+        measurement, day = inputs.measured.get(layout), None
+        if measurement is not None and measurement.has_parts:
+            day = measurement.day
+            pairs = zip(overheads, weights, strict=True)
+            overheads = tuple(measured_overhead(estimate, measurement, own) for estimate, own in pairs)
+        pairs = zip(overheads, weights, strict=True)
+        left = tuple(estimate.in_budget.left_of(inputs.budget_bytes - own) for estimate, own in pairs)
+        fit, refusal = MemoryFit(layout, ranks, weights, overheads, left, None, None, 0.0, day), None
+        if left[fit.tightest].likely <= 0:
+            refusal = self._weights_refusal(weights[fit.tightest], overheads[fit.tightest])
+        return self._with_cache(fit, tuple(max(0, int(stage.likely)) for stage in left), refusal)
 
     def _with_cache(self, known: MemoryFit, available: tuple[int, ...], refusal: str | None = None) -> MemoryFit:
         inputs = self.inputs

@@ -32,12 +32,10 @@ class Group(msgspec.Struct, frozen=True):
 
 
 class KvPlan(msgspec.Struct, frozen=True):
-    """The KV cache of one data-parallel rank. Bytes are of one GPU.
-
-    `bytes_per_token` of the fullest stage, every attention layer counted for every token; `tokens` is vLLM's "GPU KV
-    cache size", `max_concurrency` its "Maximum concurrency". `request_bytes`: one request of max_model_len on the
-    fullest stage. `largest_max_model_len`: the longest context (up to the model's own) that one request could have.
-    """
+    """The KV cache of one data-parallel rank. Bytes are of one GPU, of the fullest stage.
+    `bytes_per_token`: every attention layer counted for every token; `tokens` is vLLM's "GPU KV cache size",
+    `max_concurrency` its "Maximum concurrency". `request_bytes`: one request of max_model_len. `largest_max_model_len`:
+    the longest context (up to the model's own) that one request could have."""
 
     bytes_per_token: int
     block_size: int
@@ -64,11 +62,9 @@ def kv_plan(
     available_bytes: Sequence[int],
     groups: tuple[Group, ...] | None = None,
 ) -> KvPlan:
-    """What vLLM makes of `available_bytes` of KV cache on a GPU of each pipeline stage (one value holds for all).
-
-    H200, Llama-3.1-8B, max_model_len 8192, 110.98 GiB: 56,821 blocks of 16 tokens, 909,136 tokens, 110.98 requests at
-    once. `groups` of the same model, settings and tensor size save a second count. Raises NotModelled and UserError.
-    """
+    """What vLLM makes of `available_bytes` of KV cache on a GPU of each pipeline stage (one value holds for all). H200,
+    Llama-3.1-8B, max_model_len 8192, 110.98 GiB: 56,821 blocks of 16 tokens, 909,136 tokens, 110.98 requests at once.
+    `groups` of the same model, settings and tensor size save a second count.  Raises NotModelled and UserError."""
     if groups is None:
         groups = groups_of(caches_of(arch, rules, settings, layout.tensor), rules)
     stages = split_layers(arch.n_layers, layout.pipeline)
@@ -78,9 +74,15 @@ def kv_plan(
         for stage in stages
     )
     batches = _batches_in_flight(arch, rules, layout.pipeline)
-    pool = _Pool(groups, stages, per_block, _per_stage(available_bytes, layout.pipeline), rules, settings, batches)
+    available = tuple(available_bytes) * (layout.pipeline if len(available_bytes) == 1 else 1)
+    if len(available) != layout.pipeline:
+        raise ValueError(f"{len(available)} amounts of memory for {layout.pipeline} pipeline stages")
+    pool = _Pool(groups, stages, per_block, available, rules, settings, batches)
     one = request_blocks(groups, settings, settings.max_model_len, batches)
     concurrency = pool.num_blocks / one if one else 0.0
+    tokens = int(concurrency * settings.max_model_len)
+    if groups and not rules.prints_concurrency:
+        tokens = pool.num_blocks // len(groups) * min(group.caches[0].page.block_size for group in groups)
     limit = max(arch.max_position, settings.max_model_len)
     return KvPlan(
         bytes_per_token=max(_bytes_per_token(groups, stage) for stage in stages),
@@ -88,7 +90,7 @@ def kv_plan(
         num_blocks=pool.num_blocks,
         request_blocks=one,
         bytes_per_block=per_block,
-        tokens=_printed_tokens(groups, rules, settings, pool.num_blocks, concurrency),
+        tokens=tokens,
         max_concurrency=concurrency,
         request_bytes=one * max(per_block),
         largest_max_model_len=bisect.bisect_left(range(1, limit + 1), True, key=lambda n: pool.lacks(n) is not None),
@@ -110,13 +112,13 @@ class _Pool(msgspec.Struct, frozen=True):
 
     @property
     def num_blocks(self) -> int:
-        """The stage that holds fewest decides; 1 (the null block) for a model without caches."""
+        """The smallest stage's; 1 (the null block) for a model without caches."""
         pairs = zip(self.available, self.per_block, strict=True)
         return min((max(0, memory) // block for memory, block in pairs if block), default=1)
 
     def lacks(self, n_tokens: int) -> int | None:
-        """The first stage whose memory is less than one request of n_tokens needs, or None.
-        Since 0.26 one block is held back (the null block); since 0.15 padded groups are counted, before it layers."""
+        """The first stage whose memory is less than one request of n_tokens needs, or None. Since 0.26 one block is
+        held back (the null block); since 0.15 padded groups are counted, before it layers."""
         blocks = request_blocks(self.groups, self.settings, n_tokens, self.batches)
         for index, (block, memory) in enumerate(zip(self.per_block, self.available, strict=True)):
             needed = blocks * block if self.rules.checks_groups else self._bytes_of_layers(index, n_tokens)
@@ -146,16 +148,8 @@ class _Pool(msgspec.Struct, frozen=True):
 
 
 def _digits_that_differ(one: float, other: float) -> int:
-    """2, or as many decimals (6 at most) as tell two sizes apart that are not the same."""
+    """2, or as many decimals (6 at most) as tell two different sizes apart."""
     return next((digits for digits in range(2, 6) if one == other or f"{one:.{digits}f}" != f"{other:.{digits}f}"), 6)
-
-
-def _per_stage(available: Sequence[int], pipeline: int) -> tuple[int, ...]:
-    if len(available) == 1:
-        return tuple(available) * pipeline
-    if len(available) != pipeline:
-        raise ValueError(f"{len(available)} amounts of memory for {pipeline} pipeline stages")
-    return tuple(available)
 
 
 def _check_sharing(arch: Architecture, stages: Sequence[range]) -> None:
@@ -180,7 +174,7 @@ def _batches_in_flight(arch: Architecture, rules: EngineProfile, pipeline: int) 
 
 
 def request_blocks(groups: Sequence[Group], settings: CacheSettings, n_tokens: int, batches: int) -> int:
-    """Blocks that one request of `n_tokens` takes from the pool: the sum over the groups of the largest page count."""
+    """The sum over the groups of the largest page count."""
     total = 0
     for group in groups:
         unlike = group.caches if group.has_own_pages else group.caches[:1]
@@ -206,13 +200,13 @@ def groups_of(caches: Sequence[Cache], rules: EngineProfile) -> tuple[Group, ...
     held = tuple(caches)
     if not held:
         return ()
-    kinds = {cache.page.kind for cache in held}
-    if "chunked" in kinds and "full" in kinds and not rules.chunked_windows:
-        full = [msgspec.structs.replace(c.page, kind="full", window=None) for c in held]
-        held = tuple(Cache(cache.layer, page) for cache, page in zip(held, full, strict=True))
+    if not rules.chunked_windows and {"chunked", "full"} <= {cache.page.kind for cache in held}:
+        held = tuple(Cache(c.layer, msgspec.structs.replace(c.page, kind="full", window=None)) for c in held)
     if len(_buckets(held)) == 1:
         return (Group(held),)
-    if _is_of_one_type(held):
+    # `UniformTypeKVCacheSpecs`: the same tokens in a block, kind, window and (for states) page.
+    pages = [cache.page for cache in held]
+    if len({(p.kind, p.block_size, p.window, p.page_bytes if p.kind == "state" else 0) for p in pages}) == 1:
         return (Group(held, has_own_pages=True),)
     return _groups_of_equal_pages(_with_equal_pages(held), rules)
 
@@ -222,12 +216,6 @@ def _buckets(caches: Sequence[Cache]) -> list[list[Cache]]:
     for cache in caches:
         buckets.setdefault(cache.page, []).append(cache)
     return list(buckets.values())
-
-
-def _is_of_one_type(caches: Sequence[Cache]) -> bool:
-    """`UniformTypeKVCacheSpecs`: the same tokens in a block and the same kind, window and (for states) page."""
-    pages = [cache.page for cache in caches]
-    return len({(p.kind, p.block_size, p.window, p.page_bytes if p.kind == "state" else 0) for p in pages}) == 1
 
 
 def _with_equal_pages(caches: Sequence[Cache]) -> tuple[Cache, ...]:
@@ -269,14 +257,6 @@ def _block_size(groups: Sequence[Group]) -> int:
     with_attention = [g.caches[0].page.block_size for g in groups if g.caches[0].page.kind != "state"]
     every = [g.caches[0].page.block_size for g in groups]
     return min(with_attention or every, default=16)
-
-
-def _printed_tokens(
-    groups: Sequence[Group], rules: EngineProfile, settings: CacheSettings, blocks: int, concurrency: float
-) -> int:
-    if rules.prints_concurrency or not groups:
-        return int(concurrency * settings.max_model_len)
-    return blocks // len(groups) * min(group.caches[0].page.block_size for group in groups)
 
 
 def _ceil(number: int, step: int) -> int:

@@ -1,7 +1,6 @@
-"""Bytes of one page of KV cache or state: what one layer holds for one block of tokens on one tensor-parallel rank.
+"""Bytes of one page of KV cache or state: one layer's, for one block of tokens, on one tensor-parallel rank.
 
-From vLLM's `v1/kv_cache_interface.py`, `mamba/mamba_utils.py` and `platforms/interface.py` (0.32 and 0.33).
-"""
+From vLLM's `v1/kv_cache_interface.py`, `mamba/mamba_utils.py` and `platforms/interface.py` (0.32 and 0.33)."""
 
 from __future__ import annotations
 
@@ -26,8 +25,8 @@ _INDEX_SCALE_GROUP = 128  # the indexer of DeepSeek's sparse attention: one fp32
 
 
 class CacheSettings(msgspec.Struct, frozen=True):
-    """The engine's cache settings. `kv_cache_dtype` "auto": the model's, where its quantisation does not say another;
-    `block_size` None: the back end's; `compute_capability` (9, 0) is Hopper, None reads as Hopper or older."""
+    """`kv_cache_dtype` "auto": the model's, unless its quantisation has another; `block_size` None: the back end's;
+    `compute_capability` None reads as Hopper or older."""
 
     max_model_len: int
     max_num_batched_tokens: int
@@ -55,14 +54,12 @@ class Page(msgspec.Struct, frozen=True):
 
 
 class Cache(msgspec.Struct, frozen=True):
-    """A page with the layer that it belongs to."""
-
     layer: int
     page: Page
 
 
 def kv_heads_on_rank(n_kv_heads: int, tensor: int) -> int:
-    """max(1, heads / tensor): 8 heads are 4 on two ranks, 1 on sixteen.  Raises UserError for what does not divide."""
+    """8 heads are 4 on two ranks, 1 on sixteen.  Raises UserError for what does not divide."""
     if n_kv_heads % tensor and tensor % n_kv_heads:
         raise UserError(f"cannot cut {n_kv_heads} KV heads over {tensor} tensor-parallel ranks")
     return max(1, n_kv_heads // tensor)
@@ -213,9 +210,8 @@ def _pages(
 
 
 def model_bytes_per_token(arch: Architecture, kv_cache_dtype: str = "auto") -> int:
-    """Bytes of KV cache for one token of the whole model, all layers, one copy: what published tables show.
-    2 x layers x KV heads x head size x bytes. Llama-3.1-70B: 2 x 80 x 8 x 128 x 2 = 327,680. Layers with a window count
-    in full; states do not."""
+    """Bytes of KV cache for one token of the whole model: what published tables show. Layers with a window count in
+    full, states do not. Llama-3.1-70B: 2 x 80 layers x 8 KV heads x 128 x 2 B = 327,680."""
     settings = CacheSettings(1, 1, kv_cache_dtype)
     held = [layer.attention for layer in arch.layers if layer.attention and layer.attention.shares_kv_with is None]
     return sum(attention_bytes(attention, arch.dtype, settings, 1) for attention in held)

@@ -1,9 +1,8 @@
-"""What an earlier start of an engine reported of its memory, and what it may stand in for. Types and arithmetic only.
+"""What an earlier start of an engine reported of its memory, and what it may replace. Types and arithmetic only.
 
 vLLM's log gives, of one GPU: the budget (total x utilization), what was consumed after the profile run (weights and
-all that is not PyTorch's), the peak of activations with the estimate for CUDA graphs in it, and what is left for KV
-cache: budget - consumed - peak. Llama-3.1-8B on one H200, 0.33.0: 128.62 - 15.68 - 1.96 = 110.98 GiB.
-"""
+all that is not PyTorch's), the peak of activations with the estimate for CUDA graphs, and what is left for KV cache.
+Llama-3.1-8B on one H200, 0.33.0: 128.62 - 15.68 - 1.96 = 110.98 GiB."""
 
 from __future__ import annotations
 
@@ -19,8 +18,8 @@ _WORTH_SAYING = 0.05
 
 
 class MemoryMeasurement(msgspec.Struct, frozen=True):
-    """One start: its `day` ("2026-11-20", UTC), the engine's own numbers of its tightest GPU, in GiB.
-    `planned_kv_gib` is what was expected of `kv_cache_gib` before that start."""
+    """One start on a `day` ("2026-11-20", UTC): the engine's own numbers of its tightest GPU, in GiB.
+    `planned_kv_gib` is what was expected of `kv_cache_gib`."""
 
     key: Key
     layout: Parallel
@@ -36,7 +35,7 @@ class MemoryMeasurement(msgspec.Struct, frozen=True):
 
     @property
     def has_parts(self) -> bool:
-        """Whether it can stand in for the estimates. A pipeline's stages differ, and their lines are not told apart."""
+        """Whether it can replace the estimates. A pipeline's stages differ, and their log lines do not name theirs."""
         return self.layout.pipeline == 1 and self.consumed_gib is not None and self.peak_gib is not None
 
 

@@ -1,9 +1,9 @@
-"""Memory of a GPU beside weights and KV cache, as low / likely / high: what the profile run finds and what it does not.
+"""Memory of a GPU other than weights and KV cache, as low / likely / high.
 
 `activation` is transient: the larger of the largest batch's forward pass and the sampler over max_num_seqs rows.
 `workspace` are the MoE kernels' buffers, `non_torch` what the CUDA libraries and the allocator keep, `nccl` the
-communicators. Constants are fits to start-up logs unless a comment says otherwise (docs/measurements/plan-accuracy.md).
-"""
+communicators. Constants are fits to start-up logs unless a comment says otherwise
+(docs/measurements/plan-accuracy.md)."""
 
 from __future__ import annotations
 
@@ -42,8 +42,6 @@ _MOE_CHUNK = 32768  # tokens that an MoE layer sees at once (VLLM_FUSED_MOE_CHUN
 
 
 class RunSettings(msgspec.Struct, frozen=True):
-    """Engine settings and GPU properties that the profile run depends on."""
-
     max_num_batched_tokens: int
     max_num_seqs: int
     enforce_eager: bool = False
@@ -58,7 +56,7 @@ class RunSettings(msgspec.Struct, frozen=True):
 
 
 class Overhead(msgspec.Struct, frozen=True):
-    """Bytes on one GPU of a pipeline stage. `graphs` and `nccl` are in the budget or beside it, as the flags say."""
+    """Bytes on one GPU of a pipeline stage. `graphs` and `nccl` are in the budget or outside it."""
 
     activation: Range
     workspace: Range
@@ -90,14 +88,16 @@ def overhead(arch: Architecture, layout: Parallel, rules: EngineProfile, run: Ru
     is_last = stage == layout.pipeline - 1
     workspace = _workspace(arch, layers, layout, run)
     is_v2 = rules.uses_runner_v2(arch.is_moe_or_hybrid)
-    forward = _spread(_forward_bytes(arch, layers, layout, run, keeps_inputs=is_v2 and stage == 0), _FORWARD_SPREAD)
+    # The embedded inputs are kept by the second runner.
+    widest = max((_width(layer, layout.tensor) for layer in layers), default=0.0)
+    numbers = (4 if is_v2 and stage == 0 else 3) * arch.hidden + widest
+    forward = _spread(run.max_num_batched_tokens * dtype_bytes(arch.dtype) * numbers, _FORWARD_SPREAD)
     uses = [forward if rules.keeps_moe_workspace else forward + workspace]
     if is_last:
-        uses.append(
-            _spread(
-                _sampler_bytes(arch, _SAMPLER_BYTES_RUNNER_V2 if is_v2 else rules.sampler_bytes, run), _SAMPLER_SPREAD
-            )
-        )
+        # Rows x vocabulary x bytes an entry, and the hidden states of the batch, which live until the sampler is done.
+        entries = run.n_rows * arch.vocab * (_SAMPLER_BYTES_RUNNER_V2 if is_v2 else rules.sampler_bytes)
+        batch = run.max_num_batched_tokens * arch.hidden * dtype_bytes(arch.dtype)
+        uses.append(_spread(entries + batch, _SAMPLER_SPREAD))
     activation = highest(uses)
     if arch.is_multimodal and stage == 0:
         activation = _with_encoder(activation, arch, layout)
@@ -121,17 +121,8 @@ def _spread(value: float, factors: tuple[float, float]) -> Range:
     return Range(value * factors[0], value, value * factors[1])
 
 
-def _forward_bytes(
-    arch: Architecture, layers: Sequence[Layer], layout: Parallel, run: RunSettings, keeps_inputs: bool
-) -> float:
-    """tokens x bytes x (3 H + the widest of a layer), or 4 H where the embedded inputs are kept."""
-    widest = max((_width(layer, layout.tensor) for layer in layers), default=0.0)
-    hidden = (4 if keeps_inputs else 3) * arch.hidden
-    return run.max_num_batched_tokens * dtype_bytes(arch.dtype) * (hidden + widest)
-
-
 def _width(layer: Layer, tensor: int) -> float:
-    """Numbers a token between the input and the output of a layer's widest part, on one rank."""
+    """Numbers a token between input and output of a layer's widest part, on one rank."""
     parts = [0.0]
     if layer.mlp is not None:
         width = layer.mlp.shared_intermediate if layer.mlp.n_experts else layer.mlp.intermediate
@@ -156,12 +147,6 @@ def _workspace(arch: Architecture, layers: Sequence[Layer], layout: Parallel, ru
     cut = 1 if layout.expert else layout.tensor * layout.data
     widest = max(mlp.top_k * max(2 * mlp.intermediate / cut, arch.hidden) for mlp in mixtures)
     return _spread(2 * likely_tokens * widest * dtype_bytes(arch.dtype), _WORKSPACE_SPREAD)
-
-
-def _sampler_bytes(arch: Architecture, bytes_per_entry: float, run: RunSettings) -> float:
-    """rows x vocabulary x bytes an entry, and the hidden states of the batch, which live until the sampler is done."""
-    hidden = run.max_num_batched_tokens * arch.hidden * dtype_bytes(arch.dtype)
-    return run.n_rows * arch.vocab * bytes_per_entry + hidden
 
 
 def _with_encoder(activation: Range, arch: Architecture, layout: Parallel) -> Range:
@@ -207,18 +192,12 @@ def _graphs(
         return ZERO
     sizes = graph_sizes(run.max_num_seqs, rules.largest_graph_blackwell if run.is_blackwell else 512)
     if rules.graphs_in_budget:
-        held = max((_pooled(layer, layout) for layer in layers), default=0.0)
+        # Numbers a token of a layer's MLP on one rank: its width, or those of the experts that a token sees.
+        widths = (mlp.intermediate * (mlp.top_k if mlp.n_experts else 1) for layer in layers if (mlp := layer.mlp))
+        held = max(widths, default=0) / layout.tensor
         pool = (_POOL_RUNNER_V2 if is_v2 else _POOL_RUNNER_V1) * max(sizes) * dtype_bytes(arch.dtype) * held
         return _GRAPH_FLOOR + _spread(pool, _POOL_SPREAD) + _GRAPH_PER_LAYER_AND_SIZE * (len(layers) * len(sizes))
     captured = _CAPTURED_FLOOR + _CAPTURED_PER_LAYER_AND_SIZE * (len(layers) * len(sizes))
     if layout.tensor > 1 and not run.has_peer_to_peer:
         captured += _CAPTURED_WITHOUT_PEER
     return captured
-
-
-def _pooled(layer: Layer, layout: Parallel) -> float:
-    """Numbers a token of a layer's MLP on one rank: its width, or those of the experts that a token sees."""
-    if layer.mlp is None:
-        return 0.0
-    width = layer.mlp.top_k * layer.mlp.intermediate if layer.mlp.n_experts else layer.mlp.intermediate
-    return width / layout.tensor

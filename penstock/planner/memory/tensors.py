@@ -1,8 +1,7 @@
 """Every parameter that vLLM loads, from an `Architecture`: shape, how it is cut, and how it is stored.
 
-Names follow the checkpoints, as the exclusion lists of quantised ones do. Fused matrices (QKV, gate-up) stand apart
-here: the bytes are the same.
-"""
+Names follow the checkpoints, as exclusion lists do. Fused matrices (QKV, gate-up) stand apart: the bytes are the
+same."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ _MODULES: Mapping[str, tuple[str, str, str]] = {
 
 
 class _Maker(msgspec.Struct, frozen=True):
-    """Makes the tensors of one module: `prefix` is its name, `layer` where it stands."""
+    """Makes the tensors of one module, whose name is `prefix`."""
 
     arch: Architecture
     layer: int | str
@@ -39,20 +38,17 @@ class _Maker(msgspec.Struct, frozen=True):
 
     def linear(self, name: str, shape: tuple[int, int], cut: Cut = "column", **extra: int) -> Tensor:
         """A matrix (outputs, inputs) that a quantised checkpoint may keep in its own format."""
-        module = f"{self.prefix}.{name}" if self.prefix else name
-        quant = format_of(module, self.arch.quantization)
-        tensor = Tensor(f"{module}.weight", shape, cut, self.layer, quant=quant)
+        quant = format_of(f"{self.prefix}.{name}", self.arch.quantization)
+        tensor = Tensor(f"{self.prefix}.{name}.weight", shape, cut, self.layer, quant=quant)
         return msgspec.structs.replace(tensor, **extra) if extra else tensor
 
     def plain(self, name: str, shape: tuple[int, ...], cut: Cut = "replicated", **extra: object) -> Tensor:
         """A parameter that is never quantised: norms, biases, routers, convolutions."""
-        full = f"{self.prefix}.{name}" if self.prefix else name
-        tensor = Tensor(full, shape, cut, self.layer)
+        tensor = Tensor(f"{self.prefix}.{name}", shape, cut, self.layer)
         return msgspec.structs.replace(tensor, **extra) if extra else tensor
 
 
 def _attention(make: _Maker, a: Attention, hidden: int) -> Iterator[Tensor]:
-    """Grouped-query attention: Q and O by heads, K and V by KV heads."""
     q_out, kv = a.n_heads * a.head_dim_k * (2 if a.has_output_gate else 1), a.n_kv_heads
     yield make.linear("q_proj", (q_out, hidden))
     if a.shares_kv_with is None:
@@ -141,7 +137,6 @@ def _mamba1(make: _Maker, s: State, hidden: int) -> Iterator[Tensor]:
 
 
 def _mlp(make: _Maker, m: Mlp, hidden: int) -> Iterator[Tensor]:
-    """A dense MLP, or a router, experts and what every token passes beside them."""
     if not m.n_experts:
         yield from _dense_mlp(make, m.intermediate, hidden, is_gated=m.is_gated, has_bias=m.has_bias)
         return
@@ -197,8 +192,8 @@ def _layer(arch: Architecture, index: int, layer: Layer) -> Iterator[Tensor]:
 
 @lru_cache(maxsize=64)
 def inventory(arch: Architecture) -> tuple[Tensor, ...]:
-    """Every parameter that vLLM loads or makes from loaded ones, each once; a tied head is not listed.
-    Multi-token-prediction layers are not there: vLLM loads them for speculation only."""
+    """Every parameter that vLLM loads or makes from loaded ones, once; a tied head is not listed.
+    Layers for multi-token prediction are not there: vLLM loads them for speculation only."""
     tensors = [Tensor("model.embed_tokens.weight", (arch.vocab, arch.hidden), "vocab", "embed")]
     if arch.learned_positions:
         shape = (arch.learned_positions, arch.hidden)
@@ -218,17 +213,13 @@ def inventory(arch: Architecture) -> tuple[Tensor, ...]:
 
 
 def n_params(arch: Architecture, *, has_towers: bool = True) -> int:
-    """Parameters of the checkpoint as loaded: tied weights once, no prediction layers. Llama-3.1-8B: 8,030,261,248.
-    `has_towers` False leaves vision encoders and their projectors out."""
-    return sum(
-        prod(one.shape) * one.count
-        for one in inventory(arch)
-        if not one.is_derived and (has_towers or one.layer != "vision")
-    )
+    """Parameters as loaded: tied weights once, no prediction layers. Llama-3.1-8B: 8,030,261,248."""
+    loaded = [t for t in inventory(arch) if not t.is_derived and (has_towers or t.layer != "vision")]
+    return sum(prod(tensor.shape) * tensor.count for tensor in loaded)
 
 
 def tensor_bytes(tensor: Tensor, shape: tuple[int, ...], dtype: str, *, on_disk: bool = False) -> int:
-    """Bytes of one tensor of this `shape` (a shard, or the whole) in its format or in `dtype`; `count` not applied."""
+    """Bytes of one tensor of this `shape` (a shard, or the whole), `count` not applied."""
     if tensor.quant is not None:
         return matrix_bytes(shape[0], shape[1], tensor.quant, on_disk=on_disk)
     return prod(shape) * dtype_bytes(tensor.dtype or dtype)
@@ -237,8 +228,7 @@ def tensor_bytes(tensor: Tensor, shape: tuple[int, ...], dtype: str, *, on_disk:
 @cache
 def split_layers(n_layers: int, pipeline: int) -> tuple[range, ...]:
     """The layers of each stage, by index (`distributed/utils.py`, `get_pp_indices`): 61 over 4 is 15, 15, 16, 15.
-    The remainder goes one by one to the stages from the second-last backwards, never to the last, which has the head.
-    """
+    The remainder goes one by one to the stages from the second-last backwards: the last one has the head."""
     sizes = [n_layers // pipeline] * pipeline
     for index in range(2, n_layers % pipeline + 2):
         sizes[-index] += 1

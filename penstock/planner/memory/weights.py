@@ -1,24 +1,19 @@
 """Bytes of weights on each GPU, cut as vLLM 0.33 cuts them.
 
-Ranks of one pipeline stage hold the same, except with expert parallelism when the experts do not divide evenly (early
-ranks take one more) and where the padded vocabulary ends; the fullest rank of each class is what is counted.
-
-How a tensor becomes a shard (t tensor ranks, d data ranks; sources inside the vllm package):
+Ranks of one pipeline stage hold the same, but for experts that do not divide evenly (early ranks take one more) and the
+end of the padded vocabulary; the fullest rank of each class is counted. t tensor ranks and d data ranks cut a tensor:
 - "column", "row": 1/t of the outputs or the inputs (model_executor/layers/linear.py).
 - "kv": kv/t of the KV heads, at least one (QKVParallelLinear: copied once t > kv).
 - "vocab": the vocabulary padded to a multiple of 64, then 1/t (vocab_parallel_embedding.py).
 - "expert": 1/(t x d) of every expert, or with expert parallelism E/(t x d) whole ones (fused_moe/config.py).
-- stages: distributed/utils.py `get_pp_indices`; embedding on the first, head and last norm on the last, a tied
-  embedding on both.
-Every rank of every data replica holds its share; a shard that does not divide is rounded up (layouts refuse those).
-
-Worked numbers: Llama-3.1-8B on one GPU 16,060,522,496 B + 33,554,432 B of rope = 14.9889 GiB, as vLLM logs it.
-"""
+- stages: embedding on the first, head and last norm on the last, a tied embedding on both (`get_pp_indices`).
+A shard that does not divide is rounded up. Llama-3.1-8B on one GPU: 16,060,522,496 B + 33,554,432 B of rope = 14.9889
+GiB, as vLLM logs it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import cache
+from functools import cache, partial
 
 import msgspec
 
@@ -32,9 +27,8 @@ Capability = tuple[int, int]
 
 
 class RankWeights(msgspec.Struct, frozen=True):
-    """What one rank of a class of `n_ranks` GPUs holds, in bytes.
-    `weight_bytes` includes `expert_bytes` (routed experts) and `embedding_bytes` (embedding and head), not
-    `rope_bytes`. `n_experts`: routed experts of one layer on this rank (parts of all without EP)."""
+    """What one rank of a class of `n_ranks` GPUs holds, in bytes. `weight_bytes` includes `expert_bytes` (routed
+    experts) and `embedding_bytes` (embedding and head). `n_experts`: routed experts of a layer on this rank."""
 
     stage: int
     n_ranks: int
@@ -92,7 +86,7 @@ def _share(n: int, parts: int) -> int:
 
 
 def _shard(tensor: Tensor, cut: _Cut) -> tuple[int, tuple[int, ...]]:
-    """(how many, what shape) of a tensor on this rank."""
+    """How many, and what shape, of a tensor are on this rank."""
     shape, first = tensor.shape, tensor.shape[0]
     if tensor.cut == "replicated" or (cut.copies_shared_experts and ".shared_expert" in tensor.name):
         return tensor.count, shape
@@ -109,24 +103,18 @@ def _shard(tensor: Tensor, cut: _Cut) -> tuple[int, tuple[int, ...]]:
 
 
 def _expert_shard(tensor: Tensor, cut: _Cut) -> tuple[int, tuple[int, ...]]:
-    """Whole experts with EP, a slice of each without; MXFP4 experts and their biases padded for the kernel."""
+    """Whole experts with EP, a slice of each without; MXFP4 experts are padded for the kernel."""
     count = tensor.count if cut.n_experts is None else min(cut.n_experts, tensor.count)
-    shape = tensor.shape
-    is_vector = len(shape) == 1
-    outputs, inputs = shape[0], 1 if is_vector else shape[1]
-    if tensor.cuts_inputs:
-        hidden, width = outputs, _share(inputs, cut.expert_parts)
-        if tensor.quant is not None and tensor.quant.kind == "mxfp4":
-            hidden, width = _up(hidden, cut.mxfp4.hidden), _up(width, cut.mxfp4.width)
-        return count, (hidden,) if is_vector else (hidden, width)
-    width, hidden = _share(outputs, cut.expert_parts), inputs
+    outputs, inputs = tensor.shape if len(tensor.shape) == 2 else (*tensor.shape, 1)
+    width, hidden = (inputs, outputs) if tensor.cuts_inputs else (outputs, inputs)
+    width = _share(width, cut.expert_parts)
     if tensor.quant is not None and tensor.quant.kind == "mxfp4":
         width, hidden = _up(width, cut.mxfp4.width), _up(hidden, cut.mxfp4.hidden)
-    return count, (width,) if is_vector else (width, hidden)
+    shape = (hidden, width) if tensor.cuts_inputs else (width, hidden)
+    return count, shape[: len(tensor.shape)]
 
 
 def _shard_bytes(tensor: Tensor, shape: tuple[int, ...], cut: _Cut, dtype: str) -> int:
-    """Bytes of one shard as its kernel keeps it."""
     if tensor.cut != "expert" or tensor.quant is None or tensor.quant.kind != "mxfp4":
         return tensor_bytes(tensor, shape, dtype)
     outputs, inputs = shape
@@ -139,30 +127,22 @@ def _shard_bytes(tensor: Tensor, shape: tuple[int, ...], cut: _Cut, dtype: str) 
 def _bytes(tensors: Iterable[Tensor], cut: _Cut, dtype: str) -> tuple[int, int, int]:
     """(all, routed experts, embedding and head) bytes of these tensors on one rank."""
     total = experts = embedding = 0
-    for one in tensors:
-        count, shape = _shard(one, cut)
-        size = count * _shard_bytes(one, shape, cut, dtype)
+    for tensor in tensors:
+        count, shape = _shard(tensor, cut)
+        size = count * _shard_bytes(tensor, shape, cut, dtype)
         total += size
-        if one.cut == "expert":
-            experts += size
-        elif one.cut == "vocab":
-            embedding += size
+        experts += size if tensor.cut == "expert" else 0
+        embedding += size if tensor.cut == "vocab" else 0
     return total, experts, embedding
 
 
 def _stage_places(arch: Architecture, places: Iterable[int | str], stage: int, n_stages: int) -> tuple[int | str, ...]:
     """What stands on a stage: its layers, towers on every one, embedding first, head and norm last."""
-    layers, is_first, is_last = split_layers(arch.n_layers, n_stages)[stage], stage == 0, stage == n_stages - 1
-    needs_embedding = is_first or (is_last and arch.ties_embeddings)
-
-    def stands_here(place: int | str) -> bool:
-        if isinstance(place, int):
-            return place in layers
-        if place == "embed":
-            return needs_embedding
-        return place == "vision" or (is_first if place == "positions" else is_last)
-
-    return tuple(place for place in places if stands_here(place))
+    is_first, is_last = stage == 0, stage == n_stages - 1
+    here: set[int | str] = {*split_layers(arch.n_layers, n_stages)[stage], "vision"}
+    here |= {"embed", "positions"} if is_first else set()
+    here |= {"head", "norm", *(["embed"] if arch.ties_embeddings else [])} if is_last else set()
+    return tuple(place for place in places if place in here)
 
 
 def rope_bytes(arch: Architecture) -> int:
@@ -171,7 +151,7 @@ def rope_bytes(arch: Architecture) -> int:
 
 
 class Ledger:
-    """A model's tensors by where they stand, and their bytes for each cut: worked out once for many layouts."""
+    """A model's tensors by place, and their bytes for each cut, counted once for many layouts."""
 
     def __init__(self, arch: Architecture) -> None:
         self.places: dict[int | str, list[Tensor]] = {}
@@ -184,12 +164,8 @@ class Ledger:
             place: kinds.setdefault(tuple(msgspec.structs.replace(t, name="", layer="") for t in tensors), place)
             for place, tensors in self.places.items()
         }
-        self.stages = cache(self._stages)
+        self.stage = cache(partial(_stage_places, arch, tuple(self.places)))
         self.sizes = cache(self._sizes)
-
-    def _stages(self, n_stages: int) -> list[tuple[int | str, ...]]:
-        """What stands on each of `n_stages`."""
-        return [_stage_places(self._arch, self.places, stage, n_stages) for stage in range(n_stages)]
 
     def _sizes(self, cut: _Cut) -> dict[int | str, tuple[int, int, int]]:
         """Bytes by place: (all, routed experts, embedding and head)."""
@@ -198,15 +174,10 @@ class Ledger:
 
 
 def rank_weights(
-    arch: Architecture,
-    layout: Parallel,
-    *,
-    capability: Capability = (9, 0),
-    ledger: Ledger | None = None,
+    arch: Architecture, layout: Parallel, *, capability: Capability = (9, 0), ledger: Ledger | None = None
 ) -> tuple[RankWeights, ...]:
     """One entry a class of equal ranks, by stage, fullest first; `n_ranks` adds up to the layout's.
-    The GPU's `capability` decides how MXFP4 experts are padded. `ledger` of the same architecture saves a second count.
-    """
+    `capability` decides how MXFP4 experts are padded. `ledger` of the same architecture saves a second count."""
     ledger, n_stages = ledger or Ledger(arch), layout.pipeline
     parts = layout.tensor * layout.data
     n_experts = max((layer.mlp.n_experts for layer in arch.layers if layer.mlp is not None), default=0)
@@ -221,7 +192,7 @@ def rank_weights(
     }
     ranks = []
     for stage, layers in enumerate(split_layers(arch.n_layers, n_stages)):
-        here = ledger.stages(n_stages)[stage]
+        here = ledger.stage(stage, n_stages)
         has_attention = any(arch.layers[index].attention for index in layers)
         for local_experts, n_ranks in classes:
             own = [sizes[local_experts][place] for place in here]
@@ -238,13 +209,8 @@ def rank_weights(
 
 
 def bytes_on_disk(arch: Architecture) -> int:
-    """Bytes of the checkpoint's tensors, tied ones once, without prediction layers, as stored.
-    Llama-3.1-70B: 141,107,412,992."""
-    is_online = arch.quantization is not None and arch.quantization.is_online
-    total = 0
-    for one in inventory(arch):
-        if one.is_derived:
-            continue
-        plain = msgspec.structs.replace(one, quant=None) if is_online else one
-        total += one.count * tensor_bytes(plain, one.shape, arch.dtype, on_disk=True)
-    return total
+    """Bytes of the checkpoint's tensors, tied ones once, without prediction layers. Llama-3.1-70B: 141,107,412,992."""
+    if arch.quantization is not None and arch.quantization.is_online:
+        arch = msgspec.structs.replace(arch, quantization=None)
+    stored = [tensor for tensor in inventory(arch) if not tensor.is_derived]
+    return sum(t.count * tensor_bytes(t, t.shape, arch.dtype, on_disk=True) for t in stored)

@@ -1,14 +1,13 @@
 """What a job of target "ray" runs on the cluster: the driver of one replica, and a survey of the nodes.
 
-    python -m penstock.targets.ray.driver drive PARCEL      # PARCEL: where `up` left what this replica is told
-    python -m penstock.targets.ray.driver survey ORDER      # ORDER: {"argv", "python", "timeout_s"} as base64 of JSON
+    python -m penstock.targets.ray.driver drive KEY          # KEY: of the replica's arguments in Ray's key-value store
+    python -m penstock.targets.ray.driver survey QUESTION    # {"argv", "python", "timeout_s"} as base64 of JSON
 
-The driver reserves a placement group (one bundle a node, each on a machine of its own), keeps one actor on each
-bundle, and the actor keeps the node process by a guard (`ray_guard`). Ray's own Python runs this file, and may have
-nothing of ours: it needs the standard library and Ray, and no newer Python than Ray itself.
+The driver reserves a placement group (one bundle a node, each on another machine) and keeps one actor on each bundle;
+the actor keeps the node process by a guard. Ray's own Python runs this file: it needs Ray and the standard library.
 
-The parcel holds the admin token. It is an entry in Ray's key-value store that the driver reads once and deletes, so
-that the token is in no runtime environment, metadata, entrypoint or log, all of which the dashboard shows.
+The arguments hold the admin token. The driver reads them once and deletes them, so that the token is in no runtime
+environment, metadata, entrypoint or log, all of which the dashboard shows.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ ENDED = "penstock: every node of this replica has ended"
 ANSWER = "penstock-survey: "
 _READ_S = 20.0
 _LOOP_S = 0.5
-_TELL_EVERY_S = 30.0
+_REPORT_EVERY_S = 30.0
 _KILL_S = 20.0
 _AGAIN_S = 2.0
 _KEPT_LINES = 20_000
@@ -39,7 +38,7 @@ _NOT_FOR_NODES = ("RAY_", "OMP_NUM_THREADS")
 
 
 def stop_note(job: str) -> str:
-    """Where `down` says how long a stop may take."""
+    """The key of what `down` writes: how long the stop may take."""
     return f"gcs://penstock-stop-{job}.zip"
 
 
@@ -52,8 +51,8 @@ def _node_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith(_NOT_FOR_NODES)}
 
 
-class NodeKeeper:
-    """The actor on one bundle: starts the guard, hands its output on, and takes it with it when it dies."""
+class NodeActor:
+    """The actor on one bundle: starts the guard and hands its output on. When it dies, the guard ends the node."""
 
     def __init__(self) -> None:
         self._lines: collections.deque[str] = collections.deque(maxlen=_KEPT_LINES)
@@ -61,10 +60,10 @@ class NodeKeeper:
         self._code: int | None = None
         self._stdin: Any = None
 
-    def start(self, order: dict[str, Any]) -> str:
+    def start(self, node_args: dict[str, Any]) -> str:
         """Start the node; the name of this host."""
-        python = order.pop("python") or sys.executable
-        order["environment"] = _node_environment() | order["environment"]
+        python = node_args.pop("python") or sys.executable
+        node_args["environment"] = _node_environment() | node_args["environment"]
         guard = subprocess.Popen(
             [python, "-m", "penstock.targets.ray.guard"],
             env=_node_environment(),
@@ -75,22 +74,19 @@ class NodeKeeper:
         )
         self._stdin = guard.stdin
         threading.Thread(target=self._read, args=(guard,), daemon=True).start()
-        self._write(json.dumps(order))
+        self.send(json.dumps(node_args))
         return socket.gethostname()
 
     def read(self, wait_s: float) -> tuple[list[str], int | None]:
-        """What was printed since the last call, waiting for it; and the exit code once the node has ended."""
+        """What was printed since the last call, after a wait; and the exit code once the node has ended."""
         with self._news:
             self._news.wait_for(lambda: self._lines or self._code is not None, wait_s)
             lines = list(self._lines)
             self._lines.clear()
             return lines, self._code
 
-    def tell(self, word: str) -> None:
+    def send(self, line: str) -> None:
         """ "stop" asks the node to end, "kill" ends it."""
-        self._write(word)
-
-    def _write(self, line: str) -> None:
         try:
             self._stdin.write(line.encode() + b"\n")
             self._stdin.flush()
@@ -128,9 +124,9 @@ class _Rank:
 class Driver:
     """Keeps the nodes of one replica until its job is stopped or the first node has ended."""
 
-    def __init__(self, parcel: dict[str, Any], group: Any) -> None:
-        self._parcel, self._group = parcel, group
-        self._ranks = [_Rank(number) for number in range(parcel["n_nodes"])]
+    def __init__(self, replica_args: dict[str, Any], group: Any) -> None:
+        self._args, self._group = replica_args, group
+        self._ranks = [_Rank(number) for number in range(replica_args["n_nodes"])]
         self._hosts: list[str] = []
         self._bundles: list[int] = []  # by rank, in the order of the nodes' addresses
         self._stop_by: float | None = None
@@ -145,10 +141,10 @@ class Driver:
         self._wait_placed()
         code = None
         while True:
-            self._tend_stop()
+            self._check_stop()
             self._start_due()
-            for rank in self._answered():
-                ended = self._hear(rank)
+            for rank in self._ready():
+                ended = self._read(rank)
                 if ended is not None and rank.number == 0 and not self.is_stopped:
                     _say(f"its first node ended with {ended}")
                     code, self.is_stopped = ended, True
@@ -161,12 +157,12 @@ class Driver:
                 return 1
 
     def _wait_placed(self) -> None:
-        began, told = time.monotonic(), -_TELL_EVERY_S
+        began, reported = time.monotonic(), -_REPORT_EVERY_S
         while not self.is_stopped and not self._group.wait(_LOOP_S):
             waited = time.monotonic() - began
-            if waited - told >= _TELL_EVERY_S:
-                told = waited
-                _say(f"waits for {self._parcel['wanted']}: {_free()}")
+            if waited - reported >= _REPORT_EVERY_S:
+                reported = waited
+                _say(f"waits for {self._args['wanted']}: {_free()}")
         if not self.is_stopped:
             self._bundles, self._hosts = _order_of(self._group)
             _say(f"placed on {', '.join(self._hosts)} after {time.monotonic() - began:.1f} s")
@@ -180,18 +176,18 @@ class Driver:
             if self.is_stopped:
                 rank.is_over = True
                 continue
-            rank.actor = _keeper(self._group, self._bundles[rank.number], self._parcel["bundle"])
-            rank.ref = rank.actor.start.remote(self._order(rank.number))
+            rank.actor = _actor(self._group, self._bundles[rank.number], self._args["bundle"])
+            rank.ref = rank.actor.start.remote(self._node_args(rank.number))
 
-    def _order(self, number: int) -> dict[str, Any]:
+    def _node_args(self, number: int) -> dict[str, Any]:
         keys = ("launch", "token", "python", "environment", "run_id", "replica")
-        return {key: self._parcel[key] for key in keys} | {
+        return {key: self._args[key] for key in keys} | {
             "rank": number,
-            "n_nodes": self._parcel["n_nodes"],
+            "n_nodes": self._args["n_nodes"],
             "hosts": ",".join(self._hosts),
         }
 
-    def _answered(self) -> list[_Rank]:
+    def _ready(self) -> list[_Rank]:
         import ray
 
         waiting = {rank.ref: rank for rank in self._ranks if rank.ref is not None and not rank.is_over}
@@ -201,8 +197,8 @@ class Driver:
         done, _ = ray.wait(list(waiting), num_returns=1, timeout=_LOOP_S)
         return [waiting[ref] for ref in done]
 
-    def _hear(self, rank: _Rank) -> int | None:
-        """Print what a node said and ask again; its exit code when it has ended, and not when it is lost."""
+    def _read(self, rank: _Rank) -> int | None:
+        """Print a node's output and ask again; its exit code when it has ended (None: it runs, or is lost)."""
         import ray
 
         try:
@@ -236,26 +232,26 @@ class Driver:
         rank.ref = rank.actor = None
         rank.start_at = time.monotonic() + _AGAIN_S
 
-    def _tend_stop(self) -> None:
+    def _check_stop(self) -> None:
         if not self.is_stopped:
             return
         if self._stop_by is None:
-            self._stop_by = time.monotonic() + self._parcel["drain_s"]
-            self._tell("stop")
-        note = _take(stop_note(self._parcel["job"]))
+            self._stop_by = time.monotonic() + self._args["drain_s"]
+            self._send("stop")
+        note = _take(stop_note(self._args["job"]))
         if note is not None:
             self._stop_by = min(self._stop_by, time.monotonic() + json.loads(note)["grace_s"])
         if time.monotonic() > self._stop_by and not self._is_killing:
             self._is_killing = True
-            self._tell("kill")
+            self._send("kill")
 
-    def _tell(self, word: str) -> None:
+    def _send(self, word: str) -> None:
         for rank in self._ranks:
             if rank.actor is not None:
-                rank.actor.tell.remote(word)
+                rank.actor.send.remote(word)
 
 
-def _keeper(group: Any, number: int, bundle: dict[str, float]) -> Any:
+def _actor(group: Any, number: int, bundle: dict[str, float]) -> Any:
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -269,17 +265,17 @@ def _keeper(group: Any, number: int, bundle: dict[str, float]) -> Any:
         # Ray's workers run at a niceness of 15, and so would the engine.
         "runtime_env": {"env_vars": {"RAY_worker_niceness": "0"}},
     }
-    return ray.remote(NodeKeeper).options(**options).remote()
+    return ray.remote(NodeActor).options(**options).remote()
 
 
 def _take(key: str) -> bytes | None:
     """An entry of Ray's key-value store, deleted; None when there is none."""
     from ray.experimental import internal_kv
 
-    found: bytes | None = internal_kv._internal_kv_get(key)
-    if found is not None:
+    value: bytes | None = internal_kv._internal_kv_get(key)
+    if value is not None:
         internal_kv._internal_kv_del(key)
-    return found
+    return value
 
 
 def _order_of(group: Any) -> tuple[list[int], list[str]]:
@@ -297,8 +293,8 @@ def _free() -> str:
     import ray
 
     free = ray.available_resources()
-    told = ", ".join(f"{free.get(name, 0):g} {name}" for name in ("GPU", "CPU"))
-    return f"free in the whole cluster: {told}"
+    amounts = ", ".join(f"{free.get(name, 0):g} {name}" for name in ("GPU", "CPU"))
+    return f"free in the whole cluster: {amounts}"
 
 
 def _connect() -> None:
@@ -317,12 +313,14 @@ def drive(key: str) -> int:
     if raw is None:
         _say("the launch instructions of this replica are gone: its job waited too long, or another process read them")
         return 1
-    parcel = json.loads(raw)
+    replica_args = json.loads(raw)
     most_cpus = max((node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]), default=1)
-    parcel["bundle"]["CPU"] = min(parcel["bundle"]["CPU"], most_cpus)
-    strategy = "STRICT_SPREAD" if parcel["n_nodes"] > 1 else "PACK"
-    group = placement_group([dict(parcel["bundle"])] * parcel["n_nodes"], strategy=strategy, name=parcel["job"])
-    driver = Driver(parcel, group)
+    replica_args["bundle"]["CPU"] = min(replica_args["bundle"]["CPU"], most_cpus)
+    strategy = "STRICT_SPREAD" if replica_args["n_nodes"] > 1 else "PACK"
+    group = placement_group(
+        [dict(replica_args["bundle"])] * replica_args["n_nodes"], strategy=strategy, name=replica_args["job"]
+    )
+    driver = Driver(replica_args, group)
     # After `ray.init`, which sets a handler of its own that leaves at once.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, driver.stop)
@@ -336,27 +334,25 @@ def drive(key: str) -> int:
 
 def _ask_node(argv: list[str], python: str | None, rank: int, timeout_s: float) -> dict[str, Any]:
     words = [python or sys.executable, *(word.replace("{rank}", str(rank)) for word in argv)]
-    told: dict[str, Any] = {"host": socket.gethostname(), "exit_code": None, "out": "", "err": ""}
+    answer: dict[str, Any] = {"host": socket.gethostname(), "exit_code": None, "out": "", "err": ""}
     environment = _node_environment()
-    environment.pop("CUDA_VISIBLE_DEVICES", None)  # Ray hides all GPUs from who asked for none
+    environment.pop("CUDA_VISIBLE_DEVICES", None)  # Ray hides all GPUs from a task that reserves none
     try:
         done = subprocess.run(words, capture_output=True, timeout=timeout_s, env=environment, cwd="/")
     except subprocess.TimeoutExpired:
-        told["err"] = f"no answer within {timeout_s:.0f} s"
+        return answer | {"err": f"no answer within {timeout_s:.0f} s"}
     except OSError as exc:
-        told["err"] = f"could not start {words[0]}: {exc.strerror}"
-    else:
-        told["exit_code"] = done.returncode
-        told["out"], told["err"] = done.stdout.decode("utf-8", "replace"), done.stderr.decode("utf-8", "replace")
-    return told
+        return answer | {"err": f"could not start {words[0]}: {exc.strerror}"}
+    out, err = done.stdout.decode("utf-8", "replace"), done.stderr.decode("utf-8", "replace")
+    return answer | {"exit_code": done.returncode, "out": out, "err": err}
 
 
 def survey(encoded: str) -> int:
-    """Run a command once on every node, all at once, and print the answers as one line."""
+    """Run a command once on every node, all at the same time, and print the answers as one line."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    order = json.loads(base64.b64decode(encoded))
+    question = json.loads(base64.b64decode(encoded))
     _connect()
     nodes = sorted((node for node in ray.nodes() if node["Alive"]), key=lambda node: str(node["NodeManagerAddress"]))
     ask = ray.remote(_ask_node)
@@ -365,18 +361,18 @@ def survey(encoded: str) -> int:
             num_cpus=0,
             max_retries=0,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
-        ).remote(order["argv"], order["python"], rank, order["timeout_s"])
+        ).remote(question["argv"], question["python"], rank, question["timeout_s"])
         for rank, node in enumerate(nodes)
     ]
-    done, _ = ray.wait(refs, num_returns=len(refs), timeout=order["timeout_s"] + 10.0)
+    done, _ = ray.wait(refs, num_returns=len(refs), timeout=question["timeout_s"] + 10.0)
     answers = []
     for node, ref in zip(nodes, refs, strict=True):
-        told = {"host": node["NodeManagerHostname"], "exit_code": None, "out": ""}
+        answer = {"host": node["NodeManagerHostname"], "exit_code": None, "out": ""}
         try:
-            found = ray.get(ref) if ref in done else told | {"err": "Ray started nothing there in time"}
+            answer = ray.get(ref) if ref in done else answer | {"err": "Ray started nothing there in time"}
         except ray.exceptions.RayError as exc:
-            found = told | {"err": " ".join(str(exc).split())[:500]}
-        answers.append(found | {"address": node["NodeManagerAddress"], "resources": node["Resources"]})
+            answer |= {"err": " ".join(str(exc).split())[:500]}
+        answers.append(answer | {"address": node["NodeManagerAddress"], "resources": node["Resources"]})
     sys.stdout.write(ANSWER + json.dumps(answers) + "\n")
     return 0
 

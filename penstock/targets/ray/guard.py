@@ -1,10 +1,10 @@
-"""Beside every node on a Ray cluster: the node's parent, which outlives Ray's worker and ends the node for sure.
+"""The parent of every node on a Ray cluster: it outlives Ray's worker and ends the node for sure.
 
-    python -m penstock.targets.ray.guard              # reads its order, then words, from its standard input
+    python -m penstock.targets.ray.guard              # reads the node's arguments, then words, from its input
     python -m penstock.targets.ray.guard sweep RUN REPLICA RUN_ID
 
-Ray ends the worker that keeps us without a word when its driver dies, and kills the worker's children with it. So the
-guard leaves the worker's family, and takes the end of its input as the sign: nobody keeps the node any more.
+When its driver dies, Ray ends the worker and kills the worker's children. So the guard leaves the worker's session, and
+ends the node when its input ends.
 """
 
 from __future__ import annotations
@@ -26,40 +26,38 @@ import penstock
 from penstock import processes
 from penstock.paths import private_folder, remove_temporary
 
-_ORPHAN_GRACE_S = 5.0  # nobody drains for us: Ray has given the node's GPUs away already
+_ORPHAN_GRACE_S = 5.0  # no drain: Ray has given the node's GPUs away already
 _OTHER_S = 60.0
 _HERE = "{penstock}"
 
 
-class Guard:
+class NodeGuard:
     """One node process, from its start to its end with all that it left."""
 
-    def __init__(self, order: dict[str, Any]) -> None:
-        self._order = order
-        self._is_several = order["n_nodes"] > 1
-        self._run: str = order["environment"][processes.MARK_RUN]
-        at = f"n{order['rank']}" if self._is_several else ""
-        self._folder = private_folder(order["run_id"], order["replica"], at + "j")
-        self._seat = _alone(f"penstock-guard-{order['run_id']}-{order['replica']}-{order['rank']}")
+    def __init__(self, node_args: dict[str, Any]) -> None:
+        self._args = node_args
+        self._run: str = node_args["environment"][processes.MARK_RUN]
+        # The rank, and its part of the names of folders; None where one node is the whole replica.
+        self._rank = str(node_args["rank"]) if node_args["n_nodes"] > 1 else None
+        self._part = "" if self._rank is None else f"n{self._rank}"
+        self._folder = private_folder(node_args["run_id"], node_args["replica"], self._part + "j")
+        self._lock_socket = _alone(f"penstock-guard-{node_args['run_id']}-{node_args['replica']}-{node_args['rank']}")
         self._lock = threading.Lock()
         self._child = self._start()
 
     def _start(self) -> subprocess.Popen[bytes]:
-        order = self._order
+        args, here = self._args, str(Path(penstock.__file__).parent)
         self._sweep()
         self._folder.mkdir(mode=0o700)
-        token = self._folder / "admin-token"
+        token, launch = self._folder / "admin-token", self._folder / "launch.json"
         token.touch(0o600)
-        token.write_text(order["token"], "utf-8")
-        launch = self._folder / "launch.json"
-        told = order["launch"] | {"token_file": str(token)}
-        here = str(Path(penstock.__file__).parent)
-        launch.write_text(json.dumps(told).replace(_HERE, here), "utf-8")
-        argv = [sys.executable, "-m", "penstock.node", str(launch), "--replica", order["replica"]]
-        env = {**order["environment"], processes.MARK_REPLICA: order["replica"], processes.MARK_ROLE: "node"}
-        if self._is_several:
-            argv += ["--rank", str(order["rank"]), "--hosts", order["hosts"]]
-            env[processes.MARK_RANK] = str(order["rank"])
+        token.write_text(args["token"], "utf-8")
+        launch.write_text(json.dumps(args["launch"] | {"token_file": str(token)}).replace(_HERE, here), "utf-8")
+        argv = [sys.executable, "-m", "penstock.node", str(launch), "--replica", args["replica"]]
+        env = {**args["environment"], processes.MARK_REPLICA: args["replica"], processes.MARK_ROLE: "node"}
+        if self._rank is not None:
+            argv += ["--rank", self._rank, "--hosts", args["hosts"]]
+            env[processes.MARK_RANK] = self._rank
         return subprocess.Popen(argv, env=env, stdin=subprocess.DEVNULL, cwd="/", start_new_session=True)
 
     def run(self) -> int:
@@ -87,26 +85,23 @@ class Guard:
             self._sweep()
 
     def _sweep(self) -> None:
-        order = self._order
-        rank = str(order["rank"]) if self._is_several else None
-        processes.sweep(self._run, order["replica"], rank)
-        at = f"n{order['rank']}" if self._is_several else ""
-        remove_temporary(order["run_id"], order["replica"] + at)
+        processes.sweep(self._run, self._args["replica"], self._rank)
+        remove_temporary(self._args["run_id"], self._args["replica"] + self._part)
 
 
 def _alone(name: str) -> socket.socket:
-    """Held by one process of this machine at a time: a guard that is still ending its node would end the next one too.
+    """Wait until no other process of this machine has this lock: a guard that still ends its node would end ours too.
 
     A name in Linux's abstract namespace: it leaves no file, and goes with its process.
     """
     deadline = time.monotonic() + _OTHER_S
     while True:
-        held = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        lock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
-            held.bind(f"\0{name}")
-            return held
+            lock.bind(f"\0{name}")
+            return lock
         except OSError:
-            held.close()
+            lock.close()
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.1)
@@ -123,7 +118,7 @@ def main(argv: Sequence[str]) -> int:
     if os.fork():
         os._exit(0)
     os.setsid()
-    code = Guard(json.loads(sys.stdin.readline())).run()
+    code = NodeGuard(json.loads(sys.stdin.readline())).run()
     with contextlib.suppress(BrokenPipeError):
         sys.stdout.write(f"\0exit {code}\n")
         sys.stdout.flush()

@@ -5,13 +5,11 @@ from __future__ import annotations
 import contextlib
 import getpass
 import os
-import shlex
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Sequence
-from typing import NoReturn
+from collections.abc import Collection, Sequence
 
 import msgspec
 
@@ -47,7 +45,7 @@ class Queue:
         return self._jobs if self.silence is None else None
 
     def answered(self, patience_s: float = _AWAY_S) -> dict[str, Job]:
-        """As `now`, which is asked again for so long: half an end is worse than a late one."""
+        """As `now`, asked again for so long: a late end is better than half an end."""
         deadline = time.monotonic() + patience_s
         while True:
             try:
@@ -70,13 +68,18 @@ class Queue:
     def submit(self, argv: Sequence[str], what: str, hint: str, variables: Collection[str]) -> str:
         """Run sbatch; the number of the job."""
         done = ask(argv, _SUBMIT_TIMEOUT_S, variables=variables)
-        sent = queue.parse_submitted(done.stdout)
+        job = queue.parse_submitted(done.stdout)
         self._asked_at = -1e9
-        if done.returncode or sent is None:
+        if done.returncode or job is None:
             raise PenstockError(f"could not submit {what}: {complaint(done)}", hint=hint, is_retryable=True)
-        number, cluster = sent
-        if cluster is not None:
-            _take_back(number, cluster, what)
+        number, cluster = job
+        if cluster is not None:  # squeue here may never list it
+            done = ask(["scancel", "-M", cluster, number])
+            raise UserError(
+                f'cannot use job {number} for {what}: sbatch sent it to cluster "{cluster}"',
+                detail=f"scancel -M {cluster} {number}: {complaint(done) if done.returncode else 'done'}",
+                hint="Run penstock on a login node of that cluster; whatever adds --clusters to sbatch here must not.",
+            )
         return number
 
     def cancel(self, numbers: Sequence[str]) -> None:
@@ -84,10 +87,7 @@ class Queue:
             ask(["scancel", *numbers])
 
     def wait_over(self, numbers: Sequence[str], timeout_s: float) -> list[str]:
-        """Those that are not over when the time is. One that is requeued in that time is cancelled at once.
-
-        Raises PenstockError when Slurm does not answer then.
-        """
+        """Those that are not over after that time. A job that is requeued in it is cancelled.  Raises PenstockError."""
         deadline = time.monotonic() + timeout_s
         while True:
             jobs = self.answered(max(_AWAY_S, deadline - time.monotonic()))
@@ -98,23 +98,13 @@ class Queue:
             time.sleep(_POLL_S)
 
     def with_steps(self, numbers: Sequence[str]) -> set[str]:
-        """Those with a step that a signal reaches; where Slurm does not tell its steps, all that run."""
+        """Jobs with a step that a signal reaches; where Slurm does not list its steps, all that run."""
         done = ask(["squeue", "-h", "-s", "-j", ",".join(numbers), "-o", "%i"])
         if done.returncode:
             jobs = self.answered()
-            # A signal to a job that waits hangs until it runs.
+            # A signal to a pending job hangs until it runs.
             return {job for job in numbers if job in jobs and not (jobs[job].is_queued or jobs[job].is_over)}
         return {job for job, _, step in (word.partition(".") for word in done.stdout.split()) if step.isdigit()}
-
-
-def _take_back(number: str, cluster: str, what: str) -> NoReturn:
-    """Cancel a job that something of the site sent to a cluster by name: squeue here may never tell of it."""
-    done = ask(["scancel", "-M", cluster, number])
-    raise UserError(
-        f'cannot use job {number} for {what}: sbatch sent it to cluster "{cluster}"',
-        detail=f"scancel -M {cluster} {number}: {complaint(done) if done.returncode else 'done'}",
-        hint="Run penstock on a login node of that cluster; whatever adds --clusters to sbatch here must not.",
-    )
 
 
 def accounted(number: str) -> str:
@@ -135,15 +125,14 @@ def read_site() -> site.Site:
 
 
 def tested(deployment: Deployment, run_path: str) -> list[Problem]:
-    """What sbatch itself says of the request, which knows accounts, QOS and limits."""
-    needs = slurm_script.Needs(deployment.hardware.gpus_per_node or 0, None, None)
-    if deployment.slurm is not None and deployment.slurm.gres is not None:
-        needs = slurm_script.Needs(0, None, None)
-    asked = {"it": slurm_script.directives(deployment, needs, run_path)}
+    """What sbatch, which knows accounts, QOS and limits, refuses of the request."""
+    has_gres = deployment.slurm is not None and deployment.slurm.gres is not None
+    needs = slurm_script.Needs(0 if has_gres else deployment.hardware.gpus_per_node or 0, None, None)
+    jobs = {"it": slurm_script.directives(deployment, needs, run_path)}
     if deployment.gateway.on == "job":
-        asked["the gateway's job"] = slurm_script.gateway_directives(deployment, run_path)
+        jobs["the gateway's job"] = slurm_script.gateway_directives(deployment, run_path)
     variables, problems = slurm_script.variables(deployment), []
-    for what, words in asked.items():
+    for what, words in jobs.items():
         lines = [f"#SBATCH --{line}" for line in words]
         done = ask(["sbatch", "--test-only"], stdin="\n".join(["#!/bin/bash", *lines, "true", ""]), variables=variables)
         problems += [Problem("slurm", f"sbatch refuses {what}: {complaint(done)}")] if done.returncode else []
@@ -153,7 +142,7 @@ def tested(deployment: Deployment, run_path: str) -> list[Problem]:
 def versions(deployment: Deployment) -> dict[str, str]:
     """Versions of the engines' packages on the nodes, from the same Python here: they share it."""
     if deployment.slurm is not None and deployment.slurm.container:
-        return {"vllm": "", "ray": ""}  # an image may need a node to run; its vLLM is found out there
+        return {"vllm": "", "ray": ""}  # an image may need a node to run
     script = slurm_script.probe(deployment, sys.executable)
     done = ask(["bash", "-s"], stdin=script)
     try:
@@ -168,33 +157,31 @@ def versions(deployment: Deployment) -> dict[str, str]:
 
 
 def environment(variables: Collection[str] = ()) -> dict[str, str]:
-    """Ours without what would change Slurm's commands, or mark a job as a process of ours on this machine.
-
-    `variables`: those that the command may have all the same.
-    """
-    strange = ("SLURM_", "SBATCH_", "SQUEUE_", "SCANCEL_", "SRUN_", "SACCT_", "SCONTROL_")
+    """This process's, without what changes Slurm's commands, except `variables`, and without our marks."""
+    slurms = ("SLURM_", "SBATCH_", "SQUEUE_", "SCANCEL_", "SRUN_", "SACCT_", "SCONTROL_")
     marks = (processes.MARK_RUN, processes.MARK_RUN_ID, processes.MARK_ROLE, processes.MARK_REPLICA)
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(strange) or k in {"SLURM_CONF", *variables}}
-    return {name: value for name, value in kept.items() if name not in marks}
+    kept = {"SLURM_CONF", *variables}
+    return {k: v for k, v in os.environ.items() if k not in marks and (k in kept or not k.startswith(slurms))}
 
 
 def ask(
     words: Sequence[str], timeout_s: float = _ASK_TIMEOUT_S, stdin: str = "", variables: Collection[str] = ()
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command of Slurm's. One that cannot be run, or hangs, is one that failed with words."""
-    run: Callable[..., subprocess.CompletedProcess[str]] = subprocess.run
+    """Run a command of Slurm. Exit code 1 also for one that cannot be run or hangs."""
+    env = environment(variables)
     try:
-        return run(
-            list(words), input=stdin, env=environment(variables), capture_output=True, text=True, errors="replace",
-            timeout=timeout_s,
-        )  # fmt: skip
-    except (OSError, subprocess.TimeoutExpired) as exc:
-        why = f"no answer within {timeout_s:.0f} s" if isinstance(exc, subprocess.TimeoutExpired) else str(exc)
-        return subprocess.CompletedProcess(list(words), 1, "", f"{shlex.join(words[:1])}: {why}")
+        return subprocess.run(
+            list(words), input=stdin, env=env, capture_output=True, text=True, errors="replace", timeout=timeout_s
+        )
+    except subprocess.TimeoutExpired:
+        why = f"no answer within {timeout_s:.0f} s"
+    except OSError as exc:
+        why = str(exc)
+    return subprocess.CompletedProcess(list(words), 1, "", f"{words[0]}: {why}")
 
 
 def complaint(done: subprocess.CompletedProcess[str]) -> str:
-    """A command's own words in one line, without its name and level in front."""
+    """A command's errors in one line, without its name and level in front."""
     lines = (done.stderr or done.stdout).strip().splitlines()
     plain = [line.partition("error: ")[2] or line for line in lines]
     return "; ".join(dict.fromkeys(plain))[:500] or f"it ended with code {done.returncode}"

@@ -1,5 +1,4 @@
-"""What Slurm says of jobs, read: the lines of squeue, the number that sbatch gives, and its reasons in words;
-its times and sizes. Pure."""
+"""Parses what Slurm prints of jobs: squeue, sbatch, sacct, reasons, times and sizes. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ from datetime import datetime
 
 import msgspec
 
-# squeue's fields and their separator; the reason comes last, for it may have anything in it.
+# The reason comes last: it may contain anything.
 FIELDS = ("%i", "%T", "%S", "%e", "%N", "%j", "%Z", "%r")
 SEPARATOR = "\t"
 FORMAT = SEPARATOR.join(FIELDS)
@@ -16,7 +15,7 @@ FORMAT = SEPARATOR.join(FIELDS)
 # https://slurm.schedmd.com/squeue.html#SECTION_JOB-STATE-CODES
 _PLACED = {"RUNNING", "COMPLETING", "CONFIGURING", "STAGE_OUT", "SIGNALING", "RESIZING", "SUSPENDED", "STOPPED"}
 _QUEUED = {"PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD"}
-_TOLD_TO_END = "143"  # what `penstock.node --kill-after` gives after SIGTERM
+_ENDED_BY_TERM = "143"  # the exit code of `penstock.node --kill-after` after SIGTERM
 _ENDED = {
     "COMPLETED": "ended by itself",
     "FAILED": "failed",
@@ -72,7 +71,7 @@ _MIB_OF = {"K": 1 / 1024, "": 1, "M": 1, "G": 1024, "T": 1024 * 1024}
 
 
 class Job(msgspec.Struct, frozen=True):
-    """A job as squeue tells it; times in Unix seconds."""
+    """A job of squeue; times in Unix seconds."""
 
     number: str
     state: str
@@ -94,23 +93,19 @@ class Job(msgspec.Struct, frozen=True):
 
 def parse_jobs(text: str) -> dict[str, Job]:
     """Jobs by number from `squeue -h -o FORMAT`."""
-    found = {}
+    jobs = {}
     for line in text.splitlines():
-        words = line.split(SEPARATOR, len(FIELDS) - 1)
-        if len(words) != len(FIELDS):
-            continue
-        number, state, starts_at, ends_at, nodes, name, folder, reason = (word.strip() for word in words)
-        found[number] = Job(number, state, _time(starts_at), _time(ends_at), nodes, name, folder, reason)
-    return found
+        words = [word.strip() for word in line.split(SEPARATOR, len(FIELDS) - 1)]
+        if len(words) == len(FIELDS):
+            number, state, starts_at, ends_at, *rest = words
+            jobs[number] = Job(number, state, _time(starts_at), _time(ends_at), *rest)
+    return jobs
 
 
 def parse_submitted(text: str) -> tuple[str, str | None] | None:
-    """The job's number from `sbatch --parsable`, and the cluster that it was sent to by name ("17;gpu").
-
-    A site's own words may come first.
-    """
-    found = re.findall(r"^(\d+)(?:;(\S+))?$", text, re.MULTILINE)
-    return (found[-1][0], found[-1][1] or None) if found else None
+    """The job's number from `sbatch --parsable`, after any words of the site, and its cluster if named ("17;gpu")."""
+    jobs = re.findall(r"^(\d+)(?:;(\S+))?$", text, re.MULTILINE)
+    return (jobs[-1][0], jobs[-1][1] or None) if jobs else None
 
 
 def parse_sacct(text: str) -> dict[str, str]:
@@ -127,7 +122,7 @@ def _time(text: str) -> float | None:
 
 
 def reason_in_words(reason: str) -> str:
-    """Why a job waits, for people; Slurm's own word stays next to it: users look it up, and quote it to their admin."""
+    """Why a job waits, in words and with Slurm's own, which users look up and quote to their admin."""
     plain = reason.strip("()")
     words = _REASONS.get(plain) or _REASONS.get(plain.split(",")[0].split(":")[0].strip())
     limit = _LIMITS.match(plain)
@@ -139,30 +134,29 @@ def reason_in_words(reason: str) -> str:
 
 
 def end_in_words(state: str, note: str | None) -> str:
-    """What a job did that is over. `note` is the last line of the job's own file: "ended 137", "failed because"."""
+    """How a job ended. `note` is the last line of the job's own file: "ended 137", "failed because"."""
     word, _, rest = (note or "").partition(" ")
-    if word == "ended" and rest == _TOLD_TO_END:
+    if word == "ended" and rest == _ENDED_BY_TERM:
         return "was ended by Slurm: preempted, or out of time"
     why = f": {rest}" if word == "failed" else f" with code {rest}" if word == "ended" and rest != "0" else ""
     return _ENDED.get(state, state.lower()) + why
 
 
 def seconds_of(text: str) -> float | None:
-    """Slurm's time: "30" (minutes), "30:00", "4:00:00", "1-12" (days-hours), "1-12:30". None for what is none."""
+    """Slurm's time: "30" (minutes), "30:00", "4:00:00", "1-12" (days-hours), "1-12:30". None for anything else."""
     match = _TIME.match(text.strip())
     if match is None:
         return None
-    days, *rest = (int(word) if word else 0 for word in match.groups())
+    days, *rest = (int(word or 0) for word in match.groups())
+    hours, minutes, seconds = rest[3:]
     if match.group(1) is not None:
         hours, minutes, seconds = rest[:3]
-    elif match.group(7) is not None:
-        hours, minutes, seconds = rest[3:]
-    else:
-        hours, minutes, seconds = 0, rest[3], rest[4]
+    elif match.group(7) is None:
+        hours, minutes, seconds = 0, hours, minutes
     return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
 
 
 def mib_of(text: str) -> int | None:
-    """Slurm's memory: "64G" is 65536; without a letter it is MiB. None for what is none."""
+    """Slurm's memory: "64G" is 65536; without a letter it is MiB. None for anything else."""
     match = _MEMORY.match(text)
     return int(int(match.group(1)) * _MIB_OF[match.group(2).upper()]) if match else None

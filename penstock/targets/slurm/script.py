@@ -1,7 +1,7 @@
-"""The batch script of a replica's job, and which words may stand in it. Pure: `targets/slurm.py` sends it.
+"""The batch scripts of a deployment's jobs, and which words may stand in them. Pure.
 
-One step of the job runs `penstock.node` on every node. Slurm ends a job by TERM to all of it and, KillWait later, by
-KILL; both leave the step alone long enough only if the shell does not end it, so the shell never signals `srun`.
+One step of a replica's job runs `penstock.node` on every node. TERM to `srun` would kill its tasks at once, so the
+shell never signals it.
 """
 
 from __future__ import annotations
@@ -44,9 +44,8 @@ _FIELDS = {
 }
 # sbatch's -M, by all its names: squeue and scancel here would never see such a job.
 _ELSEWHERE = ("clusters", "cluster", "M")
-# Variables of sbatch that may fill in what the file leaves open: who pays, and what the user is entitled to. The others
-# are kept from it. They beat the lines of a script, so one in .bashrc would silently change what was planned
-# (SBATCH_PARTITION), let sbatch wait for the job's end (SBATCH_WAIT), or send it to another cluster (SBATCH_CLUSTERS).
+# The only variables of sbatch that it may see, where the file leaves their option open. Variables override a script's
+# lines: one in .bashrc could change the plan (SBATCH_PARTITION) or the cluster (SBATCH_CLUSTERS), or block.
 # https://slurm.schedmd.com/sbatch.html#SECTION_INPUT-ENVIRONMENT-VARIABLES
 _FILLS_IN = {
     "SBATCH_ACCOUNT": "account",
@@ -63,7 +62,7 @@ _STRAGGLERS_S = 10
 
 
 class Needs(msgspec.Struct, frozen=True):
-    """What a job asks of each of its nodes. None: whatever the site gives."""
+    """What a job requests on each node. None: the site's default."""
 
     gpus: int
     cpus: int | None
@@ -71,9 +70,9 @@ class Needs(msgspec.Struct, frozen=True):
 
 
 def needs_of(plan: Plan, block: Slurm) -> Needs:
-    """From the plan, where the file does not say. GPUs stay 0 where the file names a `gres` of its own.
+    """From the plan, where the file does not say. GPUs are 0 where the file has a `gres`.
 
-    On GPUs memory is left to the site: it counts what is loaded from disk differently at each.
+    On GPUs memory is left to the site: each counts what is loaded from disk differently.
     """
     gpus = plan.ranks_each if plan.device == "cuda" and block.gres is None else 0
     if block.exclusive:
@@ -85,7 +84,7 @@ def needs_of(plan: Plan, block: Slurm) -> Needs:
 
 
 def directives(deployment: Deployment, needs: Needs, run_path: str) -> list[str]:
-    """The options of sbatch, as they follow `#SBATCH --`. The name is not among them: it has the replica in it."""
+    """The options of sbatch, as they follow `#SBATCH --`, without the job's name: that contains the replica."""
     block = deployment.slurm or Slurm()
     words: list[tuple[str, object]] = [
         ("chdir", run_path),
@@ -104,16 +103,20 @@ def directives(deployment: Deployment, needs: Needs, run_path: str) -> list[str]
         ("constraint", block.constraint),
         ("nodelist", block.nodelist),
     ]
-    lines = [f"{name}={_quoted(str(value))}" for name, value in words if value is not None]
-    lines += ["exclusive"] if block.exclusive else []
+    lines = [*_options(words), *(["exclusive"] if block.exclusive else [])]
     lines += [f"signal=INT@{_signal_s(deployment, deployment.engine.drain_s)}", "requeue"]
     return lines + [line.removeprefix("--") for line in block.directives]
 
 
+def _options(words: Sequence[tuple[str, object]]) -> list[str]:
+    texts = [(name, str(value)) for name, value in words if value is not None]
+    return [f"{name}={text}" if _is_word(text) else f'{name}="{text}"' for name, text in texts]
+
+
 def variables(deployment: Deployment) -> frozenset[str]:
-    """The variables of sbatch that it may read from the user's environment, for the file does not say these things."""
-    said = {_option(line) for line in directives(deployment, Needs(0, None, None), "")}
-    return frozenset(variable for variable, option in _FILLS_IN.items() if option not in said)
+    """The variables of sbatch that it may read from the user's environment: those for options that the file omits."""
+    options = {_option(line) for line in directives(deployment, Needs(0, None, None), "")}
+    return frozenset(variable for variable, option in _FILLS_IN.items() if option not in options)
 
 
 def _option(line: str) -> str:
@@ -121,34 +124,26 @@ def _option(line: str) -> str:
 
 
 def _signal_s(deployment: Deployment, drain_s: float) -> int:
-    """How long before the time limit a job's processes drain: their time to drain, at most a quarter of the limit."""
+    """Seconds before the time limit at which a job drains: its time to drain, at most a quarter of the limit."""
     wanted = drain_s + _GOODBYE_S
     limit_s = seconds_of((deployment.slurm or Slurm()).time or "")
     return int(min(wanted, limit_s / 4 if limit_s else wanted, 65535))
 
 
 def render(deployment: Deployment, plan: Plan, run_path: str, python: str) -> str:
-    """The script. sbatch gives it two words: the replica and the id of the launch."""
+    """The script. Its arguments are the replica and the id of the launch."""
     block = deployment.slurm or Slurm()
-    shell = "#!/bin/bash -l" if block.modules or block.conda else "#!/bin/bash"
-    lines = [shell, *(f"#SBATCH --{line}" for line in directives(deployment, needs_of(plan, block), run_path))]
-    inside = ["apptainer", "exec", *(["--nv"] if plan.device == "cuda" else []), "--bind", _bound(deployment, run_path)]
-    words = [*([*inside, block.container] if block.container else []), _interpreter(block, python)]
-    label = " --label" if plan.n_nodes > 1 else ""
+    lines = [_shell(block), *(f"#SBATCH --{line}" for line in directives(deployment, needs_of(plan, block), run_path))]
+    model = deployment.model if deployment.model.startswith("/") else None
+    shared = ",".join(path for path in (run_path, deployment.cache.weights, model) if path)
     return "\n".join(lines) + "\n" + _BODY.format(
         name=deployment.name,
         run=shlex.quote(run_path),
         prologue="".join(f"{line}\n" for line in _prologue(block)),
-        label=label,
+        label=" --label" if plan.n_nodes > 1 else "",
         stragglers_s=_STRAGGLERS_S,
-        python=shlex.join(words),
+        python=shlex.join(_python(block, python, shared, ["--nv"] if plan.device == "cuda" else [])),
     )  # fmt: skip
-
-
-def _bound(deployment: Deployment, run_path: str) -> str:
-    """What a container must see of the shared file system besides the home: the run, and where the model is."""
-    model = deployment.model if deployment.model.startswith("/") else None
-    return ",".join(path for path in (run_path, deployment.cache.weights, model) if path)
 
 
 _BODY = r"""
@@ -187,8 +182,10 @@ exit $code
 
 
 def gateway_directives(deployment: Deployment, run_path: str) -> list[str]:
-    """As `directives`, for the gateway's job. Where that has a partition of its own, `qos` and further words may not
-    fit there, so they are left out. It is not requeued: the next one waits two minutes less."""
+    """As `directives`, for the gateway's job; without `qos` and `directives` where it has another partition.
+
+    It is not requeued: a new job starts two minutes earlier.
+    """
     block = deployment.slurm or Slurm()
     has_own = block.gateway_partition is not None
     words: list[tuple[str, object]] = [
@@ -204,28 +201,27 @@ def gateway_directives(deployment: Deployment, run_path: str) -> list[str]:
         ("account", block.account),
         ("qos", None if has_own else block.qos),
     ]
-    lines = [f"{name}={_quoted(str(value))}" for name, value in words if value is not None]
-    lines += [f"signal=B:TERM@{_signal_s(deployment, deployment.gateway.drain_s)}", "no-requeue"]
+    lines = [*_options(words), f"signal=B:TERM@{_signal_s(deployment, deployment.gateway.drain_s)}", "no-requeue"]
     more = [line.removeprefix("--") for line in block.directives if not has_own]
     return lines + [line for line in more if not line.startswith(("gpu", "gres", "requeue"))]
 
 
 def gateway(deployment: Deployment, run_path: str, python: str, seen_from: Sequence[str]) -> str:
-    """The script of a gateway's job. sbatch gives it the id of the launch and the name of the unit."""
-    words = shlex.join(_python(deployment, run_path, python))
+    """The script of a gateway's job. Its arguments are the id of the launch and the name of the unit."""
+    words = _service_python(deployment, run_path, python)
     address = f"{run_path}/gateway/address.json"
     return _service(
         deployment, run_path, "gateway", gateway_directives(deployment, run_path),
         f"hosts=$({words} -m penstock.hardware.network {shlex.join(seen_from)})",
-        # In the shell's place, so that a signal to the batch step is the gateway's.
+        # In place of the shell, so that a signal to the batch step reaches the gateway.
         f"exec {words} -m penstock.gateway {shlex.quote(f'{run_path}/gateway.json')}"
         f' --address {shlex.quote(address)} --unit "$2" --hosts $hosts',
     )  # fmt: skip
 
 
 def controller(deployment: Deployment, run_path: str, python: str) -> str:
-    """The script of a controller's job, with the words of the gateway's. It brings the controller back by itself."""
-    words = shlex.join(_python(deployment, run_path, python))
+    """The script of a controller's job, with the gateway's arguments and options. It restarts the controller."""
+    words = _service_python(deployment, run_path, python)
     lines = [line for line in gateway_directives(deployment, run_path) if not line.startswith(("signal", "no-requeue"))]
     return _service(
         deployment, run_path, "controller", [*lines, "requeue"],
@@ -233,26 +229,31 @@ def controller(deployment: Deployment, run_path: str, python: str) -> str:
     )  # fmt: skip
 
 
-def _python(deployment: Deployment, run_path: str, python: str) -> list[str]:
-    """The words that run Python in the job of a gateway or controller."""
-    block = deployment.slurm or Slurm()
+def _service_python(deployment: Deployment, run_path: str, python: str) -> str:
     store = store_file(deployment.gateway.store) if deployment.gateway.store else None
-    shared = [run_path, str(store.parent)] if store is not None else [run_path]
-    inside = ["apptainer", "exec", "--bind", ",".join(shared), block.container] if block.container else []
-    return [*inside, _interpreter(block, python)]
+    shared = run_path if store is None else f"{run_path},{store.parent}"
+    return shlex.join(_python(deployment.slurm or Slurm(), python, shared))
 
 
-def _interpreter(block: Slurm, python: str) -> str:
-    """The Python on the nodes: the file's, that of the environment which the file names, or `python`."""
+def _python(block: Slurm, python: str, shared: str, flags: Sequence[str] = ()) -> list[str]:
+    """Runs Python on the nodes: the file's, that of the environment which the file names, or `python`.
+
+    `shared`: what a container must see of the shared file system besides the home.
+    """
+    inside = ["apptainer", "exec", *flags, "--bind", shared, block.container] if block.container else []
     has_own = block.modules or block.conda or block.venv or block.container
-    return block.python or ("python3" if has_own else python)
+    return [*inside, block.python or ("python3" if has_own else python)]
+
+
+def _shell(block: Slurm) -> str:
+    return "#!/bin/bash -l" if block.modules or block.conda else "#!/bin/bash"
 
 
 def _service(deployment: Deployment, run_path: str, role: str, lines: Sequence[str], *commands: str) -> str:
     block = deployment.slurm or Slurm()
     return "\n".join(
         [
-            "#!/bin/bash -l" if block.modules or block.conda else "#!/bin/bash",
+            _shell(block),
             *(f"#SBATCH --{line}" for line in lines),
             'give_up() { echo "penstock: $*"; exit 1; }',
             *_prologue(block),
@@ -264,17 +265,17 @@ def _service(deployment: Deployment, run_path: str, role: str, lines: Sequence[s
 
 
 def probe(deployment: Deployment, python: str) -> str:
-    """A script that prints `node_facts` with the nodes' own Python, on a machine that shares it."""
+    """A script that prints `node_facts` with the nodes' Python, on a machine that shares it. Not for containers."""
     block = deployment.slurm or Slurm()
+    words = shlex.join(_python(block, python, ""))
     head = ['give_up() { echo "$*" >&2; exit 1; }', *_prologue(block)]
-    return "\n".join([*head, f"{shlex.quote(_interpreter(block, python))} -m penstock.hardware.node_facts", ""])
+    return "\n".join([*head, f"{words} -m penstock.hardware.node_facts", ""])
 
 
 def survey(deployment: Deployment, python: str, argv: Sequence[str], folder: str) -> list[str]:
-    """Words for srun that run `python ARGV` once on each node of a replica; the answers come as files in `folder`."""
+    """Arguments of srun that run `python ARGV` once on each node of a replica and write the answers to `folder`."""
     block = deployment.slurm or Slurm()
-    words = [line for line in directives(deployment, Needs(0, None, None), folder) if not line.startswith(_NOT_ASKED)]
-    inside = ["apptainer", "exec", "--bind", folder, block.container] if block.container else []
+    lines = directives(deployment, Needs(0, None, None), folder)
     script = "\n".join(
         [
             'give_up() { echo "$*" >&2; echo 1 >"$at.code"; exit 1; }',
@@ -285,11 +286,11 @@ def survey(deployment: Deployment, python: str, argv: Sequence[str], folder: str
             'echo $? >"$at.code.new" && mv "$at.code.new" "$at.code"',
         ]
     )
-    flags = [f"--{line}" for line in words] + ["--time=2"]
-    return [*flags, "bash", "-c", script, "survey", *inside, _interpreter(block, python), *argv]
+    flags = [f"--{line}" for line in lines if not line.startswith(_NOT_IN_SURVEY)] + ["--time=2"]
+    return [*flags, "bash", "-c", script, "survey", *_python(block, python, folder), *argv]
 
 
-_NOT_ASKED = ("chdir=", "output=", "open-mode=", "signal=", "requeue", "no-requeue", "time=", "mem=", "exclusive")
+_NOT_IN_SURVEY = ("chdir=", "output=", "open-mode=", "signal=", "requeue", "no-requeue", "time=", "mem=", "exclusive")
 
 
 def _prologue(block: Slurm) -> Iterator[str]:
@@ -305,45 +306,37 @@ def _prologue(block: Slurm) -> Iterator[str]:
 
 
 def problems(deployment: Deployment, run_path: str) -> list[Problem]:
-    """Words that may not stand in a script, or that are ours to say."""
+    """Values that may not stand in a script, or that penstock sets itself."""
     block = deployment.slurm or Slurm()
-    found = []
+    return [*_text_problems(block), *_value_problems(deployment, block, run_path), *_directive_problems(block)]
+
+
+def _text_problems(block: Slurm) -> Iterator[Problem]:
     words = ("partition", "gateway_partition", "account", "qos", "constraint", "gres", "time", "memory", "nodelist")
-    for field in words:
+    lines = ("conda", "venv", "container", "python", "modules", "prologue")
+    for field in words + lines:
         value = getattr(block, field)
-        if value is not None and not _is_word(value):
-            found.append(
-                Problem(f"slurm.{field}", f"{value!r} cannot be written in a batch script", "no quotes, no spaces")
-            )
-    for field in ("conda", "venv", "container", "python"):
-        value = getattr(block, field)
-        if value is not None and not (value and value.isprintable()):
-            found.append(
-                Problem(f"slurm.{field}", f"{value!r} cannot be written in a batch script", "one line of text")
-            )
-    for field in ("modules", "prologue"):
-        found += [
-            Problem(f"slurm.{field}", f"{value!r} cannot be written in a batch script", "one line each")
-            for value in getattr(block, field)
-            if not value or not value.replace("\t", " ").isprintable()
-        ]
+        hint = "no quotes, no spaces" if field in words else "one line of text"
+        for text in (value,) if isinstance(value, str) else value or ():
+            is_good = _is_word(text) if field in words else text and text.replace("\t", " ").isprintable()
+            if not is_good:
+                yield Problem(f"slurm.{field}", f"{text!r} cannot be written in a batch script", hint)
+
+
+def _value_problems(deployment: Deployment, block: Slurm, run_path: str) -> Iterator[Problem]:
     if block.time is not None and seconds_of(block.time) is None and block.time.upper() != "UNLIMITED":
-        found.append(Problem("slurm.time", f'"{block.time}" is no time', 'minutes, or "days-hours:minutes:seconds"'))
+        yield Problem("slurm.time", f'"{block.time}" is no time', 'minutes, or "days-hours:minutes:seconds"')
     if block.memory is not None and _is_word(block.memory) and mib_of(block.memory) is None:
-        found.append(Problem("slurm.memory", f'"{block.memory}" is no size', "a number with K, M, G or T: 64G; 0: all"))
+        yield Problem("slurm.memory", f'"{block.memory}" is no size', "a number with K, M, G or T: 64G; 0: all")
     if block.cpus_per_node is not None and block.cpus_per_node < 1:
-        found.append(Problem("slurm.cpus_per_node", f"{block.cpus_per_node} is below 1"))
+        yield Problem("slurm.cpus_per_node", f"{block.cpus_per_node} is below 1")
     if block.controller == "job" and deployment.gateway.on != "job":
-        found.append(Problem("slurm.controller", '"job", but the gateway is not in a job', "set gateway.on: job"))
+        yield Problem("slurm.controller", '"job", but the gateway is not in a job', "set gateway.on: job")
     if block.successor_s is not None and block.successor_s < 0:
-        found.append(Problem("slurm.successor_s", f"{block.successor_s:g} is below 0"))
+        yield Problem("slurm.successor_s", f"{block.successor_s:g} is below 0")
     if not _PATH.match(run_path):
-        found.append(
-            Problem(
-                "", f'the run folder "{run_path}" cannot be written in a batch script', "set PENSTOCK_HOME to another"
-            )
-        )
-    return [*found, *_directive_problems(block)]
+        words = f'the run folder "{run_path}" cannot be written in a batch script'
+        yield Problem("", words, "set PENSTOCK_HOME to another")
 
 
 def _directive_problems(block: Slurm) -> Iterator[Problem]:
@@ -364,7 +357,3 @@ def _directive_problems(block: Slurm) -> Iterator[Problem]:
 
 def _is_word(value: str) -> bool:
     return _PLAIN.match(value) is not None
-
-
-def _quoted(value: str) -> str:
-    return value if _is_word(value) else f'"{value}"'

@@ -1,4 +1,4 @@
-"""What a Slurm cluster has, as `scontrol show` tells it, and whether it has what a deployment asks for. Pure."""
+"""What a Slurm cluster has, as `scontrol show` prints it, and whether that is what a deployment requests. Pure."""
 
 from __future__ import annotations
 
@@ -69,14 +69,10 @@ def _rows(text: str, first: str) -> Iterator[dict[str, str]]:
 
 
 def _partition(row: dict[str, str]) -> Partition:
-    max_nodes = row.get("MaxNodes", "")
-    return Partition(
-        row["PartitionName"],
-        row.get("Default") == "YES",
-        row.get("State", "UP") == "UP",
-        seconds_of(row.get("MaxTime", "")),
-        int(max_nodes) if max_nodes.isdigit() else None,
-    )
+    most, max_time_s = row.get("MaxNodes", ""), seconds_of(row.get("MaxTime", ""))
+    max_nodes = int(most) if most.isdigit() else None
+    is_default, is_up = row.get("Default") == "YES", row.get("State", "UP") == "UP"
+    return Partition(row["PartitionName"], is_default, is_up, max_time_s, max_nodes)
 
 
 def _node(row: dict[str, str]) -> SiteNode:
@@ -100,18 +96,18 @@ def parse_gres(text: str) -> list[tuple[str, str, int]]:
 
 
 def requested(block: Slurm) -> list[tuple[str, str, int]]:
-    """What `slurm.gres` asks for, as `parse_gres` has it. Without a number it is one, as for Slurm: "gpu:h100"."""
+    """What `slurm.gres` requests, as `parse_gres` returns it. Without a number it is one, as for Slurm: "gpu:h100"."""
     words = (block.gres or "").split(",")
     return parse_gres(",".join(word if re.search(r":\d+\Z", word) else f"{word}:1" for word in words))
 
 
 def expand(text: str) -> list[str]:
     """Names of a node list: "a[1-2,07],b" is a1, a2, a07, b."""
-    found = []
+    names = []
     for word in re.split(r",(?![^\[]*\])", text):
         match = _BRACKET.match(word)
         if match is None:
-            found += [word] if word else []
+            names += [word] if word else []
             continue
         before, ranges, after = match.groups()
         for part in ranges.split(","):
@@ -119,12 +115,12 @@ def expand(text: str) -> list[str]:
             if not low.isdigit() or (high and not high.isdigit()):
                 return []
             numbers = range(int(low), int(high or low) + 1)
-            found += [f"{before}{number:0{len(low)}d}{rest}" for number in numbers for rest in expand(after) or [""]]
-    return found
+            names += [f"{before}{number:0{len(low)}d}{rest}" for number in numbers for rest in expand(after) or [""]]
+    return names
 
 
 def candidates(site: Site, block: Slurm) -> list[SiteNode]:
-    """The nodes that a job may get: of its partition, with its constraint, types of GPU and node list."""
+    """The nodes that a job may get, by its partition, constraint, types of GPU and node list."""
     partition = site.partition(block.partition)
     if partition is None:
         return []
@@ -141,115 +137,116 @@ def candidates(site: Site, block: Slurm) -> list[SiteNode]:
 
 
 def _has_features(node: SiteNode, constraint: str | None) -> bool:
-    """Of plain words with & or |; Slurm itself judges the richer ones."""
+    """Judges plain words with & or |; sbatch judges the others."""
     if not constraint or re.search(r"[\[\]()*]", constraint):
         return True
     return any(set(either.split("&")) <= node.features for either in re.split(r"[|,]", constraint))
 
 
 def problems(site: Site, deployment: Deployment) -> list[Problem]:
-    """All that this site cannot give, with what it can. Accounts and QOS are for sbatch to judge."""
+    """All that this site does not have, with what it has. sbatch judges accounts and QOS."""
     block = deployment.slurm or Slurm()
     partition = site.partition(block.partition)
-    names = [one.name for one in site.partitions]
+    names = [row.name for row in site.partitions]
     if partition is None and block.partition is None:
         return [Problem("slurm.partition", "is missing: no partition is the default", f"one of {', '.join(names)}")]
     if partition is None:
-        close = nearest(block.partition or "", names)
-        hint = f'did you mean "{close}"?' if close else f"there are: {', '.join(names)}"
+        hint = _alternatives(block.partition or "", names)
         return [Problem("slurm.partition", f'there is no partition "{block.partition}"', hint)]
-    found = []
+    problems = []
     if not partition.is_up:
-        found.append(Problem("slurm.partition", f'partition "{partition.name}" is not up', "see sinfo"))
-    limit_s, asked_s = partition.max_time_s, seconds_of(block.time or "")
-    if limit_s is not None and (asked_s or 0.0) > limit_s:
+        problems.append(Problem("slurm.partition", f'partition "{partition.name}" is not up', "see sinfo"))
+    limit_s, wanted_s = partition.max_time_s, seconds_of(block.time or "") or 0.0
+    if limit_s is not None and wanted_s > limit_s:
         words = f'"{block.time}" is above the {show_seconds(limit_s)} of partition "{partition.name}"'
-        found.append(Problem("slurm.time", words, _longer(site, asked_s or 0.0)))
+        longer = [p.name for p in site.partitions if p.is_up and (p.max_time_s is None or p.max_time_s >= wanted_s)]
+        hint = f"partitions that allow it: {', '.join(longer)}" if longer else "no partition allows it"
+        problems.append(Problem("slurm.time", words, hint))
     here = [node for node in site.nodes if partition.name in node.partitions]
-    return [*found, *_gres_problems(block, here), *_node_problems(site, deployment, partition, here)]
+    gres_problems = list(_gres_problems(block, here))
+    return [*problems, *gres_problems, *_node_problems(site, deployment, partition, here, not gres_problems)]
 
 
-def _longer(site: Site, asked_s: float) -> str:
-    """Partitions that allow such a time."""
-    longer = (one for one in site.partitions if one.max_time_s is None or one.max_time_s >= asked_s)
-    names = [one.name for one in longer if one.is_up]
-    return f"partitions that allow it: {', '.join(names)}" if names else "no partition allows it"
+def _alternatives(word: str, legal: Sequence[str], otherwise: str = "") -> str:
+    close = nearest(word, legal)
+    return f'did you mean "{close}"?' if close else f"there are: {', '.join(legal) or otherwise}"
 
 
 def _gres_problems(block: Slurm, here: Sequence[SiteNode]) -> Iterator[Problem]:
-    if block.gres is None:
-        return
-    asked = requested(block)
-    if not asked:
+    requests = requested(block) if block.gres is not None else []
+    if block.gres is not None and not requests:
         yield Problem("slurm.gres", f'"{block.gres}" is no request for generic resources', "example: gpu:h100:4")
     types = sorted({kind for node in here for kind in node.gpus if kind})
-    for name, kind, _ in asked:
+    for name, kind, _ in requests:
         if name == "gpu" and kind and kind not in types:
-            close = nearest(kind, types)
-            hint = f'did you mean "{close}"?' if close else f"there are: {', '.join(types) or 'GPUs without a type'}"
+            hint = _alternatives(kind, types, "GPUs without a type")
             yield Problem("slurm.gres", f'no node of this partition has GPUs of type "{kind}"', hint)
 
 
 def _node_problems(
-    site: Site, deployment: Deployment, partition: Partition, here: Sequence[SiteNode]
+    site: Site, deployment: Deployment, partition: Partition, here: Sequence[SiteNode], is_good_gres: bool
 ) -> Iterator[Problem]:
     block, n_nodes = deployment.slurm or Slurm(), deployment.hardware.nodes
-    found = candidates(site, block)
-    if not found and not any(_gres_problems(block, here)):
+    nodes = candidates(site, block)
+    if not nodes:
         words = f'no node of partition "{partition.name}" matches constraint and nodelist'
-        features = sorted(set().union(*(node.features for node in here))) if here else []
-        yield Problem("slurm.constraint", words, f"features there: {', '.join(features) or 'none'}")
-    most = max(((node.n_gpus, node.name) for node in found), default=(0, ""))
-    wanted = _gpus_asked(deployment) or 0
-    if found and wanted > most[0]:
+        features = sorted(frozenset[str]().union(*(node.features for node in here)))
+        if is_good_gres:
+            yield Problem("slurm.constraint", words, f"features there: {', '.join(features) or 'none'}")
+        return
+    n_gpus, host = max((node.n_gpus, node.name) for node in nodes)
+    wanted = _gpus_wanted(deployment) or 0
+    if wanted > n_gpus:
         field = "slurm.gres" if block.gres else "hardware.gpus_per_node"
-        has = f"the most is {most[0]} on {most[1]}" if most[0] else "they have none"
+        has = f"the most is {n_gpus} on {host}" if n_gpus else "they have none"
         yield Problem(field, f'{wanted} GPUs a node, but of the nodes of partition "{partition.name}" {has}')
-    allowed = min(len(found), partition.max_nodes or len(found))
-    if found and n_nodes > allowed:
+    allowed = min(len(nodes), partition.max_nodes or len(nodes))
+    if n_nodes > allowed:
         words = f'{n_nodes} nodes a replica, but partition "{partition.name}" gives {allowed} of that kind'
         yield Problem("hardware.nodes", words)
-    cpus = max((node.cpus for node in found), default=0)
-    if found and (block.cpus_per_node or 0) > cpus:
+    cpus, memory_mib = max(node.cpus for node in nodes), max(node.memory_mib for node in nodes)
+    if (block.cpus_per_node or 0) > cpus:
         yield Problem("slurm.cpus_per_node", f"{block.cpus_per_node}, but no node has more than {cpus}")
-    memory_mib = max((node.memory_mib for node in found), default=0)
-    if found and (mib_of(block.memory or "") or 0) > memory_mib:
+    if (mib_of(block.memory or "") or 0) > memory_mib:
         yield Problem("slurm.memory", f'"{block.memory}", but no node has more than {memory_mib}M')
-    yield from _card_problems(deployment, found)
+    yield from _card_problems(deployment, nodes)
 
 
-def _gpus_asked(deployment: Deployment) -> int | None:
-    """GPUs a node, None where nobody says: then all that a node has."""
+def _gpus_wanted(deployment: Deployment) -> int | None:
+    """GPUs a node; None, which is all that a node has, where the file does not say."""
     block = deployment.slurm or Slurm()
     if block.gres is not None:
         return sum(n for name, _, n in requested(block) if name == "gpu")
     return deployment.hardware.gpus_per_node
 
 
-def _card_problems(deployment: Deployment, found: Sequence[SiteNode]) -> Iterator[Problem]:
-    """Slurm tells a type of GPU at most, never its memory: without it nothing can be planned."""
-    hardware, kinds = deployment.hardware, sorted({kind for node in found for kind in node.gpus})
+def _card_problems(deployment: Deployment, nodes: Sequence[SiteNode]) -> Iterator[Problem]:
+    """Slurm knows at most a type of GPU, never its memory, which a plan needs."""
+    hardware, kinds = deployment.hardware, sorted({kind for node in nodes for kind in node.gpus})
+    names = ", ".join(kind or "(no type)" for kind in kinds)
     if not kinds or hardware.gpus_per_node == 0 or deployment.engine.kind not in ("auto", "vllm"):
         return
     if hardware.gpu is None:
         like = [card for card in catalog.gpu_ids() if any(kind and kind in card for kind in kinds)]
         hint = f"one of {', '.join(like)}" if like else "`penstock plan --help` shows where to find the names"
-        told = ", ".join(kind or "(no type)" for kind in kinds)
-        yield Problem("hardware.gpu", f"is missing: Slurm reports only the GPU type {told}", hint)
-    if len({frozenset(node.gpus) for node in found}) > 1 and not (deployment.slurm or Slurm()).gres:
-        words = f"nodes have GPUs of several kinds: {', '.join(kind or '(no type)' for kind in kinds)}"
+        yield Problem("hardware.gpu", f"is missing: Slurm reports only the GPU type {names}", hint)
+    if len({frozenset(node.gpus) for node in nodes}) > 1 and not (deployment.slurm or Slurm()).gres:
+        words = f"nodes have GPUs of several kinds: {names}"
         yield Problem("slurm.gres", words, f"example: gres: gpu:{next(filter(None, kinds), 'h100')}:4")
 
 
 def machines(site: Site | None, deployment: Deployment, versions: dict[str, str]) -> list[Machine]:
     """What a job gets on each node that it may land on. Without a site: what the file names, on as many nodes."""
     block, hardware = deployment.slurm or Slurm(), deployment.hardware
-    found = candidates(site, block) if site is not None else []
-    up, wanted = [node for node in found if node.is_up] or found, _gpus_asked(deployment)
+    nodes = candidates(site, block) if site is not None else []
+    up, wanted = [node for node in nodes if node.is_up] or nodes, _gpus_wanted(deployment)
     if not up:
-        names = [f"node-{number + 1}" for number in range(hardware.nodes)]
-        up = [SiteNode(name, _UNKNOWN_CPUS, _UNKNOWN_MIB, {}, frozenset(), frozenset(), True) for name in names]
-        return [_machine(node, block, wanted or 0, hardware.gpu, versions) for node in up]
+        wanted = wanted or 0
+        kinds = {"": wanted} if wanted else {}
+        up = [
+            SiteNode(f"node-{rank + 1}", _UNKNOWN_CPUS, _UNKNOWN_MIB, kinds, frozenset(), frozenset(), True)
+            for rank in range(hardware.nodes)
+        ]
     return [
         _machine(node, block, node.n_gpus if wanted is None else wanted, hardware.gpu, versions)
         for node in up
@@ -273,7 +270,7 @@ def _machine(node: SiteNode, block: Slurm, n_gpus: int, card: str | None, versio
 
 
 def _gpus(count: int, card: str | None) -> Iterable[Gpu]:
-    """As the catalogue knows the card; Slurm gives them whole, so they count as free."""
+    """The catalogue's card; Slurm allocates whole GPUs, so all memory counts as free."""
     if card is None:
         return (Gpu(index, "GPU", 80 * GIB, 80 * GIB) for index in range(count))
     known = catalog.gpu(card)

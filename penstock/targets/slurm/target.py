@@ -1,8 +1,7 @@
-"""Target "slurm": every unit is a job. Slurm's own commands are all that is used, and squeue's answer is cached.
+"""Target "slurm": every unit is a job, placed and ended by Slurm's own commands.
 
-What a job does is in `script`. A replica's job ends by itself when its nodes end, so a replica is drained by a signal
-to its step and the job is cancelled only when that does not help. A job is known by its number in the handle and, if
-the controller was killed before that was written, by its working folder and its name.
+A replica is drained by a signal to its step; its job ends when its nodes end, and is cancelled only when it does not.
+A job is known by its number in the handle or, if the controller was killed before it wrote that, by folder and name.
 """
 
 from __future__ import annotations
@@ -57,9 +56,8 @@ class Slurm(Target):
     def placed(self, deployment: Deployment) -> tuple[Kind, ...]:
         if deployment.gateway.on != "job":
             return ("replica",)
-        return (
-            ("replica", "gateway", "controller") if _block(deployment).controller == "job" else ("replica", "gateway")
-        )
+        controller: tuple[Kind, ...] = ("controller",) if _block(deployment).controller == "job" else ()
+        return ("replica", "gateway", *controller)
 
     def time_limit_s(self, deployment: Deployment) -> tuple[str, float] | None:
         limit_s = queue.seconds_of(_block(deployment).time or "")
@@ -83,7 +81,7 @@ class Slurm(Target):
         if problems or (is_rehearsal and not is_client):
             return problems
         if not is_client:
-            hint = "run penstock on a login node, where it is"
+            hint = "run penstock on a login node"
             return [Problem("target", "this machine is no client of Slurm: there is no sbatch", hint)]
         return site.problems(commands.read_site(), deployment) or commands.tested(deployment, str(run_path))
 
@@ -93,33 +91,13 @@ class Slurm(Target):
         return site.machines(commands.read_site(), deployment, commands.versions(deployment))
 
     def survey(self, deployment: Deployment, argv: Sequence[str], timeout_s: float) -> list[Surveyed]:
-        with tempfile.TemporaryDirectory(dir=_shared_folder(), prefix="survey.") as folder:
+        home().mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=home(), prefix="survey.") as folder:  # on the shared file system
             name = f"penstock-survey-{secrets.token_hex(4)}"
             words = slurm_script.survey(deployment, sys.executable, argv, folder)
-            child = subprocess.Popen(
-                ["srun", f"--job-name={name}", *words],
-                env=commands.environment(),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                start_new_session=True,
-            )
-            try:
-                output, _ = child.communicate(timeout=timeout_s)
-            except subprocess.TimeoutExpired:
-                output = self._survey_over_time(child, name, timeout_s)
+            output = _run_survey(["srun", f"--job-name={name}", *words], name, timeout_s)
             surveyed = _surveyed(Path(folder))
         return surveyed or [Surveyed("slurm", None, err=" ".join(output.split())[-500:])]
-
-    def _survey_over_time(self, child: subprocess.Popen[str], name: str, timeout_s: float) -> str:
-        answer = ask(["squeue", "-h", "-n", name, "-o", "%T %r"]).stdout.split(maxsplit=1)
-        ask(["scancel", f"--name={name}", f"--user={getpass.getuser()}"])
-        child.kill()
-        child.communicate()
-        if answer and answer[0] == "PENDING":
-            return f"no node free within {timeout_s:.0f} s: {queue.reason_in_words(answer[-1].strip())}"
-        return f"no answer within {timeout_s:.0f} s"
 
     def render(self, launch: Launch, python: str, deployment: Deployment) -> Artifact:
         run_path = str(Path(launch.token_file).parent.parent)
@@ -138,19 +116,18 @@ class Slurm(Target):
 
     def place(self, run: Run, units: Collection[Unit]) -> Handle:
         entries = dict(run.handle().units)
-        if not entries:  # of a launch before this one, which should have left none
-            self._end_replicas(run, self._of_folder(run.path), 0.0)
-        before, problems = dict(entries), list[PenstockError]()
-        services = [unit for unit in sorted(units, key=order) if unit.kind != "replica"]
-        problems += self._start(run, services, entries)
+        if not entries:  # end what an earlier launch left
+            self._end_replicas(run, self._replica_jobs(run), 0.0)
+        before = dict(entries)
+        problems = self._start(run, [unit for unit in sorted(units, key=order) if unit.kind != "replica"], entries)
         leaving = [entries.pop(key) for key in list(entries) if unit_of(key) not in units]
         self._dismiss(run, {str(entry["job"]) for entry in entries.values()})
-        known = set(self._of_folder(run.path))
+        known = set(self._replica_jobs(run))
         ending = [str(entry.get("job")) for entry in leaving]
         self._end_replicas(run, [job for job in ending if job in known], run.plan().drain_s + _GOODBYE_S)
         problems += self._start(run, [unit for unit in sorted(units, key=order) if unit.kind == "replica"], entries)
         ours = {str(entry["job"]) for entry in entries.values()}
-        self._end_replicas(run, [number for number in self._of_folder(run.path) if number not in ours], 0.0)
+        self._end_replicas(run, [number for number in self._replica_jobs(run) if number not in ours], 0.0)
         if problems and entries == before:
             raise problems[0]
         return Handle(self.name, entries)
@@ -163,7 +140,7 @@ class Slurm(Target):
             unit, number = unit_of(key), str(entry.get("job"))
             before = self._last.get((str(run.path), number))
             if jobs is None:
-                # A controller that restarts while Slurm is silent must not take that for a lost job.
+                # A controller that restarts while Slurm is silent must not count the job as lost.
                 last = before or Placement("placed")
                 reason = last.reason or f"Slurm does not answer: {self._queue.silence}"
                 placements[unit] = msgspec.structs.replace(last, reason=reason)
@@ -182,25 +159,23 @@ class Slurm(Target):
             return
         services = self._dismiss(run, set())
         self._make_over(services, grace_s)
-        self._end_replicas(run, sorted({*known, *self._of_folder(run.path)}), grace_s)
-        late = self._dismiss(run, set())  # sent by a controller that was ended
-        self._make_over(late, 0.0)
+        self._end_replicas(run, sorted({*known, *self._replica_jobs(run)}), grace_s)
+        self._make_over(self._dismiss(run, set()), 0.0)  # submitted by a controller that was ended since
 
     def keep_up(self, run: Run) -> None:
-        """Gateways that were told to end and are still there after their time are cancelled."""
-        notes = sorted(run.gateway_folder.glob(f"{_TOLD}*"))
-        jobs = self._queue.cached() if notes else None
+        """Cancel gateways that have not drained in their time."""
+        notes = sorted(run.gateway_folder.glob(f"{_DRAINING}*"))
+        jobs = (self._queue.cached() if notes else None) or {}
         for note in notes:
-            number = note.name.removeprefix(_TOLD)
-            if jobs is None or number not in jobs or jobs[number].is_over:
-                continue
+            number = note.name.removeprefix(_DRAINING)
             is_late = time.time() - note.stat().st_mtime > run.deployment().gateway.drain_s + _TERM_S
-            if is_late and time.monotonic() - self._forced_at.get(number, -1e9) > _FORCE_EVERY_S:
+            is_alive = number in jobs and not jobs[number].is_over
+            if is_alive and is_late and time.monotonic() - self._forced_at.get(number, -1e9) > _FORCE_EVERY_S:
                 self._forced_at[number] = time.monotonic()
                 self._queue.cancel([number])
 
     def _start(self, run: Run, units: Sequence[Unit], entries: dict[str, dict[str, object]]) -> list[PenstockError]:
-        """Submit a job for each of these units that has none; `entries` then has it. What was refused is returned."""
+        """Submit a job for each of these units that has none, and note it in `entries`; returns what was refused."""
         jobs, problems = self._queue.now(), []
         for unit in units:
             job = jobs.get(str(entries.get(unit.key, {}).get("job")))
@@ -211,23 +186,22 @@ class Slurm(Target):
                     problems.append(exc)
         return problems
 
-    def _of_folder(self, folder: Path) -> list[str]:
-        return [job.number for job in self._queue.answered().values() if job.folder == str(folder) and not job.is_over]
+    def _of_folder(self, folder: Path) -> list[Job]:
+        return [job for job in self._queue.answered().values() if job.folder == str(folder) and not job.is_over]
+
+    def _replica_jobs(self, run: Run) -> list[str]:
+        return [job.number for job in self._of_folder(run.path)]
 
     def _send(self, run: Run, unit: Unit) -> str:
-        """Submit the job of a unit; its number, with which its log has its plain name."""
+        """Submit the job of a unit, link its log to its plain name, and return its number."""
         (run.path / "jobs").mkdir(exist_ok=True)
         launch, name = run.record().id, _job_name(run, unit)
+        file = str(run.artifact_path / _FILES[unit.kind])
+        argv = ["sbatch", "--parsable", f"--job-name={name}", file, launch, unit.name]
         if unit.kind == "replica":
             argv = [w.replace("{replica}", unit.name).replace("{launch}", launch) for w in run.artifact().argv]
-            file = slurm_script.FILE
-        else:
-            file = slurm_script.GATEWAY_FILE if unit.kind == "gateway" else slurm_script.CONTROLLER_FILE
-            argv = ["sbatch", "--parsable", f"--job-name={name}", str(run.artifact_path / file), launch, unit.name]
-        number = self._queue.submit(
-            argv, f'{unit.kind} {unit.name} of "{run.name}"', f"The script: {run.artifact_path / file}",
-            slurm_script.variables(run.deployment()),
-        )  # fmt: skip
+        what = f'{unit.kind} {unit.name} of "{run.name}"'
+        number = self._queue.submit(argv, what, f"The script: {file}", slurm_script.variables(run.deployment()))
         log = run.log(_log_name(unit))
         fresh = log.with_name(f".{log.name}.{number}")
         fresh.unlink(missing_ok=True)
@@ -238,20 +212,19 @@ class Slurm(Target):
     # ---- the end -----------------------------------------------------------------------------------------------------
 
     def _dismiss(self, run: Run, keep: Collection[str]) -> list[str]:
-        """Tell all gateways and controllers of a run to end, but those to `keep`. Does not wait; their numbers.
+        """Begin to end all gateways and controllers of a run except `keep`; their numbers. Does not wait.
 
-        A gateway drains; it is told once, for a second signal would end its drain.
+        A gateway drains; it gets one signal, since a second one would end its drain.
         """
         if not shutil.which("squeue"):
             return []
-        jobs = [job for job in self._queue.answered().values() if job.folder == str(run.gateway_folder)]
-        # The controller that asks is not ended: it ends by itself when its successor runs.
+        # A controller does not end itself here: it ends when its successor runs.
         keep = {*keep, os.environ.get("SLURM_JOB_ID", "")}
-        jobs = [job for job in jobs if not job.is_over and job.number not in keep]
+        jobs = [job for job in self._of_folder(run.gateway_folder) if job.number not in keep]
         for job in jobs:
-            is_gateway = job.name.startswith(f"{run.name}-gateway-")
-            note = run.gateway_folder / f"{_TOLD}{job.number}"
-            if job.is_queued or not is_gateway:  # a signal to a job that waits hangs until it runs
+            note = run.gateway_folder / f"{_DRAINING}{job.number}"
+            # A signal to a pending job hangs until it runs.
+            if job.is_queued or not job.name.startswith(f"{run.name}-gateway-"):
                 self._queue.cancel([job.number])
             # scancel alone would be KILL after KillWait, however long requests last.
             elif not note.exists() and not ask(["scancel", "--signal=TERM", "--batch", job.number]).returncode:
@@ -262,7 +235,7 @@ class Slurm(Target):
         """End jobs and wait until nothing of them runs: their nodes drain, for at most `grace_s`."""
         if not numbers:
             return
-        # Cancelled now, it would leave what it is about to clear away.
+        # Cancelled now, it would leave what it is about to remove.
         sweeping = {number for number in numbers if (_note(run, number) or "").startswith("sweeping")}
         with_nodes = self._queue.with_steps(numbers) - sweeping
         self._queue.cancel([number for number in numbers if number not in with_nodes | sweeping])
@@ -275,7 +248,7 @@ class Slurm(Target):
         self._make_over(numbers, _TERM_S if with_nodes else 0.0)
 
     def _make_over(self, numbers: Sequence[str], grace_s: float) -> None:
-        """Cancel those that are not over by themselves after `grace_s`.  Raises PenstockError for those that stay."""
+        """Cancel jobs that are not over after `grace_s`.  Raises PenstockError for those that stay."""
         if not numbers:
             return
         self._queue.cancel(self._queue.wait_over(numbers, grace_s))
@@ -288,8 +261,32 @@ class Slurm(Target):
             )
 
 
+_FILES = {
+    "replica": slurm_script.FILE,
+    "gateway": slurm_script.GATEWAY_FILE,
+    "controller": slurm_script.CONTROLLER_FILE,
+}
 _AGAIN = "was requeued: "
-_TOLD = "told-"  # the note that a gateway was told to drain, also for a controller that comes after
+_DRAINING = "told-"  # the note that a gateway drains; the next controller reads it too
+
+
+def _run_survey(argv: Sequence[str], name: str, timeout_s: float) -> str:
+    """Run srun, and cancel its job after `timeout_s`; what it printed, or why it did not run."""
+    stdout, stderr = subprocess.PIPE, subprocess.STDOUT
+    child = subprocess.Popen(
+        argv, env=commands.environment(), stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        return child.communicate(timeout=timeout_s)[0]
+    except subprocess.TimeoutExpired:
+        answer = ask(["squeue", "-h", "-n", name, "-o", "%T %r"]).stdout.split(maxsplit=1)
+        ask(["scancel", f"--name={name}", f"--user={getpass.getuser()}"])
+        child.kill()
+        child.communicate()
+    if answer and answer[0] == "PENDING":
+        return f"no node free within {timeout_s:.0f} s: {queue.reason_in_words(answer[-1].strip())}"
+    return f"no answer within {timeout_s:.0f} s"
 
 
 def _job_name(run: Run, unit: Unit) -> str:
@@ -301,7 +298,7 @@ def _log_name(unit: Unit) -> str:
 
 
 def _submitted_before(run: Run, unit: Unit, jobs: Mapping[str, Job]) -> str | None:
-    """A job that was sent for this unit by a controller that was killed before it noted that."""
+    """The job of this unit that a controller submitted and, killed, did not note."""
     folder = run.path if unit.kind == "replica" else run.gateway_folder
     alive = (job for job in jobs.values() if job.folder == str(folder) and not job.is_over)
     name = _job_name(run, unit)
@@ -312,19 +309,19 @@ def _placement_of(
     run: Run, unit: Unit, number: str, job: Job | None, before: Placement | None, lead_s: float | None
 ) -> Placement:
     note = _note(run, number)
-    # What is final is not asked again: sacct would be at every look while squeue still tells the job.
+    # Not asked again: that would be sacct in every tick for as long as squeue lists the job.
     if before is not None and before.state == "gone" and (job is None or (job.is_over and before.is_final)):
         return before
     placement = _placement(job, note, lead_s, before) if job is not None else _forgotten(number, note)
     if unit.kind == "replica":
         return placement
-    # It is started again, also when it was cancelled by hand: without it nothing is served.
+    # It is restarted even when it was cancelled by hand: without it nothing is served.
     reason = placement.reason or (f"job {number} on {job.nodes}" if job is not None else None)
     return msgspec.structs.replace(placement, is_final=False, reason=reason)
 
 
 def _placement(job: Job, note: str | None, lead_s: float | None, before: Placement | None) -> Placement:
-    """Where a job's replica is. `note`: what the job itself wrote last; `lead_s`: as `Placement` has it."""
+    """`note`: what the job itself wrote last; `lead_s`: as in `Placement`."""
     if job.is_queued:
         is_again = before is not None and (before.state == "placed" or _AGAIN in (before.reason or ""))
         words = f"job {job.number} {_AGAIN if is_again else ''}{queue.reason_in_words(job.reason)}"
@@ -339,7 +336,7 @@ def _placement(job: Job, note: str | None, lead_s: float | None, before: Placeme
 
 
 def _forgotten(number: str, note: str | None) -> Placement:
-    """Where the replica of a job is that squeue does not tell any more."""
+    """The placement of a job that squeue no longer lists."""
     state = commands.accounted(number)
     if state.startswith("CANCELLED"):
         return Placement("gone", f"its job {number} was cancelled by hand ({state.lower()})", is_final=True)
@@ -351,7 +348,7 @@ def _forgotten(number: str, note: str | None) -> Placement:
 
 
 def _note(run: Run, number: str) -> str | None:
-    """What the job wrote of itself; None before it started."""
+    """What the job wrote last; None before it started."""
     try:
         return (run.path / "jobs" / number).read_text("utf-8", "replace").strip()
     except OSError:
@@ -372,18 +369,9 @@ def _block_of(run: Run) -> SlurmBlock:
 def _surveyed(folder: Path) -> list[Surveyed]:
     ranks = sorted(int(path.stem) for path in folder.glob("*.host"))
 
-    def text(rank: int, kind: str) -> str:
-        path = folder / f"{rank}.{kind}"
-        return path.read_text("utf-8", "replace") if path.exists() else ""
+    def answer(rank: int) -> Surveyed:
+        paths = (folder / f"{rank}.{kind}" for kind in ("host", "code", "out", "err"))
+        host, code, out, err = (path.read_text("utf-8", "replace") if path.exists() else "" for path in paths)
+        return Surveyed(host.strip(), int(code) if code.strip() else None, out, err)
 
-    return [
-        Surveyed(text(rank, "host").strip(), int(code) if (code := text(rank, "code").strip()) else None,
-                 text(rank, "out"), text(rank, "err"))
-        for rank in ranks
-    ]  # fmt: skip
-
-
-def _shared_folder() -> Path:
-    path = home()
-    path.mkdir(parents=True, exist_ok=True)
-    return path
+    return [answer(rank) for rank in ranks]

@@ -29,49 +29,40 @@ _SILENCE_S = 15.0
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
-def boot_id() -> str:
-    return _BOOT_ID.read_text().strip()
-
-
 def start(asked: Start) -> Started:
     """Start a node, detached, in place of whatever is left of an earlier one."""
     folder = Path(asked.folder)
-    for part in ("artifact", "logs"):
+    for part in ("artifact", "logs", "secrets"):
         (folder / part).mkdir(parents=True, exist_ok=True, mode=0o700)
-    (folder / "secrets").mkdir(exist_ok=True, mode=0o700)
     for name, text in asked.files.items():
-        write_atomically(folder / name, text.encode())
-    for name, text in asked.secrets.items():
-        write_atomically(folder / name, text.encode(), mode=0o600)
+        write_atomically(folder / name, text.encode(), 0o600 if name.startswith("secrets/") else 0o644)
     processes.sweep(str(folder), asked.replica, str(asked.rank))
-    port, announce = (
-        asked.ports.get(name) or free for name, free in zip(("port", "announce"), free_lasting_ports(2), strict=True)
-    )
+    port, announce = asked.ports or free_lasting_ports(2)
     argv = [word.replace("{port}", str(port)).replace("{announce}", str(announce)) for word in asked.argv]
     marks = processes.marks(str(folder), asked.run_id, "node")
-    marks |= {processes.MARK_REPLICA: asked.replica, processes.MARK_RANK: str(asked.rank)}
-    marks |= asked.environment
+    marks |= {processes.MARK_REPLICA: asked.replica, processes.MARK_RANK: str(asked.rank), **asked.environment}
     child = processes.start_detached(argv, marks, folder / asked.log)
-    return Started(child, boot_id(), socket.gethostname(), port, announce)
+    return Started(child, _BOOT_ID.read_text().strip(), socket.gethostname(), port, announce)
 
 
 def end(asked: End) -> Ended:
-    """End nodes: politely, then by force what carries the mark; then what they leave on the disk."""
+    """End nodes: politely, then by force what carries the mark; then remove what they left on the disk."""
     processes.end(asked.nodes, asked.grace_s)
-    swept = processes.sweep(asked.folder, asked.replica)
+    processes.sweep(asked.folder, asked.replica)
     remove_temporary(asked.run_id, asked.replica or "")
-    left = [f"process {process.pid}" for process in processes.find_marked(asked.folder, asked.replica)]
-    return Ended(tuple(process.pid for process in swept), tuple(left))
+    return Ended(tuple(f"process {found.pid}" for found in processes.find_marked(asked.folder, asked.replica)))
 
 
 def logs(path: Path, follow: bool, last: int | None) -> None:
     """Print a log. With `follow` until our input ends: ssh closes it when the reader has gone."""
     if follow:
         threading.Thread(target=_leave_with_input, daemon=True).start()
-    for line in file_lines(path, follow, last):
-        sys.stdout.write(line + "\n")
-        if follow:
-            sys.stdout.flush()
+    with contextlib.suppress(BrokenPipeError):
+        for line in file_lines(path, follow, last):
+            sys.stdout.write(line + "\n")
+            if follow:
+                sys.stdout.flush()
+        sys.stdout.flush()
 
 
 def _leave_with_input() -> None:
@@ -83,7 +74,7 @@ def _leave_with_input() -> None:
 def hold() -> None:
     """Keep a tunnel's end until its other end is silent, then end the connection that we came by.
 
-    When a link breaks without a word, sshd would keep the tunnel's port for hours, and no new tunnel could have it.
+    When a link breaks silently, sshd would keep the tunnel's port for hours, and no new tunnel could have it.
     """
     parent = os.getppid()
     sys.stdout.write("up\n")
@@ -92,8 +83,7 @@ def hold() -> None:
         if not os.read(0, 4096):
             return
     with contextlib.suppress(OSError):
-        name = Path(f"/proc/{parent}/comm").read_text()
-        if name.startswith("sshd"):
+        if Path(f"/proc/{parent}/comm").read_text().startswith("sshd"):
             os.kill(parent, signal.SIGTERM)
 
 
@@ -103,25 +93,22 @@ def main(argv: Sequence[str]) -> int:
     if verb == "hold":
         hold()
     elif verb == "logs":
-        last = int(words[words.index("--last") + 1]) if "--last" in words else None
-        with contextlib.suppress(BrokenPipeError):
-            logs(Path(words[0]), "--follow" in words, last)
-            sys.stdout.flush()
+        logs(Path(words[0]), "--follow" in words, int(words[words.index("--last") + 1]) if "--last" in words else None)
     else:
         sys.stdout.write(_answer(verb, sys.stdin.buffer.read()) + "\n")
     return 0
 
 
-def _answer(verb: str, given: bytes) -> str:
-    told: Mapping[str, str] | Started | Ended
+def _answer(verb: str, message: bytes) -> str:
+    answer: Mapping[str, str] | Started | Ended
     try:
         if verb == "start":
-            told = start(msgspec.json.decode(given, type=Start))
+            answer = start(msgspec.json.decode(message, type=Start))
         else:
-            told = end(msgspec.json.decode(given, type=End))
+            answer = end(msgspec.json.decode(message, type=End))
     except OSError as exc:
-        told = {"problem": f"{exc.strerror or exc}{f': {exc.filename}' if exc.filename else ''}"}
-    return msgspec.json.encode(told).decode()
+        answer = {"problem": f"{exc.strerror or exc}{f': {exc.filename}' if exc.filename else ''}"}
+    return msgspec.json.encode(answer).decode()
 
 
 if __name__ == "__main__":

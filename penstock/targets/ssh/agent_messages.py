@@ -1,4 +1,4 @@
-"""What `penstock.targets.ssh.agent` is told to do on a host, and what it answers: JSON over ssh."""
+"""What `penstock.targets.ssh.agent` is asked to do on a host, and its answers: JSON over ssh."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from penstock.wire.announcement import Process
 
 
 class Start(msgspec.Struct, frozen=True):
-    """A node to start. `folder`: of the run on this host. `files`: relative to it; `secrets` too, for our eyes only.
+    """A node to start. `folder`: of the run on this host; `files` are relative to it, those in secrets/ only for us.
 
-    In `argv` "{port}" and "{announce}" are the ports: those of `ports`, or free ones where that has none.
+    In `argv` "{port}" and "{announce}" are the two `ports`; free ones are taken when there are none.
     """
 
     folder: str
@@ -20,13 +20,12 @@ class Start(msgspec.Struct, frozen=True):
     argv: tuple[str, ...]
     log: str
     files: dict[str, str] = {}
-    secrets: dict[str, str] = {}
     environment: dict[str, str] = {}
-    ports: dict[str, int] = {}
+    ports: tuple[int, int] | None = None
 
 
 class Started(msgspec.Struct, frozen=True):
-    """Who the node is, on which boot of which host, and its ports: the engine's, and the one that leads to us."""
+    """The node, the boot of its host, and its ports: the engine's, and the one that leads to our admin address."""
 
     process: Process
     boot: str
@@ -46,7 +45,6 @@ class End(msgspec.Struct, frozen=True):
 
 
 class Ended(msgspec.Struct, frozen=True):
-    """What had to be ended by force, and what is still there."""
+    """What is still there, in words."""
 
-    swept: tuple[int, ...] = ()
     left: tuple[str, ...] = ()

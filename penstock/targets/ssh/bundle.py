@@ -1,7 +1,7 @@
-"""Penstock as files for another machine's Python: its own package, and what it needs to run a node, pinned.
+"""Penstock as one archive for another machine's Python: its own package and what a node needs, pinned.
 
-A host then needs nothing but Python. Versions are those that are installed here, so that what was tested here runs
-there. Where the host's Python is of our kind the installed files are copied; else pip, or uv, fetches its wheels.
+The host needs nothing but Python. Versions are those installed here. Where the host's Python is like ours the installed
+files are copied; else pip, or uv, fetches its wheels.
 """
 
 from __future__ import annotations
@@ -25,13 +25,16 @@ import msgspec
 import penstock
 from penstock.errors import PenstockError
 
-# What a node imports, with the least version that will do (pyproject.toml): the engine's own copy is kept where it is
-# new enough, since ours would come before it.
+# What a node imports, with the least version that will do (pyproject.toml). The host's copy is kept where it is new
+# enough, since ours would come before it.
 NEEDED = {"msgspec": "0.19", "psutil": "6", "PyYAML": "6"}
 _PACKAGE = Path(penstock.__file__).resolve().parent
 _FETCH_S = 300.0
 # https://peps.python.org/pep-0600/: a wheel that runs on glibc 2.17 runs on every later one.
 _MANYLINUX = ("manylinux_2_5", "manylinux_2_12", "manylinux_2_17", "manylinux1", "manylinux2010", "manylinux2014")
+
+# Its name in site-packages, and where it is here.
+Member = tuple[str, Path]
 
 
 class HostPython(msgspec.Struct, frozen=True):
@@ -51,19 +54,16 @@ class HostPython(msgspec.Struct, frozen=True):
         return ".".join(self.version.split(".")[:2])
 
 
-Member = tuple[str, Path]
-
-
 def contents(host: HostPython, cache: Path) -> list[Member]:
-    """The files that host's site-packages needs, by their names there. Fetches what is not here, into `cache`."""
-    found = [
+    """The files that host's site-packages needs. Fetches what is not here, into `cache`."""
+    members = [
         (f"penstock/{path.relative_to(_PACKAGE).as_posix()}", path)
         for path in sorted(_PACKAGE.rglob("*"))
         if path.is_file() and "__pycache__" not in path.parts and path.suffix not in (".pyc", ".so")
     ]
     for name in lacking(host.has):
-        found += _installed(name) if is_like_ours(host) else _fetched(name, host, cache)
-    return found
+        members += _installed(name) if is_like_ours(host) else _fetched(name, host, cache)
+    return members
 
 
 def lacking(has: Mapping[str, str]) -> list[str]:
@@ -75,12 +75,12 @@ def is_like_ours(host: HostPython) -> bool:
     """Whether compiled files of our Python run on that one."""
     if host.platform != sysconfig.get_platform() or host.implementation != sys.implementation.name:
         return False
-    # Wheels name the oldest glibc they run on, and that is older than any we may meet; musl has none.
+    # Wheels name the oldest glibc they run on, which is older than any we may meet; musl has none.
     return host.minor == f"{sys.version_info[0]}.{sys.version_info[1]}" and host.libc.startswith("glibc")
 
 
 def key_of(members: Sequence[Member]) -> str:
-    """The name of this version: of all files, their names and their bytes."""
+    """The name of this version: a hash of all names and bytes."""
     digest = hashlib.sha256()
     for name, path in members:
         digest.update(f"{name}\0{hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
@@ -89,21 +89,20 @@ def key_of(members: Sequence[Member]) -> str:
 
 def tarball(members: Sequence[Member]) -> bytes:
     """The files as one .tar.gz, with the metadata that makes penstock an installed package."""
-    stream = io.BytesIO()
     version = penstock.__version__
-    about = f"Metadata-Version: 2.1\nName: penstock\nVersion: {version}\n".encode()
+    about = {
+        "METADATA": f"Metadata-Version: 2.1\nName: penstock\nVersion: {version}\n".encode(),
+        "INSTALLER": b"penstock\n",
+    }
+    files = [(name, path.read_bytes()) for name, path in members]
+    files += [(f"penstock-{version}.dist-info/{name}", data) for name, data in about.items()]
+    stream = io.BytesIO()
     with tarfile.open(fileobj=stream, mode="w:gz", compresslevel=1) as archive:
-        for name, path in members:
-            _add(archive, name, path.read_bytes())
-        _add(archive, f"penstock-{version}.dist-info/METADATA", about)
-        _add(archive, f"penstock-{version}.dist-info/INSTALLER", b"penstock\n")
+        for name, data in files:
+            entry = tarfile.TarInfo(name)
+            entry.size, entry.mode = len(data), 0o644
+            archive.addfile(entry, io.BytesIO(data))
     return stream.getvalue()
-
-
-def _add(archive: tarfile.TarFile, name: str, data: bytes) -> None:
-    entry = tarfile.TarInfo(name)
-    entry.size, entry.mode = len(data), 0o644
-    archive.addfile(entry, io.BytesIO(data))
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -111,12 +110,12 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def _installed(name: str) -> list[Member]:
-    """The files of a package that is installed here, less its programs and compiled Python."""
-    found = metadata.distribution(name)
+    """The files of a package that is installed here, without its programs and compiled Python."""
+    files = [(file, Path(str(file.locate()))) for file in metadata.distribution(name).files or ()]
     return [
-        (file.as_posix(), Path(str(file.locate())))
-        for file in found.files or ()
-        if ".." not in file.parts and file.suffix != ".pyc" and Path(str(file.locate())).is_file()
+        (file.as_posix(), path)
+        for file, path in files
+        if ".." not in file.parts and file.suffix != ".pyc" and path.is_file()
     ]
 
 
@@ -125,9 +124,9 @@ def _fetched(name: str, host: HostPython, cache: Path) -> list[Member]:
     pinned = f"{name}=={metadata.version(name)}"
     folder = cache / f"{host.implementation}-{host.minor}-{host.platform}" / pinned
     if not folder.is_dir():
-        folder.parent.mkdir(parents=True, exist_ok=True)
         new = folder.with_name(f".{folder.name}.{os.getpid()}")
         try:
+            new.mkdir(parents=True)
             _fetch(pinned, host, new)
             new.rename(folder)
         finally:
@@ -137,7 +136,6 @@ def _fetched(name: str, host: HostPython, cache: Path) -> list[Member]:
 
 def _fetch(pinned: str, host: HostPython, folder: Path) -> None:
     """Unpack a wheel for that Python into a folder, by the first of pip and uv that can."""
-    folder.mkdir()
     complaints = []
     for argv in _fetchers(pinned, host, folder):
         try:
@@ -162,8 +160,7 @@ def _fetch(pinned: str, host: HostPython, folder: Path) -> None:
 
 
 def _fetchers(pinned: str, host: HostPython, folder: Path) -> list[list[str]]:
-    machine = host.platform.rpartition("-")[2]
-    word = "".join(host.minor.split("."))
+    machine, word = host.platform.rpartition("-")[2], host.minor.replace(".", "")
     pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--dest", str(folder)]
     pip += ["--python-version", host.minor, "--implementation", "cp", "--abi", f"cp{word}", "--abi", "abi3"]
     pip += ["--abi", "none", *(option for tag in _MANYLINUX for option in ("--platform", f"{tag}_{machine}"))]

@@ -1,9 +1,8 @@
 """Runs on a host before penstock is there, with whatever Python it has: says what the host is, and installs.
 
-    ssh HOST python3 -c BOOT look|install JSON < host_setup.py
+    (echo BYTES; cat host_setup.py ARCHIVE) | ssh HOST python3 -c BOOT look|install JSON
 
-Standard library only, in one file: its text is what travels. It prints one JSON. BOOT reads it only where Python is
-new enough to.
+Standard library only, in one file: its text is what travels. It prints one JSON.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ import venv
 from pathlib import Path
 from typing import Any
 
-# Python 2 reads this too, and says how old it is.
+# Reads this file, of which the input's first line tells the length. Python 2 runs it too, and says how old it is.
 BOOT = (
-    "import sys; t = sys.stdin.read(); "
+    "import sys; i = getattr(sys.stdin, 'buffer', sys.stdin); t = i.read(int(i.readline())); "
     "eval(compile(t, 'host_setup', 'exec')) if sys.version_info >= (3, 11) "
     "else sys.stdout.write('{\"too_old\": \"' + sys.version.split()[0] + '\"}')"
 )
@@ -47,28 +46,25 @@ def look(asked: dict[str, Any]) -> dict[str, Any]:
         libc = ""
     versions = folder / "versions"
     return {
-        "version": sys.version.split()[0],
-        "implementation": sys.implementation.name,
-        "platform": sysconfig.get_platform(),
-        "libc": libc,
-        "has": has,
-        "host": os.uname().nodename,
+        "python": {
+            "version": sys.version.split()[0],
+            "implementation": sys.implementation.name,
+            "platform": sysconfig.get_platform(),
+            "libc": libc,
+            "has": has,
+        },
+        "name": os.uname().nodename,
         "folder": str(folder),
         "versions": sorted(path.name for path in versions.iterdir()) if versions.is_dir() else [],
         "absent": [path for path in asked["paths"] if not Path(path).exists()],
     }
 
 
-def prepare(asked: dict[str, Any]) -> dict[str, Any]:
-    """Make the folder that the bundle is put into."""
-    (Path(asked["folder"]) / "versions").mkdir(parents=True, exist_ok=True, mode=0o700)
-    return {}
-
-
 def install(asked: dict[str, Any]) -> dict[str, Any]:
-    """Make a private environment of a bundle, once; two that do it at the same time make the same one."""
+    """Make a private environment of the archive that follows on the input. Two installs at once give the same one."""
     versions = Path(asked["folder"]) / "versions"
-    final, bundle = versions / asked["key"], Path(asked["bundle"])
+    versions.mkdir(parents=True, exist_ok=True, mode=0o700)
+    final = versions / asked["key"]
     # Hosts may share this folder, and have the same process ids.
     new = Path(tempfile.mkdtemp(prefix=f".new-{asked['key']}-", dir=versions))
     try:
@@ -76,10 +72,10 @@ def install(asked: dict[str, Any]) -> dict[str, Any]:
         venv.EnvBuilder(system_site_packages=True, with_pip=False, symlinks=True).create(str(new / "venv"))
         python = new / "venv" / "bin" / "python"
         site = next((new / "venv" / "lib").glob("python*/site-packages"))
-        with tarfile.open(str(bundle)) as archive:
+        with tarfile.open(fileobj=sys.stdin.buffer, mode="r|gz") as archive:
             archive.extractall(site)  # our own archive, over our own connection
         if sys.prefix != sys.base_prefix:
-            # An environment made by the Python of another sees the packages of neither: so it is told.
+            # An environment made by the Python of another sees the packages of neither: name their folders.
             paths = sorted({sysconfig.get_paths()[kind] for kind in ("purelib", "platlib")})
             lines = [f"import site; site.addsitedir({path!r})" for path in paths]
             (site / "zz-penstock-base.pth").write_text("\n".join(lines) + "\n")
@@ -90,16 +86,14 @@ def install(asked: dict[str, Any]) -> dict[str, Any]:
             new.rename(final)
     finally:
         shutil.rmtree(str(new), ignore_errors=True)
-        with contextlib.suppress(OSError):
-            bundle.unlink()
     if not final.is_dir():
         return {"problem": f"could not make {final}"}
     forget_old(versions, asked["key"])
-    return {"host": os.uname().nodename}
+    return {}
 
 
 def forget_old(versions: Path, key: str) -> None:
-    """Remove versions of a month ago that nobody runs here, all but the last few; and what broken installs left.
+    """Remove versions of a month ago that nobody runs here, but not the last few; and what broken installs left.
 
     A month, since hosts may share this folder and we do not see what runs on the others.
     """
@@ -116,21 +110,20 @@ def forget_old(versions: Path, key: str) -> None:
 
 
 def _command_lines() -> list[str]:
-    found = []
+    commands = []
     for entry in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
-            found.append(entry.read_bytes().replace(b"\0", b" ").decode("utf-8", "replace"))
-    return found
+            commands.append(entry.read_bytes().replace(b"\0", b" ").decode("utf-8", "replace"))
+    return commands
 
 
 def main(argv: list[str]) -> int:
     """Do what the first word says, with the JSON of the second; print one JSON."""
-    verb = {"look": look, "prepare": prepare, "install": install}[argv[0]]
     try:
-        told = verb(json.loads(argv[1]))
-    except OSError as exc:
-        told = {"problem": f"{exc.strerror or exc}: {exc.filename or ''}"}
-    sys.stdout.write(json.dumps(told) + "\n")
+        answer = {"look": look, "install": install}[argv[0]](json.loads(argv[1]))
+    except (OSError, tarfile.TarError) as exc:
+        answer = {"problem": f"{getattr(exc, 'strerror', None) or exc}: {getattr(exc, 'filename', None) or ''}"}
+    sys.stdout.write(json.dumps(answer) + "\n")
     return 0
 
 

@@ -1,7 +1,7 @@
-"""Which processes live on hosts, asked by one `cat` a host, all hosts at once, and remembered for a moment.
+"""Which processes live on hosts: one `cat` a host, all hosts at once, remembered for a moment.
 
-A controller asks several times a second, and must not wait for a host that is dead: each host is asked by a thread of
-its own, and who asks gets what is known.
+A controller asks several times a second, and must not wait for a dead host: a thread asks each host, and the controller
+gets what is known.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from penstock.targets.openssh import HostError, Ssh, at_once
 from penstock.wire.announcement import Process
 
 _FRESH_S = 1.5
-_PATIENCE_S = 0.3  # with a host that we know something of
-_FIRST_S = 8.0  # with one that never answered
+_PATIENCE_S = 0.3  # for a host that has answered before
+_FIRST_S = 8.0  # for one that never answered
 _ASK_S = 6.0
-_AWAY_AFTER_S = 5.0  # a host that is silent for less is believed to be as it was
+_AWAY_AFTER_S = 5.0  # grace period before a silent host counts as down
 _TICKS_PER_S = 100  # USER_HZ of Linux, on every machine that runs an engine
 
 
@@ -38,7 +38,7 @@ class Look(msgspec.Struct, frozen=True):
     error: str | None = None
 
     def is_away(self, now: float) -> bool:
-        """Whether nobody can say what runs there."""
+        """Whether it is unknown what runs there."""
         return self.error is not None and (self.good_at is None or now - self.good_at > _AWAY_AFTER_S)
 
     def has(self, process: Process, boot: str) -> bool:
@@ -56,15 +56,15 @@ class Watch:
         self._asking: set[str] = set()
 
     def see(self, wanted: Mapping[str, Collection[int]]) -> dict[str, Look]:
-        """What is known of these processes; hosts are asked again when that is old. Blocks for a moment at most, but
-        for a few seconds where a host was never asked."""
+        """What is known of these processes; hosts are asked again when that is old. Blocks for a moment at most, for
+        some seconds only where a host was never asked."""
         now = time.monotonic()
         with self._changed:
             old = [host for host, pids in wanted.items() if not self._is_fresh(host, pids, now)]
             unknown = [host for host in old if not self._knows(host, wanted[host])]
             self._start(old, wanted)
             self._changed.wait_for(lambda: not self._asking & set(old), _PATIENCE_S)
-            # A question that was ending as we came had its answer forgotten: it is asked again.
+            # The answer of a question that was ending was forgotten: ask again.
             self._start([host for host in unknown if not self._knows(host, wanted[host])], wanted)
             self._changed.wait_for(lambda: all(self._knows(host, wanted[host]) for host in unknown), _FIRST_S)
             return {host: self._looks.get(host, Look(error="not checked yet")) for host in wanted}
@@ -77,21 +77,19 @@ class Watch:
 
     def see_now(self, wanted: Mapping[str, Collection[int]]) -> dict[str, Look]:
         """Ask all of these hosts now. Blocks for some seconds when one of them is dead."""
-        found = at_once(list(wanted), lambda host: self._fetch(host, frozenset(wanted[host])))
-        return {host: look for host, look in found.items() if isinstance(look, Look)}
+        looks = at_once(list(wanted), lambda host: self._fetch(host, frozenset(wanted[host])))
+        return {host: look for host, look in looks.items() if isinstance(look, Look)}
 
     def forget(self, hosts: Collection[str]) -> None:
-        """What we know of these hosts is no longer so."""
+        """Forget what is known of these hosts: it has changed."""
         with self._changed:
             for host in hosts:
                 self._looks.pop(host, None)
 
     def _is_fresh(self, host: str, pids: Collection[int], now: float) -> bool:
         look = self._looks.get(host)
-        return (
-            look is not None and look.tried_at is not None and now - look.tried_at < _FRESH_S
-            and self._knows(host, pids)
-        )  # fmt: skip
+        is_old = look is None or look.tried_at is None or now - look.tried_at >= _FRESH_S
+        return not is_old and self._knows(host, pids)
 
     def _knows(self, host: str, pids: Collection[int]) -> bool:
         look = self._looks.get(host)
@@ -108,15 +106,13 @@ class Watch:
     def _fetch(self, host: str, pids: frozenset[int]) -> Look:
         try:
             boot, started = alive(self._ssh, host, pids)
+            now = time.monotonic()
+            look = Look(pids, boot, started, now, now)
         except PenstockError as exc:
-            with self._changed:
-                before = self._looks.get(host, Look())
-                look = msgspec.structs.replace(before, tried_at=time.monotonic(), error=exc.message)
-                self._looks[host] = look
-            return look
-        now = time.monotonic()
+            before = self._looks.get(host, Look())
+            look = msgspec.structs.replace(before, tried_at=time.monotonic(), error=exc.message)
         with self._changed:
-            look = self._looks[host] = Look(pids, boot, started, now, now)
+            self._looks[host] = look
         return look
 
 
@@ -127,12 +123,12 @@ def alive(ssh: Ssh, host: str, pids: Collection[int]) -> tuple[str, dict[int, fl
     lines = done.text.splitlines()
     at = next((number for number, line in enumerate(lines) if len(line) == 36 and line.count("-") == 4), None)
     if at is None or not lines or lines[-1] != ".":
-        raise HostError(host, f"{host} gave no answer", detail=done.err or None, hint=None, is_away=True)
-    found = {}
+        raise HostError(f"{host} gave no answer", detail=done.err or None, is_retryable=True)
+    started = {}
     for line in lines[at + 1 : -1]:
         # proc(5): pid (name) state ppid ...; field 22 is when it started.
         pid, _, rest = line.partition(" (")
         fields = rest.rpartition(")")[2].split()
         if pid.isdigit() and len(fields) > 19 and fields[0] not in ("Z", "X"):
-            found[int(pid)] = round(int(fields[19]) / _TICKS_PER_S, 2)
-    return lines[at], found
+            started[int(pid)] = round(int(fields[19]) / _TICKS_PER_S, 2)
+    return lines[at], started

@@ -1,24 +1,22 @@
-"""Logs that lie on hosts, as lines: of one host, or of several with their names in front."""
+"""Logs on hosts, as lines: of one host, or of several with their names in front."""
 
 from __future__ import annotations
 
 import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from penstock.log_lines import as_they_come, in_turn, named
 from penstock.targets.openssh import Done, Ssh, failed, short_name
 
 
-class Source:
+class Source(NamedTuple):
     """A log on a host."""
 
-    def __init__(self, host: str, python: str, path: str) -> None:
-        self.host, self.python, self.path = host, python, path
-
-    def words(self, follow: bool, last: int | None) -> list[str]:
-        words = [self.python, "-m", "penstock.targets.ssh.agent", "logs", self.path]
-        return [*words, *(["--follow"] if follow else []), *(["--last", str(last)] if last is not None else [])]
+    host: str
+    python: str
+    path: str
 
 
 def lines(ssh: Ssh, sources: Sequence[Source], follow: bool, last: int | None) -> Iterator[str]:
@@ -46,8 +44,10 @@ class _Reader:
     def __init__(self, ssh: Ssh, source: Source, follow: bool, last: int | None) -> None:
         self.host = source.host
         # A file, not a pipe: a connection that is left open for others holds the error output open too.
-        self._said = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `end`
-        self._child = ssh.popen(source.host, source.words(follow, last), subprocess.PIPE, self._said)
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `end`
+        words = [source.python, "-m", "penstock.targets.ssh.agent", "logs", source.path]
+        words += [*(["--follow"] if follow else []), *(["--last", str(last)] if last is not None else [])]
+        self._child = ssh.popen(source.host, words, subprocess.PIPE, self._errors)
 
     def lines(self) -> Iterator[str]:
         """What it prints.  Raises HostError when it ended badly, or its connection did."""
@@ -56,15 +56,15 @@ class _Reader:
             yield line.decode("utf-8", "replace").rstrip("\n")
         code = self._child.wait()
         if code:
-            self._said.seek(0)
-            # Of a shared connection that is lost ssh says nothing.
-            said = self._said.read().decode("utf-8", "replace").strip() or "the connection broke"
-            raise failed(self.host, "could not read a log", Done(code, b"", said))
+            self._errors.seek(0)
+            # ssh prints nothing when a shared connection is lost.
+            complaint = self._errors.read().decode("utf-8", "replace").strip() or "the connection broke"
+            raise failed(self.host, "could not read a log", Done(code, b"", complaint))
 
     def end(self) -> None:
         """End it, on the host too. Safe to repeat."""
         self._child.kill()
         self._child.wait()
-        for stream in (self._child.stdin, self._child.stdout, self._said):
+        for stream in (self._child.stdin, self._child.stdout, self._errors):
             if stream is not None:
                 stream.close()

@@ -1,4 +1,4 @@
-"""The tunnels of a run: one keeper for each node, found again by a file beside its settings."""
+"""The tunnels of a run: one tunnel process for each node, found again by a file next to its settings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from penstock import processes
 from penstock.targets.openssh import Ssh, reading
 from penstock.wire.announcement import Process
 
-_TOLD_AFTER_S = 3.0
+_MOMENT_S = 3.0
 
 
 class Tunnel(msgspec.Struct, frozen=True):
@@ -36,21 +36,21 @@ class Tunnel(msgspec.Struct, frozen=True):
 
 
 class Tunnels:
-    """Of one run. `folder`: where the keepers' files are, made when absent."""
+    """Of one run. `folder`: where the tunnel processes keep their files, made when absent."""
 
     def __init__(self, ssh: Ssh, folder: Path, marks: dict[str, str]) -> None:
         self._ssh, self._folder, self._marks = ssh, folder, marks
         self._lock = threading.Lock()
-        self._keepers: dict[str, Process] = {}
+        self._processes: dict[str, Process] = {}
 
     def keep(self, tunnel: Tunnel) -> None:
-        """See to it that the keeper of this tunnel lives; nothing when it does."""
+        """Start the process of this tunnel, unless it lives."""
         name = f"{tunnel.replica}-{tunnel.rank}"
         with self._lock:
             if self._is_kept(name):
                 return
             self._folder.mkdir(exist_ok=True, mode=0o700)
-            # A keeper that was killed leaves its ssh, which holds the ports.
+            # A tunnel process that was killed leaves its ssh, which holds the ports.
             self._end_marked(tunnel.replica, str(tunnel.rank))
             settings = self._folder / f"{name}.json"
             settings.write_text(json.dumps({"argv": self._argv(tunnel)}), "utf-8")
@@ -62,7 +62,7 @@ class Tunnels:
             argv = [sys.executable, "-m", "penstock.targets.ssh.tunnel_process", str(settings)]
             child = processes.start_detached(argv, marks, self._folder / f"{name}.log")
             (self._folder / f"{name}.pid").write_bytes(msgspec.json.encode(child))
-            self._keepers[name] = child
+            self._processes[name] = child
 
     def end(self, replica: str | None = None) -> None:
         """End the tunnels of a replica, or all. Safe to repeat."""
@@ -70,31 +70,29 @@ class Tunnels:
             self._end_marked(replica, None)
             for path in self._folder.glob(f"{replica}-*" if replica is not None else "*"):
                 path.unlink(missing_ok=True)
-            self._keepers = {
-                name: one for name, one in self._keepers.items()
-                if replica is not None and name.rpartition("-")[0] != replica
-            }  # fmt: skip
+            for name in [name for name in self._processes if replica in (None, name.rpartition("-")[0])]:
+                del self._processes[name]
             with contextlib.suppress(OSError):
                 self._folder.rmdir()
 
     def trouble(self, replica: str, rank: int) -> str | None:
-        """Why that tunnel is down, when it is for more than a moment."""
+        """Why that tunnel is down; None for a moment."""
         try:
-            told = json.loads((self._folder / f"{replica}-{rank}.state").read_bytes())
+            state = json.loads((self._folder / f"{replica}-{rank}.state").read_bytes())
         except (OSError, ValueError):
             return None
-        if told["is_up"] or (time.time() - told["at"] < _TOLD_AFTER_S and not told["why"]):
+        if state["is_up"] or (time.time() - state["at"] < _MOMENT_S and not state["why"]):
             return None
-        return reading(str(told["why"]))[0]
+        return reading(str(state["why"]))[0]
 
     def _is_kept(self, name: str) -> bool:
-        known = self._keepers.get(name)
+        known = self._processes.get(name)
         if known is None:
             with contextlib.suppress(OSError, msgspec.MsgspecError):
                 known = msgspec.json.decode((self._folder / f"{name}.pid").read_bytes(), type=Process)
         if known is None or not processes.is_alive(known):
             return False
-        self._keepers[name] = known
+        self._processes[name] = known
         return True
 
     def _end_marked(self, replica: str | None, rank: str | None) -> None:

@@ -1,0 +1,191 @@
+"""The verb `clean`: what deployments left on this machine, and its removal. What lives, or may live, is never touched.
+
+`judge` decides, from facts about each process and each temporary folder. What cannot be seen from here (a home that is
+not mounted) is unknown, not gone; processes of another user, or of a container, are not ours to judge.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import socket
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from penstock import processes, run_folder, targets
+from penstock.errors import PenstockError
+from penstock.paths import every_temporary
+from penstock.processes import Marked
+from penstock.run_folder import Run
+
+# How the run folder of a process looks from here; "replaced": a folder of that name, of another launch.
+FolderState = Literal["living", "ended", "replaced", "absent", "unseen"]
+
+
+class ProcessFacts(msgspec.Struct, frozen=True):
+    """A marked process. `is_near`: our user's, in our mount and pid namespaces, placed from this machine."""
+
+    process: Marked
+    is_near: bool
+    folder: FolderState
+
+
+class FolderFacts(msgspec.Struct, frozen=True):
+    """A temporary folder, and the launch that it belongs to. `is_held`: a process locks it, or listens in it."""
+
+    path: str
+    run_id: str
+    is_own: bool
+    is_held: bool
+
+
+class Leftover(msgspec.Struct, frozen=True):
+    """Something that no living deployment owns, or that may live (`clean` then leaves it alone)."""
+
+    kind: str  # "process", "folder" (temporary), "run" (an ended deployment's folder), "host" (not reached by `down`)
+    name: str
+    what: str
+    process: Marked | None = None
+    left: run_folder.Left | None = None
+
+
+class Leftovers(msgspec.Struct, frozen=True):
+    """`unknown`: of launches whose run folder cannot be seen from here."""
+
+    found: list[Leftover]
+    unknown: list[Leftover] = []
+
+
+def judge(marked: Sequence[ProcessFacts], folders: Sequence[FolderFacts], living: Iterable[str]) -> Leftovers:
+    """What is left behind, and what may live. Pure. `living`: ids of launches whose run folder says so.
+
+    One process of a launch that may live protects all of that launch.
+    """
+    living = {*living, *(facts.process.run_id for facts in marked if not facts.is_near or facts.folder == "living")}
+    unseen = {facts.process.run_id for facts in marked if facts.folder == "unseen"}
+    found, unknown = list[Leftover](), list[Leftover]()
+    for facts in marked:
+        process = facts.process
+        if process.run_id in living:
+            continue
+        what = f"{process.role} of {process.run}: {process.command}"
+        items = unknown if process.run_id in unseen else found
+        items.append(Leftover("process", str(process.pid), what, process))
+    ended = {item.process.run_id for item in found if item.process is not None}
+    for folder in folders:
+        is_free = not folder.is_held or folder.run_id in ended
+        if folder.is_own and is_free and folder.run_id not in living | unseen:
+            found.append(Leftover("folder", folder.path, "temporary folder of an engine"))
+    return Leftovers(found, unknown)
+
+
+def leftovers(with_ended_runs: bool = False) -> Leftovers:
+    """Processes and temporary folders whose deployment is gone or ended; ended run folders when asked."""
+    marked = [_process_facts(process) for process in processes.find_marked()]
+    folders = [_folder_facts(path, run_id) for path, run_id in every_temporary().items()]
+    runs, living = run_folder.every(), set[str]()
+    for run in runs:
+        if _state_of(run) == "living":
+            with contextlib.suppress(PenstockError):  # a damaged folder: its processes know their id
+                living.add(run.record().id)
+    judged = judge(marked, folders, living)
+    items = [*judged.found]
+    items += [Leftover("host", left.place, left.what, left=left) for left in run_folder.every_left()]
+    if with_ended_runs:
+        items += [
+            Leftover("run", str(run.path), f'folder of the ended deployment "{run.name}"')
+            for run in runs
+            if _state_of(run) == "ended"
+        ]
+    return Leftovers(items, judged.unknown)
+
+
+def _process_facts(process: Marked) -> ProcessFacts:
+    # A node on a machine that others share has no run folder there: the target that placed it ends it.
+    is_near = process.run.startswith("/") and processes.is_near(process.pid)
+    return ProcessFacts(process, is_near, _folder_seen_by(process) if is_near else "unseen")
+
+
+def _folder_seen_by(process: Marked) -> FolderState:
+    run = Run(Path(process.run))
+    state = _state_of(run, process.run_id)
+    # A log that is still there belongs to a folder that is hidden from us: its file system was mounted over, or away.
+    return "unseen" if state in ("absent", "replaced") and _writes_a_log(process.pid) else state
+
+
+def _state_of(run: Run, run_id: str | None = None) -> FolderState:
+    """A run folder as it looks from here, for a process of the launch `run_id`."""
+    try:
+        if run.path not in run.path.parent.iterdir():
+            return "absent"
+        if run_folder.is_locked(run):  # some command is changing it: a `down` may drain for minutes
+            return "living"
+        record = run.record()
+    except OSError:
+        return "unseen"
+    except PenstockError:  # a damaged folder
+        return "living"
+    if run_id is not None and record.id != run_id:
+        return "replaced"
+    return "ended" if run.is_ended() else "living"
+
+
+def _writes_a_log(pid: int) -> bool:
+    """Whether its output goes to a file that exists."""
+    try:
+        output = str(Path(f"/proc/{pid}/fd/1").readlink())
+    except OSError:
+        return True  # it cannot be known
+    return output.startswith("/") and not output.startswith("/dev/") and not output.endswith(" (deleted)")
+
+
+def _folder_facts(path: Path, run_id: str) -> FolderFacts:
+    try:
+        is_own = path.lstat().st_uid == os.getuid()
+        return FolderFacts(str(path), run_id, is_own, is_own and _is_held(path))
+    except OSError:
+        return FolderFacts(str(path), run_id, is_own=False, is_held=True)
+
+
+def _is_held(folder: Path) -> bool:
+    """Whether an engine holds the folder's lock or a program answers in it, also one that its container hides."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return any(_answers(path) for path in folder.iterdir() if path.is_socket())
+
+
+def _answers(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(1.0)
+        return probe.connect_ex(str(path)) == 0
+
+
+def clean(items: Sequence[Leftover]) -> list[Leftover]:
+    """Remove leftovers. Returns those that could not be removed."""
+    marked = [item.process for item in items if item.process is not None]
+    segments = processes.shared_memory(marked)
+    stuck = {process.pid for process in processes.end(marked, 3.0)}
+    processes.unlink_shared_memory(segments)
+    left = [item for item in items if item.process is not None and item.process.pid in stuck]
+    for item in items:
+        if item.left is not None:
+            try:
+                targets.finish(item.left)
+            except PenstockError:
+                left.append(item)
+        elif item.process is None:
+            with contextlib.suppress(OSError):
+                shutil.rmtree(item.name)
+            if Path(item.name).exists():
+                left.append(item)
+    return left
