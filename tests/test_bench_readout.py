@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from penstock.bench.load.spill import Raw
+from penstock.bench.load.exchanges import Raw
 from penstock.bench.results import engine_metrics
 from penstock.bench.results.parse import parse_exchange
 from penstock.engines.vllm import names as vllm_names

@@ -417,7 +417,7 @@ REQUEST = b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 0\r\n\r\n"
 
 
 def errors(outcome: Outcome) -> list[str | None]:
-    return [raw.error for raw in outcome.spill.read()]
+    return [raw.error for raw in outcome.exchanges.read()]
 
 
 @pytest.mark.parametrize("habit", HABITS)
@@ -425,7 +425,7 @@ def test_an_answers_end_is_found_whatever_the_servers_habit(habit: str) -> None:
     with server(HABITS[habit]) as address:
         outcome = run_load(address, Load([REQUEST], concurrency=1, n_requests=3, timeout_s=5))
     assert errors(outcome) == [None] * 3
-    for raw in outcome.spill.read():
+    for raw in outcome.exchanges.read():
         request, _ = parse_exchange(raw, True)
         assert (request.error, request.n_events) == (None, 1)
         assert raw.times == sorted(raw.times) and 0 <= raw.times[0] <= outcome.ended_s - outcome.began_s
@@ -470,7 +470,7 @@ def test_an_answer_over_the_timeout_is_no_success() -> None:
 
     with server(late) as address:
         outcome = run_load(address, Load([REQUEST], concurrency=1, n_requests=1, timeout_s=0.01))
-    assert parse_exchange(next(outcome.spill.read()), True)[0].error == "timeout"
+    assert parse_exchange(next(outcome.exchanges.read()), True)[0].error == "timeout"
 
 
 def test_a_listener_that_never_accepts_is_a_timeout() -> None:
@@ -497,7 +497,7 @@ def test_a_server_that_comes_back_is_measured_on(engine: InThread) -> None:
 
     with server(answer) as address:
         outcome = run_load(address, Load([REQUEST], concurrency=1, n_requests=6))
-    ends = [raw.end_s for raw in outcome.spill.read()]
+    ends = [raw.end_s for raw in outcome.exchanges.read()]
     assert [later - earlier > 0.015 for earlier, later in itertools.pairwise(ends)] == [True] * 3 + [False] * 2
 
 

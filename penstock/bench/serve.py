@@ -20,9 +20,9 @@ from penstock import __version__
 from penstock.bench.load import arrivals
 from penstock.bench.load.arrivals import PlannedRequest
 from penstock.bench.load.connections import UNFINISHED, Address
+from penstock.bench.load.exchanges import ExchangeFile
 from penstock.bench.load.run import Load, Outcome, Progress, Source
 from penstock.bench.load.run import run as run_load
-from penstock.bench.load.spill import Spill
 from penstock.bench.results import engine_metrics, folder, stats, validity
 from penstock.bench.results.engine_metrics import Row
 from penstock.bench.results.parse import body_of, parse_exchange
@@ -124,10 +124,10 @@ def recover(out: Path) -> Report:
     what = folder.begun(out, Run)
     try:
         with (out / folder.RAW).open("rb") as file:
-            spill = Spill(file)
-            began_s, began_at = spill.began() or (0.0, 0.0)
+            exchanges = ExchangeFile(file)
+            began_s, began_at = exchanges.began() or (0.0, 0.0)
             why = "the run was killed: these are the numbers so far"
-            return report(what, Outcome(spill, began_s, began_s, began_at, cut_short=why), out)
+            return report(what, Outcome(exchanges, began_s, began_s, began_at, cut_short=why), out)
     except OSError as exc:
         raise UserError(f'cannot read the run "{out}": {exc.strerror}') from exc
 
@@ -221,7 +221,7 @@ def _warm_up(
     first = run_load(address, Load(requests[:1], concurrency=1, n_requests=1, timeout_s=service.timeout_s), tls)
     if first.was_interrupted:
         raise KeyboardInterrupt
-    answer, _ = parse_exchange(next(first.spill.read()), service.streams)
+    answer, _ = parse_exchange(next(first.exchanges.read()), service.streams)
     if answer.error is not None:
         raise _refused(service, answer)
     if n_warmup > 1:
@@ -260,7 +260,7 @@ def report(what: Run, outcome: Outcome, out: Path | None = None) -> Report:
     tokens = stats.TokenTimes()
     n_reads = 0
     with folder.request_writer(out, is_open) if out is not None else contextlib.nullcontext(_ignore) as write:
-        for raw in outcome.spill.read():
+        for raw in outcome.exchanges.read():
             request, times = parse_exchange(raw, service.streams)
             requests.append(request)
             n_reads += len(raw.reads)
@@ -277,7 +277,7 @@ def report(what: Run, outcome: Outcome, out: Path | None = None) -> Report:
         outcome.n_connections,
     )
     verdict = validity.judge(generator, summary, outcome.was_interrupted, outcome.cut_short, what.most_failed)
-    rows = _rows(outcome.spill, what.sources)
+    rows = _rows(outcome.exchanges, what.sources)
     result = {
         **_numbers(summary),
         "valid": verdict.valid,
@@ -322,10 +322,10 @@ def _keyless(service: Service) -> Service:
     )
 
 
-def _rows(spill: Spill, names: Sequence[str]) -> list[Row]:
+def _rows(exchanges: ExchangeFile, names: Sequence[str]) -> list[Row]:
     rows = []
     for kind, name in enumerate(names, 1):
-        for raw in spill.read(kind):
+        for raw in exchanges.read(kind):
             body = body_of(raw) if raw.error is None else None
             row = None if body is None else engine_metrics.read_page(body.decode("utf-8", "replace"), raw.end_s, name)
             if row is not None:

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from typing import BinaryIO
 
 from penstock.bench.load.connections import REFUSED, TIMEOUT, UNFINISHED, UNREACHABLE, Address, Exchange, Pool
+from penstock.bench.load.exchanges import REQUESTS, ExchangeFile, Raw
 from penstock.bench.load.kernel_timestamps import PreciseTimer
-from penstock.bench.load.spill import REQUESTS, Raw, Spill
 
 LAG_EVERY_S = 0.02
 _TICK_S = 0.5
@@ -67,7 +67,7 @@ class Progress:
 class Outcome:
     """What was recorded. Times are `perf_counter` seconds; `lag_s`: how late the loop's own alarm went off."""
 
-    spill: Spill
+    exchanges: ExchangeFile
     began_s: float = 0.0
     ended_s: float = 0.0
     began_at: float = 0.0  # wall clock, seconds since 1970
@@ -81,7 +81,7 @@ class Outcome:
         """Writes an exchange that ended.  Raises OSError."""
         times = exchange.intended_s, exchange.asked_s, exchange.sent_s, exchange.end_s, exchange.dial_s
         raw = Raw(exchange.index, *times, exchange.times, exchange.reads, exchange.error, exchange.detail)
-        self.spill.write(raw, kind)
+        self.exchanges.write(raw, kind)
 
 
 class _LoadRun:
@@ -109,7 +109,7 @@ class _LoadRun:
     # -- sending
 
     def begin(self) -> None:
-        self.outcome.began_s, self.outcome.began_at = self.outcome.spill.begin()
+        self.outcome.began_s, self.outcome.began_at = self.outcome.exchanges.begin()
         now = self._tick_at = self.outcome.began_s
         self._lag_due_s = now + LAG_EVERY_S
         self._lag_timer.set(self._lag_due_s)
@@ -252,7 +252,7 @@ class _LoadRun:
     def flush(self) -> None:
         """A kill loses no more than what ended since."""
         try:
-            self.outcome.spill.flush()
+            self.outcome.exchanges.flush()
         except OSError as error:
             self._stop(f"could not write what was read: {error.strerror}")
 
@@ -319,7 +319,7 @@ def run(
     gc.freeze()
     gc.disable()  # a collection among a million kept reads stops the loop for tens of milliseconds
     try:
-        outcome = Outcome(Spill(file or io.BytesIO()))
+        outcome = Outcome(ExchangeFile(file or io.BytesIO()))
         uvloop.run(_run(address, load, tls, sources, on_progress, outcome))
         return outcome
     finally:

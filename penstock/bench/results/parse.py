@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.bench.load.spill import Raw
+from penstock.bench.load.exchanges import Raw
 from penstock.bench.results.stats import Timed, gaps_s
 from penstock.errors import PenstockError
 from penstock.wire import sse

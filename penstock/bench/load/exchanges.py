@@ -35,7 +35,7 @@ class Raw(msgspec.Struct, frozen=True, array_like=True):
     detail: str = ""
 
 
-class Spill:
+class ExchangeFile:
     """Writes and reads such a file."""
 
     def __init__(self, file: BinaryIO) -> None:
