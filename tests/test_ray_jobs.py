@@ -194,7 +194,9 @@ def test_a_job_and_its_placement_group_become_a_placement(cluster: type[FakeDash
     cluster.groups_now = {"j": "CREATED"}
     assert placed(target) == Placement("placed")
     cluster.groups_now = {"j": "RESCHEDULING"}
-    assert placed(target).state == "broken"
+    why = "needs a node with 4 GPU and 5 CPU free, 1 of 2 have it: 10.0.0.2 has 1 of 4"
+    lost = f"Ray lost a node of it, and waits for another: it {why}"
+    assert placed(target) == Placement("broken", lost, is_repaired_by_target=True), "the controller leaves it to Ray"
     cluster.jobs_now = {"j": Job("j", "FAILED", "Job failed, last logs:\npenstock: its first node ended with 1\n")}
     assert placed(target) == Placement("gone", "its job has ended: penstock: its first node ended with 1")
 

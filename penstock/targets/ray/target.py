@@ -26,6 +26,7 @@ from penstock.targets import Placement, Surveyed, Target
 from penstock.targets.ray import driver, jobs_api
 from penstock.targets.ray.jobs_api import Dashboard, Job, RayNode
 from penstock.targets.ray.placement import (
+    LOST,
     WAITS,
     ClusterView,
     as_ray_gives,
@@ -133,9 +134,10 @@ class RayJobs(Target):
         for name, entry in run.handle().replicas.items():
             view, job = self._view(entry["address"]), entry["job"]
             placement = placement_of(view, job, is_down or job in self._ending)
-            if placement.reason == WAITS and view.nodes:
-                why = shortage(json.loads(run.artifact().files["nodes.json"]), view.nodes, view.free)
-                placement = msgspec.structs.replace(placement, reason=why)
+            if placement.reason in (WAITS, LOST) and view.nodes:
+                is_lost, wanted = placement.reason == LOST, json.loads(run.artifact().files["nodes.json"])
+                why = shortage(wanted, view.nodes, view.free, is_lost)
+                placement = msgspec.structs.replace(placement, reason=f"{LOST}: it {why}" if is_lost else why)
             placements[replica(name)] = placement
         return placements
 
@@ -272,7 +274,7 @@ class RayJobs(Target):
             dashboard = Dashboard(address)
             jobs, groups = dashboard.jobs(), dashboard.groups()
             view = ClusterView(time.monotonic(), jobs, groups)
-            if "PENDING" in groups.values():
+            if {"PENDING", "RESCHEDULING"} & set(groups.values()):
                 view = msgspec.structs.replace(view, nodes=tuple(dashboard.nodes()), free=dashboard.free())
         except PenstockError as exc:
             # A dashboard that is away says nothing of the jobs: they run without it.
