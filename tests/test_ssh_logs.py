@@ -11,6 +11,8 @@ from samples import deployment, run_folder
 
 from penstock import targets
 from penstock.deployment import logs
+from penstock.errors import PenstockError
+from penstock.paths import home
 from penstock.run_folder import Desired, Handle, Run, Unit
 from penstock.targets import LeftBehind
 from penstock.targets.openssh import HostError, Ssh
@@ -80,6 +82,21 @@ def test_what_tail_printed_before_it_failed_is_not_taken_for_a_log(run: Run, tmp
     program(tmp_path / "bin" / "tail", "#!/bin/sh\necho a part; exit 1\n")
     RunHosts(run).end_all({"0": [node("here", tmp_path / "there")]}, 0.0)
     assert not run.log("replica-0").exists()
+
+
+def test_a_full_disk_here_keeps_no_replica_from_its_end(run: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "there"
+    (folder / "logs").mkdir(parents=True)
+    (folder / "logs" / "replica-0-0.log").write_text("x" * 100_000)
+    run.log("replica-0").symlink_to("/dev/full")
+    RunHosts(run).end_all({"0": [node("here", folder)]}, 0.0)
+    assert not folder.exists()
+    (home() / "left-behind").write_text("")
+    with pytest.raises(
+        PenstockError, match="could not note that penstock-demo on away, which could not be reached"
+    ) as caught:
+        RunHosts(run).end_all({"0": [node("away", folder)]}, 0.0)
+    assert caught.value.is_retryable and not isinstance(caught.value, LeftBehind)
 
 
 @pytest.mark.parametrize("hosts", [["away"], ["away", "here"], ["here", "away"]])

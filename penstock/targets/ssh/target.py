@@ -28,6 +28,9 @@ from penstock.targets.ssh import logs as streams
 from penstock.targets.ssh.agent_messages import End
 from penstock.targets.ssh.install import HostInstaller, PreparedHost, look
 from penstock.targets.ssh.placement import Node, RunHosts, RunPlace, assign, end_there, log_name
+from penstock.text import MIB, show_bytes
+
+_MIN_FREE_BYTES = 128 * MIB  # penstock there takes 16 MiB, a run its logs
 
 
 class OverSsh(Target):
@@ -53,7 +56,12 @@ class OverSsh(Target):
             facts = answers[host]
             if isinstance(facts, PenstockError):
                 problems.append(Problem(f"ssh.hosts[{number}]", facts.message, facts.hint))
-            elif facts.absent:
+                continue
+            if facts.free_bytes < _MIN_FREE_BYTES:
+                message = f"{short_name(host)} has {show_bytes(facts.free_bytes)} free in {facts.folder}"
+                hint = f"free {show_bytes(_MIN_FREE_BYTES)} for penstock and its logs, or name a folder on another disk"
+                problems.append(Problem("ssh.folder", message, hint))
+            if facts.absent:
                 hint = "put it on a file system that all hosts have at this path, or use a hub id"
                 problems.append(Problem("model", f'{facts.absent[0]} is not on "{short_name(host)}"', hint))
         return problems
