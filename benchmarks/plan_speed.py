@@ -55,6 +55,7 @@ class Point(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cache_bytes: float = 2.0
     max_num_batched_tokens: int = 8192
     max_running: int | None = None
+    rounds: float = 1.0
     gpus_per_node: int = 8
     nodes: int = 1
     network: str | None = None
@@ -107,6 +108,7 @@ def predicted(point: Point, formats: Mapping[str, Any]) -> tuple[Speed, work.Ste
         Fabric(catalog.gpu(point.gpu), point.gpus_per_node, point.nodes, network),
         Workload(point.input, point.output, point.concurrency),
         Engine(point.engine, False, point.cache_bytes, point.max_num_batched_tokens, point.max_running),
+        rounds=point.rounds if point.lengths == "fixed" else None,
     )
     return speed, counted
 
@@ -117,18 +119,10 @@ def rows_of(points: Iterable[Point], formats: Mapping[str, Any]) -> list[Row]:
     for point in points:
         speed, counted = predicted(point, formats)
         group = f"{'moe' if counted.n_moe_layers else 'dense'} {counted.weight_kind or 'bf16'} {point.gpu}"
-        tpot = speed.tpot_wave_ms if point.lengths == "fixed" else speed.tpot_ms
-        both = (("TTFT", point.ttft, ttft_of(point, speed)), ("TPOT", point.tpot, tpot.likely))
+        ttft = speed.ttft_steady_ms if point.statistic == "median" and point.lengths == "varied" else speed.ttft_ms
+        both = (("TTFT", point.ttft, ttft.likely), ("TPOT", point.tpot, speed.tpot_ms.likely))
         rows += [Row(point, what, measured, likely, group) for what, measured, likely in both if measured]
     return sorted(rows, key=lambda row: -abs(row.error))
-
-
-def ttft_of(point: Point, speed: Speed) -> float:
-    """The prediction of what was measured: with equal lengths all requests end and come at once, over and over; with
-    varied ones the median request came alone, and the mean has the first wave in it."""
-    if point.lengths == "fixed":
-        return speed.ttft_wave_ms.likely
-    return (speed.ttft_steady_ms if point.statistic == "median" else speed.ttft_ms).likely
 
 
 def median(rows: Iterable[Row]) -> float:
@@ -186,10 +180,11 @@ _INTRODUCTION = """
 What `penstock plan` predicts without calibration against latencies that others published. `tuned` points moved
 constants, `held_out` ones did not; the split was set by source, before. We did see the held-out errors while the form
 of the model was made, so they are not blind. Points of vLLM before 0.11, which the planner no longer knows, left the
-table. A TTFT is held against the kind that was measured: the mean of a benchmark, the median of requests that come by
-themselves, or the mean where all requests are equally long and come at once. `penstock plan` prints the first of the
-three, with the second as its low end: at concurrency 64 and long prompts the median of a benchmark is two to four times
-lower than its mean. Worst first.
+table. A TTFT is compared with the prediction of the same statistic: the mean of a benchmark, the median of requests
+that come by themselves, or the mean of equally long requests over as many rounds as the benchmark had (in the first
+round all come at once, later arrivals follow departures). `penstock plan` prints the first of the three, with the
+second as its low end: at concurrency 64 and long prompts the median of a benchmark is two to four times lower than its
+mean. Worst first.
 """.strip()
 
 

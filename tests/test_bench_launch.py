@@ -104,10 +104,10 @@ def test_equal_requests_come_in_waves_and_are_predicted_so() -> None:
 
 
 def test_replicas_share_the_load() -> None:
-    one = predicted_of(launch(), measured(8), is_wave=False)
-    two = predicted_of(launch(), measured(16, replicas=2), is_wave=False)
-    single = predicted_of(launch(), measured(1, replicas=2), is_wave=False)  # now to one, now to the other
-    alone = predicted_of(launch(), measured(1), is_wave=False)
+    one = predicted_of(launch(), measured(8), has_equal_lengths=False)
+    two = predicted_of(launch(), measured(16, replicas=2), has_equal_lengths=False)
+    single = predicted_of(launch(), measured(1, replicas=2), has_equal_lengths=False)  # now to one, now to the other
+    alone = predicted_of(launch(), measured(1), has_equal_lengths=False)
     assert single == alone and one is not None and two is not None
     assert two["tpot_ms"] == one["tpot_ms"]
     assert two["requests_per_s"]["likely"] == pytest.approx(2 * one["requests_per_s"]["likely"])
@@ -166,14 +166,14 @@ def test_more_than_there_was_room_for_is_no_wave() -> None:
     crowded = launch(forecast=Forecast(KEY, 100.0))._replace(
         deployment=reading.parse(FILE.replace("16384}", "16384, args: {max-num-seqs: 8}}"), "one.yaml")
     )
-    found = predicted_of(crowded, measured(64), is_wave=True)
+    found = predicted_of(crowded, measured(64), has_equal_lengths=True)
     assert found is not None
     in_flight = (
         found["requests_per_s"]["likely"] * (found["ttft_ms"]["likely"] + 127 * found["tpot_ms"]["likely"]) / 1e3
     )
     assert in_flight == pytest.approx(64, rel=0.25)
-    few = predicted_of(launch(), measured(64) | {"max_concurrent_requests": 8}, is_wave=True)
-    assert few == predicted_of(launch(), measured(8), is_wave=True)
+    few = predicted_of(launch(), measured(64) | {"max_concurrent_requests": 8}, has_equal_lengths=True)
+    assert few == predicted_of(launch(), measured(8), has_equal_lengths=True)
 
 
 def test_runs_of_our_own_need_no_names_and_are_not_mixed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

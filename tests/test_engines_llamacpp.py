@@ -15,7 +15,7 @@ from samples import DEMO, demo_plan
 from penstock.engines import Diagnosis, Place, Seen
 from penstock.engines.llamacpp.engine import LlamaCpp, main
 from penstock.errors import Problem
-from penstock.models.files import BUNDLED, gguf_parts
+from penstock.models import demo
 from penstock.planner import Plan
 from penstock.spec.deployment import Scalar
 from penstock.wire.announcement import Progress
@@ -120,7 +120,7 @@ def test_a_system_without_openmp_serves_with_the_runtime_of_a_wheel(tmp_path: Pa
         f"mount --bind /dev/null {os.path.realpath(path)} &&"
         for path in re.findall(r"libgomp\.so\.1 .*=> (\S+)", paths)
     ]
-    argv = f"{sys.executable} -m penstock.engines.llamacpp.engine --model {gguf_parts(BUNDLED)[0]} --alias a --port 0"
+    argv = f"{sys.executable} -m penstock.engines.llamacpp.engine --model {demo.gguf_file()} --alias a --port 0"
     command = ["unshare", "--map-root-user", "--mount", "sh", "-c", f"{' '.join(hide)} exec {argv} --max-model-len 512"]
     engine = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "TMPDIR": str(tmp_path)})
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import struct
 import threading
@@ -102,21 +103,26 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
 
+@contextlib.contextmanager
+def serving() -> Iterator[Hub]:
+    with Hub() as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
-    """A hub that HF_ENDPOINT points to, with a cache of its own, no token, not offline."""
-    server = Hub()
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    monkeypatch.setenv("HF_ENDPOINT", server.url)
+    """A hub that HF_ENDPOINT points to, with an empty cache, no token, not offline."""
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hf"))
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     for name in ("HF_TOKEN", "HF_HUB_OFFLINE"):
         monkeypatch.delenv(name, raising=False)
-    yield server
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with serving() as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        yield server
 
 
 def folder(path: Path, **files: bytes) -> Path:
@@ -131,92 +137,65 @@ def as_json(value: object) -> bytes:
 
 
 def test_a_folder_with_only_a_config_is_enough(tmp_path: Path) -> None:
-    found = facts.read(str(folder(tmp_path / "m", config__json=as_json(CONFIG))))
-    assert (found.config, found.tensors, found.index_bytes, found.notes) == (CONFIG, None, None, ())
-    assert found.source == f"{tmp_path / 'm'}: config.json alone"
-    assert facts.read(str(tmp_path / "m" / "config.json")).config == CONFIG
+    read = facts.read(str(folder(tmp_path, config__json=as_json(CONFIG))))
+    assert (read.config, read.tensors, read.index_bytes, read.notes) == (CONFIG, None, None, ())
+    assert read.source == f"{tmp_path}: config.json alone"
+    assert facts.read(str(tmp_path / "config.json")).config == CONFIG
 
 
-def test_a_folder_tells_every_tensor_of_every_shard(tmp_path: Path) -> None:
+def test_a_folder_has_every_tensor_of_every_shard_that_counts(tmp_path: Path) -> None:
+    """Those of the index, where there is one; Mistral's second copy of the weights is left out."""
     path = folder(tmp_path / "m", config__json=as_json(CONFIG), a__safetensors=ONE, b__safetensors=TWO)
-    found = facts.read(str(path))
-    assert found.tensors == (
+    read = facts.read(str(path))
+    assert read.tensors == (
         StoredTensor("embed", "BF16", (100, 64)),
         StoredTensor("norm", "F32", (64,)),
         StoredTensor("head", "BF16", (100, 64)),
     )
-    assert found.index_bytes == 25_856
-    assert found.source.endswith(": 2 safetensors headers")
-
-
-def test_an_index_says_which_files_count(tmp_path: Path) -> None:
-    index = as_json({**INDEX, "weight_map": {"embed": "a.safetensors"}})
-    path = folder(tmp_path / "m", config__json=as_json(CONFIG), a__safetensors=ONE, b__safetensors=TWO)
-    (path / files.INDEX).write_bytes(index)
+    assert read.index_bytes == 25_856 and read.source.endswith(": 2 safetensors headers")
+    (path / files.INDEX).write_bytes(as_json({**INDEX, "weight_map": {"embed": "a.safetensors"}}))
     assert [tensor.name for tensor in facts.read(str(path)).tensors or ()] == ["embed", "norm"]
-
-
-def test_mistrals_second_copy_of_the_weights_is_not_counted(tmp_path: Path) -> None:
-    path = folder(tmp_path / "m", config__json=as_json(CONFIG), a__safetensors=ONE, consolidated__safetensors=ONE)
+    path = folder(tmp_path / "n", config__json=as_json(CONFIG), a__safetensors=ONE, consolidated__safetensors=ONE)
     assert facts.read(str(path)).index_bytes == 13_056
     (path / "a.safetensors").unlink()
     assert facts.read(str(path)).index_bytes == 13_056
 
 
-@pytest.mark.parametrize(
-    ("shards", "n_notes"), [({}, 0), ({"a__safetensors": ONE}, 1)], ids=["no shard", "one of two shards"]
-)
-def test_an_index_without_all_its_shards_gives_the_bytes(
-    shards: dict[str, bytes], n_notes: int, tmp_path: Path
-) -> None:
-    path = folder(tmp_path / "m", config__json=as_json(CONFIG), **shards)
-    (path / files.INDEX).write_bytes(as_json(INDEX))
-    found = facts.read(str(path))
-    assert (found.tensors, found.index_bytes, len(found.notes)) == (None, 25_856, n_notes)
+def test_an_index_without_all_its_shards_gives_the_bytes(tmp_path: Path) -> None:
+    folder(tmp_path, config__json=as_json(CONFIG))
+    (tmp_path / files.INDEX).write_bytes(as_json(INDEX))
+    none = facts.read(str(tmp_path))
+    one = facts.read(str(folder(tmp_path, a__safetensors=ONE)))
+    assert (none.tensors, none.index_bytes, len(none.notes)) == (None, 25_856, 0)
+    assert (one.tensors, one.index_bytes, len(one.notes)) == (None, 25_856, 1)
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        b"version https://git-lfs.github.com/spec/v1\n",
-        b"",
-        *(struct.pack("<Q", len(text)) + text for text in (b"not json!", b"[]", b'{"a": 1}', b"{")),
-        struct.pack("<Q", 40) + b'{"a": {"dtype": "F32", "shape": [1]}}   ',
-    ],
-)
-def test_a_shard_that_is_none_is_told_and_not_counted(body: bytes, tmp_path: Path) -> None:
-    found = facts.read(str(folder(tmp_path / "m", config__json=as_json(CONFIG), a__safetensors=body)))
-    assert found.tensors is None
-    assert "could not be read" in found.notes[0] and "Git LFS" in found.notes[0]
+def test_a_shard_that_is_none_has_a_note_and_is_not_counted(tmp_path: Path) -> None:
+    headers = (b"not json!", b"[]", b'{"a": 1}', b"{", b'{"a": {"dtype": "F32", "shape": [1]}}')
+    files = [struct.pack("<Q", len(header)) + header for header in headers]
+    for body in (b"version https://git-lfs.github.com/spec/v1\n", b"", *files):
+        read = facts.read(str(folder(tmp_path, config__json=as_json(CONFIG), a__safetensors=body)))
+        assert read.tensors is None
+        assert "could not be read" in read.notes[0] and "Git LFS" in read.notes[0]
 
 
-def test_a_catalogue_name_needs_no_network() -> None:
-    found = facts.read("llama-3.1-70b")
-    assert found.config["num_hidden_layers"] == 80
-    assert (found.index_bytes, found.hub_id) == (141_107_412_992, catalog.model("llama-3.1-70b").hf_id)
+def test_models_of_the_catalogue_and_the_bundled_one_need_no_network() -> None:
+    read = facts.read("llama-3.1-70b")
+    assert read.config["num_hidden_layers"] == 80
+    assert (read.index_bytes, read.hub_id) == (141_107_412_992, CATALOGUED)
+    read = facts.read("penstock-demo")
+    assert read.config["architectures"] == ["LlamaForCausalLM"]
+    assert read.tensors and read.index_bytes and read.index_bytes < 10_000_000
 
 
-def test_the_bundled_model_is_known_by_its_name() -> None:
-    found = facts.read("penstock-demo")
-    assert found.config["architectures"] == ["LlamaForCausalLM"]
-    assert found.tensors and found.index_bytes and found.index_bytes < 10_000_000
-
-
-@pytest.mark.parametrize(
-    ("reference", "hint"),
-    [
-        ("llama-3.1-70", 'Did you mean "llama-3.1-70b"?'),
-        *(("./nowhere", "Check the path"), ("a/b/c", "Check the path"), ("./m.gguf", "Give the folder")),
-    ],
-)
-def test_an_unknown_name_is_refused_with_the_nearest(
-    reference: str, hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_an_unknown_name_is_refused_with_the_nearest(tmp_path: Path) -> None:
     (tmp_path / "m.gguf").write_bytes(b"GGUF")
-    with pytest.raises(UserError) as caught:
-        facts.read(reference)
-    assert caught.value.hint is not None and hint in caught.value.hint
+    hints = {"llama-3.1-70": 'Did you mean "llama-3.1-70b"?', "./nowhere/config.json": "Check the path"}
+    hints |= {"a/b/c": "Check the path", f"{tmp_path}/m.gguf": "Give the folder"}
+    for reference, hint in hints.items():
+        with pytest.raises(UserError) as caught:
+            facts.read(reference)
+        assert hint in str(caught.value.hint)
 
 
 def sharded(served: Hub, name: str = NAME) -> None:
@@ -224,27 +203,25 @@ def sharded(served: Hub, name: str = NAME) -> None:
     served.files[f"{name}/resolve/main/{files.INDEX}"] = as_json(INDEX)
 
 
-def test_a_hub_repository_is_read_by_its_headers(served: Hub) -> None:
-    sharded(served)
-    found = facts.read(NAME)
-    assert (found.config, found.index_bytes, found.hub_id, found.notes) == (CONFIG, 25_856, NAME, ())
-    assert [tensor.name for tensor in found.tensors or ()] == ["embed", "norm", "head"]
-    assert all(wanted for path, _, wanted in served.asked if path.endswith(".safetensors"))  # never a whole shard
-
-
-def test_a_second_read_asks_for_the_config_alone(served: Hub) -> None:
+def test_a_hub_repository_is_read_by_its_headers_and_a_second_time_by_its_config(served: Hub, home: Path) -> None:
     sharded(served)
     first = facts.read(NAME)
+    assert (first.config, first.index_bytes, first.hub_id, first.notes) == (CONFIG, 25_856, NAME, ())
+    assert [tensor.name for tensor in first.tensors or ()] == ["embed", "norm", "head"]
+    assert all(wanted for path, _, wanted in served.asked if path.endswith(".safetensors"))  # never a whole shard
     served.asked.clear()
     assert facts.read(NAME) == first
     assert served.paths == ["config.json"]
+    (kept,) = (home / "cache" / "facts").iterdir()
+    kept.write_bytes(b"{")  # a damaged copy is read anew
+    assert facts.read(NAME) == first
 
 
 def test_weights_in_the_old_format_give_their_bytes(served: Hub) -> None:
     served.add(NAME, config__json=as_json(CONFIG))
     served.files[f"{NAME}/resolve/main/pytorch_model.bin.index.json"] = as_json(INDEX)
-    found = facts.read(NAME)
-    assert (found.tensors, found.index_bytes, found.notes) == (None, 25_856, ())
+    read = facts.read(NAME)
+    assert (read.tensors, read.index_bytes, read.notes) == (None, 25_856, ())
 
 
 def test_headers_that_could_not_be_read_are_told_and_asked_again(served: Hub) -> None:
@@ -263,39 +240,27 @@ def test_the_token_goes_to_the_hub_and_to_no_other_host(served: Hub, monkeypatch
     served.add(NAME, model__safetensors=ONE)
     served.files["renamed/config.json"] = as_json(CONFIG)
     served.moved[f"{NAME}/resolve/main/config.json"] = "/renamed/config.json"
-    other = Hub()
-    other.files["blob"] = ONE
-    served.moved[f"{NAME}/resolve/main/model.safetensors"] = f"{other.url}/blob"
-    thread = threading.Thread(target=other.serve_forever, args=(0.01,))
-    thread.start()
-    try:
+    with serving() as other:
+        other.files["blob"] = ONE
+        served.moved[f"{NAME}/resolve/main/model.safetensors"] = f"{other.url}/blob"
         assert facts.read(NAME).index_bytes == 13_056
-    finally:
-        other.shutdown()
-        thread.join()
-        other.server_close()
     assert {token for _, token, _ in served.asked} == {"Bearer hf_secret"}
     assert [token for _, token, _ in other.asked] == [None]
     assert other.asked[0][2] is not None  # the range goes along
 
 
-def test_a_hub_that_breaks_once_is_asked_again(served: Hub) -> None:
+def test_a_hub_that_breaks_is_asked_again_and_then_what_was_kept_is_used(served: Hub) -> None:
     with pytest.raises(UserError, match="no such file"):
         facts.read(NAME)
     served.asked.clear()
-    served.add(NAME, config__json=as_json(CONFIG), model__safetensors=ONE)
-    served.n_broken = 1
-    assert facts.read(NAME).tensors
-    assert served.paths[:2] == ["config.json", "config.json"]
-
-
-def test_a_hub_that_stays_broken_falls_back_to_what_was_kept(served: Hub) -> None:
     sharded(served)
+    served.n_broken = 1
     kept = facts.read(NAME)
+    assert kept.tensors and served.paths[:2] == ["config.json", "config.json"]
     served.n_broken = 2
-    found = facts.read(NAME)
-    assert found.tensors == kept.tensors
-    assert "HTTP 500; using what an earlier plan read" in found.notes[0]
+    read = facts.read(NAME)
+    assert read.tensors == kept.tensors
+    assert "HTTP 500; using what an earlier plan read" in read.notes[0]
 
 
 def test_a_gated_model_is_explained_or_taken_from_the_catalogue(served: Hub) -> None:
@@ -331,23 +296,12 @@ def test_offline_the_hubs_own_cache_is_used(tmp_path: Path, served: Hub, monkeyp
     assert "using the hub's cache" in found.notes[0]
 
 
-def test_no_network_is_explained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_no_network_is_explained(served: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # discard: nobody listens
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hf"))
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     with pytest.raises(UserError, match="could not reach the hub") as caught:
         facts.read(NAME)
     assert caught.value.is_retryable
     assert facts.read(CATALOGUED).config["num_hidden_layers"] == 80
-
-
-def test_a_damaged_cache_is_read_anew(served: Hub, home: Path) -> None:
-    served.add(NAME, config__json=as_json(CONFIG), model__safetensors=ONE)
-    facts.read(NAME)
-    (kept,) = (home / "cache" / "facts").iterdir()
-    kept.write_bytes(b"{")
-    assert facts.read(NAME).tensors
 
 
 def test_an_index_cannot_lead_out_of_the_folder(served: Hub) -> None:
@@ -358,17 +312,11 @@ def test_an_index_cannot_lead_out_of_the_folder(served: Hub) -> None:
     assert not [path for path in served.paths if path in ("x.safetensors", "y.safetensors")]
 
 
-@pytest.mark.parametrize("content", ["{", "[" * 100_000, "\x00", '{"a": ' + "1" * 5000 + "}", "[1, 2]", "7"])
-def test_a_config_that_is_no_json_object_is_refused(tmp_path: Path, content: str) -> None:
-    (tmp_path / "config.json").write_text(content, "utf-8")
-    with pytest.raises(UserError, match="it is not"):
-        facts.read_folder(tmp_path, "m")
-
-
-def test_a_config_that_is_a_folder_or_no_text_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(UserError, match="it is not JSON"):
-        facts.read_folder(tmp_path, "m")
+def test_a_config_that_is_no_json_object_is_refused(tmp_path: Path) -> None:
+    for content in (b"{", b"[" * 100_000, b"\x00", b'{"a": ' + b"1" * 5000 + b"}", b"[1, 2]", b"7", b"\xff\xfe\x00"):
+        (tmp_path / "config.json").write_bytes(content)
+        with pytest.raises(UserError, match="it is not"):
+            facts.read_folder(tmp_path, "m")
     (tmp_path / "config.json").unlink()
     (tmp_path / "config.json").mkdir()
     with pytest.raises(UserError, match="could not read"):

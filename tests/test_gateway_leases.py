@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
+import time
 
 import pytest
 from gateway_rig import (
@@ -14,6 +16,7 @@ from gateway_rig import (
     STREAM,
     Client,
     Gate,
+    LoopFactory,
     Rig,
     Seen,
     both_loops,
@@ -23,10 +26,13 @@ from gateway_rig import (
     rig_with,
     say,
 )
+from hosts import Hosts
 
 from penstock.gateway import forwarding
+from penstock.gateway.routing import static_upstreams
+from penstock.gateway.routing.replicas import Replica
 from penstock.spec.gateway import QueueBounds
-from penstock.wire.http1 import END
+from penstock.wire.http1 import END, ResponseHead
 
 pytestmark = both_loops
 
@@ -73,6 +79,83 @@ async def test_request_survives_the_end_of_its_replicas_lease() -> None:
         await rig.until(lambda view: not view["replicas"][0]["is_alive"])
         gate.opened.set()
         assert (await client.response())[1:] == (EVENTS[2], True)
+
+
+async def test_stream_of_a_silent_machine_ends_with_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def reply(seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        if seen.head.path == b"/health":
+            await (echo(seen, reader, writer) if answers else asyncio.sleep(1))
+        else:
+            writer.write(SSE_HEAD + chunk(EVENTS[0]))
+        return True
+
+    async def probe() -> Replica:
+        while not rig.gateway._context.replicas.lapsed_at_work(time.monotonic()):
+            await asyncio.sleep(0.001)
+        rig.gateway._lapsed_probes.start_due(time.monotonic())
+        while rig.gateway._lapsed_probes._tasks:
+            await asyncio.sleep(0.001)
+        replica = rig.gateway._context.replicas.find("0")
+        assert replica is not None
+        return replica
+
+    monkeypatch.setattr(forwarding, "SILENT_S", 0.01)
+    monkeypatch.setattr(static_upstreams, "PROBE_TIMEOUT_S", 0.01)
+    async with rig_with(reply) as (rig, engine, client):
+        client.post(STREAM)
+        await client.event()
+        assert await client.event() == EVENTS[0]
+        look_after, answers = rig.gateway._context.look_after, False
+        await rig.announce("0", engine.url, lease_s=0.001)
+        assert (await probe()).silent_since is not None
+        answers = True
+        assert (await probe()).silent_since is None
+        look_after(time.monotonic() + 1)
+        answers = False
+        assert (await probe()).silent_since is not None
+        look_after(time.monotonic() + 1)
+        assert error_of(await client.event())["message"].startswith("machine 127.0.0.1 of replica 0 does not answer")
+        assert await client.event() is END
+
+
+@pytest.mark.hosts
+@pytest.mark.slow
+def test_short_cut_loses_nothing_and_a_machine_that_is_off_ends_its_stream(
+    loop_factory: LoopFactory, hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Packets are dropped both ways. The times are a tenth of the real ones."""
+    monkeypatch.setattr(forwarding, "SILENT_S", 4.0)
+    host = hosts["node1"]
+    engine = ["--model", "demo", "--host", host.address, "--port", "9000", "--ttft-s", "0", "--tokens-per-s", "20"]
+    host.popen([sys.executable, "-m", "penstock.testing.fake_engine", *engine, "--max-model-len", "32768"])
+    while not host.listens(9000):
+        time.sleep(0.1)
+
+    async def ask(rig: Rig, n_tokens: int) -> asyncio.Task[tuple[ResponseHead, bytes, bool]]:
+        body = {"model": "demo", "stream": True, "max_tokens": n_tokens, "messages": [{"role": "user", "content": "a"}]}
+        client = await rig.client()
+        client.post(json.dumps(body | {"ignore_eos": True}).encode(), headers="Content-Type: application/json\r\n")
+        return asyncio.create_task(client.response())
+
+    async def test() -> None:
+        async with Rig() as rig:
+            url = f"http://{host.address}:9000"
+            await rig.announce("0", url)
+            short, endless = await ask(rig, 60), await ask(rig, 4000)
+            await asyncio.sleep(1)
+            await rig.announce("0", url, lease_s=1)
+            host.cut()
+            await asyncio.sleep(2.5)
+            host.mend()
+            _, body, is_whole = await short
+            assert (body.count(b"data: "), is_whole, body.endswith(DONE)) == (62, True, True)
+            host.kill()
+            _, body, is_whole = await endless
+            assert is_whole
+            assert f"machine {host.address} of replica 0 does not answer" in body.decode()
+
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        runner.run(asyncio.wait_for(test(), 60))
 
 
 async def test_drained_replica_finishes_and_gets_nothing_new() -> None:

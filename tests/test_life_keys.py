@@ -31,6 +31,7 @@ def test_keys_are_made_for_a_running_deployment_and_outlive_it(place: Place) -> 
     gateway = {"auth": "keys", "price": {"input": 1.0, "output": 1000.0}}
     file = place.write("one", gateway=gateway)
     first = call("up", file, "--json").events[-1]["key"]
+    assert [key["name"] for key in call("keys", "list", "--json").json] == ["first"]
     made = call("keys", "create", "--name", "alice", "--budget", "100")
     key = made.out.strip()
     wait_until(lambda: is_answered(place, key), "the gateway sees the new key")
@@ -48,6 +49,8 @@ def test_keys_are_made_for_a_running_deployment_and_outlive_it(place: Place) -> 
 
     second = call("keys", "create", "bob").out.strip()
     call("down", "one")
-    assert call("up", file, "--json").code == 0
-    assert is_answered(place, second)
+    again = call("up", file, "--json").events[-1]["key"]
+    assert [is_answered(place, key) for key in (second, again, first)] == [True, True, False]
     assert n_requests("alice") >= 2
+    call("keys", "revoke", "first")
+    wait_until(lambda: not is_answered(place, again), "the key that `up` printed is revoked")

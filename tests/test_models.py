@@ -18,7 +18,7 @@ import pytest
 from samples import DEMO, demo_plan, deployment
 
 from penstock.errors import UserError
-from penstock.models import ModelFacts, files
+from penstock.models import ModelFacts, demo, files
 from penstock.models.facts import read_files
 from penstock.node import model_files
 from penstock.planner import Plan, kv_bytes_per_token
@@ -54,21 +54,16 @@ def folder(path: Path, config: object = CONFIG, shards: int = 2) -> Path:
 
 
 def test_a_folder_says_what_planning_needs(tmp_path: Path) -> None:
+    """A multimodal config keeps its numbers one level down; what a config leaves out has its usual value."""
     facts = record("me/m", folder(tmp_path / "m"), "safetensors")
     assert (facts.reference, facts.path, facts.form) == ("me/m", str(tmp_path / "m"), "safetensors")
     assert (facts.architecture, facts.weights_bytes, facts.n_shards) == ("LlamaForCausalLM", 200, 2)
     assert (facts.n_layers, facts.hidden, facts.n_heads, facts.n_kv_heads, facts.head_dim) == (2, 64, 8, 2, 8)
     assert (facts.vocab, facts.max_position) == (100, 512)
-
-
-def test_a_multimodal_config_keeps_its_numbers_one_level_down(tmp_path: Path) -> None:
-    facts = record("m", folder(tmp_path, {"architectures": ["X"], "text_config": CONFIG}), "safetensors")
+    facts = record("m", folder(tmp_path / "m", {"architectures": ["X"], "text_config": CONFIG}), "safetensors")
     assert (facts.architecture, facts.n_layers, facts.n_kv_heads) == ("X", 2, 2)
-
-
-def test_what_a_config_leaves_out_has_its_usual_value(tmp_path: Path) -> None:
     config = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1}
-    facts = record("m", folder(tmp_path, config, shards=0), "safetensors")
+    facts = record("m", folder(tmp_path / "n", config, shards=0), "safetensors")
     assert (facts.n_kv_heads, facts.head_dim, facts.max_position, facts.architecture) == (4, 16, 4096, "unknown")
     assert facts.form == "none"
 
@@ -82,14 +77,6 @@ def test_a_folder_without_config_says_what_it_holds(tmp_path: Path) -> None:
     error = refused(lambda: record("m", tmp_path, "safetensors"))
     assert error.detail == "It holds 0.bin, 1.bin, 2.bin, 3.bin, 4.bin, 5.bin and 2 more."
     assert "Give the folder that has config.json" in str(error.hint)
-
-
-def test_a_gguf_file_is_not_read_as_a_folder(tmp_path: Path) -> None:
-    path = tmp_path / "m.gguf"
-    path.touch()
-    error = refused(lambda: record("m", path, "safetensors"))
-    assert error.message == f'cannot use model file "{path}": not a folder with config.json and *.safetensors'
-    assert error.hint == "Use --engine llamacpp for a GGUF file."
 
 
 def text(value: str) -> bytes:
@@ -119,62 +106,53 @@ GGUF = gguf(
 
 
 def test_a_gguf_header_says_the_same(tmp_path: Path) -> None:
-    (tmp_path / "m-Q8_0.gguf").write_bytes(GGUF)
+    path = tmp_path / "m-Q8_0.gguf"
+    path.write_bytes(GGUF)
     facts = record("m", tmp_path, "gguf")
-    assert facts.path == str(tmp_path / "m-Q8_0.gguf")
-    assert (facts.form, facts.architecture, facts.weights_bytes, facts.n_shards) == ("gguf", "llama", len(GGUF), 1)
+    assert (facts.path, facts.form, facts.architecture) == (str(path), "gguf", "llama")
+    assert (facts.weights_bytes, facts.n_shards) == (len(GGUF), 1)
     assert (facts.n_layers, facts.hidden, facts.n_heads, facts.n_kv_heads, facts.head_dim) == (2, 64, 8, 2, 8)
     assert (facts.max_position, facts.vocab) == (512, 0)
-    assert record("m", tmp_path / "m-Q8_0.gguf", "gguf") == facts
+    assert record("m", path, "gguf") == facts
+    error = refused(lambda: record("m", path, "safetensors"))
+    assert error.message == f'cannot use model file "{path}": not a folder with config.json and *.safetensors'
+    assert error.hint == "Use --engine llamacpp for a GGUF file."
 
 
-@pytest.mark.parametrize(
-    ("data", "problem"),
-    [
+def test_what_is_no_gguf_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    for data, problem in (
         (b"", "it does not begin with GGUF"),
         (b"PK\x03\x04", "it does not begin with GGUF"),
         (gguf(version=1), "GGUF version 1 is too old"),
         (gguf(pair("a", 99, b"")), "unknown GGUF value type 99"),
         (gguf(struct.pack("<Q", 2**62)), f"a text of {2**62} bytes in its header"),
         (GGUF[:60], "requires a buffer"),
-    ],
-)
-def test_what_is_no_gguf_is_refused(tmp_path: Path, data: bytes, problem: str) -> None:
-    path = tmp_path / "m.gguf"
-    path.write_bytes(data)
-    error = refused(lambda: record("m", path, "gguf"))
-    assert error.message == f'cannot read "{path}": it is not a GGUF file'
-    assert problem in str(error.detail)
+    ):
+        path.write_bytes(data)
+        error = refused(lambda: record("m", path, "gguf"))
+        assert error.message == f'cannot read "{path}": it is not a GGUF file'
+        assert problem in str(error.detail)
 
 
-@pytest.mark.parametrize("names", [["config.json"], ["mmproj-m.gguf"]])
-def test_a_folder_without_a_language_model_in_gguf_is_refused(tmp_path: Path, names: list[str]) -> None:
-    for name in names:
-        (tmp_path / name).touch()
+def test_a_folder_without_a_language_model_in_gguf_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "mmproj-m.gguf").touch()
     error = refused(lambda: record("m", tmp_path, "gguf"))
     assert error.message == f'cannot use model folder "{tmp_path}": no *.gguf in it'
-    assert f"It holds {names[0]}." in str(error.detail)
+    assert "It holds mmproj-m.gguf." in str(error.detail)
     assert error.hint == "Use --engine vllm, or a folder with a GGUF file."
 
 
-@pytest.mark.parametrize(
-    ("names", "chosen"),
-    [
+def test_one_quantisation_is_chosen_with_all_its_parts(tmp_path: Path) -> None:
+    parts = ["q/m-q4_k_m-00001-of-00002.gguf", "q/m-q4_k_m-00002-of-00002.gguf"]
+    for names, chosen in (
         (["m-Q8_0.gguf", "m-Q4_K_M.gguf", "README.md"], ["m-Q4_K_M.gguf"]),
         (["m-F16.gguf", "m-Q8_0.gguf"], ["m-Q8_0.gguf"]),
         (["b.gguf", "a.gguf", "mmproj-a.gguf"], ["a.gguf"]),
-        (
-            ["q/m-q4_k_m-00002-of-00002.gguf", "q/m-q4_k_m-00001-of-00002.gguf", "m-q8_0.gguf"],
-            ["q/m-q4_k_m-00001-of-00002.gguf", "q/m-q4_k_m-00002-of-00002.gguf"],
-        ),
+        ([*reversed(parts), "m-q8_0.gguf"], parts),
         (["config.json", "mmproj.gguf"], []),
-    ],
-)
-def test_one_quantisation_is_chosen_with_all_its_parts(names: list[str], chosen: list[str]) -> None:
-    assert files.choose_gguf(names) == chosen
-
-
-def test_all_parts_of_a_split_gguf_are_counted(tmp_path: Path) -> None:
+    ):
+        assert files.choose_gguf(names) == chosen
     for number in (1, 2):
         (tmp_path / f"m-Q8_0-0000{number}-of-00002.gguf").write_bytes(GGUF)
     facts = record("m", tmp_path, "gguf")
@@ -191,36 +169,31 @@ def test_forms_are_those_of_the_files(tmp_path: Path) -> None:
     assert files.forms_of(tmp_path) == ("safetensors", "gguf")
 
 
-@pytest.mark.parametrize("form", ["safetensors", "gguf"])
-def test_the_bundled_model_is_what_its_config_says(form: str) -> None:
+def test_the_bundled_model_is_what_its_config_says() -> None:
     path = files.locate(deployment("penstock-demo"))
-    facts = record("penstock-demo", path, form)
     assert files.forms_of(path) == ("safetensors", "gguf")
-    assert (facts.n_layers, facts.hidden, facts.n_heads, facts.n_kv_heads, facts.head_dim) == (4, 256, 8, 4, 32)
-    assert facts.max_position == 1024
-    assert kv_bytes_per_token(facts) == 2048
-    assert facts.weights_bytes > 6_000_000
-    assert facts.n_shards == (3 if form == "safetensors" else 1)
+    for form in ("safetensors", "gguf"):
+        facts = record("penstock-demo", path, form)
+        assert (facts.n_layers, facts.hidden, facts.n_heads, facts.n_kv_heads, facts.head_dim) == (4, 256, 8, 4, 32)
+        assert (facts.max_position, kv_bytes_per_token(facts), facts.n_shards) == (1024, 2048, 3)
+        assert facts.weights_bytes > 6_000_000
 
 
-def test_a_local_path_is_taken_before_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_local_path_is_taken_before_the_hub_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     path = folder(tmp_path / "org").joinpath("name")
     path.mkdir()
     assert files.locate(deployment("org/name")) == path
     (tmp_path / "m.gguf").touch()
     assert files.locate(deployment("./m.gguf")) == tmp_path / "m.gguf"
-
-
-@pytest.mark.parametrize("model", ["/nowhere/m", "./m", "~/no-such-model", "penstock-dem", "a/b/c"])
-def test_a_path_that_is_not_there_is_refused(model: str) -> None:
-    error = refused(lambda: files.locate(deployment(model)))
-    assert error.message == f'cannot use model "{model}": no such folder'
-    assert error.hint == "Check the path, or give a hub id such as Qwen/Qwen3-0.6B."
+    for model in ("/nowhere/m", "./m", "~/no-such-model", "penstock-dem", "a/b/c"):
+        error = refused(lambda: files.locate(deployment(model)))  # noqa: B023 - called at once
+        assert error.message == f'cannot use model "{model}": no such folder'
+        assert error.hint == "Check the path, or give a hub id such as Qwen/Qwen3-0.6B."
 
 
 class Hub:
-    """The hub's package: what was asked of it, and how it answers."""
+    """The hub's package: what was asked of it, and its answer."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, answer: Path | Exception) -> None:
         self.asked: list[tuple[str, dict[str, Any]]] = []
@@ -240,22 +213,17 @@ class Hub:
         return os.fspath(self.answer)
 
 
-def test_only_safetensors_and_texts_are_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_files_that_an_engine_needs_are_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Safetensors and texts, or one quantisation in GGUF."""
     hub = Hub(monkeypatch, tmp_path)
     assert files.locate(deployment("org/name", cache={"weights": "/shared"})) == tmp_path
     ((model, options),) = hub.asked
     assert (model, options["cache_dir"]) == ("org/name", "/shared")
     assert "*.safetensors" in options["allow_patterns"]
     assert not {"*.bin", "*.py", "*.gguf", "*"} & {*options["allow_patterns"]}
-
-
-@pytest.mark.parametrize("model", ["org/name-GGUF", "org/name"])
-def test_of_gguf_files_only_one_quantisation_is_fetched(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str
-) -> None:
-    hub = Hub(monkeypatch, tmp_path)
-    files.locate(deployment(model, engine={"kind": "llamacpp"}))
-    assert hub.asked[0][1]["allow_patterns"] == ["*.json", "*.jinja", "m-Q4_K_M.gguf"]
+    for model in ("org/name-GGUF", "org/name"):
+        files.locate(deployment(model, engine={"kind": "llamacpp"}))
+        assert hub.asked[-1][1]["allow_patterns"] == ["*.json", "*.jinja", "m-Q4_K_M.gguf"]
 
 
 class ConnectError(Exception):
@@ -270,32 +238,24 @@ def hub_error(name: str) -> Exception:
     return cast(Exception, kind(words, response=SimpleNamespace(headers={}, request=None, status_code=403)))
 
 
-@pytest.mark.parametrize(
-    ("name", "message", "hint"),
-    [
-        ("GatedRepoError", "it is gated", "Accept the licence on its hub page, then set HF_TOKEN."),
-        ("RepositoryNotFoundError", "a private one", "Check the name; a private model needs HF_TOKEN."),
-        (
-            "LocalEntryNotFoundError",
-            "the hub was not reached",
-            "This machine does not reach the hub: copy the model's folder here, give its path.",
-        ),
-        ("HFValidationError", "HFValidationError", "Check the network, or give a local folder."),
-        ("OfflineModeIsEnabled", "OfflineModeIsEnabled", "Check the network, or give a local folder."),
-        ("ConnectError", "ConnectError", "Check the network, or give a local folder."),
-    ],
-)
-@pytest.mark.parametrize("model", ["org/name", "org/name-gguf"])
-def test_an_error_of_the_hub_is_explained(
-    monkeypatch: pytest.MonkeyPatch, model: str, name: str, message: str, hint: str
-) -> None:
-    error = hub_error(name)
-    Hub(monkeypatch, error)
-    caught = refused(lambda: files.locate(deployment(model)))
-    assert f'"{model}"' in caught.message and message in caught.message
-    assert "the hub's own words" in str(caught.detail)
-    assert caught.hint == hint
-    assert caught.__cause__ is error
+NO_NETWORK = "Check the network, or give a local folder."
+NO_HUB = "This machine does not reach the hub: copy the model's folder here, give its path."
+ERRORS = [
+    ("GatedRepoError", "it is gated", "Accept the licence on its hub page, then set HF_TOKEN."),
+    ("RepositoryNotFoundError", "a private one", "Check the name; a private model needs HF_TOKEN."),
+    ("LocalEntryNotFoundError", "the hub was not reached", NO_HUB),
+    *((name, name, NO_NETWORK) for name in ("HFValidationError", "OfflineModeIsEnabled", "ConnectError")),
+]
+
+
+@pytest.mark.parametrize(("name", "message", "hint"), ERRORS)
+def test_an_error_of_the_hub_is_explained(monkeypatch: pytest.MonkeyPatch, name: str, message: str, hint: str) -> None:
+    Hub(monkeypatch, error := hub_error(name))
+    for model in ("org/name", "org/name-gguf"):
+        caught = refused(lambda: files.locate(deployment(model)))  # noqa: B023 - called at once
+        assert f'"{model}"' in caught.message and message in caught.message
+        assert "the hub's own words" in str(caught.detail)
+        assert caught.hint == hint and caught.__cause__ is error
 
 
 def test_without_the_hubs_package_the_line_that_installs_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,14 +269,11 @@ def planned(path: str, reference: str, form: str = "safetensors") -> Plan:
     return msgspec.structs.replace(demo_plan(), model=facts)
 
 
-def test_the_bundled_model_is_found_in_each_machines_own_copy() -> None:
-    found = model_files.on_this_node(planned("/elsewhere/penstock/models/demo_model", "penstock-demo"))
-    assert found.model.path == str(files.BUNDLED)
+def test_a_node_has_its_own_copy_of_the_bundled_model_and_folders_where_they_were(tmp_path: Path) -> None:
+    plan = model_files.on_this_node(planned("/elsewhere/penstock/models/demo_model", "penstock-demo"))
+    assert plan.model.path == str(files.BUNDLED)
     gguf = model_files.on_this_node(planned("/elsewhere/penstock-demo.gguf", "penstock-demo", "gguf"))
-    assert Path(gguf.model.path).parent == files.BUNDLED and gguf.model.path.endswith(".gguf")
-
-
-def test_a_folder_is_where_it_was_or_the_node_says_what_it_lacks(tmp_path: Path) -> None:
+    assert gguf.model.path == str(demo.gguf_file())
     here = planned(str(tmp_path), str(tmp_path))
     assert model_files.on_this_node(here) is here
     with pytest.raises(UserError, match='there is no "/nowhere/model" on '):

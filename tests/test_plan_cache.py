@@ -25,22 +25,17 @@ from penstock.text import GIB
 
 
 def planned(
-    arch: Architecture,
-    gib: float | tuple[float, ...],
-    max_model_len: int,
-    layout: Parallel = Parallel(),  # noqa: B008 - frozen
-    version: str = "0.33",
-    **fields: Any,
+    arch: Architecture, gib: float, max_model_len: int, tensor: int = 1, pipeline: int = 1, **fields: Any
 ) -> KvPlan:
-    amounts = gib if isinstance(gib, tuple) else (gib,)
-    asked = {"max_num_batched_tokens": 8192, **fields}
-    cache = msgspec.convert({"max_model_len": max_model_len, **asked}, CacheSettings)
+    """`fields`: `version`, `stage_gib` and settings of the cache."""
+    version, amounts = fields.pop("version", "0.33"), fields.pop("stage_gib", (gib,))
+    cache = CacheSettings(max_model_len, fields.pop("max_num_batched_tokens", 8192), **fields)
+    layout = Parallel(tensor, pipeline)
     return kv_plan(arch, layout, profile(version), cache, [int(amount * GIB) for amount in amounts])
 
 
-@pytest.mark.parametrize(
-    ("arch", "dtype", "n_bytes"),
-    [
+def test_published_sizes_of_a_token() -> None:
+    for arch, dtype, n_bytes in (
         (shapes.LLAMA_70B, "auto", 327_680),  # 39.06 GiB for 128,000 tokens
         (shapes.LLAMA_405B, "auto", 516_096),  # 61.52 GiB
         (shapes.LLAMA_405B_FIRST, "auto", 1_032_192),  # 123.05 GiB
@@ -48,120 +43,88 @@ def planned(
         (shapes.DEEPSEEK_V3, "auto", 70_272),
         (shapes.LLAMA_8B, "fp8", 65_536),
         (shapes.SHARING, "auto", 10 * 4096),  # layers that share a cache cost nothing
-    ],
-)
-def test_published_sizes_of_a_token(arch: Architecture, dtype: str, n_bytes: int) -> None:
-    assert model_bytes_per_token(arch, dtype) == n_bytes
+    ):
+        assert model_bytes_per_token(arch, dtype) == n_bytes, arch.name
 
 
-@pytest.mark.parametrize(
-    ("arch", "fields", "block_size", "bytes_per_token"),
-    [
-        (shapes.DEEPSEEK_V3, {}, 16, 61 * 1152),
-        (shapes.DEEPSEEK_V3, {"layout": Parallel(8)}, 16, 61 * 1152),  # not divided by tensor parallelism
-        (shapes.DEEPSEEK_V3, {"kv_cache_dtype": "fp8"}, 64, 61 * 576),
-        (shapes.DEEPSEEK_V3, {"compute_capability": (10, 0)}, 32, 61 * 1152),
-        (shapes.DEEPSEEK_V3, {"compute_capability": (8, 0)}, 16, 61 * 1152),
-        (shapes.DEEPSEEK_V3, {"version": "0.11"}, 64, 61 * 1152),
-        (shapes.DEEPSEEK_V3, {"version": "0.11", "compute_capability": (10, 0)}, 128, 61 * 1152),
-        # Sparse attention has an indexer beside its latent.
-        (shapes.DEEPSEEK_V32, {}, 64, 61 * (1152 + 132)),
-        (shapes.DEEPSEEK_V32, {"kv_cache_dtype": "fp8"}, 64, 61 * (656 + 132)),
-        (shapes.DEEPSEEK_V32, {"kv_cache_dtype": "fp8", "compute_capability": (10, 0)}, 64, 61 * (576 + 132)),
-        (shapes.LLAMA_8B, {"kv_cache_dtype": "nvfp4"}, 16, 32 * 2 * 8 * (64 + 8)),
-        (shapes.LLAMA_8B, {"kv_cache_dtype": "fp8_e5m2"}, 16, 65_536),
-    ],
-)
-def test_pages_follow_the_format_and_the_back_end(
-    arch: Architecture, fields: dict[str, Any], block_size: int, bytes_per_token: int
-) -> None:
-    found = planned(arch, 20.0, 8192, **fields)
-    assert (found.block_size, found.bytes_per_token) == (block_size, bytes_per_token)
+PAGES: list[tuple[Architecture, dict[str, Any], int, int]] = [
+    (shapes.DEEPSEEK_V3, {}, 16, 61 * 1152),
+    (shapes.DEEPSEEK_V3, {"kv_cache_dtype": "fp8"}, 64, 61 * 576),
+    (shapes.DEEPSEEK_V3, {"compute_capability": (10, 0)}, 32, 61 * 1152),
+    (shapes.DEEPSEEK_V3, {"compute_capability": (8, 0)}, 16, 61 * 1152),
+    (shapes.DEEPSEEK_V3, {"version": "0.11"}, 64, 61 * 1152),
+    (shapes.DEEPSEEK_V3, {"version": "0.11", "compute_capability": (10, 0)}, 128, 61 * 1152),
+    # Sparse attention has an indexer next to its latent.
+    (shapes.DEEPSEEK_V32, {}, 64, 61 * (1152 + 132)),
+    (shapes.DEEPSEEK_V32, {"kv_cache_dtype": "fp8"}, 64, 61 * (656 + 132)),
+    (shapes.DEEPSEEK_V32, {"kv_cache_dtype": "fp8", "compute_capability": (10, 0)}, 64, 61 * (576 + 132)),
+    (shapes.LLAMA_8B, {"kv_cache_dtype": "nvfp4"}, 16, 32 * 2 * 8 * (64 + 8)),
+    (shapes.LLAMA_8B, {"kv_cache_dtype": "fp8_e5m2"}, 16, 65_536),
+]
 
 
-def test_one_request_of_131072_tokens_takes_20_gib_a_gpu_at_tensor_2() -> None:
-    found = planned(shapes.LLAMA_70B, 40.0, 131_072, Parallel(2))
-    assert found.bytes_per_token == 163_840
-    assert found.request_bytes == 20 * GIB
-    assert found.max_concurrency == 2.0
+def test_pages_follow_the_format_and_the_back_end() -> None:
+    for arch, fields, block_size, bytes_per_token in PAGES:
+        kv = planned(arch, 20.0, 8192, **fields)
+        assert (kv.block_size, kv.bytes_per_token) == (block_size, bytes_per_token), (arch.name, fields)
+    assert planned(shapes.DEEPSEEK_V3, 20.0, 8192, 8).bytes_per_token == 61 * 1152  # not divided by tensor parallelism
+    kv = planned(shapes.LLAMA_70B, 40.0, 131_072, 2)
+    assert (kv.bytes_per_token, kv.request_bytes, kv.max_concurrency) == (163_840, 20 * GIB, 2.0)
 
 
 def test_hybrid_of_vllm_0_19_prints_blocks_by_group() -> None:
     """vllm#40691: Qwen3.5-27B, 32,768 tokens: "290,864 tokens" and "33.04x", from 1,487 blocks of 784 tokens."""
-    arch = shapes.arch("qwen3.5-27b")
-    found = planned(arch, 1487 * 16 * 784 * 4096 / GIB, 32_768, version="0.19.0", max_num_batched_tokens=16_384)
-    assert (found.block_size, found.num_blocks, found.n_groups) == (784, 1487, 4)
-    assert (found.tokens, f"{found.max_concurrency:.2f}") == (290_864, "33.04")
+    arch, gib = shapes.arch("qwen3.5-27b"), 1487 * 16 * 784 * 4096 / GIB
+    kv = planned(arch, gib, 32_768, version="0.19.0", max_num_batched_tokens=16_384)
+    assert (kv.block_size, kv.num_blocks, kv.n_groups) == (784, 1487, 4)
+    assert (kv.tokens, f"{kv.max_concurrency:.2f}") == (290_864, "33.04")
 
 
-def test_a_refusal_that_hangs_on_the_null_block_says_so() -> None:
-    """20 GiB hold exactly one request of 131,072 tokens at tensor 2; since 0.26 the engine keeps a block more."""
-    found = planned(shapes.LLAMA_70B, 20.0, 131_072, Parallel(2))
-    assert found.refusal is not None
-    assert "needs 20.00 GiB of KV cache on a GPU and one block more (2.5 MiB), 20.00 GiB are available" in found.refusal
-    assert planned(shapes.LLAMA_70B, 20.0, 131_072, Parallel(2), version="0.25").fits
-    barely = planned(shapes.LLAMA_70B, 20.0 - 1e-4, 131_072, Parallel(2), version="0.25").refusal
-    assert barely is not None and "needs 20.0000 GiB of KV cache on a GPU, 19.9999 GiB are available" in barely
-
-
-@pytest.mark.parametrize(("version", "gib"), [("0.25.1", "45.79"), ("0.26.0", "70.79")])
-def test_gemma_4_is_charged_for_batches_in_flight_since_0_26(version: str, gib: str) -> None:
-    """vllm#49878: pages of 256 KiB, ten layers a group, five sliding groups and one full one of 32 tokens a block."""
-    found = planned(shapes.GEMMA_4_31B, 10.0, 262_144, version=version, max_num_batched_tokens=32_768)
-    assert found.bytes_per_block == (10 * 256 * 1024,)
-    assert found.refusal is not None
-    assert f"needs {gib} GiB of KV cache on a GPU, 10.00 GiB are available" in found.refusal
+def test_a_refusal_has_the_numbers_and_the_null_block() -> None:
+    """20 GiB hold exactly one request of 131,072 tokens at tensor 2; since 0.26 the engine keeps a block more.
+    vllm#49878: Gemma 4 has pages of 256 KiB, ten layers a group, and is charged for batches in flight since 0.26."""
+    for gib, version, refusal in (
+        (20.0, "0.33", "20.00 GiB of KV cache on a GPU and one block more (2.5 MiB), 20.00 GiB are available"),
+        (20.0 - 1e-4, "0.25", "20.0000 GiB of KV cache on a GPU, 19.9999 GiB are available"),
+        (20.0, "0.25", "None"),
+    ):
+        assert refusal in str(planned(shapes.LLAMA_70B, gib, 131_072, 2, version=version).refusal)
+    for version, refusal in (("0.25.1", "needs 45.79 GiB"), ("0.26.0", "needs 70.79 GiB")):
+        kv = planned(shapes.GEMMA_4_31B, 10.0, 262_144, version=version, max_num_batched_tokens=32_768)
+        assert kv.bytes_per_block == (10 * 256 * 1024,) and refusal in str(kv.refusal)
 
 
 # model, layout, GiB, max_model_len, changed settings, then what vLLM gave: blocks, tokens, concurrency.
-FROM_VLLM: list[tuple[Architecture, Parallel, float, int, dict[str, Any], tuple[int, int, str]]] = [
-    (shapes.LLAMA_8B, Parallel(1), 40.0, 131_072, {}, (20_480, 327_680, "2.500")),
-    (shapes.LLAMA_2_7B, Parallel(4), 20.0, 4_096, {}, (10_240, 163_840, "40.000")),
-    (shapes.LLAMA_405B, Parallel(16), 12.5, 131_072, {}, (13_003, 208_048, "1.587")),
-    (shapes.LLAMA_70B, Parallel(4, 2), 30.0, 65_536, {"kv_cache_dtype": "fp8"}, (98_304, 1_572_864, "24.000")),
-    (shapes.DEEPSEEK_V3, Parallel(8), 25.0, 163_840, {}, (23_874, 381_984, "2.331")),
-    (shapes.DEEPSEEK_V32, Parallel(8), 25.0, 65_536, {"kv_cache_dtype": "fp8"}, (8_725, 558_400, "8.521")),
-    (shapes.GPT_OSS_20B, Parallel(1), 50.28, 131_072, {}, (137_297, 1_950_763, "14.883")),
-    (
-        shapes.GPT_OSS_20B,
-        Parallel(2, 2),
-        10.0,
-        32_768,
-        {"max_num_batched_tokens": 2048},
-        (109_226, 1_466_250, "44.746"),
-    ),
-    (shapes.GEMMA_3_27B, Parallel(2), 30.0, 131_072, {}, (49_152, 437_488, "3.338")),
-    (shapes.GEMMA_4_31B, Parallel(1), 50.0, 262_144, {"max_num_batched_tokens": 2048}, (20_480, 547_995, "2.090")),
-    (shapes.LLAMA_4_SCOUT, Parallel(8), 60.0, 1_000_000, {}, (655_360, 9_765_750, "9.766")),
-    (shapes.MISTRAL_7B, Parallel(1), 10.0, 32_768, {}, (5_120, 130_969, "3.997")),
-    (shapes.MIXED_HEADS, Parallel(1), 5.0, 32_768, {"block_size": 32}, (5_461, 174_752, "5.333")),
-    (shapes.QWEN3_NEXT, Parallel(2), 60.0, 262_144, {}, (9_102, 5_131_257, "19.574")),
-    (shapes.QWEN3_NEXT, Parallel(4, 2), 30.0, 32_768, {"prefix_caching": False}, (19_275, 5_093_574, "155.444")),
-    (shapes.GRANITE_4, Parallel(1), 20.0, 131_072, {}, (2_482, 1_178_698, "8.993")),
-    (shapes.GRANITE_4, Parallel(4), 20.0, 131_072, {"kv_cache_dtype": "fp8"}, (9_929, 8_561_933, "65.322")),
-    (shapes.JAMBA, Parallel(1), 20.0, 131_072, {}, (16_384, 1_299_143, "9.912")),
-    (shapes.NEMOTRON_H, Parallel(8), 40.0, 8_192, {}, (2_032, 832_307, "101.600")),
-    (shapes.NEMOTRON_H, Parallel(4, 2), 40.0, 131_072, {"prefix_caching": False}, (2_032, 7_008_902, "53.474")),
-    (shapes.SHARING, Parallel(2), 3.0, 16_384, {}, (9_830, 157_280, "9.600")),
+SMALL: dict[str, Any] = {"max_num_batched_tokens": 2048}
+FROM_VLLM: list[tuple[Architecture, tuple[int, ...], float, int, dict[str, Any], tuple[int, int, str]]] = [
+    (shapes.LLAMA_8B, (1,), 40.0, 131_072, {}, (20_480, 327_680, "2.500")),
+    (shapes.LLAMA_2_7B, (4,), 20.0, 4_096, {}, (10_240, 163_840, "40.000")),
+    (shapes.LLAMA_405B, (16,), 12.5, 131_072, {}, (13_003, 208_048, "1.587")),
+    (shapes.LLAMA_70B, (4, 2), 30.0, 65_536, {"kv_cache_dtype": "fp8"}, (98_304, 1_572_864, "24.000")),
+    (shapes.DEEPSEEK_V3, (8,), 25.0, 163_840, {}, (23_874, 381_984, "2.331")),
+    (shapes.DEEPSEEK_V32, (8,), 25.0, 65_536, {"kv_cache_dtype": "fp8"}, (8_725, 558_400, "8.521")),
+    (shapes.GPT_OSS_20B, (1,), 50.28, 131_072, {}, (137_297, 1_950_763, "14.883")),
+    (shapes.GPT_OSS_20B, (2, 2), 10.0, 32_768, SMALL, (109_226, 1_466_250, "44.746")),
+    (shapes.GEMMA_3_27B, (2,), 30.0, 131_072, {}, (49_152, 437_488, "3.338")),
+    (shapes.GEMMA_4_31B, (1,), 50.0, 262_144, SMALL, (20_480, 547_995, "2.090")),
+    (shapes.LLAMA_4_SCOUT, (8,), 60.0, 1_000_000, {}, (655_360, 9_765_750, "9.766")),
+    (shapes.MISTRAL_7B, (1,), 10.0, 32_768, {}, (5_120, 130_969, "3.997")),
+    (shapes.MIXED_HEADS, (1,), 5.0, 32_768, {"block_size": 32}, (5_461, 174_752, "5.333")),
+    (shapes.QWEN3_NEXT, (2,), 60.0, 262_144, {}, (9_102, 5_131_257, "19.574")),
+    (shapes.QWEN3_NEXT, (4, 2), 30.0, 32_768, {"prefix_caching": False}, (19_275, 5_093_574, "155.444")),
+    (shapes.GRANITE_4, (1,), 20.0, 131_072, {}, (2_482, 1_178_698, "8.993")),
+    (shapes.GRANITE_4, (4,), 20.0, 131_072, {"kv_cache_dtype": "fp8"}, (9_929, 8_561_933, "65.322")),
+    (shapes.JAMBA, (1,), 20.0, 131_072, {}, (16_384, 1_299_143, "9.912")),
+    (shapes.NEMOTRON_H, (8,), 40.0, 8_192, {}, (2_032, 832_307, "101.600")),
+    (shapes.NEMOTRON_H, (4, 2), 40.0, 131_072, {"prefix_caching": False}, (2_032, 7_008_902, "53.474")),
+    (shapes.SHARING, (2,), 3.0, 16_384, {}, (9_830, 157_280, "9.600")),
 ]
 
 
-@pytest.mark.parametrize(("arch", "layout", "gib", "max_model_len", "fields", "expected"), FROM_VLLM)
-def test_same_as_vllm(
-    arch: Architecture,
-    layout: Parallel,
-    gib: float,
-    max_model_len: int,
-    fields: dict[str, Any],
-    expected: tuple[int, int, str],
-) -> None:
-    found = planned(arch, gib, max_model_len, layout, **fields)
-    assert (found.num_blocks, found.tokens, f"{found.max_concurrency:.3f}") == expected
-
-
-def test_layers_that_share_a_cache_stand_on_one_stage() -> None:
-    with pytest.raises(UserError, match="layer 10 reads the KV cache of layer 0, which is on another stage"):
-        planned(shapes.SHARING, 10.0, 4096, Parallel(1, 2))
+def test_same_as_vllm() -> None:
+    for arch, layout, gib, max_model_len, fields, expected in FROM_VLLM:
+        kv = planned(arch, gib, max_model_len, *layout, **fields)
+        assert (kv.num_blocks, kv.tokens, f"{kv.max_concurrency:.3f}") == expected, (arch.name, layout, fields)
 
 
 def test_states_are_aligned_with_attention() -> None:
@@ -179,25 +142,18 @@ def test_states_are_aligned_with_attention() -> None:
     assert mamba.request_blocks == alone.request_blocks + 2 * 9
 
 
-def test_window_everywhere_is_charged_as_a_window() -> None:
+def test_a_window_everywhere_is_charged_as_a_window_and_chunks_as_full_before_0_12() -> None:
     assert planned(shapes.MISTRAL_7B, 10.0, 32_768, version="0.25").request_blocks == (4095 + 8192 + 15) // 16 + 1
+    groups = [planned(shapes.LLAMA_4_SCOUT, 40.0, 131_072, version=version).n_groups for version in ("0.11", "0.12")]
+    assert groups == [1, 4]
 
 
-def test_chunked_attention_is_charged_as_full_before_0_12() -> None:
-    assert planned(shapes.LLAMA_4_SCOUT, 40.0, 131_072, version="0.11").n_groups == 1
-    assert planned(shapes.LLAMA_4_SCOUT, 40.0, 131_072, version="0.12").n_groups == 4
-
-
-def test_smallest_stage_decides() -> None:
-    both = planned(shapes.LLAMA_8B, (10.0, 4.0), 8192, Parallel(1, 2))
-    assert both.num_blocks == planned(shapes.LLAMA_8B, 4.0, 8192, Parallel(1, 2)).num_blocks
+def test_the_smallest_stage_decides_and_one_without_cache_is_refused() -> None:
+    both = planned(shapes.LLAMA_8B, 0, 8192, 1, 2, stage_gib=(10.0, 4.0))
+    assert both.num_blocks == planned(shapes.LLAMA_8B, 4.0, 8192, 1, 2).num_blocks
     assert both.bytes_per_block == (16 * 16 * 4096, 16 * 16 * 4096)
-
-
-def test_a_stage_without_cache_is_refused() -> None:
     arch = shapes.model("sparse", 64, 64, [Layer(shapes.attention("full", 4, 4, 64)), Layer()])
-    found = planned(arch, 1.0, 4096, Parallel(1, 2))
-    assert found.refusal == "pipeline stage 1 would have no layer with a KV cache"
+    assert planned(arch, 1.0, 4096, 1, 2).refusal == "pipeline stage 1 would have no layer with a KV cache"
 
 
 def test_one_block_is_held_back() -> None:
@@ -214,23 +170,23 @@ def test_one_block_is_held_back() -> None:
 ODD = shapes.model("odd", 64, 64, [Layer(Attention("full", 8, 8, 128, 64))])
 
 
-@pytest.mark.parametrize(
-    ("arch", "fields", "error", "match"),
-    [
-        (shapes.LLAMA_8B, {"kv_cache_dtype": "turboquant_k8v4"}, NotModelled, "KV cache dtype"),
-        (shapes.DEEPSEEK_V32, {"version": "0.12"}, NotModelled, "sparse attention is modelled since"),
-        (shapes.KDA, {}, NotModelled, "kda"),
-        (ODD, {"kv_cache_dtype": "nvfp4"}, NotModelled, "different head sizes"),
-        (shapes.LLAMA_8B, {"layout": Parallel(3)}, UserError, "cannot cut 8 KV heads over 3"),
-        (msgspec.structs.replace(shapes.LLAMA_8B, dtype="int3"), {}, NotModelled, 'dtype "int3"'),
-        (shapes.LLAMA_8B, {"gib": (1.0, 2.0), "layout": Parallel(1, 3)}, ValueError, "2 amounts of memory for 3"),
-    ],
-)
-def test_what_is_not_modelled_or_cannot_be_says_so(
-    arch: Architecture, fields: dict[str, Any], error: type[Exception], match: str
-) -> None:
-    with pytest.raises(error, match=match):
-        planned(arch, **{"gib": 10.0, "max_model_len": 8192, **fields})
+INT3 = msgspec.structs.replace(shapes.LLAMA_8B, dtype="int3")
+WRONG: list[tuple[Architecture, tuple[int, ...], dict[str, Any], type[Exception], str]] = [
+    (shapes.LLAMA_8B, (), {"kv_cache_dtype": "turboquant_k8v4"}, NotModelled, "KV cache dtype"),
+    (shapes.DEEPSEEK_V32, (), {"version": "0.12"}, NotModelled, "sparse attention is modelled since"),
+    (shapes.KDA, (), {}, NotModelled, "kda"),
+    (ODD, (), {"kv_cache_dtype": "nvfp4"}, NotModelled, "different head sizes"),
+    (shapes.LLAMA_8B, (3,), {}, UserError, "cannot cut 8 KV heads over 3"),
+    (INT3, (), {}, NotModelled, 'dtype "int3"'),
+    (shapes.LLAMA_8B, (1, 3), {"stage_gib": (1.0, 2.0)}, ValueError, "2 amounts of memory for 3"),
+    (shapes.SHARING, (1, 2), {}, UserError, "layer 10 reads the KV cache of layer 0, which is on another stage"),
+]
+
+
+def test_what_is_not_modelled_or_cannot_be_says_so() -> None:
+    for arch, layout, fields, error, match in WRONG:
+        with pytest.raises(error, match=match):
+            planned(arch, 10.0, 8192, *layout, **dict(fields))
 
 
 MODELS = st.sampled_from([arch for arch in shapes.EVERY if arch is not shapes.SHARING])
@@ -239,27 +195,16 @@ LAYOUTS = st.builds(Parallel, st.sampled_from([1, 2, 4, 8]), st.sampled_from([1,
 
 @settings(max_examples=20, deadline=None)
 @given(MODELS, LAYOUTS, st.integers(1, 200_000), st.integers(0, 80 * GIB), st.integers(0, 40 * GIB), st.booleans())
-def test_more_memory_never_means_fewer_tokens(
+def test_more_memory_never_means_fewer_tokens_and_what_fits_is_what_the_largest_length_says(
     arch: Architecture, layout: Parallel, length: int, memory: int, more: int, is_caching: bool
 ) -> None:
-    asked = CacheSettings(length, 8192, prefix_caching=is_caching)
-    less, plenty = (kv_plan(arch, layout, profile(), asked, [amount]) for amount in (memory, memory + more))
-    assert less.num_blocks <= plenty.num_blocks
-    assert less.tokens <= plenty.tokens
-    assert less.max_concurrency <= plenty.max_concurrency
-    assert less.largest_max_model_len <= plenty.largest_max_model_len
-    assert plenty.fits or not less.fits
-
-
-@settings(max_examples=20, deadline=None)
-@given(MODELS, LAYOUTS, st.integers(1, 200_000), st.integers(0, 80 * GIB))
-def test_what_fits_is_what_the_largest_length_says(
-    arch: Architecture, layout: Parallel, length: int, memory: int
-) -> None:
-    found = kv_plan(arch, layout, profile(), CacheSettings(length, 8192), [memory])
-    assert found.fits == (found.largest_max_model_len >= length)
-    assert all(found.num_blocks * block <= memory for block in found.bytes_per_block)
-    assert not found.fits or found.max_concurrency >= 1
+    cache = CacheSettings(length, 8192, prefix_caching=is_caching)
+    less, plenty = (kv_plan(arch, layout, profile(), cache, [amount]) for amount in (memory, memory + more))
+    for name in ("num_blocks", "tokens", "max_concurrency", "largest_max_model_len", "fits"):
+        assert getattr(less, name) <= getattr(plenty, name)
+    assert less.fits == (less.largest_max_model_len >= length)
+    assert all(less.num_blocks * block <= memory for block in less.bytes_per_block)
+    assert not less.fits or less.max_concurrency >= 1
 
 
 @settings(max_examples=20, deadline=None)

@@ -51,40 +51,33 @@ def test_a_fit_finds_the_constants_that_made_its_points() -> None:
     assert found.compute_efficiency == pytest.approx(0.45, rel=0.05)
     assert found.dense_layer_us == pytest.approx(90, rel=0.05)
     assert found.ttft_fixed_ms == pytest.approx(60, rel=0.1)
-
-
-def test_one_wild_point_hardly_moves_it() -> None:
-    measured = points(TRUTH, noise=0.03)
-    measured[2] = msgspec.structs.replace(measured[2], tpot_ms=10 * (measured[2].tpot_ms or 1))
-    found, error = calibrate.fit(COSTS, ONE, H100, ENGINE, measured)
-    assert error < 0.1 and found.memory_efficiency == pytest.approx(0.7, rel=0.12)
-
-
-def test_a_calibrated_range_is_narrower_and_holds_the_truth() -> None:
-    found, _ = calibrate.fit(COSTS, ONE, H100, ENGINE, points(TRUTH))
+    # The range is narrower, and holds the truth.
     load = Workload(2000, 300, 24)
     truth, before, after = (
         estimate.estimate(COSTS, ONE, H100, load, ENGINE, known).tpot_ms for known in (TRUTH, None, found)
     )
     assert after.low <= truth.likely <= after.high
     assert after.high - after.low < 0.4 * (before.high - before.low)
+    # One wild point hardly moves it.
+    measured = points(TRUTH, noise=0.03)
+    measured[2] = msgspec.structs.replace(measured[2], tpot_ms=10 * (measured[2].tpot_ms or 1))
+    found, error = calibrate.fit(COSTS, ONE, H100, ENGINE, measured)
+    assert error < 0.1 and found.memory_efficiency == pytest.approx(0.7, rel=0.12)
 
 
-@pytest.mark.parametrize("factor", [0.05, 30.0])
-def test_absurd_points_are_refused_or_kept_in_bounds(factor: float) -> None:
-    measured = [
-        msgspec.structs.replace(one, ttft_ms=factor * (one.ttft_ms or 0), tpot_ms=factor * (one.tpot_ms or 0))
-        for one in points(Calibration())
-    ]
-    try:
-        found, _ = calibrate.fit(COSTS, ONE, H100, ENGINE, measured)
-    except UserError as exc:
-        assert "off by" in exc.message
-    else:
-        assert 0.2 <= (found.memory_efficiency or 0) <= 1 and (found.spread or (0, 0))[0] >= 0.75
-
-
-def test_what_no_point_speaks_about_stays() -> None:
+def test_absurd_points_are_refused_or_kept_in_bounds_and_what_no_point_determines_stays() -> None:
+    replace = msgspec.structs.replace
+    for factor in (0.05, 30.0):
+        measured = [
+            replace(point, ttft_ms=factor * (point.ttft_ms or 0), tpot_ms=factor * (point.tpot_ms or 0))
+            for point in points(Calibration())
+        ]
+        try:
+            found, _ = calibrate.fit(COSTS, ONE, H100, ENGINE, measured)
+        except UserError as exc:
+            assert "off by" in exc.message
+        else:
+            assert 0.2 <= (found.memory_efficiency or 0) <= 1 and (found.spread or (0, 0))[0] >= 0.75
     found, _ = calibrate.fit(COSTS, ONE, H100, ENGINE, [BenchPoint(1, 100, 100, None, t) for t in (6.6, 6.7)])
     assert found.ttft_fixed_ms == pytest.approx(37, rel=0.01) and found.wave_share == pytest.approx(0.14, rel=0.01)
 
@@ -106,21 +99,13 @@ def test_a_file_reads_as_it_was_written() -> None:
     assert calibration.read(text, "one.json") == KNOWN
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        *("", "{", "[]", '{"schema": 2}', '{"schema": 1}'),
-        *(calibration.write(KNOWN).replace("0.8", value) for value in ("7", '"fast"')),
-        calibration.write(KNOWN).replace("memory_eff", "memroy_eff"),
-    ],
-)
-def test_a_damaged_file_is_refused_with_a_hint(text: str) -> None:
-    with pytest.raises(UserError, match=r'calibration "one\.json"') as caught:
-        calibration.read(text, "one.json")
-    assert caught.value.exit_code == 2 and caught.value.hint
-
-
-def test_another_model_or_card_is_refused() -> None:
+def test_a_damaged_file_and_that_of_another_model_or_card_are_refused() -> None:
+    changes = (("0.8", "7"), ("0.8", '"fast"'), ("memory_eff", "memroy_eff"))
+    damaged = [calibration.write(KNOWN).replace(*change) for change in changes]
+    for text in ("", "{", "[]", '{"schema": 2}', '{"schema": 1}', *damaged):
+        with pytest.raises(UserError, match=r'calibration "one\.json"') as caught:
+            calibration.read(text, "one.json")
+        assert caught.value.exit_code == 2 and caught.value.hint
     calibration.check(KNOWN, ("llama-3.1-8b",), ("h100-sxm",))
     with pytest.raises(UserError, match="measured on model"):
         calibration.check(KNOWN, ("llama-3.1-70b",), ("h100-sxm",))
@@ -128,20 +113,11 @@ def test_another_model_or_card_is_refused() -> None:
         calibration.check(KNOWN, ("llama-3.1-8b",), ("b200-sxm",))
 
 
-def request(**more: object) -> SizingRequest:
-    base = SizingRequest(facts.read("llama-3.1-8b"), "h100-sxm", tensor=1, engine_version="0.33", calibration=KNOWN)
-    return msgspec.structs.replace(base, **more)
-
-
-def width(sizing_request: SizingRequest) -> float:
-    answer = planning.solve(sizing_request)
-    assert answer.speed is not None
-    return answer.speed.tpot_ms.high / answer.speed.tpot_ms.low
-
-
-def test_a_plan_is_narrower_with_it_and_wide_with_another_layouts() -> None:
-    assert width(request()) < 1.3 < width(request(calibration=None))
-    two = request(tensor=2, gpus_per_node=2)
-    assert width(two) > 1.6
-    assert any("measured with layout TP 1" in warning for warning in planning.solve(two).warnings)
-    assert not any("calibration" in warning for warning in planning.solve(request()).warnings)
+def test_a_plan_is_wide_with_another_layouts_constants_and_says_so() -> None:
+    one = SizingRequest(facts.read("llama-3.1-8b"), "h100-sxm", tensor=1, engine_version="0.33", calibration=KNOWN)
+    two = msgspec.structs.replace(one, tensor=2, gpus_per_node=2)
+    for request, is_wide in ((one, False), (two, True)):
+        answer = planning.solve(request)
+        assert answer.speed is not None
+        assert (answer.speed.tpot_ms.high / answer.speed.tpot_ms.low > 1.6) is is_wide
+        assert any("measured with layout TP 1" in warning for warning in answer.warnings) is is_wide

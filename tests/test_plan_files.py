@@ -16,7 +16,7 @@ from penstock.deployment import measured, planning
 from penstock.engines.vllm.engine import Vllm
 from penstock.hardware import detect
 from penstock.models import facts
-from penstock.planner.request import Sizing, SizingRequest
+from penstock.planner.request import SizingRequest
 from penstock.spec import reading
 from penstock.spec.deployment import Parallel
 from penstock.targets import local
@@ -84,34 +84,27 @@ def test_without_hardware_it_is_this_machine(plan: Ask, tmp_path: Path, monkeypa
     assert plan(path)[0] == 3
 
 
-def test_a_file_for_another_engine_is_refused(plan: Ask, tmp_path: Path) -> None:
-    path = tmp_path / "other.yml"
-    path.write_text("model: penstock-demo\nengine: {kind: llamacpp}\n")
-    code, error = plan(path, "--gpu", "l4")
-    assert code == 2
-    assert error["error"]["message"] == 'cannot plan deployment "penstock-demo": its engine is llamacpp'
-
-
-@pytest.mark.parametrize("text", ["model: [", "modle: x", ""])
-def test_a_bad_file_is_explained(plan: Ask, tmp_path: Path, text: str) -> None:
-    path = tmp_path / "bad.yaml"
-    path.write_text(text)
-    code, error = plan(path)
-    assert code == 2
-    assert error["error"]["message"].startswith(f'cannot use file "{path}"')
+def test_a_bad_file_or_one_for_another_engine_is_refused(plan: Ask, tmp_path: Path) -> None:
+    path = tmp_path / "bad.yml"
+    bad = f'cannot use file "{path}"'
+    messages = {"model: [": bad, "modle: x": bad, "": bad}
+    other_engine = 'cannot plan deployment "penstock-demo": its engine is llamacpp'
+    messages["model: penstock-demo\nengine: {kind: llamacpp}\n"] = other_engine
+    for text, message in messages.items():
+        path.write_text(text)
+        code, error = plan(path, "--gpu", "l4")
+        assert code == 2 and error["error"]["message"].startswith(message)
 
 
 def test_what_is_written_from_a_file_keeps_the_rest_of_it(plan: Ask, file: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.yaml"
     plan(file, "--write", out)
-    before, made = reading.load(file), reading.load(out)
-    assert isinstance(made.parallel, Parallel)
-    assert made.parallel.tensor > 1
-    assert (made.name, made.replicas, made.gateway, made.hardware) == (
-        before.name, before.replicas, before.gateway, before.hardware,
-    )  # fmt: skip
-    assert (made.engine.args, made.engine.env) == (before.engine.args, before.engine.env)
-    assert (made.workload, made.engine.max_model_len) == (before.workload, 16_384)
+    before, after = reading.load(file), reading.load(out)
+    assert isinstance(after.parallel, Parallel) and after.parallel.tensor > 1
+    for name in ("name", "replicas", "gateway", "hardware", "workload"):
+        assert getattr(after, name) == getattr(before, name)
+    assert (after.engine.args, after.engine.env) == (before.engine.args, before.engine.env)
+    assert after.engine.max_model_len == 16_384
 
 
 def test_a_written_file_goes_through_plan_and_up(
@@ -145,29 +138,20 @@ def test_up_itself_refuses_what_only_a_dry_run_may_assume(
         assert 'hardware.gpu: "l4", but desk has no GPU' in shown.out + shown.err
 
 
-def test_measured_values_can_be_left_out(plan: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[bool] = []
-
-    def solve(request: Any, card: Any, with_measured: bool) -> Any:
-        asked.append(with_measured)
-        return Sizing(False, "asked")
-
-    monkeypatch.setattr("penstock.deployment.planning.solve", solve)
-    plan("penstock-demo", "--gpu", "l4")
-    plan("penstock-demo", "--gpu", "l4", "--no-measured")
-    assert asked == [True, False]
-
-
-def test_flags_that_move_no_memory_make_no_other_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measured_values_are_read_by_what_moves_memory_and_can_be_left_out(
+    plan: Ask, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What a start with dummy weights and a chat template measured holds for one without."""
-    kept: list[Any] = []
+    keys: list[Any] = []
 
     def read(key: Any) -> tuple[dict[Any, Any], tuple[str, ...]]:
-        kept.append(key)
+        keys.append(key)
         return {}, ()
 
     monkeypatch.setattr(measured, "read", read)
+    plan("penstock-demo", "--gpu", "l4", "--no-measured")
+    assert keys == []
     plain = SizingRequest(facts.read("llama-3.1-8b"), "h100-sxm")
     for words in ((), ("--load-format", "dummy", "--chat-template", "a b", "--seed", "1"), ("--enable-lora",)):
         planning.solve(msgspec.structs.replace(plain, more_args=words))
-    assert kept[0] == kept[1] != kept[2]
+    assert keys[0] == keys[1] != keys[2]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import plan_shapes as shapes
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_shapes import fabric
@@ -15,7 +14,6 @@ from penstock.planner.architecture import Architecture, Attention, Layer, Mlp, S
 from penstock.planner.engine_versions import profile
 from penstock.planner.speed import estimate, work
 from penstock.planner.speed.collectives import Fabric
-from penstock.planner.speed.estimate import Speed
 from penstock.spec.deployment import Parallel, Workload
 
 
@@ -30,11 +28,6 @@ QWEN_72B_AWQ = shapes.arch("qwen2.5-72b", quantization_config={"quant_method": "
 
 def refusal(arch: Architecture, layout: Parallel, n_gpus: int | None = None, version: str = "0.33") -> str | None:
     return layouts.refusal(layouts.divisibility_of(arch, profile(version)), layout, n_gpus)
-
-
-def estimator(arch: Architecture, machines: Fabric, load: Workload) -> Callable[[Parallel], Speed]:
-    counted = work.step_costs(arch)
-    return lambda layout: estimate.estimate(counted, layout, machines, load)
 
 
 # ---- legality --------------------------------------------------------------------------------------------------------
@@ -52,35 +45,32 @@ FP8_EXPERTS = "expert width 1536 / (tensor x data = 8) = 192 is not a multiple o
 INT4_GROUPS = "MLP width 29568 / tensor 2 = 14784 is not a multiple of the weights' group of 128"  # vllm#13640
 
 
-@pytest.mark.parametrize(
-    ("arch", "layout", "reason"),
-    [
-        *((LLAMA_70B, Parallel(n), f"64 attention heads do not divide by tensor {n}") for n in (3, 11, 12)),
-        *((LLAMA_405B, Parallel(n), f"128 attention heads do not divide by tensor {n}") for n in (3, 11, 12)),
-        (ODD_KV, Parallel(4), "6 KV heads neither divide by tensor 4 nor divide it"),
-        (ODD_KV, Parallel(12), None),
-        (LLAMA_70B, Parallel(16), None),  # 16 % 8: each KV head twice
-        (FALCON, Parallel(2), "71 attention heads do not divide by tensor 2"),
-        (MLA, Parallel(16), None),  # no KV heads to divide
-        (ODD_WIDTH, Parallel(2), "MLP width 28673 does not divide by tensor 2"),
-        (ODD_VOCAB, Parallel(9), "vocabulary of 50304 (padded) does not divide by tensor 9"),
-        (GDN, Parallel(16), None),
-        (GDN, Parallel(32), "16 state heads do not divide by tensor 32"),  # its key heads
-        (ONE_STAGE, Parallel(1, 2), "a model cannot be cut into pipeline stages in vLLM, but pipeline is 2"),
-        (LLAMA_8B, Parallel(1, 33), "32 layers are fewer than pipeline 33"),
-        (MOE, Parallel(8, expert=True), None),
-        (MOE, Parallel(8, data=2, expert=True), "8 experts are fewer than tensor x data = 16"),
-        (MOE, Parallel(1, data=5), "expert width 1536 does not divide by tensor x data = 5"),
-        (LLAMA_70B, Parallel(2, expert=True), "expert parallelism needs experts, this model has 0"),
-        (QWEN_72B_AWQ, Parallel(2), INT4_GROUPS),
-        (QWEN_72B_AWQ, Parallel(1), None),
-    ],
-)
-def test_what_does_not_divide_is_refused(arch: Architecture, layout: Parallel, reason: str | None) -> None:
-    assert refusal(arch, layout) == reason
+DIVISIONS: list[tuple[Architecture, Parallel, str | None]] = [
+    *((LLAMA_70B, Parallel(n), f"64 attention heads do not divide by tensor {n}") for n in (3, 11, 12)),
+    *((LLAMA_405B, Parallel(n), f"128 attention heads do not divide by tensor {n}") for n in (3, 11, 12)),
+    (ODD_KV, Parallel(4), "6 KV heads neither divide by tensor 4 nor divide it"),
+    (ODD_KV, Parallel(12), None),
+    (LLAMA_70B, Parallel(16), None),  # 16 % 8: each KV head twice
+    (FALCON, Parallel(2), "71 attention heads do not divide by tensor 2"),
+    (MLA, Parallel(16), None),  # no KV heads to divide
+    (ODD_WIDTH, Parallel(2), "MLP width 28673 does not divide by tensor 2"),
+    (ODD_VOCAB, Parallel(9), "vocabulary of 50304 (padded) does not divide by tensor 9"),
+    (GDN, Parallel(16), None),
+    (GDN, Parallel(32), "16 state heads do not divide by tensor 32"),  # its key heads
+    (ONE_STAGE, Parallel(1, 2), "a model cannot be cut into pipeline stages in vLLM, but pipeline is 2"),
+    (LLAMA_8B, Parallel(1, 33), "32 layers are fewer than pipeline 33"),
+    (MOE, Parallel(8, expert=True), None),
+    (MOE, Parallel(8, data=2, expert=True), "8 experts are fewer than tensor x data = 16"),
+    (MOE, Parallel(1, data=5), "expert width 1536 does not divide by tensor x data = 5"),
+    (LLAMA_70B, Parallel(2, expert=True), "expert parallelism needs experts, this model has 0"),
+    (QWEN_72B_AWQ, Parallel(2), INT4_GROUPS),
+    (QWEN_72B_AWQ, Parallel(1), None),
+]
 
 
-def test_too_few_gpus_are_told_with_both_numbers() -> None:
+def test_what_does_not_divide_is_refused() -> None:
+    for arch, layout, reason in DIVISIONS:
+        assert refusal(arch, layout) == reason, (arch.name, layout)
     assert refusal(LLAMA_70B, Parallel(8, 2), 8) == "tensor 8 x pipeline 2 x data 1 needs 16 GPUs, there are 8"
     assert refusal(LLAMA_70B, Parallel(8, 2), 16) is refusal(LLAMA_405B, Parallel(8, 2), 16) is None
 
@@ -98,21 +88,18 @@ def test_block_fp8_experts_were_refused_until_scales_were_refined() -> None:
 
 def test_a_thousand_gpus_are_few_checks() -> None:
     for machines in (fabric("h100-sxm", 8, 128), fabric("gb200", 4, 256, "ib-xdr-800")):
-        found = layouts.enumerate_layouts(layouts.divisibility_of(QWEN_235B_FP8, profile()), machines)
-        assert len(found.refused) < 1_000 and 100 < len(found.legal) < 1_000
-        assert len(found.legal) == len(set(found.legal))
+        every = layouts.enumerate_layouts(layouts.divisibility_of(QWEN_235B_FP8, profile()), machines)
+        assert len(every.refused) < 1_000 and 100 < len(every.legal) < 1_000
+        assert len(every.legal) == len(set(every.legal))
 
 
-def test_each_refused_size_is_told_once_with_its_number() -> None:
-    found = layouts.enumerate_layouts(layouts.divisibility_of(LLAMA_70B, profile()), fabric(n_nodes=2))
-    by_tensor = {row.layout.tensor: row.reason for row in found.refused}
+def test_each_refused_size_is_listed_once_and_a_fixed_pipeline_is_kept() -> None:
+    rules = layouts.divisibility_of(LLAMA_70B, profile())
+    every = layouts.enumerate_layouts(rules, fabric(n_nodes=2))
+    by_tensor = {row.layout.tensor: row.reason for row in every.refused}
     assert {3, 11, 12} <= by_tensor.keys() and not {1, 2, 4, 8, 16} & by_tensor.keys()
     assert by_tensor[11] == "64 attention heads do not divide by tensor 11"
-    assert Parallel(8, 2) in found.legal
-
-
-def test_a_fixed_pipeline_is_kept() -> None:
-    rules = layouts.divisibility_of(LLAMA_70B, profile())
+    assert Parallel(8, 2) in every.legal
     assert {layout.pipeline for layout in layouts.enumerate_layouts(rules, fabric(), pipeline=2).legal} == {2}
     none = layouts.enumerate_layouts(rules, fabric(), pipeline=16)
     assert none.legal == () and "there are 8" in none.refused[-1].reason
@@ -124,9 +111,9 @@ def test_a_fixed_pipeline_is_kept() -> None:
 def choose(
     arch: Architecture, machines: Fabric, fits: Callable[[Parallel], str | None], load: Workload | None = None
 ) -> layouts.Choice:
-    load = load or Workload(1000, 200, 8)
-    found = layouts.enumerate_layouts(layouts.divisibility_of(arch, profile()), machines)
-    return layouts.choose(found, machines, load, fits, estimator(arch, machines, load))
+    load, costs = load or Workload(1000, 200, 8), work.step_costs(arch)
+    every = layouts.enumerate_layouts(layouts.divisibility_of(arch, profile()), machines)
+    return layouts.choose(every, machines, load, fits, lambda cut: estimate.estimate(costs, cut, machines, load))
 
 
 def at_least(n_gpus: int) -> Callable[[Parallel], str | None]:
@@ -144,10 +131,14 @@ def test_one_gpu_pods_get_tensor_1() -> None:
     )
 
 
-def test_the_fewest_gpus_that_hold_the_model_inside_one_machine() -> None:
+def test_the_fewest_gpus_that_hold_the_model_inside_one_machine_or_a_pipeline_of_machines() -> None:
     choice = choose(LLAMA_70B, fabric(n_nodes=4), at_least(2))
     assert choice.chosen is not None and choice.chosen.layout == Parallel(2)
     assert any(row.reason == "weights over 1 GPUs" for row in choice.refused)
+    choice = choose(LLAMA_405B, fabric(n_nodes=2), at_least(16))
+    assert choice.chosen is not None and choice.chosen.layout == Parallel(8, 2)
+    nothing = choose(LLAMA_405B, fabric(), at_least(1000))
+    assert nothing.chosen is None and nothing.ranked == () and nothing.refused
 
 
 def test_a_group_stays_inside_a_machine_that_it_does_not_fill() -> None:
@@ -155,11 +146,6 @@ def test_a_group_stays_inside_a_machine_that_it_does_not_fill() -> None:
     assert layouts.crossing(Parallel(4), six) is None
     assert "between 2 machines" in str(layouts.crossing(Parallel(4, 2), six))
     assert layouts.crossing(Parallel(2, 3), six) is None
-
-
-def test_two_machines_are_a_pipeline_of_tensor_groups() -> None:
-    choice = choose(LLAMA_405B, fabric(n_nodes=2), at_least(16))
-    assert choice.chosen is not None and choice.chosen.layout == Parallel(8, 2)
 
 
 def test_slow_links_are_crossed_only_when_nothing_else_fits_and_the_price_is_told() -> None:
@@ -175,17 +161,10 @@ def test_targets_come_before_the_number_of_gpus() -> None:
     assert plain.chosen is not None and fast.chosen is not None
     assert plain.chosen.layout.n_ranks == 2 < fast.chosen.layout.n_ranks
     assert fast.chosen.misses == 0 and fast.chosen.speed.tpot_ms.likely <= 20
-
-
-def test_targets_that_nothing_meets_get_the_nearest() -> None:
+    # Targets that nothing meets get the nearest.
     choice = choose(LLAMA_70B, fabric(), at_least(2), Workload(1000, 200, 8, tpot_ms=1))
     assert choice.chosen is not None and choice.chosen.misses > 0
-    assert choice.chosen.misses == min(one.misses for one in choice.ranked)
-
-
-def test_nothing_fits() -> None:
-    choice = choose(LLAMA_405B, fabric(), at_least(1000))
-    assert choice.chosen is None and choice.ranked == () and choice.refused
+    assert choice.chosen.misses == min(candidate.misses for candidate in choice.ranked)
 
 
 KV_HEADS = st.sampled_from([1, 2, 4, 6, 8, 10, 40])

@@ -76,55 +76,38 @@ GPU1    PHB      X      0-63    0               N/A
 """
 
 
-def found(topology: str, p2p: str, rates: str = "", indices: tuple[int, ...] | None = None) -> Links | None:
+def links_in(topology: str, p2p: str, rates: str = "", indices: tuple[int, ...] = ()) -> Links | None:
     matrix = parse_matrix(topology)
-    every = tuple(sorted({one for one, _ in matrix})) if indices is None else indices
+    every = indices or tuple(sorted({gpu for gpu, _ in matrix}))
     return links_of(matrix, parse_matrix(p2p), parse_rate(rates), every)
 
 
 NVLINK_H200 = Links(4, 4, 18 * 26.562, None, True)
+OK = peers(4, "OK")
+GROUPS_OF_2 = "NVLink joins groups of 2, PCIe (SYS) the rest, peer-to-peer works"
 
 
-@pytest.mark.parametrize(
-    ("links", "expected", "words"),
-    [
-        (
-            found(RECORDED, RECORDED_PEERS, status(4, 18, "26.562")),
-            NVLINK_H200,
-            "NVLink joins all 4 GPUs",
-        ),
-        (found(PCIE_X4, peers(4, "OK")), Links(4, 1, None, "SYS", True), "PCIe (SYS) joins 4 GPUs, peer-to-peer works"),
-        (found(PCIE_X4, ""), Links(4, 1, None, "SYS", None), "PCIe (SYS) joins 4 GPUs"),
-        (
-            found(BRIDGED, peers(4, "OK"), status(4, 4, "14.062")),
-            Links(4, 2, 4 * 14.062, "SYS", True),
-            "NVLink joins groups of 2, PCIe (SYS) the rest, peer-to-peer works",
-        ),
-        (found(BRIDGED, peers(4, "OK"), indices=(2, 3)), Links(2, 2, None, None, True), "NVLink joins all 2"),
-        (found(BRIDGED, peers(4, "OK"), indices=(1, 2)), Links(2, 1, None, "SYS", True), "PCIe (SYS) joins 2"),
-        (found(CUBE, peers(4, "OK")), Links(4, 4, None, None, True), "NVLink joins all 4"),
-        *(
-            (
-                found(GEFORCE, peers(2, word)),
-                Links(2, 1, None, "PHB", False),
-                "PCIe (PHB) joins 2 GPUs, no peer",
-            )
-            for word in ("NS", "CNS", "GNS", "U", "DR")
-        ),
-        (found(table([["X"]]), peers(1, "OK"), indices=(0,)), Links(1, 1), "one GPU"),
-    ],
-)
-def test_what_joins_the_gpus_is_read_from_the_tables(links: Links | None, expected: Links, words: str) -> None:
-    assert links == expected and links.words.startswith(words)
+def test_what_joins_the_gpus_is_read_from_the_tables() -> None:
+    for links, expected, words in (
+        (links_in(RECORDED, RECORDED_PEERS, status(4, 18, "26.562")), NVLINK_H200, "NVLink joins all 4 GPUs"),
+        (links_in(PCIE_X4, OK), Links(4, 1, None, "SYS", True), "PCIe (SYS) joins 4 GPUs, peer-to-peer works"),
+        (links_in(PCIE_X4, ""), Links(4, 1, None, "SYS", None), "PCIe (SYS) joins 4 GPUs"),
+        (links_in(BRIDGED, OK, status(4, 4, "14.062")), Links(4, 2, 4 * 14.062, "SYS", True), GROUPS_OF_2),
+        (links_in(BRIDGED, OK, indices=(2, 3)), Links(2, 2, None, None, True), "NVLink joins all 2"),
+        (links_in(BRIDGED, OK, indices=(1, 2)), Links(2, 1, None, "SYS", True), "PCIe (SYS) joins 2"),
+        (links_in(CUBE, OK), Links(4, 4, None, None, True), "NVLink joins all 4"),
+        (links_in(table([["X"]]), peers(1, "OK"), indices=(0,)), Links(1, 1), "one GPU"),
+    ):
+        assert links == expected and links.words.startswith(words)
+    for word in ("NS", "CNS", "GNS", "U", "DR"):
+        links = links_in(GEFORCE, peers(2, word))
+        assert links == Links(2, 1, None, "PHB", False) and links.words.startswith("PCIe (PHB) joins 2 GPUs, no peer")
 
 
-@pytest.mark.parametrize("text", ["", "No devices were found\n", "Failed to initialize NVML: Driver/library\n", LEGEND])
-def test_words_that_are_no_table_tell_nothing(text: str) -> None:
-    assert parse_matrix(text) == {} and parse_rate(text) is None
-    assert found(text, text, text, (0, 1)) is None
-
-
-def test_inactive_links_have_no_rate() -> None:
+def test_text_without_a_table_or_an_active_link_gives_nothing() -> None:
+    for text in ("", "No devices were found\n", "Failed to initialize NVML: Driver/library\n", LEGEND):
+        assert parse_matrix(text) == {} and parse_rate(text) is None
+        assert links_in(text, text, text, (0, 1)) is None
     text = "GPU 0: NVIDIA RTX A6000 (UUID: GPU-1)\n\t Link 0: <inactive>\n\t Link 1: <inactive>\n"
     assert parse_rate(text) is None
     assert parse_rate(text + "GPU 1: NVIDIA RTX A6000 (UUID: GPU-2)\n\t Link 0: 14.062 GB/s\n") == 14.062
@@ -144,16 +127,13 @@ def fake_smi(monkeypatch: pytest.MonkeyPatch, answers: dict[str, str | Exception
     monkeypatch.setattr(subprocess, "run", run)
 
 
-def test_the_machine_asks_three_times(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_machine_asks_three_times_and_a_failure_gives_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_smi(monkeypatch, {"-m": RECORDED, "r": RECORDED_PEERS, "--status": status(4, 18, "26.562")})
     assert detect.links(range(4)) == NVLINK_H200
     assert detect.links([0]) == Links(1, 1)  # asks nothing
-
-
-@pytest.mark.parametrize("error", [OSError("no such file"), subprocess.TimeoutExpired("nvidia-smi", 30)])
-def test_an_nvidia_smi_that_fails_tells_nothing(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    fake_smi(monkeypatch, dict.fromkeys(("-m", "r", "--status", "--format=csv,noheader,nounits"), error))
-    assert detect.links([0, 1]) is None and detect.gpus() == []
+    for error in (OSError("no such file"), subprocess.TimeoutExpired("nvidia-smi", 30)):
+        fake_smi(monkeypatch, dict.fromkeys(("-m", "r", "--status", "--format=csv,noheader,nounits"), error))
+        assert detect.links([0, 1]) is None and detect.gpus() == []
 
 
 # ---- what it changes -------------------------------------------------------------------------------------------------
@@ -163,17 +143,12 @@ def us(gpu: str, links: Links, n_ranks: int) -> float:
     return allreduce_us(Fabric(rewired(catalog.gpu(gpu), links), links.n_gpus), n_ranks, 2**20).likely
 
 
-def test_the_catalogues_card_stands_where_the_machine_agrees() -> None:
+def test_the_card_of_the_catalogue_is_as_the_machine_joins_it() -> None:
     card = catalog.gpu("h100-sxm")
     assert rewired(card, Links(8, 8, 478.0)) is card and rewired(card, Links(1, 1)) is card
-
-
-def test_nvlink_that_is_not_there_is_taken_away() -> None:
     card = rewired(catalog.gpu("a100-sxm4-80"), Links(4, 1, None, "SYS", True))
     assert card.nvlink is None and card.allreduce is not None and card.allreduce.borrowed_from == "l40s"
-
-
-def test_a_bridge_speeds_pairs_up_and_nothing_wider() -> None:
+    # A bridge speeds up pairs and nothing wider.
     plain, bridge = Links(4, 1, None, "SYS", True), Links(4, 2, 56.25, "SYS", True)
     assert us("rtx-a6000", bridge, 2) < us("rtx-a6000", plain, 2) * 0.6
     assert us("rtx-a6000", bridge, 4) == us("rtx-a6000", plain, 4)

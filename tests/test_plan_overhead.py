@@ -34,14 +34,13 @@ def test_a_sort_in_the_sampler_is_what_llm_ds_planner_measured() -> None:
     assert found.likely / GIB == pytest.approx(5.65, rel=0.08) and found.low <= 5.65 * GIB <= found.high
 
 
-@pytest.mark.parametrize(("arch", "logged_gib"), [(shapes.QWEN3_32B, 0.79), (shapes.QWEN3_0_6B, 0.86)])
-def test_the_second_runner_keeps_counts_for_its_penalties(arch: Architecture, logged_gib: float) -> None:
-    """Consumed memory beside the weights on our H200s, vLLM 0.33: rows x vocabulary x 4.125 bytes are most of it."""
-    found = estimated(arch, "0.33", 8192, 1024).non_torch
-    assert found.likely / GIB == pytest.approx(logged_gib, abs=0.1)
-    few = estimated(arch, "0.33", 8192, 16).non_torch
-    assert found.likely - few.likely == pytest.approx(1008 * arch.vocab * 4.125)
-    assert estimated(arch, "0.24", 8192, 1024).non_torch == estimated(arch, "0.24", 8192, 16).non_torch
+def test_the_second_runner_keeps_counts_for_its_penalties() -> None:
+    """Consumed memory without the weights on our H200s, vLLM 0.33: rows x vocabulary x 4.125 bytes are most of it."""
+    for arch, logged_gib in ((shapes.QWEN3_32B, 0.79), (shapes.QWEN3_0_6B, 0.86)):
+        many, few = (estimated(arch, "0.33", 8192, rows).non_torch.likely for rows in (1024, 16))
+        assert many / GIB == pytest.approx(logged_gib, abs=0.1)
+        assert many - few == pytest.approx(1008 * arch.vocab * 4.125)
+        assert estimated(arch, "0.24", 8192, 1024).non_torch == estimated(arch, "0.24", 8192, 16).non_torch
 
 
 def test_communicators_take_little_without_nvlink_and_twice_for_a_mixture() -> None:
@@ -63,24 +62,21 @@ def test_graphs_are_beside_the_budget_before_0_21() -> None:
     assert old.graphs.low / GIB <= 0.67 <= old.graphs.high / GIB  # V1 log of 2025-09, 67 sizes
     assert estimated(shapes.LLAMA_8B, "0.33", 8192, 1024, enforce_eager=True).graphs == ZERO
     assert budget_bytes(1001, 0.92) == 921  # rounded up
-
-
-def test_graphs_are_large_without_peer_to_peer() -> None:
-    found = estimated(shapes.QWEN2_5_32B, "0.20", 4096, 256, Parallel(4), has_peer_to_peer=False)
-    assert found.graphs.likely > 2.4 * GIB and found.graphs.high > 6.6 * GIB
+    # Without peer-to-peer they are large, on several GPUs.
+    four = estimated(shapes.QWEN2_5_32B, "0.20", 4096, 256, Parallel(4), has_peer_to_peer=False).graphs
+    assert four.likely > 2.4 * GIB and four.high > 6.6 * GIB
     assert estimated(shapes.QWEN2_5_32B, "0.20", 4096, 256, ONE, has_peer_to_peer=False).graphs.likely < 1 * GIB
 
 
-@pytest.mark.parametrize(("tensor", "logged_gib"), [(2, 0.74), (8, 2.10)])
-def test_nccl_is_in_the_budget_until_0_12(tensor: int, logged_gib: float) -> None:
+def test_nccl_is_in_the_budget_until_0_12() -> None:
     """Non-torch memory in logs (files 21130996930 and 3706561278)."""
-    found = estimated(shapes.QWEN2_5_32B, "0.11", 2048, 256, Parallel(tensor))
-    inside = found.non_torch + found.nccl
-    assert inside.low <= logged_gib * GIB <= inside.high
-    assert inside.likely / GIB == pytest.approx(logged_gib, rel=0.2)
-    assert found.nccl_in_budget
-    new = estimated(shapes.QWEN2_5_32B, "0.33", 8192, 1024, Parallel(tensor))
-    assert new.beside_budget == new.nccl
+    for tensor, logged_gib in ((2, 0.74), (8, 2.10)):
+        old = estimated(shapes.QWEN2_5_32B, "0.11", 2048, 256, Parallel(tensor))
+        inside = old.non_torch + old.nccl
+        assert old.nccl_in_budget and inside.low <= logged_gib * GIB <= inside.high
+        assert inside.likely / GIB == pytest.approx(logged_gib, rel=0.2)
+        new = estimated(shapes.QWEN2_5_32B, "0.33", 8192, 1024, Parallel(tensor))
+        assert new.beside_budget == new.nccl
     assert estimated(shapes.LLAMA_8B, "0.11", 2048, 256).nccl == ZERO
 
 

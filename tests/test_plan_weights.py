@@ -22,12 +22,9 @@ def first_rank(name: str, layout: Parallel, **changes: Any) -> RankWeights:
     return rank_weights(shapes.arch(name, **changes), layout)[0]
 
 
-@pytest.mark.parametrize(
-    ("name", "published"),
-    [("llama-3.1-70b", 141_107_412_992), ("llama-3.1-8b", 16_060_522_496), ("mixtral-8x7b", 93_405_585_408)],
-)
-def test_published_index_sizes_are_met_to_the_byte(name: str, published: int) -> None:
-    assert bytes_on_disk(shapes.arch(name)) == published
+def test_published_index_sizes_are_met_to_the_byte() -> None:
+    published = {"llama-3.1-70b": 141_107_412_992, "llama-3.1-8b": 16_060_522_496, "mixtral-8x7b": 93_405_585_408}
+    assert {name: bytes_on_disk(shapes.arch(name)) for name in published} == published
 
 
 def test_llama_405b_fp8_leaves_57_75_gib_on_each_of_eight() -> None:
@@ -77,42 +74,33 @@ def test_deepseek_keeps_a_16_bit_copy_of_kv_b() -> None:
     assert one.total_bytes / GIB - 61 * 32_768 * 512 * 2 / 8 / GIB == pytest.approx(79.41, rel=0.005)
 
 
-@pytest.mark.parametrize(
-    ("n_layers", "wanted"),
-    [(61, (15, 15, 16, 15)), (10, (2, 3, 3, 2)), (80, (40, 40)), (7, (4, 3)), (11, (3, 3, 3, 2))],
-)
-def test_layers_over_stages_as_vllm_puts_them(n_layers: int, wanted: tuple[int, ...]) -> None:
-    assert tuple(map(len, split_layers(n_layers, len(wanted)))) == wanted
+def test_layers_over_stages_as_vllm_puts_them() -> None:
+    stages = {61: (15, 15, 16, 15), 10: (2, 3, 3, 2), 80: (40, 40), 7: (4, 3), 11: (3, 3, 3, 2)}
+    assert {n: tuple(map(len, split_layers(n, len(sizes)))) for n, sizes in stages.items()} == stages
 
 
 def test_kv_heads_are_copied_once_tp_exceeds_them() -> None:
     """Falcon-7B's one KV head stands on both ranks: 2 x 64 x 4544 numbers a layer beyond half."""
-    arch = shapes.arch("falcon-7b")
-    whole, half = (rank_weights(arch, Parallel(n))[0].weight_bytes for n in (1, 2))
+    whole, half = (first_rank("falcon-7b", Parallel(n)).weight_bytes for n in (1, 2))
     norms = (32 * 2 * 4544 + 2 * 4544) * 2
     assert 2 * half - whole >= 32 * 2 * 64 * 4544 * 2 + norms
 
 
-def test_a_tied_embedding_stands_on_the_first_and_the_last_stage() -> None:
+def test_a_tied_embedding_stands_on_both_ends_and_the_vocabulary_is_padded_to_64() -> None:
+    """InternLM's 92,544 is a multiple of 64; 92,550 is not and becomes 92,608."""
     (whole,), stages = (rank_weights(shapes.QWEN3_0_6B, Parallel(1, n)) for n in (1, 2))
     assert {rank.embedding_bytes for rank in (whole, *stages)} == {151_936 * 1024 * 2}
-
-
-def test_the_vocabulary_is_padded_to_64() -> None:
-    """InternLM's 92,544 is a multiple of 64; 92,550 is not and becomes 92,608."""
     plain, padded = (first_rank("internlm2.5-7b", Parallel(), vocab_size=n).embedding_bytes for n in (92_544, 92_550))
     assert (plain, padded) == (2 * 92_544 * 4096 * 2, 2 * 92_608 * 4096 * 2)
 
 
-def test_expert_parallelism_gives_whole_experts_and_early_ranks_one_more() -> None:
+def test_experts_are_cut_by_expert_and_by_data_parallelism() -> None:
+    """Whole experts with expert parallelism, early ranks one more; data ranks have slices, and copies of attention."""
     arch = shapes.arch("qwen3-30b-a3b")
     classes = rank_weights(arch, Parallel(tensor=1, data=48, expert=True))
     assert [(one.n_experts, one.n_ranks) for one in classes] == [(3, 32), (2, 16)]
     (whole,) = rank_weights(arch, Parallel())
     assert sum(one.expert_bytes * one.n_ranks for one in classes) == whole.expert_bytes
-
-
-def test_data_parallelism_cuts_experts_but_copies_attention() -> None:
     one, eight = (first_rank("mixtral-8x7b", layout) for layout in (Parallel(), Parallel(2, 1, 4)))
     assert eight.expert_bytes * 8 == one.expert_bytes
     assert (eight.weight_bytes - eight.expert_bytes) * 2 == pytest.approx(one.weight_bytes - one.expert_bytes, rel=0.01)
@@ -160,9 +148,8 @@ def test_every_layer_stands_on_one_stage(n_layers: int, n_stages: int) -> None:
 # ---- quantisation ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("config", "bytes_a_parameter"),
-    [
+def test_bytes_a_parameter_of_each_format() -> None:
+    rows: list[tuple[dict[str, Any], float]] = [
         ({"quant_method": "fp8", "weight_block_size": [128, 128]}, 1 + 4 / 16384),
         ({"quant_method": "fbgemm_fp8"}, 1 + 4 / 4096),
         ({"quant_method": "awq", "bits": 4, "group_size": 128}, 0.51953125),
@@ -171,32 +158,27 @@ def test_every_layer_stands_on_one_stage(n_layers: int, n_stages: int) -> None:
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, 0.5625),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, 0.5625),
         ({"quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}}, 1.0),
-    ],
-)
-def test_bytes_a_parameter_of_each_format(config: dict[str, Any], bytes_a_parameter: float) -> None:
-    quant = quantization.from_config(config)
-    assert quantization.matrix_bytes(4096, 4096, quant) / 4096**2 == pytest.approx(bytes_a_parameter, abs=2e-6)
+    ]
+    for config, expected in rows:
+        n_bytes = quantization.matrix_bytes(4096, 4096, quantization.from_config(config))
+        assert n_bytes / 4096**2 == pytest.approx(expected, abs=2e-6), config
 
 
-@pytest.mark.parametrize(
-    ("scheme", "storage", "kind"),
-    [
+def test_compressed_tensors_schemes() -> None:
+    for scheme, storage, kind in (
         ({"num_bits": 8, "type": "float", "strategy": "channel"}, "float-quantized", "fp8"),
         ({"num_bits": 8, "type": "int", "strategy": "channel"}, "int-quantized", "int8"),
         ({"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}, "pack-quantized", "int4"),
         ({"num_bits": 4, "type": "float", "strategy": "group", "group_size": 16}, "nvfp4-pack-quantized", "nvfp4"),
-    ],
-)
-def test_compressed_tensors_schemes(scheme: dict[str, Any], storage: str, kind: str) -> None:
-    groups = {"group_0": {"targets": ["Linear"], "weights": scheme}}
-    config = {"quant_method": "compressed-tensors", "format": storage, "config_groups": groups, "ignore": ["lm_head"]}
-    found = quantization.from_config(config)
-    assert found.kind == kind and found.excluded == ("lm_head",)
+    ):
+        groups = {"group_0": {"targets": ["Linear"], "weights": scheme}}
+        config = {"quant_method": "compressed-tensors", "format": storage, "config_groups": groups}
+        quant = quantization.from_config({**config, "ignore": ["lm_head"]})
+        assert quant.kind == kind and quant.excluded == ("lm_head",)
 
 
-@pytest.mark.parametrize(
-    ("pattern", "module", "is_named"),
-    [
+def test_exclusions_name_modules() -> None:
+    for pattern, module, is_named in (
         ("lm_head", "lm_head", True),
         ("gate", "model.layers.3.mlp.gate", True),
         ("gate", "model.layers.3.mlp.gate_proj", False),
@@ -206,10 +188,8 @@ def test_compressed_tensors_schemes(scheme: dict[str, Any], storage: str, kind: 
         ("model.language_model.layers.*.self_attn*", "model.layers.7.self_attn.q_proj", True),
         ("re:.*self_attn.*", "model.layers.7.self_attn.q_proj", True),
         ("re:.*lm_head", "model.layers.7.self_attn.q_proj", False),
-    ],
-)
-def test_exclusions_name_modules(pattern: str, module: str, is_named: bool) -> None:
-    assert quantization.matches(module, (pattern,)) is is_named
+    ):
+        assert quantization.matches(module, (pattern,)) is is_named, (pattern, module)
 
 
 def test_fp8_made_while_loading_halves_the_linears_only() -> None:
@@ -221,21 +201,19 @@ def test_fp8_made_while_loading_halves_the_linears_only() -> None:
 
 
 def test_an_unknown_format_or_one_that_is_not_the_checkpoints_is_refused() -> None:
-    with pytest.raises(NotModelled, match="stored as fp8-block"):
-        quantization.with_choice(shapes.arch("qwen3-32b-fp8"), "awq")
-    with pytest.raises(NotModelled, match="16-bit weights"):
-        quantization.with_choice(shapes.LLAMA_8B, "awq")
-    assert quantization.with_choice(shapes.arch("qwen3-32b-fp8"), "fp8") == shapes.arch("qwen3-32b-fp8")
-    with pytest.raises(NotModelled, match='quantization "aqlm"'):
-        quantization.from_config({"quant_method": "aqlm"})
-    with pytest.raises(NotModelled, match="W4A8"):
-        quantization.from_config({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"})
+    fp8 = shapes.arch("qwen3-32b-fp8")
+    assert quantization.with_choice(fp8, "fp8") == fp8
+    for arch, reason in ((fp8, "stored as fp8-block"), (shapes.LLAMA_8B, "16-bit weights")):
+        with pytest.raises(NotModelled, match=reason):
+            quantization.with_choice(arch, "awq")
+    modelopt = {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}
+    for config, reason in (({"quant_method": "aqlm"}, 'quantization "aqlm"'), (modelopt, "W4A8")):
+        with pytest.raises(NotModelled, match=reason):
+            quantization.from_config(config)
 
 
 def test_a_rope_table_is_as_long_as_the_model_whatever_is_served() -> None:
     """Llama 4 Scout: 10,485,760 positions x 128 x 2 B = 2.5 GiB."""
-    assert rope_bytes(shapes.arch("llama-4-scout-17b-16e")) == 10_485_760 * 128 * 2
-    assert rope_bytes(shapes.arch("phi-4-mini")) == (131_072 + 4096) * 96 * 2
-    assert rope_bytes(shapes.arch("gpt-oss-20b")) == 131_072 * 64 * 4
-    assert rope_bytes(shapes.arch("jamba-v0.1")) == 0
-    assert first_rank("llama-3.1-8b", Parallel()).rope_bytes == 32 * 2**20
+    n_bytes = {"llama-4-scout-17b-16e": 10_485_760 * 128 * 2, "phi-4-mini": (131_072 + 4096) * 96 * 2}
+    n_bytes |= {"gpt-oss-20b": 131_072 * 64 * 4, "jamba-v0.1": 0, "llama-3.1-8b": 32 * 2**20}
+    assert {name: rope_bytes(shapes.arch(name)) for name in n_bytes} == n_bytes

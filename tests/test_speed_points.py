@@ -8,7 +8,7 @@ from plan_shapes import benchmark
 plan_speed = benchmark("plan_speed")
 
 
-@pytest.mark.parametrize(("what", "most"), [("TPOT", 0.25), ("TTFT", 0.35)])
+@pytest.mark.parametrize(("what", "most"), [("TPOT", 0.1), ("TTFT", 0.2)])
 @pytest.mark.parametrize("split", ["tuned", "held_out"])
 def test_the_median_error_over_published_points(what: str, most: float, split: str) -> None:
     points, formats = plan_speed.load()

@@ -38,7 +38,7 @@ else.
 | Shape | 4 layers, hidden 256, 8 heads of 32, 4 KV heads, MLP 640; divides over 2 or 4 GPUs |
 | Tokenizer | byte-level BPE, 2048 tokens, ChatML-like template, no beginning-of-text token |
 | Context | 1024 tokens in the config; trained on documents of up to 640 tokens, most of them under 200 |
-| Files | 3 safetensors shards with an index; `penstock-demo.gguf` with the same weights, tokenizer and template |
+| Files | 3 safetensors shards with an index; `penstock-demo.gguf.head`, with which penstock writes the same as GGUF |
 | Decoding | greedy by default in both files; at a higher temperature it is wrong more often |
 | Licence | Apache-2.0 |
 

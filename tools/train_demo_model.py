@@ -33,7 +33,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM
-from write_gguf import write_gguf
+from write_gguf import write_gguf_head
 
 REPO = Path(__file__).resolve().parent.parent
 OUT = REPO / "penstock" / "models" / "demo_model"
@@ -232,7 +232,7 @@ def write_model(tokenizer: Tokenizer, model: LlamaForCausalLM, folder: Path) -> 
         "description": "A toy of three million parameters that shows that penstock works.",
         "license": "apache-2.0",
     }
-    write_gguf(folder / "penstock-demo.gguf", tensors, config, folder, facts)
+    write_gguf_head(folder / "penstock-demo.gguf.head", tensors, config, folder, facts)
 
 
 def move_into_place(folder: Path) -> None:

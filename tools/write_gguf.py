@@ -1,4 +1,4 @@
-"""Write a Llama checkpoint and its tokenizer as one GGUF file that llama.cpp reads."""
+"""Write the header of a Llama checkpoint and its tokenizer as GGUF; `penstock.models.demo` adds the tensors."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 
 import gguf
 import torch
+
+from penstock.models.files import read_header, wanted_shards
 
 # Hugging Face name inside a layer: GGUF name.
 # https://github.com/ggml-org/llama.cpp/blob/master/gguf-py/gguf/tensor_mapping.py
@@ -29,10 +31,11 @@ OUTER_NAMES = {
 }
 
 
-def write_gguf(
+def write_gguf_head(
     path: Path, tensors: dict[str, torch.Tensor], config: dict[str, Any], folder: Path, facts: dict[str, str]
 ) -> None:
-    """Write `tensors` (Hugging Face names) with the tokenizer of `folder`. Matrices become bf16, norms f32.
+    """Write the header of a file with the tokenizer of `folder`, and with `tensors` (Hugging Face names) in the order
+    of its safetensors files. Matrices are bf16, norms f32.
 
     `facts` are the name, description and licence for the file's header. Without an "lm_head.weight" llama.cpp uses the
     token embedding as output, which is what tied embeddings mean.
@@ -40,15 +43,14 @@ def write_gguf(
     writer = gguf.GGUFWriter(path, "llama")
     for key, value in facts.items():
         writer.add_string(f"general.{key}", value)
-    n_heads, n_kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
     writer.add_vocab_size(config["vocab_size"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(n_heads)
-    writer.add_head_count_kv(n_kv_heads)
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_key_length(config["head_dim"])
     writer.add_value_length(config["head_dim"])
     writer.add_rope_dimension_count(config["head_dim"])
@@ -57,16 +59,15 @@ def write_gguf(
     # llama-server takes its default temperature from here; a request may still ask for another.
     writer.add_float32("general.sampling.temp", 0.0)
     add_tokenizer(writer, folder)
-    for name, tensor in tensors.items():
-        if name.endswith("q_proj.weight"):
-            tensor = permute_for_rope(tensor, n_heads)
-        elif name.endswith("k_proj.weight"):
-            tensor = permute_for_rope(tensor, n_kv_heads)
-        add_tensor(writer, gguf_name(name), tensor)
+    for shard in wanted_shards(folder):
+        for stored in read_header(folder / shard).tensors:
+            add_tensor(writer, gguf_name(stored.name), tensors[stored.name])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
+    writer.write_ti_data_to_file()
     writer.close()
+    with path.open("ab") as stream:
+        stream.write(b"\0" * (-stream.tell() % gguf.GGUF_DEFAULT_ALIGNMENT))
 
 
 def gguf_name(name: str) -> str:
@@ -75,16 +76,6 @@ def gguf_name(name: str) -> str:
         return OUTER_NAMES[name]
     _, _, layer, rest = name.split(".", 3)
     return f"blk.{layer}.{LAYER_NAMES[rest.removesuffix('.weight')]}.weight"
-
-
-def permute_for_rope(weight: torch.Tensor, n_heads: int) -> torch.Tensor:
-    """Reorder the rows of each head from halves (a0 a1 .. b0 b1 ..) to pairs (a0 b0 a1 b1 ..).
-
-    Hugging Face rotates the first half of a head against the second; llama.cpp rotates neighbours. See
-    `LlamaModel.permute` in llama.cpp's convert_hf_to_gguf.py.
-    """
-    rows, columns = weight.shape
-    return weight.reshape(n_heads, 2, rows // n_heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
 
 
 def add_tensor(writer: gguf.GGUFWriter, name: str, tensor: torch.Tensor) -> None:

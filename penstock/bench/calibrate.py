@@ -40,13 +40,15 @@ _NARROWEST = 0.06
 
 
 class BenchPoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One benchmark run: a closed loop of `concurrency` requests. Means, times in ms; None was not measured."""
+    """One benchmark run: a closed loop of `concurrency` requests. Means, times in ms; None was not measured.
+    `rounds`: requests are equally long, so many for each of `concurrency`; None: lengths vary."""
 
     concurrency: int
     input_tokens: int
     output_tokens: int
     ttft_ms: float | None = None
     tpot_ms: float | None = None
+    rounds: float | None = None
 
 
 class Deployed(msgspec.Struct, frozen=True):
@@ -107,7 +109,7 @@ def fit(
         logarithms, tried = [], _moved(start, logs)
         for point in points:
             load = Workload(point.input_tokens, point.output_tokens, point.concurrency)
-            speed = estimate(costs, layout, fabric, load, engine, tried)
+            speed = estimate(costs, layout, fabric, load, engine, tried, point.rounds)
             both = ((speed.ttft_ms.likely, point.ttft_ms), (speed.tpot_ms.likely, point.tpot_ms))
             logarithms += [math.log(likely / number) for likely, number in both if number is not None]
         return logarithms
@@ -159,7 +161,9 @@ def point_of(run: Result) -> BenchPoint | None:
     ttft, tpot = run.number("mean_ttft_ms"), run.number("mean_tpot_ms")
     if ttft is None and tpot is None:
         return None
-    return BenchPoint(concurrency, round(n_in), max(1, round(n_out)), ttft, tpot)
+    lengths = {(request.input_tokens, request.output_tokens) for request in done}
+    rounds = len(done) / concurrency if len(lengths) == 1 else None
+    return BenchPoint(concurrency, round(n_in), max(1, round(n_out)), ttft, tpot, rounds)
 
 
 def _whole(summary: dict[str, Any], block: str) -> int | None:

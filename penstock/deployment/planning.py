@@ -46,10 +46,11 @@ def solve(
     return msgspec.structs.replace(sizing, warnings=(*more, *sizing.warnings)) if more else sizing
 
 
-def speed(request: SizingRequest) -> Speed | None:
-    """Of a request's fixed layout; None where `solve` has no speed.  Raises as `solve` does."""
+def speed(request: SizingRequest, rounds: float | None = None) -> Speed | None:
+    """Of a request's fixed layout; None where `solve` has no speed.  Raises as `solve` does.
+    `rounds`: requests are equally long, so many for each of `concurrency`."""
     network = catalog.link(request.network) if request.network else None
-    return speed_of(request, catalog.gpu(request.gpu), network)
+    return speed_of(request, catalog.gpu(request.gpu), network, rounds)
 
 
 def size(

@@ -6,7 +6,6 @@ Whatever fails after the folder is written is taken down again.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import secrets
 import signal
 import sys
@@ -23,6 +22,7 @@ from penstock.deployment.prepare import Prepared, not_ended, prepare
 from penstock.deployment.stop import OnStep, end_run
 from penstock.errors import EngineError, PenstockError, UserError
 from penstock.gateway.accounting import store
+from penstock.gateway.accounting.key_store import KeyStore
 from penstock.gateway.config import GatewayConfig, ServedModel
 from penstock.hardware.network import free_port
 from penstock.run_folder import Draft, Run, State, Unit
@@ -108,12 +108,14 @@ def ctrl_c_ignored() -> Iterator[None]:
 
 
 def _start(prepared: Prepared, admin_port: int, on_step: OnStep | None) -> Started:
-    deployment = prepared.deployment
-    key = f"sk-{secrets.token_urlsafe(24)}" if deployment.gateway.auth == "keys" else None
-    run = write_run(prepared, admin_port, key)
+    deployment, key = prepared.deployment, None
+    run = write_run(prepared, admin_port)
     run.add_event("up", f"penstock up {deployment.name}", model=deployment.model, target=deployment.target)
     try:
         place = run.gateway_file().store
+        if deployment.gateway.auth == "keys" and place is not None:
+            with contextlib.closing(store.connect(place)) as database:
+                key = KeyStore(database).renew("first", 0.0, time.time())
         if run.places("gateway") and place is not None:
             store.share(place)
         _place(run, targets.load(deployment.target))
@@ -128,10 +130,10 @@ def _start(prepared: Prepared, admin_port: int, on_step: OnStep | None) -> Start
     return Started(run.name, run.known_url, key)
 
 
-def write_run(prepared: Prepared, admin_port: int, key: str | None) -> Run:
-    """The run folder of a deployment, whole; nothing is started. `key`: the client's."""
+def write_run(prepared: Prepared, admin_port: int) -> Run:
+    """The run folder of a deployment, whole; nothing is started."""
     deployment, target = prepared.deployment, targets.load(prepared.deployment.target)
-    config, token = _gateway_config(prepared, target, admin_port, key), secrets.token_urlsafe(24)
+    config, token = _gateway_config(prepared, target, admin_port), secrets.token_urlsafe(24)
     draft = Draft(deployment, prepared.plan, prepared.artifact, config, token, target.placed(deployment))
     return run_folder.create(draft, time.time())
 
@@ -144,7 +146,7 @@ def _place(run: Run, target: Target) -> None:
         run.write_handle(target.place(run, units))  # raises what kept it from placing the others
 
 
-def _gateway_config(prepared: Prepared, target: Target, admin_port: int, key: str | None) -> GatewayConfig:
+def _gateway_config(prepared: Prepared, target: Target, admin_port: int) -> GatewayConfig:
     """The gateway's whole config. Where the target places it, it listens on any address of its machine."""
     deployment, names = prepared.deployment, prepared.plan.served_names
     run, spec = Run(paths.home() / "runs" / deployment.name), prepared.deployment.gateway
@@ -167,7 +169,6 @@ def _gateway_config(prepared: Prepared, target: Target, admin_port: int, key: st
         admin_token_file=str(run.admin_token_file),
         models=(ServedModel(names[0], tuple(names[1:])),),
         auth=spec.auth,
-        key_hashes=(hashlib.sha256(key.encode()).hexdigest(),) if key else (),
         engines_need_key=target.listen == "network",
         prices={} if spec.price is None else {names[0]: spec.price},
     )

@@ -21,7 +21,7 @@ _KEYS: Final = frozenset((b"authorization", b"x-api-key"))
 class UnderWay(Protocol):
     """A request between its arrival and its end: `forwarding.Forwarding`, which imports this module."""
 
-    def end_if_forgotten(self, now: float) -> None: ...
+    def end_if_lost(self, now: float) -> None: ...
 
 
 class GatewayContext:
@@ -61,9 +61,9 @@ class GatewayContext:
             self.queue.wake(replica.announcement.model, 1)
 
     def look_after(self, now: float) -> None:
-        """Once a second: ends exchanges that their engine has forgotten, and lets waiting requests look again."""
+        """Once a second: ends exchanges that their engine lost, and lets waiting requests look again."""
         for forwarding in tuple(self.under_way):
-            forwarding.end_if_forgotten(now)
+            forwarding.end_if_lost(now)
         for model in self.replicas.models:
             if self.queue.waiting_for(model.name) and self.replicas.ready(model.name, now):
                 self.queue.wake(model.name)

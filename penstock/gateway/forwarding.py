@@ -30,6 +30,8 @@ QUIET_S = 3.0
 COMMENT_EVERY_S = 5.0
 # A request that got no byte for so long, from an engine that reported itself idle for as long, is lost.
 STALL_S = 30.0
+# The same with a machine that answered no probe for as long. More than 25 s: a network may fail for a moment.
+SILENT_S = 30.0
 # An answer to a client whose stream has begun becomes one event of at most this.
 MAX_COLLECTED_BYTES: Final = 64 * 1024
 
@@ -347,15 +349,21 @@ class Forwarding:
             self._context.retries.note_failure(self._replica, time.monotonic())
             self._end_early(_broken(str(error)))
 
-    def end_if_forgotten(self, now: float) -> None:
-        """Ends an exchange whose engine says that it works on nothing."""
+    def end_if_lost(self, now: float) -> None:
+        """Ends an exchange whose engine reports that it works on nothing, or whose machine is silent."""
         self._note_tokens()
-        replica, connection = self._replica, self._connection
-        if connection is None or replica is None or now - self._last_at < STALL_S:
+        replica, connection, silent_s = self._replica, self._connection, now - self._last_at
+        if connection is None or replica is None:
             return
-        if self._context.replicas.is_idle(replica, now, STALL_S):
-            connection.discard()
-            self.lost(UpstreamError(f"no byte for {STALL_S:.0f} s, and the engine reports no running request"))
+        if silent_s >= STALL_S and self._context.replicas.is_idle(replica, now, STALL_S):
+            reason = f"no byte for {STALL_S:.0f} s, and the engine reports no running request"
+        elif silent_s >= SILENT_S and replica.is_silent(now, SILENT_S):
+            host = connection.address[0]
+            reason = f"machine {host} of replica {replica.name} does not answer: no byte for {silent_s:.0f} s"
+        else:
+            return
+        connection.discard()
+        self.lost(UpstreamError(reason))
 
     def _lose(self, loss: Loss) -> None:
         replica, connection, retries = self._replica, self._connection, self._context.retries

@@ -25,7 +25,7 @@ from penstock.gateway.metrics import Counters
 from penstock.gateway.public import Public
 from penstock.gateway.routing.queue import WaitingQueue
 from penstock.gateway.routing.replicas import ReplicaTable
-from penstock.gateway.routing.static_upstreams import StaticUpstreams
+from penstock.gateway.routing.static_upstreams import LapsedProbes, StaticUpstreams
 from penstock.gateway.workers.link import ParentLink, WorkerSlot
 from penstock.gateway.workers.reports import Reporter
 from penstock.wire.announcement import engine_key
@@ -91,6 +91,7 @@ class Gateway:
             allowed_origins=config.allowed_origins,
         )
         self._static_upstreams = StaticUpstreams(config.upstreams, replicas, self._context.queue, self._context.pool)
+        self._lapsed_probes = LapsedProbes(replicas, self._context.pool)
         if self.accounting.ledger is not None and (slot is None or slot.index == 0):
             self.accounting.ledger.keep_days = config.ledger_days
         self._reporter = Reporter(self._context, self.accounting, slot.before if slot else None)
@@ -140,6 +141,7 @@ class Gateway:
         n_cut = await self.public.drain(self._config.drain_s)
         await self.admin.drain(0.0)
         self._static_upstreams.stop()
+        self._lapsed_probes.stop()
         if self._lease_timer is not None:
             self._lease_timer.cancel()
         self._context.pool.close()
@@ -156,6 +158,7 @@ class Gateway:
         now = time.monotonic()
         for name in self._context.replicas.take_lapsed(now):
             log.warning("replica %s: its lease ran out", name)
+        self._lapsed_probes.start_due(now)
         self._context.look_after(now)
         if self._reporter.link is not None:
             self._reporter.link.report()

@@ -16,7 +16,7 @@ import msgspec
 
 from penstock import paths
 from penstock.errors import UserError, nearest, not_modelled
-from penstock.models import Facts, Header, ModelFacts, StoredTensor, catalog, gguf, hub
+from penstock.models import Facts, Header, ModelFacts, StoredTensor, catalog, demo, gguf, hub
 from penstock.models.files import (
     BUNDLED,
     INDEX,
@@ -98,6 +98,9 @@ def read_files(path: Path, reference: str, form: str) -> tuple[Facts, ModelFacts
     """The facts in the files of one form that an engine will load, and the record of them in its plan.
     Raises UserError for a folder that holds no such model."""
     if form == "gguf":
+        if path == BUNDLED:  # its file is written on the node that loads it
+            facts = Facts(reference, gguf.read_config(demo.HEAD), f"{demo.HEAD}: a header")
+            return facts, _record(facts, path, "gguf", [path / name for name in wanted_shards(path)])
         parts = gguf_parts(path)
         if not parts:
             raise UserError(

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from penstock.errors import UserError
 from penstock.models import Header, StoredTensor, hub
 from penstock.spec.deployment import DEMO_MODEL, Deployment
@@ -21,6 +23,12 @@ PATTERNS = {
 INDEX = "model.safetensors.index.json"
 _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000
+
+
+class _Row(msgspec.Struct, frozen=True):
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
 
 
 def locate(deployment: Deployment) -> Path:
@@ -59,7 +67,7 @@ def forms_of(path: Path) -> tuple[str, ...]:
     if path.is_file():
         return ("gguf",)
     # Hub repositories keep large quantisations of a GGUF in folders of their own.
-    forms = {"safetensors": any(path.glob("*.safetensors")), "gguf": bool(_gguf_files(path))}
+    forms = {"safetensors": any(path.glob("*.safetensors")), "gguf": path == BUNDLED or bool(_gguf_files(path))}
     return tuple(form for form, is_there in forms.items() if is_there)
 
 
@@ -71,7 +79,9 @@ def _gguf_files(path: Path) -> list[Path]:
 def wanted_shards(folder: Path) -> list[str]:
     """The safetensors files that an engine would read from a folder: the index's, else those that are there."""
     if not (folder / INDEX).is_file():
-        return _shards_in(folder)
+        # As vLLM filters them (`default_loader.py`): Mistral's consolidated.* repeats the others, where both are.
+        names = sorted(path.name for path in folder.glob("*.safetensors"))
+        return [name for name in names if not name.startswith("consolidated")] or names
     try:
         index = json.loads((folder / INDEX).read_text("utf-8"))
     except (OSError, ValueError):
@@ -84,12 +94,6 @@ def shards_of(index: Mapping[str, Any]) -> list[str]:
     table = index.get("weight_map")
     names = set(map(str, table.values())) if isinstance(table, dict) else set[str]()
     return sorted(name for name in names if name.endswith(".safetensors") and ".." not in name and name[0] != "/")
-
-
-def _shards_in(folder: Path) -> list[str]:
-    """As vLLM filters them (`default_loader.py`): Mistral's consolidated.* repeats the others, where both are."""
-    names = sorted(path.name for path in folder.glob("*.safetensors"))
-    return [name for name in names if not name.startswith("consolidated")] or names
 
 
 def gguf_parts(path: Path) -> list[Path]:
@@ -131,22 +135,10 @@ def read_header(path: Path) -> Header:
             length = int.from_bytes(raw, "little")
             if len(raw) < _LENGTH_BYTES or not 2 <= length <= _MAX_HEADER_BYTES:
                 raise ValueError("it is not a safetensors file")
-            return _parsed(json.loads(stream.read(length)))
-    except ValueError as exc:
+            parts = msgspec.json.decode(stream.read(length), type=dict[str, msgspec.Raw])
+            parts.pop("__metadata__", None)
+            rows = {name: msgspec.json.decode(part, type=_Row) for name, part in parts.items()}
+    except (ValueError, msgspec.MsgspecError) as exc:
         raise ValueError(f"the header of {path} could not be read: {exc}") from exc
-
-
-def _parsed(rows: object) -> Header:
-    if not isinstance(rows, dict):
-        raise ValueError("the header is not an object")
-    tensors, n_bytes = [], 0
-    for name, row in rows.items():
-        if name == "__metadata__":
-            continue
-        try:
-            begin, end = row["data_offsets"]
-            tensors.append(StoredTensor(name, str(row["dtype"]), tuple(int(size) for size in row["shape"])))
-            n_bytes += int(end) - int(begin)
-        except (KeyError, TypeError) as exc:
-            raise ValueError(f"tensor {name!r} has no dtype, shape and data_offsets") from exc
-    return Header(tuple(tensors), n_bytes)
+    tensors = tuple(StoredTensor(name, row.dtype, row.shape) for name, row in rows.items())
+    return Header(tensors, sum(row.data_offsets[1] - row.data_offsets[0] for row in rows.values()))

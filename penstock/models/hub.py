@@ -91,8 +91,11 @@ def read_json(name: str, path: str) -> tuple[dict[str, Any], str | None]:
 
     body, commit = _asked(name, fetch)
     try:
-        return dict(json.loads(body)), commit
-    except (ValueError, TypeError) as exc:
+        value = json.loads(body)
+        if not isinstance(value, dict):
+            raise ValueError(f"it is a {type(value).__name__}")
+        return value, commit
+    except ValueError as exc:
         message = f'cannot use "{path}" of "{name}" on the hub: it is not a JSON object: {exc}'
         hint = "Give a folder with its config.json."
         raise HubError(message, detail=endpoint(), hint=hint, status=200) from exc

@@ -9,8 +9,8 @@ from pathlib import Path
 import msgspec
 
 from penstock.errors import UserError
-from penstock.models import ModelFacts, hub
-from penstock.models.files import BUNDLED, PATTERNS, gguf_parts
+from penstock.models import ModelFacts, demo, hub
+from penstock.models.files import BUNDLED, PATTERNS
 from penstock.planner import Plan
 from penstock.spec.deployment import DEMO_MODEL
 
@@ -23,7 +23,7 @@ def on_this_node(plan: Plan) -> Plan:
     """
     model = plan.model
     if model.reference == DEMO_MODEL:
-        path = str(gguf_parts(BUNDLED)[0] if model.form == "gguf" else BUNDLED)
+        path = str(demo.gguf_file() if model.form == "gguf" else BUNDLED)
     elif Path(model.path).exists():
         return plan
     elif _SNAPSHOT.search(model.path):

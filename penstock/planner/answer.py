@@ -125,12 +125,14 @@ def _ranks(inputs: MemoryInputs, fit: MemoryFit) -> tuple[RankMemory, ...]:
 # ---- speed and users -------------------------------------------------------------------------------------------------
 
 
-def speed_of_fit(inputs: SolveInputs, fit: MemoryFit) -> Speed | None:
+def speed_of_fit(inputs: SolveInputs, fit: MemoryFit, rounds: float | None = None) -> Speed | None:
     """None for what does not run: too little memory, or requests longer than the engine takes."""
-    return speed_at(inputs, fit) if fit.fits and not inputs.is_too_long else None
+    return speed_at(inputs, fit, rounds=rounds) if fit.fits and not inputs.is_too_long else None
 
 
-def speed_at(inputs: SolveInputs, fit: MemoryFit, workload: Workload | None = None) -> Speed:
+def speed_at(
+    inputs: SolveInputs, fit: MemoryFit, workload: Workload | None = None, rounds: float | None = None
+) -> Speed:
     """At `workload`, or at the request's."""
     asked, settings = workload or inputs.workload, inputs.settings
     room = fit.kv.tokens // (asked.input_tokens + asked.output_tokens) if fit.kv else 1
@@ -144,7 +146,7 @@ def speed_at(inputs: SolveInputs, fit: MemoryFit, workload: Workload | None = No
     )
     known = inputs.request.calibration
     measured = calibration.constants_for(known, fit.layout, settings.engine_version) if known else None
-    return estimate(inputs.costs, fit.layout, inputs.fabric, asked, engine, measured)
+    return estimate(inputs.costs, fit.layout, inputs.fabric, asked, engine, measured, rounds)
 
 
 def _users(inputs: SolveInputs, fit: MemoryFit) -> users.Users | None:

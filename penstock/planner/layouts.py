@@ -33,11 +33,7 @@ class DivisibilityRules(msgspec.Struct, frozen=True):
 
     name: str
     n_layers: int
-    padded_vocab: int
-    heads: tuple[int, ...]
-    kv_heads: tuple[int, ...]
-    state_heads: tuple[int, ...]
-    widths: tuple[tuple[str, int], ...]
+    sizes: tuple[tuple[str, int, bool], ...]
     rows: tuple[tuple[str, int, int], ...]
     expert_widths: tuple[int, ...]
     n_experts: int
@@ -84,15 +80,21 @@ def divisibility_of(arch: Architecture, rules: EngineProfile) -> DivisibilityRul
     units = {part: _unit(arch, part, rules) for part in ("attention", "dense", "shared", "experts")}
     matrices = [("MLP width", "dense", dense), ("shared expert width", "shared", shared)]
     rows = [("attention output", "attention", outputs), *matrices]
+    padded_vocab = math.ceil(arch.vocab / VOCAB_PADDING) * VOCAB_PADDING
+    heads = sorted({attention.n_heads for attention in attentions})
+    kv_heads = sorted({attention.n_kv_heads for attention in attentions if attention.kind != "mla"})
+    state_heads = sorted({count for state in states for count in _state_heads(state)})
     quant = arch.quantization
     return DivisibilityRules(
         name=arch.name,
         n_layers=arch.n_layers,
-        padded_vocab=math.ceil(arch.vocab / VOCAB_PADDING) * VOCAB_PADDING,
-        heads=tuple(sorted({attention.n_heads for attention in attentions})),
-        kv_heads=tuple(sorted({attention.n_kv_heads for attention in attentions if attention.kind != "mla"})),
-        state_heads=tuple(sorted({count for state in states for count in _state_heads(state)})),
-        widths=tuple((what, width) for what, part, sizes in matrices for width in sizes),
+        sizes=(
+            *((f"{n} attention heads do not divide by tensor {{}}", n, False) for n in heads),
+            *((f"{n} KV heads neither divide by tensor {{}} nor divide it", n, True) for n in kv_heads),
+            *((f"{n} state heads do not divide by tensor {{}}", n, False) for n in state_heads),
+            *((f"{what} {n} does not divide by tensor {{}}", n, False) for what, _, widths in matrices for n in widths),
+            (f"vocabulary of {padded_vocab} (padded) does not divide by tensor {{}}", padded_vocab, False),
+        ),
         rows=tuple((what, width, unit) for what, part, sizes in rows for width in sizes if (unit := units[part])),
         expert_widths=tuple(sorted({mlp.intermediate for mlp in mlps if mlp.n_experts})),
         n_experts=max((mlp.n_experts for mlp in mlps), default=0),
@@ -115,20 +117,9 @@ def refusal(divisors: DivisibilityRules, layout: Parallel, n_gpus: int | None = 
 def tensor_refusal(divisors: DivisibilityRules, tensor: int) -> str | None:
     if tensor == 1:
         return None
-    for heads in divisors.heads:
-        if heads % tensor:
-            return f"{heads} attention heads do not divide by tensor {tensor}"
-    for kv_heads in divisors.kv_heads:
-        if kv_heads % tensor and tensor % kv_heads:
-            return f"{kv_heads} KV heads neither divide by tensor {tensor} nor divide it"
-    for heads in divisors.state_heads:
-        if heads % tensor:
-            return f"{heads} state heads do not divide by tensor {tensor}"
-    for what, width in divisors.widths:
-        if width % tensor:
-            return f"{what} {width} does not divide by tensor {tensor}"
-    if divisors.padded_vocab % tensor:
-        return f"vocabulary of {divisors.padded_vocab} (padded) does not divide by tensor {tensor}"
+    for reason, size, is_copied in divisors.sizes:
+        if size % tensor and not (is_copied and tensor % size == 0):
+            return reason.format(tensor)
     for what, width, unit in divisors.rows:
         if width // tensor % unit:
             return (
@@ -222,9 +213,9 @@ def choose(
     ranked, price = ranked_of(are_inside=True), None
     if ranked:
         refused += [Refused(layout, why) for layout, why in crosses.items() if why is not None]
-    else:
-        ranked = ranked_of(are_inside=False)
-        price = _price(ranked[0]) if ranked else None
+    elif ranked := ranked_of(are_inside=False):
+        waiting, token = ranked[0].speed.step_parts_ms["communication"], ranked[0].speed.tpot_ms.likely
+        price = f"{ranked[0].crosses}; {waiting:.0f} of {token:.0f} ms a token"
     return Choice(ranked[0] if ranked else None, tuple(ranked), tuple(refused), price)
 
 
@@ -237,11 +228,6 @@ def _order(candidate: Candidate) -> tuple[float, int, float, int]:
     layout, speed = candidate.layout, candidate.speed
     rate = speed.output_tokens_per_s.likely * (_PIPELINE_HANDICAP if layout.pipeline > 1 else 1)
     return (candidate.misses, layout.n_ranks, -rate, layout.pipeline)
-
-
-def _price(candidate: Candidate) -> str:
-    waiting = candidate.speed.step_parts_ms["communication"]
-    return f"{candidate.crosses}; {waiting:.0f} of {candidate.speed.tpot_ms.likely:.0f} ms a token"
 
 
 def _too_many(layout: Parallel, n_gpus: int | None) -> str | None:

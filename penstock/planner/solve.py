@@ -44,14 +44,17 @@ def sizing_of(
     )
 
 
-def speed_of(request: SizingRequest, gpu: GpuFacts, network: LinkFacts | None = None) -> Speed | None:
-    """All that is predicted of the request's fixed layout; None where `sizing_of` has no speed.  Raises as it does."""
+def speed_of(
+    request: SizingRequest, gpu: GpuFacts, network: LinkFacts | None = None, rounds: float | None = None
+) -> Speed | None:
+    """All that is predicted of the request's fixed layout; None where `sizing_of` has no speed.  Raises as it does.
+    `rounds`: of equally long requests, as `estimate` has it."""
     layout = request.fixed_layout
     assert layout is not None, "asked only when there is one"
     inputs = inputs_of(request, gpu, network, {})
     if inputs.stops or layouts.refusal(inputs.divisors, layout, inputs.fabric.n_gpus):
         return None
-    return speed_of_fit(inputs, Memory(inputs.memory).fit(layout))
+    return speed_of_fit(inputs, Memory(inputs.memory).fit(layout), rounds)
 
 
 def _fixed(inputs: SolveInputs, memory: Memory) -> Sizing:

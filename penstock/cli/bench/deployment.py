@@ -63,7 +63,7 @@ class Launch(NamedTuple):
         report.result["versions"] |= self.versions
         report.result["launch"] = self.facts or None
         try:
-            report.result["predicted"] = predicted(self, report.result, is_wave=len(lengths) == 1)
+            report.result["predicted"] = predicted(self, report.result, has_equal_lengths=len(lengths) == 1)
         except Exception:  # noqa: BLE001 - what was measured is not lost for what cannot be predicted
             report.result["predicted"] = None
 
@@ -86,11 +86,10 @@ def behind(url: str) -> Launch:
     return Launch()
 
 
-def predicted(launch: Launch, result: Mapping[str, Any], *, is_wave: bool) -> dict[str, Any] | None:
-    """`speed` of `penstock plan --json` for the closed loop that was measured.
+def predicted(launch: Launch, result: Mapping[str, Any], *, has_equal_lengths: bool) -> dict[str, Any] | None:
+    """`speed` of `penstock plan --json` for the closed loop that was measured: equally long requests come in groups.
 
-    `is_wave`: equally long requests end together, so that their first tokens wait for one another. None for an open
-    loop, an engine without a GPU, and what does not fit.  Raises NotModelled and UserError.
+    None for an open loop, an engine without a GPU, and what does not fit.  Raises NotModelled and UserError.
     """
     import msgspec
 
@@ -119,13 +118,12 @@ def predicted(launch: Launch, result: Mapping[str, Any], *, is_wave: bool) -> di
         output_tokens=max(1, round(n_out / n_done)),
         concurrency=of_one,
     )
-    speed = planning.speed(request)
+    speed = planning.speed(request, rounds=n_done / at_once if has_equal_lengths else None)
     if speed is None:
         return None
-    is_wave = is_wave and speed.n_running * plan.layout.data >= of_one
     prediction = {
-        "ttft_ms": speed.ttft_wave_ms if is_wave else speed.ttft_ms,
-        "tpot_ms": speed.tpot_wave_ms if is_wave else speed.tpot_ms,
+        "ttft_ms": speed.ttft_ms,
+        "tpot_ms": speed.tpot_ms,
         "output_tokens_per_s": speed.output_tokens_per_s * (at_once / of_one),
         "requests_per_s": speed.requests_per_s * (at_once / of_one),
     }

@@ -115,6 +115,12 @@ class KeyStore:
             self._add_secret(key.id, secret, now)
             return self.find(key.id), secret
 
+    def renew(self, name: str, grace_s: float, now: float) -> str:
+        """A new secret for the key of that name, which is made where there is none."""
+        if any(key.name == name and key.revoked_at is None for key in self.all()):
+            return self.rotate(name, grace_s, now)[1]
+        return self.create(name, Limits(), now)[1]
+
     def revoke(self, name_or_id: str, now: float) -> ApiKey:
         """Ends a key at once; its usage stays."""
         with self._writing_keys():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections.abc import Callable, Mapping
 from typing import Final, Protocol, cast
@@ -16,6 +17,11 @@ CONNECT_S = 5.0
 # would swallow a request. https://docs.vllm.ai/en/latest/configuration/env_vars.html (VLLM_HTTP_TIMEOUT_KEEP_ALIVE)
 IDLE_S = 4.0
 MAX_IDLE: Final = 512
+# A machine that lost its power sends no reset. TCP gives up on it after USER_TIMEOUT_MS without an acknowledgement, of
+# data or of a keep-alive. Longer than a network's short failure, after which everything goes on. Names that a system
+# lacks are left out. https://man7.org/linux/man-pages/man7/tcp.7.html
+USER_TIMEOUT_MS = 45_000
+_TCP_OPTIONS: Final = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 6}
 MAX_HEADS: Final = 256
 
 
@@ -105,6 +111,12 @@ class UpstreamConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # A cast, because uvloop's transports are not subclasses of asyncio's.
         self._transport = cast(asyncio.Transport, transport)
+        sock = transport.get_extra_info("socket")
+        if sock.family != socket.AF_UNIX:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for name, value in (*_TCP_OPTIONS.items(), ("TCP_USER_TIMEOUT", USER_TIMEOUT_MS)):
+                if hasattr(socket, name):
+                    sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
     def data_received(self, data: bytes) -> None:
         if self._write_token is not None:
@@ -171,6 +183,8 @@ class UpstreamConnection(asyncio.Protocol):
         self._pool.remove(self)
         if self._sink is not None and exc is None and self._reader.may_end_here:
             self._sink.receive(None, b"", True)
+        elif isinstance(exc, TimeoutError):
+            self._fail(UpstreamError(f"machine {self.address[0]} does not answer"))
         else:
             self._fail(UpstreamError(f"the engine closed the connection{f': {exc}' if exc else ''}"))
 

@@ -63,7 +63,8 @@ class Replica:
     weight: float = 1.0
     external_load: float = 0.0
     shared: Total | None = None  # what all workers and gateways have on it, where they add that up
-    idle_since: float | None = None  # the engine's own word
+    idle_since: float | None = None  # as the engine reports
+    silent_since: float | None = None  # the first of the probes in a row that its machine did not answer
     health: Health = field(default_factory=Health)
     _peaks: tuple[int, int] = (0, 0)  # most in flight since the last announcement, and in the time before it
 
@@ -81,6 +82,13 @@ class Replica:
 
     def is_alive(self, now: float) -> bool:
         return now - self.announced_at <= self.announcement.lease_s
+
+    def note_probe(self, is_silent: bool, began_at: float) -> None:
+        self.silent_since = (self.silent_since or began_at) if is_silent else None
+
+    def is_silent(self, now: float, for_s: float) -> bool:
+        """Whether the machine has answered no probe for `for_s` seconds."""
+        return self.silent_since is not None and now - self.silent_since >= for_s
 
     def begin(self) -> None:
         self.in_flight += 1
@@ -172,6 +180,7 @@ class ReplicaTable:
                 self._end_order(announcement.replica)  # another node of that name: the one that was ordered is gone
             row.announcement, row.address, row.announced_at = announcement, address, now
             row.is_suspect = row.is_lapsed = False
+            row.silent_since = None
         row.reconcile(announcement.load, now)
         if had_adapters != announcement.adapters:
             self._find_adapters()
@@ -333,6 +342,10 @@ class ReplicaTable:
             row.is_lapsed = True
             self._end_order(row.name)
         return [row.name for row in lapsed]
+
+    def lapsed_at_work(self, now: float) -> list[Replica]:
+        """Replicas with requests in flight whose lease ended."""
+        return [row for row in self._replicas.values() if row.in_flight and not row.is_alive(now)]
 
     def view(self, now: float, waiting: int, requests_total: int) -> GatewayView:
         rows = tuple(

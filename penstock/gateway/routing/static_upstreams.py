@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import time
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from collections.abc import Sequence
 from penstock.gateway.config import Address, host_header, parse_url
 from penstock.gateway.connections.engine import Pool, UpstreamError, call
 from penstock.gateway.routing.queue import WaitingQueue
-from penstock.gateway.routing.replicas import ReplicaTable
+from penstock.gateway.routing.replicas import Replica, ReplicaTable
 from penstock.spec.gateway import Upstream
 from penstock.wire.announcement import Announcement, ReplicaState
 from penstock.wire.http1 import write_request_head
@@ -21,6 +22,8 @@ PROBE_TIMEOUT_S = 2.0
 LEASE_S = 3 * (PROBE_S + PROBE_TIMEOUT_S)
 # An engine has failed after this many probes in a row without an answer; one that refuses has failed at once.
 MAX_SILENT = 2
+
+_UNREACHABLE = frozenset((errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN))
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +39,56 @@ def name_upstreams(upstreams: Sequence[Upstream]) -> list[str]:
         n_before = sum(name == plain or name.startswith(f"{plain}-") for name in names)
         names.append(f"{plain}-{n_before + 1}" if n_before else plain)
     return names
+
+
+async def probe(pool: Pool, address: Address) -> Exception | None:
+    """The engine's problem, if any. A status below 500 is healthy: not every engine has /health."""
+    status = 0
+    try:
+        async with asyncio.timeout(PROBE_TIMEOUT_S):
+            connection = await pool.connect(address)
+            try:
+                headers = [(b"host", host_header(address)), (b"connection", b"close")]
+                status = await call(connection, write_request_head(b"GET", b"/health", headers))
+            finally:
+                connection.close()
+    except TimeoutError:
+        return TimeoutError(f"no answer to GET /health in {PROBE_TIMEOUT_S:g} s")
+    except (OSError, UpstreamError) as error:
+        return error
+    if status >= 500:
+        return UpstreamError(f"GET /health answered {status}")
+    return None
+
+
+def is_silent(problem: Exception | None) -> bool:
+    """Whether nothing came back: the machine may be off, or the network is."""
+    return isinstance(problem, TimeoutError) or (isinstance(problem, OSError) and problem.errno in _UNREACHABLE)
+
+
+class LapsedProbes:
+    """Probes replicas whose lease ended while they work, so that a machine that is off ends its requests."""
+
+    def __init__(self, replicas: ReplicaTable, pool: Pool) -> None:
+        self._replicas, self._pool = replicas, pool
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    def start_due(self, now: float) -> None:
+        for replica in self._replicas.lapsed_at_work(now):
+            if replica.name not in self._tasks and replica.address is not None:
+                self._tasks[replica.name] = asyncio.create_task(self._probe(replica, replica.address, now))
+
+    async def _probe(self, replica: Replica, address: Address, began_at: float) -> None:
+        try:
+            problem = await probe(self._pool, address)
+            if not replica.is_alive(time.monotonic()):
+                replica.note_probe(is_silent(problem), began_at)
+        finally:
+            del self._tasks[replica.name]
+
+    def stop(self) -> None:
+        for task in self._tasks.values():
+            task.cancel()
 
 
 class StaticUpstreams:
@@ -57,8 +110,10 @@ class StaticUpstreams:
         n_silent = 0
         state: ReplicaState = "starting"
         was_ready = False
+        silent_since: float | None = None
         while True:
-            problem = await self._probe(address)
+            began_at = time.monotonic()
+            problem = await probe(self._pool, address)
             n_silent = n_silent + 1 if isinstance(problem, TimeoutError) else 0
             is_doubted = was_ready and 0 < n_silent < MAX_SILENT
             before = state
@@ -68,27 +123,12 @@ class StaticUpstreams:
                 state = "stalled" if was_ready else "starting"
             if state != before:
                 log.info("upstream %s: %s -> %s%s", name, before, state, f": {problem}" if problem else "")
+            silent_since = (silent_since or began_at) if is_silent(problem) else None
             self._announce(name, upstream, state, problem)
+            replica = self._replicas.find(name)
+            assert replica is not None
+            replica.silent_since = silent_since
             await asyncio.sleep(PROBE_S)
-
-    async def _probe(self, address: Address) -> Exception | None:
-        """The problem, if any. A status below 500 is healthy: not every engine has /health."""
-        status = 0
-        try:
-            async with asyncio.timeout(PROBE_TIMEOUT_S):
-                connection = await self._pool.connect(address)
-                try:
-                    headers = [(b"host", host_header(address)), (b"connection", b"close")]
-                    status = await call(connection, write_request_head(b"GET", b"/health", headers))
-                finally:
-                    connection.close()
-        except TimeoutError:
-            return TimeoutError(f"no answer to GET /health in {PROBE_TIMEOUT_S:g} s")
-        except (OSError, UpstreamError) as error:
-            return error
-        if status >= 500:
-            return UpstreamError(f"GET /health answered {status}")
-        return None
 
     def _announce(self, name: str, upstream: Upstream, state: ReplicaState, problem: Exception | None) -> None:
         reason = str(problem) if problem else None

@@ -96,13 +96,14 @@ class Memory:
 
     def __init__(self, inputs: MemoryInputs) -> None:
         self.inputs = inputs
-        self._ledger = Ledger(inputs.arch)
         # Which layers are alike, by number: a model repeats a few kinds, and numbers are cheaper to compare.
         kinds: dict[Layer, int] = {}
         self._kinds = [kinds.setdefault(layer, len(kinds)) for layer in inputs.arch.layers]
         self._has_experts = any(layer.has_experts for layer in inputs.arch.layers)
         self.fit = functools.cache(self._fit)
-        self._rank_weights = functools.cache(self._weights_of)
+        card, ledger = capability(inputs.gpu) or (0, 0), Ledger(inputs.arch)
+        weights = functools.partial(rank_weights, inputs.arch, capability=card, ledger=ledger)
+        self._rank_weights = functools.cache(weights)
         self._overheads = functools.cache(self._overheads_of)
         self._cache_groups = functools.cache(self._cache_groups_of)
 
@@ -112,10 +113,6 @@ class Memory:
             return self._rank_weights(layout)
         ranks = self._rank_weights(msgspec.structs.replace(layout, data=1))
         return tuple(msgspec.structs.replace(rank, n_ranks=rank.n_ranks * layout.data) for rank in ranks)
-
-    def _weights_of(self, layout: Parallel) -> tuple[RankWeights, ...]:
-        card = capability(self.inputs.gpu) or (0, 0)
-        return rank_weights(self.inputs.arch, layout, capability=card, ledger=self._ledger)
 
     def _cache_groups_of(self, tensor: int) -> tuple[Group, ...]:
         arch, rules, settings = self.inputs.arch, self.inputs.rules, self.inputs.cache

@@ -74,9 +74,15 @@ def kv_plan(
         for stage in stages
     )
     batches = _batches_in_flight(arch, rules, layout.pipeline)
-    pool = _Pool(groups, stages, per_block, _per_stage(available_bytes, layout.pipeline), rules, settings, batches)
+    available = tuple(available_bytes) * (layout.pipeline if len(available_bytes) == 1 else 1)
+    if len(available) != layout.pipeline:
+        raise ValueError(f"{len(available)} amounts of memory for {layout.pipeline} pipeline stages")
+    pool = _Pool(groups, stages, per_block, available, rules, settings, batches)
     one = request_blocks(groups, settings, settings.max_model_len, batches)
     concurrency = pool.num_blocks / one if one else 0.0
+    tokens = int(concurrency * settings.max_model_len)
+    if groups and not rules.prints_concurrency:
+        tokens = pool.num_blocks // len(groups) * min(group.caches[0].page.block_size for group in groups)
     limit = max(arch.max_position, settings.max_model_len)
     return KvPlan(
         bytes_per_token=max(_bytes_per_token(groups, stage) for stage in stages),
@@ -84,7 +90,7 @@ def kv_plan(
         num_blocks=pool.num_blocks,
         request_blocks=one,
         bytes_per_block=per_block,
-        tokens=_printed_tokens(groups, rules, settings, pool.num_blocks, concurrency),
+        tokens=tokens,
         max_concurrency=concurrency,
         request_bytes=one * max(per_block),
         largest_max_model_len=bisect.bisect_left(range(1, limit + 1), True, key=lambda n: pool.lacks(n) is not None),
@@ -146,14 +152,6 @@ def _digits_that_differ(one: float, other: float) -> int:
     return next((digits for digits in range(2, 6) if one == other or f"{one:.{digits}f}" != f"{other:.{digits}f}"), 6)
 
 
-def _per_stage(available: Sequence[int], pipeline: int) -> tuple[int, ...]:
-    if len(available) == 1:
-        return tuple(available) * pipeline
-    if len(available) != pipeline:
-        raise ValueError(f"{len(available)} amounts of memory for {pipeline} pipeline stages")
-    return tuple(available)
-
-
 def _check_sharing(arch: Architecture, stages: Sequence[range]) -> None:
     """A layer reads another's cache only on the same GPU (`v1/worker/utils.py`, add_kv_sharing_layers_to_...)."""
     for stage in stages:
@@ -206,7 +204,9 @@ def groups_of(caches: Sequence[Cache], rules: EngineProfile) -> tuple[Group, ...
         held = tuple(Cache(c.layer, msgspec.structs.replace(c.page, kind="full", window=None)) for c in held)
     if len(_buckets(held)) == 1:
         return (Group(held),)
-    if _is_of_one_type(held):
+    # `UniformTypeKVCacheSpecs`: the same tokens in a block, kind, window and (for states) page.
+    pages = [cache.page for cache in held]
+    if len({(p.kind, p.block_size, p.window, p.page_bytes if p.kind == "state" else 0) for p in pages}) == 1:
         return (Group(held, has_own_pages=True),)
     return _groups_of_equal_pages(_with_equal_pages(held), rules)
 
@@ -216,12 +216,6 @@ def _buckets(caches: Sequence[Cache]) -> list[list[Cache]]:
     for cache in caches:
         buckets.setdefault(cache.page, []).append(cache)
     return list(buckets.values())
-
-
-def _is_of_one_type(caches: Sequence[Cache]) -> bool:
-    """`UniformTypeKVCacheSpecs`: the same tokens in a block, kind, window and (for states) page."""
-    pages = [cache.page for cache in caches]
-    return len({(p.kind, p.block_size, p.window, p.page_bytes if p.kind == "state" else 0) for p in pages}) == 1
 
 
 def _with_equal_pages(caches: Sequence[Cache]) -> tuple[Cache, ...]:
@@ -263,14 +257,6 @@ def _block_size(groups: Sequence[Group]) -> int:
     with_attention = [g.caches[0].page.block_size for g in groups if g.caches[0].page.kind != "state"]
     every = [g.caches[0].page.block_size for g in groups]
     return min(with_attention or every, default=16)
-
-
-def _printed_tokens(
-    groups: Sequence[Group], rules: EngineProfile, settings: CacheSettings, blocks: int, concurrency: float
-) -> int:
-    if rules.prints_concurrency or not groups:
-        return int(concurrency * settings.max_model_len)
-    return blocks // len(groups) * min(group.caches[0].page.block_size for group in groups)
 
 
 def _ceil(number: int, step: int) -> int:

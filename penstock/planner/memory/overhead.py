@@ -88,7 +88,10 @@ def overhead(arch: Architecture, layout: Parallel, rules: EngineProfile, run: Ru
     is_last = stage == layout.pipeline - 1
     workspace = _workspace(arch, layers, layout, run)
     is_v2 = rules.uses_runner_v2(arch.is_moe_or_hybrid)
-    forward = _spread(_forward_bytes(arch, layers, layout, run, keeps_inputs=is_v2 and stage == 0), _FORWARD_SPREAD)
+    # The embedded inputs are kept by the second runner.
+    widest = max((_width(layer, layout.tensor) for layer in layers), default=0.0)
+    numbers = (4 if is_v2 and stage == 0 else 3) * arch.hidden + widest
+    forward = _spread(run.max_num_batched_tokens * dtype_bytes(arch.dtype) * numbers, _FORWARD_SPREAD)
     uses = [forward if rules.keeps_moe_workspace else forward + workspace]
     if is_last:
         # Rows x vocabulary x bytes an entry, and the hidden states of the batch, which live until the sampler is done.
@@ -116,15 +119,6 @@ def budget_bytes(total_bytes: int, utilization: float) -> int:
 
 def _spread(value: float, factors: tuple[float, float]) -> Range:
     return Range(value * factors[0], value, value * factors[1])
-
-
-def _forward_bytes(
-    arch: Architecture, layers: Sequence[Layer], layout: Parallel, run: RunSettings, keeps_inputs: bool
-) -> float:
-    """tokens x bytes x (3 H + the widest of a layer), or 4 H where the embedded inputs are kept."""
-    widest = max((_width(layer, layout.tensor) for layer in layers), default=0.0)
-    hidden = (4 if keeps_inputs else 3) * arch.hidden
-    return run.max_num_batched_tokens * dtype_bytes(arch.dtype) * (hidden + widest)
 
 
 def _width(layer: Layer, tensor: int) -> float:
@@ -198,18 +192,12 @@ def _graphs(
         return ZERO
     sizes = graph_sizes(run.max_num_seqs, rules.largest_graph_blackwell if run.is_blackwell else 512)
     if rules.graphs_in_budget:
-        held = max((_pooled(layer, layout) for layer in layers), default=0.0)
+        # Numbers a token of a layer's MLP on one rank: its width, or those of the experts that a token sees.
+        widths = (mlp.intermediate * (mlp.top_k if mlp.n_experts else 1) for layer in layers if (mlp := layer.mlp))
+        held = max(widths, default=0) / layout.tensor
         pool = (_POOL_RUNNER_V2 if is_v2 else _POOL_RUNNER_V1) * max(sizes) * dtype_bytes(arch.dtype) * held
         return _GRAPH_FLOOR + _spread(pool, _POOL_SPREAD) + _GRAPH_PER_LAYER_AND_SIZE * (len(layers) * len(sizes))
     captured = _CAPTURED_FLOOR + _CAPTURED_PER_LAYER_AND_SIZE * (len(layers) * len(sizes))
     if layout.tensor > 1 and not run.has_peer_to_peer:
         captured += _CAPTURED_WITHOUT_PEER
     return captured
-
-
-def _pooled(layer: Layer, layout: Parallel) -> float:
-    """Numbers a token of a layer's MLP on one rank: its width, or those of the experts that a token sees."""
-    if layer.mlp is None:
-        return 0.0
-    width = layer.mlp.top_k * layer.mlp.intermediate if layer.mlp.n_experts else layer.mlp.intermediate
-    return width / layout.tensor

@@ -13,7 +13,7 @@ GiB, as vLLM logs it."""
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import cache
+from functools import cache, partial
 
 import msgspec
 
@@ -138,17 +138,11 @@ def _bytes(tensors: Iterable[Tensor], cut: _Cut, dtype: str) -> tuple[int, int, 
 
 def _stage_places(arch: Architecture, places: Iterable[int | str], stage: int, n_stages: int) -> tuple[int | str, ...]:
     """What stands on a stage: its layers, towers on every one, embedding first, head and norm last."""
-    layers, is_first, is_last = split_layers(arch.n_layers, n_stages)[stage], stage == 0, stage == n_stages - 1
-    needs_embedding = is_first or (is_last and arch.ties_embeddings)
-
-    def stands_here(place: int | str) -> bool:
-        if isinstance(place, int):
-            return place in layers
-        if place == "embed":
-            return needs_embedding
-        return place == "vision" or (is_first if place == "positions" else is_last)
-
-    return tuple(place for place in places if stands_here(place))
+    is_first, is_last = stage == 0, stage == n_stages - 1
+    here: set[int | str] = {*split_layers(arch.n_layers, n_stages)[stage], "vision"}
+    here |= {"embed", "positions"} if is_first else set()
+    here |= {"head", "norm", *(["embed"] if arch.ties_embeddings else [])} if is_last else set()
+    return tuple(place for place in places if place in here)
 
 
 def rope_bytes(arch: Architecture) -> int:
@@ -170,11 +164,8 @@ class Ledger:
             place: kinds.setdefault(tuple(msgspec.structs.replace(t, name="", layer="") for t in tensors), place)
             for place, tensors in self.places.items()
         }
-        self.stages = cache(self._stages)
+        self.stage = cache(partial(_stage_places, arch, tuple(self.places)))
         self.sizes = cache(self._sizes)
-
-    def _stages(self, n_stages: int) -> list[tuple[int | str, ...]]:
-        return [_stage_places(self._arch, self.places, stage, n_stages) for stage in range(n_stages)]
 
     def _sizes(self, cut: _Cut) -> dict[int | str, tuple[int, int, int]]:
         """Bytes by place: (all, routed experts, embedding and head)."""
@@ -183,11 +174,7 @@ class Ledger:
 
 
 def rank_weights(
-    arch: Architecture,
-    layout: Parallel,
-    *,
-    capability: Capability = (9, 0),
-    ledger: Ledger | None = None,
+    arch: Architecture, layout: Parallel, *, capability: Capability = (9, 0), ledger: Ledger | None = None
 ) -> tuple[RankWeights, ...]:
     """One entry a class of equal ranks, by stage, fullest first; `n_ranks` adds up to the layout's.
     `capability` decides how MXFP4 experts are padded. `ledger` of the same architecture saves a second count."""
@@ -205,7 +192,7 @@ def rank_weights(
     }
     ranks = []
     for stage, layers in enumerate(split_layers(arch.n_layers, n_stages)):
-        here = ledger.stages(n_stages)[stage]
+        here = ledger.stage(stage, n_stages)
         has_attention = any(arch.layers[index].attention for index in layers)
         for local_experts, n_ranks in classes:
             own = [sizes[local_experts][place] for place in here]

@@ -3,10 +3,12 @@
 One step:
     step = max(bytes / (me x bandwidth), flops / (fe x peak)) + collectives + layers x overhead + a fixed part
 Closed loop at concurrency C over dp data ranks: B = C / dp requests run. Most steps only decode; in `output` steps
-B - 1 prompts of others are read in, and everyone waits for them; of p a step on average, 1 - exp(-p) steps have one:
+B - 1 prompts of others are read, and everyone waits for them; of p a step on average, 1 - exp(-p) steps have one:
     TPOT = (1 - share) x step(B) + share x step(B and prompts)
     TTFT = c + steps waited for + prefill(input) x (1 + queue), and with all others at once + half of their prefills
-docs/measurements/plan-speed.md says where each constant is from, and compares with every published point we have.
+Equally long requests (`rounds`) begin as a wave, are read in groups that share a step, and end a step apart: then
+arrivals follow departures, and a group waits for the one before it and no longer for all.
+docs/measurements/plan-speed.md has the source of each constant, and compares with every published point we know.
 Without calibration all ranges are wide on purpose.
 """
 
@@ -29,7 +31,7 @@ WIDE_SPREAD = (0.75, 1.3)
 
 
 class Constants(msgspec.Struct, frozen=True):
-    """What a GPU generation and an engine version add to bytes and FLOPs. Replaced whole or in part by calibration.
+    """What a GPU generation and an engine version add to bytes and FLOPs. Calibration replaces them.
 
     memory_efficiency, compute_efficiency: shares of nominal bandwidth and dense peak. dense_layer_us, moe_layer_us:
     kernel starts and tails of one layer at `full_width` hidden and over; below it shrinks, to `narrow_share` at least.
@@ -38,10 +40,8 @@ class Constants(msgspec.Struct, frozen=True):
     step_us: scheduler and sampler, once a step. ttft_fixed_ms: c; ttft_prefill: a factor of prefill; wait_steps: steps
     waited for; wave_share: how much of a benchmark comes at once (the first of ten prompts a client, and what stays
     together after it). is_captured: decode runs in CUDA graphs. spread: low and high as factors of the likely time.
-    `source` says where they come from.
     """
 
-    source: str
     memory_efficiency: float = 0.86
     compute_efficiency: float = 0.58
     dense_layer_us: float = 54.0
@@ -54,6 +54,7 @@ class Constants(msgspec.Struct, frozen=True):
     mla_layer_us: float = 0.0
     step_us: float = 300.0
     expert_compute: float = 0.4
+    quantised_compute: float = 1.0
     ttft_fixed_ms: float = 37.0
     ttft_prefill: float = 1.0
     wave_share: float = 0.14
@@ -89,12 +90,11 @@ class Engine(msgspec.Struct, frozen=True):
 
 
 class Speed(msgspec.Struct, frozen=True):
-    """At the asked prompt, output and concurrency, over all data ranks; `n_running` on one data rank.
+    """Means at the asked prompt, output and concurrency, over all data ranks; `n_running` on one data rank.
 
     `step_parts_ms`: the likely decode step by use: memory, compute (the larger of the two counts), communication,
-    overhead, and "prompts", what others' prompts add to the mean step. `ttft_ms` is a benchmark's mean,
-    `ttft_steady_ms` that of a request that comes by itself, `ttft_wave_ms` and `tpot_wave_ms` the means where all come
-    together every time.
+    overhead, and "prompts", what others' prompts add to the mean step. `ttft_steady_ms`: of a request that comes by
+    itself, a benchmark's median where lengths vary.
     """
 
     ttft_ms: Range
@@ -104,29 +104,18 @@ class Speed(msgspec.Struct, frozen=True):
     n_running: float
     step_parts_ms: dict[str, float]
     ttft_steady_ms: Range = ZERO
-    ttft_wave_ms: Range = ZERO
-    tpot_wave_ms: Range = ZERO
 
 
-_FIT = "fit on 1,328 vLLM points"
-_ESTIMATE = "estimate from the Hopper fit"
-# By GPU generation. The fit itself is Hopper and Blackwell together; the others are estimates, not measured.
+# By GPU generation: Hopper and Blackwell are fitted (plan-speed.md), the others are estimates from Hopper.
 _GENERATION: Mapping[str, Constants] = {
-    "hopper": Constants(_FIT + "; dense compute from Qwen2.5-72B on H100, vLLM 0.8"),
-    "blackwell": Constants(
-        _FIT + "; memory, compute and dense layers from forward passes of Qwen3-32B, vLLM 0.20.1",
-        memory_efficiency=0.75,
-        compute_efficiency=0.6,
-        dense_layer_us=42.0,
-    ),
-    "ampere": Constants(_ESTIMATE, memory_efficiency=0.82, compute_efficiency=0.55),
-    "ada": Constants(_ESTIMATE, memory_efficiency=0.85, compute_efficiency=0.5),
-    "volta": Constants(_ESTIMATE, memory_efficiency=0.8, compute_efficiency=0.5),
-    "turing": Constants(_ESTIMATE, memory_efficiency=0.8, compute_efficiency=0.45),
+    "hopper": Constants(compute_efficiency=0.67, expert_compute=0.35, quantised_compute=0.87),
+    "blackwell": Constants(memory_efficiency=0.75, compute_efficiency=0.6, dense_layer_us=42.0),
+    "ampere": Constants(memory_efficiency=0.82, compute_efficiency=0.55),
+    "ada": Constants(memory_efficiency=0.85, compute_efficiency=0.5),
+    "volta": Constants(memory_efficiency=0.8, compute_efficiency=0.5),
+    "turing": Constants(memory_efficiency=0.8, compute_efficiency=0.45),
 }
-_UNKNOWN = Constants(
-    "estimate: an unknown generation", memory_efficiency=0.7, compute_efficiency=0.4, spread=(0.65, 1.6)
-)
+_UNKNOWN = Constants(memory_efficiency=0.7, compute_efficiency=0.4, spread=(0.65, 1.6))
 _CALIBRATED_SPREAD = (0.9, 1.12)
 _EAGER_LAYER_US = 350.0  # without CUDA graphs the CPU starts every kernel
 _CAPTURED_TOKENS = 512  # the largest batch that has a CUDA graph: config/vllm.py, min(2 x max_num_seqs, 512)
@@ -166,7 +155,6 @@ def constants(gpu: GpuFacts, engine: Engine, calibration: Calibration | None = N
             long_moe_layer_us=_EAGER_LAYER_US * 1.5,
             narrow_share=1.0,
             is_captured=False,
-            source=known.source + "; without CUDA graphs",
         )
     if calibration is None:
         return known
@@ -175,7 +163,7 @@ def constants(gpu: GpuFacts, engine: Engine, calibration: Calibration | None = N
         for name in calibration.__struct_fields__
         if name != "source" and (value := getattr(calibration, name)) is not None
     }
-    narrow = {"spread": _CALIBRATED_SPREAD, "source": calibration.source} if measured else {}
+    narrow = {"spread": _CALIBRATED_SPREAD} if measured else {}
     return msgspec.structs.replace(known, **{**narrow, **measured})
 
 
@@ -238,7 +226,8 @@ def step_time(
     read += experts / _EXPERT_MEMORY.get(work.weight_kind or "", 1.0)
     plain, quantised = peak_tflops(gpu, None), peak_tflops(gpu, work.weight_kind)
     flops = work_.linear_flops(work, layout, step)
-    linear = flops.plain / plain + (flops.quantised + flops.experts / known.expert_compute) / quantised
+    formatted = flops.quantised / known.quantised_compute + flops.experts / known.expert_compute
+    linear = flops.plain / plain + formatted / quantised
     attention = work_.attention_flops(work, layout, step) / plain
     # Uneven stages: all wait for the fullest one.
     uneven = math.ceil(work.n_layers / layout.pipeline) * layout.pipeline / work.n_layers
@@ -295,9 +284,11 @@ def estimate(
     workload: Workload,
     engine: Engine | None = None,
     calibration: Calibration | None = None,
+    rounds: float | None = None,
 ) -> Speed:
     """TTFT, TPOT and throughput of a closed loop with `workload.concurrency` requests always asked for.
-    When fewer can run at once, the rest waits: TTFT grows by the wait, TPOT does not."""
+    When fewer can run at once, the rest waits: TTFT grows by the wait, TPOT does not.
+    `rounds`: requests are equally long, so many for each of `concurrency`; None: lengths vary."""
     engine = engine or Engine()
     known = constants(fabric.gpu, engine, calibration)
     asked = max(1.0, workload.concurrency / layout.data)
@@ -306,6 +297,8 @@ def estimate(
     decode, tpot = _tpot(loop)
     busy = 1 - decode.likely_ms / tpot.likely
     ttft, steady, wave = _ttft(loop, decode.likely_ms, busy)
+    if rounds is not None:
+        ttft, tpot = _in_rounds(loop, max(1.0, rounds), decode, wave)
     served = ttft + tpot * max(0, workload.output_tokens - 1)
     waiting = asked / running - 1
     if waiting > 0:
@@ -326,10 +319,6 @@ def estimate(
             "prompts": tpot.likely - decode.likely_ms,
         },
         ttft_steady_ms=steady,
-        ttft_wave_ms=wave,
-        # In a wave the prompts come one after the other before anybody's end: who had its first token early waits for
-        # all the others', who had it last for none; half of them on average.
-        tpot_wave_ms=(tpot + decode.spread(known.spread)) * 0.5,
     )
 
 
@@ -347,6 +336,12 @@ class _Loop(msgspec.Struct, frozen=True):
 
     def prefill(self, n_tokens: int) -> Range:
         return prefill_time(self.work, self.layout, self.fabric, n_tokens, self.engine, self.known)
+
+    def fixed(self, decode_ms: float) -> Range:
+        """What a first token takes besides prompts: c, and the steps under way."""
+        known, crowd = self.known, 1 - 1 / self.running**2
+        fixed_ms = known.ttft_fixed_ms * (1 - _ALONE / math.sqrt(self.running)) + known.wait_steps * decode_ms * crowd
+        return Range(fixed_ms * known.spread[0], fixed_ms, fixed_ms * known.spread[1])
 
 
 def _tpot(loop: _Loop) -> tuple[StepTime, Range]:
@@ -384,9 +379,7 @@ def _ttft(loop: _Loop, decode_ms: float, busy: float) -> tuple[Range, Range, Ran
     the steps under way. All at once: half of the others' prompts are read first, as many in a step as fit."""
     running, known, n_tokens = loop.running, loop.known, loop.workload.input_tokens
     crowd = 1 - 1 / running**2
-    low, high = known.spread
-    fixed_ms = known.ttft_fixed_ms * (1 - _ALONE / math.sqrt(running)) + known.wait_steps * decode_ms * crowd
-    fixed = Range(fixed_ms * low, fixed_ms, fixed_ms * high)
+    fixed = loop.fixed(decode_ms)
     queue = known.ttft_prefill * (1 + _BESIDE * crowd + min(_MOST_QUEUE, busy / (2 * (1 - min(busy, 0.99)))))
     # Prompts that share a step share its fixed part.
     n_each = max(1.0, min(running, loop.engine.max_num_batched_tokens / n_tokens))
@@ -397,3 +390,26 @@ def _ttft(loop: _Loop, decode_ms: float, busy: float) -> tuple[Range, Range, Ran
     mean = wave * known.wave_share + steady * (1 - known.wave_share)
     # The low end: nobody comes at the same time as another.
     return Range(steady.low, mean.likely, mean.high), steady, wave
+
+
+def _in_rounds(loop: _Loop, rounds: float, decode: StepTime, wave: Range) -> tuple[Range, Range]:
+    """(mean TTFT, mean TPOT) of equally long requests: the first round is a wave, later ones follow departures.
+    A round's prompts are read in B x input / room steps, by groups that share one (a long prompt: that has its own).
+    Later a group waits for the one before it: 2 - 1 / n groups with its own, or what is left when prompts take more
+    steps than replies have. It decodes while the n groups after it are read, fewer those that come too late for it;
+    in the last round, which none follows, half of n.
+    70B on 4 H200, 64 at once, 1024 in, 128 out: 8 groups, 2.3 s in the first round, 1.1 s in later ones."""
+    workload, spread = loop.workload, loop.known.spread
+    n_decodes = max(1.0, loop.running / loop.layout.pipeline)
+    room = max(1.0, loop.engine.max_num_batched_tokens - n_decodes)
+    n_steps, n_own = n_decodes * workload.input_tokens / room, max(1.0, workload.input_tokens / room)
+    n_groups = max(1.0, n_steps / n_own)
+    tokens, context = min(room, n_decodes * workload.input_tokens), workload.input_tokens + workload.output_tokens / 2
+    mixed = loop.step(Step(n_decodes, tokens, context, workload.input_tokens / 2)).spread(spread)
+    n_waited = max(n_own * (2 - 1 / n_groups), n_steps - workload.output_tokens)
+    follower = loop.fixed(decode.likely_ms) + mixed * n_waited
+    later = wave if n_groups == 1 else follower
+    last, missed = 1 / rounds, max(0.0, n_groups - 2) * max(0.0, n_groups - 3) / (2 * n_groups)
+    n_seen = (n_groups - 1) / 2 + missed * (1 - last)
+    share = min(1.0, n_seen * n_own / workload.output_tokens)
+    return wave * last + later * (1 - last), decode.spread(spread) * (1 - share) + mixed * share
