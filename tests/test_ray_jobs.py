@@ -19,10 +19,11 @@ import pytest
 from samples import cpu_machine, demo_plan, run_folder
 
 import penstock
-from penstock.deployment import stop
-from penstock.errors import PenstockError, Problem, UserError
+from penstock.deployment import prepare, stop
+from penstock.errors import PenstockError, Problem, SpecError, UserError
 from penstock.hardware import Gpu
 from penstock.planner import Plan
+from penstock.planner.engine_versions import NEWEST
 from penstock.run_folder import Desired, Handle, Launch, Left, Run, every_left, note_left, replica
 from penstock.spec import reading
 from penstock.spec.deployment import Deployment, Parallel
@@ -251,6 +252,18 @@ def test_a_cluster_of_several_kinds_of_gpu_is_asked_for_the_one_of_the_file(clus
     gpus = tuple(Gpu(n, "H100", 80, 3) for n in range(8))
     given = as_ray_gives(msgspec.structs.replace(machine, gpus=gpus), 2)
     assert [(gpu.index, gpu.memory_free_bytes) for gpu in given.gpus] == [(0, 80), (1, 80)]
+
+
+def test_a_rehearsal_without_the_cluster_says_that_it_was_not_asked() -> None:
+    hardware = {"gpu": "h100-sxm", "gpus_per_node": 4}
+    fields: dict[str, Any] = {"hardware": hardware, "engine": {"kind": "vllm"}, "gateway": {"port": 0}}
+    wanted = deployment(ray={"address": "http://127.0.0.1:9"}, **fields)
+    prepared = prepare.rehearse(wanted)
+    why = "not asked: could not connect to http://127.0.0.1:9: connection refused; this is for 1 machine as the file"
+    assert prepared.plan.warnings[-1].startswith(why)
+    assert (prepared.plan.engine_version, prepared.machine.gpus[0].name) == (NEWEST, "NVIDIA H100 80GB HBM3")
+    with pytest.raises(SpecError, match="1 problem"):
+        prepare.prepare(wanted)
 
 
 def test_what_is_sent_keeps_the_users_environment_and_holds_no_secret() -> None:

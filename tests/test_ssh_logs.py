@@ -10,8 +10,8 @@ import pytest
 from samples import deployment, run_folder
 
 from penstock import targets
-from penstock.deployment import logs
-from penstock.errors import PenstockError
+from penstock.deployment import logs, prepare
+from penstock.errors import PenstockError, SpecError
 from penstock.paths import home
 from penstock.run_folder import Desired, Handle, Run, Unit
 from penstock.targets import LeftBehind
@@ -154,3 +154,14 @@ def test_followed_logs_of_replicas_tell_a_break_unless_the_deployment_goes_down(
     seen.clear()
     assert reading(logs.lines(run, "replicas", None, None, True), seen) is None
     assert sorted(seen) == ["[0] line of 0", "[1] line of 1"]
+
+
+def test_a_rehearsal_without_the_hosts_says_that_they_were_not_asked() -> None:
+    wanted = deployment(target="ssh", ssh={"hosts": ["away"]}, gateway={"port": 0}, engine={"kind": "vllm"})
+    warning = prepare.rehearse(wanted).plan.warnings[-1]
+    assert warning.startswith(
+        "not asked: away cannot be reached over ssh: there is no way to it; this is for 1 machine"
+    )
+    with pytest.raises(SpecError) as caught:
+        prepare.prepare(wanted)
+    assert [problem.path for problem in caught.value.problems] == ["ssh.hosts[0]"]

@@ -39,7 +39,7 @@ def test_ssh_keeps_its_contract(place: Place, hosts: Hosts) -> None:
 
 
 def test_hosts_with_a_bare_python_get_all_they_need(place: Place, hosts: Hosts) -> None:
-    """Debian's own Python, without pip, venv's pip or a package: three replicas on two hosts, which end on full disks."""
+    """Debian's own Python, without pip, venv's pip or a package; the end of its replicas on a full disk."""
     hosts[0].run(["sh", "-c", "mkdir /root/.penstock && mount -t tmpfs -o size=160m tmpfs /root/.penstock"])
     file = write(place, hosts, replicas=3, ssh={"python": "/usr/bin/python3", "folder": "~/.penstock"})
     run = place.up(file)

@@ -22,7 +22,7 @@ from penstock.hardware import Machine
 from penstock.run_folder import Artifact, Handle, Launch, Record, Run, Unit, replica
 from penstock.spec.blocks import RayCluster
 from penstock.spec.deployment import Deployment
-from penstock.targets import Placement, Surveyed, Target
+from penstock.targets import Placement, Surveyed, Target, machines_of_file
 from penstock.targets.ray import driver, jobs_api
 from penstock.targets.ray.jobs_api import Dashboard, Job, RayNode
 from penstock.targets.ray.placement import (
@@ -69,7 +69,7 @@ class RayJobs(Target):
             dashboard.ray_version()
             nodes = dashboard.nodes()
         except PenstockError as exc:
-            return [*problems, Problem("ray.address", exc.message, exc.hint)]
+            return problems if is_rehearsal else [*problems, Problem("ray.address", exc.message, exc.hint)]
         n_gpus, n_nodes = deployment.hardware.gpus_per_node or 0, deployment.hardware.nodes
         kind = gpu_kind(deployment, nodes)
         fit = [
@@ -85,8 +85,14 @@ class RayJobs(Target):
             problems.append(Problem("hardware.nodes", message, "`ray status` on its head lists them"))
         return problems
 
-    def machines(self, deployment: Deployment) -> list[Machine]:
-        answers = self._survey(deployment, ["-m", "penstock.hardware.node_facts"], _SURVEY_S)
+    def machines(self, deployment: Deployment, is_rehearsal: bool = False) -> list[Machine]:
+        try:
+            answers = self._survey(deployment, ["-m", "penstock.hardware.node_facts"], _SURVEY_S)
+        except PenstockError as exc:
+            if not is_rehearsal:
+                raise
+            names = [f"node-{rank + 1}" for rank in range(deployment.hardware.nodes)]
+            return machines_of_file(deployment, names, exc.message)
         kind = gpu_kind(deployment, [RayNode("", answer["address"], answer["resources"]) for answer in answers])
         machines, complaints = [], []
         for answer in answers:

@@ -22,7 +22,7 @@ from penstock.hardware import Machine
 from penstock.run_folder import Artifact, Handle, Launch, Left, Run, Unit, replica
 from penstock.spec.blocks import Ssh as Block
 from penstock.spec.deployment import DEMO_MODEL, Deployment
-from penstock.targets import Placement, Surveyed, Target
+from penstock.targets import Placement, Surveyed, Target, machines_of_file
 from penstock.targets.openssh import Ssh, at_once, is_legal, short_name
 from penstock.targets.ssh import logs as streams
 from penstock.targets.ssh.agent_messages import End
@@ -55,7 +55,8 @@ class OverSsh(Target):
         for number, host in enumerate(block.hosts):
             facts = answers[host]
             if isinstance(facts, PenstockError):
-                problems.append(Problem(f"ssh.hosts[{number}]", facts.message, facts.hint))
+                if not (is_rehearsal and facts.is_retryable):
+                    problems.append(Problem(f"ssh.hosts[{number}]", facts.message, facts.hint))
                 continue
             if facts.free_bytes < _MIN_FREE_BYTES:
                 message = f"{short_name(host)} has {show_bytes(facts.free_bytes)} free in {facts.folder}"
@@ -66,7 +67,15 @@ class OverSsh(Target):
                 problems.append(Problem("model", f'{facts.absent[0]} is not on "{short_name(host)}"', hint))
         return problems
 
-    def machines(self, deployment: Deployment) -> list[Machine]:
+    def machines(self, deployment: Deployment, is_rehearsal: bool = False) -> list[Machine]:
+        try:
+            return self._machines(deployment)
+        except PenstockError as exc:
+            if not (is_rehearsal and exc.is_retryable):
+                raise
+            return machines_of_file(deployment, list(map(short_name, _block(deployment).hosts)), exc.message)
+
+    def _machines(self, deployment: Deployment) -> list[Machine]:
         machines = []
         for answer in self.survey(deployment, ["-m", "penstock.hardware.node_facts"], timeout_s=60.0):
             if answer.exit_code != 0:
