@@ -66,6 +66,15 @@ class SpecError(UserError):
         return super().facts() | {"problems": [asdict(problem) for problem in self.problems]}
 
 
+def together(source: str, errors: Sequence[PenstockError]) -> PenstockError:
+    """One error for all of them: itself when it is the only one."""
+    problems: list[Problem] = []
+    for error in errors:
+        shown = error.message + (f": {error.detail}" if error.detail else "")
+        problems += error.problems if isinstance(error, SpecError) else [Problem("", shown, error.hint)]
+    return errors[0] if len(errors) == 1 else SpecError(source, problems)
+
+
 class PlanError(UserError):
     """The model does not fit, or cannot be cut as asked; the detail carries the numbers."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -33,6 +34,25 @@ def write_atomically(path: Path, data: bytes, mode: int = 0o644) -> None:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+def overwrite(path: Path, data: bytes) -> None:
+    """Replace a file's content in place, for a full disk: a shorter text needs no new block.  Raises OSError."""
+    n_bytes = path.stat().st_size
+    if len(data) > n_bytes:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+    with path.open("r+b") as stream:
+        stream.write(data.ljust(n_bytes))
+
+
+def is_full(error: OSError) -> bool:
+    """Whether a write failed for want of space, or of quota."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def free_bytes(path: Path) -> int:
+    """Free space where this folder is, or would be made."""
+    return shutil.disk_usage(next(place for place in (path, *path.parents) if place.exists())).free
 
 
 def folder() -> Path:

@@ -32,7 +32,7 @@ import msgspec
 from penstock import __version__
 from penstock.errors import PenstockError, UserError, nearest
 from penstock.log_lines import file_lines
-from penstock.paths import folder, home, write_atomically
+from penstock.paths import folder, home, is_full, overwrite, write_atomically
 from penstock.planner import Plan
 from penstock.spec import reading
 from penstock.spec.deployment import Deployment, is_legal_name
@@ -250,7 +250,7 @@ class Run:
             return Desired("up", len(self.handle().replicas))
 
     def write_desired(self, desired: Desired) -> None:
-        self._write("desired.json", desired)
+        self._write_also_when_full("desired.json", desired)
 
     def state(self) -> State | None:
         """The controller's last observation; None before the first, or when it cannot be read."""
@@ -267,7 +267,7 @@ class Run:
         return is_over and self.desired().state == "down"
 
     def write_state(self, state: State) -> None:
-        self._write("state.json", state)
+        self._write_also_when_full("state.json", state)
 
     def gateway_file(self) -> GatewayFile:
         return self._read("gateway.json", GatewayFile)
@@ -298,9 +298,14 @@ class Run:
             raise self._unreadable("secrets/admin-token", str(exc)) from exc
 
     def add_event(self, kind: str, text: str, **facts: object) -> None:
+        """Append one line to events.jsonl; it is lost when the disk is full."""
         line = json.dumps({"at": round(time.time(), 3), "event": kind, "text": text, **facts})
-        with (self.path / "events.jsonl").open("a", encoding="utf-8") as stream:
-            stream.write(line + "\n")
+        try:
+            with (self.path / "events.jsonl").open("a", encoding="utf-8") as stream:
+                stream.write(line + "\n")
+        except OSError as exc:
+            if not is_full(exc):
+                raise
 
     def events(self) -> list[dict[str, Any]]:
         path = self.path / "events.jsonl"
@@ -318,6 +323,14 @@ class Run:
     def _unreadable(self, name: str, why: str | None) -> PenstockError:
         hint = f"The run folder is damaged; what is left of the deployment ends with: penstock down {self.name}"
         return PenstockError(f'could not read "{self.path / name}"', detail=why, hint=hint)
+
+    def _write_also_when_full(self, name: str, value: object) -> None:
+        try:
+            self._write(name, value)
+        except OSError as exc:
+            if not is_full(exc):
+                raise
+            overwrite(self.path / name, msgspec.json.encode(value))
 
     def _write(self, name: str, value: object) -> None:
         write_atomically(self.path / name, msgspec.json.format(msgspec.json.encode(value), indent=2))

@@ -168,7 +168,7 @@ class Place:
     def write(self, name: str = "one", args: dict[str, Any] | None = None, **fields: Any) -> Path:
         """A deployment file with the fake engine. `fields` are those of the file; `engine` and `gateway` are merged."""
         engine = {"kind": "fake", "args": args or {}, "drain_s": 10, **fields.pop("engine", {})}
-        gateway = {"port": 0, "hold_s": 20, "drain_s": 10, **fields.pop("gateway", {})}
+        gateway = {"port": 0, "auth": "none", "hold_s": 20, "drain_s": 10, **fields.pop("gateway", {})}
         facts = {"name": name, "model": "penstock-demo", "engine": engine, "gateway": gateway, **fields}
         path = self.folder / f"{name}.yaml"
         path.write_text(yaml.safe_dump(facts), "utf-8")

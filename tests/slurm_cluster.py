@@ -47,7 +47,7 @@ class Desk:
             "target": "slurm",
             **fields,
             "engine": {"kind": "fake", "args": args or {}, "drain_s": 10, **fields.get("engine", {})},
-            "gateway": {"port": 0, "hold_s": 20, "drain_s": 10, **fields.get("gateway", {})},
+            "gateway": {"port": 0, "auth": "none", "hold_s": 20, "drain_s": 10, **fields.get("gateway", {})},
             "slurm": {"cpus_per_node": 2, "time": "10", **fields.get("slurm", {})},
         }
         (self.home / f"{name}.yaml").write_text(yaml.safe_dump(facts), "utf-8")

@@ -24,6 +24,7 @@ from penstock.engines.vllm.engine import Vllm
 from penstock.errors import PenstockError, UserError
 from penstock.run_folder import Desired, Run, State
 from penstock.targets import local
+from penstock.text import MIB
 
 VERBS = ["up", "render", "ls", "status", "logs", "chat", "keys", "usage", "scale", "down", "clean", "doctor"]
 MISSING = Vllm.missing
@@ -139,6 +140,26 @@ def test_a_port_in_use_is_explained(shell: Shell, home: Path, taken: int, verb: 
     words = [*verb.split(), "--port", str(taken)]
     check_error(shell, words, f"cannot listen on 127.0.0.1:{taken}: address already in use", "Process ", "End that")
     assert not (home / "runs" / "penstock-demo").exists()
+
+
+def test_all_that_is_wrong_is_reported_at_once(shell: Shell, taken: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`up` used to report one problem at a time, where `doctor` reports all."""
+    run_folder(deployment(name="d"))
+    monkeypatch.setattr("penstock.deployment.preflight.free_bytes", lambda _: 3 * MIB)
+    words = ["--set", "target=vessl", "--port", str(taken), "--name", "d"]
+    code, _, errors = shell("up", "/models/absent", *words)
+    assert (code, errors.splitlines()[0]) == (2, 'error: cannot use deployment "d": 5 problems')
+    for problem in (
+        'deployment "d" runs with other settings: model: penstock-demo -> /models/absent',
+        'cannot use target "vessl"',
+        f"cannot listen on 127.0.0.1:{taken}: address already in use",
+        "3.0 MiB of its disk are free: A deployment needs 64.0 MiB",
+        'cannot use model "/models/absent": no such folder',
+    ):
+        assert problem in errors, errors
+    words[1:2] = ["hardware.nodes=2", "--set", "engine.args.frob=1", "--engine", "llamacpp"]
+    errors = shell("up", "/models/absent", *words)[2]
+    assert "6 problems" in errors and "hardware.nodes: 2 nodes" in errors and "engine.args.frob" in errors
 
 
 def test_an_absent_engine_is_explained(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:

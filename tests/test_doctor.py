@@ -60,6 +60,7 @@ def test_this_machine_gets_the_checks_of_a_node_and_of_up(
     assert not home.exists()
     checks = checks_here(monkeypatch, cpu_machine(0.5), shm_bytes=GIB // 2)
     assert (checks["memory"].state, checks["/dev/shm"].state) == ("bad", "warning")
+    assert findings.of_run_folders(Space("run folders", "/h", 63 * MIB, True)).state == "bad", "as `up` says"
     (tmp_path / "file").touch()
     monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path / "file"))
     disk = checks_here(monkeypatch)["disk"]

@@ -10,6 +10,8 @@ import os
 import shutil
 import signal
 import socket
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -478,3 +480,23 @@ def test_node_that_dies_before_it_says_anything_fails_the_start(place: Place) ->
     assert "its node ended 3 times before its first report" in told.err
     assert "ValidationError" in told.err, "the node's own last lines are shown"
     call("down", "one")
+
+
+def test_on_a_full_disk_the_controller_survives_down_works_and_up_refuses(place: Place) -> None:
+    """A home of its own, 100 MiB, that fills while a deployment runs."""
+    file, home = place.write("one"), Path(os.environ["PENSTOCK_HOME"])
+    home.mkdir(exist_ok=True)
+    penstock, controller = f"{sys.executable} -m penstock.cli.main", f'pgrep -f "penstock.deployment.controller {home}"'
+    script = f"""
+        mount -t tmpfs -o size=100m tmpfs {home}; {penstock} up {file} >&2
+        cat /dev/zero > {home}/filler 2> /dev/null || true
+        before=$({controller}); sleep 3; [ "$before" = "$({controller})" ] && echo "the controller lives"
+        {penstock} status one; {penstock} down one
+        {sys.executable} -c "from penstock import processes; print(len(processes.find_marked()), 'processes left')"
+        {penstock} ls; {penstock} up {file} --json || echo "refused"
+    """
+    words = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c", script]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    for line in ("the controller lives", "one is ready", "one is down", "0 processes left", "(1 ended: ", "refused"):
+        assert line in done.stdout, done
+    assert " of its disk are free" in done.stdout, done

@@ -237,6 +237,23 @@ async def test_concurrency_is_given_back_however_a_request_ends(place: str) -> N
         assert await statuses(rig, secret, 1, STREAM) == [200]
 
 
+async def test_concurrency_counts_bodies_that_are_arriving(place: str) -> None:
+    secret = make_key(place, concurrency=1)
+    async with rig_with(say(ANSWER), auth="keys", store=place) as (rig, _, client):
+        start = b"POST /v1/x HTTP/1.1\r\nHost: a\r\n%sContent-Length: 2\r\n\r\n" % bearer(secret).encode()
+        quota = next(iter(rig.gateway.accounting.keyring.quotas().values()))
+        client.writer.write(start)
+        while not quota.n_bodies:
+            await asyncio.sleep(0.001)
+        other = await rig.client()
+        other.writer.write(start)
+        status, error = await other.error()
+        assert (status, error["code"]) == (429, "concurrency_exceeded")
+        client.writer.write(b"{}")
+        assert (await client.response())[0].status == 200
+        assert quota.n_bodies == 0
+
+
 async def test_keys_are_made_seen_rotated_and_revoked_by_the_admin_address(place: str) -> None:
     async with rig_with(say(ANSWER), store=place, auth="keys") as (rig, _, _):
         status, key = await rig.admin("/admin/keys", {"name": "carol", "rpm": 100})

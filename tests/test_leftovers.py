@@ -64,6 +64,8 @@ def test_one_process_that_may_live_protects_its_launch() -> None:
 )
 def test_a_folder_that_another_user_owns_or_a_process_holds_is_left_alone(folder: FolderFacts, is_found: bool) -> None:
     assert bool(judge([], [folder], ["living"]).found) is is_found
+    held_by_what_is_removed = FolderFacts("/tmp/a", "a", is_own=True, is_held=True)
+    assert len(judge([facts("absent")], [held_by_what_is_removed], []).found) == 2
 
 
 @pytest.fixture

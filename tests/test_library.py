@@ -64,6 +64,7 @@ def test_a_deployment_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch) -> N
     assert penstock.status("d").phase == "starting"
     assert list(penstock.logs("d", last=1)) == ["last"]
     monkeypatch.setattr(start, "up", lambda wanted, replace: start.Started(wanted.name, run.url, "sk-1"))
+    monkeypatch.setattr(start, "wait_listening", lambda run: None)
     running = penstock.up({"model": "penstock-demo", "name": "d"}, wait=False)
     assert (running.name, running.url, running.key) == ("d", run.url, "sk-1")
     assert (running.client().base_url, running.client().api_key) == (run.url, "sk-1")

@@ -20,6 +20,7 @@ from launching import (
     now,
     pid_of,
     pids,
+    port_is_free,
     replica_of,
     started,
     wait_until,
@@ -143,6 +144,7 @@ def test_up_without_waiting_returns_while_the_engine_loads_and_shows_the_key(pla
     assert "penstock status one" in done.out
     assert "sk-" in done.out
     assert now(place.run()).phase == "starting"
+    assert not port_is_free(place.run().url), "the gateway listens already"
     late = call("up", place.write("two", args={"load-s": 1.5}, gateway={"auth": "keys"}), "--timeout", "0.5")
     assert late.code == 1
     assert "penstock status two" in late.err

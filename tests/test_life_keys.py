@@ -6,7 +6,7 @@ import os
 import signal
 
 import pytest
-from launching import Place, ask, call, now, pid_of, wait_until
+from launching import PROMPT, Place, ask, call, now, pid_of, wait_until
 
 from penstock.wire.client import HttpError
 
@@ -36,6 +36,7 @@ def test_keys_are_made_for_a_running_deployment_and_outlive_it(place: Place) -> 
     key = made.out.strip()
     wait_until(lambda: is_answered(place, key), "the gateway sees the new key")
     ask(place.run(), key=first)
+    assert call("chat", "one", "--message", PROMPT).code == 0  # by the owner, without a key
     wait_until(lambda: n_requests("alice") == 1 and n_requests("first") == 1, "both requests are in the ledger")
     (line,) = (line for line in call("usage", "--by", "key,model", "--json").json if line["key"] == "alice")
     assert (line["model"], line["output_tokens"], line["estimates"]) == ("one", 8, 0)

@@ -77,7 +77,12 @@ def test_a_failed_replica_fails_the_deployment_or_degrades_it() -> None:
 
 def test_a_replica_without_a_lease_is_not_called_ready_and_one_whose_node_is_gone_says_so() -> None:
     (late,) = summarise(UP, look(view(ReplicaView(READY, 9.0, False, False, 0)), r0=PLACED), History(), NOW).replicas
-    assert late.state == "starting"
+    assert late.state == "silent"
+    assert late.reason == "its node does not report: its machine or the network may be down"
+    (new,) = summarise(UP, look(view(), r0=PLACED), History(), NOW).replicas
+    assert (new.state, new.reason) == ("starting", "its node has not reported yet")
+    (unknown,) = summarise(UP, look(None, gateway=False, r0=PLACED), History(), NOW).replicas
+    assert (unknown.state, unknown.reason) == ("starting", None)
     (gone,) = summarise(UP, look(view(READY), r0=GONE), History(), NOW).replicas
     assert (gone.state, gone.placement, gone.reason) == ("gone", "gone", "its node process 7 is gone")
 

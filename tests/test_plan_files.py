@@ -27,7 +27,7 @@ model: llama-3.1-70b
 name: big
 replicas: 2
 hardware: {gpu: h100-sxm, gpus_per_node: 8}
-workload: {input_tokens: 3000, tpot_ms: 40}
+workload: {input_tokens: 3000, tpot_ms: 400}
 engine:
   max_model_len: 16384
   args: {max-num-seqs: 64, enforce-eager: true, seed: 7, middleware: [a, b]}
@@ -59,7 +59,7 @@ def layout_of(answer: dict[str, Any]) -> tuple[int, int, int]:
 
 
 def test_a_file_is_planned_as_its_flags_would_be(plan: Ask, file: Path) -> None:
-    flags = "--gpu h100-sxm --gpus-per-node 4 --max-model-len 16384 --max-num-seqs 64 --enforce-eager --tpot-ms 40"
+    flags = "--gpu h100-sxm --gpus-per-node 4 --max-model-len 16384 --max-num-seqs 64 --enforce-eager --tpot-ms 400"
     code, answer = plan(file)
     _, same = plan("llama-3.1-70b", *flags.split(), "--input-tokens", "3000", "--gpu-memory-utilization", "0.92")
     assert code == 0

@@ -46,6 +46,10 @@ CASES: dict[str, tuple[SizingRequest, Sizing]] = {
     "illegal": (samples.REQUEST, samples.ILLEGAL),
     "1024-gpus": (WIDE_REQUEST, WIDE),
     "rack": (RACK_REQUEST, with_gpus(WIDE, 64, layout=Parallel(8, 2, 4))),
+    "too-slow": (
+        samples.REQUEST,
+        replace(samples.FITS, missed=("tpot_ms 12 is missed: likely 15.3 ms (an estimate)",)),
+    ),
     "kv-alone": (samples.REQUEST, replace(samples.FITS, memory=None, speed=None, users=None, levers=(), rejected=())),
 }
 
@@ -179,7 +183,7 @@ def test_json_has_exactly_the_contract() -> None:
     spreads = [*plain["memory"].values(), *plain["speed"].values()]
     assert list(plain) == [
         *("fits", "reason", "layout", "weights", "kv", "memory", "speed", "rejected", "warnings", "engine_args"),
-        "measured_on",
+        *("measured_on", "missed"),
     ]
     assert {name: list(plain[name]) for name in ("layout", "weights", "kv", "memory", "speed")} == {
         "layout": ["tensor", "pipeline", "data", "expert"],

@@ -93,6 +93,23 @@ def test_home_is_in_the_users_folder_unless_said_otherwise_and_private(monkeypat
     assert paths.home() == Path("/home/somebody/.penstock")
 
 
+def test_on_a_full_disk_what_down_writes_goes_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = run_folder()
+    run.write_state(State(NOW, "ready", 1, reason="x" * 100))
+
+    def fail(path: Path, data: bytes, mode: int = 0) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(runs, "write_atomically", fail)
+    run.write_desired(Desired("down", 0))
+    run.write_state(State(NOW, "down", 0))
+    assert (run.desired(), run.state(), run.is_ended()) == (Desired("down", 0), State(NOW, "down", 0), True)
+    with pytest.raises(OSError, match="No space left"):
+        run.write_state(State(NOW, "down", 0, reason="y" * 1000))
+    with pytest.raises(OSError, match="No space left"):
+        run.write_handle(Handle("local"))
+
+
 def test_a_name_is_changed_by_one_command_at_a_time_and_others_see_its_lock() -> None:
     run = run_folder(deployment(name="d"))
     with runs.locked("d"), pytest.raises(UserError) as caught, runs.locked("d"):

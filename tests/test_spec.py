@@ -51,6 +51,21 @@ def test_a_model_is_enough_and_the_rest_has_defaults() -> None:
     assert found.replicas == Replicas(1, 1)
 
 
+@pytest.mark.parametrize(
+    ("lines", "auth"),
+    [
+        ("", "none"),
+        ("target: ray", "none"),
+        ("target: ssh\nssh: {hosts: [a]}", "keys"),
+        ("target: slurm", "keys"),
+        ("target: slurm\ngateway: {port: 0}", "keys"),
+        ("target: slurm\ngateway: {auth: none}", "none"),
+    ],
+)
+def test_machines_that_others_may_log_in_to_need_keys_by_default(lines: str, auth: str) -> None:
+    assert reading.parse(f"model: m\n{lines}").gateway.auth == auth
+
+
 def test_the_file_of_the_design_is_accepted_whole() -> None:
     found = reading.parse(FULL)
     assert found.hardware == Hardware("h100-sxm", 4, 2, "ib-ndr")

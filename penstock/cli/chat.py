@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from penstock.cli import arguments
+from penstock.cli import arguments, keys
 from penstock.errors import PenstockError
 from penstock.text import show_seconds
 from penstock.wire.client import Chunk, Client, Message, Reply, Stream
@@ -78,9 +78,11 @@ def _run(options: argparse.Namespace) -> int:
     from penstock import paths, run_folder
 
     url = options.url or (None if options.name else os.environ.get("OPENAI_BASE_URL"))
+    key = os.environ.get("OPENAI_API_KEY")
     if url is None:
-        url = run_folder.choose(options.name).url
-    client = Client(url.removesuffix("/").removesuffix("/v1"), api_key=os.environ.get("OPENAI_API_KEY"))
+        run = run_folder.choose(options.name)
+        url, key = run.url, key or keys.owner_key(run)
+    client = Client(url.removesuffix("/").removesuffix("/v1"), api_key=key)
     settings = ChatSettings(
         model=options.model,
         system=options.system,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import datetime
 import os
@@ -20,10 +21,12 @@ if TYPE_CHECKING:
     from penstock.gateway.accounting.key_store import ApiKey
     from penstock.gateway.accounting.store import Database
     from penstock.gateway.accounting.usage_store import Grouping, Usage, UsageStore
+    from penstock.run_folder import Run
     from penstock.spec.gateway import Price
 
 # A running gateway reads changed keys every 0.5 s (gateway/accounting/ledger.py): a key that was shown works.
 SEEN_S = 0.6
+_OWNER_S = 12 * 3600.0  # the last command's key lives on: one chat need not end another
 _GROUPINGS = ("key", "model", "day", "state", "replica")
 _limit, _amount = arguments.whole(1, 2**53 - 1), arguments.number(0)
 
@@ -98,6 +101,20 @@ def register_usage(parser: argparse.ArgumentParser) -> None:
         "penstock usage prune --keep 90d",
     )
     arguments.complete(parser, _run_usage, examples)
+
+
+def owner_key(run: Run) -> str | None:
+    """A key for a command of the deployment's owner, who can write its store; None where none is needed."""
+    from penstock.gateway.accounting import store
+    from penstock.gateway.accounting.key_store import KeyStore
+
+    config = run.gateway_file()
+    if run.deployment().gateway.auth == "none" or config.store is None:
+        return None
+    with contextlib.closing(store.connect(config.store)) as database:
+        secret = KeyStore(database).renew("owner", _OWNER_S, time.time())
+    time.sleep(SEEN_S)
+    return secret
 
 
 def _open(options: argparse.Namespace, *, may_create: bool = False) -> Database:

@@ -99,11 +99,12 @@ def _up(options: argparse.Namespace) -> int:
             facts = {"name": started.name, "url": started.url, "was_running": started.was_running, "key": started.key}
             print_json({"event": "submitted", **facts, "warnings": run.plan().warnings})
         elif options.no_wait or options.timeout is not None:
-            print(status_text.submitted_text(started))
+            print(status_text.submitted_text(started, run))
         if not options.json and not started.was_running:
             for warning in run.plan().warnings:
                 print(f"warning: {warning}", file=sys.stderr)
         if options.no_wait:
+            start.wait_listening(run)
             return 0
         with progress.StartDisplay(sys.stdout, options.json) as display:
             state = start.wait_ready(run, display.show, options.timeout, is_ours=not started.was_running)

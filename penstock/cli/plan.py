@@ -1,4 +1,4 @@
-"""`penstock plan`: arguments and output. Exit codes: 0 it fits, 3 it does not, 2 bad input, 4 not modelled."""
+"""`penstock plan`: arguments and output. Exit codes: 0 fits, 3 does not, or too slow, 2 bad input, 4 not modelled."""
 
 from __future__ import annotations
 
@@ -83,7 +83,8 @@ def register(parser: argparse.ArgumentParser) -> None:
     for title, options in _GROUPS:
         groups[options] = parser.add_argument_group(title)
         for option in options:
-            groups[options].add_argument(flag(option.field), type=option.kind, metavar=option.word, help=option.text)
+            words = {"type": option.kind, "metavar": option.word, "help": option.text}
+            groups[options].add_argument(flag(option.field), action=arguments.Once, **words)
     groups[_LAYOUT].add_argument("--expert", action="store_true", help="whole experts on each rank of a MoE model")
     engine = groups[_ENGINE]
     engine.add_argument("--dtype", choices=_DTYPES, help="dtype of weights and activations")
@@ -133,8 +134,8 @@ def run(options: argparse.Namespace) -> int:
         from penstock.cli import plan_picture
 
         plan_picture.save(request, sizing, options.plot)
-    is_written = bool(options.write) and sizing.fits
-    if is_written:
+    is_good = sizing.fits and not sizing.missed
+    if options.write and is_good:
         import yaml
 
         base = yaml.safe_load(Path(options.model).read_text("utf-8")) if reading.is_yaml(options.model) else {}
@@ -149,13 +150,20 @@ def run(options: argparse.Namespace) -> int:
         from penstock.cli import plan_text
 
         shown = output.width(plan_text.WIDTH), output.has_colour(sys.stdout)
-        print(plan_text.text(request, sizing, *shown))
+        source = options.model if reading.is_yaml(options.model) else None
+        up = (
+            ["penstock", "up", str(options.write)]
+            if options.write and is_good
+            else planning.up_words(request, sizing, source)
+        )
+        print(plan_text.text(request, sizing, *shown, up))
         if options.explain:
             print(f"\n{plan_text.explained(formulas, *shown)}")
-        for path, is_there in ((options.plot, True), (options.write, is_written)):
+        for path, is_there in ((options.plot, True), (options.write, is_good)):
             if path:
-                print(f"\nwrote {path}" if is_there else f"\ndid not write {path}: it does not fit")
-    return EXIT_FITS if sizing.fits else EXIT_DOES_NOT_FIT
+                why = "it is too slow" if sizing.fits else "it does not fit"
+                print(f"\nwrote {path}" if is_there else f"\ndid not write {path}: {why}")
+    return EXIT_FITS if is_good else EXIT_DOES_NOT_FIT
 
 
 def request_of(options: argparse.Namespace) -> tuple[SizingRequest, GpuFacts | None]:

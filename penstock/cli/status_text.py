@@ -17,6 +17,7 @@ from penstock.deployment import observe
 from penstock.hardware import Machine
 from penstock.planner import Device, Plan
 from penstock.run_folder import Part, ReplicaStatus, Run, State
+from penstock.spec.blocks import SHARED
 from penstock.text import show_bytes, show_seconds
 from penstock.wire.announcement import Restart
 
@@ -46,7 +47,7 @@ def progress_text(replica: ReplicaStatus) -> str:
     if replica.state == "queued":
         when = time.strftime("%a %H:%M", time.localtime(replica.starts_at)) if replica.starts_at else ""
         return ", ".join(filter(None, (replica.reason, when and f"starts about {when} (the queue's estimate)")))
-    if replica.state in ("failed", "gone", "broken") or progress is None:
+    if replica.state in ("failed", "gone", "broken", "silent") or progress is None:
         return replica.reason or ""
     words = [progress.stage]
     if progress.shards_total:
@@ -68,21 +69,24 @@ def ready_text(run: Run, state: State, started: Started) -> str:
         f"  address  {run.url}/v1   model {plan.served_names[0]}",
     ]
     if started.key:
-        lines.append(_key_line(started.key))
+        lines += _key_lines(started.key, run)
     lines += _kv_cache_lines(plan, state)
     only = f" {run.name}" if run.name != "penstock-demo" else ""
     lines.append(f"  next     {me} chat{only}   {me} status{only}   {me} down{only}")
     return "\n".join(lines)
 
 
-def submitted_text(started: Started) -> str:
+def submitted_text(started: Started, run: Run) -> str:
     """What an `up` says that may not be there any more when the deployment is ready."""
     lines = [f"{started.name} is starting; watch it with: {command_name()} status {started.name}"]
-    return "\n".join([*lines, _key_line(started.key)] if started.key else lines)
+    return "\n".join([*lines, *_key_lines(started.key, run)] if started.key else lines)
 
 
-def _key_line(key: str) -> str:
-    return f"  key      {key}   (shown this once: export OPENAI_API_KEY={key})"
+def _key_lines(key: str, run: Run) -> list[str]:
+    lines = [f"  key      {key}   (shown this once: export OPENAI_API_KEY={key})"]
+    if run.deployment().target in SHARED:
+        lines.append("  clients  need a key, since others may log in to this machine; more: penstock keys create NAME")
+    return lines
 
 
 def prepared_text(prepared: Prepared) -> str:

@@ -76,8 +76,10 @@ def judge(marked: Sequence[ProcessFacts], folders: Sequence[FolderFacts], living
         what = f"{process.role} of {process.run}: {process.command}"
         items = unknown if process.run_id in unseen else found
         items.append(Leftover("process", str(process.pid), what, process))
+    ended = {item.process.run_id for item in found if item.process is not None}
     for folder in folders:
-        if folder.is_own and not folder.is_held and folder.run_id not in living | unseen:
+        is_free = not folder.is_held or folder.run_id in ended
+        if folder.is_own and is_free and folder.run_id not in living | unseen:
             found.append(Leftover("folder", folder.path, "temporary folder of an engine"))
     return Leftovers(found, unknown)
 

@@ -104,13 +104,15 @@ def up(
     """
     started = start.up(deployment_of(source), replace)
     run = run_folder.find(started.name)
-    if wait:
-        try:
+    try:
+        if wait:
             start.wait_ready(run, on_state or _ignore, timeout_s, is_ours=not started.was_running)
-        except KeyboardInterrupt:
-            if not started.was_running:
-                stop.down(run, now=True)
-            raise
+        else:
+            start.wait_listening(run)
+    except KeyboardInterrupt:
+        if not started.was_running:
+            stop.down(run, now=True)
+        raise
     return RunningDeployment(started.name, run.known_url, started.key, started.was_running)
 
 

@@ -14,7 +14,7 @@ from penstock.planner import Plan
 from penstock.planner.memory.measured import Difference, difference
 from penstock.run_folder import Desired, Part, Phase, ReplicaStatus, Run, State, Unit, order
 from penstock.targets import Placement
-from penstock.wire.announcement import GatewayView, Restart
+from penstock.wire.announcement import GatewayView, ReplicaView, Restart
 from penstock.wire.client import Client
 
 _TIMEOUT_S = 2.0
@@ -123,7 +123,7 @@ def summarise(desired: Desired, seen: Observation, history: History, now: float)
         announcement = row.announcement if row else None
         # A node that was placed again is remembered with its restarts: until the new one announces, both have them.
         earlier = tuple(restart for restart in earlier if announcement is None or restart not in announcement.restarts)
-        state = _replica_state(placement, announcement.state if row and announcement and row.is_alive else None)
+        state, why = _replica_state(placement, row, seen.view is not None)
         restarts = (*earlier, *(announcement.restarts if announcement else ()))
         replicas.append(
             ReplicaStatus(
@@ -135,7 +135,7 @@ def summarise(desired: Desired, seen: Observation, history: History, now: float)
                 is_draining=row.is_draining if row else False,
                 n_restarts=len(earlier) + (announcement.n_restarts if announcement else 0),
                 restarts=restarts[-10:],
-                reason=placement.reason or (announcement.reason if announcement else None),
+                reason=placement.reason or why,
                 starts_at=placement.starts_at,
                 ends_at=placement.ends_at,
             )
@@ -155,12 +155,18 @@ def summarise(desired: Desired, seen: Observation, history: History, now: float)
     )
 
 
-def _replica_state(placement: Placement, announcement: str | None) -> str:
+def _replica_state(placement: Placement, row: ReplicaView | None, is_gateway_heard: bool) -> tuple[str, str | None]:
+    """The state, and the reason as far as the target does not know one."""
+    announcement = row.announcement if row is not None else None
+    why = announcement.reason if announcement is not None else None
+    heard = announcement.state if announcement is not None and row is not None and row.is_alive else None
     if placement.state == "broken":  # its first node may be alive, and says more
-        return announcement if announcement and announcement != "ready" else "broken"
+        return heard if heard and heard != "ready" else "broken", why
     if placement.state != "placed":
-        return placement.state
-    return announcement or "starting"
+        return placement.state, why
+    if heard is None and row is not None:
+        return "silent", "its node does not report: its machine or the network may be down"
+    return heard or "starting", why if heard or not is_gateway_heard else "its node has not reported yet"
 
 
 def _phase(desired: Desired, replicas: list[ReplicaStatus], seen: Observation, has_been_ready: bool) -> Phase:

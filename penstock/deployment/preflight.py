@@ -12,11 +12,14 @@ from typing import Literal
 import msgspec
 
 from penstock.engines import Engine, Missing
-from penstock.errors import Problem, SpecError
+from penstock.errors import Problem, SpecError, UserError
 from penstock.hardware import Gpu, Machine, catalog
+from penstock.paths import free_bytes
 from penstock.spec.deployment import Deployment, GatewaySpec
 from penstock.targets import Target
-from penstock.text import MIB
+from penstock.text import MIB, show_bytes
+
+MIN_FREE_BYTES = 64 * MIB
 
 
 def unsupported(deployment: Deployment, target: Target) -> list[Problem]:
@@ -35,6 +38,17 @@ def unsupported(deployment: Deployment, target: Target) -> list[Problem]:
         hint = "set replicas to a number, and change it with `penstock scale`"
         problems.append(Problem("replicas.max", "this version has no autoscaling yet", hint))
     return problems
+
+
+def check_space(folder: Path) -> None:
+    """Raises UserError when the folder of run folders has no room for another and its logs."""
+    n_free = free_bytes(folder)
+    if n_free < MIN_FREE_BYTES:
+        raise UserError(
+            f'cannot write to "{folder}": {show_bytes(n_free)} of its disk are free',
+            detail=f"A deployment needs {show_bytes(MIN_FREE_BYTES)} for its folder and logs.",
+            hint="Free some space, or set PENSTOCK_HOME to a folder on a larger disk.",
+        )
 
 
 def unreadable_files(gateway: GatewaySpec) -> list[Problem]:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
 from penstock import engines, paths, targets
 from penstock.deployment import planning, preflight
+from penstock.deployment.doctor.model import check_model
 from penstock.deployment.preflight import Finding
-from penstock.errors import PenstockError, SpecError, UserError
+from penstock.errors import PenstockError, SpecError, UserError, together
 from penstock.hardware import Machine, network
 from penstock.models import facts, files
 from penstock.node.group import addresses as formation
@@ -31,28 +34,37 @@ class Prepared(msgspec.Struct, frozen=True):
 
 
 def prepare(
-    deployment: Deployment, admin_port: int = 0, existing: Run | None = None, is_rehearsal: bool = False
+    deployment: Deployment,
+    admin_port: int = 0,
+    existing: Run | None = None,
+    is_rehearsal: bool = False,
+    refusals: Sequence[PenstockError] = (),
 ) -> Prepared:
     """Check, gather facts, plan and render. Changes nothing (but a hub model is downloaded to its cache).
 
     `existing` is a running deployment that this one would replace: its port and memory count as free. A rehearsal on a
     machine without GPUs takes those that the file names.
-    Raises SpecError with all problems of the file, then UserError or PlanError.
+    Raises all problems of file, target, machines, disk, port and model together, after the `refusals` of the caller.
     """
-    target = targets.load(deployment.target)
-    problems = [*preflight.unsupported(deployment, target), *target.check(deployment, is_rehearsal)]
-    is_gateway_here = "gateway" not in target.placed(deployment)
-    if not is_rehearsal and is_gateway_here:
-        problems += preflight.unreadable_files(deployment.gateway)
-    if deployment.engine.kind != "auto":
-        problems += engines.load(deployment.engine.kind).problems(deployment.engine.args)
-    if problems:
-        raise SpecError(f'deployment "{deployment.name}"', problems)
-    if is_gateway_here and (existing is None or not _holds(existing, deployment)):
-        network.check_port(deployment.gateway.host, deployment.gateway.port)
-    machines = _machines(target, deployment, existing, is_rehearsal)
-    least = preflight.least(machines)
-    machine = preflight.as_named(deployment, least, is_rehearsal)
+    errors = [*refusals]
+    with _kept(errors):
+        target = targets.load(deployment.target)
+        with _kept(errors):
+            _check_file(deployment, target, is_rehearsal)
+            machines = _machines(target, deployment, existing, is_rehearsal)
+            least = preflight.least(machines)
+            machine = preflight.as_named(deployment, least, is_rehearsal)
+    is_gateway_here = deployment.gateway.on == "login"
+    with _kept(errors):
+        if is_gateway_here and (existing is None or not _holds(existing, deployment)):
+            network.check_port(deployment.gateway.host, deployment.gateway.port)
+    with _kept(errors):
+        if not is_rehearsal:
+            preflight.check_space(paths.home() / "runs")
+    if errors:  # the model is looked at, and not downloaded
+        bad = [finding for finding in check_model(deployment).findings if finding.state == "bad"]
+        errors += [UserError(finding.found, hint=finding.cure) for finding in bad]
+        raise together(f'deployment "{deployment.name}"', errors)
     plan = make_plan(deployment, machine, sharing(target, deployment, len(machines), deployment.replicas.min))
     inherited = dict(os.environ) if target.is_this_machine else {}
     warnings = [*plan.warnings, *formation.variable_warnings(inherited | deployment.engine.env)]
@@ -73,6 +85,24 @@ def prepare(
         announce_file=None if is_gateway_here else str(Run(run_path).gateway_address_file),
     )
     return Prepared(deployment, machine, plan, target.render(instructions, sys.executable, deployment))
+
+
+@contextlib.contextmanager
+def _kept(errors: list[PenstockError]) -> Iterator[None]:
+    try:
+        yield
+    except PenstockError as error:
+        errors.append(error)
+
+
+def _check_file(deployment: Deployment, target: Target, is_rehearsal: bool) -> None:
+    problems = [*preflight.unsupported(deployment, target), *target.check(deployment, is_rehearsal)]
+    if not is_rehearsal and "gateway" not in target.placed(deployment):
+        problems += preflight.unreadable_files(deployment.gateway)
+    if deployment.engine.kind != "auto":
+        problems += engines.load(deployment.engine.kind).problems(deployment.engine.args)
+    if problems:
+        raise SpecError(f'deployment "{deployment.name}"', problems)
 
 
 def rehearse(deployment: Deployment) -> Prepared:

@@ -53,20 +53,18 @@ def up(deployment: Deployment, replace: bool = False, on_step: OnStep | None = N
     Raises UserError when it runs with other settings and `replace` is false. `on_step`: the end of a failed start.
     """
     with run_folder.locked(deployment.name):
-        existing = _running(deployment.name)
+        existing, refusals = _running(deployment.name), list[PenstockError]()
         if existing is not None:
             changes = reading.differences(existing.deployment(), deployment)
             if not changes:
                 revive(existing)
                 return Started(existing.name, existing.known_url, was_running=True)
             if not replace:
-                raise UserError(
-                    f'deployment "{deployment.name}" runs with other settings',
-                    detail="\n".join(changes),
-                    hint="Add --replace to end it and start the new one, or give another --name.",
-                )
+                hint = "Add --replace to end it and start the new one, or give another --name."
+                message = f'deployment "{deployment.name}" runs with other settings'
+                refusals.append(UserError(message, detail="\n".join(changes), hint=hint))
         admin_port = free_port("127.0.0.1")
-        prepared = prepare(deployment, admin_port, not_ended(deployment.name))
+        prepared = prepare(deployment, admin_port, not_ended(deployment.name), refusals=refusals)
         old = Run(paths.home() / "runs" / deployment.name)
         if old.exists():
             end_run(old, now=False, on_step=None)
@@ -206,12 +204,24 @@ def watch(run: Run, on_state: OnState, is_done: Callable[[State], bool], timeout
         time.sleep(_POLL_S)
 
 
+def wait_listening(run: Run) -> None:
+    """Block until the gateway listens; not for one that its target places, which may wait in a queue for hours."""
+    if not run.places("gateway"):
+        state = watch(run, lambda _: None, lambda state: observe.admin_view(run) is not None or _has_failed(state), 30)
+        if _has_failed(state):
+            raise _start_error(run, state)
+
+
+def _has_failed(state: State) -> bool:
+    gateway_failed = state.gateway.n_restarts >= _GATEWAY_STARTS and state.requests_total == 0
+    return state.phase in _ENDED or gateway_failed
+
+
 def wait_ready(run: Run, on_state: OnState, timeout_s: float | None = None, is_ours: bool = True) -> State:
     """Block until every replica is ready. Raises EngineError for a failed start, which is ended if `is_ours`."""
 
     def is_over(state: State) -> bool:
-        gateway_failed = state.gateway.n_restarts >= _GATEWAY_STARTS and state.requests_total == 0
-        return state.phase in ("ready", *_ENDED) or any(r.state == "failed" for r in state.replicas) or gateway_failed
+        return state.phase == "ready" or any(r.state == "failed" for r in state.replicas) or _has_failed(state)
 
     state = watch(run, on_state, is_over, timeout_s)
     if state.phase == "ready":

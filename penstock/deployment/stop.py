@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
 import msgspec
 
@@ -20,6 +21,7 @@ _CONTROLLER_GRACE_S = 3.0
 _NOW_GRACE_S = 1.0
 
 OnStep = Callable[[str], None]
+T = TypeVar("T")
 
 
 def down(run: Run, now: bool = False, on_step: OnStep | None = None, forget: bool = False) -> list[Marked]:
@@ -38,7 +40,7 @@ def end_run(
     """As `down`, for a caller that holds the lock. `failure`: the state that stays, of a start that failed."""
     say = on_step or (lambda _: None)
     last = failure or run.state()
-    run.write_desired(Desired("down", 0))
+    unwritten = _why_unwritten(run.write_desired, Desired("down", 0))
     say("ending the controller")
     processes.end(
         [p for p in processes.find_marked(str(run.path)) if p.role in ("watchdog", "controller")], _CONTROLLER_GRACE_S
@@ -67,7 +69,10 @@ def end_run(
     processes.unlink_shared_memory(segment for announcement in announcements for segment in announcement.shared_memory)
     with contextlib.suppress(PenstockError):  # without its id, its temporary folders are for `clean` to find
         remove_temporary(run.record().id)
-    _write_end(run, last, failure)
+    unwritten = _why_unwritten(run.write_state, _end_state(last, failure)) or unwritten
+    if unwritten is not None:
+        hint = f"Free some space, then: penstock down {run.name}"
+        raise PenstockError(f'ended "{run.name}", but could not write that down: {unwritten}', hint=hint)
     run.add_event("failed" if failure else "down", (failure.reason or "") if failure else "everything ended")
     return swept
 
@@ -86,8 +91,17 @@ def _engine_drain_s(run: Run) -> float:
         return deployment.EngineSpec().drain_s
 
 
-def _write_end(run: Run, last: State | None, failure: State | None) -> None:
+def _end_state(last: State | None, failure: State | None) -> State:
     state = State(time.time(), "failed" if failure else "down", 0)
     if failure is not None and last is not None:
         state = msgspec.structs.replace(state, replicas=last.replicas, reason=failure.reason)
-    run.write_state(state)
+    return state
+
+
+def _why_unwritten(write: Callable[[T], None], value: T) -> str | None:
+    """None when it was written: a full disk must not keep `down` from ending what runs."""
+    try:
+        write(value)
+    except OSError as exc:
+        return exc.strerror or str(exc)
+    return None

@@ -8,6 +8,8 @@ import msgspec
 
 # Blocks of targets that this version does not have: any field is taken.
 UNTYPED = ("kubernetes", "cloudera", "vessl")
+# Targets whose gateway runs on a machine that others may log in to: loopback keeps nobody out there.
+SHARED = ("ssh", "slurm")
 
 
 class Ssh(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

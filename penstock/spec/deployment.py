@@ -94,7 +94,8 @@ class Replicas(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class GatewaySpec(GatewaySettings, frozen=True, forbid_unknown_fields=True):
-    """Where clients connect. `port: 0` takes any free port. Beyond loopback `auth: keys` is required.
+    """Where clients connect. `port: 0` takes any free port. Beyond loopback `auth: keys` is required; with targets ssh
+    and slurm, whose machines others may log in to, it is the default.
 
     `on`: the gateway runs where `up` runs (login), or in a job (job), which only target slurm can do; then `host` is
     that node's address, and `port` any free one if taken.

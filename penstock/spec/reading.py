@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from penstock.errors import Problem, SpecError, UserError, nearest
-from penstock.spec.blocks import UNTYPED
+from penstock.spec.blocks import SHARED, UNTYPED
 from penstock.spec.deployment import DEMO_MODEL, TARGETS, Deployment, default_name, is_legal_name
 from penstock.spec.gateway import is_loopback, setting_problems
 
@@ -103,6 +103,9 @@ def from_mapping(raw: object, source: str = "the settings", settings: Sequence[s
     deployment = msgspec.convert(merged, Deployment)
     if not deployment.name:
         deployment = msgspec.structs.replace(deployment, name=default_name(deployment.model))
+    if deployment.target in SHARED and (merged.get("gateway") or {}).get("auth") is None:
+        gateway = msgspec.structs.replace(deployment.gateway, auth="keys")
+        deployment = msgspec.structs.replace(deployment, gateway=gateway)
     problems = list(_rules(deployment))
     if problems:
         raise SpecError(source, problems)

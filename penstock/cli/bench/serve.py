@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from penstock.cli import keys
 from penstock.cli.arguments import add_json, complete, count, count_or_zero, json_object, not_negative, positive
 from penstock.cli.bench.arguments import add_lengths
 from penstock.cli.output import print_json, print_step
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from penstock.bench.load.arrivals import Pace, PlannedRequest
     from penstock.bench.load.run import Progress
     from penstock.bench.serve import Report, Service
+    from penstock.run_folder import Run
 
 _INTERRUPTED = 130
 _TOKENS = 128  # of a prompt and of an answer by default
@@ -159,10 +161,13 @@ def _service(options: argparse.Namespace) -> Service:
 
     if options.name and options.url:
         raise UserError("cannot measure a deployment and an address at once", hint="Give its name, or --url.")
-    url = options.url or (None if options.name else os.environ.get("OPENAI_BASE_URL")) or _url_of(options.name)
+    url = options.url or (None if options.name else os.environ.get("OPENAI_BASE_URL"))
+    key = os.environ.get("OPENAI_API_KEY")
+    if url is None:
+        run = _run_of(options.name)
+        url, key = run.url, key or keys.owner_key(run)
     for address in (url, *options.metrics):
         parts_of(address)
-    key = os.environ.get("OPENAI_API_KEY")
     return Service(
         url=url,
         model=options.model or only_model(client_of(url, key, options.insecure)),
@@ -178,12 +183,12 @@ def _service(options: argparse.Namespace) -> Service:
     )
 
 
-def _url_of(name: str | None) -> str:
-    """The gateway's address of a deployment, or of the only one that runs here.  Raises UserError."""
+def _run_of(name: str | None) -> Run:
+    """That deployment, or the only one that runs here.  Raises UserError."""
     from penstock import run_folder
 
     try:
-        return run_folder.choose(name).url
+        return run_folder.choose(name)
     except UserError as error:
         if name is not None:
             raise

@@ -20,6 +20,7 @@ from penstock.deployment import measured
 from penstock.deployment.controller.decide import Decision, Memory, decide
 from penstock.deployment.observe import History, Observation, admin_client, look, summarise
 from penstock.errors import PenstockError
+from penstock.paths import is_full
 from penstock.processes import Backoff
 from penstock.run_folder import KEPT_RESTARTS, Desired, Part, ReplicaStatus, Run, State, Unit, order, replica, unit_of
 from penstock.wire.announcement import Announcement, Process, Restart
@@ -72,25 +73,30 @@ class Controller:
         self._written: tuple[float, State] | None = None
 
     def run_until_stopped(self) -> None:
-        while not self.stop.is_set() and self.run.exists():
-            if self._own is None:
-                self._keep_watchdog()
-            desired = self.run.desired()
-            if desired.state == "down":
-                return
-            seen = look(self.run, self.history.gateway)
-            self.history = msgspec.structs.replace(self.history, gateway=seen.gateway)
-            self.target.keep_up(self.run)
-            self._note_failures(seen)
-            self._keep_measured(seen)
-            if self._act(desired, seen).hands_over:
-                return
-            self._note_refusal()
-            state = summarise(desired, seen, self.history, time.time())
-            was_ready = self.history.was_ready or state.phase == "ready"
-            self.history = msgspec.structs.replace(self.history, was_ready=was_ready)
-            self._write(state)
+        while not self.stop.is_set() and self.run.exists() and self.run.desired().state == "up":
+            try:
+                if self._tick(self.run.desired()).hands_over:
+                    return
+            except OSError as exc:
+                if not is_full(exc):  # else the next tick tries again
+                    raise
             self.stop.wait(_TICK_S)
+
+    def _tick(self, desired: Desired) -> Decision:
+        if self._own is None:
+            self._keep_watchdog()
+        seen = look(self.run, self.history.gateway)
+        self.history = msgspec.structs.replace(self.history, gateway=seen.gateway)
+        self.target.keep_up(self.run)
+        self._note_failures(seen)
+        self._keep_measured(seen)
+        decision = self._act(desired, seen)
+        self._note_refusal()
+        state = summarise(desired, seen, self.history, time.time())
+        was_ready = self.history.was_ready or state.phase == "ready"
+        self.history = msgspec.structs.replace(self.history, was_ready=was_ready)
+        self._write(state)
+        return decision
 
     def end_watchdog(self) -> None:
         if self._watchdog is not None:
@@ -235,9 +241,10 @@ class Controller:
     def _place(self, units: Collection[Unit], segments: Sequence[str]) -> None:
         before = _placed_units(self.run)
         try:
+            self.run.write_handle(self.run.handle())  # what a full disk cannot keep is not placed
             self.run.write_handle(self.target.place(self.run, units))
-        except PenstockError as exc:
-            self._refuse(frozenset(units) ^ before, exc.message)
+        except (PenstockError, OSError) as exc:
+            self._refuse(frozenset(units) ^ before, str(exc))
             return
         self._refusal = None
         processes.unlink_shared_memory(segments)

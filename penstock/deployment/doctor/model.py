@@ -33,7 +33,8 @@ def check_model(deployment: Deployment) -> ModelCheck:
         path = files.locate(deployment)
         whole = None if path.is_file() else facts.read_folder(path, deployment.model)
     except PenstockError as error:
-        if not targets.load(deployment.target).is_this_machine and error.message.endswith("no such folder"):
+        is_here = deployment.target not in targets.TABLE or targets.load(deployment.target).is_this_machine
+        if not is_here and error.message.endswith("no such folder"):
             return ModelCheck()  # the nodes must have it
         return ModelCheck((_bad(error),))
     return ModelCheck((Finding("model", "ok", f"{deployment.model} ({path})"),), whole)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
-from penstock.deployment.preflight import Finding, State
+from penstock.deployment.preflight import MIN_FREE_BYTES, Finding, State
 from penstock.hardware import Gpu
 from penstock.log_lines import last_words
 from penstock.node.checks.machine import Limits, NodeCheck, Space
@@ -126,7 +126,8 @@ def _shown(number: int | None) -> str:
 def of_run_folders(space: Space) -> Finding:
     if not space.is_writable:
         return Finding("disk", "bad", _unwritable(space), "Set PENSTOCK_HOME to a folder you may write.")
-    return _of_space(space, "Free space, or set PENSTOCK_HOME to a larger disk.")
+    finding = _of_space(space, "Free space, or set PENSTOCK_HOME to a larger disk.")
+    return msgspec.structs.replace(finding, state="bad") if space.free_bytes < MIN_FREE_BYTES else finding
 
 
 def _spaces(node: SurveyedNode) -> Iterator[Finding]:
