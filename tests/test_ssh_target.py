@@ -39,7 +39,8 @@ def test_ssh_keeps_its_contract(place: Place, hosts: Hosts) -> None:
 
 
 def test_hosts_with_a_bare_python_get_all_they_need(place: Place, hosts: Hosts) -> None:
-    """Debian's own Python, without pip, venv's pip or a package: three replicas on two hosts."""
+    """Debian's own Python, without pip, venv's pip or a package; the end of its replicas on a full disk."""
+    hosts[0].run(["sh", "-c", "mkdir /root/.penstock && mount -t tmpfs -o size=160m tmpfs /root/.penstock"])
     file = write(place, hosts, replicas=3, ssh={"python": "/usr/bin/python3", "folder": "~/.penstock"})
     run = place.up(file)
     assert [len([p for p in ours(host) if p.env.get("PENSTOCK_ROLE") == "node"]) for host in hosts] == [2, 1]
@@ -51,8 +52,11 @@ def test_hosts_with_a_bare_python_get_all_they_need(place: Place, hosts: Hosts) 
         assert not [process for process in host.processes() if token in " ".join(process.argv)]
         found = host.run(["sh", "-c", "stat -c %a /root/.penstock/remote/*/secrets/admin-token"]).stdout.split()
         assert found == ["600"]
+    fill = "dd if=/dev/zero of=/root/.penstock/fill bs=1M count=200 2>&1; true"
+    assert "No space left on device" in hosts[0].run(["sh", "-c", fill]).stdout
     assert call("down", "one").code == 0
     until(lambda: left_on(hosts) == [], "nothing is left", 3)
+    hosts[0].run(["rm", "/root/.penstock/fill"])
     place.up(file)
     assert hosts[0].run(["ls", "/root/.penstock/versions"]).stdout.split() == versions
 

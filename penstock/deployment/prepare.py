@@ -51,7 +51,7 @@ def prepare(
         target = targets.load(deployment.target)
         with _kept(errors):
             _check_file(deployment, target, is_rehearsal)
-            machines = _machines(target, deployment, existing)
+            machines = _machines(target, deployment, existing, is_rehearsal)
             least = preflight.least(machines)
             machine = preflight.as_named(deployment, least, is_rehearsal)
     is_gateway_here = deployment.gateway.on == "login"
@@ -68,9 +68,12 @@ def prepare(
     plan = make_plan(deployment, machine, sharing(target, deployment, len(machines), deployment.replicas.min))
     inherited = dict(os.environ) if target.is_this_machine else {}
     warnings = [*plan.warnings, *formation.variable_warnings(inherited | deployment.engine.env)]
-    if machine.gpus and not least.gpus:
+    if machine.gpus and not least.gpus and machine.assumed is None:
         gpus = f"{len(machine.gpus)} x {machine.gpus[0].name}"
         warnings.append(f"{least.host} has no GPU: this is for {gpus}, as the file requires")
+    if machine.assumed is not None:
+        n_machines = f"{len(machines)} machine{'s' if len(machines) > 1 else ''}"
+        warnings.append(f"not asked: {machine.assumed}; this is for {n_machines} as the file describes them")
     plan = msgspec.structs.replace(plan, warnings=tuple(warnings))
     run_path = paths.home() / "runs" / deployment.name
     instructions = Launch(
@@ -151,9 +154,11 @@ def make_plan(deployment: Deployment, machine: Machine, n_replicas: int) -> Plan
     return launch.make_on_gpus(deployment, model, machine, version, n_replicas, sized)
 
 
-def _machines(target: Target, deployment: Deployment, existing: Run | None) -> list[Machine]:
+def _machines(
+    target: Target, deployment: Deployment, existing: Run | None, is_rehearsal: bool = False
+) -> list[Machine]:
     """The target's machines; what `existing` holds of them counts as free."""
-    machines = target.machines(deployment)
+    machines = target.machines(deployment, is_rehearsal)
     if existing is None or target.is_elastic or existing.deployment().target != target.name:
         return machines
     n_nodes = target.nodes_per_machine(deployment, existing.handle())

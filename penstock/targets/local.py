@@ -31,7 +31,7 @@ class Local(Target):
         message = f"{nodes} nodes, but target local is one machine"
         return [Problem("hardware.nodes", message, "Set hardware.nodes: 1, or another target.")] if nodes > 1 else []
 
-    def machines(self, deployment: Deployment) -> list[Machine]:
+    def machines(self, deployment: Deployment, is_rehearsal: bool = False) -> list[Machine]:
         return [this_machine()]
 
     def survey(self, deployment: Deployment, argv: Sequence[str], timeout_s: float) -> list[Surveyed]:
