@@ -15,7 +15,7 @@ from typing import Any, Literal
 import msgspec
 
 from penstock import paths
-from penstock.errors import UserError, nearest, not_modelled
+from penstock.errors import UserError, not_modelled
 from penstock.models import Facts, Header, ModelFacts, StoredTensor, catalog, demo, gguf, hub
 from penstock.models.files import (
     BUNDLED,
@@ -36,6 +36,7 @@ _MODELOPT = "hf_quant_config.json"
 _SINGLE = "model.safetensors"
 _OLD_INDEX = "pytorch_model.bin.index.json"
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+\Z")
+_MOST_NAMES = 5
 
 
 class Kept(msgspec.Struct, frozen=True):
@@ -63,11 +64,13 @@ def read(reference: str) -> Facts:
         return _from_catalog(reference)
     if not looks_local and _HUB_ID.match(reference):
         return _from_hub(reference)
-    near = None if looks_local else nearest(reference.lower(), catalog.model_names())
+    hint = "Check the path, or give a hub id such as Qwen/Qwen3-0.6B."
+    if "/" not in reference:
+        hint = f"{_suggestion(reference) or hint} `penstock plan --list` lists the catalogue."
     raise UserError(
         f'cannot use model "{reference}": no such folder' + ("" if looks_local else " and not in the catalogue"),
         detail="A model is a folder with a config.json, a catalogue name (llama-3.1-70b), or a hub id (name/name).",
-        hint=f'Did you mean "{near}"?' if near else "Check the path, or give a hub id such as Qwen/Qwen3-0.6B.",
+        hint=hint,
     )
 
 
@@ -171,6 +174,8 @@ def _from_catalog(reference: str) -> Facts:
     notes = [] if row.config_kind == "verbatim" else [f"the catalogue's config.json is not the hub's own: {row.source}"]
     if row.note:
         notes.append(f"catalogue: {row.note}")
+    if reference.lower() not in (name, row.hf_id.lower()):
+        notes.append(f"taken for {row.hf_id}, with the same layers; its context may differ: --max-model-len sets it")
     source = f"the catalogue's copy of {row.hf_id}"
     config = _with_modelopt(catalog.model_config(name), catalog.model_config(name, _MODELOPT))
     if row.quant_method and not config.get("quantization_config"):
@@ -185,14 +190,14 @@ def _from_hub(name: str) -> Facts:
             return facts
         raise UserError(
             f'cannot fetch model "{name}": HF_HUB_OFFLINE is set, and nothing of it is kept on this machine',
-            hint=f"Unset HF_HUB_OFFLINE, or give a folder with its config.json.{_near(name)}",
+            hint=f"Unset HF_HUB_OFFLINE, or give a folder with its config.json. {_suggestion(name)}".rstrip(),
         )
     try:
         config, commit = hub.read_json(name, "config.json")
     except HubError as error:
         if (facts := _without_network(name, error.message)) is not None:
             return facts
-        error.hint = f"{error.hint}{_near(name)}"
+        error.hint = f"{error.hint} {_suggestion(name)}".rstrip()
         raise
     kept = _read_kept(name)
     if kept is not None and commit is not None and kept.commit == commit:
@@ -203,9 +208,10 @@ def _from_hub(name: str) -> Facts:
     return facts
 
 
-def _near(name: str) -> str:
-    near = nearest(name.rpartition("/")[2].lower(), catalog.model_names())
-    return f' The nearest in the catalogue is "{near}".' if near else ""
+def _suggestion(name: str) -> str:
+    names = catalog.suggestions(name)
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return f"Did you mean {', '.join(names[:_MOST_NAMES])}{more}?" if names else ""
 
 
 def _fetch(name: str, config: dict[str, Any]) -> tuple[Facts, bool]:
@@ -250,7 +256,8 @@ def _without_network(name: str, why: str) -> Facts | None:
         facts = msgspec.structs.replace(read_folder(snapshot, name), hub_id=name)
         source = f"the hub's cache in {snapshot}"
     elif catalog.find(name):
-        facts, source = _from_catalog(name), f"the catalogue's copy of {name}"
+        facts = _from_catalog(name)
+        source = f"the catalogue's copy of {facts.hub_id}"
     else:
         return None
     return msgspec.structs.replace(facts, notes=(f"{why}; using {source}", *facts.notes))
