@@ -50,7 +50,7 @@ _ENGINE = (
     _Option("max_num_seqs", _count, "S", "requests in one step"),
     _Option("max_num_batched_tokens", _count, "B", "tokens in one step"),
     _Option("kv_cache_dtype", str, "DTYPE", "auto, bfloat16, fp8, fp8_e4m3, fp8_e5m2, nvfp4, ..."),
-    _Option("quantization", str, "Q", "quantise on loading, or a checkpoint of that kind: fp8, awq, ..."),
+    _Option("quantization", str, "Q", "quantise on loading: fp8, ...; or plan a checkpoint in nvfp4 or int4"),
     _Option("gpu_memory_utilization", _share, "SHARE", "the engine's share of a GPU's memory"),
     _Option("block_size", _count, "K", "tokens of one KV-cache block"),
     _Option("engine_version", str, "V", "vLLM's version, 0.11 to 0.33 (default: the newest)"),

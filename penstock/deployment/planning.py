@@ -19,6 +19,7 @@ from penstock.hardware import Gpu, Links, Machine, catalog, detect
 from penstock.hardware.catalog import GpuFacts, LinkFacts
 from penstock.models import Facts, facts
 from penstock.planner import Key
+from penstock.planner.architecture.quantization import CHECKPOINTS
 from penstock.planner.inputs import key_of
 from penstock.planner.launch import Sized, gpus_for_each
 from penstock.planner.request import Sizing, SizingRequest
@@ -69,6 +70,11 @@ def size(
     card = card_of(machine.gpus)
     of_model = msgspec.structs.replace(of_model, notes=(*of_model.notes, *notes_of(card)))
     request = request_of(deployment, of_model, card.id)
+    if request.quantization in CHECKPOINTS:
+        raise UserError(
+            f'cannot start vLLM with quantization "{request.quantization}": it finds that format in the checkpoint',
+            hint="Remove engine.args.quantization, and set model to a checkpoint in that format.",
+        )
     request = msgspec.structs.replace(
         request,
         gpus_per_node=gpus_for_each(deployment, machine, n_replicas),
