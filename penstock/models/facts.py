@@ -1,5 +1,7 @@
 """What planning must know of a model, from whatever names it: a folder, a catalogue name, a hub id. Never remote code.
 
+`python -m penstock.models.facts FOLDER` prints what a folder of this machine holds, as JSON, to plan on another.
+
 Of a hub repository only config.json, the index and the headers are read. They are kept under the penstock home by
 commit: a second plan asks for config.json alone. Without a network that copy is used, or the hub's own cache on this
 machine, or the catalogue's copy, with a note."""
@@ -8,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -20,6 +23,7 @@ from penstock.models import Facts, Header, ModelFacts, StoredTensor, catalog, de
 from penstock.models.files import (
     BUNDLED,
     INDEX,
+    forms_of,
     gguf_parts,
     listing,
     read_header,
@@ -37,6 +41,9 @@ _SINGLE = "model.safetensors"
 _OLD_INDEX = "pytorch_model.bin.index.json"
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+\Z")
 _MOST_NAMES = 5
+
+
+FactsByForm = dict[str, tuple[Facts, ModelFacts]]
 
 
 class Kept(msgspec.Struct, frozen=True):
@@ -279,3 +286,21 @@ def _write_kept(name: str, kept: Kept) -> None:
     with contextlib.suppress(OSError):  # a home that cannot be written costs the next plan a few requests, no more
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, msgspec.json.encode(kept))
+
+
+def main(reference: str) -> int:
+    """Print the facts of each form of weights in a folder; the exit code of the process."""
+    path = Path(reference).expanduser()
+    try:
+        if not path.exists():
+            raise UserError("no such folder")
+        by_form: FactsByForm = {form: read_files(path, reference, form) for form in forms_of(path) or ("safetensors",)}
+    except UserError as error:
+        sys.stderr.write(f"{error.message}\n")
+        return error.exit_code
+    sys.stdout.buffer.write(msgspec.json.encode(by_form) + b"\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))
