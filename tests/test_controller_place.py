@@ -82,7 +82,7 @@ def test_one_that_is_refused_is_tried_ever_later_and_status_says_why(ticks: Tick
     ticks.target.allows.add("1")
     ticks.now += 30
     assert [row.replica for row in ticks.tick(TWO).replicas] == ["0"], "as it was when it was looked at"
-    assert ticks.tick(TWO).replicas[1].reason is None
+    assert ticks.tick(TWO).replicas[1].state == "starting"
     assert "replica placed" in ticks.events()
 
 

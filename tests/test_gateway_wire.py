@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import json
+import resource
 import ssl
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from gateway_rig import CHAT, Client, Engine, LoopFactory, Rig, Seen, both_loops, echo, rig_with
 
 from penstock.errors import UserError
-from penstock.gateway.connections.client import ClientConnection
+from penstock.gateway.connections import listener
+from penstock.gateway.connections.client import FREE_BODY_BYTES, ClientConnection
 from penstock.gateway.connections.listener import open_socket, open_tls
 from penstock.gateway.routing import static_upstreams
 from penstock.gateway.routing.static_upstreams import name_upstreams
 from penstock.spec.gateway import Limits, Upstream
+from penstock.text import KIB
 
 pytestmark = both_loops
 
@@ -112,6 +119,44 @@ async def test_limits_are_what_was_asked_for(limits: Limits, data: bytes, status
         assert await client.is_closed()
 
 
+async def test_bodies_that_are_arriving_have_one_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener, "ARRIVING_BYTES", 0)
+    size, rest = 100 * KIB, b" " * 10 * KIB
+    start = (
+        b"POST /v1/x HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % size + b"{}" + b" " * (size - len(rest) - 2)
+    )
+    async with rig_with(echo, limits=Limits(body_bytes=size)) as (rig, _, small):  # so the budget is twice that
+        public = rig.gateway.public
+
+        async def begin(n_bodies: int) -> Client:
+            client = await rig.client()
+            client.writer.write(start)
+            while public._n_body_bytes < n_bodies * (size - len(rest) - FREE_BODY_BYTES):
+                await asyncio.sleep(0.001)
+            return client
+
+        first, second, third = [await begin(n + 1) for n in range(3)]
+        fourth = await begin(3)
+        head, body, _ = await fourth.response()
+        assert (head.status, head.get(b"retry-after")) == (503, b"1")
+        assert json.loads(body)["error"]["code"] == "overloaded"
+        assert (await small.post(CHAT).response())[1] == CHAT
+        first.writer.write(rest)
+        assert (await first.response())[0].status == 200
+        second.writer.transport.abort()
+        fifth, sixth = await begin(2), await begin(3)
+        monkeypatch.setattr(listener, "SLOW_BODY_S", -1.0)
+        seventh = await begin(3)
+        answers = [asyncio.create_task(client.response()) for client in (third, fifth, sixth, seventh)]
+        done, _ = await asyncio.wait(answers, return_when=asyncio.FIRST_COMPLETED)
+        assert [task.result()[0].status for task in done] == [408]
+        assert not answers[3].done()
+        for client in (third, fifth, sixth, seventh):
+            client.writer.write(rest)
+        assert sorted([(await answer)[0].status for answer in answers]) == [200, 200, 200, 408]
+        assert public._n_body_bytes == 0
+
+
 async def test_connections_over_the_limit_are_told_and_closed() -> None:
     async with Rig(limits=Limits(n_connections=1)) as rig:
         first, second = await rig.client(), await rig.client()
@@ -119,6 +164,37 @@ async def test_connections_over_the_limit_are_told_and_closed() -> None:
         assert (status, error["code"]) == (503, "overloaded")
         assert (await first.get("/health").response())[0].status == 200
         first.writer.close()
+
+
+async def test_a_full_table_of_files_is_not_the_replicas_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> Any:
+        errors.append(OSError(errno.EMFILE, "Too many open files"))
+        raise errors[-1]
+
+    errors: list[OSError] = []
+    async with rig_with(echo) as (rig, _, client):
+        with monkeypatch.context() as patch:
+            patch.setattr(rig.gateway._context.pool, "connect", full)
+            head, body, _ = await client.post(CHAT).response()
+            assert (head.status, head.get(b"retry-after")) == (503, b"1")
+            assert json.loads(body)["error"]["code"] == "overloaded"
+        assert (await client.post(CHAT).response())[1] == CHAT
+        with monkeypatch.context() as patch:
+            server = rig.gateway.public._server
+            assert server is not None
+            patch.setattr(server, "_sock", SimpleNamespace(accept=full, fileno=server._sock.fileno))
+            waiting = await rig.client()
+            while len(errors) < 2:
+                await asyncio.sleep(0.001)
+        assert (await waiting.get("/health").response())[0].status == 200
+
+
+def test_connections_fit_into_the_files_that_are_allowed(loop_factory: LoopFactory) -> None:
+    n_files = listener.raise_file_limit()
+    assert n_files == resource.getrlimit(resource.RLIMIT_NOFILE)[0] == resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    assert listener.fit_connections(Limits(), 1_000_000).n_connections == Limits().n_connections
+    assert listener.fit_connections(Limits(), 1024).n_connections == 384
+    assert listener.fit_connections(Limits(n_connections=10), 1024).n_connections == 10
 
 
 async def test_times_that_ran_out_end_a_request(monkeypatch: pytest.MonkeyPatch) -> None:

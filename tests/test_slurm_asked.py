@@ -13,7 +13,7 @@ import pytest
 from samples import NOW, deployment, draft
 
 from penstock.errors import PenstockError, UserError
-from penstock.run_folder import Handle, Kind, ReplicaStatus, Run, State, Unit, create, replica
+from penstock.run_folder import Artifact, Handle, Kind, ReplicaStatus, Run, State, Unit, create, replica
 from penstock.spec.deployment import Deployment, GatewaySpec
 from penstock.targets.slurm import commands as commands_module
 from penstock.targets.slurm import script, target
@@ -98,7 +98,8 @@ def run_of(commands: Commands, states: Mapping[str, str], is_gateway: bool = Fal
     if is_gateway:
         wanted = msgspec.structs.replace(wanted, gateway=GatewaySpec(on="job", auth="keys", drain_s=10))
         placed, commands.prefix = ("replica", "gateway"), "one-gateway-"
-    run = create(msgspec.structs.replace(draft(wanted), placed=placed), NOW)
+    sbatch = Artifact(("sbatch", "{replica}"), {})
+    run = create(msgspec.structs.replace(draft(wanted), placed=placed, artifact=sbatch), NOW)
     commands.states = dict(states)
     commands.folder = str(run.gateway_folder if is_gateway else run.path)
     kind: Kind = "gateway" if is_gateway else "replica"

@@ -47,7 +47,7 @@ def progress_text(replica: ReplicaStatus) -> str:
     if replica.state == "queued":
         when = time.strftime("%a %H:%M", time.localtime(replica.starts_at)) if replica.starts_at else ""
         return ", ".join(filter(None, (replica.reason, when and f"starts about {when} (the queue's estimate)")))
-    if replica.state in ("failed", "gone", "broken") or progress is None:
+    if replica.state in ("failed", "gone", "broken", "silent") or progress is None:
         return replica.reason or ""
     words = [progress.stage]
     if progress.shards_total:

@@ -18,7 +18,6 @@ from penstock.wire.announcement import GatewayView, ReplicaView, Restart
 from penstock.wire.client import Client
 
 _TIMEOUT_S = 2.0
-_SILENT_S = 2.0  # beyond its lease
 _FRESH_S = 5.0
 _PLACED_FRESH_S = 60.0  # its files come by a shared file system, and its clock is another machine's
 
@@ -124,10 +123,7 @@ def summarise(desired: Desired, seen: Observation, history: History, now: float)
         announcement = row.announcement if row else None
         # A node that was placed again is remembered with its restarts: until the new one announces, both have them.
         earlier = tuple(restart for restart in earlier if announcement is None or restart not in announcement.restarts)
-        state = _replica_state(placement, announcement.state if row and announcement and row.is_alive else None)
-        reason = placement.reason or (announcement.reason if announcement else None)
-        if row is not None and is_silent(row, placement, now):
-            state, reason = "silent", f"{placement.where or 'its node'} has not reported for {row.age_s:.0f} s"
+        state, why = _replica_state(placement, row, now, seen.view is not None)
         restarts = (*earlier, *(announcement.restarts if announcement else ()))
         replicas.append(
             ReplicaStatus(
@@ -139,7 +135,7 @@ def summarise(desired: Desired, seen: Observation, history: History, now: float)
                 is_draining=row.is_draining if row else False,
                 n_restarts=len(earlier) + (announcement.n_restarts if announcement else 0),
                 restarts=restarts[-10:],
-                reason=reason,
+                reason=placement.reason or why,
                 starts_at=placement.starts_at,
                 ends_at=placement.ends_at,
             )
@@ -160,19 +156,27 @@ def summarise(desired: Desired, seen: Observation, history: History, now: float)
 
 
 def is_silent(row: ReplicaView, placement: Placement, wall_s: float) -> bool:
-    """Whether a placed unit has stopped announcing since: its machine may be lost. `wall_s`: Unix time."""
-    lease_s = row.announcement.lease_s
+    """Whether a placed unit has stopped announcing since it was placed. `wall_s`: Unix time."""
     if placement.state != "placed" or row.is_alive or row.announcement.state in ("stopping", "failed"):
         return False
-    return row.age_s > lease_s + _SILENT_S and wall_s - row.age_s > (placement.placed_at or 0.0)
+    return wall_s - row.age_s > (placement.placed_at or 0.0)
 
 
-def _replica_state(placement: Placement, announcement: str | None) -> str:
+def _replica_state(
+    placement: Placement, row: ReplicaView | None, now: float, is_gateway_heard: bool
+) -> tuple[str, str | None]:
+    """The state, and the reason as far as the target does not know one."""
+    announcement = row.announcement if row is not None else None
+    why = announcement.reason if announcement is not None else None
+    heard = announcement.state if announcement is not None and row is not None and row.is_alive else None
     if placement.state == "broken":  # its first node may be alive, and says more
-        return announcement if announcement and announcement != "ready" else "broken"
+        return heard if heard and heard != "ready" else "broken", why
     if placement.state != "placed":
-        return placement.state
-    return announcement or "starting"
+        return placement.state, why
+    if row is not None and is_silent(row, placement, now):
+        where = placement.where or "its node"
+        return "silent", f"{where} has not reported for {row.age_s:.0f} s: the machine or the network may be down"
+    return heard or "starting", why if heard or not is_gateway_heard else "its node has not reported yet"
 
 
 def _phase(desired: Desired, replicas: list[ReplicaStatus], seen: Observation, has_been_ready: bool) -> Phase:

@@ -101,6 +101,9 @@ class AdminApi:
 
         return self._reporter.respond(client, write, path, body)
 
+    def body_owner(self, head: RequestHead) -> None:
+        return None
+
     def origin_headers(self, head: RequestHead) -> Headers:
         return ()
 

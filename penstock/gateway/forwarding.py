@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import time
 from operator import sub
@@ -156,6 +157,8 @@ class Forwarding:
                     self._task = None
                     self._send(connection)
                     return
+                if self._has_ended:
+                    return
         except Exception:
             log.exception("request %s: a bug in the gateway", self._request_id.decode())
             self._task = None
@@ -221,6 +224,13 @@ class Forwarding:
         try:
             return await context.pool.connect(address)
         except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                # The gateway's failure, not the replica's. Idle connections make room for the next request.
+                log.error("could not connect to replica %s: %s", replica.name, error.strerror)
+                context.pool.close()
+                message, headers = "the gateway has no file descriptor left", ((b"retry-after", b"1"),)
+                self._end_early(_Fault(503, "overloaded", message, headers=headers))
+                return None
             self._replica = None
             context.counters.n_connect_failures += 1
             context.retries.note_failure(replica, time.monotonic())

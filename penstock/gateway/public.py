@@ -11,7 +11,7 @@ from penstock.gateway.accounting.entry import Accounting
 from penstock.gateway.accounting.keys import KeyHolder
 from penstock.gateway.body_fields import ModelFacts
 from penstock.gateway.config import GatewayConfig, ServedModel
-from penstock.gateway.connections.client import ClientConnection
+from penstock.gateway.connections.client import BodyOwner, ClientConnection
 from penstock.gateway.context import GatewayContext
 from penstock.gateway.forwarding import Forwarding
 from penstock.gateway.origins import origin_headers, preflight_headers
@@ -52,9 +52,18 @@ class Public:
         refusal = _refuse_path(head)
         if is_whole and refusal is None:
             return None
-        if head.path != b"/health" and self._context.needs_key and self._accounting.find(head) is None:
-            return self._refuse_key()
+        if head.path != b"/health" and self._context.needs_key:
+            holder = self._accounting.find(head)
+            if holder is None:
+                return self._refuse_key()
+            limit = holder.quota.refuse_body() if refusal is None else None
+            if limit is not None:
+                return self._accounting.over_limit(limit, holder, time.monotonic())
         return refusal
+
+    def body_owner(self, head: RequestHead) -> BodyOwner | None:
+        holder = self._accounting.find(head) if self._context.needs_key else None
+        return holder.quota if holder is not None else None
 
     def handle(self, request: Request, client: ClientConnection) -> Answer | None:
         path = request.head.path

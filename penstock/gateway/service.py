@@ -19,7 +19,7 @@ from penstock.gateway.accounting.running_totals import Totals
 from penstock.gateway.admin import AdminApi
 from penstock.gateway.config import GatewayConfig, parse_address, upstream_keys
 from penstock.gateway.connections.engine import Pool
-from penstock.gateway.connections.listener import Listener, open_socket, open_tls
+from penstock.gateway.connections.listener import Listener, fit_connections, open_socket, open_tls, raise_file_limit
 from penstock.gateway.context import GatewayContext
 from penstock.gateway.metrics import Counters
 from penstock.gateway.public import Public
@@ -103,7 +103,7 @@ class Gateway:
             self._reporter.link = ParentLink(self._reporter.encode, self._api.apply, self._end_without_parent)
         public = Public(config, self.accounting, self._context, self._reporter)
         self.public = Listener(
-            *(public, sockets.public, config.limits, sockets.tls),
+            *(public, sockets.public, fit_connections(config.limits, raise_file_limit()), sockets.tls),
             share=slot.public if slot else None,
             path_prefix=config.path_prefix or "",
         )

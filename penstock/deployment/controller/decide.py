@@ -19,6 +19,7 @@ _CONTROLLER_PAUSE_S = 30.0
 # not written its address yet.
 _HUNG_S, _PLACED_HUNG_S, _STARTING_HUNG_S = 8.0, 20.0, 180.0
 _HANDOVER_S = 60.0
+_LATE_S = 2.0
 _SILENT_KEPT_S = 600.0  # Slurm's SlurmdTimeout is 300 s by default
 _TAKEN_AWAY = "its machines are taken away soon: the next is placed"
 _LOST = "its machines may be lost, it does not report: the next is placed"
@@ -174,7 +175,8 @@ def leaving(seen: Observation, wall_s: float, drain_s: float) -> frozenset[str]:
 
 def _is_lost(seen: Observation, row: ReplicaView, wall_s: float) -> bool:
     placement = seen.placements.get(replica(row.announcement.replica))
-    return placement is not None and placement.placed_at is not None and is_silent(row, placement, wall_s)
+    is_late = row.age_s > row.announcement.lease_s + _LATE_S
+    return is_late and placement is not None and placement.placed_at is not None and is_silent(row, placement, wall_s)
 
 
 def _is_ready(row: ReplicaView | None) -> bool:

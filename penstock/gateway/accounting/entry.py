@@ -14,7 +14,7 @@ from typing import Final
 
 from penstock.gateway.accounting.keys import KeyHolder, Keyring, credential
 from penstock.gateway.accounting.ledger import Ledger, News
-from penstock.gateway.accounting.quota import Quota
+from penstock.gateway.accounting.quota import Quota, Refusal
 from penstock.gateway.accounting.running_totals import new_totals
 from penstock.gateway.accounting.token_usage import MAX_TOKENS, BodyWatch, StreamStrip, StreamWatch, ask_for_usage
 from penstock.gateway.accounting.usage_store import Row, State
@@ -124,6 +124,14 @@ class Accounting:
         if entry is not None:
             entry.refuse(status)
 
+    def over_limit(self, refusal: Refusal, holder: KeyHolder, now: float) -> Answer:
+        self.refusals[refusal.kind] += 1
+        code, words = _WORDS[refusal.kind]
+        wait_s = refusal.retry_after_s or _until_next_month_s(time.time())
+        headers = ((b"retry-after", b"%d" % max(1, math.ceil(wait_s))), *holder.quota.headers(now))
+        message = f"key {holder.name!r} has used its {words.format(limit=refusal.limit)}"
+        return error_answer(429, message, code, headers=headers)
+
     def account(self, model: str) -> Account:
         account = self._accounts.get(model)
         if account is None:
@@ -215,13 +223,8 @@ class Entry:
         if refusal is None:
             self._is_open = True
             return None
-        self._accounting.refusals[refusal.kind] += 1
         self._status = 429
-        code, words = _WORDS[refusal.kind]
-        wait_s = refusal.retry_after_s or _until_next_month_s(time.time())
-        headers = ((b"retry-after", b"%d" % max(1, math.ceil(wait_s))), *holder.quota.headers(now))
-        message = f"key {holder.name!r} has used its {words.format(limit=refusal.limit)}"
-        return error_answer(429, message, code, headers=headers)
+        return self._accounting.over_limit(refusal, holder, now)
 
     def headers(self) -> Headers:
         holder = self._holder

@@ -53,19 +53,27 @@ class Bucket:
 
 
 class Quota:
-    __slots__ = ("_at_once", "_requests", "_tokens", "is_limited", "limits", "spent_usd")
+    __slots__ = ("_at_once", "_requests", "_tokens", "is_limited", "limits", "n_bodies", "spent_usd")
 
     def __init__(self, key_id: str, limits: Limits, totals: Totals, now: float) -> None:
         def bucket(kind: str, per_minute: int | None) -> Bucket | None:
             return None if per_minute is None else Bucket(per_minute, now, totals[f"key:{key_id}:{kind}"])
 
         self.limits = limits
+        self.n_bodies = 0  # of requests that are still arriving
         self.spent_usd = 0.0  # this month, told from outside
         self._requests = bucket("requests", limits.rpm)
         self._tokens = bucket("tokens", limits.tpm)
         self._at_once = totals[f"key:{key_id}{AT_ONCE}"] if limits.concurrency is not None else None
         numbers = (limits.rpm, limits.tpm, limits.concurrency, limits.budget_usd)
         self.is_limited = any(limit is not None for limit in numbers)
+
+    def refuse_body(self) -> Refusal | None:
+        """The limit that a request would pass whose body is about to arrive."""
+        limit = self.limits.concurrency
+        if limit is None or self._at_once is None or self._at_once.now() + self.n_bodies < limit:
+            return None
+        return Refusal("concurrency", limit, BUSY_RETRY_S)
 
     def take(self, now: float, n_tokens: int) -> Refusal | None:
         """Admits a request that reserves `n_tokens`, until `give_back`, or returns the limit it would pass."""

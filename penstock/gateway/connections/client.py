@@ -36,6 +36,9 @@ WRITE_BUFFER_BYTES: Final = 256 * KIB
 
 LINGER_S = 2.0  # reading on after a refusal, so that the client can read it before a reset
 
+FREE_BODY_BYTES: Final = 32 * KIB  # of each body; more of it takes from the listener's budget
+
+_RETRY_SOON: Final = ((b"retry-after", b"1"),)
 _RESET_ON_CLOSE: Final = struct.pack("ii", 1, 0)
 _REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._:\-]{1,128}")
 
@@ -59,6 +62,12 @@ class Source(Protocol):
     def resume(self) -> None: ...
 
 
+class BodyOwner(Protocol):
+    """Who sends a request's body; `n_bodies` counts those that are arriving."""
+
+    n_bodies: int
+
+
 class Handler(Protocol):
     """What a listener serves. None of the three blocks."""
 
@@ -67,6 +76,8 @@ class Handler(Protocol):
 
     def handle(self, request: Request, client: ClientConnection) -> Answer | None:
         """The answer; None when `client.work` writes the response, or has."""
+
+    def body_owner(self, head: RequestHead) -> BodyOwner | None: ...
 
     def origin_headers(self, head: RequestHead) -> Headers:
         """Headers for every answer to this request."""
@@ -82,6 +93,8 @@ class Acceptor(Protocol):
 
     @property
     def is_full(self) -> bool: ...
+    def reserve(self, n_bytes: int, /) -> bool: ...
+    def give_back(self, n_bytes: int, /) -> None: ...
     def new_request_id(self) -> bytes: ...
     def add(self, connection: ClientConnection, /) -> None: ...
     def remove(self, connection: ClientConnection, /) -> None: ...
@@ -102,6 +115,8 @@ class ClientConnection(asyncio.Protocol):
         self._head: RequestHead | None = None
         self._body: list[bytes] = []
         self._n_body_bytes = 0
+        self._n_reserved_bytes = 0  # of the listener's budget for bodies that are arriving
+        self._body_owner: BodyOwner | None = None
         self._early: Answer | None = None
         self.work: Work | None = None
         self._source: Source | None = None
@@ -121,7 +136,7 @@ class ClientConnection(asyncio.Protocol):
         self._transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
         self._listener.add(self)
         if self._listener.is_full:
-            answer = error_answer(503, "too many connections", "overloaded", headers=((b"retry-after", b"1"),))
+            answer = error_answer(503, "too many connections", "overloaded", headers=_RETRY_SOON)
             self._refuse(answer)
 
     def data_received(self, data: bytes) -> None:
@@ -147,6 +162,7 @@ class ClientConnection(asyncio.Protocol):
         if self._linger_timer is not None:
             self._linger_timer.cancel()  # it holds this connection: much memory when malformed requests come fast
         self._leave()
+        self._release_body()
         self._listener.remove(self)
 
     def pause_writing(self) -> None:
@@ -235,6 +251,12 @@ class ClientConnection(asyncio.Protocol):
     def abort(self) -> None:
         self._transport.abort()
 
+    def has_slow_body(self, begun_before: float) -> bool:
+        return self._phase == "body" and self._n_reserved_bytes > 0 and self._phase_at < begun_before
+
+    def refuse_late(self) -> None:
+        self._refuse(error_answer(408, "the request did not come in time", "request_timeout"))
+
     def close_if_stale(self, now: float) -> None:
         spent_s = now - self._phase_at
         silent_s = now - self._data_at
@@ -252,7 +274,7 @@ class ClientConnection(asyncio.Protocol):
         elif self._phase in ("head", "body") and (
             is_over or (spent_s > limits.head_s if self._phase == "head" else silent_s > limits.body_s)
         ):
-            self._refuse(error_answer(408, "the request did not come in time", "request_timeout"))
+            self.refuse_late()
 
     def _enter(self, phase: Phase) -> None:
         self._phase = phase
@@ -311,13 +333,20 @@ class ClientConnection(asyncio.Protocol):
         self._enter("body")
         name = head.get(b"x-request-id")
         self.request_id = name if name and _REQUEST_ID.fullmatch(name) else self._listener.new_request_id()
-        self._early = self._listener.handler.refuse(head, is_whole=has_all)
+        handler = self._listener.handler
+        self._early = handler.refuse(head, is_whole=has_all)
         has_body = head.is_chunked or bool(head.length)
         if self._early is None and head.length is not None and head.length > self._limits.body_bytes:
             self._early = _too_large(self._limits.body_bytes)
         if self._early is not None and has_body:
             self._refuse(self._early)
-        elif head.expects_continue and has_body and not has_all and not self._reader.n_buffered:
+            return
+        if has_all or not has_body:
+            return
+        self._body_owner = handler.body_owner(head)
+        if self._body_owner is not None:
+            self._body_owner.n_bodies += 1
+        if head.expects_continue and not self._reader.n_buffered:
             self._transport.write(CONTINUE)
 
     def _on_body(self, data: bytes) -> None:
@@ -326,13 +355,32 @@ class ClientConnection(asyncio.Protocol):
             self._refuse(_too_large(self._limits.body_bytes))
             return
         self._body.append(data)
+        n_new = self._n_body_bytes - FREE_BODY_BYTES - self._n_reserved_bytes
+        if n_new > 0:
+            if not self._listener.reserve(n_new):
+                self._refuse(
+                    error_answer(503, "too many large requests are arriving", "overloaded", headers=_RETRY_SOON)
+                )
+            elif self._phase == "body":
+                self._n_reserved_bytes += n_new
+            else:
+                self._listener.give_back(n_new)  # it was the slow one itself
+
+    def _release_body(self) -> None:
+        self._body, self._n_body_bytes = [], 0
+        if self._n_reserved_bytes:
+            self._listener.give_back(self._n_reserved_bytes)
+            self._n_reserved_bytes = 0
+        owner, self._body_owner = self._body_owner, None
+        if owner is not None:
+            owner.n_bodies -= 1
 
     def _on_request(self) -> None:
         assert self._head is not None
         self._enter("busy")
         self._has_begun = False
-        body = b"".join(self._body)
-        self._body, self._n_body_bytes = [], 0
+        body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
+        self._release_body()
         if self._early is not None:
             self.respond(self._early)
             return
@@ -366,7 +414,7 @@ class ClientConnection(asyncio.Protocol):
         """
         self._write_answer(answer, keeps_alive=False)
         self._phase = "lingering"
-        self._body = []
+        self._release_body()
         if self._transport.can_write_eof():
             self._transport.write_eof()
         self._linger_timer = self._loop.call_later(LINGER_S, self._transport.abort)

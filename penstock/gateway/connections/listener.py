@@ -7,7 +7,9 @@ import contextlib
 import ctypes
 import errno
 import functools
+import logging
 import os
+import resource
 import socket
 import ssl
 import stat
@@ -17,11 +19,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
+
 from penstock.errors import UserError
 from penstock.gateway.config import UNIX, Address
 from penstock.gateway.connections.client import ClientConnection, Handler
 from penstock.gateway.connections.shared_server import Share, SharedServer
 from penstock.spec.gateway import Limits
+from penstock.text import MIB
 from penstock.wire.http1 import RequestHead, parse_request
 
 BACKLOG = 1024
@@ -29,6 +34,11 @@ HANDSHAKES_S = 0.05  # in a drain: for handshakes that are under way
 GRACE_S = 0.5  # in a drain: for requests on their way on an idle connection
 FLUSH_S = 1.0  # in a drain: for what is written when time is over
 SWEEP_S = 5.0
+ARRIVING_BYTES = 256 * MIB  # of bodies that are not whole yet, all connections together
+SLOW_BODY_S = 10.0
+RESERVED_FILES = 64  # for everything but clients and engines
+
+log = logging.getLogger(__name__)
 
 # A filter program over the TCP header (offset 13 holds the flags) that drops segments with SYN and without ACK.
 # https://www.kernel.org/doc/html/latest/networking/filter.html; SO_ATTACH_FILTER is 26 in asm-generic/socket.h.
@@ -70,11 +80,29 @@ class Listener:
         self._id_prefix = os.urandom(8).hex().encode()
         self._n_request_ids = 0
         self._sock = sock
-        self._share = share
-        self._server: asyncio.Server | SharedServer | None = None
+        self._share = share or Share(1)
+        self._server: SharedServer | None = None
         self._connections: set[ClientConnection] = set()
+        self._n_body_bytes = 0
         self._emptied = asyncio.Event()
         self._sweep_timer: asyncio.TimerHandle | None = None
+
+    def reserve(self, n_bytes: int) -> bool:
+        """Takes from the budget for bodies that are arriving; False when it is used up.
+
+        A slow one then gives way: else a few clients that send almost nothing would refuse all large requests.
+        """
+        if self._n_body_bytes + n_bytes > max(ARRIVING_BYTES, 2 * self.limits.body_bytes):
+            now = time.monotonic()
+            slow = next((each for each in self._connections if each.has_slow_body(now - SLOW_BODY_S)), None)
+            if slow is None:
+                return False
+            slow.refuse_late()
+        self._n_body_bytes += n_bytes
+        return True
+
+    def give_back(self, n_bytes: int) -> None:
+        self._n_body_bytes -= n_bytes
 
     @property
     def port(self) -> int:
@@ -102,26 +130,14 @@ class Listener:
             self._emptied.set()
 
     def _count(self) -> None:
-        if self._share is not None:
-            self._share.set(len(self._connections))
+        self._share.set(len(self._connections))
 
     async def start(self) -> None:
         self._emptied.set()
         self._count()
         # A TLS handshake counts as a head: a client that never ends it is disconnected.
         handshake_s = self.limits.head_s if self._tls else None
-        if self._share is not None:
-            self._server = SharedServer(self._sock, lambda: ClientConnection(self), self._share, self._tls, handshake_s)
-        else:
-            loop = asyncio.get_running_loop()
-            create = loop.create_unix_server if self._sock.family == socket.AF_UNIX else loop.create_server
-            self._server = await create(
-                lambda: ClientConnection(self),
-                sock=self._sock,
-                backlog=BACKLOG,
-                ssl=self._tls,
-                ssl_handshake_timeout=handshake_s,
-            )
+        self._server = SharedServer(self._sock, lambda: ClientConnection(self), self._share, self._tls, handshake_s)
         self._sweep()
 
     async def drain(self, drain_s: float) -> int:
@@ -136,8 +152,7 @@ class Listener:
             _refuse_new_connections(self._sock)
         await asyncio.sleep(min(HANDSHAKES_S, drain_s))
         self._server.close()
-        if isinstance(self._server, SharedServer):
-            await self._server.wait_connected()
+        await self._server.wait_connected()
         grace_timer = asyncio.get_running_loop().call_later(min(GRACE_S, drain_s), self._close_idle)
         await self._wait_empty(drain_s)
         grace_timer.cancel()
@@ -164,6 +179,24 @@ class Listener:
         for connection in tuple(self._connections):
             connection.close_if_stale(time.monotonic())
         self._sweep_timer = asyncio.get_running_loop().call_later(SWEEP_S, self._sweep)
+
+
+def raise_file_limit() -> int:
+    """Raises the soft limit of open files to the hard one; returns it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):  # macOS refuses what is above its own limit
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        soft = hard
+    return sys.maxsize if soft == resource.RLIM_INFINITY else soft
+
+
+def fit_connections(limits: Limits, n_files: int) -> Limits:
+    """The limits with no more connections than files allow: each needs one, and one more to its engine."""
+    n_most = max(1, (n_files - RESERVED_FILES) * 2 // 5)
+    if limits.n_connections > n_most:
+        log.info("%d open files are allowed: at most %d connections", n_files, n_most)
+        return msgspec.structs.replace(limits, n_connections=n_most)
+    return limits
 
 
 def _parse_below(prefix: bytes, n_headers: int, text: bytes) -> RequestHead:

@@ -26,7 +26,7 @@ from penstock.paths import home
 from penstock.run_folder import Artifact, Handle, Kind, Launch, Run, Unit, order, replica, unit_of
 from penstock.spec.blocks import Slurm as SlurmBlock
 from penstock.spec.deployment import Deployment
-from penstock.targets import Login, Placement, Surveyed, Target
+from penstock.targets import Login, Placement, Surveyed, Target, assumed
 from penstock.targets.openssh import is_legal
 from penstock.targets.slurm import commands, queue, site
 from penstock.targets.slurm import script as slurm_script
@@ -44,6 +44,7 @@ class Slurm(Target):
     name = "slurm"
     capabilities = frozenset({"survey", "places-gateway"})
     listen = "network"
+    shares_files = True
     is_elastic = True
 
     def __init__(self) -> None:
@@ -85,9 +86,10 @@ class Slurm(Target):
             return [Problem("target", "this machine is no client of Slurm: there is no sbatch", hint)]
         return site.problems(commands.read_site(), deployment) or commands.tested(deployment, str(run_path))
 
-    def machines(self, deployment: Deployment) -> list[Machine]:
+    def machines(self, deployment: Deployment, is_rehearsal: bool = False) -> list[Machine]:
         if shutil.which("sbatch") is None:
-            return site.machines(None, deployment, {})
+            reason = "this machine is no client of Slurm: there is no sbatch"
+            return [assumed(machine, reason) for machine in site.machines(None, deployment, {})]
         return site.machines(commands.read_site(), deployment, commands.versions(deployment))
 
     def survey(self, deployment: Deployment, argv: Sequence[str], timeout_s: float) -> list[Surveyed]:
