@@ -85,3 +85,31 @@ def test_the_rank_is_the_number_that_the_host_name_ends_in(host: str, rank: int)
 def test_a_host_name_without_a_rank_of_this_replica_is_refused(host: str) -> None:
     with pytest.raises(UserError, match=f'host name "{host}"'):
         rank_of(host, n_nodes=2)
+
+
+HOOK = """
+import os, sys, threading, time
+def work():
+    time.sleep(0.7)
+    os.open("/dev/shm/TAG", os.O_CREAT | os.O_RDWR)
+    time.sleep(1.5)
+if "penstock.testing.fake_engine" in sys.orig_argv:
+    threading.Thread(target=work).start()
+"""
+
+
+@pytest.mark.processes
+def test_an_engine_that_fails_to_start_leaves_no_shared_memory(tmp_path: Path) -> None:
+    """vLLM's ranks make psm_* seconds before they run out of memory."""
+    segment = Path("/dev/shm") / f"penstock-test-{tmp_path.name}"
+    (tmp_path / "sitecustomize.py").write_text(HOOK.replace("TAG", segment.name))
+    args, env = {"crash-at-start": "boom"}, {"PYTHONPATH": str(tmp_path)}
+    rig = Rig(tmp_path, demo_plan("fake", args=args, env=env))
+    try:
+        node = rig.node(0)
+        rig.until(segment.exists, "the engine makes its segment")
+        assert node.wait(30) == 1
+        assert not segment.exists()
+    finally:
+        rig.close()
+        segment.unlink(missing_ok=True)
