@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -86,7 +87,7 @@ def test_every_flag_of_the_contract_reaches_the_solver(asked: Asked) -> None:
     [
         *("--tensor 0", "--tensor two", "--tensor ²", "--max-model-len -1", "--gpu-memory-utilization 1.1"),
         *("--gpu-memory-utilization nan", "--available-kv-gib inf", "--available-kv-gib 5,", "--ttft-ms 0"),
-        *("--dtype int4", "--no-such-flag"),
+        *("--dtype int4", "--no-such-flag", "--gpu h200", "--tensor 2 --tensor 4"),
     ],
 )
 def test_bad_values_exit_with_2(words: str, asked: Asked) -> None:
@@ -161,10 +162,38 @@ def test_write_replaces_a_file_only_by_force_and_writes_none_for_what_does_not_f
     written = reading.load(path)
     assert (written.model, written.parallel) == (asked[0].facts.hub_id, Parallel(tensor=4))
     assert f"wrote {path}" in capsys.readouterr().out
+    assert run(*BASE, "--plot", str(tmp_path / "plan.svg")) == 0
+    assert (tmp_path / "plan.svg").read_text("utf-8").startswith("<svg")
     answer(monkeypatch, samples.SHORT)
     assert run(*BASE, "--write", str(tmp_path / "other.yaml")) == 3
     assert not (tmp_path / "other.yaml").exists()
     assert "did not write" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *("", "--max-model-len 8192 --gpu-memory-utilization 0.8", "--tensor 8 --enforce-eager --kv-cache-dtype fp8"),
+        "--tensor 2 --pipeline 2 --max-num-seqs 64 --no-prefix-caching --block-size 32",
+    ],
+)
+def test_the_last_lines_start_what_was_planned(words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*BASE, "--max-model-len", "8192", *words.replace("--max-model-len 8192 ", "").split()) == 0
+    line = capsys.readouterr().out.replace("\\\n", " ").rpartition("start it\n")[2].partition("\n\n")[0]
+    up = shlex.split(line)
+    assert up[:2] == ["penstock", "up"]
+    settings = [word for word in up[3:] if word != "--set"]
+    path = tmp_path / "p.yaml"
+    assert (
+        run(*BASE, "--max-model-len", "8192", *words.replace("--max-model-len 8192 ", "").split(), "--write", str(path))
+        == 0
+    )
+    assert f"start it\n  penstock up {path}\n" in capsys.readouterr().out
+    written, typed = reading.load(path), reading.read(up[2], settings)
+    assert (typed.model, typed.parallel, typed.engine.args) == (written.model, written.parallel, written.engine.args)
+    assert typed.engine.max_model_len == written.engine.max_model_len
+    assert typed.engine.gpu_memory_utilization == written.engine.gpu_memory_utilization
+    assert f"vllm serve {written.model}" in path.read_text("utf-8")
 
 
 def test_the_file_names_a_folder_by_its_full_path_and_keeps_the_engines_flags(
@@ -182,6 +211,8 @@ def test_the_file_names_a_folder_by_its_full_path_and_keeps_the_engines_flags(
 def test_a_file_that_cannot_be_made_or_read_is_refused_before_the_work(asked: Asked, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="pictures are SVG"):
         run(*BASE, "--plot", str(tmp_path / "plan.pdf"))
+    with pytest.raises(UserError, match="no such folder"):
+        run(*BASE, "--plot", str(tmp_path / "none" / "plan.svg"))
     with pytest.raises(UserError, match="cannot read calibration"):
         run(*BASE, "--calibration", str(tmp_path / "none.json"))
     assert asked == []

@@ -40,7 +40,7 @@ class Cluster:
 
     name, listen, is_elastic = "ssh", "loopback", False
 
-    def machines(self, wanted: Deployment) -> list[Machine]:
+    def machines(self, wanted: Deployment, is_rehearsal: bool = False) -> list[Machine]:
         free = gpu_machine(1)
         used = msgspec.structs.replace(free, gpus=(msgspec.structs.replace(free.gpus[0], memory_free_bytes=GIB),))
         return [used, used, free]

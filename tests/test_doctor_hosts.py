@@ -50,7 +50,7 @@ class OverHosts(Target):
     def check(self, deployment: Deployment, is_rehearsal: bool = False) -> list[Problem]:
         return self.problems
 
-    def machines(self, deployment: Deployment) -> list[Machine]:
+    def machines(self, deployment: Deployment, is_rehearsal: bool = False) -> list[Machine]:
         rows = self.survey(deployment, ["-m", "penstock.hardware.node_facts"], 30.0)
         return [msgspec.json.decode(row.out, type=NodeFacts).machine for row in rows if row.exit_code == 0]
 

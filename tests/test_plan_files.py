@@ -9,11 +9,12 @@ from typing import Any
 
 import msgspec
 import pytest
-from samples import cpu_machine, gpu_machine
+from samples import cpu_machine, deployment, gpu_machine
 
 from penstock.cli import main
 from penstock.deployment import measured, planning
 from penstock.engines.vllm.engine import Vllm
+from penstock.errors import UserError
 from penstock.hardware import detect
 from penstock.models import facts
 from penstock.planner.request import SizingRequest
@@ -27,7 +28,7 @@ model: llama-3.1-70b
 name: big
 replicas: 2
 hardware: {gpu: h100-sxm, gpus_per_node: 8}
-workload: {input_tokens: 3000, tpot_ms: 40}
+workload: {input_tokens: 3000, tpot_ms: 400}
 engine:
   max_model_len: 16384
   args: {max-num-seqs: 64, enforce-eager: true, seed: 7, middleware: [a, b]}
@@ -59,7 +60,7 @@ def layout_of(answer: dict[str, Any]) -> tuple[int, int, int]:
 
 
 def test_a_file_is_planned_as_its_flags_would_be(plan: Ask, file: Path) -> None:
-    flags = "--gpu h100-sxm --gpus-per-node 4 --max-model-len 16384 --max-num-seqs 64 --enforce-eager --tpot-ms 40"
+    flags = "--gpu h100-sxm --gpus-per-node 4 --max-model-len 16384 --max-num-seqs 64 --enforce-eager --tpot-ms 400"
     code, answer = plan(file)
     _, same = plan("llama-3.1-70b", *flags.split(), "--input-tokens", "3000", "--gpu-memory-utilization", "0.92")
     assert code == 0
@@ -126,6 +127,12 @@ def test_a_written_file_goes_through_plan_and_up(
     assert made["warnings"][-1] == "desk has no GPU: this is for 2 x NVIDIA L4, as the file requires"
 
 
+def test_up_refuses_a_format_that_is_no_flag_of_the_engine() -> None:
+    plain = deployment("llama-3.1-8b", engine={"args": {"quantization": "nvfp4"}})
+    with pytest.raises(UserError, match='cannot start vLLM with quantization "nvfp4"'):
+        planning.size(plain, facts.read("llama-3.1-8b"), gpu_machine(1), "0.33.0", 1)
+
+
 def test_up_itself_refuses_what_only_a_dry_run_may_assume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -155,3 +162,16 @@ def test_measured_values_are_read_by_what_moves_memory_and_can_be_left_out(
     for words in ((), ("--load-format", "dummy", "--chat-template", "a b", "--seed", "1"), ("--enable-lora",)):
         planning.solve(msgspec.structs.replace(plain, more_args=words))
     assert keys[0] == keys[1] != keys[2]
+
+
+def test_the_catalogue_is_listed(plan: Ask, capsys: pytest.CaptureFixture[str]) -> None:
+    code, answer = plan("--list")
+    assert code == 0
+    assert {"name": "llama-3.1-8b", "hub_id": "meta-llama/Meta-Llama-3.1-8B", "params": 8030261248} in [
+        {key: row[key] for key in ("name", "hub_id", "params")} for row in answer["models"]
+    ]
+    assert "h100-sxm" in [row["id"] for row in answer["gpus"]] and "ib-ndr-400" in answer["networks"]
+    assert main.run(["plan", "--list"]) == 0
+    shown = capsys.readouterr().out
+    assert "gpt-oss-20b" in shown and "rtx-4090" in shown and "pcie" not in shown.partition("NETWORK")[2]
+    assert plan()[1]["error"]["message"] == "cannot plan without a model"

@@ -48,7 +48,7 @@ def shown(words: str) -> str:
     except PenstockError as error:
         return f"{words}\n  exit {error.exit_code}: {error.message}\n  hint: {str(error.hint)[:60]}\n"
     word = "does not start" if sizing.is_refused else "fits" if sizing.fits else "does not fit"
-    lines = [f"{word}: {sizing.reason}"]
+    lines = [f"{word}: {sizing.reason}", *(f"but {target.partition(':')[0]}" for target in sizing.missed)]
     if sizing.layout and sizing.weights and sizing.settings:
         each = " ".join(f"{gib:.2f}" for gib in sizing.weights.per_gpu_gib)
         lines.append(f"{plan_text.layout_text(sizing.layout)}, weights {each} GiB, {sizing.settings.dtype}")
@@ -74,6 +74,7 @@ def test_the_answer_is_the_golden_one(words: str) -> None:
     [
         ("llama-3.1-70b --gpu h100-sxm --gpus-per-node 8", 0),
         ("llama-3.1-70b --gpu h100-sxm", 3),
+        ("llama-3.1-8b --gpu h100-sxm --tpot-ms 3", 3),
         ("llama-3.1-70b --gpu h101-sxm", 2),
         ("deepseek-v4-flash --gpu h100-sxm", 4),
     ],

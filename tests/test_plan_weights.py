@@ -177,6 +177,41 @@ def test_compressed_tensors_schemes() -> None:
         assert quant.kind == kind and quant.excluded == ("lm_head",)
 
 
+def test_int4_experts_alone_are_as_large_as_published() -> None:
+    """moonshotai/Kimi-K2-Thinking: 594 GB on the hub; routed experts in int4, all else in bf16."""
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True}
+    ignore = ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", "re:.*mlp\\.(gate|up|gate_up|down)_proj.*"]
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}}
+    config: dict[str, Any] = {"format": "pack-quantized", "config_groups": groups, "ignore": ignore}
+    arch = shapes.arch("kimi-k2-instruct", quantization_config={"quant_method": "compressed-tensors", **config})
+    assert bytes_on_disk(arch) == pytest.approx(594e9, rel=0.001)
+    # AutoRound's W4A16, packed as GPTQ, with the same modules left out by name and by expression.
+    left_out = {".*self_attn.*": {"bits": 16}, ".*shared_experts.*": {"bits": 16}, "model.layers.0.mlp": {"bits": 16}}
+    config = {"quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": True, "extra_config": left_out}
+    gptq = shapes.arch("kimi-k2-instruct", quantization_config=config)
+    assert first_bytes(gptq) == first_bytes(arch)
+    assert quantization.with_choice(gptq, "moe_wna16") == gptq
+
+
+def first_bytes(arch: Architecture) -> tuple[int, int]:
+    rank = rank_weights(arch, Parallel(8))[0]
+    return rank.expert_bytes, rank.weight_bytes
+
+
+def test_a_plan_of_a_checkpoint_in_nvfp4_or_int4_needs_none() -> None:
+    """NVFP4 of Llama-3.1-70B: 68.4e9 numbers in linears x 0.5625 B, embedding and head in bf16."""
+    linears, others = 80 * 855_638_016, 2 * 128_256 * 8192
+    for choice, each in (("nvfp4", 0.5625), ("int4", 0.515625)):
+        arch = quantization.with_choice(shapes.LLAMA_70B, choice)
+        assert rank_weights(arch, Parallel())[0].weight_bytes == pytest.approx(linears * each + others * 2, rel=1e-3)
+        assert quantization.with_choice(arch, choice) == arch
+    own = shapes.arch("qwen3-235b-a22b", quantization_config={"quant_method": "modelopt", "quant_algo": "NVFP4"})
+    for choice in ("nvfp4", "modelopt", "modelopt_fp4"):
+        assert quantization.with_choice(own, choice) == own
+    sizing = shapes.solved("llama-3.1-8b", "b200-sxm", quantization="nvfp4")
+    assert sizing.engine_args == () and "plan of a checkpoint in nvfp4" in sizing.warnings[0]
+
+
 def test_exclusions_name_modules() -> None:
     for pattern, module, is_named in (
         ("lm_head", "lm_head", True),
@@ -188,6 +223,14 @@ def test_exclusions_name_modules() -> None:
         ("model.language_model.layers.*.self_attn*", "model.layers.7.self_attn.q_proj", True),
         ("re:.*self_attn.*", "model.layers.7.self_attn.q_proj", True),
         ("re:.*lm_head", "model.layers.7.self_attn.q_proj", False),
+        # What vLLM joins, experts in one tensor, a lone shared expert, Nemotron-H's names.
+        ("model.layers.0.self_attn.qkv_proj", "model.layers.0.self_attn.k_proj", True),
+        ("re:.*gate_up_proj", "model.layers.0.mlp.up_proj", True),
+        ("re:.*gate_up_proj", "model.layers.0.mlp.down_proj", False),
+        ("model.layers.0.mlp.experts.gate_up_proj", "model.layers.0.mlp.experts.0.gate_proj", True),
+        ("*.mlp.shared_expert.*", "model.layers.0.mlp.shared_experts.down_proj", True),
+        ("backbone.layers.4.mixer.in_proj", "model.layers.4.mixer.in_proj", True),
+        ("backbone.layers.*.mixer.in_proj", "model.layers.4.mixer.in_proj", True),
     ):
         assert quantization.matches(module, (pattern,)) is is_named, (pattern, module)
 

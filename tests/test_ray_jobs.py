@@ -19,10 +19,11 @@ import pytest
 from samples import cpu_machine, demo_plan, run_folder
 
 import penstock
-from penstock.deployment import stop
-from penstock.errors import PenstockError, Problem, UserError
+from penstock.deployment import prepare, stop
+from penstock.errors import PenstockError, Problem, SpecError, UserError
 from penstock.hardware import Gpu
 from penstock.planner import Plan
+from penstock.planner.engine_versions import NEWEST
 from penstock.run_folder import Desired, Handle, Launch, Left, Run, every_left, note_left, replica
 from penstock.spec import reading
 from penstock.spec.deployment import Deployment, Parallel
@@ -194,7 +195,9 @@ def test_a_job_and_its_placement_group_become_a_placement(cluster: type[FakeDash
     cluster.groups_now = {"j": "CREATED"}
     assert placed(target) == Placement("placed")
     cluster.groups_now = {"j": "RESCHEDULING"}
-    assert placed(target).state == "broken"
+    why = "needs a node with 4 GPU and 5 CPU free, 1 of 2 have it: 10.0.0.2 has 1 of 4"
+    lost = f"Ray lost a node of it, and waits for another: it {why}"
+    assert placed(target) == Placement("broken", lost, is_repaired_by_target=True), "the controller leaves it to Ray"
     cluster.jobs_now = {"j": Job("j", "FAILED", "Job failed, last logs:\npenstock: its first node ended with 1\n")}
     assert placed(target) == Placement("gone", "its job has ended: penstock: its first node ended with 1")
 
@@ -249,6 +252,18 @@ def test_a_cluster_of_several_kinds_of_gpu_is_asked_for_the_one_of_the_file(clus
     gpus = tuple(Gpu(n, "H100", 80, 3) for n in range(8))
     given = as_ray_gives(msgspec.structs.replace(machine, gpus=gpus), 2)
     assert [(gpu.index, gpu.memory_free_bytes) for gpu in given.gpus] == [(0, 80), (1, 80)]
+
+
+def test_a_rehearsal_without_the_cluster_says_that_it_was_not_asked() -> None:
+    hardware = {"gpu": "h100-sxm", "gpus_per_node": 4}
+    fields: dict[str, Any] = {"hardware": hardware, "engine": {"kind": "vllm"}, "gateway": {"port": 0}}
+    wanted = deployment(ray={"address": "http://127.0.0.1:9"}, **fields)
+    prepared = prepare.rehearse(wanted)
+    why = "not asked: could not connect to http://127.0.0.1:9: connection refused; this is for 1 machine as the file"
+    assert prepared.plan.warnings[-1].startswith(why)
+    assert (prepared.plan.engine_version, prepared.machine.gpus[0].name) == (NEWEST, "NVIDIA H100 80GB HBM3")
+    with pytest.raises(SpecError, match="1 problem"):
+        prepare.prepare(wanted)
 
 
 def test_what_is_sent_keeps_the_users_environment_and_holds_no_secret() -> None:

@@ -117,7 +117,7 @@ def test_a_base_that_was_made_anew_gets_an_environment_of_its_own(tmp_path: Path
 
     def environment(**fields: Any) -> str:
         installer = HostInstaller(FakeSsh("{}"), Block(hosts=("a",), python="~/vllm/bin/python"), tmp_path)
-        return installer.bring("a", HostFacts("a", "/f", python(**fields), (), ())).python
+        return installer.bring("a", HostFacts("a", "/f", 0, python(**fields), (), ())).python
 
     has = {"msgspec": "0.20", "psutil": "7", "PyYAML": "6.0.2"}
     first = environment(has=has)

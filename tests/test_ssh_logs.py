@@ -10,7 +10,9 @@ import pytest
 from samples import deployment, run_folder
 
 from penstock import targets
-from penstock.deployment import logs
+from penstock.deployment import logs, prepare
+from penstock.errors import PenstockError, SpecError
+from penstock.paths import home
 from penstock.run_folder import Desired, Handle, Run, Unit
 from penstock.targets import LeftBehind
 from penstock.targets.openssh import HostError, Ssh
@@ -82,6 +84,21 @@ def test_what_tail_printed_before_it_failed_is_not_taken_for_a_log(run: Run, tmp
     assert not run.log("replica-0").exists()
 
 
+def test_a_full_disk_here_keeps_no_replica_from_its_end(run: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "there"
+    (folder / "logs").mkdir(parents=True)
+    (folder / "logs" / "replica-0-0.log").write_text("x" * 100_000)
+    run.log("replica-0").symlink_to("/dev/full")
+    RunHosts(run).end_all({"0": [node("here", folder)]}, 0.0)
+    assert not folder.exists()
+    (home() / "left-behind").write_text("")
+    with pytest.raises(
+        PenstockError, match="could not note that penstock-demo on away, which could not be reached"
+    ) as caught:
+        RunHosts(run).end_all({"0": [node("away", folder)]}, 0.0)
+    assert caught.value.is_retryable and not isinstance(caught.value, LeftBehind)
+
+
 @pytest.mark.parametrize("hosts", [["away"], ["away", "here"], ["here", "away"]])
 def test_a_host_that_cannot_be_reached_is_told_after_the_lines_of_the_others(
     ssh: Ssh, hosts: list[str], tmp_path: Path
@@ -137,3 +154,14 @@ def test_followed_logs_of_replicas_tell_a_break_unless_the_deployment_goes_down(
     seen.clear()
     assert reading(logs.lines(run, "replicas", None, None, True), seen) is None
     assert sorted(seen) == ["[0] line of 0", "[1] line of 1"]
+
+
+def test_a_rehearsal_without_the_hosts_says_that_they_were_not_asked() -> None:
+    wanted = deployment(target="ssh", ssh={"hosts": ["away"]}, gateway={"port": 0}, engine={"kind": "vllm"})
+    warning = prepare.rehearse(wanted).plan.warnings[-1]
+    assert warning.startswith(
+        "not asked: away cannot be reached over ssh: there is no way to it; this is for 1 machine"
+    )
+    with pytest.raises(SpecError) as caught:
+        prepare.prepare(wanted)
+    assert [problem.path for problem in caught.value.problems] == ["ssh.hosts[0]"]

@@ -13,6 +13,7 @@ from launching import Place, a_place, call
 from ssh_rig import left_on, write
 
 from penstock import run_folder
+from penstock.targets.ssh import target
 
 pytestmark = pytest.mark.hosts
 
@@ -69,8 +70,13 @@ def test_keys_that_are_refused_or_have_changed(place: Place, hosts: Hosts) -> No
     check_refused(place, hosts, "its host key is not the one that is known", "ssh-keygen -R node1", ssh=block)
 
 
-def test_a_folder_that_is_full_or_cannot_be_written(place: Place, hosts: Hosts) -> None:
+def test_a_folder_that_is_full_or_cannot_be_written(
+    place: Place, hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hosts[1].run(["sh", "-c", "mkdir /run/small && mount -t tmpfs -o size=4m tmpfs /run/small"])
+    free = "ssh.folder: node2 has 4.0 MiB free in /run/small/penstock (free 128 MiB for penstock and its logs"
+    check_refused(place, hosts, free, ssh={"folder": "/run/small/penstock"})
+    monkeypatch.setattr(target, "_MIN_FREE_BYTES", 0)  # filled by another process in between
     done = call("up", write(place, hosts, ssh={"folder": "/run/small/penstock"}))
     assert done.code == 1, done
     assert "could not bring penstock to node2: its disk is full" in done.err and "ssh.folder" in done.err

@@ -17,6 +17,7 @@ from ssh_rig import left_on, node_of, ours, until, write
 
 from penstock import processes, targets
 from penstock.deployment import leftovers
+from penstock.models.files import BUNDLED
 from penstock.run_folder import Run
 from penstock.testing.conformance import check_target
 
@@ -39,7 +40,8 @@ def test_ssh_keeps_its_contract(place: Place, hosts: Hosts) -> None:
 
 
 def test_hosts_with_a_bare_python_get_all_they_need(place: Place, hosts: Hosts) -> None:
-    """Debian's own Python, without pip, venv's pip or a package: three replicas on two hosts."""
+    """Debian's own Python, without pip, venv's pip or a package; the end of its replicas on a full disk."""
+    hosts[0].run(["sh", "-c", "mkdir /root/.penstock && mount -t tmpfs -o size=160m tmpfs /root/.penstock"])
     file = write(place, hosts, replicas=3, ssh={"python": "/usr/bin/python3", "folder": "~/.penstock"})
     run = place.up(file)
     assert [len([p for p in ours(host) if p.env.get("PENSTOCK_ROLE") == "node"]) for host in hosts] == [2, 1]
@@ -51,8 +53,11 @@ def test_hosts_with_a_bare_python_get_all_they_need(place: Place, hosts: Hosts) 
         assert not [process for process in host.processes() if token in " ".join(process.argv)]
         found = host.run(["sh", "-c", "stat -c %a /root/.penstock/remote/*/secrets/admin-token"]).stdout.split()
         assert found == ["600"]
+    fill = "dd if=/dev/zero of=/root/.penstock/fill bs=1M count=200 2>&1; true"
+    assert "No space left on device" in hosts[0].run(["sh", "-c", fill]).stdout
     assert call("down", "one").code == 0
     until(lambda: left_on(hosts) == [], "nothing is left", 3)
+    hosts[0].run(["rm", "/root/.penstock/fill"])
     place.up(file)
     assert hosts[0].run(["ls", "/root/.penstock/versions"]).stdout.split() == versions
 
@@ -232,7 +237,10 @@ def test_a_replica_over_two_hosts_comes_back_after_a_power_loss(place: Place, ho
 
 def test_a_laptop_that_reaches_the_hosts_by_a_jump_alone(tmp_path: Path, login_hosts: Hosts) -> None:
     with a_place(tmp_path, deadline_s=60.0) as place:
-        run = place.up(write(place, login_hosts, replicas=2))
+        for host in login_hosts:  # a model that the laptop has not
+            host.run(["cp", "-r", str(BUNDLED), "/root/model"])
+        run = place.up(write(place, login_hosts, replicas=2, model="/root/model"))
+        assert run.plan().model.path == "/root/model"
         ask(run)
         login_hosts.login.cut()
         until(lambda: "node1 cannot be reached" in (replica_of(run).reason or ""), "status tells it", 30)

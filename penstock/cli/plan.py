@@ -1,4 +1,4 @@
-"""`penstock plan`: arguments and output. Exit codes: 0 it fits, 3 it does not, 2 bad input, 4 not modelled."""
+"""`penstock plan`: arguments and output. Exit codes: 0 fits, 3 does not, or too slow, 2 bad input, 4 not modelled."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _ENGINE = (
     _Option("max_num_seqs", _count, "S", "requests in one step"),
     _Option("max_num_batched_tokens", _count, "B", "tokens in one step"),
     _Option("kv_cache_dtype", str, "DTYPE", "auto, bfloat16, fp8, fp8_e4m3, fp8_e5m2, nvfp4, ..."),
-    _Option("quantization", str, "Q", "quantise on loading, or a checkpoint of that kind: fp8, awq, ..."),
+    _Option("quantization", str, "Q", "quantise on loading: fp8, ...; or plan a checkpoint in nvfp4 or int4"),
     _Option("gpu_memory_utilization", _share, "SHARE", "the engine's share of a GPU's memory"),
     _Option("block_size", _count, "K", "tokens of one KV-cache block"),
     _Option("engine_version", str, "V", "vLLM's version, 0.11 to 0.33 (default: the newest)"),
@@ -77,13 +77,15 @@ def register(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
         metavar="MODEL",
+        nargs="?",
         help="a folder with a config.json, a catalogue name, a hub id, or a deployment file (.yaml; flags go over it)",
     )
     groups = {}
     for title, options in _GROUPS:
         groups[options] = parser.add_argument_group(title)
         for option in options:
-            groups[options].add_argument(flag(option.field), type=option.kind, metavar=option.word, help=option.text)
+            words = {"type": option.kind, "metavar": option.word, "help": option.text}
+            groups[options].add_argument(flag(option.field), action=arguments.Once, **words)
     groups[_LAYOUT].add_argument("--expert", action="store_true", help="whole experts on each rank of a MoE model")
     engine = groups[_ENGINE]
     engine.add_argument("--dtype", choices=_DTYPES, help="dtype of weights and activations")
@@ -107,6 +109,7 @@ def register(parser: argparse.ArgumentParser) -> None:
         help="constants of speed that a benchmark of this deployment measured",
     )
     out = parser.add_argument_group("output")
+    out.add_argument("--list", action="store_true", help="list the models, GPUs and networks of the catalogue")
     out.add_argument("--json", action="store_true", help="print JSON")
     out.add_argument("--explain", action="store_true", help="show each formula with its numbers")
     out.add_argument("--plot", type=Path, metavar="FILE", help="draw the answer into an .svg file")
@@ -116,6 +119,7 @@ def register(parser: argparse.ArgumentParser) -> None:
         "penstock plan llama-3.1-8b --gpu h100-sxm",
         "penstock plan Qwen/Qwen3-32B --gpu a100-80gb-sxm --gpus-per-node 8 --tpot-ms 40",
         "penstock plan deployment.yaml --explain",
+        "penstock plan --list",
     )
     arguments.complete(parser, run, examples)
 
@@ -126,15 +130,19 @@ def run(options: argparse.Namespace) -> int:
     from penstock.planner.explain import explanation
     from penstock.spec import reading
 
+    if options.list:
+        return _list(options.json)
+    if options.model is None:
+        raise UserError("cannot plan without a model", hint="Give one; `penstock plan --list` lists the catalogue.")
     _check_outputs(options)
     request, card = request_of(options)
     sizing = planning.solve(request, card, with_measured=not options.no_measured)
     if options.plot:
-        from penstock.cli import plan_picture
+        from penstock.cli import plan_text
 
-        plan_picture.save(request, sizing, options.plot)
-    is_written = bool(options.write) and sizing.fits
-    if is_written:
+        _write(options.plot, plan_text.svg(request, sizing), force=True)
+    is_good = sizing.fits and not sizing.missed
+    if options.write and is_good:
         import yaml
 
         base = yaml.safe_load(Path(options.model).read_text("utf-8")) if reading.is_yaml(options.model) else {}
@@ -149,13 +157,46 @@ def run(options: argparse.Namespace) -> int:
         from penstock.cli import plan_text
 
         shown = output.width(plan_text.WIDTH), output.has_colour(sys.stdout)
-        print(plan_text.text(request, sizing, *shown))
+        source = options.model if reading.is_yaml(options.model) else None
+        up = (
+            ["penstock", "up", str(options.write)]
+            if options.write and is_good
+            else planning.up_words(request, sizing, source)
+        )
+        print(plan_text.text(request, sizing, *shown, up))
         if options.explain:
             print(f"\n{plan_text.explained(formulas, *shown)}")
-        for path, is_there in ((options.plot, True), (options.write, is_written)):
+        for path, is_there in ((options.plot, True), (options.write, is_good)):
             if path:
-                print(f"\nwrote {path}" if is_there else f"\ndid not write {path}: it does not fit")
-    return EXIT_FITS if sizing.fits else EXIT_DOES_NOT_FIT
+                why = "it is too slow" if sizing.fits else "it does not fit"
+                print(f"\nwrote {path}" if is_there else f"\ndid not write {path}: {why}")
+    return EXIT_FITS if is_good else EXIT_DOES_NOT_FIT
+
+
+def _list(as_json: bool) -> int:
+    from penstock.hardware import catalog as hardware
+    from penstock.models import catalog
+
+    models = {name: catalog.model(name) for name in catalog.model_names()}
+    gpus = [hardware.gpu(name) for name in hardware.gpu_ids()]
+    networks = [name for name in hardware.link_ids() if hardware.link(name).transport not in ("nvlink", "pcie")]
+    if as_json:
+        rows = [
+            {"name": name, "hub_id": row.hf_id, "params": row.params, "format": row.quant_method or row.dtype}
+            for name, row in models.items()
+        ]
+        cards = [{"id": card.id, "memory_gib": card.memory.torch_total_gib, "names": card.names} for card in gpus]
+        output.print_json({"models": rows, "gpus": cards, "networks": networks})
+        return 0
+    cells = [
+        (name, f"{row.params / 1e9:.1f}B" if row.params else "", row.quant_method or row.dtype, row.hf_id)
+        for name, row in models.items()
+    ]
+    print(output.table(cells, ("MODEL", "PARAMS", "FORMAT", "HUB ID"), right=(1,)))
+    memory = [(card.id, f"{card.memory.torch_total_gib:.1f} GiB", card.names[0]) for card in gpus]
+    print(f"\n{output.table(memory, ('GPU', 'MEMORY', 'NAME'), right=(1,))}")
+    print(f"\n{output.table([(name,) for name in networks], ('NETWORK',))}")
+    return 0
 
 
 def request_of(options: argparse.Namespace) -> tuple[SizingRequest, GpuFacts | None]:
@@ -197,10 +238,10 @@ def _calibration(path: Path) -> Calibrated:
 
 def _check_outputs(options: argparse.Namespace) -> None:
     """Before the work, not after it."""
-    if options.plot:
-        from penstock.cli import plan_picture
-
-        plan_picture.check(options.plot)
+    if options.plot and options.plot.suffix.lower() != ".svg":
+        raise UserError(f'cannot draw "{options.plot}": pictures are SVG', hint="Name a file that ends in .svg.")
+    if options.plot and not options.plot.absolute().parent.is_dir():
+        raise UserError(f'cannot write "{options.plot}": no such folder')
     if options.write and not options.force and options.write.exists():
         raise UserError(f'cannot write "{options.write}": the file exists', hint="Add --force to replace it.")
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import itertools
+import re
 import shlex
 import textwrap
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from penstock.cli import output
+from penstock.deployment import planning
 from penstock.planner.ranges import Range
 from penstock.planner.request import (
     KvAnswer,
@@ -32,6 +35,7 @@ _MAX_NODES = 8
 _MAX_BARS = 8
 _MAX_REJECTED = 12
 _MAX_LEVERS = 5
+_FONTS = re.compile(r"@font-face \{.*?\}", re.DOTALL)
 
 Span = tuple[str, str]  # words and their style
 Cell = str | tuple[Span, ...]
@@ -76,11 +80,32 @@ class Bar(NamedTuple):
     over_gib: float = 0.0
 
 
-def text(request: SizingRequest, sizing: Sizing, width: int = WIDTH, has_colour: bool = False) -> str:
+def text(
+    request: SizingRequest,
+    sizing: Sizing,
+    width: int = WIDTH,
+    has_colour: bool = False,
+    up: Sequence[str] | None = None,
+) -> str:
     """The whole view, without a newline at the end. No line is over `width` columns (72 to 100) but for long words."""
     width = max(_MIN_WIDTH, min(WIDTH, width))
     shown = output.render(page(sections(request, sizing, width)), width, has_colour)
-    return f"{shown}\n\n{_command(request, sizing, width, has_colour)}" if sizing.fits else shown
+    if not sizing.fits:
+        return shown
+    commands = {
+        "start it": planning.up_words(request, sizing) if up is None else up,
+        "or the engine alone": planning.serve_words(request, sizing),
+    }
+    return "\n\n".join([shown, *(_command(title, words, width, has_colour) for title, words in commands.items())])
+
+
+def svg(request: SizingRequest, sizing: Sizing) -> str:
+    """The view without the commands as an SVG picture, which must not fetch its fonts when it is opened."""
+    from rich.console import Console
+
+    console = Console(record=True, width=WIDTH, file=io.StringIO(), highlight=False, markup=False)
+    console.print(page(sections(request, sizing)))
+    return _FONTS.sub("", console.export_svg(title="penstock plan"))
 
 
 def explained(formulas: Mapping[str, Sequence[str]], width: int = WIDTH, has_colour: bool = False) -> str:
@@ -151,12 +176,13 @@ def subject_text(request: SizingRequest, sizing: Sizing) -> str:
 
 
 def _verdict(request: SizingRequest, sizing: Sizing) -> list[Grid]:
-    word, style = ("FITS", "bold green") if sizing.fits else ("DOES NOT FIT", "bold red")
-    spans = [("DOES NOT START" if sizing.is_refused else word, style)]
+    word, style = ("FITS", "bold green") if sizing.fits and not sizing.missed else ("DOES NOT FIT", "bold red")
+    spans = [("DOES NOT START" if sizing.is_refused else "TOO SLOW" if sizing.missed else word, style)]
     if sizing.layout is not None:
         n_all = request.nodes * request.gpus_per_node
         spans.append((f"  {layout_text(sizing.layout)}: {sizing.layout.n_ranks} of {_count(n_all, 'GPU')}", ""))
-    return [Grid([[subject_text(request, sizing)], [tuple(spans)]], indent=0), Grid([[sizing.reason]])]
+    reasons = [[reason] for reason in (*sizing.missed, sizing.reason)]
+    return [Grid([[subject_text(request, sizing)], [tuple(spans)]], indent=0), Grid(reasons)]
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------
@@ -333,6 +359,8 @@ def _speed_row(name: str, spread: Range, limit: float | None) -> list[str]:
 
 
 def _users(users: Users) -> list[Grid]:
+    if not users.n_at_once:
+        return [_title("users", f"none; the first limit: {users.first_limit}")]
     people = users.n_users
     counts = f"about {people.likely:,.0f} people ({people.low:,.0f} to {people.high:,.0f})"
     wait = f"{users.n_at_once:,} of them wait for a reply at any time"
@@ -386,15 +414,15 @@ def by_reason(rejected: Sequence[RejectedLayout]) -> list[list[str]]:
     return sorted(rows, key=lambda row: 0 if " by tensor " in row[1] else 1 if row[1].startswith("fits") else 2)
 
 
-def _command(request: SizingRequest, sizing: Sizing, width: int, has_colour: bool) -> str:
-    """The engine's command line, a flag with its value never torn apart, nor a long word."""
-    words = f"vllm serve {shlex.quote(request.facts.hub_id or request.facts.reference)}"
-    for word, before in zip(sizing.engine_args, ("", *sizing.engine_args), strict=False):
+def _command(title: str, words: Sequence[str], width: int, has_colour: bool) -> str:
+    """A command line, a flag with its value never torn apart, nor a long word."""
+    line = words[0]
+    for word, before in zip(words[1:], words, strict=False):
         is_value = before.startswith("-") and not word.startswith("-")
-        words += ("\0" if is_value else " ") + shlex.quote(word)
+        line += ("\0" if is_value else " ") + shlex.quote(word)
     wrapper = textwrap.TextWrapper(width - 2, "  ", "    ", break_long_words=False, break_on_hyphens=False)
-    title = "\033[1mstart it\033[0m" if has_colour else "start it"
-    return f"{title}\n" + " \\\n".join(wrapper.wrap(words)).replace("\0", " ")
+    shown = f"\033[1m{title}\033[0m" if has_colour else title
+    return f"{shown}\n" + " \\\n".join(wrapper.wrap(line)).replace("\0", " ")
 
 
 def _figure(value: float) -> str:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import math
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +19,7 @@ from penstock.hardware import Gpu, Links, Machine, catalog, detect
 from penstock.hardware.catalog import GpuFacts, LinkFacts
 from penstock.models import Facts, facts
 from penstock.planner import Key
+from penstock.planner.architecture.quantization import CHECKPOINTS
 from penstock.planner.inputs import key_of
 from penstock.planner.launch import Sized, gpus_for_each
 from penstock.planner.request import Sizing, SizingRequest
@@ -66,6 +70,11 @@ def size(
     card = card_of(machine.gpus)
     of_model = msgspec.structs.replace(of_model, notes=(*of_model.notes, *notes_of(card)))
     request = request_of(deployment, of_model, card.id)
+    if request.quantization in CHECKPOINTS:
+        raise UserError(
+            f'cannot start vLLM with quantization "{request.quantization}": it finds that format in the checkpoint',
+            hint="Remove engine.args.quantization, and set model to a checkpoint in that format.",
+        )
     request = msgspec.structs.replace(
         request,
         gpus_per_node=gpus_for_each(deployment, machine, n_replicas),
@@ -246,6 +255,7 @@ def deployment_text(request: SizingRequest, sizing: Sizing, base: Mapping[str, A
             for name in ("input_tokens", "output_tokens", "concurrency", "ttft_ms", "tpot_ms")
         },
     }
+    blocks["hardware"]["nodes"] = _nodes_of(request, layout)
     # In a file it is for all replicas, in a request for one.
     own_gpus = (own.get("hardware") or {}).get("gpus_per_node") or 0
     blocks["hardware"]["gpus_per_node"] = max(request.gpus_per_node, own_gpus)
@@ -254,9 +264,39 @@ def deployment_text(request: SizingRequest, sizing: Sizing, base: Mapping[str, A
         before = own.get(name) if name in ("hardware", "engine") else None
         merged = {**(before or {}), **block}
         plain[name] = {key: value for key, value in merged.items() if value is not None}
-    reading.from_mapping(plain, "the file to write")
-    made_by = f"# Made by `penstock plan`: {' '.join(sizing.reason.split())}\n"
-    return made_by + str(yaml.safe_dump(plain, sort_keys=False, width=120))
+    text = f"# Made by `penstock plan`: {' '.join(sizing.reason.split())}\n"
+    text += f"# The engine's own command: {shlex.join(serve_words(request, sizing))}\n"
+    text += str(yaml.safe_dump(plain, sort_keys=False, width=120))
+    reading.parse(text, "the file to write")
+    return text
+
+
+def serve_words(request: SizingRequest, sizing: Sizing) -> list[str]:
+    """The engine's own command, with the chosen layout."""
+    return ["vllm", "serve", request.facts.hub_id or request.facts.reference, *sizing.engine_args]
+
+
+def up_words(request: SizingRequest, sizing: Sizing, source: str | None = None) -> list[str]:
+    """`penstock up` with the chosen layout, without a file to write; empty where there is no layout.
+    `source` is the file that was planned, None: the model."""
+    if sizing.layout is None:
+        return []
+    cut, nodes = sizing.layout, _nodes_of(request, sizing.layout)
+    sizes = {name: size for name in ("pipeline", "data") if (size := getattr(cut, name)) > 1}
+    parallel = {"tensor": cut.tensor, **sizes, "expert": cut.expert or None}
+    fields = {f"parallel.{name}": value for name, value in parallel.items()}
+    fields["hardware.nodes"] = nodes if nodes > 1 or source else None
+    fields |= {f"engine.{name}": getattr(request, name) for name in ("max_model_len", "gpu_memory_utilization")}
+    args = {name: value for name, value in _args(sizing.engine_args).items() if name not in names.OURS}
+    fields |= {f"engine.args.{name}": value for name, value in args.items()}
+    given = ((name, value if isinstance(value, str) else json.dumps(value)) for name, value in fields.items())
+    words = [word for name, value in given if value != "null" for word in ("--set", f"{name}={value}")]
+    return ["penstock", "up", source or serve_words(request, sizing)[2], *words]
+
+
+def _nodes_of(request: SizingRequest, layout: Parallel) -> int:
+    """The nodes that a layout uses: `up` takes no idle ones."""
+    return min(request.nodes, math.ceil(layout.n_ranks / request.gpus_per_node))
 
 
 def _args(engine_args: Sequence[str]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import msgspec
 
@@ -22,6 +23,8 @@ from penstock.run_folder import Artifact, Launch, Run
 from penstock.spec.deployment import Deployment
 from penstock.targets import Target
 from penstock.text import show_bytes
+
+_SURVEY_S = 60.0
 
 
 class Prepared(msgspec.Struct, frozen=True):
@@ -51,7 +54,7 @@ def prepare(
         target = targets.load(deployment.target)
         with _kept(errors):
             _check_file(deployment, target, is_rehearsal)
-            machines = _machines(target, deployment, existing)
+            machines = _machines(target, deployment, existing, is_rehearsal)
             least = preflight.least(machines)
             machine = preflight.as_named(deployment, least, is_rehearsal)
     is_gateway_here = deployment.gateway.on == "login"
@@ -68,9 +71,12 @@ def prepare(
     plan = make_plan(deployment, machine, sharing(target, deployment, len(machines), deployment.replicas.min))
     inherited = dict(os.environ) if target.is_this_machine else {}
     warnings = [*plan.warnings, *formation.variable_warnings(inherited | deployment.engine.env)]
-    if machine.gpus and not least.gpus:
+    if machine.gpus and not least.gpus and machine.assumed is None:
         gpus = f"{len(machine.gpus)} x {machine.gpus[0].name}"
         warnings.append(f"{least.host} has no GPU: this is for {gpus}, as the file requires")
+    if machine.assumed is not None:
+        n_machines = f"{len(machines)} machine{'s' if len(machines) > 1 else ''}"
+        warnings.append(f"not asked: {machine.assumed}; this is for {n_machines} as the file describes them")
     plan = msgspec.structs.replace(plan, warnings=tuple(warnings))
     run_path = paths.home() / "runs" / deployment.name
     instructions = Launch(
@@ -127,8 +133,10 @@ def make_plan(deployment: Deployment, machine: Machine, n_replicas: int) -> Plan
         # On a Ray cluster that is not ours, vLLM's ranks need no second Ray.
         engine_spec = msgspec.structs.replace(deployment.engine, executor="mp")
         deployment = msgspec.structs.replace(deployment, engine=engine_spec)
-    path = files.locate(deployment)
-    name = preflight.choose_engine(deployment.engine.kind, bool(machine.gpus), files.forms_of(path))
+    there = _model_on_nodes(deployment)
+    path = Path(deployment.model) if there is not None else files.locate(deployment)
+    present = tuple(there) if there is not None else files.forms_of(path)
+    name = preflight.choose_engine(deployment.engine.kind, bool(machine.gpus), present)
     engine = engines.load(name)
     missing = preflight.missing_engine(engine, machine)
     if missing is not None:
@@ -136,9 +144,11 @@ def make_plan(deployment: Deployment, machine: Machine, n_replicas: int) -> Plan
     problems = engine.problems(deployment.engine.args)
     if problems:
         raise SpecError(f'deployment "{deployment.name}"', problems)
-    present = files.forms_of(path)
     form = next((form for form in engine.forms if form in present), engine.forms[0])
-    whole, model = facts.read_files(path, deployment.model, form)
+    if there is None:
+        whole, model = facts.read_files(path, deployment.model, form)
+    else:
+        whole, model = there.get(form) or next(iter(there.values()))
     if not engine.loads(model.form, deployment.engine.args):
         raise UserError(
             f'cannot serve model "{deployment.model}" on engine {name}: no *.{engine.forms[0]} in "{path}"',
@@ -151,9 +161,29 @@ def make_plan(deployment: Deployment, machine: Machine, n_replicas: int) -> Plan
     return launch.make_on_gpus(deployment, model, machine, version, n_replicas, sized)
 
 
-def _machines(target: Target, deployment: Deployment, existing: Run | None) -> list[Machine]:
+def _model_on_nodes(deployment: Deployment) -> facts.FactsByForm | None:
+    """The facts of a model folder that only the nodes have, from the first that has it; None for any other model."""
+    target = targets.load(deployment.target)
+    is_here = not deployment.model.startswith(("/", "~")) or Path(deployment.model).expanduser().exists()
+    if is_here or target.shares_files or "survey" not in target.capabilities:
+        return None
+    answers = target.survey(deployment, ["-m", "penstock.models.facts", deployment.model], _SURVEY_S)
+    for answer in answers:
+        if answer.exit_code == 0:
+            return msgspec.json.decode(answer.out.strip().splitlines()[-1], type=facts.FactsByForm)
+    lines = [f"{answer.host}: {(answer.err.strip().splitlines() or ['no answer'])[-1]}" for answer in answers]
+    raise UserError(
+        f'cannot use model "{deployment.model}": neither this machine nor its nodes have it',
+        detail="\n".join(lines),
+        hint="Check the path, or give a hub id such as Qwen/Qwen3-0.6B.",
+    )
+
+
+def _machines(
+    target: Target, deployment: Deployment, existing: Run | None, is_rehearsal: bool = False
+) -> list[Machine]:
     """The target's machines; what `existing` holds of them counts as free."""
-    machines = target.machines(deployment)
+    machines = target.machines(deployment, is_rehearsal)
     if existing is None or target.is_elastic or existing.deployment().target != target.name:
         return machines
     n_nodes = target.nodes_per_machine(deployment, existing.handle())

@@ -12,7 +12,8 @@ class Gpu(msgspec.Struct, frozen=True):
 
 class Machine(msgspec.Struct, frozen=True):
     """One node as its target reports it; free memory is what a new process could get without swapping.
-    `versions`: of "python", "penstock", and of installed "vllm", "ray", "torch"; empty when not asked."""
+    `versions`: of "python", "penstock", and of installed "vllm", "ray", "torch"; empty when not asked. `assumed`: why
+    it could not be asked; then all this is what the file says, with the newest vLLM."""
 
     host: str
     n_cpus: int
@@ -21,6 +22,7 @@ class Machine(msgspec.Struct, frozen=True):
     gpus: tuple[Gpu, ...] = ()
     links: Links | None = None
     versions: dict[str, str] = {}
+    assumed: str | None = None
 
 
 class Interface(msgspec.Struct, frozen=True):

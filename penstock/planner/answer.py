@@ -22,6 +22,7 @@ from penstock.planner.request import (
     Sizing,
     SpeedAnswer,
     WeightsAnswer,
+    missed_targets,
     stage_letter,
 )
 from penstock.planner.speed import calibration
@@ -39,6 +40,9 @@ def answer(inputs: SolveInputs, fit: MemoryFit, reason: str, refused: Iterable[R
     layout = fit.layout
     sizes = {"tensor": layout.tensor, "pipeline": layout.pipeline, "data": layout.data}
     speed = speed_of_fit(inputs, fit)
+    times = None
+    if speed is not None:
+        times = SpeedAnswer(speed.ttft_ms, speed.tpot_ms, speed.output_tokens_per_s, speed.requests_per_s)
     return Sizing(
         fits=fit.fits,
         reason=reason,
@@ -48,13 +52,12 @@ def answer(inputs: SolveInputs, fit: MemoryFit, reason: str, refused: Iterable[R
         ),
         kv=_kv(inputs, fit),
         memory=_memory(inputs.memory, fit) if fit.available else None,
-        speed=SpeedAnswer(speed.ttft_ms, speed.tpot_ms, speed.output_tokens_per_s, speed.requests_per_s)
-        if speed
-        else None,
+        speed=times,
         rejected=rejected(refused),
         warnings=(warning,) if warning else (),
         engine_args=engine_args(inputs.request, sizes, layout.expert),
         measured_on=fit.measured_on,
+        missed=missed_targets(times, inputs.request.ttft_ms, inputs.request.tpot_ms),
         settings=inputs.settings,
         ranks=_ranks(inputs.memory, fit) if fit.available else (),
         levers=levers.levers(inputs, fit) if fit.available else (),

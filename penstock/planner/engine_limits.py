@@ -10,8 +10,9 @@ from typing import Any
 import msgspec
 
 from penstock.hardware.catalog import GpuFacts
-from penstock.planner.architecture import Architecture, Quantization
+from penstock.planner.architecture import Architecture, Quantization, quantization
 from penstock.planner.architecture.config import fields
+from penstock.planner.architecture.quantization import CHECKPOINTS
 from penstock.planner.engine_versions import Capability, EngineProfile
 from penstock.planner.memory.fit import capability
 from penstock.planner.request import Settings, SizingRequest
@@ -60,8 +61,8 @@ def refusals(
     request: SizingRequest, arch: Architecture, gpu: GpuFacts, settings: Settings, rules: EngineProfile
 ) -> tuple[str, ...]:
     """Why this engine would not start on this card, each with its number."""
-    quantization = request.facts.config.get("quantization_config")
-    method = str(quantization.get("quant_method", "")).lower() if isinstance(quantization, Mapping) else ""
+    own = request.facts.config.get("quantization_config")
+    method = str(own.get("quant_method", "")).lower() if isinstance(own, Mapping) else ""
     reasons = (
         _dtype_refusal(request, arch, gpu),
         _block_refusal(request, gpu),
@@ -87,6 +88,11 @@ def warnings(
     if not has_unit:
         notes.append(
             f"{gpu.id} cannot multiply {kind}: weights are unpacked to 16 bits; it saves memory, not arithmetic"
+        )
+    if request.quantization in CHECKPOINTS and quantization.read(request.facts.config) is None:
+        notes.append(
+            f"this is the plan of a checkpoint in {request.quantization}: vLLM does not make one of the 16-bit weights "
+            "of this model, so serve a repository that has it"
         )
     if request.max_model_len is None and context.default < context.limit:
         notes.append(

@@ -8,6 +8,7 @@ from typing import Any
 from penstock.errors import UserError
 from penstock.hardware.catalog import GpuFacts
 from penstock.planner.architecture import Architecture
+from penstock.planner.architecture.quantization import CHECKPOINTS
 from penstock.planner.engine_limits import Context
 from penstock.planner.engine_versions import EngineProfile, batch_defaults
 from penstock.planner.request import Settings, SizingRequest
@@ -75,6 +76,8 @@ def engine_args(request: SizingRequest, sizes: Mapping[str, int], is_expert: boo
     """The flags of `vllm serve` for what was asked and chosen, without the engine's defaults."""
     options: dict[str, object] = {f"{name}_parallel_size": size for name, size in sizes.items() if size > 1}
     options |= {name: value for name in _OPTIONS if (value := getattr(request, name)) is not None}
+    if request.quantization in CHECKPOINTS:
+        del options["quantization"]  # no flag of vLLM: it finds the format in the checkpoint
     switches = {
         "enable_expert_parallel": is_expert,
         "no_enable_prefix_caching": not request.prefix_caching,

@@ -227,7 +227,7 @@ def _as_sized(deployment: Deployment, machine: Machine, n_replicas: int, sizing:
     forecast = None
     if key is not None and sizing.memory is not None:
         forecast = Forecast(key, sizing.memory.kv_cache_gib.likely)
-    warnings = (*sizing.warnings, *_missed_targets(deployment, sizing))
+    warnings = (*sizing.warnings, *(f"workload.{target}" for target in sizing.missed))
     return _Chosen("cuda", sizing.layout, settings.max_model_len, _need_of(sizing), forecast, warnings)
 
 
@@ -290,15 +290,3 @@ def _need_of(sizing: Sizing) -> Need:
         kv += rank.n_gpus * rank.kv_cache_gib
         overhead += rank.n_gpus * (rank.activation_gib + rank.cuda_graph_gib + rank.non_torch_gib)
     return Need(round(weights * GIB), round(kv * GIB), round(overhead * GIB))
-
-
-def _missed_targets(deployment: Deployment, sizing: Sizing) -> list[str]:
-    speed, workload = sizing.speed, deployment.workload
-    if speed is None:
-        return []
-    targets = (("ttft_ms", workload.ttft_ms, speed.ttft_ms), ("tpot_ms", workload.tpot_ms, speed.tpot_ms))
-    return [
-        f"workload.{name} {target:g} is missed: likely {time.likely:.1f} ms (an estimate)"
-        for name, target, time in targets
-        if target and time.likely > target
-    ]

@@ -103,6 +103,18 @@ class SpeedAnswer(msgspec.Struct, frozen=True):
     requests_per_s: Range
 
 
+def missed_targets(speed: SpeedAnswer | None, ttft_ms: float | None, tpot_ms: float | None) -> tuple[str, ...]:
+    """The targets that the likely speed misses: "tpot_ms 3 is missed: likely 7.6 ms (an estimate)"."""
+    if speed is None:
+        return ()
+    rows = (("ttft_ms", ttft_ms, speed.ttft_ms), ("tpot_ms", tpot_ms, speed.tpot_ms))
+    return tuple(
+        f"{name} {target:g} is missed: likely {time.likely:.1f} ms (an estimate)"
+        for name, target, time in rows
+        if target and time.likely > target
+    )
+
+
 class RejectedLayout(msgspec.Struct, frozen=True):
     tensor: int
     pipeline: int
@@ -155,7 +167,7 @@ class Sizing(msgspec.Struct, frozen=True):
     """The answer: the nearest legal layout where none fits, no layout where none is legal.
 
     `memory` is None when --available-kv-gib replaced the estimate. `measured_on`: the day of the earlier start whose
-    values replace the estimates, if any.
+    values replace the estimates, if any. `missed`: the speed targets of the request that the answer does not meet.
     """
 
     fits: bool
@@ -169,6 +181,7 @@ class Sizing(msgspec.Struct, frozen=True):
     warnings: tuple[str, ...] = ()
     engine_args: tuple[str, ...] = ()
     measured_on: str | None = None
+    missed: tuple[str, ...] = ()
     # Not in the JSON: for the terminal view and the picture.
     settings: Settings | None = None
     ranks: tuple[RankMemory, ...] = ()
@@ -181,7 +194,7 @@ _VIEW_FIELDS = ("settings", "ranks", "levers", "users", "is_refused")
 
 
 def contract(sizing: Sizing) -> dict[str, Any]:
-    """The JSON of `penstock plan --json`: the fields up to `measured_on`, in this order."""
+    """The JSON of `penstock plan --json`: the fields up to `missed`, in this order."""
     plain: dict[str, Any] = msgspec.to_builtins(sizing)
     return {key: value for key, value in plain.items() if key not in _VIEW_FIELDS}
 

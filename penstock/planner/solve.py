@@ -40,7 +40,15 @@ def sizing_of(
     reason = f"vLLM would not start: {first}"
     warned = (*others, *warned) if sizing.fits else (*others, f"memory: {sizing.reason}", *warned)
     return msgspec.structs.replace(
-        sizing, fits=False, is_refused=True, reason=reason, speed=None, users=None, levers=(), warnings=warned
+        sizing,
+        fits=False,
+        is_refused=True,
+        reason=reason,
+        speed=None,
+        missed=(),
+        users=None,
+        levers=(),
+        warnings=warned,
     )
 
 

@@ -88,5 +88,5 @@ def _missed(speed: Speed, workload: Workload) -> str:
         ("time per token", speed.tpot_ms.likely, workload.tpot_ms),
     )
     return next(
-        (f"{what}: {value:.0f} ms, at most {most:g}" for what, value, most in rows if most and value > most), ""
+        (f"{what}: {value:.3g} ms, at most {most:g}" for what, value, most in rows if most and value > most), ""
     )

@@ -16,9 +16,11 @@ from typing import ClassVar, Literal
 import msgspec
 
 from penstock.errors import PenstockError, Problem, UserError
-from penstock.hardware import Machine
+from penstock.hardware import Gpu, Machine, node_facts
+from penstock.planner.engine_versions import NEWEST
 from penstock.run_folder import Artifact, Handle, Kind, Launch, Left, Listen, Run, Unit
 from penstock.spec.deployment import Deployment
+from penstock.text import GIB
 
 # name -> "module:Class"
 TABLE = {
@@ -27,6 +29,7 @@ TABLE = {
     "slurm": "penstock.targets.slurm.target:Slurm",
     "ssh": "penstock.targets.ssh.target:OverSsh",
 }
+_CPUS, _MEMORY_BYTES, _GPU_BYTES = 64, 1024 * GIB, 80 * GIB  # of a machine that was not asked
 # "survey": runs a program on the nodes, for `doctor`. "places-gateway": takes gateway.on: job.
 Capability = Literal["survey", "places-gateway"]
 
@@ -37,7 +40,9 @@ class Placement(msgspec.Struct, frozen=True):
     "queued": waits for machines, until `starts_at` (Unix seconds) as the target estimates. "placed": on all its nodes.
     "broken": some nodes are gone; `place` brings them back, or with `is_repaired_by_target` the target does. "gone":
     nothing of it runs. `is_final`: its owner ended it, so it is not placed again. `ends_at`: when its machines are
-    taken away; `lead_s`: so long before that its successor starts (None: as long as starts take).
+    taken away; `lead_s`: so long before that its successor starts (None: as long as starts take). `placed_at`: since
+    when it is "placed", where the target learns late of a lost machine: a unit that then stops announcing gets a
+    successor. `where`: its machines, for people.
     """
 
     state: Literal["queued", "placed", "broken", "gone"]
@@ -47,6 +52,8 @@ class Placement(msgspec.Struct, frozen=True):
     starts_at: float | None = None
     ends_at: float | None = None
     lead_s: float | None = None
+    placed_at: float | None = None
+    where: str | None = None
 
 
 class Surveyed(msgspec.Struct, frozen=True):
@@ -73,14 +80,16 @@ class Login(msgspec.Struct, frozen=True):
 class Facts:
     """What is true of a target without asking it.
 
-    `listen`: where engines listen. `is_this_machine`: replicas run on the machine of `up`. `is_elastic`: each replica
-    gets its own machines. `owns_ray`: replicas run in a Ray cluster, so their nodes need no second one.
+    `listen`: where engines listen. `is_this_machine`: replicas run on the machine of `up`. `shares_files`: nodes see
+    this machine's folders. `is_elastic`: each replica gets its own machines. `owns_ray`: replicas run in a Ray cluster,
+    so their nodes need no second one.
     """
 
     name: ClassVar[str]
     capabilities: ClassVar[frozenset[Capability]] = frozenset()
     listen: ClassVar[Listen] = "loopback"
     is_this_machine: ClassVar[bool] = False
+    shares_files: ClassVar[bool] = False
     is_elastic: ClassVar[bool] = False
     owns_ray: ClassVar[bool] = False
 
@@ -115,8 +124,9 @@ class Target(Facts, ABC):
         then only the file is checked."""
 
     @abstractmethod
-    def machines(self, deployment: Deployment) -> list[Machine]:
-        """The machines a replica may use, as they are now; the file's word where the target cannot be asked."""
+    def machines(self, deployment: Deployment, is_rehearsal: bool = False) -> list[Machine]:
+        """The machines a replica may use, as they are now; in a rehearsal where the target cannot be asked, those that
+        the file describes (`machines_of_file`)."""
 
     def survey(self, deployment: Deployment, argv: Sequence[str], timeout_s: float) -> list[Surveyed]:
         """What `python ARGV` prints on the nodes that replicas may use, all asked at the same time.
@@ -154,6 +164,21 @@ class Target(Facts, ABC):
 
     def keep_up(self, run: Run) -> None:
         """Called every second or so while the run lives: keeps up what the target holds besides units (tunnels)."""
+
+
+def machines_of_file(deployment: Deployment, names: Sequence[str], reason: str) -> list[Machine]:
+    """Machines of these names as the file describes them, where they cannot be asked. Cards that the file names are
+    added by planning (`preflight.as_named`). Pure."""
+    hardware = deployment.hardware
+    n_gpus = 0 if hardware.gpu is not None else hardware.gpus_per_node or 0
+    gpus = tuple(Gpu(index, "GPU", _GPU_BYTES, _GPU_BYTES) for index in range(n_gpus))
+    machines = [Machine(name, _CPUS, _MEMORY_BYTES, _MEMORY_BYTES, gpus) for name in names]
+    return [assumed(machine, reason) for machine in machines]
+
+
+def assumed(machine: Machine, reason: str) -> Machine:
+    """A machine that could not be asked, for that reason."""
+    return msgspec.structs.replace(machine, versions={**node_facts.versions(), "vllm": NEWEST}, assumed=reason)
 
 
 @functools.cache

@@ -24,14 +24,14 @@ from penstock.wire.announcement import Process
 class Local(Target):
     name = "local"
     capabilities = frozenset({"survey"})
-    is_this_machine = True
+    is_this_machine = shares_files = True
 
     def check(self, deployment: Deployment, is_rehearsal: bool = False) -> list[Problem]:
         nodes = deployment.hardware.nodes
         message = f"{nodes} nodes, but target local is one machine"
         return [Problem("hardware.nodes", message, "Set hardware.nodes: 1, or another target.")] if nodes > 1 else []
 
-    def machines(self, deployment: Deployment) -> list[Machine]:
+    def machines(self, deployment: Deployment, is_rehearsal: bool = False) -> list[Machine]:
         return [this_machine()]
 
     def survey(self, deployment: Deployment, argv: Sequence[str], timeout_s: float) -> list[Surveyed]:

@@ -144,8 +144,7 @@ class Ssh:
 
         Raises HostError when the host could not be reached; the exit code is the command's.
         """
-        # Files, not pipes: a connection that is left open for others holds the error output open too.
-        with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        with _memory_file() as out, _memory_file() as err:
             child = self.popen(host, words, out, err)
             try:
                 child.communicate(given, timeout=timeout_s)
@@ -200,6 +199,13 @@ class Ssh:
 
 
 Piped = subprocess.Popen[bytes]
+
+
+def _memory_file() -> IO[bytes]:
+    """Not a pipe: a connection that is left open for others holds the error output open too. No disk can be full."""
+    if hasattr(os, "memfd_create"):
+        return os.fdopen(os.memfd_create("ssh"), "w+b")
+    return tempfile.TemporaryFile()  # macOS
 
 
 def failed(host: str, what: str, done: Done) -> HostError:

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
 import msgspec
 
 from penstock.errors import UserError, nearest, not_modelled
-from penstock.planner.architecture import Architecture, Quantization
+from penstock.planner.architecture import Architecture, Quantization, QuantKind
 
 _FP32, _FP16 = 4, 2
 _MXFP4_GROUP, _NVFP4_GROUP, _BNB_BLOCK = 32, 16, 64
@@ -81,25 +81,46 @@ def _compiled(patterns: tuple[str, ...]) -> _Patterns:
 
 
 def _canonical(name: str) -> str:
-    """One spelling for a module: without the "model." and "language_model." that wrappers put in front."""
-    for prefix in ("model.", "language_model.", "model."):
+    """One spelling for a module: without the prefixes of wrappers ("model.", "language_model.", Nemotron-H's
+    "backbone.")."""
+    for prefix in ("model.", "language_model.", "model.", "backbone."):
         name = name.removeprefix(prefix)
     return name
+
+
+# What vLLM and newer checkpoints join: lists of modules have either name.
+_FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"} | {
+    "gate_proj": "gate_up_proj",
+    "up_proj": "gate_up_proj",
+}
+
+
+def _names_of(module: str) -> Iterator[str]:
+    """A module's own name and those of what it is joined into; a lone shared expert has no plural."""
+    parent, _, last = module.rpartition(".")
+    for holder in dict.fromkeys((parent, parent.removesuffix(".0"), parent.replace("shared_experts", "shared_expert"))):
+        yield f"{holder}.{last}" if holder else last
+        if last in _FUSED:
+            yield f"{holder}.{_FUSED[last]}"
 
 
 @lru_cache(maxsize=65536)
 def matches(module: str, patterns: tuple[str, ...]) -> bool:
     """Whether a module ("model.layers.0.mlp.gate_proj") is named by a pattern, wholly, by a parent or by a part."""
-    compiled, name = _compiled(patterns), _canonical(module)
+    compiled = _compiled(patterns)
+    return any(_is_named(_canonical(name), compiled) for name in _names_of(module))
+
+
+def _is_named(name: str, patterns: _Patterns) -> bool:
     parts = name.split(".")
-    if compiled.plain and any(
-        ".".join(parts[first:last]) in compiled.plain
+    if patterns.plain and any(
+        ".".join(parts[first:last]) in patterns.plain
         for first in range(len(parts))
         for last in range(first + 1, len(parts) + 1)
     ):
         return True
-    spellings = (name, "model." + name, "language_model.model." + name, "model.language_model." + name)
-    return compiled.wild is not None and any(compiled.wild.match(spelling) for spelling in spellings)
+    prefixes = ("", "model.", "language_model.model.", "model.language_model.", "backbone.")
+    return patterns.wild is not None and any(patterns.wild.match(prefix + name) for prefix in prefixes)
 
 
 def format_of(module: str, quant: Quantization | None) -> Quantization | None:
@@ -177,6 +198,18 @@ def _gptq(q: Mapping[str, Any]) -> Quantization:
         excluded=(*_names(q, "modules_to_not_convert"), *("re:.*" + str(name)[2:] for name in dynamic)),
         quantizes_head=bool(q.get("lm_head")),
     )
+
+
+def _auto_round(q: Mapping[str, Any]) -> Quantization:
+    """Packed as GPTQ or AWQ; `extra_config` gives single modules (names or expressions) other bits."""
+    bits, data_type = int(q.get("bits", 4)), str(q.get("data_type", "int"))
+    others = {str(name): int(own.get("bits", bits)) for name, own in (q.get("extra_config") or {}).items()}
+    if data_type != "int" or any(own not in (bits, 16, 32) for own in others.values()):
+        raise not_modelled("quantization", f"auto-round {data_type}{bits}", "its bytes are not modelled")
+    kept = [name if re.fullmatch(r"[\w.]+", name) else f"re:{name}" for name, own in others.items() if own >= 16]
+    size, is_symmetric = _group_size(q.get("group_size", 128)), bool(q.get("sym", True))
+    kind: QuantKind = "awq" if "awq" in str(q.get("packing_format")) else "gptq"
+    return Quantization(kind, group_size=size, bits=bits, is_symmetric=is_symmetric, excluded=tuple(kept))
 
 
 def _mxfp4(q: Mapping[str, Any]) -> Quantization:
@@ -265,11 +298,15 @@ _METHODS: Mapping[str, tuple[Callable[[Mapping[str, Any]], Quantization], frozen
     "awq_marlin": (_awq, frozenset({"awq"})),
     "gptq": (_gptq, frozenset({"gptq"})),
     "gptq_marlin": (_gptq, frozenset({"gptq"})),
+    "moe_wna16": (_gptq, frozenset({"awq", "gptq"})),
+    "auto-round": (_auto_round, frozenset()),
+    "inc": (_auto_round, frozenset({"awq", "gptq"})),
     "mxfp4": (_mxfp4, frozenset({"mxfp4"})),
     "gpt_oss_mxfp4": (_mxfp4, frozenset({"mxfp4"})),
     "bitsandbytes": (_bitsandbytes, frozenset({"bnb-nf4", "bnb-int8"})),
     "modelopt": (_modelopt, frozenset({"fp8", "nvfp4", "fp8-block"})),
     "modelopt_fp4": (_modelopt, frozenset({"nvfp4"})),
+    "modelopt_mixed": (_modelopt, frozenset({"fp8", "nvfp4", "fp8-block"})),
     "compressed-tensors": (
         _compressed_tensors,
         frozenset({"fp8", "fp8-block", "int8", "int4", "nvfp4", "mxfp4"}),
@@ -287,24 +324,36 @@ ONLINE: Mapping[str, Quantization] = {
 }
 
 
+# Formats that vLLM does not make and finds in a checkpoint by itself: no flags of it, but what people plan for.
+CHECKPOINTS: Mapping[str, Quantization] = {
+    "nvfp4": Quantization("nvfp4", group_size=_NVFP4_GROUP),
+    "int4": Quantization("int4", group_size=128),
+}
+
+
 def with_choice(arch: Architecture, choice: str | None, dtype: str | None = None) -> Architecture:
     """The architecture as `--quantization` and `--dtype` load it.
-    The checkpoint's own format changes nothing; a 16-bit one takes what vLLM makes while loading. Else NotModelled."""
+    The checkpoint's own format changes nothing; a 16-bit one takes what vLLM makes while loading, or becomes the
+    checkpoint that is asked for. Else NotModelled."""
     if dtype not in (None, "auto"):
         arch = msgspec.structs.replace(arch, dtype={"half": "float16", "float": "float32"}.get(str(dtype), str(dtype)))
     if choice is None:
         return arch
-    if choice not in ONLINE and choice not in _METHODS:
-        close = nearest(choice, {*ONLINE, *_METHODS})
+    if choice not in ONLINE and choice not in _METHODS and choice not in CHECKPOINTS:
+        close = nearest(choice, {*ONLINE, *_METHODS, *CHECKPOINTS})
         raise not_modelled(
             "quantization", choice, "it is not modelled", hint=f"did you mean {close}?" if close else None
         )
     if arch.quantization is not None:
-        if choice in _METHODS and arch.quantization.kind in _METHODS[choice][1]:
+        if arch.quantization.kind == choice or arch.quantization.kind in _METHODS.get(choice, (None, ()))[1]:
             return arch
         raise not_modelled("quantization", choice, f"the checkpoint is stored as {arch.quantization.kind}")
-    if choice not in ONLINE:
+    quant = ONLINE.get(choice) or CHECKPOINTS.get(choice)
+    if quant is None:
         raise not_modelled(
-            "quantization", choice, "the checkpoint has 16-bit weights", hint=f"made while loading: {', '.join(ONLINE)}"
+            "quantization",
+            choice,
+            "the checkpoint has 16-bit weights",
+            hint=f"Made while loading: {', '.join(ONLINE)}. A checkpoint to be made: {', '.join(CHECKPOINTS)}.",
         )
-    return msgspec.structs.replace(arch, quantization=ONLINE[choice])
+    return msgspec.structs.replace(arch, quantization=quant)

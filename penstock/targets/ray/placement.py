@@ -15,6 +15,7 @@ from penstock.targets import Placement
 from penstock.targets.ray.jobs_api import Job, RayNode
 
 WAITS = "Ray waits for free machines"
+LOST = "Ray lost a node of it, and waits for another"
 _KIND = "accelerator_type:"
 
 
@@ -49,8 +50,10 @@ def in_words(wanted: Mapping[str, Any]) -> str:
     return f"{wanted['n_nodes']} node(s) with {amounts} free on each"
 
 
-def shortage(wanted: Mapping[str, Any], nodes: Sequence[RayNode], free: Mapping[str, Mapping[str, float]]) -> str:
-    """Why a replica is not placed: how many nodes it needs, and what is free of what it needs on each."""
+def shortage(
+    wanted: Mapping[str, Any], nodes: Sequence[RayNode], free: Mapping[str, Mapping[str, float]], is_lost: bool = False
+) -> str:
+    """Why a replica, or its node that `is_lost`, is not placed: what it needs on each node, and what is free there."""
     most_cpus = max((node.resources.get("CPU", 0.0) for node in nodes), default=1.0)
     needed = {name: min(n, most_cpus) if name == "CPU" else n for name, n in wanted["bundle"].items()}
     lacks, n_fit = [], 0
@@ -62,9 +65,8 @@ def shortage(wanted: Mapping[str, Any], nodes: Sequence[RayNode], free: Mapping[
             f"{node.address} has {here.get(name, 0.0):g} of {node.resources.get(name, 0):g}" for name in short[:1]
         ]
     needs = " and ".join(f"{amount:g} {name}" for name, amount in needed.items())
-    return (
-        f"needs {wanted['n_nodes']} node(s) with {needs} free, {n_fit} of {len(nodes)} have it: {', '.join(lacks[:8])}"
-    )
+    what = "a node" if is_lost else f"{wanted['n_nodes']} node(s)"
+    return f"needs {what} with {needs} free, {n_fit} of {len(nodes)} have it: {', '.join(lacks[:8])}"
 
 
 class ClusterView(msgspec.Struct, frozen=True):
@@ -94,7 +96,7 @@ def placement_of(view: ClusterView, job: str, is_ending: bool) -> Placement:
     if group == "CREATED":
         return Placement("placed", view.away)
     if group == "RESCHEDULING":
-        return Placement("broken", "Ray lost a node of it, and waits for another", is_repaired_by_target=True)
+        return Placement("broken", LOST, is_repaired_by_target=True)
     if group == "REMOVED":
         return Placement("placed", "its nodes have ended")
     return Placement("queued", "its driver starts" if group is None else WAITS)

@@ -22,10 +22,11 @@ from penstock.hardware import Machine
 from penstock.run_folder import Artifact, Handle, Launch, Record, Run, Unit, replica
 from penstock.spec.blocks import RayCluster
 from penstock.spec.deployment import Deployment
-from penstock.targets import Placement, Surveyed, Target
+from penstock.targets import Placement, Surveyed, Target, machines_of_file
 from penstock.targets.ray import driver, jobs_api
 from penstock.targets.ray.jobs_api import Dashboard, Job, RayNode
 from penstock.targets.ray.placement import (
+    LOST,
     WAITS,
     ClusterView,
     as_ray_gives,
@@ -68,7 +69,7 @@ class RayJobs(Target):
             dashboard.ray_version()
             nodes = dashboard.nodes()
         except PenstockError as exc:
-            return [*problems, Problem("ray.address", exc.message, exc.hint)]
+            return problems if is_rehearsal else [*problems, Problem("ray.address", exc.message, exc.hint)]
         n_gpus, n_nodes = deployment.hardware.gpus_per_node or 0, deployment.hardware.nodes
         kind = gpu_kind(deployment, nodes)
         fit = [
@@ -84,8 +85,14 @@ class RayJobs(Target):
             problems.append(Problem("hardware.nodes", message, "`ray status` on its head lists them"))
         return problems
 
-    def machines(self, deployment: Deployment) -> list[Machine]:
-        answers = self._survey(deployment, ["-m", "penstock.hardware.node_facts"], _SURVEY_S)
+    def machines(self, deployment: Deployment, is_rehearsal: bool = False) -> list[Machine]:
+        try:
+            answers = self._survey(deployment, ["-m", "penstock.hardware.node_facts"], _SURVEY_S)
+        except PenstockError as exc:
+            if not is_rehearsal:
+                raise
+            names = [f"node-{rank + 1}" for rank in range(deployment.hardware.nodes)]
+            return machines_of_file(deployment, names, exc.message)
         kind = gpu_kind(deployment, [RayNode("", answer["address"], answer["resources"]) for answer in answers])
         machines, complaints = [], []
         for answer in answers:
@@ -133,9 +140,10 @@ class RayJobs(Target):
         for name, entry in run.handle().replicas.items():
             view, job = self._view(entry["address"]), entry["job"]
             placement = placement_of(view, job, is_down or job in self._ending)
-            if placement.reason == WAITS and view.nodes:
-                why = shortage(json.loads(run.artifact().files["nodes.json"]), view.nodes, view.free)
-                placement = msgspec.structs.replace(placement, reason=why)
+            if placement.reason in (WAITS, LOST) and view.nodes:
+                is_lost, wanted = placement.reason == LOST, json.loads(run.artifact().files["nodes.json"])
+                why = shortage(wanted, view.nodes, view.free, is_lost)
+                placement = msgspec.structs.replace(placement, reason=f"{LOST}: it {why}" if is_lost else why)
             placements[replica(name)] = placement
         return placements
 
@@ -272,7 +280,7 @@ class RayJobs(Target):
             dashboard = Dashboard(address)
             jobs, groups = dashboard.jobs(), dashboard.groups()
             view = ClusterView(time.monotonic(), jobs, groups)
-            if "PENDING" in groups.values():
+            if {"PENDING", "RESCHEDULING"} & set(groups.values()):
                 view = msgspec.structs.replace(view, nodes=tuple(dashboard.nodes()), free=dashboard.free())
         except PenstockError as exc:
             # A dashboard that is away says nothing of the jobs: they run without it.

@@ -45,6 +45,7 @@ def look(asked: dict[str, Any]) -> dict[str, Any]:
     except (ValueError, OSError):
         libc = ""
     versions = folder / "versions"
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
     return {
         "python": {
             "version": sys.version.split()[0],
@@ -55,8 +56,9 @@ def look(asked: dict[str, Any]) -> dict[str, Any]:
         },
         "name": os.uname().nodename,
         "folder": str(folder),
+        "free_bytes": shutil.disk_usage(existing).free,
         "versions": sorted(path.name for path in versions.iterdir()) if versions.is_dir() else [],
-        "absent": [path for path in asked["paths"] if not Path(path).exists()],
+        "absent": [path for path in asked["paths"] if not Path(path).expanduser().exists()],
     }
 
 

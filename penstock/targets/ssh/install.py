@@ -26,6 +26,7 @@ class HostFacts(msgspec.Struct, frozen=True):
 
     name: str
     folder: str
+    free_bytes: int
     python: HostPython
     versions: tuple[str, ...]
     absent: tuple[str, ...]

@@ -232,7 +232,10 @@ class RunHosts:
             if host in away:
                 what = f"{self.run.name} on {short_name(host)}, which could not be reached"
                 facts = {"place": msgspec.to_builtins(place), "config": self.block.config, "run_id": self.run_id}
-                run_folder.note_left(run_folder.Left("ssh", self.run_id, host, what, facts))
+                try:
+                    run_folder.note_left(run_folder.Left("ssh", self.run_id, host, what, facts))
+                except OSError as exc:  # the run keeps its places, so that `down` can be repeated
+                    raise PenstockError(f"could not note that {what}: {exc.strerror}", is_retryable=True) from exc
             else:
                 run_folder.forget_left(self.run_id, host)
         if away:
@@ -267,7 +270,8 @@ class RunHosts:
                 front = f"{short_name(node.host)}: " if len(nodes) > 1 else ""
                 parts += [f"{front}{line}\n" for line in text.splitlines()]
         if parts:
-            self.run.log(f"replica-{replica}").write_text("".join(parts), "utf-8")
+            with contextlib.suppress(OSError):  # a full disk here: the replica still ends
+                self.run.log(f"replica-{replica}").write_text("".join(parts), "utf-8")
 
     def _by_host(self, nodes: Iterable[Node]) -> dict[str, tuple[RunPlace, list[Process]]]:
         """Every place that was noted, and those of these nodes, with the processes of the nodes there."""

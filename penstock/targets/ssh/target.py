@@ -22,12 +22,15 @@ from penstock.hardware import Machine
 from penstock.run_folder import Artifact, Handle, Launch, Left, Run, Unit, replica
 from penstock.spec.blocks import Ssh as Block
 from penstock.spec.deployment import DEMO_MODEL, Deployment
-from penstock.targets import Placement, Surveyed, Target
+from penstock.targets import Placement, Surveyed, Target, machines_of_file
 from penstock.targets.openssh import Ssh, at_once, is_legal, short_name
 from penstock.targets.ssh import logs as streams
 from penstock.targets.ssh.agent_messages import End
 from penstock.targets.ssh.install import HostInstaller, PreparedHost, look
 from penstock.targets.ssh.placement import Node, RunHosts, RunPlace, assign, end_there, log_name
+from penstock.text import MIB, show_bytes
+
+_MIN_FREE_BYTES = 128 * MIB  # penstock there takes 16 MiB, a run its logs
 
 
 class OverSsh(Target):
@@ -52,13 +55,27 @@ class OverSsh(Target):
         for number, host in enumerate(block.hosts):
             facts = answers[host]
             if isinstance(facts, PenstockError):
-                problems.append(Problem(f"ssh.hosts[{number}]", facts.message, facts.hint))
-            elif facts.absent:
+                if not (is_rehearsal and facts.is_retryable):
+                    problems.append(Problem(f"ssh.hosts[{number}]", facts.message, facts.hint))
+                continue
+            if facts.free_bytes < _MIN_FREE_BYTES:
+                message = f"{short_name(host)} has {show_bytes(facts.free_bytes)} free in {facts.folder}"
+                hint = f"free {show_bytes(_MIN_FREE_BYTES)} for penstock and its logs, or name a folder on another disk"
+                problems.append(Problem("ssh.folder", message, hint))
+            if facts.absent:
                 hint = "put it on a file system that all hosts have at this path, or use a hub id"
                 problems.append(Problem("model", f'{facts.absent[0]} is not on "{short_name(host)}"', hint))
         return problems
 
-    def machines(self, deployment: Deployment) -> list[Machine]:
+    def machines(self, deployment: Deployment, is_rehearsal: bool = False) -> list[Machine]:
+        try:
+            return self._machines(deployment)
+        except PenstockError as exc:
+            if not (is_rehearsal and exc.is_retryable):
+                raise
+            return machines_of_file(deployment, list(map(short_name, _block(deployment).hosts)), exc.message)
+
+    def _machines(self, deployment: Deployment) -> list[Machine]:
         machines = []
         for answer in self.survey(deployment, ["-m", "penstock.hardware.node_facts"], timeout_s=60.0):
             if answer.exit_code != 0:
@@ -230,11 +247,11 @@ def _problems(deployment: Deployment, block: Block) -> list[Problem]:
 
 
 def _model_folders(deployment: Deployment) -> tuple[str, ...]:
-    """The model's folder, when it must be on every host at the path that it has here."""
-    if deployment.model == DEMO_MODEL:
-        return ()
+    """The model's folder, which every host must have at one path; this machine need not have it."""
     path = Path(deployment.model).expanduser()
-    return (str(path.resolve()),) if path.exists() else ()
+    if deployment.model != DEMO_MODEL and path.exists():
+        return (str(path.resolve()),)
+    return (deployment.model,) if deployment.model.startswith(("/", "~")) else ()
 
 
 def finish(left: Left) -> None:
