@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import re
 import shutil
+import socket
 import tempfile
 from pathlib import Path
 
@@ -104,3 +106,21 @@ def every_temporary() -> dict[Path, str]:
     """The temporary folders of all runs on this machine, with the id of the run."""
     paths = sorted(path for path in Path(tempfile.gettempdir()).glob("penstock-*-*") if path.is_dir())
     return {path: match[1] for path in paths if (match := _TEMPORARY.match(path.name))}
+
+
+def is_held(folder: Path) -> bool:
+    """Whether an engine holds the folder's lock or a program answers in it, also one that its container hides."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return any(_answers(path) for path in folder.iterdir() if path.is_socket())
+
+
+def _answers(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(1.0)
+        return probe.connect_ex(str(path)) == 0

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +15,7 @@ from samples import demo_plan
 
 from penstock import processes
 from penstock.errors import UserError
+from penstock.node import leftovers
 from penstock.node.__main__ import rank_of
 from penstock.spec.deployment import Parallel
 from penstock.wire.client import Reply
@@ -85,6 +89,22 @@ def test_the_rank_is_the_number_that_the_host_name_ends_in(host: str, rank: int)
 def test_a_host_name_without_a_rank_of_this_replica_is_refused(host: str) -> None:
     with pytest.raises(UserError, match=f'host name "{host}"'):
         rank_of(host, n_nodes=2)
+
+
+def test_a_node_removes_folders_of_engines_that_died_with_its_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    names = ("lost", "fresh", "locked", "guard's", "user's")
+    paths = [tmp_path / f"penstock-0badcafe-{part}" for part in ("0", "1", "2", "0j")] + [tmp_path / "penstock-notes"]
+    for path in paths:
+        path.mkdir()
+        os.utime(path, (0.0, 0.0 if path.name[-1] != "1" else time.time()))
+    lock = os.open(paths[2], os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_SH)
+    leftovers.remove_lost_folders()
+    os.close(lock)
+    assert [name for name, path in zip(names, paths, strict=True) if not path.exists()] == ["lost"]
 
 
 HOOK = """
