@@ -58,14 +58,6 @@ def test_a_target_or_the_engines_own_limit_can_be_the_first() -> None:
     assert slow.n_at_once == 0 and slow.first_limit == "time per token: 2 ms, at most 1"
 
 
-def test_a_prefix_cache_spares_reading_the_conversation_again() -> None:
-    anew, cached = (
-        users.users(Person(8000, 300, 30, new_tokens=new), Capacity(400_000, 256), Workload(ttft_ms=2000), at_h100)
-        for new in (None, 200)
-    )
-    assert cached.n_users.likely > anew.n_users.likely and cached.first_limit.startswith("KV cache")
-
-
 def test_an_8b_on_one_h100_serves_hundreds_and_few_estimates_are_enough() -> None:
     asked: list[int] = []
 
