@@ -28,7 +28,7 @@ def steady(ttft_ms: float, tpot_ms: float) -> Speed:
     def around(value: float) -> Range:
         return Range(value / 2, value, value * 2)
 
-    return Speed(around(ttft_ms), around(tpot_ms), around(1), around(1), 1, {})
+    return Speed(around(ttft_ms), around(tpot_ms), around(1), around(1))
 
 
 def test_people_follow_the_response_time_law() -> None:

@@ -17,7 +17,7 @@ from penstock.spec.deployment import Workload
 
 
 class Person(msgspec.Struct, frozen=True):
-    """One user. context_tokens: the conversation with the answer, which the KV cache holds and each turn reads again."""
+    """One user. context_tokens: the conversation with the answer, which the KV cache holds and a turn reads again."""
 
     context_tokens: int = 4000
     reply_tokens: int = 300
