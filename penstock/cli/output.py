@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
 import shutil
 import sys
-from collections.abc import Collection, Sequence
+import time
+from collections.abc import Callable, Collection, Sequence
 from typing import IO, Any
 
 from penstock.errors import PenstockError
@@ -15,6 +17,7 @@ from penstock.text import printable
 
 # Wider than any line: a program that reads our output gets one line a row.
 UNLIMITED = 10_000
+_REPEAT_S = 2.0
 
 
 def print_json(value: Any) -> None:
@@ -43,6 +46,19 @@ def _error_text(error: PenstockError) -> str:
             first, *more = printable(text).splitlines()
             lines += [f"  {word}:", *(f"    {line}" for line in (first, *more))] if more else [f"  {word}: {first}"]
     return "\n".join(lines)
+
+
+def repeat(options: argparse.Namespace, show: Callable[[argparse.Namespace], int]) -> int:
+    """Show it every two seconds until Ctrl-C, on a terminal each time in place of the last."""
+    once = argparse.Namespace(**(vars(options) | {"watch": False}))
+    with contextlib.suppress(KeyboardInterrupt):
+        while True:
+            if sys.stdout.isatty():
+                print("\033[H\033[2J", end="")
+            show(once)
+            sys.stdout.flush()
+            time.sleep(_REPEAT_S)
+    return 0
 
 
 def has_colour(stream: IO[str]) -> bool:
