@@ -41,3 +41,11 @@ def flag(name: str) -> str:
 def bare_flag(text: str) -> str:
     """One name for all ways to write a flag: "--max_model_len" -> "max-model-len"."""
     return text.lstrip("-").replace("_", "-")
+
+
+def show_usd(value: float) -> str:
+    """Dollars and cents, below a dollar down to a millionth: 1234.5 -> "$1,234.50", 0.000012 -> "$0.000012"."""
+    if not value or value >= 1:
+        return f"${value:,.2f}"
+    whole, _, cents = f"{value:.6f}".partition(".")
+    return f"${whole}.{cents.rstrip('0').ljust(2, '0')}"

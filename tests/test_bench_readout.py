@@ -6,8 +6,9 @@ import json
 
 import pytest
 
+from penstock.bench.load.exchanges import Raw
 from penstock.bench.results import engine_metrics
-from penstock.bench.results.parse import Raw, parse_exchange
+from penstock.bench.results.parse import parse_exchange
 from penstock.engines.vllm import names as vllm_names
 from penstock.wire.http1 import LAST_CHUNK, write_chunk
 
@@ -42,8 +43,12 @@ def chunks(*events: bytes) -> list[bytes]:
 def test_a_stream_gives_its_token_times_and_its_usage() -> None:
     role = event({"choices": [{"delta": {"role": "assistant", "content": ""}}]})
     ends = write_chunk(FINISH) + write_chunk(USAGE) + write_chunk(DONE) + LAST_CHUNK
-    found = parse_exchange(raw(HEAD + write_chunk(role), *chunks(token("a"), token("b"), token("c")), ends), True)
-    assert found.token_times_s == pytest.approx((0.2, 0.3, 0.4))
+    found, times = parse_exchange(
+        raw(HEAD + write_chunk(role), *chunks(token("a"), token("b"), token("c")), ends), True
+    )
+    assert times == pytest.approx((0.2, 0.3, 0.4))
+    assert (found.first_token_s, found.last_token_s, found.n_events) == (times[0], times[2], 3)
+    assert found.max_gap_s == pytest.approx(0.1)
     assert (found.input_tokens, found.output_tokens, found.error, found.status) == (7, 3, None, 200)
     assert found.replica == "2"
     assert found.answered_s == pytest.approx(0.1)
@@ -54,9 +59,9 @@ def test_a_stream_gives_its_token_times_and_its_usage() -> None:
 def test_however_the_bytes_are_cut_the_tokens_are_the_same(size: int, line_end: bytes) -> None:
     events = (token("a"), b": ping\n\n", token("b") + token("c"), USAGE, DONE)
     whole = HEAD + b"".join(chunks(*(event.replace(b"\n", line_end) for event in events))) + LAST_CHUNK
-    found = parse_exchange(raw(*[whole[at : at + size] for at in range(0, len(whole), size)]), True)
-    assert (len(found.token_times_s), found.output_tokens, found.error) == (3, 3, None)
-    assert list(found.token_times_s) == sorted(found.token_times_s)
+    found, times = parse_exchange(raw(*[whole[at : at + size] for at in range(0, len(whole), size)]), True)
+    assert (len(times), found.output_tokens, found.error) == (3, 3, None)
+    assert times == sorted(times)
 
 
 @pytest.mark.parametrize(
@@ -71,8 +76,8 @@ def test_however_the_bytes_are_cut_the_tokens_are_the_same(size: int, line_end: 
     ],
 )
 def test_what_counts_as_a_token(choice: dict[str, object], is_token: bool) -> None:
-    found = parse_exchange(raw(HEAD, *chunks(event({"choices": [choice]}), DONE), LAST_CHUNK), True)
-    assert bool(found.token_times_s) is is_token
+    _, times = parse_exchange(raw(HEAD, *chunks(event({"choices": [choice]}), DONE), LAST_CHUNK), True)
+    assert bool(times) is is_token
 
 
 @pytest.mark.parametrize(
@@ -90,15 +95,15 @@ def test_what_counts_as_a_token(choice: dict[str, object], is_token: bool) -> No
     ],
 )
 def test_a_broken_answer_is_told_by_its_kind(reads: list[bytes], fields: dict[str, object], error: str) -> None:
-    answer = parse_exchange(raw(*reads, **fields), True)
+    answer, _ = parse_exchange(raw(*reads, **fields), True)
     assert answer.error == error and (error != "http 429" or answer.detail == "slower")
 
 
 def test_a_whole_answer_has_usage_and_no_first_token() -> None:
     body = json.dumps({"choices": [{"text": "a b"}], "usage": {"prompt_tokens": 1, "completion_tokens": 2}}).encode()
     head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body)
-    found = parse_exchange(raw(head + body), False)
-    assert (found.output_tokens, found.token_times_s, found.error, found.n_bytes) == (2, (), None, len(body))
+    found, times = parse_exchange(raw(head + body), False)
+    assert (found.output_tokens, times, found.error, found.n_bytes) == (2, [], None, len(body))
     assert found.e2el_s(False) == pytest.approx(0.1)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import csv
+import io
+import itertools
 import json
 import os
 import signal
@@ -22,11 +24,11 @@ from penstock.bench import serve
 from penstock.bench.datasets.tokenizers import FileTokens
 from penstock.bench.load.arrivals import Pace, PlannedRequest
 from penstock.bench.load.connections import Address
-from penstock.bench.load.run import Load
+from penstock.bench.load.run import Load, Outcome
 from penstock.bench.load.run import run as run_load
 from penstock.bench.results import folder as record
 from penstock.bench.results.parse import parse_exchange
-from penstock.bench.serve import Service
+from penstock.bench.serve import Report, Run, Service
 from penstock.cli import main
 from penstock.errors import PenstockError, UserError
 from penstock.models import files
@@ -47,6 +49,16 @@ def service(url: str, **fields: object) -> Service:
     return Service(**{"url": url, "model": "m", **fields})  # type: ignore[arg-type]
 
 
+def load(
+    target: Service,
+    requests: list[PlannedRequest],
+    pace: Pace,
+    bounds: dict[str, float] | None = None,
+    n_warmup: int = 1,
+) -> Report:
+    return serve.run(Run(target, pace, bounds or {}, n_warmup), requests)
+
+
 def asked(prompt: str, output_tokens: int) -> list[PlannedRequest]:
     """The request that is sent again and again."""
     return [PlannedRequest(prompt, None, output_tokens)]
@@ -56,7 +68,7 @@ def asked(prompt: str, output_tokens: int) -> list[PlannedRequest]:
 @pytest.mark.parametrize("streams", [True, False])
 def test_every_request_is_answered_and_counted(engine: InThread, endpoint: str, streams: bool) -> None:
     target = service(engine.url, endpoint=endpoint, streams=streams)
-    found = serve.run(target, asked("tell me", 6), CLOSED, {}, n_warmup=2).summary
+    found = load(target, asked("tell me", 6), CLOSED, n_warmup=2).summary
     assert (found.completed, found.failed, found.total_output_tokens) == (12, 0, 72)
     assert ("ttft" in found.spreads) is streams
     assert found.tokens_per_event == (1.0 if streams else None)
@@ -64,11 +76,11 @@ def test_every_request_is_answered_and_counted(engine: InThread, endpoint: str, 
 
 def test_an_open_loop_sends_by_its_clock(engine: InThread) -> None:
     pace = Pace(rate=200.0, arrival="constant", n_requests=20)
-    report = serve.run(service(engine.url), asked("a", 3), pace, {"ttft": 5000.0})
+    report = load(service(engine.url), asked("a", 3), pace, {"ttft": 5000.0})
     assert [round(request.intended_s, 6) for request in report.requests] == [index / 200 for index in range(20)]
     assert all(request.asked_s >= request.intended_s for request in report.requests)
     assert report.summary.goodput_share == 1.0 and report.rows[0].kind == "vllm"
-    timed = serve.run(service(engine.url), asked("a", 2), Pace(concurrency=2, duration_s=0.05), {}, 0)
+    timed = load(service(engine.url), asked("a", 2), Pace(concurrency=2, duration_s=0.05), {}, 0)
     assert timed.summary.completed > 2
     assert report.result["engine"][f"{engine.url}/metrics"]["generation_tokens"] >= 0
 
@@ -79,7 +91,7 @@ def test_a_turn_waits_for_the_turn_before(engine: InThread) -> None:
         PlannedRequest("a b", None, 4, wait_for=0),
         PlannedRequest("a b c", None, 4, wait_for=1),
     ]
-    report = serve.run(service(engine.url), asks, Pace(rate=1e5, arrival="constant", n_requests=6), {}, 0)
+    report = load(service(engine.url), asks, Pace(rate=1e5, arrival="constant", n_requests=6), {}, 0)
     ends = [request.end_s for request in report.requests]
     sent = [request.sent_s for request in report.requests]
     assert all(sent[index] >= ends[index - 1] for index in (1, 2, 4, 5))
@@ -88,10 +100,10 @@ def test_a_turn_waits_for_the_turn_before(engine: InThread) -> None:
 
 def test_a_first_request_that_fails_ends_it_with_the_servers_words(engine: InThread) -> None:
     with pytest.raises(UserError, match=r"http 404.*nobody"):
-        serve.run(service(engine.url, model="nobody"), asked("a", 1), CLOSED, {})
+        load(service(engine.url, model="nobody"), asked("a", 1), CLOSED)
     with pytest.raises(PenstockError, match="connection refused"):
-        serve.run(service(f"http://127.0.0.1:{free_port()}"), asked("a", 1), CLOSED, {})
-    report = serve.run(service(engine.url, model="nobody"), asked("a", 1), CLOSED, {}, 0)  # without a warm-up
+        load(service(f"http://127.0.0.1:{free_port()}"), asked("a", 1), CLOSED)
+    report = load(service(engine.url, model="nobody"), asked("a", 1), CLOSED, {}, 0)  # without a warm-up
     assert report.summary.errors == {"http 404": 12} and not report.verdict.valid
     assert report.result["warmup_requests"] == 0
 
@@ -116,11 +128,11 @@ def test_an_address_may_have_a_path() -> None:
 
 
 def test_the_key_is_sent_and_told_to_nobody(engine: InThread) -> None:
-    report = serve.run(service(engine.url, key="sk-secret"), asked("a", 1), CLOSED, {})
+    report = load(service(engine.url, key="sk-secret"), asked("a", 1), CLOSED)
     assert engine.seen[-2].headers["authorization"] == "Bearer sk-secret"
     assert "sk-secret" not in json.dumps(report.result)
     with pytest.raises(UserError, match="API key"):
-        serve.run(service(engine.url, key="a\r\nb"), asked("a", 1), CLOSED, {})
+        load(service(engine.url, key="a\r\nb"), asked("a", 1), CLOSED)
 
 
 # -- the command
@@ -404,17 +416,19 @@ HABITS = {
 REQUEST = b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 0\r\n\r\n"
 
 
+def errors(outcome: Outcome) -> list[str | None]:
+    return [raw.error for raw in outcome.exchanges.read()]
+
+
 @pytest.mark.parametrize("habit", HABITS)
 def test_an_answers_end_is_found_whatever_the_servers_habit(habit: str) -> None:
     with server(HABITS[habit]) as address:
         outcome = run_load(address, Load([REQUEST], concurrency=1, n_requests=3, timeout_s=5))
-    assert [exchange.error for exchange in outcome.exchanges] == [None] * 3
-    for exchange in outcome.exchanges:
-        read = parse_exchange(serve._raw(exchange, outcome.began_s), True)
-        assert (read.error, len(read.token_times_s)) == (None, 1)
-    times = outcome.exchanges[0].times
-    assert times == sorted(times)
-    assert outcome.began_s <= times[0] <= outcome.ended_s
+    assert errors(outcome) == [None] * 3
+    for raw in outcome.exchanges.read():
+        request, _ = parse_exchange(raw, True)
+        assert (request.error, request.n_events) == (None, 1)
+        assert raw.times == sorted(raw.times) and 0 <= raw.times[0] <= outcome.ended_s - outcome.began_s
 
 
 def test_a_connection_closed_while_idle_costs_nothing() -> None:
@@ -426,8 +440,8 @@ def test_a_connection_closed_while_idle_costs_nothing() -> None:
 
     with server(answer) as address:
         outcome = run_load(address, Load([REQUEST], concurrency=1, n_requests=5))
-    assert [exchange.error for exchange in outcome.exchanges] == [None] * 5
-    assert any(exchange.was_retried for exchange in outcome.exchanges)
+    assert errors(outcome) == [None] * 5
+    assert outcome.n_connections > 1
 
 
 @pytest.mark.parametrize(
@@ -441,13 +455,13 @@ def test_a_connection_closed_while_idle_costs_nothing() -> None:
 def test_a_broken_connection_is_an_error_of_its_kind(answer: Callable[[socket.socket, int], None], error: str) -> None:
     with server(answer) as address:
         outcome = run_load(address, Load([REQUEST], concurrency=2, n_requests=4))
-    assert [exchange.error for exchange in outcome.exchanges] == [error] * 4
+    assert errors(outcome) == [error] * 4
 
 
 def test_an_answer_over_the_timeout_is_no_success() -> None:
     with server(pieces(CHUNKED + chunk(BODY))) as address:  # it never ends
         outcome = run_load(address, Load([REQUEST], concurrency=2, n_requests=2, timeout_s=0.05))
-    assert [exchange.error for exchange in outcome.exchanges] == ["timeout"] * 2
+    assert errors(outcome) == ["timeout"] * 2
     assert outcome.ended_s - outcome.began_s < 1  # the look was every two seconds once
 
     def late(sock: socket.socket, _: int) -> None:
@@ -456,7 +470,7 @@ def test_an_answer_over_the_timeout_is_no_success() -> None:
 
     with server(late) as address:
         outcome = run_load(address, Load([REQUEST], concurrency=1, n_requests=1, timeout_s=0.01))
-    assert parse_exchange(serve._raw(outcome.exchanges[0], outcome.began_s), True).error == "timeout"
+    assert parse_exchange(next(outcome.exchanges.read()), True)[0].error == "timeout"
 
 
 def test_a_listener_that_never_accepts_is_a_timeout() -> None:
@@ -466,4 +480,56 @@ def test_a_listener_that_never_accepts_is_a_timeout() -> None:
         first.connect(listener.getsockname())  # its backlog is full: what is sent to it further gets no answer
         address = Address("http", "127.0.0.1", listener.getsockname()[1], "127.0.0.1")
         outcome = run_load(address, Load([REQUEST], concurrency=100, n_requests=100, timeout_s=0.05))
-    assert {exchange.error for exchange in outcome.exchanges} == {"timeout"}
+    assert {*errors(outcome)} == {"timeout"}
+
+
+def test_refused_connections_do_not_use_up_the_requests_and_a_server_that_is_gone_ends_the_run() -> None:
+    address = Address("http", "127.0.0.1", free_port(), "127.0.0.1")
+    outcome = run_load(address, Load([REQUEST], concurrency=4, n_requests=10_000, give_up_s=0.2))
+    assert {*errors(outcome)} == {"connection refused"} and len(errors(outcome)) < 60
+    assert "the server was gone" in outcome.cut_short and not outcome.was_interrupted
+
+
+def test_a_server_that_comes_back_is_measured_on(engine: InThread) -> None:
+    def answer(sock: socket.socket, number: int) -> None:
+        status = b"503 Service Unavailable" if number < 3 else b"200 OK"
+        sock.sendall(WHOLE.replace(b"200 OK", status) + BODY)
+
+    with server(answer) as address:
+        outcome = run_load(address, Load([REQUEST], concurrency=1, n_requests=6))
+    ends = [raw.end_s for raw in outcome.exchanges.read()]
+    assert [later - earlier > 0.015 for earlier, later in itertools.pairwise(ends)] == [True] * 3 + [False] * 2
+
+
+def test_a_killed_run_leaves_what_was_measured(
+    engine: InThread, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    what = Run(service(engine.url, key="sk-secret"), CLOSED, flags={"requests": 12})
+    report = serve.run(what, asked("tell me", 6), out=tmp_path)
+    assert record.is_unfinished(tmp_path) and b"sk-secret" not in (tmp_path / record.RUN).read_bytes()
+    reads = tmp_path / record.RAW
+    reads.write_bytes(reads.read_bytes()[:-400])  # a kill in the middle of a write
+    for name in (record.REQUESTS, record.GAPS):
+        (tmp_path / name).unlink()
+    assert main.run(["bench", "report", str(tmp_path)]) == 0
+    result = record.load(tmp_path)
+    assert 0 < len(result.done) <= 12 and result.number("completed") == len(result.done)
+    assert result.summary["invalid_because"][-1].startswith("the run was killed") and result.summary["flags"]
+    assert not reads.exists() and "not valid" in (tmp_path / "report.html").read_text()
+    assert [request.input_tokens for request in result.done] == [request.input_tokens for request in report.requests][
+        : len(result.done)
+    ]
+
+
+def test_a_full_disk_ends_the_run_with_what_was_written(engine: InThread) -> None:
+    class Full(io.BytesIO):
+        def write(self, data: object) -> int:
+            if self.tell() > 5000:
+                raise OSError(28, "No space left on device")
+            return super().write(data)  # type: ignore[arg-type]
+
+    address = serve.resolve(engine.url)
+    message = serve.encode(service(engine.url), address, *asked("tell me", 6))
+    outcome = run_load(address, Load([message], concurrency=4, n_requests=10_000), file=Full())
+    assert outcome.cut_short == "could not write what was read: No space left on device"
+    assert 0 < len(errors(outcome)) < 20

@@ -27,6 +27,7 @@ def test_a_gpu_answers_to_the_names_people_have_for_it() -> None:
     ids = dict.fromkeys(("h100-sxm", "NVIDIA H100 80GB HBM3", "NVIDIA-H100-80GB-HBM3"), "h100-sxm")
     ids |= {"nvidia-l4": "l4", "Tesla T4": "t4", "nvidia-tesla-t4": "t4", "h200": "h200-sxm", "B200": "b200-sxm"}
     ids |= {"NVIDIA GeForce RTX 4090": "rtx-4090", "AMD Instinct MI300X": "mi300x"}
+    ids |= {"a100-80gb-sxm": "a100-sxm4-80", "4090": "rtx-4090", "a100-40gb": "a100-sxm4-40"}
     assert {name: catalog.gpu(name).id for name in ids} == ids
     with pytest.raises(UserError, match='the nearest is "h100-sxm"') as refused:
         catalog.gpu("h100-smx")
@@ -72,6 +73,8 @@ def test_a_model_answers_to_its_hub_id_too_and_a_config_is_the_callers_own_copy(
     row = models_catalog.model("llama-3.1-405b")
     assert models_catalog.find(row.hf_id.upper()) == "llama-3.1-405b"
     assert models_catalog.find("vicuna-13b-v1.3") == "vicuna-13b-v1.3" and not models_catalog.find("nobody/nothing")
+    every = models_catalog.model_names()
+    assert [models_catalog.find(models_catalog.model(name).hf_id) for name in every] == list(every)
     models_catalog.model_config("qwen3-32b")["hidden_size"] = 1
     assert models_catalog.model_config("qwen3-32b")["hidden_size"] == 5120
 

@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,20 @@ def test_wrong_arguments_are_refused_in_words(
 ) -> None:
     assert main.run(["gateway", *arguments]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_folder_of_a_killed_gateway_is_removed_by_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    killed, unknown = tmp_path / "penstock-gw-killed", tmp_path / "penstock-gw-unknown"
+    for folder in (killed, unknown, tmp_path / "other"):
+        folder.mkdir()
+    (killed / "lock").touch()
+    (tmp_path / "other" / "lock").touch()
+    with cli_gateway.admin_folder() as living, cli_gateway.admin_folder():
+        assert (living.exists(), killed.exists(), unknown.exists()) == (True, False, True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "penstock-gw-unknown"]
 
 
 # Real ones.

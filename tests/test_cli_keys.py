@@ -112,9 +112,9 @@ def test_usage_by_what_is_asked_and_at_what_price(shell: Shell, tmp_path: Path) 
     assert head == "model,requests,prompt_tokens,cached_tokens,output_tokens,estimates,cost_usd"
     assert first == "m,10,10000,4000,5000,0,"
     text = shell("usage")[1]
-    words = "KEY MODEL REQUESTS PROMPT TOKENS CACHED TOKENS OUTPUT TOKENS ESTIMATES COST USD"
+    words = "KEY MODEL REQUESTS PROMPT TOKENS CACHED TOKENS OUTPUT TOKENS ESTIMATES COST"
     assert text.splitlines()[0].split() == words.split()
-    assert "alice" in text
+    assert "alice" in text and " $0.25" in text
 
 
 def test_usage_is_pruned_and_stays_the_same(shell: Shell, tmp_path: Path) -> None:

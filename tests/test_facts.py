@@ -190,8 +190,10 @@ def test_models_of_the_catalogue_and_the_bundled_one_need_no_network() -> None:
 
 def test_an_unknown_name_is_refused_with_the_nearest(tmp_path: Path) -> None:
     (tmp_path / "m.gguf").write_bytes(b"GGUF")
-    hints = {"llama-3.1-70": 'Did you mean "llama-3.1-70b"?', "./nowhere/config.json": "Check the path"}
-    hints |= {"a/b/c": "Check the path", f"{tmp_path}/m.gguf": "Give the folder"}
+    hints = {"llama-3.1-70": "Did you mean llama-3.1-70b, ", "./nowhere/config.json": "Check the path"}
+    hints |= {"a/b/c": "Check the path", f"{tmp_path}/m.gguf": "Give the folder", "gpt4": "`penstock plan --list`"}
+    hints |= {"llama-3": "llama-3.1-8b, llama-3.1-70b, llama-3.1-405b", "llama-3-8b": "Did you mean llama-3.1-8b?"}
+    hints |= {"qwen": "and 16 more?"}
     for reference, hint in hints.items():
         with pytest.raises(UserError) as caught:
             facts.read(reference)
@@ -282,8 +284,23 @@ def test_offline_nothing_is_asked(served: Hub, monkeypatch: pytest.MonkeyPatch) 
         facts.read(NAME)
     assert served.asked == []
     with pytest.raises(UserError) as caught:
-        facts.read("meta-llama/Llama-3.1-70B-Instruct")
-    assert 'The nearest in the catalogue is "llama-3.1-70b' in str(caught.value.hint)
+        facts.read("meta-llama/Llama-3.3-70B-Instruct")
+    assert "Did you mean llama-3.1-70b?" in str(caught.value.hint)
+
+
+def test_a_repository_that_differs_in_training_alone_has_the_layers_of_the_catalogue(
+    served: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served.token = "another"  # gated, as Meta's are
+    for name in ("meta-llama/Llama-3.1-70B-Instruct", "meta-llama/Llama-3.1-70B"):
+        read = facts.read(name)
+        assert (read.reference, read.hub_id, read.config["num_hidden_layers"]) == (name, CATALOGUED, 80)
+        assert "using the catalogue's copy of meta-llama/Meta-Llama-3.1-70B" in read.notes[0]
+        assert "with the same layers; its context may differ" in read.notes[1]
+    assert facts.read("llama-3.1-70b-instruct").config == facts.read("llama-3.1-70b").config
+    for name in ("unsloth/Llama-3.1-70B-Instruct", "meta-llama/Llama-3.1-70B-Instruct-FP8"):
+        with pytest.raises(UserError):
+            facts.read(name)
 
 
 def test_offline_the_hubs_own_cache_is_used(tmp_path: Path, served: Hub, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import os
 import sqlite3
 import time
 from pathlib import Path
@@ -407,6 +408,42 @@ def test_row_that_can_never_be_stored_is_dropped_and_counted(place: str, n_rows:
     assert (kept.is_failing, kept.n_lost, kept.n_written, kept.n_waiting) == (False, 1, n_rows - 1, 0)
     assert UsageStore(kept._database).usage(())[0].n_requests == n_rows - 1
     kept.close()
+
+
+async def until_failing(rig: Rig, is_failing: bool) -> None:
+    while ledger_of(rig).is_failing != is_failing:
+        await asyncio.sleep(0.002)
+
+
+async def test_store_that_is_replaced_is_opened_again(place: str, quick: None, tmp_path: Path) -> None:
+    secret, new = make_key(place), make_key(str(tmp_path / "new.sqlite"), "bob")
+    async with rig_with(say(ANSWER), store=place, auth="keys") as (rig, _, _):
+        assert await statuses(rig, secret, 2) == [200, 200]
+        await rows(rig, 2)
+        for file in tmp_path.glob("store.sqlite*"):
+            file.rename(tmp_path / f"old-{file.name}")
+        await until_failing(rig, True)
+        assert await statuses(rig, secret, 1) == [200]  # the keys are the last known ones
+        assert not Path(place).exists()
+        (tmp_path / "new.sqlite").rename(place)
+        await until_failing(rig, False)
+        assert [await statuses(rig, key, 1) for key in (secret, new)] == [[401], [200]]
+        assert len(await rows(rig, 2)) == 2  # one waited
+
+
+@pytest.mark.parametrize("part", [0.0, 0.5])
+async def test_store_that_is_cut_short_is_noticed(place: str, quick: None, tmp_path: Path, part: float) -> None:
+    secret = make_key(place)
+    async with rig_with(say(ANSWER), store=place, auth="keys") as (rig, _, client):
+        assert await statuses(rig, secret, 1) == [200]
+        await rows(rig, 1)
+        await ledger_of(rig).call(lambda database: database.compact())  # which makes the file smaller too
+        await asyncio.sleep(0.03)
+        assert not ledger_of(rig).is_failing
+        os.truncate(place, int(Path(place).stat().st_size * part))
+        await until_failing(rig, True)
+        assert await statuses(rig, secret, 1) == [200]
+        assert "penstock_store_up 0\n" in await client.metrics(bearer(secret))
 
 
 async def test_busy_turn_is_folded_and_a_calm_one_unfolds_it(place: str, quick: None) -> None:

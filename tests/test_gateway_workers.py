@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import signal
 import socket
 import time
@@ -234,6 +235,39 @@ def test_workers_on_one_file_keep_a_limit_together(tmp_path: Path) -> None:
         assert 6 <= passed <= 12
         (usage,) = store.usage.usage(("key",))
         assert usage.group == ("alice",)
+    store.close()
+
+
+@pytest.mark.processes
+def test_gateway_survives_a_full_disk_and_reports_it(tmp_path: Path) -> None:
+    store = Store(str(tmp_path / "store.sqlite"))
+    _, key = store.keys.create("alice", Limits(), time.time())
+    _, revoked = store.keys.create("bob", Limits(), time.time())
+
+    def metrics() -> str:
+        request = urllib.request.Request(f"{gateway.listen}/metrics", headers={"x-api-key": key})
+        with urllib.request.urlopen(request, timeout=5) as answer:
+            return str(answer.read().decode())
+
+    def may_use(secret: str) -> bool:
+        with contextlib.suppress(urllib.error.HTTPError):
+            return bool(gateway.chat(secret))
+        return False
+
+    with workers(tmp_path, 2, "--auth", "keys", "--store", store.place) as gateway:
+        pids = [gateway.process.pid, *gateway.pids]
+        for limit in (4096, resource.RLIM_INFINITY):
+            for pid in pids:
+                resource.prlimit(pid, resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+            if limit == 4096:  # no file may grow
+                assert all(may_use(key) for _ in range(20))
+                until(lambda: "penstock_store_up 0\n" in metrics())
+                store.keys.revoke("bob", time.time())
+                until(lambda: not any(may_use(revoked) for _ in range(8)))
+            else:
+                until(lambda: "penstock_store_up 1\n" in metrics())
+        assert store.usage.usage(("key",))[0].n_requests == 20
+        assert pids == [gateway.process.pid, *gateway.pids]
     store.close()
 
 

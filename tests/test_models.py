@@ -6,7 +6,7 @@ import json
 import os
 import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -17,11 +17,16 @@ import msgspec
 import pytest
 from samples import DEMO, demo_plan, deployment
 
+from penstock import targets
+from penstock.deployment import prepare
 from penstock.errors import UserError
-from penstock.models import ModelFacts, demo, files
+from penstock.models import ModelFacts, demo, facts, files
 from penstock.models.facts import read_files
+from penstock.models.files import BUNDLED
 from penstock.node import model_files
 from penstock.planner import Plan, kv_bytes_per_token
+from penstock.spec.deployment import Deployment
+from penstock.targets import Surveyed
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -289,3 +294,27 @@ def test_a_hub_model_is_taken_in_the_planned_revision(monkeypatch: pytest.Monkey
     assert gguf.model.path == str(tmp_path / "q4" / "x-q4_k_m.gguf")
     assert [(name, options["revision"]) for name, options in hub.asked] == [("Qwen/Qwen3-0.6B", revision)] * 2
     assert "q4/x-q4_k_m.gguf" in hub.asked[1][1]["allow_patterns"]
+
+
+def test_a_folder_that_only_the_nodes_have_is_read_there(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Nodes:
+        shares_files, capabilities = False, frozenset({"survey"})
+
+        def survey(self, _: Deployment, argv: Sequence[str], timeout_s: float) -> list[Surveyed]:
+            assert argv[:2] == ["-m", "penstock.models.facts"]
+            codes = [facts.main(str(path)) for path in ("/no/such/folder", found_there)]
+            printed = capsys.readouterr()
+            return [Surveyed("node1", codes[0], err=printed.err), Surveyed("node2", codes[1], printed.out, printed.err)]
+
+    monkeypatch.setattr(targets, "load", lambda _: Nodes())
+    wanted, found_there = deployment("/models/demo"), BUNDLED
+    there = prepare._model_on_nodes(wanted)
+    assert there is not None and there["safetensors"][1] == read_files(BUNDLED, str(BUNDLED), "safetensors")[1]
+    assert set(there) == {"safetensors", "gguf"}
+    assert prepare._model_on_nodes(deployment(str(BUNDLED))) is None
+    found_there = Path("/no/such/folder")
+    error = refused(lambda: prepare._model_on_nodes(wanted))
+    assert error.message == 'cannot use model "/models/demo": neither this machine nor its nodes have it'
+    assert error.detail is not None and error.detail.splitlines()[0] == "node1: no such folder"

@@ -162,3 +162,16 @@ def test_measured_values_are_read_by_what_moves_memory_and_can_be_left_out(
     for words in ((), ("--load-format", "dummy", "--chat-template", "a b", "--seed", "1"), ("--enable-lora",)):
         planning.solve(msgspec.structs.replace(plain, more_args=words))
     assert keys[0] == keys[1] != keys[2]
+
+
+def test_the_catalogue_is_listed(plan: Ask, capsys: pytest.CaptureFixture[str]) -> None:
+    code, answer = plan("--list")
+    assert code == 0
+    assert {"name": "llama-3.1-8b", "hub_id": "meta-llama/Meta-Llama-3.1-8B", "params": 8030261248} in [
+        {key: row[key] for key in ("name", "hub_id", "params")} for row in answer["models"]
+    ]
+    assert "h100-sxm" in [row["id"] for row in answer["gpus"]] and "ib-ndr-400" in answer["networks"]
+    assert main.run(["plan", "--list"]) == 0
+    shown = capsys.readouterr().out
+    assert "gpt-oss-20b" in shown and "rtx-4090" in shown and "pcie" not in shown.partition("NETWORK")[2]
+    assert plan()[1]["error"]["message"] == "cannot plan without a model"

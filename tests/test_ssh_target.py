@@ -17,6 +17,7 @@ from ssh_rig import left_on, node_of, ours, until, write
 
 from penstock import processes, targets
 from penstock.deployment import leftovers
+from penstock.models.files import BUNDLED
 from penstock.run_folder import Run
 from penstock.testing.conformance import check_target
 
@@ -236,7 +237,10 @@ def test_a_replica_over_two_hosts_comes_back_after_a_power_loss(place: Place, ho
 
 def test_a_laptop_that_reaches_the_hosts_by_a_jump_alone(tmp_path: Path, login_hosts: Hosts) -> None:
     with a_place(tmp_path, deadline_s=60.0) as place:
-        run = place.up(write(place, login_hosts, replicas=2))
+        for host in login_hosts:  # a model that the laptop has not
+            host.run(["cp", "-r", str(BUNDLED), "/root/model"])
+        run = place.up(write(place, login_hosts, replicas=2, model="/root/model"))
+        assert run.plan().model.path == "/root/model"
         ask(run)
         login_hosts.login.cut()
         until(lambda: "node1 cannot be reached" in (replica_of(run).reason or ""), "status tells it", 30)

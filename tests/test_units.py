@@ -29,3 +29,8 @@ def test_seconds_are_written(seconds: float, expected: str) -> None:
 def test_a_flag_has_one_name_however_it_is_written() -> None:
     assert text.flag("max_model_len") == text.flag("--max-model-len") == "--max-model-len"
     assert text.bare_flag("--max_model_len") == text.bare_flag("max-model-len") == "max-model-len"
+
+
+def test_money_is_dollars_and_cents() -> None:
+    shown = {0: "$0.00", 1234.5: "$1,234.50", 0.5: "$0.50", 0.000012: "$0.000012", 0.0204: "$0.0204"}
+    assert {value: text.show_usd(value) for value in shown} == shown

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import platform
 import socket
@@ -9,19 +11,21 @@ import ssl
 import sys
 import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, BinaryIO
 
 import msgspec
 
 from penstock import __version__
 from penstock.bench.load import arrivals
 from penstock.bench.load.arrivals import PlannedRequest
-from penstock.bench.load.connections import UNFINISHED, Address, Exchange
+from penstock.bench.load.connections import UNFINISHED, Address
+from penstock.bench.load.exchanges import ExchangeFile
 from penstock.bench.load.run import Load, Outcome, Progress, Source
 from penstock.bench.load.run import run as run_load
-from penstock.bench.results import engine_metrics, stats, validity
+from penstock.bench.results import engine_metrics, folder, stats, validity
 from penstock.bench.results.engine_metrics import Row
-from penstock.bench.results.parse import Raw, body_of, parse_exchange
+from penstock.bench.results.parse import body_of, parse_exchange
 from penstock.bench.results.stats import Summary, Timed
 from penstock.bench.results.validity import Generator, Verdict
 from penstock.errors import PenstockError, UserError
@@ -29,6 +33,7 @@ from penstock.wire.client import tls_context
 
 _PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
 _MAX_SPARE = 256
+_WRITE_BYTES = 2**20
 
 
 class Service(msgspec.Struct, frozen=True):
@@ -47,6 +52,18 @@ class Service(msgspec.Struct, frozen=True):
     timeout_s: float = 600.0
 
 
+class Run(msgspec.Struct, frozen=True):
+    """What a run is, as it is kept while it lasts. `sources`: the pages of metrics; `most_failed`: a share."""
+
+    service: Service
+    pace: arrivals.Pace
+    bounds_ms: Mapping[str, float] = {}
+    n_warmup: int = 1
+    flags: Mapping[str, Any] = {}
+    most_failed: float = validity.MAX_FAILED_SHARE
+    sources: tuple[str, ...] = ()
+
+
 class Report(msgspec.Struct, frozen=True):
     """A finished run. `result` is what result.json holds."""
 
@@ -61,41 +78,58 @@ class Report(msgspec.Struct, frozen=True):
 
 
 def run(
-    service: Service,
+    what: Run,
     requests: Sequence[PlannedRequest],
-    pace: arrivals.Pace,
-    bounds_ms: Mapping[str, float],
-    n_warmup: int = 1,
     on_progress: Callable[[Progress], None] | None = None,
     warmup: Sequence[PlannedRequest] = (),
+    out: Path | None = None,
 ) -> Report:
     """Warm up, run, read the answers. Blocks.  Raises PenstockError, with the server's words, when the first one fails.
 
-    `warmup`: prompts that no measured request repeats; without, `requests`.
+    `warmup`: prompts that no measured request repeats; without, `requests`. `out`: the folder for reads and rows.
     """
+    service, pace = what.service, what.pace
     arrivals.check(pace, [request.offset_s for request in requests])
     if not requests:
         raise UserError("cannot run a load test without a request", hint="The dataset is empty.")
     address = resolve(service.url)
     tls = tls_context(service.is_insecure) if address.is_tls else None
     messages = [encode(service, address, request) for request in requests]
-    if n_warmup:
+    if what.n_warmup:
         before = [encode(service, address, request) for request in warmup] or messages
-        _warm_up(service, address, tls, before, n_warmup)
+        _warm_up(service, address, tls, before, what.n_warmup)
     sources = _sources(service, address)
-    is_open = pace.is_open
+    what = msgspec.structs.replace(what, sources=tuple(name for name, _ in sources))
     load = Load(
         requests=messages,
         wait_for=[request.wait_for for request in requests],
-        times=arrivals.offsets(pace, [request.offset_s or 0.0 for request in requests]) if is_open else None,
+        times=arrivals.offsets(pace, [request.offset_s or 0.0 for request in requests]) if pace.is_open else None,
         concurrency=pace.concurrency,
         n_requests=pace.n_requests,
         duration_s=pace.duration_s,
         timeout_s=service.timeout_s,
-        n_spare=min(_MAX_SPARE, 4 + int((pace.rate or 0) * 0.02)) if is_open else 0,
+        n_spare=min(_MAX_SPARE, 4 + int((pace.rate or 0) * 0.02)) if pace.is_open else 0,
     )
-    outcome = run_load(address, load, tls, [source for _, source in sources], on_progress)
-    return report(service, pace, bounds_ms, n_warmup, outcome, [name for name, _ in sources])
+    with contextlib.ExitStack() as stack:
+        file: BinaryIO = io.BytesIO()
+        if out is not None:
+            folder.begin(out, msgspec.structs.replace(what, service=_keyless(service)))
+            file = stack.enter_context((out / folder.RAW).open("w+b", buffering=_WRITE_BYTES))
+        outcome = run_load(address, load, tls, [source for _, source in sources], on_progress, file)
+        return report(what, outcome, out)
+
+
+def recover(out: Path) -> Report:
+    """The report of a run that was killed, from the reads that it left.  Raises UserError."""
+    what = folder.begun(out, Run)
+    try:
+        with (out / folder.RAW).open("rb") as file:
+            exchanges = ExchangeFile(file)
+            began_s, began_at = exchanges.began() or (0.0, 0.0)
+            why = "the run was killed: these are the numbers so far"
+            return report(what, Outcome(exchanges, began_s, began_s, began_at, cut_short=why), out)
+    except OSError as exc:
+        raise UserError(f'cannot read the run "{out}": {exc.strerror}') from exc
 
 
 def resolve(url: str) -> Address:
@@ -185,9 +219,9 @@ def _warm_up(
 ) -> None:
     """One request, which must be answered, then the others eight at a time. None of them is counted."""
     first = run_load(address, Load(requests[:1], concurrency=1, n_requests=1, timeout_s=service.timeout_s), tls)
-    answer = parse_exchange(_raw(first.exchanges[0], first.began_s), service.streams)
     if first.was_interrupted:
         raise KeyboardInterrupt
+    answer, _ = parse_exchange(next(first.exchanges.read()), service.streams)
     if answer.error is not None:
         raise _refused(service, answer)
     if n_warmup > 1:
@@ -219,49 +253,31 @@ def _sources(service: Service, address: Address) -> list[tuple[str, Source]]:
     return sources
 
 
-def _raw(exchange: Exchange, began_s: float) -> Raw:
-    end_s = exchange.end_s or began_s
-    return Raw(
-        index=exchange.index,
-        intended_s=exchange.intended_s - began_s,
-        asked_s=(exchange.asked_s or end_s) - began_s,
-        sent_s=(exchange.sent_s or end_s) - began_s,
-        end_s=end_s - began_s,
-        dial_s=exchange.dial_s,
-        times=[at_s - began_s for at_s in exchange.times],
-        reads=exchange.reads,
-        error=exchange.error,
-        detail=exchange.detail,
-    )
-
-
-def report(
-    service: Service,
-    pace: arrivals.Pace,
-    bounds_ms: Mapping[str, float],
-    n_warmup: int,
-    outcome: Outcome,
-    source_names: Sequence[str],
-) -> Report:
-    timed = []
+def report(what: Run, outcome: Outcome, out: Path | None = None) -> Report:
+    """The numbers of what was recorded; its rows go to the folder `out` on the way."""
+    is_open, service = what.pace.is_open, what.service
+    requests: list[Timed] = []
+    tokens = stats.TokenTimes()
     n_reads = 0
-    for exchange in outcome.exchanges:
-        n_reads += len(exchange.reads)
-        timed.append(parse_exchange(_raw(exchange, outcome.began_s), service.streams))
-        exchange.times, exchange.reads = [], []  # a million of them: both copies would be too much
-    is_open = pace.is_open
-    summary = stats.summarise(timed, is_open, bounds_ms, UNFINISHED)
-    wall_s = outcome.ended_s - outcome.began_s
+    with folder.request_writer(out, is_open) if out is not None else contextlib.nullcontext(_ignore) as write:
+        for raw in outcome.exchanges.read():
+            request, times = parse_exchange(raw, service.streams)
+            requests.append(request)
+            n_reads += len(raw.reads)
+            if request.error is None:
+                tokens.add(times)
+            write(request, times)
+    summary = stats.summarise(requests, tokens, is_open, what.bounds_ms, UNFINISHED)
     generator = validity.describe(
-        [request for request in timed if is_open and request.error != UNFINISHED],
+        [request for request in requests if is_open and request.error != UNFINISHED],
         outcome.lag_s,
         outcome.cpu_s,
-        wall_s,
+        outcome.ended_s - outcome.began_s,
         n_reads,
         outcome.n_connections,
     )
-    verdict = validity.judge(generator, summary.completed, outcome.was_interrupted)
-    rows = _rows(outcome, source_names)
+    verdict = validity.judge(generator, summary, outcome.was_interrupted, outcome.cut_short, what.most_failed)
+    rows = _rows(outcome.exchanges, what.sources)
     result = {
         **_numbers(summary),
         "valid": verdict.valid,
@@ -269,17 +285,18 @@ def report(
         "validity_bounds": verdict.bounds,
         "generator": msgspec.to_builtins(generator),
         "engine": engine_metrics.summarise(rows),
-        "warmup_requests": n_warmup,
-        "goodput_bounds_ms": dict(bounds_ms),
-        "pace": msgspec.to_builtins(pace),
-        "service": _service_facts(service),
+        "warmup_requests": what.n_warmup,
+        "goodput_bounds_ms": dict(what.bounds_ms),
+        "pace": msgspec.to_builtins(what.pace),
+        "service": msgspec.to_builtins(_keyless(service)),
+        "flags": dict(what.flags),
         "began_at": outcome.began_at,
         "model": service.model,
         "versions": {"penstock": __version__, "python": sys.version.split()[0]},
         "formulas": dict(stats.FORMULAS),
         "machine": machine_facts(),
     }
-    return Report(result, timed, rows, summary, generator, verdict, is_open, outcome.was_interrupted)
+    return Report(result, requests, rows, summary, generator, verdict, is_open, outcome.was_interrupted)
 
 
 def _numbers(summary: Summary) -> dict[str, Any]:
@@ -293,24 +310,27 @@ def _numbers(summary: Summary) -> dict[str, Any]:
     return dict(facts)
 
 
-def _service_facts(service: Service) -> dict[str, Any]:
-    facts: dict[str, Any] = msgspec.to_builtins(service)
-    facts["key"] = "given" if service.key else None
+def _ignore(_: Timed, __: Sequence[float]) -> None:
+    """Where rows go without a folder."""
+
+
+def _keyless(service: Service) -> Service:
+    """As it may be written: without its key, and without what follows the port."""
     parts = parts_of(service.url)
-    facts["url"] = f"{parts.scheme}://{parts.netloc}"
-    return facts
+    return msgspec.structs.replace(
+        service, url=f"{parts.scheme}://{parts.netloc}", key="given" if service.key else None
+    )
 
 
-def _rows(outcome: Outcome, names: Sequence[str]) -> list[Row]:
+def _rows(exchanges: ExchangeFile, names: Sequence[str]) -> list[Row]:
     rows = []
-    for index, exchange in outcome.scrapes:
-        raw = _raw(exchange, outcome.began_s)
-        body = body_of(raw) if raw.error is None else None
-        text = "" if body is None else body.decode("utf-8", "replace")
-        row = engine_metrics.read_page(text, raw.end_s, names[index])
-        if row is not None:
-            rows.append(row)
-    return rows
+    for kind, name in enumerate(names, 1):
+        for raw in exchanges.read(kind):
+            body = body_of(raw) if raw.error is None else None
+            row = None if body is None else engine_metrics.read_page(body.decode("utf-8", "replace"), raw.end_s, name)
+            if row is not None:
+                rows.append(row)
+    return sorted(rows, key=lambda row: row.time_s)
 
 
 def machine_facts() -> dict[str, Any]:

@@ -92,11 +92,10 @@ def slo_of(words: Sequence[str], most_failed: float = 0.01) -> Slo:
 
 def judged(offered: float, result: Mapping[str, Any], slo: Slo) -> Point:
     """What a result says of the load it had. A number that is absent breaks its bound: nothing was measured."""
-    completed, failed = (float(result.get(name) or 0) for name in ("completed", "failed"))
-    share = failed / (completed + failed) if completed + failed else 1.0
+    share = _failed_share(result)
     if share > slo.most_failed:
         return Point(offered, False, f"{share:.1%} failed, over {slo.most_failed:.0%}")
-    if not completed:
+    if not result.get("completed"):
         return Point(offered, False, "nothing was answered")
     for bound in slo.bounds:
         value = result.get(bound.name)
@@ -105,6 +104,11 @@ def judged(offered: float, result: Mapping[str, Any], slo: Slo) -> Point:
         if value > bound.most_ms:
             return Point(offered, False, f"{bound.name} {value:.1f} is over {bound.most_ms:g}")
     return Point(offered, True)
+
+
+def _failed_share(result: Mapping[str, Any]) -> float:
+    completed, failed = (float(result.get(name) or 0) for name in ("completed", "failed"))
+    return failed / (completed + failed) if completed + failed else 1.0
 
 
 def next_load(history: Sequence[Point], search: Search) -> float | None:
@@ -157,8 +161,7 @@ def search(
                 raise
             note = f"ended at {offered:g} {LABELS[where.kind]}: {error.message}"
             break
-        is_all_failed = not result.get("completed") and bool(result.get("failed"))
-        if result.get("valid") is False and not is_all_failed:
+        if result.get("valid") is False and _failed_share(result) <= slo.most_failed:
             why = result.get("invalid_because")
             reason = f": {why[0]}" if isinstance(why, list) and why else ""
             note = f"ended at {offered:g} {LABELS[where.kind]}: that run is not valid{reason}"

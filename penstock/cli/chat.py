@@ -11,7 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TextIO
 
@@ -158,19 +158,7 @@ def stats(reply: Reply) -> str:
 
 def to_json(reply: Reply) -> str:
     """One line of JSON with all that is known of an answer; times in seconds."""
-    facts = {
-        "text": reply.text,
-        "model": reply.model,
-        "finish_reason": reply.finish_reason,
-        "prompt_tokens": reply.prompt_tokens,
-        "output_tokens": reply.output_tokens,
-        "ttft_s": reply.ttft_s,
-        "duration_s": reply.duration_s,
-        "tokens_per_s": reply.tokens_per_s,
-        "replica": reply.replica,
-        "request_id": reply.request_id,
-    }
-    return json.dumps(facts, ensure_ascii=False)
+    return json.dumps(asdict(reply), ensure_ascii=False)
 
 
 class _Session:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -93,7 +95,6 @@ def run(options: argparse.Namespace) -> int:
     """Serves until a signal. Raises UserError."""
     import logging
     import secrets
-    import tempfile
 
     from penstock.gateway import compiled
 
@@ -102,12 +103,35 @@ def run(options: argparse.Namespace) -> int:
     from penstock.gateway.workers.parent import serve
 
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s gateway: %(message)s")
-    with tempfile.TemporaryDirectory(prefix="penstock-gw-") as folder:
-        config = make_config(options, Path(folder))
+    with admin_folder() as folder:
+        config = make_config(options, folder)
         # Without an admin address nobody but its workers calls: a socket that only this user reaches, a new token.
         token = read_token(Path(config.admin_token_file)) if options.admin else secrets.token_hex(16)
         serve(config, token, lambda sockets: _tell(options, config, sockets))
     return 0
+
+
+@contextlib.contextmanager
+def admin_folder() -> Iterator[Path]:
+    """A folder for the admin socket. The folders of gateways that were killed are removed.
+
+    Its lock ends with the last process of the gateway, in whichever namespace, so a free lock proves that all are gone.
+    """
+    import fcntl
+    import shutil
+    import tempfile
+
+    with tempfile.TemporaryDirectory(prefix="penstock-gw-") as name:
+        folder = Path(name)
+        for lock in folder.parent.glob("penstock-gw-*/lock"):
+            with contextlib.suppress(OSError), lock.open() as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if lock.stat().st_uid == os.geteuid():
+                    shutil.rmtree(lock.parent)
+        with (folder / "new").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            (folder / "new").rename(folder / "lock")  # never seen without its owner
+            yield folder
 
 
 def make_config(options: argparse.Namespace, folder: Path) -> GatewayConfig:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.cli import arguments
 from penstock.cli.output import print_json, table
 from penstock.errors import UserError
+from penstock.text import show_usd
 
 if TYPE_CHECKING:
     from penstock.gateway.accounting.key_store import ApiKey
@@ -257,8 +258,12 @@ def _run_usage(options: argparse.Namespace) -> int:
     elif not rows:
         print("no requests yet")
     else:
-        head = [column.upper().replace("_", " ") for column in columns]
-        cells = [["-" if value in (None, "") else str(value) for value in row] for row in rows]
+        head = [column.upper().replace("_", " ") for column in (*columns[:-1], "cost")]
+        costs = ["-" if line.cost_usd is None else show_usd(line.cost_usd) for line in lines]
+        cells = [
+            [*("-" if value in (None, "") else str(value) for value in row[:-1]), cost]
+            for row, cost in zip(rows, costs, strict=True)
+        ]
         print(table(cells, head, right=range(len(options.by), len(columns))))
     return 0
 

@@ -77,6 +77,7 @@ def register(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
         metavar="MODEL",
+        nargs="?",
         help="a folder with a config.json, a catalogue name, a hub id, or a deployment file (.yaml; flags go over it)",
     )
     groups = {}
@@ -108,6 +109,7 @@ def register(parser: argparse.ArgumentParser) -> None:
         help="constants of speed that a benchmark of this deployment measured",
     )
     out = parser.add_argument_group("output")
+    out.add_argument("--list", action="store_true", help="list the models, GPUs and networks of the catalogue")
     out.add_argument("--json", action="store_true", help="print JSON")
     out.add_argument("--explain", action="store_true", help="show each formula with its numbers")
     out.add_argument("--plot", type=Path, metavar="FILE", help="draw the answer into an .svg file")
@@ -117,6 +119,7 @@ def register(parser: argparse.ArgumentParser) -> None:
         "penstock plan llama-3.1-8b --gpu h100-sxm",
         "penstock plan Qwen/Qwen3-32B --gpu a100-80gb-sxm --gpus-per-node 8 --tpot-ms 40",
         "penstock plan deployment.yaml --explain",
+        "penstock plan --list",
     )
     arguments.complete(parser, run, examples)
 
@@ -127,13 +130,17 @@ def run(options: argparse.Namespace) -> int:
     from penstock.planner.explain import explanation
     from penstock.spec import reading
 
+    if options.list:
+        return _list(options.json)
+    if options.model is None:
+        raise UserError("cannot plan without a model", hint="Give one; `penstock plan --list` lists the catalogue.")
     _check_outputs(options)
     request, card = request_of(options)
     sizing = planning.solve(request, card, with_measured=not options.no_measured)
     if options.plot:
-        from penstock.cli import plan_picture
+        from penstock.cli import plan_text
 
-        plan_picture.save(request, sizing, options.plot)
+        _write(options.plot, plan_text.svg(request, sizing), force=True)
     is_good = sizing.fits and not sizing.missed
     if options.write and is_good:
         import yaml
@@ -164,6 +171,32 @@ def run(options: argparse.Namespace) -> int:
                 why = "it is too slow" if sizing.fits else "it does not fit"
                 print(f"\nwrote {path}" if is_there else f"\ndid not write {path}: {why}")
     return EXIT_FITS if is_good else EXIT_DOES_NOT_FIT
+
+
+def _list(as_json: bool) -> int:
+    from penstock.hardware import catalog as hardware
+    from penstock.models import catalog
+
+    models = {name: catalog.model(name) for name in catalog.model_names()}
+    gpus = [hardware.gpu(name) for name in hardware.gpu_ids()]
+    networks = [name for name in hardware.link_ids() if hardware.link(name).transport not in ("nvlink", "pcie")]
+    if as_json:
+        rows = [
+            {"name": name, "hub_id": row.hf_id, "params": row.params, "format": row.quant_method or row.dtype}
+            for name, row in models.items()
+        ]
+        cards = [{"id": card.id, "memory_gib": card.memory.torch_total_gib, "names": card.names} for card in gpus]
+        output.print_json({"models": rows, "gpus": cards, "networks": networks})
+        return 0
+    cells = [
+        (name, f"{row.params / 1e9:.1f}B" if row.params else "", row.quant_method or row.dtype, row.hf_id)
+        for name, row in models.items()
+    ]
+    print(output.table(cells, ("MODEL", "PARAMS", "FORMAT", "HUB ID"), right=(1,)))
+    memory = [(card.id, f"{card.memory.torch_total_gib:.1f} GiB", card.names[0]) for card in gpus]
+    print(f"\n{output.table(memory, ('GPU', 'MEMORY', 'NAME'), right=(1,))}")
+    print(f"\n{output.table([(name,) for name in networks], ('NETWORK',))}")
+    return 0
 
 
 def request_of(options: argparse.Namespace) -> tuple[SizingRequest, GpuFacts | None]:
@@ -205,10 +238,10 @@ def _calibration(path: Path) -> Calibrated:
 
 def _check_outputs(options: argparse.Namespace) -> None:
     """Before the work, not after it."""
-    if options.plot:
-        from penstock.cli import plan_picture
-
-        plan_picture.check(options.plot)
+    if options.plot and options.plot.suffix.lower() != ".svg":
+        raise UserError(f'cannot draw "{options.plot}": pictures are SVG', hint="Name a file that ends in .svg.")
+    if options.plot and not options.plot.absolute().parent.is_dir():
+        raise UserError(f'cannot write "{options.plot}": no such folder')
     if options.write and not options.force and options.write.exists():
         raise UserError(f'cannot write "{options.write}": the file exists', hint="Add --force to replace it.")
 

@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import msgspec
 
@@ -22,6 +23,8 @@ from penstock.run_folder import Artifact, Launch, Run
 from penstock.spec.deployment import Deployment
 from penstock.targets import Target
 from penstock.text import show_bytes
+
+_SURVEY_S = 60.0
 
 
 class Prepared(msgspec.Struct, frozen=True):
@@ -130,8 +133,10 @@ def make_plan(deployment: Deployment, machine: Machine, n_replicas: int) -> Plan
         # On a Ray cluster that is not ours, vLLM's ranks need no second Ray.
         engine_spec = msgspec.structs.replace(deployment.engine, executor="mp")
         deployment = msgspec.structs.replace(deployment, engine=engine_spec)
-    path = files.locate(deployment)
-    name = preflight.choose_engine(deployment.engine.kind, bool(machine.gpus), files.forms_of(path))
+    there = _model_on_nodes(deployment)
+    path = Path(deployment.model) if there is not None else files.locate(deployment)
+    present = tuple(there) if there is not None else files.forms_of(path)
+    name = preflight.choose_engine(deployment.engine.kind, bool(machine.gpus), present)
     engine = engines.load(name)
     missing = preflight.missing_engine(engine, machine)
     if missing is not None:
@@ -139,9 +144,11 @@ def make_plan(deployment: Deployment, machine: Machine, n_replicas: int) -> Plan
     problems = engine.problems(deployment.engine.args)
     if problems:
         raise SpecError(f'deployment "{deployment.name}"', problems)
-    present = files.forms_of(path)
     form = next((form for form in engine.forms if form in present), engine.forms[0])
-    whole, model = facts.read_files(path, deployment.model, form)
+    if there is None:
+        whole, model = facts.read_files(path, deployment.model, form)
+    else:
+        whole, model = there.get(form) or next(iter(there.values()))
     if not engine.loads(model.form, deployment.engine.args):
         raise UserError(
             f'cannot serve model "{deployment.model}" on engine {name}: no *.{engine.forms[0]} in "{path}"',
@@ -152,6 +159,24 @@ def make_plan(deployment: Deployment, machine: Machine, n_replicas: int) -> Plan
     version = preflight.engine_version(engine, machine)
     sized = planning.size(deployment, whole, machine, version, n_replicas)
     return launch.make_on_gpus(deployment, model, machine, version, n_replicas, sized)
+
+
+def _model_on_nodes(deployment: Deployment) -> facts.FactsByForm | None:
+    """The facts of a model folder that only the nodes have, from the first that has it; None for any other model."""
+    target = targets.load(deployment.target)
+    is_here = not deployment.model.startswith(("/", "~")) or Path(deployment.model).expanduser().exists()
+    if is_here or target.shares_files or "survey" not in target.capabilities:
+        return None
+    answers = target.survey(deployment, ["-m", "penstock.models.facts", deployment.model], _SURVEY_S)
+    for answer in answers:
+        if answer.exit_code == 0:
+            return msgspec.json.decode(answer.out.strip().splitlines()[-1], type=facts.FactsByForm)
+    lines = [f"{answer.host}: {(answer.err.strip().splitlines() or ['no answer'])[-1]}" for answer in answers]
+    raise UserError(
+        f'cannot use model "{deployment.model}": neither this machine nor its nodes have it',
+        detail="\n".join(lines),
+        hint="Check the path, or give a hub id such as Qwen/Qwen3-0.6B.",
+    )
 
 
 def _machines(

@@ -157,8 +157,13 @@ def gpu_ids() -> tuple[str, ...]:
     return tuple(_gpus())
 
 
+def link_ids() -> tuple[str, ...]:
+    return tuple(_links())
+
+
 def gpu(name: str) -> GpuFacts:
-    """The card with this id, driver name, Kubernetes label or unique beginning of an id ("h200").  Raises UserError."""
+    """The card with this id, driver name, Kubernetes label or unique beginning of an id ("h200").  Raises UserError.
+    The words of an id may come in another order, and memory in GB: "a100-80gb-sxm"."""
     rows, wanted = _gpus(), _plain(name)
     for row in rows.values():
         if wanted in {_plain(row.id), *map(_plain, row.names)}:
@@ -233,6 +238,9 @@ def _plain(name: str) -> str:
 def _by_beginning(kind: str, name: str, wanted: str, rows: Iterable[str]) -> str:
     ids = list(rows)
     matches = [own for own in ids if wanted and own.startswith(wanted)]
+    if not matches and wanted:  # the same words in another order: "a100-80gb-sxm"
+        words = [word.removesuffix("gb") or word for word in wanted.split("-")]
+        matches = [own for own in ids if all(any(part.startswith(word) for part in own.split("-")) for word in words)]
     if len(matches) == 1:
         return matches[0]
     if matches:

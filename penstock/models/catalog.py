@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from importlib import resources
 from typing import Any
 
 import msgspec
 
+from penstock.errors import nearest
 from penstock.hardware.catalog import read_yaml
+
+# What repositories of one architecture differ in: the training, its date, and Meta's own name.
+_TRAINING = re.compile(r"^meta-|-(instruct|chat|base|hf|it|pt|\d{4})(?=-|$)")
 
 
 class ModelRow(msgspec.Struct, frozen=True):
@@ -44,9 +49,25 @@ def model_config(name: str, file: str = "config.json") -> dict[str, Any]:
 
 
 def find(name: str) -> str | None:
-    """The catalogue's name of a model that is given by that name or by its hub id; None when it is not there."""
-    names = ((own, row.hf_id.lower()) for own, row in _model_rows().items())
-    return next((own for own, hub_id in names if name.lower() in (own, hub_id)), None)
+    """The catalogue's name of a model that is given by that name or by its hub id; None when it is not there.
+    Repositories of one owner that differ in training alone ("-Instruct", "-0324") have the same layers."""
+    names = [(own, own, row.hf_id.lower()) for own, row in _model_rows().items()]
+    names += [(own, _plain(own), _plain(row.hf_id)) for own, row in _model_rows().items()]
+    return next((own for own, *known in names if name.lower() in known or _plain(name) in known), None)
+
+
+def suggestions(name: str) -> list[str]:
+    """Names of the catalogue that a wrong one may mean, shortest first: those that it begins, else the nearest."""
+    wanted, rows = _plain(name.rpartition("/")[2]), {own: _plain(own) for own in _model_rows()}
+    matches = [own for own, plain in rows.items() if wanted and (plain.startswith(wanted) or wanted.startswith(plain))]
+    close = nearest(_TRAINING.sub("", name.rpartition("/")[2].lower()), rows)
+    return sorted(matches, key=len) or ([close] if close else [])
+
+
+def _plain(name: str) -> str:
+    """ "meta-llama/Llama-3.1-70B-Instruct" -> "meta-llama/llama3170b"."""
+    owner, slash, own = name.lower().rpartition("/")
+    return owner + slash + re.sub(r"[^a-z0-9]", "", _TRAINING.sub("", own))
 
 
 @functools.cache

@@ -1,5 +1,7 @@
 """What planning must know of a model, from whatever names it: a folder, a catalogue name, a hub id. Never remote code.
 
+`python -m penstock.models.facts FOLDER` prints what a folder of this machine holds, as JSON, to plan on another.
+
 Of a hub repository only config.json, the index and the headers are read. They are kept under the penstock home by
 commit: a second plan asks for config.json alone. Without a network that copy is used, or the hub's own cache on this
 machine, or the catalogue's copy, with a note."""
@@ -8,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -15,11 +18,12 @@ from typing import Any, Literal
 import msgspec
 
 from penstock import paths
-from penstock.errors import UserError, nearest, not_modelled
+from penstock.errors import UserError, not_modelled
 from penstock.models import Facts, Header, ModelFacts, StoredTensor, catalog, demo, gguf, hub
 from penstock.models.files import (
     BUNDLED,
     INDEX,
+    forms_of,
     gguf_parts,
     listing,
     read_header,
@@ -36,6 +40,10 @@ _MODELOPT = "hf_quant_config.json"
 _SINGLE = "model.safetensors"
 _OLD_INDEX = "pytorch_model.bin.index.json"
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+\Z")
+_MOST_NAMES = 5
+
+
+FactsByForm = dict[str, tuple[Facts, ModelFacts]]
 
 
 class Kept(msgspec.Struct, frozen=True):
@@ -63,11 +71,13 @@ def read(reference: str) -> Facts:
         return _from_catalog(reference)
     if not looks_local and _HUB_ID.match(reference):
         return _from_hub(reference)
-    near = None if looks_local else nearest(reference.lower(), catalog.model_names())
+    hint = "Check the path, or give a hub id such as Qwen/Qwen3-0.6B."
+    if "/" not in reference:
+        hint = f"{_suggestion(reference) or hint} `penstock plan --list` lists the catalogue."
     raise UserError(
         f'cannot use model "{reference}": no such folder' + ("" if looks_local else " and not in the catalogue"),
         detail="A model is a folder with a config.json, a catalogue name (llama-3.1-70b), or a hub id (name/name).",
-        hint=f'Did you mean "{near}"?' if near else "Check the path, or give a hub id such as Qwen/Qwen3-0.6B.",
+        hint=hint,
     )
 
 
@@ -171,6 +181,8 @@ def _from_catalog(reference: str) -> Facts:
     notes = [] if row.config_kind == "verbatim" else [f"the catalogue's config.json is not the hub's own: {row.source}"]
     if row.note:
         notes.append(f"catalogue: {row.note}")
+    if reference.lower() not in (name, row.hf_id.lower()):
+        notes.append(f"taken for {row.hf_id}, with the same layers; its context may differ: --max-model-len sets it")
     source = f"the catalogue's copy of {row.hf_id}"
     config = _with_modelopt(catalog.model_config(name), catalog.model_config(name, _MODELOPT))
     if row.quant_method and not config.get("quantization_config"):
@@ -185,14 +197,14 @@ def _from_hub(name: str) -> Facts:
             return facts
         raise UserError(
             f'cannot fetch model "{name}": HF_HUB_OFFLINE is set, and nothing of it is kept on this machine',
-            hint=f"Unset HF_HUB_OFFLINE, or give a folder with its config.json.{_near(name)}",
+            hint=f"Unset HF_HUB_OFFLINE, or give a folder with its config.json. {_suggestion(name)}".rstrip(),
         )
     try:
         config, commit = hub.read_json(name, "config.json")
     except HubError as error:
         if (facts := _without_network(name, error.message)) is not None:
             return facts
-        error.hint = f"{error.hint}{_near(name)}"
+        error.hint = f"{error.hint} {_suggestion(name)}".rstrip()
         raise
     kept = _read_kept(name)
     if kept is not None and commit is not None and kept.commit == commit:
@@ -203,9 +215,10 @@ def _from_hub(name: str) -> Facts:
     return facts
 
 
-def _near(name: str) -> str:
-    near = nearest(name.rpartition("/")[2].lower(), catalog.model_names())
-    return f' The nearest in the catalogue is "{near}".' if near else ""
+def _suggestion(name: str) -> str:
+    names = catalog.suggestions(name)
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return f"Did you mean {', '.join(names[:_MOST_NAMES])}{more}?" if names else ""
 
 
 def _fetch(name: str, config: dict[str, Any]) -> tuple[Facts, bool]:
@@ -250,7 +263,8 @@ def _without_network(name: str, why: str) -> Facts | None:
         facts = msgspec.structs.replace(read_folder(snapshot, name), hub_id=name)
         source = f"the hub's cache in {snapshot}"
     elif catalog.find(name):
-        facts, source = _from_catalog(name), f"the catalogue's copy of {name}"
+        facts = _from_catalog(name)
+        source = f"the catalogue's copy of {facts.hub_id}"
     else:
         return None
     return msgspec.structs.replace(facts, notes=(f"{why}; using {source}", *facts.notes))
@@ -272,3 +286,21 @@ def _write_kept(name: str, kept: Kept) -> None:
     with contextlib.suppress(OSError):  # a home that cannot be written costs the next plan a few requests, no more
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, msgspec.json.encode(kept))
+
+
+def main(reference: str) -> int:
+    """Print the facts of each form of weights in a folder; the exit code of the process."""
+    path = Path(reference).expanduser()
+    try:
+        if not path.exists():
+            raise UserError("no such folder")
+        by_form: FactsByForm = {form: read_files(path, reference, form) for form in forms_of(path) or ("safetensors",)}
+    except UserError as error:
+        sys.stderr.write(f"{error.message}\n")
+        return error.exit_code
+    sys.stdout.buffer.write(msgspec.json.encode(by_form) + b"\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -101,15 +101,17 @@ def from_mapping(raw: object, source: str = "the settings", settings: Sequence[s
     if isinstance(merged.get("engine"), Mapping):
         merged["engine"] = _as_text(merged["engine"])
     problems += list(_problems(merged, Deployment, ""))
-    if problems:
-        raise SpecError(source, problems)
-    deployment = msgspec.convert(merged, Deployment)
+    bad = {re.split(r"[.\[]", problem.path)[0] for problem in problems}
+    if "target" in bad:
+        bad |= set(TARGETS)  # their blocks cannot be judged
+    sound = {key: value for key, value in merged.items() if key not in bad}
+    deployment = msgspec.convert({"model": DEMO_MODEL} | sound, Deployment)
     if not deployment.name:
         deployment = msgspec.structs.replace(deployment, name=default_name(deployment.model))
     if deployment.target in SHARED and (merged.get("gateway") or {}).get("auth") is None:
         gateway = msgspec.structs.replace(deployment.gateway, auth="keys")
         deployment = msgspec.structs.replace(deployment, gateway=gateway)
-    problems = list(_rules(deployment))
+    problems += _rules(deployment)
     if problems:
         raise SpecError(source, problems)
     return deployment

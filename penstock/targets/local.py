@@ -24,7 +24,7 @@ from penstock.wire.announcement import Process
 class Local(Target):
     name = "local"
     capabilities = frozenset({"survey"})
-    is_this_machine = True
+    is_this_machine = shares_files = True
 
     def check(self, deployment: Deployment, is_rehearsal: bool = False) -> list[Problem]:
         nodes = deployment.hardware.nodes

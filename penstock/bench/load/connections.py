@@ -74,6 +74,7 @@ class Exchange:
         self.reads: list[bytes] = []
         self.error: str | None = None
         self.detail = ""
+        self.status = 0
         self.was_retried = False
         self.connection: Connection | None = None
 
@@ -189,6 +190,7 @@ class Connection(asyncio.Protocol):
             if head.status >= 200:
                 break
         self._keeps_alive = head.keeps_alive
+        exchange.status = head.status
         if head.is_chunked:
             self._framing = _CHUNKED
             if self._has_ended(exchange, whole[max(at - 2, len(whole) - 16) :]):

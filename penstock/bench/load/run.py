@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import io
 import resource
 import signal
 import ssl
@@ -12,21 +13,28 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import BinaryIO
 
-from penstock.bench.load.connections import TIMEOUT, UNFINISHED, Address, Exchange, Pool
+from penstock.bench.load.connections import REFUSED, TIMEOUT, UNFINISHED, UNREACHABLE, Address, Exchange, Pool
+from penstock.bench.load.exchanges import REQUESTS, ExchangeFile, Raw
 from penstock.bench.load.kernel_timestamps import PreciseTimer
 
 LAG_EVERY_S = 0.02
 _TICK_S = 0.5
 _LEAST_TICK_S = 0.02
 _MAX_RECENT = 2000
+_MAX_PAUSE_S = 1.0
+# What a server that is gone answers, or a gateway in its place.
+_GONE = frozenset((REFUSED, UNREACHABLE))
+_GONE_STATUSES = frozenset((502, 503, 504))
 
 
 @dataclass(frozen=True)
 class Load:
     """What to send and how. `requests` are whole HTTP messages; `wait_for[i]` is the index before request i, or None.
 
-    `times`: an open loop's, in seconds from the start. A closed loop sends `n_requests`, going round `requests`.
+    `times`: an open loop's, in seconds from the start. A closed loop sends `n_requests`, going round `requests`, and
+    ends when the server was gone for `give_up_s`.
     """
 
     requests: Sequence[bytes]
@@ -37,6 +45,7 @@ class Load:
     duration_s: float | None = None
     timeout_s: float = 600.0
     n_spare: int = 0
+    give_up_s: float = 60.0
 
 
 @dataclass(frozen=True)
@@ -58,29 +67,37 @@ class Progress:
 class Outcome:
     """What was recorded. Times are `perf_counter` seconds; `lag_s`: how late the loop's own alarm went off."""
 
-    exchanges: list[Exchange] = field(default_factory=list)
+    exchanges: ExchangeFile
     began_s: float = 0.0
     ended_s: float = 0.0
     began_at: float = 0.0  # wall clock, seconds since 1970
     cpu_s: float = 0.0
     lag_s: list[float] = field(default_factory=list)
-    scrapes: list[tuple[int, Exchange]] = field(default_factory=list)  # (which source, its answer)
     n_connections: int = 0
     was_interrupted: bool = False
+    cut_short: str = ""  # why the run ended early by itself
+
+    def keep(self, exchange: Exchange, kind: int = REQUESTS) -> None:
+        """Writes an exchange that ended.  Raises OSError."""
+        times = exchange.intended_s, exchange.asked_s, exchange.sent_s, exchange.end_s, exchange.dial_s
+        raw = Raw(exchange.index, *times, exchange.times, exchange.reads, exchange.error, exchange.detail)
+        self.exchanges.write(raw, kind)
 
 
 class _LoadRun:
-    def __init__(self, loop: asyncio.AbstractEventLoop, load: Load, pool: Pool) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, load: Load, pool: Pool, outcome: Outcome) -> None:
         self._loop, self._load, self._pool = loop, load, pool
-        self.outcome = Outcome()
+        self.outcome = outcome
         self.done: asyncio.Future[None] = loop.create_future()
         self._timer = PreciseTimer(loop, self._on_timer)
         self._lag_timer = PreciseTimer(loop, self._on_lag)
         self._lag_due_s = 0.0
         self._next_at_s: float | None = None
+        self._n_sent = 0
         self._n_ended = 0
         self._n_errors = 0
         self._is_sending = True
+        self._gone_since_s: float | None = None  # nothing else was answered since
         # Index waited for -> those that wait; and whose answers are complete.
         self._followers: dict[int, list[Exchange]] = {}
         self._complete: set[int] = set()
@@ -92,9 +109,8 @@ class _LoadRun:
     # -- sending
 
     def begin(self) -> None:
-        now = time.perf_counter()
-        self.outcome.began_s, self.outcome.began_at = now, time.time()
-        self._tick_at = now
+        self.outcome.began_s, self.outcome.began_at = self.outcome.exchanges.begin()
+        now = self._tick_at = self.outcome.began_s
         self._lag_due_s = now + LAG_EVERY_S
         self._lag_timer.set(self._lag_due_s)
         if self._load.times is not None:
@@ -134,7 +150,7 @@ class _LoadRun:
         if not self._is_sending:
             return False
         now = time.perf_counter()
-        is_last = load.n_requests is not None and len(self.outcome.exchanges) >= load.n_requests
+        is_last = load.n_requests is not None and self._n_sent >= load.n_requests
         if is_last or (load.duration_s is not None and now - self.outcome.began_s >= load.duration_s):
             self._is_sending = False
             return False
@@ -142,10 +158,10 @@ class _LoadRun:
         return True
 
     def _send(self, intended_s: float) -> None:
-        index = len(self.outcome.exchanges)
+        index = self._n_sent
+        self._n_sent += 1
         which = index % len(self._load.requests)
         exchange = Exchange(index, self._load.requests[which], intended_s)
-        self.outcome.exchanges.append(exchange)
         before = self._load.wait_for[which] if self._has_waits else None
         if before is not None:
             before += index - which  # of the same round
@@ -174,29 +190,71 @@ class _LoadRun:
             for follower in self._followers.pop(exchange.index, ()):
                 follower.intended_s = max(follower.intended_s, exchange.end_s)
                 self._hand_over(follower)
+        try:
+            self.outcome.keep(exchange)
+        except OSError as error:
+            self._stop(f"could not write what was read: {error.strerror}")
+        pause_s = self._pause_s(exchange)
+        if self._load.times is None and self._is_sending and pause_s:
+            self._loop.call_later(pause_s, self._go_on)
+        else:
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """After an exchange: the next one of a closed loop, or the end."""
         if self._load.times is None:
             self._send_next()
         if not self._is_sending:
             self._check_end()
 
+    def _pause_s(self, exchange: Exchange) -> float:
+        """How long a closed loop waits before the next request: refusals cost no time and would use up all requests."""
+        if exchange.error not in _GONE and exchange.status not in _GONE_STATUSES:
+            self._gone_since_s = None if exchange.error is None else self._gone_since_s
+            return 0.0
+        if self._gone_since_s is None:
+            self._gone_since_s = exchange.end_s
+        gone_s = exchange.end_s - self._gone_since_s
+        has_no_end = self._load.times is None and self._load.duration_s is None
+        if has_no_end and gone_s > self._load.give_up_s:
+            self._is_sending = False
+            self.outcome.cut_short = f"the server was gone for {gone_s:.0f} s, so the run ended early"
+        return min(_MAX_PAUSE_S, max(LAG_EVERY_S, gone_s / 2))
+
     def _check_end(self) -> None:
-        if self._n_ended == len(self.outcome.exchanges) and not self.done.done():
+        if self._n_ended == self._n_sent and not self.done.done():
             self.done.set_result(None)
 
     def interrupt(self) -> None:
         if self._is_sending or not self.done.done():
             self.outcome.was_interrupted = True
-            self._is_sending = False
-            for exchange in self.outcome.exchanges:
-                if exchange.end_s == 0.0:
-                    self._pool.drop(exchange, UNFINISHED)
-            self._check_end()
+            self._drop_all()
+
+    def _stop(self, reason: str) -> None:
+        if not self.outcome.cut_short:
+            self.outcome.cut_short = reason
+            self._drop_all()
+
+    def _drop_all(self) -> None:
+        self._is_sending = False
+        waiting = [exchange for followers in self._followers.values() for exchange in followers]
+        self._followers.clear()
+        for exchange in [*self._on_way.values(), *waiting]:
+            self._pool.drop(exchange, UNFINISHED)
+        self._check_end()
 
     def close(self) -> None:
         self._timer.close()
         self._lag_timer.close()
 
     # -- watching
+
+    def flush(self) -> None:
+        """A kill loses no more than what ended since."""
+        try:
+            self.outcome.exchanges.flush()
+        except OSError as error:
+            self._stop(f"could not write what was read: {error.strerror}")
 
     def _on_lag(self) -> None:
         now = time.perf_counter()
@@ -213,7 +271,7 @@ class _LoadRun:
     def progress(self) -> Progress:
         now = time.perf_counter()
         elapsed_s = now - self.outcome.began_s
-        n_sent = len(self.outcome.exchanges)
+        n_sent = self._n_sent
         rate = (self._n_ended - self._tick_ended) / max(now - self._tick_at, 1e-9)
         self._tick_at, self._tick_ended = now, self._n_ended
         recent = sorted(self._recent)
@@ -248,8 +306,12 @@ def run(
     tls: ssl.SSLContext | None = None,
     sources: Sequence[Source] = (),
     on_progress: Callable[[Progress], None] | None = None,
+    file: BinaryIO | None = None,
 ) -> Outcome:
-    """Runs the load to its end, or to a SIGINT. Blocks; owns the main thread's event loop."""
+    """Runs the load to its end, or to a SIGINT. Blocks; owns the main thread's event loop.
+
+    `file`: where exchanges are written as they end, else in memory; source i is kind i + 1 there.
+    """
     import uvloop
 
     _raise_file_limit()
@@ -257,7 +319,8 @@ def run(
     gc.freeze()
     gc.disable()  # a collection among a million kept reads stops the loop for tens of milliseconds
     try:
-        outcome: Outcome = uvloop.run(_run(address, load, tls, sources, on_progress))
+        outcome = Outcome(ExchangeFile(file or io.BytesIO()))
+        uvloop.run(_run(address, load, tls, sources, on_progress, outcome))
         return outcome
     finally:
         gc.enable()
@@ -270,16 +333,18 @@ async def _run(
     tls: ssl.SSLContext | None,
     sources: Sequence[Source],
     on_progress: Callable[[Progress], None] | None,
-) -> Outcome:
+    outcome: Outcome,
+) -> None:
     loop = asyncio.get_running_loop()
     bound_s = load.timeout_s
     pool = Pool(loop, address, tls, bound_s)
-    load_run = _LoadRun(loop, load, pool)
+    load_run = _LoadRun(loop, load, pool, outcome)
     pool.on_end = load_run.on_end
-    scrapers = [_Scraper(loop, index, source, tls, bound_s, load_run.outcome) for index, source in enumerate(sources)]
+    scrapers = [_Scraper(loop, kind, source, tls, bound_s, outcome) for kind, source in enumerate(sources, 1)]
     await pool.warm(load.concurrency or load.n_spare)
     pool.n_spare = load.n_spare
     watching = [loop.create_task(_repeat(load_run.drop_late, min(_TICK_S, max(_LEAST_TICK_S, bound_s / 4))))]
+    watching.append(loop.create_task(_repeat(load_run.flush, _TICK_S)))
     if on_progress is not None:
         watching.append(loop.create_task(_repeat(lambda: on_progress(load_run.progress()), _TICK_S)))
     try:
@@ -289,16 +354,15 @@ async def _run(
             cpu_s = time.process_time()
             load_run.begin()
             await load_run.done
-            load_run.outcome.ended_s = time.perf_counter()
-            load_run.outcome.cpu_s = time.process_time() - cpu_s
-        load_run.outcome.n_connections = pool.n_opened
+            outcome.ended_s = time.perf_counter()
+            outcome.cpu_s = time.process_time() - cpu_s
+        outcome.n_connections = pool.n_opened
         await asyncio.gather(*[scraper.stop() for scraper in scrapers])
     finally:
         for task in watching:
             task.cancel()
         load_run.close()
         pool.close()
-    return load_run.outcome
 
 
 @contextlib.contextmanager
@@ -327,13 +391,14 @@ class _Scraper:
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
-        index: int,
+        kind: int,
         source: Source,
         tls: ssl.SSLContext | None,
         timeout_s: float,
         outcome: Outcome,
     ) -> None:
-        self._index, self._source, self._outcome = index, source, outcome
+        self._kind, self._source, self._outcome = kind, source, outcome
+        self._n_asked = 0
         self._pool = Pool(loop, source.address, tls if source.address.is_tls else None, timeout_s)
         self._pool.on_end = self._on_end
         self._loop = loop
@@ -352,12 +417,14 @@ class _Scraper:
     def _ask(self) -> None:
         if self._pending is None:
             self._answered.clear()
-            self._pending = Exchange(0, self._source.request, time.perf_counter())
+            self._pending = Exchange(self._n_asked, self._source.request, time.perf_counter())
+            self._n_asked += 1
             self._pool.send(self._pending)
 
     def _on_end(self, exchange: Exchange) -> None:
         self._pending = None
-        self._outcome.scrapes.append((self._index, exchange))
+        with contextlib.suppress(OSError):  # the run's own writes notice a full disk
+            self._outcome.keep(exchange, self._kind)
         self._answered.set()
 
     async def stop(self) -> None:

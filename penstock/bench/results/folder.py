@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from penstock.bench.results.engine_metrics import COLUMNS, Row
-from penstock.bench.results.stats import Timed
+from penstock.bench.results.stats import Timed, gaps_s
 from penstock.errors import UserError
 
 REQUEST_COLUMNS = (
@@ -22,8 +23,12 @@ REQUEST_COLUMNS = (
 )
 
 RESULT, REQUESTS, GAPS, ENGINE = "result.json", "requests.csv", "itl.csv", "engine.csv"
+# While a run lasts: its reads, and what it is. A run that was killed leaves both, and no result.
+RAW, RUN = "reads.msgpack", "run.json"
+_MOST_GAPS = 500_000  # that are read back, for a chart
 # What may differ between two runs that are still alike: where they write, what they are called, when they ran.
 _IDLE = {"out", "json", "folder", "url", "seed", "load_average", "formulas", "verb", "metrics"}
+_Run = TypeVar("_Run", bound=msgspec.Struct)
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -74,53 +79,85 @@ def prepare(folder: Path) -> None:
         raise UserError(f'cannot write results to "{folder}": {exc.strerror}', hint="--out DIR") from exc
 
 
-def write(
-    folder: Path, result: Mapping[str, Any], requests: Sequence[Timed], rows: Sequence[Row], is_open: bool
-) -> None:
-    """Write all files.  Raises UserError when the disk refuses."""
+def begin(folder: Path, run: msgspec.Struct) -> None:
+    """Keep what the run is, for when it is killed.  Raises UserError."""
+    with _writable(folder):
+        (folder / RUN).write_bytes(msgspec.json.encode(run))
+
+
+def is_unfinished(folder: Path) -> bool:
+    """Whether a run was killed before it had a result, and left its reads."""
+    return (folder / RAW).exists() and (folder / RUN).exists() and not (folder / RESULT).exists()
+
+
+def begun(folder: Path, kind: type[_Run]) -> _Run:
+    """What an unfinished run is.  Raises UserError."""
     try:
-        _write_csv(folder / REQUESTS, REQUEST_COLUMNS, (request_row(request, is_open) for request in requests))
-        _write_csv(folder / GAPS, ("index", "itl_ms"), _gap_rows(requests))
-        columns = ("time_s", "source", "kind", *COLUMNS)
-        _write_csv(folder / ENGINE, columns, ([r.time_s, r.source, r.kind, *map(r.values.get, COLUMNS)] for r in rows))
+        return msgspec.json.decode((folder / RUN).read_bytes(), type=kind)
+    except (OSError, msgspec.MsgspecError) as exc:
+        raise UserError(f'cannot read the run "{folder}"', detail=str(exc)) from exc
+
+
+@contextlib.contextmanager
+def request_writer(folder: Path, is_open: bool) -> Iterator[Callable[[Timed, Sequence[float]], None]]:
+    """Writes requests.csv and itl.csv, a request and its token times at a time.  Raises UserError."""
+    with (
+        _writable(folder),
+        (folder / REQUESTS).open("w", encoding="utf-8", newline="") as requests,
+        (folder / GAPS).open("w", encoding="utf-8") as gaps,
+    ):
+        rows = csv.writer(requests, lineterminator="\n")
+        rows.writerow(REQUEST_COLUMNS)
+        gaps.write("index,itl_ms\n")
+
+        def add(request: Timed, times: Sequence[float]) -> None:
+            rows.writerow(request_row(request, is_open))
+            if request.error is None:
+                gaps.writelines([f"{request.index},{gap * 1000:.3f}\n" for gap in gaps_s(times)])
+
+        yield add
+
+
+def write(folder: Path, result: Mapping[str, Any], rows: Sequence[Row]) -> None:
+    """Write engine.csv and, when all else is there, result.json; the raw reads go.  Raises UserError."""
+    with _writable(folder):
+        with (folder / ENGINE).open("w", encoding="utf-8", newline="") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerow(("time_s", "source", "kind", *COLUMNS))
+            writer.writerows([row.time_s, row.source, row.kind, *map(row.values.get, COLUMNS)] for row in rows)
         (folder / RESULT).write_text(json.dumps(result, indent=2, allow_nan=False) + "\n", "utf-8")
+        for name in (RAW, RUN):
+            (folder / name).unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _writable(folder: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as exc:
         raise UserError(f'could not write results to "{folder}": {exc.strerror}', hint="--out DIR") from exc
 
 
 def request_row(request: Timed, is_open: bool) -> list[Any]:
-    times = request.token_times_s
+    first_s = request.first_token_s
     is_whole = request.error is None
     ttft_s, tpot_s = (request.ttft_s(is_open), request.tpot_s) if is_whole else (None, None)
     return [
         request.index,
         round(request.intended_s, 6),
         round(request.sent_s, 6),
-        round(times[0], 6) if times else None,
+        None if first_s is None else round(first_s, 6),
         round(request.end_s, 6),
         None if ttft_s is None else round(ttft_s * 1000, 4),
         None if tpot_s is None else round(tpot_s * 1000, 4),
         round(request.e2el_s(is_open) * 1000, 4) if is_whole else None,
         request.input_tokens,
         request.output_tokens,
-        len(times),
+        request.n_events,
         request.status,
         request.error,
         request.replica,
     ]
-
-
-def _gap_rows(requests: Sequence[Timed]) -> Iterable[tuple[int, str]]:
-    for request in requests:
-        if request.error is None:
-            yield from [(request.index, f"{gap * 1000:.3f}") for gap in request.gaps_s()]
-
-
-def _write_csv(path: Path, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    with path.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(columns)
-        writer.writerows(rows)
 
 
 def load(path: Path) -> Result:
@@ -172,9 +209,8 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, object]]:
 
 
 def _requests(path: Path) -> Iterator[Request]:
-    rows = list(_rows(path))
-    begun = min((at for row in rows if (at := _finite(row.get("intended_s"))) is not None), default=0.0)
-    for row in rows:
+    begun = min((at for row in _rows(path) if (at := _finite(row.get("intended_s"))) is not None), default=0.0)
+    for row in _rows(path):
         intended, end = _finite(row.get("intended_s")), _finite(row.get("end_s"))
         if intended is None:
             continue
@@ -191,16 +227,20 @@ def _requests(path: Path) -> Iterator[Request]:
         )
 
 
-def _gaps(path: Path) -> Iterator[float]:
-    """Gaps in ms, one a line behind its request's index; lines that are damaged are left out."""
+def _gaps(path: Path) -> list[float]:
+    """Gaps in ms; damaged lines are left out, and every second one each time that there are too many."""
+    gaps: list[float] = []
+    step = 1
     try:
-        lines = path.read_text("utf-8").splitlines()
+        with path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines):
+                if number % step == 0 and (value := _finite(line.rpartition(",")[2])) is not None:
+                    gaps.append(value)
+                if len(gaps) > _MOST_GAPS:
+                    gaps, step = gaps[::2], step * 2
     except (OSError, UnicodeDecodeError):
-        return
-    for line in lines[1:]:
-        value = _finite(line.rpartition(",")[2])
-        if value is not None:
-            yield value
+        return []
+    return gaps
 
 
 def _engine(path: Path) -> Iterator[Row]:

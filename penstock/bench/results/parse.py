@@ -11,7 +11,8 @@ from typing import Any
 
 import msgspec
 
-from penstock.bench.results.stats import Timed
+from penstock.bench.load.exchanges import Raw
+from penstock.bench.results.stats import Timed, gaps_s
 from penstock.errors import PenstockError
 from penstock.wire import sse
 from penstock.wire.http1 import CHUNK_SIZES, END, ProtocolError, Reader, ResponseHead, parse_response
@@ -20,21 +21,6 @@ CUT_SHORT = "answer cut short"
 NOT_JSON = "answer is not JSON"
 ERROR_EVENT = "error event"
 _SHOWN_CHARS = 200
-
-
-class Raw(msgspec.Struct, frozen=True):
-    """An exchange as it was recorded, times in seconds from the start of the run; `end_s` 0: it never ended."""
-
-    index: int
-    intended_s: float
-    asked_s: float
-    sent_s: float
-    end_s: float
-    dial_s: float
-    times: list[float]
-    reads: list[bytes]
-    error: str | None = None
-    detail: str = ""
 
 
 class _Delta(msgspec.Struct):
@@ -103,7 +89,8 @@ def _is_token(choice: _Choice) -> bool:
     return choice.text is not None and (choice.text != "" or choice.finish_reason is None)
 
 
-def parse_exchange(raw: Raw, streams: bool) -> Timed:
+def parse_exchange(raw: Raw, streams: bool) -> tuple[Timed, list[float]]:
+    """An exchange in numbers, and the times of its token events. `streams`: server-sent events were asked for."""
     if raw.error is not None and not raw.reads:
         return _timed(raw, None, _Events(), 0, raw.error, raw.detail)
     events = _Events()
@@ -194,11 +181,12 @@ def _take_stream(pieces: list[tuple[float, bytes]], events: _Events) -> None:
             events.take(parsed.data.strip(), pieces[-1][0])
 
 
-def _timed(raw: Raw, head: ResponseHead | None, events: _Events, n_bytes: int, error: str | None, detail: str) -> Timed:
-    usage = events.usage
-    times = events.times
+def _timed(
+    raw: Raw, head: ResponseHead | None, events: _Events, n_bytes: int, error: str | None, detail: str
+) -> tuple[Timed, list[float]]:
+    usage, times = events.usage, events.times
     replica = head.get(b"x-penstock-replica") if head is not None else None
-    return Timed(
+    timed = Timed(
         index=raw.index,
         intended_s=raw.intended_s,
         asked_s=raw.asked_s,
@@ -206,7 +194,10 @@ def _timed(raw: Raw, head: ResponseHead | None, events: _Events, n_bytes: int, e
         end_s=raw.end_s,
         dial_s=raw.dial_s,
         answered_s=raw.times[0] if raw.times else None,
-        token_times_s=tuple(times),
+        first_token_s=times[0] if times else None,
+        last_token_s=times[-1] if times else None,
+        n_events=len(times),
+        max_gap_s=max(gaps_s(times), default=None),
         input_tokens=usage.prompt_tokens if usage else None,
         output_tokens=usage.completion_tokens if usage else None,
         n_bytes=n_bytes,
@@ -215,6 +206,7 @@ def _timed(raw: Raw, head: ResponseHead | None, events: _Events, n_bytes: int, e
         detail=detail,
         replica=replica.decode("latin-1") if replica else None,
     )
+    return timed, times
 
 
 def _error_text_in(body: bytes) -> str:

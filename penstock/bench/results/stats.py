@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 from collections import Counter
@@ -24,6 +25,7 @@ FORMULAS: Mapping[str, str] = {
     "user_tokens_per_s": "(output tokens - 1) / (time of the last token event - time of the first), per request",
     "percentile": "linear interpolation between closest ranks (numpy's default)",
 }
+_SHARES = {"min": 0.0, "p10": 0.1, "median": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "max": 1.0}
 METRICS = ("ttft", "tpot", "itl", "e2el")
 
 
@@ -31,7 +33,7 @@ class Timed(msgspec.Struct, frozen=True):
     """One request, measured. Times are seconds from the start of the run; token counts are the server's usage.
 
     `intended_s`: by the schedule; `asked_s`: when the generator came to it; `sent_s`: when a connection took it.
-    `token_times_s`: one for each token event; empty for whole answers. `answered_s`: the first byte.
+    Token events (none in whole answers): the first, the last, how many, the longest gap. `answered_s`: the first byte.
     """
 
     index: int
@@ -41,7 +43,10 @@ class Timed(msgspec.Struct, frozen=True):
     end_s: float
     dial_s: float = 0.0
     answered_s: float | None = None
-    token_times_s: tuple[float, ...] = ()
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+    n_events: int = 0
+    max_gap_s: float | None = None
     input_tokens: int | None = None
     output_tokens: int | None = None
     n_bytes: int = 0
@@ -53,10 +58,10 @@ class Timed(msgspec.Struct, frozen=True):
     @property
     def last_s(self) -> float:
         """When the answer was there for its user: the last token, or the last byte of a whole answer."""
-        return self.token_times_s[-1] if self.token_times_s else self.end_s
+        return self.end_s if self.last_token_s is None else self.last_token_s
 
     def ttft_s(self, is_open: bool) -> float | None:
-        return self.token_times_s[0] - self.start_s(is_open) if self.token_times_s else None
+        return None if self.first_token_s is None else self.first_token_s - self.start_s(is_open)
 
     def e2el_s(self, is_open: bool) -> float:
         return self.last_s - self.start_s(is_open)
@@ -67,12 +72,21 @@ class Timed(msgspec.Struct, frozen=True):
     @property
     def tpot_s(self) -> float | None:
         """None below 2 output tokens, or 2 events.  11 tokens, first at 0.5 s, last at 1.0 s: 0.5 / 10 = 0.05."""
-        if len(self.token_times_s) < 2 or self.output_tokens is None or self.output_tokens < 2:
+        if self.first_token_s is None or self.n_events < 2 or self.output_tokens is None or self.output_tokens < 2:
             return None
-        return (self.token_times_s[-1] - self.token_times_s[0]) / (self.output_tokens - 1)
+        return (self.last_s - self.first_token_s) / (self.output_tokens - 1)
 
-    def gaps_s(self) -> list[float]:
-        return [later - earlier for earlier, later in itertools.pairwise(self.token_times_s)]
+
+class TokenTimes:
+    """The token events of all answers, as counts: of gaps by microseconds, and of events by seconds of the run."""
+
+    def __init__(self) -> None:
+        self.gaps_us: Counter[int] = Counter()
+        self.n_by_second: Counter[int] = Counter()
+
+    def add(self, times: Sequence[float]) -> None:
+        self.gaps_us.update([round(gap * 1e6) for gap in gaps_s(times)])
+        self.n_by_second.update(map(int, times))
 
 
 class Spread(msgspec.Struct, frozen=True):
@@ -127,6 +141,10 @@ def percentile(ordered: Sequence[float], share: float) -> float:
     return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
 
 
+def gaps_s(times: Sequence[float]) -> list[float]:
+    return [later - earlier for earlier, later in itertools.pairwise(times)]
+
+
 def spread(values: Iterable[float], scale: float = 1.0) -> Spread | None:
     """The distribution of `values`, each times `scale`; None of none."""
     ordered = sorted(values)
@@ -135,8 +153,26 @@ def spread(values: Iterable[float], scale: float = 1.0) -> Spread | None:
     n = len(ordered)
     mean = math.fsum(ordered) / n
     std = math.sqrt(math.fsum((value - mean) ** 2 for value in ordered) / n)
-    shares = {"min": 0.0, "p10": 0.1, "median": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "max": 1.0}
-    quantiles = {name: percentile(ordered, share) * scale for name, share in shares.items()}
+    quantiles = {name: percentile(ordered, share) * scale for name, share in _SHARES.items()}
+    return Spread(n=n, mean=mean * scale, std=std * scale, **quantiles)
+
+
+def spread_of_counts(counts: Mapping[int, int], scale: float) -> Spread | None:
+    """The same of values that are counted: {value: how often}."""
+    values = sorted(counts)
+    if not values:
+        return None
+    ends = list(itertools.accumulate(counts[value] for value in values))
+    n = ends[-1]
+    mean = sum(value * counts[value] for value in values) / n
+    std = math.sqrt(math.fsum(counts[value] * (value - mean) ** 2 for value in values) / n)
+
+    def quantile(share: float) -> float:
+        place = (n - 1) * share
+        below, above = (values[bisect.bisect_right(ends, rank)] for rank in (math.floor(place), math.ceil(place)))
+        return below + (above - below) * (place - math.floor(place))
+
+    quantiles = {name: quantile(share) * scale for name, share in _SHARES.items()}
     return Spread(n=n, mean=mean * scale, std=std * scale, **quantiles)
 
 
@@ -147,40 +183,42 @@ def is_good(request: Timed, bounds_ms: Mapping[str, float], is_open: bool) -> bo
     them, and it keeps those bounds.
     """
     ttft_s = request.ttft_s(is_open)
-    gaps = request.gaps_s() if "itl" in bounds_ms else []
     has_ms = {
         "ttft": None if ttft_s is None else ttft_s * 1000,
         "tpot": None if request.tpot_s is None else request.tpot_s * 1000,
-        "itl": max(gaps) * 1000 if gaps else None,
+        "itl": None if request.max_gap_s is None else request.max_gap_s * 1000,
         "e2el": request.e2el_s(is_open) * 1000,
     }
     bounded = {name: value for name, value in has_ms.items() if name in bounds_ms}
     if any(value is not None and value > bounds_ms[name] for name, value in bounded.items()):
         return False
-    n_events = len(request.token_times_s)
-    is_empty = not n_events and request.output_tokens is not None and request.output_tokens < 2
-    may_lack = {"ttft", "tpot", "itl"} if is_empty else {"tpot", "itl"} if n_events == 1 else set()
+    is_empty = not request.n_events and request.output_tokens is not None and request.output_tokens < 2
+    may_lack = {"ttft", "tpot", "itl"} if is_empty else {"tpot", "itl"} if request.n_events == 1 else set()
     return None if any(value is None and name not in may_lack for name, value in bounded.items()) else True
 
 
 def summarise(
-    requests: Sequence[Timed], is_open: bool, bounds_ms: Mapping[str, float], unfinished_kind: str = "unfinished"
+    requests: Sequence[Timed],
+    tokens: TokenTimes,
+    is_open: bool,
+    bounds_ms: Mapping[str, float],
+    unfinished_kind: str = "unfinished",
 ) -> Summary:
-    """The numbers of a run; `bounds_ms` are goodput's: {"ttft": 2000.0, "tpot": 60.0}, or empty."""
+    """The numbers of a run. `tokens`: of completed requests; `bounds_ms`: goodput's, such as {"ttft": 2000.0}."""
     whole = [request for request in requests if request.error is None]
     unfinished = sum(request.error == unfinished_kind for request in requests)
     failed = len(requests) - len(whole) - unfinished
     duration = max((request.end_s for request in requests), default=0.0)
-    gaps = [gap for request in whole for gap in request.gaps_s()]
     lists: dict[str, list[float]] = {
         "ttft": [value for request in whole if (value := request.ttft_s(is_open)) is not None],
         "tpot": [value for request in whole if (value := request.tpot_s) is not None],
-        "itl": gaps,
         "e2el": [request.e2el_s(is_open) for request in whole],
     }
     spreads = {
         name: distribution for name, values in lists.items() if (distribution := spread(values, 1000.0)) is not None
     }
+    if gaps := spread_of_counts(tokens.gaps_us, 0.001):
+        spreads["itl"] = gaps
     n_input = _total([request.input_tokens for request in whole])
     n_output = _total([request.output_tokens for request in whole])
     kept = [is_good(request, bounds_ms, is_open) for request in whole] if bounds_ms else []
@@ -202,9 +240,11 @@ def summarise(
         request_goodput=_rate(good, duration),
         goodput_share=None if good is None or not n_counted else good / n_counted,
         max_concurrent_requests=peak_concurrency(requests),
-        max_output_tokens_per_s=_peak_tokens(whole, per_event),
+        max_output_tokens_per_s=None
+        if per_event is None or not tokens.n_by_second
+        else max(tokens.n_by_second.values()) * per_event,
         tokens_per_event=per_event,
-        events_per_read_share=sum(gap == 0.0 for gap in gaps) / len(gaps) if gaps else 0.0,
+        events_per_read_share=tokens.gaps_us[0] / gaps.n if gaps else 0.0,
         n_without_usage=sum(request.output_tokens is None for request in whole),
         n_not_judged=n_not_judged,
         errors=dict(Counter(request.error for request in requests if request.error is not None).most_common()),
@@ -236,14 +276,6 @@ def _rate(n: float | None, duration: float) -> float | None:
 
 def _tokens_per_event(whole: Sequence[Timed]) -> float | None:
     """Over the streams whose usage is known: above 1, several tokens come in one event, and an ITL is between those."""
-    known = [(r.output_tokens, len(r.token_times_s)) for r in whole if r.output_tokens is not None and r.token_times_s]
+    known = [(r.output_tokens, r.n_events) for r in whole if r.output_tokens is not None and r.n_events]
     n_events = sum(n for _, n in known)
     return sum(n for n, _ in known) / n_events if n_events else None
-
-
-def _peak_tokens(whole: Sequence[Timed], per_event: float | None) -> float | None:
-    """Tokens of the busiest whole second, events counted at `per_event` tokens each."""
-    if per_event is None:
-        return None
-    seconds = Counter(int(at_s) for request in whole for at_s in request.token_times_s)
-    return max(seconds.values()) * per_event if seconds else None

@@ -6,12 +6,14 @@ from collections.abc import Sequence
 
 import msgspec
 
-from penstock.bench.results.stats import Timed, percentile
+from penstock.bench.results.stats import Summary, Timed, percentile
 
 # One process has one core. Above this share reads queue behind each other often enough to move a p50.
 MAX_CPU_SHARE = 0.85
 # How late requests are sent (open loop) or the loop's own alarm goes off, at the 99th percentile.
 MAX_LATENESS_MS = 10.0
+# Times leave failed requests out: a p95 of the others is no longer one of the users' 5 percent.
+MAX_FAILED_SHARE = 0.05
 _MIN_LAGS = 20
 
 
@@ -39,9 +41,16 @@ class Verdict(msgspec.Struct, frozen=True):
     valid: bool
     reasons: tuple[str, ...]
     bounds: dict[str, float]
+    has_server_failed: bool
 
 
-def judge(generator: Generator, n_completed: int, was_interrupted: bool) -> Verdict:
+def judge(
+    generator: Generator,
+    summary: Summary,
+    was_interrupted: bool,
+    cut_short: str = "",
+    most_failed: float = MAX_FAILED_SHARE,
+) -> Verdict:
     reasons = []
     if generator.cpu_share > MAX_CPU_SHARE:
         reasons.append(
@@ -52,11 +61,18 @@ def judge(generator: Generator, n_completed: int, was_interrupted: bool) -> Verd
         reasons.append(
             f"the generator was {generator.lateness_p99_ms:.1f} ms late at p99 (bound {MAX_LATENESS_MS:g} ms)"
         )
-    if not n_completed:
+    n_ended = summary.completed + summary.failed
+    has_server_failed = not summary.completed or summary.failed > most_failed * n_ended
+    if not summary.completed:
         reasons.append("no request was completed")
+    elif has_server_failed:
+        reasons.append(f"{summary.failed / n_ended:.1%} of the requests failed (bound {most_failed:.0%})")
+    if cut_short:
+        reasons.append(cut_short)
     if was_interrupted:
         reasons.append("the run was interrupted: these are the numbers so far")
-    return Verdict(not reasons, tuple(reasons), {"cpu_share": MAX_CPU_SHARE, "lateness_p99_ms": MAX_LATENESS_MS})
+    bounds = {"cpu_share": MAX_CPU_SHARE, "lateness_p99_ms": MAX_LATENESS_MS, "failed_share": most_failed}
+    return Verdict(not reasons, tuple(reasons), bounds, has_server_failed)
 
 
 def describe(

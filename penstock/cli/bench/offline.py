@@ -22,7 +22,7 @@ def register_throughput(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--warmup", type=count_or_zero, default=0, metavar="N", help="prompts before, not timed")
     add_seed(sub, "of the prompts")
     add_json(sub)
-    complete(sub, _throughput)
+    complete(sub, _throughput, ["penstock bench throughput Qwen/Qwen3-8B --num-prompts 200 --tensor 1,2"])
 
 
 def register_latency(sub: argparse.ArgumentParser) -> None:
@@ -37,7 +37,7 @@ def register_latency(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--num-iters-warmup", type=count_or_zero, default=3, metavar="N", help="rounds before, not timed")
     add_seed(sub, "of the prompts")
     add_json(sub)
-    complete(sub, _latency)
+    complete(sub, _latency, ["penstock bench latency Qwen/Qwen3-8B --batch-size 8 --input-len 1024 --tensor 1,2"])
 
 
 def _throughput(options: argparse.Namespace) -> int:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.cli.arguments import add_json, complete
 from penstock.cli.bench.arguments import add_calibrate, add_seed
 from penstock.cli.output import print_json
 from penstock.errors import UserError
+
+if TYPE_CHECKING:
+    from penstock.bench.results.folder import Result
 
 
 def register_compare(sub: argparse.ArgumentParser) -> None:
@@ -18,7 +21,7 @@ def register_compare(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("b", type=Path, metavar="B", help="the folder of another")
     add_seed(sub, "of the bootstrap")
     add_json(sub)
-    complete(sub, _compare)
+    complete(sub, _compare, ["penstock bench compare before/ after/"])
 
 
 def register(sub: argparse.ArgumentParser) -> None:
@@ -27,15 +30,26 @@ def register(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--out", type=Path, metavar="FILE", help="default: report.html in the first folder")
     add_calibrate(sub)
     add_json(sub)
-    complete(sub, _report)
+    complete(sub, _report, ["penstock bench report run/", "penstock bench report run-a/ run-b/ --out both.html"])
+
+
+def _loaded(path: Path) -> Result:
+    """The run in a folder; one that was killed gets its result first, from the reads that it left."""
+    from penstock.bench import serve
+    from penstock.bench.results import folder
+
+    if folder.is_unfinished(path):
+        report = serve.recover(path)
+        folder.write(path, report.result, report.rows)
+    return folder.load(path)
 
 
 def _compare(options: argparse.Namespace) -> int:
     import msgspec
 
-    from penstock.bench.results import compare, folder
+    from penstock.bench.results import compare
 
-    comparison = compare.compare(folder.load(options.a), folder.load(options.b), options.seed)
+    comparison = compare.compare(_loaded(options.a), _loaded(options.b), options.seed)
     if options.json:
         print_json(msgspec.to_builtins(comparison))
     else:
@@ -45,11 +59,10 @@ def _compare(options: argparse.Namespace) -> int:
 
 def _report(options: argparse.Namespace) -> int:
     from penstock.bench.report import html
-    from penstock.bench.results import folder
     from penstock.cli.bench.deployment import calibrated
     from penstock.cli.bench.requests import write
 
-    runs = [folder.load(path) for path in options.runs]
+    runs = [_loaded(path) for path in options.runs]
     calibration = calibrated(options, runs) if options.calibrate else None
     plan = _json_object(options.plan) if options.plan else None
     first = options.runs[0].parent if options.runs[0].suffix == ".json" else options.runs[0]

@@ -77,7 +77,12 @@ def register(sub: argparse.ArgumentParser) -> None:
     out.add_argument("--out", type=Path, metavar="DIR", help="default: $PENSTOCK_HOME/bench/TIME")
     out.add_argument("--formulas", action="store_true", help="print how each number is computed")
     add_json(sub, "print the result as JSON")
-    complete(sub, _serve)
+    examples = (
+        "penstock bench serve --concurrency 8 --requests 200",
+        "penstock bench serve --url http://127.0.0.1:8000 --rate 4 --duration 60 --goodput ttft:500 tpot:50",
+        "penstock bench serve --dataset replay:trace.csv --arrival replay --duration 300",
+    )
+    complete(sub, _serve, examples)
 
 
 def _serve(options: argparse.Namespace) -> int:
@@ -99,11 +104,13 @@ def _serve(options: argparse.Namespace) -> int:
     folder = options.out or folders.new_folder(home(), time.time())
     is_new = not folder.exists()
     folders.prepare(folder)
+    flags = {key: value for key, value in sorted(vars(options).items()) if _is_plain(value)}
+    what = serve.Run(service, pace, bounds, options.warmup, {**flags, "arrival": pace.arrival})
     shows = sys.stderr.isatty()
     if options.warmup:
         _say(options, f"warming up with {options.warmup} request{'s' * (options.warmup != 1)}, not counted")
     try:
-        report = serve.run(service, requests, pace, bounds, options.warmup, _show_progress if shows else None, warmup)
+        report = serve.run(what, requests, _show_progress if shows else None, warmup, folder)
     except PenstockError:
         with contextlib.suppress(OSError):  # nothing was measured: it is as empty as it was made
             if is_new:
@@ -111,11 +118,9 @@ def _serve(options: argparse.Namespace) -> int:
         raise
     if shows:
         print("\r\033[K", end="", file=sys.stderr)
-    flags = {**vars(options), "arrival": pace.arrival}
-    report.result["flags"] = {key: value for key, value in sorted(flags.items()) if _is_plain(value)}
     report.result["folder"] = str(folder.resolve())
     launch.tell(report)
-    folders.write(folder, report.result, report.requests, report.rows, report.is_open)
+    folders.write(folder, report.result, report.rows)
     launch.keep(folder)
     write(folder / "report.html", html.page([folders.load(folder)]))
     if options.json:
@@ -125,7 +130,7 @@ def _serve(options: argparse.Namespace) -> int:
         print(f"written to {folder} (report.html is the page)")
     if report.was_interrupted:
         return _INTERRUPTED
-    return 0 if report.summary.completed else EXIT_OURS
+    return EXIT_OURS if report.verdict.has_server_failed else 0
 
 
 def _is_plain(value: object) -> bool:

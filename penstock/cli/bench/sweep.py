@@ -70,7 +70,11 @@ def register(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--out", type=Path, metavar="DIR", help="default: $PENSTOCK_HOME/bench/sweep-TIME")
     add_calibrate(sub)
     add_json(sub)
-    complete(sub, _sweep)
+    examples = (
+        "penstock bench sweep --url http://127.0.0.1:8000 --slo ttft:500 tpot:50",
+        "penstock bench sweep Qwen/Qwen3-8B --tensor 1,2 --by concurrency --steps 1,4,16,64",
+    )
+    complete(sub, _sweep, examples)
 
 
 def _sweep(options: argparse.Namespace) -> int:
@@ -160,11 +164,12 @@ def measure(
     requests, warmup = requests_of(options, wanted, 1, place.model, client, served)
     service = serve.Service(url=place.url, model=served, endpoint=options.endpoint, key=place.key, ignore_eos=True)
     pace = arrivals.Pace(rate=rate, concurrency=concurrency, n_requests=n_requests, seed=options.seed)
-    report = serve.run(service, requests, pace, {}, warmup=warmup)
+    flags = {"rate": rate, "concurrency": concurrency, "requests": n_requests, "seed": options.seed}
     folders.prepare(folder)
-    report.result["flags"] = {"rate": rate, "concurrency": concurrency, "requests": n_requests, "seed": options.seed}
+    what = serve.Run(service, pace, flags=flags, most_failed=options.failed)
+    report = serve.run(what, requests, warmup=warmup, out=folder)
     place.launch.tell(report)
-    folders.write(folder, report.result, report.requests, report.rows, report.is_open)
+    folders.write(folder, report.result, report.rows)
     place.launch.keep(folder)
     if report.was_interrupted:
         raise KeyboardInterrupt

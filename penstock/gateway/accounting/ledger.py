@@ -68,6 +68,7 @@ class Ledger:
         self._is_closing = False
         self.keep_days: int | None = None  # after which a row becomes part of its day's sums; one worker does that
         self._prune_at = 0.0
+        self._totals = totals
         self._quota_sync = QuotaSync(self._writer, totals)
         self._thread: threading.Thread | None = None
         self._tell: Callable[[News], None] = lambda _: None
@@ -147,6 +148,10 @@ class Ledger:
         jobs = [(job, future) for job, future in asked if future.set_running_or_notify_cancel()]
         outcomes = [(future, *self._try_job(job)) for job, future in jobs]
         try:
+            if self._database.refresh():
+                log.warning("store: its file was replaced, and is open again")
+                self._revision = -1
+                self._quota_sync = QuotaSync(self._writer, self._totals)
             try:
                 self._flush()
                 self._quota_sync.turn(self._usage)

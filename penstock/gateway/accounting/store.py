@@ -56,6 +56,8 @@ class Database:
 
     is_postgres = False
     _connection: Any
+    _file: tuple[int, int] | None = None  # device and inode of what is open
+    _n_bytes = 0  # its size when it was last whole
 
     def __init__(self, place: str) -> None:
         self.place = place
@@ -78,6 +80,27 @@ class Database:
     def all(self, sql: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
         with _explaining(self.place, PenstockError):
             return cast(list[tuple[Any, ...]], self._execute(sql, values).fetchall())
+
+    def refresh(self) -> bool:
+        """Opens the store again when another file has its place, and returns whether.
+
+        Raises PenstockError when its file is gone or cut short. It only looks: opening and closing the file here would
+        drop the locks of this process (https://www.sqlite.org/howtocorrupt.html, 2.2).
+        """
+        with _explaining(self.place, PenstockError):
+            stat = Path(self.place).stat()
+            file, before = (stat.st_dev, stat.st_ino), self._file
+            needed = 1
+            if file == before and stat.st_size < self._n_bytes:  # as after `compact`, or cut short
+                needed = self.all("PRAGMA page_count")[0][0] * self.all("PRAGMA page_size")[0][0]
+            if stat.st_size < needed:
+                raise PenstockError(f'could not use store "{self.place}": its file was cut short', is_retryable=True)
+            if file != before and before is not None:
+                self.close()
+                self._connect()
+                _migrate(self)
+            self._file, self._n_bytes = file, stat.st_size
+        return before not in (None, file)
 
     def compact(self) -> None:
         """Returns unused space to the disk. SQLite copies the file and blocks writers; PostgreSQL needs nothing."""
@@ -115,6 +138,9 @@ class Database:
 
 class _Postgres(Database):
     is_postgres = True
+
+    def refresh(self) -> bool:
+        return False
 
     def compact(self) -> None:
         pass

@@ -244,7 +244,8 @@ class _Parent:
             log.exception("worker %d failed", slot.index)
         finally:
             for stream in (sys.stdout, sys.stderr):
-                stream.flush()
+                with contextlib.suppress(OSError):  # a full disk
+                    stream.flush()
             # Not sys.exit: what the parent registered to be done at its end is not the child's to do.
             os._exit(code)
 

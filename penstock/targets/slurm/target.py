@@ -44,6 +44,7 @@ class Slurm(Target):
     name = "slurm"
     capabilities = frozenset({"survey", "places-gateway"})
     listen = "network"
+    shares_files = True
     is_elastic = True
 
     def __init__(self) -> None:

@@ -58,7 +58,7 @@ def look(asked: dict[str, Any]) -> dict[str, Any]:
         "folder": str(folder),
         "free_bytes": shutil.disk_usage(existing).free,
         "versions": sorted(path.name for path in versions.iterdir()) if versions.is_dir() else [],
-        "absent": [path for path in asked["paths"] if not Path(path).exists()],
+        "absent": [path for path in asked["paths"] if not Path(path).expanduser().exists()],
     }
 
 

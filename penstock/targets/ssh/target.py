@@ -247,11 +247,11 @@ def _problems(deployment: Deployment, block: Block) -> list[Problem]:
 
 
 def _model_folders(deployment: Deployment) -> tuple[str, ...]:
-    """The model's folder, when it must be on every host at the path that it has here."""
-    if deployment.model == DEMO_MODEL:
-        return ()
+    """The model's folder, which every host must have at one path; this machine need not have it."""
     path = Path(deployment.model).expanduser()
-    return (str(path.resolve()),) if path.exists() else ()
+    if deployment.model != DEMO_MODEL and path.exists():
+        return (str(path.resolve()),)
+    return (deployment.model,) if deployment.model.startswith(("/", "~")) else ()
 
 
 def finish(left: Left) -> None:

@@ -17,28 +17,6 @@ _STEP = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 _LENGTH = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 _FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
 
-_HELP = {
-    "num_requests_running": "Number of requests in model execution batches.",
-    "num_requests_waiting": "Number of requests waiting to be processed.",
-    "num_requests_waiting_by_reason": "Number of waiting requests by reason.",
-    "engine_sleep_state": "Engine sleep state; awake = 0 means engine is sleeping; awake = 1 means engine is awake.",
-    "kv_cache_usage_perc": "KV-cache usage. 1 means 100 percent usage.",
-    "prefix_cache_queries_total": "Prefix cache queries, in terms of number of queried tokens.",
-    "prefix_cache_hits_total": "Prefix cache hits, in terms of number of cached tokens.",
-    "num_preemptions_total": "Cumulative number of preemption from the engine.",
-    "prompt_tokens_total": "Number of prefill tokens processed.",
-    "generation_tokens_total": "Number of generation tokens processed.",
-    "request_success_total": "Count of successfully processed requests.",
-    "request_prompt_tokens": "Number of prefill tokens processed.",
-    "request_generation_tokens": "Number of generation tokens processed.",
-    "iteration_tokens_total": "Histogram of number of tokens per engine_step.",
-    "time_to_first_token_seconds": "Histogram of time to first token in seconds.",
-    "inter_token_latency_seconds": "Histogram of inter-token latency in seconds.",
-    "e2e_request_latency_seconds": "Histogram of e2e request latency in seconds.",
-    "request_queue_time_seconds": "Histogram of time spent in WAITING phase for request.",
-    "cache_config_info": "Information of the LLMEngine CacheConfig",
-}
-
 
 class Histogram:
     """Counts per bucket; `edges` are the upper bounds, ascending."""
@@ -102,7 +80,7 @@ class Metrics:
         labels = f'engine="0",model_name="{_escape(self.options.names[0])}"'
         lines: list[str] = []
         for name, kind, values in self._families():
-            lines += [f"# HELP vllm:{name} {_HELP[name]}", f"# TYPE vllm:{name} {kind}"]
+            lines.append(f"# TYPE vllm:{name} {kind}")
             if isinstance(values, Histogram):
                 lines += _histogram_lines(name, labels, values)
             else:
