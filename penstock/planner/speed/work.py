@@ -287,7 +287,7 @@ def _attention_costs(attention: Attention, hidden: int, each: float) -> LayerCos
     else:
         cut, copied = heads * d_k * hidden * (2 if attention.has_output_gate else 1), 0
         cache, decode = attention.n_kv_heads * (d_k + d_v), heads * (d_k + d_v)
-        kv = cache * hidden if attention.shares_kv_with is None else 0
+        kv = cache * hidden
     cut += heads * d_v * hidden
     return LayerCosts(
         cut_params=cut,
@@ -297,7 +297,7 @@ def _attention_costs(attention: Attention, hidden: int, each: float) -> LayerCos
         n_kv_heads=attention.n_kv_heads,
         copied_params=copied,
         copied_bytes=copied * each,
-        cache_numbers=cache if attention.shares_kv_with is None else 0,
+        cache_numbers=cache,
         window=attention.window,
         is_mla=attention.kind == "mla",
         attention_numbers=heads * (d_k + d_v),
