@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from samples import deployment, run_folder
+from store_rig import Store, row
 from test_cli import DEMO_DEPLOYMENT, Shell, check_error, known_machine, shell  # noqa: F401 - fixtures
 
 from penstock import __version__
@@ -131,3 +132,14 @@ def test_logs_are_of_living_replicas_and_of_a_time(shell: Shell) -> None:
     assert shell("logs", "--since", "10m")[1] == f"{now} new 1\n  more\n"
     assert len(shell("logs", "--all")[1].splitlines()) == 8
     assert len(shell("logs", "--replica", "0")[1].splitlines()) == 4
+
+
+def test_status_shows_the_cost_as_money(shell: Shell) -> None:
+    run = run_folder(deployment(gateway={"price": {"input": 1, "output": 2}}))
+    assert "cost" not in shell("status")[1], "its store is not known"
+    run.gateway_config.write_text(json.dumps({"listen": "h:1", "admin": "h:2", "store": str(run.store_file)}))
+    store = Store(str(run.store_file))
+    store.usage.add_rows("w", [row(number, cost_usd=0.21) for number in range(2)])
+    store.close()
+    assert "  cost     $0.42 for all requests so far\n" in shell("status")[1]
+    assert json.loads(shell("status", "--json")[1])["cost_usd"] == pytest.approx(0.42)

@@ -246,6 +246,7 @@ def _facts(run: Run, state: State) -> dict[str, Any]:
         "engine": plan.engine,
         "engine_version": plan.engine_version,
         "folder": str(run.path),
+        "cost_usd": observe.cost_usd(run),
         "kv_cache": msgspec.to_builtins(observe.kv_cache_differences(plan, state)),
         **msgspec.to_builtins(state),
     }
