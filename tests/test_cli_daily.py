@@ -136,7 +136,7 @@ def test_logs_are_of_living_replicas_and_of_a_time(shell: Shell) -> None:
 
 def test_status_shows_the_cost_as_money(shell: Shell) -> None:
     run = run_folder(deployment(gateway={"price": {"input": 1, "output": 2}}))
-    assert "cost" not in shell("status")[1], "its store is not known"
+    assert "  cost " not in shell("status")[1], "its store is not known"
     run.gateway_config.write_text(json.dumps({"listen": "h:1", "admin": "h:2", "store": str(run.store_file)}))
     store = Store(str(run.store_file))
     store.usage.add_rows("w", [row(number, cost_usd=0.21) for number in range(2)])
