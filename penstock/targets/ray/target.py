@@ -42,6 +42,7 @@ _FRESH_S = 1.0
 _POLL_S = 0.2
 _AGAIN_S = 1.0
 _SURVEY_S = 60.0
+_PATIENT_S = 30.0  # with the dashboard of a busy cluster
 _START_S = 90.0  # a job's supervisor and its environment, before its command begins
 _SPARE_S = 25.0  # for the engine's own end after the drain
 # Ray looks at a running job once a second. One that is deleted before it saw the end comes back as FAILED.
@@ -120,7 +121,7 @@ class RayJobs(Target):
 
     def _survey(self, deployment: Deployment, argv: Sequence[str], timeout_s: float) -> list[dict[str, Any]]:
         block = _block(deployment)
-        return _ask_nodes(Dashboard(block.address), block, argv, timeout_s)
+        return _ask_nodes(Dashboard(block.address, _PATIENT_S), block, argv, timeout_s)
 
     def render(self, launch: Launch, python: str, deployment: Deployment) -> Artifact:
         block, there = _block(deployment), msgspec.to_builtins(launch)
