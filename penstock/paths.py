@@ -72,6 +72,7 @@ def folder() -> Path:
 # Temporary folders are known by name, so that they are removed after a crash too: penstock-RUN-PART, where PART is a
 # replica with its node and its part ("0", "0n1", "0n1r"), or "ssh".
 _TEMPORARY = re.compile(r"penstock-([0-9a-f]+)-(?:ssh|[0-9]+(?:n[0-9]+)?[a-z]?)\Z")
+UNLOCKED = ("j", "ssh")  # the ends of those that no engine locks: of a guard on a Ray cluster, of ssh's connections
 # The path of a Unix socket has at most 107 bytes, of which ssh's %C takes 40 and its temporary ending 17.
 _SHORT_FOLDER = 24
 
