@@ -60,7 +60,7 @@ GresTypes=gpu
 SlurmdParameters=config_overrides
 ReturnToService=2
 SlurmdTimeout=10
-KillWait=10
+KillWait=20
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 SchedulerParameters=batch_sched_delay=0,sched_min_interval=0,bf_interval=2

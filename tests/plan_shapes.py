@@ -45,14 +45,8 @@ def fabric(
     return Fabric(hardware.gpu(gpu), gpus_per_node, n_nodes, hardware.link(network) if network else None)
 
 
-def attention(
-    kind: AttentionKind, heads: int, kv_heads: int, size: int, window: int | None = None, shares: int | None = None
-) -> Attention:
-    return Attention(kind, heads, kv_heads, size, size, window, shares_kv_with=shares)
-
-
-def mla() -> Attention:
-    return Attention("mla", 128, 1, 192, 128, q_lora_rank=1536, kv_lora_rank=512, rope_dim=64)
+def attention(kind: AttentionKind, heads: int, kv_heads: int, size: int, window: int | None = None) -> Attention:
+    return Attention(kind, heads, kv_heads, size, size, window)
 
 
 def model(name: str, hidden: int, vocab: int, layers: list[Layer], **more: Any) -> Architecture:
@@ -102,13 +96,7 @@ MIXED_HEADS = model(
     *("mixed heads", 4096, 32_000),
     [Layer(attention("full", 32, 8 if i % 2 else 4, 128), mlp=Mlp(8192)) for i in range(10)],
 )
-# Every second half of the layers reads the cache of the first half.
-SHARING = model(
-    *("sharing", 2048, 32_000),
-    [Layer(attention("full", 16, 8, 128, shares=i - 10 if i >= 10 else None), mlp=Mlp(8192)) for i in range(20)],
-)
-KDA = model("kda", 64, 64, [Layer(mla()), Layer(None, State("kda", 12_288, 4, 32, 128, 128))])
 EVERY = (
     *(LLAMA_8B, LLAMA_2_7B, DEEPSEEK_V3, DEEPSEEK_V32, GPT_OSS_20B, GEMMA_3_27B, GEMMA_4_31B, LLAMA_4_SCOUT),
-    *(MISTRAL_7B, MIXED_HEADS, QWEN3_NEXT, GRANITE_4, JAMBA, NEMOTRON_H, SHARING),
+    *(MISTRAL_7B, MIXED_HEADS, QWEN3_NEXT, GRANITE_4, JAMBA, NEMOTRON_H),
 )

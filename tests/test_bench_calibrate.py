@@ -32,24 +32,11 @@ LOADS = [(1, 1000, 200), (8, 1000, 200), (32, 1000, 200), (64, 2000, 100)]
 
 def measured(concurrency: int, n_in: int, n_out: int, layout: Parallel = ONE, **changed: Any) -> Result:
     """The result of a closed loop on that deployment."""
-    told = estimate.estimate(
-        model_costs(read(LLAMA.config)),
-        layout,
-        Fabric(H100, layout.n_ranks),
-        Workload(n_in, n_out, concurrency),
-        estimate.Engine(),
-        TRUTH,
-    )
-    summary = {
-        "completed": 100,
-        "failed": 0,
-        "total_input_tokens": 100 * n_in,
-        "total_output_tokens": 100 * n_out,
-        "mean_ttft_ms": told.ttft_ms.likely,
-        "mean_tpot_ms": told.tpot_ms.likely,
-        "valid": True,
-        "flags": {"concurrency": concurrency},
-    }
+    costs, fabric = model_costs(read(LLAMA.config)), Fabric(H100, layout.n_ranks)
+    told = estimate.estimate(costs, layout, fabric, Workload(n_in, n_out, concurrency), estimate.Engine(), TRUTH)
+    summary: dict[str, Any] = {"completed": 100, "failed": 0, "valid": True, "flags": {"concurrency": concurrency}}
+    summary |= {"total_input_tokens": 100 * n_in, "total_output_tokens": 100 * n_out}
+    summary |= {"mean_ttft_ms": told.ttft_ms.likely, "mean_tpot_ms": told.tpot_ms.likely}
     return Result(f"c{concurrency}", summary | changed)
 
 
@@ -87,9 +74,11 @@ def test_only_valid_closed_loops_count() -> None:
         assert calibrate.point_of(measured(8, 1000, 200, **changed)) is None
     with pytest.raises(UserError, match="none of 1 run"):
         calibrate.calibrated([measured(8, 10, 10, valid=False)], Deployed(LLAMA, H100, Parallel(), "0.33"))
-
-
-def test_tokens_are_counted_from_rows_where_totals_are_absent() -> None:
+    # Tokens are counted from rows where totals are absent.
     rows = tuple(Request(0.0, 1.0, 5.0, 5.0, 9.0, 100 + i, 20, True) for i in (-10, 10))
     summary = {"completed": 2, "mean_ttft_ms": 5.0, "pace": {"concurrency": 4}}
     assert calibrate.point_of(Result("a", summary, rows)) == calibrate.BenchPoint(4, 100, 20, 5.0, None)
+    # Equally long requests came in rounds.
+    assert calibrate.point_of(
+        Result("a", summary | {"pace": {"concurrency": 1}}, rows[:1] * 2)
+    ) == calibrate.BenchPoint(1, 90, 20, 5.0, None, 2.0)

@@ -45,7 +45,7 @@ def test_compare_and_report_print_and_write(tmp_path: Path, capsys: pytest.Captu
     assert "worse" in capsys.readouterr().out
     assert main.run(["bench", "compare", str(a), str(b), "--json"]) == 0
     verdicts = {change["verdict"] for change in json.loads(capsys.readouterr().out)["changes"]}
-    assert verdicts == {"worse", "no difference beyond noise"}
+    assert verdicts == {"worse", "no difference beyond noise", "unknown"}
     plan = tmp_path / "plan.json"
     plan.write_text(json.dumps({"speed": {"ttft_ms": {"low": 1, "likely": 2, "high": 3}}}))
     assert main.run(["bench", "report", str(a), "--plan", str(plan), "--json"]) == 0

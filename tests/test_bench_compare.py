@@ -17,18 +17,18 @@ from penstock.errors import UserError
 
 
 @pytest.mark.parametrize("share", [0.5, 0.9, 0.99])
-def test_the_interval_of_a_quantile_is_scipys_bootstrap(share: float) -> None:
+def test_the_interval_of_a_quantile_is_about_scipys_bootstrap(share: float) -> None:
     rng = np.random.default_rng(4)
-    a, b = rng.lognormal(3, 0.4, 600), rng.lognormal(3.05, 0.4, 600)
+    a, b = rng.lognormal(3, 0.4, 1200), rng.lognormal(3.05, 0.4, 1200)
 
     def gap(x: np.ndarray, y: np.ndarray, axis: int = -1) -> np.ndarray:
         return np.asarray(np.quantile(y, share, axis=axis) - np.quantile(x, share, axis=axis))
 
-    theirs = stats.bootstrap((a, b), gap, n_resamples=1500, method="percentile", rng=1, batch=100).confidence_interval
+    theirs = stats.bootstrap((a, b), gap, n_resamples=800, method="percentile", rng=1, batch=100).confidence_interval
     ours = bootstrap.quantile_difference(a.tolist(), b.tolist(), share)
-    width = theirs.high - theirs.low
-    assert ours.low == pytest.approx(theirs.low, abs=0.15 * width)
-    assert ours.high == pytest.approx(theirs.high, abs=0.15 * width)
+    width = theirs.high - theirs.low  # ours is wider: how independent the values are comes from a few batches
+    assert ours is not None and 0.9 * width < ours.high - ours.low < 1.6 * width
+    assert (ours.low + ours.high) / 2 == pytest.approx((theirs.low + theirs.high) / 2, abs=0.3 * width)
 
 
 def test_the_interval_of_a_mean_is_scipys_bootstrap() -> None:
@@ -54,20 +54,38 @@ def test_series_that_hang_together_are_worth_less() -> None:
     assert bootstrap.effective_sample_size([]) == 0 and bootstrap.effective_sample_size([3.0] * 9) == 9
 
 
-@pytest.mark.parametrize("phi", [0.0, 0.8])
-def test_equal_runs_are_told_different_no_more_than_the_level_says(phi: float) -> None:
-    """200 pairs of equal series: at 95% about ten differ by chance; hanging together must not make it many more."""
-    rng = random.Random(3)
+def waits(rng: random.Random, n: int, load: float) -> list[float]:
+    """Times in a queue with one server, of requests in order of arrival."""
+    times, wait = [], 0.0
+    for _ in range(n):
+        service = rng.expovariate(1)
+        times.append(wait + service)
+        wait = max(0.0, wait + service - rng.expovariate(load))
+    return times
 
-    def series() -> list[float]:
-        values, value = [], 0.0
-        for _ in range(250):
-            value = phi * value + rng.gauss(0, 1)
-            values.append(value)
-        return values
 
-    wrong = sum(not bootstrap.quantile_difference(series(), series(), 0.5, seed).is_noise for seed in range(40))
-    assert wrong <= 6
+@pytest.mark.parametrize("load", [0.0001, 0.5, 0.8, 0.95])
+def test_equal_queues_are_rarely_called_different(load: float) -> None:
+    """benchmarks/bench_compare.py measures the share."""
+    rng = random.Random(5)
+    wrong = 0
+    for seed in range(8):
+        a, b = (waits(rng, 500, load) for _ in range(2))
+        found = [bootstrap.quantile_difference(a, b, share, seed) for share in (0.5, 0.99)]
+        if bootstrap.is_steady(a) and bootstrap.is_steady(b):
+            wrong += sum(interval is not None and not interval.is_noise for interval in found)
+    assert wrong <= 2
+
+
+def test_what_waited_together_is_worth_less_and_a_drift_is_not_steady() -> None:
+    rng = random.Random(2)
+    alone = [rng.gauss(0, 1) for _ in range(1400)]
+    assert bootstrap.batched_sample_size([value > 2 for value in alone]) > 600 and bootstrap.is_steady(alone)
+    bursts = [value + 9 * (index % 280 < 14) for index, value in enumerate(alone)]
+    assert bootstrap.batched_sample_size([value > 4 for value in bursts]) < 1400
+    assert bootstrap.quantile_difference(bursts, bursts[::-1], 0.999) is None
+    assert not bootstrap.is_steady([value + index / 300 for index, value in enumerate(alone)])
+    assert bootstrap.is_steady([1.0] * 50)
 
 
 def test_slices_of_time() -> None:
@@ -75,13 +93,13 @@ def test_slices_of_time() -> None:
 
 
 def test_the_same_thing_twice_is_noise(tmp_path: Path) -> None:
-    a, b = (folder.load(write_run(tmp_path / str(seed), seed)) for seed in (3, 4))
+    a, b = (folder.load(write_run(tmp_path / str(seed), seed, n=500)) for seed in (3, 4))
     found = compare.compare(a, b)
     assert {change.name for change in found.changes} >= {"request_throughput", "median_ttft_ms", "p99_e2el_ms"}
-    assert sum(change.verdict != "no difference beyond noise" for change in found.changes) <= 1
+    assert sum(change.verdict in ("better", "worse") for change in found.changes) <= 1
     assert found == compare.compare(a, b)
     assert found.unlike == ()
-    assert "6 of 300 requests of 3 failed" in " ".join(found.notes)
+    assert "10 of 500 requests of 3 failed" in " ".join(found.notes)
 
 
 def test_a_slower_run_is_worse_and_a_faster_one_better(tmp_path: Path) -> None:
@@ -90,7 +108,8 @@ def test_a_slower_run_is_worse_and_a_faster_one_better(tmp_path: Path) -> None:
         told = {change.name: change.verdict for change in compare.compare(*pair).changes}
         assert {told[f"median_{time}"] for time in ("ttft_ms", "tpot_ms", "e2el_ms")} == {verdict}
     (change,) = (change for change in compare.compare(a, b).changes if change.name == "median_tpot_ms")
-    assert change.share == pytest.approx(0.2, abs=0.03) and change.low < change.b - change.a < change.high
+    assert change.share == pytest.approx(0.2, abs=0.03)
+    assert (change.low or 0) < change.b - change.a < (change.high or 0)
 
 
 def test_unlike_runs_are_named(tmp_path: Path) -> None:
@@ -103,7 +122,8 @@ def test_unlike_runs_are_named(tmp_path: Path) -> None:
     assert not any("url" in line for line in found.unlike)
     assert "b is not valid: late by 80 ms" in found.notes
     shown = compare.text(found)
-    assert "compare like with like" in shown and "no difference beyond noise" in shown and "note: b is not" in shown
+    assert "compare like with like" in shown and "note: b is not" in shown
+    assert {change.verdict for change in found.changes} == {"unknown"}
 
 
 def test_rates_of_tokens_that_nobody_counted_are_not_compared(tmp_path: Path) -> None:
@@ -122,8 +142,8 @@ def test_rates_of_tokens_that_nobody_counted_are_not_compared(tmp_path: Path) ->
 def test_what_a_run_lacks_is_not_compared(tmp_path: Path) -> None:
     a, b = (write_run(tmp_path / str(seed), seed, n=40) for seed in (1, 2))
     found = compare.compare(folder.load(a), folder.load(b))
-    assert not any(change.name.startswith("p99") for change in found.changes)
-    assert "p99 is not compared" in " ".join(found.notes)
+    assert {change.verdict for change in found.changes if change.name.startswith("p99")} == {"unknown"}
+    assert "too few requests are independent" in " ".join(found.notes)
     for run in (a, b):
         (run / "requests.csv").unlink()
     found = compare.compare(folder.load(a), folder.load(b / "result.json"))

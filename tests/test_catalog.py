@@ -19,7 +19,6 @@ def test_every_gpu_row_has_what_planning_needs() -> None:
     assert len(rows) == 25
     for row in rows:
         assert row.sources and row.mem_bw_gbs > 100 and row.memory.torch_total_gib > 10
-        assert row.memory.torch_total_gib < row.memory.marketing_gb * 1e9 / 2**30 * 1.08
         assert row.allreduce is not None and row.generation != "unknown"
 
 

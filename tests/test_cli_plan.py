@@ -162,6 +162,8 @@ def test_write_replaces_a_file_only_by_force_and_writes_none_for_what_does_not_f
     written = reading.load(path)
     assert (written.model, written.parallel) == (asked[0].facts.hub_id, Parallel(tensor=4))
     assert f"wrote {path}" in capsys.readouterr().out
+    assert run(*BASE, "--plot", str(tmp_path / "plan.svg")) == 0
+    assert (tmp_path / "plan.svg").read_text("utf-8").startswith("<svg")
     answer(monkeypatch, samples.SHORT)
     assert run(*BASE, "--write", str(tmp_path / "other.yaml")) == 3
     assert not (tmp_path / "other.yaml").exists()
@@ -209,6 +211,8 @@ def test_the_file_names_a_folder_by_its_full_path_and_keeps_the_engines_flags(
 def test_a_file_that_cannot_be_made_or_read_is_refused_before_the_work(asked: Asked, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="pictures are SVG"):
         run(*BASE, "--plot", str(tmp_path / "plan.pdf"))
+    with pytest.raises(UserError, match="no such folder"):
+        run(*BASE, "--plot", str(tmp_path / "none" / "plan.svg"))
     with pytest.raises(UserError, match="cannot read calibration"):
         run(*BASE, "--calibration", str(tmp_path / "none.json"))
     assert asked == []

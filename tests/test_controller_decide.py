@@ -40,6 +40,10 @@ def row(name: str, is_draining: bool = False, in_flight: int = 0) -> ReplicaView
     return ReplicaView(told(name), 0.1, True, is_draining, in_flight)
 
 
+def silent(name: str) -> ReplicaView:
+    return ReplicaView(told(name), 9.0, False, False, 1)
+
+
 def choose(n_replicas: int, looked: Observation, **remembered: Any) -> Decision:
     """What is decided of replicas. Those that are `late` had their time to drain; those that `left` were leaving."""
     failed, late, left = (remembered.pop(name, ()) for name in ("failed", "late", "left"))
@@ -120,6 +124,31 @@ DECISIONS: dict[str, tuple[int, Observation, dict[str, Any], Decision]] = {
         placed(dict.fromkeys("0123", "placed"), view(*map(row, "012"), told("3", "loading")), leaving="01"),
         {},
         Decision(drain=("1",)),
+    ),
+    "one that went silent waits for the next look": (
+        1, placed({"0": "placed"}, view(silent("0")), placed_at=NOW - 60), {}, Decision()
+    ),
+    "then it gets a successor": (
+        1, placed({"0": "placed"}, view(silent("0")), placed_at=NOW - 60), {"silent": frozenset("0")},
+        Decision(units("1", "0")),
+    ),
+    "but not where it was started since": (
+        1, placed({"0": "placed"}, view(silent("0")), placed_at=NOW - 5), {}, Decision()
+    ),
+    "nor where its target says at once that a machine is lost": (1, seen("0", rows=view(silent("0"))), {}, Decision()),
+    "its successor ready, it stays until its target knows": (
+        1, placed(LEAVING, view(silent("0"), row("1")), placed_at=NOW - 60), {"left": "0"}, Decision(drain=("0",))
+    ),
+    "requeued, it is ended although its successor still loads": (
+        1, placed({"0": "queued", "1": "placed"}, view(silent("0"), told("1", "loading")), placed_at=NOW - 60),
+        {"left": "0"}, Decision(units("1"), drain=("0",)),
+    ),
+    "back again, it is kept and its successor ended": (
+        1, placed(LEAVING, view(row("0"), told("1", "loading")), placed_at=NOW - 60), {"left": "0"},
+        Decision(drain=("1",)),
+    ),
+    "a gateway that does not answer ends no successor": (
+        1, placed({"0": "queued", "1": "placed"}), {"left": "0"}, Decision(units("1"), drain=("0",))
     ),
     "one that left before its successor was ready is not placed again": (
         1, placed({"0": "gone", "1": "placed"}, view(told("1", "loading"))), {"left": "0"},

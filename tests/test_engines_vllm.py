@@ -99,12 +99,7 @@ def test_a_recorded_start_is_read_stage_by_stage() -> None:
     fractions = [seen.progress.fraction for seen in found if seen.progress.fraction is not None]
     assert fractions == sorted(fractions)
     assert len(fractions) == len(found)
-    assert found[-1].measured == {
-        "load_s": 0.02,
-        "kv_cache_tokens": 32768.0,
-        "concurrency": 64.0,
-        "init_s": 0.19,
-    }
+    assert found[-1].measured == {"load_s": 0.02, "kv_cache_tokens": 32768.0, "concurrency": 64.0, "init_s": 0.19}
 
 
 @pytest.mark.parametrize(
@@ -159,32 +154,26 @@ def test_every_row_of_deaths_is_tried() -> None:
     assert tried == set(names.DEATHS)
 
 
-@pytest.mark.parametrize(
-    ("log", "reason"),
-    [
-        ("start_refused_memory.log", "less than desired CPU memory utilization (0.999, 6.58 GiB)"),
-        ("start_refused_no_blocks.log", "no memory is left for the KV cache after the weights"),
-    ],
-)
-def test_recorded_refusals_are_explained(log: str, reason: str) -> None:
-    found = VLLM.diagnose(1, (RECORDED / log).read_text().splitlines())
-    assert reason in found.reason
-    assert found.is_final
-    assert found.hint
+def test_recorded_refusals_are_explained() -> None:
+    logs = {
+        "start_refused_memory.log": "less than desired CPU memory utilization (0.999, 6.58 GiB)",
+        "start_refused_no_blocks.log": "no memory is left for the KV cache after the weights",
+    }
+    for log, reason in logs.items():
+        diagnosis = VLLM.diagnose(1, (RECORDED / log).read_text().splitlines())
+        assert reason in diagnosis.reason and diagnosis.is_final and diagnosis.hint
 
 
-@pytest.mark.parametrize(
-    ("code", "words"),
-    [
-        (-9, "vLLM was killed by signal 9 (SIGKILL: out of memory, or ended by another process)"),
-        (-11, "vLLM was killed by signal 11 (SIGSEGV)"),
-        (-15, "vLLM was killed by signal 15"),
-        (3, "vLLM exited with code 3"),
-    ],
-)
-def test_an_end_without_an_explanation_says_how_it_ended(code: int, words: str) -> None:
-    line = "ValueError: no line explains a signal" if code < 0 else "nothing to see"
-    assert VLLM.diagnose(code, [line]) == engines.Diagnosis(words)
+def test_an_end_without_an_explanation_says_how_it_ended() -> None:
+    ends = {
+        -9: "vLLM was killed by signal 9 (SIGKILL: out of memory, or ended by another process)",
+        -11: "vLLM was killed by signal 11 (SIGSEGV)",
+        -15: "vLLM was killed by signal 15",
+        3: "vLLM exited with code 3",
+    }
+    for code, words in ends.items():
+        line = "ValueError: no line explains a signal" if code < 0 else "nothing to see"
+        assert VLLM.diagnose(code, [line]) == engines.Diagnosis(words)
 
 
 def test_the_lines_shown_of_a_death_hold_its_cause() -> None:
@@ -219,15 +208,7 @@ def test_a_whole_start_on_a_gpu_is_read_from_its_log() -> None:
     found = read((GOLDEN / "vllm-0.33.0" / "h200-start.log").read_text("utf-8").splitlines())
     stages = [stage for stage, _ in itertools.groupby(seen.progress.stage for seen in found)]
     assert stages == ["config", "engine", "weights", "compile", "graphs", "kv cache", "graphs", "server", "probe"]
-    assert found[-1].measured == {
-        "weights_gib": 15.0,
-        "compile_s": 17.1,
-        "kv_cache_gib": 110.98,
-        "kv_cache_tokens": 909_136.0,
-        "concurrency": 110.98,
-        "graphs_s": 5.0,
-        "graphs_gib": 0.92,
-        "consumed_gib": 15.68,
-        "peak_gib": 1.96,
-        "init_s": 47.23,
-    }
+    times = {"compile_s": 17.1, "graphs_s": 5.0, "init_s": 47.23}
+    sizes = {"weights_gib": 15.0, "graphs_gib": 0.92, "consumed_gib": 15.68, "peak_gib": 1.96}
+    cache = {"kv_cache_gib": 110.98, "kv_cache_tokens": 909_136.0, "concurrency": 110.98}
+    assert found[-1].measured == {**times, **sizes, **cache}

@@ -77,8 +77,14 @@ def test_a_failed_replica_fails_the_deployment_or_degrades_it() -> None:
 
 def test_a_replica_without_a_lease_is_not_called_ready_and_one_whose_node_is_gone_says_so() -> None:
     (late,) = summarise(UP, look(view(ReplicaView(READY, 9.0, False, False, 0)), r0=PLACED), History(), NOW).replicas
-    assert late.state == "silent"
-    assert late.reason == "its node does not report: its machine or the network may be down"
+    words = "has not reported for 9 s: the machine or the network may be down"
+    assert (late.state, late.reason) == ("silent", f"its node {words}")
+    on_slurm = Placement("placed", placed_at=NOW - 60, where="job 7 on n1")
+    (late,) = summarise(UP, look(view(ReplicaView(READY, 9.0, False, False, 0)), r0=on_slurm), History(), NOW).replicas
+    assert (late.state, late.reason) == ("silent", f"job 7 on n1 {words}")
+    requeued = Placement("placed", placed_at=NOW - 5)
+    (new,) = summarise(UP, look(view(ReplicaView(READY, 9.0, False, False, 0)), r0=requeued), History(), NOW).replicas
+    assert (new.state, new.reason) == ("starting", "its node has not reported yet")
     (new,) = summarise(UP, look(view(), r0=PLACED), History(), NOW).replicas
     assert (new.state, new.reason) == ("starting", "its node has not reported yet")
     (unknown,) = summarise(UP, look(None, gateway=False, r0=PLACED), History(), NOW).replicas

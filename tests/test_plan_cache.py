@@ -42,7 +42,6 @@ def test_published_sizes_of_a_token() -> None:
         (shapes.LLAMA_2_7B, "auto", 524_288),
         (shapes.DEEPSEEK_V3, "auto", 70_272),
         (shapes.LLAMA_8B, "fp8", 65_536),
-        (shapes.SHARING, "auto", 10 * 4096),  # layers that share a cache cost nothing
     ):
         assert model_bytes_per_token(arch, dtype) == n_bytes, arch.name
 
@@ -117,7 +116,6 @@ FROM_VLLM: list[tuple[Architecture, tuple[int, ...], float, int, dict[str, Any],
     (shapes.JAMBA, (1,), 20.0, 131_072, {}, (16_384, 1_299_143, "9.912")),
     (shapes.NEMOTRON_H, (8,), 40.0, 8_192, {}, (2_032, 832_307, "101.600")),
     (shapes.NEMOTRON_H, (4, 2), 40.0, 131_072, {"prefix_caching": False}, (2_032, 7_008_902, "53.474")),
-    (shapes.SHARING, (2,), 3.0, 16_384, {}, (9_830, 157_280, "9.600")),
 ]
 
 
@@ -174,12 +172,10 @@ INT3 = msgspec.structs.replace(shapes.LLAMA_8B, dtype="int3")
 WRONG: list[tuple[Architecture, tuple[int, ...], dict[str, Any], type[Exception], str]] = [
     (shapes.LLAMA_8B, (), {"kv_cache_dtype": "turboquant_k8v4"}, NotModelled, "KV cache dtype"),
     (shapes.DEEPSEEK_V32, (), {"version": "0.12"}, NotModelled, "sparse attention is modelled since"),
-    (shapes.KDA, (), {}, NotModelled, "kda"),
     (ODD, (), {"kv_cache_dtype": "nvfp4"}, NotModelled, "different head sizes"),
     (shapes.LLAMA_8B, (3,), {}, UserError, "cannot cut 8 KV heads over 3"),
     (INT3, (), {}, NotModelled, 'dtype "int3"'),
     (shapes.LLAMA_8B, (1, 3), {"stage_gib": (1.0, 2.0)}, ValueError, "2 amounts of memory for 3"),
-    (shapes.SHARING, (1, 2), {}, UserError, "layer 10 reads the KV cache of layer 0, which is on another stage"),
 ]
 
 
@@ -189,7 +185,7 @@ def test_what_is_not_modelled_or_cannot_be_says_so() -> None:
             planned(arch, 10.0, 8192, *layout, **dict(fields))
 
 
-MODELS = st.sampled_from([arch for arch in shapes.EVERY if arch is not shapes.SHARING])
+MODELS = st.sampled_from(shapes.EVERY)
 LAYOUTS = st.builds(Parallel, st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4]))
 
 

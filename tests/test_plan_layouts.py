@@ -39,7 +39,6 @@ MLA = model(Layer(Attention("mla", 128, 1, 192, 128, kv_lora_rank=512, rope_dim=
 ODD_WIDTH = model(Layer(Attention("full", 64, 8, 128, 128), mlp=Mlp(28673)))
 ODD_VOCAB = model(Layer(Attention("full", 36, 36, 128, 128), mlp=Mlp(9216)), vocab=50277)
 GDN = model(Layer(state=State("gdn", 8192, 4, 32, 128, 128), mlp=Mlp(5120)))
-ONE_STAGE = model(Layer(Attention("full", 64, 8, 128, 128), mlp=Mlp(28672)), 80, supports_pipeline=False)
 MOE = model(Layer(Attention("full", 64, 8, 128, 128), mlp=Mlp(1536, n_experts=8, top_k=2)))
 FP8_EXPERTS = "expert width 1536 / (tensor x data = 8) = 192 is not a multiple of the weights' block of 128"
 INT4_GROUPS = "MLP width 29568 / tensor 2 = 14784 is not a multiple of the weights' group of 128"  # vllm#13640
@@ -57,7 +56,6 @@ DIVISIONS: list[tuple[Architecture, Parallel, str | None]] = [
     (ODD_VOCAB, Parallel(9), "vocabulary of 50304 (padded) does not divide by tensor 9"),
     (GDN, Parallel(16), None),
     (GDN, Parallel(32), "16 state heads do not divide by tensor 32"),  # its key heads
-    (ONE_STAGE, Parallel(1, 2), "a model cannot be cut into pipeline stages in vLLM, but pipeline is 2"),
     (LLAMA_8B, Parallel(1, 33), "32 layers are fewer than pipeline 33"),
     (MOE, Parallel(8, expert=True), None),
     (MOE, Parallel(8, data=2, expert=True), "8 experts are fewer than tensor x data = 16"),
@@ -150,7 +148,7 @@ def test_a_group_stays_inside_a_machine_that_it_does_not_fill() -> None:
 
 def test_slow_links_are_crossed_only_when_nothing_else_fits_and_the_price_is_told() -> None:
     pods = fabric("a100-sxm4-80", 1, 2, "pod-network-tcp")
-    choice = choose(ONE_STAGE, pods, at_least(2))
+    choice = choose(LLAMA_70B, pods, lambda cut: None if cut == Parallel(2) else "too large")
     assert choice.chosen is not None and choice.chosen.layout == Parallel(2) and choice.chosen.crosses
     assert choice.price is not None and "ms a token" in choice.price and "pod-network-tcp" in choice.price
 
@@ -169,16 +167,15 @@ def test_targets_come_before_the_number_of_gpus() -> None:
 
 KV_HEADS = st.sampled_from([1, 2, 4, 6, 8, 10, 40])
 ARCHITECTURES = st.builds(
-    lambda group, kv, width, layers, experts, has_stages: model(
+    lambda group, kv, width, layers, experts: model(
         Layer(
             Attention("full", group * kv, kv, 128, 128),
             mlp=Mlp(width * 128, n_experts=experts, top_k=min(2, experts)),
         ),
         layers,
-        supports_pipeline=has_stages,
     ),
     *(st.sampled_from([1, 4, 5, 8, 9]), KV_HEADS, st.integers(1, 120), st.integers(1, 100)),
-    *(st.sampled_from([0, 8, 60, 128]), st.booleans()),
+    st.sampled_from([0, 8, 60, 128]),
 )
 MACHINES = st.builds(fabric, st.sampled_from(["h100-sxm", "l40s"]), st.integers(1, 8), st.integers(1, 4))
 
@@ -197,5 +194,4 @@ def test_the_chosen_layout_is_always_legal_and_fits(
     assert at_least(least)(layout) is None
     for layer in arch.layers:
         assert layer.attention is not None and layer.attention.n_heads % layout.tensor == 0
-    assert arch.supports_pipeline or layout.pipeline == 1
     assert layout not in {row.layout for row in choice.refused}

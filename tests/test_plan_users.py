@@ -51,9 +51,7 @@ def test_a_target_or_the_engines_own_limit_can_be_the_first() -> None:
     at_once = users.users(Person(), Capacity(10**9, 8), Workload(), slower)
     assert at_once.n_at_once == 8 and at_once.first_limit == "max_num_seqs 8 at once"
     assert by_ttft.n_at_once == 5 and by_ttft.first_limit == "time to first token: 60 ms, at most 50"
-
-
-def test_nobody_when_one_context_does_not_fit_or_one_request_is_too_slow() -> None:
+    # Nobody, when one context does not fit or one request is too slow.
     none = users.users(Person(context_tokens=8000), Capacity(7999, 256), Workload(), lambda load: steady(1, 1))
     assert none.n_users == Range(0, 0, 0) and none.first_limit.startswith("KV cache: 7,999 tokens / 8,000")
     slow = users.users(Person(), Capacity(10**6, 256), Workload(tpot_ms=1), lambda load: steady(1, 2))

@@ -76,6 +76,9 @@ def test_up_and_another_length_and_share_of_the_same_engine_use_it_too() -> None
     other = planning.solve(msgspec.structs.replace(H200, max_model_len=16_384, gpu_memory_utilization=0.8))
     assert other.measured_on is not None and other.memory is not None
     assert other.memory.activation_gib.likely == pytest.approx(1.04, abs=0.001)
+    assert kept(up()) == kept(up(), kv_cache_gib=100.0, consumed_gib=26.66)  # a later start replaces an earlier one
+    later = planning.solve(H200).memory
+    assert later is not None and later.kv_cache_gib.likely == pytest.approx(100.0, abs=0.02)
 
 
 def test_what_changes_memory_is_another_start() -> None:
@@ -103,13 +106,6 @@ def test_copies_of_a_config_that_differ_in_nothing_that_matters_are_one_model() 
     assert key_of(msgspec.structs.replace(H200, facts=other), card) != key_of(H200, card)
 
 
-def test_a_later_start_replaces_an_earlier_one() -> None:
-    assert kept(up()) == kept(up(), kv_cache_gib=100.0, consumed_gib=26.66)
-    sizing = planning.solve(H200)
-    assert sizing.memory is not None
-    assert sizing.memory.kv_cache_gib.likely == pytest.approx(100.0, abs=0.02)
-
-
 def test_a_damaged_file_is_left_out_with_a_warning_and_that_of_another_key_without() -> None:
     path = kept(up())
     whole = path.read_bytes()
@@ -130,9 +126,7 @@ def test_nothing_is_kept_of_what_was_not_planned_or_did_not_report() -> None:
     path = measured.keep(up(), {"kv_cache_gib": 110.98}, NOW)  # kept without all its numbers: it replaces nothing
     assert path is not None and path.name == "TP1-PP1-DP1.json"
     assert planning.solve(H200).measured_on is None
-
-
-def test_the_stages_of_a_pipeline_are_not_told_apart_and_stay_estimates() -> None:
+    # The lines of a pipeline's stages look the same: they stay estimates.
     two = msgspec.structs.replace(BOX, gpus=(BOX.gpus[0], msgspec.structs.replace(BOX.gpus[0], index=1)))
     kept(up(two, parallel={"pipeline": 2}))
     asked = msgspec.structs.replace(H200, pipeline=2, gpus_per_node=2)
@@ -211,8 +205,5 @@ def test_what_is_not_modelled_stops_plan_and_not_up(version: str, config: dict[s
     made = launch.make_on_gpus(WANTED, LLAMA_70B, BOX, version, 1, said)
     decides = "vLLM is started anyway and decides whether it fits"
     assert made.warnings == (f"not planned: {said.not_modelled}; {decides}",)
-
-
-def test_an_unknown_network_is_the_users_mistake() -> None:
-    with pytest.raises(UserError, match="no network"):
+    with pytest.raises(UserError, match="no network"):  # an unknown network is the user's mistake
         up(hardware={"network": "carrier-pigeon"})

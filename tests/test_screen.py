@@ -130,18 +130,23 @@ def test_every_text_is_the_golden_one(home: Path) -> None:
     assert shown == GOLDEN.read_text("utf-8")
 
 
-def test_a_start_without_a_terminal_is_one_line_a_change() -> None:
-    stream = io.StringIO()
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("kind", [io.StringIO, Terminal], ids=["no terminal", "a dumb one"])
+def test_a_start_without_a_terminal_is_one_line_a_change(
+    kind: type[io.StringIO], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    stream = kind()
     with progress.StartDisplay(stream, as_json=False) as display:
-        display.show(state(replica(state="loading", progress=LOADING)))
-        display.show(state(replica(state="loading", progress=LOADING)))
-        display.show(state(replica(state="ready")))
+        for name in ("loading", "loading", "ready"):
+            display.show(state(replica(state=name, progress=LOADING if name == "loading" else None)))
     lines = [line.partition("] ")[2] for line in stream.getvalue().splitlines()]
-    assert lines == [
-        "replica 0: loading weights, shard 17/30, 2.1 GiB/s, about 40.0 s left",
-        "replica 0: ready",
-    ]
-    assert "\033" not in stream.getvalue()
+    loading = "replica 0: loading weights, shard 17/30, 2.1 GiB/s, about 40.0 s left"
+    assert lines == [loading, "replica 0: ready"] and "\033" not in stream.getvalue()
 
 
 def test_a_start_as_json_is_one_event_a_change() -> None:
@@ -150,26 +155,9 @@ def test_a_start_as_json_is_one_event_a_change() -> None:
         for _ in range(2):
             display.show(state(replica("0", "loading", progress=LOADING), replica("1", "queued")))
     first, second = (json.loads(line) for line in stream.getvalue().splitlines())
-    assert first == {
-        "event": "progress",
-        "replica": "0",
-        "state": "loading",
-        "progress": {
-            "stage": "weights",
-            "shards_done": 17,
-            "shards_total": 30,
-            "bytes_per_s": 2.1 * 2**30,
-            "eta_s": 40.0,
-            "fraction": 0.6,
-        },
-        "reason": None,
-    }
+    loading = {"event": "progress", "replica": "0", "state": "loading", "reason": None}
+    assert first == loading | {"progress": msgspec.to_builtins(LOADING)}
     assert (second["replica"], second["progress"]) == ("1", None)
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 def test_a_start_on_a_terminal_is_a_bar_for_each_replica(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,16 +166,7 @@ def test_a_start_on_a_terminal_is_a_bar_for_each_replica(monkeypatch: pytest.Mon
     with progress.StartDisplay(stream, as_json=False) as display:
         display.show(state(replica("0", "loading", progress=LOADING), replica("1", "queued")))
         display.show(state(replica("0"), replica("1", "queued")))
-    assert "replica 0" in stream.getvalue()
-    assert "replica 1" in stream.getvalue()
-
-
-def test_a_dumb_terminal_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "dumb")
-    stream = Terminal()
-    with progress.StartDisplay(stream, as_json=False) as display:
-        display.show(state(replica()))
-    assert stream.getvalue().endswith("replica 0: ready\n")
+    assert "replica 0" in stream.getvalue() and "replica 1" in stream.getvalue()
 
 
 def test_the_command_is_named_as_the_user_can_type_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from samples import NOW, deployment, draft
 
 from penstock.errors import PenstockError, UserError
-from penstock.run_folder import Handle, Kind, Run, Unit, create, replica
+from penstock.run_folder import Artifact, Handle, Kind, ReplicaStatus, Run, State, Unit, create, replica
 from penstock.spec.deployment import Deployment, GatewaySpec
 from penstock.targets.slurm import commands as commands_module
 from penstock.targets.slurm import script, target
@@ -27,7 +27,7 @@ class Commands:
         self.now, self.asked, self.states = 1000.0, list[list[str]](), dict[str, str]()
         self.prefix, self.folder, self.n_silent = "one-", "", 0  # so many times the next squeue fails
         self.n_unheard = 0  # so many times the next scancel fails
-        self.has_steps, self.submitted = True, "17\n"
+        self.has_steps, self.submitted, self.reason = True, "17\n", "None"
         self.on_sleep: Callable[[], None] = lambda: None
 
     def monotonic(self) -> float:
@@ -58,7 +58,7 @@ class Commands:
             return "".join(f"{job}.0\n" for job, state in self.states.items() if state == "RUNNING")
         assert words[words.index("-u") + 1] == getpass.getuser()
         rows = (
-            (job, state, "N/A", "N/A", "n1", f"{self.prefix}{job}", self.folder, "None")
+            (job, state, "N/A", "N/A", "n1", f"{self.prefix}{job}", self.folder, self.reason)
             for job, state in self.states.items()
         )
         return "".join(SEPARATOR.join(row) + "\n" for row in rows)
@@ -66,6 +66,9 @@ class Commands:
     def scancel(self, words: Sequence[str]) -> str:
         if not words[0].startswith("-"):
             self.states |= dict.fromkeys(words, "CANCELLED")
+        return ""
+
+    def scontrol(self, words: Sequence[str]) -> str:
         return ""
 
     def sbatch(self, words: Sequence[str]) -> str:
@@ -95,7 +98,8 @@ def run_of(commands: Commands, states: Mapping[str, str], is_gateway: bool = Fal
     if is_gateway:
         wanted = msgspec.structs.replace(wanted, gateway=GatewaySpec(on="job", auth="keys", drain_s=10))
         placed, commands.prefix = ("replica", "gateway"), "one-gateway-"
-    run = create(msgspec.structs.replace(draft(wanted), placed=placed), NOW)
+    sbatch = Artifact(("sbatch", "{replica}"), {})
+    run = create(msgspec.structs.replace(draft(wanted), placed=placed, artifact=sbatch), NOW)
     commands.states = dict(states)
     commands.folder = str(run.gateway_folder if is_gateway else run.path)
     kind: Kind = "gateway" if is_gateway else "replica"
@@ -190,6 +194,23 @@ def test_sbatch_does_not_see_variables_that_override_the_script(
     assert problem.message == f"sbatch refuses it: {values}"
     with pytest.raises(PenstockError, match=values):
         commands_module.Queue().submit(["sbatch"], "it", "", script.variables(wanted))
+
+
+def test_a_successor_avoids_the_machine_of_a_replica_that_does_not_report(commands: Commands) -> None:
+    run, slurm = run_of(commands, {"1": "RUNNING"}), target.Slurm()
+    run.write_state(State(0.0, "degraded", 1, (ReplicaStatus("0", "silent", "placed"),)))
+    handle = slurm.place(run, [replica("0"), replica("2")])
+    assert set(handle.units) == {"replica/0", "replica/2"}
+    (words,) = commands.of("sbatch")
+    assert words[0] == "--exclude=n1"
+
+
+def test_a_requeued_job_is_started_now_and_not_after_two_minutes(commands: Commands) -> None:
+    run, slurm = run_of(commands, {"1": "PENDING"}), target.Slurm()
+    for commands.reason, n_updates in (("Resources", 0), ("BeginTime", 1), ("BeginTime", 1)):
+        commands.now += 2
+        slurm.keep_up(run)
+        assert commands.of("scontrol") == [["update", "jobid=1", "starttime=now"]] * n_updates
 
 
 def test_sacct_is_asked_once_who_cancelled_a_job(commands: Commands) -> None:

@@ -222,6 +222,8 @@ def test_problems_are_reported_together() -> None:
     ]
     error = refused("model: m\nname: A-\ngateway: {host: 0.0.0.0, port: -1}\nssh: {}\nray: {}")
     assert [problem.path for problem in error.problems] == ["name", "gateway.port", "gateway.auth", "ssh", "ray"]
+    error = refused("model: m\nname: A-\ntarget: foo\nssh: {}\nengine: {kind: vlm}\ngateway: {port: -1}")
+    assert [problem.path for problem in error.problems] == ["target", "engine.kind", "name", "gateway.port"]
     error = refused('model: m\nengine: {env: {"A=B": x, "": y}}')
     assert error.detail == (
         'engine.env: "A=B" is not a name of an environment variable\n'

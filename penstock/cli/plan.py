@@ -138,9 +138,9 @@ def run(options: argparse.Namespace) -> int:
     request, card = request_of(options)
     sizing = planning.solve(request, card, with_measured=not options.no_measured)
     if options.plot:
-        from penstock.cli import plan_picture
+        from penstock.cli import plan_text
 
-        plan_picture.save(request, sizing, options.plot)
+        _write(options.plot, plan_text.svg(request, sizing), force=True)
     is_good = sizing.fits and not sizing.missed
     if options.write and is_good:
         import yaml
@@ -238,10 +238,10 @@ def _calibration(path: Path) -> Calibrated:
 
 def _check_outputs(options: argparse.Namespace) -> None:
     """Before the work, not after it."""
-    if options.plot:
-        from penstock.cli import plan_picture
-
-        plan_picture.check(options.plot)
+    if options.plot and options.plot.suffix.lower() != ".svg":
+        raise UserError(f'cannot draw "{options.plot}": pictures are SVG', hint="Name a file that ends in .svg.")
+    if options.plot and not options.plot.absolute().parent.is_dir():
+        raise UserError(f'cannot write "{options.plot}": no such folder')
     if options.write and not options.force and options.write.exists():
         raise UserError(f'cannot write "{options.write}": the file exists', hint="Add --force to replace it.")
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import itertools
+import re
 import shlex
 import textwrap
 from collections.abc import Collection, Mapping, Sequence
@@ -33,6 +35,7 @@ _MAX_NODES = 8
 _MAX_BARS = 8
 _MAX_REJECTED = 12
 _MAX_LEVERS = 5
+_FONTS = re.compile(r"@font-face \{.*?\}", re.DOTALL)
 
 Span = tuple[str, str]  # words and their style
 Cell = str | tuple[Span, ...]
@@ -94,6 +97,15 @@ def text(
         "or the engine alone": planning.serve_words(request, sizing),
     }
     return "\n\n".join([shown, *(_command(title, words, width, has_colour) for title, words in commands.items())])
+
+
+def svg(request: SizingRequest, sizing: Sizing) -> str:
+    """The view without the commands as an SVG picture, which must not fetch its fonts when it is opened."""
+    from rich.console import Console
+
+    console = Console(record=True, width=WIDTH, file=io.StringIO(), highlight=False, markup=False)
+    console.print(page(sections(request, sizing)))
+    return _FONTS.sub("", console.export_svg(title="penstock plan"))
 
 
 def explained(formulas: Mapping[str, Sequence[str]], width: int = WIDTH, has_colour: bool = False) -> str:

@@ -123,7 +123,7 @@ def summarise(desired: Desired, seen: Observation, history: History, now: float)
         announcement = row.announcement if row else None
         # A node that was placed again is remembered with its restarts: until the new one announces, both have them.
         earlier = tuple(restart for restart in earlier if announcement is None or restart not in announcement.restarts)
-        state, why = _replica_state(placement, row, seen.view is not None)
+        state, why = _replica_state(placement, row, now, seen.view is not None)
         restarts = (*earlier, *(announcement.restarts if announcement else ()))
         replicas.append(
             ReplicaStatus(
@@ -155,7 +155,16 @@ def summarise(desired: Desired, seen: Observation, history: History, now: float)
     )
 
 
-def _replica_state(placement: Placement, row: ReplicaView | None, is_gateway_heard: bool) -> tuple[str, str | None]:
+def is_silent(row: ReplicaView, placement: Placement, wall_s: float) -> bool:
+    """Whether a placed unit has stopped announcing since it was placed. `wall_s`: Unix time."""
+    if placement.state != "placed" or row.is_alive or row.announcement.state in ("stopping", "failed"):
+        return False
+    return wall_s - row.age_s > (placement.placed_at or 0.0)
+
+
+def _replica_state(
+    placement: Placement, row: ReplicaView | None, now: float, is_gateway_heard: bool
+) -> tuple[str, str | None]:
     """The state, and the reason as far as the target does not know one."""
     announcement = row.announcement if row is not None else None
     why = announcement.reason if announcement is not None else None
@@ -164,8 +173,9 @@ def _replica_state(placement: Placement, row: ReplicaView | None, is_gateway_hea
         return heard if heard and heard != "ready" else "broken", why
     if placement.state != "placed":
         return placement.state, why
-    if heard is None and row is not None:
-        return "silent", "its node does not report: its machine or the network may be down"
+    if row is not None and is_silent(row, placement, now):
+        where = placement.where or "its node"
+        return "silent", f"{where} has not reported for {row.age_s:.0f} s: the machine or the network may be down"
     return heard or "starting", why if heard or not is_gateway_heard else "its node has not reported yet"
 
 

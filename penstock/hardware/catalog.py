@@ -17,7 +17,6 @@ Transport = Literal["nvlink", "pcie", "rdma", "efa", "tcp"]
 class GpuMemory(msgspec.Struct, frozen=True):
     """`torch_total_gib`: as the CUDA runtime reports it; vLLM multiplies it by gpu_memory_utilization."""
 
-    marketing_gb: float
     torch_total_gib: float
     nvidia_smi_mib: int | None = None
 
@@ -33,7 +32,6 @@ class Tflops(msgspec.Struct, frozen=True):
 
 
 class Native(msgspec.Struct, frozen=True):
-    bf16: bool
     fp8: bool
     fp4: bool
 
@@ -48,7 +46,6 @@ class Nvlink(msgspec.Struct, frozen=True):
 
 
 class Xgmi(msgspec.Struct, frozen=True):
-    peers: int
     gbs_per_dir_total: float
 
 
@@ -87,7 +84,6 @@ class GpuFacts(msgspec.Struct, frozen=True):
     nvlink: Nvlink | None = None
     xgmi: Xgmi | None = None
     allreduce: AllReduce | None = None
-    notes: str | None = None
     stands_in: str | None = None
 
     @property

@@ -115,8 +115,9 @@ def _on_signals(stop: Callable[[], None], kill_after_s: float | None) -> list[in
 
     def on_term(number: int, _: object) -> None:
         terms.append(number)
-        stop()
-        if kill_after_s is not None:
+        if kill_after_s is None or len(terms) == 1:  # a scheduler may repeat it
+            stop()
+        if kill_after_s is not None and len(terms) == 1:
             # A second stop ends the drain while there is time to end the engine.
             timer = threading.Timer(max(0.5, kill_after_s - END_S), stop)
             timer.daemon = True

@@ -59,7 +59,7 @@ def _weights(arch: Architecture, weights: WeightsAnswer, layout: Parallel) -> tu
 
 
 def _attentions(arch: Architecture) -> list[Attention]:
-    return [layer.attention for layer in arch.layers if layer.attention and layer.attention.shares_kv_with is None]
+    return [layer.attention for layer in arch.layers if layer.attention]
 
 
 def _token(arch: Architecture, settings: Settings, kv: KvAnswer | None) -> tuple[str, ...]:

@@ -31,7 +31,6 @@ class DivisibilityRules(msgspec.Struct, frozen=True):
     matrices cut along their input, whose share must be a multiple of the format's block or group; `expert_unit`:
     likewise for routed experts."""
 
-    name: str
     n_layers: int
     sizes: tuple[tuple[str, int, bool], ...]
     rows: tuple[tuple[str, int, int], ...]
@@ -39,7 +38,6 @@ class DivisibilityRules(msgspec.Struct, frozen=True):
     n_experts: int
     expert_unit: int | None
     unit_name: str
-    supports_pipeline: bool
 
 
 class Refused(msgspec.Struct, frozen=True):
@@ -86,7 +84,6 @@ def divisibility_of(arch: Architecture, rules: EngineProfile) -> DivisibilityRul
     state_heads = sorted({count for state in states for count in _state_heads(state)})
     quant = arch.quantization
     return DivisibilityRules(
-        name=arch.name,
         n_layers=arch.n_layers,
         sizes=(
             *((f"{n} attention heads do not divide by tensor {{}}", n, False) for n in heads),
@@ -100,7 +97,6 @@ def divisibility_of(arch: Architecture, rules: EngineProfile) -> DivisibilityRul
         n_experts=max((mlp.n_experts for mlp in mlps), default=0),
         expert_unit=units["experts"],
         unit_name="block" if quant is not None and quant.kind == "fp8-block" else "group",
-        supports_pipeline=arch.supports_pipeline,
     )
 
 
@@ -109,7 +105,7 @@ def refusal(divisors: DivisibilityRules, layout: Parallel, n_gpus: int | None = 
     return (
         _too_many(layout, n_gpus)
         or tensor_refusal(divisors, layout.tensor)
-        or pipeline_refusal(divisors, layout.pipeline)
+        or _too_deep(divisors, layout.pipeline)
         or expert_refusal(divisors, layout)
     )
 
@@ -129,12 +125,8 @@ def tensor_refusal(divisors: DivisibilityRules, tensor: int) -> str | None:
     return None
 
 
-def pipeline_refusal(divisors: DivisibilityRules, pipeline: int) -> str | None:
-    if pipeline > 1 and not divisors.supports_pipeline:
-        return f"{divisors.name} cannot be cut into pipeline stages in vLLM, but pipeline is {pipeline}"
-    if pipeline > divisors.n_layers:
-        return f"{divisors.n_layers} layers are fewer than pipeline {pipeline}"
-    return None
+def _too_deep(divisors: DivisibilityRules, pipeline: int) -> str | None:
+    return f"{divisors.n_layers} layers are fewer than pipeline {pipeline}" if pipeline > divisors.n_layers else None
 
 
 def expert_refusal(divisors: DivisibilityRules, layout: Parallel) -> str | None:
@@ -182,7 +174,7 @@ def enumerate_layouts(divisors: DivisibilityRules, fabric: Fabric, *, pipeline: 
     for size in tensors:
         for stages in [pipeline] if pipeline else _pipeline_sizes(total // size, fabric.n_nodes, divisors.n_layers):
             cut = Parallel(size, stages)
-            if is_legal(cut, _too_many(cut, total) or pipeline_refusal(divisors, stages)):
+            if is_legal(cut, _too_many(cut, total) or _too_deep(divisors, stages)):
                 cuts += _with_data(divisors, size, stages, total)
     legal = tuple(layout for layout in cuts if is_legal(layout, expert_refusal(divisors, layout)))
     return Layouts(legal, tuple(refused))

@@ -98,15 +98,17 @@ def from_mapping(raw: object, source: str = "the settings", settings: Sequence[s
     elif isinstance(replicas, Mapping) and isinstance(replicas.get("min"), int) and "max" not in replicas:
         merged["replicas"] = {**replicas, "max": max(1, replicas["min"])}
     problems += list(_problems(merged, Deployment, ""))
-    if problems:
-        raise SpecError(source, problems)
-    deployment = msgspec.convert(merged, Deployment)
+    bad = {re.split(r"[.\[]", problem.path)[0] for problem in problems}
+    if "target" in bad:
+        bad |= set(TARGETS)  # their blocks cannot be judged
+    sound = {key: value for key, value in merged.items() if key not in bad}
+    deployment = msgspec.convert({"model": DEMO_MODEL} | sound, Deployment)
     if not deployment.name:
         deployment = msgspec.structs.replace(deployment, name=default_name(deployment.model))
     if deployment.target in SHARED and (merged.get("gateway") or {}).get("auth") is None:
         gateway = msgspec.structs.replace(deployment.gateway, auth="keys")
         deployment = msgspec.structs.replace(deployment, gateway=gateway)
-    problems = list(_rules(deployment))
+    problems += _rules(deployment)
     if problems:
         raise SpecError(source, problems)
     return deployment

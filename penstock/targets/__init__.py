@@ -40,7 +40,9 @@ class Placement(msgspec.Struct, frozen=True):
     "queued": waits for machines, until `starts_at` (Unix seconds) as the target estimates. "placed": on all its nodes.
     "broken": some nodes are gone; `place` brings them back, or with `is_repaired_by_target` the target does. "gone":
     nothing of it runs. `is_final`: its owner ended it, so it is not placed again. `ends_at`: when its machines are
-    taken away; `lead_s`: so long before that its successor starts (None: as long as starts take).
+    taken away; `lead_s`: so long before that its successor starts (None: as long as starts take). `placed_at`: since
+    when it is "placed", where the target learns late of a lost machine: a unit that then stops announcing gets a
+    successor. `where`: its machines, for people.
     """
 
     state: Literal["queued", "placed", "broken", "gone"]
@@ -50,6 +52,8 @@ class Placement(msgspec.Struct, frozen=True):
     starts_at: float | None = None
     ends_at: float | None = None
     lead_s: float | None = None
+    placed_at: float | None = None
+    where: str | None = None
 
 
 class Surveyed(msgspec.Struct, frozen=True):

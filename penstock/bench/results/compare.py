@@ -12,23 +12,22 @@ import msgspec
 
 from penstock.bench.results import bootstrap, folder
 from penstock.bench.results.folder import Request, Result
+from penstock.bench.results.stats import percentile
 
-Verdict = Literal["better", "worse", "no difference beyond noise"]
+Verdict = Literal["better", "worse", "no difference beyond noise", "unknown"]
 _QUANTILES = ((0.5, "median"), (0.99, "p99"))
 _TIMES = ("ttft_ms", "tpot_ms", "e2el_ms")
-# So many requests must lie beyond a quantile before it is compared: the p99 of 50 is their largest, and says nothing.
-_LEAST_BEYOND = 1.0
 _LEAST = 8
 
 
 class Change(msgspec.Struct, frozen=True):
-    """One number of both runs by vLLM's name; the interval is of B - A, at 95%."""
+    """One number of both runs by vLLM's name; the interval is of B - A, at 95%, None where it is unknown."""
 
     name: str
     a: float
     b: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
     verdict: Verdict
 
     @property
@@ -50,6 +49,13 @@ class Comparison(msgspec.Struct, frozen=True):
 def compare(a: Result, b: Result, seed: int = 0) -> Comparison:
     changes = [*_rates(a, b, seed), *_latencies(a, b, seed)]
     notes = [f"{run.name} is not valid: {_why(run)}" for run in (a, b) if _is_invalid(run)]
+    if notes:
+        changes = [Change(change.name, change.a, change.b, None, None, "unknown") for change in changes]
+    elif unknown := [change.name for change in changes if change.verdict == "unknown"]:
+        notes.append(
+            f"unknown ({', '.join(unknown)}): too few requests are independent, since they waited together or the run "
+            "drifts. Run longer, or at a lower load"
+        )
     notes += [
         f"token rates are not compared: answers of {run.name} had no usage" for run in (a, b) if _lacks_usage(run)
     ]
@@ -58,8 +64,6 @@ def compare(a: Result, b: Result, seed: int = 0) -> Comparison:
         n_failed = len(run.requests) - len(run.done)
         if n_failed:
             notes.append(f"{n_failed} of {len(run.requests)} requests of {run.name} failed: its times leave them out")
-    if changes and not any(change.name.startswith("p99") for change in changes):
-        notes.append("p99 is not compared: that takes 100 answered requests in both runs")
     if changes:
         notes.append(f"{len(changes)} numbers are compared at 95% each: about one in twenty differs by chance alone")
     return Comparison(a.name, b.name, tuple(changes), tuple(folder.differences(a, b)), tuple(notes))
@@ -73,7 +77,7 @@ def text(comparison: Comparison) -> str:
         lines.append(f"{'':26}{'A':>12}{'B':>12}{'B - A, 95% interval':>28}")
         for change in comparison.changes:
             share = "" if change.share is None else f"{change.share:+.1%} "
-            interval = f"{change.low:+.2f} to {change.high:+.2f}"
+            interval = "" if change.low is None else f"{change.low:+.2f} to {change.high:+.2f}"
             lines.append(f"{change.name:26}{change.a:12.2f}{change.b:12.2f}{interval:>28}  {share}{change.verdict}")
         lines.append("")
     lines += [f"note: {note}" for note in comparison.notes]
@@ -98,7 +102,8 @@ def _rates(a: Result, b: Result, seed: int) -> list[Change]:
     for name in ("request_throughput", "output_throughput", "total_token_throughput"):
         slices = [_slices(run, name) for run in (a, b)]
         if all(slices):
-            changes.append(_change(name, bootstrap.mean_difference(slices[0], slices[1], seed), is_more_better=True))
+            interval = bootstrap.mean_difference(slices[0], slices[1], seed)
+            changes.append(_change(name, interval, is_more_better=True))
     return changes
 
 
@@ -127,10 +132,17 @@ def _latencies(a: Result, b: Result, seed: int) -> list[Change]:
     changes = []
     for time in _TIMES:
         both = [_times(run.done, time) for run in (a, b)]
+        if any(len(values) < _LEAST for values in both):
+            continue
+        is_steady = all(map(bootstrap.is_steady, both))
         for share, word in _QUANTILES:
-            if all(len(values) >= _LEAST and len(values) * (1 - share) >= _LEAST_BEYOND - 1e-9 for values in both):
-                interval = bootstrap.quantile_difference(both[0], both[1], share, seed)
-                changes.append(_change(f"{word}_{time}", interval, is_more_better=False))
+            name = f"{word}_{time}"
+            interval = bootstrap.quantile_difference(both[0], both[1], share, seed) if is_steady else None
+            if interval is not None:
+                changes.append(_change(name, interval, is_more_better=False))
+            else:
+                here, there = (percentile(sorted(values), share) for values in both)
+                changes.append(Change(name, here, there, None, None, "unknown"))
     return changes
 
 

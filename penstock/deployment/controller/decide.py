@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 
-from penstock.deployment.observe import Observation
+from penstock.deployment.observe import Observation, is_silent
 from penstock.run_folder import Desired, Kind, Unit, order, replica
 from penstock.targets import Placement
 from penstock.wire.announcement import ReplicaView
@@ -19,6 +19,10 @@ _CONTROLLER_PAUSE_S = 30.0
 # not written its address yet.
 _HUNG_S, _PLACED_HUNG_S, _STARTING_HUNG_S = 8.0, 20.0, 180.0
 _HANDOVER_S = 60.0
+_LATE_S = 2.0
+_SILENT_KEPT_S = 600.0  # Slurm's SlurmdTimeout is 300 s by default
+_TAKEN_AWAY = "its machines are taken away soon: the next is placed"
+_LOST = "its machines may be lost, it does not report: the next is placed"
 
 
 class Event(msgspec.Struct, frozen=True):
@@ -32,11 +36,11 @@ class Event(msgspec.Struct, frozen=True):
 class Memory(msgspec.Struct, frozen=True):
     """What is known from earlier looks; times in monotonic seconds.
 
-    `failed`: replicas that are not placed again. `drain_since`: when a replica was first ordered to drain. `own`: the
-    name of this controller, when it was placed. `silent_since`: since when the gateway does not answer;
-    `handover_since`: since when two serve; `n_ready`: replicas that the last gateway knew; `lives_s`: how long a
-    unit had
-    to live when that was first seen; `due_at`: before that time a lost replica is not placed again.
+    `failed`: replicas that are not placed again. `silent`: replicas that stopped announcing. `drain_since`: when a
+    replica was first ordered to drain. `own`: the name of this controller, when it was placed. `silent_since`: since
+    when the gateway does not answer; `handover_since`: since when two serve; `n_ready`: replicas that the last gateway
+    knew; `lives_s`: how long a unit had to live when that was first seen; `due_at`: before that time a lost replica is
+    not placed again.
     """
 
     drain_s: float
@@ -44,6 +48,7 @@ class Memory(msgspec.Struct, frozen=True):
     failed: frozenset[str] = frozenset()
     drain_since: dict[str, float] = {}
     leaving: frozenset[str] = frozenset()
+    silent: frozenset[str] = frozenset()
     gateway_due_at: float = 0.0
     controller_due_at: float = 0.0
     own: str | None = None
@@ -78,15 +83,20 @@ class Decision(msgspec.Struct, frozen=True):
 
 def decide(desired: Desired, seen: Observation, memory: Memory, now: float, wall_s: float) -> tuple[Decision, Memory]:
     """The next step towards what is desired, and what to remember. `now`: monotonic, `wall_s`: Unix seconds. Pure."""
-    # One that has left before its successor was ready is not placed again.
-    left = {name for name in memory.leaving if _is_gone(seen, name)}
-    leaving_now = leaving(seen, wall_s, memory.drain_s) | left
+    # A replica that left before its successor was ready is not placed again, also not when it was lost and requeued.
+    rows = {row.announcement.replica: row for row in (seen.view.replicas if seen.view else ())}
+    alive = {name for name, row in rows.items() if row.is_alive}
+    left = {name for name in memory.leaving if name not in alive and replica(name) in seen.placements}
+    silent = {name for name, row in rows.items() if _is_lost(seen, row, wall_s)}
+    # Twice: by then `status`, which a target reads too, names the lost machine.
+    lost = silent & memory.silent
+    leaving_now = leaving(seen, wall_s, memory.drain_s) | left | lost
     events = [
-        Event("replica leaving", "its machines are taken away soon: the next is placed", name)
+        Event("replica leaving", _LOST if name in lost else _TAKEN_AWAY, name)
         for name in sorted(leaving_now - memory.leaving)
     ]
-    memory = msgspec.structs.replace(memory, leaving=leaving_now)
-    decision = _replicas(desired, seen, memory, now)
+    memory = msgspec.structs.replace(memory, leaving=leaving_now, silent=frozenset(silent))
+    decision = _replicas(desired, seen, memory, now, silent)
     gateways, services, memory = _gateways(seen, memory, now, wall_s)
     controllers, hands_over, memory = _controllers(seen, memory, now, wall_s)
     replicas = decision.place if decision.place is not None else tuple(_of(seen, "replica"))
@@ -106,25 +116,31 @@ def decide(desired: Desired, seen: Observation, memory: Memory, now: float, wall
 # ---- replicas --------------------------------------------------------------------------------------------------------
 
 
-def _replicas(desired: Desired, seen: Observation, memory: Memory, now: float) -> Decision:
+def _replicas(desired: Desired, seen: Observation, memory: Memory, now: float, silent: Collection[str]) -> Decision:
     """Replicas beyond the number (failed ones first, then the highest numbers) drain, and end when nothing runs on
-    them.
-    A replica whose machines are about to be reclaimed is replaced before it is ended."""
+    them. A replica whose machines are about to be reclaimed, or are silent, is replaced before it is ended.
+
+    Ending a silent one would block until its target knows of the lost machine: it is ended after that.
+    """
     failed = memory.failed
     current = [unit.name for unit in _of(seen, "replica")]
     staying = [name for name in current if name not in memory.leaving]
     wanted = _wanted(staying, desired.replicas, failed, taken=current)
     rows = {row.announcement.replica: row for row in (seen.view.replicas if seen.view else ())}
     n_missing = desired.replicas - sum(_is_ready(rows.get(name)) for name in wanted)
-    kept = [name for name in current if name in memory.leaving and not _is_gone(seen, name)][: max(0, n_missing)]
+    queued = {name for name in current if seen.placements[replica(name)].state == "queued"}
+    kept = [name for name in current if name in memory.leaving and not _is_gone(seen, name) and name not in queued]
+    kept = kept[: max(0, n_missing)]
     extra = [name for name in current if name not in wanted and name not in kept]
-    in_flight = {name: row.in_flight for name, row in rows.items()}
-    drained = [
-        name
-        for name in extra
-        if now - memory.drain_since.get(name, now) > memory.drain_s
-        or (seen.view is not None and (name not in rows or rows[name].is_draining) and not in_flight.get(name))
-    ]
+    idle = {name for name in extra if name not in rows or (rows[name].is_draining and not rows[name].in_flight)}
+    drained = []
+    for name in extra:
+        since_s = now - memory.drain_since.get(name, now)
+        if name in silent:
+            is_drained = since_s > _SILENT_KEPT_S
+        else:
+            is_drained = since_s > memory.drain_s or name in queued or (seen.view is not None and name in idle)
+        drained += [name] if is_drained else []
     lost = [name for name in wanted if name not in failed and name in current and _is_to_repair(seen, name)]
     absent = [name for name in wanted if name not in failed and name not in current]
     place = None
@@ -155,6 +171,12 @@ def leaving(seen: Observation, wall_s: float, drain_s: float) -> frozenset[str]:
         if placement.ends_at - wall_s < lead_s:
             names.add(announcement.replica)
     return frozenset(names)
+
+
+def _is_lost(seen: Observation, row: ReplicaView, wall_s: float) -> bool:
+    placement = seen.placements.get(replica(row.announcement.replica))
+    is_late = row.age_s > row.announcement.lease_s + _LATE_S
+    return is_late and placement is not None and placement.placed_at is not None and is_silent(row, placement, wall_s)
 
 
 def _is_ready(row: ReplicaView | None) -> bool:

@@ -9,7 +9,7 @@ import msgspec
 from penstock.errors import not_modelled
 
 AttentionKind = Literal["full", "sliding", "chunked", "mla"]
-StateKind = Literal["mamba1", "mamba2", "gdn", "kda"]
+StateKind = Literal["mamba1", "mamba2", "gdn"]
 QkNorm = Literal["head", "heads", "full"]
 Cut = Literal["column", "row", "vocab", "kv", "expert", "replicated"]
 QuantKind = Literal["fp8", "fp8-block", "int8", "awq", "gptq", "int4", "mxfp4", "nvfp4", "bnb-nf4", "bnb-int8"]
@@ -17,10 +17,9 @@ QuantKind = Literal["fp8", "fp8-block", "int8", "awq", "gptq", "int4", "mxfp4", 
 
 class Attention(msgspec.Struct, frozen=True):
     """One attention layer. For MLA `n_kv_heads` is 1 and the cache holds kv_lora_rank + rope_dim numbers a token.
-    `window`: tokens. `shares_kv_with`: the earlier layer whose cache this one reads. `qk_norm`: one weight a channel of
-    a head ("head"), one for each head's channels ("heads"), or one norm over all ("full"). `has_output_gate` doubles
-    the query projection. `has_v_weight` False: values are the keys' projection (Gemma 4), once on disk, twice in vLLM.
-    `n_index_heads`, `index_dim`: DeepSeek's sparse attention."""
+    `window`: tokens. `qk_norm`: one weight a channel of a head ("head"), one for each head's channels ("heads"), or one
+    norm over all ("full"). `has_output_gate` doubles the query projection. `has_v_weight` False: values are the keys'
+    projection (Gemma 4), once on disk, twice in vLLM. `n_index_heads`, `index_dim`: DeepSeek's sparse attention."""
 
     kind: AttentionKind
     n_heads: int
@@ -31,7 +30,6 @@ class Attention(msgspec.Struct, frozen=True):
     q_lora_rank: int | None = None
     kv_lora_rank: int | None = None
     rope_dim: int | None = None
-    shares_kv_with: int | None = None
     has_qkv_bias: bool = False
     has_output_bias: bool = False
     qk_norm: QkNorm | None = None
@@ -144,11 +142,9 @@ class Architecture(msgspec.Struct, frozen=True):
     dtype: str
     ties_embeddings: bool
     quantization: Quantization | None = None
-    supports_pipeline: bool = True
     is_multimodal: bool = False
     ropes: tuple[RopeTable, ...] = ()
     norm_params: int = 0
-    has_head_bias: bool = False
     learned_positions: int = 0
     towers: tuple[Tensor, ...] = ()
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from penstock.errors import UserError, not_modelled
+from penstock.errors import not_modelled
 from penstock.planner.architecture import Architecture
 from penstock.planner.engine_versions import EngineProfile
 from penstock.planner.memory.kv_pages import Cache, CacheSettings, Page, caches_of
@@ -68,7 +68,6 @@ def kv_plan(
     if groups is None:
         groups = groups_of(caches_of(arch, rules, settings, layout.tensor), rules)
     stages = split_layers(arch.n_layers, layout.pipeline)
-    _check_sharing(arch, stages)
     per_block = tuple(
         max((sum(c.page.page_bytes for c in group.caches if c.layer in stage) for group in groups), default=0)
         for stage in stages
@@ -150,18 +149,6 @@ class _Pool(msgspec.Struct, frozen=True):
 def _digits_that_differ(one: float, other: float) -> int:
     """2, or as many decimals (6 at most) as tell two different sizes apart."""
     return next((digits for digits in range(2, 6) if one == other or f"{one:.{digits}f}" != f"{other:.{digits}f}"), 6)
-
-
-def _check_sharing(arch: Architecture, stages: Sequence[range]) -> None:
-    """A layer reads another's cache only on the same GPU (`v1/worker/utils.py`, add_kv_sharing_layers_to_...)."""
-    for stage in stages:
-        for index in stage:
-            attention = arch.layers[index].attention
-            if attention is not None and attention.shares_kv_with not in (None, *stage):
-                raise UserError(
-                    f"cannot cut the model into {len(stages)} pipeline stages: layer {index} reads the KV cache of "
-                    f"layer {attention.shares_kv_with}, which is on another stage"
-                )
 
 
 def _batches_in_flight(arch: Architecture, rules: EngineProfile, pipeline: int) -> int:

@@ -139,7 +139,7 @@ def block_size(arch: Architecture, rules: EngineProfile, settings: CacheSettings
 
 def caches_of(arch: Architecture, rules: EngineProfile, settings: CacheSettings, tensor: int) -> tuple[Cache, ...]:
     """Every layer that holds KV cache or state, in order, with pages already aligned between attention and states.
-    A layer that reads another's cache holds none. The indexer of sparse attention is a cache of its own."""
+    The indexer of sparse attention is a separate cache."""
     tokens = block_size(arch, rules, settings)
     page_of_state = max((state_bytes(s, arch.dtype, tensor) for s in _states(arch)), default=0)
     first = next((layer.attention for layer in arch.layers if layer.attention is not None), None)
@@ -180,8 +180,6 @@ def _states_of_request(state: State, arch: Architecture, rules: EngineProfile, s
     """1 without prefix caching; with it 2, and 3 where the prefill kernel writes a checkpoint (`MambaSpec`)."""
     if not _is_aligned(arch, rules, settings):
         return 1
-    if state.kind == "kda":
-        raise not_modelled("state", "kda", "its states with prefix caching depend on the kernel")
     exports = (state.kind == "mamba2" and rules.mamba2_checkpoints) or _exports_gdn(state, rules, settings)
     return 3 if exports else 2
 
@@ -194,7 +192,7 @@ def _pages(
     layer: Layer, arch: Architecture, rules: EngineProfile, settings: CacheSettings, tokens: int, tensor: int
 ) -> list[Page]:
     attention = layer.attention
-    if attention is None or attention.shares_kv_with is not None:
+    if attention is None:
         return []
     per_token = attention_bytes(attention, arch.dtype, settings, tensor)
     if attention.kind == "mla":
@@ -213,5 +211,5 @@ def model_bytes_per_token(arch: Architecture, kv_cache_dtype: str = "auto") -> i
     """Bytes of KV cache for one token of the whole model: what published tables show. Layers with a window count in
     full, states do not. Llama-3.1-70B: 2 x 80 layers x 8 KV heads x 128 x 2 B = 327,680."""
     settings = CacheSettings(1, 1, kv_cache_dtype)
-    held = [layer.attention for layer in arch.layers if layer.attention and layer.attention.shares_kv_with is None]
-    return sum(attention_bytes(attention, arch.dtype, settings, 1) for attention in held)
+    attentions = [layer.attention for layer in arch.layers if layer.attention]
+    return sum(attention_bytes(attention, arch.dtype, settings, 1) for attention in attentions)

@@ -11,7 +11,6 @@ from math import prod
 
 import msgspec
 
-from penstock.errors import not_modelled
 from penstock.planner.architecture import Architecture, Attention, Cut, Layer, Mlp, State, Tensor, dtype_bytes
 from penstock.planner.architecture.quantization import format_of, matrix_bytes
 
@@ -51,10 +50,9 @@ class _Maker(msgspec.Struct, frozen=True):
 def _attention(make: _Maker, a: Attention, hidden: int) -> Iterator[Tensor]:
     q_out, kv = a.n_heads * a.head_dim_k * (2 if a.has_output_gate else 1), a.n_kv_heads
     yield make.linear("q_proj", (q_out, hidden))
-    if a.shares_kv_with is None:
-        yield make.linear("k_proj", (kv * a.head_dim_k, hidden), "kv", n_groups=kv)
-        values = make.linear("v_proj", (kv * a.head_dim_v, hidden), "kv", n_groups=kv)
-        yield values if a.has_v_weight else msgspec.structs.replace(values, is_derived=True)
+    yield make.linear("k_proj", (kv * a.head_dim_k, hidden), "kv", n_groups=kv)
+    values = make.linear("v_proj", (kv * a.head_dim_v, hidden), "kv", n_groups=kv)
+    yield values if a.has_v_weight else msgspec.structs.replace(values, is_derived=True)
     yield make.linear("o_proj", (hidden, a.n_heads * a.head_dim_v), "row")
     if a.has_qkv_bias:
         yield make.plain("q_proj.bias", (q_out,), "column")
@@ -64,7 +62,7 @@ def _attention(make: _Maker, a: Attention, hidden: int) -> Iterator[Tensor]:
     if a.has_sinks:
         yield make.plain("sinks", (a.n_heads,), "column")
     if a.qk_norm == "head":
-        yield make.plain("qk_norm.weight", (a.head_dim_k * (1 if a.shares_kv_with is not None else 2),))
+        yield make.plain("qk_norm.weight", (2 * a.head_dim_k,))
     elif a.qk_norm is not None:
         yield make.plain("q_norm.weight", (a.n_heads * a.head_dim_k,), "column")
         yield make.plain("k_norm.weight", (kv * a.head_dim_k,), "kv", n_groups=kv)
@@ -181,8 +179,6 @@ def _layer(arch: Architecture, index: int, layer: Layer) -> Iterator[Tensor]:
         make = _Maker(arch, index, f"{prefix}.{attention}")
         yield from (_mla if layer.attention.kind == "mla" else _attention)(make, layer.attention, arch.hidden)
     if layer.state is not None:
-        if layer.state.kind not in _STATES:
-            raise not_modelled("layer", layer.state.kind, "its weights are not known")
         yield from _STATES[layer.state.kind](_Maker(arch, index, f"{prefix}.{state}"), layer.state, arch.hidden)
     if layer.mlp is not None:
         yield from _mlp(_Maker(arch, index, f"{prefix}.{mlp}"), layer.mlp, arch.hidden)
@@ -206,8 +202,6 @@ def inventory(arch: Architecture) -> tuple[Tensor, ...]:
         if arch.quantization is not None and arch.quantization.quantizes_head:
             head = msgspec.structs.replace(head, quant=arch.quantization)
         tensors.append(head)
-    if arch.has_head_bias:
-        tensors.append(Tensor("lm_head.bias", (arch.vocab,), "vocab", "head"))
     tensors.extend(arch.towers)
     return tuple(tensors)
 

@@ -147,20 +147,13 @@ def step_costs(arch: Architecture) -> StepCosts:
 def with_weight_bytes(work: StepCosts, read_bytes: float) -> StepCosts:
     """The same work with the layers' bytes scaled so that they and the head take `read_bytes` (by the inventory)."""
     factor = (read_bytes - work.head_bytes) / max(1.0, total_bytes(work) - work.head_bytes)
-    scaled = tuple(
-        (
-            msgspec.structs.replace(
-                layer,
-                cut_bytes=layer.cut_bytes * factor,
-                kv_bytes=layer.kv_bytes * factor,
-                copied_bytes=layer.copied_bytes * factor,
-                expert_bytes=layer.expert_bytes * factor,
-            ),
-            count,
-        )
-        for layer, count in work.layers
+    fields = ("cut_bytes", "kv_bytes", "copied_bytes", "expert_bytes")
+    scaled = (
+        msgspec.structs.replace(layer, **{name: getattr(layer, name) * factor for name in fields})
+        for layer, _ in work.layers
     )
-    return msgspec.structs.replace(work, layers=scaled)
+    counts = (count for _, count in work.layers)
+    return msgspec.structs.replace(work, layers=tuple(zip(scaled, counts, strict=True)))
 
 
 def total_bytes(work: StepCosts) -> float:
@@ -294,7 +287,7 @@ def _attention_costs(attention: Attention, hidden: int, each: float) -> LayerCos
     else:
         cut, copied = heads * d_k * hidden * (2 if attention.has_output_gate else 1), 0
         cache, decode = attention.n_kv_heads * (d_k + d_v), heads * (d_k + d_v)
-        kv = cache * hidden if attention.shares_kv_with is None else 0
+        kv = cache * hidden
     cut += heads * d_v * hidden
     return LayerCosts(
         cut_params=cut,
@@ -304,7 +297,7 @@ def _attention_costs(attention: Attention, hidden: int, each: float) -> LayerCos
         n_kv_heads=attention.n_kv_heads,
         copied_params=copied,
         copied_bytes=copied * each,
-        cache_numbers=cache if attention.shares_kv_with is None else 0,
+        cache_numbers=cache,
         window=attention.window,
         is_mla=attention.kind == "mla",
         attention_numbers=heads * (d_k + d_v),

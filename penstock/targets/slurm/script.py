@@ -123,6 +123,12 @@ def _option(line: str) -> str:
     return re.split("[= ]", line.lstrip("-"), maxsplit=1)[0]
 
 
+def excluded(deployment: Deployment) -> list[str]:
+    """The nodes that the file's own directives exclude: an option of the command would replace them."""
+    lines = (line.lstrip("-") for line in (deployment.slurm or Slurm()).directives)
+    return [re.split("[= ]", line, maxsplit=1)[1] for line in lines if re.match(r"(exclude|x)[= ]", line)]
+
+
 def _signal_s(deployment: Deployment, drain_s: float) -> int:
     """Seconds before the time limit at which a job drains: its time to drain, at most a quarter of the limit."""
     wanted = drain_s + _GOODBYE_S
@@ -167,10 +173,8 @@ kill_wait=$(scontrol show config | sed -n 's/^KillWait *= *\([0-9][0-9]*\).*/\1/
 hosts=$(scontrol show hostnames | paste -sd, -)
 step=(srun --overlap --mem=0 --ntasks-per-node=1 --cpu-bind=none)
 
-"${{step[@]}}"{label} --wait={stragglers_s} env PENSTOCK_RUN="$run" PENSTOCK_RUN_ID="$launch" PENSTOCK_ROLE=node \
-  PENSTOCK_REPLICA="$replica" bash -c 'exec "$@" --rank "$SLURM_PROCID"' node \
-  {python} -m penstock.node "$run/artifact/launch.json" \
-  --replica "$replica" --hosts "$hosts" --kill-after "${{kill_wait:-30}}"
+"${{step[@]}}"{label} --wait={stragglers_s} bash -c 'exec "$@" --rank "$SLURM_PROCID"' node \
+  {python} -m penstock.node.detached "$run" "$launch" "$replica" --hosts "$hosts" --kill-after "${{kill_wait:-30}}"
 code=$?
 
 # Whatever a killed node left behind: without cgroups it would outlive the job.

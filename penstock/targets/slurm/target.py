@@ -23,7 +23,7 @@ import msgspec
 from penstock.errors import PenstockError, Problem, UserError
 from penstock.hardware import Machine
 from penstock.paths import home
-from penstock.run_folder import Artifact, Handle, Kind, Launch, Run, Unit, order, unit_of
+from penstock.run_folder import Artifact, Handle, Kind, Launch, Run, Unit, order, replica, unit_of
 from penstock.spec.blocks import Slurm as SlurmBlock
 from penstock.spec.deployment import Deployment
 from penstock.targets import Login, Placement, Surveyed, Target, assumed
@@ -165,25 +165,36 @@ class Slurm(Target):
         self._make_over(self._dismiss(run, set()), 0.0)  # submitted by a controller that was ended since
 
     def keep_up(self, run: Run) -> None:
-        """Cancel gateways that have not drained in their time."""
+        """Start requeued jobs now, which Slurm holds for two minutes; cancel gateways that drained for too long."""
+        for key, entry in run.handle().units.items():
+            job = (self._queue.cached() or {}).get(str(entry.get("job")))
+            is_held = job is not None and job.is_queued and job.reason == "BeginTime"
+            if is_held and unit_of(key).kind == "replica" and self._is_due(str(entry["job"])):
+                ask(["scontrol", "update", f"jobid={entry['job']}", "starttime=now"])
         notes = sorted(run.gateway_folder.glob(f"{_DRAINING}*"))
         jobs = (self._queue.cached() if notes else None) or {}
         for note in notes:
             number = note.name.removeprefix(_DRAINING)
             is_late = time.time() - note.stat().st_mtime > run.deployment().gateway.drain_s + _TERM_S
             is_alive = number in jobs and not jobs[number].is_over
-            if is_alive and is_late and time.monotonic() - self._forced_at.get(number, -1e9) > _FORCE_EVERY_S:
-                self._forced_at[number] = time.monotonic()
+            if is_alive and is_late and self._is_due(number):
                 self._queue.cancel([number])
+
+    def _is_due(self, number: str) -> bool:
+        """Whether Slurm was not asked to change this job within the last seconds."""
+        is_due = time.monotonic() - self._forced_at.get(number, -1e9) > _FORCE_EVERY_S
+        self._forced_at |= {number: time.monotonic()} if is_due else {}
+        return is_due
 
     def _start(self, run: Run, units: Sequence[Unit], entries: dict[str, dict[str, object]]) -> list[PenstockError]:
         """Submit a job for each of these units that has none, and note it in `entries`; returns what was refused."""
         jobs, problems = self._queue.now(), []
+        lost = _lost_nodes(run, jobs)
         for unit in units:
             job = jobs.get(str(entries.get(unit.key, {}).get("job")))
             if job is None or job.is_over:
                 try:
-                    entries[unit.key] = {"job": _submitted_before(run, unit, jobs) or self._send(run, unit)}
+                    entries[unit.key] = {"job": _submitted_before(run, unit, jobs) or self._send(run, unit, lost)}
                 except PenstockError as exc:
                     problems.append(exc)
         return problems
@@ -194,14 +205,16 @@ class Slurm(Target):
     def _replica_jobs(self, run: Run) -> list[str]:
         return [job.number for job in self._of_folder(run.path)]
 
-    def _send(self, run: Run, unit: Unit) -> str:
-        """Submit the job of a unit, link its log to its plain name, and return its number."""
+    def _send(self, run: Run, unit: Unit, lost: Sequence[str]) -> str:
+        """Submit the job of a unit, link its log to its plain name, and return its number. `lost`: nodes to avoid."""
         (run.path / "jobs").mkdir(exist_ok=True)
         launch, name = run.record().id, _job_name(run, unit)
         file = str(run.artifact_path / _FILES[unit.kind])
         argv = ["sbatch", "--parsable", f"--job-name={name}", file, launch, unit.name]
         if unit.kind == "replica":
             argv = [w.replace("{replica}", unit.name).replace("{launch}", launch) for w in run.artifact().argv]
+        if lost:
+            argv.insert(1, f"--exclude={','.join([*slurm_script.excluded(run.deployment()), *lost])}")
         what = f'{unit.kind} {unit.name} of "{run.name}"'
         number = self._queue.submit(argv, what, f"The script: {file}", slurm_script.variables(run.deployment()))
         log = run.log(_log_name(unit))
@@ -299,6 +312,14 @@ def _log_name(unit: Unit) -> str:
     return f"replica-{unit.name}" if unit.kind == "replica" else unit.kind
 
 
+def _lost_nodes(run: Run, jobs: Mapping[str, Job]) -> list[str]:
+    """The nodes of replicas that do not report. Slurm may believe in them for minutes, and start new jobs there."""
+    state, entries = run.state(), run.handle().units
+    silent = [row.replica for row in state.replicas if row.state == "silent"] if state is not None else []
+    numbers = [str(entries.get(replica(name).key, {}).get("job")) for name in silent]
+    return sorted({jobs[number].nodes for number in numbers if number in jobs and not jobs[number].is_queued})
+
+
 def _submitted_before(run: Run, unit: Unit, jobs: Mapping[str, Job]) -> str | None:
     """The job of this unit that a controller submitted and, killed, did not note."""
     folder = run.path if unit.kind == "replica" else run.gateway_folder
@@ -329,7 +350,14 @@ def _placement(job: Job, note: str | None, lead_s: float | None, before: Placeme
         words = f"job {job.number} {_AGAIN if is_again else ''}{queue.reason_in_words(job.reason)}"
         return Placement("queued", words, starts_at=job.starts_at)
     if not job.is_over:
-        return Placement("placed", ends_at=job.ends_at if job.state == "RUNNING" else None, lead_s=lead_s)
+        is_running = job.state == "RUNNING"
+        return Placement(
+            "placed",
+            ends_at=job.ends_at if is_running else None,
+            lead_s=lead_s,
+            placed_at=job.starts_at if is_running else None,
+            where=f"job {job.number} on {job.nodes}",
+        )
     if job.state == "CANCELLED":
         who = commands.accounted(job.number).partition(" ")[2].replace("by", "by uid").strip()
         words = f"its job {job.number} was cancelled by hand" + (f" ({who})" if who else "")

@@ -33,10 +33,8 @@ kill_wait=$(scontrol show config | sed -n 's/^KillWait *= *\([0-9][0-9]*\).*/\1/
 hosts=$(scontrol show hostnames | paste -sd, -)
 step=(srun --overlap --mem=0 --ntasks-per-node=1 --cpu-bind=none)
 
-"${step[@]}" --wait=10 env PENSTOCK_RUN="$run" PENSTOCK_RUN_ID="$launch" PENSTOCK_ROLE=node \
-  PENSTOCK_REPLICA="$replica" bash -c 'exec "$@" --rank "$SLURM_PROCID"' node \
-  python3 -m penstock.node "$run/artifact/launch.json" \
-  --replica "$replica" --hosts "$hosts" --kill-after "${kill_wait:-30}"
+"${step[@]}" --wait=10 bash -c 'exec "$@" --rank "$SLURM_PROCID"' node \
+  python3 -m penstock.node.detached "$run" "$launch" "$replica" --hosts "$hosts" --kill-after "${kill_wait:-30}"
 code=$?
 
 # Whatever a killed node left behind: without cgroups it would outlive the job.
