@@ -159,12 +159,12 @@ class Client:
     parser: Reader[ResponseHead] = field(default_factory=lambda: Reader(parse_response))
 
     def post(self, body: bytes, path: str = "/v1/chat/completions", headers: str = "") -> Client:
-        head = f"POST {path} HTTP/1.1\r\nHost: a\r\n{headers}Content-Length: {len(body)}\r\n\r\n"
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\n{headers}Content-Length: {len(body)}\r\n\r\n"
         self.writer.write(head.encode() + body)
         return self
 
     def get(self, path: str, headers: str = "", method: str = "GET") -> Client:
-        self.writer.write(f"{method} {path} HTTP/1.1\r\nHost: a\r\n{headers}\r\n".encode())
+        self.writer.write(f"{method} {path} HTTP/1.1\r\nHost: localhost\r\n{headers}\r\n".encode())
         return self
 
     async def event(self) -> Any:

@@ -8,8 +8,8 @@ connection closed, before a request in it is complete.
 
 from __future__ import annotations
 
-_POST = b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
-_SMUGGLED = b"GET /v1/models?smuggled HTTP/1.1\r\nHost: a\r\n\r\n"
+_POST = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+_SMUGGLED = b"GET /v1/models?smuggled HTTP/1.1\r\nHost: localhost\r\n\r\n"
 _BODY = b'{"model":"demo"}'
 _CHUNKED_BODY = b"10\r\n" + _BODY + b"\r\n0\r\n\r\n"
 
@@ -36,7 +36,7 @@ def _head(line: bytes) -> bytes:
 
 
 def _first(line: bytes) -> bytes:
-    return line + b"\r\nHost: a\r\nContent-Length: 16\r\n\r\n" + _BODY
+    return line + b"\r\nHost: localhost\r\nContent-Length: 16\r\n\r\n" + _BODY
 
 
 # Beside a Content-Length (CL.TE, TE.CL, TE.TE), and alone: what one parser takes for chunked and another ignores.
@@ -212,7 +212,7 @@ _WHOLE = {
     "LF only": b"POST /v1/chat/completions HTTP/1.1\nHost: a\nContent-Length: 16\n\n" + _BODY,
     "LF ends the head": _POST + b"Content-Length: 16\r\n\n" + _BODY + b"\r\n\r\n",
     "HTTP/2 preface": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\x00\x00\x12\x04\x00\x00\x00\x00\x00",
-    "TE in HTTP/1.0": b"POST /v1/chat/completions HTTP/1.0\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
+    "TE in HTTP/1.0": b"POST /v1/chat/completions HTTP/1.0\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
     + _CHUNKED_BODY,
     "no host": b"POST /v1/chat/completions HTTP/1.1\r\nContent-Length: 16\r\n\r\n" + _BODY,
     "host with a path": b"POST /v1/chat/completions HTTP/1.1\r\nHost: a/b\r\nContent-Length: 16\r\n\r\n" + _BODY,

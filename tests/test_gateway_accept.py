@@ -6,6 +6,8 @@ import asyncio
 import hashlib
 import json
 import socket
+import time
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from gateway_rig import (
     EVENTS,
     KEY,
     SSE_HEAD,
+    Client,
     Engine,
     Gate,
     Rig,
@@ -25,6 +28,7 @@ from gateway_rig import (
     say,
 )
 
+from penstock import __version__
 from penstock.errors import UserError
 from penstock.gateway.config import ServedModel
 from penstock.gateway.connections import engine as upstream
@@ -33,6 +37,11 @@ from penstock.spec.gateway import Limits, Upstream
 from penstock.wire.http1 import END
 
 pytestmark = both_loops
+
+
+async def _again(client: Client) -> Client:
+    """A new connection to the same gateway."""
+    return Client(*await asyncio.open_connection(*client.writer.get_extra_info("peername")))
 
 
 async def test_stream_passes_unchanged_and_unheld() -> None:
@@ -87,7 +96,7 @@ async def test_engine_refusal_passes_unchanged() -> None:
 
 async def test_chunked_request_reaches_the_engine_whole() -> None:
     async with rig_with(echo) as (_, engine, client):
-        head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
         for byte in head + chunk(CHAT[:7]) + chunk(CHAT[7:]) + b"0\r\n\r\n":
             client.writer.write(bytes((byte,)))
         assert (await client.response())[1] == CHAT
@@ -152,7 +161,7 @@ async def test_slow_reader_stops_the_engine_instead_of_filling_memory() -> None:
         raw.setblocking(False)
         loop = asyncio.get_running_loop()
         await loop.sock_connect(raw, ("127.0.0.1", rig.gateway.public.port))
-        await loop.sock_sendall(raw, b"POST /v1/x HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\n{}")
+        await loop.sock_sendall(raw, b"POST /v1/x HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n\r\n{}")
         n_before = -1
         while n_written != n_before or not n_written:
             n_before = n_written
@@ -179,7 +188,7 @@ async def test_unroutable_requests_get_openai_errors() -> None:
         ):
             status, error = await client.post(body).error()
             assert (status, error["code"], error["param"]) == expected
-        for path in ("/", "/v1", "/v1/../sleep", "/sleep", "/admin/replicas", "/v1//x", "/v1/%2e%2e/sleep"):
+        for path in ("/v1", "/v1/../sleep", "/sleep", "/admin/replicas", "/v1//x", "/v1/%2e%2e/sleep"):
             assert (await client.get(path).error())[0] == 404
         head, _, _ = await client.get("/v1/chat/completions").response()
         assert (head.status, head.get(b"allow")) == (405, b"POST")
@@ -207,10 +216,10 @@ async def test_every_route_answers_below_the_path_prefix_too() -> None:
             assert json.loads((await client.get(f"{prefix}/v1/models/demo").response())[1])["id"] == "demo"
             assert (await client.post(CHAT, f"{prefix}/v1/chat/completions?a=b").response())[1] == CHAT
             assert engine.seen[-1].head.target == b"/v1/chat/completions?a=b"
+        for path in ("/penstock/a", "/penstock/a?x"):
+            assert (await client.get(path).response())[0].get(b"content-type") == b"text/html; charset=utf-8"
         for path in (
             "/penstock/ab/health",
-            "/penstock/a",
-            "/penstock/a?x",
             "/penstock/a/../health",
             "/penstock/a//v1/x",
         ):
@@ -246,12 +255,15 @@ async def test_upstream_gets_its_own_key(tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("data", "status"),
     [
-        (b"POST /v1/x HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n{}", 400),
-        (b"GET http://a/health HTTP/1.1\r\nHost: a\r\n\r\nGET /health HTTP/1.1\r\nHost: a\r\n\r\n", 400),
-        (b"POST /v1/x HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nnope\r\n", 400),
-        (b"GET / HTTP/1.1\r\nHost: a\r\nX: " + b"x" * 40000, 431),
-        (b"POST /v1/x HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n{" % (Limits().body_bytes + 1), 413),
-        (b"POST /nothing HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\n", 404),
+        (b"POST /v1/x HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n{}", 400),
+        (
+            b"GET http://a/health HTTP/1.1\r\nHost: localhost\r\n\r\nGET /health HTTP/1.1\r\nHost: localhost\r\n\r\n",
+            400,
+        ),
+        (b"POST /v1/x HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nnope\r\n", 400),
+        (b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 40000, 431),
+        (b"POST /v1/x HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n{" % (Limits().body_bytes + 1), 413),
+        (b"POST /nothing HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n\r\n", 404),
     ],
 )
 async def test_refused_request_is_answered_once_and_closed(data: bytes, status: int) -> None:
@@ -264,7 +276,7 @@ async def test_refused_request_is_answered_once_and_closed(data: bytes, status: 
 
 async def test_client_gets_100_continue_only_when_it_waits_for_it() -> None:
     async with rig_with(echo) as (_, _, client):
-        head = b"POST /v1/x HTTP/1.1\r\nHost: a\r\nExpect: 100-continue\r\nContent-Length: 2\r\n\r\n"
+        head = b"POST /v1/x HTTP/1.1\r\nHost: localhost\r\nExpect: 100-continue\r\nContent-Length: 2\r\n\r\n"
         client.writer.write(head)
         assert [(await client.event()).status, await client.event()] == [100, END]
         client.writer.write(b"{}")
@@ -309,9 +321,134 @@ async def test_preflight_and_origin() -> None:
                 header, expected = f"Origin: {origin}\r\n", origin.encode() if origin in allowed else None
                 head, _, _ = await client.get("/v1/chat/completions", header, "OPTIONS").response()
                 assert (head.status, head.get(b"access-control-allow-origin")) == (204, expected)
-                assert head.get(b"access-control-allow-methods") == b"GET, HEAD, POST, OPTIONS"
+                assert head.get(b"access-control-allow-methods") == b"GET, HEAD, POST, DELETE, OPTIONS"
                 head, _, _ = await client.post(CHAT, headers=header).response()
-                assert head.get(b"access-control-allow-origin") == expected
+                assert (head.status, head.get(b"access-control-allow-origin")) == (200 if expected else 403, expected)
+
+
+async def test_without_keys_no_other_sites_page_may_use_the_engines() -> None:
+    other_site = "Content-Type: text/plain\r\nSec-Fetch-Site: cross-site\r\n"
+    cases = {
+        "Origin: https://evil.example\r\n": 403,
+        "Origin: null\r\n": 403,
+        other_site: 403,
+        other_site + "Origin: https://chat.example\r\n": 200,
+        "Content-Type: text/plain\r\nSec-Fetch-Site: same-site\r\nOrigin: http://localhost:3000\r\n": 200,
+        "Content-Type: text/plain\r\n": 200,  # no browser
+    }
+    hosts = {"evil.example": 403, "127.0.0.1.evil.example": 403, "localhost.evil.example:80": 403, "10.0.0.1": 403}
+    hosts |= dict.fromkeys(("localhost:1", "127.0.0.1:80", "[::1]:80", "app.localhost", "chat.example:9300"), 200)
+    async with rig_with(echo, allowed_origins=("https://chat.example",)) as (rig, engine, client):
+        for headers, status in cases.items():
+            assert (await client.post(CHAT, headers=headers).response())[0].status == status, headers
+        n_served = len(engine.seen)
+        for host, status in hosts.items():
+            for request in (b"GET /v1/models HTTP/1.1\r\n", b"POST /v1/completions HTTP/1.1\r\nContent-Length: 2\r\n"):
+                client = await rig.client()
+                client.writer.write(request + f"Host: {host}\r\n\r\n".encode() + b"{}" * (request[:1] == b"P"))
+                head, body, _ = await client.response()
+                assert head.status == status, host
+                assert status == 200 or json.loads(body)["error"]["code"] == "site_not_allowed"
+        assert len(engine.seen) == n_served + 5
+    hashes = (hashlib.sha256(KEY.encode()).hexdigest(),)
+    async with rig_with(echo, auth="keys", key_hashes=hashes) as (_, _, client):
+        headers = f"Authorization: Bearer {KEY}\r\nOrigin: https://evil.example\r\n"
+        assert (await client.post(CHAT, headers=headers).response())[0].status == 200
+
+
+async def test_a_gateway_that_is_its_own_upstream_is_noticed() -> None:
+    async with Rig() as rig, Rig(hold_s=4.0) as other:
+        await rig.announce("0", f"http://127.0.0.1:{other.gateway.public.port}")
+        await other.announce("0", f"http://127.0.0.1:{rig.gateway.public.port}")
+        client = await rig.client()
+        status, error = await client.post(CHAT).error()
+        assert (status, error["code"]) == (508, "loop_detected")
+        assert rig.gateway._context.counters.n_requests + other.gateway._context.counters.n_requests == 2
+
+
+async def test_engines_hear_nothing_of_proxies_and_clients_nothing_of_engines_addresses() -> None:
+    async def redirect(seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        host = seen.head.get(b"host") or b""
+        writer.write(b"HTTP/1.1 307 X\r\nLocation: http://%s/v1/x\r\nContent-Length: 0\r\n\r\n" % host)
+        return True
+
+    names = ("X-Forwarded-For", "X-Forwarded-Host", "X-Forwarded-Whatever", "Forwarded", "X-Real-IP", "X-Private")
+    lines = "".join(f"{name}: 1\r\n" for name in names) + "Connection: keep-alive\r\nConnection: X-Private\r\n"
+    async with rig_with(echo) as (_, engine, client):
+        assert (await client.post(CHAT, headers=lines).response())[0].status == 200
+        assert {name for name, _ in engine.seen[0].head.headers} == {
+            b"host",
+            b"via",
+            b"x-request-id",
+            b"content-length",
+        }
+        engine.reply = redirect
+        head, _, _ = await client.post(b"{}", "/v1/x/").response()
+        assert (head.status, head.get(b"location")) == (307, b"/v1/x")
+    async with Rig(upstreams=(Upstream(engine.url),)) as rig:
+        await rig.until(lambda view: bool(view["replicas"]))
+        client = await rig.client()
+        assert str(engine.port) not in await client.metrics()
+
+
+async def test_routes_that_administer_engines_are_closed_unless_the_file_opens_them() -> None:
+    async with rig_with(echo, engine_routes=("/v1/load_lora_adapter", "/sleep")) as (_, engine, client):
+        for path in ("/v1/unload_lora_adapter", "/v1/reset_prefix_cache", "/v1/sleep", "/v1/start_profile"):
+            status, error = await client.post(b"{}", path).error()
+            assert (status, error["code"]) == (403, "route_closed")
+            client = await _again(client)
+        assert (await client.get("/wake_up").error())[0] == 404
+        for path, body in (("/v1/load_lora_adapter", b'{"lora_name":"a"}'), ("/sleep?level=1", b"")):
+            assert (await client.post(body, path).response())[0].status == 200
+            assert (engine.seen[-1].head.target, engine.seen[-1].body) == (path.encode(), body)
+
+
+async def test_every_answer_has_a_date_and_head_has_no_body() -> None:
+    async with rig_with(say(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")) as (_, engine, client):
+        for method, path in (("GET", "/v1/x"), ("GET", "/health"), ("GET", "/nothing"), ("OPTIONS", "/v1/x")):
+            head, _, _ = await client.get(path, method=method).response()
+            assert abs(parsedate_to_datetime((head.get(b"date") or b"").decode()).timestamp() - time.time()) < 5
+        engine.reply = say(b"HTTP/1.1 200 OK\r\nDate: mine\r\nContent-Length: 2\r\n\r\nok")
+        head, _, _ = await client.get("/v1/x").response()
+        assert [value for name, value in head.headers if name == b"date"] == [b"mine"]
+        for reply in (engine.reply, say(SSE_HEAD + chunk(b"ok") + b"0\r\n\r\n")):
+            engine.reply = reply
+            client.get("/v1/x", method="HEAD").get("/health", "Connection: close\r\n")
+            first, _, rest = (await client.reader.read()).partition(b"\r\n\r\n")
+            assert first.startswith(b"HTTP/1.1 200 OK")
+            assert rest.startswith(b"HTTP/1.1 200 OK")
+            client = await _again(client)
+
+
+async def test_people_and_probes_find_what_they_look_for() -> None:
+    hashes = (hashlib.sha256(KEY.encode()).hexdigest(),)
+    async with rig_with(echo, auth="keys", key_hashes=hashes) as (_, _, client):
+        head, body, _ = await client.get("/").response()
+        assert (head.status, head.get(b"content-type"), b"/v1" in body) == (200, b"text/html; charset=utf-8", True)
+        for method in ("GET", "POST"):
+            assert (await client.get("/ping", method=method).response())[0].status == 200
+        assert json.loads((await client.get("/version").response())[1]) == {"version": __version__}
+        assert (await client.get("/load").error())[0] == 401
+        assert (await client.get("/load", f"x-api-key: {KEY}\r\n").response())[1] == b'{"server_load":0}'
+
+
+async def test_alias_of_an_upstream_reaches_the_engine_as_the_models_name() -> None:
+    form = b'--b\r\nContent-Disposition: form-data; name="model"\r\n\r\n%s\r\n--b--\r\n'
+    engine = Engine(echo)
+    await engine.start()
+    async with Rig(upstreams=(Upstream(engine.url),)) as rig:
+        await rig.until(
+            lambda view: view["replicas"][0]["announcement"]["state"] == "ready" if view["replicas"] else False
+        )
+        client = await rig.client()
+        body = b'{"model":"alias","stream":false,"x":[1.10e3,{"model":"alias"}]}'
+        _, got, _ = await client.post(body).response()
+        assert got == body.replace(b"alias", b"demo", 1)
+        headers = "Content-Type: multipart/form-data; boundary=b\r\n"
+        _, got, _ = await client.post(form % b"alias", "/v1/audio/transcriptions", headers).response()
+        assert got == form % b"demo"
+        assert (await client.post(CHAT).response())[1] == CHAT
+    await engine.stop()
 
 
 async def test_admin_calls_need_the_token() -> None:

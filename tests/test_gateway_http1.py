@@ -38,11 +38,11 @@ cuts = pytest.mark.parametrize("cut", [whole, one_byte_at_a_time])
 Cut = Callable[[bytes], list[bytes]]
 
 GOOD_BODIES = {
-    b"POST /v1/x HTTP/1.1\r\nHost: a\r\nContent-Length: 5\r\n\r\nhello": b"hello",
-    b"POST /v1/x HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n": b"hello",
+    b"POST /v1/x HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\n\r\nhello": b"hello",
+    b"POST /v1/x HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n": b"hello",
     b"POST /v1/x HTTP/1.1\r\nhost:a\r\nTRANSFER-ENCODING:  Chunked \r\n\r\n"
     b"3;name=value\r\nhel\r\n2\r\nlo\r\n00\r\nTrailer: x\r\n\r\n": b"hello",
-    b"POST /v1/x HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
+    b"POST /v1/x HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
     b"4\r\n\r\n\r\n\r\nA\r\n0123456789\r\n0\r\n\r\n": b"\r\n\r\n0123456789",
 }
 
@@ -71,14 +71,14 @@ def test_pipelined_requests_come_one_after_the_other(cut: Cut) -> None:
     assert events.count(END) == 2 * len(GOOD_BODIES)
 
 
-CHUNKED = b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
+CHUNKED = b"POST / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
 # What is not 400; everything malformed is in `smuggling`.
 REFUSED = {
-    b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n": 501,
+    b"POST / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n": 501,
     b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n": 505,
-    b"GET / HTTP/1.1\r\nHost: a\r\nExpect: more\r\n\r\n": 417,
-    b"GET / HTTP/1.1\r\nHost: a\r\nX: " + b"x" * http1.MAX_HEAD_BYTES + b"\r\n\r\n": 431,
-    b"GET / HTTP/1.1\r\nHost: a\r\n" + b"X: y\r\n" * http1.MAX_HEADERS + b"\r\n": 431,
+    b"GET / HTTP/1.1\r\nHost: localhost\r\nExpect: more\r\n\r\n": 417,
+    b"GET / HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * http1.MAX_HEAD_BYTES + b"\r\n\r\n": 431,
+    b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"X: y\r\n" * http1.MAX_HEADERS + b"\r\n": 431,
     CHUNKED + b"0\r\n" + b"X: %s\r\n" % (b"y" * 200) * 170 + b"\r\n": 431,
     CHUNKED + b"123456789\r\nx": 400,
     b"GET / HTTP/1.1\n": 400,
@@ -95,7 +95,7 @@ def test_refusals_have_their_status(cut: Cut) -> None:
 
 @cuts
 def test_largest_allowed_head_is_taken(cut: Cut) -> None:
-    start = b"GET / HTTP/1.1\r\nHost: a\r\nX: "
+    start = b"GET / HTTP/1.1\r\nHost: localhost\r\nX: "
     data = start + b"x" * (http1.MAX_HEAD_BYTES - len(start)) + b"\r\n\r\n"
     assert read_all(Reader(http1.parse_request), cut(data))[1] is END
 
@@ -103,7 +103,7 @@ def test_largest_allowed_head_is_taken(cut: Cut) -> None:
 def test_connections_are_kept_alive_where_that_is_safe() -> None:
     for head, keeps_alive in (
         (b"GET / HTTP/1.1\r\nHost: a", True),
-        (b"GET / HTTP/1.1\r\nHost: a\r\nConnection: foo, CLOSE", False),
+        (b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: foo, CLOSE", False),
         (b"GET / HTTP/1.0", False),
         (b"GET / HTTP/1.0\r\nConnection: keep-alive", False),
     ):
@@ -119,7 +119,7 @@ def test_connections_are_kept_alive_where_that_is_safe() -> None:
 
 
 def test_expectation_is_seen_only_in_http_11() -> None:
-    assert http1.parse_request(b"POST / HTTP/1.1\r\nHost: a\r\nExpect: 100-Continue").expects_continue
+    assert http1.parse_request(b"POST / HTTP/1.1\r\nHost: localhost\r\nExpect: 100-Continue").expects_continue
     assert not http1.parse_request(b"POST / HTTP/1.0\r\nExpect: 100-continue").expects_continue
 
 
@@ -168,7 +168,7 @@ def test_hop_by_hop_headers_stay_behind() -> None:
 
 def test_a_read_that_is_one_whole_message_is_taken_at_once_and_nothing_else_is() -> None:
     reader = Reader(http1.parse_request)
-    head = b"POST /v1/x HTTP/1.1\r\nHost: a\r\nContent-Length: 5\r\n\r\n"
+    head = b"POST /v1/x HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\n\r\n"
     whole = reader.take_whole(head + b"hello")
     assert whole is not None
     assert (whole[0].length, whole[1]) == (5, b"hello")
@@ -201,7 +201,7 @@ def test_heads_that_differ_in_their_length_alone_are_parsed_alike() -> None:
     for name in (b"content-length", b"Content-Length", b"CONTENT-LENGTH"):
         for digits in (b"5", b"123", b"007", b"5", b"9" * 18):
             for end in (b"", b"\r\nConnection: close"):
-                text = b"POST /v1/x?y HTTP/1.1\r\nHost: a\r\nX-B: c\r\n" + name + b": " + digits + end
+                text = b"POST /v1/x?y HTTP/1.1\r\nHost: localhost\r\nX-B: c\r\n" + name + b": " + digits + end
                 head, expected = heads.parse(text), http1.parse_request(text)
                 assert (head.length, head.keeps_alive, head.path) == (int(digits), not end, b"/v1/x")
                 assert [name for name, _ in head.headers] == [name for name, _ in expected.headers]
@@ -213,7 +213,7 @@ def test_heads_that_differ_in_their_length_alone_are_parsed_alike() -> None:
 def test_a_known_head_does_not_lend_its_goodness_to_another_length(digits: bytes) -> None:
     heads: http1.Heads[http1.RequestHead] = http1.Heads(http1.parse_request)
     for rest in (b"", b"\r\nAccept: */*"):
-        begin = b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: "
+        begin = b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: "
         assert heads.parse(begin + b"7" + rest).length == 7
         with pytest.raises(http1.ProtocolError):
             heads.parse(begin + digits + rest)

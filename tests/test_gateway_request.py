@@ -58,27 +58,70 @@ def part(name: bytes, value: bytes, more: bytes = b"") -> bytes:
     return b'--xYz\r\nContent-Disposition: form-data; name="%s"%s\r\n\r\n%s\r\n' % (name, more, value)
 
 
+MODEL, END = part(b"model", b"m"), b"--xYz--\r\n"
+
+
 def test_model_of_a_form_is_found_wherever_it_stands() -> None:
-    file = part(b"file", b"RIFF\x00\r\n\r\nname=model" * 1000, b'; filename="model"')
-    for body in (part(b"model", b"m") + file, file + part(b"language", b"en") + part(b"model", b"m")):
-        assert read_form_model(FORM, body + b"--xYz--\r\n") == "m"
-    assert read_form_model(FORM, file + b"--xYz--\r\n") is None
-    assert read_form_model(b'multipart/form-data; boundary="xYz"', part(b"model", b"m") + b"--xYz--\r\n") == "m"
+    file = part(b"file", b"RIFF\x00\r\n\r\nname=model" * 1000, b'; filename="model"\r\nContent-Type: audio/wav')
+    for body in (MODEL + file, file + part(b"timestamp_granularities[]", b"word") + MODEL):
+        assert read_form_model(FORM, body + END) == "m"
+    assert read_form_model(FORM, file + END) is None
+    assert read_form_model(b'multipart/form-data; boundary="xYz"', MODEL + END) == "m"
+    assert read_form_model(b"multipart/form-data;boundary=xYz; charset=UTF-8", MODEL + END) == "m"
     assert read_form_model(FORM, b"--xYz\r\ncontent-disposition: form-data; name=model\r\n\r\nm\r\n--xYz--") == "m"
-    assert read_form_model(FORM, b"") is None
+    assert read_form_model(FORM, part(b"model", b"") + END) == ""
 
 
 @pytest.mark.parametrize(
     ("kind", "body"),
     [
-        (b"multipart/form-data", b""),
-        (FORM, part(b"model", b"\xff") + b"--xYz--"),
-        (FORM, part(b"model", b"m" * 5000) + b"--xYz--"),
+        *(
+            (FORM, body)
+            for body in (b"", b"preamble\r\n" + MODEL + END, b"\r\n" + MODEL + END, MODEL, MODEL[:-2] + END)
+        ),
+        *((FORM, part(b"model", value) + END) for value in (b"\xff", b"m" * 5000, b"--xYz", b"a\r\n--xYz b")),
+        (FORM, MODEL + MODEL + END),
+        (FORM, MODEL.replace(b"\r\n\r\n", b"\n\n") + END),
+        (FORM, MODEL.replace(b"Content", b"X: y\r\n Content") + END),
+        (FORM, MODEL.replace(b'"model"', b'"mod\\el"') + END),
+        (FORM, MODEL.replace(b'"model"', b'"x"; name="model"') + END),
+        (FORM, MODEL.replace(b"name=", b"name*=utf-8''") + END),
+        (FORM, MODEL.replace(b"\r\n\r\n", b"\r\nContent-Disposition: form-data; name=x\r\n\r\n") + END),
+        (FORM, MODEL.replace(b"\r\n\r\n", b"\r\nContent-Transfer-Encoding: base64\r\n\r\n") + END),
+        (FORM, MODEL.replace(b"\r\n\r\n", b"\r\nContent-Type: text/plain; charset=utf-16\r\n\r\n") + END),
+        (FORM, part(b"model", b"m", b'; filename="x"') + END),
+        *(
+            (b"multipart/" + kind, MODEL + END)
+            for kind in (
+                *(b"form-data", b"mixed; boundary=xYz", b"form-data; boundary=xYz; boundary=C", b"form-data; x=y"),
+                *(b"form-data; boundary=C; boundary=xYz", b'form-data; boundary="x\\Yz"', b"form-data, boundary=xYz"),
+                *(b'form-data; x="; boundary=C"; boundary=xYz', b"form-data; charset=utf-16; boundary=xYz"),
+            )
+        ),
     ],
 )
-def test_forms_that_cannot_be_read_are_refused(kind: bytes, body: bytes) -> None:
+def test_forms_that_two_parsers_may_read_in_two_ways_are_refused(kind: bytes, body: bytes) -> None:
     with pytest.raises(UnreadableError):
         read_form_model(kind, body)
+
+
+def test_form_of_tiny_parts_ends_soon() -> None:
+    with pytest.raises(UnreadableError, match="more than 256 parts"):
+        read_form_model(FORM, part(b"x", b"") * 300 + END)
+
+
+@pytest.mark.parametrize(
+    "body", [b'{"x":%s}' % (b"[" * 5000 + b"]" * 5000), b'{"model":"\xff"}', b'{"messages":%s}' % (b"[" * 5000)]
+)
+def test_bodies_that_no_parser_takes_are_refused(body: bytes) -> None:
+    for wants_prefix in (False, True):
+        with pytest.raises(UnreadableError):
+            facts_of(body, wants_prefix=wants_prefix)
+
+
+def test_two_content_types_are_refused() -> None:
+    with pytest.raises(UnreadableError, match="content-type"):
+        facts_of(b'{"model":"m"}', b"Content-Type: application/json", b"Content-Type: multipart/form-data; boundary=b")
 
 
 def prefix_of(body: bytes) -> bytes:

@@ -109,7 +109,7 @@ def failing(status: int = 500, body: bytes = FAILURE) -> Callable[..., Awaitable
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retries, "FAILED_AGAIN_S", 0.05)
+    monkeypatch.setattr(retries, "FAILED_AGAIN_S", 0.1)
 
 
 @pytest.mark.parametrize("status", sorted(retries.FAILED_STATUSES))
@@ -238,7 +238,8 @@ async def test_client_that_leaves_after_a_failed_answer_is_not_sent_again() -> N
         assert (await rig.view())["in_flight_total"] == 0
 
 
-async def test_time_with_a_failed_replica_is_not_the_gateways_own(impatient: None) -> None:
+async def test_time_with_a_failed_replica_is_not_the_gateways_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retries, "FAILED_AGAIN_S", 0.15)
     async with rig_with(failing()) as (rig, engine, client):
         began = time.monotonic()
         client.post(CHAT)
@@ -250,7 +251,7 @@ async def test_time_with_a_failed_replica_is_not_the_gateways_own(impatient: Non
         timing = head.get(b"server-timing")
         assert timing is not None
         # However slow this machine is: what the gateway calls its own and what it waited fit into the whole.
-        assert float(timing.partition(b"dur=")[2]) <= (time.monotonic() - began - 0.045) * 1000
+        assert float(timing.partition(b"dur=")[2]) <= (time.monotonic() - began - 0.145) * 1000
 
 
 @pytest.mark.parametrize(

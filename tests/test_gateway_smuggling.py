@@ -90,11 +90,11 @@ def test_a_models_name_never_becomes_a_header(name: str) -> None:
 
 # Fuzzing. The same malformed requests every time, so that a failure can be looked at.
 
-_GOOD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+_GOOD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 _SEEDS = (
     _GOOD + b"Content-Length: 16\r\n\r\n" + b'{"model":"demo"}',
     _GOOD + b'Transfer-Encoding: chunked\r\n\r\n10;x=y\r\n{"model":"demo"}\r\n0\r\nTrailer: x\r\n\r\n',
-    b"GET /v1/models HTTP/1.1\r\nHost: a\r\nAccept: */*\r\n\r\n",
+    b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nAccept: */*\r\n\r\n",
     *CORPUS.values(),
 )
 _BITS = (b"\r", b"\n", b"\r\n", b"\x00", b" ", b"\t", b":", b",", b";", b"0", b"-1", b"\xff", b"chunked", b"HTTP/1.1")

@@ -21,7 +21,6 @@ from penstock.gateway.connections import listener
 from penstock.gateway.connections.client import FREE_BODY_BYTES, ClientConnection
 from penstock.gateway.connections.listener import open_socket, open_tls
 from penstock.gateway.routing import static_upstreams
-from penstock.gateway.routing.static_upstreams import name_upstreams
 from penstock.spec.gateway import Limits, Upstream
 from penstock.text import KIB
 
@@ -101,12 +100,12 @@ def test_a_certificate_that_does_not_serve_is_refused_in_words(loop_factory: Loo
 @pytest.mark.parametrize(
     ("limits", "data", "status"),
     [
-        (Limits(head_bytes=200), b"GET /health HTTP/1.1\r\nHost: a\r\nX: " + b"y" * 300 + b"\r\n\r\n", 431),
-        (Limits(n_headers=2), b"GET /health HTTP/1.1\r\nHost: a\r\nX: y\r\nZ: z\r\n\r\n", 431),
-        (Limits(body_bytes=10), b"POST /v1/x HTTP/1.1\r\nHost: a\r\nContent-Length: 11\r\n\r\n", 413),
+        (Limits(head_bytes=200), b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"y" * 300 + b"\r\n\r\n", 431),
+        (Limits(n_headers=2), b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: y\r\nZ: z\r\n\r\n", 431),
+        (Limits(body_bytes=10), b"POST /v1/x HTTP/1.1\r\nHost: localhost\r\nContent-Length: 11\r\n\r\n", 413),
         (
             Limits(body_bytes=10),
-            b"POST /v1/x HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nb\r\n" + b"x" * 11,
+            b"POST /v1/x HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nb\r\n" + b"x" * 11,
             413,
         ),
     ],
@@ -123,7 +122,9 @@ async def test_bodies_that_are_arriving_have_one_budget(monkeypatch: pytest.Monk
     monkeypatch.setattr(listener, "ARRIVING_BYTES", 0)
     size, rest = 100 * KIB, b" " * 10 * KIB
     start = (
-        b"POST /v1/x HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % size + b"{}" + b" " * (size - len(rest) - 2)
+        b"POST /v1/x HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % size
+        + b"{}"
+        + b" " * (size - len(rest) - 2)
     )
     async with rig_with(echo, limits=Limits(body_bytes=size)) as (rig, _, small):  # so the budget is twice that
         public = rig.gateway.public
@@ -218,7 +219,7 @@ async def test_times_that_ran_out_end_a_request(monkeypatch: pytest.MonkeyPatch)
         assert (await client.error())[0] == 408
         # A body that drips a byte in time would go on for ever without a limit of the whole.
         slow = await rig.client()
-        slow.writer.write(b"POST /v1/x HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n{")
+        slow.writer.write(b"POST /v1/x HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{")
         while len(made) < 2 or made[1]._phase != "body":
             await asyncio.sleep(0.001)
         made[1]._data_at = now + 51
@@ -251,16 +252,6 @@ async def test_engines_that_nobody_announces_are_asked_for_their_health(monkeypa
     for task in engine.tasks:
         if task:
             task.cancel()
-
-
-def test_upstreams_have_names_of_their_own(loop_factory: LoopFactory) -> None:
-    urls = ("http://127.0.0.1:9100", "http://127.0.0.1:9100/", "http://[::1]:80", "unix:/run/a b.sock")
-    assert name_upstreams([Upstream(url) for url in urls]) == [
-        "127.0.0.1:9100",
-        "127.0.0.1:9100-2",
-        "-::1-:80",
-        "unix:run-a-b.sock",
-    ]
 
 
 @pytest.mark.parametrize("pieces", [1, 0])

@@ -162,7 +162,7 @@ def begin_requests(gateway: Workers, n_requests: int) -> list[socket.socket]:
     """Requests on connections that wait to be accepted."""
     host, port = gateway.listen.removeprefix("http://").split(":")
     body = json.dumps({"model": "m"}).encode()
-    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
     clients = [socket.create_connection((host, int(port)), timeout=15) for _ in range(n_requests)]
     for client in clients:
         client.sendall(head % len(body) + body)

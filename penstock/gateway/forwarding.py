@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import re
 import time
 from operator import sub
 from typing import Final, NamedTuple
@@ -12,14 +13,14 @@ from typing import Final, NamedTuple
 from penstock.gateway.accounting.entry import Entry
 from penstock.gateway.accounting.keys import credential
 from penstock.gateway.accounting.token_usage import is_token_chunk
-from penstock.gateway.config import Address
+from penstock.gateway.config import Address, host_header
 from penstock.gateway.connections.client import ClientConnection
 from penstock.gateway.connections.engine import UpstreamConnection, UpstreamError
 from penstock.gateway.context import OWN_HEADERS, GatewayContext
 from penstock.gateway.metrics import Outcome, Series
 from penstock.gateway.origins import origin_headers
 from penstock.gateway.request import Request, RequestFacts
-from penstock.gateway.responses import error_answer, own_headers
+from penstock.gateway.responses import error_answer, http_date, own_headers
 from penstock.gateway.retries import FAILED_STATUSES, MAX_FAILURE_BYTES, Loss, read_input_error, why_not_again
 from penstock.gateway.routing.queue import QueueEntry
 from penstock.gateway.routing.replicas import NO_HINTS, RETRY_AFTER_S, Replica, RoutingHints, find_response_id
@@ -37,6 +38,8 @@ SILENT_S = 30.0
 MAX_COLLECTED_BYTES: Final = 64 * 1024
 
 _DROPPED_OF_RESPONSE: Final = HOP_BY_HOP | OWN_HEADERS | {b"server-timing"}
+
+_HOST_NAME: Final = re.compile(r"(?!localhost$)[A-Za-z][A-Za-z0-9.\-]*")
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +82,7 @@ class Forwarding:
     # When token chunks went from connection to connection, until `_note_tokens` counts them.
     _token_times: list[float] | None = None
     _is_chunked = False
+    _is_bodyless = False  # the answer to a HEAD: engines are asked with GET
     _is_held_open = False
     _has_first = False
     _seeks_id = False
@@ -255,7 +259,7 @@ class Forwarding:
         dropped = self._context.dropped_plain if is_plain else self._context.dropped
         length = b"content-length: %d\r\n" % len(body) if body or head.method == b"POST" else b""
         return b"%s %s HTTP/1.1\r\n%s%sx-request-id: %s\r\n%s\r\n%s" % (
-            *(head.method, head.target, connection.origin_lines),
+            *(b"GET" if head.method == b"HEAD" else head.method, head.target, connection.origin_lines),
             *(head.keep(dropped), self._request_id, length, body),
         )
 
@@ -311,6 +315,8 @@ class Forwarding:
                     self._lose(Loss.FAILED)
                     return
             out = self._begin_response(head)
+        if self._is_bodyless:
+            data = b""
         if self._series is not None and (data if self._streams else head is not None or is_end):
             self._note_time(self._series)
         if self._seeks_id and data:
@@ -369,7 +375,10 @@ class Forwarding:
             reason = f"no byte for {STALL_S:.0f} s, and the engine reports no running request"
         elif silent_s >= SILENT_S and replica.is_silent(now, SILENT_S):
             host = connection.address[0]
-            reason = f"machine {host} of replica {replica.name} does not answer: no byte for {silent_s:.0f} s"
+            log.warning("replica %s: machine %s has been silent for %.0f s", replica.name, host, silent_s)
+            # Clients may know a machine's name, but not its address.
+            machine = f"machine {host}" if _HOST_NAME.fullmatch(host) else "the machine"
+            reason = f"{machine} of replica {replica.name} does not answer: no byte for {silent_s:.0f} s"
         else:
             return
         connection.discard()
@@ -420,15 +429,21 @@ class Forwarding:
         if self._streams and head.length is None:
             self._ending = Ending()
         framing = b""
+        self._is_bodyless = self._request_head.method == b"HEAD"
         if head.length is not None:
-            # The length of a HEAD's answer is that of a body which does not come.
             if head.status not in (204, 304):
                 framing = b"content-length: %d\r\n" % head.length
         elif not self._request_head.is_http_10:
-            self._is_chunked = True
-            self.takes_chunks = head.is_chunked and not self._seeks_id
+            self._is_chunked = not self._is_bodyless
+            self.takes_chunks = head.is_chunked and not self._seeks_id and not self._is_bodyless
             framing = b"transfer-encoding: chunked\r\n"
         kept = head.keep(_DROPPED_OF_RESPONSE)
+        if not kept.startswith(b"date: ") and kept.find(b"\r\ndate: ") < 0:
+            kept = b"date: %s\r\n%s" % (http_date(int(time.time())), kept)
+        if 300 <= head.status < 400:
+            # An engine names itself by the address at which it was asked.
+            assert self._connection is not None
+            kept = kept.replace(b"location: http://%s/" % host_header(self._connection.address), b"location: /")
         return STATUS_LINE[head.status] + kept + framing + self._write_own_headers(replica)
 
     def _write_own_headers(self, replica: Replica | None) -> bytes:
@@ -447,7 +462,8 @@ class Forwarding:
         if not self._is_held_open:
             self._is_held_open = True
             self._ending = Ending()
-            out = STATUS_LINE[200] + b"content-type: text/event-stream\r\ncache-control: no-cache\r\n"
+            date = b"date: %s\r\n" % http_date(int(time.time()))
+            out = STATUS_LINE[200] + date + b"content-type: text/event-stream\r\ncache-control: no-cache\r\n"
             if not self._request_head.is_http_10:
                 self._is_chunked = True
                 out += b"transfer-encoding: chunked\r\n"

@@ -1,13 +1,16 @@
-"""Which web pages may read answers (CORS, https://fetch.spec.whatwg.org/#http-cors-protocol). Pure."""
+"""Which web pages may ask, and read answers (CORS, https://fetch.spec.whatwg.org/#http-cors-protocol). Pure."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 from urllib.parse import urlsplit
 
+from penstock.spec.gateway import is_loopback
 from penstock.wire.http1 import Headers
 
-_LOOPBACK_HOSTS: Final = frozenset(("localhost", "127.0.0.1", "::1"))
+SITE_HEADERS: Final = frozenset((b"host", b"origin", b"sec-fetch-site"))
+_MAX_KNOWN_HOSTS: Final = 64
 _LIMITS: Final = b", ".join(
     b"x-ratelimit-%s-%s" % (what, kind)
     for kind in (b"requests", b"tokens")
@@ -37,15 +40,57 @@ def origin_headers(origin: bytes | None, needs_key: bool, allowed: frozenset[byt
 
 def _is_of_this_machine(origin: bytes) -> bool:
     try:
-        return urlsplit(origin.decode("latin-1")).hostname in _LOOPBACK_HOSTS
+        return is_local_host(urlsplit(origin.decode("latin-1")).hostname)
     except ValueError:
         return False
+
+
+def is_local_host(host: str | None) -> bool:
+    return host is not None and (is_loopback(host) or host.endswith(".localhost"))
+
+
+class SiteRule:
+    """Without keys: which requests a web page may not have sent. Any page that the user visits can name this machine.
+
+    A page of another origin sends Origin, or Sec-Fetch-Site, with what changes something. A name that its owner lets
+    point here (DNS rebinding) makes a page of the same origin, so Host must be loopback or a configured name.
+    """
+
+    def __init__(self, listen_host: str, allowed: frozenset[bytes]) -> None:
+        self._allowed = allowed
+        names = [urlsplit(origin.decode("latin-1")).hostname for origin in allowed]
+        self._hosts = {listen_host, *names}
+        self._known_hosts: set[bytes] = set()
+
+    def refuse(self, method: bytes, headers: Mapping[bytes, bytes]) -> str | None:
+        """Why the request is refused. `headers`: those of SITE_HEADERS that it has."""
+        host = headers.get(b"host")
+        if host is not None and host not in self._known_hosts:  # browsers always send it
+            if not self._is_ours(host):
+                return f"without keys the host must be loopback or configured, not {host.decode('latin-1')!r}"
+            if len(self._known_hosts) < _MAX_KNOWN_HOSTS:
+                self._known_hosts.add(host)
+        if len(headers) == 1 or method in (b"GET", b"HEAD", b"OPTIONS"):
+            return None
+        origin = headers.get(b"origin")
+        if origin is None and headers.get(b"sec-fetch-site") != b"cross-site":
+            return None
+        if origin is None or not (origin in self._allowed or b"*" in self._allowed or _is_of_this_machine(origin)):
+            return f"without keys a page of {(origin or b'another site').decode('latin-1')} may not use the engines"
+        return None
+
+    def _is_ours(self, host: bytes) -> bool:
+        try:
+            name = urlsplit("//" + host.decode("latin-1")).hostname
+        except ValueError:
+            return False
+        return name in self._hosts or is_local_host(name)
 
 
 def preflight_headers(requested: bytes | None) -> Headers:
     """For a preflight, next to its origin's; `requested` is its Access-Control-Request-Headers."""
     return (
-        (b"access-control-allow-methods", b"GET, HEAD, POST, OPTIONS"),
+        (b"access-control-allow-methods", b"GET, HEAD, POST, DELETE, OPTIONS"),
         (b"access-control-allow-headers", requested or b"authorization, content-type, x-api-key"),
         (b"access-control-max-age", b"600"),
     )

@@ -7,30 +7,51 @@ import time
 from typing import Final
 from urllib.parse import parse_qs, unquote
 
+from penstock import __version__
 from penstock.gateway.accounting.entry import Accounting
 from penstock.gateway.accounting.keys import KeyHolder
 from penstock.gateway.body_fields import ModelFacts
-from penstock.gateway.config import GatewayConfig, ServedModel
+from penstock.gateway.config import UNIX, GatewayConfig, ServedModel, parse_address
 from penstock.gateway.connections.client import BodyOwner, ClientConnection
 from penstock.gateway.context import GatewayContext
 from penstock.gateway.forwarding import Forwarding
-from penstock.gateway.origins import origin_headers, preflight_headers
-from penstock.gateway.request import Request, RequestFacts, UnreadableError, read_facts
+from penstock.gateway.origins import SITE_HEADERS, SiteRule, origin_headers, preflight_headers
+from penstock.gateway.request import BODY_ERRORS, Request, RequestFacts, UnreadableError, read_facts, rename_model
 from penstock.gateway.responses import Answer, error_answer, json_answer
 from penstock.gateway.routing.replicas import NO_HINTS, RoutingHints
 from penstock.gateway.workers.reports import Reporter, metrics_answer
 from penstock.wire.http1 import Headers, RequestHead
 
-_OWN_PATHS: Final = (b"/health", b"/metrics", b"/v1/models")
+_KEYLESS_PATHS: Final = frozenset((b"/", b"/health", b"/ping", b"/version"))
+_OWN_PATHS: Final = _KEYLESS_PATHS | {b"/metrics", b"/load", b"/v1/models"}
 _MODEL_PATH: Final = b"/v1/models/"
 # No segment begins with a dot: no ".." reaches an engine.
 _ENGINE_PATH: Final = re.compile(rb"(?:/v1(?:/[A-Za-z0-9_\-][A-Za-z0-9_.:\-]*)+|/tokenize|/detokenize)/?")
+# By their first segment after /v1 or /: what changes an engine for everyone.
+_ADMIN_ROUTE: Final = re.compile(
+    rb"/v1/(?:(?:un)?load_|reset_|update_|init_|start_|stop_|sleep|wake_up|is_sleeping|pause|resume|shutdown|admin"
+    rb"|collective_rpc|scale_|server_info|abort_)"
+)
 _RESPONSE_PATH: Final = re.compile(rb"/v1/responses/(resp_[A-Za-z0-9_\-]{1,128})(?:/.*)?")
-_ENGINE_METHODS: Final = (b"POST", b"GET", b"DELETE")
+_ENGINE_METHODS: Final = (b"POST", b"GET", b"HEAD", b"DELETE")
 _POST_PATHS: Final = frozenset(
     (b"/tokenize", b"/detokenize", b"/v1/chat/completions", b"/v1/completions", b"/v1/responses", b"/v1/embeddings")
     + (b"/v1/rerank", b"/v1/score", b"/v1/audio/transcriptions", b"/v1/audio/translations", b"/v1/audio/speech")
 )
+
+
+_SITE_AND_VIA: Final = SITE_HEADERS | {b"via"}
+_LANDING: Final = b"""<!doctype html>
+<meta charset="utf-8"><title>penstock</title>
+<h1>penstock</h1>
+<p>This is the gateway of language models, with OpenAI's API. Set a client's base URL to this address and
+<code>/v1</code>.</p>
+<ul>
+<li><a href="v1/models">v1/models</a>: the models and whether they are ready
+<li><code>POST v1/chat/completions</code>: ask one
+<li><a href="health">health</a>, <a href="version">version</a>, <a href="load">load</a>, <a href="metrics">metrics</a>
+</ul>
+"""
 
 
 class Public:
@@ -44,15 +65,29 @@ class Public:
         self._policy = config.policy
         self._names = {model.name: (model.name, *model.aliases) for model in context.replicas.models}
         self._created = int(time.time())
+        self._engine_routes = frozenset([route.encode() for route in config.engine_routes])
+        listen = parse_address(config.listen)
+        assert listen is not None
+        # No web page reaches a Unix socket.
+        has_rule = not context.needs_key and not listen[0].startswith(UNIX)
+        self._site_rule = SiteRule(listen[0], context.allowed_origins) if has_rule else None
+        # Engines that penstock did not start know a model by one name.
+        served = {upstream.model or config.models[0].name for upstream in config.upstreams}
+        self._foreign_aliases = {
+            alias: model.name for model in config.models if model.name in served for alias in model.aliases
+        }
 
     def refuse(self, head: RequestHead, *, is_whole: bool) -> Answer | None:
         """Preflights, missing keys, unknown paths and wrong methods. `handle` checks the key of a whole request."""
         if head.method == b"OPTIONS":
             return Answer(204, headers=preflight_headers(head.get(b"access-control-request-headers")))
-        refusal = _refuse_path(head)
+        refusal = self._refuse_path(head)
         if is_whole and refusal is None:
             return None
-        if head.path != b"/health" and self._context.needs_key:
+        site_refusal = self._refuse_site(head)
+        if site_refusal is not None:
+            return site_refusal
+        if self._context.needs_key and head.path not in _KEYLESS_PATHS:
             holder = self._accounting.find(head)
             if holder is None:
                 return self._refuse_key()
@@ -61,15 +96,30 @@ class Public:
                 return self._accounting.over_limit(limit, holder, time.monotonic())
         return refusal
 
+    def _refuse_site(self, head: RequestHead) -> Answer | None:
+        """Refuses requests that went through this gateway before, and those that another site's page may have sent."""
+        headers = head.pick(_SITE_AND_VIA)
+        if b"via" in headers:
+            names = b",".join([value for name, value in head.headers if name == b"via"])
+            if self._context.pool.via in names:
+                message = "the request came back to this gateway: it is an upstream of itself"
+                return error_answer(508, message, "loop_detected")
+        if self._site_rule is None:
+            return None
+        reason = self._site_rule.refuse(head.method, headers)
+        return None if reason is None else error_answer(403, reason, "site_not_allowed")
+
     def body_owner(self, head: RequestHead) -> BodyOwner | None:
         holder = self._accounting.find(head) if self._context.needs_key else None
         return holder.quota if holder is not None else None
 
     def handle(self, request: Request, client: ClientConnection) -> Answer | None:
         path = request.head.path
-        if path == b"/health":
-            n_ready = sum(self._count_ready().values())
-            return json_answer({"status": "ok", "ready_replicas": n_ready})
+        refusal = self._refuse_site(request.head)
+        if refusal is not None:
+            return refusal
+        if path in _KEYLESS_PATHS:
+            return self._answer_anyone(path)
         holder = self._accounting.find(request.head) if self._context.needs_key else None
         if holder is None and self._context.needs_key:
             # Also of a body that took its time, while its key ended. From here on None means: no keys needed.
@@ -79,13 +129,41 @@ class Public:
             return self._forward(request, client, holder)
         if path == b"/metrics":
             return self._reporter.respond(client, metrics_answer)
+        if path == b"/load":
+            return json_answer({"server_load": self._replicas.in_flight_total + self._context.queue.waiting})
         if path == b"/v1/models":
             data = [self._facts(model) for model in self._replicas.models if self._may_use(holder, model)]
             return json_answer({"object": "list", "data": data})
         return self._answer_model(holder, unquote(path.removeprefix(_MODEL_PATH).decode("latin-1")))
 
+    def _answer_anyone(self, path: bytes) -> Answer:
+        if path == b"/":
+            return Answer(200, _LANDING, b"text/html; charset=utf-8")
+        if path == b"/version":
+            return json_answer({"version": __version__})
+        n_ready = sum(self._count_ready().values())
+        return json_answer({"status": "ok", "ready_replicas": n_ready})
+
     def origin_headers(self, head: RequestHead) -> Headers:
         return origin_headers(head.get(b"origin"), self._context.needs_key, self._context.allowed_origins)
+
+    def _refuse_path(self, head: RequestHead) -> Answer | None:
+        path = head.path
+        if path in _POST_PATHS and head.method == b"POST":
+            return None
+        is_own = path in _OWN_PATHS or path.startswith(_MODEL_PATH)
+        if not is_own and path not in self._engine_routes:
+            if not _ENGINE_PATH.fullmatch(path):
+                return error_answer(404, f"there is nothing at {path.decode('latin-1')!r}", "not_found")
+            if _ADMIN_ROUTE.match(path):
+                message = f"{path.decode()} administers an engine: gateway.engine_routes does not open it"
+                return error_answer(403, message, "route_closed")
+        allowed = (b"GET", b"HEAD") if is_own else (b"POST",) if path in _POST_PATHS else _ENGINE_METHODS
+        if head.method not in allowed and not (path == b"/ping" and head.method == b"POST"):
+            method = head.method.decode("latin-1")
+            headers = ((b"allow", b", ".join(allowed)),)
+            return error_answer(405, f"not with {method}", "method_not_allowed", headers=headers)
+        return None
 
     def _refuse_key(self) -> Answer:
         self._accounting.n_unknown_keys += 1
@@ -95,7 +173,10 @@ class Public:
     def _forward(self, request: Request, client: ClientConnection, holder: KeyHolder | None) -> Answer | None:
         head = request.head
         try:
-            facts = read_facts(request, wants_prefix=self._policy == "prefix")
+            if request.body or head.path not in self._engine_routes:
+                facts = read_facts(request, wants_prefix=self._policy == "prefix")
+            else:
+                facts = RequestFacts(head.path, request.request_id, request.received_at, 0)
         except UnreadableError as error:
             return error_answer(400, str(error), "invalid_body")
         name = facts.model
@@ -112,8 +193,13 @@ class Public:
         if holder is not None and not holder.may_use(name or model, *self._names[model]):
             self._accounting.refuse(facts, model, holder, 403)
             return _forbidden_model(name or model)
-        forwarding = Forwarding(self._context, request, client, model, facts)
-        forwarding.start(self._hints(facts, name, place), self._accounting.open(facts, model, holder, request.body))
+        if name in self._foreign_aliases and request.body:
+            request.body = rename_model(request, self._foreign_aliases[name])
+        try:
+            entry = self._accounting.open(facts, model, holder, request.body)
+        except BODY_ERRORS as error:
+            return error_answer(400, f"the request body cannot be read: {error}", "invalid_body")
+        Forwarding(self._context, request, client, model, facts).start(self._hints(facts, name, place), entry)
         return None
 
     def _hints(self, facts: RequestFacts, name: str | None, place: tuple[str, str] | None) -> RoutingHints:
@@ -141,20 +227,6 @@ class Public:
     def _facts(self, model: ServedModel) -> ModelFacts:
         state = self._replicas.model_state(model.name, time.monotonic())
         return ModelFacts(model.name, self._created, model.aliases, state)
-
-
-def _refuse_path(head: RequestHead) -> Answer | None:
-    path = head.path
-    if path in _POST_PATHS and head.method == b"POST":
-        return None
-    is_own = path in _OWN_PATHS or path.startswith(_MODEL_PATH)
-    if not is_own and not _ENGINE_PATH.fullmatch(path):
-        return error_answer(404, f"there is nothing at {path.decode('latin-1')!r}", "not_found")
-    allowed = (b"GET", b"HEAD") if is_own else (b"POST",) if path in _POST_PATHS else _ENGINE_METHODS
-    if head.method not in allowed:
-        method = head.method.decode("latin-1")
-        return error_answer(405, f"not with {method}", "method_not_allowed", headers=((b"allow", b", ".join(allowed)),))
-    return None
 
 
 def _read_query_model(target: bytes) -> str | None:

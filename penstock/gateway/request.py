@@ -15,12 +15,21 @@ SESSION_BYTES: Final = 256
 PRIORITY_LIMIT = 1000
 TIMEOUT_S_MAX = 86400.0
 
-_BOUNDARY: Final = re.compile(rb"boundary=(?:\"([^\"\r\n]{1,70})\"|([^\s;,\"]{1,70}))", re.IGNORECASE)
-_MODEL_PART: Final = re.compile(
-    rb"content-disposition:[^\r\n]*;[ \t]*name=\"?model\"?[ \t]*(?:;|\r\n|\Z)", re.IGNORECASE
+# Forms are read as strictly as requests: what two parsers may read in two ways is refused.
+# https://www.rfc-editor.org/rfc/rfc7578, https://www.rfc-editor.org/rfc/rfc2046#section-5.1.1
+_FORM_TYPE: Final = re.compile(
+    rb"multipart/form-data(?:; ?charset=\"?utf-8\"?)?; ?boundary=(\"?)([A-Za-z0-9'()+_,\-./:=?]{1,70})\1"
+    rb"(?:; ?charset=\"?utf-8\"?)?",
+    re.IGNORECASE,
 )
-_PART_HEAD_BYTES: Final = 1024
+_PART_TYPE: Final = re.compile(rb"[^\s;,]+(?:; ?charset=\"?utf-8\"?)?", re.IGNORECASE)
+_DISPOSITION: Final = re.compile(
+    rb"form-data; ?name=(\"?)([^\"\\;\s]{1,100})\1(?:; ?filename(?:=\"[^\"]*\"|=[^\s;\"]+|\*=[^\s;\"]+))*",
+    re.IGNORECASE,
+)
+_PART_HEAD_BYTES: Final = 4096
 _NAME_BYTES: Final = 512
+_MAX_PARTS: Final = 256
 _TIMEOUT: Final = re.compile(rb"(\d{1,9}(?:\.\d{1,9})?)[ ]?(ms|s|)")
 _INTEGER: Final = re.compile(rb"-?\d{1,9}")
 _READ_HEADERS: Final = frozenset(
@@ -32,6 +41,9 @@ _FIRST_TURN: Final = (b'"system"', b'"developer"')
 class UnreadableError(ValueError):
     """The request cannot be understood; the text says why."""
 
+
+# What reading JSON raises; RecursionError at about 1,000 levels.
+BODY_ERRORS: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 _read_body = msgspec.json.Decoder(RequestBody).decode
 _read_long_body = msgspec.json.Decoder(LongRequestBody).decode
@@ -97,17 +109,30 @@ def read_facts(request: Request, *, wants_prefix: bool = False) -> RequestFacts:
     if not body and head.method != b"POST":
         return facts
     kind = headers.get(b"content-type", b"")
+    if kind and sum(name == b"content-type" for name, _ in head.headers) > 1:
+        raise UnreadableError("more than one content-type")
     if kind[:10].lower() == b"multipart/":
         facts.model = read_form_model(kind, body)
         return facts
     try:
         fields = _read_long_body(body) if wants_prefix else _read_body(body)
-    except msgspec.DecodeError as error:
+        if isinstance(fields, LongRequestBody):
+            facts.prefix = _first_bytes(fields)
+    except BODY_ERRORS as error:
         raise UnreadableError(f"the request body cannot be routed: {error}") from error
-    if isinstance(fields, LongRequestBody):
-        facts.prefix = _first_bytes(fields)
     _take_fields(facts, fields, has_priority=b"x-penstock-priority" in headers)
     return facts
+
+
+def rename_model(request: Request, name: str) -> bytes:
+    """The body with another value of its model; a form's value is replaced where it stands."""
+    kind = request.head.get(b"content-type") or b""
+    if kind[:10].lower() == b"multipart/":
+        found = _find_form_model(kind, request.body)
+        return request.body if found is None else request.body[: found[0]] + name.encode() + request.body[found[1] :]
+    fields = msgspec.json.decode(request.body, type=dict[str, msgspec.Raw])
+    fields["model"] = msgspec.Raw(msgspec.json.encode(name))
+    return msgspec.json.encode(fields)
 
 
 def _read_headers(facts: RequestFacts, headers: dict[bytes, bytes]) -> None:
@@ -158,35 +183,64 @@ def _bound(priority: int) -> int:
 
 
 def read_form_model(content_type: bytes, body: bytes) -> str | None:
-    """The value of the form part named "model", found by its boundary; nothing else of the form is read.
+    """The value of the form part named "model"; None when there is none. Raises UnreadableError."""
+    place = _find_form_model(content_type, body)
+    return None if place is None else _read_name(body[slice(*place)])
 
-    None when there is none. Raises UnreadableError when the type names no boundary or the value is no name.
-    """
-    found = _BOUNDARY.search(content_type)
-    if found is None:
-        raise UnreadableError("the form has no boundary")
-    delimiter = b"--" + (found.group(1) or found.group(2))
-    at = body.find(delimiter)
-    while at >= 0:
-        start = at + len(delimiter)
-        if body[start : start + 2] != b"\r\n":
-            return None
+
+def _find_form_model(content_type: bytes, body: bytes) -> tuple[int, int] | None:
+    """Where the value of the part named "model" begins and ends. Raises UnreadableError."""
+    form = _FORM_TYPE.fullmatch(content_type)
+    if form is None:
+        raise UnreadableError("the content-type is not multipart/form-data with one boundary")
+    delimiter = b"\r\n--" + form.group(2)
+    place: tuple[int, int] | None = None
+    if not body.startswith(delimiter[2:]):
+        raise UnreadableError("the form does not begin with its boundary")
+    start = len(delimiter) - 2
+    for _ in range(_MAX_PARTS):
+        if body[start : start + 2] == b"--":
+            return place
         head_end = body.find(b"\r\n\r\n", start, start + _PART_HEAD_BYTES)
-        if head_end >= 0 and _MODEL_PART.search(body, start, head_end):
-            end = body.find(b"\r\n" + delimiter, head_end + 2, head_end + 4 + _NAME_BYTES + len(delimiter) + 2)
-            if end < 0:
-                raise UnreadableError("the form's model is no name")
-            return _read_name(body[head_end + 4 : end])
-        next_at = body.find(b"\r\n" + delimiter, start)
-        at = next_at + 2 if next_at >= 0 else -1
-    return None
+        if head_end < 0 or body[start : start + 2] != b"\r\n" or body.startswith(delimiter[2:], head_end + 4):
+            raise UnreadableError("a part of the form is malformed")
+        at = body.find(delimiter, head_end + 4)
+        if at < 0:
+            raise UnreadableError("the form has no end")
+        if _read_part_name(body[start + 2 : head_end]) == b"model":
+            if place is not None:
+                raise UnreadableError("the form has two parts named model")
+            place = head_end + 4, at
+        start = at + len(delimiter)
+    raise UnreadableError(f"the form has more than {_MAX_PARTS} parts")
+
+
+def _read_part_name(head: bytes) -> bytes:
+    fields: dict[bytes, bytes] = {}
+    for line in head.split(b"\r\n"):
+        name, colon, value = line.partition(b":")
+        name = name.lower()
+        if not colon or name in fields or name[:1] in (b" ", b"\t"):
+            raise UnreadableError("a part of the form has a malformed head")
+        fields[name] = value.strip(b" \t")
+    disposition = _DISPOSITION.fullmatch(fields.get(b"content-disposition", b""))
+    if disposition is None:
+        raise UnreadableError("a part of the form has no readable name")
+    part_name = disposition.group(2)
+    if part_name == b"model":
+        plain = _PART_TYPE.fullmatch(fields.get(b"content-type", b"text/plain"))
+        if plain is None or b"content-transfer-encoding" in fields or b"filename" in disposition.group().lower():
+            raise UnreadableError("the form's model is no plain text")
+    return part_name
 
 
 def _read_name(value: bytes) -> str:
     try:
-        return value.decode()
-    except UnicodeDecodeError as error:
-        raise UnreadableError("the form's model is no name") from error
+        if len(value) <= _NAME_BYTES:
+            return value.decode()
+    except UnicodeDecodeError:
+        pass
+    raise UnreadableError("the form's model is no name")
 
 
 def _first_bytes(fields: LongRequestBody) -> bytes:

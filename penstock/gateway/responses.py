@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from email.utils import formatdate
+
 import msgspec
 
 from penstock.wire.http1 import Headers
@@ -26,6 +29,12 @@ class _ErrorFacts(msgspec.Struct, frozen=True):
 
 class _ErrorBody(msgspec.Struct, frozen=True):
     error: _ErrorFacts
+
+
+@functools.lru_cache(maxsize=2)
+def http_date(second: int) -> bytes:
+    """ "Sun, 06 Nov 1994 08:49:37 GMT" of a Unix time."""
+    return formatdate(second, usegmt=True).encode()
 
 
 def json_answer(value: object) -> Answer:

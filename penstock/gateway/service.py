@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import math
 import os
@@ -95,7 +96,10 @@ class Gateway:
         replicas = _replica_table(config, self.accounting.running_totals)
         counters = Counters(model.name for model in config.models)
         keys = upstream_keys(config)
-        pool = Pool(engine_key(token) if config.engines_need_key else None, keys)
+        # The same in all workers, and in no other gateway.
+        facts = f"{socket.gethostname()} {token} {config}"
+        via = b"penstock-" + hashlib.sha256(facts.encode()).hexdigest()[:16].encode()
+        pool = Pool(engine_key(token) if config.engines_need_key else None, keys, via)
         needs_key = config.auth == "keys"
         hides_key = needs_key or config.engines_need_key or bool(keys)
         self._context = GatewayContext(

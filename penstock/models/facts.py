@@ -187,7 +187,8 @@ def _from_catalog(reference: str) -> Facts:
     config = _with_modelopt(catalog.model_config(name), catalog.model_config(name, _MODELOPT))
     if row.quant_method and not config.get("quantization_config"):
         raise not_modelled("model", name, f"the catalogue does not have the format of its {row.quant_method} weights")
-    return Facts(reference, config, source, None, exact, row.hf_id, tuple(notes))
+    hub_id = reference if "/" in reference else row.hf_id
+    return Facts(reference, config, source, None, exact, hub_id, tuple(notes))
 
 
 def _from_hub(name: str) -> Facts:
@@ -264,7 +265,7 @@ def _without_network(name: str, why: str) -> Facts | None:
         source = f"the hub's cache in {snapshot}"
     elif catalog.find(name):
         facts = _from_catalog(name)
-        source = f"the catalogue's copy of {facts.hub_id}"
+        source = facts.source
     else:
         return None
     return msgspec.structs.replace(facts, notes=(f"{why}; using {source}", *facts.notes))

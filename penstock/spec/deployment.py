@@ -107,7 +107,8 @@ class GatewaySpec(GatewaySettings, frozen=True, forbid_unknown_fields=True):
     replica at a time; further ones wait in the gateway, where the queue is fair between keys; absent, engines queue.
     `tls_cert` (a certificate chain) and `tls_key` are PEM files: clients then speak TLS. `allowed_origins`: web pages
     that may read answers, `"*"` for all; empty means every page with `auth: keys`, else pages of this machine.
-    `path_prefix`: every route is also served below it, for a proxy that passes one path on.
+    `path_prefix`: every route is also served below it, for a proxy that passes one path on. `engine_routes`: routes
+    that administer engines, closed unless named (`/v1/load_lora_adapter`, `/sleep`); one replica gets such a request.
     """
 
     host: str = "127.0.0.1"

@@ -94,6 +94,7 @@ class GatewaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     tls_key: str | None = None
     allowed_origins: tuple[str, ...] = ()
     path_prefix: str | None = None
+    engine_routes: tuple[str, ...] = ()
 
 
 def setting_problems(settings: GatewaySettings, needs_key: bool) -> Iterator[Problem]:
@@ -107,6 +108,9 @@ def setting_problems(settings: GatewaySettings, needs_key: bool) -> Iterator[Pro
         yield Problem(missing, "is missing", "TLS needs a certificate and its key")
     if settings.path_prefix is not None and not _PATH_PREFIX.match(settings.path_prefix):
         yield Problem("path_prefix", f'"{settings.path_prefix}" is not a path', "example: /penstock")
+    for index, route in enumerate(settings.engine_routes):
+        if not _PATH_PREFIX.match(route):
+            yield Problem(f"engine_routes[{index}]", f'"{route}" is not a path', "example: /v1/load_lora_adapter")
     yield from _bound_problems(settings)
     for index, origin in enumerate(settings.allowed_origins):
         if origin == "*" and not needs_key:

@@ -34,7 +34,9 @@ HOP_BY_HOP: Final = frozenset(
     + (b"trailer", b"transfer-encoding", b"upgrade")
 )
 
-_PLAIN_CONNECTION: Final = (None, b"keep-alive", b"close", b"Keep-Alive")
+_PLAIN_CONNECTION: Final = (b"keep-alive", b"close", b"Keep-Alive")
+# Said by a gateway about its own clients: neither engines nor clients may say it for us.
+_OURS: Final = (b"access-control-", b"x-forwarded-")
 
 _TOKEN: Final = rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+"
 _TEXT: Final = rb"[^\x00-\x08\x0a-\x1f\x7f]*"
@@ -268,7 +270,8 @@ _Special = dict[bytes, list[bytes]]
 def _read_headers(lines: list[bytes], max_headers: int) -> tuple[Headers, _Special]:
     """All headers, and the values of those that say how to read the message."""
     if len(lines) - 1 > max_headers:
-        raise ProtocolError(431, f"more than {max_headers} header lines")
+        is_broken = any(_BARE_LINE_END.search(line + b" ") for line in lines)
+        raise ProtocolError(400 if is_broken else 431, f"more than {max_headers} header lines")
     get, read = _known.headers.get, _known.read_header
     headers = tuple([get(line) or read(line) for line in lines[1:]])
     special: _Special = {}
@@ -578,11 +581,11 @@ def _connection_options(headers: Headers) -> set[bytes]:
 
 
 def _write_kept(headers: Headers, dropped: frozenset[bytes]) -> bytes:
-    if find_header(headers, b"connection") not in _PLAIN_CONNECTION:
+    if any(name == b"connection" and value not in _PLAIN_CONNECTION for name, value in headers):
         # It names further headers that are for the next hop only.
         headers = tuple(keep_end_to_end(headers))
     return b"".join(
-        [b"%s: %s\r\n" % line for line in headers if line[0] not in dropped and line[0][:15] != b"access-control-"]
+        [b"%s: %s\r\n" % line for line in headers if line[0] not in dropped and not line[0].startswith(_OURS)]
     )
 
 

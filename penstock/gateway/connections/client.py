@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Final, Literal, Protocol, cast
 
 from penstock.gateway.request import Request
-from penstock.gateway.responses import Answer, error_answer, own_headers
+from penstock.gateway.responses import Answer, error_answer, http_date, own_headers
 from penstock.spec.gateway import Limits
 from penstock.text import KIB, MIB
 from penstock.wire.http1 import (
@@ -394,7 +394,7 @@ class ClientConnection(asyncio.Protocol):
             self.respond(answer)
 
     def _write_answer(self, answer: Answer, keeps_alive: bool) -> None:
-        headers = list(answer.headers)
+        headers = [(b"date", http_date(int(time.time()))), *answer.headers]
         if answer.status != 204:
             headers += (b"content-type", answer.content_type), (b"content-length", b"%d" % len(answer.body))
         if self._head is not None:

@@ -184,7 +184,7 @@ class UpstreamConnection(asyncio.Protocol):
         if self._sink is not None and exc is None and self._reader.may_end_here:
             self._sink.receive(None, b"", True)
         elif isinstance(exc, TimeoutError):
-            self._fail(UpstreamError(f"machine {self.address[0]} does not answer"))
+            self._fail(UpstreamError("the engine's machine does not answer"))
         else:
             self._fail(UpstreamError(f"the engine closed the connection{f': {exc}' if exc else ''}"))
 
@@ -197,11 +197,15 @@ class UpstreamConnection(asyncio.Protocol):
 class Pool:
     """Idle connections to engines, the last used first.
 
-    `engine_key`: the key that engines beyond loopback ask for; `keys`: those of single engines, by address.
+    `engine_key`: the key that engines beyond loopback ask for; `keys`: those of single engines, by address. `via`: the
+    gateway's name in requests to engines, by which it knows its own again.
     """
 
-    def __init__(self, engine_key: str | None = None, keys: Mapping[Address, str] | None = None) -> None:
+    def __init__(
+        self, engine_key: str | None = None, keys: Mapping[Address, str] | None = None, via: bytes = b"penstock"
+    ) -> None:
         self._engine_key = engine_key
+        self.via = via
         self._keys = keys or {}
         self._idle: dict[Address, list[UpstreamConnection]] = {}
         # Shared: an engine's heads change with the second (date), and it has many connections.
@@ -209,7 +213,7 @@ class Pool:
 
     def origin_lines(self, address: Address) -> bytes:
         """The head's lines that say for whom a request is, with the key that the engine asks for."""
-        host = b"host: %s\r\n" % host_header(address)
+        host = b"host: %s\r\nvia: 1.1 %s\r\n" % (host_header(address), self.via)
         key = self._keys.get(address, self._engine_key)
         return host if key is None else b"%sauthorization: Bearer %s\r\n" % (host, key.encode())
 

@@ -28,19 +28,6 @@ _UNREACHABLE = frozenset((errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN
 log = logging.getLogger(__name__)
 
 
-def name_upstreams(upstreams: Sequence[Upstream]) -> list[str]:
-    """A replica name for each: its address, and a number where two share one."""
-    names: list[str] = []
-    for upstream in upstreams:
-        plain = "".join(
-            letter if letter.isascii() and (letter.isalnum() or letter in "._:-") else "-"
-            for letter in upstream.url.removeprefix("http://").rstrip("/").replace("unix:/", "unix:")
-        )[-100:]
-        n_before = sum(name == plain or name.startswith(f"{plain}-") for name in names)
-        names.append(f"{plain}-{n_before + 1}" if n_before else plain)
-    return names
-
-
 async def probe(pool: Pool, address: Address) -> Exception | None:
     """The engine's problem, if any. A status below 500 is healthy: not every engine has /health."""
     status = 0
@@ -93,12 +80,13 @@ class LapsedProbes:
 
 class StaticUpstreams:
     def __init__(self, upstreams: Sequence[Upstream], replicas: ReplicaTable, queue: WaitingQueue, pool: Pool) -> None:
-        self._upstreams = tuple(zip(name_upstreams(upstreams), upstreams, strict=True))
+        # Clients see these names, and an engine's address is none of their business.
+        self._upstreams = {f"upstream-{number}": upstream for number, upstream in enumerate(upstreams, 1)}
         self._replicas, self._queue, self._pool = replicas, queue, pool
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
-        self._tasks = [asyncio.create_task(self._watch(name, upstream)) for name, upstream in self._upstreams]
+        self._tasks = [asyncio.create_task(self._watch(name, upstream)) for name, upstream in self._upstreams.items()]
 
     def stop(self) -> None:
         for task in self._tasks:
@@ -122,7 +110,8 @@ class StaticUpstreams:
             elif not is_doubted:
                 state = "stalled" if was_ready else "starting"
             if state != before:
-                log.info("upstream %s: %s -> %s%s", name, before, state, f": {problem}" if problem else "")
+                reason = f": {problem}" if problem else ""
+                log.info("%s at %s: %s -> %s%s", name, upstream.url, before, state, reason)
             silent_since = (silent_since or began_at) if is_silent(problem) else None
             self._announce(name, upstream, state, problem)
             replica = self._replicas.find(name)
