@@ -66,25 +66,25 @@ def up(deployment: Deployment, replace: bool = False, on_step: OnStep | None = N
                 hint = "Add --replace to end it and start the new one, or give another --name."
                 message = f'deployment "{deployment.name}" runs with other settings'
                 refusals.append(UserError(message, detail="\n".join(changes), hint=hint))
-        target = targets.load(deployment.target)
-        with _bind_admin(target) as admin:
-            admin_port = admin.getsockname()[1]
+        with _bind("127.0.0.1") as held:
+            admin_port = held.getsockname()[1]
             prepared = prepare(deployment, admin_port, not_ended(deployment.name), refusals=refusals)
-            old = Run(paths.home() / "runs" / deployment.name)
+            old, target = Run(paths.home() / "runs" / deployment.name), targets.load(deployment.target)
             if "gateway" in target.placed(deployment):
                 if old.exists():
                     end_run(old, now=False, on_step=None)
                 return _start(prepared, (), on_step)
-            with _replace(old, deployment.gateway) as public:
+            host = "127.0.0.1" if target.listen == "loopback" else "0.0.0.0"
+            with _bind(host, admin_port) as admin, _replace(old, deployment.gateway) as public:
                 return _start(prepared, (public, admin), on_step)
 
 
-def _bind_admin(target: Target) -> socket.socket:
-    """The admin address of a gateway that starts later, which listens on it."""
+def _bind(host: str, port: int = 0) -> socket.socket:
+    """The admin socket of a gateway that starts later: until it listens, others of ours may bind the port too."""
     sock = socket.socket()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    sock.bind(("127.0.0.1" if target.listen == "loopback" else "0.0.0.0", 0))
+    sock.bind((host, port))
     return sock
 
 
