@@ -307,10 +307,7 @@ _METHODS: Mapping[str, tuple[Callable[[Mapping[str, Any]], Quantization], frozen
     "modelopt": (_modelopt, frozenset({"fp8", "nvfp4", "fp8-block"})),
     "modelopt_fp4": (_modelopt, frozenset({"nvfp4"})),
     "modelopt_mixed": (_modelopt, frozenset({"fp8", "nvfp4", "fp8-block"})),
-    "compressed-tensors": (
-        _compressed_tensors,
-        frozenset({"fp8", "fp8-block", "int8", "int4", "nvfp4", "mxfp4"}),
-    ),
+    "compressed-tensors": (_compressed_tensors, frozenset({"fp8", "fp8-block", "int8", "int4", "nvfp4", "mxfp4"})),
 }
 
 # `--quantization` on a 16-bit checkpoint (layers/quantization/online, bitsandbytes.py): what vLLM makes while loading.
