@@ -56,9 +56,9 @@ def test_communicators_take_little_without_nvlink_and_twice_for_a_mixture() -> N
 def test_graphs_are_beside_the_budget_before_0_21() -> None:
     old, new = (estimated(shapes.LLAMA_8B, version, 8192, 1024) for version in ("0.20", "0.21"))
     assert (old.graphs_in_budget, new.graphs_in_budget) == (False, True)
-    assert old.beside_budget == old.graphs
+    assert old.outside_budget == old.graphs
     assert old.in_budget == old.activation + old.workspace + old.non_torch
-    assert new.beside_budget == ZERO
+    assert new.outside_budget == ZERO
     assert new.in_budget == new.activation + new.workspace + new.non_torch + new.graphs
     assert old.graphs.low / GIB <= 0.67 <= old.graphs.high / GIB  # V1 log of 2025-09, 67 sizes
     assert estimated(shapes.LLAMA_8B, "0.33", 8192, 1024, enforce_eager=True).graphs == ZERO
@@ -77,7 +77,7 @@ def test_nccl_is_in_the_budget_until_0_12() -> None:
         assert old.nccl_in_budget and inside.low <= logged_gib * GIB <= inside.high
         assert inside.likely / GIB == pytest.approx(logged_gib, rel=0.2)
         new = estimated(shapes.QWEN2_5_32B, "0.33", 8192, 1024, Parallel(tensor))
-        assert new.beside_budget == new.nccl
+        assert new.outside_budget == new.nccl
     assert estimated(shapes.LLAMA_8B, "0.11", 2048, 256).nccl == ZERO
 
 
@@ -138,7 +138,7 @@ def test_more_tokens_or_rows_never_take_less(
     few = estimated(arch, version, tokens, rows, Parallel(tensor))
     many = estimated(arch, version, tokens * factor, rows * factor, Parallel(tensor))
     assert few.in_budget.likely <= many.in_budget.likely
-    assert few.beside_budget.likely <= many.beside_budget.likely
+    assert few.outside_budget.likely <= many.outside_budget.likely
 
 
 # ---- versions of the engine ------------------------------------------------------------------------------------------

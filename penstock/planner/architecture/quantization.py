@@ -127,10 +127,8 @@ def format_of(module: str, quant: Quantization | None) -> Quantization | None:
     """The format of one linear module's weight; None keeps the model's dtype."""
     if quant is None or matches(module, quant.excluded):
         return None
-    for one in (quant, *quant.also):
-        if not one.included or matches(module, one.included):
-            return one
-    return None
+    formats = (quant, *quant.also)
+    return next((own for own in formats if not own.included or matches(module, own.included)), None)
 
 
 # ---- reading quantization_config ------------------------------------------------------------------------------------
