@@ -28,6 +28,9 @@ def test_a_gpu_answers_to_the_names_people_have_for_it() -> None:
     ids |= {"NVIDIA GeForce RTX 4090": "rtx-4090", "AMD Instinct MI300X": "mi300x"}
     ids |= {"a100-80gb-sxm": "a100-sxm4-80", "4090": "rtx-4090", "a100-40gb": "a100-sxm4-40"}
     assert {name: catalog.gpu(name).id for name in ids} == ids
+    for name, mib, like in (("NVIDIA H20", 97871, "rtx-pro-6000-blackwell"), ("NVIDIA L40", 46068, "l40s")):
+        card = catalog.gpu_of_machine(name, mib * 2**20)
+        assert (card.id, card.stands_in) == (name, like)  # whole names: no H200, and an L40S only for its memory
     with pytest.raises(UserError, match='the nearest is "h100-sxm"') as refused:
         catalog.gpu("h100-smx")
     assert refused.value.exit_code == 2

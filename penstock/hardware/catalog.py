@@ -160,20 +160,21 @@ def link_ids() -> tuple[str, ...]:
 def gpu(name: str) -> GpuFacts:
     """The card with this id, driver name, Kubernetes label or unique beginning of an id ("h200").  Raises UserError.
     The words of an id may come in another order, and memory in GB: "a100-80gb-sxm"."""
-    rows, wanted = _gpus(), _plain(name)
-    for row in rows.values():
-        if wanted in {_plain(row.id), *map(_plain, row.names)}:
-            return row
-    return rows[_by_beginning("GPU", name, wanted, rows)]
+    rows = _gpus()
+    return _named(name) or rows[_by_beginning("GPU", name, _plain(name), rows)]
+
+
+def _named(name: str) -> GpuFacts | None:
+    wanted = _plain(name)
+    return next((row for row in _gpus().values() if wanted in {_plain(row.id), *map(_plain, row.names)}), None)
 
 
 def gpu_of_machine(name: str, memory_bytes: int) -> GpuFacts:
     """The card that a driver calls `name`, with the memory that the driver reports.
     A card outside the catalogue gets the facts of the one nearest in memory (`stands_in`)."""
     total_gib = default_total_gib(memory_bytes // 2**20)
-    try:
-        row = gpu(name)
-    except UserError:
+    row = _named(name)  # a driver's name is whole: an H20 is no H200
+    if row is None:
         like = min(_gpus().values(), key=lambda row: abs(row.memory.torch_total_gib - total_gib))
         like = _with_memory(like, total_gib, memory_bytes)
         return msgspec.structs.replace(like, id=name, names=(name,), stands_in=like.id)
@@ -217,8 +218,7 @@ def bridged(card: GpuFacts, n_joined: int, gbs_per_dir: float | None) -> GpuFact
 
 
 def default_total_gib(nvidia_smi_mib: int) -> float:
-    """What the CUDA runtime reports of a card outside the catalogue (`default_rule` in gpus.yaml): 24576 MiB, 23.55
-    GiB."""
+    """What the CUDA runtime reports of an unknown card (`default_rule` in gpus.yaml): 24576 MiB, 23.55 GiB."""
     gib = nvidia_smi_mib / 1024
     return gib - (0.45 if gib <= 24.5 else 0.55 if gib <= 80.5 else 0.6)
 

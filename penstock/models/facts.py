@@ -19,18 +19,7 @@ import msgspec
 
 from penstock import paths
 from penstock.errors import UserError, not_modelled
-from penstock.models import Facts, Header, ModelFacts, StoredTensor, catalog, demo, gguf, hub
-from penstock.models.files import (
-    BUNDLED,
-    INDEX,
-    forms_of,
-    gguf_parts,
-    listing,
-    read_header,
-    read_object,
-    shards_of,
-    wanted_shards,
-)
+from penstock.models import Facts, Header, ModelFacts, StoredTensor, catalog, demo, files, gguf, hub
 from penstock.models.hub import HubError
 from penstock.paths import write_atomically
 from penstock.spec.deployment import DEMO_MODEL
@@ -54,7 +43,7 @@ class Kept(msgspec.Struct, frozen=True):
 def read(reference: str) -> Facts:
     """The facts of the model that `reference` names.  Raises UserError; may ask the hub (seconds, see `hub`)."""
     if reference == DEMO_MODEL:
-        return read_folder(BUNDLED, reference)
+        return read_folder(files.BUNDLED, reference)
     path = Path(reference).expanduser()
     if path.is_file() and path.name == "config.json":
         path = path.parent
@@ -83,24 +72,24 @@ def read(reference: str) -> Facts:
 
 def read_folder(folder: Path, reference: str) -> Facts:
     """The facts in a folder: config.json, and the headers of its safetensors files when all are there."""
-    config = read_object(folder / "config.json")
+    config = files.read_object(folder / "config.json")
     if (folder / _MODELOPT).is_file():
-        config = _with_modelopt(config, read_object(folder / _MODELOPT))
+        config = _with_modelopt(config, files.read_object(folder / _MODELOPT))
     notes: list[str] = []
     tensors, n_bytes = None, None
-    index = read_object(folder / INDEX) if (folder / INDEX).is_file() else None
-    names = wanted_shards(folder)
+    index = files.read_object(folder / files.INDEX) if (folder / files.INDEX).is_file() else None
+    names = files.wanted_shards(folder)
     missing = [name for name in names if not (folder / name).is_file()]
     if names and not missing:
         try:
-            tensors, n_bytes = _joined([read_header(folder / name) for name in names])
+            tensors, n_bytes = _joined([files.read_header(folder / name) for name in names])
         except (OSError, ValueError) as exc:
             notes.append(f"{exc}: the weights were counted from the config (is it a Git LFS pointer?)")
     elif len(missing) < len(names):  # a folder with none of them is for planning; with some, a broken download
         notes.append(f"{len(missing)} of {len(names)} safetensors files named by the index are not in {folder}")
     if n_bytes is None and index is not None:
         n_bytes = _total_size(index)
-    what = f"{len(names)} safetensors headers" if tensors else INDEX if n_bytes else "config.json alone"
+    what = f"{len(names)} safetensors headers" if tensors else files.INDEX if n_bytes else "config.json alone"
     return Facts(reference, config, f"{folder}: {what}", tensors, n_bytes, notes=tuple(notes))
 
 
@@ -108,14 +97,14 @@ def read_files(path: Path, reference: str, form: str) -> tuple[Facts, ModelFacts
     """The facts in the files of one form that an engine will load, and the record of them in its plan.
     Raises UserError for a folder that holds no such model."""
     if form == "gguf":
-        if path == BUNDLED:  # its file is written on the node that loads it
+        if path == files.BUNDLED:  # its file is written on the node that loads it
             facts = Facts(reference, gguf.read_config(demo.HEAD), f"{demo.HEAD}: a header")
-            return facts, _record(facts, path, "gguf", [path / name for name in wanted_shards(path)])
-        parts = gguf_parts(path)
+            return facts, _record(facts, path, "gguf", [path / name for name in files.wanted_shards(path)])
+        parts = files.gguf_parts(path)
         if not parts:
             raise UserError(
                 f'cannot use model folder "{path}": no *.gguf in it',
-                detail=f"It holds {listing(path)}. The embedded engine (llamacpp) loads GGUF files only.",
+                detail=f"It holds {files.listing(path)}. The embedded engine (llamacpp) loads GGUF files only.",
                 hint="Use --engine vllm, or a folder with a GGUF file.",
             )
         facts = Facts(reference, gguf.read_config(parts[0]), f"{parts[0]}: its header")
@@ -126,7 +115,7 @@ def read_files(path: Path, reference: str, form: str) -> tuple[Facts, ModelFacts
             hint="Use --engine llamacpp for a GGUF file.",
         )
     facts = read_folder(path, reference)
-    shards = [path / name for name in wanted_shards(path) if (path / name).is_file()]
+    shards = [path / name for name in files.wanted_shards(path) if (path / name).is_file()]
     return facts, _record(facts, path, "safetensors" if shards else "none", shards)
 
 
@@ -229,9 +218,9 @@ def _fetch(name: str, config: dict[str, Any]) -> tuple[Facts, bool]:
     try:
         if not config.get("quantization_config"):
             config = _with_modelopt(config, _optional(name, _MODELOPT))
-        index = _optional(name, INDEX)
+        index = _optional(name, files.INDEX)
         n_bytes = None if index is None else _total_size(index)
-        shards = [_SINGLE] if index is None else shards_of(index)
+        shards = [_SINGLE] if index is None else files.shards_of(index)
         if shards:
             tensors, n_bytes = _joined(hub.read_headers(name, shards))
             return Facts(name, config, f"{where}: {len(shards)} safetensors headers", tensors, n_bytes, name), True
@@ -295,7 +284,9 @@ def main(reference: str) -> int:
     try:
         if not path.exists():
             raise UserError("no such folder")
-        by_form: FactsByForm = {form: read_files(path, reference, form) for form in forms_of(path) or ("safetensors",)}
+        by_form: FactsByForm = {
+            form: read_files(path, reference, form) for form in files.forms_of(path) or ("safetensors",)
+        }
     except UserError as error:
         sys.stderr.write(f"{error.message}\n")
         return error.exit_code
