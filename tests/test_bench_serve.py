@@ -264,6 +264,20 @@ def test_the_warm_ups_prompts_are_not_sent_again(words: str, home: Path) -> None
     assert len(sent) == 9 and not {*sent[:3]} & {*sent[3:]} and len({*sent[:3]}) == 3
 
 
+def test_a_second_run_asks_something_else_unless_the_seed_is_given(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--requests", "3", "--concurrency", "1", "--warmup", "0", "--max-tokens", "1", "--json"]
+    prompts, seeds = [], []
+    with in_thread(INSTANT) as engine:
+        for seed in ([], [], ["--seed", "5"], ["--seed", "5"]):
+            assert main.run(["bench", "serve", "--url", engine.url, *words, *seed]) == 0
+            seeds.append(json.loads(capsys.readouterr().out)["flags"]["seed"])
+            prompts.append([seen.body for seen in engine.seen if seen.method == "POST"][-3:])
+    assert not {*prompts[0]} & {*prompts[1]} and prompts[2] == prompts[3]
+    assert seeds[0] != seeds[1] and seeds[2:] == [5, 5]
+
+
 @pytest.fixture
 def behind_tls(engine: InThread, certificate: tuple[Path, Path]) -> Iterator[str]:
     """The engine's address behind somebody who ends TLS."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import numpy
 import pytest
 
-from penstock.bench.report import text
+from penstock.bench.report import html, text
 from penstock.bench.results import folder, validity
 from penstock.bench.results.stats import (
     Summary,
@@ -22,6 +23,7 @@ from penstock.bench.results.stats import (
     spread_of_counts,
     summarise,
 )
+from penstock.bench.serve import Report
 
 
 def timed(index: int = 0, times: Sequence[float] = (), **fields: object) -> Timed:
@@ -31,6 +33,12 @@ def timed(index: int = 0, times: Sequence[float] = (), **fields: object) -> Time
         plain |= {"first_token_s": times[0], "last_token_s": times[-1], "n_events": len(times)}
         plain |= {"max_gap_s": max(gaps_s(times), default=None)}  # type: ignore[dict-item]
     return Timed(index=index, **{**plain, **fields})  # type: ignore[arg-type]
+
+
+def notes(requests: list[Timed], summary: Summary, result: dict[str, Any] | None = None) -> str:
+    generator = validity.describe([], [], 0.0, 1.0, 1, 1)
+    verdict = validity.judge(generator, summary, False)
+    return text.notes(Report(result or {}, requests, [], summary, generator, verdict, False, False))
 
 
 def summarised(requests: Sequence[Timed], is_open: bool, bounds_ms: dict[str, float]) -> Summary:
@@ -125,16 +133,27 @@ def test_goodput_is_unknown_where_what_is_bounded_was_not_measured() -> None:
     assert is_good(uncounted, {"tpot": 1.0}, False) is None
     found = summarised([whole, one], False, {"ttft": 1e6})
     assert (found.request_goodput, found.goodput_share, found.n_not_judged) == (None, None, 1)
-    generator = validity.describe([], [], 0.0, 1.0, 1, 1)
-    assert "goodput is unknown: in 1 of 2" in text.notes(found, generator, validity.judge(generator, found, False), [])
+    assert "goodput is unknown: in 1 of 2" in notes([], found)
 
 
 def test_a_servers_words_reach_the_terminal_without_its_control_characters() -> None:
     request = timed(error="http 500", detail="\x1b[2Jgone\x9b1m\u202eé")
-    generator = validity.describe([], [], 0.0, 1.0, 1, 1)
-    summary = summarised([request], False, {})
-    told = text.notes(summary, generator, validity.judge(generator, summary, False), [request])
-    assert "1 x http 500:  [2Jgone 1m é\n" in told
+    assert "1 x http 500:  [2Jgone 1m é\n" in notes([request], summarised([request], False, {}))
+
+
+@pytest.mark.parametrize(
+    ("result", "words"),
+    [
+        ({"completed": 100, "prefix_hit_rate": 0.02}, ["2.0% of the prompt tokens were in it"]),
+        ({"completed": 100, "prefix_hit_rate": 0.43}, ["43.0% of the", "NOTE: 43% of the prompt tokens came from"]),
+        ({"completed": 10, "prefix_hit_rate": None}, ["NOTE: p99 of 10 requests is about the slowest of them"]),
+    ],
+)
+def test_a_warm_cache_and_a_p99_of_few_requests_carry_a_note(result: dict[str, Any], words: list[str]) -> None:
+    shown = notes([], summarised([timed()], False, {}), result)
+    assert all(word in shown for word in words) and shown.count("NOTE:") == sum("NOTE" in word for word in words)
+    page = html.page([folder.Result("a", result)])
+    assert all((word.removeprefix("NOTE: ") in page) is ("NOTE" in word) for word in words if "tokens were" not in word)
 
 
 def test_a_failed_request_has_no_latency_in_its_row() -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from penstock.cli.chat import ChatSettings, ReadLine, chat, read_message, stats
+from penstock.cli.chat import ChatSettings, ReadLine, blocks_of, chat, read_message, stats
 from penstock.errors import PenstockError
 from penstock.testing.fake_engine.options import Options
 from penstock.testing.fake_engine.requests import expected_text
@@ -182,8 +183,11 @@ def test_ctrl_c_stops_the_answer_closes_the_stream_and_keeps_what_was_said() -> 
 
 def test_stopping_a_real_stream_stops_the_engine() -> None:
     class Impatient(Terminal):
+        is_stopped = False
+
         def write(self, text: str) -> int:
-            if "3:" in text:
+            if "3:" in text and not self.is_stopped:
+                self.is_stopped = True
                 raise KeyboardInterrupt
             return super().write(text)
 
@@ -199,7 +203,7 @@ def test_stopping_a_real_stream_stops_the_engine() -> None:
 
 def test_models_are_listed_and_changed_and_help_names_every_command(engine: InThread) -> None:
     shown = talk(engine, "/help", "/model", "/model nope", "/model other", "a")
-    assert all(word in shown for word in ("/reset", "/system", "/model", "/stats", "/quit", "Ctrl-C"))
+    assert all(word in shown for word in ("/reset", "/retry", "/save", "/system", "/model", "/stats", "/quit"))
     assert "* m\n  other\n" in shown
     assert 'error: no model "nope"\nhint: There are: m, other.\n' in shown
     assert json.loads(engine.seen[-1].body)["model"] == "other"
@@ -280,5 +284,44 @@ def test_history_is_kept_in_the_file_it_is_given(
     for _ in range(2):
         readline.clear_history()
         chat(Client(engine.url), ChatSettings(history_file=history), stdin=Terminal(), stdout=io.StringIO())
-    assert remembered == [None, "a typed line"]
+    assert remembered == [None, "a typed line"] and history.stat().st_mode & 0o777 == 0o600
+
+    def close_terminal(_: str) -> str:
+        monkeypatch.setattr("builtins.input", typing(SystemExit))  # as SIGHUP would, without a goodbye
+        readline.add_history("before the end")
+        return "/help"
+
+    monkeypatch.setattr("builtins.input", close_terminal)
+    with pytest.raises(SystemExit):
+        chat(Client(engine.url), ChatSettings(history_file=history), stdin=Terminal(), stdout=io.StringIO())
+    assert history.read_text().splitlines()[-1] == "before the end"
     readline.clear_history()
+
+
+def test_the_last_question_is_asked_again_and_the_conversation_saved(engine: InThread, tmp_path: Path) -> None:
+    path = tmp_path / "talk.md"
+    shown = talk(engine, "/retry", "a", "/retry", f"/save {path}", f"/save {path}", "/save")
+    assert sent(engine) == [{"role": "user", "content": "a"}] and shown.count("1:a 2:a 3:a\n") == 2
+    assert path.read_text("utf-8") == "## user\n\na\n\n## assistant\n\n1:a 2:a 3:a\n"
+    for words in ("there is no question to ask again", f'could not write "{path}": File exists', "/save FILE"):
+        assert words in shown
+
+
+def test_markdown_is_cut_into_blocks_at_empty_lines_but_not_in_code() -> None:
+    code = "```py\na\n\nb\n```\n"
+    assert blocks_of(f"one\ntwo\n\n\n{code}\nlast") == ["one\ntwo\n", code, "last"]
+    assert blocks_of("```\na\n\n") == ["```\na\n\n"] and blocks_of("a\n\n") == ["a\n", ""] and blocks_of("") == [""]
+
+
+def test_a_terminal_shows_markdown_wrapped_at_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "40")
+    text = "# Title\n\nSome **bold** words that go on for more than one line of forty columns.\n\n```\ncode\n```\n"
+    out = Terminal()
+    chat(Scripted(*(Chunk(letter, 0.1) for letter in text), reply(text)), ChatSettings(), once="x", stdout=out)
+    drawn = re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", out.getvalue().replace("\r", "\n"))
+    lines = [line.strip() for line in drawn.splitlines()]
+    assert "Some bold words that go on for more than" in lines and "one line of forty columns." in lines
+    assert "Title" in drawn and "code" in lines and "**" not in drawn.rpartition("Some bold words")[2]
+    assert "\x1b[1mbold\x1b[0m" in out.getvalue()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import time
 from typing import Any
@@ -171,7 +172,11 @@ def test_up_tells_its_events_as_json(place: Place) -> None:
 
 def test_logs_show_each_part_and_go_on_until_ctrl_c(place: Place) -> None:
     run = place.up(place.write("one", replicas=2))
-    assert "[1] INFO:     Application startup complete." in call("logs").out.splitlines()
+    whole = call("logs").out.splitlines()
+    assert [line for line in whole if re.fullmatch(r"\[1\] [0-9T:-]+Z INFO:     Application startup complete\.", line)]
+    assert call("logs", "--since", "1h").out.splitlines() == whole
+    time.sleep(2.5)
+    assert "startup complete" not in call("logs", "--since", "1s").out
     one = call("logs", "one", "--replica", "0").out
     assert "Starting to load model" in one
     assert call("logs", "--replica", "0", "-n", "1").out.count("\n") == 1

@@ -28,7 +28,7 @@ def steady(ttft_ms: float, tpot_ms: float) -> Speed:
     def around(value: float) -> Range:
         return Range(value / 2, value, value * 2)
 
-    return Speed(around(ttft_ms), around(tpot_ms), around(1), around(1), 1, {})
+    return Speed(around(ttft_ms), around(tpot_ms), around(1), around(1))
 
 
 def test_people_follow_the_response_time_law() -> None:
@@ -56,14 +56,6 @@ def test_a_target_or_the_engines_own_limit_can_be_the_first() -> None:
     assert none.n_users == Range(0, 0, 0) and none.first_limit.startswith("KV cache: 7,999 tokens / 8,000")
     slow = users.users(Person(), Capacity(10**6, 256), Workload(tpot_ms=1), lambda load: steady(1, 2))
     assert slow.n_at_once == 0 and slow.first_limit == "time per token: 2 ms, at most 1"
-
-
-def test_a_prefix_cache_spares_reading_the_conversation_again() -> None:
-    anew, cached = (
-        users.users(Person(8000, 300, 30, new_tokens=new), Capacity(400_000, 256), Workload(ttft_ms=2000), at_h100)
-        for new in (None, 200)
-    )
-    assert cached.n_users.likely > anew.n_users.likely and cached.first_limit.startswith("KV cache")
 
 
 def test_an_8b_on_one_h100_serves_hundreds_and_few_estimates_are_enough() -> None:

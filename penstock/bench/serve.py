@@ -278,13 +278,15 @@ def report(what: Run, outcome: Outcome, out: Path | None = None) -> Report:
     )
     verdict = validity.judge(generator, summary, outcome.was_interrupted, outcome.cut_short, what.most_failed)
     rows = _rows(outcome.exchanges, what.sources)
+    engine = engine_metrics.summarise(rows)
     result = {
         **_numbers(summary),
         "valid": verdict.valid,
         "invalid_because": list(verdict.reasons),
         "validity_bounds": verdict.bounds,
         "generator": msgspec.to_builtins(generator),
-        "engine": engine_metrics.summarise(rows),
+        "engine": engine,
+        "prefix_hit_rate": engine_metrics.hit_rate(engine),
         "warmup_requests": what.n_warmup,
         "goodput_bounds_ms": dict(what.bounds_ms),
         "pace": msgspec.to_builtins(what.pace),

@@ -10,7 +10,8 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TextIO
@@ -23,10 +24,13 @@ from penstock.wire.client import Chunk, Client, Message, Reply, Stream
 PROMPT, MORE = "> ", "... "
 _QUOTES = '"""'
 _HISTORY_LINES = 1000
+_REDRAW_S = 0.05  # a long block takes some milliseconds to draw
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 # A model may print anything; escape sequences would let it drive the terminal.
 _HARMLESS = {code: None for code in [*range(32), *range(127, 160)] if chr(code) not in "\n\t"}
 HELP = """\
+/retry          ask the last question again
+/save FILE      write the conversation to a file, as Markdown
 /reset          forget the conversation
 /system TEXT    set the system message; alone: show it
 /model NAME     talk to another model; alone: list them
@@ -117,8 +121,7 @@ def chat(
     if read_line is not None:
         session.run(read_line)
     elif is_interactive:
-        with _keyboard(settings.history_file) as keyboard:
-            session.run(keyboard)
+        session.run(_keyboard(settings.history_file))
     else:
         session.run(_lines_of(stdin))
     return 0
@@ -161,6 +164,66 @@ def to_json(reply: Reply) -> str:
     return json.dumps(asdict(reply), ensure_ascii=False)
 
 
+def blocks_of(text: str) -> list[str]:
+    """Markdown cut at empty lines, but for those of fenced code; the last block may still grow.
+    "a\\n\\n```\\nb\\n\\nc" -> ["a", "```\\nb\\n\\nc"]."""
+    blocks = [""]
+    for line in text.splitlines(keepends=True):
+        in_code = sum(part.lstrip().startswith("```") for part in blocks[-1].splitlines()) % 2
+        if line.strip() or in_code:
+            blocks[-1] += line
+        elif blocks[-1]:
+            blocks.append("")
+    return blocks
+
+
+class _MarkdownScreen:
+    """An answer as Markdown on a terminal while it comes: the last block is drawn again until the next one begins."""
+
+    def __init__(self, out: TextIO) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        self._console = Console(file=out, force_terminal=True, highlight=False)
+        self._live: Live | None = None
+        self._text, self._is_reasoning, self._drawn_at = "", False, 0.0
+
+    def add(self, text: str, is_reasoning: bool) -> None:
+        if is_reasoning is not self._is_reasoning:
+            self.end()
+        self._is_reasoning = is_reasoning
+        *done, self._text = blocks_of(self._text + text)
+        for block in done:
+            self._finish(block)
+            self._console.print()
+        if time.monotonic() - self._drawn_at >= _REDRAW_S:
+            self._draw(self._text)
+
+    def end(self) -> None:
+        self._finish(self._text)
+        self._text = ""
+
+    def _finish(self, block: str) -> None:
+        self._draw(block)
+        if self._live is not None:
+            self._live.stop()
+        self._live = None
+
+    def _draw(self, block: str) -> None:
+        from rich.live import Live
+        from rich.markdown import Markdown
+        from rich.text import Text
+
+        if not block.strip():
+            return
+        shown = Text(block.rstrip("\n"), style="dim") if self._is_reasoning else Markdown(block)
+        if self._live is None:
+            self._live = Live(console=self._console, auto_refresh=False)
+            self._live.start()
+        self._live.update(shown, refresh=True)
+        self._drawn_at = time.monotonic()
+
+
 class _Session:
     def __init__(self, client: Client, settings: ChatSettings, out: TextIO, is_interactive: bool) -> None:
         self._client = client
@@ -169,6 +232,9 @@ class _Session:
         self._is_interactive = is_interactive
         self._is_terminal = out.isatty()
         self._has_colour = self._is_terminal and not os.environ.get("NO_COLOR")
+        is_drawn = self._has_colour and not settings.as_json and os.environ.get("TERM") != "dumb"
+        self._screen = _MarkdownScreen(out) if is_drawn else None
+        self._last: str | None = None
         self._model = settings.model
         self._system = settings.system
         self._shows_stats = settings.shows_stats
@@ -201,6 +267,7 @@ class _Session:
     def answer(self, text: str) -> None:
         """Asks, shows the answer as it comes, remembers both. A failed question is forgotten."""
         question: Message = {"role": "user", "content": text}
+        self._last = text
         shown: list[str] = []
         reply = None
         try:
@@ -213,8 +280,9 @@ class _Session:
         except KeyboardInterrupt:
             if not self._is_interactive:
                 raise
+            self._end_line(shown)
             shown.append("\n")
-            self._note("\n(stopped)")
+            self._note("(stopped)")
         except PenstockError:
             if shown:
                 self._end_line(shown)
@@ -240,6 +308,9 @@ class _Session:
         if self._settings.as_json or (chunk.is_reasoning and not self._is_terminal):
             return  # a script wants the answer, not the way to it
         text = chunk.text.translate(_HARMLESS) if self._is_terminal else chunk.text
+        if self._screen is not None:
+            self._screen.add(text, chunk.is_reasoning)
+            return
         self._out.write(self._dim(text) if chunk.is_reasoning else text)
         self._out.flush()
 
@@ -253,7 +324,9 @@ class _Session:
         self._out.flush()
 
     def _end_line(self, shown: list[str]) -> None:
-        if not self._settings.as_json and not "".join(shown).endswith("\n"):
+        if self._screen is not None:
+            self._screen.end()
+        elif not self._settings.as_json and not "".join(shown).endswith("\n"):
             self._out.write("\n")
 
     def _guard(self, act: Callable[[str], None], text: str) -> None:
@@ -283,6 +356,26 @@ class _Session:
     def _reset(self, _: str) -> None:
         self._messages = []
         self._note("(forgotten)")
+
+    def _retry(self, _: str) -> None:
+        if self._last is None:
+            raise PenstockError("there is no question to ask again")
+        if self._messages and self._messages[-2]["content"] == self._last:
+            del self._messages[-2:]
+        self.answer(self._last)
+
+    def _save(self, name: str) -> None:
+        path = Path(name).expanduser()
+        if not name:
+            raise PenstockError("cannot save without a file", hint="/save FILE")
+        system: list[Message] = [{"role": "system", "content": self._system}] if self._system else []
+        turns = (f"## {turn['role']}\n\n{turn['content']}\n" for turn in (*system, *self._messages))
+        try:
+            with path.open("x", encoding="utf-8") as file:
+                file.write("\n".join(turns))
+        except OSError as exc:
+            raise PenstockError(f'could not write "{path}": {exc.strerror}', hint="Name another file.") from exc
+        self._note(f"(saved to {path})")
 
     def _set_system(self, text: str) -> None:
         self._system = text or self._system
@@ -318,6 +411,8 @@ _COMMANDS = {
     "/exit": "_quit",
     "/help": "_help",
     "/reset": "_reset",
+    "/retry": "_retry",
+    "/save": "_save",
     "/system": "_set_system",
     "/model": "_set_model",
     "/stats": "_toggle_stats",
@@ -334,23 +429,25 @@ def _lines_of(stdin: TextIO) -> ReadLine:
     return read_line
 
 
-@contextlib.contextmanager
-def _keyboard(history_file: Path | None) -> Iterator[ReadLine]:
-    """`input` with line editing where Python has readline, and the history of earlier sessions."""
+def _keyboard(history_file: Path | None) -> ReadLine:
+    """`input` with line editing where Python has readline, and the history of earlier sessions.
+    Each line is kept at once, so that it survives a terminal that is closed."""
     try:
         import readline
     except ImportError:
-        yield input
-        return
+        return input
     if history_file is None:
-        yield input
-        return
+        return input
     with contextlib.suppress(OSError):
         readline.read_history_file(history_file)
     readline.set_history_length(_HISTORY_LINES)
-    try:
-        yield input
-    finally:
-        with contextlib.suppress(OSError):  # a full disk or a read-only home must not spoil the goodbye
+
+    def read_line(prompt: str) -> str:
+        line = input(prompt)
+        with contextlib.suppress(OSError):  # a full disk or a read-only home must not end the chat
             history_file.parent.mkdir(parents=True, exist_ok=True)
-            readline.write_history_file(history_file)
+            history_file.touch(mode=0o600)
+            readline.append_history_file(1, history_file)
+        return line
+
+    return read_line

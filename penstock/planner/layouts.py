@@ -206,7 +206,7 @@ def choose(
     if ranked:
         refused += [Refused(layout, why) for layout, why in crosses.items() if why is not None]
     elif ranked := ranked_of(are_inside=False):
-        waiting, token = ranked[0].speed.step_parts_ms["communication"], ranked[0].speed.tpot_ms.likely
+        waiting, token = ranked[0].speed.comm_ms, ranked[0].speed.tpot_ms.likely
         price = f"{ranked[0].crosses}; {waiting:.0f} of {token:.0f} ms a token"
     return Choice(ranked[0] if ranked else None, tuple(ranked), tuple(refused), price)
 

@@ -17,13 +17,11 @@ from penstock.spec.deployment import Workload
 
 
 class Person(msgspec.Struct, frozen=True):
-    """One user. context_tokens: the conversation with the answer, in the KV cache; new_tokens: what must be
-    read again each turn (the rest is in the prefix cache; None: all of it)."""
+    """One user. context_tokens: the conversation with the answer, which the KV cache holds and a turn reads again."""
 
     context_tokens: int = 4000
     reply_tokens: int = 300
     think_time_s: float = 30.0
-    new_tokens: int | None = None
 
 
 class Capacity(msgspec.Struct, frozen=True):
@@ -43,29 +41,24 @@ class Users(msgspec.Struct, frozen=True):
     assumed: str
 
 
-def workload_of(person: Person, n_at_once: int, like: Workload) -> Workload:
-    """The closed loop that `n_at_once` such people's requests make, with the targets of `like`."""
-    prompt = person.context_tokens - person.reply_tokens if person.new_tokens is None else person.new_tokens
-    return Workload(max(1, prompt), max(1, person.reply_tokens), n_at_once, like.ttft_ms, like.tpot_ms)
-
-
 def users(person: Person, capacity: Capacity, workload: Workload, speed_at: Callable[[Workload], Speed]) -> Users:
     """The most people whose requests all fit and meet the targets of `workload` (None: no target).
     65,536 tokens of KV cache, 4,000 a person: 16 at once; 6 s an answer and 30 s to think: 16 x 36 / 6 = 96 people.
     `speed_at` must not get faster with concurrency."""
+    prompt, reply = max(1, person.context_tokens - person.reply_tokens), max(1, person.reply_tokens)
+
+    def speed_of(n: int) -> Speed:
+        return speed_at(Workload(prompt, reply, n, workload.ttft_ms, workload.tpot_ms))
+
     room, first_limit = _room(person, capacity)
-    n_at_once = bisect.bisect_left(
-        range(1, room + 1),
-        True,
-        key=lambda n: bool(_missed(speed_at(workload_of(person, n, workload)), workload)),
-    )
+    n_at_once = bisect.bisect_left(range(1, room + 1), True, key=lambda n: bool(_missed(speed_of(n), workload)))
     if n_at_once < room:
-        first_limit = _missed(speed_at(workload_of(person, n_at_once + 1, workload)), workload)
+        first_limit = _missed(speed_of(n_at_once + 1), workload)
     assumed = f"{person.context_tokens:,} tokens of context, {person.reply_tokens:,} a reply, "
     assumed += f"{person.think_time_s:g} s to think"
     if not n_at_once:
         return Users(Range(0, 0, 0), 0, first_limit, Range(0, 0, 0), assumed)
-    speed = speed_at(workload_of(person, n_at_once, workload))
+    speed = speed_of(n_at_once)
     response = (speed.ttft_ms + speed.tpot_ms * max(0, person.reply_tokens - 1)) * 1e-3
     waits = (response.high, response.likely, response.low)
     people = Range(*(float(int(n_at_once * (wait + person.think_time_s) / wait)) for wait in waits))

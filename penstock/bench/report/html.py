@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from penstock.bench import calibrate
-from penstock.bench.report import figures
+from penstock.bench.report import figures, text
 from penstock.bench.report.svg import Chart, svg
 from penstock.bench.results.folder import Result
 
@@ -48,6 +48,7 @@ _CARDS = (
     ("completed", "answered"),
     ("failed", "failed"),
     ("request_goodput", "within bounds, requests/s"),
+    ("prefix_hit_rate", "of prompt tokens from the cache"),
 )
 _WORDS = ("mean", "median", "p90", "p95", "p99", "max")
 _METRICS = (("ttft", "TTFT"), ("tpot", "TPOT"), ("itl", "gap between tokens"), ("e2el", "whole request"))
@@ -68,6 +69,7 @@ def page(runs: Sequence[Result], plan: Mapping[str, Any] | None = None) -> str:
     parts = [f"<h1>{escape(title)}</h1>"]
     for run in runs:
         parts.append(_verdict(run, is_named=len(runs) > 1))
+        parts += [f'<p class="bad">{escape(note)}</p>' for note in text.caveats(run.summary)]
     if len(runs) == 1:
         parts += [_cards(runs[0]), _latencies(runs[0])]
     else:

@@ -5,12 +5,13 @@ https://github.com/vllm-project/vllm/blob/main/vllm/benchmarks/serve.py, https:/
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from penstock.bench.calibrate import Pair
 from penstock.bench.load.run import Progress
 from penstock.bench.results.stats import FORMULAS, Summary, Timed, percentile
-from penstock.bench.results.validity import Generator, Verdict
+from penstock.bench.serve import Report
 from penstock.text import printable, show_seconds
 
 _WIDTH = 50
@@ -22,6 +23,8 @@ _HEADERS = {
 }
 _WORDS = ("Mean", "Median", "P90", "P95", "P99", "Max")
 _N_BINS = 10
+_MOST_HITS = 0.05
+_LEAST_FOR_P99 = 100
 _BAR = 40
 
 
@@ -130,8 +133,9 @@ def _histogram(times: Sequence[float]) -> list[str]:
     ]
 
 
-def notes(summary: Summary, generator: Generator, verdict: Verdict, requests: Sequence[Timed]) -> str:
-    """What belongs next to the numbers: errors, joined tokens, missing usage, the generator's own state."""
+def notes(report: Report) -> str:
+    """What belongs next to the numbers: errors, joined tokens, missing usage, the cache, the generator's own state."""
+    summary, generator, verdict, requests = report.summary, report.generator, report.verdict, report.requests
     lines = []
     for kind, count in summary.errors.items():
         example = printable(next((r.detail for r in requests if r.error == kind and r.detail), ""))
@@ -153,6 +157,10 @@ def notes(summary: Summary, generator: Generator, verdict: Verdict, requests: Se
             f"goodput is unknown: in {summary.n_not_judged} of {summary.completed} answers a bounded number was not "
             "measured"
         )
+    hit_rate = report.result.get("prefix_hit_rate")
+    if hit_rate is not None:
+        lines.append(f"prefix cache: {hit_rate:.1%} of the prompt tokens were in it")
+    lines += [f"NOTE: {note}" for note in caveats(report.result)]
     per_read = f", {generator.cpu_us_per_read:.1f} us a read" if generator.cpu_us_per_read is not None else ""
     lines.append(
         f"generator: {generator.cpu_share:.1%} of a core{per_read}, "
@@ -163,6 +171,17 @@ def notes(summary: Summary, generator: Generator, verdict: Verdict, requests: Se
     else:
         lines += [f"NOT VALID: {reason}" for reason in verdict.reasons]
     return "\n".join(lines)
+
+
+def caveats(result: Mapping[str, Any]) -> list[str]:
+    """Why some numbers of a valid result say less than they seem to."""
+    lines = []
+    hit_rate, n_completed = result.get("prefix_hit_rate"), result.get("completed")
+    if isinstance(hit_rate, float) and hit_rate > _MOST_HITS:
+        lines.append(f"{hit_rate:.0%} of the prompt tokens came from the prefix cache: TTFT is that of a warm cache")
+    if isinstance(n_completed, int) and 0 < n_completed < _LEAST_FOR_P99:
+        lines.append(f"p99 of {n_completed} requests is about the slowest of them: {_LEAST_FOR_P99} are the least")
+    return lines
 
 
 def formulas() -> str:

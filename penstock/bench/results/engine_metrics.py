@@ -47,6 +47,14 @@ def read_page(text: str, time_s: float, source: str) -> Row | None:
     return None
 
 
+def hit_rate(summary: Mapping[str, Mapping[str, float | str | None]]) -> float | None:
+    """The share of prompt tokens that came from prefix caches, over all pages; None where none says it."""
+    counts = [(facts.get("prefix_queries"), facts.get("prefix_hits")) for facts in summary.values()]
+    known = [(queries, hits) for queries, hits in counts if isinstance(queries, float) and isinstance(hits, float)]
+    n_queries = sum(queries for queries, _ in known)
+    return sum(hits for _, hits in known) / n_queries if n_queries > 0 else None
+
+
 def summarise(rows: Sequence[Row]) -> dict[str, dict[str, float | str | None]]:
     """By source: mean and max of gauges, growth of counters, and the prefix hit rate over the interval."""
     out: dict[str, dict[str, float | str | None]] = {}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import secrets
 from pathlib import Path
 
 from penstock.cli.arguments import add_engine, add_source, count, count_or_zero, counts
@@ -44,8 +45,17 @@ def add_lengths(sub: argparse._ActionsContainer, input_text: str, output_text: s
     sub.add_argument("--output-tokens", "--max-tokens", type=count, metavar="O", help=output_text)
 
 
-def add_seed(sub: argparse.ArgumentParser, text: str) -> None:
-    sub.add_argument("--seed", type=count_or_zero, default=0, metavar="N", help=text)
+def add_seed(sub: argparse._ActionsContainer, text: str, default: int | None = 0) -> None:
+    sub.add_argument("--seed", type=count_or_zero, default=default, metavar="N", help=text)
+
+
+def add_new_seed(sub: argparse._ActionsContainer) -> None:
+    """--seed, None by default: a command that is run again must not ask what the prefix cache knows."""
+    add_seed(sub, "of times and prompts (default: a new one for each run)", None)
+
+
+def new_seed() -> int:
+    return secrets.randbelow(10**9)
 
 
 def add_calibrate(sub: argparse.ArgumentParser) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from penstock.cli import keys
 from penstock.cli.arguments import add_json, complete, count, count_or_zero, json_object, not_negative, positive
-from penstock.cli.bench.arguments import add_lengths
+from penstock.cli.bench.arguments import add_lengths, add_new_seed, new_seed
 from penstock.cli.output import print_json, print_step
 from penstock.errors import EXIT_OURS, PenstockError, UserError
 
@@ -55,7 +55,7 @@ def register(sub: argparse.ArgumentParser) -> None:
     pace.add_argument("--rate-from", type=not_negative, default=0.0, metavar="R", help="where a ramp to --rate starts")
     pace.add_argument("--warmup", type=count_or_zero, default=1, metavar="N", help="requests before, not counted")
     pace.add_argument("--timeout", type=positive, default=600.0, metavar="SECONDS", help="for a whole answer")
-    pace.add_argument("--seed", type=int, default=0, help="of times and prompts")
+    add_new_seed(pace)
     what = sub.add_argument_group("what is asked")
     what.add_argument("--prompt", metavar="TEXT", help="the same for every request; prints hey's report too")
     text = "of a random prompt (default: 128): exactly, where the model's tokenizer is on this machine"
@@ -97,6 +97,7 @@ def _serve(options: argparse.Namespace) -> int:
     from penstock.cli.bench.requests import write
     from penstock.paths import home
 
+    options.seed = new_seed() if options.seed is None else options.seed
     service, pace, bounds = _service(options), _pace(options), _bounds(options.goodput, options.stream)
     launch = behind(service.url)
     requests, warmup = _requests(options, pace, service, launch.model or service.model)
@@ -148,7 +149,8 @@ def _text(options: argparse.Namespace, pace: Pace, report: Report) -> str:
     parts.append(text.serving_block(report.summary, pace.rate, pace.concurrency))
     if pairs := calibrate.pairs(Result("", report.result)):
         parts.append(text.prediction(pairs))
-    parts.append(text.notes(report.summary, report.generator, report.verdict, report.requests))
+    parts.append(text.notes(report))
+    parts.append(f"seed: {options.seed} (--seed {options.seed} asks the same again)")
     if options.formulas:
         parts.append(text.formulas())
     return "\n".join(parts)

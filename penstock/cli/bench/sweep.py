@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.cli.arguments import add_json, complete, count, deployment_of, numbers, positive, share
-from penstock.cli.bench.arguments import add_calibrate, add_layouts, add_lengths, add_seed
+from penstock.cli.bench.arguments import add_calibrate, add_layouts, add_lengths, add_new_seed, new_seed
 from penstock.cli.output import print_json, print_step
 from penstock.errors import UserError
 
@@ -66,7 +66,7 @@ def register(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--prompt", metavar="TEXT", help="the same for every request")
     add_lengths(sub, "of a random prompt, exactly", "of every answer")
     sub.add_argument("--tokenizer", metavar="FOLDER", help="counts tokens (default: the model's own)")
-    add_seed(sub, "of prompts and times")
+    add_new_seed(sub)
     sub.add_argument("--out", type=Path, metavar="DIR", help="default: $PENSTOCK_HOME/bench/sweep-TIME")
     add_calibrate(sub)
     add_json(sub)
@@ -97,6 +97,7 @@ def _sweep(options: argparse.Namespace) -> int:
         )
     if options.by == "concurrency" and any(step != int(step) for step in options.steps):
         raise UserError("cannot have part of a request at once", hint="Whole numbers: --steps 1,2,4,8.")
+    options.seed = new_seed() if options.seed is None else options.seed
     where = sweep.Search(options.by, options.first, most=options.most, steps=options.steps)
     deployment = None if options.url else deployment_of(options)
     folder = _folder(options.out)

@@ -90,19 +90,14 @@ class Engine(msgspec.Struct, frozen=True):
 
 
 class Speed(msgspec.Struct, frozen=True):
-    """Means at the asked prompt, output and concurrency, over all data ranks; `n_running` on one data rank.
-
-    `step_parts_ms`: the likely decode step by use: memory, compute (the larger of the two counts), communication,
-    overhead, and "prompts", what others' prompts add to the mean step. `ttft_steady_ms`: of a request that comes by
-    itself, a benchmark's median where lengths vary.
-    """
+    """Means at the asked prompt, output and concurrency, over all data ranks. `comm_ms`: likely, of a decode step.
+    `ttft_steady_ms`: of a request that comes by itself, a benchmark's median where lengths vary."""
 
     ttft_ms: Range
     tpot_ms: Range
     output_tokens_per_s: Range
     requests_per_s: Range
-    n_running: float
-    step_parts_ms: dict[str, float]
+    comm_ms: float = 0.0
     ttft_steady_ms: Range = ZERO
 
 
@@ -310,14 +305,7 @@ def estimate(
         tpot_ms=tpot,
         output_tokens_per_s=per_s * workload.output_tokens,
         requests_per_s=per_s,
-        n_running=running,
-        step_parts_ms={
-            "memory": decode.memory_ms,
-            "compute": decode.compute_ms,
-            "communication": decode.comm_ms.likely,
-            "overhead": decode.overhead_ms,
-            "prompts": tpot.likely - decode.likely_ms,
-        },
+        comm_ms=decode.comm_ms.likely,
         ttft_steady_ms=steady,
     )
 
