@@ -72,7 +72,7 @@ def folder() -> Path:
 # Temporary folders are known by name, so that they are removed after a crash too: penstock-RUN-PART, where PART is a
 # replica with its node and its part ("0", "0n1", "0n1r"), or "ssh".
 _TEMPORARY = re.compile(r"penstock-([0-9a-f]+)-(?:ssh|[0-9]+(?:n[0-9]+)?[a-z]?)\Z")
-UNLOCKED = ("j", "ssh")  # the ends of those that no engine locks: of a guard on a Ray cluster, of ssh's connections
+_OF_ENGINE = re.compile(r"penstock-[0-9a-f]+-[0-9]+(?:n[0-9]+)?[a-ik-z]?\Z")  # "j" is a guard on a Ray cluster
 # The path of a Unix socket has at most 107 bytes, of which ssh's %C takes 40 and its temporary ending 17.
 _SHORT_FOLDER = 24
 
@@ -125,3 +125,8 @@ def _answers(path: Path) -> bool:
     with socket.socket(socket.AF_UNIX) as probe:
         probe.settimeout(1.0)
         return probe.connect_ex(str(path)) == 0
+
+
+def is_of_engine(folder: Path) -> bool:
+    """Whether a temporary folder is of the kind that an engine locks."""
+    return _OF_ENGINE.match(folder.name) is not None

@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 
 from penstock import processes
-from penstock.paths import UNLOCKED, every_temporary, is_held, remove_temporary
+from penstock.paths import every_temporary, is_held, is_of_engine, remove_temporary
 
 _OLD_S = 60.0  # a folder that is just made is locked a moment later
 
@@ -39,7 +39,7 @@ def remove_lost_folders() -> None:
         with contextlib.suppress(OSError):
             status = path.lstat()
             is_old = status.st_uid == os.getuid() and time.time() - status.st_mtime > _OLD_S
-            if is_old and run_id not in living and not path.name.endswith(UNLOCKED) and not is_held(path):
+            if is_old and run_id not in living and is_of_engine(path) and not is_held(path):
                 shutil.rmtree(path)
 
 
