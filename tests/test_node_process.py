@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from hosts import Hosts
 from nodes_rig import Rig
 from samples import demo_plan
 
@@ -85,3 +86,25 @@ def test_the_rank_is_the_number_that_the_host_name_ends_in(host: str, rank: int)
 def test_a_host_name_without_a_rank_of_this_replica_is_refused(host: str) -> None:
     with pytest.raises(UserError, match=f'host name "{host}"'):
         rank_of(host, n_nodes=2)
+
+
+@pytest.mark.hosts
+def test_an_engine_outlives_the_loss_of_its_nodes_address(hosts: Hosts) -> None:
+    """Loading it again would take a large model an hour, and not bring the address back."""
+    rig, host = Rig(hosts.shared, ONE, hosts.own_address, engines_need_key=True), hosts[0]
+
+    def engines() -> list[int]:
+        return [process.pid for process in host.processes() if process.env.get("PENSTOCK_ROLE") == "engine"]
+
+    try:
+        rig.node(0, popen=host.popen)
+        rig.wait_state("ready")
+        before = engines()
+        host.run(["ip", "addr", "del", f"{host.address}/24", "dev", "eth0"])
+        rig.until(lambda: "cannot reach its own address" in (rig.folder / "log").read_text("utf-8"), "it is said", 30)
+        host.run(["ip", "addr", "add", f"{host.address}/24", "dev", "eth0"])
+        rig.until(lambda: "can be reached again" in (rig.folder / "log").read_text("utf-8"), "it is back", 30)
+        rig.until(lambda: (row := rig.row()) is not None and row.is_alive, "the replica serves", 30)
+        assert before == engines() != []
+    finally:
+        rig.close()
