@@ -226,7 +226,7 @@ def test_what_a_deployment_does_not_have_is_explained(
 
 
 @pytest.mark.parametrize(
-    "words", ["frobnicate", "up --frobnicate", "up --timeout soon", "logs x y", "scale", "status --timeout=1"]
+    "words", ["frobnicate", "status --frobnicate", "up --timeout soon", "logs x y", "scale", "status --timeout=1"]
 )
 def test_a_usage_error_ends_with_2_and_is_an_object_with_json(shell: Shell, words: str) -> None:
     code, output, errors = shell(*words.split())
@@ -485,7 +485,7 @@ BAD_VALUES = [
     ("up --name=", "argument --name: it is empty"),
     *((f"up --timeout={text}", f'argument --timeout: "{text}" is not a number') for text in ("0", "-1", "inf", "nan")),
     ("up --timeout=soon", 'argument --timeout: "soon" is not a number of seconds above 0'),
-    *((f"logs -n{text}", f'argument -n/--lines: "{text[:60]}" is not') for text in ("-1", "x", "²", "9" * 5000)),
+    *((f"logs -n{text}", f'argument -n/--lines/--tail: "{text[:60]}" is not') for text in ("-1", "x", "²", "9" * 5000)),
     ("scale b ²", 'cannot scale to "²"'),
     ("scale b " + "9" * 5000, 'cannot scale to "9999'),
     ("status " + "a" * 5000, 'cannot find deployment "aaaa'),

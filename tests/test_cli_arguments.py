@@ -62,12 +62,24 @@ HEAD = ("NAME", "STATE", "ADDRESS", "MODEL")
 ROWS = [("penstock-demo", "running", "http://127.0.0.1:8000", "a model with a long name"), ("b", "-", "", "m")]
 
 
-@pytest.mark.parametrize("columns", [60, 80])
-def test_a_table_fits_its_width_and_keeps_every_letter(columns: int) -> None:
-    shown = output.table(ROWS, HEAD, columns)
-    assert all(len(line) <= columns and line == line.rstrip() for line in shown.splitlines())
+def test_a_table_fits_its_width_and_keeps_every_letter() -> None:
+    shown = output.table(ROWS, HEAD, 71)
+    assert all(len(line) <= 71 and line == line.rstrip() for line in shown.splitlines())
     cells = "".join(cell for row in [HEAD, *ROWS] for cell in row)
     assert sorted(shown.replace(" ", "").replace("\n", "")) == sorted(cells.replace(" ", ""))
+    assert "penstock-demo  running  http://127.0.0.1:8000  a model" in shown
+
+
+def test_a_table_that_is_too_wide_becomes_blocks_without_a_broken_word() -> None:
+    assert output.table(ROWS, HEAD, 60).splitlines() == [
+        "penstock-demo",
+        "  STATE    running",
+        "  ADDRESS  http://127.0.0.1:8000",
+        "  MODEL    a model with a long name",
+        "b",
+        "  STATE  -",
+        "  MODEL  m",
+    ]
 
 
 def test_a_table_in_a_pipe_has_one_line_a_row() -> None:

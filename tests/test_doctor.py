@@ -159,6 +159,9 @@ def test_memory_of_a_gpu_that_another_process_holds_names_it() -> None:
         (bad,) = [f for f in findings.of_node(held, deployment(hardware=hardware)) if f.state != "ok"]
         assert (bad.check, bad.state) == ("gpu", state)
         assert "process 4242 (python train.py, user bob) holds 70.0 GiB" in bad.found
+    placed = findings.of_node(held, deployment(hardware={"gpus_per_node": 2}), is_elastic=True)
+    (later,) = [finding for finding in placed if finding.state != "ok"]
+    assert later.state == "warning" and "waits until that is free" in str(later.cure)
 
 
 def test_nodes_that_differ_are_named_and_one_that_lacks_the_engine() -> None:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
+import socket
 
-from penstock.node.engine_client import StallWatch
+import pytest
+from samples import demo_plan
+
+from penstock.engines import Metrics
+from penstock.node import engine_client
+from penstock.node.engine_client import EngineClient, StallWatch
 from penstock.processes import Backoff
 
 
@@ -31,3 +36,23 @@ def test_an_engine_is_stalled_while_requests_run_and_it_makes_no_step(
     """`looks`: requests that run, steps, and the time."""
     watch = StallWatch()
     assert [watch.observe(*look) for look in looks] == stalled_s
+
+
+def test_an_engine_whose_address_cannot_be_reached_is_not_blamed_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A restart loads a large model for an hour, and does not bring the address back."""
+    monkeypatch.setattr(engine_client, "_TIMEOUT_S", 0.02)
+    metrics = Metrics("running", "waiting", ("iterations",))
+
+    def client(host: str, port: int) -> EngineClient:
+        return EngineClient(f"http://{host}:{port}", None, metrics, demo_plan("fake"))
+
+    lost = client("255.255.255.255", 9)
+    assert lost.health_problem() is None and not lost.is_up()
+    assert lost.unreachable is not None and "cannot reach its own address 255.255.255.255" in lost.unreachable
+    with socket.create_server(("127.0.0.1", 0)) as server:  # accepts connections and answers none: it hangs
+        port = server.getsockname()[1]
+        hung = client("127.0.0.1", port)
+        assert [bool(hung.health_problem()) for _ in range(3)] == [False, False, True]
+        assert hung.unreachable is None
+    refused = client("127.0.0.1", port)
+    assert refused.health_problem() is not None and refused.unreachable is None

@@ -112,7 +112,7 @@ class FakeDashboard:
     logs_now: list[str] = []
     fails = False
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, timeout_s: float = 0.0) -> None:
         self.address = address
 
     def _answer(self, value: Any) -> Any:

@@ -1,16 +1,179 @@
-"""The bundled model on the embedded engine and on real vLLM, behind the real gateway. One model load an engine."""
+"""The bundled model on the embedded engine and on real vLLM, behind the real gateway. One model load an engine.
+
+Commands run as the user runs them: each in a process and a home of its own.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterator
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import openai
 import pytest
-import real_engine
-from real_engine import Live
 
-from penstock.testing.demo_prompts import DEMO_PROMPTS
+from penstock import processes
+from penstock.run_folder import Run
+from penstock.testing.demo_prompts import DEMO_PROMPTS, MAX_TOKENS, TEMPERATURE, DemoPrompt
+from penstock.wire.client import Chunk, Client, Reply
+
+DEADLINE_S = 300.0  # a start of real vLLM takes 80 s of two cores, and it is not alone on them
+TRUTH_S = 10.0  # the promise: status tells the truth within this time
+
+
+class Live:
+    """A running deployment: its client, its commands, its processes."""
+
+    def __init__(self, home: Path, name: str) -> None:
+        self.home, self.name = home, name
+        self.run = Run(home / "runs" / name)
+
+    def command(self, *words: str, timeout_s: float = DEADLINE_S) -> subprocess.CompletedProcess[str]:
+        env = {**os.environ, "PENSTOCK_HOME": str(self.home)}
+        argv = [sys.executable, "-m", "penstock.cli.main", *words]
+        return subprocess.run(argv, env=env, capture_output=True, text=True, timeout=timeout_s)
+
+    def status(self) -> dict[str, Any]:
+        done = self.command("status", self.name, "--json")
+        assert done.returncode == 0, done.stderr
+        facts = json.loads(done.stdout)
+        assert isinstance(facts, dict)
+        return facts
+
+    def wait(self, is_so: Callable[[dict[str, Any]], bool], what: str, timeout_s: float = DEADLINE_S) -> dict[str, Any]:
+        deadline = time.monotonic() + timeout_s
+        while not is_so(facts := self.status()):
+            assert time.monotonic() < deadline, f"expected: {what}; status says {json.dumps(facts)[:2000]}"
+            time.sleep(0.3)
+        return facts
+
+    @property
+    def client(self) -> Client:
+        return Client(self.run.url)
+
+    @property
+    def openai(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.run.url}/v1", api_key="unused", max_retries=0)
+
+    def pid(self, role: str) -> int:
+        facts = self.status()
+        if role in ("controller", "gateway"):
+            return int(facts[role]["process"]["pid"])
+        found = [p["pid"] for p in facts["replicas"][0]["announcement"]["processes"] if p["role"] == role]
+        assert found, f"no process with role {role!r}: {facts['replicas'][0]['announcement']['processes']}"
+        return int(found[0])
+
+
+@contextlib.contextmanager
+def a_home() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="penstock-home-") as folder:
+        yield Path(folder)
+
+
+@contextlib.contextmanager
+def deployed(engine: str, name: str, *flags: str) -> Iterator[Live]:
+    """`penstock up` of the bundled model; at the end `penstock down`, and nothing of it may be left."""
+    with a_home() as home:
+        live = Live(home, name)
+        done = live.command("up", "--name", name, "--engine", engine, "--port", "0", *flags)
+        segments: set[str] = set()
+        try:
+            assert done.returncode == 0, done.stdout + done.stderr
+            ports = ports_of(live)
+            yield live
+            segments = set(processes.shared_memory(processes.find_marked(str(live.run.path))))
+            ports += ports_of(live)
+        finally:
+            ended = live.command("down", name)
+        assert ended.returncode == 0, ended.stderr
+        assert_nothing_left(live, segments)
+        for port in ports:
+            with socket.socket() as probe:
+                assert probe.connect_ex(("127.0.0.1", port)) != 0, f"port {port} is still open"
+
+
+def assert_nothing_left(live: Live, segments: set[str]) -> None:
+    assert not processes.find_marked(str(live.run.path)), "a process is left"
+    assert not list(Path(tempfile.gettempdir()).glob(f"penstock-{live.run.record().id}-*")), "a folder is left"
+    assert not [segment for segment in segments if Path(segment).exists()], "a shared-memory segment is left"
+
+
+def ports_of(live: Live) -> list[int]:
+    """Every port that the deployment listens on."""
+    settings = live.run.gateway_file()
+    urls = [settings.listen, settings.admin, live.status()["replicas"][0]["announcement"]["url"]]
+    return [int(url.rpartition(":")[2]) for url in urls]
+
+
+def ask(client: Client, row: DemoPrompt, model: str) -> Reply:
+    if row.kind == "chat":
+        messages = [{"role": "user", "content": row.prompt}]
+        return client.chat(messages, model=model, max_tokens=MAX_TOKENS, temperature=TEMPERATURE)
+    return client.complete(row.prompt, model=model, max_tokens=MAX_TOKENS, temperature=TEMPERATURE)
+
+
+def check_openai_client(live: Live) -> None:
+    """The official Python client: chat, streamed chat, completions, models."""
+    client = live.openai
+    messages: Any = [{"role": "user", "content": "What is the capital of South Korea?"}]
+    names = [model.id for model in client.models.list()]
+    assert names == [live.name]
+    chat = client.chat.completions.create(model=live.name, messages=messages, temperature=0)
+    assert "Seoul" in str(chat.choices[0].message.content)
+    stream = client.chat.completions.create(
+        model="penstock-demo", messages=messages, temperature=0, stream=True, stream_options={"include_usage": True}
+    )
+    events = list(stream)
+    pieces = [choice.delta.content for event in events for choice in event.choices if choice.delta.content]
+    assert "".join(pieces) == chat.choices[0].message.content
+    assert chat.usage and events[-1].usage
+    assert events[-1].usage.completion_tokens == chat.usage.completion_tokens
+    row = next(row for row in DEMO_PROMPTS if row.prompt == "Singapore is a")
+    text = client.completions.create(model=live.name, prompt=row.prompt, temperature=0, max_tokens=MAX_TOKENS)
+    assert text.choices[0].text == row.text
+    assert text.usage is not None
+    assert text.usage.prompt_tokens > 1
+
+
+def check_killed(live: Live, role: str, part: str) -> None:
+    """kill -9 of one process: status names it within ten seconds, it comes back, and a request until then is held."""
+    before = _restarts(live.status(), part)
+    answers: list[str] = []
+    os.kill(live.pid(role), 9)
+    live.wait(lambda facts: _restarts(facts, part) > before or facts["phase"] != "ready", f"{part} is noticed", TRUTH_S)
+    if part == "replica":
+        held = threading.Thread(target=lambda: answers.append(_seoul(live)))
+        held.start()
+        held.join(DEADLINE_S)
+        assert answers, "a request sent while the engine was away was not answered"
+    facts = live.wait(lambda facts: facts["phase"] == "ready" and _restarts(facts, part) > before, f"{part} is back")
+    assert _rows(facts, part)["restarts"][-1]["reason"]
+    assert "Seoul" in _seoul(live)
+
+
+def _seoul(live: Live) -> str:
+    messages = [{"role": "user", "content": "What is the capital of South Korea?"}]
+    return live.client.chat(messages, model=live.name, max_tokens=40, temperature=0).text
+
+
+def _rows(facts: dict[str, Any], part: str) -> dict[str, Any]:
+    row = facts["replicas"][0] if part == "replica" else facts[part]
+    assert isinstance(row, dict)
+    return row
+
+
+def _restarts(facts: dict[str, Any], part: str) -> int:
+    return int(_rows(facts, part)["n_restarts"])
+
 
 # The toy model fills an answer up with blanks where a grammar allows them.
 FLAGS = {
@@ -24,29 +187,63 @@ ENGINES = [pytest.param("llamacpp", marks=pytest.mark.llamacpp), pytest.param("v
 
 @pytest.fixture(scope="module", params=ENGINES)
 def live(request: pytest.FixtureRequest) -> Iterator[Live]:
-    with real_engine.deployed(request.param, f"real-{request.param}", *FLAGS.get(request.param, ())) as running:
+    with deployed(request.param, f"real-{request.param}", *FLAGS.get(request.param, ())) as running:
         yield running
 
 
 def test_greedy_answers_are_the_reference_texts(live: Live) -> None:
-    real_engine.check_prompts(live)
+    wrong = {
+        row.prompt: reply.text for row in DEMO_PROMPTS if (reply := ask(live.client, row, live.name)).text != row.text
+    }
+    assert not wrong
 
 
 def test_a_streamed_answer_is_the_same_text_in_pieces(live: Live) -> None:
     river = next(row for row in DEMO_PROMPTS if "river" in row.prompt)
-    real_engine.check_stream(live, river.prompt, river.text)
+    messages = [{"role": "user", "content": river.prompt}]
+    parts = list(live.client.stream_chat(messages, model=live.name, max_tokens=MAX_TOKENS, temperature=0))
+    reply = parts[-1]
+    assert isinstance(reply, Reply)
+    texts = [part.text for part in parts if isinstance(part, Chunk)]
+    assert "".join(texts) == reply.text == river.text
+    assert len(texts) > 5
+    assert reply.output_tokens and reply.output_tokens > 10
+    assert reply.replica == "0"
 
 
 def test_the_openai_client_works(live: Live) -> None:
-    real_engine.check_openai_client(live)
+    check_openai_client(live)
 
 
 def test_what_cannot_be_answered_is_refused_in_openai_shape(live: Live) -> None:
-    real_engine.check_refusals(live)
+    for call, expected in (
+        (lambda: live.openai.embeddings.create(model=live.name, input="x"), (400, 404, 501)),
+        (lambda: live.openai.completions.create(model="nobody", prompt="x"), (404,)),
+    ):
+        try:
+            call()
+        except openai.APIStatusError as error:
+            assert error.status_code in expected
+            assert error.body is not None
+        else:
+            raise AssertionError("it was not refused")
 
 
 def test_a_json_schema_reaches_the_engine(live: Live) -> None:
-    real_engine.check_json_schema(live)
+    schema = {
+        "type": "object",
+        "properties": {"city": {"enum": ["Seoul", "Paris"]}},
+        "required": ["city"],
+        "additionalProperties": False,
+    }
+    answer = live.openai.chat.completions.create(
+        model=live.name,
+        messages=[{"role": "user", "content": "What is the capital of South Korea?"}],
+        temperature=0,
+        max_tokens=100,
+        response_format={"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}},
+    )
+    assert json.loads(answer.choices[0].message.content or "") in ({"city": "Seoul"}, {"city": "Paris"})
 
 
 def test_chat_prints_one_answer(live: Live) -> None:
@@ -81,13 +278,13 @@ def test_a_load_test_measures_it(live: Live, tmp_path: Path) -> None:
     indirect=["live"],
 )
 def test_a_killed_part_comes_back(live: Live, role: str, part: str) -> None:
-    real_engine.check_killed(live, role, part)
+    check_killed(live, role, part)
 
 
 @pytest.mark.vllm
 @pytest.mark.parametrize("live", ENGINES[1:], indirect=True)
 def test_a_killed_engine_core_takes_the_engine_with_it_and_comes_back(live: Live) -> None:
-    real_engine.check_killed(live, "EngineCore", "replica")
+    check_killed(live, "EngineCore", "replica")
 
 
 @pytest.mark.llamacpp
@@ -97,13 +294,13 @@ def test_a_second_replica_serves_and_goes_again(live: Live) -> None:
     assert [replica["state"] for replica in live.status()["replicas"]] == ["ready", "ready"]
     assert live.command("scale", live.name, "1").returncode == 0
     assert [replica["state"] for replica in live.status()["replicas"]] == ["ready"]
-    real_engine.check_openai_client(live)
+    check_openai_client(live)
 
 
 @pytest.mark.vllm
 def test_vllm_that_refuses_its_settings_says_why() -> None:
     """A start that cannot work: exit code 1, our reading, vLLM's last lines, and nothing left."""
-    with real_engine.a_home() as home:
+    with a_home() as home:
         live = Live(home, "refused")
         flags = ("--port", "0", "--set", "engine.args.dtype=float99")
         done = live.command("up", "--name", "refused", "--engine", "vllm", *flags)
@@ -112,4 +309,4 @@ def test_vllm_that_refuses_its_settings_says_why() -> None:
         assert "float99" in done.stderr
         assert "hint: Check engine.args" in done.stderr
         assert live.status()["phase"] == "failed"
-        real_engine.assert_nothing_left(live, set())
+        assert_nothing_left(live, set())

@@ -33,7 +33,6 @@ cache: {weights: /shared/models}
 slurm: {partition: gpu, account: lab, time: "4:00:00"}     # one block per target kind
 """
 LEGAL_NAME = " (lower-case letters, digits and dashes, at most 40, letter or digit at both ends)"
-SCALARS = "text or a whole number or a number or true or false"
 ODD = "model: m\nengine: {args: {a: null, b: false, c: [1, x], d: []}, env: {A: '1'}}\ngateway: {aliases: [x, y]}"
 
 
@@ -136,8 +135,8 @@ def test_a_name_comes_from_the_model(model: str, name: str) -> None:
         ("model: m\nengine: {drain_s: .inf}", "engine.drain_s: inf is not a finite number"),
         ("model: m\nengine: {stall_s: .nan}", "engine.stall_s: nan is not a finite number"),
         ("model: m\nengine: {stall_s: 0}", "engine.stall_s: 0.0 is below 1"),
-        ("model: m\nengine: {env: {A: 1}}", "engine.env.A: expected text, got 1"),
-        ("model: m\nengine: {args: {x: {y: 1}}}", f"engine.args.x: expected {SCALARS} or a list, got key: value lines"),
+        ("model: m\nengine: {env: {A: null}}", "engine.env.A: expected text, got nothing"),
+        ("model: m\nengine: {env: {A: [1]}}", "engine.env.A: expected text, got a list"),
         ("model: m\nengine: {gpu_memory_utilization: 1.2}", "engine.gpu_memory_utilization: 1.2 is not in (0, 1]"),
         ("model: m\nparallel: aut", 'parallel: expected auto or key: value lines, got "aut" (did you mean "auto"?)'),
         ("model: m\nparallel: {tensor: 0}", "parallel.tensor: 0 is below 1"),
@@ -272,6 +271,12 @@ def test_a_wrong_setting_is_refused_like_a_wrong_field() -> None:
         'engine.kidn: unknown key (did you mean "kind"?)\n'
         'gateway.port: expected a whole number, got "a: b: c"'
     )
+
+
+def test_numbers_of_the_environment_become_text_and_mappings_of_flags_json() -> None:
+    found = reading.parse("model: m\nengine: {env: {A: 1, B: true, C: 0.5, D: x}, args: {c: {level: 3}, d: 4}}").engine
+    assert found.env == {"A": "1", "B": "1", "C": "0.5", "D": "x"}
+    assert found.args == {"c": '{"level": 3}', "d": 4}
 
 
 @pytest.mark.parametrize("text", ["model: m", FULL, ODD, "model: m\nparallel: {tensor: 2}\nhardware: {gpu: l4}"])

@@ -147,12 +147,12 @@ def test_followed_logs_of_replicas_tell_a_break_unless_the_deployment_goes_down(
 
     monkeypatch.setattr(targets, "load", lambda _: Breaking())
     is_down, seen = False, list[str]()
-    assert reading(logs.lines(run, "replicas", None, None, True), []) is not None
-    assert reading(logs.lines(run, "replicas", None, None, False), seen) is not None
+    assert reading(logs.lines(run, "replicas", logs.Selection(follow=True)), []) is not None
+    assert reading(logs.lines(run, "replicas", logs.Selection()), seen) is not None
     assert seen == ["[0] line of 0", "[1] line of 1"]
     is_down = True
     seen.clear()
-    assert reading(logs.lines(run, "replicas", None, None, True), seen) is None
+    assert reading(logs.lines(run, "replicas", logs.Selection(follow=True)), seen) is None
     assert sorted(seen) == ["[0] line of 0", "[1] line of 1"]
 
 

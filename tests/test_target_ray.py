@@ -18,6 +18,7 @@ from hosts_ray import RayCluster
 from launching import Asking, Place, a_place, ask, call, now, replica_of, wait_until
 
 from penstock import processes, targets
+from penstock.deployment.doctor import examine
 from penstock.run_folder import Run, replica
 from penstock.spec import reading
 from penstock.targets.ray.jobs_api import Dashboard
@@ -131,6 +132,8 @@ def test_down_now_does_not_wait_for_a_stream_and_a_survey_asks_every_node(
         ("node1", 0, "0 node1\n"),
         ("node2", 0, "1 node2\n"),
     ]
+    findings = examine.examine(reading.load(file), is_quick=True)
+    assert [finding for finding in findings if finding.state == "bad"] == [], "doctor on a cluster that runs it"
     stream = Asking(run.url, 200)
     time.sleep(1.5)
     began = time.monotonic()

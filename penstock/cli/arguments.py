@@ -146,12 +146,18 @@ def add_json(parser: argparse.ArgumentParser, text: str = "print JSON") -> None:
     parser.add_argument("--json", action="store_true", help=text)
 
 
+def add_watch(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-w", "--watch", action="store_true", help="show it again every two seconds, until Ctrl-C")
+
+
 def add_name(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", nargs="?", metavar="NAME", help="the deployment; optional when only one runs")
 
 
 def add_source(parser: argparse.ArgumentParser, text: str = "a YAML file, a model folder or a hub id") -> None:
-    parser.add_argument("source", nargs="?", metavar="FILE|MODEL", help=text)
+    parser.set_defaults(source=None)
+    parser.add_argument("source", nargs="?", metavar="FILE|MODEL", default=argparse.SUPPRESS, help=text)
+    parser.add_argument("-f", "--file", dest="source", metavar="FILE", default=argparse.SUPPRESS, help="the same")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a field of the file")
 
 
@@ -164,6 +170,7 @@ def add_deployment(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--name", type=not_empty, help="the deployment's name (default: from the model)")
     add_engine(parser)
     parser.add_argument("--replicas", type=whole(-MOST), metavar="N", help="same as --set replicas=N")
+    parser.set_defaults(takes_engine_flags=True)
     text = "same as --set gateway.port=...; 0 takes any free port"
     parser.add_argument("--port", type=whole(-MOST), metavar="PORT", help=text)
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import time
 from typing import TYPE_CHECKING, Any
 
 from penstock.cli import arguments
-from penstock.cli.output import print_error, print_json, print_step, table
+from penstock.cli.output import print_error, print_json, print_step, repeat, table
 from penstock.errors import PenstockError, UserError
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ def register_up(parser: argparse.ArgumentParser) -> None:
     arguments.add_deployment(parser)
     parser.add_argument("--replace", action="store_true", help="end a running deployment of that name first")
     parser.add_argument("--dry-run", action="store_true", help="print exactly what would be sent, and send nothing")
-    parser.add_argument("--no-wait", action="store_true", help="return when everything is submitted")
+    parser.add_argument("-d", "--no-wait", action="store_true", help="return when the gateway listens")
     text = "stop waiting after this time; the deployment continues to start"
     parser.add_argument("--timeout", type=arguments.seconds, metavar="SECONDS", help=text)
     arguments.add_json(parser, "print one JSON event per line")
@@ -27,8 +28,23 @@ def register_up(parser: argparse.ArgumentParser) -> None:
         "penstock up",
         "penstock up Qwen/Qwen3-0.6B --engine vllm --port 9000",
         "penstock up qwen.yaml --replicas 2 --set engine.max_model_len=8192",
+        "penstock up Qwen/Qwen3-32B -tp 2 --max-model-len 8192 --kv-cache-dtype fp8",
     )
+    parser.description = f"{parser.description} Flags of `vllm serve` are accepted too."
     arguments.complete(parser, _up, examples)
+
+
+def register_run(parser: argparse.ArgumentParser) -> None:
+    arguments.add_deployment(parser)
+    parser.add_argument("prompt", nargs="*", metavar="PROMPT", help="sent once; without it, a chat begins")
+    examples = ('penstock run penstock-demo "What is penstock?"', "penstock run Qwen/Qwen3-0.6B")
+    arguments.complete(parser, _run, examples)
+
+
+def register_pull(parser: argparse.ArgumentParser) -> None:
+    arguments.add_source(parser, "a YAML file or a hub id")
+    arguments.add_engine(parser)
+    arguments.complete(parser, _pull, ("penstock pull Qwen/Qwen3-0.6B",))
 
 
 def register_render(parser: argparse.ArgumentParser) -> None:
@@ -39,21 +55,27 @@ def register_render(parser: argparse.ArgumentParser) -> None:
 
 def register_ls(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-a", "--all", action="store_true", help="include deployments that ended or failed")
+    arguments.add_watch(parser)
     arguments.add_json(parser)
     arguments.complete(parser, _ls, ("penstock ls", "penstock ls --all --json"))
 
 
 def register_status(parser: argparse.ArgumentParser) -> None:
     arguments.add_name(parser)
+    arguments.add_watch(parser)
     arguments.add_json(parser)
-    arguments.complete(parser, _status, ("penstock status", "penstock status qwen --json"))
+    arguments.complete(parser, _status, ("penstock status", "penstock status qwen --json", "penstock status --watch"))
 
 
 def register_logs(parser: argparse.ArgumentParser) -> None:
     arguments.add_name(parser)
     parser.add_argument("-f", "--follow", action="store_true", help="print new lines as they come")
-    parser.add_argument("-n", "--lines", type=arguments.count_or_zero, metavar="N", help="the last N lines of each log")
-    parser.add_argument("--replica", metavar="N", help="one replica (default: all)")
+    text = "the last N lines of each log"
+    parser.add_argument("-n", "--lines", "--tail", type=arguments.count_or_zero, metavar="N", help=text)
+    text = "lines of the last 90s, 10m, 2h or 1d"
+    parser.add_argument("--since", type=arguments.period_s, metavar="TIME", help=text)
+    parser.add_argument("--replica", metavar="N", help="one replica (default: all that live)")
+    parser.add_argument("-a", "--all", dest="with_ended", action="store_true", help="also of replicas that ended")
     parts = ("replicas", "gateway", "controller", "events")
     parser.add_argument("--part", choices=parts, default="replicas", help="whose log (default: replicas)")
     examples = ("penstock logs --follow", "penstock logs qwen --replica 0 -n 100", "penstock logs qwen --part events")
@@ -120,6 +142,25 @@ def _up(options: argparse.Namespace) -> int:
     return 0
 
 
+def _run(options: argparse.Namespace) -> int:
+    from penstock.cli import main
+
+    name = arguments.deployment_of(options).name
+    with contextlib.redirect_stdout(sys.stderr):  # standard output is for the answer alone
+        code = _up(
+            argparse.Namespace(**vars(options), replace=False, dry_run=False, no_wait=False, timeout=None, json=False)
+        )
+    prompt = ["--message", " ".join(options.prompt)] if options.prompt else []
+    return code or main.run(["chat", name, *prompt])
+
+
+def _pull(options: argparse.Namespace) -> int:
+    from penstock.models import files
+
+    print(files.locate(arguments.deployment_of(options)))
+    return 0
+
+
 def _launch_id(name: str) -> str | None:
     from penstock import paths, run_folder
 
@@ -163,6 +204,8 @@ def _ls(options: argparse.Namespace) -> int:
     from penstock.cli import status_text
     from penstock.deployment import observe
 
+    if options.watch:
+        return repeat(options, _ls)
     rows = [(run, observe.now_state(run, time.time())) for run in run_folder.every()]
     shown = [(run, state) for run, state in rows if options.all or not run.is_ended()]
     damage = {run.path: facts for run, state in shown if (facts := _damage(run, state)) is not None}
@@ -203,6 +246,7 @@ def _facts(run: Run, state: State) -> dict[str, Any]:
         "engine": plan.engine,
         "engine_version": plan.engine_version,
         "folder": str(run.path),
+        "cost_usd": observe.cost_usd(run),
         "kv_cache": msgspec.to_builtins(observe.kv_cache_differences(plan, state)),
         **msgspec.to_builtins(state),
     }
@@ -213,6 +257,8 @@ def _status(options: argparse.Namespace) -> int:
     from penstock.cli import status_text
     from penstock.deployment import observe
 
+    if options.watch:
+        return repeat(options, _status)
     run = run_folder.choose(options.name)
     state = observe.now_state(run, time.time())
     if options.json:
@@ -227,7 +273,9 @@ def _logs(options: argparse.Namespace) -> int:
     from penstock.deployment import logs
 
     run = run_folder.choose(options.name)
-    for line in logs.lines(run, options.part, options.replica, options.lines, options.follow):
+    since = None if options.since is None else time.time() - options.since
+    wanted = logs.Selection(options.replica, options.lines, options.follow, since, options.with_ended)
+    for line in logs.lines(run, options.part, wanted):
         print(line, flush=options.follow)
     return 0
 

@@ -17,9 +17,13 @@ from typing import Any, NamedTuple, NoReturn
 
 from penstock import __version__
 from penstock.cli.output import print_error
-from penstock.errors import EXIT_OURS, PenstockError, UserError
+from penstock.errors import EXIT_OURS, PenstockError, UserError, nearest
 
-_EPILOG = "Documentation: docs/ in the repository. Exit code 2: an error that you can fix; 1: any other error."
+DESCRIPTION = "One file and one command take any open LLM from a laptop to a cluster, on vLLM and Ray."
+_EPILOG = (
+    "Aliases: ps (ls), stop and rm (down), version. Documentation: docs/ in the repository. "
+    "Exit code 2: an error that you can fix; 1: any other error."
+)
 
 
 class Verb(NamedTuple):
@@ -33,9 +37,11 @@ VERBS = {
     "up": Verb("start a deployment and wait until it answers; without FILE, the bundled demo", "lifecycle:register_up"),
     "plan": Verb("predict what fits, how to split the model and how fast it will be", "plan:register"),
     "render": Verb("print exactly what `up` would send, and send nothing", "lifecycle:register_render"),
+    "pull": Verb("download a model, so that `up` finds it", "lifecycle:register_pull"),
     "ls": Verb("list deployments", "lifecycle:register_ls"),
     "status": Verb("show a deployment: its parts, replicas, restarts and their reasons", "lifecycle:register_status"),
     "logs": Verb("print the log of a deployment's replicas, gateway or controller", "lifecycle:register_logs"),
+    "run": Verb("start a model, and send it one prompt or chat with it", "lifecycle:register_run"),
     "chat": Verb("talk to a deployment in the terminal", "chat:register"),
     "tunnel": Verb("open a local address that leads to a deployment on a login node", "remote:register"),
     "keys": Verb("create, list, rotate and revoke the API keys of a gateway", "keys:register_keys"),
@@ -48,12 +54,17 @@ VERBS = {
     "doctor": Verb(
         "report everything that would stop a deployment, on this machine or on the nodes of FILE", "doctor:register"
     ),
+    "service": Verb("write a systemd unit that starts a deployment with the machine", "service:register"),
+    "completion": Verb("print a script by which a shell completes verbs and options", "completion:register"),
+    "help": Verb("show the help of a verb; --man: a manual page of all", "completion:register_help"),
 }
+# What people type out of habit, as other words of the same command line.
+ALIASES = {"ps": ("ls",), "stop": ("down",), "rm": ("down",), "version": ("--version",)}
 
 
 class _UsageError(UserError):
-    def __init__(self, message: str, usage: str) -> None:
-        super().__init__(message)
+    def __init__(self, message: str, usage: str, hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
         self.usage = usage
 
 
@@ -72,15 +83,39 @@ class _Parser(argparse.ArgumentParser):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **({"formatter_class": _Formatter} | options))
 
-    def error(self, message: str) -> NoReturn:
-        raise _UsageError(message, self.format_usage())
+    def error(self, message: str, hint: str | None = None) -> NoReturn:
+        raise _UsageError(message, self.format_usage(), hint)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse has it, but the verb itself refuses what it does not know, and reads flags of `vllm serve`."""
+        words, settings = list(args or ()), list[str]()
+        if self.get_default("takes_engine_flags"):
+            from penstock.cli import engine_flags
+
+            words, settings = engine_flags.split(words, self)
+        options, unknown = super().parse_known_args(words, namespace)
+        if unknown:
+            close = nearest(unknown[0].partition("=")[0], self._option_string_actions)
+            self.error(f"unrecognized arguments: {' '.join(unknown)}", f"Did you mean {close}?" if close else None)
+        if settings:
+            options.set = [*settings, *options.set]
+        return options, []
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            choices = [str(choice) for choice in action.choices]
+            close = nearest(str(value), choices)
+            name = "verb" if isinstance(action, argparse._SubParsersAction) else action.metavar or action.dest
+            self.error(
+                f'unknown {name} "{value}"', f'Did you mean "{close}"?' if close else f"One of {', '.join(choices)}."
+            )
 
 
 def parser(verbs: Sequence[str] = tuple(VERBS)) -> argparse.ArgumentParser:
     """The command tree with the arguments of these verbs; docs/reference/cli.md is generated from the whole."""
     root = _Parser(
         prog="penstock",
-        description="One file and one command take any open LLM from a laptop to a cluster, on vLLM and Ray.",
+        description=DESCRIPTION,
         epilog=_EPILOG,
     )
     root.add_argument("--version", action="version", version=f"penstock {__version__}")
@@ -106,6 +141,7 @@ def run(argv: Sequence[str]) -> int:
             setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115 - for as long as we live
     as_json = "--json" in argv
     try:
+        argv = [*ALIASES.get(argv[0], argv[:1]), *argv[1:]] if argv else argv
         root = parser([word for word in argv if not word.startswith("-")][:1])
         options = root.parse_args(argv)
         if not hasattr(options, "verb"):

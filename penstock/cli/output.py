@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
 import shutil
 import sys
-from collections.abc import Collection, Sequence
+import time
+from collections.abc import Callable, Collection, Sequence
+from itertools import zip_longest
 from typing import IO, Any
 
 from penstock.errors import PenstockError
@@ -15,6 +18,8 @@ from penstock.text import printable
 
 # Wider than any line: a program that reads our output gets one line a row.
 UNLIMITED = 10_000
+_REPEAT_S = 2.0
+_LEAST_ROOM = 20  # columns for the widest cells of a table
 
 
 def print_json(value: Any) -> None:
@@ -43,6 +48,19 @@ def _error_text(error: PenstockError) -> str:
             first, *more = printable(text).splitlines()
             lines += [f"  {word}:", *(f"    {line}" for line in (first, *more))] if more else [f"  {word}: {first}"]
     return "\n".join(lines)
+
+
+def repeat(options: argparse.Namespace, show: Callable[[argparse.Namespace], int]) -> int:
+    """Show it every two seconds until Ctrl-C, on a terminal each time in place of the last."""
+    once = argparse.Namespace(**(vars(options) | {"watch": False}))
+    with contextlib.suppress(KeyboardInterrupt):
+        while True:
+            if sys.stdout.isatty():
+                print("\033[H\033[2J", end="")
+            show(once)
+            sys.stdout.flush()
+            time.sleep(_REPEAT_S)
+    return 0
 
 
 def has_colour(stream: IO[str]) -> bool:
@@ -77,16 +95,31 @@ def table(
     right: Collection[int] = (),
     indent: int = 0,
 ) -> str:
-    """Aligned columns, two spaces between them. Text too wide for `columns` (default: `width()`) continues below, in
-    its own column: nothing is cut off. `right`: the numbers of the columns that are aligned at their right end."""
+    """Aligned columns, two spaces between them, at most `columns` wide (default: `width()`); nothing is cut off.
+
+    The widest column continues below where it is too wide; where that leaves too little room, each row becomes a block
+    of lines, one a column. `right`: the numbers of the columns that are aligned at their right end.
+    """
     from rich.padding import Padding
     from rich.table import Table
     from rich.text import Text
 
-    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid, columns = Table.grid(padding=(0, 2, 0, 0)), width() if columns is None else columns
     lines = [head, *rows] if head else rows
-    for number in range(max(map(len, lines), default=0)):
-        grid.add_column(overflow="fold", justify="right" if number in right else "left")
+    widths = [max(map(len, cells)) for cells in zip_longest(*lines, fillvalue="")]
+    widest = widths.index(max(widths)) if widths else 0
+    room = columns - indent - 2 * len(widths) - (sum(widths) - max(widths, default=0))
+    if head and room < min(_LEAST_ROOM, max(widths, default=0)):
+        return "\n".join(_block(row, head, columns, indent) for row in rows)
+    for number in range(len(widths)):
+        justify: Any = "right" if number in right else "left"
+        grid.add_column(overflow="fold", justify=justify, no_wrap=bool(head) and number != widest)
     for line in lines:
         grid.add_row(*(Text(cell) for cell in line))
-    return render(Padding(grid, (0, 0, 0, indent)), width() if columns is None else columns)
+    return render(Padding(grid, (0, 0, 0, indent)), columns)
+
+
+def _block(row: Sequence[str], head: Sequence[str], columns: int, indent: int) -> str:
+    """A row as its first cell, and below it a line for each other cell that is not empty."""
+    cells = [(name, cell) for name, cell in zip(head[1:], row[1:], strict=True) if cell]
+    return "\n".join([" " * indent + row[0], table(cells, (), columns, (), indent + 2)])

@@ -18,7 +18,7 @@ from penstock.hardware import Machine
 from penstock.planner import Device, Plan
 from penstock.run_folder import Part, ReplicaStatus, Run, State
 from penstock.spec.blocks import SHARED
-from penstock.text import show_bytes, show_seconds
+from penstock.text import show_bytes, show_seconds, show_usd
 from penstock.wire.announcement import Restart
 
 if TYPE_CHECKING:
@@ -137,12 +137,13 @@ def list_text(rows: Sequence[tuple[Run, State]]) -> str:
 
 
 def status_text(run: Run, state: State, now: float) -> str:
-    plan = run.plan()
+    plan, cost = run.plan(), observe.cost_usd(run)
     age = now - run.record().created_at
     lines = [
         f"{run.name} is {state.phase}" + (f": {state.reason}" if state.reason else ""),
         f"  model    {plan.model.reference} on {plan.engine} {plan.engine_version} ({plan.device})",
         f"  address  {_address(run)}   {state.requests_total} requests since its gateway started",
+        *([] if cost is None else [f"  cost     {show_usd(cost)} for all requests so far"]),
         f"  folder   {run.path}   started {show_seconds(age)} ago",
         *_kv_cache_lines(plan, state),
         "",

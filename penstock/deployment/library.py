@@ -130,7 +130,8 @@ def logs(
     follow: bool = False,
 ) -> Iterator[str]:
     """Lines of the log of one part, the `last` of each; with `follow`, new lines until the deployment ends."""
-    return deployment_logs.lines(run_folder.choose(name), part, replica, last, follow)
+    wanted = deployment_logs.Selection(replica, last, follow, with_ended=True)
+    return deployment_logs.lines(run_folder.choose(name), part, wanted)
 
 
 def scale(

@@ -3,41 +3,71 @@
 from __future__ import annotations
 
 import json
+import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from datetime import UTC, datetime
+from typing import NamedTuple
 
 from penstock import targets
 from penstock.errors import PenstockError, UserError
 from penstock.log_lines import as_they_come, file_lines, in_turn, named
 from penstock.run_folder import Run, Unit
 
+# Nodes put the time (UTC) in front of each line of an engine.
+_STAMP = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)Z ")
 
-def lines(run: Run, part: str, replica: str | None, last: int | None, follow: bool) -> Iterator[str]:
+
+class Selection(NamedTuple):
+    """Which lines: of one `replica`, the `last` of each log, not before `since` (Unix seconds), of ended ones too."""
+
+    replica: str | None = None
+    last: int | None = None
+    follow: bool = False
+    since: float | None = None
+    with_ended: bool = False
+
+
+def lines(run: Run, part: str, wanted: Selection) -> Iterator[str]:
     """Lines of one part: "replicas" (all, or one), "gateway", "controller" or "events"; with `follow` until it is down.
 
     Raises UserError for a replica that the run does not have, PenstockError for one whose log cannot be reached: after
     the lines of the others, with `follow` at once.
     """
-    follow = follow and run.desired().state == "up"  # nothing more comes from what has ended
+    follow = wanted.follow and run.desired().state == "up"  # nothing more comes from what has ended
     if part == "replicas":
-        yield from _replica_lines(run, replica, last, follow)
+        yield from _replica_lines(run, wanted, follow)
     elif part == "events":
-        yield from map(_event_text, file_lines(run.path / "events.jsonl", follow, last, run.is_ended))
+        events = file_lines(run.path / "events.jsonl", follow, wanted.last, run.is_ended)
+        yield from not_before(wanted.since, map(_event_text, events))
     else:
-        yield from run.log_lines(part, follow, last)
+        yield from not_before(wanted.since, run.log_lines(part, follow, wanted.last))
 
 
-def _replica_lines(run: Run, replica: str | None, last: int | None, follow: bool) -> Iterator[str]:
-    handle = run.handle()
+def not_before(since: float | None, lines: Iterable[str]) -> Iterator[str]:
+    """Lines from that time on (Unix seconds); a line without a time goes with the one before it, or is kept."""
+    is_late = True
+    for line in lines:
+        stamp = _STAMP.search(line[:40]) if since is not None else None
+        if stamp is not None and since is not None:
+            is_late = datetime.fromisoformat(stamp[1]).replace(tzinfo=UTC).timestamp() >= since - 1
+        if is_late:
+            yield line
+
+
+def _replica_lines(run: Run, wanted: Selection, follow: bool) -> Iterator[str]:
+    handle, replica = run.handle(), wanted.replica
     written = {path.stem.removeprefix("replica-") for path in (run.path / "logs").glob("replica-*.log")}
     names = sorted({*written, *handle.replicas})
+    if handle.replicas and replica is None and not wanted.with_ended and run.desired().state == "up":
+        names = sorted(handle.replicas)
     if replica is not None and replica not in names:
         raise UserError(f'cannot find replica "{replica}" of "{run.name}"', hint=f"It has: {', '.join(names)}.")
     target = targets.load(handle.target)
 
     def of_one(name: str) -> Iterator[str]:
         try:
-            yield from target.logs(run, Unit("replica", name), follow, last)
+            yield from not_before(wanted.since, target.logs(run, Unit("replica", name), follow, wanted.last))
         except PenstockError:
             # `down` ends the connections that its logs are read by.
             if not follow or run.desired().state == "up":
@@ -55,6 +85,6 @@ def _event_text(line: str) -> str:
         event = json.loads(line)
     except ValueError:
         return line
-    at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event.get("at", 0)))
+    at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(event.get("at", 0)))
     where = f" [replica {event['replica']}]" if "replica" in event else ""
     return f"{at} {event.get('event')}{where}: {event.get('text')}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
@@ -10,6 +11,8 @@ import msgspec
 
 from penstock import processes, targets
 from penstock.errors import PenstockError
+from penstock.gateway.accounting import store
+from penstock.gateway.accounting.usage_store import UsageStore
 from penstock.planner import Plan
 from penstock.planner.memory.measured import Difference, difference
 from penstock.run_folder import Desired, Part, Phase, ReplicaStatus, Run, State, Unit, order
@@ -204,6 +207,17 @@ def kv_cache_differences(plan: Plan, state: State) -> dict[str, Difference]:
         if replica.announcement is not None
     }
     return {name: gap for name, gap in gaps.items() if gap is not None}
+
+
+def cost_usd(run: Run) -> float | None:
+    """The cost of all requests so far; None without a price, or with a store elsewhere."""
+    place = run.gateway_file().store
+    if run.deployment().gateway.price is None or place is None or store.is_postgres(place):
+        return None
+    with contextlib.suppress(PenstockError):
+        lines = UsageStore(store.connect(place)).usage(("model",))
+        return sum(line.cost_usd or 0.0 for line in lines)
+    return None
 
 
 def now_state(run: Run, now: float) -> State:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 from typing import Any
+from urllib.parse import urlsplit
 
 from penstock.engines import Metrics
 from penstock.errors import PenstockError
@@ -35,11 +37,15 @@ class StallWatch:
 
 
 class EngineClient:
-    """One engine from its start to its end. All calls block; none raises."""
+    """One engine from its start to its end. All calls block; none raises.
+
+    `unreachable`: why its address does not lead to it, after a failed health check. A restart would not help.
+    """
 
     def __init__(self, url: str, key: str | None, metrics: Metrics, plan: Plan) -> None:
         self.url = url
         self.load: EngineLoad | None = None
+        self.unreachable: str | None = None
         self._names, self._plan = metrics, plan
         self._http = Client(url, key, timeout_s=_TIMEOUT_S)
         self._slow_http = Client(url, key, timeout_s=_PROBE_TIMEOUT_S)
@@ -49,20 +55,34 @@ class EngineClient:
         try:
             self._http.get_text("/health")
         except PenstockError:
+            self.unreachable = self._why_unreachable()
             return False
+        self.unreachable = None
         return True
 
     def health_problem(self) -> str | None:
         """Why its health check failed, or None; a few timeouts in a row count as late answers."""
         try:
             self._http.get_text("/health")
-        except NoAnswer as exc:
-            self._missed += 1
-            return exc.message if self._missed >= _MISSED_MAX else None
         except PenstockError as exc:
-            return exc.message
-        self._missed = 0
+            self._missed += 1
+            if isinstance(exc, NoAnswer) and self._missed < _MISSED_MAX:
+                return None
+            self.unreachable = self._why_unreachable()
+            return exc.message if self.unreachable is None else None
+        self._missed, self.unreachable = 0, None
         return None
+
+    def _why_unreachable(self) -> str | None:
+        """None where a connection is accepted or refused: the kernel accepts it for an engine that hangs, too."""
+        parts = urlsplit(self.url)
+        try:
+            with socket.create_connection((parts.hostname or "", parts.port or 80), _TIMEOUT_S):
+                return None
+        except ConnectionRefusedError:
+            return None
+        except OSError as exc:
+            return f"this node cannot reach its own address {parts.hostname}: {exc.strerror or exc}"
 
     def gives_token(self) -> bool:
         """Whether it answers a request. A healthy engine may die of its first one, as vLLM with a pipeline did."""

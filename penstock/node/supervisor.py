@@ -59,6 +59,7 @@ class NodeSupervisor:
             self._leader = GroupLeader(launch.plan, board, args.hosts, self._is_stopped)
         self._vital: tuple[Process, ...] = ()
         self._client: EngineClient | None = None
+        self._unreachable: str | None = None
 
     def stop(self) -> None:
         self.stops += 1
@@ -199,7 +200,7 @@ class NodeSupervisor:
             trouble = self._trouble()
             if trouble is not None:
                 return trouble
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline and client.unreachable is None:
                 limit = show_seconds(self._plan.start_timeout_s)
                 return Diagnosis(f"it was not ready after {limit} (engine.start_timeout_s)")
             if client.is_up():
@@ -211,8 +212,16 @@ class NodeSupervisor:
                     after = show_seconds(self._report.ready_after_s or 0.0)
                     print(f"penstock: ready after {after} at {client.url}", flush=True)
                     return None
+            self._report_address(client)
             self._pause(_TICK_S)
         return None
+
+    def _report_address(self, client: EngineClient) -> None:
+        """A loaded engine whose address cannot be reached is kept: loading it again would not help."""
+        if client.unreachable != self._unreachable:
+            self._unreachable = self._report.reason = client.unreachable
+            print(f"penstock: {client.unreachable or 'its address can be reached again'}", flush=True)
+            self._announce(self._report.state)
 
     def _while_ready(self) -> Diagnosis | None:
         process, client = self._running()
@@ -232,6 +241,7 @@ class NodeSupervisor:
                 problem = client.health_problem()
                 if problem is not None and process.exit_code() is None:  # its death says more
                     return self._lost_process(process) or Diagnosis(f"its health check failed: {problem}")
+                self._report_address(client)
             if now >= next_metrics:
                 next_metrics = now + _METRICS_EVERY_S
                 self._refresh()

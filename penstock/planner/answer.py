@@ -203,7 +203,7 @@ def warnings(inputs: SolveInputs, sizing: Sizing, memory: Memory) -> Iterator[st
 def _tightness(inputs: SolveInputs, fit: MemoryFit) -> Iterator[str]:
     if not fit.available or not fit.fits:
         return
-    outside = max(overhead.beside_budget.likely for overhead in fit.overheads)
+    outside = max(overhead.outside_budget.likely for overhead in fit.overheads)
     room = inputs.memory.total_bytes - inputs.memory.budget_bytes
     if outside > room:
         yield (

@@ -54,7 +54,8 @@ class Parallel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class EngineSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The engine and its own settings. `args` are engine flags without dashes in front, passed through as they are.
+    """The engine and its own settings. `args` are engine flags without dashes in front, passed through as they are;
+    a mapping becomes JSON. `env`: text or numbers; true and false become 1 and 0.
 
     `executor` is how the ranks of one replica find each other: Ray, or vLLM's own processes (mp); auto takes mp inside
     one node and ray across nodes. `join_timeout_s`: how long the first node waits for the others. `ray_dashboard_host`:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import json
 import math
 import re
 import types
@@ -97,6 +98,8 @@ def from_mapping(raw: object, source: str = "the settings", settings: Sequence[s
         merged["replicas"] = {"min": replicas, "max": max(1, replicas)}
     elif isinstance(replicas, Mapping) and isinstance(replicas.get("min"), int) and "max" not in replicas:
         merged["replicas"] = {**replicas, "max": max(1, replicas["min"])}
+    if isinstance(merged.get("engine"), Mapping):
+        merged["engine"] = _as_text(merged["engine"])
     problems += list(_problems(merged, Deployment, ""))
     bad = {re.split(r"[.\[]", problem.path)[0] for problem in problems}
     if "target" in bad:
@@ -112,6 +115,17 @@ def from_mapping(raw: object, source: str = "the settings", settings: Sequence[s
     if problems:
         raise SpecError(source, problems)
     return deployment
+
+
+def _as_text(engine: Mapping[str, Any]) -> dict[str, Any]:
+    """`engine` with numbers of `env` as text (true is 1), and mappings of `args` as JSON."""
+    env, args = engine.get("env"), engine.get("args")
+    if isinstance(env, Mapping):
+        scalars = {key: int(value) if isinstance(value, bool) else value for key, value in env.items()}
+        env = {key: str(value) if isinstance(value, int | float) else value for key, value in scalars.items()}
+    if isinstance(args, Mapping):
+        args = {key: json.dumps(value) if isinstance(value, Mapping) else value for key, value in args.items()}
+    return {**engine, **{name: value for name, value in (("env", env), ("args", args)) if value is not None}}
 
 
 def to_yaml(deployment: Deployment) -> str:

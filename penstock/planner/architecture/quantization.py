@@ -127,10 +127,8 @@ def format_of(module: str, quant: Quantization | None) -> Quantization | None:
     """The format of one linear module's weight; None keeps the model's dtype."""
     if quant is None or matches(module, quant.excluded):
         return None
-    for one in (quant, *quant.also):
-        if not one.included or matches(module, one.included):
-            return one
-    return None
+    formats = (quant, *quant.also)
+    return next((own for own in formats if not own.included or matches(module, own.included)), None)
 
 
 # ---- reading quantization_config ------------------------------------------------------------------------------------
@@ -307,10 +305,7 @@ _METHODS: Mapping[str, tuple[Callable[[Mapping[str, Any]], Quantization], frozen
     "modelopt": (_modelopt, frozenset({"fp8", "nvfp4", "fp8-block"})),
     "modelopt_fp4": (_modelopt, frozenset({"nvfp4"})),
     "modelopt_mixed": (_modelopt, frozenset({"fp8", "nvfp4", "fp8-block"})),
-    "compressed-tensors": (
-        _compressed_tensors,
-        frozenset({"fp8", "fp8-block", "int8", "int4", "nvfp4", "mxfp4"}),
-    ),
+    "compressed-tensors": (_compressed_tensors, frozenset({"fp8", "fp8-block", "int8", "int4", "nvfp4", "mxfp4"})),
 }
 
 # `--quantization` on a 16-bit checkpoint (layers/quantization/online, bitsandbytes.py): what vLLM makes while loading.

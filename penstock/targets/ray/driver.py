@@ -31,6 +31,7 @@ _READ_S = 20.0
 _LOOP_S = 0.5
 _REPORT_EVERY_S = 30.0
 _KILL_S = 20.0
+_WORKER_START_S = 60.0
 _AGAIN_S = 2.0
 _KEPT_LINES = 20_000
 # Ray gives its workers a thread count, which an engine would take for its own.
@@ -332,19 +333,25 @@ def drive(key: str) -> int:
     return code
 
 
-def _ask_node(argv: list[str], python: str | None, rank: int, timeout_s: float) -> dict[str, Any]:
-    words = [python or sys.executable, *(word.replace("{rank}", str(rank)) for word in argv)]
-    answer: dict[str, Any] = {"host": socket.gethostname(), "exit_code": None, "out": "", "err": ""}
-    environment = _node_environment()
-    environment.pop("CUDA_VISIBLE_DEVICES", None)  # Ray hides all GPUs from a task that reserves none
-    try:
-        done = subprocess.run(words, capture_output=True, timeout=timeout_s, env=environment, cwd="/")
-    except subprocess.TimeoutExpired:
-        return answer | {"err": f"no answer within {timeout_s:.0f} s"}
-    except OSError as exc:
-        return answer | {"err": f"could not start {words[0]}: {exc.strerror}"}
-    out, err = done.stdout.decode("utf-8", "replace"), done.stderr.decode("utf-8", "replace")
-    return answer | {"exit_code": done.returncode, "out": out, "err": err}
+class SurveyActor:
+    """The actor on each node of a survey."""
+
+    def is_there(self) -> bool:
+        return True
+
+    def ask(self, argv: list[str], python: str | None, rank: int, timeout_s: float) -> dict[str, Any]:
+        words = [python or sys.executable, *(word.replace("{rank}", str(rank)) for word in argv)]
+        answer: dict[str, Any] = {"host": socket.gethostname(), "exit_code": None, "out": "", "err": ""}
+        environment = _node_environment()
+        environment.pop("CUDA_VISIBLE_DEVICES", None)  # Ray hides all GPUs from an actor that reserves none
+        try:
+            done = subprocess.run(words, capture_output=True, timeout=timeout_s, env=environment, cwd="/")
+        except subprocess.TimeoutExpired:
+            return answer | {"err": f"no answer within {timeout_s:.0f} s"}
+        except OSError as exc:
+            return answer | {"err": f"could not start {words[0]}: {exc.strerror}"}
+        out, err = done.stdout.decode("utf-8", "replace"), done.stderr.decode("utf-8", "replace")
+        return answer | {"exit_code": done.returncode, "out": out, "err": err}
 
 
 def survey(encoded: str) -> int:
@@ -355,14 +362,17 @@ def survey(encoded: str) -> int:
     question = json.loads(base64.b64decode(encoded))
     _connect()
     nodes = sorted((node for node in ray.nodes() if node["Alive"]), key=lambda node: str(node["NodeManagerAddress"]))
-    ask = ray.remote(_ask_node)
+    actors = [
+        ray.remote(SurveyActor)
+        .options(num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False))
+        .remote()
+        for node in nodes
+    ]
+    # Workers take seconds to start on a busy node, and programs that look for each other must run at the same time.
+    ray.wait([actor.is_there.remote() for actor in actors], num_returns=len(actors), timeout=_WORKER_START_S)
     refs = [
-        ask.options(
-            num_cpus=0,
-            max_retries=0,
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
-        ).remote(question["argv"], question["python"], rank, question["timeout_s"])
-        for rank, node in enumerate(nodes)
+        actor.ask.remote(question["argv"], question["python"], rank, question["timeout_s"])
+        for rank, actor in enumerate(actors)
     ]
     done, _ = ray.wait(refs, num_returns=len(refs), timeout=question["timeout_s"] + 10.0)
     answers = []

@@ -49,12 +49,12 @@ class RayNode(msgspec.Struct, frozen=True):
 
 
 class Dashboard:
-    """One Ray cluster by the address of its dashboard. Calls block for a few seconds at most."""
+    """One Ray cluster by the address of its dashboard. Calls block for at most `timeout_s`."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, timeout_s: float = _TIMEOUT_S) -> None:
         self.address = address.rstrip("/")
         # https://docs.ray.io/en/latest/ray-security/token-auth.html
-        self._client = Client(self.address, os.environ.get("RAY_AUTH_TOKEN") or _token_of_file(), _TIMEOUT_S)
+        self._client = Client(self.address, os.environ.get("RAY_AUTH_TOKEN") or _token_of_file(), timeout_s)
 
     def ray_version(self) -> str:
         """Ray's version there.  Raises UserError that says what answers in its place."""

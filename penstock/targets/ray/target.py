@@ -21,7 +21,7 @@ from penstock.errors import PenstockError, Problem
 from penstock.hardware import Machine
 from penstock.run_folder import Artifact, Handle, Launch, Record, Run, Unit, replica
 from penstock.spec.blocks import RayCluster
-from penstock.spec.deployment import Deployment
+from penstock.spec.deployment import DEMO_MODEL, Deployment
 from penstock.targets import Placement, Surveyed, Target, machines_of_file
 from penstock.targets.ray import driver, jobs_api
 from penstock.targets.ray.jobs_api import Dashboard, Job, RayNode
@@ -42,6 +42,7 @@ _FRESH_S = 1.0
 _POLL_S = 0.2
 _AGAIN_S = 1.0
 _SURVEY_S = 60.0
+_PATIENT_S = 30.0  # with the dashboard of a busy cluster
 _START_S = 90.0  # a job's supervisor and its environment, before its command begins
 _SPARE_S = 25.0  # for the engine's own end after the drain
 # Ray looks at a running job once a second. One that is deleted before it saw the end comes back as FAILED.
@@ -120,7 +121,7 @@ class RayJobs(Target):
 
     def _survey(self, deployment: Deployment, argv: Sequence[str], timeout_s: float) -> list[dict[str, Any]]:
         block = _block(deployment)
-        return _ask_nodes(Dashboard(block.address), block, argv, timeout_s)
+        return _ask_nodes(Dashboard(block.address, _PATIENT_S), block, argv, timeout_s, DEMO_MODEL in argv)
 
     def render(self, launch: Launch, python: str, deployment: Deployment) -> Artifact:
         block, there = _block(deployment), msgspec.to_builtins(launch)
@@ -344,9 +345,11 @@ def _wait_ended(dashboard: Dashboard, jobs: Iterable[Job], timeout_s: float) -> 
     return left
 
 
-def _ask_nodes(dashboard: Dashboard, block: RayCluster, argv: Sequence[str], timeout_s: float) -> list[dict[str, Any]]:
+def _ask_nodes(
+    dashboard: Dashboard, block: RayCluster, argv: Sequence[str], timeout_s: float, with_model: bool = False
+) -> list[dict[str, Any]]:
     """Run `python ARGV` on every living node by a short job; one answer a node."""
-    name, data = jobs_api.package(with_model=False)
+    name, data = jobs_api.package(with_model)
     dashboard.upload(name, data)
     question = {"argv": [*argv], "python": block.python, "timeout_s": timeout_s}
     encoded = base64.b64encode(json.dumps(question).encode()).decode()

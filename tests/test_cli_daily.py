@@ -1,0 +1,145 @@
+"""What other tools have taught people to type: other words for verbs, flags of `vllm serve`, completion, services."""
+
+# ruff: noqa: F811 - fixtures of test_cli
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from samples import deployment, run_folder
+from store_rig import Store, row
+from test_cli import DEMO_DEPLOYMENT, Shell, check_error, known_machine, shell  # noqa: F401 - fixtures
+
+from penstock import __version__
+from penstock.cli import main
+from penstock.run_folder import Handle
+
+
+@pytest.mark.parametrize(
+    ("words", "usage", "hint"),
+    [
+        ("stauts", "usage: penstock [", 'Did you mean "status"?'),
+        ("up --no-wiat", "usage: penstock up", "Did you mean --no-wait?"),
+        ("status --jsno", "usage: penstock status", "Did you mean --json?"),
+        ("logs --part gatway", "usage: penstock logs", 'Did you mean "gateway"?'),
+        ("bench srve", "usage: penstock bench", 'Did you mean "serve"?'),
+    ],
+)
+def test_a_mistyped_verb_or_flag_gets_the_nearest_and_the_usage_of_its_verb(
+    shell: Shell, words: str, usage: str, hint: str
+) -> None:
+    code, output, errors = shell(*words.split())
+    assert (code, output) == (2, "")
+    assert errors.startswith(usage)
+    assert f"hint: {hint}" in errors
+
+
+def test_other_words_for_verbs(shell: Shell) -> None:
+    run_folder(deployment(name="one"))
+    assert shell("ps")[1] == shell("ls")[1]
+    assert shell("version")[1] == f"penstock {__version__}\n"
+    assert shell("help", "up")[1] == shell("up", "--help")[1]
+    assert shell("help")[1] == shell("--help")[1]
+    for verb in ("stop", "rm"):
+        assert shell(verb, "nobody")[2].splitlines()[0] == 'error: cannot find deployment "nobody"'
+
+
+@pytest.mark.usefixtures("home")
+def test_flags_of_vllm_serve_are_settings(shell: Shell) -> None:
+    words = "--port 0 -tp 2 penstock-demo --max-model-len 1K --enforce-eager --max-num-seqs=4 --host 127.0.0.1 -d"
+    more = ["--compilation-config", '{"level": 3}', "--served-model-name", "x", "--set", "engine.args.max-num-seqs=5"]
+    facts = json.loads(shell("up", "--dry-run", "--json", "--engine", "vllm", *words.split(), *more)[1])
+    wanted = facts["deployment"]
+    assert (wanted["model"], wanted["parallel"]["tensor"], wanted["engine"]["max_model_len"]) == (
+        "penstock-demo",
+        2,
+        1024,
+    )
+    assert wanted["engine"]["args"] == {"enforce-eager": True, "max-num-seqs": 5, "compilation-config": '{"level": 3}'}
+    assert wanted["gateway"]["aliases"] == ["x"]
+    check_error(shell, ["render", "--api-key", "s"], f"cannot use {DEMO_DEPLOYMENT}", "engine.args.api-key", None)
+    assert 'error: argument --max-model-len: "x" is not a whole number' in shell("up", "--max-model-len", "x")[2]
+
+
+def test_a_file_may_be_given_as_with_other_tools(shell: Shell, tmp_path: Path) -> None:
+    path = tmp_path / "d.yaml"
+    path.write_text("model: penstock-demo\nname: from-file\ngateway: {port: 0}\n")
+    assert json.loads(shell("render", "-f", str(path), "--json")[1])["deployment"]["name"] == "from-file"
+
+
+@pytest.mark.parametrize("words", ["status", "ls"])
+def test_watching_shows_it_again_until_ctrl_c(shell: Shell, monkeypatch: pytest.MonkeyPatch, words: str) -> None:
+    run_folder()
+    n_left = [2]
+
+    def press(_: float) -> None:
+        n_left[0] -= 1
+        if not n_left[0]:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(time, "sleep", press)
+    once = shell(words, "--json")[1]
+    code, output, _ = shell(words, "--json", "--watch")
+    assert (code, len(output.splitlines())) == (0, 2 * len(once.splitlines()))
+
+
+def test_a_shell_completes_every_verb_and_its_options(shell: Shell, tmp_path: Path) -> None:
+    script = shell("completion", "bash")[1]
+    path = tmp_path / "complete"
+    path.write_text(f"{script}\nCOMP_WORDS=(penstock logs --fo); COMP_CWORD=2; _penstock; echo ${{COMPREPLY[@]}}\n")
+    done = subprocess.run(["bash", str(path)], capture_output=True, text=True, check=True)
+    assert done.stdout == "--follow\n"
+    assert "bashcompinit" in shell("completion", "zsh")[1]
+    fish = shell("completion", "fish")[1]
+    page = shell("help", "--man")[1]
+    assert page.startswith('.TH PENSTOCK 1 "" "penstock')
+    for verb in main.VERBS:
+        assert f"-a {verb} -d" in fish
+        assert f".SH {verb.upper()}\n" in page
+
+
+def test_a_service_is_a_unit_that_starts_and_ends_the_deployment(
+    shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    file = tmp_path / "d.yaml"
+    file.write_text("model: penstock-demo\nname: chat\n")
+    code, output, _ = shell("service", "install", str(file), "--set", "replicas=2")
+    unit = tmp_path / "config" / "systemd" / "user" / "penstock-chat.service"
+    assert code == 0
+    assert f"wrote {unit}" in output and "systemctl --user enable --now penstock-chat.service" in output
+    lines = unit.read_text().splitlines()
+    assert f"ExecStart={sys.executable} -m penstock.cli.main up {file} --set name=chat --set replicas=2" in lines
+    assert f"ExecStop={sys.executable} -m penstock.cli.main down chat" in lines
+
+
+def test_pull_downloads_the_model_and_says_where_it_is(shell: Shell, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert shell("pull", str(tmp_path)) == (0, f"{tmp_path}\n", "")
+
+
+def test_logs_are_of_living_replicas_and_of_a_time(shell: Shell) -> None:
+    run = run_folder()
+    now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    for name in ("0", "1"):
+        run.log(f"replica-{name}").write_text(f"1999-01-01T00:00:00Z old {name}\n  more\n{now} new {name}\n  more\n")
+    run.write_handle(Handle("local", {"replica/1": {}}))
+    assert [line.split()[-2:] for line in shell("logs", "--tail", "2")[1].splitlines()] == [["new", "1"], ["more"]]
+    assert shell("logs", "--since", "10m")[1] == f"{now} new 1\n  more\n"
+    assert len(shell("logs", "--all")[1].splitlines()) == 8
+    assert len(shell("logs", "--replica", "0")[1].splitlines()) == 4
+
+
+def test_status_shows_the_cost_as_money(shell: Shell) -> None:
+    run = run_folder(deployment(gateway={"price": {"input": 1, "output": 2}}))
+    assert "  cost " not in shell("status")[1], "its store is not known"
+    run.gateway_config.write_text(json.dumps({"listen": "h:1", "admin": "h:2", "store": str(run.store_file)}))
+    store = Store(str(run.store_file))
+    store.usage.add_rows("w", [row(number, cost_usd=0.21) for number in range(2)])
+    store.close()
+    assert "  cost     $0.42 for all requests so far\n" in shell("status")[1]
+    assert json.loads(shell("status", "--json")[1])["cost_usd"] == pytest.approx(0.42)
