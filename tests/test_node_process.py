@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from hosts import Hosts
 from nodes_rig import Rig
 from samples import demo_plan
 
@@ -133,3 +134,25 @@ def test_an_engine_that_fails_to_start_leaves_no_shared_memory(tmp_path: Path) -
     finally:
         rig.close()
         segment.unlink(missing_ok=True)
+
+
+@pytest.mark.hosts
+def test_an_engine_outlives_the_loss_of_its_nodes_address(hosts: Hosts) -> None:
+    """Loading it again would take a large model an hour, and not bring the address back."""
+    rig, host = Rig(hosts.shared, ONE, hosts.own_address, engines_need_key=True), hosts[0]
+
+    def engines() -> list[int]:
+        return [process.pid for process in host.processes() if process.env.get("PENSTOCK_ROLE") == "engine"]
+
+    try:
+        rig.node(0, popen=host.popen)
+        rig.wait_state("ready")
+        before = engines()
+        host.run(["ip", "addr", "del", f"{host.address}/24", "dev", "eth0"])
+        rig.until(lambda: "cannot reach its own address" in (rig.folder / "log").read_text("utf-8"), "it is said", 30)
+        host.run(["ip", "addr", "add", f"{host.address}/24", "dev", "eth0"])
+        rig.until(lambda: "can be reached again" in (rig.folder / "log").read_text("utf-8"), "it is back", 30)
+        rig.until(lambda: (row := rig.row()) is not None and row.is_alive, "the replica serves", 30)
+        assert before == engines() != []
+    finally:
+        rig.close()
