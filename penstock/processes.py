@@ -89,13 +89,27 @@ def started_at(pid: int) -> float:
 
 
 def start_detached(
-    argv: Sequence[str], marks: Mapping[str, str], log: Path, environment: Mapping[str, str] | None = None
+    argv: Sequence[str],
+    marks: Mapping[str, str],
+    log: Path,
+    environment: Mapping[str, str] | None = None,
+    files: Sequence[int] = (),
 ) -> Process:
-    """Start a process in a new session, its output appended to `log`. It outlives this one."""
+    """Start a process in a new session, its output appended to `log`. It outlives this one.
+
+    `files`: descriptors that it inherits under the same numbers.
+    """
     env = {**(os.environ if environment is None else environment), **marks}
     with log.open("ab") as output:
         child = subprocess.Popen(
-            argv, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True, cwd="/"
+            argv,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+            cwd="/",
+            pass_fds=files,
         )
     child.returncode = 0  # `is_alive` reaps it; without this, the garbage collector warns
     return identify(child.pid, marks.get(MARK_ROLE, ""))
