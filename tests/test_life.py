@@ -152,6 +152,8 @@ def test_scale_lets_every_stream_end_whole(place: Place) -> None:
 def test_scale_to_zero_holds_requests_until_there_is_a_replica_again(place: Place) -> None:
     run = place.up(place.write("one"))
     assert call("scale", "0").code == 0
+    idle = call("chat", "one", "--message", PROMPT)
+    assert (idle.code, "it has no replica" in idle.err, "penstock scale one 1" in idle.err) == (2, True, True)
     assert pids(run, "node") == []
     held = Asking(run.url, 8)
     assert call("scale", "1").code == 0

@@ -195,6 +195,9 @@ def test_a_name_comes_from_the_model(model: str, name: str) -> None:
             f'target: expected {" or ".join(deployment.TARGETS)}, got "slrum" (did you mean "slurm"?)',
         ),
         ("model: m\nslurm: x", 'slurm: expected key: value lines, got "x"'),
+        ("model: m\nreplicas: {metric: gpu}", 'replicas.metric: expected waiting, got "gpu"'),
+        ("model: m\nreplicas: {target: -1}", "replicas.target: -1 is not above 0"),
+        ("model: m\nreplicas: {target: 0}", "replicas.target: 0 is not above 0"),
         (
             "model: m\nslurm: {partition: gpu}",
             "slurm: block given, but target is local (set target: slurm, or remove it)",
