@@ -57,7 +57,7 @@ def answer(inputs: SolveInputs, fit: MemoryFit, reason: str, refused: Iterable[R
         warnings=(warning,) if warning else (),
         engine_args=engine_args(inputs.request, sizes, layout.expert),
         measured_on=fit.measured_on,
-        missed=missed_targets(times, inputs.request.ttft_ms, inputs.request.tpot_ms),
+        missed=missed_targets(speed, inputs.request.ttft_ms, inputs.request.tpot_ms),
         settings=inputs.settings,
         ranks=_ranks(inputs.memory, fit) if fit.available else (),
         levers=levers.levers(inputs, fit) if fit.available else (),
