@@ -34,7 +34,18 @@ def test_every_argument_becomes_a_setting() -> None:
         *("--upstream-key", "a=/run/key", "--upstream-key", "b=env:KEY", "--ledger-days", "all"),
         *("--listen", "0.0.0.0:80", "--workers", "4", "--max-body-bytes", "1000", "--total-timeout", "9.5"),
         *("--max-in-flight", "7", "--queue-requests", "9", "--queue-bytes", "10", "--queue-key-share", "0.25"),
-        *("--allow-origin", "https://a.example", "--path-prefix", "/p", "--body-timeout", "3", "--stall-timeout", "4"),
+        *(
+            "--allow-origin",
+            "https://a.example",
+            "--path-prefix",
+            "/p",
+            "--engine-route",
+            "/sleep",
+            "--body-timeout",
+            "3",
+            "--stall-timeout",
+            "4",
+        ),
         *("--hold", "5", "--drain", "6", "--tls-cert", "c", "--tls-key", "k"),
     )
     assert config == GatewayConfig(
@@ -61,6 +72,7 @@ def test_every_argument_becomes_a_setting() -> None:
         tls_key="k",
         allowed_origins=("https://a.example",),
         path_prefix="/p",
+        engine_routes=("/sleep",),
     )
     assert config_of(*UPSTREAM).ledger_days == 90
 

@@ -187,6 +187,17 @@ async def test_input_errors_of_llamacpp_are_the_requests_fault(message: bytes, c
         assert answer == b'{"error":{"code":400,"message":"%s","type":"invalid_request_error"}}' % message
 
 
+async def test_failed_answer_that_breaks_off_is_sent_again() -> None:
+    async def break_first(seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        if len(engine.seen) > 1:
+            return await echo(seen, reader, writer)
+        writer.write(b"HTTP/1.1 500 No\r\nContent-Length: 100\r\n\r\nsome")
+        return False
+
+    async with rig_with(break_first) as (_, engine, client):
+        assert (await client.post(CHAT).response())[1:] == (CHAT, True)
+
+
 async def test_failed_answer_after_a_lost_send_is_the_clients() -> None:
     async def lose_the_first(seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         return len(engine.seen) > 1 and await failing()(seen, reader, writer)

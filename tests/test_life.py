@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import signal
+import threading
 import time
+import urllib.request
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -63,6 +67,27 @@ def test_up_talks_is_seen_and_leaves_nothing_after_down(place: Place) -> None:
     assert call("down", "one").code == 0, "a second down finds nothing to do"
 
 
+@contextlib.contextmanager
+def clients(url: str) -> Iterator[list[object]]:
+    """The status of one GET /health after another, or the error."""
+    answers: list[object] = []
+    is_over = threading.Event()
+
+    def ask_on() -> None:
+        while not is_over.wait(0.002):
+            try:
+                with urllib.request.urlopen(f"{url}/health", timeout=30) as answer:
+                    answers.append(answer.status)
+            except OSError as error:
+                answers.append(error)
+
+    thread = threading.Thread(target=ask_on)
+    thread.start()
+    yield answers
+    is_over.set()
+    thread.join()
+
+
 def test_up_again_starts_nothing_refuses_changes_and_replaces_when_asked(place: Place) -> None:
     gateway = {"port": free_port("127.0.0.1")}
     file = place.write("one", gateway=gateway)
@@ -81,7 +106,10 @@ def test_up_again_starts_nothing_refuses_changes_and_replaces_when_asked(place: 
     assert "Set gateway.host" in refused.err
     assert {role: pid_of(run, role) for role in before} == before, "nothing was changed"
     run_id = run.record().id
-    new = place.up(place.write("one", args={"reply-tokens": 5}, gateway=gateway), "--replace")
+    with clients(run.url) as answers:
+        new = place.up(place.write("one", args={"reply-tokens": 5}, gateway=gateway), "--replace")
+    assert len(answers) > 50
+    assert set(answers) == {200}, "clients wait for the new gateway"
     assert new.record().id != run_id
     assert new.url == f"http://127.0.0.1:{gateway['port']}"
     assert {process.run_id for process in processes.find_marked(str(new.path))} == {new.record().id}
@@ -124,6 +152,8 @@ def test_scale_lets_every_stream_end_whole(place: Place) -> None:
 def test_scale_to_zero_holds_requests_until_there_is_a_replica_again(place: Place) -> None:
     run = place.up(place.write("one"))
     assert call("scale", "0").code == 0
+    idle = call("chat", "one", "--message", PROMPT)
+    assert (idle.code, "it has no replica" in idle.err, "penstock scale one 1" in idle.err) == (2, True, True)
     assert pids(run, "node") == []
     held = Asking(run.url, 8)
     assert call("scale", "1").code == 0

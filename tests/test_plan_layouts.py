@@ -169,8 +169,7 @@ KV_HEADS = st.sampled_from([1, 2, 4, 6, 8, 10, 40])
 ARCHITECTURES = st.builds(
     lambda group, kv, width, layers, experts: model(
         Layer(
-            Attention("full", group * kv, kv, 128, 128),
-            mlp=Mlp(width * 128, n_experts=experts, top_k=min(2, experts)),
+            Attention("full", group * kv, kv, 128, 128), mlp=Mlp(width * 128, n_experts=experts, top_k=min(2, experts))
         ),
         layers,
     ),

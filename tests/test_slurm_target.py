@@ -24,7 +24,7 @@ def leftovers():
     return subprocess.run(["squeue", "-h"], capture_output=True, text=True, check=True).stdout.splitlines()
 
 prepared = prepare.prepare(reading.load(Path(sys.argv[1])))
-run = start.write_run(prepared, 1)
+run = start.write_run(prepared)
 launch = Launch("one", prepared.plan, ("http://127.0.0.1:1",), str(run.admin_token_file), listen="network")
 check_target(targets.load("slurm"), run, launch, sys.executable, leftovers, settle_s=30.0)
 """

@@ -71,6 +71,8 @@ def register(sub: argparse.ArgumentParser) -> None:
     add("--max-in-flight", type=_amount, metavar="N", help="requests on one engine; others wait here")
     text = "web pages that may read answers, or *"
     add("--allow-origin", action="append", default=[], metavar="ORIGIN", dest="allowed_origins", help=text)
+    text = "open a route that administers engines, like /v1/load_lora_adapter"
+    add("--engine-route", action="append", default=[], metavar="/PATH", dest="engine_routes", help=text)
     add("--path-prefix", metavar="/PATH", help="serve every route below this path too")
     add("--tls-cert", metavar="FILE", help="certificate chain, PEM: clients speak TLS")
     add("--tls-key", metavar="FILE", help="its key, PEM, without a passphrase")
@@ -171,6 +173,7 @@ def make_config(options: argparse.Namespace, folder: Path) -> GatewayConfig:
         "limits": Limits(**bounds["limits"]),
         "queue": QueueBounds(**bounds["queue"]),
         "allowed_origins": tuple(options.allowed_origins),
+        "engine_routes": tuple(options.engine_routes),
     }
     config = GatewayConfig(**settings)
     check(config, "these arguments of `penstock gateway`")

@@ -392,6 +392,7 @@ class Forwarding:
         self._waited_s += now - self._sent_at
         is_repeated = retries.lose(replica, self._lost, loss, now)
         self._lost += (replica.name,)
+        self._failure = None
         if loss is Loss.FAILED:
             self._failed = replica, connection.address
         connection.discard()

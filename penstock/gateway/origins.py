@@ -67,7 +67,8 @@ class SiteRule:
         host = headers.get(b"host")
         if host is not None and host not in self._known_hosts:  # browsers always send it
             if not self._is_ours(host):
-                return f"without keys the host must be loopback or configured, not {host.decode('latin-1')!r}"
+                name = host.decode("latin-1")
+                return f"without keys Host must be loopback or that of an allowed origin, not {name!r}: use keys"
             if len(self._known_hosts) < _MAX_KNOWN_HOSTS:
                 self._known_hosts.add(host)
         if len(headers) == 1 or method in (b"GET", b"HEAD", b"OPTIONS"):

@@ -143,16 +143,14 @@ def _block_refusal(request: SizingRequest, gpu: GpuFacts) -> str | None:
 
 def format_refusal(quant: Quantization | None, gpu: GpuFacts, rules: EngineProfile, method: str = "") -> str | None:
     """Why no kernel multiplies weights of this format on this card; `method` is the checkpoint's quant_method."""
-    for one in () if quant is None else (quant, *quant.also):
-        least = rules.least_capability.get(one.kind)
+    for kind in () if quant is None else [own.kind for own in (quant, *quant.also)]:
+        least = rules.least_capability.get(kind)
         if least is None:
-            return (
-                f"vLLM {rules.version} does not read {one.kind} weights (bitsandbytes was removed in 0.32, vllm#39583)"
-            )
-        if one.kind == "fp8" and method == "modelopt":
+            return f"vLLM {rules.version} does not read {kind} weights (bitsandbytes was removed in 0.32, vllm#39583)"
+        if kind == "fp8" and method == "modelopt":
             least = max(least, _MODELOPT_FP8)
         if _lacks(gpu, least):
-            return f"weights in {one.kind} need {_shown(least, gpu)}"
+            return f"weights in {kind} need {_shown(least, gpu)}"
     return None
 
 

@@ -105,7 +105,6 @@ class ClientConnection(asyncio.Protocol):
 
     def __init__(self, listener: Acceptor) -> None:
         self._listener = listener
-        self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport
         limits = self._limits = listener.limits
         self._reader = Reader(listener.parse_head, limits.head_bytes)
@@ -124,7 +123,6 @@ class ClientConnection(asyncio.Protocol):
         self._linger_timer: asyncio.TimerHandle | None = None
         self._is_advancing = False
         self._is_paused = False
-        self._has_begun = False  # the present request's response
         self.request_id = b""
         self.is_gone = False
 
@@ -136,8 +134,7 @@ class ClientConnection(asyncio.Protocol):
         self._transport.set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
         self._listener.add(self)
         if self._listener.is_full:
-            answer = error_answer(503, "too many connections", "overloaded", headers=_RETRY_SOON)
-            self._refuse(answer)
+            self._refuse(error_answer(503, "too many connections", "overloaded", headers=_RETRY_SOON))
 
     def data_received(self, data: bytes) -> None:
         if self._phase in ("lingering", "closed"):
@@ -191,7 +188,6 @@ class ClientConnection(asyncio.Protocol):
     def write(self, data: bytes) -> None:
         """Response bytes, framed already. Never blocks; `source` is paused when the client falls behind."""
         if not self._transport.is_closing():
-            self._has_begun = True
             self._transport.write(data)
 
     @property
@@ -209,7 +205,7 @@ class ClientConnection(asyncio.Protocol):
         if not was_kept_alive:
             self._close()
             return
-        self._enter("idle")
+        self._enter("idle", time.monotonic())
         if self._reader.is_between_messages or self._transport.is_closing():
             return  # as nearly always: the next request comes with another read
         if self._is_paused:
@@ -276,13 +272,12 @@ class ClientConnection(asyncio.Protocol):
         ):
             self.refuse_late()
 
-    def _enter(self, phase: Phase) -> None:
-        self._phase = phase
-        self._phase_at = time.monotonic()
+    def _enter(self, phase: Phase, now: float) -> None:
+        self._phase, self._phase_at = phase, now
 
     def _begin_head(self) -> None:
-        self._enter("head")
-        self._begun_at = self._phase_at
+        self._begun_at = time.monotonic()
+        self._enter("head", self._begun_at)
 
     def _take_whole(self, data: bytes) -> bool:
         """Takes a read that is one whole request; False for any other."""
@@ -330,7 +325,7 @@ class ClientConnection(asyncio.Protocol):
 
     def _on_head(self, head: RequestHead, *, has_all: bool = False) -> None:
         self._head = head
-        self._enter("body")
+        self._enter("body", self._data_at)
         name = head.get(b"x-request-id")
         self.request_id = name if name and _REQUEST_ID.fullmatch(name) else self._listener.new_request_id()
         handler = self._listener.handler
@@ -377,8 +372,7 @@ class ClientConnection(asyncio.Protocol):
 
     def _on_request(self) -> None:
         assert self._head is not None
-        self._enter("busy")
-        self._has_begun = False
+        self._enter("busy", self._data_at)
         body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
         self._release_body()
         if self._early is not None:
@@ -417,10 +411,10 @@ class ClientConnection(asyncio.Protocol):
         self._release_body()
         if self._transport.can_write_eof():
             self._transport.write_eof()
-        self._linger_timer = self._loop.call_later(LINGER_S, self._transport.abort)
+        self._linger_timer = asyncio.get_running_loop().call_later(LINGER_S, self._transport.abort)
 
     def _close(self) -> None:
-        self._enter("closed")
+        self._enter("closed", time.monotonic())
         self._transport.close()
 
     def _leave(self) -> None:
