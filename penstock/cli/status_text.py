@@ -61,6 +61,11 @@ def progress_text(replica: ReplicaStatus) -> str:
 
 def ready_text(run: Run, state: State, started: Started) -> str:
     plan, me = run.plan(), command_name()
+    if not state.desired_replicas:
+        wait = show_seconds(run.deployment().gateway.hold_s)
+        lines = [f"{run.name} has no replica: a request waits {wait}, then gets 503"]
+        lines += [f"  address  {run.url}/v1", f"  next     {me} scale {run.name} 1"]
+        return "\n".join([*lines, *_key_lines(started.key, run)] if started.key else lines)
     slowest = max((r.announcement.ready_after_s or 0.0 for r in state.replicas if r.announcement), default=0.0)
     was = "runs already" if started.was_running else f"is ready (its engine took {show_seconds(slowest)})"
     lines = [
