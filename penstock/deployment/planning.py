@@ -210,7 +210,7 @@ def deployment_text(request: SizingRequest, sizing: Sizing, base: Mapping[str, A
     import yaml
 
     layout, settings = sizing.layout, sizing.settings
-    assert layout is not None and settings is not None, "what fits has a layout and settings"
+    assert layout is not None, "what fits has a layout"
     own = dict(base or {})
     folder = Path(request.facts.reference).expanduser()
     model = request.facts.hub_id or (str(folder.resolve()) if folder.exists() else request.facts.reference)
