@@ -30,7 +30,7 @@ def register(parser: argparse.ArgumentParser) -> None:
 
 
 def register_help(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("of", nargs="?", metavar="VERB", help="the verb")
+    parser.add_argument("of", nargs="*", metavar="VERB", help="the verb")
     parser.add_argument("--man", action="store_true", help="print the manual page (roff)")
     arguments.complete(parser, _help, ("penstock help up", "penstock help --man > penstock.1"))
 
@@ -40,7 +40,7 @@ def _help(options: argparse.Namespace) -> int:
         print("\n".join(_manual_page()))
         return 0
     try:
-        return main.run([options.of, "--help"] if options.of else ["--help"])
+        return main.run([*options.of, "--help"])
     except SystemExit:
         return 0
 

@@ -354,6 +354,8 @@ def _rules(deployment: Deployment) -> Iterator[Problem]:
         yield Problem("hardware.network", f'"{deployment.hardware.subnet}" is not a network', "example: 10.9.0.0/16")
     if deployment.replicas.min > deployment.replicas.max:
         yield Problem("replicas", f"min {deployment.replicas.min} is above max {deployment.replicas.max}")
+    if deployment.replicas.target <= 0:
+        yield Problem("replicas.target", f"{deployment.replicas.target:g} is not above 0")
     for name in deployment.engine.env:
         if not name or "=" in name or "\0" in name:
             yield Problem("engine.env", f'"{name}" is not a name of an environment variable')
