@@ -118,7 +118,8 @@ class EngineProcess:
     def _take(self, line: bytes) -> None:
         text = line.decode("utf-8", "replace").rstrip()
         if text:
-            print(time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), text, flush=True, file=sys.stdout)
+            with contextlib.suppress(OSError):  # on a full disk the engine must still be read, or it would block
+                print(time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), text, flush=True, file=sys.stdout)
             self.tail.append(text)
             if self._on_line is not None:
                 self._on_line(text)
