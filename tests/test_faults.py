@@ -42,6 +42,7 @@ from penstock import paths, processes, targets
 from penstock.engines import Command
 from penstock.hardware import network
 from penstock.hardware.network import free_port
+from penstock.node.__main__ import TimedLines
 from penstock.node.engine_process import EngineProcess
 from penstock.run_folder import Run, replica
 from penstock.testing.fake_engine.requests import expected_text
@@ -509,7 +510,7 @@ def test_engine_is_read_although_its_log_cannot_be_written(tmp_path: Path, monke
     """Its output pipe holds 64 KiB: an engine that nobody reads stops."""
     lines, full = list[str](), Path("/dev/full").open("w")  # noqa: SIM115 - closing it fails
     with monkeypatch.context() as patch:
-        patch.setattr(sys, "stdout", full)
+        patch.setattr(sys, "stdout", TimedLines(full))
         engine = EngineProcess(
             Command(("seq", "30000"), {}), tmp_path / "engine", processes.Marks(str(tmp_path)), lines.append
         )
