@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import re
 import shutil
+import socket
 import tempfile
 from pathlib import Path
 
@@ -70,6 +72,7 @@ def folder() -> Path:
 # Temporary folders are known by name, so that they are removed after a crash too: penstock-RUN-PART, where PART is a
 # replica with its node and its part ("0", "0n1", "0n1r"), or "ssh".
 _TEMPORARY = re.compile(r"penstock-([0-9a-f]+)-(?:ssh|[0-9]+(?:n[0-9]+)?[a-z]?)\Z")
+_OF_ENGINE = re.compile(r"penstock-[0-9a-f]+-[0-9]+(?:n[0-9]+)?[a-ik-z]?\Z")  # "j" is a guard on a Ray cluster
 # The path of a Unix socket has at most 107 bytes, of which ssh's %C takes 40 and its temporary ending 17.
 _SHORT_FOLDER = 24
 
@@ -104,3 +107,26 @@ def every_temporary() -> dict[Path, str]:
     """The temporary folders of all runs on this machine, with the id of the run."""
     paths = sorted(path for path in Path(tempfile.gettempdir()).glob("penstock-*-*") if path.is_dir())
     return {path: match[1] for path in paths if (match := _TEMPORARY.match(path.name))}
+
+
+def is_held(folder: Path) -> bool:
+    """Whether an engine holds the folder's lock or a program answers in it, also one that its container hides."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return any(_answers(path) for path in folder.iterdir() if path.is_socket())
+
+
+def _answers(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(1.0)
+        return probe.connect_ex(str(path)) == 0
+
+
+def is_of_engine(folder: Path) -> bool:
+    """Whether a temporary folder is of the kind that an engine locks."""
+    return _OF_ENGINE.match(folder.name) is not None

@@ -26,7 +26,8 @@ MARK_ROLE = "PENSTOCK_ROLE"
 MARK_REPLICA = "PENSTOCK_REPLICA"
 MARK_RANK = "PENSTOCK_RANK"  # of a node among those of its replica
 
-_SHARED_MEMORY = re.compile(r"(/dev/shm/\S+)")
+_SEGMENT = re.compile(r"(?:^|\s)(/dev/shm/[^/\s]+)(?= \(deleted\)$|$)", re.MULTILINE)
+_CLOCK_STEP_S = 1.0
 # Python's helper that unlinks shared memory of dead processes; it ends when no process holds its pipe.
 _TRACKER = "multiprocessing.resource_tracker"
 
@@ -89,26 +90,44 @@ def started_at(pid: int) -> float:
 
 
 def start_detached(
-    argv: Sequence[str], marks: Mapping[str, str], log: Path, environment: Mapping[str, str] | None = None
+    argv: Sequence[str],
+    marks: Mapping[str, str],
+    log: Path,
+    environment: Mapping[str, str] | None = None,
+    files: Sequence[int] = (),
 ) -> Process:
-    """Start a process in a new session, its output appended to `log`. It outlives this one."""
+    """Start a process in a new session, its output appended to `log`. It outlives this one.
+
+    `files`: descriptors that it inherits under the same numbers.
+    """
     env = {**(os.environ if environment is None else environment), **marks}
     with log.open("ab") as output:
         child = subprocess.Popen(
-            argv, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True, cwd="/"
+            argv,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+            cwd="/",
+            pass_fds=files,
         )
     child.returncode = 0  # `is_alive` reaps it; without this, the garbage collector warns
     return identify(child.pid, marks.get(MARK_ROLE, ""))
 
 
 def is_alive(process: Process) -> bool:
-    """Whether that process still runs; a zombie does not. Reaps a child."""
+    """Whether that process still runs; a zombie does not, once its threads have ended. Reaps a child.
+
+    Until then it may hold memory, of GPUs too: killing a large engine takes seconds.
+    """
     with contextlib.suppress(ChildProcessError, OSError):
         os.waitpid(process.pid, os.WNOHANG)
     try:
         same = started_at(process.pid) == process.started_at
-        return same and psutil.Process(process.pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
+        is_zombie = psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE
+        return same and (not is_zombie or len([*Path(f"/proc/{process.pid}/task").iterdir()]) > 1)
+    except (psutil.Error, OSError):
         return False
 
 
@@ -197,20 +216,41 @@ def sweep(run: str, replica: str | None = None, rank: str | None = None, keep: I
 
 
 def shared_memory(processes: Iterable[Process]) -> list[str]:
-    """Files under /dev/shm that these processes map."""
-    segments: set[str] = set()
-    for process in processes:
-        with contextlib.suppress(OSError):
-            segments.update(_SHARED_MEMORY.findall(Path(f"/proc/{process.pid}/maps").read_text()))
-    return sorted(segments)
+    """Segments in /dev/shm that these processes map or have open, made by this user since the first of them started.
+
+    A file that was there before, or in a folder, is not a segment of theirs: users keep weights in /dev/shm.
+    """
+    living = list(processes)
+    paths = {path for process in living for path in _segments_of(process.pid)}
+    since = min((process.started_at for process in living), default=0.0) - _CLOCK_STEP_S
+    wall_s = since + time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+    return sorted(path for path in paths if _is_own_since(path, wall_s))
+
+
+def _segments_of(pid: int) -> set[str]:
+    paths = set[str]()
+    with contextlib.suppress(OSError):
+        paths.update(_SEGMENT.findall(Path(f"/proc/{pid}/maps").read_text()))
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                paths.update(_SEGMENT.findall(str(link.readlink())))
+    return paths
+
+
+def _is_own_since(path: str, wall_s: float) -> bool:
+    try:
+        status = Path(path).lstat()
+    except OSError:
+        return False
+    return status.st_uid == os.getuid() and status.st_ctime >= wall_s
 
 
 def unlink_shared_memory(segments: Iterable[str]) -> None:
-    """Remove segments that no living process maps any more."""
+    """Remove segments that no living process maps or has open any more."""
     wanted = [segment for segment in segments if Path(segment).exists()]
     if not wanted:
         return
-    mapped = set(shared_memory(Process(pid, 0.0) for pid in psutil.pids()))
+    used = {path for pid in psutil.pids() for path in _segments_of(pid)}
     for segment in wanted:
-        if segment not in mapped:
+        if segment not in used:
             Path(segment).unlink(missing_ok=True)

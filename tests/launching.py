@@ -183,7 +183,7 @@ class Place:
     def written(self, file: Path) -> tuple[Run, Launch]:
         """A run whose folder is written and that is not placed yet, and the launch of its nodes."""
         prepared = prepare.prepare(reading.load(file))
-        run = start.write_run(prepared, free_port("127.0.0.1"))
+        run = start.write_run(prepared, [free_port("127.0.0.1") for _ in range(2)])
         return self.note(run), Launch("one", prepared.plan, ("http://127.0.0.1:1",), str(run.admin_token_file))
 
     def run(self, name: str = "one") -> Run:

@@ -8,12 +8,12 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
-from hosts import ROOT, Hosts
+from hosts import ROOT
 
 from penstock.errors import PenstockError
 from penstock.hardware import Machine
@@ -129,15 +129,3 @@ class Rig:
                 node.wait(10)
         self._gateway.terminate()
         self._gateway.wait(10)
-
-
-@contextlib.contextmanager
-def a_replica(hosts: Hosts, plan: Plan) -> Iterator[Rig]:
-    """A gateway here, and one node of replica 0 on each host."""
-    rig = Rig(hosts.shared, plan, hosts.own_address, engines_need_key=True)
-    try:
-        for rank in (0, 1):
-            rig.node(rank, "--hosts", ",".join(hosts.names), popen=hosts[rank].popen)
-        yield rig
-    finally:
-        rig.close()

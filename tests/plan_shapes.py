@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.hardware import catalog as hardware
-from penstock.models import Facts, catalog
+from penstock.models import Facts, catalog, facts
 from penstock.planner.architecture import Architecture, Attention, AttentionKind, Layer, Mlp, State, dense
 from penstock.planner.request import Sizing, SizingRequest
 from penstock.planner.solve import sizing_of
@@ -37,6 +37,13 @@ def asked(model: str, gpu: str, config: dict[str, Any] | None = None, **fields: 
 
 def solved(model: str, gpu: str, config: dict[str, Any] | None = None, **fields: Any) -> Sizing:
     return sizing_of(asked(model, gpu, config, **fields), hardware.gpu(gpu))
+
+
+def planned(model: str, gpu: str, **fields: Any) -> tuple[SizingRequest, Sizing]:
+    """A request for a model of the catalogue, with its hub id, and the answer."""
+    request = SizingRequest(facts.read(model), gpu, **fields)
+    network = hardware.link(request.network) if request.network else None
+    return request, sizing_of(request, hardware.gpu(gpu), network)
 
 
 def fabric(

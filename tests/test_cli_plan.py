@@ -1,4 +1,4 @@
-"""`penstock plan` with a solver that answers what the test says: arguments in, text, JSON, files and exit codes out."""
+"""`penstock plan`: arguments in, text, JSON, files and exit codes out."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from typing import Any
 
 import msgspec
 import pytest
-import sizing_samples as samples
+from plan_shapes import planned
 
 from penstock.cli import plan
 from penstock.deployment import planning
 from penstock.errors import UserError
 from penstock.hardware import Gpu, Links, detect
+from penstock.hardware.catalog import GpuFacts
 from penstock.planner.request import Sizing, SizingRequest, contract
 from penstock.spec import reading
 from penstock.spec.deployment import Parallel
@@ -31,14 +32,15 @@ Asked = list[SizingRequest]
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[Asked]:
-    """What the solver was asked; it answers that it fits unless the test sets another answer."""
+    """What the solver was asked."""
     requests: Asked = []
+    solve = planning.solve
 
-    def solve(request: SizingRequest, card: object, with_measured: bool) -> Sizing:
+    def remember(request: SizingRequest, card: GpuFacts | None, with_measured: bool) -> Sizing:
         requests.append(request)
-        return samples.FITS
+        return solve(request, card, with_measured)
 
-    monkeypatch.setattr(planning, "solve", solve)
+    monkeypatch.setattr(planning, "solve", remember)
     yield requests
 
 
@@ -46,10 +48,6 @@ def run(*argv: str) -> int:
     parser = argparse.ArgumentParser(prog="penstock plan")
     plan.register(parser)
     return plan.run(parser.parse_args(argv))
-
-
-def answer(monkeypatch: pytest.MonkeyPatch, sizing: Sizing) -> None:
-    monkeypatch.setattr(planning, "solve", lambda *_, **__: sizing)
 
 
 def test_every_flag_of_the_contract_reaches_the_solver(asked: Asked) -> None:
@@ -97,16 +95,14 @@ def test_bad_values_exit_with_2(words: str, asked: Asked) -> None:
     assert asked == []
 
 
-def test_json_is_the_contract_and_what_does_not_fit_exits_with_3(
-    asked: Asked, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_json_is_the_contract_and_what_does_not_fit_exits_with_3(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(*BASE, "--json") == 0
-    assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(contract(samples.FITS)))
-    answer(monkeypatch, samples.SHORT)
-    assert run(*BASE, "--json") == 3
+    fits = planned("llama-3.1-70b", "h100-sxm", gpus_per_node=8)[1]
+    assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(contract(fits)))
+    assert run(*BASE[:3], "--json") == 3
     plain = json.loads(capsys.readouterr().out)
     assert plain["fits"] is False and plain["weights"]["params"] == 70_553_706_496
-    assert run(*BASE) == 3
+    assert run(*BASE[:3]) == 3
     assert "DOES NOT FIT" in capsys.readouterr().out
 
 
@@ -151,7 +147,7 @@ def test_without_a_gpu_named_this_machines_are_taken(asked: Asked, monkeypatch: 
 
 
 def test_write_replaces_a_file_only_by_force_and_writes_none_for_what_does_not_fit(
-    asked: Asked, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    asked: Asked, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "penstock.yaml"
     path.write_text("mine", "utf-8")
@@ -164,8 +160,7 @@ def test_write_replaces_a_file_only_by_force_and_writes_none_for_what_does_not_f
     assert f"wrote {path}" in capsys.readouterr().out
     assert run(*BASE, "--plot", str(tmp_path / "plan.svg")) == 0
     assert (tmp_path / "plan.svg").read_text("utf-8").startswith("<svg")
-    answer(monkeypatch, samples.SHORT)
-    assert run(*BASE, "--write", str(tmp_path / "other.yaml")) == 3
+    assert run(*BASE[:3], "--write", str(tmp_path / "other.yaml")) == 3
     assert not (tmp_path / "other.yaml").exists()
     assert "did not write" in capsys.readouterr().out
 
@@ -201,9 +196,10 @@ def test_the_file_names_a_folder_by_its_full_path_and_keeps_the_engines_flags(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "m").mkdir()
-    request = replace(samples.REQUEST, facts=replace(samples.FACTS, reference="m", hub_id=None))
+    request, fits = planned("llama-3.1-70b", "h100-sxm", gpus_per_node=8)
+    request = replace(request, facts=replace(request.facts, reference="m", hub_id=None))
     flags = ("--tensor-parallel-size", "4", "--max-num-seqs", "64", "--enforce-eager", "--kv-cache-dtype=fp8")
-    made = reading.parse(planning.deployment_text(request, replace(samples.FITS, engine_args=flags)))
+    made = reading.parse(planning.deployment_text(request, replace(fits, engine_args=flags)))
     assert made.model == str(tmp_path / "m")
     assert made.engine.args == {"max-num-seqs": 64, "enforce-eager": True, "kv-cache-dtype": "fp8"}
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
@@ -150,6 +152,25 @@ def test_a_start_that_broke_off_is_ended_although_ctrl_c_comes_again(
         deploy.up(wanted, on_step=said.append)
     assert said == ["ending d ..."]
     assert runs.find("d").is_ended()
+
+
+def test_ports_are_held_from_before_the_plan_until_the_gateway_has_them(
+    marked: list[Marked], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = deployment(name="d", replicas=0, gateway={"port": 0})
+
+    def hand_over(run: Run, sockets: Sequence[socket.socket]) -> None:
+        config = run.gateway_file()
+        ports = [int(address.rpartition(":")[2]) for address in (config.listen, config.admin)]
+        assert [sock.getsockname()[1] for sock in sockets] == ports
+        socket.create_connection(("127.0.0.1", ports[0])).close()  # a client may come, and waits
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(deploy, "start_controller", hand_over)
+    prepared = prepare.Prepared(wanted, cpu_machine(), demo_plan(), Artifact(("true",), {}))
+    monkeypatch.setattr(deploy, "prepare", lambda *_, **__: prepared)
+    with pytest.raises(KeyboardInterrupt):
+        deploy.up(wanted)
 
 
 def test_a_home_with_a_placeholder_in_its_name_is_kept_as_it_is(

@@ -81,7 +81,7 @@ catalog child collectives compare compiled completion config conformance connect
 doctor driver entry errors estimate examine exchanges explain facts fake fields figures fit flags forwarding guard
 health host html http1 hub hybrid init inputs install kernel key leader leftovers levers library lifecycle limits
 lines link listener liveness local locks login loop main measured member middleware network observe offline openssh
-options origins overhead parent parse paths picture placement planning policies prepare progress public queue quota
+options origins overhead parent parse paths placement planning policies prepare progress public queue quota
 ranges reachability reading ready reduce remote rendezvous replies report responses retries rope scale schema script
 server service settings setup shared site solve sse startup static stats status stop store supervisor svg sweep sync
 synthetic timestamps topology totals tunnel tunnels upstreams validity versions vision

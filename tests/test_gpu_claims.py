@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 
 from penstock.errors import PenstockError
 from penstock.hardware import Gpu
-from penstock.node import gpu_locks
+from penstock.node import gpu_locks, gpu_memory
 from penstock.text import GIB
 
 
@@ -48,3 +49,31 @@ def test_a_refusal_says_what_is_free() -> None:
         gpu_locks.claim(1, 0.9, wait_s=0.0, look=lambda: machine(10))
     with pytest.raises(PenstockError, match="it has none"):
         gpu_locks.claim(1, 0.9, wait_s=0.0, look=list)
+
+
+NVIDIA_SMI = """#!/bin/sh
+for index in 0 1; do
+  read free <"${0%/*}/free$index"
+  echo "$index, GPU-$index, NVIDIA H200, 143771, $free"
+  [ "$free" -ge 143000 ] || echo $((free + step)) >"${0%/*}/free$index"
+done
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("step", "held"), [(70_000, None), (0, "GPU 1 134 GiB")])
+def test_the_end_of_an_engine_waits_for_the_memory_of_its_gpus_and_says_what_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int, held: str | None
+) -> None:
+    """Killed, an engine on four H200s held 134 GB for seconds."""
+    program = tmp_path / "nvidia-smi"
+    program.write_text(NVIDIA_SMI.replace("step))", f"{step}))"))
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(gpu_memory, "_POLL_S", 0.01)
+    for free_mib, index in ((143_000, 0), (143_000, 1)):
+        (tmp_path / f"free{index}").write_text(f"{free_mib}\n")
+    memory = gpu_memory.GpuMemory([1])
+    for free_mib, index in ((1_000, 0), (5_784, 1)):  # the first is another engine's
+        (tmp_path / f"free{index}").write_text(f"{free_mib}\n")
+    assert memory.wait_free(timeout_s=1.0 if held is None else 0.0) == held

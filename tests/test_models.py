@@ -191,6 +191,8 @@ def test_a_local_path_is_taken_before_the_hub_or_refused(tmp_path: Path, monkeyp
     assert files.locate(deployment("org/name")) == path
     (tmp_path / "m.gguf").touch()
     assert files.locate(deployment("./m.gguf")) == tmp_path / "m.gguf"
+    error = refused(lambda: files.locate(deployment("llama-3.1-70b")))
+    assert error.hint == "Give its hub id: meta-llama/Meta-Llama-3.1-70B."
     for model in ("/nowhere/m", "./m", "~/no-such-model", "penstock-dem", "a/b/c"):
         error = refused(lambda: files.locate(deployment(model)))  # noqa: B023 - called at once
         assert error.message == f'cannot use model "{model}": no such folder'

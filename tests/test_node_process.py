@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
+from hosts import Hosts
 from nodes_rig import Rig
 from samples import demo_plan
 
 from penstock import processes
 from penstock.errors import UserError
+from penstock.node import leftovers
 from penstock.node.__main__ import rank_of
 from penstock.spec.deployment import Parallel
 from penstock.wire.client import Reply
@@ -85,3 +90,69 @@ def test_the_rank_is_the_number_that_the_host_name_ends_in(host: str, rank: int)
 def test_a_host_name_without_a_rank_of_this_replica_is_refused(host: str) -> None:
     with pytest.raises(UserError, match=f'host name "{host}"'):
         rank_of(host, n_nodes=2)
+
+
+def test_a_node_removes_folders_of_engines_that_died_with_its_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    names = ("lost", "fresh", "locked", "guard's", "user's")
+    paths = [tmp_path / f"penstock-0badcafe-{part}" for part in ("0", "1", "2", "0j")] + [tmp_path / "penstock-notes"]
+    for path in paths:
+        path.mkdir()
+        os.utime(path, (0.0, 0.0 if path.name[-1] != "1" else time.time()))
+    lock = os.open(paths[2], os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_SH)
+    leftovers.remove_lost_folders()
+    os.close(lock)
+    assert [name for name, path in zip(names, paths, strict=True) if not path.exists()] == ["lost"]
+
+
+HOOK = """
+import os, sys, threading, time
+def work():
+    time.sleep(0.7)
+    os.open("/dev/shm/TAG", os.O_CREAT | os.O_RDWR)
+    time.sleep(1.5)
+if "penstock.testing.fake_engine" in sys.orig_argv:
+    threading.Thread(target=work).start()
+"""
+
+
+@pytest.mark.processes
+def test_an_engine_that_fails_to_start_leaves_no_shared_memory(tmp_path: Path) -> None:
+    """vLLM's ranks make psm_* seconds before they run out of memory."""
+    segment = Path("/dev/shm") / f"penstock-test-{tmp_path.name}"
+    (tmp_path / "sitecustomize.py").write_text(HOOK.replace("TAG", segment.name))
+    args, env = {"crash-at-start": "boom"}, {"PYTHONPATH": str(tmp_path)}
+    rig = Rig(tmp_path, demo_plan("fake", args=args, env=env))
+    try:
+        node = rig.node(0)
+        rig.until(segment.exists, "the engine makes its segment")
+        assert node.wait(30) == 1
+        assert not segment.exists()
+    finally:
+        rig.close()
+        segment.unlink(missing_ok=True)
+
+
+@pytest.mark.hosts
+def test_an_engine_outlives_the_loss_of_its_nodes_address(hosts: Hosts) -> None:
+    """Loading it again would take a large model an hour, and not bring the address back."""
+    rig, host = Rig(hosts.shared, ONE, hosts.own_address, engines_need_key=True), hosts[0]
+
+    def engines() -> list[int]:
+        return [process.pid for process in host.processes() if process.env.get("PENSTOCK_ROLE") == "engine"]
+
+    try:
+        rig.node(0, popen=host.popen)
+        rig.wait_state("ready")
+        before = engines()
+        host.run(["ip", "addr", "del", f"{host.address}/24", "dev", "eth0"])
+        rig.until(lambda: "cannot reach its own address" in (rig.folder / "log").read_text("utf-8"), "it is said", 30)
+        host.run(["ip", "addr", "add", f"{host.address}/24", "dev", "eth0"])
+        rig.until(lambda: "can be reached again" in (rig.folder / "log").read_text("utf-8"), "it is back", 30)
+        rig.until(lambda: (row := rig.row()) is not None and row.is_alive, "the replica serves", 30)
+        assert before == engines() != []
+    finally:
+        rig.close()

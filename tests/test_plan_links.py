@@ -1,4 +1,4 @@
-"""How this machine's GPUs are joined, read from nvidia-smi's words; how that moves the plan.
+"""This machine's GPUs and how they are joined, from nvidia-smi's output; how that moves the plan.
 
 RECORDED is what one host of four H200s printed; GEFORCE stands in a public issue (noonghunna/club-3090#1124). Others
 are put together in the same form, as NVIDIA/nccl#1617 and aikitoria/open-gpu-kernel-modules#13 show it.
@@ -16,6 +16,7 @@ from plan_shapes import solved
 from penstock.hardware import Links, catalog, detect
 from penstock.hardware.topology import links_of, parse_matrix, parse_rate, rewired
 from penstock.planner.speed.collectives import Fabric, allreduce_us
+from penstock.text import MIB
 
 LEGEND = """
 Legend:
@@ -164,3 +165,19 @@ def test_without_peer_to_peer_graphs_cost_memory_and_it_is_said() -> None:
     assert without.memory.cuda_graph_gib.likely > with_peers.memory.cuda_graph_gib.likely
     assert any("no peer-to-peer" in warning for warning in without.warnings)
     assert not any("no peer-to-peer" in warning for warning in with_peers.warnings)
+
+
+# ---- its GPUs --------------------------------------------------------------------------------------------------------
+
+
+TWO = """0, GPU-4f1c9a52-0000-0000-0000-000000000000, NVIDIA H200, 143771, 143000
+1, GPU-77aa0000-0000-0000-0000-000000000000, NVIDIA H200, 143771, 12000
+"""
+
+
+def test_only_visible_gpus_with_memory_figures_count() -> None:
+    wanted = {None: [0, 1], "1": [1], "0,1": [0, 1], "GPU-77aa": [1], "": [], "3": [], " 0 , GPU-77": [0, 1]}
+    assert {visible: [gpu.index for gpu in detect.parse_gpus(TWO, visible)] for visible in wanted} == wanted
+    first = detect.parse_gpus(TWO, None)[0]
+    assert (first.memory_bytes, first.memory_free_bytes) == (143771 * MIB, 143000 * MIB)
+    assert detect.parse_gpus("0, GPU-1, GB10, [N/A], [N/A]\n", None) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,12 +20,26 @@ pytestmark = pytest.mark.processes
 
 SLEEP = "import sys, time; print('up', flush=True); time.sleep(60)"
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
+# Maps a file of the user and one of its own, and keeps a third one open.
 MAPS = """
 import mmap, sys, time
-with open(sys.argv[1], "r+b") as stream:
+with open(sys.argv[1], "rb") as stream:
+    weights = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+with open(sys.argv[2], "w+b") as stream:
+    stream.truncate(4096)
     mapped = mmap.mmap(stream.fileno(), 4096)
+kept = open(sys.argv[3], "wb")
 print("up", flush=True)
 time.sleep(60)
+"""
+LEADER_ENDS = """
+import ctypes, threading, time
+def live():
+    time.sleep(0.3)
+    print("up", flush=True)
+    time.sleep(60)
+threading.Thread(target=live).start()
+ctypes.CDLL(None).pthread_exit(None)
 """
 
 
@@ -94,15 +109,28 @@ def test_a_sweep_ends_one_replica_and_spares_the_others(starter: Starter) -> Non
     assert processes.sweep(starter.run) == []
 
 
-def test_a_sweep_unlinks_the_shared_memory_of_what_it_kills(starter: Starter, tmp_path: Path) -> None:
-    segment = Path("/dev/shm") / f"penstock-test-{tmp_path.name}"
-    segment.write_bytes(bytes(4096))
+def test_a_sweep_unlinks_the_shared_memory_of_what_it_kills_and_no_file_of_the_user(
+    starter: Starter, tmp_path: Path
+) -> None:
+    names = [f"penstock-test-{tmp_path.name}-{name}" for name in ("users", "mapped", "open")]
+    users, *segments = (Path("/dev/shm") / name for name in names)
+    users.write_bytes(bytes(4096))
     try:
-        process = starter.start(MAPS, "0", str(segment))
-        assert processes.shared_memory([process]) == [str(segment)]
-        processes.unlink_shared_memory([str(segment)])
-        assert segment.exists(), "a living process maps it"
+        time.sleep(1.2)  # a start is known to one second
+        process = starter.start(MAPS, "0", str(users), *map(str, segments))
+        assert processes.shared_memory([process]) == sorted(map(str, segments))
+        processes.unlink_shared_memory(map(str, segments))
+        assert all(segment.exists() for segment in segments), "a living process uses them"
         processes.sweep(starter.run)
-        assert not segment.exists()
+        assert [path.exists() for path in (users, *segments)] == [True, False, False]
     finally:
-        segment.unlink(missing_ok=True)
+        for path in (users, *segments):
+            path.unlink(missing_ok=True)
+
+
+def test_a_process_whose_threads_still_end_is_alive_although_it_is_a_zombie(starter: Starter) -> None:
+    """So is a killed engine that still gives the memory of its GPUs back."""
+    process = starter.start(LEADER_ENDS)
+    assert psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE
+    assert processes.is_alive(process)
+    assert processes.end([process], 0.0) == []

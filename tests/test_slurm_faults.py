@@ -142,6 +142,15 @@ def test_a_node_without_power_gives_its_replica_to_another(desk: Desk) -> None:
     assert str(job) not in desk.slurm.run(["squeue", "-h", "-t", "PENDING,RUNNING", "-o", "%i"]).split()
     desk.down()
 
+    desk.slurm.hosts.heal()
+    desk.slurm.run(["scontrol", "update", f"nodename={where.name}", "state=resume"], check=False)
+    desk.slurm.wait_idle(60.0)
+    aged = "touch -d '2 minutes ago' /tmp/penstock-*-0 && ls -d /tmp/penstock-*-0"
+    (folder,) = where.run(["sh", "-c", aged]).stdout.split()
+    desk.up(desk.write(slurm={"nodelist": where.name}))
+    assert where.run(["ls", folder], check=False).returncode, "the next node there removes what the first one left"
+    desk.down()
+
 
 def test_before_the_time_limit_a_successor_takes_over(desk: Desk) -> None:
     desk.up(desk.write(slurm={"time": "2", "successor_s": 112}))

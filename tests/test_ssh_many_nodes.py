@@ -29,9 +29,10 @@ def place(tmp_path: Path, hosts: Hosts) -> Iterator[Place]:
         yield found
 
 
-def up(place: Place, hosts: Hosts, executor: str) -> Run:
-    engine = {"kind": "vllm", "executor": executor, "max_model_len": 1024, "args": {"enforce-eager": True}}
-    cut = {"hardware": {"nodes": 2}, "parallel": {"tensor": 2}}
+def up(place: Place, hosts: Hosts, executor: str, cut_by: str) -> Run:
+    args = {"enforce-eager": True} if cut_by == "tensor" else {}  # vLLM loses requests between stages with it
+    engine = {"kind": "vllm", "executor": executor, "max_model_len": 1024, "args": args}
+    cut = {"hardware": {"nodes": 2}, "parallel": {cut_by: 2}}
     file = write(place, hosts, engine=engine, workload={"concurrency": 4}, **cut)  # type: ignore[arg-type]
     return place.up(file)
 
@@ -67,7 +68,7 @@ class Stream(threading.Thread):
 def test_mp_over_two_hosts_gives_the_same_text_and_comes_back_after_power_losses(
     place: Place, hosts: Hosts, losses: tuple[int, ...]
 ) -> None:
-    run = up(place, hosts, "mp")
+    run = up(place, hosts, "mp", "tensor")
     told = replica_of(run).announcement
     assert told is not None
     assert [(node.host, node.state, node.address) for node in told.nodes] == [
@@ -90,26 +91,16 @@ def test_mp_over_two_hosts_gives_the_same_text_and_comes_back_after_power_losses
         told_s = time.monotonic() - began
         assert now(run).phase == "degraded"
         hosts[lost].start()
-        try:
-            back_s = until(lambda: now(run).phase == "ready", "the replica is back", READY_S)
-        except AssertionError:
-            print(
-                call("status", "one").out,
-                call("logs", "one", "-n", "60").out,
-                call("logs", "one", "--part", "events").out,
-            )
-            raise
+        back_s = until(lambda: now(run).phase == "ready", "the replica is back", READY_S)
         print(f"{name}: client {client_s:.1f} s ({stream.ending}), status {told_s:.1f} s, back {back_s:.1f} s later")
         check_texts(run)
-    began = time.monotonic()
     assert call("down", "one").code == 0
-    print(f"down took {time.monotonic() - began:.1f} s")
     until(lambda: left_on(hosts) == [], "nothing is left", 3)
 
 
-@pytest.mark.nightly
-def test_ray_over_two_hosts_gives_the_same_text(place: Place, hosts: Hosts) -> None:
-    run = up(place, hosts, "ray")
+@pytest.mark.parametrize("executor", ["ray", pytest.param("mp", marks=pytest.mark.nightly)])
+def test_a_pipeline_over_two_hosts_gives_the_same_text(place: Place, hosts: Hosts, executor: str) -> None:
+    run = up(place, hosts, executor, "pipeline")
     check_texts(run)
     lines = call("logs", "one").out.splitlines()
     assert {line.partition(" ")[0] for line in lines} >= {"node1:", "node2:"}

@@ -260,6 +260,7 @@ def test_real_vllm_over_two_nodes_gives_the_text_of_the_uncut_model(
     print(f"ready after {(told := replica_of(run).announcement) and told.ready_after_s} s")
     url = told.url if told else None
     assert url is not None
-    with pytest.raises(HttpError) as refused:
-        Client(url).post_json("/v1/completions", {"model": "one", "prompt": "1", "max_tokens": 1})
-    assert refused.value.status == 401
+    for path in ("/v1/completions", "/invocations"):
+        with pytest.raises(HttpError) as refused:
+            Client(url).post_json(path, {"model": "one", "prompt": "1", "max_tokens": 1})
+        assert refused.value.status == 401

@@ -84,8 +84,7 @@ def _run(options: argparse.Namespace) -> int:
     url = options.url or (None if options.name else os.environ.get("OPENAI_BASE_URL"))
     key = os.environ.get("OPENAI_API_KEY")
     if url is None:
-        run = run_folder.choose(options.name)
-        url, key = run.url, key or keys.owner_key(run)
+        url, key = keys.address_and_key(run_folder.choose(options.name))
     client = Client(url.removesuffix("/").removesuffix("/v1"), api_key=key)
     settings = ChatSettings(
         model=options.model,

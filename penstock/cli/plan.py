@@ -157,12 +157,9 @@ def run(options: argparse.Namespace) -> int:
         from penstock.cli import plan_text
 
         shown = output.width(plan_text.WIDTH), output.has_colour(sys.stdout)
-        source = options.model if reading.is_yaml(options.model) else None
-        up = (
-            ["penstock", "up", str(options.write)]
-            if options.write and is_good
-            else planning.up_words(request, sizing, source)
-        )
+        up = ["penstock", "up", str(options.write)] if options.write and is_good else None
+        if up is None and sizing.fits and reading.is_yaml(options.model):
+            up = planning.up_words(request, sizing, options.model)
         print(plan_text.text(request, sizing, *shown, up))
         if options.explain:
             print(f"\n{plan_text.explained(formulas, *shown)}")

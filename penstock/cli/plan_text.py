@@ -92,11 +92,9 @@ def text(
     shown = output.render(page(sections(request, sizing, width)), width, has_colour)
     if not sizing.fits:
         return shown
-    commands = {
-        "start it": planning.up_words(request, sizing) if up is None else up,
-        "or the engine alone": planning.serve_words(request, sizing),
-    }
-    return "\n\n".join([shown, *(_command(title, words, width, has_colour) for title, words in commands.items())])
+    ours, engine = planning.up_words(request, sizing) if up is None else up, planning.serve_words(request, sizing)
+    commands = [("start it", ours), ("or the engine alone", engine)] if ours else [("start the engine", engine)]
+    return "\n\n".join([shown, *(_command(*command, width, has_colour) for command in commands)])
 
 
 def svg(request: SizingRequest, sizing: Sizing) -> str:

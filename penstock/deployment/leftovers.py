@@ -7,10 +7,8 @@ not mounted) is unknown, not gone; processes of another user, or of a container,
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import shutil
-import socket
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Literal
@@ -19,7 +17,7 @@ import msgspec
 
 from penstock import processes, run_folder, targets
 from penstock.errors import PenstockError
-from penstock.paths import every_temporary
+from penstock.paths import every_temporary, is_held
 from penstock.processes import Marked
 from penstock.run_folder import Run
 
@@ -147,27 +145,9 @@ def _writes_a_log(pid: int) -> bool:
 def _folder_facts(path: Path, run_id: str) -> FolderFacts:
     try:
         is_own = path.lstat().st_uid == os.getuid()
-        return FolderFacts(str(path), run_id, is_own, is_own and _is_held(path))
+        return FolderFacts(str(path), run_id, is_own, is_own and is_held(path))
     except OSError:
         return FolderFacts(str(path), run_id, is_own=False, is_held=True)
-
-
-def _is_held(folder: Path) -> bool:
-    """Whether an engine holds the folder's lock or a program answers in it, also one that its container hides."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(descriptor)
-    return any(_answers(path) for path in folder.iterdir() if path.is_socket())
-
-
-def _answers(path: Path) -> bool:
-    with socket.socket(socket.AF_UNIX) as probe:
-        probe.settimeout(1.0)
-        return probe.connect_ex(str(path)) == 0
 
 
 def clean(items: Sequence[Leftover]) -> list[Leftover]:

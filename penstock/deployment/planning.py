@@ -277,11 +277,12 @@ def serve_words(request: SizingRequest, sizing: Sizing) -> list[str]:
 
 
 def up_words(request: SizingRequest, sizing: Sizing, source: str | None = None) -> list[str]:
-    """`penstock up` with the chosen layout, without a file to write; empty where there is no layout.
+    """`penstock up` with the chosen layout; empty for data ranks over several nodes, which `up` cannot start.
     `source` is the file that was planned, None: the model."""
-    if sizing.layout is None:
-        return []
+    assert sizing.layout is not None, "what fits has a layout"
     cut, nodes = sizing.layout, _nodes_of(request, sizing.layout)
+    if cut.data > 1 and nodes > 1:
+        return []
     sizes = {name: size for name in ("pipeline", "data") if (size := getattr(cut, name)) > 1}
     parallel = {"tensor": cut.tensor, **sizes, "expert": cut.expert or None}
     fields = {f"parallel.{name}": value for name, value in parallel.items()}

@@ -8,10 +8,12 @@ from __future__ import annotations
 import contextlib
 import secrets
 import signal
+import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -24,14 +26,15 @@ from penstock.errors import EngineError, PenstockError, UserError
 from penstock.gateway.accounting import store
 from penstock.gateway.accounting.key_store import KeyStore
 from penstock.gateway.config import GatewayConfig, ServedModel
-from penstock.hardware.network import free_port
+from penstock.gateway.connections.listener import open_socket
 from penstock.run_folder import Draft, Run, State, Unit
 from penstock.spec import reading
-from penstock.spec.deployment import Deployment, store_file
+from penstock.spec.deployment import Deployment, GatewaySpec, store_file
 from penstock.spec.gateway import GatewaySettings
 from penstock.targets import Target
 
 _POLL_S = 0.15
+_RETRY_S = 0.005
 _GATEWAY_STARTS = 3  # a gateway that died this often during `up` will not come
 _ENDED = ("down", "failed")
 
@@ -63,12 +66,47 @@ def up(deployment: Deployment, replace: bool = False, on_step: OnStep | None = N
                 hint = "Add --replace to end it and start the new one, or give another --name."
                 message = f'deployment "{deployment.name}" runs with other settings'
                 refusals.append(UserError(message, detail="\n".join(changes), hint=hint))
-        admin_port = free_port("127.0.0.1")
-        prepared = prepare(deployment, admin_port, not_ended(deployment.name), refusals=refusals)
-        old = Run(paths.home() / "runs" / deployment.name)
-        if old.exists():
-            end_run(old, now=False, on_step=None)
-        return _start(prepared, admin_port, on_step)
+        with _bind("127.0.0.1") as held:
+            admin_port = held.getsockname()[1]
+            prepared = prepare(deployment, admin_port, not_ended(deployment.name), refusals=refusals)
+            old, target = Run(paths.home() / "runs" / deployment.name), targets.load(deployment.target)
+            if "gateway" in target.placed(deployment):
+                if old.exists():
+                    end_run(old, now=False, on_step=None)
+                return _start(prepared, (), on_step)
+            host = "127.0.0.1" if target.listen == "loopback" else "0.0.0.0"
+            with _bind(host, admin_port) as admin, _replace(old, deployment.gateway) as public:
+                return _start(prepared, (public, admin), on_step)
+
+
+def _bind(host: str, port: int = 0) -> socket.socket:
+    """The admin socket of a gateway that starts later: until it listens, others of ours may bind the port too."""
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.bind((host, port))
+    return sock
+
+
+def _replace(old: Run, spec: GatewaySpec) -> socket.socket:
+    """Ends a run, and listens for its successor from the moment on in which its gateway does not: clients wait."""
+    is_over = threading.Event()
+
+    def listen() -> socket.socket:
+        while not is_over.is_set():
+            with contextlib.suppress(UserError):
+                return open_socket((spec.host, spec.port))
+            is_over.wait(_RETRY_S)
+        return open_socket((spec.host, spec.port))
+
+    with ThreadPoolExecutor(1) as pool:
+        listening = pool.submit(listen)
+        try:
+            if old.exists():
+                end_run(old, now=False, on_step=None)
+        finally:
+            is_over.set()
+    return listening.result()
 
 
 def _running(name: str) -> Run | None:
@@ -105,9 +143,10 @@ def ctrl_c_ignored() -> Iterator[None]:
         signal.signal(signal.SIGINT, signal.SIG_DFL if before is None else before)
 
 
-def _start(prepared: Prepared, admin_port: int, on_step: OnStep | None) -> Started:
+def _start(prepared: Prepared, sockets: Sequence[socket.socket], on_step: OnStep | None) -> Started:
+    """`sockets`: the public and the admin one, unless the target places the gateway."""
     deployment, key = prepared.deployment, None
-    run = write_run(prepared, admin_port)
+    run = write_run(prepared, [sock.getsockname()[1] for sock in sockets])
     run.add_event("up", f"penstock up {deployment.name}", model=deployment.model, target=deployment.target)
     try:
         place = run.gateway_file().store
@@ -118,7 +157,7 @@ def _start(prepared: Prepared, admin_port: int, on_step: OnStep | None) -> Start
             store.share(place)
         _place(run, targets.load(deployment.target))
         if not run.places("controller"):
-            start_controller(run)
+            start_controller(run, sockets)
     except BaseException:
         with ctrl_c_ignored():
             if on_step is not None:
@@ -128,10 +167,10 @@ def _start(prepared: Prepared, admin_port: int, on_step: OnStep | None) -> Start
     return Started(run.name, run.known_url, key)
 
 
-def write_run(prepared: Prepared, admin_port: int) -> Run:
-    """The run folder of a deployment, whole; nothing is started."""
+def write_run(prepared: Prepared, ports: Sequence[int] = ()) -> Run:
+    """The run folder of a deployment, whole; nothing is started. `ports`: those of `_start`'s sockets."""
     deployment, target = prepared.deployment, targets.load(prepared.deployment.target)
-    config, token = _gateway_config(prepared, target, admin_port), secrets.token_urlsafe(24)
+    config, token = _gateway_config(prepared, target, ports), secrets.token_urlsafe(24)
     draft = Draft(deployment, prepared.plan, prepared.artifact, config, token, target.placed(deployment))
     return run_folder.create(draft, time.time())
 
@@ -144,14 +183,14 @@ def _place(run: Run, target: Target) -> None:
         run.write_handle(target.place(run, units))  # raises what kept it from placing the others
 
 
-def _gateway_config(prepared: Prepared, target: Target, admin_port: int) -> GatewayConfig:
+def _gateway_config(prepared: Prepared, target: Target, ports: Sequence[int]) -> GatewayConfig:
     """The gateway's whole config. Where the target places it, it listens on any address of its machine."""
     deployment, names = prepared.deployment, prepared.plan.served_names
     run, spec = Run(paths.home() / "runs" / deployment.name), prepared.deployment.gateway
     listen, admin = f"0.0.0.0:{spec.port}", "0.0.0.0:0"
-    if "gateway" not in target.placed(deployment):
-        listen = f"{spec.host}:{spec.port or free_port(spec.host)}"
-        admin = f"{'127.0.0.1' if target.listen == 'loopback' else '0.0.0.0'}:{admin_port}"
+    if ports:
+        listen = f"{spec.host}:{ports[0]}"
+        admin = f"{'127.0.0.1' if target.listen == 'loopback' else '0.0.0.0'}:{ports[1]}"
     settings = {field: getattr(spec, field) for field in GatewaySettings.__struct_fields__} | {
         "store": str(run.store_file if spec.store is None else store_file(spec.store) or spec.store),
         "tls_cert": _whole_path(spec.tls_cert),
@@ -176,11 +215,13 @@ def _whole_path(path: str | None) -> str | None:
     return None if path is None else str(Path(path).expanduser().resolve())
 
 
-def start_controller(run: Run) -> None:
-    """Start the controller of a run, detached. A second one leaves at once."""
+def start_controller(run: Run, sockets: Sequence[socket.socket] = ()) -> None:
+    """Start the controller of a run, detached. A second one leaves at once. `sockets` are for its gateway."""
     marks = processes.marks(str(run.path), run.record().id, "controller")
+    files = [sock.fileno() for sock in sockets]
     argv = [sys.executable, "-m", "penstock.deployment.controller", str(run.path)]
-    processes.start_detached(argv, marks, run.log("controller"))
+    argv += ["--sockets", ",".join(map(str, files))] if files else []
+    processes.start_detached(argv, marks, run.log("controller"), files=files)
 
 
 def watch(run: Run, on_state: OnState, is_done: Callable[[State], bool], timeout_s: float | None = None) -> State:
@@ -205,8 +246,8 @@ def watch(run: Run, on_state: OnState, is_done: Callable[[State], bool], timeout
 
 
 def wait_listening(run: Run) -> None:
-    """Block until the gateway listens; not for one that its target places, which may wait in a queue for hours."""
-    if not run.places("gateway"):
+    """Block until the gateway listens; not where it, or its controller, may wait in a queue for hours."""
+    if not run.places("gateway") and not run.places("controller"):
         state = watch(run, lambda _: None, lambda state: observe.admin_view(run) is not None or _has_failed(state), 30)
         if _has_failed(state):
             raise _start_error(run, state)

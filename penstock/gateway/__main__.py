@@ -29,6 +29,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m penstock.gateway", description="The gateway, alone.")
     parser.add_argument("config", type=Path, help="a JSON file, see docs/reference/gateway.md")
     parser.add_argument("--address", type=Path, help="write here where this gateway serves, once it listens")
+    parser.add_argument("--sockets", type=lambda text: tuple(map(int, text.split(","))), default=(), metavar="N,M")
     parser.add_argument("--unit", default="0", help="the name of this gateway in that file")
     parser.add_argument("--hosts", nargs="+", default=["127.0.0.1"], help="addresses of this machine, the best first")
     options = parser.parse_args(arguments)
@@ -41,7 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
         config = load_config(options.config)
         token = read_token(Path(config.admin_token_file))
         if options.address is None:
-            serve(config, token)
+            serve(config, token, inherited=options.sockets)
         else:
             serve(_with_free_port(config), token, lambda sockets: _write_address(options, sockets))
     except PenstockError as error:

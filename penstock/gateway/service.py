@@ -12,6 +12,7 @@ import signal
 import socket
 import ssl
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.gateway import compiled
@@ -20,7 +21,14 @@ from penstock.gateway.accounting.running_totals import Totals
 from penstock.gateway.admin import AdminApi
 from penstock.gateway.config import GatewayConfig, parse_address, upstream_keys
 from penstock.gateway.connections.engine import Pool
-from penstock.gateway.connections.listener import Listener, fit_connections, open_socket, open_tls, raise_file_limit
+from penstock.gateway.connections.listener import (
+    BACKLOG,
+    Listener,
+    fit_connections,
+    open_socket,
+    open_tls,
+    raise_file_limit,
+)
 from penstock.gateway.context import GatewayContext
 from penstock.gateway.metrics import Counters
 from penstock.gateway.public import Public
@@ -49,12 +57,18 @@ class Sockets:
             sock.close()
 
 
-def open_sockets(config: GatewayConfig) -> Sockets:
-    """Both of them bound and listening, or none. Raises UserError."""
+def open_sockets(config: GatewayConfig, inherited: Sequence[int] = ()) -> Sockets:
+    """Both of them bound and listening, or none; `inherited` ones are bound already. Raises UserError."""
     listen, admin = parse_address(config.listen), parse_address(config.admin)
     assert listen is not None
     assert admin is not None
     tls = open_tls(config.tls_cert, config.tls_key) if config.tls_cert and config.tls_key else None
+    if inherited:
+        public, own_admin = (socket.socket(fileno=number) for number in inherited)
+        own_admin.listen(BACKLOG)
+        for sock in (public, own_admin):
+            sock.setblocking(False)
+        return Sockets(public, own_admin, tls)
     # Without keys only our own user may come in by a Unix socket; with them, a front end of another user may.
     public = open_socket(listen, mode=0o600 if config.auth == "none" else 0o666)
     try:

@@ -117,17 +117,8 @@ class LinkFacts(msgspec.Struct, frozen=True):
 
 
 # https://developer.nvidia.com/cuda-gpus
-_GENERATIONS = {
-    "7.0": "volta",
-    "7.5": "turing",
-    "8.0": "ampere",
-    "8.6": "ampere",
-    "8.9": "ada",
-    "9.0": "hopper",
-    "10.0": "blackwell",
-    "10.3": "blackwell",
-    "12.0": "blackwell",
-}
+_GENERATIONS = {"7.0": "volta", "7.5": "turing", "8.0": "ampere", "8.6": "ampere", "8.9": "ada", "9.0": "hopper"}
+_GENERATIONS |= dict.fromkeys(("10.0", "10.3", "12.0"), "blackwell")
 
 # How NCCL drives a link that joins machines; a name in none of these is plain TCP.
 _TRANSPORTS: Mapping[str, Transport] = {

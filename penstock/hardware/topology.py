@@ -5,6 +5,7 @@ rates."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Collection, Mapping
@@ -49,7 +50,7 @@ def parse_rate(text: str) -> float | None:
 def links_of(topology: Matrix, peers: Matrix, gbs: float | None, indices: Collection[int]) -> Links | None:
     """What joins the GPUs of these indices; None when the table lacks one."""
     gpus = sorted(indices)
-    pairs = [(one, other) for one in gpus for other in gpus if one != other]
+    pairs = list(itertools.permutations(gpus, 2))
     if not gpus or any(pair not in topology for pair in pairs):
         return None
     joined = min(len(group) for group in _groups(gpus, topology))

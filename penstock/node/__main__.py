@@ -17,6 +17,7 @@ import msgspec
 from penstock import engines, processes
 from penstock.engines import Engine
 from penstock.errors import UserError
+from penstock.node import leftovers
 from penstock.node.announcer import AdminClient
 from penstock.node.group.addresses import Formation
 from penstock.node.group.member import GroupMember
@@ -96,6 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     file = Path(launch.announce_file) if launch.announce_file and not options.announce else None
     token = Path(launch.token_file).read_text("utf-8").strip()
     admin = AdminClient(options.announce or launch.announce_urls, token, file)
+    leftovers.remove_lost_folders()
     ready_file = ReadyFile(options.ready_file)
     prerequisites = Prerequisites(launch.plan, args, options.claim_gpus)
     make = NodeSupervisor if rank == 0 else _member

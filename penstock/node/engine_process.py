@@ -45,7 +45,8 @@ class EngineProcess:
             (folder / name).write_text(text, "utf-8")
         # The engine holds a lock on its folder, so that `clean` knows one that it cannot see (in a container).
         lock = os.open(folder, os.O_RDONLY)
-        fcntl.flock(lock, fcntl.LOCK_SH)
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(lock, fcntl.LOCK_SH)
         self._child = subprocess.Popen(
             command.argv,
             env=_environment(command.env, folder),

@@ -5,12 +5,18 @@ A job's last step runs it on every node. It finds processes by their mark and te
 
 from __future__ import annotations
 
+import contextlib
+import os
+import shutil
 import signal
 import sys
+import time
 from collections.abc import Sequence
 
 from penstock import processes
-from penstock.paths import remove_temporary
+from penstock.paths import every_temporary, is_held, is_of_engine, remove_temporary
+
+_OLD_S = 60.0  # a folder that is just made is locked a moment later
 
 
 def main(argv: Sequence[str]) -> int:
@@ -21,6 +27,20 @@ def main(argv: Sequence[str]) -> int:
         print(f"penstock: ended {process.role or 'process'} {process.pid}, left behind: {process.command}", flush=True)
     remove_temporary(launch, replica)
     return 0
+
+
+def remove_lost_folders() -> None:
+    """Remove temporary folders of this user whose engines died with this machine, or with their node.
+
+    Those that are old, locked by no process and of no launch with a process here.
+    """
+    living = {process.run_id for process in processes.find_marked()}
+    for path, run_id in every_temporary().items():
+        with contextlib.suppress(OSError):
+            status = path.lstat()
+            is_old = status.st_uid == os.getuid() and time.time() - status.st_mtime > _OLD_S
+            if is_old and run_id not in living and is_of_engine(path) and not is_held(path):
+                shutil.rmtree(path)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from penstock.log_lines import last_words
 from penstock.node import gpu_locks, model_files
 from penstock.node.announcer import AdminClient
 from penstock.node.engine_process import EngineProcess
+from penstock.node.gpu_memory import GpuMemory
 from penstock.node.group import addresses, ray
 from penstock.node.group.addresses import Formation, Introduction
 from penstock.paths import private_folder
@@ -80,11 +81,13 @@ class NodeProcesses:
         self._plan, self._engine, self._args, self._is_stopped = plan, engine, args, is_stopped
         self.segments: set[str] = set()  # files in /dev/shm
         self._ray: EngineProcess | None = None
+        self._gpu_memory: GpuMemory | None = None
         self.engine: EngineProcess | None = None
 
     def use(self, plan: Plan, args: NodeArgs) -> None:
         """The resolved prerequisites; before anything is started."""
         self._plan, self._args = plan, args
+        self._gpu_memory = GpuMemory(args.gpus) if plan.device == "cuda" else None
 
     def start_engine(self, host: str, key: str | None, formation: Formation | None, on_line: OnLine | None) -> str:
         """Start this node's engine process; the base URL where it will listen (rank 0 only serves)."""
@@ -169,6 +172,10 @@ class NodeProcesses:
             self._ray.end(0.0)
         processes.unlink_shared_memory(self.segments)
         self.segments.clear()
+        held = self._gpu_memory.wait_free() if self._gpu_memory is not None else None
+        self._gpu_memory = None
+        if held is not None:
+            print(f"penstock: memory is still held after the end of the engine: {held} (nvidia-smi)", flush=True)
 
     def _folder(self, part: str) -> Path:
         run_id = os.environ.get(processes.MARK_RUN_ID, str(os.getpid()))

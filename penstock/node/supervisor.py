@@ -29,6 +29,7 @@ from penstock.text import show_seconds
 from penstock.wire.announcement import NodeView, Process, ReplicaState
 
 _TICK_S = 0.25
+_LOOK_EVERY_S = 1.0
 _HEALTH_EVERY_S = 1.0
 _METRICS_EVERY_S = 2.0
 _STARTS_BEFORE_FAILED = 3
@@ -192,8 +193,11 @@ class NodeSupervisor:
 
     def _until_ready(self) -> Diagnosis | None:
         process, client = self._running()
-        deadline = time.monotonic() + self._plan.start_timeout_s
+        deadline, next_look = time.monotonic() + self._plan.start_timeout_s, 0.0
         while not self.stops:
+            if time.monotonic() >= next_look:  # what it maps, in case that it dies
+                next_look = time.monotonic() + _LOOK_EVERY_S
+                self._local.look()
             code = process.exit_code()
             if code is not None:
                 return self._death(process, code)

@@ -57,7 +57,7 @@ def answer(inputs: SolveInputs, fit: MemoryFit, reason: str, refused: Iterable[R
         warnings=(warning,) if warning else (),
         engine_args=engine_args(inputs.request, sizes, layout.expert),
         measured_on=fit.measured_on,
-        missed=missed_targets(times, inputs.request.ttft_ms, inputs.request.tpot_ms),
+        missed=missed_targets(speed, inputs.request.ttft_ms, inputs.request.tpot_ms),
         settings=inputs.settings,
         ranks=_ranks(inputs.memory, fit) if fit.available else (),
         levers=levers.levers(inputs, fit) if fit.available else (),
@@ -203,7 +203,7 @@ def warnings(inputs: SolveInputs, sizing: Sizing, memory: Memory) -> Iterator[st
 def _tightness(inputs: SolveInputs, fit: MemoryFit) -> Iterator[str]:
     if not fit.available or not fit.fits:
         return
-    outside = max(overhead.beside_budget.likely for overhead in fit.overheads)
+    outside = max(overhead.outside_budget.likely for overhead in fit.overheads)
     room = inputs.memory.total_bytes - inputs.memory.budget_bytes
     if outside > room:
         yield (

@@ -61,8 +61,7 @@ def refusals(
     request: SizingRequest, arch: Architecture, gpu: GpuFacts, settings: Settings, rules: EngineProfile
 ) -> tuple[str, ...]:
     """Why this engine would not start on this card, each with its number."""
-    own = request.facts.config.get("quantization_config")
-    method = str(own.get("quant_method", "")).lower() if isinstance(own, Mapping) else ""
+    method = str(quantization.block_of(request.facts.config).get("quant_method", "")).lower()
     reasons = (
         _dtype_refusal(request, arch, gpu),
         _block_refusal(request, gpu),
@@ -89,7 +88,7 @@ def warnings(
         notes.append(
             f"{gpu.id} cannot multiply {kind}: weights are unpacked to 16 bits; it saves memory, not arithmetic"
         )
-    if request.quantization in CHECKPOINTS and quantization.read(request.facts.config) is None:
+    if request.quantization in CHECKPOINTS and not quantization.block_of(request.facts.config):
         notes.append(
             f"this is the plan of a checkpoint in {request.quantization}: vLLM does not make one of the 16-bit weights "
             "of this model, so serve a repository that has it"
@@ -143,16 +142,14 @@ def _block_refusal(request: SizingRequest, gpu: GpuFacts) -> str | None:
 
 def format_refusal(quant: Quantization | None, gpu: GpuFacts, rules: EngineProfile, method: str = "") -> str | None:
     """Why no kernel multiplies weights of this format on this card; `method` is the checkpoint's quant_method."""
-    for one in () if quant is None else (quant, *quant.also):
-        least = rules.least_capability.get(one.kind)
+    for kind in () if quant is None else [own.kind for own in (quant, *quant.also)]:
+        least = rules.least_capability.get(kind)
         if least is None:
-            return (
-                f"vLLM {rules.version} does not read {one.kind} weights (bitsandbytes was removed in 0.32, vllm#39583)"
-            )
-        if one.kind == "fp8" and method == "modelopt":
+            return f"vLLM {rules.version} does not read {kind} weights (bitsandbytes was removed in 0.32, vllm#39583)"
+        if kind == "fp8" and method == "modelopt":
             least = max(least, _MODELOPT_FP8)
         if _lacks(gpu, least):
-            return f"weights in {one.kind} need {_shown(least, gpu)}"
+            return f"weights in {kind} need {_shown(least, gpu)}"
     return None
 
 

@@ -10,6 +10,7 @@ from penstock.hardware import Links
 from penstock.models import Facts
 from penstock.planner.ranges import Range
 from penstock.planner.speed.calibration import Calibrated
+from penstock.planner.speed.estimate import Speed
 from penstock.planner.users import Users
 from penstock.spec.deployment import Parallel
 
@@ -103,7 +104,7 @@ class SpeedAnswer(msgspec.Struct, frozen=True):
     requests_per_s: Range
 
 
-def missed_targets(speed: SpeedAnswer | None, ttft_ms: float | None, tpot_ms: float | None) -> tuple[str, ...]:
+def missed_targets(speed: Speed | None, ttft_ms: float | None, tpot_ms: float | None) -> tuple[str, ...]:
     """The targets that the likely speed misses: "tpot_ms 3 is missed: likely 7.6 ms (an estimate)"."""
     if speed is None:
         return ()

@@ -14,7 +14,7 @@ from penstock.planner.inputs import SolveInputs, inputs_of
 from penstock.planner.layouts import Candidate, Layouts, Refused
 from penstock.planner.memory.fit import Memory, MemoryFit
 from penstock.planner.memory.measured import MemoryMeasurement
-from penstock.planner.request import Sizing, SizingRequest
+from penstock.planner.request import Sizing, SizingRequest, missed_targets
 from penstock.planner.speed.collectives import Fabric
 from penstock.planner.speed.estimate import Speed
 from penstock.spec.deployment import Parallel
@@ -140,10 +140,7 @@ def _why_it_fits(fit: MemoryFit) -> str:
 
 def _why_not(one: Candidate, best: Candidate, request: SizingRequest) -> str:
     if one.misses > best.misses:
-        ttft, tpot = one.speed.ttft_ms.likely, one.speed.tpot_ms.likely
-        targets = (("TTFT", request.ttft_ms), ("TPOT", request.tpot_ms))
-        asked = [f"{what} {value:g} ms" for what, value in targets if value]
-        return f"fits, but misses {' and '.join(asked)}: TTFT {ttft:.0f} ms, TPOT {tpot:.1f} ms"
+        return f"fits, but {' and '.join(missed_targets(one.speed, request.ttft_ms, request.tpot_ms))}"
     if one.layout.n_ranks > best.layout.n_ranks:
         return f"fits, but takes {one.layout.n_ranks} GPUs where {best.layout.n_ranks} are enough"
     if one.layout.n_ranks < best.layout.n_ranks:

@@ -171,8 +171,7 @@ def _service(options: argparse.Namespace) -> Service:
     url = options.url or (None if options.name else os.environ.get("OPENAI_BASE_URL"))
     key = os.environ.get("OPENAI_API_KEY")
     if url is None:
-        run = _run_of(options.name)
-        url, key = run.url, key or keys.owner_key(run)
+        url, key = keys.address_and_key(_run_of(options.name))
     for address in (url, *options.metrics):
         parts_of(address)
     return Service(

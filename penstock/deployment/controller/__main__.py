@@ -1,6 +1,7 @@
 """The controller's program: `python -m penstock.deployment.controller RUN_FOLDER [--unit NAME]`.
 
-`--unit`: the target placed it, so it waits until the controller before it has ended.
+`--unit`: the target placed it, so it waits until the controller before it has ended. `--sockets`: inherited, for the
+gateway.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m penstock.deployment.controller")
     parser.add_argument("run", type=Path)
     parser.add_argument("--unit")
+    parser.add_argument("--sockets", type=lambda text: tuple(map(int, text.split(","))), default=())
     options = parser.parse_args(argv)
     run = Run(options.run)
     lock = _hold(run)
@@ -43,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
         lock = _hold(run)
     if lock is None:
         return 0
-    controller = Controller(run, options.unit)
+    controller = Controller(run, options.unit, options.sockets)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: controller.stop.set())
     try:

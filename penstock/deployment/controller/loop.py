@@ -41,15 +41,16 @@ class _Refusal(msgspec.Struct, frozen=True):
 
 
 class Controller:
-    """The thin part that acts. `own`: its name, where the target placed it."""
+    """The thin part that acts. `own`: its name, where the target placed it. `sockets`: for its first gateway."""
 
-    def __init__(self, run: Run, own: str | None = None) -> None:
+    def __init__(self, run: Run, own: str | None = None, sockets: Sequence[int] = ()) -> None:
         self.run = run
         record, deployment = run.record(), run.deployment()
         self.target = targets.load(record.target)
         self.stop = threading.Event()
         self._placed = frozenset(record.placed)
         self._own = own
+        self._sockets = tuple(sockets)
         last = run.state()
         self.history = History(
             controller=self._own_part(last),
@@ -303,7 +304,11 @@ class Controller:
             return
         self._note_gateway(decision, seen, now)
         argv = [sys.executable, "-m", "penstock.gateway", str(self.run.gateway_config)]
-        process = processes.start_detached(argv, self._marks("gateway"), self.run.log("gateway"))
+        files, self._sockets = self._sockets, ()
+        argv += ["--sockets", ",".join(map(str, files))] if files else []
+        process = processes.start_detached(argv, self._marks("gateway"), self.run.log("gateway"), files=files)
+        for file in files:
+            os.close(file)
         part = msgspec.structs.replace(self.history.gateway, state="running", process=process)
         self.history = msgspec.structs.replace(self.history, gateway=part)
 

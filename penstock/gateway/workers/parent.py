@@ -19,7 +19,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
@@ -51,12 +51,18 @@ _KINDS: Final = {_ANNOUNCE: "state", b"/admin/drain": "drain", b"/admin/undrain"
 log = logging.getLogger("penstock.gateway")
 
 
-def serve(config: GatewayConfig, token: str, on_bound: Callable[[Sockets], None] | None = None) -> None:
+def serve(
+    config: GatewayConfig,
+    token: str,
+    on_bound: Callable[[Sockets], None] | None = None,
+    inherited: Sequence[int] = (),
+) -> None:
     """Serves until a signal, then drains. Raises UserError.
 
-    `on_bound` is called once, when every address is bound and the store could be opened.
+    `on_bound` is called once, when every address is bound and the store could be opened. `inherited`: the public and
+    the admin socket, which are bound already.
     """
-    sockets = open_sockets(config)
+    sockets = open_sockets(config, inherited)
     if config.store is not None:
         # Before the address is known: a worker that cannot open the store would be restarted for ever. Workers make
         # their own connections, which must not cross the fork.

@@ -18,7 +18,7 @@ from penstock.node.ready_file import ReadyFile
 from penstock.planner import Plan
 
 _TICK_S = 0.1
-_LOOK_EVERY_S = 2.0
+_LOOK_EVERY_S = 1.0
 _HEAD = 0
 _GATEWAY_GONE_S = 3.0
 _LEADER_ENDS = ("stopping", "failed")

@@ -140,10 +140,7 @@ def read(config: Mapping[str, Any]) -> Architecture:
     try:
         arch = _dense(f, rows[name]) if name in rows else READERS[name](f)
         arch = msgspec.structs.replace(
-            arch,
-            quantization=quantization.read(config),
-            towers=vision.towers(f),
-            is_multimodal=name in vision.TOWERS,
+            arch, quantization=quantization.read(config), towers=vision.towers(f), is_multimodal=name in vision.TOWERS
         )
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as exc:
         raise UserError(

@@ -11,25 +11,18 @@ from penstock.hardware.catalog import read_yaml
 from penstock.planner.architecture import Cut, Tensor
 from penstock.planner.architecture.config import Fields
 
-
-class _Sizes:
-    """A vision config's counts; those it lacks are transformers' defaults, as in vLLM."""
-
-    def __init__(self, found: Mapping[str, Any], defaults: Mapping[str, int]) -> None:
-        self.found, self.defaults = found, defaults
-
-    def __call__(self, *names: str) -> int:
-        for name in names:
-            value = self.found.get(name)
-            if value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**31:
-                raise UserError(f"cannot read config.json: {name} of vision_config is {value!r:.40}, not a count")
-            return value
-        return self.defaults[names[0]]
-
-
+_Sizes = Callable[[str], int]
 _Builder = Callable[[Fields, _Sizes], Iterator[Tensor]]
+
+
+def _size(config: Mapping[str, Any], defaults: Mapping[str, int], name: str) -> int:
+    """A count of a vision config; what it lacks is transformers' default, as in vLLM."""
+    value = config.get(name)
+    if value is None:
+        return defaults[name]
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**31:
+        raise UserError(f"cannot read config.json: {name} of vision_config is {value!r:.40}, not a count")
+    return value
 
 
 def _one(name: str, shape: tuple[int, ...], cut: Cut = "replicated", count: int = 1) -> Tensor:
@@ -37,7 +30,7 @@ def _one(name: str, shape: tuple[int, ...], cut: Cut = "replicated", count: int 
 
 
 def _encoder(
-    n_layers: int, hidden: int, width: int, *, is_gated: bool, norm_params: int, has_bias: bool
+    n_layers: int, hidden: int, width: int, norm_params: int, is_gated: bool = False, has_bias: bool = True
 ) -> Iterator[Tensor]:
     """A stack of plain attention and MLP, cut by heads and by width."""
     yield _one("qkv.weight", (3 * hidden, hidden), "column", n_layers)
@@ -54,9 +47,7 @@ def _encoder(
 def _siglip(f: Fields, v: _Sizes) -> Iterator[Tensor]:
     """Gemma 3 (models/siglip.py, gemma3_mm.py). The pooling head of transformers' class is not loaded."""
     hidden, patch = v("hidden_size"), v("patch_size")
-    yield from _encoder(
-        v("num_hidden_layers"), hidden, v("intermediate_size"), is_gated=False, norm_params=4 * hidden, has_bias=True
-    )
+    yield from _encoder(v("num_hidden_layers"), hidden, v("intermediate_size"), 4 * hidden)
     yield _one("patch_embedding", (hidden, 3 * patch * patch + 1))
     yield _one("position_embedding", ((v("image_size") // patch) ** 2, hidden))
     yield _one("post_layernorm", (2 * hidden,))
@@ -66,10 +57,8 @@ def _siglip(f: Fields, v: _Sizes) -> Iterator[Tensor]:
 def _pixtral(f: Fields, v: _Sizes) -> Iterator[Tensor]:
     """Mistral 3 (models/pixtral.py, mistral3.py): gated, no biases; a patch merger and a two-layer projector."""
     hidden, patch, text = v("hidden_size"), v("patch_size"), f.n("hidden_size")
-    merge = f.n("spatial_merge_size", default=2)
-    yield from _encoder(
-        v("num_hidden_layers"), hidden, v("intermediate_size"), is_gated=True, norm_params=2 * hidden, has_bias=False
-    )
+    merge, n = f.n("spatial_merge_size", default=2), v("num_hidden_layers")
+    yield from _encoder(n, hidden, v("intermediate_size"), 2 * hidden, is_gated=True, has_bias=False)
     yield _one("patch_conv", (hidden, 3 * patch * patch))
     yield _one("norms_outside", (2 * hidden,))
     yield _one("merging_layer", (hidden, hidden * merge * merge))
@@ -80,9 +69,7 @@ def _pixtral(f: Fields, v: _Sizes) -> Iterator[Tensor]:
 def _qwen3_vl(f: Fields, v: _Sizes) -> Iterator[Tensor]:
     """Qwen3-VL and Qwen3.5 (models/qwen3_vl.py): biases everywhere, a merger and one for each deep-stack layer."""
     hidden, merged, text = v("hidden_size"), v("hidden_size") * v("spatial_merge_size") ** 2, v("out_hidden_size")
-    yield from _encoder(
-        v("depth"), hidden, v("intermediate_size"), is_gated=False, norm_params=4 * hidden, has_bias=True
-    )
+    yield from _encoder(v("depth"), hidden, v("intermediate_size"), 4 * hidden)
     pixels = v("in_channels") * v("temporal_patch_size") * v("patch_size") ** 2
     yield _one("patch_embed", (hidden, pixels + 1))
     yield _one("pos_embed", (v("num_position_embeddings"), hidden))
@@ -99,7 +86,7 @@ def _qwen2_5_vl(_: Fields, v: _Sizes) -> Iterator[Tensor]:
     """Qwen2.5-VL (models/qwen2_5_vl.py): gated with biases, RMS norms, one merger over 2 x 2 patches."""
     hidden, width, n = v("hidden_size"), v("intermediate_size"), v("depth")
     merged = hidden * v("spatial_merge_size") ** 2
-    yield from _encoder(n, hidden, width, is_gated=True, norm_params=2 * hidden, has_bias=True)
+    yield from _encoder(n, hidden, width, 2 * hidden, is_gated=True)
     # `_encoder` counts one bias of the width; a gated MLP has two.
     yield _one("gate.bias", (width,), "column", n)
     yield _one("patch_embed", (hidden, v("in_channels") * v("temporal_patch_size") * v("patch_size") ** 2))
@@ -123,7 +110,7 @@ def _gemma4(f: Fields, v: _Sizes) -> Iterator[Tensor]:
 def _llama4(f: Fields, v: _Sizes) -> Iterator[Tensor]:
     """Llama 4 (models/mllama4.py): biases, class embedding, positions, an adapter after pixel shuffle."""
     hidden, width, patch = v("hidden_size"), v("intermediate_size"), v("patch_size")
-    yield from _encoder(v("num_hidden_layers"), hidden, width, is_gated=False, norm_params=4 * hidden, has_bias=True)
+    yield from _encoder(v("num_hidden_layers"), hidden, width, 4 * hidden)
     yield _one("patch_embedding", (hidden, 3 * patch * patch), "column")
     yield _one("positions", ((v("image_size") // patch) ** 2 + 2, hidden))
     yield _one("layernorms", (4 * hidden,))
@@ -149,7 +136,8 @@ def towers(f: Fields) -> tuple[Tensor, ...]:
     build = TOWERS.get(f.architecture)
     if build is None:
         return ()
-    return tuple(build(f, _Sizes(f.table("vision_config"), _defaults()[build.__name__.removeprefix("_")])))
+    defaults = _defaults()[build.__name__.removeprefix("_")]
+    return tuple(build(f, functools.partial(_size, f.table("vision_config"), defaults)))
 
 
 @functools.cache

@@ -160,8 +160,7 @@ class Memory:
             raise
         except UserError as error:
             return msgspec.structs.replace(known, refusal=error.message, margin_bytes=float("-inf"))
-        left = [one.likely for one in known.available] or [float(n_bytes) for n_bytes in available]
-        margin = min(left) - kv.request_bytes
+        margin = min([stage.likely for stage in known.available] or available) - kv.request_bytes
         return msgspec.structs.replace(known, kv=kv, refusal=refusal or kv.refusal, margin_bytes=margin)
 
     def _weights_refusal(self, weights: int, estimate: Overhead) -> str:

@@ -79,13 +79,15 @@ def kv_plan(
     pool = _Pool(groups, stages, per_block, available, rules, settings, batches)
     one = request_blocks(groups, settings, settings.max_model_len, batches)
     concurrency = pool.num_blocks / one if one else 0.0
+    firsts = [group.caches[0].page for group in groups]
+    sizes = [page.block_size for page in firsts]
     tokens = int(concurrency * settings.max_model_len)
     if groups and not rules.prints_concurrency:
-        tokens = pool.num_blocks // len(groups) * min(group.caches[0].page.block_size for group in groups)
+        tokens = pool.num_blocks // len(groups) * min(sizes)
     limit = max(arch.max_position, settings.max_model_len)
     return KvPlan(
         bytes_per_token=max(_bytes_per_token(groups, stage) for stage in stages),
-        block_size=_block_size(groups),
+        block_size=min([page.block_size for page in firsts if page.kind != "state"] or sizes, default=16),
         num_blocks=pool.num_blocks,
         request_blocks=one,
         bytes_per_block=per_block,
@@ -238,12 +240,6 @@ def _groups_of_equal_pages(caches: Sequence[Cache], rules: EngineProfile) -> tup
 def _bytes_per_token(groups: Sequence[Group], stage: range) -> int:
     pages = [c.page for group in groups for c in group.caches if c.layer in stage and c.page.kind != "state"]
     return sum(page.page_bytes // page.block_size for page in pages)
-
-
-def _block_size(groups: Sequence[Group]) -> int:
-    with_attention = [g.caches[0].page.block_size for g in groups if g.caches[0].page.kind != "state"]
-    every = [g.caches[0].page.block_size for g in groups]
-    return min(with_attention or every, default=16)
 
 
 def _ceil(number: int, step: int) -> int:

@@ -10,7 +10,7 @@ from typing import Literal
 import msgspec
 
 from penstock.errors import UserError, not_modelled
-from penstock.planner.architecture import Architecture, Attention, Layer, State, dtype_bytes
+from penstock.planner.architecture import Architecture, Attention, State, dtype_bytes
 from penstock.planner.engine_versions import EngineProfile
 
 PageKind = Literal["full", "sliding", "chunked", "state"]
@@ -140,33 +140,31 @@ def block_size(arch: Architecture, rules: EngineProfile, settings: CacheSettings
 def caches_of(arch: Architecture, rules: EngineProfile, settings: CacheSettings, tensor: int) -> tuple[Cache, ...]:
     """Every layer that holds KV cache or state, in order, with pages already aligned between attention and states.
     The indexer of sparse attention is a separate cache."""
-    tokens = block_size(arch, rules, settings)
-    page_of_state = max((state_bytes(s, arch.dtype, tensor) for s in _states(arch)), default=0)
+    tokens, states = block_size(arch, rules, settings), {layer.state for layer in arch.layers if layer.state}
+    state_page = max((state_bytes(state, arch.dtype, tensor) for state in states), default=0)
     first = next((layer.attention for layer in arch.layers if layer.attention is not None), None)
-    state_page = page_of_state
-    if page_of_state and first is not None:
+    # Prefixes of states are cached ("align"); models without attention have no prefix caching.
+    is_aligned = settings.prefix_caching and rules.caches_states and first is not None
+    if state_page and first is not None:
         per_token = attention_bytes(first, arch.dtype, settings, tensor)
         step = max(tokens, _MLA_HYBRID_BLOCK) if first.kind == "mla" else tokens
-        if _is_aligned(arch, rules, settings) and any(_exports_gdn(s, rules, settings) for s in _states(arch)):
+        if is_aligned and any(_exports_gdn(state, rules, settings) for state in states):
             step = math.lcm(step, _GDN_CHECKPOINT_BLOCK)
-        tokens = max(tokens, step * -(-page_of_state // (step * per_token)))
+        tokens = max(tokens, step * -(-state_page // (step * per_token)))
         state_page = tokens * per_token
     caches: list[Cache] = []
     for index, layer in enumerate(arch.layers):
-        caches.extend(Cache(index, page) for page in _pages(layer, arch, rules, settings, tokens, tensor))
-        if layer.state is not None:
-            state = layer.state
+        if layer.attention is not None:
+            pages = _pages(layer.attention, arch, rules, settings, tokens, tensor)
+            caches.extend(Cache(index, page) for page in pages)
+        if (state := layer.state) is not None:
             shape = (state.conv_channels, state.conv_kernel, state.n_heads, state.head_dim_v, state.head_dim_k)
-            length = tokens if _is_aligned(arch, rules, settings) else settings.max_model_len
-            n_states = _states_of_request(state, arch, rules, settings)
+            length, n_states = settings.max_model_len, 1
+            if is_aligned:  # three where the prefill kernel writes a checkpoint (`MambaSpec`)
+                exports = (state.kind == "mamba2" and rules.mamba2_checkpoints) or _exports_gdn(state, rules, settings)
+                length, n_states = tokens, 3 if exports else 2
             caches.append(Cache(index, Page("state", length, state_page, shape=shape, n_states=n_states)))
     return tuple(caches)
-
-
-def _is_aligned(arch: Architecture, rules: EngineProfile, settings: CacheSettings) -> bool:
-    """Whether prefixes of states are cached ("align"); models without attention have no prefix caching."""
-    has_attention = any(layer.attention is not None for layer in arch.layers)
-    return settings.prefix_caching and rules.caches_states and has_attention
 
 
 def _exports_gdn(state: State, rules: EngineProfile, settings: CacheSettings) -> bool:
@@ -176,24 +174,9 @@ def _exports_gdn(state: State, rules: EngineProfile, settings: CacheSettings) ->
     return state.kind == "gdn" and rules.gdn_checkpoints and has_kernel
 
 
-def _states_of_request(state: State, arch: Architecture, rules: EngineProfile, settings: CacheSettings) -> int:
-    """1 without prefix caching; with it 2, and 3 where the prefill kernel writes a checkpoint (`MambaSpec`)."""
-    if not _is_aligned(arch, rules, settings):
-        return 1
-    exports = (state.kind == "mamba2" and rules.mamba2_checkpoints) or _exports_gdn(state, rules, settings)
-    return 3 if exports else 2
-
-
-def _states(arch: Architecture) -> list[State]:
-    return [layer.state for layer in arch.layers if layer.state is not None]
-
-
 def _pages(
-    layer: Layer, arch: Architecture, rules: EngineProfile, settings: CacheSettings, tokens: int, tensor: int
+    attention: Attention, arch: Architecture, rules: EngineProfile, settings: CacheSettings, tokens: int, tensor: int
 ) -> list[Page]:
-    attention = layer.attention
-    if attention is None:
-        return []
     per_token = attention_bytes(attention, arch.dtype, settings, tensor)
     if attention.kind == "mla":
         pages = [Page("full", tokens, per_token * tokens, shape=(1, per_token), is_mla=True)]

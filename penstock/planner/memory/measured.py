@@ -40,7 +40,7 @@ class MemoryMeasurement(msgspec.Struct, frozen=True):
 
 
 class Difference(msgspec.Struct, frozen=True):
-    """KV cache of one GPU as planned and as the engine has it. `share` is of the plan: -0.05 is 5% less."""
+    """KV cache of one GPU, planned and measured. `share` of the plan: -0.05 is 5% less."""
 
     planned_kv_gib: float
     measured_kv_gib: float

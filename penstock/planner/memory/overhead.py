@@ -31,7 +31,7 @@ _NCCL_OVER_PCIE = gib(0.05, 0.12, 0.3)
 _GRAPH_FLOOR = gib(0.05, 0.1, 0.3)
 _GRAPH_PER_LAYER_AND_SIZE = Range(0.13 * MIB, 0.26 * MIB, 0.4 * MIB)
 _POOL_RUNNER_V1, _POOL_RUNNER_V2 = 14.0, 36.0
-_CAPTURED_FLOOR = gib(0.05, 0.1, 0.4)  # graphs beside the budget
+_CAPTURED_FLOOR = gib(0.05, 0.1, 0.4)  # graphs outside the budget
 _CAPTURED_PER_LAYER_AND_SIZE = Range(0.02 * MIB, 0.2 * MIB, 0.4 * MIB)
 _CAPTURED_WITHOUT_PEER = gib(0.4, 2.4, 6.6)
 _FORWARD_SPREAD, _SAMPLER_SPREAD, _WORKSPACE_SPREAD = (0.85, 1.25), (0.9, 1.25), (0.4, 2.5)
@@ -68,16 +68,16 @@ class Overhead(msgspec.Struct, frozen=True):
 
     @property
     def in_budget(self) -> Range:
-        """What total x utilization pays for beside weights and KV cache."""
+        """What total x utilization pays for in addition to weights and KV cache."""
         inside = self.activation + self.workspace + self.non_torch
         inside = inside + self.graphs if self.graphs_in_budget else inside
         return inside + self.nccl if self.nccl_in_budget else inside
 
     @property
-    def beside_budget(self) -> Range:
+    def outside_budget(self) -> Range:
         """What must fit in total x (1 - utilization)."""
-        beside = ZERO if self.graphs_in_budget else self.graphs
-        return beside if self.nccl_in_budget else beside + self.nccl
+        outside = ZERO if self.graphs_in_budget else self.graphs
+        return outside if self.nccl_in_budget else outside + self.nccl
 
 
 def overhead(arch: Architecture, layout: Parallel, rules: EngineProfile, run: RunSettings, stage: int = 0) -> Overhead:
@@ -187,7 +187,7 @@ def _nccl(layers: Sequence[Layer], layout: Parallel, run: RunSettings) -> Range:
 def _graphs(
     arch: Architecture, layers: Sequence[Layer], layout: Parallel, rules: EngineProfile, run: RunSettings, is_v2: bool
 ) -> Range:
-    """What is set aside for CUDA graphs (`profile_cudagraph_memory`), or what capture takes beside the budget."""
+    """What is set aside for CUDA graphs (`profile_cudagraph_memory`), or what capture takes outside the budget."""
     if run.enforce_eager:
         return ZERO
     sizes = graph_sizes(run.max_num_seqs, rules.largest_graph_blackwell if run.is_blackwell else 512)

@@ -196,7 +196,7 @@ def rank_weights(
         has_attention = any(arch.layers[index].attention for index in layers)
         for local_experts, n_ranks in classes:
             own = [sizes[local_experts][place] for place in here]
-            total, experts, embedding = (sum(one[at] for one in own) for at in range(3))
+            total, experts, embedding = map(sum, zip(*own, strict=True))
             ranks.append(
                 RankWeights(
                     *(stage, n_ranks, len(layers), total, rope_bytes(arch) if has_attention else 0),
