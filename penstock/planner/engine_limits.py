@@ -61,8 +61,7 @@ def refusals(
     request: SizingRequest, arch: Architecture, gpu: GpuFacts, settings: Settings, rules: EngineProfile
 ) -> tuple[str, ...]:
     """Why this engine would not start on this card, each with its number."""
-    own = request.facts.config.get("quantization_config")
-    method = str(own.get("quant_method", "")).lower() if isinstance(own, Mapping) else ""
+    method = str(quantization.block_of(request.facts.config).get("quant_method", "")).lower()
     reasons = (
         _dtype_refusal(request, arch, gpu),
         _block_refusal(request, gpu),
@@ -89,7 +88,7 @@ def warnings(
         notes.append(
             f"{gpu.id} cannot multiply {kind}: weights are unpacked to 16 bits; it saves memory, not arithmetic"
         )
-    if request.quantization in CHECKPOINTS and quantization.read(request.facts.config) is None:
+    if request.quantization in CHECKPOINTS and not quantization.block_of(request.facts.config):
         notes.append(
             f"this is the plan of a checkpoint in {request.quantization}: vLLM does not make one of the 16-bit weights "
             "of this model, so serve a repository that has it"

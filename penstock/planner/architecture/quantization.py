@@ -134,15 +134,20 @@ def format_of(module: str, quant: Quantization | None) -> Quantization | None:
 
 def read(config: Mapping[str, Any]) -> Quantization | None:
     """The format of a checkpoint from its config.json; None for 16-bit weights. NotModelled for an unknown method."""
+    block = block_of(config)
+    return from_config(block) if block else None
+
+
+def block_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The `quantization_config` of a config.json or of its text part; empty when there is none.  Raises UserError."""
     text = config.get("text_config")
     for holder in (config, text if isinstance(text, Mapping) else {}):
         for key in ("quantization_config", "compression_config"):
-            block = holder.get(key)
-            if block and not isinstance(block, Mapping):
-                raise UserError(f"cannot read config.json: {key} is not an object")
-            if block:
-                return from_config(block)
-    return None
+            if block := holder.get(key):
+                if not isinstance(block, Mapping):
+                    raise UserError(f"cannot read config.json: {key} is not an object")
+                return block
+    return {}
 
 
 def from_config(q: Mapping[str, Any]) -> Quantization:
