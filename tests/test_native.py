@@ -60,7 +60,8 @@ def test_without_a_compiler_it_says_what_is_missing(
     assert not list(empty_cache.rglob("*.so"))
 
 
-ESSENTIAL = "test_gateway_wire.py test_gateway_http1.py test_gateway_accept.py test_gateway_retry.py test_gateway_accounting.py test_bench_serve.py"
+_NAMES = ("gateway_accept", "gateway_accounting", "gateway_http1", "gateway_retry", "gateway_wire", "bench_serve")
+ESSENTIAL = " ".join(f"test_{name}.py" for name in _NAMES)
 
 
 @pytest.mark.processes
