@@ -251,10 +251,11 @@ def _run_usage(options: argparse.Namespace) -> int:
         return _prune(options)
     since = 0.0 if options.since is None else time.time() - options.since
     lines = _priced(UsageStore(_open(options)), options.by, since, dict(options.price))
-    columns = (*options.by, "requests", "prompt_tokens", "cached_tokens", "output_tokens", "estimates", "cost_usd")
+    tokens = ("prompt_tokens", "cached_tokens", "output_tokens")
+    columns = (*options.by, "requests", *tokens, "estimates", "refused", "cost_usd")
     rows = [
-        (*line.group, line.n_requests, line.prompt_tokens, line.cached_tokens, line.output_tokens)
-        + (line.n_estimates, None if line.cost_usd is None else round(line.cost_usd, 6))
+        (*line.group, line.n_requests - line.n_refused, *line.tokens, line.n_estimates, line.n_refused)
+        + (None if line.cost_usd is None else round(line.cost_usd, 6),)
         for line in lines
     ]
     if options.json:

@@ -147,7 +147,7 @@ def status_text(run: Run, state: State, now: float) -> str:
     lines = [
         f"{run.name} is {state.phase}" + (f": {state.reason}" if state.reason else ""),
         f"  model    {plan.model.reference} on {plan.engine} {plan.engine_version} ({plan.device})",
-        f"  address  {_address(run)}   {state.requests_total} requests since its gateway started",
+        f"  address  {_address(run)}   {state.requests_total} requests served since its gateway started",
         *([] if cost is None else [f"  cost     {show_usd(cost)} for all requests so far"]),
         f"  folder   {run.path}   started {show_seconds(age)} ago",
         *_kv_cache_lines(plan, state),

@@ -206,7 +206,9 @@ def _problems(value: Mapping[str, Any], struct: type[msgspec.Struct], path: str)
     for key in value:
         if key not in hints:
             close = nearest(str(key), hints)
-            yield Problem(_join(path, key), "unknown key", f'did you mean "{close}"?' if close else _legal(hints))
+            yield Problem(
+                _join(path, key), "unknown key", f'did you mean "{close}"?' if close else f"legal: {', '.join(hints)}"
+            )
     required = [field.name for field in msgspec.structs.fields(struct) if field.required]
     for name in required:
         if value.get(name) is None:
@@ -284,10 +286,6 @@ def _kind(value: object) -> str:
     if isinstance(value, (list, tuple)):
         return "a list"
     return f'"{value}"' if isinstance(value, str) else str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _legal(names: Iterable[str]) -> str:
-    return "legal: " + ", ".join(names)
 
 
 def _join(path: str, key: object) -> str:

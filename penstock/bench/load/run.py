@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import io
+import math
 import resource
 import signal
 import ssl
@@ -33,8 +34,8 @@ _GONE_STATUSES = frozenset((502, 503, 504))
 class Load:
     """What to send and how. `requests` are whole HTTP messages; `wait_for[i]` is the index before request i, or None.
 
-    `times`: an open loop's, in seconds from the start. A closed loop sends `n_requests`, going round `requests`, and
-    ends when the server was gone for `give_up_s`.
+    `times`: an open loop's, in seconds from the start; `concurrency` bounds what is in flight.
+    A closed loop sends `n_requests`, going round `requests`, and ends when the server was gone for `give_up_s`.
     """
 
     requests: Sequence[bytes]
@@ -50,7 +51,10 @@ class Load:
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run is. Latencies are of the last requests, in seconds; `left_s` None: unknown."""
+    """Where a run is. Latencies are medians of the last requests, in seconds; `left_s` None: unknown.
+
+    `ttft_s` and `chunk_rate` (a chunk is about a token) come from reads as they arrived; None without streams.
+    """
 
     n_sent: int
     n_ended: int
@@ -61,6 +65,8 @@ class Progress:
     p50_s: float | None
     p99_s: float | None
     left_s: float | None
+    ttft_s: float | None = None
+    chunk_rate: float = 0.0
 
 
 @dataclass
@@ -102,8 +108,11 @@ class _LoadRun:
         self._followers: dict[int, list[Exchange]] = {}
         self._complete: set[int] = set()
         self._on_way: dict[int, Exchange] = {}  # in the order in which the generator came to them
+        self._backlog: deque[Exchange] = deque()  # of an open loop with a bound on what is in flight
         self._recent: deque[float] = deque(maxlen=_MAX_RECENT)
-        self._tick_at, self._tick_ended = 0.0, 0
+        self._recent_ttft: deque[float] = deque(maxlen=_MAX_RECENT)
+        self._n_chunks = 0
+        self._tick_at, self._tick_ended, self._tick_chunks = 0.0, 0, 0
         self._has_waits = any(index is not None for index in load.wait_for)
 
     # -- sending
@@ -171,6 +180,10 @@ class _LoadRun:
         self._hand_over(exchange)
 
     def _hand_over(self, exchange: Exchange) -> None:
+        if self._load.times is not None and len(self._on_way) >= (self._load.concurrency or math.inf):
+            exchange.asked_s = time.perf_counter()
+            self._backlog.append(exchange)
+            return
         self._on_way[exchange.index] = exchange
         self._pool.send(exchange)
 
@@ -182,6 +195,10 @@ class _LoadRun:
             exchange.error = TIMEOUT  # its end came before the next look at what is late
         self._n_ended += 1
         self._recent.append(exchange.end_s - exchange.intended_s)
+        if len(exchange.reads) > 1:
+            is_head = exchange.reads[0].endswith(b"\r\n\r\n")
+            self._recent_ttft.append(exchange.times[is_head] - exchange.sent_s)
+            self._n_chunks += len(exchange.reads) - 1
         if exchange.error is not None:
             self._n_errors += 1
         exchange.request = b""
@@ -190,6 +207,8 @@ class _LoadRun:
             for follower in self._followers.pop(exchange.index, ()):
                 follower.intended_s = max(follower.intended_s, exchange.end_s)
                 self._hand_over(follower)
+        if self._backlog:
+            self._hand_over(self._backlog.popleft())
         try:
             self.outcome.keep(exchange)
         except OSError as error:
@@ -238,7 +257,9 @@ class _LoadRun:
     def _drop_all(self) -> None:
         self._is_sending = False
         waiting = [exchange for followers in self._followers.values() for exchange in followers]
+        waiting += self._backlog
         self._followers.clear()
+        self._backlog.clear()
         for exchange in [*self._on_way.values(), *waiting]:
             self._pool.drop(exchange, UNFINISHED)
         self._check_end()
@@ -272,9 +293,10 @@ class _LoadRun:
         now = time.perf_counter()
         elapsed_s = now - self.outcome.began_s
         n_sent = self._n_sent
-        rate = (self._n_ended - self._tick_ended) / max(now - self._tick_at, 1e-9)
-        self._tick_at, self._tick_ended = now, self._n_ended
-        recent = sorted(self._recent)
+        tick_s = max(now - self._tick_at, 1e-9)
+        rate, chunk_rate = (self._n_ended - self._tick_ended) / tick_s, (self._n_chunks - self._tick_chunks) / tick_s
+        self._tick_at, self._tick_ended, self._tick_chunks = now, self._n_ended, self._n_chunks
+        recent, ttfts = sorted(self._recent), sorted(self._recent_ttft)
         left_s = None
         if self._load.duration_s is not None:
             left_s = max(0.0, self._load.duration_s - elapsed_s)
@@ -290,6 +312,8 @@ class _LoadRun:
             p50_s=recent[len(recent) // 2] if recent else None,
             p99_s=recent[min(len(recent) - 1, len(recent) * 99 // 100)] if recent else None,
             left_s=left_s,
+            ttft_s=ttfts[len(ttfts) // 2] if ttfts else None,
+            chunk_rate=chunk_rate,
         )
 
 
