@@ -87,8 +87,9 @@ def _canonical(name: str) -> str:
     return name
 
 
-# What vLLM and newer checkpoints join: lists of modules have either name.
-_FUSED = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj") | dict.fromkeys(
+# What vLLM and some checkpoints join or cut: lists of modules have either name.
+_FUSED = {"in_proj_qkvz": "in_proj_qkv", "in_proj_ba": "in_proj_b"}
+_FUSED |= dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj") | dict.fromkeys(
     ("gate_proj", "up_proj"), "gate_up_proj"
 )
 
