@@ -165,13 +165,10 @@ def _names(q: Mapping[str, Any], *keys: str) -> tuple[str, ...]:
 
 
 def _fp8(q: Mapping[str, Any]) -> Quantization:
-    block = q.get("weight_block_size")
-    quant = Quantization("fp8-block", block=(int(block[0]), int(block[1]))) if block else Quantization("fp8")
-    return msgspec.structs.replace(quant, excluded=_names(q, "modules_to_not_convert", "ignored_layers"))
-
-
-def _fbgemm_fp8(q: Mapping[str, Any]) -> Quantization:
-    return Quantization("fp8", is_per_channel=True, excluded=_names(q, "modules_to_not_convert"))
+    excluded, block = _names(q, "modules_to_not_convert", "ignored_layers"), q.get("weight_block_size")
+    if block:
+        return Quantization("fp8-block", block=(int(block[0]), int(block[1])), excluded=excluded)
+    return Quantization("fp8", is_per_channel="fbgemm" in str(q.get("quant_method")).lower(), excluded=excluded)
 
 
 def _group_size(size: object) -> int | None:
@@ -285,7 +282,7 @@ def _scheme(group: Mapping[str, Any], storage: str) -> Quantization:
 # How a quant_method is read, and the kinds of checkpoint for which vLLM takes `--quantization` of that name.
 _METHODS: Mapping[str, tuple[Callable[[Mapping[str, Any]], Quantization], frozenset[str]]] = {
     "fp8": (_fp8, frozenset({"fp8", "fp8-block"})),
-    "fbgemm_fp8": (_fbgemm_fp8, frozenset({"fp8"})),
+    "fbgemm_fp8": (_fp8, frozenset({"fp8"})),
     "awq": (_awq, frozenset({"awq"})),
     "awq_marlin": (_awq, frozenset({"awq"})),
     "gptq": (_gptq, frozenset({"gptq"})),
