@@ -46,6 +46,7 @@ def answer(inputs: SolveInputs, fit: MemoryFit, reason: str, refused: Iterable[R
     return Sizing(
         fits=fit.fits,
         reason=reason,
+        settings=inputs.settings,
         layout=layout,
         weights=WeightsAnswer(
             bytes_on_disk(inputs.arch), n_params(inputs.arch), tuple(rank.total_bytes / GIB for rank in fit.ranks)
@@ -58,7 +59,6 @@ def answer(inputs: SolveInputs, fit: MemoryFit, reason: str, refused: Iterable[R
         engine_args=engine_args(inputs.request, sizes, layout.expert),
         measured_on=fit.measured_on,
         missed=missed_targets(speed, inputs.request.ttft_ms, inputs.request.tpot_ms),
-        settings=inputs.settings,
         ranks=_ranks(inputs.memory, fit) if fit.available else (),
         levers=levers.levers(inputs, fit) if fit.available else (),
         users=_users(inputs, fit) if fit.fits and not inputs.is_too_long else None,

@@ -70,7 +70,7 @@ def _fixed(inputs: SolveInputs, memory: Memory) -> Sizing:
     assert layout is not None, "asked only when there is one"
     refusal = layouts.refusal(inputs.divisors, layout, inputs.fabric.n_gpus)
     if refusal:
-        return Sizing(False, refusal, rejected=rejected([Refused(layout, refusal)]), settings=inputs.settings)
+        return Sizing(False, refusal, inputs.settings, rejected=rejected([Refused(layout, refusal)]))
     n_given = len(inputs.request.available_kv_gib)
     if n_given not in (0, 1, layout.pipeline):
         raise UserError(
@@ -106,7 +106,7 @@ def _chosen(inputs: SolveInputs, memory: Memory) -> Sizing:
         return answer(inputs, fit, _why_it_fits(fit), (*choice.refused, *others), choice.price)
     if not possible.legal:
         reason = _all_refused(inputs, choice.refused)
-        return Sizing(False, reason, rejected=rejected(choice.refused), settings=inputs.settings)
+        return Sizing(False, reason, inputs.settings, rejected=rejected(choice.refused))
     nearest = max((memory.fit(layout) for layout in possible.legal), key=lambda fit: fit.margin_bytes)
     refused = tuple(one for one in choice.refused if one.layout != nearest.layout)
     return answer(inputs, nearest, f"no layout fits {_gpus(fabric)}; the nearest: {nearest.refusal}", refused, None)
