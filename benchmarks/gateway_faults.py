@@ -96,7 +96,8 @@ async def keep_announcing(admin: int, replica: Replica) -> None:
 
 async def ask(port: int, streams: bool, tally: Tally, until: float) -> None:
     body = json.dumps({"model": "m", "prompt": "tell me", "max_tokens": _TOKENS, "stream": streams}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
+    head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    head += f"content-length: {len(body)}"
     while time.monotonic() < until:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         with contextlib.closing(writer):

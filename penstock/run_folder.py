@@ -164,36 +164,13 @@ class Run:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-
-    @property
-    def name(self) -> str:
-        return self.path.name
-
-    @property
-    def artifact_path(self) -> Path:
-        return self.path / "artifact"
-
-    @property
-    def gateway_config(self) -> Path:
-        return self.path / "gateway.json"
-
-    @property
-    def store_file(self) -> Path:
-        """Keys and usage, when the file names no other place."""
-        return self.path / "store.sqlite"
-
-    @property
-    def admin_token_file(self) -> Path:
-        return self.path / "secrets" / "admin-token"
-
-    @property
-    def gateway_folder(self) -> Path:
-        return self.path / "gateway"
-
-    @property
-    def gateway_address_file(self) -> Path:
-        return self.gateway_folder / "address.json"
+        self.path, self.name = path, path.name
+        self.artifact_path = path / "artifact"
+        self.gateway_config = path / "gateway.json"
+        self.store_file = path / "store.sqlite"  # keys and usage, when the file names no other place
+        self.admin_token_file = path / "secrets" / "admin-token"
+        self.gateway_folder = path / "gateway"  # only where the target places the gateway, which may then move
+        self.gateway_address_file = self.gateway_folder / "address.json"
 
     def places(self, kind: Kind) -> bool:
         """Whether its target places units of this kind; the others live next to `up`."""

@@ -118,10 +118,10 @@ def workers(folder: Path, n_workers: int, *more: str) -> Iterator[Workers]:
     token.touch(0o600)
     token.write_text("secret")
     with running([sys.executable, "-c", FAKE]) as engine:
-        replica = f"127.0.0.1:{begin(engine)}"
-        argv = gateway_argv("--workers", str(n_workers), "--upstream", f"m=http://{replica}", "--admin", "127.0.0.1:0")
+        engine_url = f"http://127.0.0.1:{begin(engine)}"
+        argv = gateway_argv("--workers", str(n_workers), "--upstream", f"m={engine_url}", "--admin", "127.0.0.1:0")
         with running([*argv, "--admin-token-file", str(token), *more]) as process:
             addresses = begin(process)
-            gateway = Workers(process, addresses["listen"], addresses["admin"], replica)
+            gateway = Workers(process, addresses["listen"], addresses["admin"], "upstream-1")
             until(lambda: gateway.ready() == {1})
             yield gateway

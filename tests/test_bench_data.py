@@ -52,13 +52,21 @@ def test_random_texts_have_exactly_the_tokens_asked_for(counter: Tokens, n_token
     assert len({text_of(ask) for ask in asks}) == 5 or n_tokens < 7
 
 
-def test_a_text_that_cannot_be_made_is_refused() -> None:
+def test_a_length_that_no_text_has_is_the_nearest() -> None:
     class Even(Pairs):
         def count(self, text: str, special: bool = True) -> int:
             return 2 * super().count(text, special)
 
-    with pytest.raises(UserError, match="exactly 7 tokens"):
-        synthetic.from_spec("random", Wanted(n_requests=1, input_tokens=7), Even)
+    asks = synthetic.from_spec("random", Wanted(n_requests=3, input_tokens=17), Even)
+    assert {(ask.input_tokens, abs(ask.n_off)) for ask in asks} <= {(16, 1), (18, 1)}
+    assert all(Even().count(text_of(ask), special=False) == ask.input_tokens for ask in asks)
+
+
+def test_random_lengths_vary_as_vllms_do() -> None:
+    wanted = Wanted(60, input_tokens=20, output_tokens=10, range_ratio=0.5)
+    asks = synthetic.from_spec("random", wanted, demo)
+    lengths = {(ask.input_tokens, ask.output_tokens) for ask in asks}
+    assert all(10 <= (n_in or 0) <= 30 and 5 <= n_out <= 15 for n_in, n_out in lengths) and len(lengths) > 20
 
 
 def test_random_texts_come_from_the_seed_and_prefixes_are_shared() -> None:
@@ -111,6 +119,10 @@ def test_lines_of_ones_own(tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "b"}]
     path.write_text(json.dumps({"prompt": "a", "max_tokens": 5}) + "\n\n" + json.dumps({"messages": messages}) + "\n")
     asks = synthetic.from_spec(f"jsonl:{path}", Wanted(3, output_tokens=None), refuse)
+    mixed = tmp_path / "mixed.jsonl"
+    mixed.write_text('{"prompt": "a", "model": "lora-1", "headers": {"x-user": "7"}, "offset_s": 3}\n')
+    (ask,) = synthetic.from_spec(f"jsonl:{mixed}", Wanted(1, speed=2.0), refuse)
+    assert (ask.model, ask.headers, ask.offset_s) == ("lora-1", {"x-user": "7"}, 1.5)
     assert asks == [PlannedRequest("a", None, 5), PlannedRequest(messages, None, 200), PlannedRequest("a", None, 5)]
 
 
@@ -118,6 +130,8 @@ def test_lines_of_ones_own(tmp_path: Path) -> None:
     "line",
     [
         *("{", "[]", '"text"', "{}", '{"prompt": 5}', '{"prompt": "a", "max_tokens": "many"}'),
+        *('{"prompt": "a", "model": 5}', '{"prompt": "a", "headers": {"a": "b\\n"}}', '{"prompt": "a", "headers": []}'),
+        '{"prompt": "a", "headers": {"Content-Length": "5"}}',
         *('{"prompt": "a", "offset_s": 0.5}', '{"prompt": "a", "offset_s": 1e999}'),
     ],
 )
@@ -134,7 +148,7 @@ AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:17:05.0000000,20,0
 """
 MOONCAKE = "\n".join(
-    json.dumps({"timestamp": at, "input_length": 40 - i * 10, "output_length": (12, 8, 0)[i], "hash_ids": [0]})
+    json.dumps({"timestamp": at, "input_length": 40 - i * 10, "output_length": (12, 8, 0)[i], "hash_ids": []})
     for i, at in enumerate((27000, 27052, 28020))
 )
 BURST = """Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type
@@ -153,6 +167,46 @@ def test_public_traces_are_replayed(tmp_path: Path, name: str, text: str) -> Non
     assert [ask.offset_s for ask in asks] == pytest.approx([0, 0.052, 1.02004], abs=1e-3)
     assert [(ask.input_tokens, ask.output_tokens) for ask in asks] == [(40, 12), (30, 8), (20, 1)]
     assert [DEMO.count(text_of(ask), special=False) for ask in asks] == [40, 30, 20]
+
+
+def test_a_trace_is_replayed_at_a_speed_and_shares_the_beginnings_of_its_hash_ids(tmp_path: Path) -> None:
+    rows = [(0, 70, [1, 2, 3]), (40, 96, [1, 2, 4]), (90, 64, [5, 2])]
+    lines = [{"timestamp": at, "input_length": n, "output_length": 1, "hash_ids": ids} for at, n, ids in rows]
+    (tmp_path / "moon.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    asks = synthetic.from_spec(f"replay:{tmp_path / 'moon.jsonl'}", Wanted(10, speed=2.0), demo)
+    assert [ask.offset_s for ask in asks] == [0, 0.02, 0.045]
+    words = [text_of(ask).split(" ") for ask in asks]
+    assert [len(each) for each in words] == [70, 96, 64]
+    assert words[0][:64] == words[1][:64] and words[0][64:70] != words[1][64:70]
+    assert words[2][32:] == words[0][32:64] and words[2][:32] != words[0][:32]
+    assert all(abs(ask.n_off) <= 2 for ask in asks)
+
+
+@pytest.mark.parametrize(
+    ("times", "unit", "offsets"),
+    [
+        ((1700000000, 1700000002), None, (0, 2)),
+        ((1700000000000, 1700000002000), None, (0, 2)),
+        ((1700000000000000, 1700000002000000), None, (0, 2)),
+        ((0.5, 2.5), "s", (0, 2)),
+        ((0.5, 2.5), "ms", (0, 0.002)),
+        (("2023-11-16 18:17:03.5", "2023-11-16 18:17:05.5"), None, (0, 2)),
+        ((0, 0.25), None, None),
+        (tuple(range(25)), None, None),  # 25 requests in 24 ms: those were seconds
+    ],
+)
+def test_the_unit_of_a_traces_times_is_recognised_or_asked_for(
+    tmp_path: Path, times: tuple[Any, ...], unit: str | None, offsets: tuple[float, ...] | None
+) -> None:
+    lines = [json.dumps({"timestamp": at, "input_length": 5, "output_length": 1}) for at in times]
+    (tmp_path / "t.jsonl").write_text("\n".join(lines))
+    if offsets is None:
+        with pytest.raises(UserError) as caught:
+            synthetic.from_spec(f"replay:{tmp_path / 't.jsonl'}", Wanted(99), demo)
+        assert "--trace-unit" in str(caught.value.hint) + str(caught.value.detail)
+        return
+    asks = synthetic.from_spec(f"replay:{tmp_path / 't.jsonl'}", Wanted(99, trace_unit=unit), demo)
+    assert [ask.offset_s for ask in asks] == pytest.approx(offsets)
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ def test_constant_is_constant_and_a_ramp_rises_to_its_rate() -> None:
 
 
 def test_what_has_no_time_cannot_be_replayed() -> None:
-    check(Pace(arrival="replay", n_requests=2), [0.0, 1.0])
+    check(Pace(arrival="replay", n_requests=2, concurrency=1), [0.0, 1.0])
     assert list(offsets(Pace(arrival="replay", n_requests=2), [1.0, 2.0, 3.0])) == [1.0, 2.0]
     with pytest.raises(UserError, match="requests without one"):
         check(Pace(arrival="replay", n_requests=2), [0.0, None])
@@ -50,7 +50,7 @@ def test_what_has_no_time_cannot_be_replayed() -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        *({}, {"rate": 1.0, "concurrency": 1}, {"rate": 1.0, "n_requests": None}, {"rate": 0.0}, {"rate": 1e9}),
+        *({}, {"rate": 1.0, "n_requests": None}, {"rate": 0.0}, {"rate": 1e9}),
         *({"rate": 1.0, "arrival": "replay"}, {"rate": 1.0, "arrival": "gamma", "burstiness": 0.0}),
         *({"rate": 1.0, "arrival": "ramp", "rate_from": -1.0}, {"rate": 1.0, "rate_from": 0.5}),
         *({"concurrency": 2, "arrival": "constant", "rate_from": 3.0}, {"concurrency": 2, "burstiness": 0.5}),

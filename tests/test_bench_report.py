@@ -61,6 +61,7 @@ def test_a_page_is_whole_needs_nothing_from_outside_and_shows_predicted_and_meas
     Page(text)
     assert not re.search(r"<script|<link|src=|href=|@import|url\(", text)
     assert 'name="viewport"' in text and "@media print" in text and "prefers-color-scheme" in text
+    assert "@media(max-width:600px)" in text and '<td data-name="p99">' in text  # a phone shows all columns
     words = " ".join(Page(html.page([one])).words)
     for shown in ("valid", "requests/s", "TTFT p99, ms", "time to first token, each request", "vllm 0.32.0", "8%"):
         assert shown in words

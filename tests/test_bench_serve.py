@@ -85,6 +85,45 @@ def test_an_open_loop_sends_by_its_clock(engine: InThread) -> None:
     assert report.result["engine"][f"{engine.url}/metrics"]["generation_tokens"] >= 0
 
 
+def test_a_rate_with_a_bound_keeps_its_clock_and_its_bound(engine: InThread) -> None:
+    with in_thread(Options(model="m", ttft_s=0.02, tokens_per_s=float("inf"))) as slow:
+        pace = Pace(rate=1000.0, concurrency=2, arrival="constant", n_requests=10)
+        report = load(service(slow.url), asked("a", 1), pace, n_warmup=0)
+    assert report.summary.completed == 10 and report.summary.max_concurrent_requests == 2 and report.is_open
+    last = report.requests[-1]
+    assert last.intended_s == pytest.approx(0.009) and last.sent_s > 0.07  # the wait for a place counts
+    assert report.summary.spreads["ttft"].max > 70 and report.generator.lateness_p99_ms < 50
+
+
+def test_every_line_may_have_its_model_and_headers(engine: InThread, tmp_path: Path) -> None:
+    requests = [PlannedRequest("a", None, 1, model=name, headers={"x-user": "7"}) for name in ("m", "other")]
+    report = load(service(engine.url), requests, Pace(concurrency=1, n_requests=2), n_warmup=0)
+    seen = [request for request in engine.seen if request.method == "POST"][-2:]
+    assert [(json.loads(each.body)["model"], each.headers["x-user"]) for each in seen] == [("m", "7"), ("other", "7")]
+    assert report.summary.errors == {"http 404": 1}
+
+
+def test_all_at_once_with_chosen_percentiles_and_vllms_file(
+    engine: InThread, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = f"bench serve --url {engine.url} --num-prompts 9 --request-rate inf --max-tokens 4 --save-result"
+    assert main.run([*words.split(), "--metric-percentiles", "50,99.9", "--out", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert (
+        "P99.9 TTFT (ms):" in shown
+        and "P95 TTFT" not in shown
+        and "Maximum request concurrency:             9" in shown
+    )
+    result, saved = (json.loads((tmp_path / name).read_text()) for name in ("result.json", "vllm.json"))
+    assert (
+        result["p99.9_itl_ms"] == saved["p99.9_itl_ms"] and "<th>p99.9</th>" in (tmp_path / "report.html").read_text()
+    )
+    assert (saved["num_prompts"], saved["request_rate"], saved["max_concurrency"]) == (9, "inf", 9)
+    assert saved["output_lens"] == [4] * 9 and [len(gaps) for gaps in saved["itls"]] == [3] * 9
+    assert sum(saved["ttfts"]) / 9 == pytest.approx(saved["mean_ttft_ms"] / 1000, abs=1e-5)
+    assert saved["errors"] == [""] * 9 and saved["total_output_tokens"] == 36
+
+
 def test_a_turn_waits_for_the_turn_before(engine: InThread) -> None:
     asks = [
         PlannedRequest("a", None, 4),
@@ -190,7 +229,11 @@ def test_people_get_the_blocks_they_know(engine: InThread, home: Path, capsys: p
     [
         ("--requests 1", "cannot choose a rate"),
         ("--rate 1", "when to end"),
-        ("--requests 1 --rate 1 --concurrency 1", "cannot choose a rate"),
+        ("--duration 1 --rate inf", "cannot choose a rate"),
+        ("--requests 1 --rate 1 --speed 2", "the times of what has none"),
+        ("--requests 1 --rate 1 --trace-unit s", "the times of what has none"),
+        ("--requests 1 --rate 1 --random-range-ratio 0.5 --prompt x", "not random"),
+        ("--requests 1 --rate 1 --percentiles 50,101", "101"),
         ("--requests 1 --rate 1 --goodput ttft", "goodput"),
         ("--requests 1 --rate 1 --goodput ttft:1 ttft:2", "goodput"),
         ("--requests 1 --rate 1 --goodput ttft:inf", "goodput"),

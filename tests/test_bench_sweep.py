@@ -64,20 +64,25 @@ def test_a_load_kept_above_a_broken_one_does_not_count_and_runs_are_bounded() ->
     assert [point.offered for point in found.points] == [2, 4, 9] and found.highest == 4
 
 
-def test_a_run_that_is_not_valid_ends_the_search() -> None:
+def test_two_runs_in_a_row_that_are_not_valid_end_the_search_and_one_is_made_again() -> None:
+    loads: list[float] = []
+
     def run(offered: float) -> dict[str, Any]:
-        return {**queue(1e9)(offered), "valid": offered < 4, "invalid_because": ["the generator was late"]}
+        loads.append(offered)
+        is_valid = offered < 4 and len(loads) != 2
+        return {**queue(1e9)(offered), "valid": is_valid, "invalid_because": ["the generator was late"]}
 
     found = sweep.search(run, SLO, Search("rate", 1))
-    assert found.highest == 2 and len(found.points) == 2
+    assert loads == [1, 2, 2, 4, 4] and found.highest == 2 and len(found.points) == 2
     assert "4 requests/s: that run is not valid: the generator was late" in found.note
 
 
-def test_a_load_at_which_everything_fails_has_broken_the_bound() -> None:
+@pytest.mark.parametrize("n_done", [0, 500])
+def test_a_load_at_which_too_much_fails_has_broken_the_bound(n_done: int) -> None:
     def run(offered: float) -> dict[str, Any]:
         if offered < 4:
             return queue(1e9)(offered)
-        return {"completed": 0, "failed": 50, "valid": False, "invalid_because": ["no request was completed"]}
+        return {"completed": n_done, "failed": 50, "valid": False, "invalid_because": ["too many failed"]}
 
     found = sweep.search(run, SLO, Search("concurrency", 1))
     assert (found.highest, found.broken, found.note) == (3, 4, "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -59,13 +60,6 @@ def pipe(engine: InThread, text: str, settings: ChatSettings = SHORT) -> str:
     return out.getvalue()
 
 
-def sent(engine: InThread, back: int = 1) -> list[Message]:
-    """The messages of the last request, or of one before."""
-    bodies = [json.loads(request.body) for request in engine.seen if request.path == "/v1/chat/completions"]
-    messages: list[Message] = bodies[-back]["messages"]
-    return messages
-
-
 class Scripted(Client):
     """A client whose answers are given; a function among the items is called when its turn comes."""
 
@@ -98,26 +92,56 @@ def test_one_question_or_lines_from_a_pipe_give_answers_only(engine: InThread) -
     chat(Client(engine.url), SHORT, once="hello there", stdout=out)
     assert out.getvalue() == "1:hello 2:there 3:hello\n"
     assert pipe(engine, "tell me\n", ChatSettings(max_tokens=20)) == expected_text("tell me", 20) + "\n"
-    pipe(engine, " /etc/passwd\n")  # a space before a slash sends it
-    assert sent(engine) == [{"role": "user", "content": "/etc/passwd"}]
-
-
-def test_a_conversation_is_remembered_and_reset_forgets_it(engine: InThread) -> None:
     assert pipe(engine, "a b\n\n  \nc\n") == "1:a 2:b 3:a\n1:c 2:c 3:c\n"
-    assert sent(engine) == [
-        {"role": "user", "content": "a b"},
-        {"role": "assistant", "content": "1:a 2:b 3:a"},
-        {"role": "user", "content": "c"},
-    ]
-    pipe(engine, "a b\n/reset\nc\n")
-    assert sent(engine) == [{"role": "user", "content": "c"}]
 
 
-def test_the_system_message_comes_first_and_can_be_changed(engine: InThread) -> None:
-    pipe(engine, "a\n/system shout\nb\n", ChatSettings(system="whisper", max_tokens=1))
-    assert sent(engine, back=2)[0] == {"role": "system", "content": "whisper"}
-    assert sent(engine)[0] == {"role": "system", "content": "shout"}
-    assert len(sent(engine)) == 4
+TALKS: dict[str, tuple[ChatSettings, tuple[str | type[BaseException], ...]]] = {
+    "conversation": (
+        ChatSettings(system="whisper", max_tokens=3),
+        ("a b", "", "  ", "c", "/system", "/system shout", "d", "/reset", "e", " /etc/passwd", "/quit", "never sent"),
+    ),
+    "again-and-saved": (SHORT, ("/retry", "a", "b", "/retry", "/save talk.md", "/save talk.md", "/save")),
+    "models-times-help": (
+        SHORT,
+        (
+            "/model",
+            "/model nope",
+            "/model other",
+            "a",
+            "/stats",
+            "b",
+            "/stats",
+            "c",
+            "/help",
+            "/nope",
+            KeyboardInterrupt,
+        ),
+    ),
+    "failures": (ChatSettings(max_tokens=100_000), ("a", "b")),
+}
+
+
+@pytest.mark.parametrize("name", TALKS)
+def test_a_talk_is_the_golden_one(name: str, engine: InThread, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a person sees of typed lines, and the messages that are sent. PENSTOCK_WRITE_GOLDEN=1 writes the file."""
+    monkeypatch.chdir(tmp_path)
+    (settings, lines), n_before = TALKS[name], len(engine.seen)
+    shown = talk(engine, *lines, settings=settings).replace(engine.url, "URL")
+    shown = re.sub(r"\(TTFT [^)]*3 tokens[^)]*\)", "(times of 3 tokens)", shown)
+    bodies = [json.loads(request.body) for request in engine.seen[n_before:] if request.body]
+    shown += "\n".join(f"sent to {body['model']}: {json.dumps(body['messages'])}" for body in bodies)
+    saved = "".join(f"\n\nsaved:\n{path.read_text('utf-8')}" for path in tmp_path.iterdir())
+    path = Path(__file__).parent / "golden" / "chat" / f"{name}.txt"
+    if os.environ.get("PENSTOCK_WRITE_GOLDEN"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"{shown}{saved}\n", "utf-8")
+    assert f"{shown}{saved}\n" == path.read_text("utf-8")
+
+
+def test_times_show_what_is_known() -> None:
+    assert stats(reply("x", 34)) == "(TTFT 12 ms, 34 tokens, 310 tokens/s)"
+    assert stats(Reply("x", None, None, 1, None, 1.0, None, None, None)) == "(1 token)"
+    assert stats(Reply("x", None, None, 9, 2.0, 1.0, 4.567, None, None)) == "(TTFT 2.0 s, 9 tokens, 4.57 tokens/s)"
 
 
 def test_completion_sends_raw_prompts_without_a_conversation(engine: InThread) -> None:
@@ -139,23 +163,6 @@ def test_a_failure_in_a_script_is_raised(engine: InThread) -> None:
         pipe(engine, "a\nb\n", ChatSettings(model="nope"))
     with pytest.raises(PenstockError, match="unknown command /nope"):
         pipe(engine, "/nope\n")
-
-
-def test_a_person_sees_a_failure_and_goes_on_without_the_failed_question(engine: InThread) -> None:
-    shown = talk(engine, "a", "b", settings=ChatSettings(max_tokens=100_000))
-    assert shown.count("error: ") == 2
-    assert "max_tokens=100000 cannot be greater" in shown
-    assert sent(engine) == [{"role": "user", "content": "b"}]
-
-
-def test_a_person_is_greeted_and_may_leave_with_quit_or_ctrl_d(engine: InThread) -> None:
-    shown = talk(engine, "/quit", "never sent")
-    assert shown.startswith(f"m at {engine.url} (/help lists commands, Ctrl-D leaves)\n")
-    assert "never" not in shown
-    assert talk(engine).endswith("leaves)\n\n")
-    shown = talk(engine, KeyboardInterrupt, "a")  # Ctrl-C at the prompt does not leave
-    assert "(/quit or Ctrl-D leaves)" in shown
-    assert "1:a 2:a 3:a" in shown
 
 
 def test_ctrl_c_stops_the_answer_closes_the_stream_and_keeps_what_was_said() -> None:
@@ -201,31 +208,14 @@ def test_stopping_a_real_stream_stops_the_engine() -> None:
         assert engine.metrics.finished["abort"] == 1
 
 
-def test_models_are_listed_and_changed_and_help_names_every_command(engine: InThread) -> None:
-    shown = talk(engine, "/help", "/model", "/model nope", "/model other", "a")
-    assert all(word in shown for word in ("/reset", "/retry", "/save", "/system", "/model", "/stats", "/quit"))
-    assert "* m\n  other\n" in shown
-    assert 'error: no model "nope"\nhint: There are: m, other.\n' in shown
-    assert json.loads(engine.seen[-1].body)["model"] == "other"
-
-
-def test_stats_show_what_is_known_after_each_answer_when_asked(engine: InThread) -> None:
-    shown = talk(engine, "/stats", "a", "/stats", "b")
-    assert shown.count(" 3 tokens,") == 1 and "(stats on)" in shown and "(stats off)" in shown
-    assert stats(reply("x", 34)) == "(TTFT 12 ms, 34 tokens, 310 tokens/s)"
-    assert stats(Reply("x", None, None, 1, None, 1.0, None, None, None)) == "(1 token)"
-    assert stats(Reply("x", None, None, 9, 2.0, 1.0, 4.567, None, None)) == "(TTFT 2.0 s, 9 tokens, 4.57 tokens/s)"
-
-
 def test_only_a_terminal_gets_colour_and_no_color_takes_it_away(
     engine: InThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = ChatSettings(max_tokens=3, shows_stats=True)
     monkeypatch.delenv("NO_COLOR", raising=False)
-    assert "\x1b[2m(TTFT" in talk(engine, "a", settings=settings, tty=True)
-    assert "\x1b" not in talk(engine, "a", settings=settings)
+    assert "\x1b[2m(TTFT" in talk(engine, "/stats", "a", tty=True)
+    assert "\x1b" not in talk(engine, "/stats", "a")
     monkeypatch.setenv("NO_COLOR", "1")
-    assert "\x1b" not in talk(engine, "a", settings=settings, tty=True)
+    assert "\x1b" not in talk(engine, "/stats", "a", tty=True)
 
 
 OWNED = "a\x1b]0;owned\x07\tb\x9b2J\n"  # a model cannot drive the terminal, but a pipe gets its bytes
@@ -296,15 +286,6 @@ def test_history_is_kept_in_the_file_it_is_given(
         chat(Client(engine.url), ChatSettings(history_file=history), stdin=Terminal(), stdout=io.StringIO())
     assert history.read_text().splitlines()[-1] == "before the end"
     readline.clear_history()
-
-
-def test_the_last_question_is_asked_again_and_the_conversation_saved(engine: InThread, tmp_path: Path) -> None:
-    path = tmp_path / "talk.md"
-    shown = talk(engine, "/retry", "a", "/retry", f"/save {path}", f"/save {path}", "/save")
-    assert sent(engine) == [{"role": "user", "content": "a"}] and shown.count("1:a 2:a 3:a\n") == 2
-    assert path.read_text("utf-8") == "## user\n\na\n\n## assistant\n\n1:a 2:a 3:a\n"
-    for words in ("there is no question to ask again", f'could not write "{path}": File exists', "/save FILE"):
-        assert words in shown
 
 
 def test_markdown_is_cut_into_blocks_at_empty_lines_but_not_in_code() -> None:

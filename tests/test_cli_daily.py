@@ -130,6 +130,9 @@ def test_logs_are_of_living_replicas_and_of_a_time(shell: Shell) -> None:
     run.write_handle(Handle("local", {"replica/1": {}}))
     assert [line.split()[-2:] for line in shell("logs", "--tail", "2")[1].splitlines()] == [["new", "1"], ["more"]]
     assert shell("logs", "--since", "10m")[1] == f"{now} new 1\n  more\n"
+    local = time.strftime("%Y-%m-%d %H:%M:%S,000 gateway: new")
+    run.log("gateway").write_text(f"1999-01-01 00:00:00,000 gateway: old\n{local}\n")
+    assert shell("logs", "--since", "10m", "--part", "gateway")[1] == f"{local}\n"
     assert len(shell("logs", "--all")[1].splitlines()) == 8
     assert len(shell("logs", "--replica", "0")[1].splitlines()) == 4
 

@@ -139,7 +139,7 @@ def holding(workers: int) -> Iterator[subprocess.Popen[str]]:
         listen = begin(gateway)["listen"]
         read_until(gateway, "serving on", workers)
         with socket.create_connection(("127.0.0.1", int(listen.rpartition(":")[2]))) as client:
-            client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\n{}")
+            client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n\r\n{}")
             yield gateway
 
 

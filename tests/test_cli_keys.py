@@ -97,22 +97,25 @@ def test_usage_by_what_is_asked_and_at_what_price(shell: Shell, tmp_path: Path) 
     now = time.time()
     key, _ = store.keys.create("alice", Limits(), now)
     rows = [row(n, at=now, key_id=key.id, prompt_tokens=1000, cached_tokens=400, output_tokens=500) for n in range(10)]
+    nothing = {"prompt_tokens": 0, "cached_tokens": 0, "output_tokens": 0, "state": "refused", "status": 429}
+    rows += [row(n, at=now, key_id=key.id, **nothing) for n in (11, 12)]
     store.usage.add_rows("w", [*rows, row(10, at=now - 9 * 86400, model="old", cost_usd=0.25)])
     store.close()
     assert list(as_json(shell, "usage", "--by", "key,model")[0].items()) == [
         *(("key", "alice"), ("model", "m"), ("requests", 10), ("prompt_tokens", 10000), ("cached_tokens", 4000)),
-        *(("output_tokens", 5000), ("estimates", 0), ("cost_usd", None)),
+        *(("output_tokens", 5000), ("estimates", 0), ("refused", 2), ("cost_usd", None)),
     ]
     assert [line["model"] for line in as_json(shell, "usage", "--by", "model", "--since", "7d")] == ["m"]
     (total,) = as_json(shell, "usage", "--by", "", "--price", "m=10/20/1")
+    assert (total["requests"], total["refused"]) == (11, 2)
     assert total["cost_usd"] == pytest.approx(0.06 + 0.1 + 0.004 + 0.25)
     (line,) = as_json(shell, "usage", "--by", "key", "--since", "1d", "--price", "m=10/20")
     assert line["cost_usd"] == pytest.approx(0.2)
     head, first, *_ = shell("usage", "--by", "model", "--csv")[1].splitlines()
-    assert head == "model,requests,prompt_tokens,cached_tokens,output_tokens,estimates,cost_usd"
-    assert first == "m,10,10000,4000,5000,0,"
+    assert head == "model,requests,prompt_tokens,cached_tokens,output_tokens,estimates,refused,cost_usd"
+    assert first == "m,10,10000,4000,5000,0,2,"
     text = shell("usage")[1]
-    words = "KEY MODEL REQUESTS PROMPT TOKENS CACHED TOKENS OUTPUT TOKENS ESTIMATES COST"
+    words = "KEY MODEL REQUESTS PROMPT TOKENS CACHED TOKENS OUTPUT TOKENS ESTIMATES REFUSED COST"
     assert text.splitlines()[0].split() == words.split()
     assert "alice" in text and " $0.25" in text
 

@@ -377,6 +377,8 @@ def test_processes_on_gpus_are_read_from_the_driver(monkeypatch: pytest.MonkeyPa
         (0, 1, 0, "init"),
     ]
     assert node_check._driver() is None
+    monkeypatch.setattr(node_check, "nvidia_smi", lambda *_: "535.104.05\n535.104.05\n")
+    assert node_check._driver() == "535.104.05"
 
 
 def test_programs_read_what_they_are_told() -> None:

@@ -117,42 +117,6 @@ def the(found: list[Finding], check: str, node: str | None = None) -> Finding:
     return rows[0]
 
 
-def program(folder: Path, name: str, script: str) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / name
-    path.write_text(f"#!/bin/sh\n{script}")
-    path.chmod(0o755)
-    return folder
-
-
-def nvidia_smi(hosts: Hosts, node: str, n_gpus: int, driver: str = "580.65.06", held_mib: int = 0) -> None:
-    """Put a program in front of the node's PATH that speaks as a driver with H100s does."""
-    rows = [
-        f"{i}, GPU-{i}, NVIDIA H100 80GB HBM3, 81559, {81559 - held_mib if i == 0 else 81000}" for i in range(n_gpus)
-    ]
-    names = [f"{i}, GPU-{i}" for i in range(n_gpus)]
-    held = f"GPU-0, 1, {held_mib}, /usr/bin/trainer" if held_mib else ""
-    script = f"""
-case "$*" in
-  *index,uuid,name*) printf '{"".join(row + chr(92) + "n" for row in rows)}' ;;
-  *driver_version*) echo {driver} ;;
-  *compute-apps*) echo '{held}' ;;
-  *index,uuid*) printf '{"".join(name + chr(92) + "n" for name in names)}' ;;
-esac
-"""
-    folder = program(hosts.shared / f"bin-{node}", "nvidia-smi", script)
-    OverHosts.env[node] = {"PATH": f"{folder}:{hosts[node].env['PATH']}", **OverHosts.env.get(node, {})}
-
-
-def with_cuda(hosts: Hosts, node: str, cuda: str) -> None:
-    """A torch on the node that says it was made with CUDA; nothing imports it."""
-    folder = hosts.shared / f"python-{node}"
-    (folder / "torch").mkdir(parents=True)
-    (folder / "torch" / "__init__.py").touch()
-    (folder / "torch" / "version.py").write_text(f"__version__ = '2.13.0'\ncuda: str = '{cuda}'\n")
-    OverHosts.env[node] = {"PYTHONPATH": str(folder), **OverHosts.env.get(node, {})}
-
-
 def test_two_healthy_nodes_are_measured(hosts: Hosts, examine: Examine) -> None:
     found = examine(is_quick=False)
     assert bad(found) == []
@@ -225,28 +189,6 @@ def test_what_is_wrong_on_one_node_is_named_all_together(hosts: Hosts, examine: 
     assert the(found, "/dev/shm", "node1").state == the(found, "ulimits", "node1").state == "ok"
 
 
-def test_gpus_that_are_too_few_old_or_full_are_named(hosts: Hosts, examine: Examine) -> None:
-    nvidia_smi(hosts, "node1", 2)
-    with_cuda(hosts, "node1", "13.0")
-    hardware = {"nodes": 2, "gpu": "h100-sxm", "gpus_per_node": 2}
-    assert ("node2", "has 0 GPUs, 2 are needed") in gpu_findings(examine(hardware=hardware))
-    nvidia_smi(hosts, "node1", 1)
-    nvidia_smi(hosts, "node2", 1, "535.104.05", 70000)
-    with_cuda(hosts, "node2", "13.0")
-    found = {(one.check, one.node): one.found for one in bad(examine())}
-    assert found["driver", "node2"] == "driver 535.104.05, torch built with CUDA 13.0, which needs driver 580 or newer"
-    assert "process 1 (/usr/bin/trainer, user root) holds 68.4 GiB" in found["gpu", "node2"]
-    assert ("driver", "node1") not in found and ("gpu", "node1") not in found
-    rows = bad(examine(hardware={"nodes": 2, "gpus_per_node": 16}))
-    assert {("node1", "has 1 GPUs, 16 are needed"), ("node2", "has 1 GPUs, 16 are needed")} <= gpu_findings(rows)
-    refusals = {one.found for one in rows if one.check == "deployment"}
-    assert refusals & {f"hardware.gpus_per_node: 16, but {name} has 1" for name in hosts.names}
-
-
-def gpu_findings(found: list[Finding]) -> set[tuple[str | None, str]]:
-    return {(one.node, one.found) for one in bad(found) if one.check == "gpu"}
-
-
 def test_a_disk_without_room_for_the_model_is_named(hosts: Hosts, examine: Examine, served: Hub) -> None:  # noqa: F811
     on_hub(served, 3 * GIB)
     for host in hosts:
@@ -255,12 +197,6 @@ def test_a_disk_without_room_for_the_model_is_named(hosts: Hosts, examine: Exami
     (one,) = bad(examine(NAME, cache={"weights": "/var/tmp/weights"}))
     assert (one.check, one.node) == ("weights", "node2")
     assert one.found == "3.0 GiB to download, 16.0 MiB free at /var/tmp/weights"
-
-
-def test_a_gated_model_is_named_before_anything_is_fetched(examine: Examine, served: Hub) -> None:  # noqa: F811
-    served.refused[f"{NAME}/resolve/main/config.json"] = (403, "GatedRepo")
-    (one,) = bad(examine(NAME))
-    assert one.check == "model" and "it is gated" in one.found and "Accept the licence" in (one.cure or "")
 
 
 def test_a_folder_that_a_node_lacks_is_named(hosts: Hosts, examine: Examine, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 from pathlib import Path
@@ -10,17 +11,19 @@ from typing import Any
 import msgspec
 import pytest
 import yaml
+from gateway_rig import CHAT, TOKEN, echo, rig_with
 from samples import DEMO, LLAMA_70B, cpu_machine, demo_plan, deployment, gpu_machine
 
 from penstock import engines
-from penstock.engines import Command, Place, Seen
+from penstock.engines import KEY_VARIABLE, Command, Place, Seen
 from penstock.engines.vllm import names
 from penstock.engines.vllm.engine import Vllm, pass_through
+from penstock.engines.vllm.key_middleware import RequireKey
 from penstock.errors import Problem
 from penstock.planner import Plan, launch
 from penstock.planner.launch import Sized
 from penstock.spec.deployment import Scalar
-from penstock.wire.announcement import Progress
+from penstock.wire.announcement import Progress, engine_key
 
 GOLDEN = Path(__file__).parent / "golden"
 RECORDED = GOLDEN / "vllm-0.32.0"
@@ -142,11 +145,11 @@ DEATHS = yaml.safe_load((GOLDEN / "vllm-deaths.yaml").read_text("utf-8"))
 @pytest.mark.parametrize("row", DEATHS, ids=lambda row: row["reason"][:30])
 def test_a_death_is_explained(row: dict[str, Any]) -> None:
     harmless, parent = "INFO 11-20 13:14:31 [x.py:1] a ValueError: no matter", "RuntimeError: Engine core init failed"
-    found = VLLM.diagnose(1, [harmless, "x", row["line"], parent])
-    assert found.reason == f"vLLM exited with code 1: {row['reason']}"
-    assert (found.is_final, found.line) == (row["is_final"], row["line"])
-    assert (found.hint or "").startswith(row["hint"] or "")
-    assert (found.hint is None) == (row["hint"] is None)
+    diagnosis = VLLM.diagnose(1, [harmless, "x", row["line"], parent])
+    assert diagnosis.reason == f"vLLM exited with code 1: {row['reason']}"
+    assert (diagnosis.is_final, diagnosis.line) == (row["is_final"], row["line"])
+    assert (diagnosis.hint or "").startswith(row["hint"] or "")
+    assert (diagnosis.hint is None) == (row["hint"] is None)
 
 
 def test_every_row_of_deaths_is_tried() -> None:
@@ -212,3 +215,63 @@ def test_a_whole_start_on_a_gpu_is_read_from_its_log() -> None:
     sizes = {"weights_gib": 15.0, "graphs_gib": 0.92, "consumed_gib": 15.68, "peak_gib": 1.96}
     cache = {"kv_cache_gib": 110.98, "kv_cache_tokens": 909_136.0, "concurrency": 110.98}
     assert found[-1].measured == {**times, **sizes, **cache}
+
+
+# ---- the key of an engine that listens beyond loopback --------------------------------------------------------------
+
+
+async def asked(scope: dict[str, Any]) -> list[dict[str, Any]]:
+    """What the app sends for a request with these headers; 204 from the app behind the key."""
+    sent: list[dict[str, Any]] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 204})
+
+    async def receive() -> Any:
+        raise AssertionError("nothing is read of a stranger")
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    await RequireKey(app)(scope, receive, send)
+    return sent
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ([(b"authorization", b"Bearer k1")], 204),
+        ([(b"authorization", b"Bearer k2")], 401),
+        ([(b"authorization", b"bearer k1")], 401),
+        ([(b"authorization", b"Bearer k1"), (b"authorization", b"Bearer k1")], 401),
+        ([(b"x-api-key", b"k1")], 401),
+        ([], 401),
+    ],
+)
+def test_vllm_asks_everybody_on_every_path(
+    monkeypatch: pytest.MonkeyPatch, headers: list[tuple[bytes, bytes]], status: int
+) -> None:
+    monkeypatch.setenv(KEY_VARIABLE, "k1")
+    for path in ("/v1/completions", "/invocations", "/metrics", "/health"):
+        sent = asyncio.run(asked({"type": "http", "path": path, "headers": headers}))
+        assert sent[0]["status"] == status, path
+
+
+def test_a_websocket_without_the_key_is_closed_and_what_is_no_request_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(KEY_VARIABLE, "k1")
+    sent = asyncio.run(asked({"type": "websocket", "path": "/v1/realtime", "headers": []}))
+    assert sent == [{"type": "websocket.close", "code": 1008}]
+    assert asyncio.run(asked({"type": "lifespan"}))[0]["status"] == 204
+
+
+@pytest.mark.parametrize(("needs_key", "key"), [(True, engine_key(TOKEN)), (False, "clients-own")])
+def test_the_gateway_brings_the_key_in_place_of_the_clients_own(needs_key: bool, key: str) -> None:
+    async def talk() -> None:
+        async with rig_with(echo, engines_need_key=needs_key) as (_, engine, client):
+            client.post(CHAT, headers="Authorization: Bearer clients-own\r\n")
+            head, _, _ = await client.response()
+            assert head.status == 200
+            given = [value for name, value in engine.seen[0].head.headers if name == b"authorization"]
+            assert given == [f"Bearer {key}".encode()]
+
+    asyncio.run(asyncio.wait_for(talk(), 10))

@@ -75,6 +75,7 @@ def test_reports_of_workers_are_added() -> None:
     first, second = Worker(), Worker()
     first.count(2)
     second.count(3, seconds=2.0)
+    second.counters.outcomes["m", "queue_full"] += 4  # refused, so not served
     report = add([first.report(), second.report(), Worker().report()])
     assert [samples(report)[name] for name in (COMPLETE, BELOW_1_S, SECONDS)] == [5, 2, 6.5]
     assert samples(report)['penstock_replicas_ready{model="m"}'] == 0

@@ -152,6 +152,8 @@ def test_scale_lets_every_stream_end_whole(place: Place) -> None:
 def test_scale_to_zero_holds_requests_until_there_is_a_replica_again(place: Place) -> None:
     run = place.up(place.write("one"))
     assert call("scale", "0").code == 0
+    idle = call("chat", "one", "--message", PROMPT)
+    assert (idle.code, "it has no replica" in idle.err, "penstock scale one 1" in idle.err) == (2, True, True)
     assert pids(run, "node") == []
     held = Asking(run.url, 8)
     assert call("scale", "1").code == 0
@@ -259,28 +261,33 @@ def test_key_is_shown_once_and_kept_as_a_hash_only(place: Place) -> None:
     assert kept == []
 
 
-def test_ctrl_c_while_the_engine_loads_leaves_nothing(place: Place) -> None:
-    file = place.write("one", args={"load-s": 20, "ignore-sigterm-while-loading": True})
-
-    def is_loading() -> bool:
-        run = Run(paths.home() / "runs" / "one")
-        return run.exists() and any(replica.state == "loading" for replica in now(place.note(run)).replicas)
-
-    done = interrupt("up", file, when=is_loading)
-    assert done.code == 130, done
-    place.run()
-    place.assert_nothing_left()
-    assert now(place.run()).phase == "down"
+def is_loading(place: Place) -> bool:
+    run = Run(paths.home() / "runs" / "one")
+    return run.exists() and any(replica.state == "loading" for replica in now(place.note(run)).replicas)
 
 
-@pytest.mark.parametrize("after_s", [0.1, 0.25, 0.6, *nightly(0.03, 0.15, 0.2, 0.3, 0.4)])
-def test_ctrl_c_at_any_moment_of_a_start_leaves_nothing(place: Place, after_s: float) -> None:
-    began = time.monotonic()
-    done = interrupt("up", place.write("one", args={"load-s": 20}), when=lambda: time.monotonic() - began > after_s)
-    assert done.code in (130, -signal.SIGINT), done
+MOMENTS = [(0.1, 1), (0.25, 1), (0.6, 1), (None, 1), (0.4, 3)]  # seconds (None: the engine loads), and how often
+MOMENTS_OF_THE_NIGHT = nightly(*((at, 1) for at in (0.03, 0.15, 0.2, 0.3, 0.4)), (0.15, 3), (0.8, 3), (0.6, 5))
+
+
+@pytest.mark.parametrize("moment", [*MOMENTS, *MOMENTS_OF_THE_NIGHT], ids=str)
+def test_ctrl_c_at_any_moment_of_a_start_leaves_nothing(place: Place, moment: tuple[float | None, int]) -> None:
+    after_s, n_times = moment
+    loading = {"load-s": 20, "ignore-sigterm-while-loading": True}
+    with started("up", place.write("one", args=loading)) as child:
+        if after_s is None:
+            wait_until(lambda: is_loading(place), "the engine loads")
+        else:
+            time.sleep(after_s)
+        for _ in range(n_times):
+            child.send_signal(signal.SIGINT)
+            time.sleep(0.05)
+        out, err = child.communicate(timeout=DEADLINE_S)
+    assert child.returncode in (130, -signal.SIGINT), (out, err)
     for run in run_folder.every():
         place.note(run)
-        assert run.desired().state == "down"
+        assert run.is_ended()
+        assert "ending one ..." in err
     place.assert_nothing_left()
     assert [path for path in (paths.home() / "runs").glob(".*") if path.is_dir()] == [], "half-made folders"
 
@@ -351,20 +358,3 @@ def test_up_finishes_a_down_that_broke_off_and_starts_anew(place: Place) -> None
     assert again.record().id != before
     ask(again, 1)
     assert {process.run_id for process in processes.find_marked(str(again.path))} == {again.record().id}
-
-
-@pytest.mark.parametrize("after_s", [0.4, *nightly(0.15, 0.8)])
-@pytest.mark.parametrize("pause_s", [0.05, *nightly(0.1)])
-def test_ctrl_c_twice_leaves_nothing(place: Place, after_s: float, pause_s: float) -> None:
-    with started("up", place.write("one", args={"load-s": 20})) as child:
-        time.sleep(after_s)
-        for _ in range(3):
-            child.send_signal(signal.SIGINT)
-            time.sleep(pause_s)
-        out, err = child.communicate(timeout=DEADLINE_S)
-    assert child.returncode in (130, -signal.SIGINT), (out, err)
-    for run in run_folder.every():
-        place.note(run)
-        assert run.is_ended()
-        assert "ending one ..." in err
-    place.assert_nothing_left()

@@ -191,6 +191,8 @@ def test_a_local_path_is_taken_before_the_hub_or_refused(tmp_path: Path, monkeyp
     assert files.locate(deployment("org/name")) == path
     (tmp_path / "m.gguf").touch()
     assert files.locate(deployment("./m.gguf")) == tmp_path / "m.gguf"
+    error = refused(lambda: files.locate(deployment("llama-3.1-70b")))
+    assert error.hint == "Give its hub id: meta-llama/Meta-Llama-3.1-70B."
     for model in ("/nowhere/m", "./m", "~/no-such-model", "penstock-dem", "a/b/c"):
         error = refused(lambda: files.locate(deployment(model)))  # noqa: B023 - called at once
         assert error.message == f'cannot use model "{model}": no such folder'
@@ -296,11 +298,34 @@ def test_a_hub_model_is_taken_in_the_planned_revision(monkeypatch: pytest.Monkey
     assert "q4/x-q4_k_m.gguf" in hub.asked[1][1]["allow_patterns"]
 
 
+def test_a_hub_model_is_planned_from_its_headers_where_nodes_download_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    whole = read_files(BUNDLED, "org/name", "safetensors")[0]
+    monkeypatch.setattr(
+        "penstock.models.hub.list_files", lambda _: ["config.json", "a-1.safetensors", "a-2.safetensors"]
+    )
+    monkeypatch.setattr(facts, "read", lambda _: whole)
+    monkeypatch.setattr(facts, "_read_kept", lambda _: facts.Kept("0" * 40, whole))
+    wanted = deployment("org/name", target="ssh", cache={"weights": str(tmp_path)})
+    there = prepare._model_on_nodes(wanted)
+    assert there is not None
+    record = there["safetensors"][1]
+    assert record.path == f"{tmp_path}/models--org--name/snapshots/{'0' * 40}"
+    assert (record.weights_bytes, record.n_shards, record.n_layers) == (whole.index_bytes, 2, 4)
+    hub = Hub(monkeypatch, tmp_path)
+    assert model_files.on_this_node(planned(record.path, "org/name")).model.path == str(tmp_path)
+    assert hub.asked[0][1]["revision"] == "0" * 40
+    monkeypatch.setattr(facts, "_read_kept", lambda _: None)
+    assert prepare._model_on_nodes(wanted) is None, "without its commit it is downloaded here"
+
+
 def test_a_folder_that_only_the_nodes_have_is_read_there(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Nodes:
-        shares_files, capabilities = False, frozenset({"survey"})
+        has_own_caches = shares_files = False
+        capabilities = frozenset({"survey"})
 
         def survey(self, _: Deployment, argv: Sequence[str], timeout_s: float) -> list[Surveyed]:
             assert argv[:2] == ["-m", "penstock.models.facts"]

@@ -1,20 +1,25 @@
-"""Calibration: a fit finds the constants that made its points, stays sane on bad ones, and its file is checked."""
+"""Calibration: a fit finds the constants that made its points, its file is checked, and the planner predicts nearer."""
 
 from __future__ import annotations
 
 import json
 import random
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 from plan_shapes import LLAMA_8B
 
 from penstock.bench import calibrate
-from penstock.bench.calibrate import BenchPoint
+from penstock.bench.calibrate import BenchPoint, Deployed
+from penstock.bench.results.folder import Request, Result
+from penstock.cli import main
 from penstock.deployment import planning
 from penstock.errors import UserError
 from penstock.hardware import catalog
 from penstock.models import facts
+from penstock.planner.inputs import model_costs
 from penstock.planner.request import SizingRequest
 from penstock.planner.speed import calibration, estimate
 from penstock.planner.speed.calibration import Calibrated
@@ -25,7 +30,7 @@ from penstock.spec.deployment import Parallel, Workload
 
 H100 = Fabric(catalog.gpu("h100-sxm"), 8)
 ENGINE, ONE = estimate.Engine(), Parallel()
-COSTS = step_costs(LLAMA_8B)
+COSTS, LLAMA = step_costs(LLAMA_8B), facts.read("llama-3.1-8b")
 LOADS = [(1, 1000, 200), (8, 1000, 200), (32, 1000, 200), (128, 1000, 200), (1, 8000, 50), (16, 8000, 400)]
 
 
@@ -45,24 +50,24 @@ TRUTH = Calibration(
 
 
 def test_a_fit_finds_the_constants_that_made_its_points() -> None:
-    found, error = calibrate.fit(COSTS, ONE, H100, ENGINE, points(TRUTH))
+    fitted, error = calibrate.fit(COSTS, ONE, H100, ENGINE, points(TRUTH))
     assert error < 0.005
-    assert found.memory_efficiency == pytest.approx(0.7, rel=0.03)
-    assert found.compute_efficiency == pytest.approx(0.45, rel=0.05)
-    assert found.dense_layer_us == pytest.approx(90, rel=0.05)
-    assert found.ttft_fixed_ms == pytest.approx(60, rel=0.1)
+    assert fitted.memory_efficiency == pytest.approx(0.7, rel=0.03)
+    assert fitted.compute_efficiency == pytest.approx(0.45, rel=0.05)
+    assert fitted.dense_layer_us == pytest.approx(90, rel=0.05)
+    assert fitted.ttft_fixed_ms == pytest.approx(60, rel=0.1)
     # The range is narrower, and holds the truth.
     load = Workload(2000, 300, 24)
     truth, before, after = (
-        estimate.estimate(COSTS, ONE, H100, load, ENGINE, known).tpot_ms for known in (TRUTH, None, found)
+        estimate.estimate(COSTS, ONE, H100, load, ENGINE, known).tpot_ms for known in (TRUTH, None, fitted)
     )
     assert after.low <= truth.likely <= after.high
     assert after.high - after.low < 0.4 * (before.high - before.low)
     # One wild point hardly moves it.
     measured = points(TRUTH, noise=0.03)
     measured[2] = msgspec.structs.replace(measured[2], tpot_ms=10 * (measured[2].tpot_ms or 1))
-    found, error = calibrate.fit(COSTS, ONE, H100, ENGINE, measured)
-    assert error < 0.1 and found.memory_efficiency == pytest.approx(0.7, rel=0.12)
+    fitted, error = calibrate.fit(COSTS, ONE, H100, ENGINE, measured)
+    assert error < 0.1 and fitted.memory_efficiency == pytest.approx(0.7, rel=0.12)
 
 
 def test_absurd_points_are_refused_or_kept_in_bounds_and_what_no_point_determines_stays() -> None:
@@ -73,13 +78,13 @@ def test_absurd_points_are_refused_or_kept_in_bounds_and_what_no_point_determine
             for point in points(Calibration())
         ]
         try:
-            found, _ = calibrate.fit(COSTS, ONE, H100, ENGINE, measured)
+            fitted, _ = calibrate.fit(COSTS, ONE, H100, ENGINE, measured)
         except UserError as exc:
             assert "off by" in exc.message
         else:
-            assert 0.2 <= (found.memory_efficiency or 0) <= 1 and (found.spread or (0, 0))[0] >= 0.75
-    found, _ = calibrate.fit(COSTS, ONE, H100, ENGINE, [BenchPoint(1, 100, 100, None, t) for t in (6.6, 6.7)])
-    assert found.ttft_fixed_ms == pytest.approx(37, rel=0.01) and found.wave_share == pytest.approx(0.14, rel=0.01)
+            assert 0.2 <= (fitted.memory_efficiency or 0) <= 1 and (fitted.spread or (0, 0))[0] >= 0.75
+    fitted, _ = calibrate.fit(COSTS, ONE, H100, ENGINE, [BenchPoint(1, 100, 100, None, t) for t in (6.6, 6.7)])
+    assert fitted.ttft_fixed_ms == pytest.approx(37, rel=0.01) and fitted.wave_share == pytest.approx(0.14, rel=0.01)
 
 
 @pytest.mark.parametrize("numbers", [[], [5.0], [5.0, 0.0], [5.0, float("nan")], [5.0, float("inf")]])
@@ -114,10 +119,67 @@ def test_a_damaged_file_and_that_of_another_model_or_card_are_refused() -> None:
 
 
 def test_a_plan_is_wide_with_another_layouts_constants_and_says_so() -> None:
-    one = SizingRequest(facts.read("llama-3.1-8b"), "h100-sxm", tensor=1, engine_version="0.33", calibration=KNOWN)
+    one = SizingRequest(LLAMA, "h100-sxm", tensor=1, engine_version="0.33", calibration=KNOWN)
     two = msgspec.structs.replace(one, tensor=2, gpus_per_node=2)
     for request, is_wide in ((one, False), (two, True)):
         answer = planning.solve(request)
         assert answer.speed is not None
         assert (answer.speed.tpot_ms.high / answer.speed.tpot_ms.low > 1.6) is is_wide
         assert any("measured with layout TP 1" in warning for warning in answer.warnings) is is_wide
+
+
+# ---- from runs -------------------------------------------------------------------------------------------------------
+
+
+def measured(concurrency: int, n_in: int, n_out: int, layout: Parallel = ONE, **changed: Any) -> Result:
+    """The result of a closed loop on that deployment."""
+    costs, fabric = model_costs(LLAMA_8B), Fabric(H100.gpu, layout.n_ranks)
+    speed = estimate.estimate(costs, layout, fabric, Workload(n_in, n_out, concurrency), ENGINE, TRUTH)
+    summary: dict[str, Any] = {"completed": 100, "failed": 0, "valid": True, "flags": {"concurrency": concurrency}}
+    summary |= {"total_input_tokens": 100 * n_in, "total_output_tokens": 100 * n_out}
+    summary |= {"mean_ttft_ms": speed.ttft_ms.likely, "mean_tpot_ms": speed.tpot_ms.likely}
+    return Result(f"c{concurrency}", summary | changed)
+
+
+@pytest.mark.parametrize("layout", [Parallel(), Parallel(tensor=2)])
+def test_the_planner_predicts_nearer_with_the_file(
+    layout: Parallel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = [measured(*load, layout=layout) for load in LOADS[:4]]
+    calibration_file = calibrate.calibrated(runs, Deployed(LLAMA, H100.gpu, layout, "0.33"))
+    assert calibration_file.n_points == 4 and (calibration_file.median_error or 0) < 0.02
+    file = tmp_path / "calibration.json"
+    file.write_text(calibration.write(calibration_file))
+    truth = measured(16, 1500, 150, layout).summary["mean_tpot_ms"]
+    words = ["plan", "llama-3.1-8b", "--gpu", "h100-sxm", "--gpus-per-node", str(layout.tensor), "--json"]
+    words += ["--tensor", str(layout.tensor), "--input-tokens", "1500", "--output-tokens", "150", "--concurrency", "16"]
+    off, width = [], []
+    for more in ([], ["--calibration", str(file)]):
+        assert main.run([*words, "--max-model-len", "8192", *more]) == 0
+        told = json.loads(capsys.readouterr().out)["speed"]["tpot_ms"]
+        off.append(abs(told["likely"] / truth - 1))
+        width.append(told["high"] - told["low"])
+    assert off[1] < 0.05 < off[0] and width[1] < width[0]
+
+
+def test_only_valid_closed_loops_count() -> None:
+    assert calibrate.point_of(measured(8, 1000, 200)) == calibrate.BenchPoint(
+        8, 1000, 200, *(measured(8, 1000, 200).summary[name] for name in ("mean_ttft_ms", "mean_tpot_ms"))
+    )
+    for changed in (
+        {"flags": {"rate": 3.0, "concurrency": None}},
+        {"valid": False},
+        {"total_input_tokens": None},
+        {"mean_ttft_ms": None, "mean_tpot_ms": None},
+    ):
+        assert calibrate.point_of(measured(8, 1000, 200, **changed)) is None
+    with pytest.raises(UserError, match="none of 1 run"):
+        calibrate.calibrated([measured(8, 10, 10, valid=False)], Deployed(LLAMA, H100.gpu, Parallel(), "0.33"))
+    # Tokens are counted from rows where totals are absent.
+    rows = tuple(Request(0.0, 1.0, 5.0, 5.0, 9.0, 100 + i, 20, True) for i in (-10, 10))
+    summary = {"completed": 2, "mean_ttft_ms": 5.0, "pace": {"concurrency": 4}}
+    assert calibrate.point_of(Result("a", summary, rows)) == calibrate.BenchPoint(4, 100, 20, 5.0, None)
+    # Equally long requests came in rounds.
+    assert calibrate.point_of(
+        Result("a", summary | {"pace": {"concurrency": 1}}, rows[:1] * 2)
+    ) == calibrate.BenchPoint(1, 90, 20, 5.0, None, 2.0)

@@ -170,42 +170,17 @@ def test_70b_over_two_pods_is_a_few_tokens_a_second() -> None:
     assert 1e3 / tpot.high < 4.4 < 1e3 / tpot.likely < 7
 
 
-@pytest.mark.parametrize(
-    ("tensor", "decodes", "measured_ms"),
-    [(1, 1, 13.45), (1, 4, 13.95), (1, 14, 16.38), (2, 1, 8.95), (2, 14, 10.16), (8, 1, 4.5), (8, 14, 5.02)],
-)
-def test_forward_passes_of_qwen3_32b(tensor: int, decodes: int, measured_ms: float) -> None:
-    """aiconfigurator fpm_golden_runs, vLLM 0.20.1, context 4096, bf16."""
-    b200, step = fabric("b200-sxm"), work.Step(decodes, 0, 4096, 0)
-    known = estimate.constants(b200.gpu, ENGINE)
-    time = estimate.step_time(work.step_costs(QWEN_32B), Parallel(tensor), b200, step, ENGINE, known)
-    assert time.likely_ms == pytest.approx(measured_ms, rel=0.13)
-
-
-def test_prefill_of_qwen3_32b() -> None:
+def test_forward_passes_of_qwen3_32b() -> None:
+    """aiconfigurator fpm_golden_runs, vLLM 0.20.1, context 4096, bf16: (TP, decodes or tokens read in) -> ms."""
     b200, costs = fabric("b200-sxm"), work.step_costs(QWEN_32B)
     known = estimate.constants(b200.gpu, ENGINE)
+    one, more = {(1, 1): 13.45, (1, 4): 13.95, (1, 14): 16.38}, {(2, 1): 8.95, (2, 14): 10.16}
+    for (tensor, decodes), measured_ms in (one | more | {(8, 1): 4.5, (8, 14): 5.02}).items():
+        step = estimate.step_time(costs, Parallel(tensor), b200, work.Step(decodes, 0, 4096, 0), ENGINE, known)
+        assert step.likely_ms == pytest.approx(measured_ms, rel=0.13), (tensor, decodes)
     for tensor, tokens, measured_ms in ((1, 1024, 53), (1, 4096, 205), (2, 4096, 114), (8, 1024, 17.6)):
         time = estimate.prefill_time(costs, Parallel(tensor), b200, tokens, ENGINE, known)
         assert time.likely == pytest.approx(measured_ms, rel=0.08), (tensor, tokens)
-
-
-@pytest.mark.parametrize(
-    ("inputs", "outputs", "concurrency", "tensor", "measured_ms"),
-    [
-        (1024, 1024, 4, 8, 3.72),
-        (1024, 1024, 64, 8, 7.36),
-        (1024, 1024, 64, 4, 9.89),
-        (1024, 1024, 64, 2, 15.21),
-        (1024, 8192, 16, 8, 4.53),
-        (8192, 1024, 8, 8, 4.59),
-    ],
-)
-def test_gpt_oss_120b_on_h100(inputs: int, outputs: int, concurrency: int, tensor: int, measured_ms: float) -> None:
-    """SemiAnalysis InferenceX issue 828, vLLM, mean TPOT."""
-    load = Workload(inputs, outputs, concurrency)
-    speed = estimate.estimate(COSTS_GPT_OSS, Parallel(tensor), H100, load)
-    assert speed.tpot_ms.likely == pytest.approx(measured_ms, rel=0.13)
 
 
 # ---- what must hold --------------------------------------------------------------------------------------------------
@@ -269,8 +244,8 @@ def test_the_busiest_rank_has_neither_less_than_the_mean_nor_more_than_there_is(
     hit: float, n_experts: int, n_ranks: int
 ) -> None:
     hit = min(hit, n_experts)
-    found = work.busiest_share(hit, n_experts, n_ranks)
-    assert found + 1e-9 >= 1 and found <= n_ranks + 1e-9
+    share = work.busiest_share(hit, n_experts, n_ranks)
+    assert share + 1e-9 >= 1 and share <= n_ranks + 1e-9
 
 
 def test_each_part_is_multiplied_in_its_own_precision() -> None:
@@ -356,11 +331,11 @@ LOADS = st.builds(Workload, st.integers(1, 20_000), st.integers(1, 2_000), st.in
 def test_every_estimate_is_a_rising_range_that_adds_up(
     model: Architecture, gpu: str, layout: Parallel, load: Workload, network: str | None
 ) -> None:
-    found = estimate.estimate(work.step_costs(model), layout, fabric(gpu, 4, 8, network), load)
-    for value in (found.ttft_ms, found.tpot_ms, found.output_tokens_per_s, found.requests_per_s):
+    speed = estimate.estimate(work.step_costs(model), layout, fabric(gpu, 4, 8, network), load)
+    for value in (speed.ttft_ms, speed.tpot_ms, speed.output_tokens_per_s, speed.requests_per_s):
         assert 0 < value.low <= value.likely <= value.high
-    assert 0 <= found.comm_ms < found.tpot_ms.likely
-    assert found.output_tokens_per_s.likely == pytest.approx(found.requests_per_s.likely * load.output_tokens)
+    assert 0 <= speed.comm_ms < speed.tpot_ms.likely
+    assert speed.output_tokens_per_s.likely == pytest.approx(speed.requests_per_s.likely * load.output_tokens)
 
 
 @settings(max_examples=40, deadline=None)
@@ -370,3 +345,31 @@ def test_more_requests_never_make_a_token_faster(model: Architecture, gpu: str, 
     more = Workload(load.input_tokens, load.output_tokens, load.concurrency + 8)
     slow, fast = estimate.estimate(counted, Parallel(), one, more), estimate.estimate(counted, Parallel(), one, load)
     assert slow.tpot_ms.likely >= fast.tpot_ms.likely and slow.ttft_ms.likely >= fast.ttft_ms.likely
+
+
+# ---- published points (benchmarks/data/speed_points.yaml): the medians must not get worse ---------------------------
+
+plan_speed = shapes.benchmark("plan_speed")
+
+
+@pytest.mark.parametrize(("what", "most"), [("TPOT", 0.1), ("TTFT", 0.2)])
+@pytest.mark.parametrize("split", ["tuned", "held_out"])
+def test_the_median_error_over_published_points(what: str, most: float, split: str) -> None:
+    points, formats = plan_speed.load()
+    number = what.lower()
+    some = [point for point in points if point.split == split and getattr(point, number)]
+    rows = [row for row in plan_speed.rows_of(some, formats) if row.what == what]
+    assert len(rows) > 10 and plan_speed.median(rows) <= most
+
+
+def test_every_point_says_where_it_is_from() -> None:
+    points, _ = plan_speed.load()
+    assert len({(one.source, one.split) for one in points}) == len({one.source for one in points})
+    assert all(one.url.startswith("https://") or one.url == "own" for one in points)
+    assert all(one.split in ("tuned", "held_out") and (one.ttft or one.tpot) for one in points)
+
+
+def test_the_page_has_every_number() -> None:
+    points, formats = plan_speed.load()
+    rows = plan_speed.rows_of(points[:3], formats)
+    assert plan_speed.page(rows).count("| gpt-oss-120b |") == 3

@@ -38,7 +38,7 @@ def replica(name: str = "0", state: str = "ready", **facts: object) -> ReplicaSt
 
 def state(*replicas: ReplicaStatus, phase: str = "ready", **facts: object) -> State:
     parts = {"controller": Part("running", told("0").processes[0]), "gateway": Part("running", told("1").processes[0])}
-    return State(NOW, phase, 1, replicas, **(parts | facts))  # type: ignore[arg-type]
+    return State(NOW, phase, replicas=replicas, **({"desired_replicas": 1} | parts | facts))  # type: ignore[arg-type]
 
 
 LOADING = Progress("weights", 17, 30, 2.1 * 2**30, 40.0, 0.6)
@@ -72,6 +72,13 @@ def listed() -> str:
     loading = state(replica(state="loading"), phase="starting")
     rows = [(deployment(name="a"), state(replica())), (deployment(name="longer-name"), loading)]
     return status_text.list_text([(run_folder(wanted), shown) for wanted, shown in rows])
+
+
+def test_a_deployment_without_replicas_is_not_called_ready() -> None:
+    run = run_folder(deployment(name="d", replicas=0))
+    text = status_text.ready_text(run, state(desired_replicas=0), Started("d", run.url))
+    assert text.startswith("d has no replica: a request waits")
+    assert text.endswith("penstock scale d 1")
 
 
 def after_up() -> str:

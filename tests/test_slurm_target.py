@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+import sys
+
 import pytest
 from hosts_slurm import PROCTRACKS
-from slurm_cluster import Desk
+from slurm_cluster import ENV, Desk
 
 pytestmark = pytest.mark.hosts
 
@@ -60,3 +63,21 @@ def test_two_nodes_make_one_replica(desk: Desk) -> None:
     assert [node["host"] for node in told] == ["node1", "node2"]
     assert desk.answer().startswith("1:tell 2:me")
     desk.down("--now")
+
+
+def test_a_home_that_the_nodes_do_not_see_is_named_after_one_job(desk: Desk) -> None:
+    file, env = desk.write(), {**ENV, "PENSTOCK_HOME": "/var/tmp/home-of-login"}
+
+    def ask(*words: str) -> str:
+        argv = [sys.executable, "-m", "penstock", *words]
+        done = desk.slurm.login.run(argv, env=env, check=False, timeout_s=120)
+        return done.stdout + done.stderr
+
+    printed = ask("up", file)
+    job = int(
+        re.findall(r"its job (\d+) could not start: node1 does not see /var/tmp/home-of-login/runs/one", printed)[0]
+    )
+    assert "Set PENSTOCK_HOME to a folder on a file system that all nodes have." in printed
+    assert desk.slurm.job(job)["JobState"] == "FAILED" and not desk.slurm.job(job + 1), "one job"
+    assert "the nodes do not see /var/tmp/home-of-login." in ask("doctor", file, "--quick")
+    ask("down", "one", "--now")

@@ -32,7 +32,7 @@ observe: {prometheus: true, grafana: true}
 cache: {weights: /shared/models}
 slurm: {partition: gpu, account: lab, time: "4:00:00"}     # one block per target kind
 """
-LEGAL_NAME = " (lower-case letters, digits and dashes, at most 40, letter or digit at both ends)"
+GOLDEN = Path(__file__).parent / "golden"
 ODD = "model: m\nengine: {args: {a: null, b: false, c: [1, x], d: []}, env: {A: '1'}}\ngateway: {aliases: [x, y]}"
 
 
@@ -109,99 +109,12 @@ def test_a_name_comes_from_the_model(model: str, name: str) -> None:
     assert reading.from_mapping({"model": model}).name == name
 
 
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
-        ("", "model: is missing (example: model: penstock-demo)"),
-        ("model:", "model: is missing (example: model: penstock-demo)"),
-        ("model: ''", "model: is empty (example: model: penstock-demo)"),
-        ("model: 7", "model: expected text, got 7"),
-        ("- a", "expected key: value lines, got a list (try: model: penstock-demo)"),
-        ("hello", 'expected key: value lines, got "hello" (try: model: penstock-demo)'),
-        ("model: m\nmodle: x", 'modle: unknown key (did you mean "model"?)'),
-        (
-            "model: m\nengine: {max-model-length: 5}",
-            'engine.max-model-length: unknown key (did you mean "max_model_len"?)',
-        ),
-        ("model: m\ncache: {zzz: 1}", "cache.zzz: unknown key (legal: weights)"),
-        ("model: m\nengine: 5", "engine: expected key: value lines, got 5"),
-        ("model: m\nengine: {kind: vllm, kind: fake}", "engine.kind: is given twice (keep one)"),
-        (
-            "model: m\nengine: {kind: vlm}",
-            'engine.kind: expected auto or vllm or llamacpp or fake, got "vlm" (did you mean "vllm"?)',
-        ),
-        ("model: m\nengine: {max_model_len: 3.5}", "engine.max_model_len: expected a whole number, got 3.5"),
-        ("model: m\nengine: {max_model_len: true}", "engine.max_model_len: expected a whole number, got true"),
-        ("model: m\nengine: {drain_s: .inf}", "engine.drain_s: inf is not a finite number"),
-        ("model: m\nengine: {stall_s: .nan}", "engine.stall_s: nan is not a finite number"),
-        ("model: m\nengine: {stall_s: 0}", "engine.stall_s: 0.0 is below 1"),
-        ("model: m\nengine: {env: {A: null}}", "engine.env.A: expected text, got nothing"),
-        ("model: m\nengine: {env: {A: [1]}}", "engine.env.A: expected text, got a list"),
-        ("model: m\nengine: {gpu_memory_utilization: 1.2}", "engine.gpu_memory_utilization: 1.2 is not in (0, 1]"),
-        ("model: m\nparallel: aut", 'parallel: expected auto or key: value lines, got "aut" (did you mean "auto"?)'),
-        ("model: m\nparallel: {tensor: 0}", "parallel.tensor: 0 is below 1"),
-        ("model: m\nreplicas: x", 'replicas: expected a whole number or key: value lines, got "x"'),
-        ("model: m\nreplicas: true", "replicas: expected a whole number or key: value lines, got true"),
-        ("model: m\nreplicas: -1", "replicas.min: -1 is below 0"),
-        ("model: m\nreplicas: {min: 3, max: 2}", "replicas: min 3 is above max 2"),
-        ("model: m\nhardware: {nodes: 0}", "hardware.nodes: 0 is below 1"),
-        ("model: m\nworkload: {concurrency: 0}", "workload.concurrency: 0 is below 1"),
-        ("model: m\ngateway: {port: 70000}", "gateway.port: 70000 is above 65535"),
-        ("model: m\ngateway: {ledger_days: 0}", "gateway.ledger_days: 0 is below 1"),
-        ("model: m\ngateway: {aliases: x}", 'gateway.aliases: expected a list of text, got "x"'),
-        (
-            "model: m\ngateway: {host: 0.0.0.0}",
-            'gateway.auth: "none" on host 0.0.0.0 (set gateway.auth: keys, or host: 127.0.0.1)',
-        ),
-        ("model: m\ngateway: {workers: 0}", "gateway.workers: 0 is not from 1 to 64"),
-        (
-            "model: m\ngateway: {policy: prefx}",
-            'gateway.policy: expected least-load or prefix or sticky or round-robin, got "prefx"'
-            ' (did you mean "prefix"?)',
-        ),
-        ("model: m\ngateway: {max_in_flight: 0}", "gateway.max_in_flight: must be at least 1, or absent"),
-        (
-            "model: m\ngateway: {queue: {key_share: 2}}",
-            "gateway.queue.key_share: 2 is above 1 (1 means the whole queue)",
-        ),
-        ("model: m\ngateway: {limits: {body_bytes: 0}}", "gateway.limits.body_bytes: 0 is not above 0"),
-        ("model: m\ngateway: {limits: {body: 1}}", 'gateway.limits.body: unknown key (did you mean "body_s"?)'),
-        ("model: m\ngateway: {tls_key: k.pem}", "gateway.tls_cert: is missing (TLS needs a certificate and its key)"),
-        ("model: m\ngateway: {path_prefix: a/}", 'gateway.path_prefix: "a/" is not a path (example: /penstock)'),
-        (
-            "model: m\ngateway: {allowed_origins: [chat.example]}",
-            'gateway.allowed_origins[0]: "chat.example" is not an origin (example: https://chat.example)',
-        ),
-        (
-            "model: m\ngateway: {allowed_origins: ['*']}",
-            'gateway.allowed_origins[0]: "*" without keys lets every web page use the engines'
-            " (name the origins, or set auth: keys)",
-        ),
-        ("model: m\ngateway: {upstreams: [{}]}", "gateway.upstreams[0].url: is missing"),
-        (
-            "model: m\ngateway: {upstreams: [{url: gpu7}]}",
-            'gateway.upstreams[0].url: "gpu7" is not an engine\'s URL (example: http://gpu7:8000)',
-        ),
-        (
-            "model: m\ngateway: {upstreams: [{url: 'http://gpu7:8000', key_env: sk-abc}]}",
-            "gateway.upstreams[0].key_env: is not the name of an environment variable"
-            " (it names a variable; the key itself does not belong into the file)",
-        ),
-        ("model: m\nui: maybe", 'ui: expected true or false, got "maybe"'),
-        ("model: m\nname: Big", 'name: "Big" is not a legal name' + LEGAL_NAME),
-        ("model: m\nname: a/../b", 'name: "a/../b" is not a legal name' + LEGAL_NAME),
-        (
-            "model: m\ntarget: slrum",
-            f'target: expected {" or ".join(deployment.TARGETS)}, got "slrum" (did you mean "slurm"?)',
-        ),
-        ("model: m\nslurm: x", 'slurm: expected key: value lines, got "x"'),
-        (
-            "model: m\nslurm: {partition: gpu}",
-            "slurm: block given, but target is local (set target: slurm, or remove it)",
-        ),
-    ],
-)
-def test_each_mistake_is_named_with_its_place(text: str, problem: str) -> None:
+MISTAKES = (GOLDEN / "spec_mistakes.txt").read_text("utf-8").strip().split("\n\n")
+
+
+@pytest.mark.parametrize("case", ["\n=> model: is missing (example: model: penstock-demo)", *MISTAKES])
+def test_each_mistake_is_named_with_its_place(case: str) -> None:
+    text, problem = case.split("\n=> ")
     error = refused(text)
     assert error.detail == problem
     assert error.message == "cannot use the file: 1 problem"

@@ -30,7 +30,8 @@ def place(tmp_path: Path, hosts: Hosts) -> Iterator[Place]:
 
 
 def up(place: Place, hosts: Hosts, executor: str, cut_by: str) -> Run:
-    engine = {"kind": "vllm", "executor": executor, "max_model_len": 1024, "args": {"enforce-eager": True}}
+    args = {"enforce-eager": True} if cut_by == "tensor" else {}  # vLLM loses requests between stages with it
+    engine = {"kind": "vllm", "executor": executor, "max_model_len": 1024, "args": args}
     cut = {"hardware": {"nodes": 2}, "parallel": {cut_by: 2}}
     file = write(place, hosts, engine=engine, workload={"concurrency": 4}, **cut)  # type: ignore[arg-type]
     return place.up(file)

@@ -12,6 +12,7 @@ import sys
 import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, BinaryIO
 
 import msgspec
@@ -61,6 +62,7 @@ class Run(msgspec.Struct, frozen=True):
     n_warmup: int = 1
     flags: Mapping[str, Any] = {}
     most_failed: float = validity.MAX_FAILED_SHARE
+    percentiles: tuple[float, ...] = ()
     sources: tuple[str, ...] = ()
 
 
@@ -170,7 +172,7 @@ def parts_of(url: str) -> urllib.parse.SplitResult:
 
 def encode(service: Service, address: Address, request: PlannedRequest) -> bytes:
     """The whole HTTP message of one request.  Raises UserError."""
-    body: dict[str, Any] = {"model": service.model}
+    body: dict[str, Any] = {"model": request.model or service.model}
     if service.endpoint == "chat":
         is_text = isinstance(request.prompt, str)
         body["messages"] = [{"role": "user", "content": request.prompt}] if is_text else request.prompt
@@ -192,10 +194,18 @@ def encode(service: Service, address: Address, request: PlannedRequest) -> bytes
         raise UserError(
             "cannot send a request: it holds bytes that are not UTF-8 text", hint="Check --prompt."
         ) from exc
-    return _head(b"POST", address, address.prefix + _PATHS[service.endpoint], service.key, len(data)) + data
+    path = address.prefix + _PATHS[service.endpoint]
+    return _head(b"POST", address, path, service.key, len(data), request.headers) + data
 
 
-def _head(method: bytes, address: Address, path: str, key: str | None, n_bytes: int | None) -> bytes:
+def _head(
+    method: bytes,
+    address: Address,
+    path: str,
+    key: str | None,
+    n_bytes: int | None,
+    headers: Mapping[str, str] = MappingProxyType({}),
+) -> bytes:
     lines = [
         b"%s %s HTTP/1.1" % (method, urllib.parse.quote(path, safe="/%?&=:").encode()),
         b"host: " + address.authority.encode("idna" if not address.authority.isascii() else "ascii"),
@@ -205,7 +215,8 @@ def _head(method: bytes, address: Address, path: str, key: str | None, n_bytes: 
     ]
     if n_bytes is not None:
         lines += [b"content-type: application/json", b"content-length: %d" % n_bytes]
-    if key:
+    lines += [f"{name}: {value}".encode() for name, value in headers.items()]
+    if key and "authorization" not in map(str.lower, headers):
         if not (key.isascii() and key.isprintable()):
             raise UserError(
                 "cannot use the API key: it holds characters that no header may", hint="Check OPENAI_API_KEY."
@@ -267,7 +278,7 @@ def report(what: Run, outcome: Outcome, out: Path | None = None) -> Report:
             if request.error is None:
                 tokens.add(times)
             write(request, times)
-    summary = stats.summarise(requests, tokens, is_open, what.bounds_ms, UNFINISHED)
+    summary = stats.summarise(requests, tokens, is_open, what.bounds_ms, UNFINISHED, what.percentiles)
     generator = validity.describe(
         [request for request in requests if is_open and request.error != UNFINISHED],
         outcome.lag_s,
@@ -288,6 +299,7 @@ def report(what: Run, outcome: Outcome, out: Path | None = None) -> Report:
         "engine": engine,
         "prefix_hit_rate": engine_metrics.hit_rate(engine),
         "warmup_requests": what.n_warmup,
+        "percentiles": list(what.percentiles),
         "goodput_bounds_ms": dict(what.bounds_ms),
         "pace": msgspec.to_builtins(what.pace),
         "service": msgspec.to_builtins(_keyless(service)),
@@ -308,6 +320,7 @@ def _numbers(summary: Summary) -> dict[str, Any]:
         spread = summary.spreads.get(name)
         for word in ("mean", "median", "std", "p90", "p95", "p99", "max"):
             facts[f"{word}_{name}_ms"] = getattr(spread, word) if spread else None
+        facts |= {f"{word}_{name}_ms": value for word, value in (spread.chosen if spread else {}).items()}
     facts["user_tokens_per_s"] = msgspec.to_builtins(summary.user_tokens_per_s)
     return dict(facts)
 

@@ -143,12 +143,13 @@ def search(
 ) -> SweepResult:
     """Try loads until the answer is known. `run` measures one load and gives its result.json.
 
-    A run that the generator distorted ends the search, as do a KeyboardInterrupt and a failure after the first result.
+    A run that the generator distorted is made again once; two such runs end the search, as do a KeyboardInterrupt and a
+    failure after the first result.
     """
     history: list[Point] = []
     results: list[dict[str, Any]] = []
     note = ""
-    was_interrupted = False
+    was_interrupted = was_distorted = False
     while (offered := next_load(history, where)) is not None:
         try:
             result = run(offered)
@@ -161,11 +162,16 @@ def search(
                 raise
             note = f"ended at {offered:g} {LABELS[where.kind]}: {error.message}"
             break
-        if result.get("valid") is False and _failed_share(result) <= slo.most_failed:
+        is_distorted = result.get("valid") is False and _failed_share(result) <= slo.most_failed
+        if is_distorted and not was_distorted:
+            was_distorted = True
+            continue
+        if is_distorted:
             why = result.get("invalid_because")
             reason = f": {why[0]}" if isinstance(why, list) and why else ""
             note = f"ended at {offered:g} {LABELS[where.kind]}: that run is not valid{reason}"
             break
+        was_distorted = False
         point = judged(offered, result, slo)
         history.append(point)
         results.append(result)

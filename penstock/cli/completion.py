@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+import shlex
+from collections.abc import Iterator
 from typing import Any
 
 from penstock import __version__
@@ -30,7 +31,7 @@ def register(parser: argparse.ArgumentParser) -> None:
 
 
 def register_help(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("of", nargs="?", metavar="VERB", help="the verb")
+    parser.add_argument("of", nargs="*", metavar="VERB", help="the verb")
     parser.add_argument("--man", action="store_true", help="print the manual page (roff)")
     arguments.complete(parser, _help, ("penstock help up", "penstock help --man > penstock.1"))
 
@@ -40,7 +41,7 @@ def _help(options: argparse.Namespace) -> int:
         print("\n".join(_manual_page()))
         return 0
     try:
-        return main.run([options.of, "--help"] if options.of else ["--help"])
+        return main.run([*options.of, "--help"])
     except SystemExit:
         return 0
 
@@ -62,16 +63,12 @@ def _completion(options: argparse.Namespace) -> int:
         flags = [flag for action in _options(verb) for flag in action.option_strings if flag.startswith("--")]
         has_name = any(action.metavar == "NAME" for action in verb._actions if not action.option_strings)
         cases.append(f'      {name}) words="{" ".join(flags)}{" $(ls $runs 2>/dev/null)" if has_name else ""}" ;;')
-        lines.append(f"complete -c penstock -n __fish_use_subcommand -a {name} -d {_quoted(text)}")
+        lines.append(f"complete -c penstock -n __fish_use_subcommand -a {name} -d {shlex.quote(text)}")
         lines += [f"complete -c penstock -n '__fish_seen_subcommand_from {name}' -l {flag[2:]}" for flag in flags]
     script = _BASH.format(verbs=" ".join(main.VERBS), cases="\n".join(cases))
     zsh = f"autoload -U +X bashcompinit && bashcompinit\n{script}"
     print({"bash": script, "zsh": zsh, "fish": "\n".join(lines)}[options.shell])
     return 0
-
-
-def _quoted(text: str) -> str:
-    return "'" + text.replace("'", "\\'") + "'"
 
 
 def _manual_page() -> Iterator[str]:
@@ -83,15 +80,11 @@ def _manual_page() -> Iterator[str]:
         yield f".SH {name.upper()}\n{_roff(text)}"
         for action in [*(each for each in verb._actions if not each.option_strings), *_options(verb)]:
             if not isinstance(action, argparse._SubParsersAction):
-                yield f".TP\n.B {_roff(', '.join(action.option_strings) or _shown(action.metavar, action.dest))}"
+                yield f".TP\n.B {_roff(', '.join(action.option_strings) or str(action.metavar or action.dest))}"
                 yield _roff(action.help or "")
         examples = (verb.epilog or "").splitlines()[1:]
         if examples:
             yield "\n".join([".PP\n.nf", *(_roff(line) for line in examples), ".fi"])
-
-
-def _shown(metavar: str | Sequence[str] | None, dest: str) -> str:
-    return str(metavar or dest)
 
 
 def _roff(text: str) -> str:

@@ -104,8 +104,16 @@ def register_usage(parser: argparse.ArgumentParser) -> None:
     arguments.complete(parser, _run_usage, examples)
 
 
-def owner_key(run: Run) -> str | None:
-    """A key for a command of the deployment's owner, who can write its store; None where none is needed."""
+def address_and_key(run: Run) -> tuple[str, str | None]:
+    """Where and with which key the deployment's owner asks it. Raises UserError where no replica would answer."""
+    if run.desired().replicas == 0:
+        message = f'cannot ask deployment "{run.name}": it has no replica'
+        raise UserError(message, hint=f"penstock scale {run.name} 1")
+    return run.url, os.environ.get("OPENAI_API_KEY") or _owner_key(run)
+
+
+def _owner_key(run: Run) -> str | None:
+    """A new key by whoever can write the deployment's store; None where none is needed."""
     from penstock.gateway.accounting import store
     from penstock.gateway.accounting.key_store import KeyStore
 
@@ -243,10 +251,11 @@ def _run_usage(options: argparse.Namespace) -> int:
         return _prune(options)
     since = 0.0 if options.since is None else time.time() - options.since
     lines = _priced(UsageStore(_open(options)), options.by, since, dict(options.price))
-    columns = (*options.by, "requests", "prompt_tokens", "cached_tokens", "output_tokens", "estimates", "cost_usd")
+    tokens = ("prompt_tokens", "cached_tokens", "output_tokens")
+    columns = (*options.by, "requests", *tokens, "estimates", "refused", "cost_usd")
     rows = [
-        (*line.group, line.n_requests, line.prompt_tokens, line.cached_tokens, line.output_tokens)
-        + (line.n_estimates, None if line.cost_usd is None else round(line.cost_usd, 6))
+        (*line.group, line.n_requests - line.n_refused, *line.tokens, line.n_estimates, line.n_refused)
+        + (None if line.cost_usd is None else round(line.cost_usd, 6),)
         for line in lines
     ]
     if options.json:

@@ -143,13 +143,14 @@ def _up(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from penstock.cli import main
+    from penstock.cli import main, remote
 
     name = arguments.deployment_of(options).name
+    defaults = {"verb_name": "up", "replace": False, "dry_run": False, "no_wait": False, "timeout": None, "json": False}
+    start = argparse.Namespace(**(vars(options) | defaults))
     with contextlib.redirect_stdout(sys.stderr):  # standard output is for the answer alone
-        code = _up(
-            argparse.Namespace(**vars(options), replace=False, dry_run=False, no_wait=False, timeout=None, json=False)
-        )
+        code = remote.forward(start, ())
+        code = _up(start) if code is None else code
     prompt = ["--message", " ".join(options.prompt)] if options.prompt else []
     return code or main.run(["chat", name, *prompt])
 

@@ -51,7 +51,7 @@ def _install(options: argparse.Namespace) -> int:
         words += ["--set", setting]
     penstock = shlex.join([sys.executable, "-m", "penstock.cli.main"])
     text = _UNIT.format(name=deployment.name, home=paths.home(), penstock=penstock, source=shlex.join(words))
-    paths.write_atomically(unit, text.replace("%", "%%").encode())
+    paths.write_atomically(unit, text.replace("%", "%%").replace("$", "$$").encode())
     print(f"wrote {unit}; enable it with:")
     print(f"  systemctl --user daemon-reload && systemctl --user enable --now {unit.name}")
     print("  loginctl enable-linger    # to start it with the machine, not with your login")

@@ -61,6 +61,11 @@ def progress_text(replica: ReplicaStatus) -> str:
 
 def ready_text(run: Run, state: State, started: Started) -> str:
     plan, me = run.plan(), command_name()
+    if not state.desired_replicas:
+        wait = show_seconds(run.deployment().gateway.hold_s)
+        lines = [f"{run.name} has no replica: a request waits {wait}, then gets 503"]
+        lines += [f"  address  {run.url}/v1", f"  next     {me} scale {run.name} 1"]
+        return "\n".join([*lines, *_key_lines(started.key, run)] if started.key else lines)
     slowest = max((r.announcement.ready_after_s or 0.0 for r in state.replicas if r.announcement), default=0.0)
     was = "runs already" if started.was_running else f"is ready (its engine took {show_seconds(slowest)})"
     lines = [
@@ -142,7 +147,7 @@ def status_text(run: Run, state: State, now: float) -> str:
     lines = [
         f"{run.name} is {state.phase}" + (f": {state.reason}" if state.reason else ""),
         f"  model    {plan.model.reference} on {plan.engine} {plan.engine_version} ({plan.device})",
-        f"  address  {_address(run)}   {state.requests_total} requests since its gateway started",
+        f"  address  {_address(run)}   {state.requests_total} requests served since its gateway started",
         *([] if cost is None else [f"  cost     {show_usd(cost)} for all requests so far"]),
         f"  folder   {run.path}   started {show_seconds(age)} ago",
         *_kv_cache_lines(plan, state),

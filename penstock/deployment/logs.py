@@ -14,8 +14,8 @@ from penstock.errors import PenstockError, UserError
 from penstock.log_lines import as_they_come, file_lines, in_turn, named
 from penstock.run_folder import Run, Unit
 
-# Nodes put the time (UTC) in front of each line of an engine.
-_STAMP = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)Z ")
+# In front of each line of a node (UTC, with a Z) and of the gateway (local time).
+_STAMP = re.compile(r"(\d{4}-\d\d-\d\d)[T ](\d\d:\d\d:\d\d)(Z?)")
 
 
 class Selection(NamedTuple):
@@ -50,7 +50,8 @@ def not_before(since: float | None, lines: Iterable[str]) -> Iterator[str]:
     for line in lines:
         stamp = _STAMP.search(line[:40]) if since is not None else None
         if stamp is not None and since is not None:
-            is_late = datetime.fromisoformat(stamp[1]).replace(tzinfo=UTC).timestamp() >= since - 1
+            at = datetime.fromisoformat(f"{stamp[1]}T{stamp[2]}").replace(tzinfo=UTC if stamp[3] else None)
+            is_late = at.timestamp() >= since - 1
         if is_late:
             yield line
 

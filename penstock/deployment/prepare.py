@@ -16,7 +16,8 @@ from penstock.deployment.doctor.model import check_model
 from penstock.deployment.preflight import Finding
 from penstock.errors import PenstockError, SpecError, UserError, together
 from penstock.hardware import Machine, network
-from penstock.models import facts, files
+from penstock.models import facts, files, hub
+from penstock.node.checks.machine import find_weights, is_of_hub
 from penstock.node.group import addresses as formation
 from penstock.planner import Plan, launch
 from penstock.run_folder import Artifact, Launch, Run
@@ -162,8 +163,18 @@ def make_plan(deployment: Deployment, machine: Machine, n_replicas: int) -> Plan
 
 
 def _model_on_nodes(deployment: Deployment) -> facts.FactsByForm | None:
-    """The facts of a model folder that only the nodes have, from the first that has it; None for any other model."""
+    """The facts of a model that only the nodes need to have; None for any other.
+
+    A folder is read by the first node that has it. Of a hub model that is not here, the headers are read; nodes with
+    caches of their own download it.
+    """
     target = targets.load(deployment.target)
+    cache = deployment.cache.weights
+    if target.has_own_caches and is_of_hub(deployment.model) and deployment.engine.kind != "llamacpp":
+        is_cached = not find_weights(deployment.model, cache, is_read=False).absent
+        return (
+            None if is_cached else facts.read_hub(deployment.model, Path(cache).expanduser() if cache else hub.cache())
+        )
     is_here = not deployment.model.startswith(("/", "~")) or Path(deployment.model).expanduser().exists()
     if is_here or target.shares_files or "survey" not in target.capabilities:
         return None

@@ -246,8 +246,8 @@ def watch(run: Run, on_state: OnState, is_done: Callable[[State], bool], timeout
 
 
 def wait_listening(run: Run) -> None:
-    """Block until the gateway listens; not for one that its target places, which may wait in a queue for hours."""
-    if not run.places("gateway"):
+    """Block until the gateway listens; not where it, or its controller, may wait in a queue for hours."""
+    if not run.places("gateway") and not run.places("controller"):
         state = watch(run, lambda _: None, lambda state: observe.admin_view(run) is not None or _has_failed(state), 30)
         if _has_failed(state):
             raise _start_error(run, state)

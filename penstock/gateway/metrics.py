@@ -30,6 +30,7 @@ Labels = tuple[tuple[str, str], ...]
 Family = tuple[str, str, str, Mapping[Labels, float]]  # name after "penstock_", kind, one line, values by labels
 # Name, one line, upper ends of the buckets, and by labels the counts of the buckets and the sum.
 Distribution = tuple[str, str, tuple[float, ...], Mapping[Labels, tuple[list[int], float]]]
+_REFUSED = frozenset(("no_replica", "queue_full", "refused"))
 # Of several workers these gauges are not a sum. The first is what each of them knows of all.
 _KNOWN_TO_EACH = frozenset(("replicas_ready",))
 _LEAST_COUNTS = frozenset(("store_up",))
@@ -88,6 +89,10 @@ class Counters:
         self.n_connect_failures = 0
         self.own_s = Histogram(OWN_S)
         self._series: dict[tuple[str, str], Series] = {}
+
+    def n_served(self) -> int:
+        """Requests that ended, without those that the gateway refused."""
+        return sum(n for (_, outcome), n in self.outcomes.items() if outcome not in _REFUSED)
 
     def series(self, model: str, replica: str) -> Series:
         """The counters of a declared model and a replica; "none" is the gateway itself."""

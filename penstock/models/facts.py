@@ -119,6 +119,21 @@ def read_files(path: Path, reference: str, form: str) -> tuple[Facts, ModelFacts
     return facts, _record(facts, path, "safetensors" if shards else "none", shards)
 
 
+def read_hub(name: str, cache: Path) -> FactsByForm | None:
+    """The facts of a hub repository by its headers, at the path that a download into `cache` would have, which nodes
+    take for the repository and its commit. None where only a download says all (GGUF, no network)."""
+    shards = [file for file in hub.list_files(name) if file.endswith(".safetensors") and "/" not in file]
+    whole = read(name)
+    kept = _read_kept(name)
+    if not shards or not whole.tensors or whole.index_bytes is None or kept is None or kept.commit is None:
+        return None
+    path = cache / f"models--{name.replace('/', '--')}" / "snapshots" / kept.commit
+    record = _record(whole, path, "safetensors", ())
+    return {
+        "safetensors": (whole, msgspec.structs.replace(record, weights_bytes=whole.index_bytes, n_shards=len(shards)))
+    }
+
+
 def _record(
     facts: Facts, path: Path, form: Literal["safetensors", "gguf", "none"], weights: Sequence[Path]
 ) -> ModelFacts:

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from penstock.errors import UserError
-from penstock.models import Header, StoredTensor, hub
+from penstock.models import Header, StoredTensor, catalog, hub
 from penstock.spec.deployment import DEMO_MODEL, Deployment
 
 BUNDLED = Path(__file__).parent / "demo_model"
@@ -40,10 +40,14 @@ def locate(deployment: Deployment) -> Path:
         return path.resolve()
     looks_local = deployment.model.startswith(("/", "./", "../", "~")) or deployment.model.count("/") != 1
     if looks_local or path.exists():
+        known = None if "/" in deployment.model else catalog.find(deployment.model)
+        hub_id = catalog.model(known).hf_id if known else None
         raise UserError(
             f'cannot use model "{deployment.model}": no such folder',
             detail="A model is a hub id (organisation/name), a folder, or penstock-demo.",
-            hint="Check the path, or give a hub id such as Qwen/Qwen3-0.6B.",
+            hint=f"Give its hub id: {hub_id}."
+            if hub_id
+            else "Check the path, or give a hub id such as Qwen/Qwen3-0.6B.",
         )
     patterns = PATTERNS["safetensors"]
     if deployment.engine.kind == "llamacpp" or deployment.model.lower().endswith("gguf"):

@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -45,7 +44,8 @@ class EngineProcess:
             (folder / name).write_text(text, "utf-8")
         # The engine holds a lock on its folder, so that `clean` knows one that it cannot see (in a container).
         lock = os.open(folder, os.O_RDONLY)
-        fcntl.flock(lock, fcntl.LOCK_SH)
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(lock, fcntl.LOCK_SH)
         self._child = subprocess.Popen(
             command.argv,
             env=_environment(command.env, folder),
@@ -117,7 +117,7 @@ class EngineProcess:
     def _take(self, line: bytes) -> None:
         text = line.decode("utf-8", "replace").rstrip()
         if text:
-            print(time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), text, flush=True, file=sys.stdout)
+            print(text, flush=True, file=sys.stdout)
             self.tail.append(text)
             if self._on_line is not None:
                 self._on_line(text)

@@ -8,7 +8,7 @@ from typing import Any
 from penstock.errors import UserError
 from penstock.hardware.catalog import GpuFacts
 from penstock.planner.architecture import Architecture
-from penstock.planner.architecture.quantization import CHECKPOINTS
+from penstock.planner.architecture.quantization import CHECKPOINTS, block_of
 from penstock.planner.engine_limits import Context
 from penstock.planner.engine_versions import EngineProfile, batch_defaults
 from penstock.planner.request import Settings, SizingRequest
@@ -31,9 +31,9 @@ def total_bytes(request: SizingRequest, gpu: GpuFacts) -> int:
 
 def _checkpoint_cache_dtype(config: Mapping[str, Any]) -> str:
     """The KV cache's format that a checkpoint brings with `kv_cache_dtype` auto: "fp8", "nvfp4", or "auto"."""
-    quantization = config.get("quantization_config") or config.get("compression_config") or {}
-    inner = quantization.get("quantization") or quantization
-    scheme = inner.get("kv_cache_scheme") or quantization.get("kv_cache_scheme") or inner.get("kv_cache_quant_algo")
+    block = block_of(config)
+    inner = block["quantization"] if isinstance(block.get("quantization"), Mapping) else block
+    scheme = inner.get("kv_cache_scheme") or block.get("kv_cache_scheme") or inner.get("kv_cache_quant_algo")
     if isinstance(scheme, Mapping):
         bits = scheme.get("num_bits") if scheme.get("type") == "float" else None
         return "fp8" if bits == 8 else "nvfp4" if bits == 4 else "auto"

@@ -90,7 +90,7 @@ class Replicas(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     min: int = 1
     max: int = 1
-    metric: str = "waiting"
+    metric: Literal["waiting"] = "waiting"
     target: float = 10.0
 
 

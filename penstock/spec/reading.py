@@ -206,7 +206,9 @@ def _problems(value: Mapping[str, Any], struct: type[msgspec.Struct], path: str)
     for key in value:
         if key not in hints:
             close = nearest(str(key), hints)
-            yield Problem(_join(path, key), "unknown key", f'did you mean "{close}"?' if close else _legal(hints))
+            yield Problem(
+                _join(path, key), "unknown key", f'did you mean "{close}"?' if close else f"legal: {', '.join(hints)}"
+            )
     required = [field.name for field in msgspec.structs.fields(struct) if field.required]
     for name in required:
         if value.get(name) is None:
@@ -286,10 +288,6 @@ def _kind(value: object) -> str:
     return f'"{value}"' if isinstance(value, str) else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _legal(names: Iterable[str]) -> str:
-    return "legal: " + ", ".join(names)
-
-
 def _join(path: str, key: object) -> str:
     return f"{path}.{key}" if path else str(key)
 
@@ -354,6 +352,8 @@ def _rules(deployment: Deployment) -> Iterator[Problem]:
         yield Problem("hardware.network", f'"{deployment.hardware.subnet}" is not a network', "example: 10.9.0.0/16")
     if deployment.replicas.min > deployment.replicas.max:
         yield Problem("replicas", f"min {deployment.replicas.min} is above max {deployment.replicas.max}")
+    if deployment.replicas.target <= 0:
+        yield Problem("replicas.target", f"{deployment.replicas.target:g} is not above 0")
     for name in deployment.engine.env:
         if not name or "=" in name or "\0" in name:
             yield Problem("engine.env", f'"{name}" is not a name of an environment variable')

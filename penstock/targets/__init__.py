@@ -81,8 +81,8 @@ class Facts:
     """What is true of a target without asking it.
 
     `listen`: where engines listen. `is_this_machine`: replicas run on the machine of `up`. `shares_files`: nodes see
-    this machine's folders. `is_elastic`: each replica gets its own machines. `owns_ray`: replicas run in a Ray cluster,
-    so their nodes need no second one.
+    this machine's folders. `has_own_caches`: nodes download hub models themselves. `is_elastic`: each replica gets its
+    own machines. `owns_ray`: replicas run in a Ray cluster, so their nodes need no second one.
     """
 
     name: ClassVar[str]
@@ -90,6 +90,7 @@ class Facts:
     listen: ClassVar[Listen] = "loopback"
     is_this_machine: ClassVar[bool] = False
     shares_files: ClassVar[bool] = False
+    has_own_caches: ClassVar[bool] = False
     is_elastic: ClassVar[bool] = False
     owns_ray: ClassVar[bool] = False
 

@@ -8,7 +8,7 @@ import io
 import itertools
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +25,27 @@ _PUBLISHED = {
     "set anon8231489123/ShareGPT_Vicuna_unfiltered.",
     "replay": "Nothing is downloaded. Traces: Azure/AzurePublicDataset (CSV), kvcache-ai/Mooncake (JSONL).",
 }
-# Columns of public traces -> (time, prompt tokens, answer tokens), the time's unit in seconds (None: a date).
+UNITS_S = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+# Columns of public traces -> (time, prompt tokens, answer tokens), and the unit of numbers there.
 # https://github.com/Azure/AzurePublicDataset, https://github.com/kvcache-ai/Mooncake, https://github.com/HPMLL/BurstGPT
-_TRACES: tuple[tuple[tuple[str, str, str], float | None], ...] = (
-    (("TIMESTAMP", "ContextTokens", "GeneratedTokens"), None),
-    (("timestamp", "input_length", "output_length"), 1e-3),
-    (("Timestamp", "Request tokens", "Response tokens"), 1.0),
-    (("offset_s", "input_tokens", "output_tokens"), 1.0),
+_TRACES: tuple[tuple[tuple[str, str, str], str], ...] = (
+    (("TIMESTAMP", "ContextTokens", "GeneratedTokens"), "s"),
+    (("timestamp", "input_length", "output_length"), "ms"),
+    (("Timestamp", "Request tokens", "Response tokens"), "s"),
+    (("offset_s", "input_tokens", "output_tokens"), "s"),
 )
+# A first time as large as this is a Unix time in that unit.
+_UNIX = ((1e17, "ns"), (1e14, "us"), (1e11, "ms"), (1e9, "s"))
+_MOST_PLAUSIBLE_RATE = 1000.0  # requests/s on average: above it, the unit was another one
+_LEAST_ROWS = 20
+_NO_HEADERS = frozenset(("host", "content-length", "transfer-encoding", "connection"))
 
 
 class Wanted(msgspec.Struct, frozen=True):
     """How much of a data set, and how long. None: as the data say, or the shape's default.
 
     `chat`: prompts go into a chat template, so special tokens are not counted. `until_s`: where a trace ends.
+    `trace_unit`: of its times; `speed`: 2 replays it in half the time. `range_ratio`: by which random lengths vary.
     """
 
     n_requests: int = 100
@@ -47,6 +54,9 @@ class Wanted(msgspec.Struct, frozen=True):
     output_tokens: int | None = None
     chat: bool = True
     until_s: float | None = None
+    trace_unit: str | None = None
+    speed: float = 1.0
+    range_ratio: float = 0.0
 
 
 def sharegpt(path: str, wanted: Wanted, tokens: Callable[[], Tokens]) -> list[PlannedRequest]:
@@ -103,9 +113,14 @@ def jsonl(path: str, wanted: Wanted, _: Callable[[], Tokens]) -> list[PlannedReq
             if not before <= offset < math.inf:
                 raise UserError(f'cannot use "{path}", line {number}: its time is before the row above it, or below 0')
             before = float(offset)
-        requests.append(
-            PlannedRequest(prompt, None, limit, offset_s=float(offset) if isinstance(offset, int | float) else None)
-        )
+        offset_s = offset / wanted.speed if isinstance(offset, int | float) else None
+        model, headers = row.get("model"), row.get("headers", {})
+        if not isinstance(model, str | None) or not _are_headers(headers):
+            raise UserError(
+                f'cannot use "{path}", line {number}: its model is no text, or its headers are no headers',
+                hint='{"prompt": "text", "model": "adapter-1", "headers": {"x-user": "7"}}',
+            )
+        requests.append(PlannedRequest(prompt, None, limit, offset_s=offset_s, model=model, headers=headers))
     if not requests:
         raise UserError(f'cannot use "{path}": it is empty')
     if requests[0].offset_s is not None:
@@ -113,16 +128,38 @@ def jsonl(path: str, wanted: Wanted, _: Callable[[], Tokens]) -> list[PlannedReq
     return _repeated(requests, wanted.n_requests)
 
 
-def replay(path: str, wanted: Wanted, writer: Callable[[], Callable[[int], str]]) -> list[PlannedRequest]:
-    """Arrival times and lengths of a recorded trace, with texts of those lengths; times count from the first row."""
+def _are_headers(headers: Any) -> bool:
+    return isinstance(headers, dict) and all(
+        isinstance(value, str)
+        and (name + value).isascii()
+        and (name + value).isprintable()
+        and name.replace("-", "").replace("_", "").isalnum()
+        and name.lower() not in _NO_HEADERS
+        for name, value in headers.items()
+    )
+
+
+Write = Callable[[int, Sequence[int], int], tuple[str, int]]
+
+
+def replay(path: str, wanted: Wanted, writer: Callable[[], Write]) -> list[PlannedRequest]:
+    """Arrival times and lengths of a recorded trace, with texts of those lengths; times count from the first row.
+
+    Rows that share `hash_ids` share the beginnings of their texts. The writer takes tokens, ids and the tokens of a
+    block, and gives a text with its tokens.
+    """
     write = writer()
-    requests: list[PlannedRequest] = []
+    rows: list[tuple[float, int, int, list[int]]] = []
     first: float | None = None
-    before = 0.0
+    before, unit = 0.0, wanted.trace_unit
     for number, row in itertools.islice(_trace_rows(path), wanted.n_requests):
         try:
-            at, n_in, n_out = _trace_row(row)
-        except (ValueError, TypeError, KeyError) as exc:
+            columns, usual = next((columns, usual) for columns, usual in _TRACES if columns[0] in row)
+            unit = unit or _unit_of(row[columns[0]], usual)
+            at = _time_s(row[columns[0]], unit, is_named=wanted.trace_unit is not None) / wanted.speed
+            n_in, n_out = (max(1, int(row[column])) for column in columns[1:])
+            ids = [int(block) for block in row.get("hash_ids") or ()]
+        except (ValueError, TypeError, KeyError, StopIteration) as exc:
             names = "; ".join(", ".join(columns) for columns, _ in _TRACES)
             raise UserError(
                 f'cannot use "{path}", line {number}: not a row of a trace', detail=str(exc), hint=f"Columns: {names}."
@@ -133,10 +170,27 @@ def replay(path: str, wanted: Wanted, writer: Callable[[], Callable[[int], str]]
         before = at - first
         if wanted.until_s is not None and before >= wanted.until_s:
             break
-        n_in, n_out = wanted.input_tokens or max(1, n_in), wanted.output_tokens or max(1, n_out)
-        requests.append(PlannedRequest(write(n_in), n_in, n_out, offset_s=round(before, 6)))
-    if not requests:
+        rows.append((before, wanted.input_tokens or n_in, wanted.output_tokens or n_out, ids))
+    if not rows:
         raise UserError(f'cannot use "{path}": it is empty')
+    length_s = before * wanted.speed
+    if wanted.trace_unit is None and len(rows) >= _LEAST_ROWS and length_s * _MOST_PLAUSIBLE_RATE < len(rows):
+        raise UserError(
+            f'cannot tell the unit of the times in "{path}": {len(rows)} requests in {length_s:.3g} s, read as {unit}',
+            hint="--trace-unit s, ms, us or ns.",
+        )
+    return _traced(rows, write, wanted)
+
+
+def _traced(rows: list[tuple[float, int, int, list[int]]], write: Write, wanted: Wanted) -> list[PlannedRequest]:
+    _, n_tokens, _, longest = max(rows, key=lambda row: len(row[3]))
+    block_tokens = 1  # the smallest power of two with which the ids hold the tokens: 512 in Mooncake's traces
+    while longest and block_tokens * len(longest) < n_tokens:
+        block_tokens *= 2
+    requests = []
+    for at, n_in, n_out, ids in rows:
+        text, n_tokens = write(n_in, () if wanted.input_tokens else ids, block_tokens)
+        requests.append(PlannedRequest(text, n_tokens, n_out, offset_s=round(at, 6), n_off=n_tokens - n_in))
     return requests
 
 
@@ -146,13 +200,23 @@ def _trace_rows(path: str) -> Iterator[tuple[int, dict[str, Any]]]:
     return _json_lines(path, "replay")
 
 
-def _trace_row(row: dict[str, Any]) -> tuple[float, int, int]:
-    """(seconds, prompt tokens, answer tokens)."""
-    for (time, n_in, n_out), unit_s in _TRACES:
-        if time in row:
-            at = _date_s(row[time]) if unit_s is None else float(row[time]) * unit_s
-            return at, int(row[n_in]), int(row[n_out])
-    raise KeyError("no column of times")
+def _unit_of(value: Any, usual: str) -> str:
+    """The unit of a trace's times, by its first one."""
+    try:
+        at = float(value)
+    except ValueError:
+        return "s"  # a date
+    return next((unit for least, unit in _UNIX if at >= least), usual)
+
+
+def _time_s(value: Any, unit: str, is_named: bool) -> float:
+    try:
+        at = float(value)
+    except ValueError:
+        return _date_s(value)
+    if unit == "ms" and at != int(at) and not is_named:
+        raise ValueError(f"a time of {at:g} ms; if it is in seconds: --trace-unit s")
+    return at * UNITS_S[unit]
 
 
 def _date_s(text: str) -> float:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from penstock.bench.datasets import files
 from penstock.bench.datasets.files import Wanted
@@ -12,6 +13,7 @@ from penstock.bench.load.arrivals import PlannedRequest
 from penstock.errors import UserError, nearest
 
 _TRIES = 64
+_MOST_BLOCKS = 4096
 _MOST = 2**21
 MOST_REQUESTS = 10**7
 INPUT_TOKENS, OUTPUT_TOKENS = 1000, 200  # where no length is sizes
@@ -41,23 +43,26 @@ class Writer:
 
     def __init__(self, tokens: Tokens, seed: int, special: bool) -> None:
         self.rng = random.Random(seed)
+        self._seed, self._blocks = seed, dict[int, list[str]]()
         self._tokens, self._special = tokens, special
         self._words = tokens.words()
 
-    def text(self, n_tokens: int, before: str = "") -> str:
-        """A text with which `before` and it together are exactly `n_tokens` long.  Raises UserError if it finds none.
+    def text(self, n_tokens: int, before: str = "") -> tuple[str, int]:
+        """A text, and how many tokens `before` and it together have: `n_tokens`, or the nearest that was found.
 
         Words are added and taken away by the count of the whole text until it is right: joined texts may join tokens.
         """
         begun = self._tokens.count(before, self._special) if before else 0
         pieces = self.rng.choices(self._words, k=max(0, n_tokens - begun))
+        nearest_text, nearest_off = "", n_tokens
         for _ in range(_TRIES):
-            text = "".join(pieces)
-            whole = before + text if before else text.lstrip(" ")
-            n_found = self._tokens.count(whole, self._special)
+            text = "".join(pieces) if before else "".join(pieces).lstrip(" ")
+            n_found = self._tokens.count(before + text, self._special)
             off = n_found - n_tokens
+            if abs(off) < abs(nearest_off):
+                nearest_text, nearest_off = text, off
             if off == 0:
-                return text if before else whole
+                break
             n_words = round(abs(off) * len(pieces) / max(1, n_found - begun))
             if off > 0 and n_words > 1:
                 del pieces[-n_words:]
@@ -65,31 +70,59 @@ class Writer:
                 pieces[-1:] = [pieces[-1][:-1]] if len(pieces[-1]) > 2 else []  # part of a word may be what fits
             else:
                 pieces += self.rng.choices(self._words, k=max(1, n_words))
-        raise UserError(
-            f"cannot make a text of exactly {n_tokens} tokens",
-            detail=f"Counted by {self._tokens.source}, {_TRIES} tries.",
-            hint="PlannedRequest for another number of tokens, or give texts of your own: --dataset jsonl:FILE.",
+        if not nearest_text:
+            raise UserError(
+                f"cannot make a text of {n_tokens} tokens", hint="Ask for more, or give texts: --dataset jsonl:FILE."
+            )
+        return nearest_text, n_tokens + nearest_off
+
+    def traced(self, n_tokens: int, ids: Sequence[int], block_tokens: int) -> tuple[str, int]:
+        """A text whose blocks of `block_tokens` words are the same wherever their ids are."""
+        if not ids:
+            return self.text(n_tokens)
+        words = [word for block in ids for word in self._block(block, block_tokens)]
+        text = "".join(words[:n_tokens]).lstrip(" ")
+        return text, self._tokens.count(text, self._special)
+
+    def _block(self, block: int, n_words: int) -> list[str]:
+        if block not in self._blocks:
+            if len(self._blocks) >= _MOST_BLOCKS:
+                self._blocks.clear()
+            self._blocks[block] = random.Random(f"{self._seed} {block}").choices(self._words, k=n_words)
+        return self._blocks[block]
+
+    def length(self, n_tokens: int, range_ratio: float) -> int:
+        """As vLLM's --random-range-ratio: from n (1 - ratio) to n (1 + ratio), all alike."""
+        if not range_ratio:
+            return n_tokens
+        return self.rng.randint(
+            max(1, math.floor(n_tokens * (1 - range_ratio))), math.ceil(n_tokens * (1 + range_ratio))
         )
 
 
 def _random(rest: str, wanted: Wanted, tokens: Callable[[], Tokens]) -> list[PlannedRequest]:
     options_of("random", rest, {})
     writer = Writer(tokens(), wanted.seed, special=not wanted.chat)
-    n_in, n_out = wanted.input_tokens or INPUT_TOKENS, wanted.output_tokens or OUTPUT_TOKENS
-    return [PlannedRequest(writer.text(n_in), n_in, n_out) for _ in range(wanted.n_requests)]
+    requests = []
+    for _ in range(wanted.n_requests):
+        n_in = writer.length(wanted.input_tokens or INPUT_TOKENS, wanted.range_ratio)
+        n_out = writer.length(wanted.output_tokens or OUTPUT_TOKENS, wanted.range_ratio)
+        text, n_tokens = writer.text(n_in)
+        requests.append(PlannedRequest(text, n_tokens, n_out, n_off=n_tokens - n_in))
+    return requests
 
 
 def _shared_prefix(rest: str, wanted: Wanted, tokens: Callable[[], Tokens]) -> list[PlannedRequest]:
     sizes = options_of("prefix", rest, PREFIX_SIZES)
     writer = Writer(tokens(), wanted.seed, special=not wanted.chat)
-    beginnings = [writer.text(sizes["prefix"]) for _ in range(sizes["n"])]
+    beginnings = [writer.text(sizes["prefix"])[0] for _ in range(sizes["n"])]
     length = sizes["prefix"] + sizes["suffix"]
     requests = []
     for index in range(wanted.n_requests):
         before = beginnings[index % sizes["n"]]
-        requests.append(
-            PlannedRequest(before + writer.text(length, before), length, wanted.output_tokens or OUTPUT_TOKENS)
-        )
+        text, n_tokens = writer.text(length, before)
+        n_out = wanted.output_tokens or OUTPUT_TOKENS
+        requests.append(PlannedRequest(before + text, n_tokens, n_out, n_off=n_tokens - length))
     writer.rng.shuffle(requests)
     return requests
 
@@ -104,18 +137,19 @@ def _turns(rest: str, wanted: Wanted, tokens: Callable[[], Tokens]) -> list[Plan
     n_in, n_out = wanted.input_tokens or 100, wanted.output_tokens or 100
     writer = Writer(tokens(), wanted.seed, special=False)
     conversations: list[list[dict[str, str]]] = [[] for _ in range(sizes["sessions"])]
-    lengths = [0] * sizes["sessions"]
+    lengths, offs = [0] * sizes["sessions"], [0] * sizes["sessions"]
     requests: list[PlannedRequest] = []
     for turn in range(n_turns):
         for session, messages in enumerate(conversations):
             n_new = sizes["first"] if turn == 0 and sizes["first"] else n_in
-            if turn:
-                messages.append({"role": "assistant", "content": writer.text(n_out)})
-                lengths[session] += n_out
-            messages.append({"role": "user", "content": writer.text(n_new)})
-            lengths[session] += n_new
+            for role, n_asked in (("assistant", n_out if turn else 0), ("user", n_new)):
+                if n_asked:
+                    text, n_tokens = writer.text(n_asked)
+                    messages.append({"role": role, "content": text})
+                    lengths[session] += n_tokens
+                    offs[session] += n_tokens - n_asked
             before = len(requests) - sizes["sessions"] if turn else None
-            requests.append(PlannedRequest([*messages], lengths[session], n_out, before))
+            requests.append(PlannedRequest([*messages], lengths[session], n_out, before, n_off=offs[session]))
     return requests[: wanted.n_requests]
 
 
@@ -133,7 +167,7 @@ _SHAPES: dict[str, _Shape] = {
     "sharegpt": files.sharegpt,
     "jsonl": files.jsonl,
     "replay": lambda rest, wanted, tokens: files.replay(
-        rest, wanted, lambda: Writer(tokens(), wanted.seed, False).text
+        rest, wanted, lambda: Writer(tokens(), wanted.seed, False).traced
     ),
     "prompt": _prompt,
 }

@@ -22,6 +22,7 @@ class PlannedRequest(msgspec.Struct, frozen=True):
 
     `input_tokens`: by the model's tokenizer, None: not counted. `output_tokens`: the most. `wait_for`: the index of
     the request that must be answered first. `offset_s`: seconds from the start, where times are replayed.
+    `model` and `headers`: instead of, and besides, those of the run. `n_off`: tokens more than the length asked for.
     """
 
     prompt: str | list[dict[str, Any]]
@@ -29,11 +30,14 @@ class PlannedRequest(msgspec.Struct, frozen=True):
     output_tokens: int
     wait_for: int | None = None
     offset_s: float | None = None
+    model: str | None = None
+    headers: dict[str, str] = {}
+    n_off: int = 0
 
 
 class Pace(msgspec.Struct, frozen=True):
-    """How to send. Exactly one of `rate` (requests/s, open loop) and `concurrency` (closed loop) is set, except that
-    arrival "replay" takes its times from the requests.
+    """How to send: at a `rate` (requests/s, open loop), at a `concurrency` (closed loop), or at a rate with at most so
+    many in flight. Arrival "replay" takes its times from the requests.
 
     `burstiness` is gamma's shape k: 1 is Poisson, below 1 comes in bursts, above 1 is more even. `rate_from`: where a
     ramp starts; it reaches `rate` at its end. The run ends after `n_requests`, or sends none after `duration_s`.
@@ -50,7 +54,7 @@ class Pace(msgspec.Struct, frozen=True):
 
     @property
     def is_open(self) -> bool:
-        return self.concurrency is None
+        return self.rate is not None or self.arrival == "replay"
 
 
 def check(pace: Pace, replayed: Sequence[float | None] = ()) -> None:
@@ -61,12 +65,12 @@ def check(pace: Pace, replayed: Sequence[float | None] = ()) -> None:
                 "cannot replay times: there are requests without one",
                 hint="--dataset replay:FILE, or jsonl:FILE with an offset_s in every line.",
             )
-        if pace.rate is not None or pace.concurrency is not None:
+        if pace.rate is not None:
             raise UserError("cannot replay times at a rate", hint="--arrival replay takes its times from the dataset.")
-    elif (pace.rate is None) == (pace.concurrency is None):
+    elif pace.rate is None and pace.concurrency is None:
         raise UserError(
             "cannot choose a rate",
-            hint="Give --rate R (requests/s, whatever the answers do) or --concurrency C (C at a time), not both.",
+            hint="Give --rate R (requests/s, whatever the answers do) or --concurrency C (C at a time).",
         )
     _check_shape(pace)
     if pace.n_requests is None and pace.duration_s is None:
@@ -80,7 +84,7 @@ def check(pace: Pace, replayed: Sequence[float | None] = ()) -> None:
 
 
 def _check_shape(pace: Pace) -> None:
-    if pace.concurrency is not None and pace.arrival not in ("poisson", "constant"):
+    if not pace.is_open and pace.arrival not in ("poisson", "constant"):
         raise UserError(
             f"cannot send at {pace.arrival} times with --concurrency",
             hint="--arrival, --burstiness and --rate-from shape an open loop: --rate R.",

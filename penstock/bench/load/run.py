@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import gc
 import io
+import itertools
+import math
 import resource
 import signal
 import ssl
@@ -24,6 +26,7 @@ _TICK_S = 0.5
 _LEAST_TICK_S = 0.02
 _MAX_RECENT = 2000
 _MAX_PAUSE_S = 1.0
+_LAST_PAGE_S = 2.0
 # What a server that is gone answers, or a gateway in its place.
 _GONE = frozenset((REFUSED, UNREACHABLE))
 _GONE_STATUSES = frozenset((502, 503, 504))
@@ -33,8 +36,8 @@ _GONE_STATUSES = frozenset((502, 503, 504))
 class Load:
     """What to send and how. `requests` are whole HTTP messages; `wait_for[i]` is the index before request i, or None.
 
-    `times`: an open loop's, in seconds from the start. A closed loop sends `n_requests`, going round `requests`, and
-    ends when the server was gone for `give_up_s`.
+    `times`: an open loop's, in seconds from the start; `concurrency` bounds what is in flight.
+    A closed loop sends `n_requests`, going round `requests`, and ends when the server was gone for `give_up_s`.
     """
 
     requests: Sequence[bytes]
@@ -50,7 +53,10 @@ class Load:
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run is. Latencies are of the last requests, in seconds; `left_s` None: unknown."""
+    """Where a run is. Latencies are medians of the last requests, in seconds; `left_s` None: unknown.
+
+    `ttft_s` and `chunk_rate` (a chunk is about a token) come from reads as they arrived; None without streams.
+    """
 
     n_sent: int
     n_ended: int
@@ -61,6 +67,8 @@ class Progress:
     p50_s: float | None
     p99_s: float | None
     left_s: float | None
+    ttft_s: float | None = None
+    chunk_rate: float = 0.0
 
 
 @dataclass
@@ -102,8 +110,11 @@ class _LoadRun:
         self._followers: dict[int, list[Exchange]] = {}
         self._complete: set[int] = set()
         self._on_way: dict[int, Exchange] = {}  # in the order in which the generator came to them
+        self._backlog: deque[Exchange] = deque()  # of an open loop with a bound on what is in flight
         self._recent: deque[float] = deque(maxlen=_MAX_RECENT)
-        self._tick_at, self._tick_ended = 0.0, 0
+        self._recent_ttft: deque[float] = deque(maxlen=_MAX_RECENT)
+        self._n_chunks = 0
+        self._tick_at, self._tick_ended, self._tick_chunks = 0.0, 0, 0
         self._has_waits = any(index is not None for index in load.wait_for)
 
     # -- sending
@@ -171,6 +182,10 @@ class _LoadRun:
         self._hand_over(exchange)
 
     def _hand_over(self, exchange: Exchange) -> None:
+        if self._load.times is not None and len(self._on_way) >= (self._load.concurrency or math.inf):
+            exchange.asked_s = time.perf_counter()
+            self._backlog.append(exchange)
+            return
         self._on_way[exchange.index] = exchange
         self._pool.send(exchange)
 
@@ -182,6 +197,10 @@ class _LoadRun:
             exchange.error = TIMEOUT  # its end came before the next look at what is late
         self._n_ended += 1
         self._recent.append(exchange.end_s - exchange.intended_s)
+        if len(exchange.reads) > 1:
+            is_head = exchange.reads[0].endswith(b"\r\n\r\n")
+            self._recent_ttft.append(exchange.times[is_head] - exchange.sent_s)
+            self._n_chunks += len(exchange.reads) - 1
         if exchange.error is not None:
             self._n_errors += 1
         exchange.request = b""
@@ -190,6 +209,8 @@ class _LoadRun:
             for follower in self._followers.pop(exchange.index, ()):
                 follower.intended_s = max(follower.intended_s, exchange.end_s)
                 self._hand_over(follower)
+        if self._backlog:
+            self._hand_over(self._backlog.popleft())
         try:
             self.outcome.keep(exchange)
         except OSError as error:
@@ -238,7 +259,9 @@ class _LoadRun:
     def _drop_all(self) -> None:
         self._is_sending = False
         waiting = [exchange for followers in self._followers.values() for exchange in followers]
+        waiting += self._backlog
         self._followers.clear()
+        self._backlog.clear()
         for exchange in [*self._on_way.values(), *waiting]:
             self._pool.drop(exchange, UNFINISHED)
         self._check_end()
@@ -272,9 +295,10 @@ class _LoadRun:
         now = time.perf_counter()
         elapsed_s = now - self.outcome.began_s
         n_sent = self._n_sent
-        rate = (self._n_ended - self._tick_ended) / max(now - self._tick_at, 1e-9)
-        self._tick_at, self._tick_ended = now, self._n_ended
-        recent = sorted(self._recent)
+        tick_s = max(now - self._tick_at, 1e-9)
+        rate, chunk_rate = (self._n_ended - self._tick_ended) / tick_s, (self._n_chunks - self._tick_chunks) / tick_s
+        self._tick_at, self._tick_ended, self._tick_chunks = now, self._n_ended, self._n_chunks
+        recent, ttfts = sorted(self._recent), sorted(self._recent_ttft)
         left_s = None
         if self._load.duration_s is not None:
             left_s = max(0.0, self._load.duration_s - elapsed_s)
@@ -290,6 +314,8 @@ class _LoadRun:
             p50_s=recent[len(recent) // 2] if recent else None,
             p99_s=recent[min(len(recent) - 1, len(recent) * 99 // 100)] if recent else None,
             left_s=left_s,
+            ttft_s=ttfts[len(ttfts) // 2] if ttfts else None,
+            chunk_rate=chunk_rate,
         )
 
 
@@ -340,16 +366,21 @@ async def _run(
     pool = Pool(loop, address, tls, bound_s)
     load_run = _LoadRun(loop, load, pool, outcome)
     pool.on_end = load_run.on_end
-    scrapers = [_Scraper(loop, kind, source, tls, bound_s, outcome) for kind, source in enumerate(sources, 1)]
+    pools = [Pool(loop, source.address, tls if source.address.is_tls else None, bound_s) for source in sources]
+    has_ended = asyncio.Event()
     await pool.warm(load.concurrency or load.n_spare)
     pool.n_spare = load.n_spare
-    watching = [loop.create_task(_repeat(load_run.drop_late, min(_TICK_S, max(_LEAST_TICK_S, bound_s / 4))))]
-    watching.append(loop.create_task(_repeat(load_run.flush, _TICK_S)))
+    tasks = [
+        loop.create_task(_follow(*follower, outcome, has_ended))
+        for follower in zip(pools, itertools.count(1), sources, strict=False)
+    ]
+    watching = [
+        loop.create_task(_repeat(load_run.drop_late, min(_TICK_S, max(_LEAST_TICK_S, bound_s / 4)))),
+        loop.create_task(_repeat(load_run.flush, _TICK_S)),
+    ]
     if on_progress is not None:
         watching.append(loop.create_task(_repeat(lambda: on_progress(load_run.progress()), _TICK_S)))
     try:
-        for scraper in scrapers:
-            scraper.start()
         with _signals_stop(loop, load_run.interrupt):
             cpu_s = time.process_time()
             load_run.begin()
@@ -357,12 +388,15 @@ async def _run(
             outcome.ended_s = time.perf_counter()
             outcome.cpu_s = time.process_time() - cpu_s
         outcome.n_connections = pool.n_opened
-        await asyncio.gather(*[scraper.stop() for scraper in scrapers])
+        has_ended.set()
+        if tasks:
+            await asyncio.wait(tasks, timeout=_LAST_PAGE_S)
     finally:
-        for task in watching:
+        for task in (*tasks, *watching):
             task.cancel()
         load_run.close()
-        pool.close()
+        for each in (pool, *pools):
+            each.close()
 
 
 @contextlib.contextmanager
@@ -385,56 +419,19 @@ async def _repeat(action: Callable[[], None], every_s: float) -> None:
         action()
 
 
-class _Scraper:
-    """Asks one page again and again on a separate connection, one request at a time."""
-
-    def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        kind: int,
-        source: Source,
-        tls: ssl.SSLContext | None,
-        timeout_s: float,
-        outcome: Outcome,
-    ) -> None:
-        self._kind, self._source, self._outcome = kind, source, outcome
-        self._n_asked = 0
-        self._pool = Pool(loop, source.address, tls if source.address.is_tls else None, timeout_s)
-        self._pool.on_end = self._on_end
-        self._loop = loop
-        self._pending: Exchange | None = None
-        self._task: asyncio.Task[None] | None = None
-        self._answered = asyncio.Event()
-
-    def start(self) -> None:
-        self._task = self._loop.create_task(self._run())
-
-    async def _run(self) -> None:
-        while True:
-            self._ask()
-            await asyncio.sleep(self._source.every_s)
-
-    def _ask(self) -> None:
-        if self._pending is None:
-            self._answered.clear()
-            self._pending = Exchange(self._n_asked, self._source.request, time.perf_counter())
-            self._n_asked += 1
-            self._pool.send(self._pending)
-
-    def _on_end(self, exchange: Exchange) -> None:
-        self._pending = None
+async def _follow(pool: Pool, kind: int, source: Source, outcome: Outcome, has_ended: asyncio.Event) -> None:
+    """Asks one page again and again, one request at a time, and a last time when the run has ended."""
+    for index in itertools.count():
+        is_last = has_ended.is_set()
+        answered = asyncio.get_running_loop().create_future()
+        pool.on_end = answered.set_result
+        pool.send(Exchange(index, source.request, time.perf_counter()))
         with contextlib.suppress(OSError):  # the run's own writes notice a full disk
-            self._outcome.keep(exchange, self._kind)
-        self._answered.set()
-
-    async def stop(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-        if self._pending is None:
-            self._ask()
+            outcome.keep(await asyncio.shield(answered), kind)
+        if is_last:
+            return
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._answered.wait(), 2.0)
-        self._pool.close()
+            await asyncio.wait_for(has_ended.wait(), source.every_s)
 
 
 def _raise_file_limit() -> None:

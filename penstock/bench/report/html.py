@@ -34,6 +34,12 @@ fill:var(--ink)}svg .small{font-size:11px}
 th,td{padding:4px 10px;border-bottom:1px solid var(--line);text-align:right;white-space:nowrap}
 th:first-child,td:first-child{text-align:left}td.words{text-align:left;white-space:normal;overflow-wrap:anywhere}
 .facts td:first-child{width:16em}th{font-weight:600;color:var(--soft)}
+@media(max-width:600px){.cells tr:first-child{display:none}.cells tr{display:block;padding:6px 0;
+border-bottom:1px solid var(--line)}.cells td{display:flex;justify-content:space-between;gap:12px;padding:1px 0;
+border:0;white-space:normal;text-align:right}
+.cells td::before{content:attr(data-name);color:var(--soft);text-align:left}
+.cells td:first-child{font-weight:600}.facts td{display:block;width:auto}.facts td:first-child{width:auto;border:0;
+padding-bottom:0;color:var(--soft)}}
 @media print{:root{--ink:#000;--soft:#333;--line:#bbb;--back:#fff;--card:#fff;--bad:#000;--good:#000}
 body{max-width:none;font-size:10pt}.card{border:1px solid #bbb}.charts{grid-template-columns:1fr 1fr}}
 """
@@ -158,12 +164,13 @@ def _cards(run: Result) -> str:
 
 
 def _latencies(run: Result) -> str:
+    words = list(dict.fromkeys((*_WORDS, *(f"p{number:g}" for number in run.summary.get("percentiles") or ()))))
     rows = [
-        (words, *(number_text(run.number(f"{word}_{name}_ms")) for word in _WORDS))
-        for name, words in _METRICS
+        (title, *(number_text(run.number(f"{word}_{name}_ms")) for word in words))
+        for name, title in _METRICS
         if run.number(f"mean_{name}_ms") is not None
     ]
-    return "<h2>Latency, ms</h2>" + _table(("", *_WORDS), rows) if rows else ""
+    return "<h2>Latency, ms</h2>" + _table(("", *words), rows) if rows else ""
 
 
 def _side_by_side(runs: Sequence[Result]) -> str:
@@ -218,6 +225,11 @@ def _plain(value: Any) -> str:
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Its cells know their column, since a phone shows one below the other."""
     top = "".join(f"<th>{escape(word)}</th>" for word in head)
-    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
-    return f'<div class="wide"><table><tr>{top}</tr>{body}</table></div>'
+    cells = [
+        [f'<td data-name="{escape(name)}">{escape(cell)}</td>' for name, cell in zip(head, row, strict=True)]
+        for row in rows
+    ]
+    body = "".join(f"<tr>{''.join(row)}</tr>" for row in cells)
+    return f'<div class="wide cells"><table><tr>{top}</tr>{body}</table></div>'

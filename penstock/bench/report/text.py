@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from penstock.bench.calibrate import Pair
 from penstock.bench.load.run import Progress
 from penstock.bench.results.stats import FORMULAS, Summary, Timed, percentile
@@ -63,7 +65,9 @@ def serving_block(summary: Summary, rate: float | None, concurrency: int | None)
         spread = summary.spreads.get(name)
         if spread is not None:
             lines.append(f"{header:-^{_WIDTH}}")
-            lines += [_line(f"{word} {short} (ms):", getattr(spread, word.lower())) for word in _WORDS]
+            words = ("Mean", "Median", *map(str.upper, spread.chosen), "Max") if spread.chosen else _WORDS
+            values = msgspec.structs.asdict(spread) | spread.chosen
+            lines += [_line(f"{word} {short} (ms):", values[word.lower()]) for word in words]
     if summary.user_tokens_per_s is not None:
         speed = summary.user_tokens_per_s
         lines.append(f"{'Speed per user':-^{_WIDTH}}")
@@ -190,6 +194,8 @@ def formulas() -> str:
 
 def progress_line(progress: Progress) -> str:
     parts = [f"{progress.n_ended} done", f"{progress.rate:.1f}/s", f"{progress.n_in_flight} in flight"]
+    if progress.ttft_s is not None:
+        parts.append(f"TTFT {progress.ttft_s * 1000:.0f} ms, {progress.chunk_rate:.0f} tokens/s")
     if progress.p50_s is not None and progress.p99_s is not None:
         parts.append(f"p50 {progress.p50_s * 1000:.0f} ms, p99 {progress.p99_s * 1000:.0f} ms")
     parts.append(f"{progress.n_errors} errors")

@@ -81,7 +81,7 @@ def prepare(folder: Path) -> None:
 
 def begin(folder: Path, run: msgspec.Struct) -> None:
     """Keep what the run is, for when it is killed.  Raises UserError."""
-    with _writable(folder):
+    with writable(folder):
         (folder / RUN).write_bytes(msgspec.json.encode(run))
 
 
@@ -102,7 +102,7 @@ def begun(folder: Path, kind: type[_Run]) -> _Run:
 def request_writer(folder: Path, is_open: bool) -> Iterator[Callable[[Timed, Sequence[float]], None]]:
     """Writes requests.csv and itl.csv, a request and its token times at a time.  Raises UserError."""
     with (
-        _writable(folder),
+        writable(folder),
         (folder / REQUESTS).open("w", encoding="utf-8", newline="") as requests,
         (folder / GAPS).open("w", encoding="utf-8") as gaps,
     ):
@@ -120,7 +120,7 @@ def request_writer(folder: Path, is_open: bool) -> Iterator[Callable[[Timed, Seq
 
 def write(folder: Path, result: Mapping[str, Any], rows: Sequence[Row]) -> None:
     """Write engine.csv and, when all else is there, result.json; the raw reads go.  Raises UserError."""
-    with _writable(folder):
+    with writable(folder):
         with (folder / ENGINE).open("w", encoding="utf-8", newline="") as file:
             writer = csv.writer(file, lineterminator="\n")
             writer.writerow(("time_s", "source", "kind", *COLUMNS))
@@ -131,7 +131,8 @@ def write(folder: Path, result: Mapping[str, Any], rows: Sequence[Row]) -> None:
 
 
 @contextlib.contextmanager
-def _writable(folder: Path) -> Iterator[None]:
+def writable(folder: Path) -> Iterator[None]:
+    """What the disk refuses is a UserError."""
     try:
         yield
     except OSError as exc:
@@ -209,8 +210,8 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, object]]:
 
 
 def _requests(path: Path) -> Iterator[Request]:
-    begun = min((at for row in _rows(path) if (at := _finite(row.get("intended_s"))) is not None), default=0.0)
-    for row in _rows(path):
+    begun = min((at for row in rows(path) if (at := _finite(row.get("intended_s"))) is not None), default=0.0)
+    for row in rows(path):
         intended, end = _finite(row.get("intended_s")), _finite(row.get("end_s"))
         if intended is None:
             continue
@@ -244,14 +245,15 @@ def _gaps(path: Path) -> list[float]:
 
 
 def _engine(path: Path) -> Iterator[Row]:
-    for row in _rows(path):
+    for row in rows(path):
         numbers: dict[str, float | None] = {name: _finite(text) for name, text in row.items()}
         time_s = numbers.pop("time_s", None)
         if time_s is not None:
             yield Row(time_s, row.get("source") or "", row.get("kind") or "", numbers)
 
 
-def _rows(path: Path) -> Iterator[dict[str, str]]:
+def rows(path: Path) -> Iterator[dict[str, str]]:
+    """The rows of a CSV file; none of one that cannot be read."""
     try:
         with path.open(encoding="utf-8", newline="") as stream:
             yield from csv.DictReader(stream)

@@ -102,6 +102,7 @@ class Spread(msgspec.Struct, frozen=True):
     p95: float
     p99: float
     max: float
+    chosen: dict[str, float] = {}
 
 
 class Summary(msgspec.Struct, frozen=True):
@@ -145,7 +146,7 @@ def gaps_s(times: Sequence[float]) -> list[float]:
     return [later - earlier for earlier, later in itertools.pairwise(times)]
 
 
-def spread(values: Iterable[float], scale: float = 1.0) -> Spread | None:
+def spread(values: Iterable[float], scale: float = 1.0, chosen: Sequence[float] = ()) -> Spread | None:
     """The distribution of `values`, each times `scale`; None of none."""
     ordered = sorted(values)
     if not ordered:
@@ -154,10 +155,11 @@ def spread(values: Iterable[float], scale: float = 1.0) -> Spread | None:
     mean = math.fsum(ordered) / n
     std = math.sqrt(math.fsum((value - mean) ** 2 for value in ordered) / n)
     quantiles = {name: percentile(ordered, share) * scale for name, share in _SHARES.items()}
-    return Spread(n=n, mean=mean * scale, std=std * scale, **quantiles)
+    more = {f"p{number:g}": percentile(ordered, number / 100) * scale for number in chosen}
+    return Spread(n=n, mean=mean * scale, std=std * scale, **quantiles, chosen=more)
 
 
-def spread_of_counts(counts: Mapping[int, int], scale: float) -> Spread | None:
+def spread_of_counts(counts: Mapping[int, int], scale: float, chosen: Sequence[float] = ()) -> Spread | None:
     """The same of values that are counted: {value: how often}."""
     values = sorted(counts)
     if not values:
@@ -173,7 +175,8 @@ def spread_of_counts(counts: Mapping[int, int], scale: float) -> Spread | None:
         return below + (above - below) * (place - math.floor(place))
 
     quantiles = {name: quantile(share) * scale for name, share in _SHARES.items()}
-    return Spread(n=n, mean=mean * scale, std=std * scale, **quantiles)
+    more = {f"p{number:g}": quantile(number / 100) * scale for number in chosen}
+    return Spread(n=n, mean=mean * scale, std=std * scale, **quantiles, chosen=more)
 
 
 def is_good(request: Timed, bounds_ms: Mapping[str, float], is_open: bool) -> bool | None:
@@ -203,8 +206,12 @@ def summarise(
     is_open: bool,
     bounds_ms: Mapping[str, float],
     unfinished_kind: str = "unfinished",
+    percentiles: Sequence[float] = (),
 ) -> Summary:
-    """The numbers of a run. `tokens`: of completed requests; `bounds_ms`: goodput's, such as {"ttft": 2000.0}."""
+    """The numbers of a run. `tokens`: of completed requests; `bounds_ms`: goodput's, such as {"ttft": 2000.0}.
+
+    `percentiles`: further ones of every latency, from 0 to 100.
+    """
     whole = [request for request in requests if request.error is None]
     unfinished = sum(request.error == unfinished_kind for request in requests)
     failed = len(requests) - len(whole) - unfinished
@@ -215,9 +222,11 @@ def summarise(
         "e2el": [request.e2el_s(is_open) for request in whole],
     }
     spreads = {
-        name: distribution for name, values in lists.items() if (distribution := spread(values, 1000.0)) is not None
+        name: distribution
+        for name, values in lists.items()
+        if (distribution := spread(values, 1000.0, percentiles)) is not None
     }
-    if gaps := spread_of_counts(tokens.gaps_us, 0.001):
+    if gaps := spread_of_counts(tokens.gaps_us, 0.001, percentiles):
         spreads["itl"] = gaps
     n_input = _total([request.input_tokens for request in whole])
     n_output = _total([request.output_tokens for request in whole])

@@ -97,7 +97,8 @@ def predicted(launch: Launch, result: Mapping[str, Any], *, has_equal_lengths: b
     from penstock.models import facts
 
     plan, deployment = launch.plan, launch.deployment
-    n_done, is_open = result["completed"], result["pace"]["concurrency"] is None
+    pace = result["pace"]
+    n_done, is_open = result["completed"], pace["concurrency"] is None or pace.get("rate") is not None
     n_in, n_out = result["total_input_tokens"], result["total_output_tokens"]
     if plan is None or deployment is None or plan.forecast is None or is_open or not (n_done and n_in and n_out):
         return None

@@ -12,7 +12,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.cli import keys
-from penstock.cli.arguments import add_json, complete, count, count_or_zero, json_object, not_negative, positive
+from penstock.cli.arguments import (
+    add_json,
+    complete,
+    count,
+    count_or_zero,
+    json_object,
+    not_negative,
+    number,
+    positive,
+    share,
+)
 from penstock.cli.bench.arguments import add_lengths, add_new_seed, new_seed
 from penstock.cli.output import print_json, print_step
 from penstock.errors import EXIT_OURS, PenstockError, UserError
@@ -46,13 +56,18 @@ def register(sub: argparse.ArgumentParser) -> None:
     pace.add_argument("--requests", type=count, metavar="N", help="how many (also --num-prompts)")
     pace.add_argument("--num-prompts", type=count, dest="requests", metavar="N", help=argparse.SUPPRESS)
     pace.add_argument("--duration", type=positive, metavar="SECONDS", help="send for so long; answers are waited for")
-    pace.add_argument("--rate", type=positive, metavar="R", help="requests/s, whatever the answers do (open loop)")
-    pace.add_argument("--request-rate", type=positive, dest="rate", metavar="R", help=argparse.SUPPRESS)
-    pace.add_argument("--concurrency", type=count, metavar="C", help="C at a time, the next when one ends")
+    text = "requests/s, whatever the answers do (open loop); inf: all at once"
+    pace.add_argument("--rate", type=_rate, metavar="R", help=text)
+    pace.add_argument("--request-rate", type=_rate, dest="rate", metavar="R", help=argparse.SUPPRESS)
+    text = "C at a time, the next when one ends; with --rate: at most C in flight"
+    pace.add_argument("--concurrency", type=count, metavar="C", help=text)
     pace.add_argument("--max-concurrency", type=count, dest="concurrency", metavar="C", help=argparse.SUPPRESS)
     pace.add_argument("--arrival", choices=_ARRIVALS, help="of an open loop (default: poisson)")
     pace.add_argument("--burstiness", type=positive, default=1.0, metavar="K", help="gamma arrivals: below 1 in bursts")
     pace.add_argument("--rate-from", type=not_negative, default=0.0, metavar="R", help="where a ramp to --rate starts")
+    pace.add_argument("--speed", type=positive, default=1.0, metavar="X", help="of a replay: 2 is twice as fast")
+    text = "of a trace's times (default: recognised)"
+    pace.add_argument("--trace-unit", choices=("s", "ms", "us", "ns"), help=text)
     pace.add_argument("--warmup", type=count_or_zero, default=1, metavar="N", help="requests before, not counted")
     pace.add_argument("--timeout", type=positive, default=600.0, metavar="SECONDS", help="for a whole answer")
     add_new_seed(pace)
@@ -60,6 +75,8 @@ def register(sub: argparse.ArgumentParser) -> None:
     what.add_argument("--prompt", metavar="TEXT", help="the same for every request; prints hey's report too")
     text = "of a random prompt (default: 128): exactly, where the model's tokenizer is on this machine"
     add_lengths(what, text, "of every answer, at most (default: 128)")
+    text = "random lengths from 1 - SHARE to 1 + SHARE of the above"
+    what.add_argument("--random-range-ratio", type=share, default=0.0, metavar="SHARE", help=text)
     what.add_argument(
         "--dataset", metavar="KIND:FILE", help="random, sharegpt:FILE, jsonl:FILE, ... (docs/how-to/load-tests.md)"
     )
@@ -74,6 +91,10 @@ def register(sub: argparse.ArgumentParser) -> None:
     out.add_argument(
         "--metrics", action="append", default=[], metavar="URL", help="pages to follow (default: /metrics)"
     )
+    text = "of every latency, besides the usual ones: 50,99,99.9"
+    out.add_argument("--percentiles", type=_percentiles, default=(), metavar="P,...", help=text)
+    out.add_argument("--metric-percentiles", type=_percentiles, dest="percentiles", help=argparse.SUPPRESS)
+    out.add_argument("--save-result", action="store_true", help="also write vllm.json, as `vllm bench serve` does")
     out.add_argument("--out", type=Path, metavar="DIR", help="default: $PENSTOCK_HOME/bench/TIME")
     out.add_argument("--formulas", action="store_true", help="print how each number is computed")
     add_json(sub, "print the result as JSON")
@@ -85,13 +106,23 @@ def register(sub: argparse.ArgumentParser) -> None:
     complete(sub, _serve, examples)
 
 
+def _rate(text: str) -> float:
+    return math.inf if text == "inf" else positive(text)
+
+
+def _percentiles(text: str) -> tuple[float, ...]:
+    return tuple(number(0, 100, is_above=True)(word) for word in text.split(","))
+
+
 def _serve(options: argparse.Namespace) -> int:
+    import msgspec
+
     from penstock.gateway import compiled
 
     compiled.activate()
     from penstock.bench import serve
     from penstock.bench.load import arrivals
-    from penstock.bench.report import html
+    from penstock.bench.report import html, vllm
     from penstock.bench.results import folder as folders
     from penstock.cli.bench.deployment import behind
     from penstock.cli.bench.requests import write
@@ -102,11 +133,14 @@ def _serve(options: argparse.Namespace) -> int:
     launch = behind(service.url)
     requests, warmup = _requests(options, pace, service, launch.model or service.model)
     arrivals.check(pace, [request.offset_s for request in requests])
+    if offs := [abs(request.n_off) for request in requests if request.n_off]:
+        _say(options, f"{len(offs)} of {len(requests)} prompts are off by up to {max(offs)} tokens: no text was exact")
     folder = options.out or folders.new_folder(home(), time.time())
     is_new = not folder.exists()
     folders.prepare(folder)
     flags = {key: value for key, value in sorted(vars(options).items()) if _is_plain(value)}
     what = serve.Run(service, pace, bounds, options.warmup, {**flags, "arrival": pace.arrival})
+    what = msgspec.structs.replace(what, percentiles=options.percentiles)
     shows = sys.stderr.isatty()
     if options.warmup:
         _say(options, f"warming up with {options.warmup} request{'s' * (options.warmup != 1)}, not counted")
@@ -123,6 +157,8 @@ def _serve(options: argparse.Namespace) -> int:
     launch.tell(report)
     folders.write(folder, report.result, report.rows)
     launch.keep(folder)
+    if options.save_result:
+        vllm.save(folder)
     write(folder / "report.html", html.page([folders.load(folder)]))
     if options.json:
         print_json(report.result)
@@ -171,8 +207,7 @@ def _service(options: argparse.Namespace) -> Service:
     url = options.url or (None if options.name else os.environ.get("OPENAI_BASE_URL"))
     key = os.environ.get("OPENAI_API_KEY")
     if url is None:
-        run = _run_of(options.name)
-        url, key = run.url, key or keys.owner_key(run)
+        url, key = keys.address_and_key(_run_of(options.name))
     for address in (url, *options.metrics):
         parts_of(address)
     return Service(
@@ -205,6 +240,8 @@ def _run_of(name: str | None) -> Run:
 def _pace(options: argparse.Namespace) -> Pace:
     from penstock.bench.load.arrivals import Pace, check
 
+    if options.rate == math.inf:  # as vLLM's load generator: all at once, or as many as may be in flight
+        options.rate, options.concurrency = None, options.concurrency or options.requests
     pace = Pace(
         rate=options.rate,
         concurrency=options.concurrency,
@@ -216,7 +253,7 @@ def _pace(options: argparse.Namespace) -> Pace:
         seed=options.seed,
     )
     check(pace)
-    if pace.concurrency is not None and options.arrival is not None:
+    if not pace.is_open and options.arrival is not None:
         _say(options, f"--arrival {options.arrival} is for an open loop: here the next one goes when one ends")
     return pace
 
@@ -234,6 +271,12 @@ def _requests(
     from penstock.cli.bench.requests import client_of, drawn, requests_of
 
     is_chat = options.endpoint == "chat"
+    kind = (options.dataset or "random").partition(":")[0]
+    if (options.trace_unit and kind != "replay") or (options.speed != 1 and kind not in _TIMED):
+        raise UserError("cannot change the times of what has none", hint="--dataset replay:FILE")
+    ratio = options.random_range_ratio
+    if ratio and (kind != "random" or options.prompt is not None):
+        raise UserError("cannot vary the lengths of what is not random", hint="--dataset random")
     if options.dataset is not None:
         has_times = pace.arrival == "replay" and options.dataset.partition(":")[0] in _TIMED
         wanted = Wanted(
@@ -243,6 +286,9 @@ def _requests(
             output_tokens=options.output_tokens,
             chat=is_chat,
             until_s=pace.duration_s if has_times else None,
+            trace_unit=options.trace_unit,
+            speed=options.speed,
+            range_ratio=ratio,
         )
         client = client_of(service.url, service.key, service.is_insecure)
         return requests_of(options, wanted, options.warmup, model, client, service.model)
@@ -258,9 +304,10 @@ def _requests(
         _say(options, f"prompts of about {n_input} tokens, random words: {tokens}")
         tokens, n_sent = tokenizers.Words(), n_sent or _MOST_WORDS
     else:
-        _say(options, f"prompts of exactly {n_input} tokens, counted by {tokens.source}")
-    wanted = Wanted(min(n_sent or _MOST_DRAWN, _MOST_WORDS), options.seed, n_input, n_output, chat=is_chat)
-    counter = tokens
+        lengths = f"{n_input} tokens, give or take {ratio:.0%}" if ratio else f"exactly {n_input} tokens"
+        _say(options, f"prompts of {lengths}, counted by {tokens.source}")
+    n_drawn = min(n_sent or _MOST_DRAWN, _MOST_WORDS)
+    wanted, counter = Wanted(n_drawn, options.seed, n_input, n_output, is_chat, range_ratio=ratio), tokens
     return drawn("random", wanted, options.warmup, lambda: counter)
 
 

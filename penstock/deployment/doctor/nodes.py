@@ -10,7 +10,7 @@ import msgspec
 from penstock.deployment.preflight import MIN_FREE_BYTES, Finding, State
 from penstock.hardware import Gpu
 from penstock.log_lines import last_words
-from penstock.node.checks.machine import Limits, NodeCheck, Space
+from penstock.node.checks.machine import Limits, NodeCheck, Reading, Space, Weights
 from penstock.node.group.addresses import variable_warnings, version_problems
 from penstock.planner.launch import usable_gpus
 from penstock.spec.deployment import Deployment
@@ -253,7 +253,7 @@ def of_weights(node: SurveyedNode, download_bytes: int | None) -> list[Finding]:
         return findings
     is_of_hub = download_bytes is not None
     if weights.absent and is_of_hub:
-        findings.append(_download(node, download_bytes or 0))
+        findings.append(_download(weights, download_bytes or 0))
     elif weights.absent:
         absent = ", ".join(weights.absent[:_SHOWN]) + (" ..." if len(weights.absent) > _SHOWN else "")
         cure = "Put the model's folder at the same path on every node (a shared file system), or give a hub id."
@@ -261,13 +261,11 @@ def of_weights(node: SurveyedNode, download_bytes: int | None) -> list[Finding]:
     else:
         findings.append(Finding("weights", "ok", f"{show_bytes(weights.n_bytes)} in {weights.path}"))
     if weights.reading is not None:
-        findings.append(_reading(node))
+        findings.append(_read_rate(weights.reading))
     return [msgspec.structs.replace(finding, node=node.name) for finding in findings]
 
 
-def _download(node: SurveyedNode, n_bytes: int) -> Finding:
-    weights = node.check.weights
-    assert weights is not None
+def _download(weights: Weights, n_bytes: int) -> Finding:
     left = n_bytes - weights.n_bytes
     text = f"{show_bytes(left)} to download, {show_bytes(weights.free_bytes)} free at {weights.path}"
     if left > weights.free_bytes:
@@ -275,10 +273,7 @@ def _download(node: SurveyedNode, n_bytes: int) -> Finding:
     return Finding("weights", "warning", text, "`up` downloads it first; doctor can measure the read rate after that.")
 
 
-def _reading(node: SurveyedNode) -> Finding:
-    weights = node.check.weights
-    assert weights is not None and weights.reading is not None
-    reading = weights.reading
+def _read_rate(reading: Reading) -> Finding:
     rate = f"{reading.bytes_per_s / 1e9:.2f} GB/s"
     how = "past the page cache" if reading.is_direct else "through the page cache"
     if reading.cached_share is not None and reading.cached_share >= 0.1:

@@ -62,6 +62,7 @@ class Usage(msgspec.Struct, frozen=True):
     cached_tokens: int
     output_tokens: int
     n_estimates: int
+    n_refused: int  # among `n_requests`
     cost_usd: float | None
 
     @property
@@ -146,7 +147,8 @@ class UsageStore:
         columns = {"key": "coalesce(k.name, r.key_id)", "day": days}
         picked = [columns.get(group, group) for group in by]
         # A sum of PostgreSQL's is a Decimal without the cast.
-        names = (counts[0], "prompt_tokens", "cached_tokens", "output_tokens", counts[1])
+        n_refused = f"CASE WHEN state = 'refused' THEN {counts[0]} ELSE 0 END"
+        names = (counts[0], "prompt_tokens", "cached_tokens", "output_tokens", counts[1], n_refused)
         picked += [*(f"CAST(sum({name}) AS BIGINT)" for name in names), "sum(cost_usd)"]
         sql = f"SELECT {', '.join(picked)} FROM {table} r LEFT JOIN api_keys k ON k.id = r.key_id WHERE {wanted}"
         n = len(by)
@@ -205,7 +207,7 @@ def add_usage(lines: Iterable[Usage]) -> list[Usage]:
     """One line for each group, in order; the cost is that of the lines whose cost is known."""
     sums: dict[tuple[str, ...], Usage] = {}
     for line in lines:
-        before = sums.get(line.group, Usage(line.group, 0, 0, 0, 0, 0, None))
+        before = sums.get(line.group, Usage(line.group, 0, 0, 0, 0, 0, 0, None))
         costs = [cost for cost in (before.cost_usd, line.cost_usd) if cost is not None]
         sums[line.group] = Usage(
             line.group,
@@ -214,6 +216,7 @@ def add_usage(lines: Iterable[Usage]) -> list[Usage]:
             before.cached_tokens + line.cached_tokens,
             before.output_tokens + line.output_tokens,
             before.n_estimates + line.n_estimates,
+            before.n_refused + line.n_refused,
             sum(costs) if costs else None,
         )
     return [sums[group] for group in sorted(sums)]
@@ -256,7 +259,7 @@ _SPEND = (
     " ON CONFLICT (month, key_id) DO UPDATE SET cost_usd = spend.cost_usd + excluded.cost_usd"
 )
 _OLDEST = "FROM requests WHERE at < ? ORDER BY at"
-_SUMMED = Usage.__struct_fields__[1:-1]
+_SUMMED = Usage.__struct_fields__[1:-2]
 _DAYS = (
     f"INSERT INTO daily_usage (day, key_id, model, replica, state, {', '.join(_SUMMED)}, cost_usd)"
     " SELECT {day}, key_id, model, replica, state, count(*), sum(prompt_tokens), sum(cached_tokens),"

@@ -24,7 +24,7 @@ from penstock.wire.announcement import GatewayView
 
 
 class WorkerReport(msgspec.Struct, frozen=True, array_like=True):
-    """Of one worker, or of several. `n_requests` is since the start; `in_flight` is by replica."""
+    """Of one worker, or of several. `n_requests`: served since the start; `in_flight` is by replica."""
 
     families: list[Family]
     distributions: list[Distribution]
@@ -90,7 +90,7 @@ class Reporter:
     def _own(self) -> WorkerReport:
         context = self._context
         replicas, counters, now = context.replicas, context.counters, time.monotonic()
-        view = replicas.view(now, context.queue.waiting, counters.n_requests)
+        view = replicas.view(now, context.queue.waiting, counters.n_served())
         waiting = {model.name: context.queue.waiting_for(model.name) for model in replicas.models}
         ready = {model.name: len(replicas.ready(model.name, now)) for model in replicas.models}
         report = WorkerReport(

@@ -81,18 +81,16 @@ def _compiled(patterns: tuple[str, ...]) -> _Patterns:
 
 
 def _canonical(name: str) -> str:
-    """One spelling for a module: without the prefixes of wrappers ("model.", "language_model.", Nemotron-H's
-    "backbone.")."""
+    """Without the prefixes of wrappers ("model.", "language_model.") and of Nemotron-H ("backbone.")."""
     for prefix in ("model.", "language_model.", "model.", "backbone."):
         name = name.removeprefix(prefix)
     return name
 
 
-# What vLLM and newer checkpoints join: lists of modules have either name.
-_FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"} | {
-    "gate_proj": "gate_up_proj",
-    "up_proj": "gate_up_proj",
-}
+# What vLLM and some checkpoints join or cut: lists of modules have either name.
+_OTHER_NAMES = {"in_proj_qkvz": "in_proj_qkv", "in_proj_ba": "in_proj_b"}
+_OTHER_NAMES |= dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj")
+_OTHER_NAMES |= dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj")
 
 
 def _names_of(module: str) -> Iterator[str]:
@@ -100,8 +98,8 @@ def _names_of(module: str) -> Iterator[str]:
     parent, _, last = module.rpartition(".")
     for holder in dict.fromkeys((parent, parent.removesuffix(".0"), parent.replace("shared_experts", "shared_expert"))):
         yield f"{holder}.{last}" if holder else last
-        if last in _FUSED:
-            yield f"{holder}.{_FUSED[last]}"
+        if last in _OTHER_NAMES:
+            yield f"{holder}.{_OTHER_NAMES[last]}"
 
 
 @lru_cache(maxsize=65536)
@@ -136,16 +134,20 @@ def format_of(module: str, quant: Quantization | None) -> Quantization | None:
 
 def read(config: Mapping[str, Any]) -> Quantization | None:
     """The format of a checkpoint from its config.json; None for 16-bit weights. NotModelled for an unknown method."""
+    block = block_of(config)
+    return from_config(block) if block else None
+
+
+def block_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The `quantization_config` of a config.json or of its text part; empty when there is none.  Raises UserError."""
     text = config.get("text_config")
-    nested = text if isinstance(text, Mapping) else {}
-    for holder in (config, nested):
+    for holder in (config, text if isinstance(text, Mapping) else {}):
         for key in ("quantization_config", "compression_config"):
-            block = holder.get(key)
-            if block and not isinstance(block, Mapping):
-                raise UserError(f"cannot read config.json: {key} is not an object")
-            if isinstance(block, Mapping) and block:
-                return from_config(block)
-    return None
+            if block := holder.get(key):
+                if not isinstance(block, Mapping):
+                    raise UserError(f"cannot read config.json: {key} is not an object")
+                return block
+    return {}
 
 
 def from_config(q: Mapping[str, Any]) -> Quantization:
@@ -163,13 +165,10 @@ def _names(q: Mapping[str, Any], *keys: str) -> tuple[str, ...]:
 
 
 def _fp8(q: Mapping[str, Any]) -> Quantization:
-    block = q.get("weight_block_size")
-    quant = Quantization("fp8-block", block=(int(block[0]), int(block[1]))) if block else Quantization("fp8")
-    return msgspec.structs.replace(quant, excluded=_names(q, "modules_to_not_convert", "ignored_layers"))
-
-
-def _fbgemm_fp8(q: Mapping[str, Any]) -> Quantization:
-    return Quantization("fp8", is_per_channel=True, excluded=_names(q, "modules_to_not_convert"))
+    excluded, block = _names(q, "modules_to_not_convert", "ignored_layers"), q.get("weight_block_size")
+    if block:
+        return Quantization("fp8-block", block=(int(block[0]), int(block[1])), excluded=excluded)
+    return Quantization("fp8", is_per_channel="fbgemm" in str(q.get("quant_method")).lower(), excluded=excluded)
 
 
 def _group_size(size: object) -> int | None:
@@ -212,9 +211,8 @@ def _auto_round(q: Mapping[str, Any]) -> Quantization:
 
 def _mxfp4(q: Mapping[str, Any]) -> Quantization:
     """gpt-oss: expert matrices only, whatever else is listed."""
-    return Quantization(
-        "mxfp4", group_size=_MXFP4_GROUP, included=("re:.*experts",), excluded=_names(q, "modules_to_not_convert")
-    )
+    excluded = _names(q, "modules_to_not_convert")
+    return Quantization("mxfp4", group_size=_MXFP4_GROUP, included=("re:.*experts",), excluded=excluded)
 
 
 def _bitsandbytes(q: Mapping[str, Any]) -> Quantization:
@@ -236,23 +234,16 @@ _MODELOPT: Mapping[str, Quantization] = {
 def _modelopt(q: Mapping[str, Any]) -> Quantization:
     """`exclude_modules` in hf_quant_config.json, `ignore` in config.json; MIXED_PRECISION names a format a module."""
     algo = str(q.get("quant_algo", "")).upper()
-    excluded = _names(q, "exclude_modules", "ignore")
+    modules: dict[str, list[str]] = {} if algo == "MIXED_PRECISION" else {algo: []}
     if algo == "MIXED_PRECISION":
-        layers = q.get("quantized_layers") or {}
-        by_algo: dict[str, list[str]] = {}
-        for name, value in layers.items():
-            by_algo.setdefault(str(value.get("quant_algo", "")).upper(), []).append(str(name))
-        formats = [_modelopt_row(name, tuple(modules)) for name, modules in by_algo.items()]
-        if not formats:
-            raise not_modelled("quantization", "modelopt MIXED_PRECISION", "it lists no layers")
-        return msgspec.structs.replace(formats[0], excluded=excluded, also=tuple(formats[1:]))
-    return msgspec.structs.replace(_modelopt_row(algo, ()), excluded=excluded)
-
-
-def _modelopt_row(algo: str, modules: tuple[str, ...]) -> Quantization:
-    if algo not in _MODELOPT:
-        raise not_modelled("quantization", f"modelopt {algo}", "its bytes are not modelled")
-    return msgspec.structs.replace(_MODELOPT[algo], included=modules)
+        for name, value in (q.get("quantized_layers") or {}).items():
+            modules.setdefault(str(value.get("quant_algo", "")).upper(), []).append(str(name))
+    unknown = [name for name in modules if name not in _MODELOPT]
+    if unknown or not modules:
+        why = "its bytes are not modelled" if unknown else "it lists no layers"
+        raise not_modelled("quantization", f"modelopt {', '.join(unknown) or algo}", why)
+    rows = [msgspec.structs.replace(_MODELOPT[name], included=tuple(own)) for name, own in modules.items()]
+    return msgspec.structs.replace(rows[0], excluded=_names(q, "exclude_modules", "ignore"), also=tuple(rows[1:]))
 
 
 def _compressed_tensors(q: Mapping[str, Any]) -> Quantization:
@@ -291,7 +282,7 @@ def _scheme(group: Mapping[str, Any], storage: str) -> Quantization:
 # How a quant_method is read, and the kinds of checkpoint for which vLLM takes `--quantization` of that name.
 _METHODS: Mapping[str, tuple[Callable[[Mapping[str, Any]], Quantization], frozenset[str]]] = {
     "fp8": (_fp8, frozenset({"fp8", "fp8-block"})),
-    "fbgemm_fp8": (_fbgemm_fp8, frozenset({"fp8"})),
+    "fbgemm_fp8": (_fp8, frozenset({"fp8"})),
     "awq": (_awq, frozenset({"awq"})),
     "awq_marlin": (_awq, frozenset({"awq"})),
     "gptq": (_gptq, frozenset({"gptq"})),

@@ -38,6 +38,8 @@ _TERM_S = 15.0
 _KILL_S = 120.0
 _SWEEP_S = 15.0
 _FORCE_EVERY_S = 5.0
+_NOT_LAUNCHED = "JobLaunchFailure"
+_SHARED = "Set PENSTOCK_HOME to a folder on a file system that all nodes have."
 
 
 class Slurm(Target):
@@ -114,6 +116,8 @@ class Slurm(Target):
             words = slurm_script.survey(deployment, sys.executable, argv, folder)
             output = _run_survey(["srun", f"--job-name={name}", *words], name, timeout_s)
             surveyed = _surveyed(Path(folder))
+        if not surveyed and folder in output:  # the nodes could not write into it
+            output = f"the nodes do not see {home()}. {_SHARED}"
         return surveyed or [Surveyed("slurm", None, err=" ".join(output.split())[-500:])]
 
     def render(self, launch: Launch, python: str, deployment: Deployment) -> Artifact:
@@ -353,6 +357,10 @@ def _placement_of(
     if before is not None and before.state == "gone" and (job is None or (job.is_over and before.is_final)):
         return before
     placement = _placement(job, note, lead_s, before) if job is not None else _forgotten(number, note)
+    if job is not None and job.is_over and job.reason == _NOT_LAUNCHED and not _has_notes(run):
+        # Slurm could not even open its log, and another job of ours would end in the same way.
+        words = f"its job {number} could not start: {job.nodes} does not see {run.path} ({_NOT_LAUNCHED}). {_SHARED}"
+        placement = Placement("gone", words, is_final=True)
     if unit.kind == "replica":
         return placement
     # It is restarted even when it was cancelled by hand: without it nothing is served.
@@ -392,6 +400,12 @@ def _forgotten(number: str, note: str | None) -> Placement:
     if note is None or note.startswith("started"):
         return Placement("gone", f"Slurm does not know its job {number} any more")
     return Placement("gone", f"its job {number} {queue.end_in_words('is over', note)}")
+
+
+def _has_notes(run: Run) -> bool:
+    """Whether a job has written into the run's folder: then the nodes see it."""
+    folder = run.path / "jobs"
+    return folder.is_dir() and any(folder.iterdir())
 
 
 def _note(run: Run, number: str) -> str | None:

@@ -36,6 +36,7 @@ _MIN_FREE_BYTES = 128 * MIB  # penstock there takes 16 MiB, a run its logs
 class OverSsh(Target):
     name = "ssh"
     capabilities = frozenset({"survey"})
+    has_own_caches = True
 
     def __init__(self) -> None:
         self._runs: dict[str, RunHosts] = {}
