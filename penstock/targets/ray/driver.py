@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from typing import Any
 
 ENDED = "penstock: every node of this replica has ended"
+LOST = " is lost: "
 ANSWER = "penstock-survey: "
 _READ_S = 20.0
 _LOOP_S = 0.5
@@ -205,7 +206,7 @@ class Driver:
         try:
             answer = ray.get(rank.ref)
         except ray.exceptions.RayError as exc:
-            _say(f"node {rank.number} is lost: {' '.join(str(exc).split())[:300]}")
+            _say(f"node {rank.number}{LOST}{' '.join(str(exc).split())[:300]}")
             self._again(rank)
             return 1 if self.is_stopped else None
         if isinstance(answer, str):
