@@ -211,12 +211,11 @@ def test_stopping_a_real_stream_stops_the_engine() -> None:
 def test_only_a_terminal_gets_colour_and_no_color_takes_it_away(
     engine: InThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = ChatSettings(max_tokens=3, shows_stats=True)
     monkeypatch.delenv("NO_COLOR", raising=False)
-    assert "\x1b[2m(TTFT" in talk(engine, "a", settings=settings, tty=True)
-    assert "\x1b" not in talk(engine, "a", settings=settings)
+    assert "\x1b[2m(TTFT" in talk(engine, "/stats", "a", tty=True)
+    assert "\x1b" not in talk(engine, "/stats", "a")
     monkeypatch.setenv("NO_COLOR", "1")
-    assert "\x1b" not in talk(engine, "a", settings=settings, tty=True)
+    assert "\x1b" not in talk(engine, "/stats", "a", tty=True)
 
 
 OWNED = "a\x1b]0;owned\x07\tb\x9b2J\n"  # a model cannot drive the terminal, but a pipe gets its bytes

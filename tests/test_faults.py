@@ -5,6 +5,7 @@ Each time: status tells the truth, the part comes back or the refusal says why, 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -38,8 +39,11 @@ from launching import (
 )
 
 from penstock import paths, processes, targets
+from penstock.engines import Command
 from penstock.hardware import network
 from penstock.hardware.network import free_port
+from penstock.node.__main__ import TimedLines
+from penstock.node.engine_process import EngineProcess
 from penstock.run_folder import Run, replica
 from penstock.testing.fake_engine.requests import expected_text
 from penstock.wire.announcement import Restart
@@ -500,3 +504,18 @@ def test_on_a_full_disk_the_controller_survives_down_works_and_up_refuses(place:
     for line in ("the controller lives", "one is ready", "one is down", "0 processes left", "(1 ended: ", "refused"):
         assert line in done.stdout, done
     assert " of its disk are free" in done.stdout, done
+
+
+def test_engine_is_read_although_its_log_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its output pipe holds 64 KiB: an engine that nobody reads stops."""
+    lines, full = list[str](), Path("/dev/full").open("w")  # noqa: SIM115 - closing it fails
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", TimedLines(full))
+        engine = EngineProcess(
+            Command(("seq", "30000"), {}), tmp_path / "engine", processes.Marks(str(tmp_path)), lines.append
+        )
+        wait_until(lambda: engine.exit_code() == 0, "it ends")
+        engine.end(0)
+    assert len(lines) == 30000
+    with contextlib.suppress(OSError):
+        full.close()

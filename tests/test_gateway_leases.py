@@ -106,7 +106,7 @@ async def test_stream_of_a_silent_machine_ends_with_its_name(monkeypatch: pytest
         await client.event()
         assert await client.event() == EVENTS[0]
         look_after, answers = rig.gateway._context.look_after, False
-        await rig.announce("0", engine.url, lease_s=0.001)
+        await rig.announce("0", engine.url, lease_s=0.001, host="gpu7")
         assert (await probe()).silent_since is not None
         answers = True
         assert (await probe()).silent_since is None
@@ -114,7 +114,7 @@ async def test_stream_of_a_silent_machine_ends_with_its_name(monkeypatch: pytest
         answers = False
         assert (await probe()).silent_since is not None
         look_after(time.monotonic() + 1)
-        assert error_of(await client.event())["message"].startswith("the machine of replica 0 does not answer")
+        assert error_of(await client.event())["message"].startswith("machine gpu7 of replica 0 does not answer")
         assert await client.event() is END
 
 
@@ -143,7 +143,7 @@ def test_short_cut_loses_nothing_and_a_machine_that_is_off_ends_its_stream(
             await rig.announce("0", url)
             short, endless = await ask(rig, 60), await ask(rig, 4000)
             await asyncio.sleep(1)
-            await rig.announce("0", url, lease_s=1)
+            await rig.announce("0", url, lease_s=1, host="node1")
             host.cut()
             await asyncio.sleep(2.5)
             host.mend()
@@ -152,7 +152,7 @@ def test_short_cut_loses_nothing_and_a_machine_that_is_off_ends_its_stream(
             host.kill()
             _, body, is_whole = await endless
             assert is_whole
-            assert "the machine of replica 0 does not answer" in body.decode()
+            assert "machine node1 of replica 0 does not answer" in body.decode()
 
     with asyncio.Runner(loop_factory=loop_factory) as runner:
         runner.run(asyncio.wait_for(test(), 60))

@@ -49,7 +49,7 @@ def shown(words: str) -> str:
         return f"{words}\n  exit {error.exit_code}: {error.message}\n  hint: {str(error.hint)[:60]}\n"
     word = "does not start" if sizing.is_refused else "fits" if sizing.fits else "does not fit"
     lines = [f"{word}: {sizing.reason}", *(f"but {target.partition(':')[0]}" for target in sizing.missed)]
-    if sizing.layout and sizing.weights and sizing.settings:
+    if sizing.layout and sizing.weights:
         each = " ".join(f"{gib:.2f}" for gib in sizing.weights.per_gpu_gib)
         lines.append(f"{plan_text.layout_text(sizing.layout)}, weights {each} GiB, {sizing.settings.dtype}")
         lines.append(f"engine: {' '.join(sizing.engine_args) or 'no flags'}")
@@ -105,7 +105,7 @@ def test_a_folder_needs_no_more_than_a_config_and_a_checkpoint_of_another_size_i
 def test_a_configs_own_length_counts() -> None:
     config = {**models_catalog.model_config("command-r-v01"), "model_max_length": 131_072}
     answer = solved("command-r-v01", "h200-sxm", config).settings
-    assert answer is not None and answer.max_model_len == 131_072
+    assert answer.max_model_len == 131_072
 
 
 def test_the_bars_add_up_to_the_card() -> None:

@@ -1,7 +1,4 @@
-"""Chat in a terminal: streamed answers, a history, a handful of commands. Without a terminal: lines in, answers out.
-
-`chat` prints only to the stream it is given and reads only from the one it is given, so a test (or a pipe) drives it.
-"""
+"""Chat in a terminal: streamed answers, a history, a handful of commands. Without a terminal: lines in, answers out."""
 
 from __future__ import annotations
 
@@ -44,16 +41,12 @@ ReadLine = Callable[[str], str]  # takes the prompt; raises EOFError at the end,
 
 @dataclass(frozen=True)
 class ChatSettings:
-    """How to chat. `completion` sends raw prompts, without a conversation; `as_json` prints one object per answer.
-
-    `history_file` keeps typed lines between sessions; None keeps none.
-    """
+    """How to chat. `completion` sends raw prompts, without a conversation; `as_json` prints one object per answer."""
 
     model: str | None = None
     system: str | None = None
     completion: bool = False
     as_json: bool = False
-    shows_stats: bool = False
     max_tokens: int | None = None
     temperature: float | None = None
     history_file: Path | None = None
@@ -107,41 +100,33 @@ def chat(
     read_line: ReadLine | None = None,
 ) -> int:
     """Talks until `once` is answered, or the input ends, or /quit; gives the exit code 0.
-
-    With a terminal (or `read_line`) failures are shown and the chat goes on; otherwise the first one is raised.
-    """
+    With a terminal (or `read_line`) failures are shown and the chat goes on; otherwise the first one is raised."""
     stdin, stdout = stdin or sys.stdin, stdout or sys.stdout
     if once is not None:
         _Session(client, settings, stdout, is_interactive=False).answer(once)
         return 0
-    is_interactive = read_line is not None or stdin.isatty()
-    session = _Session(client, settings, stdout, is_interactive)
+    if read_line is None and stdin.isatty():
+        read_line = _keyboard(settings.history_file)
+    session = _Session(client, settings, stdout, is_interactive=read_line is not None)
     session.greet()
-    if read_line is not None:
-        session.run(read_line)
-    elif is_interactive:
-        session.run(_keyboard(settings.history_file))
-    else:
-        session.run(_lines_of(stdin))
+    session.run(read_line or _lines_of(stdin))
     return 0
 
 
 def read_message(read_line: ReadLine) -> str:
     r"""One message, which may span lines: "a\" + "b" -> "a\nb"; everything between two \"\"\". EOFError at the end."""
-    line = read_line(PROMPT)
-    lines = [line]
-    if line.lstrip().startswith(_QUOTES):
-        lines = [line.lstrip().removeprefix(_QUOTES)]
-        ends = _QUOTES
-    else:
-        ends = None
+    lines = [read_line(PROMPT)]
+    is_quoted = lines[0].lstrip().startswith(_QUOTES)
+    if is_quoted:
+        lines = [lines[0].lstrip().removeprefix(_QUOTES)]
     with contextlib.suppress(EOFError):  # the end of the input ends a message, too
-        while not lines[-1].rstrip().endswith(ends) if ends else lines[-1].endswith("\\"):
-            if not ends:
-                lines[-1] = lines[-1][:-1]
+        while is_quoted and not lines[-1].rstrip().endswith(_QUOTES):
+            lines.append(read_line(MORE))
+        while not is_quoted and lines[-1].endswith("\\"):
+            lines[-1] = lines[-1][:-1]
             lines.append(read_line(MORE))
     text = "\n".join(lines)
-    return text.rstrip().removesuffix(_QUOTES) if ends else text
+    return text.rstrip().removesuffix(_QUOTES) if is_quoted else text
 
 
 def stats(reply: Reply) -> str:
@@ -151,16 +136,9 @@ def stats(reply: Reply) -> str:
         parts.append(f"TTFT {show_seconds(reply.ttft_s)}")
     if reply.output_tokens is not None:
         parts.append(f"{reply.output_tokens} token{'' if reply.output_tokens == 1 else 's'}")
-    if reply.tokens_per_s is not None:
-        parts.append(
-            f"{reply.tokens_per_s:.3g} tokens/s" if reply.tokens_per_s < 100 else f"{reply.tokens_per_s:.0f} tokens/s"
-        )
+    if (rate := reply.tokens_per_s) is not None:
+        parts.append(f"{rate:.3g} tokens/s" if rate < 100 else f"{rate:.0f} tokens/s")
     return f"({', '.join(parts)})"
-
-
-def to_json(reply: Reply) -> str:
-    """One line of JSON with all that is known of an answer; times in seconds."""
-    return json.dumps(asdict(reply), ensure_ascii=False)
 
 
 def blocks_of(text: str) -> list[str]:
@@ -236,7 +214,7 @@ class _Session:
         self._last: str | None = None
         self._model = settings.model
         self._system = settings.system
-        self._shows_stats = settings.shows_stats
+        self._shows_stats = False
         self._messages: list[Message] = []
         self._is_over = False
 
@@ -288,9 +266,9 @@ class _Session:
             raise
         if reply is not None:
             self._conclude(reply, shown)
-        said = "".join(shown).strip() if reply is None else reply.text
-        if said:
-            self._messages += [question, {"role": "assistant", "content": said}]
+        answer = "".join(shown).strip() if reply is None else reply.text
+        if answer:
+            self._messages += [question, {"role": "assistant", "content": answer}]
 
     def _ask(self, text: str, question: Message) -> Stream:
         settings = self._settings
@@ -315,7 +293,7 @@ class _Session:
 
     def _conclude(self, reply: Reply, shown: list[str]) -> None:
         if self._settings.as_json:
-            self._out.write(to_json(reply) + "\n")
+            self._out.write(json.dumps(asdict(reply), ensure_ascii=False) + "\n")
         else:
             self._end_line(shown)
             if self._shows_stats:

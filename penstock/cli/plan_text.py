@@ -165,12 +165,10 @@ def layout_text(layout: Parallel | RejectedLayout) -> str:
 
 def subject_text(request: SizingRequest, sizing: Sizing) -> str:
     """What was asked: "llama-3.1-70b on 2 nodes x 8 H100 over ib-ndr, vLLM 0.33"."""
-    gpu = sizing.settings.gpu_name if sizing.settings else request.gpu
+    settings = sizing.settings
     nodes = f"{request.nodes} nodes x {request.gpus_per_node}" if request.nodes > 1 else f"{request.gpus_per_node} x"
     network = f" over {request.network}" if request.network and request.nodes > 1 else ""
-    version = sizing.settings.engine_version if sizing.settings else request.engine_version
-    engine = f", vLLM {version}" if version else ""
-    return f"{request.facts.reference} on {nodes} {gpu}{network}{engine}"
+    return f"{request.facts.reference} on {nodes} {settings.gpu_name}{network}, vLLM {settings.engine_version}"
 
 
 def _verdict(request: SizingRequest, sizing: Sizing) -> list[Grid]:
@@ -270,15 +268,10 @@ def placement(layout: Parallel, gpus_per_node: int, n_nodes: int) -> list[list[t
     replica, stage_size = layout.tensor * layout.pipeline, layout.tensor
     unit = replica if replica <= gpus_per_node else stage_size if stage_size <= gpus_per_node else 1
     used = gpus_per_node // unit * unit
-    nodes: list[list[tuple[int, int] | None]] = []
-    rank = 0
+    ranks, nodes = iter(range(layout.n_ranks)), []
     for _ in range(n_nodes):
-        row: list[tuple[int, int] | None] = [None] * gpus_per_node
-        for slot in range(used):
-            if rank < layout.n_ranks:
-                row[slot] = (rank // stage_size % layout.pipeline, rank // replica)
-                rank += 1
-        nodes.append(row)
+        row = [(rank // stage_size % layout.pipeline, rank // replica) for rank in itertools.islice(ranks, used)]
+        nodes.append([*row, *[None] * (gpus_per_node - len(row))])
     return nodes
 
 
@@ -323,8 +316,8 @@ def _row_text(places: Sequence[str], width: int) -> str:
 # ---- KV cache, speed, users ------------------------------------------------------------------------------------------
 
 
-def _kv(kv: KvAnswer, settings: Settings | None) -> list[Grid]:
-    length = f" of {settings.max_model_len:,} tokens" if settings else " of max_model_len"
+def _kv(kv: KvAnswer, settings: Settings) -> list[Grid]:
+    length = f" of {settings.max_model_len:,} tokens"
     token = f"one token of the whole model: {show_bytes(kv.bytes_per_token)}"
     if not kv.num_blocks:
         request = f"one request{length} takes {kv.per_gpu_gib_one_request:.2f} GiB a GPU"

@@ -14,7 +14,7 @@ from penstock.errors import PenstockError, UserError
 from penstock.log_lines import as_they_come, file_lines, in_turn, named
 from penstock.run_folder import Run, Unit
 
-# In front of each line of an engine (UTC, with a Z) and of the gateway (local time).
+# In front of each line of a node (UTC, with a Z) and of the gateway (local time).
 _STAMP = re.compile(r"(\d{4}-\d\d-\d\d)[T ](\d\d:\d\d:\d\d)(Z?)")
 
 

@@ -7,7 +7,7 @@ import math
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -26,7 +26,7 @@ from penstock.planner.request import Sizing, SizingRequest
 from penstock.planner.solve import sizing_of, speed_of
 from penstock.planner.speed.estimate import Speed
 from penstock.spec import reading
-from penstock.spec.deployment import Deployment, Parallel, Scalar
+from penstock.spec.deployment import Deployment, Parallel, Scalar, Workload
 from penstock.text import bare_flag
 
 _Value = Scalar | list[Scalar]
@@ -99,52 +99,37 @@ def notes_of(card: GpuFacts) -> tuple[str, ...]:
     known = card.memory if card.stands_in is not None else catalog.gpu(card.id).memory
     if known == card.memory:
         return ()
-    both = (
-        f"the driver reports {card.memory.nvidia_smi_mib or 0:,} MiB a GPU, the catalogue {known.nvidia_smi_mib or 0:,}"
-    )
-    return (f"{both}: the driver's number is used",)
+    theirs, ours = card.memory.nvidia_smi_mib or 0, known.nvidia_smi_mib or 0
+    return (f"the driver reports {theirs:,} MiB a GPU, the catalogue {ours:,}: the driver's number is used",)
 
 
 def request_for(source: str | Deployment, asked: Mapping[str, Any]) -> tuple[SizingRequest, GpuFacts | None]:
     """The request for a model or a deployment, `asked` over it; and the card when it is this machine's.
     Without a GPU in either, this machine's are meant, shared by replicas. Reads files and the hub. Raises UserError."""
     if isinstance(source, str):
-        of_model = facts.read(source)
-        if "gpu" in asked:
-            return SizingRequest(facts=of_model, **asked), None
-        here = local_gpus(asked.get("gpus_per_node"))
-        fields = {"gpu": here.card.id, "gpus_per_node": here.n_gpus, "links": here.links, **asked}
-        return SizingRequest(facts=here.noted(of_model), **fields), here.card
-    if source.engine.kind not in ("auto", "vllm"):
+        model, gpu, n_gpus = source, None, asked.get("gpus_per_node")
+    elif source.engine.kind not in ("auto", "vllm"):
         raise UserError(
             f'cannot plan deployment "{source.name}": its engine is {source.engine.kind}',
             hint="Planning is for vLLM on GPUs: set engine.kind: vllm.",
         )
-    gpu, n_gpus = asked.get("gpu") or source.hardware.gpu, source.hardware.gpus_per_node
-    of_model, card = facts.read(source.model), None
+    else:
+        model, gpu, n_gpus = source.model, source.hardware.gpu, source.hardware.gpus_per_node
+    of_model, card, gpu = facts.read(model), None, asked.get("gpu") or gpu
     if gpu is None:
-        here = local_gpus(n_gpus)
-        gpu, n_gpus, of_model, card = here.card.id, here.n_gpus, here.noted(of_model), here.card
-        asked = {"links": here.links, **asked}
+        card, n_gpus, links, notes = _local_gpus(n_gpus)
+        gpu, of_model = card.id, msgspec.structs.replace(of_model, notes=(*of_model.notes, *notes))
+        asked = {"links": links, **asked}
     n_gpus = n_gpus or 1
+    if isinstance(source, str):
+        return SizingRequest(of_model, **{"gpu": gpu, "gpus_per_node": n_gpus, **asked}), card
     if source.parallel == "auto":
         n_gpus = max(1, n_gpus // max(1, source.replicas.min))
-    request = request_of(source, of_model, gpu)
-    return msgspec.structs.replace(request, **{"gpus_per_node": n_gpus, **asked}), card
+    return msgspec.structs.replace(request_of(source, of_model, gpu), **{"gpus_per_node": n_gpus, **asked}), card
 
 
-class LocalGpus(NamedTuple):
-    card: GpuFacts
-    n_gpus: int
-    links: Links | None
-    notes: tuple[str, ...]
-
-    def noted(self, of_model: Facts) -> Facts:
-        return msgspec.structs.replace(of_model, notes=(*of_model.notes, *self.notes))
-
-
-def local_gpus(n_wanted: int | None) -> LocalGpus:
-    """This machine's first `n_wanted` GPUs, or all.  Raises UserError when there are none, or several kinds."""
+def _local_gpus(n_wanted: int | None) -> tuple[GpuFacts, int, Links | None, tuple[str, ...]]:
+    """(the card, GPUs, links, notes) of this machine's first `n_wanted` GPUs, or all, which must be of one kind."""
     gpus = detect.gpus()[:n_wanted]
     names = sorted({gpu.name for gpu in gpus})
     if len(names) != 1:
@@ -154,17 +139,13 @@ def local_gpus(n_wanted: int | None) -> LocalGpus:
             hint=f"Name the GPU: --gpu h100-sxm --gpus-per-node 8. Known: {', '.join(catalog.gpu_ids())}.",
         )
     card, links = card_of(gpus), detect.links([gpu.index for gpu in gpus])
-    notes = notes_of(card)
-    if links is None:
-        notes += (
-            "nvidia-smi does not report how the GPUs of this machine are connected: the catalogue's links are used",
-        )
-    return LocalGpus(card, len(gpus), links, notes)
+    unknown = "nvidia-smi does not report how the GPUs of this machine are connected: the catalogue's links are used"
+    return card, len(gpus), links, notes_of(card) + ((unknown,) if links is None else ())
 
 
 def request_of(deployment: Deployment, of_model: Facts, gpu: str) -> SizingRequest:
     """The request of a deployment on these cards, as many as its file says, or 1."""
-    hardware, workload = deployment.hardware, deployment.workload
+    hardware = deployment.hardware
     known, more = _planned(deployment.engine.args)
     cut = deployment.parallel if isinstance(deployment.parallel, Parallel) else None
     return SizingRequest(
@@ -173,19 +154,12 @@ def request_of(deployment: Deployment, of_model: Facts, gpu: str) -> SizingReque
         gpus_per_node=hardware.gpus_per_node or 1,
         nodes=hardware.nodes,
         network=hardware.link,
-        tensor=cut.tensor if cut else None,
-        pipeline=cut.pipeline if cut else None,
-        data=cut.data if cut else None,
-        expert=cut.expert if cut else False,
         max_model_len=deployment.engine.max_model_len,
         gpu_memory_utilization=deployment.engine.gpu_memory_utilization,
-        input_tokens=workload.input_tokens,
-        output_tokens=workload.output_tokens,
-        concurrency=workload.concurrency,
-        ttft_ms=workload.ttft_ms,
-        tpot_ms=workload.tpot_ms,
         more_args=tuple(pass_through(more)),
         environment=tuple(f"{name}={value}" for name, value in sorted(deployment.engine.env.items())),
+        **(msgspec.structs.asdict(cut) if cut else {}),
+        **msgspec.structs.asdict(deployment.workload),
         **known,
     )
 
@@ -236,24 +210,21 @@ def deployment_text(request: SizingRequest, sizing: Sizing, base: Mapping[str, A
     import yaml
 
     layout, settings = sizing.layout, sizing.settings
-    assert layout is not None and settings is not None, "what fits has a layout and settings"
+    assert layout is not None, "what fits has a layout"
     own = dict(base or {})
     folder = Path(request.facts.reference).expanduser()
     model = request.facts.hub_id or (str(folder.resolve()) if folder.exists() else request.facts.reference)
     args = {name: value for name, value in _args(sizing.engine_args).items() if name not in names.OURS}
     blocks = {
         "hardware": {name: getattr(request, name) for name in ("gpu", "gpus_per_node", "nodes", "network")},
-        "parallel": {name: getattr(layout, name) for name in ("tensor", "pipeline", "data", "expert")},
+        "parallel": msgspec.structs.asdict(layout),
         "engine": {
             "kind": "vllm",
             "max_model_len": settings.max_model_len,
             "gpu_memory_utilization": settings.gpu_memory_utilization,
             "args": args or None,
         },
-        "workload": {
-            name: getattr(request, name)
-            for name in ("input_tokens", "output_tokens", "concurrency", "ttft_ms", "tpot_ms")
-        },
+        "workload": {name: getattr(request, name) for name in Workload.__struct_fields__},
     }
     blocks["hardware"]["nodes"] = _nodes_of(request, layout)
     # In a file it is for all replicas, in a request for one.

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
-import re
 import time
 from operator import sub
 from typing import Final, NamedTuple
@@ -15,7 +13,7 @@ from penstock.gateway.accounting.keys import credential
 from penstock.gateway.accounting.token_usage import is_token_chunk
 from penstock.gateway.config import Address, host_header
 from penstock.gateway.connections.client import ClientConnection
-from penstock.gateway.connections.engine import UpstreamConnection, UpstreamError
+from penstock.gateway.connections.engine import OWN_ERRORS, UpstreamConnection, UpstreamError
 from penstock.gateway.context import OWN_HEADERS, GatewayContext
 from penstock.gateway.metrics import Outcome, Series
 from penstock.gateway.origins import origin_headers
@@ -38,8 +36,6 @@ SILENT_S = 30.0
 MAX_COLLECTED_BYTES: Final = 64 * 1024
 
 _DROPPED_OF_RESPONSE: Final = HOP_BY_HOP | OWN_HEADERS | {b"server-timing"}
-
-_HOST_NAME: Final = re.compile(r"(?!localhost$)[A-Za-z][A-Za-z0-9.\-]*")
 
 log = logging.getLogger(__name__)
 
@@ -228,11 +224,10 @@ class Forwarding:
         try:
             return await context.pool.connect(address)
         except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ENFILE):
-                # The gateway's failure, not the replica's. Idle connections make room for the next request.
+            if error.errno in OWN_ERRORS:
                 log.error("could not connect to replica %s: %s", replica.name, error.strerror)
-                context.pool.close()
-                message, headers = "the gateway has no file descriptor left", ((b"retry-after", b"1"),)
+                context.pool.close()  # idle connections make room for the next request
+                message, headers = "the gateway has no connection to an engine left", ((b"retry-after", b"1"),)
                 self._end_early(_Fault(503, "overloaded", message, headers=headers))
                 return None
             self._replica = None
@@ -374,10 +369,8 @@ class Forwarding:
         if silent_s >= STALL_S and self._context.replicas.is_idle(replica, now, STALL_S):
             reason = f"no byte for {STALL_S:.0f} s, and the engine reports no running request"
         elif silent_s >= SILENT_S and replica.is_silent(now, SILENT_S):
-            host = connection.address[0]
-            log.warning("replica %s: machine %s has been silent for %.0f s", replica.name, host, silent_s)
-            # Clients may know a machine's name, but not its address.
-            machine = f"machine {host}" if _HOST_NAME.fullmatch(host) else "the machine"
+            host = replica.announcement.host  # clients may know a machine's name, but not its address
+            machine = f"machine {host}" if host else "the machine"
             reason = f"{machine} of replica {replica.name} does not answer: no byte for {silent_s:.0f} s"
         else:
             return

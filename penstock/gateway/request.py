@@ -185,7 +185,7 @@ def _bound(priority: int) -> int:
 def read_form_model(content_type: bytes, body: bytes) -> str | None:
     """The value of the form part named "model"; None when there is none. Raises UnreadableError."""
     place = _find_form_model(content_type, body)
-    return None if place is None else _read_name(body[slice(*place)])
+    return None if place is None else _read_name(body[place[0] : place[1]])
 
 
 def _find_form_model(content_type: bytes, body: bytes) -> tuple[int, int] | None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TextIO, cast
 
 import msgspec
 
@@ -111,6 +114,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 128 + signal.SIGTERM if terms and options.kill_after is not None and code == 0 else code
 
 
+class TimedLines(threading.local):
+    """Standard output as a log: the time (UTC) before each line. A line that a full disk does not take is lost."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream, self._line = stream, ""
+
+    def write(self, text: str) -> None:
+        *whole, self._line = (self._line + text).split("\n")
+        at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        with contextlib.suppress(OSError):
+            self._stream.write("".join(f"{at} {line}\n" for line in whole))
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self._stream.flush()
+
+
 def _on_signals(stop: Callable[[], None], kill_after_s: float | None) -> list[int]:
     """SIGTERM and SIGINT stop the node; each SIGTERM is added to the returned list."""
     terms: list[int] = []
@@ -131,6 +151,7 @@ def _on_signals(stop: Callable[[], None], kill_after_s: float | None) -> list[in
 
 
 if __name__ == "__main__":
+    sys.stdout = cast(TextIO, TimedLines(sys.stdout))
     try:
         sys.exit(main())
     except UserError as exc:

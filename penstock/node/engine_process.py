@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -118,7 +117,7 @@ class EngineProcess:
     def _take(self, line: bytes) -> None:
         text = line.decode("utf-8", "replace").rstrip()
         if text:
-            print(time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), text, flush=True, file=sys.stdout)
+            print(text, flush=True, file=sys.stdout)
             self.tail.append(text)
             if self._on_line is not None:
                 self._on_line(text)

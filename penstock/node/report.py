@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 
 from penstock.engines import Diagnosis, Seen
@@ -71,6 +72,7 @@ class ReplicaReport:
                 state=state,
                 lease_s=self._launch.lease_s,
                 url=self.url,
+                host=socket.gethostname(),
                 progress=self.seen.progress,
                 reason=self.reason,
                 hint=self.hint,

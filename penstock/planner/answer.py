@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+import msgspec
+
 from penstock.planner import engine_limits, levers, users
 from penstock.planner.architecture import dense
 from penstock.planner.engine_settings import engine_args
@@ -46,6 +48,7 @@ def answer(inputs: SolveInputs, fit: MemoryFit, reason: str, refused: Iterable[R
     return Sizing(
         fits=fit.fits,
         reason=reason,
+        settings=inputs.settings,
         layout=layout,
         weights=WeightsAnswer(
             bytes_on_disk(inputs.arch), n_params(inputs.arch), tuple(rank.total_bytes / GIB for rank in fit.ranks)
@@ -58,7 +61,6 @@ def answer(inputs: SolveInputs, fit: MemoryFit, reason: str, refused: Iterable[R
         engine_args=engine_args(inputs.request, sizes, layout.expert),
         measured_on=fit.measured_on,
         missed=missed_targets(speed, inputs.request.ttft_ms, inputs.request.tpot_ms),
-        settings=inputs.settings,
         ranks=_ranks(inputs.memory, fit) if fit.available else (),
         levers=levers.levers(inputs, fit) if fit.available else (),
         users=_users(inputs, fit) if fit.fits and not inputs.is_too_long else None,
@@ -66,10 +68,7 @@ def answer(inputs: SolveInputs, fit: MemoryFit, reason: str, refused: Iterable[R
 
 
 def rejected(refused: Iterable[Refused]) -> tuple[RejectedLayout, ...]:
-    return tuple(
-        RejectedLayout(one.layout.tensor, one.layout.pipeline, one.layout.data, one.layout.expert, one.reason)
-        for one in refused
-    )
+    return tuple(RejectedLayout(**msgspec.structs.asdict(each.layout), reason=each.reason) for each in refused)
 
 
 def _kv(inputs: SolveInputs, fit: MemoryFit) -> KvAnswer | None:

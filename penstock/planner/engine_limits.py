@@ -61,13 +61,18 @@ def refusals(
     request: SizingRequest, arch: Architecture, gpu: GpuFacts, settings: Settings, rules: EngineProfile
 ) -> tuple[str, ...]:
     """Why this engine would not start on this card, each with its number."""
+    reasons: list[str | None] = []
+    if arch.dtype == "float16" and request.dtype in ("half", "float16") and _model_type(request) in _NO_FLOAT16:
+        reasons.append(f"vLLM refuses float16 for {_model_type(request)} (unstable): use bfloat16 or float32")
+    if arch.dtype == "bfloat16" and request.dtype == "bfloat16" and _lacks(gpu, _BF16):
+        reasons.append(f"bfloat16 needs {_shown(_BF16, gpu)}: use --dtype half")
+    # FlashAttention, FlashInfer and Triton take multiples of 16 (`get_supported_kernel_block_sizes`).
+    if request.block_size is not None and request.block_size % 16 and capability(gpu) is not None:
+        size = request.block_size
+        reasons.append(f"block size {size} is not a multiple of 16, which every attention kernel needs")
     method = str(quantization.block_of(request.facts.config).get("quant_method", "")).lower()
-    reasons = (
-        _dtype_refusal(request, arch, gpu),
-        _block_refusal(request, gpu),
-        cache_refusal(arch, gpu, settings.kv_cache_dtype, rules),
-        format_refusal(arch.quantization, gpu, rules, method),
-    )
+    reasons.append(cache_refusal(arch, gpu, settings.kv_cache_dtype, rules))
+    reasons.append(format_refusal(arch.quantization, gpu, rules, method))
     return tuple(reason for reason in reasons if reason)
 
 
@@ -108,14 +113,6 @@ def warnings(
     return notes
 
 
-def _dtype_refusal(request: SizingRequest, arch: Architecture, gpu: GpuFacts) -> str | None:
-    if arch.dtype == "float16" and request.dtype in ("half", "float16") and _model_type(request) in _NO_FLOAT16:
-        return f"vLLM refuses float16 for {_model_type(request)} (unstable): use bfloat16 or float32"
-    if arch.dtype == "bfloat16" and request.dtype == "bfloat16" and _lacks(gpu, _BF16):
-        return f"bfloat16 needs compute capability 8.0, {gpu.id} has {gpu.compute_capability}: use --dtype half"
-    return None
-
-
 def cache_refusal(arch: Architecture, gpu: GpuFacts, kind: str, rules: EngineProfile) -> str | None:
     """Why no attention kernel reads a KV cache of this kind on this card."""
     is_fp8, is_fp4 = kind.startswith("fp8"), kind.startswith("nvfp4")
@@ -130,14 +127,6 @@ def cache_refusal(arch: Architecture, gpu: GpuFacts, kind: str, rules: EnginePro
     if is_fp4 and not is_blackwell and any(attention.head_dim_k == 64 for attention in attentions):
         return f"a KV cache in {kind} is misread at head size 64 below Blackwell, {gpu.id} has {gpu.compute_capability}"
     return None
-
-
-def _block_refusal(request: SizingRequest, gpu: GpuFacts) -> str | None:
-    """FlashAttention, FlashInfer and Triton take multiples of 16 (`get_supported_kernel_block_sizes`)."""
-    size = request.block_size
-    if size is None or size % 16 == 0 or capability(gpu) is None:
-        return None
-    return f"block size {size} is not a multiple of 16, which every attention kernel needs"
 
 
 def format_refusal(quant: Quantization | None, gpu: GpuFacts, rules: EngineProfile, method: str = "") -> str | None:

@@ -27,18 +27,7 @@ class BatchDefaults(msgspec.Struct, frozen=True):
 
 
 class EngineProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The rules of one version of vLLM. Memory: `graphs_in_budget`, `nccl_in_budget`: paid from total x utilization,
-    else from the rest of the card. `measures_consumed`: non-torch memory is measured by free memory, with what the
-    allocator keeps. `sampler_bytes`: of the first runner, by row and vocabulary entry. `keeps_moe_workspace`: the MoE
-    kernels' buffers stay allocated. KV cache: `prints_concurrency`: "GPU KV cache size" is concurrency x max_model_len,
-    else the blocks over the groups. `chunked_windows`: chunked-local layers (Llama 4) are charged for their chunk.
-    `counts_batches_in_flight`: a window is charged for every batch in flight. `reserves_null_block`, `checks_groups`:
-    the start-up check holds one block back, counts padded groups. `group_slack`: layer kinds with counts closer than
-    this factor share the larger one as group size. `caches_states`: prefix caching is on for hybrids: two states a
-    request, three with `*_checkpoints`. Limits: `least_capability` by weight format; a format without a row is gone.
-    `packed_inputs`, `packed_expert_inputs`: what the input share of a 4-bit matrix must be a multiple of;
-    `fp8_expert_block`: the smallest block that scales of fp8 experts are refined to. Speed: as in
-    `speed.estimate.Constants`."""
+    """The rules of one version of vLLM; data/engine_versions.yaml explains each."""
 
     version: str
     default_utilization: float

@@ -22,7 +22,7 @@ _PUBLISHED_TOKENS = 128_000  # the length of the tables that people quote
 def explanation(request: SizingRequest, sizing: Sizing) -> dict[str, tuple[str, ...]]:
     """How the answer was counted: lines of arithmetic by name, none for a layout that is not legal."""
     settings, weights, layout = sizing.settings, sizing.weights, sizing.layout
-    if settings is None or weights is None or layout is None:
+    if weights is None or layout is None:
         return {}
     arch = with_choice(dense.read(request.facts.config), request.quantization, request.dtype)
     arch = msgspec.structs.replace(arch, dtype=settings.dtype)

@@ -218,7 +218,6 @@ def _refuse_too_little_memory(
 
 def _as_sized(deployment: Deployment, machine: Machine, n_replicas: int, sizing: Sizing, key: Key | None) -> _Chosen:
     settings = sizing.settings
-    assert settings is not None, "the solver always sets them"
     if deployment.engine.env.get(_LONG_LENGTHS_ALLOWED, "").lower() not in ("1", "true"):
         _refuse_longer_than(settings.longest_model_len, settings.max_model_len, deployment)
     if not sizing.fits:

@@ -173,6 +173,7 @@ class Sizing(msgspec.Struct, frozen=True):
 
     fits: bool
     reason: str
+    settings: Settings
     layout: Parallel | None = None
     weights: WeightsAnswer | None = None
     kv: KvAnswer | None = None
@@ -184,7 +185,6 @@ class Sizing(msgspec.Struct, frozen=True):
     measured_on: str | None = None
     missed: tuple[str, ...] = ()
     # Not in the JSON: for the terminal view and the picture.
-    settings: Settings | None = None
     ranks: tuple[RankMemory, ...] = ()
     levers: tuple[Lever, ...] = ()
     users: Users | None = None

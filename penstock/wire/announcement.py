@@ -109,10 +109,10 @@ class BoardView(msgspec.Struct, frozen=True):
 class Announcement(msgspec.Struct, frozen=True, omit_defaults=True):
     """The state of one replica, as its node sees it.
 
-    `url` is the engine's base URL, once it listens. `lease_s`: without a newer announcement in that time the
-    replica gets no traffic. `restarts` holds the last ten; `n_restarts` counts all. `reason` says why the state
-    is not what was asked for, `hint` what to do about it; `log_tail` is given with "failed". `load` is None when the
-    engine does not report it. A replica of `weight` 2 gets twice the requests of weight 1. `adapters` are further
+    `url` is the engine's base URL, once it listens, `host` its machine's name. Without a newer announcement within
+    `lease_s` the replica gets no traffic. `restarts` holds the last ten, `n_restarts` counts all. `reason` says why the
+    state is not what was asked for, `hint` what to do about it; `log_tail` is given with "failed". `load` is None when
+    the engine does not report it. A replica of `weight` 2 gets twice the requests of weight 1. `adapters` are further
     names that it serves (LoRA). `nodes` is empty for a replica on one machine.
     """
 
@@ -121,6 +121,7 @@ class Announcement(msgspec.Struct, frozen=True, omit_defaults=True):
     state: ReplicaState
     lease_s: float
     url: str | None = None
+    host: str = ""
     progress: Progress | None = None
     reason: str | None = None
     hint: str | None = None

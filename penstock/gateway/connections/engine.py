@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 import time
 from collections.abc import Callable, Mapping
@@ -23,6 +24,10 @@ MAX_IDLE: Final = 512
 USER_TIMEOUT_MS = 45_000
 _TCP_OPTIONS: Final = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 6}
 MAX_HEADS: Final = 256
+
+
+# A connect fails with these because of this process or machine, not of the engine.
+OWN_ERRORS: Final = frozenset((errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL, errno.ENOBUFS, errno.ENOMEM))
 
 
 class UpstreamError(Exception):

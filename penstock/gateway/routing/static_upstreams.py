@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 
 from penstock.gateway.config import Address, host_header, parse_url
-from penstock.gateway.connections.engine import Pool, UpstreamError, call
+from penstock.gateway.connections.engine import OWN_ERRORS, Pool, UpstreamError, call
 from penstock.gateway.routing.queue import WaitingQueue
 from penstock.gateway.routing.replicas import Replica, ReplicaTable
 from penstock.spec.gateway import Upstream
@@ -102,6 +102,10 @@ class StaticUpstreams:
         while True:
             began_at = time.monotonic()
             problem = await probe(self._pool, address)
+            if isinstance(problem, OSError) and problem.errno in OWN_ERRORS:
+                log.error("%s at %s could not be probed: %s", name, upstream.url, problem)
+                await asyncio.sleep(PROBE_S)
+                continue
             n_silent = n_silent + 1 if isinstance(problem, TimeoutError) else 0
             is_doubted = was_ready and 0 < n_silent < MAX_SILENT
             before = state

@@ -87,10 +87,10 @@ def _canonical(name: str) -> str:
     return name
 
 
-# What vLLM and newer checkpoints join: lists of modules have either name.
-_FUSED = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj") | dict.fromkeys(
-    ("gate_proj", "up_proj"), "gate_up_proj"
-)
+# What vLLM and some checkpoints join or cut: lists of modules have either name.
+_OTHER_NAMES = {"in_proj_qkvz": "in_proj_qkv", "in_proj_ba": "in_proj_b"}
+_OTHER_NAMES |= dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj")
+_OTHER_NAMES |= dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj")
 
 
 def _names_of(module: str) -> Iterator[str]:
@@ -98,8 +98,8 @@ def _names_of(module: str) -> Iterator[str]:
     parent, _, last = module.rpartition(".")
     for holder in dict.fromkeys((parent, parent.removesuffix(".0"), parent.replace("shared_experts", "shared_expert"))):
         yield f"{holder}.{last}" if holder else last
-        if last in _FUSED:
-            yield f"{holder}.{_FUSED[last]}"
+        if last in _OTHER_NAMES:
+            yield f"{holder}.{_OTHER_NAMES[last]}"
 
 
 @lru_cache(maxsize=65536)
@@ -165,13 +165,10 @@ def _names(q: Mapping[str, Any], *keys: str) -> tuple[str, ...]:
 
 
 def _fp8(q: Mapping[str, Any]) -> Quantization:
-    block = q.get("weight_block_size")
-    quant = Quantization("fp8-block", block=(int(block[0]), int(block[1]))) if block else Quantization("fp8")
-    return msgspec.structs.replace(quant, excluded=_names(q, "modules_to_not_convert", "ignored_layers"))
-
-
-def _fbgemm_fp8(q: Mapping[str, Any]) -> Quantization:
-    return Quantization("fp8", is_per_channel=True, excluded=_names(q, "modules_to_not_convert"))
+    excluded, block = _names(q, "modules_to_not_convert", "ignored_layers"), q.get("weight_block_size")
+    if block:
+        return Quantization("fp8-block", block=(int(block[0]), int(block[1])), excluded=excluded)
+    return Quantization("fp8", is_per_channel="fbgemm" in str(q.get("quant_method")).lower(), excluded=excluded)
 
 
 def _group_size(size: object) -> int | None:
@@ -285,7 +282,7 @@ def _scheme(group: Mapping[str, Any], storage: str) -> Quantization:
 # How a quant_method is read, and the kinds of checkpoint for which vLLM takes `--quantization` of that name.
 _METHODS: Mapping[str, tuple[Callable[[Mapping[str, Any]], Quantization], frozenset[str]]] = {
     "fp8": (_fp8, frozenset({"fp8", "fp8-block"})),
-    "fbgemm_fp8": (_fbgemm_fp8, frozenset({"fp8"})),
+    "fbgemm_fp8": (_fp8, frozenset({"fp8"})),
     "awq": (_awq, frozenset({"awq"})),
     "awq_marlin": (_awq, frozenset({"awq"})),
     "gptq": (_gptq, frozenset({"gptq"})),

@@ -141,16 +141,13 @@ class _Pool(msgspec.Struct, frozen=True):
             return None
         needed, available = blocks * self.per_block[short], max(0, self.available[short])
         more = f" and one block more ({self.per_block[short] / MIB:.3g} MiB)" if needed <= available else ""
-        digits = _digits_that_differ(needed / GIB, available / GIB)
+        # As many decimals (6 at most) as tell two different sizes apart.
+        pairs = [(f"{needed / GIB:.{digits}f}", f"{available / GIB:.{digits}f}") for digits in range(2, 7)]
+        shown, left = next((pair for pair in pairs if needed == available or pair[0] != pair[1]), pairs[-1])
         return (
-            f"one request of {self.settings.max_model_len:,} tokens needs {needed / GIB:.{digits}f} GiB of KV cache "
-            f"on a GPU{more}, {available / GIB:.{digits}f} GiB are available"
+            f"one request of {self.settings.max_model_len:,} tokens needs {shown} GiB of KV cache on a GPU{more}, "
+            f"{left} GiB are available"
         )
-
-
-def _digits_that_differ(one: float, other: float) -> int:
-    """2, or as many decimals (6 at most) as tell two different sizes apart."""
-    return next((digits for digits in range(2, 6) if one == other or f"{one:.{digits}f}" != f"{other:.{digits}f}"), 6)
 
 
 def _batches_in_flight(arch: Architecture, rules: EngineProfile, pipeline: int) -> int:

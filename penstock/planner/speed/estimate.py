@@ -382,10 +382,10 @@ def _ttft(loop: _Loop, decode_ms: float, busy: float) -> tuple[Range, Range, Ran
 
 def _in_rounds(loop: _Loop, rounds: float, decode: StepTime, wave: Range) -> tuple[Range, Range]:
     """(mean TTFT, mean TPOT) of equally long requests: the first round is a wave, later ones follow departures.
-    A round's prompts are read in B x input / room steps, by groups that share one (a long prompt: that has its own).
-    Later a group waits for the one before it: 2 - 1 / n groups with its own, or what is left when prompts take more
-    steps than replies have. It decodes while the n groups after it are read, fewer those that come too late for it;
-    in the last round, which none follows, half of n.
+    A round's prompts are read in B x input / room steps, in n groups that share one (a long prompt has its own steps).
+    Later a group waits for the one before it, with its own 2 - 1 / n groups, or for what is left when a round's prompts
+    take more steps than replies have tokens. It decodes while the groups after it are read, (n - 1) / 2 on average, and
+    the first of the next round, (n - 2)(n - 3) / 2n, which the last round does not have.
     70B on 4 H200, 64 at once, 1024 in, 128 out: 8 groups, 2.3 s in the first round, 1.1 s in later ones."""
     workload, spread = loop.workload, loop.known.spread
     n_decodes = max(1.0, loop.running / loop.layout.pipeline)
@@ -397,7 +397,8 @@ def _in_rounds(loop: _Loop, rounds: float, decode: StepTime, wave: Range) -> tup
     n_waited = max(n_own * (2 - 1 / n_groups), n_steps - workload.output_tokens)
     follower = loop.fixed(decode.likely_ms) + mixed * n_waited
     later = wave if n_groups == 1 else follower
-    last, missed = 1 / rounds, max(0.0, n_groups - 2) * max(0.0, n_groups - 3) / (2 * n_groups)
-    n_seen = (n_groups - 1) / 2 + missed * (1 - last)
-    share = min(1.0, n_seen * n_own / workload.output_tokens)
-    return wave * last + later * (1 - last), decode.spread(spread) * (1 - share) + mixed * share
+    others = 1 - 1 / rounds  # of the rounds: later than the first, or before the last
+    n_of_next = max(0.0, n_groups - 2) * max(0.0, n_groups - 3) / (2 * n_groups)
+    n_met = (n_groups - 1) / 2 + n_of_next * others
+    share = min(1.0, n_met * n_own / workload.output_tokens)
+    return wave * (1 - others) + later * others, decode.spread(spread) * (1 - share) + mixed * share
