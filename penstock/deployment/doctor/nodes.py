@@ -315,7 +315,7 @@ def _versions(nodes: Sequence[SurveyedNode], deployment: Deployment, own_version
     theirs = facts[0].machine.versions.get("penstock")
     if theirs != own_version:
         text = f"penstock is {own_version} here, {theirs} on {nodes[0].name}"
-        yield Finding("versions", "bad", text, "install the same penstock here and on the nodes")
+        yield Finding("versions", "bad", text, "Install the same penstock here and on the nodes.")
     elif not problems:
         text = ", ".join(f"{package} {version}" for package, version in facts[0].machine.versions.items())
         yield Finding("versions", "ok", text if len(nodes) == 1 else f"the same on all {len(nodes)} nodes: {text}")
