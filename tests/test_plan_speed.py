@@ -244,8 +244,8 @@ def test_the_busiest_rank_has_neither_less_than_the_mean_nor_more_than_there_is(
     hit: float, n_experts: int, n_ranks: int
 ) -> None:
     hit = min(hit, n_experts)
-    found = work.busiest_share(hit, n_experts, n_ranks)
-    assert found + 1e-9 >= 1 and found <= n_ranks + 1e-9
+    share = work.busiest_share(hit, n_experts, n_ranks)
+    assert share + 1e-9 >= 1 and share <= n_ranks + 1e-9
 
 
 def test_each_part_is_multiplied_in_its_own_precision() -> None:
@@ -331,11 +331,11 @@ LOADS = st.builds(Workload, st.integers(1, 20_000), st.integers(1, 2_000), st.in
 def test_every_estimate_is_a_rising_range_that_adds_up(
     model: Architecture, gpu: str, layout: Parallel, load: Workload, network: str | None
 ) -> None:
-    found = estimate.estimate(work.step_costs(model), layout, fabric(gpu, 4, 8, network), load)
-    for value in (found.ttft_ms, found.tpot_ms, found.output_tokens_per_s, found.requests_per_s):
+    speed = estimate.estimate(work.step_costs(model), layout, fabric(gpu, 4, 8, network), load)
+    for value in (speed.ttft_ms, speed.tpot_ms, speed.output_tokens_per_s, speed.requests_per_s):
         assert 0 < value.low <= value.likely <= value.high
-    assert 0 <= found.comm_ms < found.tpot_ms.likely
-    assert found.output_tokens_per_s.likely == pytest.approx(found.requests_per_s.likely * load.output_tokens)
+    assert 0 <= speed.comm_ms < speed.tpot_ms.likely
+    assert speed.output_tokens_per_s.likely == pytest.approx(speed.requests_per_s.likely * load.output_tokens)
 
 
 @settings(max_examples=40, deadline=None)
