@@ -56,7 +56,14 @@ def _with_file(options: argparse.Namespace) -> int | None:
     login = remote.login_of(deployment)
     if login is None:
         return None
-    words = [options.verb_name, remote.put(login, deployment)]
+    try:
+        words = [options.verb_name, remote.put(login, deployment)]
+    except PenstockError as exc:
+        is_rehearsal = options.verb_name == "render" or getattr(options, "dry_run", False)
+        if not (is_rehearsal and exc.is_retryable):
+            raise
+        print(f"penstock: {exc.message}: rendered here, with this machine's paths", file=sys.stderr)
+        return None
     words += [f"--{flag.replace('_', '-')}" for flag in _FLAGS if getattr(options, flag, False)]
     if getattr(options, "timeout", None) is not None:
         words += ["--timeout", f"{options.timeout:g}"]
