@@ -41,7 +41,7 @@ def test_constant_is_constant_and_a_ramp_rises_to_its_rate() -> None:
 
 
 def test_what_has_no_time_cannot_be_replayed() -> None:
-    check(Pace(arrival="replay", n_requests=2), [0.0, 1.0])
+    check(Pace(arrival="replay", n_requests=2, concurrency=1), [0.0, 1.0])
     assert list(offsets(Pace(arrival="replay", n_requests=2), [1.0, 2.0, 3.0])) == [1.0, 2.0]
     with pytest.raises(UserError, match="requests without one"):
         check(Pace(arrival="replay", n_requests=2), [0.0, None])

@@ -178,14 +178,10 @@ def _environment(extra: dict[str, str], folder: str) -> dict[str, str]:
     return env | extra | {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
 
 
-_HEADS: dict[Verb, str] = {
+HEADS: dict[Verb, str] = {
     "throughput": f"{'':6}{'requests/s':>12}{'tokens/s':>12}{'output tokens/s':>17}{'elapsed':>10}",
     "latency": f"{'':6}{'latency':>12}{'p50':>10}{'p90':>10}{'p99':>10}{'rounds':>8}",
 }
-
-
-def head(verb: Verb) -> str:
-    return _HEADS[verb]
 
 
 def line(row: Row) -> str:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import io
+import itertools
 import math
 import resource
 import signal
@@ -25,6 +26,7 @@ _TICK_S = 0.5
 _LEAST_TICK_S = 0.02
 _MAX_RECENT = 2000
 _MAX_PAUSE_S = 1.0
+_LAST_PAGE_S = 2.0
 # What a server that is gone answers, or a gateway in its place.
 _GONE = frozenset((REFUSED, UNREACHABLE))
 _GONE_STATUSES = frozenset((502, 503, 504))
@@ -364,16 +366,21 @@ async def _run(
     pool = Pool(loop, address, tls, bound_s)
     load_run = _LoadRun(loop, load, pool, outcome)
     pool.on_end = load_run.on_end
-    scrapers = [_Scraper(loop, kind, source, tls, bound_s, outcome) for kind, source in enumerate(sources, 1)]
+    pools = [Pool(loop, source.address, tls if source.address.is_tls else None, bound_s) for source in sources]
+    has_ended = asyncio.Event()
     await pool.warm(load.concurrency or load.n_spare)
     pool.n_spare = load.n_spare
-    watching = [loop.create_task(_repeat(load_run.drop_late, min(_TICK_S, max(_LEAST_TICK_S, bound_s / 4))))]
-    watching.append(loop.create_task(_repeat(load_run.flush, _TICK_S)))
+    tasks = [
+        loop.create_task(_follow(*follower, outcome, has_ended))
+        for follower in zip(pools, itertools.count(1), sources, strict=False)
+    ]
+    watching = [
+        loop.create_task(_repeat(load_run.drop_late, min(_TICK_S, max(_LEAST_TICK_S, bound_s / 4)))),
+        loop.create_task(_repeat(load_run.flush, _TICK_S)),
+    ]
     if on_progress is not None:
         watching.append(loop.create_task(_repeat(lambda: on_progress(load_run.progress()), _TICK_S)))
     try:
-        for scraper in scrapers:
-            scraper.start()
         with _signals_stop(loop, load_run.interrupt):
             cpu_s = time.process_time()
             load_run.begin()
@@ -381,12 +388,15 @@ async def _run(
             outcome.ended_s = time.perf_counter()
             outcome.cpu_s = time.process_time() - cpu_s
         outcome.n_connections = pool.n_opened
-        await asyncio.gather(*[scraper.stop() for scraper in scrapers])
+        has_ended.set()
+        if tasks:
+            await asyncio.wait(tasks, timeout=_LAST_PAGE_S)
     finally:
-        for task in watching:
+        for task in (*tasks, *watching):
             task.cancel()
         load_run.close()
-        pool.close()
+        for each in (pool, *pools):
+            each.close()
 
 
 @contextlib.contextmanager
@@ -409,56 +419,19 @@ async def _repeat(action: Callable[[], None], every_s: float) -> None:
         action()
 
 
-class _Scraper:
-    """Asks one page again and again on a separate connection, one request at a time."""
-
-    def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        kind: int,
-        source: Source,
-        tls: ssl.SSLContext | None,
-        timeout_s: float,
-        outcome: Outcome,
-    ) -> None:
-        self._kind, self._source, self._outcome = kind, source, outcome
-        self._n_asked = 0
-        self._pool = Pool(loop, source.address, tls if source.address.is_tls else None, timeout_s)
-        self._pool.on_end = self._on_end
-        self._loop = loop
-        self._pending: Exchange | None = None
-        self._task: asyncio.Task[None] | None = None
-        self._answered = asyncio.Event()
-
-    def start(self) -> None:
-        self._task = self._loop.create_task(self._run())
-
-    async def _run(self) -> None:
-        while True:
-            self._ask()
-            await asyncio.sleep(self._source.every_s)
-
-    def _ask(self) -> None:
-        if self._pending is None:
-            self._answered.clear()
-            self._pending = Exchange(self._n_asked, self._source.request, time.perf_counter())
-            self._n_asked += 1
-            self._pool.send(self._pending)
-
-    def _on_end(self, exchange: Exchange) -> None:
-        self._pending = None
+async def _follow(pool: Pool, kind: int, source: Source, outcome: Outcome, has_ended: asyncio.Event) -> None:
+    """Asks one page again and again, one request at a time, and a last time when the run has ended."""
+    for index in itertools.count():
+        is_last = has_ended.is_set()
+        answered = asyncio.get_running_loop().create_future()
+        pool.on_end = answered.set_result
+        pool.send(Exchange(index, source.request, time.perf_counter()))
         with contextlib.suppress(OSError):  # the run's own writes notice a full disk
-            self._outcome.keep(exchange, self._kind)
-        self._answered.set()
-
-    async def stop(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-        if self._pending is None:
-            self._ask()
+            outcome.keep(await asyncio.shield(answered), kind)
+        if is_last:
+            return
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._answered.wait(), 2.0)
-        self._pool.close()
+            await asyncio.wait_for(has_ended.wait(), source.every_s)
 
 
 def _raise_file_limit() -> None:

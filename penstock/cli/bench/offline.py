@@ -65,7 +65,7 @@ def _run(options: argparse.Namespace, task: Task) -> int:
     try:
         for row in offline.run(deployment_of(options), options.tensor, task, print_step):
             if not options.json:
-                print(offline.line(row) if rows else f"{offline.head(task.verb)}\n{offline.line(row)}", flush=True)
+                print(offline.line(row) if rows else f"{offline.HEADS[task.verb]}\n{offline.line(row)}", flush=True)
             rows.append(row)
     finally:
         if options.json and rows:

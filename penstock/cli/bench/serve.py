@@ -274,7 +274,8 @@ def _requests(
     kind = (options.dataset or "random").partition(":")[0]
     if (options.trace_unit and kind != "replay") or (options.speed != 1 and kind not in _TIMED):
         raise UserError("cannot change the times of what has none", hint="--dataset replay:FILE")
-    if options.random_range_ratio and (kind != "random" or options.prompt is not None):
+    ratio = options.random_range_ratio
+    if ratio and (kind != "random" or options.prompt is not None):
         raise UserError("cannot vary the lengths of what is not random", hint="--dataset random")
     if options.dataset is not None:
         has_times = pace.arrival == "replay" and options.dataset.partition(":")[0] in _TIMED
@@ -287,7 +288,7 @@ def _requests(
             until_s=pace.duration_s if has_times else None,
             trace_unit=options.trace_unit,
             speed=options.speed,
-            range_ratio=options.random_range_ratio,
+            range_ratio=ratio,
         )
         client = client_of(service.url, service.key, service.is_insecure)
         return requests_of(options, wanted, options.warmup, model, client, service.model)
@@ -303,16 +304,10 @@ def _requests(
         _say(options, f"prompts of about {n_input} tokens, random words: {tokens}")
         tokens, n_sent = tokenizers.Words(), n_sent or _MOST_WORDS
     else:
-        _say(options, f"prompts of exactly {n_input} tokens, counted by {tokens.source}")
-    wanted = Wanted(
-        min(n_sent or _MOST_DRAWN, _MOST_WORDS),
-        options.seed,
-        n_input,
-        n_output,
-        is_chat,
-        range_ratio=options.random_range_ratio,
-    )
-    counter = tokens
+        lengths = f"{n_input} tokens, give or take {ratio:.0%}" if ratio else f"exactly {n_input} tokens"
+        _say(options, f"prompts of {lengths}, counted by {tokens.source}")
+    n_drawn = min(n_sent or _MOST_DRAWN, _MOST_WORDS)
+    wanted, counter = Wanted(n_drawn, options.seed, n_input, n_output, is_chat, range_ratio=ratio), tokens
     return drawn("random", wanted, options.warmup, lambda: counter)
 
 

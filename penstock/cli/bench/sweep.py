@@ -78,7 +78,9 @@ def register(sub: argparse.ArgumentParser) -> None:
 
 
 def _sweep(options: argparse.Namespace) -> int:
+    from penstock import paths
     from penstock.bench import sweep
+    from penstock.bench.results import folder as folders
     from penstock.bench.serve import parts_of
     from penstock.cli.bench.deployment import deployed_of
 
@@ -100,7 +102,8 @@ def _sweep(options: argparse.Namespace) -> int:
     options.seed = new_seed() if options.seed is None else options.seed
     where = sweep.Search(options.by, options.first, most=options.most, steps=options.steps)
     deployment = None if options.url else deployment_of(options)
-    folder = _folder(options.out)
+    folder = options.out or paths.home() / "bench" / time.strftime("sweep-%Y%m%d-%H%M%S")
+    folders.prepare(folder)
     results: dict[str, SweepResult] = {}
     refused: dict[str, str] = {}
     was_interrupted = False
@@ -257,15 +260,3 @@ def _points(results: dict[str, SweepResult]) -> Iterator[SweepPoint]:
         for point, summary in zip(result.points, result.results, strict=True):
             run = Result(f"{layout} {point.offered:.4g}", dict(summary))
             yield SweepPoint(layout, point.offered, run, point.is_inside, point.reason)
-
-
-def _folder(asked: Path | None) -> Path:
-    """The sweep's own folder, made before anything runs.  Raises UserError."""
-    from penstock import paths
-
-    path = asked or paths.home() / "bench" / time.strftime("sweep-%Y%m%d-%H%M%S")
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as exc:
-        raise UserError(f'cannot write results to "{path}": {exc.strerror}', hint="--out DIR") from exc
-    return path
