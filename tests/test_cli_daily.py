@@ -87,6 +87,7 @@ def test_watching_shows_it_again_until_ctrl_c(shell: Shell, monkeypatch: pytest.
     assert (code, len(output.splitlines())) == (0, 2 * len(once.splitlines()))
 
 
+@pytest.mark.processes
 def test_a_shell_completes_every_verb_and_its_options(shell: Shell, tmp_path: Path) -> None:
     script = shell("completion", "bash")[1]
     path = tmp_path / "complete"

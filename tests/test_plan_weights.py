@@ -227,6 +227,7 @@ def test_exclusions_name_modules() -> None:
         ("re:.*gate_up_proj", "model.layers.0.mlp.up_proj", True),
         ("re:.*gate_up_proj", "model.layers.0.mlp.down_proj", False),
         ("model.layers.0.mlp.experts.gate_up_proj", "model.layers.0.mlp.experts.0.gate_proj", True),
+        ("model.layers.0.linear_attn.in_proj_qkv", "model.layers.0.linear_attn.in_proj_qkvz", True),
         ("*.mlp.shared_expert.*", "model.layers.0.mlp.shared_experts.down_proj", True),
         ("backbone.layers.4.mixer.in_proj", "model.layers.4.mixer.in_proj", True),
         ("backbone.layers.*.mixer.in_proj", "model.layers.4.mixer.in_proj", True),

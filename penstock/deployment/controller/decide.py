@@ -184,7 +184,7 @@ def _is_ready(row: ReplicaView | None) -> bool:
 
 
 def _wanted(current: Sequence[str], n_replicas: int, failed: frozenset[str], taken: Sequence[str] = ()) -> list[str]:
-    """The replicas to keep: of `current` those that did not fail, lowest numbers first, then numbers nobody has."""
+    """The replicas to keep: of `current` those that did not fail, lowest numbers first, then free numbers."""
     kept = sorted(current, key=lambda name: (name in failed, _number(name)))[:n_replicas]
     number = 0
     while len(kept) < n_replicas:

@@ -269,6 +269,8 @@ class Entry:
         accounting, facts, watch, holder = self._accounting, self._facts, self._watch, self._holder
         account = accounting.account(self._model)
         usage, is_estimate = watch.usage() if watch is not None else None, 0
+        if usage is not None and max(usage.prompt_tokens, usage.output_tokens) >= MAX_TOKENS:
+            usage = None  # it would take the key's budget and its tokens for years
         if usage is not None and watch is not None:
             account.learn(usage, facts.n_body_bytes, self._n_events(watch))
         elif watch is None or facts.path not in _GENERATING:

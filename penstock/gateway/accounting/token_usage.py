@@ -27,8 +27,7 @@ TAIL_BYTES: Final = 4096
 HEAD_BYTES: Final = 1024
 MAX_WHOLE_BYTES: Final = 8 * 1024
 MAX_HELD_BYTES: Final = 16 * 1024  # an event of more is not the one with the usage
-# No request has so many tokens; sums of eight million such rows fit into the 64 bits of a database.
-MAX_TOKENS: Final = 2**40
+MAX_TOKENS: Final = 10**9  # no request has so many
 
 
 # How a chunk of one event begins, by the length of the whole chunk.

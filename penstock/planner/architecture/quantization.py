@@ -87,10 +87,10 @@ def _canonical(name: str) -> str:
     return name
 
 
-# What vLLM and newer checkpoints join: lists of modules have either name.
-_FUSED = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj") | dict.fromkeys(
-    ("gate_proj", "up_proj"), "gate_up_proj"
-)
+# What vLLM and some checkpoints join or cut: lists of modules have either name.
+_OTHER_NAMES = {"in_proj_qkvz": "in_proj_qkv", "in_proj_ba": "in_proj_b"}
+_OTHER_NAMES |= dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj")
+_OTHER_NAMES |= dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj")
 
 
 def _names_of(module: str) -> Iterator[str]:
@@ -98,8 +98,8 @@ def _names_of(module: str) -> Iterator[str]:
     parent, _, last = module.rpartition(".")
     for holder in dict.fromkeys((parent, parent.removesuffix(".0"), parent.replace("shared_experts", "shared_expert"))):
         yield f"{holder}.{last}" if holder else last
-        if last in _FUSED:
-            yield f"{holder}.{_FUSED[last]}"
+        if last in _OTHER_NAMES:
+            yield f"{holder}.{_OTHER_NAMES[last]}"
 
 
 @lru_cache(maxsize=65536)
