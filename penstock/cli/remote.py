@@ -91,6 +91,8 @@ def _with_name(options: argparse.Namespace, argv: Sequence[str]) -> int | None:
     if options.verb_name in _THROUGH_TUNNEL:
         with remote.tunnel(login, name) as tunnel:
             options.name, options.url = None, tunnel.url
+            if tunnel.needs_key and "OPENAI_API_KEY" not in os.environ:
+                os.environ["OPENAI_API_KEY"] = remote.owner_key(login, name)
             return int(options.verb(options) or 0)
     if options.verb_name == "tunnel":
         return _hold(login, name, options.port)
