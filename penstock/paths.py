@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import socket
+import sys
 import tempfile
 from pathlib import Path
 
@@ -53,8 +54,9 @@ def is_full(error: OSError) -> bool:
 
 
 def free_bytes(path: Path) -> int:
-    """Free space where this folder is, or would be made."""
-    return shutil.disk_usage(next(place for place in (path, *path.parents) if place.exists())).free
+    """Free space where this folder is, or would be made; a file system that tells no size has enough."""
+    usage = shutil.disk_usage(next(place for place in (path, *path.parents) if place.exists()))
+    return usage.free if usage.total else sys.maxsize
 
 
 def folder() -> Path:

@@ -87,6 +87,7 @@ def test_watching_shows_it_again_until_ctrl_c(shell: Shell, monkeypatch: pytest.
     assert (code, len(output.splitlines())) == (0, 2 * len(once.splitlines()))
 
 
+@pytest.mark.processes
 def test_a_shell_completes_every_verb_and_its_options(shell: Shell, tmp_path: Path) -> None:
     script = shell("completion", "bash")[1]
     path = tmp_path / "complete"
@@ -144,5 +145,5 @@ def test_status_shows_the_cost_as_money(shell: Shell) -> None:
     store = Store(str(run.store_file))
     store.usage.add_rows("w", [row(number, cost_usd=0.21) for number in range(2)])
     store.close()
-    assert "  cost     $0.42 for all requests so far\n" in shell("status")[1]
+    assert "  cost      $0.42 for all requests so far\n" in shell("status")[1]
     assert json.loads(shell("status", "--json")[1])["cost_usd"] == pytest.approx(0.42)

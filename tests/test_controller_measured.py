@@ -42,9 +42,9 @@ def test_values_are_kept_when_a_replica_is_ready_once_a_start(run: Run, home: Pa
     (event,) = kept(run)
     forecast = run.plan().forecast
     assert forecast is not None
-    found, warnings = measured.read(forecast.key)
+    seen, warnings = measured.read(forecast.key)
     assert warnings == ()
-    (measurement,) = found.values()
+    (measurement,) = seen.values()
     assert (measurement.kv_cache_gib, measurement.planned_kv_gib) == (50.0, forecast.kv_cache_gib)
     assert event["text"] == str(next((home / "measured").rglob("*.json")))
     controller._keep_measured(look(started_at=2.0, measured=REPORTED | {"kv_cache_gib": 49.0}))

@@ -128,6 +128,12 @@ def test_a_healthy_node_has_nothing_wrong() -> None:
     ("changes", "expected", "said", "cure"),
     [
         ({"limits": Limits(256, 4096, None, None)}, ("ulimits", "warning"), "open files: 256", "ulimit -n 4096"),
+        (
+            {"limits": Limits(512, 512, None, None)},
+            ("ulimits", "warning"),
+            "open files: 512",
+            "an administrator raises it",
+        ),
         ({"limits": Limits(65536, None, 100, None)}, ("ulimits", "warning"), "processes: 100", "ulimit -u"),
         ({"shm_bytes": 64 * MIB}, ("/dev/shm", "bad"), "64.0 MiB free of 8.0 GiB: NCCL", "--shm-size 8g"),
         ({"shm_bytes": 512 * MIB}, ("/dev/shm", "warning"), "512 MiB free", "--shm-size 8g"),
@@ -263,6 +269,29 @@ def test_a_slow_network_changes_the_plan_and_says_how() -> None:
     assert cure == "parallel: {tensor: 8, pipeline: 2, data: 1}, or fix the network."
 
 
+def test_packets_of_several_sizes_are_named_although_all_nodes_reach_each_other() -> None:
+    rows = [
+        msgspec.structs.replace(ETH, address=f"10.0.0.{rank + 1}", mtu=mtu) for rank, mtu in enumerate((9000, 1500))
+    ]
+    nodes = [surveyed(rank) for rank in (0, 1)]
+    for rank, row in enumerate(rows):
+        facts = msgspec.structs.replace(nodes[rank].check.facts, interfaces=(row,))
+        nodes[rank] = msgspec.structs.replace(
+            nodes[rank], check=msgspec.structs.replace(nodes[rank].check, facts=facts)
+        )
+    times = {rank: {1 - rank: {rows[1 - rank].address: 0.0001}} for rank in (0, 1)}
+    (_, mtu, _), route = network.of_reach(nodes, times, deployment(hardware={"nodes": 2}))
+    assert route is not None and mtu.state == "warning"
+    assert mtu.found == f"packets have several sizes (MTU): {nodes[0].name} 9000, {nodes[1].name} 1500"
+
+
+def test_a_scheduler_that_refuses_is_not_a_machine_that_is_off() -> None:
+    refused = findings.unreachable("slurm", "srun: error: Invalid node name specified")
+    assert refused.cure is not None and "what the file requests" in refused.cure
+    silent = findings.unreachable("node1", "no answer within 30 s")
+    assert silent.cure == "Check that it is on and reachable."
+
+
 def test_on_cpus_the_wait_of_a_token_is_shown() -> None:
     split = network.on_cpus(GLOO, Parallel(tensor=2), 40)
     assert split is not None and split.state == "ok"
@@ -343,7 +372,7 @@ def test_processes_on_gpus_are_read_from_the_driver(monkeypatch: pytest.MonkeyPa
         return "0, GPU-a\n1, GPU-b\n"
 
     monkeypatch.setattr(node_check, "nvidia_smi", said)
-    assert [(one.gpu, one.pid, one.n_bytes, one.name) for one in node_check._holders()] == [
+    assert [(one.gpu, one.pid, one.n_bytes, one.name) for one in node_check.gpu_holders()] == [
         (1, 99999999, GIB, "python, with a comma"),
         (0, 1, 0, "init"),
     ]

@@ -76,9 +76,9 @@ def test_its_log_is_read_stage_by_stage_and_never_backwards() -> None:
     ],
 )
 def test_a_death_is_explained_with_its_line(line: str, reason: str, is_final: bool) -> None:
-    found = ENGINE.diagnose(1, ["x", line])
-    assert found.reason == f"llama.cpp exited with code 1: {reason} ({line})"
-    assert found.is_final is is_final
+    diagnosis = ENGINE.diagnose(1, ["x", line])
+    assert diagnosis.reason == f"llama.cpp exited with code 1: {reason} ({line})"
+    assert diagnosis.is_final is is_final
     assert ENGINE.diagnose(-11, ["x"]) == Diagnosis("llama.cpp was killed by signal 11 (SIGSEGV)")
 
 

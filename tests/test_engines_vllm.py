@@ -145,11 +145,11 @@ DEATHS = yaml.safe_load((GOLDEN / "vllm-deaths.yaml").read_text("utf-8"))
 @pytest.mark.parametrize("row", DEATHS, ids=lambda row: row["reason"][:30])
 def test_a_death_is_explained(row: dict[str, Any]) -> None:
     harmless, parent = "INFO 11-20 13:14:31 [x.py:1] a ValueError: no matter", "RuntimeError: Engine core init failed"
-    found = VLLM.diagnose(1, [harmless, "x", row["line"], parent])
-    assert found.reason == f"vLLM exited with code 1: {row['reason']}"
-    assert (found.is_final, found.line) == (row["is_final"], row["line"])
-    assert (found.hint or "").startswith(row["hint"] or "")
-    assert (found.hint is None) == (row["hint"] is None)
+    diagnosis = VLLM.diagnose(1, [harmless, "x", row["line"], parent])
+    assert diagnosis.reason == f"vLLM exited with code 1: {row['reason']}"
+    assert (diagnosis.is_final, diagnosis.line) == (row["is_final"], row["line"])
+    assert (diagnosis.hint or "").startswith(row["hint"] or "")
+    assert (diagnosis.hint is None) == (row["hint"] is None)
 
 
 def test_every_row_of_deaths_is_tried() -> None:

@@ -50,24 +50,24 @@ TRUTH = Calibration(
 
 
 def test_a_fit_finds_the_constants_that_made_its_points() -> None:
-    found, error = calibrate.fit(COSTS, ONE, H100, ENGINE, points(TRUTH))
+    fitted, error = calibrate.fit(COSTS, ONE, H100, ENGINE, points(TRUTH))
     assert error < 0.005
-    assert found.memory_efficiency == pytest.approx(0.7, rel=0.03)
-    assert found.compute_efficiency == pytest.approx(0.45, rel=0.05)
-    assert found.dense_layer_us == pytest.approx(90, rel=0.05)
-    assert found.ttft_fixed_ms == pytest.approx(60, rel=0.1)
+    assert fitted.memory_efficiency == pytest.approx(0.7, rel=0.03)
+    assert fitted.compute_efficiency == pytest.approx(0.45, rel=0.05)
+    assert fitted.dense_layer_us == pytest.approx(90, rel=0.05)
+    assert fitted.ttft_fixed_ms == pytest.approx(60, rel=0.1)
     # The range is narrower, and holds the truth.
     load = Workload(2000, 300, 24)
     truth, before, after = (
-        estimate.estimate(COSTS, ONE, H100, load, ENGINE, known).tpot_ms for known in (TRUTH, None, found)
+        estimate.estimate(COSTS, ONE, H100, load, ENGINE, known).tpot_ms for known in (TRUTH, None, fitted)
     )
     assert after.low <= truth.likely <= after.high
     assert after.high - after.low < 0.4 * (before.high - before.low)
     # One wild point hardly moves it.
     measured = points(TRUTH, noise=0.03)
     measured[2] = msgspec.structs.replace(measured[2], tpot_ms=10 * (measured[2].tpot_ms or 1))
-    found, error = calibrate.fit(COSTS, ONE, H100, ENGINE, measured)
-    assert error < 0.1 and found.memory_efficiency == pytest.approx(0.7, rel=0.12)
+    fitted, error = calibrate.fit(COSTS, ONE, H100, ENGINE, measured)
+    assert error < 0.1 and fitted.memory_efficiency == pytest.approx(0.7, rel=0.12)
 
 
 def test_absurd_points_are_refused_or_kept_in_bounds_and_what_no_point_determines_stays() -> None:
@@ -78,13 +78,13 @@ def test_absurd_points_are_refused_or_kept_in_bounds_and_what_no_point_determine
             for point in points(Calibration())
         ]
         try:
-            found, _ = calibrate.fit(COSTS, ONE, H100, ENGINE, measured)
+            fitted, _ = calibrate.fit(COSTS, ONE, H100, ENGINE, measured)
         except UserError as exc:
             assert "off by" in exc.message
         else:
-            assert 0.2 <= (found.memory_efficiency or 0) <= 1 and (found.spread or (0, 0))[0] >= 0.75
-    found, _ = calibrate.fit(COSTS, ONE, H100, ENGINE, [BenchPoint(1, 100, 100, None, t) for t in (6.6, 6.7)])
-    assert found.ttft_fixed_ms == pytest.approx(37, rel=0.01) and found.wave_share == pytest.approx(0.14, rel=0.01)
+            assert 0.2 <= (fitted.memory_efficiency or 0) <= 1 and (fitted.spread or (0, 0))[0] >= 0.75
+    fitted, _ = calibrate.fit(COSTS, ONE, H100, ENGINE, [BenchPoint(1, 100, 100, None, t) for t in (6.6, 6.7)])
+    assert fitted.ttft_fixed_ms == pytest.approx(37, rel=0.01) and fitted.wave_share == pytest.approx(0.14, rel=0.01)
 
 
 @pytest.mark.parametrize("numbers", [[], [5.0], [5.0, 0.0], [5.0, float("nan")], [5.0, float("inf")]])
@@ -146,10 +146,10 @@ def test_the_planner_predicts_nearer_with_the_file(
     layout: Parallel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     runs = [measured(*load, layout=layout) for load in LOADS[:4]]
-    found = calibrate.calibrated(runs, Deployed(LLAMA, H100.gpu, layout, "0.33"))
-    assert found.n_points == 4 and (found.median_error or 0) < 0.02
+    calibration_file = calibrate.calibrated(runs, Deployed(LLAMA, H100.gpu, layout, "0.33"))
+    assert calibration_file.n_points == 4 and (calibration_file.median_error or 0) < 0.02
     file = tmp_path / "calibration.json"
-    file.write_text(calibration.write(found))
+    file.write_text(calibration.write(calibration_file))
     truth = measured(16, 1500, 150, layout).summary["mean_tpot_ms"]
     words = ["plan", "llama-3.1-8b", "--gpu", "h100-sxm", "--gpus-per-node", str(layout.tensor), "--json"]
     words += ["--tensor", str(layout.tensor), "--input-tokens", "1500", "--output-tokens", "150", "--concurrency", "16"]

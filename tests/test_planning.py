@@ -185,9 +185,9 @@ def test_an_unknown_card_is_planned_by_its_drivers_memory() -> None:
     card = planning.card_of(unknown.gpus)
     assert card.memory.torch_total_gib == pytest.approx(49_140 / 1024 - 0.55)
     assert (card.id, card.names, card.stands_in is None) == ("NVIDIA X900", ("NVIDIA X900",), False)
-    made = up(unknown)
-    assert made.need.total_bytes <= 49_140 * MIB
-    assert any(warning.startswith("NVIDIA X900 is not in the catalogue: 47.44 GiB") for warning in made.warnings)
+    plan = up(unknown)
+    assert plan.need.total_bytes <= 49_140 * MIB
+    assert any(warning.startswith("NVIDIA X900 is not in the catalogue: 47.44 GiB") for warning in plan.warnings)
 
 
 # ---- what is not modelled --------------------------------------------------------------------------------------------
@@ -200,10 +200,10 @@ def test_what_is_not_modelled_stops_plan_and_not_up(version: str, config: dict[s
     facts = Facts(LLAMA, {**FACTS.config, **config}, "a folder")
     with pytest.raises(NotModelled):
         planning.solve(SizingRequest(facts, gpu="h200", engine_version=version))
-    said = planning.size(WANTED, facts, BOX, version, 1)
-    assert said.sizing is None and said.not_modelled is not None
-    made = launch.make_on_gpus(WANTED, LLAMA_70B, BOX, version, 1, said)
+    sized_answer = planning.size(WANTED, facts, BOX, version, 1)
+    assert sized_answer.sizing is None and sized_answer.not_modelled is not None
+    plan = launch.make_on_gpus(WANTED, LLAMA_70B, BOX, version, 1, sized_answer)
     decides = "vLLM is started anyway and decides whether it fits"
-    assert made.warnings == (f"not planned: {said.not_modelled}; {decides}",)
+    assert plan.warnings == (f"not planned: {sized_answer.not_modelled}; {decides}",)
     with pytest.raises(UserError, match="no network"):  # an unknown network is the user's mistake
         up(hardware={"network": "carrier-pigeon"})

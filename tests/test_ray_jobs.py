@@ -340,6 +340,28 @@ def test_the_last_lines_of_a_log_and_the_end_with_the_deployment(cluster: type[F
     assert list(RayJobs().logs(run, replica("0"), follow=True, last=1)) == ["its last words"]
 
 
+@pytest.mark.parametrize(
+    ("log", "is_swept"),
+    [(driver.ENDED, False), (f"penstock: node 1{driver.LOST}x\n{driver.ENDED}", True), ("killed", True)],
+)
+def test_an_end_removes_what_lost_nodes_and_killed_drivers_left(
+    cluster: type[FakeDashboard], monkeypatch: pytest.MonkeyPatch, log: str, is_swept: bool
+) -> None:
+    run, questions, deleted = run_folder(deployment()), list[Any](), list[str]()
+    monkeypatch.setattr(target_ray, "_ask_nodes", lambda *words: questions.append(words[2]))
+    monkeypatch.setattr(target_ray, "_MONITORED_S", 0.0)
+    monkeypatch.setattr(cluster, "upload", lambda *_: "", raising=False)
+    monkeypatch.setattr(cluster, "delete", lambda _, job: deleted.append(job), raising=False)
+    ended = Job("j", "SUCCEEDED", "", {"penstock_run_id": run.record().id, "penstock_replica": "0"})
+    monkeypatch.setattr(cluster, "stop", lambda *_: cluster.jobs_now.update(j=ended), raising=False)
+    cluster.jobs_now, cluster.logs_now = {"j": msgspec.structs.replace(ended, state="RUNNING")}, [log]
+    RayJobs().end(run, 0.0)
+    assert deleted == ["j"]
+    assert [words[1:4] for words in questions] == [
+        ["penstock.targets.ray.guard", "sweep", _mark(run.record())]
+    ] * is_swept
+
+
 def test_down_forgets_a_cluster_that_is_gone_for_good(cluster: type[FakeDashboard]) -> None:
     run = run_folder(deployment())
     run.write_handle(Handle("ray", {"replica/0": {"job": "j", "address": "http://head:8265"}}))

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from penstock.cli import remote as cli_remote
+from penstock.cli.main import run
 from penstock.errors import PenstockError, UserError
 from penstock.hardware.network import free_port
 from penstock.targets import Login
@@ -92,3 +93,22 @@ def test_a_held_tunnel_that_breaks_is_an_error(calls: Path, port: int, monkeypat
     assert error.detail is not None and error.detail.endswith("client_loop: send disconnect: Broken pipe")
     assert len(error.detail) == 500
     assert error.hint == f"Run it again: penstock tunnel one --port {port}"
+
+
+def test_a_file_is_rendered_here_when_its_login_node_cannot_be_reached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "ssh").write_text(
+        "#!/bin/sh\necho 'ssh: connect to host login port 22: Connection refused' >&2\nexit 255\n"
+    )
+    (tmp_path / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
+    monkeypatch.setattr("shutil.which", lambda name: str(tmp_path / "ssh") if name == "ssh" else None)
+    words = "{model: penstock-demo, name: one, target: slurm, engine: {kind: fake}, slurm: {login: login}}"
+    (tmp_path / "one.yaml").write_text(words)
+    assert run(["render", str(tmp_path / "one.yaml")]) == 0
+    out, err = capsys.readouterr()
+    assert "cannot be reached over ssh" in err and "rendered here" in err
+    assert "#SBATCH --nodes=1" in out
+    assert "# warning: not asked: this machine is no client of Slurm" in out
+    assert run(["up", str(tmp_path / "one.yaml"), "--no-wait"]) == 1, "a start needs it"

@@ -25,7 +25,7 @@ class Commands:
 
     def __init__(self) -> None:
         self.now, self.asked, self.states = 1000.0, list[list[str]](), dict[str, str]()
-        self.prefix, self.folder, self.n_silent = "one-", "", 0  # so many times the next squeue fails
+        self.prefix, self.folder, self.n_silent = "penstock-one-", "", 0  # so many times the next squeue fails
         self.n_unheard = 0  # so many times the next scancel fails
         self.has_steps, self.submitted, self.reason = True, "17\n", "None"
         self.on_sleep: Callable[[], None] = lambda: None
@@ -97,7 +97,7 @@ def run_of(commands: Commands, states: Mapping[str, str], is_gateway: bool = Fal
     placed: tuple[Kind, ...] = ("replica",)
     if is_gateway:
         wanted = msgspec.structs.replace(wanted, gateway=GatewaySpec(on="job", auth="keys", drain_s=10))
-        placed, commands.prefix = ("replica", "gateway"), "one-gateway-"
+        placed, commands.prefix = ("replica", "gateway"), "penstock-one-gateway-"
     sbatch = Artifact(("sbatch", "{replica}"), {})
     run = create(msgspec.structs.replace(draft(wanted), placed=placed, artifact=sbatch), NOW)
     commands.states = dict(states)
@@ -175,6 +175,16 @@ def test_a_job_that_went_to_another_cluster_is_taken_back(commands: Commands) ->
     assert not list(run.path.glob("logs/*17*"))
 
 
+def test_jobs_get_no_secret_of_the_shell(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = {"HF_TOKEN": "hf", "HF_HOME": "/hf", "NCCL_DEBUG": "INFO", "PENSTOCK_NATIVE": "0", "PYTHONPATH": "/x"}
+    secret = ("AWS_SECRET_ACCESS_KEY", "OPENAI_API_KEY", "VLLM_API_KEY", "SSH_AUTH_SOCK", "DB_URL", "SQUEUE_FORMAT")
+    for name, value in (kept | dict.fromkeys(secret, "x")).items():
+        monkeypatch.setenv(name, value)
+    environment = commands_module.environment({"SBATCH_ACCOUNT"})
+    assert environment.items() >= kept.items()
+    assert not environment.keys() & {*secret, "PENSTOCK_RUN"}
+
+
 FAKE_SBATCH = '#!/bin/sh\necho "${SBATCH_ACCOUNT-none} ${SBATCH_PARTITION-none} ${SBATCH_CLUSTERS-none}"\nexit 1\n'
 
 
@@ -190,7 +200,7 @@ def test_sbatch_does_not_see_variables_that_override_the_script(
     for name, value in (("ACCOUNT", "mine"), ("PARTITION", "other"), ("CLUSTERS", "gpu")):
         monkeypatch.setenv(f"SBATCH_{name}", value)
     wanted = deployment(name="one", target="slurm", slurm={"account": account})
-    (problem,) = commands_module.tested(wanted, "/shared/runs/one")
+    (problem,) = commands_module.tested(wanted, "/shared/runs/one", None)
     assert problem.message == f"sbatch refuses it: {values}"
     with pytest.raises(PenstockError, match=values):
         commands_module.Queue().submit(["sbatch"], "it", "", script.variables(wanted))

@@ -124,9 +124,7 @@ def test_from_a_laptop_the_tunnel_leads_to_the_job(desk: Desk, tmp_path: Path) -
     desk.names.append("one")
     done = laptop.call("up", laptop.write(), "--set", "gateway.on=job", "--set", "gateway.auth=keys")
     assert done.returncode == 0, done
-    found = re.search(r"sk-\S+", done.stdout)
-    assert found is not None
-    laptop.env["OPENAI_API_KEY"] = found.group()
+    assert re.search(r"sk-\S+", done.stdout) is not None  # and the owner needs none
     assert laptop.call("chat", "one", "-m", "tell me a story", "--max-tokens", 8).stdout.startswith("1:tell 2:me")
     assert laptop.call("down").returncode == 0
     assert desk.left() == []

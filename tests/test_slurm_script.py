@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -54,7 +55,9 @@ def planned(deployment: Deployment) -> Plan:
 
 
 def script(deployment: Deployment) -> str:
-    return slurm_script.render(deployment, planned(deployment), RUN + deployment.name, "/usr/bin/python3")
+    plan = planned(deployment)
+    needs = slurm_script.needs_of(plan, deployment.slurm or Slurm(), "h100", 2**20)
+    return slurm_script.render(deployment, plan, RUN + deployment.name, "/usr/bin/python3", needs)
 
 
 @pytest.mark.parametrize("file", EXAMPLES, ids=lambda path: path.stem)
@@ -64,6 +67,16 @@ def test_the_script_of_an_example_is_the_golden_one(file: Path) -> None:
     if os.environ.get("PENSTOCK_WRITE_GOLDEN"):
         golden.write_text(text, "utf-8")
     assert text == golden.read_text("utf-8")
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+
+
+def test_every_node_runs_the_prologue() -> None:
+    block = Slurm(modules=("cuda",), prologue=("mkdir -p /tmp/x", "echo it's {here} || give_up no"))
+    text = script(Deployment("m", "one", "slurm", slurm=block))
+    on_node = text.partition("on_node=")[2]
+    words = shlex.split(on_node.partition("  # the lines")[0])
+    assert words == [f"{slurm_script._GIVE_UP}\nmkdir -p /tmp/x\necho it's {{here}} || give_up no\n"]
+    assert text.index("module load cuda") < text.index("on_node="), "what changes variables alone, once"
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
 
 
@@ -129,7 +142,10 @@ def test_a_job_on_the_cpu_asks_for_its_memory_and_one_on_gpus_for_those() -> Non
     on_cpu = Deployment("m", "one", "slurm")
     assert slurm_script.needs_of(planned(on_cpu), Slurm()) == slurm_script.Needs(0, 7, 182 * 1024 * 5 // 4 + 1024)
     on_gpus = reading.load(ROOT / "examples" / "slurm-405b.yaml")
-    assert slurm_script.needs_of(planned(on_gpus), Slurm()) == slurm_script.Needs(4, 16, None)
+    needs = slurm_script.Needs(4, 16, (8 + 4 * 16) * 1024)
+    assert slurm_script.needs_of(planned(on_gpus), Slurm()) == needs
+    assert slurm_script.needs_of(planned(on_gpus), Slurm(), "h100", 65536) == slurm_script.Needs(4, 16, 65536, "h100")
+    assert slurm_script.needs_of(planned(on_gpus), Slurm(memory="64G")).memory_mib is None
     assert slurm_script.needs_of(planned(on_gpus), Slurm(exclusive=True)) == slurm_script.Needs(4, None, 0)
     assert slurm_script.needs_of(planned(on_gpus), Slurm(gres="gpu:h100:4")).gpus == 0
 

@@ -87,8 +87,16 @@ def test_a_good_request_is_not_refused() -> None:
             'slurm.constraint: no node of partition "long" matches constraint and nodelist (features',
         ),
         (
-            {"hardware": GPUS, "slurm": {"partition": "gpu"}},
-            "slurm.gres: nodes have GPUs of several kinds: h100, v100 (example: gres: gpu:h100:4)",
+            {"hardware": {**GPUS, "gpu": "l40s"}, "slurm": {"partition": "gpu"}},
+            'hardware.gpu: "l40s", but the nodes have GPUs of type h100, v100 (one of h100-pcie, h100-sxm, v100',
+        ),
+        (
+            {"hardware": {**GPUS, "nodes": 3}, "slurm": {"partition": "long", "nodelist": "g[1-2],g9"}},
+            'slurm.nodelist: no node "g9" in partition "long" (there are: g1, g2, g3)',
+        ),
+        (
+            {"hardware": {"gpu": "v100-sxm2-32", "gpus_per_node": 4}, "slurm": {"partition": "gpu"}},
+            'hardware.gpus_per_node: 4 GPUs a node, but of the nodes of partition "gpu" the most is 2 on old1',
         ),
         (
             {"slurm": {"partition": "long"}},
@@ -117,6 +125,25 @@ def test_machines_are_those_that_a_job_may_get() -> None:
     assert (first.host, second.host) == ("g1", "g2"), "a drained node is not counted on"
     assert (len(first.gpus), first.memory_free_bytes, first.versions) == (4, 100 * 2**30, VERSIONS)
     assert first.gpus[0].memory_bytes > 79 * 2**30
+
+
+@pytest.mark.parametrize(
+    ("kinds", "card", "kind"),
+    [
+        (["h100", "v100"], "h100-sxm", "h100"),
+        (["nvidia_h100_80gb_hbm3"], "h100-pcie", "nvidia_h100_80gb_hbm3"),
+        (["A100_40", "A100_80"], "a100-sxm4-80", "A100_80"),
+        (["gb200"], "b200-sxm", None),
+        (["big", ""], "h100-sxm", None),
+    ],
+)
+def test_the_card_of_the_file_becomes_the_sites_type(kinds: list[str], card: str, kind: str | None) -> None:
+    rows = "".join(node(f"g{index}", f"gpu:{name}:4" if name else "gpu:4", "cpu") for index, name in enumerate(kinds))
+    site = slurm_site.parse(PARTITIONS, rows)
+    raw = {"model": "m/x", "target": "slurm", "hardware": {"gpu": card, "gpus_per_node": 4}}
+    assert slurm_site.gpu_type(site, reading.from_mapping(raw)) == kind
+    if kind is not None:
+        assert len(machines(site, hardware=raw["hardware"])) == 1
 
 
 @pytest.mark.parametrize("gres", ["gpu:h100", "gpu", "gpu:h100,shard:2", "shard,gpu:h100:1"])

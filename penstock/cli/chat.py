@@ -266,9 +266,9 @@ class _Session:
             raise
         if reply is not None:
             self._conclude(reply, shown)
-        said = "".join(shown).strip() if reply is None else reply.text
-        if said:
-            self._messages += [question, {"role": "assistant", "content": said}]
+        answer = "".join(shown).strip() if reply is None else reply.text
+        if answer:
+            self._messages += [question, {"role": "assistant", "content": answer}]
 
     def _ask(self, text: str, question: Message) -> Stream:
         settings = self._settings

@@ -242,6 +242,7 @@ def _facts(run: Run, state: State) -> dict[str, Any]:
     return {
         "name": run.name,
         "url": run.known_url,
+        "auth": deployment.gateway.auth,
         "model": deployment.model,
         "target": deployment.target,
         "engine": plan.engine,

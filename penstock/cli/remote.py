@@ -56,7 +56,14 @@ def _with_file(options: argparse.Namespace) -> int | None:
     login = remote.login_of(deployment)
     if login is None:
         return None
-    words = [options.verb_name, remote.put(login, deployment)]
+    try:
+        words = [options.verb_name, remote.put(login, deployment)]
+    except PenstockError as exc:
+        is_rehearsal = options.verb_name == "render" or getattr(options, "dry_run", False)
+        if not (is_rehearsal and exc.is_retryable):
+            raise
+        print(f"penstock: {exc.message}: rendered here, with this machine's paths", file=sys.stderr)
+        return None
     words += [f"--{flag.replace('_', '-')}" for flag in _FLAGS if getattr(options, flag, False)]
     if getattr(options, "timeout", None) is not None:
         words += ["--timeout", f"{options.timeout:g}"]
@@ -84,6 +91,8 @@ def _with_name(options: argparse.Namespace, argv: Sequence[str]) -> int | None:
     if options.verb_name in _THROUGH_TUNNEL:
         with remote.tunnel(login, name) as tunnel:
             options.name, options.url = None, tunnel.url
+            if tunnel.needs_key and "OPENAI_API_KEY" not in os.environ:
+                os.environ["OPENAI_API_KEY"] = remote.owner_key(login, name)
             return int(options.verb(options) or 0)
     if options.verb_name == "tunnel":
         return _hold(login, name, options.port)

@@ -64,7 +64,7 @@ class Forwarding:
     _sent_at = 0.0
     _last_at = 0.0  # of the last bytes, or of sending
     _lost: tuple[str, ...] = ()  # replicas that had this request in vain
-    _failed: tuple[Replica, Address] | None = None  # that said that it failed, and where it listened
+    _failed: tuple[Replica, Address] | None = None  # answered that it failed, and its address then
     _failure: tuple[ResponseHead, bytes] | None = None  # a failed answer that is not whole yet
     _replica: Replica | None = None
     _connection: UpstreamConnection | None = None

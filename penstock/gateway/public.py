@@ -235,8 +235,8 @@ def _read_query_model(target: bytes) -> str | None:
 
 
 def _find_response_id(path: bytes) -> bytes:
-    found = _RESPONSE_PATH.fullmatch(path) if path.startswith(b"/v1/responses/") else None
-    return found.group(1) if found else b""
+    match = _RESPONSE_PATH.fullmatch(path) if path.startswith(b"/v1/responses/") else None
+    return match.group(1) if match else b""
 
 
 def _unknown_model(name: str) -> Answer:

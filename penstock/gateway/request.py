@@ -128,8 +128,10 @@ def rename_model(request: Request, name: str) -> bytes:
     """The body with another value of its model; a form's value is replaced where it stands."""
     kind = request.head.get(b"content-type") or b""
     if kind[:10].lower() == b"multipart/":
-        found = _find_form_model(kind, request.body)
-        return request.body if found is None else request.body[: found[0]] + name.encode() + request.body[found[1] :]
+        place = _find_form_model(kind, request.body)
+        if place is None:
+            return request.body
+        return request.body[: place[0]] + name.encode() + request.body[place[1] :]
     fields = msgspec.json.decode(request.body, type=dict[str, msgspec.Raw])
     fields["model"] = msgspec.Raw(msgspec.json.encode(name))
     return msgspec.json.encode(fields)

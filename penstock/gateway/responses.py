@@ -19,18 +19,6 @@ class Answer(msgspec.Struct, frozen=True):
     headers: Headers = ()
 
 
-class _ErrorFacts(msgspec.Struct, frozen=True):
-    message: str
-    type: str
-    param: str | None
-    code: str
-    source: str = "gateway"
-
-
-class _ErrorBody(msgspec.Struct, frozen=True):
-    error: _ErrorFacts
-
-
 @functools.lru_cache(maxsize=2)
 def http_date(second: int) -> bytes:
     """ "Sun, 06 Nov 1994 08:49:37 GMT" of a Unix time."""
@@ -44,7 +32,8 @@ def json_answer(value: object) -> Answer:
 def error_body(status: int, message: str, code: str, param: str | None = None) -> bytes:
     """The JSON of an error: {"error": {"message", "type", "param", "code", "source"}}."""
     kind = "server_error" if status >= 500 else "invalid_request_error"
-    return msgspec.json.encode(_ErrorBody(_ErrorFacts(message, kind, param, code)))
+    facts = {"message": message, "type": kind, "param": param, "code": code, "source": "gateway"}
+    return msgspec.json.encode({"error": facts})
 
 
 def error_answer(status: int, message: str, code: str, param: str | None = None, headers: Headers = ()) -> Answer:

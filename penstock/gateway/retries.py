@@ -19,8 +19,7 @@ MAX_SENDS: Final = 2
 # Before a second send to the same replica: a killed engine's listening socket outlives its connections for a moment.
 # Without it, 1 of 4 requests during a kill -9 was lost twice within 1 ms.
 AGAIN_S = 0.1
-# The same after an answer of FAILED_STATUSES. An announcement may lift the suspicion before the replica's node has seen
-# that an inner process is gone (it looks every 0.25 s), and the last send's answer is the client's.
+# The same after an answer of FAILED_STATUSES: a node looks every 0.25 s whether an inner process of its engine is gone.
 FAILED_AGAIN_S = 0.5
 # With these an engine says that it failed, not that the request is wrong. Not 501: that is for ever.
 FAILED_STATUSES: Final = frozenset((500, 502, 503, 504))
@@ -107,7 +106,7 @@ class Retries:
         return is_repeated
 
     def note_answered_elsewhere(self, failed: Replica, address: Address, now: float) -> None:
-        """Another replica answered the request for which `failed` said that it failed."""
+        """Another replica answered the request that `failed` could not."""
         self.note_failure(failed, now)
         self.suspect(failed, address, "it failed a request that another replica answered")
 

@@ -34,6 +34,7 @@ class Interface(msgspec.Struct, frozen=True):
     speed_mbps: int | None = None
     is_infiniband: bool = False
     is_virtual: bool = False
+    mtu: int | None = None
 
     @property
     def is_loopback(self) -> bool:

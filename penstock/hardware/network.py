@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import psutil
 
 from penstock.errors import UserError
@@ -83,7 +84,8 @@ def interfaces() -> list[Interface]:
             continue
         for entry in addresses:
             if entry.family.name == "AF_INET":
-                rows.append(_interface(name, entry.address, entry.netmask, state[name].speed))
+                row = _interface(name, entry.address, entry.netmask, state[name].speed)
+                rows.append(msgspec.structs.replace(row, mtu=state[name].mtu or None))
     return sorted(rows, key=lambda row: (row.is_loopback, row.is_virtual, row.name))
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+import msgspec
+
 from penstock.planner import engine_limits, levers, users
 from penstock.planner.architecture import dense
 from penstock.planner.engine_settings import engine_args
@@ -66,10 +68,7 @@ def answer(inputs: SolveInputs, fit: MemoryFit, reason: str, refused: Iterable[R
 
 
 def rejected(refused: Iterable[Refused]) -> tuple[RejectedLayout, ...]:
-    return tuple(
-        RejectedLayout(one.layout.tensor, one.layout.pipeline, one.layout.data, one.layout.expert, one.reason)
-        for one in refused
-    )
+    return tuple(RejectedLayout(**msgspec.structs.asdict(each.layout), reason=each.reason) for each in refused)
 
 
 def _kv(inputs: SolveInputs, fit: MemoryFit) -> KvAnswer | None:

@@ -97,18 +97,18 @@ def _chosen(inputs: SolveInputs, memory: Memory) -> Sizing:
         lambda layout: speed_at(inputs, memory.fit(layout)),
     )
     if choice.chosen is not None:
-        widest = max((one.tensor for one in possible.legal if layouts.crossing(one, fabric) is None), default=1)
+        widest = max((cut.tensor for cut in possible.legal if layouts.crossing(cut, fabric) is None), default=1)
         best, *rest = sorted(
-            choice.ranked, key=lambda one: (one.misses, _is_pipeline_early(one.layout, widest, fabric))
+            choice.ranked, key=lambda each: (each.misses, _is_pipeline_early(each.layout, widest, fabric))
         )
         fit = memory.fit(best.layout)
-        others = (Refused(one.layout, _why_not(one, best, request)) for one in rest)
+        others = (Refused(other.layout, _why_not(other, best, request)) for other in rest)
         return answer(inputs, fit, _why_it_fits(fit), (*choice.refused, *others), choice.price)
     if not possible.legal:
         reason = _all_refused(inputs, choice.refused)
         return Sizing(False, reason, inputs.settings, rejected=rejected(choice.refused))
     nearest = max((memory.fit(layout) for layout in possible.legal), key=lambda fit: fit.margin_bytes)
-    refused = tuple(one for one in choice.refused if one.layout != nearest.layout)
+    refused = tuple(other for other in choice.refused if other.layout != nearest.layout)
     return answer(inputs, nearest, f"no layout fits {_gpus(fabric)}; the nearest: {nearest.refusal}", refused, None)
 
 
@@ -124,7 +124,7 @@ def _gpus(fabric: Fabric) -> str:
 def _all_refused(inputs: SolveInputs, refused: Iterable[Refused]) -> str:
     if inputs.request.expert and not inputs.divisors.n_experts:
         return "expert parallelism needs experts, this model has 0"
-    reasons = list(dict.fromkeys(one.reason for one in refused))
+    reasons = list(dict.fromkeys(layout.reason for layout in refused))
     shown = "; ".join(reasons[:3]) or "whole experts on each rank need 2 GPUs or more"
     return f"no layout of {_gpus(inputs.fabric)} is legal: {shown}"
 
@@ -138,13 +138,13 @@ def _why_it_fits(fit: MemoryFit) -> str:
     )
 
 
-def _why_not(one: Candidate, best: Candidate, request: SizingRequest) -> str:
-    if one.misses > best.misses:
-        return f"fits, but {' and '.join(missed_targets(one.speed, request.ttft_ms, request.tpot_ms))}"
-    if one.layout.n_ranks > best.layout.n_ranks:
-        return f"fits, but takes {one.layout.n_ranks} GPUs where {best.layout.n_ranks} are enough"
-    if one.layout.n_ranks < best.layout.n_ranks:
-        waits, ours = one.speed.tpot_ms.likely, best.speed.tpot_ms.likely
+def _why_not(other: Candidate, best: Candidate, request: SizingRequest) -> str:
+    if other.misses > best.misses:
+        return f"fits, but {' and '.join(missed_targets(other.speed, request.ttft_ms, request.tpot_ms))}"
+    if other.layout.n_ranks > best.layout.n_ranks:
+        return f"fits, but takes {other.layout.n_ranks} GPUs where {best.layout.n_ranks} are enough"
+    if other.layout.n_ranks < best.layout.n_ranks:
+        waits, ours = other.speed.tpot_ms.likely, best.speed.tpot_ms.likely
         return f"fits, but a pipeline of narrow stages waits {waits:.1f} ms a token, the chosen layout {ours:.1f}"
-    ours, theirs = (each.speed.output_tokens_per_s.likely for each in (best, one))
+    ours, theirs = (each.speed.output_tokens_per_s.likely for each in (best, other))
     return f"fits, but not faster: {theirs:.0f} tokens a second, the chosen one {ours:.0f}"

@@ -91,7 +91,7 @@ def from_mapping(raw: object, source: str = "the settings", settings: Sequence[s
             source, [Problem("", f"expected key: value lines, got {_kind(raw)}", "try: model: penstock-demo")]
         )
     merged, problems = _apply_settings(raw, settings)
-    # "engine:" with nothing under it means that nobody said anything.
+    # "engine:" with nothing under it is as if absent.
     merged = {key: value for key, value in merged.items() if value is not None or key == "model"}
     replicas = merged.get("replicas")
     if isinstance(replicas, int) and not isinstance(replicas, bool):
@@ -195,7 +195,7 @@ def _apply_settings(raw: Mapping[Any, Any], settings: Sequence[str]) -> tuple[di
 
 def _copied(value: Any) -> Any:
     if isinstance(value, Mapping):
-        # YAML 1.1 reads the bare key `on` as true: gateway.on is written without quotes all the same.
+        # YAML 1.1 reads the bare key `on` as true: gateway.on is still written without quotes.
         return {"on" if key is True else str(key): _copied(item) for key, item in value.items()}
     return value
 

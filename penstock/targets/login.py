@@ -86,25 +86,36 @@ def run(login: Login, words: Sequence[str], is_terminal: bool) -> int:
     return code
 
 
-def address(login: Login, name: str) -> str:
-    """The URL of a deployment's gateway, as seen from the login node."""
+def owner_key(login: Login, name: str) -> str:
+    """A new secret of the owner's key in the deployment's store."""
+    end = ["owner", "--deployment", name, "--json"]
+    for words in (["keys", "rotate", "--grace", "12h", *end], ["keys", "create", *end]):
+        done = _ssh(login).run(login.host, _verb(login, words), timeout_s=_ANSWER_S)
+        if done.code == 0:
+            return str(json.loads(done.out)["key"])
+    raise _unreachable(login, (done.err or done.text).strip()[-500:])
+
+
+def _status(login: Login, name: str) -> tuple[str, bool]:
+    """The URL of a deployment's gateway, as seen from the login node, and whether its clients need a key."""
     done = _ssh(login).run(login.host, _verb(login, ["status", name, "--json"]), timeout_s=_ANSWER_S)
     try:
-        url = json.loads(done.out)["url"]
+        facts = json.loads(done.out)
+        url, needs_key = facts["url"], facts.get("auth") == "keys"
     except (ValueError, KeyError, TypeError) as exc:
         raise PenstockError(
             f'could not reach login node "{login.host}" for "{name}"', detail=(done.err or done.text).strip()[-500:]
         ) from exc
     if url is None:
         raise run_folder.no_address(name)
-    return str(url)
+    return str(url), needs_key
 
 
 class Tunnel:
     """An open tunnel: `url` is its end on this machine."""
 
-    def __init__(self, url: str, child: subprocess.Popen[bytes], errors: IO[bytes]) -> None:
-        self.url, self._child, self._errors = url, child, errors
+    def __init__(self, url: str, needs_key: bool, child: subprocess.Popen[bytes], errors: IO[bytes]) -> None:
+        self.url, self.needs_key, self._child, self._errors = url, needs_key, child, errors
 
     def last_words(self) -> str | None:
         """What ssh printed before it ended; None while the tunnel is open."""
@@ -126,7 +137,8 @@ def tunnel(login: Login, name: str, port: int | None = None) -> Iterator[Tunnel]
         except UserError as exc:
             hint = "Give another --port, or none for a free one."
             raise UserError(exc.message, detail=exc.detail, hint=hint) from exc
-    parts = urlsplit(address(login, name))
+    url, needs_key = _status(login, name)
+    parts = urlsplit(url)
     local = port or network.free_port("127.0.0.1")
     host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
     forward = f"127.0.0.1:{local}:{host}:{parts.port}"
@@ -135,7 +147,7 @@ def tunnel(login: Login, name: str, port: int | None = None) -> Iterator[Tunnel]
     with tempfile.TemporaryFile() as errors:
         child = subprocess.Popen(words, stdin=subprocess.DEVNULL, stderr=errors, start_new_session=True)
         try:
-            opened = Tunnel(f"http://127.0.0.1:{local}", child, errors)
+            opened = Tunnel(f"http://127.0.0.1:{local}", needs_key, child, errors)
             _wait_open(opened, login, local)
             yield opened
         finally:

@@ -100,10 +100,10 @@ class Head:
 
     def pick(self, names: frozenset[bytes]) -> dict[bytes, bytes]:
         """Those of `names` that there are, with their last values. Not to be changed. Without content-length."""
-        found = self._picked.get(names)
-        if found is None:
-            found = self._picked[names] = {name: value for name, value in self.headers if name in names}
-        return found
+        picked = self._picked.get(names)
+        if picked is None:
+            picked = self._picked[names] = {name: value for name, value in self.headers if name in names}
+        return picked
 
     def keep(self, dropped: frozenset[bytes]) -> bytes:
         """The lines to pass on; `dropped` holds content-length and what HTTP/1.1 always drops."""
@@ -381,19 +381,18 @@ class Heads(Generic[HeadT]):
         if at < 0:
             at = text.find(_LENGTH_LINE_TOO)
         if at < 0:
-            found = self._heads.get(text)
-            return self._read(text, text) if found is None else found
+            return self._heads.get(text) or self._read(text, text)
         at += len(_LENGTH_LINE)
         end = text.find(b"\r\n", at)
         if end < 0:
             end = len(text)
         digits = text[at:end]
         key = text[:at] + text[end:]
-        found = self._heads.get(key)
-        if found is None or not digits.isdigit() or len(digits) > MAX_LENGTH_DIGITS:
+        head = self._heads.get(key)
+        if head is None or not digits.isdigit() or len(digits) > MAX_LENGTH_DIGITS:
             return self._read(text, key)
         length = int(digits)
-        return found if found.length == length else cast(HeadT, found.with_length(length))
+        return head if head.length == length else cast(HeadT, head.with_length(length))
 
     def _read(self, text: bytes, key: bytes) -> HeadT:
         head = self._parse(text)

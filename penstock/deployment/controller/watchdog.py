@@ -36,7 +36,7 @@ def wait_for_end(pid: int) -> None:
 
 
 def is_wanted(run: Path) -> bool:
-    """Whether the run still exists and nobody asked for its end."""
+    """Whether the run still exists and its end was not asked for."""
     try:
         return bool(json.loads((run / "desired.json").read_bytes())["state"] == "up")
     except (OSError, ValueError, KeyError):

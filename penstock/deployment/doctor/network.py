@@ -5,7 +5,7 @@ Pure except `planned`, which reads the measurements of earlier starts as the pla
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -67,7 +67,16 @@ def of_reach(
         f"{node.name} {interface.address} ({interface.name})"
         for node, interface in zip(nodes, route.interfaces, strict=True)
     )
-    return [Finding("network", "ok", f"all nodes reach each other: {ways}"), _far(route, times)], route
+    return [Finding("network", "ok", f"all nodes reach each other: {ways}"), *_mtu(route), _far(route, times)], route
+
+
+def _mtu(route: Route) -> Iterator[Finding]:
+    """Connections open over interfaces of several MTUs; large messages may then never arrive."""
+    sizes = {node.name: row.mtu for node, row in zip(route.nodes, route.interfaces, strict=True) if row.mtu}
+    if len(set(sizes.values())) > 1:
+        text = f"packets have several sizes (MTU): {', '.join(f'{name} {mtu}' for name, mtu in sizes.items())}"
+        cure = f"Set one MTU on all: ip link set dev {route.interfaces[0].name} mtu {min(sizes.values())}"
+        yield Finding("network", "warning", text, cure)
 
 
 def _unreached(

@@ -113,10 +113,13 @@ def _limits(node: SurveyedNode) -> Iterator[Finding]:
 def _low(limits: Limits, has_infiniband: bool) -> Iterator[tuple[str, str]]:
     if limits.n_files is not None and limits.n_files < _MIN_FILES:
         most = 65536 if limits.n_files_hard is None else min(65536, limits.n_files_hard)
-        yield (
-            f"open files: {limits.n_files}, vLLM and Ray need thousands",
-            f"Run ulimit -n {most} before the start (systemd: LimitNOFILE; a container: --ulimit).",
-        )
+        cure = f"Run ulimit -n {most} before the start (systemd: LimitNOFILE; a container: --ulimit)."
+        if limits.n_files >= most:  # the hard limit, which only root may raise
+            cure = (
+                f"The hard limit is {most}: an administrator raises it (nofile in /etc/security/limits.conf, the "
+                "LimitNOFILE of the service that starts jobs, a container's --ulimit nofile=65536)."
+            )
+        yield f"open files: {limits.n_files}, vLLM and Ray need thousands", cure
     if limits.n_processes is not None and limits.n_processes < _MIN_PROCESSES:
         yield (
             f"processes: {limits.n_processes}, threads count too",
@@ -312,7 +315,7 @@ def _versions(nodes: Sequence[SurveyedNode], deployment: Deployment, own_version
     theirs = facts[0].machine.versions.get("penstock")
     if theirs != own_version:
         text = f"penstock is {own_version} here, {theirs} on {nodes[0].name}"
-        yield Finding("versions", "bad", text, "install the same penstock here and on the nodes")
+        yield Finding("versions", "bad", text, "Install the same penstock here and on the nodes.")
     elif not problems:
         text = ", ".join(f"{package} {version}" for package, version in facts[0].machine.versions.items())
         yield Finding("versions", "ok", text if len(nodes) == 1 else f"the same on all {len(nodes)} nodes: {text}")
@@ -371,7 +374,10 @@ def of_loading(
 
 def unreachable(name: str, why: str) -> Finding:
     reason = " ".join(why.split())[-300:] or "no answer"
-    return Finding("node", "bad", f"could not be checked: {reason}", "Check that it is on and reachable.", name)
+    cure = "Check that it is on and reachable."
+    if re.search(r"\bsrun: |no node free", reason):  # the scheduler refused, or has nothing free
+        cure = "Change what the file requests of the scheduler, or wait until that is free."
+    return Finding("node", "bad", f"could not be checked: {reason}", cure, name)
 
 
 def broken(name: str, exit_code: int, err: str) -> Finding:

@@ -398,5 +398,5 @@ class ResponseOwners:
 
 def find_response_id(body: bytes) -> bytes | None:
     """The id in the beginning of a /v1/responses answer, streamed or not."""
-    found = _RESPONSE_ID.search(body, 0, SEARCHED_BYTES)
-    return found.group(1) if found else None
+    match = _RESPONSE_ID.search(body, 0, SEARCHED_BYTES)
+    return match.group(1) if match else None

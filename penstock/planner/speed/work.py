@@ -319,7 +319,7 @@ def part_format(quant: Quantization | None, part: str, index: int) -> Quantizati
     if quant is None:
         return None
     formats = [format_of(f"model.layers.{index}.{name}", quant) for name in _PART_NAMES[part]]
-    names_modules = any(one.included for one in (quant, *quant.also))
+    names_modules = any(each.included for each in (quant, *quant.also))
     named = [chosen for chosen in formats if chosen is not None]
     return named[0] if named and (names_modules or len(named) == len(formats)) else None
 

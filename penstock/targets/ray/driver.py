@@ -26,10 +26,10 @@ from collections.abc import Sequence
 from typing import Any
 
 ENDED = "penstock: every node of this replica has ended"
+LOST = " is lost: "
 ANSWER = "penstock-survey: "
 _READ_S = 20.0
 _LOOP_S = 0.5
-_REPORT_EVERY_S = 30.0
 _KILL_S = 20.0
 _WORKER_START_S = 60.0
 _AGAIN_S = 2.0
@@ -158,12 +158,11 @@ class Driver:
                 return 1
 
     def _wait_placed(self) -> None:
-        began, reported = time.monotonic(), -_REPORT_EVERY_S
+        began = time.monotonic()
+        if not self._group.wait(_LOOP_S):
+            _say(f"waits for {self._args['wanted']}")
         while not self.is_stopped and not self._group.wait(_LOOP_S):
-            waited = time.monotonic() - began
-            if waited - reported >= _REPORT_EVERY_S:
-                reported = waited
-                _say(f"waits for {self._args['wanted']}: {_free()}")
+            pass
         if not self.is_stopped:
             self._bundles, self._hosts = _order_of(self._group)
             _say(f"placed on {', '.join(self._hosts)} after {time.monotonic() - began:.1f} s")
@@ -181,12 +180,8 @@ class Driver:
             rank.ref = rank.actor.start.remote(self._node_args(rank.number))
 
     def _node_args(self, number: int) -> dict[str, Any]:
-        keys = ("launch", "token", "python", "environment", "run_id", "replica")
-        return {key: self._args[key] for key in keys} | {
-            "rank": number,
-            "n_nodes": self._args["n_nodes"],
-            "hosts": ",".join(self._hosts),
-        }
+        keys = ("launch", "token", "python", "environment", "run_id", "replica", "n_nodes")
+        return {key: self._args[key] for key in keys} | {"rank": number, "hosts": ",".join(self._hosts)}
 
     def _ready(self) -> list[_Rank]:
         import ray
@@ -205,7 +200,7 @@ class Driver:
         try:
             answer = ray.get(rank.ref)
         except ray.exceptions.RayError as exc:
-            _say(f"node {rank.number} is lost: {' '.join(str(exc).split())[:300]}")
+            _say(f"node {rank.number}{LOST}{' '.join(str(exc).split())[:300]}")
             self._again(rank)
             return 1 if self.is_stopped else None
         if isinstance(answer, str):
@@ -288,14 +283,6 @@ def _order_of(group: Any) -> tuple[list[int], list[str]]:
     where = placement_group_table(group)["bundles_to_node_id"]
     order = sorted(where, key=lambda bundle: nodes.get(where[bundle], ("", ""))[0])
     return order, [nodes.get(where[bundle], ("", "?"))[1] for bundle in order]
-
-
-def _free() -> str:
-    import ray
-
-    free = ray.available_resources()
-    amounts = ", ".join(f"{free.get(name, 0):g} {name}" for name in ("GPU", "CPU"))
-    return f"free in the whole cluster: {amounts}"
 
 
 def _connect() -> None:

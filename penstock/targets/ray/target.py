@@ -262,9 +262,10 @@ class RayJobs(Target):
                 is_retryable=True,
             )
         ended_at = time.monotonic()
-        for job in alive:
-            if driver.ENDED not in dashboard.log(job.id).splitlines()[-5:]:
-                # A driver that was killed could not see its nodes end.
+        for job in jobs:
+            log = dashboard.log(job.id)
+            # A driver that was killed did not see its nodes end; a node that was lost may be back with its folders.
+            if driver.LOST in log or (job in alive and driver.ENDED not in log.splitlines()[-5:]):
                 record, name = run.record(), job.metadata.get(_META_REPLICA, "0")
                 argv = ["-m", "penstock.targets.ray.guard", "sweep", _mark(record), name, record.id]
                 _ask_nodes(dashboard, _block(run.deployment()), argv, 30.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import getpass
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -124,10 +125,10 @@ def read_site() -> site.Site:
     return site.parse(answers[0].stdout, answers[1].stdout)
 
 
-def tested(deployment: Deployment, run_path: str) -> list[Problem]:
+def tested(deployment: Deployment, run_path: str, gpu_type: str | None) -> list[Problem]:
     """What sbatch, which knows accounts, QOS and limits, refuses of the request."""
     has_gres = deployment.slurm is not None and deployment.slurm.gres is not None
-    needs = slurm_script.Needs(0 if has_gres else deployment.hardware.gpus_per_node or 0, None, None)
+    needs = slurm_script.Needs(0 if has_gres else deployment.hardware.gpus_per_node or 0, None, None, gpu_type)
     jobs = {"it": slurm_script.directives(deployment, needs, run_path)}
     if deployment.gateway.on == "job":
         jobs["the gateway's job"] = slurm_script.gateway_directives(deployment, run_path)
@@ -156,12 +157,31 @@ def versions(deployment: Deployment) -> dict[str, str]:
         ) from exc
 
 
+# What a job may have of the environment of `up`; the rest of it, with the secrets of the shell, stays here.
+_KEPT = frozenset(
+    (
+        *("HOME", "USER", "LOGNAME", "SHELL", "PATH", "LANG", "TZ", "SLURM_CONF", "VIRTUAL_ENV", "XDG_CACHE_HOME"),
+        *("HF_TOKEN", "HF_TOKEN_PATH"),  # the engine may need it to download the model
+        *("LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "MODULEPATH", "MODULESHOME"),
+        *("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy"),
+    )
+)
+_KEPT_PREFIXES = ("LC_", "HF_", "PENSTOCK_", "PYTHON", "CONDA_", "LMOD_", "CUDA_", "NCCL_", "GLOO_", "VLLM_")
+_SECRET = re.compile("KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
+_MARKS = (processes.MARK_RUN, processes.MARK_RUN_ID, processes.MARK_ROLE, processes.MARK_REPLICA)
+
+
 def environment(variables: Collection[str] = ()) -> dict[str, str]:
-    """This process's, without what changes Slurm's commands, except `variables`, and without our marks."""
-    slurms = ("SLURM_", "SBATCH_", "SQUEUE_", "SCANCEL_", "SRUN_", "SACCT_", "SCONTROL_")
-    marks = (processes.MARK_RUN, processes.MARK_RUN_ID, processes.MARK_ROLE, processes.MARK_REPLICA)
-    kept = {"SLURM_CONF", *variables}
-    return {k: v for k, v in os.environ.items() if k not in marks and (k in kept or not k.startswith(slurms))}
+    """What Slurm's commands, and with them a job, get of this process's environment; `variables` too.
+
+    A job gets all that sbatch has. Our marks would make it a process of this machine.
+    """
+    return {name: value for name, value in os.environ.items() if name in variables or _is_kept(name)}
+
+
+def _is_kept(name: str) -> bool:
+    is_public = name.startswith(_KEPT_PREFIXES) and not _SECRET.search(name) and name not in _MARKS
+    return name in _KEPT or is_public
 
 
 def ask(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import sys
 from collections.abc import Iterator, Sequence
 
 import msgspec
@@ -57,6 +58,9 @@ _CPUS_PER_RANK = 4
 _GATEWAY_CPUS = 2
 _GATEWAY_MIB = 2048
 _SPARE_MIB = 1024
+# Host memory of a vLLM rank (libraries, CUDA's context, pinned buffers: 5 to 10 GiB) and of what a node has once. What
+# is loaded from disk goes through the page cache, which a limit only shrinks.
+_RANK_MIB, _NODE_MIB = 16 * 1024, 8 * 1024
 _GOODBYE_S = 20
 _STRAGGLERS_S = 10
 
@@ -67,20 +71,24 @@ class Needs(msgspec.Struct, frozen=True):
     gpus: int
     cpus: int | None
     memory_mib: int | None
+    gpu_type: str | None = None
 
 
-def needs_of(plan: Plan, block: Slurm) -> Needs:
+def needs_of(plan: Plan, block: Slurm, gpu_type: str | None = None, most_mib: int | None = None) -> Needs:
     """From the plan, where the file does not say. GPUs are 0 where the file has a `gres`.
 
-    On GPUs memory is left to the site: each counts what is loaded from disk differently.
+    `gpu_type`: the site's type of the planned card. `most_mib`: the memory of its nodes.
     """
     gpus = plan.ranks_each if plan.device == "cuda" and block.gres is None else 0
-    if block.exclusive:
-        return Needs(gpus, block.cpus_per_node, 0 if block.memory is None else None)
+    cpus: int | None = block.cpus_per_node or plan.n_threads
     if plan.device == "cuda":
-        return Needs(gpus, block.cpus_per_node or _CPUS_PER_RANK * plan.ranks_each, None)
-    memory = -(-plan.need.total_bytes * 5 // 4 // plan.n_nodes // MIB) + _SPARE_MIB
-    return Needs(0, block.cpus_per_node or plan.n_threads, memory if block.memory is None else None)
+        cpus = block.cpus_per_node or _CPUS_PER_RANK * plan.ranks_each
+        memory_mib = min(_NODE_MIB + _RANK_MIB * plan.ranks_each, most_mib or sys.maxsize)
+    else:
+        memory_mib = -(-plan.need.total_bytes * 5 // 4 // plan.n_nodes // MIB) + _SPARE_MIB
+    if block.exclusive:
+        cpus, memory_mib = block.cpus_per_node, 0
+    return Needs(gpus, cpus, memory_mib if block.memory is None else None, gpu_type if gpus else None)
 
 
 def directives(deployment: Deployment, needs: Needs, run_path: str) -> list[str]:
@@ -94,7 +102,7 @@ def directives(deployment: Deployment, needs: Needs, run_path: str) -> list[str]
         ("ntasks-per-node", 1),
         ("cpus-per-task", needs.cpus),
         ("mem", block.memory if needs.memory_mib is None else needs.memory_mib and f"{needs.memory_mib}M"),
-        ("gpus-per-node", needs.gpus or None),
+        ("gpus-per-node", f"{needs.gpu_type}:{needs.gpus}" if needs.gpu_type and needs.gpus else needs.gpus or None),
         ("gres", block.gres),
         ("time", block.time),
         ("partition", block.partition),
@@ -136,16 +144,18 @@ def _signal_s(deployment: Deployment, drain_s: float) -> int:
     return int(min(wanted, limit_s / 4 if limit_s else wanted, 65535))
 
 
-def render(deployment: Deployment, plan: Plan, run_path: str, python: str) -> str:
+def render(deployment: Deployment, plan: Plan, run_path: str, python: str, needs: Needs) -> str:
     """The script. Its arguments are the replica and the id of the launch."""
     block = deployment.slurm or Slurm()
-    lines = [_shell(block), *(f"#SBATCH --{line}" for line in directives(deployment, needs_of(plan, block), run_path))]
+    lines = [_shell(block), *(f"#SBATCH --{line}" for line in directives(deployment, needs, run_path))]
     model = deployment.model if deployment.model.startswith("/") else None
     shared = ",".join(path for path in (run_path, deployment.cache.weights, model) if path)
+    each = [_GIVE_UP, *block.prologue] if block.prologue else []
     return "\n".join(lines) + "\n" + _BODY.format(
         name=deployment.name,
         run=shlex.quote(run_path),
-        prologue="".join(f"{line}\n" for line in _prologue(block)),
+        prologue="".join(f"{line}\n" for line in _environment(block)),
+        on_node=shlex.quote("".join(f"{line}\n" for line in each)),
         label=" --label" if plan.n_nodes > 1 else "",
         stragglers_s=_STRAGGLERS_S,
         python=shlex.join(_python(block, python, shared, ["--nv"] if plan.device == "cuda" else [])),
@@ -172,14 +182,16 @@ trap : TERM
 kill_wait=$(scontrol show config | sed -n 's/^KillWait *= *\([0-9][0-9]*\).*/\1/p')
 hosts=$(scontrol show hostnames | paste -sd, -)
 step=(srun --overlap --mem=0 --ntasks-per-node=1 --cpu-bind=none)
+on_node={on_node}  # the lines of slurm.prologue: each node runs them
 
-"${{step[@]}}"{label} --wait={stragglers_s} bash -c 'exec "$@" --rank "$SLURM_PROCID"' node \
+"${{step[@]}}"{label} --wait={stragglers_s} bash -c "$on_node"'exec "$@" --rank "$SLURM_PROCID"' node \
   {python} -m penstock.node.detached "$run" "$launch" "$replica" --hosts "$hosts" --kill-after "${{kill_wait:-30}}"
 code=$?
 
 # Whatever a killed node left behind: without cgroups it would outlive the job.
 note "sweeping after $code"
-"${{step[@]}}" {python} -m penstock.node.leftovers "$run" "$launch" "$replica"
+"${{step[@]}}" bash -c "$on_node"'exec "$@"' leftovers \
+  {python} -m penstock.node.leftovers "$run" "$launch" "$replica"
 note "ended $code"
 exit $code
 """
@@ -259,7 +271,7 @@ def _service(deployment: Deployment, run_path: str, role: str, lines: Sequence[s
         [
             _shell(block),
             *(f"#SBATCH --{line}" for line in lines),
-            'give_up() { echo "penstock: $*"; exit 1; }',
+            _GIVE_UP,
             *_prologue(block),
             f'export PENSTOCK_RUN={shlex.quote(run_path)} PENSTOCK_RUN_ID="$1" PENSTOCK_ROLE={role}',
             *commands,
@@ -297,7 +309,15 @@ def survey(deployment: Deployment, python: str, argv: Sequence[str], folder: str
 _NOT_IN_SURVEY = ("chdir=", "output=", "open-mode=", "signal=", "requeue", "no-requeue", "time=", "mem=", "exclusive")
 
 
+_GIVE_UP = 'give_up() { echo "penstock: $*"; exit 1; }'
+
+
 def _prologue(block: Slurm) -> Iterator[str]:
+    yield from _environment(block)
+    yield from block.prologue
+
+
+def _environment(block: Slurm) -> Iterator[str]:
     for module in block.modules:
         yield f"module load {shlex.quote(module)} || give_up {shlex.quote(f'could not load module {module}')}"
     if block.conda:
@@ -306,7 +326,6 @@ def _prologue(block: Slurm) -> Iterator[str]:
     if block.venv:
         failed = shlex.quote(f"could not activate the virtual environment {block.venv}")
         yield f"source {shlex.quote(block.venv + '/bin/activate')} || give_up {failed}"
-    yield from block.prologue
 
 
 def problems(deployment: Deployment, run_path: str) -> list[Problem]:

@@ -16,6 +16,7 @@ from penstock.spec.deployment import Deployment
 from penstock.targets.slurm.queue import mib_of, seconds_of
 from penstock.text import GIB, MIB, show_seconds
 
+_SHOWN = 8
 _OUT = ("DOWN", "DRAIN", "FAIL", "UNKNOWN", "POWERED_DOWN", "NOT_RESPONDING", "*", "MAINT")
 _GRES = re.compile(r"(\w+)(?::([^:(]+))?:(\d+)(?:\(.*)?\Z")
 _BRACKET = re.compile(r"(.*?)\[([^\]]*)\](.*)\Z")
@@ -119,12 +120,13 @@ def expand(text: str) -> list[str]:
     return names
 
 
-def candidates(site: Site, block: Slurm) -> list[SiteNode]:
+def candidates(site: Site, block: Slurm, gpu_type: str | None = None) -> list[SiteNode]:
     """The nodes that a job may get, by its partition, constraint, types of GPU and node list."""
     partition = site.partition(block.partition)
     if partition is None:
         return []
     wanted_types = {kind for name, kind, _ in requested(block) if name == "gpu" and kind}
+    wanted_types |= {gpu_type} if gpu_type else set()
     listed = set(expand(block.nodelist or ""))
     return [
         node
@@ -134,6 +136,23 @@ def candidates(site: Site, block: Slurm) -> list[SiteNode]:
         and _has_features(node, block.constraint)
         and (not listed or node.name in listed or block.nodelist is None)
     ]
+
+
+def gpu_type(site: Site | None, deployment: Deployment) -> str | None:
+    """The site's type of GPU that `hardware.gpu` names; None where no type does, or where the file has a `gres`."""
+    block, card = deployment.slurm or Slurm(), deployment.hardware.gpu
+    if site is None or card is None or block.gres is not None or deployment.hardware.gpus_per_node == 0:
+        return None
+    kinds = {kind for node in candidates(site, block) for kind in node.gpus if _is_card(kind, card)}
+    # "a100_80" fits a100-sxm4-80 better than "a100_40" does.
+    ranked = sorted(kinds, key=lambda kind: (-sum(word in kind for word in card.split("-")), kind))
+    return ranked[0] if ranked else None
+
+
+def _is_card(kind: str, card: str) -> bool:
+    """Whether a site's type ("h100", "nvidia_h100_80gb_hbm3") is a card of the catalogue ("h100-sxm")."""
+    model = next((word for word in card.split("-") if re.search(r"\d", word)), card)
+    return re.search(rf"(?<![a-z0-9]){model}(?![0-9])", kind.lower()) is not None
 
 
 def _has_features(node: SiteNode, constraint: str | None) -> bool:
@@ -187,7 +206,13 @@ def _node_problems(
     site: Site, deployment: Deployment, partition: Partition, here: Sequence[SiteNode], is_good_gres: bool
 ) -> Iterator[Problem]:
     block, n_nodes = deployment.slurm or Slurm(), deployment.hardware.nodes
-    nodes = candidates(site, block)
+    unknown = [name for name in expand(block.nodelist or "") if name not in {node.name for node in here}]
+    if unknown:
+        names = [node.name for node in here]
+        words = f'no node "{unknown[0]}" in partition "{partition.name}"'
+        yield Problem("slurm.nodelist", words, _alternatives(unknown[0], names[:_SHOWN]))
+        return
+    nodes = candidates(site, block, gpu_type(site, deployment))
     if not nodes:
         words = f'no node of partition "{partition.name}" matches constraint and nodelist'
         features = sorted(frozenset[str]().union(*(node.features for node in here)))
@@ -223,22 +248,38 @@ def _gpus_wanted(deployment: Deployment) -> int | None:
 def _card_problems(deployment: Deployment, nodes: Sequence[SiteNode]) -> Iterator[Problem]:
     """Slurm knows at most a type of GPU, never its memory, which a plan needs."""
     hardware, kinds = deployment.hardware, sorted({kind for node in nodes for kind in node.gpus})
-    names = ", ".join(kind or "(no type)" for kind in kinds)
+    names, has_gres = ", ".join(kind or "(no type)" for kind in kinds), (deployment.slurm or Slurm()).gres is not None
     if not kinds or hardware.gpus_per_node == 0 or deployment.engine.kind not in ("auto", "vllm"):
         return
     if hardware.gpu is None:
         like = [card for card in catalog.gpu_ids() if any(kind and kind in card for kind in kinds)]
         hint = f"one of {', '.join(like)}" if like else "`penstock plan --help` shows where to find the names"
         yield Problem("hardware.gpu", f"is missing: Slurm reports only the GPU type {names}", hint)
-    if len({frozenset(node.gpus) for node in nodes}) > 1 and not (deployment.slurm or Slurm()).gres:
+    elif not has_gres and not any(_is_card(kind, hardware.gpu) for kind in kinds) and all(map(_known_cards, kinds)):
+        cards = ", ".join(dict.fromkeys(card for kind in kinds for card in _known_cards(kind)))
+        words = f'"{hardware.gpu}", but the nodes have GPUs of type {names}'
+        yield Problem("hardware.gpu", words, f"one of {cards}, or another slurm.partition")
+        return
+    if len({frozenset(node.gpus) for node in nodes}) > 1 and not has_gres:
         words = f"nodes have GPUs of several kinds: {names}"
         yield Problem("slurm.gres", words, f"example: gres: gpu:{next(filter(None, kinds), 'h100')}:4")
+
+
+def _known_cards(kind: str) -> list[str]:
+    return [card for card in catalog.gpu_ids() if _is_card(kind, card)]
+
+
+def least_memory_mib(site: Site | None, deployment: Deployment) -> int | None:
+    """The memory of the smallest node that a job may get."""
+    nodes = candidates(site, deployment.slurm or Slurm(), gpu_type(site, deployment)) if site is not None else []
+    return min((node.memory_mib for node in nodes if node.memory_mib), default=None)
 
 
 def machines(site: Site | None, deployment: Deployment, versions: dict[str, str]) -> list[Machine]:
     """What a job gets on each node that it may land on. Without a site: what the file names, on as many nodes."""
     block, hardware = deployment.slurm or Slurm(), deployment.hardware
-    nodes = candidates(site, block) if site is not None else []
+    kind = gpu_type(site, deployment)
+    nodes = candidates(site, block, kind) if site is not None else []
     up, wanted = [node for node in nodes if node.is_up] or nodes, _gpus_wanted(deployment)
     if not up:
         wanted = wanted or 0
@@ -247,10 +288,11 @@ def machines(site: Site | None, deployment: Deployment, versions: dict[str, str]
             SiteNode(f"node-{rank + 1}", _UNKNOWN_CPUS, _UNKNOWN_MIB, kinds, frozenset(), frozenset(), True)
             for rank in range(hardware.nodes)
         ]
+    counts = [node.n_gpus if kind is None else node.gpus[kind] for node in up]
     return [
-        _machine(node, block, node.n_gpus if wanted is None else wanted, hardware.gpu, versions)
-        for node in up
-        if node.n_gpus >= (wanted or 0)
+        _machine(node, block, count if wanted is None else wanted, hardware.gpu, versions)
+        for node, count in zip(up, counts, strict=True)
+        if count >= (wanted or 0)
     ]
 
 

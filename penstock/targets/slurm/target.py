@@ -51,6 +51,7 @@ class Slurm(Target):
 
     def __init__(self) -> None:
         self._queue = Queue()
+        self._site: site.Site | None = None  # as last read, by `check` or `machines`; `render` asks nothing
         self._last: dict[tuple[str, str], Placement] = {}
         self._forced_at: dict[str, float] = {}
 
@@ -80,19 +81,33 @@ class Slurm(Target):
     def check(self, deployment: Deployment, is_rehearsal: bool = False) -> list[Problem]:
         run_path = home() / "runs" / deployment.name
         problems = slurm_script.problems(deployment, str(run_path))
-        is_client = shutil.which("sbatch") is not None
-        if problems or (is_rehearsal and not is_client):
+        if problems:
             return problems
-        if not is_client:
-            hint = "run penstock on a login node"
-            return [Problem("target", "this machine is no client of Slurm: there is no sbatch", hint)]
-        return site.problems(commands.read_site(), deployment) or commands.tested(deployment, str(run_path))
+        why = self._read_site(is_rehearsal)
+        if why is not None:
+            return [] if is_rehearsal else [Problem("target", why, "run penstock on a login node")]
+        assert self._site is not None
+        problems = site.problems(self._site, deployment)
+        return problems or commands.tested(deployment, str(run_path), site.gpu_type(self._site, deployment))
 
     def machines(self, deployment: Deployment, is_rehearsal: bool = False) -> list[Machine]:
+        why = self._read_site(is_rehearsal)
+        if why is not None:
+            return [assumed(machine, why) for machine in site.machines(None, deployment, {})]
+        return site.machines(self._site, deployment, commands.versions(deployment))
+
+    def _read_site(self, is_rehearsal: bool) -> str | None:
+        """Read the cluster; why that cannot be.  Raises PenstockError when Slurm does not answer and it must."""
+        self._site = None
         if shutil.which("sbatch") is None:
-            reason = "this machine is no client of Slurm: there is no sbatch"
-            return [assumed(machine, reason) for machine in site.machines(None, deployment, {})]
-        return site.machines(commands.read_site(), deployment, commands.versions(deployment))
+            return "this machine is no client of Slurm: there is no sbatch"
+        try:
+            self._site = commands.read_site()
+        except PenstockError as exc:
+            if not is_rehearsal:
+                raise
+            return exc.message
+        return None
 
     def survey(self, deployment: Deployment, argv: Sequence[str], timeout_s: float) -> list[Surveyed]:
         home().mkdir(parents=True, exist_ok=True)
@@ -108,13 +123,15 @@ class Slurm(Target):
     def render(self, launch: Launch, python: str, deployment: Deployment) -> Artifact:
         run_path = str(Path(launch.token_file).parent.parent)
         text = msgspec.json.format(msgspec.json.encode(launch), indent=2).decode()
-        files = {slurm_script.FILE: slurm_script.render(deployment, launch.plan, run_path, python)}
+        card, most_mib = site.gpu_type(self._site, deployment), site.least_memory_mib(self._site, deployment)
+        needs = slurm_script.needs_of(launch.plan, _block(deployment), card, most_mib)
+        files = {slurm_script.FILE: slurm_script.render(deployment, launch.plan, run_path, python, needs)}
         if "gateway" in self.placed(deployment):
             here = [urlsplit(url).hostname or "" for url in launch.announce_urls]
             files[slurm_script.GATEWAY_FILE] = slurm_script.gateway(deployment, run_path, python, here)
         if "controller" in self.placed(deployment):
             files[slurm_script.CONTROLLER_FILE] = slurm_script.controller(deployment, run_path, python)
-        words = ("sbatch", "--parsable", f"--job-name={deployment.name}-{{replica}}")
+        words = ("sbatch", "--parsable", f"--job-name=penstock-{deployment.name}-{{replica}}")
         argv = (*words, f"{run_path}/artifact/{slurm_script.FILE}", "{replica}", "{launch}")
         return Artifact(argv, {**files, "launch.json": text + "\n"})
 
@@ -243,7 +260,7 @@ class Slurm(Target):
         for job in jobs:
             note = run.gateway_folder / f"{_DRAINING}{job.number}"
             # A signal to a pending job hangs until it runs.
-            if job.is_queued or not job.name.startswith(f"{run.name}-gateway-"):
+            if job.is_queued or not job.name.startswith(f"penstock-{run.name}-gateway-"):
                 self._queue.cancel([job.number])
             # scancel alone would be KILL after KillWait, however long requests last.
             elif not note.exists() and not ask(["scancel", "--signal=TERM", "--batch", job.number]).returncode:
@@ -309,7 +326,7 @@ def _run_survey(argv: Sequence[str], name: str, timeout_s: float) -> str:
 
 
 def _job_name(run: Run, unit: Unit) -> str:
-    return f"{run.name}-{unit.name}" if unit.kind == "replica" else f"{run.name}-{unit.kind}-{unit.name}"
+    return f"penstock-{run.name}-{unit.name if unit.kind == 'replica' else f'{unit.kind}-{unit.name}'}"
 
 
 def _log_name(unit: Unit) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from penstock import processes
+from penstock.processes import Marked
 from penstock.targets.openssh import Ssh, reading
 from penstock.wire.announcement import Process
 
@@ -47,27 +48,28 @@ class Tunnels:
         """Start the process of this tunnel, unless it lives."""
         name = f"{tunnel.replica}-{tunnel.rank}"
         with self._lock:
-            if self._is_kept(name):
+            known = self._processes.get(name)
+            if known is not None and processes.is_alive(known):
                 return
-            self._folder.mkdir(exist_ok=True, mode=0o700)
+            marked = self._marked(tunnel.replica, str(tunnel.rank))
+            started = [process for process in marked if "tunnel_process" in process.command]
+            if known is None and started:  # by an earlier controller
+                self._processes[name] = started[0]
+                return
             # A tunnel process that was killed leaves its ssh, which holds the ports.
-            self._end_marked(tunnel.replica, str(tunnel.rank))
+            processes.end(marked, 1.0)
+            self._folder.mkdir(exist_ok=True, mode=0o700)
             settings = self._folder / f"{name}.json"
             settings.write_text(json.dumps({"argv": self._argv(tunnel)}), "utf-8")
-            marks = self._marks | {
-                processes.MARK_ROLE: "tunnel",
-                processes.MARK_REPLICA: tunnel.replica,
-                processes.MARK_RANK: str(tunnel.rank),
-            }
+            marks = {**self._marks, processes.MARK_ROLE: "tunnel", processes.MARK_REPLICA: tunnel.replica}
+            marks[processes.MARK_RANK] = str(tunnel.rank)
             argv = [sys.executable, "-m", "penstock.targets.ssh.tunnel_process", str(settings)]
-            child = processes.start_detached(argv, marks, self._folder / f"{name}.log")
-            (self._folder / f"{name}.pid").write_bytes(msgspec.json.encode(child))
-            self._processes[name] = child
+            self._processes[name] = processes.start_detached(argv, marks, self._folder / f"{name}.log")
 
     def end(self, replica: str | None = None) -> None:
         """End the tunnels of a replica, or all. Safe to repeat."""
         with self._lock:
-            self._end_marked(replica, None)
+            processes.end(self._marked(replica), 1.0)
             for path in self._folder.glob(f"{replica}-*" if replica is not None else "*"):
                 path.unlink(missing_ok=True)
             for name in [name for name in self._processes if replica in (None, name.rpartition("-")[0])]:
@@ -85,19 +87,10 @@ class Tunnels:
             return None
         return reading(str(state["why"]))[0]
 
-    def _is_kept(self, name: str) -> bool:
-        known = self._processes.get(name)
-        if known is None:
-            with contextlib.suppress(OSError, msgspec.MsgspecError):
-                known = msgspec.json.decode((self._folder / f"{name}.pid").read_bytes(), type=Process)
-        if known is None or not processes.is_alive(known):
-            return False
-        self._processes[name] = known
-        return True
-
-    def _end_marked(self, replica: str | None, rank: str | None) -> None:
+    def _marked(self, replica: str | None, rank: str | None = None) -> list[Marked]:
+        """Tunnel processes and their ssh."""
         found = processes.find_marked(self._marks[processes.MARK_RUN], replica, rank)
-        processes.end([process for process in found if process.role == "tunnel"], 1.0)
+        return [process for process in found if process.role == "tunnel"]
 
     def _argv(self, tunnel: Tunnel) -> list[str]:
         *words, dashes, host = self._ssh.argv(tunnel.host, shares=False)

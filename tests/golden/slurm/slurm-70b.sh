@@ -5,7 +5,8 @@
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=1
 #SBATCH --cpus-per-task=16
-#SBATCH --gpus-per-node=4
+#SBATCH --mem=73728M
+#SBATCH --gpus-per-node=h100:4
 #SBATCH --time=12:00:00
 #SBATCH --partition=gpu
 #SBATCH --account=lab
@@ -32,13 +33,15 @@ trap : TERM
 kill_wait=$(scontrol show config | sed -n 's/^KillWait *= *\([0-9][0-9]*\).*/\1/p')
 hosts=$(scontrol show hostnames | paste -sd, -)
 step=(srun --overlap --mem=0 --ntasks-per-node=1 --cpu-bind=none)
+on_node=''  # the lines of slurm.prologue: each node runs them
 
-"${step[@]}" --wait=10 bash -c 'exec "$@" --rank "$SLURM_PROCID"' node \
+"${step[@]}" --wait=10 bash -c "$on_node"'exec "$@" --rank "$SLURM_PROCID"' node \
   python3 -m penstock.node.detached "$run" "$launch" "$replica" --hosts "$hosts" --kill-after "${kill_wait:-30}"
 code=$?
 
 # Whatever a killed node left behind: without cgroups it would outlive the job.
 note "sweeping after $code"
-"${step[@]}" python3 -m penstock.node.leftovers "$run" "$launch" "$replica"
+"${step[@]}" bash -c "$on_node"'exec "$@"' leftovers \
+  python3 -m penstock.node.leftovers "$run" "$launch" "$replica"
 note "ended $code"
 exit $code

@@ -5,7 +5,7 @@
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
 #SBATCH --mem=0
-#SBATCH --gpus-per-node=8
+#SBATCH --gpus-per-node=h100:8
 #SBATCH --time=2-0
 #SBATCH --constraint=h200&ib
 #SBATCH --exclusive
@@ -33,13 +33,15 @@ trap : TERM
 kill_wait=$(scontrol show config | sed -n 's/^KillWait *= *\([0-9][0-9]*\).*/\1/p')
 hosts=$(scontrol show hostnames | paste -sd, -)
 step=(srun --overlap --mem=0 --ntasks-per-node=1 --cpu-bind=none)
+on_node=''  # the lines of slurm.prologue: each node runs them
 
-"${step[@]}" --label --wait=10 bash -c 'exec "$@" --rank "$SLURM_PROCID"' node \
+"${step[@]}" --label --wait=10 bash -c "$on_node"'exec "$@" --rank "$SLURM_PROCID"' node \
   apptainer exec --nv --bind /home/ada/.penstock/runs/deepseek-v3 /shared/images/vllm-0.33.sif python3 -m penstock.node.detached "$run" "$launch" "$replica" --hosts "$hosts" --kill-after "${kill_wait:-30}"
 code=$?
 
 # Whatever a killed node left behind: without cgroups it would outlive the job.
 note "sweeping after $code"
-"${step[@]}" apptainer exec --nv --bind /home/ada/.penstock/runs/deepseek-v3 /shared/images/vllm-0.33.sif python3 -m penstock.node.leftovers "$run" "$launch" "$replica"
+"${step[@]}" bash -c "$on_node"'exec "$@"' leftovers \
+  apptainer exec --nv --bind /home/ada/.penstock/runs/deepseek-v3 /shared/images/vllm-0.33.sif python3 -m penstock.node.leftovers "$run" "$launch" "$replica"
 note "ended $code"
 exit $code
