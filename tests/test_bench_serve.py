@@ -379,20 +379,24 @@ def test_without_an_address_a_deployment_must_run(home: Path, capsys: pytest.Cap
 
 
 @pytest.mark.processes
-def test_ctrl_c_gives_the_result_so_far(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_ctrl_c_and_a_kill_leave_the_result_so_far(number: signal.Signals, tmp_path: Path) -> None:
+    reads = tmp_path / record.RAW
     with in_thread(Options(model="m", ttft_s=0, tokens_per_s=50)) as slow:
         words = f"--url {slow.url} --model m --requests 1000 --concurrency 4 --output-tokens 5 --warmup 0 --json"
         argv = [sys.executable, "-m", "penstock", "bench", "serve", *words.split(), "--out", str(tmp_path)]
         running = subprocess.Popen(argv, stdout=subprocess.PIPE, env={**os.environ})
         deadline = time.monotonic() + 20
-        while len(slow.seen) < 20 and time.monotonic() < deadline:
+        while (len(slow.seen) < 20 or reads.stat().st_size < 1000) and time.monotonic() < deadline:
             time.sleep(0.02)
-        running.send_signal(signal.SIGINT)
-        out, _ = running.communicate(timeout=20)
-    result = json.loads(out)
-    assert running.returncode == 130
-    assert 0 < result["completed"] < 1000 and result["unfinished"] == 4 and not result["valid"]
-    assert (tmp_path / "requests.csv").exists()
+        running.send_signal(number)
+        running.communicate(timeout=20)
+    is_killed = number == signal.SIGKILL
+    assert running.returncode == (-number if is_killed else 130) and reads.exists() is is_killed
+    assert main.run(["bench", "report", str(tmp_path)]) == 0
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert 0 < result["completed"] < 1000 and not result["valid"]
+    assert result["unfinished"] == (0 if is_killed else 4)
 
 
 # -- the wire
