@@ -42,9 +42,9 @@ _MACHINES = (
     _Option("gpu_memory_gib", arguments.positive, "GIB", "memory of one GPU as the CUDA runtime reports it"),
 )
 _LAYOUT = (
-    _Option("tensor", _count, "T", "tensor-parallel size", ("-tp", "--tensor-parallel-size")),
-    _Option("pipeline", _count, "P", "pipeline-parallel size", ("-pp", "--pipeline-parallel-size")),
-    _Option("data", _count, "D", "data-parallel size", ("-dp", "--data-parallel-size")),
+    _Option("tensor", _count, "T", "tensor-parallel size", ("-tp",)),
+    _Option("pipeline", _count, "P", "pipeline-parallel size", ("-pp",)),
+    _Option("data", _count, "D", "data-parallel size", ("-dp",)),
 )
 _ENGINE = (
     _Option("max_model_len", _count, "L", "tokens of one request, 128K is 131,072 (default: what the model allows)"),
