@@ -546,7 +546,7 @@ def test_a_listener_that_never_accepts_is_a_timeout() -> None:
 
 def test_refused_connections_do_not_use_up_the_requests_and_a_server_that_is_gone_ends_the_run() -> None:
     address = Address("http", "127.0.0.1", free_port(), "127.0.0.1")
-    outcome = run_load(address, Load([REQUEST], concurrency=4, n_requests=10_000, give_up_s=0.2))
+    outcome = run_load(address, Load([REQUEST], concurrency=4, n_requests=10_000, give_up_s=0.05))
     assert {*errors(outcome)} == {"connection refused"} and len(errors(outcome)) < 60
     assert "the server was gone" in outcome.cut_short and not outcome.was_interrupted
 
