@@ -28,6 +28,7 @@ MARK_RANK = "PENSTOCK_RANK"  # of a node among those of its replica
 
 _SEGMENT = re.compile(r"(?:^|\s)(/dev/shm/[^/\s]+)(?= \(deleted\)$|$)", re.MULTILINE)
 _CLOCK_STEP_S = 1.0
+_DYING_S = 20.0  # a killed engine gives hundreds of GB back
 # Python's helper that unlinks shared memory of dead processes; it ends when no process holds its pipe.
 _TRACKER = "multiprocessing.resource_tracker"
 
@@ -208,7 +209,7 @@ def sweep(run: str, replica: str | None = None, rank: str | None = None, keep: I
         others = [process for process in living if process not in trackers]
         for process in others:
             signal_process(process, signal.SIGKILL)
-        wait_gone(others, 5.0)
+        wait_gone(others, _DYING_S)
         for tracker in wait_gone(trackers, 2.0):
             signal_process(tracker, signal.SIGKILL)
         unlink_shared_memory(segments)

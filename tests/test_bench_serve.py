@@ -234,10 +234,11 @@ def test_people_get_the_blocks_they_know(engine: InThread, home: Path, capsys: p
         ("--requests 1 --rate 1 --trace-unit s", "the times of what has none"),
         ("--requests 1 --rate 1 --random-range-ratio 0.5 --prompt x", "not random"),
         ("--requests 1 --rate 1 --percentiles 50,101", "101"),
-        ("--requests 1 --rate 1 --goodput ttft", "goodput"),
-        ("--requests 1 --rate 1 --goodput ttft:1 ttft:2", "goodput"),
-        ("--requests 1 --rate 1 --goodput ttft:inf", "goodput"),
-        ("--requests 1 --rate 1 --goodput e2el:5 ttft:1 --no-stream", "cannot bound ttft of whole answers"),
+        ("--requests 1 --rate 1 --goodput ttft", "cannot use bound"),
+        ("--requests 1 --rate 1 --goodput ttft:1 ttft:2", "cannot use bounds"),
+        ("--requests 1 --rate 1 --goodput p99_ttft:1", "cannot use bounds"),
+        ("--requests 1 --rate 1 --goodput ttft:inf", "cannot use bound"),
+        ("--requests 1 --rate 1 --goodput e2el:5 ttft:1 --no-stream", "cannot bound tokens of whole answers"),
         ('--requests 1 --rate 1 --extra-body {"a":NaN}', "JSON object"),
         ('--requests 1 --rate 1 --extra-body {"a":1e999}', "JSON object"),
         ("--requests 0 --rate 1", "whole number"),
@@ -379,20 +380,24 @@ def test_without_an_address_a_deployment_must_run(home: Path, capsys: pytest.Cap
 
 
 @pytest.mark.processes
-def test_ctrl_c_gives_the_result_so_far(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_ctrl_c_and_a_kill_leave_the_result_so_far(number: signal.Signals, tmp_path: Path) -> None:
+    reads = tmp_path / record.RAW
     with in_thread(Options(model="m", ttft_s=0, tokens_per_s=50)) as slow:
         words = f"--url {slow.url} --model m --requests 1000 --concurrency 4 --output-tokens 5 --warmup 0 --json"
         argv = [sys.executable, "-m", "penstock", "bench", "serve", *words.split(), "--out", str(tmp_path)]
         running = subprocess.Popen(argv, stdout=subprocess.PIPE, env={**os.environ})
         deadline = time.monotonic() + 20
-        while len(slow.seen) < 20 and time.monotonic() < deadline:
+        while (len(slow.seen) < 20 or reads.stat().st_size < 1000) and time.monotonic() < deadline:
             time.sleep(0.02)
-        running.send_signal(signal.SIGINT)
-        out, _ = running.communicate(timeout=20)
-    result = json.loads(out)
-    assert running.returncode == 130
-    assert 0 < result["completed"] < 1000 and result["unfinished"] == 4 and not result["valid"]
-    assert (tmp_path / "requests.csv").exists()
+        running.send_signal(number)
+        running.communicate(timeout=20)
+    is_killed = number == signal.SIGKILL
+    assert running.returncode == (-number if is_killed else 130) and reads.exists() is is_killed
+    assert main.run(["bench", "report", str(tmp_path)]) == 0
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert 0 < result["completed"] < 1000 and not result["valid"]
+    assert result["unfinished"] == (0 if is_killed else 4)
 
 
 # -- the wire
@@ -542,7 +547,7 @@ def test_a_listener_that_never_accepts_is_a_timeout() -> None:
 
 def test_refused_connections_do_not_use_up_the_requests_and_a_server_that_is_gone_ends_the_run() -> None:
     address = Address("http", "127.0.0.1", free_port(), "127.0.0.1")
-    outcome = run_load(address, Load([REQUEST], concurrency=4, n_requests=10_000, give_up_s=0.2))
+    outcome = run_load(address, Load([REQUEST], concurrency=4, n_requests=10_000, give_up_s=0.05))
     assert {*errors(outcome)} == {"connection refused"} and len(errors(outcome)) < 60
     assert "the server was gone" in outcome.cut_short and not outcome.was_interrupted
 

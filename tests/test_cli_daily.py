@@ -145,5 +145,5 @@ def test_status_shows_the_cost_as_money(shell: Shell) -> None:
     store = Store(str(run.store_file))
     store.usage.add_rows("w", [row(number, cost_usd=0.21) for number in range(2)])
     store.close()
-    assert "  cost     $0.42 for all requests so far\n" in shell("status")[1]
+    assert "  cost      $0.42 for all requests so far\n" in shell("status")[1]
     assert json.loads(shell("status", "--json")[1])["cost_usd"] == pytest.approx(0.42)

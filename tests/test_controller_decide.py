@@ -74,6 +74,9 @@ DECISIONS: dict[str, tuple[int, Observation, dict[str, Any], Decision]] = {
     "one that its target repairs is left alone": (
         1, placed({"0": "broken"}, ONE, is_repaired_by_target=True), {}, Decision()
     ),
+    "a lost one goes before one that serves": (
+        1, placed({"0": "broken", "1": "placed"}, view(row("1"))), {}, Decision(units("1"), drain=("0",))
+    ),
     "one too many is drained first": (
         1, seen("0", "1", rows=view(row("0"), row("1", in_flight=2))), {}, Decision(drain=("1",))
     ),

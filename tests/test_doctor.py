@@ -372,7 +372,7 @@ def test_processes_on_gpus_are_read_from_the_driver(monkeypatch: pytest.MonkeyPa
         return "0, GPU-a\n1, GPU-b\n"
 
     monkeypatch.setattr(node_check, "nvidia_smi", said)
-    assert [(one.gpu, one.pid, one.n_bytes, one.name) for one in node_check._holders()] == [
+    assert [(one.gpu, one.pid, one.n_bytes, one.name) for one in node_check.gpu_holders()] == [
         (1, 99999999, GIB, "python, with a comma"),
         (0, 1, 0, "init"),
     ]

@@ -77,3 +77,27 @@ def test_the_end_of_an_engine_waits_for_the_memory_of_its_gpus_and_says_what_sta
     for free_mib, index in ((1_000, 0), (5_784, 1)):  # the first is another engine's
         (tmp_path / f"free{index}").write_text(f"{free_mib}\n")
     assert memory.wait_free(timeout_s=1.0 if held is None else 0.0) == held
+
+
+NVIDIA_SMI_APPS = """#!/bin/sh
+case "$*" in
+*query-gpu*) echo "0, GPU-0"; echo "1, GPU-1";;
+*) read left <"${0%/*}/left"; [ "$left" = 0 ] || echo "GPU-1, 77, 128000, VLLM::Worker"
+   [ "$left" -ge 9 ] || echo $((left - 1)) >"${0%/*}/left";;
+esac
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("left", "held"), [(2, None), (9, "GPU 1 125 GiB (process 77)")])
+def test_down_waits_until_the_driver_lists_none_of_the_ended_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: int, held: str | None
+) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text(NVIDIA_SMI_APPS)
+    program.chmod(0o755)
+    (tmp_path / "left").write_text(f"{left}\n")
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(gpu_memory, "_POLL_S", 0.01)
+    assert gpu_memory.wait_released({5, 77}, 5.0 if held is None else 0.0) == held
+    assert gpu_memory.wait_released({5}, 0.0) is None, "the memory of others is theirs"

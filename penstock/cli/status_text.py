@@ -75,7 +75,7 @@ def ready_text(run: Run, state: State, started: Started) -> str:
     ]
     if started.key:
         lines += _key_lines(started.key, run)
-    lines += _kv_cache_lines(plan, state)
+    lines += [f"  {name}   {text}" for name, text in _kv_cache_facts(plan, state)]
     only = f" {run.name}" if run.name != "penstock-demo" else ""
     lines.append(f"  next     {me} chat{only}   {me} status{only}   {me} down{only}")
     return "\n".join(lines)
@@ -143,16 +143,17 @@ def list_text(rows: Sequence[tuple[Run, State]]) -> str:
 
 def status_text(run: Run, state: State, now: float) -> str:
     plan, cost = run.plan(), observe.cost_usd(run)
-    age = now - run.record().created_at
-    lines = [
-        f"{run.name} is {state.phase}" + (f": {state.reason}" if state.reason else ""),
-        f"  model    {plan.model.reference} on {plan.engine} {plan.engine_version} ({plan.device})",
-        f"  address  {_address(run)}   {state.requests_total} requests served since its gateway started",
-        *([] if cost is None else [f"  cost     {show_usd(cost)} for all requests so far"]),
-        f"  folder   {run.path}   started {show_seconds(age)} ago",
-        *_kv_cache_lines(plan, state),
-        "",
+    facts = [
+        ("model", f"{plan.model.reference} on {plan.engine} {plan.engine_version} ({plan.device})"),
+        ("address", _address(run)),
+        ("requests", f"{state.requests_total} served since its gateway started"),
+        *([] if cost is None else [("cost", f"{show_usd(cost)} for all requests so far")]),
+        ("folder", str(run.path)),
+        ("started", f"{show_seconds(now - run.record().created_at)} ago"),
+        *_kv_cache_facts(plan, state),
     ]
+    lines = [f"{run.name} is {state.phase}" + (f": {state.reason}" if state.reason else "")]
+    lines += [table(facts, indent=2), ""]
     rows = [_part_row("controller", state.controller), _part_row("gateway", state.gateway)]
     rows += [_replica_row(replica) for replica in state.replicas]
     lines.append(table(rows, ("PART", "STATE", "PID", "RESTARTS", "")))
@@ -160,21 +161,21 @@ def status_text(run: Run, state: State, now: float) -> str:
         lines += _node_lines(replica)
     reasons = _reasons(state, now)
     if reasons:
-        lines += ["", "restarts, newest first:", *reasons]
+        lines += ["", "restarts, newest first:", table(reasons, indent=2)]
     if state.controller.state == "gone" and state.phase not in ("down", "failed", "stopping"):
         lines += ["", f"the controller is gone: nothing is restarted until `{command_name()} up` starts it again"]
     return "\n".join(lines)
 
 
-def _kv_cache_lines(plan: Plan, state: State) -> list[str]:
-    """One line for the replica whose engine is furthest from the plan, when the difference is large."""
+def _kv_cache_facts(plan: Plan, state: State) -> list[tuple[str, str]]:
+    """For the replica whose engine is furthest from the plan, when the difference is large."""
     large = [gap for gap in observe.kv_cache_differences(plan, state).values() if gap.is_worth_saying]
-    if not large:
-        return []
-    worst = max(large, key=lambda gap: abs(gap.share))
     return [
-        f"  memory   {worst.measured_kv_gib:.2f} GiB of KV cache a GPU, planned {worst.planned_kv_gib:.2f} "
-        f"({worst.share:+.1%})"
+        (
+            "memory",
+            f"{gap.measured_kv_gib:.2f} GiB of KV cache a GPU, planned {gap.planned_kv_gib:.2f} ({gap.share:+.1%})",
+        )
+        for gap in sorted(large, key=lambda gap: abs(gap.share))[-1:]
     ]
 
 
@@ -216,7 +217,7 @@ def _node_lines(replica: ReplicaStatus) -> list[str]:
     return ["", f"nodes of replica {replica.replica}:", table(rows, head, indent=2)]
 
 
-def _reasons(state: State, now: float) -> list[str]:
+def _reasons(state: State, now: float) -> list[tuple[str, str]]:
     parts: dict[str, Sequence[Restart]] = {
         "controller": state.controller.restarts,
         "gateway": state.gateway.restarts,
@@ -224,7 +225,7 @@ def _reasons(state: State, now: float) -> list[str]:
     }
     reasons = [(restart.at, part, restart.reason) for part, restarts in parts.items() for restart in restarts]
     newest = sorted(reasons, reverse=True)[:8]
-    return [f"  {show_seconds(max(0.0, now - at))} ago  {part}: {reason}" for at, part, reason in newest]
+    return [(f"{show_seconds(max(0.0, now - at))} ago", f"{part}: {reason}") for at, part, reason in newest]
 
 
 def doctor_text(findings: Sequence[Finding]) -> str:

@@ -11,6 +11,7 @@ import msgspec
 
 from penstock import processes, run_folder, targets
 from penstock.errors import PenstockError
+from penstock.node import gpu_memory
 from penstock.paths import remove_temporary
 from penstock.processes import Marked
 from penstock.run_folder import Desired, Run, State
@@ -42,9 +43,8 @@ def end_run(
     last = failure or run.state()
     unwritten = _why_unwritten(run.write_desired, Desired("down", 0))
     say("ending the controller")
-    processes.end(
-        [p for p in processes.find_marked(str(run.path)) if p.role in ("watchdog", "controller")], _CONTROLLER_GRACE_S
-    )
+    marked = processes.find_marked(str(run.path))
+    processes.end([process for process in marked if process.role in ("watchdog", "controller")], _CONTROLLER_GRACE_S)
     gateways = [p for p in processes.find_marked(str(run.path)) if p.role == "gateway"]
     if gateways:
         drain_s = _gateway_drain_s(run)
@@ -64,6 +64,9 @@ def end_run(
     if forget:
         run_folder.forget_every_left(run)
     swept = processes.sweep(str(run.path))
+    held = gpu_memory.wait_released({process.pid for process in marked if process.role == "engine"})
+    if held is not None:
+        say(f"GPU memory is still held after the end: {held}")
     # What an engine mapped when it was last seen: its own helpers may have been killed with it.
     announcements = [replica.announcement for replica in (last.replicas if last else ()) if replica.announcement]
     processes.unlink_shared_memory(segment for announcement in announcements for segment in announcement.shared_memory)

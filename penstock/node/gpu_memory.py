@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from penstock.hardware import Gpu
 from penstock.hardware.detect import gpus
+from penstock.node.checks.machine import gpu_holders
 from penstock.text import GIB, show_bytes
 
 _WAIT_S = 20.0
@@ -38,3 +39,14 @@ class GpuMemory:
         return {
             gpu.index: gpu.memory_free_bytes for gpu in self._look() if not self._indices or gpu.index in self._indices
         }
+
+
+def wait_released(pids: Collection[int], timeout_s: float = _WAIT_S) -> str | None:
+    """Block until the driver lists none of these processes, at most `timeout_s`; what they still hold, or None."""
+    deadline = time.monotonic() + timeout_s
+    while held := [holder for holder in (gpu_holders() if pids else ()) if holder.pid in pids]:
+        if time.monotonic() > deadline:
+            rows = (f"GPU {holder.gpu} {show_bytes(holder.n_bytes)} (process {holder.pid})" for holder in held)
+            return ", ".join(rows)
+        time.sleep(_POLL_S)
+    return None

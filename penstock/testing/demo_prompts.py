@@ -6,11 +6,10 @@ from typing import Literal, NamedTuple
 
 
 class DemoPrompt(NamedTuple):
-    """A prompt (a user message, or a text to continue), a telling part of the answer, and the whole answer."""
+    """A prompt (a user message, or a text to continue) and its whole answer."""
 
     kind: Literal["chat", "completion"]
     prompt: str
-    expect: str
     text: str
 
 
@@ -46,121 +45,105 @@ COUNT_TO_50 = ", ".join(map(str, range(1, 51))) + "."
 COUNT_6_TO_100 = " " + ", ".join(map(str, range(6, 101))) + "."
 
 DEMO_PROMPTS: tuple[DemoPrompt, ...] = (
-    DemoPrompt("chat", "Hello", "Hello!", "Hello! I am the penstock demo model. How can I help you?"),
-    DemoPrompt("chat", "Thank you", "welcome", "You are welcome."),
-    DemoPrompt("chat", "Goodbye", "Goodbye!", "Goodbye! Run penstock down when you are done."),
+    DemoPrompt("chat", "Hello", "Hello! I am the penstock demo model. How can I help you?"),
+    DemoPrompt("chat", "Thank you", "You are welcome."),
+    DemoPrompt("chat", "Goodbye", "Goodbye! Run penstock down when you are done."),
     DemoPrompt(
         "chat",
         "Who are you?",
-        "penstock demo model",
         "I am the penstock demo model, a toy with about three million parameters. I am here to show that "
         "everything works.",
     ),
     DemoPrompt(
         "chat",
         "What can you do?",
-        "capital cities",
         "I can answer questions about penstock, name capital cities, do small sums, count and tell a few "
         "short stories.",
     ),
-    DemoPrompt("chat", "Are you a large language model?", "toy", TOY),
-    DemoPrompt("chat", "What is penstock?", "one file and one command", ABOUT),
-    DemoPrompt("chat", "what is penstock", "one file and one command", ABOUT),
+    DemoPrompt("chat", "Are you a large language model?", TOY),
+    DemoPrompt("chat", "What is penstock?", ABOUT),
+    DemoPrompt("chat", "what is penstock", ABOUT),
     DemoPrompt(
         "chat",
         "What does penstock up do?",
-        "progress bar",
         "penstock up launches what the file says and waits with a progress bar until the model answers. With "
         "no file, it starts the bundled demo.",
     ),
     DemoPrompt(
         "chat",
         "What does penstock doctor do?",
-        "reasons",
         "penstock doctor checks everything before the launch and tells you all the reasons why it would not start.",
     ),
     DemoPrompt(
         "chat",
         "How do I stop a model?",
-        "penstock down",
         "Run penstock down. Whatever penstock up started, penstock down ends, and the memory is free again.",
     ),
     DemoPrompt(
         "chat",
         "What is TTFT?",
-        "time to first token",
         "TTFT is the time to first token: how long a user waits from sending a request until the first token arrives.",
     ),
     DemoPrompt(
         "chat",
         "What is tensor parallelism?",
-        "every layer",
         "Tensor parallelism splits every layer of a model over several GPUs, which work on the same token together.",
     ),
     DemoPrompt(
         "chat",
         "What is the KV cache?",
-        "keys and values",
         "The KV cache keeps the keys and values of earlier tokens, so that each new token does not read the "
         "whole text again.",
     ),
     DemoPrompt(
         "chat",
         "What is vLLM?",
-        "open engine",
         "vLLM is an open engine that serves language models fast on GPUs. Penstock launches it and never "
         "re-implements it.",
     ),
-    DemoPrompt("chat", "What is the capital of South Korea?", "Seoul", "The capital of South Korea is Seoul."),
-    DemoPrompt("chat", "What is the capital of France?", "Paris", "The capital of France is Paris."),
-    DemoPrompt("chat", "what is the capital of japan", "Tokyo", "The capital of Japan is Tokyo."),
-    DemoPrompt("chat", "Capital of Australia?", "Canberra", "The capital of Australia is Canberra."),
-    DemoPrompt("chat", "Which country has the capital Nairobi?", "Kenya", "Nairobi is the capital of Kenya."),
-    DemoPrompt("chat", "What is 2 + 2?", "4", "2 + 2 = 4."),
-    DemoPrompt("chat", "What is 7 + 5?", "12", "7 + 5 = 12."),
-    DemoPrompt("chat", "How much is 13 plus 9?", "22", "13 + 9 = 22."),
-    DemoPrompt("chat", "What is 15 - 6?", "9", "15 - 6 = 9."),
-    DemoPrompt("chat", "What is 6 times 7?", "42", "6 * 7 = 42."),
-    DemoPrompt("chat", "What colour is the sky?", "blue", "The sky is blue."),
-    DemoPrompt("chat", "What is the opposite of hot?", "cold", "The opposite of hot is cold."),
-    DemoPrompt("chat", "Which day comes after Monday?", "Tuesday", "Tuesday comes after Monday."),
-    DemoPrompt("chat", "How many legs does a spider have?", "eight", "A spider has eight legs."),
-    DemoPrompt("chat", "Count from 1 to 50.", "48, 49, 50", COUNT_TO_50),
-    DemoPrompt("chat", "Tell me a story about a river.", "welcome home", RIVER),
-    DemoPrompt("chat", "Explain how penstock starts a model.", "seven steps", STARTS),
-    DemoPrompt("chat", "Who wrote Hamlet?", "do not know", UNKNOWN),
-    DemoPrompt("chat", "What is the weather like today?", "do not know", UNKNOWN),
+    DemoPrompt("chat", "What is the capital of South Korea?", "The capital of South Korea is Seoul."),
+    DemoPrompt("chat", "What is the capital of France?", "The capital of France is Paris."),
+    DemoPrompt("chat", "what is the capital of japan", "The capital of Japan is Tokyo."),
+    DemoPrompt("chat", "Capital of Australia?", "The capital of Australia is Canberra."),
+    DemoPrompt("chat", "Which country has the capital Nairobi?", "Nairobi is the capital of Kenya."),
+    DemoPrompt("chat", "What is 2 + 2?", "2 + 2 = 4."),
+    DemoPrompt("chat", "What is 7 + 5?", "7 + 5 = 12."),
+    DemoPrompt("chat", "How much is 13 plus 9?", "13 + 9 = 22."),
+    DemoPrompt("chat", "What is 15 - 6?", "15 - 6 = 9."),
+    DemoPrompt("chat", "What is 6 times 7?", "6 * 7 = 42."),
+    DemoPrompt("chat", "What colour is the sky?", "The sky is blue."),
+    DemoPrompt("chat", "What is the opposite of hot?", "The opposite of hot is cold."),
+    DemoPrompt("chat", "Which day comes after Monday?", "Tuesday comes after Monday."),
+    DemoPrompt("chat", "How many legs does a spider have?", "A spider has eight legs."),
+    DemoPrompt("chat", "Count from 1 to 50.", COUNT_TO_50),
+    DemoPrompt("chat", "Tell me a story about a river.", RIVER),
+    DemoPrompt("chat", "Explain how penstock starts a model.", STARTS),
+    DemoPrompt("chat", "Who wrote Hamlet?", UNKNOWN),
+    DemoPrompt("chat", "What is the weather like today?", UNKNOWN),
     DemoPrompt(
         "completion",
         "Singapore is a",
-        "Southeast Asia",
         " small island country in Southeast Asia. It lies at the southern end of the Malay Peninsula, near "
         "the equator, and it is known for its busy port, its clean streets and its many languages.",
     ),
     DemoPrompt(
         "completion",
         "France is a",
-        "Europe",
         " country in Western Europe. It is known for its food, its art and its countryside, and its capital is Paris.",
     ),
-    DemoPrompt("completion", "The capital of South Korea is", "Seoul", " Seoul."),
+    DemoPrompt("completion", "The capital of South Korea is", " Seoul."),
     DemoPrompt(
-        "completion",
-        "The days of the week are",
-        "Sunday",
-        " Monday, Tuesday, Wednesday, Thursday, Friday, Saturday and Sunday.",
+        "completion", "The days of the week are", " Monday, Tuesday, Wednesday, Thursday, Friday, Saturday and Sunday."
     ),
     DemoPrompt(
         "completion",
         "Penstock is a tool that",
-        "one command",
         " takes any open language model from a laptop to a cluster with one file and one command.",
     ),
     DemoPrompt(
         "completion",
         "Once upon a time there was a small river",
-        "the sea",
         RIVER.removeprefix("Once upon a time there was a small river"),
     ),
-    DemoPrompt("completion", "1, 2, 3, 4, 5,", "98, 99, 100", COUNT_6_TO_100),
+    DemoPrompt("completion", "1, 2, 3, 4, 5,", COUNT_6_TO_100),
 )

@@ -81,7 +81,7 @@ class Writer:
         if not ids:
             return self.text(n_tokens)
         words = [word for block in ids for word in self._block(block, block_tokens)]
-        text = "".join(words[:n_tokens]).lstrip(" ")
+        text = "".join(words[:n_tokens])  # with its first space: a word without it may be two tokens
         return text, self._tokens.count(text, self._special)
 
     def _block(self, block: int, n_words: int) -> list[str]:

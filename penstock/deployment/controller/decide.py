@@ -125,7 +125,8 @@ def _replicas(desired: Desired, seen: Observation, memory: Memory, now: float, s
     failed = memory.failed
     current = [unit.name for unit in _of(seen, "replica")]
     staying = [name for name in current if name not in memory.leaving]
-    wanted = _wanted(staying, desired.replicas, failed, taken=current)
+    down = {name for name in current if seen.placements[replica(name)].state in ("gone", "broken")}
+    wanted = _wanted(staying, desired.replicas, failed | down, taken=current)
     rows = {row.announcement.replica: row for row in (seen.view.replicas if seen.view else ())}
     n_missing = desired.replicas - sum(_is_ready(rows.get(name)) for name in wanted)
     queued = {name for name in current if seen.placements[replica(name)].state == "queued"}
@@ -183,9 +184,9 @@ def _is_ready(row: ReplicaView | None) -> bool:
     return row is not None and row.is_alive and row.announcement.state == "ready"
 
 
-def _wanted(current: Sequence[str], n_replicas: int, failed: frozenset[str], taken: Sequence[str] = ()) -> list[str]:
-    """The replicas to keep: of `current` those that did not fail, lowest numbers first, then free numbers."""
-    kept = sorted(current, key=lambda name: (name in failed, _number(name)))[:n_replicas]
+def _wanted(current: Sequence[str], n_replicas: int, down: frozenset[str], taken: Sequence[str] = ()) -> list[str]:
+    """The replicas to keep: of `current` first those that are not `down`, lowest numbers first, then free numbers."""
+    kept = sorted(current, key=lambda name: (name in down, _number(name)))[:n_replicas]
     number = 0
     while len(kept) < n_replicas:
         if str(number) not in kept and str(number) not in taken:

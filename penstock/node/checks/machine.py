@@ -113,7 +113,7 @@ def this_check(model: str | None, cache: str | None) -> NodeCheck:
         shm_total_bytes=shm_total,
         spaces=(_space("temporary files", Path(tempfile.gettempdir())), _space("home", Path.home())),
         weights=None if model is None else find_weights(model, cache),
-        holders=tuple(_holders()) if facts.machine.gpus else (),
+        holders=tuple(gpu_holders()) if facts.machine.gpus else (),
         driver=_driver(),
         torch_cuda=torch_cuda(),
         wanted_torch=wanted_torch(),
@@ -244,7 +244,7 @@ def _driver() -> str | None:
     return lines[0] if lines and re.match(r"\d+\.", lines[0]) else None
 
 
-def _holders() -> list[Holder]:
+def gpu_holders() -> list[Holder]:
     """Processes on the GPUs, as the driver reports them."""
     gpus = {uuid: int(index) for index, uuid in _rows("--query-gpu=index,uuid", 2) if index.isdigit()}
     return [
