@@ -234,10 +234,11 @@ def test_people_get_the_blocks_they_know(engine: InThread, home: Path, capsys: p
         ("--requests 1 --rate 1 --trace-unit s", "the times of what has none"),
         ("--requests 1 --rate 1 --random-range-ratio 0.5 --prompt x", "not random"),
         ("--requests 1 --rate 1 --percentiles 50,101", "101"),
-        ("--requests 1 --rate 1 --goodput ttft", "goodput"),
-        ("--requests 1 --rate 1 --goodput ttft:1 ttft:2", "goodput"),
-        ("--requests 1 --rate 1 --goodput ttft:inf", "goodput"),
-        ("--requests 1 --rate 1 --goodput e2el:5 ttft:1 --no-stream", "cannot bound ttft of whole answers"),
+        ("--requests 1 --rate 1 --goodput ttft", "cannot use bound"),
+        ("--requests 1 --rate 1 --goodput ttft:1 ttft:2", "cannot use bounds"),
+        ("--requests 1 --rate 1 --goodput p99_ttft:1", "cannot use bounds"),
+        ("--requests 1 --rate 1 --goodput ttft:inf", "cannot use bound"),
+        ("--requests 1 --rate 1 --goodput e2el:5 ttft:1 --no-stream", "cannot bound tokens of whole answers"),
         ('--requests 1 --rate 1 --extra-body {"a":NaN}', "JSON object"),
         ('--requests 1 --rate 1 --extra-body {"a":1e999}', "JSON object"),
         ("--requests 0 --rate 1", "whole number"),
@@ -546,7 +547,7 @@ def test_a_listener_that_never_accepts_is_a_timeout() -> None:
 
 def test_refused_connections_do_not_use_up_the_requests_and_a_server_that_is_gone_ends_the_run() -> None:
     address = Address("http", "127.0.0.1", free_port(), "127.0.0.1")
-    outcome = run_load(address, Load([REQUEST], concurrency=4, n_requests=10_000, give_up_s=0.2))
+    outcome = run_load(address, Load([REQUEST], concurrency=4, n_requests=10_000, give_up_s=0.05))
     assert {*errors(outcome)} == {"connection refused"} and len(errors(outcome)) < 60
     assert "the server was gone" in outcome.cut_short and not outcome.was_interrupted
 

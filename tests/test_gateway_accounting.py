@@ -424,6 +424,7 @@ async def test_store_that_is_replaced_is_opened_again(place: str, quick: None, t
             file.rename(tmp_path / f"old-{file.name}")
         await until_failing(rig, True)
         assert await statuses(rig, secret, 1) == [200]  # the keys are the last known ones
+        assert (await rig.admin("/admin/keys", {"name": "x"}))[0] == 503
         assert not Path(place).exists()
         (tmp_path / "new.sqlite").rename(place)
         await until_failing(rig, False)

@@ -112,8 +112,11 @@ class FakeSsh(Ssh):
         return Done(0, answer.encode(), "")
 
 
-def test_a_base_that_was_made_anew_gets_an_environment_of_its_own(tmp_path: Path) -> None:
+def test_a_base_that_was_made_anew_gets_an_environment_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """~/vllm/bin/python may be another Python today, whose packages are elsewhere."""
+    monkeypatch.setattr(bundle, "_PACKAGE", tmp_path)  # a small one
 
     def environment(**fields: Any) -> str:
         installer = HostInstaller(FakeSsh("{}"), Block(hosts=("a",), python="~/vllm/bin/python"), tmp_path)

@@ -8,16 +8,18 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from store_rig import NOW, Store, postgres, row, store
 
 from penstock.gateway.accounting.key_store import Limits
-from penstock.gateway.accounting.usage_store import DAY_S, FOLD_ROWS, GROUPINGS, Grouping, Row, Usage, day_of
+from penstock.gateway.accounting.usage_store import DAY_S, FOLD_ROWS, Grouping, Row, Usage, day_of
 
 __all__ = ["postgres", "store"]  # the fixtures
 
 MIDNIGHT = NOW // DAY_S * DAY_S
+GROUPINGS: tuple[Grouping, ...] = get_args(Grouping)
 GROUPED: tuple[tuple[Grouping, ...], ...] = ((), ("key",), ("model", "day"), GROUPINGS)
 
 

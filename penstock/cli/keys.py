@@ -197,7 +197,7 @@ def _key_facts(key: ApiKey, now: float) -> dict[str, Any]:
         "id": key.id,
         "name": key.name,
         "state": _key_state(key, now),
-        "secrets": [f"sk-...{secret.ending}" for secret in key.secrets if not _is_over(secret.expires_at, now)],
+        "secrets": [f"sk-...{ending}" for ending in _endings(key, now)],
         **msgspec.to_builtins(key.limits),
         "created_at": key.created_at,
         "revoked_at": key.revoked_at,
@@ -206,6 +206,10 @@ def _key_facts(key: ApiKey, now: float) -> dict[str, Any]:
 
 def _is_over(until: float | None, now: float) -> bool:
     return until is not None and until <= now
+
+
+def _endings(key: ApiKey, now: float) -> list[str]:
+    return [secret.ending for secret in key.secrets if not _is_over(secret.expires_at, now)]
 
 
 def _key_state(key: ApiKey, now: float) -> str:
@@ -237,10 +241,11 @@ def _show_keys(keys: Sequence[ApiKey], now: float, as_json: bool) -> None:
     elif not keys:
         print("there are no keys; create one: penstock keys create --name NAME")
     else:
-        rows = []
-        for key in keys:
-            endings = ",".join(secret.ending for secret in key.secrets if not _is_over(secret.expires_at, now))
-            rows.append((key.name, key.id, endings, _key_state(key, now), _moment(key.created_at), _limits_text(key)))
+        rows = [
+            (key.name, key.id, ",".join(_endings(key, now)), _key_state(key, now))
+            + (_moment(key.created_at), _limits_text(key))
+            for key in keys
+        ]
         print(table(rows, ("NAME", "ID", "ENDS", "STATE", "CREATED", "LIMITS")))
 
 

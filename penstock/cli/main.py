@@ -81,7 +81,8 @@ class _Parser(argparse.ArgumentParser):
     """Raises where argparse would print and exit: with --json, a program reads why."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **({"formatter_class": _Formatter} | options))
+        ours: dict[str, Any] = {"formatter_class": _Formatter, "allow_abbrev": False}
+        super().__init__(*args, **(ours | options))
 
     def error(self, message: str, hint: str | None = None) -> NoReturn:
         raise _UsageError(message, self.format_usage(), hint)

@@ -31,19 +31,20 @@ class _Option(NamedTuple):
     kind: Any
     word: str
     text: str
+    aliases: tuple[str, ...] = ()
 
 
 _MACHINES = (
     _Option("gpu", str, "ID", "the GPU, a catalogue id (h100-sxm) or its driver's name; default: this machine's"),
-    _Option("gpus_per_node", _count, "N", "GPUs in each node (default 1)"),
+    _Option("gpus_per_node", _count, "N", "GPUs in each node (default 1)", ("--gpus",)),
     _Option("nodes", _count, "M", "how many nodes (default 1)"),
     _Option("network", str, "ID", "what joins the nodes, a catalogue id"),
     _Option("gpu_memory_gib", arguments.positive, "GIB", "memory of one GPU as the CUDA runtime reports it"),
 )
 _LAYOUT = (
-    _Option("tensor", _count, "T", "tensor-parallel size"),
-    _Option("pipeline", _count, "P", "pipeline-parallel size"),
-    _Option("data", _count, "D", "data-parallel size"),
+    _Option("tensor", _count, "T", "tensor-parallel size", ("-tp",)),
+    _Option("pipeline", _count, "P", "pipeline-parallel size", ("-pp",)),
+    _Option("data", _count, "D", "data-parallel size", ("-dp",)),
 )
 _ENGINE = (
     _Option("max_model_len", _count, "L", "tokens of one request, 128K is 131,072 (default: what the model allows)"),
@@ -73,7 +74,7 @@ _GROUPS = (
 
 
 def register(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "penstock plan MODEL [--gpu ID] [--gpus-per-node N] [...]  (penstock plan --help lists all)"
+    parser.usage = "penstock plan MODEL [--gpu ID] [--gpus N] [...]  (penstock plan --help lists all)"
     parser.add_argument(
         "model",
         metavar="MODEL",
@@ -85,7 +86,7 @@ def register(parser: argparse.ArgumentParser) -> None:
         groups[options] = parser.add_argument_group(title)
         for option in options:
             words = {"type": option.kind, "metavar": option.word, "help": option.text}
-            groups[options].add_argument(flag(option.field), action=arguments.Once, **words)
+            groups[options].add_argument(flag(option.field), *option.aliases, action=arguments.Once, **words)
     groups[_LAYOUT].add_argument("--expert", action="store_true", help="whole experts on each rank of a MoE model")
     engine = groups[_ENGINE]
     engine.add_argument("--dtype", choices=_DTYPES, help="dtype of weights and activations")

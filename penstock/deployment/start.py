@@ -248,21 +248,23 @@ def watch(run: Run, on_state: OnState, is_done: Callable[[State], bool], timeout
 def wait_listening(run: Run) -> None:
     """Block until the gateway listens; not where it, or its controller, may wait in a queue for hours."""
     if not run.places("gateway") and not run.places("controller"):
-        state = watch(run, lambda _: None, lambda state: observe.admin_view(run) is not None or _has_failed(state), 30)
-        if _has_failed(state):
+        state = watch(
+            run, lambda _: None, lambda state: _is_gateway_lost(state) or observe.admin_view(run) is not None, 30
+        )
+        if _is_gateway_lost(state):
             raise _start_error(run, state)
 
 
-def _has_failed(state: State) -> bool:
-    gateway_failed = state.gateway.n_restarts >= _GATEWAY_STARTS and state.requests_total == 0
-    return state.phase in _ENDED or gateway_failed
+def _is_gateway_lost(state: State) -> bool:
+    return state.phase == "down" or (state.gateway.n_restarts >= _GATEWAY_STARTS and state.requests_total == 0)
 
 
 def wait_ready(run: Run, on_state: OnState, timeout_s: float | None = None, is_ours: bool = True) -> State:
     """Block until every replica is ready. Raises EngineError for a failed start, which is ended if `is_ours`."""
 
     def is_over(state: State) -> bool:
-        return state.phase == "ready" or any(r.state == "failed" for r in state.replicas) or _has_failed(state)
+        is_settled = state.phase in ("ready", *_ENDED) or any(row.state == "failed" for row in state.replicas)
+        return is_settled or _is_gateway_lost(state)
 
     state = watch(run, on_state, is_over, timeout_s)
     if state.phase == "ready":

@@ -12,7 +12,7 @@ import msgspec
 import psutil
 
 from penstock import __version__
-from penstock.hardware import NodeFacts
+from penstock.hardware import Machine, NodeFacts
 from penstock.hardware.detect import this_machine
 from penstock.hardware.network import interfaces
 
@@ -44,6 +44,11 @@ def versions() -> dict[str, str]:
                 versions[package] = metadata.version(name)
                 break
     return versions
+
+
+def machine_in(printed: str) -> Machine:
+    """The machine in what this module printed on a node.  Raises MsgspecError or IndexError."""
+    return msgspec.json.decode(printed.strip().splitlines()[-1], type=NodeFacts).machine
 
 
 if __name__ == "__main__":

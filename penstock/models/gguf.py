@@ -31,17 +31,15 @@ def read_config(path: Path) -> dict[str, object]:
     """The numbers of a GGUF file under the keys of config.json.  Raises UserError when it is no GGUF file."""
     try:
         with path.open("rb") as stream:
-            keys = read_gguf_keys(stream)
+            keys = _read_keys(stream)
     except (OSError, ValueError, struct.error) as exc:
         raise UserError(f'cannot read "{path}": it is not a GGUF file', detail=str(exc)) from exc
     architecture = str(keys.get("general.architecture", "unknown"))
-    return {
-        "architectures": [architecture],
-        **{word: keys.get(f"{architecture}.{key}") for word, key in _WORDS.items()},
-    }
+    numbers = {word: keys.get(f"{architecture}.{key}") for word, key in _WORDS.items()}
+    return {"architectures": [architecture], **numbers}
 
 
-def read_gguf_keys(stream: BinaryIO) -> dict[str, object]:
+def _read_keys(stream: BinaryIO) -> dict[str, object]:
     if stream.read(4) != b"GGUF":
         raise ValueError("it does not begin with GGUF")
     version, _, n_keys = struct.unpack("<IQQ", stream.read(20))

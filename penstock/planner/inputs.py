@@ -83,11 +83,15 @@ def inputs_of(
         prefix_caching=request.prefix_caching,
         compute_capability=cut,
     )
+    # As the machine reports; else GeForce drivers switch it off (vllm#7553), and NVLink gives it back.
+    has_peer_to_peer = gpu.nvlink is not None or not any("geforce" in name.lower() for name in gpu.names)
+    if request.links is not None and request.links.has_peer_to_peer is not None:
+        has_peer_to_peer = request.links.has_peer_to_peer
     run = RunSettings(
         max_num_batched_tokens=settings.max_num_batched_tokens,
         max_num_seqs=settings.max_num_seqs,
         enforce_eager=request.enforce_eager,
-        has_peer_to_peer=_has_peer_to_peer(request, gpu),
+        has_peer_to_peer=has_peer_to_peer,
         has_nvlink=gpu.nvlink is not None or gpu.xgmi is not None,
         is_blackwell=cut is not None and cut[0] == 10,
     )
@@ -144,10 +148,3 @@ def _engine(request: SizingRequest, gpu: GpuFacts) -> tuple[Architecture, Engine
     arch = msgspec.structs.replace(arch, dtype=engine_limits.loaded_dtype(request, arch, gpu))
     rules, context = profile(request.engine_version), engine_limits.context_of(request.facts.config, arch)
     return arch, rules, settings_of(request, gpu, arch, rules, context), context
-
-
-def _has_peer_to_peer(request: SizingRequest, gpu: GpuFacts) -> bool:
-    """As the machine reports; else GeForce drivers switch it off (vllm#7553), and NVLink gives it back."""
-    if request.links is not None and request.links.has_peer_to_peer is not None:
-        return request.links.has_peer_to_peer
-    return gpu.nvlink is not None or not any("geforce" in name.lower() for name in gpu.names)

@@ -172,7 +172,9 @@ def enumerate_layouts(divisors: DivisibilityRules, fabric: Fabric, *, pipeline: 
     tensors = [size for size in _tensor_sizes(fabric) if is_legal(Parallel(size), tensor_refusal(divisors, size))]
     cuts = list[Parallel]()
     for size in tensors:
-        for stages in [pipeline] if pipeline else _pipeline_sizes(total // size, fabric.n_nodes, divisors.n_layers):
+        depths = {*range(1, 9), fabric.n_nodes, *_powers(total // size)}
+        most = min(total // size, divisors.n_layers, _MOST_PIPELINE)
+        for stages in [pipeline] if pipeline else sorted(depth for depth in depths if depth <= most):
             cut = Parallel(size, stages)
             if is_legal(cut, _too_many(cut, total) or _too_deep(divisors, stages)):
                 cuts += _with_data(divisors, size, stages, total)
@@ -236,11 +238,6 @@ def _tensor_sizes(fabric: Fabric) -> list[int]:
     if total <= 16:  # few enough to tell of each: 3, 11 and 12 GPUs are what people ask about
         sizes |= set(range(1, total + 1))
     return sorted(sizes)
-
-
-def _pipeline_sizes(most: int, n_nodes: int, n_layers: int) -> list[int]:
-    sizes = {*range(1, 9), n_nodes, *_powers(most)}
-    return sorted(size for size in sizes if size <= min(most, n_layers, _MOST_PIPELINE))
 
 
 def _with_data(divisors: DivisibilityRules, tensor: int, pipeline: int, total: int) -> Iterator[Parallel]:

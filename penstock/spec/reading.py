@@ -87,9 +87,8 @@ def _repeated_keys(node: Any, path: str) -> Iterator[str]:
 def from_mapping(raw: object, source: str = "the settings", settings: Sequence[str] = ()) -> Deployment:
     """The deployment in plain data (what YAML gives).  Raises SpecError with all problems."""
     if not isinstance(raw, Mapping):
-        raise SpecError(
-            source, [Problem("", f"expected key: value lines, got {_kind(raw)}", "try: model: penstock-demo")]
-        )
+        expected = f"expected key: value lines, got {_kind(raw)}"
+        raise SpecError(source, [Problem("", expected, "try: model: penstock-demo")])
     merged, problems = _apply_settings(raw, settings)
     # "engine:" with nothing under it is as if absent.
     merged = {key: value for key, value in merged.items() if value is not None or key == "model"}
@@ -206,18 +205,16 @@ def _problems(value: Mapping[str, Any], struct: type[msgspec.Struct], path: str)
     for key in value:
         if key not in hints:
             close = nearest(str(key), hints)
-            yield Problem(
-                _join(path, key), "unknown key", f'did you mean "{close}"?' if close else f"legal: {', '.join(hints)}"
-            )
+            hint = f'did you mean "{close}"?' if close else f"legal: {', '.join(hints)}"
+            yield Problem(_join(path, key), "unknown key", hint)
     required = [field.name for field in msgspec.structs.fields(struct) if field.required]
     for name in required:
         if value.get(name) is None:
-            yield Problem(
-                _join(path, name), "is missing", f"example: {name}: {DEMO_MODEL}" if name == "model" else None
-            )
-    for key, hint in hints.items():
+            example = f"example: {name}: {DEMO_MODEL}" if name == "model" else None
+            yield Problem(_join(path, name), "is missing", example)
+    for key, kind in hints.items():
         if key in value and not (key in required and value[key] is None):
-            yield from _field_problems(value[key], hint, _join(path, key))
+            yield from _field_problems(value[key], kind, _join(path, key))
 
 
 def _field_problems(value: Any, hint: Any, path: str) -> Iterator[Problem]:
@@ -241,11 +238,8 @@ def _field_problems(value: Any, hint: Any, path: str) -> Iterator[Problem]:
 
 
 def _struct_in(hint: Any) -> type[msgspec.Struct] | None:
-    options = typing.get_args(hint) if isinstance(hint, types.UnionType) or typing.get_origin(hint) else (hint,)
-    for option in options or (hint,):
-        if isinstance(option, type) and issubclass(option, msgspec.Struct):
-            return option
-    return None
+    options = typing.get_args(hint) or (hint,)
+    return next((each for each in options if isinstance(each, type) and issubclass(each, msgspec.Struct)), None)
 
 
 _WORDS = {str: "text", int: "a whole number", float: "a number", bool: "true or false", type(None): "nothing"}

@@ -84,7 +84,6 @@ class Accounting:
     """Keys, quotas and the ledger of one gateway. UserError when the config's store cannot be opened."""
 
     def __init__(self, config: GatewayConfig) -> None:
-        self.needs_key = config.auth == "keys"
         self.running_totals = new_totals()
         self.ledger = Ledger(config.store, self.running_totals) if config.store else None
         self.keyring = Keyring(config.key_hashes, self.running_totals)

@@ -148,10 +148,7 @@ class Ledger:
         jobs = [(job, future) for job, future in asked if future.set_running_or_notify_cancel()]
         outcomes = [(future, *self._try_job(job)) for job, future in jobs]
         try:
-            if self._database.refresh():
-                log.warning("store: its file was replaced, and is open again")
-                self._revision = -1
-                self._quota_sync = QuotaSync(self._writer, self._totals)
+            self._refresh()
             try:
                 self._flush()
                 self._quota_sync.turn(self._usage)
@@ -178,8 +175,15 @@ class Ledger:
             else:
                 future.set_result(result)
 
+    def _refresh(self) -> None:
+        if self._database.refresh():
+            log.warning("store: its file was replaced, and is open again")
+            self._revision = -1
+            self._quota_sync = QuotaSync(self._writer, self._totals)
+
     def _try_job(self, job: Callable[[Database], Any]) -> tuple[Any, BaseException | None]:
         try:
+            self._refresh()
             return job(self._database), None
         except Exception as error:  # noqa: BLE001 - it is raised where the job was asked for
             return None, error

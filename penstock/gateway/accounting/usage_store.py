@@ -21,7 +21,6 @@ from penstock.gateway.accounting.store import Database
 
 State = Literal["complete", "client-cancelled", "engine-failed", "refused"]
 Grouping = Literal["key", "model", "day", "state", "replica"]
-GROUPINGS: tuple[Grouping, ...] = ("key", "model", "day", "state", "replica")
 OthersCount = tuple[str, str, int, bool]  # gateway, name, count, whether it is fresh
 
 FOLD_ROWS = 256  # a batch of so many is folded

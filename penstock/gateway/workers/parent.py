@@ -76,16 +76,11 @@ def serve(
 
 
 def run_loop(make: Callable[[], Gateway], config: GatewayConfig) -> None:
+    import uvloop
+
     # Until the loop hears signals they wait: the handler from before would end a worker with a traceback.
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-    try:
-        import uvloop
-
-        factory = uvloop.new_event_loop
-    except ImportError:
-        log.info("uvloop is not installed: serving on asyncio, slower")
-        factory = asyncio.new_event_loop
-    with asyncio.Runner(loop_factory=factory) as runner:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve(make, config))
 
 

@@ -54,10 +54,6 @@ class Fields(msgspec.Struct, frozen=True):
         value = self.get(name)
         return default if value is None else bool(value)
 
-    def number(self, name: str, default: float) -> float:
-        value = self.get(name)
-        return float(value) if isinstance(value, int | float) else default
-
     def words(self, name: str) -> tuple[str, ...] | None:
         value = self.get(name)
         if value is None:
@@ -86,12 +82,9 @@ class Fields(msgspec.Struct, frozen=True):
     @property
     def dtype(self) -> str:
         """What vLLM's `--dtype auto` loads: the config's, float32 as bfloat16 (config/model.py)."""
-        for source in (self.text, self.outer):
-            dtype = source.get("dtype") or source.get("torch_dtype")
-            if dtype:
-                name = str(dtype).removeprefix("torch.")
-                return "bfloat16" if name in ("float32", "auto") else name
-        return "bfloat16"
+        names = (part.get("dtype") or part.get("torch_dtype") for part in (self.text, self.outer))
+        name = str(next(filter(None, names), "bfloat16")).removeprefix("torch.")
+        return "bfloat16" if name in ("float32", "auto") else name
 
     def refuse_unless(self, holds: bool, why: str) -> None:
         if not holds:
@@ -214,8 +207,8 @@ def _wrong(arch: Architecture) -> Iterator[str]:
         attention, state, mlp = layer.attention, layer.state, layer.mlp
         if attention is not None:
             heads, kv_heads = attention.n_heads, attention.n_kv_heads
-            yield from _under_one(**{"the number of attention heads": heads, "the number of KV heads": kv_heads})
-            yield from _under_one(**{"the size of a head": min(attention.head_dim_k, attention.head_dim_v)})
+            counts = {"the number of attention heads": heads, "the number of KV heads": kv_heads}
+            yield from _under_one(**counts, **{"the size of a head": min(attention.head_dim_k, attention.head_dim_v)})
             if kv_heads > 0 and heads % kv_heads:
                 yield f"{heads} attention heads do not divide by {kv_heads} KV heads"
             if attention.kind == "mla" and not attention.kv_lora_rank:

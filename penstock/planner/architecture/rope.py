@@ -5,9 +5,6 @@ n_positions x rotary_dim numbers, whatever `--max-model-len` says: Llama-3.1 131
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from penstock.errors import not_modelled
 from penstock.planner.architecture import RopeTable
 from penstock.planner.architecture.config import Fields
@@ -23,7 +20,10 @@ def ropes(
 ) -> tuple[RopeTable, ...]:
     """The one table of a model whose attention layers are alike; `head_dim`: channels of one head."""
     rope = f.table("rope_parameters") or f.table("rope_scaling")
-    rotary_dim = _rotary_dim(f, rope, head_dim) if is_partial else head_dim
+    rotary_dim = head_dim
+    if is_partial:
+        factor = rope.get("partial_rotary_factor") or f.get("partial_rotary_factor") or f.get("rotary_pct") or 1.0
+        rotary_dim = f.n("rotary_dim", default=int(head_dim * float(factor)))
     positions = f.n("max_position_embeddings", default=default_positions)
     kind = str(rope.get("rope_type", rope.get("type", "default")))
     if kind in ("longrope", "su"):
@@ -37,14 +37,3 @@ def ropes(
     elif kind not in _PLAIN and kind != "mrope":
         raise not_modelled("rope type", kind, "the size of its table is not known")
     return (RopeTable(positions * (_MROPE_FACTOR if "mrope_section" in rope else 1), rotary_dim),)
-
-
-def _rotary_dim(f: Fields, rope: Mapping[str, Any], head_dim: int) -> int:
-    """Partial rotary: rotary_dim, or a factor under one of its three names."""
-    fixed = f.maybe_n("rotary_dim")
-    if fixed is not None:
-        return fixed
-    factor = rope.get("partial_rotary_factor")
-    if factor is None:
-        factor = next((f.number(name, 1.0) for name in ("partial_rotary_factor", "rotary_pct") if f.get(name)), 1.0)
-    return int(head_dim * float(factor))

@@ -71,24 +71,18 @@ def attention_bytes(attention: Attention, dtype: str, settings: CacheSettings, t
     (kv_lora_rank + rope_dim) x bytes on every rank, 576 x 2 = 1,152. nvfp4: hd/2 + hd/16 a head and side."""
     cache_dtype = settings.kv_cache_dtype
     if attention.kind == "mla":
-        return _mla_bytes(attention, dtype, settings)
+        if attention.kv_lora_rank is None or attention.rope_dim is None or attention.window is not None:
+            raise not_modelled("attention", "mla", "needs kv_lora_rank and rope_dim, and no window")
+        # FlashMLA's sparse kernels read fp8 in the packed layout only.
+        is_packed = attention.index_dim and cache_dtype in _FP8 and not settings.is_blackwell
+        packed = _PACKED_MLA.get("fp8_ds_mla" if is_packed else cache_dtype)
+        return packed or (attention.kv_lora_rank + attention.rope_dim) * _element_bytes(cache_dtype, dtype)
     heads = kv_heads_on_rank(attention.n_kv_heads, tensor)
     if cache_dtype in ("nvfp4", "nvfp4_4over6"):
         if attention.head_dim_k != attention.head_dim_v:
             raise not_modelled("KV cache dtype", cache_dtype, "keys and values have different head sizes")
         return 2 * heads * (attention.head_dim_k // 2 + attention.head_dim_k // 16)
     return heads * (attention.head_dim_k + attention.head_dim_v) * _element_bytes(cache_dtype, dtype)
-
-
-def _mla_bytes(attention: Attention, dtype: str, settings: CacheSettings) -> int:
-    if attention.kv_lora_rank is None or attention.rope_dim is None or attention.window is not None:
-        raise not_modelled("attention", "mla", "needs kv_lora_rank and rope_dim, and no window")
-    packed = _PACKED_MLA.get(settings.kv_cache_dtype)
-    if packed is None and attention.index_dim and settings.kv_cache_dtype in _FP8 and not settings.is_blackwell:
-        packed = _PACKED_MLA["fp8_ds_mla"]  # FlashMLA's sparse kernels read fp8 in this layout only
-    if packed is not None:
-        return packed
-    return (attention.kv_lora_rank + attention.rope_dim) * _element_bytes(settings.kv_cache_dtype, dtype)
 
 
 def _element_bytes(cache_dtype: str, dtype: str) -> int:

@@ -135,38 +135,32 @@ def _mamba1(make: _Maker, s: State, hidden: int) -> Iterator[Tensor]:
 
 
 def _mlp(make: _Maker, m: Mlp, hidden: int) -> Iterator[Tensor]:
-    if not m.n_experts:
-        yield from _dense_mlp(make, m.intermediate, hidden, is_gated=m.is_gated, has_bias=m.has_bias)
-        return
-    n, width = m.n_experts, m.intermediate
-    yield make.plain("gate.weight", (n, hidden), dtype=m.router_dtype)
+    n = m.n_experts
+    if n:
+        yield make.plain("gate.weight", (n, hidden), dtype=m.router_dtype)
     if m.has_router_bias:
         yield make.plain("gate.bias", (n,))
     if m.has_correction_bias:
         yield make.plain("gate.e_score_correction_bias", (n,), dtype="float32")
-    inside = "experts.0."
-    for name in ("gate_proj", "up_proj") if m.is_gated else ("up_proj",):
-        yield make.linear(inside + name, (width, hidden), "expert", count=n)
-        if m.has_bias:
-            yield make.plain(f"{inside}{name}.bias", (width,), "expert", count=n)
-    yield make.linear(inside + "down_proj", (hidden, width), "expert", count=n, cuts_inputs=True)
-    if m.has_bias:
-        yield make.plain(inside + "down_proj.bias", (hidden,), "expert", count=n, cuts_inputs=True)
+    yield from _matrices(make, m, m.intermediate, hidden, "experts.0." if n else "", n)
     if m.shared_intermediate:
-        shared = _Maker(make.arch, make.layer, f"{make.prefix}.shared_experts")
-        yield from _dense_mlp(shared, m.shared_intermediate, hidden, is_gated=m.is_gated, has_bias=False)
+        unbiased = msgspec.structs.replace(m, has_bias=False)
+        yield from _matrices(make, unbiased, m.shared_intermediate, hidden, "shared_experts.")
     if m.has_shared_gate:
         yield make.plain("shared_expert_gate.weight", (1, hidden))
 
 
-def _dense_mlp(make: _Maker, width: int, hidden: int, *, is_gated: bool, has_bias: bool) -> Iterator[Tensor]:
-    for name in ("gate_proj", "up_proj") if is_gated else ("up_proj",):
-        yield make.linear(name, (width, hidden))
-        if has_bias:
-            yield make.plain(f"{name}.bias", (width,), "column")
-    yield make.linear("down_proj", (hidden, width), "row")
-    if has_bias:
-        yield make.plain("down_proj.bias", (hidden,))
+def _matrices(make: _Maker, m: Mlp, width: int, hidden: int, inside: str, n_experts: int = 0) -> Iterator[Tensor]:
+    """Gate, up and down of one MLP, or of all routed experts."""
+    cuts: tuple[Cut, Cut, Cut] = ("expert", "expert", "expert") if n_experts else ("column", "row", "replicated")
+    count, is_routed = n_experts or 1, n_experts > 0
+    for name in ("gate_proj", "up_proj") if m.is_gated else ("up_proj",):
+        yield make.linear(inside + name, (width, hidden), cuts[0], count=count)
+        if m.has_bias:
+            yield make.plain(f"{inside}{name}.bias", (width,), cuts[0], count=count)
+    yield make.linear(inside + "down_proj", (hidden, width), cuts[1], count=count, cuts_inputs=is_routed)
+    if m.has_bias:
+        yield make.plain(inside + "down_proj.bias", (hidden,), cuts[2], count=count, cuts_inputs=is_routed)
 
 
 _STATES = {"gdn": _gdn, "mamba2": _mamba2, "mamba1": _mamba1}

@@ -44,13 +44,6 @@ class RankWeights(msgspec.Struct, frozen=True):
         return self.weight_bytes + self.rope_bytes
 
 
-def expert_counts(n_experts: int, n_ranks: int) -> tuple[tuple[int, int], ...]:
-    """(experts on a rank, ranks with so many), most first: 128 over 48 is ((3, 32), (2, 16))."""
-    base, rest = divmod(n_experts, n_ranks)
-    classes = ((base + 1, rest), (base, n_ranks - rest))
-    return tuple((experts, ranks) for experts, ranks in classes if ranks)
-
-
 class _Mxfp4Padding(msgspec.Struct, frozen=True):
     """Multiples that an MXFP4 kernel rounds up to: an expert's width and hidden size, packed inputs, rows of scales."""
 
@@ -181,7 +174,10 @@ def rank_weights(
     ledger, n_stages = ledger or Ledger(arch), layout.pipeline
     parts = layout.tensor * layout.data
     n_experts = max((layer.mlp.n_experts for layer in arch.layers if layer.mlp is not None), default=0)
-    classes = expert_counts(n_experts, parts) if layout.expert and n_experts else ((None, parts),)
+    classes: list[tuple[int | None, int]] = [(None, parts)]
+    if layout.expert and n_experts:  # (experts on a rank, ranks with so many): 128 over 48 is (3, 32), (2, 16)
+        base, rest = divmod(n_experts, parts)
+        classes = [(base + 1, rest), (base, parts - rest)] if rest else [(base, parts)]
     mxfp4 = _MXFP4_HOPPER if capability[0] == 9 else _MXFP4_ELSEWHERE
     # `use_sequence_parallel_moe` (config/parallel.py): shared experts whole on every rank.
     copies_shared = layout.expert and layout.tensor > 1 and layout.data > 1

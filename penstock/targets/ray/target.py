@@ -19,6 +19,7 @@ import penstock
 from penstock import processes
 from penstock.errors import PenstockError, Problem
 from penstock.hardware import Machine
+from penstock.hardware.node_facts import machine_in
 from penstock.run_folder import Artifact, Handle, Launch, Record, Run, Unit, replica
 from penstock.spec.blocks import RayCluster
 from penstock.spec.deployment import DEMO_MODEL, Deployment
@@ -100,12 +101,12 @@ class RayJobs(Target):
             if not kind.keys() <= answer["resources"].keys():
                 continue
             try:
-                facts = msgspec.json.decode(answer["out"].strip().splitlines()[-1], type=_NodeFacts)
+                machine = machine_in(answer["out"])
             except (msgspec.MsgspecError, IndexError):
                 last = (answer["err"].strip().splitlines() or ["it printed nothing"])[-1]
                 complaints.append(f"{answer['host']}: {last[:300]}")
                 continue
-            machines.append(as_ray_gives(facts.machine, int(answer["resources"].get("GPU", 0))))
+            machines.append(as_ray_gives(machine, int(answer["resources"].get("GPU", 0))))
         if not machines:
             raise PenstockError(
                 f"could not survey any node of the Ray cluster {_block(deployment).address}",
@@ -290,10 +291,6 @@ class RayJobs(Target):
             view = msgspec.structs.replace(before or ClusterView(0.0, {}, {}), at=time.monotonic(), away=away)
         self._views[address] = view
         return view
-
-
-class _NodeFacts(msgspec.Struct, frozen=True):
-    machine: Machine
 
 
 def _block(deployment: Deployment) -> RayCluster:

@@ -19,6 +19,7 @@ import msgspec
 from penstock import paths, run_folder
 from penstock.errors import PenstockError, Problem
 from penstock.hardware import Machine
+from penstock.hardware.node_facts import machine_in
 from penstock.run_folder import Artifact, Handle, Launch, Left, Run, Unit, replica
 from penstock.spec.blocks import Ssh as Block
 from penstock.spec.deployment import DEMO_MODEL, Deployment
@@ -85,8 +86,7 @@ class OverSsh(Target):
                     hint="Does `ssh HOST` work by hand?",
                     is_retryable=True,
                 )
-            line = next((line for line in reversed(answer.out.splitlines()) if line.startswith("{")), "{}")
-            machines.append(msgspec.json.decode(line, type=_NodeFacts).machine)
+            machines.append(machine_in(answer.out))
         return machines
 
     def survey(self, deployment: Deployment, argv: Sequence[str], timeout_s: float) -> list[Surveyed]:
@@ -210,10 +210,6 @@ class OverSsh(Target):
         """Look anew at hosts that failed: they may have lost their disks."""
         for key in [key for key in self._prepared if key[1] in hosts]:
             del self._prepared[key]
-
-
-class _NodeFacts(msgspec.Struct):
-    machine: Machine
 
 
 def _block(deployment: Deployment) -> Block:

@@ -66,7 +66,7 @@ class InThread:
     def serve(self, listens: threading.Event) -> None:
         asyncio.set_event_loop(self._loop)
         options = self._engine.options
-        connect = self._loop.create_server(lambda: Connection(self._engine), options.host, options.port)
+        connect = self._loop.create_server(lambda: Connection(self._engine), options.host, options.port, backlog=1024)
         self._server = self._loop.run_until_complete(connect)
         host, port = self._server.sockets[0].getsockname()[:2]
         self.url = f"http://{host}:{port}"
