@@ -29,6 +29,8 @@ from gateway_rig import (
 from hosts import Hosts
 
 from penstock.gateway import forwarding
+from penstock.gateway.config import Address
+from penstock.gateway.connections.engine import UpstreamConnection
 from penstock.gateway.routing import static_upstreams
 from penstock.gateway.routing.replicas import Replica
 from penstock.spec.gateway import QueueBounds
@@ -84,10 +86,14 @@ async def test_request_survives_the_end_of_its_replicas_lease() -> None:
 async def test_stream_of_a_silent_machine_ends_with_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     async def reply(seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         if seen.head.path == b"/health":
-            await (echo(seen, reader, writer) if answers else asyncio.sleep(1))
-        else:
-            writer.write(SSE_HEAD + chunk(EVENTS[0]))
+            return answers and await echo(seen, reader, writer)
+        writer.write(SSE_HEAD + chunk(EVENTS[0]))
         return True
+
+    async def connect(address: Address) -> UpstreamConnection:
+        if not is_on:
+            await asyncio.sleep(1)
+        return await original(address)
 
     async def probe() -> Replica:
         while not rig.gateway._context.replicas.lapsed_at_work(time.monotonic()):
@@ -105,13 +111,17 @@ async def test_stream_of_a_silent_machine_ends_with_its_name(monkeypatch: pytest
         client.post(STREAM)
         await client.event()
         assert await client.event() == EVENTS[0]
-        look_after, answers = rig.gateway._context.look_after, False
+        look_after, pool = rig.gateway._context.look_after, rig.gateway._context.pool
+        original, is_on, answers = pool.connect, False, True
+        monkeypatch.setattr(pool, "connect", connect)
         await rig.announce("0", engine.url, lease_s=0.001, host="gpu7")
         assert (await probe()).silent_since is not None
-        answers = True
+        is_on = True
         assert (await probe()).silent_since is None
-        look_after(time.monotonic() + 1)
         answers = False
+        assert (await probe()).silent_since is None, "a busy engine is not silent"
+        look_after(time.monotonic() + 1)
+        is_on = False
         assert (await probe()).silent_since is not None
         look_after(time.monotonic() + 1)
         assert error_of(await client.event())["message"].startswith("machine gpu7 of replica 0 does not answer")

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from subprocess import CompletedProcess
+from typing import NoReturn
 
 import msgspec
 import pytest
@@ -173,6 +174,22 @@ def test_a_job_that_went_to_another_cluster_is_taken_back(commands: Commands) ->
         slurm.place(run, [Unit("gateway", "0")])
     assert commands.of("scancel") == [["-M", "gpu", "17"]]
     assert not list(run.path.glob("logs/*17*"))
+
+
+def test_a_rehearsal_takes_the_file_where_no_cluster_answers(
+    commands: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away() -> NoReturn:
+        raise PenstockError("could not read Slurm's nodes: Unable to contact slurm controller", is_retryable=True)
+
+    monkeypatch.setattr(commands_module, "read_site", away)
+    slurm, wanted = target.Slurm(), deployment(target="slurm", hardware={"gpu": "h100-sxm", "gpus_per_node": 4})
+    assert slurm.check(wanted, is_rehearsal=True) == []
+    (machine,) = slurm.machines(wanted, is_rehearsal=True)
+    assert (len(machine.gpus), "Unable to contact" in str(machine.assumed)) == (4, True)
+    for ask in (slurm.check, slurm.machines):
+        with pytest.raises(PenstockError, match="Unable to contact"):
+            ask(wanted)
 
 
 def test_jobs_get_no_secret_of_the_shell(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,7 +44,7 @@ def prepare(
     is_rehearsal: bool = False,
     refusals: Sequence[PenstockError] = (),
 ) -> Prepared:
-    """Check, gather facts, plan and render. Changes nothing (but a hub model is downloaded to its cache).
+    """Check, gather facts, plan and render. Changes nothing; a hub model is downloaded, but not in a rehearsal.
 
     `existing` is a running deployment that this one would replace: its port and memory count as free. A rehearsal on a
     machine without GPUs takes those that the file names.
@@ -69,7 +69,8 @@ def prepare(
         bad = [finding for finding in check_model(deployment).findings if finding.state == "bad"]
         errors += [UserError(finding.found, hint=finding.cure) for finding in bad]
         raise together(f'deployment "{deployment.name}"', errors)
-    plan = make_plan(deployment, machine, sharing(target, deployment, len(machines), deployment.replicas.min))
+    n_replicas = sharing(target, deployment, len(machines), deployment.replicas.min)
+    plan = make_plan(deployment, machine, n_replicas, is_rehearsal)
     inherited = dict(os.environ) if target.is_this_machine else {}
     warnings = [*plan.warnings, *formation.variable_warnings(inherited | deployment.engine.env)]
     if machine.gpus and not least.gpus and machine.assumed is None:
@@ -128,13 +129,13 @@ def sharing(target: Target, deployment: Deployment, n_machines: int, n_replicas:
     return -(-n_replicas * deployment.hardware.nodes // n_machines)
 
 
-def make_plan(deployment: Deployment, machine: Machine, n_replicas: int) -> Plan:
+def make_plan(deployment: Deployment, machine: Machine, n_replicas: int, is_rehearsal: bool = False) -> Plan:
     """The plan for this many new replicas that share a machine.  Raises UserError or PlanError."""
     if targets.load(deployment.target).owns_ray and deployment.engine.executor == "auto":
         # On a Ray cluster that is not ours, vLLM's ranks need no second Ray.
         engine_spec = msgspec.structs.replace(deployment.engine, executor="mp")
         deployment = msgspec.structs.replace(deployment, engine=engine_spec)
-    there = _model_on_nodes(deployment)
+    there = _model_elsewhere(deployment, is_rehearsal)
     path = Path(deployment.model) if there is not None else files.locate(deployment)
     present = tuple(there) if there is not None else files.forms_of(path)
     name = preflight.choose_engine(deployment.engine.kind, bool(machine.gpus), present)
@@ -162,19 +163,19 @@ def make_plan(deployment: Deployment, machine: Machine, n_replicas: int) -> Plan
     return launch.make_on_gpus(deployment, model, machine, version, n_replicas, sized)
 
 
-def _model_on_nodes(deployment: Deployment) -> facts.FactsByForm | None:
-    """The facts of a model that only the nodes need to have; None for any other.
+def _model_elsewhere(deployment: Deployment, is_rehearsal: bool) -> facts.FactsByForm | None:
+    """The facts of a model that this machine need not have; None for any other.
 
-    A folder is read by the first node that has it. Of a hub model that is not here, the headers are read; nodes with
-    caches of their own download it.
+    A folder is read by the first node that has it. Of a hub model that is not here, the headers are read where the
+    nodes download it, and in a rehearsal.
     """
     target = targets.load(deployment.target)
     cache = deployment.cache.weights
-    if target.has_own_caches and is_of_hub(deployment.model) and deployment.engine.kind != "llamacpp":
-        is_cached = not find_weights(deployment.model, cache, is_read=False).absent
-        return (
-            None if is_cached else facts.read_hub(deployment.model, Path(cache).expanduser() if cache else hub.cache())
-        )
+    is_read = (target.has_own_caches or is_rehearsal) and deployment.engine.kind != "llamacpp"
+    if is_read and is_of_hub(deployment.model):
+        if not find_weights(deployment.model, cache, is_read=False).absent:
+            return None
+        return facts.read_hub(deployment.model, Path(cache).expanduser() if cache else hub.cache(), is_rehearsal)
     is_here = not deployment.model.startswith(("/", "~")) or Path(deployment.model).expanduser().exists()
     if is_here or target.shares_files or "survey" not in target.capabilities:
         return None

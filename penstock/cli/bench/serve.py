@@ -138,7 +138,8 @@ def _serve(options: argparse.Namespace) -> int:
     folder = options.out or folders.new_folder(home(), time.time())
     is_new = not folder.exists()
     folders.prepare(folder)
-    flags = {key: value for key, value in sorted(vars(options).items()) if _is_plain(value)}
+    plain = (str, int, float, list, dict, type(None))
+    flags = {key: value for key, value in sorted(vars(options).items()) if isinstance(value, plain)}
     what = serve.Run(service, pace, bounds, options.warmup, {**flags, "arrival": pace.arrival})
     what = msgspec.structs.replace(what, percentiles=options.percentiles)
     shows = sys.stderr.isatty()
@@ -168,10 +169,6 @@ def _serve(options: argparse.Namespace) -> int:
     if report.was_interrupted:
         return _INTERRUPTED
     return EXIT_OURS if report.verdict.has_server_failed else 0
-
-
-def _is_plain(value: object) -> bool:
-    return isinstance(value, str | int | float | bool | list | dict | type(None))
 
 
 def _text(options: argparse.Namespace, pace: Pace, report: Report) -> str:
@@ -331,19 +328,12 @@ def _say(options: argparse.Namespace, text: str) -> None:
 def _bounds(words: list[str], streams: bool) -> dict[str, float]:
     """{"ttft": 2000.0} of ["ttft:2000"]; a metric once, and one that is measured.  Raises UserError."""
     from penstock.bench.results.stats import METRICS
+    from penstock.bench.sweep import slo_of
 
-    bounds: dict[str, float] = {}
-    for word in words:
-        name, _, number = word.partition(":")
-        try:
-            value = float(number)
-        except ValueError:
-            value = -1.0
-        if name not in METRICS or not 0 < value < math.inf or name in bounds:
-            raise UserError(
-                f'cannot use goodput bound "{word[:60]}"', hint="NAME:MILLISECONDS, with ttft, tpot, itl or e2el"
-            )
-        if not streams and name != "e2el":
-            raise UserError(f"cannot bound {name} of whole answers", hint="Without --no-stream, or e2el:MS.")
-        bounds[name] = value
+    names = [word.partition(":")[0] for word in words]
+    bounds = dict(zip(names, (bound.most_ms for bound in slo_of(words).bounds), strict=True))
+    if len(bounds) < len(words) or not bounds.keys() <= {*METRICS}:
+        raise UserError(f"cannot use bounds {' '.join(words)[:60]}", hint=f"Each of {', '.join(METRICS)} once.")
+    if not streams and bounds.keys() - {"e2el"}:
+        raise UserError("cannot bound tokens of whole answers", hint="Without --no-stream, or e2el:MS.")
     return bounds

@@ -223,11 +223,12 @@ def _write(
     import msgspec
 
     from penstock.bench import sweep
-    from penstock.bench.report import html
+    from penstock.bench.report import html, text
 
     answers = [sweep.answer_text(layout, result) for layout, result in results.items()]
     answers += [f"{layout}: {reason}" for layout, reason in refused.items()]
     points = list(_points(results))
+    answers += dict.fromkeys(f"note: {note}" for point in points for note in text.caveats(point.run.summary))
     facts = {
         "by": options.by,
         "slo": str(slo),

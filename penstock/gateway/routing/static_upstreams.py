@@ -28,19 +28,26 @@ _UNREACHABLE = frozenset((errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN
 log = logging.getLogger(__name__)
 
 
+class SilentMachineError(TimeoutError):
+    """Nothing came back to the first packet."""
+
+
 async def probe(pool: Pool, address: Address) -> Exception | None:
     """The engine's problem, if any. A status below 500 is healthy: not every engine has /health."""
-    status = 0
+    status, is_connected = 0, False
     try:
         async with asyncio.timeout(PROBE_TIMEOUT_S):
             connection = await pool.connect(address)
+            is_connected = True
             try:
                 headers = [(b"host", host_header(address)), (b"connection", b"close")]
                 status = await call(connection, write_request_head(b"GET", b"/health", headers))
             finally:
                 connection.close()
     except TimeoutError:
-        return TimeoutError(f"no answer to GET /health in {PROBE_TIMEOUT_S:g} s")
+        if is_connected:
+            return TimeoutError(f"no answer to GET /health in {PROBE_TIMEOUT_S:g} s")
+        return SilentMachineError(f"no connection in {PROBE_TIMEOUT_S:g} s")
     except (OSError, UpstreamError) as error:
         return error
     if status >= 500:
@@ -49,8 +56,8 @@ async def probe(pool: Pool, address: Address) -> Exception | None:
 
 
 def is_silent(problem: Exception | None) -> bool:
-    """Whether nothing came back: the machine may be off, or the network is."""
-    return isinstance(problem, TimeoutError) or (isinstance(problem, OSError) and problem.errno in _UNREACHABLE)
+    """Whether the machine may be off, or its network; one that is busy still takes connections."""
+    return isinstance(problem, SilentMachineError) or (isinstance(problem, OSError) and problem.errno in _UNREACHABLE)
 
 
 class LapsedProbes:
