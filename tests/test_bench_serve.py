@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import csv
+import http.server
 import io
 import itertools
 import json
 import os
 import signal
 import socket
+import socketserver
 import ssl
 import subprocess
 import sys
@@ -43,6 +45,18 @@ INSTANT = Options(model="m", ttft_s=0, tokens_per_s=float("inf"))
 def engine() -> Iterator[InThread]:
     with in_thread(INSTANT) as running:
         yield running
+
+
+@contextmanager
+def running(server: socketserver.TCPServer) -> Iterator[int]:
+    """The port of a server that runs in a thread."""
+    server.daemon_threads = True  # type: ignore[attr-defined]
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    try:
+        yield int(server.server_address[1])
+    finally:
+        server.shutdown()
+        server.server_close()
 
 
 def service(url: str, **fields: object) -> Service:
@@ -323,33 +337,34 @@ def test_a_second_run_asks_something_else_unless_the_seed_is_given(
 
 
 @pytest.fixture
-def behind_tls(engine: InThread, certificate: tuple[Path, Path]) -> Iterator[str]:
-    """The engine's address behind somebody who ends TLS."""
+def behind_tls(certificate: tuple[Path, Path]) -> Iterator[str]:
+    """A server of whole answers that speaks TLS."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(*certificate)
-    listener = socket.create_server(("127.0.0.1", 0))
 
-    def pass_on(source: socket.socket, sink: socket.socket) -> None:
-        with source, sink, suppress(OSError):
-            while data := source.recv(65536):
-                sink.sendall(data)
+    class Handler(http.server.BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
 
-    def accept() -> None:
-        with suppress(OSError):
-            while True:
-                plain, _ = listener.accept()
-                with suppress(ssl.SSLError):
-                    client = context.wrap_socket(plain, server_side=True)
-                    upstream = socket.create_connection(("127.0.0.1", int(engine.url.rpartition(":")[2])))
-                    for pair in ((client, upstream), (upstream, client)):
-                        threading.Thread(target=pass_on, args=pair, daemon=True).start()
+        def do_GET(self) -> None:
+            self.answer({"data": [{"id": "m"}]})
 
-    thread = threading.Thread(target=accept, daemon=True)
-    thread.start()
-    yield f"https://localhost:{listener.getsockname()[1]}"
-    listener.shutdown(socket.SHUT_RDWR)
-    listener.close()
-    thread.join(10)
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["content-length"]))
+            usage = {"prompt_tokens": 1, "completion_tokens": 5}
+            self.answer({"choices": [{"text": "a", "finish_reason": "stop"}], "usage": usage})
+
+        def answer(self, value: object) -> None:
+            body = json.dumps(value).encode()
+            self.wfile.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n")
+            self.wfile.write(b"content-length: %d\r\n\r\n%s" % (len(body), body))
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    tls = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    tls.socket = context.wrap_socket(tls.socket, server_side=True)
+    with running(tls) as port:
+        yield f"https://localhost:{port}"
 
 
 def test_tls_is_spoken_and_the_certificate_checked(
@@ -418,32 +433,17 @@ def free_port() -> int:
 @contextmanager
 def server(answer: Callable[[socket.socket, int], None]) -> Iterator[Address]:
     """Calls `answer(connection, number of the request on it)` for each request, one connection after the other."""
-    listener = socket.create_server(("127.0.0.1", 0))
 
-    def talk(sock: socket.socket) -> None:
-        with sock:
-            number = 0
-            while sock.recv(65536):
-                try:
-                    answer(sock, number)
-                except OSError:
-                    return
-                number += 1
+    class Handler(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            with suppress(OSError):
+                for number in itertools.count():
+                    if not self.request.recv(65536):
+                        return
+                    answer(self.request, number)
 
-    def accept() -> None:
-        while True:
-            try:
-                sock, _ = listener.accept()
-            except OSError:
-                return
-            threading.Thread(target=talk, args=(sock,), daemon=True).start()
-
-    threading.Thread(target=accept, daemon=True).start()
-    try:
-        yield Address("http", "127.0.0.1", listener.getsockname()[1], "127.0.0.1")
-    finally:
-        listener.shutdown(socket.SHUT_RDWR)
-        listener.close()
+    with running(socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler)) as port:
+        yield Address("http", "127.0.0.1", port, "127.0.0.1")
 
 
 def pieces(*parts: bytes, close: bool = False) -> Callable[[socket.socket, int], None]:

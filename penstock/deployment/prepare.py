@@ -175,7 +175,7 @@ def _model_elsewhere(deployment: Deployment, is_rehearsal: bool) -> facts.FactsB
     if is_read and is_of_hub(deployment.model):
         if not find_weights(deployment.model, cache, is_read=False).absent:
             return None
-        return facts.read_hub(deployment.model, Path(cache).expanduser() if cache else hub.cache())
+        return facts.read_hub(deployment.model, Path(cache).expanduser() if cache else hub.cache(), is_rehearsal)
     is_here = not deployment.model.startswith(("/", "~")) or Path(deployment.model).expanduser().exists()
     if is_here or target.shares_files or "survey" not in target.capabilities:
         return None

@@ -27,9 +27,8 @@ class UnderWay(Protocol):
 class GatewayContext:
     """State shared by all requests.
 
-    `hides_key`: strip the client's Authorization and x-api-key before forwarding; an engine's log must not hold a key
-    of the gateway. `dropped`: the request headers that an engine does not get; `dropped_plain`: the same, and those
-    that let it compress its answer.
+    `hides_key`: an engine's log must not hold the client's key. `dropped`: request headers that an engine does not get;
+    `dropped_plain`: and those that let it compress its answer.
     """
 
     def __init__(

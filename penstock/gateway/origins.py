@@ -23,11 +23,9 @@ _EXPOSED: Final = (
 
 
 def origin_headers(origin: bytes | None, needs_key: bool, allowed: frozenset[bytes] = frozenset()) -> Headers:
-    """The headers that let a web page of `origin` read an answer, if it may.
+    """The headers that let a web page of `origin` read an answer, if it may. `allowed` names origins, b"*" for all.
 
-    `allowed` names origins, b"*" for all. With keys and no names any page may: it has to bring a key. Without keys also
-    pages of this machine may, and no others: any page that the user visits could reach the engines behind the user's
-    back.
+    With keys and no names any page may: it has to bring a key. Without keys pages of this machine may too, no others.
     """
     if origin is None:
         return ()

@@ -63,14 +63,11 @@ class Request:
 
 
 class RequestFacts:
-    """A request as the gateway understands it, for routing and for the ledger.
+    """A request as the gateway understands it, without its body, which is gone when the answer begins.
 
-    Without its body, which may have 32 MiB and is gone when the answer begins; and a plain class, because compiled code
-    reads its fields in 1 ns and those of a msgspec.Struct in 40.
-
-    `model`: the name in the request. Lower `priority` goes first, as in vLLM. `session`: the key of policy "sticky",
-    `prefix` that of "prefix". `response_id`: an earlier response that only its replica knows. `replica`: named by the
-    client. `output_tokens_max`: the client's limit of one choice.
+    A plain class: compiled code reads its fields in 1 ns and those of a msgspec.Struct in 40. `model`: the name in the
+    request. Lower `priority` goes first, as in vLLM. `session`, `prefix`: keys of policies "sticky" and "prefix".
+    `response_id`: an earlier response that only its replica knows. `output_tokens_max`: the limit of one choice.
     """
 
     # Defaults stay with the class: most requests set few of them.
@@ -246,10 +243,7 @@ def _read_name(value: bytes) -> str:
 
 
 def _first_bytes(fields: LongRequestBody) -> bytes:
-    """The bytes that later requests of the same conversation begin with too.
-
-    Of messages: instructions and the first question, since what follows them is new in every turn.
-    """
+    """The bytes that later requests of a conversation begin with too: its instructions and first question."""
     messages = bytes(fields.messages)
     if messages[:1] != b"[":
         return bytes(fields.prompt or fields.input)[:PREFIX_BYTES]

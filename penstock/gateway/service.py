@@ -149,10 +149,7 @@ class Gateway:
         log.info("serving on %s, admin on %s%s (%s)", self._config.listen, self._config.admin, worker, form)
 
     async def stop(self) -> int:
-        """Drains and closes everything; returns how many requests did not finish within `drain_s`.
-
-        The admin address stays until the last request is done: a held request may still get its replica.
-        """
+        """Drains; returns how many requests did not finish. The admin address stays until then: replicas may come."""
         log.info(
             "draining: %d in flight, %d waiting", self._context.replicas.in_flight_total, self._context.queue.waiting
         )

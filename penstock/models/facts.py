@@ -119,19 +119,23 @@ def read_files(path: Path, reference: str, form: str) -> tuple[Facts, ModelFacts
     return facts, _record(facts, path, "safetensors" if shards else "none", shards)
 
 
-def read_hub(name: str, cache: Path) -> FactsByForm | None:
-    """The facts of a hub repository by its headers, at the path that a download into `cache` would have, which nodes
-    take for the repository and its commit. None where only a download says all (GGUF, no network)."""
-    shards = [file for file in hub.list_files(name) if file.endswith(".safetensors") and "/" not in file]
-    whole = read(name)
+def read_hub(name: str, cache: Path, is_rehearsal: bool = False) -> FactsByForm | None:
+    """The facts of a hub repository by its headers, at the path that a download into `cache` would have: nodes read the
+    repository and its commit from it. None where only a download says all (GGUF); a rehearsal without network takes
+    what this machine knows. Raises HubError."""
+    try:
+        whole = read(name)
+    except HubError as error:
+        if error.is_missing:  # no config.json
+            return None
+        raise
     kept = _read_kept(name)
-    if not shards or not whole.tensors or whole.index_bytes is None or kept is None or kept.commit is None:
+    commit = kept.commit if kept is not None else None
+    if not is_rehearsal and (not whole.tensors or commit is None):
         return None
-    path = cache / f"models--{name.replace('/', '--')}" / "snapshots" / kept.commit
+    path = cache / f"models--{name.replace('/', '--')}" / "snapshots" / (commit or "main")
     record = _record(whole, path, "safetensors", ())
-    return {
-        "safetensors": (whole, msgspec.structs.replace(record, weights_bytes=whole.index_bytes, n_shards=len(shards)))
-    }
+    return {"safetensors": (whole, msgspec.structs.replace(record, weights_bytes=whole.index_bytes or 0))}
 
 
 def _record(

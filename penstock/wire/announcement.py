@@ -14,10 +14,7 @@ ReplicaState = Literal[
 
 
 class Progress(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How far a start has come. `None` where the engine does not report it.
-
-    `stage` is a word for people ("imports", "weights", "kv cache", "graphs", "probe"); `eta_s` is an estimate.
-    """
+    """How far a start has come, None where the engine does not report it. `stage` is a word for people."""
 
     stage: str
     shards_done: int | None = None
@@ -43,10 +40,7 @@ class Process(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class GatewayAddress(msgspec.Struct, frozen=True):
-    """gateway/address.json: where the newest gateway serves, "host:port" each; `admin` the best first.
-
-    `unit`: the name of that gateway.
-    """
+    """gateway/address.json: where the newest gateway serves, "host:port" each; `admin` the best first."""
 
     unit: str
     listen: str
@@ -76,11 +70,7 @@ class NodeView(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Post(msgspec.Struct, frozen=True):
-    """What one node of a replica posts for the others.
-
-    `instance` is new in every process, `epoch` in every start of the engine; only
-    `penstock.node.group` reads `content`.
-    """
+    """What one node of a replica posts for the others. `instance` is new in every process, `epoch` in every start."""
 
     replica: str
     rank: int

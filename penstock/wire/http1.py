@@ -359,12 +359,9 @@ HeadT = TypeVar("HeadT", bound=Head)
 
 
 class Heads(Generic[HeadT]):
-    """Parses heads, and finds those again that differ in nothing but the digits of their content-length.
+    """Parses heads, and finds those again that differ only in the digits of their content-length, as most do.
 
-    A client's next request and an engine's next answer mostly do not.
-
-    `n_max`: how many it keeps, emptied when full. `keeps_secrets`: heads with credentials too, which must be forgotten
-    with the connection that they came by.
+    `n_max`: how many it keeps, emptied when full. `keeps_secrets`: those with credentials too, for one connection.
     """
 
     __slots__ = ("_heads", "_keeps_secrets", "_n_max", "_parse")
@@ -455,11 +452,7 @@ class Reader(Generic[HeadT]):
         self._at = 0
 
     def take_whole(self, data: bytes) -> tuple[HeadT, bytes] | None:
-        """Instead of `feed`: for a read that is exactly one message whose length its head says; its head and body.
-
-        None for anything else: then nothing was taken, and `feed` must have it. Raises ProtocolError. Most messages are
-        such reads: a request takes 3.2 us instead of 4.0 by `feed` and `next_event`, a response 2.5 instead of 3.2.
-        """
+        """Instead of `feed`, for a read that is one message with a length: 3.2 us, not 4.0. None takes nothing."""
         if self._body is not None or self._at < len(self._data):
             return None
         end = data.find(b"\r\n\r\n", 0, self._max_head_bytes + 4)

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 
 def parse(text: str) -> dict[str, float]:
-    """Sample name -> sum over all its label sets. Lines that are not samples are skipped.
-
-    parse('a{x="1"} 2\\na{x="2"} 3\\n# HELP b\\n') == {"a": 5.0}
-    """
+    """Sample name -> sum over its label sets: 'a{x="1"} 2\\na{x="2"} 3' gives {"a": 5.0}. Skips other lines."""
     sums: dict[str, float] = {}
     for line in text.splitlines():
         if not line or line[0] == "#":

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Sequence
 
 from penstock.bench.report.svg import Chart, Point, Series, thinned
-from penstock.bench.results.engine_metrics import Row
 from penstock.bench.results.folder import Request, Result
 from penstock.bench.results.stats import percentile
 
@@ -126,7 +125,8 @@ def _engine(run: Result) -> list[Chart]:
         lines = []
         for index, source in enumerate(sources):
             name = words if len(sources) == 1 else f"{words} {index + 1}"
-            points = _column([row for row in run.engine if row.source == source], column)
+            rows = [(row.time_s, row.values.get(column)) for row in run.engine if row.source == source]
+            points = thinned([(time_s, value) for time_s, value in rows if value is not None])
             lines += [Series(name, points)] if points else []
         return lines
 
@@ -135,7 +135,3 @@ def _engine(run: Result) -> list[Chart]:
         Chart("the engine: requests", "seconds", "requests", both),
         Chart("the engine: KV cache in use", "seconds", "share", tuple(series("kv_use", "KV cache"))),
     ]
-
-
-def _column(rows: Sequence[Row], name: str) -> tuple[Point, ...]:
-    return thinned([(row.time_s, value) for row in rows if (value := row.values.get(name)) is not None])

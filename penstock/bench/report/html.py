@@ -133,10 +133,8 @@ def _verdict(run: Result, is_named: bool) -> str:
     model = summary.get("model") or _dig(summary, "service", "model") or _dig(summary, "flags", "model")
     about = f"{escape(str(model))}, " if model else ""
     about += f"{number_text(run.number('duration'))} s"
-    if summary.get("valid") is False:
-        reasons = summary.get("invalid_because")
-        why = ": " + "; ".join(map(str, reasons)) if isinstance(reasons, list) and reasons else ""
-        return f'<p>{name}<span class="bad">not valid{escape(why)}</span> <span class="soft">({about})</span></p>'
+    if why := run.invalid_because:
+        return f'<p>{name}<span class="bad">not valid: {escape(why)}</span> <span class="soft">({about})</span></p>'
     generator = summary.get("generator")
     share, late = (_dig(generator, name) for name in ("cpu_share", "lateness_p99_ms"))
     own = []

@@ -48,7 +48,7 @@ class Comparison(msgspec.Struct, frozen=True):
 
 def compare(a: Result, b: Result, seed: int = 0) -> Comparison:
     changes = [*_rates(a, b, seed), *_latencies(a, b, seed)]
-    notes = [f"{run.name} is not valid: {_why(run)}" for run in (a, b) if _is_invalid(run)]
+    notes = [f"{run.name} is not valid: {run.invalid_because}" for run in (a, b) if run.invalid_because]
     if notes:
         changes = [Change(change.name, change.a, change.b, None, None, "unknown") for change in changes]
     elif unknown := [change.name for change in changes if change.verdict == "unknown"]:
@@ -56,11 +56,11 @@ def compare(a: Result, b: Result, seed: int = 0) -> Comparison:
             f"unknown ({', '.join(unknown)}): too few requests are independent, since they waited together or the run "
             "drifts. Run longer, or at a lower load"
         )
-    notes += [
-        f"token rates are not compared: answers of {run.name} had no usage" for run in (a, b) if _lacks_usage(run)
-    ]
-    notes += [f"{run.name} has no usable rows in {folder.REQUESTS}" for run in (a, b) if len(run.done) < _LEAST]
     for run in (a, b):
+        if any(None in (request.input_tokens, request.output_tokens) for request in run.done):
+            notes.append(f"token rates are not compared: answers of {run.name} had no usage")
+        if len(run.done) < _LEAST:
+            notes.append(f"{run.name} has no usable rows in {folder.REQUESTS}")
         n_failed = len(run.requests) - len(run.done)
         if n_failed:
             notes.append(f"{n_failed} of {len(run.requests)} requests of {run.name} failed: its times leave them out")
@@ -82,19 +82,6 @@ def text(comparison: Comparison) -> str:
         lines.append("")
     lines += [f"note: {note}" for note in comparison.notes]
     return "\n".join(lines).rstrip()
-
-
-def _is_invalid(run: Result) -> bool:
-    return run.summary.get("valid") is False
-
-
-def _why(run: Result) -> str:
-    reasons = run.summary.get("invalid_because")
-    return "; ".join(map(str, reasons)) if isinstance(reasons, list) and reasons else "no reason given"
-
-
-def _lacks_usage(run: Result) -> bool:
-    return any(request.input_tokens is None or request.output_tokens is None for request in run.done)
 
 
 def _rates(a: Result, b: Result, seed: int) -> list[Change]:

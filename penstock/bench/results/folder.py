@@ -57,6 +57,14 @@ class Result(msgspec.Struct, frozen=True):
         return _finite(self.summary.get(name))
 
     @property
+    def invalid_because(self) -> str | None:
+        """Why the run is not valid; None where it is."""
+        reasons = self.summary.get("invalid_because")
+        if self.summary.get("valid") is not False:
+            return None
+        return "; ".join(map(str, reasons)) if isinstance(reasons, list) and reasons else "no reason given"
+
+    @property
     def done(self) -> tuple[Request, ...]:
         return tuple(request for request in self.requests if request.is_ok)
 

@@ -1,8 +1,7 @@
-"""Client connections: requests off the wire to a handler, and responses back.
+"""Client connections: requests off the wire to a handler, one at a time, and responses back.
 
-A connection works on one request at a time; pipelined ones wait in its reader. It never stops reading while a
-request is worked on (up to a bound), because an end of file is how it learns that the client has left. A client
-that closes only its sending half counts as gone: the two cannot be told apart.
+It reads on (up to a bound) while a request is worked on: an end of file is how it learns that the client has left. A
+client that closes only its sending half counts as gone: the two look the same.
 """
 
 from __future__ import annotations
@@ -214,10 +213,7 @@ class ClientConnection(asyncio.Protocol):
         self._advance()
 
     def fail(self, *, is_framed: bool) -> None:
-        """The response cannot be completed: closes so that the client sees a broken one, not a short one.
-
-        `is_framed`: its length or chunks show that it is incomplete; else only a reset does.
-        """
+        """Closes so that the client sees a broken response: by its length or chunks (`is_framed`), or a reset."""
         self.work = None
         if is_framed:
             self._close()
@@ -402,10 +398,7 @@ class ClientConnection(asyncio.Protocol):
         self.write(write_response_head(answer.status, headers) + (b"" if is_head else answer.body))
 
     def _refuse(self, answer: Answer) -> None:
-        """Answers before the whole request was read, and closes.
-
-        Closing at once would reset a client that still sends, and the reset may overtake the answer.
-        """
+        """Answers before the whole request was read. Closing at once would reset a client that still sends."""
         self._write_answer(answer, keeps_alive=False)
         self._phase = "lingering"
         self._release_body()

@@ -35,10 +35,7 @@ class UpstreamError(Exception):
 
 
 class Sink(Protocol):
-    """Gets `receive` and `receive_chunks` until one of them says that the body is whole, or `lost`.
-
-    `takes_chunks`: reads that are whole chunks come as they are, by `receive_chunks`.
-    """
+    """Gets `receive`, and whole chunks by `receive_chunks` if `takes_chunks`, until the body is whole; or `lost`."""
 
     takes_chunks: bool
 
@@ -79,10 +76,7 @@ class UpstreamConnection(asyncio.Protocol):
             self._transport.write(request)
 
     def pass_tokens(self, write: Callable[[bytes], object], times: list[float]) -> None:
-        """Until the next read that is no token chunk those go to `write`, and their times (monotonic) into `times`.
-
-        The sink calls it from within `receive_chunks` only: the next read begins with a chunk.
-        """
+        """Until the next read that is no token chunk: those go to `write`, their times (monotonic) into `times`."""
         self._write_token, self._note_token = write, times.append
 
     def discard(self) -> None:

@@ -1,7 +1,4 @@
-"""Accepting from a listening socket that several processes may share.
-
-No connection belongs to a process before that process has accepted it, so none is lost with one that hangs or dies.
-"""
+"""Accepting from a socket that processes may share: none loses a connection with another that hangs or dies."""
 
 from __future__ import annotations
 
@@ -21,13 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class Share:
-    """How many connections each process has that accepts from one socket. Create it before the fork, then `of`.
-
-    >>> share = Share(n_processes=2)
-    >>> mine, other = share.of(0), share.of(1)
-    >>> mine.set(5); mine.is_ahead, other.is_ahead
-    (True, False)
-    """
+    """How many connections each process has that accepts from one socket. Create it before the fork, then `of`."""
 
     def __init__(self, n_processes: int) -> None:
         self._counts = memoryview(mmap.mmap(-1, 8 * n_processes)).cast("q")

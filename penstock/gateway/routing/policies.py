@@ -1,8 +1,7 @@
 """Which replica takes a request: one function per policy. Pure: the caller gives the candidates, the turn and the key.
 
-A key is what should meet the same replica again: the first bytes of a prompt, or a session. Keys are placed by
-rendezvous hashing, https://en.wikipedia.org/wiki/Rendezvous_hashing: every candidate gets a score from key and name,
-and a replica that comes or goes moves only the keys that are its own.
+A key (a prompt's first bytes, or a session) should meet the same replica again. Rendezvous hashing places it, so a
+replica that comes or goes moves only its own keys: https://en.wikipedia.org/wiki/Rendezvous_hashing.
 """
 
 from __future__ import annotations

@@ -158,10 +158,7 @@ class ReplicaTable:
         return name in self._adapters
 
     def announce(self, announcement: Announcement, now: float) -> bool:
-        """Keeps the announcement and starts its lease anew; returns whether the replica is draining.
-
-        Raises UserError for an announcement that could not be served.
-        """
+        """Starts the lease anew; returns whether the replica is draining. UserError for what could not be served."""
         address = _check(announcement)
         if announcement.model not in (model.name for model in self.models):
             raise UserError(f"model {announcement.model!r} is not declared at this gateway")
@@ -226,10 +223,7 @@ class ReplicaTable:
             self._find_adapters()
 
     def suspect(self, replica: Replica, address: Address) -> bool:
-        """No new requests until the next announcement, after a refused connection or a failed answer.
-
-        Returns whether that is news; it is not for a replica that has announced another address since.
-        """
+        """No new requests until the next announcement. Returns False for one that was suspect, or has moved since."""
         is_news = replica.address == address and not replica.is_suspect
         replica.is_suspect = replica.is_suspect or is_news
         return is_news
