@@ -110,7 +110,7 @@ def test_a_gateway_that_waits_is_told_and_down_ends_it(desk: Desk) -> None:
     desk.call("up", desk.write(gateway=JOB), "--no-wait")
     desk.wait(lambda: desk.status()["gateway"]["state"] == "queued", "its job is in the queue")
     assert desk.status()["url"] is None
-    assert "address  none yet: its gateway waits" in desk.call("status", "one")
+    assert "none yet: its gateway waits" in desk.call("status", "one")
     code, _, said = desk.ask("chat", "one", "-m", "x")
     assert (code, 'the gateway of "one" has no address yet' in said) == (1, True), said
     desk.call("down", "one")
