@@ -40,8 +40,8 @@ def row(name: str, is_draining: bool = False, in_flight: int = 0) -> ReplicaView
     return ReplicaView(told(name), 0.1, True, is_draining, in_flight)
 
 
-def silent(name: str) -> ReplicaView:
-    return ReplicaView(told(name), 9.0, False, False, 1)
+def silent(name: str, in_flight: int = 1) -> ReplicaView:
+    return ReplicaView(told(name), 9.0, False, False, in_flight)
 
 
 def choose(n_replicas: int, looked: Observation, **remembered: Any) -> Decision:
@@ -139,7 +139,11 @@ DECISIONS: dict[str, tuple[int, Observation, dict[str, Any], Decision]] = {
         1, placed({"0": "placed"}, view(silent("0")), placed_at=NOW - 5), {}, Decision()
     ),
     "nor where its target says at once that a machine is lost": (1, seen("0", rows=view(silent("0"))), {}, Decision()),
-    "its successor ready, it stays until its target knows": (
+    "its successor ready, it is ended": (
+        1, placed(LEAVING, view(silent("0", in_flight=0), row("1")), placed_at=NOW - 60), {"left": "0"},
+        Decision(units("1"), drain=("0",)),
+    ),
+    "but not while a request runs on it": (
         1, placed(LEAVING, view(silent("0"), row("1")), placed_at=NOW - 60), {"left": "0"}, Decision(drain=("0",))
     ),
     "requeued, it is ended although its successor still loads": (

@@ -230,6 +230,9 @@ def test_a_successor_avoids_the_machine_of_a_replica_that_does_not_report(comman
     assert set(handle.units) == {"replica/0", "replica/2"}
     (words,) = commands.of("sbatch")
     assert words[0] == "--exclude=n1"
+    began = commands.now
+    slurm.end(run, 130.0)
+    assert (commands.of("scancel"), commands.now) == ([["1"]], began), "nothing there would drain"
 
 
 def test_a_requeued_job_is_started_now_and_not_after_two_minutes(commands: Commands) -> None:

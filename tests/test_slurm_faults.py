@@ -139,7 +139,8 @@ def test_a_node_without_power_gives_its_replica_to_another(desk: Desk) -> None:
     assert desk.slurm.job(desk.job("1"))["NodeList"] != where.name
     assert desk.answer().startswith("1:tell 2:me")
     desk.wait(lambda: [row["replica"] for row in desk.status()["replicas"]] == ["1"], "the lost one is ended", 60)
-    assert str(job) not in desk.slurm.run(["squeue", "-h", "-t", "PENDING,RUNNING", "-o", "%i"]).split()
+    listed = ["squeue", "-h", "-o", "%i"]
+    desk.wait(lambda: str(job) not in desk.slurm.run(listed).split(), "Slurm has given the lost job up", 60)
     desk.down()
 
     desk.slurm.hosts.heal()

@@ -90,7 +90,8 @@ class _Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse has it, but the verb itself refuses what it does not know, and reads flags of `vllm serve`."""
         words, settings = list(args or ()), list[str]()
-        if self.get_default("takes_engine_flags"):
+        foreign = [word for word in words if word.partition("=")[0] not in self._option_string_actions]
+        if self.get_default("takes_engine_flags") and any(word.startswith("-") for word in foreign):
             from penstock.cli import engine_flags
 
             words, settings = engine_flags.split(words, self)

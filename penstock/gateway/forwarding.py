@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from operator import sub
-from typing import Final, NamedTuple
+from typing import Final
 
 from penstock.gateway.accounting.entry import Entry
 from penstock.gateway.accounting.keys import credential
@@ -38,17 +38,6 @@ MAX_COLLECTED_BYTES: Final = 64 * 1024
 _DROPPED_OF_RESPONSE: Final = HOP_BY_HOP | OWN_HEADERS | {b"server-timing"}
 
 log = logging.getLogger(__name__)
-
-
-class _Fault(NamedTuple):
-    """Why a request ends without its engine's whole answer, in the client's words."""
-
-    status: int
-    code: str
-    message: str
-    outcome: Outcome = "broken"
-    param: str | None = None
-    headers: Headers = ()
 
 
 class Forwarding:
@@ -135,13 +124,13 @@ class Forwarding:
         if self._client.is_gone:
             self._settle("client_gone")
         else:
-            self._end_early(_broken("the gateway is shutting down"))
+            self._end_early("the gateway is shutting down")
 
     def _be_late(self) -> None:
         if not self._has_ended:
             assert self._facts.timeout_s is not None
             message = f"the request was not done within its x-request-timeout of {self._facts.timeout_s:g} s"
-            self._end_early(_Fault(504, "deadline_exceeded", message, "late"))
+            self._end_early(message, 504, "deadline_exceeded", outcome="late")
 
     async def _find(self, pause_s: float = 0.0) -> None:
         try:
@@ -162,7 +151,7 @@ class Forwarding:
         except Exception:
             log.exception("request %s: a bug in the gateway", self._request_id.decode())
             self._task = None
-            self._end_early(_Fault(500, "internal_error", "the gateway failed"))
+            self._end_early("the gateway failed", 500, "internal_error")
 
     async def _wait_for_replica(self, deadline: float) -> bool:
         """Whether there is a replica now, with this request counted on it. If not, the client has its answer."""
@@ -177,8 +166,9 @@ class Forwarding:
         entry = self._queue_entry = context.queue.enter(self._model, key, facts.priority, len(self._body))
         if entry is None:
             message = f"too many requests wait for model {self._model!r} already"
-            headers = ((b"retry-after", b"%d" % RETRY_AFTER_S),)
-            self._end_early(_Fault(429, "queue_full", message, "queue_full", "model", headers))
+            self._end_early(
+                message, 429, "queue_full", outcome="queue_full", param="model", retry_after_s=RETRY_AFTER_S
+            )
             return False
         comment_at = began_at + QUIET_S if facts.streams else deadline
         try:
@@ -227,8 +217,8 @@ class Forwarding:
             if error.errno in OWN_ERRORS:
                 log.error("could not connect to replica %s: %s", replica.name, error.strerror)
                 context.pool.close()  # idle connections make room for the next request
-                message, headers = "the gateway has no connection to an engine left", ((b"retry-after", b"1"),)
-                self._end_early(_Fault(503, "overloaded", message, headers=headers))
+                message = "the gateway has no connection to an engine left"
+                self._end_early(message, 503, "overloaded", retry_after_s=1)
                 return None
             self._replica = None
             context.counters.n_connect_failures += 1
@@ -358,7 +348,7 @@ class Forwarding:
             self._lose(Loss.LOST)
         else:
             self._context.retries.note_failure(self._replica, time.monotonic())
-            self._end_early(_broken(str(error)))
+            self._end_early(str(error))
 
     def end_if_lost(self, now: float) -> None:
         """Ends an exchange whose engine reports that it works on nothing, or whose machine is silent."""
@@ -394,7 +384,7 @@ class Forwarding:
             pause_s = retries.pause_s(self._model, self._lost, loss, now)
             self._task = asyncio.get_running_loop().create_task(self._find(pause_s))
         else:
-            self._end_early(_broken(why_not_again(self._lost)))
+            self._end_early(why_not_again(self._lost))
 
     def _begin_response(self, head: ResponseHead) -> bytes:
         replica = self._replica
@@ -447,7 +437,10 @@ class Forwarding:
             more += origin_headers(origin, self._context.needs_key, self._context.allowed_origins)
         return b"x-request-id: %s\r\nx-penstock-replica: %s\r\nserver-timing: gateway;dur=%.3f\r\n%s%s\r\n" % (
             *(self._request_id, replica.name.encode() if replica else b"none", self._own_s * 1000),
-            *(_write_headers(more), b"" if self._client.keeps_alive else b"connection: close\r\n"),
+            *(
+                b"".join([b"%s: %s\r\n" % header for header in more]),
+                b"" if self._client.keeps_alive else b"connection: close\r\n",
+            ),
         )
 
     def _send_comment(self, now: float) -> None:
@@ -469,7 +462,7 @@ class Forwarding:
         """Keeps an answer that is no stream, for a client that was promised one: it becomes an event."""
         assert self._collected is not None
         if len(self._collected) + len(data) > MAX_COLLECTED_BYTES:
-            self._end_early(_broken("the engine's answer is too long for an event"))
+            self._end_early("the engine's answer is too long for an event")
             return
         self._collected += data
         if is_end:
@@ -514,21 +507,31 @@ class Forwarding:
     def _refuse_for_now(self) -> None:
         wait_s = self._context.replicas.retry_after_s(self._model, time.monotonic())
         message = f"model {self._model!r} has no replica that takes requests now"
-        headers = ((b"retry-after", b"%d" % wait_s),)
-        self._end_early(_Fault(503, "no_replica", message, "no_replica", "model", headers))
+        self._end_early(message, 503, "no_replica", outcome="no_replica", param="model", retry_after_s=wait_s)
 
-    def _end_early(self, fault: _Fault) -> None:
+    def _end_early(
+        self,
+        message: str,
+        status: int = 502,
+        code: str = "upstream_failed",
+        *,
+        outcome: Outcome = "broken",
+        param: str | None = None,
+        retry_after_s: int | None = None,
+    ) -> None:
         """Ends a response that cannot be completed, as truthfully as its form allows."""
         client, response, ending, replica = self._client, self._response, self._ending, self._replica
-        self._settle(fault.outcome)
+        self._settle(outcome)
         if response is None and not self._is_held_open:
             name = replica.name if replica is not None else "none"
-            self._context.counters.series(self._model, name).codes[fault.status] += 1
+            self._context.counters.series(self._model, name).codes[status] += 1
             own_s = self._own_s or max(0.0, time.monotonic() - self._received_at - self._waited_s)
-            headers = (*fault.headers, *own_headers(own_s, name.encode()))
-            client.respond(error_answer(fault.status, fault.message, fault.code, fault.param, headers))
+            headers = own_headers(own_s, name.encode())
+            if retry_after_s is not None:
+                headers += ((b"retry-after", b"%d" % retry_after_s),)
+            client.respond(error_answer(status, message, code, param, headers))
         elif ending is not None:
-            event = ending.write_end(fault.status, fault.message, fault.code)
+            event = ending.write_end(status, message, code)
             if event:
                 client.write(write_chunk(event) if self._is_chunked else event)
             if self._is_chunked:
@@ -536,11 +539,3 @@ class Forwarding:
             client.finish()
         else:
             client.fail(is_framed=self._is_chunked or (response is not None and response.length is not None))
-
-
-def _write_headers(headers: Headers) -> bytes:
-    return b"".join([b"%s: %s\r\n" % header for header in headers])
-
-
-def _broken(message: str) -> _Fault:
-    return _Fault(502, "upstream_failed", message)

@@ -20,7 +20,6 @@ _CONTROLLER_PAUSE_S = 30.0
 _HUNG_S, _PLACED_HUNG_S, _STARTING_HUNG_S = 8.0, 20.0, 180.0
 _HANDOVER_S = 60.0
 _LATE_S = 2.0
-_SILENT_KEPT_S = 600.0  # Slurm's SlurmdTimeout is 300 s by default
 _TAKEN_AWAY = "its machines are taken away soon: the next is placed"
 _LOST = "its machines may be lost, it does not report: the next is placed"
 
@@ -120,7 +119,7 @@ def _replicas(desired: Desired, seen: Observation, memory: Memory, now: float, s
     """Replicas beyond the number (failed ones first, then the highest numbers) drain, and end when nothing runs on
     them. A replica whose machines are about to be reclaimed, or are silent, is replaced before it is ended.
 
-    Ending a silent one would block until its target knows of the lost machine: it is ended after that.
+    A silent one is ended when no request runs on it any more: it may have lost its way to the gateway alone.
     """
     failed = memory.failed
     current = [unit.name for unit in _of(seen, "replica")]
@@ -133,15 +132,16 @@ def _replicas(desired: Desired, seen: Observation, memory: Memory, now: float, s
     kept = [name for name in current if name in memory.leaving and not _is_gone(seen, name) and name not in queued]
     kept = kept[: max(0, n_missing)]
     extra = [name for name in current if name not in wanted and name not in kept]
-    idle = {name for name in extra if name not in rows or (rows[name].is_draining and not rows[name].in_flight)}
-    drained = []
-    for name in extra:
-        since_s = now - memory.drain_since.get(name, now)
-        if name in silent:
-            is_drained = since_s > _SILENT_KEPT_S
-        else:
-            is_drained = since_s > memory.drain_s or name in queued or (seen.view is not None and name in idle)
-        drained += [name] if is_drained else []
+    busy = {name for name, row in rows.items() if row.in_flight}
+    idle = {name for name in extra if name not in busy and (name not in rows or rows[name].is_draining)}
+    drained = [
+        name
+        for name in extra
+        if now - memory.drain_since.get(name, now) > memory.drain_s
+        or name in queued
+        or (name in silent and name not in busy)
+        or (seen.view is not None and name in idle)
+    ]
     lost = [name for name in wanted if name not in failed and name in current and _is_to_repair(seen, name)]
     absent = [name for name in wanted if name not in failed and name not in current]
     place = None

@@ -268,7 +268,13 @@ class Slurm(Target):
         return [job.number for job in jobs]
 
     def _end_replicas(self, run: Run, numbers: Sequence[str], grace_s: float) -> None:
-        """End jobs and wait until nothing of them runs: their nodes drain, for at most `grace_s`."""
+        """End jobs and wait until nothing of them runs: their nodes drain, for at most `grace_s`.
+
+        Machines that do not report are not waited for: Slurm keeps such a job completing until it gives them up.
+        """
+        silent = [number for number in _silent_jobs(run) if number in numbers]
+        self._queue.cancel(silent)
+        numbers = [number for number in numbers if number not in silent]
         if not numbers:
             return
         # Cancelled now, it would leave what it is about to remove.
@@ -333,12 +339,17 @@ def _log_name(unit: Unit) -> str:
     return f"replica-{unit.name}" if unit.kind == "replica" else unit.kind
 
 
-def _lost_nodes(run: Run, jobs: Mapping[str, Job]) -> list[str]:
-    """The nodes of replicas that do not report. Slurm may believe in them for minutes, and start new jobs there."""
+def _silent_jobs(run: Run) -> list[str]:
+    """The jobs of replicas that do not report."""
     state, entries = run.state(), run.handle().units
     silent = [row.replica for row in state.replicas if row.state == "silent"] if state is not None else []
-    numbers = [str(entries.get(replica(name).key, {}).get("job")) for name in silent]
-    return sorted({jobs[number].nodes for number in numbers if number in jobs and not jobs[number].is_queued})
+    return [str(entries[replica(name).key]["job"]) for name in silent if replica(name).key in entries]
+
+
+def _lost_nodes(run: Run, jobs: Mapping[str, Job]) -> list[str]:
+    """The nodes of silent jobs. Slurm may believe in them for minutes, and start new jobs there."""
+    silent = [jobs[number] for number in _silent_jobs(run) if number in jobs]
+    return sorted({job.nodes for job in silent if not job.is_queued})
 
 
 def _submitted_before(run: Run, unit: Unit, jobs: Mapping[str, Job]) -> str | None:
