@@ -77,7 +77,7 @@ def test_a_failed_replica_fails_the_deployment_or_degrades_it() -> None:
 
 def test_a_replica_without_a_lease_is_not_called_ready_and_one_whose_node_is_gone_says_so() -> None:
     (late,) = summarise(UP, look(view(ReplicaView(READY, 9.0, False, False, 0)), r0=PLACED), History(), NOW).replicas
-    words = "has not reported for 9 s: the machine or the network may be down"
+    words = "has not reported for 5 s: the machine or the network may be down"
     assert (late.state, late.reason) == ("silent", f"its node {words}")
     on_slurm = Placement("placed", placed_at=NOW - 60, where="job 7 on n1")
     (late,) = summarise(UP, look(view(ReplicaView(READY, 9.0, False, False, 0)), r0=on_slurm), History(), NOW).replicas

@@ -18,10 +18,10 @@ import msgspec
 import pytest
 from samples import cpu_machine, demo_plan, run_folder
 
-import penstock
 from penstock.deployment import prepare, stop
 from penstock.errors import PenstockError, Problem, SpecError, UserError
 from penstock.hardware import Gpu
+from penstock.models.files import BUNDLED
 from penstock.planner import Plan
 from penstock.planner.engine_versions import NEWEST
 from penstock.run_folder import Desired, Handle, Launch, Left, Run, every_left, note_left, replica
@@ -280,28 +280,20 @@ def test_what_is_sent_keeps_the_users_environment_and_holds_no_secret() -> None:
     assert json.loads(artifact.files["launch.json"])["token_file"] == ""
 
 
-def test_nodes_are_known_by_their_launch_and_not_by_a_path_that_others_have_too() -> None:
-    """On a shared cluster two people's runs may have the same folder, each on a machine of its own."""
-    mine, other = run_folder().record(), run_folder().record()
-    assert _mark(mine) != _mark(other)
-    assert not Path(_mark(mine)).is_absolute()
-
-
-def test_the_bundled_model_is_found_where_the_package_is_unpacked() -> None:
-    folder = Path(penstock.__file__).parent / "models" / "demo_model"
-    told = launch()
-    model = {**msgspec.to_builtins(told.plan.model), "path": str(folder)}
-    plan = msgspec.structs.replace(told.plan, model=msgspec.convert(model, type(told.plan.model)))
-    rendered = RayJobs().render(msgspec.structs.replace(told, plan=plan), "python", deployment())
-    assert json.loads(rendered.files["launch.json"])["plan"]["model"]["path"] == "{penstock}/models/demo_model"
-
-
-def test_the_package_is_named_by_its_content() -> None:
+def test_the_package_is_named_by_its_content_and_nodes_find_what_is_in_it() -> None:
     name, data = package(with_model=False)
     assert package(with_model=False) == (name, data) and name.startswith("_ray_pkg_") and name.endswith(".zip")
     names = zipfile.ZipFile(io.BytesIO(data)).namelist()
     assert "penstock/node/supervisor.py" in names and "penstock/__init__.py" in names
-    assert not [found for found in names if "demo_model" in found or "__pycache__" in found or found.endswith(".so")]
+    assert not [name for name in names if "demo_model" in name or "__pycache__" in name or name.endswith(".so")]
+    wanted = launch()
+    model = msgspec.structs.replace(wanted.plan.model, path=str(BUNDLED))
+    wanted = msgspec.structs.replace(wanted, plan=msgspec.structs.replace(wanted.plan, model=model))
+    rendered = RayJobs().render(wanted, "python", deployment())
+    assert json.loads(rendered.files["launch.json"])["plan"]["model"]["path"] == "{penstock}/models/demo_model"
+    mine, other = run_folder().record(), run_folder().record()
+    assert _mark(mine) != _mark(other), "on a shared cluster two people's runs may have the same folder"
+    assert not Path(_mark(mine)).is_absolute()
 
 
 def test_free_resources_are_read_and_a_shortage_names_nodes_that_are_too_small() -> None:

@@ -178,7 +178,8 @@ def _replica_state(
         return placement.state, why
     if row is not None and is_silent(row, placement, now):
         where = placement.where or "its node"
-        return "silent", f"{where} has not reported for {row.age_s:.0f} s: the machine or the network may be down"
+        silent_s = row.age_s // 5 * 5  # steps, so that the state on disk is not written each second
+        return "silent", f"{where} has not reported for {silent_s:.0f} s: the machine or the network may be down"
     return heard or "starting", why if heard or not is_gateway_heard else "its node has not reported yet"
 
 

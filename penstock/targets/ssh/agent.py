@@ -23,10 +23,53 @@ from penstock import processes
 from penstock.hardware.network import free_lasting_ports
 from penstock.log_lines import file_lines
 from penstock.paths import remove_temporary, write_atomically
-from penstock.targets.ssh.agent_messages import End, Ended, Start, Started
+from penstock.wire.announcement import Process
 
 _SILENCE_S = 15.0
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+class Start(msgspec.Struct, frozen=True):
+    """A node to start. `folder`: of the run on this host; `files` are relative to it, those in secrets/ only for us.
+
+    In `argv` "{port}" and "{announce}" are the two `ports`; free ones are taken when there are none.
+    """
+
+    folder: str
+    run_id: str
+    replica: str
+    rank: int
+    argv: tuple[str, ...]
+    log: str
+    files: dict[str, str] = {}
+    environment: dict[str, str] = {}
+    ports: tuple[int, int] | None = None
+
+
+class Started(msgspec.Struct, frozen=True):
+    """The node, the boot of its host, and its ports: the engine's, and the one that leads to our admin address."""
+
+    process: Process
+    boot: str
+    host: str
+    port: int
+    announce: int
+
+
+class End(msgspec.Struct, frozen=True):
+    """What to end of a run: one replica, or all (None)."""
+
+    folder: str
+    run_id: str
+    nodes: tuple[Process, ...]
+    grace_s: float
+    replica: str | None = None
+
+
+class Ended(msgspec.Struct, frozen=True):
+    """What is still there, in words."""
+
+    left: tuple[str, ...] = ()
 
 
 def start(asked: Start) -> Started:

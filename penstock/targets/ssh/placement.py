@@ -17,7 +17,7 @@ from penstock.run_folder import Run
 from penstock.spec.blocks import Ssh as Block
 from penstock.targets import LeftBehind, Placement
 from penstock.targets.openssh import Ssh, at_once, failed, short_name
-from penstock.targets.ssh.agent_messages import End, Ended, Start, Started
+from penstock.targets.ssh.agent import End, Ended, Start, Started
 from penstock.targets.ssh.install import PreparedHost
 from penstock.targets.ssh.liveness import Look, Watch
 from penstock.targets.ssh.tunnels import Tunnel, Tunnels

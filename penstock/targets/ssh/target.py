@@ -26,7 +26,7 @@ from penstock.spec.deployment import DEMO_MODEL, Deployment
 from penstock.targets import Placement, Surveyed, Target, machines_of_file
 from penstock.targets.openssh import Ssh, at_once, is_legal, short_name
 from penstock.targets.ssh import logs as streams
-from penstock.targets.ssh.agent_messages import End
+from penstock.targets.ssh.agent import End
 from penstock.targets.ssh.install import HostInstaller, PreparedHost, look
 from penstock.targets.ssh.placement import Node, RunHosts, RunPlace, assign, end_there, log_name
 from penstock.text import MIB, show_bytes
