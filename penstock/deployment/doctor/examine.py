@@ -300,7 +300,7 @@ def _effect(
 
 def _plan(deployment: Deployment, model: ModelCheck) -> tuple[Plan | None, list[Finding]]:
     """The plan that `up` would make, or its refusal as a finding. Downloads nothing."""
-    if model.is_absent:
+    if model.is_absent and not targets.load(deployment.target).has_own_caches:
         why = "not planned completely: `up` downloads the model first"
         return None, [Finding("deployment", "warning", why, "`penstock plan` sizes it from its headers alone.")]
     try:
