@@ -266,6 +266,12 @@ def test_a_load_test_measures_it(live: Live, tmp_path: Path) -> None:
     assert result["versions"][plan["engine"]] == plan["engine_version"]
     assert (tmp_path / "out" / "spec.yaml").exists()
     assert "<svg" in (tmp_path / "out" / "report.html").read_text("utf-8")
+    # The engine's page was followed too: the same prompts again are in its prefix cache, and the result says so.
+    assert sorted(page["kind"] for page in result["engine"].values()) == sorted(["gateway", plan["engine"]])
+    if plan["engine"] == "vllm":
+        words = "--requests 4 --concurrency 2 --input-tokens 400 --output-tokens 4 --seed 7"
+        again = [live.command("bench", "serve", live.name, *words.split()).stdout for _ in range(2)][1]
+        assert "TTFT is that of a warm cache" in again
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from penstock.cli import keys
 from penstock.cli.arguments import (
@@ -203,9 +204,12 @@ def _service(options: argparse.Namespace) -> Service:
         raise UserError("cannot measure a deployment and an address at once", hint="Give its name, or --url.")
     url = options.url or (None if options.name else os.environ.get("OPENAI_BASE_URL"))
     key = os.environ.get("OPENAI_API_KEY")
+    pages = options.metrics
     if url is None:
-        url, key = keys.address_and_key(_run_of(options.name))
-    for address in (url, *options.metrics):
+        run = _run_of(options.name)
+        url, key = keys.address_and_key(run)
+        pages = pages or [f"{url}/metrics", *_engine_pages(run)]
+    for address in (url, *pages):
         parts_of(address)
     return Service(
         url=url,
@@ -217,9 +221,19 @@ def _service(options: argparse.Namespace) -> Service:
         ignore_eos=options.ignore_eos,
         extra_body=options.extra_body,
         is_insecure=options.insecure,
-        metrics_urls=tuple(options.metrics),
+        metrics_urls=tuple(pages),
         timeout_s=options.timeout,
     )
+
+
+def _engine_pages(run: Run) -> list[str]:
+    """/metrics of the engines on this machine, or at this end of a tunnel: what the prefix cache held is there."""
+    from penstock.spec.gateway import is_loopback
+
+    state = run.state()
+    announced = [replica.announcement for replica in state.replicas] if state is not None else []
+    urls = [node.url for node in announced if node is not None and node.url]
+    return [f"{url}/metrics" for url in urls if is_loopback(urlsplit(url).hostname or "")]
 
 
 def _run_of(name: str | None) -> Run:
