@@ -79,6 +79,7 @@ def test_a_deployment_without_replicas_is_not_called_ready() -> None:
     text = status_text.ready_text(run, state(desired_replicas=0), Started("d", run.url))
     assert text.startswith("d has no replica: a request waits")
     assert text.endswith("penstock scale d 1")
+    assert status(run, state(desired_replicas=0)).startswith("d has no replica; start one: penstock scale d 1\n")
 
 
 def after_up() -> str:

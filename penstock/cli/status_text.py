@@ -153,6 +153,8 @@ def status_text(run: Run, state: State, now: float) -> str:
         *_kv_cache_facts(plan, state),
     ]
     lines = [f"{run.name} is {state.phase}" + (f": {state.reason}" if state.reason else "")]
+    if state.phase == "ready" and not state.desired_replicas:
+        lines = [f"{run.name} has no replica; start one: {command_name()} scale {run.name} 1"]
     lines += [table(facts, indent=2), ""]
     rows = [_part_row("controller", state.controller), _part_row("gateway", state.gateway)]
     rows += [_replica_row(replica) for replica in state.replicas]
