@@ -55,8 +55,13 @@ def is_full(error: OSError) -> bool:
 
 def free_bytes(path: Path) -> int:
     """Free space where this folder is, or would be made; a file system that tells no size has enough."""
-    usage = shutil.disk_usage(next(place for place in (path, *path.parents) if place.exists()))
+    usage = shutil.disk_usage(nearest_existing(path))
     return usage.free if usage.total else sys.maxsize
+
+
+def nearest_existing(path: Path) -> Path:
+    """The path, or the nearest folder above it that exists."""
+    return next(place for place in (path, *path.absolute().parents) if place.exists())
 
 
 def folder() -> Path:

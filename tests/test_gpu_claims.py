@@ -24,6 +24,14 @@ def machine(*free_gib: int) -> list[Gpu]:
     return [Gpu(index, "H200", 100 * GIB, free * GIB) for index, free in enumerate(free_gib)]
 
 
+def install_nvidia_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    program = folder / "nvidia-smi"
+    program.write_text(script)
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
+    monkeypatch.setattr(gpu_memory, "_POLL_S", 0.01)
+
+
 def test_two_nodes_take_different_gpus() -> None:
     first = gpu_locks.claim(2, 0.9, look=lambda: machine(100, 100, 100, 100))
     second = gpu_locks.claim(2, 0.9, look=lambda: machine(100, 100, 100, 100))
@@ -66,11 +74,7 @@ def test_the_end_of_an_engine_waits_for_the_memory_of_its_gpus_and_says_what_sta
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int, held: str | None
 ) -> None:
     """Killed, an engine on four H200s held 134 GB for seconds."""
-    program = tmp_path / "nvidia-smi"
-    program.write_text(NVIDIA_SMI.replace("step))", f"{step}))"))
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.setattr(gpu_memory, "_POLL_S", 0.01)
+    install_nvidia_smi(tmp_path, monkeypatch, NVIDIA_SMI.replace("step))", f"{step}))"))
     for free_mib, index in ((143_000, 0), (143_000, 1)):
         (tmp_path / f"free{index}").write_text(f"{free_mib}\n")
     memory = gpu_memory.GpuMemory([1])
@@ -93,11 +97,7 @@ esac
 def test_down_waits_until_the_driver_lists_none_of_the_ended_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: int, held: str | None
 ) -> None:
-    program = tmp_path / "nvidia-smi"
-    program.write_text(NVIDIA_SMI_APPS)
-    program.chmod(0o755)
+    install_nvidia_smi(tmp_path, monkeypatch, NVIDIA_SMI_APPS)
     (tmp_path / "left").write_text(f"{left}\n")
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.setattr(gpu_memory, "_POLL_S", 0.01)
     assert gpu_memory.wait_released({5, 77}, 5.0 if held is None else 0.0) == held
     assert gpu_memory.wait_released({5}, 0.0) is None, "the memory of others is theirs"

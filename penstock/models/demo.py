@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import hashlib
-import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
 from penstock import paths
 from penstock.errors import UserError
-from penstock.models.files import BUNDLED, read_object, wanted_shards
+from penstock.models.files import BUNDLED, read_header, read_object, wanted_shards
 
 # All before the tensors. `tools/write_gguf.py` writes it, with the tensors in the order of the safetensors files.
 HEAD = BUNDLED / "penstock-demo.gguf.head"
+_BFLOAT16_BYTES = 2
 
 
 def gguf_file() -> Path:
     """The file, under the penstock home; written when it is absent.  Raises UserError when it cannot be written."""
-    head, shards = HEAD.read_bytes(), [(BUNDLED / name).read_bytes() for name in wanted_shards(BUNDLED)]
-    digest = hashlib.sha256(head + b"".join(shards)).hexdigest()
+    head, shards = HEAD.read_bytes(), [BUNDLED / name for name in wanted_shards(BUNDLED)]
+    digest = hashlib.sha256(head + b"".join(shard.read_bytes() for shard in shards)).hexdigest()
     path = paths.home() / "cache" / f"penstock-demo-{digest[:12]}.gguf"
     if path.is_file():
         return path
@@ -32,19 +33,18 @@ def gguf_file() -> Path:
     return path
 
 
-def _tensors(shard: bytes) -> Iterator[bytes]:
+def _tensors(shard: Path) -> Iterator[bytes]:
     """The tensors of a safetensors file as llama.cpp has them: norms in float32, queries and keys in pairs."""
     head_dim = read_object(BUNDLED / "config.json")["head_dim"]
-    start = 8 + int.from_bytes(shard[:8], "little")
-    rows: dict[str, dict[str, list[int]]] = json.loads(shard[8:start])
-    rows.pop("__metadata__", None)
-    for name, row in sorted(rows.items(), key=lambda item: item[1]["data_offsets"][0]):
-        begin, end = row["data_offsets"]
-        data, shape = shard[start + begin : start + end], row["shape"]
-        if len(shape) == 1:
+    header, raw = read_header(shard), shard.read_bytes()
+    end = len(raw) - header.n_bytes
+    for tensor in header.tensors:
+        begin, end = end, end + _BFLOAT16_BYTES * math.prod(tensor.shape)
+        data = raw[begin:end]
+        if len(tensor.shape) == 1:
             yield b"".join(b"\0\0" + data[at : at + 2] for at in range(0, len(data), 2))  # bfloat16 is its upper half
-        elif name.endswith(("q_proj.weight", "k_proj.weight")):
-            yield _in_pairs(data, len(data) // shape[0], head_dim)
+        elif tensor.name.endswith(("q_proj.weight", "k_proj.weight")):
+            yield _in_pairs(data, len(data) // tensor.shape[0], head_dim)
         else:
             yield data
 

@@ -24,16 +24,12 @@ class GpuMemory:
 
     def wait_free(self, timeout_s: float = _WAIT_S) -> str | None:
         """Block until as much is free as before, at most `timeout_s`; what is still held, for people, or None."""
-        deadline = time.monotonic() + timeout_s
-        while True:
-            free = self._free_bytes()
-            held = {index: before - free.get(index, before) for index, before in self._free.items()}
-            held = {index: n_bytes for index, n_bytes in held.items() if n_bytes > _SLACK_BYTES}
-            if not held:
-                return None
-            if time.monotonic() > deadline:
-                return ", ".join(f"GPU {index} {show_bytes(n_bytes)}" for index, n_bytes in held.items())
-            time.sleep(_POLL_S)
+        return _wait(self._held, timeout_s)
+
+    def _held(self) -> list[str]:
+        free = self._free_bytes()
+        held = {index: before - free.get(index, before) for index, before in self._free.items()}
+        return [f"GPU {index} {show_bytes(n_bytes)}" for index, n_bytes in held.items() if n_bytes > _SLACK_BYTES]
 
     def _free_bytes(self) -> dict[int, int]:
         return {
@@ -43,10 +39,19 @@ class GpuMemory:
 
 def wait_released(pids: Collection[int], timeout_s: float = _WAIT_S) -> str | None:
     """Block until the driver lists none of these processes, at most `timeout_s`; what they still hold, or None."""
+
+    def held() -> list[str]:
+        holders = [holder for holder in (gpu_holders() if pids else ()) if holder.pid in pids]
+        return [f"GPU {holder.gpu} {show_bytes(holder.n_bytes)} (process {holder.pid})" for holder in holders]
+
+    return _wait(held, timeout_s)
+
+
+def _wait(look: Callable[[], Sequence[str]], timeout_s: float) -> str | None:
+    """Block until nothing is held, at most `timeout_s`; what still is, or None."""
     deadline = time.monotonic() + timeout_s
-    while held := [holder for holder in (gpu_holders() if pids else ()) if holder.pid in pids]:
+    while held := look():
         if time.monotonic() > deadline:
-            rows = (f"GPU {holder.gpu} {show_bytes(holder.n_bytes)} (process {holder.pid})" for holder in held)
-            return ", ".join(rows)
+            return ", ".join(held)
         time.sleep(_POLL_S)
     return None

@@ -37,11 +37,12 @@ def saved_result(
 ) -> dict[str, Any]:
     """`result` is result.json, `rows` those of requests.csv, `gaps` those of itl.csv: (index, ms) in order."""
     pace, flags = result["pace"], result["flags"]
+    backend = "openai-chat" if result["service"]["endpoint"] == "chat" else "openai"
     by_index = {index: [ms / 1000 for _, ms in each] for index, each in itertools.groupby(gaps, lambda gap: gap[0])}
     facts = {
         "date": time.strftime("%Y%m%d-%H%M%S", time.localtime(result["began_at"])),
-        "endpoint_type": "openai-chat" if result["service"]["endpoint"] == "chat" else "openai",
-        "backend": "openai-chat" if result["service"]["endpoint"] == "chat" else "openai",
+        "endpoint_type": backend,
+        "backend": backend,
         "label": None,
         "model_id": result["model"],
         "tokenizer_id": flags.get("tokenizer") or result["model"],

@@ -25,6 +25,7 @@ from penstock.hardware.detect import nvidia_smi
 from penstock.hardware.node_facts import this_node
 from penstock.models import hub
 from penstock.models.files import BUNDLED, choose_gguf, wanted_shards
+from penstock.paths import nearest_existing
 from penstock.spec.deployment import DEMO_MODEL
 from penstock.text import GIB, MIB
 
@@ -223,8 +224,7 @@ def _cached_share(fd: int, size: int) -> float | None:
 
 
 def _free_bytes(path: Path) -> int:
-    place = next(part for part in (path, *path.absolute().parents) if part.exists())
-    return shutil.disk_usage(place).free
+    return shutil.disk_usage(nearest_existing(path)).free
 
 
 def _space(name: str, path: Path) -> Space:
