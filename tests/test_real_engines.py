@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -88,17 +87,24 @@ def deployed(engine: str, name: str, *flags: str) -> Iterator[Live]:
         segments: set[str] = set()
         try:
             assert done.returncode == 0, done.stdout + done.stderr
-            ports = ports_of(live)
+            sockets = listening(ports_of(live))
             yield live
             segments = set(processes.shared_memory(processes.find_marked(str(live.run.path))))
-            ports += ports_of(live)
+            sockets |= listening(ports_of(live))
         finally:
             ended = live.command("down", name)
         assert ended.returncode == 0, ended.stderr
         assert_nothing_left(live, segments)
-        for port in ports:
-            with socket.socket() as probe:
-                assert probe.connect_ex(("127.0.0.1", port)) != 0, f"port {port} is still open"
+        left = sockets & listening([port for port, _ in sockets])
+        assert not left, f"still open, by port and inode: {left}"
+
+
+def listening(ports: list[int]) -> set[tuple[int, str]]:
+    """The sockets that listen on these ports, by port and inode: a free port may soon be another test's."""
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    # https://docs.kernel.org/networking/proc_net_tcp.html: column 1 is address:port in hex, 3 the state, 9 the inode.
+    found = {(int(row[1].rpartition(":")[2], 16), row[9]) for row in rows if row[3] == "0A"}
+    return {(port, inode) for port, inode in found if port in ports}
 
 
 def assert_nothing_left(live: Live, segments: set[str]) -> None:
