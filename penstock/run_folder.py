@@ -84,11 +84,13 @@ class Record(msgspec.Struct, frozen=True):
 class Artifact(msgspec.Struct, frozen=True):
     """What a target sends for each replica: files (relative to the run's artifact folder), and the command.
 
-    In `argv` and in file texts "{run}" is the run folder and "{replica}" the replica's number.
+    In `argv` and in file texts "{run}" is the run folder and "{replica}" the replica's number. `document`: the file
+    that holds all that is sent, for a target that sends one.
     """
 
     argv: tuple[str, ...]
     files: dict[str, str]
+    document: str | None = None
 
 
 class Handle(msgspec.Struct, frozen=True):

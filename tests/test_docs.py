@@ -76,15 +76,16 @@ FORBIDDEN = re.compile(
 NO_MESSAGES = ("penstock/testing/", "penstock/bench/datasets/tokenizers.py")
 # Plain words that module names may use beyond the glossary.
 PLAIN = """
-addresses admin agent amx announcer api arguments arrivals blocks board body bootstrap bundle calibrate calibration
-catalog child collectives compare compiled completion config conformance connections cpu decide dense detached detect
-doctor driver entry errors estimate examine exchanges explain facts fake fields figures fit flags forwarding guard
-health host html http1 hub hybrid init inputs install kernel key leader leftovers levers library lifecycle limits
-lines link listener liveness local locks login loop main measured member middleware network observe offline openssh
-options origins overhead parent parse paths placement planning policies prepare progress public queue quota
-ranges reachability reading ready reduce remote rendezvous replies report responses retries rope scale schema script
-server service settings setup shared site solve sse startup static stats status stop store supervisor svg sweep sync
-synthetic timestamps topology totals tunnel tunnels upstreams validity versions vision
+access addresses admin agent amx announcer api archive arguments arrivals blocks board body bootstrap bundle calibrate
+calibration catalog checks child collectives compare compiled completion config conformance connections cpu decide
+dense detached detect doctor driver entry errors estimate examine exchanges explain facts fake fields figures fit flags
+folder forwarding guard health host html http1 hub hybrid init inputs install kernel key leader leftovers levers
+library lifecycle limits lines link listener liveness local locks login loop main manifests measured member middleware
+monitoring network objects observe offline openssh options origins overhead parent parse paths placed placement
+planning pods policies prepare progress public queue quota ranges reachability reading ready reduce remote rendezvous
+replies report responses retries rope scale schema script server service services settings setup shared site solve sse
+startup static stats status stop store supervisor svg sweep sync synthetic timestamps topology totals traffic tunnel
+tunnels unit upstreams validity versions vision words
 """
 
 

@@ -1,4 +1,5 @@
-"""The blocks of the deployment file that belong to one kind of target each: `ssh`, `ray`, `slurm`."""
+"""The blocks of the deployment file that belong to one kind of target each: `ssh`, `ray`, `slurm`,
+`kubernetes`."""
 
 from __future__ import annotations
 
@@ -7,9 +8,9 @@ from typing import Any, Literal
 import msgspec
 
 # Blocks of targets that this version does not have: any field is taken.
-UNTYPED = ("kubernetes", "cloudera", "vessl")
-# Targets whose gateway runs on a machine that others may log in to: loopback keeps nobody out there.
-SHARED = ("ssh", "slurm")
+UNTYPED = ("cloudera", "vessl")
+# Targets whose gateway runs where others may reach it: on a login node, in a cluster's network.
+SHARED = ("ssh", "slurm", "kubernetes")
 
 
 class Ssh(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -72,3 +73,53 @@ class Slurm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     successor_s: float | None = None
     gateway_partition: str | None = None
     controller: Literal["login", "job"] = "login"
+
+
+class Kubernetes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A Kubernetes cluster, by the kubeconfig of this machine. Words are those of the API.
+
+    `context`, `namespace`: the kubeconfig's current ones when absent; later verbs keep those of `up`. `image`: with the
+    engine (vllm/vllm-openai of the planned version when absent). `gateway_image`: for gateway and controller, any image
+    with Python 3.11 and penstock's requirements; `image` when absent. `shape`: one StatefulSet, or one LeaderWorkerSet,
+    for each replica. `node_selector`: in place of the label that the nodes have for `hardware.gpu`. `cpus_per_node`,
+    `memory`: requests of a replica's pods (from the plan when absent). `gateways`: pods of the gateway; several need a
+    `gateway.store` in PostgreSQL, whose password is `postgres_secret`'s key "password".
+
+    `storage_class`, `storage_size`, `storage_access`: of the claim that keeps the weights (`cache.weights` absent).
+    `expose`: how clients outside reach the gateway. `host`, `tls_secret`, `issuer` (cert-manager's ClusterIssuer),
+    `ingress_class` and `route_parent` (NAMESPACE/NAME of a Gateway) are for Ingress and HTTPRoute.
+    `monitoring`: which objects tell Prometheus where to scrape; "auto" takes those that the cluster knows.
+    `hub_token_secret`: a Secret whose key "token" is the hub's. `labels`, `annotations`: of every pod. `patch`: a
+    strategic merge patch of the pod template of replicas, for all that has no field here.
+    """
+
+    context: str | None = None
+    namespace: str | None = None
+    image: str | None = None
+    gateway_image: str | None = None
+    image_pull_secrets: tuple[str, ...] = ()
+    shape: Literal["statefulset", "lws"] = "statefulset"
+    node_selector: dict[str, str] = {}
+    tolerations: tuple[dict[str, Any], ...] = ()
+    priority_class: str | None = None
+    runtime_class: str | None = None
+    service_account: str | None = None
+    cpus_per_node: int | None = None
+    memory: str | None = None
+    gateways: int = 1
+    postgres_secret: str | None = None
+    storage_class: str | None = None
+    storage_size: str | None = None
+    storage_access: Literal["ReadWriteMany", "ReadOnlyMany", "ReadWriteOnce"] = "ReadWriteMany"
+    hub_token_secret: str | None = None
+    expose: Literal["none", "LoadBalancer", "Ingress", "HTTPRoute"] = "none"
+    host: str | None = None
+    tls_secret: str | None = None
+    issuer: str | None = None
+    ingress_class: str | None = None
+    route_parent: str | None = None
+    inference_pool: bool = False
+    monitoring: Literal["auto", "google", "operator", "annotations", "none"] = "auto"
+    labels: dict[str, str] = {}
+    annotations: dict[str, str] = {}
+    patch: dict[str, Any] = {}

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from penstock.spec.blocks import RayCluster, Slurm, Ssh
+from penstock.spec.blocks import Kubernetes, RayCluster, Slurm, Ssh
 from penstock.spec.gateway import GatewaySettings, Price
 
 TARGETS = ("local", "ssh", "ray", "slurm", "kubernetes", "cloudera", "vessl")
@@ -149,7 +149,7 @@ class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ssh: Ssh | None = None
     ray: RayCluster | None = None
     slurm: Slurm | None = None
-    kubernetes: dict[str, Any] | None = None
+    kubernetes: Kubernetes | None = None
     cloudera: dict[str, Any] | None = None
     vessl: dict[str, Any] | None = None
 

@@ -1,0 +1,97 @@
+"""Names, labels and paths that all objects of a deployment share. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.spec.blocks import Kubernetes
+from penstock.spec.deployment import Deployment
+
+# An object of the API, as its JSON.
+Object = dict[str, Any]
+
+MANAGER = "penstock"  # of server-side apply: https://kubernetes.io/docs/reference/using-api/server-side-apply/
+# https://kubernetes.io/docs/concepts/overview/working-with-objects/common-labels/
+MANAGED_BY = "app.kubernetes.io/managed-by"
+INSTANCE = "app.kubernetes.io/instance"  # the deployment's name
+COMPONENT = "app.kubernetes.io/component"  # replica, gateway, controller, weights
+REPLICA = "penstock.dev/replica"
+REVISION = "penstock.dev/revision"  # of what a replica's pods run: another one is replaced
+CONFIG = "penstock.dev/config"  # annotation of the gateway's and the controller's pods: the hash of what they read
+
+# In the containers.
+HOME = "/penstock"  # an emptyDir, and PENSTOCK_HOME
+CODE = f"{HOME}/code"
+READY_FILE = f"{HOME}/ready"
+ARCHIVE, CONFIG_FOLDER, SECRET_FOLDER = "/etc/penstock/code", "/etc/penstock/config", "/etc/penstock/secret"
+STORE_FOLDER = "/var/lib/penstock"  # the gateway's keys and usage
+MODELS_FOLDER = "/models"
+
+ENGINE_PORT, GATEWAY_PORT, ADMIN_PORT = 8000, 8000, 8001
+
+
+def block_of(deployment: Deployment) -> Kubernetes:
+    return deployment.kubernetes or Kubernetes()
+
+
+def run_path(deployment: Deployment) -> str:
+    """The run folder in the pods."""
+    return f"{HOME}/runs/{deployment.name}"
+
+
+# ---- names of objects: a deployment's has at most 40 characters, so all of these have at most 63 ---------------------
+
+
+def anchor(name: str) -> str:
+    """The ConfigMap that owns everything else; it holds what the controller reads."""
+    return f"{name}-run"
+
+
+def secrets(name: str) -> str:
+    return f"{name}-secrets"
+
+
+def gateway(name: str) -> str:
+    """Of the gateway's Deployment and of its Service for clients."""
+    return f"{name}-gateway"
+
+
+def gateway_pods(name: str) -> str:
+    """The headless Service by which nodes and controller reach the admin port of every gateway pod."""
+    return f"{name}-gateway-pods"
+
+
+def controller(name: str) -> str:
+    return f"{name}-controller"
+
+
+def nodes(name: str) -> str:
+    """The headless Service of the replicas' pods."""
+    return f"{name}-nodes"
+
+
+def replica_set(name: str, replica: str) -> str:
+    """The StatefulSet or LeaderWorkerSet of a replica; the pod of rank 1 is this and "-1"."""
+    return f"{name}-r{replica}"
+
+
+def state(name: str) -> str:
+    """The ConfigMap of what the controller last saw: state.json, handle.json, events.jsonl."""
+    return f"{name}-state"
+
+
+def desired(name: str) -> str:
+    """The ConfigMap of what the user last asked for: desired.json."""
+    return f"{name}-desired"
+
+
+def labels(name: str, component: str | None = None, **more: str) -> dict[str, str]:
+    """The labels of an object, or with `component` of its pods; the first two select all of a deployment."""
+    common = {"app.kubernetes.io/name": "penstock", MANAGED_BY: MANAGER, INSTANCE: name}
+    return common | ({COMPONENT: component} if component else {}) | more
+
+
+def selector(values: Mapping[str, str]) -> str:
+    """A label selector of the API's query: "a=b,c=d"."""
+    return ",".join(f"{key}={value}" for key, value in values.items())
