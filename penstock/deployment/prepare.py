@@ -58,8 +58,8 @@ def prepare(
             machines = _machines(target, deployment, existing, is_rehearsal)
             least = preflight.least(machines)
             machine = preflight.as_named(deployment, least, is_rehearsal)
-    is_gateway_here = "gateway" not in target.placed(deployment)
     with _kept(errors):
+        is_gateway_here = "gateway" not in targets.load(deployment.target).placed(deployment)
         if is_gateway_here and (existing is None or not _holds(existing, deployment)):
             network.check_port(deployment.gateway.host, deployment.gateway.port)
     with _kept(errors):
