@@ -50,16 +50,16 @@ def prepare(
     machine without GPUs takes those that the file names.
     Raises all problems of file, target, machines, disk, port and model together, after the `refusals` of the caller.
     """
-    errors = [*refusals]
+    errors, is_gateway_here = [*refusals], True
     with _kept(errors):
         target = targets.load(deployment.target)
+        is_gateway_here = "gateway" not in target.placed(deployment)
         with _kept(errors):
             _check_file(deployment, target, is_rehearsal)
             machines = _machines(target, deployment, existing, is_rehearsal)
             least = preflight.least(machines)
             machine = preflight.as_named(deployment, least, is_rehearsal)
     with _kept(errors):
-        is_gateway_here = "gateway" not in targets.load(deployment.target).placed(deployment)
         if is_gateway_here and (existing is None or not _holds(existing, deployment)):
             network.check_port(deployment.gateway.host, deployment.gateway.port)
     with _kept(errors):
