@@ -262,7 +262,8 @@ def test_a_replica_without_its_set_is_gone() -> None:
 def test_a_quota_is_named_by_the_events_of_the_set() -> None:
     message = (
         'create Pod qwen-r0-0 in StatefulSet qwen-r0 failed error: pods "qwen-r0-0" is forbidden: exceeded quota: '
-        "gpus, requested: requests.nvidia.com/gpu=4, used: requests.nvidia.com/gpu=8, limited: requests.nvidia.com/gpu=8"
+        "gpus, requested: requests.nvidia.com/gpu=4, used: requests.nvidia.com/gpu=8, limited: "
+        "requests.nvidia.com/gpu=8"
     )
     placement = place([], (event("FailedCreate", message, of="uid-set"),))
     expected = (
