@@ -19,7 +19,7 @@ import msgspec
 from penstock.errors import PenstockError, Problem, UserError
 from penstock.hardware import Gpu, Machine, node_facts
 from penstock.planner.engine_versions import NEWEST
-from penstock.run_folder import Artifact, Handle, Kind, Launch, Left, Listen, Run, Unit
+from penstock.run_folder import Artifact, Desired, Handle, Kind, Launch, Left, Listen, Run, Unit
 from penstock.spec.deployment import Deployment
 from penstock.text import GIB
 
@@ -100,7 +100,7 @@ class Facts:
 
     `listen`: where engines listen. `is_this_machine`: replicas run on the machine of `up`. `shares_files`: nodes see
     this machine's folders. `has_own_caches`: nodes download hub models themselves. `is_elastic`: each replica gets its
-    own machines. `owns_ray`: replicas run in a Ray cluster, so their nodes need no second one.
+    own machines. `executor`: what starts vLLM's ranks on several nodes where the file leaves it open.
     """
 
     name: ClassVar[str]
@@ -110,7 +110,7 @@ class Facts:
     shares_files: ClassVar[bool] = False
     has_own_caches: ClassVar[bool] = False
     is_elastic: ClassVar[bool] = False
-    owns_ray: ClassVar[bool] = False
+    executor: ClassVar[Literal["auto", "mp"]] = "auto"
 
     def placed(self, deployment: Deployment) -> tuple[Kind, ...]:
         """The kinds of units that it places. The others live next to `up`."""
@@ -180,6 +180,13 @@ class Target(Facts, ABC):
 
         Works on a damaged folder too.
         """
+
+    def fetch(self, run: Run) -> None:
+        """Bring this run folder up to date, where its controller keeps another on a machine that shares no files."""
+
+    def order(self, run: Run, desired: Desired) -> None:
+        """Write down what the user asked for, where the controller reads it.  Raises PenstockError."""
+        run.write_desired(desired)
 
     def keep_up(self, run: Run) -> None:
         """Called every second or so while the run lives: keeps up what the target holds besides units (tunnels)."""
