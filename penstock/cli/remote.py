@@ -187,16 +187,19 @@ def _run_of(name: str) -> Run | None:
     from penstock import paths, run_folder, targets
     from penstock.spec.deployment import is_legal_name
 
+    if not is_legal_name(name):
+        return None
     run = run_folder.Run(paths.home() / "runs" / name)
-    if not is_legal_name(name) or (run.exists() and not _may_be_elsewhere(run)):
-        return run if run.exists() else None
+    here = run if run.exists() else None
+    if here is not None and not _may_be_elsewhere(here):
+        return here
     try:
         adopted = targets.discover(name)
     except PenstockError as exc:
         print(f'penstock: could not look for "{name}" elsewhere: {exc.message}', file=sys.stderr)
-        return run if run.exists() else None
+        return here
     if adopted is None:
-        return run if run.exists() else None
+        return here
     print(f'penstock: found "{name}" in {adopted.where}', file=sys.stderr)
     return adopted.run
 
