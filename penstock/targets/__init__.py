@@ -11,7 +11,8 @@ import functools
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Sequence
-from typing import ClassVar, Literal
+from contextlib import AbstractContextManager
+from typing import ClassVar, Literal, NamedTuple, Protocol
 
 import msgspec
 
@@ -30,8 +31,9 @@ TABLE = {
     "ssh": "penstock.targets.ssh.target:OverSsh",
 }
 _CPUS, _MEMORY_BYTES, _GPU_BYTES = 64, 1024 * GIB, 80 * GIB  # of a machine that was not asked
-# "survey": runs a program on the nodes, for `doctor`. "places-gateway": takes gateway.on: job.
-Capability = Literal["survey", "places-gateway"]
+# "survey": runs a program on the nodes, for `doctor`. "places-gateway": takes gateway.on: job. "tunnels": its gateway
+# is reached by `tunnel` and `inside`. "keeps-weights": it keeps weights of a deployment beyond its end.
+Capability = Literal["survey", "places-gateway", "tunnels", "keeps-weights"]
 
 
 class Placement(msgspec.Struct, frozen=True):
@@ -77,13 +79,28 @@ class Login(msgspec.Struct, frozen=True):
     ssh_config: str | None = None
 
 
+class Tunnel(Protocol):
+    """An open tunnel: `url` is its end on this machine."""
+
+    url: str
+
+    def last_words(self) -> str | None:
+        """What its process printed before it ended; None while the tunnel is open."""
+
+
+class Adopted(NamedTuple):
+    """A deployment that another machine started, with its new run folder here. `where`: its place, for people."""
+
+    run: Run
+    where: str
+
+
 class Facts:
     """What is true of a target without asking it.
 
     `listen`: where engines listen. `is_this_machine`: replicas run on the machine of `up`. `shares_files`: nodes see
     this machine's folders. `has_own_caches`: nodes download hub models themselves. `is_elastic`: each replica gets its
-    own machines. `executor`: what starts vLLM's ranks on several nodes where the file leaves
-    it open.
+    own machines. `executor`: what starts vLLM's ranks on several nodes where the file leaves it open.
     """
 
     name: ClassVar[str]
@@ -174,6 +191,31 @@ class Target(Facts, ABC):
     def keep_up(self, run: Run) -> None:
         """Called every second or so while the run lives: keeps up what the target holds besides units (tunnels)."""
 
+    # ---- from any machine that reaches the target --------------------------------------------------------------------
+
+    def adopt(self, name: str) -> Adopted | None:
+        """The deployment of that name that another machine started; None where there is none, or nothing to ask.
+
+        Raises PenstockError when the target could be asked and does not answer.
+        """
+        return None
+
+    def leftovers(self) -> list[Left]:
+        """What it still has of deployments that are gone; `finish` ends each.  Raises PenstockError as `adopt` does."""
+        return []
+
+    def tunnel(self, run: Run, port: int) -> AbstractContextManager[Tunnel]:
+        """A tunnel from this port of 127.0.0.1 to the gateway. Only with the capability "tunnels"."""
+        raise UserError(f'cannot open a tunnel to target "{self.name}"')
+
+    def inside(self, run: Run, words: Sequence[str], is_terminal: bool) -> list[str]:
+        """The command that runs a verb of penstock next to the gateway, with our input and output, and has its exit
+        code. Only with the capability "tunnels"."""
+        raise UserError(f'cannot run commands next to the gateway of target "{self.name}"')
+
+    def end_weights(self, run: Run) -> None:
+        """Remove the weights that it keeps for an ended deployment. Only with the capability "keeps-weights"."""
+
 
 def machines_of_file(deployment: Deployment, names: Sequence[str], reason: str) -> list[Machine]:
     """Machines of these names as the file describes them, where they cannot be asked. Cards that the file names are
@@ -202,6 +244,23 @@ def load(name: str) -> Target:
     target = getattr(importlib.import_module(module), attribute)()
     assert isinstance(target, Target)
     return target
+
+
+def discover(name: str) -> Adopted | None:
+    """Look for a deployment that another machine started, wherever a target can be asked.  Raises PenstockError when
+    one does not answer, and no other has it."""
+    silent: PenstockError | None = None
+    for target in map(load, TABLE):
+        try:
+            adopted = target.adopt(name)
+        except PenstockError as exc:
+            silent = exc
+            continue
+        if adopted is not None:
+            return adopted
+    if silent is not None:
+        raise silent
+    return None
 
 
 def finish(left: Left) -> None:
