@@ -15,9 +15,7 @@ POSTGRES = {"store": "postgresql://penstock@db/penstock"}
 
 
 def cluster(gateway: Any = None, hardware: Any = None, **block: Any) -> Deployment:
-    return deployment(
-        name="llm", target="kubernetes", kubernetes=block, gateway=gateway or {}, hardware=hardware or {}
-    )
+    return deployment(name="llm", target="kubernetes", kubernetes=block, gateway=gateway or {}, hardware=hardware or {})
 
 
 def only(entries: list[Object], kind: str) -> Object:
@@ -174,7 +172,7 @@ def test_what_works_is_no_problem(gateway: dict[str, Any], block: dict[str, Any]
 )
 def test_monitors_are_those_of_the_clusters_prometheus(flavour: monitoring.Kinds, names: list[str]) -> None:
     assert kinds(monitoring.monitors(cluster(), flavour)) == names
-    assert bool(monitoring.scrape_annotations(cluster(), flavour)) == (flavour == "annotations")
+    assert bool(monitoring.scrape_annotations(flavour)) == (flavour == "annotations")
 
 
 @pytest.mark.parametrize("flavour", ["google", "operator"])

@@ -40,7 +40,7 @@ def monitors(deployment: Deployment, kinds: Kinds) -> list[Object]:
     return [*entries, *(_collector_rights(deployment) if kinds == "google" else [])]
 
 
-def scrape_annotations(deployment: Deployment, kinds: Kinds) -> dict[str, str]:
+def scrape_annotations(kinds: Kinds) -> dict[str, str]:
     """For the gateway's pods, by the convention of Prometheus's example configuration. They cannot name a key: the
     scrape job must send it."""
     # https://github.com/prometheus/prometheus/blob/main/documentation/examples/prometheus-kubernetes.yml

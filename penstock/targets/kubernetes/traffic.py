@@ -9,7 +9,15 @@ from typing import Any
 from penstock.errors import Problem
 from penstock.spec.deployment import Deployment
 from penstock.targets.kubernetes import objects
-from penstock.targets.kubernetes.objects import ADMIN_PORT, COMPONENT, ENGINE_PORT, GATEWAY_PORT, Object, block_of, build
+from penstock.targets.kubernetes.objects import (
+    ADMIN_PORT,
+    COMPONENT,
+    ENGINE_PORT,
+    GATEWAY_PORT,
+    Object,
+    block_of,
+    build,
+)
 from penstock.text import MIB
 
 # Between two bytes of an answer, or for the whole of one where a controller knows no other limit. AWS allows 4000.
