@@ -37,6 +37,8 @@ _ENVIRONMENT = {
 _SECRET_NAME = re.compile(
     r"(?:^|_)(?:TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY)(?:_|$)"
 )
+# A container that fails leaves the end of its log in its status, from where `status` tells it.
+_LAST_LINES = "FallbackToLogsOnError"
 _PREPARE_NEEDS = {"cpu": "500m", "memory": "512Mi"}
 
 
@@ -104,6 +106,7 @@ def _container(pod: Pod) -> Object:
         "ports": [{"name": name, "containerPort": port} for name, port in pod.ports.items()],
         "resources": {"requests": pod.resources, "limits": pod.resources},
         "readinessProbe": pod.readiness,
+        "terminationMessagePolicy": _LAST_LINES,
         "securityContext": _SECURITY,
         "volumeMounts": [_mount("home", HOME), _mount("tmp", "/tmp"), *pod.mounts],
     })  # fmt: skip
@@ -120,6 +123,7 @@ def _prepare(deployment: Deployment, pod: Pod) -> Object:
         "command": ["python3", *words],
         "env": plain_env(_ENVIRONMENT),
         "resources": {"requests": _PREPARE_NEEDS, "limits": _PREPARE_NEEDS},
+        "terminationMessagePolicy": _LAST_LINES,
         "securityContext": _SECURITY,
         "volumeMounts": [
             _mount("home", HOME),
