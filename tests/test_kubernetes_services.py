@@ -143,12 +143,11 @@ def test_only_the_controller_has_a_token_and_both_leave_a_lost_node_within_half_
 
 
 def test_a_small_image_may_run_gateway_and_controller() -> None:
-    wanted = cluster(gateway_image="registry.example/penstock:1")
+    image = "registry.example/penstock:1"
+    wanted = cluster(gateway_image=image)
     for entries in (services.gateway(wanted, gpu_plan()), services.controller(wanted, gpu_plan())):
         pod = only(entries, "Deployment")["spec"]["template"]["spec"]
-        assert {entry["image"] for entry in [*pod["containers"], *pod["initContainers"]]} == {
-            wanted.kubernetes.gateway_image
-        }
+        assert {entry["image"] for entry in [*pod["containers"], *pod["initContainers"]]} == {image}
 
 
 POLICIES = ["NetworkPolicy llm-gateway", "NetworkPolicy llm-nodes"]
