@@ -50,15 +50,15 @@ def prepare(
     machine without GPUs takes those that the file names.
     Raises all problems of file, target, machines, disk, port and model together, after the `refusals` of the caller.
     """
-    errors = [*refusals]
+    errors, is_gateway_here = [*refusals], True
     with _kept(errors):
         target = targets.load(deployment.target)
+        is_gateway_here = "gateway" not in target.placed(deployment)
         with _kept(errors):
             _check_file(deployment, target, is_rehearsal)
             machines = _machines(target, deployment, existing, is_rehearsal)
             least = preflight.least(machines)
             machine = preflight.as_named(deployment, least, is_rehearsal)
-    is_gateway_here = deployment.gateway.on == "login"
     with _kept(errors):
         if is_gateway_here and (existing is None or not _holds(existing, deployment)):
             network.check_port(deployment.gateway.host, deployment.gateway.port)
@@ -131,9 +131,8 @@ def sharing(target: Target, deployment: Deployment, n_machines: int, n_replicas:
 
 def make_plan(deployment: Deployment, machine: Machine, n_replicas: int, is_rehearsal: bool = False) -> Plan:
     """The plan for this many new replicas that share a machine.  Raises UserError or PlanError."""
-    if targets.load(deployment.target).owns_ray and deployment.engine.executor == "auto":
-        # On a Ray cluster that is not ours, vLLM's ranks need no second Ray.
-        engine_spec = msgspec.structs.replace(deployment.engine, executor="mp")
+    if deployment.engine.executor == "auto":
+        engine_spec = msgspec.structs.replace(deployment.engine, executor=targets.load(deployment.target).executor)
         deployment = msgspec.structs.replace(deployment, engine=engine_spec)
     there = _model_elsewhere(deployment, is_rehearsal)
     path = Path(deployment.model) if there is not None else files.locate(deployment)

@@ -14,23 +14,21 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import msgspec
 
 from penstock import paths, processes, run_folder, targets
-from penstock.deployment import observe
+from penstock.deployment import gateway_config, observe
 from penstock.deployment.prepare import Prepared, not_ended, prepare
 from penstock.deployment.stop import OnStep, end_run
 from penstock.errors import EngineError, PenstockError, UserError
 from penstock.gateway.accounting import store
 from penstock.gateway.accounting.key_store import KeyStore
-from penstock.gateway.config import GatewayConfig, ServedModel
+from penstock.gateway.config import GatewayConfig
 from penstock.gateway.connections.listener import open_socket
 from penstock.run_folder import Draft, Run, State, Unit
 from penstock.spec import reading
-from penstock.spec.deployment import Deployment, GatewaySpec, store_file
-from penstock.spec.gateway import GatewaySettings
+from penstock.spec.deployment import Deployment, GatewaySpec
 from penstock.targets import Target
 
 _POLL_S = 0.15
@@ -184,35 +182,14 @@ def _place(run: Run, target: Target) -> None:
 
 
 def _gateway_config(prepared: Prepared, target: Target, ports: Sequence[int]) -> GatewayConfig:
-    """The gateway's whole config. Where the target places it, it listens on any address of its machine."""
-    deployment, names = prepared.deployment, prepared.plan.served_names
-    run, spec = Run(paths.home() / "runs" / deployment.name), prepared.deployment.gateway
-    listen, admin = f"0.0.0.0:{spec.port}", "0.0.0.0:0"
+    """Where the target places the gateway, it listens on any address of its machine."""
+    deployment = prepared.deployment
+    listen, admin = f"0.0.0.0:{deployment.gateway.port}", "0.0.0.0:0"
     if ports:
-        listen = f"{spec.host}:{ports[0]}"
+        listen = f"{deployment.gateway.host}:{ports[0]}"
         admin = f"{'127.0.0.1' if target.listen == 'loopback' else '0.0.0.0'}:{ports[1]}"
-    settings = {field: getattr(spec, field) for field in GatewaySettings.__struct_fields__} | {
-        "store": str(run.store_file if spec.store is None else store_file(spec.store) or spec.store),
-        "tls_cert": _whole_path(spec.tls_cert),
-        "tls_key": _whole_path(spec.tls_key),
-        "upstreams": tuple(
-            msgspec.structs.replace(upstream, key_file=_whole_path(upstream.key_file)) for upstream in spec.upstreams
-        ),
-    }
-    return GatewayConfig(
-        **settings,
-        listen=listen,
-        admin=admin,
-        admin_token_file=str(run.admin_token_file),
-        models=(ServedModel(names[0], tuple(names[1:])),),
-        auth=spec.auth,
-        engines_need_key=target.listen == "network",
-        prices={} if spec.price is None else {names[0]: spec.price},
-    )
-
-
-def _whole_path(path: str | None) -> str | None:
-    return None if path is None else str(Path(path).expanduser().resolve())
+    run, addresses = Run(paths.home() / "runs" / deployment.name), gateway_config.Addresses(listen, admin)
+    return gateway_config.make(run, deployment, prepared.plan, addresses, target.listen == "network")
 
 
 def start_controller(run: Run, sockets: Sequence[socket.socket] = ()) -> None:
