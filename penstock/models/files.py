@@ -51,7 +51,7 @@ def locate(deployment: Deployment) -> Path:
     patterns = PATTERNS["safetensors"]
     if deployment.engine.kind == "llamacpp" or deployment.model.lower().endswith("gguf"):
         patterns = (*PATTERNS["gguf"][1:], *choose_gguf(hub.list_files(deployment.model)))
-    return hub.download(deployment.model, patterns, deployment.cache.weights)
+    return hub.download(deployment.model, patterns, deployment.cache.folder)
 
 
 def patterns_of(form: str, inside: str = "") -> tuple[str, ...]:
