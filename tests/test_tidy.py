@@ -69,6 +69,7 @@ MAY_PRINT = {
     "deployment/controller": "a program: its output is controller.log",
     "gateway/compiled.py": "python -m penstock.gateway.compiled",
     "engines/llamacpp/engine.py": "its `main` is the engine's program",
+    "targets/kubernetes/prepare.py": "a program: its output is the log of the init container",
     "testing": "programs and checks for tests",
 }
 

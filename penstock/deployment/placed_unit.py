@@ -1,6 +1,7 @@
 """Starts a gateway or a controller whose target brought only the deployment to its machine, not the run folder.
 
-    python -m penstock.deployment.placed_unit gateway RUN_FOLDER --listen HOST:PORT --admin HOST:PORT [--store STORE]
+    python -m penstock.deployment.placed_unit gateway RUN_FOLDER --listen HOST:PORT --admin HOST:PORT
+        [--store STORE] [--tls FOLDER]
     python -m penstock.deployment.placed_unit controller RUN_FOLDER --unit NAME --listen HOST:PORT --admin HOST:PORT
 
 The folder holds spec.yaml, plan.json, artifact.json and secrets/; the rest is made here.
@@ -35,9 +36,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--listen", required=True)
     parser.add_argument("--admin", required=True)
     parser.add_argument("--store", help="keys and usage, in place of a file in the run folder")
+    parser.add_argument("--tls", type=Path, help="a folder with tls.crt and tls.key: clients speak TLS")
     options = parser.parse_args(argv)
     run = Run(options.run)
-    _write_gateway_config(run, Addresses(options.listen, options.admin), options.store)
+    _write_gateway_config(run, Addresses(options.listen, options.admin), options.store, options.tls)
     program = ["-m", "penstock.gateway", str(run.gateway_config)]
     if options.kind == "controller":
         _complete(run)
@@ -46,11 +48,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.execve(sys.executable, [sys.executable, *program], {**os.environ, **marks})
 
 
-def _write_gateway_config(run: Run, addresses: Addresses, store: str | None) -> None:
+def _write_gateway_config(run: Run, addresses: Addresses, store: str | None, tls: Path | None) -> None:
     deployment, target = run.deployment(), targets.load(run.deployment().target)
     config = gateway_config.make(run, deployment, run.plan(), addresses, target.listen == "network")
     if store is not None and deployment.gateway.store is None:
         config = msgspec.structs.replace(config, store=store)
+    if tls is not None:
+        config = msgspec.structs.replace(config, tls_cert=str(tls / "tls.crt"), tls_key=str(tls / "tls.key"))
     if run.first_key_file.exists():
         config = msgspec.structs.replace(config, key_hashes=(run.first_key_file.read_text("utf-8").strip(),))
     write_atomically(run.gateway_config, msgspec.json.format(msgspec.json.encode(config), indent=2), mode=0o600)
