@@ -41,10 +41,10 @@ class Placement(msgspec.Struct, frozen=True):
 
     "queued": waits for machines, until `starts_at` (Unix seconds) as the target estimates. "placed": on all its nodes.
     "broken": some nodes are gone; `place` brings them back, or with `is_repaired_by_target` the target does. "gone":
-    nothing of it runs. `is_final`: its owner ended it, so it is not placed again. `ends_at`: when its machines are
-    taken away; `lead_s`: so long before that its successor starts (None: as long as starts take). `placed_at`: since
-    when it is "placed", where the target learns late of a lost machine: a unit that then stops announcing gets a
-    successor. `where`: its machines, for people.
+    nothing of it runs. `is_final`: its owner ended it, so it is not placed again; of one that is queued or broken: it
+    can never start as it is. `ends_at`: when its machines are taken away; `lead_s`: so long before that its successor
+    starts (None: as long as starts take). `placed_at`: since when it is "placed", where the target learns late of a
+    lost machine: a unit that then stops announcing gets a successor. `where`: its machines, for people.
     """
 
     state: Literal["queued", "placed", "broken", "gone"]

@@ -37,6 +37,8 @@ _ENVIRONMENT = {
 _SECRET_NAME = re.compile(
     r"(?:^|_)(?:TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY)(?:_|$)"
 )
+# A container that fails leaves the end of its log in its status, from where `status` tells it.
+_LAST_LINES = "FallbackToLogsOnError"
 _PREPARE_NEEDS = {"cpu": "500m", "memory": "512Mi"}
 
 
@@ -105,6 +107,7 @@ def _container(pod: Pod) -> Object:
         "ports": [{"name": name, "containerPort": port} for name, port in pod.ports.items()],
         "resources": {"requests": pod.resources, "limits": pod.resources},
         "readinessProbe": pod.readiness,
+        "terminationMessagePolicy": _LAST_LINES,
         "securityContext": _SECURITY,
         "volumeMounts": [_mount("home", HOME), _mount("tmp", "/tmp"), *pod.mounts],
     })  # fmt: skip
@@ -125,6 +128,7 @@ def init_container(
         "command": ["python3", *argv],
         "env": [*plain_env(_ENVIRONMENT), *env],
         "resources": {"requests": dict(needs), "limits": dict(needs)},
+        "terminationMessagePolicy": _LAST_LINES,
         "securityContext": _SECURITY,
         "volumeMounts": [_mount("home", HOME), _mount("tmp", "/tmp"), *mounts],
     }

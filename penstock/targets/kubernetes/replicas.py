@@ -226,10 +226,11 @@ def resources(deployment: Deployment, plan: Plan, storage: Storage = NO_STORAGE)
     block, n_ranks = block_of(deployment), plan.ranks_each
     is_cuda = plan.device == "cuda"
     if is_cuda:
-        n_cpus, n_bytes = _CPUS_PER_RANK * n_ranks, _NODE_BYTES + _RANK_BYTES * n_ranks
+        n_cpus, n_bytes = gpu_needs(n_ranks)
     else:
-        n_cpus, n_bytes = plan.n_threads, -(-plan.need.total_bytes * 5 // 4 // plan.n_nodes) + _CPU_SPARE_BYTES
-    memory = f"{-(-(n_bytes + _shm_bytes(plan)) // MIB)}Mi"
+        n_cpus = plan.n_threads
+        n_bytes = -(-plan.need.total_bytes * 5 // 4 // plan.n_nodes) + _CPU_SPARE_BYTES + _shm_bytes(plan)
+    memory = f"{-(-n_bytes // MIB)}Mi"
     return {
         "cpu": str(block.cpus_per_node or n_cpus),
         "memory": block.memory or memory,
@@ -240,6 +241,11 @@ def resources(deployment: Deployment, plan: Plan, storage: Storage = NO_STORAGE)
         ),
         **({gpus.RESOURCE: str(n_ranks)} if is_cuda else {}),
     }
+
+
+def gpu_needs(n_ranks: int) -> tuple[int, int]:
+    """CPUs and bytes of memory that a pod with so many GPUs requests, where the file does not say."""
+    return _CPUS_PER_RANK * n_ranks, _NODE_BYTES + _SHM_NODE_BYTES + (_RANK_BYTES + _SHM_RANK_BYTES) * n_ranks
 
 
 def _shm_bytes(plan: Plan) -> int:
