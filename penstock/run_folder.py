@@ -171,6 +171,7 @@ class Run:
         self.gateway_config = path / "gateway.json"
         self.store_file = path / "store.sqlite"  # keys and usage, when the file names no other place
         self.admin_token_file = path / "secrets" / "admin-token"
+        self.first_key_file = path / "secrets" / "first-key-hash"  # only where the target brings it to the gateway
         self.gateway_folder = path / "gateway"  # only where the target places the gateway, which may then move
         self.gateway_address_file = self.gateway_folder / "address.json"
 

@@ -23,7 +23,7 @@ from penstock.errors import Problem
 from penstock.planner import Plan, launch
 from penstock.planner.launch import Sized
 from penstock.spec.deployment import Scalar
-from penstock.wire.announcement import Progress, engine_key
+from penstock.wire.announcement import Progress, engine_key, scrape_key
 
 GOLDEN = Path(__file__).parent / "golden"
 RECORDED = GOLDEN / "vllm-0.32.0"
@@ -253,6 +253,15 @@ def test_vllm_asks_everybody_on_every_path(
 ) -> None:
     monkeypatch.setenv(KEY_VARIABLE, "k1")
     for path in ("/v1/completions", "/invocations", "/metrics", "/health"):
+        sent = asyncio.run(asked({"type": "http", "path": path, "headers": headers}))
+        assert sent[0]["status"] == status, path
+
+
+def test_the_key_of_prometheus_opens_the_metrics_of_vllm_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(KEY_VARIABLE, "k1")
+    headers = [(b"authorization", f"Bearer {scrape_key('k1')}".encode())]
+    statuses = {"/metrics": 204, "/metrics/": 401, "/v1/completions": 401, "/health": 401}
+    for path, status in statuses.items():
         sent = asyncio.run(asked({"type": "http", "path": path, "headers": headers}))
         assert sent[0]["status"] == status, path
 

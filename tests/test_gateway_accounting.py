@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from gateway_rig import CHAT, KEY, SSE_HEAD, Gate, Rig, Seen, chunk, hang_up, rig_with, say
+from gateway_rig import TOKEN as ADMIN
 from store_rig import Store, row
 
 from penstock.gateway.accounting import ledger
@@ -21,6 +22,7 @@ from penstock.gateway.accounting.running_totals import new_totals
 from penstock.gateway.accounting.usage_store import FOLD_ROWS, Row, UsageStore, month_of
 from penstock.gateway.config import ServedModel
 from penstock.spec.gateway import Price
+from penstock.wire.announcement import engine_key, scrape_key
 
 STREAM = b'{"model":"demo","stream":true,"messages":[{"role":"user","content":"hello"}]}'
 ROLE = b'data: {"choices":[{"delta":{"role":"assistant","content":""}}]}\n\n'
@@ -215,6 +217,19 @@ async def test_limits_answer_429(place: str, limits: dict[str, Any], code: str, 
         assert header is None or int(head.get(header) or b"") > 0
         assert (await rows(rig, 3))[-1]["status"] == 429
         assert "penstock_quota_refusals_total{limit=" in await client.metrics(bearer(secret))
+
+
+async def test_the_key_of_prometheus_opens_the_metrics_alone(place: str) -> None:
+    make_key(place)
+    scrape = bearer(scrape_key(engine_key(ADMIN)))
+    async with rig_with(say(ANSWER), store=place, auth="keys") as (_, engine, client):
+        assert "penstock_replicas_ready" in await client.metrics(scrape)
+        for path in ("/v1/models", "/load", "/metrics/", "/v1/metrics"):
+            client.get(path, scrape)
+            assert (await client.error())[0] == 401, path
+        client.post(CHAT, headers=scrape)
+        assert (await client.error())[0] == 401
+        assert engine.seen == []
 
 
 async def test_concurrency_is_given_back_however_a_request_ends(place: str) -> None:

@@ -16,9 +16,8 @@ from penstock.cli import remote as cli_remote
 from penstock.cli.main import run
 from penstock.errors import PenstockError, UserError
 from penstock.hardware.network import free_port
-from penstock.targets import Login
-from penstock.targets import login as remote
-from penstock.targets.login import Tunnel
+from penstock.targets import Login, Tunnel
+from penstock.targets.tunnel import local_port
 
 # A tunnel says more than a pipe holds, and breaks when there is a file `go`.
 PROGRAM = """#!{python}
@@ -57,7 +56,8 @@ def port() -> Iterator[int]:
 
 
 def test_a_tunnel_leads_to_a_gateway_by_ipv6_and_notices_a_dead_link(calls: Path, port: int) -> None:
-    with remote.tunnel(Login("login"), "one", port) as tunnel:
+    gateway = cli_remote._on_login_node(Login("login"), "one")
+    with gateway.tunnel(port) as tunnel:
         assert tunnel.url == f"http://127.0.0.1:{port}"
         assert tunnel.last_words() is None
     words = calls.read_text().splitlines()[1]
@@ -65,29 +65,27 @@ def test_a_tunnel_leads_to_a_gateway_by_ipv6_and_notices_a_dead_link(calls: Path
     assert "-o ServerAliveInterval=15 -o ServerAliveCountMax=3" in words
 
 
-def test_a_port_that_another_program_has_is_not_told_to_be_the_deployment(calls: Path) -> None:
+def test_a_port_that_another_program_has_is_not_told_to_be_the_deployment() -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as stranger,
         pytest.raises(UserError, match="cannot listen") as caught,
-        remote.tunnel(Login("login"), "one", stranger.getsockname()[1]),
     ):
-        pass
+        local_port(stranger.getsockname()[1])
     assert caught.value.hint == "Give another --port, or none for a free one."
-    assert not calls.exists()
 
 
 def test_a_held_tunnel_that_breaks_is_an_error(calls: Path, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    gateway = cli_remote._on_login_node(Login("login"), "one")
+
     @contextlib.contextmanager
-    def opened(login: Login, name: str, port: int) -> Iterator[Tunnel]:
-        with tunnel(login, name, port) as found:
+    def opened(port: int) -> Iterator[Tunnel]:
+        with gateway.tunnel(port) as found:
             (calls.parent / "go").touch()
             yield found
 
-    tunnel = remote.tunnel
-    monkeypatch.setattr(remote, "tunnel", opened)
     monkeypatch.setattr(cli_remote, "_LOOK_S", 0.01)
     with pytest.raises(PenstockError) as caught:
-        cli_remote._hold(Login("login"), "one", port)
+        cli_remote._hold(gateway._replace(tunnel=opened), port)
     error = caught.value
     assert (error.message, error.exit_code) == ('lost the tunnel to login node "login"', 1)
     assert error.detail is not None and error.detail.endswith("client_loop: send disconnect: Broken pipe")

@@ -94,6 +94,8 @@ def register_down(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--now", action="store_true", help="do not wait for requests in flight")
     parser.add_argument("-a", "--all", action="store_true", help="end every deployment")
     parser.add_argument("--forget", action="store_true", help="give up what is on machines that are gone for good")
+    text = "also remove the weights that its target keeps for the next start"
+    parser.add_argument("--weights", action="store_true", help=text)
     arguments.add_json(parser)
     arguments.complete(parser, _down, ("penstock down", "penstock down qwen --now", "penstock down --all"))
 
@@ -195,6 +197,10 @@ def _print_prepared(prepared: Any, as_json: bool) -> int:
 
     if as_json:
         print_json(msgspec.to_builtins(prepared))
+    elif prepared.artifact.document is not None:  # alone: the next program in the pipe reads it
+        for warning in prepared.plan.warnings:
+            print_step(f"warning: {warning}")
+        print(prepared.artifact.files[prepared.artifact.document], end="")
     else:
         print(status_text.prepared_text(prepared))
     return 0
@@ -317,7 +323,7 @@ def _down(options: argparse.Namespace) -> int:
     for run in chosen:
         on_step = None if options.json else lambda step, name=run.name: print(f"{name}: {step}", flush=True)
         try:
-            swept = stop.down(run, options.now, on_step, options.forget)
+            swept = stop.down(run, options.now, on_step, options.forget, options.weights)
         except PenstockError as error:
             if not options.all:
                 raise

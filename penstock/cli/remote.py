@@ -1,28 +1,48 @@
-"""Runs the verbs of deployments on a login node there; and the verb `tunnel`."""
+"""Verbs of deployments that run elsewhere: on a login node they run there; a gateway in a cluster is reached by a
+tunnel. Also the verb `tunnel`."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
 import os
 import signal
+import subprocess
 import sys
 import threading
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, NamedTuple
 
 from penstock.cli import arguments
 from penstock.errors import PenstockError, UserError
 
 if TYPE_CHECKING:
-    from penstock.targets import Login
+    from penstock.run_folder import Run
+    from penstock.targets import Login, Tunnel
 
 _WITH_FILE = ("up", "render", "doctor")
 _THROUGH_TUNNEL = ("chat", "bench serve")
-_WITH_NAME = ("status", "logs", "down", "scale", "keys", "usage", "tunnel", *_THROUGH_TUNNEL)
+_IN_STORE = ("keys", "usage")
+_WITH_NAME = ("status", "logs", "down", "scale", "tunnel", *_IN_STORE, *_THROUGH_TUNNEL)
 _FLAGS = ("replace", "dry_run", "no_wait", "quick", "json")
 
 _ENDS = (signal.SIGINT, signal.SIGTERM)
 _LOOK_S = 1.0
+_ANSWER_S = 60.0
+
+
+class _Gateway(NamedTuple):
+    """A gateway elsewhere. `place`: what a tunnel leads to, for people. `inside`: the command that runs a verb next to
+    it. `url`: where this machine reaches it without a tunnel."""
+
+    name: str
+    place: str
+    needs_key: bool
+    tunnel: Callable[[int], AbstractContextManager[Tunnel]]
+    inside: Callable[[Sequence[str], bool], list[str]]
+    url: str | None = None
 
 
 def register(parser: argparse.ArgumentParser) -> None:
@@ -35,13 +55,13 @@ def register(parser: argparse.ArgumentParser) -> None:
 
 def _tunnel(_: argparse.Namespace) -> int:
     raise UserError(
-        "cannot open a tunnel: no deployment of that name runs on a login node",
+        "cannot open a tunnel: no deployment of that name runs on a login node or in a cluster",
         hint="`penstock status` prints the address of a deployment that runs here.",
     )
 
 
 def forward(options: argparse.Namespace, argv: Sequence[str]) -> int | None:
-    """Run the verb on the login node where its deployment lives; None when that is this machine."""
+    """Run the verb where, or as, its deployment needs it; None when it is a verb like those of this machine."""
     if options.verb_name in _WITH_FILE and options.source is not None:
         return _with_file(options)
     if options.verb_name in _WITH_NAME:
@@ -81,30 +101,38 @@ def _with_name(options: argparse.Namespace, argv: Sequence[str]) -> int | None:
     from penstock.targets import login as remote
 
     typed = _typed_name(options)
-    name = typed
-    if name is None:
-        elsewhere = remote.names()
-        name = elsewhere[0] if len(elsewhere) == 1 and not run_folder.living() else None
-    login = remote.remembered(name) if name is not None else None
-    if name is None or login is None:
+    living = run_folder.living() if typed is None else []
+    names = [typed] if typed is not None else [run.name for run in living] or remote.names()
+    if len(names) != 1 or not names[0]:
         return None
-    if options.verb_name in _THROUGH_TUNNEL:
-        with remote.tunnel(login, name) as tunnel:
-            options.name, options.url = None, tunnel.url
-            if tunnel.needs_key and "OPENAI_API_KEY" not in os.environ:
-                os.environ["OPENAI_API_KEY"] = remote.owner_key(login, name)
-            return int(options.verb(options) or 0)
-    if options.verb_name == "tunnel":
-        return _hold(login, name, options.port)
-    return remote.run(login, list(argv) if typed else _named(argv, options, name), _is_terminal())
+    name = names[0]
+    login = remote.remembered(name)
+    if login is not None and options.verb_name not in ("tunnel", *_THROUGH_TUNNEL):
+        return remote.run(login, list(argv) if typed else _named(argv, options, name), _is_terminal())
+    port = _port(options)
+    gateway = _in_target(_run_of(name), options.verb_name) if login is None else _on_login_node(login, name)
+    if gateway is None:
+        return None
+    if options.verb_name in _IN_STORE:
+        words = gateway.inside(list(argv) if typed else _named(argv, options, name), _is_terminal())
+        return subprocess.call(words)
+    return _hold(gateway, port) if options.verb_name == "tunnel" else _ask(gateway, port, options)
+
+
+def _port(options: argparse.Namespace) -> int:
+    from penstock.targets.tunnel import local_port
+
+    return local_port(options.port if options.verb_name == "tunnel" else None)
 
 
 def _typed_name(options: argparse.Namespace) -> str | None:
     """The deployment that the command line names."""
     if options.verb_name == "scale":
         return options.words[0] if len(options.words) > 1 else None
-    if options.verb_name in ("keys", "usage"):
-        return None if options.store else options.deployment
+    if options.verb_name in _IN_STORE:
+        return (
+            "" if options.store or (not options.deployment and "PENSTOCK_STORE" in os.environ) else options.deployment
+        )
     if options.verb_name in _THROUGH_TUNNEL and (
         options.url or (options.name is None and os.environ.get("OPENAI_BASE_URL"))
     ):
@@ -116,16 +144,101 @@ def _named(argv: Sequence[str], options: argparse.Namespace, name: str) -> list[
     if options.verb_name == "scale":
         at = list(argv).index("scale") + 1
         return [*argv[:at], name, *argv[at:]]
-    if options.verb_name in ("keys", "usage"):
+    if options.verb_name in _IN_STORE:
         return [*argv, "--deployment", name]
     return [*argv, name]
 
 
-def _hold(login: Login, name: str, port: int | None) -> int:
+def _on_login_node(login: Login, name: str) -> _Gateway:
     from penstock.targets import login as remote
 
-    with remote.tunnel(login, name, port) as tunnel:
-        print(f"{name} is at {tunnel.url}/v1 until Ctrl-C", flush=True)
+    url, needs_key = remote.status(login, name)
+    return _Gateway(
+        name,
+        f'login node "{login.host}"',
+        needs_key,
+        lambda port: remote.tunnel(login, url, port),
+        lambda words, is_terminal: remote.argv(login, words, is_terminal),
+    )
+
+
+def _in_target(run: Run | None, verb: str) -> _Gateway | None:
+    """The gateway that this verb needs in the deployment's target; None where it is reached without help."""
+    from penstock import targets
+
+    if run is None or verb not in ("tunnel", *_IN_STORE, *_THROUGH_TUNNEL):
+        return None
+    target = targets.load(run.record().target)
+    if "tunnels" not in target.capabilities:
+        return None
+    if run.is_ended():
+        raise UserError(f'cannot reach the gateway of "{run.name}": it is down', hint=f"penstock up {run.name}")
+    return _Gateway(
+        run.name,
+        f'the gateway of "{run.name}"',
+        run.deployment().gateway.auth == "keys",
+        lambda port: target.tunnel(run, port),
+        lambda words, is_terminal: target.inside(run, words, is_terminal),
+    )
+
+
+def _run_of(name: str) -> Run | None:
+    """The run of that name; one that another machine started gets a folder here."""
+    from penstock import paths, run_folder, targets
+    from penstock.spec.deployment import is_legal_name
+
+    if not is_legal_name(name):
+        return None
+    run = run_folder.Run(paths.home() / "runs" / name)
+    here = run if run.exists() else None
+    if here is not None and not _may_be_elsewhere(here):
+        return here
+    try:
+        adopted = targets.discover(name)
+    except PenstockError as exc:
+        print(f'penstock: could not look for "{name}" elsewhere: {exc.message}', file=sys.stderr)
+        return here
+    if adopted is None:
+        return here
+    print(f'penstock: found "{name}" in {adopted.where}', file=sys.stderr)
+    return adopted.run
+
+
+def _may_be_elsewhere(run: Run) -> bool:
+    """Whether it ended here, and another machine may have started it again since."""
+    from penstock import targets
+
+    return run.is_ended() and "tunnels" in targets.load(run.record().target).capabilities
+
+
+def _ask(gateway: _Gateway, port: int, options: argparse.Namespace) -> int:
+    """Run a verb that talks to a gateway, through a tunnel where that is needed."""
+    with contextlib.ExitStack() as stack:
+        options.name, options.url = None, gateway.url or stack.enter_context(gateway.tunnel(port)).url
+        if gateway.needs_key and "OPENAI_API_KEY" not in os.environ:
+            os.environ["OPENAI_API_KEY"] = _owner_key(gateway)
+        return int(options.verb(options) or 0)
+
+
+def _owner_key(gateway: _Gateway) -> str:
+    """A new secret of the owner's key in the deployment's store."""
+    end = ["owner", "--deployment", gateway.name, "--json"]
+    for words in (["keys", "rotate", "--grace", "12h", *end], ["keys", "create", *end]):
+        done = subprocess.run(
+            gateway.inside(words, False), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_ANSWER_S
+        )
+        if done.returncode == 0:
+            return str(json.loads(done.stdout)["key"])
+    raise PenstockError(
+        f'could not create a key of "{gateway.name}"',
+        detail=(done.stderr or done.stdout).strip()[-500:] or None,
+        hint="Set OPENAI_API_KEY to one that you have.",
+    )
+
+
+def _hold(gateway: _Gateway, port: int) -> int:
+    with gateway.tunnel(port) as tunnel:
+        print(f"{gateway.name} is at {tunnel.url}/v1 until Ctrl-C", flush=True)
         is_over = threading.Event()
         for number in _ENDS:
             signal.signal(number, lambda *_: is_over.set())
@@ -133,9 +246,9 @@ def _hold(login: Login, name: str, port: int | None) -> int:
             stderr = tunnel.last_words()
             if stderr is not None:
                 raise PenstockError(
-                    f'lost the tunnel to login node "{login.host}"',
+                    f"lost the tunnel to {gateway.place}",
                     detail=stderr or None,
-                    hint=f"Run it again: penstock tunnel {name} --port {tunnel.url.rpartition(':')[2]}",
+                    hint=f"Run it again: penstock tunnel {gateway.name} --port {port}",
                     is_retryable=True,
                 )
     return 0

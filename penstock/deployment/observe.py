@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 import msgspec
 
@@ -19,6 +20,7 @@ from penstock.run_folder import Desired, Part, Phase, ReplicaStatus, Run, State,
 from penstock.targets import Placement
 from penstock.wire.announcement import GatewayView, ReplicaView, Restart
 from penstock.wire.client import Client
+from penstock.wire.gateways import ask_each, clients, joined
 
 _TIMEOUT_S = 2.0
 _FRESH_S = 5.0
@@ -98,14 +100,16 @@ def _last_words(log: Path) -> str:
     return f"; its last line: {lines[-1][:200]}" if explains else ""
 
 
-def admin_client(run: Run) -> Client:
-    return Client(run.admin_url, api_key=run.admin_token(), timeout_s=_TIMEOUT_S)
+def gateways(run: Run) -> list[Client]:
+    """Clients of the admin port, one for each gateway.  Raises PenstockError while there is none."""
+    return clients(run.admin_url, run.admin_token(), _TIMEOUT_S)
 
 
 def admin_view(run: Run) -> GatewayView | None:
-    """The gateway's replica table; None when it does not answer."""
+    """The replica table of all gateways; None when none answers."""
     try:
-        return msgspec.convert(admin_client(run).get_json("/admin/replicas"), GatewayView)
+        answers = ask_each(gateways(run), lambda gateway: gateway.get_json("/admin/replicas"))
+        return joined([msgspec.convert(answer, GatewayView) for answer in answers])
     except (PenstockError, OSError, msgspec.ValidationError):
         return None
 
@@ -222,17 +226,28 @@ def cost_usd(run: Run) -> float | None:
 
 
 def now_state(run: Run, now: float) -> State:
-    """The state of a run: the controller's last one when it is alive and fresh, else a look of our own."""
+    """The state of a run: the controller's last one when it is alive and fresh, else a look of our own.
+
+    Where the target keeps it and cannot be reached: the last known, which says so.  Raises PenstockError without one.
+    """
+    if run.is_ended():
+        return cast(State, run.state())
+    try:
+        targets.load(run.handle().target).fetch(run)
+    except PenstockError as exc:
+        known = run.state()
+        if known is None:
+            raise
+        at = time.strftime("%H:%M:%S", time.localtime(known.observed_at))
+        return msgspec.structs.replace(known, reason=f"{exc.message}; this is what was seen at {at}")
     last, desired = run.state(), run.desired()
-    if last is not None and run.is_ended():
-        return last
-    controller = last.controller if last else Part("gone")
-    alive = _is_controlled(run, controller)
+    controller = _controller(run, last.controller if last else Part("gone"))
+    alive = controller.state == "running"
     fresh_s = _FRESH_S if controller.unit is None else _PLACED_FRESH_S
     if last is not None and alive and now - last.observed_at < fresh_s:
         return last if desired.state == "up" else msgspec.structs.replace(last, phase="stopping")
     history = History(
-        controller=msgspec.structs.replace(controller, state="running" if alive else "gone"),
+        controller=controller,
         gateway=last.gateway if last else Part("gone"),
         replicas={replica.replica: replica.restarts for replica in (last.replicas if last else ())},
         failed={replica.replica: replica for replica in (last.replicas if last else ()) if replica.state == "failed"},
@@ -244,8 +259,18 @@ def now_state(run: Run, now: float) -> State:
     return state
 
 
-def _is_controlled(run: Run, controller: Part) -> bool:
-    if controller.unit is not None:
-        placement = targets.load(run.handle().target).status(run).get(Unit("controller", controller.unit))
-        return placement is not None and placement.state == "placed"
-    return controller.process is not None and processes.is_alive(controller.process)
+def _controller(run: Run, last: Part) -> Part:
+    """The controller as it is now. A placed one runs when it has written its name; before that it waits or starts."""
+    if not run.places("controller"):
+        is_alive = last.process is not None and processes.is_alive(last.process)
+        return msgspec.structs.replace(last, state="running" if is_alive else "gone")
+    placements = targets.load(run.handle().target).status(run)
+    units = sorted((u for u, p in placements.items() if u.kind == "controller" and p.state != "gone"), key=order)
+    own = next((unit for unit in units if unit.name == last.unit), None)
+    if own is not None and placements[own].state == "placed":
+        return msgspec.structs.replace(last, state="running", note=None)
+    if not units:
+        return msgspec.structs.replace(last, state="gone", note=None)
+    newest = placements[units[-1]]
+    state: Literal["queued", "starting"] = "queued" if newest.state == "queued" else "starting"
+    return msgspec.structs.replace(last, state=state, note=newest.reason)

@@ -50,15 +50,15 @@ def prepare(
     machine without GPUs takes those that the file names.
     Raises all problems of file, target, machines, disk, port and model together, after the `refusals` of the caller.
     """
-    errors = [*refusals]
+    errors, is_gateway_here = [*refusals], True
     with _kept(errors):
         target = targets.load(deployment.target)
+        is_gateway_here = "gateway" not in target.placed(deployment)
         with _kept(errors):
             _check_file(deployment, target, is_rehearsal)
             machines = _machines(target, deployment, existing, is_rehearsal)
             least = preflight.least(machines)
             machine = preflight.as_named(deployment, least, is_rehearsal)
-    is_gateway_here = deployment.gateway.on == "login"
     with _kept(errors):
         if is_gateway_here and (existing is None or not _holds(existing, deployment)):
             network.check_port(deployment.gateway.host, deployment.gateway.port)
@@ -131,9 +131,8 @@ def sharing(target: Target, deployment: Deployment, n_machines: int, n_replicas:
 
 def make_plan(deployment: Deployment, machine: Machine, n_replicas: int, is_rehearsal: bool = False) -> Plan:
     """The plan for this many new replicas that share a machine.  Raises UserError or PlanError."""
-    if targets.load(deployment.target).owns_ray and deployment.engine.executor == "auto":
-        # On a Ray cluster that is not ours, vLLM's ranks need no second Ray.
-        engine_spec = msgspec.structs.replace(deployment.engine, executor="mp")
+    if deployment.engine.executor == "auto":
+        engine_spec = msgspec.structs.replace(deployment.engine, executor=targets.load(deployment.target).executor)
         deployment = msgspec.structs.replace(deployment, engine=engine_spec)
     there = _model_elsewhere(deployment, is_rehearsal)
     path = Path(deployment.model) if there is not None else files.locate(deployment)
@@ -167,15 +166,16 @@ def _model_elsewhere(deployment: Deployment, is_rehearsal: bool) -> facts.FactsB
     """The facts of a model that this machine need not have; None for any other.
 
     A folder is read by the first node that has it. Of a hub model that is not here, the headers are read where the
-    nodes download it, and in a rehearsal.
+    nodes download it, and in a rehearsal; what the catalogue says of it is enough where the target finds its commit.
     """
     target = targets.load(deployment.target)
-    cache = deployment.cache.weights
+    cache = deployment.cache.folder
     is_read = (target.has_own_caches or is_rehearsal) and deployment.engine.kind != "llamacpp"
     if is_read and is_of_hub(deployment.model):
         if not find_weights(deployment.model, cache, is_read=False).absent:
             return None
-        return facts.read_hub(deployment.model, Path(cache).expanduser() if cache else hub.cache(), is_rehearsal)
+        folder = Path(cache).expanduser() if cache else hub.cache()
+        return facts.read_hub(deployment.model, folder, is_rehearsal or target.fetches_models)
     is_here = not deployment.model.startswith(("/", "~")) or Path(deployment.model).expanduser().exists()
     if is_here or target.shares_files or "survey" not in target.capabilities:
         return None

@@ -23,7 +23,7 @@ def scale(run: Run, n_replicas: int) -> None:
             for machine, n_before, n_after in zip(target.machines(deployment), now, then, strict=True):
                 if n_after > n_before:
                     launch.check_room(deployment, run.plan(), machine, n_after - n_before)
-        run.write_desired(Desired("up", n_replicas))
+        target.order(run, Desired("up", n_replicas))
         run.add_event("scale", f"{desired.replicas} -> {n_replicas} replicas")
         revive(run)
 

@@ -14,23 +14,21 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import msgspec
 
 from penstock import paths, processes, run_folder, targets
-from penstock.deployment import observe
+from penstock.deployment import gateway_config, observe
 from penstock.deployment.prepare import Prepared, not_ended, prepare
 from penstock.deployment.stop import OnStep, end_run
 from penstock.errors import EngineError, PenstockError, UserError
 from penstock.gateway.accounting import store
 from penstock.gateway.accounting.key_store import KeyStore
-from penstock.gateway.config import GatewayConfig, ServedModel
+from penstock.gateway.config import GatewayConfig
 from penstock.gateway.connections.listener import open_socket
 from penstock.run_folder import Draft, Run, State, Unit
 from penstock.spec import reading
-from penstock.spec.deployment import Deployment, GatewaySpec, store_file
-from penstock.spec.gateway import GatewaySettings
+from penstock.spec.deployment import Deployment, GatewaySpec
 from penstock.targets import Target
 
 _POLL_S = 0.15
@@ -184,35 +182,14 @@ def _place(run: Run, target: Target) -> None:
 
 
 def _gateway_config(prepared: Prepared, target: Target, ports: Sequence[int]) -> GatewayConfig:
-    """The gateway's whole config. Where the target places it, it listens on any address of its machine."""
-    deployment, names = prepared.deployment, prepared.plan.served_names
-    run, spec = Run(paths.home() / "runs" / deployment.name), prepared.deployment.gateway
-    listen, admin = f"0.0.0.0:{spec.port}", "0.0.0.0:0"
+    """Where the target places the gateway, it listens on any address of its machine."""
+    deployment = prepared.deployment
+    listen, admin = f"0.0.0.0:{deployment.gateway.port}", "0.0.0.0:0"
     if ports:
-        listen = f"{spec.host}:{ports[0]}"
+        listen = f"{deployment.gateway.host}:{ports[0]}"
         admin = f"{'127.0.0.1' if target.listen == 'loopback' else '0.0.0.0'}:{ports[1]}"
-    settings = {field: getattr(spec, field) for field in GatewaySettings.__struct_fields__} | {
-        "store": str(run.store_file if spec.store is None else store_file(spec.store) or spec.store),
-        "tls_cert": _whole_path(spec.tls_cert),
-        "tls_key": _whole_path(spec.tls_key),
-        "upstreams": tuple(
-            msgspec.structs.replace(upstream, key_file=_whole_path(upstream.key_file)) for upstream in spec.upstreams
-        ),
-    }
-    return GatewayConfig(
-        **settings,
-        listen=listen,
-        admin=admin,
-        admin_token_file=str(run.admin_token_file),
-        models=(ServedModel(names[0], tuple(names[1:])),),
-        auth=spec.auth,
-        engines_need_key=target.listen == "network",
-        prices={} if spec.price is None else {names[0]: spec.price},
-    )
-
-
-def _whole_path(path: str | None) -> str | None:
-    return None if path is None else str(Path(path).expanduser().resolve())
+    run, addresses = Run(paths.home() / "runs" / deployment.name), gateway_config.Addresses(listen, admin)
+    return gateway_config.make(run, deployment, prepared.plan, addresses, target.listen == "network")
 
 
 def start_controller(run: Run, sockets: Sequence[socket.socket] = ()) -> None:
@@ -262,20 +239,38 @@ def _is_gateway_lost(state: State) -> bool:
 def wait_ready(run: Run, on_state: OnState, timeout_s: float | None = None, is_ours: bool = True) -> State:
     """Block until every replica is ready. Raises EngineError for a failed start, which is ended if `is_ours`."""
 
+    refusal: PenstockError | None = None
+
     def is_over(state: State) -> bool:
+        nonlocal refusal
         is_settled = state.phase in ("ready", *_ENDED) or any(row.state == "failed" for row in state.replicas)
-        return is_settled or _is_gateway_lost(state)
+        if is_settled or _is_gateway_lost(state):
+            return True
+        refusal = _refusal(run)
+        return refusal is not None
 
     state = watch(run, on_state, is_over, timeout_s)
     if state.phase == "ready":
         return state
-    error = _start_error(run, state)
+    error = refusal or _start_error(run, state)
     if is_ours and state.phase != "down":
-        failure = msgspec.structs.replace(state, reason=state.reason or error.detail)
+        failure = msgspec.structs.replace(state, reason=state.reason or error.detail or error.message)
         # Another command that holds the lock is most likely ending it; the failure is reported in any case.
         with contextlib.suppress(UserError), run_folder.locked(run.name):
             end_run(run, now=True, on_step=None, failure=failure)
     raise error
+
+
+def _refusal(run: Run) -> PenstockError | None:
+    """Why a unit can never start, where a target says so of units that have not started: no controller would know."""
+    if not run.places("controller"):
+        return None
+    for unit, place in targets.load(run.handle().target).status(run).items():
+        if place.state in ("queued", "broken") and place.is_final:
+            name = f"replica {unit.name}" if unit.kind == "replica" else f"the {unit.kind}"
+            message = f'could not start {name} of "{run.name}": {place.reason}'
+            return PenstockError(message, hint="Correct that, and run `penstock up` again.")
+    return None
 
 
 def _start_error(run: Run, state: State) -> PenstockError:

@@ -10,7 +10,7 @@ from typing import TypeVar
 import msgspec
 
 from penstock import processes, run_folder, targets
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, UserError
 from penstock.node import gpu_memory
 from penstock.paths import remove_temporary
 from penstock.processes import Marked
@@ -25,14 +25,24 @@ OnStep = Callable[[str], None]
 T = TypeVar("T")
 
 
-def down(run: Run, now: bool = False, on_step: OnStep | None = None, forget: bool = False) -> list[Marked]:
+def down(
+    run: Run, now: bool = False, on_step: OnStep | None = None, forget: bool = False, with_weights: bool = False
+) -> list[Marked]:
     """End everything of a run: requests in flight finish first, unless `now`. Blocks; safe to repeat.
 
     Needs nothing alive: a crash leaves a folder from which this still works. `forget`: give up what cannot be reached,
-    on machines that are gone for good. Returns what had to be ended by force.
+    on machines that are gone for good. `with_weights`: also what the target keeps for the next start; raises UserError
+    where it keeps none. Returns what had to be ended by force.
     """
+    target = targets.load(run.handle().target)
+    if with_weights and "keeps-weights" not in target.capabilities:
+        message = f'cannot remove the weights of "{run.name}": target {target.name} keeps none for a deployment'
+        raise UserError(message, hint=f"Without them: penstock down {run.name}")
     with run_folder.locked(run.name):
-        return end_run(run, now, on_step, forget=forget)
+        swept = end_run(run, now, on_step, forget=forget)
+        if with_weights:
+            target.end_weights(run)
+        return swept
 
 
 def end_run(

@@ -9,7 +9,7 @@ from urllib.parse import parse_qs, unquote
 
 from penstock import __version__
 from penstock.gateway.accounting.entry import Accounting
-from penstock.gateway.accounting.keys import KeyHolder
+from penstock.gateway.accounting.keys import KeyHolder, has_token
 from penstock.gateway.body_fields import ModelFacts
 from penstock.gateway.config import UNIX, GatewayConfig, ServedModel, parse_address
 from penstock.gateway.connections.client import BodyOwner, ClientConnection
@@ -56,11 +56,17 @@ _LANDING: Final = b"""<!doctype html>
 
 class Public:
     def __init__(
-        self, config: GatewayConfig, accounting: Accounting, context: GatewayContext, reporter: Reporter
+        self,
+        config: GatewayConfig,
+        accounting: Accounting,
+        context: GatewayContext,
+        reporter: Reporter,
+        scrape_key: str | None = None,
     ) -> None:
         self._accounting = accounting
         self._context = context
         self._reporter = reporter
+        self._scrape_key = scrape_key  # Prometheus's, for /metrics alone
         self._replicas = context.replicas
         self._policy = config.policy
         self._names = {model.name: (model.name, *model.aliases) for model in context.replicas.models}
@@ -87,7 +93,7 @@ class Public:
         site_refusal = self._refuse_site(head)
         if site_refusal is not None:
             return site_refusal
-        if self._context.needs_key and head.path not in _KEYLESS_PATHS:
+        if self._context.needs_key and head.path not in _KEYLESS_PATHS and not self._is_scrape(head):
             holder = self._accounting.find(head)
             if holder is None:
                 return self._refuse_key()
@@ -120,6 +126,8 @@ class Public:
             return refusal
         if path in _KEYLESS_PATHS:
             return self._answer_anyone(path)
+        if self._is_scrape(request.head):
+            return self._reporter.respond(client, metrics_answer)
         holder = self._accounting.find(request.head) if self._context.needs_key else None
         if holder is None and self._context.needs_key:
             # Also of a body that took its time, while its key ended. From here on None means: no keys needed.
@@ -135,6 +143,11 @@ class Public:
             data = [self._facts(model) for model in self._replicas.models if self._may_use(holder, model)]
             return json_answer({"object": "list", "data": data})
         return self._answer_model(holder, unquote(path.removeprefix(_MODEL_PATH).decode("latin-1")))
+
+    def _is_scrape(self, head: RequestHead) -> bool:
+        if head.path != b"/metrics" or self._scrape_key is None:
+            return False
+        return has_token(head.get(b"authorization"), self._scrape_key)
 
     def _answer_anyone(self, path: bytes) -> Answer:
         if path == b"/":

@@ -37,7 +37,7 @@ from penstock.gateway.routing.replicas import ReplicaTable
 from penstock.gateway.routing.static_upstreams import LapsedProbes, StaticUpstreams
 from penstock.gateway.workers.link import ParentLink, WorkerSlot
 from penstock.gateway.workers.reports import Reporter
-from penstock.wire.announcement import engine_key
+from penstock.wire.announcement import engine_key, scrape_key
 
 LEASE_CHECK_S = 1.0
 
@@ -119,7 +119,8 @@ class Gateway:
             for path, body in slot.calls:
                 self._api.apply(path, body)
             self._reporter.link = ParentLink(self._reporter.encode, self._api.apply, self._end_without_parent)
-        public = Public(config, self.accounting, self._context, self._reporter)
+        scrape = scrape_key(engine_key(token)) if token else None
+        public = Public(config, self.accounting, self._context, self._reporter, scrape)
         self.public = Listener(
             *(public, sockets.public, fit_connections(config.limits, raise_file_limit()), sockets.tls),
             share=slot.public if slot else None,

@@ -15,15 +15,16 @@ import msgspec
 
 from penstock.errors import PenstockError
 from penstock.wire.announcement import AnnounceAnswer, Announcement, GatewayAddress, engine_key
-from penstock.wire.client import Client
+from penstock.wire.gateways import clients, post_each
 
 _TIMEOUT_S = 3.0
 
 
 class AdminClient:
-    """The gateway's admin address as this node reaches it; of several it uses the one that answered last.
+    """The gateway's admin address as this node reaches it; of several URLs it uses the one that answered last.
 
-    `file` is read before every call: the gateway may have moved, and its old job still answers while it drains.
+    A URL whose host name has several addresses stands for several gateways: all get every call. `file` is read before
+    every call: the gateway may have moved, and its old job still answers while it drains.
     """
 
     def __init__(self, urls: Sequence[str], token: str, file: Path | None = None) -> None:
@@ -33,7 +34,6 @@ class AdminClient:
         self.engine_key = engine_key(token)
 
     def _use(self, urls: Sequence[str]) -> None:
-        self._clients = [Client(url, api_key=self._token, timeout_s=_TIMEOUT_S) for url in urls]
         self._urls = list(urls)
         self._at = 0
 
@@ -47,16 +47,16 @@ class AdminClient:
                 self._use(urls)
 
     def post_json(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """As `Client.post_json`. After a failure the next call tries the next address."""
+        """As `Client.post_json`. After a failure the next call tries the next URL."""
         self._read_file()
-        if not self._clients:
+        if not self._urls:
             raise PenstockError("the gateway has no address yet", is_retryable=True)
         at = self._at
         try:
-            answer: dict[str, Any] = self._clients[at].post_json(path, body)
+            answer: dict[str, Any] = post_each(clients(self._urls[at], self._token, _TIMEOUT_S), path, body)
             return answer
         except PenstockError:
-            self._at = (at + 1) % len(self._clients)
+            self._at = (at + 1) % len(self._urls)
             raise
 
     def own_address(self) -> str | None:

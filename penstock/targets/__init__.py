@@ -11,14 +11,15 @@ import functools
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Sequence
-from typing import ClassVar, Literal
+from contextlib import AbstractContextManager
+from typing import ClassVar, Literal, NamedTuple, Protocol
 
 import msgspec
 
 from penstock.errors import PenstockError, Problem, UserError
 from penstock.hardware import Gpu, Machine, node_facts
 from penstock.planner.engine_versions import NEWEST
-from penstock.run_folder import Artifact, Handle, Kind, Launch, Left, Listen, Run, Unit
+from penstock.run_folder import Artifact, Desired, Handle, Kind, Launch, Left, Listen, Run, Unit
 from penstock.spec.deployment import Deployment
 from penstock.text import GIB
 
@@ -30,8 +31,9 @@ TABLE = {
     "ssh": "penstock.targets.ssh.target:OverSsh",
 }
 _CPUS, _MEMORY_BYTES, _GPU_BYTES = 64, 1024 * GIB, 80 * GIB  # of a machine that was not asked
-# "survey": runs a program on the nodes, for `doctor`. "places-gateway": takes gateway.on: job.
-Capability = Literal["survey", "places-gateway"]
+# "survey": runs a program on the nodes, for `doctor`. "places-gateway": takes gateway.on: job. "tunnels": its gateway
+# is reached by `tunnel` and `inside`. "keeps-weights": it keeps weights of a deployment beyond its end.
+Capability = Literal["survey", "places-gateway", "tunnels", "keeps-weights"]
 
 
 class Placement(msgspec.Struct, frozen=True):
@@ -39,10 +41,10 @@ class Placement(msgspec.Struct, frozen=True):
 
     "queued": waits for machines, until `starts_at` (Unix seconds) as the target estimates. "placed": on all its nodes.
     "broken": some nodes are gone; `place` brings them back, or with `is_repaired_by_target` the target does. "gone":
-    nothing of it runs. `is_final`: its owner ended it, so it is not placed again. `ends_at`: when its machines are
-    taken away; `lead_s`: so long before that its successor starts (None: as long as starts take). `placed_at`: since
-    when it is "placed", where the target learns late of a lost machine: a unit that then stops announcing gets a
-    successor. `where`: its machines, for people.
+    nothing of it runs. `is_final`: its owner ended it, so it is not placed again; of one that is queued or broken: it
+    can never start as it is. `ends_at`: when its machines are taken away; `lead_s`: so long before that its successor
+    starts (None: as long as starts take). `placed_at`: since when it is "placed", where the target learns late of a
+    lost machine: a unit that then stops announcing gets a successor. `where`: its machines, for people.
     """
 
     state: Literal["queued", "placed", "broken", "gone"]
@@ -77,12 +79,29 @@ class Login(msgspec.Struct, frozen=True):
     ssh_config: str | None = None
 
 
+class Tunnel(Protocol):
+    """An open tunnel: `url` is its end on this machine."""
+
+    url: str
+
+    def last_words(self) -> str | None:
+        """What its process printed before it ended; None while the tunnel is open."""
+
+
+class Adopted(NamedTuple):
+    """A deployment that another machine started, with its new run folder here. `where`: its place, for people."""
+
+    run: Run
+    where: str
+
+
 class Facts:
     """What is true of a target without asking it.
 
     `listen`: where engines listen. `is_this_machine`: replicas run on the machine of `up`. `shares_files`: nodes see
-    this machine's folders. `has_own_caches`: nodes download hub models themselves. `is_elastic`: each replica gets its
-    own machines. `owns_ray`: replicas run in a Ray cluster, so their nodes need no second one.
+    this machine's folders. `has_own_caches`: nodes download hub models themselves; with `fetches_models` by
+    `cache.weights` in the target's own words, also in a revision that this machine does not know. `is_elastic`: each
+    replica gets its own machines. `executor`: what starts vLLM's ranks on several nodes where the file leaves it open.
     """
 
     name: ClassVar[str]
@@ -91,8 +110,9 @@ class Facts:
     is_this_machine: ClassVar[bool] = False
     shares_files: ClassVar[bool] = False
     has_own_caches: ClassVar[bool] = False
+    fetches_models: ClassVar[bool] = False
     is_elastic: ClassVar[bool] = False
-    owns_ray: ClassVar[bool] = False
+    executor: ClassVar[Literal["auto", "mp"]] = "auto"
 
     def placed(self, deployment: Deployment) -> tuple[Kind, ...]:
         """The kinds of units that it places. The others live next to `up`."""
@@ -163,8 +183,40 @@ class Target(Facts, ABC):
         Works on a damaged folder too.
         """
 
+    def fetch(self, run: Run) -> None:
+        """Bring this run folder up to date, where its controller keeps another on a machine that shares no files."""
+
+    def order(self, run: Run, desired: Desired) -> None:
+        """Write down what the user asked for, where the controller reads it.  Raises PenstockError."""
+        run.write_desired(desired)
+
     def keep_up(self, run: Run) -> None:
         """Called every second or so while the run lives: keeps up what the target holds besides units (tunnels)."""
+
+    # ---- from any machine that reaches the target --------------------------------------------------------------------
+
+    def adopt(self, name: str) -> Adopted | None:
+        """The deployment of that name that another machine started; None where there is none, or nothing to ask.
+
+        Raises PenstockError when the target could be asked and does not answer.
+        """
+        return None
+
+    def leftovers(self) -> list[Left]:
+        """What it still has of deployments that are gone; `finish` ends each.  Raises PenstockError as `adopt` does."""
+        return []
+
+    def tunnel(self, run: Run, port: int) -> AbstractContextManager[Tunnel]:
+        """A tunnel from this port of 127.0.0.1 to the gateway. Only with the capability "tunnels"."""
+        raise UserError(f'cannot open a tunnel to target "{self.name}"')
+
+    def inside(self, run: Run, words: Sequence[str], is_terminal: bool) -> list[str]:
+        """The command that runs a verb of penstock next to the gateway, with our input and output, and has its exit
+        code. Only with the capability "tunnels"."""
+        raise UserError(f'cannot run commands next to the gateway of target "{self.name}"')
+
+    def end_weights(self, run: Run) -> None:
+        """Remove the weights that it keeps for an ended deployment. Only with the capability "keeps-weights"."""
 
 
 def machines_of_file(deployment: Deployment, names: Sequence[str], reason: str) -> list[Machine]:
@@ -194,6 +246,23 @@ def load(name: str) -> Target:
     target = getattr(importlib.import_module(module), attribute)()
     assert isinstance(target, Target)
     return target
+
+
+def discover(name: str) -> Adopted | None:
+    """Look for a deployment that another machine started, wherever a target can be asked.  Raises PenstockError when
+    one does not answer, and no other has it."""
+    silent: PenstockError | None = None
+    for target in map(load, TABLE):
+        try:
+            adopted = target.adopt(name)
+        except PenstockError as exc:
+            silent = exc
+            continue
+        if adopted is not None:
+            return adopted
+    if silent is not None:
+        raise silent
+    return None
 
 
 def finish(left: Left) -> None:

@@ -8,27 +8,22 @@ from __future__ import annotations
 import contextlib
 import json
 import shlex
-import socket
 import subprocess
-import tempfile
-import time
-from collections.abc import Iterator, Sequence
-from typing import IO
+from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 import msgspec
 
 from penstock import paths, run_folder, targets
 from penstock.errors import PenstockError, UserError
-from penstock.hardware import network
 from penstock.spec import reading
 from penstock.spec.deployment import Deployment, is_legal_name
-from penstock.targets import Login
+from penstock.targets import Login, Tunnel
 from penstock.targets.openssh import Done, Ssh, failed
+from penstock.targets.tunnel import forwarded
 
 _NOTE = "remote.json"
 _ANSWER_S = 60.0
-_TUNNEL_S = 20.0
 _NO_CONNECTION = 255  # ssh(1), EXIT STATUS
 
 
@@ -77,26 +72,21 @@ def put(login: Login, deployment: Deployment) -> str:
     return path
 
 
+def argv(login: Login, words: Sequence[str], is_terminal: bool) -> list[str]:
+    """The command that runs a verb there, with our input and output."""
+    options = _ssh(login).argv(login.host, more=["-t", "-q"] if is_terminal else [])
+    return [*options, shlex.join(_verb(login, words))]
+
+
 def run(login: Login, words: Sequence[str], is_terminal: bool) -> int:
     """Run a verb there, with our input and output; its exit code."""
-    argv = _ssh(login).argv(login.host, more=["-t", "-q"] if is_terminal else [])
-    code = subprocess.call([*argv, shlex.join(_verb(login, words))])
+    code = subprocess.call(argv(login, words, is_terminal))
     if code == _NO_CONNECTION:
         raise _unreachable(login, "")
     return code
 
 
-def owner_key(login: Login, name: str) -> str:
-    """A new secret of the owner's key in the deployment's store."""
-    end = ["owner", "--deployment", name, "--json"]
-    for words in (["keys", "rotate", "--grace", "12h", *end], ["keys", "create", *end]):
-        done = _ssh(login).run(login.host, _verb(login, words), timeout_s=_ANSWER_S)
-        if done.code == 0:
-            return str(json.loads(done.out)["key"])
-    raise _unreachable(login, (done.err or done.text).strip()[-500:])
-
-
-def _status(login: Login, name: str) -> tuple[str, bool]:
+def status(login: Login, name: str) -> tuple[str, bool]:
     """The URL of a deployment's gateway, as seen from the login node, and whether its clients need a key."""
     done = _ssh(login).run(login.host, _verb(login, ["status", name, "--json"]), timeout_s=_ANSWER_S)
     try:
@@ -111,60 +101,13 @@ def _status(login: Login, name: str) -> tuple[str, bool]:
     return str(url), needs_key
 
 
-class Tunnel:
-    """An open tunnel: `url` is its end on this machine."""
-
-    def __init__(self, url: str, needs_key: bool, child: subprocess.Popen[bytes], errors: IO[bytes]) -> None:
-        self.url, self.needs_key, self._child, self._errors = url, needs_key, child, errors
-
-    def last_words(self) -> str | None:
-        """What ssh printed before it ended; None while the tunnel is open."""
-        if self._child.poll() is None:
-            return None
-        self._errors.seek(0)
-        return self._errors.read().decode("utf-8", "replace").strip()[-500:]
-
-
-@contextlib.contextmanager
-def tunnel(login: Login, name: str, port: int | None = None) -> Iterator[Tunnel]:
-    """A tunnel from this machine to the deployment's gateway, for as long as the block lasts.
-
-    Raises UserError when another process has the port: it would receive the deployment's keys.
-    """
-    if port is not None:
-        try:
-            network.check_port("127.0.0.1", port)
-        except UserError as exc:
-            hint = "Give another --port, or none for a free one."
-            raise UserError(exc.message, detail=exc.detail, hint=hint) from exc
-    url, needs_key = _status(login, name)
+def tunnel(login: Login, url: str, port: int) -> contextlib.AbstractContextManager[Tunnel]:
+    """A tunnel from this port to a URL as the login node sees it, for as long as the block lasts."""
     parts = urlsplit(url)
-    local = port or network.free_port("127.0.0.1")
     host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
-    forward = f"127.0.0.1:{local}:{host}:{parts.port}"
+    forward = f"127.0.0.1:{port}:{host}:{parts.port}"
     words = _ssh(login).argv(login.host, more=["-N", "-o", "ExitOnForwardFailure=yes", "-L", forward])
-    # A file: ssh would block on a pipe that is full and not read.
-    with tempfile.TemporaryFile() as errors:
-        child = subprocess.Popen(words, stdin=subprocess.DEVNULL, stderr=errors, start_new_session=True)
-        try:
-            opened = Tunnel(f"http://127.0.0.1:{local}", needs_key, child, errors)
-            _wait_open(opened, login, local)
-            yield opened
-        finally:
-            child.terminate()
-            child.wait()
-
-
-def _wait_open(tunnel: Tunnel, login: Login, port: int) -> None:
-    deadline = time.monotonic() + _TUNNEL_S
-    while time.monotonic() < deadline:
-        complaint = tunnel.last_words()
-        if complaint is not None:
-            raise _unreachable(login, complaint)
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1.0):
-            return
-        time.sleep(0.05)
-    raise _unreachable(login, f"the tunnel did not open within {_TUNNEL_S:.0f} s")
+    return forwarded(words, port, lambda complaint: _unreachable(login, complaint))
 
 
 def _ssh(login: Login) -> Ssh:

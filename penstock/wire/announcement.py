@@ -158,3 +158,8 @@ class GatewayView(msgspec.Struct, frozen=True):
 def engine_key(token: str) -> str:
     """The key of engines that listen beyond loopback: nodes and gateway make it from the token that both have."""
     return hmac.new(token.encode(), b"penstock engine key", hashlib.sha256).hexdigest()
+
+
+def scrape_key(key: str) -> str:
+    """The key that opens the /metrics pages of gateway and engines, and nothing else; made from `engine_key`."""
+    return hmac.new(key.encode(), b"penstock scrape key", hashlib.sha256).hexdigest()

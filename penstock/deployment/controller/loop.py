@@ -18,12 +18,13 @@ import msgspec
 from penstock import processes, targets
 from penstock.deployment import measured
 from penstock.deployment.controller.decide import Decision, Memory, decide
-from penstock.deployment.observe import History, Observation, admin_client, look, summarise
+from penstock.deployment.observe import History, Observation, gateways, look, summarise
 from penstock.errors import PenstockError
 from penstock.paths import is_full
 from penstock.processes import Backoff
 from penstock.run_folder import KEPT_RESTARTS, Desired, Part, ReplicaStatus, Run, State, Unit, order, replica, unit_of
 from penstock.wire.announcement import Announcement, Process, Restart
+from penstock.wire.gateways import post_each
 
 _TICK_S = 0.4
 _WRITE_EVERY_S = 1.0
@@ -276,7 +277,7 @@ class Controller:
     def _post_each(self, path: str, replicas: Collection[str]) -> None:
         for name in replicas:
             try:
-                admin_client(self.run).post_json(path, {"replica": name})
+                post_each(gateways(self.run), path, {"replica": name})
             except PenstockError as exc:
                 print(f"penstock: {path} {name}: {exc.message}", flush=True)
 

@@ -1,6 +1,7 @@
 """ASGI middleware that asks for a key on every path, for a vLLM that listens beyond loopback.
 
-vLLM's own key covers /v1 alone: /invocations, which generates text, and /metrics stay open.
+vLLM's own key covers /v1 alone: /invocations, which generates text, and /metrics stay open. Prometheus has a key for
+/metrics alone.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from penstock.engines import KEY_VARIABLE
+from penstock.wire.announcement import scrape_key
 
 _Scope = MutableMapping[str, Any]
 _Receive = Callable[[], Awaitable[_Scope]]
@@ -23,8 +25,9 @@ class RequireKey:
     """401 without `Authorization: Bearer KEY`; the key comes from the environment."""
 
     def __init__(self, app: _App) -> None:
-        self._app = app
-        self._expected = f"Bearer {os.environ[KEY_VARIABLE]}".encode()
+        self._app, key = app, os.environ[KEY_VARIABLE]
+        self._expected = f"Bearer {key}".encode()
+        self._scrape = f"Bearer {scrape_key(key)}".encode()
 
     async def __call__(self, scope: _Scope, receive: _Receive, send: _Send) -> None:
         if scope["type"] in ("http", "websocket") and not self._is_known(scope):
@@ -39,4 +42,7 @@ class RequireKey:
 
     def _is_known(self, scope: _Scope) -> bool:
         keys = [value for name, value in scope["headers"] if name == b"authorization"]
-        return len(keys) == 1 and hmac.compare_digest(keys[0], self._expected)
+        if len(keys) != 1:
+            return False
+        may_scrape = scope["path"] == "/metrics" and hmac.compare_digest(keys[0], self._scrape)
+        return may_scrape or hmac.compare_digest(keys[0], self._expected)

@@ -62,6 +62,21 @@ def gateway_pods(name: str) -> str:
     return f"{name}-gateway-pods"
 
 
+def public(name: str) -> str:
+    """Of what clients outside use: the Service of type LoadBalancer, the Ingress or the HTTPRoute."""
+    return f"{name}-public"
+
+
+def store(name: str) -> str:
+    """The claim of the gateway's keys and usage."""
+    return f"{name}-store"
+
+
+def scrape(name: str) -> str:
+    """The Secret whose key "token" opens the /metrics pages, and nothing else, to Prometheus."""
+    return f"{name}-scrape"
+
+
 def controller(name: str) -> str:
     return f"{name}-controller"
 
@@ -95,3 +110,10 @@ def labels(name: str, component: str | None = None, **more: str) -> dict[str, st
 def selector(values: Mapping[str, str]) -> str:
     """A label selector of the API's query: "a=b,c=d"."""
     return ",".join(f"{key}={value}" for key, value in values.items())
+
+
+def build(kind: str, name: str, deployment: Deployment, component: str | None = None, **parts: Any) -> Object:
+    """An object with the labels of its deployment; `kind` is "v1/Service", "apps/v1/Deployment"."""
+    api, _, word = kind.rpartition("/")
+    metadata: Object = {"name": name, "labels": labels(deployment.name, component)}
+    return {"apiVersion": api, "kind": word, "metadata": metadata, **parts}

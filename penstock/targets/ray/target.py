@@ -57,7 +57,7 @@ class RayJobs(Target):
     capabilities = frozenset({"survey"})
     listen = "network"
     is_elastic = True
-    owns_ray = True
+    executor = "mp"  # a Ray cluster that is not ours: vLLM's ranks need no second Ray
 
     def __init__(self) -> None:
         self._views: dict[str, ClusterView] = {}

@@ -1,0 +1,47 @@
+"""The gateway's config, made from a deployment and its plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from penstock.gateway.config import GatewayConfig, ServedModel
+from penstock.planner import Plan
+from penstock.run_folder import Run
+from penstock.spec.deployment import Deployment, store_file
+from penstock.spec.gateway import GatewaySettings
+
+
+class Addresses(msgspec.Struct, frozen=True):
+    """Where a gateway listens, "host:port" each."""
+
+    listen: str
+    admin: str
+
+
+def make(run: Run, deployment: Deployment, plan: Plan, addresses: Addresses, engines_need_key: bool) -> GatewayConfig:
+    """The whole config. Files that the deployment names are those of this machine."""
+    spec, names = deployment.gateway, plan.served_names
+    settings = {field: getattr(spec, field) for field in GatewaySettings.__struct_fields__} | {
+        "store": str(run.store_file if spec.store is None else store_file(spec.store) or spec.store),
+        "tls_cert": _whole_path(spec.tls_cert),
+        "tls_key": _whole_path(spec.tls_key),
+        "upstreams": tuple(
+            msgspec.structs.replace(upstream, key_file=_whole_path(upstream.key_file)) for upstream in spec.upstreams
+        ),
+    }
+    return GatewayConfig(
+        **settings,
+        listen=addresses.listen,
+        admin=addresses.admin,
+        admin_token_file=str(run.admin_token_file),
+        models=(ServedModel(names[0], tuple(names[1:])),),
+        auth=spec.auth,
+        engines_need_key=engines_need_key,
+        prices={} if spec.price is None else {names[0]: spec.price},
+    )
+
+
+def _whole_path(path: str | None) -> str | None:
+    return None if path is None else str(Path(path).expanduser().resolve())

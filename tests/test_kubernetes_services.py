@@ -1,0 +1,319 @@
+"""Target kubernetes: what is no replica: gateway, controller, traffic, monitoring."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from samples import deployment, gpu_plan
+
+from penstock.spec.deployment import Deployment
+from penstock.targets.kubernetes import monitoring, services, traffic
+from penstock.targets.kubernetes.objects import Object
+
+POSTGRES = {"store": "postgresql://penstock@db/penstock"}
+
+
+def cluster(gateway: Any = None, hardware: Any = None, **block: Any) -> Deployment:
+    return deployment(name="llm", target="kubernetes", kubernetes=block, gateway=gateway or {}, hardware=hardware or {})
+
+
+def only(entries: list[Object], kind: str) -> Object:
+    [entry] = [entry for entry in entries if entry["kind"] == kind]
+    return entry
+
+
+def kinds(entries: list[Object]) -> list[str]:
+    return [f"{entry['kind']} {entry['metadata']['name']}" for entry in entries]
+
+
+def gateway_pod(wanted: Deployment) -> Object:
+    template: Object = only(services.gateway(wanted, gpu_plan()), "Deployment")["spec"]["template"]
+    return template
+
+
+def test_the_anchor_holds_what_gateway_and_controller_read() -> None:
+    anchor = services.anchor(cluster(), {"spec.yaml": "model: x\n"})
+    assert (anchor["kind"], anchor["metadata"]["name"]) == ("ConfigMap", "llm-run")
+    assert anchor["data"] == {"spec.yaml": "model: x\n"}
+
+
+def test_one_gateway_has_a_claim_and_its_successor_starts_next_to_it() -> None:
+    entries = services.gateway(cluster(), gpu_plan())
+    assert kinds(entries) == [
+        "PersistentVolumeClaim llm-store",
+        "Service llm-gateway",
+        "Service llm-gateway-pods",
+        "Deployment llm-gateway",
+    ]
+    spec = only(entries, "Deployment")["spec"]
+    assert spec["strategy"]["rollingUpdate"] == {"maxSurge": 1, "maxUnavailable": 0}
+    [term] = spec["template"]["spec"]["affinity"]["podAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    assert term["topologyKey"] == "kubernetes.io/hostname"
+    assert term["labelSelector"]["matchLabels"].items() <= spec["template"]["metadata"]["labels"].items()
+    assert spec["selector"]["matchLabels"].items() <= spec["template"]["metadata"]["labels"].items()
+
+
+def test_several_gateways_share_postgresql_over_zones_and_one_at_a_time_is_evicted() -> None:
+    wanted = cluster(POSTGRES, gateways=3, postgres_secret="db")
+    entries = services.gateway(wanted, gpu_plan())
+    assert kinds(entries)[-1] == "PodDisruptionBudget llm-gateway"
+    assert "PersistentVolumeClaim" not in str(entries)
+    deployed = only(entries, "Deployment")["spec"]
+    pod = deployed["template"]["spec"]
+    assert deployed["replicas"] == 3
+    assert "affinity" not in pod
+    places = [entry["topologyKey"] for entry in pod["topologySpreadConstraints"]]
+    assert places == ["topology.kubernetes.io/zone", "kubernetes.io/hostname"]
+    password = next(entry for entry in pod["containers"][0]["env"] if entry["name"] == "PGPASSWORD")
+    assert password["valueFrom"] == {"secretKeyRef": {"name": "db", "key": "password"}}
+
+
+def test_nodes_reach_every_gateway_pod_by_the_headless_service_also_before_it_is_ready() -> None:
+    clients, admin = (
+        entry["spec"] for entry in services.gateway(cluster({"port": 80}), gpu_plan()) if entry["kind"] == "Service"
+    )
+    assert clients["ports"] == [{"name": "http", "port": 80, "targetPort": "http", "appProtocol": "http"}]
+    assert (admin["clusterIP"], admin["publishNotReadyAddresses"]) == ("None", True)
+    assert admin["ports"] == [{"name": "admin", "port": 8001, "targetPort": "admin"}]
+    [container] = gateway_pod(cluster({"port": 80}))["spec"]["containers"]
+    assert {entry["name"]: entry["containerPort"] for entry in container["ports"]} == {"http": 8000, "admin": 8001}
+
+
+def test_a_gateway_has_left_every_endpoint_list_before_it_drains_and_time_to_drain() -> None:
+    spec = gateway_pod(cluster({"drain_s": 300}))["spec"]
+    [container] = spec["containers"]
+    assert "sleep(5)" in container["lifecycle"]["preStop"]["exec"]["command"][-1]
+    assert spec["terminationGracePeriodSeconds"] == 335
+    assert container["readinessProbe"]["httpGet"] == {"path": "/health", "port": "http", "scheme": "HTTP"}
+    assert "livenessProbe" not in container
+
+
+def test_the_gateway_speaks_tls_where_a_load_balancer_does_not() -> None:
+    spec = gateway_pod(cluster(expose="LoadBalancer", tls_secret="cert"))["spec"]
+    [container] = spec["containers"]
+    assert container["readinessProbe"]["httpGet"]["scheme"] == "HTTPS"
+    assert container["command"][-2:] == ["--tls", "/etc/penstock/tls"]
+    assert {"name": "tls", "mountPath": "/etc/penstock/tls", "readOnly": True} in container["volumeMounts"]
+    assert {"name": "tls", "secret": {"secretName": "cert", "defaultMode": 0o440}} in spec["volumes"]
+
+
+def test_a_gateways_memory_holds_the_bodies_that_wait_in_each_worker() -> None:
+    [container] = gateway_pod(cluster({"workers": 2, "queue": {"body_bytes": 2**30}}))["spec"]["containers"]
+    assert container["resources"] == {
+        "requests": {"cpu": "1000m", "memory": "1024Mi"},
+        "limits": {"memory": "3072Mi"},
+    }
+
+
+def test_pods_are_replaced_when_what_they_read_changes_and_only_then() -> None:
+    def note(wanted: Deployment) -> str:
+        notes: dict[str, str] = gateway_pod(wanted)["metadata"]["annotations"]
+        return notes["penstock.dev/config"]
+
+    assert note(cluster()) == note(cluster())
+    assert note(cluster()) != note(cluster({"hold_s": 5}))
+
+
+def test_one_controller_runs_with_the_rights_of_its_role_and_no_secrets() -> None:
+    entries = services.controller(cluster(), gpu_plan(), "serving")
+    assert kinds(entries) == [
+        *("ServiceAccount llm-controller", "Role llm-controller"),
+        *("RoleBinding llm-controller", "Deployment llm-controller"),
+    ]
+    spec = only(entries, "Deployment")["spec"]
+    assert (spec["replicas"], spec["strategy"]) == (1, {"type": "Recreate"})
+    assert spec["template"]["spec"]["automountServiceAccountToken"] is True
+    assert spec["template"]["spec"]["serviceAccountName"] == "llm-controller"
+    assert only(entries, "RoleBinding")["subjects"][0]["namespace"] == "serving"
+    rights = {resource: rule["verbs"] for rule in services.rules(cluster()) for resource in rule["resources"]}
+    assert rights["pods"] == ["get", "list", "delete"]
+    assert {"secrets", "nodes"} & rights.keys() == set()
+    sets = {resource for rule in services.rules(cluster(shape="lws")) for resource in rule["resources"]}
+    assert "leaderworkersets" in sets and "statefulsets" not in sets
+
+
+def test_only_the_controller_has_a_token_and_both_leave_a_lost_node_within_half_a_minute() -> None:
+    gateway = gateway_pod(cluster())["spec"]
+    controller = only(services.controller(cluster(), gpu_plan()), "Deployment")["spec"]["template"]["spec"]
+    assert gateway["automountServiceAccountToken"] is False
+    for pod in (gateway, controller):
+        waits = {entry["key"]: entry["tolerationSeconds"] for entry in pod["tolerations"]}
+        assert waits == {"node.kubernetes.io/not-ready": 30, "node.kubernetes.io/unreachable": 30}
+
+
+def test_a_small_image_may_run_gateway_and_controller() -> None:
+    image = "registry.example/penstock:1"
+    wanted = cluster(gateway_image=image)
+    for entries in (services.gateway(wanted, gpu_plan()), services.controller(wanted, gpu_plan())):
+        pod = only(entries, "Deployment")["spec"]["template"]["spec"]
+        assert {entry["image"] for entry in [*pod["containers"], *pod["initContainers"]]} == {image}
+
+
+POLICIES = ["NetworkPolicy llm-gateway", "NetworkPolicy llm-nodes"]
+
+
+@pytest.mark.parametrize(
+    ("block", "names"),
+    [
+        ({}, []),
+        ({"expose": "LoadBalancer"}, ["Service llm-public"]),
+        ({"expose": "Ingress", "host": "llm.example.org"}, ["Ingress llm-public"]),
+        ({"expose": "HTTPRoute", "route_parent": "infra/web"}, ["HTTPRoute llm-public"]),
+        ({"inference_pool": True}, ["InferencePool llm-gateway"]),
+    ],
+)
+def test_what_is_exposed_is_what_the_file_asks_for_and_policies_are_always_there(
+    block: dict[str, Any], names: list[str]
+) -> None:
+    assert kinds(traffic.exposed(cluster(**block))) == [*names, *POLICIES]
+
+
+def test_a_load_balancer_ends_no_tls_so_the_gateway_does() -> None:
+    plain, safe = cluster(expose="LoadBalancer"), cluster(expose="LoadBalancer", tls_secret="cert")
+    assert [traffic.has_tls_in_pod(wanted) for wanted in (plain, safe)] == [False, True]
+    service = only(traffic.exposed(cluster({"port": 443}, expose="LoadBalancer", tls_secret="cert")), "Service")
+    port = {"name": "http", "port": 443, "targetPort": "http", "appProtocol": "https"}
+    assert service["spec"]["type"] == "LoadBalancer"
+    assert service["spec"]["ports"] == [port]
+    ingress = cluster(expose="Ingress", host="a.example", tls_secret="cert")
+    assert not traffic.has_tls_in_pod(ingress)
+
+
+def test_an_ingress_has_its_certificate_by_secret_or_from_cert_manager() -> None:
+    by_secret = only(traffic.exposed(cluster(expose="Ingress", host="a.example", tls_secret="cert")), "Ingress")
+    assert by_secret["spec"]["tls"] == [{"hosts": ["a.example"], "secretName": "cert"}]
+    issued = cluster(expose="Ingress", host="a.example", issuer="letsencrypt", ingress_class="nginx")
+    by_manager = only(traffic.exposed(issued), "Ingress")
+    assert by_manager["spec"]["tls"] == [{"hosts": ["a.example"], "secretName": "llm-tls"}]
+    assert by_manager["spec"]["ingressClassName"] == "nginx"
+    assert by_manager["metadata"]["annotations"]["cert-manager.io/cluster-issuer"] == "letsencrypt"
+    plain = only(traffic.exposed(cluster(expose="Ingress", host="a.example")), "Ingress")
+    assert "tls" not in plain["spec"]
+
+
+def test_streams_are_not_buffered_and_bodies_are_as_large_as_the_gateway_takes() -> None:
+    limits = {"limits": {"body_bytes": 40_000_000}}
+    notes = only(traffic.exposed(cluster(limits, expose="Ingress", host="a.example")), "Ingress")["metadata"]
+    assert notes["annotations"]["nginx.ingress.kubernetes.io/proxy-buffering"] == "off"
+    assert notes["annotations"]["nginx.ingress.kubernetes.io/proxy-body-size"] == "39m"
+    assert notes["annotations"]["nginx.ingress.kubernetes.io/proxy-read-timeout"] == "3600"
+
+
+def test_a_route_names_its_timeout_except_on_gke_which_rejects_one() -> None:
+    wanted = cluster(expose="HTTPRoute", route_parent="infra/web", host="a.example")
+    route = only(traffic.exposed(wanted), "HTTPRoute")["spec"]
+    assert route["parentRefs"] == [{"namespace": "infra", "name": "web"}]
+    assert route["hostnames"] == ["a.example"]
+    assert route["rules"][0]["backendRefs"] == [{"name": "llm-gateway", "port": 8000}]
+    assert route["rules"][0]["timeouts"]["request"] == "3600s"
+    on_gke = traffic.exposed(wanted, is_gke=True)
+    assert "timeouts" not in only(on_gke, "HTTPRoute")["spec"]["rules"][0]
+    policy = only(on_gke, "GCPBackendPolicy")["spec"]
+    assert policy["default"] == {"timeoutSec": 3600}
+    assert policy["targetRef"]["name"] == "llm-gateway"
+
+
+def test_a_route_leads_to_the_inference_pool_where_there_is_one() -> None:
+    wanted = cluster(expose="HTTPRoute", route_parent="infra/web", inference_pool=True)
+    entries = traffic.exposed(wanted)
+    [backend] = only(entries, "HTTPRoute")["spec"]["rules"][0]["backendRefs"]
+    pool = only(entries, "InferencePool")
+    assert (backend["kind"], backend["name"]) == ("InferencePool", pool["metadata"]["name"])
+    assert pool["spec"]["endpointPickerRef"]["name"] == "llm-epp"
+
+
+def test_engines_are_reached_by_gateways_ranks_and_prometheus_and_the_admin_port_by_our_pods() -> None:
+    gateway, nodes = (entry["spec"] for entry in traffic.exposed(cluster()))
+    assert gateway["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == "gateway"
+    clients, admin = gateway["ingress"]
+    assert clients == {"ports": [{"protocol": "TCP", "port": 8000}]}
+    [ours] = admin["from"]
+    assert ours["podSelector"]["matchLabels"]["app.kubernetes.io/instance"] == "llm"
+    assert admin["ports"] == [{"protocol": "TCP", "port": 8001}]
+    engines, ranks = nodes["ingress"]
+    assert engines["ports"] == [{"protocol": "TCP", "port": 8000}]
+    assert engines["from"][0]["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == "gateway"
+    assert "ports" not in ranks
+    assert ranks["from"][0]["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == "replica"
+
+
+@pytest.mark.parametrize(
+    ("gateway", "block", "path", "words"),
+    [
+        ({"auth": "none"}, {}, "gateway.auth", "every pod"),
+        ({"port": 0}, {}, "gateway.port", "0 is not the port of a Service"),
+        ({"store": "/data/keys.db"}, {}, "gateway.store", "a file of this machine"),
+        ({}, {"gateways": 2}, "kubernetes.gateways", "2 gateways cannot share"),
+        ({}, {"gateways": 0}, "kubernetes.gateways", "0 is less than 1"),
+        ({}, {"postgres_secret": "db"}, "kubernetes.postgres_secret", "gateway.store is no"),
+        ({}, {"expose": "Ingress"}, "kubernetes.host", "is missing"),
+        ({}, {"expose": "HTTPRoute"}, "kubernetes.route_parent", "is missing"),
+        ({}, {"expose": "HTTPRoute", "route_parent": "web"}, "kubernetes.route_parent", '"web" is not NAMESPACE/NAME'),
+        ({}, {"host": "a.example"}, "kubernetes.host", "is for expose: Ingress and HTTPRoute, and expose is none"),
+        (
+            {},
+            {"expose": "HTTPRoute", "route_parent": "infra/web", "tls_secret": "cert"},
+            "kubernetes.tls_secret",
+            "is for expose: LoadBalancer and Ingress",
+        ),
+    ],
+)
+def test_what_cannot_work_is_a_problem_with_its_field(
+    gateway: dict[str, Any], block: dict[str, Any], path: str, words: str
+) -> None:
+    problems = traffic.problems(cluster(gateway, **block))
+    assert [problem.path for problem in problems] == [path]
+    assert words in problems[0].message
+
+
+@pytest.mark.parametrize(
+    ("gateway", "block"),
+    [
+        ({}, {}),
+        (POSTGRES, {"gateways": 3, "postgres_secret": "db"}),
+        ({}, {"expose": "LoadBalancer", "tls_secret": "cert"}),
+        ({}, {"expose": "Ingress", "host": "a.example", "issuer": "letsencrypt", "ingress_class": "nginx"}),
+        ({}, {"expose": "HTTPRoute", "route_parent": "infra/web", "host": "a.example", "inference_pool": True}),
+    ],
+)
+def test_what_works_is_no_problem(gateway: dict[str, Any], block: dict[str, Any]) -> None:
+    assert traffic.problems(cluster(gateway, **block)) == []
+
+
+@pytest.mark.parametrize(
+    ("flavour", "names"),
+    [
+        (
+            "google",
+            ["PodMonitoring llm-gateway", "PodMonitoring llm-replica", "Role llm-scrape", "RoleBinding llm-scrape"],
+        ),
+        ("operator", ["PodMonitor llm-gateway", "PodMonitor llm-replica"]),
+        ("annotations", []),
+        ("none", []),
+    ],
+)
+def test_monitors_are_those_of_the_clusters_prometheus(flavour: monitoring.Kinds, names: list[str]) -> None:
+    assert kinds(monitoring.monitors(cluster(), flavour)) == names
+    assert bool(monitoring.scrape_annotations(flavour)) == (flavour == "annotations")
+
+
+@pytest.mark.parametrize("flavour", ["google", "operator"])
+def test_pages_are_scraped_with_the_scrape_key_and_series_name_their_replica(flavour: monitoring.Kinds) -> None:
+    wanted = cluster(labels={"release": "prometheus"})
+    gateway, replica = monitoring.monitors(wanted, flavour)[:2]
+    assert gateway["metadata"]["labels"]["release"] == "prometheus"
+    text = str(replica["spec"])
+    assert "llm-scrape" in text and "llm-secrets" not in text
+    assert "'replica'" in text and "'deployment'" in text
+
+
+def test_only_the_first_node_of_a_replica_has_a_page() -> None:
+    for shape, label in (
+        ("statefulset", "apps.kubernetes.io/pod-index"),
+        ("lws", "leaderworkerset.sigs.k8s.io/worker-index"),
+    ):
+        wanted = cluster(hardware={"nodes": 2}, shape=shape)
+        gateway, replica = monitoring.monitors(wanted, "operator")
+        assert replica["spec"]["selector"]["matchLabels"][label] == "0"
+        assert label not in gateway["spec"]["selector"]["matchLabels"]

@@ -1,0 +1,236 @@
+"""Verbs of a deployment that its target holds whole, from any machine: by a target that only notes what it is asked."""
+
+# ruff: noqa: F811 - fixtures of test_cli
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+import msgspec
+import pytest
+from samples import NOW, cpu_machine, demo_plan, deployment, draft
+from test_cli import Shell, shell  # noqa: F401 - fixtures
+
+from penstock import run_folder, targets
+from penstock.cli import chat, lifecycle, remote
+from penstock.deployment import start
+from penstock.deployment.prepare import Prepared
+from penstock.errors import PenstockError, Problem
+from penstock.hardware import Machine
+from penstock.run_folder import Artifact, Handle, Kind, Launch, Run, State, Unit
+from penstock.spec.deployment import Deployment
+from penstock.targets import Adopted, Placement, Target
+
+KINDS: tuple[Kind, ...] = ("replica", "gateway", "controller")
+
+
+class Tunnel:
+    def __init__(self, port: int) -> None:
+        self.url = f"http://127.0.0.1:{port}"
+
+    def last_words(self) -> str | None:
+        return "error: lost connection to pod"
+
+
+class Cluster(Target):
+    """Notes what it is asked, in `asked`; has the deployments in `others`, which another machine started."""
+
+    name = "kubernetes"
+    capabilities = frozenset({"places-gateway", "tunnels", "keeps-weights"})
+
+    def __init__(self) -> None:
+        self.asked, self.others = list[str](), list[str]()
+        self.silence: PenstockError | None = None
+        self.placements: dict[Unit, Placement] = {}
+
+    def check(self, deployment: Deployment, is_rehearsal: bool = False) -> list[Problem]:
+        return []
+
+    def machines(self, deployment: Deployment, is_rehearsal: bool = False) -> list[Machine]:
+        raise NotImplementedError
+
+    def render(self, launch: Launch, python: str, deployment: Deployment) -> Artifact:
+        raise NotImplementedError
+
+    def place(self, run: Run, units: Collection[Unit]) -> Handle:
+        raise NotImplementedError
+
+    def status(self, run: Run) -> dict[Unit, Placement]:
+        return self.placements
+
+    def logs(self, run: Run, unit: Unit, follow: bool, last: int | None = None) -> Iterator[str]:
+        self.asked.append(f"logs {unit.key}")
+        yield f"a line of {unit.key}"
+
+    def end(self, run: Run, grace_s: float) -> None:
+        self.asked.append("end")
+
+    def adopt(self, name: str) -> Adopted | None:
+        self.asked.append(f"adopt {name}")
+        if self.silence is not None:
+            raise self.silence
+        return Adopted(started(name), "context far, namespace default") if name in self.others else None
+
+    @contextlib.contextmanager
+    def tunnel(self, run: Run, port: int) -> Iterator[Tunnel]:
+        self.asked.append(f"tunnel {run.name}")
+        yield Tunnel(port)
+
+    def inside(self, run: Run, words: Sequence[str], is_terminal: bool) -> list[str]:
+        return ["exec", run.name, *words]
+
+    def end_weights(self, run: Run) -> None:
+        self.asked.append("end weights")
+
+
+def started(name: str) -> Run:
+    wanted = deployment(name=name, target="kubernetes", gateway={"auth": "keys"})
+    run = run_folder.create(msgspec.structs.replace(draft(wanted), placed=KINDS), NOW)
+    run.write_handle(Handle("kubernetes", {"replica/0": {}, "gateway/0": {}, "controller/0": {}}))
+    return run
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch, shell: Shell) -> Iterator[Cluster]:
+    monkeypatch.setattr(targets, "TABLE", {"kubernetes": f"{__name__}:Cluster"})
+    targets.load.cache_clear()
+    target = targets.load("kubernetes")
+    assert isinstance(target, Cluster)
+    yield target
+    targets.load.cache_clear()
+
+
+@pytest.fixture
+def commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The commands that were run; the first of each pair of them to make a key fails."""
+    noted: list[list[str]] = []
+
+    def call(words: list[str], **_: Any) -> Any:
+        noted.append(words)
+        is_new = "create" in words
+        return subprocess.CompletedProcess(words, 0 if is_new else 2, '{"key": "sk-1"}' if is_new else "", "no key")
+
+    monkeypatch.setattr(subprocess, "run", call)
+    monkeypatch.setattr(subprocess, "call", lambda words: call(words).returncode)
+    return noted
+
+
+@pytest.fixture
+def chats(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str | None]]:
+    """Address and key of each chat."""
+    noted: list[tuple[str, str | None]] = []
+
+    def talk(client: Any, *_: object, **__: object) -> int:
+        noted.append((client.base_url, client.api_key))
+        return 0
+
+    monkeypatch.setattr(chat, "chat", talk)
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    return noted
+
+
+def test_a_chat_goes_through_a_tunnel_with_a_key_made_next_to_the_gateway(
+    shell: Shell, cluster: Cluster, commands: list[list[str]], chats: list[tuple[str, str | None]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    started("one")
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-0")
+    assert shell("chat", "one")[0] == 0
+    assert commands == [] and chats[0][1] == "sk-0"
+    monkeypatch.delenv("OPENAI_API_KEY")
+    assert shell("chat")[0] == 0, "the only deployment needs no name"
+    assert cluster.asked == ["tunnel one", "tunnel one"]
+    assert chats[1][0].startswith("http://127.0.0.1:") and chats[1][1] == "sk-1"
+    assert [words[3:5] for words in commands] == [["rotate", "--grace"], ["create", "owner"]]
+
+
+def test_keys_and_usage_run_next_to_the_gateway(shell: Shell, cluster: Cluster, commands: list[list[str]]) -> None:
+    started("one")
+    assert shell("keys", "create", "alice", "--rpm", "60", "--deployment", "one")[0] == 0
+    assert shell("usage", "--json")[0] == 2, "its exit code is passed on"
+    assert commands == [
+        ["exec", "one", "keys", "create", "alice", "--rpm", "60", "--deployment", "one"],
+        ["exec", "one", "usage", "--json", "--deployment", "one"],
+    ]
+    assert "cannot find store" in shell("keys", "list", "--store", "/nowhere")[2]
+    assert len(commands) == 2
+
+
+def test_a_tunnel_that_breaks_is_an_error(shell: Shell, cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    monkeypatch.setattr(remote, "_LOOK_S", 0.01)
+    started("one")
+    code, out, err = shell("tunnel", "one", "--port", "0")
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    assert (code, out.split(":")[0]) == (1, "one is at http")
+    assert 'lost the tunnel to the gateway of "one"' in err and "lost connection to pod" in err
+
+
+def test_a_deployment_that_another_machine_started_is_found(
+    shell: Shell, cluster: Cluster, chats: list[tuple[str, str | None]], commands: list[list[str]]
+) -> None:
+    cluster.others.append("llama")
+    code, _, err = shell("chat", "llama")
+    assert (code, err) == (0, 'penstock: found "llama" in context far, namespace default\n')
+    assert len(chats) == 1
+    assert shell("chat", "llama")[2] == "", "it has a folder here now"
+    assert cluster.asked.count("adopt llama") == 1
+    code, _, err = shell("status", "lama")
+    assert (code, cluster.asked[-1]) == (2, "adopt lama")
+    assert 'Did you mean "llama"?' in err
+    cluster.silence = PenstockError("the API server of context far does not answer", is_retryable=True)
+    assert shell("status", "other")[2].splitlines()[:2] == [
+        'penstock: could not look for "other" elsewhere: the API server of context far does not answer',
+        'error: cannot find deployment "other"',
+    ]
+
+
+def test_one_that_ended_here_may_have_been_started_again_elsewhere(shell: Shell, cluster: Cluster) -> None:
+    run = started("one")
+    run.write_desired(run_folder.Desired("down", 0))
+    run.write_state(State(NOW, "down", 0))
+    assert "it is down" in shell("tunnel", "one")[2]
+    assert shell("status", "one")[1].startswith("one is down")
+    cluster.others.append("one")
+    assert 'found "one"' in shell("status", "one")[2]
+    assert not run.is_ended()
+
+
+def test_down_with_weights_is_for_targets_that_keep_them(shell: Shell, cluster: Cluster) -> None:
+    started("one")
+    assert shell("down", "one")[0] == 0
+    assert cluster.asked == ["end"]
+    assert shell("down", "one", "--weights")[0] == 0
+    assert cluster.asked[-2:] == ["end", "end weights"]
+    cluster.capabilities -= {"keeps-weights"}  # type: ignore[misc]
+    assert "keeps none for a deployment" in shell("down", "one", "--weights")[2]
+
+
+def test_a_start_ends_with_the_reason_when_a_unit_can_never_start(cluster: Cluster) -> None:
+    run, states = started("one"), list[State]()
+    waits = Placement("queued", "Pending: 0/2 nodes have 4 nvidia.com/gpu free")
+    wrong = Placement("queued", "cannot pull image a/b:c: not found", is_final=True)
+    cluster.placements = {Unit("replica", "0"): waits, Unit("gateway", "0"): waits, Unit("controller", "0"): wrong}
+    with pytest.raises(PenstockError) as caught:
+        start.wait_ready(run, states.append)
+    assert caught.value.message == 'could not start the controller of "one": cannot pull image a/b:c: not found'
+    assert cluster.asked == ["end"] and run.is_ended()
+    (shown,) = states
+    assert (shown.controller.state, shown.controller.note) == ("queued", wrong.reason)
+    assert (shown.gateway.state, shown.gateway.note) == ("queued", waits.reason)
+    assert (shown.replicas[0].state, shown.replicas[0].reason) == ("queued", waits.reason)
+    state = run.state()
+    assert state is not None and (state.phase, state.reason) == ("failed", caught.value.message)
+
+
+def test_what_is_sent_as_one_document_is_printed_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = demo_plan(warnings=("its context is cut",))
+    artifact = Artifact(
+        ("kubectl", "apply"), {"all.yaml": "---\nkind: Service\n", "one.yaml": "kind: Pod\n"}, "all.yaml"
+    )
+    lifecycle._print_prepared(Prepared(deployment(), cpu_machine(), plan, artifact), as_json=False)
+    assert capsys.readouterr() == ("---\nkind: Service\n", "warning: its context is cut\n")
