@@ -42,12 +42,14 @@ _END_S, _KILL_MARGIN_S = 20.0, 10.0
 
 
 class Storage(msgspec.Struct, frozen=True):
-    """Where a replica's pods have the weights. `disk_bytes`: what is downloaded into an emptyDir."""
+    """Where a replica's pods have the weights. `init`: containers that fetch them, or wait for them. `disk_bytes`: what
+    is downloaded into an emptyDir."""
 
     volumes: tuple[Object, ...] = ()
     mounts: tuple[Object, ...] = ()
     env: tuple[Object, ...] = ()
     annotations: dict[str, str] = {}
+    init: tuple[Object, ...] = ()
     disk_bytes: int = 0
 
 
@@ -186,6 +188,7 @@ def _template(launch: Launch, deployment: Deployment, storage: Storage, revision
         ports={"http": objects.ENGINE_PORT},
         # Ranks behind the first listen nowhere, so the probe reads the file that every node writes.
         readiness={"exec": {"command": ["test", "-e", objects.READY_FILE]}, "periodSeconds": 2},
+        init=storage.init,
         service_account=block.service_account,
         spec=_scheduling(deployment, plan),
     )
