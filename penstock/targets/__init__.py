@@ -122,6 +122,10 @@ class Facts:
         """How long a replica may run, and the field of the file that says so."""
         return None
 
+    def warnings(self, deployment: Deployment) -> tuple[str, ...]:
+        """What is legal in the file and may still surprise."""
+        return ()
+
     def login(self, deployment: Deployment) -> Login | None:
         """The login node where the verbs of this deployment must run; None for here."""
         return None

@@ -27,7 +27,7 @@ from penstock.errors import PenstockError
 from penstock.processes import Backoff
 from penstock.targets.kubernetes import access
 from penstock.targets.kubernetes.objects import MANAGER, Object, selector
-from penstock.targets.kubernetes.refusals import ApiError, decoded, refusal, unreachable
+from penstock.targets.kubernetes.refusals import UNREACHABLE, ApiError, decoded, refusal, unreachable
 
 __all__ = ["Api", "ApiError", "connect"]
 
@@ -190,7 +190,10 @@ class Api:
     def patch(
         self, kind: str, name: str, merge: Object, namespace: str | None = None, subresource: str | None = None
     ) -> Object:
-        """A JSON merge patch. With metadata.resourceVersion in it: 409 when the object has changed since."""
+        """A JSON merge patch. With metadata.resourceVersion in it: 409 when the object has changed since.
+
+        An `apply` that gives these fields other values conflicts with it, and needs `force`.
+        """
         path = self._path(self.kind(kind), namespace, name, subresource)
         return self._object("PATCH", path, merge, {"fieldManager": MANAGER}, _MERGE)
 
@@ -388,6 +391,8 @@ class Api:
     def _explained(self, timeout_s: float) -> Iterator[None]:
         try:
             yield
+        except access.ProxyError as exc:
+            raise ApiError(exc.message, 503, UNREACHABLE, detail=exc.detail) from exc
         except TimeoutError as exc:
             raise unreachable(self.where, f"no answer within {timeout_s:g} s", self._way.complaint()) from exc
         except ssl.SSLError as exc:
@@ -401,7 +406,8 @@ class Api:
         return refusal(status, decoded(answer), self.where, path, self._way.complaint())
 
     def _path_of(self, obj: Object, name: str | None = None) -> str:
-        return self._path(self.kind(obj["kind"], obj["apiVersion"]), obj["metadata"].get("namespace"), name)
+        namespace = (obj.get("metadata") or {}).get("namespace")  # reviews have no metadata
+        return self._path(self.kind(obj["kind"], obj["apiVersion"]), namespace, name)
 
     def _path(self, kind: Kind, namespace: str | None, name: str | None = None, subresource: str | None = None) -> str:
         place = f"/namespaces/{namespace or self.namespace}" if kind.is_namespaced else ""
