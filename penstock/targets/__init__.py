@@ -99,8 +99,9 @@ class Facts:
     """What is true of a target without asking it.
 
     `listen`: where engines listen. `is_this_machine`: replicas run on the machine of `up`. `shares_files`: nodes see
-    this machine's folders. `has_own_caches`: nodes download hub models themselves. `is_elastic`: each replica gets its
-    own machines. `executor`: what starts vLLM's ranks on several nodes where the file leaves it open.
+    this machine's folders. `has_own_caches`: nodes download hub models themselves; with `fetches_models` by
+    `cache.weights` in the target's own words, also in a revision that this machine does not know. `is_elastic`: each
+    replica gets its own machines. `executor`: what starts vLLM's ranks on several nodes where the file leaves it open.
     """
 
     name: ClassVar[str]
@@ -109,6 +110,7 @@ class Facts:
     is_this_machine: ClassVar[bool] = False
     shares_files: ClassVar[bool] = False
     has_own_caches: ClassVar[bool] = False
+    fetches_models: ClassVar[bool] = False
     is_elastic: ClassVar[bool] = False
     executor: ClassVar[Literal["auto", "mp"]] = "auto"
 
@@ -119,6 +121,10 @@ class Facts:
     def time_limit_s(self, deployment: Deployment) -> tuple[str, float] | None:
         """How long a replica may run, and the field of the file that says so."""
         return None
+
+    def warnings(self, deployment: Deployment) -> tuple[str, ...]:
+        """What is legal in the file and may still surprise."""
+        return ()
 
     def login(self, deployment: Deployment) -> Login | None:
         """The login node where the verbs of this deployment must run; None for here."""
@@ -209,8 +215,8 @@ class Target(Facts, ABC):
         raise UserError(f'cannot open a tunnel to target "{self.name}"')
 
     def inside(self, run: Run, words: Sequence[str], is_terminal: bool) -> list[str]:
-        """The command that runs a verb of penstock next to the gateway, with our input and output, and has its exit
-        code. Only with the capability "tunnels"."""
+        """The command that runs `keys` or `usage` next to the gateway, for its store, with our input and output; its
+        exit code is theirs. Only with the capability "tunnels"."""
         raise UserError(f'cannot run commands next to the gateway of target "{self.name}"')
 
     def end_weights(self, run: Run) -> None:
