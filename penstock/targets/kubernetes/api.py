@@ -32,6 +32,7 @@ from penstock.targets.kubernetes.refusals import UNREACHABLE, ApiError, decoded,
 __all__ = ["Api", "ApiError", "connect"]
 
 _CALL_S = 10.0
+_TRIES, _AGAIN_S = 3, 0.05  # a proxy that dies takes a moment
 _PAGE = 500
 _BEAT_S = 1.0  # how often a stream without lines asks whether to go on
 _AWAY_S = 300.0  # so long a log waits for an API server that went away
@@ -352,8 +353,8 @@ class Api:
         self, method: str, target: str, data: bytes | None, headers: Mapping[str, str], timeout_s: float
     ) -> tuple[int, bytes]:
         with self._explained(timeout_s):
-            for is_last in (False, True):
-                connection, is_kept = self._connection(timeout_s)
+            for n_left in range(_TRIES - 1, -1, -1):
+                connection = self._connection(timeout_s)
                 try:
                     connection.request(method, target, data, headers)
                     with connection.getresponse() as response:
@@ -364,24 +365,25 @@ class Api:
                 except (OSError, http.client.HTTPException) as exc:
                     # The proxy ended, or the server closed an idle connection; a POST may have been done.
                     was_not_sent = isinstance(exc, ConnectionRefusedError | FileNotFoundError)
-                    is_stale = is_kept and method in _IDEMPOTENT and not isinstance(exc, TimeoutError)
-                    if is_last or not (was_not_sent or is_stale):
+                    was_closed = isinstance(exc, ConnectionError | http.client.HTTPException)
+                    if not n_left or not (was_not_sent or (was_closed and method in _IDEMPOTENT)):
                         raise
                 finally:
                     if getattr(self._kept, "connection", None) is not connection:
                         connection.close()
+                _sleep(_AGAIN_S)
         raise AssertionError("unreachable")
 
-    def _connection(self, timeout_s: float) -> tuple[http.client.HTTPConnection, bool]:
+    def _connection(self, timeout_s: float) -> http.client.HTTPConnection:
         """This thread's connection when it is still open, or a new one."""
         kept: http.client.HTTPConnection | None = getattr(self._kept, "connection", None)
         self._kept.connection = None
         if kept is not None and kept.sock is not None:
             if not _is_readable(kept.sock, 0.0):  # an idle connection has nothing to read but its end
                 kept.sock.settimeout(timeout_s)
-                return kept, True
+                return kept
             kept.close()
-        return self._way.connection(timeout_s), False
+        return self._way.connection(timeout_s)
 
     def _headers(self, content_type: str | None) -> dict[str, str]:
         headers = {"accept": _JSON, "user-agent": f"penstock/{__version__}", **self._way.headers()}
