@@ -1,0 +1,123 @@
+"""All objects of a deployment in the order in which they are applied, as one YAML stream. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+import msgspec
+import yaml
+
+from penstock.run_folder import Artifact, Launch
+from penstock.spec import reading
+from penstock.spec.deployment import Deployment
+from penstock.targets.kubernetes import archive, monitoring, objects, replicas, services, traffic, weights
+from penstock.targets.kubernetes.objects import Object
+
+Monitoring = Literal["google", "operator", "annotations", "none"]
+MANIFESTS, REPLICA = "manifests.yaml", "replica.yaml"
+_HEAD = """\
+# Made by `penstock render`. Apply it with: kubectl apply --server-side -f -
+# The Secret {secret} is not here. Without `penstock up`, make it first:
+#   kubectl create secret generic {secret} --from-literal=admin-token="$(openssl rand -hex 24)"{key}
+"""
+_HEAD_KEY = """ \\
+#     --from-literal=first-key-hash="$(printf %s "$KEY" | sha256sum | cut -d' ' -f1)"   # KEY: the first client's\
+"""
+
+
+def artifact(launch: Launch, deployment: Deployment, monitors: Monitoring) -> Artifact:
+    """What `up` applies. `document` is the whole stream; of replicas there is also the template of one."""
+    there = in_pods(launch, deployment)
+    shared = shared_objects(there, deployment, monitors)
+    template = replicas.replica(there, deployment)
+    first = [instance(template, str(number)) for number in range(deployment.replicas.min)]
+    name = deployment.name
+    head = _HEAD.format(secret=objects.secrets(name), key=_HEAD_KEY if deployment.gateway.auth == "keys" else "")
+    stream = head + to_yaml([*shared, *(row for rows in first for row in rows)])
+    argv = ("kubectl", "apply", "--server-side", f"--field-manager={objects.MANAGER}", "-f", MANIFESTS)
+    files = {**controller_files(there, deployment), MANIFESTS: stream}
+    return Artifact(argv, files, MANIFESTS)
+
+
+def in_pods(launch: Launch, deployment: Deployment) -> Launch:
+    """The launch as the pods have it: their paths, and the gateway by its name in the cluster."""
+    return msgspec.structs.replace(
+        launch,
+        plan=weights.in_pods(launch.plan, deployment),
+        announce_urls=(f"http://{objects.gateway_pods(deployment.name)}:{objects.ADMIN_PORT}",),
+        announce_file=None,
+        token_file=f"{objects.run_path(deployment)}/secrets/admin-token",
+    )
+
+
+def shared_objects(launch: Launch, deployment: Deployment, monitors: Monitoring) -> list[Object]:
+    """All but the replicas; the anchor first."""
+    plan = launch.plan
+    return [
+        services.anchor(deployment, _run_data(launch, deployment)),
+        archive.config_map(deployment, archive.archive()),
+        *weights.objects(deployment, plan),
+        *replicas.shared_objects(launch, deployment),
+        *traffic.exposed(deployment),
+        *monitoring.monitors(deployment, monitors),
+        *services.gateway(deployment, plan),
+        *services.controller(deployment, plan),
+    ]
+
+
+def controller_files(launch: Launch, deployment: Deployment) -> dict[str, str]:
+    """The files of the artifact that the controller needs."""
+    template = to_yaml(replicas.replica(launch, deployment))
+    config = hashlib.sha256(f"{reading.to_yaml(deployment)}{template}{_json(launch)}".encode()).hexdigest()[:16]
+    return {REPLICA: template, objects.CONFIG_FILE: config}
+
+
+def _run_data(launch: Launch, deployment: Deployment) -> dict[str, str]:
+    return {
+        "spec.yaml": reading.to_yaml(deployment),
+        "plan.json": _json(launch.plan),
+        "artifact.json": _json(Artifact((), controller_files(launch, deployment))),
+    }
+
+
+def instance(template: Sequence[Object], replica: str) -> list[Object]:
+    """The objects of one replica."""
+    rows: list[Object] = json.loads(json.dumps(template).replace("{replica}", replica))
+    return rows
+
+
+def is_replica(row: Object) -> bool:
+    return objects.REPLICA in row["metadata"].get("labels", {})
+
+
+def _json(value: object) -> str:
+    return msgspec.json.format(msgspec.json.encode(value), indent=2).decode() + "\n"
+
+
+class _Dumper(yaml.CSafeDumper if hasattr(yaml, "CSafeDumper") else yaml.SafeDumper):  # type: ignore[misc]
+    """Text of several lines as a block; no aliases, which kubectl reads but people do not."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_Dumper.add_representer(str, _text)
+
+
+def to_yaml(rows: Iterable[Mapping[str, Any]]) -> str:
+    """One document for each object, fields in our order."""
+    return "".join(
+        f"---\n{yaml.dump(row, Dumper=_Dumper, sort_keys=False, width=10_000, allow_unicode=True)}" for row in rows
+    )
+
+
+def from_yaml(stream: str) -> list[Object]:
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    return [row for row in yaml.load_all(stream, Loader=loader) if row]
