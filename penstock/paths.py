@@ -93,8 +93,17 @@ def private_folder(run_id: str, replica: str, part: str = "") -> Path:
 
 
 def control_folder(owner: str) -> Path:
+    return _short_temporary() / f"penstock-{owner}-ssh"
+
+
+def socket_folder() -> Path:
+    """A new folder for a Unix socket, which only this user can reach."""
+    return Path(tempfile.mkdtemp(prefix="penstock-", dir=_short_temporary()))
+
+
+def _short_temporary() -> Path:
     place = tempfile.gettempdir()
-    return Path(place if len(place) <= _SHORT_FOLDER else "/tmp") / f"penstock-{owner}-ssh"
+    return Path(place if len(place) <= _SHORT_FOLDER else "/tmp")
 
 
 def gpu_locks_folder() -> Path:

@@ -1,0 +1,297 @@
+"""The client of the Kubernetes API: requests as they are sent, and every failure in words."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from kubernetes_stub import Answer, Hangup, Stub, status
+
+from penstock.targets.kubernetes import api as api_module
+from penstock.targets.kubernetes.api import KINDS, Api, ApiError
+
+PODS = "/api/v1/namespaces/team/pods"
+MAPS = "/api/v1/namespaces/team/configmaps"
+SETS = "/apis/apps/v1/namespaces/team/statefulsets"
+
+
+@pytest.fixture
+def stub(tmp_path: Path) -> Iterator[Stub]:
+    stub = Stub(tmp_path)
+    yield stub
+    stub.end()
+
+
+@pytest.fixture
+def api(stub: Stub) -> Api:
+    return stub.api()
+
+
+def failure(api: Api, kind: str = "Pod", name: str = "x") -> ApiError:
+    with pytest.raises(ApiError) as caught:
+        api.get(kind, name)
+    return caught.value
+
+
+def test_plurals_are_those_of_the_api() -> None:
+    assert KINDS["Endpoints"].plural == "endpoints"
+    assert KINDS["NetworkPolicy"].plural == "networkpolicies"
+    assert KINDS["StorageClass"] == ("storage.k8s.io/v1", "storageclasses", False)
+    assert KINDS["Ingress"].plural == "ingresses"
+    assert KINDS["Gateway"].plural == "gateways"
+    assert KINDS["SelfSubjectAccessReview"].plural == "selfsubjectaccessreviews"
+    assert KINDS["StatefulSet"] == ("apps/v1", "statefulsets", True)
+
+
+def test_find_and_delete_know_what_is_not_there(stub: Stub, api: Api) -> None:
+    stub.on("GET", f"{PODS}/here", {"metadata": {"name": "here"}})
+    stub.on("DELETE", f"{PODS}/here", {})
+    stub.on("GET", f"{PODS}/gone", status(404, "NotFound", 'pods "gone" not found', name="gone", kind="pods"))
+    assert api.find("Pod", "here") == {"metadata": {"name": "here"}}
+    assert api.find("Pod", "gone") is None
+    assert api.delete("Pod", "here", grace_s=0) and not api.delete("Pod", "gone")
+    body = next(request.body for request in stub.requests if request.method == "DELETE")
+    assert body["gracePeriodSeconds"] == 0 and body["propagationPolicy"] == "Background"
+
+
+def test_list_follows_pages_and_gives_items_their_kind(stub: Stub, api: Api) -> None:
+    page = {"metadata": {"continue": "more"}, "items": [{"metadata": {"name": "a"}}]}
+    stub.on("GET", PODS, page, {"metadata": {}, "items": [{"metadata": {"name": "b"}}]})
+    pods = api.list("Pod", {"a": "b", "c": "d"}, fields="spec.nodeName=n")
+    assert [pod["metadata"]["name"] for pod in pods] == ["a", "b"]
+    assert pods[0]["kind"] == "Pod" and pods[0]["apiVersion"] == "v1"
+    first, second = stub.requests
+    assert first.query == {"labelSelector": "a=b,c=d", "fieldSelector": "spec.nodeName=n", "limit": "500"}
+    assert second.query["continue"] == "more"
+
+
+def test_list_starts_again_when_its_pages_expired(stub: Stub, api: Api) -> None:
+    page = {"metadata": {"continue": "more"}, "items": [{}]}
+    expired = status(410, "Expired", "The provided continue parameter is too old")
+    stub.on("GET", PODS, page, expired, {"items": [{}, {}]})
+    assert len(api.list("Pod")) == 2
+    assert "limit" not in stub.requests[-1].query
+
+
+def test_list_of_a_kind_that_the_cluster_lacks_is_empty(stub: Stub, api: Api) -> None:
+    assert api.list("ServiceMonitor") == []
+    stub.on("GET", "/api/v1/pods", {"items": []})
+    assert api.list("Pod", all_namespaces=True) == []
+
+
+def test_apply_sends_a_server_side_apply(stub: Stub, api: Api) -> None:
+    stub.on("PATCH", f"{MAPS}/a", {"kind": "ConfigMap"})
+    obj = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "a"}}
+    api.apply(obj)
+    api.apply(obj, force=True, dry_run=True)
+    first, second = stub.requests
+    assert first.headers["content-type"] == "application/apply-patch+yaml" and first.body == obj
+    assert first.query == {"fieldManager": "penstock", "fieldValidation": "Strict"}
+    assert second.query["force"] == "true" and second.query["dryRun"] == "All"
+
+
+def test_an_object_keeps_its_own_api_version(stub: Stub, api: Api) -> None:
+    row = {"kind": "PodDisruptionBudget", "name": "poddisruptionbudgets", "namespaced": True}
+    stub.on("GET", "/apis/policy/v1beta1", {"resources": [row, row | {"name": "poddisruptionbudgets/status"}]})
+    stub.on("PATCH", "/apis/policy/v1beta1/namespaces/other/poddisruptionbudgets/a", {})
+    obj = {"apiVersion": "policy/v1beta1", "kind": "PodDisruptionBudget"}
+    api.apply(obj | {"metadata": {"name": "a", "namespace": "other"}})
+    assert api.knows("policy/v1beta1", "PodDisruptionBudget") and not api.knows("policy/v1", "PodDisruptionBudget")
+    assert not api.knows("policy/v1", "PodDisruptionBudget")
+    assert [request.path for request in stub.requests].count("/apis/policy/v1") == 1  # a second look is free
+
+
+def test_version_reads_what_clouds_append(stub: Stub, api: Api) -> None:
+    stub.on("GET", "/version", {"major": "1", "minor": "34+"})
+    assert api.version() == (1, 34) == api.version()
+    assert len(stub.requests) == 1
+
+
+# ---- connections -----------------------------------------------------------------------------------------------------
+
+
+def test_a_thread_keeps_its_connection(stub: Stub, api: Api) -> None:
+    stub.on("GET", f"{PODS}/a", {})
+    api.get("Pod", "a")
+    api.get("Pod", "a")
+    other = threading.Thread(target=api.get, args=("Pod", "a"))
+    other.start()
+    other.join()
+    first, second, third = (request.peer for request in stub.requests)
+    assert first is second and second is not third
+
+
+def test_a_kept_connection_that_was_closed_is_opened_again(stub: Stub, api: Api) -> None:
+    stub.on("GET", f"{PODS}/a", {})
+    stub.on("POST", MAPS, {})
+    api.get("Pod", "a")
+    stub.close_connections()
+    api.create({"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "a"}})
+    stub.close_connections()
+    api.get("Pod", "a")
+    assert len({request.peer for request in stub.requests}) == 3
+
+
+def test_a_request_is_sent_twice_only_when_that_is_safe(stub: Stub, api: Api) -> None:
+    stub.on("GET", f"{PODS}/a", {}, Hangup(), {})
+    stub.on("POST", MAPS, Hangup())
+    api.get("Pod", "a")
+    api.get("Pod", "a")
+    with pytest.raises(ApiError, match="closed the connection"):
+        api.create({"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "a"}})
+    assert [request.method for request in stub.requests].count("POST") == 1
+
+
+def test_a_server_that_does_not_answer_is_given_up(stub: Stub, api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = threading.Event()
+
+    def late(_: object) -> Answer:
+        answers.wait(5.0)
+        return Answer(200, {})
+
+    stub.on("GET", "/version", late)
+    with pytest.raises(ApiError, match=r"could not reach .* no answer within 0.05 s") as caught:
+        api.raw("GET", "/version", timeout_s=0.05)
+    answers.set()
+    assert caught.value.is_retryable and caught.value.reason == "Unreachable"
+
+
+def test_a_server_that_is_away_is_unreachable(tmp_path: Path) -> None:
+    stub = Stub(tmp_path)
+    stub.end()
+    error = failure(stub.api())
+    assert error.message == 'could not reach the API server of context "test": connection refused'
+    assert error.is_retryable and error.status == 503
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+
+def test_an_error_of_kubectl_is_the_cause(stub: Stub, api: Api) -> None:
+    stub.on("GET", f"{PODS}/x", Answer(500, "dial tcp 10.0.0.1:443: connect: no route to host\n"))
+    error = failure(api)
+    assert error.message == 'could not reach the API server of context "test": no route to host'
+    assert error.detail == "dial tcp 10.0.0.1:443: connect: no route to host" and error.is_retryable
+
+
+def test_expired_credentials_say_so(stub: Stub, api: Api) -> None:
+    text = "getting credentials: exec: executable gke-gcloud-auth-plugin failed with exit code 1\n"
+    stub.on("GET", f"{PODS}/x", Answer(500, text), status(401, "Unauthorized", "Unauthorized"))
+    api._way.said = "Please run: gcloud auth login"  # type: ignore[attr-defined]
+    error = failure(api)
+    assert error.message == 'the credentials of context "test" are not accepted (expired?)'
+    assert "failed with exit code 1\nPlease run: gcloud auth login" in str(error.detail)
+    assert error.status == 401 and not error.is_retryable and "Log in" in str(error.hint)
+    assert failure(api).message == error.message
+
+
+def test_an_absent_login_program_is_named(stub: Stub, api: Api) -> None:
+    text = "getting credentials: exec: executable kubelogin not found\n\nIt looks like you are trying to use"
+    stub.on("GET", f"{PODS}/x", Answer(500, text))
+    assert failure(api).message == 'kubectl needs kubelogin for context "test", and it is not installed here'
+
+
+def test_a_missing_right_is_named(stub: Stub, api: Api) -> None:
+    text = (
+        'statefulsets.apps "x" is forbidden: User "jane" cannot get resource "statefulsets" in API group "apps" '
+        'in the namespace "team"'
+    )
+    stub.on("GET", f"{SETS}/x", status(403, "Forbidden", text))
+    error = failure(api, "StatefulSet")
+    assert error.message == 'context "test" has no right to get statefulsets.apps in namespace "team"'
+    assert "kubectl auth can-i get statefulsets.apps -n team" in str(error.hint) and error.detail == text
+
+
+def test_a_quota_is_no_missing_right(stub: Stub, api: Api) -> None:
+    text = 'pods "x" is forbidden: exceeded quota: gpus, requested: 8, used: 8, limited: 8'
+    stub.on("GET", f"{PODS}/x", status(403, "Forbidden", text))
+    assert failure(api).message == (
+        "the cluster does not allow it: exceeded quota: gpus, requested: 8, used: 8, limited: 8"
+    )
+
+
+def test_an_absent_namespace_is_not_an_absent_object(stub: Stub, api: Api) -> None:
+    answer = status(404, "NotFound", 'namespaces "team" not found', name="team", kind="namespaces")
+    stub.on("PATCH", f"{MAPS}/a", answer)
+    with pytest.raises(ApiError, match='namespace "team" does not exist in context "test"') as caught:
+        api.apply({"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "a"}})
+    assert caught.value.hint == "kubectl create namespace team"
+
+
+def test_a_conflict_names_fields_and_managers(stub: Stub, api: Api) -> None:
+    causes = [
+        {"reason": "FieldManagerConflict", "message": f'conflict with "{who}" using apps/v1', "field": field}
+        for who, field in (("helm", ".spec.replicas"), ("kubectl-edit", ".spec.template"))
+    ]
+    text = "Apply failed with 2 conflicts"
+    answer = status(409, "Conflict", text, name="a", kind="statefulsets", causes=causes)
+    stub.on("PATCH", f"{SETS}/a", answer)
+    with pytest.raises(ApiError) as caught:
+        api.apply({"apiVersion": "apps/v1", "kind": "StatefulSet", "metadata": {"name": "a"}})
+    assert caught.value.message == (
+        'cannot apply statefulsets "a": field .spec.replicas is managed by helm (and 1 more)'
+    )
+    assert "field .spec.template is managed by kubectl-edit" in str(caught.value.detail)
+
+
+def test_an_invalid_object_shows_its_causes(stub: Stub, api: Api) -> None:
+    causes = [{"reason": "FieldValueInvalid", "message": 'Invalid value: "2x"', "field": "spec.memory"}]
+    stub.on("PATCH", f"{PODS}/a", status(422, "Invalid", "Pod a is invalid", name="a", kind="Pod", causes=causes))
+    with pytest.raises(ApiError) as caught:
+        api.patch("Pod", "a", {})
+    assert caught.value.message == 'the API refuses Pod "a": 1 problem'
+    assert caught.value.detail == 'spec.memory: Invalid value: "2x"'
+
+
+def test_too_many_requests_may_be_tried_again(stub: Stub, api: Api) -> None:
+    stub.on("GET", f"{PODS}/x", status(429, "TooManyRequests", "the server has received too many requests"))
+    assert failure(api).is_retryable
+
+
+# ---- logs ------------------------------------------------------------------------------------------------------------
+
+
+def stamped(n: int) -> bytes:
+    return b"2026-11-22T18:23:26.%09dZ line %d\n" % (n, n)
+
+
+def test_logs_are_lines_whatever_the_pieces(stub: Stub, api: Api) -> None:
+    data = stamped(1) + stamped(2) + stamped(3)
+    stub.on("GET", f"{PODS}/a/log", Answer(200, iter([data[:7], data[7:50], data[50:]])))
+    assert list(api.logs("a", last=3, previous=True)) == ["line 1", "line 2", "line 3"]
+    query = stub.requests[0].query
+    assert query == {"container": "node", "tailLines": "3", "previous": "true", "timestamps": "true"}
+
+
+def test_followed_logs_go_on_after_a_broken_connection(stub: Stub, api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api_module, "_sleep", lambda _: None)
+    first, second = iter([stamped(1), stamped(2)]), iter([stamped(1), stamped(2), stamped(3)])
+    stub.on("GET", f"{PODS}/a/log", Answer(200, first, cut=True), Answer(500, "dial tcp: refused"), Answer(200, second))
+    assert list(api.logs("a", follow=True, last=5)) == ["line 1", "line 2", "line 3"]
+    assert stub.requests[-1].query["sinceTime"] == "2026-11-22T18:23:26.000000002Z"
+    assert "tailLines" not in stub.requests[-1].query
+
+
+def test_a_silent_log_can_be_left(stub: Stub, api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api_module, "_BEAT_S", 0.01)
+    is_over = threading.Event()
+
+    def pieces() -> Iterator[bytes]:
+        yield stamped(1) + stamped(2)
+        is_over.wait(5.0)
+
+    stub.on("GET", f"{PODS}/a/log", Answer(200, pieces()))
+    lines = api.logs("a", follow=True, is_over=is_over.is_set)
+    assert [next(lines), next(lines)] == ["line 1", "line 2"]
+    threading.Timer(0.03, is_over.set).start()
+    assert list(lines) == []
+
+
+def test_a_container_that_has_not_started_has_no_log(stub: Stub, api: Api) -> None:
+    text = 'container "node" in pod "a" is waiting to start: ContainerCreating'
+    stub.on("GET", f"{PODS}/a/log", status(400, "BadRequest", text))
+    with pytest.raises(ApiError, match="waiting to start") as caught:
+        list(api.logs("a", follow=True))
+    assert caught.value.status == 400
