@@ -61,6 +61,12 @@ def kubectl() -> str:
     return path
 
 
+def is_configured() -> bool:
+    """Whether a cluster can be asked: kubectl is installed, and a kubeconfig names one."""
+    files = os.environ.get("KUBECONFIG", "").split(os.pathsep) if os.environ.get("KUBECONFIG") else ["~/.kube/config"]
+    return shutil.which("kubectl") is not None and any(Path(file).expanduser().is_file() for file in files if file)
+
+
 def context_of(name: str | None) -> Context:
     """The context of that name, or the current one.  Raises UserError that names those that exist."""
     config = _configuration(kubectl(), os.environ.get("KUBECONFIG"))
@@ -328,12 +334,12 @@ def port_forward(
 # ---- exec ------------------------------------------------------------------------------------------------------------
 
 
-def run_inside(
+def exec_words(
     context: str | None, namespace: str, workload: str, container: str, argv: Sequence[str], is_terminal: bool = False
-) -> int:
-    """Run a command in a pod of a workload ("deployment/NAME"), with our input and output; its exit code."""
+) -> list[str]:
+    """The command that runs another in a pod of a workload ("deployment/NAME"), with our input and output."""
     words = ["exec", "-it" if is_terminal else "-i", workload, "-c", container, "--", *argv]
-    return subprocess.call([kubectl(), *_of(context, namespace), *words], env=_environment())
+    return [kubectl(), *_of(context, namespace), *words]
 
 
 def ask_inside(context: str | None, namespace: str, workload: str, container: str, argv: Sequence[str]) -> Done:

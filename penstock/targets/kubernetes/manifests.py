@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import yaml
@@ -16,7 +16,6 @@ from penstock.spec.deployment import Deployment
 from penstock.targets.kubernetes import archive, monitoring, objects, replicas, services, traffic, weights
 from penstock.targets.kubernetes.objects import Object
 
-Monitoring = Literal["google", "operator", "annotations", "none"]
 MANIFESTS, REPLICA = "manifests.yaml", "replica.yaml"
 _HEAD = """\
 # Made by `penstock render`. Apply it with: kubectl apply --server-side -f -
@@ -28,11 +27,11 @@ _HEAD_KEY = """ \\
 """
 
 
-def artifact(launch: Launch, deployment: Deployment, monitors: Monitoring) -> Artifact:
+def artifact(launch: Launch, deployment: Deployment, monitors: monitoring.Kinds) -> Artifact:
     """What `up` applies. `document` is the whole stream; of replicas there is also the template of one."""
     there = in_pods(launch, deployment)
     shared = shared_objects(there, deployment, monitors)
-    template = replicas.replica(there, deployment)
+    template = replicas.replica(there, deployment, weights.storage(deployment, there.plan))
     first = [instance(template, str(number)) for number in range(deployment.replicas.min)]
     name = deployment.name
     head = _HEAD.format(secret=objects.secrets(name), key=_HEAD_KEY if deployment.gateway.auth == "keys" else "")
@@ -44,33 +43,28 @@ def artifact(launch: Launch, deployment: Deployment, monitors: Monitoring) -> Ar
 
 def in_pods(launch: Launch, deployment: Deployment) -> Launch:
     """The launch as the pods have it: their paths, and the gateway by its name in the cluster."""
-    return msgspec.structs.replace(
-        launch,
-        plan=weights.in_pods(launch.plan, deployment),
-        announce_urls=(f"http://{objects.gateway_pods(deployment.name)}:{objects.ADMIN_PORT}",),
-        announce_file=None,
-        token_file=f"{objects.run_path(deployment)}/secrets/admin-token",
-    )
+    plan = weights.in_pods(launch.plan, deployment)
+    return replicas.in_pods(msgspec.structs.replace(launch, plan=plan), deployment)
 
 
-def shared_objects(launch: Launch, deployment: Deployment, monitors: Monitoring) -> list[Object]:
+def shared_objects(launch: Launch, deployment: Deployment, monitors: monitoring.Kinds) -> list[Object]:
     """All but the replicas; the anchor first."""
     plan = launch.plan
     return [
         services.anchor(deployment, _run_data(launch, deployment)),
         archive.config_map(deployment, archive.archive()),
-        *weights.objects(deployment, plan),
-        *replicas.shared_objects(launch, deployment),
+        *weights.objects_of(deployment, plan),
+        *replicas.shared_objects(launch, deployment, weights.storage(deployment, plan)),
         *traffic.exposed(deployment),
         *monitoring.monitors(deployment, monitors),
-        *services.gateway(deployment, plan),
+        *services.gateway(deployment, plan, monitors),
         *services.controller(deployment, plan),
     ]
 
 
 def controller_files(launch: Launch, deployment: Deployment) -> dict[str, str]:
     """The files of the artifact that the controller needs."""
-    template = to_yaml(replicas.replica(launch, deployment))
+    template = to_yaml(replicas.replica(launch, deployment, weights.storage(deployment, launch.plan)))
     config = hashlib.sha256(f"{reading.to_yaml(deployment)}{template}{_json(launch)}".encode()).hexdigest()[:16]
     return {REPLICA: template, objects.CONFIG_FILE: config}
 
@@ -85,7 +79,7 @@ def _run_data(launch: Launch, deployment: Deployment) -> dict[str, str]:
 
 def instance(template: Sequence[Object], replica: str) -> list[Object]:
     """The objects of one replica."""
-    rows: list[Object] = json.loads(json.dumps(template).replace("{replica}", replica))
+    rows: list[Object] = json.loads(json.dumps(template).replace(replicas.NUMBER, replica))
     return rows
 
 

@@ -35,7 +35,7 @@ from penstock.run_folder import (
 )
 from penstock.spec.deployment import Deployment
 from penstock.targets import Adopted, Placement, Target, Tunnel, machines_of_file
-from penstock.targets.kubernetes import access, checks, folder, manifests, objects, pod_logs, words
+from penstock.targets.kubernetes import access, checks, folder, manifests, monitoring, objects, pod_logs, words
 from penstock.targets.kubernetes.api import Api, ApiError, connect
 from penstock.targets.kubernetes.objects import Object, block_of
 
@@ -81,7 +81,7 @@ class Kubernetes(Target):
         self._last: dict[str, dict[Unit, Placement]] = {}
         self._views: dict[str, _View] = {}
         self._publisher = folder.Publisher()
-        self._monitors: manifests.Monitoring = "annotations"  # as last asked; `render` asks nothing
+        self._monitors: monitoring.Kinds = "annotations"  # as last asked; `render` asks nothing
         self._has_nodes = True
 
     # ---- before ------------------------------------------------------------------------------------------------------
@@ -141,6 +141,10 @@ class Kubernetes(Target):
         for row in rest:
             if row["kind"] == "Deployment" and row["metadata"]["name"] in left_out:
                 continue
+            for subject in row.get("subjects", ()):
+                subject["namespace"] = api.namespace
+            if row["kind"] == "PodDisruptionBudget" and not api.knows(row["apiVersion"], row["kind"]):
+                continue  # a cluster before 1.21: drains are not slowed down, and nothing else is lost
             is_kept = row["metadata"].get("labels", {}).get(objects.COMPONENT) == WEIGHTS
             _apply(api, row if is_kept else objects.owned(row, anchor))
         return anchor
@@ -406,9 +410,8 @@ class Kubernetes(Target):
     def inside(self, run: Run, words: Sequence[str], is_terminal: bool) -> list[str]:
         api = self._api_of(run)
         argv = ["python3", "-m", "penstock", *words]
-        return access.exec_argv(
-            api.context, api.namespace, f"deployment/{objects.gateway(run.name)}", "gateway", argv, is_terminal
-        )
+        workload = f"deployment/{objects.gateway(run.name)}"
+        return access.exec_words(api.context, api.namespace, workload, "gateway", argv, is_terminal)
 
     # ---- the API -----------------------------------------------------------------------------------------------------
 
@@ -502,7 +505,7 @@ def _apply(api: Api, row: Object) -> Object:
     return api.apply(row, force=is_ours)
 
 
-def _monitors(api: Api) -> manifests.Monitoring:
+def _monitors(api: Api) -> monitoring.Kinds:
     """What the cluster has that reads such objects."""
     if api.knows("monitoring.googleapis.com/v1", "PodMonitoring"):
         return "google"
