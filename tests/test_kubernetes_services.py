@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from samples import deployment
+from samples import deployment, gpu_plan
 
 from penstock.spec.deployment import Deployment
-from penstock.targets.kubernetes import monitoring, traffic
+from penstock.targets.kubernetes import monitoring, services, traffic
 from penstock.targets.kubernetes.objects import Object
 
 POSTGRES = {"store": "postgresql://penstock@db/penstock"}
@@ -25,6 +25,129 @@ def only(entries: list[Object], kind: str) -> Object:
 
 def kinds(entries: list[Object]) -> list[str]:
     return [f"{entry['kind']} {entry['metadata']['name']}" for entry in entries]
+
+
+def gateway_pod(wanted: Deployment) -> Object:
+    template: Object = only(services.gateway(wanted, gpu_plan()), "Deployment")["spec"]["template"]
+    return template
+
+
+def test_the_anchor_holds_what_gateway_and_controller_read() -> None:
+    anchor = services.anchor(cluster(), {"spec.yaml": "model: x\n"})
+    assert (anchor["kind"], anchor["metadata"]["name"]) == ("ConfigMap", "llm-run")
+    assert anchor["data"] == {"spec.yaml": "model: x\n"}
+
+
+def test_one_gateway_has_a_claim_and_its_successor_starts_next_to_it() -> None:
+    entries = services.gateway(cluster(), gpu_plan())
+    assert kinds(entries) == [
+        "PersistentVolumeClaim llm-store",
+        "Service llm-gateway",
+        "Service llm-gateway-pods",
+        "Deployment llm-gateway",
+    ]
+    spec = only(entries, "Deployment")["spec"]
+    assert spec["strategy"]["rollingUpdate"] == {"maxSurge": 1, "maxUnavailable": 0}
+    [term] = spec["template"]["spec"]["affinity"]["podAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    assert term["topologyKey"] == "kubernetes.io/hostname"
+    assert term["labelSelector"]["matchLabels"].items() <= spec["template"]["metadata"]["labels"].items()
+    assert spec["selector"]["matchLabels"].items() <= spec["template"]["metadata"]["labels"].items()
+
+
+def test_several_gateways_share_postgresql_over_zones_and_one_at_a_time_is_evicted() -> None:
+    wanted = cluster(POSTGRES, gateways=3, postgres_secret="db")
+    entries = services.gateway(wanted, gpu_plan())
+    assert kinds(entries)[-1] == "PodDisruptionBudget llm-gateway"
+    assert "PersistentVolumeClaim" not in str(entries)
+    deployed = only(entries, "Deployment")["spec"]
+    pod = deployed["template"]["spec"]
+    assert deployed["replicas"] == 3
+    assert "affinity" not in pod
+    places = [entry["topologyKey"] for entry in pod["topologySpreadConstraints"]]
+    assert places == ["topology.kubernetes.io/zone", "kubernetes.io/hostname"]
+    password = next(entry for entry in pod["containers"][0]["env"] if entry["name"] == "PGPASSWORD")
+    assert password["valueFrom"] == {"secretKeyRef": {"name": "db", "key": "password"}}
+
+
+def test_nodes_reach_every_gateway_pod_by_the_headless_service_also_before_it_is_ready() -> None:
+    clients, admin = (
+        entry["spec"] for entry in services.gateway(cluster({"port": 80}), gpu_plan()) if entry["kind"] == "Service"
+    )
+    assert clients["ports"] == [{"name": "http", "port": 80, "targetPort": "http", "appProtocol": "http"}]
+    assert (admin["clusterIP"], admin["publishNotReadyAddresses"]) == ("None", True)
+    assert admin["ports"] == [{"name": "admin", "port": 8001, "targetPort": "admin"}]
+    [container] = gateway_pod(cluster({"port": 80}))["spec"]["containers"]
+    assert {entry["name"]: entry["containerPort"] for entry in container["ports"]} == {"http": 8000, "admin": 8001}
+
+
+def test_a_gateway_has_left_every_endpoint_list_before_it_drains_and_time_to_drain() -> None:
+    spec = gateway_pod(cluster({"drain_s": 300}))["spec"]
+    [container] = spec["containers"]
+    assert "sleep(5)" in container["lifecycle"]["preStop"]["exec"]["command"][-1]
+    assert spec["terminationGracePeriodSeconds"] == 335
+    assert container["readinessProbe"]["httpGet"] == {"path": "/health", "port": "http", "scheme": "HTTP"}
+    assert "livenessProbe" not in container
+
+
+def test_the_gateway_speaks_tls_where_a_load_balancer_does_not() -> None:
+    spec = gateway_pod(cluster(expose="LoadBalancer", tls_secret="cert"))["spec"]
+    [container] = spec["containers"]
+    assert container["readinessProbe"]["httpGet"]["scheme"] == "HTTPS"
+    assert container["command"][-2:] == ["--tls", "/etc/penstock/tls"]
+    assert {"name": "tls", "mountPath": "/etc/penstock/tls", "readOnly": True} in container["volumeMounts"]
+    assert {"name": "tls", "secret": {"secretName": "cert", "defaultMode": 0o440}} in spec["volumes"]
+
+
+def test_a_gateways_memory_holds_the_bodies_that_wait_in_each_worker() -> None:
+    [container] = gateway_pod(cluster({"workers": 2, "queue": {"body_bytes": 2**30}}))["spec"]["containers"]
+    assert container["resources"] == {
+        "requests": {"cpu": "1000m", "memory": "1024Mi"},
+        "limits": {"memory": "3072Mi"},
+    }
+
+
+def test_pods_are_replaced_when_what_they_read_changes_and_only_then() -> None:
+    def note(wanted: Deployment) -> str:
+        notes: dict[str, str] = gateway_pod(wanted)["metadata"]["annotations"]
+        return notes["penstock.dev/config"]
+
+    assert note(cluster()) == note(cluster())
+    assert note(cluster()) != note(cluster({"hold_s": 5}))
+
+
+def test_one_controller_runs_with_the_rights_of_its_role_and_no_secrets() -> None:
+    entries = services.controller(cluster(), gpu_plan(), "serving")
+    assert kinds(entries) == [
+        *("ServiceAccount llm-controller", "Role llm-controller"),
+        *("RoleBinding llm-controller", "Deployment llm-controller"),
+    ]
+    spec = only(entries, "Deployment")["spec"]
+    assert (spec["replicas"], spec["strategy"]) == (1, {"type": "Recreate"})
+    assert spec["template"]["spec"]["automountServiceAccountToken"] is True
+    assert spec["template"]["spec"]["serviceAccountName"] == "llm-controller"
+    assert only(entries, "RoleBinding")["subjects"][0]["namespace"] == "serving"
+    rights = {resource: rule["verbs"] for rule in services.rules(cluster()) for resource in rule["resources"]}
+    assert rights["pods"] == ["get", "list", "delete"]
+    assert {"secrets", "nodes"} & rights.keys() == set()
+    sets = {resource for rule in services.rules(cluster(shape="lws")) for resource in rule["resources"]}
+    assert "leaderworkersets" in sets and "statefulsets" not in sets
+
+
+def test_only_the_controller_has_a_token_and_both_leave_a_lost_node_within_half_a_minute() -> None:
+    gateway = gateway_pod(cluster())["spec"]
+    controller = only(services.controller(cluster(), gpu_plan()), "Deployment")["spec"]["template"]["spec"]
+    assert gateway["automountServiceAccountToken"] is False
+    for pod in (gateway, controller):
+        waits = {entry["key"]: entry["tolerationSeconds"] for entry in pod["tolerations"]}
+        assert waits == {"node.kubernetes.io/not-ready": 30, "node.kubernetes.io/unreachable": 30}
+
+
+def test_a_small_image_may_run_gateway_and_controller() -> None:
+    image = "registry.example/penstock:1"
+    wanted = cluster(gateway_image=image)
+    for entries in (services.gateway(wanted, gpu_plan()), services.controller(wanted, gpu_plan())):
+        pod = only(entries, "Deployment")["spec"]["template"]["spec"]
+        assert {entry["image"] for entry in [*pod["containers"], *pod["initContainers"]]} == {image}
 
 
 POLICIES = ["NetworkPolicy llm-gateway", "NetworkPolicy llm-nodes"]

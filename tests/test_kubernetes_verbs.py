@@ -11,11 +11,13 @@ from typing import Any
 
 import msgspec
 import pytest
-from samples import NOW, deployment, draft
+from samples import NOW, cpu_machine, demo_plan, deployment, draft
 from test_cli import Shell, shell  # noqa: F401 - fixtures
 
 from penstock import run_folder, targets
-from penstock.cli import chat, remote
+from penstock.cli import chat, lifecycle, remote
+from penstock.deployment import start
+from penstock.deployment.prepare import Prepared
 from penstock.errors import PenstockError, Problem
 from penstock.hardware import Machine
 from penstock.run_folder import Artifact, Handle, Kind, Launch, Run, State, Unit
@@ -42,6 +44,7 @@ class Cluster(Target):
     def __init__(self) -> None:
         self.asked, self.others = list[str](), list[str]()
         self.silence: PenstockError | None = None
+        self.placements: dict[Unit, Placement] = {}
 
     def check(self, deployment: Deployment, is_rehearsal: bool = False) -> list[Problem]:
         return []
@@ -56,7 +59,7 @@ class Cluster(Target):
         raise NotImplementedError
 
     def status(self, run: Run) -> dict[Unit, Placement]:
-        return {}
+        return self.placements
 
     def logs(self, run: Run, unit: Unit, follow: bool, last: int | None = None) -> Iterator[str]:
         self.asked.append(f"logs {unit.key}")
@@ -205,3 +208,29 @@ def test_down_with_weights_is_for_targets_that_keep_them(shell: Shell, cluster: 
     assert cluster.asked[-2:] == ["end", "end weights"]
     cluster.capabilities -= {"keeps-weights"}  # type: ignore[misc]
     assert "keeps none for a deployment" in shell("down", "one", "--weights")[2]
+
+
+def test_a_start_ends_with_the_reason_when_a_unit_can_never_start(cluster: Cluster) -> None:
+    run, states = started("one"), list[State]()
+    waits = Placement("queued", "Pending: 0/2 nodes have 4 nvidia.com/gpu free")
+    wrong = Placement("queued", "cannot pull image a/b:c: not found", is_final=True)
+    cluster.placements = {Unit("replica", "0"): waits, Unit("gateway", "0"): waits, Unit("controller", "0"): wrong}
+    with pytest.raises(PenstockError) as caught:
+        start.wait_ready(run, states.append)
+    assert caught.value.message == 'could not start the controller of "one": cannot pull image a/b:c: not found'
+    assert cluster.asked == ["end"] and run.is_ended()
+    (shown,) = states
+    assert (shown.controller.state, shown.controller.note) == ("queued", wrong.reason)
+    assert (shown.gateway.state, shown.gateway.note) == ("queued", waits.reason)
+    assert (shown.replicas[0].state, shown.replicas[0].reason) == ("queued", waits.reason)
+    state = run.state()
+    assert state is not None and (state.phase, state.reason) == ("failed", caught.value.message)
+
+
+def test_what_is_sent_as_one_document_is_printed_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = demo_plan(warnings=("its context is cut",))
+    artifact = Artifact(
+        ("kubectl", "apply"), {"all.yaml": "---\nkind: Service\n", "one.yaml": "kind: Pod\n"}, "all.yaml"
+    )
+    lifecycle._print_prepared(Prepared(deployment(), cpu_machine(), plan, artifact), as_json=False)
+    assert capsys.readouterr() == ("---\nkind: Service\n", "warning: its context is cut\n")

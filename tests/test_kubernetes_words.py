@@ -371,3 +371,24 @@ def test_a_deployment_whose_pods_are_refused_says_why() -> None:
     failure = {"type": "ReplicaFailure", "status": "True", "reason": "FailedCreate", "message": message}
     deployment_ = {"metadata": {"name": "g"}, "spec": {"replicas": 1}, "status": {"conditions": [failure]}}
     assert words.placement_of_deployment(deployment_, [], (), NOW).reason == message
+
+
+@pytest.mark.parametrize(
+    ("status", "events", "is_final"),
+    [
+        (waiting("ErrImagePull", NOT_FOUND, image="a/b:c"), (), True),
+        (
+            waiting("ImagePullBackOff", 'Back-off pulling image "a/b:c"', image="a/b:c"),
+            (event("Failed", f'Failed to pull image "a/b:c": {NOT_FOUND}'),),
+            True,
+        ),
+        (waiting("ErrImagePull", "toomanyrequests: rate limit", image="a/denied:404"), (), False),
+        (waiting("CreateContainerConfigError", 'secret "hub" not found'), (), True),
+        (waiting("ContainerCreating"), (), False),
+        (waiting("CrashLoopBackOff", restartCount=1, lastState={"terminated": {"exitCode": 1}}), (), False),
+        (waiting("CrashLoopBackOff", restartCount=2, lastState={"terminated": {"exitCode": 1}}), (), True),
+    ],
+)  # fmt: skip
+def test_a_pod_that_can_never_start_is_final(status: Object, events: tuple[Object, ...], is_final: bool) -> None:
+    placement = place([pod(containerStatuses=[status])], events)
+    assert (placement.state in ("queued", "broken"), placement.is_final) == (True, is_final)

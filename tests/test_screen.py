@@ -177,6 +177,21 @@ def test_a_start_on_a_terminal_is_a_bar_for_each_replica(monkeypatch: pytest.Mon
     assert "replica 0" in stream.getvalue() and "replica 1" in stream.getvalue()
 
 
+def test_a_start_names_gateway_and_controller_while_they_wait() -> None:
+    waits = Part("queued", note="Pending: 0/8 nodes have 4 cpu free")
+    parts = [waits, waits, Part("starting"), Part("running")]
+    lines, events = io.StringIO(), io.StringIO()
+    with progress.StartDisplay(lines, as_json=False) as display, progress.StartDisplay(events, as_json=True) as other:
+        for part in parts:
+            seen = msgspec.structs.replace(state(), gateway=part)
+            display.show(seen)
+            other.show(seen)
+    words = [line.partition("] ")[2] for line in lines.getvalue().splitlines()]
+    assert words == ["gateway: queued Pending: 0/8 nodes have 4 cpu free", "gateway: starting", "gateway: running"]
+    first = json.loads(events.getvalue().splitlines()[0])
+    assert first == {"event": "progress", "part": "gateway", "state": "queued", "reason": waits.note}
+
+
 def test_the_command_is_named_as_the_user_can_type_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.undo()
     penstock = tmp_path / "bin" / "penstock"

@@ -165,8 +165,13 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--engine", choices=("auto", "vllm", "llamacpp"), help="same as --set engine.kind=...")
 
 
+def add_target(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--target", metavar="NAME", help="same as --set target=NAME")
+
+
 def add_deployment(parser: argparse.ArgumentParser) -> None:
     add_source(parser)
+    add_target(parser)
     parser.add_argument("--name", type=not_empty, help="the deployment's name (default: from the model)")
     add_engine(parser)
     parser.add_argument("--replicas", type=whole(-MOST), metavar="N", help="same as --set replicas=N")
@@ -180,7 +185,8 @@ def deployment_of(options: argparse.Namespace) -> Deployment:
     from penstock.spec import reading
 
     # As JSON, which YAML reads the same way: a name such as 123 stays text.
-    fields = {"name": "name", "engine": "engine.kind", "replicas": "replicas", "port": "gateway.port"}
+    fields = {"name": "name", "target": "target", "engine": "engine.kind", "replicas": "replicas"}
+    fields |= {"port": "gateway.port"}
     values = {field: getattr(options, flag, None) for flag, field in fields.items()}
     settings = [f"{field}={json.dumps(value)}" for field, value in values.items() if value is not None] + options.set
     return _demo(settings) if options.source is None else reading.read(options.source, settings)

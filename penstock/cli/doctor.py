@@ -11,6 +11,7 @@ from penstock.errors import EXIT_OURS
 
 def register(parser: argparse.ArgumentParser) -> None:
     arguments.add_source(parser, "check this deployment on the nodes it would use")
+    arguments.add_target(parser)
     parser.add_argument("--quick", action="store_true", help="skip the all-reduce between the nodes (5 s)")
     arguments.add_json(parser)
     examples = ("penstock doctor", "penstock doctor qwen.yaml", "penstock doctor cluster.yaml --quick --json")
@@ -28,7 +29,7 @@ def _run(options: argparse.Namespace) -> int:
         if not options.json:
             print_step(f"{step} ...")
 
-    if options.source or options.set:
+    if options.source or options.set or options.target:
         findings = examine.examine(arguments.deployment_of(options), options.quick, show_step)
     else:
         findings = examine.examine_here()

@@ -197,6 +197,10 @@ def _print_prepared(prepared: Any, as_json: bool) -> int:
 
     if as_json:
         print_json(msgspec.to_builtins(prepared))
+    elif prepared.artifact.document is not None:  # alone: the next program in the pipe reads it
+        for warning in prepared.plan.warnings:
+            print_step(f"warning: {warning}")
+        print(prepared.artifact.files[prepared.artifact.document], end="")
     else:
         print(status_text.prepared_text(prepared))
     return 0

@@ -8,7 +8,7 @@ import time
 from typing import IO, Any
 
 from penstock.cli.status_text import progress_text
-from penstock.run_folder import ReplicaStatus, State
+from penstock.run_folder import Part, ReplicaStatus, State
 from penstock.wire.announcement import Progress
 
 
@@ -45,6 +45,8 @@ class StartDisplay:
 
     def show(self, state: State) -> None:
         """Show a state; called for every change."""
+        self._show_part("controller", state.controller)
+        self._show_part("gateway", state.gateway)
         for replica in state.replicas:
             if self._bars is not None:
                 self._show_bar(replica)
@@ -53,13 +55,31 @@ class StartDisplay:
             else:
                 self._show_line(replica)
 
+    def _show_part(self, name: str, part: Part) -> None:
+        """A part that its target places and that waits: its bar goes when it runs."""
+        waits = part.state in ("queued", "starting")
+        if not waits and name not in self._last and name not in self._tasks:
+            return
+        note = (part.note or "") if waits else ""
+        if self._bars is not None:
+            self._update_bar(name, part.state, note, 0.0 if waits else 1.0)
+            self._bars.update(self._tasks[name], visible=waits)
+        elif self._as_json:
+            event = {"event": "progress", "part": name, "state": part.state, "reason": note or None}
+            self._print_change(name, json.dumps(event))
+        else:
+            self._print_change(name, f"{part.state} {note}".strip(), f"{self._elapsed()} {name}: ")
+
     def _show_bar(self, replica: ReplicaStatus) -> None:
         progress = _progress(replica)
-        fields = {"state": replica.state, "words": progress_text(replica)[:80]}
-        if replica.replica not in self._tasks:
-            self._tasks[replica.replica] = self._bars.add_task(f"replica {replica.replica}", total=1.0, **fields)
         done = 1.0 if replica.state == "ready" else progress.fraction or 0.0 if progress else 0.0
-        self._bars.update(self._tasks[replica.replica], completed=done, **fields)
+        self._update_bar(f"replica {replica.replica}", replica.state, progress_text(replica), done)
+
+    def _update_bar(self, name: str, state: str, words: str, done: float) -> None:
+        fields = {"state": state, "words": words[:80]}
+        if name not in self._tasks:
+            self._tasks[name] = self._bars.add_task(name, total=1.0, **fields)
+        self._bars.update(self._tasks[name], completed=done, **fields)
 
     def _show_event(self, replica: ReplicaStatus) -> None:
         import msgspec
@@ -67,16 +87,18 @@ class StartDisplay:
         progress = _progress(replica)
         facts = msgspec.to_builtins(progress) if progress else None
         event = {"event": "progress", "replica": replica.replica, "state": replica.state, "progress": facts}
-        self._print_change(replica, json.dumps(event | {"reason": replica.reason}))
+        self._print_change(replica.replica, json.dumps(event | {"reason": replica.reason}))
 
     def _show_line(self, replica: ReplicaStatus) -> None:
-        elapsed = time.monotonic() - self._began
-        front = f"[{elapsed:5.1f} s] replica {replica.replica}: "
-        self._print_change(replica, f"{replica.state} {progress_text(replica)}".strip(), front)
+        front = f"{self._elapsed()} replica {replica.replica}: "
+        self._print_change(replica.replica, f"{replica.state} {progress_text(replica)}".strip(), front)
 
-    def _print_change(self, replica: ReplicaStatus, text: str, front: str = "") -> None:
-        if self._last.get(replica.replica) != text:
-            self._last[replica.replica] = text
+    def _elapsed(self) -> str:
+        return f"[{time.monotonic() - self._began:5.1f} s]"
+
+    def _print_change(self, key: str, text: str, front: str = "") -> None:
+        if self._last.get(key) != text:
+            self._last[key] = text
             print(front + text, file=self._stream, flush=True)
 
 

@@ -246,13 +246,13 @@ def now_state(run: Run, now: float) -> State:
         at = time.strftime("%H:%M:%S", time.localtime(known.observed_at))
         return msgspec.structs.replace(known, reason=f"{exc.message}; this is what was seen at {at}")
     last, desired = run.state(), run.desired()
-    controller = last.controller if last else Part("gone")
-    alive = _is_controlled(run, controller)
+    controller = _controller(run, last.controller if last else Part("gone"))
+    alive = controller.state == "running"
     fresh_s = _FRESH_S if controller.unit is None else _PLACED_FRESH_S
     if last is not None and alive and now - last.observed_at < fresh_s:
         return last if desired.state == "up" else msgspec.structs.replace(last, phase="stopping")
     history = History(
-        controller=msgspec.structs.replace(controller, state="running" if alive else "gone"),
+        controller=controller,
         gateway=last.gateway if last else Part("gone"),
         replicas={replica.replica: replica.restarts for replica in (last.replicas if last else ())},
         failed={replica.replica: replica for replica in (last.replicas if last else ()) if replica.state == "failed"},
@@ -264,8 +264,18 @@ def now_state(run: Run, now: float) -> State:
     return state
 
 
-def _is_controlled(run: Run, controller: Part) -> bool:
-    if controller.unit is not None:
-        placement = targets.load(run.handle().target).status(run).get(Unit("controller", controller.unit))
-        return placement is not None and placement.state == "placed"
-    return controller.process is not None and processes.is_alive(controller.process)
+def _controller(run: Run, last: Part) -> Part:
+    """The controller as it is now. A placed one runs when it has written its name; before that it waits or starts."""
+    if not run.places("controller"):
+        is_alive = last.process is not None and processes.is_alive(last.process)
+        return msgspec.structs.replace(last, state="running" if is_alive else "gone")
+    placements = targets.load(run.handle().target).status(run)
+    units = sorted((u for u, p in placements.items() if u.kind == "controller" and p.state != "gone"), key=order)
+    own = next((unit for unit in units if unit.name == last.unit), None)
+    if own is not None and placements[own].state == "placed":
+        return msgspec.structs.replace(last, state="running", note=None)
+    if not units:
+        return msgspec.structs.replace(last, state="gone", note=None)
+    newest = placements[units[-1]]
+    state: Literal["queued", "starting"] = "queued" if newest.state == "queued" else "starting"
+    return msgspec.structs.replace(last, state=state, note=newest.reason)

@@ -28,6 +28,9 @@ def unsupported(deployment: Deployment, target: Target) -> list[Problem]:
     if deployment.gateway.on == "job" and "places-gateway" not in target.capabilities:
         message = f'"job", but target {target.name} places no gateway'
         problems.append(Problem("gateway.on", message, "remove it"))
+    if deployment.cache.weights != deployment.cache.folder and not target.fetches_models:
+        message = f'"{deployment.cache.weights}", but target {target.name} takes a folder'
+        problems.append(Problem("cache.weights", message, "give the folder where models from a hub are kept"))
     if deployment.ui:
         problems.append(Problem("ui", "this version has no browser chat yet", "use: penstock chat"))
     for field in ("prometheus", "grafana"):

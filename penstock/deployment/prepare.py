@@ -166,15 +166,16 @@ def _model_elsewhere(deployment: Deployment, is_rehearsal: bool) -> facts.FactsB
     """The facts of a model that this machine need not have; None for any other.
 
     A folder is read by the first node that has it. Of a hub model that is not here, the headers are read where the
-    nodes download it, and in a rehearsal.
+    nodes download it, and in a rehearsal; what the catalogue says of it is enough where the target finds its commit.
     """
     target = targets.load(deployment.target)
-    cache = deployment.cache.weights
+    cache = deployment.cache.folder
     is_read = (target.has_own_caches or is_rehearsal) and deployment.engine.kind != "llamacpp"
     if is_read and is_of_hub(deployment.model):
         if not find_weights(deployment.model, cache, is_read=False).absent:
             return None
-        return facts.read_hub(deployment.model, Path(cache).expanduser() if cache else hub.cache(), is_rehearsal)
+        folder = Path(cache).expanduser() if cache else hub.cache()
+        return facts.read_hub(deployment.model, folder, is_rehearsal or target.fetches_models)
     is_here = not deployment.model.startswith(("/", "~")) or Path(deployment.model).expanduser().exists()
     if is_here or target.shares_files or "survey" not in target.capabilities:
         return None

@@ -264,20 +264,38 @@ def _is_gateway_lost(state: State) -> bool:
 def wait_ready(run: Run, on_state: OnState, timeout_s: float | None = None, is_ours: bool = True) -> State:
     """Block until every replica is ready. Raises EngineError for a failed start, which is ended if `is_ours`."""
 
+    refusal: PenstockError | None = None
+
     def is_over(state: State) -> bool:
+        nonlocal refusal
         is_settled = state.phase in ("ready", *_ENDED) or any(row.state == "failed" for row in state.replicas)
-        return is_settled or _is_gateway_lost(state)
+        if is_settled or _is_gateway_lost(state):
+            return True
+        refusal = _refusal(run)
+        return refusal is not None
 
     state = watch(run, on_state, is_over, timeout_s)
     if state.phase == "ready":
         return state
-    error = _start_error(run, state)
+    error = refusal or _start_error(run, state)
     if is_ours and state.phase != "down":
-        failure = msgspec.structs.replace(state, reason=state.reason or error.detail)
+        failure = msgspec.structs.replace(state, reason=state.reason or error.detail or error.message)
         # Another command that holds the lock is most likely ending it; the failure is reported in any case.
         with contextlib.suppress(UserError), run_folder.locked(run.name):
             end_run(run, now=True, on_step=None, failure=failure)
     raise error
+
+
+def _refusal(run: Run) -> PenstockError | None:
+    """Why a unit can never start, where a target says so of units that have not started: no controller would know."""
+    if not run.places("controller"):
+        return None
+    for unit, place in targets.load(run.handle().target).status(run).items():
+        if place.state in ("queued", "broken") and place.is_final:
+            name = f"replica {unit.name}" if unit.kind == "replica" else f"the {unit.kind}"
+            message = f'could not start {name} of "{run.name}": {place.reason}'
+            return PenstockError(message, hint="Correct that, and run `penstock up` again.")
+    return None
 
 
 def _start_error(run: Run, state: State) -> PenstockError:

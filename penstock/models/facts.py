@@ -119,10 +119,10 @@ def read_files(path: Path, reference: str, form: str) -> tuple[Facts, ModelFacts
     return facts, _record(facts, path, "safetensors" if shards else "none", shards)
 
 
-def read_hub(name: str, cache: Path, is_rehearsal: bool = False) -> FactsByForm | None:
+def read_hub(name: str, cache: Path, takes_main: bool = False) -> FactsByForm | None:
     """The facts of a hub repository by its headers, at the path that a download into `cache` would have: nodes read the
-    repository and its commit from it. None where only a download says all (GGUF); a rehearsal without network takes
-    what this machine knows. Raises HubError."""
+    repository and its commit from it. None where only a download says all (GGUF). With `takes_main` what this machine
+    knows without network is enough, and the revision may be "main". Raises HubError."""
     try:
         whole = read(name)
     except HubError as error:
@@ -131,7 +131,7 @@ def read_hub(name: str, cache: Path, is_rehearsal: bool = False) -> FactsByForm 
         raise
     kept = _read_kept(name)
     commit = kept.commit if kept is not None else None
-    if not is_rehearsal and (not whole.tensors or commit is None):
+    if not takes_main and (not whole.tensors or commit is None):
         return None
     path = cache / f"models--{name.replace('/', '--')}" / "snapshots" / (commit or "main")
     record = _record(whole, path, "safetensors", ())

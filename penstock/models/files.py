@@ -38,8 +38,7 @@ def locate(deployment: Deployment) -> Path:
     path = Path(deployment.model).expanduser()
     if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
         return path.resolve()
-    looks_local = deployment.model.startswith(("/", "./", "../", "~")) or deployment.model.count("/") != 1
-    if looks_local or path.exists():
+    if not hub.is_id(deployment.model) or path.exists():
         known = None if "/" in deployment.model else catalog.find(deployment.model)
         hub_id = catalog.model(known).hf_id if known else None
         raise UserError(
@@ -52,7 +51,17 @@ def locate(deployment: Deployment) -> Path:
     patterns = PATTERNS["safetensors"]
     if deployment.engine.kind == "llamacpp" or deployment.model.lower().endswith("gguf"):
         patterns = (*PATTERNS["gguf"][1:], *choose_gguf(hub.list_files(deployment.model)))
-    return hub.download(deployment.model, patterns, deployment.cache.weights)
+    return hub.download(deployment.model, patterns, deployment.cache.folder)
+
+
+def patterns_of(form: str, inside: str = "") -> tuple[str, ...]:
+    """What to fetch of a repository for a model that was planned with `inside`, a GGUF file or the first of its parts.
+
+    "q4/m-00001-of-00002.gguf" -> "q4/m-*-of-00002.gguf" and what every GGUF needs.
+    """
+    if not inside and form in PATTERNS:
+        return PATTERNS[form]
+    return (inside.replace("-00001-of-", "-*-of-"), *PATTERNS["gguf"][1:])
 
 
 def choose_gguf(names: Sequence[str]) -> list[str]:

@@ -5,13 +5,15 @@ mirror), HF_TOKEN, HF_HUB_OFFLINE, HF_HUB_CACHE and the proxies of the environme
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import os
+import re
 import socket
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from penstock import __version__
 from penstock.errors import UserError
@@ -21,6 +23,8 @@ _Answer = TypeVar("_Answer")
 _TIMEOUT_S = 10.0
 _N_TRIES = 2
 _N_AT_ONCE = 8
+# Of huggingface_hub's cache: models--Qwen--Qwen3-0.6B/snapshots/c1899de289a04d12100db370d81485cdf75e47ca/...
+_IN_CACHE = re.compile(r"(.*)/(models--[^/]+)/snapshots/([^/]+)(?:/(.+))?\Z")
 # The values that huggingface_hub takes as true (`huggingface_hub/constants.py`).
 _TRUE = ("1", "ON", "YES", "TRUE")
 # Class of huggingface_hub.errors, or HTTP status -> what is wrong, and the fix.
@@ -39,6 +43,15 @@ _REASONS: dict[str | int, tuple[str, str]] = {
     404: ("no such file or revision", "Check the name."),
     429: ("the hub answers: too many requests", "Set HF_TOKEN, or try again in some minutes."),
 }
+
+
+class InCache(NamedTuple):
+    """A path in a hub's cache: the cache's folder, the repository's folder in it, the revision, the path inside."""
+
+    cache: str
+    folder: str
+    revision: str
+    inside: str
 
 
 class HubError(UserError):
@@ -74,6 +87,17 @@ def snapshot(name: str, folder: Path | None = None) -> Path | None:
         return None
     snapshot = repository / "snapshots" / commit
     return snapshot if snapshot.is_dir() else None
+
+
+def is_id(model: str) -> bool:
+    """Whether a model's name has the form of a hub id; a folder here may still have that name. Pure."""
+    return model.count("/") == 1 and not model.startswith(("/", "./", "../", "~"))
+
+
+def in_cache(path: str) -> InCache | None:
+    """The parts of a path in a hub's cache, of this machine or another; None for any other path. Pure."""
+    match = _IN_CACHE.match(path)
+    return None if match is None else InCache(match[1], match[2], match[3], match[4] or "")
 
 
 def read_json(name: str, path: str) -> tuple[dict[str, Any], str | None]:
@@ -118,6 +142,15 @@ def download(name: str, patterns: Sequence[str], folder: str | None = None, revi
     """The repository's files that match, fetched into the cache where they are missing.  Raises HubError."""
     fetch = _library(name).snapshot_download
     return Path(_asked(name, lambda: fetch(name, revision=revision, allow_patterns=[*patterns], cache_dir=folder), 1))
+
+
+def list_sizes(name: str, patterns: Sequence[str], revision: str | None = None) -> tuple[str, dict[str, int]]:
+    """The commit of a revision, and the sizes of its files that match, in bytes.  Raises HubError."""
+    api = _library(name).HfApi(endpoint=endpoint(), library_name="penstock", library_version=__version__)
+    facts = _asked(name, lambda: api.model_info(name, revision=revision, files_metadata=True))
+    files = {file.rfilename: int(file.size or 0) for file in facts.siblings or ()}
+    wanted = {path: size for path, size in files.items() if any(fnmatch.fnmatch(path, glob) for glob in patterns)}
+    return str(facts.sha), wanted
 
 
 def list_files(name: str) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import socket
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import msgspec
 
 from penstock.errors import UserError
 from penstock.models import ModelFacts, demo, hub
-from penstock.models.files import BUNDLED, PATTERNS
+from penstock.models.files import BUNDLED, patterns_of
 from penstock.planner import Plan
 from penstock.spec.deployment import DEMO_MODEL
 
@@ -24,10 +23,10 @@ def on_this_node(plan: Plan) -> Plan:
     model = plan.model
     if model.reference == DEMO_MODEL:
         path = str(demo.gguf_file() if model.form == "gguf" else BUNDLED)
-    elif Path(model.path).exists():
+    elif "://" in model.path or Path(model.path).exists():  # the engine reads a URL itself
         return plan
-    elif _SNAPSHOT.search(model.path):
-        path = _snapshot_here(model)
+    elif place := hub.in_cache(model.path):
+        path = _snapshot_here(model, place)
     else:
         raise UserError(
             f'cannot find model "{model.reference}": there is no "{model.path}" on {socket.gethostname()}',
@@ -36,14 +35,7 @@ def on_this_node(plan: Plan) -> Plan:
     return msgspec.structs.replace(plan, model=msgspec.structs.replace(model, path=path))
 
 
-# Of huggingface_hub's cache: models--Qwen--Qwen3-0.6B/snapshots/c1899de289a04d12100db370d81485cdf75e47ca/...
-_SNAPSHOT = re.compile(r"/models--[^/]+/snapshots/([0-9a-f]{40})(/.*)?\Z")
-
-
-def _snapshot_here(model: ModelFacts) -> str:
+def _snapshot_here(model: ModelFacts, place: hub.InCache) -> str:
     """The path, in this machine's cache, of a hub model that has another path elsewhere."""
-    match = _SNAPSHOT.search(model.path)
-    assert match is not None
-    revision, inside = match.group(1), (match.group(2) or "").lstrip("/")
-    patterns = PATTERNS[model.form] if model.form in PATTERNS and not inside else (inside, *PATTERNS["gguf"][1:])
-    return str(hub.download(model.reference, patterns, revision=revision) / inside)
+    patterns = patterns_of(model.form, place.inside)
+    return str(hub.download(model.reference, patterns, revision=place.revision) / place.inside)

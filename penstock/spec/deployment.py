@@ -125,10 +125,25 @@ class Observe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     grafana: bool = False
 
 
+# cache.weights that is no folder.
+_ELSEWHERE = re.compile(r"(pvc|image):|(gs|s3)://|pod\Z")
+
+
 class Cache(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`weights`: the folder where models from a hub are kept (the hub's own cache when absent)."""
+    """`weights`: the folder where models from a hub are kept (the hub's own cache when absent).
+
+    With target kubernetes it says where the pods find the model. Absent: a claim for each model, which a Job fills from
+    the hub once (`kubernetes.storage_class`, `storage_size`, `storage_access`). `pod`: each pod's own disk, filled when
+    it starts. The others hold the model's folder and are only read: `pvc:CLAIM/PATH`, `gs://BUCKET/PATH` (Cloud Storage
+    FUSE of GKE), `s3://BUCKET/PATH` (vLLM streams it), `image:REFERENCE` (an image volume), and a folder of the nodes.
+    """
 
     weights: str | None = None
+
+    @property
+    def folder(self) -> str | None:
+        """`weights` where it is a folder of a machine."""
+        return None if self.weights is None or _ELSEWHERE.match(self.weights) else self.weights
 
 
 class Deployment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -43,10 +43,10 @@ class Placement(msgspec.Struct, frozen=True):
 
     "queued": waits for machines, until `starts_at` (Unix seconds) as the target estimates. "placed": on all its nodes.
     "broken": some nodes are gone; `place` brings them back, or with `is_repaired_by_target` the target does. "gone":
-    nothing of it runs. `is_final`: its owner ended it, so it is not placed again. `ends_at`: when its machines are
-    taken away; `lead_s`: so long before that its successor starts (None: as long as starts take). `placed_at`: since
-    when it is "placed", where the target learns late of a lost machine: a unit that then stops announcing gets a
-    successor. `where`: its machines, for people.
+    nothing of it runs. `is_final`: its owner ended it, so it is not placed again; of one that is queued or broken: it
+    can never start as it is. `ends_at`: when its machines are taken away; `lead_s`: so long before that its successor
+    starts (None: as long as starts take). `placed_at`: since when it is "placed", where the target learns late of a
+    lost machine: a unit that then stops announcing gets a successor. `where`: its machines, for people.
     """
 
     state: Literal["queued", "placed", "broken", "gone"]
@@ -101,8 +101,9 @@ class Facts:
     """What is true of a target without asking it.
 
     `listen`: where engines listen. `is_this_machine`: replicas run on the machine of `up`. `shares_files`: nodes see
-    this machine's folders. `has_own_caches`: nodes download hub models themselves. `is_elastic`: each replica gets its
-    own machines. `executor`: what starts vLLM's ranks on several nodes where the file leaves it open.
+    this machine's folders. `has_own_caches`: nodes download hub models themselves; with `fetches_models` by
+    `cache.weights` in the target's own words, also in a revision that this machine does not know. `is_elastic`: each
+    replica gets its own machines. `executor`: what starts vLLM's ranks on several nodes where the file leaves it open.
     """
 
     name: ClassVar[str]
@@ -111,6 +112,7 @@ class Facts:
     is_this_machine: ClassVar[bool] = False
     shares_files: ClassVar[bool] = False
     has_own_caches: ClassVar[bool] = False
+    fetches_models: ClassVar[bool] = False
     is_elastic: ClassVar[bool] = False
     executor: ClassVar[Literal["auto", "mp"]] = "auto"
 

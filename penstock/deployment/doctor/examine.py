@@ -64,7 +64,7 @@ def examine(deployment: Deployment, is_quick: bool = False, on_step: OnStep | No
     """
     say = on_step or (lambda _: None)
     target = targets.load(deployment.target)
-    cache = ["--cache", deployment.cache.weights] if deployment.cache.weights else []
+    cache = ["--cache", deployment.cache.folder] if deployment.cache.folder else []
     argv = ["-m", _MACHINE_CHECK, "--model", deployment.model, *cache]
     say("surveying the nodes, and looking up the model")
     with ThreadPoolExecutor(3) as pool:

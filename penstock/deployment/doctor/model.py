@@ -42,7 +42,7 @@ def check_model(deployment: Deployment) -> ModelCheck:
 
 def _of_hub(deployment: Deployment) -> ModelCheck:
     model = deployment.model
-    here = find_weights(model, deployment.cache.weights, is_read=False)
+    here = find_weights(model, deployment.cache.folder, is_read=False)
     is_absent = bool(here.absent)
     if not is_absent:
         finding = Finding("model", "ok", f"{model}: {show_bytes(here.n_bytes)} in the hub's cache on this machine")

@@ -124,8 +124,7 @@ def this_check(model: str | None, cache: str | None) -> NodeCheck:
 
 def is_of_hub(model: str) -> bool:
     """Whether a model is a hub id, and no folder here has that name."""
-    looks_local = model.startswith(("/", "./", "../", "~")) or model.count("/") != 1
-    return not looks_local and not Path(model).exists()
+    return hub.is_id(model) and not Path(model).exists()
 
 
 def find_weights(model: str, cache: str | None, is_read: bool = True) -> Weights:

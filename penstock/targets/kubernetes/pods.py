@@ -37,6 +37,8 @@ _ENVIRONMENT = {
 _SECRET_NAME = re.compile(
     r"(?:^|_)(?:TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY)(?:_|$)"
 )
+# A container that fails leaves the end of its log in its status, from where `status` tells it.
+_LAST_LINES = "FallbackToLogsOnError"
 _PREPARE_NEEDS = {"cpu": "500m", "memory": "512Mi"}
 
 
@@ -60,6 +62,7 @@ class Pod(msgspec.Struct, frozen=True):
     mounts: tuple[Object, ...] = ()
     ports: dict[str, int] = {}
     readiness: Object | None = None
+    init: tuple[Object, ...] = ()
     service_account: str | None = None
     has_token: bool = False
     spec: Object = {}
@@ -82,7 +85,7 @@ def pod_template(deployment: Deployment, pod: Pod) -> Object:
             "fsGroupChangePolicy": "OnRootMismatch",
             "seccompProfile": {"type": "RuntimeDefault"},
         },
-        "initContainers": [_prepare(deployment, pod)],
+        "initContainers": [_prepare(deployment, pod), *pod.init],
         "containers": [_container(pod)],
         "volumes": [*_volumes(deployment, pod), *pod.volumes],
         "imagePullSecrets": [{"name": secret} for secret in block.image_pull_secrets],
@@ -104,31 +107,40 @@ def _container(pod: Pod) -> Object:
         "ports": [{"name": name, "containerPort": port} for name, port in pod.ports.items()],
         "resources": {"requests": pod.resources, "limits": pod.resources},
         "readinessProbe": pod.readiness,
+        "terminationMessagePolicy": _LAST_LINES,
         "securityContext": _SECURITY,
         "volumeMounts": [_mount("home", HOME), _mount("tmp", "/tmp"), *pod.mounts],
     })  # fmt: skip
 
 
-def _prepare(deployment: Deployment, pod: Pod) -> Object:
-    """The init container: the same image, so that one without what penstock needs fails here, in seconds."""
-    code, run_path = objects.ARCHIVE, objects.run_path(deployment)
-    folders = [objects.CONFIG_FOLDER, objects.SECRET_FOLDER]
-    words = [f"{code}/{archive.SCRIPT}", f"{code}/{archive.ZIP}", CODE, run_path, *folders]
+def init_container(
+    name: str,
+    image: str,
+    argv: Sequence[str],
+    needs: Mapping[str, str],
+    env: Sequence[Object],
+    mounts: Sequence[Object],
+) -> Object:
+    """A container that ends before the pod's own starts. `argv` follows `python3`."""
     return {
-        "name": "prepare",
-        "image": pod.image,
-        "command": ["python3", *words],
-        "env": plain_env(_ENVIRONMENT),
-        "resources": {"requests": _PREPARE_NEEDS, "limits": _PREPARE_NEEDS},
+        "name": name,
+        "image": image,
+        "command": ["python3", *argv],
+        "env": [*plain_env(_ENVIRONMENT), *env],
+        "resources": {"requests": dict(needs), "limits": dict(needs)},
+        "terminationMessagePolicy": _LAST_LINES,
         "securityContext": _SECURITY,
-        "volumeMounts": [
-            _mount("home", HOME),
-            _mount("tmp", "/tmp"),
-            _mount("code", code) | {"readOnly": True},
-            _mount("config", objects.CONFIG_FOLDER) | {"readOnly": True},
-            _mount("secret", objects.SECRET_FOLDER) | {"readOnly": True},
-        ],
+        "volumeMounts": [_mount("home", HOME), _mount("tmp", "/tmp"), *mounts],
     }
+
+
+def _prepare(deployment: Deployment, pod: Pod) -> Object:
+    """The first init container: the same image, so that one without what penstock needs fails here, in seconds."""
+    code, run_path = objects.ARCHIVE, objects.run_path(deployment)
+    folders = {"config": objects.CONFIG_FOLDER, "secret": objects.SECRET_FOLDER} if pod.config_maps else {}
+    words = [f"{code}/{archive.SCRIPT}", f"{code}/{archive.ZIP}", CODE, run_path, *folders.values()]
+    mounts = [_mount(volume, path) | {"readOnly": True} for volume, path in ({"code": code} | folders).items()]
+    return init_container("prepare", pod.image, words, _PREPARE_NEEDS, (), mounts)
 
 
 _SECURITY: Object = {
@@ -141,10 +153,15 @@ _SECURITY: Object = {
 def _volumes(deployment: Deployment, pod: Pod) -> list[Object]:
     code = archive.config_map_name(deployment.name, archive.archive())
     sources = [{"configMap": {"name": name}} for name in pod.config_maps]
-    return [
+    own: list[Object] = [
         {"name": "home", "emptyDir": {}},
         {"name": "tmp", "emptyDir": {}},
         {"name": "code", "configMap": {"name": code}},
+    ]
+    if not sources:
+        return own
+    return [
+        *own,
         {"name": "config", "projected": {"sources": sources}},
         # With fsGroup the kubelet gives a secret's files to the group, so the group must be able to read them.
         {"name": "secret", "secret": {"secretName": objects.secrets(deployment.name), "defaultMode": 0o440}},

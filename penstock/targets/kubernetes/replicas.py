@@ -42,12 +42,14 @@ _END_S, _KILL_MARGIN_S = 20.0, 10.0
 
 
 class Storage(msgspec.Struct, frozen=True):
-    """Where a replica's pods have the weights. `disk_bytes`: what is downloaded into an emptyDir."""
+    """Where a replica's pods have the weights. `init`: containers that fetch them, or wait for them. `disk_bytes`: what
+    is downloaded into an emptyDir."""
 
     volumes: tuple[Object, ...] = ()
     mounts: tuple[Object, ...] = ()
     env: tuple[Object, ...] = ()
     annotations: dict[str, str] = {}
+    init: tuple[Object, ...] = ()
     disk_bytes: int = 0
 
 
@@ -202,6 +204,7 @@ def _template(launch: Launch, deployment: Deployment, storage: Storage, revision
         ports={"http": objects.ENGINE_PORT},
         # Ranks behind the first listen nowhere, so the probe reads the file that every node writes.
         readiness={"exec": {"command": ["test", "-e", objects.READY_FILE]}, "periodSeconds": 2},
+        init=storage.init,
         service_account=block.service_account,
         spec=_scheduling(deployment, plan),
     )
@@ -223,10 +226,11 @@ def resources(deployment: Deployment, plan: Plan, storage: Storage = NO_STORAGE)
     block, n_ranks = block_of(deployment), plan.ranks_each
     is_cuda = plan.device == "cuda"
     if is_cuda:
-        n_cpus, n_bytes = _CPUS_PER_RANK * n_ranks, _NODE_BYTES + _RANK_BYTES * n_ranks
+        n_cpus, n_bytes = gpu_needs(n_ranks)
     else:
-        n_cpus, n_bytes = plan.n_threads, -(-plan.need.total_bytes * 5 // 4 // plan.n_nodes) + _CPU_SPARE_BYTES
-    memory = f"{-(-(n_bytes + _shm_bytes(plan)) // MIB)}Mi"
+        n_cpus = plan.n_threads
+        n_bytes = -(-plan.need.total_bytes * 5 // 4 // plan.n_nodes) + _CPU_SPARE_BYTES + _shm_bytes(plan)
+    memory = f"{-(-n_bytes // MIB)}Mi"
     return {
         "cpu": str(block.cpus_per_node or n_cpus),
         "memory": block.memory or memory,
@@ -237,6 +241,11 @@ def resources(deployment: Deployment, plan: Plan, storage: Storage = NO_STORAGE)
         ),
         **({gpus.RESOURCE: str(n_ranks)} if is_cuda else {}),
     }
+
+
+def gpu_needs(n_ranks: int) -> tuple[int, int]:
+    """CPUs and bytes of memory that a pod with so many GPUs requests, where the file does not say."""
+    return _CPUS_PER_RANK * n_ranks, _NODE_BYTES + _SHM_NODE_BYTES + (_RANK_BYTES + _SHM_RANK_BYTES) * n_ranks
 
 
 def _shm_bytes(plan: Plan) -> int:

@@ -27,6 +27,12 @@ _NO_IMAGE = frozenset({
     "ErrImagePull", "ImagePullBackOff", "ImageInspectError", "ErrImageNeverPull", "RegistryUnavailable",
     "InvalidImageName", "SignatureValidationFailed",
 })  # fmt: skip
+_WRONG = frozenset({"InvalidImageName", "ErrImageNeverPull", "CreateContainerConfigError"})
+# What registries say of an image that is not there, or not for us; all else may pass.
+_NO_SUCH_IMAGE = re.compile(
+    r"not found|manifest unknown|does not exist|unauthorized|denied|authorization failed|40[134]\b", re.IGNORECASE
+)
+_STARTS = 3  # a container that failed so often before its pod ever ran will not run
 _STARTING = frozenset({"ContainerCreating", "PodInitializing", ""})
 # Of status.reason of a failed pod: https://kubernetes.io/docs/concepts/scheduling-eviction/node-pressure-eviction/
 _FAILED = {
@@ -107,9 +113,10 @@ def placement_of_replica(
         ends_at, lead_s = (now, _LEAD_S) if is_old else (None, None)
         return Placement("placed", reason, ends_at=ends_at, lead_s=lead_s, placed_at=placed_at, where=where)
     reason = summary(pods, events, now) or _refused(set_, events) or _missing(set_, len(pods), n_nodes)
+    is_final = any(_never_starts(pod, _of(pod, events)) for pod in pods)
     if any(map(_has_ended, pods)) or (running and (len(pods) < n_nodes or _is_replaced(pods))):
-        return Placement("broken", reason, is_repaired_by_target=True, where=where)
-    return Placement("queued", reason, where=where)
+        return Placement("broken", reason, is_final, is_repaired_by_target=True, where=where)
+    return Placement("queued", reason, is_final, where=where)
 
 
 def placement_of_deployment(
@@ -128,7 +135,9 @@ def placement_of_deployment(
     failure = _condition(deployment_, "ReplicaFailure")
     refused = _created_words(failure.get("message", "")) if failure.get("status") == "True" else None
     reason = refused or summary(current, events, now) or ("is not ready yet" if current else "has no pod yet")
-    return Placement("queued", reason, where=where)
+    return Placement(
+        "queued", reason, is_final=any(_never_starts(pod, _of(pod, events)) for pod in current), where=where
+    )
 
 
 def is_lost(pod: Object, now: float, events: Sequence[Object] = (), lost_nodes: frozenset[str] = frozenset()) -> bool:
@@ -198,6 +207,22 @@ def _why_container(container: Object, spec: Object, events: Sequence[Object]) ->
     if name == _WEIGHTS and "running" in state:
         return 1, "waits for the weights"
     return 0, None
+
+
+def _never_starts(pod: Object, events: Sequence[Object]) -> bool:
+    """Whether the kubelet's next tries must fail as this one did: the pod itself, or what it names, is wrong."""
+    for container in _containers(pod.get("status", {}), "initContainerStatuses", "containerStatuses"):
+        waiting = container.get("state", {}).get("waiting", {})
+        reason, message = waiting.get("reason", ""), waiting.get("message", "")
+        has_failed = waiting and container.get("lastState", {}).get("terminated", {}).get("exitCode", 0) != 0
+        if reason in _WRONG:
+            return True
+        if reason in _NO_IMAGE:
+            words = _image_words(container, reason, message, events)
+            return _NO_SUCH_IMAGE.search(words.partition(": ")[2]) is not None
+        if has_failed and container.get("restartCount", 0) >= (1 if container["name"] == _PREPARE else _STARTS - 1):
+            return True
+    return False
 
 
 def ended_in_words(terminated: Object, spec: Object) -> str:

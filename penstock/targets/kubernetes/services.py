@@ -1,0 +1,233 @@
+"""The gateway's and the controller's objects, and the anchor that all others belong to. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+import msgspec
+
+from penstock.planner import Plan
+from penstock.spec.deployment import Deployment
+from penstock.targets.kubernetes import monitoring, objects, pods, traffic
+from penstock.targets.kubernetes.objects import ADMIN_PORT, GATEWAY_PORT, STORE_FOLDER, Object, block_of, build
+from penstock.targets.kubernetes.pods import Pod
+from penstock.text import MIB
+
+TLS_FOLDER = "/etc/penstock/tls"
+_UNIT = ("-m", "penstock.deployment.placed_unit")
+# Between SIGTERM and the end of its drain a gateway accepts no connection; every node of the cluster must have heard by
+# then that this pod gets none. https://kubernetes.io/docs/concepts/workloads/pods/pod-lifecycle/#pod-termination-flow
+_LEAVE_S = 5
+_EXIT_S = 30  # to cut what did not end within drain_s, and to write the ledger
+# A Python process with 60 MiB, and per worker the bodies of requests that wait (gateway.queue.body_bytes).
+_WORKER_MIB, _WORKER_CPU = 512, 500
+_CONTROLLER = {"cpu": "100m", "memory": "256Mi"}
+_CONTROLLER_LIMITS = {"memory": "512Mi"}
+# A lost node: both go elsewhere after half a minute, where pods wait five by default.
+_TOLERATIONS = [
+    {"key": f"node.kubernetes.io/{state}", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 30}
+    for state in ("not-ready", "unreachable")
+]
+_HOST, _ZONE = "kubernetes.io/hostname", "topology.kubernetes.io/zone"
+
+
+def anchor(deployment: Deployment, data: Mapping[str, str]) -> Object:
+    """The ConfigMap that owns all other objects of a deployment; `data` is read by gateway and controller."""
+    return build("v1/ConfigMap", objects.anchor(deployment.name), deployment, data=dict(data))
+
+
+def gateway(deployment: Deployment, plan: Plan, monitors: monitoring.Kinds = "none") -> list[Object]:
+    """The gateway's pods, the Services by which clients and nodes reach them, the claim of their keys and usage."""
+    block, name = block_of(deployment), deployment.name
+    pods_of = objects.labels(name, "gateway")
+    spec = {
+        "replicas": block.gateways,
+        "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}},
+        "selector": {"matchLabels": pods_of},
+        "template": _gateway_template(deployment, plan, monitors),
+    }
+    entries = [
+        _service(deployment, objects.gateway(name), {"ports": [traffic.service_port(deployment)]}),
+        _service(
+            deployment,
+            objects.gateway_pods(name),
+            # Nodes must reach a gateway that is not ready: it becomes so when it listens, with or without a replica.
+            {"clusterIP": "None", "publishNotReadyAddresses": True, "ports": [_port("admin", ADMIN_PORT)]},
+        ),
+        build("apps/v1/Deployment", objects.gateway(name), deployment, "gateway", spec=spec),
+    ]
+    if not traffic.has_postgres(deployment):
+        claim = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "1Gi"}}}
+        entries.insert(0, build("v1/PersistentVolumeClaim", objects.store(name), deployment, "gateway", spec=claim))
+    if block.gateways > 1:
+        budget = {"maxUnavailable": 1, "selector": {"matchLabels": pods_of}}
+        kind = "policy/v1/PodDisruptionBudget"
+        entries.append(build(kind, objects.gateway(name), deployment, "gateway", spec=budget))
+    return entries
+
+
+def controller(deployment: Deployment, plan: Plan, namespace: str | None = None) -> list[Object]:
+    """The controller's pod and its rights. `namespace`: where it is applied; that of the file, or "default"."""
+    name = objects.controller(deployment.name)
+    spec = {
+        "replicas": 1,
+        "strategy": {"type": "Recreate"},  # two would place the same replicas
+        "selector": {"matchLabels": objects.labels(deployment.name, "controller")},
+        "template": _controller_template(deployment, plan),
+    }
+    group = "rbac.authorization.k8s.io"
+    subject = {"kind": "ServiceAccount", "name": name, "namespace": _namespace(deployment, namespace)}
+    role = {"apiGroup": group, "kind": "Role", "name": name}
+    return [
+        build("v1/ServiceAccount", name, deployment, "controller"),
+        build(f"{group}/v1/Role", name, deployment, "controller", rules=rules(deployment)),
+        build(f"{group}/v1/RoleBinding", name, deployment, "controller", roleRef=role, subjects=[subject]),
+        build("apps/v1/Deployment", name, deployment, "controller", spec=spec),
+    ]
+
+
+def rules(deployment: Deployment) -> list[Object]:
+    """What the controller may do in its namespace: place and end replicas, see their pods, keep its state.
+
+    No Secrets, no Nodes: nodes are no part of a namespace, so a lost one shows only in its pods (Ready is False, and
+    the event NodeNotReady), which is enough to replace them.
+    """
+    change = ["get", "list", "create", "patch", "delete"]
+    sets = ("leaderworkerset.x-k8s.io", "leaderworkersets") if _is_lws(deployment) else ("apps", "statefulsets")
+    return [
+        _rule(*sets, change),
+        _rule("apps", "deployments", ["get", "list", "patch"]),
+        _rule("", "configmaps", change),
+        _rule("", "pods", ["get", "list", "delete"]),
+        _rule("", "pods/log", ["get"]),
+        _rule("", "events", ["list"]),
+        _rule("", "services", ["get", "list"]),
+    ]
+
+
+def _rule(group: str, resource: str, verbs: list[str]) -> Object:
+    return {"apiGroups": [group], "resources": [resource], "verbs": verbs}
+
+
+def _is_lws(deployment: Deployment) -> bool:
+    return block_of(deployment).shape == "lws"
+
+
+def _namespace(deployment: Deployment, namespace: str | None) -> str:
+    return namespace or block_of(deployment).namespace or "default"
+
+
+def _service(deployment: Deployment, name: str, spec: Object) -> Object:
+    spec = {"type": "ClusterIP", "selector": objects.labels(deployment.name, "gateway")} | spec
+    return build("v1/Service", name, deployment, "gateway", spec=spec)
+
+
+def _port(name: str, port: int) -> Object:
+    return {"name": name, "port": port, "targetPort": name}
+
+
+# ---- pods ------------------------------------------------------------------------------------------------------------
+
+
+def _gateway_template(deployment: Deployment, plan: Plan, monitors: monitoring.Kinds) -> Object:
+    spec = deployment.gateway
+    words = ["gateway", objects.run_path(deployment), "--listen", f"0.0.0.0:{GATEWAY_PORT}"]
+    words += ["--admin", f"0.0.0.0:{ADMIN_PORT}", "--store", f"{STORE_FOLDER}/store.sqlite"]
+    words += ["--tls", TLS_FOLDER] if traffic.has_tls_in_pod(deployment) else []
+    scheme = "HTTPS" if traffic.has_tls_in_pod(deployment) else "HTTP"
+    volumes = _gateway_volumes(deployment)
+    pod = Pod(
+        component="gateway",
+        container="gateway",
+        image=_image(deployment, plan),
+        argv=(*_UNIT, *words),
+        config_maps=(objects.anchor(deployment.name),),
+        resources={"cpu": f"{_WORKER_CPU * spec.workers}m", "memory": f"{_WORKER_MIB * spec.workers}Mi"},
+        grace_s=_LEAVE_S + spec.drain_s + _EXIT_S,
+        annotations=_config(deployment, plan) | monitoring.scrape_annotations(monitors),
+        env=_gateway_env(deployment),
+        volumes=tuple(volume for volume, _ in volumes),
+        mounts=tuple(mount for _, mount in volumes),
+        ports={"http": GATEWAY_PORT, "admin": ADMIN_PORT},
+        readiness={"httpGet": {"path": "/health", "port": "http", "scheme": scheme}, "periodSeconds": 2},
+        spec=_gateway_place(deployment),
+    )
+    template = _with_tolerations(pods.pod_template(deployment, pod))
+    [container] = template["spec"]["containers"]
+    container["lifecycle"] = {
+        "preStop": {"exec": {"command": ["python3", "-c", f"import time; time.sleep({_LEAVE_S})"]}}
+    }
+    # No limit of CPUs: throttled in the middle of a burst, every stream would stall.
+    most_mib = spec.workers * (_WORKER_MIB + -(-spec.queue.body_bytes // MIB))
+    container["resources"]["limits"] = {"memory": f"{most_mib}Mi"}
+    return template
+
+
+def _gateway_env(deployment: Deployment) -> tuple[Object, ...]:
+    """https://www.postgresql.org/docs/current/libpq-envars.html"""
+    secret = block_of(deployment).postgres_secret
+    if secret is None:
+        return ()
+    reference = {"secretKeyRef": {"name": secret, "key": "password"}}
+    return ({"name": "PGPASSWORD", "valueFrom": reference},)
+
+
+def _gateway_volumes(deployment: Deployment) -> list[tuple[Object, Object]]:
+    """Volumes with their mounts."""
+    volumes: list[tuple[Object, Object]] = []
+    if not traffic.has_postgres(deployment):
+        claim = {"claimName": objects.store(deployment.name)}
+        store = {"name": "store", "persistentVolumeClaim": claim}
+        volumes.append((store, {"name": "store", "mountPath": STORE_FOLDER}))
+    if traffic.has_tls_in_pod(deployment):
+        secret = {"secretName": block_of(deployment).tls_secret, "defaultMode": 0o440}
+        volumes.append(({"name": "tls", "secret": secret}, {"name": "tls", "mountPath": TLS_FOLDER, "readOnly": True}))
+    return volumes
+
+
+def _gateway_place(deployment: Deployment) -> Object:
+    """Where the pods go: over zones and hosts; with a claim that one node mounts, a successor next to its
+    predecessor, also because SQLite's write-ahead log is for processes of one machine."""
+    selector = objects.labels(deployment.name, "gateway")
+    if traffic.has_postgres(deployment):
+        several = block_of(deployment).gateways > 1
+        return {"topologySpreadConstraints": pods.spread(selector, (_ZONE, _HOST))} if several else {}
+    term = pods.same_hosts(selector, _HOST)
+    return {"affinity": {"podAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [term]}}}
+
+
+def _controller_template(deployment: Deployment, plan: Plan) -> Object:
+    name = deployment.name
+    words = ["controller", objects.run_path(deployment), "--unit", "0"]
+    words += ["--listen", f"{objects.gateway(name)}:{deployment.gateway.port}"]
+    words += ["--admin", f"{objects.gateway_pods(name)}:{ADMIN_PORT}"]
+    pod = Pod(
+        component="controller",
+        container="controller",
+        image=_image(deployment, plan),
+        argv=(*_UNIT, *words),
+        config_maps=(objects.anchor(name),),
+        resources=_CONTROLLER,
+        grace_s=_EXIT_S,
+        annotations=_config(deployment, plan),
+        service_account=objects.controller(name),
+        has_token=True,
+    )
+    template = _with_tolerations(pods.pod_template(deployment, pod))
+    template["spec"]["containers"][0]["resources"]["limits"] = _CONTROLLER_LIMITS
+    return template
+
+
+def _with_tolerations(template: Object) -> Object:
+    template["spec"]["tolerations"] = [*template["spec"].get("tolerations", []), *_TOLERATIONS]
+    return template
+
+
+def _image(deployment: Deployment, plan: Plan) -> str:
+    return block_of(deployment).gateway_image or pods.image(deployment, plan)
+
+
+def _config(deployment: Deployment, plan: Plan) -> dict[str, str]:
+    """A hash of what the pods read, which they do once: another one is another template, so the pods are replaced."""
+    return {objects.CONFIG: hashlib.sha256(msgspec.json.encode((deployment, plan))).hexdigest()[:16]}

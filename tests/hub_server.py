@@ -1,0 +1,93 @@
+"""A model hub on loopback, with as much of its protocol as a download of whole files needs."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+COMMIT = "c1899de289a04d12100db370d81485cdf75e47ca"
+
+
+class HubServer(ThreadingHTTPServer):
+    """One repository, `files` by name. `asked`: methods and paths. `cut`: a file of which only so many bytes come."""
+
+    daemon_threads = True
+
+    def __init__(self, name: str, files: dict[str, bytes], address: str = "127.0.0.1") -> None:
+        super().__init__((address, 0), _Handler)
+        self.name, self.files, self.address = name, files, address
+        self.asked: list[str] = []
+        self.cut: dict[str, int] = {}
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.address}:{self.server_address[1]}"
+
+    @property
+    def downloads(self) -> list[str]:
+        return sorted(
+            words.rpartition("/")[2] for words in self.asked if words.startswith("GET") and "resolve" in words
+        )
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: HubServer
+
+    def do_HEAD(self) -> None:
+        self._reply()
+
+    def do_GET(self) -> None:
+        self._reply()
+
+    def _reply(self) -> None:
+        hub, path = self.server, self.path.partition("?")[0].lstrip("/")
+        hub.asked.append(f"{self.command} {path}")
+        api = f"api/models/{hub.name}"
+        if path in (f"{api}/revision/main", f"{api}/revision/{COMMIT}"):
+            siblings = [{"rfilename": name, "size": len(body)} for name, body in hub.files.items()]
+            return self._json({"id": hub.name, "modelId": hub.name, "sha": COMMIT, "siblings": siblings})
+        if path == f"{api}/tree/{COMMIT}":
+            rows = [
+                {"type": "file", "path": name, "size": len(body), "oid": hashlib.sha1(body).hexdigest()}
+                for name, body in hub.files.items()
+            ]
+            return self._json(rows)
+        for revision in ("main", COMMIT):
+            name = path.removeprefix(f"{hub.name}/resolve/{revision}/")
+            if name != path and name in hub.files:
+                body = hub.files[name]
+                headers = {"ETag": f'"{hashlib.sha1(body).hexdigest()}"', "X-Repo-Commit": COMMIT}
+                return self._send(200, body, headers, hub.cut.get(name))
+        return self._send(404, b"", {"X-Error-Code": "EntryNotFound"})
+
+    def _json(self, value: object) -> None:
+        self._send(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
+
+    def _send(self, status: int, body: bytes, headers: dict[str, str], cut: int | None = None) -> None:
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body if cut is None else body[:cut])
+        if cut is not None:
+            self.close_connection = True
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def serving(name: str, files: dict[str, bytes], address: str = "127.0.0.1") -> Iterator[HubServer]:
+    with HubServer(name, files, address) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()

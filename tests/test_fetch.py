@@ -1,0 +1,149 @@
+"""The program that fetches a hub model into a volume, against a hub on loopback."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import huggingface_hub.constants
+import huggingface_hub.file_download as file_download
+import pytest
+from hub_server import COMMIT, HubServer, serving
+
+from penstock.errors import PenstockError, UserError
+from penstock.models import fetch, files, hub
+
+NAME = "org/tiny"
+FILES = {"config.json": b"{}", "tokenizer.json": b"{    }", "a.safetensors": b"a" * 100, "b.safetensors": b"b" * 50}
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    for name in ("HF_TOKEN", "HF_HUB_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(file_download, "time", SimpleNamespace(sleep=lambda _: None, time=time.time))
+    with serving(NAME, FILES | {"README.md": b"#", "original/x.pth": b"x"}) as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        # The package reads the variable when it is imported.
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.url)
+        monkeypatch.setattr(
+            huggingface_hub.constants,
+            "HUGGINGFACE_CO_URL_TEMPLATE",
+            f"{server.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}",
+        )
+        yield server
+
+
+def path_in(volume: Path, revision: str = "main") -> str:
+    return f"{volume}/models--org--tiny/snapshots/{revision}"
+
+
+def test_a_model_is_fetched_once_and_is_whole_when_the_marker_is_there(served: HubServer, tmp_path: Path) -> None:
+    lines: list[str] = []
+    assert fetch.fetch(NAME, path_in(tmp_path), "safetensors", lines.append) == COMMIT
+    folder = Path(path_in(tmp_path))
+    assert {path.name for path in folder.iterdir()} == {*FILES, fetch.MARKER}
+    assert all((folder / name).read_bytes() == body for name, body in FILES.items())
+    assert (folder / fetch.MARKER).read_text() == f"{COMMIT}\n"
+    assert lines[-1].startswith("weights complete: weights 4/4 files, 0.0 GB of 0.0 GB, commit c1899de")
+    n_asked = len(served.asked)
+    for path in (path_in(tmp_path), path_in(tmp_path, COMMIT)):
+        assert fetch.fetch(NAME, path, "safetensors", lines.append) == COMMIT
+    assert lines[-1] == "weights complete: fetched before" and len(served.asked) == n_asked
+
+
+def test_what_is_there_already_is_not_fetched_again(served: HubServer, tmp_path: Path) -> None:
+    fetch.fetch(NAME, path_in(tmp_path, COMMIT), "safetensors", lambda _: None)
+    (Path(path_in(tmp_path, COMMIT)) / fetch.MARKER).unlink()
+    served.asked.clear()
+    fetch.fetch(NAME, path_in(tmp_path, COMMIT), "safetensors", lambda _: None)
+    assert served.downloads == []
+    assert Path(path_in(tmp_path, COMMIT), fetch.MARKER).is_file()
+
+
+def test_a_download_that_breaks_off_leaves_no_marker_and_is_resumed(served: HubServer, tmp_path: Path) -> None:
+    served.cut["a.safetensors"] = 10
+    with pytest.raises(PenstockError):
+        fetch.fetch(NAME, path_in(tmp_path), "safetensors", lambda _: None)
+    assert not Path(path_in(tmp_path)).exists()
+    served.cut.clear()
+    fetch.fetch(NAME, path_in(tmp_path), "safetensors", lambda _: None)
+    assert Path(path_in(tmp_path), fetch.MARKER).is_file()
+
+
+def test_a_file_of_another_size_is_refused_and_dropped(served: HubServer, tmp_path: Path) -> None:
+    fetch.fetch(NAME, path_in(tmp_path, COMMIT), "safetensors", lambda _: None)
+    broken = Path(path_in(tmp_path, COMMIT), "config.json")
+    Path(broken.parent, fetch.MARKER).unlink()
+    broken.resolve().write_bytes(b"{")
+    with pytest.raises(PenstockError, match='of model "org/tiny": it has 1 bytes, and the hub 2') as caught:
+        fetch.fetch(NAME, path_in(tmp_path, COMMIT), "safetensors", lambda _: None)
+    assert caught.value.is_retryable and not broken.exists(), "the next try fetches it"
+
+
+def test_a_full_volume_and_a_repository_without_weights_are_refused(
+    served: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UserError, match="has no file of its weights"):
+        fetch.fetch(NAME, path_in(tmp_path), "gguf", lambda _: None)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+    with pytest.raises(UserError, match=r"GB are missing, and the volume has 0\.0 GB"):
+        fetch.fetch(NAME, path_in(tmp_path), "safetensors", lambda _: None)
+    with pytest.raises(UserError, match="not a path in a hub's cache"):
+        fetch.fetch(NAME, "/models", "safetensors", lambda _: None)
+
+
+def test_progress_is_in_files_and_decimal_gigabytes() -> None:
+    sizes = {f"{number}": 10**9 for number in range(30)}
+    assert fetch.progress_line(17, 30, 12_300_000_000, sizes) == "weights 17/30 files, 12.3 GB of 30.0 GB"
+
+
+def test_the_one_that_waits_ends_when_the_marker_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(path_in(tmp_path))
+
+    def complete(_: float) -> None:
+        folder.mkdir(parents=True)
+        (folder / fetch.MARKER).touch()
+
+    monkeypatch.setattr(fetch, "time", SimpleNamespace(sleep=complete))
+    assert fetch.main([NAME, path_in(tmp_path), "safetensors", "--wait"]) == 0
+    assert capsys.readouterr().out.splitlines() == ["waiting for weights, 0.0 GB so far", "weights complete"]
+    assert fetch.main([NAME, "/models", "safetensors"]) == 2
+    assert "penstock: cannot fetch a model" in capsys.readouterr().out
+
+
+def test_all_parts_of_a_gguf_are_fetched() -> None:
+    assert files.patterns_of("gguf", "q4/m-00001-of-00002.gguf")[0] == "q4/m-*-of-00002.gguf"
+    assert files.patterns_of("gguf") == files.PATTERNS["gguf"]
+
+
+def test_the_parts_of_a_path_in_a_cache() -> None:
+    place = hub.in_cache("/models/models--a--b/snapshots/main/q4/x.gguf")
+    assert place == ("/models", "models--a--b", "main", "q4/x.gguf")
+    assert hub.in_cache("/models") is None
+
+
+@pytest.mark.processes
+def test_one_process_fetches_the_bundled_model_and_another_waits_for_it(tmp_path: Path) -> None:
+    bodies = {path.name: path.read_bytes() for path in files.BUNDLED.iterdir() if path.is_file()}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    with serving(NAME, bodies) as server:
+        environment |= {"HF_ENDPOINT": server.url, "NO_PROXY": "127.0.0.1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+        argv = [sys.executable, "-m", "penstock.models.fetch", NAME, path_in(tmp_path), "safetensors"]
+        waiting = subprocess.Popen([*argv, "--wait"], stdout=subprocess.PIPE, text=True)
+        done = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert waiting.communicate(timeout=30)[0].endswith("weights complete\n")
+        n_asked = len(server.asked)
+        again = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=60, check=False)
+        assert again.stdout == "weights complete: fetched before\n" and len(server.asked) == n_asked
+    assert files.forms_of(Path(path_in(tmp_path))) == ("safetensors",)
