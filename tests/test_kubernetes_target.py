@@ -37,7 +37,13 @@ def kinds_left(space: Namespace) -> list[str]:
 
 
 def file_for(place: Place, **fields: Any) -> Path:
-    block = {"image": "own", "cpus_per_node": 1, "memory": "1Gi", "expose": "LoadBalancer", **fields.pop("kubernetes", {})}
+    block = {
+        "image": "own",
+        "cpus_per_node": 1,
+        "memory": "1Gi",
+        "expose": "LoadBalancer",
+        **fields.pop("kubernetes", {}),
+    }
     gateway = {"auth": "keys", "port": 8000, **fields.pop("gateway", {})}
     return place.write("one", target="kubernetes", kubernetes=block, gateway=gateway, **fields)
 

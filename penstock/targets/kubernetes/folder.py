@@ -17,6 +17,7 @@ from collections.abc import Mapping
 import msgspec
 
 from penstock import paths
+from penstock.errors import PenstockError
 from penstock.paths import write_atomically
 from penstock.run_folder import Desired, Record, Run
 from penstock.targets.kubernetes import objects
@@ -136,22 +137,17 @@ def is_inside(run: Run) -> bool:
     return "KUBERNETES_SERVICE_HOST" in os.environ and run.path.is_relative_to(objects.HOME)
 
 
-def note_gateway(api: Api, run: Run, unit: str | None) -> None:
-    """Write where the gateway of that name is, once it runs: for clients outside, and for the controller.
-
-    `unit` None: it does not run now, and keeps its address.
-    """
-    if unit is None:
-        return
-    spec = run.deployment().gateway
-    listen = f"{objects.gateway(run.name)}.{api.namespace}:{spec.port}"
+def note_gateway(api: Api, run: Run, unit: str) -> None:
+    """Write where the gateway of that name is, once it runs: for clients, and for the controller. Raises ApiError."""
+    with contextlib.suppress(PenstockError):
+        known = run.gateway_address()
+        if known.unit == unit and (known.public_url or objects.block_of(run.deployment()).expose == "none"):
+            return
+    listen = f"{objects.gateway(run.name)}.{api.namespace}:{run.deployment().gateway.port}"
     admin = f"{objects.gateway_pods(run.name)}:{objects.ADMIN_PORT}"
     address = GatewayAddress(unit, listen, (admin,), _public_url(api, run))
-    content = msgspec.json.encode(address)
-    with contextlib.suppress(OSError):
-        if run.gateway_address_file.read_bytes() == content:
-            return
-    write_atomically(run.gateway_address_file, content)
+    run.gateway_folder.mkdir(exist_ok=True)
+    write_atomically(run.gateway_address_file, msgspec.json.encode(address))
 
 
 def _public_url(api: Api, run: Run) -> str | None:

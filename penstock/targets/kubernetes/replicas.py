@@ -120,7 +120,7 @@ def shared_objects(launch: Launch, deployment: Deployment, storage: Storage = NO
             "clusterIP": "None",
             "publishNotReadyAddresses": True,
             "selector": {INSTANCE: name, COMPONENT: "replica"},
-            "ports": [{"name": "http", "port": objects.ENGINE_PORT, "targetPort": "http"}],
+            "ports": [{"name": "http", "port": objects.ENGINE_PORT, "targetPort": "http", "protocol": "TCP"}],
         },
     }
     budget = _disruption_budget(deployment, launch.plan.n_nodes)

@@ -124,7 +124,7 @@ def _service(deployment: Deployment, name: str, spec: Object) -> Object:
 
 
 def _port(name: str, port: int) -> Object:
-    return {"name": name, "port": port, "targetPort": name}
+    return {"name": name, "port": port, "targetPort": name, "protocol": "TCP"}
 
 
 # ---- pods ------------------------------------------------------------------------------------------------------------

@@ -268,6 +268,9 @@ class Kubernetes(Target):
                 found = view.deployments.get(f"{run.name}-{unit.kind}")
                 placements[unit] = words.placement_of_deployment(found, view.of(unit.kind), view.events, now)
         self._last[str(run.path)] = placements
+        running = [u.name for u, place in placements.items() if u.kind == "gateway" and place.state == "placed"]
+        if running:
+            folder.note_gateway(api, run, running[-1])
         return placements
 
     def _view(self, api: Api, run: Run) -> _View:
@@ -317,9 +320,6 @@ class Kubernetes(Target):
             return
         try:
             api = self._api_of(run)
-            running = self._last.get(str(run.path), {}).items()
-            names = [unit.name for unit, place in running if unit.kind == "gateway" and place.state == "placed"]
-            folder.note_gateway(api, run, names[-1] if names else None)
             self._publisher.exchange(api, run, time.monotonic())
         except PenstockError as exc:
             print(f"penstock: {exc.message}", flush=True)

@@ -56,7 +56,13 @@ def has_tls_in_pod(deployment: Deployment) -> bool:
 
 def service_port(deployment: Deployment) -> Object:
     scheme = "https" if has_tls_in_pod(deployment) else "http"
-    return {"name": "http", "port": deployment.gateway.port, "targetPort": "http", "appProtocol": scheme}
+    return {
+        "name": "http",
+        "port": deployment.gateway.port,
+        "targetPort": "http",
+        "protocol": "TCP",
+        "appProtocol": scheme,
+    }
 
 
 def _load_balancer(deployment: Deployment) -> Object:
