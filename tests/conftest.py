@@ -29,14 +29,21 @@ from hosts_fixtures import (  # noqa: F401 - fixtures
     two_hosts,
     two_hosts_behind_login,
 )
+from kubernetes_fixtures import kubernetes, kubernetes_cluster  # noqa: F401 - fixtures
 from launching import Place, a_place
 
 # Marker -> the package without which its tests cannot run.
 NEEDS = {"llamacpp": "xllamacpp", "vllm": "vllm"}
-# Rig -> the worker process that runs its tests, the longest first: there is one Slurm and one Ray in a run. Sets of
+# Rig -> the worker process that runs its tests: there is one Slurm, one Ray and one Kubernetes in a run. Sets of
 # hosts are cheap, so the tests that copy penstock to them (ssh) have a set, and all others another.
-RIGS = {"slurm_on": "slurm", "ray_on_two_hosts": "ray", "two_hosts": "hosts", "two_hosts_behind_login": "hosts"}
-LONGEST_FIRST = ("ssh", "vllm", "slurm", "ray", "hosts", "llamacpp", "postgres")
+RIGS = {
+    "slurm_on": "slurm",
+    "ray_on_two_hosts": "ray",
+    "kubernetes_cluster": "kubernetes",
+    "two_hosts": "hosts",
+    "two_hosts_behind_login": "hosts",
+}
+LONGEST_FIRST = ("ssh", "vllm", "slurm", "kubernetes", "ray", "hosts", "llamacpp", "postgres")
 
 ReportT = TypeVar("ReportT", pytest.TestReport, pytest.CollectReport)
 

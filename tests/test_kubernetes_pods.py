@@ -222,6 +222,42 @@ def test_names_of_a_deployment_with_forty_characters_are_legal() -> None:
     assert len(names[-1]) + 11 <= 63
 
 
+SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "1 GPU": ({}, {}),
+    "4 GPUs of a node": ({"hardware": H100}, {"n_ranks": 4}),
+    "2 nodes of 8": ({"hardware": H100, "replicas": 3}, {"n_ranks": 16, "n_nodes": 2}),
+    "lws": ({"hardware": H100, "kubernetes": {"shape": "lws"}, "replicas": 3}, {"n_ranks": 16, "n_nodes": 2}),
+    "CPU": ({"kubernetes": {"image": "mine:1"}}, {"device": "cpu", "n_threads": 4}),
+    "all fields": (
+        {
+            "name": "a" * 40,
+            "kubernetes": {
+                "image_pull_secrets": ["a"],
+                "node_selector": {"pool": "b"},
+                "priority_class": "c",
+                "tolerations": [{"key": "sku", "value": "gpu", "effect": "NoSchedule"}],
+                "runtime_class": "nvidia",
+                "service_account": "d",
+                "labels": {"team": "e"},
+                "annotations": {"f": "g"},
+                "memory": "64Gi",
+            },
+        },
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_shape_is_legal_on_the_oldest_and_the_newest_kubernetes(shape: str) -> None:
+    problems_of = pytest.importorskip("kubernetes_schemas").problems_of
+    fields, ranks = SHAPES[shape]
+    wanted, whole = file(**fields), plan(**ranks)
+    code = archive.config_map(wanted, archive.archive())
+    made = [code, *replicas.shared_objects(launch(whole), wanted), the_set(wanted, whole)]
+    assert problems_of(json.loads(json.dumps(made).replace("{replica}", "0")), is_whole=True) == []
+
+
 # ---- patch -----------------------------------------------------------------------------------------------------------
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 from kubernetes_cluster import Namespace
-from launching import Asking, Place, a_place, ask, call, now, wait_until
+from launching import Place, a_place, ask, call, now, wait_until
 
 from penstock import targets
-from penstock.run_folder import Run, replica
+from penstock.run_folder import Run
 from penstock.testing.conformance import check_target
 
 pytestmark = [pytest.mark.hosts, pytest.mark.xdist_group("kubernetes")]

@@ -342,6 +342,8 @@ def _clean(options: argparse.Namespace) -> int:
     from penstock.deployment import leftovers
 
     items = leftovers.leftovers(options.runs)
+    for message in items.silent:
+        print_step(f"warning: {message}")
     stuck = leftovers.clean(items.found) if options.yes else []
     if options.json:
         facts = msgspec.to_builtins({"found": items.found, "unknown": items.unknown, "stuck": stuck})

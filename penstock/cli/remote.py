@@ -34,8 +34,8 @@ _ANSWER_S = 60.0
 
 
 class _Gateway(NamedTuple):
-    """A gateway elsewhere. `place`: what a tunnel leads to, for people. `inside`: the command that runs a verb next to
-    it. `url`: where this machine reaches it without a tunnel."""
+    """A gateway elsewhere. `place`: what a tunnel leads to, for people. `inside`: the command that runs `keys` or
+    `usage` next to it. `url`: where this machine reaches it without a tunnel."""
 
     name: str
     place: str
@@ -114,8 +114,7 @@ def _with_name(options: argparse.Namespace, argv: Sequence[str]) -> int | None:
     if gateway is None:
         return None
     if options.verb_name in _IN_STORE:
-        words = gateway.inside(list(argv) if typed else _named(argv, options, name), _is_terminal())
-        return subprocess.call(words)
+        return subprocess.call(gateway.inside(_without_deployment(argv), _is_terminal()))
     return _hold(gateway, port) if options.verb_name == "tunnel" else _ask(gateway, port, options)
 
 
@@ -149,6 +148,12 @@ def _named(argv: Sequence[str], options: argparse.Namespace, name: str) -> list[
     return [*argv, name]
 
 
+def _without_deployment(argv: Sequence[str]) -> list[str]:
+    flag = "--deployment"
+    before = ["", *argv]
+    return [word for word, last in zip(argv, before, strict=False) if flag not in (word.partition("=")[0], last)]
+
+
 def _on_login_node(login: Login, name: str) -> _Gateway:
     from penstock.targets import login as remote
 
@@ -158,7 +163,7 @@ def _on_login_node(login: Login, name: str) -> _Gateway:
         f'login node "{login.host}"',
         needs_key,
         lambda port: remote.tunnel(login, url, port),
-        lambda words, is_terminal: remote.argv(login, words, is_terminal),
+        lambda words, is_terminal: remote.argv(login, [*words, "--deployment", name], is_terminal),
     )
 
 
@@ -179,6 +184,7 @@ def _in_target(run: Run | None, verb: str) -> _Gateway | None:
         run.deployment().gateway.auth == "keys",
         lambda port: target.tunnel(run, port),
         lambda words, is_terminal: target.inside(run, words, is_terminal),
+        run.public_url,
     )
 
 
@@ -222,7 +228,7 @@ def _ask(gateway: _Gateway, port: int, options: argparse.Namespace) -> int:
 
 def _owner_key(gateway: _Gateway) -> str:
     """A new secret of the owner's key in the deployment's store."""
-    end = ["owner", "--deployment", gateway.name, "--json"]
+    end = ["owner", "--json"]
     for words in (["keys", "rotate", "--grace", "12h", *end], ["keys", "create", *end]):
         done = subprocess.run(
             gateway.inside(words, False), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_ANSWER_S

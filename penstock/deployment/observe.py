@@ -221,6 +221,8 @@ def kv_cache_differences(plan: Plan, state: State) -> dict[str, Difference]:
 
 def cost_usd(run: Run) -> float | None:
     """The cost of all requests so far; None without a price, or with a store elsewhere."""
+    if run.places("gateway") and not targets.load(run.record().target).shares_files:
+        return None
     place = run.gateway_file().store
     if run.deployment().gateway.price is None or place is None or store.is_postgres(place):
         return None

@@ -72,7 +72,11 @@ def prepare(
     n_replicas = sharing(target, deployment, len(machines), deployment.replicas.min)
     plan = make_plan(deployment, machine, n_replicas, is_rehearsal)
     inherited = dict(os.environ) if target.is_this_machine else {}
-    warnings = [*plan.warnings, *formation.variable_warnings(inherited | deployment.engine.env)]
+    warnings = [
+        *plan.warnings,
+        *target.warnings(deployment),
+        *formation.variable_warnings(inherited | deployment.engine.env),
+    ]
     if machine.gpus and not least.gpus and machine.assumed is None:
         gpus = f"{len(machine.gpus)} x {machine.gpus[0].name}"
         warnings.append(f"{least.host} has no GPU: this is for {gpus}, as the file requires")

@@ -124,6 +124,10 @@ class Facts:
         """How long a replica may run, and the field of the file that says so."""
         return None
 
+    def warnings(self, deployment: Deployment) -> tuple[str, ...]:
+        """What is legal in the file and may still surprise."""
+        return ()
+
     def login(self, deployment: Deployment) -> Login | None:
         """The login node where the verbs of this deployment must run; None for here."""
         return None
@@ -213,8 +217,8 @@ class Target(Facts, ABC):
         raise UserError(f'cannot open a tunnel to target "{self.name}"')
 
     def inside(self, run: Run, words: Sequence[str], is_terminal: bool) -> list[str]:
-        """The command that runs a verb of penstock next to the gateway, with our input and output, and has its exit
-        code. Only with the capability "tunnels"."""
+        """The command that runs `keys` or `usage` next to the gateway, for its store, with our input and output; its
+        exit code is theirs. Only with the capability "tunnels"."""
         raise UserError(f'cannot run commands next to the gateway of target "{self.name}"')
 
     def end_weights(self, run: Run) -> None:

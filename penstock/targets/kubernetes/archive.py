@@ -16,7 +16,7 @@ import msgspec
 
 import penstock
 from penstock.spec.deployment import Deployment
-from penstock.targets.kubernetes.objects import Object, labels
+from penstock.targets.kubernetes.objects import Object, build
 
 ZIP, SCRIPT = "penstock.zip", "prepare.py"
 # A ConfigMap has at most 1 MiB in all: https://kubernetes.io/docs/concepts/configuration/configmap/
@@ -65,11 +65,6 @@ def config_map_name(name: str, code: Archive) -> str:
 
 
 def config_map(deployment: Deployment, code: Archive) -> Object:
-    return {
-        "apiVersion": "v1",
-        "kind": "ConfigMap",
-        "metadata": {"name": config_map_name(deployment.name, code), "labels": labels(deployment.name)},
-        "immutable": True,
-        "data": {SCRIPT: code.prepare},
-        "binaryData": {ZIP: base64.b64encode(code.zip).decode()},
-    }
+    zipped = base64.b64encode(code.zip).decode()
+    parts: Object = {"immutable": True, "data": {SCRIPT: code.prepare}, "binaryData": {ZIP: zipped}}
+    return build("v1/ConfigMap", config_map_name(deployment.name, code), deployment, **parts)

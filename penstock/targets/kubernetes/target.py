@@ -411,7 +411,7 @@ class Kubernetes(Target):
         api = self._api_of(run)
         argv = ["python3", "-m", "penstock", *words]
         workload = f"deployment/{objects.gateway(run.name)}"
-        return access.exec_words(api.context, api.namespace, workload, "gateway", argv, is_terminal)
+        return access.exec_argv(api.context, api.namespace, workload, "gateway", argv, is_terminal)
 
     # ---- the API -----------------------------------------------------------------------------------------------------
 

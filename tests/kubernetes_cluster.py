@@ -1,0 +1,442 @@
+"""A Kubernetes cluster to test on: a real control plane (1.20.2), nodes and pods of namespaces on this machine.
+
+    with Cluster() as cluster:                        # about 10 s; nodes node-1, node-2, node-3 with 8 GPUs each
+        with cluster.namespace() as space:            # a fresh one; its pods are killed at the end
+            space.apply({"kind": "Deployment", ...})  # server-side apply, as kubectl does
+            space.wait(lambda: space.pod("web-0").is_ready, "web-0 ready")
+            space.pod("web-0").log(), .address, .status, .run(["hostname"])
+            space.kubectl("get", "pods").stdout       # kubectl 1.37
+            space.env, space.kubeconfig               # for `penstock` and kubectl: KUBECONFIG, PATH
+        cluster.call("GET", "/api/v1/nodes")          # the API as administrator
+
+Fixtures (kubernetes_fixtures.py): `kubernetes`, a Namespace of the cluster that all tests of a run share.
+
+Faults:
+
+    cluster.node("node-1").lose() / come_back()       # power loss: processes are killed, heartbeats stop
+    cluster.node("node-1").cut() / mend()             # network only: pods run on, and nothing of them arrives
+    cluster.api_away() / api_back()                   # the API server is killed (hangs=True: stopped) / is back
+    space.pod("web-0").kill_process()                 # SIGKILL; oom(): the same, told as OOMKilled
+    space.pod("web-0").evict("low on resource: ephemeral-storage")
+    an image "missing.example/..."                    # ErrImagePull, ImagePullBackOff
+
+What differs from a real cluster. Every image is the root of this machine with `python3` (and the packages of the
+Python that runs the tests, but not penstock) first in PATH; users of securityContext are not applied, all is root.
+Files of the pod are in an overlay in memory. No limits, no liveness or startup probes, no lifecycle hooks. A cluster
+IP relays TCP (the client's address is the bridge's); no NodePort, no NetworkPolicy. StorageClass `standard` makes a
+folder a claim, on all nodes, for any access mode. LoadBalancers get their cluster IP as address, which works from
+here. `kubectl exec` and `port-forward` are the shim's (kubernetes_kubectl.py).
+
+Addresses: this process and the API server 10.77.S.1, nodes 10.77.S.2 ..., pods 10.77.S.20 ..., services 10.78.S.0/24
+with S the slot (hosts_slots.py). After SIGKILL of this process hosts_janitor.py ends everything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+import hosts
+from hosts_janitor import bury, started_at
+from hosts_slots import SLOTS, take_slot
+from kubernetes_api import MERGE, Api, ApiError, Object
+from kubernetes_control_plane import ADMIN, CACHE, USERS, ControlPlane, Times, missing_programs
+from kubernetes_kubelet import GPU_LABELS, Kubelet
+from kubernetes_logs import LogServer
+from kubernetes_pod import PodRun
+from kubernetes_sandbox import enter, environment, make_image
+from kubernetes_services import Services
+
+__all__ = ["MERGE", "USERS", "ApiError", "Cluster", "Namespace", "Object", "Pod", "Times", "missing"]
+
+T = TypeVar("T")
+RESOURCES = {"cpu": "64", "memory": "1Ti", "ephemeral-storage": "1Ti", "pods": "110", "nvidia.com/gpu": "8"}
+CALL_S = 60.0
+SHIM = Path(__file__).with_name("kubernetes_kubectl.py")
+
+
+@functools.cache
+def missing() -> str | None:
+    """Why no cluster can be made on this machine; None where one can."""
+    if absent := missing_programs():
+        return f"not installed: {', '.join(absent)} (`make kubernetes` installs them)"
+    return hosts.missing()
+
+
+class Cluster:
+    """Started by the constructor, ended by close()."""
+
+    def __init__(self, n_nodes: int = 3, *, times: Times | None = None) -> None:
+        reason = missing()
+        assert reason is None, reason
+        self.slot, self._lock = take_slot()
+        self.base = Path(tempfile.mkdtemp(prefix="penstock-hosts-k8s-", dir="/tmp"))
+        self.base.chmod(0o755)
+        self.address = f"10.77.{self.slot}.1"
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, name="kubelet", daemon=True)
+        self._lifeline, self._life = os.pipe()
+        self._numbers = itertools.count(1)
+        times = times or Times()
+        self.plane = ControlPlane(self.base, self.address, f"10.78.{self.slot}.0/24", times, self._note_pid)
+        try:
+            self._start(n_nodes, times)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, n_nodes: int, times: Times) -> None:
+        for folder in ("run", "log", "bin", "claims", "pods"):
+            (self.base / folder).mkdir()
+        SLOTS.joinpath(str(self.slot)).write_text(str(self.base))
+        janitor = [sys.executable, "-I", str(Path(__file__).with_name("hosts_janitor.py")), str(self.base)]
+        null, kept = subprocess.DEVNULL, [self._lifeline, self._lock]
+        self._janitor = subprocess.Popen(
+            [*janitor, str(self._lifeline)], pass_fds=kept, start_new_session=True, stdin=null, stdout=null, stderr=null
+        )
+        make_image(self.base / "image")
+        self._write_shim()
+        self._make_bridge(n_nodes)
+        self._thread.start()
+        self.plane.start()
+        self.api = self._do(self._make_api())
+        self.kubelet = Kubelet(self.base, self.api, self.slot, times, self._note_pid)
+        self.services = Services(self.api, self.kubelet)
+        self.logs = LogServer(self.kubelet, self.plane.certificate, self.plane.key)
+        self._do(self._begin(n_nodes))
+
+    async def _make_api(self) -> Api:
+        return Api(self.plane.url, f"{ADMIN}-token", self.plane.certificate)
+
+    async def _begin(self, n_nodes: int) -> None:
+        await self.services.start()
+        for i in range(1, n_nodes + 1):
+            await self.kubelet.add_node(f"node-{i}", i, GPU_LABELS, RESOURCES)
+            await self.logs.start(self.kubelet.nodes[f"node-{i}"])
+        self.kubelet.spawn(self.kubelet.table.run())
+
+    def _make_bridge(self, n_nodes: int) -> None:
+        bridge = f"pk{self.slot}"
+        self._note(f"ip link del {bridge}")
+        lines = [f"link add {bridge} type bridge", f"link set {bridge} up", f"addr add {self.address}/24 dev {bridge}"]
+        lines += [f"addr add 10.77.{self.slot}.{1 + i}/32 dev {bridge}" for i in range(1, n_nodes + 1)]
+        lines += [f"addr add 10.78.{self.slot}.1/32 dev {bridge}"]
+        subprocess.run(["ip", "link", "del", bridge], capture_output=True)
+        subprocess.run(["ip", "-batch", "-"], input="\n".join(lines) + "\n", text=True, check=True)
+
+    def _write_shim(self) -> None:
+        shim = self.base / "bin" / "kubectl"
+        real, place = CACHE / "kubectl", self.base / "run" / "containers"
+        shim.write_text(f'#!/bin/sh\nexec {sys.executable} -IS {SHIM} {real} {place} "$@"\n')
+        shim.chmod(0o755)
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End everything and leave nothing behind. Idempotent."""
+        if self._life < 0:
+            return
+        if hasattr(self, "logs"):
+            with contextlib.suppress(Exception):
+                self._do(self._end())
+        self.plane.stop()
+        if self._thread.is_alive():
+            self.loop.call_soon_threadsafe(self.loop.stop)
+            self._thread.join(10)
+        os.close(self._life)
+        os.close(self._lifeline)
+        self._life = self._lifeline = -1
+        with contextlib.suppress(AttributeError):
+            self._janitor.wait(30)
+        bury(self.base)
+        os.close(self._lock)
+
+    async def _end(self) -> None:
+        self.services.close()
+        self.logs.close()
+        await self.kubelet.close()
+        await self.api.close()
+
+    def _do(self, work: Coroutine[Any, Any, T], timeout_s: float = CALL_S) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(timeout_s)
+
+    def _note(self, line: str) -> None:
+        with (self.base / "run" / "journal").open("a") as journal:
+            journal.write(line + "\n")
+
+    def _note_pid(self, pid: int) -> None:
+        start = started_at(pid)
+        if start is not None:
+            self._note(f"pid {pid} {start}")
+
+    # ---- use ---------------------------------------------------------------------------------------------------------
+
+    def call(self, method: str, path: str, body: object = None, media: str = "application/json") -> Object:
+        """The API as administrator: ApiError unless it succeeds."""
+        return self._do(self.api.call(method, path, body, media))
+
+    def kubeconfig(self, user: str, namespace: str, token: str | None = None) -> Path:
+        """A file with the context "test"; `user` is one of USERS, whom no role gives rights, or anyone with a token."""
+        path = self.base / f"{user}-{namespace}.kubeconfig"
+        self.plane.write_kubeconfig(path, user, namespace, token)
+        return path
+
+    @contextlib.contextmanager
+    def namespace(self) -> Iterator[Namespace]:
+        """A fresh namespace; at the end its pods are killed and it is deleted, which nobody waits for."""
+        space = Namespace(self, f"test-{next(self._numbers)}")
+        self.call("POST", "/api/v1/namespaces", {"metadata": {"name": space.name}})
+        space.wait(space.has_account, "the namespace's service account")
+        try:
+            yield space
+        finally:
+            self.heal()
+            self.call("DELETE", space.path())
+            self._do(self._sweep(space.name))
+
+    async def _sweep(self, namespace: str) -> None:
+        self.kubelet.swept.add(namespace)
+        runs = [run for run in self.kubelet.pods.values() if run.namespace == namespace]
+        for run in runs:
+            run.grace_s = 0
+            run.ending.set()
+
+    def node(self, name: str) -> Node:
+        return Node(self, name)
+
+    def heal(self) -> None:
+        """The API server and all nodes are there again."""
+        self.api_back()
+        for name, node in self.kubelet.nodes.items():
+            if not node.connected.is_set():
+                self.node(name).come_back()
+
+    def api_away(self, *, hangs: bool = False) -> None:
+        """Nothing answers any more; with `hangs` connections are taken and stay silent."""
+        if hangs:
+            self.plane.signal_api(signal.SIGSTOP)
+        else:
+            self.plane.kill_api()
+        self._away = "hangs" if hangs else "killed"
+
+    def api_back(self) -> None:
+        """The API server answers again. Idempotent."""
+        away, self._away = getattr(self, "_away", ""), ""
+        if away == "hangs":
+            self.plane.signal_api(signal.SIGCONT)
+        elif away:
+            self.plane.start_api()
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node of the cluster. All its methods are idempotent."""
+
+    cluster: Cluster
+    name: str
+
+    def lose(self) -> None:
+        """Power loss: the network falls silent, then all processes of its pods are killed; no heartbeats."""
+        self.cluster._do(self.cluster.kubelet.power_off(self.name))
+
+    def cut(self) -> None:
+        """Only its network: what runs there runs on."""
+        self.cluster._do(self.cluster.kubelet.disconnect(self.name))
+
+    def come_back(self) -> None:
+        """Power and network are there: pods that were deleted end, the others run (after power loss: again)."""
+        self.cluster._do(self.cluster.kubelet.connect(self.name))
+
+    mend = come_back
+
+    @property
+    def is_ready(self) -> bool:
+        """What the API server says."""
+        found = self.cluster.call("GET", f"/api/v1/nodes/{self.name}")
+        return any(one["type"] == "Ready" and one["status"] == "True" for one in found["status"]["conditions"])
+
+
+@dataclass(frozen=True)
+class Namespace:
+    """A namespace of one test."""
+
+    cluster: Cluster
+    name: str
+
+    def path(self, rest: str = "", group: str = "/api/v1") -> str:
+        """The API's path of the namespace, or of something in it: path("deployments/a", "/apis/apps/v1")."""
+        return f"{group}/namespaces/{self.name}" + (f"/{rest}" if rest else "")
+
+    def call(
+        self, method: str, rest: str, body: object = None, *, group: str = "/api/v1", media: str = MERGE
+    ) -> Object:
+        """The API as administrator, on something in this namespace."""
+        return self.cluster.call(
+            method, self.path(rest, group), body, media if method == "PATCH" else "application/json"
+        )
+
+    def objects(self, kind: str, group: str = "/api/v1", labels: str = "") -> list[Object]:
+        """Objects of a kind ("pods"; "deployments", "/apis/apps/v1"), with a label selector."""
+        found: list[Object] = self.call("GET", f"{kind}?labelSelector={labels}", group=group)["items"]
+        return found
+
+    @property
+    def kubeconfig(self) -> Path:
+        return self.cluster.kubeconfig(ADMIN, self.name)
+
+    @property
+    def env(self) -> dict[str, str]:
+        """Variables for programs that use kubectl: the administrator in this namespace."""
+        path = f"{self.cluster.base / 'bin'}:{os.environ['PATH']}"
+        return {"KUBECONFIG": str(self.kubeconfig), "PATH": path}
+
+    def kubectl(
+        self, *words: str, check: bool = True, stdin: str = "", timeout_s: float = 60.0, user: str = ADMIN
+    ) -> subprocess.CompletedProcess[str]:
+        env = {**os.environ, **self.env, "KUBECONFIG": str(self.cluster.kubeconfig(user, self.name))}
+        argv = [str(self.cluster.base / "bin" / "kubectl"), *words]
+        done = subprocess.run(argv, env=env, input=stdin, capture_output=True, text=True, timeout=timeout_s)
+        assert done.returncode == 0 or not check, f"kubectl {words} exited {done.returncode}: {done.stderr}"
+        return done
+
+    def apply(self, *objects: Object) -> None:
+        """Server-side apply of objects (JSON or YAML as dicts) in this namespace."""
+        import yaml
+
+        self.kubectl("apply", "--server-side", "--force-conflicts", "-f", "-", stdin=yaml.safe_dump_all(objects))
+
+    def pod(self, name: str) -> Pod:
+        return Pod(self, name)
+
+    def pods(self, labels: str = "") -> list[Pod]:
+        """Those that exist and are not being deleted, by name."""
+        found = [one["metadata"] for one in self.objects("pods", labels=labels)]
+        return [Pod(self, meta["name"]) for meta in found if "deletionTimestamp" not in meta]
+
+    def wait(self, is_so: Callable[[], object], what: str, timeout_s: float = 30.0) -> None:
+        """Until it is so; AssertionError with the namespace's pods and events otherwise."""
+        deadline = time.monotonic() + timeout_s
+        while not is_so():
+            assert time.monotonic() < deadline, f"not within {timeout_s:.0f} s: {what}\n{self.told()}"
+            time.sleep(0.1)
+
+    def told(self) -> str:
+        """Pods, events and ends of logs, for messages of failed tests."""
+        words = [self.kubectl("get", "pods,events", "-o", "wide", check=False).stdout]
+        words += [f"errors of the rig: {self.cluster.kubelet.errors}"]
+        for run in list(self.cluster.kubelet.pods.values()):
+            if run.namespace == self.name:
+                words += [
+                    f"{run.name}: {file.read_text('utf-8', 'replace')[-1500:]}" for file in run.logs.rglob("*.log")
+                ]
+        return "\n".join(words)
+
+    def has_account(self) -> bool:
+        """Whether pods can be made: they need the service account and its token."""
+        try:
+            return bool(self.call("GET", "serviceaccounts/default").get("secrets"))
+        except ApiError:
+            return False
+
+
+@dataclass(frozen=True)
+class Pod:
+    """A pod by its name; each property asks the API server anew."""
+
+    space: Namespace
+    name: str
+
+    @property
+    def object(self) -> Object | None:
+        try:
+            return self.space.call("GET", f"pods/{self.name}")
+        except ApiError as error:
+            if error.status != 404:
+                raise
+            return None
+
+    @property
+    def status(self) -> Object:
+        found = self.object
+        return {} if found is None else dict(found["status"])
+
+    @property
+    def phase(self) -> str:
+        return str(self.status.get("phase", ""))
+
+    @property
+    def address(self) -> str:
+        return str(self.status.get("podIP", ""))
+
+    @property
+    def node(self) -> str:
+        found = self.object
+        return "" if found is None else str(found["spec"].get("nodeName", ""))
+
+    @property
+    def is_ready(self) -> bool:
+        return any(one["type"] == "Ready" and one["status"] == "True" for one in self.status.get("conditions", []))
+
+    def log(self, container: str = "", **query: str) -> str:
+        """Through the API server and the kubelet."""
+        words = "&".join(f"{key}={value}" for key, value in {"container": container, **query}.items() if value)
+        return str(self.space.call("GET", f"pods/{self.name}/log?{words}")["text"])
+
+    def run(self, words: Sequence[str], container: str = "", check: bool = True) -> subprocess.CompletedProcess[str]:
+        """Run a program in a container that runs, with its environment."""
+        pid = self._process(container)
+        argv = enter(pid, words)
+        done = subprocess.run(argv, env=environment(pid), capture_output=True, text=True, timeout=CALL_S)
+        assert done.returncode == 0 or not check, f"{words} in {self.name} exited {done.returncode}: {done.stderr}"
+        return done
+
+    def kill_process(self, container: str = "", number: signal.Signals = signal.SIGKILL) -> None:
+        """A signal to a container's first process."""
+        os.kill(self._process(container), number)
+
+    def oom(self, container: str = "") -> None:
+        """Killed as by the kernel, whose memory limit the container met."""
+        run = self._run()
+        for one in run.containers:
+            if one.process and container in ("", one.name):
+                one.process.killed_for_memory = True
+        self.kill_process(container)
+
+    def evict(self, message: str = "The node was low on resource: ephemeral-storage.") -> None:
+        """By its kubelet: the pod stays, Failed with the reason Evicted."""
+        run = self._run()
+        self.space.cluster._do(_call(lambda: run.evict(message)))
+
+    def _run(self) -> PodRun:
+        run = self.space.cluster.kubelet.find(self.space.name, self.name)
+        assert run is not None, f"no pod {self.name} runs"
+        return run
+
+    def _process(self, container: str) -> int:
+        """The outer number of a container's first process."""
+        for one in self._run().containers:
+            if one.process and container in ("", one.name) and (pid := one.process.pid):
+                return pid
+        raise AssertionError(f"container {container!r} of pod {self.name} does not run")
+
+
+async def _call(act: Callable[[], None]) -> None:
+    act()

@@ -1,0 +1,395 @@
+"""One pod of the test cluster, as a kubelet runs it: volumes, init containers, restarts, probes, status, its end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import signal
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+from kubernetes_api import MERGE, ApiError, Object
+from kubernetes_sandbox import ContainerProcess, Sandbox, execute, now
+from kubernetes_volumes import (
+    NotYet,
+    environment_of,
+    expand,
+    memory_volumes,
+    mounts_of,
+    prepare_volumes,
+)
+
+if TYPE_CHECKING:
+    from kubernetes_kubelet import Kubelet, NodeState
+
+RETRY_S = 0.5
+BACKOFF_S_MIN = 1.0
+STEADY_S = 20.0  # after so long a run the back-off begins anew; the kubelet's is 600 s
+ABSENT_REGISTRY = "missing.example/"  # images whose pull fails
+KUBELETS = {"Initialized", "Ready", "ContainersReady"}  # conditions that the kubelet writes
+
+
+class ContainerRun:
+    """A container over all its restarts, and what its status says."""
+
+    def __init__(self, spec: Object, is_init: bool, before: Object | None) -> None:
+        self.spec, self.name, self.is_init = spec, str(spec["name"]), is_init
+        self.process: ContainerProcess | None = None
+        self.state: Object = {"waiting": {"reason": "PodInitializing" if not is_init else "ContainerCreating"}}
+        self.last: Object = {}
+        self.restarts = 0
+        self.is_ready = False
+        if before is not None:  # the node was off
+            self.restarts, self.last = before["restartCount"] + 1, before["state"]
+        self._delay_s = BACKOFF_S_MIN
+
+    def backoff_s(self, ran_s: float, most_s: float) -> float:
+        self._delay_s = BACKOFF_S_MIN if ran_s > STEADY_S else self._delay_s
+        delay_s, self._delay_s = self._delay_s, min(self._delay_s * 2, most_s)
+        return delay_s
+
+    def status(self, uid: str) -> Object:
+        identity = f"local://{uid}-{self.name}-{self.restarts}"
+        is_running = "running" in self.state
+        image = self.spec["image"]
+        return {
+            "name": self.name,
+            "image": image,
+            "imageID": "" if "waiting" in self.state and not self.last else f"local://{image}",
+            "containerID": identity if is_running or "terminated" in self.state else "",
+            "ready": self.is_ready,
+            "started": is_running,
+            "restartCount": self.restarts,
+            "state": self.state,
+            "lastState": self.last,
+        }
+
+
+class PodRun:
+    """A pod from its binding to its deletion; `run` is one task."""
+
+    def __init__(self, kubelet: Kubelet, node: NodeState, pod: Object) -> None:
+        self.kubelet, self.node, self.pod = kubelet, node, pod
+        meta = pod["metadata"]
+        self.uid, self.name, self.namespace = str(meta["uid"]), str(meta["name"]), str(meta["namespace"])
+        self.path = f"/api/v1/namespaces/{self.namespace}/pods/{self.name}"
+        self.folder = kubelet.base / "pods" / self.uid
+        self.logs = kubelet.base / "log" / "pods" / self.uid
+        self.ending = asyncio.Event()  # deleted, or evicted
+        self.is_gone = False  # the object does not exist any more
+        self.grace_s: float | None = None
+        self.sandbox: Sandbox | None = None
+        self.address = ""
+        self.phase, self.reason, self.message = "Pending", "", ""
+        self.started_at = now()
+        old = pod.get("status", {})
+        was = {one["name"]: one for one in old.get("containerStatuses", []) + old.get("initContainerStatuses", [])}
+        spec = pod["spec"]
+        self.inits = [ContainerRun(one, True, was.get(one["name"])) for one in spec.get("initContainers", [])]
+        self.containers = [ContainerRun(one, False, was.get(one["name"])) for one in spec["containers"]]
+        self._told: Object = {}
+        self._telling = asyncio.Lock()
+
+    # ---- its life ----------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        life = asyncio.create_task(self._live())
+        ending = asyncio.create_task(self.ending.wait())
+        try:
+            await asyncio.wait({life, ending}, return_when=asyncio.FIRST_COMPLETED)
+            if life.done():
+                life.result()
+                await self._clear()
+                await ending
+            await self._end(life)
+        finally:
+            for task in (life, ending):
+                task.cancel()
+            await asyncio.gather(life, ending, return_exceptions=True)
+            await self._clear()
+
+    def update(self, pod: Object | None) -> None:
+        """The object changed; None: it was removed, so nothing is left to wait for."""
+        if pod is None:
+            self.is_gone, self.grace_s = True, 0
+        else:
+            self.pod = pod
+            if "deletionTimestamp" not in pod["metadata"]:
+                return
+            self.grace_s = pod["metadata"].get("deletionGracePeriodSeconds", 30)
+        self.ending.set()
+
+    async def _live(self) -> None:
+        self.address = self.kubelet.take_address()
+        self.sandbox = Sandbox(self.kubelet.base, self.folder, self._hostname(), self.kubelet.note)
+        memory = memory_volumes(self.pod, self.folder)
+        await self.sandbox.start(self.kubelet.bridge, self.address, self.kubelet.next_number(), memory)
+        await self.tell()
+        volumes = await self._until_there(self._volumes, None)
+        for run in self.inits:
+            if not await self._keep(run, volumes):
+                self.phase = "Failed"
+                await self.tell()
+                return
+        self.phase = "Running"
+        for run in self.containers:
+            run.state = {"waiting": {"reason": "ContainerCreating"}}
+        codes = await asyncio.gather(*(self._keep(run, volumes) for run in self.containers))
+        self.phase = "Succeeded" if all(codes) else "Failed"
+        await self.tell()
+
+    async def _volumes(self) -> dict[str, Path]:
+        volumes = await prepare_volumes(self.kubelet.api, self.pod, self.folder, self.kubelet.base / "claims")
+        etc = self.folder / "etc"
+        etc.mkdir(exist_ok=True)
+        hosts = [f"{entry['ip']} {' '.join(entry['hostnames'])}" for entry in self.pod["spec"].get("hostAliases", [])]
+        name = self._hostname()
+        if subdomain := self.pod["spec"].get("subdomain"):
+            name = f"{name}.{subdomain}.{self.namespace}.svc.cluster.local {name}"
+        (etc / "hosts").write_text("\n".join(["127.0.0.1 localhost", f"{self.address} {name}", *hosts, ""]))
+        (etc / "hostname").write_text(self._hostname() + "\n")
+        (etc / "nsswitch.conf").write_text("passwd: files\ngroup: files\nshadow: files\nhosts: files dns\n")
+        search = f"{self.namespace}.svc.cluster.local svc.cluster.local cluster.local"
+        lines = f"search {search}\nnameserver {self.kubelet.name_server}\noptions ndots:5 timeout:2\n"
+        (etc / "resolv.conf").write_text(lines)
+        return volumes
+
+    async def _keep(self, run: ContainerRun, volumes: dict[str, Path]) -> bool:
+        """Run a container, again as its policy says; whether its last exit code was 0."""
+        policy = self.pod["spec"].get("restartPolicy", "Always")
+        if run.spec["image"].startswith(ABSENT_REGISTRY):
+            await self._pull_in_vain(run)
+        self.event("Pulled", f'Container image "{run.spec["image"]}" already present on machine', run)
+        while True:
+            env = await self._until_there(lambda: self._environment(run), run)
+            began = time.monotonic()
+            code = await self._once(run, env, volumes)
+            if (code == 0 and (run.is_init or policy == "OnFailure")) or policy == "Never":
+                return code == 0
+            delay_s = run.backoff_s(time.monotonic() - began, self.kubelet.times.backoff_s_max)
+            run.last, ended = run.state, f"{self.name}_{self.namespace}({self.uid})"
+            words = f"back-off {delay_s:.0f}s restarting failed container={run.name} pod={ended}"
+            run.state = {"waiting": {"reason": "CrashLoopBackOff", "message": words}}
+            self.event("BackOff", "Back-off restarting failed container", run, "Warning")
+            await self.tell()
+            await asyncio.sleep(delay_s)
+            run.restarts += 1
+
+    async def _environment(self, run: ContainerRun) -> dict[str, str]:
+        own = {**self.pod, "status": {**self.pod.get("status", {}), "podIP": self.address, "hostIP": self.node.address}}
+        return await environment_of(self.kubelet.api, own, run.spec, self.kubelet.service_environment())
+
+    async def _once(self, run: ContainerRun, env: dict[str, str], volumes: dict[str, Path]) -> int:
+        """One process of a container, from its start to its exit code."""
+        assert self.sandbox is not None
+        words = [expand(word, env) for word in [*run.spec.get("command", []), *run.spec.get("args", [])]]
+        run.process = await self.sandbox.run(
+            words,
+            env,
+            mounts_of(run.spec, volumes),
+            self.logs / run.name / f"{run.restarts}.log",
+            workdir=run.spec.get("workingDir", "/"),
+            is_root_read_only=(run.spec.get("securityContext") or {}).get("readOnlyRootFilesystem", False),
+        )
+        run.state = {"running": {"startedAt": run.process.started_at}}
+        self.event("Created", f"Created container {run.name}", run)
+        self.event("Started", f"Started container {run.name}", run)
+        run.is_ready = not run.is_init and "readinessProbe" not in run.spec
+        self.kubelet.register(self, run)
+        probing = asyncio.create_task(self._probe(run, run.process))
+        try:
+            await self.tell()
+            code = await run.process.wait()
+            await asyncio.wait_for(run.process.__dict__["copying"], 5)
+        finally:
+            probing.cancel()
+            run.is_ready = False
+            self.kubelet.unregister(self, run)
+        reason = "OOMKilled" if run.process.killed_for_memory else "Completed" if code == 0 else "Error"
+        ended: Object = {"exitCode": code, "reason": reason, "startedAt": run.process.started_at, "finishedAt": now()}
+        run.state = {"terminated": ended | {"containerID": run.status(self.uid)["containerID"]}}
+        run.is_ready = run.is_init and code == 0
+        await self.tell()
+        return code
+
+    async def _until_there(self, make: Callable[[], Awaitable[Any]], run: ContainerRun | None) -> Any:
+        """What `make` gives once all objects that it needs are there; until then, the reason is told."""
+        while True:
+            try:
+                return await make()
+            except NotYet as error:
+                if run is not None:
+                    run.state = {"waiting": {"reason": "CreateContainerConfigError", "message": str(error)}}
+                words = str(error) if run is None else f"Error: {error}"
+                self.event(error.reason, words, run, "Warning")
+                await self.tell()
+                await asyncio.sleep(RETRY_S)
+
+    async def _pull_in_vain(self, run: ContainerRun) -> None:
+        """For ever: the pull of an image that is not there, as the kubelet tells it."""
+        image = run.spec["image"]
+        while True:
+            self.event("Pulling", f'Pulling image "{image}"', run)
+            await asyncio.sleep(0.2)
+            words = f'rpc error: code = NotFound desc = failed to pull and unpack image "{image}": not found'
+            self.event("Failed", f'Failed to pull image "{image}": {words}', run, "Warning")
+            self.event("Failed", "Error: ErrImagePull", run, "Warning")
+            for reason, message in (("ErrImagePull", words), ("ImagePullBackOff", f'Back-off pulling image "{image}"')):
+                run.state = {"waiting": {"reason": reason, "message": message}}
+                await self.tell()
+                await asyncio.sleep(1.0)
+            self.event("BackOff", f'Back-off pulling image "{image}"', run)
+            self.event("Failed", "Error: ImagePullBackOff", run, "Warning")
+            await asyncio.sleep(self.kubelet.times.backoff_s_max)
+
+    async def _end(self, life: asyncio.Task[None]) -> None:
+        """SIGTERM, the grace period, SIGKILL; then the object goes."""
+        life.cancel()
+        await asyncio.wait({life})
+        grace_s = 0 if self.is_gone or self.kubelet.is_swept(self.namespace) else self.grace_s or 0
+        alive = [
+            run for run in [*self.inits, *self.containers] if run.process and run.process.process.returncode is None
+        ]
+        self.ending.clear()
+        for run in alive:
+            assert run.process is not None
+            self.event("Killing", f"Stopping container {run.name}", run)
+            run.process.send(signal.SIGTERM if grace_s else signal.SIGKILL)
+        exits = [asyncio.create_task(run.process.wait()) for run in alive if run.process]
+        deadline = time.monotonic() + grace_s
+        while exits and time.monotonic() < deadline and not self.is_gone and not self.kubelet.is_swept(self.namespace):
+            done, _ = await asyncio.wait(exits, timeout=0.2)
+            if len(done) == len(exits):
+                break
+        for run in alive:
+            assert run.process is not None
+            run.process.send(signal.SIGKILL)
+        for run, waiting in zip(alive, exits, strict=True):
+            assert run.process is not None
+            code = await waiting
+            ended = {"exitCode": code, "reason": "Error" if code else "Completed", "finishedAt": now()}
+            run.state = {"terminated": ended | {"startedAt": run.process.started_at}}
+            run.is_ready = False
+            self.kubelet.unregister(self, run)
+        await self._clear()
+        if self.phase == "Failed" and self.reason == "Evicted":
+            await self.tell()
+            await self.ending.wait()
+        if self.is_gone:
+            return
+        await self.tell()
+        body = {"gracePeriodSeconds": 0, "preconditions": {"uid": self.uid}}
+        with contextlib.suppress(ApiError):
+            await self.kubelet.write(self.node, "DELETE", self.path, body)
+
+    def evict(self, message: str) -> None:
+        self.phase, self.reason, self.message, self.grace_s = "Failed", "Evicted", message, 0
+        self.event("Evicted", message, None, "Warning")
+        self.ending.set()
+
+    async def _clear(self) -> None:
+        for run in [*self.inits, *self.containers]:
+            if run.process is not None:
+                run.process.send(signal.SIGKILL)
+                await run.process.wait()
+        if self.sandbox is not None:
+            sandbox, self.sandbox = self.sandbox, None
+            await sandbox.stop()
+            self.kubelet.free_address(self.address)
+            await asyncio.to_thread(shutil.rmtree, self.folder, ignore_errors=True)
+
+    # ---- what it tells -----------------------------------------------------------------------------------------------
+
+    async def _probe(self, run: ContainerRun, process: ContainerProcess) -> None:
+        """Readiness, as long as the process runs. https://kubernetes.io/docs/concepts/configuration/liveness-readiness-startup-probes/"""
+        probe = run.spec.get("readinessProbe")
+        if probe is None:
+            return
+        await asyncio.sleep(probe.get("initialDelaySeconds", 0))
+        failures = successes = 0
+        while True:
+            is_well = await self._ask(probe, run, process)
+            failures, successes = (0, successes + 1) if is_well else (failures + 1, 0)
+            is_ready = successes >= probe.get("successThreshold", 1)
+            if not is_well:
+                self.event("Unhealthy", "Readiness probe failed", run, "Warning")
+                is_ready = run.is_ready and failures < probe.get("failureThreshold", 3)
+            if is_ready != run.is_ready:
+                run.is_ready = is_ready
+                await self.tell()
+            await asyncio.sleep(probe.get("periodSeconds", 10))
+
+    async def _ask(self, probe: Object, run: ContainerRun, process: ContainerProcess) -> bool:
+        timeout_s = probe.get("timeoutSeconds", 1)
+        if "exec" in probe:
+            return await execute(process, probe["exec"]["command"], timeout_s)
+        place = probe.get("httpGet") or probe["tcpSocket"]
+        names = {port.get("name"): port["containerPort"] for port in run.spec.get("ports", [])}
+        port = names.get(place["port"], place["port"])
+        try:
+            if "tcpSocket" in probe:
+                _, writer = await asyncio.wait_for(asyncio.open_connection(self.address, port), timeout_s)
+                writer.close()
+                return True
+            headers = {header["name"]: header["value"] for header in place.get("httpHeaders", [])}
+            url = f"http://{self.address}:{port}{place.get('path', '/')}"
+            answer = await self.kubelet.plain.get(url, headers=headers, timeout=timeout_s)
+            return 200 <= answer.status_code < 400
+        except (OSError, httpx.TransportError):  # TimeoutError is an OSError
+            return False
+
+    def event(self, reason: str, message: str, run: ContainerRun | None, kind: str = "Normal") -> None:
+        field = "" if run is None else f"spec.{'initContainers' if run.is_init else 'containers'}{{{run.name}}}"
+        self.kubelet.event(self, reason, message, field, kind)
+
+    async def tell(self) -> None:
+        """Write the pod's status, where it differs from what was written last."""
+        async with self._telling:
+            status = self.status()
+            if status == self._told or self.is_gone:
+                return
+            body = {"metadata": {"uid": self.uid}, "status": status}
+            with contextlib.suppress(ApiError):  # deleted, or replaced by another of the same name
+                await self.kubelet.write(self.node, "PATCH", self.path + "/status", body, MERGE)
+                self._told = status
+
+    def status(self) -> Object:
+        is_initialized = all(run.is_ready for run in self.inits)
+        are_ready = self.phase == "Running" and all(run.is_ready for run in self.containers)
+        unready = [run.name for run in self.containers if not run.is_ready]
+        words = "" if are_ready else f"containers with unready status: [{' '.join(unready)}]"
+        is_done = self.phase == "Succeeded"
+        why = "PodCompleted" if is_done else "" if are_ready else "ContainersNotReady"
+        status: Object = {
+            "phase": self.phase,
+            "hostIP": self.node.address,
+            "startTime": self.started_at,
+            "conditions": [
+                self._condition(
+                    "Initialized", is_initialized, "" if is_initialized else "ContainersNotInitialized", ""
+                ),
+                self._condition("Ready", are_ready, why, words),
+                self._condition("ContainersReady", are_ready, why, words),
+                *(one for one in self.pod["status"].get("conditions", []) if one["type"] not in KUBELETS),
+            ],
+            "containerStatuses": [run.status(self.uid) for run in self.containers],
+        }
+        if self.inits:
+            status["initContainerStatuses"] = [run.status(self.uid) for run in self.inits]
+        if self.address:
+            status |= {"podIP": self.address, "podIPs": [{"ip": self.address}]}
+        return status | ({"reason": self.reason, "message": self.message} if self.reason else {})
+
+    def _condition(self, kind: str, is_so: bool, reason: str, message: str) -> Object:
+        value = "True" if is_so else "False"
+        before = next((one for one in self._told.get("conditions", []) if one["type"] == kind), None)
+        since = before["lastTransitionTime"] if before and before["status"] == value else now()
+        found = {"type": kind, "status": value, "lastProbeTime": None, "lastTransitionTime": since}
+        return found | ({"reason": reason} if reason else {}) | ({"message": message} if message and reason else {})
+
+    def _hostname(self) -> str:
+        return str(self.pod["spec"].get("hostname") or self.name)
