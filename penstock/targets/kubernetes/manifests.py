@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
-import yaml
 
 from penstock.run_folder import Artifact, Launch
 from penstock.spec import reading
@@ -91,27 +91,32 @@ def _json(value: object) -> str:
     return msgspec.json.format(msgspec.json.encode(value), indent=2).decode() + "\n"
 
 
-class _Dumper(yaml.CSafeDumper if hasattr(yaml, "CSafeDumper") else yaml.SafeDumper):  # type: ignore[misc]
+@functools.cache
+def _dumper() -> type:
     """Text of several lines as a block; no aliases, which kubectl reads but people do not."""
+    import yaml
 
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
+    class Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]
+        def ignore_aliases(self, data: object) -> bool:
+            return True
 
+    def block(dumper: Any, text: str) -> Any:
+        return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
 
-def _text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
-
-
-_Dumper.add_representer(str, _text)
+    Dumper.add_representer(str, block)
+    return Dumper
 
 
 def to_yaml(rows: Iterable[Mapping[str, Any]]) -> str:
     """One document for each object, fields in our order."""
-    return "".join(
-        f"---\n{yaml.dump(row, Dumper=_Dumper, sort_keys=False, width=10_000, allow_unicode=True)}" for row in rows
-    )
+    import yaml
+
+    options: Any = {"Dumper": _dumper(), "sort_keys": False, "width": 10_000, "allow_unicode": True}
+    return "".join(f"---\n{yaml.dump(row, **options)}" for row in rows)
 
 
 def from_yaml(stream: str) -> list[Object]:
+    import yaml
+
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     return [row for row in yaml.load_all(stream, Loader=loader) if row]
