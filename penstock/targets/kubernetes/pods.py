@@ -138,7 +138,7 @@ def _prepare(deployment: Deployment, pod: Pod) -> Object:
     """The first init container: the same image, so that one without what penstock needs fails here, in seconds."""
     code, run_path = objects.ARCHIVE, objects.run_path(deployment)
     folders = {"config": objects.CONFIG_FOLDER, "secret": objects.SECRET_FOLDER} if pod.config_maps else {}
-    words = [f"{code}/{archive.SCRIPT}", f"{code}/{archive.ZIP}", CODE, run_path, *folders.values()]
+    words = [f"{code}/{archive.SCRIPT}", f"{code}/{archive.FILE}", CODE, run_path, *folders.values()]
     mounts = [_mount(volume, path) | {"readOnly": True} for volume, path in ({"code": code} | folders).items()]
     return init_container("prepare", pod.image, words, _PREPARE_NEEDS, (), mounts)
 
