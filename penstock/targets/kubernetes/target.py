@@ -7,6 +7,7 @@ ConfigMap, the anchor, so that any machine with the kubeconfig can end it.
 from __future__ import annotations
 
 import base64
+import contextlib
 import functools
 import threading
 import time
@@ -316,13 +317,9 @@ class Kubernetes(Target):
         folder.order(self._api_of(run), run, desired)
 
     def keep_up(self, run: Run) -> None:
-        if not folder.is_inside(run):
-            return
-        try:
-            api = self._api_of(run)
-            self._publisher.exchange(api, run, time.monotonic())
-        except PenstockError as exc:
-            print(f"penstock: {exc.message}", flush=True)
+        if folder.is_inside(run):
+            with contextlib.suppress(PenstockError):  # the next call tries again; `status` has the reason
+                self._publisher.exchange(self._api_of(run), run, time.monotonic())
 
     # ---- the end -----------------------------------------------------------------------------------------------------
 
