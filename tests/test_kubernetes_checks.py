@@ -114,6 +114,7 @@ KEYS = GatewaySpec(auth="keys")
         ({"block": {"labels": {"app.kubernetes.io/instance": "x"}}}, ["kubernetes.labels"]),
         ({"block": {"tolerations": ({"keys": "x"},)}}, ["kubernetes.tolerations[0]"]),
         ({"block": {"patch": {"template": {}}}}, ["kubernetes.patch"]),
+        ({"block": {"patch": {"spec": {"volumes": [{"emptyDir": {}}]}}}}, ["kubernetes.patch"]),
         ({"engine": EngineSpec(env={"AWS_SECRET_ACCESS_KEY": "x"})}, ["engine.env.AWS_SECRET_ACCESS_KEY"]),
         ({"engine": EngineSpec(executor="ray")}, ["engine.executor"]),
         ({"block": {"gateways": 2}}, ["kubernetes.gateways"]),

@@ -138,6 +138,9 @@ def test_variables_of_the_file_reach_the_container_as_they_are() -> None:
     values = variables(node(wanted))
     assert values["NCCL_DEBUG"] == "INFO" and values["ODD"] == "$$(HOME) $HOME"
     assert values["HF_TOKEN"] == {"secretKeyRef": {"name": "hf", "key": "token", "optional": True}}
+    own = node(file(engine={"env": {"VLLM_CACHE_ROOT": "/mine", "PYTHONPATH": "/mine"}}))
+    assert variables(own)["VLLM_CACHE_ROOT"] == "/mine" and variables(own)["PYTHONPATH"] == "/penstock/code"
+    assert len(variables(own)) == len(own["env"])  # server-side apply refuses two of one name
     names = ["HF_TOKEN", "MY_API_KEY", "DB_PASSWORD", "VLLM_USE_V1", "TOKENIZERS_PARALLELISM", "KEYBOARD"]
     assert pods.secret_names(dict.fromkeys(names, "")) == names[:3]
 

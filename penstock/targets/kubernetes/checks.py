@@ -11,13 +11,14 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
-from penstock.errors import Problem
+from penstock.errors import Problem, UserError
 from penstock.hardware import Machine
 from penstock.spec.deployment import Deployment
 from penstock.targets import machines_of_file
 from penstock.targets.kubernetes import capacity, objects, pods, quota, rights, traffic, weights
 from penstock.targets.kubernetes.api import Api, ApiError
 from penstock.targets.kubernetes.objects import INSTANCE, MANAGED_BY, MANAGER, Object, block_of
+from penstock.targets.kubernetes.strategic_merge import merged
 
 _OLDEST = (1, 20)
 _SHOWN = 6
@@ -85,6 +86,10 @@ def _block_problems(deployment: Deployment) -> Iterator[Problem]:
     for key in sorted(block.patch.keys() - {"metadata", "spec"}):
         words = f'"{key}" is no part of a pod template'
         yield Problem("kubernetes.patch", words, "example: patch: {spec: {schedulerName: volcano}}")
+    try:
+        merged({}, block.patch)
+    except UserError as exc:
+        yield Problem("kubernetes.patch", exc.message.partition(": ")[2], exc.hint)
 
 
 def _own_problems(deployment: Deployment) -> Iterator[Problem]:

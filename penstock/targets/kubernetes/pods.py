@@ -8,7 +8,7 @@ set VLLM_PORT. There is no liveness probe: the node supervises its engine, and t
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -103,7 +103,7 @@ def _container(pod: Pod) -> Object:
         "name": pod.container,
         "image": pod.image,
         "command": ["python3", *pod.argv],
-        "env": [*plain_env(_ENVIRONMENT), *pod.env],
+        "env": _last_of_each([*plain_env(_ENVIRONMENT), *pod.env]),
         "ports": [{"name": name, "containerPort": port} for name, port in pod.ports.items()],
         "resources": {"requests": pod.resources, "limits": pod.resources},
         "readinessProbe": pod.readiness,
@@ -175,6 +175,11 @@ def _mount(volume: str, path: str) -> Object:
 def plain_env(values: Mapping[str, str]) -> list[Object]:
     """Variables with their values as they are: `$(NAME)` in one would be replaced by the kubelet."""
     return [{"name": name, "value": value.replace("$(", "$$(")} for name, value in values.items()]
+
+
+def _last_of_each(rows: Iterable[Object]) -> list[Object]:
+    """One row for each name: server-side apply refuses a list with two of one key."""
+    return list({row["name"]: row for row in rows}.values())
 
 
 def secret_env(name: str, secret: str, key: str) -> Object:
