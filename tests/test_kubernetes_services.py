@@ -78,9 +78,11 @@ def test_nodes_reach_every_gateway_pod_by_the_headless_service_also_before_it_is
     clients, admin = (
         entry["spec"] for entry in services.gateway(cluster({"port": 80}), gpu_plan()) if entry["kind"] == "Service"
     )
-    assert clients["ports"] == [{"name": "http", "port": 80, "targetPort": "http", "appProtocol": "http"}]
+    assert clients["ports"] == [
+        {"name": "http", "port": 80, "targetPort": "http", "protocol": "TCP", "appProtocol": "http"}
+    ]
     assert (admin["clusterIP"], admin["publishNotReadyAddresses"]) == ("None", True)
-    assert admin["ports"] == [{"name": "admin", "port": 8001, "targetPort": "admin"}]
+    assert admin["ports"] == [{"name": "admin", "port": 8001, "targetPort": "admin", "protocol": "TCP"}]
     [container] = gateway_pod(cluster({"port": 80}))["spec"]["containers"]
     assert {entry["name"]: entry["containerPort"] for entry in container["ports"]} == {"http": 8000, "admin": 8001}
 
@@ -178,7 +180,7 @@ def test_a_load_balancer_ends_no_tls_so_the_gateway_does() -> None:
     plain, safe = cluster(expose="LoadBalancer"), cluster(expose="LoadBalancer", tls_secret="cert")
     assert [traffic.has_tls_in_pod(wanted) for wanted in (plain, safe)] == [False, True]
     service = only(traffic.exposed(cluster({"port": 443}, expose="LoadBalancer", tls_secret="cert")), "Service")
-    port = {"name": "http", "port": 443, "targetPort": "http", "appProtocol": "https"}
+    port = {"name": "http", "port": 443, "targetPort": "http", "protocol": "TCP", "appProtocol": "https"}
     assert service["spec"]["type"] == "LoadBalancer"
     assert service["spec"]["ports"] == [port]
     ingress = cluster(expose="Ingress", host="a.example", tls_secret="cert")
