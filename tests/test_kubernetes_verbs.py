@@ -71,7 +71,7 @@ class Cluster(Target):
     def end(self, run: Run, grace_s: float) -> None:
         self.asked.append("end")
 
-    def adopt(self, name: str) -> Adopted | None:
+    def adopt(self, name: str, deployment: Deployment | None = None) -> Adopted | None:
         self.asked.append(f"adopt {name}")
         if self.silence is not None:
             raise self.silence

@@ -1,4 +1,4 @@
-"""Every verb of a deployment in a cluster, from a machine that did not start it: kubectl, a kubeconfig, another home."""
+"""Every verb of a deployment in a cluster, from a machine that did not start it."""
 
 # ruff: noqa: F811 - fixtures of test_kubernetes_target
 from __future__ import annotations
@@ -7,16 +7,13 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from kubernetes_cluster import Namespace
 from launching import Place, call, wait_until
 from test_kubernetes_target import file_for, kinds_left, place  # noqa: F401 - fixtures
 
-from penstock import run_folder
 from penstock.wire.client import Client
 
 pytestmark = [pytest.mark.hosts, pytest.mark.xdist_group("kubernetes")]
