@@ -109,6 +109,12 @@ def test_version_reads_what_clouds_append(stub: Stub, api: Api) -> None:
     assert len(stub.requests) == 1
 
 
+def test_a_review_has_no_name(stub: Stub, api: Api) -> None:
+    stub.on("POST", "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews", {"status": {"allowed": True}})
+    review = {"apiVersion": "authorization.k8s.io/v1", "kind": "SelfSubjectAccessReview", "spec": {}}
+    assert api.create(review)["status"]["allowed"]
+
+
 # ---- connections -----------------------------------------------------------------------------------------------------
 
 
