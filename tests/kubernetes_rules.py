@@ -96,8 +96,9 @@ def _label_problems(document: Object) -> Iterator[str]:
             f"annotation {key} is no text" for key, v in row.get("annotations", {}).items() if not isinstance(v, str)
         )
     labels = document["metadata"].get("labels", {})
-    if labels.get("app.kubernetes.io/managed-by") != "penstock" or "app.kubernetes.io/instance" not in labels:
-        yield "it lacks the labels by which `down` finds it"
+    is_kept = document["kind"] == "PersistentVolumeClaim" and labels.get("app.kubernetes.io/component") == "weights"
+    if labels.get("app.kubernetes.io/managed-by") != "penstock" or is_kept is ("app.kubernetes.io/instance" in labels):
+        yield "it lacks the labels by which `down` finds it, or is kept and has them"
 
 
 def _content_problems(document: Object) -> Iterator[str]:

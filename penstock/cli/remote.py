@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -188,39 +188,42 @@ def _in_target(run: Run | None, verb: str) -> _Gateway | None:
     )
 
 
+@contextlib.contextmanager
+def reachable_url(run: Run) -> Iterator[str]:
+    """The URL of a deployment's gateway as this machine reaches it, for as long as the block lasts."""
+    from penstock import targets
+    from penstock.targets.tunnel import local_port
+
+    target = targets.load(run.record().target)
+    if run.public_url is not None or "tunnels" not in target.capabilities:
+        yield run.url
+        return
+    with target.tunnel(run, local_port(None)) as tunnel:
+        yield tunnel.url
+
+
 def _run_of(name: str) -> Run | None:
     """The run of that name; one that another machine started gets a folder here."""
     from penstock import paths, run_folder, targets
     from penstock.spec.deployment import is_legal_name
 
-    if not is_legal_name(name):
-        return None
-    run = run_folder.Run(paths.home() / "runs" / name)
-    here = run if run.exists() else None
-    if here is not None and not _may_be_elsewhere(here):
-        return here
     try:
         adopted = targets.discover(name)
     except PenstockError as exc:
         print(f'penstock: could not look for "{name}" elsewhere: {exc.message}', file=sys.stderr)
-        return here
-    if adopted is None:
-        return here
-    print(f'penstock: found "{name}" in {adopted.where}', file=sys.stderr)
-    return adopted.run
-
-
-def _may_be_elsewhere(run: Run) -> bool:
-    """Whether it ended here, and another machine may have started it again since."""
-    from penstock import targets
-
-    return run.is_ended() and "tunnels" in targets.load(run.record().target).capabilities
+        adopted = None
+    if adopted is not None:
+        print(f'penstock: found "{name}" in {adopted.where}', file=sys.stderr)
+        return adopted.run
+    run = run_folder.Run(paths.home() / "runs" / name)
+    return run if is_legal_name(name) and run.exists() else None
 
 
 def _ask(gateway: _Gateway, port: int, options: argparse.Namespace) -> int:
     """Run a verb that talks to a gateway, through a tunnel where that is needed."""
     with contextlib.ExitStack() as stack:
-        options.name, options.url = None, gateway.url or stack.enter_context(gateway.tunnel(port)).url
+        options.name, options.reached = None, gateway.name
+        options.url = gateway.url or stack.enter_context(gateway.tunnel(port)).url
         if gateway.needs_key and "OPENAI_API_KEY" not in os.environ:
             os.environ["OPENAI_API_KEY"] = _owner_key(gateway)
         return int(options.verb(options) or 0)

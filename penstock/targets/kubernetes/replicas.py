@@ -37,6 +37,8 @@ _CPU_SPARE_BYTES = GIB  # of a node without GPUs, besides a quarter more than th
 # (VLLM_MQ_MAX_CHUNK_BYTES_MB x 10), NCCL less, the cache for images 4 GiB once (--mm-processor-cache-gb).
 _SHM_NODE_BYTES, _SHM_RANK_BYTES = 4 * GIB, GIB
 _SPARE_DISK_BYTES = 10 * GIB  # compiled kernels and logs, next to weights on the node's disk
+# The node needs its own; it gives the file's to the engine.
+_OF_THE_NODE = {"PENSTOCK_HOME", "PYTHONPATH"}
 # The node is done before the kubelet kills it: drain_s, then what ending an engine takes (node/supervisor.py).
 _END_S, _KILL_MARGIN_S = 20.0, 10.0
 
@@ -110,7 +112,7 @@ def shared_objects(launch: Launch, deployment: Deployment, storage: Storage = NO
         "clusterIP": "None",
         "publishNotReadyAddresses": True,
         "selector": {INSTANCE: deployment.name, COMPONENT: "replica"},
-        "ports": [{"name": "http", "port": objects.ENGINE_PORT, "targetPort": "http"}],
+        "ports": [{"name": "http", "port": objects.ENGINE_PORT, "targetPort": "http", "protocol": "TCP"}],
     }
     service = build("v1/Service", objects.nodes(deployment.name), deployment, "replica", spec=spec)
     budget = _disruption_budget(deployment, launch.plan.n_nodes)
@@ -179,7 +181,7 @@ def _template(launch: Launch, deployment: Deployment, storage: Storage, revision
         labels={REPLICA: NUMBER, REVISION: revision_name},
         annotations=storage.annotations,
         env=(
-            *pods.plain_env(deployment.engine.env),
+            *pods.plain_env({name: text for name, text in deployment.engine.env.items() if name not in _OF_THE_NODE}),
             *storage.env,
             *([pods.secret_env("HF_TOKEN", token, "token")] if token else []),
         ),
