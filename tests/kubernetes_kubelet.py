@@ -50,7 +50,7 @@ class Kubelet:
         self.plain = httpx.AsyncClient(trust_env=False)
         self.nodes: dict[str, NodeState] = {}
         self.pods: dict[str, PodRun] = {}
-        self.table = Table(api, "/api/v1/pods?fieldSelector=spec.nodeName!=", self._changed)
+        self.table = Table(api, "/api/v1/pods", self._changed)
         self.swept: set[str] = set()
         self.errors: list[str] = []
         self._tasks: set[asyncio.Task[Any]] = set()
