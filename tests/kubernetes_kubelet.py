@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -198,6 +199,10 @@ class Kubelet:
 
     def unregister(self, pod: PodRun, run: ContainerRun) -> None:
         self._registered(pod, run).unlink(missing_ok=True)
+
+    def forget(self, pod: PodRun) -> None:
+        """The pod is over; its port-forwards end."""
+        shutil.rmtree(self.base / "run" / "containers" / pod.namespace / pod.name, ignore_errors=True)
 
     def _registered(self, pod: PodRun, run: ContainerRun) -> Path:
         return self.base / "run" / "containers" / pod.namespace / pod.name / run.name

@@ -301,6 +301,7 @@ class PodRun:
             sandbox, self.sandbox = self.sandbox, None
             await sandbox.stop()
             self.kubelet.free_address(self.address)
+            self.kubelet.forget(self)
             await asyncio.to_thread(shutil.rmtree, self.folder, ignore_errors=True)
 
     # ---- what it tells -----------------------------------------------------------------------------------------------
