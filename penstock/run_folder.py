@@ -259,6 +259,8 @@ class Run:
 
     @property
     def url(self) -> str:
+        if self.places("gateway") and (url := self.gateway_address().public_url) is not None:
+            return url
         settings = self.gateway_file()
         scheme = "https" if settings.tls_cert else "http"
         return f"{scheme}://{reachable(self.listen)}{settings.path_prefix or ''}"

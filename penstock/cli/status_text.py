@@ -211,7 +211,7 @@ def _replica_row(replica: ReplicaStatus) -> tuple[str, str, str, str, str]:
         words.append(node.url)
     if replica.state == "ready" and node and node.ready_after_s is not None:
         words.append(f"ready in {show_seconds(node.ready_after_s)}")
-    if replica.ends_at is not None:
+    if replica.ends_at is not None and replica.ends_at > time.time():
         words.append(f"its machines until {time.strftime('%a %H:%M', time.localtime(replica.ends_at))}")
     return f"replica {replica.replica}", replica.state, pid, str(replica.n_restarts), ", ".join(filter(None, words))
 

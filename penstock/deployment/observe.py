@@ -152,7 +152,7 @@ def summarise(desired: Desired, seen: Observation, history: History, now: float)
     )
     return State(
         observed_at=round(now, 3),
-        phase=_phase(desired, replicas, seen, history.was_ready),
+        phase=_phase(desired, [row for row in replicas if not _is_old(row, now)], seen, history.was_ready),
         desired_replicas=desired.replicas,
         replicas=tuple(replicas),
         controller=history.controller,
@@ -185,6 +185,11 @@ def _replica_state(
         silent_s = row.age_s // 5 * 5  # steps, so that the state on disk is not written each second
         return "silent", f"{where} has not reported for {silent_s:.0f} s: the machine or the network may be down"
     return heard or "starting", why if heard or not is_gateway_heard else "its node has not reported yet"
+
+
+def _is_old(row: ReplicaStatus, now: float) -> bool:
+    """Whether its time is over: it serves until its successor does."""
+    return row.ends_at is not None and row.ends_at <= now
 
 
 def _phase(desired: Desired, replicas: list[ReplicaStatus], seen: Observation, has_been_ready: bool) -> Phase:

@@ -26,6 +26,7 @@ from penstock.text import GIB
 
 # name -> "module:Class"
 TABLE = {
+    "kubernetes": "penstock.targets.kubernetes.target:Kubernetes",
     "local": "penstock.targets.local:Local",
     "ray": "penstock.targets.ray.target:RayJobs",
     "slurm": "penstock.targets.slurm.target:Slurm",
@@ -33,8 +34,9 @@ TABLE = {
 }
 _CPUS, _MEMORY_BYTES, _GPU_BYTES = 64, 1024 * GIB, 80 * GIB  # of a machine that was not asked
 # "survey": runs a program on the nodes, for `doctor`. "places-gateway": takes gateway.on: job. "tunnels": its gateway
-# is reached by `tunnel` and `inside`. "keeps-weights": it keeps weights of a deployment beyond its end.
-Capability = Literal["survey", "places-gateway", "tunnels", "keeps-weights"]
+# is reached by `tunnel` and `inside`. "keeps-weights": it keeps weights of a deployment beyond its end. "rolls":
+# placing another revision replaces what serves when its successor is ready.
+Capability = Literal["survey", "places-gateway", "tunnels", "keeps-weights", "rolls"]
 
 
 class Placement(msgspec.Struct, frozen=True):

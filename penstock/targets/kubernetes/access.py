@@ -58,6 +58,12 @@ def kubectl() -> str:
     return path
 
 
+def is_configured() -> bool:
+    """Whether a cluster can be asked: kubectl is installed, and a kubeconfig names one."""
+    files = os.environ.get("KUBECONFIG", "").split(os.pathsep) if os.environ.get("KUBECONFIG") else ["~/.kube/config"]
+    return shutil.which("kubectl") is not None and any(Path(file).expanduser().is_file() for file in files if file)
+
+
 def context_of(name: str | None) -> Context:
     """The context of that name, or the current one.  Raises UserError that names those that exist."""
     config = _configuration(kubectl(), os.environ.get("KUBECONFIG"))

@@ -104,7 +104,7 @@ def _container(pod: Pod) -> Object:
         "image": pod.image,
         "command": ["python3", *pod.argv],
         "env": _last_of_each([*plain_env(_ENVIRONMENT), *pod.env]),
-        "ports": [{"name": name, "containerPort": port} for name, port in pod.ports.items()],
+        "ports": [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in pod.ports.items()],
         "resources": {"requests": pod.resources, "limits": pod.resources},
         "readinessProbe": pod.readiness,
         "terminationMessagePolicy": _LAST_LINES,

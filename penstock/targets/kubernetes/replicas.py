@@ -112,7 +112,7 @@ def shared_objects(launch: Launch, deployment: Deployment, storage: Storage = NO
         "clusterIP": "None",
         "publishNotReadyAddresses": True,
         "selector": {INSTANCE: deployment.name, COMPONENT: "replica"},
-        "ports": [{"name": "http", "port": objects.ENGINE_PORT, "targetPort": "http"}],
+        "ports": [{"name": "http", "port": objects.ENGINE_PORT, "targetPort": "http", "protocol": "TCP"}],
     }
     service = build("v1/Service", objects.nodes(deployment.name), deployment, "replica", spec=spec)
     budget = _disruption_budget(deployment, launch.plan.n_nodes)
