@@ -141,7 +141,6 @@ class Api:
         self._way = way
         self._kept = threading.local()
         self._known: dict[str, dict[str, Kind]] = {}
-        self._version: tuple[int, int] | None = None
 
     # ---- objects -----------------------------------------------------------------------------------------------------
 
@@ -223,13 +222,11 @@ class Api:
 
     # ---- the cluster -------------------------------------------------------------------------------------------------
 
-    def version(self) -> tuple[int, int]:
-        """Of the API server: (1, 34)."""
-        if self._version is None:
-            facts = self._object("GET", "/version")
-            major, minor = (int(re.sub(r"\D.*", "", facts[part])) for part in ("major", "minor"))  # GKE: "34+"
-            self._version = major, minor
-        return self._version
+    def version(self) -> tuple[int, int] | None:
+        """Of the API server: (1, 34). None where it was built without one."""
+        facts = self._object("GET", "/version")
+        numbers = [re.sub(r"\D.*", "", str(facts.get(part))) for part in ("major", "minor")]  # GKE has "34+"
+        return (int(numbers[0]), int(numbers[1])) if all(numbers) else None
 
     def knows(self, api_version: str, kind: str) -> bool:
         """Whether the cluster has such a kind. Asked once for each `api_version`."""
