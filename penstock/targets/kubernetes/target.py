@@ -74,6 +74,7 @@ class Kubernetes(Target):
     capabilities = frozenset({"places-gateway", "rolls", "tunnels", "keeps-weights"})
     listen = "network"
     has_own_caches = True
+    fetches_models = True
     is_elastic = True
     executor = "mp"  # the engine's image has no Ray
 
