@@ -259,9 +259,17 @@ class Run:
 
     @property
     def url(self) -> str:
+        if self.places("gateway") and (url := self.gateway_address().public_url) is not None:
+            return url
         settings = self.gateway_file()
         scheme = "https" if settings.tls_cert else "http"
         return f"{scheme}://{reachable(self.listen)}{settings.path_prefix or ''}"
+
+    @property
+    def public_url(self) -> str | None:
+        """Where clients outside its network reach a gateway that the target placed; None where they do not."""
+        has_address = self.places("gateway") and self.gateway_address_file.exists()
+        return self.gateway_address().public_url if has_address else None
 
     @property
     def known_url(self) -> str | None:

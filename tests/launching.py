@@ -31,7 +31,7 @@ from urllib.parse import urlsplit
 import pytest
 import yaml
 
-from penstock import processes, run_folder
+from penstock import processes, run_folder, targets
 from penstock.cli import main
 from penstock.deployment import observe, prepare, start
 from penstock.errors import PenstockError
@@ -193,7 +193,8 @@ class Place:
         """Remember what must be gone in the end."""
         with contextlib.suppress(OSError):  # half removed
             self.run_paths[str(run.path)] = run.record().id
-            self.addresses |= {run.url, run.admin_url}
+            if "tunnels" not in targets.load(run.record().target).capabilities:  # else they are no addresses of ours
+                self.addresses |= {run.url, run.admin_url}
             self.segments.update(processes.shared_memory(processes.find_marked(str(run.path))))
             for announcement in (replica.announcement for replica in now(run).replicas):
                 if announcement is not None:

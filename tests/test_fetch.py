@@ -53,6 +53,9 @@ def test_a_model_is_fetched_once_and_is_whole_when_the_marker_is_there(served: H
     assert all((folder / name).read_bytes() == body for name, body in FILES.items())
     assert (folder / fetch.MARKER).read_text() == f"{COMMIT}\n"
     assert lines[-1].startswith("weights complete: weights 4/4 files, 0.0 GB of 0.0 GB, commit c1899de")
+    waited: list[str] = []
+    fetch.wait(path_in(tmp_path), waited.append)
+    assert waited == ["weights 4/4 files, 0.0 GB of 0.0 GB", "weights complete"]
     n_asked = len(served.asked)
     for path in (path_in(tmp_path), path_in(tmp_path, COMMIT)):
         assert fetch.fetch(NAME, path, "safetensors", lines.append) == COMMIT
@@ -116,7 +119,7 @@ def test_the_one_that_waits_ends_when_the_marker_is_there(
 
     monkeypatch.setattr(fetch, "time", SimpleNamespace(sleep=complete))
     assert fetch.main([NAME, path_in(tmp_path), "safetensors", "--wait"]) == 0
-    assert capsys.readouterr().out.splitlines() == ["waiting for weights, 0.0 GB so far", "weights complete"]
+    assert capsys.readouterr().out.splitlines() == ["weights: not begun", "weights complete"]
     assert fetch.main([NAME, "/models", "safetensors"]) == 2
     assert "penstock: cannot fetch a model" in capsys.readouterr().out
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import base64
+import bz2
 import io
 import json
 import sys
@@ -137,6 +138,9 @@ def test_variables_of_the_file_reach_the_container_as_they_are() -> None:
     values = variables(node(wanted))
     assert values["NCCL_DEBUG"] == "INFO" and values["ODD"] == "$$(HOME) $HOME"
     assert values["HF_TOKEN"] == {"secretKeyRef": {"name": "hf", "key": "token", "optional": True}}
+    own = node(file(engine={"env": {"VLLM_CACHE_ROOT": "/mine", "PYTHONPATH": "/mine"}}))
+    assert variables(own)["VLLM_CACHE_ROOT"] == "/mine" and variables(own)["PYTHONPATH"] == "/penstock/code"
+    assert len(variables(own)) == len(own["env"])  # server-side apply refuses two of one name
     names = ["HF_TOKEN", "MY_API_KEY", "DB_PASSWORD", "VLLM_USE_V1", "TOKENIZERS_PARALLELISM", "KEYBOARD"]
     assert pods.secret_names(dict.fromkeys(names, "")) == names[:3]
 
@@ -220,6 +224,42 @@ def test_names_of_a_deployment_with_forty_characters_are_legal() -> None:
     assert max(map(len, names)) <= 63
     # A StatefulSet's name and a hash of ten characters are a label of its pods, and "-15" ends a pod's name.
     assert len(names[-1]) + 11 <= 63
+
+
+SHAPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "1 GPU": ({}, {}),
+    "4 GPUs of a node": ({"hardware": H100}, {"n_ranks": 4}),
+    "2 nodes of 8": ({"hardware": H100, "replicas": 3}, {"n_ranks": 16, "n_nodes": 2}),
+    "lws": ({"hardware": H100, "kubernetes": {"shape": "lws"}, "replicas": 3}, {"n_ranks": 16, "n_nodes": 2}),
+    "CPU": ({"kubernetes": {"image": "mine:1"}}, {"device": "cpu", "n_threads": 4}),
+    "all fields": (
+        {
+            "name": "a" * 40,
+            "kubernetes": {
+                "image_pull_secrets": ["a"],
+                "node_selector": {"pool": "b"},
+                "priority_class": "c",
+                "tolerations": [{"key": "sku", "value": "gpu", "effect": "NoSchedule"}],
+                "runtime_class": "nvidia",
+                "service_account": "d",
+                "labels": {"team": "e"},
+                "annotations": {"f": "g"},
+                "memory": "64Gi",
+            },
+        },
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_shape_is_legal_on_the_oldest_and_the_newest_kubernetes(shape: str) -> None:
+    problems_of = pytest.importorskip("kubernetes_schemas").problems_of
+    fields, ranks = SHAPES[shape]
+    wanted, whole = file(**fields), plan(**ranks)
+    code = archive.config_map(wanted, archive.archive())
+    made = [code, *replicas.shared_objects(launch(whole), wanted), the_set(wanted, whole)]
+    assert problems_of(json.loads(json.dumps(made).replace("{replica}", "0")), is_whole=True) == []
 
 
 # ---- patch -----------------------------------------------------------------------------------------------------------
@@ -315,12 +355,12 @@ def test_a_selector_of_the_file_takes_the_place_of_the_cards_labels() -> None:
 
 def test_the_archive_is_small_whole_and_the_same_each_time() -> None:
     code = archive.archive()
-    assert len(code.zip) + len(code.prepare) < archive.MOST_BYTES
-    names = zipfile.ZipFile(io.BytesIO(code.zip)).namelist()
+    assert len(code.data) + len(code.prepare) < archive.MOST_BYTES
+    names = zipfile.ZipFile(io.BytesIO(bz2.decompress(code.data))).namelist()
     assert {"penstock/node/__main__.py", "penstock/hardware/data/gpus.yaml"} <= {*names}
     assert not [name for name in names if "demo_model" in name or name.endswith((".so", ".pyc"))]
     config_map = archive.config_map(file(), code)
-    assert config_map["immutable"] and base64.b64decode(config_map["binaryData"]["penstock.zip"]) == code.zip
+    assert config_map["immutable"] and base64.b64decode(config_map["binaryData"]["penstock.zip.bz2"]) == code.data
     assert config_map["metadata"]["name"] == f"llama-code-{code.hash}"
     (volume,) = [v for v in template(file())["spec"]["volumes"] if v["name"] == "code"]
     assert volume["configMap"]["name"] == config_map["metadata"]["name"]
@@ -349,18 +389,19 @@ def mounted(folder: Path, files: dict[str, str]) -> Path:
 
 
 def test_prepare_unpacks_the_code_and_makes_a_run_folder_with_safe_modes(script: Any, tmp_path: Path) -> None:
-    package = tmp_path / "penstock.zip"
-    with zipfile.ZipFile(package, "w") as whole:
-        whole.writestr("penstock/__init__.py", "")
+    stream, package = io.BytesIO(), tmp_path / archive.FILE
+    with zipfile.ZipFile(stream, "w") as whole:
+        whole.writestr("penstock/node/__main__.py", "")
+    package.write_bytes(bz2.compress(stream.getvalue()))
     config = mounted(tmp_path / "config", {"launch.json": "{}", "spec.yaml": "a: 1"})
-    secret = mounted(tmp_path / "secret", {"admin-token": "t", "first-key-hash": "h"})
+    secret = mounted(tmp_path / "secret", {"admin-token": "t", "any-key": "h"})
     code, run = tmp_path / "code", tmp_path / "runs" / "llama"
-    words = [*map(str, (package, code, run, config, secret, tmp_path / "absent"))]
+    words = [*map(str, (package, code, run, config, secret))]
     for _ in range(2):  # a container that starts again finds what the first left
         assert script.main(words) == 0
-    assert (code / "penstock" / "__init__.py").exists()
+    assert (code / "penstock" / "node" / "__main__.py").exists()
     files = {path.relative_to(run).as_posix(): path for path in run.rglob("*") if path.is_file()}
-    assert {*files} == {"artifact/launch.json", "spec.yaml", "secrets/admin-token", "secrets/first-key-hash"}
+    assert {*files} == {"artifact/launch.json", "spec.yaml", "secrets/admin-token", "secrets/any-key"}
     assert files["secrets/admin-token"].stat().st_mode & 0o777 == 0o600
     assert (run / "secrets").stat().st_mode & 0o777 == 0o700
     assert files["spec.yaml"].read_text() == "a: 1" and not files["spec.yaml"].is_symlink()

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
-from samples import deployment, gpu_plan
+from samples import deployment, gpu_plan, run_folder
 
+from penstock.deployment import placed_unit
+from penstock.gateway.config import load_config
+from penstock.spec import reading
 from penstock.spec.deployment import Deployment
 from penstock.targets.kubernetes import monitoring, services, traffic
 from penstock.targets.kubernetes.objects import Object
 
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "docs" / "how-to" / f"{name}.md" for name in ("kubernetes", "gke", "eks", "on-prem")]
 POSTGRES = {"store": "postgresql://penstock@db/penstock"}
 
 
@@ -73,9 +80,11 @@ def test_nodes_reach_every_gateway_pod_by_the_headless_service_also_before_it_is
     clients, admin = (
         entry["spec"] for entry in services.gateway(cluster({"port": 80}), gpu_plan()) if entry["kind"] == "Service"
     )
-    assert clients["ports"] == [{"name": "http", "port": 80, "targetPort": "http", "appProtocol": "http"}]
+    assert clients["ports"] == [
+        {"name": "http", "port": 80, "targetPort": "http", "protocol": "TCP", "appProtocol": "http"}
+    ]
     assert (admin["clusterIP"], admin["publishNotReadyAddresses"]) == ("None", True)
-    assert admin["ports"] == [{"name": "admin", "port": 8001, "targetPort": "admin"}]
+    assert admin["ports"] == [{"name": "admin", "port": 8001, "targetPort": "admin", "protocol": "TCP"}]
     [container] = gateway_pod(cluster({"port": 80}))["spec"]["containers"]
     assert {entry["name"]: entry["containerPort"] for entry in container["ports"]} == {"http": 8000, "admin": 8001}
 
@@ -173,7 +182,7 @@ def test_a_load_balancer_ends_no_tls_so_the_gateway_does() -> None:
     plain, safe = cluster(expose="LoadBalancer"), cluster(expose="LoadBalancer", tls_secret="cert")
     assert [traffic.has_tls_in_pod(wanted) for wanted in (plain, safe)] == [False, True]
     service = only(traffic.exposed(cluster({"port": 443}, expose="LoadBalancer", tls_secret="cert")), "Service")
-    port = {"name": "http", "port": 443, "targetPort": "http", "appProtocol": "https"}
+    port = {"name": "http", "port": 443, "targetPort": "http", "protocol": "TCP", "appProtocol": "https"}
     assert service["spec"]["type"] == "LoadBalancer"
     assert service["spec"]["ports"] == [port]
     ingress = cluster(expose="Ingress", host="a.example", tls_secret="cert")
@@ -317,3 +326,62 @@ def test_only_the_first_node_of_a_replica_has_a_page() -> None:
         gateway, replica = monitoring.monitors(wanted, "operator")
         assert replica["spec"]["selector"]["matchLabels"][label] == "0"
         assert label not in gateway["spec"]["selector"]["matchLabels"]
+
+
+SHAPES: dict[str, Deployment] = {
+    "inside": cluster(),
+    "load balancer": cluster({"port": 443}, expose="LoadBalancer", tls_secret="cert"),
+    "ingress": cluster(expose="Ingress", host="a.example", issuer="letsencrypt", ingress_class="nginx"),
+    "route": cluster(expose="HTTPRoute", route_parent="infra/web", host="a.example", inference_pool=True),
+    "three gateways": cluster(POSTGRES, gateways=3, postgres_secret="db"),
+    "two nodes": cluster(shape="lws", hardware={"nodes": 2}),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_objects_are_legal_in_the_oldest_and_the_newest_kubernetes(shape: str) -> None:
+    schemas = pytest.importorskip("kubernetes_schemas")
+    wanted, plan = SHAPES[shape], gpu_plan()
+    rows = [
+        services.anchor(wanted, {"spec.yaml": "x"}),
+        *services.gateway(wanted, plan, "annotations"),
+        *services.controller(wanted, plan),
+        *traffic.exposed(wanted),
+        *monitoring.monitors(wanted, "google"),
+        *monitoring.monitors(wanted, "operator"),
+    ]
+    assert schemas.problems_of(rows) == []
+
+
+FILES = [
+    (page.stem, number, text)
+    for page in PAGES
+    for number, text in enumerate(re.findall(r"```yaml\n(.*?)```", page.read_text("utf-8"), re.DOTALL))
+    if re.search("^model:", text, re.MULTILINE)
+]
+
+
+@pytest.mark.parametrize(("page", "number", "text"), FILES, ids=[f"{page}-{number}" for page, number, _ in FILES])
+def test_files_on_the_pages_are_good(page: str, number: int, text: str) -> None:
+    wanted = reading.parse(text)
+    assert wanted.target == "ray" or traffic.problems(wanted) == []
+
+
+def test_the_page_of_gke_shows_the_example() -> None:
+    example = (ROOT / "examples" / "gke.yaml").read_text("utf-8")
+    shown = next(text for page, _, text in FILES if page == "gke")
+    assert reading.parse(shown) == reading.parse(example)
+
+
+def test_a_placed_gateway_has_its_certificate_and_store_where_the_pod_mounts_them(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[list[str]] = []
+    monkeypatch.setattr("os.execve", lambda path, argv, env: started.append(argv))
+    run = run_folder(deployment(name="llm", gateway={"auth": "keys"}))
+    addresses = ["--listen", "0.0.0.0:8000", "--admin", "0.0.0.0:8001"]
+    placed_unit.main(["gateway", str(run.path), *addresses, "--store", "/store/keys.db", "--tls", "/tls"])
+    config = load_config(run.gateway_config)
+    assert started[0][-2:] == ["penstock.gateway", str(run.gateway_config)]
+    assert (config.tls_cert, config.tls_key, config.store) == ("/tls/tls.crt", "/tls/tls.key", "/store/keys.db")
+    assert (config.listen, config.admin) == ("0.0.0.0:8000", "0.0.0.0:8001")

@@ -11,18 +11,21 @@ from typing import Any
 
 import msgspec
 import pytest
-from samples import NOW, cpu_machine, demo_plan, deployment, draft
+from samples import NOW, cpu_machine, demo_plan, deployment, draft, gpu_machine
 from test_cli import Shell, shell  # noqa: F401 - fixtures
 
 from penstock import run_folder, targets
 from penstock.cli import chat, lifecycle, remote
 from penstock.deployment import start
+from penstock.deployment.doctor import examine
 from penstock.deployment.prepare import Prepared
 from penstock.errors import PenstockError, Problem
 from penstock.hardware import Machine
-from penstock.run_folder import Artifact, Handle, Kind, Launch, Run, State, Unit
+from penstock.paths import write_atomically
+from penstock.run_folder import Artifact, Handle, Kind, Launch, Left, Run, State, Unit
 from penstock.spec.deployment import Deployment
 from penstock.targets import Adopted, Placement, Target
+from penstock.wire.announcement import GatewayAddress
 
 KINDS: tuple[Kind, ...] = ("replica", "gateway", "controller")
 
@@ -50,7 +53,7 @@ class Cluster(Target):
         return []
 
     def machines(self, deployment: Deployment, is_rehearsal: bool = False) -> list[Machine]:
-        raise NotImplementedError
+        return [gpu_machine(4), gpu_machine(4)]
 
     def render(self, launch: Launch, python: str, deployment: Deployment) -> Artifact:
         raise NotImplementedError
@@ -81,6 +84,11 @@ class Cluster(Target):
 
     def inside(self, run: Run, words: Sequence[str], is_terminal: bool) -> list[str]:
         return ["exec", run.name, *words]
+
+    def leftovers(self) -> list[Left]:
+        if self.silence is not None:
+            raise self.silence
+        return [Left(self.name, "u1", "far/default", "Service one-gateway", {})] if self.others else []
 
     def end_weights(self, run: Run) -> None:
         self.asked.append("end weights")
@@ -136,7 +144,7 @@ def test_a_chat_goes_through_a_tunnel_with_a_key_made_next_to_the_gateway(
     shell: Shell, cluster: Cluster, commands: list[list[str]], chats: list[tuple[str, str | None]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    started("one")
+    run = started("one")
     monkeypatch.setenv("OPENAI_API_KEY", "sk-0")
     assert shell("chat", "one")[0] == 0
     assert commands == [] and chats[0][1] == "sk-0"
@@ -145,6 +153,10 @@ def test_a_chat_goes_through_a_tunnel_with_a_key_made_next_to_the_gateway(
     assert cluster.asked == ["tunnel one", "tunnel one"]
     assert chats[1][0].startswith("http://127.0.0.1:") and chats[1][1] == "sk-1"
     assert [words[3:5] for words in commands] == [["rotate", "--grace"], ["create", "owner"]]
+    address = GatewayAddress("0", "one-gateway.default:8000", (), "https://llm.example.org")
+    write_atomically(run.gateway_address_file, msgspec.json.encode(address))
+    assert shell("chat", "one")[0] == 0
+    assert chats[2][0] == "https://llm.example.org" and len(cluster.asked) == 2, "an exposed one needs no tunnel"
 
 
 def test_keys_and_usage_run_next_to_the_gateway(shell: Shell, cluster: Cluster, commands: list[list[str]]) -> None:
@@ -152,8 +164,8 @@ def test_keys_and_usage_run_next_to_the_gateway(shell: Shell, cluster: Cluster, 
     assert shell("keys", "create", "alice", "--rpm", "60", "--deployment", "one")[0] == 0
     assert shell("usage", "--json")[0] == 2, "its exit code is passed on"
     assert commands == [
-        ["exec", "one", "keys", "create", "alice", "--rpm", "60", "--deployment", "one"],
-        ["exec", "one", "usage", "--json", "--deployment", "one"],
+        ["exec", "one", "keys", "create", "alice", "--rpm", "60"],
+        ["exec", "one", "usage", "--json"],
     ]
     assert "cannot find store" in shell("keys", "list", "--store", "/nowhere")[2]
     assert len(commands) == 2
@@ -234,3 +246,42 @@ def test_what_is_sent_as_one_document_is_printed_alone(capsys: pytest.CaptureFix
     )
     lifecycle._print_prepared(Prepared(deployment(), cpu_machine(), plan, artifact), as_json=False)
     assert capsys.readouterr() == ("---\nkind: Service\n", "warning: its context is cut\n")
+
+
+def finish(left: Left) -> None:
+    cluster = targets.load(left.target)
+    assert isinstance(cluster, Cluster)
+    cluster.others.clear()
+
+
+def test_clean_shows_what_targets_still_have_and_removes_it_when_told(shell: Shell, cluster: Cluster) -> None:
+    cluster.others.append("one")
+    assert shell("clean")[1].splitlines()[0].split() == ["kubernetes", "far/default", "Service", "one-gateway"]
+    assert shell("clean", "--yes")[1].splitlines()[-1] == "removed"
+    assert shell("clean")[1] == "nothing is left behind\n"
+    cluster.silence = PenstockError("the API server of context far does not answer")
+    code, out, err = shell("clean")
+    assert (code, out) == (0, "nothing is left behind\n")
+    assert err == "warning: the API server of context far does not answer\n"
+
+
+def test_logs_of_placed_units_come_from_their_target(shell: Shell, cluster: Cluster) -> None:
+    started("one")
+    assert shell("logs", "one", "--part", "gateway")[1] == "a line of gateway/0\n"
+    assert shell("logs", "one", "--part", "controller")[1] == "a line of controller/0\n"
+    assert shell("logs", "one")[1] == "a line of replica/0\n"
+
+
+def test_status_says_how_a_gateway_in_a_cluster_is_reached(shell: Shell, cluster: Cluster) -> None:
+    run = started("one")
+    address = GatewayAddress("0", "one-gateway.default:8000", ())
+    write_atomically(run.gateway_address_file, msgspec.json.encode(address))
+    out = shell("status", "one")[1]
+    assert "http://one-gateway.default:8000/v1 (in its cluster; here: " in out and "tunnel one)" in out
+
+
+def test_doctor_names_the_machines_that_a_target_knows(cluster: Cluster) -> None:
+    finding = examine._known_machines(cluster, deployment(target="kubernetes"))
+    assert (
+        finding.found == "target kubernetes knows 2 machines with 8 x NVIDIA H100 80GB HBM3; no program was run on them"
+    )

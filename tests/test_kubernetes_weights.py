@@ -143,10 +143,10 @@ def test_a_folder_of_this_machine_needs_a_volume_that_has_it() -> None:
     assert weights.in_pods(plan("/data/llama"), file("pvc:models")).model.path == "/models"
 
 
-def test_what_may_surprise_is_a_warning_of_the_plan() -> None:
-    assert "hostPath" in weights.in_pods(plan(), file("/mnt/llama")).warnings[-1]
-    assert "Kubernetes 1.35" in weights.in_pods(plan(), file("image:llama")).warnings[-1]
-    assert weights.in_pods(plan(), file()).warnings == plan().warnings
+def test_what_may_surprise_is_a_warning() -> None:
+    assert "hostPath" in weights.warnings(file("/mnt/llama"))[0]
+    assert "Kubernetes 1.35" in weights.warnings(file("image:llama"))[0]
+    assert weights.warnings(file()) == ()
 
 
 # ---- objects ---------------------------------------------------------------------------------------------------------

@@ -115,7 +115,7 @@ def _up(options: argparse.Namespace) -> int:
     deployment = arguments.deployment_of(options)
     if options.dry_run:
         return _print_prepared(prepare.rehearse(deployment), options.json)
-    before = _launch_id(deployment.name)
+    before, rolls = _launch_id(deployment.name), start.rolls(deployment)
     try:
         started = start.up(deployment, options.replace, lambda step: print_step(f"\n{step}"))
         run = run_folder.find(started.name)
@@ -131,10 +131,10 @@ def _up(options: argparse.Namespace) -> int:
             start.wait_listening(run)
             return 0
         with progress.StartDisplay(sys.stdout, options.json) as display:
-            state = start.wait_ready(run, display.show, options.timeout, is_ours=not started.was_running)
+            state = start.wait_ready(run, display.show, options.timeout, is_ours=not (started.was_running or rolls))
     except KeyboardInterrupt:
         with start.ctrl_c_ignored():
-            if _launch_id(deployment.name) != before:  # a second `up` does not end what ran before it
+            if _launch_id(deployment.name) != before and not rolls:  # a second `up` does not end what ran before it
                 _undo(deployment.name)
         raise
     if options.json:
@@ -342,6 +342,8 @@ def _clean(options: argparse.Namespace) -> int:
     from penstock.deployment import leftovers
 
     items = leftovers.leftovers(options.runs)
+    for message in items.silent:
+        print_step(f"warning: {message}")
     stuck = leftovers.clean(items.found) if options.yes else []
     if options.json:
         facts = msgspec.to_builtins({"found": items.found, "unknown": items.unknown, "stuck": stuck})

@@ -43,7 +43,9 @@ VERBS = {
     "logs": Verb("print the log of a deployment's replicas, gateway or controller", "lifecycle:register_logs"),
     "run": Verb("start a model, and send it one prompt or chat with it", "lifecycle:register_run"),
     "chat": Verb("talk to a deployment in the terminal", "chat:register"),
-    "tunnel": Verb("open a local address that leads to a deployment on a login node", "remote:register"),
+    "tunnel": Verb(
+        "open a local address that leads to a deployment on a login node or in a cluster", "remote:register"
+    ),
     "keys": Verb("create, list, rotate and revoke the API keys of a gateway", "keys:register_keys"),
     "usage": Verb("show the usage of each key and model, and its cost", "keys:register_usage"),
     "scale": Verb("change the number of replicas; removed replicas finish their requests", "lifecycle:register_scale"),

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -34,8 +34,8 @@ _ANSWER_S = 60.0
 
 
 class _Gateway(NamedTuple):
-    """A gateway elsewhere. `place`: what a tunnel leads to, for people. `inside`: the command that runs a verb next to
-    it. `url`: where this machine reaches it without a tunnel."""
+    """A gateway elsewhere. `place`: what a tunnel leads to, for people. `inside`: the command that runs `keys` or
+    `usage` next to it. `url`: where this machine reaches it without a tunnel."""
 
     name: str
     place: str
@@ -114,8 +114,7 @@ def _with_name(options: argparse.Namespace, argv: Sequence[str]) -> int | None:
     if gateway is None:
         return None
     if options.verb_name in _IN_STORE:
-        words = gateway.inside(list(argv) if typed else _named(argv, options, name), _is_terminal())
-        return subprocess.call(words)
+        return subprocess.call(gateway.inside(_without_deployment(argv), _is_terminal()))
     return _hold(gateway, port) if options.verb_name == "tunnel" else _ask(gateway, port, options)
 
 
@@ -149,6 +148,12 @@ def _named(argv: Sequence[str], options: argparse.Namespace, name: str) -> list[
     return [*argv, name]
 
 
+def _without_deployment(argv: Sequence[str]) -> list[str]:
+    flag = "--deployment"
+    before = ["", *argv]
+    return [word for word, last in zip(argv, before, strict=False) if flag not in (word.partition("=")[0], last)]
+
+
 def _on_login_node(login: Login, name: str) -> _Gateway:
     from penstock.targets import login as remote
 
@@ -158,7 +163,7 @@ def _on_login_node(login: Login, name: str) -> _Gateway:
         f'login node "{login.host}"',
         needs_key,
         lambda port: remote.tunnel(login, url, port),
-        lambda words, is_terminal: remote.argv(login, words, is_terminal),
+        lambda words, is_terminal: remote.argv(login, [*words, "--deployment", name], is_terminal),
     )
 
 
@@ -179,7 +184,22 @@ def _in_target(run: Run | None, verb: str) -> _Gateway | None:
         run.deployment().gateway.auth == "keys",
         lambda port: target.tunnel(run, port),
         lambda words, is_terminal: target.inside(run, words, is_terminal),
+        run.public_url,
     )
+
+
+@contextlib.contextmanager
+def reachable_url(run: Run) -> Iterator[str]:
+    """The URL of a deployment's gateway as this machine reaches it, for as long as the block lasts."""
+    from penstock import targets
+    from penstock.targets.tunnel import local_port
+
+    target = targets.load(run.record().target)
+    if run.public_url is not None or "tunnels" not in target.capabilities:
+        yield run.url
+        return
+    with target.tunnel(run, local_port(None)) as tunnel:
+        yield tunnel.url
 
 
 def _run_of(name: str) -> Run | None:
@@ -187,34 +207,23 @@ def _run_of(name: str) -> Run | None:
     from penstock import paths, run_folder, targets
     from penstock.spec.deployment import is_legal_name
 
-    if not is_legal_name(name):
-        return None
-    run = run_folder.Run(paths.home() / "runs" / name)
-    here = run if run.exists() else None
-    if here is not None and not _may_be_elsewhere(here):
-        return here
     try:
         adopted = targets.discover(name)
     except PenstockError as exc:
         print(f'penstock: could not look for "{name}" elsewhere: {exc.message}', file=sys.stderr)
-        return here
-    if adopted is None:
-        return here
-    print(f'penstock: found "{name}" in {adopted.where}', file=sys.stderr)
-    return adopted.run
-
-
-def _may_be_elsewhere(run: Run) -> bool:
-    """Whether it ended here, and another machine may have started it again since."""
-    from penstock import targets
-
-    return run.is_ended() and "tunnels" in targets.load(run.record().target).capabilities
+        adopted = None
+    if adopted is not None:
+        print(f'penstock: found "{name}" in {adopted.where}', file=sys.stderr)
+        return adopted.run
+    run = run_folder.Run(paths.home() / "runs" / name)
+    return run if is_legal_name(name) and run.exists() else None
 
 
 def _ask(gateway: _Gateway, port: int, options: argparse.Namespace) -> int:
     """Run a verb that talks to a gateway, through a tunnel where that is needed."""
     with contextlib.ExitStack() as stack:
-        options.name, options.url = None, gateway.url or stack.enter_context(gateway.tunnel(port)).url
+        options.name, options.reached = None, gateway.name
+        options.url = gateway.url or stack.enter_context(gateway.tunnel(port)).url
         if gateway.needs_key and "OPENAI_API_KEY" not in os.environ:
             os.environ["OPENAI_API_KEY"] = _owner_key(gateway)
         return int(options.verb(options) or 0)
@@ -222,7 +231,7 @@ def _ask(gateway: _Gateway, port: int, options: argparse.Namespace) -> int:
 
 def _owner_key(gateway: _Gateway) -> str:
     """A new secret of the owner's key in the deployment's store."""
-    end = ["owner", "--deployment", gateway.name, "--json"]
+    end = ["owner", "--json"]
     for words in (["keys", "rotate", "--grace", "12h", *end], ["keys", "create", *end]):
         done = subprocess.run(
             gateway.inside(words, False), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_ANSWER_S

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from penstock import targets
 from penstock.cli.output import table
 from penstock.deployment import observe
 from penstock.hardware import Machine
@@ -64,14 +65,14 @@ def ready_text(run: Run, state: State, started: Started) -> str:
     if not state.desired_replicas:
         wait = show_seconds(run.deployment().gateway.hold_s)
         lines = [f"{run.name} has no replica: a request waits {wait}, then gets 503"]
-        lines += [f"  address  {run.url}/v1", f"  next     {me} scale {run.name} 1"]
+        lines += [f"  address  {_address(run)}", f"  next     {me} scale {run.name} 1"]
         return "\n".join([*lines, *_key_lines(started.key, run)] if started.key else lines)
     slowest = max((r.announcement.ready_after_s or 0.0 for r in state.replicas if r.announcement), default=0.0)
     was = "runs already" if started.was_running else f"is ready (its engine took {show_seconds(slowest)})"
     lines = [
         f"{run.name} {was}: {plan.model.reference} on {plan.engine} {plan.engine_version}, "
         f"{len(state.replicas)} replica{'s' if len(state.replicas) != 1 else ''}",
-        f"  address  {run.url}/v1   model {plan.served_names[0]}",
+        f"  address  {_address(run)}   model {plan.served_names[0]}",
     ]
     if started.key:
         lines += _key_lines(started.key, run)
@@ -89,7 +90,9 @@ def submitted_text(started: Started, run: Run) -> str:
 
 def _key_lines(key: str, run: Run) -> list[str]:
     lines = [f"  key      {key}   (shown this once: export OPENAI_API_KEY={key})"]
-    if run.deployment().target in SHARED:
+    if _is_in_a_cluster(run):
+        lines.append(f"  clients  need a key; more: penstock keys create NAME --deployment {run.name}")
+    elif run.deployment().target in SHARED:
         lines.append("  clients  need a key, since others may log in to this machine; more: penstock keys create NAME")
     return lines
 
@@ -188,7 +191,14 @@ def _part_row(name: str, part: Part) -> tuple[str, str, str, str, str]:
 
 def _address(run: Run) -> str:
     url = run.known_url
-    return f"{url}/v1" if url else "none yet: its gateway waits"
+    if url is None:
+        return "none yet: its gateway waits"
+    needs_tunnel = run.public_url is None and _is_in_a_cluster(run)
+    return f"{url}/v1" + (f" (in its cluster; here: {command_name()} tunnel {run.name})" if needs_tunnel else "")
+
+
+def _is_in_a_cluster(run: Run) -> bool:
+    return "tunnels" in targets.load(run.record().target).capabilities
 
 
 def _replica_row(replica: ReplicaStatus) -> tuple[str, str, str, str, str]:
@@ -201,7 +211,7 @@ def _replica_row(replica: ReplicaStatus) -> tuple[str, str, str, str, str]:
         words.append(node.url)
     if replica.state == "ready" and node and node.ready_after_s is not None:
         words.append(f"ready in {show_seconds(node.ready_after_s)}")
-    if replica.ends_at is not None:
+    if replica.ends_at is not None and replica.ends_at > time.time():
         words.append(f"its machines until {time.strftime('%a %H:%M', time.localtime(replica.ends_at))}")
     return f"replica {replica.replica}", replica.state, pid, str(replica.n_restarts), ", ".join(filter(None, words))
 

@@ -43,9 +43,13 @@ class FolderFacts(msgspec.Struct, frozen=True):
 
 
 class Leftover(msgspec.Struct, frozen=True):
-    """Something that no living deployment owns, or that may live (`clean` then leaves it alone)."""
+    """Something that no living deployment owns, or that may live (`clean` then leaves it alone).
 
-    kind: str  # "process", "folder" (temporary), "run" (an ended deployment's folder), "host" (not reached by `down`)
+    `kind`: "process", "folder" (temporary), "run" (an ended deployment's folder), "host" (not reached by `down`), or
+    the name of the target that still has it.
+    """
+
+    kind: str
     name: str
     what: str
     process: Marked | None = None
@@ -53,10 +57,11 @@ class Leftover(msgspec.Struct, frozen=True):
 
 
 class Leftovers(msgspec.Struct, frozen=True):
-    """`unknown`: of launches whose run folder cannot be seen from here."""
+    """`unknown`: of launches whose run folder cannot be seen from here. `silent`: targets that could not be asked."""
 
     found: list[Leftover]
     unknown: list[Leftover] = []
+    silent: list[str] = []
 
 
 def judge(marked: Sequence[ProcessFacts], folders: Sequence[FolderFacts], living: Iterable[str]) -> Leftovers:
@@ -83,7 +88,8 @@ def judge(marked: Sequence[ProcessFacts], folders: Sequence[FolderFacts], living
 
 
 def leftovers(with_ended_runs: bool = False) -> Leftovers:
-    """Processes and temporary folders whose deployment is gone or ended; ended run folders when asked."""
+    """Processes, temporary folders and what targets have whose deployment is gone or ended; ended run folders when
+    asked."""
     marked = [_process_facts(process) for process in processes.find_marked()]
     folders = [_folder_facts(path, run_id) for path, run_id in every_temporary().items()]
     runs, living = run_folder.every(), set[str]()
@@ -100,7 +106,18 @@ def leftovers(with_ended_runs: bool = False) -> Leftovers:
             for run in runs
             if _state_of(run) == "ended"
         ]
-    return Leftovers(items, judged.unknown)
+    of_targets, silent = _of_targets()
+    return Leftovers([*items, *of_targets], judged.unknown, silent)
+
+
+def _of_targets() -> tuple[list[Leftover], list[str]]:
+    items, silent = list[Leftover](), list[str]()
+    for target in map(targets.load, targets.TABLE):
+        try:
+            items += [Leftover(target.name, left.place, left.what, left=left) for left in target.leftovers()]
+        except PenstockError as exc:
+            silent.append(exc.message)
+    return items, silent
 
 
 def _process_facts(process: Marked) -> ProcessFacts:

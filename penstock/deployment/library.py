@@ -13,12 +13,12 @@ from typing import Any, Literal, TypedDict, Unpack
 
 import msgspec
 
-from penstock import run_folder
+from penstock import run_folder, targets
 from penstock.deployment import logs as deployment_logs
 from penstock.deployment import observe, planning, start, stop
 from penstock.deployment import scale as deployment_scale
 from penstock.planner.request import Sizing
-from penstock.run_folder import State
+from penstock.run_folder import Run, State
 from penstock.spec import reading
 from penstock.spec.deployment import DEMO_MODEL, Deployment
 from penstock.wire.client import Client
@@ -118,7 +118,7 @@ def up(
 
 def status(name: str | None = None) -> State:
     """The deployment's state now. Without a name, the only deployment that runs."""
-    return observe.now_state(run_folder.choose(name), time.time())
+    return observe.now_state(_chosen(name), time.time())
 
 
 def logs(
@@ -131,7 +131,7 @@ def logs(
 ) -> Iterator[str]:
     """Lines of the log of one part, the `last` of each; with `follow`, new lines until the deployment ends."""
     wanted = deployment_logs.Selection(replica, last, follow, with_ended=True)
-    return deployment_logs.lines(run_folder.choose(name), part, wanted)
+    return deployment_logs.lines(_chosen(name), part, wanted)
 
 
 def scale(
@@ -143,7 +143,7 @@ def scale(
     on_state: OnState | None = None,
 ) -> State:
     """Change the number of replicas. With `wait`, block until that many are ready and the others have drained."""
-    run = run_folder.choose(name)
+    run = _chosen(name)
     deployment_scale.scale(run, n_replicas)
     if not wait:
         return observe.now_state(run, time.time())
@@ -152,7 +152,7 @@ def scale(
 
 def down(name: str | None = None, *, now: bool = False) -> None:
     """End a deployment: requests in flight finish first, unless `now`. Safe to repeat."""
-    stop.down(run_folder.choose(name), now)
+    stop.down(_chosen(name), now)
 
 
 def deployment_of(source: Source, settings: Sequence[str] = ()) -> Deployment:
@@ -161,6 +161,13 @@ def deployment_of(source: Source, settings: Sequence[str] = ()) -> Deployment:
     if isinstance(source, Mapping):
         return reading.from_mapping(source, "this deployment", settings)
     return reading.read(source, settings)
+
+
+def _chosen(name: str | None) -> Run:
+    """The deployment's run; one that another machine started gets a folder here."""
+    if name is not None:
+        targets.discover(name)
+    return run_folder.choose(name)
 
 
 def _ignore(_: State) -> None:

@@ -1,7 +1,8 @@
-"""The logs of a run: of its replicas through the target, of its gateway and controller from the run folder."""
+"""The logs of a run, through its target; those of gateway and controller are in the run folder where that is shared."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import time
@@ -12,7 +13,7 @@ from typing import NamedTuple
 from penstock import targets
 from penstock.errors import PenstockError, UserError
 from penstock.log_lines import as_they_come, file_lines, in_turn, named
-from penstock.run_folder import Run, Unit
+from penstock.run_folder import Run, Unit, order, unit_of
 
 # In front of each line of a node (UTC, with a Z) and of the gateway (local time).
 _STAMP = re.compile(r"(\d{4}-\d\d-\d\d)[T ](\d\d:\d\d:\d\d)(Z?)")
@@ -34,14 +35,28 @@ def lines(run: Run, part: str, wanted: Selection) -> Iterator[str]:
     Raises UserError for a replica that the run does not have, PenstockError for one whose log cannot be reached: after
     the lines of the others, with `follow` at once.
     """
+    target = targets.load(run.handle().target)
+
+    def is_over() -> bool:
+        with contextlib.suppress(PenstockError):  # what is known stays, and the target may answer again
+            target.fetch(run)
+        return run.is_ended()
+
+    if not run.is_ended():
+        is_over()
     follow = wanted.follow and run.desired().state == "up"  # nothing more comes from what has ended
     if part == "replicas":
         yield from _replica_lines(run, wanted, follow)
     elif part == "events":
-        events = file_lines(run.path / "events.jsonl", follow, wanted.last, run.is_ended)
+        events = file_lines(run.path / "events.jsonl", follow, wanted.last, is_over)
         yield from not_before(wanted.since, map(_event_text, events))
     else:
-        yield from not_before(wanted.since, run.log_lines(part, follow, wanted.last))
+        units = [] if target.shares_files else [unit for unit in map(unit_of, run.handle().units) if unit.kind == part]
+        if units:
+            found = target.logs(run, max(units, key=order), follow, wanted.last)
+        else:
+            found = run.log_lines(part, follow, wanted.last)
+        yield from not_before(wanted.since, found)
 
 
 def not_before(since: float | None, lines: Iterable[str]) -> Iterator[str]:

@@ -152,7 +152,7 @@ def summarise(desired: Desired, seen: Observation, history: History, now: float)
     )
     return State(
         observed_at=round(now, 3),
-        phase=_phase(desired, replicas, seen, history.was_ready),
+        phase=_phase(desired, [row for row in replicas if not _is_old(row, now)], seen, history.was_ready),
         desired_replicas=desired.replicas,
         replicas=tuple(replicas),
         controller=history.controller,
@@ -187,6 +187,11 @@ def _replica_state(
     return heard or "starting", why if heard or not is_gateway_heard else "its node has not reported yet"
 
 
+def _is_old(row: ReplicaStatus, now: float) -> bool:
+    """Whether its time is over: it serves until its successor does."""
+    return row.ends_at is not None and row.ends_at <= now
+
+
 def _phase(desired: Desired, replicas: list[ReplicaStatus], seen: Observation, has_been_ready: bool) -> Phase:
     if desired.state == "down":
         return "stopping" if replicas or seen.gateway.state == "running" else "down"
@@ -216,6 +221,8 @@ def kv_cache_differences(plan: Plan, state: State) -> dict[str, Difference]:
 
 def cost_usd(run: Run) -> float | None:
     """The cost of all requests so far; None without a price, or with a store elsewhere."""
+    if run.places("gateway") and not targets.load(run.record().target).shares_files:
+        return None
     place = run.gateway_file().store
     if run.deployment().gateway.price is None or place is None or store.is_postgres(place):
         return None

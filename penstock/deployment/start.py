@@ -23,9 +23,10 @@ from penstock.deployment.prepare import Prepared, not_ended, prepare
 from penstock.deployment.stop import OnStep, end_run
 from penstock.errors import EngineError, PenstockError, UserError
 from penstock.gateway.accounting import store
-from penstock.gateway.accounting.key_store import KeyStore
+from penstock.gateway.accounting.key_store import KeyStore, hash_of, new_secret
 from penstock.gateway.config import GatewayConfig
 from penstock.gateway.connections.listener import open_socket
+from penstock.paths import write_atomically
 from penstock.run_folder import Draft, Run, State, Unit
 from penstock.spec import reading
 from penstock.spec.deployment import Deployment, GatewaySpec
@@ -69,12 +70,20 @@ def up(deployment: Deployment, replace: bool = False, on_step: OnStep | None = N
             prepared = prepare(deployment, admin_port, not_ended(deployment.name), refusals=refusals)
             old, target = Run(paths.home() / "runs" / deployment.name), targets.load(deployment.target)
             if "gateway" in target.placed(deployment):
-                if old.exists():
+                is_roll = rolls(deployment)
+                if old.exists() and not is_roll:
                     end_run(old, now=False, on_step=None)
-                return _start(prepared, (), on_step)
+                return _start(prepared, (), on_step, is_roll)
             host = "127.0.0.1" if target.listen == "loopback" else "0.0.0.0"
             with _bind(host, admin_port) as admin, _replace(old, deployment.gateway) as public:
                 return _start(prepared, (public, admin), on_step)
+
+
+def rolls(deployment: Deployment) -> bool:
+    """Whether one of that name runs that its target replaces without a pause: it serves until the new one does."""
+    existing = not_ended(deployment.name)
+    is_same = existing is not None and existing.record().target == deployment.target
+    return is_same and "rolls" in targets.load(deployment.target).capabilities
 
 
 def _bind(host: str, port: int = 0) -> socket.socket:
@@ -141,28 +150,44 @@ def ctrl_c_ignored() -> Iterator[None]:
         signal.signal(signal.SIGINT, signal.SIG_DFL if before is None else before)
 
 
-def _start(prepared: Prepared, sockets: Sequence[socket.socket], on_step: OnStep | None) -> Started:
+def _start(
+    prepared: Prepared, sockets: Sequence[socket.socket], on_step: OnStep | None, is_roll: bool = False
+) -> Started:
     """`sockets`: the public and the admin one, unless the target places the gateway."""
-    deployment, key = prepared.deployment, None
+    deployment, key, target = prepared.deployment, None, targets.load(prepared.deployment.target)
     run = write_run(prepared, [sock.getsockname()[1] for sock in sockets])
     run.add_event("up", f"penstock up {deployment.name}", model=deployment.model, target=deployment.target)
     try:
         place = run.gateway_file().store
-        if deployment.gateway.auth == "keys" and place is not None:
-            with contextlib.closing(store.connect(place)) as database:
-                key = KeyStore(database).renew("first", 0.0, time.time())
-        if run.places("gateway") and place is not None:
-            store.share(place)
-        _place(run, targets.load(deployment.target))
+        if run.places("gateway") and not target.shares_files:
+            key = _carried_key(run) if deployment.gateway.auth == "keys" else None
+        elif place is not None:
+            if deployment.gateway.auth == "keys":
+                with contextlib.closing(store.connect(place)) as database:
+                    key = KeyStore(database).renew("first", 0.0, time.time())
+            if run.places("gateway"):
+                store.share(place)
+        _place(run, target)
+        if key is not None and run.places("gateway") and not target.shares_files and not run.first_key_file.exists():
+            key = None  # it has the key of an earlier `up`
         if not run.places("controller"):
             start_controller(run, sockets)
     except BaseException:
+        if is_roll:  # what served before still does
+            raise
         with ctrl_c_ignored():
             if on_step is not None:
                 on_step(f"ending {run.name} ...")
             end_run(run, now=True, on_step=None)
         raise
     return Started(run.name, run.known_url, key)
+
+
+def _carried_key(run: Run) -> str:
+    """A new key, whose hash the target brings to the gateway."""
+    key = new_secret()
+    write_atomically(run.first_key_file, hash_of(key).encode(), mode=0o600)
+    return key
 
 
 def write_run(prepared: Prepared, ports: Sequence[int] = ()) -> Run:

@@ -2,7 +2,7 @@
 
 PATH is where the plan has the model: /models/models--Qwen--Qwen3-0.6B/snapshots/main. The volume is a hub's cache, so
 revisions share their files; a revision that is whole has a marker file, which is written last. With `--wait` another
-process fetches, and this one waits for the marker.
+process fetches, and this one waits for the marker and reports the progress.
 """
 
 from __future__ import annotations
@@ -17,16 +17,25 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+import msgspec
+
 from penstock.errors import PenstockError, UserError
 from penstock.models import files, hub
 from penstock.paths import write_atomically
 
 MARKER = ".penstock-complete"  # in a revision's folder; it holds the commit
 _GB = 10**9
-_EVERY_S, _WAIT_EVERY_S, _POLL_S = 5.0, 15.0, 1.0
+_EVERY_S, _POLL_S = 5.0, 1.0
 _WEIGHTS = (".safetensors", ".gguf")
 
 Say = Callable[[str], None]
+
+
+class _Listing(msgspec.Struct, frozen=True):
+    """What a revision comes to: bytes by file. It is in the repository's folder while it is fetched, and after."""
+
+    commit: str
+    sizes: dict[str, int]
 
 
 def fetch(name: str, path: str, form: str, say: Say) -> str:
@@ -49,7 +58,8 @@ def fetch(name: str, path: str, form: str, say: Say) -> str:
         )
     snapshot = repository / "snapshots" / commit
     _check_space(name, repository, sizes)
-    with _Reporter(lambda: progress_line(_n_present(snapshot, sizes), len(sizes), _stored(repository), sizes), say):
+    write_atomically(_listing_file(repository, place.revision), msgspec.json.encode(_Listing(commit, sizes)))
+    with _Reporter(lambda: _progress(repository, place.revision), say):
         hub.download(name, patterns, place.cache, commit)
     _check_sizes(name, snapshot, sizes)
     if not wanted_folder.exists():  # a branch: its name leads to the commit that was fetched for it
@@ -60,11 +70,11 @@ def fetch(name: str, path: str, form: str, say: Say) -> str:
 
 
 def wait(path: str, say: Say) -> None:
-    """Until the marker is there, however long; what is there so far is printed every 15 s."""
+    """Until the marker is there, however long."""
     place = _place(path)
     repository = Path(place.cache) / place.folder
     marker = repository / "snapshots" / place.revision / MARKER
-    with _Reporter(lambda: f"waiting for weights, {_stored(repository) / _GB:.1f} GB so far", say, _WAIT_EVERY_S):
+    with _Reporter(lambda: _progress(repository, place.revision), say):
         while not marker.is_file():
             time.sleep(_POLL_S)
     say("weights complete")
@@ -83,6 +93,19 @@ def _place(path: str) -> hub.InCache:
     return place
 
 
+def _listing_file(repository: Path, revision: str) -> Path:
+    return repository / f".penstock-{revision}.json"
+
+
+def _progress(repository: Path, revision: str) -> str:
+    try:
+        listing = msgspec.json.decode(_listing_file(repository, revision).read_bytes(), type=_Listing)
+    except OSError:
+        return "weights: not begun"
+    n_present = sum((repository / "snapshots" / listing.commit / name).is_file() for name in listing.sizes)
+    return progress_line(n_present, len(listing.sizes), _stored(repository), listing.sizes)
+
+
 def _stored(repository: Path) -> int:
     """Bytes of all files, those that are being fetched too."""
     total = 0
@@ -92,10 +115,6 @@ def _stored(repository: Path) -> int:
         except OSError:  # renamed since it was listed
             continue
     return total
-
-
-def _n_present(snapshot: Path, sizes: Mapping[str, int]) -> int:
-    return sum((snapshot / name).is_file() for name in sizes)
 
 
 def _check_space(name: str, repository: Path, sizes: Mapping[str, int]) -> None:
@@ -122,10 +141,10 @@ def _check_sizes(name: str, snapshot: Path, sizes: Mapping[str, int]) -> None:
 
 
 class _Reporter:
-    """Says a line, in a thread, when it has changed, at most every `every_s`."""
+    """Says a line, in a thread, when it has changed, at most every 5 s."""
 
-    def __init__(self, line: Callable[[], str], say: Say, every_s: float = _EVERY_S) -> None:
-        self._line, self._say, self._every_s = line, say, every_s
+    def __init__(self, line: Callable[[], str], say: Say) -> None:
+        self._line, self._say = line, say
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._report, daemon=True)
 
@@ -143,7 +162,7 @@ class _Reporter:
             if line != last:
                 self._say(line)
             last = line
-            if self._ended.wait(self._every_s):
+            if self._ended.wait(_EVERY_S):
                 return
 
 

@@ -85,7 +85,9 @@ class Kubernetes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     `memory`: requests of a replica's pods (from the plan when absent). `gateways`: pods of the gateway; several need a
     `gateway.store` in PostgreSQL, whose password is `postgres_secret`'s key "password".
 
-    `storage_class`, `storage_size`, `storage_access`: of the claim that keeps the weights (`cache.weights` absent).
+    `storage_class`, `storage_size`, `storage_access`: of the claim that keeps the weights (`cache.weights` absent). All
+    deployments of a model in the namespace share it, and it stays when they end. It has room for the weights and 15 %
+    more when no size is given. ReadWriteOnce is for one replica on one node, whose pod then fetches the model itself.
     `expose`: how clients outside reach the gateway. `host`, `tls_secret`, `issuer` (cert-manager's ClusterIssuer),
     `ingress_class` and `route_parent` (NAMESPACE/NAME of a Gateway) are for Ingress and HTTPRoute.
     `monitoring`: which objects tell Prometheus where to scrape; "auto" takes those that the cluster knows.
@@ -110,7 +112,7 @@ class Kubernetes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     postgres_secret: str | None = None
     storage_class: str | None = None
     storage_size: str | None = None
-    storage_access: Literal["ReadWriteMany", "ReadOnlyMany", "ReadWriteOnce"] = "ReadWriteMany"
+    storage_access: Literal["ReadWriteMany", "ReadWriteOnce"] = "ReadWriteMany"
     hub_token_secret: str | None = None
     expose: Literal["none", "LoadBalancer", "Ingress", "HTTPRoute"] = "none"
     host: str | None = None

@@ -18,13 +18,15 @@ import msgspec
 
 from penstock.errors import PenstockError, Problem, UserError
 from penstock.hardware import Gpu, Machine, node_facts
+from penstock.paths import home
 from penstock.planner.engine_versions import NEWEST
 from penstock.run_folder import Artifact, Desired, Handle, Kind, Launch, Left, Listen, Run, Unit
-from penstock.spec.deployment import Deployment
+from penstock.spec.deployment import Deployment, is_legal_name
 from penstock.text import GIB
 
 # name -> "module:Class"
 TABLE = {
+    "kubernetes": "penstock.targets.kubernetes.target:Kubernetes",
     "local": "penstock.targets.local:Local",
     "ray": "penstock.targets.ray.target:RayJobs",
     "slurm": "penstock.targets.slurm.target:Slurm",
@@ -32,8 +34,9 @@ TABLE = {
 }
 _CPUS, _MEMORY_BYTES, _GPU_BYTES = 64, 1024 * GIB, 80 * GIB  # of a machine that was not asked
 # "survey": runs a program on the nodes, for `doctor`. "places-gateway": takes gateway.on: job. "tunnels": its gateway
-# is reached by `tunnel` and `inside`. "keeps-weights": it keeps weights of a deployment beyond its end.
-Capability = Literal["survey", "places-gateway", "tunnels", "keeps-weights"]
+# is reached by `tunnel` and `inside`. "keeps-weights": it keeps weights of a deployment beyond its end. "rolls":
+# placing another revision replaces what serves when its successor is ready.
+Capability = Literal["survey", "places-gateway", "tunnels", "keeps-weights", "rolls"]
 
 
 class Placement(msgspec.Struct, frozen=True):
@@ -121,6 +124,10 @@ class Facts:
     def time_limit_s(self, deployment: Deployment) -> tuple[str, float] | None:
         """How long a replica may run, and the field of the file that says so."""
         return None
+
+    def warnings(self, deployment: Deployment) -> tuple[str, ...]:
+        """What is legal in the file and may still surprise."""
+        return ()
 
     def login(self, deployment: Deployment) -> Login | None:
         """The login node where the verbs of this deployment must run; None for here."""
@@ -211,8 +218,8 @@ class Target(Facts, ABC):
         raise UserError(f'cannot open a tunnel to target "{self.name}"')
 
     def inside(self, run: Run, words: Sequence[str], is_terminal: bool) -> list[str]:
-        """The command that runs a verb of penstock next to the gateway, with our input and output, and has its exit
-        code. Only with the capability "tunnels"."""
+        """The command that runs `keys` or `usage` next to the gateway, for its store, with our input and output; its
+        exit code is theirs. Only with the capability "tunnels"."""
         raise UserError(f'cannot run commands next to the gateway of target "{self.name}"')
 
     def end_weights(self, run: Run) -> None:
@@ -249,8 +256,10 @@ def load(name: str) -> Target:
 
 
 def discover(name: str) -> Adopted | None:
-    """Look for a deployment that another machine started, wherever a target can be asked.  Raises PenstockError when
-    one does not answer, and no other has it."""
+    """Look for a deployment that another machine started, wherever a target can be asked; None when one of that name
+    is here.  Raises PenstockError when a target does not answer, and no other has it."""
+    if not is_legal_name(name) or _is_here(Run(home() / "runs" / name)):
+        return None
     silent: PenstockError | None = None
     for target in map(load, TABLE):
         try:
@@ -263,6 +272,11 @@ def discover(name: str) -> Adopted | None:
     if silent is not None:
         raise silent
     return None
+
+
+def _is_here(run: Run) -> bool:
+    """Whether it has a folder. One that ended may have been started again by another machine, in a target for that."""
+    return run.exists() and not (run.is_ended() and "tunnels" in load(run.record().target).capabilities)
 
 
 def finish(left: Left) -> None:

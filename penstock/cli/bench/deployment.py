@@ -72,13 +72,15 @@ class Launch(NamedTuple):
             shutil.copyfile(file, folder / file.name)
 
 
-def behind(url: str) -> Launch:
-    """The deployment of this penstock home whose gateway has that address; empty for any other endpoint."""
+def behind(url: str, name: str | None = None) -> Launch:
+    """The deployment of this penstock home whose gateway has that address, or of that name, where the address is that
+    of a tunnel; empty for any other endpoint."""
     from penstock import run_folder
 
+    address = url.removesuffix("/v1").rstrip("/")
     for run in run_folder.every():
         try:
-            if run.is_ended() or run.known_url != url.removesuffix("/v1").rstrip("/"):
+            if run.is_ended() or (run.name != name if name else run.known_url != address):
                 continue
             return Launch(run.deployment(), run.plan(), (run.path / "plan.json", run.path / "spec.yaml"))
         except PenstockError:  # a damaged folder

@@ -131,7 +131,7 @@ def _serve(options: argparse.Namespace) -> int:
 
     options.seed = new_seed() if options.seed is None else options.seed
     service, pace, bounds = _service(options), _pace(options), _bounds(options.goodput, options.stream)
-    launch = behind(service.url)
+    launch = behind(service.url, vars(options).get("reached"))
     requests, warmup = _requests(options, pace, service, launch.model or service.model)
     arrivals.check(pace, [request.offset_s for request in requests])
     if offs := [abs(request.n_off) for request in requests if request.n_off]:

@@ -30,17 +30,20 @@ _CLOSED_ROUNDS = 4  # requests of a closed loop, for each that is in flight
 
 
 class Place:
-    """Where a layout answers: its address, the model's name there, its key, and the model whose tokenizer counts."""
+    """Where a layout answers: its address, the model's name there, its key, and the model whose tokenizer counts;
+    `deployment`: the name of one that was started for it."""
 
-    def __init__(self, url: str, served: str | None, key: str | None, model: str | None) -> None:
-        self.url, self.served, self.key, self.model = url, served, key, model
+    def __init__(
+        self, url: str, served: str | None, key: str | None, model: str | None, deployment: str | None = None
+    ) -> None:
+        self.url, self.served, self.key, self.model, self.deployment = url, served, key, model, deployment
 
     @functools.cached_property
     def launch(self) -> Launch:
         """The deployment that answers there, where it is one of this machine's: looked up once for all loads."""
         from penstock.cli.bench.deployment import behind
 
-        return behind(self.url)
+        return behind(self.url, self.deployment)
 
 
 # One run of a load test: (the options, where, requests/s, requests at once, the folder for its rows) -> result.json.
@@ -189,6 +192,7 @@ def _place(options: argparse.Namespace, deployment: Deployment | None, tensor: i
     import msgspec
 
     from penstock import run_folder
+    from penstock.cli import remote
     from penstock.deployment import start, stop
     from penstock.spec.deployment import Parallel
 
@@ -205,7 +209,8 @@ def _place(options: argparse.Namespace, deployment: Deployment | None, tensor: i
     run = run_folder.find(name)
     try:
         start.wait_ready(run, lambda _: None)
-        yield Place(run.url, name, started.key, deployment.model)
+        with remote.reachable_url(run) as url:
+            yield Place(url, name, started.key, deployment.model, name)
     finally:
         with start.ctrl_c_ignored():
             if not run.is_ended():

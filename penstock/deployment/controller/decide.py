@@ -91,7 +91,7 @@ def decide(desired: Desired, seen: Observation, memory: Memory, now: float, wall
     lost = silent & memory.silent
     leaving_now = leaving(seen, wall_s, memory.drain_s) | left | lost
     events = [
-        Event("replica leaving", _LOST if name in lost else _TAKEN_AWAY, name)
+        Event("replica leaving", _LOST if name in lost else _why_leaving(seen, name), name)
         for name in sorted(leaving_now - memory.leaving)
     ]
     memory = msgspec.structs.replace(memory, leaving=leaving_now, silent=frozenset(silent))
@@ -172,6 +172,11 @@ def leaving(seen: Observation, wall_s: float, drain_s: float) -> frozenset[str]:
         if placement.ends_at - wall_s < lead_s:
             names.add(announcement.replica)
     return frozenset(names)
+
+
+def _why_leaving(seen: Observation, name: str) -> str:
+    placement = seen.placements.get(replica(name))
+    return (placement.reason if placement is not None else None) or _TAKEN_AWAY
 
 
 def _is_lost(seen: Observation, row: ReplicaView, wall_s: float) -> bool:

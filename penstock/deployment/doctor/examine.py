@@ -132,7 +132,9 @@ def _port(deployment: Deployment | None) -> Finding:
 
 def _here(target: Target, deployment: Deployment) -> list[Finding]:
     """What `up` needs of this machine, and which fields of the file this version or its target refuses."""
-    findings = [_PYTHON, _disk(), _port(deployment), *(map(_engine, _ENGINES) if target.is_this_machine else ())]
+    is_gateway_here = "gateway" not in target.placed(deployment)
+    findings = [_PYTHON, _disk(), *([_port(deployment)] if is_gateway_here else [])]
+    findings += map(_engine, _ENGINES) if target.is_this_machine else ()
     problems = preflight.unsupported(deployment, target)
     try:
         problems += target.check(deployment)
@@ -147,6 +149,8 @@ def _survey_nodes(
     target: Target, deployment: Deployment, argv: Sequence[str]
 ) -> tuple[list[SurveyedNode], list[Finding]]:
     """The nodes that answered, and a finding for each that did not."""
+    if "survey" not in target.capabilities:
+        return [], [_known_machines(target, deployment)]
     began = time.time()
     checks, findings = _run_on_nodes(target, deployment, argv, _SURVEY_S, NodeCheck)
     ended = time.time()
@@ -160,13 +164,23 @@ def _survey_nodes(
     return nodes, findings
 
 
+def _known_machines(target: Target, deployment: Deployment) -> Finding:
+    """What a target says of machines on which it runs no programs."""
+    try:
+        machines = target.machines(deployment)
+    except PenstockError as error:
+        return _of_error("nodes", error)
+    gpus = [gpu.name for machine in machines for gpu in machine.gpus]
+    names = ", ".join(f"{gpus.count(name)} x {name}" for name in sorted(set(gpus))) or "no GPU"
+    known = f"target {target.name} knows {len(machines)} machines with {names}; no program was run on them"
+    return Finding("nodes", "ok" if machines else "warning", known)
+
+
 def _run_on_nodes(
     target: Target, deployment: Deployment, argv: Sequence[str], timeout_s: float, kind: type[Answer]
 ) -> tuple[dict[int, tuple[str, Answer]], list[Finding]]:
     """What one of our programs printed on each node, by rank, with its name; and a finding for each failure."""
     try:
-        if "survey" not in target.capabilities:
-            return {}, [Finding("nodes", "warning", f"target {target.name} cannot be asked for its nodes")]
         surveyed = target.survey(deployment, argv, timeout_s)
     except PenstockError as error:
         return {}, [_of_error("nodes", error)]

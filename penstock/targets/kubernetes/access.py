@@ -25,12 +25,9 @@ from typing import IO, Any, NamedTuple
 
 from penstock import paths
 from penstock.errors import PenstockError, UserError
-from penstock.hardware import network
 from penstock.processes import Backoff
-from penstock.targets.openssh import Done
 
 _ANSWER_S, _START_S, _END_S = 20.0, 20.0, 2.0
-_EXEC_S = 60.0
 _POLL_S = 0.02
 _SHOWN_BYTES, _SHOWN_LINES = 4096, 8
 # kubectl logs with https://pkg.go.dev/k8s.io/klog: "E1122 18:23:26.388079   16777 proxy_server.go:147] words".
@@ -61,6 +58,12 @@ def kubectl() -> str:
     return path
 
 
+def is_configured() -> bool:
+    """Whether a cluster can be asked: kubectl is installed, and a kubeconfig names one."""
+    files = os.environ.get("KUBECONFIG", "").split(os.pathsep) if os.environ.get("KUBECONFIG") else ["~/.kube/config"]
+    return shutil.which("kubectl") is not None and any(Path(file).expanduser().is_file() for file in files if file)
+
+
 def context_of(name: str | None) -> Context:
     """The context of that name, or the current one.  Raises UserError that names those that exist."""
     config = _configuration(kubectl(), os.environ.get("KUBECONFIG"))
@@ -78,28 +81,22 @@ def context_of(name: str | None) -> Context:
 
 @functools.cache  # a failure is not kept
 def _configuration(program: str, kubeconfig: str | None) -> dict[str, Any]:  # noqa: ARG001 - the answer depends on it
-    argv = [program, "config", "view", "-o", "json"]
-    done = _run(argv, _ANSWER_S)
-    if done.code:
+    argv, null = [program, "config", "view", "-o", "json"], subprocess.DEVNULL
+    try:
+        done = subprocess.run(argv, env=_environment(), capture_output=True, stdin=null, timeout=_ANSWER_S, check=False)
+    except subprocess.TimeoutExpired as exc:
+        raise PenstockError(f"`kubectl config view` did not answer within {_ANSWER_S:.0f} s") from exc
+    if done.returncode:
         hint = "KUBECONFIG names the file; ~/.kube/config when it is not set."
-        raise UserError("kubectl cannot read its configuration", detail=_shown(done.err), hint=hint)
-    config: dict[str, Any] = json.loads(done.out)
+        detail = _shown(done.stderr.decode("utf-8", "replace"))
+        raise UserError("kubectl cannot read its configuration", detail=detail, hint=hint)
+    config: dict[str, Any] = json.loads(done.stdout)
     return config
 
 
 def _environment() -> dict[str, str]:
     """Ours without our marks, by which the processes of a run are found."""
     return {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_")}
-
-
-def _run(argv: Sequence[str], timeout_s: float) -> Done:
-    null = subprocess.DEVNULL
-    try:
-        done = subprocess.run(argv, env=_environment(), capture_output=True, stdin=null, timeout=timeout_s, check=False)
-    except subprocess.TimeoutExpired as exc:
-        message = f"kubectl {argv[1]} did not answer within {timeout_s:.0f} s"
-        raise PenstockError(message, is_retryable=True) from exc
-    return Done(done.returncode, done.stdout, done.stderr.decode("utf-8", "replace"))
 
 
 def _shown(stderr: str) -> str | None:
@@ -157,6 +154,10 @@ class _Child:
 # ---- the proxy -------------------------------------------------------------------------------------------------------
 
 
+class ProxyError(PenstockError):
+    """kubectl did not start as a proxy; the detail has its words."""
+
+
 class UnixConnection(http.client.HTTPConnection):
     """HTTP over the socket at `path`. The host is "localhost": kubectl's proxy refuses others."""
 
@@ -184,7 +185,7 @@ class Proxy:
         self._socket = Path()
 
     def connection(self, timeout_s: float) -> http.client.HTTPConnection:
-        """A connection to it, not yet open.  Raises PenstockError when kubectl does not start."""
+        """A connection to it, not yet open.  Raises ProxyError when kubectl does not start."""
         with self._lock:
             if self._child is None or not self._child.is_alive():
                 self._end()
@@ -222,7 +223,7 @@ class Proxy:
         what = f"did not start within {_START_S:.0f} s" if self._child.is_alive() else "ended at once"
         complaint = self._child.complaint()
         self._end()
-        raise PenstockError(f"kubectl proxy for {self.where} {what}", detail=complaint, is_retryable=True)
+        raise ProxyError(f"kubectl proxy for {self.where} {what}", detail=complaint, is_retryable=True)
 
 
 def proxy_of(context: str) -> Proxy:
@@ -237,7 +238,7 @@ def _proxy(context: str, kubeconfig: str | None) -> Proxy:  # noqa: ARG001 - the
     return proxy
 
 
-# ---- port-forward ----------------------------------------------------------------------------------------------------
+# ---- port-forward and exec -------------------------------------------------------------------------------------------
 
 _GIVES_UP_S = 60.0
 _POD_WAIT_S = 15
@@ -247,8 +248,8 @@ _IS_OPEN = b"Forwarding from"
 class Forward:
     """An open port on this machine: `url` leads to the service. kubectl is started again when its pod goes away."""
 
-    def __init__(self, words: Sequence[str], local_port: int) -> None:
-        self.url = f"http://127.0.0.1:{local_port}"
+    def __init__(self, words: Sequence[str], url: str) -> None:
+        self.url = url
         self._words = words
         self._lock = threading.Lock()
         self._is_over = threading.Event()
@@ -268,7 +269,7 @@ class Forward:
         while not self._is_open.wait(_POLL_S):
             if self._last_words is not None or time.monotonic() > deadline:
                 words = self._last_words or self._child.complaint()
-                raise PenstockError(f"could not open a port to {self._words[-2]}", detail=words, is_retryable=True)
+                raise PenstockError(f"could not open a tunnel to {self._words[-2]}", detail=words, is_retryable=True)
 
     def end(self) -> None:
         with self._lock:
@@ -278,6 +279,13 @@ class Forward:
         self._child.close()
 
     def _keep_open(self) -> None:
+        try:
+            self._last_words = self._run()
+        except (OSError, PenstockError) as exc:
+            self._last_words = str(exc)
+
+    def _run(self) -> str | None:
+        """Why it was given up; None when it was ended."""
         backoff = Backoff(0.2, 5.0, 30.0)
         failing_since: float | None = None
         while True:
@@ -289,35 +297,26 @@ class Forward:
             failing_since = failing_since or now
             # Before it was open once, waiting helps nobody.
             if not self._is_open.is_set() or now - failing_since > _GIVES_UP_S:
-                self._last_words = self._child.complaint() or "kubectl ended without a word"
-                return
+                return self._child.complaint() or "kubectl ended without a word"
             if self._is_over.wait(backoff.next(now)):
-                return
+                return None
             with self._lock:
                 if self._is_over.is_set():
-                    return
+                    return None
                 self._child.stop()
                 self._child.close()
                 self._child = _Child(self._words)
 
 
 @contextlib.contextmanager
-def port_forward(
-    context: str | None, namespace: str, service: str, port: int, local_port: int | None = None
-) -> Iterator[Forward]:
-    """A port of this machine's loopback that leads to a port of a service, for as long as the block lasts.
+def port_forward(context: str | None, namespace: str, service: str, port: int, local_port: int) -> Iterator[Forward]:
+    """A port of 127.0.0.1 that leads to a port of a service, for as long as the block lasts.
 
-    Raises UserError when another process has `local_port`: it would receive the deployment's keys.
+    Raises PenstockError with kubectl's words when it does not open.
     """
-    if local_port is not None:
-        try:
-            network.check_port("127.0.0.1", local_port)
-        except UserError as exc:
-            hint = "Give another --port, or none for a free one."
-            raise UserError(exc.message, detail=exc.detail, hint=hint) from exc
-    here = local_port or network.free_port("127.0.0.1")
-    words = [*_of(context, namespace), "port-forward", "--address=127.0.0.1", f"--pod-running-timeout={_POD_WAIT_S}s"]
-    forward = Forward([*words, f"service/{service}", f"{here}:{port}"], here)
+    words = ["port-forward", "--address=127.0.0.1", f"--pod-running-timeout={_POD_WAIT_S}s"]
+    words += [f"service/{service}", f"{local_port}:{port}"]
+    forward = Forward([*_place(context, namespace), *words], f"http://127.0.0.1:{local_port}")
     try:
         forward.wait_open()
         yield forward
@@ -325,22 +324,16 @@ def port_forward(
         forward.end()
 
 
-# ---- exec ------------------------------------------------------------------------------------------------------------
+def exec_argv(
+    context: str | None, namespace: str, workload: str, container: str, words: Sequence[str], is_terminal: bool = False
+) -> list[str]:
+    """The command that runs these words in a pod of a workload ("deployment/NAME"), with our input and output.
+
+    Its exit code is theirs; 1 also when kubectl could not run them.
+    """
+    options = ["-it" if is_terminal else "-i", workload, "-c", container]
+    return [kubectl(), *_place(context, namespace), "exec", *options, "--", *words]
 
 
-def run_inside(
-    context: str | None, namespace: str, workload: str, container: str, argv: Sequence[str], is_terminal: bool = False
-) -> int:
-    """Run a command in a pod of a workload ("deployment/NAME"), with our input and output; its exit code."""
-    words = ["exec", "-it" if is_terminal else "-i", workload, "-c", container, "--", *argv]
-    return subprocess.call([kubectl(), *_of(context, namespace), *words], env=_environment())
-
-
-def ask_inside(context: str | None, namespace: str, workload: str, container: str, argv: Sequence[str]) -> Done:
-    """As `run_inside` without input; what the command printed. Its code is 1 too when kubectl could not run it."""
-    words = ["exec", workload, "-c", container, "--", *argv]
-    return _run([kubectl(), *_of(context, namespace), *words], _EXEC_S)
-
-
-def _of(context: str | None, namespace: str) -> list[str]:
+def _place(context: str | None, namespace: str) -> list[str]:
     return [*(["--context", context] if context else []), "--namespace", namespace]

@@ -27,11 +27,12 @@ from penstock.errors import PenstockError
 from penstock.processes import Backoff
 from penstock.targets.kubernetes import access
 from penstock.targets.kubernetes.objects import MANAGER, Object, selector
-from penstock.targets.kubernetes.refusals import ApiError, decoded, refusal, unreachable
+from penstock.targets.kubernetes.refusals import UNREACHABLE, ApiError, decoded, refusal, unreachable
 
 __all__ = ["Api", "ApiError", "connect"]
 
 _CALL_S = 10.0
+_TRIES, _AGAIN_S = 3, 0.05  # a proxy that dies takes a moment
 _PAGE = 500
 _BEAT_S = 1.0  # how often a stream without lines asks whether to go on
 _AWAY_S = 300.0  # so long a log waits for an API server that went away
@@ -61,6 +62,7 @@ _KINDS = {
     "leaderworkerset.x-k8s.io/v1": "LeaderWorkerSet",
     "gateway.networking.k8s.io/v1": "HTTPRoute Gateway",
     "inference.networking.k8s.io/v1": "InferencePool",
+    "networking.gke.io/v1": "GCPBackendPolicy",
     "monitoring.googleapis.com/v1": "PodMonitoring",
     "monitoring.coreos.com/v1": "ServiceMonitor PodMonitor",
 }
@@ -139,7 +141,6 @@ class Api:
         self._way = way
         self._kept = threading.local()
         self._known: dict[str, dict[str, Kind]] = {}
-        self._version: tuple[int, int] | None = None
 
     # ---- objects -----------------------------------------------------------------------------------------------------
 
@@ -190,7 +191,10 @@ class Api:
     def patch(
         self, kind: str, name: str, merge: Object, namespace: str | None = None, subresource: str | None = None
     ) -> Object:
-        """A JSON merge patch. With metadata.resourceVersion in it: 409 when the object has changed since."""
+        """A JSON merge patch. With metadata.resourceVersion in it: 409 when the object has changed since.
+
+        An `apply` that gives these fields other values conflicts with it, and needs `force`.
+        """
         path = self._path(self.kind(kind), namespace, name, subresource)
         return self._object("PATCH", path, merge, {"fieldManager": MANAGER}, _MERGE)
 
@@ -218,13 +222,11 @@ class Api:
 
     # ---- the cluster -------------------------------------------------------------------------------------------------
 
-    def version(self) -> tuple[int, int]:
-        """Of the API server: (1, 34)."""
-        if self._version is None:
-            facts = self._object("GET", "/version")
-            major, minor = (int(re.sub(r"\D.*", "", facts[part])) for part in ("major", "minor"))  # GKE: "34+"
-            self._version = major, minor
-        return self._version
+    def version(self) -> tuple[int, int] | None:
+        """Of the API server: (1, 34). None where it was built without one."""
+        facts = self._object("GET", "/version")
+        numbers = [re.sub(r"\D.*", "", str(facts.get(part))) for part in ("major", "minor")]  # GKE has "34+"
+        return (int(numbers[0]), int(numbers[1])) if all(numbers) else None
 
     def knows(self, api_version: str, kind: str) -> bool:
         """Whether the cluster has such a kind. Asked once for each `api_version`."""
@@ -349,8 +351,8 @@ class Api:
         self, method: str, target: str, data: bytes | None, headers: Mapping[str, str], timeout_s: float
     ) -> tuple[int, bytes]:
         with self._explained(timeout_s):
-            for is_last in (False, True):
-                connection, is_kept = self._connection(timeout_s)
+            for n_left in range(_TRIES - 1, -1, -1):
+                connection = self._connection(timeout_s)
                 try:
                     connection.request(method, target, data, headers)
                     with connection.getresponse() as response:
@@ -361,24 +363,25 @@ class Api:
                 except (OSError, http.client.HTTPException) as exc:
                     # The proxy ended, or the server closed an idle connection; a POST may have been done.
                     was_not_sent = isinstance(exc, ConnectionRefusedError | FileNotFoundError)
-                    is_stale = is_kept and method in _IDEMPOTENT and not isinstance(exc, TimeoutError)
-                    if is_last or not (was_not_sent or is_stale):
+                    was_closed = isinstance(exc, ConnectionError | http.client.HTTPException)
+                    if not n_left or not (was_not_sent or (was_closed and method in _IDEMPOTENT)):
                         raise
                 finally:
                     if getattr(self._kept, "connection", None) is not connection:
                         connection.close()
+                _sleep(_AGAIN_S)
         raise AssertionError("unreachable")
 
-    def _connection(self, timeout_s: float) -> tuple[http.client.HTTPConnection, bool]:
+    def _connection(self, timeout_s: float) -> http.client.HTTPConnection:
         """This thread's connection when it is still open, or a new one."""
         kept: http.client.HTTPConnection | None = getattr(self._kept, "connection", None)
         self._kept.connection = None
         if kept is not None and kept.sock is not None:
             if not _is_readable(kept.sock, 0.0):  # an idle connection has nothing to read but its end
                 kept.sock.settimeout(timeout_s)
-                return kept, True
+                return kept
             kept.close()
-        return self._way.connection(timeout_s), False
+        return self._way.connection(timeout_s)
 
     def _headers(self, content_type: str | None) -> dict[str, str]:
         headers = {"accept": _JSON, "user-agent": f"penstock/{__version__}", **self._way.headers()}
@@ -388,6 +391,8 @@ class Api:
     def _explained(self, timeout_s: float) -> Iterator[None]:
         try:
             yield
+        except access.ProxyError as exc:
+            raise ApiError(exc.message, 503, UNREACHABLE, detail=exc.detail) from exc
         except TimeoutError as exc:
             raise unreachable(self.where, f"no answer within {timeout_s:g} s", self._way.complaint()) from exc
         except ssl.SSLError as exc:
@@ -401,7 +406,8 @@ class Api:
         return refusal(status, decoded(answer), self.where, path, self._way.complaint())
 
     def _path_of(self, obj: Object, name: str | None = None) -> str:
-        return self._path(self.kind(obj["kind"], obj["apiVersion"]), obj["metadata"].get("namespace"), name)
+        namespace = (obj.get("metadata") or {}).get("namespace")  # reviews have no metadata
+        return self._path(self.kind(obj["kind"], obj["apiVersion"]), namespace, name)
 
     def _path(self, kind: Kind, namespace: str | None, name: str | None = None, subresource: str | None = None) -> str:
         place = f"/namespaces/{namespace or self.namespace}" if kind.is_namespaced else ""

@@ -33,8 +33,10 @@ def monitors(deployment: Deployment, kinds: Kinds) -> list[Object]:
     block, monitor = block_of(deployment), {"google": _google, "operator": _operator}.get(kinds)
     if monitor is None:
         return []
-    first = _FIRST[block.shape] if deployment.hardware.nodes > 1 else {}
-    entries = [monitor(deployment, "gateway", {}), monitor(deployment, "replica", first)]
+    entries = [monitor(deployment, "gateway", {})]
+    if deployment.engine.kind != "llamacpp":  # its page wants the engine's own key
+        first = _FIRST[block.shape] if deployment.hardware.nodes > 1 else {}
+        entries.append(monitor(deployment, "replica", first))
     for entry in entries:
         entry["metadata"]["labels"] = dict(block.labels) | entry["metadata"]["labels"]
     return [*entries, *(_collector_rights(deployment) if kinds == "google" else [])]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from penstock.run_folder import Kind
 from penstock.spec.blocks import Kubernetes
 from penstock.spec.deployment import Deployment
 
@@ -27,6 +28,9 @@ READY_FILE = f"{HOME}/ready"
 ARCHIVE, CONFIG_FOLDER, SECRET_FOLDER = "/etc/penstock/code", "/etc/penstock/config", "/etc/penstock/secret"
 STORE_FOLDER = "/var/lib/penstock"  # the gateway's keys and usage
 MODELS_FOLDER = "/models"
+
+PLACED: tuple[Kind, ...] = ("replica", "gateway", "controller")
+CONFIG_FILE = "config"  # of the artifact: the hash of all that `up` sent
 
 ENGINE_PORT, GATEWAY_PORT, ADMIN_PORT = 8000, 8000, 8001
 
@@ -117,3 +121,16 @@ def build(kind: str, name: str, deployment: Deployment, component: str | None = 
     api, _, word = kind.rpartition("/")
     metadata: Object = {"name": name, "labels": labels(deployment.name, component)}
     return {"apiVersion": api, "kind": word, "metadata": metadata, **parts}
+
+
+def owned(child: Object, owner: Object | None) -> Object:
+    """That object, deleted together with its owner: https://kubernetes.io/docs/concepts/architecture/garbage-collection/"""
+    if owner is None:
+        return child
+    reference = {
+        "apiVersion": "v1",
+        "kind": owner.get("kind", "ConfigMap"),
+        "name": owner["metadata"]["name"],
+        "uid": owner["metadata"]["uid"],
+    }
+    return {**child, "metadata": {**child["metadata"], "ownerReferences": [reference]}}

@@ -8,7 +8,7 @@ set VLLM_PORT. There is no liveness probe: the node supervises its engine, and t
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -103,8 +103,8 @@ def _container(pod: Pod) -> Object:
         "name": pod.container,
         "image": pod.image,
         "command": ["python3", *pod.argv],
-        "env": [*plain_env(_ENVIRONMENT), *pod.env],
-        "ports": [{"name": name, "containerPort": port} for name, port in pod.ports.items()],
+        "env": _last_of_each([*plain_env(_ENVIRONMENT), *pod.env]),
+        "ports": [{"name": name, "containerPort": port, "protocol": "TCP"} for name, port in pod.ports.items()],
         "resources": {"requests": pod.resources, "limits": pod.resources},
         "readinessProbe": pod.readiness,
         "terminationMessagePolicy": _LAST_LINES,
@@ -138,7 +138,7 @@ def _prepare(deployment: Deployment, pod: Pod) -> Object:
     """The first init container: the same image, so that one without what penstock needs fails here, in seconds."""
     code, run_path = objects.ARCHIVE, objects.run_path(deployment)
     folders = {"config": objects.CONFIG_FOLDER, "secret": objects.SECRET_FOLDER} if pod.config_maps else {}
-    words = [f"{code}/{archive.SCRIPT}", f"{code}/{archive.ZIP}", CODE, run_path, *folders.values()]
+    words = [f"{code}/{archive.SCRIPT}", f"{code}/{archive.FILE}", CODE, run_path, *folders.values()]
     mounts = [_mount(volume, path) | {"readOnly": True} for volume, path in ({"code": code} | folders).items()]
     return init_container("prepare", pod.image, words, _PREPARE_NEEDS, (), mounts)
 
@@ -175,6 +175,11 @@ def _mount(volume: str, path: str) -> Object:
 def plain_env(values: Mapping[str, str]) -> list[Object]:
     """Variables with their values as they are: `$(NAME)` in one would be replaced by the kubelet."""
     return [{"name": name, "value": value.replace("$(", "$$(")} for name, value in values.items()]
+
+
+def _last_of_each(rows: Iterable[Object]) -> list[Object]:
+    """One row for each name: server-side apply refuses a list with two of one key."""
+    return list({row["name"]: row for row in rows}.values())
 
 
 def secret_env(name: str, secret: str, key: str) -> Object:

@@ -1,44 +1,44 @@
-"""The program of the init container: `python3 prepare.py ARCHIVE CODE RUN [FOLDER ...]`. Standard library only.
+"""The program of the init container: `python3 prepare.py ARCHIVE CODE RUN [CONFIG SECRETS]`. Standard library only.
 
-Unpacks penstock (ARCHIVE) into CODE, copies the files of each FOLDER (mounted ConfigMaps and Secrets) into the run
-folder RUN, and imports what penstock needs, so that an image which lacks it is reported within seconds.
+Unpacks penstock (ARCHIVE) into CODE, copies the files of the mounted folders CONFIG and SECRETS into the run folder
+RUN, and imports what penstock needs, so that an image which lacks it is reported within seconds.
 """
 
 from __future__ import annotations
 
+import bz2
 import importlib
+import io
 import sys
 import zipfile
 from pathlib import Path
 
 NEEDED, FASTER = ("msgspec", "psutil", "yaml"), ("uvloop", "rich")
 OLDEST = (3, 11)
-SECRETS = {"admin-token", "first-key", "first-key-hash"}
 ARTIFACT = {"launch.json"}
 
 
-def place_of(name: str) -> tuple[str, int]:
-    """The folder of a file in the run folder, and its mode."""
-    if name in SECRETS:
-        return "secrets", 0o600
-    return ("artifact" if name in ARTIFACT else "."), 0o644
-
-
-def fill(run: Path, folders: list[Path]) -> None:
-    """A run folder from mounted files. Names with two dots are the kubelet's own: it swaps a link to replace all."""
+def fill(run: Path, config: Path, secrets: Path) -> None:
+    """A run folder from mounted files; of secrets nobody else may read the copies."""
     for name, mode in ((".", 0o755), ("artifact", 0o755), ("logs", 0o755), ("gateway", 0o755), ("secrets", 0o700)):
         (run / name).mkdir(parents=True, exist_ok=True)
         (run / name).chmod(mode)
-    files = [path for folder in folders if folder.is_dir() for path in sorted(folder.iterdir())]
-    for path in files:
-        if path.name.startswith("..") or not path.is_file():
-            continue
-        folder, mode = place_of(path.name)
-        copy = run / folder / path.name
-        copy.unlink(missing_ok=True)
-        copy.touch(mode)
-        copy.chmod(mode)
-        copy.write_bytes(path.read_bytes())
+    for path in files_in(config):
+        copy(path, run / ("artifact" if path.name in ARTIFACT else ".") / path.name, 0o644)
+    for path in files_in(secrets):
+        copy(path, run / "secrets" / path.name, 0o600)
+
+
+def files_in(folder: Path) -> list[Path]:
+    """Names with two dots in front are the kubelet's own: it replaces all files at once by swapping a link."""
+    return [path for path in sorted(folder.iterdir()) if path.is_file() and not path.name.startswith("..")]
+
+
+def copy(path: Path, to: Path, mode: int) -> None:
+    to.unlink(missing_ok=True)
+    to.touch(mode)
+    to.chmod(mode)
+    to.write_bytes(path.read_bytes())
 
 
 def problems() -> list[str]:
@@ -62,15 +62,17 @@ def is_there(name: str) -> bool:
 
 
 def main(words: list[str]) -> int:
-    archive, code, run, *folders = (Path(word) for word in words)
+    archive, code, run, *mounted = (Path(word) for word in words)
     lacking = problems()
     if lacking:
         print(f"penstock: cannot use this image: {'; '.join(lacking)}", flush=True)
         return 1
-    with zipfile.ZipFile(archive) as whole:
+    with zipfile.ZipFile(io.BytesIO(bz2.decompress(archive.read_bytes()))) as whole:
         whole.extractall(code)
         n_files = len(whole.namelist())
-    fill(run, folders)
+    if mounted:
+        config, secrets = mounted
+        fill(run, config, secrets)
     print(f"penstock: {n_files} files in {code}, run folder {run}", flush=True)
     return 0
 

@@ -17,7 +17,7 @@ from penstock.run_folder import Launch
 from penstock.spec.blocks import Kubernetes
 from penstock.spec.deployment import Deployment
 from penstock.targets.kubernetes import gpus, objects, pods
-from penstock.targets.kubernetes.objects import COMPONENT, INSTANCE, REPLICA, REVISION, Object, block_of
+from penstock.targets.kubernetes.objects import COMPONENT, INSTANCE, REPLICA, REVISION, Object, block_of, build
 from penstock.targets.kubernetes.strategic_merge import merged
 from penstock.text import GIB, MIB
 
@@ -37,6 +37,8 @@ _CPU_SPARE_BYTES = GIB  # of a node without GPUs, besides a quarter more than th
 # (VLLM_MQ_MAX_CHUNK_BYTES_MB x 10), NCCL less, the cache for images 4 GiB once (--mm-processor-cache-gb).
 _SHM_NODE_BYTES, _SHM_RANK_BYTES = 4 * GIB, GIB
 _SPARE_DISK_BYTES = 10 * GIB  # compiled kernels and logs, next to weights on the node's disk
+# The node needs its own; it gives the file's to the engine.
+_OF_THE_NODE = {"PENSTOCK_HOME", "PYTHONPATH"}
 # The node is done before the kubelet kills it: drain_s, then what ending an engine takes (node/supervisor.py).
 _END_S, _KILL_MARGIN_S = 20.0, 10.0
 
@@ -70,59 +72,49 @@ def replica(launch: Launch, deployment: Deployment, storage: Storage = NO_STORAG
     """The set of pods of one replica."""
     revision_name = revision(launch, deployment, storage)
     template = _template(launch, deployment, storage, revision_name)
-    name = deployment.name
-    selector = _selector(deployment)
-    labels = objects.labels(name, "replica", **{REPLICA: NUMBER, REVISION: revision_name})
-    metadata = {"name": objects.replica_set(name, NUMBER), "labels": labels}
     if block_of(deployment).shape == "lws":
-        return [_leader_worker_set(metadata, launch.plan.n_nodes, template)]
-    spec = {
-        "replicas": launch.plan.n_nodes,
-        "serviceName": objects.nodes(name),
+        kind, spec = "leaderworkerset.x-k8s.io/v1/LeaderWorkerSet", _leader_worker_set(launch.plan.n_nodes, template)
+    else:
+        kind, spec = "apps/v1/StatefulSet", _stateful_set(deployment, launch.plan.n_nodes, template)
+    entry = build(kind, objects.replica_set(deployment.name, NUMBER), deployment, "replica", spec=spec)
+    entry["metadata"]["labels"] |= {REPLICA: NUMBER, REVISION: revision_name}
+    return [entry]
+
+
+def _stateful_set(deployment: Deployment, n_nodes: int, template: Object) -> Object:
+    return {
+        "replicas": n_nodes,
+        "serviceName": objects.nodes(deployment.name),
         "podManagementPolicy": "Parallel",
         "updateStrategy": {"type": "OnDelete"},
-        "selector": {"matchLabels": selector},
+        "selector": {"matchLabels": _selector(deployment)},
         "template": template,
     }
-    return [{"apiVersion": "apps/v1", "kind": "StatefulSet", "metadata": metadata, "spec": spec}]
 
 
-def _leader_worker_set(metadata: Object, n_nodes: int, template: Object) -> Object:
+def _leader_worker_set(n_nodes: int, template: Object) -> Object:
     """https://lws.sigs.k8s.io/docs/reference/leaderworkerset.v1/. The nodes form a new group by themselves when one
-    comes back, so no pod is restarted for another's sake."""
-    spec = {
+    comes back, so no pod is restarted because of another."""
+    return {
         "replicas": 1,
         "startupPolicy": "LeaderCreated",
         "leaderWorkerTemplate": {"size": n_nodes, "restartPolicy": "None", "workerTemplate": template},
     }
-    return {"apiVersion": "leaderworkerset.x-k8s.io/v1", "kind": "LeaderWorkerSet", "metadata": metadata, "spec": spec}
 
 
 def shared_objects(launch: Launch, deployment: Deployment, storage: Storage = NO_STORAGE) -> list[Object]:
     """What all replicas share: the ConfigMap of their launch, the headless Service, the disruption budget."""
-    name = deployment.name
     revision_name = revision(launch, deployment, storage)
-    config_map: Object = {
-        "apiVersion": "v1",
-        "kind": "ConfigMap",
-        "metadata": {
-            "name": launch_map(name, revision_name),
-            "labels": objects.labels(name, "replica", **{REVISION: revision_name}),
-        },
-        "immutable": True,
-        "data": {"launch.json": _launch_json(launch, deployment)},
+    parts: Object = {"immutable": True, "data": {"launch.json": _launch_json(launch, deployment)}}
+    config_map = build("v1/ConfigMap", launch_map(deployment.name, revision_name), deployment, "replica", **parts)
+    config_map["metadata"]["labels"][REVISION] = revision_name
+    spec: Object = {
+        "clusterIP": "None",
+        "publishNotReadyAddresses": True,
+        "selector": {INSTANCE: deployment.name, COMPONENT: "replica"},
+        "ports": [{"name": "http", "port": objects.ENGINE_PORT, "targetPort": "http", "protocol": "TCP"}],
     }
-    service: Object = {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": {"name": objects.nodes(name), "labels": objects.labels(name, "replica")},
-        "spec": {
-            "clusterIP": "None",
-            "publishNotReadyAddresses": True,
-            "selector": {INSTANCE: name, COMPONENT: "replica"},
-            "ports": [{"name": "http", "port": objects.ENGINE_PORT, "targetPort": "http"}],
-        },
-    }
+    service = build("v1/Service", objects.nodes(deployment.name), deployment, "replica", spec=spec)
     budget = _disruption_budget(deployment, launch.plan.n_nodes)
     return [config_map, service, *([budget] if budget else [])]
 
@@ -134,22 +126,16 @@ def _disruption_budget(deployment: Deployment, n_nodes: int) -> Object | None:
     allow nothing where their other pods are not counted; there `minAvailable` is a number of first pods.
     https://kubernetes.io/docs/tasks/run-application/configure-pdb/#arbitrary-controllers-and-selectors
     """
-    name, n_least = deployment.name, deployment.replicas.min
+    n_least = deployment.replicas.min
     if n_least < 2:
         return None
     counts_sets = n_nodes > 1 and block_of(deployment).shape == "statefulset"
-    limit = {"minAvailable": n_least - 1} if counts_sets else {"maxUnavailable": 1}
-    selector = {INSTANCE: name, COMPONENT: "replica", _INDEX: "0"}
-    return {
-        "apiVersion": "policy/v1",
-        "kind": "PodDisruptionBudget",
-        "metadata": {"name": f"{name}-replicas", "labels": objects.labels(name, "replica")},
-        "spec": {
-            **limit,
-            "selector": {"matchLabels": selector},
-            "unhealthyPodEvictionPolicy": "AlwaysAllow",
-        },
+    spec: Object = {
+        **({"minAvailable": n_least - 1} if counts_sets else {"maxUnavailable": 1}),
+        "selector": {"matchLabels": {INSTANCE: deployment.name, COMPONENT: "replica", _INDEX: "0"}},
+        "unhealthyPodEvictionPolicy": "AlwaysAllow",
     }
+    return build("policy/v1/PodDisruptionBudget", f"{deployment.name}-replicas", deployment, "replica", spec=spec)
 
 
 def revision(launch: Launch, deployment: Deployment, storage: Storage = NO_STORAGE) -> str:
@@ -195,7 +181,7 @@ def _template(launch: Launch, deployment: Deployment, storage: Storage, revision
         labels={REPLICA: NUMBER, REVISION: revision_name},
         annotations=storage.annotations,
         env=(
-            *pods.plain_env(deployment.engine.env),
+            *pods.plain_env({name: text for name, text in deployment.engine.env.items() if name not in _OF_THE_NODE}),
             *storage.env,
             *([pods.secret_env("HF_TOKEN", token, "token")] if token else []),
         ),

@@ -61,7 +61,11 @@ def gateway(deployment: Deployment, plan: Plan, monitors: monitoring.Kinds = "no
         claim = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "1Gi"}}}
         entries.insert(0, build("v1/PersistentVolumeClaim", objects.store(name), deployment, "gateway", spec=claim))
     if block.gateways > 1:
-        budget = {"maxUnavailable": 1, "selector": {"matchLabels": pods_of}}
+        budget = {
+            "maxUnavailable": 1,
+            "selector": {"matchLabels": pods_of},
+            "unhealthyPodEvictionPolicy": "AlwaysAllow",
+        }
         kind = "policy/v1/PodDisruptionBudget"
         entries.append(build(kind, objects.gateway(name), deployment, "gateway", spec=budget))
     return entries
@@ -124,7 +128,7 @@ def _service(deployment: Deployment, name: str, spec: Object) -> Object:
 
 
 def _port(name: str, port: int) -> Object:
-    return {"name": name, "port": port, "targetPort": name}
+    return {"name": name, "port": port, "targetPort": name, "protocol": "TCP"}
 
 
 # ---- pods ------------------------------------------------------------------------------------------------------------

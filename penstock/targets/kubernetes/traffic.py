@@ -56,7 +56,8 @@ def has_tls_in_pod(deployment: Deployment) -> bool:
 
 def service_port(deployment: Deployment) -> Object:
     scheme = "https" if has_tls_in_pod(deployment) else "http"
-    return {"name": "http", "port": deployment.gateway.port, "targetPort": "http", "appProtocol": scheme}
+    port = {"name": "http", "port": deployment.gateway.port, "targetPort": "http", "protocol": "TCP"}
+    return {**port, "appProtocol": scheme}
 
 
 def _load_balancer(deployment: Deployment) -> Object:

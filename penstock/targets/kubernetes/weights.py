@@ -128,7 +128,7 @@ def problems(deployment: Deployment) -> list[Problem]:
 
 
 def warnings(deployment: Deployment) -> tuple[str, ...]:
-    """What may surprise whoever reads `render` or `up`."""
+    """What is legal in `cache.weights` and may still surprise."""
     source = source_of(deployment)
     if source is not None and source.kind == "host":
         return (
@@ -164,9 +164,7 @@ def in_pods(plan: Plan, deployment: Deployment) -> Plan:
             args = {**args, "load-format": _STREAMER}
     else:
         path = str(PurePosixPath(MODELS_FOLDER, inside))
-    model = msgspec.structs.replace(model, path=path)
-    notes = tuple(dict.fromkeys((*plan.warnings, *warnings(deployment))))
-    return msgspec.structs.replace(plan, model=model, args=args, warnings=notes)
+    return msgspec.structs.replace(plan, model=msgspec.structs.replace(model, path=path), args=args)
 
 
 def storage(deployment: Deployment, plan: Plan) -> Storage:

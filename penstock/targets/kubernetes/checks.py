@@ -1,0 +1,367 @@
+"""All problems of a deployment before `up`, at once, and the cluster's machines.
+
+What may not be asked is not a problem: a user of one namespace seldom may list nodes or storage classes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator
+
+import msgspec
+
+from penstock.errors import Problem, UserError
+from penstock.hardware import Machine
+from penstock.spec.deployment import Deployment
+from penstock.targets import machines_of_file
+from penstock.targets.kubernetes import capacity, objects, pods, quota, rights, traffic, weights
+from penstock.targets.kubernetes.api import Api, ApiError
+from penstock.targets.kubernetes.objects import INSTANCE, MANAGED_BY, MANAGER, Object, block_of
+from penstock.targets.kubernetes.strategic_merge import merged
+
+_OLDEST = (1, 20)
+_SHOWN = 6
+_DEFAULT_CLASS = "storageclass.kubernetes.io/is-default-class"
+# Provisioners of disks that one node mounts: https://kubernetes.io/docs/concepts/storage/persistent-volumes/#access-modes
+_ONE_NODE = frozenset({
+    "pd.csi.storage.gke.io", "ebs.csi.aws.com", "ebs.csi.eks.amazonaws.com", "disk.csi.azure.com",
+    "rancher.io/local-path", "kubernetes.io/gce-pd", "kubernetes.io/aws-ebs", "kubernetes.io/azure-disk",
+    "kubernetes.io/no-provisioner",
+})  # fmt: skip
+_ENFORCE = "pod-security.kubernetes.io/enforce"
+_HOST_FIELDS = ("hostNetwork", "hostPID", "hostIPC")
+# A label of DNS that begins with a letter: Services must, before 1.34.
+_SERVICE_NAME = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?\Z")
+_DNS_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?\Z")
+# https://kubernetes.io/docs/concepts/overview/working-with-objects/labels/#syntax-and-character-set
+_LABEL_KEY = re.compile(r"([a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?\Z")
+_LABEL_VALUE = re.compile(r"([A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?)?\Z")
+_TOLERATION = frozenset({"key", "operator", "value", "effect", "tolerationSeconds"})
+_NAMED = ("priority_class", "runtime_class", "service_account", "postgres_secret", "hub_token_secret", "tls_secret")
+_NAMES = (*_NAMED, "namespace", "storage_class", "issuer", "ingress_class")
+
+
+# ---- the file alone --------------------------------------------------------------------------------------------------
+
+
+def file_problems(deployment: Deployment) -> list[Problem]:
+    """What is wrong in the file, without asking a cluster."""
+    return [
+        *_block_problems(deployment),
+        *_own_problems(deployment),
+        *traffic.problems(deployment),
+        *weights.problems(deployment),
+    ]
+
+
+def _block_problems(deployment: Deployment) -> Iterator[Problem]:
+    block = block_of(deployment)
+    if not _SERVICE_NAME.match(deployment.name):
+        yield Problem("name", f'"{deployment.name}" cannot name a Service: it must begin with a letter')
+    for field in _NAMES:
+        name = getattr(block, field)
+        if name is not None and not _DNS_NAME.match(name):
+            yield Problem(f"kubernetes.{field}", f'"{name}" is no name of an object', "a-z, 0-9 and -")
+    if block.memory is not None and not capacity.is_quantity(block.memory):
+        yield Problem("kubernetes.memory", f'"{block.memory}" is no size', "example: 64Gi")
+    if block.cpus_per_node is not None and block.cpus_per_node < 1:
+        yield Problem("kubernetes.cpus_per_node", f"{block.cpus_per_node} is less than 1")
+    for field in ("labels", "node_selector"):
+        for key, value in getattr(block, field).items():
+            if not (_LABEL_KEY.match(key) and _LABEL_VALUE.match(value)):
+                yield Problem(
+                    f"kubernetes.{field}", f'"{key}: {value}" is no label', "at most 63 characters a-zA-Z0-9_.-"
+                )
+    for field in ("labels", "annotations"):
+        ours = [
+            key for key in getattr(block, field) if key in objects.labels("", "") or key.startswith("penstock.dev/")
+        ]
+        if ours:
+            yield Problem(f"kubernetes.{field}", f'"{ours[0]}" is set by penstock', "remove it")
+    for index, row in enumerate(block.tolerations):
+        if not row.keys() <= _TOLERATION or row.get("operator", "Equal") not in ("Equal", "Exists", "Lt", "Gt"):
+            hint = "example: {key: dedicated, operator: Exists, effect: NoSchedule}"
+            yield Problem(f"kubernetes.tolerations[{index}]", f"{row} is no toleration", hint)
+    for key in sorted(block.patch.keys() - {"metadata", "spec"}):
+        words = f'"{key}" is no part of a pod template'
+        yield Problem("kubernetes.patch", words, "example: patch: {spec: {schedulerName: volcano}}")
+    try:
+        merged({}, block.patch)
+    except UserError as exc:
+        yield Problem("kubernetes.patch", exc.message.partition(": ")[2], exc.hint)
+
+
+def _own_problems(deployment: Deployment) -> Iterator[Problem]:
+    """Fields outside the block that a cluster takes otherwise than a machine does."""
+    for name in pods.secret_names(deployment.engine.env):
+        hint = "put it into a Secret, and name that with secretKeyRef in kubernetes.patch"
+        yield Problem(f"engine.env.{name}", "looks like a secret, and everyone who reads the pods would see it", hint)
+    if deployment.engine.executor == "ray" and block_of(deployment).image is None:
+        hint = "remove it, or set kubernetes.image to one with Ray"
+        yield Problem("engine.executor", '"ray", but the engine\'s image has no Ray', hint)
+
+
+# ---- the cluster -----------------------------------------------------------------------------------------------------
+
+
+def problems(api: Api, deployment: Deployment) -> list[Problem]:
+    """All that this cluster lacks or forbids.  Raises ApiError when it cannot be reached."""
+    version = api.version()
+    if version is not None and version < _OLDEST:
+        own, oldest = (".".join(map(str, pair)) for pair in (version, _OLDEST))
+        return [Problem("target", f"the API server is Kubernetes {own}", f"penstock needs {oldest} or later")]
+    absent = _namespace_problem(api)
+    faults = [absent] if absent else []
+    for check in _OF_CLUSTER if absent else (*_OF_CLUSTER, *_OF_NAMESPACE):
+        faults += _allowed(check, api, deployment)
+    return faults
+
+
+def _allowed(check: _Check, api: Api, deployment: Deployment) -> list[Problem]:
+    """What a check finds until it asks for what we may not see."""
+    faults: list[Problem] = []
+    try:
+        faults.extend(check(api, deployment))
+    except ApiError as exc:
+        if exc.status != 403:
+            raise
+    return faults
+
+
+def _namespace_problem(api: Api) -> Problem | None:
+    try:
+        namespace = api.find("Namespace", api.namespace)
+    except ApiError as exc:
+        if exc.status != 403:
+            raise
+        return None  # most who have only a namespace may not read it
+    if namespace is None:
+        hint = f"kubectl create namespace {api.namespace}"
+        return Problem("kubernetes.namespace", f'there is no namespace "{api.namespace}" in {api.where}', hint)
+    if namespace.get("status", {}).get("phase") == "Terminating":
+        return Problem("kubernetes.namespace", f'namespace "{api.namespace}" is being deleted', "wait until it is gone")
+    return None
+
+
+def _right_problems(api: Api, deployment: Deployment) -> Iterator[Problem]:
+    lacking = rights.missing(api, rights.needed(deployment))
+    if lacking:
+        shown = ", ".join(map(str, lacking[:_SHOWN])) + (
+            f" and {len(lacking) - _SHOWN} more" if lacking[_SHOWN:] else ""
+        )
+        hint = f"ask for them: kubectl auth can-i {lacking[0]} -n {api.namespace}"
+        yield Problem("kubernetes.namespace", f'no right in namespace "{api.namespace}" to {shown}', hint)
+
+
+def _owner_problems(api: Api, deployment: Deployment) -> Iterator[Problem]:
+    """Objects that have our names and are not ours: apply would take them over."""
+    name = deployment.name
+    ours = {MANAGED_BY: MANAGER, INSTANCE: name}
+    kinds = (
+        ("ConfigMap", objects.anchor(name)),
+        ("Service", objects.gateway(name)),
+        ("Deployment", objects.gateway(name)),
+        ("Deployment", objects.controller(name)),
+        ("StatefulSet", objects.replica_set(name, "0")),
+    )
+    for kind, own in kinds:
+        present = api.find(kind, own)
+        labels = (present or {}).get("metadata", {}).get("labels") or {}
+        if present is not None and not ours.items() <= labels.items():
+            owner = f"belongs to {labels[MANAGED_BY]}" if labels.get(MANAGED_BY) else "is not penstock's"
+            yield Problem("name", f'{kind} "{own}" in namespace "{api.namespace}" {owner}', "choose another name")
+
+
+def _secret_problems(api: Api, deployment: Deployment) -> Iterator[Problem]:
+    block = block_of(deployment)
+    wanted: list[tuple[str, str | None, tuple[str, ...]]] = [
+        *((f"image_pull_secrets[{index}]", name, ()) for index, name in enumerate(block.image_pull_secrets)),
+        ("hub_token_secret", block.hub_token_secret, ("token",)),
+        ("postgres_secret", block.postgres_secret, ("password",)),
+    ]
+    if block.issuer is None:  # cert-manager makes it
+        wanted.append(("tls_secret", block.tls_secret, ("tls.crt", "tls.key")))
+    for field, name, keys in wanted:
+        if name is None:
+            continue
+        secret = api.find("Secret", name)
+        lacking = [key for key in keys if key not in ((secret or {}).get("data") or {})]
+        if secret is None:
+            yield Problem(f"kubernetes.{field}", _absent("Secret", name, api), _how_to_make(field, name, api))
+        elif lacking:
+            yield Problem(
+                f"kubernetes.{field}", f'Secret "{name}" has no key "{lacking[0]}"', _how_to_make(field, name, api)
+            )
+    if block.service_account is not None and api.find("ServiceAccount", block.service_account) is None:
+        yield Problem("kubernetes.service_account", _absent("ServiceAccount", block.service_account, api))
+
+
+def _absent(kind: str, name: str, api: Api) -> str:
+    return f'there is no {kind} "{name}" in namespace "{api.namespace}"'
+
+
+def _how_to_make(field: str, name: str, api: Api) -> str:
+    what = {
+        "hub_token_secret": f"generic {name} --from-file=token=FILE",
+        "postgres_secret": f"generic {name} --from-file=password=FILE",
+        "tls_secret": f"tls {name} --cert=FILE --key=FILE",
+    }.get(field, f"docker-registry {name} --docker-server=... --docker-username=... --docker-password=...")
+    return f"kubectl -n {api.namespace} create secret {what}"
+
+
+def _class_problems(api: Api, deployment: Deployment) -> Iterator[Problem]:
+    """Names of what an administrator has made for the whole cluster."""
+    block = block_of(deployment)
+    for field, kind, name in (
+        ("priority_class", "scheduling.k8s.io/v1/PriorityClass", block.priority_class),
+        ("runtime_class", "node.k8s.io/v1/RuntimeClass", block.runtime_class),
+        ("ingress_class", "networking.k8s.io/v1/IngressClass", block.ingress_class),
+    ):
+        if name is None:
+            continue
+        names = sorted(row["metadata"]["name"] for row in api.list(kind))
+        if name not in names:
+            shown = ", ".join(names[:_SHOWN]) or "none"
+            yield Problem(
+                f"kubernetes.{field}", f'there is no {kind.rpartition("/")[2]} "{name}"', f"there are: {shown}"
+            )
+
+
+def _storage_problems(api: Api, deployment: Deployment) -> Iterator[Problem]:
+    """The storage class of claims that do not exist yet."""
+    block, source = block_of(deployment), weights.source_of(deployment)
+    claims: list[tuple[str, str, str | None]] = []
+    if not traffic.has_postgres(deployment):
+        claims.append(("gateway.store", objects.store(deployment.name), None))
+    if source is not None and source.kind == "claim":
+        claims.append(("kubernetes.storage_class", source.name, block.storage_class))
+    if source is not None and source.kind == "pvc" and api.find("PersistentVolumeClaim", source.name) is None:
+        yield Problem("cache.weights", _absent("PersistentVolumeClaim", source.name, api))
+    claims = [row for row in claims if api.find("PersistentVolumeClaim", row[1]) is None]
+    classes = {row["metadata"]["name"]: row for row in api.list("StorageClass")} if claims else {}
+    defaults = [name for name, row in classes.items() if _annotation(row, _DEFAULT_CLASS) == "true"]
+    listed = f"there are: {', '.join(sorted(classes)) or 'none'}"
+    for path, claim, name in claims:
+        chosen = classes.get(name if name is not None else next(iter(defaults), ""))
+        if name is not None and chosen is None:
+            yield Problem(path, f'there is no StorageClass "{name}"', listed)
+        elif chosen is None:
+            words = f'is missing: no StorageClass is the default, so claim "{claim}" would wait for ever'
+            yield Problem(path, words, listed)
+        elif path.endswith("class") and block.storage_access == "ReadWriteMany" and chosen["provisioner"] in _ONE_NODE:
+            words = f'StorageClass "{chosen["metadata"]["name"]}" makes disks that one node mounts, not ReadWriteMany'
+            hint = "name a class of a shared file system (Filestore, EFS, Azure Files, NFS), or cache.weights: pod"
+            yield Problem(path, words, hint)
+
+
+def _annotation(row: Object, key: str) -> str | None:
+    value: str | None = (row["metadata"].get("annotations") or {}).get(key)
+    return value
+
+
+def _kind_problems(api: Api, deployment: Deployment) -> Iterator[Problem]:
+    """Kinds of objects that an operator brings."""
+    block = block_of(deployment)
+    for is_wanted, path, api_version, kind, install in (
+        (block.shape == "lws", "shape", "leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet", "https://lws.sigs.k8s.io"),
+        (block.expose == "HTTPRoute", "expose", "gateway.networking.k8s.io/v1", "HTTPRoute", "the Gateway API"),
+        (block.issuer is not None, "issuer", "cert-manager.io/v1", "ClusterIssuer", "cert-manager"),
+        (block.inference_pool, "inference_pool", "inference.networking.k8s.io/v1", "InferencePool", "its CRDs"),
+        (block.monitoring == "google", "monitoring", "monitoring.googleapis.com/v1", "PodMonitoring", "GKE has it"),
+        (
+            block.monitoring == "operator",
+            "monitoring",
+            "monitoring.coreos.com/v1",
+            "PodMonitor",
+            "Prometheus's operator",
+        ),
+    ):
+        if is_wanted and not api.knows(api_version, kind):
+            yield Problem(f"kubernetes.{path}", f"this cluster has no kind {kind}", f"it comes with {install}")
+        elif kind == "ClusterIssuer" and block.issuer is not None:
+            if api.find(f"{api_version}/{kind}", block.issuer) is None:
+                yield Problem("kubernetes.issuer", f'there is no ClusterIssuer "{block.issuer}"')
+        elif kind == "HTTPRoute" and is_wanted and block.route_parent is not None:
+            space, _, parent = block.route_parent.partition("/")
+            if api.find("Gateway", parent, space) is None:
+                yield Problem("kubernetes.route_parent", f'there is no Gateway "{parent}" in namespace "{space}"')
+
+
+def _security_problems(api: Api, deployment: Deployment) -> Iterator[Problem]:
+    """https://kubernetes.io/docs/concepts/security/pod-security-admission/"""
+    source, spec = weights.source_of(deployment), block_of(deployment).patch.get("spec") or {}
+    labels = (api.find("Namespace", api.namespace) or {}).get("metadata", {}).get("labels") or {}
+    level = labels.get(_ENFORCE, "privileged")
+    if level == "privileged":
+        return
+    what = f'namespace "{api.namespace}" enforces Pod Security "{level}"'
+    if source is not None and source.kind == "host":
+        yield Problem(
+            "cache.weights", f"a folder of the nodes, but {what}", "use a claim: cache.weights: pvc:CLAIM/PATH"
+        )
+    for field in _HOST_FIELDS:
+        if spec.get(field):
+            yield Problem(f"kubernetes.patch.spec.{field}", f"not allowed: {what}")
+
+
+def _node_problems(api: Api, deployment: Deployment) -> Iterator[Problem]:
+    nodes = capacity.nodes_of(api.list("Node"), (), deployment)
+    if len(capacity.usable(nodes, deployment)) < deployment.hardware.nodes and has_autoscaler(api):
+        return  # it may add what is absent
+    yield from capacity.problems(nodes, deployment)
+
+
+_Check = Callable[[Api, Deployment], Iterator[Problem]]
+_OF_CLUSTER: tuple[_Check, ...] = (_kind_problems, _class_problems, _node_problems)
+_OF_NAMESPACE: tuple[_Check, ...] = (
+    *(_right_problems, _owner_problems, _secret_problems, _storage_problems),
+    *(_security_problems, quota.problems, quota.limit_problems),
+)
+
+
+# ---- machines --------------------------------------------------------------------------------------------------------
+
+
+def machines(api: Api, deployment: Deployment) -> list[Machine]:
+    """What a pod of a replica may have on each node that it may get.
+
+    As the file says where nodes may not be listed, or where none fits now and an autoscaler may add them.
+    Raises ApiError when the cluster cannot be reached.
+    """
+    try:
+        rows = api.list("Node")
+    except ApiError as exc:
+        if exc.status != 403:
+            raise
+        return _as_the_file_says(deployment, "no right to list the cluster's nodes")
+    try:
+        others = api.list("Pod", all_namespaces=True)
+    except ApiError as exc:
+        if exc.status != 403:
+            raise
+        others = []  # then all of a node counts as free
+    found = capacity.machines(capacity.nodes_of(rows, others, deployment), deployment)
+    if len(found) < deployment.hardware.nodes:
+        return _as_the_file_says(deployment, "no node of the cluster fits now; an autoscaler may add one")
+    return found
+
+
+def has_autoscaler(api: Api) -> bool:
+    """Whether nodes may be added: by the cluster autoscaler (GKE's, AKS's too), which reports into a ConfigMap, or by
+    Karpenter.
+
+    https://github.com/kubernetes/autoscaler/blob/master/cluster-autoscaler/FAQ.md#how-can-i-check-what-is-going-on-in-ca-
+    """
+    with contextlib.suppress(ApiError):
+        if api.find("ConfigMap", "cluster-autoscaler-status", "kube-system") is not None:
+            return True
+    return api.knows("karpenter.sh/v1", "NodePool")
+
+
+def _as_the_file_says(deployment: Deployment, reason: str) -> list[Machine]:
+    hardware = deployment.hardware
+    n_gpus = 1 if hardware.gpus_per_node is None and hardware.gpu is not None else hardware.gpus_per_node or 0
+    cards = capacity.gpus_named(hardware.gpu, n_gpus)
+    names = [f"node-{rank + 1}" for rank in range(hardware.nodes)]
+    return [msgspec.structs.replace(row, gpus=cards) for row in machines_of_file(deployment, names, reason)]

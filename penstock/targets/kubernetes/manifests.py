@@ -1,0 +1,138 @@
+"""All objects of a deployment in the order in which they are applied, as one YAML stream. Pure."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from penstock.run_folder import Artifact, Launch
+from penstock.spec import reading
+from penstock.spec.deployment import Deployment
+from penstock.targets.kubernetes import archive, monitoring, objects, replicas, services, traffic, weights
+from penstock.targets.kubernetes.objects import Object
+
+MANIFESTS, REPLICA = "manifests.yaml", "replica.yaml"
+_HEAD = """\
+# Made by `penstock render`. Apply it with: kubectl apply --server-side -f -
+# The Secret {secret} is not here. Without `penstock up`, make it first:
+#   kubectl create secret generic {secret} --from-literal=admin-token="$(openssl rand -hex 24)"{key}
+# The Secret {scrape}, for Prometheus, follows from that token: docs/how-to/kubernetes.md.
+"""
+_HEAD_KEY = """ \\
+#     --from-literal=first-key-hash="$(printf %s "$KEY" | sha256sum | cut -d' ' -f1)"   # KEY: the first client's\
+"""
+
+
+class Cluster(msgspec.Struct, frozen=True):
+    """What a cluster has: which objects its Prometheus reads, and whether its Gateways are Google's."""
+
+    monitors: monitoring.Kinds = "annotations"
+    is_gke: bool = False
+
+
+def artifact(launch: Launch, deployment: Deployment, cluster: Cluster) -> Artifact:
+    """What `up` applies. `document` is the whole stream; of replicas there is also the template of one."""
+    there = in_pods(launch, deployment)
+    shared = shared_objects(there, deployment, cluster)
+    template = replicas.replica(there, deployment, weights.storage(deployment, there.plan))
+    first = [instance(template, str(number)) for number in range(deployment.replicas.min)]
+    name = deployment.name
+    key = _HEAD_KEY if deployment.gateway.auth == "keys" else ""
+    head = _HEAD.format(secret=objects.secrets(name), scrape=objects.scrape(name), key=key)
+    stream = head + to_yaml(_in_namespace([*shared, *(row for rows in first for row in rows)], deployment))
+    argv = ("kubectl", "apply", "--server-side", f"--field-manager={objects.MANAGER}", "-f", MANIFESTS)
+    files = {**controller_files(there, deployment), MANIFESTS: stream}
+    return Artifact(argv, files, MANIFESTS)
+
+
+def in_pods(launch: Launch, deployment: Deployment) -> Launch:
+    """The launch as the pods have it: their paths, and the gateway by its name in the cluster."""
+    plan = weights.in_pods(launch.plan, deployment)
+    return replicas.in_pods(msgspec.structs.replace(launch, plan=plan), deployment)
+
+
+def _in_namespace(rows: Iterable[Object], deployment: Deployment) -> list[Object]:
+    """The objects with the namespace that the file names, if it does: else they go to the one that kubectl uses."""
+    space = objects.block_of(deployment).namespace
+    where = {} if space is None else {"namespace": space}
+    return [row | {"metadata": {"name": row["metadata"]["name"], **where, **row["metadata"]}} for row in rows]
+
+
+def shared_objects(launch: Launch, deployment: Deployment, cluster: Cluster) -> list[Object]:
+    """All but the replicas; the anchor first."""
+    plan = launch.plan
+    return [
+        services.anchor(deployment, _run_data(launch, deployment)),
+        archive.config_map(deployment, archive.archive()),
+        *weights.objects_of(deployment, plan),
+        *replicas.shared_objects(launch, deployment, weights.storage(deployment, plan)),
+        *traffic.exposed(deployment, cluster.is_gke),
+        *monitoring.monitors(deployment, cluster.monitors),
+        *services.gateway(deployment, plan, cluster.monitors),
+        *services.controller(deployment, plan),
+    ]
+
+
+def controller_files(launch: Launch, deployment: Deployment) -> dict[str, str]:
+    """The files of the artifact that the controller needs."""
+    template = to_yaml(replicas.replica(launch, deployment, weights.storage(deployment, launch.plan)))
+    config = hashlib.sha256(f"{reading.to_yaml(deployment)}{template}{_json(launch)}".encode()).hexdigest()[:16]
+    return {REPLICA: template, objects.CONFIG_FILE: config}
+
+
+def _run_data(launch: Launch, deployment: Deployment) -> dict[str, str]:
+    return {
+        "spec.yaml": reading.to_yaml(deployment),
+        "plan.json": _json(launch.plan),
+        "artifact.json": _json(Artifact((), controller_files(launch, deployment))),
+    }
+
+
+def instance(template: Sequence[Object], replica: str) -> list[Object]:
+    """The objects of one replica."""
+    rows: list[Object] = json.loads(json.dumps(template).replace(replicas.NUMBER, replica))
+    return rows
+
+
+def is_replica(row: Object) -> bool:
+    return objects.REPLICA in row["metadata"].get("labels", {})
+
+
+def _json(value: object) -> str:
+    return msgspec.json.format(msgspec.json.encode(value), indent=2).decode() + "\n"
+
+
+@functools.cache
+def _dumper() -> type:
+    """Text of several lines as a block; no aliases, which kubectl reads but people do not."""
+    import yaml
+
+    class Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]
+        def ignore_aliases(self, data: object) -> bool:
+            return True
+
+    def block(dumper: Any, text: str) -> Any:
+        return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+    Dumper.add_representer(str, block)
+    return Dumper
+
+
+def to_yaml(rows: Iterable[Mapping[str, Any]]) -> str:
+    """One document for each object, fields in our order."""
+    import yaml
+
+    options: Any = {"Dumper": _dumper(), "sort_keys": False, "width": 10_000, "allow_unicode": True}
+    return "".join(f"---\n{yaml.dump(row, **options)}" for row in rows)
+
+
+def from_yaml(stream: str) -> list[Object]:
+    import yaml
+
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    return [row for row in yaml.load_all(stream, Loader=loader) if row]

@@ -1,0 +1,76 @@
+"""Target kubernetes on a real API server, controller manager and scheduler, with pods as processes of this machine."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kubernetes_cluster import Namespace
+from launching import Place, a_place, ask, call, now, wait_until
+
+from penstock import targets
+from penstock.run_folder import Run
+from penstock.testing.conformance import check_target
+
+pytestmark = [pytest.mark.hosts, pytest.mark.xdist_group("kubernetes")]
+START_S = 60.0
+
+
+@pytest.fixture
+def place(tmp_path: Path, kubernetes: Namespace, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    for name, value in kubernetes.env.items():
+        monkeypatch.setenv(name, value)
+    targets.load.cache_clear()
+    with a_place(tmp_path, deadline_s=150.0) as place:
+        yield place
+    targets.load.cache_clear()
+    wait_until(lambda: kinds_left(kubernetes) == [], f"nothing of ours is left: {kinds_left(kubernetes)}", 30.0)
+
+
+def kinds_left(space: Namespace) -> list[str]:
+    kinds = "all,configmap,secret,pvc,role,rolebinding,serviceaccount,networkpolicy,ingress"
+    done = space.kubectl("get", kinds, "-l", "app.kubernetes.io/managed-by=penstock", "-o", "name")
+    return sorted(line for line in done.stdout.split() if line)
+
+
+def file_for(place: Place, **fields: Any) -> Path:
+    block = {
+        "image": "own",
+        "cpus_per_node": 1,
+        "memory": "1Gi",
+        "expose": "LoadBalancer",
+        **fields.pop("kubernetes", {}),
+    }
+    gateway = {"auth": "keys", "port": 8000, **fields.pop("gateway", {})}
+    return place.write("one", target="kubernetes", kubernetes=block, gateway=gateway, **fields)
+
+
+def wait_ready(run: Run, n_replicas: int = 1, timeout_s: float = START_S) -> None:
+    def is_so() -> bool:
+        replicas = now(run).replicas
+        assert not [row for row in replicas if row.state == "failed"], replicas
+        return [row.state for row in replicas] == ["ready"] * n_replicas
+
+    wait_until(is_so, f"{n_replicas} replica(s) ready", timeout_s)
+
+
+def test_kubernetes_keeps_the_contract_of_targets(place: Place, kubernetes: Namespace) -> None:
+    run, launch = place.written(file_for(place))
+    check_target(targets.load("kubernetes"), run, launch, sys.executable, lambda: kinds_left(kubernetes), START_S)
+
+
+def test_a_deployment_lives_in_the_cluster(place: Place, kubernetes: Namespace) -> None:
+    done = call("up", file_for(place, replicas=2), "--json")
+    assert done.code == 0, done
+    key = done.events[0]["key"]
+    run = place.run("one")
+    wait_ready(run, 2)
+    ask(run, key=key)
+    log = call("logs", "one", "--replica", "0")
+    assert "penstock: ready after" in log.out, log
+    assert call("scale", "one", 1).code == 0
+    wait_ready(run)
+    assert call("down", "one").code == 0
