@@ -39,6 +39,7 @@ from penstock.targets import Adopted, Placement, Target, Tunnel, machines_of_fil
 from penstock.targets.kubernetes import access, checks, folder, manifests, monitoring, objects, pod_logs, weights, words
 from penstock.targets.kubernetes.api import Api, ApiError, connect
 from penstock.targets.kubernetes.objects import Object, block_of
+from penstock.wire.announcement import engine_key, scrape_key
 
 _FRESH_S = 1.0
 _POLL_S = 0.3
@@ -48,7 +49,7 @@ _SETS = {"statefulset": "StatefulSet", "lws": "LeaderWorkerSet"}
 # All that a deployment may have, in the order in which it is deleted; the anchor is last.
 _KINDS = (
     *("Deployment", "StatefulSet", "LeaderWorkerSet", "Job", "Ingress", "HTTPRoute", "InferencePool", "Service"),
-    *("PodDisruptionBudget", "NetworkPolicy", "PodMonitoring", "ServiceMonitor", "PodMonitor"),
+    *("PodDisruptionBudget", "NetworkPolicy", "GCPBackendPolicy", "PodMonitoring", "ServiceMonitor", "PodMonitor"),
     *("RoleBinding", "Role", "ServiceAccount", "Secret", "PersistentVolumeClaim", "ConfigMap"),
 )
 
@@ -82,7 +83,7 @@ class Kubernetes(Target):
         self._last: dict[str, dict[Unit, Placement]] = {}
         self._views: dict[str, _View] = {}
         self._publisher = folder.Publisher()
-        self._monitors: monitoring.Kinds = "annotations"  # as last asked; `render` asks nothing
+        self._cluster: manifests.Cluster | None = None  # as last asked; `render` asks nothing
         self._has_nodes = True
 
     # ---- before ------------------------------------------------------------------------------------------------------
@@ -98,7 +99,7 @@ class Kubernetes(Target):
             api = self._api(deployment)
         except PenstockError as exc:
             return [Problem("target", exc.message, exc.hint)]
-        self._monitors = _monitors(api)
+        self._cluster = manifests.Cluster(_monitors(api), api.knows("networking.gke.io/v1", "GCPBackendPolicy"))
         return checks.problems(api, deployment)
 
     def warnings(self, deployment: Deployment) -> tuple[str, ...]:
@@ -111,8 +112,11 @@ class Kubernetes(Target):
         return checks.machines(self._api(deployment), deployment)
 
     def render(self, launch: Launch, python: str, deployment: Deployment) -> Artifact:
-        monitors = block_of(deployment).monitoring
-        return manifests.artifact(launch, deployment, self._monitors if monitors == "auto" else monitors)
+        wanted = block_of(deployment).monitoring
+        cluster = self._cluster or manifests.Cluster(is_gke=wanted == "google")
+        if wanted != "auto":
+            cluster = msgspec.structs.replace(cluster, monitors=wanted)
+        return manifests.artifact(launch, deployment, cluster)
 
     # ---- placing -----------------------------------------------------------------------------------------------------
 
@@ -146,14 +150,16 @@ class Kubernetes(Target):
             if row["kind"] == "Deployment" and row["metadata"]["name"] in left_out:
                 continue
             for subject in row.get("subjects", ()):
-                subject["namespace"] = api.namespace
+                if subject["name"] == objects.controller(run.name):
+                    subject["namespace"] = api.namespace
             if row["kind"] == "PodDisruptionBudget" and not api.knows(row["apiVersion"], row["kind"]):
                 continue  # a cluster before 1.21: drains are not slowed down, and nothing else is lost
             _apply(api, row if weights.is_kept(row) else objects.owned(row, anchor))
         return anchor
 
     def _write_secrets(self, api: Api, run: Run, anchor: Object) -> None:
-        """The deployment's Secret, with what it has already: nodes and clients of an earlier `up` know that."""
+        """The deployment's Secret, with what it has already: nodes and clients of an earlier `up` know that. Prometheus
+        reads one of its own."""
         found = api.find("Secret", objects.secrets(run.name))
         data = dict((found or {}).get("data") or {})
         own = {folder.ADMIN_TOKEN: run.admin_token()}
@@ -164,9 +170,12 @@ class Kubernetes(Target):
         paths.write_atomically(run.admin_token_file, base64.b64decode(data[folder.ADMIN_TOKEN]), mode=0o600)
         if folder.FIRST_KEY in ((found or {}).get("data") or {}):
             run.first_key_file.unlink(missing_ok=True)
-        metadata = {"name": objects.secrets(run.name), "labels": objects.labels(run.name)}
-        row: Object = {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "data": data}
-        api.apply(objects.owned(row, anchor), force=True)
+        token = base64.b64decode(data[folder.ADMIN_TOKEN]).decode().strip()
+        scrape = {"token": base64.b64encode(scrape_key(engine_key(token)).encode()).decode()}
+        for name, content in ((objects.secrets(run.name), data), (objects.scrape(run.name), scrape)):
+            metadata = {"name": name, "labels": objects.labels(run.name)}
+            row: Object = {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "data": content}
+            api.apply(objects.owned(row, anchor), force=True)
 
     def _scale(self, api: Api, run: Run, units: Collection[Unit]) -> None:
         """Gateway and controller run when they are named. A gateway of a new number replaces one that hung."""
