@@ -55,9 +55,12 @@ def _container_of(unit: Unit) -> str:
 
 def _of_pod(api: Api, run: Run, name: str, container: str, follow: bool, last: int | None) -> Iterator[str]:
     """An init container says why the pod's own has not started."""
+    stamp: str | None = None  # of the last line: a container that ended still has its log
     while True:
         try:
-            yield from api.logs(name, container, follow=follow, last=last, is_over=run.is_ended)
+            for line in api.logs(name, container, follow, last, stamp, timestamps=True, is_over=run.is_ended):
+                stamp, _, words = line.partition(" ")
+                yield words
         except ApiError as exc:
             if exc.status != _NOT_YET or not follow:
                 yield from _before(api, name) if exc.status == _NOT_YET else ()
