@@ -1,0 +1,116 @@
+"""A claim that a Job fills from a hub on loopback, on a real control plane; replicas' pods wait for it."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import msgspec
+import pytest
+from hub_server import HubServer, serving
+from kubernetes_cluster import Namespace
+from samples import LLAMA_70B, demo_plan, deployment
+
+from penstock.models import files
+from penstock.planner import Plan
+from penstock.spec.deployment import Deployment
+from penstock.targets.kubernetes import archive, pods, weights
+from penstock.targets.kubernetes.objects import Object
+
+pytestmark = pytest.mark.hosts
+
+NAME = "org/tiny"
+
+
+def file(name: str, hub: HubServer, **block: Any) -> Deployment:
+    env = {"HF_ENDPOINT": hub.url, "NO_PROXY": "*"}
+    block |= {"storage_class": "standard", "storage_size": "1Gi", "image": "any"}
+    return deployment(NAME, name=name, target="kubernetes", kubernetes=block, engine={"env": env})
+
+
+def plan() -> Plan:
+    path = "/home/ann/hub/models--org--tiny/snapshots/main"
+    model = msgspec.structs.replace(LLAMA_70B, path=path, form="safetensors", reference=NAME, weights_bytes=6_000_000)
+    return demo_plan("vllm", device="cuda", model=model)
+
+
+def reader(wanted: Deployment, name: str = "reader") -> Object:
+    """A pod with the volumes and init containers of a replica; it lists the model's folder and tries to write there."""
+    storage = weights.storage(wanted, plan())
+    path = weights.in_pods(plan(), wanted).model.path
+    code = f"import os; print(sorted(os.listdir({path!r}))); open({path!r} + '/x', 'w')"
+    pod = pods.Pod(
+        component="replica",
+        container="node",
+        image="any",
+        argv=("-c", code),
+        config_maps=(),
+        resources={"cpu": "1"},
+        grace_s=1.0,
+        volumes=storage.volumes,
+        mounts=storage.mounts,
+        init=storage.init,
+        spec={"restartPolicy": "Never"},
+    )
+    template = pods.pod_template(wanted, pod)
+    metadata = {"name": name, **template["metadata"]}
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]}
+
+
+def pod_of_job(space: Namespace, job: Object) -> str:
+    name = job["metadata"]["name"]
+    space.wait(lambda: space.pods(f"job-name={name}"), f"a pod of {name}")
+    return space.pods(f"job-name={name}")[0].name
+
+
+def waits(space: Namespace, pod: str) -> bool:
+    """Whether its init container has said that it waits; its log exists when it runs."""
+    rows = space.pod(pod).status.get("initContainerStatuses", ())
+    return any("running" in row["state"] for row in rows if row["name"] == "weights") and bool(
+        space.pod(pod).log("weights")
+    )
+
+
+def has_ended(space: Namespace, pod: str) -> bool:
+    return space.pod(pod).phase in ("Succeeded", "Failed")
+
+
+@pytest.fixture
+def hub(kubernetes: Namespace) -> Any:
+    bodies = {path.name: path.read_bytes() for path in files.BUNDLED.iterdir() if path.is_file()}
+    with serving(NAME, bodies, kubernetes.cluster.address) as server:
+        yield server
+
+
+def test_a_job_fills_the_claim_once_and_pods_wait_for_it(kubernetes: Namespace, hub: HubServer) -> None:
+    one, other = file("one", hub), file("other", hub)
+    claim, job = weights.objects_of(one, plan())
+    kubernetes.apply(*(archive.config_map(wanted, archive.archive()) for wanted in (one, other)), claim, reader(one))
+    waiting = kubernetes.pod("reader")
+    kubernetes.wait(lambda: waits(kubernetes, "reader"), "the reader waits", 60)
+    assert waiting.log("weights").splitlines()[0].endswith("weights: not begun")
+    kubernetes.apply(job)
+    fetching = pod_of_job(kubernetes, job)
+    kubernetes.wait(lambda: has_ended(kubernetes, fetching), "the model is fetched", 60)
+    log = kubernetes.pod(fetching).log()
+    assert "weights complete: weights " in log, log
+    kubernetes.wait(lambda: has_ended(kubernetes, "reader"), "the reader has read", 60)
+    assert waiting.log("weights").splitlines()[-1].endswith("weights complete")
+    assert "'.penstock-complete', 'config.json'" in waiting.log() and "Read-only file system" in waiting.log()
+
+    n_asked = len(hub.asked)
+    claim, job = weights.objects_of(other, plan())
+    kubernetes.apply(claim, job)
+    fetching = pod_of_job(kubernetes, job)
+    kubernetes.wait(lambda: has_ended(kubernetes, fetching), "the second Job has ended", 60)
+    assert "weights complete: fetched before" in kubernetes.pod(fetching).log() and len(hub.asked) == n_asked
+
+
+def test_the_pod_fetches_itself_into_a_claim_for_one_node(kubernetes: Namespace, hub: HubServer) -> None:
+    wanted = file("one", hub, storage_access="ReadWriteOnce")
+    kubernetes.apply(archive.config_map(wanted, archive.archive()), *weights.objects_of(wanted, plan()))
+    for name in ("reader", "again"):
+        kubernetes.apply(reader(wanted, name))
+        kubernetes.wait(functools.partial(has_ended, kubernetes, name), f"{name} has read", 60)
+        assert "'config.json'" in kubernetes.pod(name).log()
+    assert "fetched before" in kubernetes.pod("again").log("weights")
