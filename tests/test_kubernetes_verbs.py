@@ -152,7 +152,7 @@ def test_a_chat_goes_through_a_tunnel_with_a_key_made_next_to_the_gateway(
     assert shell("chat")[0] == 0, "the only deployment needs no name"
     assert cluster.asked == ["tunnel one", "tunnel one"]
     assert chats[1][0].startswith("http://127.0.0.1:") and chats[1][1] == "sk-1"
-    assert [words[3:5] for words in commands] == [["rotate", "--grace"], ["create", "owner"]]
+    assert [words[3:5] for words in commands] == [["rotate", "owner"], ["create", "owner"]]
     address = GatewayAddress("0", "one-gateway.default:8000", (), "https://llm.example.org")
     write_atomically(run.gateway_address_file, msgspec.json.encode(address))
     assert shell("chat", "one")[0] == 0
