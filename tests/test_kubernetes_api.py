@@ -249,8 +249,14 @@ def test_an_invalid_object_shows_its_causes(stub: Stub, api: Api) -> None:
     stub.on("PATCH", f"{PODS}/a", status(422, "Invalid", "Pod a is invalid", name="a", kind="Pod", causes=causes))
     with pytest.raises(ApiError) as caught:
         api.patch("Pod", "a", {})
-    assert caught.value.message == 'the API refuses Pod "a": 1 problem'
-    assert caught.value.detail == 'spec.memory: Invalid value: "2x"'
+    assert caught.value.message == 'the API refuses Pod "a": spec.memory: Invalid value: "2x"'
+
+
+def test_a_webhook_that_fails_says_so(stub: Stub, api: Api) -> None:
+    text = 'Internal error occurred: failed calling webhook "x": connection refused'
+    stub.on("GET", f"{PODS}/x", status(500, "InternalError", text, causes=[{"message": text}]))
+    error = failure(api)
+    assert error.message == f'the API of context "test" answered 500: {text}' and error.is_retryable
 
 
 def test_too_many_requests_may_be_tried_again(stub: Stub, api: Api) -> None:
