@@ -204,7 +204,7 @@ class PodRun:
         try:
             await self.tell()
             code = await run.process.wait()
-            await asyncio.wait_for(run.process.__dict__["copying"], 5)
+            await asyncio.wait_for(run.process.copying, 5)
         finally:
             probing.cancel()
             run.is_ready = False
@@ -257,7 +257,6 @@ class PodRun:
         alive = [
             run for run in [*self.inits, *self.containers] if run.process and run.process.process.returncode is None
         ]
-        self.ending.clear()
         for run in alive:
             assert run.process is not None
             self.event("Killing", f"Stopping container {run.name}", run)
@@ -279,8 +278,10 @@ class PodRun:
             run.is_ready = False
             self.kubelet.unregister(self, run)
         await self._clear()
-        if self.phase == "Failed" and self.reason == "Evicted":
+        if self.reason == "Evicted":
             await self.tell()
+        while self.reason == "Evicted" and not self.is_gone and "deletionTimestamp" not in self.pod["metadata"]:
+            self.ending.clear()
             await self.ending.wait()
         if self.is_gone:
             return
@@ -303,6 +304,7 @@ class PodRun:
             sandbox, self.sandbox = self.sandbox, None
             await sandbox.stop()
             self.kubelet.free_address(self.address)
+            self.kubelet.forget(self)
             await asyncio.to_thread(shutil.rmtree, self.folder, ignore_errors=True)
 
     # ---- what it tells -----------------------------------------------------------------------------------------------
