@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from samples import deployment, gpu_plan
+from samples import deployment, gpu_plan, run_folder
 
+from penstock.deployment import placed_unit
+from penstock.gateway.config import load_config
 from penstock.spec import reading
 from penstock.spec.deployment import Deployment
 from penstock.targets.kubernetes import monitoring, services, traffic
@@ -369,3 +371,17 @@ def test_the_page_of_gke_shows_the_example() -> None:
     example = (ROOT / "examples" / "gke.yaml").read_text("utf-8")
     shown = next(text for page, _, text in FILES if page == "gke")
     assert reading.parse(shown) == reading.parse(example)
+
+
+def test_a_placed_gateway_has_its_certificate_and_store_where_the_pod_mounts_them(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[list[str]] = []
+    monkeypatch.setattr("os.execve", lambda path, argv, env: started.append(argv))
+    run = run_folder(deployment(name="llm", gateway={"auth": "keys"}))
+    addresses = ["--listen", "0.0.0.0:8000", "--admin", "0.0.0.0:8001"]
+    placed_unit.main(["gateway", str(run.path), *addresses, "--store", "/store/keys.db", "--tls", "/tls"])
+    config = load_config(run.gateway_config)
+    assert started[0][-2:] == ["penstock.gateway", str(run.gateway_config)]
+    assert (config.tls_cert, config.tls_key, config.store) == ("/tls/tls.crt", "/tls/tls.key", "/store/keys.db")
+    assert (config.listen, config.admin) == ("0.0.0.0:8000", "0.0.0.0:8001")

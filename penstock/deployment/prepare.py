@@ -176,10 +176,12 @@ def _model_elsewhere(deployment: Deployment, is_rehearsal: bool) -> facts.FactsB
     cache = deployment.cache.folder
     is_read = (target.has_own_caches or is_rehearsal) and deployment.engine.kind != "llamacpp"
     if is_read and is_of_hub(deployment.model):
+        folder = Path(cache).expanduser() if cache else hub.cache()
+        if target.fetches_models:  # the plan is the same on every machine
+            return facts.read_hub(deployment.model, folder, takes_main=True, from_catalog=True)
         if not find_weights(deployment.model, cache, is_read=False).absent:
             return None
-        folder = Path(cache).expanduser() if cache else hub.cache()
-        return facts.read_hub(deployment.model, folder, is_rehearsal or target.fetches_models)
+        return facts.read_hub(deployment.model, folder, takes_main=is_rehearsal)
     is_here = not deployment.model.startswith(("/", "~")) or Path(deployment.model).expanduser().exists()
     if is_here or target.shares_files or "survey" not in target.capabilities:
         return None

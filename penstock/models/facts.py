@@ -119,12 +119,14 @@ def read_files(path: Path, reference: str, form: str) -> tuple[Facts, ModelFacts
     return facts, _record(facts, path, "safetensors" if shards else "none", shards)
 
 
-def read_hub(name: str, cache: Path, takes_main: bool = False) -> FactsByForm | None:
+def read_hub(name: str, cache: Path, takes_main: bool = False, from_catalog: bool = False) -> FactsByForm | None:
     """The facts of a hub repository by its headers, at the path that a download into `cache` would have: nodes read the
     repository and its commit from it. None where only a download says all (GGUF). With `takes_main` what this machine
-    knows without network is enough, and the revision may be "main". Raises HubError."""
+    knows without network is enough, and the revision may be "main"; with `from_catalog` the hub is asked only for a
+    model that the catalogue does not have. Raises HubError."""
+    is_known = from_catalog and catalog.find(name) is not None
     try:
-        whole = read(name)
+        whole = _from_catalog(name) if is_known else read(name)
     except HubError as error:
         if error.is_missing:  # no config.json
             return None

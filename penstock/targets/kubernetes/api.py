@@ -62,6 +62,7 @@ _KINDS = {
     "leaderworkerset.x-k8s.io/v1": "LeaderWorkerSet",
     "gateway.networking.k8s.io/v1": "HTTPRoute Gateway",
     "inference.networking.k8s.io/v1": "InferencePool",
+    "networking.gke.io/v1": "GCPBackendPolicy",
     "monitoring.googleapis.com/v1": "PodMonitoring",
     "monitoring.coreos.com/v1": "ServiceMonitor PodMonitor",
 }
@@ -140,7 +141,6 @@ class Api:
         self._way = way
         self._kept = threading.local()
         self._known: dict[str, dict[str, Kind]] = {}
-        self._version: tuple[int, int] | None = None
 
     # ---- objects -----------------------------------------------------------------------------------------------------
 
@@ -222,13 +222,11 @@ class Api:
 
     # ---- the cluster -------------------------------------------------------------------------------------------------
 
-    def version(self) -> tuple[int, int]:
-        """Of the API server: (1, 34)."""
-        if self._version is None:
-            facts = self._object("GET", "/version")
-            major, minor = (int(re.sub(r"\D.*", "", facts[part])) for part in ("major", "minor"))  # GKE: "34+"
-            self._version = major, minor
-        return self._version
+    def version(self) -> tuple[int, int] | None:
+        """Of the API server: (1, 34). None where it was built without one."""
+        facts = self._object("GET", "/version")
+        numbers = [re.sub(r"\D.*", "", str(facts.get(part))) for part in ("major", "minor")]  # GKE has "34+"
+        return (int(numbers[0]), int(numbers[1])) if all(numbers) else None
 
     def knows(self, api_version: str, kind: str) -> bool:
         """Whether the cluster has such a kind. Asked once for each `api_version`."""
@@ -269,12 +267,12 @@ class Api:
     ) -> Iterator[str]:
         """Lines of a container until it ends; with `timestamps` each after "2026-11-22T18:23:26.388079000Z ".
 
-        `since`: such a time. `previous`: of the container before its last restart. With `follow` it waits for more
-        until `is_over`, and when the connection breaks goes on after the last line. ApiError 400: not yet started.
+        `since`: only lines after such a time. `previous`: of the container before its last restart. With `follow` it
+        waits for more until `is_over`, and goes on when the connection breaks. ApiError 400: not yet started.
         """
         path = self._path(KINDS["Pod"], None, pod, "log")
         query = {"container": container, "follow": follow, "tailLines": last, "sinceTime": since, "previous": previous}
-        stamp, broken_since = "", 0.0
+        stamp, broken_since = since or "", 0.0
         backoff = Backoff(0.5, 5.0, 30.0)
         while True:
             resumes_after = stamp

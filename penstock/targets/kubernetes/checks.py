@@ -107,10 +107,10 @@ def _own_problems(deployment: Deployment) -> Iterator[Problem]:
 
 def problems(api: Api, deployment: Deployment) -> list[Problem]:
     """All that this cluster lacks or forbids.  Raises ApiError when it cannot be reached."""
-    major, minor = api.version()
-    if (major, minor) < _OLDEST:
-        oldest = ".".join(map(str, _OLDEST))
-        return [Problem("target", f"the API server is Kubernetes {major}.{minor}", f"penstock needs {oldest} or later")]
+    version = api.version()
+    if version is not None and version < _OLDEST:
+        own, oldest = (".".join(map(str, pair)) for pair in (version, _OLDEST))
+        return [Problem("target", f"the API server is Kubernetes {own}", f"penstock needs {oldest} or later")]
     absent = _namespace_problem(api)
     faults = [absent] if absent else []
     for check in _OF_CLUSTER if absent else (*_OF_CLUSTER, *_OF_NAMESPACE):

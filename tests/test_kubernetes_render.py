@@ -1,0 +1,118 @@
+"""`render` for target kubernetes: one YAML stream, offline, the same each time, legal, and what the goldens say.
+
+PENSTOCK_GOLDEN=1 writes the goldens again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import socket
+import subprocess
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import yaml
+from kubernetes_control_plane import CACHE
+from kubernetes_schemas import problems_of
+from launching import call
+
+from penstock.targets.kubernetes import manifests
+
+GOLDEN = Path(__file__).parent / "golden" / "kubernetes"
+SMALL = {"model": "meta-llama/Meta-Llama-3.1-8B", "hardware": {"gpu": "h100-sxm", "gpus_per_node": 1}}
+LARGE = {"model": "meta-llama/Meta-Llama-3.1-70B", "hardware": {"gpu": "h100-sxm", "gpus_per_node": 8}}
+HUGE = {"model": "meta-llama/Meta-Llama-3.1-405B", "hardware": {"gpu": "h100-sxm", "gpus_per_node": 8, "nodes": 2}}
+BUCKET = {"cache": {"weights": "gs://models/llama"}}
+SHAPES: dict[str, dict[str, Any]] = {
+    "one-gpu": {**SMALL, **BUCKET},
+    "gpus-of-a-node": {**LARGE, **BUCKET, "parallel": {"tensor": 8}},
+    "nodes": {**HUGE, **BUCKET, "parallel": {"tensor": 8, "pipeline": 2}},
+    "nodes-lws": {**HUGE, **BUCKET, "parallel": {"tensor": 8, "pipeline": 2}, "kubernetes": {"shape": "lws"}},
+    "replicas": {**SMALL, **BUCKET, "replicas": 3},
+    "exposed": {
+        **SMALL, **BUCKET,
+        "kubernetes": {"expose": "Ingress", "host": "llm.example.org", "issuer": "letsencrypt", "gateways": 2,
+                       "postgres_secret": "ledger"},
+        "gateway": {"auth": "keys", "store": "postgresql://penstock@ledger/penstock"},
+    },
+    "weights-and-metrics": {
+        **SMALL, "replicas": 2,
+        "kubernetes": {"storage_class": "shared", "hub_token_secret": "hub", "monitoring": "operator"},
+    },
+}  # fmt: skip
+
+
+def file_of(folder: Path, shape: str) -> Path:
+    path = folder / f"{shape}.yaml"
+    facts = {"name": "llama", "target": "kubernetes", "engine": {"kind": "vllm", "max_model_len": 8192}}
+    path.write_text(yaml.safe_dump(facts | SHAPES[shape]), "utf-8")
+    return path
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """No network, no program, and a home without anything."""
+
+    def refuse(*_: object, **__: object) -> NoReturn:
+        raise AssertionError("`render` asked the network")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("MY_SECRET", "never-in-a-manifest")
+    return tmp_path
+
+
+def rendered(folder: Path, shape: str) -> str:
+    done = call("render", file_of(folder, shape))
+    assert done.code == 0, done
+    return done.out
+
+
+def plain(stream: str) -> str:
+    """Without what each change of penstock's code changes: hashes, the archive, launch and plan."""
+    rows = manifests.from_yaml(stream)
+    for row in rows:
+        for field in ("data", "binaryData"):
+            if row["kind"] == "ConfigMap" and field in row:
+                row[field] = sorted(row[field])
+    text = stream.partition("---\n")[0] + manifests.to_yaml(rows)
+    text = re.sub(r"(llama-(?:code|launch|weights)-)[0-9a-f]{10}", r"\1HASH", text)
+    return re.sub(r"(penstock.dev/(?:revision|config): )'?[0-9a-f]{10,16}'?", r"\1HASH", text)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_shape_is_rendered_offline_and_twice_the_same_and_as_its_golden(shape: str, alone: Path) -> None:
+    stream = rendered(alone, shape)
+    assert hashlib.sha256(rendered(alone, shape).encode()).digest() == hashlib.sha256(stream.encode()).digest()
+    assert "never-in-a-manifest" not in stream
+    golden = GOLDEN / f"{shape}.yaml"
+    if os.environ.get("PENSTOCK_GOLDEN"):
+        golden.parent.mkdir(exist_ok=True)
+        golden.write_text(plain(stream), "utf-8")
+    assert plain(stream) == golden.read_text("utf-8")
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_shape_is_legal_for_the_oldest_and_the_newest_kubernetes(shape: str, alone: Path) -> None:
+    assert problems_of(manifests.from_yaml(rendered(alone, shape)), is_whole=True) == []
+
+
+@pytest.mark.hosts
+def test_kubectl_takes_the_stream_and_kustomize_changes_it(alone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kubectl = str(CACHE / "kubectl")
+    base = alone / "base"
+    base.mkdir()
+    (base / "all.yaml").write_text(rendered(alone, "one-gpu"), "utf-8")
+    (base / "kustomization.yaml").write_text("namespace: team\nresources: [all.yaml]\n", "utf-8")
+    built = subprocess.run([kubectl, "kustomize", str(base)], capture_output=True, text=True, check=True).stdout
+    rows, ours = manifests.from_yaml(built), manifests.from_yaml((base / "all.yaml").read_text("utf-8"))
+    assert {row["metadata"]["namespace"] for row in rows} == {"team"}
+    names = {(row["kind"], row["metadata"]["name"]) for row in rows}
+    assert names == {(row["kind"], row["metadata"]["name"]) for row in ours}
+    [binding] = [row for row in rows if row["kind"] == "RoleBinding"]
+    assert binding["subjects"][0]["namespace"] == "team"
