@@ -1,4 +1,4 @@
-"""Rendered replicas on a real API server, in pods that have the read-only image, the volumes and the user they ask for."""
+"""Rendered replicas on a real API server, in pods with the image and the volumes that they ask for."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ def test_a_replica_starts_from_the_archive_and_its_set_is_the_same_when_applied_
     pod = kubernetes.pod("demo-r0-0")
     kubernetes.wait(lambda: pod.phase == "Running", "the init container has prepared the pod")
     assert "run folder /penstock/runs/demo" in pod.log("prepare")
+    kubernetes.wait(lambda: "waiting for the gateway" in pod.log("node"), "the node knows where to announce")
+    assert "http://demo-gateway-pods:8001" in pod.log("node")
     secrets = "/penstock/runs/demo/secrets"
     assert pod.run(["stat", "-c", "%a", secrets, f"{secrets}/admin-token"]).stdout.split() == ["700", "600"]
     assert pod.run(["python3", "-c", "import penstock; print(penstock.__file__)"]).stdout.startswith("/penstock/code/")
@@ -33,5 +35,3 @@ def test_a_replica_starts_from_the_archive_and_its_set_is_the_same_when_applied_
     kubernetes.apply(*rows)
     again = kubernetes.call("GET", "statefulsets/demo-r0", group="/apis/apps/v1")
     assert again["metadata"]["generation"] == generation
-    kubernetes.wait(lambda: "waiting for the gateway" in pod.log("node"), "the node knows where to announce")
-    assert "http://demo-gateway-pods:8001" in pod.log("node")
