@@ -106,6 +106,7 @@ def rules(deployment: Deployment) -> list[Object]:
         _rule("", "pods", ["get", "list", "delete"]),
         _rule("", "pods/log", ["get"]),
         _rule("", "events", ["list"]),
+        _rule("batch", "jobs", ["list"]),
         _rule("", "services", ["get", "list"]),
     ]
 
