@@ -116,12 +116,15 @@ def test_a_gateways_memory_holds_the_bodies_that_wait_in_each_worker() -> None:
 
 
 def test_pods_are_replaced_when_what_they_read_changes_and_only_then() -> None:
-    def note(wanted: Deployment) -> str:
-        notes: dict[str, str] = gateway_pod(wanted)["metadata"]["annotations"]
-        return notes["penstock.dev/config"]
+    def notes(wanted: Deployment) -> tuple[str, str]:
+        rows = (services.gateway(wanted, gpu_plan()), services.controller(wanted, gpu_plan()))
+        gateway, controller = (only(entries, "Deployment")["spec"]["template"] for entries in rows)
+        return tuple(each["metadata"]["annotations"]["penstock.dev/config"] for each in (gateway, controller))
 
-    assert note(cluster()) == note(cluster())
-    assert note(cluster()) != note(cluster({"hold_s": 5}))
+    before, held, more = notes(cluster()), notes(cluster({"hold_s": 5})), notes(cluster(cpus_per_node=8))
+    assert before == notes(cluster())
+    assert before[0] != held[0] and before[1] != held[1]
+    assert before[0] == more[0] and before[1] != more[1]
 
 
 def test_one_controller_runs_with_the_rights_of_its_role_and_no_secrets() -> None:

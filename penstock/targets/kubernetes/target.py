@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from penstock import paths
-from penstock.errors import PenstockError, Problem
+from penstock.errors import PenstockError, Problem, UserError
 from penstock.hardware import Machine
 from penstock.run_folder import (
     Artifact,
@@ -36,7 +36,7 @@ from penstock.run_folder import (
 )
 from penstock.spec.deployment import Deployment
 from penstock.targets import Adopted, Placement, Target, Tunnel, machines_of_file
-from penstock.targets.kubernetes import access, checks, folder, manifests, monitoring, objects, pod_logs, words
+from penstock.targets.kubernetes import access, checks, folder, manifests, monitoring, objects, pod_logs, weights, words
 from penstock.targets.kubernetes.api import Api, ApiError, connect
 from penstock.targets.kubernetes.objects import Object, block_of
 from penstock.wire.announcement import engine_key, scrape_key
@@ -52,7 +52,6 @@ _KINDS = (
     *("PodDisruptionBudget", "NetworkPolicy", "GCPBackendPolicy", "PodMonitoring", "ServiceMonitor", "PodMonitor"),
     *("RoleBinding", "Role", "ServiceAccount", "Secret", "PersistentVolumeClaim", "ConfigMap"),
 )
-WEIGHTS = "weights"  # the component of what keeps weights, which outlives a deployment
 
 
 class _View(msgspec.Struct, frozen=True):
@@ -103,6 +102,9 @@ class Kubernetes(Target):
         self._cluster = manifests.Cluster(_monitors(api), api.knows("networking.gke.io/v1", "GCPBackendPolicy"))
         return checks.problems(api, deployment)
 
+    def warnings(self, deployment: Deployment) -> tuple[str, ...]:
+        return weights.warnings(deployment)
+
     def machines(self, deployment: Deployment, is_rehearsal: bool = False) -> list[Machine]:
         if is_rehearsal:
             names = [f"node-{rank + 1}" for rank in range(deployment.hardware.nodes)]
@@ -152,8 +154,7 @@ class Kubernetes(Target):
                     subject["namespace"] = api.namespace
             if row["kind"] == "PodDisruptionBudget" and not api.knows(row["apiVersion"], row["kind"]):
                 continue  # a cluster before 1.21: drains are not slowed down, and nothing else is lost
-            is_kept = row["metadata"].get("labels", {}).get(objects.COMPONENT) == WEIGHTS
-            _apply(api, row if is_kept else objects.owned(row, anchor))
+            _apply(api, row if weights.is_kept(row) else objects.owned(row, anchor))
         return anchor
 
     def _write_secrets(self, api: Api, run: Run, anchor: Object) -> None:
@@ -275,6 +276,7 @@ class Kubernetes(Target):
                     view.sets.get(unit.name), view.of("replica", unit.name), view.events, run.plan().n_nodes, revision,
                     now, view.lost_nodes,
                 )  # fmt: skip
+                placements[unit] = _with_weights(api, run, placements[unit], view.of("replica", unit.name))
             else:
                 found = view.deployments.get(f"{run.name}-{unit.kind}")
                 placements[unit] = words.placement_of_deployment(found, view.of(unit.kind), view.events, now)
@@ -288,7 +290,9 @@ class Kubernetes(Target):
         before = self._views.get(str(run.path))
         if before is not None and time.monotonic() - before.at < _FRESH_S:
             return before
-        pods = tuple(api.list("Pod", objects.labels(run.name)))
+        fetch = weights.COMPONENT
+        every_pod = api.list("Pod", objects.labels(run.name))
+        pods = tuple(pod for pod in every_pod if pod["metadata"]["labels"].get(objects.COMPONENT) != fetch)
         is_quiet = all(_is_ready(pod) for pod in pods)
         lost = frozenset[str]() if is_quiet else self._lost_nodes(api)
         events = () if is_quiet and pods else tuple(api.list("Event"))
@@ -339,13 +343,13 @@ class Kubernetes(Target):
         for kind in ("controller", "gateway"):
             if api.delete("Deployment", f"{name}-{kind}"):
                 _wait(functools.partial(_has_no_pod, api, name, kind), grace_s + _SPARE_S)
-        for kind in ("StatefulSet", "LeaderWorkerSet"):
-            if kind == "StatefulSet" or api.knows(*_LWS):
+        for kind in ("StatefulSet", "LeaderWorkerSet", "Job"):
+            if kind != "LeaderWorkerSet" or api.knows(*_LWS):
                 api.delete_all(kind, objects.labels(name))
         self._end_pods(api, name, grace_s)
         for kind in _KINDS:
             for row in _listed(api, kind, objects.labels(name)):
-                if row["metadata"].get("labels", {}).get(objects.COMPONENT) != WEIGHTS:
+                if not weights.is_kept({"kind": kind, **row}):
                     api.delete(kind, row["metadata"]["name"])
         if anchor is not None:
             api.delete("ConfigMap", objects.anchor(name), propagation="Background")
@@ -356,7 +360,7 @@ class Kubernetes(Target):
         labels = objects.labels(name)
 
         def left() -> list[Object]:
-            return [pod for pod in api.list("Pod", labels) if not _is_of_weights(pod)]
+            return api.list("Pod", labels)
 
         for force_s, wait_s in ((None, grace_s), (1, _SPARE_S), (0, _SPARE_S)):
             pods = left()
@@ -371,10 +375,15 @@ class Kubernetes(Target):
         )  # fmt: skip
 
     def end_weights(self, run: Run) -> None:
-        api = self._api_of(run)
-        for kind in ("Job", "PersistentVolumeClaim"):
-            for row in _listed(api, kind, objects.labels(run.name)):
-                api.delete(kind, row["metadata"]["name"])
+        api, source = self._api_of(run), weights.source_of(run.deployment())
+        if source is None or source.kind != "claim":
+            return
+        pods = api.list("Pod", {objects.MANAGED_BY: objects.MANAGER})
+        users = {pod["metadata"]["labels"][objects.INSTANCE] for pod in pods if weights.mounts(pod, source.name)}
+        if users:
+            message = f'cannot remove the weights in claim "{source.name}": {", ".join(sorted(users))} uses them'
+            raise UserError(message, hint=f"End it first: penstock down {min(users)}")
+        api.delete("PersistentVolumeClaim", source.name)
 
     # ---- from any machine --------------------------------------------------------------------------------------------
 
@@ -451,7 +460,7 @@ def _without_anchor(api: Api) -> list[Left]:
     for kind in _KINDS:
         for row in _listed(api, kind, ours):
             labels, own_name = row["metadata"]["labels"], row["metadata"]["name"]
-            if labels.get(objects.COMPONENT) != WEIGHTS:
+            if not weights.is_kept({"kind": kind, **row}):
                 by_name.setdefault(labels.get(objects.INSTANCE, ""), []).append((kind, own_name))
     place = f'namespace "{api.namespace}" of context "{api.context}"'
     return [
@@ -484,8 +493,16 @@ def _is_ready(row: Object) -> bool:
     return any(each["type"] == "Ready" and each["status"] == "True" for each in conditions)
 
 
-def _is_of_weights(pod: Object) -> bool:
-    return bool(pod["metadata"]["labels"].get(objects.COMPONENT) == WEIGHTS)
+def _with_weights(api: Api, run: Run, placement: Placement, pods: Sequence[Object]) -> Placement:
+    """With the progress of the weights that it waits for."""
+    if not placement.reason or words.WAITS not in placement.reason:
+        return placement
+    try:
+        said, is_lost = pod_logs.of_weights(api, run.name, pods)
+    except ApiError:  # without the right to read logs, or a container that has just ended
+        return placement
+    reason = said if is_lost else placement.reason.replace(words.WAITS, said)
+    return msgspec.structs.replace(placement, reason=reason, is_final=is_lost)
 
 
 def _has_no_pod(api: Api, name: str, component: str) -> bool:
@@ -507,8 +524,10 @@ def _apply(api: Api, row: Object) -> Object:
     metadata = row["metadata"]
     found = api.find(row["kind"], metadata["name"])
     is_ours = found is not None and found["metadata"].get("labels", {}).get(objects.MANAGED_BY) == objects.MANAGER
-    if is_ours and found is not None and found.get("immutable"):
-        return found
+    if is_ours and found is not None and (found.get("immutable") or row["kind"] == "PersistentVolumeClaim"):
+        return found  # a claim may grow, and the size that we would ask for may be less
+    if is_ours and found is not None and row["kind"] == "Job" and weights.has_failed(found):
+        api.delete("Job", metadata["name"])
     return api.apply(row, force=is_ours)
 
 
