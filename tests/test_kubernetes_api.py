@@ -322,3 +322,21 @@ def test_a_followed_container_that_ended_is_not_printed_again(
     lines = pod_logs.lines(api, Run(tmp_path / "x"), Unit("replica", "0"), follow=True, last=None)
     assert [next(lines) for _ in range(3)] == ["line 1", "line 2", "line 3"]
     assert [request.query.get("sinceTime", "")[-3:] for request in stub.requests[1:]] == ["", "02Z", "02Z"]
+
+
+def test_followed_logs_go_on_with_the_pod_that_takes_the_place(
+    stub: Stub, api: Api, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pod_logs, "_AGAIN_S", 0.0)
+    gone = status(404, "NotFound", 'pods "a" not found', name="a", kind="pods")
+    rows = [{"items": [{"metadata": {"name": name}}]} for name in ("a", "b")]
+    run = Run(tmp_path / "x")
+    stub.on("GET", PODS, *rows)
+    stub.on("GET", f"{PODS}/a/log", Answer(200, iter([stamped(8)])), gone)
+    stub.on("GET", f"{PODS}/b/log", Answer(200, iter([stamped(1)])))
+    lines = pod_logs.lines(api, run, Unit("gateway", "0"), follow=True, last=None)
+    assert [next(lines), next(lines)] == ["line 8", "line 1"]
+    stub.on("GET", PODS, rows[0])
+    stub.on("GET", f"{PODS}/a/log", Answer(200, iter([stamped(8)])), gone, Answer(200, iter([stamped(1)])))
+    lines = pod_logs.lines(api, run, Unit("replica", "0"), follow=True, last=None)
+    assert [next(lines), next(lines)] == ["line 8", "line 1"]
