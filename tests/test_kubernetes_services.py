@@ -15,6 +15,7 @@ from penstock.spec import reading
 from penstock.spec.deployment import Deployment
 from penstock.targets.kubernetes import monitoring, services, traffic
 from penstock.targets.kubernetes.objects import Object
+from penstock.targets.kubernetes.target import Kubernetes
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "docs" / "how-to" / f"{name}.md" for name in ("kubernetes", "gke", "eks", "on-prem")]
@@ -388,3 +389,28 @@ def test_a_placed_gateway_has_its_certificate_and_store_where_the_pod_mounts_the
     assert started[0][-2:] == ["penstock.gateway", str(run.gateway_config)]
     assert (config.tls_cert, config.tls_key, config.store) == ("/tls/tls.crt", "/tls/tls.key", "/store/keys.db")
     assert (config.listen, config.admin) == ("0.0.0.0:8000", "0.0.0.0:8001")
+
+
+def test_a_gateway_on_a_lost_node_is_deleted_by_force_so_that_the_next_one_gets_its_claim(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deleted: list[tuple[str, float]] = []
+
+    class Cluster:
+        def list(self, kind: str, labels: object = None) -> list[Object]:
+            return {"Pod": pods, "Node": [{"metadata": {"name": "node-1"}, "status": {}}]}.get(kind, [])
+
+        def delete(self, kind: str, name: str, grace_s: float) -> None:
+            deleted.append((name, grace_s))
+
+    def pod(name: str, **more: str) -> Object:
+        labels = {"app.kubernetes.io/component": "gateway"}
+        return {"metadata": {"name": name, "labels": labels, **more}, "spec": {"nodeName": "node-1"}, "status": {}}
+
+    pods = [pod("lost", deletionTimestamp="2026-01-01T00:00:00Z"), pod("next")]
+    target, run = Kubernetes(), run_folder(cluster())
+    monkeypatch.setattr(target, "_api_of", lambda run: Cluster())
+    monkeypatch.setattr(target._publisher, "exchange", lambda *_: None)
+    monkeypatch.setattr("penstock.targets.kubernetes.folder.is_inside", lambda run: True)
+    target.keep_up(run)
+    assert deleted == [("lost", 0)]
