@@ -336,7 +336,16 @@ class Kubernetes(Target):
     def keep_up(self, run: Run) -> None:
         if folder.is_inside(run):
             with contextlib.suppress(PenstockError):  # the next call tries again; `status` has the reason
-                self._publisher.exchange(self._api_of(run), run, time.monotonic())
+                api = self._api_of(run)
+                self._publisher.exchange(api, run, time.monotonic())
+                self._release_lost(api, run)
+
+    def _release_lost(self, api: Api, run: Run) -> None:
+        """Delete a gateway's pods that stay on lost nodes: the next one waits for their claim, next to them."""
+        view, now = self._view(api, run), time.time()
+        for pod in (*view.of("gateway"), *view.of("controller")):
+            if words.is_lost(pod, now, view.events, view.lost_nodes):
+                api.delete("Pod", pod["metadata"]["name"], grace_s=0)
 
     # ---- the end -----------------------------------------------------------------------------------------------------
 
