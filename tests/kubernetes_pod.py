@@ -211,6 +211,9 @@ class PodRun:
             self.kubelet.unregister(self, run)
         reason = "OOMKilled" if run.process.killed_for_memory else "Completed" if code == 0 else "Error"
         ended: Object = {"exitCode": code, "reason": reason, "startedAt": run.process.started_at, "finishedAt": now()}
+        if code and run.spec.get("terminationMessagePolicy") == "FallbackToLogsOnError":
+            lines = (self.logs / run.name / f"{run.restarts}.log").read_text("utf-8", "replace").splitlines()[-80:]
+            ended["message"] = "".join(f"{line.partition(' ')[2]}\n" for line in lines)[-2048:]
         run.state = {"terminated": ended | {"containerID": run.status(self.uid)["containerID"]}}
         run.is_ready = run.is_init and code == 0
         await self.tell()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, cast
 
 import msgspec
 import pytest
+import yaml
 
 from penstock.hardware import Machine
 from penstock.planner.engine_versions import NEWEST
@@ -185,7 +187,13 @@ def test_rights_of_subresources_need_their_own_rule() -> None:
     assert list(map(str, rights.missing(cast(Api, api), wanted))) == ["create pods/exec"]
 
 
-def test_rules_for_docs_name_what_the_check_asks() -> None:
+def test_the_role_of_the_docs_gives_what_the_check_asks() -> None:
+    page = (Path(__file__).parent.parent / "docs/how-to/kubernetes.md").read_text("utf-8")
+    role = next(text for text in page.split("```") if "kind: Role\n" in text)
+    assert yaml.safe_load(role.removeprefix("yaml"))["rules"] == rights.policy_rules(deployment())
+
+
+def test_rules_of_a_role_name_what_the_check_asks() -> None:
     wanted = deployment(block={"expose": "Ingress", "host": "a.b"})
     rules = rights.policy_rules(wanted)
     assert {"apiGroups": ["networking.k8s.io"], "resources": ["ingresses"], "verbs": rights._ALL.split()} in rules
@@ -284,8 +292,22 @@ def test_claims_need_a_storage_class(classes: list[Object], block: dict[str, Any
 
 
 def test_a_claim_that_exists_needs_no_storage_class() -> None:
-    claims = [named("qwen-store"), named("weights-qwen-qwen3-8b")]
-    assert found(StubApi(Node=[node("a")], StorageClass=[], PersistentVolumeClaim=claims), deployment()) == []
+    claims = [named("qwen-store"), named("weights-qwen-qwen3-8b", spec={"accessModes": ["ReadWriteMany"]})]
+    api = StubApi(Node=[node("a")], StorageClass=[], PersistentVolumeClaim=claims)
+    assert found(api, deployment()) == []
+    assert found(api, deployment(block={"storage_access": "ReadWriteOnce"})) == [
+        'kubernetes.storage_access: ReadWriteOnce, but claim "weights-qwen-qwen3-8b" is there with ReadWriteMany '
+        "(set that, or kubectl delete pvc weights-qwen-qwen3-8b)"
+    ]
+
+
+def test_image_volumes_need_a_cluster_that_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    api, wanted = StubApi(Node=[node("a")]), deployment(cache=Cache(weights="image:org/qwen"))
+    assert found(api, wanted) == []
+    monkeypatch.setattr(api, "version", lambda: (1, 30))
+    assert found(api, wanted) == [
+        "cache.weights: an image volume, which this cluster is too old for (Kubernetes 1.31 has them)"
+    ]
 
 
 def test_folders_of_nodes_and_the_hosts_namespaces_break_pod_security() -> None:

@@ -19,7 +19,7 @@ import msgspec
 from penstock import paths
 from penstock.errors import PenstockError
 from penstock.paths import write_atomically
-from penstock.run_folder import Desired, Record, Run
+from penstock.run_folder import Desired, Record, Run, State
 from penstock.targets.kubernetes import objects
 from penstock.targets.kubernetes.api import Api, ApiError
 from penstock.targets.kubernetes.objects import Object
@@ -67,15 +67,23 @@ def config_of(run: Run) -> str:
 # ---- on the machine of a verb ----------------------------------------------------------------------------------------
 
 
-def fetch(api: Api, run: Run, is_any: bool = False) -> None:
+def fetch(api: Api, run: Run, is_any: bool = False) -> bool:
     """Write the controller's last words into the folder; none that the controller of another `up` wrote, unless
-    `is_any`.  Raises ApiError."""
+    `is_any`. Whether there are orders or words.  Raises ApiError."""
     state, desired = api.find("ConfigMap", objects.state(run.name)), api.find("ConfigMap", objects.desired(run.name))
     if desired is not None:
         _write(run, desired, {"desired.json": "desired.json"})
     annotations = (state or {}).get("metadata", {}).get("annotations", {})
     if state is not None and (is_any or annotations.get(objects.CONFIG) == config_of(run)):
         _write(run, state, _STATE_FILES)
+    return state is not None or desired is not None
+
+
+def note_end(api: Api, run: Run) -> None:
+    """Mark the folder as ended when the deployment is gone: another machine took it down.  Raises ApiError."""
+    if api.find("ConfigMap", objects.anchor(run.name)) is None:
+        run.write_desired(Desired("down", 0))
+        run.write_state(State(time.time(), "down", 0, reason="another machine took it down"))
 
 
 def _write(run: Run, config_map: Object, files: Mapping[str, str]) -> None:

@@ -138,7 +138,8 @@ def _port(name: str, port: int) -> Object:
 def _gateway_template(deployment: Deployment, plan: Plan, monitors: monitoring.Kinds) -> Object:
     spec = deployment.gateway
     words = ["gateway", objects.run_path(deployment), "--listen", f"0.0.0.0:{GATEWAY_PORT}"]
-    words += ["--admin", f"0.0.0.0:{ADMIN_PORT}", "--store", f"{STORE_FOLDER}/store.sqlite"]
+    words += ["--admin", f"0.0.0.0:{ADMIN_PORT}"]
+    words += [] if traffic.has_postgres(deployment) else ["--store", f"{STORE_FOLDER}/store.sqlite"]
     words += ["--tls", TLS_FOLDER] if traffic.has_tls_in_pod(deployment) else []
     scheme = "HTTPS" if traffic.has_tls_in_pod(deployment) else "HTTP"
     volumes = _gateway_volumes(deployment)
@@ -150,7 +151,8 @@ def _gateway_template(deployment: Deployment, plan: Plan, monitors: monitoring.K
         config_maps=(objects.anchor(deployment.name),),
         resources={"cpu": f"{_WORKER_CPU * spec.workers}m", "memory": f"{_WORKER_MIB * spec.workers}Mi"},
         grace_s=_LEAVE_S + spec.drain_s + _EXIT_S,
-        annotations=_config(deployment, plan) | monitoring.scrape_annotations(monitors),
+        # Not the whole file: a change of the engine must not restart the gateway.
+        annotations=_config(spec, plan.served_names) | monitoring.scrape_annotations(monitors),
         env=_gateway_env(deployment),
         volumes=tuple(volume for volume, _ in volumes),
         mounts=tuple(mount for _, mount in volumes),
@@ -233,6 +235,6 @@ def _image(deployment: Deployment, plan: Plan) -> str:
     return block_of(deployment).gateway_image or pods.image(deployment, plan)
 
 
-def _config(deployment: Deployment, plan: Plan) -> dict[str, str]:
-    """A hash of what the pods read, which they do once: another one is another template, so the pods are replaced."""
-    return {objects.CONFIG: hashlib.sha256(msgspec.json.encode((deployment, plan))).hexdigest()[:16]}
+def _config(*read: object) -> dict[str, str]:
+    """A hash of what a pod reads, which it does once: another one is another template, so the pods are replaced."""
+    return {objects.CONFIG: hashlib.sha256(msgspec.json.encode(read)).hexdigest()[:16]}
