@@ -67,15 +67,16 @@ def config_of(run: Run) -> str:
 # ---- on the machine of a verb ----------------------------------------------------------------------------------------
 
 
-def fetch(api: Api, run: Run, is_any: bool = False) -> None:
-    """Write the controller's last words into the folder; none that the controller of another `up` wrote, unless
-    `is_any`.  Raises ApiError."""
+def fetch(api: Api, run: Run) -> None:
+    """Write the controller's last words into the folder; of the controller of another `up` only its events. Raises
+    ApiError."""
     state, desired = api.find("ConfigMap", objects.state(run.name)), api.find("ConfigMap", objects.desired(run.name))
     if desired is not None:
         _write(run, desired, {"desired.json": "desired.json"})
     annotations = (state or {}).get("metadata", {}).get("annotations", {})
-    if state is not None and (is_any or annotations.get(objects.CONFIG) == config_of(run)):
-        _write(run, state, _STATE_FILES)
+    if state is not None:
+        is_same = annotations.get(objects.CONFIG) == config_of(run)
+        _write(run, state, _STATE_FILES if is_same else {"events.jsonl": "events.jsonl"})
 
 
 def _write(run: Run, config_map: Object, files: Mapping[str, str]) -> None:
@@ -174,6 +175,7 @@ class Publisher:
 
     def __init__(self) -> None:
         self._asked_at = self._written_at = float("-inf")
+        self._began = time.time()  # a state from before is what an earlier controller saw
         self._written: dict[str, str] = {}
 
     def exchange(self, api: Api, run: Run, now: float) -> None:
@@ -185,7 +187,8 @@ class Publisher:
         if desired is not None:
             _write(run, desired, {"desired.json": "desired.json"})
         silent_s = now - self._written_at
-        if silent_s < _WRITE_EVERY_S:
+        state = run.state()
+        if silent_s < _WRITE_EVERY_S or state is None or state.observed_at < self._began:
             return
         data = _content(run)
         if silent_s >= _WRITE_AT_LEAST_EVERY_S or _without_time(data) != _without_time(self._written):

@@ -306,9 +306,9 @@ class Kubernetes(Target):
     # ---- the run folder ----------------------------------------------------------------------------------------------
 
     def fetch(self, run: Run) -> None:
-        api, is_inside = self._api_of(run), folder.is_inside(run)
-        folder.fetch(api, run, is_any=is_inside)
-        if is_inside:
+        api = self._api_of(run)
+        folder.fetch(api, run)
+        if folder.is_inside(run):
             sets = api.list(_SETS[block_of(run.deployment()).shape], objects.labels(run.name, "replica"))
             names = {unit.name: unit for unit in map(unit_of, run.handle().units) if unit.kind == "gateway"}
             gateway = names or {"0": Unit("gateway", "0")}
