@@ -26,8 +26,8 @@ USERS = ("alice", "bob", "carol")
 class Times:
     """How soon the cluster notices and reacts; real clusters take 40 s, 300 s and 300 s."""
 
-    node_grace_s: int = 8  # without a heartbeat a node is NotReady
-    eviction_s: int = 3  # then its pods are deleted, where they tolerate no longer
+    node_grace_s: int = 10  # without a heartbeat a node is NotReady
+    eviction_s: int = 5  # then its pods are deleted, where they tolerate no longer
     backoff_s_max: float = 8.0  # between restarts of a container that crashes; the first comes after 1 s
 
 

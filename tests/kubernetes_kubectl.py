@@ -113,7 +113,7 @@ def execute(folder: Path, pod: Any, container: str | None, command: list[str]) -
 
 
 def forward(folder: Path, pod: Any, service: Any, ports: list[str], address: str) -> int:
-    """Until the pod's containers are gone."""
+    """Until the pod is gone."""
     listeners = []
     for words in ports:
         local, sign, remote = words.partition(":")
@@ -122,7 +122,7 @@ def forward(folder: Path, pod: Any, service: Any, ports: list[str], address: str
         listeners.append(listener)
         print(f"Forwarding from {address}:{listener.getsockname()[1]} -> {far}", flush=True)
         threading.Thread(target=accept, args=(listener, (pod["status"]["podIP"], far)), daemon=True).start()
-    while folder.is_dir() and any(folder.iterdir()):
+    while folder.is_dir():
         time.sleep(0.2)
     sys.stderr.write("error: lost connection to pod\n")
     return 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -50,7 +51,7 @@ class Kubelet:
         self.plain = httpx.AsyncClient(trust_env=False)
         self.nodes: dict[str, NodeState] = {}
         self.pods: dict[str, PodRun] = {}
-        self.table = Table(api, "/api/v1/pods?fieldSelector=spec.nodeName!=", self._changed)
+        self.table = Table(api, "/api/v1/pods", self._changed)
         self.swept: set[str] = set()
         self.errors: list[str] = []
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -198,6 +199,10 @@ class Kubelet:
 
     def unregister(self, pod: PodRun, run: ContainerRun) -> None:
         self._registered(pod, run).unlink(missing_ok=True)
+
+    def forget(self, pod: PodRun) -> None:
+        """The pod is over; its port-forwards end."""
+        shutil.rmtree(self.base / "run" / "containers" / pod.namespace / pod.name, ignore_errors=True)
 
     def _registered(self, pod: PodRun, run: ContainerRun) -> Path:
         return self.base / "run" / "containers" / pod.namespace / pod.name / run.name

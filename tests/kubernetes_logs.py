@@ -47,48 +47,37 @@ class LogServer:
     async def _answer(self, target: str, writer: asyncio.StreamWriter) -> None:
         url = urlsplit(target)
         query = {name: values[-1] for name, values in parse_qs(url.query).items()}
-        found = self._find(*map(unquote, url.path.split("/")[1:]))
+        found = self._find(url.path, query)
         if isinstance(found, str):
             body = found.encode()
-            status = b"404 Not Found" if found.startswith("no ") else b"400 Bad Request"
-            writer.write(b"HTTP/1.1 %s\r\nContent-Length: %d\r\nConnection: close\r\n\r\n" % (status, len(body)) + body)
+            writer.write(b"HTTP/1.1 400 Bad Request\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
             await writer.drain()
             return
-        path = self._log(found, query)
-        if path is None:
-            await self._answer("/none", writer)
-            return
+        path, run = found
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\nTransfer-Encoding: chunked\r\n\r\n")
-        async for chunk in self._lines(found, path, query):
+        async for chunk in self._lines(run, path, query):
             writer.write(b"%x\r\n" % len(chunk) + chunk + b"\r\n")
             await writer.drain()
         writer.write(b"0\r\n\r\n")
         await writer.drain()
 
-    def _find(
-        self, verb: str, namespace: str = "", pod: str = "", container: str = ""
-    ) -> tuple[Path, ContainerRun] | str:
-        """The pod's folder of logs and the container, or why not, in the kubelet's words."""
-        run = self.kubelet.find(namespace, pod)
-        one = next((one for one in [*run.inits, *run.containers] if one.name == container), None) if run else None
-        if verb != "containerLogs" or run is None or one is None:
+    def _find(self, path: str, query: dict[str, str]) -> tuple[Path, ContainerRun] | str:
+        """The log that is asked for and its container; or why there is none, in the kubelet's words."""
+        verb, namespace, pod, container, *_ = [*map(unquote, path.split("/")[1:]), "", "", ""]
+        pod_run = self.kubelet.find(namespace, pod)
+        containers = [*pod_run.inits, *pod_run.containers] if pod_run else []
+        run = next((one for one in containers if one.name == container), None)
+        if verb != "containerLogs" or pod_run is None or run is None:
             return f"no log of container {container!r} of pod {pod!r}"
-        if not (run.logs / container / "0.log").exists():
-            reason = one.state.get("waiting", {}).get("reason", "ContainerCreating")
+        files = sorted((pod_run.logs / run.name).glob("*.log"), key=lambda file: int(file.stem))
+        if not files:
+            reason = run.state.get("waiting", {}).get("reason", "ContainerCreating")
             return f'container "{container}" in pod "{pod}" is waiting to start: {reason}'
-        return run.logs, one
+        if query.get("previous") == "true" and "waiting" not in run.state:
+            files.pop()  # while it waits for its next start, the last one is the previous one
+        return (files[-1], run) if files else f'previous terminated container "{container}" in pod "{pod}" not found'
 
-    def _log(self, found: tuple[Path, ContainerRun], query: dict[str, str]) -> Path | None:
-        folder, run = found
-        files = sorted((folder / run.name).glob("*.log"), key=lambda file: int(file.stem))
-        is_previous = query.get("previous") == "true"
-        if is_previous and "running" not in run.state and "waiting" not in run.state:
-            return files[-2] if len(files) > 1 else None
-        if is_previous:
-            files = [file for file in files if int(file.stem) < run.restarts or "waiting" in run.state]
-        return files[-1] if files else None
-
-    async def _lines(self, found: tuple[Path, ContainerRun], path: Path, query: dict[str, str]) -> AsyncIterator[bytes]:
+    async def _lines(self, run: ContainerRun, path: Path, query: dict[str, str]) -> AsyncIterator[bytes]:
         """Pieces of the log, whole lines, as the query asks; with `follow` until the container has ended."""
         since = _since(query)
         n_tail = int(query["tailLines"]) if "tailLines" in query else None
@@ -96,12 +85,12 @@ class LogServer:
             lines = [line for line in file.read().splitlines(keepends=True) if line[: len(since)] >= since]
             if lines and not lines[-1].endswith(b"\n"):
                 file.seek(-len(lines.pop()), 1)
-            yield_all = lines if n_tail is None else lines[len(lines) - min(n_tail, len(lines)) :]
-            if chunk := _shown(yield_all, query):
+            shown = lines if n_tail is None else lines[len(lines) - min(n_tail, len(lines)) :]
+            if chunk := _shown(shown, query):
                 yield chunk
             while query.get("follow") == "true":
-                process = found[1].process
-                is_running = process is not None and process.log == path and not process.__dict__["copying"].done()
+                process = run.process
+                is_running = process is not None and process.log == path and not process.copying.done()
                 if more := file.read():
                     whole, _, rest = more.rpartition(b"\n")
                     file.seek(-len(rest), 1)

@@ -204,13 +204,16 @@ class PodRun:
         try:
             await self.tell()
             code = await run.process.wait()
-            await asyncio.wait_for(run.process.__dict__["copying"], 5)
+            await asyncio.wait_for(run.process.copying, 5)
         finally:
             probing.cancel()
             run.is_ready = False
             self.kubelet.unregister(self, run)
         reason = "OOMKilled" if run.process.killed_for_memory else "Completed" if code == 0 else "Error"
         ended: Object = {"exitCode": code, "reason": reason, "startedAt": run.process.started_at, "finishedAt": now()}
+        if code and run.spec.get("terminationMessagePolicy") == "FallbackToLogsOnError":
+            lines = (self.logs / run.name / f"{run.restarts}.log").read_text("utf-8", "replace").splitlines()[-80:]
+            ended["message"] = "".join(f"{line.partition(' ')[2]}\n" for line in lines)[-2048:]
         run.state = {"terminated": ended | {"containerID": run.status(self.uid)["containerID"]}}
         run.is_ready = run.is_init and code == 0
         await self.tell()
@@ -254,7 +257,6 @@ class PodRun:
         alive = [
             run for run in [*self.inits, *self.containers] if run.process and run.process.process.returncode is None
         ]
-        self.ending.clear()
         for run in alive:
             assert run.process is not None
             self.event("Killing", f"Stopping container {run.name}", run)
@@ -276,8 +278,10 @@ class PodRun:
             run.is_ready = False
             self.kubelet.unregister(self, run)
         await self._clear()
-        if self.phase == "Failed" and self.reason == "Evicted":
+        if self.reason == "Evicted":
             await self.tell()
+        while self.reason == "Evicted" and not self.is_gone and "deletionTimestamp" not in self.pod["metadata"]:
+            self.ending.clear()
             await self.ending.wait()
         if self.is_gone:
             return
@@ -300,6 +304,7 @@ class PodRun:
             sandbox, self.sandbox = self.sandbox, None
             await sandbox.stop()
             self.kubelet.free_address(self.address)
+            self.kubelet.forget(self)
             await asyncio.to_thread(shutil.rmtree, self.folder, ignore_errors=True)
 
     # ---- what it tells -----------------------------------------------------------------------------------------------

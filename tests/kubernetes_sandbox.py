@@ -77,6 +77,7 @@ class ContainerProcess:
 
     process: asyncio.subprocess.Process
     log: Path
+    copying: asyncio.Task[None]  # of its output to the log; done when all is there
     started_at: str = field(default_factory=lambda: now())
     killed_for_memory: bool = False
 
@@ -194,10 +195,7 @@ class Sandbox:
         self._note(process.pid)
         assert process.stdout is not None
         log.touch()
-        # Kept by the event loop's set of tasks through this attribute: a task nobody holds may be collected.
-        container = ContainerProcess(process, log)
-        container.__dict__["copying"] = asyncio.create_task(_copy(process.stdout, log))
-        return container
+        return ContainerProcess(process, log, asyncio.create_task(_copy(process.stdout, log)))
 
 
 async def execute(container: ContainerProcess, words: Sequence[str], timeout_s: float) -> bool:
@@ -239,8 +237,7 @@ def make_image(folder: Path) -> None:
     (folder / "bin").mkdir()
     (folder / "bin" / "python").symlink_to(Path(sys.executable).resolve())
     (folder / "bin" / "python3").symlink_to("python")
-    shutil_config = Path(sys.prefix) / "pyvenv.cfg"
-    (folder / "pyvenv.cfg").write_bytes(shutil_config.read_bytes())
+    (folder / "pyvenv.cfg").write_bytes((Path(sys.prefix) / "pyvenv.cfg").read_bytes())
     for entry in site.iterdir():
         if not re.match(r"_editable|penstock|.*\.pth$", entry.name):
             (own / entry.name).symlink_to(entry)

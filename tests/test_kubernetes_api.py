@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 from kubernetes_stub import Answer, Hangup, Stub, status
 
+from penstock.run_folder import Run, Unit
 from penstock.targets.kubernetes import api as api_module
+from penstock.targets.kubernetes import pod_logs
 from penstock.targets.kubernetes.api import KINDS, Api, ApiError
 
 PODS = "/api/v1/namespaces/team/pods"
@@ -301,3 +303,16 @@ def test_a_container_that_has_not_started_has_no_log(stub: Stub, api: Api) -> No
     with pytest.raises(ApiError, match="waiting to start") as caught:
         list(api.logs("a", follow=True))
     assert caught.value.status == 400
+
+
+def test_a_followed_container_that_ended_is_not_printed_again(
+    stub: Stub, api: Api, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The API gives the log of the old container until the next one starts."""
+    monkeypatch.setattr(pod_logs, "_AGAIN_S", 0.0)
+    stub.on("GET", PODS, {"items": [{"metadata": {"name": "a"}}]})
+    logs = [[stamped(1), stamped(2)], [stamped(2)], [stamped(2), stamped(3)], [stamped(3)]]
+    stub.on("GET", f"{PODS}/a/log", *(Answer(200, iter(lines)) for lines in logs))
+    lines = pod_logs.lines(api, Run(tmp_path / "x"), Unit("replica", "0"), follow=True, last=None)
+    assert [next(lines) for _ in range(3)] == ["line 1", "line 2", "line 3"]
+    assert [request.query.get("sinceTime", "")[-3:] for request in stub.requests[1:]] == ["", "02Z", "02Z"]

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
 import sys
+import urllib.request
 from collections.abc import Sequence
 from typing import Any
 
@@ -64,13 +68,38 @@ def test_pods_of_a_stateful_set_have_names_volumes_secrets_and_a_service(kuberne
     assert sys.prefix not in where
     packages = kubernetes.pod("web-0").run(["python3", "-c", "import penstock"], check=False)
     assert "No module named 'penstock'" in packages.stderr
-    kubernetes.pod("web-0").kill_process()
+    kubernetes.pod("web-0").oom()
 
     def container_status() -> Any:
         return kubernetes.pod("web-0").status["containerStatuses"][0]
 
     kubernetes.wait(lambda: container_status()["restartCount"] == 1 and container_status()["ready"], "ready again")
-    assert container_status()["lastState"]["terminated"]["exitCode"] == 137
+    ended = container_status()["lastState"]["terminated"]
+    assert (ended["exitCode"], ended["reason"]) == (137, "OOMKilled")
+
+
+def test_kubectl_forwards_ports_and_executes_and_ends_with_the_pod(kubernetes: Namespace) -> None:
+    kubernetes.apply(workload("Deployment", "web", pod_of(["python3", "-u", "-c", SERVER])), service("web", 80))
+    kubernetes.wait(lambda: [pod for pod in kubernetes.pods() if pod.is_ready], "a pod")
+    [pod] = kubernetes.pods()
+    done = kubernetes.kubectl(
+        "exec", "-i", pod.name, "--", "sh", "-c", "cat; hostname; exit 3", stdin="in\n", check=False
+    )
+    assert (done.returncode, done.stdout) == (3, f"in\n{pod.name}\n")
+    argv = ["kubectl", "port-forward", "service/web", ":80"]
+    env = {**os.environ, **kubernetes.env}
+    with subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            port = re.fullmatch(r"Forwarding from 127\.0\.0\.1:(\d+) -> 8000\n", process.stdout.readline())
+            assert port is not None
+            with urllib.request.urlopen(f"http://127.0.0.1:{port[1]}/") as answer:
+                assert answer.status == 200
+            pod.evict()
+            assert process.wait(10) == 1
+        finally:
+            process.kill()
+    kubernetes.wait(lambda: pod.status.get("reason") == "Evicted", "the reason")
 
 
 def test_a_job_completes_and_a_failing_image_and_command_are_told(kubernetes: Namespace) -> None:

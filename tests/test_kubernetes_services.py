@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from samples import deployment, gpu_plan
+from samples import deployment, gpu_plan, run_folder
 
+from penstock.deployment import placed_unit
+from penstock.gateway.config import load_config
 from penstock.spec import reading
 from penstock.spec.deployment import Deployment
 from penstock.targets.kubernetes import monitoring, services, traffic
 from penstock.targets.kubernetes.objects import Object
+from penstock.targets.kubernetes.target import Kubernetes
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "docs" / "how-to" / f"{name}.md" for name in ("kubernetes", "gke", "eks", "on-prem")]
@@ -114,12 +117,15 @@ def test_a_gateways_memory_holds_the_bodies_that_wait_in_each_worker() -> None:
 
 
 def test_pods_are_replaced_when_what_they_read_changes_and_only_then() -> None:
-    def note(wanted: Deployment) -> str:
-        notes: dict[str, str] = gateway_pod(wanted)["metadata"]["annotations"]
-        return notes["penstock.dev/config"]
+    def notes(wanted: Deployment) -> tuple[str, str]:
+        rows = (services.gateway(wanted, gpu_plan()), services.controller(wanted, gpu_plan()))
+        gateway, controller = (only(entries, "Deployment")["spec"]["template"] for entries in rows)
+        return tuple(each["metadata"]["annotations"]["penstock.dev/config"] for each in (gateway, controller))
 
-    assert note(cluster()) == note(cluster())
-    assert note(cluster()) != note(cluster({"hold_s": 5}))
+    before, held, more = notes(cluster()), notes(cluster({"hold_s": 5})), notes(cluster(cpus_per_node=8))
+    assert before == notes(cluster())
+    assert before[0] != held[0] and before[1] != held[1]
+    assert before[0] == more[0] and before[1] != more[1]
 
 
 def test_one_controller_runs_with_the_rights_of_its_role_and_no_secrets() -> None:
@@ -369,3 +375,42 @@ def test_the_page_of_gke_shows_the_example() -> None:
     example = (ROOT / "examples" / "gke.yaml").read_text("utf-8")
     shown = next(text for page, _, text in FILES if page == "gke")
     assert reading.parse(shown) == reading.parse(example)
+
+
+def test_a_placed_gateway_has_its_certificate_and_store_where_the_pod_mounts_them(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[list[str]] = []
+    monkeypatch.setattr("os.execve", lambda path, argv, env: started.append(argv))
+    run = run_folder(deployment(name="llm", gateway={"auth": "keys"}))
+    addresses = ["--listen", "0.0.0.0:8000", "--admin", "0.0.0.0:8001"]
+    placed_unit.main(["gateway", str(run.path), *addresses, "--store", "/store/keys.db", "--tls", "/tls"])
+    config = load_config(run.gateway_config)
+    assert started[0][-2:] == ["penstock.gateway", str(run.gateway_config)]
+    assert (config.tls_cert, config.tls_key, config.store) == ("/tls/tls.crt", "/tls/tls.key", "/store/keys.db")
+    assert (config.listen, config.admin) == ("0.0.0.0:8000", "0.0.0.0:8001")
+
+
+def test_a_gateway_on_a_lost_node_is_deleted_by_force_so_that_the_next_one_gets_its_claim(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deleted: list[tuple[str, float]] = []
+
+    class Cluster:
+        def list(self, kind: str, labels: object = None) -> list[Object]:
+            return {"Pod": pods, "Node": [{"metadata": {"name": "node-1"}, "status": {}}]}.get(kind, [])
+
+        def delete(self, kind: str, name: str, grace_s: float) -> None:
+            deleted.append((name, grace_s))
+
+    def pod(name: str, **more: str) -> Object:
+        labels = {"app.kubernetes.io/component": "gateway"}
+        return {"metadata": {"name": name, "labels": labels, **more}, "spec": {"nodeName": "node-1"}, "status": {}}
+
+    pods = [pod("lost", deletionTimestamp="2026-01-01T00:00:00Z"), pod("next")]
+    target, run = Kubernetes(), run_folder(cluster())
+    monkeypatch.setattr(target, "_api_of", lambda run: Cluster())
+    monkeypatch.setattr(target._publisher, "exchange", lambda *_: None)
+    monkeypatch.setattr("penstock.targets.kubernetes.folder.is_inside", lambda run: True)
+    target.keep_up(run)
+    assert deleted == [("lost", 0)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -14,7 +15,7 @@ from penstock.planner import Plan
 from penstock.run_folder import Launch
 from penstock.spec.deployment import Cache, Deployment
 from penstock.targets import load
-from penstock.targets.kubernetes import replicas, weights
+from penstock.targets.kubernetes import objects, pod_logs, replicas, target, weights
 from penstock.targets.kubernetes.objects import Object
 from penstock.targets.kubernetes.weights import Source
 
@@ -234,3 +235,84 @@ def test_volumes_that_hold_the_model_already() -> None:
     }
     annotations = template(file("gs://bucket"))["metadata"]["annotations"]
     assert annotations["gke-gcsfuse/volumes"] == "true"
+
+
+# ---- in the cluster --------------------------------------------------------------------------------------------------
+
+
+class Cluster:
+    """An API that holds objects by kind and name, and notes what was written."""
+
+    namespace = "ml"
+
+    def __init__(self, *rows: Object, log: tuple[str, ...] = ()) -> None:
+        self.rows, self.log, self.written = list(rows), log, list[tuple[str, str]]()
+
+    def find(self, kind: str, name: str) -> Object | None:
+        return next((row for row in self.rows if row["kind"] == kind and row["metadata"]["name"] == name), None)
+
+    def list(self, kind: str, labels: dict[str, str]) -> list[Object]:
+        return [row for row in self.rows if row["kind"] == kind and labels.items() <= row["metadata"]["labels"].items()]
+
+    def logs(self, *_: object, **__: object) -> tuple[str, ...]:
+        return self.log
+
+    def apply(self, row: Object, force: bool) -> Object:
+        self.written.append(("apply", row["metadata"]["name"]))
+        return row
+
+    def delete(self, kind: str, name: str) -> bool:
+        self.written.append(("delete", name))
+        return True
+
+
+FAILED = {"status": {"conditions": [{"type": "Failed", "status": "True"}]}}
+
+
+def pod(component: str, name: str = "llama-r0-0", **more: Any) -> Object:
+    labels = objects.labels("llama", component)
+    return {"kind": "Pod", "metadata": {"name": name, "labels": labels}, "spec": {}, **more}
+
+
+def test_a_claim_that_is_there_is_left_as_it_is_and_a_failed_job_is_made_again() -> None:
+    claim, job = weights.objects_of(file(), plan())
+    cluster: Any = Cluster(claim, job)
+    assert target._apply(cluster, claim) is claim and cluster.written == []
+    target._apply(cluster, job)
+    assert cluster.written == [("apply", job["metadata"]["name"])], "the same one: nothing changes"
+    cluster = Cluster(job | FAILED)
+    target._apply(cluster, job)
+    assert [verb for verb, _ in cluster.written] == ["delete", "apply"]
+    assert weights.is_kept(claim) and not weights.is_kept(job)
+
+
+def test_a_replica_that_waits_tells_the_progress_or_why_there_will_be_none() -> None:
+    progress = "weights 17/30 files, 12.3 GB of 30.0 GB"
+    waiting = pod("replica", status={"initContainerStatuses": [{"name": "weights", "state": {"running": {}}}]})
+    job = weights.objects_of(file(), plan())[1]
+    job["metadata"]["creationTimestamp"] = "2026-11-22T18:00:00Z"
+    cluster: Any = Cluster(job, waiting, log=(progress,))
+    assert pod_logs.of_weights(cluster, "llama", [waiting]) == (progress, False)
+    ended = {"exitCode": 2, "message": "penstock: could not fetch model: it is gated"}
+    failed = pod("weights", "llama-weights-x", status={"phase": "Failed", "containerStatuses": []})
+    failed["spec"]["nodeName"] = "node-1"
+    failed["status"]["containerStatuses"] = [{"name": "fetch", "state": {"terminated": ended}}]
+    cluster = Cluster(job | FAILED, waiting, failed)
+    said, is_lost = pod_logs.of_weights(cluster, "llama", [waiting])
+    assert is_lost and said.startswith("the weights could not be fetched: container fetch ended with code 2")
+    assert said.endswith("it is gated")
+
+
+def test_weights_that_another_deployment_uses_are_not_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    claim, _ = weights.objects_of(file(), plan())
+    user = pod("replica")
+    cluster: Any = Cluster(claim, user)
+    ours = target.Kubernetes()
+    monkeypatch.setattr(ours, "_api_of", lambda _: cluster)
+    run: Any = SimpleNamespace(deployment=file)
+    user["spec"]["volumes"] = [{"persistentVolumeClaim": {"claimName": claim["metadata"]["name"]}}]
+    with pytest.raises(UserError, match="llama uses them"):
+        ours.end_weights(run)
+    user["spec"]["volumes"] = []
+    ours.end_weights(run)
+    assert cluster.written == [("delete", claim["metadata"]["name"])]

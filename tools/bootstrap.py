@@ -134,6 +134,11 @@ def _uv(words: list[str], tries: int = TRIES) -> int:
     return code
 
 
+def install_into(folder: Path, package: str) -> int:
+    """Unpack a package, without what it needs, in a folder outside .venv: uv's exit code."""
+    return _uv(["--no-deps", "--no-cache", "--target", str(folder), *_find_links(), package])
+
+
 def _install(words: list[str]) -> None:
     if _uv(words):
         raise SystemExit("could not install " + " ".join(words))

@@ -1,4 +1,5 @@
-"""Debian packages that tests need: `python3 tools/packages.py hosts postgres native`. Reports what it cannot install.
+"""What tests need from Debian: `python3 tools/packages.py hosts postgres native kubernetes`. Reports what it cannot
+install.
 
 Never starts what it installs: a package's service would belong to the machine, and the tests start their own daemons.
 Standard library only. It always exits 0: without the packages only the tests that need them are skipped.
@@ -15,6 +16,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import kubernetes_build
+
 # Group -> {program: the package that brings it}.
 GROUPS = {
     "hosts": {
@@ -28,6 +31,7 @@ GROUPS = {
     },
     "postgres": {"pg_ctl": "postgresql"},
     "native": {"cc": "gcc"},
+    "kubernetes": {"etcd": "etcd-server", "openssl": "openssl", "ip": "iproute2"},
 }
 # Packages that come without a program.
 EXTRA = {"slurmctld": ["slurm-wlm-basic-plugins"], "cc": ["libc6-dev", "python3-dev"]}
@@ -45,8 +49,14 @@ def main(groups: list[str]) -> int:
     path = ":".join([PATH, *map(str, POSTGRES.glob("*/bin"))])
     carriers = {program: package for group in groups for program, package in GROUPS[group].items()}
     absent = [program for program in carriers if not shutil.which(program, path=path)]
-    if not absent:
-        return 0
+    if absent:
+        _bring(carriers, absent)
+    if "kubernetes" in groups and not kubernetes_build.PLACE.is_dir():
+        _build_kubernetes()
+    return 0
+
+
+def _bring(carriers: dict[str, str], absent: list[str]) -> None:
     names = [name for program in absent for name in [carriers[program], *EXTRA.get(program, [])]]
     began = time.monotonic()
     problem = _install(names)
@@ -54,7 +64,15 @@ def main(groups: list[str]) -> int:
         print(f"installed {' '.join(names)} in {time.monotonic() - began:.0f} s", flush=True)
     else:
         print(f"tests that need {', '.join(absent)} are skipped: {problem}", file=sys.stderr, flush=True)
-    return 0
+
+
+def _build_kubernetes() -> None:
+    began = time.monotonic()
+    problem = kubernetes_build.bring(_install)
+    if problem is None:
+        print(f"built Kubernetes in {time.monotonic() - began:.0f} s", flush=True)
+    else:
+        print(f"tests that need Kubernetes are skipped: {problem}", file=sys.stderr, flush=True)
 
 
 def _install(names: list[str]) -> str | None:

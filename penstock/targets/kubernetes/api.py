@@ -62,6 +62,7 @@ _KINDS = {
     "leaderworkerset.x-k8s.io/v1": "LeaderWorkerSet",
     "gateway.networking.k8s.io/v1": "HTTPRoute Gateway",
     "inference.networking.k8s.io/v1": "InferencePool",
+    "networking.gke.io/v1": "GCPBackendPolicy",
     "monitoring.googleapis.com/v1": "PodMonitoring",
     "monitoring.coreos.com/v1": "ServiceMonitor PodMonitor",
 }
@@ -266,12 +267,12 @@ class Api:
     ) -> Iterator[str]:
         """Lines of a container until it ends; with `timestamps` each after "2026-11-22T18:23:26.388079000Z ".
 
-        `since`: such a time. `previous`: of the container before its last restart. With `follow` it waits for more
-        until `is_over`, and when the connection breaks goes on after the last line. ApiError 400: not yet started.
+        `since`: only lines after such a time. `previous`: of the container before its last restart. With `follow` it
+        waits for more until `is_over`, and goes on when the connection breaks. ApiError 400: not yet started.
         """
         path = self._path(KINDS["Pod"], None, pod, "log")
         query = {"container": container, "follow": follow, "tailLines": last, "sinceTime": since, "previous": previous}
-        stamp, broken_since = "", 0.0
+        stamp, broken_since = since or "", 0.0
         backoff = Backoff(0.5, 5.0, 30.0)
         while True:
             resumes_after = stamp

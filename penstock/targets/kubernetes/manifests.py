@@ -21,21 +21,30 @@ _HEAD = """\
 # Made by `penstock render`. Apply it with: kubectl apply --server-side -f -
 # The Secret {secret} is not here. Without `penstock up`, make it first:
 #   kubectl create secret generic {secret} --from-literal=admin-token="$(openssl rand -hex 24)"{key}
+# The Secret {scrape}, for Prometheus, follows from that token: docs/how-to/kubernetes.md.
 """
 _HEAD_KEY = """ \\
 #     --from-literal=first-key-hash="$(printf %s "$KEY" | sha256sum | cut -d' ' -f1)"   # KEY: the first client's\
 """
 
 
-def artifact(launch: Launch, deployment: Deployment, monitors: monitoring.Kinds) -> Artifact:
+class Cluster(msgspec.Struct, frozen=True):
+    """What a cluster has: which objects its Prometheus reads, and whether its Gateways are Google's."""
+
+    monitors: monitoring.Kinds = "annotations"
+    is_gke: bool = False
+
+
+def artifact(launch: Launch, deployment: Deployment, cluster: Cluster) -> Artifact:
     """What `up` applies. `document` is the whole stream; of replicas there is also the template of one."""
     there = in_pods(launch, deployment)
-    shared = shared_objects(there, deployment, monitors)
+    shared = shared_objects(there, deployment, cluster)
     template = replicas.replica(there, deployment, weights.storage(deployment, there.plan))
     first = [instance(template, str(number)) for number in range(deployment.replicas.min)]
     name = deployment.name
-    head = _HEAD.format(secret=objects.secrets(name), key=_HEAD_KEY if deployment.gateway.auth == "keys" else "")
-    stream = head + to_yaml([*shared, *(row for rows in first for row in rows)])
+    key = _HEAD_KEY if deployment.gateway.auth == "keys" else ""
+    head = _HEAD.format(secret=objects.secrets(name), scrape=objects.scrape(name), key=key)
+    stream = head + to_yaml(_in_namespace([*shared, *(row for rows in first for row in rows)], deployment))
     argv = ("kubectl", "apply", "--server-side", f"--field-manager={objects.MANAGER}", "-f", MANIFESTS)
     files = {**controller_files(there, deployment), MANIFESTS: stream}
     return Artifact(argv, files, MANIFESTS)
@@ -47,7 +56,14 @@ def in_pods(launch: Launch, deployment: Deployment) -> Launch:
     return replicas.in_pods(msgspec.structs.replace(launch, plan=plan), deployment)
 
 
-def shared_objects(launch: Launch, deployment: Deployment, monitors: monitoring.Kinds) -> list[Object]:
+def _in_namespace(rows: Iterable[Object], deployment: Deployment) -> list[Object]:
+    """The objects with the namespace that the file names, if it does: else they go to the one that kubectl uses."""
+    space = objects.block_of(deployment).namespace
+    where = {} if space is None else {"namespace": space}
+    return [row | {"metadata": {"name": row["metadata"]["name"], **where, **row["metadata"]}} for row in rows]
+
+
+def shared_objects(launch: Launch, deployment: Deployment, cluster: Cluster) -> list[Object]:
     """All but the replicas; the anchor first."""
     plan = launch.plan
     return [
@@ -55,9 +71,9 @@ def shared_objects(launch: Launch, deployment: Deployment, monitors: monitoring.
         archive.config_map(deployment, archive.archive()),
         *weights.objects_of(deployment, plan),
         *replicas.shared_objects(launch, deployment, weights.storage(deployment, plan)),
-        *traffic.exposed(deployment),
-        *monitoring.monitors(deployment, monitors),
-        *services.gateway(deployment, plan, monitors),
+        *traffic.exposed(deployment, cluster.is_gke),
+        *monitoring.monitors(deployment, cluster.monitors),
+        *services.gateway(deployment, plan, cluster.monitors),
         *services.controller(deployment, plan),
     ]
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from penstock.log_lines import as_they_come, in_turn, named
 from penstock.run_folder import Run, Unit
-from penstock.targets.kubernetes import objects
+from penstock.targets.kubernetes import objects, weights, words
 from penstock.targets.kubernetes.api import Api, ApiError
 from penstock.targets.kubernetes.objects import Object
 
@@ -29,6 +29,19 @@ def lines(api: Api, run: Run, unit: Unit, follow: bool, last: int | None) -> Ite
     return as_they_come(fronted) if follow else in_turn(fronted)
 
 
+def of_weights(api: Api, name: str, pods: Sequence[Object]) -> tuple[str, bool]:
+    """What is known of the weights that one of these pods waits for, "weights 17/30 files, 12.3 GB of 30.0 GB", and
+    whether nobody will bring them.  Raises ApiError."""
+    labels = objects.labels(name, weights.COMPONENT)
+    jobs = sorted(api.list("Job", labels), key=lambda job: str(job["metadata"]["creationTimestamp"]))
+    if jobs and weights.has_failed(jobs[-1]):
+        why = words.summary(api.list("Pod", labels), ()) or "its time was over"
+        return f"the weights could not be fetched: {why}", True
+    waiting = next(pod for pod in pods if words.waits(pod))
+    last = [*api.logs(waiting["metadata"]["name"], weights.COMPONENT, last=1)]
+    return (last[0] if last else words.WAITS), False
+
+
 def _pods(api: Api, run: Run, unit: Unit) -> list[Object]:
     wanted = objects.labels(run.name, unit.kind)
     if unit.kind == "replica":
@@ -42,9 +55,12 @@ def _container_of(unit: Unit) -> str:
 
 def _of_pod(api: Api, run: Run, name: str, container: str, follow: bool, last: int | None) -> Iterator[str]:
     """An init container says why the pod's own has not started."""
+    stamp: str | None = None  # of the last line: a container that ended still has its log
     while True:
         try:
-            yield from api.logs(name, container, follow=follow, last=last, is_over=run.is_ended)
+            for line in api.logs(name, container, follow, last, stamp, timestamps=True, is_over=run.is_ended):
+                stamp, _, words = line.partition(" ")
+                yield words
         except ApiError as exc:
             if exc.status != _NOT_YET or not follow:
                 yield from _before(api, name) if exc.status == _NOT_YET else ()

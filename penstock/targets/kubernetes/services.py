@@ -106,6 +106,7 @@ def rules(deployment: Deployment) -> list[Object]:
         _rule("", "pods", ["get", "list", "delete"]),
         _rule("", "pods/log", ["get"]),
         _rule("", "events", ["list"]),
+        _rule("batch", "jobs", ["list"]),
         _rule("", "services", ["get", "list"]),
     ]
 
@@ -149,7 +150,8 @@ def _gateway_template(deployment: Deployment, plan: Plan, monitors: monitoring.K
         config_maps=(objects.anchor(deployment.name),),
         resources={"cpu": f"{_WORKER_CPU * spec.workers}m", "memory": f"{_WORKER_MIB * spec.workers}Mi"},
         grace_s=_LEAVE_S + spec.drain_s + _EXIT_S,
-        annotations=_config(deployment, plan) | monitoring.scrape_annotations(monitors),
+        # Not the whole file: a change of the engine must not restart the gateway.
+        annotations=_config(spec, plan.served_names) | monitoring.scrape_annotations(monitors),
         env=_gateway_env(deployment),
         volumes=tuple(volume for volume, _ in volumes),
         mounts=tuple(mount for _, mount in volumes),
@@ -232,6 +234,6 @@ def _image(deployment: Deployment, plan: Plan) -> str:
     return block_of(deployment).gateway_image or pods.image(deployment, plan)
 
 
-def _config(deployment: Deployment, plan: Plan) -> dict[str, str]:
-    """A hash of what the pods read, which they do once: another one is another template, so the pods are replaced."""
-    return {objects.CONFIG: hashlib.sha256(msgspec.json.encode((deployment, plan))).hexdigest()[:16]}
+def _config(*read: object) -> dict[str, str]:
+    """A hash of what a pod reads, which it does once: another one is another template, so the pods are replaced."""
+    return {objects.CONFIG: hashlib.sha256(msgspec.json.encode(read)).hexdigest()[:16]}

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from penstock import paths
-from penstock.errors import PenstockError, Problem
+from penstock.errors import PenstockError, Problem, UserError
 from penstock.hardware import Machine
 from penstock.run_folder import (
     Artifact,
@@ -36,9 +36,10 @@ from penstock.run_folder import (
 )
 from penstock.spec.deployment import Deployment
 from penstock.targets import Adopted, Placement, Target, Tunnel, machines_of_file
-from penstock.targets.kubernetes import access, checks, folder, manifests, monitoring, objects, pod_logs, words
+from penstock.targets.kubernetes import access, checks, folder, manifests, monitoring, objects, pod_logs, weights, words
 from penstock.targets.kubernetes.api import Api, ApiError, connect
 from penstock.targets.kubernetes.objects import Object, block_of
+from penstock.wire.announcement import engine_key, scrape_key
 
 _FRESH_S = 1.0
 _POLL_S = 0.3
@@ -48,10 +49,9 @@ _SETS = {"statefulset": "StatefulSet", "lws": "LeaderWorkerSet"}
 # All that a deployment may have, in the order in which it is deleted; the anchor is last.
 _KINDS = (
     *("Deployment", "StatefulSet", "LeaderWorkerSet", "Job", "Ingress", "HTTPRoute", "InferencePool", "Service"),
-    *("PodDisruptionBudget", "NetworkPolicy", "PodMonitoring", "ServiceMonitor", "PodMonitor"),
+    *("PodDisruptionBudget", "NetworkPolicy", "GCPBackendPolicy", "PodMonitoring", "ServiceMonitor", "PodMonitor"),
     *("RoleBinding", "Role", "ServiceAccount", "Secret", "PersistentVolumeClaim", "ConfigMap"),
 )
-WEIGHTS = "weights"  # the component of what keeps weights, which outlives a deployment
 
 
 class _View(msgspec.Struct, frozen=True):
@@ -83,7 +83,7 @@ class Kubernetes(Target):
         self._last: dict[str, dict[Unit, Placement]] = {}
         self._views: dict[str, _View] = {}
         self._publisher = folder.Publisher()
-        self._monitors: monitoring.Kinds = "annotations"  # as last asked; `render` asks nothing
+        self._cluster: manifests.Cluster | None = None  # as last asked; `render` asks nothing
         self._has_nodes = True
 
     # ---- before ------------------------------------------------------------------------------------------------------
@@ -99,8 +99,11 @@ class Kubernetes(Target):
             api = self._api(deployment)
         except PenstockError as exc:
             return [Problem("target", exc.message, exc.hint)]
-        self._monitors = _monitors(api)
+        self._cluster = manifests.Cluster(_monitors(api), api.knows("networking.gke.io/v1", "GCPBackendPolicy"))
         return checks.problems(api, deployment)
+
+    def warnings(self, deployment: Deployment) -> tuple[str, ...]:
+        return weights.warnings(deployment)
 
     def machines(self, deployment: Deployment, is_rehearsal: bool = False) -> list[Machine]:
         if is_rehearsal:
@@ -109,8 +112,11 @@ class Kubernetes(Target):
         return checks.machines(self._api(deployment), deployment)
 
     def render(self, launch: Launch, python: str, deployment: Deployment) -> Artifact:
-        monitors = block_of(deployment).monitoring
-        return manifests.artifact(launch, deployment, self._monitors if monitors == "auto" else monitors)
+        wanted = block_of(deployment).monitoring
+        cluster = self._cluster or manifests.Cluster(is_gke=wanted == "google")
+        if wanted != "auto":
+            cluster = msgspec.structs.replace(cluster, monitors=wanted)
+        return manifests.artifact(launch, deployment, cluster)
 
     # ---- placing -----------------------------------------------------------------------------------------------------
 
@@ -144,15 +150,16 @@ class Kubernetes(Target):
             if row["kind"] == "Deployment" and row["metadata"]["name"] in left_out:
                 continue
             for subject in row.get("subjects", ()):
-                subject["namespace"] = api.namespace
+                if subject["name"] == objects.controller(run.name):
+                    subject["namespace"] = api.namespace
             if row["kind"] == "PodDisruptionBudget" and not api.knows(row["apiVersion"], row["kind"]):
                 continue  # a cluster before 1.21: drains are not slowed down, and nothing else is lost
-            is_kept = row["metadata"].get("labels", {}).get(objects.COMPONENT) == WEIGHTS
-            _apply(api, row if is_kept else objects.owned(row, anchor))
+            _apply(api, row if weights.is_kept(row) else objects.owned(row, anchor))
         return anchor
 
     def _write_secrets(self, api: Api, run: Run, anchor: Object) -> None:
-        """The deployment's Secret, with what it has already: nodes and clients of an earlier `up` know that."""
+        """The deployment's Secret, with what it has already: nodes and clients of an earlier `up` know that. Prometheus
+        reads one of its own."""
         found = api.find("Secret", objects.secrets(run.name))
         data = dict((found or {}).get("data") or {})
         own = {folder.ADMIN_TOKEN: run.admin_token()}
@@ -163,9 +170,12 @@ class Kubernetes(Target):
         paths.write_atomically(run.admin_token_file, base64.b64decode(data[folder.ADMIN_TOKEN]), mode=0o600)
         if folder.FIRST_KEY in ((found or {}).get("data") or {}):
             run.first_key_file.unlink(missing_ok=True)
-        metadata = {"name": objects.secrets(run.name), "labels": objects.labels(run.name)}
-        row: Object = {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "data": data}
-        api.apply(objects.owned(row, anchor), force=True)
+        token = base64.b64decode(data[folder.ADMIN_TOKEN]).decode().strip()
+        scrape = {"token": base64.b64encode(scrape_key(engine_key(token)).encode()).decode()}
+        for name, content in ((objects.secrets(run.name), data), (objects.scrape(run.name), scrape)):
+            metadata = {"name": name, "labels": objects.labels(run.name)}
+            row: Object = {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "data": content}
+            api.apply(objects.owned(row, anchor), force=True)
 
     def _scale(self, api: Api, run: Run, units: Collection[Unit]) -> None:
         """Gateway and controller run when they are named. A gateway of a new number replaces one that hung."""
@@ -266,6 +276,7 @@ class Kubernetes(Target):
                     view.sets.get(unit.name), view.of("replica", unit.name), view.events, run.plan().n_nodes, revision,
                     now, view.lost_nodes,
                 )  # fmt: skip
+                placements[unit] = _with_weights(api, run, placements[unit], view.of("replica", unit.name))
             else:
                 found = view.deployments.get(f"{run.name}-{unit.kind}")
                 placements[unit] = words.placement_of_deployment(found, view.of(unit.kind), view.events, now)
@@ -279,7 +290,9 @@ class Kubernetes(Target):
         before = self._views.get(str(run.path))
         if before is not None and time.monotonic() - before.at < _FRESH_S:
             return before
-        pods = tuple(api.list("Pod", objects.labels(run.name)))
+        fetch = weights.COMPONENT
+        every_pod = api.list("Pod", objects.labels(run.name))
+        pods = tuple(pod for pod in every_pod if pod["metadata"]["labels"].get(objects.COMPONENT) != fetch)
         is_quiet = all(_is_ready(pod) for pod in pods)
         lost = frozenset[str]() if is_quiet else self._lost_nodes(api)
         events = () if is_quiet and pods else tuple(api.list("Event"))
@@ -320,7 +333,16 @@ class Kubernetes(Target):
     def keep_up(self, run: Run) -> None:
         if folder.is_inside(run):
             with contextlib.suppress(PenstockError):  # the next call tries again; `status` has the reason
-                self._publisher.exchange(self._api_of(run), run, time.monotonic())
+                api = self._api_of(run)
+                self._publisher.exchange(api, run, time.monotonic())
+                self._release_lost(api, run)
+
+    def _release_lost(self, api: Api, run: Run) -> None:
+        """Delete a gateway's pods that stay on lost nodes: the next one waits for their claim, next to them."""
+        view, now = self._view(api, run), time.time()
+        for pod in (*view.of("gateway"), *view.of("controller")):
+            if words.is_lost(pod, now, view.events, view.lost_nodes):
+                api.delete("Pod", pod["metadata"]["name"], grace_s=0)
 
     # ---- the end -----------------------------------------------------------------------------------------------------
 
@@ -330,13 +352,13 @@ class Kubernetes(Target):
         for kind in ("controller", "gateway"):
             if api.delete("Deployment", f"{name}-{kind}"):
                 _wait(functools.partial(_has_no_pod, api, name, kind), grace_s + _SPARE_S)
-        for kind in ("StatefulSet", "LeaderWorkerSet"):
-            if kind == "StatefulSet" or api.knows(*_LWS):
+        for kind in ("StatefulSet", "LeaderWorkerSet", "Job"):
+            if kind != "LeaderWorkerSet" or api.knows(*_LWS):
                 api.delete_all(kind, objects.labels(name))
         self._end_pods(api, name, grace_s)
         for kind in _KINDS:
             for row in _listed(api, kind, objects.labels(name)):
-                if row["metadata"].get("labels", {}).get(objects.COMPONENT) != WEIGHTS:
+                if not weights.is_kept({"kind": kind, **row}):
                     api.delete(kind, row["metadata"]["name"])
         if anchor is not None:
             api.delete("ConfigMap", objects.anchor(name), propagation="Background")
@@ -347,7 +369,7 @@ class Kubernetes(Target):
         labels = objects.labels(name)
 
         def left() -> list[Object]:
-            return [pod for pod in api.list("Pod", labels) if not _is_of_weights(pod)]
+            return api.list("Pod", labels)
 
         for force_s, wait_s in ((None, grace_s), (1, _SPARE_S), (0, _SPARE_S)):
             pods = left()
@@ -362,10 +384,15 @@ class Kubernetes(Target):
         )  # fmt: skip
 
     def end_weights(self, run: Run) -> None:
-        api = self._api_of(run)
-        for kind in ("Job", "PersistentVolumeClaim"):
-            for row in _listed(api, kind, objects.labels(run.name)):
-                api.delete(kind, row["metadata"]["name"])
+        api, source = self._api_of(run), weights.source_of(run.deployment())
+        if source is None or source.kind != "claim":
+            return
+        pods = api.list("Pod", {objects.MANAGED_BY: objects.MANAGER})
+        users = {pod["metadata"]["labels"][objects.INSTANCE] for pod in pods if weights.mounts(pod, source.name)}
+        if users:
+            message = f'cannot remove the weights in claim "{source.name}": {", ".join(sorted(users))} uses them'
+            raise UserError(message, hint=f"End it first: penstock down {min(users)}")
+        api.delete("PersistentVolumeClaim", source.name)
 
     # ---- from any machine --------------------------------------------------------------------------------------------
 
@@ -442,7 +469,7 @@ def _without_anchor(api: Api) -> list[Left]:
     for kind in _KINDS:
         for row in _listed(api, kind, ours):
             labels, own_name = row["metadata"]["labels"], row["metadata"]["name"]
-            if labels.get(objects.COMPONENT) != WEIGHTS:
+            if not weights.is_kept({"kind": kind, **row}):
                 by_name.setdefault(labels.get(objects.INSTANCE, ""), []).append((kind, own_name))
     place = f'namespace "{api.namespace}" of context "{api.context}"'
     return [
@@ -475,8 +502,16 @@ def _is_ready(row: Object) -> bool:
     return any(each["type"] == "Ready" and each["status"] == "True" for each in conditions)
 
 
-def _is_of_weights(pod: Object) -> bool:
-    return bool(pod["metadata"]["labels"].get(objects.COMPONENT) == WEIGHTS)
+def _with_weights(api: Api, run: Run, placement: Placement, pods: Sequence[Object]) -> Placement:
+    """With the progress of the weights that it waits for."""
+    if not placement.reason or words.WAITS not in placement.reason:
+        return placement
+    try:
+        said, is_lost = pod_logs.of_weights(api, run.name, pods)
+    except ApiError:  # without the right to read logs, or a container that has just ended
+        return placement
+    reason = said if is_lost else placement.reason.replace(words.WAITS, said)
+    return msgspec.structs.replace(placement, reason=reason, is_final=is_lost)
 
 
 def _has_no_pod(api: Api, name: str, component: str) -> bool:
@@ -498,8 +533,10 @@ def _apply(api: Api, row: Object) -> Object:
     metadata = row["metadata"]
     found = api.find(row["kind"], metadata["name"])
     is_ours = found is not None and found["metadata"].get("labels", {}).get(objects.MANAGED_BY) == objects.MANAGER
-    if is_ours and found is not None and found.get("immutable"):
-        return found
+    if is_ours and found is not None and (found.get("immutable") or row["kind"] == "PersistentVolumeClaim"):
+        return found  # a claim may grow, and the size that we would ask for may be less
+    if is_ours and found is not None and row["kind"] == "Job" and weights.has_failed(found):
+        api.delete("Job", metadata["name"])
     return api.apply(row, force=is_ours)
 
 

@@ -4,7 +4,7 @@ A model is fetched once, by a Job, into a claim that all deployments of it share
 init container waits until it is whole. A claim that one pod at a time can mount, and a pod's own disk, are filled by
 the init container itself. Everything else holds the model's folder already.
 
-Claims are made once and never changed: their size is a guess of the first plan, and they outlive deployments.
+Claims are made once and never changed: their size follows from the first plan, and they outlive deployments.
 """
 
 from __future__ import annotations
@@ -103,6 +103,23 @@ def claim_name(model: str) -> str:
     """Of a hub model's claim, at most 63 characters: "Qwen/Qwen3-0.6B" -> "weights-qwen-qwen3-0-6b"."""
     name = "weights-" + re.sub(r"[^a-z0-9]+", "-", model.lower()).strip("-")
     return name if len(name) <= 63 else f"{name[:54]}-{_hash(model)[:8]}"
+
+
+def is_kept(row: Object) -> bool:
+    """Whether an object outlives deployments: a claim with weights. It is made once and never changed."""
+    labels = row["metadata"].get("labels") or {}
+    return row.get("kind") == "PersistentVolumeClaim" and labels.get(objects.COMPONENT) == COMPONENT
+
+
+def has_failed(job: Object) -> bool:
+    """Whether a Job will not try again; another one of its name can be made when it is deleted."""
+    conditions = (job.get("status") or {}).get("conditions") or []
+    return any(each["type"] == "Failed" and each["status"] == "True" for each in conditions)
+
+
+def mounts(pod: Object, claim: str) -> bool:
+    volumes = pod.get("spec", {}).get("volumes") or []
+    return any((volume.get("persistentVolumeClaim") or {}).get("claimName") == claim for volume in volumes)
 
 
 def problems(deployment: Deployment) -> list[Problem]:

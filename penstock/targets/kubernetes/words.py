@@ -16,6 +16,7 @@ from penstock.text import show_seconds
 
 NODE = "node"  # the container of a replica's pods that runs penstock.node
 _PREPARE, _WEIGHTS = "prepare", "weights"  # init containers
+WAITS = "waits for the weights"
 _LOST_S = 30.0  # a living kubelet removes a pod within seconds after its grace
 _REPLACED_S = 10.0  # a StatefulSet makes all its pods at once: one that is younger took the place of another
 _UNREADY_S = 60.0  # a probe that timed out on a busy node passes again before
@@ -205,8 +206,14 @@ def _why_container(container: Object, spec: Object, events: Sequence[Object]) ->
     if reason not in _STARTING:
         return 5, f"container {name} cannot start: {_short(message) or reason}"
     if name == _WEIGHTS and "running" in state:
-        return 1, "waits for the weights"
+        return 1, WAITS
     return 0, None
+
+
+def waits(pod: Object) -> bool:
+    """Whether a pod fetches its weights, or waits for the Job that does."""
+    rows = _containers(pod.get("status", {}), "initContainerStatuses")
+    return any(row["name"] == _WEIGHTS and "running" in row.get("state", {}) for row in rows)
 
 
 def _never_starts(pod: Object, events: Sequence[Object]) -> bool:
