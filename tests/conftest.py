@@ -50,9 +50,10 @@ ReportT = TypeVar("ReportT", pytest.TestReport, pytest.CollectReport)
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """PENSTOCK_HOME: an empty folder (not made yet), so that no test touches ~/.penstock."""
+    """PENSTOCK_HOME: an empty folder (not made yet), so that no test touches ~/.penstock, nor a cluster of ours."""
     path = tmp_path / "home"
     monkeypatch.setenv("PENSTOCK_HOME", str(path))
+    monkeypatch.setenv("KUBECONFIG", os.devnull)
     # The sources are what is tested; test_native compiles them and tests the result.
     monkeypatch.setenv("PENSTOCK_NATIVE", "0")
     return path

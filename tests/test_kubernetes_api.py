@@ -249,8 +249,14 @@ def test_an_invalid_object_shows_its_causes(stub: Stub, api: Api) -> None:
     stub.on("PATCH", f"{PODS}/a", status(422, "Invalid", "Pod a is invalid", name="a", kind="Pod", causes=causes))
     with pytest.raises(ApiError) as caught:
         api.patch("Pod", "a", {})
-    assert caught.value.message == 'the API refuses Pod "a": 1 problem'
-    assert caught.value.detail == 'spec.memory: Invalid value: "2x"'
+    assert caught.value.message == 'the API refuses Pod "a": spec.memory: Invalid value: "2x"'
+
+
+def test_a_webhook_that_fails_says_so(stub: Stub, api: Api) -> None:
+    text = 'Internal error occurred: failed calling webhook "x": connection refused'
+    stub.on("GET", f"{PODS}/x", status(500, "InternalError", text, causes=[{"message": text}]))
+    error = failure(api)
+    assert error.message == f'the API of context "test" answered 500: {text}' and error.is_retryable
 
 
 def test_too_many_requests_may_be_tried_again(stub: Stub, api: Api) -> None:
@@ -316,3 +322,21 @@ def test_a_followed_container_that_ended_is_not_printed_again(
     lines = pod_logs.lines(api, Run(tmp_path / "x"), Unit("replica", "0"), follow=True, last=None)
     assert [next(lines) for _ in range(3)] == ["line 1", "line 2", "line 3"]
     assert [request.query.get("sinceTime", "")[-3:] for request in stub.requests[1:]] == ["", "02Z", "02Z"]
+
+
+def test_followed_logs_go_on_with_the_pod_that_takes_the_place(
+    stub: Stub, api: Api, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pod_logs, "_AGAIN_S", 0.0)
+    gone = status(404, "NotFound", 'pods "a" not found', name="a", kind="pods")
+    rows = [{"items": [{"metadata": {"name": name}}]} for name in ("a", "b")]
+    run = Run(tmp_path / "x")
+    stub.on("GET", PODS, *rows)
+    stub.on("GET", f"{PODS}/a/log", Answer(200, iter([stamped(8)])), gone)
+    stub.on("GET", f"{PODS}/b/log", Answer(200, iter([stamped(1)])))
+    lines = pod_logs.lines(api, run, Unit("gateway", "0"), follow=True, last=None)
+    assert [next(lines), next(lines)] == ["line 8", "line 1"]
+    stub.on("GET", PODS, rows[0])
+    stub.on("GET", f"{PODS}/a/log", Answer(200, iter([stamped(8)])), gone, Answer(200, iter([stamped(1)])))
+    lines = pod_logs.lines(api, run, Unit("replica", "0"), follow=True, last=None)
+    assert [next(lines), next(lines)] == ["line 8", "line 1"]

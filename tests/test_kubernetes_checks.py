@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, cast
 
 import msgspec
 import pytest
+import yaml
 
 from penstock.hardware import Machine
 from penstock.planner.engine_versions import NEWEST
@@ -185,7 +187,13 @@ def test_rights_of_subresources_need_their_own_rule() -> None:
     assert list(map(str, rights.missing(cast(Api, api), wanted))) == ["create pods/exec"]
 
 
-def test_rules_for_docs_name_what_the_check_asks() -> None:
+def test_the_role_of_the_docs_gives_what_the_check_asks() -> None:
+    page = (Path(__file__).parent.parent / "docs/how-to/kubernetes.md").read_text("utf-8")
+    role = next(text for text in page.split("```") if "kind: Role\n" in text)
+    assert yaml.safe_load(role.removeprefix("yaml"))["rules"] == rights.policy_rules(deployment())
+
+
+def test_rules_of_a_role_name_what_the_check_asks() -> None:
     wanted = deployment(block={"expose": "Ingress", "host": "a.b"})
     rules = rights.policy_rules(wanted)
     assert {"apiGroups": ["networking.k8s.io"], "resources": ["ingresses"], "verbs": rights._ALL.split()} in rules

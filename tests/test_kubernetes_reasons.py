@@ -5,19 +5,22 @@ from __future__ import annotations
 import http.client
 import ssl
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 from kubernetes_cluster import Namespace
+from launching import a_place, call
 
+from penstock import targets
 from penstock.spec.blocks import Kubernetes
 from penstock.spec.deployment import Cache, Deployment, Hardware, Replicas
 from penstock.targets import Placement
-from penstock.targets.kubernetes import checks, words
+from penstock.targets.kubernetes import checks, rights, words
 from penstock.targets.kubernetes.api import Api
 from penstock.targets.kubernetes.objects import REVISION, Object
 
-pytestmark = pytest.mark.hosts
+pytestmark = [pytest.mark.hosts, pytest.mark.xdist_group("kubernetes")]
 
 SOON_S = 10.0  # a pod that cannot start says why within this time
 
@@ -179,21 +182,35 @@ def test_all_problems_of_a_cluster_are_told_at_once(kubernetes: Namespace) -> No
     ]
 
 
-def test_a_user_with_few_rights_is_told_which_are_absent(kubernetes: Namespace) -> None:
-    rules = [
-        {"apiGroups": ["", "apps", "policy", "networking.k8s.io", "rbac.authorization.k8s.io"], "verbs": ["*"]}
-        | {"resources": ["*"]},
-    ]
-    group, subject = "rbac.authorization.k8s.io", {"kind": "User", "name": "alice"}
-    role = {"apiVersion": f"{group}/v1", "kind": "Role", "metadata": {"name": "some"}, "rules": rules}
-    binding = {"apiVersion": f"{group}/v1", "kind": "RoleBinding", "metadata": {"name": "some"}} | {
-        "roleRef": {"apiGroup": group, "kind": "Role", "name": "some"},
-        "subjects": [subject | {"apiGroup": group}],
-    }
-    api = api_of(kubernetes, "alice")
-    (nothing,) = checks.problems(api, deployment(8))
+def bind(space: Namespace, user: str, rules: list[Object]) -> None:
+    """Give a user these rights in the namespace."""
+    group = "rbac.authorization.k8s.io"
+    role: Object = {"apiVersion": f"{group}/v1", "kind": "Role", "metadata": {"name": "penstock"}, "rules": rules}
+    binding: Object = {"apiVersion": f"{group}/v1", "kind": "RoleBinding", "metadata": {"name": "penstock"}}
+    binding["roleRef"] = {"apiGroup": group, "kind": "Role", "name": "penstock"}
+    binding["subjects"] = [{"apiGroup": group, "kind": "User", "name": user}]
+    space.apply(role, binding)
+
+
+def test_the_rights_that_the_check_asks_for_are_enough_for_a_whole_life(
+    kubernetes: Namespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    api, wanted = api_of(kubernetes, "alice"), deployment(8)
+    (nothing,) = checks.problems(api, wanted)
     assert "no right in namespace" in nothing.message and "create" in nothing.message
-    kubernetes.apply(role, binding)
-    kubernetes.wait(lambda: checks.problems(api, deployment(8)) == [], "alice may place", 10)
-    (machine,) = checks.machines(api, deployment(8))
+    bind(kubernetes, "alice", rights.policy_rules(wanted))
+    kubernetes.wait(lambda: checks.problems(api, wanted) == [], "alice may place", 10)
+    (machine,) = checks.machines(api, wanted)
     assert machine.assumed == "no right to list the cluster's nodes"
+    monkeypatch.setenv("PATH", kubernetes.env["PATH"])
+    monkeypatch.setenv("KUBECONFIG", str(kubernetes.cluster.kubeconfig("alice", kubernetes.name)))
+    targets.load.cache_clear()
+    with a_place(tmp_path, deadline_s=150.0) as place:
+        block = {"image": "own", "cpus_per_node": 1, "memory": "1Gi"}
+        file = place.write("one", target="kubernetes", kubernetes=block, gateway={"auth": "keys", "port": 8000})
+        done = call("up", file)
+        assert done.code == 0, done
+        assert call("logs", "one", "--replica", "0").code == 0
+        assert call("scale", "one", 2).code == 0
+        assert call("down", "one").code == 0
+    targets.load.cache_clear()

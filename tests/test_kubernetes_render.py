@@ -35,7 +35,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "exposed": {
         **SMALL, **BUCKET,
         "kubernetes": {"expose": "Ingress", "host": "llm.example.org", "issuer": "letsencrypt", "gateways": 2,
-                       "postgres_secret": "ledger"},
+                       "postgres_secret": "ledger", "gateway_image": "registry.example.org/penstock:1"},
         "gateway": {"auth": "keys", "store": "postgresql://penstock@ledger/penstock"},
     },
     "weights-and-metrics": {

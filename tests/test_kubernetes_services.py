@@ -257,6 +257,7 @@ def test_engines_are_reached_by_gateways_ranks_and_prometheus_and_the_admin_port
         ({"auth": "none"}, {}, "gateway.auth", "every pod"),
         ({"port": 0}, {}, "gateway.port", "0 is not the port of a Service"),
         ({"store": "/data/keys.db"}, {}, "gateway.store", "a file of this machine"),
+        (POSTGRES, {}, "kubernetes.gateway_image", "the engine's image has no psycopg"),
         ({}, {"gateways": 2}, "kubernetes.gateways", "2 gateways cannot share"),
         ({}, {"gateways": 0}, "kubernetes.gateways", "0 is less than 1"),
         ({}, {"postgres_secret": "db"}, "kubernetes.postgres_secret", "gateway.store is no"),
@@ -284,7 +285,7 @@ def test_what_cannot_work_is_a_problem_with_its_field(
     ("gateway", "block"),
     [
         ({}, {}),
-        (POSTGRES, {"gateways": 3, "postgres_secret": "db"}),
+        (POSTGRES, {"gateways": 3, "postgres_secret": "db", "gateway_image": "registry.example/penstock:1"}),
         ({}, {"expose": "LoadBalancer", "tls_secret": "cert"}),
         ({}, {"expose": "Ingress", "host": "a.example", "issuer": "letsencrypt", "ingress_class": "nginx"}),
         ({}, {"expose": "HTTPRoute", "route_parent": "infra/web", "host": "a.example", "inference_pool": True}),

@@ -71,7 +71,7 @@ class Cluster(Target):
     def end(self, run: Run, grace_s: float) -> None:
         self.asked.append("end")
 
-    def adopt(self, name: str) -> Adopted | None:
+    def adopt(self, name: str, deployment: Deployment | None = None) -> Adopted | None:
         self.asked.append(f"adopt {name}")
         if self.silence is not None:
             raise self.silence
@@ -152,7 +152,7 @@ def test_a_chat_goes_through_a_tunnel_with_a_key_made_next_to_the_gateway(
     assert shell("chat")[0] == 0, "the only deployment needs no name"
     assert cluster.asked == ["tunnel one", "tunnel one"]
     assert chats[1][0].startswith("http://127.0.0.1:") and chats[1][1] == "sk-1"
-    assert [words[3:5] for words in commands] == [["rotate", "--grace"], ["create", "owner"]]
+    assert [words[3:5] for words in commands] == [["rotate", "owner"], ["create", "owner"]]
     address = GatewayAddress("0", "one-gateway.default:8000", (), "https://llm.example.org")
     write_atomically(run.gateway_address_file, msgspec.json.encode(address))
     assert shell("chat", "one")[0] == 0

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import functools
+import re
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from hub_server import HubServer, serving
+from hub_server import COMMIT, HubServer, serving
 from kubernetes_cluster import Namespace
+from launching import Place, a_place, call, now, wait_until
 from samples import LLAMA_70B, demo_plan, deployment
 
+from penstock import targets
 from penstock.models import files
 from penstock.planner import Plan
 from penstock.spec.deployment import Deployment
 from penstock.targets.kubernetes import archive, pods, weights
 from penstock.targets.kubernetes.objects import Object
 
-pytestmark = pytest.mark.hosts
+pytestmark = [pytest.mark.hosts, pytest.mark.xdist_group("kubernetes")]
 
 NAME = "org/tiny"
 
@@ -114,3 +119,50 @@ def test_the_pod_fetches_itself_into_a_claim_for_one_node(kubernetes: Namespace,
         kubernetes.wait(functools.partial(has_ended, kubernetes, name), f"{name} has read", 60)
         assert "'config.json'" in kubernetes.pod(name).log()
     assert "fetched before" in kubernetes.pod("again").log("weights")
+
+
+@pytest.fixture
+def place(tmp_path: Path, kubernetes: Namespace, hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    """A home whose kubeconfig and hub are those of the test."""
+    own = {"HF_ENDPOINT": hub.url, "HF_HUB_CACHE": str(tmp_path / "hf"), "NO_PROXY": "*"}
+    for name, value in (kubernetes.env | own).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    targets.load.cache_clear()
+    with a_place(tmp_path, deadline_s=150.0) as place:
+        yield place
+    targets.load.cache_clear()
+
+
+def test_up_of_a_hub_model_reports_the_fetch_and_a_second_up_downloads_nothing(
+    kubernetes: Namespace, hub: HubServer, place: Place
+) -> None:
+    block = {"image": "any", "cpus_per_node": 1, "memory": "1Gi", "storage_class": "standard"}
+    gateway = {"auth": "keys", "port": 8000}
+    engine = {"env": {"HF_ENDPOINT": hub.url, "NO_PROXY": "*"}}
+    wanted = place.write("one", model=NAME, target="kubernetes", kubernetes=block, engine=engine, gateway=gateway)
+    hub.is_open.clear()
+    done = call("up", wanted, "--no-wait")
+    assert done.code == 0, done
+    run = place.run("one")
+
+    def reason() -> str:
+        return " ".join(str(row.reason) for row in now(run).replicas)
+
+    wait_until(lambda: re.search(r"weights \d/\d files, 0\.0 GB of 0\.0 GB", reason()) is not None, reason(), 60.0)
+    hub.is_open.set()
+    wait_until(lambda: [row.state for row in now(run).replicas] == ["ready"], "the replica is ready", 60.0)
+    path = f"/models/models--org--tiny/snapshots/{COMMIT}"
+    assert run.plan().model.path.endswith(COMMIT)
+    assert kubernetes.pod("one-r0-0").run(["ls", path]).stdout.split()[0] == "config.json"
+    downloads = hub.downloads
+    assert call("down", "one").code == 0
+    assert [claim["metadata"]["name"] for claim in kubernetes.objects("persistentvolumeclaims")] == ["weights-org-tiny"]
+    assert kubernetes.objects("jobs", "/apis/batch/v1") == []
+
+    assert call("up", wanted, "--json").code == 0
+    assert [name for name in hub.downloads if name.endswith(".safetensors")] == [
+        name for name in downloads if name.endswith(".safetensors")
+    ]
+    assert call("down", "one", "--now", "--weights").code == 0
+    kubernetes.wait(lambda: not kubernetes.objects("persistentvolumeclaims"), "the claim is gone")

@@ -231,8 +231,8 @@ def _ask(gateway: _Gateway, port: int, options: argparse.Namespace) -> int:
 
 def _owner_key(gateway: _Gateway) -> str:
     """A new secret of the owner's key in the deployment's store."""
-    end = ["owner", "--json"]
-    for words in (["keys", "rotate", "--grace", "12h", *end], ["keys", "create", *end]):
+    # argparse takes no optional word after a flag.
+    for words in (["keys", "rotate", "owner", "--grace", "12h", "--json"], ["keys", "create", "owner", "--json"]):
         done = subprocess.run(
             gateway.inside(words, False), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_ANSWER_S
         )

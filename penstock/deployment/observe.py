@@ -247,6 +247,8 @@ def now_state(run: Run, now: float) -> State:
             raise
         at = time.strftime("%H:%M:%S", time.localtime(known.observed_at))
         return msgspec.structs.replace(known, reason=f"{exc.message}; this is what was seen at {at}")
+    if run.is_ended():  # by another machine
+        return cast(State, run.state())
     last, desired = run.state(), run.desired()
     controller = _controller(run, last.controller if last else Part("gone"))
     alive = controller.state == "running"

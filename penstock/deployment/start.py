@@ -55,6 +55,7 @@ def up(deployment: Deployment, replace: bool = False, on_step: OnStep | None = N
     Raises UserError when it runs with other settings and `replace` is false. `on_step`: the end of a failed start.
     """
     with run_folder.locked(deployment.name):
+        _look_elsewhere(deployment)
         existing, refusals = _running(deployment.name), list[PenstockError]()
         if existing is not None:
             changes = reading.differences(existing.deployment(), deployment)
@@ -79,8 +80,25 @@ def up(deployment: Deployment, replace: bool = False, on_step: OnStep | None = N
                 return _start(prepared, (public, admin), on_step)
 
 
+def _look_elsewhere(deployment: Deployment) -> None:
+    with contextlib.suppress(PenstockError):  # a target that does not answer is reported by its own checks
+        targets.discover(deployment.name, deployment)
+
+
+def _adopt(deployment: Deployment) -> None:
+    """Make the run folder of a deployment of that name that another machine started."""
+    if deployment.target in targets.TABLE and not_ended(deployment.name) is None:
+        with contextlib.suppress(PenstockError):  # `prepare` says what does not answer
+            targets.load(deployment.target).adopt(deployment.name, deployment)
+
+
 def rolls(deployment: Deployment) -> bool:
-    """Whether one of that name runs that its target replaces without a pause: it serves until the new one does."""
+    """Whether one of that name runs that its target replaces without a pause: it serves until the new one does.
+
+    One that another machine started gets its run folder here first.
+    """
+    _adopt(deployment)
+    _look_elsewhere(deployment)
     existing = not_ended(deployment.name)
     is_same = existing is not None and existing.record().target == deployment.target
     return is_same and "rolls" in targets.load(deployment.target).capabilities

@@ -202,10 +202,11 @@ class Target(Facts, ABC):
 
     # ---- from any machine that reaches the target --------------------------------------------------------------------
 
-    def adopt(self, name: str) -> Adopted | None:
+    def adopt(self, name: str, deployment: Deployment | None = None) -> Adopted | None:
         """The deployment of that name that another machine started; None where there is none, or nothing to ask.
 
-        Raises PenstockError when the target could be asked and does not answer.
+        `deployment`: its file, which may say where to look.  Raises PenstockError when the target could be asked and
+        does not answer.
         """
         return None
 
@@ -255,15 +256,15 @@ def load(name: str) -> Target:
     return target
 
 
-def discover(name: str) -> Adopted | None:
-    """Look for a deployment that another machine started, wherever a target can be asked; None when one of that name
-    is here.  Raises PenstockError when a target does not answer, and no other has it."""
+def discover(name: str, deployment: Deployment | None = None) -> Adopted | None:
+    """Look for a deployment that another machine started, wherever a target can be asked, or where its file says; None
+    when one of that name is here.  Raises PenstockError when a target does not answer, and no other has it."""
     if not is_legal_name(name) or _is_here(Run(home() / "runs" / name)):
         return None
     silent: PenstockError | None = None
-    for target in map(load, TABLE):
+    for target in map(load, TABLE if deployment is None else {deployment.target} & TABLE.keys()):
         try:
-            adopted = target.adopt(name)
+            adopted = target.adopt(name, deployment)
         except PenstockError as exc:
             silent = exc
             continue

@@ -246,7 +246,10 @@ _IS_OPEN = b"Forwarding from"
 
 
 class Forward:
-    """An open port on this machine: `url` leads to the service. kubectl is started again when its pod goes away."""
+    """An open port on this machine: `url` leads to the service.
+
+    kubectl keeps to one pod, notices its end at the next connection, and is started again then.
+    """
 
     def __init__(self, words: Sequence[str], url: str) -> None:
         self.url = url

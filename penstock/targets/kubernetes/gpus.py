@@ -81,7 +81,10 @@ _TABLE = {
     "b200-sxm": _Places(gke=("nvidia-b200",), ec2="b200", sizes={"p6-b200": "48xlarge"}),
     "gb200": _Places(gke=("nvidia-gb200",), sizes={"p6e-gb200": "36xlarge"}, azure=("Standard_ND128isr_NDR_GB200_v6",)),
     "b300-sxm": _Places(sizes={"p6-b300": "48xlarge"}),
-    "rtx-pro-6000-blackwell": _Places(gke=("nvidia-rtx-pro-6000",)),
+    "gb300": _Places(gke=("nvidia-gb300",), azure=("Standard_ND128isr_GB300_v6",)),
+    "rtx-pro-6000-blackwell": _Places(
+        gke=("nvidia-rtx-pro-6000",), sizes={"g7e": "2xlarge 4xlarge 8xlarge 12xlarge 24xlarge 48xlarge"}
+    ),
 }
 
 

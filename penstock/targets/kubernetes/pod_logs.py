@@ -17,16 +17,23 @@ _NOT_YET = 400  # the API's answer for a container that has not started
 
 def lines(api: Api, run: Run, unit: Unit, follow: bool, last: int | None) -> Iterator[str]:
     """Lines of each of its pods, with the pod's name where there are several; with `follow` until the run has ended."""
-    pods = _pods(api, run, unit)
-    while follow and not pods and not run.is_ended():
-        time.sleep(_AGAIN_S)
-        pods = _pods(api, run, unit)
-    names = [pod["metadata"]["name"] for pod in pods]
-    sources = [_of_pod(api, run, name, _container_of(unit), follow, last) for name in names]
+    return _followed(api, run, unit, last) if follow else in_turn(_of_pods(api, run, unit, False, last))
+
+
+def _followed(api: Api, run: Run, unit: Unit, last: int | None) -> Iterator[str]:
+    while not run.is_ended():
+        sources = _of_pods(api, run, unit, True, last)
+        yield from sources[0] if len(sources) == 1 else as_they_come(sources)
+        time.sleep(_AGAIN_S)  # there is no pod yet, or others have taken their place
+        last = None
+
+
+def _of_pods(api: Api, run: Run, unit: Unit, follow: bool, last: int | None) -> list[Iterator[str]]:
+    names = [str(pod["metadata"]["name"]) for pod in _pods(api, run, unit)]
+    sources = [_of_pod(api, run, unit, name, follow, last) for name in names]
     if len(sources) == 1:
-        return sources[0]
-    fronted = [named(f"[{name}]", source) for name, source in zip(names, sources, strict=True)]
-    return as_they_come(fronted) if follow else in_turn(fronted)
+        return sources
+    return [named(f"[{name}]", source) for name, source in zip(names, sources, strict=True)]
 
 
 def of_weights(api: Api, name: str, pods: Sequence[Object]) -> tuple[str, bool]:
@@ -53,20 +60,23 @@ def _container_of(unit: Unit) -> str:
     return "node" if unit.kind == "replica" else unit.kind
 
 
-def _of_pod(api: Api, run: Run, name: str, container: str, follow: bool, last: int | None) -> Iterator[str]:
+def _of_pod(api: Api, run: Run, unit: Unit, name: str, follow: bool, last: int | None) -> Iterator[str]:
     """An init container says why the pod's own has not started."""
     stamp: str | None = None  # of the last line: a container that ended still has its log
     while True:
         try:
-            for line in api.logs(name, container, follow, last, stamp, timestamps=True, is_over=run.is_ended):
-                stamp, _, words = line.partition(" ")
-                yield words
+            for line in api.logs(name, _container_of(unit), follow, last, stamp, timestamps=True, is_over=run.is_ended):
+                stamp, _, text = line.partition(" ")
+                yield text
         except ApiError as exc:
-            if exc.status != _NOT_YET or not follow:
-                yield from _before(api, name) if exc.status == _NOT_YET else ()
-                if exc.status not in (_NOT_YET, 404):
-                    raise
-                return
+            if exc.status not in (_NOT_YET, 404):
+                raise
+            if exc.status == _NOT_YET and not follow:
+                yield from _before(api, name)
+            if exc.status == 404:
+                stamp = None  # the clock of another node
+                if unit.kind != "replica":
+                    return  # its successor has another name
         if not follow or run.is_ended():
             return
         time.sleep(_AGAIN_S)  # its container starts again, or its pod

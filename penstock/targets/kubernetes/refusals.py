@@ -68,10 +68,10 @@ def refusal(status: int, answer: Any, where: str, path: str, complaint: str | No
     subject = f'{details.get("kind") or "object"} "{details.get("name") or ""}"'
     if status == 409 and any(cause.get("reason") == "FieldManagerConflict" for cause in causes):
         return _conflict(subject, causes, reason)
-    if causes:
-        lines = [f"{cause.get('field')}: {cause.get('message')}".removeprefix("None: ") for cause in causes]
-        count = "1 problem" if len(lines) == 1 else f"{len(lines)} problems"
-        return ApiError(f"the API refuses {subject}: {count}", status, reason, detail="\n".join(lines))
+    lines = [f"{cause['field']}: {cause.get('message')}" for cause in causes if cause.get("field")]
+    if lines:
+        what = lines[0][:300] if len(lines) == 1 else f"{len(lines)} problems"
+        return ApiError(f"the API refuses {subject}: {what}", status, reason, detail="\n".join(lines))
     return ApiError(f"the API of {where} answered {status}: {message}", status, reason, detail=complaint)
 
 
@@ -114,7 +114,7 @@ def _conflict(subject: str, causes: list[Any], reason: str) -> ApiError:
         match = _MANAGER.search(str(cause.get("message")))
         fields.append(f"field {cause.get('field')} is managed by {match['manager'] if match else 'another'}")
     more = f" (and {len(fields) - 1} more)" if len(fields) > 1 else ""
-    hint = "Another program changed it after us: end that, or give it up and delete the object."
+    hint = "Take the field out of what the other program applies, or delete the object first."
     return ApiError(f"cannot apply {subject}: {fields[0]}{more}", 409, reason, detail="\n".join(fields), hint=hint)
 
 

@@ -30,8 +30,9 @@ _ALWAYS = (
     ("get list delete", "", "pods"),
     ("list", "", "events"),
     ("get", "", "pods/log"),
-    ("create", "", "pods/portforward pods/exec"),  # chat, bench, tunnel; keys, usage
+    ("get create", "", "pods/portforward pods/exec"),  # chat, bench, tunnel; keys, usage; get: by WebSocket
     (_ALL, "apps", "deployments statefulsets"),
+    (_ALL, "batch", "jobs"),
     (_ALL, "policy", "poddisruptionbudgets"),
     (_ALL, "networking.k8s.io", "networkpolicies"),
     (_ALL, "rbac.authorization.k8s.io", "roles rolebindings"),
@@ -59,8 +60,6 @@ def policy_rules(deployment: Deployment) -> list[Object]:
 def _rows(deployment: Deployment) -> Iterator[tuple[str, str, str]]:
     block = block_of(deployment)
     yield from _ALWAYS
-    if deployment.cache.weights is None:
-        yield _ALL, "batch", "jobs"
     if deployment.cache.weights is None or not has_postgres(deployment):
         yield _ALL, "", "persistentvolumeclaims"
     if block.shape == "lws":
@@ -73,6 +72,7 @@ def _rows(deployment: Deployment) -> Iterator[tuple[str, str, str]]:
         yield _ALL, "inference.networking.k8s.io", "inferencepools"
     if block.monitoring == "google":
         yield _ALL, "monitoring.googleapis.com", "podmonitorings"
+        yield "watch", "", "secrets"  # a Role may only give what its maker has
     if block.monitoring == "operator":
         yield _ALL, "monitoring.coreos.com", "podmonitors servicemonitors"
 

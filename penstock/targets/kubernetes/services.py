@@ -138,7 +138,8 @@ def _port(name: str, port: int) -> Object:
 def _gateway_template(deployment: Deployment, plan: Plan, monitors: monitoring.Kinds) -> Object:
     spec = deployment.gateway
     words = ["gateway", objects.run_path(deployment), "--listen", f"0.0.0.0:{GATEWAY_PORT}"]
-    words += ["--admin", f"0.0.0.0:{ADMIN_PORT}", "--store", f"{STORE_FOLDER}/store.sqlite"]
+    words += ["--admin", f"0.0.0.0:{ADMIN_PORT}"]
+    words += [] if traffic.has_postgres(deployment) else ["--store", f"{STORE_FOLDER}/store.sqlite"]
     words += ["--tls", TLS_FOLDER] if traffic.has_tls_in_pod(deployment) else []
     scheme = "HTTPS" if traffic.has_tls_in_pod(deployment) else "HTTP"
     volumes = _gateway_volumes(deployment)

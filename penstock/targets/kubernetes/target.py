@@ -29,7 +29,8 @@ from penstock.run_folder import (
     Left,
     Run,
     Unit,
-    every,
+    is_locked,
+    living,
     order,
     replica,
     unit_of,
@@ -319,9 +320,11 @@ class Kubernetes(Target):
     # ---- the run folder ----------------------------------------------------------------------------------------------
 
     def fetch(self, run: Run) -> None:
-        api = self._api_of(run)
+        api, is_inside = self._api_of(run), folder.is_inside(run)
+        if not (is_inside or is_locked(run) or run.state() is None):
+            folder.follow(api, run)
         folder.fetch(api, run)
-        if folder.is_inside(run):
+        if is_inside:
             sets = api.list(_SETS[block_of(run.deployment()).shape], objects.labels(run.name, "replica"))
             names = {unit.name: unit for unit in map(unit_of, run.handle().units) if unit.kind == "gateway"}
             gateway = names or {"0": Unit("gateway", "0")}
@@ -396,11 +399,11 @@ class Kubernetes(Target):
 
     # ---- from any machine --------------------------------------------------------------------------------------------
 
-    def adopt(self, name: str) -> Adopted | None:
+    def adopt(self, name: str, deployment: Deployment | None = None) -> Adopted | None:
         if not access.is_configured():
             return None
-        api = self._connected(None, None)
-        if api.find("ConfigMap", objects.anchor(name)) is None:
+        api = self._connected(None, None) if deployment is None else self._api(deployment)
+        if deployment is None and api.find("ConfigMap", objects.anchor(name)) is None:
             api = self._elsewhere(api, name)
         run = folder.adopt(api, name)
         return None if run is None else Adopted(run, f'context "{api.context}", namespace "{api.namespace}"')
@@ -417,14 +420,12 @@ class Kubernetes(Target):
         return self._connected(api.context, rows[0]["metadata"]["namespace"]) if len(rows) == 1 else api
 
     def leftovers(self) -> list[Left]:
-        clusters = {folder.cluster_of(run) for run in every() if run.record().target == self.name} - {None}
-        apis = [self._connected(cluster.context, cluster.namespace) for cluster in clusters if cluster is not None]
-        if access.is_configured():
-            current = self._connected(None, None)
-            apis += (
-                [] if (current.context, current.namespace) in {(a.context, a.namespace) for a in apis} else [current]
-            )
-        return [left for api in apis for left in _without_anchor(api)]
+        if not access.is_configured():
+            return []
+        places = {(cluster.context, cluster.namespace) for cluster in map(folder.cluster_of, living()) if cluster}
+        current = self._connected(None, None)
+        apis = [self._connected(*place) for place in sorted(places - {(current.context, current.namespace)}, key=str)]
+        return [left for api in [current, *apis] for left in _without_anchor(api)]
 
     def tunnel(self, run: Run, port: int) -> AbstractContextManager[Tunnel]:
         api = self._api_of(run)
@@ -434,13 +435,16 @@ class Kubernetes(Target):
 
     def inside(self, run: Run, words: Sequence[str], is_terminal: bool) -> list[str]:
         api = self._api_of(run)
-        argv = ["python3", "-m", "penstock", *words]
+        store = run.deployment().gateway.store or f"{objects.STORE_FOLDER}/store.sqlite"
+        argv = ["env", f"PENSTOCK_STORE={store}", "python3", "-m", "penstock", *words]
         workload = f"deployment/{objects.gateway(run.name)}"
         return access.exec_argv(api.context, api.namespace, workload, "gateway", argv, is_terminal)
 
     # ---- the API -----------------------------------------------------------------------------------------------------
 
     def _api(self, deployment: Deployment) -> Api:
+        if folder.is_in_pod():
+            return self._connected(None, None)
         block = block_of(deployment)
         return self._connected(block.context, block.namespace)
 
@@ -458,6 +462,8 @@ class Kubernetes(Target):
 def finish(left: Left) -> None:
     """Delete what is left of a deployment without an anchor. Raises PenstockError."""
     api = connect(left.facts["context"], left.facts["namespace"])
+    if api.find("ConfigMap", objects.anchor(left.run_id)) is not None:
+        raise PenstockError(f'cannot remove objects of "{left.run_id}": it was started again')
     for kind, name in left.facts["objects"]:
         api.delete(kind, name)
 

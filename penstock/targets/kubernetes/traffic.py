@@ -222,6 +222,9 @@ def _store_problems(deployment: Deployment) -> Iterator[Problem]:
         hint = "remove it, for a claim of the cluster, or give a postgresql:// URL"
         yield Problem("gateway.store", "is a file of this machine", hint)
     if has_postgres(deployment):
+        if block.gateway_image is None and block.image is None:
+            hint = "name an image with Python 3.11, msgspec, psutil, pyyaml and psycopg[binary]"
+            yield Problem("kubernetes.gateway_image", "is missing: the engine's image has no psycopg", hint)
         return
     if block.gateways > 1:
         hint = "set gateway.store: postgresql://USER@HOST/DATABASE, or gateways: 1"

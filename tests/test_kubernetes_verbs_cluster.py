@@ -1,0 +1,133 @@
+"""Every verb of a deployment in a cluster, from a machine that did not start it."""
+
+# ruff: noqa: F811 - fixtures of test_kubernetes_target
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from kubernetes_cluster import Namespace
+from launching import Place, call, wait_until
+from test_kubernetes_target import file_for, kinds_left, place  # noqa: F401 - fixtures
+
+from penstock.wire.client import Client
+
+pytestmark = [pytest.mark.hosts, pytest.mark.xdist_group("kubernetes")]
+
+
+class Machine:
+    """Another machine with the kubeconfig."""
+
+    def __init__(self, folder: Path, space: Namespace) -> None:
+        self.home = folder / "home"
+        folder.mkdir()
+        self._config = folder / "kubeconfig"
+        self._config.write_bytes(space.kubeconfig.read_bytes())
+        self.env = {**os.environ, **space.env, "PENSTOCK_HOME": str(self.home), "KUBECONFIG": str(self._config)}
+
+    def argv(self, *words: object) -> list[str]:
+        return [sys.executable, "-m", "penstock", *map(str, words)]
+
+    def call(self, *words: object) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(self.argv(*words), env=self.env, capture_output=True, text=True, timeout=120)
+
+    def choose_namespace(self, name: str) -> None:
+        words = ["kubectl", "config", "set-context", "--current", f"--namespace={name}"]
+        subprocess.run(words, env=self.env, check=True, capture_output=True)
+
+
+@pytest.fixture
+def other(tmp_path: Path, kubernetes: Namespace) -> Machine:
+    return Machine(tmp_path / "other", kubernetes)
+
+
+def test_every_verb_works_from_another_machine(place: Place, kubernetes: Namespace, other: Machine) -> None:
+    file = file_for(place, kubernetes={"expose": "none"})
+    done = call("up", file, "--json")
+    assert done.code == 0, done
+    done_there = other.call("status", "one")
+    assert 'penstock: found "one" in context' in done_there.stderr, done_there
+    assert done_there.stdout.startswith("one is ready"), done_there
+    assert "(in its cluster; here: " in done_there.stdout
+    other.choose_namespace("kube-system")
+    done_there = other.call("chat", "one", "-m", "tell me a story", "--max-tokens", 8)
+    assert done_there.stdout.startswith("1:tell 2:me"), done_there
+    _check_keys(other)
+    done_there = other.call("bench", "serve", "one", "--requests", 4, "--concurrency", 2, "--max-tokens", 4, "--json")
+    assert done_there.returncode == 0 and '"completed": 4' in done_there.stdout, done_there
+    for part, sign in (("replicas", "ready after"), ("gateway", ""), ("controller", "")):
+        done_there = other.call("logs", "one", "--part", part, "-n", 200)
+        assert done_there.returncode == 0 and sign in done_there.stdout, done_there
+    assert "one has 2 replicas" in other.call("scale", "one", 2).stdout
+    assert call("status", "one", "--json").json["desired_replicas"] == 2, "the first machine sees it too"
+    assert "replica 1 placed" in call("logs", "one", "--part", "events").out
+    _check_tunnel(other)
+    done_there = other.call("up", file)
+    assert "runs already" in done_there.stdout, done_there
+    done_there = other.call("down", "one")
+    assert (done_there.returncode, "one is down" in done_there.stdout) == (0, True), done_there
+    assert kinds_left(kubernetes) == []
+    assert call("status", "one").out.startswith("one is down"), "the first machine sees that it is gone"
+
+
+def _check_keys(other: Machine) -> None:
+    done = other.call("keys", "create", "alice", "--deployment", "one")
+    assert done.returncode == 0 and done.stdout.startswith("sk-"), done
+    assert {"alice", "owner"} <= set(other.call("keys", "list", "--deployment", "one").stdout.split())
+    assert other.call("keys", "revoke", "nobody", "--deployment", "one").returncode == 2
+    done = other.call("usage", "--deployment", "one", "--json")
+    assert '"key": "owner"' in done.stdout, done
+
+
+def _check_tunnel(other: Machine) -> None:
+    key = other.call("keys", "create", "bob", "--deployment", "one").stdout.strip()
+    child = subprocess.Popen(other.argv("tunnel", "one"), env=other.env, stdout=subprocess.PIPE, text=True)
+    try:
+        assert child.stdout is not None
+        url = child.stdout.readline().split()[3].removesuffix("/v1")
+        assert Client(url, key).chat([{"role": "user", "content": "a b"}], max_tokens=2).text == "1:a 2:b"
+    finally:
+        child.send_signal(signal.SIGINT)
+        assert child.wait(10) == 0
+
+
+def test_an_image_that_is_not_there_ends_a_start_with_the_reason(place: Place, kubernetes: Namespace) -> None:
+    done = call("up", file_for(place, kubernetes={"image": "missing.example/vllm:1"}))
+    assert done.code == 1, done
+    assert "could not start" in done.err and "cannot pull image missing.example/vllm:1" in done.err
+    assert kinds_left(kubernetes) == []
+
+
+def test_an_api_server_that_is_away_loses_nothing(place: Place, kubernetes: Namespace) -> None:
+    assert call("up", file_for(place)).code == 0
+    kubernetes.cluster.api_away()
+    try:
+        done = call("status", "one")
+        assert done.code == 0 and "this is what was seen at" in done.out, done
+        state = place.run("one").state()
+        assert state is not None and [row.state for row in state.replicas] == ["ready"]
+    finally:
+        kubernetes.cluster.api_back()
+    wait_until(lambda: call("status", "one").out.startswith("one is ready\n"), "status is as before", 30.0)
+    assert call("down", "one").code == 0
+
+
+def test_clean_removes_what_has_no_anchor_and_nothing_else(place: Place, kubernetes: Namespace) -> None:
+    assert call("up", file_for(place)).code == 0
+    rendered = call("render", file_for(place), "--name", "two").out
+    done = subprocess.run(
+        ["kubectl", "apply", "--server-side", "-f", "-"],
+        env={**os.environ, **kubernetes.env}, input=rendered, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done
+    assert call("clean").out == "nothing is left behind\n"
+    kubernetes.kubectl("delete", "configmap", "two-run")
+    assert '"two"' in call("clean").out
+    assert call("clean", "--yes").out.splitlines()[-1] == "removed"
+    assert not [name for name in kinds_left(kubernetes) if name.partition("/")[2].startswith("two-")]
+    assert call("status", "one").out.startswith("one is ready")
+    assert call("down", "one").code == 0
