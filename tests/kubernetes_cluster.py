@@ -306,7 +306,8 @@ class Namespace:
     def env(self) -> dict[str, str]:
         """Variables for programs that use kubectl: the administrator in this namespace."""
         path = f"{self.cluster.base / 'bin'}:{os.environ['PATH']}"
-        return {"KUBECONFIG": str(self.kubeconfig), "PATH": path}
+        # What an earlier cluster on the same address had is in the usual cache.
+        return {"KUBECONFIG": str(self.kubeconfig), "PATH": path, "KUBECACHEDIR": str(self.cluster.base / "kubectl")}
 
     def kubectl(
         self, *words: str, check: bool = True, stdin: str = "", timeout_s: float = 60.0, user: str = ADMIN

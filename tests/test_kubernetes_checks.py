@@ -292,8 +292,22 @@ def test_claims_need_a_storage_class(classes: list[Object], block: dict[str, Any
 
 
 def test_a_claim_that_exists_needs_no_storage_class() -> None:
-    claims = [named("qwen-store"), named("weights-qwen-qwen3-8b")]
-    assert found(StubApi(Node=[node("a")], StorageClass=[], PersistentVolumeClaim=claims), deployment()) == []
+    claims = [named("qwen-store"), named("weights-qwen-qwen3-8b", spec={"accessModes": ["ReadWriteMany"]})]
+    api = StubApi(Node=[node("a")], StorageClass=[], PersistentVolumeClaim=claims)
+    assert found(api, deployment()) == []
+    assert found(api, deployment(block={"storage_access": "ReadWriteOnce"})) == [
+        'kubernetes.storage_access: ReadWriteOnce, but claim "weights-qwen-qwen3-8b" is there with ReadWriteMany '
+        "(set that, or kubectl delete pvc weights-qwen-qwen3-8b)"
+    ]
+
+
+def test_image_volumes_need_a_cluster_that_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    api, wanted = StubApi(Node=[node("a")]), deployment(cache=Cache(weights="image:org/qwen"))
+    assert found(api, wanted) == []
+    monkeypatch.setattr(api, "version", lambda: (1, 30))
+    assert found(api, wanted) == [
+        "cache.weights: an image volume, which this cluster is too old for (Kubernetes 1.31 has them)"
+    ]
 
 
 def test_folders_of_nodes_and_the_hosts_namespaces_break_pod_security() -> None:

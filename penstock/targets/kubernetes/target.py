@@ -396,6 +396,7 @@ class Kubernetes(Target):
             message = f'cannot remove the weights in claim "{source.name}": {", ".join(sorted(users))} uses them'
             raise UserError(message, hint=f"End it first: penstock down {min(users)}")
         api.delete("PersistentVolumeClaim", source.name)
+        _wait(lambda: api.find("PersistentVolumeClaim", source.name) is None, _SPARE_S)
 
     # ---- from any machine --------------------------------------------------------------------------------------------
 
