@@ -197,11 +197,12 @@ def problems(nodes: Sequence[Node], deployment: Deployment) -> Iterator[Problem]
     if len(rows) < hardware.nodes:
         yield _too_few(nodes, rows, deployment, wants_gpus)
         return
+    needs_name = hardware.gpu is None and hardware.gpus_per_node != 0 and deployment.engine.kind in ("auto", "vllm")
     cards = sorted({node.card.name if node.card else "" for node in rows if node.n_gpus})
-    if hardware.gpu is None and hardware.gpus_per_node != 0 and not block.node_selector and len(cards) > 1:
+    if needs_name and not block.node_selector and len(cards) > 1:
         names = [name or "one without a label" for name in cards]
         yield Problem("hardware.gpu", f"is missing: nodes have several kinds: {', '.join(names)}", "name one of them")
-    elif hardware.gpu is None and hardware.gpus_per_node != 0 and cards == [""]:
+    elif needs_name and cards == [""]:
         yield Problem("hardware.gpu", "is missing: no label of the nodes says which GPU they have", "example: gpu: l4")
     if wants_gpus and hardware.gpus_per_node:
         n_room = sum(node.n_gpus // hardware.gpus_per_node for node in rows)

@@ -37,7 +37,18 @@ from penstock.run_folder import (
 )
 from penstock.spec.deployment import Deployment
 from penstock.targets import Adopted, Placement, Target, Tunnel, machines_of_file
-from penstock.targets.kubernetes import access, checks, folder, manifests, monitoring, objects, pod_logs, weights, words
+from penstock.targets.kubernetes import (
+    access,
+    checks,
+    folder,
+    manifests,
+    monitoring,
+    objects,
+    pod_logs,
+    reasons,
+    weights,
+    words,
+)
 from penstock.targets.kubernetes.api import Api, ApiError, connect
 from penstock.targets.kubernetes.objects import Object, block_of
 from penstock.wire.announcement import engine_key, scrape_key
@@ -511,13 +522,13 @@ def _is_ready(row: Object) -> bool:
 
 def _with_weights(api: Api, run: Run, placement: Placement, pods: Sequence[Object]) -> Placement:
     """With the progress of the weights that it waits for."""
-    if not placement.reason or words.WAITS not in placement.reason:
+    if not placement.reason or reasons.WAITS not in placement.reason:
         return placement
     try:
         said, is_lost = pod_logs.of_weights(api, run.name, pods)
     except ApiError:  # without the right to read logs, or a container that has just ended
         return placement
-    reason = said if is_lost else placement.reason.replace(words.WAITS, said)
+    reason = said if is_lost else placement.reason.replace(reasons.WAITS, said)
     return msgspec.structs.replace(placement, reason=reason, is_final=is_lost)
 
 
