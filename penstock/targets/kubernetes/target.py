@@ -332,9 +332,9 @@ class Kubernetes(Target):
 
     def fetch(self, run: Run) -> None:
         api, is_inside = self._api_of(run), folder.is_inside(run)
-        is_there = folder.fetch(api, run, is_any=is_inside)
-        if not (is_there or is_inside or is_locked(run)) and run.state() is not None:
-            folder.note_end(api, run)
+        if not (is_inside or is_locked(run) or run.state() is None):
+            folder.follow(api, run)
+        folder.fetch(api, run)
         if is_inside:
             sets = api.list(_SETS[block_of(run.deployment()).shape], objects.labels(run.name, "replica"))
             names = {unit.name: unit for unit in map(unit_of, run.handle().units) if unit.kind == "gateway"}
@@ -414,7 +414,7 @@ class Kubernetes(Target):
     def adopt(self, name: str, deployment: Deployment | None = None) -> Adopted | None:
         if not access.is_configured():
             return None
-        api = self._api(deployment) if deployment is not None else self._connected(None, None)
+        api = self._connected(None, None) if deployment is None else self._api(deployment)
         if deployment is None and api.find("ConfigMap", objects.anchor(name)) is None:
             api = self._elsewhere(api, name)
         run = folder.adopt(api, name)
@@ -455,6 +455,8 @@ class Kubernetes(Target):
     # ---- the API -----------------------------------------------------------------------------------------------------
 
     def _api(self, deployment: Deployment) -> Api:
+        if folder.is_in_pod():
+            return self._connected(None, None)
         block = block_of(deployment)
         return self._connected(block.context, block.namespace)
 
