@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from penstock.log_lines import as_they_come, in_turn, named
 from penstock.run_folder import Run, Unit
-from penstock.targets.kubernetes import objects, weights, words
+from penstock.targets.kubernetes import objects, reasons, weights
 from penstock.targets.kubernetes.api import Api, ApiError
 from penstock.targets.kubernetes.objects import Object
 
@@ -42,11 +42,11 @@ def of_weights(api: Api, name: str, pods: Sequence[Object]) -> tuple[str, bool]:
     labels = objects.labels(name, weights.COMPONENT)
     jobs = sorted(api.list("Job", labels), key=lambda job: str(job["metadata"]["creationTimestamp"]))
     if jobs and weights.has_failed(jobs[-1]):
-        why = words.summary(api.list("Pod", labels), ()) or "its time was over"
+        why = reasons.summary(api.list("Pod", labels), ()) or "its time was over"
         return f"the weights could not be fetched: {why}", True
-    waiting = next(pod for pod in pods if words.waits(pod))
+    waiting = next(pod for pod in pods if reasons.waits(pod))
     last = [*api.logs(waiting["metadata"]["name"], weights.COMPONENT, last=1)]
-    return (last[0] if last else words.WAITS), False
+    return (last[0] if last else reasons.WAITS), False
 
 
 def _pods(api: Api, run: Run, unit: Unit) -> list[Object]:
