@@ -74,7 +74,8 @@ RWX = named(
 def node(name: str, n_gpus: int = 8, gpu: str | None = "nvidia-l4", **spec: Any) -> Object:
     allocatable = {"cpu": "95800m", "memory": "512Gi", "nvidia.com/gpu": str(n_gpus)}
     status = {"allocatable": allocatable, "conditions": [{"type": "Ready", "status": "True"}]}
-    return named(name, metadata={"labels": {LABEL: gpu} if gpu else {}}, spec=spec, status=status)
+    labels = ({LABEL: gpu} if gpu else {}) | spec.pop("labels", {})
+    return named(name, metadata={"labels": labels}, spec=spec, status=status)
 
 
 def pod_on(host: str, n_gpus: int, **labels: str) -> Object:
@@ -421,6 +422,14 @@ TAINT = {"key": "dedicated", "value": "ml", "effect": "NoSchedule"}
                 "kubernetes.memory: a pod requests 600 GiB, but the most is 512 GiB on a (memory: 409Gi)",
             ],
         ),
+        (
+            [node("a", labels={"nvidia.com/gpu.product": "NVIDIA-L4-SHARED"}), node("b")],
+            {},
+            [
+                "kubernetes.node_selector: 1 of 2 such nodes has GPUs that several pods share, and with them their "
+                "memory (select others by a label; or these, with engine.gpu_memory_utilization for a part of one)"
+            ],
+        ),
         ([], {"gpu": None, "n_gpus": 0}, ["hardware.nodes: 1 needed, but the cluster has no node"]),
     ],
 )
@@ -434,6 +443,8 @@ def test_an_autoscaler_may_add_the_nodes_so_the_file_says_what_they_have(is_karp
     api = StubApi(Node=[node("a", 0, None)], ConfigMap=[] if is_karpenter else [status])
     api.kinds = {"NodePool"} if is_karpenter else set()
     assert found(api, deployment(nodes=2)) == []
+    api.objects["Node"].append(node("b"))
+    assert found(api, deployment(n_gpus=8, replicas=Replicas(3, 3))) == []
     first, second = machines(api, deployment(nodes=2))
     assert (first.host, second.host, len(first.gpus), first.gpus[0].name) == ("node-1", "node-2", 2, "NVIDIA L4")
     assert first.assumed == "no node of the cluster fits now; an autoscaler may add one"

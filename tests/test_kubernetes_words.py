@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from penstock.targets import Placement
-from penstock.targets.kubernetes import words
+from penstock.targets.kubernetes import scheduling, words
 from penstock.targets.kubernetes.objects import REVISION, Object
 
 NOW = 1_790_000_000.0
@@ -109,7 +109,7 @@ NEEDS = {"nvidia.com/gpu": "4", "cpu": "16", "memory": "64Gi"}
     ],
 )
 def test_the_schedulers_message_becomes_words(message: str, expected: str) -> None:
-    assert words.unschedulable_in_words(message, NEEDS) == expected
+    assert scheduling.unschedulable_in_words(message, NEEDS) == expected
 
 
 SHORT = "0/8 nodes are available: 8 Insufficient nvidia.com/gpu."
@@ -307,6 +307,13 @@ DISRUPTED = {"type": "DisruptionTarget", "status": "True", "reason": "Preemption
 def test_a_replica_that_lost_a_pod_is_broken_and_repaired_by_its_set(other: Object | None, reason: str) -> None:
     placement = place([running(0), *([other] if other else [])], n_nodes=2)
     assert (placement.state, placement.is_repaired_by_target, placement.reason) == ("broken", True, reason)
+
+
+def test_before_the_condition_of_disruptions_an_event_tells_of_preemption() -> None:
+    victim = running(1, metadata={"deletionTimestamp": at(20)})
+    preempted = event("Preempted", "Preempted by ml/other on node node-1", of="uid-1")
+    placement = place([running(0), victim], (preempted,), n_nodes=2)
+    assert placement.reason == "qwen-r0-1: is being deleted: preempted by a pod of higher priority"
 
 
 def test_a_pod_on_a_lost_node_is_deleted_by_force_only_after_its_grace() -> None:

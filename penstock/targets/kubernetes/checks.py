@@ -316,9 +316,11 @@ def _security_problems(api: Api, deployment: Deployment) -> Iterator[Problem]:
 
 def _node_problems(api: Api, deployment: Deployment) -> Iterator[Problem]:
     nodes = capacity.nodes_of(api.list("Node"), (), deployment)
-    if len(capacity.usable(nodes, deployment)) < deployment.hardware.nodes and has_autoscaler(api):
-        return  # it may add what is absent
-    yield from capacity.problems(nodes, deployment)
+    faults = list(capacity.problems(nodes, deployment))
+    is_absent = len(capacity.usable(nodes, deployment)) < deployment.hardware.nodes
+    if faults and has_autoscaler(api):  # it may add what is absent
+        faults = [] if is_absent else [problem for problem in faults if problem.path != "replicas"]
+    yield from faults
 
 
 _Check = Callable[[Api, Deployment], Iterator[Problem]]
@@ -365,7 +367,7 @@ def has_autoscaler(api: Api) -> bool:
     with contextlib.suppress(ApiError):
         if api.find("ConfigMap", "cluster-autoscaler-status", "kube-system") is not None:
             return True
-    return api.knows("karpenter.sh/v1", "NodePool")
+    return any(api.knows(f"karpenter.sh/{version}", "NodePool") for version in ("v1", "v1beta1"))
 
 
 def _as_the_file_says(deployment: Deployment, reason: str) -> list[Machine]:

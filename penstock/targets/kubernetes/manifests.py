@@ -66,8 +66,12 @@ def _in_namespace(rows: Iterable[Object], deployment: Deployment) -> list[Object
 def shared_objects(launch: Launch, deployment: Deployment, cluster: Cluster) -> list[Object]:
     """All but the replicas; the anchor first."""
     plan = launch.plan
+    files = controller_files(launch, deployment)
+    data = _run_data(launch, deployment, files)
+    anchor = services.anchor(deployment, data)
+    anchor["metadata"]["annotations"] = {objects.CONFIG: files[objects.CONFIG_FILE]}
     return [
-        services.anchor(deployment, _run_data(launch, deployment)),
+        anchor,
         archive.config_map(deployment, archive.archive()),
         *weights.objects_of(deployment, plan),
         *replicas.shared_objects(launch, deployment, weights.storage(deployment, plan)),
@@ -85,11 +89,11 @@ def controller_files(launch: Launch, deployment: Deployment) -> dict[str, str]:
     return {REPLICA: template, objects.CONFIG_FILE: config}
 
 
-def _run_data(launch: Launch, deployment: Deployment) -> dict[str, str]:
+def _run_data(launch: Launch, deployment: Deployment, files: dict[str, str]) -> dict[str, str]:
     return {
         "spec.yaml": reading.to_yaml(deployment),
         "plan.json": _json(launch.plan),
-        "artifact.json": _json(Artifact((), controller_files(launch, deployment))),
+        "artifact.json": _json(Artifact((), files)),
     }
 
 

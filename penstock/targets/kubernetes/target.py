@@ -37,7 +37,18 @@ from penstock.run_folder import (
 )
 from penstock.spec.deployment import Deployment
 from penstock.targets import Adopted, Placement, Target, Tunnel, machines_of_file
-from penstock.targets.kubernetes import access, checks, folder, manifests, monitoring, objects, pod_logs, weights, words
+from penstock.targets.kubernetes import (
+    access,
+    checks,
+    folder,
+    manifests,
+    monitoring,
+    objects,
+    pod_logs,
+    reasons,
+    weights,
+    words,
+)
 from penstock.targets.kubernetes.api import Api, ApiError, connect
 from penstock.targets.kubernetes.objects import Object, block_of
 from penstock.wire.announcement import engine_key, scrape_key
@@ -321,9 +332,9 @@ class Kubernetes(Target):
 
     def fetch(self, run: Run) -> None:
         api, is_inside = self._api_of(run), folder.is_inside(run)
-        is_there = folder.fetch(api, run, is_any=is_inside)
-        if not (is_there or is_inside or is_locked(run)) and run.state() is not None:
-            folder.note_end(api, run)
+        if not (is_inside or is_locked(run) or run.state() is None):
+            folder.follow(api, run)
+        folder.fetch(api, run)
         if is_inside:
             sets = api.list(_SETS[block_of(run.deployment()).shape], objects.labels(run.name, "replica"))
             names = {unit.name: unit for unit in map(unit_of, run.handle().units) if unit.kind == "gateway"}
@@ -403,7 +414,7 @@ class Kubernetes(Target):
     def adopt(self, name: str, deployment: Deployment | None = None) -> Adopted | None:
         if not access.is_configured():
             return None
-        api = self._api(deployment) if deployment is not None else self._connected(None, None)
+        api = self._connected(None, None) if deployment is None else self._api(deployment)
         if deployment is None and api.find("ConfigMap", objects.anchor(name)) is None:
             api = self._elsewhere(api, name)
         run = folder.adopt(api, name)
@@ -444,6 +455,8 @@ class Kubernetes(Target):
     # ---- the API -----------------------------------------------------------------------------------------------------
 
     def _api(self, deployment: Deployment) -> Api:
+        if folder.is_in_pod():
+            return self._connected(None, None)
         block = block_of(deployment)
         return self._connected(block.context, block.namespace)
 
@@ -509,13 +522,13 @@ def _is_ready(row: Object) -> bool:
 
 def _with_weights(api: Api, run: Run, placement: Placement, pods: Sequence[Object]) -> Placement:
     """With the progress of the weights that it waits for."""
-    if not placement.reason or words.WAITS not in placement.reason:
+    if not placement.reason or reasons.WAITS not in placement.reason:
         return placement
     try:
         said, is_lost = pod_logs.of_weights(api, run.name, pods)
     except ApiError:  # without the right to read logs, or a container that has just ended
         return placement
-    reason = said if is_lost else placement.reason.replace(words.WAITS, said)
+    reason = said if is_lost else placement.reason.replace(reasons.WAITS, said)
     return msgspec.structs.replace(placement, reason=reason, is_final=is_lost)
 
 
