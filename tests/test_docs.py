@@ -78,7 +78,8 @@ NO_MESSAGES = ("penstock/testing/", "penstock/bench/datasets/tokenizers.py")
 PLAIN = """
 access addresses admin agent amx announcer api archive arguments arrivals blocks board body bootstrap bundle calibrate
 calibration capacity catalog checks child collectives compare compiled completion config conformance connections cpu
-decide dense detached detect doctor driver ending entry errors estimate examine exchanges explain facts fake fetch fields
+decide dense detached detect doctor driver ending entry errors estimate examine exchanges explain facts fake fetch
+fields
 figures fit flags folder forwarding guard health host html http1 hub hybrid init inputs install kernel key leader
 leftovers levers library lifecycle limits lines link listener liveness local locks login loop main manifests measured
 member merge middleware monitoring network objects observe offline openssh options origins overhead parent parse paths
