@@ -297,6 +297,9 @@ def test_a_replica_that_waits_tells_the_progress_or_why_there_will_be_none() -> 
     failed = pod("weights", "llama-weights-x", status={"phase": "Failed", "containerStatuses": []})
     failed["spec"]["nodeName"] = "node-1"
     failed["status"]["containerStatuses"] = [{"name": "fetch", "state": {"terminated": ended}}]
+    cluster = Cluster(job, waiting, failed, log=("weights: not begun",))
+    said, is_lost = pod_logs.of_weights(cluster, "llama", [waiting])
+    assert not is_lost and said.startswith("weights: not begun (the last try: container fetch ended with code 2")
     cluster = Cluster(job | FAILED, waiting, failed)
     said, is_lost = pod_logs.of_weights(cluster, "llama", [waiting])
     assert is_lost and said.startswith("the weights could not be fetched: container fetch ended with code 2")

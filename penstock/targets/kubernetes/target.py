@@ -188,7 +188,7 @@ class Kubernetes(Target):
         """Delete a gateway's pods that stay on lost nodes: the next one waits for their claim, next to them."""
         view, now = self._view(api, run), time.time()
         for pod in (*view.of("gateway"), *view.of("controller")):
-            if words.is_lost(pod, now, view.events, view.lost_nodes):
+            if words.is_lost(pod, now, view.events, view.lost_nodes, is_silent=True):
                 api.delete("Pod", pod["metadata"]["name"], grace_s=0)
 
     # ---- the end -----------------------------------------------------------------------------------------------------
