@@ -87,7 +87,8 @@ placed placement planning placing pod pods policies prepare progress public queu
 quota ranges reachability reading ready
 reasons reduce refusals remote rendezvous replies report responses retries rights rope scale scheduling schema script
 server service services settings setup shared site solve sse startup static stats status stop store strategic supervisor
-svg sweep sync synthetic timestamps topology totals traffic tunnel tunnels unit upstreams validity versions view vision words
+svg sweep sync synthetic timestamps topology totals traffic tunnel tunnels unit upstreams validity versions view vision
+words
 """
 
 
