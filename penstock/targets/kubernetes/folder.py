@@ -19,7 +19,7 @@ import msgspec
 from penstock import paths
 from penstock.errors import PenstockError
 from penstock.paths import write_atomically
-from penstock.run_folder import Desired, Record, Run, State
+from penstock.run_folder import Desired, Record, Run, State, is_locked
 from penstock.targets.kubernetes import objects
 from penstock.targets.kubernetes.api import Api, ApiError
 from penstock.targets.kubernetes.objects import Object
@@ -71,7 +71,8 @@ def fetch(api: Api, run: Run) -> None:
     """Write the last orders and the controller's last words into the folder; of the controller of another `up` only
     its events. Raises ApiError."""
     state, desired = api.find("ConfigMap", objects.state(run.name)), api.find("ConfigMap", objects.desired(run.name))
-    if desired is not None:
+    is_ending = run.desired().state == "down" and is_locked(run)  # a `down` of this machine has not reached the API
+    if desired is not None and not is_ending:
         _write(run, desired, {"desired.json": "desired.json"})
     if state is not None:
         is_same = _config_in(state) == config_of(run)
