@@ -15,7 +15,7 @@ from penstock.planner import Plan
 from penstock.run_folder import Launch
 from penstock.spec.deployment import Cache, Deployment
 from penstock.targets import load
-from penstock.targets.kubernetes import objects, pod_logs, replicas, target, weights
+from penstock.targets.kubernetes import objects, placing, pod_logs, replicas, target, weights
 from penstock.targets.kubernetes.objects import Object
 from penstock.targets.kubernetes.weights import Source
 
@@ -277,11 +277,11 @@ def pod(component: str, name: str = "llama-r0-0", **more: Any) -> Object:
 def test_a_claim_that_is_there_is_left_as_it_is_and_a_failed_job_is_made_again() -> None:
     claim, job = weights.objects_of(file(), plan())
     cluster: Any = Cluster(claim, job)
-    assert target._apply(cluster, claim) is claim and cluster.written == []
-    target._apply(cluster, job)
+    assert placing.apply(cluster, claim) is claim and cluster.written == []
+    placing.apply(cluster, job)
     assert cluster.written == [("apply", job["metadata"]["name"])], "the same one: nothing changes"
     cluster = Cluster(job | FAILED)
-    target._apply(cluster, job)
+    placing.apply(cluster, job)
     assert [verb for verb, _ in cluster.written] == ["delete", "apply"]
     assert weights.is_kept(claim) and not weights.is_kept(job)
 

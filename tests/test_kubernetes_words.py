@@ -392,6 +392,7 @@ def test_a_deployment_whose_pods_are_refused_says_why() -> None:
         ),
         (waiting("ErrImagePull", "toomanyrequests: rate limit", image="a/denied:404"), (), False),
         (waiting("CreateContainerConfigError", 'secret "hub" not found'), (), True),
+        (waiting("CreateContainerConfigError", "failed to sync secret cache: timed out waiting"), (), False),
         (waiting("ContainerCreating"), (), False),
         (waiting("CrashLoopBackOff", restartCount=1, lastState={"terminated": {"exitCode": 1}}), (), False),
         (waiting("CrashLoopBackOff", restartCount=2, lastState={"terminated": {"exitCode": 1}}), (), True),

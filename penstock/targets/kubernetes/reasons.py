@@ -134,7 +134,7 @@ def never_starts(pod: Object, events: Sequence[Object]) -> bool:
         reason, message = waiting.get("reason", ""), waiting.get("message", "")
         has_failed = waiting and container.get("lastState", {}).get("terminated", {}).get("exitCode", 0) != 0
         if reason in _WRONG:
-            return True
+            return "timed out" not in message  # the kubelet has not read the Secret yet, which may exist
         if reason in _NO_IMAGE:
             words = _image_words(container, reason, message, events)
             return _NO_SUCH_IMAGE.search(words.partition(": ")[2]) is not None
