@@ -417,7 +417,18 @@ def test_what_the_cluster_brought_back_is_a_restart_with_its_reason() -> None:
     )
     rolled_out = owner | {"status": {"conditions": [{"type": "Progressing", "lastUpdateTime": at(-55)}]}}
     assert words.last_restart(rolled_out, [other], []) is None, "a rollout made it"
-    lost = pod(metadata={"deletionTimestamp": at(30), "deletionGracePeriodSeconds": 60})
-    assert not words.is_lost(lost, NOW, (), frozenset({"node-1"}))
-    assert words.is_lost(lost, NOW, (), frozenset({"node-1"}), is_silent=True)
-    assert not words.is_lost(lost, NOW, (), frozenset(), is_silent=True)
+
+
+def test_a_pod_whose_node_was_silent_before_its_end_has_no_grace() -> None:
+    ending = {"deletionTimestamp": at(30), "deletionGracePeriodSeconds": 60}
+    silent = running(0, started=-46, is_ready=False, metadata=ending)  # unready for 45 s, deleted 30 s ago
+    told = event("NodeNotReady", "Node is not ready", 45)
+    for facts in (((told,), frozenset[str]()), ((), frozenset({"node-1"}))):
+        assert words.is_lost(silent, NOW, *facts, is_silent=True)
+        assert not words.is_lost(silent, NOW, *facts)
+        assert not words.is_lost(running(0, metadata=ending), NOW, *facts, is_silent=True), "it is ready"
+        draining = running(0, started=-20, is_ready=False, metadata=ending)
+        assert not words.is_lost(draining, NOW, *facts, is_silent=True), "it became unready by its end"
+    assert not words.is_lost(silent, NOW, is_silent=True), "its node answers"
+    early = event("NodeNotReady", "Node is not ready", 500)
+    assert not words.is_lost(silent, NOW, (early,), is_silent=True), "that was another time"

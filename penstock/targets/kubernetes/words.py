@@ -34,7 +34,8 @@ _LOST_S = 30.0  # a living kubelet removes a pod within seconds after its grace
 _REPLACED_S = 10.0  # a StatefulSet makes all its pods at once: one that is younger took the place of another
 _UNREADY_S = 60.0  # a probe that timed out on a busy node passes again before
 _LEAD_S = 10 * 365 * 86400.0
-_SILENT_S = 10.0
+_SILENT_S = 5.0
+_SAME_S = 5.0  # the node controller tells of the event when it writes the condition
 _OLD = "it is of an earlier revision: the next is placed"
 
 
@@ -144,14 +145,26 @@ def is_lost(
     Its grace is over, and the node is one of `lost_nodes` or, where nodes cannot be read, the node controller says so.
     With `is_silent` nobody hears the pod either, so that its grace, which its node cannot keep, is not waited for.
     """
-    metadata = pod["metadata"]
-    ends_at = time_of(metadata.get("deletionTimestamp"))
-    if ends_at is not None and is_silent and node_of(pod) in lost_nodes:
-        return now >= ends_at - float(metadata.get("deletionGracePeriodSeconds") or 0) + _SILENT_S
-    if ends_at is None or now < ends_at + _LOST_S:
+    ends_at = time_of(pod["metadata"].get("deletionTimestamp"))
+    if ends_at is None:
+        return False
+    asked_at = ends_at - float(pod["metadata"].get("deletionGracePeriodSeconds") or 0)
+    if is_silent and now >= asked_at + _SILENT_S and _is_cut_off(pod, asked_at, events, lost_nodes):
+        return True
+    if now < ends_at + _LOST_S:
         return False
     says_lost = pod.get("status", {}).get("reason") == "NodeLost" or condition(pod, "Ready").get("status") == "Unknown"
     return says_lost or node_of(pod) in lost_nodes or last_event(events_of(pod, events), {"NodeNotReady"}) is not None
+
+
+def _is_cut_off(pod: Object, at: float, events: Sequence[Object], lost_nodes: frozenset[str]) -> bool:
+    """Whether the pod's node did not answer at that time already: then it is not the pod's own end that is seen."""
+    ready = condition(pod, "Ready")
+    since, event = time_of(ready.get("lastTransitionTime")), last_event(events_of(pod, events), {"NodeNotReady"})
+    if ready.get("status") == "True" or since is None or since > at:
+        return False
+    told_at = event_time(event) if event is not None else None
+    return node_of(pod) in lost_nodes or (told_at is not None and told_at >= since - _SAME_S)
 
 
 def _has_ended(pod: Object) -> bool:
