@@ -188,12 +188,12 @@ CRASH = {"terminated": {"exitCode": 1, "reason": "Error", "message": "Traceback\
         (
             [waiting("CrashLoopBackOff", "back-off 10s restarting", restartCount=2, lastState=CRASH)],
             (),
-            "container node ended with code 1, 3 times: Traceback / File x / KeyError: 'a'",
+            "container node ended with code 1, end number 3: Traceback / File x / KeyError: 'a'",
         ),
         (
             [waiting("CrashLoopBackOff", "back-off 10s", restartCount=1, lastState=OOM)],
             (),
-            "container node was ended by the kernel: out of memory (limit 64Gi), 2 times",
+            "container node was ended by the kernel: out of memory (limit 64Gi), end number 2",
         ),
         ([container(state=OOM)], (), "container node was ended by the kernel: out of memory (limit 64Gi)"),
         (
@@ -233,7 +233,7 @@ def test_an_init_container_that_failed_is_shown_before_those_that_wait_for_it() 
     prepare = waiting("CrashLoopBackOff", name="prepare", restartCount=1, lastState=ended)
     done = container("copy", state={"terminated": {"exitCode": 0}})
     placement = place([pod(initContainerStatuses=[done, prepare], containerStatuses=[waiting("PodInitializing")])])
-    expected = "container prepare ended with code 3, 2 times: cannot use this image: it has no msgspec"
+    expected = "container prepare ended with code 3, end number 2: cannot use this image: it has no msgspec"
     assert (placement.state, placement.reason) == ("queued", expected)
 
 
@@ -391,6 +391,7 @@ def test_a_deployment_whose_pods_are_refused_says_why() -> None:
         ),
         (waiting("ErrImagePull", "toomanyrequests: rate limit", image="a/denied:404"), (), False),
         (waiting("CreateContainerConfigError", 'secret "hub" not found'), (), True),
+        (waiting("CreateContainerConfigError", "failed to sync secret cache: timed out waiting"), (), False),
         (waiting("ContainerCreating"), (), False),
         (waiting("CrashLoopBackOff", restartCount=1, lastState={"terminated": {"exitCode": 1}}), (), False),
         (waiting("CrashLoopBackOff", restartCount=2, lastState={"terminated": {"exitCode": 1}}), (), True),

@@ -53,12 +53,14 @@ def of_weights(api: Api, name: str, pods: Sequence[Object]) -> tuple[str, bool]:
     whether nobody will bring them.  Raises ApiError."""
     labels = objects.labels(name, weights.COMPONENT)
     jobs = sorted(api.list("Job", labels), key=lambda job: str(job["metadata"]["creationTimestamp"]))
+    tries = [pod for pod in api.list("Pod", labels) if pod.get("status", {}).get("phase") == "Failed"] if jobs else []
+    why = reasons.summary(tries[-1:], ())
     if jobs and weights.has_failed(jobs[-1]):
-        why = reasons.summary(api.list("Pod", labels), ()) or "its time was over"
-        return f"the weights could not be fetched: {why}", True
+        return f"the weights could not be fetched: {why or 'its time was over'}", True
     waiting = next(pod for pod in pods if reasons.waits(pod))
     last = [*api.logs(waiting["metadata"]["name"], weights.COMPONENT, last=1)]
-    return (last[0] if last else reasons.WAITS), False
+    said = last[0] if last else reasons.WAITS
+    return (f"{said} (the last try: {why})" if why else said), False
 
 
 def _pods(api: Api, run: Run, unit: Unit) -> list[Object]:

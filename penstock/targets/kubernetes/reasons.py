@@ -112,7 +112,7 @@ def _why_container(container: Object, spec: Object, events: Sequence[Object]) ->
         return 0, None
     if ended and ("terminated" in state or reason == "CrashLoopBackOff"):
         n_starts = container.get("restartCount", 0) + 1
-        times = f", {n_starts} times" if n_starts > 1 else ""
+        times = f", end number {n_starts}" if n_starts > 1 else ""
         return 5, f"container {name} {ended_in_words(ended, spec)}{times}{_last_words(ended)}"
     if reason not in _STARTING:
         return 5, f"container {name} cannot start: {short(message) or reason}"
@@ -134,7 +134,7 @@ def never_starts(pod: Object, events: Sequence[Object]) -> bool:
         reason, message = waiting.get("reason", ""), waiting.get("message", "")
         has_failed = waiting and container.get("lastState", {}).get("terminated", {}).get("exitCode", 0) != 0
         if reason in _WRONG:
-            return True
+            return "timed out" not in message  # the kubelet has not read the Secret yet, which may exist
         if reason in _NO_IMAGE:
             words = _image_words(container, reason, message, events)
             return _NO_SUCH_IMAGE.search(words.partition(": ")[2]) is not None
@@ -155,7 +155,10 @@ def ended_in_words(terminated: Object, spec: Object) -> str:
 
 
 def _last_words(terminated: Object) -> str:
-    """The end of its log, which the kubelet keeps by terminationMessagePolicy FallbackToLogsOnError."""
+    """The end of its log, which the kubelet keeps by terminationMessagePolicy FallbackToLogsOnError; nothing where it
+    was killed, since the log does not say why."""
+    if terminated.get("exitCode") == 137:
+        return ""
     lines = [line.strip() for line in terminated.get("message", "").splitlines() if line.strip()]
     return f": {short(' / '.join(lines[-3:]), keep_end=True)}" if lines else ""
 

@@ -9,20 +9,33 @@ from penstock.targets.kubernetes.objects import REVISION, Object
 from penstock.targets.kubernetes.pod_status import (
     NODE,
     condition,
+    containers,
+    event_time,
     events_of,
     label,
     last_event,
     node_of,
     phase,
     runs,
+    short,
     time_of,
 )
-from penstock.targets.kubernetes.reasons import missing, never_starts, refusal_in_words, refused, summary
+from penstock.targets.kubernetes.reasons import (
+    ended_in_words,
+    missing,
+    never_starts,
+    refusal_in_words,
+    refused,
+    summary,
+)
+from penstock.wire.announcement import Restart
 
 _LOST_S = 30.0  # a living kubelet removes a pod within seconds after its grace
 _REPLACED_S = 10.0  # a StatefulSet makes all its pods at once: one that is younger took the place of another
 _UNREADY_S = 60.0  # a probe that timed out on a busy node passes again before
 _LEAD_S = 10 * 365 * 86400.0
+_SILENT_S = 10.0
+_OLD = "it is of an earlier revision: the next is placed"
 
 
 def placement_of_replica(
@@ -54,8 +67,12 @@ def placement_of_replica(
         placed_at = max(filter(None, map(_started_at, running)), default=None)
         silent = [pod for pod in running if node_of(pod) in lost_nodes]
         reason = f"{_lost_words(silent)}: it is replaced" if silent else None
+        reason = reason or (_OLD if is_old else None)
         ends_at, lead_s = (now, _LEAD_S) if is_old else (None, None)
-        return Placement("placed", reason, ends_at=ends_at, lead_s=lead_s, placed_at=placed_at, where=where)
+        restart = last_restart(set_, pods, events)
+        return Placement(
+            "placed", reason, ends_at=ends_at, lead_s=lead_s, placed_at=placed_at, where=where, restart=restart
+        )
     reason = summary(pods, events, now) or refused(set_, events) or missing(set_, len(pods), n_nodes)
     is_final = any(never_starts(pod, events_of(pod, events)) for pod in pods)
     if any(map(_has_ended, pods)) or (running and (len(pods) < n_nodes or _is_replaced(pods))):
@@ -74,7 +91,7 @@ def placement_of_deployment(
     ready = [pod for pod in pods if runs(pod, None) and condition(pod, "Ready").get("status") == "True"]
     where = ", ".join(dict.fromkeys(filter(None, map(node_of, ready or pods)))) or None
     if ready:
-        return Placement("placed", where=where)
+        return Placement("placed", where=where, restart=last_restart(deployment_, ready, events))
     current = [pod for pod in pods if phase(pod) not in ("Failed", "Succeeded")] or pods  # the evicted ones stay
     failure = condition(deployment_, "ReplicaFailure")
     refusal = refusal_in_words(failure.get("message", "")) if failure.get("status") == "True" else None
@@ -84,12 +101,53 @@ def placement_of_deployment(
     )
 
 
-def is_lost(pod: Object, now: float, events: Sequence[Object] = (), lost_nodes: frozenset[str] = frozenset()) -> bool:
+def last_restart(owner: Object, pods: Sequence[Object], events: Sequence[Object]) -> Restart | None:
+    """The last time that one of these pods took the place of another, or that its container was started again.
+
+    `owner`: their set or Deployment; `events`: what is left of those of pods that are gone.
+    """
+    restarts = [restart for pod in pods for restart in (_again(pod), _instead(owner, pod, events)) if restart]
+    return max(restarts, key=lambda restart: restart.at, default=None)
+
+
+def _again(pod: Object) -> Restart | None:
+    specs = {spec["name"]: spec for spec in containers(pod.get("spec", {}), "containers")}
+    for row in containers(pod.get("status", {}), "containerStatuses"):
+        ended = row.get("lastState", {}).get("terminated")
+        at = time_of(ended.get("finishedAt")) if ended else None
+        if ended and at is not None:
+            return Restart(at, f"container {row['name']} {ended_in_words(ended, specs.get(row['name'], {}))}")
+    return None
+
+
+def _instead(owner: Object, pod: Object, events: Sequence[Object]) -> Restart | None:
+    name, at = pod["metadata"]["name"], time_of(pod["metadata"].get("creationTimestamp"))
+    rolled_out = condition(owner, "Progressing")  # a Deployment's pods are younger after each rollout
+    since = time_of(rolled_out.get("lastUpdateTime") or owner["metadata"].get("creationTimestamp"))
+    if at is None or since is None or at <= since + _REPLACED_S or rolled_out.get("reason") == "ReplicaSetUpdated":
+        return None
+    others = [event for event in events if event.get("involvedObject", {}).get("name") == name]
+    evicted = last_event(sorted(others, key=lambda event: event_time(event) or 0.0), {"Evicted", "Preempted"})
+    why = f": {short(evicted['message'])}" if evicted else ""
+    return Restart(at, f"pod {name} took the place of another{why}")
+
+
+def is_lost(
+    pod: Object,
+    now: float,
+    events: Sequence[Object] = (),
+    lost_nodes: frozenset[str] = frozenset(),
+    is_silent: bool = False,
+) -> bool:
     """Whether a pod stays only because its node does not answer: it must be deleted by force.
 
     Its grace is over, and the node is one of `lost_nodes` or, where nodes cannot be read, the node controller says so.
+    With `is_silent` nobody hears the pod either, so that its grace, which its node cannot keep, is not waited for.
     """
-    ends_at = time_of(pod["metadata"].get("deletionTimestamp"))
+    metadata = pod["metadata"]
+    ends_at = time_of(metadata.get("deletionTimestamp"))
+    if ends_at is not None and is_silent and node_of(pod) in lost_nodes:
+        return now >= ends_at - float(metadata.get("deletionGracePeriodSeconds") or 0) + _SILENT_S
     if ends_at is None or now < ends_at + _LOST_S:
         return False
     says_lost = pod.get("status", {}).get("reason") == "NodeLost" or condition(pod, "Ready").get("status") == "Unknown"
