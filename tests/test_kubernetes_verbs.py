@@ -7,6 +7,7 @@ import contextlib
 import signal
 import subprocess
 from collections.abc import Collection, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -25,6 +26,8 @@ from penstock.paths import write_atomically
 from penstock.run_folder import Artifact, Handle, Kind, Launch, Left, Run, State, Unit
 from penstock.spec.deployment import Deployment
 from penstock.targets import Adopted, Placement, Target
+from penstock.targets.kubernetes import folder
+from penstock.targets.kubernetes import target as kubernetes
 from penstock.wire.announcement import GatewayAddress
 
 KINDS: tuple[Kind, ...] = ("replica", "gateway", "controller")
@@ -285,3 +288,21 @@ def test_doctor_names_the_machines_that_a_target_knows(cluster: Cluster) -> None
     assert (
         finding.found == "target kubernetes knows 2 machines with 8 x NVIDIA H100 80GB HBM3; no program was run on them"
     )
+
+
+def test_up_stays_where_the_deployment_runs_whatever_the_kubeconfig_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    def connect(context: str | None, namespace: str | None) -> SimpleNamespace:
+        return SimpleNamespace(context=context or "current", namespace=namespace or "default")
+
+    monkeypatch.setattr(kubernetes, "connect", connect)
+    target, run = kubernetes.Kubernetes(), started("one")
+    (run.path / "cluster.json").write_bytes(msgspec.json.encode(folder.Cluster("far", "llm")))
+    same = deployment(name="one", target="kubernetes", gateway={"auth": "keys"})
+    other = deployment(name="one", target="kubernetes", kubernetes={"context": "near"})
+    assert target.rolls(run, same)
+    assert not target.rolls(run, other), "the old one is ended where it is"
+    run = started("one")  # `up` replaces the folder
+    assert (target._api_of(run).context, target._api_of(run).namespace) == ("far", "llm")
+    run.write_desired(run_folder.Desired("down", 0))
+    run.write_state(State(NOW, "down", 0))
+    assert target._api(same).context == "current"

@@ -194,7 +194,7 @@ def settings_of(options: argparse.Namespace) -> list[str]:
     fields |= {"port": "gateway.port"}
     values = {field: getattr(options, flag, None) for flag, field in fields.items()}
     # As JSON, which YAML reads the same way: a name such as 123 stays text.
-    return [f"{field}={json.dumps(value)}" for field, value in values.items() if value is not None] + options.set
+    return [*(f"{field}={json.dumps(value)}" for field, value in values.items() if value is not None), *options.set]
 
 
 def shortened(text: str) -> str:
