@@ -10,6 +10,7 @@ import pytest
 from penstock.targets import Placement
 from penstock.targets.kubernetes import scheduling, words
 from penstock.targets.kubernetes.objects import REVISION, Object
+from penstock.wire.announcement import Restart
 
 NOW = 1_790_000_000.0
 
@@ -400,3 +401,23 @@ def test_a_deployment_whose_pods_are_refused_says_why() -> None:
 def test_a_pod_that_can_never_start_is_final(status: Object, events: tuple[Object, ...], is_final: bool) -> None:
     placement = place([pod(containerStatuses=[status])], events)
     assert (placement.state in ("queued", "broken"), placement.is_final) == (True, is_final)
+
+
+def test_what_the_cluster_brought_back_is_a_restart_with_its_reason() -> None:
+    assert place([running(0)]).restart is None
+    again = running(0)
+    again["status"]["containerStatuses"][0]["lastState"] = {"terminated": OOM["terminated"] | {"finishedAt": at(-52)}}
+    words_of = "container node was ended by the kernel: out of memory (limit 64Gi)"
+    assert place([again]).restart == Restart(NOW - 52, words_of)
+    other = running(0, metadata={"creationTimestamp": at(-60), "uid": "uid-9"})
+    owner = SET | {"metadata": SET["metadata"] | {"creationTimestamp": at(-100)}}
+    evicted = event("Evicted", "The node was low on resource: memory.", of="uid-0")
+    assert words.last_restart(owner, [other], [evicted]) == Restart(
+        NOW - 60, "pod qwen-r0-0 took the place of another: The node was low on resource: memory."
+    )
+    rolled_out = owner | {"status": {"conditions": [{"type": "Progressing", "lastUpdateTime": at(-55)}]}}
+    assert words.last_restart(rolled_out, [other], []) is None, "a rollout made it"
+    lost = pod(metadata={"deletionTimestamp": at(30), "deletionGracePeriodSeconds": 60})
+    assert not words.is_lost(lost, NOW, (), frozenset({"node-1"}))
+    assert words.is_lost(lost, NOW, (), frozenset({"node-1"}), is_silent=True)
+    assert not words.is_lost(lost, NOW, (), frozenset(), is_silent=True)

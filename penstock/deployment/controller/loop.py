@@ -30,7 +30,7 @@ _TICK_S = 0.4
 _WRITE_EVERY_S = 1.0
 _SILENT_NODES = 3  # a node that died this often before its first report will not come
 _TAIL_LINES = 20
-_SAME_S = 10.0  # what the target tells of a restart that we asked for
+_SAME_S = 3.0  # what the target tells of a restart that we asked for
 
 
 class _Refusal(msgspec.Struct, frozen=True):
