@@ -15,9 +15,9 @@ import pytest
 from samples import NOW, cpu_machine, demo_plan, deployment, draft, gpu_machine
 from test_cli import Shell, shell  # noqa: F401 - fixtures
 
-from penstock import run_folder, targets
+from penstock import processes, run_folder, targets
 from penstock.cli import chat, lifecycle, remote
-from penstock.deployment import start
+from penstock.deployment import leftovers, start
 from penstock.deployment.doctor import examine
 from penstock.deployment.prepare import Prepared
 from penstock.errors import PenstockError, Problem
@@ -257,7 +257,11 @@ def finish(left: Left) -> None:
     cluster.others.clear()
 
 
-def test_clean_shows_what_targets_still_have_and_removes_it_when_told(shell: Shell, cluster: Cluster) -> None:
+def test_clean_shows_what_targets_still_have_and_removes_it_when_told(
+    shell: Shell, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leftovers, "every_temporary", dict)  # of other tests of this machine
+    monkeypatch.setattr(processes, "find_marked", lambda *_: [])
     cluster.others.append("one")
     assert shell("clean")[1].splitlines()[0].split() == ["kubernetes", "far/default", "Service", "one-gateway"]
     assert shell("clean", "--yes")[1].splitlines()[-1] == "removed"
