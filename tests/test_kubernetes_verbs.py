@@ -19,8 +19,9 @@ from penstock import processes, run_folder, targets
 from penstock.cli import chat, lifecycle, remote
 from penstock.deployment import leftovers, start
 from penstock.deployment.doctor import examine
+from penstock.deployment.library import RunningDeployment
 from penstock.deployment.prepare import Prepared
-from penstock.errors import PenstockError, Problem
+from penstock.errors import PenstockError, Problem, UserError
 from penstock.hardware import Machine
 from penstock.paths import write_atomically
 from penstock.run_folder import Artifact, Handle, Kind, Launch, Left, Run, State, Unit
@@ -310,3 +311,13 @@ def test_up_stays_where_the_deployment_runs_whatever_the_kubeconfig_says(monkeyp
     run.write_desired(run_folder.Desired("down", 0))
     run.write_state(State(NOW, "down", 0))
     assert target._api(same).context == "current"
+
+
+def test_a_program_is_told_that_it_needs_a_tunnel(cluster: Cluster) -> None:
+    run = started("one")
+    with pytest.raises(UserError) as caught:
+        RunningDeployment("one", None).client()
+    assert caught.value.hint is not None and "penstock tunnel one --port 8000" in caught.value.hint
+    address = GatewayAddress("0", "one-gateway.default:8000", (), "https://llm.example.org")
+    write_atomically(run.gateway_address_file, msgspec.json.encode(address))
+    assert RunningDeployment("one", None).client().base_url == "https://llm.example.org"
