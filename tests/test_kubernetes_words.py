@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from penstock.targets import Placement
-from penstock.targets.kubernetes import scheduling, words
+from penstock.targets.kubernetes import reasons, scheduling, words
 from penstock.targets.kubernetes.objects import REVISION, Object
 from penstock.wire.announcement import Restart
 
@@ -272,6 +272,21 @@ def test_a_quota_is_named_by_the_events_of_the_set() -> None:
         "requests.nvidia.com/gpu=8"
     )
     assert (placement.state, placement.reason) == ("queued", expected)
+
+
+def test_a_set_that_makes_its_pods_again_is_not_refused_any_more() -> None:
+    refused = event("FailedCreate", 'Error creating: pods "x" is forbidden: no', 60, of="uid-set")
+    made = event("SuccessfulCreate", "create Pod qwen-r0-0 in StatefulSet qwen-r0 successful", 5, of="uid-set")
+    assert place([], (refused,)).reason == 'pods "x" is forbidden: no'
+    assert place([], (refused, made)).reason == "its StatefulSet has made 0 of 1 pods"
+
+
+def test_a_leader_worker_set_is_refused_by_the_sets_that_it_makes() -> None:
+    lws = SET | {"kind": "LeaderWorkerSet"}
+    ours = event("FailedCreate", "Error creating: over", of="uid-workers")
+    other = event("FailedCreate", "not ours", 1, of="uid-other")
+    events = [ours | {"involvedObject": {"name": "qwen-r0-0"}}, other | {"involvedObject": {"name": "qwen-r01"}}]
+    assert reasons.refused(lws, events) == "over"
 
 
 def test_the_first_start_of_several_pods_is_queued_and_names_the_pod_that_waits() -> None:

@@ -85,23 +85,16 @@ def _look_elsewhere(deployment: Deployment) -> None:
         targets.discover(deployment.name, deployment)
 
 
-def _adopt(deployment: Deployment) -> None:
-    """Make the run folder of a deployment of that name that another machine started."""
-    if deployment.target in targets.TABLE and not_ended(deployment.name) is None:
-        with contextlib.suppress(PenstockError):  # `prepare` says what does not answer
-            targets.load(deployment.target).adopt(deployment.name, deployment)
-
-
 def rolls(deployment: Deployment) -> bool:
     """Whether one of that name runs that its target replaces without a pause: it serves until the new one does.
 
     One that another machine started gets its run folder here first.
     """
-    _adopt(deployment)
     _look_elsewhere(deployment)
     existing = not_ended(deployment.name)
-    is_same = existing is not None and existing.record().target == deployment.target
-    return is_same and "rolls" in targets.load(deployment.target).capabilities
+    if existing is None or existing.record().target != deployment.target:
+        return False
+    return targets.load(deployment.target).rolls(existing, deployment)
 
 
 def _bind(host: str, port: int = 0) -> socket.socket:

@@ -35,9 +35,8 @@ TABLE = {
 }
 _CPUS, _MEMORY_BYTES, _GPU_BYTES = 64, 1024 * GIB, 80 * GIB  # of a machine that was not asked
 # "survey": runs a program on the nodes, for `doctor`. "places-gateway": takes gateway.on: job. "tunnels": its gateway
-# is reached by `tunnel` and `inside`. "keeps-weights": it keeps weights of a deployment beyond its end. "rolls":
-# placing another revision replaces what serves when its successor is ready.
-Capability = Literal["survey", "places-gateway", "tunnels", "keeps-weights", "rolls"]
+# is reached by `tunnel` and `inside`. "keeps-weights": it keeps weights of a deployment beyond its end.
+Capability = Literal["survey", "places-gateway", "tunnels", "keeps-weights"]
 
 
 class Placement(msgspec.Struct, frozen=True):
@@ -202,6 +201,10 @@ class Target(Facts, ABC):
 
     def keep_up(self, run: Run) -> None:
         """Called every second or so while the run lives: keeps up what the target holds besides units (tunnels)."""
+
+    def rolls(self, run: Run, deployment: Deployment) -> bool:
+        """Whether placing this deployment replaces what serves of the run when its successor is ready."""
+        return False
 
     # ---- from any machine that reaches the target --------------------------------------------------------------------
 

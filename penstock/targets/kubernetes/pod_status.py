@@ -44,15 +44,26 @@ def containers(part: Object, *keys: str) -> list[Object]:
     return [row for key in keys for row in part.get(key) or ()]
 
 
+def about(event: Object) -> Object:
+    """The object that an event is about."""
+    reference: Object = event.get("involvedObject") or event.get("regarding") or {}
+    return reference
+
+
 def events_of(object_: Object, events: Sequence[Object]) -> list[Object]:
     """The events of an object, oldest first."""
     uid, name = object_["metadata"].get("uid"), object_["metadata"]["name"]
     mine = []
     for event in events:
-        about = event.get("involvedObject") or event.get("regarding") or {}
-        if about.get("uid") == uid if uid and about.get("uid") else about.get("name") == name:
+        reference = about(event)
+        if reference.get("uid") == uid if uid and reference.get("uid") else reference.get("name") == name:
             mine.append(event)
-    return sorted(mine, key=lambda event: event_time(event) or 0.0)
+    return in_time(mine)
+
+
+def in_time(events: Sequence[Object]) -> list[Object]:
+    """Oldest first."""
+    return sorted(events, key=lambda event: event_time(event) or 0.0)
 
 
 def last_event(events: Sequence[Object], reasons: Iterable[str]) -> Object | None:

@@ -12,10 +12,12 @@ from collections.abc import Sequence
 from penstock.targets.kubernetes.objects import Object
 from penstock.targets.kubernetes.pod_status import (
     NODE,
+    about,
     condition,
     containers,
     event_time,
     events_of,
+    in_time,
     last_event,
     node_of,
     phase,
@@ -203,8 +205,12 @@ def _disruption(pod: Object, events: Sequence[Object]) -> str:
 
 
 def refused(set_: Object, events: Sequence[Object]) -> str | None:
-    event = last_event(events_of(set_, events), {"FailedCreate", "FailedUpdate"})
-    return refusal_in_words(str(event.get("message", ""))) if event is not None else None
+    """Why a set cannot make its pods; None when it can. The sets that a LeaderWorkerSet makes begin with its name."""
+    name, mine = set_["metadata"]["name"], events_of(set_, events)
+    if set_.get("kind") == "LeaderWorkerSet":
+        mine = in_time([row for row in events if f"{about(row).get('name', '')}-".startswith(f"{name}-")])
+    event = last_event(mine, {"FailedCreate", "FailedUpdate", "SuccessfulCreate"})
+    return refusal_in_words(str(event.get("message", ""))) if event and event["reason"] != "SuccessfulCreate" else None
 
 
 def refusal_in_words(message: str) -> str:

@@ -15,6 +15,7 @@ import msgspec
 
 from penstock.errors import PenstockError, Problem
 from penstock.hardware import Machine
+from penstock.paths import home
 from penstock.run_folder import (
     Artifact,
     Desired,
@@ -55,7 +56,7 @@ _FRESH_S = 1.0
 
 class Kubernetes(Target):
     name = "kubernetes"
-    capabilities = frozenset({"places-gateway", "rolls", "tunnels", "keeps-weights"})
+    capabilities = frozenset({"places-gateway", "tunnels", "keeps-weights"})
     listen = "network"
     has_own_caches = True
     fetches_models = True
@@ -68,6 +69,7 @@ class Kubernetes(Target):
         self._views: dict[str, View] = {}
         self._publisher = folder.Publisher()
         self._cluster: manifests.Cluster | None = None  # as last asked; `render` asks nothing
+        self._places: dict[str, folder.Cluster] = {}  # by deployment
 
     # ---- before ------------------------------------------------------------------------------------------------------
 
@@ -200,6 +202,11 @@ class Kubernetes(Target):
     def end_weights(self, run: Run) -> None:
         ending.end_weights(self._api_of(run), run)
 
+    def rolls(self, run: Run, deployment: Deployment) -> bool:
+        with contextlib.suppress(PenstockError):  # a context that does not exist is for `check` to report
+            return self._api_of(run) is self._api(deployment)
+        return False
+
     # ---- from any machine --------------------------------------------------------------------------------------------
 
     def adopt(self, name: str, deployment: Deployment | None = None) -> Adopted | None:
@@ -248,8 +255,20 @@ class Kubernetes(Target):
     def _api(self, deployment: Deployment) -> Api:
         if folder.is_in_pod():
             return self._connected(None, None)
-        block = block_of(deployment)
+        block, kept = block_of(deployment), self._place_of(deployment.name)
+        if kept is not None and block.context in (None, kept.context) and block.namespace in (None, kept.namespace):
+            return self._connected(kept.context, kept.namespace)
         return self._connected(block.context, block.namespace)
+
+    def _place_of(self, name: str) -> folder.Cluster | None:
+        """Where the deployment of that name runs, which its file need not say; remembered while `up` replaces its
+        folder."""
+        run = Run(home() / "runs" / name)
+        if not run.exists() or run.is_ended():
+            self._places.pop(name, None)
+        elif (cluster := folder.cluster_of(run)) is not None:
+            self._places[name] = cluster
+        return self._places.get(name)
 
     def _api_of(self, run: Run) -> Api:
         """Of the cluster that the run was started in, whatever the kubeconfig says by now."""

@@ -54,7 +54,7 @@ def placement_of_replica(
     another revision than `revision` that serves nothing gets the new template and new pods.
     """
     if set_ is None:
-        return Placement("gone", "its StatefulSet is not in the cluster")
+        return Placement("gone", "its set of pods is not in the cluster")
     pods = sorted(pods, key=_rank)
     where = ", ".join(dict.fromkeys(filter(None, map(node_of, pods)))) or None
     is_old = bool(revision) and any(label(each, REVISION) not in (revision, None) for each in pods or (set_,))
