@@ -79,12 +79,19 @@ def fetch(api: Api, run: Run) -> None:
         _write(run, state, _STATE_FILES if is_same else {"events.jsonl": "events.jsonl"})
 
 
+def _why_gone(api: Api) -> str:
+    with contextlib.suppress(ApiError):  # not everyone may read namespaces
+        if api.find("Namespace", api.namespace) is None:
+            return f'its namespace "{api.namespace}" was deleted'
+    return "another machine took it down"
+
+
 def follow(api: Api, run: Run) -> None:
     """Take over what another machine did since: its `up --replace`, or its `down`.  Raises ApiError."""
     anchor = api.find("ConfigMap", objects.anchor(run.name))
     if anchor is None:
         run.write_desired(Desired("down", 0))
-        run.write_state(State(time.time(), "down", 0, reason="another machine took it down"))
+        run.write_state(State(time.time(), "down", 0, reason=_why_gone(api)))
     elif _config_in(anchor) != config_of(run):
         _write(run, anchor, {key: key for key in anchor["data"]})
 
