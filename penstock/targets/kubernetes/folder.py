@@ -74,7 +74,8 @@ def fetch(api: Api, run: Run) -> None:
     is_ending = run.desired().state == "down" and is_locked(run)  # a `down` of this machine has not reached the API
     if desired is not None and not is_ending:
         _write(run, desired, {"desired.json": "desired.json"})
-    if state is not None:
+    has_later = is_inside(run) and run.state() is not None  # a container that was started again: not all is published
+    if state is not None and not has_later:
         is_same = _config_in(state) == config_of(run)
         _write(run, state, _STATE_FILES if is_same else {"events.jsonl": "events.jsonl"})
 
