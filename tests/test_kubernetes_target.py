@@ -14,6 +14,7 @@ from launching import PROMPT, Place, a_place, ask, call, now, wait_until
 
 from penstock import targets
 from penstock.errors import PenstockError
+from penstock.gateway.accounting.key_store import hash_of
 from penstock.run_folder import Run
 from penstock.testing.conformance import check_target
 from penstock.testing.fake_engine.requests import expected_text
@@ -118,3 +119,20 @@ def test_a_replacement_loses_no_request(place: Place, kubernetes: Namespace) -> 
     wait_until(lambda: asked.n_answers > n_before + 3, "the new one answers")
     asked.end()
     assert asked.errors == []
+
+
+def test_kubectl_applies_what_render_prints(place: Place, kubernetes: Namespace) -> None:
+    file = file_for(place, kubernetes={"namespace": kubernetes.name})
+    stream, key = call("render", file), "sk-of-a-client"
+    assert stream.code == 0, stream
+    words = f"--from-literal=admin-token=s3cret --from-literal=first-key-hash={hash_of(key)}"
+    kubernetes.kubectl("create", "secret", "generic", "one-secrets", *words.split())
+    apply = ("apply", "--server-side", "--field-manager=argocd", "-f", "-")
+    assert "statefulset.apps/one-r0 serverside-applied" in kubernetes.kubectl(*apply, stdin=stream.out).stdout
+    wait_until(lambda: call("status", "one").out.startswith("one is ready"), "it is ready", START_S)
+    run = place.run("one")
+    ask(run, key=key)
+    assert call("scale", "one", 2).code == 0
+    assert len(kubernetes.objects("statefulsets", "/apis/apps/v1")) == 2
+    assert call("down", "one").code == 0
+    kubernetes.kubectl("delete", "secret", "one-secrets")
