@@ -73,7 +73,6 @@ def test_a_deployment_lives_in_the_cluster(place: Place, kubernetes: Namespace) 
     ask(run, key=key)
     log = call("logs", "one", "--replica", "0")
     assert "penstock: ready after" in log.out, log
-    assert "first" in call("keys", "list", "--deployment", "one").out
     assert call("scale", "one", 1).code == 0
     wait_ready(run)
     assert call("down", "one").code == 0
