@@ -83,7 +83,7 @@ def test_every_verb_works_from_another_machine(place: Place, kubernetes: Namespa
 def _check_keys(other: Machine) -> None:
     done = other.call("keys", "create", "alice", "--deployment", "one")
     assert done.returncode == 0 and done.stdout.startswith("sk-"), done
-    assert {"alice", "owner"} <= set(other.call("keys", "list", "--deployment", "one").stdout.split())
+    assert {"first", "alice", "owner"} <= set(other.call("keys", "list", "--deployment", "one").stdout.split())
     assert other.call("keys", "revoke", "nobody", "--deployment", "one").returncode == 2
     done = other.call("usage", "--deployment", "one", "--json")
     assert '"key": "owner"' in done.stdout, done
