@@ -6,6 +6,8 @@ Each test prints its rows of the kill table: the fault, seconds until all is rea
 # ruff: noqa: F811 - fixtures of test_kubernetes_target
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +17,7 @@ from pathlib import Path
 import pytest
 from kubernetes_cluster import Namespace, Pod
 from launching import PROMPT, Place, call, now, wait_until
+from store_rig import postgres_server
 from test_kubernetes_target import file_for, kinds_left, place, wait_ready  # noqa: F401 - fixtures
 
 from penstock import targets
@@ -231,8 +234,8 @@ def test_a_replica_of_two_nodes_forms_again_without_a_lost_one(start: Callable[.
 
     with one.fault("one of two pods deleted", is_another(), loses=True):
         one.space.kubectl("delete", "pod", second.name, "--wait=false")
-    gateway = one.pod("gateway").node
-    lost = next(pod for pod in (second, one.space.pod("one-r0-0")) if pod.node != gateway)
+    others = [one.pod("gateway").node, one.pod("controller").node]  # without the controller it takes a minute more
+    lost = max((second, one.space.pod("one-r0-0")), key=lambda pod: (pod.node != others[0], pod.node not in others))
     uids, node = one.replica_pods(), one.space.cluster.node(lost.node)
     with one.fault(
         "one of two nodes lost",
@@ -289,3 +292,38 @@ def test_without_rights_nothing_changes_and_a_deleted_namespace_is_the_end(
     wait_until(lambda: call("status", "one").out.startswith("one is down"), "status says that it is gone", 90.0)
     assert f'its namespace "{one.space.name}" was deleted' in call("status", "one").out
     assert call("down", "one").code == 0
+
+
+@pytest.mark.nightly
+def test_of_two_gateways_over_postgresql_one_may_end(place: Place, kubernetes: Namespace) -> None:
+    with postgres_server(kubernetes.cluster.address):
+        store = f"postgresql://penstock@{kubernetes.cluster.address}/postgres"
+        file = file_for(place, replicas=2, kubernetes={"gateways": 2}, gateway={"store": store})
+        one = Deployment(place, kubernetes, file)
+        first, second = (pod for pod in kubernetes.pods() if pod.name.startswith("one-gateway-"))
+
+        def admits(key: str) -> list[bool]:
+            return [_answers(f"http://{pod.address}:8000", key) for pod in (first, second)]
+
+        penstock = [sys.executable, "-m", "penstock", "keys"]
+        done = subprocess.run([*penstock, "create", "alice", "--deployment", "one"], capture_output=True, text=True)
+        wait_until(lambda: admits(done.stdout.strip()) == [True, True], "a new key is valid in both", 30.0)
+        subprocess.run([*penstock, "revoke", "alice", "--deployment", "one"], check=True, capture_output=True)
+        wait_until(lambda: admits(done.stdout.strip()) == [False, False], "and is valid in none", 30.0)
+        for n_replicas in (1, 2):
+            with one.fault(f"two gateways, {n_replicas} replicas", lambda n=n_replicas: is_ready(one.run, n)):  # type: ignore[misc]
+                assert call("scale", "one", n_replicas).code == 0
+            assert admits(one.key) == [True, True]
+        with one.fault("one of two gateways killed", lambda: now(one.run).gateway.n_restarts, loses=True):
+            first.kill_process("gateway")
+        one.space.wait(lambda: first.is_ready and second.is_ready, "both")
+        with one.fault("one of two gateways' pods deleted", lambda: first.object is None):
+            one.space.kubectl("delete", "pod", first.name, "--wait=false")
+        assert call("down", "one").code == 0
+
+
+def _answers(url: str, key: str) -> bool:
+    try:
+        return Client(url, key, 10.0).chat([{"role": "user", "content": PROMPT}], max_tokens=1).text == "1:tell"
+    except PenstockError:
+        return False
