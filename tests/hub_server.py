@@ -16,7 +16,7 @@ COMMIT = "c1899de289a04d12100db370d81485cdf75e47ca"
 class HubServer(ThreadingHTTPServer):
     """One repository, `files` by name. `asked`: methods and paths. `cut`: a file of which only so many bytes come.
 
-    `is_open`: until it is set, whole files of weights wait.
+    `is_open`: until it is set, whole files of weights wait. `token`: without it nothing is told.
     """
 
     daemon_threads = True
@@ -26,6 +26,7 @@ class HubServer(ThreadingHTTPServer):
         self.name, self.files, self.address = name, files, address
         self.asked: list[str] = []
         self.cut: dict[str, int] = {}
+        self.token: str | None = None
         self.is_open = threading.Event()
         self.is_open.set()
 
@@ -54,6 +55,8 @@ class _Handler(BaseHTTPRequestHandler):
         hub, path = self.server, self.path.partition("?")[0].lstrip("/")
         hub.asked.append(f"{self.command} {path}")
         api = f"api/models/{hub.name}"
+        if hub.token is not None and self.headers.get("Authorization") != f"Bearer {hub.token}":
+            return self._send(401, b"", {"X-Error-Code": "GatedRepo", "X-Error-Message": "ask first"})
         if path in (f"{api}/revision/main", f"{api}/revision/{COMMIT}"):
             siblings = [{"rfilename": name, "size": len(body)} for name, body in hub.files.items()]
             return self._json({"id": hub.name, "modelId": hub.name, "sha": COMMIT, "siblings": siblings})

@@ -8,6 +8,7 @@
             space.kubectl("get", "pods").stdout       # kubectl 1.37
             space.env, space.kubeconfig               # for `penstock` and kubectl: KUBECONFIG, PATH
         cluster.call("GET", "/api/v1/nodes")          # the API as administrator
+        cluster.define(definitions_in(folder))        # custom kinds, stored only (kubernetes_kinds.py)
 
 Fixtures (kubernetes_fixtures.py): `kubernetes`, a Namespace of the cluster that all tests of a run share.
 
@@ -20,7 +21,8 @@ Faults:
     space.pod("web-0").evict("low on resource: ephemeral-storage")
     an image "missing.example/..."                    # ErrImagePull, ImagePullBackOff
 
-What differs from a real cluster. Every image is the root of this machine with `python3` (and the packages of the
+What differs from a real cluster. In 1.20 server-side apply needs `protocol` in each port of a Service; policy/v1 and
+autoscaling/v2 are not there. Every image is the root of this machine with `python3` (and the packages of the
 Python that runs the tests, but not penstock) first in PATH; users of securityContext are not applied, all is root.
 Files of the pod are in an overlay in memory. No limits, no liveness or startup probes, no lifecycle hooks. A cluster
 IP relays TCP (the client's address is the bridge's); no NodePort, no NetworkPolicy. StorageClass `standard` makes a
@@ -74,7 +76,12 @@ def missing() -> str | None:
     """Why no cluster can be made on this machine; None where one can."""
     if absent := missing_programs():
         return f"not installed: {', '.join(absent)} (`make kubernetes` installs them)"
-    return hosts.missing()
+    if reason := hosts.missing():
+        return reason
+    layers = "lowerdir=/,upperdir=/mnt/upper,workdir=/mnt/work"
+    probe = f"mount -t tmpfs t /mnt && mkdir /mnt/upper /mnt/work && mount -t overlay -o {layers} o /mnt/upper"
+    tried = subprocess.run(["unshare", "--mount", "sh", "-c", probe], capture_output=True, text=True)
+    return f"no overlay over the root here: {tried.stderr.strip()}" if tried.returncode else None
 
 
 class Cluster:
@@ -193,6 +200,22 @@ class Cluster:
         """The API as administrator: ApiError unless it succeeds."""
         return self._do(self.api.call(method, path, body, media))
 
+    def define(self, definitions: Sequence[Object]) -> None:
+        """Custom kinds (kubernetes_kinds.py), until they are served."""
+        for one in definitions:
+            self._do(self._define(one))
+
+    async def _define(self, definition: Object) -> None:
+        path = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
+        await self.api.call("POST", path, definition)
+        spec = definition["spec"]
+        for version in spec["versions"]:
+            while version["served"]:
+                with contextlib.suppress(ApiError):
+                    await self.api.call("GET", f"/apis/{spec['group']}/{version['name']}/{spec['names']['plural']}")
+                    break
+                await asyncio.sleep(0.05)
+
     def kubeconfig(self, user: str, namespace: str, token: str | None = None) -> Path:
         """A file with the context "test"; `user` is one of USERS, whom no role gives rights, or anyone with a token."""
         path = self.base / f"{user}-{namespace}.kubeconfig"
@@ -306,7 +329,8 @@ class Namespace:
     def env(self) -> dict[str, str]:
         """Variables for programs that use kubectl: the administrator in this namespace."""
         path = f"{self.cluster.base / 'bin'}:{os.environ['PATH']}"
-        return {"KUBECONFIG": str(self.kubeconfig), "PATH": path}
+        # What an earlier cluster on the same address had is in the usual cache.
+        return {"KUBECONFIG": str(self.kubeconfig), "PATH": path, "KUBECACHEDIR": str(self.cluster.base / "kubectl")}
 
     def kubectl(
         self, *words: str, check: bool = True, stdin: str = "", timeout_s: float = 60.0, user: str = ADMIN

@@ -260,6 +260,9 @@ class PodRun:
         for run in alive:
             assert run.process is not None
             self.event("Killing", f"Stopping container {run.name}", run)
+            hook = (run.spec.get("lifecycle") or {}).get("preStop", {}).get("exec")
+            if hook and grace_s:
+                await execute(run.process, hook["command"], grace_s)
             run.process.send(signal.SIGTERM if grace_s else signal.SIGKILL)
         exits = [asyncio.create_task(run.process.wait()) for run in alive if run.process]
         deadline = time.monotonic() + grace_s

@@ -113,12 +113,13 @@ def test_a_service_is_a_unit_that_starts_and_ends_the_deployment(
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     file = tmp_path / "d.yaml"
     file.write_text("model: penstock-demo\nname: chat\n")
-    code, output, _ = shell("service", "install", str(file), "--set", "replicas=2")
+    code, output, _ = shell("service", "install", str(file), "--replicas", "2", "--port", "9000")
     unit = tmp_path / "config" / "systemd" / "user" / "penstock-chat.service"
     assert code == 0
     assert f"wrote {unit}" in output and "systemctl --user enable --now penstock-chat.service" in output
     lines = unit.read_text().splitlines()
-    assert f"ExecStart={sys.executable} -m penstock.cli.main up {file} --set name=chat --set replicas=2" in lines
+    flags = "--set replicas=2 --set gateway.port=9000"
+    assert f"ExecStart={sys.executable} -m penstock.cli.main up {file} --set name=chat {flags}" in lines
     assert f"ExecStop={sys.executable} -m penstock.cli.main down chat" in lines
 
 

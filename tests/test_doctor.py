@@ -336,6 +336,18 @@ def test_a_gated_or_missing_model_is_named_with_the_way_in(
     assert "HF_HUB_OFFLINE is set" in finding().found
 
 
+def test_a_model_that_the_nodes_fetch_is_planned_from_what_is_known_of_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    known = check_model(deployment("meta-llama/Llama-3.1-8B-Instruct", target="kubernetes"))
+    assert known.whole is not None and known.findings[0].state == "warning"
+    assert "planned from the catalogue's copy of meta-llama/Meta-Llama-3.1-8B" in known.findings[0].found
+    (unknown,) = check_model(deployment(NAME, target="kubernetes")).findings
+    assert unknown.state == "bad"
+
+
 def test_a_file_is_read_past_the_cache_or_by_way_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "a.safetensors"
     file.write_bytes(b"x" * 3 * MIB)

@@ -334,6 +334,7 @@ def test_followed_logs_go_on_with_the_pod_that_takes_the_place(
     stub.on("GET", PODS, *rows)
     stub.on("GET", f"{PODS}/a/log", Answer(200, iter([stamped(8)])), gone)
     stub.on("GET", f"{PODS}/b/log", Answer(200, iter([stamped(1)])))
+    stub.on("GET", f"{PODS.rpartition('/')[0]}/configmaps/x-run", {"metadata": {"name": "x-run"}})
     lines = pod_logs.lines(api, run, Unit("gateway", "0"), follow=True, last=None)
     assert [next(lines), next(lines)] == ["line 8", "line 1"]
     stub.on("GET", PODS, rows[0])

@@ -74,7 +74,8 @@ RWX = named(
 def node(name: str, n_gpus: int = 8, gpu: str | None = "nvidia-l4", **spec: Any) -> Object:
     allocatable = {"cpu": "95800m", "memory": "512Gi", "nvidia.com/gpu": str(n_gpus)}
     status = {"allocatable": allocatable, "conditions": [{"type": "Ready", "status": "True"}]}
-    return named(name, metadata={"labels": {LABEL: gpu} if gpu else {}}, spec=spec, status=status)
+    labels = ({LABEL: gpu} if gpu else {}) | spec.pop("labels", {})
+    return named(name, metadata={"labels": labels}, spec=spec, status=status)
 
 
 def pod_on(host: str, n_gpus: int, **labels: str) -> Object:
@@ -292,8 +293,22 @@ def test_claims_need_a_storage_class(classes: list[Object], block: dict[str, Any
 
 
 def test_a_claim_that_exists_needs_no_storage_class() -> None:
-    claims = [named("qwen-store"), named("weights-qwen-qwen3-8b")]
-    assert found(StubApi(Node=[node("a")], StorageClass=[], PersistentVolumeClaim=claims), deployment()) == []
+    claims = [named("qwen-store"), named("weights-qwen-qwen3-8b", spec={"accessModes": ["ReadWriteMany"]})]
+    api = StubApi(Node=[node("a")], StorageClass=[], PersistentVolumeClaim=claims)
+    assert found(api, deployment()) == []
+    assert found(api, deployment(block={"storage_access": "ReadWriteOnce"})) == [
+        'kubernetes.storage_access: ReadWriteOnce, but claim "weights-qwen-qwen3-8b" is there with ReadWriteMany '
+        "(set that, or kubectl delete pvc weights-qwen-qwen3-8b)"
+    ]
+
+
+def test_image_volumes_need_a_cluster_that_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    api, wanted = StubApi(Node=[node("a")]), deployment(cache=Cache(weights="image:org/qwen"))
+    assert found(api, wanted) == []
+    monkeypatch.setattr(api, "version", lambda: (1, 30))
+    assert found(api, wanted) == [
+        "cache.weights: an image volume, which this cluster is too old for (Kubernetes 1.31 has them)"
+    ]
 
 
 def test_folders_of_nodes_and_the_hosts_namespaces_break_pod_security() -> None:
@@ -407,6 +422,14 @@ TAINT = {"key": "dedicated", "value": "ml", "effect": "NoSchedule"}
                 "kubernetes.memory: a pod requests 600 GiB, but the most is 512 GiB on a (memory: 409Gi)",
             ],
         ),
+        (
+            [node("a", labels={"nvidia.com/gpu.product": "NVIDIA-L4-SHARED"}), node("b")],
+            {},
+            [
+                "kubernetes.node_selector: 1 of 2 such nodes has GPUs that several pods share, and with them their "
+                "memory (select others by a label; or these, with engine.gpu_memory_utilization for a part of one)"
+            ],
+        ),
         ([], {"gpu": None, "n_gpus": 0}, ["hardware.nodes: 1 needed, but the cluster has no node"]),
     ],
 )
@@ -420,6 +443,8 @@ def test_an_autoscaler_may_add_the_nodes_so_the_file_says_what_they_have(is_karp
     api = StubApi(Node=[node("a", 0, None)], ConfigMap=[] if is_karpenter else [status])
     api.kinds = {"NodePool"} if is_karpenter else set()
     assert found(api, deployment(nodes=2)) == []
+    api.objects["Node"].append(node("b"))
+    assert found(api, deployment(n_gpus=8, replicas=Replicas(3, 3))) == []
     first, second = machines(api, deployment(nodes=2))
     assert (first.host, second.host, len(first.gpus), first.gpus[0].name) == ("node-1", "node-2", 2, "NVIDIA L4")
     assert first.assumed == "no node of the cluster fits now; an autoscaler may add one"

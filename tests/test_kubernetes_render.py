@@ -1,6 +1,6 @@
 """`render` for target kubernetes: one YAML stream, offline, the same each time, legal, and what the goldens say.
 
-PENSTOCK_GOLDEN=1 writes the goldens again.
+PENSTOCK_WRITE_GOLDEN=1 writes the goldens again.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def test_a_shape_is_rendered_offline_and_twice_the_same_and_as_its_golden(shape:
     assert hashlib.sha256(rendered(alone, shape).encode()).digest() == hashlib.sha256(stream.encode()).digest()
     assert "never-in-a-manifest" not in stream
     golden = GOLDEN / f"{shape}.yaml"
-    if os.environ.get("PENSTOCK_GOLDEN"):
+    if os.environ.get("PENSTOCK_WRITE_GOLDEN"):
         golden.parent.mkdir(exist_ok=True)
         golden.write_text(plain(stream), "utf-8")
     assert plain(stream) == golden.read_text("utf-8")

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from kubernetes_cluster import Namespace
-from launching import Place, a_place, ask, call, now, wait_until
+from launching import PROMPT, Place, a_place, ask, call, now, wait_until
 
 from penstock import targets
+from penstock.errors import PenstockError
+from penstock.gateway.accounting.key_store import hash_of
 from penstock.run_folder import Run
 from penstock.testing.conformance import check_target
+from penstock.testing.fake_engine.requests import expected_text
+from penstock.wire.client import Client
 
 pytestmark = [pytest.mark.hosts, pytest.mark.xdist_group("kubernetes")]
 START_S = 60.0
@@ -63,10 +68,7 @@ def test_kubernetes_keeps_the_contract_of_targets(place: Place, kubernetes: Name
 
 
 def test_a_deployment_lives_in_the_cluster(place: Place, kubernetes: Namespace) -> None:
-    done = call("up", file_for(place, replicas=2), "--json")
-    assert done.code == 0, done
-    key = done.events[0]["key"]
-    run = place.run("one")
+    run, key = up(place, replicas=2)
     wait_ready(run, 2)
     ask(run, key=key)
     log = call("logs", "one", "--replica", "0")
@@ -74,3 +76,63 @@ def test_a_deployment_lives_in_the_cluster(place: Place, kubernetes: Namespace) 
     assert call("scale", "one", 1).code == 0
     wait_ready(run)
     assert call("down", "one").code == 0
+
+
+class Asked:
+    """Requests one after the other, in a thread, until `end`."""
+
+    def __init__(self, run: Run, key: str) -> None:
+        self.n_answers, self.errors = 0, list[str]()
+        self._client, self._is_over = Client(run.url, api_key=key, timeout_s=30.0), threading.Event()
+        self._thread = threading.Thread(target=self._ask, daemon=True)
+        self._thread.start()
+
+    def _ask(self) -> None:
+        while not self._is_over.is_set():
+            try:
+                reply = self._client.chat([{"role": "user", "content": PROMPT}], max_tokens=20)
+                assert reply.text == expected_text(PROMPT, 20)
+                self.n_answers += 1
+            except (PenstockError, AssertionError) as exc:
+                self.errors.append(str(exc))
+
+    def end(self) -> None:
+        self._is_over.set()
+        self._thread.join(30.0)
+
+
+def up(place: Place, **fields: Any) -> tuple[Run, str]:
+    done = call("up", file_for(place, **fields), "--json")
+    assert done.code == 0, done
+    return place.run("one"), str(done.events[0]["key"])
+
+
+def test_a_replacement_loses_no_request(place: Place, kubernetes: Namespace) -> None:
+    run, key = up(place)
+    asked = Asked(run, key)
+    wait_until(lambda: asked.n_answers > 3, "requests are answered")
+    done = call("up", file_for(place, engine={"max_model_len": 512}), "--replace", "--json")
+    assert done.code == 0, done
+    assert done.events[0]["key"] is None, "its clients keep their key"
+    wait_until(lambda: [row.replica for row in now(run).replicas] == ["1"], "the old replica has ended", 60.0)
+    n_before = asked.n_answers
+    wait_until(lambda: asked.n_answers > n_before + 3, "the new one answers")
+    asked.end()
+    assert asked.errors == []
+
+
+def test_kubectl_applies_what_render_prints(place: Place, kubernetes: Namespace) -> None:
+    file = file_for(place, kubernetes={"namespace": kubernetes.name})
+    stream, key = call("render", file), "sk-of-a-client"
+    assert stream.code == 0, stream
+    words = f"--from-literal=admin-token=s3cret --from-literal=first-key-hash={hash_of(key)}"
+    kubernetes.kubectl("create", "secret", "generic", "one-secrets", *words.split())
+    apply = ("apply", "--server-side", "--field-manager=argocd", "-f", "-")
+    assert "statefulset.apps/one-r0 serverside-applied" in kubernetes.kubectl(*apply, stdin=stream.out).stdout
+    wait_until(lambda: call("status", "one").out.startswith("one is ready"), "it is ready", START_S)
+    run = place.run("one")
+    ask(run, key=key)
+    assert call("scale", "one", 2).code == 0
+    assert len(kubernetes.objects("statefulsets", "/apis/apps/v1")) == 2
+    assert call("down", "one").code == 0
+    kubernetes.kubectl("delete", "secret", "one-secrets")

@@ -7,6 +7,7 @@ import contextlib
 import signal
 import subprocess
 from collections.abc import Collection, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -14,17 +15,20 @@ import pytest
 from samples import NOW, cpu_machine, demo_plan, deployment, draft, gpu_machine
 from test_cli import Shell, shell  # noqa: F401 - fixtures
 
-from penstock import run_folder, targets
+from penstock import processes, run_folder, targets
 from penstock.cli import chat, lifecycle, remote
-from penstock.deployment import start
+from penstock.deployment import leftovers, start
 from penstock.deployment.doctor import examine
+from penstock.deployment.library import RunningDeployment
 from penstock.deployment.prepare import Prepared
-from penstock.errors import PenstockError, Problem
+from penstock.errors import PenstockError, Problem, UserError
 from penstock.hardware import Machine
 from penstock.paths import write_atomically
 from penstock.run_folder import Artifact, Handle, Kind, Launch, Left, Run, State, Unit
 from penstock.spec.deployment import Deployment
 from penstock.targets import Adopted, Placement, Target
+from penstock.targets.kubernetes import folder
+from penstock.targets.kubernetes import target as kubernetes
 from penstock.wire.announcement import GatewayAddress
 
 KINDS: tuple[Kind, ...] = ("replica", "gateway", "controller")
@@ -254,7 +258,11 @@ def finish(left: Left) -> None:
     cluster.others.clear()
 
 
-def test_clean_shows_what_targets_still_have_and_removes_it_when_told(shell: Shell, cluster: Cluster) -> None:
+def test_clean_shows_what_targets_still_have_and_removes_it_when_told(
+    shell: Shell, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leftovers, "every_temporary", dict)  # of other tests of this machine
+    monkeypatch.setattr(processes, "find_marked", lambda *_: [])
     cluster.others.append("one")
     assert shell("clean")[1].splitlines()[0].split() == ["kubernetes", "far/default", "Service", "one-gateway"]
     assert shell("clean", "--yes")[1].splitlines()[-1] == "removed"
@@ -285,3 +293,31 @@ def test_doctor_names_the_machines_that_a_target_knows(cluster: Cluster) -> None
     assert (
         finding.found == "target kubernetes knows 2 machines with 8 x NVIDIA H100 80GB HBM3; no program was run on them"
     )
+
+
+def test_up_stays_where_the_deployment_runs_whatever_the_kubeconfig_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    def connect(context: str | None, namespace: str | None) -> SimpleNamespace:
+        return SimpleNamespace(context=context or "current", namespace=namespace or "default")
+
+    monkeypatch.setattr(kubernetes, "connect", connect)
+    target, run = kubernetes.Kubernetes(), started("one")
+    (run.path / "cluster.json").write_bytes(msgspec.json.encode(folder.Cluster("far", "llm")))
+    same = deployment(name="one", target="kubernetes", gateway={"auth": "keys"})
+    other = deployment(name="one", target="kubernetes", kubernetes={"context": "near"})
+    assert target.rolls(run, same)
+    assert not target.rolls(run, other), "the old one is ended where it is"
+    run = started("one")  # `up` replaces the folder
+    assert (target._api_of(run).context, target._api_of(run).namespace) == ("far", "llm")
+    run.write_desired(run_folder.Desired("down", 0))
+    run.write_state(State(NOW, "down", 0))
+    assert target._api(same).context == "current"
+
+
+def test_a_program_is_told_that_it_needs_a_tunnel(cluster: Cluster) -> None:
+    run = started("one")
+    with pytest.raises(UserError) as caught:
+        RunningDeployment("one", None).client()
+    assert caught.value.hint is not None and "penstock tunnel one --port 8000" in caught.value.hint
+    address = GatewayAddress("0", "one-gateway.default:8000", (), "https://llm.example.org")
+    write_atomically(run.gateway_address_file, msgspec.json.encode(address))
+    assert RunningDeployment("one", None).client().base_url == "https://llm.example.org"

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -68,8 +69,11 @@ def test_every_verb_works_from_another_machine(place: Place, kubernetes: Namespa
     _check_tunnel(other)
     done_there = other.call("up", file)
     assert "runs already" in done_there.stdout, done_there
+    follower = subprocess.Popen(other.argv("logs", "one", "-f"), env=other.env, stdout=subprocess.PIPE, text=True)
     done_there = other.call("down", "one")
     assert (done_there.returncode, "one is down" in done_there.stdout) == (0, True), done_there
+    out = follower.communicate(timeout=30)[0]
+    assert (follower.returncode, "[1] " in out) == (0, True), "what is followed ends with the deployment"
     assert kinds_left(kubernetes) == []
     assert call("status", "one").out.startswith("one is down"), "the first machine sees that it is gone"
 
@@ -93,6 +97,24 @@ def _check_tunnel(other: Machine) -> None:
     finally:
         child.send_signal(signal.SIGINT)
         assert child.wait(10) == 0
+
+
+def test_an_exposed_one_is_asked_directly_and_belongs_to_all(
+    place: Place, kubernetes: Namespace, other: Machine
+) -> None:
+    file = file_for(place)
+    done = other.call("doctor", file)
+    print(done.stdout, done.stderr)
+    assert "knows 3 machines" in done.stdout, done
+    assert call("up", file).code == 0
+    out = call("status", "one").out
+    assert re.search(r"address +http://10\.\S+:8000/v1\n", out), out
+    done = other.call("up", file, "--set", "engine.drain_s=5")
+    assert done.returncode == 2 and 'deployment "one" runs with other settings' in done.stderr, done
+    done = other.call("run", file, "tell me a story", "--name", "one")
+    assert done.stdout.startswith("1:tell 2:me"), done
+    assert "one is down" in other.call("down", "one", "--now").stdout
+    assert 'cannot reach the gateway of "one": it is down' in other.call("chat", "one", "-m", "x").stderr
 
 
 def test_an_image_that_is_not_there_ends_a_start_with_the_reason(place: Place, kubernetes: Namespace) -> None:

@@ -15,7 +15,7 @@ from penstock.planner import Plan
 from penstock.run_folder import Launch
 from penstock.spec.deployment import Cache, Deployment
 from penstock.targets import load
-from penstock.targets.kubernetes import objects, pod_logs, replicas, target, weights
+from penstock.targets.kubernetes import objects, placing, pod_logs, replicas, target, weights
 from penstock.targets.kubernetes.objects import Object
 from penstock.targets.kubernetes.weights import Source
 
@@ -277,11 +277,11 @@ def pod(component: str, name: str = "llama-r0-0", **more: Any) -> Object:
 def test_a_claim_that_is_there_is_left_as_it_is_and_a_failed_job_is_made_again() -> None:
     claim, job = weights.objects_of(file(), plan())
     cluster: Any = Cluster(claim, job)
-    assert target._apply(cluster, claim) is claim and cluster.written == []
-    target._apply(cluster, job)
+    assert placing.apply(cluster, claim) is claim and cluster.written == []
+    placing.apply(cluster, job)
     assert cluster.written == [("apply", job["metadata"]["name"])], "the same one: nothing changes"
     cluster = Cluster(job | FAILED)
-    target._apply(cluster, job)
+    placing.apply(cluster, job)
     assert [verb for verb, _ in cluster.written] == ["delete", "apply"]
     assert weights.is_kept(claim) and not weights.is_kept(job)
 
@@ -297,6 +297,9 @@ def test_a_replica_that_waits_tells_the_progress_or_why_there_will_be_none() -> 
     failed = pod("weights", "llama-weights-x", status={"phase": "Failed", "containerStatuses": []})
     failed["spec"]["nodeName"] = "node-1"
     failed["status"]["containerStatuses"] = [{"name": "fetch", "state": {"terminated": ended}}]
+    cluster = Cluster(job, waiting, failed, log=("weights: not begun",))
+    said, is_lost = pod_logs.of_weights(cluster, "llama", [waiting])
+    assert not is_lost and said.startswith("weights: not begun (the last try: container fetch ended with code 2")
     cluster = Cluster(job | FAILED, waiting, failed)
     said, is_lost = pod_logs.of_weights(cluster, "llama", [waiting])
     assert is_lost and said.startswith("the weights could not be fetched: container fetch ended with code 2")

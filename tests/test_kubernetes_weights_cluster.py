@@ -18,6 +18,7 @@ from samples import LLAMA_70B, demo_plan, deployment
 from penstock import targets
 from penstock.models import files
 from penstock.planner import Plan
+from penstock.run_folder import Run
 from penstock.spec.deployment import Deployment
 from penstock.targets.kubernetes import archive, pods, weights
 from penstock.targets.kubernetes.objects import Object
@@ -134,29 +135,51 @@ def place(tmp_path: Path, kubernetes: Namespace, hub: HubServer, monkeypatch: py
     targets.load.cache_clear()
 
 
+def file_for(place: Place, hub: HubServer) -> Path:
+    block = {"image": "any", "cpus_per_node": 1, "memory": "1Gi", "storage_class": "standard"}
+    engine = {"env": {"HF_ENDPOINT": hub.url, "NO_PROXY": "*"}}
+    gateway = {"auth": "keys", "port": 8000}
+    return place.write("one", model=NAME, target="kubernetes", kubernetes=block, engine=engine, gateway=gateway)
+
+
+def reason_of(run: Run) -> str:
+    return " ".join(str(row.reason) for row in now(run).replicas)
+
+
+def test_a_fetch_that_the_hub_refuses_is_told_and_with_the_token_the_next_try_goes_well(
+    kubernetes: Namespace, hub: HubServer, place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.token = "hf_x"
+    monkeypatch.setenv("HF_TOKEN", hub.token)  # this machine may read it, the cluster may not
+    done = call("up", file_for(place, hub), "--no-wait")
+    assert done.code == 0, done
+    run = place.run("one")
+    wait_until(lambda: "it is gated" in reason_of(run), "the reason", 60.0)
+    assert "the last try: container fetch ended with code 2" in reason_of(run), reason_of(run)
+    hub.token = None
+    wait_until(lambda: [row.state for row in now(run).replicas] == ["ready"], "the replica is ready", 60.0)
+    assert call("down", "one", "--now", "--weights").code == 0
+    assert not kubernetes.objects("persistentvolumeclaims")
+
+
 def test_up_of_a_hub_model_reports_the_fetch_and_a_second_up_downloads_nothing(
     kubernetes: Namespace, hub: HubServer, place: Place
 ) -> None:
-    block = {"image": "any", "cpus_per_node": 1, "memory": "1Gi", "storage_class": "standard"}
-    gateway = {"auth": "keys", "port": 8000}
-    engine = {"env": {"HF_ENDPOINT": hub.url, "NO_PROXY": "*"}}
-    wanted = place.write("one", model=NAME, target="kubernetes", kubernetes=block, engine=engine, gateway=gateway)
+    wanted = file_for(place, hub)
     hub.is_open.clear()
     done = call("up", wanted, "--no-wait")
     assert done.code == 0, done
     run = place.run("one")
-
-    def reason() -> str:
-        return " ".join(str(row.reason) for row in now(run).replicas)
-
-    wait_until(lambda: re.search(r"weights \d/\d files, 0\.0 GB of 0\.0 GB", reason()) is not None, reason(), 60.0)
+    wait_until(
+        lambda: re.search(r"weights \d/\d files, 0\.0 GB of 0\.0 GB", reason_of(run)) is not None, "the progress", 60.0
+    )
     hub.is_open.set()
     wait_until(lambda: [row.state for row in now(run).replicas] == ["ready"], "the replica is ready", 60.0)
     path = f"/models/models--org--tiny/snapshots/{COMMIT}"
     assert run.plan().model.path.endswith(COMMIT)
     assert kubernetes.pod("one-r0-0").run(["ls", path]).stdout.split()[0] == "config.json"
     downloads = hub.downloads
-    assert call("down", "one").code == 0
+    assert call("down", "one", "--now").code == 0
     assert [claim["metadata"]["name"] for claim in kubernetes.objects("persistentvolumeclaims")] == ["weights-org-tiny"]
     assert kubernetes.objects("jobs", "/apis/batch/v1") == []
 

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from penstock.targets import Placement
-from penstock.targets.kubernetes import words
+from penstock.targets.kubernetes import reasons, scheduling, words
 from penstock.targets.kubernetes.objects import REVISION, Object
+from penstock.wire.announcement import Restart
 
 NOW = 1_790_000_000.0
 
@@ -109,7 +110,7 @@ NEEDS = {"nvidia.com/gpu": "4", "cpu": "16", "memory": "64Gi"}
     ],
 )
 def test_the_schedulers_message_becomes_words(message: str, expected: str) -> None:
-    assert words.unschedulable_in_words(message, NEEDS) == expected
+    assert scheduling.unschedulable_in_words(message, NEEDS) == expected
 
 
 SHORT = "0/8 nodes are available: 8 Insufficient nvidia.com/gpu."
@@ -188,12 +189,12 @@ CRASH = {"terminated": {"exitCode": 1, "reason": "Error", "message": "Traceback\
         (
             [waiting("CrashLoopBackOff", "back-off 10s restarting", restartCount=2, lastState=CRASH)],
             (),
-            "container node ended with code 1, 3 times: Traceback / File x / KeyError: 'a'",
+            "container node ended with code 1, end number 3: Traceback / File x / KeyError: 'a'",
         ),
         (
             [waiting("CrashLoopBackOff", "back-off 10s", restartCount=1, lastState=OOM)],
             (),
-            "container node was ended by the kernel: out of memory (limit 64Gi), 2 times",
+            "container node was ended by the kernel: out of memory (limit 64Gi), end number 2",
         ),
         ([container(state=OOM)], (), "container node was ended by the kernel: out of memory (limit 64Gi)"),
         (
@@ -233,7 +234,7 @@ def test_an_init_container_that_failed_is_shown_before_those_that_wait_for_it() 
     prepare = waiting("CrashLoopBackOff", name="prepare", restartCount=1, lastState=ended)
     done = container("copy", state={"terminated": {"exitCode": 0}})
     placement = place([pod(initContainerStatuses=[done, prepare], containerStatuses=[waiting("PodInitializing")])])
-    expected = "container prepare ended with code 3, 2 times: cannot use this image: it has no msgspec"
+    expected = "container prepare ended with code 3, end number 2: cannot use this image: it has no msgspec"
     assert (placement.state, placement.reason) == ("queued", expected)
 
 
@@ -273,6 +274,21 @@ def test_a_quota_is_named_by_the_events_of_the_set() -> None:
     assert (placement.state, placement.reason) == ("queued", expected)
 
 
+def test_a_set_that_makes_its_pods_again_is_not_refused_any_more() -> None:
+    refused = event("FailedCreate", 'Error creating: pods "x" is forbidden: no', 60, of="uid-set")
+    made = event("SuccessfulCreate", "create Pod qwen-r0-0 in StatefulSet qwen-r0 successful", 5, of="uid-set")
+    assert place([], (refused,)).reason == 'pods "x" is forbidden: no'
+    assert place([], (refused, made)).reason == "its StatefulSet has made 0 of 1 pods"
+
+
+def test_a_leader_worker_set_is_refused_by_the_sets_that_it_makes() -> None:
+    lws = SET | {"kind": "LeaderWorkerSet"}
+    ours = event("FailedCreate", "Error creating: over", of="uid-workers")
+    other = event("FailedCreate", "not ours", 1, of="uid-other")
+    events = [ours | {"involvedObject": {"name": "qwen-r0-0"}}, other | {"involvedObject": {"name": "qwen-r01"}}]
+    assert reasons.refused(lws, events) == "over"
+
+
 def test_the_first_start_of_several_pods_is_queued_and_names_the_pod_that_waits() -> None:
     scheduled = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": SHORT}
     placement = place([running(0), pod(1, None, conditions=[scheduled])], n_nodes=2)
@@ -307,6 +323,13 @@ DISRUPTED = {"type": "DisruptionTarget", "status": "True", "reason": "Preemption
 def test_a_replica_that_lost_a_pod_is_broken_and_repaired_by_its_set(other: Object | None, reason: str) -> None:
     placement = place([running(0), *([other] if other else [])], n_nodes=2)
     assert (placement.state, placement.is_repaired_by_target, placement.reason) == ("broken", True, reason)
+
+
+def test_before_the_condition_of_disruptions_an_event_tells_of_preemption() -> None:
+    victim = running(1, metadata={"deletionTimestamp": at(20)})
+    preempted = event("Preempted", "Preempted by ml/other on node node-1", of="uid-1")
+    placement = place([running(0), victim], (preempted,), n_nodes=2)
+    assert placement.reason == "qwen-r0-1: is being deleted: preempted by a pod of higher priority"
 
 
 def test_a_pod_on_a_lost_node_is_deleted_by_force_only_after_its_grace() -> None:
@@ -384,6 +407,7 @@ def test_a_deployment_whose_pods_are_refused_says_why() -> None:
         ),
         (waiting("ErrImagePull", "toomanyrequests: rate limit", image="a/denied:404"), (), False),
         (waiting("CreateContainerConfigError", 'secret "hub" not found'), (), True),
+        (waiting("CreateContainerConfigError", "failed to sync secret cache: timed out waiting"), (), False),
         (waiting("ContainerCreating"), (), False),
         (waiting("CrashLoopBackOff", restartCount=1, lastState={"terminated": {"exitCode": 1}}), (), False),
         (waiting("CrashLoopBackOff", restartCount=2, lastState={"terminated": {"exitCode": 1}}), (), True),
@@ -392,3 +416,23 @@ def test_a_deployment_whose_pods_are_refused_says_why() -> None:
 def test_a_pod_that_can_never_start_is_final(status: Object, events: tuple[Object, ...], is_final: bool) -> None:
     placement = place([pod(containerStatuses=[status])], events)
     assert (placement.state in ("queued", "broken"), placement.is_final) == (True, is_final)
+
+
+def test_what_the_cluster_brought_back_is_a_restart_with_its_reason() -> None:
+    assert place([running(0)]).restart is None
+    again = running(0)
+    again["status"]["containerStatuses"][0]["lastState"] = {"terminated": OOM["terminated"] | {"finishedAt": at(-52)}}
+    words_of = "container node was ended by the kernel: out of memory (limit 64Gi)"
+    assert place([again]).restart == Restart(NOW - 52, words_of)
+    other = running(0, metadata={"creationTimestamp": at(-60), "uid": "uid-9"})
+    owner = SET | {"metadata": SET["metadata"] | {"creationTimestamp": at(-100)}}
+    evicted = event("Evicted", "The node was low on resource: memory.", of="uid-0")
+    assert words.last_restart(owner, [other], [evicted]) == Restart(
+        NOW - 60, "pod qwen-r0-0 took the place of another: The node was low on resource: memory."
+    )
+    rolled_out = owner | {"status": {"conditions": [{"type": "Progressing", "lastUpdateTime": at(-55)}]}}
+    assert words.last_restart(rolled_out, [other], []) is None, "a rollout made it"
+    lost = pod(metadata={"deletionTimestamp": at(30), "deletionGracePeriodSeconds": 60})
+    assert not words.is_lost(lost, NOW, (), frozenset({"node-1"}))
+    assert words.is_lost(lost, NOW, (), frozenset({"node-1"}), is_silent=True)
+    assert not words.is_lost(lost, NOW, (), frozenset(), is_silent=True)

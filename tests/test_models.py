@@ -283,6 +283,8 @@ def test_a_node_has_its_own_copy_of_the_bundled_model_and_folders_where_they_wer
     assert gguf.model.path == str(demo.gguf_file())
     here = planned(str(tmp_path), str(tmp_path))
     assert model_files.on_this_node(here) is here
+    bucket = planned("s3://bucket/model", "org/model")
+    assert model_files.on_this_node(bucket) is bucket, "its engine reads it"
     with pytest.raises(UserError, match='there is no "/nowhere/model" on '):
         model_files.on_this_node(planned("/nowhere/model", "/nowhere/model"))
 

@@ -138,6 +138,9 @@ def test_followed_logs_of_replicas_tell_a_break_unless_the_deployment_goes_down(
     run.write_handle(Handle("ssh", {"replica/0": {}, "replica/1": {}}))
 
     class Breaking:
+        def fetch(self, run: Run) -> None:
+            pass
+
         def logs(self, run: Run, unit: Unit, follow: bool, last: int | None = None) -> Iterator[str]:
             yield f"line of {unit.name}"
             if unit.name == "0" or is_down:

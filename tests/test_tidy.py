@@ -186,7 +186,20 @@ RAY_THE_LIBRARY = ("planner", "engines", "node", "hardware", "deployment/doctor/
 
 def test_a_target_has_these_methods_and_every_capability_is_read() -> None:
     methods = {name for name, value in vars(Target).items() if callable(value) and not name.startswith("_")}
-    placing = {"check", "machines", "survey", "render", "place", "status", "logs", "end", "fetch", "order", "keep_up"}
+    placing = {
+        "check",
+        "machines",
+        "survey",
+        "render",
+        "place",
+        "status",
+        "logs",
+        "end",
+        "fetch",
+        "order",
+        "keep_up",
+        "rolls",
+    }
     from_anywhere = {"adopt", "leftovers", "tunnel", "inside", "end_weights"}
     assert methods == placing | from_anywhere
     outside = "".join(path.read_text("utf-8") for path in FILES if room_of_file(path) in ("deployment", "cli"))

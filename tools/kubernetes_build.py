@@ -32,12 +32,9 @@ SOURCES = (
     "deb-src [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] http://deb.debian.org/debian bookworm main"
 )
 REFLECT2 = Path("/usr/share/gocode/src/github.com/modern-go/reflect2")
-VERSION = "v1.20.2"
-# https://github.com/kubernetes/kubernetes/blob/v1.20.2/hack/lib/version.sh
-STAMPS = {
-    "k8s.io/kubernetes/vendor/k8s.io/component-base/version": ("gitVersion", "gitMajor", "gitMinor"),
-    "k8s.io/kubernetes/vendor/k8s.io/client-go/pkg/version": ("gitVersion",),
-}
+# https://github.com/kubernetes/kubernetes/blob/v1.20.2/hack/lib/version.sh: /version is answered from the second.
+VERSION = {"gitVersion": "v1.20.2", "gitMajor": "1", "gitMinor": "20"}
+VERSIONED = ("k8s.io/component-base/version", "k8s.io/client-go/pkg/version")
 
 
 def is_complete() -> bool:
@@ -88,8 +85,11 @@ def _build(build: Path) -> None:
     names = ["-p", "k8s.io/kubernetes/pkg/generated/openapi", "-O", "zz_generated.openapi"]
     names += ["-h", "vendor/k8s.io/code-generator/hack/boilerplate.go.txt", "-r", str(build / "violations")]
     _run([generator, "-i", ",".join(_described(tree)), *names], tree, env)
-    values = {"gitVersion": VERSION, "gitMajor": "1", "gitMinor": "20"}
-    stamps = " ".join(f"-X {package}.{name}={values[name]}" for package, names in STAMPS.items() for name in names)
+    stamps = " ".join(
+        f"-X k8s.io/kubernetes/vendor/{package}.{name}={value}"
+        for package in VERSIONED
+        for name, value in VERSION.items()
+    )
     servers = [f"./cmd/{name}" for name in SERVERS]
     _run(["go", "build", "-o", f"{build / 'bin'}/", "-ldflags", f"-s -w {stamps}", *servers], tree, env)
 

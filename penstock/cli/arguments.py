@@ -184,12 +184,17 @@ def deployment_of(options: argparse.Namespace) -> Deployment:
     """The deployment that FILE|MODEL and the flags describe; the bundled demo without either.  Raises UserError."""
     from penstock.spec import reading
 
-    # As JSON, which YAML reads the same way: a name such as 123 stays text.
+    settings = settings_of(options)
+    return _demo(settings) if options.source is None else reading.read(options.source, settings)
+
+
+def settings_of(options: argparse.Namespace) -> list[str]:
+    """What the flags change in the file, as values of --set."""
     fields = {"name": "name", "target": "target", "engine": "engine.kind", "replicas": "replicas"}
     fields |= {"port": "gateway.port"}
     values = {field: getattr(options, flag, None) for flag, field in fields.items()}
-    settings = [f"{field}={json.dumps(value)}" for field, value in values.items() if value is not None] + options.set
-    return _demo(settings) if options.source is None else reading.read(options.source, settings)
+    # As JSON, which YAML reads the same way: a name such as 123 stays text.
+    return [*(f"{field}={json.dumps(value)}" for field, value in values.items() if value is not None), *options.set]
 
 
 def shortened(text: str) -> str:

@@ -47,7 +47,7 @@ def _install(options: argparse.Namespace) -> int:
     unit = folder / f"penstock-{deployment.name}.service"
     is_file = options.source is not None and Path(options.source).exists()
     words = [str(Path(options.source).resolve()) if is_file else options.source or deployment.model]
-    for setting in [f"name={deployment.name}", *options.set]:
+    for setting in [f"name={deployment.name}", *arguments.settings_of(options)]:
         words += ["--set", setting]
     penstock = shlex.join([sys.executable, "-m", "penstock.cli.main"])
     text = _UNIT.format(name=deployment.name, home=paths.home(), penstock=penstock, source=shlex.join(words))

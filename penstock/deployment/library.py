@@ -17,6 +17,7 @@ from penstock import run_folder, targets
 from penstock.deployment import logs as deployment_logs
 from penstock.deployment import observe, planning, start, stop
 from penstock.deployment import scale as deployment_scale
+from penstock.errors import UserError
 from penstock.planner.request import Sizing
 from penstock.run_folder import Run, State
 from penstock.spec import reading
@@ -59,7 +60,12 @@ class RunningDeployment(msgspec.Struct, frozen=True):
     was_running: bool = False
 
     def client(self, key: str | None = None) -> Client:
-        return Client(run_folder.find(self.name).url, key or self.key)
+        """Raises UserError for a gateway inside a cluster, which this machine reaches by a tunnel only."""
+        run = run_folder.find(self.name)
+        if run.public_url is None and "tunnels" in targets.load(run.record().target).capabilities:
+            hint = f"Open a tunnel (penstock tunnel {self.name} --port 8000) and give its address to penstock.Client."
+            raise UserError(f'cannot reach the gateway of "{self.name}" from here: it is in a cluster', hint=hint)
+        return Client(run.url, key or self.key)
 
     def status(self) -> State:
         return status(self.name)

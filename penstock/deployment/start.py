@@ -86,11 +86,15 @@ def _look_elsewhere(deployment: Deployment) -> None:
 
 
 def rolls(deployment: Deployment) -> bool:
-    """Whether one of that name runs that its target replaces without a pause: it serves until the new one does."""
+    """Whether one of that name runs that its target replaces without a pause: it serves until the new one does.
+
+    One that another machine started gets its run folder here first.
+    """
     _look_elsewhere(deployment)
     existing = not_ended(deployment.name)
-    is_same = existing is not None and existing.record().target == deployment.target
-    return is_same and "rolls" in targets.load(deployment.target).capabilities
+    if existing is None or existing.record().target != deployment.target:
+        return False
+    return targets.load(deployment.target).rolls(existing, deployment)
 
 
 def _bind(host: str, port: int = 0) -> socket.socket:

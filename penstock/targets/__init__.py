@@ -23,6 +23,7 @@ from penstock.planner.engine_versions import NEWEST
 from penstock.run_folder import Artifact, Desired, Handle, Kind, Launch, Left, Listen, Run, Unit
 from penstock.spec.deployment import Deployment, is_legal_name
 from penstock.text import GIB
+from penstock.wire.announcement import Restart
 
 # name -> "module:Class"
 TABLE = {
@@ -34,9 +35,8 @@ TABLE = {
 }
 _CPUS, _MEMORY_BYTES, _GPU_BYTES = 64, 1024 * GIB, 80 * GIB  # of a machine that was not asked
 # "survey": runs a program on the nodes, for `doctor`. "places-gateway": takes gateway.on: job. "tunnels": its gateway
-# is reached by `tunnel` and `inside`. "keeps-weights": it keeps weights of a deployment beyond its end. "rolls":
-# placing another revision replaces what serves when its successor is ready.
-Capability = Literal["survey", "places-gateway", "tunnels", "keeps-weights", "rolls"]
+# is reached by `tunnel` and `inside`. "keeps-weights": it keeps weights of a deployment beyond its end.
+Capability = Literal["survey", "places-gateway", "tunnels", "keeps-weights"]
 
 
 class Placement(msgspec.Struct, frozen=True):
@@ -47,7 +47,8 @@ class Placement(msgspec.Struct, frozen=True):
     nothing of it runs. `is_final`: its owner ended it, so it is not placed again; of one that is queued or broken: it
     can never start as it is. `ends_at`: when its machines are taken away; `lead_s`: so long before that its successor
     starts (None: as long as starts take). `placed_at`: since when it is "placed", where the target learns late of a
-    lost machine: a unit that then stops announcing gets a successor. `where`: its machines, for people.
+    lost machine: a unit that then stops announcing gets a successor. `where`: its machines, for people. `restart`: the
+    last time that the target itself brought it, or a part of it, back.
     """
 
     state: Literal["queued", "placed", "broken", "gone"]
@@ -59,6 +60,7 @@ class Placement(msgspec.Struct, frozen=True):
     lead_s: float | None = None
     placed_at: float | None = None
     where: str | None = None
+    restart: Restart | None = None
 
 
 class Surveyed(msgspec.Struct, frozen=True):
@@ -199,6 +201,10 @@ class Target(Facts, ABC):
 
     def keep_up(self, run: Run) -> None:
         """Called every second or so while the run lives: keeps up what the target holds besides units (tunnels)."""
+
+    def rolls(self, run: Run, deployment: Deployment) -> bool:
+        """Whether placing this deployment replaces what serves of the run when its successor is ready."""
+        return False
 
     # ---- from any machine that reaches the target --------------------------------------------------------------------
 

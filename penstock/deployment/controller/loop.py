@@ -30,6 +30,7 @@ _TICK_S = 0.4
 _WRITE_EVERY_S = 1.0
 _SILENT_NODES = 3  # a node that died this often before its first report will not come
 _TAIL_LINES = 20
+_SAME_S = 3.0  # what the target tells of a restart that we asked for
 
 
 class _Refusal(msgspec.Struct, frozen=True):
@@ -91,6 +92,7 @@ class Controller:
         self.history = msgspec.structs.replace(self.history, gateway=seen.gateway)
         self.target.keep_up(self.run)
         self._note_failures(seen)
+        self._note_repairs(seen)
         self._keep_measured(seen)
         decision = self._act(desired, seen)
         self._note_refusal()
@@ -139,6 +141,21 @@ class Controller:
                 self._broken.discard(unit.name)
             if placement.is_final and placement.state == "gone":  # a job cancelled by hand stays cancelled
                 self._fail(unit.name, placement.reason or "it was ended from outside", rows.get(unit.name))
+
+    def _note_repairs(self, seen: Observation) -> None:
+        """What the target brought back by itself counts as a restart too."""
+        for unit, placement in seen.placements.items():
+            restart, part = placement.restart, self.history.gateway
+            if restart is None or unit.kind == "controller":  # that one notes its own
+                continue
+            known = self.history.replicas.get(unit.name, ()) if unit.kind == "replica" else part.restarts
+            if any(abs(row.at - restart.at) < _SAME_S or row.at > restart.at for row in known):
+                continue
+            if unit.kind == "replica":
+                self._remember_restart(unit.name, restart, seen)
+            else:
+                self.run.add_event("gateway restarted", restart.reason)
+                self.history = msgspec.structs.replace(self.history, gateway=part.restarted(restart.reason))
 
     def _fail(self, name: str, reason: str, announcement: Announcement | None) -> None:
         if name in self.history.failed:
@@ -231,8 +248,9 @@ class Controller:
                 return False
             placement = seen.placements[replica(name)]
             is_broken = placement.state == "broken"
+            restart = Restart(round(time.time(), 2), placement.reason or "it was gone")
             if not (is_broken and name in self._broken):  # a lost node is reported once, however often it is tried
-                self._remember_restart(name, placement.reason or "it was gone", seen)
+                self._remember_restart(name, restart, seen)
             if is_broken:
                 self._broken.add(name)
             self._n_deaths[name] = self._n_deaths.get(name, 0) + 1
@@ -281,18 +299,18 @@ class Controller:
             except PenstockError as exc:
                 print(f"penstock: {path} {name}: {exc.message}", flush=True)
 
-    def _remember_restart(self, name: str, reason: str, seen: Observation) -> None:
+    def _remember_restart(self, name: str, restart: Restart, seen: Observation) -> None:
         reported = [
-            restart
+            each
             for row in (seen.view.replicas if seen.view else ())
             if row.announcement.replica == name
-            for restart in row.announcement.restarts
+            for each in row.announcement.restarts
         ]
-        earlier = [*self.history.replicas.get(name, ()), *reported, Restart(round(time.time(), 2), reason)]
+        earlier = [*self.history.replicas.get(name, ()), *reported, restart]
         self.history = msgspec.structs.replace(
             self.history, replicas={**self.history.replicas, name: tuple(earlier[-KEPT_RESTARTS:])}
         )
-        self.run.add_event("replica restarted", reason, replica=name)
+        self.run.add_event("replica restarted", restart.reason, replica=name)
 
     # ---- the gateway -------------------------------------------------------------------------------------------------
 

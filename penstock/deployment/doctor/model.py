@@ -28,7 +28,9 @@ class ModelCheck(msgspec.Struct, frozen=True):
 def check_model(deployment: Deployment) -> ModelCheck:
     """Check the model from this machine. Reads a few kilobytes from the hub (seconds)."""
     if is_of_hub(deployment.model):
-        return _of_hub(deployment)
+        check = _of_hub(deployment)
+        is_fetched = deployment.target in targets.TABLE and targets.load(deployment.target).fetches_models
+        return _left_to_nodes(deployment.model, check) if is_fetched else check
     try:
         path = files.locate(deployment)
         whole = None if path.is_file() else facts.read_folder(path, deployment.model)
@@ -60,6 +62,17 @@ def _of_hub(deployment: Deployment) -> ModelCheck:
     n_bytes = (whole.index_bytes if whole is not None else None) or 0
     finding = Finding("model", "ok", f"{model} is on the hub: {show_bytes(n_bytes) if n_bytes else 'size unknown'}")
     return ModelCheck((finding,), whole, n_bytes, is_absent=True)
+
+
+def _left_to_nodes(model: str, check: ModelCheck) -> ModelCheck:
+    """What the hub refuses to this machine it may give to the nodes: the catalogue's facts are enough for a plan."""
+    (finding,) = check.findings
+    whole = _read(model) if finding.state == "bad" else None
+    if whole is None:
+        return check
+    words = f"{finding.found}; planned from {whole.source}"
+    finding = Finding("model", "warning", words, "The nodes need access to it: a token where it is gated.")
+    return msgspec.structs.replace(check, findings=(finding,), whole=whole)
 
 
 def _read(model: str) -> Facts | None:

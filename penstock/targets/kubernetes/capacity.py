@@ -27,12 +27,15 @@ _UNITS |= {f"{letter}i": 1024.0 ** (power + 1) for power, letter in enumerate("K
 _QUANTITY = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(?:([eE][+-]?\d+)|(n|u|m|k|[KMGTPE]i?)?)\Z")
 _VLLM = re.compile(r"vllm/vllm-openai:v(\d+\.\d+\.\d+)")
 _SHOWN = 8
+# https://cloud.google.com/kubernetes-engine/docs/concepts/timesharing-gpus; elsewhere the product has a suffix
+_GKE_SHARING = "cloud.google.com/gke-gpu-sharing-strategy"
 
 
 class Node(msgspec.Struct, frozen=True):
     """A node as a replica's pods see it. `has`: allocatable, `used`: requests of other deployments' pods on it.
 
-    `is_selected`: it has the labels that the pods ask for; `taints`: those that they do not tolerate.
+    `is_selected`: it has the labels that the pods ask for; `taints`: those that they do not tolerate. `is_sharing`:
+    several pods get the same GPU.
     """
 
     name: str
@@ -42,6 +45,7 @@ class Node(msgspec.Struct, frozen=True):
     is_selected: bool
     is_up: bool
     taints: tuple[str, ...]
+    is_sharing: bool
 
     @property
     def n_gpus(self) -> int:
@@ -117,6 +121,7 @@ def _node(row: Object, used: Mapping[str, float], spec: Object) -> Node:
         _is_selected(labels, spec),
         is_up,
         tuple(f"{taint['key']}={taint.get('value', '')}:{taint['effect']}".replace("=:", ":") for taint in taints),
+        _GKE_SHARING in labels or labels.get(gpus.PRODUCT, "").endswith("-SHARED"),
     )
 
 
@@ -197,12 +202,18 @@ def problems(nodes: Sequence[Node], deployment: Deployment) -> Iterator[Problem]
     if len(rows) < hardware.nodes:
         yield _too_few(nodes, rows, deployment, wants_gpus)
         return
+    needs_name = hardware.gpu is None and hardware.gpus_per_node != 0 and deployment.engine.kind in ("auto", "vllm")
     cards = sorted({node.card.name if node.card else "" for node in rows if node.n_gpus})
-    if hardware.gpu is None and hardware.gpus_per_node != 0 and not block.node_selector and len(cards) > 1:
+    if needs_name and not block.node_selector and len(cards) > 1:
         names = [name or "one without a label" for name in cards]
         yield Problem("hardware.gpu", f"is missing: nodes have several kinds: {', '.join(names)}", "name one of them")
-    elif hardware.gpu is None and hardware.gpus_per_node != 0 and cards == [""]:
+    elif needs_name and cards == [""]:
         yield Problem("hardware.gpu", "is missing: no label of the nodes says which GPU they have", "example: gpu: l4")
+    n_sharing = sum(node.is_sharing for node in rows)
+    if n_sharing and not block.node_selector:
+        words = f"{_share(n_sharing, len(rows))} GPUs that several pods share, and with them their memory"
+        hint = "select others by a label; or these, with engine.gpu_memory_utilization for a part of one"
+        yield Problem("kubernetes.node_selector", words, hint)
     if wants_gpus and hardware.gpus_per_node:
         n_room = sum(node.n_gpus // hardware.gpus_per_node for node in rows)
         n_pods = deployment.replicas.min * hardware.nodes

@@ -21,6 +21,7 @@ from penstock.targets.kubernetes.objects import INSTANCE, MANAGED_BY, MANAGER, O
 from penstock.targets.kubernetes.strategic_merge import merged
 
 _OLDEST = (1, 20)
+_IMAGE_VOLUMES = (1, 31)  # https://kubernetes.io/docs/tasks/configure-pod-container/image-volumes/
 _SHOWN = 6
 _DEFAULT_CLASS = "storageclass.kubernetes.io/is-default-class"
 # Provisioners of disks that one node mounts: https://kubernetes.io/docs/concepts/storage/persistent-volumes/#access-modes
@@ -229,7 +230,7 @@ def _class_problems(api: Api, deployment: Deployment) -> Iterator[Problem]:
 
 
 def _storage_problems(api: Api, deployment: Deployment) -> Iterator[Problem]:
-    """The storage class of claims that do not exist yet."""
+    """Claims, and the storage class of those that do not exist yet."""
     block, source = block_of(deployment), weights.source_of(deployment)
     claims: list[tuple[str, str, str | None]] = []
     if not traffic.has_postgres(deployment):
@@ -238,7 +239,15 @@ def _storage_problems(api: Api, deployment: Deployment) -> Iterator[Problem]:
         claims.append(("kubernetes.storage_class", source.name, block.storage_class))
     if source is not None and source.kind == "pvc" and api.find("PersistentVolumeClaim", source.name) is None:
         yield Problem("cache.weights", _absent("PersistentVolumeClaim", source.name, api))
-    claims = [row for row in claims if api.find("PersistentVolumeClaim", row[1]) is None]
+    present = {row[1]: found for row in claims if (found := api.find("PersistentVolumeClaim", row[1])) is not None}
+    claims = [row for row in claims if row[1] not in present]
+    if source is not None and source.kind == "claim" and source.name in present:
+        modes = present[source.name]["spec"]["accessModes"]
+        if block.storage_access not in modes:
+            words = f'{block.storage_access}, but claim "{source.name}" is there with {", ".join(modes)}'
+            yield Problem("kubernetes.storage_access", words, f"set that, or kubectl delete pvc {source.name}")
+    if source is not None and source.kind == "image" and (api.version() or _IMAGE_VOLUMES) < _IMAGE_VOLUMES:
+        yield Problem("cache.weights", "an image volume, which this cluster is too old for", "Kubernetes 1.31 has them")
     classes = {row["metadata"]["name"]: row for row in api.list("StorageClass")} if claims else {}
     defaults = [name for name, row in classes.items() if _annotation(row, _DEFAULT_CLASS) == "true"]
     listed = f"there are: {', '.join(sorted(classes)) or 'none'}"
@@ -307,9 +316,11 @@ def _security_problems(api: Api, deployment: Deployment) -> Iterator[Problem]:
 
 def _node_problems(api: Api, deployment: Deployment) -> Iterator[Problem]:
     nodes = capacity.nodes_of(api.list("Node"), (), deployment)
-    if len(capacity.usable(nodes, deployment)) < deployment.hardware.nodes and has_autoscaler(api):
-        return  # it may add what is absent
-    yield from capacity.problems(nodes, deployment)
+    faults = list(capacity.problems(nodes, deployment))
+    is_absent = len(capacity.usable(nodes, deployment)) < deployment.hardware.nodes
+    if faults and has_autoscaler(api):  # it may add what is absent
+        faults = [] if is_absent else [problem for problem in faults if problem.path != "replicas"]
+    yield from faults
 
 
 _Check = Callable[[Api, Deployment], Iterator[Problem]]
@@ -356,7 +367,7 @@ def has_autoscaler(api: Api) -> bool:
     with contextlib.suppress(ApiError):
         if api.find("ConfigMap", "cluster-autoscaler-status", "kube-system") is not None:
             return True
-    return api.knows("karpenter.sh/v1", "NodePool")
+    return any(api.knows(f"karpenter.sh/{version}", "NodePool") for version in ("v1", "v1beta1"))
 
 
 def _as_the_file_says(deployment: Deployment, reason: str) -> list[Machine]:

@@ -19,7 +19,7 @@ import msgspec
 from penstock import paths
 from penstock.errors import PenstockError
 from penstock.paths import write_atomically
-from penstock.run_folder import Desired, Record, Run, State
+from penstock.run_folder import Desired, Record, Run, State, is_locked
 from penstock.targets.kubernetes import objects
 from penstock.targets.kubernetes.api import Api, ApiError
 from penstock.targets.kubernetes.objects import Object
@@ -67,23 +67,31 @@ def config_of(run: Run) -> str:
 # ---- on the machine of a verb ----------------------------------------------------------------------------------------
 
 
-def fetch(api: Api, run: Run, is_any: bool = False) -> bool:
-    """Write the controller's last words into the folder; none that the controller of another `up` wrote, unless
-    `is_any`. Whether there are orders or words.  Raises ApiError."""
+def fetch(api: Api, run: Run) -> None:
+    """Write the last orders and the controller's last words into the folder; of the controller of another `up` only
+    its events. Raises ApiError."""
     state, desired = api.find("ConfigMap", objects.state(run.name)), api.find("ConfigMap", objects.desired(run.name))
-    if desired is not None:
+    is_ending = run.desired().state == "down" and is_locked(run)  # a `down` of this machine has not reached the API
+    if desired is not None and not is_ending:
         _write(run, desired, {"desired.json": "desired.json"})
-    annotations = (state or {}).get("metadata", {}).get("annotations", {})
-    if state is not None and (is_any or annotations.get(objects.CONFIG) == config_of(run)):
-        _write(run, state, _STATE_FILES)
-    return state is not None or desired is not None
+    if state is not None:
+        is_same = _config_in(state) == config_of(run)
+        _write(run, state, _STATE_FILES if is_same else {"events.jsonl": "events.jsonl"})
 
 
-def note_end(api: Api, run: Run) -> None:
-    """Mark the folder as ended when the deployment is gone: another machine took it down.  Raises ApiError."""
-    if api.find("ConfigMap", objects.anchor(run.name)) is None:
+def follow(api: Api, run: Run) -> None:
+    """Take over what another machine did since: its `up --replace`, or its `down`.  Raises ApiError."""
+    anchor = api.find("ConfigMap", objects.anchor(run.name))
+    if anchor is None:
         run.write_desired(Desired("down", 0))
         run.write_state(State(time.time(), "down", 0, reason="another machine took it down"))
+    elif _config_in(anchor) != config_of(run):
+        _write(run, anchor, {key: key for key in anchor["data"]})
+
+
+def _config_in(config_map: Object) -> str | None:
+    annotations: dict[str, str] = config_map["metadata"].get("annotations", {})
+    return annotations.get(objects.CONFIG)
 
 
 def _write(run: Run, config_map: Object, files: Mapping[str, str]) -> None:
@@ -142,7 +150,12 @@ def _unix_s(timestamp: str) -> float:
 
 def is_inside(run: Run) -> bool:
     """Whether this is the folder in the controller's pod."""
-    return "KUBERNETES_SERVICE_HOST" in os.environ and run.path.is_relative_to(objects.HOME)
+    return is_in_pod() and run.path.is_relative_to(objects.HOME)
+
+
+def is_in_pod() -> bool:
+    """Whether this is a pod of ours: there the kubeconfig's contexts do not exist."""
+    return "KUBERNETES_SERVICE_HOST" in os.environ and os.environ.get("PENSTOCK_HOME") == objects.HOME
 
 
 def note_gateway(api: Api, run: Run, unit: str) -> None:
@@ -182,6 +195,7 @@ class Publisher:
 
     def __init__(self) -> None:
         self._asked_at = self._written_at = float("-inf")
+        self._began = time.time()  # a state from before is what an earlier controller saw
         self._written: dict[str, str] = {}
 
     def exchange(self, api: Api, run: Run, now: float) -> None:
@@ -193,7 +207,8 @@ class Publisher:
         if desired is not None:
             _write(run, desired, {"desired.json": "desired.json"})
         silent_s = now - self._written_at
-        if silent_s < _WRITE_EVERY_S:
+        state = run.state()
+        if silent_s < _WRITE_EVERY_S or state is None or state.observed_at < self._began:
             return
         data = _content(run)
         if silent_s >= _WRITE_AT_LEAST_EVERY_S or _without_time(data) != _without_time(self._written):

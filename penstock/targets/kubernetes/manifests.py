@@ -18,7 +18,7 @@ from penstock.targets.kubernetes.objects import Object
 
 MANIFESTS, REPLICA = "manifests.yaml", "replica.yaml"
 _HEAD = """\
-# Made by `penstock render`. Apply it with: kubectl apply --server-side -f -
+# Made by `penstock render`, for namespace {namespace}. Apply it with: kubectl apply --server-side -f -
 # The Secret {secret} is not here. Without `penstock up`, make it first:
 #   kubectl create secret generic {secret} --from-literal=admin-token="$(openssl rand -hex 24)"{key}
 # The Secret {scrape}, for Prometheus, follows from that token: docs/how-to/kubernetes.md.
@@ -43,7 +43,8 @@ def artifact(launch: Launch, deployment: Deployment, cluster: Cluster) -> Artifa
     first = [instance(template, str(number)) for number in range(deployment.replicas.min)]
     name = deployment.name
     key = _HEAD_KEY if deployment.gateway.auth == "keys" else ""
-    head = _HEAD.format(secret=objects.secrets(name), scrape=objects.scrape(name), key=key)
+    space = objects.block_of(deployment).namespace or "default (kubernetes.namespace names another)"
+    head = _HEAD.format(namespace=space, secret=objects.secrets(name), scrape=objects.scrape(name), key=key)
     stream = head + to_yaml(_in_namespace([*shared, *(row for rows in first for row in rows)], deployment))
     argv = ("kubectl", "apply", "--server-side", f"--field-manager={objects.MANAGER}", "-f", MANIFESTS)
     files = {**controller_files(there, deployment), MANIFESTS: stream}
@@ -66,8 +67,12 @@ def _in_namespace(rows: Iterable[Object], deployment: Deployment) -> list[Object
 def shared_objects(launch: Launch, deployment: Deployment, cluster: Cluster) -> list[Object]:
     """All but the replicas; the anchor first."""
     plan = launch.plan
+    files = controller_files(launch, deployment)
+    data = _run_data(launch, deployment, files)
+    anchor = services.anchor(deployment, data)
+    anchor["metadata"]["annotations"] = {objects.CONFIG: files[objects.CONFIG_FILE]}
     return [
-        services.anchor(deployment, _run_data(launch, deployment)),
+        anchor,
         archive.config_map(deployment, archive.archive()),
         *weights.objects_of(deployment, plan),
         *replicas.shared_objects(launch, deployment, weights.storage(deployment, plan)),
@@ -85,11 +90,11 @@ def controller_files(launch: Launch, deployment: Deployment) -> dict[str, str]:
     return {REPLICA: template, objects.CONFIG_FILE: config}
 
 
-def _run_data(launch: Launch, deployment: Deployment) -> dict[str, str]:
+def _run_data(launch: Launch, deployment: Deployment, files: dict[str, str]) -> dict[str, str]:
     return {
         "spec.yaml": reading.to_yaml(deployment),
         "plan.json": _json(launch.plan),
-        "artifact.json": _json(Artifact((), controller_files(launch, deployment))),
+        "artifact.json": _json(Artifact((), files)),
     }
 
 

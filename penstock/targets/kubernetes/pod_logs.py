@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from penstock.log_lines import as_they_come, in_turn, named
 from penstock.run_folder import Run, Unit
-from penstock.targets.kubernetes import objects, weights, words
+from penstock.targets.kubernetes import objects, reasons, weights
 from penstock.targets.kubernetes.api import Api, ApiError
 from penstock.targets.kubernetes.objects import Object
 
@@ -23,9 +23,21 @@ def lines(api: Api, run: Run, unit: Unit, follow: bool, last: int | None) -> Ite
 def _followed(api: Api, run: Run, unit: Unit, last: int | None) -> Iterator[str]:
     while not run.is_ended():
         sources = _of_pods(api, run, unit, True, last)
+        if not sources and _is_gone(api, run):
+            return
         yield from sources[0] if len(sources) == 1 else as_they_come(sources)
         time.sleep(_AGAIN_S)  # there is no pod yet, or others have taken their place
         last = None
+
+
+def _is_gone(api: Api, run: Run) -> bool:
+    """Whether the run was ended, maybe by another machine."""
+    try:
+        return api.find("ConfigMap", objects.anchor(run.name)) is None
+    except ApiError as exc:
+        if not exc.is_retryable:
+            raise
+        return False
 
 
 def _of_pods(api: Api, run: Run, unit: Unit, follow: bool, last: int | None) -> list[Iterator[str]]:
@@ -41,12 +53,14 @@ def of_weights(api: Api, name: str, pods: Sequence[Object]) -> tuple[str, bool]:
     whether nobody will bring them.  Raises ApiError."""
     labels = objects.labels(name, weights.COMPONENT)
     jobs = sorted(api.list("Job", labels), key=lambda job: str(job["metadata"]["creationTimestamp"]))
+    tries = [pod for pod in api.list("Pod", labels) if pod.get("status", {}).get("phase") == "Failed"] if jobs else []
+    why = reasons.summary(tries[-1:], ())
     if jobs and weights.has_failed(jobs[-1]):
-        why = words.summary(api.list("Pod", labels), ()) or "its time was over"
-        return f"the weights could not be fetched: {why}", True
-    waiting = next(pod for pod in pods if words.waits(pod))
+        return f"the weights could not be fetched: {why or 'its time was over'}", True
+    waiting = next(pod for pod in pods if reasons.waits(pod))
     last = [*api.logs(waiting["metadata"]["name"], weights.COMPONENT, last=1)]
-    return (last[0] if last else words.WAITS), False
+    said = last[0] if last else reasons.WAITS
+    return (f"{said} (the last try: {why})" if why else said), False
 
 
 def _pods(api: Api, run: Run, unit: Unit) -> list[Object]:
@@ -75,8 +89,8 @@ def _of_pod(api: Api, run: Run, unit: Unit, name: str, follow: bool, last: int |
                 yield from _before(api, name)
             if exc.status == 404:
                 stamp = None  # the clock of another node
-                if unit.kind != "replica":
-                    return  # its successor has another name
+                if unit.kind != "replica" or _is_gone(api, run):
+                    return  # its successor has another name, or there is none
         if not follow or run.is_ended():
             return
         time.sleep(_AGAIN_S)  # its container starts again, or its pod

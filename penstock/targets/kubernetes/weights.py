@@ -35,7 +35,7 @@ _FOLDER_HINT = "Say where the pods find it: cache.weights: pvc:CLAIM/PATH, gs://
 _SLOWEST_FETCH, _START_S = 25_000_000, 1800
 _JOB_KEPT_S = 86_400
 _N_RETRIES = 2
-_FETCH_NEEDS = {"cpu": "2", "memory": "4Gi"}  # several files at once, and their dirty pages
+_FETCH_NEEDS = {"cpu": "2", "memory": "8Gi"}  # eight files at once, and their dirty pages
 _WAIT_NEEDS = {"cpu": "100m", "memory": "256Mi"}
 # https://cloud.google.com/kubernetes-engine/docs/how-to/cloud-storage-fuse-csi-driver-perf: files are cached whole on
 # the node, fetched in parallel, and their metadata never ends. Pods that are not root need uid and gid.
@@ -300,7 +300,8 @@ def _program(plan: Plan) -> tuple[str, ...]:
 def _fetch_env(deployment: Deployment) -> tuple[Object, ...]:
     """The hub's variables and proxies of the file (a mirror: HF_ENDPOINT), and the token by reference."""
     given = {name: value for name, value in deployment.engine.env.items() if _FETCH_VARIABLES.match(name)}
-    own = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", **given}
+    # Chunks of large files would be kept a second time, on the node's disk.
+    own = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_XET_CHUNK_CACHE_SIZE_BYTES": "0", **given}
     secret = block_of(deployment).hub_token_secret
     token = [pods.secret_env("HF_TOKEN", secret, "token")] if secret is not None else []
     return (*pods.plain_env(own), *token)

@@ -1,0 +1,108 @@
+"""Ends a deployment, from any machine, and finds what is left of those whose anchor is gone."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+
+from penstock.errors import PenstockError, UserError
+from penstock.run_folder import Left, Run
+from penstock.targets.kubernetes import objects, weights
+from penstock.targets.kubernetes.api import Api, ApiError
+from penstock.targets.kubernetes.objects import Object
+from penstock.targets.kubernetes.placing import SPARE_S
+from penstock.targets.kubernetes.view import wait
+
+# All that a deployment may have, in the order in which it is deleted; the anchor is last.
+_KINDS = (
+    *("Deployment", "StatefulSet", "LeaderWorkerSet", "Job", "Ingress", "HTTPRoute", "InferencePool", "Service"),
+    *("PodDisruptionBudget", "NetworkPolicy", "GCPBackendPolicy", "PodMonitoring", "ServiceMonitor", "PodMonitor"),
+    *("RoleBinding", "Role", "ServiceAccount", "Secret", "PersistentVolumeClaim", "ConfigMap"),
+)
+TARGET = "kubernetes"
+_LWS = ("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet")
+
+
+def end(api: Api, run: Run, grace_s: float) -> None:
+    name = run.name
+    anchor = api.find("ConfigMap", objects.anchor(name))
+    for kind in ("controller", "gateway"):
+        if api.delete("Deployment", f"{name}-{kind}"):
+            wait(functools.partial(_has_no_pod, api, name, kind), grace_s + SPARE_S)
+    for kind in ("StatefulSet", "LeaderWorkerSet", "Job"):
+        if kind != "LeaderWorkerSet" or api.knows(*_LWS):
+            api.delete_all(kind, objects.labels(name))
+    _end_pods(api, name, grace_s)
+    for kind in _KINDS:
+        for row in _listed(api, kind, objects.labels(name)):
+            if not weights.is_kept({"kind": kind, **row}):
+                api.delete(kind, row["metadata"]["name"])
+    if anchor is not None:
+        api.delete("ConfigMap", objects.anchor(name), propagation="Background")
+
+
+def _end_pods(api: Api, name: str, grace_s: float) -> None:
+    """Their sets are deleted: wait until they have drained, at most `grace_s`, then by force."""
+    labels = objects.labels(name)
+
+    def left() -> list[Object]:
+        return api.list("Pod", labels)
+
+    for force_s, wait_s in ((None, grace_s), (1, SPARE_S), (0, SPARE_S)):
+        pods = left()
+        for pod in pods:
+            if force_s is not None or "deletionTimestamp" not in pod["metadata"]:
+                api.delete("Pod", pod["metadata"]["name"], grace_s=force_s)
+        if not pods or wait(lambda: not left(), wait_s):
+            return
+    raise PenstockError(
+        f'could not end {len(left())} pods of "{name}"', hint=f"kubectl get pods -l {objects.selector(labels)}",
+        is_retryable=True,
+    )  # fmt: skip
+
+
+def end_weights(api: Api, run: Run) -> None:
+    source = weights.source_of(run.deployment())
+    if source is None or source.kind != "claim":
+        return
+    pods = api.list("Pod", {objects.MANAGED_BY: objects.MANAGER})
+    users = {pod["metadata"]["labels"][objects.INSTANCE] for pod in pods if weights.mounts(pod, source.name)}
+    if users:
+        message = f'cannot remove the weights in claim "{source.name}": {", ".join(sorted(users))} uses them'
+        raise UserError(message, hint=f"End it first: penstock down {min(users)}")
+    api.delete("PersistentVolumeClaim", source.name)
+    wait(lambda: api.find("PersistentVolumeClaim", source.name) is None, SPARE_S)
+
+
+def without_anchor(api: Api) -> list[Left]:
+    """Objects with our labels whose deployment's anchor is gone, by deployment; not those that keep weights."""
+    ours = {objects.MANAGED_BY: objects.MANAGER}
+    by_name: dict[str, list[tuple[str, str]]] = {}
+    for kind in _KINDS:
+        for row in _listed(api, kind, ours):
+            labels, own_name = row["metadata"]["labels"], row["metadata"]["name"]
+            if not weights.is_kept({"kind": kind, **row}):
+                by_name.setdefault(labels.get(objects.INSTANCE, ""), []).append((kind, own_name))
+    place = f'namespace "{api.namespace}" of context "{api.context}"'
+    return [
+        Left(
+            TARGET, name, place, f'{len(rows)} objects of "{name}"',
+            {"context": api.context, "namespace": api.namespace, "objects": rows},
+        )
+        for name, rows in sorted(by_name.items())
+        if ("ConfigMap", objects.anchor(name)) not in rows
+    ]  # fmt: skip
+
+
+def _has_no_pod(api: Api, name: str, component: str) -> bool:
+    return not api.list("Pod", objects.labels(name, component))
+
+
+def _listed(api: Api, kind: str, labels: Mapping[str, str]) -> list[Object]:
+    """Objects of a kind; none where the cluster does not know the kind."""
+    try:
+        return api.list(kind, labels)
+    except ApiError as exc:
+        if exc.status in (403, 404):
+            return []
+        raise
