@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -80,6 +81,12 @@ def test_a_table_that_is_too_wide_becomes_blocks_without_a_broken_word() -> None
         "  STATE  -",
         "  MODEL  m",
     ]
+
+
+def test_a_table_is_the_same_without_rich(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = output.table(ROWS, HEAD, right=(1,), indent=2)
+    monkeypatch.setitem(sys.modules, "rich.table", None)
+    assert output.table(ROWS, HEAD, right=(1,), indent=2) == shown
 
 
 def test_a_table_in_a_pipe_has_one_line_a_row() -> None:

@@ -100,13 +100,15 @@ def table(
     The widest column continues below where it is too wide; where that leaves too little room, each row becomes a block
     of lines, one a column. `right`: the numbers of the columns that are aligned at their right end.
     """
-    from rich.padding import Padding
-    from rich.table import Table
-    from rich.text import Text
-
-    grid, columns = Table.grid(padding=(0, 2, 0, 0)), width() if columns is None else columns
     lines = [head, *rows] if head else rows
     widths = [max(map(len, cells)) for cells in zip_longest(*lines, fillvalue="")]
+    try:
+        from rich.padding import Padding
+        from rich.table import Table
+        from rich.text import Text
+    except ImportError:  # in a pod, whose image is an engine's
+        return "\n".join(_aligned(line, widths, right, indent) for line in lines)
+    grid, columns = Table.grid(padding=(0, 2, 0, 0)), width() if columns is None else columns
     widest = widths.index(max(widths)) if widths else 0
     room = columns - indent - 2 * len(widths) - (sum(widths) - max(widths, default=0))
     if head and room < min(_LEAST_ROOM, max(widths, default=0)):
@@ -117,6 +119,11 @@ def table(
     for line in lines:
         grid.add_row(*(Text(cell) for cell in line))
     return render(Padding(grid, (0, 0, 0, indent)), columns)
+
+
+def _aligned(line: Sequence[str], widths: Sequence[int], right: Collection[int], indent: int) -> str:
+    cells = [cell.rjust(widths[i]) if i in right else cell.ljust(widths[i]) for i, cell in enumerate(line)]
+    return (" " * indent + "  ".join(cells)).rstrip()
 
 
 def _block(row: Sequence[str], head: Sequence[str], columns: int, indent: int) -> str:

@@ -76,12 +76,18 @@ def serve(
 
 
 def run_loop(make: Callable[[], Gateway], config: GatewayConfig) -> None:
-    import uvloop
-
     # Until the loop hears signals they wait: the handler from before would end a worker with a traceback.
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with asyncio.Runner(loop_factory=_new_event_loop) as runner:
         runner.run(_serve(make, config))
+
+
+def _new_event_loop() -> asyncio.AbstractEventLoop:
+    try:
+        import uvloop
+    except ImportError:  # an engine's image may lack it, which costs speed only
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()
 
 
 async def _serve(make: Callable[[], Gateway], config: GatewayConfig) -> None:
