@@ -21,6 +21,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+PACKAGES = "/opt/packages"  # in containers, since a volume at /tmp may hide where they are here
 IMAGE = "/opt/image"  # in containers: the Python that images bring
 HOME = "/home/container"
 SPACES = ["--net", "--uts", "--ipc", "--mount"]
@@ -48,11 +49,12 @@ mount -t proc proc proc
 mount -t sysfs sysfs sys
 mount --rbind /dev dev
 mount -t tmpfs -o mode=1777,size=64m shm dev/shm
-mkdir -p .{image} .{home}
+mkdir -p .{image} .{packages} .{home}
 {kept}
 rm -f etc/resolv.conf
 cp {folder}/etc/* etc/
 mount --bind {base}/image .{image}
+mount --bind {site} .{packages}
 {mounts}
 {read_only}
 pivot_root . .
@@ -168,6 +170,8 @@ class Sandbox:
         script = CONTAINER.format(
             root=f"{self.folder}/root",
             image=IMAGE,
+            packages=PACKAGES,
+            site=_site(),
             home=HOME,
             kept="\n".join(f"mkdir -p .{path} && mount --rbind {path} .{path}" for path in other_disks()),
             folder=self.folder,
@@ -231,7 +235,7 @@ def now() -> str:
 
 def make_image(folder: Path) -> None:
     """What every image holds: python3 with the packages of the Python that runs the tests, but not penstock."""
-    site = next(Path(entry) for entry in sys.path if entry.endswith("site-packages"))
+    site = _site()
     own = folder / site.relative_to(sys.prefix)
     own.mkdir(parents=True)
     (folder / "bin").mkdir()
@@ -240,7 +244,11 @@ def make_image(folder: Path) -> None:
     (folder / "pyvenv.cfg").write_bytes((Path(sys.prefix) / "pyvenv.cfg").read_bytes())
     for entry in site.iterdir():
         if not re.match(r"_editable|penstock|.*\.pth$", entry.name):
-            (own / entry.name).symlink_to(entry)
+            (own / entry.name).symlink_to(f"{PACKAGES}/{entry.name}")
+
+
+def _site() -> Path:
+    return next(Path(entry) for entry in sys.path if entry.endswith("site-packages"))
 
 
 def other_disks() -> list[Path]:

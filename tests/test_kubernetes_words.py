@@ -432,7 +432,33 @@ def test_what_the_cluster_brought_back_is_a_restart_with_its_reason() -> None:
     )
     rolled_out = owner | {"status": {"conditions": [{"type": "Progressing", "lastUpdateTime": at(-55)}]}}
     assert words.last_restart(rolled_out, [other], []) is None, "a rollout made it"
-    lost = pod(metadata={"deletionTimestamp": at(30), "deletionGracePeriodSeconds": 60})
-    assert not words.is_lost(lost, NOW, (), frozenset({"node-1"}))
-    assert words.is_lost(lost, NOW, (), frozenset({"node-1"}), is_silent=True)
-    assert not words.is_lost(lost, NOW, (), frozenset(), is_silent=True)
+
+
+def test_a_pod_whose_node_was_silent_before_its_end_has_no_grace() -> None:
+    ending = {"deletionTimestamp": at(30), "deletionGracePeriodSeconds": 60}
+    silent = running(0, started=-46, is_ready=False, metadata=ending)  # unready for 45 s, deleted 30 s ago
+    told = event("NodeNotReady", "Node is not ready", 45)
+    nobody, both = frozenset[str](), frozenset({"node-1"})
+    for events, nodes in (((told,), nobody), ((), both)):
+        assert words.is_lost(silent, NOW, events, nodes, is_silent=True)
+        assert not words.is_lost(silent, NOW, events, nodes)
+        assert not words.is_lost(running(0, metadata=ending), NOW, events, nodes, is_silent=True), "it is ready"
+        draining = running(0, started=-20, is_ready=False, metadata=ending)
+        assert not words.is_lost(draining, NOW, events, nodes, is_silent=True), "it became unready by its end"
+    assert not words.is_lost(silent, NOW, is_silent=True), "its node answers"
+    early = event("NodeNotReady", "Node is not ready", 500)
+    assert not words.is_lost(silent, NOW, (early,), is_silent=True), "that was another time"
+
+
+def test_a_replica_of_two_nodes_that_waits_for_a_lost_one_gets_another() -> None:
+    first = running(0, started=-500, is_ready=False)
+    silent = running(1, node="node-2", started=-41, is_ready=False)  # made unready 40 s ago
+    told = event("NodeNotReady", "Node is not ready", 40, of="uid-1")
+    placement = place([first, silent], (told,), n_nodes=2)
+    assert (placement.state, placement.reason) == ("broken", "node node-2 does not answer")
+    assert not placement.is_repaired_by_target
+    assert words.lost_pods([first, silent], NOW, (told,), frozenset(), 2) == [silent]
+    assert words.lost_pods([running(0), silent], NOW, (told,), frozenset(), 2) == [], "it serves"
+    evicted = event("TaintManagerEviction", "Marking for deletion Pod a/qwen-r0-1", 100, of="uid-1")
+    ended = running(1, node="node-2", is_ready=False, metadata={"deletionTimestamp": at(-31)})
+    assert words.lost_pods([first, ended], NOW, (evicted,), frozenset(), 2) == [ended], "it never was ready"

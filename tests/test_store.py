@@ -51,6 +51,16 @@ def test_names_of_valid_keys_are_unique_and_a_revoked_one_is_free(store: Store) 
     assert caught.value.hint == 'Did you mean "alice"?'
 
 
+def test_a_key_that_is_known_by_its_hash_alone_is_introduced_once(store: Store) -> None:
+    for digest in (hash_of("sk-of-a-client"), hash_of("sk-of-another")):
+        store.keys.introduce("first", digest, NOW)
+    assert [secret.hash for secret in store.keys.find("first").secrets] == [hash_of("sk-of-a-client")]
+    store.keys.revoke("first", NOW)
+    store.keys.introduce("first", hash_of("sk-of-a-client"), NOW)
+    with pytest.raises(UserError, match="cannot find key"):
+        store.keys.find("first")
+
+
 def test_rotation_leaves_the_old_secret_its_grace_and_changes_the_revision(store: Store) -> None:
     key, _ = store.keys.create("alice", Limits(), NOW)
     before = store.keys.revision()

@@ -10,6 +10,7 @@ The folder holds spec.yaml, plan.json, artifact.json and secrets/; the rest is m
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import secrets
 import sys
@@ -23,6 +24,8 @@ from penstock import __version__, processes, targets
 from penstock.deployment import gateway_config
 from penstock.deployment.gateway_config import Addresses
 from penstock.errors import PenstockError
+from penstock.gateway.accounting import store
+from penstock.gateway.accounting.key_store import KeyStore
 from penstock.paths import write_atomically
 from penstock.run_folder import Desired, Record, Run
 
@@ -41,6 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     run = Run(options.run)
     _write_gateway_config(run, Addresses(options.listen, options.admin), options.store, options.tls)
     program = ["-m", "penstock.gateway", str(run.gateway_config)]
+    if options.kind == "gateway" and run.first_key_file.exists():
+        _introduce_first_key(run)
     if options.kind == "controller":
         _complete(run)
         program = ["-m", "penstock.deployment.controller", str(run.path), "--unit", options.unit]
@@ -55,9 +60,14 @@ def _write_gateway_config(run: Run, addresses: Addresses, store: str | None, tls
         config = msgspec.structs.replace(config, store=store)
     if tls is not None:
         config = msgspec.structs.replace(config, tls_cert=str(tls / "tls.crt"), tls_key=str(tls / "tls.key"))
-    if run.first_key_file.exists():
-        config = msgspec.structs.replace(config, key_hashes=(run.first_key_file.read_text("utf-8").strip(),))
     write_atomically(run.gateway_config, msgspec.json.format(msgspec.json.encode(config), indent=2), mode=0o600)
+
+
+def _introduce_first_key(run: Run) -> None:
+    place = run.gateway_file().store
+    if place is not None:
+        with contextlib.closing(store.connect(place)) as database:
+            KeyStore(database).introduce("first", run.first_key_file.read_text("utf-8").strip(), time.time())
 
 
 def _complete(run: Run) -> None:

@@ -93,14 +93,16 @@ class KeyStore:
         with self._writing_keys():
             if any(key.name == name and key.revoked_at is None for key in self.all()):
                 raise UserError(f'cannot create key "{name}": there is one of that name', hint="Revoke or rotate it.")
-            key = ApiKey(f"key_{secrets.token_hex(6)}", name, limits, now)
-            self._database.execute(
-                f"INSERT INTO api_keys VALUES ({', '.join('?' * 10)})",
-                (key.id, name, msgspec.json.encode(limits.models).decode(), limits.rpm, limits.tpm)
-                + (limits.concurrency, limits.budget_usd, now, limits.expires_at, None),
-            )
-            self._add_secret(key.id, secret, now)
-            return self.find(key.id), secret
+            key_id = self._add_key(name, limits, now)
+            self._add_secret(key_id, secret, now)
+            return self.find(key_id), secret
+
+    def introduce(self, name: str, digest: str, now: float) -> None:
+        """A key whose secret only its owner has: `digest` is its hash. Nothing where any key ever had that name."""
+        with self._writing_keys():
+            if not any(key.name == name for key in self.all()):
+                row = (digest, self._add_key(name, Limits(), now), "", now, None)
+                self._database.execute("INSERT INTO api_secrets VALUES (?, ?, ?, ?, ?)", row)
 
     def rotate(self, name_or_id: str, grace_s: float, now: float) -> tuple[ApiKey, str]:
         """A new secret for a key; the old ones stay valid for `grace_s`."""
@@ -158,6 +160,15 @@ class KeyStore:
 
     def revision(self) -> int:
         return int(self._database.all("SELECT value FROM meta WHERE name = 'keys_revision'")[0][0])
+
+    def _add_key(self, name: str, limits: Limits, now: float) -> str:
+        key = ApiKey(f"key_{secrets.token_hex(6)}", name, limits, now)
+        self._database.execute(
+            f"INSERT INTO api_keys VALUES ({', '.join('?' * 10)})",
+            (key.id, name, msgspec.json.encode(limits.models).decode(), limits.rpm, limits.tpm)
+            + (limits.concurrency, limits.budget_usd, now, limits.expires_at, None),
+        )
+        return key.id
 
     def _add_secret(self, key_id: str, secret: str, now: float) -> None:
         values = (hash_of(secret), key_id, secret[-4:], now, None)

@@ -87,7 +87,8 @@ def _new_event_loop() -> asyncio.AbstractEventLoop:
         import uvloop
     except ImportError:  # an engine's image may lack it, which costs speed only
         return asyncio.new_event_loop()
-    return uvloop.new_event_loop()
+    loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
+    return loop
 
 
 async def _serve(make: Callable[[], Gateway], config: GatewayConfig) -> None:

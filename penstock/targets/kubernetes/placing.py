@@ -113,10 +113,10 @@ def _repaired(api: Api, run: Run, set_: Object, revision: str) -> Object | None:
     which was deleted."""
     view, name = look(api, run), set_["metadata"]["labels"][objects.REPLICA]
     now, pods = time.time(), view.of("replica", name)
-    for pod in pods:
-        if words.is_lost(pod, now, view.events, view.lost_nodes):
-            api.delete("Pod", pod["metadata"]["name"], grace_s=0)
-    placement = words.placement_of_replica(set_, pods, view.events, run.plan().n_nodes, revision, now, view.lost_nodes)
+    n_nodes = run.plan().n_nodes
+    for pod in words.lost_pods(pods, now, view.events, view.lost_nodes, n_nodes):
+        api.delete("Pod", pod["metadata"]["name"], grace_s=0)
+    placement = words.placement_of_replica(set_, pods, view.events, n_nodes, revision, now, view.lost_nodes)
     if placement.state == "broken" and revision_of(set_) != revision:
         api.delete(set_["kind"], set_["metadata"]["name"])
         _wait_gone(api, run, [name], run.plan().drain_s + SPARE_S)

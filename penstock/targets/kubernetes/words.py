@@ -34,7 +34,10 @@ _LOST_S = 30.0  # a living kubelet removes a pod within seconds after its grace
 _REPLACED_S = 10.0  # a StatefulSet makes all its pods at once: one that is younger took the place of another
 _UNREADY_S = 60.0  # a probe that timed out on a busy node passes again before
 _LEAD_S = 10 * 365 * 86400.0
-_SILENT_S = 10.0
+_SILENT_S = 5.0
+_WAITING_S = 20.0
+_LOST_EVENTS = frozenset({"NodeNotReady", "TaintManagerEviction"})
+_SAME_S = 5.0  # the node controller tells of the event when it writes the condition
 _OLD = "it is of an earlier revision: the next is placed"
 
 
@@ -49,7 +52,7 @@ def placement_of_replica(
 ) -> Placement:
     """Where a replica is. `pods`: its own; `events`: of the namespace; `lost_nodes`: names of nodes that are not ready.
 
-    "broken" without `is_repaired_by_target` needs `place`: pods for which `is_lost` are deleted by force, and a set of
+    "broken" without `is_repaired_by_target` needs `place`: `lost_pods` are deleted by force, and a set of
     another revision than `revision` that serves nothing gets the new template and new pods.
     """
     if set_ is None:
@@ -58,7 +61,7 @@ def placement_of_replica(
     where = ", ".join(dict.fromkeys(filter(None, map(node_of, pods)))) or None
     is_old = bool(revision) and any(label(each, REVISION) not in (revision, None) for each in pods or (set_,))
     running = [pod for pod in pods if runs(pod)]
-    lost = [pod for pod in pods if is_lost(pod, now, events, lost_nodes)]
+    lost = lost_pods(pods, now, events, lost_nodes, n_nodes)
     if is_old and (len(running) < n_nodes or all(_is_unready(pod, now) for pod in running)):
         return Placement("broken", "it is of an earlier revision and serves nothing", where=where)
     if lost:
@@ -144,14 +147,40 @@ def is_lost(
     Its grace is over, and the node is one of `lost_nodes` or, where nodes cannot be read, the node controller says so.
     With `is_silent` nobody hears the pod either, so that its grace, which its node cannot keep, is not waited for.
     """
-    metadata = pod["metadata"]
-    ends_at = time_of(metadata.get("deletionTimestamp"))
-    if ends_at is not None and is_silent and node_of(pod) in lost_nodes:
-        return now >= ends_at - float(metadata.get("deletionGracePeriodSeconds") or 0) + _SILENT_S
-    if ends_at is None or now < ends_at + _LOST_S:
+    ends_at = time_of(pod["metadata"].get("deletionTimestamp"))
+    if ends_at is None:
+        return False
+    asked_at = ends_at - float(pod["metadata"].get("deletionGracePeriodSeconds") or 0)
+    if is_silent and now >= asked_at + _SILENT_S and _is_cut_off(pod, asked_at, events, lost_nodes):
+        return True
+    if now < ends_at + _LOST_S:
         return False
     says_lost = pod.get("status", {}).get("reason") == "NodeLost" or condition(pod, "Ready").get("status") == "Unknown"
-    return says_lost or node_of(pod) in lost_nodes or last_event(events_of(pod, events), {"NodeNotReady"}) is not None
+    return says_lost or node_of(pod) in lost_nodes or last_event(events_of(pod, events), _LOST_EVENTS) is not None
+
+
+def lost_pods(
+    pods: Sequence[Object], now: float, events: Sequence[Object], lost_nodes: frozenset[str], n_nodes: int
+) -> list[Object]:
+    """The pods of a replica to delete by force. Of several nodes that serve nothing since one does not answer, that
+    one: the others wait for it, while the cluster would wait for minutes."""
+    is_waiting = n_nodes > 1 and not any(condition(pod, "Ready").get("status") == "True" for pod in pods)
+    return [
+        pod
+        for pod in pods
+        if is_lost(pod, now, events, lost_nodes)
+        or (is_waiting and _is_cut_off(pod, now - _WAITING_S, events, lost_nodes))
+    ]
+
+
+def _is_cut_off(pod: Object, at: float, events: Sequence[Object], lost_nodes: frozenset[str]) -> bool:
+    """Whether the pod's node did not answer at that time already: the node controller, not the pod, made it unready."""
+    ready = condition(pod, "Ready")
+    since, event = time_of(ready.get("lastTransitionTime")), last_event(events_of(pod, events), {"NodeNotReady"})
+    if ready.get("status") == "True" or since is None or since > at:
+        return False
+    told_at = event_time(event) if event is not None else None
+    return node_of(pod) in lost_nodes or (told_at is not None and abs(told_at - since) <= _SAME_S)
 
 
 def _has_ended(pod: Object) -> bool:
