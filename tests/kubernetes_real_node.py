@@ -4,7 +4,7 @@
         node = RealNode(cluster)                         # about 12 s
         with cluster.namespace() as space:
             ...                                          # pods of the image kubernetes_real_image.IMAGE
-            node.processes(space.pod("web-0"), "web")    # pids of a container, as this machine numbers them
+            node.control_group(space.pod("web-0"), "web")
 
 One bash is the first process of a process table, a mount and a cgroup namespace that kubelet, containerd and all
 containers share, so its death ends everything, and no mount, file in /run, /var/lib or /var/log nor kernel setting of
@@ -220,10 +220,10 @@ class RealNode:
         """The end of the log of kubelet and containerd."""
         return (self.cluster.base / "log" / "node.log").read_text("utf-8", "replace")[-6000:]
 
-    def processes(self, pod: Pod, container: str) -> list[int]:
-        """The pids of a container that runs, as this machine numbers them."""
+    def control_group(self, pod: Pod, container: str) -> Path:
+        """The memory control group of a container that runs; its cgroup.procs has pids as this machine numbers them."""
         rows = pod.status["containerStatuses"]
         [identity] = [row["containerID"].rpartition("/")[2] for row in rows if row["name"] == container]
         memory = next(group for group in self._groups if group.parent.name == "memory")
         [folder] = memory.rglob(identity)
-        return [int(pid) for pid in (folder / "cgroup.procs").read_text("utf-8").split()]
+        return folder

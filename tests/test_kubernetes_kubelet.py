@@ -5,8 +5,10 @@ and the kubelet's, which kubernetes_cluster.py only imitates.
 # ruff: noqa: F811 - fixtures of test_kubernetes_target
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,9 +19,12 @@ from kubernetes_real_node import RealNode, missing
 from launching import Place, call, started, wait_until
 from test_kubernetes_target import file_for, kinds_left, place, wait_ready  # noqa: F401 - fixtures
 
+from penstock.text import GIB, MIB
+
 pytestmark = [pytest.mark.hosts, pytest.mark.nightly, pytest.mark.xdist_group("kubernetes")]
 RUN = "/penstock/runs/one"
 CONTAINERS = {"replica": "node", "gateway": "gateway", "controller": "controller"}
+LIMITS = {"replica": GIB, "gateway": 1536 * MIB, "controller": 512 * MIB}
 # Two replicas, gateway and controller on a machine of two cores.
 LITTLE_CPU = {"spec": {"containers": [{"name": "node", "resources": {"requests": {"cpu": "100m"}}}]}}
 # https://man7.org/linux/man-pages/man5/proc_pid_status.5.html: nothing may be gained; 2 is a filter of system calls.
@@ -79,15 +84,21 @@ def _inside(space: Namespace, component: str, *words: str) -> str:
     return (done.stdout + done.stderr).strip()
 
 
+def _pids(group: Path) -> list[int]:
+    pids = [int(pid) for pid in (group / "cgroup.procs").read_text("utf-8").split()]
+    assert pids
+    return pids
+
+
 def _check_chat() -> None:
     done = call("chat", "one", "-m", "tell me a story", "--max-tokens", 8)
     assert done.code == 0 and done.out.startswith("1:tell 2:me"), done
 
 
 def _check_restricted(space: Namespace, node: RealNode, component: str, container: str) -> None:
-    pids = node.processes(_pod(space, component), container)
-    assert pids
-    for pid in pids:
+    group = node.control_group(_pod(space, component), container)
+    assert int((group / "memory.limit_in_bytes").read_text("utf-8")) == LIMITS[component]
+    for pid in _pids(group):
         text = Path(f"/proc/{pid}/status").read_text("utf-8")
         status = {name: value.strip() for name, _, value in (line.partition(":") for line in text.splitlines())}
         assert {name: status[name] for name in RESTRICTED} == RESTRICTED, (component, text)
@@ -111,13 +122,28 @@ def _check_killed(place: Place, space: Namespace, node: RealNode) -> None:
     """The kubelet starts a container again that was killed; whoever follows its log sees both."""
     pod = _pod(space, "replica")
     with started("logs", "one", "-f", "--replica", 0) as follower:
-        for pid in node.processes(pod, "node"):
-            os.kill(pid, signal.SIGKILL)
-        wait_until(lambda: _restarts(pod) > 0 and pod.is_ready, "the container runs again", 60.0)
-        wait_ready(place.run("one"))
-        follower.send_signal(signal.SIGINT)
-        out, err = follower.communicate(timeout=20)
-    assert out.count("penstock: ready after") == 2, (out, err)
+        _wait_for_line(follower, "penstock: ready after")
+        for pid in _pids(node.control_group(pod, "node")):
+            with contextlib.suppress(ProcessLookupError):  # it went with the first process of its table
+                os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: _restarts(pod) == 1, "the container runs again", 60.0)
+        _wait_for_line(follower, "penstock: ready after")
+    wait_ready(place.run("one"))
+
+
+def _wait_for_line(child: subprocess.Popen[str], text: str) -> None:
+    """Until it prints this; what it has printed by then is gone."""
+    assert child.stdout is not None
+    stream, printed = child.stdout.fileno(), b""
+    os.set_blocking(stream, False)
+
+    def is_there() -> bool:
+        nonlocal printed
+        with contextlib.suppress(BlockingIOError):
+            printed += os.read(stream, 65536)
+        return text.encode() in printed
+
+    wait_until(is_there, f"{text!r} in the log", 60.0)
 
 
 def _restarts(pod: Pod) -> int:
