@@ -22,7 +22,7 @@ IMAGE = "penstock-test:1"
 BUSYBOX = Path("/bin/busybox")
 # What vLLM's image has of what penstock needs; rich and uvloop are absent there too.
 PACKAGES = ("msgspec", "psutil", "pyyaml")
-COMMANDS = ("sh", "test", "sleep", "cat", "ls", "id", "stat", "touch", "df")
+COMMANDS = ("sh", "env", "test", "sleep", "cat", "ls", "id", "stat", "touch", "df")
 LEFT_OUT = re.compile(
     r"(test|tests|idlelib|tkinter|turtledemo|ensurepip|lib2to3|__pycache__|_tkinter.*|site-packages|config-.*)$"
 )
