@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -39,8 +40,15 @@ def row(number: int, **changes: Any) -> Row:
 
 
 @pytest.fixture(scope="module")
-def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def postgres() -> Iterator[str]:
     """A PostgreSQL server of this test's own, on a Unix socket."""
+    with postgres_server() as folder:
+        yield f"postgresql://penstock@/postgres?host={folder}"
+
+
+@contextlib.contextmanager
+def postgres_server(address: str = "") -> Iterator[Path]:
+    """The folder of its socket. With an address it listens there too, on port 5432, and asks for no password."""
     pytest.importorskip("psycopg", reason="pip install 'penstock[postgres]'")
     pg_ctl = shutil.which("pg_ctl")
     folders = [Path(pg_ctl).resolve().parent] if pg_ctl else sorted(Path("/usr/lib/postgresql").glob("*/bin"))
@@ -60,8 +68,21 @@ def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     data = str(folder / "data")
     try:
         run("initdb", "-D", data, "-A", "trust", "-U", "penstock", "--no-sync")
-        run("pg_ctl", "-D", data, "-w", "-l", str(folder / "log"), "-o", f"-k {folder} -c listen_addresses=''", "start")
-        yield f"postgresql://penstock@/postgres?host={folder}"
+        if address:
+            with Path(data, "pg_hba.conf").open("a") as rules:
+                rules.write("host all all samenet trust\n")
+        run(
+            "pg_ctl",
+            "-D",
+            data,
+            "-w",
+            "-l",
+            f"{folder}/log",
+            "-o",
+            f"-k {folder} -c listen_addresses='{address}'",
+            "start",
+        )
+        yield folder
     finally:
         subprocess.run(
             [*as_user, str(folders[-1] / "pg_ctl"), "-D", data, "-m", "immediate", "stop"], check=False, cwd="/"

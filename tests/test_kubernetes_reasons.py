@@ -128,12 +128,23 @@ def test_a_replica_that_loses_pods_is_broken_until_its_set_brings_them_back(kube
     placement = both.says("placed")
     assert placement.where is not None and placement.placed_at is not None
     kubernetes.pod("both-1").oom()
-    both.says("broken", "both-1: container node was ended by the kernel: out of memory (limit 1Gi)")
+    kubernetes.wait(lambda: restarts(kubernetes) == 1, "it runs again, and the next back-off is 2 s")
     both.says("placed")
-    kubernetes.pod("both-0").evict("The node was low on resource: ephemeral-storage.")
-    placement = both.says("broken")
+    kubernetes.pod("both-1").oom()
+    placement = both.says("broken", "both-1: container node was ended by the kernel: out of memory (limit 1Gi)")
     assert placement.is_repaired_by_target
     both.says("placed")
+    evicted = kubernetes.pod("both-0").object
+    assert evicted is not None
+    kubernetes.pod("both-0").evict("The node was low on resource: ephemeral-storage.")
+    uid = evicted["metadata"]["uid"]
+    kubernetes.wait(lambda: (kubernetes.pod("both-0").object or evicted)["metadata"]["uid"] != uid, "another pod")
+    both.says("placed")
+
+
+def restarts(space: Namespace) -> int:
+    rows = space.pod("both-1").status.get("containerStatuses", [])
+    return sum(row["restartCount"] for row in rows if "running" in row["state"])
 
 
 def test_a_pod_on_a_lost_node_is_to_be_deleted_by_force_after_its_grace(

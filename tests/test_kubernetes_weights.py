@@ -130,8 +130,9 @@ def test_the_engine_streams_from_a_bucket_unless_the_file_says_how() -> None:
     assert weights.storage(file("s3://bucket/llama"), plan()) == replicas.NO_STORAGE
 
 
-def test_the_bundled_model_needs_no_volume() -> None:
+def test_the_bundled_model_needs_no_volume_and_is_not_in_the_cluster() -> None:
     wanted = deployment("penstock-demo", target="kubernetes")
+    assert [problem.path for problem in weights.problems(wanted)] == ["model"]
     whole = demo_plan("vllm", model=DEMO)
     assert weights.in_pods(whole, wanted) is whole
     assert weights.storage(wanted, whole) == replicas.NO_STORAGE and weights.objects_of(wanted, whole) == []

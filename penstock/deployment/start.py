@@ -60,6 +60,7 @@ def up(deployment: Deployment, replace: bool = False, on_step: OnStep | None = N
         if existing is not None:
             changes = reading.differences(existing.deployment(), deployment)
             if not changes:
+                targets.load(deployment.target).fetch(existing)  # raises where nobody knows whether it runs
                 revive(existing)
                 return Started(existing.name, existing.known_url, was_running=True)
             if not replace:

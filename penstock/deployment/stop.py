@@ -50,7 +50,7 @@ def end_run(
 ) -> list[Marked]:
     """As `down`, for a caller that holds the lock. `failure`: the state that stays, of a start that failed."""
     say = on_step or (lambda _: None)
-    last = failure or run.state()
+    last, before = failure or run.state(), run.desired()
     unwritten = _why_unwritten(run.write_desired, Desired("down", 0))
     say("ending the controller")
     marked = processes.find_marked(str(run.path))
@@ -68,6 +68,8 @@ def end_run(
         targets.load(run.handle().target).end(run, _NOW_GRACE_S if now else grace_s)
     except PenstockError as exc:
         if not forget and not isinstance(exc, LeftBehind):
+            if run.places("controller"):  # it was not told: the deployment goes on
+                _why_unwritten(run.write_desired, before)
             raise
         say(f"{exc.message}. {'It is forgotten.' if forget else exc.hint}")  # the rest still ends
         run.add_event("forgotten" if forget else "left behind", exc.message)

@@ -170,7 +170,9 @@ def _owner_problems(api: Api, deployment: Deployment) -> Iterator[Problem]:
         present = api.find(kind, own)
         labels = (present or {}).get("metadata", {}).get("labels") or {}
         if present is not None and not ours.items() <= labels.items():
-            owner = f"belongs to {labels[MANAGED_BY]}" if labels.get(MANAGED_BY) else "is not penstock's"
+            managers = [row.get("manager") for row in present["metadata"].get("managedFields") or ()]
+            of = f": {managers[-1]} wrote it" if managers and managers[-1] else ""
+            owner = f"belongs to {labels[MANAGED_BY]}" if labels.get(MANAGED_BY) else f"is not penstock's{of}"
             yield Problem("name", f'{kind} "{own}" in namespace "{api.namespace}" {owner}', "choose another name")
 
 

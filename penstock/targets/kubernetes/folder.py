@@ -74,9 +74,17 @@ def fetch(api: Api, run: Run) -> None:
     is_ending = run.desired().state == "down" and is_locked(run)  # a `down` of this machine has not reached the API
     if desired is not None and not is_ending:
         _write(run, desired, {"desired.json": "desired.json"})
-    if state is not None:
+    has_later = is_inside(run) and run.state() is not None  # a container that was started again: not all is published
+    if state is not None and not has_later:
         is_same = _config_in(state) == config_of(run)
         _write(run, state, _STATE_FILES if is_same else {"events.jsonl": "events.jsonl"})
+
+
+def _why_gone(api: Api) -> str:
+    with contextlib.suppress(ApiError):  # not everyone may read namespaces
+        if api.find("Namespace", api.namespace) is None:
+            return f'its namespace "{api.namespace}" was deleted'
+    return "another machine took it down"
 
 
 def follow(api: Api, run: Run) -> None:
@@ -84,7 +92,7 @@ def follow(api: Api, run: Run) -> None:
     anchor = api.find("ConfigMap", objects.anchor(run.name))
     if anchor is None:
         run.write_desired(Desired("down", 0))
-        run.write_state(State(time.time(), "down", 0, reason="another machine took it down"))
+        run.write_state(State(time.time(), "down", 0, reason=_why_gone(api)))
     elif _config_in(anchor) != config_of(run):
         _write(run, anchor, {key: key for key in anchor["data"]})
 

@@ -153,6 +153,8 @@ _SECURITY: Object = {
 def _volumes(deployment: Deployment, pod: Pod) -> list[Object]:
     code = archive.config_map_name(deployment.name, archive.archive())
     sources = [{"configMap": {"name": name}} for name in pod.config_maps]
+    # The first key is for the gateway alone.
+    keys = {"items": [{"key": "admin-token", "path": "admin-token"}]} if pod.component == "replica" else {}
     own: list[Object] = [
         {"name": "home", "emptyDir": {}},
         {"name": "tmp", "emptyDir": {}},
@@ -164,7 +166,7 @@ def _volumes(deployment: Deployment, pod: Pod) -> list[Object]:
         *own,
         {"name": "config", "projected": {"sources": sources}},
         # With fsGroup the kubelet gives a secret's files to the group, so the group must be able to read them.
-        {"name": "secret", "secret": {"secretName": objects.secrets(deployment.name), "defaultMode": 0o440}},
+        {"name": "secret", "secret": {"secretName": objects.secrets(deployment.name), "defaultMode": 0o440} | keys},
     ]
 
 

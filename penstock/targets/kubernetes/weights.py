@@ -128,6 +128,8 @@ def problems(deployment: Deployment) -> list[Problem]:
     if source is None:
         return [Problem("cache.weights", f'cannot use "{deployment.cache.weights}"', f"legal: {_FORMS}")]
     faults = []
+    if source.kind == "bundled" and deployment.engine.kind in ("auto", "vllm", "llamacpp"):
+        faults.append(Problem("model", f"{DEMO_MODEL} stays on this machine", "give a hub id: Qwen/Qwen3-0.6B"))
     if source.kind in ("claim", "pod") and not hub.is_id(deployment.model):
         faults.append(Problem("model", f'no pod has the folder "{deployment.model}"', _FOLDER_HINT))
     n_pods = deployment.replicas.max * deployment.hardware.nodes

@@ -1,0 +1,342 @@
+"""What breaks in a cluster comes back by itself, `status` says why, and requests elsewhere go on.
+
+Each test prints its rows of the kill table: the fault, seconds until all is ready again, requests that failed (-s).
+"""
+
+# ruff: noqa: F811 - fixtures of test_kubernetes_target
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from kubernetes_cluster import Namespace, Pod
+from launching import PROMPT, Place, call, now, wait_until
+from store_rig import postgres_server
+from test_kubernetes_target import file_for, kinds_left, place, wait_ready  # noqa: F401 - fixtures
+
+from penstock import targets
+from penstock.errors import PenstockError
+from penstock.run_folder import Run
+from penstock.testing.fake_engine.requests import expected_text
+from penstock.wire.client import Client
+
+pytestmark = [pytest.mark.hosts, pytest.mark.xdist_group("kubernetes")]
+N_TOKENS = 8
+
+
+class Requests:
+    """Short requests through the gateway, one after the other in two threads, until `end`."""
+
+    def __init__(self, run: Run, key: str, timeout_s: float = 60.0) -> None:
+        self.failures: list[str] = []
+        self.ended_at: list[float] = []
+        self._over = threading.Event()
+        clients = [Client(run.url, key, timeout_s) for _ in range(2)]
+        self._threads = [threading.Thread(target=self._ask, args=(client,), daemon=True) for client in clients]
+        for thread in self._threads:
+            thread.start()
+
+    def _ask(self, client: Client) -> None:
+        while not self._over.wait(0.1):
+            try:
+                text = client.chat([{"role": "user", "content": PROMPT}], max_tokens=N_TOKENS).text
+                assert text == expected_text(PROMPT, N_TOKENS), text
+                self.ended_at.append(time.monotonic())
+            except (PenstockError, AssertionError) as error:
+                self.failures.append(str(error))
+
+    def end(self) -> list[str]:
+        """What failed."""
+        self._over.set()
+        for thread in self._threads:
+            thread.join(70.0)
+        return self.failures
+
+
+class Deployment:
+    """One deployment of a test, and what its faults do to it."""
+
+    def __init__(self, place: Place, space: Namespace, file: Path) -> None:
+        done = call("up", file, "--json")
+        assert done.code == 0, done
+        self.space, self.file, self.run = space, file, place.run("one")
+        self.key = str(done.events[0]["key"])
+
+    def pod(self, part: str) -> Pod:
+        """The youngest pod of "gateway", "controller", "r0"."""
+        pods = [pod for pod in self.space.pods() if pod.name.startswith(f"one-{part}-")]
+        assert pods, f"no pod of {part}"
+        return max(pods, key=lambda pod: str(pod.object and pod.object["metadata"]["creationTimestamp"]))
+
+    def replica_pods(self) -> dict[str, str]:
+        """Name -> uid."""
+        rows = self.space.objects("pods", labels="app.kubernetes.io/component=replica")
+        return {row["metadata"]["name"]: row["metadata"]["uid"] for row in rows}
+
+    def far_from_others(self, *pods: Pod) -> Pod:
+        """The pod without the gateway on its node, and without the controller where that can be."""
+        gateway, controller = self.pod("gateway").node, self.pod("controller").node
+        return max(pods, key=lambda pod: (pod.node != gateway, pod.node != controller))
+
+    def restarts(self) -> str:
+        return "\n".join(row.reason for replica in now(self.run).replicas for row in replica.restarts)
+
+    @contextmanager
+    def fault(
+        self, what: str, is_repaired: Callable[[], object], timeout_s: float = 60.0, loses: bool = False
+    ) -> Iterator[None]:
+        """The block does it; then until it is repaired, while requests go on, none of which may fail unless it `loses`
+        what serves them."""
+        requests, started = Requests(self.run, self.key), time.monotonic()
+        try:
+            yield
+            wait_until(lambda: bool(is_repaired()), f"repaired after: {what}; {call('status', 'one').out}", timeout_s)
+            seconds = time.monotonic() - started
+            time.sleep(0.5)
+        finally:
+            failures = requests.end()
+        print(f"| {what} | {seconds:.1f} | {len(failures)} of {len(failures) + len(requests.ended_at)} |")
+        assert loses or failures == []
+
+
+def is_ready(run: Run, n_replicas: int) -> bool:
+    state = now(run)
+    return state.phase == "ready" and [row.state for row in state.replicas] == ["ready"] * n_replicas
+
+
+@pytest.fixture
+def start(place: Place, kubernetes: Namespace) -> Callable[..., Deployment]:
+    return lambda **fields: Deployment(place, kubernetes, file_for(place, **fields))
+
+
+@pytest.mark.nightly
+def test_an_engine_and_a_pod_that_are_ended_by_hand_come_back(start: Callable[..., Deployment]) -> None:
+    one = start(replicas=2)
+    pod = one.pod("r0")
+    engine = "for d in /proc/[0-9]*; do grep -qs fake_engine $d/cmdline && kill -9 ${d#/proc/}; done; true"
+
+    def says(words: str) -> Callable[[], bool]:
+        return lambda: words in one.restarts() and is_ready(one.run, 2)
+
+    with one.fault("engine killed", says("killed")):
+        pod.run(["sh", "-c", engine], "node", check=False)
+    with one.fault("pod deleted", says("pod one-r0-0 took the place of another")):
+        one.space.kubectl("delete", "pod", pod.name, "--wait=false")
+    assert call("down", "one").code == 0
+
+
+@pytest.mark.nightly
+def test_a_controller_that_dies_at_any_step_places_nothing_twice(start: Callable[..., Deployment]) -> None:
+    one = start(replicas=2)
+    pods, first = one.replica_pods(), one.pod("controller")
+    with one.fault("controller killed", lambda: now(one.run).controller.n_restarts == 1 and is_ready(one.run, 2)):
+        first.kill_process()
+    with one.fault("controller's pod deleted", lambda: one.pod("controller").name != first.name):
+        one.space.kubectl("delete", "pod", first.name, "--wait=false")
+    one.space.wait(lambda: one.pod("controller").is_ready, "the next controller")
+    assert one.replica_pods() == pods
+    with one.fault("controller killed while it places", lambda: is_ready(one.run, 3)):
+        assert call("scale", "one", 3, "--no-wait").code == 0
+        one.space.wait(lambda: len(one.replica_pods()) == 3, "the third pod")
+        one.pod("controller").kill_process()
+    assert one.replica_pods().items() > pods.items()
+    with one.fault("controller killed while it scales down", lambda: is_ready(one.run, 2)):
+        assert call("scale", "one", 2, "--no-wait").code == 0
+        wait_until(
+            lambda: any(row.is_draining for row in now(one.run).replicas) or len(one.replica_pods()) == 2, "drain"
+        )
+        one.pod("controller").kill_process()
+    assert one.replica_pods() == pods
+    one.file.write_text(one.file.read_text().replace("drain_s: 10", "drain_s: 9"))
+    with one.fault("controller killed while it rolls", lambda: not pods.keys() & one.replica_pods().keys()):
+        assert call("up", one.file, "--replace", "--no-wait").code == 0
+        one.space.wait(lambda: len(one.replica_pods()) > 2, "a successor")
+        one.pod("controller").kill_process()
+    wait_ready(one.run, 2)
+    assert len(one.replica_pods()) == 2
+    assert "it is of an earlier revision: the next is placed" in call("logs", "one", "--part", "events").out
+    assert call("down", "one").code == 0
+
+
+def test_a_replica_that_ends_comes_back_and_status_says_why(start: Callable[..., Deployment]) -> None:
+    one = start(replicas=2)
+    pod = one.pod("r0")
+
+    def says(words: str) -> Callable[[], bool]:
+        return lambda: words in one.restarts() and is_ready(one.run, 2)
+
+    with one.fault("node killed", says("container node was killed (code 137)")):
+        pod.kill_process("node")
+    time.sleep(2.0)  # restarts that are closer than 3 s count once
+    with one.fault("out of memory", says("container node was ended by the kernel: out of memory (limit 1Gi)")):
+        pod.oom("node")
+    time.sleep(2.0)
+    with one.fault("pod evicted", says("The node was low on resource: ephemeral-storage.")):
+        pod.evict()
+    status = call("status", "one").out
+    assert "out of memory" in status and "low on resource" in status, status
+    assert call("down", "one").code == 0
+
+
+@pytest.mark.nightly
+def test_a_replica_of_a_lost_node_has_a_successor_and_nothing_runs_twice(start: Callable[..., Deployment]) -> None:
+    one = start(replicas=2)
+    lost = one.far_from_others(one.pod("r0"), one.pod("r1"))
+    node = one.space.cluster.node(lost.node)
+    name = lost.name.split("-")[1][1:]
+
+    def has_successor() -> bool:
+        ready = [row.replica for row in now(one.run).replicas if row.state == "ready"]
+        return now(one.run).phase == "ready" and len([row for row in ready if row != name]) == 2
+
+    with one.fault("node lost", has_successor, 110.0):
+        node.lose()
+    one.space.wait(lambda: not node.is_ready, "the cluster knows")
+    events = call("logs", "one", "--part", "events").out
+    assert f"replica leaving [replica {name}]: its machines may be lost, it does not report" in events, events
+    one.space.wait(lambda: lost.object is None, "the pod on it is deleted by force", 90.0)
+    pods = one.replica_pods()
+    node.come_back()
+    one.space.wait(lambda: node.is_ready, "the node is back")
+    time.sleep(2.0)
+    assert one.replica_pods() == pods and len(pods) == 2
+    assert not [run for run in one.space.cluster.kubelet.pods.values() if run.name == lost.name]
+    assert call("down", "one").code == 0
+
+
+@pytest.mark.nightly
+def test_a_gateway_that_ends_comes_back_on_any_node(start: Callable[..., Deployment]) -> None:
+    one = start()
+    first = one.pod("gateway")
+
+    def is_back(name: str | None = None) -> Callable[[], bool]:
+        def is_so() -> bool:
+            pod = one.pod("gateway")
+            return pod.is_ready and (name is None or pod.name != name) and is_ready(one.run, 1)
+
+        return is_so
+
+    with one.fault("gateway killed", lambda: now(one.run).gateway.n_restarts and is_back()(), loses=True):
+        first.kill_process("gateway")
+    with one.fault("gateway's pod deleted", is_back(first.name), loses=True):
+        one.space.kubectl("delete", "pod", first.name, "--wait=false")
+    second = one.pod("gateway")
+    node = one.space.cluster.node(second.node)
+    with one.fault("gateway's node lost", is_back(second.name), 90.0, loses=True):
+        node.lose()
+    node.come_back()
+    one.space.wait(lambda: second.object is None and node.is_ready, "nothing of the first is left")
+    assert "gateway restarted" in call("logs", "one", "--part", "events").out
+    assert call("down", "one").code == 0
+
+
+@pytest.mark.nightly
+def test_a_replica_of_two_nodes_forms_again_without_a_lost_one(start: Callable[..., Deployment]) -> None:
+    one = start(hardware={"nodes": 2}, parallel={"pipeline": 2})
+    assert sorted(one.replica_pods()) == ["one-r0-0", "one-r0-1"]
+    second = one.space.pod("one-r0-1")
+
+    def is_another() -> Callable[[], bool]:
+        uids = one.replica_pods()
+        return lambda: one.replica_pods()["one-r0-1"] != uids["one-r0-1"] and is_ready(one.run, 1)
+
+    with one.fault("one of two pods deleted", is_another(), loses=True):
+        one.space.kubectl("delete", "pod", second.name, "--wait=false")
+    lost = one.far_from_others(second, one.space.pod("one-r0-0"))
+    uids, node = one.replica_pods(), one.space.cluster.node(lost.node)
+    with one.fault(
+        "one of two nodes lost",
+        lambda: one.replica_pods()[lost.name] != uids[lost.name] and is_ready(one.run, 1),
+        110.0,
+        loses=True,
+    ):
+        node.lose()
+    pods = one.replica_pods()
+    node.come_back()
+    one.space.wait(lambda: node.is_ready, "the node is back")
+    assert one.replica_pods() == pods and len(pods) == 2
+    assert call("down", "one").code == 0
+
+
+@pytest.mark.nightly
+def test_an_api_server_that_hangs_or_is_away_stops_nothing(start: Callable[..., Deployment]) -> None:
+    one = start()
+    with one.fault("API server hangs for 10 s", lambda: is_ready(one.run, 1), 90.0):
+        one.space.cluster.api_away(hangs=True)
+        done = call("status", "one")  # it is given 10 s
+        one.space.cluster.api_back()
+        assert done.code == 0 and "this is what was seen at" in done.out, done
+    with one.fault("API server away for 15 s", lambda: is_ready(one.run, 2), 90.0):
+        one.space.cluster.api_away()
+        time.sleep(15.0)
+        assert "this is what was seen at" in call("status", "one").out
+        for verb in (["scale", "one", 2], ["down", "one"], ["up", one.file]):
+            done = call(*verb)
+            assert done.code == 1 and "could not reach the API server" in done.err, done
+        one.space.cluster.api_back()
+        assert call("scale", "one", 2, "--no-wait").code == 0
+    assert call("down", "one").code == 0
+
+
+@pytest.mark.nightly
+def test_without_rights_nothing_changes_and_a_deleted_namespace_is_the_end(
+    start: Callable[..., Deployment], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = start()
+    good = one.space.kubeconfig
+    for token, words in (("expired", "are not accepted (expired?)"), (None, "has no right to")):
+        config = one.space.cluster.kubeconfig("alice", one.space.name, token)
+        monkeypatch.setenv("KUBECONFIG", str(config))
+        targets.load.cache_clear()
+        for verb in (["scale", "one", 2], ["down", "one"], ["up", one.file]):
+            done = call(*verb)
+            assert done.code in (1, 2) and words in done.err, done
+        assert words in call("status", "one").out
+    monkeypatch.setenv("KUBECONFIG", str(good))
+    targets.load.cache_clear()
+    assert is_ready(one.run, 1) and now(one.run).desired_replicas == 1
+    one.space.kubectl("delete", "namespace", one.space.name, "--wait=false")
+    wait_until(lambda: call("status", "one").out.startswith("one is down"), "status says that it is gone", 90.0)
+    assert f'its namespace "{one.space.name}" was deleted' in call("status", "one").out
+    assert call("down", "one").code == 0
+
+
+@pytest.mark.nightly
+def test_of_two_gateways_over_postgresql_one_may_end(place: Place, kubernetes: Namespace) -> None:
+    with postgres_server(kubernetes.cluster.address):
+        store = f"postgresql://penstock@{kubernetes.cluster.address}/postgres"
+        file = file_for(place, replicas=2, kubernetes={"gateways": 2}, gateway={"store": store})
+        one = Deployment(place, kubernetes, file)
+        first, second = (pod for pod in kubernetes.pods() if pod.name.startswith("one-gateway-"))
+
+        def admits(key: str) -> list[bool]:
+            return [_answers(f"http://{pod.address}:8000", key) for pod in (first, second)]
+
+        penstock = [sys.executable, "-m", "penstock", "keys"]
+        done = subprocess.run([*penstock, "create", "alice", "--deployment", "one"], capture_output=True, text=True)
+        wait_until(lambda: admits(done.stdout.strip()) == [True, True], "a new key is valid in both", 30.0)
+        subprocess.run([*penstock, "revoke", "alice", "--deployment", "one"], check=True, capture_output=True)
+        wait_until(lambda: admits(done.stdout.strip()) == [False, False], "and is valid in none", 30.0)
+        for n_replicas in (1, 2):
+            with one.fault(f"two gateways, {n_replicas} replicas", lambda n=n_replicas: is_ready(one.run, n)):  # type: ignore[misc]
+                assert call("scale", "one", n_replicas).code == 0
+            assert admits(one.key) == [True, True]
+        with one.fault("one of two gateways killed", lambda: now(one.run).gateway.n_restarts, loses=True):
+            first.kill_process("gateway")
+        one.space.wait(lambda: first.is_ready and second.is_ready, "both")
+        with one.fault("one of two gateways' pods deleted", lambda: first.object is None):
+            one.space.kubectl("delete", "pod", first.name, "--wait=false")
+        assert call("down", "one").code == 0
+
+
+def _answers(url: str, key: str) -> bool:
+    try:
+        return Client(url, key, 10.0).chat([{"role": "user", "content": PROMPT}], max_tokens=1).text == "1:tell"
+    except PenstockError:
+        return False
