@@ -94,7 +94,7 @@ def _check_chat() -> None:
 
 
 def _output(*words: object) -> str:
-    """Of a command in a process, since kubectl writes to its standard output, and `chat` keeps a key in its variables."""
+    """Of a command in a process: kubectl writes to its standard output, and `chat` keeps a key in its variables."""
     with started(*words) as child:
         out, err = child.communicate(timeout=60.0)
     assert child.returncode == 0, (out, err)
