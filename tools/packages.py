@@ -31,10 +31,20 @@ GROUPS = {
     },
     "postgres": {"pg_ctl": "postgresql"},
     "native": {"cc": "gcc"},
-    "kubernetes": {"etcd": "etcd-server", "openssl": "openssl", "ip": "iproute2"},
+    "kubernetes": {
+        "etcd": "etcd-server",
+        "openssl": "openssl",
+        "ip": "iproute2",
+        "containerd": "containerd",
+        "busybox": "busybox-static",
+    },
 }
 # Packages that come without a program.
-EXTRA = {"slurmctld": ["slurm-wlm-basic-plugins"], "cc": ["libc6-dev", "python3-dev"]}
+EXTRA = {
+    "slurmctld": ["slurm-wlm-basic-plugins"],
+    "cc": ["libc6-dev", "python3-dev"],
+    "containerd": ["runc", "containernetworking-plugins"],
+}
 POSTGRES = Path("/usr/lib/postgresql")  # Debian keeps the programs of each version in VERSION/bin, outside PATH
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 TRIES = 3
@@ -51,7 +61,7 @@ def main(groups: list[str]) -> int:
     absent = [program for program in carriers if not shutil.which(program, path=path)]
     if absent:
         _bring(carriers, absent)
-    if "kubernetes" in groups and not kubernetes_build.PLACE.is_dir():
+    if "kubernetes" in groups and not kubernetes_build.is_complete():
         _build_kubernetes()
     return 0
 
