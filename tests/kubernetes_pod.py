@@ -119,6 +119,10 @@ class PodRun:
         else:
             self.pod = pod
             if "deletionTimestamp" not in pod["metadata"]:
+                if self._told and _readiness(pod["status"]) != _readiness(self._told):
+                    # The node controller took the node for lost; the kubelet corrects what it wrote.
+                    self._told = {}
+                    self.kubelet.spawn(self.tell())
                 return
             self.grace_s = pod["metadata"].get("deletionGracePeriodSeconds", 30)
         self.ending.set()
@@ -401,3 +405,7 @@ class PodRun:
 
     def _hostname(self) -> str:
         return str(self.pod["spec"].get("hostname") or self.name)
+
+
+def _readiness(status: Object) -> str | None:
+    return next((one["status"] for one in status.get("conditions", ()) if one["type"] == "Ready"), None)
