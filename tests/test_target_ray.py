@@ -37,7 +37,7 @@ LEFTOVERS = "/tmp/penstock-* /dev/shm/*"
 def place(tmp_path: Path, ray_cluster: RayCluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     monkeypatch.setattr(launching, "DEADLINE_S", 120.0)
     targets.load.cache_clear()
-    with a_place(tmp_path, deadline_s=120.0) as found:
+    with a_place(tmp_path, deadline_s=240.0) as found:
         yield found
     wait_until(lambda: Dashboard(ray_cluster.url).jobs() == {}, "no job is left in Ray's list")
     for host in ray_cluster.hosts:

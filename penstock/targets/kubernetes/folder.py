@@ -82,7 +82,8 @@ def fetch(api: Api, run: Run) -> None:
 
 def _why_gone(api: Api) -> str:
     with contextlib.suppress(ApiError):  # not everyone may read namespaces
-        if api.find("Namespace", api.namespace) is None:
+        namespace = api.find("Namespace", api.namespace)
+        if namespace is None or "deletionTimestamp" in namespace["metadata"]:
             return f'its namespace "{api.namespace}" was deleted'
     return "another machine took it down"
 
