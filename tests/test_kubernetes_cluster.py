@@ -135,6 +135,7 @@ def test_a_job_completes_and_a_failing_image_and_command_are_told(kubernetes: Na
     assert kubernetes.pods("app=crash")[0].log() == "going down\n"
 
 
+@pytest.mark.nightly
 def test_pods_of_a_lost_node_are_replaced_and_end_when_it_is_back(kubernetes: Namespace) -> None:
     pod = pod_of(["python3", "-c", SERVER])
     kubernetes.apply(workload("Deployment", "web", pod, replicas=1))

@@ -147,6 +147,7 @@ def restarts(space: Namespace) -> int:
     return sum(row["restartCount"] for row in rows if "running" in row["state"])
 
 
+@pytest.mark.nightly
 def test_a_pod_on_a_lost_node_is_to_be_deleted_by_force_after_its_grace(
     kubernetes: Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:

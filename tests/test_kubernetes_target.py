@@ -130,6 +130,8 @@ def test_kubectl_applies_what_render_prints(place: Place, kubernetes: Namespace)
     assert stream.code == 0, stream
     words = f"--from-literal=admin-token=s3cret --from-literal=first-key-hash={hash_of(key)}"
     kubernetes.kubectl("create", "secret", "generic", "one-secrets", *words.split())
+    judged = kubernetes.kubectl("create", "--dry-run=client", "-f", "-", stdin=stream.out)
+    assert "statefulset.apps/one-r0 created (dry run)" in judged.stdout
     apply = ("apply", "--server-side", "--field-manager=argocd", "-f", "-")
     assert "statefulset.apps/one-r0 serverside-applied" in kubernetes.kubectl(*apply, stdin=stream.out).stdout
     wait_until(lambda: call("status", "one").out.startswith("one is ready"), "it is ready", START_S)

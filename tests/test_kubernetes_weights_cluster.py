@@ -146,6 +146,7 @@ def reason_of(run: Run) -> str:
     return " ".join(str(row.reason) for row in now(run).replicas)
 
 
+@pytest.mark.nightly
 def test_a_fetch_that_the_hub_refuses_is_told_and_with_the_token_the_next_try_goes_well(
     kubernetes: Namespace, hub: HubServer, place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
