@@ -41,7 +41,7 @@ from types import TracebackType
 from typing import Any
 
 from hosts_files import INIT, SSH_CONFIG, SSHD_CONFIG
-from hosts_janitor import bury, started_at
+from hosts_janitor import bury, note, note_pid
 from hosts_slots import SLOTS, take_slot
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -195,14 +195,14 @@ class Host:
                 start_new_session=True,
                 env=self.env,
             )
-        self.hosts._note_pid(self._unshare.pid)
+        note_pid(self.hosts.base, self._unshare.pid)
 
     def _await(self) -> None:
         assert self._unshare is not None
         ready, unshare = self.hosts.base / "run" / f"{self.name}.ready", self._unshare.pid
         self._wait(ready.exists, "to boot")
         self._pid = _children(unshare)[0]
-        self.hosts._note_pid(self._pid)
+        note_pid(self.hosts.base, self._pid)
         self.hosts._plug(self)
         if (self.hosts.base / "keys" / self.name).exists():
             self._wait(lambda: self.listens(22), "to start sshd")
@@ -411,15 +411,6 @@ class Hosts:
 
     # --- the network
 
-    def _note(self, line: str) -> None:
-        with (self.base / "run" / "journal").open("a") as journal:
-            journal.write(line + "\n")
-
-    def _note_pid(self, pid: int) -> None:
-        start = started_at(pid)
-        if start is not None:
-            self._note(f"pid {pid} {start}")
-
     def _plug(self, host: Host) -> None:
         """Connect a host that has just booted; the switch brings its bridge, the leg to us, and all that run."""
         if host is self._switch:
@@ -445,7 +436,7 @@ class Hosts:
 
     def _wire_switch(self) -> None:
         switch, net = self._switch, f"10.77.{self.slot}"
-        self._note(f"ip link del {self._leg}")
+        note(self.base, f"ip link del {self._leg}")
         self._ip(f"link del {self._leg}", check=False)
         mac = f"02:70:68:{self.slot:02x}:01:01"
         self._ip(f"link add {self._leg} type veth peer name leg address {mac} netns {switch.pid}")
@@ -458,7 +449,7 @@ class Hosts:
             return
         self._ip(*bridge, f"addr add {net}.1/24 dev br0", f"addr add 10.78.{self.slot}.2/30 dev leg", within=switch)
         # Else packets for the nodes would leave by the default route, towards whoever has these addresses there.
-        self._note(f"ip route del unreachable {net}.0/24")
+        note(self.base, f"ip route del unreachable {net}.0/24")
         self._ip(f"route replace unreachable {net}.0/24")
 
     def _cable(self, host: Host, state: str) -> None:

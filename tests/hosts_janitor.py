@@ -28,6 +28,18 @@ def started_at(pid: int) -> str | None:
     return None if state in "ZX" else fields[18]
 
 
+def note(base: Path, line: str) -> None:
+    """Add a line to the journal of `base`: what must be undone."""
+    with (base / "run" / "journal").open("a") as journal:
+        journal.write(line + "\n")
+
+
+def note_pid(base: Path, pid: int) -> None:
+    start = started_at(pid)
+    if start is not None:
+        note(base, f"pid {pid} {start}")
+
+
 def bury(base: Path) -> None:
     """Undo what the journal of `base` names, and remove the folder. Idempotent."""
     lines = [line.split() for line in _lines(base / "run" / "journal")]

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import pytest
 from hosts import PATH, Host, HostProcess, Hosts
+from hosts_janitor import note
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "munged")
 GPUS = 4
@@ -206,7 +207,7 @@ class Slurm:
         group = f"penstock-{self.hosts.slot}-{node.name}"
         found = [name for name in CONTROLLERS if (CGROUPS / name).is_dir()]
         for name in found:
-            self.hosts._note(f"cgroup {CGROUPS / name / group}")
+            note(self.hosts.base, f"cgroup {CGROUPS / name / group}")
         return OWN_CGROUPS.format(controllers=" ".join(found), group=group)
 
     def _gpus(self) -> str:

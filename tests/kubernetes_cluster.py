@@ -53,7 +53,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 import hosts
-from hosts_janitor import bury, started_at
+from hosts_janitor import bury, note, note_pid
 from hosts_slots import SLOTS, take_slot
 from kubernetes_api import MERGE, Api, ApiError, Object
 from kubernetes_control_plane import ADMIN, CACHE, USERS, ControlPlane, Times, missing_programs
@@ -99,6 +99,7 @@ class Cluster:
         self._lifeline, self._life = os.pipe()
         self._numbers = itertools.count(1)
         times = times or Times()
+        self._note_pid = functools.partial(note_pid, self.base)
         self.plane = ControlPlane(self.base, self.address, f"10.78.{self.slot}.0/24", times, self._note_pid)
         try:
             self._start(n_nodes, times)
@@ -138,7 +139,7 @@ class Cluster:
 
     def _make_bridge(self, n_nodes: int) -> None:
         bridge = f"pk{self.slot}"
-        self._note(f"ip link del {bridge}")
+        note(self.base, f"ip link del {bridge}")
         lines = [f"link add {bridge} type bridge", f"link set {bridge} up", f"addr add {self.address}/24 dev {bridge}"]
         lines += [f"addr add 10.77.{self.slot}.{1 + i}/32 dev {bridge}" for i in range(1, n_nodes + 1)]
         lines += [f"addr add 10.78.{self.slot}.1/32 dev {bridge}"]
@@ -184,15 +185,6 @@ class Cluster:
 
     def _do(self, work: Coroutine[Any, Any, T], timeout_s: float = CALL_S) -> T:
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(timeout_s)
-
-    def _note(self, line: str) -> None:
-        with (self.base / "run" / "journal").open("a") as journal:
-            journal.write(line + "\n")
-
-    def _note_pid(self, pid: int) -> None:
-        start = started_at(pid)
-        if start is not None:
-            self._note(f"pid {pid} {start}")
 
     # ---- use ---------------------------------------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from hosts_janitor import note, note_pid
 from kubernetes_api import ApiError
 from kubernetes_cluster import Cluster, Pod
 from kubernetes_control_plane import ADMIN, CACHE
@@ -181,7 +182,7 @@ class RealNode:
 
     def _make_groups(self) -> None:
         for group in self._groups:
-            self.cluster._note(f"cgroup {group}")
+            note(self.cluster.base, f"cgroup {group}")
             group.mkdir()
             for name in ("cpuset.cpus", "cpuset.mems"):  # empty in a new group, which then takes no process
                 if (group / name).exists():
@@ -197,13 +198,13 @@ class RealNode:
                 ["bash", "-c", script], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                 env={"PATH": path, "HOME": str(self.folder)}, start_new_session=True, cwd="/",
             )  # fmt: skip
-        self.cluster._note_pid(self._process.pid)
+        note_pid(self.cluster.base, self._process.pid)
         deadline = time.monotonic() + START_S
         while not self._is_ready():
             is_alive = self._process.poll() is None
             assert is_alive and time.monotonic() < deadline, f"the node does not start: {self.tail()}"
             time.sleep(0.1)
-        self.cluster._note_pid(self._init())
+        note_pid(self.cluster.base, self._init())
 
     def _init(self) -> int:
         """The first process of the namespaces: when it is gone, so is everything there."""

@@ -265,6 +265,17 @@ def now(run: Run) -> State:
     return observe.now_state(run, time.time())
 
 
+def wait_ready(run: Run, n_replicas: int = 1, timeout_s: float = 60.0) -> None:
+    """Block until exactly so many replicas are ready; AssertionError for one that failed."""
+
+    def is_so() -> bool:
+        replicas = now(run).replicas
+        assert not [row for row in replicas if row.state == "failed"], replicas
+        return [row.state for row in replicas] == ["ready"] * n_replicas
+
+    wait_until(is_so, f"{n_replicas} replica(s) ready", timeout_s)
+
+
 def replica_of(run: Run, name: str = "0") -> ReplicaStatus:
     return next(replica for replica in now(run).replicas if replica.replica == name)
 

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 from kubernetes_cluster import Namespace, Pod
-from launching import PROMPT, Place, call, now, wait_until
+from launching import PROMPT, Place, call, now, wait_ready, wait_until
 from store_rig import postgres_server
-from test_kubernetes_target import file_for, kinds_left, place, wait_ready  # noqa: F401 - fixtures
+from test_kubernetes_target import file_for, kinds_left, place  # noqa: F401 - fixtures
 
 from penstock import targets
 from penstock.errors import PenstockError

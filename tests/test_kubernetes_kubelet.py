@@ -16,8 +16,8 @@ import pytest
 from kubernetes_cluster import Cluster, Namespace, Pod
 from kubernetes_real_image import IMAGE
 from kubernetes_real_node import RealNode, missing
-from launching import Place, call, started, wait_until
-from test_kubernetes_target import file_for, kinds_left, place, wait_ready  # noqa: F401 - fixtures
+from launching import Place, call, started, wait_ready, wait_until
+from test_kubernetes_target import file_for, kinds_left, place  # noqa: F401 - fixtures
 
 from penstock.text import GIB, MIB
 

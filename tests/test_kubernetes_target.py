@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from kubernetes_cluster import Namespace
-from launching import PROMPT, Place, a_place, ask, call, now, wait_until
+from launching import PROMPT, Place, a_place, ask, call, now, wait_ready, wait_until
 
 from penstock import targets
 from penstock.errors import PenstockError
@@ -54,15 +54,6 @@ def file_for(place: Place, **fields: Any) -> Path:
     }
     gateway = {"auth": "keys", "port": 8000, **fields.pop("gateway", {})}
     return place.write("one", target="kubernetes", kubernetes=block, gateway=gateway, **fields)
-
-
-def wait_ready(run: Run, n_replicas: int = 1, timeout_s: float = START_S) -> None:
-    def is_so() -> bool:
-        replicas = now(run).replicas
-        assert not [row for row in replicas if row.state == "failed"], replicas
-        return [row.state for row in replicas] == ["ready"] * n_replicas
-
-    wait_until(is_so, f"{n_replicas} replica(s) ready", timeout_s)
 
 
 def test_kubernetes_keeps_the_contract_of_targets(place: Place, kubernetes: Namespace) -> None:

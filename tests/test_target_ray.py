@@ -15,7 +15,7 @@ import launching
 import psutil
 import pytest
 from hosts_ray import RayCluster
-from launching import Asking, Place, a_place, ask, call, now, replica_of, wait_until
+from launching import Asking, Place, a_place, ask, call, now, replica_of, wait_ready, wait_until
 
 from penstock import processes, targets
 from penstock.deployment.doctor import examine
@@ -49,15 +49,6 @@ def place(tmp_path: Path, ray_cluster: RayCluster, monkeypatch: pytest.MonkeyPat
 
 def file_for(place: Place, ray_cluster: RayCluster, **fields: Any) -> Path:
     return place.write("one", target="ray", ray={"address": ray_cluster.url}, **fields)
-
-
-def wait_ready(run: Run, n_replicas: int = 1, timeout_s: float = START_S) -> None:
-    def is_so() -> bool:
-        replicas = now(run).replicas
-        assert not [row for row in replicas if row.state == "failed"], replicas
-        return [row.state for row in replicas] == ["ready"] * n_replicas
-
-    wait_until(is_so, f"{n_replicas} replica(s) ready", timeout_s)
 
 
 def job_of(run: Run, replica: str = "0") -> str:

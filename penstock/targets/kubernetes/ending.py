@@ -13,7 +13,7 @@ from penstock.targets.kubernetes.objects import Object
 from penstock.targets.kubernetes.placing import SPARE_S
 from penstock.targets.kubernetes.view import wait
 
-# All that a deployment may have, in the order in which it is deleted; the anchor is last.
+# All that a deployment may have, in the order in which it is deleted; ConfigMaps are last, with them the anchor.
 _KINDS = (
     *("Deployment", "StatefulSet", "LeaderWorkerSet", "Job", "Ingress", "HTTPRoute", "InferencePool", "Service"),
     *("PodDisruptionBudget", "NetworkPolicy", "GCPBackendPolicy", "PodMonitoring", "ServiceMonitor", "PodMonitor"),
@@ -25,7 +25,6 @@ _LWS = ("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet")
 
 def end(api: Api, run: Run, grace_s: float) -> None:
     name = run.name
-    anchor = api.find("ConfigMap", objects.anchor(name))
     for kind in ("controller", "gateway"):
         if api.delete("Deployment", f"{name}-{kind}"):
             wait(functools.partial(_has_no_pod, api, name, kind), grace_s + SPARE_S)
@@ -37,8 +36,6 @@ def end(api: Api, run: Run, grace_s: float) -> None:
         for row in _listed(api, kind, objects.labels(name)):
             if not weights.is_kept({"kind": kind, **row}):
                 api.delete(kind, row["metadata"]["name"])
-    if anchor is not None:
-        api.delete("ConfigMap", objects.anchor(name), propagation="Background")
 
 
 def _end_pods(api: Api, name: str, grace_s: float) -> None:

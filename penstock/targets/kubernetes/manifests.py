@@ -38,8 +38,10 @@ class Cluster(msgspec.Struct, frozen=True):
 def artifact(launch: Launch, deployment: Deployment, cluster: Cluster) -> Artifact:
     """What `up` applies. `document` is the whole stream; of replicas there is also the template of one."""
     there = in_pods(launch, deployment)
-    shared = shared_objects(there, deployment, cluster)
-    template = replicas.replica(there, deployment, weights.storage(deployment, there.plan))
+    storage = weights.storage(deployment, there.plan)
+    template = replicas.replica(there, deployment, storage)
+    files = _controller_files(there, deployment, template)
+    shared = _shared_objects(there, deployment, cluster, storage, files)
     first = [instance(template, str(number)) for number in range(deployment.replicas.min)]
     name = deployment.name
     key = _HEAD_KEY if deployment.gateway.auth == "keys" else ""
@@ -47,8 +49,7 @@ def artifact(launch: Launch, deployment: Deployment, cluster: Cluster) -> Artifa
     head = _HEAD.format(namespace=space, secret=objects.secrets(name), scrape=objects.scrape(name), key=key)
     stream = head + to_yaml(_in_namespace([*shared, *(row for rows in first for row in rows)], deployment))
     argv = ("kubectl", "apply", "--server-side", f"--field-manager={objects.MANAGER}", "-f", MANIFESTS)
-    files = {**controller_files(there, deployment), MANIFESTS: stream}
-    return Artifact(argv, files, MANIFESTS)
+    return Artifact(argv, {**files, MANIFESTS: stream}, MANIFESTS)
 
 
 def in_pods(launch: Launch, deployment: Deployment) -> Launch:
@@ -64,10 +65,11 @@ def _in_namespace(rows: Iterable[Object], deployment: Deployment) -> list[Object
     return [row | {"metadata": {"name": row["metadata"]["name"], **where, **row["metadata"]}} for row in rows]
 
 
-def shared_objects(launch: Launch, deployment: Deployment, cluster: Cluster) -> list[Object]:
+def _shared_objects(
+    launch: Launch, deployment: Deployment, cluster: Cluster, storage: replicas.Storage, files: dict[str, str]
+) -> list[Object]:
     """All but the replicas; the anchor first."""
     plan = launch.plan
-    files = controller_files(launch, deployment)
     data = _run_data(launch, deployment, files)
     anchor = services.anchor(deployment, data)
     anchor["metadata"]["annotations"] = {objects.CONFIG: files[objects.CONFIG_FILE]}
@@ -75,7 +77,7 @@ def shared_objects(launch: Launch, deployment: Deployment, cluster: Cluster) -> 
         anchor,
         archive.config_map(deployment, archive.archive()),
         *weights.objects_of(deployment, plan),
-        *replicas.shared_objects(launch, deployment, weights.storage(deployment, plan)),
+        *replicas.shared_objects(launch, deployment, storage),
         *traffic.exposed(deployment, cluster.is_gke),
         *monitoring.monitors(deployment, cluster.monitors),
         *services.gateway(deployment, plan, cluster.monitors),
@@ -83,11 +85,11 @@ def shared_objects(launch: Launch, deployment: Deployment, cluster: Cluster) -> 
     ]
 
 
-def controller_files(launch: Launch, deployment: Deployment) -> dict[str, str]:
+def _controller_files(launch: Launch, deployment: Deployment, template: Sequence[Object]) -> dict[str, str]:
     """The files of the artifact that the controller needs."""
-    template = to_yaml(replicas.replica(launch, deployment, weights.storage(deployment, launch.plan)))
-    config = hashlib.sha256(f"{reading.to_yaml(deployment)}{template}{_json(launch)}".encode()).hexdigest()[:16]
-    return {REPLICA: template, objects.CONFIG_FILE: config}
+    text = to_yaml(template)
+    config = hashlib.sha256(f"{reading.to_yaml(deployment)}{text}{_json(launch)}".encode()).hexdigest()[:16]
+    return {REPLICA: text, objects.CONFIG_FILE: config}
 
 
 def _run_data(launch: Launch, deployment: Deployment, files: dict[str, str]) -> dict[str, str]:

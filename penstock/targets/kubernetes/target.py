@@ -49,7 +49,7 @@ from penstock.targets.kubernetes import (
 )
 from penstock.targets.kubernetes.api import Api, ApiError, connect
 from penstock.targets.kubernetes.objects import Object, block_of
-from penstock.targets.kubernetes.view import SETS, View, by_replica, look, revision_of
+from penstock.targets.kubernetes.view import SETS, View, by_replica, look, revision_in
 
 _FRESH_S = 1.0
 
@@ -135,7 +135,7 @@ class Kubernetes(Target):
             # What the API does not tell has not changed: pods run without it.
             unknown = Placement("placed", exc.message)
             return {unit: msgspec.structs.replace(before.get(unit, unknown), reason=exc.message) for unit in units}
-        now, revision = time.time(), revision_of(manifests.from_yaml(run.artifact().files[manifests.REPLICA])[0])
+        now, revision = time.time(), revision_in(run.artifact().files[manifests.REPLICA])
         placements = {}
         for unit in units:
             if unit.kind == "replica":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import msgspec
 
 from penstock.run_folder import Run
-from penstock.targets.kubernetes import objects, weights
+from penstock.targets.kubernetes import manifests, objects, weights
 from penstock.targets.kubernetes.api import Api, ApiError
 from penstock.targets.kubernetes.objects import Object, block_of
 
@@ -61,6 +62,12 @@ def by_replica(sets: Sequence[Object]) -> dict[str, Object]:
 
 def revision_of(set_: Object) -> str:
     return str(set_["metadata"].get("labels", {}).get(objects.REVISION, ""))
+
+
+@functools.lru_cache(maxsize=16)
+def revision_in(template: str) -> str:
+    """The revision of the artifact's template of a replica; parsed once, since every look of the controller asks."""
+    return revision_of(manifests.from_yaml(template)[0])
 
 
 def is_ready(row: Object) -> bool:
