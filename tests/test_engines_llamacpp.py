@@ -130,3 +130,17 @@ def test_a_system_without_openmp_serves_with_the_runtime_of_a_wheel(tmp_path: Pa
     finally:
         engine.terminate()
         engine.communicate(timeout=30)
+
+
+@pytest.mark.llamacpp
+def test_an_engine_that_is_told_to_stop_as_it_begins_to_listen_ends() -> None:
+    """Its server hung in its destructor, or a thread of it took the signal: about one start in three."""
+    for _ in range(8):
+        argv = [sys.executable, "-m", "penstock.engines.llamacpp.engine", "--model", str(demo.gguf_file())]
+        argv += ["--alias", "a", "--port", "0", "--max-model-len", "512"]
+        engine = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True)
+        assert engine.stderr is not None
+        assert any("penstock: listening" in line for line in engine.stderr)
+        engine.terminate()
+        engine.communicate(timeout=30)
+        assert engine.returncode == 0

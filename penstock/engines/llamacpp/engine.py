@@ -11,11 +11,10 @@ import signal
 import site
 import sys
 import tempfile
-import threading
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 
@@ -162,20 +161,21 @@ def _link_openmp() -> None:
     os.execv(sys.executable, [sys.executable, "-m", "penstock.engines.llamacpp.engine", *sys.argv[1:]])
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Serve one GGUF file over llama.cpp's own HTTP server until SIGTERM or SIGINT."""
     options = options_of(argv)
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+    # Blocked in every thread and waited for: a signal that one of the server's threads takes would not wake this one.
+    stops = {signal.SIGTERM, signal.SIGINT}
+    signal.pthread_sigmask(signal.SIG_BLOCK, stops)
     try:
         server = server_of(options)
     except ImportError:
         _link_openmp()
         raise
     print(f"penstock: listening on {server.listening_address}", file=sys.stderr, flush=True)
-    stop.wait()
-    return 0
+    signal.sigwait(stops)
+    # Not through the server's destructor: it waits for ever where its loop had not begun yet when it was told to stop.
+    os._exit(0)
 
 
 def options_of(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -218,4 +218,4 @@ def server_of(options: argparse.Namespace) -> Any:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
