@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from penstock.gateway.config import GatewayConfig, ServedModel
+from penstock.gateway.config import GatewayConfig, ServedModel, Slo
 from penstock.planner import Plan
 from penstock.run_folder import Run
 from penstock.spec.deployment import Deployment, store_file
@@ -40,6 +40,10 @@ def make(run: Run, deployment: Deployment, plan: Plan, addresses: Addresses, eng
         auth=spec.auth,
         engines_need_key=engines_need_key,
         prices={} if spec.price is None else {names[0]: spec.price},
+        deployment=deployment.name,
+        slo=Slo(deployment.workload.ttft_ms, deployment.workload.tpot_ms),
+        gpu_hour_usd=deployment.hardware.price_per_gpu_hour,
+        gpus_per_replica=plan.layout.n_ranks if plan.device == "cuda" else 0,
     )
 
 

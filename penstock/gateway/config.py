@@ -18,6 +18,7 @@ from penstock.spec.gateway import (
     Limits,
     Price,
     QueueBounds,
+    Traces,
     Upstream,
     is_loopback,
     setting_problems,
@@ -41,11 +42,20 @@ class ServedModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     aliases: tuple[str, ...] = ()
 
 
+class Slo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Promised latencies in milliseconds: to the first token, and for each further one."""
+
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+
+
 class GatewayConfig(GatewaySettings, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """`listen` and `admin` are "host:port" or "unix:/path"; `key_hashes` are SHA-256 of keys, in lower-case hex.
 
     `store`: a file or a postgresql:// URL. `ledger_days`: days that a request keeps its row. `prices`: by model.
-    `engines_need_key`: engines ask for the key that nodes and gateway derive from the admin token.
+    `engines_need_key`: engines ask for the key that nodes and gateway derive from the admin token. `deployment`: its
+    name, in labels and on the page. `slo`: the promised latencies. `gpu_hour_usd`: the price of one GPU for an hour,
+    `gpus_per_replica` how many a replica has.
     """
 
     listen: str
@@ -57,6 +67,10 @@ class GatewayConfig(GatewaySettings, frozen=True, forbid_unknown_fields=True, kw
     key_hashes: tuple[str, ...] = ()
     engines_need_key: bool = False
     prices: dict[str, Price] = msgspec.field(default_factory=dict)
+    deployment: str = ""
+    slo: Slo = Slo()
+    gpu_hour_usd: float | None = None
+    gpus_per_replica: int = 0
 
 
 def load_config(path: Path) -> GatewayConfig:
@@ -87,7 +101,7 @@ def check(config: GatewayConfig, source: str) -> None:
 
 def _read_problem(message: str) -> Problem:
     unknown = _UNKNOWN_FIELD.search(message)
-    structs = (GatewayConfig, ServedModel, Upstream, Limits, QueueBounds, Price)
+    structs = (GatewayConfig, ServedModel, Upstream, Limits, QueueBounds, Price, Slo, Traces)
     legal = [field for struct in structs for field in struct.__struct_fields__]
     guess = nearest(unknown.group(1), legal) if unknown else None
     where, _, path = message.partition(" - at `$")

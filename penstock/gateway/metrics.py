@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Literal
 
 from penstock.wire.announcement import GatewayView
+from penstock.wire.metric_names import METRICS, PREFIX
 
 CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 MAX_SERIES = 1024
@@ -27,13 +28,10 @@ OWN_S = (0.00005, 0.0001, 0.0002, 0.0003, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.0
 
 Outcome = Literal["complete", "client_gone", "broken", "no_replica", "queue_full", "late", "refused"]
 Labels = tuple[tuple[str, str], ...]
-Family = tuple[str, str, str, Mapping[Labels, float]]  # name after "penstock_", kind, one line, values by labels
-# Name, one line, upper ends of the buckets, and by labels the counts of the buckets and the sum.
-Distribution = tuple[str, str, tuple[float, ...], Mapping[Labels, tuple[list[int], float]]]
+Family = tuple[str, Mapping[Labels, float]]  # a name of METRICS, values by labels
+# A name of METRICS, upper ends of the buckets, and by labels the counts of the buckets and the sum.
+Distribution = tuple[str, tuple[float, ...], Mapping[Labels, tuple[list[int], float]]]
 _REFUSED = frozenset(("no_replica", "queue_full", "refused"))
-# Of several workers these gauges are not a sum. The first is what each of them knows of all.
-_KNOWN_TO_EACH = frozenset(("replicas_ready",))
-_LEAST_COUNTS = frozenset(("store_up",))
 
 
 class Histogram:
@@ -127,14 +125,14 @@ def families(
     }
     failures: dict[Labels, float] = {(): counters.n_connect_failures}
     return [
-        ("requests_total", "counter", "Requests ended, by outcome.", outcomes),
-        ("responses_total", "counter", "Responses begun, by status code.", codes),
-        ("requests_in_flight", "gauge", "Requests on a replica now.", in_flight),
-        ("requests_waiting", "gauge", "Requests held for a replica now.", _by("model", waiting)),
-        ("replicas_ready", "gauge", "Replicas that get traffic now.", _by("model", ready)),
-        ("retries_total", "counter", "Requests sent to an engine again.", _by("model", counters.retries)),
-        ("ejections_total", "counter", "Replicas left out after failures.", _by("replica", ejections)),
-        ("connect_failures_total", "counter", "Connections an engine refused.", failures),
+        ("requests_total", outcomes),
+        ("responses_total", codes),
+        ("requests_in_flight", in_flight),
+        ("requests_waiting", _by("model", waiting)),
+        ("replicas_ready", _by("model", ready)),
+        ("retries_total", _by("model", counters.retries)),
+        ("ejections_total", _by("replica", ejections)),
+        ("connect_failures_total", failures),
     ]
 
 
@@ -143,38 +141,38 @@ def distributions(counters: Counters) -> list[Distribution]:
     first_byte = {labels: row.first_byte_s.state() for labels, row in rows}
     gaps = {labels: row.gap_s.state() for labels, row in rows}
     durations = {labels: row.duration_s.state() for labels, row in rows}
-    first_byte_about = "From a request to the first byte of its answer's body."
     return [
-        ("gateway_own_seconds", "Time in the gateway before an engine had it.", OWN_S, {(): counters.own_s.state()}),
-        ("time_to_first_byte_seconds", first_byte_about, LATENCY_S, first_byte),
-        ("chunk_gap_seconds", "Between two reads of a stream.", GAP_S, gaps),
-        ("request_seconds", "From a request to the end of its answer.", LATENCY_S, durations),
+        ("gateway_own_seconds", OWN_S, {(): counters.own_s.state()}),
+        ("time_to_first_byte_seconds", LATENCY_S, first_byte),
+        ("chunk_gap_seconds", GAP_S, gaps),
+        ("request_seconds", LATENCY_S, durations),
     ]
 
 
 def add_families(parts: Iterable[list[Family]]) -> list[Family]:
-    families: dict[str, tuple[str, str, str, dict[Labels, float]]] = {}
-    for name, kind, about, samples in itertools.chain.from_iterable(parts):
+    families: dict[str, dict[Labels, float]] = {}
+    for name, samples in itertools.chain.from_iterable(parts):
+        joined = METRICS[name].joined
         if name not in families:
-            families[name] = (name, kind, about, dict(samples))
-        elif name not in _KNOWN_TO_EACH:
-            sums = families[name][3]
+            families[name] = dict(samples)
+        elif joined != "each":
+            sums = families[name]
             for labels, value in samples.items():
                 before = sums.get(labels)
                 if before is not None:
-                    value = min(before, value) if name in _LEAST_COUNTS else before + value
+                    value = min(before, value) if joined == "least" else before + value
                 sums[labels] = value
-    return list(families.values())
+    return list(families.items())
 
 
 def add_distributions(parts: Iterable[list[Distribution]]) -> list[Distribution]:
-    merged: dict[str, tuple[str, str, tuple[float, ...], dict[Labels, tuple[list[int], float]]]] = {}
-    for name, about, bounds, samples in itertools.chain.from_iterable(parts):
-        sums = merged.setdefault(name, (name, about, bounds, {}))[3]
+    merged: dict[str, tuple[tuple[float, ...], dict[Labels, tuple[list[int], float]]]] = {}
+    for name, bounds, samples in itertools.chain.from_iterable(parts):
+        sums = merged.setdefault(name, (bounds, {}))[1]
         for labels, (counts, total) in samples.items():
             counts_before, total_before = sums.get(labels, ([0] * len(counts), 0.0))
             sums[labels] = (list(map(operator.add, counts_before, counts)), total_before + total)
-    return list(merged.values())
+    return [(name, bounds, sums) for name, (bounds, sums) in merged.items()]
 
 
 def write_metrics(counts: Iterable[Family], histograms: Iterable[Distribution]) -> bytes:
@@ -186,16 +184,21 @@ def _by(label: str, values: Mapping[str, int]) -> dict[Labels, float]:
     return {((label, name),): value for name, value in values.items()}
 
 
-def _write(name: str, kind: str, about: str, samples: Mapping[Labels, float]) -> Iterable[str]:
-    yield f"# HELP penstock_{name} {about}\n# TYPE penstock_{name} {kind}\n"
+def _write_head(name: str) -> str:
+    metric = METRICS[name]
+    return f"# HELP {PREFIX}{name} {metric.about}\n# TYPE {PREFIX}{name} {metric.kind}\n"
+
+
+def _write(name: str, samples: Mapping[Labels, float]) -> Iterable[str]:
+    yield _write_head(name)
     for labels, value in samples.items():
         yield _write_sample(name, labels, value)
 
 
 def _write_histograms(
-    name: str, about: str, bounds: tuple[float, ...], samples: Mapping[Labels, tuple[list[int], float]]
+    name: str, bounds: tuple[float, ...], samples: Mapping[Labels, tuple[list[int], float]]
 ) -> Iterable[str]:
-    yield f"# HELP penstock_{name} {about}\n# TYPE penstock_{name} histogram\n"
+    yield _write_head(name)
     for labels, (counts, total) in samples.items():
         n_so_far = 0
         for bound, count in zip((*map(str, bounds), "+Inf"), counts, strict=True):
@@ -209,7 +212,7 @@ def _write_sample(name: str, labels: Labels, value: float) -> str:
     pairs = ",".join(f'{key}="{_escape(text)}"' for key, text in labels)
     # Compiled, an int that is passed as a float becomes one; a count stays a count to its reader.
     number = int(value) if value == int(value) else value
-    return f"penstock_{name}{{{pairs}}} {number}\n" if pairs else f"penstock_{name} {number}\n"
+    return f"{PREFIX}{name}{{{pairs}}} {number}\n" if pairs else f"{PREFIX}{name} {number}\n"
 
 
 def _escape(text: str) -> str:

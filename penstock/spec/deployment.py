@@ -23,13 +23,16 @@ class Hardware(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What the machines must have: `up` rejects one that lacks it, `plan` and `render` assume it without a machine.
 
     Absent fields are asked of the target. `network` is what joins the nodes: a catalogue id (ib-ndr) for the planner,
-    or the network (10.9.0.0/16) whose addresses they use among themselves.
+    or the network (10.9.0.0/16) whose addresses they use among themselves. `price_per_gpu_hour`: US dollars, or
+    `price_file`: a YAML file of such prices by the catalogue's GPU names; with it measured costs are shown.
     """
 
     gpu: str | None = None
     gpus_per_node: int | None = None
     nodes: int = 1
     network: str | None = None
+    price_per_gpu_hour: float | None = None
+    price_file: str | None = None
 
     @property
     def link(self) -> str | None:
@@ -110,6 +113,8 @@ class GatewaySpec(GatewaySettings, frozen=True, forbid_unknown_fields=True):
     that may read answers, `"*"` for all; empty means every page with `auth: keys`, else pages of this machine.
     `path_prefix`: every route is also served below it, for a proxy that passes one path on. `engine_routes`: routes
     that administer engines, closed unless named (`/v1/load_lora_adapter`, `/sleep`); one replica gets such a request.
+    `access_log`: a file that gets one JSON line a request, never a prompt or a key's secret, or `stderr`. `traces`: a
+    span of each request goes to an OpenTelemetry collector, and the engine's span hangs below it.
     """
 
     host: str = "127.0.0.1"
@@ -120,9 +125,28 @@ class GatewaySpec(GatewaySettings, frozen=True, forbid_unknown_fields=True):
     price: Price | None = None
 
 
+class RemoteWrite(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where Prometheus sends all samples too. `token_file`: a bearer token, mode 600."""
+
+    url: str
+    token_file: str | None = None
+
+
 class Observe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`prometheus`: the controller runs a Prometheus of this deployment, on loopback, with rules and alerts. Its
+    program is found on PATH, or is `prometheus_binary`. `grafana`: files that provision Grafana with the dashboards are
+    written into the run's folder.
+
+    `port` of Prometheus, any free one when 0. `retention` and `retention_size` are Prometheus's own words.
+    """
+
     prometheus: bool = False
     grafana: bool = False
+    prometheus_binary: str | None = None
+    port: int = 0
+    retention: str = "15d"
+    retention_size: str = "1GB"
+    remote_write: RemoteWrite | None = None
 
 
 # cache.weights that is no folder.

@@ -79,6 +79,14 @@ class Upstream(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     key_env: str | None = None
 
 
+class Traces(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where spans of requests go: `endpoint` is that of OTLP over HTTP, http://HOST:4318. `sample`: share of the
+    requests without a sampling decision of their client, 0 to 1."""
+
+    endpoint: str
+    sample: float = 1.0
+
+
 class GatewaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     hold_s: float = 60.0
     drain_s: float = 120.0
@@ -95,6 +103,8 @@ class GatewaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     allowed_origins: tuple[str, ...] = ()
     path_prefix: str | None = None
     engine_routes: tuple[str, ...] = ()
+    access_log: str | None = None
+    traces: Traces | None = None
 
 
 def setting_problems(settings: GatewaySettings, needs_key: bool) -> Iterator[Problem]:

@@ -314,6 +314,10 @@ _AT_LEAST: dict[str, float] = {
     "gateway.price.cached": 0,
     "gateway.hold_s": 0,
     "gateway.drain_s": 0,
+    "hardware.price_per_gpu_hour": 0,
+    "workload.ttft_ms": 0,
+    "workload.tpot_ms": 0,
+    "observe.port": 0,
 }
 
 

@@ -52,11 +52,59 @@ class GatewayAddress(msgspec.Struct, frozen=True):
 
 
 class EngineLoad(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What the engine counts itself: requests running and waiting, and the part of its KV cache in use (0 to 1)."""
+    """What the engine counts itself: requests running and waiting, the part of its KV cache in use (0 to 1), and since
+    it started the tokens of prompts and answers, and how many of the former its cache had."""
 
     running: float
     waiting: float = 0.0
     kv_use: float = 0.0
+    prompt_tokens: float = 0.0
+    output_tokens: float = 0.0
+    cached_tokens: float = 0.0
+
+
+class GpuReading(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One GPU of a replica, read by its node. None: the driver does not report it (inside MIG, on some cards).
+
+    `utilization`: share of the last second in which a kernel ran, near 1 with one request already. `energy_joules`:
+    since the driver was loaded. `throttle`: why its clocks are lowered now, in NVML's words. `xids`: error codes since
+    the node started, newest last; `n_xids` counts all.
+    """
+
+    index: int
+    uuid: str
+    name: str = ""
+    utilization: float | None = None
+    memory_used_bytes: int | None = None
+    memory_total_bytes: int | None = None
+    power_watts: float | None = None
+    power_limit_watts: float | None = None
+    energy_joules: float | None = None
+    temperature_celsius: float | None = None
+    sm_clock_mhz: float | None = None
+    memory_clock_mhz: float | None = None
+    throttle: tuple[str, ...] = ()
+    xids: tuple[int, ...] = ()
+    n_xids: int = 0
+
+
+class MachineReading(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One machine of a replica and the replica's GPUs there, read once a second. Network bytes: since it booted.
+
+    `disk_*`: of the file system with the node's folder. `dcgm_port`: where a DCGM exporter answers on it.
+    """
+
+    host: str
+    cpu_use: float | None = None
+    n_cpus: int | None = None
+    memory_used_bytes: int | None = None
+    memory_total_bytes: int | None = None
+    disk_free_bytes: int | None = None
+    disk_total_bytes: int | None = None
+    received_bytes: int | None = None
+    sent_bytes: int | None = None
+    gpus: tuple[GpuReading, ...] = ()
+    dcgm_port: int | None = None
 
 
 class NodeView(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -107,7 +155,8 @@ class Announcement(msgspec.Struct, frozen=True, omit_defaults=True):
     `lease_s` the replica gets no traffic. `restarts` holds the last ten, `n_restarts` counts all. `reason` says why the
     state is not what was asked for, `hint` what to do about it; `log_tail` is given with "failed". `load` is None when
     the engine does not report it. A replica of `weight` 2 gets twice the requests of weight 1. `adapters` are further
-    names that it serves (LoRA). `nodes` is empty for a replica on one machine.
+    names that it serves (LoRA). `nodes` is empty for a replica on one machine. `machines`: readings by rank.
+    `start_s`: the seconds that each stage of the last start took.
     """
 
     replica: str
@@ -132,6 +181,8 @@ class Announcement(msgspec.Struct, frozen=True, omit_defaults=True):
     weight: float = 1.0
     adapters: tuple[str, ...] = ()
     nodes: tuple[NodeView, ...] = ()
+    machines: tuple[MachineReading, ...] = ()
+    start_s: dict[str, float] = {}
 
 
 class AnnounceAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -165,5 +216,6 @@ def engine_key(token: str) -> str:
 
 
 def scrape_key(key: str) -> str:
-    """The key that opens the /metrics pages of gateway and engines, and nothing else; made from `engine_key`."""
+    """The key that opens what watchers read of gateway and engines (/metrics, /dashboard), and changes nothing; made
+    from `engine_key`."""
     return hmac.new(key.encode(), b"penstock scrape key", hashlib.sha256).hexdigest()

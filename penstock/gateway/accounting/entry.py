@@ -147,8 +147,8 @@ class Accounting:
         unknown: dict[Labels, float] = {(): self.n_unknown_keys}
         by_limit: dict[Labels, float] = {(("limit", kind),): n for kind, n in self.refusals.items()}
         families: list[Family] = [
-            ("unknown_keys_total", "counter", "Requests without a valid key.", unknown),
-            ("quota_refusals_total", "counter", "Requests over a limit of their key.", by_limit),
+            ("unknown_keys_total", unknown),
+            ("quota_refusals_total", by_limit),
         ]
         if ledger is None:
             return families
@@ -160,17 +160,12 @@ class Accounting:
             rows |= {(("model", model), ("state", state)): n for state, n in account.n_rows.items()}
         return [
             *families,
-            ("tokens_total", "counter", "Tokens in the ledger; cached ones are prompt tokens too.", tokens),
-            ("ledger_requests_total", "counter", "Requests in the ledger, by state.", rows),
-            ("ledger_rows_waiting", "gauge", "Rows that are not on the disk yet.", {(): ledger.n_waiting}),
-            (
-                "ledger_rows_lost_total",
-                "counter",
-                "Rows that found the queue full, or can never be stored.",
-                {(): ledger.n_lost},
-            ),
-            ("store_failures_total", "counter", "Turns of the store that failed.", {(): ledger.n_failures}),
-            ("store_up", "gauge", "Whether the store's last turn worked.", {(): int(not ledger.is_failing)}),
+            ("tokens_total", tokens),
+            ("ledger_requests_total", rows),
+            ("ledger_rows_waiting", {(): ledger.n_waiting}),
+            ("ledger_rows_lost_total", {(): ledger.n_lost}),
+            ("store_failures_total", {(): ledger.n_failures}),
+            ("store_up", {(): int(not ledger.is_failing)}),
         ]
 
     def _on_news(self, news: News) -> None:

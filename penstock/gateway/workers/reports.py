@@ -21,6 +21,7 @@ from penstock.gateway.metrics import Distribution, Family
 from penstock.gateway.responses import Answer
 from penstock.gateway.workers.link import ParentLink
 from penstock.wire.announcement import GatewayView
+from penstock.wire.metric_names import METRICS
 
 
 class WorkerReport(msgspec.Struct, frozen=True, array_like=True):
@@ -111,7 +112,7 @@ def metrics_answer(report: WorkerReport) -> Answer:
 def ended(content: bytes) -> WorkerReport:
     """The report of a worker that ended: its counts, without its gauges."""
     report = _decode(content)
-    counters = [family for family in report.families if family[1] == "counter"]
+    counters = [family for family in report.families if METRICS[family[0]].kind == "counter"]
     return WorkerReport(counters, report.distributions, report.n_requests)
 
 
