@@ -84,8 +84,8 @@ figures fit flags folder forwarding guard health host html http1 hub hybrid init
 leftovers levers library lifecycle limits lines link listener liveness local locks login loop main manifests measured
 member merge middleware monitoring network objects observe offline openssh options origins overhead parent parse paths
 placed placement planning placing pod pods policies prepare progress prometheus promql public queue
-quota ranges reachability reading ready
-reasons reduce refusals remote rendezvous replies report responses retries rights rope rules scale scheduling schema script
+quota ranges reachability reading ready rules
+reasons reduce refusals remote rendezvous replies report responses retries rights rope scale scheduling schema script
 server service services settings setup shared site solve sse startup static stats status stop store strategic supervisor
 svg sweep sync synthetic timestamps topology totals traffic tunnel tunnels unit upstreams validity versions view vision
 words
