@@ -76,13 +76,13 @@ FORBIDDEN = re.compile(
 NO_MESSAGES = ("penstock/testing/", "penstock/bench/datasets/tokenizers.py")
 # Plain words that module names may use beyond the glossary.
 PLAIN = """
-access addresses admin agent amx live metric announcer api archive arguments arrivals blocks board body bootstrap bundle calibrate
+access addresses admin agent amx announcer api archive arguments arrivals blocks board body bootstrap bundle calibrate
 calibration capacity catalog checks child collectives compare compiled completion config conformance connections cpu
 decide dense detached detect doctor driver ending entry errors estimate examine exchanges explain facts fake fetch
 fields
 figures fit flags folder forwarding guard health host html http1 hub hybrid init inputs install kernel key leader
-leftovers levers library lifecycle limits lines link listener liveness local locks login loop main manifests measured
-member merge middleware monitoring network objects observe offline openssh options origins overhead parent parse paths
+leftovers levers library lifecycle limits lines link listener live liveness local locks login loop main manifests measured
+member merge metric middleware monitoring network objects observe offline openssh options origins overhead parent parse paths
 placed placement planning placing pod pods policies prepare progress prometheus promql public queue
 quota ranges reachability reading ready rules
 reasons reduce refusals remote rendezvous replies report responses retries rights rope scale scheduling schema script
