@@ -76,7 +76,8 @@ FORBIDDEN = re.compile(
 NO_MESSAGES = ("penstock/testing/", "penstock/bench/datasets/tokenizers.py")
 # Plain words that module names may use beyond the glossary.
 PLAIN = """
-access addresses admin agent amx live metric announcer api archive arguments arrivals blocks board body bootstrap bundle calibrate
+access addresses admin agent amx announcer api archive arguments arrivals blocks board body bootstrap bundle calibrate
+live metric
 calibration capacity catalog checks child collectives compare compiled completion config conformance connections cpu
 decide dense detached detect doctor driver ending entry errors estimate examine exchanges explain facts fake fetch
 fields
