@@ -58,7 +58,9 @@ METRICS: dict[str, Metric] = {
     ),
     "chunk_gap_seconds": Metric("histogram", "Between two reads of a stream.", _SERVED, "seconds"),
     "request_seconds": Metric("histogram", "From a request to the end of its answer.", _SERVED, "seconds"),
-    "request_hold_seconds": Metric("histogram", "Waits for a replica, of requests that had to wait.", _MODEL, "seconds"),
+    "request_hold_seconds": Metric(
+        "histogram", "Waits for a replica, of requests that had to wait.", _MODEL, "seconds"
+    ),
     # The promises of `workload` are bounds of these two.
     "time_to_first_token_seconds": Metric(
         "histogram", "From a request to its engine's first byte of a stream.", _SERVED, "seconds"
