@@ -1,4 +1,4 @@
-"""What the admin address serves: announcements of replicas, orders of the controller, API keys, and what watchers read."""
+"""What the admin address serves: announcements of replicas, the controller's orders, API keys, and monitoring."""
 
 from __future__ import annotations
 
