@@ -29,7 +29,7 @@ from penstock.wire.announcement import AnnounceAnswer, Announcement, Post
 from penstock.wire.http1 import Headers, RequestHead
 
 _ORDERS = ("announce", "board", "drain", "undrain", "leave", "forget")
-_METHODS = dict.fromkeys((b"/admin/health", b"/admin/replicas"), (b"GET",))
+_METHODS: dict[bytes, tuple[bytes, ...]] = dict.fromkeys((b"/admin/health", b"/admin/replicas"), (b"GET",))
 _METHODS |= {f"/admin/{order}".encode(): (b"POST",) for order in _ORDERS}
 _METHODS |= dict.fromkeys(MONITORING_PATHS, MONITORING_METHODS)
 _REPEATED = (b"/admin/announce", b"/admin/board")  # nodes send them again within seconds: nobody waits for the others
