@@ -95,7 +95,7 @@ class Gateway:
         self._config = config
         self._slot = slot
         replicas = _replica_table(config, self.accounting.running_totals)
-        counters = Counters(model.name for model in config.models)
+        counters = Counters((model.name for model in config.models), config.slo.ttft_ms, config.slo.tpot_ms)
         keys = upstream_keys(config)
         # The same in all workers, and in no other gateway.
         facts = f"{socket.gethostname()} {token} {config}"
