@@ -135,6 +135,10 @@ class Engine(ABC):
     def problems(self, args: dict[str, Scalar | list[Scalar]]) -> list[Problem]:
         """What is wrong with pass-through arguments: flags that are gone, or that penstock sets itself."""
 
+    def warnings(self, plan: Plan) -> tuple[str, ...]:
+        """What this engine, as it is installed here, cannot do for a plan that it will serve."""
+        return ()
+
     @abstractmethod
     def command(self, plan: Plan, place: Place) -> Command:
         """The process that serves `plan` at `place`."""

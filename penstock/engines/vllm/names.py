@@ -33,7 +33,25 @@ FLAGS = {
     "max_num_seqs": "--max-num-seqs",
     "eager": "--enforce-eager",
     "unlogged_routes": "--disable-access-log-for-endpoints",
+    "buckets": "--custom-histogram-buckets",
+    "traces": "--otlp-traces-endpoint",
 }
+
+# From this version on histograms can have other buckets, by family (`v1/metrics/buckets.py`). vLLM's own bounds of the
+# time between tokens begin at 10 ms, where a fast model has all of its tokens; those to the first token are vLLM's own.
+BUCKETS_SINCE = (0, 32)
+TOKEN_GAP_FAMILY, FIRST_TOKEN_FAMILY = "inter_token_latency", "time_to_first_token"
+TOKEN_GAP_BUCKETS_S = (
+    *(0.002, 0.003, 0.004, 0.006, 0.008, 0.01, 0.0125, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.06, 0.075, 0.1),
+    *(0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0),
+)
+FIRST_TOKEN_BUCKETS_S = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+    *(160.0, 640.0, 2560.0),
+)
+# Spans go by gRPC unless this says otherwise (`tracing/otel.py`). Without the package an endpoint is an error.
+TRACES_PROTOCOL = {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf"}
+TRACES_PACKAGE = "opentelemetry.exporter.otlp.proto.http"
 
 # Asked every second by the node: two lines a second would fill the log.
 UNLOGGED_ROUTES = "/health,/metrics"
@@ -105,7 +123,8 @@ WEIGHTLESS = (
     *("uvicorn-log-level", "disable-log-requests", "enable-log-requests", "disable-log-stats"),
     *("disable-uvicorn-access-log", "generation-config", "trust-remote-code", "download-dir", "tokenizer"),
     *("tokenizer-mode", "revision", "tokenizer-revision", "max-log-len", "allowed-origins"),
-    *("return-tokens-as-token-ids", "override-generation-config"),
+    *("return-tokens-as-token-ids", "override-generation-config", "custom-histogram-buckets"),
+    *("otlp-traces-endpoint", "collect-detailed-traces"),
 )
 
 KNOWN = {*OURS, *GONE, *PLANNED, *UNCOUNTED, *WEIGHTLESS}
