@@ -5,6 +5,7 @@ An engine's series have OWN_LABELS in addition where the gateway passes them on 
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 from penstock import engines
@@ -57,6 +58,7 @@ def prefixes() -> tuple[str, ...]:
     return tuple(engine.prefix for engine in _engines())
 
 
+@functools.cache
 def samples() -> dict[str, Row]:
     """The row of each name that a query can ask for: of a histogram its _bucket, _sum and _count."""
     return {row.name + part: row for row in rows() for part in (_PARTS if row.kind == "histogram" else ("",))}
