@@ -83,7 +83,7 @@ decide dense detached detect doctor driver ending entry errors estimate examine 
 fields
 figures fit flags folder forwarding guard health host html http1 hub hybrid init inputs install kernel key leader
 leftovers levers library lifecycle limits lines link listener liveness local locks login loop main manifests measured
-member merge middleware monitoring network objects observe offline openssh options origins overhead parent parse paths
+member merge middleware monitoring network nvml objects observe offline openssh options origins overhead parent parse paths
 placed placement planning placing pod pods policies prepare progress public queue
 quota ranges reachability reading ready
 reasons reduce refusals remote rendezvous replies report responses retries rights rope scale scheduling schema script

@@ -94,6 +94,10 @@ class Metrics(msgspec.Struct, frozen=True):
     waiting: str
     iterations: tuple[str, ...]
     kv_use: str | None = None  # 0 to 1, one series per data-parallel rank
+    # Counters of tokens; `cached_tokens` are prompt tokens too.
+    prompt_tokens: str | None = None
+    output_tokens: str | None = None
+    cached_tokens: str | None = None
 
 
 class Engine(ABC):

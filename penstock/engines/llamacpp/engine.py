@@ -86,6 +86,8 @@ class LlamaCpp(Engine):
         "llamacpp:requests_processing",
         "llamacpp:requests_deferred",
         ("llamacpp:tokens_predicted_total", "llamacpp:prompt_tokens_total", "llamacpp:n_decode_total"),
+        prompt_tokens="llamacpp:prompt_tokens_total",  # without cached ones, which it does not count
+        output_tokens="llamacpp:tokens_predicted_total",
     )
 
     def missing(self) -> Missing | None:
