@@ -31,13 +31,14 @@ from penstock.gateway.connections.listener import (
 )
 from penstock.gateway.context import GatewayContext
 from penstock.gateway.metrics import Counters
+from penstock.gateway.monitoring import Monitoring
 from penstock.gateway.public import Public
 from penstock.gateway.routing.queue import WaitingQueue
 from penstock.gateway.routing.replicas import ReplicaTable
 from penstock.gateway.routing.static_upstreams import LapsedProbes, StaticUpstreams
 from penstock.gateway.workers.link import ParentLink, WorkerSlot
 from penstock.gateway.workers.reports import Reporter
-from penstock.wire.announcement import engine_key, scrape_key
+from penstock.wire.announcement import engine_key
 
 LEASE_CHECK_S = 1.0
 
@@ -94,7 +95,7 @@ class Gateway:
         self._config = config
         self._slot = slot
         replicas = _replica_table(config, self.accounting.running_totals)
-        counters = Counters(model.name for model in config.models)
+        counters = Counters((model.name for model in config.models), config.slo.ttft_ms, config.slo.tpot_ms)
         keys = upstream_keys(config)
         # The same in all workers, and in no other gateway.
         facts = f"{socket.gethostname()} {token} {config}"
@@ -114,13 +115,14 @@ class Gateway:
             self.accounting.ledger.keep_days = config.ledger_days
         self._reporter = Reporter(self._context, self.accounting, slot.before if slot else None)
         # Without an admin address of its own nobody may call: a token that nobody knows.
-        self._api = AdminApi(self._context, self.accounting, self._reporter, token or secrets.token_hex(16))
+        token = token or secrets.token_hex(16)
+        monitoring = Monitoring(self.accounting, self._reporter, token)
+        self._api = AdminApi(self._context, self.accounting, self._reporter, monitoring, token)
         if slot is not None:
             for path, body in slot.calls:
                 self._api.apply(path, body)
             self._reporter.link = ParentLink(self._reporter.encode, self._api.apply, self._end_without_parent)
-        scrape = scrape_key(engine_key(token)) if token else None
-        public = Public(config, self.accounting, self._context, self._reporter, scrape)
+        public = Public(config, self.accounting, self._context, monitoring)
         self.public = Listener(
             *(public, sockets.public, fit_connections(config.limits, raise_file_limit()), sockets.tls),
             share=slot.public if slot else None,

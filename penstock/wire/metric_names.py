@@ -58,6 +58,16 @@ METRICS: dict[str, Metric] = {
     ),
     "chunk_gap_seconds": Metric("histogram", "Between two reads of a stream.", _SERVED, "seconds"),
     "request_seconds": Metric("histogram", "From a request to the end of its answer.", _SERVED, "seconds"),
+    "request_hold_seconds": Metric(
+        "histogram", "Waits for a replica, of requests that had to wait.", _MODEL, "seconds"
+    ),
+    # The promises of `workload` are bounds of these two.
+    "time_to_first_token_seconds": Metric(
+        "histogram", "From a request to its engine's first byte of a stream.", _SERVED, "seconds"
+    ),
+    "time_per_output_token_seconds": Metric(
+        "histogram", "Of a stream: from its first byte to its last, by its tokens but one.", _SERVED, "seconds"
+    ),
     # What nodes announce: GPUs by NVML, their machines, the starts of replicas. Of live replicas only.
     "gpu_utilization_ratio": Metric(
         "gauge", "Share of the last second in which a kernel ran.", _GPU, "ratio", joined="each"

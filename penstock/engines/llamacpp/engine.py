@@ -24,13 +24,13 @@ from penstock.engines import (
     Death,
     Diagnosis,
     Engine,
-    Metrics,
     Missing,
     Place,
     Seen,
     explain,
     how_it_ended,
 )
+from penstock.engines.llamacpp import names
 from penstock.errors import Problem
 from penstock.planner import Plan
 from penstock.spec.deployment import Scalar
@@ -82,6 +82,7 @@ class LlamaCpp(Engine):
     name = "llamacpp"
     package = "xllamacpp"
     forms = ("gguf",)
+<<<<<<< HEAD
     metrics = Metrics(
         "llamacpp:requests_processing",
         "llamacpp:requests_deferred",
@@ -89,6 +90,10 @@ class LlamaCpp(Engine):
         prompt_tokens="llamacpp:prompt_tokens_total",  # without cached ones, which it does not count
         output_tokens="llamacpp:tokens_predicted_total",
     )
+=======
+    metrics = names.METRICS
+    prefix, families = names.PREFIX, names.FAMILIES
+>>>>>>> main
 
     def missing(self) -> Missing | None:
         if importlib.util.find_spec("xllamacpp") is None:
