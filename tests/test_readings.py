@@ -169,14 +169,22 @@ def test_a_start_is_timed_by_stage() -> None:
     assert times.end(41.0) == {"files": 1.0}
 
 
-def test_the_engines_tokens_are_in_its_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    page = (Path(__file__).parent / "golden" / "vllm-0.32.0" / "metrics.txt").read_text()
-    client = EngineClient("http://127.0.0.1:9", None, load("vllm").metrics, demo_plan("fake"))
-    monkeypatch.setattr(client._http, "get_text", lambda path: page.replace("cached_total{engine", "cached_total{x"))
+@pytest.mark.parametrize(
+    ("engine", "page", "tokens"),
+    [
+        ("vllm", "vllm-0.32.0", (100, 105, 0)),
+        ("llamacpp", "llamacpp", (10, 5, 7)),
+    ],
+)
+def test_the_engines_tokens_are_in_its_load(
+    monkeypatch: pytest.MonkeyPatch, engine: str, page: str, tokens: tuple[int, int, int]
+) -> None:
+    text = (Path(__file__).parent / "golden" / page / "metrics.txt").read_text()
+    client = EngineClient("http://127.0.0.1:9", None, load(engine).metrics, demo_plan("fake"))
+    monkeypatch.setattr(client._http, "get_text", lambda path: text.replace("cached_total 0", "cached_total 7"))
     client.stalled_s(0.0)
     assert client.load is not None
-    assert (client.load.prompt_tokens, client.load.cached_tokens) == (100.0, 0.0)
-    assert client.load.output_tokens > 0
+    assert (client.load.prompt_tokens, client.load.output_tokens, client.load.cached_tokens) == tokens
 
 
 def test_readings_do_not_change_the_state_on_disk() -> None:

@@ -82,18 +82,8 @@ class LlamaCpp(Engine):
     name = "llamacpp"
     package = "xllamacpp"
     forms = ("gguf",)
-<<<<<<< HEAD
-    metrics = Metrics(
-        "llamacpp:requests_processing",
-        "llamacpp:requests_deferred",
-        ("llamacpp:tokens_predicted_total", "llamacpp:prompt_tokens_total", "llamacpp:n_decode_total"),
-        prompt_tokens="llamacpp:prompt_tokens_total",  # without cached ones, which it does not count
-        output_tokens="llamacpp:tokens_predicted_total",
-    )
-=======
     metrics = names.METRICS
     prefix, families = names.PREFIX, names.FAMILIES
->>>>>>> main
 
     def missing(self) -> Missing | None:
         if importlib.util.find_spec("xllamacpp") is None:
