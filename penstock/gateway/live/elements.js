@@ -46,7 +46,7 @@ function orNone(show) {
 
 function digits(value) {
   const size = Math.abs(value);
-  if (size >= 1e9) return `${digits(value / 1e9)}G`;
+  if (size >= 1e9) return `${digits(value / 1e9)}B`;
   if (size >= 1e6) return `${digits(value / 1e6)}M`;
   if (size >= 99950) return `${Math.round(value / 1e3)}k`;
   if (size >= 99.5 || size === 0) return Math.round(value).toLocaleString("en");
@@ -77,7 +77,7 @@ const showBytesRate = orNone((value) =>
   value >= 1e9 ? `${(value / 1e9).toFixed(1)} GB/s` : value >= 1e6 ? `${(value / 1e6).toFixed(0)} MB/s` : `${(value / 1e3).toFixed(0)} kB/s`,
 );
 const showWatts = orNone((value) => (value >= 999.5 ? `${(value / 1000).toFixed(2)} kW` : `${Math.round(value)} W`));
-const showUsd = orNone((value) => (value === 0 || value >= 1 ? `$${value.toFixed(2)}` : `$${Number(value.toPrecision(2))}`));
+const showUsd = orNone((value) => (value === 0 || value >= 1 ? `$${value.toLocaleString("en", { minimumFractionDigits: 2, maximumFractionDigits: 2 })}` : `$${Number(value.toPrecision(2))}`));
 const showTime = orNone((at) => new Date(at * 1000).toLocaleTimeString("en-GB"));
 const showMoment = orNone((at) => {
   const when = new Date(at * 1000);

@@ -283,7 +283,7 @@ function drawSlo(slo = {}) {
   fillList($("slo"), promises, byPosition, make, (node, [label, bound, share]) => {
     const [name, value, bar] = node.children;
     const tone = share == null ? "" : share < 0.9 ? "bad" : share < 0.99 ? "warn" : "good";
-    setText(name, `${label} within ${showSeconds(bound / 1000)}`);
+    setText(name, `${label} within ${showSeconds(bound / 1000).replace(" ", "\u00a0")}`);
     setText(value, share == null ? NONE : `${showExactShare(share)} of requests`);
     setBar(bar, share, tone);
   });
@@ -317,7 +317,10 @@ function drawSlow(slow = []) {
   fillList($("slow"), [...slow].sort((a, b) => b.duration_s - a.duration_s), byPosition, makeSlow, ({ parts }, request) => {
     setText(parts.took, showSeconds(request.duration_s));
     parts.stack.style.width = `${Math.max(1, (100 * request.duration_s) / longest)}%`;
-    for (const [i, [, , field]] of PARTS.entries()) parts.stack.children[i].style.flexGrow = request[field] ?? 0;
+    for (const [i, [, , field]] of PARTS.entries()) {
+      parts.stack.children[i].hidden = !request[field];
+      parts.stack.children[i].style.flexGrow = request[field] ?? 0;
+    }
     const spent = PARTS.filter(([name, , field]) => (request[field] ?? 0) > 0 && (name !== "own" || request[field] >= 0.01));
     setText(parts.text, spent.map(([, label, field]) => `${label} ${showSeconds(request[field])}`).join(" · "));
     setText(parts.id, request.request_id);
@@ -326,9 +329,14 @@ function drawSlow(slow = []) {
     setText(parts.model, request.model);
     setText(parts.key, request.key || NONE);
     setPair(parts.tokens, `${showCount(request.output_tokens ?? 0)} out`, `${showCount(request.prompt_tokens ?? 0)} in`);
-    setChip(parts.chip, `${request.outcome} ${request.status}`, request.status >= 500 ? "bad" : request.status >= 400 ? "warn" : "good");
+    setChip(parts.chip, `${request.outcome.replaceAll("_", " ")} ${request.status}`, outcomeTone(request));
     setText(parts.at, showMoment(request.at));
   });
+}
+
+function outcomeTone({ outcome, status }) {
+  if (outcome === "complete" && status < 400) return "good";
+  return outcome === "client_gone" ? "quiet" : status >= 400 && status < 500 ? "warn" : "bad";
 }
 
 function drawKeys(keys = []) {
@@ -337,7 +345,7 @@ function drawKeys(keys = []) {
   const make = () => row(...labels.map((label, i) => Object.assign(cell(label), { className: i > 1 ? "number" : "" })));
   const used = [...keys].sort((a, b) => b.prompt_tokens + b.output_tokens - a.prompt_tokens - a.output_tokens);
   fillList($("keys"), used, byPosition, make, (node, use) => {
-    const values = [use.key || NONE, use.model, showCount(use.n_requests), showCount(use.prompt_tokens), showCount(use.output_tokens), showUsd(use.cost_usd)];
+    const values = [use.key || NONE, use.model, showCount(use.n_requests), showRate(use.prompt_tokens), showRate(use.output_tokens), showUsd(use.cost_usd)];
     for (const [i, value] of values.entries()) setText(node.children[i], value);
   });
 }
