@@ -19,16 +19,23 @@ from penstock.gateway.accounting.ledger import Ledger
 from penstock.gateway.board import RankBoard
 from penstock.gateway.connections.client import ClientConnection
 from penstock.gateway.context import GatewayContext
+from penstock.gateway.live.news import DatedNews, dated
+from penstock.gateway.live.stream import LiveFeed
 from penstock.gateway.request import Request
 from penstock.gateway.responses import Answer, error_answer, json_answer
 from penstock.gateway.workers.reports import Reporter, WorkerReport
 from penstock.wire.announcement import AnnounceAnswer, Announcement, Post
 from penstock.wire.http1 import Headers, RequestHead
 
-_ORDERS = ("announce", "board", "drain", "undrain", "leave", "forget")
-_METHODS = dict.fromkeys((b"/admin/health", b"/admin/replicas"), (b"GET",))
+_ORDERS = ("announce", "board", "drain", "undrain", "leave", "forget", "news")
+_LIVE, _NEWS = b"/dashboard/live", b"/admin/news"
+_METHODS = dict.fromkeys((b"/admin/health", b"/admin/replicas", _LIVE), (b"GET",))
 _METHODS |= {f"/admin/{order}".encode(): (b"POST",) for order in _ORDERS}
-_REPEATED = (b"/admin/announce", b"/admin/board")  # nodes send them again within seconds: nobody waits for the others
+_REPEATED = (
+    b"/admin/announce",
+    b"/admin/board",
+    _NEWS,
+)  # nodes and the controller send them again within seconds: nobody waits for the others
 _DRAINS = (b"/admin/drain", b"/admin/leave")
 _KEYS = b"/admin/keys"
 
@@ -60,8 +67,11 @@ class AdminApi:
     Any worker may get a call; what it changes of the replicas is relayed to the other workers.
     """
 
-    def __init__(self, context: GatewayContext, accounting: Accounting, reporter: Reporter, token: str) -> None:
+    def __init__(
+        self, context: GatewayContext, accounting: Accounting, reporter: Reporter, live: LiveFeed, token: str
+    ) -> None:
         self._context = context
+        self._live = live
         self._reporter = reporter
         self._accounting = accounting
         self._replicas = context.replicas
@@ -88,6 +98,10 @@ class AdminApi:
                 return json_answer({"ok": True})
             if path == b"/admin/replicas":
                 return self._reporter.respond(client, lambda report: json_answer(self._reporter.view(report)))
+            if path == _LIVE:
+                return self._live.handle(request, client)
+            if path == _NEWS:
+                body = dated(body)
             answer = self.apply(path, body)
         except (msgspec.DecodeError, UserError) as error:
             return error_answer(400, str(error), "bad_request")
@@ -114,6 +128,9 @@ class AdminApi:
         if path == b"/admin/board":
             post = msgspec.json.decode(body, type=Post)
             return self._board.post(post, time.monotonic(), must_leave=self._replicas.must_leave(post.replica))
+        if path == _NEWS:
+            self._live.news.take(msgspec.json.decode(body, type=DatedNews))
+            return {"ok": True}
         name = msgspec.json.decode(body, type=_Named).replica
         log.info("replica %r: %s", name, path.decode().removeprefix("/admin/"))
         if path == b"/admin/drain":

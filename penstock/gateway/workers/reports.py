@@ -17,6 +17,7 @@ from penstock.gateway import metrics
 from penstock.gateway.accounting.entry import Accounting
 from penstock.gateway.connections.client import ClientConnection
 from penstock.gateway.context import GatewayContext
+from penstock.gateway.live.news import NewsBoard
 from penstock.gateway.metrics import Distribution, Family
 from penstock.gateway.responses import Answer
 from penstock.gateway.workers.link import ParentLink
@@ -43,9 +44,12 @@ class Reporter:
 
     link: ParentLink | None = None
 
-    def __init__(self, context: GatewayContext, accounting: Accounting, before: bytes | None = None) -> None:
+    def __init__(
+        self, context: GatewayContext, accounting: Accounting, news: NewsBoard, before: bytes | None = None
+    ) -> None:
         self._context = context
         self._accounting = accounting
+        self._news = news
         self._before = [ended(before)] if before is not None else []
 
     def encode(self) -> bytes:
@@ -65,20 +69,21 @@ class Reporter:
         """Answers with what `write` makes of all reports, now or later; the other workers do the call `path` first."""
         if self.link is None:
             return write(self._own())
-        client.work = asyncio.get_running_loop().create_task(self._respond(self.link, client, write, path, body))
+        client.work = asyncio.get_running_loop().create_task(self._respond(client, write, path, body))
         return None
 
     async def _respond(
-        self,
-        link: ParentLink,
-        client: ClientConnection,
-        write: Callable[[WorkerReport], Answer],
-        path: bytes,
-        body: bytes,
+        self, client: ClientConnection, write: Callable[[WorkerReport], Answer], path: bytes, body: bytes
     ) -> None:
-        reports = await link.gather(path, body)
+        client.respond(write(await self.gather(path, body)))
+
+    async def gather(self, path: bytes = b"", body: bytes = b"") -> WorkerReport:
+        """What all workers report, after the others did the call `path`."""
+        if self.link is None:
+            return self._own()
+        reports = await self.link.gather(path, body)
         others = [*map(_decode, reports.running), *map(ended, reports.ended)]
-        client.respond(write(add([self._own(), *others])))
+        return add([self._own(), *others])
 
     def view(self, report: WorkerReport) -> GatewayView:
         view = self._context.replicas.view(time.monotonic(), report.n_waiting, report.n_requests)
@@ -95,7 +100,9 @@ class Reporter:
         waiting = {model.name: context.queue.waiting_for(model.name) for model in replicas.models}
         ready = {model.name: len(replicas.ready(model.name, now)) for model in replicas.models}
         report = WorkerReport(
-            metrics.families(counters, view, waiting, ready, replicas.n_ejections) + self._accounting.families(),
+            metrics.families(counters, view, waiting, ready, replicas.n_ejections)
+            + self._accounting.families()
+            + self._news.families(now),
             metrics.distributions(counters),
             view.requests_total,
             view.in_flight_total,
