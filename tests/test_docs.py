@@ -76,18 +76,31 @@ FORBIDDEN = re.compile(
 NO_MESSAGES = ("penstock/testing/", "penstock/bench/datasets/tokenizers.py")
 # Plain words that module names may use beyond the glossary.
 PLAIN = """
-access addresses admin agent amx live metric announcer api archive arguments arrivals blocks board body bootstrap bundle calibrate
-calibration capacity catalog checks child collectives compare compiled completion config conformance connections cpu
-decide dense detached detect doctor driver ending entry errors estimate examine exchanges explain facts fake fetch
-fields
-figures fit flags folder forwarding guard health host html http1 hub hybrid init inputs install kernel key leader
-leftovers levers library lifecycle limits lines link listener liveness local locks login loop main manifests measured
-member merge middleware monitoring network objects observe offline openssh options origins overhead parent parse paths
-placed placement planning placing pod pods policies prepare progress public queue
-quota ranges reachability reading ready
-reasons reduce refusals remote rendezvous replies report responses retries rights rope scale scheduling schema script
-server service services settings setup shared site solve sse startup static stats status stop store strategic supervisor
-svg sweep sync synthetic timestamps topology totals traffic tunnel tunnels unit upstreams validity versions view vision
+access addresses admin agent amx announcer api archive arguments arrivals
+blocks board body bootstrap bundle
+calibrate calibration capacity catalog checks child collectives compare compiled completion config conformance
+connections cpu
+decide dense detached detect doctor driver
+ending entry errors estimate examine exchanges explain
+facts fake fetch fields figures fit flags folder forwarding
+guard
+health history host html http1 hub hybrid
+init inputs install
+kernel key
+leader leftovers levers library lifecycle limits lines link listener live liveness local locks login loop
+main manifests measured member merge metric middleware monitoring
+network
+objects observe offline openssh options origins overhead
+parent parse paths placed placement placing planning pod pods policies prepare progress prometheus promql
+public
+queue quota
+ranges reachability reading ready reasons reduce refusals remote rendezvous replies report responses retries
+rights rope rules
+scale scheduling schema script server service services settings setup shared site snapshot solve sse startup static
+stats status stop store strategic supervisor svg sweep sync synthetic
+timestamps topology totals traffic tunnel tunnels
+unit upstreams
+validity versions view vision
 words
 """
 

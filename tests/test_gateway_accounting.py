@@ -216,7 +216,7 @@ async def test_limits_answer_429(place: str, limits: dict[str, Any], code: str, 
         assert 1 <= int(head.get(b"retry-after") or b"") <= (60 if header else 31 * 86400)
         assert header is None or int(head.get(header) or b"") > 0
         assert (await rows(rig, 3))[-1]["status"] == 429
-        assert "penstock_quota_refusals_total{limit=" in await client.metrics(bearer(secret))
+        assert "penstock_quota_refusals_total{limit=" in await client.metrics(bearer(ADMIN))
 
 
 async def test_the_key_of_prometheus_opens_the_metrics_alone(place: str) -> None:
@@ -230,6 +230,39 @@ async def test_the_key_of_prometheus_opens_the_metrics_alone(place: str) -> None
         client.post(CHAT, headers=scrape)
         assert (await client.error())[0] == 401
         assert engine.seen == []
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/metrics/engines", "/dashboard/live"])
+@pytest.mark.parametrize("address", ["public", "admin"])
+async def test_a_clients_key_does_not_show_the_use_of_others(place: str, path: str, address: str) -> None:
+    secret = make_key(place)
+    cases = ((bearer(secret), 403, "monitoring_not_allowed"), (bearer("x"), 401, "invalid_api_key"))
+    async with rig_with(say(ANSWER), store=place, auth="keys") as (rig, _, _):
+        for headers, *refusal in (*cases, ("", 401, "invalid_api_key")):
+            for length in ("", "Content-Length: 2\r\n"):  # whole, and with a body that is still to come
+                client = await rig.client(getattr(rig.gateway, address).port)
+                status, error = await client.get(path, headers + length).error()
+                assert [status, error["code"]] == refusal and "scrape key" in error["message"]
+        assert rig.gateway.accounting.n_unknown_keys == 4
+
+
+async def test_both_addresses_open_the_metrics_to_admin_token_and_scrape_key(place: str) -> None:
+    make_key(place)
+    async with rig_with(say(ANSWER), store=place, auth="keys") as (rig, _, _):
+        for listener in (rig.gateway.public, rig.gateway.admin):
+            client = await rig.client(listener.port)
+            for key in (ADMIN, scrape_key(engine_key(ADMIN))):
+                for header in (bearer(key), f"x-api-key: {key}\r\n"):
+                    assert "penstock_replicas_ready" in await client.metrics(header)
+        head, _, _ = await client.get("/metrics", bearer(ADMIN), "POST").response()
+        assert (head.status, head.get(b"allow")) == (405, b"GET, HEAD")
+
+
+async def test_without_keys_the_metrics_are_open_on_the_public_address_alone() -> None:
+    async with rig_with(say(ANSWER)) as (rig, _, client):
+        assert "penstock_replicas_ready" in await client.metrics()
+        other = await rig.client(rig.gateway.admin.port)
+        assert (await other.get("/metrics").error())[0] == 401
 
 
 async def test_concurrency_is_given_back_however_a_request_ends(place: str) -> None:
@@ -290,7 +323,7 @@ async def test_keys_are_made_seen_rotated_and_revoked_by_the_admin_address(place
             assert (await rig.admin("/admin/keys", wrong))[0] == 400
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/models", "/v1/models/other", "/metrics"])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/models", "/v1/models/other"])
 async def test_key_that_ends_while_the_body_comes_is_refused(place: str, path: str) -> None:
     secret = make_key(place, models=("demo",), rpm=100)
     async with rig_with(say(ANSWER), store=place, auth="keys", models=MODELS) as (rig, engine, client):
@@ -459,7 +492,7 @@ async def test_store_that_is_cut_short_is_noticed(place: str, quick: None, tmp_p
         os.truncate(place, int(Path(place).stat().st_size * part))
         await until_failing(rig, True)
         assert await statuses(rig, secret, 1) == [200]
-        assert "penstock_store_up 0\n" in await client.metrics(bearer(secret))
+        assert "penstock_store_up 0\n" in await client.metrics(bearer(ADMIN))
 
 
 async def test_busy_turn_is_folded_and_a_calm_one_unfolds_it(place: str, quick: None) -> None:

@@ -247,7 +247,7 @@ def test_gateway_survives_a_full_disk_and_reports_it(tmp_path: Path) -> None:
     _, revoked = store.keys.create("bob", Limits(), time.time())
 
     def metrics() -> str:
-        request = urllib.request.Request(f"{gateway.listen}/metrics", headers={"x-api-key": key})
+        request = urllib.request.Request(f"{gateway.listen}/metrics", headers={"x-api-key": "secret"})
         with urllib.request.urlopen(request, timeout=5) as answer:
             return str(answer.read().decode())
 

@@ -1,5 +1,5 @@
-"""What tests need from Debian: `python3 tools/packages.py hosts postgres native kubernetes`. Reports what it cannot
-install.
+"""What tests need from Debian: `python3 tools/packages.py hosts postgres native observe kubernetes`. Reports what it
+cannot install.
 
 Never starts what it installs: a package's service would belong to the machine, and the tests start their own daemons.
 Standard library only. It always exits 0: without the packages only the tests that need them are skipped.
@@ -31,6 +31,7 @@ GROUPS = {
     },
     "postgres": {"pg_ctl": "postgresql"},
     "native": {"cc": "gcc"},
+    "observe": {"promtool": "prometheus"},
     "kubernetes": {
         "etcd": "etcd-server",
         "openssl": "openssl",

@@ -38,7 +38,10 @@ _WRITE_BYTES = 2**20
 
 
 class Service(msgspec.Struct, frozen=True):
-    """What is measured: the address, and how it is asked. `key` is sent, and never written anywhere."""
+    """What is measured: the address, and how it is asked. `key` is sent, and never written anywhere.
+
+    `metrics_key`: what the address asks for on its /metrics, where that is not `key`.
+    """
 
     url: str
     model: str
@@ -50,6 +53,7 @@ class Service(msgspec.Struct, frozen=True):
     extra_body: Mapping[str, Any] = {}
     is_insecure: bool = False
     metrics_urls: tuple[str, ...] = ()
+    metrics_key: str | None = None
     timeout_s: float = 600.0
 
 
@@ -259,7 +263,7 @@ def _sources(service: Service, address: Address) -> list[tuple[str, Source]]:
         place = address if not service.metrics_urls else resolve(url)
         path = parts_of(url).path or "/metrics"
         # A key goes to the server it is for, and to no other.
-        key = service.key if place == address else None
+        key = (service.metrics_key or service.key) if place == address else None
         sources.append((url, Source(place, _head(b"GET", place, path, key, None))))
     return sources
 
@@ -332,9 +336,8 @@ def _ignore(_: Timed, __: Sequence[float]) -> None:
 def _keyless(service: Service) -> Service:
     """As it may be written: without its key, and without what follows the port."""
     parts = parts_of(service.url)
-    return msgspec.structs.replace(
-        service, url=f"{parts.scheme}://{parts.netloc}", key="given" if service.key else None
-    )
+    key = "given" if service.key else None
+    return msgspec.structs.replace(service, url=f"{parts.scheme}://{parts.netloc}", key=key, metrics_key=None)
 
 
 def _rows(exchanges: ExchangeFile, names: Sequence[str]) -> list[Row]:

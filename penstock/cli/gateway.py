@@ -77,7 +77,7 @@ def register(sub: argparse.ArgumentParser) -> None:
     add("--tls-cert", metavar="FILE", help="certificate chain, PEM: clients speak TLS")
     add("--tls-key", metavar="FILE", help="its key, PEM, without a passphrase")
     add("--admin", metavar="ADDRESS", help="admin address: HOST:PORT or unix:/path (needs its token)")
-    add("--admin-token-file", metavar="FILE", help="the token that admin calls need; a file of mode 600")
+    add("--admin-token-file", metavar="FILE", help="the token of admin calls and /metrics; a file of mode 600")
     text = "a request's wait for an engine"
     add("--hold", type=arguments.seconds, default=60.0, metavar="SECONDS", dest="hold_s", help=text)
     text = "to finish requests after SIGTERM"
@@ -107,8 +107,8 @@ def run(options: argparse.Namespace) -> int:
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s gateway: %(message)s")
     with admin_folder() as folder:
         config = make_config(options, folder)
-        # Without an admin address nobody but its workers calls: a socket that only this user reaches, a new token.
-        token = read_token(Path(config.admin_token_file)) if options.admin else secrets.token_hex(16)
+        # Without a token nobody but its workers calls the admin address: a socket that only this user reaches.
+        token = read_token(Path(config.admin_token_file)) if config.admin_token_file else secrets.token_hex(16)
         serve(config, token, lambda sockets: _tell(options, config, sockets))
     return 0
 

@@ -1,4 +1,4 @@
-"""What the admin address serves: announcements of replicas, the controller's orders, and API keys."""
+"""What the admin address serves: announcements of replicas, the controller's orders, API keys, and monitoring."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ from penstock.gateway.board import RankBoard
 from penstock.gateway.connections.client import ClientConnection
 from penstock.gateway.context import GatewayContext
 from penstock.gateway.live.news import DatedNews, dated
-from penstock.gateway.live.stream import LiveFeed
+from penstock.gateway.monitoring import METHODS as MONITORING_METHODS
+from penstock.gateway.monitoring import PATHS as MONITORING_PATHS
+from penstock.gateway.monitoring import Monitoring
 from penstock.gateway.request import Request
 from penstock.gateway.responses import Answer, error_answer, json_answer
 from penstock.gateway.workers.reports import Reporter, WorkerReport
@@ -28,14 +30,12 @@ from penstock.wire.announcement import AnnounceAnswer, Announcement, Post
 from penstock.wire.http1 import Headers, RequestHead
 
 _ORDERS = ("announce", "board", "drain", "undrain", "leave", "forget", "news")
-_LIVE, _NEWS = b"/dashboard/live", b"/admin/news"
-_METHODS = dict.fromkeys((b"/admin/health", b"/admin/replicas", _LIVE), (b"GET",))
+_NEWS = b"/admin/news"
+_METHODS: dict[bytes, tuple[bytes, ...]] = dict.fromkeys((b"/admin/health", b"/admin/replicas"), (b"GET",))
 _METHODS |= {f"/admin/{order}".encode(): (b"POST",) for order in _ORDERS}
-_REPEATED = (
-    b"/admin/announce",
-    b"/admin/board",
-    _NEWS,
-)  # nodes and the controller send them again within seconds: nobody waits for the others
+_METHODS |= dict.fromkeys(MONITORING_PATHS, MONITORING_METHODS)
+# Sent again within seconds, by nodes and by the controller: nobody waits for the other workers.
+_REPEATED = (b"/admin/announce", b"/admin/board", _NEWS)
 _DRAINS = (b"/admin/drain", b"/admin/leave")
 _KEYS = b"/admin/keys"
 
@@ -62,16 +62,16 @@ class _Rotation(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class AdminApi:
-    """The handler of the admin listener. Every call needs the token, health too.
+    """The handler of the admin listener. Every call needs the token, health too; MONITORING_PATHS have their own rule.
 
     Any worker may get a call; what it changes of the replicas is relayed to the other workers.
     """
 
     def __init__(
-        self, context: GatewayContext, accounting: Accounting, reporter: Reporter, live: LiveFeed, token: str
+        self, context: GatewayContext, accounting: Accounting, reporter: Reporter, monitoring: Monitoring, token: str
     ) -> None:
         self._context = context
-        self._live = live
+        self._monitoring = monitoring
         self._reporter = reporter
         self._accounting = accounting
         self._replicas = context.replicas
@@ -79,7 +79,10 @@ class AdminApi:
         self._board = RankBoard(time.monotonic())
 
     def refuse(self, head: RequestHead, *, is_whole: bool) -> Answer | None:
-        if not has_token(head.get(b"authorization"), self._token):
+        is_monitoring = head.path in MONITORING_PATHS
+        if is_monitoring and (refusal := self._monitoring.refuse(head)) is not None:
+            return refusal
+        if not is_monitoring and not has_token(head.get(b"authorization"), self._token):
             return error_answer(401, "the admin token is needed", "invalid_admin_token")
         methods = (b"GET", b"POST", b"DELETE") if _is_of_keys(head.path) else _METHODS.get(head.path)
         if methods is None:
@@ -91,6 +94,8 @@ class AdminApi:
 
     def handle(self, request: Request, client: ClientConnection) -> Answer | None:
         path, body = request.head.path, request.body
+        if path in MONITORING_PATHS:
+            return self._monitoring.handle(request, client)
         try:
             if _is_of_keys(path):
                 return _call_store(request, client, self._accounting.ledger)
@@ -98,8 +103,6 @@ class AdminApi:
                 return json_answer({"ok": True})
             if path == b"/admin/replicas":
                 return self._reporter.respond(client, lambda report: json_answer(self._reporter.view(report)))
-            if path == _LIVE:
-                return self._live.handle(request, client)
             if path == _NEWS:
                 body = dated(body)
             answer = self.apply(path, body)
@@ -129,7 +132,7 @@ class AdminApi:
             post = msgspec.json.decode(body, type=Post)
             return self._board.post(post, time.monotonic(), must_leave=self._replicas.must_leave(post.replica))
         if path == _NEWS:
-            self._live.news.take(msgspec.json.decode(body, type=DatedNews))
+            self._reporter.news.take(msgspec.json.decode(body, type=DatedNews))
             return {"ok": True}
         name = msgspec.json.decode(body, type=_Named).replica
         log.info("replica %r: %s", name, path.decode().removeprefix("/admin/"))

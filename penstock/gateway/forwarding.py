@@ -52,6 +52,8 @@ class Forwarding:
     _own_s = 0.0
     _sent_at = 0.0
     _last_at = 0.0  # of the last bytes, or of sending
+    _first_at = 0.0  # of the engine's first body bytes
+    _n_reads = 0  # of a stream
     _lost: tuple[str, ...] = ()  # replicas that had this request in vain
     _failed: tuple[Replica, Address] | None = None  # answered that it failed, and its address then
     _failure: tuple[ResponseHead, bytes] | None = None  # a failed answer that is not whole yet
@@ -186,7 +188,9 @@ class Forwarding:
                         return True
                     context.queue.return_to_queue(entry)
         finally:
-            self._waited_s += time.monotonic() - began_at
+            hold_s = time.monotonic() - began_at
+            self._waited_s += hold_s
+            context.counters.note_hold(self._model, hold_s)
             self._leave_queue()
 
     def _take_replica(self) -> bool:
@@ -281,6 +285,7 @@ class Forwarding:
             if self._entry is not None:
                 self._entry.add_token_chunks(len(times))
             self._last_at = times[-1]
+            self._n_reads += len(times)
             times.clear()
 
     def receive(self, head: ResponseHead | None, data: bytes, is_end: bool) -> None:
@@ -328,10 +333,21 @@ class Forwarding:
         now = time.monotonic()
         if not self._has_first:
             self._has_first = True
+            self._first_at = now
             series.first_byte_s.observe(now - self._received_at)
+            if self._streams:
+                series.first_token_s.observe(now - self._received_at)
         elif self._streams:
+            self._n_reads += 1
             series.gap_s.observe(now - self._last_at)
         self._last_at = now
+
+    def _note_output(self, n_tokens: int) -> None:
+        """Measures the time per output token; without their number each read after the first counts as one."""
+        assert self._series is not None
+        n_further = n_tokens / self._facts.n_choices - 1 if n_tokens else self._n_reads
+        if n_further >= 1:
+            self._series.output_token_s.observe((self._last_at - self._first_at) / n_further)
 
     def _keep_id(self, data: bytes) -> None:
         """Remembers who has the response: only its replica can be asked for it later."""
@@ -492,9 +508,12 @@ class Forwarding:
         self._has_ended = True
         self._note_tokens()
         context, entry = self._context, self._entry
+        n_output = 0
         if entry is not None:
             self._entry = None
-            entry.end(outcome, self._replica.name if self._replica is not None else "")
+            n_output = entry.end(outcome, self._replica.name if self._replica is not None else "")
+        if self._streams and self._has_first:
+            self._note_output(n_output)
         context.under_way.discard(self)
         context.counters.outcomes[self._model, outcome] += 1
         if self._timer is not None:

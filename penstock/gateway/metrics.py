@@ -64,14 +64,21 @@ class Histogram:
         return self.counts, self.sum
 
 
-class Series:
-    __slots__ = ("codes", "duration_s", "first_byte_s", "gap_s")
+def with_bound(bounds: tuple[float, ...], promised_ms: float | None) -> tuple[float, ...]:
+    """The bounds with a promise in milliseconds among them: the share of values within it is exact only at a bound."""
+    return bounds if promised_ms is None else tuple(sorted({*bounds, promised_ms / 1000}))
 
-    def __init__(self) -> None:
+
+class Series:
+    __slots__ = ("codes", "duration_s", "first_byte_s", "first_token_s", "gap_s", "output_token_s")
+
+    def __init__(self, first_token_bounds: tuple[float, ...], output_token_bounds: tuple[float, ...]) -> None:
         self.codes: Counter[int] = Counter()
         self.first_byte_s = Histogram(LATENCY_S)
         self.gap_s = Histogram(GAP_S)
         self.duration_s = Histogram(LATENCY_S)
+        self.first_token_s = Histogram(first_token_bounds)
+        self.output_token_s = Histogram(output_token_bounds)
 
 
 class Counters:
@@ -80,12 +87,15 @@ class Counters:
     `own_s`: a request's time in the gateway, without waiting for a replica and without the engine.
     """
 
-    def __init__(self, models: Iterable[str] = ()) -> None:
+    def __init__(self, models: Iterable[str] = (), ttft_ms: float | None = None, tpot_ms: float | None = None) -> None:
+        self.first_token_bounds = with_bound(LATENCY_S, ttft_ms)
+        self.output_token_bounds = with_bound(GAP_S, tpot_ms)
         self.n_requests = 0
         self.outcomes: Counter[tuple[str, Outcome]] = Counter()
         self.retries: Counter[str] = Counter(dict.fromkeys(models, 0))
         self.n_connect_failures = 0
         self.own_s = Histogram(OWN_S)
+        self.hold_s: dict[str, Histogram] = {}  # by model
         self._series: dict[tuple[str, str], Series] = {}
 
     def n_served(self) -> int:
@@ -97,8 +107,14 @@ class Counters:
         series = self._series.get((model, replica))
         if series is None:
             name = replica if len(self._series) < MAX_SERIES else "other"
-            series = self._series.setdefault((model, name), Series())
+            series = Series(self.first_token_bounds, self.output_token_bounds)
+            series = self._series.setdefault((model, name), series)
         return series
+
+    def note_hold(self, model: str, hold_s: float) -> None:
+        if model not in self.hold_s:
+            self.hold_s[model] = Histogram(LATENCY_S)
+        self.hold_s[model].observe(hold_s)
 
     def all_series(self) -> Iterator[tuple[Labels, Series]]:
         for (model, replica), series in self._series.items():
@@ -141,11 +157,19 @@ def distributions(counters: Counters) -> list[Distribution]:
     first_byte = {labels: row.first_byte_s.state() for labels, row in rows}
     gaps = {labels: row.gap_s.state() for labels, row in rows}
     durations = {labels: row.duration_s.state() for labels, row in rows}
+    holds: dict[Labels, tuple[list[int], float]] = {
+        (("model", model),): histogram.state() for model, histogram in counters.hold_s.items()
+    }
+    first_tokens = {labels: row.first_token_s.state() for labels, row in rows}
+    output_tokens = {labels: row.output_token_s.state() for labels, row in rows}
     return [
         ("gateway_own_seconds", OWN_S, {(): counters.own_s.state()}),
         ("time_to_first_byte_seconds", LATENCY_S, first_byte),
         ("chunk_gap_seconds", GAP_S, gaps),
         ("request_seconds", LATENCY_S, durations),
+        ("request_hold_seconds", LATENCY_S, holds),
+        ("time_to_first_token_seconds", counters.first_token_bounds, first_tokens),
+        ("time_per_output_token_seconds", counters.output_token_bounds, output_tokens),
     ]
 
 

@@ -1,4 +1,4 @@
-"""What the public address serves: health, models and metrics from here, everything else from an engine."""
+"""What the public address serves: health, models and what watchers read from here, all else from an engine."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ from urllib.parse import parse_qs, unquote
 
 from penstock import __version__
 from penstock.gateway.accounting.entry import Accounting
-from penstock.gateway.accounting.keys import KeyHolder, has_token
+from penstock.gateway.accounting.keys import KeyHolder
 from penstock.gateway.body_fields import ModelFacts
 from penstock.gateway.config import UNIX, GatewayConfig, ServedModel, parse_address
 from penstock.gateway.connections.client import BodyOwner, ClientConnection
 from penstock.gateway.context import GatewayContext
 from penstock.gateway.forwarding import Forwarding
+from penstock.gateway.monitoring import PATHS as MONITORING_PATHS
+from penstock.gateway.monitoring import Monitoring
 from penstock.gateway.origins import SITE_HEADERS, SiteRule, origin_headers, preflight_headers
 from penstock.gateway.request import BODY_ERRORS, Request, RequestFacts, UnreadableError, read_facts, rename_model
 from penstock.gateway.responses import Answer, error_answer, json_answer
 from penstock.gateway.routing.replicas import NO_HINTS, RoutingHints
-from penstock.gateway.workers.reports import Reporter, metrics_answer
 from penstock.wire.http1 import Headers, RequestHead
 
 _KEYLESS_PATHS: Final = frozenset((b"/", b"/health", b"/ping", b"/version"))
-_OWN_PATHS: Final = _KEYLESS_PATHS | {b"/metrics", b"/load", b"/v1/models"}
+_OWN_PATHS: Final = _KEYLESS_PATHS | MONITORING_PATHS | {b"/load", b"/v1/models"}
 _MODEL_PATH: Final = b"/v1/models/"
 # No segment begins with a dot: no ".." reaches an engine.
 _ENGINE_PATH: Final = re.compile(rb"(?:/v1(?:/[A-Za-z0-9_\-][A-Za-z0-9_.:\-]*)+|/tokenize|/detokenize)/?")
@@ -60,13 +61,11 @@ class Public:
         config: GatewayConfig,
         accounting: Accounting,
         context: GatewayContext,
-        reporter: Reporter,
-        scrape_key: str | None = None,
+        monitoring: Monitoring,
     ) -> None:
         self._accounting = accounting
         self._context = context
-        self._reporter = reporter
-        self._scrape_key = scrape_key  # Prometheus's, for /metrics alone
+        self._monitoring = monitoring
         self._replicas = context.replicas
         self._policy = config.policy
         self._names = {model.name: (model.name, *model.aliases) for model in context.replicas.models}
@@ -93,14 +92,15 @@ class Public:
         site_refusal = self._refuse_site(head)
         if site_refusal is not None:
             return site_refusal
-        if self._context.needs_key and head.path not in _KEYLESS_PATHS and not self._is_scrape(head):
-            holder = self._accounting.find(head)
-            if holder is None:
-                return self._refuse_key()
-            limit = holder.quota.refuse_body() if refusal is None else None
-            if limit is not None:
-                return self._accounting.over_limit(limit, holder, time.monotonic())
-        return refusal
+        if not self._context.needs_key or head.path in _KEYLESS_PATHS:
+            return refusal
+        if head.path in MONITORING_PATHS:
+            return self._monitoring.refuse(head) or refusal
+        holder = self._accounting.find(head)
+        if holder is None:
+            return self._refuse_key()
+        limit = holder.quota.refuse_body() if refusal is None else None
+        return refusal if limit is None else self._accounting.over_limit(limit, holder, time.monotonic())
 
     def _refuse_site(self, head: RequestHead) -> Answer | None:
         """Refuses requests that went through this gateway before, and those that another site's page may have sent."""
@@ -126,8 +126,9 @@ class Public:
             return refusal
         if path in _KEYLESS_PATHS:
             return self._answer_anyone(path)
-        if self._is_scrape(request.head):
-            return self._reporter.respond(client, metrics_answer)
+        if path in MONITORING_PATHS:
+            refusal = self._monitoring.refuse(request.head) if self._context.needs_key else None
+            return refusal or self._monitoring.handle(request, client)
         holder = self._accounting.find(request.head) if self._context.needs_key else None
         if holder is None and self._context.needs_key:
             # Also of a body that took its time, while its key ended. From here on None means: no keys needed.
@@ -135,19 +136,12 @@ class Public:
         is_own = path in _OWN_PATHS or path.startswith(_MODEL_PATH)
         if not is_own:
             return self._forward(request, client, holder)
-        if path == b"/metrics":
-            return self._reporter.respond(client, metrics_answer)
         if path == b"/load":
             return json_answer({"server_load": self._replicas.in_flight_total + self._context.queue.waiting})
         if path == b"/v1/models":
             data = [self._facts(model) for model in self._replicas.models if self._may_use(holder, model)]
             return json_answer({"object": "list", "data": data})
         return self._answer_model(holder, unquote(path.removeprefix(_MODEL_PATH).decode("latin-1")))
-
-    def _is_scrape(self, head: RequestHead) -> bool:
-        if head.path != b"/metrics" or self._scrape_key is None:
-            return False
-        return has_token(head.get(b"authorization"), self._scrape_key)
 
     def _answer_anyone(self, path: bytes) -> Answer:
         if path == b"/":

@@ -33,13 +33,14 @@ from penstock.gateway.context import GatewayContext
 from penstock.gateway.live.news import NewsBoard
 from penstock.gateway.live.stream import LiveFeed
 from penstock.gateway.metrics import Counters
+from penstock.gateway.monitoring import Monitoring
 from penstock.gateway.public import Public
 from penstock.gateway.routing.queue import WaitingQueue
 from penstock.gateway.routing.replicas import ReplicaTable
 from penstock.gateway.routing.static_upstreams import LapsedProbes, StaticUpstreams
 from penstock.gateway.workers.link import ParentLink, WorkerSlot
 from penstock.gateway.workers.reports import Reporter
-from penstock.wire.announcement import engine_key, scrape_key
+from penstock.wire.announcement import engine_key
 
 LEASE_CHECK_S = 1.0
 
@@ -96,7 +97,7 @@ class Gateway:
         self._config = config
         self._slot = slot
         replicas = _replica_table(config, self.accounting.running_totals)
-        counters = Counters(model.name for model in config.models)
+        counters = Counters((model.name for model in config.models), config.slo.ttft_ms, config.slo.tpot_ms)
         keys = upstream_keys(config)
         # The same in all workers, and in no other gateway.
         facts = f"{socket.gethostname()} {token} {config}"
@@ -114,18 +115,18 @@ class Gateway:
         self._lapsed_probes = LapsedProbes(replicas, self._context.pool)
         if self.accounting.ledger is not None and (slot is None or slot.index == 0):
             self.accounting.ledger.keep_days = config.ledger_days
-        news = NewsBoard(config)
-        self._reporter = Reporter(self._context, self.accounting, news, slot.before if slot else None)
-        self._live = LiveFeed(config, self._reporter, news)
+        before = slot.before if slot else None
+        self._reporter = Reporter(self._context, self.accounting, NewsBoard(config), before)
+        self._live = LiveFeed(config, self._reporter)
         # Without an admin address of its own nobody may call: a token that nobody knows.
-        api_token = token or secrets.token_hex(16)
-        self._api = AdminApi(self._context, self.accounting, self._reporter, self._live, api_token)
+        token = token or secrets.token_hex(16)
+        monitoring = Monitoring(self.accounting, self._reporter, self._live, token)
+        self._api = AdminApi(self._context, self.accounting, self._reporter, monitoring, token)
         if slot is not None:
             for path, body in slot.calls:
                 self._api.apply(path, body)
             self._reporter.link = ParentLink(self._reporter.encode, self._api.apply, self._end_without_parent)
-        scrape = scrape_key(engine_key(token)) if token else None
-        public = Public(config, self.accounting, self._context, self._reporter, scrape)
+        public = Public(config, self.accounting, self._context, monitoring)
         self.public = Listener(
             *(public, sockets.public, fit_connections(config.limits, raise_file_limit()), sockets.tls),
             share=slot.public if slot else None,

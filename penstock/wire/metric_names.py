@@ -64,6 +64,55 @@ METRICS: dict[str, Metric] = {
     "controller_age_seconds": Metric("gauge", "Since the controller's last report.", (), "seconds", joined="each"),
     "slo_target_seconds": Metric("gauge", "Promised latencies.", ("metric",), "seconds", joined="each"),
     "build_info": Metric("gauge", "Always 1.", ("version",), joined="each"),
+    "request_hold_seconds": Metric(
+        "histogram", "Waits for a replica, of requests that had to wait.", _MODEL, "seconds"
+    ),
+    # The promises of `workload` are bounds of these two.
+    "time_to_first_token_seconds": Metric(
+        "histogram", "From a request to its engine's first byte of a stream.", _SERVED, "seconds"
+    ),
+    "time_per_output_token_seconds": Metric(
+        "histogram", "Of a stream: from its first byte to its last, by its tokens but one.", _SERVED, "seconds"
+    ),
+    # What nodes announce: GPUs by NVML, their machines, the starts of replicas. Of live replicas only.
+    "gpu_utilization_ratio": Metric(
+        "gauge", "Share of the last second in which a kernel ran.", _GPU, "ratio", joined="each"
+    ),
+    "gpu_memory_used_bytes": Metric("gauge", "GPU memory in use, by any process.", _GPU, "bytes", joined="each"),
+    "gpu_memory_total_bytes": Metric("gauge", "GPU memory.", _GPU, "bytes", joined="each"),
+    "gpu_power_watts": Metric("gauge", "Power that the GPU draws.", _GPU, "watts", joined="each"),
+    "gpu_power_limit_watts": Metric("gauge", "Power that the driver allows.", _GPU, "watts", joined="each"),
+    "gpu_energy_joules_total": Metric(
+        "counter", "Energy since the GPU's driver was loaded.", _GPU, "joules", joined="each"
+    ),
+    "gpu_temperature_celsius": Metric("gauge", "Temperature of the GPU.", _GPU, "celsius", joined="each"),
+    "gpu_clock_hertz": Metric("gauge", "Clock rates now: sm, memory.", (*_GPU, "clock"), "hertz", joined="each"),
+    "gpu_throttled": Metric("gauge", "1: the clocks are lowered for this reason.", (*_GPU, "reason"), joined="each"),
+    "gpu_xid_errors_total": Metric(
+        "counter", "Errors that the driver reported since the node started.", _GPU, joined="each"
+    ),
+    "node_cpu_utilization_ratio": Metric("gauge", "Share of all CPUs in use.", _NODE, "ratio", joined="each"),
+    "node_memory_used_bytes": Metric("gauge", "Memory that a new process cannot get.", _NODE, "bytes", joined="each"),
+    "node_memory_total_bytes": Metric("gauge", "Memory of the machine.", _NODE, "bytes", joined="each"),
+    "node_disk_free_bytes": Metric(
+        "gauge", "Free on the file system with the node's folder.", _NODE, "bytes", joined="each"
+    ),
+    "node_disk_total_bytes": Metric(
+        "gauge", "Size of the file system with the node's folder.", _NODE, "bytes", joined="each"
+    ),
+    "node_network_received_bytes_total": Metric(
+        "counter", "Bytes that the machine received, without loopback.", _NODE, "bytes", joined="each"
+    ),
+    "node_network_sent_bytes_total": Metric(
+        "counter", "Bytes that the machine sent, without loopback.", _NODE, "bytes", joined="each"
+    ),
+    "replica_start_seconds": Metric(
+        "gauge", "Time of each stage of the last start.", ("replica", "stage"), "seconds", joined="each"
+    ),
+    "replica_restarts_total": Metric(
+        "counter", "Times that the engine was started again.", ("replica",), joined="each"
+    ),
+    "engine_info": Metric("gauge", "1; the engine of a replica and its version.", ("replica", "engine"), joined="each"),
 }
 
 

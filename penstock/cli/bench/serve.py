@@ -199,15 +199,17 @@ def _show_progress(progress: Progress) -> None:
 def _service(options: argparse.Namespace) -> Service:
     from penstock.bench.serve import Service, parts_of
     from penstock.cli.bench.requests import client_of, only_model
+    from penstock.wire.announcement import engine_key, scrape_key
 
     if options.name and options.url:
         raise UserError("cannot measure a deployment and an address at once", hint="Give its name, or --url.")
     url = options.url or (None if options.name else os.environ.get("OPENAI_BASE_URL"))
     key = os.environ.get("OPENAI_API_KEY")
-    pages = options.metrics
+    pages, metrics_key = options.metrics, None
     if url is None:
         run = _run_of(options.name)
         url, key = keys.address_and_key(run)
+        metrics_key = scrape_key(engine_key(run.admin_token()))
         pages = pages or [f"{url}/metrics", *_engine_pages(run)]
     for address in (url, *pages):
         parts_of(address)
@@ -222,6 +224,7 @@ def _service(options: argparse.Namespace) -> Service:
         extra_body=options.extra_body,
         is_insecure=options.insecure,
         metrics_urls=tuple(pages),
+        metrics_key=metrics_key,
         timeout_s=options.timeout,
     )
 

@@ -258,8 +258,8 @@ class Entry:
         has_mark = _GENERATING.get(self._facts.path, _NOTHING)[1] is not None
         return watch.n_events + (0 if has_mark else self._n_token_chunks)
 
-    def end(self, outcome: str, replica: str) -> None:
-        """Writes one row. `outcome` is that of `forwarding`."""
+    def end(self, outcome: str, replica: str) -> int:
+        """Writes one row; returns the number of output tokens. `outcome` is that of `forwarding`."""
         accounting, facts, watch, holder = self._accounting, self._facts, self._watch, self._holder
         account = accounting.account(self._model)
         usage, is_estimate = watch.usage() if watch is not None else None, 0
@@ -283,7 +283,7 @@ class Entry:
         account.n_output += n_output
         ledger = accounting.ledger
         if ledger is None:
-            return
+            return n_output
         cost_usd = None if price is None else price.cost_usd(n_prompt, n_cached, n_output)
         key_id = holder.id if holder is not None else ""
         ledger.add(
@@ -307,6 +307,7 @@ class Entry:
         )
         if cost_usd:
             accounting.charge(key_id, cost_usd, quota)
+        return n_output
 
     def refuse(self, status: int) -> None:
         """The gateway answers with this status itself, and forwards nothing."""

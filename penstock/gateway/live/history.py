@@ -12,7 +12,6 @@ import operator
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from types import MappingProxyType
 from typing import NamedTuple
 
 from penstock.gateway.config import Slo
@@ -29,8 +28,8 @@ NO_REPLICA = "none"  # the series of answers that the gateway gave itself
 class Buckets(NamedTuple):
     """A histogram by replica; `bounds` are upper ends."""
 
-    bounds: tuple[float, ...] = ()
-    counts: Mapping[str, Sequence[int]] = MappingProxyType({})
+    bounds: tuple[float, ...]
+    counts: dict[str, list[int]]
 
 
 class Sample(NamedTuple):
@@ -76,14 +75,14 @@ def _buckets(histograms: Mapping[str, Distribution], *names: str) -> Buckets:
     for name in names:
         if name in histograms:
             _, bounds, samples = histograms[name]
-            counts: Mapping[str, Sequence[int]] = MappingProxyType({})
+            counts: dict[str, list[int]] = {}
             for labels, (row, _) in samples.items():
                 replica = dict(labels)["replica"]
                 if replica != NO_REPLICA:
                     # A list of our own: the counters' grows on.
                     counts[replica] = list(map(operator.add, counts[replica], row)) if replica in counts else [*row]
             return Buckets(bounds, counts)
-    return Buckets()
+    return Buckets((), {})
 
 
 def finite(value: float) -> float:

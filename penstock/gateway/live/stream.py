@@ -17,7 +17,6 @@ import msgspec
 from penstock.gateway.config import GatewayConfig
 from penstock.gateway.connections.client import ClientConnection
 from penstock.gateway.live.history import LiveHistory
-from penstock.gateway.live.news import NewsBoard
 from penstock.gateway.live.snapshot import Moment, look, make_snapshot, rates
 from penstock.gateway.request import Request
 from penstock.gateway.responses import Answer, error_answer, json_answer
@@ -75,9 +74,8 @@ class Stream:
 class LiveFeed:
     """The history and the open streams of one worker."""
 
-    def __init__(self, config: GatewayConfig, reporter: Reporter, news: NewsBoard) -> None:
+    def __init__(self, config: GatewayConfig, reporter: Reporter) -> None:
         self.streams: set[Stream] = set()
-        self.news = news
         self._config, self._reporter = config, reporter
         self._history = LiveHistory()
         self._task: asyncio.Task[None] | None = None
@@ -118,7 +116,7 @@ class LiveFeed:
             await asyncio.sleep(EVERY_S)
 
     def _look(self, report: WorkerReport) -> Moment:
-        return look(report, self._reporter.view(report), self.news.news, time.monotonic(), time.time())
+        return look(report, self._reporter.view(report), self._reporter.news.news, time.monotonic(), time.time())
 
     def _snapshot(self, moment: Moment) -> Snapshot:
         return make_snapshot(moment, self._history, self._config)

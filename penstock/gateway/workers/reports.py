@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from penstock.gateway import metrics
+from penstock.gateway import machine_metrics, metrics
 from penstock.gateway.accounting.entry import Accounting
 from penstock.gateway.connections.client import ClientConnection
 from penstock.gateway.context import GatewayContext
@@ -49,11 +49,12 @@ class Reporter:
     ) -> None:
         self._context = context
         self._accounting = accounting
-        self._news = news
+        self.news = news
         self._before = [ended(before)] if before is not None else []
 
     def encode(self) -> bytes:
-        return msgspec.msgpack.encode(self._own())
+        """For the other workers, each second: without announcements and news, which each of them has."""
+        return msgspec.msgpack.encode(self._own(with_known=False))
 
     def relay(self, path: bytes, body: bytes) -> None:
         if self.link is not None:
@@ -93,16 +94,16 @@ class Reporter:
         )
         return msgspec.structs.replace(view, replicas=rows, in_flight_total=report.in_flight_total)
 
-    def _own(self) -> WorkerReport:
+    def _own(self, *, with_known: bool = True) -> WorkerReport:
         context = self._context
         replicas, counters, now = context.replicas, context.counters, time.monotonic()
         view = replicas.view(now, context.queue.waiting, counters.n_served())
         waiting = {model.name: context.queue.waiting_for(model.name) for model in replicas.models}
         ready = {model.name: len(replicas.ready(model.name, now)) for model in replicas.models}
+        known = [*self.news.families(now), *machine_metrics.families(view)] if with_known else []
+        own = metrics.families(counters, view, waiting, ready, replicas.n_ejections)
         report = WorkerReport(
-            metrics.families(counters, view, waiting, ready, replicas.n_ejections)
-            + self._accounting.families()
-            + self._news.families(now),
+            [*own, *self._accounting.families(), *known],
             metrics.distributions(counters),
             view.requests_total,
             view.in_flight_total,
@@ -117,9 +118,10 @@ def metrics_answer(report: WorkerReport) -> Answer:
 
 
 def ended(content: bytes) -> WorkerReport:
-    """The report of a worker that ended: its counts, without its gauges."""
+    """The report of a worker that ended: its own counts, without gauges and what every worker knows."""
     report = _decode(content)
-    counters = [family for family in report.families if METRICS[family[0]].kind == "counter"]
+    rows = ((family, METRICS[family[0]]) for family in report.families)
+    counters = [family for family, metric in rows if metric.kind == "counter" and metric.joined == "sum"]
     return WorkerReport(counters, report.distributions, report.n_requests)
 
 

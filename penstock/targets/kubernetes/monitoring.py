@@ -1,6 +1,6 @@
 """How Prometheus finds the pages of gateway and engines. Pure.
 
-Both want the scrape key: Secret NAME-scrape, key "token". It opens /metrics and nothing else.
+Both want the scrape key: Secret NAME-scrape, key "token". It opens what watchers read, and changes nothing.
 """
 
 from __future__ import annotations
