@@ -101,7 +101,7 @@ stats status stop store strategic supervisor svg sweep sync synthetic
 timestamps topology totals traffic tunnel tunnels
 unit upstreams
 validity versions view vision
-words
+changes event terminal top words
 """
 
 

@@ -40,6 +40,7 @@ class Vllm(Engine):
     package: str | None = "vllm"
     forms: tuple[str, ...] = ("safetensors",)
     metrics = Metrics(names.RUNNING, names.WAITING, names.ITERATIONS, names.KV_USE)
+    prefix, families, renamed = names.PREFIX, names.FAMILIES, names.RENAMED
     vital_roles = names.VITAL
     can_cross_nodes = True
 
