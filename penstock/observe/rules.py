@@ -94,6 +94,12 @@ def plain(rules: tuple[Group, ...]) -> dict[str, Any]:
     return {"groups": msgspec.to_builtins(rules)}
 
 
+def to_yaml(rules: tuple[Group, ...]) -> str:
+    import yaml
+
+    return str(yaml.safe_dump(plain(rules), sort_keys=False, width=10_000))
+
+
 def _check(made: tuple[Group, ...]) -> None:
     recorded = frozenset(rule.record for group in made for rule in group.rules if rule.record is not None)
     unknown = {name for group in made for rule in group.rules for name in unknown_names(rule.expr, recorded)}
