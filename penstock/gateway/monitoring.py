@@ -10,6 +10,7 @@ from typing import Final
 from penstock.gateway.accounting.entry import Accounting
 from penstock.gateway.accounting.keys import credential, has_token
 from penstock.gateway.connections.client import ClientConnection
+from penstock.gateway.live.page import page_answer
 from penstock.gateway.request import Request
 from penstock.gateway.responses import Answer, error_answer
 from penstock.gateway.workers.reports import Reporter, metrics_answer
@@ -46,6 +47,8 @@ class Monitoring:
     def handle(self, request: Request, client: ClientConnection) -> Answer | None:
         """The answer to a request for one of PATHS that `refuse` let pass; None when it is written later."""
         path = request.head.path
+        if path == b"/dashboard":
+            return page_answer(request.head.get(b"if-none-match"))
         if path == b"/metrics":
             return self._reporter.respond(client, metrics_answer)
         return error_answer(404, f"there is nothing at {path.decode('latin-1')!r}", "not_found")
