@@ -85,7 +85,7 @@ def groups(deployment: Deployment) -> tuple[Group, ...]:
         Group("penstock-budgets", "30s", tuple(_filled(_rule(alert), deployment) for alert in burns)),
         Group("penstock-state", "15s", tuple(_filled(_rule(alert), deployment) for alert in single)),
     )
-    _check(made)
+    check(made)
     return made
 
 
@@ -100,11 +100,11 @@ def to_yaml(rules: tuple[Group, ...]) -> str:
     return str(yaml.safe_dump(plain(rules), sort_keys=False, width=10_000))
 
 
-def _check(made: tuple[Group, ...]) -> None:
+def check(made: tuple[Group, ...]) -> None:
     recorded = frozenset(rule.record for group in made for rule in group.rules if rule.record is not None)
     unknown = {name for group in made for rule in group.rules for name in unknown_names(rule.expr, recorded)}
     if unknown:
-        raise ValueError(f"rules name metrics that nobody writes: {', '.join(sorted(unknown))}")
+        raise ValueError(f"rules name unknown metrics: {', '.join(sorted(unknown))}")
 
 
 def _filled(rule: Rule, deployment: Deployment) -> Rule:

@@ -77,8 +77,8 @@ class PrometheusChild:
                 if not is_written:
                     self._write_settings()
                     is_written = True
-                self._turn(time.monotonic())
                 self._write_targets()
+                self._turn(time.monotonic())
             except (OSError, PenstockError) as exc:  # a full disk, a gateway that has no address yet
                 print(f"penstock: prometheus: {exc}", flush=True)
                 self._is_over.wait(_TURN_S * 4)
