@@ -89,7 +89,7 @@ init inputs install
 kernel key
 leader leftovers levers library lifecycle limits lines link listener live liveness local locks login loop
 main manifests measured member merge metric middleware monitoring
-network
+network nvml
 objects observe offline openssh options origins overhead
 parent parse paths placed placement placing planning pod pods policies prepare progress prometheus promql
 public

@@ -18,7 +18,7 @@ from penstock.planner import Plan
 from penstock.planner.memory.measured import Difference, difference
 from penstock.run_folder import Desired, Part, Phase, ReplicaStatus, Run, State, Unit, order
 from penstock.targets import Placement
-from penstock.wire.announcement import GatewayView, ReplicaView, Restart
+from penstock.wire.announcement import Announcement, EngineLoad, GatewayView, ReplicaView, Restart
 from penstock.wire.client import Client
 from penstock.wire.gateways import ask_each, clients, joined
 
@@ -129,7 +129,7 @@ def summarise(desired: Desired, seen: Observation, history: History, now: float)
         if name in history.failed:
             replicas.append(history.failed[name])
             continue
-        announcement = row.announcement if row else None
+        announcement = _kept(row.announcement) if row else None
         # A node that was placed again is remembered with its restarts: until the new one announces, both have them.
         earlier = tuple(restart for restart in earlier if announcement is None or restart not in announcement.restarts)
         state, why = _replica_state(placement, row, now, seen.view is not None)
@@ -163,6 +163,14 @@ def summarise(desired: Desired, seen: Observation, history: History, now: float)
         requests_total=seen.view.requests_total if seen.view else 0,
         reason=next((replica.reason for replica in replicas if replica.state == "failed"), None),
     )
+
+
+def _kept(announcement: Announcement) -> Announcement:
+    """Without what changes each second, which would be written each second."""
+    load = announcement.load
+    if load is not None:
+        load = EngineLoad(load.running, load.waiting, load.kv_use)
+    return msgspec.structs.replace(announcement, machines=(), load=load)
 
 
 def is_silent(row: ReplicaView, placement: Placement, wall_s: float) -> bool:
