@@ -78,7 +78,8 @@ class Controller:
         self._written: tuple[float, State] | None = None
         self._noted = noted_of(last)
         self._prometheus: PrometheusChild | None = None
-        if deployment.observe.prometheus and run.record().target != "kubernetes":
+        has_folder = own is None or self.target.shares_files  # in a cluster, the cluster's own watches
+        if deployment.observe.prometheus and has_folder:
             self._prometheus = PrometheusChild(run, last.prometheus if last else None, is_placed=own is not None)
 
     def run_until_stopped(self) -> None:
