@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
+from penstock.engines.vllm import names as vllm
 from penstock.observe.promql import names_in, unknown_names
 from penstock.spec.deployment import Deployment
 from penstock.text import show_seconds
@@ -195,7 +196,7 @@ def _serving(deployment: Deployment) -> Iterator[_Alert]:
     held = "sum by (deployment) (penstock_requests_waiting{@})"
     yield _Alert(
         "PenstockQueue", "queue", "warn", "5m",
-        f"({held} + (sum by (deployment) (vllm:num_requests_waiting{{@}}) or 0 * {held}))"
+        f"({held} + (sum by (deployment) ({vllm.WAITING}{{@}}) or 0 * {held}))"
         " / (sum by (deployment) (max by (deployment, model) (penstock_replicas_ready{@})) > 0) > 10",
         "{{ $value | humanize }} requests wait for each replica",
         "For 5 minutes more than 10 requests a replica waited in the gateway and in the engines: now"
@@ -220,13 +221,14 @@ def _serving(deployment: Deployment) -> Iterator[_Alert]:
 
 
 def _engines() -> Iterator[_Alert]:
-    running = "sum by (deployment, replica) (min_over_time(vllm:num_requests_running{@}[2m]))"
-    steps = "sum by (deployment, replica) (increase(vllm:iteration_tokens_total_count{@}[2m]))"
-    preempted = "sum by (deployment, replica) (rate(vllm:num_preemptions_total{@}[5m]))"
-    waiting = "sum by (deployment, replica) (vllm:num_requests_waiting{@})"
+    by_replica = "sum by (deployment, replica)"
+    running = f"{by_replica} (min_over_time({vllm.RUNNING}{{@}}[2m]))"
+    steps = f"{by_replica} (increase({vllm.ITERATIONS[0]}{{@}}[2m]))"
+    preempted = f"{by_replica} (rate({vllm.SERIES['preemptions']}{{@}}[5m]))"
+    waiting = f"{by_replica} ({vllm.WAITING}{{@}})"
     yield _Alert(
         "PenstockKvCacheFull", "kv-cache", "warn", "10m",
-        "max by (deployment, replica) (vllm:kv_cache_usage_perc{@}) > 0.9"
+        f"max by (deployment, replica) ({vllm.KV_USE}{{@}}) > 0.9"
         f" and on (deployment, replica) ({preempted} > 0 or {waiting} > 0)",
         "the KV cache of replica {{ $labels.replica }} is {{ $value | humanizePercentage }} full",
         "For 10 minutes the KV cache of replica {{ $labels.replica }} was more than 90% full while requests waited in"
