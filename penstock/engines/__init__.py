@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -14,6 +14,7 @@ from penstock.errors import Problem
 from penstock.planner import Plan
 from penstock.spec.deployment import Scalar
 from penstock.wire.announcement import Progress
+from penstock.wire.metric_names import Kind
 
 # name -> "module:Class". "fake" is for tests: it speaks vLLM's HTTP and answers without a model.
 TABLE = {
@@ -94,6 +95,19 @@ class Metrics(msgspec.Struct, frozen=True):
     waiting: str
     iterations: tuple[str, ...]
     kv_use: str | None = None  # 0 to 1, one series per data-parallel rank
+    # Counters of tokens; those of `prompt_tokens` add up to all prompt tokens, with the cached ones.
+    prompt_tokens: tuple[str, ...] = ()
+    output_tokens: str | None = None
+    cached_tokens: str | None = None
+
+
+class Family(NamedTuple):
+    """A family of the engine's /metrics. `since`: the first version with it, None for those before 0.30."""
+
+    kind: Kind
+    about: str
+    labels: tuple[str, ...] = ()
+    since: str | None = None
 
 
 class Engine(ABC):
@@ -103,6 +117,9 @@ class Engine(ABC):
     package: str | None = None  # what is installed where it can run, by its import name
     forms: tuple[str, ...]  # the forms of weights it loads, best first
     metrics: Metrics
+    prefix: str = ""  # how the names of its families begin
+    families: Mapping[str, Family] = {}  # by the name on its page
+    renamed: Mapping[str, str] = {}  # names of older versions -> the present ones
     vital_roles: tuple[str, ...] = ()  # how the titles of forked processes begin that it cannot live without
     can_cross_nodes: bool = False  # whether one replica may take several machines
 
