@@ -80,7 +80,7 @@ access addresses admin agent amx announcer api archive arguments arrivals
 blocks board body bootstrap bundle
 calibrate calibration capacity catalog checks child collectives compare compiled completion config conformance
 connections cpu
-decide dense detached detect doctor driver
+dashboard decide dense detached detect doctor driver
 ending entry errors estimate examine exchanges explain
 facts fake fetch fields figures fit flags folder forwarding
 guard
