@@ -10,6 +10,7 @@ from typing import Final
 from penstock.gateway.accounting.entry import Accounting
 from penstock.gateway.accounting.keys import credential, has_token
 from penstock.gateway.connections.client import ClientConnection
+from penstock.gateway.engine_metrics import EngineMetrics
 from penstock.gateway.live.page import page_answer
 from penstock.gateway.request import Request
 from penstock.gateway.responses import Answer, error_answer
@@ -24,9 +25,10 @@ METHODS: Final = (b"GET", b"HEAD")
 
 
 class Monitoring:
-    def __init__(self, accounting: Accounting, reporter: Reporter, token: str) -> None:
+    def __init__(self, accounting: Accounting, reporter: Reporter, engines: EngineMetrics, token: str) -> None:
         self._accounting = accounting
         self._reporter = reporter
+        self._engines = engines
         self._tokens = (token, scrape_key(engine_key(token)))
 
     def refuse(self, head: RequestHead) -> Answer | None:
@@ -51,4 +53,7 @@ class Monitoring:
             return page_answer(request.head.get(b"if-none-match"))
         if path == b"/metrics":
             return self._reporter.respond(client, metrics_answer)
+        if path == b"/metrics/engines":
+            self._engines.respond(request, client)
+            return None
         return error_answer(404, f"there is nothing at {path.decode('latin-1')!r}", "not_found")
