@@ -102,6 +102,7 @@ timestamps topology totals traffic tunnel tunnels
 unit upstreams
 validity versions view vision
 changes event terminal top words
+exchange export genai slow span trace writer
 """
 
 
