@@ -93,7 +93,7 @@ network nvml
 objects observe offline openssh options origins overhead
 parent parse paths placed placement placing planning pod pods policies prepare progress prometheus promql
 public
-queue quota
+queries queue quota
 ranges reachability reading ready reasons reduce refusals remote rendezvous replies report responses retries
 rights rope rules
 scale scheduling schema script server service services settings setup shared site snapshot solve sse startup static
