@@ -6,6 +6,8 @@ Grammar: https://prometheus.io/docs/prometheus/latest/querying/basics/
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from functools import partial
 
 from penstock.engines.vllm import names as vllm
 from penstock.wire import metric_names
@@ -72,3 +74,21 @@ def is_known(name: str) -> bool:
     except KeyError:
         return False
     return row.kind != "histogram" or name.endswith(("_bucket", "_sum", "_count"))
+
+
+def with_matchers(expr: str, matchers: Callable[[str], list[str]]) -> str:
+    """`expr` with further label matchers on each series; `matchers` gives those of a name, as `replica=~"$replica"`.
+
+    The names may not be words of the expression's labels or strings too.
+    """
+    for name in names_in(expr):
+        added = ", ".join(matchers(name))
+        if added:
+            named = re.compile(rf"(?<![\w:]){name}(?![\w:])(?:\{{(\s*\}})?)?")
+            expr = named.sub(partial(_with, name, added), expr)
+    return expr
+
+
+def _with(name: str, added: str, match: re.Match[str]) -> str:
+    has_others = match[0].endswith("{")
+    return f"{name}{{{added}{', ' if has_others else '}'}"
