@@ -1,8 +1,11 @@
-"""Lines of logs: several as one stream, a file as it grows, and a program's last message."""
+"""Lines of logs: several as one stream, a file as it grows, one that is bounded, and a program's last message."""
 
 from __future__ import annotations
 
 import collections
+import contextlib
+import fcntl
+import os
 import queue
 import threading
 import time
@@ -96,3 +99,41 @@ def file_lines(
                 time.sleep(_POLL_S)
         if begun:
             yield begun
+
+
+def append_line(path: Path, line: bytes, most_bytes: int) -> None:
+    """Append a line in one write: several processes may do so at once. A file that has grown to `most_bytes` becomes
+    the `older` one, in place of the one before. A line that a full disk cut off is ended first. Raises OSError."""
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        status = os.fstat(descriptor)
+        is_cut = status.st_size > 0 and os.pread(descriptor, 1, status.st_size - 1) != b"\n"
+        os.write(descriptor, (b"\n" if is_cut else b"") + line + b"\n")
+        if status.st_size >= most_bytes:
+            # Without waiting, and only while the name is still this file's: else another process has moved it.
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if path.stat().st_ino == status.st_ino:
+                path.replace(older(path))
+    except (BlockingIOError, FileNotFoundError):  # another process moves it, or just has
+        pass
+    finally:
+        os.close(descriptor)
+
+
+def older(path: Path) -> Path:
+    """Where `append_line` keeps the lines before those of the file: events.jsonl -> events.1.jsonl."""
+    return path.with_suffix(f".1{path.suffix}")
+
+
+def kept_lines(path: Path, last_bytes: int | None = None) -> list[bytes]:
+    """The whole lines of a file that `append_line` writes and of the older one, or those at its end."""
+    content = b""
+    for file in (path, older(path)):
+        with contextlib.suppress(FileNotFoundError), file.open("rb") as stream:
+            missing = None if last_bytes is None else last_bytes - len(content)
+            if missing is not None and missing < os.fstat(stream.fileno()).st_size:
+                stream.seek(-max(0, missing), os.SEEK_END)
+                stream.readline()
+            content = stream.read() + content
+    *lines, _ = content.split(b"\n")
+    return lines

@@ -18,12 +18,11 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
-import json
 import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar, cast
 
@@ -31,18 +30,23 @@ import msgspec
 
 from penstock import __version__
 from penstock.errors import PenstockError, UserError, nearest
-from penstock.log_lines import file_lines
+from penstock.log_lines import append_line, file_lines, kept_lines, older
 from penstock.paths import folder, home, is_full, overwrite, write_atomically
 from penstock.planner import Plan
 from penstock.spec import reading
 from penstock.spec.deployment import Deployment, is_legal_name
+from penstock.text import KIB, MIB
 from penstock.wire.announcement import Announcement, GatewayAddress, Process, Restart
+from penstock.wire.live import Event
 
 Phase = Literal["starting", "ready", "degraded", "failed", "stopping", "down"]
 Kind = Literal["replica", "gateway", "controller"]
 Listen = Literal["loopback", "network"]
 T = TypeVar("T")
 KEPT_RESTARTS = 10
+_EVENTS_BYTES = 2 * MIB  # of events.jsonl, and of events.1.jsonl before it
+_EVENT_CHARACTERS = 1000
+_RECENT_BYTES = 64 * KIB
 
 
 class Unit(NamedTuple):
@@ -169,6 +173,7 @@ class Run:
         self.path, self.name = path, path.name
         self.artifact_path = path / "artifact"
         self.gateway_config = path / "gateway.json"
+        self.events_file = path / "events.jsonl"
         self.store_file = path / "store.sqlite"  # keys and usage, when the file names no other place
         self.admin_token_file = path / "secrets" / "admin-token"
         self.first_key_file = path / "secrets" / "first-key-hash"  # only where the target brings it to the gateway
@@ -285,22 +290,26 @@ class Run:
         except (OSError, ValueError) as exc:
             raise self._unreadable("secrets/admin-token", str(exc)) from exc
 
-    def add_event(self, kind: str, text: str, **facts: object) -> None:
-        """Append one line to events.jsonl; it is lost when the disk is full."""
-        line = json.dumps({"at": round(time.time(), 3), "event": kind, "text": text, **facts})
+    def add_event(
+        self, kind: str, text: str, replica: str | None = None, who: str | None = None,
+        seconds: Mapping[str, float] | None = None,
+    ) -> None:  # fmt: skip
+        """Append one line to events.jsonl; it is lost when the disk is full. No secret belongs in `text`."""
+        text = text[:_EVENT_CHARACTERS]
+        event = Event(round(time.time(), 3), kind, text, replica, who, dict(seconds or {}))
         try:
-            with (self.path / "events.jsonl").open("a", encoding="utf-8") as stream:
-                stream.write(line + "\n")
+            append_line(self.events_file, msgspec.json.encode(event), _EVENTS_BYTES)
         except OSError as exc:
             if not is_full(exc):
                 raise
 
-    def events(self) -> list[dict[str, Any]]:
-        path = self.path / "events.jsonl"
-        if not path.exists():
-            return []
-        with path.open(encoding="utf-8") as stream:
-            return [json.loads(line) for line in stream if line.endswith("\n")]
+    def events(self, recent: bool = False) -> list[Event]:
+        """What happened, the newest last, also to earlier launches of that name; `recent`: some hundreds of them."""
+        events = []
+        for line in kept_lines(self.events_file, _RECENT_BYTES if recent else None):
+            with contextlib.suppress(msgspec.MsgspecError):  # cut off by a full disk
+                events.append(msgspec.json.decode(line, type=Event))
+        return events
 
     def _read(self, name: str, kind: type[T]) -> T:
         try:
@@ -390,6 +399,7 @@ def create(draft: Draft, now: float) -> Run:
         final = parent / name
         if final.exists():
             _keep_store(Run(final), Run(new))
+            _keep_events(Run(final), Run(new))
             old = parent / f".{name}.old.{secrets.token_hex(4)}"
             final.rename(old)
             shutil.rmtree(old, ignore_errors=True)
@@ -408,6 +418,11 @@ def _keep_store(old: Run, new: Run) -> None:
         path = old.store_file.with_name(old.store_file.name + ending)
         if path.is_file():
             shutil.copy2(path, new.store_file.with_name(path.name))
+
+
+def _keep_events(old: Run, new: Run) -> None:
+    """Who ended the last launch, and why, is asked after the next `up` too."""
+    older(new.events_file).write_bytes(b"".join(line + b"\n" for line in kept_lines(old.events_file, _EVENTS_BYTES)))
 
 
 def _fill(run: Run, draft: Draft, now: float) -> None:
@@ -430,7 +445,7 @@ def _fill(run: Run, draft: Draft, now: float) -> None:
     write_atomically(run.gateway_config, config, mode=0o600)
     run.write_desired(Desired("up", deployment.replicas.min))
     run.write_handle(Handle(deployment.target))
-    (run.path / "events.jsonl").touch()
+    run.events_file.touch()
 
 
 def find(name: str) -> Run:

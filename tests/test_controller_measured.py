@@ -15,6 +15,7 @@ from penstock.deployment.controller.loop import Controller
 from penstock.deployment.observe import Observation
 from penstock.planner import Plan
 from penstock.run_folder import Part, Run
+from penstock.wire.live import Event
 
 REPORTED = {"kv_cache_gib": 50.0, "consumed_gib": 20.0, "peak_gib": 2.0, "weights_gib": 15.0}
 
@@ -28,8 +29,8 @@ def look(state: str = "ready", started_at: float = 1.0, **facts: Any) -> Observa
     return Observation({}, view(told("0", state, started_at=started_at, **facts)), Part("running"))
 
 
-def kept(run: Run) -> list[dict[str, Any]]:
-    return [event for event in run.events() if event["event"].startswith("measured values")]
+def kept(run: Run) -> list[Event]:
+    return [event for event in run.events() if event.event.startswith("measured values")]
 
 
 def test_values_are_kept_when_a_replica_is_ready_once_a_start(run: Run, home: Path) -> None:
@@ -46,7 +47,7 @@ def test_values_are_kept_when_a_replica_is_ready_once_a_start(run: Run, home: Pa
     assert warnings == ()
     (measurement,) = seen.values()
     assert (measurement.kv_cache_gib, measurement.planned_kv_gib) == (50.0, forecast.kv_cache_gib)
-    assert event["text"] == str(next((home / "measured").rglob("*.json")))
+    assert event.text == str(next((home / "measured").rglob("*.json")))
     controller._keep_measured(look(started_at=2.0, measured=REPORTED | {"kv_cache_gib": 49.0}))
     assert len(kept(run)) == 2
 
@@ -64,4 +65,4 @@ def test_values_that_cannot_be_written_are_lost_and_no_more(run: Run, monkeypatc
     monkeypatch.setattr(measured, "keep", deny)
     Controller(run)._keep_measured(look(measured=REPORTED))
     (event,) = kept(run)
-    assert (event["event"], event["text"]) == ("measured values lost", "[Errno 13] Permission denied")
+    assert (event.event, event.text) == ("measured values lost", "[Errno 13] Permission denied")

@@ -57,7 +57,7 @@ class Ticks:
         return summarise(desired, seen, self.controller.history, 0.0)
 
     def events(self) -> list[str]:
-        return [event["event"] for event in self.run.events()]
+        return [event.event for event in self.run.events()]
 
 
 @pytest.fixture

@@ -82,8 +82,8 @@ calibrate calibration capacity catalog checks child collectives compare compiled
 connections cpu
 decide dense detached detect doctor driver
 ending entry errors estimate examine exchanges explain
-facts fake fetch fields figures fit flags folder forwarding
-guard
+export facts fake fetch fields figures fit flags folder forwarding
+google grafana guard
 health host html http1 hub hybrid
 init inputs install
 kernel key
@@ -92,7 +92,7 @@ main manifests measured member merge metric middleware monitoring
 network
 objects observe offline openssh options origins overhead
 parent parse paths placed placement placing planning pod pods policies prepare progress prometheus promql
-public
+panels public
 queue quota
 ranges reachability reading ready reasons reduce refusals remote rendezvous replies report responses retries
 rights rope rules
@@ -101,7 +101,7 @@ stats status stop store strategic supervisor svg sweep sync synthetic
 timestamps topology totals traffic tunnel tunnels
 unit upstreams
 validity versions view vision
-words
+changes event terminal top words
 """
 
 

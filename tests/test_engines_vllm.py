@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import itertools
 import json
 from pathlib import Path
@@ -33,7 +34,7 @@ VLLM = Vllm()
 
 
 def cpu_plan(**fields: Any) -> Plan:
-    wanted = deployment(name="demo", gateway={"aliases": ["d2"]}, **fields)
+    wanted = deployment(**({"name": "demo", "gateway": {"aliases": ["d2"]}} | fields))
     return launch.make(wanted, DEMO, cpu_machine(), "vllm", "0.32.0+cpu", 1)
 
 
@@ -61,6 +62,44 @@ def test_the_command_is_the_golden_one(name: str) -> None:
         path.write_text(json.dumps(msgspec.to_builtins(command), indent=2) + "\n")
         pytest.fail(f"{path} was absent and is written: read it, then run again")
     assert command == msgspec.json.decode(path.read_bytes(), type=Command)
+
+
+def flag_value(plan: Plan, flag: str) -> str | None:
+    argv = VLLM.command(plan, PLACE).argv
+    assert argv.count(flag) <= 1
+    return argv[argv.index(flag) + 1] if flag in argv else None
+
+
+def test_promised_latencies_are_bounds_of_its_histograms() -> None:
+    flag = names.FLAGS["buckets"]
+    plan = cpu_plan(workload={"ttft_ms": 700, "tpot_ms": 33.5})
+    families = json.loads(flag_value(plan, flag) or "")
+    added = [
+        set(families[names.TOKEN_GAP_FAMILY]) - set(names.TOKEN_GAP_BUCKETS_S),
+        set(families[names.FIRST_TOKEN_FAMILY]) - set(names.FIRST_TOKEN_BUCKETS_S),
+    ]
+    assert added == [{0.0335}, {0.7}]
+    assert all(bounds == sorted(bounds) for bounds in families.values())
+    for version in ("0.31.0", "unknown", "0.11.2"):
+        assert flag_value(msgspec.structs.replace(plan, engine_version=version), flag) is None
+    own: dict[str, Any] = {"args": {"custom_histogram_buckets": '{"inter_token_latency": [1]}'}}
+    assert flag_value(cpu_plan(engine=own), flag) == '{"inter_token_latency": [1]}'
+
+
+def test_its_spans_go_to_the_collector_of_the_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
+    flag, traces = names.FLAGS["traces"], {"traces": {"endpoint": "http://collector:4318"}}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "absent" else object())
+    plan = cpu_plan(gateway=traces)
+    assert flag_value(plan, flag) == "http://collector:4318/v1/traces"
+    assert VLLM.command(plan, PLACE).env.items() >= names.TRACES_PROTOCOL.items()
+    assert VLLM.warnings(plan) == ()
+    own = cpu_plan(gateway=traces, engine={"args": {"otlp-traces-endpoint": "http://other:4317"}})
+    assert flag_value(own, flag) == "http://other:4317"
+    assert not VLLM.command(own, PLACE).env.keys() & names.TRACES_PROTOCOL.keys()
+    monkeypatch.setattr(names, "TRACES_PACKAGE", "absent")
+    assert flag_value(plan, flag) is None
+    assert "spans are left out" in VLLM.warnings(plan)[0]
+    assert flag_value(cpu_plan(), flag) is None
 
 
 def test_arguments_pass_through() -> None:

@@ -457,7 +457,7 @@ def test_hung_gateway_is_ended_and_another_started(place: Place) -> None:
     wait_until(lambda: now(run).phase == "degraded", "status says that something is wrong")
     wait_until(lambda: now(run).gateway.n_restarts == 1 and now(run).phase == "ready", "another gateway serves", 25)
     assert pid_of(run, "gateway") != hung
-    assert any(event["event"] == "gateway hung" for event in run.events())
+    assert any(event.event == "gateway hung" for event in run.events())
     ask(run)
 
 

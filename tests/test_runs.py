@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shutil
 import stat
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
 
@@ -13,6 +15,7 @@ from samples import NOW, demo_plan, deployment, run_folder
 from penstock import log_lines, paths
 from penstock import run_folder as runs
 from penstock.errors import PenstockError, UserError
+from penstock.log_lines import append_line
 from penstock.run_folder import Artifact, Desired, Handle, Part, Run, State
 from penstock.wire.announcement import Process
 
@@ -56,7 +59,7 @@ def test_a_new_folder_replaces_an_ended_one(home: Path) -> None:
     first = old.record().id
     new = run_folder()
     assert new.record().id != first
-    assert new.events() == []
+    assert [event.text for event in new.events()] == ["the first"]
     assert visible(home) == ["penstock-demo"]
     assert [path.name for path in (home / "runs").iterdir() if path.name != "penstock-demo"] == []
 
@@ -142,11 +145,14 @@ def test_what_changes_is_written_and_read_again() -> None:
 
 def test_events_are_lines_and_half_a_line_is_not_read() -> None:
     run = run_folder()
-    run.add_event("up", "it starts", model="m")
+    run.add_event("up", "it starts", who="kim@here")
     with (run.path / "events.jsonl").open("a") as stream:
         stream.write('{"at": 1, "eve')
     (event,) = run.events()
-    assert (event["event"], event["text"], event["model"]) == ("up", "it starts", "m")
+    assert (event.event, event.text, event.who, event.replica) == ("up", "it starts", "kim@here", None)
+    run.add_event("down", "after a full disk\nit is whole again", seconds={"end": 1.5})
+    first, last = run.events()
+    assert (first, last.text, last.seconds) == (event, "after a full disk\nit is whole again", {"end": 1.5})
 
 
 def test_runs_are_found_by_name_or_the_nearest_is_named() -> None:
@@ -269,3 +275,31 @@ def test_a_name_that_no_deployment_may_have_is_not_found(home: Path, name: str) 
     assert [run.name for run in runs.every()] == ["b"]
     with pytest.raises(UserError, match="cannot find deployment"):
         runs.find(name)
+
+
+def test_the_events_stay_bounded_and_keep_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs, "_EVENTS_BYTES", 2_000)
+    run = run_folder()
+    for number in range(200):
+        run.add_event("scale", f"number {number}")
+    kept = [event.text for event in run.events()]
+    assert kept == [f"number {number}" for number in range(200 - len(kept), 200)] and 20 < len(kept) < 100
+    assert sum(path.stat().st_size for path in run.path.glob("events*.jsonl")) < 4_500
+    run.add_event("scale", "x" * 10_000)
+    assert len(run.events()[-1].text) == 1_000
+    monkeypatch.setattr(runs, "_RECENT_BYTES", 1_200)
+    assert [event.text for event in run.events(recent=True)][-2:] == ["number 199", "x" * 1_000]
+
+
+def test_several_processes_append_events_and_none_is_lost() -> None:
+    """Threads with a descriptor each, as processes have: also while one of them moves the file."""
+    run, n_each = run_folder(), 100
+    run.events_file.write_bytes(b"")
+
+    def write(name: str) -> None:
+        for number in range(n_each):
+            append_line(run.events_file, f'{{"at": {number}, "event": "e", "text": "{name}"}}'.encode(), 12_000)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(write, "abcd"))
+    assert Counter(event.text for event in run.events()) == dict.fromkeys("abcd", n_each)

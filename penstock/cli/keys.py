@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.cli import arguments
 from penstock.cli.output import print_json, table
 from penstock.errors import UserError
-from penstock.text import show_usd
+from penstock.text import show_seconds, show_usd
 
 if TYPE_CHECKING:
     from penstock.gateway.accounting.key_store import ApiKey
@@ -114,6 +114,7 @@ def address_and_key(run: Run) -> tuple[str, str | None]:
 
 def _owner_key(run: Run) -> str | None:
     """A new key by whoever can write the deployment's store; None where none is needed."""
+    from penstock.deployment.events import asked_by
     from penstock.gateway.accounting import store
     from penstock.gateway.accounting.key_store import KeyStore
 
@@ -122,17 +123,23 @@ def _owner_key(run: Run) -> str | None:
         return None
     with contextlib.closing(store.connect(config.store)) as database:
         secret = KeyStore(database).renew("owner", _OWNER_S, time.time())
+    run.add_event("key rotated", "owner, for a command that asks the deployment", who=asked_by())
     time.sleep(SEEN_S)
     return secret
+
+
+def _place(options: argparse.Namespace) -> str | None:
+    """The store that the command line or the environment names; None for that of a deployment."""
+    if options.store is not None and options.deployment is not None:
+        raise UserError("cannot use a store and a deployment at once", hint="Give --store or --deployment.")
+    return options.store or (None if options.deployment else os.environ.get("PENSTOCK_STORE"))
 
 
 def _open(options: argparse.Namespace, *, may_create: bool = False) -> Database:
     from penstock import run_folder
     from penstock.gateway.accounting import store
 
-    if options.store is not None and options.deployment is not None:
-        raise UserError("cannot use a store and a deployment at once", hint="Give --store or --deployment.")
-    place = options.store or (None if options.deployment else os.environ.get("PENSTOCK_STORE"))
+    place = _place(options)
     if place is None:
         run = run_folder.choose(options.deployment)
         place = run.gateway_file().store
@@ -160,7 +167,9 @@ def _run_keys(options: argparse.Namespace) -> int:
         limits = Limits(options.models, *numbers, expires_at)
         check_new_key(name, limits, now)
         store = KeyStore(_open(options, may_create=True))
-        _show_secret(*store.create(name, limits, now), options.json)
+        key, secret = store.create(name, limits, now)
+        _note(options, "key created", key, _limits_text(key))
+        _show_secret(key, secret, options.json)
         return 0
     store = KeyStore(_open(options))
     if options.action == "list":
@@ -169,15 +178,28 @@ def _run_keys(options: argparse.Namespace) -> int:
     if options.key is None:
         raise UserError(f"cannot {options.action} a key without its name", hint=f"penstock keys {options.action} NAME")
     if options.action == "rotate":
-        _show_secret(*store.rotate(options.key, options.grace, now), options.json)
+        key, secret = store.rotate(options.key, options.grace, now)
+        _note(options, "key rotated", key, f"the old secret is valid for {show_seconds(options.grace)}")
+        _show_secret(key, secret, options.json)
         return 0
     key = store.revoke(options.key, now)
+    _note(options, "key revoked", key)
     time.sleep(SEEN_S)
     if options.json:
         print_json(_key_facts(key, now))
     else:
         print(f"{key.name} ({key.id}) is revoked", file=sys.stderr)
     return 0
+
+
+def _note(options: argparse.Namespace, event: str, key: ApiKey, more: str = "") -> None:
+    """For `penstock events`: a change of a deployment's store. A store that is named by itself has no deployment."""
+    from penstock import run_folder
+    from penstock.deployment.events import asked_by
+
+    if _place(options) is None:
+        text = ", ".join(filter(None, (f"{key.name} ({key.id})", more)))
+        run_folder.choose(options.deployment).add_event(event, text, who=asked_by())
 
 
 def _show_secret(key: ApiKey, secret: str, as_json: bool) -> None:

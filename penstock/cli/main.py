@@ -48,6 +48,9 @@ VERBS = {
     ),
     "keys": Verb("create, list, rotate and revoke the API keys of a gateway", "keys:register_keys"),
     "usage": Verb("show the usage of each key and model, and its cost", "keys:register_usage"),
+    "events": Verb(
+        "list what happened to a deployment: starts, restarts, drains, and who changed it", "events:register"
+    ),
     "scale": Verb("change the number of replicas; removed replicas finish their requests", "lifecycle:register_scale"),
     "down": Verb("end a deployment; requests in flight finish first", "lifecycle:register_down"),
     "clean": Verb("find what ended deployments left; removes nothing without --yes", "lifecycle:register_clean"),

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import re
-import time
 from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from typing import NamedTuple
 
 from penstock import targets
+from penstock.deployment import events
 from penstock.errors import PenstockError, UserError
-from penstock.log_lines import as_they_come, file_lines, in_turn, named
+from penstock.log_lines import as_they_come, in_turn, named
 from penstock.run_folder import Run, Unit, order, unit_of
 
 # In front of each line of a node (UTC, with a Z) and of the gateway (local time).
@@ -48,8 +47,7 @@ def lines(run: Run, part: str, wanted: Selection) -> Iterator[str]:
     if part == "replicas":
         yield from _replica_lines(run, wanted, follow)
     elif part == "events":
-        events = file_lines(run.path / "events.jsonl", follow, wanted.last, is_over)
-        yield from not_before(wanted.since, map(_event_text, events))
+        yield from map(events.line_of, (events.followed if follow else events.listed)(run, wanted.since, wanted.last))
     else:
         units = [] if target.shares_files else [unit for unit in map(unit_of, run.handle().units) if unit.kind == part]
         if units:
@@ -94,13 +92,3 @@ def _replica_lines(run: Run, wanted: Selection, follow: bool) -> Iterator[str]:
     else:
         fronted = [named(f"[{name}]", of_one(name)) for name in names]
         yield from as_they_come(fronted) if follow else in_turn(fronted)
-
-
-def _event_text(line: str) -> str:
-    try:
-        event = json.loads(line)
-    except ValueError:
-        return line
-    at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(event.get("at", 0)))
-    where = f" [replica {event['replica']}]" if "replica" in event else ""
-    return f"{at} {event.get('event')}{where}: {event.get('text')}"

@@ -75,6 +75,7 @@ def prepare(
     warnings = [
         *plan.warnings,
         *target.warnings(deployment),
+        *(engines.load(plan.engine).warnings(plan) if target.is_this_machine else ()),
         *formation.variable_warnings(inherited | deployment.engine.env),
     ]
     if machine.gpus and not least.gpus and machine.assumed is None:

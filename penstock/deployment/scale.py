@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from penstock import run_folder, targets
+from penstock.deployment.events import asked_by
 from penstock.deployment.start import OnState, revive, watch
 from penstock.errors import PenstockError, UserError
 from penstock.planner import launch
@@ -24,7 +25,7 @@ def scale(run: Run, n_replicas: int) -> None:
                 if n_after > n_before:
                     launch.check_room(deployment, run.plan(), machine, n_after - n_before)
         target.order(run, Desired("up", n_replicas))
-        run.add_event("scale", f"{desired.replicas} -> {n_replicas} replicas")
+        run.add_event("scale", f"{desired.replicas} -> {n_replicas} replicas", who=asked_by())
         revive(run)
 
 

@@ -19,6 +19,7 @@ import msgspec
 
 from penstock import paths, processes, run_folder, targets
 from penstock.deployment import gateway_config, observe
+from penstock.deployment.events import asked_by
 from penstock.deployment.prepare import Prepared, not_ended, prepare
 from penstock.deployment.stop import OnStep, end_run
 from penstock.errors import EngineError, PenstockError, UserError
@@ -70,6 +71,8 @@ def up(deployment: Deployment, replace: bool = False, on_step: OnStep | None = N
         with _bind("127.0.0.1") as held:
             admin_port = held.getsockname()[1]
             prepared = prepare(deployment, admin_port, not_ended(deployment.name), refusals=refusals)
+            if existing is not None:
+                existing.add_event("replace", "penstock up --replace", who=asked_by())
             old, target = Run(paths.home() / "runs" / deployment.name), targets.load(deployment.target)
             if "gateway" in target.placed(deployment):
                 is_roll = rolls(deployment)
@@ -168,7 +171,7 @@ def _start(
     """`sockets`: the public and the admin one, unless the target places the gateway."""
     deployment, key, target = prepared.deployment, None, targets.load(prepared.deployment.target)
     run = write_run(prepared, [sock.getsockname()[1] for sock in sockets])
-    run.add_event("up", f"penstock up {deployment.name}", model=deployment.model, target=deployment.target)
+    run.add_event("up", f"{deployment.model} on target {deployment.target}", who=asked_by())
     try:
         place = run.gateway_file().store
         if run.places("gateway") and not target.shares_files:

@@ -10,6 +10,7 @@ from typing import TypeVar
 import msgspec
 
 from penstock import processes, run_folder, targets
+from penstock.deployment.events import asked_by
 from penstock.errors import PenstockError, UserError
 from penstock.node import gpu_memory
 from penstock.paths import remove_temporary
@@ -17,6 +18,7 @@ from penstock.processes import Marked
 from penstock.run_folder import Desired, Run, State
 from penstock.spec import deployment
 from penstock.targets import LeftBehind
+from penstock.text import show_seconds
 
 _CONTROLLER_GRACE_S = 3.0
 _NOW_GRACE_S = 1.0
@@ -39,6 +41,7 @@ def down(
         message = f'cannot remove the weights of "{run.name}": target {target.name} keeps none for a deployment'
         raise UserError(message, hint=f"Without them: penstock down {run.name}")
     with run_folder.locked(run.name):
+        run.add_event("stopping", f"penstock down {run.name}{' --now' if now else ''}", who=asked_by())
         swept = end_run(run, now, on_step, forget=forget)
         if with_weights:
             target.end_weights(run)
@@ -49,7 +52,7 @@ def end_run(
     run: Run, now: bool, on_step: OnStep | None, failure: State | None = None, forget: bool = False
 ) -> list[Marked]:
     """As `down`, for a caller that holds the lock. `failure`: the state that stays, of a start that failed."""
-    say = on_step or (lambda _: None)
+    say, began = on_step or (lambda _: None), time.monotonic()
     last, before = failure or run.state(), run.desired()
     unwritten = _why_unwritten(run.write_desired, Desired("down", 0))
     say("ending the controller")
@@ -88,7 +91,8 @@ def end_run(
     if unwritten is not None:
         hint = f"Free some space, then: penstock down {run.name}"
         raise PenstockError(f'ended "{run.name}", but could not write that down: {unwritten}', hint=hint)
-    run.add_event("failed" if failure else "down", (failure.reason or "") if failure else "everything ended")
+    took = f"everything ended after {show_seconds(time.monotonic() - began)}"
+    run.add_event("failed" if failure else "down", (failure.reason or "") if failure else took)
     return swept
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -14,6 +14,7 @@ from penstock.errors import Problem
 from penstock.planner import Plan
 from penstock.spec.deployment import Scalar
 from penstock.wire.announcement import Progress
+from penstock.wire.metric_names import Kind
 
 # name -> "module:Class". "fake" is for tests: it speaks vLLM's HTTP and answers without a model.
 TABLE = {
@@ -96,6 +97,15 @@ class Metrics(msgspec.Struct, frozen=True):
     kv_use: str | None = None  # 0 to 1, one series per data-parallel rank
 
 
+class Family(NamedTuple):
+    """A family of the engine's /metrics. `since`: the first version with it, None for those before 0.30."""
+
+    kind: Kind
+    about: str
+    labels: tuple[str, ...] = ()
+    since: str | None = None
+
+
 class Engine(ABC):
     """The seam. Everything but `missing` and `version` is pure."""
 
@@ -103,6 +113,9 @@ class Engine(ABC):
     package: str | None = None  # what is installed where it can run, by its import name
     forms: tuple[str, ...]  # the forms of weights it loads, best first
     metrics: Metrics
+    prefix: str = ""  # how the names of its families begin
+    families: Mapping[str, Family] = {}  # by the name on its page
+    renamed: Mapping[str, str] = {}  # names of older versions -> the present ones
     vital_roles: tuple[str, ...] = ()  # how the titles of forked processes begin that it cannot live without
     can_cross_nodes: bool = False  # whether one replica may take several machines
 
@@ -121,6 +134,10 @@ class Engine(ABC):
     @abstractmethod
     def problems(self, args: dict[str, Scalar | list[Scalar]]) -> list[Problem]:
         """What is wrong with pass-through arguments: flags that are gone, or that penstock sets itself."""
+
+    def warnings(self, plan: Plan) -> tuple[str, ...]:
+        """What this engine, as it is installed here, cannot do for a plan that it will serve."""
+        return ()
 
     @abstractmethod
     def command(self, plan: Plan, place: Place) -> Command:

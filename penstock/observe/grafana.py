@@ -22,7 +22,9 @@ TAG = "penstock"
 _COLUMNS = 24
 _SCHEMA = 39  # of Grafana 10.4
 _DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
-_MATCHERS = {label: f'{label}=~"${label}"' for label in ("deployment", "model", "replica")}
+_MATCHERS = {label: f'{label}=~"${label}"' for label in ("deployment", "model", "replica")} | {
+    "model_name": 'model_name=~"$model"'  # vLLM's word
+}
 _HEIGHTS = {"stat": 4, "graph": 8, "stack": 8, "table": 9}
 # https://github.com/grafana/grafana/blob/main/packages/grafana-data/src/valueFormats/categories.ts
 _UNITS = {

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
+from penstock.observe.names import samples
 from penstock.observe.promql import unknown_names, with_matchers
 from penstock.wire import metric_names
 
@@ -119,8 +120,7 @@ def select(expr: str, matchers: dict[str, str]) -> str:
 
 
 def _labels(name: str) -> tuple[str, ...]:
-    if name.startswith(metric_names.PREFIX):
-        return ("deployment", *metric_names.metric(name).labels)
-    if ":" in name:
-        return ("deployment", "replica")
+    row = samples().get(name)
+    if row is not None:
+        return ("deployment", *row.labels)
     return ("deployment",) if name in ("up", "ALERTS") else ()

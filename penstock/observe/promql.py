@@ -9,8 +9,7 @@ import re
 from collections.abc import Callable
 from functools import partial
 
-from penstock.engines.vllm import names as vllm
-from penstock.wire import metric_names
+from penstock.observe.names import samples
 
 # Prometheus writes these itself: https://prometheus.io/docs/concepts/jobs_instances/
 SYNTHETIC = frozenset({"up", "scrape_duration_seconds", "scrape_samples_scraped", "ALERTS", "ALERTS_FOR_STATE"})
@@ -23,8 +22,6 @@ DCGM = frozenset(
         "NVLINK_BANDWIDTH_TOTAL",
     )
 )
-
-_ENGINES = frozenset((*vllm.SERIES.values(), *vllm.ITERATIONS))
 
 # Words that stand where a metric could, and that no function's bracket follows.
 _KEYWORDS = frozenset(
@@ -65,15 +62,7 @@ def unknown_names(expr: str, recorded: frozenset[str] = frozenset()) -> set[str]
 
 
 def is_known(name: str) -> bool:
-    if name in SYNTHETIC or name in DCGM or name in _ENGINES:
-        return True
-    if not name.startswith(metric_names.PREFIX):
-        return False
-    try:
-        row = metric_names.metric(name)
-    except KeyError:
-        return False
-    return row.kind != "histogram" or name.endswith(("_bucket", "_sum", "_count"))
+    return name in SYNTHETIC or name in DCGM or name in samples()
 
 
 def with_matchers(expr: str, matchers: Callable[[str], list[str]]) -> str:

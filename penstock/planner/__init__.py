@@ -60,6 +60,9 @@ class Plan(msgspec.Struct, frozen=True):
     join_timeout_s: float = 300.0
     ray_dashboard_host: str = "127.0.0.1"
     network: str | None = None  # CIDR of the network that the nodes use among themselves
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+    traces_endpoint: str | None = None  # of OTLP over HTTP
 
     @property
     def ranks_each(self) -> int:

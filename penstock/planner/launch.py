@@ -153,6 +153,9 @@ def _plan(
         join_timeout_s=deployment.engine.join_timeout_s,
         ray_dashboard_host=deployment.engine.ray_dashboard_host,
         network=deployment.hardware.subnet,
+        ttft_ms=deployment.workload.ttft_ms,
+        tpot_ms=deployment.workload.tpot_ms,
+        traces_endpoint=None if deployment.gateway.traces is None else deployment.gateway.traces.endpoint,
     )
 
 

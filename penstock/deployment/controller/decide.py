@@ -25,11 +25,12 @@ _LOST = "its machines may be lost, it does not report: the next is placed"
 
 
 class Event(msgspec.Struct, frozen=True):
-    """A line for events.jsonl."""
+    """A line for events.jsonl. `seconds`: of a start, by stage."""
 
     kind: str
     text: str
     replica: str | None = None
+    seconds: dict[str, float] = {}
 
 
 class Memory(msgspec.Struct, frozen=True):

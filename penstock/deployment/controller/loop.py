@@ -17,7 +17,8 @@ import msgspec
 
 from penstock import processes, targets
 from penstock.deployment import measured
-from penstock.deployment.controller.decide import Decision, Memory, decide
+from penstock.deployment.controller.changes import changes, noted_of
+from penstock.deployment.controller.decide import Decision, Event, Memory, decide
 from penstock.deployment.observe import History, Observation, gateways, look, summarise
 from penstock.errors import PenstockError
 from penstock.paths import is_full
@@ -74,6 +75,7 @@ class Controller:
         self._refusal: _Refusal | None = None
         self._watchdog: Process | None = None
         self._written: tuple[float, State] | None = None
+        self._noted = noted_of(last)
 
     def run_until_stopped(self) -> None:
         while not self.stop.is_set() and self.run.exists() and self.run.desired().state == "up":
@@ -99,8 +101,14 @@ class Controller:
         state = summarise(desired, seen, self.history, time.time())
         was_ready = self.history.was_ready or state.phase == "ready"
         self.history = msgspec.structs.replace(self.history, was_ready=was_ready)
+        events, self._noted = changes(state, self._noted)
+        self._add_events(events)
         self._write(state)
         return decision
+
+    def _add_events(self, events: Sequence[Event]) -> None:
+        for event in events:
+            self.run.add_event(event.kind, event.text, event.replica, seconds=event.seconds)
 
     def end_watchdog(self) -> None:
         if self._watchdog is not None:
@@ -204,9 +212,7 @@ class Controller:
         now = time.monotonic()
         memory = msgspec.structs.replace(self._memory, failed=frozenset(self.history.failed), due_at=self._due_at)
         decision, self._memory = decide(desired, seen, memory, now, time.time())
-        for event in decision.events:
-            facts = {} if event.replica is None else {"replica": event.replica}
-            self.run.add_event(event.kind, event.text, **facts)
+        self._add_events(decision.events)
         failed = {name: row for name, row in self.history.failed.items() if name not in decision.forget}
         self.history = msgspec.structs.replace(self.history, failed=failed)
         self._post_each("/admin/drain", decision.drain)
@@ -274,8 +280,8 @@ class Controller:
                 self._post_each("/admin/forget", [unit.name])
                 self.run.add_event("replica ended", f"replica {unit.name} drained and ended", replica=unit.name)
         for unit in sorted(after - before, key=order):
-            facts = {"replica": unit.name} if unit.kind == "replica" else {}
-            self.run.add_event(f"{unit.kind} placed", f"{unit.kind} {unit.name} placed", **facts)
+            name = unit.name if unit.kind == "replica" else None
+            self.run.add_event(f"{unit.kind} placed", f"{unit.kind} {unit.name} placed", name)
 
     def _refuse(self, changes: frozenset[Unit], message: str) -> None:
         if self._refusal is None or self._refusal.message != message:

@@ -24,13 +24,13 @@ from penstock.engines import (
     Death,
     Diagnosis,
     Engine,
-    Metrics,
     Missing,
     Place,
     Seen,
     explain,
     how_it_ended,
 )
+from penstock.engines.llamacpp import names
 from penstock.errors import Problem
 from penstock.planner import Plan
 from penstock.spec.deployment import Scalar
@@ -82,11 +82,8 @@ class LlamaCpp(Engine):
     name = "llamacpp"
     package = "xllamacpp"
     forms = ("gguf",)
-    metrics = Metrics(
-        "llamacpp:requests_processing",
-        "llamacpp:requests_deferred",
-        ("llamacpp:tokens_predicted_total", "llamacpp:prompt_tokens_total", "llamacpp:n_decode_total"),
-    )
+    metrics = names.METRICS
+    prefix, families = names.PREFIX, names.FAMILIES
 
     def missing(self) -> Missing | None:
         if importlib.util.find_spec("xllamacpp") is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import json
 from collections.abc import Sequence
 from importlib import metadata
 
@@ -22,8 +23,9 @@ from penstock.engines import (
     how_it_ended,
 )
 from penstock.engines.vllm import names
-from penstock.errors import Problem
+from penstock.errors import NotModelled, Problem
 from penstock.planner import Plan
+from penstock.planner.engine_versions import parse_version
 from penstock.spec.deployment import Scalar
 from penstock.text import bare_flag
 from penstock.wire.announcement import Progress
@@ -38,6 +40,7 @@ class Vllm(Engine):
     package: str | None = "vllm"
     forms: tuple[str, ...] = ("safetensors",)
     metrics = Metrics(names.RUNNING, names.WAITING, names.ITERATIONS, names.KV_USE)
+    prefix, families, renamed = names.PREFIX, names.FAMILIES, names.RENAMED
     vital_roles = names.VITAL
     can_cross_nodes = True
 
@@ -72,6 +75,11 @@ class Vllm(Engine):
                 problems.append(Problem(f"engine.args.{key}", "penstock sets this flag", f"use {names.OURS[flag]}"))
         return problems
 
+    def warnings(self, plan: Plan) -> tuple[str, ...]:
+        if _traces_spans(plan) and _lacks_traces():
+            return ("gateway.traces: vLLM's own spans are left out, its Python has no package opentelemetry",)
+        return ()
+
     def command(self, plan: Plan, place: Place) -> Command:
         argv = [place.python, "-m", PROGRAM, "serve", plan.model.path]
         argv += [names.FLAGS["served_names"], *plan.served_names]
@@ -79,12 +87,16 @@ class Vllm(Engine):
         argv += [names.FLAGS["unlogged_routes"], names.UNLOGGED_ROUTES]
         argv += engine_flags(plan)
         argv += _node_flags(plan, place)
+        argv += _bucket_flags(plan)
         argv += pass_through(plan.args)
         env = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
         files = {}
         if place.key is not None:
             argv += [names.FLAGS["middleware"], KEY_MIDDLEWARE]
             env[KEY_VARIABLE] = place.key
+        if _traces_spans(plan) and not _lacks_traces():
+            argv += [names.FLAGS["traces"], f"{plan.traces_endpoint}/v1/traces"]
+            env |= names.TRACES_PROTOCOL
         if plan.device == "cpu":
             env |= _cpu_environment(plan, place)
             files = _shims(plan)
@@ -161,6 +173,42 @@ def _node_flags(plan: Plan, place: Place) -> list[str]:
     argv = [names.FLAGS["n_nodes"], str(among.n_nodes), names.FLAGS["node_rank"], str(among.rank)]
     argv += [names.FLAGS["master_address"], among.master_address, names.FLAGS["master_port"], str(among.master_port)]
     return [*argv, names.FLAGS["headless"]] if among.rank else argv
+
+
+def _bucket_flags(plan: Plan) -> list[str]:
+    """Histograms with bounds for fast models and with the promised latencies among them."""
+    if _is_given(plan, "buckets") or not _has_buckets(plan.engine_version):
+        return []
+    gaps_s, firsts_s = set(names.TOKEN_GAP_BUCKETS_S), set(names.FIRST_TOKEN_BUCKETS_S)
+    gaps_s |= {plan.tpot_ms / 1000} if plan.tpot_ms else set()
+    firsts_s |= {plan.ttft_ms / 1000} if plan.ttft_ms else set()
+    families = {names.TOKEN_GAP_FAMILY: sorted(gaps_s), names.FIRST_TOKEN_FAMILY: sorted(firsts_s)}
+    return [names.FLAGS["buckets"], json.dumps(families, separators=(",", ":"))]
+
+
+def _has_buckets(version: str) -> bool:
+    try:
+        return parse_version(version)[:2] >= names.BUCKETS_SINCE
+    except NotModelled:  # a build of one's own
+        return False
+
+
+def _is_given(plan: Plan, name: str) -> bool:
+    flag = bare_flag(names.FLAGS[name])
+    return any(bare_flag(key).partition(".")[0] == flag for key in plan.args)
+
+
+def _traces_spans(plan: Plan) -> bool:
+    """Whether the gateway's collector shall get the engine's spans too: the file may name another for them."""
+    return plan.traces_endpoint is not None and not _is_given(plan, "traces")
+
+
+def _lacks_traces() -> bool:
+    """Whether vLLM in this Python cannot send spans: it would refuse to start with an endpoint."""
+    try:
+        return importlib.util.find_spec(names.TRACES_PACKAGE) is None
+    except ModuleNotFoundError:
+        return True
 
 
 def _device_flags(plan: Plan) -> list[str]:

