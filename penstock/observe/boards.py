@@ -75,7 +75,7 @@ _TILES = (
         "",
         "stat",
         (Query(_READY, "ready"), Query(_DESIRED, "desired")),
-        ((None, "red"), (1, "green")),
+        ((None, "red"), (0.5, "green")),
         3,
     ),
     _stat(
@@ -408,6 +408,7 @@ INSTANCES = Board(
 )
 
 _UP = f"clamp_max({_READY}, 1)"
+_PER_MINUTE = f"60 * {rate('penstock_requests_total')}"
 _SUCCESS = f"1 - ({_share_failed()})"
 _SPEED = f"1 / ({mean(_TPOT)} > 0)"
 
@@ -424,7 +425,7 @@ STATUS = Board(
                 _stat("Speed", "Tokens per second of one answer.", "tokens/s", _SPEED, low(10, 20), 5),
                 _stat("Success", "Requests that did not fail.", "share", _SUCCESS, low(0.95, 0.99), 5),
                 _stat(
-                    "Requests", "Requests per minute.", "requests/min", f"60 * {rate('penstock_requests_total')}", PLAIN, 5
+                    "Requests", "Requests per minute.", "requests/min", _PER_MINUTE, PLAIN, 5
                 ),
             ),
         ),
@@ -436,10 +437,12 @@ STATUS = Board(
                     f"avg_over_time(({_READY} > bool 0)[{RANGE}:1m])", low(0.99, 0.999), 4,
                 ),
                 Panel("First token", "Median and 95th percentile.", "s", "graph", quantiles(_TTFT)[:2], high(1, 3), 10),
-                Panel("Speed", "Tokens per second of one answer.", "tokens/s", "graph", (Query(_SPEED, "mean"),), (), 10),
+                Panel(
+                    "Speed", "Tokens per second of one answer.", "tokens/s", "graph", (Query(_SPEED, "mean"),), width=10
+                ),
                 Panel(
                     "Requests", "Per minute.", "requests/min", "graph",
-                    (Query(f"60 * {rate('penstock_requests_total')}", "requests"),), (), 12,
+                    (Query(_PER_MINUTE, "requests"),), (), 12,
                 ),
                 Panel(
                     "Success", "Share of requests that did not fail.", "share", "graph",
@@ -496,7 +499,8 @@ _USE = (
 
 _HEADROOM = (
     Panel(
-        "Free KV cache", "Of the fullest replica, now and its least in an hour. None left: requests wait.", "share", "graph",
+        "Free KV cache", "Of the fullest replica, now and its least in an hour. None left: requests wait.",
+        "share", "graph",
         (
             Query(f"1 - max({_KV})", "now"),
             Query(f"1 - max(max_over_time({_KV}[1h]))", "least in an hour"),

@@ -116,8 +116,9 @@ def _annotations() -> Iterator[Json]:
 
 def _variables() -> Iterator[Json]:
     yield {
-        "name": "datasource", "label": "Prometheus", "type": "datasource", "query": "prometheus", "hide": 0, "refresh": 1,
-        "regex": "", "multi": False, "includeAll": False, "current": {}, "options": [], "skipUrlSync": False,
+        "name": "datasource", "label": "Prometheus", "type": "datasource", "query": "prometheus", "hide": 0,
+        "refresh": 1, "regex": "", "multi": False, "includeAll": False, "current": {}, "options": [],
+        "skipUrlSync": False,
     }  # fmt: skip
     series = {
         "deployment": "penstock_replicas_ready",
@@ -128,7 +129,7 @@ def _variables() -> Iterator[Json]:
     for label, name in series.items():
         query = f"label_values({select(name, chosen)}, {label})"
         yield {
-            "name": label, "label": label.capitalize(), "type": "query", "datasource": _DATASOURCE, "definition": query,
+            "name": label, "label": label.capitalize(), "type": "query", "datasource": _DATASOURCE,
             "query": {"query": query, "refId": "PrometheusVariableQueryEditor-VariableQuery"}, "hide": 0,
             # 2: at a change of the time range; replicas come and go.
             "refresh": 2, "regex": "", "sort": 7, "multi": True, "includeAll": True, "allValue": ".*",
@@ -137,7 +138,7 @@ def _variables() -> Iterator[Json]:
         chosen[label] = _MATCHERS[label]
     yield {
         "name": "filters", "label": "Filters", "type": "adhoc", "datasource": _DATASOURCE, "filters": [],
-        "baseFilters": [], "hide": 0, "skipUrlSync": False,
+        "hide": 0, "skipUrlSync": False,
     }  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """What a dashboard is made of: boards of panels with queries, and the forms of their PromQL. Pure.
 
-A query names whole families; `select` adds the matchers of a board's variables to each. `x / (y > 0)` has no value where
-nothing happened, in place of NaN.
+A query names whole families; `select` adds the matchers of a board's variables to each. `x / (y > 0)` has no value
+where nothing happened, in place of NaN.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ def attained(promise: str, name: str) -> str:
 def select(expr: str, matchers: dict[str, str]) -> str:
     """`expr` with the matchers of those labels that each family of ours or of an engine has.
 
-    `matchers`: by label, as {"replica": 'replica=~"$replica"'}. A DCGM exporter and Prometheus's own series know nothing
-    of deployments' models and replicas. Raises ValueError for a name that is in no table.
+    `matchers`: by label, as {"replica": 'replica=~"$replica"'}. The series of a DCGM exporter and Prometheus's own know
+    neither models nor replicas. Raises ValueError for a name that is in no table.
     """
     if unknown := unknown_names(expr):
         raise ValueError(f"no metric has the name {', '.join(sorted(unknown))}: {expr}")
