@@ -84,19 +84,19 @@ decide dense detached detect doctor driver
 ending entry errors estimate examine exchanges explain
 export facts fake fetch fields figures fit flags folder forwarding
 google grafana guard
-health host html http1 hub hybrid
+health history host html http1 hub hybrid
 init inputs install
 kernel key
 leader leftovers levers library lifecycle limits lines link listener live liveness local locks login loop
 main manifests measured member merge metric middleware monitoring
-network
+network nvml
 objects observe offline openssh options origins overhead
 parent parse paths placed placement placing planning pod pods policies prepare progress prometheus promql
 panels public
 queue quota
 ranges reachability reading ready reasons reduce refusals remote rendezvous replies report responses retries
 rights rope rules
-scale scheduling schema script server service services settings setup shared site solve sse startup static
+scale scheduling schema script server service services settings setup shared site snapshot solve sse startup static
 stats status stop store strategic supervisor svg sweep sync synthetic
 timestamps topology totals traffic tunnel tunnels
 unit upstreams

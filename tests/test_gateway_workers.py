@@ -23,6 +23,7 @@ from penstock.gateway.accounting.key_store import Limits
 from penstock.gateway.config import GatewayConfig, ServedModel
 from penstock.gateway.connections.engine import Pool
 from penstock.gateway.context import GatewayContext
+from penstock.gateway.live.news import NewsBoard
 from penstock.gateway.metrics import Counters
 from penstock.gateway.routing.queue import WaitingQueue
 from penstock.gateway.routing.replicas import ReplicaTable
@@ -49,7 +50,7 @@ class Worker:
         parts = (ReplicaTable(models), self.queue, Pool(), self.counters, 1.0)
         self.accounting = Accounting(config)
         context = GatewayContext(*parts, needs_key=False, hides_key=False)
-        self._reporter = Reporter(context, self.accounting, before)
+        self._reporter = Reporter(context, self.accounting, NewsBoard(config), before)
 
     def count(self, n_requests: int, seconds: float = 0.25) -> None:
         for _ in range(n_requests):

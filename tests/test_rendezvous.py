@@ -22,10 +22,10 @@ from penstock.node.group import member, rendezvous
 from penstock.node.group.addresses import Formation, Introduction
 from penstock.node.group.leader import GroupLeader
 from penstock.node.group.member import GroupMember
-from penstock.node.group.rendezvous import BoardClient
+from penstock.node.group.rendezvous import BoardClient, wait_for
 from penstock.node.ready_file import ReadyFile
 from penstock.spec.deployment import Parallel
-from penstock.wire.announcement import NodeView, Post
+from penstock.wire.announcement import MachineReading, NodeView, Post
 from penstock.wire.client import NoAnswer
 
 LAN = (Interface("eth0", "0.0.0.0", 0), Interface("eth0", "10.0.0.2", 0))  # rank 0 binds a port
@@ -306,3 +306,12 @@ def test_an_order_to_leave_is_not_for_the_process_that_replaces_one_that_left() 
     ]
     for now, (rank, instance, must_leave, leaves) in enumerate(looks):
         assert board.post(Post("0", rank, instance, ""), float(now), must_leave=must_leave).leave is leaves
+
+
+def test_the_leader_has_the_readings_of_the_other_nodes(gateway: Gateway) -> None:
+    leader = GroupLeader(PLAN, board_client(gateway, 0), ("alpha", "beta"), lambda: False)
+    second = BoardClient(gateway, "0", 1, lambda: None, lambda: MachineReading("beta", cpu_use=0.5))  # type: ignore[arg-type]
+    second.start()
+    leader._board.post("e", phase="gather")
+    second.post("", phase="here")
+    assert wait_for(lambda: leader.machines() == (MachineReading("beta", cpu_use=0.5),), lambda: False, 5.0)

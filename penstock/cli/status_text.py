@@ -151,6 +151,7 @@ def status_text(run: Run, state: State, now: float) -> str:
         ("address", _address(run)),
         ("requests", f"{state.requests_total} served since its gateway started"),
         *([] if cost is None else [("cost", f"{show_usd(cost)} for all requests so far")]),
+        *([] if state.prometheus is None else [("prometheus", _prometheus(state.prometheus))]),
         ("folder", str(run.path)),
         ("started", f"{show_seconds(now - run.record().created_at)} ago"),
         *_kv_cache_facts(plan, state),
@@ -160,6 +161,7 @@ def status_text(run: Run, state: State, now: float) -> str:
         lines = [f"{run.name} has no replica; start one: {command_name()} scale {run.name} 1"]
     lines += [table(facts, indent=2), ""]
     rows = [_part_row("controller", state.controller), _part_row("gateway", state.gateway)]
+    rows += [] if state.prometheus is None else [_part_row("prometheus", state.prometheus)]
     rows += [_replica_row(replica) for replica in state.replicas]
     lines.append(table(rows, ("PART", "STATE", "PID", "RESTARTS", "")))
     for replica in state.replicas:
@@ -187,6 +189,12 @@ def _kv_cache_facts(plan: Plan, state: State) -> list[tuple[str, str]]:
 def _part_row(name: str, part: Part) -> tuple[str, str, str, str, str]:
     pid = str(part.process.pid) if part.process and part.state == "running" else "-"
     return name, part.state, pid, str(part.n_restarts), part.note or ""
+
+
+def _prometheus(part: Part) -> str:
+    if part.url is None or part.state == "gone":
+        return part.note or "not running"
+    return part.url if part.note is None else f"{part.url} on {part.note}"
 
 
 def _address(run: Run) -> str:
@@ -233,6 +241,7 @@ def _reasons(state: State, now: float) -> list[tuple[str, str]]:
     parts: dict[str, Sequence[Restart]] = {
         "controller": state.controller.restarts,
         "gateway": state.gateway.restarts,
+        "prometheus": () if state.prometheus is None else state.prometheus.restarts,
         **{f"replica {replica.replica}": replica.restarts for replica in state.replicas},
     }
     reasons = [(restart.at, part, restart.reason) for part, restarts in parts.items() for restart in restarts]

@@ -95,6 +95,10 @@ class Metrics(msgspec.Struct, frozen=True):
     waiting: str
     iterations: tuple[str, ...]
     kv_use: str | None = None  # 0 to 1, one series per data-parallel rank
+    # Counters of tokens; those of `prompt_tokens` add up to all prompt tokens, with the cached ones.
+    prompt_tokens: tuple[str, ...] = ()
+    output_tokens: str | None = None
+    cached_tokens: str | None = None
 
 
 class Family(NamedTuple):

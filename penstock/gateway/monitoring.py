@@ -10,6 +10,8 @@ from typing import Final
 from penstock.gateway.accounting.entry import Accounting
 from penstock.gateway.accounting.keys import credential, has_token
 from penstock.gateway.connections.client import ClientConnection
+from penstock.gateway.live.page import page_answer
+from penstock.gateway.live.stream import LiveFeed
 from penstock.gateway.request import Request
 from penstock.gateway.responses import Answer, error_answer
 from penstock.gateway.workers.reports import Reporter, metrics_answer
@@ -23,9 +25,10 @@ METHODS: Final = (b"GET", b"HEAD")
 
 
 class Monitoring:
-    def __init__(self, accounting: Accounting, reporter: Reporter, token: str) -> None:
+    def __init__(self, accounting: Accounting, reporter: Reporter, live: LiveFeed, token: str) -> None:
         self._accounting = accounting
         self._reporter = reporter
+        self._live = live
         self._tokens = (token, scrape_key(engine_key(token)))
 
     def refuse(self, head: RequestHead) -> Answer | None:
@@ -46,6 +49,10 @@ class Monitoring:
     def handle(self, request: Request, client: ClientConnection) -> Answer | None:
         """The answer to a request for one of PATHS that `refuse` let pass; None when it is written later."""
         path = request.head.path
+        if path == b"/dashboard":
+            return page_answer(request.head.get(b"if-none-match"))
         if path == b"/metrics":
             return self._reporter.respond(client, metrics_answer)
+        if path == b"/dashboard/live":
+            return self._live.handle(request, client)
         return error_answer(404, f"there is nothing at {path.decode('latin-1')!r}", "not_found")

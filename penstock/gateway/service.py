@@ -30,6 +30,8 @@ from penstock.gateway.connections.listener import (
     raise_file_limit,
 )
 from penstock.gateway.context import GatewayContext
+from penstock.gateway.live.news import NewsBoard
+from penstock.gateway.live.stream import LiveFeed
 from penstock.gateway.metrics import Counters
 from penstock.gateway.monitoring import Monitoring
 from penstock.gateway.public import Public
@@ -113,10 +115,12 @@ class Gateway:
         self._lapsed_probes = LapsedProbes(replicas, self._context.pool)
         if self.accounting.ledger is not None and (slot is None or slot.index == 0):
             self.accounting.ledger.keep_days = config.ledger_days
-        self._reporter = Reporter(self._context, self.accounting, slot.before if slot else None)
+        before = slot.before if slot else None
+        self._reporter = Reporter(self._context, self.accounting, NewsBoard(config), before)
+        self._live = LiveFeed(config, self._reporter)
         # Without an admin address of its own nobody may call: a token that nobody knows.
         token = token or secrets.token_hex(16)
-        monitoring = Monitoring(self.accounting, self._reporter, token)
+        monitoring = Monitoring(self.accounting, self._reporter, self._live, token)
         self._api = AdminApi(self._context, self.accounting, self._reporter, monitoring, token)
         if slot is not None:
             for path, body in slot.calls:
@@ -146,6 +150,7 @@ class Gateway:
         if self._slot is not None and self._reporter.link is not None:
             await self._reporter.link.start(self._slot.socket)
         await self.public.start()
+        self._live.start()
         self._check_leases()
         worker = f" as worker {self._slot.index}" if self._slot else ""
         form = "compiled" if compiled.is_active() else "as Python; `python -m penstock.gateway.compiled` compiles it"
@@ -156,6 +161,7 @@ class Gateway:
         log.info(
             "draining: %d in flight, %d waiting", self._context.replicas.in_flight_total, self._context.queue.waiting
         )
+        self._live.stop()
         n_cut = await self.public.drain(self._config.drain_s)
         await self.admin.drain(0.0)
         self._static_upstreams.stop()

@@ -26,13 +26,20 @@ from penstock.node.group.addresses import Formation
 from penstock.node.group.member import GroupMember
 from penstock.node.group.rendezvous import BoardClient
 from penstock.node.local_processes import NodeArgs, NodeProcesses, Prerequisites
+from penstock.node.readings import MachineReader, Readings
 from penstock.node.ready_file import ReadyFile
 from penstock.node.supervisor import END_S, NodeSupervisor
 from penstock.run_folder import Launch
 
 
 def _member(
-    launch: Launch, args: NodeArgs, engine: Engine, admin: AdminClient, prerequisites: Prerequisites, file: ReadyFile
+    launch: Launch,
+    args: NodeArgs,
+    engine: Engine,
+    admin: AdminClient,
+    prerequisites: Prerequisites,
+    readings: Readings,
+    file: ReadyFile,
 ) -> GroupMember:
     """A node that is not the first of its replica."""
     plan = launch.plan
@@ -46,7 +53,7 @@ def _member(
             local.start_engine(formation.nodes[args.rank].address, None, formation, None)
         return local
 
-    board = BoardClient(admin, args.replica, args.rank, lambda: member.leave())
+    board = BoardClient(admin, args.replica, args.rank, lambda: member.leave(), readings.latest)
     member = GroupMember(plan, board, engine, lambda: prerequisites.introduce(admin), start, file)
     board.start()
     return member
@@ -102,9 +109,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     admin = AdminClient(options.announce or launch.announce_urls, token, file)
     leftovers.remove_lost_folders()
     ready_file = ReadyFile(options.ready_file)
-    prerequisites = Prerequisites(launch.plan, args, options.claim_gpus)
+    readings = Readings(MachineReader(options.launch.parent.parent).read)
+    readings.start()
+    prerequisites = Prerequisites(launch.plan, args, options.claim_gpus, readings)
     make = NodeSupervisor if rank == 0 else _member
-    supervisor = make(launch, args, engines.load(launch.plan.engine), admin, prerequisites, ready_file)
+    supervisor = make(launch, args, engines.load(launch.plan.engine), admin, prerequisites, readings, ready_file)
     terms = _on_signals(supervisor.stop, options.kill_after)
     try:
         code = supervisor.run()

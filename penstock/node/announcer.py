@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from penstock.errors import PenstockError
-from penstock.wire.announcement import AnnounceAnswer, Announcement, GatewayAddress, engine_key
+from penstock.wire.announcement import AnnounceAnswer, Announcement, GatewayAddress, MachineReading, engine_key
 from penstock.wire.gateways import clients, post_each
 
 _TIMEOUT_S = 3.0
@@ -75,12 +75,18 @@ class AdminClient:
 class Announcer(threading.Thread):
     """Posts the newest announcement to the gateway: every second, and at once when it changes.
 
-    `on_leave` is called, from this thread, with each answer that orders the node to leave.
+    `on_leave` is called, from this thread, with each answer that orders the node to leave. Each post carries what
+    `machines` reads then; another reading is no change.
     """
 
-    def __init__(self, admin: AdminClient, on_leave: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        admin: AdminClient,
+        on_leave: Callable[[], None],
+        machines: Callable[[], tuple[MachineReading, ...]] = tuple,
+    ) -> None:
         super().__init__(name="announcer", daemon=True)
-        self._admin, self._on_leave = admin, on_leave
+        self._admin, self._on_leave, self._machines = admin, on_leave, machines
         self._changed = threading.Condition()
         self._newest: Announcement | None = None
         self._posted: Announcement | None = None
@@ -109,7 +115,8 @@ class Announcer(threading.Thread):
             if newest is None:
                 continue
             try:
-                answer = self._admin.post_json("/admin/announce", msgspec.to_builtins(newest))
+                announcement = msgspec.structs.replace(newest, machines=self._machines())
+                answer = self._admin.post_json("/admin/announce", msgspec.to_builtins(announcement))
                 if msgspec.convert(answer, AnnounceAnswer).leave:
                     self._on_leave()
                 is_taken = True

@@ -111,11 +111,19 @@ class EngineClient:
         samples = self._metrics()
         if samples is None:
             return 0.0
-        running = samples.get(self._names.running, 0.0)
+        names = self._names
+        running = samples.get(names.running, 0.0)
         # The sum over data-parallel ranks.
-        kv_use = samples.get(self._names.kv_use, 0.0) / self._plan.layout.data if self._names.kv_use else 0.0
-        self.load = EngineLoad(running, samples.get(self._names.waiting, 0.0), round(kv_use, 3))
-        return self._stall.observe(running, sum(samples.get(name, 0.0) for name in self._names.iterations), now_s)
+        kv_use = samples.get(names.kv_use, 0.0) / self._plan.layout.data if names.kv_use else 0.0
+        self.load = EngineLoad(
+            running,
+            samples.get(names.waiting, 0.0),
+            round(kv_use, 3),
+            prompt_tokens=sum(samples.get(name, 0.0) for name in names.prompt_tokens),
+            output_tokens=samples.get(names.output_tokens or "", 0.0),
+            cached_tokens=samples.get(names.cached_tokens or "", 0.0),
+        )
+        return self._stall.observe(running, sum(samples.get(name, 0.0) for name in names.iterations), now_s)
 
     def is_busy(self) -> bool | None:
         """Whether requests run or wait; None when it does not answer."""

@@ -22,6 +22,7 @@ from penstock.node.engine_process import EngineProcess
 from penstock.node.gpu_memory import GpuMemory
 from penstock.node.group import addresses, ray
 from penstock.node.group.addresses import Formation, Introduction
+from penstock.node.readings import Readings
 from penstock.paths import private_folder
 from penstock.planner import Plan
 from penstock.wire.announcement import Process
@@ -48,10 +49,13 @@ class NodeArgs(msgspec.Struct, frozen=True):
 
 
 class Prerequisites:
-    """What an engine's start needs: model files, and GPUs where no scheduler assigns them. Resolved once."""
+    """What an engine's start needs: model files, and GPUs where no scheduler assigns them. Resolved once.
 
-    def __init__(self, plan: Plan, args: NodeArgs, claims_gpus: bool) -> None:
-        self._plan, self._args, self._claims_gpus = plan, args, claims_gpus
+    From then on `readings` has the GPUs too.
+    """
+
+    def __init__(self, plan: Plan, args: NodeArgs, claims_gpus: bool, readings: Readings) -> None:
+        self._plan, self._args, self._claims_gpus, self._readings = plan, args, claims_gpus, readings
         self._resolved: tuple[Plan, NodeArgs] | None = None
         self._claim: gpu_locks.Claim | None = None
 
@@ -63,6 +67,8 @@ class Prerequisites:
                 self._claim = gpu_locks.claim(plan.ranks_each, plan.gpu_memory_utilization)
                 args = msgspec.structs.replace(args, gpus=self._claim.indices)
             self._resolved = plan, args
+            if plan.device == "cuda":
+                self._readings.use_gpus(os.environ | plan.env | _claimed(args), plan.ranks_each)
         return self._resolved
 
     def introduce(self, admin: AdminClient) -> Introduction:
@@ -72,6 +78,10 @@ class Prerequisites:
             gpus = tuple(gpu for gpu in facts.machine.gpus if gpu.index in args.gpus)
             facts = msgspec.structs.replace(facts, machine=msgspec.structs.replace(facts.machine, gpus=gpus))
         return Introduction(facts, admin.own_address())
+
+
+def _claimed(args: NodeArgs) -> dict[str, str]:
+    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, args.gpus))} if args.gpus else {}
 
 
 class NodeProcesses:
@@ -183,10 +193,7 @@ class NodeProcesses:
         return private_folder(run_id, self._args.replica, at + part)
 
     def _place(self, part: str, host: str, port: int, key: str | None, formation: Formation | None) -> Place:
-        env: dict[str, str] = {}
-        if self._args.gpus:
-            env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self._args.gpus))
-        among = None
+        env, among = _claimed(self._args), None
         if formation is not None:
             node = formation.nodes[self._args.rank]
             among = Among(node.rank, self._plan.n_nodes, formation.head.address, formation.master_port)

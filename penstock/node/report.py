@@ -14,6 +14,28 @@ from penstock.wire.announcement import Announcement, EngineLoad, NodeView, Proce
 _KEPT_RESTARTS = 10
 
 
+class StageTimes:
+    """Seconds of each stage of a start, from its begin to its end. Pure: `now` in seconds of any clock."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+        self._stage, self._since = "", None  # type: tuple[str, float | None]
+
+    def begin(self, stage: str, now: float) -> None:
+        self._seconds, self._stage, self._since = {}, stage, now
+
+    def enter(self, stage: str, now: float) -> None:
+        """Nothing before a begin and after an end. A stage may come again."""
+        if self._since is not None and stage != self._stage:
+            self._seconds[self._stage] = self._seconds.get(self._stage, 0.0) + now - self._since
+            self._stage, self._since = stage, now
+
+    def end(self, now: float) -> dict[str, float]:
+        self.enter("", now)
+        self._since = None
+        return {stage: round(seconds, 2) for stage, seconds in self._seconds.items()}
+
+
 class ReplicaReport:
     """The supervisor sets the fields; `announce` hands them to the announcer and keeps the ready file."""
 
@@ -24,7 +46,9 @@ class ReplicaReport:
         self.reason: str | None = None
         self.hint: str | None = None
         self.url: str | None = None
-        self.seen = Seen(Progress("imports", fraction=0.0))
+        self._seen = Seen(Progress("files", fraction=0.0))
+        self._times = StageTimes()
+        self.start_s: dict[str, float] = {}
         self.n_restarts = 0
         self.processes: tuple[Process, ...] = ()
         self.segments: tuple[str, ...] = ()
@@ -37,16 +61,29 @@ class ReplicaReport:
         self._restarts: list[Restart] = []
         self._started_at = time.time()
 
+    @property
+    def seen(self) -> Seen:
+        return self._seen
+
+    @seen.setter
+    def seen(self, seen: Seen) -> None:
+        if self.state != "warming":  # its last lines may still be on the way through the pipe
+            self._times.enter(seen.progress.stage, time.monotonic())
+        self._seen = seen
+
     def begin(self) -> None:
-        self.stage("imports")
+        self._times.begin("files", time.monotonic())
+        self.stage("files")
         self._started_at, self.ready_after_s = time.time(), None
 
-    def stage(self, stage: str) -> None:
-        """Set progress that the engine's log does not show."""
-        self.seen = Seen(Progress(stage, fraction=0.0))
+    def stage(self, stage: str, timed_as: str | None = None) -> None:
+        """Set progress that the engine's log does not show. `timed_as`: where `stage` names more than the stage."""
+        self._times.enter(timed_as or stage, time.monotonic())
+        self._seen = Seen(Progress(stage, fraction=0.0))
 
     def ready(self, adapters: tuple[str, ...]) -> None:
         self.ready_after_s = round(time.time() - self._started_at, 2)
+        self.start_s = self._times.end(time.monotonic())
         self.was_ready, self.reason, self.adapters = True, None, adapters
         self.seen = Seen(Progress("ready", fraction=1.0), self.seen.measured)
         self.announce("ready")
@@ -63,6 +100,8 @@ class ReplicaReport:
         self.announce("failed")
 
     def announce(self, state: ReplicaState) -> None:
+        if state == "warming":
+            self._times.enter("warming", time.monotonic())
         self.state = state
         self._ready_file.set(is_ready=state == "ready")
         self._announcer.announce(
@@ -88,5 +127,6 @@ class ReplicaReport:
                 load=self.load if state == "ready" else None,
                 adapters=self.adapters,
                 nodes=self.nodes,
+                start_s=self.start_s,
             )
         )

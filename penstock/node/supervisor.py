@@ -22,11 +22,12 @@ from penstock.node.group.addresses import Formation
 from penstock.node.group.leader import GroupLeader
 from penstock.node.group.rendezvous import BoardClient
 from penstock.node.local_processes import NodeArgs, NodeProcesses, Prerequisites
+from penstock.node.readings import Readings
 from penstock.node.ready_file import ReadyFile
 from penstock.node.report import ReplicaReport
 from penstock.run_folder import Launch
 from penstock.text import show_seconds
-from penstock.wire.announcement import NodeView, Process, ReplicaState
+from penstock.wire.announcement import MachineReading, NodeView, Process, ReplicaState
 
 _TICK_S = 0.25
 _LOOK_EVERY_S = 1.0
@@ -44,12 +45,20 @@ class NodeSupervisor:
     """Supervises one engine until it is stopped."""
 
     def __init__(
-        self, launch: Launch, args: NodeArgs, engine: Engine, admin: AdminClient, needs: Prerequisites, file: ReadyFile
+        self,
+        launch: Launch,
+        args: NodeArgs,
+        engine: Engine,
+        admin: AdminClient,
+        needs: Prerequisites,
+        readings: Readings,
+        file: ReadyFile,
     ) -> None:
         self.stops = 0
         self._launch, self._plan, self._engine = launch, launch.plan, engine
         self._args, self._admin, self._prerequisites = args, admin, needs
-        self._announcer = Announcer(admin, self.leave)
+        self._readings = readings
+        self._announcer = Announcer(admin, self.leave, self._machines)
         self._report = ReplicaReport(launch, args.replica, self._announcer, file)
         self._wake = threading.Event()
         self._local = NodeProcesses(launch.plan, engine, args, self._is_stopped)
@@ -70,6 +79,11 @@ class NodeSupervisor:
         """The gateway's order to leave: a first stop, never a second one."""
         if not self.stops:
             self.stop()
+
+    def _machines(self) -> tuple[MachineReading, ...]:
+        """This node's first, then those of the other nodes."""
+        own = self._readings.latest()
+        return (*((own,) if own else ()), *(self._leader.machines() if self._leader is not None else ()))
 
     def _is_stopped(self) -> bool:
         return self.stops > 0
@@ -139,6 +153,7 @@ class NodeSupervisor:
             if address is None:
                 return None
             host, key = address, self._admin.engine_key
+        self._report.stage("imports")
         url = self._local.start_engine(host, key, formation, self._on_line)
         self._client = EngineClient(url, key, self._engine.metrics, self._plan)
         self._report.url = self._args.url or url
@@ -160,7 +175,7 @@ class NodeSupervisor:
         """Form the group of all nodes, with Ray where the plan says so."""
 
         def on_wait(stage: str, nodes: tuple[NodeView, ...]) -> None:
-            self._report.stage(stage)
+            self._report.stage(stage, timed_as="nodes")
             self._report.nodes = nodes
             self._report.announce("restarting" if self._report.n_restarts else "starting")
 

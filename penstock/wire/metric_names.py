@@ -58,6 +58,12 @@ METRICS: dict[str, Metric] = {
     ),
     "chunk_gap_seconds": Metric("histogram", "Between two reads of a stream.", _SERVED, "seconds"),
     "request_seconds": Metric("histogram", "From a request to the end of its answer.", _SERVED, "seconds"),
+    # What the controller posts, and what the configuration says.
+    "replicas_desired": Metric("gauge", "Replicas that were asked for.", joined="each"),
+    "replicas": Metric("gauge", "Replicas, by state.", ("state",), joined="each"),
+    "controller_age_seconds": Metric("gauge", "Since the controller's last report.", (), "seconds", joined="each"),
+    "slo_target_seconds": Metric("gauge", "Promised latencies.", ("metric",), "seconds", joined="each"),
+    "build_info": Metric("gauge", "Always 1.", ("version",), joined="each"),
     "request_hold_seconds": Metric(
         "histogram", "Waits for a replica, of requests that had to wait.", _MODEL, "seconds"
     ),

@@ -11,6 +11,9 @@ METRICS = Metrics(
     "llamacpp:requests_processing",
     "llamacpp:requests_deferred",
     ("llamacpp:tokens_predicted_total", "llamacpp:prompt_tokens_total", "llamacpp:n_decode_total"),
+    prompt_tokens=("llamacpp:prompt_tokens_total", "llamacpp:prompt_tokens_cached_total"),
+    output_tokens="llamacpp:tokens_predicted_total",
+    cached_tokens="llamacpp:prompt_tokens_cached_total",
 )
 PREFIX = "llamacpp:"
 # They have no labels: a process serves one model.

@@ -39,7 +39,15 @@ class Vllm(Engine):
     name = "vllm"
     package: str | None = "vllm"
     forms: tuple[str, ...] = ("safetensors",)
-    metrics = Metrics(names.RUNNING, names.WAITING, names.ITERATIONS, names.KV_USE)
+    metrics = Metrics(
+        names.RUNNING,
+        names.WAITING,
+        names.ITERATIONS,
+        names.KV_USE,
+        (names.PROMPT_TOKENS,),
+        names.OUTPUT_TOKENS,
+        names.CACHED_TOKENS,
+    )
     prefix, families, renamed = names.PREFIX, names.FAMILIES, names.RENAMED
     vital_roles = names.VITAL
     can_cross_nodes = True

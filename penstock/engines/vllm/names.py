@@ -138,6 +138,9 @@ VITAL = ("EngineCore", "Worker", "DPCoordinator")
 RUNNING = "vllm:num_requests_running"
 WAITING = "vllm:num_requests_waiting"
 KV_USE = "vllm:kv_cache_usage_perc"
+PROMPT_TOKENS = "vllm:prompt_tokens_total"
+OUTPUT_TOKENS = "vllm:generation_tokens_total"
+CACHED_TOKENS = "vllm:prompt_tokens_cached_total"
 # What a load test follows: its own word -> the gauge or counter.
 SERIES = {
     "running": RUNNING,
@@ -145,8 +148,8 @@ SERIES = {
     "kv_use": KV_USE,
     "prefix_queries": "vllm:prefix_cache_queries_total",
     "prefix_hits": "vllm:prefix_cache_hits_total",
-    "prompt_tokens": "vllm:prompt_tokens_total",
-    "generation_tokens": "vllm:generation_tokens_total",
+    "prompt_tokens": PROMPT_TOKENS,
+    "generation_tokens": OUTPUT_TOKENS,
     "preemptions": "vllm:num_preemptions_total",
 }
 # Its families begin with it; process_*, python_* and http_* on the same page do not.
@@ -241,8 +244,8 @@ FAMILIES: dict[str, Family] = {
 # Counters that move with every engine step, whatever the step did.
 ITERATIONS = (
     "vllm:iteration_tokens_total_count",
-    "vllm:generation_tokens_total",
-    "vllm:prompt_tokens_total",
+    OUTPUT_TOKENS,
+    PROMPT_TOKENS,
     "vllm:num_preemptions_total",
 )
 

@@ -385,7 +385,7 @@ class ClientConnection(asyncio.Protocol):
 
     def _write_answer(self, answer: Answer, keeps_alive: bool) -> None:
         headers = [(b"date", http_date(int(time.time()))), *answer.headers]
-        if answer.status != 204:
+        if answer.status not in (204, 304):  # a length would be that of the whole page
             headers += (b"content-type", answer.content_type), (b"content-length", b"%d" % len(answer.body))
         if self._head is not None:
             headers.append((b"x-request-id", self.request_id))

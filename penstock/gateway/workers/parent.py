@@ -46,6 +46,7 @@ GC_THRESHOLD = 20_000
 _SIGNALS = frozenset((signal.SIGTERM, signal.SIGINT, signal.SIGCHLD))
 # Which earlier call about the same replica a call takes the place of.
 _ANNOUNCE, _LEAVE, _FORGET = b"/admin/announce", b"/admin/leave", b"/admin/forget"
+_NEWS = b"/admin/news"
 _KINDS: Final = {_ANNOUNCE: "state", b"/admin/drain": "drain", b"/admin/undrain": "drain", _LEAVE: "drain"}
 
 log = logging.getLogger("penstock.gateway")
@@ -335,6 +336,9 @@ class _Parent:
 
     def _keep(self, call: AdminCall) -> None:
         """Keeps the call for workers that start later. Of calls about one replica the last counts."""
+        if call.path == _NEWS:
+            self._calls["", "news"] = _Kept(call.path, call.body, "", math.inf)
+            return
         if call.path not in _KINDS and call.path != _FORGET:
             return
         named, now = msgspec.json.decode(call.body, type=_Named), time.monotonic()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 
@@ -14,7 +15,7 @@ from penstock.node.group import addresses
 from penstock.node.group.addresses import Formation, GroupNode, Introduction
 from penstock.node.group.rendezvous import BoardClient, wait_for
 from penstock.planner import Plan
-from penstock.wire.announcement import NodeView, PostView
+from penstock.wire.announcement import MachineReading, NodeView, PostView
 
 _START_S = 120.0
 
@@ -98,6 +99,14 @@ class GroupLeader:
 
     def views(self) -> tuple[NodeView, ...]:
         return addresses.as_views(self._plan, self._formation, self._gone) if self._formation else ()
+
+    def machines(self) -> tuple[MachineReading, ...]:
+        """The machines of the other nodes by rank, as far as they post them."""
+        readings = []
+        for _, row in sorted(self._board.posts().items()):
+            with contextlib.suppress(msgspec.ValidationError):
+                readings.append(msgspec.convert(row.post.content.get("machine"), MachineReading))
+        return tuple(readings)
 
     def _post(self, phase: str, **content: object) -> None:
         self._board.post(self._epoch, phase=phase, **content)

@@ -21,7 +21,7 @@ import msgspec
 
 from penstock.errors import PenstockError
 from penstock.node.announcer import AdminClient
-from penstock.wire.announcement import BoardView, Post, PostView
+from penstock.wire.announcement import BoardView, MachineReading, Post, PostView
 
 _POST_EVERY_S = 0.5
 _FORMING_POST_EVERY_S = 0.1  # nodes that form wait for each other's posts
@@ -32,11 +32,20 @@ _FORMING = ("gather", "here")
 class BoardClient(threading.Thread):
     """Renews this node's post on the board and keeps what the others posted last.
 
-    `on_leave` is called, from this thread, with each answer that orders the node to leave.
+    `on_leave` is called, from this thread, with each answer that orders the node to leave. Each post carries what
+    `machine` reads then, as "machine".
     """
 
-    def __init__(self, admin: AdminClient, replica: str, rank: int, on_leave: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        admin: AdminClient,
+        replica: str,
+        rank: int,
+        on_leave: Callable[[], None],
+        machine: Callable[[], MachineReading | None] = lambda: None,
+    ) -> None:
         super().__init__(name="rendezvous", daemon=True)
+        self._machine = machine
         self.rank = rank
         self.instance = secrets.token_hex(4)
         self._admin, self._replica, self._on_leave = admin, replica, on_leave
@@ -90,7 +99,8 @@ class BoardClient(threading.Thread):
             if mine is None:
                 continue
             try:
-                answer = self._admin.post_json("/admin/board", msgspec.to_builtins(mine))
+                post = msgspec.structs.replace(mine, content={**mine.content, "machine": self._machine()})
+                answer = self._admin.post_json("/admin/board", msgspec.to_builtins(post))
                 view = msgspec.convert(answer, BoardView)
             except (PenstockError, msgspec.ValidationError):
                 time.sleep(_POST_EVERY_S)  # the gateway is down or starting: until it answers no node counts as gone

@@ -99,6 +99,7 @@ class Metrics:
         yield "prefix_cache_hits_total", "counter", {"": 0}
         yield "num_preemptions_total", "counter", {"": 0}
         yield "prompt_tokens_total", "counter", {"": self.prompt_tokens}
+        yield "prompt_tokens_cached_total", "counter", {"": 0}
         yield "generation_tokens_total", "counter", {"": self.generation_tokens}
         finished = {f',finished_reason="{reason}"': count for reason, count in self.finished.items()}
         yield "request_success_total", "counter", finished
