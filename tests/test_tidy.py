@@ -44,7 +44,16 @@ ALONE = {
 }
 PURE = (
     *sorted(path.relative_to(PACKAGE).as_posix() for path in (PACKAGE / "planner").rglob("*.py")),
-    *("cli/plan_text.py", "text.py", "errors.py", "wire/http1.py", "wire/sse.py", "wire/prometheus.py"),
+    *(
+        "cli/plan_text.py",
+        "cli/top_text.py",
+        "cli/top_view.py",
+        "text.py",
+        "errors.py",
+        "wire/http1.py",
+        "wire/sse.py",
+        "wire/prometheus.py",
+    ),
     *("wire/metric_names.py", "observe/promql.py"),
     *("gateway/routing/policies.py", "gateway/routing/health.py", "gateway/routing/replicas.py"),
     *("gateway/request.py", "gateway/streams.py", "gateway/metrics.py", "deployment/controller/decide.py"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import shutil
 import sys
@@ -20,7 +21,7 @@ from penstock.planner import Device, Plan
 from penstock.run_folder import Part, ReplicaStatus, Run, State
 from penstock.spec.blocks import SHARED
 from penstock.text import show_bytes, show_seconds, show_usd
-from penstock.wire.announcement import Restart
+from penstock.wire.announcement import Progress, Restart
 
 if TYPE_CHECKING:
     from penstock.deployment.preflight import Finding
@@ -50,12 +51,16 @@ def progress_text(replica: ReplicaStatus) -> str:
         return ", ".join(filter(None, (replica.reason, when and f"starts about {when} (the queue's estimate)")))
     if replica.state in ("failed", "gone", "broken", "silent") or progress is None:
         return replica.reason or ""
+    return progress_words(progress)
+
+
+def progress_words(progress: Progress) -> str:
     words = [progress.stage]
     if progress.shards_total:
         words.append(f"shard {progress.shards_done}/{progress.shards_total}")
     if progress.bytes_per_s:
         words.append(f"{show_bytes(progress.bytes_per_s)}/s")
-    if progress.eta_s is not None:
+    if progress.eta_s is not None and math.isfinite(progress.eta_s):
         words.append(f"about {show_seconds(progress.eta_s)} left")
     return ", ".join(words)
 
