@@ -11,8 +11,6 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from penstock.observe.boards import BOARDS
 from penstock.observe.panels import RATE, Board, Kind, Panel, Query, select
 
@@ -53,6 +51,8 @@ def provisioning(url: str, folder: Path) -> dict[str, str]:
 
     `url` is Prometheus's. https://grafana.com/docs/grafana/latest/administration/provisioning/
     """
+    import yaml
+
     source = {"name": "penstock", "uid": "penstock", "type": "prometheus", "access": "proxy", "url": url}
     provider = {
         "name": "penstock",
