@@ -5,6 +5,7 @@ GPU panels fall back on a DCGM exporter where nodes read no GPU themselves.
 
 from __future__ import annotations
 
+from penstock.engines.vllm import names as vllm
 from penstock.observe.panels import (
     PLAIN,
     RANGE,
@@ -28,22 +29,25 @@ from penstock.observe.panels import (
 _FAILED = '{outcome=~"broken|no_replica|late|queue_full"}'
 _TTFT = "penstock_time_to_first_token_seconds"
 _TPOT = "penstock_time_per_output_token_seconds"
-_RUNNING = "(vllm:num_requests_running or llamacpp:requests_processing)"
-_QUEUED = "(vllm:num_requests_waiting or llamacpp:requests_deferred)"
-_KV = "vllm:kv_cache_usage_perc"
+_RUNNING = f"({vllm.RUNNING} or llamacpp:requests_processing)"
+_QUEUED = f"({vllm.WAITING} or llamacpp:requests_deferred)"
+_KV = vllm.KV_USE
+_PREEMPTIONS = vllm.SERIES["preemptions"]
 
 
 def _tokens(by: str = "") -> tuple[str, str]:
     """Tokens per second into engines and out of them."""
     group = f" by ({by})" if by else ""
-    return (
-        f"sum{group} (rate(vllm:prompt_tokens_total[{RATE}]) or rate(llamacpp:prompt_tokens_total[{RATE}]))",
-        f"sum{group} (rate(vllm:generation_tokens_total[{RATE}]) or rate(llamacpp:tokens_predicted_total[{RATE}]))",
+    pairs = (
+        (vllm.SERIES["prompt_tokens"], "llamacpp:prompt_tokens_total"),
+        (vllm.SERIES["generation_tokens"], "llamacpp:tokens_predicted_total"),
     )
+    in_, out = (f"sum{group} (rate({one}[{RATE}]) or rate({other}[{RATE}]))" for one, other in pairs)
+    return in_, out
 
 
 def _hits(by: str = "") -> str:
-    return f"{rate('vllm:prefix_cache_hits_total', by)} / ({rate('vllm:prefix_cache_queries_total', by)} > 0)"
+    return f"{rate(vllm.SERIES['prefix_hits'], by)} / ({rate(vllm.SERIES['prefix_queries'], by)} > 0)"
 
 
 def _share_failed() -> str:
@@ -129,7 +133,7 @@ _TILES = (
         "Preemptions",
         "Requests per second that lost their KV cache and are computed again.",
         "1/s",
-        rate("vllm:num_preemptions_total"),
+        rate(_PREEMPTIONS),
         high(0.1, 1),
     ),
     _stat("Cache hits", "Share of prompt tokens that were in the prefix cache.", "share", _hits()),
@@ -198,7 +202,9 @@ _LATENCY = (
         "Mean seconds of a request in the engine's queue, in prefill and in decode.",
         "s",
         "stack",
-        tuple(Query(mean(f"vllm:request_{phase}_time_seconds"), phase) for phase in ("queue", "prefill", "decode")),
+        tuple(
+            Query(mean(f"{vllm.PREFIX}request_{phase}_time_seconds"), phase) for phase in ("queue", "prefill", "decode")
+        ),
     ),
     Panel(
         "Gateway's time",
@@ -245,7 +251,7 @@ _SATURATION = (
             Query(rate("penstock_retries_total"), "retries"),
             Query(rate("penstock_ejections_total"), "replicas left out"),
             Query(rate("penstock_connect_failures_total"), "connections refused"),
-            Query(rate("vllm:num_preemptions_total"), "preemptions"),
+            Query(rate(_PREEMPTIONS), "preemptions"),
         ),
     ),
     Panel(
@@ -342,12 +348,12 @@ _ENGINE = (
     _by_replica("Cache hits", "Share of prompt tokens in each prefix cache.", "share", _hits(_BY_REPLICA)),
     _by_replica(
         "Preemptions", "Requests per second that are computed again.", "1/s",
-        rate("vllm:num_preemptions_total", _BY_REPLICA),
+        rate(_PREEMPTIONS, _BY_REPLICA),
     ),
     _LATENCY[4],
     _by_replica(
         "Tokens of a step", "Mean tokens that one step of the engine computes: its batch.", "tokens",
-        mean("vllm:iteration_tokens_total", _BY_REPLICA),
+        mean(f"{vllm.PREFIX}iteration_tokens_total", _BY_REPLICA),
     ),
 )  # fmt: skip
 
