@@ -42,7 +42,8 @@ def whole_page() -> bytes:
         match = re.match(r"(vllm:\w+)_count\{(.*)\} ", line)
         if match and f"{match[1]}_bucket" not in text:
             edges = [f"{0.001 * 2**power:g}" for power in range(28)]
-            lines += [f'{match[1]}_bucket{{engine="0",le="{edge}",model_name="demo"}} 10.0' for edge in (*edges, "+Inf")]
+            bucket = f'{match[1]}_bucket{{engine="0",model_name="demo",le='
+            lines += [f'{bucket}"{edge}"}} 10.0' for edge in (*edges, "+Inf")]
         lines.append(line)
     return "\n".join((*lines, "")).encode()
 

@@ -5,6 +5,7 @@
       spec.yaml  plan.json         the resolved file and the plan
       artifact/                    exactly what was sent to the target
       gateway.json secrets/        the gateway's settings; the admin token, mode 0600
+      prometheus/                  only with observe.prometheus: its configuration, rules and data
       gateway/                     only where the target places the gateway: address.json says where it is
       handle.json                  what the target needs to find its work again
       desired.json state.json      what should be, and what the controller last saw
@@ -116,7 +117,8 @@ class Desired(msgspec.Struct, frozen=True):
 
 
 class Part(msgspec.Struct, frozen=True):
-    """The controller or the gateway, as last seen. A placed one has a `unit` and its target's `note`, no process."""
+    """The controller, the gateway or Prometheus, as last seen. A placed one has a `unit` and its target's `note`, no
+    process. `url`: where Prometheus answers, on loopback of the machine in `note`, or of this one."""
 
     state: Literal["running", "queued", "starting", "gone"]
     process: Process | None = None
@@ -124,6 +126,7 @@ class Part(msgspec.Struct, frozen=True):
     restarts: tuple[Restart, ...] = ()
     unit: str | None = None
     note: str | None = None
+    url: str | None = None
 
     def restarted(self, reason: str) -> Part:
         restarts = (*self.restarts, Restart(round(time.time(), 2), reason))[-KEPT_RESTARTS:]
@@ -161,6 +164,7 @@ class State(msgspec.Struct, frozen=True):
     gateway: Part = Part("gone")
     requests_total: int = 0
     reason: str | None = None
+    prometheus: Part | None = None
 
 
 class Run:
@@ -179,6 +183,7 @@ class Run:
         self.first_key_file = path / "secrets" / "first-key-hash"  # only where the target brings it to the gateway
         self.gateway_folder = path / "gateway"  # only where the target places the gateway, which may then move
         self.gateway_address_file = self.gateway_folder / "address.json"
+        self.prometheus_folder = path / "prometheus"  # its configuration and its data, with `observe.prometheus`
 
     def places(self, kind: Kind) -> bool:
         """Whether its target places units of this kind; the others live next to `up`."""
@@ -402,6 +407,7 @@ def create(draft: Draft, now: float) -> Run:
             _keep_events(Run(final), Run(new))
             old = parent / f".{name}.old.{secrets.token_hex(4)}"
             final.rename(old)
+            _keep_samples(Run(old), Run(new))
             shutil.rmtree(old, ignore_errors=True)
         new.rename(final)
     except BaseException as exc:
@@ -423,6 +429,12 @@ def _keep_store(old: Run, new: Run) -> None:
 def _keep_events(old: Run, new: Run) -> None:
     """Who ended the last launch, and why, is asked after the next `up` too."""
     older(new.events_file).write_bytes(b"".join(line + b"\n" for line in kept_lines(old.events_file, _EVENTS_BYTES)))
+
+
+def _keep_samples(old: Run, new: Run) -> None:
+    """What Prometheus has stored outlives a launch too."""
+    with contextlib.suppress(OSError):
+        old.prometheus_folder.rename(new.prometheus_folder)
 
 
 def _fill(run: Run, draft: Draft, now: float) -> None:

@@ -121,3 +121,36 @@ def test_pages_of_metrics_are_told_apart_and_summed_up() -> None:
     assert (facts["a"]["running_mean"], facts["a"]["running_max"], facts["a"]["prefix_hits"]) == (2.0, 3.0, 30.0)
     assert facts["a"]["prefix_hit_rate"] == 0.5
     assert facts["b"] == {"kind": "gateway", "n_scrapes": 1, "running_mean": 4.0, "running_max": 4.0}
+
+
+def energy_page(*joules: float | None, copies: int = 1) -> str:
+    lines = ["penstock_requests_in_flight 1"]
+    for replica in range(copies):
+        for index, value in enumerate(joules):
+            labels = f'{{replica="{replica}",node="n",gpu="{index}",uuid="GPU-\\"{index}"}}'
+            lines.append(f"penstock_gpu_memory_total_bytes{labels} 8")
+            if value is not None:
+                lines.append(f"penstock_gpu_energy_joules_total{labels} {value}")
+    return "\n".join(lines) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("pages", "watts"),
+    [
+        ({0.0: (5.0, 5.0), 3.0: (100.0, 1e6), 9.0: (700.0, 1e6 + 600), 13.0: (3100.0, 1e6 + 1000)}, 400.0),
+        ({3.0: (0.0,), 7.0: (100.0,)}, None),
+        ({0.0: (0.0,), 2.0: (100.0,)}, None),
+        ({3.0: (0.0,), 9.0: (100.0, 50.0), 13.0: (100.0, 60.0)}, None),
+        ({3.0: (900.0,), 9.0: (100.0,), 13.0: (1000.0,)}, None),
+        ({3.0: (0.0, None), 9.0: (100.0, None)}, None),
+        ({3.0: (), 9.0: ()}, None),
+    ],
+    ids=["two GPUs", "too short", "not under load", "one came", "counted anew", "one reports none", "no GPU"],
+)
+@pytest.mark.parametrize("copies", [1, 2])
+def test_power_is_that_of_all_gpus_under_load(
+    pages: dict[float, tuple[float | None, ...]], watts: float | None, copies: int
+) -> None:
+    texts = {at: energy_page(*values, copies=copies) for at, values in pages.items()}
+    rows = [engine_metrics.read_page(text, at, "a") for at, text in texts.items()]
+    assert engine_metrics.power_watts([row for row in rows if row is not None]) == watts

@@ -155,10 +155,14 @@ def test_a_servers_words_reach_the_terminal_without_its_control_characters() -> 
     [
         ({"completed": 100, "prefix_hit_rate": 0.02}, ["2.0% of the prompt tokens were in it"]),
         ({"completed": 100, "prefix_hit_rate": 0.43}, ["43.0% of the", "NOTE: 43% of the prompt tokens came from"]),
+        (
+            {"completed": 100, "joules_per_token": 0.1234, "gpu_power_watts": 612.4},
+            ["energy: 0.123 J per output token, 612 W"],
+        ),
         ({"completed": 10, "prefix_hit_rate": None}, ["NOTE: p99 of 10 requests is about the slowest of them"]),
     ],
 )
-def test_a_warm_cache_and_a_p99_of_few_requests_carry_a_note(result: dict[str, Any], words: list[str]) -> None:
+def test_cache_energy_and_a_p99_of_few_requests_are_in_the_notes(result: dict[str, Any], words: list[str]) -> None:
     shown = notes([], summarised([timed()], False, {}), result)
     assert all(word in shown for word in words) and shown.count("NOTE:") == sum("NOTE" in word for word in words)
     page = html.page([folder.Result("a", result)])

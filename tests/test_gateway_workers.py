@@ -16,13 +16,14 @@ from pathlib import Path
 import msgspec
 import pytest
 from gateway_processes import Workers, until, workers
-from store_rig import Store
+from store_rig import Store, writer_of
 
 from penstock.gateway.accounting.entry import Accounting
 from penstock.gateway.accounting.key_store import Limits
 from penstock.gateway.config import GatewayConfig, ServedModel
 from penstock.gateway.connections.engine import Pool
 from penstock.gateway.context import GatewayContext
+from penstock.gateway.live.news import NewsBoard
 from penstock.gateway.metrics import Counters
 from penstock.gateway.routing.queue import WaitingQueue
 from penstock.gateway.routing.replicas import ReplicaTable
@@ -49,7 +50,7 @@ class Worker:
         parts = (ReplicaTable(models), self.queue, Pool(), self.counters, 1.0)
         self.accounting = Accounting(config)
         context = GatewayContext(*parts, needs_key=False, hides_key=False)
-        self._reporter = Reporter(context, self.accounting, before)
+        self._reporter = Reporter(context, self.accounting, NewsBoard(config), before)
 
     def count(self, n_requests: int, seconds: float = 0.25) -> None:
         for _ in range(n_requests):
@@ -100,7 +101,8 @@ def test_counts_of_a_worker_that_ended_stay_and_its_waiting_requests_do_not() ->
 def test_a_store_that_fails_for_one_worker_is_not_up(tmp_path: Path) -> None:
     first, second = (Worker(str(tmp_path / "store.sqlite")) for _ in range(2))
     assert second.accounting.ledger is not None
-    second.accounting.ledger.is_failing, second.accounting.ledger.n_failures = True, 3
+    store = writer_of(second.accounting.ledger)
+    store.is_failing, store.n_failures = True, 3
     report = samples(add([first.report(), second.report()]))
     assert (report["penstock_store_up"], report["penstock_store_failures_total"]) == (0, 3)
     for worker in (first, second):

@@ -44,8 +44,18 @@ ALONE = {
 }
 PURE = (
     *sorted(path.relative_to(PACKAGE).as_posix() for path in (PACKAGE / "planner").rglob("*.py")),
-    *("cli/plan_text.py", "text.py", "errors.py", "wire/http1.py", "wire/sse.py", "wire/prometheus.py"),
-    *("wire/metric_names.py", "observe/promql.py"),
+    *(
+        "cli/plan_text.py",
+        "cli/top_text.py",
+        "cli/top_view.py",
+        "text.py",
+        "errors.py",
+        "wire/http1.py",
+        "wire/sse.py",
+        "wire/prometheus.py",
+    ),
+    *("wire/metric_names.py", "observe/promql.py", "observe/panels.py", "observe/boards.py"),
+    *("observe/google.py", "observe/export.py"),
     *("gateway/routing/policies.py", "gateway/routing/health.py", "gateway/routing/replicas.py"),
     *("gateway/request.py", "gateway/streams.py", "gateway/metrics.py", "deployment/controller/decide.py"),
     *("bench/results/parse.py", "bench/results/engine_metrics.py", "bench/results/stats.py"),

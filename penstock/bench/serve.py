@@ -302,6 +302,7 @@ def report(what: Run, outcome: Outcome, out: Path | None = None) -> Report:
         "generator": msgspec.to_builtins(generator),
         "engine": engine,
         "prefix_hit_rate": engine_metrics.hit_rate(engine),
+        **_energy(engine_metrics.power_watts(rows), summary),
         "warmup_requests": what.n_warmup,
         "percentiles": list(what.percentiles),
         "goodput_bounds_ms": dict(what.bounds_ms),
@@ -327,6 +328,14 @@ def _numbers(summary: Summary) -> dict[str, Any]:
         facts |= {f"{word}_{name}_ms": value for word, value in (spread.chosen if spread else {}).items()}
     facts["user_tokens_per_s"] = msgspec.to_builtins(summary.user_tokens_per_s)
     return dict(facts)
+
+
+def _energy(power_watts: float | None, summary: Summary) -> dict[str, float]:
+    """Empty where the GPUs' power, or the tokens, are unknown."""
+    if power_watts is None or not summary.total_output_tokens:
+        return {}
+    joules = power_watts * summary.duration
+    return {"gpu_power_watts": power_watts, "joules_per_token": joules / summary.total_output_tokens}
 
 
 def _ignore(_: Timed, __: Sequence[float]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import shutil
 import sys
@@ -20,7 +21,7 @@ from penstock.planner import Device, Plan
 from penstock.run_folder import Part, ReplicaStatus, Run, State
 from penstock.spec.blocks import SHARED
 from penstock.text import show_bytes, show_seconds, show_usd
-from penstock.wire.announcement import Restart
+from penstock.wire.announcement import Progress, Restart
 
 if TYPE_CHECKING:
     from penstock.deployment.preflight import Finding
@@ -50,12 +51,16 @@ def progress_text(replica: ReplicaStatus) -> str:
         return ", ".join(filter(None, (replica.reason, when and f"starts about {when} (the queue's estimate)")))
     if replica.state in ("failed", "gone", "broken", "silent") or progress is None:
         return replica.reason or ""
+    return progress_words(progress)
+
+
+def progress_words(progress: Progress) -> str:
     words = [progress.stage]
     if progress.shards_total:
         words.append(f"shard {progress.shards_done}/{progress.shards_total}")
     if progress.bytes_per_s:
         words.append(f"{show_bytes(progress.bytes_per_s)}/s")
-    if progress.eta_s is not None:
+    if progress.eta_s is not None and math.isfinite(progress.eta_s):
         words.append(f"about {show_seconds(progress.eta_s)} left")
     return ", ".join(words)
 
@@ -151,6 +156,7 @@ def status_text(run: Run, state: State, now: float) -> str:
         ("address", _address(run)),
         ("requests", f"{state.requests_total} served since its gateway started"),
         *([] if cost is None else [("cost", f"{show_usd(cost)} for all requests so far")]),
+        *([] if state.prometheus is None else [("prometheus", _prometheus(state.prometheus))]),
         ("folder", str(run.path)),
         ("started", f"{show_seconds(now - run.record().created_at)} ago"),
         *_kv_cache_facts(plan, state),
@@ -160,6 +166,7 @@ def status_text(run: Run, state: State, now: float) -> str:
         lines = [f"{run.name} has no replica; start one: {command_name()} scale {run.name} 1"]
     lines += [table(facts, indent=2), ""]
     rows = [_part_row("controller", state.controller), _part_row("gateway", state.gateway)]
+    rows += [] if state.prometheus is None else [_part_row("prometheus", state.prometheus)]
     rows += [_replica_row(replica) for replica in state.replicas]
     lines.append(table(rows, ("PART", "STATE", "PID", "RESTARTS", "")))
     for replica in state.replicas:
@@ -187,6 +194,12 @@ def _kv_cache_facts(plan: Plan, state: State) -> list[tuple[str, str]]:
 def _part_row(name: str, part: Part) -> tuple[str, str, str, str, str]:
     pid = str(part.process.pid) if part.process and part.state == "running" else "-"
     return name, part.state, pid, str(part.n_restarts), part.note or ""
+
+
+def _prometheus(part: Part) -> str:
+    if part.url is None or part.state == "gone":
+        return part.note or "not running"
+    return part.url if part.note is None else f"{part.url} on {part.note}"
 
 
 def _address(run: Run) -> str:
@@ -233,6 +246,7 @@ def _reasons(state: State, now: float) -> list[tuple[str, str]]:
     parts: dict[str, Sequence[Restart]] = {
         "controller": state.controller.restarts,
         "gateway": state.gateway.restarts,
+        "prometheus": () if state.prometheus is None else state.prometheus.restarts,
         **{f"replica {replica.replica}": replica.restarts for replica in state.replicas},
     }
     reasons = [(restart.at, part, restart.reason) for part, restarts in parts.items() for restart in restarts]

@@ -36,6 +36,7 @@ class History(msgspec.Struct, frozen=True):
     failed: dict[str, ReplicaStatus] = {}
     refused: dict[str, str] = {}
     was_ready: bool = False
+    prometheus: Part | None = None
 
 
 class Observation(msgspec.Struct, frozen=True):
@@ -65,7 +66,7 @@ def _local(run: Run, last: Part) -> tuple[Part, dict[Unit, Placement]]:
     unit = Unit("gateway", str(last.n_restarts))
     if processes.is_alive(last.process):
         return msgspec.structs.replace(last, state="running", unit=unit.name), {unit: Placement("placed")}
-    reason = f"its process {last.process.pid} was gone{_last_words(run.log('gateway'))}"
+    reason = f"its process {last.process.pid} was gone{last_words(run.log('gateway'))}"
     return msgspec.structs.replace(last, state="gone", unit=unit.name), {unit: Placement("gone", reason)}
 
 
@@ -91,12 +92,13 @@ def _placed(run: Run, last: Part, placements: Mapping[Unit, Placement]) -> Part:
     return msgspec.structs.replace(last, state=state, unit=newest.name, note=place.reason)
 
 
-def _last_words(log: Path) -> str:
+def last_words(log: Path) -> str:
+    """The last line of a log as the end of a sentence, where it is an error."""
     try:
         lines = log.read_text("utf-8", "replace").strip().splitlines()
     except OSError:
         return ""
-    explains = lines and any(word in lines[-1].lower() for word in ("error", "cannot "))
+    explains = lines and any(word in lines[-1].lower() for word in ("error", "err=", "cannot "))
     return f"; its last line: {lines[-1][:200]}" if explains else ""
 
 
@@ -157,6 +159,7 @@ def summarise(desired: Desired, seen: Observation, history: History, now: float)
         replicas=tuple(replicas),
         controller=history.controller,
         gateway=gateway,
+        prometheus=history.prometheus,
         requests_total=seen.view.requests_total if seen.view else 0,
         reason=next((replica.reason for replica in replicas if replica.state == "failed"), None),
     )
@@ -269,6 +272,7 @@ def now_state(run: Run, now: float) -> State:
         replicas={replica.replica: replica.restarts for replica in (last.replicas if last else ())},
         failed={replica.replica: replica for replica in (last.replicas if last else ()) if replica.state == "failed"},
         was_ready=last is not None and last.phase in ("ready", "degraded"),
+        prometheus=last.prometheus if last else None,
     )
     state = summarise(desired, look(run, history.gateway), history, now)
     if desired.state == "down":  # also when nothing of it lives any more: a `down` that broke off wrote no end

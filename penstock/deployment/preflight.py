@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 import socket
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,9 +14,11 @@ import msgspec
 
 from penstock.engines import Engine, Missing
 from penstock.errors import Problem, SpecError, UserError
+from penstock.gateway.config import read_token
 from penstock.hardware import Gpu, Machine, catalog
+from penstock.observe import prometheus
 from penstock.paths import free_bytes
-from penstock.spec.deployment import Deployment, GatewaySpec
+from penstock.spec.deployment import Deployment, GatewaySpec, Observe
 from penstock.targets import Target
 from penstock.text import MIB, show_bytes
 
@@ -33,10 +36,9 @@ def unsupported(deployment: Deployment, target: Target) -> list[Problem]:
         problems.append(Problem("cache.weights", message, "give the folder where models from a hub are kept"))
     if deployment.ui:
         problems.append(Problem("ui", "this version has no browser chat yet", "use: penstock chat"))
-    for field in ("prometheus", "grafana"):
-        if getattr(deployment.observe, field):
-            hint = "scrape the gateway's /metrics yourself"
-            problems.append(Problem(f"observe.{field}", "this version does not set it up yet", hint))
+    if deployment.observe.grafana:
+        hint = "scrape the gateway's /metrics yourself"
+        problems.append(Problem("observe.grafana", "this version does not set it up yet", hint))
     if deployment.replicas.max > max(1, deployment.replicas.min):
         hint = "set replicas to a number, and change it with `penstock scale`"
         problems.append(Problem("replicas.max", "this version has no autoscaling yet", hint))
@@ -52,6 +54,29 @@ def check_space(folder: Path) -> None:
             detail=f"A deployment needs {show_bytes(MIN_FREE_BYTES)} for its folder and logs.",
             hint="Free some space, or set PENSTOCK_HOME to a folder on a larger disk.",
         )
+
+
+def prometheus_problems(observe: Observe) -> list[Problem]:
+    """What keeps Prometheus from starting next to a controller on this machine, where the file asks for the impossible.
+
+    That it is not installed is none: the deployment serves without it.
+    """
+    problems, binary, remote = [], observe.prometheus_binary, observe.remote_write
+    if binary is not None and shutil.which(binary) is None:
+        message = f'there is no program "{binary}"'
+        problems.append(Problem("observe.prometheus_binary", message, prometheus.INSTALL))
+    if remote is not None and remote.token_file is not None:
+        try:
+            read_token(Path(remote.token_file).expanduser(), "remote_write token")
+        except UserError as error:
+            problems.append(Problem("observe.remote_write.token_file", error.message, error.hint))
+    return problems
+
+
+def prometheus_warning(observe: Observe) -> str | None:
+    if not observe.prometheus or observe.prometheus_binary or shutil.which(prometheus.PROGRAM):
+        return None
+    return f"observe.prometheus: the program is not installed, so nothing is recorded ({prometheus.INSTALL})"
 
 
 def unreadable_files(gateway: GatewaySpec) -> list[Problem]:

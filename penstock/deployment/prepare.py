@@ -50,10 +50,11 @@ def prepare(
     machine without GPUs takes those that the file names.
     Raises all problems of file, target, machines, disk, port and model together, after the `refusals` of the caller.
     """
-    errors, is_gateway_here = [*refusals], True
+    errors, is_gateway_here, is_controller_here = [*refusals], True, False
     with _kept(errors):
         target = targets.load(deployment.target)
         is_gateway_here = "gateway" not in target.placed(deployment)
+        is_controller_here = "controller" not in target.placed(deployment) and deployment.observe.prometheus
         with _kept(errors):
             _check_file(deployment, target, is_rehearsal)
             machines = _machines(target, deployment, existing, is_rehearsal)
@@ -62,6 +63,9 @@ def prepare(
     with _kept(errors):
         if is_gateway_here and (existing is None or not _holds(existing, deployment)):
             network.check_port(deployment.gateway.host, deployment.gateway.port)
+    with _kept(errors):
+        if is_controller_here and not (existing is not None and existing.deployment().observe == deployment.observe):
+            network.check_port("127.0.0.1", deployment.observe.port, "observe.port")
     with _kept(errors):
         if not is_rehearsal:
             preflight.check_space(paths.home() / "runs")
@@ -77,6 +81,7 @@ def prepare(
         *target.warnings(deployment),
         *(engines.load(plan.engine).warnings(plan) if target.is_this_machine else ()),
         *formation.variable_warnings(inherited | deployment.engine.env),
+        *filter(None, [preflight.prometheus_warning(deployment.observe) if is_controller_here else None]),
     ]
     if machine.gpus and not least.gpus and machine.assumed is None:
         gpus = f"{len(machine.gpus)} x {machine.gpus[0].name}"
@@ -109,6 +114,8 @@ def _check_file(deployment: Deployment, target: Target, is_rehearsal: bool) -> N
     problems = [*preflight.unsupported(deployment, target), *target.check(deployment, is_rehearsal)]
     if not is_rehearsal and "gateway" not in target.placed(deployment):
         problems += preflight.unreadable_files(deployment.gateway)
+    if not is_rehearsal and "controller" not in target.placed(deployment):
+        problems += preflight.prometheus_problems(deployment.observe)
     if deployment.engine.kind != "auto":
         problems += engines.load(deployment.engine.kind).problems(deployment.engine.args)
     if problems:

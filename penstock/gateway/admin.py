@@ -19,6 +19,7 @@ from penstock.gateway.accounting.ledger import Ledger
 from penstock.gateway.board import RankBoard
 from penstock.gateway.connections.client import ClientConnection
 from penstock.gateway.context import GatewayContext
+from penstock.gateway.live.news import DatedNews, dated
 from penstock.gateway.monitoring import METHODS as MONITORING_METHODS
 from penstock.gateway.monitoring import PATHS as MONITORING_PATHS
 from penstock.gateway.monitoring import Monitoring
@@ -28,11 +29,13 @@ from penstock.gateway.workers.reports import Reporter, WorkerReport
 from penstock.wire.announcement import AnnounceAnswer, Announcement, Post
 from penstock.wire.http1 import Headers, RequestHead
 
-_ORDERS = ("announce", "board", "drain", "undrain", "leave", "forget")
+_ORDERS = ("announce", "board", "drain", "undrain", "leave", "forget", "news")
+_NEWS = b"/admin/news"
 _METHODS: dict[bytes, tuple[bytes, ...]] = dict.fromkeys((b"/admin/health", b"/admin/replicas"), (b"GET",))
 _METHODS |= {f"/admin/{order}".encode(): (b"POST",) for order in _ORDERS}
 _METHODS |= dict.fromkeys(MONITORING_PATHS, MONITORING_METHODS)
-_REPEATED = (b"/admin/announce", b"/admin/board")  # nodes send them again within seconds: nobody waits for the others
+# Sent again within seconds, by nodes and by the controller: nobody waits for the other workers.
+_REPEATED = (b"/admin/announce", b"/admin/board", _NEWS)
 _DRAINS = (b"/admin/drain", b"/admin/leave")
 _KEYS = b"/admin/keys"
 
@@ -100,6 +103,8 @@ class AdminApi:
                 return json_answer({"ok": True})
             if path == b"/admin/replicas":
                 return self._reporter.respond(client, lambda report: json_answer(self._reporter.view(report)))
+            if path == _NEWS:
+                body = dated(body)
             answer = self.apply(path, body)
         except (msgspec.DecodeError, UserError) as error:
             return error_answer(400, str(error), "bad_request")
@@ -126,6 +131,9 @@ class AdminApi:
         if path == b"/admin/board":
             post = msgspec.json.decode(body, type=Post)
             return self._board.post(post, time.monotonic(), must_leave=self._replicas.must_leave(post.replica))
+        if path == _NEWS:
+            self._reporter.news.take(msgspec.json.decode(body, type=DatedNews))
+            return {"ok": True}
         name = msgspec.json.decode(body, type=_Named).replica
         log.info("replica %r: %s", name, path.decode().removeprefix("/admin/"))
         if path == b"/admin/drain":
@@ -173,7 +181,7 @@ def key_facts(key: ApiKey, secret: str | None = None) -> dict[str, Any]:
 
 def _call_store(request: Request, client: ClientConnection, ledger: Ledger | None) -> Answer | None:
     """Answers when the store has. Raises msgspec.DecodeError and UserError."""
-    if ledger is None:
+    if ledger is None or ledger.store is None:
         return error_answer(409, "this gateway has no store: its keys are those of its config", "no_store")
     job = _job(request)
 

@@ -12,6 +12,7 @@ from penstock.gateway.accounting.keys import credential, has_token
 from penstock.gateway.connections.client import ClientConnection
 from penstock.gateway.engine_metrics import EngineMetrics
 from penstock.gateway.live.page import page_answer
+from penstock.gateway.live.stream import LiveFeed
 from penstock.gateway.request import Request
 from penstock.gateway.responses import Answer, error_answer
 from penstock.gateway.workers.reports import Reporter, metrics_answer
@@ -25,10 +26,13 @@ METHODS: Final = (b"GET", b"HEAD")
 
 
 class Monitoring:
-    def __init__(self, accounting: Accounting, reporter: Reporter, engines: EngineMetrics, token: str) -> None:
+    def __init__(
+        self, accounting: Accounting, reporter: Reporter, engines: EngineMetrics, live: LiveFeed, token: str
+    ) -> None:
         self._accounting = accounting
         self._reporter = reporter
         self._engines = engines
+        self._live = live
         self._tokens = (token, scrape_key(engine_key(token)))
 
     def refuse(self, head: RequestHead) -> Answer | None:
@@ -56,4 +60,6 @@ class Monitoring:
         if path == b"/metrics/engines":
             self._engines.respond(request, client)
             return None
+        if path == b"/dashboard/live":
+            return self._live.handle(request, client)
         return error_answer(404, f"there is nothing at {path.decode('latin-1')!r}", "not_found")

@@ -45,8 +45,8 @@ def free_lasting_ports(count: int) -> list[int]:
     raise OSError("no free port")
 
 
-def check_port(host: str, port: int) -> None:
-    """Nothing when the port of that host can be listened on; 0 is any free one.
+def check_port(host: str, port: int, field: str = "gateway.port") -> None:
+    """Nothing when the port of that host can be listened on; 0 is any free one. `field`: where the file names it.
     Raises UserError that names the process that holds the port, or the host when this machine does not have it."""
     try:
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
@@ -61,7 +61,7 @@ def check_port(host: str, port: int) -> None:
         raise UserError(
             message,
             detail=_holder(port),
-            hint="End that process, or choose another port: --set gateway.port=PORT (0 takes any free one).",
+            hint=f"End that process, or choose another port: --set {field}=PORT (0 takes any free one).",
         ) from exc
 
 

@@ -18,7 +18,7 @@ import msgspec
 
 from penstock.errors import Problem, SpecError, UserError, nearest
 from penstock.spec.blocks import SHARED, UNTYPED
-from penstock.spec.deployment import DEMO_MODEL, TARGETS, Deployment, default_name, is_legal_name
+from penstock.spec.deployment import DEMO_MODEL, TARGETS, Deployment, Observe, default_name, is_legal_name
 from penstock.spec.gateway import is_loopback, setting_problems
 
 
@@ -291,6 +291,10 @@ _FREE = ("args", "env", "runtime_env", "node_selector", "tolerations", "labels",
 
 
 # Lower bounds (inclusive) by path; checked after the types.
+# https://prometheus.io/docs/prometheus/latest/storage/#operational-aspects
+_RETENTION = re.compile(r"([0-9]{1,9}(ms|[smhdwy]))+\Z")
+_RETENTION_SIZE = re.compile(r"[0-9]{1,9}([KMGTPE]?B)\Z")
+_HTTP_URL = re.compile(r"https?://[^\s@/]+(/\S*)?\Z")
 _AT_LEAST: dict[str, float] = {
     "hardware.nodes": 1,
     "hardware.gpus_per_node": 0,
@@ -369,6 +373,7 @@ def _rules(deployment: Deployment) -> Iterator[Problem]:
         yield Problem(
             "gateway.auth", '"none" with on: job, where others reach it', "set gateway.auth: keys, or on: login"
         )
+    yield from _observe_rules(deployment.observe)
     needs_key = deployment.gateway.auth == "keys"
     for problem in setting_problems(deployment.gateway, needs_key):
         yield Problem(f"gateway.{problem.path}", problem.message, problem.hint)
@@ -383,6 +388,24 @@ def _rules(deployment: Deployment) -> Iterator[Problem]:
     for kind in TARGETS:
         if kind != deployment.target and getattr(deployment, kind, None) is not None:
             yield Problem(kind, f"block given, but target is {deployment.target}", f"set target: {kind}, or remove it")
+
+
+def _observe_rules(observe: Observe) -> Iterator[Problem]:
+    if observe.port > 65535:
+        yield Problem("observe.port", f"{observe.port} is above 65535")
+    if not _RETENTION.match(observe.retention):
+        yield Problem("observe.retention", f'"{observe.retention}" is no time of Prometheus', "example: 15d")
+    if not _RETENTION_SIZE.match(observe.retention_size):
+        yield Problem("observe.retention_size", f'"{observe.retention_size}" is no size of Prometheus', "example: 1GB")
+    if observe.remote_write is not None and not _HTTP_URL.match(observe.remote_write.url):
+        yield Problem(
+            "observe.remote_write.url",
+            f'"{observe.remote_write.url}" is no URL without a password',
+            "example: https://metrics.example.org/api/v1/write; put the token into token_file",
+        )
+    for field in ("prometheus_binary", "remote_write"):
+        if getattr(observe, field) is not None and not observe.prometheus:
+            yield Problem(f"observe.{field}", "given, but Prometheus is off", "set observe.prometheus: true")
 
 
 def _has_password(store: str | None) -> bool:

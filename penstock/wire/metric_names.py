@@ -55,6 +55,8 @@ METRICS: dict[str, Metric] = {
     "ledger_rows_lost_total": Metric("counter", "Rows that found the queue full, or can never be stored."),
     "store_failures_total": Metric("counter", "Turns of the store that failed."),
     "store_up": Metric("gauge", "Whether the store's last turn worked.", joined="least"),
+    "access_log_lost_total": Metric("counter", "Requests that are missing in the access log."),
+    "spans_lost_total": Metric("counter", "Spans that the collector did not take."),
     # Time.
     "gateway_own_seconds": Metric("histogram", "Time in the gateway before an engine had it.", (), "seconds"),
     "time_to_first_byte_seconds": Metric(
@@ -62,6 +64,12 @@ METRICS: dict[str, Metric] = {
     ),
     "chunk_gap_seconds": Metric("histogram", "Between two reads of a stream.", _SERVED, "seconds"),
     "request_seconds": Metric("histogram", "From a request to the end of its answer.", _SERVED, "seconds"),
+    # What the controller posts, and what the configuration says.
+    "replicas_desired": Metric("gauge", "Replicas that were asked for.", joined="each"),
+    "replicas": Metric("gauge", "Replicas, by state.", ("state",), joined="each"),
+    "controller_age_seconds": Metric("gauge", "Since the controller's last report.", (), "seconds", joined="each"),
+    "slo_target_seconds": Metric("gauge", "Promised latencies.", ("metric",), "seconds", joined="each"),
+    "build_info": Metric("gauge", "Always 1.", ("version",), joined="each"),
     "request_hold_seconds": Metric(
         "histogram", "Waits for a replica, of requests that had to wait.", _MODEL, "seconds"
     ),

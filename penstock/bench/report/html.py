@@ -55,6 +55,7 @@ _CARDS = (
     ("failed", "failed"),
     ("request_goodput", "within bounds, requests/s"),
     ("prefix_hit_rate", "of prompt tokens from the cache"),
+    ("joules_per_token", "J per output token"),
 )
 _WORDS = ("mean", "median", "p90", "p95", "p99", "max")
 _METRICS = (("ttft", "TTFT"), ("tpot", "TPOT"), ("itl", "gap between tokens"), ("e2el", "whole request"))

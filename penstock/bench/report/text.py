@@ -164,6 +164,10 @@ def notes(report: Report) -> str:
     hit_rate = report.result.get("prefix_hit_rate")
     if hit_rate is not None:
         lines.append(f"prefix cache: {hit_rate:.1%} of the prompt tokens were in it")
+    joules = report.result.get("joules_per_token")
+    if joules is not None:
+        watts = report.result["gpu_power_watts"]
+        lines.append(f"energy: {joules:.3g} J per output token, {watts:.0f} W on average over the deployment's GPUs")
     lines += [f"NOTE: {note}" for note in caveats(report.result)]
     per_read = f", {generator.cpu_us_per_read:.1f} us a read" if generator.cpu_us_per_read is not None else ""
     lines.append(

@@ -5,6 +5,7 @@ Values are summed over labels, so over the engines of one page; `kv_use` of seve
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 
 import msgspec
@@ -14,9 +15,11 @@ from penstock.wire import prometheus
 
 COLUMNS = (
     *("running", "waiting", "kv_use", "prefix_queries", "prefix_hits"),
-    *("prompt_tokens", "generation_tokens", "preemptions"),
+    *("prompt_tokens", "generation_tokens", "preemptions", "energy_joules", "gpus"),
 )
-_COUNTERS = frozenset(("prefix_queries", "prefix_hits", "prompt_tokens", "generation_tokens", "preemptions"))
+_COUNTERS = frozenset(
+    ("prefix_queries", "prefix_hits", "prompt_tokens", "generation_tokens", "preemptions", "energy_joules")
+)
 _LLAMACPP = {
     "running": "llamacpp:requests_processing",
     "waiting": "llamacpp:requests_deferred",
@@ -27,6 +30,12 @@ _LLAMACPP = {
 _GATEWAY = {"running": "penstock_requests_in_flight", "waiting": "penstock_requests_waiting"}
 # Kind of page -> our word -> its name.
 PAGES: Mapping[str, Mapping[str, str]] = {"vllm": vllm_names.SERIES, "llamacpp": _LLAMACPP, "gateway": _GATEWAY}
+# A GPU that two replicas share has two series.
+_GPU_ENERGY = re.compile(r'^penstock_gpu_energy_joules_total\{.*?uuid="((?:[^"\\]|\\.)*)".*\} (\S+)$', re.MULTILINE)
+_GPU_MEMORY = re.compile(r'^penstock_gpu_memory_total_bytes\{.*?uuid="((?:[^"\\]|\\.)*)"', re.MULTILINE)
+# A reading of a GPU reaches the gateway's page up to two seconds later.
+_LATE_S = 3.0
+_LEAST_S = 5.0
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -43,8 +52,31 @@ def read_page(text: str, time_s: float, source: str) -> Row | None:
     samples = prometheus.parse(text)
     for kind, names in PAGES.items():
         if any(name in samples for name in names.values()):
-            return Row(time_s, source, kind, {word: samples.get(names.get(word, "")) for word in COLUMNS})
+            values = {word: samples.get(names.get(word, "")) for word in COLUMNS}
+            return Row(time_s, source, kind, values | (_energy(text) if kind == "gateway" else {}))
     return None
+
+
+def _energy(text: str) -> dict[str, float | None]:
+    """Of all GPUs of the page, where each of them reports its own."""
+    joules = {uuid: float(value) for uuid, value in _GPU_ENERGY.findall(text)}
+    if not joules or not joules.keys() >= set(_GPU_MEMORY.findall(text)):
+        return {}
+    return {"energy_joules": sum(joules.values()), "gpus": float(len(joules))}
+
+
+def power_watts(rows: Sequence[Row]) -> float | None:
+    """The mean power of all GPUs behind a gateway, from the rows of its page that were read under load.
+
+    None where that is less than some seconds, a GPU reports no energy, or one came or went.
+    """
+    pages = [row for row in rows if row.time_s >= _LATE_S and row.values["energy_joules"] is not None]
+    of_one = sorted((row for row in pages if row.source == pages[0].source), key=lambda row: row.time_s)
+    joules = [row.values["energy_joules"] or 0.0 for row in of_one]
+    if len({row.values["gpus"] for row in of_one}) != 1 or joules != sorted(joules):
+        return None
+    seconds = of_one[-1].time_s - of_one[0].time_s
+    return (joules[-1] - joules[0]) / seconds if seconds >= _LEAST_S else None
 
 
 def hit_rate(summary: Mapping[str, Mapping[str, float | str | None]]) -> float | None:

@@ -23,6 +23,7 @@ FORMULAS: Mapping[str, str] = {
     "request_goodput": "completed requests within every bound given / duration; failed ones are within none; "
     "unknown where an answer lacks a number that is bounded",
     "user_tokens_per_s": "(output tokens - 1) / (time of the last token event - time of the first), per request",
+    "joules_per_token": "mean power of the deployment's GPUs while requests ran * duration / output tokens",
     "percentile": "linear interpolation between closest ranks (numpy's default)",
 }
 _SHARES = {"min": 0.0, "p10": 0.1, "median": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "max": 1.0}

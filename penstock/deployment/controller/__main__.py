@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         controller.run_until_stopped()
     finally:
-        controller.end_watchdog()
+        controller.end_children()
         lock.close()
     return 0
 

@@ -19,6 +19,8 @@ from penstock import processes, targets
 from penstock.deployment import measured
 from penstock.deployment.controller.changes import changes, noted_of
 from penstock.deployment.controller.decide import Decision, Event, Memory, decide
+from penstock.deployment.controller.news import NewsPoster
+from penstock.deployment.controller.prometheus import PrometheusChild
 from penstock.deployment.observe import History, Observation, gateways, look, summarise
 from penstock.errors import PenstockError
 from penstock.paths import is_full
@@ -75,9 +77,16 @@ class Controller:
         self._refusal: _Refusal | None = None
         self._watchdog: Process | None = None
         self._written: tuple[float, State] | None = None
+        self._news = NewsPoster(run)
         self._noted = noted_of(last)
+        self._prometheus: PrometheusChild | None = None
+        has_folder = own is None or self.target.shares_files  # in a cluster, the cluster's own watches
+        if deployment.observe.prometheus and has_folder:
+            self._prometheus = PrometheusChild(run, last.prometheus if last else None, is_placed=own is not None)
 
     def run_until_stopped(self) -> None:
+        if self._prometheus is not None:
+            self._prometheus.start()
         while not self.stop.is_set() and self.run.exists() and self.run.desired().state == "up":
             try:
                 if self._tick(self.run.desired()).hands_over:
@@ -98,21 +107,33 @@ class Controller:
         self._keep_measured(seen)
         decision = self._act(desired, seen)
         self._note_refusal()
+        self._note_prometheus(seen)
         state = summarise(desired, seen, self.history, time.time())
         was_ready = self.history.was_ready or state.phase == "ready"
         self.history = msgspec.structs.replace(self.history, was_ready=was_ready)
         events, self._noted = changes(state, self._noted)
         self._add_events(events)
         self._write(state)
+        self._news.post(state)
         return decision
 
     def _add_events(self, events: Sequence[Event]) -> None:
         for event in events:
             self.run.add_event(event.kind, event.text, event.replica, seconds=event.seconds)
 
-    def end_watchdog(self) -> None:
+    def end_children(self) -> None:
+        """The watchdog; Prometheus only where the target placed us: next to `up`, `down` ends it."""
         if self._watchdog is not None:
             processes.end([self._watchdog], 1.0)
+        if self._prometheus is not None:
+            self._prometheus.stop(ends=self._own is not None)
+
+    def _note_prometheus(self, seen: Observation) -> None:
+        if self._prometheus is None:
+            return
+        rows = seen.view.replicas if seen.view else ()
+        self._prometheus.machines = tuple(machine for row in rows for machine in row.announcement.machines)
+        self.history = msgspec.structs.replace(self.history, prometheus=self._prometheus.part)
 
     def _own_part(self, last: State | None) -> Part:
         part = Part("running", processes.identify(os.getpid(), "controller"), unit=self._own)

@@ -25,6 +25,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
+from penstock.gateway.accounting.access_log import AccessLog
 from penstock.gateway.accounting.store import connect
 from penstock.gateway.config import GatewayConfig
 from penstock.gateway.connections.shared_server import Share
@@ -46,6 +47,7 @@ GC_THRESHOLD = 20_000
 _SIGNALS = frozenset((signal.SIGTERM, signal.SIGINT, signal.SIGCHLD))
 # Which earlier call about the same replica a call takes the place of.
 _ANNOUNCE, _LEAVE, _FORGET = b"/admin/announce", b"/admin/leave", b"/admin/forget"
+_NEWS = b"/admin/news"
 _KINDS: Final = {_ANNOUNCE: "state", b"/admin/drain": "drain", b"/admin/undrain": "drain", _LEAVE: "drain"}
 
 log = logging.getLogger("penstock.gateway")
@@ -67,6 +69,8 @@ def serve(
         # Before the address is known: a worker that cannot open the store would be restarted for ever. Workers make
         # their own connections, which must not cross the fork.
         connect(config.store).close()
+    if config.access_log is not None:
+        AccessLog(config.access_log).close()
     if on_bound is not None:
         on_bound(sockets)
     if config.workers == 1:
@@ -335,6 +339,9 @@ class _Parent:
 
     def _keep(self, call: AdminCall) -> None:
         """Keeps the call for workers that start later. Of calls about one replica the last counts."""
+        if call.path == _NEWS:
+            self._calls["", "news"] = _Kept(call.path, call.body, "", math.inf)
+            return
         if call.path not in _KINDS and call.path != _FORGET:
             return
         named, now = msgspec.json.decode(call.body, type=_Named), time.monotonic()

@@ -17,10 +17,13 @@ from penstock.gateway import machine_metrics, metrics
 from penstock.gateway.accounting.entry import Accounting
 from penstock.gateway.connections.client import ClientConnection
 from penstock.gateway.context import GatewayContext
+from penstock.gateway.live.news import NewsBoard
 from penstock.gateway.metrics import Distribution, Family
 from penstock.gateway.responses import Answer
+from penstock.gateway.slow_requests import worst_of
 from penstock.gateway.workers.link import ParentLink
 from penstock.wire.announcement import GatewayView
+from penstock.wire.live import N_SLOW, SlowRequest
 from penstock.wire.metric_names import METRICS
 
 
@@ -33,6 +36,7 @@ class WorkerReport(msgspec.Struct, frozen=True, array_like=True):
     in_flight_total: int = 0
     n_waiting: int = 0
     in_flight: dict[str, int] = {}
+    slow: tuple[SlowRequest, ...] = ()
 
 
 _decode = msgspec.msgpack.Decoder(WorkerReport).decode
@@ -43,14 +47,17 @@ class Reporter:
 
     link: ParentLink | None = None
 
-    def __init__(self, context: GatewayContext, accounting: Accounting, before: bytes | None = None) -> None:
+    def __init__(
+        self, context: GatewayContext, accounting: Accounting, news: NewsBoard, before: bytes | None = None
+    ) -> None:
         self._context = context
         self._accounting = accounting
+        self.news = news
         self._before = [ended(before)] if before is not None else []
 
     def encode(self) -> bytes:
-        """For the other workers, each second: without announcements, which each of them has."""
-        return msgspec.msgpack.encode(self._own(with_machines=False))
+        """For the other workers, each second: without announcements and news, which each of them has."""
+        return msgspec.msgpack.encode(self._own(with_known=False))
 
     def relay(self, path: bytes, body: bytes) -> None:
         if self.link is not None:
@@ -66,20 +73,21 @@ class Reporter:
         """Answers with what `write` makes of all reports, now or later; the other workers do the call `path` first."""
         if self.link is None:
             return write(self._own())
-        client.work = asyncio.get_running_loop().create_task(self._respond(self.link, client, write, path, body))
+        client.work = asyncio.get_running_loop().create_task(self._respond(client, write, path, body))
         return None
 
     async def _respond(
-        self,
-        link: ParentLink,
-        client: ClientConnection,
-        write: Callable[[WorkerReport], Answer],
-        path: bytes,
-        body: bytes,
+        self, client: ClientConnection, write: Callable[[WorkerReport], Answer], path: bytes, body: bytes
     ) -> None:
-        reports = await link.gather(path, body)
+        client.respond(write(await self.gather(path, body)))
+
+    async def gather(self, path: bytes = b"", body: bytes = b"") -> WorkerReport:
+        """What all workers report, after the others did the call `path`."""
+        if self.link is None:
+            return self._own()
+        reports = await self.link.gather(path, body)
         others = [*map(_decode, reports.running), *map(ended, reports.ended)]
-        client.respond(write(add([self._own(), *others])))
+        return add([self._own(), *others])
 
     def view(self, report: WorkerReport) -> GatewayView:
         view = self._context.replicas.view(time.monotonic(), report.n_waiting, report.n_requests)
@@ -89,21 +97,22 @@ class Reporter:
         )
         return msgspec.structs.replace(view, replicas=rows, in_flight_total=report.in_flight_total)
 
-    def _own(self, *, with_machines: bool = True) -> WorkerReport:
+    def _own(self, *, with_known: bool = True) -> WorkerReport:
         context = self._context
         replicas, counters, now = context.replicas, context.counters, time.monotonic()
         view = replicas.view(now, context.queue.waiting, counters.n_served())
         waiting = {model.name: context.queue.waiting_for(model.name) for model in replicas.models}
         ready = {model.name: len(replicas.ready(model.name, now)) for model in replicas.models}
-        machines = machine_metrics.families(view) if with_machines else []
+        known = [*self.news.families(now), *machine_metrics.families(view)] if with_known else []
         own = metrics.families(counters, view, waiting, ready, replicas.n_ejections)
         report = WorkerReport(
-            [*own, *self._accounting.families(), *machines],
+            [*own, *self._accounting.families(), *known],
             metrics.distributions(counters),
             view.requests_total,
             view.in_flight_total,
             view.waiting,
             {row.announcement.replica: row.in_flight for row in view.replicas},
+            tuple(context.slow.worst(now, N_SLOW)),
         )
         return add([report, *self._before]) if self._before else report
 
@@ -117,7 +126,7 @@ def ended(content: bytes) -> WorkerReport:
     report = _decode(content)
     rows = ((family, METRICS[family[0]]) for family in report.families)
     counters = [family for family, metric in rows if metric.kind == "counter" and metric.joined == "sum"]
-    return WorkerReport(counters, report.distributions, report.n_requests)
+    return WorkerReport(counters, report.distributions, report.n_requests, slow=report.slow)
 
 
 def add(parts: Sequence[WorkerReport]) -> WorkerReport:
@@ -129,4 +138,5 @@ def add(parts: Sequence[WorkerReport]) -> WorkerReport:
         sum(part.in_flight_total for part in parts),
         sum(part.n_waiting for part in parts),
         dict(in_flight),
+        tuple(worst_of([request for part in parts for request in part.slow], N_SLOW)),
     )
