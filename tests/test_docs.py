@@ -101,6 +101,8 @@ static stats status stop store strategic supervisor svg sweep sync synthetic
 terminal timestamps top topology totals traffic tunnel tunnels
 unit upstreams
 validity versions view vision
+changes event terminal top words
+exchange export genai slow span trace writer
 words
 """
 
