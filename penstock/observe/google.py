@@ -23,7 +23,8 @@ _SEVERITY = {"blue": 0, "green": 0, "orange": 1, "red": 2}
 _COLOURS = {"orange": "YELLOW", "red": "RED"}
 # UCUM, as in https://cloud.google.com/monitoring/api/ref_v3/rest/v3/projects.metricDescriptors
 _UNITS = {
-    "": "1", "share": "10^2.%", "s": "s", "requests/s": "{requests}/s", "tokens/s": "{tokens}/s", "1/s": "1/s", "W": "W",
+    "": "1", "share": "10^2.%", "s": "s", "requests/s": "{requests}/s", "tokens/s": "{tokens}/s", "1/s": "1/s",
+    "W": "W",
 }  # fmt: skip
 
 
