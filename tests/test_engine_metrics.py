@@ -11,6 +11,7 @@ from gateway_rig import Client, Engine, Rig, Seen, both_loops, chunk, hang_up, s
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.gateway import engine_metrics
+from penstock.gateway.metrics import CONTENT_TYPE
 from penstock.spec.gateway import Upstream
 
 pytestmark = both_loops
@@ -32,7 +33,7 @@ def page(text: bytes) -> bytes:
 async def series(client: Client, headers: str = "") -> dict[str, dict[str, float]]:
     """Values by name, then by replica; the sum over other labels."""
     head, body, is_whole = await client.get("/metrics/engines", headers).response()
-    assert (head.status, is_whole, head.get(b"content-type")) == (200, True, engine_metrics.metrics.CONTENT_TYPE)
+    assert (head.status, is_whole, head.get(b"content-type")) == (200, True, CONTENT_TYPE)
     sums: dict[str, dict[str, float]] = {}
     for family in text_string_to_metric_families(body.decode()):
         for sample in family.samples:
