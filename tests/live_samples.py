@@ -118,7 +118,7 @@ def _ready(at: float, number: int, host: int) -> ReplicaLive:
         ttft_s_p99=now.ttft_s_p99,
         itl_s_p50=now.itl_s_p50,
         itl_s_p99=now.itl_s_p99,
-        cache_hits=0.31 + 0.05 * number,
+        cache_hits=0.31 + 0.02 * number,
         n_restarts=1 if number == 1 else 0,
         up_s=at - AT + 86_400 * (3 - number % 3) + 5000 * number,
         machines=(machine(at, host),),
@@ -154,9 +154,9 @@ _EVENTS = (
 )
 _SLOW = (
     (24.8, 9.1, 0.0012, 0.9, 14.8, "broken", 502, "batch"),
-    (21.3, 0.0, 0.0009, 1.4, 19.9, "done", 200, "notebook"),
-    (17.2, 7.4, 0.0011, 3.2, 6.6, "done", 200, "website"),
-    (12.9, 0.0, 0.0008, 11.6, 1.3, "done", 200, "batch"),
+    (21.3, 0.0, 0.0009, 1.4, 19.9, "complete", 200, "notebook"),
+    (17.2, 7.4, 0.0011, 3.2, 6.6, "complete", 200, "website"),
+    (12.9, 0.0, 0.0008, 11.6, 1.3, "complete", 200, "batch"),
     (9.4, 0.2, 0.2300, 0.5, 8.5, "client_gone", 200, "website"),
 )
 

@@ -27,6 +27,7 @@ class PageServer:
         self.n_open = self.n_asked = 0
         self.holds_streams = self.is_down = False
         self.closing = threading.Event()
+        self._n_ended = 0
         self.paths: list[str] = []
         self._lock = threading.Lock()
         self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
@@ -41,6 +42,9 @@ class PageServer:
         self.closing.set()
         self._server.shutdown()
         self._server.server_close()
+
+    def end_streams(self) -> None:
+        self._n_ended += 1
 
     def wait_for_streams(self, n: int, within_s: float = 5.0) -> None:
         end = time.monotonic() + within_s
@@ -108,8 +112,9 @@ class PageServer:
                         self.wfile.flush()
                     if server.closing.is_set():
                         return
-                while not server.closing.wait(0.1):
-                    self.wfile.write(b": open\n\n")
+                n_ended = server._n_ended
+                while not server.closing.wait(0.05) and server._n_ended == n_ended:
+                    self.wfile.write(b"" if server.holds_streams else b": open\n\n")
 
             def log_message(self, *_: object) -> None:
                 pass

@@ -1,5 +1,5 @@
-"""What tests need from Debian: `python3 tools/packages.py hosts postgres native observe kubernetes`. Reports what it
-cannot install.
+"""What tests need from Debian: `python3 tools/packages.py hosts postgres native observe browser kubernetes`. Reports
+what it cannot install.
 
 Never starts what it installs: a package's service would belong to the machine, and the tests start their own daemons.
 Standard library only. It always exits 0: without the packages only the tests that need them are skipped.
@@ -32,6 +32,7 @@ GROUPS = {
     "postgres": {"pg_ctl": "postgresql"},
     "native": {"cc": "gcc"},
     "observe": {"promtool": "prometheus"},
+    "browser": {"chromium": "chromium"},
     "kubernetes": {
         "etcd": "etcd-server",
         "openssl": "openssl",
@@ -45,6 +46,7 @@ EXTRA = {
     "slurmctld": ["slurm-wlm-basic-plugins"],
     "cc": ["libc6-dev", "python3-dev"],
     "containerd": ["runc", "containernetworking-plugins"],
+    "chromium": ["fonts-dejavu-core"],
 }
 POSTGRES = Path("/usr/lib/postgresql")  # Debian keeps the programs of each version in VERSION/bin, outside PATH
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"

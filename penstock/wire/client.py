@@ -18,7 +18,7 @@ import msgspec
 from penstock import __version__
 from penstock.errors import PenstockError, UserError
 from penstock.text import show_seconds
-from penstock.wire.sse import DONE, Parser
+from penstock.wire.sse import DONE, Event, Parser
 
 RETRYABLE = frozenset({429, 502, 503, 504})
 _PIECE_BYTES = 65536
@@ -171,6 +171,14 @@ class Client:
     def send(self, method: str, path: str, body: bytes | None = None) -> bytes:
         with self._exchange(method, path, body) as response:
             return response.read()
+
+    def get_events(self, path: str) -> Generator[Event, None, None]:
+        """The server-sent events behind GET `path`, until the server ends them. Closing the iterator closes the
+        connection."""
+        parser = Parser()
+        with self._exchange("GET", path, None) as response:
+            while piece := response.read1(_PIECE_BYTES):
+                yield from parser.feed(piece)
 
     def _json(self, method: str, path: str, body: bytes | None, headers: Mapping[str, str] | None) -> Any:
         with self._exchange(method, path, body, headers) as response:

@@ -43,7 +43,7 @@ function fillTile(node, tile, hour) {
   setText(unit, now[0] === null ? "" : (tile.unit ?? ""));
   setText(second, tile.names && now[1] !== null ? `${tile.names[1]} ${tile.show(now[1])}` : "");
   setAttribute(node, "class", `tile ${tile.tone?.(now[0]) ?? ""}`);
-  const most = tile.most ?? columns.reduce((top, column) => column.reduce((a, b) => Math.max(a, b ?? 0), top), 0);
+  const most = tile.most ?? Math.max(...columns.map((column) => extent(column)[1] ?? 0));
   const [from, to] = hour.span();
   const times = hour.column("at");
   for (const [i, path] of paths.entries()) setAttribute(path, "d", sparkPath(times, columns[i], from, to, most || 1));
@@ -53,14 +53,17 @@ function fillTile(node, tile, hour) {
 // "p50 now 12, least 3, most 40; p99 ...": what a chart shows, for those who do not see it.
 function describe(names, columns, { show, unit = "" }) {
   const parts = columns.map((column, i) => {
-    const values = column.filter((value) => value !== null);
-    if (!values.length) return `${names?.[i] ?? ""} no data`.trim();
-    const least = values.reduce((a, b) => Math.min(a, b));
-    const most = values.reduce((a, b) => Math.max(a, b));
+    const [least, most] = extent(column);
+    if (least === null) return `${names?.[i] ?? ""} no data`.trim();
     const now = show(column[column.length - 1]);
     return `${names?.[i] ?? ""} now ${now}${unit}, least ${show(least)}, most ${show(most)}`.trim();
   });
   return parts.join("; ");
+}
+
+function extent(column) {
+  const values = column.filter((value) => value !== null);
+  return values.length ? [values.reduce((a, b) => Math.min(a, b)), values.reduce((a, b) => Math.max(a, b))] : [null, null];
 }
 
 // The mean of each of SPARK_POINTS equal times; a gap where nothing was measured.
@@ -108,7 +111,7 @@ function makeChart(chart) {
   const place = el("div", "plot");
   place.setAttribute("role", "img");
   const node = el("figure", "panel chart");
-  node.append(el("figcaption", "", el("h3", "", chart.label, chart.unit ? el("small", "", ` ${chart.unit}`) : ""), legend, when), place, range);
+  node.append(el("figcaption", "", el("h3", "", chart.label, el("small", "", chart.unit ?? "")), when, legend), place, range);
   Object.assign(node, { chart, parts: { values, when, range, place } });
   return node;
 }
@@ -121,7 +124,7 @@ function plotOptions(node) {
     label, stroke: colour(`--s${i}`), width: 1.5, points: { show: false }, fill: i ? undefined : colour("--s0-fill"),
   }));
   return {
-    ...plotSize(node), legend: { show: false }, padding: [8, 8, 0, 0],
+    ...plotSize(node), legend: { show: false }, padding: [8, 18, 0, 0],
     cursor: { sync: { key: "hour" }, drag: { x: false, y: false }, points: { size: 7 } },
     scales: { x: { range: () => hour.span() }, y: { range: (_, __, most) => [0, most > 0 ? most * 1.08 : 1] } },
     axes: [{ ...axis, values: clock, size: 26 }, { ...axis, values: (_, splits) => splits.map((value) => (value ? chart.show(value) : "0")), size: 58 }],
@@ -140,7 +143,7 @@ function fillLegend(node) {
   const last = plot.data[0].length - 1;
   const at = plot.cursor.idx ?? last;
   for (const [i, value] of parts.values.entries()) setText(value, chart.show(plot.data[i + 1][at]));
-  setText(parts.when, plot.cursor.idx == null ? "now" : showTime(plot.data[0][at]));
+  setText(parts.when, plot.cursor.idx == null ? "" : showTime(plot.data[0][at]));
 }
 
 function drawCharts() {
@@ -149,9 +152,11 @@ function drawCharts() {
     const data = [hour.column("at"), ...node.chart.fields.map((field) => hour.column(field))];
     const text = describe(node.chart.names, data.slice(1), node.chart);
     setAttribute(node.parts.place, "aria-label", `${node.chart.label}, last hour: ${text}`);
-    const values = data.slice(1).flat().filter((value) => value !== null);
-    const [least, most] = [values.reduce((a, b) => Math.min(a, b), Infinity), values.reduce((a, b) => Math.max(a, b), -Infinity)];
-    setText(node.parts.range, `least ${node.chart.show(least)} · most ${node.chart.show(most)}`);
+    const ranges = data.slice(1).map((column, i) => {
+      const [least, most] = extent(column);
+      return least === null ? "" : `${node.chart.names[i]} ${node.chart.show(least)} to ${node.chart.show(most)}`;
+    });
+    setText(node.parts.range, ranges.filter(Boolean).join(" · "));
     if (!node.plot) node.plot = new uPlot(plotOptions(node), data, node.parts.place);
     else node.plot.setData(data);
     fillLegend(node);

@@ -46,7 +46,7 @@ function orNone(show) {
 
 function digits(value) {
   const size = Math.abs(value);
-  if (size >= 1e9) return `${digits(value / 1e9)}G`;
+  if (size >= 1e9) return `${digits(value / 1e9)}B`;
   if (size >= 1e6) return `${digits(value / 1e6)}M`;
   if (size >= 99950) return `${Math.round(value / 1e3)}k`;
   if (size >= 99.5 || size === 0) return Math.round(value).toLocaleString("en");
@@ -55,7 +55,8 @@ function digits(value) {
 
 const showCount = orNone((value) => (Number.isInteger(value) ? value.toLocaleString("en") : digits(value)));
 const showRate = orNone(digits);
-const showShare = orNone((value) => `${(value * 100).toFixed(value > 0.99 && value < 1 ? 2 : value < 0.1 && value > 0 ? 1 : 0)}%`);
+const showShare = orNone((value) => `${Math.round(value * 100)}%`);
+const showExactShare = orNone((value) => `${(Math.floor(value * 1e4) / 100).toFixed(2)}%`); // 99.999% is not 100%
 const showSeconds = orNone((value) => {
   if (value < 0.00995) return `${(value * 1000).toFixed(1)} ms`;
   if (value < 0.9995) return `${Math.round(value * 1000)} ms`;
@@ -75,8 +76,8 @@ const showGib = orNone((value) => (value / 2 ** 30).toFixed(value < 10 * 2 ** 30
 const showBytesRate = orNone((value) =>
   value >= 1e9 ? `${(value / 1e9).toFixed(1)} GB/s` : value >= 1e6 ? `${(value / 1e6).toFixed(0)} MB/s` : `${(value / 1e3).toFixed(0)} kB/s`,
 );
-const showWatts = orNone((value) => (value >= 9950 ? `${(value / 1000).toFixed(1)} kW` : `${Math.round(value)} W`));
-const showUsd = orNone((value) => (value === 0 || value >= 1 ? `$${value.toFixed(2)}` : `$${Number(value.toPrecision(2))}`));
+const showWatts = orNone((value) => (value >= 999.5 ? `${(value / 1000).toFixed(2)} kW` : `${Math.round(value)} W`));
+const showUsd = orNone((value) => (value === 0 || value >= 1 ? `$${value.toLocaleString("en", { minimumFractionDigits: 2, maximumFractionDigits: 2 })}` : `$${Number(value.toPrecision(2))}`));
 const showTime = orNone((at) => new Date(at * 1000).toLocaleTimeString("en-GB"));
 const showMoment = orNone((at) => {
   const when = new Date(at * 1000);

@@ -1,19 +1,22 @@
 // Puts it together: draws each snapshot, says what changed, answers keys and clicks.
 
 let latest = null;
+let isDrawing = false;
 const seenStates = new Map(); // of replicas, for what is said of their changes
 
 const live = new Live({
   history: (columns) => hour.take(columns),
   snapshot: (snapshot) => {
+    if (!isDrawing) requestAnimationFrame(draw); // once for all that came together
+    isDrawing = true;
     latest = snapshot;
     hour.add(snapshot.now);
-    if (!document.hidden) draw();
   },
   state: showLink,
 });
 
 function draw() {
+  isDrawing = false;
   if (!latest) return;
   $("numbers").hidden = false;
   $("waiting").hidden = true;

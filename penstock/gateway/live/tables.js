@@ -2,7 +2,7 @@
 
 const MANY = 10;
 const MOST_EVENTS = 200;
-const OPEN_MACHINES = 4;
+const OPEN_MACHINES = matchMedia("(max-width: 760px)").matches ? 0 : 4;
 
 function cell(label, ...children) {
   const node = el("td", "", ...children);
@@ -138,6 +138,7 @@ function drawReplicas(snapshot) {
   const words = all.length > MANY ? $("filter").value.toLowerCase().split(/\s+/).filter(Boolean) : [];
   const text = (r) => [r.replica, r.model, r.host, r.state, r.is_draining && "draining", r.is_ejected && "ejected"].join(" ").toLowerCase();
   const shown = all.filter((replica) => words.every((word) => text(replica).includes(word))).sort(compareReplicas);
+  $("replicas-head").parentNode.classList.toggle("few", all.length <= MANY);
   fillList($("replicas"), shown, (replica) => replica.replica, makeReplica, fillReplica);
   setText($("replicas-count"), words.length ? `${shown.length} of ${all.length}` : `${all.length}`);
   const counts = new Map();
@@ -162,6 +163,8 @@ function machinesOf(snapshot) {
     }
   }
   for (const machine of hosts.values()) {
+    const isShared = new Set([...machine.gpus.values()].map((gpu) => gpu.replica)).size > 1;
+    for (const gpu of machine.gpus.values()) gpu.isShared = isShared;
     const before = network.get(machine.host);
     const seconds = before ? snapshot.at - before.at : 0;
     const rate = (field) => (seconds > 0 && machine[field] >= before[field] ? (machine[field] - before[field]) / seconds : null);
@@ -187,7 +190,8 @@ function fillMachine(node, machine) {
   const of = (used, total) => `${showGib(used)} of ${showGib(total)} GiB`;
   setText(parts.host, machine.host);
   setText(parts.facts, [
-    machine.cpu_use != null && `CPU ${showShare(machine.cpu_use)}${machine.n_cpus ? ` of ${machine.n_cpus}` : ""}`,
+    gpusText(machine.gpus),
+    machine.cpu_use != null && `CPU ${showShare(machine.cpu_use)}${machine.n_cpus ? ` of ${machine.n_cpus} cores` : ""}`,
     machine.memory_total_bytes && `memory ${of(machine.memory_used_bytes, machine.memory_total_bytes)}`,
     machine.disk_total_bytes && `disk ${showGib(machine.disk_free_bytes)} GiB free`,
     machine.received != null && `network ${showBytesRate(machine.received)} in, ${showBytesRate(machine.sent)} out`,
@@ -203,10 +207,9 @@ function fillMachine(node, machine) {
 }
 
 function makeGpu() {
-  const parts = { name: el("b", ""), model: el("small", ""), use: makeBar(), useText: el("span", "number"), memory: makeBar(), memoryText: el("span", "number"), facts: el("span", "number"), marks: el("span", "marks") };
-  const line = (label, bar, text) => el("p", "gauge", el("span", "quiet", label), bar, text);
-  const node = el("li", "gpu", el("p", "gpu-name", parts.name, parts.model, parts.marks));
-  node.append(line("use", parts.use, parts.useText), line("memory", parts.memory, parts.memoryText), el("p", "quiet", parts.facts));
+  const parts = { name: el("b", ""), use: makeBar(), useText: el("span", "number"), memory: makeBar(), memoryText: el("span", "number"), facts: el("span", "quiet number"), marks: el("span", "marks") };
+  const gauge = (label, bar, text) => el("span", "gauge", el("span", "unseen", label), bar, text);
+  const node = el("li", "gpu", parts.name, gauge("use", parts.use, parts.useText), gauge("memory", parts.memory, parts.memoryText), parts.facts, parts.marks);
   return Object.assign(node, { parts });
 }
 
@@ -214,27 +217,41 @@ function fillGpu(node, gpu) {
   const { parts } = node;
   const share = gpu.memory_total_bytes ? gpu.memory_used_bytes / gpu.memory_total_bytes : null;
   setText(parts.name, `GPU ${gpu.index}`);
-  setText(parts.model, [gpu.name, `replica ${gpu.replica}`].filter(Boolean).join(" · "));
   setBar(parts.use, gpu.utilization, "");
   setText(parts.useText, showShare(gpu.utilization));
-  setBar(parts.memory, share, "");
-  setText(parts.memoryText, gpu.memory_total_bytes ? `${showGib(gpu.memory_used_bytes)} of ${showGib(gpu.memory_total_bytes)} GiB` : NONE);
+  setBar(parts.memory, share, "second");
+  setText(parts.memoryText, gpu.memory_total_bytes ? `${showGib(gpu.memory_used_bytes)}/${showGib(gpu.memory_total_bytes)} GiB` : NONE);
   setText(parts.facts, [
-    gpu.power_watts != null && `${Math.round(gpu.power_watts)}${gpu.power_limit_watts ? ` of ${Math.round(gpu.power_limit_watts)}` : ""} W`,
+    gpu.power_watts != null && `${withLimit(gpu.power_watts, gpu.power_limit_watts)} W`,
     gpu.temperature_celsius != null && `${Math.round(gpu.temperature_celsius)} °C`,
-    gpu.sm_clock_mhz != null && `${Math.round(gpu.sm_clock_mhz)} MHz`,
-    gpu.memory_clock_mhz != null && `memory ${Math.round(gpu.memory_clock_mhz)} MHz`,
+    gpu.sm_clock_mhz != null && `${withLimit(gpu.sm_clock_mhz, gpu.memory_clock_mhz)} MHz`,
   ].filter(Boolean).join(" · "));
   const marks = [...(gpu.throttle ?? []).map((why) => [`throttled: ${why}`, "warn"])];
-  if (gpu.n_xids) marks.push([`XID ${(gpu.xids ?? []).slice(-3).join(", ")} (${gpu.n_xids})`, "bad"]);
+  if (gpu.n_xids) marks.push([`XID ${(gpu.xids ?? []).slice(-3).join(", ")}${gpu.n_xids > 1 ? `, ${gpu.n_xids} in all` : ""}`, "bad"]);
+  if (gpu.isShared) marks.push([`replica ${gpu.replica}`, "quiet"]);
   fillList(parts.marks, marks, byPosition, () => el("span", "chip"), (chip, [word, tone]) => setChip(chip, word, tone));
+}
+
+function withLimit(value, limit) {
+  return limit == null ? `${Math.round(value)}` : `${Math.round(value)}/${Math.round(limit)}`;
+}
+
+// "8 x NVIDIA H100, mean use 86%, 4.9 kW"
+function gpusText(gpus) {
+  if (!gpus.length) return "";
+  const names = [...new Set(gpus.map((gpu) => gpu.name).filter(Boolean))].join(", ");
+  const uses = gpus.map((gpu) => gpu.utilization).filter((use) => use != null);
+  const watts = gpus.map((gpu) => gpu.power_watts).filter((power) => power != null);
+  const sum = (values) => values.reduce((a, b) => a + b, 0);
+  return [`${gpus.length} × ${names || "GPU"}`, uses.length && `${showShare(sum(uses) / uses.length)} used`, watts.length && showWatts(sum(watts))].filter(Boolean).join(", ");
 }
 
 function drawMachines(snapshot) {
   const machines = machinesOf(snapshot);
   const n = machines.reduce((sum, machine) => sum + machine.gpus.length, 0);
   $("machines-section").hidden = !machines.length;
-  setText($("machines-title"), n ? `Machines and GPUs` : "Machines");
+  setText($("machines-title"), n ? "Machines and GPUs" : "Machines");
+  setText($("machines-count"), n ? `${machines.length} with ${n} GPUs` : `${machines.length}`);
   fillList($("machines"), machines, (machine) => machine.host, makeMachine, fillMachine);
 }
 
@@ -266,8 +283,8 @@ function drawSlo(slo = {}) {
   fillList($("slo"), promises, byPosition, make, (node, [label, bound, share]) => {
     const [name, value, bar] = node.children;
     const tone = share == null ? "" : share < 0.9 ? "bad" : share < 0.99 ? "warn" : "good";
-    setText(name, `${label} within ${showSeconds(bound / 1000)}`);
-    setText(value, share == null ? NONE : `${showShare(share)} of requests`);
+    setText(name, `${label} within ${showSeconds(bound / 1000).replace(" ", "\u00a0")}`);
+    setText(value, share == null ? NONE : `${showExactShare(share)} of requests`);
     setBar(bar, share, tone);
   });
 }
@@ -300,7 +317,10 @@ function drawSlow(slow = []) {
   fillList($("slow"), [...slow].sort((a, b) => b.duration_s - a.duration_s), byPosition, makeSlow, ({ parts }, request) => {
     setText(parts.took, showSeconds(request.duration_s));
     parts.stack.style.width = `${Math.max(1, (100 * request.duration_s) / longest)}%`;
-    for (const [i, [, , field]] of PARTS.entries()) parts.stack.children[i].style.flexGrow = request[field] ?? 0;
+    for (const [i, [, , field]] of PARTS.entries()) {
+      parts.stack.children[i].hidden = !request[field];
+      parts.stack.children[i].style.flexGrow = request[field] ?? 0;
+    }
     const spent = PARTS.filter(([name, , field]) => (request[field] ?? 0) > 0 && (name !== "own" || request[field] >= 0.01));
     setText(parts.text, spent.map(([, label, field]) => `${label} ${showSeconds(request[field])}`).join(" · "));
     setText(parts.id, request.request_id);
@@ -309,9 +329,14 @@ function drawSlow(slow = []) {
     setText(parts.model, request.model);
     setText(parts.key, request.key || NONE);
     setPair(parts.tokens, `${showCount(request.output_tokens ?? 0)} out`, `${showCount(request.prompt_tokens ?? 0)} in`);
-    setChip(parts.chip, `${request.outcome} ${request.status}`, request.status >= 500 ? "bad" : request.status >= 400 ? "warn" : "good");
+    setChip(parts.chip, `${request.outcome.replaceAll("_", " ")} ${request.status}`, outcomeTone(request));
     setText(parts.at, showMoment(request.at));
   });
+}
+
+function outcomeTone({ outcome, status }) {
+  if (outcome === "complete" && status < 400) return "good";
+  return outcome === "client_gone" ? "quiet" : status >= 400 && status < 500 ? "warn" : "bad";
 }
 
 function drawKeys(keys = []) {
@@ -320,7 +345,7 @@ function drawKeys(keys = []) {
   const make = () => row(...labels.map((label, i) => Object.assign(cell(label), { className: i > 1 ? "number" : "" })));
   const used = [...keys].sort((a, b) => b.prompt_tokens + b.output_tokens - a.prompt_tokens - a.output_tokens);
   fillList($("keys"), used, byPosition, make, (node, use) => {
-    const values = [use.key || NONE, use.model, showCount(use.n_requests), showCount(use.prompt_tokens), showCount(use.output_tokens), showUsd(use.cost_usd)];
+    const values = [use.key || NONE, use.model, showCount(use.n_requests), showRate(use.prompt_tokens), showRate(use.output_tokens), showUsd(use.cost_usd)];
     for (const [i, value] of values.entries()) setText(node.children[i], value);
   });
 }

@@ -1,0 +1,302 @@
+"""The live page in a real Chromium, over a stream that the test writes. One browser for all tests."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import live_samples as samples
+import msgspec
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from page_server import PageServer, Script
+from playwright.sync_api import Browser, Page, Request, expect, sync_playwright
+
+from penstock.wire.announcement import GpuReading, MachineReading, Progress
+from penstock.wire.live import Event, KeyUse, ReplicaLive, SlowRequest, Snapshot
+
+pytestmark = [pytest.mark.browser, pytest.mark.xdist_group("browser")]
+
+HOSTILE = '"><img src=x onerror="window.hacked=1"><script>window.hacked=1</script>\u202e{{script}}'
+WIDE, PHONE = {"width": 1360, "height": 900}, {"width": 360, "height": 780}
+Open = Callable[..., Page]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    program = shutil.which("chromium")
+    if program is None:
+        pytest.skip("chromium is not installed")
+    with sync_playwright() as playwright:
+        # Chromium refuses to sandbox for root, and /dev/shm is small in containers.
+        arguments = ["--no-sandbox", "--disable-dev-shm-usage", "--lang=en"]
+        with playwright.chromium.launch(executable_path=program, args=arguments) as browser:
+            yield browser
+
+
+@pytest.fixture
+def open_page(browser: Browser) -> Iterator[Open]:
+    """Opens a page; at the end of the test it has asked no other host and, without `may_complain`, logged nothing.
+
+    With `has_clock` its time is what the test makes of it.
+    """
+    contexts, complaints, hosts, origins = [], list[str](), set[str](), set[str]()
+
+    def note(request: Request) -> None:
+        hosts.add(request.url.split("/")[2] if "//" in request.url else "")
+
+    def open_page(
+        server: PageServer, fragment: str = "", *, may_complain: bool = False, has_clock: bool = False, **options: Any
+    ) -> Page:
+        context = browser.new_context(**{"viewport": WIDE, "timezone_id": "UTC", **options})
+        contexts.append(context)
+        page = context.new_page()
+        page.on("request", note)
+        if not may_complain:
+            page.on("console", lambda message: complaints.append(message.text))
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        origins.update((server.url.split("/")[2], ""))
+        if has_clock:
+            page.clock.install()
+        page.goto(server.url + fragment)
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert complaints == []
+    assert hosts <= origins
+
+
+def playing(*snapshots: Snapshot, with_history: bool = True) -> Script:
+    def script() -> Iterator[Any]:
+        if with_history:
+            yield samples.history(snapshots[0].at)
+        yield from snapshots
+
+    return script
+
+
+def changed(snapshot: Snapshot | None = None, **fields: Any) -> Snapshot:
+    return msgspec.structs.replace(snapshot or samples.snapshot(), **fields)
+
+
+def check_accessibility(page: Page) -> None:
+    results = Axe().run(page)
+    bad = [rule for rule in results.response["violations"] if rule["impact"] in ("serious", "critical")]
+    assert not bad, [(rule["id"], [node["html"][:200] for node in rule["nodes"]]) for rule in bad]
+
+
+def test_page_draws_every_part(open_page: Open) -> None:
+    with PageServer(playing(samples.snapshot(), samples.snapshot(samples.AT + 1)), prefix="/some/prefix") as server:
+        page = open_page(server)
+        expect(page.locator("h1")).to_have_text("qwen3-235b")
+        expect(page.locator("#clock")).to_have_text("22:00:01")
+        expect(page).to_have_title("qwen3-235b 3/4 ready")
+        expect(page.locator(".tile")).to_have_count(11)
+        expect(page.locator(".chart canvas")).to_have_count(3)
+        loading = page.locator("#replicas tr").nth(3)
+        expect(loading).to_contain_text("loading weights, 3 of 30 shards, 2.4 GB/s, 1m48s left")
+        expect(loading).to_contain_text("the engine died: CUDA out of memory")
+        expect(page.locator(".gpu")).to_have_count(24)
+        expect(page.locator("#machines")).to_contain_text("throttled: sw thermal slowdown")
+        expect(page.locator("#machines")).to_contain_text("XID 94")
+        expect(page.locator("#slo")).to_contain_text("First token within 1.00\u00a0s99.34% of requests")
+        expect(page.locator("#cost")).to_contain_text("$2.31")
+        expect(page.locator("#slow tr").first).to_contain_text("held 9.10 s · first byte 900 ms · answer 14.8 s")
+        expect(page.locator("#keys tr").first).to_contain_text("$6,402.18")
+        expect(page.locator("#events li").first).to_contain_text("replica 3 starts again")
+        expect(page.locator(".plot").first).to_have_attribute("aria-label", re.compile("Tokens, last hour: output now"))
+        expect(page.locator(".tile svg").first).to_have_attribute("aria-label", re.compile("Requests: now .*/s, least"))
+        check_accessibility(page)
+        page.emulate_media(color_scheme="dark", reduced_motion="reduce")
+        check_accessibility(page)
+
+
+def test_what_was_not_measured_is_left_out(open_page: Open) -> None:
+    now = msgspec.structs.replace(
+        samples.rates(samples.AT), gpu_use=None, power_watts=None, ttft_s_p50=None, ttft_s_p99=None
+    )
+    bare = Snapshot("demo", samples.AT, "0.1.0", now, replicas=(ReplicaLive("0", "demo", "queued"),))
+    with PageServer(playing(bare, with_history=False)) as server:
+        page = open_page(server)
+        expect(page.locator(".tile")).to_have_count(8)
+        expect(page.locator(".chart h3")).to_have_text(["Tokens/s", "Requests"])
+        expect(page.locator("#replicas td").nth(4)).to_have_text("-")
+        for section in ("slo", "cost", "machines", "slow", "keys", "events"):
+            expect(page.locator(f"#{section}-section")).to_be_hidden()
+
+
+def test_policy_stops_other_scripts_and_hosts(open_page: Open) -> None:
+    with PageServer(playing(samples.snapshot())) as server:
+        page = open_page(server, may_complain=True)
+        blocked = page.evaluate(
+            """async () => {
+              const blocked = [];
+              document.addEventListener("securitypolicyviolation", (event) => blocked.push(event.effectiveDirective));
+              const script = document.createElement("script");
+              script.textContent = "window.hacked = 1";
+              document.body.append(script);
+              document.body.setAttribute("onclick", "window.hacked = 1");
+              document.body.click();
+              await fetch("http://127.0.0.1:9/").catch(() => null);
+              await new Promise((done) => setTimeout(done, 50));
+              return [...blocked, window.hacked];
+            }"""
+        )
+        assert sorted(map(str, blocked)) == ["None", "connect-src", "script-src-attr", "script-src-elem"]
+
+
+def test_hostile_names_and_reasons_stay_text(open_page: Open) -> None:
+    replica = ReplicaLive(HOSTILE, HOSTILE, HOSTILE, HOSTILE, HOSTILE, HOSTILE, Progress(HOSTILE, 1, 2))
+    gpu = GpuReading(0, HOSTILE, HOSTILE, throttle=(HOSTILE,))
+    odd = ReplicaLive("__proto__", "constructor", "toString", machines=(MachineReading(HOSTILE, gpus=(gpu,)),))
+    request = SlowRequest(
+        samples.AT, HOSTILE, HOSTILE, HOSTILE, HOSTILE, HOSTILE, 200, 1.0, 0.5, 0.1, None, None, trace_id=HOSTILE
+    )
+    snapshot = changed(
+        deployment=HOSTILE,
+        version=HOSTILE,
+        phase=HOSTILE,
+        reason=HOSTILE,
+        replicas=(replica, odd),
+        keys=(KeyUse(HOSTILE, HOSTILE, 1, 1, 1),),
+        slow=(request, request),
+        events=(Event(samples.AT, HOSTILE, HOSTILE, HOSTILE, HOSTILE, {HOSTILE: 1.0, "__proto__": 2.0}),),
+    )
+    with PageServer(playing(snapshot)) as server:
+        page = open_page(server, viewport=PHONE)
+        expect(page.locator("h1")).to_have_text(HOSTILE)
+        expect(page.locator("#replicas b").last).to_contain_text(HOSTILE)
+        expect(page.locator("#slow tr")).to_have_count(2)
+        expect(page.locator("#machines summary")).to_contain_text(HOSTILE)
+        expect(page.locator("#events small")).to_contain_text(HOSTILE)
+        assert page.evaluate("[window.hacked ?? null, document.images.length, document.scripts.length]") == [None, 0, 1]
+        assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
+
+
+def test_key_is_asked_for_kept_in_the_tab_and_not_in_the_address(open_page: Open) -> None:
+    with PageServer(playing(samples.snapshot()), key="right") as server:
+        page = open_page(server, may_complain=True)  # Chromium logs each 401
+        expect(page.get_by_label("Scrape key")).to_be_focused()
+        check_accessibility(page)
+        page.keyboard.type("wrong")
+        page.keyboard.press("Enter")
+        expect(page.locator("#key-problem")).to_have_text("The gateway refused this key.")
+        page.get_by_label("Scrape key").fill("right")
+        page.get_by_role("button", name="Show").click()
+        expect(page.locator("h1")).to_have_text("qwen3-235b")
+        expect(page.locator("#key-form")).to_be_hidden()
+        page.reload()
+        expect(page.locator("h1")).to_have_text("qwen3-235b")
+        other = open_page(server, "#key=right")
+        expect(other.locator("h1")).to_have_text("qwen3-235b")
+        assert other.url == server.url
+        other.get_by_role("link", name="Metrics").click()
+        expect(other.locator("#metrics-text")).to_have_text("penstock_replicas_ready 3\n")
+
+
+def test_hidden_page_closes_its_stream(open_page: Open) -> None:
+    with PageServer(playing(samples.snapshot())) as server:
+        page = open_page(server)
+        expect(page.locator("#link-text")).to_have_text("live")
+        # Playwright emulates the focus of every page, so a second tab in front of it hides none.
+        turn = """hidden => {
+          Object.defineProperty(document, "hidden", { configurable: true, value: hidden });
+          document.dispatchEvent(new Event("visibilitychange"));
+        }"""
+        page.evaluate(turn, True)
+        server.wait_for_streams(0)
+        page.evaluate(turn, False)
+        server.wait_for_streams(1)
+        assert server.n_asked == 2
+
+
+def test_lost_connection_is_said_and_tried_again(open_page: Open) -> None:
+    with PageServer(playing(samples.snapshot())) as server:
+        page = open_page(server, may_complain=True, has_clock=True)
+        expect(page.locator("#link-text")).to_have_text("live")
+        server.is_down = True
+        server.end_streams()
+        expect(page.locator("#link-text")).to_have_text("connection lost, trying again in 1 s")
+        expect(page.locator("#said")).to_have_text("Connection lost, trying again.")
+        expect(page.locator("#replicas tr")).to_have_count(4)  # the last numbers stay
+        page.clock.fast_forward(1100)
+        expect(page.locator("#link-text")).to_have_text("connection lost, trying again in 2 s")
+        server.is_down = False
+        page.clock.fast_forward(2100)
+        expect(page.locator("#link-text")).to_have_text("live")
+        expect(page.locator("#said")).to_have_text("Connected again.")
+
+
+def test_proxy_that_holds_streams_back_is_polled(open_page: Open) -> None:
+    with PageServer(playing(samples.snapshot())) as server:
+        server.holds_streams = True
+        page = open_page(server, has_clock=True)
+        server.wait_for_streams(1)
+        page.clock.fast_forward(8100)
+        expect(page.locator("#link-text")).to_contain_text("trying again")
+        page.clock.fast_forward(1100)
+        expect(page.locator("h1")).to_have_text("qwen3-235b")
+        assert server.n_asked == 1
+
+
+def test_many_replicas_are_sorted_and_filtered_by_keyboard(open_page: Open) -> None:
+    with PageServer(playing(samples.many())) as server:
+        page = open_page(server)
+        rows = page.locator("#replicas tr")
+        expect(rows).to_have_count(24)
+        expect(page.locator("#states")).to_have_text("20 ready1 stalled1 restarting1 queued1 stopping")
+        page.keyboard.press("Tab")
+        expect(page.get_by_text("Skip to the numbers")).to_be_focused()
+        page.get_by_role("button", name="KV cache").press("Enter")
+        expect(page.locator("th[aria-sort=descending]")).to_have_text("KV cache")
+        shares = [
+            int(text.removesuffix("%")) for text in page.locator("#replicas .gauge .number").all_inner_texts()[:20]
+        ]
+        assert shares == sorted(shares, reverse=True)
+        page.keyboard.press("/")
+        page.keyboard.type("GPU-03 draining")
+        expect(rows).to_have_count(1)
+        expect(page.locator("#replicas-count")).to_have_text("1 of 24")
+        page.keyboard.press("Tab")
+        page.keyboard.press("?")
+        expect(page.get_by_role("dialog", name="What is on this page")).to_be_visible()
+        page.keyboard.press("Escape")
+        expect(page.get_by_role("dialog")).to_be_hidden()
+
+
+def test_phone_shows_all_without_scrolling_sideways(open_page: Open) -> None:
+    with PageServer(playing(samples.many(n=12))) as server:
+        page = open_page(server, viewport=PHONE, has_touch=True, is_mobile=True)
+        expect(page.locator("#replicas tr")).to_have_count(12)
+        page.locator("summary").first.click()
+        assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
+        check_accessibility(page)
+
+
+def test_a_day_of_snapshots_takes_the_memory_of_an_hour(open_page: Open) -> None:
+    n, step_s = 2000, 40.0
+
+    def script() -> Iterator[Any]:
+        yield samples.history()
+        for i in range(n):
+            at = samples.AT + step_s * i
+            replicas = (ReplicaLive(f"r{i}", "demo", "ready", machines=(MachineReading(f"host{i}"),)),)
+            event = Event(at, "ready", f"replica r{i}")
+            yield Snapshot("demo", at, "0.1.0", samples.rates(at), replicas=replicas, events=(event,) * (i % 300))
+
+    with PageServer(script) as server:
+        page = open_page(server)
+        expect(page.locator("#replicas b")).to_have_text(f"r{n - 1}", timeout=30000)
+        kept = page.evaluate("[hour.rows.length, network.size, $('replicas').kept.size]")
+        assert kept == [91, 1, 1]
+        assert page.evaluate("seenStates.size") <= 3
+        assert page.evaluate("document.querySelectorAll('#events li').length") == 199
+        assert page.evaluate("document.querySelectorAll('*').length") < 1800
+        devtools = page.context.new_cdp_session(page)
+        devtools.send("HeapProfiler.collectGarbage")
+        usage = devtools.send("Runtime.getHeapUsage")
+        assert usage["usedSize"] < 12e6, usage
