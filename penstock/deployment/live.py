@@ -12,7 +12,7 @@ from penstock.errors import PenstockError
 from penstock.run_folder import Run
 from penstock.wire.client import Client, HttpError
 from penstock.wire.gateways import ask_each
-from penstock.wire.live import History, Rates, ReplicaLive, Snapshot
+from penstock.wire.live import N_SLOW, History, Rates, ReplicaLive, Snapshot
 
 _PATH = "/dashboard/live"
 _SILENT_S = 10.0  # a snapshot comes each second
@@ -103,7 +103,7 @@ def joined(snapshots: Sequence[Snapshot]) -> Snapshot:
     every = [each.now for each in snapshots]
     sums = {field: sum(getattr(rates, field) for rates in every) for field in _ADDED}
     now = msgspec.structs.replace(first.now, **sums, **_worst(every))
-    return msgspec.structs.replace(first, now=now, replicas=replicas, keys=keys, slow=tuple(slow[: len(first.slow)]))
+    return msgspec.structs.replace(first, now=now, replicas=replicas, keys=keys, slow=tuple(slow[:N_SLOW]))
 
 
 def _worst(rows: Sequence[Rates] | Sequence[ReplicaLive]) -> dict[str, float | None]:

@@ -38,6 +38,7 @@ from penstock.gateway.public import Public
 from penstock.gateway.routing.queue import WaitingQueue
 from penstock.gateway.routing.replicas import ReplicaTable
 from penstock.gateway.routing.static_upstreams import LapsedProbes, StaticUpstreams
+from penstock.gateway.trace_context import Tracer
 from penstock.gateway.workers.link import ParentLink, WorkerSlot
 from penstock.gateway.workers.reports import Reporter
 from penstock.wire.announcement import engine_key
@@ -111,10 +112,13 @@ class Gateway:
             hides_key=hides_key,
             allowed_origins=config.allowed_origins,
         )
+        if config.traces is not None:
+            self._context.trace(Tracer(config.traces.sample, os.urandom))
         self._static_upstreams = StaticUpstreams(config.upstreams, replicas, self._context.queue, self._context.pool)
         self._lapsed_probes = LapsedProbes(replicas, self._context.pool)
-        if self.accounting.ledger is not None and (slot is None or slot.index == 0):
-            self.accounting.ledger.keep_days = config.ledger_days
+        store = self.accounting.ledger.store if self.accounting.ledger is not None else None
+        if store is not None and (slot is None or slot.index == 0):
+            store.keep_days = config.ledger_days
         before = slot.before if slot else None
         self._reporter = Reporter(self._context, self.accounting, NewsBoard(config), before)
         self._live = LiveFeed(config, self._reporter)

@@ -51,6 +51,8 @@ METRICS: dict[str, Metric] = {
     "ledger_rows_lost_total": Metric("counter", "Rows that found the queue full, or can never be stored."),
     "store_failures_total": Metric("counter", "Turns of the store that failed."),
     "store_up": Metric("gauge", "Whether the store's last turn worked.", joined="least"),
+    "access_log_lost_total": Metric("counter", "Requests that are missing in the access log."),
+    "spans_lost_total": Metric("counter", "Spans that the collector did not take."),
     # Time.
     "gateway_own_seconds": Metric("histogram", "Time in the gateway before an engine had it.", (), "seconds"),
     "time_to_first_byte_seconds": Metric(
