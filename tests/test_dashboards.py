@@ -16,6 +16,7 @@ import yaml
 from dashboard_queries import queries
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
+from penstock.deployment.metrics import write_grafana
 from penstock.observe import export, google, grafana
 from penstock.observe.boards import BOARDS, INSTANCES
 from penstock.observe.names import samples
@@ -196,6 +197,12 @@ def test_a_name_with_quotes_stays_inside_its_matcher() -> None:
     expr = google.dashboard('a"} or vector(1) #')["mosaicLayout"]["tiles"][1]["widget"]["scorecard"]
     promql_parser.parse(expr["timeSeriesQuery"]["prometheusQuery"])
     assert r'deployment="a\"} or vector(1) #"' in expr["timeSeriesQuery"]["prometheusQuery"]
+
+
+def test_a_grafana_of_the_run_gets_all_files(tmp_path: Path) -> None:
+    write_grafana(tmp_path / "grafana", "http://127.0.0.1:9099")
+    names = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.*") if path.is_file()}
+    assert names == {f"grafana/{name}" for name in grafana.provisioning("", tmp_path)}
 
 
 def test_exported_files_are_json() -> None:
