@@ -48,7 +48,7 @@ are absent: those of GPUs without a GPU, those of the ledger without a store.
 """
 _METRICS_LABELS = """
 With several workers, the gateway's values are sums over them, or what each of them knows. A counter starts at 0 with
-the gateway. Labels come from bounded sets: `model` are the declared ones, `replica` the announced ones (1024 pairs, then
+the gateway. Labels come from bounded sets: `model` are declared ones, `replica` announced ones (1024 pairs, then
 `other`; `none` is the gateway itself), `code` status codes, `key` names of keys (1024 series, then `other`).
 
 | label | values |
@@ -79,9 +79,7 @@ def metrics_page() -> str:
         head = ("name", "kind", "labels", "meaning", *(("since",) if has_versions else ()))
         parts += [f"## {title}", _METRICS_LABELS.strip() if not own else _also(own), _table(head, cells)]
     renames = [(f"`{rename.old}`", f"`{rename.name}`") for rename in names.renames()]
-    text = (
-        "`/metrics/engines` shows these names of older versions as the present ones, so that a dashboard suits all."
-    )
+    text = "`/metrics/engines` shows these names of older versions as the present ones, so that a dashboard suits all."
     return "\n\n".join((*parts, "## Old names", text, _table(("old", "present"), renames))) + "\n"
 
 
