@@ -14,7 +14,7 @@ from playwright.sync_api import ViewportSize, sync_playwright
 from penstock.wire.live import History, Snapshot
 
 FOLDER = Path(__file__).parent.parent / "docs" / "img"
-WIDE, PHONE = ViewportSize(width=1360, height=1240), ViewportSize(width=360, height=1500)
+WIDE, PHONE = ViewportSize(width=1360, height=1640), ViewportSize(width=360, height=1500)
 
 
 def script() -> Iterator[History | Snapshot | float]:
@@ -35,8 +35,8 @@ def main() -> None:
             page.goto(server.url)
             page.get_by_text("22:00:02").first.wait_for()
             page.evaluate("document.getElementById('address').textContent = '127.0.0.1:8000'")
-            picture = page.screenshot(full_page=name == "light")
-            few = Image.open(io.BytesIO(picture)).convert("RGB").quantize(48, dither=Image.Dither.NONE)
+            picture = page.screenshot()
+            few = Image.open(io.BytesIO(picture)).convert("RGB").quantize(80, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
             few.save(FOLDER / f"dashboard-{name}.png", optimize=True)
             context.close()
         browser.close()

@@ -14,7 +14,9 @@ import msgspec
 import pytest
 
 from penstock.gateway.accounting.key_store import KeyStore
+from penstock.gateway.accounting.ledger import Ledger
 from penstock.gateway.accounting.store import connect
+from penstock.gateway.accounting.store_writer import StoreWriter
 from penstock.gateway.accounting.usage_store import Row, UsageStore
 
 NOW = 1_790_000_000.0  # 2026-09-21 in UTC
@@ -30,6 +32,12 @@ class Store:
 
     def close(self) -> None:
         self.database.close()
+
+
+def writer_of(ledger: Ledger | None) -> StoreWriter:
+    assert ledger is not None
+    assert ledger.store is not None
+    return ledger.store
 
 
 ROW = Row(0, NOW, "k", "m", "0", 10, 4, 5, 0, None, 1.5, "complete", 200, None, "r'\"\\")

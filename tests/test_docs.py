@@ -27,7 +27,7 @@ def write_docs() -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("page", ["cli", "spec"])
+@pytest.mark.parametrize("page", ["cli", "spec", "metrics"])
 def test_a_generated_page_is_what_the_code_says(write_docs: ModuleType, page: str) -> None:
     written = (ROOT / "docs" / "reference" / f"{page}.md").read_text("utf-8")
     assert written == getattr(write_docs, f"{page}_page")(), "run `make docs`"
@@ -78,12 +78,9 @@ NO_MESSAGES = ("penstock/testing/", "penstock/bench/datasets/tokenizers.py")
 PLAIN = """
 access addresses admin agent amx announcer api archive arguments arrivals
 blocks board body bootstrap bundle
-calibrate calibration capacity catalog checks child collectives compare compiled completion config conformance
-connections cpu
-dashboard decide dense detached detect doctor driver
-ending entry errors estimate examine exchanges explain
+calibrate calibration capacity catalog changes checks child collectives compare compiled completion config conformance connections cpu dashboard decide dense detached detect doctor driver ending entry errors estimate event examine exchanges explain export
 facts fake fetch fields figures fit flags folder forwarding
-guard
+google grafana guard
 health history host html http1 hub hybrid
 init inputs install
 kernel key
@@ -91,17 +88,19 @@ leader leftovers levers library lifecycle limits lines link listener live livene
 main manifests measured member merge metric middleware monitoring
 network nvml
 objects observe offline openssh options origins overhead
-parent parse paths placed placement placing planning pod pods policies prepare progress prometheus promql
-public
-queue quota
+panels parent parse paths placed placement placing planning pod pods policies prepare progress prometheus
+promql public
+queries queue quota
 ranges reachability reading ready reasons reduce refusals remote rendezvous replies report responses retries
 rights rope rules
-scale scheduling schema script server service services settings setup shared site snapshot solve sse startup static
-stats status stop store strategic supervisor svg sweep sync synthetic
-timestamps topology totals traffic tunnel tunnels
+scale scheduling schema script server service services settings setup shared site snapshot solve sse startup
+static stats status stop store strategic supervisor svg sweep sync synthetic
+terminal timestamps top topology totals traffic tunnel tunnels
 unit upstreams
 validity versions view vision
 changes event terminal top words
+exchange export genai slow span trace writer
+words
 """
 
 

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from gateway_rig import CHAT, KEY, SSE_HEAD, Gate, Rig, Seen, chunk, hang_up, rig_with, say
 from gateway_rig import TOKEN as ADMIN
-from store_rig import Store, row
+from store_rig import Store, row, writer_of
 
-from penstock.gateway.accounting import ledger
+from penstock.gateway.accounting import ledger, store_writer
 from penstock.gateway.accounting.key_store import Limits
 from penstock.gateway.accounting.running_totals import new_totals
 from penstock.gateway.accounting.usage_store import FOLD_ROWS, Row, UsageStore, month_of
@@ -64,7 +64,7 @@ def ledger_of(rig: Rig) -> ledger.Ledger:
 
 async def rows(rig: Rig, n_rows: int = 0) -> list[dict[str, Any]]:
     """The ledger on the disk, once it has so many rows and all that happened so far."""
-    with sqlite3.connect(ledger_of(rig)._database.place) as connection:
+    with sqlite3.connect(writer_of(ledger_of(rig))._database.place) as connection:
         connection.row_factory = sqlite3.Row
         while True:
             await ledger_of(rig).call(lambda store: None)
@@ -375,7 +375,7 @@ async def test_locked_store_stops_no_request_and_loses_no_row(
         for _ in range(5):
             client.post(CHAT)
             assert (await client.response())[0].status == 200
-        while not kept.is_failing:
+        while not writer_of(kept).is_failing:
             await asyncio.sleep(0.002)
         text = await client.metrics()
         assert "penstock_store_up 0\n" in text
@@ -383,13 +383,13 @@ async def test_locked_store_stops_no_request_and_loses_no_row(
         assert (await rig.admin("/admin/keys", {"name": "x"}))[0] == 503
         other.close()
         assert len(await rows(rig, 5)) == 5
-        assert not kept.is_failing
+        assert not writer_of(kept).is_failing
 
 
 async def test_full_disk_stops_no_request_and_no_revocation(
     place: str, quick: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ledger, "MAX_WAITING", 150)
+    monkeypatch.setattr(store_writer, "MAX_WAITING", 150)
     secret, revoked = make_key(place), make_key(place, "bob")
     async with rig_with(say(ANSWER), store=place, auth="keys") as (rig, _, client):
         kept = ledger_of(rig)
@@ -397,7 +397,7 @@ async def test_full_disk_stops_no_request_and_no_revocation(
         n_pages = await kept.call(lambda database: database.all("PRAGMA page_count")[0][0])
         await kept.call(lambda database: database.all(f"PRAGMA max_page_count = {n_pages}"))
         n_sent = 0
-        while not (kept.is_failing and kept.n_lost > 0):
+        while not (writer_of(kept).is_failing and writer_of(kept).n_lost > 0):
             client.post(
                 b'{"model":"demo","x":"%s"}' % (b"y" * 50), headers=f"X-Request-Id: {'z' * 128}\r\n{bearer(secret)}"
             )
@@ -409,12 +409,12 @@ async def test_full_disk_stops_no_request_and_no_revocation(
         while await statuses(rig, revoked, 1) != [401]:
             await asyncio.sleep(0.002)
             n_sent += 1
-        assert kept.is_failing
+        assert writer_of(kept).is_failing
         await kept.call(lambda database: database.all("PRAGMA max_page_count = 100000"))
-        while kept.n_waiting:
+        while writer_of(kept).n_waiting:
             await asyncio.sleep(0.002)
-        assert kept.n_written + kept.n_lost == n_sent
-        assert len(await rows(rig)) == kept.n_written
+        assert writer_of(kept).n_written + writer_of(kept).n_lost == n_sent
+        assert len(await rows(rig)) == writer_of(kept).n_written
 
 
 @pytest.mark.parametrize("count", ["9" * 30, "-5", "9" * 4000, "1e400"])
@@ -429,7 +429,7 @@ async def test_absurd_usage_stops_neither_the_ledger_nor_keys(place: str, quick:
         (line,) = await rows(rig, 1)
         assert 0 <= line["output_tokens"] < 1000
         assert await statuses(rig, secret, 1, STREAM) == [200], "it cost neither its budget nor its tokens"
-        assert not ledger_of(rig).is_failing
+        assert not writer_of(ledger_of(rig)).is_failing
         store = Store(place)
         store.keys.revoke("alice", time.time())
         store.close()
@@ -444,7 +444,7 @@ async def test_absurd_limit_of_tokens_is_answered(place: str, quick: None, n_cho
     async with rig_with(say(ANSWER), store=place, auth="keys") as (rig, _, _):
         assert await statuses(rig, secret, 2, body) == [200, 429]
         await rows(rig, 2)
-        assert not ledger_of(rig).is_failing
+        assert not writer_of(ledger_of(rig)).is_failing
 
 
 @pytest.mark.parametrize("n_rows", [3, FOLD_ROWS + 3])
@@ -453,13 +453,18 @@ def test_row_that_can_never_be_stored_is_dropped_and_counted(place: str, n_rows:
     for number in range(n_rows):
         kept.add(row(kept.next_number(), prompt_tokens=2**70 if number == 1 else 5))
     kept._turn()
-    assert (kept.is_failing, kept.n_lost, kept.n_written, kept.n_waiting) == (False, 1, n_rows - 1, 0)
-    assert UsageStore(kept._database).usage(())[0].n_requests == n_rows - 1
+    assert (
+        writer_of(kept).is_failing,
+        writer_of(kept).n_lost,
+        writer_of(kept).n_written,
+        writer_of(kept).n_waiting,
+    ) == (False, 1, n_rows - 1, 0)
+    assert UsageStore(writer_of(kept)._database).usage(())[0].n_requests == n_rows - 1
     kept.close()
 
 
 async def until_failing(rig: Rig, is_failing: bool) -> None:
-    while ledger_of(rig).is_failing != is_failing:
+    while writer_of(ledger_of(rig)).is_failing != is_failing:
         await asyncio.sleep(0.002)
 
 
@@ -488,7 +493,7 @@ async def test_store_that_is_cut_short_is_noticed(place: str, quick: None, tmp_p
         await rows(rig, 1)
         await ledger_of(rig).call(lambda database: database.compact())  # which makes the file smaller too
         await asyncio.sleep(0.03)
-        assert not ledger_of(rig).is_failing
+        assert not writer_of(ledger_of(rig)).is_failing
         os.truncate(place, int(Path(place).stat().st_size * part))
         await until_failing(rig, True)
         assert await statuses(rig, secret, 1) == [200]
@@ -526,7 +531,7 @@ def test_rows_that_come_while_a_turn_writes_are_the_next_turns(place: str, monke
     kept.add(row(kept.next_number()))
     for n_turns in (1, 2):
         kept._turn()
-        assert (kept.n_written, kept.n_waiting) == (n_turns, 1)
+        assert (writer_of(kept).n_written, writer_of(kept).n_waiting) == (n_turns, 1)
     assert writes == [[1], [2]]
     kept.close()
 
@@ -557,7 +562,7 @@ def test_ledger_prunes_only_when_asked_and_every_ten_minutes(place: str) -> None
     kept = ledger.Ledger(place, new_totals())
     for number, (keep_days, n_rows) in enumerate([(None, 1), (1, 0), (1, 1)]):
         store.usage.add_rows("old", [row(number, at=5.0)] if number != 1 else [])
-        kept.keep_days = keep_days
+        writer_of(kept).keep_days = keep_days
         kept._turn()
         assert store.database.all("SELECT count(*) FROM requests") == [(n_rows,)]
     kept.close()

@@ -53,6 +53,13 @@ def test_no_auth_is_refused_beyond_loopback(host: str) -> None:
         ({"models": [{"name": "a"}, {"name": "b", "aliases": ["a"]}]}, "models"),
         ({"hold_s": -1}, "hold_s, drain_s"),
         ({"ledger_days": 0}, "ledger_days"),
+        ({"access_log": " "}, "access_log"),
+        ({"traces": {"endpoint": "127.0.0.1:4318"}}, "traces.endpoint"),
+        ({"traces": {"endpoint": "http://a:99999"}}, "traces.endpoint"),
+        ({"traces": {"endpoint": "http://key@a:1"}}, "traces.endpoint"),
+        ({"traces": {"endpoint": "grpc://a:4317"}}, "traces.endpoint"),
+        ({"traces": {"endpoint": "http://a/"}}, "traces.endpoint"),
+        ({"traces": {"endpoint": "https://a/otlp", "sample": 1.5}}, "traces.sample"),
         ({"key_hash": []}, ""),
     ],
 )

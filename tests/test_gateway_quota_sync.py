@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import cast
 
 import pytest
-from store_rig import Store, postgres
+from store_rig import Store, postgres, writer_of
 
 from penstock.errors import PenstockError
 from penstock.gateway.accounting import quota_sync
@@ -191,7 +191,7 @@ def test_two_ledgers_sync_totals_by_their_store(place: str) -> None:
     first, second = (Quota("k", Limits(rpm=60, concurrency=1000), totals, time.monotonic()) for totals in everybodys)
     for ledger in (*ledgers, *ledgers):
         ledger._turn()
-        assert not ledger.is_failing
+        assert not writer_of(ledger).is_failing
     now = time.monotonic()
     assert sum(first.take(now, 0) is None for _ in range(70)) in (60, 61)
     for ledger in ledgers:
@@ -222,7 +222,7 @@ def test_ledger_finds_a_postgres_that_went_away_again(postgres: str) -> None:
     failures = []
     for _ in range(2):
         ledger._turn()
-        failures.append(ledger.is_failing)
+        failures.append(writer_of(ledger).is_failing)
     assert failures == [True, False]
     ledger.close()
     store.close()

@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from gateway_processes import Workers, until, workers
-from store_rig import Store
+from store_rig import Store, writer_of
 
 from penstock.gateway.accounting.entry import Accounting
 from penstock.gateway.accounting.key_store import Limits
@@ -101,7 +101,8 @@ def test_counts_of_a_worker_that_ended_stay_and_its_waiting_requests_do_not() ->
 def test_a_store_that_fails_for_one_worker_is_not_up(tmp_path: Path) -> None:
     first, second = (Worker(str(tmp_path / "store.sqlite")) for _ in range(2))
     assert second.accounting.ledger is not None
-    second.accounting.ledger.is_failing, second.accounting.ledger.n_failures = True, 3
+    store = writer_of(second.accounting.ledger)
+    store.is_failing, store.n_failures = True, 3
     report = samples(add([first.report(), second.report()]))
     assert (report["penstock_store_up"], report["penstock_store_failures_total"]) == (0, 3)
     for worker in (first, second):

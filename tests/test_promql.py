@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.observe.promql import names_in, unknown_names
+from penstock.observe.promql import names_in, unknown_names, with_matchers
 
 
 @pytest.mark.parametrize(
@@ -35,3 +35,12 @@ def test_a_name_that_nobody_writes_is_found() -> None:
         "penstock_request_seconds",
     }
     assert not unknown_names("deployment:bad:ratio5m", recorded=frozenset({"deployment:bad:ratio5m"}))
+
+
+def test_matchers_join_those_that_are_there() -> None:
+    expr = 'rate(a{x="1"}[5m]) / b{ } - c + ab unless a:b'
+    added = with_matchers(expr, lambda name: [] if name == "c" else [f'of="{name}"', 'd="2"'])
+    assert added == (
+        'rate(a{of="a", d="2", x="1"}[5m]) / b{of="b", d="2"} - c + ab{of="ab", d="2"} unless a:b{of="a:b", d="2"}'
+    )
+    assert names_in(added) == names_in(expr)

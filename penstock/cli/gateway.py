@@ -18,7 +18,7 @@ from penstock.errors import UserError
 if TYPE_CHECKING:
     from penstock.gateway.config import GatewayConfig, ServedModel
     from penstock.gateway.service import Sockets
-    from penstock.spec.gateway import Upstream
+    from penstock.spec.gateway import Traces, Upstream
 
 _amount = arguments.whole(1, 10**12)
 _POLICIES = ("least-load", "prefix", "round-robin", "sticky")
@@ -45,6 +45,12 @@ def _pair(text: str) -> tuple[str, str]:
     if not (equals and model and url) or not model.isprintable():
         raise arguments.refusal(text, "MODEL=URL, like qwen=http://127.0.0.1:9100")
     return model, url
+
+
+def _traces(text: str) -> Traces:
+    from penstock.spec.gateway import Traces
+
+    return Traces(text)
 
 
 def _days(text: str) -> int | None:
@@ -76,6 +82,9 @@ def register(sub: argparse.ArgumentParser) -> None:
     add("--path-prefix", metavar="/PATH", help="serve every route below this path too")
     add("--tls-cert", metavar="FILE", help="certificate chain, PEM: clients speak TLS")
     add("--tls-key", metavar="FILE", help="its key, PEM, without a passphrase")
+    add("--access-log", metavar="FILE|stderr", help="one JSON line a request, without prompts and keys")
+    text = "send a span of each request to an OpenTelemetry collector, like http://127.0.0.1:4318"
+    add("--traces", type=_traces, metavar="URL", help=text)
     add("--admin", metavar="ADDRESS", help="admin address: HOST:PORT or unix:/path (needs its token)")
     add("--admin-token-file", metavar="FILE", help="the token of admin calls and /metrics; a file of mode 600")
     text = "a request's wait for an engine"
@@ -139,6 +148,7 @@ def admin_folder() -> Iterator[Path]:
 def make_config(options: argparse.Namespace, folder: Path) -> GatewayConfig:
     """The checked config. Raises UserError. `folder` holds the admin socket when no admin address is given."""
     from penstock.gateway.config import GatewayConfig, check, is_local_address, parse_address
+    from penstock.observe import names
     from penstock.spec.gateway import Limits, QueueBounds
 
     if options.auth == "none" and parse_address(options.listen) and not is_local_address(options.listen):
@@ -174,6 +184,8 @@ def make_config(options: argparse.Namespace, folder: Path) -> GatewayConfig:
         "queue": QueueBounds(**bounds["queue"]),
         "allowed_origins": tuple(options.allowed_origins),
         "engine_routes": tuple(options.engine_routes),
+        "engine_families": names.prefixes(),
+        "renamed": {rename.old: rename.name for rename in names.renames()},
     }
     config = GatewayConfig(**settings)
     check(config, "these arguments of `penstock gateway`")

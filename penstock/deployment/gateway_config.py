@@ -7,10 +7,11 @@ from pathlib import Path
 import msgspec
 
 from penstock.gateway.config import GatewayConfig, ServedModel, Slo
+from penstock.observe import names as metrics
 from penstock.planner import Plan
 from penstock.run_folder import Run
 from penstock.spec.deployment import Deployment, store_file
-from penstock.spec.gateway import GatewaySettings
+from penstock.spec.gateway import STDERR, GatewaySettings
 
 
 class Addresses(msgspec.Struct, frozen=True):
@@ -27,6 +28,7 @@ def make(run: Run, deployment: Deployment, plan: Plan, addresses: Addresses, eng
         "store": str(run.store_file if spec.store is None else store_file(spec.store) or spec.store),
         "tls_cert": _whole_path(spec.tls_cert),
         "tls_key": _whole_path(spec.tls_key),
+        "access_log": spec.access_log if spec.access_log == STDERR else _whole_path(spec.access_log),
         "upstreams": tuple(
             msgspec.structs.replace(upstream, key_file=_whole_path(upstream.key_file)) for upstream in spec.upstreams
         ),
@@ -43,6 +45,8 @@ def make(run: Run, deployment: Deployment, plan: Plan, addresses: Addresses, eng
         deployment=deployment.name,
         slo=Slo(deployment.workload.ttft_ms, deployment.workload.tpot_ms),
         gpu_hour_usd=deployment.hardware.price_per_gpu_hour,
+        engine_families=metrics.prefixes(),
+        renamed={rename.old: rename.name for rename in metrics.renames()},
         gpus_per_replica=plan.layout.n_ranks if plan.device == "cuda" else 0,
     )
 

@@ -181,7 +181,7 @@ def key_facts(key: ApiKey, secret: str | None = None) -> dict[str, Any]:
 
 def _call_store(request: Request, client: ClientConnection, ledger: Ledger | None) -> Answer | None:
     """Answers when the store has. Raises msgspec.DecodeError and UserError."""
-    if ledger is None:
+    if ledger is None or ledger.store is None:
         return error_answer(409, "this gateway has no store: its keys are those of its config", "no_store")
     job = _job(request)
 

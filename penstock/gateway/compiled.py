@@ -30,6 +30,7 @@ MODULES = (
     *("penstock.bench.load.kernel_timestamps", "penstock.bench.load.connections", "penstock.wire.http1"),
     *("penstock.gateway.context", "penstock.gateway.metrics", "penstock.gateway.forwarding", "penstock.gateway.public"),
     *("penstock.gateway.request", "penstock.gateway.retries", "penstock.gateway.streams"),
+    *("penstock.gateway.slow_requests", "penstock.gateway.trace_context"),
     *("penstock.gateway.accounting.keys", "penstock.gateway.accounting.entry", "penstock.gateway.accounting.quota"),
     "penstock.gateway.accounting.running_totals",
     "penstock.gateway.accounting.token_usage",

@@ -10,6 +10,8 @@ from penstock.gateway.metrics import Counters
 from penstock.gateway.retries import Retries
 from penstock.gateway.routing.queue import WaitingQueue
 from penstock.gateway.routing.replicas import Replica, ReplicaTable, ResponseOwners
+from penstock.gateway.slow_requests import SlowRequests
+from penstock.gateway.trace_context import TRACEPARENT, Tracer
 from penstock.wire.http1 import HOP_BY_HOP
 
 # The gateway's own replace the client's: the body is whole, and the engine is another host.
@@ -47,11 +49,19 @@ class GatewayContext:
         self.hold_s = hold_s
         self.needs_key = needs_key
         self.allowed_origins = frozenset([origin.encode() for origin in allowed_origins])
+        self.tracer: Tracer | None = None
         self.dropped = _DROPPED | _KEYS if hides_key else _DROPPED
         self.dropped_plain = self.dropped | {b"accept-encoding"}
         self.retries = Retries(replicas, counters)
         self.response_owners = ResponseOwners()
         self.under_way: set[UnderWay] = set()
+        self.slow = SlowRequests()
+
+    def trace(self, tracer: Tracer) -> None:
+        """From now on every request belongs to a trace, and its engine gets our traceparent."""
+        self.tracer = tracer
+        self.dropped |= {TRACEPARENT}
+        self.dropped_plain |= {TRACEPARENT}
 
     def end(self, replica: Replica) -> None:
         """Ends a request on this replica: the next one that waits may have its place."""

@@ -8,9 +8,11 @@ import time
 from operator import sub
 from typing import Final
 
-from penstock.gateway.accounting.entry import Entry
+from penstock.gateway.accounting.entry import OUTCOMES, Entry
+from penstock.gateway.accounting.exchange import Exchange
 from penstock.gateway.accounting.keys import credential
 from penstock.gateway.accounting.token_usage import is_token_chunk
+from penstock.gateway.body_fields import Usage
 from penstock.gateway.config import Address, host_header
 from penstock.gateway.connections.client import ClientConnection
 from penstock.gateway.connections.engine import OWN_ERRORS, UpstreamConnection, UpstreamError
@@ -22,7 +24,9 @@ from penstock.gateway.responses import error_answer, http_date, own_headers
 from penstock.gateway.retries import FAILED_STATUSES, MAX_FAILURE_BYTES, Loss, read_input_error, why_not_again
 from penstock.gateway.routing.queue import QueueEntry
 from penstock.gateway.routing.replicas import NO_HINTS, RETRY_AFTER_S, Replica, RoutingHints, find_response_id
+from penstock.gateway.slow_requests import slow_request
 from penstock.gateway.streams import Ending, is_event_stream, read_chunks, to_event
+from penstock.gateway.trace_context import TRACESTATE, TraceContext
 from penstock.wire.http1 import HOP_BY_HOP, LAST_CHUNK, STATUS_LINE, Headers, ResponseHead, write_chunk
 
 # Comments to the client of a stream that waits: the first, and then every so often. Proxies give up on silence.
@@ -35,6 +39,7 @@ SILENT_S = 30.0
 # An answer to a client whose stream has begun becomes one event of at most this.
 MAX_COLLECTED_BYTES: Final = 64 * 1024
 
+_NO_USAGE: Final = Usage(0, 0, 0)
 _DROPPED_OF_RESPONSE: Final = HOP_BY_HOP | OWN_HEADERS | {b"server-timing"}
 
 log = logging.getLogger(__name__)
@@ -49,6 +54,8 @@ class Forwarding:
     _entry: Entry | None = None
     # Time that is not the gateway's own: waiting for a replica, and with one that lost the request.
     _waited_s = 0.0
+    _hold_s = 0.0  # the former alone
+    _held_at: float | None = None  # since when it waits for a replica now
     _own_s = 0.0
     _sent_at = 0.0
     _last_at = 0.0  # of the last bytes, or of sending
@@ -61,6 +68,7 @@ class Forwarding:
     _connection: UpstreamConnection | None = None
     _response: ResponseHead | None = None
     _series: Series | None = None
+    _trace: TraceContext | None = None
     _ending: Ending | None = None
     _collected: bytearray | None = None
     _task: asyncio.Task[None] | None = None
@@ -95,6 +103,8 @@ class Forwarding:
         self._client.work = self
         context.counters.n_requests += 1
         context.under_way.add(self)
+        if context.tracer is not None:
+            self._trace = context.tracer.begin(self._request_head)
         try:
             refusal = entry.start() if entry is not None else None
             if refusal is not None:
@@ -173,6 +183,7 @@ class Forwarding:
             )
             return False
         comment_at = began_at + QUIET_S if facts.streams else deadline
+        self._held_at = began_at
         try:
             while True:
                 now = time.monotonic()
@@ -190,6 +201,8 @@ class Forwarding:
         finally:
             hold_s = time.monotonic() - began_at
             self._waited_s += hold_s
+            self._hold_s += hold_s
+            self._held_at = None
             context.counters.note_hold(self._model, hold_s)
             self._leave_queue()
 
@@ -242,11 +255,15 @@ class Forwarding:
         connection.send(wire, self)
 
     def _write_request(self, connection: UpstreamConnection) -> bytes:
-        head, entry, body = self._request_head, self._entry, self._body
+        head, entry, body, trace = self._request_head, self._entry, self._body, self._trace
         # What the gateway may have to add to a stream of its own must not be compressed.
         is_plain = self._is_held_open or (entry is not None and entry.strips_usage)
         dropped = self._context.dropped_plain if is_plain else self._context.dropped
         length = b"content-length: %d\r\n" % len(body) if body or head.method == b"POST" else b""
+        if trace is not None:
+            length += trace.line
+            if trace.is_ours and head.get(TRACESTATE) is not None:
+                dropped |= {TRACESTATE}  # it belongs to a traceparent that did not come, or was not valid
         return b"%s %s HTTP/1.1\r\n%s%sx-request-id: %s\r\n%s\r\n%s" % (
             *(b"GET" if head.method == b"HEAD" else head.method, head.target, connection.origin_lines),
             *(head.keep(dropped), self._request_id, length, body),
@@ -508,12 +525,24 @@ class Forwarding:
         self._has_ended = True
         self._note_tokens()
         context, entry = self._context, self._entry
-        n_output = 0
+        name, usage = self._replica.name if self._replica is not None else "", _NO_USAGE
+        exchange, trace = None, self._trace
+        ended_at = self._last_at if outcome == "complete" else time.monotonic()
+        is_slow = ended_at - self._received_at > context.slow.least_s
+        if is_slow or (entry is not None and (entry.logs_all or (trace is not None and trace.is_sampled))):
+            hold_s = self._hold_s if self._held_at is None else self._hold_s + ended_at - self._held_at
+            exchange = Exchange(
+                *(self._request_head, self._facts, outcome, self._client.address, self._streams, hold_s),
+                *(self._own_s, self._sent_at, self._first_at, self._last_at, trace),
+            )
         if entry is not None:
             self._entry = None
-            n_output = entry.end(outcome, self._replica.name if self._replica is not None else "")
+            usage = entry.end(outcome, name, exchange)
         if self._streams and self._has_first:
-            self._note_output(n_output)
+            self._note_output(usage.output_tokens)
+        if is_slow and exchange is not None:
+            status = self._response.status if self._response is not None else OUTCOMES[outcome][1]
+            context.slow.add(slow_request(exchange, (self._model, name, status), usage, ended_at), ended_at)
         context.under_way.discard(self)
         context.counters.outcomes[self._model, outcome] += 1
         if self._timer is not None:

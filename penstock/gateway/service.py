@@ -30,6 +30,7 @@ from penstock.gateway.connections.listener import (
     raise_file_limit,
 )
 from penstock.gateway.context import GatewayContext
+from penstock.gateway.engine_metrics import EngineMetrics
 from penstock.gateway.live.news import NewsBoard
 from penstock.gateway.live.stream import LiveFeed
 from penstock.gateway.metrics import Counters
@@ -38,6 +39,7 @@ from penstock.gateway.public import Public
 from penstock.gateway.routing.queue import WaitingQueue
 from penstock.gateway.routing.replicas import ReplicaTable
 from penstock.gateway.routing.static_upstreams import LapsedProbes, StaticUpstreams
+from penstock.gateway.trace_context import Tracer
 from penstock.gateway.workers.link import ParentLink, WorkerSlot
 from penstock.gateway.workers.reports import Reporter
 from penstock.wire.announcement import engine_key
@@ -111,16 +113,20 @@ class Gateway:
             hides_key=hides_key,
             allowed_origins=config.allowed_origins,
         )
+        if config.traces is not None:
+            self._context.trace(Tracer(config.traces.sample, os.urandom))
         self._static_upstreams = StaticUpstreams(config.upstreams, replicas, self._context.queue, self._context.pool)
         self._lapsed_probes = LapsedProbes(replicas, self._context.pool)
-        if self.accounting.ledger is not None and (slot is None or slot.index == 0):
-            self.accounting.ledger.keep_days = config.ledger_days
+        store = self.accounting.ledger.store if self.accounting.ledger is not None else None
+        if store is not None and (slot is None or slot.index == 0):
+            store.keep_days = config.ledger_days
         before = slot.before if slot else None
         self._reporter = Reporter(self._context, self.accounting, NewsBoard(config), before)
         self._live = LiveFeed(config, self._reporter)
         # Without an admin address of its own nobody may call: a token that nobody knows.
         token = token or secrets.token_hex(16)
-        monitoring = Monitoring(self.accounting, self._reporter, self._live, token)
+        self._engine_metrics = EngineMetrics(config, replicas, pool)
+        monitoring = Monitoring(self.accounting, self._reporter, self._engine_metrics, self._live, token)
         self._api = AdminApi(self._context, self.accounting, self._reporter, monitoring, token)
         if slot is not None:
             for path, body in slot.calls:
@@ -166,6 +172,7 @@ class Gateway:
         await self.admin.drain(0.0)
         self._static_upstreams.stop()
         self._lapsed_probes.stop()
+        self._engine_metrics.stop()
         if self._lease_timer is not None:
             self._lease_timer.cancel()
         self._context.pool.close()

@@ -27,11 +27,13 @@ _BODY, _SAMPLES, _LABELS, _LABEL_CHARS = "64MB", 500_000, 64, 4096
 
 
 class Source(msgspec.Struct, frozen=True):
-    """How Prometheus reaches the gateway. `is_checked`: its certificate is verified; `ca_file` is what by."""
+    """How Prometheus reaches the gateway. `is_checked`: its certificate is verified; `ca_file` is what by. `prefix`: of
+    its paths."""
 
     scheme: str = "http"
     ca_file: str | None = None
     is_checked: bool = True
+    prefix: str = ""
 
 
 def config(deployment: Deployment, folder: Path, source: Source) -> str:
@@ -55,7 +57,7 @@ def config(deployment: Deployment, folder: Path, source: Source) -> str:
 def _job(name: str, path: str, folder: Path, source: Source) -> dict[str, Any]:
     job: dict[str, Any] = {
         "job_name": name,
-        "metrics_path": path,
+        "metrics_path": source.prefix + path,
         "honor_labels": True,  # series name the replica and the deployment that they are of
         "authorization": {"credentials_file": str(folder / SCRAPE_KEY)},
         "scheme": source.scheme,

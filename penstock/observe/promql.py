@@ -6,6 +6,8 @@ Grammar: https://prometheus.io/docs/prometheus/latest/querying/basics/
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from functools import partial
 
 from penstock.observe.names import samples
 
@@ -61,3 +63,21 @@ def unknown_names(expr: str, recorded: frozenset[str] = frozenset()) -> set[str]
 
 def is_known(name: str) -> bool:
     return name in SYNTHETIC or name in DCGM or name in samples()
+
+
+def with_matchers(expr: str, matchers: Callable[[str], list[str]]) -> str:
+    """`expr` with further label matchers on each series; `matchers` gives those of a name, as `replica=~"$replica"`.
+
+    The names may not be words of the expression's labels or strings too.
+    """
+    for name in names_in(expr):
+        added = ", ".join(matchers(name))
+        if added:
+            named = re.compile(rf"(?<![\w:]){name}(?![\w:])(?:\{{(\s*\}})?)?")
+            expr = named.sub(partial(_with, name, added), expr)
+    return expr
+
+
+def _with(name: str, added: str, match: re.Match[str]) -> str:
+    has_others = match[0].endswith("{")
+    return f"{name}{{{added}{', ' if has_others else '}'}"

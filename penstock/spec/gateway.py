@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Iterator
 from typing import Literal
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -16,6 +17,7 @@ from penstock.text import GIB, KIB, MIB
 PolicyName = Literal["least-load", "prefix", "sticky", "round-robin"]
 
 MAX_WORKERS = 64
+STDERR = "stderr"  # as the place of the access log
 
 # RFC 6454: a scheme and a host, perhaps a port. https://www.rfc-editor.org/rfc/rfc6454#section-6.2
 _ORIGIN = re.compile(r"https?://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:\d{1,5})?\Z")
@@ -122,6 +124,7 @@ def setting_problems(settings: GatewaySettings, needs_key: bool) -> Iterator[Pro
         if not _PATH_PREFIX.match(route):
             yield Problem(f"engine_routes[{index}]", f'"{route}" is not a path', "example: /v1/load_lora_adapter")
     yield from _bound_problems(settings)
+    yield from _log_problems(settings)
     for index, origin in enumerate(settings.allowed_origins):
         if origin == "*" and not needs_key:
             hint = "name the origins, or set auth: keys"
@@ -134,6 +137,28 @@ def setting_problems(settings: GatewaySettings, needs_key: bool) -> Iterator[Pro
         if upstream.key_env is not None and not _VARIABLE.match(upstream.key_env):
             hint = "it names a variable; the key itself does not belong into the file"
             yield Problem(f"upstreams[{index}].key_env", "is not the name of an environment variable", hint)
+
+
+def _log_problems(settings: GatewaySettings) -> Iterator[Problem]:
+    if settings.access_log is not None and not settings.access_log.strip():
+        yield Problem("access_log", "is empty", f"a file, or {STDERR}")
+    if settings.traces is None:
+        return
+    if not _is_endpoint(settings.traces.endpoint):
+        hint = "the address of OTLP over HTTP, without /v1/traces: http://127.0.0.1:4318"
+        yield Problem("traces.endpoint", f'"{settings.traces.endpoint}" is not http://HOST:PORT', hint)
+    if not 0 <= settings.traces.sample <= 1:
+        yield Problem("traces.sample", f"{settings.traces.sample:g} is not from 0 to 1")
+
+
+def _is_endpoint(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        has_port = parts.port is None or parts.port > 0
+    except ValueError:
+        return False
+    is_plain = not (parts.query or parts.fragment or "@" in parts.netloc or parts.path.endswith("/"))
+    return parts.scheme in ("http", "https") and bool(parts.hostname) and has_port and is_plain
 
 
 def _bound_problems(settings: GatewaySettings) -> Iterator[Problem]:

@@ -15,6 +15,7 @@ from penstock.wire.announcement import MachineReading, Progress
 
 HISTORY_S = 3600.0
 PERIOD_S = 5.0  # between two rows of the history
+N_SLOW = 20  # slow requests in one snapshot
 
 
 class Event(msgspec.Struct, frozen=True, omit_defaults=True):

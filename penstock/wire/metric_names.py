@@ -40,6 +40,10 @@ METRICS: dict[str, Metric] = {
     "retries_total": Metric("counter", "Requests sent to an engine again.", _MODEL),
     "ejections_total": Metric("counter", "Replicas left out after failures.", ("replica",)),
     "connect_failures_total": Metric("counter", "Connections an engine refused."),
+    "engine_scrape_up": Metric(
+        "gauge", "Whether the engine's page is in /metrics/engines.", ("replica",), joined="each"
+    ),
+    "engine_scrape_seconds": Metric("gauge", "How long that page took.", ("replica",), "seconds", joined="each"),
     # Keys, quotas and the ledger.
     "unknown_keys_total": Metric("counter", "Requests without a valid key."),
     "quota_refusals_total": Metric("counter", "Requests over a limit of their key.", ("limit",)),
@@ -51,6 +55,8 @@ METRICS: dict[str, Metric] = {
     "ledger_rows_lost_total": Metric("counter", "Rows that found the queue full, or can never be stored."),
     "store_failures_total": Metric("counter", "Turns of the store that failed."),
     "store_up": Metric("gauge", "Whether the store's last turn worked.", joined="least"),
+    "access_log_lost_total": Metric("counter", "Requests that are missing in the access log."),
+    "spans_lost_total": Metric("counter", "Spans that the collector did not take."),
     # Time.
     "gateway_own_seconds": Metric("histogram", "Time in the gateway before an engine had it.", (), "seconds"),
     "time_to_first_byte_seconds": Metric(

@@ -18,14 +18,15 @@ from urllib.parse import urlsplit
 import msgspec
 
 from penstock import processes
+from penstock.deployment.metrics import write_grafana, write_settings
 from penstock.deployment.observe import last_words
 from penstock.errors import PenstockError
 from penstock.hardware import network
-from penstock.observe import prometheus, rules
+from penstock.observe import prometheus
 from penstock.paths import write_atomically
 from penstock.processes import Backoff
 from penstock.run_folder import Part, Run
-from penstock.wire.announcement import MachineReading, Process, engine_key, scrape_key
+from penstock.wire.announcement import MachineReading, Process
 from penstock.wire.client import Client
 
 ROLE = "prometheus"
@@ -124,6 +125,8 @@ class PrometheusChild:
         )
         self._answered_at = now
         self._run.add_event("prometheus started", self.part.url or "")
+        if observe.grafana:
+            write_grafana(self._run.path / "grafana", self.part.url or "")
 
     def _start(self, argv: list[str]) -> Process:
         marks = processes.marks(str(self._run.path), self._run.record().id, ROLE)
@@ -160,15 +163,6 @@ class PrometheusChild:
             msgspec.structs.replace(machine, host="127.0.0.1") if machine.host == own else machine
             for machine in machines
         ]
-
-
-def write_settings(run: Run, folder: Path, source: prometheus.Source) -> None:
-    """The configuration, the rules and the scrape key of a run, for a Prometheus that finds them in that folder."""
-    deployment = run.deployment()
-    key = scrape_key(engine_key(run.admin_token()))
-    write_atomically(folder / prometheus.SCRAPE_KEY, key.encode(), mode=0o600)
-    write_atomically(folder / prometheus.RULES, rules.to_yaml(rules.groups(deployment)).encode())
-    write_atomically(folder / prometheus.CONFIG, prometheus.config(deployment, folder, source).encode())
 
 
 def _write_changed(path: Path, text: str) -> None:

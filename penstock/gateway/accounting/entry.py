@@ -12,10 +12,13 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Final
 
+from penstock.gateway.accounting import request_log
+from penstock.gateway.accounting.exchange import Exchange
 from penstock.gateway.accounting.keys import KeyHolder, Keyring, credential
-from penstock.gateway.accounting.ledger import Ledger, News
+from penstock.gateway.accounting.ledger import Ledger
 from penstock.gateway.accounting.quota import Quota, Refusal
 from penstock.gateway.accounting.running_totals import new_totals
+from penstock.gateway.accounting.store_writer import News, StoreWriter
 from penstock.gateway.accounting.token_usage import MAX_TOKENS, BodyWatch, StreamStrip, StreamWatch, ask_for_usage
 from penstock.gateway.accounting.usage_store import Row, State
 from penstock.gateway.body_fields import Usage
@@ -41,7 +44,7 @@ BYTES_PER_TOKEN = 4.0  # of a request's body, until a model's own replies tell b
 PROMPT_TOKENS_MAX = 131_072
 _LEARNING, _LEARN_FROM_TOKENS = 0.05, 32
 # State, and status where none was sent; 499 is nginx's for a client that left before its answer.
-_OUTCOMES: Final[dict[str, tuple[State, int]]] = {
+OUTCOMES: Final[dict[str, tuple[State, int]]] = {
     "complete": ("complete", 0),
     "client_gone": ("client-cancelled", 499),
     "broken": ("engine-failed", 502),
@@ -85,15 +88,18 @@ class Accounting:
 
     def __init__(self, config: GatewayConfig) -> None:
         self.running_totals = new_totals()
-        self.ledger = Ledger(config.store, self.running_totals) if config.store else None
+        log = request_log.of_config(config)
+        has_ledger = config.store is not None or log is not None
+        self.ledger = Ledger(config.store, self.running_totals, log) if has_ledger else None
+        self.logs_all = config.access_log is not None
         self.keyring = Keyring(config.key_hashes, self.running_totals)
         self.n_unknown_keys = 0
         self.refusals: Counter[str] = Counter()  # by limit
         self._prices = config.prices
         self._accounts: dict[str, Account] = {}
         self._submitted_usd: dict[str, float] = {}
-        if self.ledger is not None:
-            self._on_news(self.ledger.first_news)
+        if self.ledger is not None and self.ledger.store is not None:
+            self._on_news(self.ledger.store.first_news)
 
     def start(self) -> None:
         if self.ledger is not None:
@@ -162,10 +168,8 @@ class Accounting:
             *families,
             ("tokens_total", tokens),
             ("ledger_requests_total", rows),
-            ("ledger_rows_waiting", {(): ledger.n_waiting}),
-            ("ledger_rows_lost_total", {(): ledger.n_lost}),
-            ("store_failures_total", {(): ledger.n_failures}),
-            ("store_up", {(): int(not ledger.is_failing)}),
+            *_store_families(ledger.store),
+            *(ledger.request_log.families() if ledger.request_log is not None else ()),
         ]
 
     def _on_news(self, news: News) -> None:
@@ -258,8 +262,15 @@ class Entry:
         has_mark = _GENERATING.get(self._facts.path, _NOTHING)[1] is not None
         return watch.n_events + (0 if has_mark else self._n_token_chunks)
 
-    def end(self, outcome: str, replica: str) -> int:
-        """Writes one row; returns the number of output tokens. `outcome` is that of `forwarding`."""
+    @property
+    def logs_all(self) -> bool:
+        """Whether the request log needs an `exchange`, also of a request that no trace samples."""
+        return self._accounting.logs_all
+
+    def end(self, outcome: str, replica: str, exchange: Exchange | None = None) -> Usage:
+        """Writes one row; returns what was counted. `outcome` is that of `forwarding`; `exchange`: for the log."""
+        if exchange is not None and self._holder is not None:
+            exchange.key = self._holder.name
         accounting, facts, watch, holder = self._accounting, self._facts, self._watch, self._holder
         account = accounting.account(self._model)
         usage, is_estimate = watch.usage() if watch is not None else None, 0
@@ -283,7 +294,7 @@ class Entry:
         account.n_output += n_output
         ledger = accounting.ledger
         if ledger is None:
-            return n_output
+            return usage
         cost_usd = None if price is None else price.cost_usd(n_prompt, n_cached, n_output)
         key_id = holder.id if holder is not None else ""
         ledger.add(
@@ -300,14 +311,15 @@ class Entry:
                 None if self._first_at is None else (self._first_at - facts.received_at) * 1000,
                 (time.monotonic() - facts.received_at) * 1000,
                 state,
-                self._status or _OUTCOMES[outcome][1],
+                self._status or OUTCOMES[outcome][1],
                 cost_usd,
                 str(facts.request_id, "latin-1"),
-            )
+            ),
+            exchange,
         )
         if cost_usd:
             accounting.charge(key_id, cost_usd, quota)
-        return n_output
+        return usage
 
     def refuse(self, status: int) -> None:
         """The gateway answers with this status itself, and forwards nothing."""
@@ -320,7 +332,7 @@ class Entry:
                 return "engine-failed"
             if self._status >= 400:
                 return "refused"
-        return _OUTCOMES[outcome][0]
+        return OUTCOMES[outcome][0]
 
     def _estimate(self, watch: Watch, account: Account, outcome: str) -> Usage:
         n_without_token = self._facts.n_choices if self._facts.path == _CHAT else 0
@@ -335,6 +347,17 @@ class Entry:
         if facts.path in _GENERATING:
             n_tokens += (facts.output_tokens_max or OUTPUT_TOKENS) * facts.n_choices
         return min(n_tokens, MAX_TOKENS)
+
+
+def _store_families(store: StoreWriter | None) -> list[Family]:
+    if store is None:
+        return []
+    return [
+        ("ledger_rows_waiting", {(): store.n_waiting}),
+        ("ledger_rows_lost_total", {(): store.n_lost}),
+        ("store_failures_total", {(): store.n_failures}),
+        ("store_up", {(): int(not store.is_failing)}),
+    ]
 
 
 def _until_next_month_s(now: float) -> float:

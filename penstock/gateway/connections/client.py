@@ -125,6 +125,8 @@ class ClientConnection(asyncio.Protocol):
         self.request_id = b""
         self.is_gone = False
 
+    _address: str | None = None
+
     # The transport's side.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -177,6 +179,14 @@ class ClientConnection(asyncio.Protocol):
     def keeps_alive(self) -> bool:
         """Whether the connection may serve another request after this one."""
         return self._head is not None and self._head.keeps_alive and not self._listener.is_draining
+
+    @property
+    def address(self) -> str:
+        """Where the client connects from; empty for a Unix socket."""
+        if self._address is None:
+            peer = self._transport.get_extra_info("peername")
+            self._address = str(peer[0]) if isinstance(peer, tuple) else ""
+        return self._address
 
     def read_from(self, source: Source | None) -> None:
         """Pauses `source` while this client reads slower than the response comes."""

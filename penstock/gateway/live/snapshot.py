@@ -95,6 +95,7 @@ def make_snapshot(moment: Moment, history: LiveHistory, config: GatewayConfig) -
             round(kept.n_ttft_kept / kept.n_ttft, 5) if kept.n_ttft else None,
             round(kept.n_tpot_kept / kept.n_tpot, 5) if kept.n_tpot else None,
         ),
+        slow=moment.report.slow,
         events=news.events if news is not None else (),
     )
 

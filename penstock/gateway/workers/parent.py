@@ -25,6 +25,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
+from penstock.gateway.accounting.access_log import AccessLog
 from penstock.gateway.accounting.store import connect
 from penstock.gateway.config import GatewayConfig
 from penstock.gateway.connections.shared_server import Share
@@ -68,6 +69,8 @@ def serve(
         # Before the address is known: a worker that cannot open the store would be restarted for ever. Workers make
         # their own connections, which must not cross the fork.
         connect(config.store).close()
+    if config.access_log is not None:
+        AccessLog(config.access_log).close()
     if on_bound is not None:
         on_bound(sockets)
     if config.workers == 1:

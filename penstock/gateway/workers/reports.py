@@ -20,8 +20,10 @@ from penstock.gateway.context import GatewayContext
 from penstock.gateway.live.news import NewsBoard
 from penstock.gateway.metrics import Distribution, Family
 from penstock.gateway.responses import Answer
+from penstock.gateway.slow_requests import worst_of
 from penstock.gateway.workers.link import ParentLink
 from penstock.wire.announcement import GatewayView
+from penstock.wire.live import N_SLOW, SlowRequest
 from penstock.wire.metric_names import METRICS
 
 
@@ -34,6 +36,7 @@ class WorkerReport(msgspec.Struct, frozen=True, array_like=True):
     in_flight_total: int = 0
     n_waiting: int = 0
     in_flight: dict[str, int] = {}
+    slow: tuple[SlowRequest, ...] = ()
 
 
 _decode = msgspec.msgpack.Decoder(WorkerReport).decode
@@ -109,6 +112,7 @@ class Reporter:
             view.in_flight_total,
             view.waiting,
             {row.announcement.replica: row.in_flight for row in view.replicas},
+            tuple(context.slow.worst(now, N_SLOW)),
         )
         return add([report, *self._before]) if self._before else report
 
@@ -122,7 +126,7 @@ def ended(content: bytes) -> WorkerReport:
     report = _decode(content)
     rows = ((family, METRICS[family[0]]) for family in report.families)
     counters = [family for family, metric in rows if metric.kind == "counter" and metric.joined == "sum"]
-    return WorkerReport(counters, report.distributions, report.n_requests)
+    return WorkerReport(counters, report.distributions, report.n_requests, slow=report.slow)
 
 
 def add(parts: Sequence[WorkerReport]) -> WorkerReport:
@@ -134,4 +138,5 @@ def add(parts: Sequence[WorkerReport]) -> WorkerReport:
         sum(part.in_flight_total for part in parts),
         sum(part.n_waiting for part in parts),
         dict(in_flight),
+        tuple(worst_of([request for part in parts for request in part.slow], N_SLOW)),
     )

@@ -1,0 +1,188 @@
+"""The access log: one JSON line a request, in a file that several workers append to, or on stderr."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from penstock.errors import UserError
+from penstock.gateway.accounting.exchange import Exchange, Record, text
+from penstock.spec.gateway import STDERR
+from penstock.text import MIB
+
+ROTATE_BYTES: Final = 64 * MIB
+MAX_KEPT: Final = 5  # older files, NAME.1 the newest
+_STDERR_FD: Final = 2
+
+log = logging.getLogger(__name__)
+
+
+class Line(msgspec.Struct, gc=False):
+    """A request. Milliseconds; `itl_mean_ms`: mean time between tokens of a stream. Prompts, answers and keys are never
+    in it: `key` is the key's name."""
+
+    time: str
+    request_id: str
+    trace_id: str | None
+    key: str
+    model: str
+    replica: str
+    method: str
+    path: str
+    status: int
+    outcome: str
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    hold_ms: float
+    ttft_ms: float | None
+    itl_mean_ms: float | None
+    duration_ms: float
+    own_ms: float
+    user_agent: str
+    client: str
+
+
+_encode = msgspec.json.Encoder().encode
+
+
+def write_line(record: Record, second: str, milliseconds: int) -> bytes:
+    """The line of a request that came at `second`. Control characters of a client are escaped."""
+    row, exchange = record
+    stream_s = exchange.last_at - exchange.first_at
+    gap_ms = stream_s / (row.output_tokens - 1) * 1000 if exchange.streams and row.output_tokens > 1 else None
+    line = Line(
+        f"{second}.{milliseconds:03d}Z",
+        row.request_id,
+        exchange.trace.trace_id.decode() if exchange.trace is not None else None,
+        exchange.key,
+        row.model,
+        row.replica,
+        text(exchange.head.method),
+        text(exchange.head.path),
+        row.status,
+        exchange.outcome,
+        row.prompt_tokens,
+        row.cached_tokens,
+        row.output_tokens,
+        round(exchange.hold_s * 1000, 3),
+        _ttft_ms(exchange),
+        gap_ms and round(gap_ms, 3),
+        round(row.duration_ms, 3),
+        round(exchange.own_s * 1000, 3),
+        text(exchange.head.get(b"user-agent") or b""),
+        exchange.client,
+    )
+    return _encode(line) + b"\n"
+
+
+def _ttft_ms(exchange: Exchange) -> float | None:
+    if not exchange.streams or not exchange.first_at:
+        return None
+    return round((exchange.first_at - exchange.facts.received_at) * 1000, 3)
+
+
+def write_lines(records: Sequence[Record]) -> list[bytes]:
+    lines, last, second = [], -1, ""
+    for record in records:
+        at = record[0].at
+        if int(at) != last:
+            last = int(at)
+            second = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(last))
+        lines.append(write_line(record, second, int(at * 1000) % 1000))
+    return lines
+
+
+class AccessLog:
+    """Where the lines go. The constructor opens the file. Raises UserError.
+
+    Whoever finds the file full renames it, under its lock; the others notice by its inode. So does a program that
+    rotates logs for the machine.
+    """
+
+    def __init__(self, place: str) -> None:
+        self._place = place
+        self._is_file = place != STDERR
+        self._is_torn = False  # the disk was full in the middle of a line
+        self._is_failing = False
+        self._fd = _STDERR_FD
+        self.n_lost = 0
+        if self._is_file:
+            try:
+                self._fd = _open(place)
+            except OSError as error:
+                raise UserError(f"cannot write access log {place!r}: {error.strerror}") from error
+
+    def close(self) -> None:
+        if self._is_file and self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def write(self, lines: Sequence[bytes]) -> None:
+        """Appends lines, or counts them as lost. One call of the system: lines of several workers do not mix."""
+        data = b"\n" + b"".join(lines) if self._is_torn else b"".join(lines)
+        n_written = 0
+        try:
+            if self._is_file:
+                self._follow()
+            n_written = os.write(self._fd, data)
+            if n_written < len(data):
+                raise OSError("the disk is full")
+            self._is_torn = False
+            if self._is_failing:
+                log.warning("access log: it works again, %d lines are lost", self.n_lost)
+            self._is_failing = False
+        except OSError as error:
+            if n_written:
+                self._is_torn = data[n_written - 1 : n_written] != b"\n"
+            self.n_lost += max(1, len(lines) - data[:n_written].count(b"\n"))
+            if not self._is_failing:
+                log.error("access log: %s; requests continue without their lines", error.strerror or error)
+            self._is_failing = True
+
+    def _follow(self) -> None:
+        """Opens the file anew where it was renamed, and renames it where it is full."""
+        if self._fd < 0:
+            self._fd = _open(self._place)
+        elif not _is_at(self._fd, self._place):
+            self._reopen()
+        if os.fstat(self._fd).st_size < ROTATE_BYTES:
+            return
+        fcntl.flock(self._fd, fcntl.LOCK_EX)
+        try:
+            if _is_at(self._fd, self._place):  # no other worker was faster
+                _rotate(self._place)
+        finally:
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
+        self._reopen()
+
+    def _reopen(self) -> None:
+        fd, self._fd = self._fd, -1
+        os.close(fd)
+        self._fd = _open(self._place)
+
+
+def _open(place: str) -> int:
+    return os.open(place, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+
+def _is_at(fd: int, place: str) -> bool:
+    try:
+        return os.path.samestat(os.fstat(fd), Path(place).stat())
+    except FileNotFoundError:
+        return False
+
+
+def _rotate(place: str) -> None:
+    for number in range(MAX_KEPT - 1, 0, -1):
+        with contextlib.suppress(FileNotFoundError):
+            Path(f"{place}.{number}").replace(f"{place}.{number + 1}")
+    Path(place).replace(f"{place}.1")

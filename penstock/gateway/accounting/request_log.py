@@ -1,0 +1,69 @@
+"""What is written of each request when it has ended: a line of the access log, and a span. On the ledger's thread."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Final
+
+from penstock.gateway.accounting.access_log import AccessLog, write_lines
+from penstock.gateway.accounting.exchange import Exchange, Record
+from penstock.gateway.accounting.span_export import SpanExporter
+from penstock.gateway.accounting.spans import SpanWriter
+from penstock.gateway.config import GatewayConfig
+from penstock.gateway.metrics import Family
+
+__all__ = ["Exchange", "RequestLog"]
+
+# Between two pieces the event loop gets Python's lock, which it would otherwise wait 5 ms for.
+PIECE: Final = 32
+
+
+class RequestLog:
+    """The access log and the spans of a gateway, as far as its config asks for them. Raises UserError."""
+
+    def __init__(self, config: GatewayConfig) -> None:
+        self.access_log = AccessLog(config.access_log) if config.access_log is not None else None
+        traces = config.traces
+        self._spans = SpanWriter(config.deployment)
+        self.exporter = SpanExporter(traces.endpoint, self._spans) if traces is not None else None
+
+    def write(self, records: Sequence[Record]) -> None:
+        unix_offset_s = time.time() - time.monotonic()  # anew each time: the clock may be set
+        for at in range(0, len(records), PIECE):
+            self._write_piece(records[at : at + PIECE], unix_offset_s)
+            time.sleep(0)
+        if self.exporter is not None:
+            self.exporter.send(time.monotonic())
+
+    def _write_piece(self, records: Sequence[Record], unix_offset_s: float) -> None:
+        if self.access_log is not None:
+            self.access_log.write(write_lines(records))
+        if self.exporter is not None:
+            sampled = [record for record in records if record[1].trace is not None and record[1].trace.is_sampled]
+            self.exporter.add([self._spans.span(record, unix_offset_s) for record in sampled])
+
+    def families(self) -> list[Family]:
+        families: list[Family] = []
+        if self.access_log is not None:
+            families.append(("access_log_lost_total", {(): self.access_log.n_lost}))
+        if self.exporter is not None:
+            families.append(("spans_lost_total", {(): self.exporter.n_lost}))
+        return families
+
+    def lose(self, n_records: int) -> None:
+        """Counts requests that could not be written."""
+        if self.access_log is not None:
+            self.access_log.n_lost += n_records
+        if self.exporter is not None:
+            self.exporter.n_lost += n_records
+
+    def close(self) -> None:
+        if self.exporter is not None:
+            self.exporter.close()
+        if self.access_log is not None:
+            self.access_log.close()
+
+
+def of_config(config: GatewayConfig) -> RequestLog | None:
+    return RequestLog(config) if config.access_log is not None or config.traces is not None else None

@@ -1,0 +1,80 @@
+"""A real Prometheus for tests: it reads the given addresses twice a second, and answers PromQL."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import shutil
+import subprocess
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from penstock.hardware import network
+
+READY_S = 20.0
+Answer = list[tuple[dict[str, str], float]]
+
+
+class Prometheus:
+    def __init__(self, port: int) -> None:
+        self.url = f"http://127.0.0.1:{port}"
+
+    def ask(self, expr: str) -> Answer:
+        """(labels, value) of each series now; NaN is no value."""
+        query = urllib.parse.urlencode({"query": expr})
+        try:
+            with urllib.request.urlopen(f"{self.url}/api/v1/query?{query}", timeout=10) as reply:
+                data = json.load(reply)["data"]
+        except urllib.error.HTTPError as error:
+            raise AssertionError(f"{expr}: {error.read().decode()}") from error
+        rows = [(row["metric"], float(row["value"][1])) for row in data["result"]]
+        return [row for row in rows if not math.isnan(row[1])]
+
+    def wait(self, expr: str, timeout_s: float = READY_S) -> Answer:
+        """The first answer that is not empty."""
+        deadline = time.monotonic() + timeout_s
+        while not (answer := self.ask(expr)):
+            assert time.monotonic() < deadline, f"no data for {expr}"
+            time.sleep(0.2)
+        return answer
+
+
+@contextlib.contextmanager
+def prometheus(folder: Path, scrape_configs: list[dict[str, Any]]) -> Iterator[Prometheus]:
+    program = shutil.which("prometheus")
+    if program is None:
+        pytest.skip("prometheus is not installed")
+    folder.mkdir(parents=True, exist_ok=True)
+    (port,) = network.free_lasting_ports(1)
+    seconds = {"scrape_interval": "500ms", "scrape_timeout": "500ms"}
+    config = folder / "prometheus.yml"
+    config.write_text(yaml.safe_dump({"global": seconds, "scrape_configs": scrape_configs}))
+    argv = [program, f"--config.file={config}", f"--storage.tsdb.path={folder / 'data'}", "--log.level=warn"]
+    with (folder / "log").open("wb") as log:
+        child = subprocess.Popen([*argv, f"--web.listen-address=127.0.0.1:{port}"], stderr=log, stdout=log)
+    try:
+        found = Prometheus(port)
+        deadline = time.monotonic() + READY_S
+        while not _is_ready(found.url):
+            assert child.poll() is None and time.monotonic() < deadline, (folder / "log").read_text()
+            time.sleep(0.05)
+        yield found
+    finally:
+        child.kill()
+        child.wait()
+
+
+def _is_ready(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/-/ready", timeout=1) as reply:
+            return bool(reply.status == 200)
+    except OSError:
+        return False

@@ -1,0 +1,126 @@
+"""Every query of the dashboards on a real Prometheus that reads made pages with every family of the tables."""
+
+from __future__ import annotations
+
+import http.server
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from dashboard_queries import queries
+from prometheus_rig import Prometheus, prometheus
+
+from penstock.observe.boards import BOARDS, OPERATIONS
+from penstock.observe.names import Row, rows
+from penstock.observe.panels import Board
+from penstock.observe.promql import DCGM
+
+pytestmark = [pytest.mark.processes, pytest.mark.xdist_group("prometheus")]
+
+HOSTILE = 'a"b\\{c="d"}'
+# What queries ask of labels by name; all others are "x".
+VALUES = {
+    "outcome": ("complete", "broken"), "code": ("200", "503"), "kind": ("prompt", "output"), "metric": ("ttft", "tpot"),
+    "replica": ("0", "1"), "state": ("ready",), "clock": ("sm",), "node": ("n1",), "gpu": ("0",), "key": (HOSTILE,),
+}  # fmt: skip
+OF_GPUS = [row.name for row in rows() if "uuid" in row.labels]
+BOUNDS = ("0.1", "1.0", "+Inf")
+
+
+def page(n_scrapes: int, with_gpus: bool) -> str:
+    """All families: counters that grow, histograms with half of their values within 1.0, gauges of 1."""
+    lines = []
+    for row in rows():
+        if with_gpus or "uuid" not in row.labels:
+            lines += [f"# TYPE {row.name} {row.kind}", *_samples(row, n_scrapes)]
+    if not with_gpus:
+        lines += [f'{name}{{Hostname="n1",gpu="0"}} {n_scrapes + 1}' for name in sorted(DCGM)]
+    return "\n".join(lines) + "\n"
+
+
+def _samples(row: Row, n: int) -> Iterator[str]:
+    for labels in _label_sets([label for label in row.labels if label != "deployment"]):
+        if row.kind == "histogram":
+            counts = [(f'le="{bound}"', at * n) for at, bound in enumerate(BOUNDS)]
+            yield from (_sample(f"{row.name}_bucket", [*labels, bound], count) for bound, count in counts)
+            yield _sample(f"{row.name}_sum", labels, n)
+            yield _sample(f"{row.name}_count", labels, 2 * n)
+        else:
+            yield _sample(row.name, labels, n if row.kind == "counter" else 1)
+
+
+def _sample(name: str, labels: list[str], value: float) -> str:
+    return f"{name}{{{','.join(labels)}}} {value}"
+
+
+def _label_sets(labels: list[str]) -> list[list[str]]:
+    sets: list[list[str]] = [[]]
+    for label in labels:
+        values = [value.replace("\\", "\\\\").replace('"', '\\"') for value in VALUES.get(label, ("x",))]
+        sets = [[*chosen, f'{label}="{value}"'] for chosen in sets for value in values]
+    return sets
+
+
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
+    """Deployment "made": two gateways with the same facts. "exporter": no GPU of ours, but a DCGM exporter's."""
+    began = time.monotonic()
+
+    class Page(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = page(int((time.monotonic() - began) * 100), self.path == "/gpus").encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *words: object) -> None:
+            pass
+
+    servers = [http.server.ThreadingHTTPServer(("127.0.0.1", 0), Page) for _ in range(3)]
+    for server in servers:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+    first, second, third = (f"127.0.0.1:{server.server_address[1]}" for server in servers)
+    jobs = [
+        {
+            "job_name": name,
+            "metrics_path": path,
+            "static_configs": [{"targets": addresses, "labels": {"deployment": name}}],
+        }
+        for name, path, addresses in (("made", "/gpus", [first, second]), ("exporter", "/exporter", [third]))
+    ]
+    with prometheus(tmp_path_factory.mktemp("prometheus"), jobs) as running:
+        running.wait('rate(penstock_requests_total{deployment="exporter"}[10s])')
+        running.wait('rate(penstock_requests_total{deployment="made"}[10s])')
+        time.sleep(1.0)
+        yield running
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def asked(expr: str, deployment: str) -> str:
+    return (
+        expr.replace('deployment=~".*"', f'deployment="{deployment}"')
+        .replace("[5m]", "[10s]")
+        .replace("[1h:1m]", "[5s:1s]")
+    )
+
+
+@pytest.mark.parametrize("board", BOARDS, ids=lambda board: board.name)
+@pytest.mark.parametrize("deployment", ["made", "exporter"])
+def test_every_query_has_data(filled: Prometheus, board: Board, deployment: str) -> None:
+    empty = [each for each in queries(board) if not filled.ask(asked(each[1], deployment))]
+    if deployment == "exporter":
+        empty = [each for each in empty if "DCGM" in each[1] or not any(name in each[1] for name in OF_GPUS)]
+    assert empty == []
+
+
+def test_values_are_those_of_the_pages(filled: Prometheus) -> None:
+    """Two gateways know of one replica; half of the requests fail, and half keep the promise of one second."""
+    tiles = [query for query in queries(OPERATIONS) if query[0] in ("Replicas", "Failed", "TTFT kept", "GPU use")]
+    values = [filled.ask(asked(expr, "made"))[0][1] for _, expr in tiles]
+    assert values == pytest.approx([1.0, 1.0, 0.5, 0.5, 1.0], rel=0.01)
+    keys = filled.ask("sum by (key) (penstock_key_tokens_total)")
+    assert [labels["key"] for labels, _ in keys] == [HOSTILE]
