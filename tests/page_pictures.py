@@ -36,7 +36,11 @@ def main() -> None:
             page.get_by_text("22:00:02").first.wait_for()
             page.evaluate("document.getElementById('address').textContent = '127.0.0.1:8000'")
             picture = page.screenshot()
-            few = Image.open(io.BytesIO(picture)).convert("RGB").quantize(80, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+            few = (
+                Image.open(io.BytesIO(picture))
+                .convert("RGB")
+                .quantize(80, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+            )
             few.save(FOLDER / f"dashboard-{name}.png", optimize=True)
             context.close()
         browser.close()

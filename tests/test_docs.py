@@ -78,7 +78,10 @@ NO_MESSAGES = ("penstock/testing/", "penstock/bench/datasets/tokenizers.py")
 PLAIN = """
 access addresses admin agent amx announcer api archive arguments arrivals
 blocks board body bootstrap bundle
-calibrate calibration capacity catalog changes checks child collectives compare compiled completion config conformance connections cpu dashboard decide dense detached detect doctor driver ending entry errors estimate event examine exchanges explain export
+calibrate calibration capacity catalog changes checks child collectives compare compiled completion config
+conformance connections cpu
+dashboard decide dense detached detect doctor driver
+ending entry errors estimate event examine exchanges explain export
 facts fake fetch fields figures fit flags folder forwarding
 google grafana guard
 health history host html http1 hub hybrid
