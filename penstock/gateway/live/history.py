@@ -26,10 +26,11 @@ NO_REPLICA = "none"  # the series of answers that the gateway gave itself
 
 
 class Buckets(NamedTuple):
-    """A histogram by replica; `bounds` are upper ends."""
+    """A histogram by replica, and of all; `bounds` are upper ends."""
 
     bounds: tuple[float, ...]
     counts: dict[str, list[int]]
+    total: list[int]
 
 
 class Sample(NamedTuple):
@@ -81,8 +82,8 @@ def _buckets(histograms: Mapping[str, Distribution], *names: str) -> Buckets:
                 if replica != NO_REPLICA:
                     # A list of our own: the counters' grows on.
                     counts[replica] = list(map(operator.add, counts[replica], row)) if replica in counts else [*row]
-            return Buckets(bounds, counts)
-    return Buckets((), {})
+            return Buckets(bounds, counts, list(map(sum, zip(*counts.values(), strict=True))))
+    return Buckets((), {}, [])
 
 
 def finite(value: float) -> float:
@@ -165,13 +166,9 @@ class Kept(NamedTuple):
 
 
 def _growth(older: Buckets, newer: Buckets, replica: str | None) -> list[int]:
-    total = [0] * (len(newer.bounds) + 1)
-    for name in newer.counts if replica is None else (replica,):
-        after = newer.counts.get(name)
-        if after is not None:
-            before = older.counts.get(name) or [0] * len(after)
-            total = [n + max(0, b - a) for n, a, b in zip(total, before, after, strict=True)]
-    return total
+    before = older.total if replica is None else older.counts.get(replica, [])
+    after = newer.total if replica is None else newer.counts.get(replica, [])
+    return [max(0, n) for n in map(operator.sub, after, before)] if before else after
 
 
 def _middle_and_tail(older: Buckets, newer: Buckets, replica: str | None) -> tuple[float | None, float | None]:
