@@ -27,7 +27,7 @@ def write_docs() -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("page", ["cli", "spec"])
+@pytest.mark.parametrize("page", ["cli", "spec", "metrics"])
 def test_a_generated_page_is_what_the_code_says(write_docs: ModuleType, page: str) -> None:
     written = (ROOT / "docs" / "reference" / f"{page}.md").read_text("utf-8")
     assert written == getattr(write_docs, f"{page}_page")(), "run `make docs`"
