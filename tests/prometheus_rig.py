@@ -24,8 +24,8 @@ Answer = list[tuple[dict[str, str], float]]
 
 
 class Prometheus:
-    def __init__(self, port: int) -> None:
-        self.url = f"http://127.0.0.1:{port}"
+    def __init__(self, url: str) -> None:
+        self.url = url
 
     def ask(self, expr: str) -> Answer:
         """(labels, value) of each series now; NaN is no value."""
@@ -61,7 +61,7 @@ def prometheus(folder: Path, scrape_configs: list[dict[str, Any]]) -> Iterator[P
     with (folder / "log").open("wb") as log:
         child = subprocess.Popen([*argv, f"--web.listen-address=127.0.0.1:{port}"], stderr=log, stdout=log)
     try:
-        found = Prometheus(port)
+        found = Prometheus(f"http://127.0.0.1:{port}")
         deadline = time.monotonic() + READY_S
         while not _is_ready(found.url):
             assert child.poll() is None and time.monotonic() < deadline, (folder / "log").read_text()
